@@ -1,0 +1,120 @@
+"""The command line, one command per stage: `m3diff <stage>`. Heavy imports happen inside the command.
+
+Exit codes: 0 done, 2 usage or parameters, 3 data refused, 4 gate refused, 75 try again later, other a bug.
+"""
+
+import argparse
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from components.params import Params, ParamsError, load_params
+from components.records import DataError
+
+USAGE, DATA_REFUSED, TRY_AGAIN = 2, 3, 75
+
+Command = Callable[[Params, argparse.Namespace], None]
+COMMANDS: dict[str, tuple[Command, str]] = {}
+
+
+def command(help_text: str) -> Callable[[Command], Command]:
+    def add(function: Command) -> Command:
+        COMMANDS[function.__name__.replace("_", "-")] = (function, help_text)
+        return function
+
+    return add
+
+
+@command("draw MiniChange, the embedded benchmark, in CLEVR-Change's layout")
+def synthesize(params: Params, args: argparse.Namespace) -> None:
+    from components.synthesize.stage import synthesize as run
+
+    run(params.synthesize, params.paths.raw)
+
+
+@command("read every dataset's own layout into records")
+def ingest(params: Params, args: argparse.Namespace) -> None:
+    from components.ingest.stage import ingest as run
+
+    run(params.ingest, params.paths.records)
+
+
+@command("check records and images; what fails goes to quarantine with its reason")
+def validate(params: Params, args: argparse.Namespace) -> None:
+    from components.validate.stage import validate as run
+
+    run(params.validate_, params.paths.records, params.paths.clean)
+
+
+@command("turn clean records into question-answer samples")
+def convert(params: Params, args: argparse.Namespace) -> None:
+    from components.convert.stage import convert as run
+
+    run(params.convert, params.paths.clean, params.paths.mixture)
+
+
+@command("fine-tune M3Diff on the mixture")
+def train(params: Params, args: argparse.Namespace) -> None:
+    from components.train.stage import train as run
+
+    run(params.train, params.paths.mixture, params.paths.model, params.paths.scratch)
+
+
+@command("caption the test split")
+def predict(params: Params, args: argparse.Namespace) -> None:
+    from components.predict.stage import predict as run
+
+    run(params.predict, params.paths.mixture, params.paths.model, params.paths.captions)
+
+
+@command("score the captions and draw the report")
+def evaluate(params: Params, args: argparse.Namespace) -> None:
+    from components.evaluate.stage import evaluate as run
+
+    run(params.evaluate, params.paths.clean, params.paths.captions, params.paths.model, params.paths.report)
+
+
+@command("log the run to MLflow and register the model version")
+def register(params: Params, args: argparse.Namespace) -> None:
+    from components.register.stage import register as run
+
+    run(params)
+
+
+@command("make the challenger champion where it beats the champion")
+def promote(params: Params, args: argparse.Namespace) -> None:
+    from components.register.stage import promote as run
+
+    run(params)
+
+
+def die_with_parent() -> None:
+    """Ask Linux to end this process when `dvc repro` dies, so that no trainer is left behind (PR_SET_PDEATHSIG)."""
+    if sys.platform == "linux" and "DVC_STAGE" in os.environ:
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="m3diff", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--params", type=Path, default=Path("params.yaml"), help="parameter file or profile")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (_, help_text) in COMMANDS.items():
+        subparsers.add_parser(name, help=help_text, description=help_text)
+    args = parser.parse_args(argv)
+    die_with_parent()
+    try:
+        COMMANDS[args.command][0](load_params(args.params), args)
+    except ParamsError as error:
+        print(f"m3diff: {error}", file=sys.stderr)
+        return USAGE
+    except DataError as error:
+        print(f"m3diff {args.command}: {error}", file=sys.stderr)
+        return DATA_REFUSED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
