@@ -1,0 +1,60 @@
+# The doors for people. `make run` is the whole road, `make test` the proof; `make help` lists the rest.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+ifndef PYTHON
+PYTHON := $(shell command -v python3.11 || command -v python3 || echo python3.11)
+endif
+BIN := .venv/bin
+READY := .venv/.ready
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+export LC_ALL := C.UTF-8
+
+.DEFAULT_GOAL := help
+.PHONY: help run test check up down base bench-train bench-data install preflight
+
+help:           ## list the targets
+	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
+
+run: install    ## the whole road on the embedded benchmark, then the scores and where everything is
+	@dvc repro
+	@python infra/finish.py
+
+test: install   ## every test
+	@python -m pytest
+
+check: install  ## lint, formatting, types and the design rules
+	@ruff check .
+	@ruff format --check .
+	@mypy
+	@python -m pytest tests/test_doors.py tests/test_layers.py tests/test_readme.py
+
+up: install     ## Prefect server, MLflow server and a worker on this machine
+	@python infra/up.py up
+
+down:           ## end what `up` started
+	@python infra/up.py down
+
+base: install   ## pre-train the tiny base model from scratch
+	@m3diff base
+
+bench-train: install ## training speed -> benchmarks/results/train.json
+	@python benchmarks/train.py
+
+bench-data: install  ## data speed at 896k samples -> benchmarks/results/data.json
+	@python benchmarks/data.py
+
+install: $(READY)
+
+preflight:
+	@$(PYTHON) infra/preflight.py
+
+# torch first and by itself: where a CPU build is offered it is taken, and nothing later replaces it.
+$(READY): pyproject.toml constraints.txt | preflight
+	@echo "install 1/3: virtual environment in .venv"
+	@$(PYTHON) -m venv .venv
+	@echo "install 2/3: torch"
+	@pip install -q -c constraints.txt "$$(grep '^torch==' constraints.txt)"
+	@echo "install 3/3: the other $$(grep -c '==' constraints.txt) packages, as tested (constraints.txt)"
+	@pip install -c constraints.txt -e '.[dev]' | awk '/^ *(Collecting|Building|Installing)/ {n++; if (n % 20 == 0) {printf "  %d steps\n", n; fflush()}}'
+	@touch $@
