@@ -91,6 +91,13 @@ def promote(params: Params, args: argparse.Namespace) -> None:
     run(params)
 
 
+@command("pre-train the tiny base model from scratch (about 40 minutes on 2 cores)")
+def base(params: Params, args: argparse.Namespace) -> None:
+    from components.synthesize.base import pretrain_base
+
+    pretrain_base(params.train.base)
+
+
 def die_with_parent() -> None:
     """Ask Linux to end this process when `dvc repro` dies, so that no trainer is left behind (PR_SET_PDEATHSIG)."""
     if sys.platform == "linux" and "DVC_STAGE" in os.environ:

@@ -1,0 +1,19 @@
+"""M3Diff: configuration, the MDP module, the model on LLaVA-OneVision, its processor and adapters.
+
+Knows torch, transformers and peft alone. Importing it registers the classes with transformers' Auto classes.
+"""
+
+from components.model.configuration import M3DiffConfig
+from components.model.modeling import M3DiffForConditionalGeneration, M3DiffModel
+from components.model.perception import DifferentialPerception, PerceptionConfig
+from components.model.processing import M3DiffImageProcessor, M3DiffProcessor
+
+__all__ = [
+    "DifferentialPerception",
+    "M3DiffConfig",
+    "M3DiffForConditionalGeneration",
+    "M3DiffImageProcessor",
+    "M3DiffModel",
+    "M3DiffProcessor",
+    "PerceptionConfig",
+]

@@ -1,0 +1,30 @@
+"""M3Diff's configuration: LLaVA-OneVision's, with the fields of the MDP module under `perception`."""
+
+from transformers import AutoConfig, LlavaOnevisionConfig
+
+from components.model.perception import PerceptionConfig
+
+
+class M3DiffConfig(LlavaOnevisionConfig):
+    """Configuration of M3Diff.
+
+    Attributes:
+        perception: the fields of `PerceptionConfig`, or None where perception is switched off and the model is the base.
+    """
+
+    model_type = "m3diff"
+
+    perception: dict | None = None
+
+    def perception_config(self) -> PerceptionConfig | None:
+        """Raises ValueError where a tap lies beyond the tower, or a field is unknown."""
+        if self.perception is None:
+            return None
+        cfg = PerceptionConfig.from_dict(self.perception)
+        deepest = self.vision_config.num_hidden_layers
+        if cfg.taps[-1] > deepest:
+            raise ValueError(f"perception: tap {cfg.taps[-1]} lies beyond the tower's {deepest} layers")
+        return cfg
+
+
+AutoConfig.register("m3diff", M3DiffConfig)

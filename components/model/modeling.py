@@ -1,0 +1,146 @@
+"""M3Diff on transformers' LLaVA-OneVision: the MDP module stands between tower and projector.
+
+Shapes: B pairs, N patches per image, D tower width; images come as before, after, before, after, ...
+"""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForImageTextToText,
+    LlavaOnevisionForConditionalGeneration,
+    LlavaOnevisionModel,
+)
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+from components.model.configuration import M3DiffConfig
+from components.model.perception import DifferentialPerception, Projection
+
+logger = logging.getLogger(__name__)
+
+
+class M3DiffModel(LlavaOnevisionModel):
+    """LLaVA-OneVision without its head; for pairs of images the MDP module works on the tower's features."""
+
+    config: M3DiffConfig
+
+    def __init__(self, config: M3DiffConfig) -> None:
+        super().__init__(config)
+        perception = config.perception_config()
+        width = config.vision_config.hidden_size
+        self.perception = DifferentialPerception(perception, width) if perception else None
+
+    def get_image_features(
+        self,
+        pixel_values: Tensor,
+        image_sizes: Tensor | None = None,
+        batch_num_images: Tensor | list[int] | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPooling:
+        """Visual tokens of each image.
+
+        Args:
+            pixel_values: [images, 3, H, W] or [images, 1, 3, H, W].
+            batch_num_images: images in each sample; where all are 2, and perception is on, the images are pairs.
+        Returns: `pooler_output` holds one [N + 1, D_llm] tensor per image (its patches and the newline).
+        """
+        if self.perception is None or not _are_pairs(batch_num_images):
+            return super().get_image_features(
+                pixel_values, image_sizes=image_sizes, batch_num_images=batch_num_images, **kwargs
+            )
+        projected = self.multi_modal_projector(self.perceive(pixel_values))
+        newline = self.image_newline.to(projected.dtype).expand(len(projected), 1, -1)
+        tokens = torch.cat([projected, newline], dim=1)
+        return BaseModelOutputWithPooling(last_hidden_state=projected, pooler_output=list(tokens.unbind(0)))
+
+    def tower_states(self, pixel_values: Tensor) -> list[Tensor]:
+        """The tower's hidden states: the embedding and each layer's output, every one [images, N, D]."""
+        pixels = pixel_values.flatten(0, 1) if pixel_values.dim() == 5 else pixel_values
+        states = [self.vision_tower.embeddings(pixels)]
+        for layer in self.vision_tower.encoder.layers:
+            states.append(layer(states[-1], attention_mask=None))
+        return states
+
+    def perceive(self, pixel_values: Tensor) -> Tensor:
+        """Tower features after equation (8), [images, N, D], images interleaved as they came."""
+        assert self.perception is not None, "perception is switched off"
+        states = self.tower_states(pixel_values)
+        taps = [states[tap] for tap in self.perception.cfg.taps]
+        last = states[self.config.vision_feature_layer]
+        fused = self.perception([t[0::2] for t in taps], [t[1::2] for t in taps], last[0::2], last[1::2])
+        return torch.stack(fused, dim=1).flatten(0, 1)
+
+
+def _are_pairs(batch_num_images: Tensor | list[int] | None) -> bool:
+    return batch_num_images is not None and all(int(count) == 2 for count in batch_num_images)
+
+
+class M3DiffForConditionalGeneration(LlavaOnevisionForConditionalGeneration):
+    """M3Diff with its language-model head: two images and a question in, what changed out."""
+
+    config: M3DiffConfig
+
+    def __init__(self, config: M3DiffConfig) -> None:
+        super(LlavaOnevisionForConditionalGeneration, self).__init__(config)
+        self.model = M3DiffModel(config)
+        self.lm_head = nn.Linear(config.text_config.hidden_size, config.text_config.vocab_size, bias=False)
+        self.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, Projection):
+            module.reset_parameters()
+        else:
+            super()._init_weights(module)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | Path,
+        *args: Any,
+        config: M3DiffConfig | None = None,
+        perception: dict | None = None,
+        **kwargs: Any,
+    ) -> "M3DiffForConditionalGeneration":
+        """Load M3Diff, or a LLaVA-OneVision to which a new MDP module is added, and log which of the two it was.
+
+        Args:
+            perception: fields of the new module; for a LLaVA-OneVision directory the paper's by default.
+        Raises ValueError where weights other than the new module's are missing, or none match. Safetensors only.
+        """
+        name = str(pretrained_model_name_or_path)
+        if config is None:
+            found, _ = M3DiffConfig.get_config_dict(name)
+            is_base = found.get("model_type") != M3DiffConfig.model_type
+            fields = {key: value for key, value in found.items() if key not in ("model_type", "architectures")}
+            config = M3DiffConfig(**fields | ({"perception": perception or {}} if is_base else {}))
+        kwargs["use_safetensors"] = True
+        wants_info = kwargs.pop("output_loading_info", False)
+        model, info = super().from_pretrained(name, *args, config=config, output_loading_info=True, **kwargs)
+        new = sorted(key for key in info["missing_keys"] if key.startswith("model.perception."))
+        lost = sorted(set(info["missing_keys"]) - set(new)) + sorted(str(key) for key in info["mismatched_keys"])
+        if lost:
+            raise ValueError(
+                f"{name}: weights missing or of another shape, no LLaVA-OneVision of this configuration: {lost[:5]}"
+            )
+        parameters = sum(p.numel() for p in model.parameters())
+        logger.info("%s: %s parameters loaded, %d tensors of the MDP module new", name, f"{parameters:,}", len(new))
+        return (model, info) if wants_info else model
+
+    @torch.no_grad()
+    def attended(self, pixel_values: Tensor) -> Tensor:
+        """Where the model looks for the difference of each pair: [B, rows, columns] over the patch grid, sums to 1."""
+        perception = self.model.perception
+        side = self.config.vision_config.image_size // self.config.vision_config.patch_size
+        if perception is None:
+            pairs = len(pixel_values) // 2
+            return torch.full((pairs, side, side), 1 / side**2, device=pixel_values.device)
+        states = self.model.tower_states(pixel_values)
+        taps = [states[tap] for tap in perception.cfg.taps]
+        return perception.attended([t[0::2] for t in taps], [t[1::2] for t in taps]).unflatten(1, (side, side))
+
+
+AutoModelForImageTextToText.register(M3DiffConfig, M3DiffForConditionalGeneration)

@@ -1,0 +1,211 @@
+"""Multi-scale Differential Perception (MDP): equations (1)-(8) of M3Diff (arXiv 2503.11093, section 4).
+
+Shapes: B pairs, N patches per image, D tower width. `f1_BND` holds the features of the images before, `f2_BND` after.
+What the paper leaves open is a field of `PerceptionConfig`, with the reason for the choice.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import initialization as init
+
+
+@dataclass(frozen=True)
+class PerceptionConfig:
+    """Fields of the MDP module.
+
+    taps: indices into the tower's hidden states (0 is the embedding); the paper's 17, 20, 23, 26 are the defaults.
+    layers: "two stacked transformer layers": equations (4)-(6) are one layer, each layer's difference and features
+        feed the next.
+    heads: not given by the paper; 16 as in the tower.
+    share_levels: one set of weights for all taps, since Wm and Wp bear no level index in the paper.
+    score: one number per level and pair ("scalar"), since the paper calls it the importance of a level; or one per
+        channel ("channel").
+    mlp_ratio: width of the MLP of equation (5) over D; 4 as in transformers' feed-forward layers.
+    residual: pre-norm residual blocks, and equation (8) adds the scored updates to the tower's last features. The last
+        projection of (6) starts at zero, so that a new module leaves the base as it is and learns from there. False
+        is the letter of the equations.
+    """
+
+    taps: tuple[int, ...] = (17, 20, 23, 26)
+    layers: int = 2
+    heads: int = 16
+    share_levels: bool = True
+    score: str = "scalar"
+    mlp_ratio: int = 4
+    residual: bool = True
+    extra: dict = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "taps", tuple(self.taps))
+        faults = [f"unknown field {name!r}" for name in self.extra]
+        if not self.taps or list(self.taps) != sorted(set(self.taps)):
+            faults.append(f"taps must be distinct and rising, found {self.taps}")
+        if self.layers < 1:
+            faults.append(f"layers must be at least 1, found {self.layers}")
+        if self.score not in ("scalar", "channel"):
+            faults.append(f"score must be scalar or channel, found {self.score!r}")
+        if faults:
+            raise ValueError("perception: " + "; ".join(faults))
+
+    @classmethod
+    def from_dict(cls, values: dict) -> "PerceptionConfig":
+        """Raises ValueError naming every unknown or impossible field."""
+        known = {name for name in cls.__dataclass_fields__ if name != "extra"}
+        return cls(
+            **{name: value for name, value in values.items() if name in known},
+            extra={name: value for name, value in values.items() if name not in known},
+        )
+
+
+class Projection(nn.Linear):
+    """A linear layer of the MDP module; `gain` scales its starting weights, 0 starts it silent."""
+
+    gain = 1.0
+
+    def reset_parameters(self) -> None:
+        init.normal_(self.weight, std=self.gain / self.in_features**0.5)
+        init.zeros_(self.bias)
+
+
+class SilentProjection(Projection):
+    gain = 0.0
+
+
+class Attention(nn.Module):
+    """Multi-head attention CA(q, kv); self-attention where both are the same. Biased projections, as in SigLIP."""
+
+    def __init__(self, width: int, heads: int, out: type[Projection] = Projection) -> None:
+        super().__init__()
+        if width % heads:
+            raise ValueError(f"perception: width {width} is not divisible by heads {heads}")
+        self.heads = heads
+        self.q_proj = Projection(width, width)
+        self.k_proj = Projection(width, width)
+        self.v_proj = Projection(width, width)
+        self.out_proj = out(width, width)
+
+    def _split(self, x_BND: Tensor) -> Tensor:
+        return x_BND.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+    def forward(self, q_BMD: Tensor, kv_BND: Tensor) -> Tensor:
+        q, k, v = self._split(self.q_proj(q_BMD)), self._split(self.k_proj(kv_BND)), self._split(self.v_proj(kv_BND))
+        return self.out_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+    def weights(self, q_BMD: Tensor, kv_BND: Tensor) -> Tensor:
+        """Attention averaged over heads, [B, M, N]; for showing, not for training."""
+        q, k = self._split(self.q_proj(q_BMD)), self._split(self.k_proj(kv_BND))
+        return (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).softmax(-1).mean(1)
+
+
+class Mlp(nn.Sequential):
+    def __init__(self, width_in: int, hidden: int, width_out: int) -> None:
+        super().__init__(Projection(width_in, hidden), nn.GELU(approximate="tanh"), Projection(hidden, width_out))
+
+
+class DifferentialLayer(nn.Module):
+    """Equations (4)-(6): the difference looks at itself and at both images; both images look at the difference."""
+
+    def __init__(self, cfg: PerceptionConfig, width: int) -> None:
+        super().__init__()
+        self.residual = cfg.residual
+        self.self_attention = Attention(width, cfg.heads)
+        self.cross_attention = Attention(width, cfg.heads)
+        self.mlp = Mlp(width, cfg.mlp_ratio * width, width)
+        self.feature_attention = Attention(width, cfg.heads, SilentProjection if cfg.residual else Projection)
+        norms = ("norm_difference", "norm_query", "norm_mlp", "norm_feature", "norm_context")
+        for name in norms:
+            setattr(self, name, nn.LayerNorm(width) if cfg.residual else nn.Identity())
+
+    def forward(self, f1_BND: Tensor, f2_BND: Tensor, df_BND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns Ft_1, Ft_2 and dF_ca, each [B, N, D]."""
+        skip = 1.0 if self.residual else 0.0
+        normed = self.norm_difference(df_BND)
+        df_sa = skip * df_BND + self.self_attention(normed, normed)  # (4)
+        f1, f2, query = self.norm_feature(f1_BND), self.norm_feature(f2_BND), self.norm_query(df_sa)
+        attended = skip * df_sa + self.cross_attention(query, torch.cat([f1, f2, query], dim=1))
+        df_ca = skip * attended + self.mlp(self.norm_mlp(attended))  # (5)
+        context = self.norm_context(df_ca)
+        ft1 = skip * f1_BND + self.feature_attention(f1, torch.cat([f1, context], dim=1))  # (6)
+        ft2 = skip * f2_BND + self.feature_attention(f2, torch.cat([f2, context], dim=1))
+        return ft1, ft2, df_ca
+
+
+class DifferentialLevel(nn.Module):
+    """Equations (1)-(7) for the features of one tap."""
+
+    def __init__(self, cfg: PerceptionConfig, width: int) -> None:
+        super().__init__()
+        self.gate = Projection(2 * width, width)  # Wm
+        self.difference = Projection(3 * width, width)  # Wp
+        self.layers = nn.ModuleList(DifferentialLayer(cfg, width) for _ in range(cfg.layers))
+        self.score = Mlp(3 * width, width // 4, 1 if cfg.score == "scalar" else width)
+
+    def forward(self, f1_BND: Tensor, f2_BND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns Ft_1, Ft_2 [B, N, D] and the score, [B, 1, 1] or [B, 1, D]."""
+        fh1, fh2 = self._gated(f1_BND, f2_BND)
+        df = self.difference(torch.cat([fh1, fh2, fh1 - fh2], dim=-1))  # (3)
+        ft1, ft2, moving = f1_BND, f2_BND, df
+        for layer in self.layers:
+            ft1, ft2, moving = layer(ft1, ft2, moving)
+        pooled = torch.cat([ft1, ft2, df], dim=-1).mean(dim=1, keepdim=True)
+        return ft1, ft2, self.score(pooled).sigmoid()  # (7)
+
+    def _gated(self, f1_BND: Tensor, f2_BND: Tensor) -> tuple[Tensor, Tensor]:
+        l1 = self.gate(torch.cat([f1_BND, f2_BND], dim=-1)).sigmoid()  # (1)
+        l2 = self.gate(torch.cat([f2_BND, f1_BND], dim=-1)).sigmoid()
+        return f1_BND * l1, f2_BND * l2  # (2)
+
+    def attended(self, f1_BND: Tensor, f2_BND: Tensor) -> Tensor:
+        """How much the image after draws on each place of the difference in (6), last layer: [B, N], sums to 1."""
+        fh1, fh2 = self._gated(f1_BND, f2_BND)
+        ft1, ft2, moving = f1_BND, f2_BND, self.difference(torch.cat([fh1, fh2, fh1 - fh2], dim=-1))
+        for layer in self.layers:
+            entering, (ft1, ft2, moving) = ft2, layer(ft1, ft2, moving)
+        last = self.layers[-1]
+        assert isinstance(last, DifferentialLayer)
+        query, context = last.norm_feature(entering), last.norm_context(moving)
+        weights = last.feature_attention.weights(query, torch.cat([query, context], dim=1))
+        over_difference = weights[:, :, query.shape[1] :].sum(dim=1)
+        return over_difference / over_difference.sum(dim=1, keepdim=True)
+
+
+class DifferentialPerception(nn.Module):
+    """The MDP module over all taps, equation (8)."""
+
+    def __init__(self, cfg: PerceptionConfig, width: int) -> None:
+        super().__init__()
+        self.cfg = cfg
+        count = 1 if cfg.share_levels else len(cfg.taps)
+        self.levels = nn.ModuleList(DifferentialLevel(cfg, width) for _ in range(count))
+
+    def level(self, tap: int) -> DifferentialLevel:
+        module = self.levels[0 if self.cfg.share_levels else tap]
+        assert isinstance(module, DifferentialLevel)
+        return module
+
+    def forward(
+        self, taps_1: list[Tensor], taps_2: list[Tensor], last_1: Tensor, last_2: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Fuse the levels.
+
+        Args:
+            taps_1, taps_2: features of images before and after at each tap, each [B, N, D].
+            last_1, last_2: the features that the base would hand to the projector, [B, N, D].
+        Returns: F'_1, F'_2, each [B, N, D].
+        """
+        assert len(taps_1) == len(taps_2) == len(self.cfg.taps), "one feature map per tap"
+        out_1, out_2 = (last_1, last_2) if self.cfg.residual else (torch.zeros_like(last_1), torch.zeros_like(last_2))
+        for tap, (f1, f2) in enumerate(zip(taps_1, taps_2, strict=True)):
+            ft1, ft2, score = self.level(tap)(f1, f2)
+            base_1, base_2 = (f1, f2) if self.cfg.residual else (0.0, 0.0)
+            out_1 = out_1 + score * (ft1 - base_1)  # (8)
+            out_2 = out_2 + score * (ft2 - base_2)
+        return out_1, out_2
+
+    def attended(self, taps_1: list[Tensor], taps_2: list[Tensor]) -> Tensor:
+        """Where the module looks for the difference, averaged over the taps: [B, N], sums to 1 over N."""
+        maps = [self.level(tap).attended(f1, f2) for tap, (f1, f2) in enumerate(zip(taps_1, taps_2, strict=True))]
+        return torch.stack(maps).mean(dim=0)

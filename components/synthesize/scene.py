@@ -1,0 +1,142 @@
+"""Scenes of MiniChange and what may change in them, as data; `draw.py` paints them, `language.py` puts them in words.
+
+A scene is three to five objects on a 3 x 3 grid under a lamp and a camera. Coordinates are in frame units: the resting
+camera sees [0, 1] x [0, 1], x to the right and y down.
+"""
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+KINDS = ("ball", "box", "cone", "star", "arrow", "doll", "sign", "die")
+COLORS = ("red", "green", "blue", "yellow", "purple", "white")
+SIZES = ("small", "large")
+DIRECTIONS = ("up", "right", "down", "left")
+POSES = ("down", "up", "waving")
+GLYPHS = tuple("AEKS2479")
+COUNTS = (2, 3, 4, 5, 6)
+STATES: dict[str, tuple] = {"arrow": DIRECTIONS, "doll": POSES, "sign": GLYPHS, "die": COUNTS}
+"""What the kinds with an inner state can show: where an arrow points, a doll's arms, a sign's text, a die's dots."""
+
+PLACES = (
+    "at the top left",
+    "at the top",
+    "at the top right",
+    "at the left",
+    "in the centre",
+    "at the right",
+    "at the bottom left",
+    "at the bottom",
+    "at the bottom right",
+)
+BACKGROUNDS = ("linen", "sand", "slate", "sage")
+CAMERA_MOVES = {"left": (-0.2, 0.0), "right": (0.2, 0.0), "up": (0.0, -0.2), "down": (0.0, 0.2)}
+ZOOMS = {"in": 1.4, "out": 0.72}
+DARK, LIT = 0.42, 1.0
+
+
+def cell_center(cell: int) -> tuple[float, float]:
+    return 0.5 + 0.3 * (cell % 3 - 1), 0.5 + 0.3 * (cell // 3 - 1)
+
+
+@dataclass(frozen=True)
+class Thing:
+    """One object: `cell` is its place (index of PLACES), `dx`, `dy` its offset from the cell's centre."""
+
+    kind: str
+    color: str
+    size: str
+    cell: int
+    state: object = None
+    dx: float = 0.0
+    dy: float = 0.0
+
+    @property
+    def center(self) -> tuple[float, float]:
+        x, y = cell_center(self.cell)
+        return x + self.dx, y + self.dy
+
+
+@dataclass(frozen=True)
+class View:
+    """Camera and light: shift in frame units, zoom as a factor, brightness 1 when the lamp is on, lamp angle in
+    radians, and the standard deviation of sensor noise in grey levels."""
+
+    x: float = 0.0
+    y: float = 0.0
+    zoom: float = 1.0
+    brightness: float = LIT
+    lamp: float = -2.2
+    noise: float = 0.0
+
+    def dimmed(self, brightness: float) -> "View":
+        return replace(self, brightness=brightness)
+
+    def project(self, point: tuple[float, float]) -> tuple[float, float]:
+        """Where a point of the scene falls in this camera's frame."""
+        return (point[0] - self.x - 0.5) * self.zoom + 0.5, (point[1] - self.y - 0.5) * self.zoom + 0.5
+
+
+@dataclass(frozen=True)
+class Scene:
+    things: tuple[Thing, ...]
+    marks: tuple[int, ...] = ()  # cells that hold the print of an object taken away
+    background: str = "linen"
+    view: View = field(default_factory=View)
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change: its OmniDiff type, the thing before and after (None where there is none), and for camera and lamp
+    the word that says what happened to it."""
+
+    type: str
+    before: Thing | None = None
+    after: Thing | None = None
+    word: str = ""
+
+    @property
+    def order(self) -> int:
+        """Captions name the camera first, then the lamp, then the things in reading order."""
+        thing = self.before or self.after
+        return thing.cell if thing else -1 if self.type == "illumination" else -2
+
+
+def pick(rng: np.random.Generator, options: tuple | list) -> object:
+    return options[int(rng.integers(len(options)))]
+
+
+def other(rng: np.random.Generator, options: tuple, than: object) -> object:
+    return pick(rng, [option for option in options if option != than])
+
+
+def sample_thing(rng: np.random.Generator, cell: int, kind: str | None = None) -> Thing:
+    kind = kind or str(pick(rng, KINDS))
+    state = pick(rng, STATES[kind]) if kind in STATES else None
+    dx, dy = rng.uniform(-0.025, 0.025, 2)
+    return Thing(kind, str(pick(rng, COLORS)), str(pick(rng, SIZES)), cell, state, float(dx), float(dy))
+
+
+def sample_scene(rng: np.random.Generator, must_hold: tuple[str, ...] = ()) -> Scene:
+    """A scene of three to five things, `must_hold` naming the kinds that have to be among them."""
+    count = max(int(rng.integers(3, 6)), len(must_hold))
+    cells = rng.permutation(9)
+    kinds = list(must_hold) + [None] * (count - len(must_hold))
+    things = [sample_thing(rng, int(cell), kind) for cell, kind in zip(cells, kinds, strict=False)]
+    marks = (int(cells[count]),) if rng.random() < 0.2 else ()
+    view = jitter(rng, View(brightness=DARK if rng.random() < 0.1 else LIT))
+    things.sort(key=lambda thing: thing.cell)
+    return Scene(tuple(things), marks, str(pick(rng, BACKGROUNDS)), view)
+
+
+def jitter(rng: np.random.Generator, view: View) -> View:
+    """The small shift of camera, light and noise that is a distractor and never mentioned."""
+    return replace(
+        view,
+        x=view.x + float(rng.uniform(-0.025, 0.025)),
+        y=view.y + float(rng.uniform(-0.025, 0.025)),
+        zoom=view.zoom * float(rng.uniform(0.96, 1.04)),
+        brightness=view.brightness * float(rng.uniform(0.93, 1.05)),
+        lamp=view.lamp + float(rng.uniform(-0.5, 0.5)),
+        noise=float(rng.uniform(0.5, 2.0)) if rng.random() < 0.3 else 0.0,
+    )

@@ -1,0 +1,85 @@
+"""Write MiniChange to disk in CLEVR-Change's own layout, so that the reader of real data reads the benchmark too.
+
+Every byte follows from the seed: each scene draws from a generator of its own, so their order and the number of
+processes do not matter. Run: `m3diff synthesize`.
+"""
+
+import json
+import os
+import shutil
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from components.params import Synthesize
+from components.progress import progress
+from components.records import CHANGE_TYPES, SPLITS, write_atomic
+from components.synthesize.change import sample_pair
+from components.synthesize.draw import render
+from components.synthesize.language import captions, grammar
+
+FOLDERS = {"images": "default", "sc_images": "semantic", "nsc_images": "nonsemantic"}
+
+
+class Drawn(NamedTuple):
+    number: int
+    types: tuple[str, ...]
+    captions: list[str]
+
+
+def synthesize(cfg: Synthesize, out: Path) -> None:
+    """Draw `cfg.scenes` scenes, each before, after its changes, and as a distractor, with captions and splits."""
+    shutil.rmtree(out, ignore_errors=True)
+    for folder in FOLDERS:
+        (out / folder).mkdir(parents=True)
+    total = sum(cfg.scenes.values())
+    with ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
+        drawn = pool.map(partial(_draw_scene, cfg, out), range(total), chunksize=32)
+        scenes = list(progress(drawn, "synthesize", total=total, unit="scene"))
+    _write_annotations(cfg, scenes, out)
+
+
+def _draw_scene(cfg: Synthesize, out: Path, number: int) -> Drawn:
+    rng = np.random.default_rng([cfg.seed, number])
+    types = choose_types(rng, number, cfg.multi_change_share)
+    before, after, distractor, changes = sample_pair(rng, types)
+    for (folder, word), scene in zip(FOLDERS.items(), (before, after, distractor), strict=True):
+        render(scene, cfg.image_px, rng).save(out / folder / f"CLEVR_{word}_{number:06d}.png", compress_level=4)
+    return Drawn(number, types, captions(changes, cfg.references))
+
+
+def choose_types(rng: np.random.Generator, number: int, multi_change_share: float) -> tuple[str, ...]:
+    """One to three distinct change types; the first runs through all twelve, so that each is drawn equally often."""
+    first = CHANGE_TYPES[number % len(CHANGE_TYPES)]
+    if rng.random() >= multi_change_share:
+        return (first,)
+    rest = [change_type for change_type in CHANGE_TYPES if change_type != first]
+    extra = rng.choice(len(rest), size=int(rng.integers(1, 3)), replace=False)
+    return (first, *(rest[int(k)] for k in extra))
+
+
+def _write_annotations(cfg: Synthesize, scenes: list[Drawn], out: Path) -> None:
+    key = "CLEVR_default_{:06d}.png".format
+    no_change = captions((), cfg.references)
+    order = np.random.default_rng(cfg.seed).permutation(len(scenes))
+    ends = list(accumulate(cfg.scenes[split] for split in SPLITS))
+    starts = [0, *ends[:-1]]
+    files = {
+        "change_captions.json": {key(scene.number): scene.captions for scene in scenes},
+        "no_change_captions.json": {key(scene.number): no_change for scene in scenes},
+        "splits.json": {
+            split: sorted(int(number) for number in order[start:end])
+            for split, start, end in zip(SPLITS, starts, ends, strict=True)
+        },
+        "type_mapping.json": {
+            change_type: [f"{scene.number:06d}.png" for scene in scenes if change_type in scene.types]
+            for change_type in CHANGE_TYPES
+        },
+        "grammar.json": grammar(),
+    }
+    for name, content in files.items():
+        write_atomic(out / name, json.dumps(content, indent=1) + "\n")
