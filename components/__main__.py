@@ -14,9 +14,9 @@ from pathlib import Path
 from components.params import Params, ParamsError, load_params
 from components.records import DataError
 
-USAGE, DATA_REFUSED, TRY_AGAIN = 2, 3, 75
+USAGE, DATA_REFUSED, GATE_REFUSED, TRY_AGAIN = 2, 3, 4, 75
 
-Command = Callable[[Params, argparse.Namespace], None]
+Command = Callable[[Params, argparse.Namespace], int | None]
 COMMANDS: dict[str, tuple[Command, str]] = {}
 
 
@@ -81,14 +81,16 @@ def evaluate(params: Params, args: argparse.Namespace) -> None:
 def register(params: Params, args: argparse.Namespace) -> None:
     from components.register.stage import register as run
 
-    run(params)
+    print(run(params))
 
 
 @command("make the challenger champion where it beats the champion")
-def promote(params: Params, args: argparse.Namespace) -> None:
-    from components.register.stage import promote as run
+def promote(params: Params, args: argparse.Namespace) -> int:
+    from components.register.promotion import promote as run
 
-    run(params)
+    decision = run(params)
+    print(decision)
+    return GATE_REFUSED if decision.outcome == "refused" else 0
 
 
 @command("pre-train the tiny base model from scratch (about 40 minutes on 2 cores)")
@@ -113,14 +115,16 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     die_with_parent()
     try:
-        COMMANDS[args.command][0](load_params(args.params), args)
+        return COMMANDS[args.command][0](load_params(args.params), args) or 0
     except ParamsError as error:
         print(f"m3diff: {error}", file=sys.stderr)
         return USAGE
     except DataError as error:
         print(f"m3diff {args.command}: {error}", file=sys.stderr)
         return DATA_REFUSED
-    return 0
+    except ConnectionError as error:
+        print(f"m3diff {args.command}: {error}", file=sys.stderr)
+        return TRY_AGAIN
 
 
 if __name__ == "__main__":
