@@ -1,0 +1,165 @@
+"""Register: one MLflow run for a training, and its checkpoint as a version of the registered model.
+
+The version is known by the DVC hash of its checkpoint, so registering twice gives one version, also after a failure
+half-way: the version is the last thing written. What a later evaluation of the same checkpoint changed is logged anew.
+"""
+
+import base64
+import shutil
+import tempfile
+import time
+from importlib.metadata import version as installed
+from pathlib import Path
+from typing import Literal
+
+import mlflow
+import pandas as pd
+from mlflow.entities import LoggedModelStatus
+from mlflow.entities.model_registry import ModelVersion
+from mlflow.models import ModelSignature
+from mlflow.tracking import MlflowClient
+from mlflow.types.schema import ColSpec, Schema
+from pydantic import BaseModel, ConfigDict
+
+from components import tracking
+from components.params import Params, Paths
+from components.register.lineage import MODEL_CODE, Lineage, Lock, captioned_records, read_lineage
+
+CHALLENGER = "challenger"
+Outcome = Literal["registered", "updated", "unchanged"]
+REQUIREMENTS = ("mlflow", "torch", "transformers", "peft", "tokenizers", "safetensors", "pyarrow", "pydantic", "pillow")
+SIGNATURE = ModelSignature(
+    inputs=Schema([ColSpec("string", "before"), ColSpec("string", "after")]), outputs=Schema([ColSpec("string")])
+)
+
+
+class Registration(BaseModel):
+    """What register did; `unchanged` where the store held this checkpoint with these scores already."""
+
+    model_config = ConfigDict(frozen=True)
+
+    outcome: Outcome
+    model: str
+    version: int
+    run_id: str
+
+    @property
+    def uri(self) -> str:
+        return f"models:/{self.model}/{self.version}"
+
+    def __str__(self) -> str:
+        return f"{self.uri} {self.outcome} (MLflow run {self.run_id})"
+
+
+def register(params: Params) -> Registration:
+    """Log the training in the working tree and register its checkpoint as the challenger.
+
+    Raises:
+        DataError: the working tree is not what `dvc.lock` says.
+        TrackingGone: MLflow does not answer; nothing is lost, run it again.
+    """
+    lock = Lock()
+    lineage = read_lineage(params.paths, lock)
+    name = params.register_.model_name
+    with tracking.connected(params.register_.tracking_uri) as client:
+        version = find_version(client, name, lineage)
+        outcome: Outcome = "unchanged"
+        if version is None:
+            version, outcome = publish(client, params, lineage, lock), "registered"
+        elif lineage.results().items() - version.tags.items():
+            refresh(client, params.paths, version, lineage.tags())
+            outcome = "updated"
+        point(client, name, CHALLENGER, version)
+    return Registration(outcome=outcome, model=name, version=int(version.version), run_id=run_of(version))
+
+
+def find_version(client: MlflowClient, name: str, lineage: Lineage) -> ModelVersion | None:
+    """The version that holds this checkpoint and the code that runs it; the newest where a person made several."""
+    same = " and ".join(f"tags.`{tag}` = '{value}'" for tag, value in lineage.identity().items())
+    versions = client.search_model_versions(f"name = '{name}' and {same}")
+    return max(versions, key=lambda v: int(v.version), default=None)
+
+
+def publish(client: MlflowClient, params: Params, lineage: Lineage, lock: Lock) -> ModelVersion:
+    """Run, results and model; then the version, with its tags in the same request."""
+    cfg, paths = params.register_, params.paths
+    run_id, started_ms = open_run(client, tracking.experiment_id(client, cfg.experiment), lineage)
+    tracking.log_params(client, run_id, lock.params())
+    tracking.log_curves(client, run_id, paths.model / "curves.csv", started_ms)
+    tracking.log_dataset(client, run_id, paths.mixture.name, paths.mixture / "samples", lineage.data)
+    log_results(client, run_id, paths)
+    model_uri = log_model(client, run_id, cfg.model_name, paths)
+    client.set_terminated(run_id)
+    return mlflow.register_model(model_uri, cfg.model_name, tags=lineage.tags())
+
+
+def open_run(client: MlflowClient, experiment: str, lineage: Lineage) -> tuple[str, int]:
+    """Id and start (ms) of this training's run: a new one, or the one that an interrupted registration left."""
+    same = " and ".join(f"tags.`{tag}` = '{value}'" for tag, value in lineage.identity().items())
+    for run in client.search_runs([experiment], same, max_results=1):
+        return run.info.run_id, run.info.start_time
+    run = client.create_run(experiment, run_name=f"train {lineage.checkpoint[:8]}", tags=lineage.tags())
+    return run.info.run_id, run.info.start_time
+
+
+def log_results(client: MlflowClient, run_id: str, paths: Paths) -> None:
+    """Scores and report, which a new evaluation of the same checkpoint replaces."""
+    tracking.log_scores(client, run_id, paths.report / "metrics.json", int(time.time() * 1000))
+    client.log_artifact(run_id, str(paths.report / "report.html"))
+
+
+def refresh(client: MlflowClient, paths: Paths, version: ModelVersion, tags: dict[str, str]) -> None:
+    """The same checkpoint was evaluated anew: its run gets the new results, run and version the new lineage."""
+    log_results(client, run_of(version), paths)
+    for tag, value in tags.items():
+        client.set_tag(run_of(version), tag, value)
+        client.set_model_version_tag(version.name, version.version, tag, value)
+
+
+def log_model(client: MlflowClient, run_id: str, name: str, paths: Paths) -> str:
+    """Store checkpoint and code as the run's model and return its URI; a model that is there in full is kept."""
+    experiment = client.get_run(run_id).info.experiment_id
+    for model in client.search_logged_models([experiment], f"source_run_id = '{run_id}'"):
+        if model.status == LoggedModelStatus.READY:
+            return model.model_uri
+    with tempfile.TemporaryDirectory() as scratch, mlflow.start_run(run_id=run_id):
+        return mlflow.pyfunc.log_model(
+            name=name,
+            python_model=str(Path(__file__).with_name("captioner.py")),
+            artifacts={"checkpoint": str(paths.model / "checkpoint")},
+            code_paths=[str(copy_code(Path(scratch)))],
+            signature=SIGNATURE,
+            input_example=example(paths),
+            pip_requirements=[f"{package}=={installed(package).split('+')[0]}" for package in REQUIREMENTS],
+        ).model_uri
+
+
+def copy_code(scratch: Path) -> Path:
+    """The part of `components` that the model needs where there is no checkout; no weights."""
+    package = scratch / "components"
+    shutil.copytree(MODEL_CODE, package / "model", ignore=shutil.ignore_patterns("__pycache__", "base"))
+    for file in ("__init__.py", "records.py"):
+        shutil.copy(MODEL_CODE.parent / file, package)
+    return package
+
+
+def example(paths: Paths) -> pd.DataFrame:
+    """The first captioned pair, its images in base64."""
+    record = next(captioned_records(paths))
+    return pd.DataFrame(
+        [{side: base64.b64encode(Path(record[side]).read_bytes()).decode() for side in ("before", "after")}]
+    )
+
+
+def run_of(version: ModelVersion) -> str:
+    assert version.run_id is not None, (
+        f"{version.name} version {version.version} was not made by register: it has no run"
+    )
+    return version.run_id
+
+
+def point(client: MlflowClient, name: str, alias: str, version: ModelVersion) -> None:
+    """Let an alias name a version, where it does not yet."""
+    aliases = client.get_registered_model(name).aliases
+    if str(aliases.get(alias)) != str(version.version):
+        client.set_registered_model_alias(name, alias, version.version)

@@ -1,0 +1,133 @@
+"""MLflow: reach the store, open a run, log what a training left behind.
+
+One process writes, rank 0: the local store is sqlite, which takes one writer at a time. Values go in batches.
+"""
+
+import csv
+import json
+import logging
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import mlflow
+from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param
+from mlflow.tracking import MlflowClient
+
+SQLITE = "sqlite:///"
+PARAMS_BATCH, METRICS_BATCH = 100, 1000  # what MLflow takes in one request
+REMEDY = "start it (`make up`) or correct register.tracking_uri, then run `m3diff register` again: nothing was lost"
+
+
+class TrackingGone(ConnectionError):
+    """The MLflow server does not answer. What DVC holds is safe, so that a later try starts from the same files."""
+
+
+def resolve(tracking_uri: str) -> str:
+    """The store's address with a relative sqlite file made absolute against the project, its folder made."""
+    if not tracking_uri.startswith(SQLITE):
+        return tracking_uri
+    database = Path(tracking_uri.removeprefix(SQLITE)).resolve()
+    database.parent.mkdir(parents=True, exist_ok=True)
+    return f"{SQLITE}{database}"
+
+
+def check_alive(uri: str) -> None:
+    """Ask an HTTP store for its health.
+
+    Raises:
+        TrackingGone: it does not answer within five seconds.
+    """
+    if not uri.startswith("http"):
+        return
+    try:
+        urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=5).close()
+    except (urllib.error.URLError, OSError) as error:
+        raise TrackingGone(f"MLflow at {uri} does not answer ({error}); {REMEDY}") from error
+
+
+@contextmanager
+def connected(tracking_uri: str) -> Iterator[MlflowClient]:
+    """A client of the store, which is also what mlflow's own functions use meanwhile.
+
+    Raises:
+        TrackingGone: the server was not there, or went away in the middle.
+    """
+    uri = resolve(tracking_uri)
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # mlflow's own 7 keep a user waiting for minutes
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    check_alive(uri)
+    logging.getLogger("mlflow").setLevel(logging.WARNING)
+    mlflow.set_tracking_uri(uri)
+    mlflow.set_registry_uri(uri)
+    try:
+        yield MlflowClient()
+    except Exception:
+        check_alive(uri)
+        raise
+
+
+def experiment_id(client: MlflowClient, name: str) -> str:
+    """The experiment's id, made where it lacks; beside a sqlite store its artifacts lie in `artifacts/`."""
+    known = client.get_experiment_by_name(name)
+    if known is not None:
+        return known.experiment_id
+    store = mlflow.get_tracking_uri()
+    if not store.startswith(SQLITE):
+        return client.create_experiment(name)
+    root = Path(store.removeprefix(SQLITE)).parent / "artifacts"
+    return client.create_experiment(name, artifact_location=(root / name).as_uri())
+
+
+def flatten(tree: Any, prefix: str = "", separator: str = ".") -> dict[str, Any]:
+    """Nested mappings and lists as one level: `{"a": {"b": 1}, "c": [2]}` to `{"a.b": 1, "c.0": 2}`."""
+    if isinstance(tree, Mapping):
+        pairs = [(str(key), value) for key, value in tree.items()]
+    elif isinstance(tree, list):
+        pairs = [(str(index), value) for index, value in enumerate(tree)]
+    else:
+        return {prefix: tree}
+    return {
+        name: leaf
+        for key, value in pairs
+        for name, leaf in flatten(value, f"{prefix}{separator}{key}" if prefix else key, separator).items()
+    }
+
+
+def log_params(client: MlflowClient, run_id: str, tree: Mapping[str, Any]) -> None:
+    params = [Param(name, str(value)) for name, value in flatten(tree).items()]
+    for start in range(0, len(params), PARAMS_BATCH):
+        client.log_batch(run_id, params=params[start : start + PARAMS_BATCH])
+
+
+def log_curves(client: MlflowClient, run_id: str, curves: Path, timestamp_ms: int) -> None:
+    """Each column of `curves.csv` as a metric by step. One time for all points: logging them twice adds none."""
+    with curves.open(newline="") as file:
+        points = [
+            Metric(f"train/{name}", float(value), timestamp_ms, int(row["step"]))
+            for row in csv.DictReader(file)
+            for name, value in row.items()
+            if name != "step" and value
+        ]
+    for start in range(0, len(points), METRICS_BATCH):
+        client.log_batch(run_id, metrics=points[start : start + METRICS_BATCH])
+
+
+def log_scores(client: MlflowClient, run_id: str, metrics: Path, timestamp_ms: int) -> None:
+    """`metrics.json`, nested parts as `part/score`; a score that is absent (null) or no number is left out."""
+    leaves = flatten(json.loads(metrics.read_text()), separator="/")
+    scores = [
+        Metric(name, float(leaf), timestamp_ms, 0) for name, leaf in leaves.items() if isinstance(leaf, int | float)
+    ]
+    for start in range(0, len(scores), METRICS_BATCH):
+        client.log_batch(run_id, metrics=scores[start : start + METRICS_BATCH])
+
+
+def log_dataset(client: MlflowClient, run_id: str, name: str, source: Path, digest: str) -> None:
+    """The run's training data, named by DVC's hash of it."""
+    dataset = Dataset(name, digest, source_type="dvc", source=json.dumps({"path": str(source), "md5": digest}))
+    client.log_inputs(run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])])

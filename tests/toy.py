@@ -1,0 +1,174 @@
+"""A toy of the project: the real `dvc.yaml` and `params.yaml` over stages that write in no time what each declares.
+
+`build(root)` makes it; inside it this file is `toy.py`, and `python toy.py <stage>` is the stage.
+"""
+
+import csv
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[1]
+PAIRS = {f"minichange/{number:06d}.png": ("train", "val", "test", "test")[number] for number in range(4)}
+
+MODEL = '''
+from pathlib import Path
+
+
+class Captioner:
+    """Says its word and the colour of the middle of each image."""
+
+    def __init__(self, word):
+        self.word = word
+
+    def caption(self, pairs):
+        return [f"{self.word} {self.colour(before)} became {self.colour(after)}" for before, after in pairs]
+
+    def colour(self, image):
+        return "%d/%d/%d" % image.convert("RGB").getpixel((image.width // 2, image.height // 2))
+
+
+def load_captioner(checkpoint: Path):
+    return Captioner((checkpoint / "word.txt").read_text())
+'''
+
+
+def build(root: Path) -> Path:
+    """Write the toy project with git and DVC set up, nothing run yet."""
+    (root / "components").mkdir(parents=True)
+    graph = (REPOSITORY / "dvc.yaml").read_text().replace("exec python -m components", f"exec {sys.executable} toy.py")
+    (root / "dvc.yaml").write_text(graph)
+    for name in ("params.yaml", ".gitignore", ".dvcignore", "components/records.py", "components/__init__.py"):
+        shutil.copy(REPOSITORY / name, root / name)
+    shutil.copy(__file__, root / "toy.py")
+    for stage in stages():
+        (root / "components" / stage).mkdir()
+        (root / "components" / stage / "stage.py").write_text(f'"""The toy\'s {stage}."""\n')
+    (root / "components" / "model").mkdir()
+    (root / "components" / "model" / "__init__.py").write_text(MODEL)
+    run(root, "git", "init", "-q")
+    run(root, "dvc", "init", "-q")
+    run(root, "dvc", "config", "core.analytics", "false")
+    commit(root, "toy")
+    return root
+
+
+def run(root: Path, tool: str, *arguments: str) -> str:
+    """Run git or this environment's dvc in the project and give what it printed."""
+    command = [sys.executable, "-m", "dvc"] if tool == "dvc" else [tool]
+    done = subprocess.run([*command, *arguments], cwd=root, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert done.returncode == 0, f"{tool} {' '.join(arguments)}: {done.stdout}"
+    return done.stdout
+
+
+def commit(root: Path, message: str) -> None:
+    run(root, "git", "add", "-A")
+    run(
+        root,
+        "git",
+        "-c",
+        "user.name=toy",
+        "-c",
+        "user.email=toy@localhost",
+        "commit",
+        "-q",
+        "--allow-empty",
+        "-m",
+        message,
+    )
+
+
+def stages() -> list[str]:
+    import yaml
+
+    return list(yaml.safe_load((REPOSITORY / "dvc.yaml").read_text())["stages"])
+
+
+def synthesize(cfg: dict, paths: dict[str, Path]) -> None:
+    from PIL import Image
+
+    for number in range(len(PAIRS)):
+        for folder, red in (("images", 10), ("sc_images", 200)):
+            (paths["raw"] / folder).mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (8, 8), (red, number, cfg["seed"] % 256)).save(paths["raw"] / folder / f"{number}.png")
+    (paths["raw"] / "grammar.json").write_text("{}")
+
+
+def ingest(cfg: dict, paths: dict[str, Path]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [
+        {
+            "id": record,
+            "split": split,
+            "before": str(paths["raw"] / "images" / f"{number}.png"),
+            "after": str(paths["raw"] / "sc_images" / f"{number}.png"),
+            "captions": ["it became red"],
+        }
+        for number, (record, split) in enumerate(PAIRS.items())
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), paths["records"] / "records.parquet")
+
+
+def validate(cfg: dict, paths: dict[str, Path]) -> None:
+    shutil.copy(paths["records"] / "records.parquet", paths["clean"])
+    shutil.copy(paths["records"] / "records.parquet", paths["clean"] / "quarantine.parquet")
+    (paths["clean"] / "docs").mkdir()
+    (paths["clean"] / "docs" / "index.html").write_text("clean")
+
+
+def convert(cfg: dict, paths: dict[str, Path]) -> None:
+    (paths["mixture"] / "samples").mkdir()
+    (paths["mixture"] / "samples" / "train-0.parquet").write_text(f"samples {cfg['seed']}")
+
+
+def train(cfg: dict, paths: dict[str, Path]) -> None:
+    (paths["model"] / "checkpoint").mkdir()
+    (paths["model"] / "checkpoint" / "word.txt").write_text(f"seed {cfg['seed']}:")
+    with (paths["model"] / "curves.csv").open("w", newline="") as file:
+        rows = csv.DictWriter(file, ["step", "loss", "lr", "val_loss"], lineterminator="\n")
+        rows.writeheader()
+        rows.writerows({"step": s, "loss": 1 / s, "lr": 0.1, "val_loss": 0.5 if s == 3 else ""} for s in (1, 2, 3))
+
+
+def predict(cfg: dict, paths: dict[str, Path]) -> None:
+    from PIL import Image
+
+    from components.model import load_captioner
+
+    captioner = load_captioner(paths["model"] / "checkpoint")
+    rows = []
+    for number, (record, split) in enumerate(PAIRS.items()):
+        pair = (Image.open(paths["raw"] / side / f"{number}.png") for side in ("images", "sc_images"))
+        if split == "test":
+            rows.append({"image_id": record, "caption": captioner.caption([tuple(pair)])[0]})
+    (paths["captions"] / "captions.json").write_text(json.dumps(rows))
+    (paths["captions"] / "attention.npz").write_bytes(b"maps")
+
+
+def evaluate(cfg: dict, paths: dict[str, Path]) -> None:
+    (paths["report"] / "report.html").write_text("<p>The toy's report.</p>")
+    (paths["report"] / "scores.parquet").write_bytes(b"scores")
+    scores = {"CIDEr": 1.0 + cfg["gallery"] / 100, "SPICE": None, "change_types": {"color": {"CIDEr": 2.0}}}
+    (paths["report"] / "metrics.json").write_text(json.dumps(scores))
+
+
+def main(stage: str) -> None:
+    """Run one stage: its folder exists, its declared outputs are written, and a report where DVC expects one."""
+    import yaml
+
+    params = yaml.safe_load(Path("params.yaml").read_text())
+    paths = {name: Path(path) for name, path in params["paths"].items()}
+    folder = dict(zip(yaml.safe_load(Path("dvc.yaml").read_text())["stages"], paths.values(), strict=False))[stage]
+    folder.mkdir(parents=True, exist_ok=True)
+    print(f"toy {stage}", flush=True)
+    globals()[stage](params[stage], paths)
+    if stage not in ("synthesize", "evaluate"):
+        (folder / "report.json").write_text(json.dumps({"stage": stage}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
