@@ -1,0 +1,142 @@
+"""What a caption says, read with a benchmark's grammar: which changes, of which object, where; or that there is none.
+
+A grammar (JSON) is {"clause_separator": str, "no_change": [sentence], "clauses": [{"type": str, "pattern": regex}]};
+a pattern must match a whole clause and may hold the groups `object` and `place`.
+"""
+
+import json
+import re
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple, Self
+
+from components.evaluate.pairs import Pair
+from components.records import CHANGE_TYPES, NO_CHANGE, DataError
+
+UNREADABLE = "unreadable"
+"""The type of a clause that no pattern of the grammar matches."""
+SEVERAL = "several"
+"""What a caption of more than one clause says, where one word is wanted."""
+
+
+class Clause(NamedTuple):
+    type: str
+    object: str | None = None
+    place: str | None = None
+
+
+class Grammar:
+    """Compiled patterns of one benchmark."""
+
+    def __init__(self, separator: str, no_change: list[str], clauses: list[tuple[str, str]]) -> None:
+        self.separator = separator
+        self.no_change = {plain(sentence) for sentence in no_change}
+        self.clauses = [(kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in clauses]
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read a grammar file.
+
+        Raises:
+            DataError: no such file, not JSON, a key missing, or a pattern that does not compile.
+        """
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+            return cls(raw["clause_separator"], raw["no_change"], [(c["type"], c["pattern"]) for c in raw["clauses"]])
+        except FileNotFoundError:
+            raise DataError(f"{path}: no such file; set evaluate.grammar to null to go without its scores") from None
+        except (ValueError, KeyError, TypeError, re.error) as error:
+            fault = f"{type(error).__name__}: {error}"
+            raise DataError(f"{path}: not a grammar (clause_separator, no_change, clauses): {fault}") from error
+
+    def read(self, caption: str) -> list[Clause]:
+        """The clauses of a caption in order; none where it says that nothing changed."""
+        return [] if plain(caption) in self.no_change else [self._clause(plain(part)) for part in self.parts(caption)]
+
+    def parts(self, caption: str) -> list[str]:
+        """The caption cut at the clause separator."""
+        return re.split(re.escape(self.separator), " ".join(caption.split()), flags=re.IGNORECASE)
+
+    def _clause(self, text: str) -> Clause:
+        for kind, pattern in self.clauses:
+            if found := pattern.fullmatch(text):
+                groups = found.groupdict()
+                return Clause(kind, groups.get("object"), groups.get("place"))
+        return Clause(UNREADABLE)
+
+
+def plain(caption: str) -> str:
+    return " ".join(caption.split()).strip(" .").casefold()
+
+
+def type_order(change_type: str) -> tuple[int, str]:
+    """The twelve types of OmniDiff in its order, then a dataset's own by name, then none, several, unreadable."""
+    last = (NO_CHANGE, SEVERAL, UNREADABLE)
+    if change_type in last:
+        return 100 + last.index(change_type), change_type
+    return CHANGE_TYPES.index(change_type) if change_type in CHANGE_TYPES else 50, change_type
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A pair's caption beside what its references say. Any wording of an object that a reference has counts."""
+
+    pair: Pair
+    parts: list[str]
+    said: list[Clause]
+    references: list[list[Clause]]
+
+    @property
+    def says_no_change(self) -> bool:
+        return not self.said
+
+    @cached_property
+    def word(self) -> str:
+        """The caption's change type in one word, for the table of what was taken for what."""
+        if not self.said:
+            return NO_CHANGE
+        return self.said[0].type if len(self.said) == 1 else SEVERAL
+
+    @cached_property
+    def truth(self) -> Counter[str]:
+        """How often each change type occurs in a reference; empty for a distractor."""
+        return Counter(clause.type for clause in self.references[0])
+
+    @cached_property
+    def type_right(self) -> bool:
+        """Exactly the true change types are named."""
+        return Counter(clause.type for clause in self.said) == self.truth
+
+    @cached_property
+    def exact_right(self) -> bool:
+        return self.type_right and all(all(self.agrees(clause)) for clause in self.said)
+
+    def agrees(self, clause: Clause) -> tuple[bool, bool, bool]:
+        """Is its type among the pair's changes; does some reference name that type's object so; and its place?
+
+        Where a type occurs twice in a pair, object and place must be those of one and the same change.
+        """
+        same = [known for reference in self.references for known in reference if known.type == clause.type]
+        places = {known.place for known in same}
+        if self.truth[clause.type] > 1:
+            same = [known for known in same if known.place == clause.place]
+        return bool(places), clause.object in {known.object for known in same}, clause.place in places
+
+    @cached_property
+    def found(self) -> tuple[int, int]:
+        """Of the pair's changes: how many are named by type, and how many with object and place as well."""
+        exact = Counter(clause.type for clause in set(self.said) if all(self.agrees(clause)))
+        return (Counter(clause.type for clause in self.said) & self.truth).total(), (exact & self.truth).total()
+
+
+def read_pairs(grammar: Grammar, pairs: list[Pair]) -> dict[str, Reading]:
+    """A reading of every pair whose references the grammar understands and whose change types are known."""
+    readings = {}
+    for pair in pairs:
+        references = [grammar.read(reference) for reference in pair.references if plain(reference)]
+        understood = [r for r in references if all(clause.type != UNREADABLE for clause in r)]
+        if understood and pair.change_types:
+            readings[pair.id] = Reading(pair, grammar.parts(pair.caption), grammar.read(pair.caption), understood)
+    return readings
