@@ -43,19 +43,39 @@ class Synthesize(Section):
 
 
 class Dataset(Section):
-    name: str
-    reader: str
+    name: str = Field(pattern=r"^[A-Za-z0-9_-]+$")  # the namespace of its ids
+    reader: Literal["clevr_change"]
     root: Path
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {}  # the reader's own, see its docstring
+    follow_links: bool = False  # images may be symbolic links that leave the root (a shared DVC cache)
 
 
 class Ingest(Section):
     datasets: list[Dataset] = Field(min_length=1)
 
+    @model_validator(mode="after")
+    def names_differ(self) -> "Ingest":
+        names = [dataset.name for dataset in self.datasets]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"dataset name(s) used twice: {', '.join(twice)}")
+        return self
+
 
 class Validate(Section):
     max_quarantined_share: float = Field(ge=0, le=1)
     max_caption_chars: int = Field(ge=1)
+    max_image_pixels: int = Field(ge=1)  # a larger image is taken for a decompression bomb
+    expected_pairs: dict[str, dict[Literal["train", "val", "test"], int]]  # published counts, by dataset
+    image_memory: Path  # what was learned about images by content; never an output
+
+
+class Source(Section):
+    """How one dataset enters the training mixture; validation and test splits always enter whole."""
+
+    task: str = "difference"  # which questions of the template file
+    weight: float = Field(default=1.0, ge=0)  # how often each pair is used: 0.5 half of the pairs, 2 each pair twice
+    max_pairs: int | None = Field(default=None, ge=0)
+    samples: Literal["each", "one", "joined"] = "each"  # of a pair: each caption, one drawn, or all joined as sentences
 
 
 class Convert(Section):
@@ -63,6 +83,7 @@ class Convert(Section):
     templates: Path
     captions_per_pair: int = Field(ge=1)  # at most so many training samples of one pair
     no_change_share: float = Field(ge=0, le=1)  # share of no-change pairs that train
+    sources: dict[str, Source]  # by dataset; one that is not named enters with the defaults
 
 
 class Train(Section):
@@ -73,8 +94,8 @@ class Train(Section):
     lora_alpha: int = Field(ge=1)
     packing: Literal["unpacked", "k", "full"]
     pack_k: int = Field(ge=1)  # captions per sequence where packing is k
-    global_batch_pairs: int = Field(ge=1)
-    micro_batch_pairs: int = Field(ge=1)
+    global_batch: int = Field(ge=1)  # sequences: a pair with its packed captions, or one caption where unpacked
+    micro_batch: int = Field(ge=1)  # sequences on one worker at a time
     epochs: float = Field(gt=0)
     lr_tower: float = Field(gt=0)
     lr: float = Field(gt=0)
@@ -94,10 +115,9 @@ class Train(Section):
     @model_validator(mode="after")
     def batch_divides(self) -> "Train":
         ranks = max(self.workers, 1)
-        if self.global_batch_pairs % (self.micro_batch_pairs * ranks):
+        if self.global_batch % (self.micro_batch * ranks):
             raise ValueError(
-                f"global_batch_pairs {self.global_batch_pairs} must be a multiple of micro_batch_pairs "
-                f"{self.micro_batch_pairs} x workers {ranks}"
+                f"global_batch {self.global_batch} must be a multiple of micro_batch {self.micro_batch} x workers {ranks}"
             )
         return self
 
@@ -161,7 +181,9 @@ def _explain(fault: Any) -> str:
     """One line for one fault: where, what, the value found, and the nearest known key for a misspelt one."""
     where = ".".join(str(part) for part in fault["loc"])
     if fault["type"] != "extra_forbidden":
-        return f"{where}: {fault['msg']} (found {fault['input']!r})" if fault["type"] != "missing" else f"{where}: missing"
+        return (
+            f"{where}: {fault['msg']} (found {fault['input']!r})" if fault["type"] != "missing" else f"{where}: missing"
+        )
     near = difflib.get_close_matches(str(fault["loc"][-1]), _known_keys(fault["loc"][:-1]), n=1, cutoff=0.6)
     return f"{where}: unknown key" + (f"; did you mean {near[0]!r}?" if near else "")
 

@@ -48,6 +48,9 @@ RECORD_SCHEMA = pa.schema(
     ]
 )
 
+RAW_SCHEMA = RECORD_SCHEMA.append(pa.field("fault", pa.string()))
+"""What ingest writes: `fault` says why a row could not be read (validate quarantines it), null where it could."""
+
 SAMPLE_SCHEMA = pa.schema(
     [
         ("id", pa.string()),  # "<record id>#<caption number>"

@@ -1,0 +1,135 @@
+"""convert: clean records -> question-answer samples, deterministic for a seed, in Parquet shards grouped by pair.
+
+Validation and test keep every pair and every reference, empty ones too. Training leaves out empty captions and repeats
+within a pair, draws at most `captions_per_pair` of the rest, and thins no-change pairs. All captions of a pair share
+one question, so that they can be packed behind one prefix.
+"""
+
+import shutil
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import yaml
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+
+from components.convert.draw import id_keys
+from components.convert.mixture import evaluation_samples, training_samples
+from components.params import Convert, ParamsError, Source
+from components.records import RECORD_SCHEMA, SAMPLE_SCHEMA, SPLITS, DataError, StageReport
+
+SHARD_SAMPLES = 100_000
+ROW_GROUP = 16_384
+"""Small enough that a reader of one pair unpacks little, large enough to compress well."""
+
+
+TASKS = TypeAdapter(dict[str, Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]])
+
+
+class Counts(BaseModel):
+    """One dataset: pairs and samples by split, and what training left out."""
+
+    pairs: dict[str, int]
+    samples: dict[str, int]
+    left_out: dict[str, int]
+
+
+class ConvertReport(StageReport):
+    pairs: dict[str, int]
+    samples: dict[str, int]
+    datasets: dict[str, Counts]
+
+
+def convert(cfg: Convert, clean: Path, out: Path) -> ConvertReport:
+    """Write `out/samples/{train,val,test}-NNNNN.parquet` (SAMPLE_SCHEMA) and `out/report.json`."""
+    records = _load(clean / "records.parquet")
+    names = records["dataset"].unique().sort().to_list()
+    tasks = load_tasks(cfg.templates)
+    _check_sources(cfg, tasks, names)
+    keyed = records.with_row_index("row").with_columns(id_keys(cfg.seed, records["id"]))
+    parts, counts = [], {}
+    for name in names:
+        pairs = keyed.filter(pl.col("dataset") == name)
+        part, counts[name] = _convert_one(pairs, tasks, cfg.sources.get(name, Source()), cfg)
+        parts.append(part)
+    samples = pl.concat(parts)
+    shutil.rmtree(out / "samples", ignore_errors=True)
+    for split in SPLITS:
+        _write_shards(samples.filter(pl.col("split") == split), split, out / "samples")
+    return ConvertReport(
+        stage="convert",
+        rows_in=records.height,
+        rows_out=samples.height,
+        pairs={split: sum(count.pairs[split] for count in counts.values()) for split in SPLITS},
+        samples={split: sum(count.samples[split] for count in counts.values()) for split in SPLITS},
+        datasets=counts,
+    ).write(out / "report.json")
+
+
+def load_tasks(path: Path) -> dict[str, list[str]]:
+    """Questions by task.
+
+    Raises:
+        ParamsError: the file is missing, no YAML, or not lists of questions by task.
+    """
+    try:
+        return TASKS.validate_python(yaml.safe_load(path.read_text("utf-8")))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, ValidationError) as error:
+        raise ParamsError(f"convert.templates {path}: expected questions by task: {error}") from error
+
+
+def _load(path: Path) -> pl.DataFrame:
+    try:
+        table = pq.read_table(path)
+    except (OSError, pa.ArrowInvalid) as error:
+        raise DataError(f"{path}: cannot be read: {error}; run `m3diff validate` again") from error
+    if not table.schema.equals(RECORD_SCHEMA):
+        raise DataError(f"{path}: not the columns that validate writes; run `m3diff validate` again")
+    return pl.DataFrame(table)
+
+
+def _check_sources(cfg: Convert, tasks: dict[str, list[str]], datasets: list[str]) -> None:
+    """Raises ParamsError naming every source without a dataset and every task without questions."""
+    faults = [
+        f"{name}: no such dataset; there are {', '.join(datasets)}" for name in cfg.sources if name not in datasets
+    ]
+    for name, source in (cfg.sources or {"default": Source()}).items():
+        if source.task not in tasks:
+            faults.append(f"{name}: no questions for task {source.task!r}; there are {', '.join(tasks)}")
+    if faults:
+        raise ParamsError("\n  ".join(["convert.sources:", *faults]))
+
+
+def _convert_one(
+    pairs: pl.DataFrame, tasks: dict[str, list[str]], source: Source, cfg: Convert
+) -> tuple[pl.DataFrame, Counts]:
+    questions = tasks[source.task]
+    trains = pl.col("split") == "train"
+    training, left_out = training_samples(pairs.filter(trains), questions, source, cfg)
+    samples = pl.concat([training, evaluation_samples(pairs.filter(~trains), questions)])
+    by_split = {
+        row[0]: row[1:] for row in samples.group_by("split").agg(pl.len(), pl.col("pair").n_unique()).iter_rows()
+    }
+    counted = {split: by_split.get(split, (0, 0)) for split in SPLITS}
+    return samples, Counts(
+        pairs={split: pair_count for split, (_, pair_count) in counted.items()},
+        samples={split: sample_count for split, (sample_count, _) in counted.items()},
+        left_out=left_out._asdict(),
+    )
+
+
+def _write_shards(samples: pl.DataFrame, split: str, folder: Path) -> None:
+    """Shards of about SHARD_SAMPLES, cut between pairs; none for an empty split (`datasets` reads no empty one)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    ordered = samples.sort("order", maintain_order=True)
+    table = ordered.select(SAMPLE_SCHEMA.names).to_arrow().cast(SAMPLE_SCHEMA)
+    ends = np.append(np.flatnonzero(ordered["pair"] != ordered["pair"].shift(-1)) + 1, ordered.height)
+    wanted = np.arange(SHARD_SAMPLES, ordered.height, SHARD_SAMPLES)
+    cuts = np.unique([0, *ends[np.searchsorted(ends, wanted)], ordered.height])
+    for number, (start, end) in enumerate(pairwise(cuts)):
+        shard = table.slice(start, end - start)
+        pq.write_table(shard, folder / f"{split}-{number:05d}.parquet", compression="zstd", row_group_size=ROW_GROUP)

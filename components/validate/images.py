@@ -1,0 +1,114 @@
+"""All images of the records, looked at once: over every core, and remembered by content, so that a later run touches
+only what changed. The memory changes no output."""
+
+import io
+import multiprocessing
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import polars as pl
+
+from components.progress import progress
+from components.records import write_atomic
+from components.validate.decode import DECODER, OK, Looked, look, start_worker
+
+Schema = dict[str, type[pl.DataType]]
+STAT: Schema = {
+    "path": pl.String,
+    "size": pl.Int64,
+    "mtime_ns": pl.Int64,
+    "inode": pl.UInt64,
+    "device": pl.UInt64,
+}
+FACTS: Schema = {
+    "digest": pl.Binary,
+    "verdict": pl.String,
+    "format": pl.String,
+    "width": pl.Int64,
+    "height": pl.Int64,
+    "thumb": pl.Binary,
+}
+MEMORY = {**STAT, **FACTS, "decoder": pl.String}
+
+
+def judge_images(paths: pl.Series, max_pixels: int, memory: Path) -> pl.DataFrame:
+    """One row per distinct path: `path`, FACTS. `verdict` is OK or says what is wrong."""
+    stats = _stat(paths.drop_nulls().unique().sort())
+    absent = stats.filter(pl.col("verdict").is_not_null())
+    files = stats.filter(pl.col("verdict").is_null()).drop("verdict")
+    remembered = _remembered(memory, max_pixels)
+    unchanged = files.join(remembered, on=list(STAT), how="inner")
+    looked = _look(files.join(remembered, on=list(STAT), how="anti"), remembered, max_pixels)
+    if looked.height:
+        _remember(memory, remembered, looked)
+    columns = ["path", *FACTS]
+    judged = pl.concat(
+        [unchanged.select(columns), looked.select(columns), absent.select("path", "verdict")], how="diagonal"
+    )
+    assert judged.height == stats.height, (judged.height, stats.height)
+    return judged.sort("path")
+
+
+def _stat(paths: pl.Series) -> pl.DataFrame:
+    """STAT of every path, or a `verdict` on one that is no file."""
+    rows = [(path, *_stat_one(path)) for path in paths]
+    return pl.DataFrame(rows, schema=STAT | {"verdict": pl.String}, orient="row")
+
+
+def _stat_one(path: str) -> tuple[int | None, int | None, int | None, int | None, str | None]:
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return None, None, None, None, "is missing"
+    except OSError as error:
+        return None, None, None, None, f"cannot be read: {error.strerror}"
+    if not stat.S_ISREG(found.st_mode):
+        return None, None, None, None, "is no regular file"
+    return found.st_size, found.st_mtime_ns, found.st_ino, found.st_dev, None
+
+
+def _look(files: pl.DataFrame, remembered: pl.DataFrame, max_pixels: int) -> pl.DataFrame:
+    """Look at new or changed files, each inode once; columns STAT and FACTS."""
+    inode = ["inode", "device", "size", "mtime_ns"]
+    once = files.unique(inode, keep="first", maintain_order=True)
+    by_digest = remembered.select(*FACTS).unique("digest", keep="first", maintain_order=True)
+    results = _over_cores(once["path"].to_list(), frozenset(by_digest["digest"]), max_pixels)
+    looked = pl.DataFrame(list(results), schema={"path": pl.String, **FACTS}, orient="row")
+    known = looked.filter(pl.col("verdict").is_null()).select("path", "digest").join(by_digest, on="digest", how="left")
+    facts = pl.concat([looked.drop_nulls("verdict"), known.select(looked.columns)])
+    return files.join(once.join(facts, on="path").drop("path"), on=inode).select(*STAT, *FACTS)
+
+
+def _over_cores(paths: list[str], known: frozenset[bytes], max_pixels: int) -> Iterator[Looked]:
+    if not paths:
+        return
+    context = multiprocessing.get_context("forkserver")  # plain fork would copy polars' threads half-way
+    cores = len(os.sched_getaffinity(0))
+    with ProcessPoolExecutor(cores, context, initializer=start_worker, initargs=(known,)) as pool:
+        looked: Iterable[Looked] = pool.map(partial(look, max_pixels=max_pixels), paths, chunksize=32)
+        yield from progress(looked, "validate images", total=len(paths), unit="image")
+
+
+def _remembered(memory: Path, max_pixels: int) -> pl.DataFrame:
+    """Sound images of earlier runs, as this decoder judged them. Bad ones are not remembered: a limit may change."""
+    nothing = pl.DataFrame(schema=STAT | FACTS)
+    try:
+        known = (
+            pl.read_parquet(memory).select(*MEMORY) if memory.is_file() else nothing.with_columns(decoder=pl.lit(""))
+        )
+    except (pl.exceptions.PolarsError, OSError):
+        return nothing  # half written or of another version: it is only a memory
+    sound = (pl.col("decoder") == DECODER) & (pl.col("width") * pl.col("height") <= max_pixels)
+    return known.filter(sound).drop("decoder")
+
+
+def _remember(memory: Path, remembered: pl.DataFrame, looked: pl.DataFrame) -> None:
+    sound = looked.filter(pl.col("verdict") == OK)
+    kept = pl.concat([sound, remembered]).unique("path", keep="first", maintain_order=True)
+    buffer = io.BytesIO()
+    kept.with_columns(decoder=pl.lit(DECODER)).write_parquet(buffer)
+    write_atomic(memory, buffer.getvalue())
