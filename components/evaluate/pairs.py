@@ -49,15 +49,15 @@ def load_pairs(clean: Path, captions: Path) -> tuple[list[Pair], int]:
     rows = table.filter(pc.equal(table["split"], "test")).to_pylist()
     if not rows:
         raise DataError(f"{path}: no record of the split 'test', so there is nothing to score")
-    said = read_captions(captions / "captions.json", {row["id"] for row in rows})
+    ids = {row["id"] for row in rows}
+    said = read_captions(captions / "captions.json", ids)
+    if not _was_limited(captions / "report.json", len(said)):
+        _refuse_missing(captions / "captions.json", ids - said.keys())
     shuffled = {}
     if (captions / "captions_shuffled.json").is_file():
         shuffled = read_captions(captions / "captions_shuffled.json", set(said))
         _refuse_missing(captions / "captions_shuffled.json", said.keys() - shuffled.keys())
-    rows_said = [row for row in rows if row["id"] in said]
-    if len(rows_said) < len(rows) and not _was_limited(captions / "report.json", len(said)):
-        _refuse_missing(captions / "captions.json", {row["id"] for row in rows} - said.keys())
-    pairs = [_pair(row, said[row["id"]], shuffled.get(row["id"])) for row in rows_said]
+    pairs = [_pair(row, said[row["id"]], shuffled.get(row["id"])) for row in rows if row["id"] in said]
     return pairs, len(rows)
 
 
@@ -93,12 +93,12 @@ def read_captions(path: Path, known: set[str]) -> dict[str, str]:
             raise DataError(f"{path}: row {number}: expected {{image_id: text, caption: text}}, found {str(row)[:80]}")
     repeated = [i for i, count in Counter(row["image_id"] for row in rows).items() if count > 1]
     if repeated:
-        raise DataError(f"{path}: {_some(repeated)} captioned more than once; exactly one caption to a pair")
+        raise DataError(f"{path}: captioned more than once: {_some(repeated)}; exactly one caption to a pair")
     captions = {
         row["image_id"]: row["caption"].encode("utf-8", "replace").decode() for row in rows
     }  # no lone surrogates
     if unknown := captions.keys() - known:
-        raise DataError(f"{path}: {_some(unknown)} not among the test pairs; were the records made anew since?")
+        raise DataError(f"{path}: not among the test pairs: {_some(unknown)}; were the records made anew since?")
     return captions
 
 
@@ -115,6 +115,6 @@ def _refuse_missing(path: Path, ids: set[str]) -> None:
 
 
 def _some(ids: Iterable[str]) -> str:
+    """The first five ids in order, and how many there are."""
     ordered = sorted(ids)
-    more = f" and {len(ordered) - 5} more" if len(ordered) > 5 else ""
-    return f"{len(ordered)} id(s): {', '.join(ordered[:5])}{more};" if len(ordered) > 1 else f"{ordered[0]}:"
+    return ", ".join(ordered[:5]) + (f" and {len(ordered) - 5} more" if len(ordered) > 5 else "")

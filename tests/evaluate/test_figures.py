@@ -1,0 +1,135 @@
+import base64
+import io
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from components.evaluate.figures import (
+    MAX_POINTS,
+    MAX_PX,
+    Attention,
+    Line,
+    chart,
+    data_uri,
+    load_image,
+    log_ticks,
+    overlay,
+    smooth,
+    thin,
+    ticks,
+)
+from components.records import DataError
+
+
+def attention(tmp_path: Path, *maps: np.ndarray) -> Attention:
+    np.savez(tmp_path / "a.npz", ids=np.array([str(i) for i in range(len(maps))]), maps=np.float16(maps))
+    return Attention(tmp_path / "a.npz")
+
+
+def spot(row: int, column: int, value: float = 1.0) -> np.ndarray:
+    grid = np.zeros((8, 8))
+    grid[row, column] = value
+    return grid
+
+
+def test_heat_lies_where_the_map_has_its_peak(tmp_path: Path):
+    heat = attention(tmp_path, spot(1, 6)).heat("0", (80, 80))
+    assert heat is not None
+    assert heat.shape == (80, 80)
+    row, column = np.unravel_index(heat.argmax(), heat.shape)
+    assert (row // 10, column // 10) == (1, 6)
+    assert heat.max() == pytest.approx(1, abs=0.05)
+
+
+def test_the_map_covers_the_square_that_a_wide_image_is_padded_to(tmp_path: Path):
+    heat = attention(tmp_path, spot(2, 4)).heat("0", (80, 40))  # rows 2 to 5 of the map are the image
+    assert heat is not None
+    assert heat.shape == (40, 80)
+    row, column = np.unravel_index(heat.argmax(), heat.shape)
+    assert (row // 10, column // 10) == (0, 4)
+
+
+def test_a_map_without_a_peak_stays_cool(tmp_path: Path):
+    maps = attention(tmp_path, spot(1, 1), spot(2, 2), spot(3, 3, 0.05), np.full((8, 8), 0.7))
+    faint, flat = maps.heat("2", (80, 80)), maps.heat("3", (80, 80))
+    assert faint is not None
+    assert faint.max() < 0.2
+    assert flat is not None
+    assert flat.max() == 0
+
+
+def test_a_pair_without_a_map_has_no_heat(tmp_path: Path):
+    assert attention(tmp_path, spot(1, 1)).heat("unknown", (80, 80)) is None
+
+
+def test_the_overlay_is_warm_where_hot_and_grey_elsewhere():
+    heat = np.zeros((20, 20))
+    heat[:10] = 1
+    drawn = np.asarray(overlay(Image.new("RGB", (20, 20), (90, 120, 90)), heat)).astype(int)
+    assert drawn[5, 5, 0] - drawn[5, 5, 2] > 80
+    assert np.ptp(drawn[15, 15]) < 15
+
+
+def test_a_large_image_is_shown_small_and_upright(tmp_path: Path):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by a quarter
+    Image.new("RGB", (1000, 500)).save(tmp_path / "large.jpg", exif=exif)
+    assert load_image(tmp_path / "large.jpg").size == (MAX_PX // 2, MAX_PX)
+
+
+def test_an_image_that_cannot_be_shown_is_named(tmp_path: Path):
+    (tmp_path / "broken.png").write_bytes(b"\x89PNG")
+    for name in ("broken.png", "missing.png"):
+        with pytest.raises(DataError, match=name):
+            load_image(tmp_path / name)
+
+
+def test_an_embedded_image_reads_back():
+    image = Image.new("RGB", (40, 30), (200, 30, 30))
+    kind, content = data_uri(image).split(",")
+    assert kind == "data:image/webp;base64"
+    back = Image.open(io.BytesIO(base64.b64decode(content))).convert("RGB")
+    assert back.size == image.size
+    assert np.abs(np.asarray(back, int) - np.asarray(image, int)).max() < 6
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "count", "expected"),
+    [(0, 100, 5, [0, 20, 40, 60, 80, 100]), (0, 0.0011, 4, [0, 0.0005, 0.001]), (0, 7, 4, [0, 2, 4, 6])],
+)
+def test_ticks_are_round(low: float, high: float, count: int, expected: list[float]):
+    assert ticks(low, high, count) == pytest.approx(expected)
+
+
+def test_log_ticks_are_ones_twos_and_fives():
+    assert log_ticks(0.09, 3) == pytest.approx([0.1, 0.2, 0.5, 1, 2])
+
+
+def test_a_chart_draws_each_line_within_its_frame():
+    svg = chart([Line("a", [(1, 3.0), (2, 0.3)], "main"), Line("b", [(2, 0.5)], "second", dots=True)], "Loss", log=True)
+    (first,) = re.findall(r'class="line main" d="M([\d.]+) ([\d.]+)L([\d.]+) ([\d.]+)"', svg)
+    x1, y1, x2, y2 = map(float, first)
+    assert x1 < x2
+    assert y1 < y2  # a falling loss goes down the page
+    assert svg.count("<circle") == 1
+
+
+@pytest.mark.parametrize("log", [True, False])
+def test_curves_of_one_step_or_of_noughts_can_be_drawn(log: bool):
+    assert "svg" in chart([Line("a", [(1, 0.5)], "main")], "Loss", log)
+    drawn = chart([Line("a", [(1, 0.0), (2, 0.0)], "main")], "Loss", log)
+    assert bool(drawn) is not log  # nothing of it can stand on a log scale
+
+
+def test_many_points_are_thinned_to_means():
+    points = [(float(x), float(x % 2)) for x in range(10 * MAX_POINTS)]
+    thinned = thin(points)
+    assert len(thinned) == MAX_POINTS
+    assert thinned[0] == (9.0, 0.5)
+
+
+def test_smoothing_is_the_mean_of_the_last_points():
+    assert smooth([(1, 1.0), (2, 3.0), (3, 5.0), (4, 7.0)], share=0.5) == [(1, 1.0), (2, 2.0), (3, 4.0), (4, 6.0)]
