@@ -44,9 +44,10 @@ class Synthesize(Section):
 
 class Dataset(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9_-]+$")  # the namespace of its ids
-    reader: Literal["clevr_change"]
+    reader: Literal["clevr_change", "clevr_dc", "spot_the_diff", "iedit", "birds_to_words", "omnidiff", "pairs"]
     root: Path
     options: dict[str, Any] = {}  # the reader's own, see its docstring
+    train_on: list[Literal["train", "val"]] = ["train"]  # its own splits that train
     follow_links: bool = False  # images may be symbolic links that leave the root (a shared DVC cache)
 
 
@@ -65,6 +66,7 @@ class Validate(Section):
     max_quarantined_share: float = Field(ge=0, le=1)
     max_caption_chars: int = Field(ge=1)
     max_image_pixels: int = Field(ge=1)  # a larger image is taken for a decompression bomb
+    near_duplicate_levels: int | None = Field(ge=0, le=255)  # grey levels in which look-alikes may differ; null: content only
     expected_pairs: dict[str, dict[Literal["train", "val", "test"], int]]  # published counts, by dataset
     image_memory: Path  # what was learned about images by content; never an output
 

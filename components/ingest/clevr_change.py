@@ -20,9 +20,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from components.ingest.files import describe, read_json
-from components.ingest.rows import Row
-from components.records import NO_CHANGE, SPLITS, DataError
+from components.ingest.files import describe, read_json, read_splits
+from components.ingest.rows import Row, is_scene
+from components.records import NO_CHANGE, DataError
 
 KEY = re.compile(r"CLEVR_default_(\d{6,})\.png")
 
@@ -47,20 +47,6 @@ def read(root: Path) -> Iterator[Row]:
     for file, captioned in (("change_captions.json", captions), ("no_change_captions.json", no_change)):
         for key in sorted(captioned.keys() - seen):
             yield Row(key, None, key, None, None, [], [], f"{file}, {key}", _stray(key))
-
-
-def read_splits(path: Path) -> dict[str, list[Any]]:
-    """`{"train": [scene number, ...], "val": ..., "test": ...}`; all three must be there, an empty list is allowed."""
-    splits = read_json(path, dict)
-    if missing := [split for split in SPLITS if not isinstance(splits.get(split), list)]:
-        raise DataError(
-            f"{path}: no list {' or '.join(map(repr, missing))}; expected train, val and test (one may be [])"
-        )
-    return {split: splits[split] for split in SPLITS}
-
-
-def is_scene(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _pair(scene: int, split: str, captions: dict[str, Any], file: str, key: str, types: list[str]) -> Row:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from components.records import DataError
+from components.records import SPLITS, DataError
 
 T = TypeVar("T")
 
@@ -45,6 +45,14 @@ def read_json(path: Path, kind: type[T]) -> T:
     if not isinstance(value, kind):
         raise DataError(f"{path}: expected {describe_kind(kind)} at the top, found {describe(value)}")
     return value
+
+
+def read_splits(path: Path) -> dict[str, list[Any]]:
+    """`{"train": [scene number, ...], "val": ..., "test": ...}`; all three must be there, an empty list is allowed."""
+    splits = read_json(path, dict)
+    if missing := [split for split in SPLITS if not isinstance(splits.get(split), list)]:
+        raise DataError(f"{path}: no list {' or '.join(missing)}; expected train, val and test (one may be [])")
+    return {split: splits[split] for split in SPLITS}
 
 
 def parse_json(text: str, where: str) -> Any:

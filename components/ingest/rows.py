@@ -1,13 +1,13 @@
 """What a reader yields, and its way into the table of records. A row that cannot be read stays, with a `fault`."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from components.ingest.files import describe
+from components.ingest.files import describe, describe_kind
 from components.params import Dataset
 from components.records import RAW_SCHEMA
 
@@ -27,6 +27,22 @@ class Row(NamedTuple):
     raw_rows: int = 1  # rows of the annotation file that were merged into this one
 
 
+def is_scene(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def fault_in(record: Any, fields: Mapping[str, type]) -> str | None:
+    """What keeps an annotation record from having these fields with these types; None where it has them."""
+    if not isinstance(record, dict):
+        return f"record: expected an object, found {describe(record)}"
+    for field, kind in fields.items():
+        if field not in record:
+            return f"{field}: is missing"
+        if not isinstance(record[field], kind):
+            return f"{field}: expected {describe_kind(kind)}, found {describe(record[field])}"
+    return None
+
+
 def to_table(dataset: Dataset, rows: Iterable[Row]) -> tuple[pa.Table, int]:
     """All rows as records with RAW_SCHEMA, in the reader's order, and the number of annotation rows they came from."""
     rows = list(rows)
@@ -44,7 +60,7 @@ def _record(dataset: Dataset, row: Row) -> dict[str, Any]:
     return {
         "id": name and f"{dataset.name}/{name}",
         "dataset": dataset.name,
-        "split": _text("split", row.split, faults),
+        "split": "train" if row.split in dataset.train_on else _text("split", row.split, faults),
         "scene": scene and f"{dataset.name}/{scene}",
         "before": _image("before", dataset.root, row.before, faults),
         "after": _image("after", dataset.root, row.after, faults),

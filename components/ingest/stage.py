@@ -9,13 +9,21 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic import BaseModel
 
-from components.ingest import clevr_change
+from components.ingest import birds_to_words, clevr_change, clevr_dc, iedit, omnidiff, pairs, spot_the_diff
 from components.ingest.rows import Row, to_table
 from components.params import Dataset, Ingest, ParamsError
 from components.progress import progress
 from components.records import RAW_SCHEMA, DataError, StageReport
 
-READERS: dict[str, Callable[..., Iterator[Row]]] = {"clevr_change": clevr_change.read}
+READERS: dict[str, Callable[..., Iterator[Row]]] = {
+    "clevr_change": clevr_change.read,
+    "clevr_dc": clevr_dc.read,
+    "spot_the_diff": spot_the_diff.read,
+    "iedit": iedit.read,
+    "birds_to_words": birds_to_words.read,
+    "omnidiff": omnidiff.read,
+    "pairs": pairs.read,
+}
 
 
 class Counts(BaseModel):
@@ -39,6 +47,8 @@ def ingest(cfg: Ingest, out: Path) -> IngestReport:
     tables = []
     for dataset in progress(cfg.datasets, "ingest", total=len(cfg.datasets), unit="dataset"):
         table, annotation_rows = to_table(dataset, _rows(dataset))
+        if not table.num_rows:
+            raise DataError(f"ingest.datasets {dataset.name!r}: {dataset.root} holds no pair; fetch the dataset again")
         counts[dataset.name] = _count(table, annotation_rows)
         tables.append(table)
     records = pa.concat_tables(tables)

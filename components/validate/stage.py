@@ -11,7 +11,8 @@ from pydantic import BaseModel
 from components.params import Validate
 from components.records import RAW_SCHEMA, RECORD_SCHEMA, DataError, StageReport
 from components.validate.images import judge_images
-from components.validate.rules import bad_rows, facts, rules
+from components.validate.leaks import find_twins
+from components.validate.rules import LEAK, bad_rows, facts, rules
 from components.validate.suite import judge
 
 QUARANTINE_SCHEMA = RECORD_SCHEMA.append(pa.field("rules", pa.list_(pa.string()))).append(
@@ -34,6 +35,7 @@ class Counts(BaseModel):
 
 class ValidateReport(StageReport):
     quarantined: int
+    leaks: int  # of them training pairs that are in a test set and are else sound
     captions_respaced: int
     images: int
     bad_images: int
@@ -51,7 +53,8 @@ def validate(cfg: Validate, records: Path, out: Path) -> ValidateReport:
     out.mkdir(parents=True, exist_ok=True)
     table = _load(records / "records.parquet")
     images = judge_images(pl.concat([table["before"], table["after"]]), cfg.max_image_pixels, cfg.image_memory)
-    found, all_rules = facts(table, images), rules(cfg.max_caption_chars)
+    twins = find_twins(table, images, cfg.near_duplicate_levels)
+    found, all_rules = facts(table, images, twins), rules(cfg.max_caption_chars)
     bad = bad_rows(found, all_rules)
     shutil.rmtree(out / "docs", ignore_errors=True)
     broken, miscounts = judge(found, all_rules, cfg.expected_pairs, out / "docs")
@@ -99,6 +102,7 @@ def _report(clean: pl.DataFrame, quarantine: pl.DataFrame, images: pl.DataFrame,
         rows_in=clean.height + quarantine.height,
         rows_out=clean.height,
         quarantined=quarantine.height,
+        leaks=quarantine.filter(pl.col("rules") == [LEAK]).height,
         captions_respaced=respaced,
         images=images.height,
         bad_images=images.filter(pl.col("verdict") != "ok").height,
@@ -127,10 +131,11 @@ def _write(frame: pl.DataFrame, schema: pa.Schema, path: Path) -> None:
 
 def _refuse(cfg: Validate, report: ValidateReport, quarantine: pl.DataFrame, miscounts: list[str], out: Path) -> None:
     faults = [f"{count}; fetch the dataset again or correct validate.expected_pairs" for count in miscounts]
-    if report.quarantined > cfg.max_quarantined_share * report.rows_in:
-        examples = [f"    {row['source']}: {row['reason']}" for row in quarantine.head(5).iter_rows(named=True)]
+    bad = quarantine.filter(pl.col("rules") != [LEAK])
+    if bad.height > cfg.max_quarantined_share * report.rows_in:
+        examples = [f"    {row['source']}: {row['reason']}" for row in bad.head(5).iter_rows(named=True)]
         faults.append(
-            f"{report.quarantined} of {report.rows_in} rows are bad, more than validate.max_quarantined_share = "
+            f"{bad.height} of {report.rows_in} rows are bad, more than validate.max_quarantined_share = "
             f"{cfg.max_quarantined_share}; the first:\n" + "\n".join(examples)
         )
     if faults:
