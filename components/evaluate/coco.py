@@ -26,6 +26,8 @@ from pycocoevalcap.bleu.bleu import Bleu
 from pycocoevalcap.cider.cider import Cider
 from pycocoevalcap.rouge.rouge import Rouge
 
+from components.progress import progress
+
 METRICS = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr", "SPICE")
 ALL = "all"
 SPICE_JARS = ("stanford-corenlp-3.6.0.jar", "stanford-corenlp-3.6.0-models.jar")
@@ -165,11 +167,11 @@ def score(
         scores.absent |= absent
         if shuffled is not None:
             scores.shuffled_cider = cider(references, {i: tokens[caption] for i, caption in shuffled.items()})[0]
-        collect(scores, "METEOR", java["METEOR"])
         if jars:
             java["SPICE"] = stack.enter_context(Scorer("SPICE", limit_s))
             java["SPICE"].send({**job, "jars": [str(jar) for jar in jars]})
-            collect(scores, "SPICE", java["SPICE"])
+        for metric, worker in progress(java.items(), "evaluate: METEOR", unit="scorer"):
+            collect(scores, metric, worker)
     return scores
 
 
@@ -200,7 +202,7 @@ def score_in_python(references: dict[str, list[str]], captions: dict[str, str], 
     hypotheses = {i: [caption] for i, caption in captions.items()}
     rouge = dict(zip(captions, map(float, Rouge().compute_score(references, hypotheses)[1]), strict=True))
     scores = CocoScores(groups={}, pairs={i: {"ROUGE-L": value} for i, value in rouge.items()})
-    for group, ids in groups.items():
+    for group, ids in progress(groups.items(), "evaluate: scores", unit="group"):
         scores.groups[group] = dict.fromkeys(METRICS)
         if not ids:
             continue

@@ -9,7 +9,10 @@ from components.evaluate.grammar import UNREADABLE, Clause, Reading, type_order
 from components.evaluate.pairs import Pair
 
 SECTIONS = {
-    "types": ("One of each kind", "For each change type the pair with the median CIDEr: neither picked nor spared."),
+    "types": (
+        "One of each kind",
+        "Of each change type, or dataset where types are unknown, the pair with the median CIDEr.",
+    ),
     "worst": ("Where it fails", "The lowest CIDEr of pairs with one change."),
     "best": ("Where it shines", "The highest CIDEr of pairs with one change."),
     "several": ("Several changes at once", "The worst, the best and those between."),

@@ -39,7 +39,7 @@ class Pair:
 def load_pairs(clean: Path, captions: Path) -> tuple[list[Pair], int]:
     """The captioned test pairs in the records' order, and how many test pairs there are.
 
-    There may be fewer captioned pairs than test pairs only where predict's own report says so (predict.limit).
+    There may be fewer captioned pairs than test pairs only where predict reports that it made so many (predict.limit).
 
     Raises:
         DataError: no test pair; a caption file that is truncated, or whose ids repeat, are unknown or lack.
@@ -51,7 +51,7 @@ def load_pairs(clean: Path, captions: Path) -> tuple[list[Pair], int]:
         raise DataError(f"{path}: no record of the split 'test', so there is nothing to score")
     ids = {row["id"] for row in rows}
     said = read_captions(captions / "captions.json", ids)
-    if not _was_limited(captions / "report.json", len(said)):
+    if not _as_predicted(captions / "report.json", len(said)):
         _refuse_missing(captions / "captions.json", ids - said.keys())
     shuffled = {}
     if (captions / "captions_shuffled.json").is_file():
@@ -102,11 +102,9 @@ def read_captions(path: Path, known: set[str]) -> dict[str, str]:
     return captions
 
 
-def _was_limited(report: Path, captioned: int) -> bool:
-    if not report.is_file():
-        return False
-    counts = json.loads(report.read_text(encoding="utf-8"))
-    return counts.get("rows_out") == captioned < counts.get("rows_in", 0)
+def _as_predicted(report: Path, captioned: int) -> bool:
+    """Does predict report that it wrote so many captions, so that none was lost since?"""
+    return report.is_file() and json.loads(report.read_text(encoding="utf-8"))["rows_out"] == captioned
 
 
 def _refuse_missing(path: Path, ids: set[str]) -> None:

@@ -123,9 +123,15 @@ def draw_gallery(evidence: Evidence, size: int) -> list[dict[str, Any]]:
 
 
 def published_tables(by_dataset: dict[str, Scores]) -> list[dict[str, Any]]:
-    """For each dataset that is a published benchmark: its rows, best CIDEr first, with this run's among them."""
+    """For each dataset that is a published benchmark: its rows, best CIDEr first, with this run's among them.
+
+    A result that several papers print is shown once.
+    """
     with (HERE / "published.csv").open(encoding="utf-8", newline="") as file:
-        known = list(csv.DictReader(file))
+        first_to_print = {
+            (row["benchmark"], row["method"], row["cider"]): row for row in reversed(list(csv.DictReader(file)))
+        }
+    known = list(first_to_print.values())[::-1]
     tables = []
     for dataset, scores in by_dataset.items():
         rows = [row for row in known if row["benchmark"] == dataset]

@@ -75,14 +75,17 @@ def meteor(folder: Path) -> Callable[[Job], Job]:
         except (ValueError, OSError) as error:
             scorer.meteor_p.kill()
             said = scorer.meteor_p.stderr.read().decode(errors="replace").strip().splitlines()
-            raise RuntimeError(f"the METEOR process gave up; its last words: {said[-1:] or 'none'}") from error
+            raise RuntimeError(f"METEOR gave up ({error}); its last words: {said[-1] if said else 'none'}") from error
 
     return score
 
 
 def by_group(job: Job, compute: Callable[[Job, Job], tuple[float, list[float]]]) -> Job:
+    """The score of every group that has pairs; METEOR gives up when asked for the score of none."""
     answer: Job = {"groups": {}}
     for group, ids in job["groups"].items():
+        if not ids:
+            continue
         references = {i: job["references"][i] for i in ids}
         score, pairs = compute(references, {i: [job["captions"][i]] for i in ids})
         answer["groups"][group] = score

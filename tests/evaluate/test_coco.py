@@ -176,7 +176,7 @@ def test_tokens_are_those_of_the_published_files():
 def test_the_published_scores_of_coco_caption_come_out(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("JAVA_TOOL_OPTIONS", "-Duser.language=de")  # a German comma once broke METEOR
     references, captions = published()
-    found = score(references, captions, captions, {"half": list(references)[:500]}, None, 300)
+    found = score(references, captions, captions, {"half": list(references)[:500], "none": []}, None, 300)
     assert len(references) == 1000
     assert {name: value for name, value in found.groups[ALL].items() if name != "SPICE"} == pytest.approx(
         {
@@ -191,4 +191,5 @@ def test_the_published_scores_of_coco_caption_come_out(monkeypatch: pytest.Monke
         abs=5e-5,
     )
     assert found.shuffled_cider == found.groups[ALL]["CIDEr"]
+    assert found.groups["none"]["METEOR"] is None
     assert found.groups["half"]["METEOR"] != found.groups[ALL]["METEOR"]

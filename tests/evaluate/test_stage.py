@@ -63,6 +63,17 @@ def test_a_row_per_pair_holds_caption_scores_and_verdicts(real_run: Run):
 
 
 @pytest.mark.slow
+def test_meteor_is_computed_also_where_some_groups_are_empty(tmp_path: Path):
+    clean, captions, model = bench.write(tmp_path)
+    table = pq.read_table(clean / "records.parquet")
+    pq.write_table(table.set_column(7, "change_types", [[[]] * len(table)]), clean / "records.parquet")
+    metrics = evaluate(bench.config(tmp_path), clean, captions, model, tmp_path / "out")
+    assert metrics.meteor is not None
+    assert metrics.change.pairs == 0
+    assert metrics.change.meteor is None
+
+
+@pytest.mark.slow
 def test_a_second_run_writes_the_same_bytes(real_run: Run):
     evaluate(bench.config(real_run.root), *real_run.folders, real_run.root / "again")
     for name in ("metrics.json", "scores.parquet", "report.html"):
