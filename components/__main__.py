@@ -56,6 +56,13 @@ def convert(params: Params, args: argparse.Namespace) -> None:
     run(params.convert, params.paths.clean, params.paths.mixture)
 
 
+@command("write the mixture as LLaVA records, for LLaVA-NeXT, LLaMA-Factory and ms-swift")
+def export_llava(params: Params, args: argparse.Namespace) -> None:
+    from components.convert.llava import export_llava as run
+
+    run(params.paths.mixture / "samples", args.out, args.lines)
+
+
 @command("fine-tune M3Diff on the mixture")
 def train(params: Params, args: argparse.Namespace) -> None:
     from components.train.stage import train as run
@@ -112,6 +119,9 @@ def main(argv: list[str] | None = None) -> int:
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (_, help_text) in COMMANDS.items():
         subparsers.add_parser(name, help=help_text, description=help_text)
+    export = subparsers.choices["export-llava"]
+    export.add_argument("out", type=Path, help="folder to write")
+    export.add_argument("--lines", action="store_true", help="JSON Lines instead of one JSON array")
     args = parser.parse_args(argv)
     die_with_parent()
     try:
