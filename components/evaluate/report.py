@@ -42,6 +42,7 @@ def render(evidence: Evidence, gallery: int) -> str:
         scores=metrics.model_dump(),
         datasets=list(metrics.by_dataset),
         types=sorted(metrics.by_type, key=type_order),
+        alarms=alarms(evidence.readings),
         confusion=confusion_table(evidence.readings),
         charts=charts(evidence.curves) if evidence.curves else [],
         sections=draw_gallery(evidence, gallery),
@@ -57,6 +58,16 @@ def times100(value: float | None) -> str:
 
 def percent(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.1f}%"
+
+
+def alarms(readings: dict[str, Reading]) -> list[tuple[str, int, int]]:
+    """Kind of pair, how many were called unchanged, and of how many something else was said; no empty kinds."""
+    kinds = {"distractors": 0, "pairs with one change": 1, "pairs with several changes": 2}
+    rows = []
+    for kind, changes in kinds.items():
+        calm = [r.says_no_change for r in readings.values() if min(len(r.pair.changes), 2) == changes]
+        rows.append((kind, sum(calm), len(calm) - sum(calm)))
+    return [row for row in rows if row[1] + row[2]]
 
 
 def confusion_table(readings: dict[str, Reading]) -> dict[str, Any]:

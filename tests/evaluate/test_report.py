@@ -108,6 +108,14 @@ def test_the_table_of_mix_ups_counts_truth_against_what_was_said(toy: Evidence):
     assert dict(table["rows"])["none"] == [(0, 0.0, False), (0, 0.0, False), (1, 0.5, False), (1, 0.5, True)]
 
 
+def test_alarms_and_misses_are_counted_by_kind_of_pair(toy: Evidence):
+    assert report.alarms(toy.readings) == [
+        ("distractors", 1, 1),
+        ("pairs with one change", 1, 2),
+        ("pairs with several changes", 0, 1),
+    ]
+
+
 def test_without_a_grammar_the_page_does_without_its_scores(tmp_path: Path):
     bench.write(tmp_path)
     text = text_of(render(evidence(tmp_path, bench.pairs(tmp_path), with_grammar=False), 6))
