@@ -125,7 +125,8 @@ def main() -> None:
         folder
     )  # METEOR's JVM starts here, before its job is known
     job = json.load(sys.stdin)
-    signal.alarm(seconds)  # the parent kills earlier; this is for a parent that was itself killed
+    signal.signal(signal.SIGALRM, lambda *_: os.killpg(0, signal.SIGKILL))
+    signal.alarm(seconds)  # the parent kills the group earlier; this is for a parent that was itself killed
     try:
         answer = {"value": run(job)}
     except Exception as error:

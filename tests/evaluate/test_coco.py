@@ -1,6 +1,7 @@
 import json
 import math
 import os
+import signal
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -23,6 +24,10 @@ CAPTIONS = {"a": "a red cube", "b": "a cube cube"}
 def quick_score(captions: dict[str, str], limit_s: int = 20, spice_dir: Path | None = None) -> coco.CocoScores:
     references = {i: [caption, "another reference"] for i, caption in captions.items()}
     return score(references, captions, None, {}, spice_dir, limit_s)
+
+
+def is_gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def published() -> tuple[dict[str, list[str]], dict[str, str]]:
@@ -134,8 +139,15 @@ def test_a_meteor_that_hangs_is_killed_with_all_its_children(tmp_path: Path, mon
     found = quick_score({"a": "a red cube", "b": "a blue ball"}, limit_s=2)
     assert time.monotonic() - start < 20
     assert found.absent["METEOR"] == "no answer within 2 s (evaluate.scorer_timeout_s)"
-    shell = int((tmp_path / "pid").read_text())
-    assert not psutil.pid_exists(shell) or psutil.Process(shell).status() == psutil.STATUS_ZOMBIE
+    assert is_gone(int((tmp_path / "pid").read_text()))
+
+
+def test_a_worker_whose_parent_is_gone_ends_itself_and_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATH", fake_java(tmp_path / "bin", "meteor", f"echo $$ >> {tmp_path}/pid; sleep 1000"))
+    worker = coco.Scorer("METEOR", limit_s=-4)  # its own limit is 5 s longer
+    worker.send({"references": {"a": ["x"]}, "captions": {"a": "x"}, "groups": {ALL: ["a"]}})
+    assert worker.process.wait(timeout=10) == -signal.SIGKILL
+    assert is_gone(int((tmp_path / "pid").read_text()))
 
 
 def test_spice_without_its_files_is_absent_and_says_how_to_get_them(tmp_path: Path):
