@@ -3,12 +3,14 @@
 Knows torch, transformers and peft alone. Importing it registers the classes with transformers' Auto classes.
 """
 
+from components.model.captioning import Captioner, load_captioner
 from components.model.configuration import M3DiffConfig
 from components.model.modeling import M3DiffForConditionalGeneration, M3DiffModel
 from components.model.perception import DifferentialPerception, PerceptionConfig
 from components.model.processing import M3DiffImageProcessor, M3DiffProcessor
 
 __all__ = [
+    "Captioner",
     "DifferentialPerception",
     "M3DiffConfig",
     "M3DiffForConditionalGeneration",
@@ -16,4 +18,5 @@ __all__ = [
     "M3DiffModel",
     "M3DiffProcessor",
     "PerceptionConfig",
+    "load_captioner",
 ]

@@ -1,6 +1,10 @@
 """M3Diff's configuration: LLaVA-OneVision's, with the fields of the MDP module under `perception`."""
 
 from transformers import AutoConfig, LlavaOnevisionConfig
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
 
 from components.model.perception import PerceptionConfig
 
@@ -9,7 +13,7 @@ class M3DiffConfig(LlavaOnevisionConfig):
     """Configuration of M3Diff.
 
     Attributes:
-        perception: the fields of `PerceptionConfig`, or None where perception is switched off and the model is the base.
+        perception: fields of `PerceptionConfig`, or None where perception is off and the model is the base.
     """
 
     model_type = "m3diff"
@@ -28,3 +32,7 @@ class M3DiffConfig(LlavaOnevisionConfig):
 
 
 AutoConfig.register("m3diff", M3DiffConfig)
+# LLaVA-OneVision's weights lie on disk under the names of its first release; M3Diff reads and writes the same names.
+register_checkpoint_conversion_mapping(
+    M3DiffConfig.model_type, get_checkpoint_conversion_mapping(LlavaOnevisionConfig.model_type), overwrite=True
+)

@@ -4,6 +4,8 @@ Shapes: B pairs, N patches per image, D tower width; images come as before, afte
 """
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from transformers import (
     LlavaOnevisionForConditionalGeneration,
     LlavaOnevisionModel,
 )
+from transformers import logging as transformers_logging
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from components.model.configuration import M3DiffConfig
@@ -22,7 +25,18 @@ from components.model.perception import DifferentialPerception, Projection
 logger = logging.getLogger(__name__)
 
 
-class M3DiffModel(LlavaOnevisionModel):
+class NewModuleInit:
+    """The MDP module's linears start as they ask to; transformers asks whichever model holds them."""
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, Projection):
+            module.reset_parameters()
+        else:
+            super()._init_weights(module)  # type: ignore[misc]
+
+
+class M3DiffModel(NewModuleInit, LlavaOnevisionModel):
     """LLaVA-OneVision without its head; for pairs of images the MDP module works on the tower's features."""
 
     config: M3DiffConfig
@@ -74,27 +88,31 @@ class M3DiffModel(LlavaOnevisionModel):
         return torch.stack(fused, dim=1).flatten(0, 1)
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence transformers' table of missing keys: `from_pretrained` above judges them itself."""
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+
+
 def _are_pairs(batch_num_images: Tensor | list[int] | None) -> bool:
     return batch_num_images is not None and all(int(count) == 2 for count in batch_num_images)
 
 
-class M3DiffForConditionalGeneration(LlavaOnevisionForConditionalGeneration):
+class M3DiffForConditionalGeneration(NewModuleInit, LlavaOnevisionForConditionalGeneration):
     """M3Diff with its language-model head: two images and a question in, what changed out."""
 
     config: M3DiffConfig
 
     def __init__(self, config: M3DiffConfig) -> None:
-        super(LlavaOnevisionForConditionalGeneration, self).__init__(config)
+        super(LlavaOnevisionForConditionalGeneration, self).__init__(config)  # builds no second LLaVA-OneVision
         self.model = M3DiffModel(config)
         self.lm_head = nn.Linear(config.text_config.hidden_size, config.text_config.vocab_size, bias=False)
         self.post_init()
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, Projection):
-            module.reset_parameters()
-        else:
-            super()._init_weights(module)
 
     @classmethod
     def from_pretrained(
@@ -119,7 +137,8 @@ class M3DiffForConditionalGeneration(LlavaOnevisionForConditionalGeneration):
             config = M3DiffConfig(**fields | ({"perception": perception or {}} if is_base else {}))
         kwargs["use_safetensors"] = True
         wants_info = kwargs.pop("output_loading_info", False)
-        model, info = super().from_pretrained(name, *args, config=config, output_loading_info=True, **kwargs)
+        with _quiet():
+            model, info = super().from_pretrained(name, *args, config=config, output_loading_info=True, **kwargs)
         new = sorted(key for key in info["missing_keys"] if key.startswith("model.perception."))
         lost = sorted(set(info["missing_keys"]) - set(new)) + sorted(str(key) for key in info["mismatched_keys"])
         if lost:

@@ -1,0 +1,83 @@
+"""A LLaVA-OneVision and an M3Diff small enough for a test, made from nothing."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers import LlavaOnevisionForConditionalGeneration
+
+from components.model import M3DiffConfig, M3DiffForConditionalGeneration, M3DiffImageProcessor, M3DiffProcessor
+
+PERCEPTION = {"taps": [1, 2], "layers": 2, "heads": 2}
+BASE = Path(__file__).parent.parent / "components" / "model" / "base"
+WIDTH, SIDE, PATCH = 16, 24, 8
+
+
+def tiny_config(perception: dict | None = None, vocab_size: int = 640) -> M3DiffConfig:
+    return M3DiffConfig(
+        vision_config={
+            "model_type": "siglip_vision_model",
+            "hidden_size": WIDTH,
+            "intermediate_size": 2 * WIDTH,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": SIDE,
+            "patch_size": PATCH,
+            "vision_use_head": False,
+        },
+        text_config={
+            "model_type": "qwen2",
+            "vocab_size": vocab_size,
+            "hidden_size": WIDTH,
+            "intermediate_size": 2 * WIDTH,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "max_position_embeddings": 512,
+            "bos_token_id": None,
+            "eos_token_id": 1,
+            "pad_token_id": 0,
+        },
+        image_token_index=3,
+        video_token_index=4,
+        image_grid_pinpoints=[[SIDE, SIDE]],
+        perception=perception,
+    )
+
+
+def tiny_model(perception: dict | None = None, seed: int = 0) -> M3DiffForConditionalGeneration:
+    """An M3Diff whose silent projections were given weights, so that no gradient is zero by construction."""
+    torch.manual_seed(seed)
+    model = M3DiffForConditionalGeneration._from_config(tiny_config(perception), attn_implementation="sdpa")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def tiny_base(folder: Path, seed: int = 0) -> Path:
+    """A LLaVA-OneVision directory with the project's tokenizer and random weights."""
+    torch.manual_seed(seed)
+    tokenizer = M3DiffProcessor.from_pretrained(BASE).tokenizer
+    config = tiny_config(vocab_size=len(tokenizer)).to_dict()
+    token = tokenizer.convert_tokens_to_ids
+    config |= {"model_type": "llava_onevision", "image_token_index": token("<image>")}
+    config |= {"video_token_index": token("<video>")}
+    config["text_config"] |= {"eos_token_id": token("<|im_end|>"), "pad_token_id": token("<|endoftext|>")}
+    config.pop("perception")
+    base_config = LlavaOnevisionForConditionalGeneration.config_class.from_dict(config)
+    LlavaOnevisionForConditionalGeneration(base_config).save_pretrained(folder)
+    processor = M3DiffProcessor(
+        M3DiffImageProcessor(size={"height": SIDE, "width": SIDE}),
+        tokenizer,
+        num_image_tokens=(SIDE // PATCH) ** 2,
+        chat_template=tokenizer.chat_template,
+    )
+    processor.save_pretrained(folder)
+    return folder
+
+
+def noise_image(seed: int, size: tuple[int, int] = (40, 40)) -> Image.Image:
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
