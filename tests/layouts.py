@@ -1,5 +1,6 @@
 """Datasets in their exact layouts on disk, as small as a test wants them."""
 
+import csv
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -56,9 +57,10 @@ def edit_json(path: Path, change: Callable[[Any], Any]) -> None:
     write_json(path, value)
 
 
-def run_ingest(root: Path, reader: str = "clevr_change", name: str = "mini", **options: Any) -> IngestReport:
-    """Read one dataset into the folder `records` beside its root."""
-    dataset = Dataset.model_validate({"name": name, "reader": reader, "root": root, "options": options})
+def run_ingest(root: Path, reader: str = "clevr_change", name: str = "mini", **fields: Any) -> IngestReport:
+    """Read one dataset into the folder `records` beside its root; what is no field of Dataset is an option."""
+    own = {key: fields.pop(key) for key in ("train_on", "follow_links") if key in fields}
+    dataset = Dataset.model_validate({"name": name, "reader": reader, "root": root, "options": fields} | own)
     return ingest(Ingest(datasets=[dataset]), root.parent / "records")
 
 
@@ -73,3 +75,63 @@ def run_validate(folder: Path, **changes: Any) -> ValidateReport:
         "image_memory": folder / "image_memory.parquet",
     }
     return validate(Validate.model_validate(fields | changes), folder / "records", folder / "clean")
+
+
+def write_clevr_dc(root: Path) -> Path:
+    """CLEVR-DC: un-padded names, so that 10 would come before 9 if they were sorted as text."""
+    for scene in (9, 10, 47999):
+        save_picture(root / f"bef/{scene}.png", scene, 0)
+        save_picture(root / f"aft/{scene}.png", scene, 90)
+    write_json(root / "captions.json", {"10": ["b", "b2"], "9": ["a"], "47999": ["c"]})
+    write_json(root / "split.json", {"train": [9, 10], "val": [], "test": [47999]})
+    return root
+
+
+def write_spot(root: Path) -> Path:
+    """Spot-the-Diff: an id in three records, an empty sentence, a test pair whose only reference is empty."""
+    records = {
+        "train": [("235", ["the suv is gone"]), ("76", [""]), ("235", ["a man left", ""]), ("235", ["it is dark"])],
+        "val": [("8", ["there are no differences"])],
+        "test": [("9", [""])],
+    }
+    for split, found in records.items():
+        (root / "annotations").mkdir(parents=True, exist_ok=True)
+        write_json(root / f"annotations/{split}.json", [{"img_id": i, "sentences": s} for i, s in found])
+        for img_id, _ in found:
+            save_picture(root / f"resized_images/{img_id}.png", int(img_id), 10)
+            save_picture(root / f"resized_images/{img_id}_2.png", int(img_id), 120)
+    return root
+
+
+def write_iedit(root: Path) -> Path:
+    """IEdit: one pair under two uids, a valid and a train pair that are in test, a GIF, images of different size."""
+    rows = {
+        "train": [("a.jpg", "b.gif", "Zhopped_1"), ("a.jpg", "b.gif", "Zhopped_2"), ("e.JPG", "f.png", "Reddit_3")],
+        "valid": [("e.JPG", "f.png", "Reddit_4"), ("g.jpeg", "h.png", "Reddit_5")],
+        "test": [("e.JPG", "f.png", "Reddit_6"), ("a.jpg", "h.png", "Reddit_7")],
+    }
+    for split, found in rows.items():
+        records = [{"img0": a, "img1": b, "sents": [f"edit  of {uid} "], "uid": uid} for a, b, uid in found]
+        root.mkdir(parents=True, exist_ok=True)
+        write_json(root / f"{split}.json", records)
+    for number, name in enumerate(("a.jpg", "b.gif", "e.JPG", "f.png", "g.jpeg", "h.png")):
+        save_picture(root / "images" / name, 9 * number, 40 * number)
+    return root
+
+
+BIRD_COLUMNS = [f"img{n}{what}" for n in (1, 2) for what in ("ObservationURL", "ImgURL", "Species", "Selection")]
+BIRD_COLUMNS += ["split", "annN", "description"]
+
+
+def write_birds(path: Path, rows: list[tuple[str, str, str, str]]) -> None:
+    """The Birds-to-Words TSV of rows (first photo, second photo, split, description)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8", newline="") as file:
+        table = csv.writer(file, delimiter="\t", quotechar='"', lineterminator="\n")
+        table.writerow(BIRD_COLUMNS)
+        for number, (first, second, split, description) in enumerate(rows):
+            photos = [[f"{SITE}/{p}", f"{SITE}/{p}/medium.jpg?1545", "Larus", "visual"] for p in (first, second)]
+            table.writerow([*photos[0], *photos[1], split, number % 5 + 1, description])
+
+
+SITE = "https://www.inaturalist.org/photos"

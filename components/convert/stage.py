@@ -89,6 +89,8 @@ def _load(path: Path) -> pl.DataFrame:
         raise DataError(f"{path}: cannot be read: {error}; run `m3diff validate` again") from error
     if not table.schema.equals(RECORD_SCHEMA):
         raise DataError(f"{path}: not the columns that validate writes; run `m3diff validate` again")
+    if not table.num_rows:
+        raise DataError(f"{path}: holds no record, all are in quarantine.parquet beside it; mend the data")
     return pl.DataFrame(table)
 
 

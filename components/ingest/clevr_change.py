@@ -44,9 +44,9 @@ def read(root: Path) -> Iterator[Row]:
             seen.add(key)
             yield _pair(scene, split, captions, "change_captions.json", key, types[f"{scene:06d}.png"])
             yield _pair(scene, split, no_change, "no_change_captions.json", key, [NO_CHANGE])
-    for file, captioned in (("change_captions.json", captions), ("no_change_captions.json", no_change)):
+    for file, captioned, end in (("change_captions.json", captions, ""), ("no_change_captions.json", no_change, "_n")):
         for key in sorted(captioned.keys() - seen):
-            yield Row(key, None, key, None, None, [], [], f"{file}, {key}", _stray(key))
+            yield Row(key + end, None, key, None, None, [], [], f"{file}, {key}", _stray(key))
 
 
 def _pair(scene: int, split: str, captions: dict[str, Any], file: str, key: str, types: list[str]) -> Row:

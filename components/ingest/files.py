@@ -14,7 +14,7 @@ KINDS = {
     str: "text",
     int: "a whole number",
     float: "a number",
-    bool: "true or false",
+    bool: "a truth value",
 }
 
 
@@ -71,12 +71,14 @@ def parse_json(text: str, where: str) -> Any:
 
 def describe(value: Any) -> str:
     """A value for a message: its kind, and the value itself cut to 60 characters."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
     shown = repr(value)
     return f"{describe_kind(type(value))} {shown if len(shown) <= 60 else shown[:57] + '...'}"
 
 
 def describe_kind(kind: type) -> str:
-    return "null" if kind is type(None) else KINDS.get(kind, kind.__name__)
+    return KINDS.get(kind, kind.__name__)
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

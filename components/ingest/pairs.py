@@ -56,7 +56,9 @@ def read(
 
 def _entry(where: str, value: dict[str, Any], split: str | None) -> Entry:
     before, after = value["before"], value["after"]
-    name = value["id"] if value["id"] not in (None, "") else f"{before}|{after}"
+    name = value["id"]
+    if name in (None, ""):
+        name = f"{before}|{after}" if isinstance(before, str) and isinstance(after, str) else None
     name = str(name) if isinstance(name, int) else name
     scene = value["scene"] if value["scene"] not in (None, "") else name
     types = texts(value["change_types"] or [])

@@ -40,6 +40,8 @@ def fault_in(record: Any, fields: Mapping[str, type]) -> str | None:
             return f"{field}: is missing"
         if not isinstance(record[field], kind):
             return f"{field}: expected {describe_kind(kind)}, found {describe(record[field])}"
+        if record[field] == "":
+            return f"{field}: is empty"
     return None
 
 
@@ -72,8 +74,10 @@ def _record(dataset: Dataset, row: Row) -> dict[str, Any]:
 
 
 def _text(field: str, value: Any, faults: list[str]) -> str | None:
+    """The value where it is usable text. A null is no second fault where one is known: it follows from it."""
     if not isinstance(value, str):
-        faults.append(f"{field}: expected text, found {describe(value)}")
+        if value is not None or not faults:
+            faults.append(f"{field}: expected text, found {describe(value)}")
     elif not value:
         faults.append(f"{field}: is empty")
     elif not value.isascii() and not _encodes(value):
@@ -85,7 +89,8 @@ def _text(field: str, value: Any, faults: list[str]) -> str | None:
 
 def _captions(value: Any, faults: list[str]) -> list[str]:
     if not isinstance(value, list):
-        faults.append(f"captions: expected a list of text, found {describe(value)}")
+        if value is not None or not faults:
+            faults.append(f"captions: expected a list of text, found {describe(value)}")
         return []
     kept = []
     for number, caption in enumerate(value):

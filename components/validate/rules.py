@@ -36,7 +36,7 @@ def rules(max_caption_chars: int) -> list[Rule]:
     fault, name, split, rank = (pl.col(column) for column in ("fault", "id", "split", "rank"))
     return [
         Rule("readable", "fault", fault.is_not_null(), fault, "ExpectColumnValuesToBeNull", {}),
-        Rule("id_given", "id", name.is_null(), pl.lit("id: is missing"), "ExpectColumnValuesToNotBeNull", {}),
+        Rule("id_given", "id", name.is_null(), _alone("id: is missing"), "ExpectColumnValuesToNotBeNull", {}),
         Rule(
             "id_unique",
             "id",
@@ -45,12 +45,13 @@ def rules(max_caption_chars: int) -> list[Rule]:
             "ExpectColumnValuesToBeUnique",
             {},
         ),
+        Rule("split_given", "split", split.is_null(), _alone("split: is missing"), "ExpectColumnValuesToNotBeNull", {}),
         Rule(
             "split_known",
             "split",
-            ~split.is_in(SPLITS).fill_null(False),
-            pl.format("split: {} is none of train, val, test", split.fill_null("null")),
-            *_in_set("train", "val", "test"),
+            ~split.is_in(SPLITS),
+            pl.format("split: {} is none of train, val, test", "split"),
+            *_in_set(*SPLITS),
         ),
         Rule(
             "scene_in_one_split",
@@ -75,7 +76,7 @@ def rules(max_caption_chars: int) -> list[Rule]:
 
 def _caption_rules(max_chars: int) -> list[Rule]:
     count, longest, markup = (pl.col(column) for column in ("captions", "longest_caption", "markup_captions"))
-    none = pl.lit("captions: there is none; a pair needs at least one, which may be empty")
+    none = _alone("captions: there is none; a pair needs at least one, which may be empty")
     long = pl.format("captions: one has {} characters, more than validate.max_caption_chars = {}", longest, max_chars)
     marked = pl.format("captions: {} hold HTML or a special token; write plain text", markup)
     between = "ExpectColumnValuesToBeBetween"
@@ -88,8 +89,15 @@ def _caption_rules(max_chars: int) -> list[Rule]:
 
 def _image_rule(side: str) -> Rule:
     verdict = pl.col(f"{side}_image")
-    words = pl.format(f"{side}: {{}} {{}}; restore the file", pl.col(side).fill_null("the image"), verdict)
+    given = pl.col(side).is_not_null()
+    told = pl.format(f"{side}: {{}} {{}}; restore the file", side, verdict)
+    words = pl.when(given).then(told).otherwise(_alone(f"{side}: is not given"))
     return Rule(f"{side}_decodes", f"{side}_image", verdict != OK, words, *_in_set(OK))
+
+
+def _alone(reason: str) -> pl.Expr:
+    """A reason that is said only where no fault of reading tells the cause."""
+    return pl.when(pl.col("fault").is_null()).then(pl.lit(reason))
 
 
 def _in_set(*values: Any) -> tuple[str, dict[str, Any]]:
@@ -120,7 +128,7 @@ def facts(records: pl.DataFrame, images: pl.DataFrame, twins: pl.DataFrame) -> p
 
 def _caption_facts(captions: pl.Series) -> pl.DataFrame:
     """Number of captions, characters of the longest and number with markup; 0 for a record without captions."""
-    exploded = captions.to_frame("text").with_row_index("row").explode("text")
+    exploded = captions.to_frame("text").with_row_index("row").explode("text", empty_as_null=True)
     return (
         exploded.group_by("row", maintain_order=True)
         .agg(

@@ -165,6 +165,11 @@ def test_records_that_validate_did_not_write_are_refused(tmp_path):
         )
 
 
+def test_a_clean_set_without_records_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"holds no record, all are in quarantine\.parquet"):
+        run(tmp_path, [])
+
+
 def test_draws_are_fixed_for_ever_and_even():
     keys = id_keys(11093, ["minichange/000000.png", "minichange/000001.png"])
     assert keys.to_list() == [14029301721840921230, 2976796702615297249]

@@ -69,7 +69,7 @@ def test_a_scene_without_captions_and_captions_without_a_split_keep_their_rows(t
     assert faults == [
         ("000003.png", "captions: change_captions.json has no key 'CLEVR_default_000003.png'"),
         ("CLEVR_default_000005.png", "split: the scene is in no list of splits.json"),
-        ("CLEVR_default_000005.png", "split: the scene is in no list of splits.json"),
+        ("CLEVR_default_000005.png_n", "split: the scene is in no list of splits.json"),
     ]
 
 

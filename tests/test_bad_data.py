@@ -1,0 +1,353 @@
+"""Sixty ways in which a dataset can be bad. Each is refused with file, place and rule named, or its rows go to
+quarantine with their source and reason and nothing is lost, or it is taken as it was meant. Nothing crashes."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+from PIL import Image
+
+from components.records import DataError
+from tests.layouts import (
+    edit_json,
+    run_ingest,
+    run_validate,
+    save_picture,
+    write_birds,
+    write_clevr,
+    write_clevr_dc,
+    write_iedit,
+    write_json,
+    write_spot,
+)
+
+KEY = "CLEVR_default_000005.png"
+CAPTIONS, SPLITS, BIRDS = "change_captions.json", "splits.json", "birds-to-words-v1.0.tsv"
+SPOT = "annotations/train.json"
+Change = Callable[[Path], Any]
+
+
+def write_own(root: Path) -> Path:
+    """A collection of one's own, three pairs in CSV and in JSON Lines."""
+    rows = [{"before": f"{n}.png", "after": f"{n}_2.png", "captions": "it fell", "split": "train"} for n in range(3)]
+    for number in range(3):
+        save_picture(root / f"{number}.png", number)
+        save_picture(root / f"{number}_2.png", number, 99)
+    pl.DataFrame(rows).write_csv(root / "pairs.csv")
+    pl.DataFrame(rows).write_ndjson(root / "pairs.jsonl")
+    pl.DataFrame(rows).write_parquet(root / "pairs.parquet")
+    return root
+
+
+def write_two_birds(root: Path) -> Path:
+    write_birds(root / BIRDS, [("1", "2", "train", "a"), ("3", "4", "val", "b")])
+    for number in range(1, 5):
+        save_picture(root / f"images/{number}.jpg", number)
+    return root
+
+
+LAYOUTS: dict[str, tuple[Callable[[Path], Path], str, dict[str, Any]]] = {
+    "clevr": (write_clevr, "clevr_change", {}),
+    "dc": (write_clevr_dc, "clevr_dc", {}),
+    "spot": (write_spot, "spot_the_diff", {}),
+    "iedit": (write_iedit, "iedit", {}),
+    "birds": (write_two_birds, "birds_to_words", {}),
+    "csv": (write_own, "pairs", {}),
+    "jsonl": (write_own, "pairs", {"manifest": "pairs.jsonl"}),
+    "parquet": (write_own, "pairs", {"manifest": "pairs.parquet"}),
+}
+
+
+def put(name: str, data: bytes) -> Change:
+    return lambda root: (root / name).write_bytes(data)
+
+
+def cut(name: str, keep: int) -> Change:
+    return lambda root: (root / name).write_bytes((root / name).read_bytes()[:keep])
+
+
+def replace(name: str, old: bytes, new: bytes) -> Change:
+    def change(root: Path) -> None:
+        data = (root / name).read_bytes()
+        assert old in data
+        (root / name).write_bytes(data.replace(old, new, 1))
+
+    return change
+
+
+def edit(name: str, change: Callable[[Any], Any]) -> Change:
+    return lambda root: edit_json(root / name, change)
+
+
+def caption(value: Any) -> Change:
+    """CLEVR-Change's captions of one pair are `value`."""
+    return edit(CAPTIONS, lambda captions: captions.update({KEY: value}))
+
+
+def record(**fields: Any) -> Change:
+    """Spot-the-Diff's second training record has these fields."""
+    return edit(SPOT, lambda records: records[1].update(fields))
+
+
+def image(name: str, data: bytes) -> Change:
+    return put(f"sc_images/CLEVR_semantic_{name}.png", data)
+
+
+def bomb(root: Path) -> None:
+    """A white PNG of 100 million pixels in 12 kB."""
+    Image.new("1", (10_000, 10_000)).save(root / "sc_images/CLEVR_semantic_000005.png")
+
+
+def loop(root: Path) -> None:
+    path = root / "sc_images/CLEVR_semantic_000005.png"
+    path.unlink()
+    path.symlink_to("CLEVR_semantic_000005.png")
+
+
+def escape(root: Path) -> None:
+    path = root / "sc_images/CLEVR_semantic_000005.png"
+    path.rename(root.parent / "elsewhere.png")
+    path.symlink_to(root.parent / "elsewhere.png")
+
+
+def fifo(root: Path) -> None:
+    path = root / "sc_images/CLEVR_semantic_000005.png"
+    path.unlink()
+    os.mkfifo(path)
+
+
+def folder_for_file(root: Path) -> None:
+    (root / SPLITS).unlink()
+    (root / SPLITS).mkdir()
+
+
+def emptied(root: Path) -> None:
+    write_json(root / "split.json", {"train": [], "val": [], "test": []})
+    write_json(root / "captions.json", {})
+
+
+REFUSED: list[tuple[str, str, Change, str]] = [
+    ("captions cut short", "clevr", cut(CAPTIONS, 200), r"change_captions\.json: line 1 column \d+: not valid JSON"),
+    ("captions empty", "clevr", put(CAPTIONS, b""), r"change_captions\.json: the file is empty"),
+    ("captions blank", "clevr", put(CAPTIONS, b" \n "), r"change_captions\.json: the file is empty"),
+    ("captions are a list", "clevr", put(CAPTIONS, b"[]"), r"expected an object at the top, found a list"),
+    ("captions in Latin-1", "clevr", put(CAPTIONS, '{"é": []}'.encode("latin-1")), r"byte 2 is not UTF-8.*iconv"),
+    ("captions in UTF-16", "clevr", put(CAPTIONS, '{"a": []}'.encode("utf-16")), r"byte 0 is not UTF-8"),
+    ("captions are binary", "clevr", put(CAPTIONS, bytes(range(256))), r"not UTF-8"),
+    ("a key twice", "clevr", put(CAPTIONS, b'{"a": ["x"], "a": ["y"]}'), r"key 'a' occurs twice"),
+    ("NaN for captions", "clevr", put(CAPTIONS, b'{"a": NaN}'), r"NaN is no JSON value"),
+    ("infinity in a split", "clevr", put(SPLITS, b'{"train": [Infinity]}'), r"Infinity is no JSON value"),
+    ("two JSON values", "clevr", put(SPLITS, b"{} {}"), r"Extra data"),
+    ("a trailing comma", "clevr", put(SPLITS, b'{"train": [1,]}'), r"splits\.json: line 1 column \d+"),
+    ("JSON nested 100,000 deep", "clevr", put(SPLITS, b"[" * 100_000), r"splits\.json: not usable JSON"),
+    ("a number of 5,000 digits", "clevr", put(SPLITS, b'{"train": [' + b"9" * 5000 + b"]}"), r"not usable JSON"),
+    ("a split missing", "clevr", edit(SPLITS, lambda splits: splits.pop("val")), r"splits\.json: no list val"),
+    ("a split that is no list", "dc", edit("split.json", lambda splits: splits.update(val=3)), r"no list val"),
+    ("splits are a folder", "clevr", folder_for_file, r"splits\.json: cannot be read: Is a directory"),
+    ("types are no lists", "clevr", put("type_mapping.json", b'{"color": "x"}'), r"'color': expected a list of image"),
+    ("a caption file missing", "clevr", lambda root: (root / "no_change_captions.json").unlink(), r"no such file"),
+    (
+        "an empty dataset",
+        "dc",
+        emptied,
+        r"holds no pair",
+    ),
+    ("records are an object", "spot", put(SPOT, b"{}"), r"expected a list at the top, found an object"),
+    ("the validation file missing", "iedit", lambda root: (root / "valid.json").unlink(), r"valid\.json: no such file"),
+    ("a column missing", "csv", replace("pairs.csv", b"after", b"later"), r"pairs\.csv: no column after; found before"),
+    ("semicolons for commas", "csv", put("pairs.csv", b"before;after;captions;split\n"), r"no column before"),
+    ("a column twice", "csv", replace("pairs.csv", b"split", b"split,split"), r"column split occurs twice"),
+    (
+        "a quote never closed",
+        "csv",
+        put("pairs.csv", b'before,after,captions,split\na,b,"c,d\n'),
+        r"line 2: not valid CSV",
+    ),
+    ("a header alone", "csv", put("pairs.csv", b"before,after,captions,split\n"), r"holds no pair"),
+    ("a Parquet file cut short", "parquet", cut("pairs.parquet", 300), r"pairs\.parquet: cannot be read as Parquet"),
+    ("a TSV without its header", "birds", replace(BIRDS, b"img1ObservationURL", b"x"), r"no column img1ObservationURL"),
+]
+
+QUARANTINED: list[tuple[str, str, Change, str]] = [
+    ("captions are a number", "clevr", caption(7), r"captions: expected a list of text, found a whole number 7"),
+    ("captions are text", "clevr", caption("it fell"), r"captions: expected a list of text, found text 'it fell'"),
+    ("captions are null", "clevr", caption(None), r"captions: expected a list of text, found null"),
+    ("no caption", "clevr", caption([]), r"captions: there is none"),
+    ("a caption is null", "clevr", caption(["a", None]), r"caption 1: expected text, found null"),
+    ("a caption is a number", "clevr", caption([3.5]), r"caption 0: expected text, found a number 3\.5"),
+    ("a caption is a list", "clevr", caption([["a"]]), r"caption 0: expected text, found a list"),
+    ("half a surrogate pair", "clevr", caption(["\ud83d"]), r"caption 0: holds half a surrogate pair"),
+    ("HTML in a caption", "clevr", caption(["a <a href='x'>link</a>"]), r"captions: 1 hold HTML"),
+    ("an HTML entity", "clevr", caption(["salt &amp; pepper"]), r"captions: 1 hold HTML"),
+    ("an image token", "clevr", caption(["see <image>"]), r"captions: 1 hold HTML or a special token"),
+    ("a chat token", "clevr", caption(["bye<|im_end|>"]), r"captions: 1 hold HTML or a special token"),
+    ("a caption of 10 MB", "clevr", caption(["x" * 10_000_000]), r"one has 10000000 characters, more than"),
+    ("a scene without captions", "clevr", edit(CAPTIONS, lambda c: c.pop(KEY)), r"change_captions\.json has no key"),
+    ("a scene in no split", "clevr", edit(SPLITS, lambda s: s["train"].remove(5)), r"split: the scene is in no list"),
+    ("a scene in two splits", "clevr", edit(SPLITS, lambda s: s["train"].append(9)), r"also in a higher split"),
+    ("a scene twice in a split", "dc", edit("split.json", lambda s: s["train"].append(9)), r"occurs more than once"),
+    (
+        "a scene is text",
+        "clevr",
+        edit(SPLITS, lambda s: s["train"].append("9")),
+        r"scene: expected a number from 0, found",
+    ),
+    ("a scene is negative", "clevr", edit(SPLITS, lambda s: s["train"].append(-1)), r"found a whole number -1"),
+    ("a scene is true", "dc", edit("split.json", lambda s: s["train"].append(True)), r"found true"),
+    (
+        "a caption key of another form",
+        "clevr",
+        edit(CAPTIONS, lambda c: c.update(x=["y"])),
+        r"key: expected 'CLEVR_def",
+    ),
+    ("an image of zero bytes", "clevr", image("000005", b""), r"after: .*000005\.png is empty \(0 bytes\)"),
+    ("an image that is text", "clevr", image("000005", b"<html>404</html>"), r"is of no known image format"),
+    ("an image cut short", "clevr", cut("sc_images/CLEVR_semantic_000005.png", 70), r"000005\.png does not decode"),
+    ("an image missing", "clevr", lambda r: (r / "sc_images/CLEVR_semantic_000005.png").unlink(), r"png is missing"),
+    ("a decompression bomb", "clevr", bomb, r"has 10000x10000 pixels, more than 1000000"),
+    ("a symbolic link to itself", "clevr", loop, r"Too many levels of symbolic links"),
+    ("a symbolic link out of the root", "clevr", escape, r"is a symbolic link out of the dataset's root"),
+    ("a pipe for an image", "clevr", fifo, r"000005\.png is no regular file"),
+    (
+        "a record is no object",
+        "spot",
+        edit(SPOT, lambda r: r.append("x")),
+        r"record: expected an object, found text 'x'",
+    ),
+    ("an id is a number", "spot", record(img_id=76), r"img_id: expected text, found a whole number 76"),
+    ("an id is empty", "spot", record(img_id=""), r"img_id: is empty"),
+    ("sentences are missing", "spot", edit(SPOT, lambda r: r[1].pop("sentences")), r"sentences: is missing"),
+    ("sentences are text", "spot", record(sentences="x"), r"sentences: expected a list, found text 'x'"),
+    (
+        "a path that climbs out",
+        "iedit",
+        edit("train.json", lambda r: r[0].update(img0="../../x.png")),
+        r"leads out of the",
+    ),
+    ("an absolute path", "csv", replace("pairs.csv", b"1.png", b"/etc/passwd"), r"leads out of the dataset's root"),
+    ("a NUL in a path", "jsonl", replace("pairs.jsonl", b"1.png", b"1\\u0000.png"), r"leads out of the dataset's root"),
+    ("a field too many", "csv", replace("pairs.csv", b"it fell", b"it, fell"), r"row: has 5 fields, the header 4"),
+    ("mixed separators", "csv", replace("pairs.csv", b"0.png,0_2.png,", b"0.png;0_2.png;"), r"row: has 2 fields"),
+    ("a line of broken JSON", "jsonl", replace("pairs.jsonl", b'{"before":"1', b'{"before:"1'), r"row: line 1 column"),
+    (
+        "a split of another name",
+        "csv",
+        replace("pairs.csv", b"train", b"dev"),
+        r"split: dev is none of train, val, test",
+    ),
+    ("an empty split", "csv", replace("pairs.csv", b"train", b""), r"split: is empty"),
+    ("null for an image", "jsonl", replace("pairs.jsonl", b'"1.png"', b"null"), r"before: is missing"),
+    ("a photo without a number", "birds", replace(BIRDS, b"photos/1\t", b"photos/one\t"), r"image URL: expected https"),
+]
+
+
+def bom(root: Path) -> None:
+    path = root / "pairs.csv"
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+
+
+def crlf(root: Path) -> None:
+    for name in ("pairs.csv", "pairs.jsonl"):
+        (root / name).write_bytes((root / name).read_bytes().replace(b"\n", b"\r\n"))
+
+
+def turned(root: Path) -> None:
+    """A JPEG that is stored lying and says so (EXIF orientation 6), under a name that says PNG."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (20, 10)).save(root / "0.png", "JPEG", exif=exif)
+
+
+TAKEN: list[tuple[str, str, Change]] = [
+    ("a byte order mark", "csv", bom),
+    ("CRLF in CSV", "csv", crlf),
+    ("CRLF in JSON Lines", "jsonl", crlf),
+    ("U+2028 in JSON Lines", "jsonl", replace("pairs.jsonl", b"it fell", "it\u2028fell".encode())),
+    ("a line end in a quoted field", "csv", replace("pairs.csv", b"it fell", b'"it\nfell"')),
+    ("a blank last line", "csv", lambda root: (root / "pairs.csv").open("a").write("\n\n")),
+    ("a JPEG under the name of a PNG, turned", "csv", turned),
+]
+
+
+def build(tmp_path: Path, layout: str, change: Change) -> Callable[[], Any]:
+    """Write the sound layout, spoil it, and return its ingest."""
+    write, reader, options = LAYOUTS[layout]
+    root = write(tmp_path / "raw")
+    change(root)
+    return lambda: run_ingest(root, reader, **options)
+
+
+def test_there_are_at_least_sixty_ways():
+    names = [case[0] for case in (*REFUSED, *QUARANTINED, *TAKEN)]
+    assert len(set(names)) == len(names) >= 60
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_is_sound_before_it_is_spoilt(tmp_path, layout):
+    build(tmp_path, layout, lambda root: None)()
+    report = run_validate(tmp_path, max_quarantined_share=0)
+    assert report.quarantined == report.leaks
+
+
+@pytest.mark.parametrize(("layout", "change", "message"), [c[1:] for c in REFUSED], ids=[c[0] for c in REFUSED])
+def test_what_cannot_be_read_is_refused_by_name(tmp_path, layout, change, message):
+    ingest = build(tmp_path, layout, change)
+    with pytest.raises(DataError, match=message) as refused:
+        ingest()
+    assert str(tmp_path / "raw") in str(refused.value)
+
+
+@pytest.mark.parametrize(("layout", "change", "message"), [c[1:] for c in QUARANTINED], ids=[c[0] for c in QUARANTINED])
+def test_bad_rows_are_quarantined_and_none_is_lost(tmp_path, layout, change, message):
+    read = build(tmp_path, layout, change)()
+    report = run_validate(tmp_path)
+    quarantine = pl.read_parquet(tmp_path / "clean/quarantine.parquet").filter(pl.col("rules") != ["not_in_test"])
+    clean = pl.read_parquet(tmp_path / "clean/records.parquet")
+    assert read.rows_out == report.rows_in == clean.height + report.quarantined
+    assert clean.height > 0
+    assert quarantine.height > 0
+    assert quarantine["source"].str.contains(r"\.(json|jsonl|csv|tsv|parquet), ").all()
+    assert quarantine["rules"].list.len().min() >= 1
+    assert quarantine["reason"].str.contains(message).any(), quarantine["reason"].to_list()
+
+
+@pytest.mark.parametrize(("layout", "change"), [c[1:] for c in TAKEN], ids=[c[0] for c in TAKEN])
+def test_what_is_meant_well_is_taken(tmp_path, layout, change):
+    build(tmp_path, layout, change)()
+    report = run_validate(tmp_path)
+    clean = pl.read_parquet(tmp_path / "clean/records.parquet")
+    assert report.quarantined == 0
+    assert clean["captions"].to_list() == [["it fell"]] * 3
+
+
+def test_an_unreadable_annotation_file_is_named(tmp_path, monkeypatch):
+    def refuse(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    ingest = build(tmp_path, "clevr", lambda root: None)
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(
+        DataError, match=r"change_captions\.json: cannot be read: Permission denied; check its permissions"
+    ):
+        ingest()
+
+
+def test_jsonl_with_one_bad_line_keeps_the_others(tmp_path):
+    build(tmp_path, "jsonl", lambda root: (root / "pairs.jsonl").open("a").write("{\n"))()
+    run_validate(tmp_path)
+    quarantine = pl.read_parquet(tmp_path / "clean/quarantine.parquet")
+    assert quarantine["source"].to_list() == ["pairs.jsonl, line 4"]
+
+
+def test_a_list_manifest_with_a_number_in_it_names_the_record(tmp_path):
+    root = write_own(tmp_path / "raw")
+    write_json(root / "pairs.json", [json.loads(line) for line in (root / "pairs.jsonl").open()] + [3])
+    run_ingest(root, "pairs", manifest="pairs.json")
+    run_validate(tmp_path)
+    row = pl.read_parquet(tmp_path / "clean/quarantine.parquet").row(0, named=True)
+    assert (row["source"], row["rules"][0]) == ("pairs.json, record 3", "readable")
+    assert row["reason"] == "row: expected an object, found a whole number 3"

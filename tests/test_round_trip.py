@@ -1,0 +1,93 @@
+"""Whatever records there are, they come through ingest, validate, convert and export, and are read back the same."""
+
+import json
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from components.convert.llava import export_llava
+from components.convert.stage import convert
+from components.params import Convert
+from tests.layouts import run_ingest, run_validate, save_picture
+
+TRICKY = ["", " ", "a\u2028b", "x" * 2001, "<b>", '"quoted", [1]', "[1, 2]", "plain words"]
+CAPTION = st.one_of(st.text(st.characters(codec="utf-8"), max_size=30), st.sampled_from(TRICKY))
+PAIR = st.fixed_dictionaries(
+    {
+        "image": st.integers(0, 30),
+        "split": st.sampled_from(["train", "train", "val", "test", "dev"]),
+        "captions": st.lists(CAPTION, max_size=4),
+        "change_types": st.sampled_from([[], ["color"], ["none"], ["size", "ocr"]]),
+    }
+)
+
+
+@pytest.mark.slow
+@settings(
+    max_examples=30,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.explicit, Phase.generate],  # an example takes half a second: shrinking one would take minutes
+)
+@given(pairs=st.lists(PAIR, min_size=1, max_size=12))
+def test_any_records_survive_the_road(pairs):
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_manifest(folder / "raw", pairs)
+        run_ingest(folder / "raw", "pairs", manifest="pairs.jsonl")
+        report = run_validate(folder, near_duplicate_levels=None)
+        clean = pl.read_parquet(folder / "clean/records.parquet")
+        quarantine = pl.read_parquet(folder / "clean/quarantine.parquet")
+        assert report.rows_in == len(pairs) == clean.height + quarantine.height
+        assert all(row["reason"] and row["rules"] for row in quarantine.iter_rows(named=True))
+        for kept in clean.iter_rows(named=True):
+            meant = pairs[int(kept["id"].removeprefix("mini/"))]
+            assert kept["captions"] == [one_space(caption) for caption in meant["captions"]]
+            assert (kept["split"], kept["change_types"]) == (meant["split"], meant["change_types"])
+        if clean.height:
+            check_samples(folder, clean)
+
+
+def write_manifest(root: Path, pairs: list[dict[str, Any]]) -> None:
+    root.mkdir()
+    with (root / "pairs.jsonl").open("w", encoding="utf-8") as file:
+        for number, pair in enumerate(pairs):
+            images = {side: f"{pair['image']}_{side}.png" for side in ("before", "after")}
+            file.write(json.dumps({"id": number, **images, **pair}, ensure_ascii=bool(number % 2)) + "\n")
+            for shade, path in enumerate(images.values()):
+                save_picture(root / path, pair["image"], 90 * shade)
+
+
+def one_space(caption: str) -> str:
+    """Python's own reading of the promise: every run of white, control or invisible characters is one space."""
+    return re.sub(r"[\s\x00-\x1f\x7f-\x9f\u200b\ufeff]+", " ", caption).strip(" ")
+
+
+def check_samples(folder: Path, clean: pl.DataFrame) -> None:
+    """Training answers are the distinct captions; evaluation answers all of them; the export is what trains."""
+    fields = {"seed": 1, "templates": Path("components/convert/templates.yaml"), "sources": {}}
+    convert(Convert(captions_per_pair=9, no_change_share=1, **fields), folder / "clean", folder / "mixture")
+    shards = sorted((folder / "mixture/samples").glob("*.parquet"))
+    samples = [row for shard in shards for row in pl.read_parquet(shard).iter_rows(named=True)]
+    answers: dict[str, list[str]] = {}
+    for sample in samples:
+        answers.setdefault(sample["pair"], []).append(sample["answer"])
+    for record in clean.iter_rows(named=True):
+        distinct = [caption for caption in dict.fromkeys(record["captions"]) if caption]
+        assert answers.get(record["id"], []) == (distinct if record["split"] == "train" else record["captions"])
+    if samples:
+        export_llava(folder / "mixture/samples", folder / "llava", lines=True)
+        lines = [line for path in (folder / "llava").glob("*.jsonl") for line in path.read_text("utf-8").split("\n")]
+        exported = {record["id"]: record for record in map(json.loads, filter(None, lines))}
+        assert exported.keys() == {sample["id"] for sample in samples if sample["answer"]}
+        for sample in samples:
+            if sample["answer"]:
+                assert exported[sample["id"]]["conversations"][1]["value"] == sample["answer"]
+                assert exported[sample["id"]]["image"] == [sample["before"], sample["after"]]

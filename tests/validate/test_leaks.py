@@ -1,0 +1,111 @@
+import time
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+from PIL import Image, ImageFilter
+
+from components.ingest.stage import ingest
+from components.params import Dataset, Ingest
+from components.validate.leaks import find_twins
+from tests.layouts import run_validate, write_json
+
+
+def scene(number: int, moved: bool = False) -> Image.Image:
+    """160x120: soft ground and four discs, whose places follow the number; `moved` shifts one of them."""
+    random = np.random.default_rng(number)
+    image = Image.new("RGB", (160, 120), tuple(int(v) for v in random.integers(60, 200, 3)))
+    for disc in range(4):
+        x, y = (int(v) for v in random.integers(0, 90, 2))
+        x += 30 if moved and disc == 0 else 0
+        image.paste(tuple(int(v) for v in random.integers(0, 255, 3)), (x, y, x + 28, y + 28))
+    return image.filter(ImageFilter.GaussianBlur(1))
+
+
+def write_own(
+    root: Path, pairs: dict[str, tuple[Image.Image, Image.Image, str]], suffix: str = "png", **save
+) -> Dataset:
+    """A collection of pairs (before, after, split) by name, its images saved with the options `save`."""
+    root.mkdir(parents=True)
+    rows = []
+    for name, (before, after, split) in pairs.items():
+        paths = [f"{name}_{side}.{suffix}" for side in ("a", "b")]
+        for image, path in zip((before, after), paths, strict=True):
+            image.save(root / path, **save)
+        rows.append({"id": name, "before": paths[0], "after": paths[1], "captions": ["it moved"], "split": split})
+    write_json(root / "pairs.json", rows)
+    fields = {"name": root.name, "reader": "pairs", "root": root, "options": {"manifest": "pairs.json"}}
+    return Dataset.model_validate(fields)
+
+
+def quarantined(folder: Path, *datasets: Dataset, **changes) -> dict[str, str]:
+    ingest(Ingest(datasets=list(datasets)), folder / "records")
+    report = run_validate(folder, max_quarantined_share=0, **changes)
+    frame = pl.read_parquet(folder / "clean/quarantine.parquet")
+    assert report.leaks == report.quarantined == frame.height
+    assert frame["split"].unique().to_list() in ([], ["train"])
+    return dict(frame.select("id", "reason").iter_rows())
+
+
+HELD_OUT = {str(n): (scene(n), scene(n, moved=True), "test") for n in range(3)}
+
+
+def test_the_same_files_under_other_names_in_another_dataset_do_not_train(tmp_path):
+    official = write_own(tmp_path / "official", HELD_OUT)
+    mine = write_own(
+        tmp_path / "mine",
+        {"copy": (scene(1), scene(1, moved=True), "train"), "own": (scene(7), scene(7, moved=True), "train")},
+    )
+    assert quarantined(tmp_path, mine, official) == {
+        "mine/copy": "leak: test pair official/1 has the same images, so this one may not train"
+    }
+
+
+def test_the_direction_does_not_hide_a_pair(tmp_path):
+    official = write_own(tmp_path / "official", HELD_OUT)
+    mine = write_own(tmp_path / "mine", {"back": (scene(2, moved=True), scene(2), "train")})
+    assert quarantined(tmp_path, mine, official).keys() == {"mine/back"}
+
+
+@pytest.mark.parametrize(("suffix", "size", "save"), [("jpg", (160, 120), {"quality": 75}), ("png", (107, 80), {})])
+def test_a_pair_encoded_or_resized_anew_is_found_by_its_look(tmp_path, suffix, size, save):
+    official = write_own(tmp_path / "official", HELD_OUT)
+    again = {"1": tuple(image.resize(size) for image in HELD_OUT["1"][:2]) + ("train",)}
+    mine = write_own(tmp_path / "mine", again, suffix, **save)
+    assert quarantined(tmp_path, mine, official) == {
+        "mine/1": "leak: test pair official/1 looks the same, so this one may not train"
+    }
+
+
+def test_look_alikes_are_let_be_where_only_contents_count(tmp_path):
+    official = write_own(tmp_path / "official", HELD_OUT)
+    mine = write_own(tmp_path / "mine", {"1": HELD_OUT["1"][:2] + ("train",)}, "jpg")
+    assert quarantined(tmp_path, mine, official, near_duplicate_levels=None) == {}
+
+
+def test_one_shared_image_or_another_change_of_a_scene_is_no_leak(tmp_path):
+    official = write_own(tmp_path / "official", HELD_OUT)
+    mine = write_own(
+        tmp_path / "mine", {"shared": (scene(1), scene(5), "train"), "none": (scene(1), scene(1), "train")}
+    )
+    assert quarantined(tmp_path, mine, official) == {}
+
+
+def test_validation_pairs_may_be_in_test(tmp_path):
+    official = write_own(tmp_path / "official", HELD_OUT | {"v": HELD_OUT["1"][:2] + ("val",)})
+    assert quarantined(tmp_path, official) == {}
+
+
+def test_hundred_thousand_pairs_are_compared_in_seconds():
+    random = np.random.default_rng(0)
+    grounds = random.integers(90, 110, (120_000, 1)) + random.integers(-9, 10, (120_000, 64))
+    thumbs = [row.tobytes() for row in np.clip(grounds, 0, 255).astype(np.uint8)]
+    paths = [f"{n}.png" for n in range(120_000)]
+    digests = [n.to_bytes(4) for n in range(120_000)]
+    images = pl.DataFrame({"path": paths, "digest": digests, "thumb": thumbs, "verdict": ["ok"] * 120_000})
+    split = ["test" if n % 15 == 0 else "train" for n in range(60_000)]
+    records = pl.DataFrame({"id": paths[::2], "split": split, "before": paths[::2], "after": paths[1::2]})
+    start = time.perf_counter()
+    assert find_twins(records, images, 2).height == 0
+    assert time.perf_counter() - start < 20
