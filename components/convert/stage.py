@@ -84,14 +84,14 @@ def load_tasks(path: Path) -> dict[str, list[str]]:
 
 def _load(path: Path) -> pl.DataFrame:
     try:
-        table = pq.read_table(path)
-    except (OSError, pa.ArrowInvalid) as error:
+        schema, records = pq.read_schema(path), pl.read_parquet(path)
+    except (OSError, pa.ArrowInvalid, pl.exceptions.PolarsError) as error:
         raise DataError(f"{path}: cannot be read: {error}; run `m3diff validate` again") from error
-    if not table.schema.equals(RECORD_SCHEMA):
+    if not schema.equals(RECORD_SCHEMA):
         raise DataError(f"{path}: not the columns that validate writes; run `m3diff validate` again")
-    if not table.num_rows:
+    if not records.height:
         raise DataError(f"{path}: holds no record, all are in quarantine.parquet beside it; mend the data")
-    return pl.DataFrame(table)
+    return records
 
 
 def _check_sources(cfg: Convert, tasks: dict[str, list[str]], datasets: list[str]) -> None:
@@ -99,9 +99,9 @@ def _check_sources(cfg: Convert, tasks: dict[str, list[str]], datasets: list[str
     faults = [
         f"{name}: no such dataset; there are {', '.join(datasets)}" for name in cfg.sources if name not in datasets
     ]
-    for name, source in (cfg.sources or {"default": Source()}).items():
-        if source.task not in tasks:
-            faults.append(f"{name}: no questions for task {source.task!r}; there are {', '.join(tasks)}")
+    for name in datasets:
+        if (task := cfg.sources.get(name, Source()).task) not in tasks:
+            faults.append(f"{name}: no questions for task {task!r}; there are {', '.join(tasks)}")
     if faults:
         raise ParamsError("\n  ".join(["convert.sources:", *faults]))
 
@@ -127,11 +127,10 @@ def _convert_one(
 def _write_shards(samples: pl.DataFrame, split: str, folder: Path) -> None:
     """Shards of about SHARD_SAMPLES, cut between pairs; none for an empty split (`datasets` reads no empty one)."""
     folder.mkdir(parents=True, exist_ok=True)
-    ordered = samples.sort("order", maintain_order=True)
-    table = ordered.select(SAMPLE_SCHEMA.names).to_arrow().cast(SAMPLE_SCHEMA)
-    ends = np.append(np.flatnonzero(ordered["pair"] != ordered["pair"].shift(-1)) + 1, ordered.height)
-    wanted = np.arange(SHARD_SAMPLES, ordered.height, SHARD_SAMPLES)
-    cuts = np.unique([0, *ends[np.searchsorted(ends, wanted)], ordered.height])
-    for number, (start, end) in enumerate(pairwise(cuts)):
-        shard = table.slice(start, end - start)
+    rows = np.argsort(samples["order"].to_numpy(), kind="stable")
+    order = samples["order"].gather(rows).to_numpy()
+    ends = np.append(np.flatnonzero(order[1:] != order[:-1]) + 1, len(order))
+    cuts = np.unique([0, *ends[np.searchsorted(ends, np.arange(SHARD_SAMPLES, len(order), SHARD_SAMPLES))], len(order)])
+    for number, (start, end) in enumerate(pairwise(cuts)):  # one shard at a time: a sorted copy of all would double it
+        shard = samples.select(SAMPLE_SCHEMA.names)[rows[start:end]].to_arrow().cast(SAMPLE_SCHEMA)
         pq.write_table(shard, folder / f"{split}-{number:05d}.parquet", compression="zstd", row_group_size=ROW_GROUP)

@@ -71,14 +71,14 @@ def validate(cfg: Validate, records: Path, out: Path) -> ValidateReport:
 
 def _load(path: Path) -> pl.DataFrame:
     try:
-        table = pq.read_table(path)
-    except (OSError, pa.ArrowInvalid) as error:
+        schema, table = pq.read_schema(path), pl.read_parquet(path)
+    except (OSError, pa.ArrowInvalid, pl.exceptions.PolarsError) as error:
         raise DataError(f"{path}: cannot be read: {error}; run `m3diff ingest` again") from error
-    if not table.schema.equals(RAW_SCHEMA):
+    if not schema.equals(RAW_SCHEMA):
         raise DataError(f"{path}: not the columns that ingest writes; run `m3diff ingest` again")
-    if not table.num_rows:
+    if not table.height:
         raise DataError(f"{path}: holds no record; look at ingest.datasets in params.yaml")
-    return pl.DataFrame(table)
+    return table
 
 
 def _split(table: pl.DataFrame, bad: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame, int]:

@@ -35,7 +35,7 @@ def judge(found: pl.DataFrame, rules: list[Rule], declared: Declared, site: Path
     from great_expectations.core.run_identifier import RunIdentifier
 
     columns = dict.fromkeys(["dataset", "split", *(rule.column for rule in rules)])
-    frame = found.select(*columns).to_pandas()
+    frame = found.select(*columns).with_columns(pl.col("dataset").cast(pl.Categorical)).to_pandas()
     with tempfile.TemporaryDirectory() as folder:
         context: Any = gx.get_context(mode="file", project_root_dir=folder)
         context.variables.progress_bars = {"globally": False}
