@@ -66,7 +66,10 @@ class Validate(Section):
     max_quarantined_share: float = Field(ge=0, le=1)
     max_caption_chars: int = Field(ge=1)
     max_image_pixels: int = Field(ge=1)  # a larger image is taken for a decompression bomb
-    near_duplicate_levels: int | None = Field(ge=0, le=255)  # grey levels in which look-alikes may differ; null: content only
+    keep_leaks: bool  # let train what is in a test set; the report counts it all the same
+    near_duplicate_levels: int | None = Field(
+        ge=0, le=255
+    )  # by which look-alikes may differ; null: contents
     expected_pairs: dict[str, dict[Literal["train", "val", "test"], int]]  # published counts, by dataset
     image_memory: Path  # what was learned about images by content; never an output
 
@@ -110,6 +113,7 @@ class Train(Section):
     workers: int = Field(ge=0)  # Ray Train workers; 0 runs the loop in a plain process
     cpus_per_worker: int = Field(ge=1)
     gpu: bool
+    gpu_memory_gb: float = Field(ge=0)  # of one GPU; a run that needs more is refused before it starts
     checkpoint_every_steps: int = Field(ge=1)
     max_failures: int = Field(ge=0)
     val_pairs: int = Field(ge=0)  # pairs of the validation split behind the val_loss curve
@@ -133,7 +137,6 @@ class Predict(Section):
 class Evaluate(Section):
     grammar: Path | None  # how captions of this benchmark name type, object and place; null: no such scores
     spice_dir: Path | None  # folder with the CoreNLP 3.6.0 jars
-    shuffle_seed: int
     gallery: int = Field(ge=0)  # pairs drawn in the report
     scorer_timeout_s: int = Field(ge=1)
 

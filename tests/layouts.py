@@ -70,6 +70,7 @@ def run_validate(folder: Path, **changes: Any) -> ValidateReport:
         "max_quarantined_share": 1.0,
         "max_caption_chars": 2000,
         "max_image_pixels": 1_000_000,
+        "keep_leaks": False,
         "near_duplicate_levels": 2,
         "expected_pairs": {},
         "image_memory": folder / "image_memory.parquet",

@@ -53,6 +53,12 @@ def look(path: str, max_pixels: int) -> Looked:
     return Looked(path, digest, None) if digest in known_digests else _decode(path, digest, data, max_pixels)
 
 
+def look_all(paths: list[str], known: frozenset[bytes], max_pixels: int) -> list[Looked]:
+    """A task's share on a cluster, whose workers start without `start_worker`."""
+    start_worker(known)
+    return [look(path, max_pixels) for path in paths]
+
+
 def _decode(path: str, digest: bytes, data: bytes, max_pixels: int) -> Looked:
     """PNG: the checksum of every chunk, then all pixels; others: all pixels. A GIF is judged by its first frame."""
     if not data:

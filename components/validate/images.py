@@ -5,6 +5,7 @@ import io
 import multiprocessing
 import os
 import stat
+from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -14,7 +15,7 @@ import polars as pl
 
 from components.progress import progress
 from components.records import write_atomic
-from components.validate.decode import DECODER, OK, Looked, look, start_worker
+from components.validate.decode import DECODER, OK, Looked, look, look_all, start_worker
 
 Schema = dict[str, type[pl.DataType]]
 STAT: Schema = {
@@ -32,6 +33,9 @@ FACTS: Schema = {
     "height": pl.Int64,
     "thumb": pl.Binary,
 }
+SHARE, IN_FLIGHT = 256, 64
+"""Images to a task of the cluster, and tasks at a time."""
+
 MEMORY = {**STAT, **FACTS, "decoder": pl.String}
 
 
@@ -76,21 +80,36 @@ def _look(files: pl.DataFrame, remembered: pl.DataFrame, max_pixels: int) -> pl.
     inode = ["inode", "device", "size", "mtime_ns"]
     once = files.unique(inode, keep="first", maintain_order=True)
     by_digest = remembered.select(*FACTS).unique("digest", keep="first", maintain_order=True)
-    results = _over_cores(once["path"].to_list(), frozenset(by_digest["digest"]), max_pixels)
-    looked = pl.DataFrame(list(results), schema={"path": pl.String, **FACTS}, orient="row")
+    spread = _over_cluster if "RAY_ADDRESS" in os.environ else _over_cores
+    results = spread(once["path"].to_list(), frozenset(by_digest["digest"]), max_pixels)
+    looked = pl.DataFrame(list(results) if once.height else [], schema={"path": pl.String, **FACTS}, orient="row")
     known = looked.filter(pl.col("verdict").is_null()).select("path", "digest").join(by_digest, on="digest", how="left")
     facts = pl.concat([looked.drop_nulls("verdict"), known.select(looked.columns)])
     return files.join(once.join(facts, on="path").drop("path"), on=inode).select(*STAT, *FACTS)
 
 
 def _over_cores(paths: list[str], known: frozenset[bytes], max_pixels: int) -> Iterator[Looked]:
-    if not paths:
-        return
     context = multiprocessing.get_context("forkserver")  # plain fork would copy polars' threads half-way
     cores = len(os.sched_getaffinity(0))
     with ProcessPoolExecutor(cores, context, initializer=start_worker, initargs=(known,)) as pool:
         looked: Iterable[Looked] = pool.map(partial(look, max_pixels=max_pixels), paths, chunksize=32)
         yield from progress(looked, "validate images", total=len(paths), unit="image")
+
+
+def _over_cluster(paths: list[str], known: frozenset[bytes], max_pixels: int) -> Iterator[Looked]:
+    """As `_over_cores`, on the Ray cluster that RAY_ADDRESS names; every node must see the images under their paths."""
+    import ray
+
+    ray.init(os.environ["RAY_ADDRESS"], ignore_reinit_error=True, log_to_driver=False)
+    look_share, contents = ray.remote(look_all), ray.put(known)
+    shares = [paths[start : start + SHARE] for start in range(0, len(paths), SHARE)]
+    waiting: deque[ray.ObjectRef] = deque()
+    for share in progress(shares, "validate images", total=len(shares), unit=f"{SHARE} images"):
+        waiting.append(look_share.remote(share, contents, max_pixels))
+        if len(waiting) > IN_FLIGHT:
+            yield from ray.get(waiting.popleft())
+    while waiting:
+        yield from ray.get(waiting.popleft())
 
 
 def _remembered(memory: Path, max_pixels: int) -> pl.DataFrame:

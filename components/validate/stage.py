@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import pyarrow as pa
@@ -11,13 +12,16 @@ from pydantic import BaseModel
 from components.params import Validate
 from components.records import RAW_SCHEMA, RECORD_SCHEMA, DataError, StageReport
 from components.validate.images import judge_images
-from components.validate.leaks import find_twins
+from components.validate.leaks import find_twins, sound_pairs
 from components.validate.rules import LEAK, bad_rows, facts, rules
 from components.validate.suite import judge
 
 QUARANTINE_SCHEMA = RECORD_SCHEMA.append(pa.field("rules", pa.list_(pa.string()))).append(
     pa.field("reason", pa.string())
 )
+
+LINKS = (("train", "test"), ("val", "test"), ("train", "val"))
+"""Which splits are held against which. Only what trains and is in a test set is removed."""
 
 SPACE = r"[\s\p{Cc}\x{200B}\x{FEFF}]+"
 """White space, line and paragraph separators, control characters and invisible spaces: any run becomes one space. One
@@ -36,6 +40,7 @@ class Counts(BaseModel):
 class ValidateReport(StageReport):
     quarantined: int
     leaks: int  # of them training pairs that are in a test set and are else sound
+    overlaps: dict[str, int]  # pairs of one split that are also in another, kept or not
     captions_respaced: int
     images: int
     bad_images: int
@@ -53,14 +58,17 @@ def validate(cfg: Validate, records: Path, out: Path) -> ValidateReport:
     out.mkdir(parents=True, exist_ok=True)
     table = _load(records / "records.parquet")
     images = judge_images(pl.concat([table["before"], table["after"]]), cfg.max_image_pixels, cfg.image_memory)
-    twins = find_twins(table, images, cfg.near_duplicate_levels)
-    found, all_rules = facts(table, images, twins), rules(cfg.max_caption_chars)
+    pairs = sound_pairs(table, images)
+    twins = {link: find_twins(pairs, *link, cfg.near_duplicate_levels) for link in LINKS}
+    overlaps = {f"{split} in {other}": twins[split, other].height for split, other in LINKS}
+    leaks = twins["train", "test"].clear() if cfg.keep_leaks else twins["train", "test"]
+    found, all_rules = facts(table, images, leaks), rules(cfg.max_caption_chars)
     bad = bad_rows(found, all_rules)
     shutil.rmtree(out / "docs", ignore_errors=True)
     broken, miscounts = judge(found, all_rules, cfg.expected_pairs, out / "docs")
     assert broken == set(bad["rules"].explode().drop_nulls()), (broken, bad["rules"])  # two engines, one judgement
     clean, quarantine, respaced = _split(table, bad)
-    report = _report(clean, quarantine, images, respaced)
+    report = _report(clean, quarantine, images, captions_respaced=respaced, overlaps=overlaps)
     assert report.rows_in == table.height == report.rows_out + report.quarantined, report
     _write(clean, RECORD_SCHEMA, out / "records.parquet")
     _write(quarantine, QUARANTINE_SCHEMA, out / "quarantine.parquet")
@@ -94,7 +102,9 @@ def _split(table: pl.DataFrame, bad: pl.DataFrame) -> tuple[pl.DataFrame, pl.Dat
     return clean.with_columns(grouped["captions"]), quarantine, respaced
 
 
-def _report(clean: pl.DataFrame, quarantine: pl.DataFrame, images: pl.DataFrame, respaced: int) -> ValidateReport:
+def _report(
+    clean: pl.DataFrame, quarantine: pl.DataFrame, images: pl.DataFrame, respaced: int, overlaps: dict[str, int]
+) -> ValidateReport:
     names = pl.concat([clean["dataset"], quarantine["dataset"]]).unique().sort()
     suffix = pl.col("path").str.extract(r"\.([^./]+)$").str.to_uppercase().replace({"JPG": "JPEG", "TIF": "TIFF"})
     return ValidateReport(
@@ -103,7 +113,7 @@ def _report(clean: pl.DataFrame, quarantine: pl.DataFrame, images: pl.DataFrame,
         rows_out=clean.height,
         quarantined=quarantine.height,
         leaks=quarantine.filter(pl.col("rules") == [LEAK]).height,
-        captions_respaced=respaced,
+        **counted,
         images=images.height,
         bad_images=images.filter(pl.col("verdict") != "ok").height,
         mislabelled_images=images.filter(pl.col("verdict") == "ok", suffix.ne_missing(pl.col("format"))).height,

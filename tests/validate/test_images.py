@@ -120,3 +120,25 @@ def test_a_damaged_memory_is_only_forgotten(tmp_path, damage):
     judge(tmp_path, "a.png")
     (tmp_path / "memory.parquet").write_bytes(damage)
     assert judge(tmp_path, "a.png") == ["ok"]
+
+
+@pytest.mark.slow
+def test_a_ray_cluster_gives_the_same_verdicts(tmp_path, monkeypatch):
+    import ray
+
+    for number in range(20):
+        save_picture(tmp_path / f"{number}.png", number)
+    (tmp_path / "7.png").write_bytes(b"no image")
+    names = [f"{number}.png" for number in range(20)]
+    here = judge(tmp_path, *names)
+    (tmp_path / "memory.parquet").unlink()
+    monkeypatch.setattr(images, "SHARE", 3)
+    monkeypatch.setattr(images, "IN_FLIGHT", 2)
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        monkeypatch.setenv("RAY_ADDRESS", ray.get_runtime_context().gcs_address)
+        monkeypatch.setattr(images, "_over_cores", None)
+        assert judge(tmp_path, *names) == here
+    finally:
+        ray.shutdown()
+    assert here.count("ok") == 19

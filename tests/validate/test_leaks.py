@@ -8,7 +8,7 @@ from PIL import Image, ImageFilter
 
 from components.ingest.stage import ingest
 from components.params import Dataset, Ingest
-from components.validate.leaks import find_twins
+from components.validate.leaks import find_twins, sound_pairs
 from tests.layouts import run_validate, write_json
 
 
@@ -92,6 +92,15 @@ def test_one_shared_image_or_another_change_of_a_scene_is_no_leak(tmp_path):
     assert quarantined(tmp_path, mine, official) == {}
 
 
+def test_leaks_may_be_kept_and_are_counted_all_the_same(tmp_path):
+    official = write_own(tmp_path / "official", HELD_OUT | {"v": HELD_OUT["1"][:2] + ("val",)})
+    mine = write_own(tmp_path / "mine", {"copy": HELD_OUT["1"][:2] + ("train",)})
+    ingest(Ingest(datasets=[official, mine]), tmp_path / "records")
+    report = run_validate(tmp_path, keep_leaks=True)
+    assert (report.quarantined, report.leaks) == (0, 0)
+    assert report.overlaps == {"train in test": 1, "val in test": 1, "train in val": 1}
+
+
 def test_validation_pairs_may_be_in_test(tmp_path):
     official = write_own(tmp_path / "official", HELD_OUT | {"v": HELD_OUT["1"][:2] + ("val",)})
     assert quarantined(tmp_path, official) == {}
@@ -107,5 +116,5 @@ def test_hundred_thousand_pairs_are_compared_in_seconds():
     split = ["test" if n % 15 == 0 else "train" for n in range(60_000)]
     records = pl.DataFrame({"id": paths[::2], "split": split, "before": paths[::2], "after": paths[1::2]})
     start = time.perf_counter()
-    assert find_twins(records, images, 2).height == 0
+    assert find_twins(sound_pairs(records, images), "train", "test", 2).height == 0
     assert time.perf_counter() - start < 20
