@@ -102,9 +102,7 @@ def _split(table: pl.DataFrame, bad: pl.DataFrame) -> tuple[pl.DataFrame, pl.Dat
     return clean.with_columns(grouped["captions"]), quarantine, respaced
 
 
-def _report(
-    clean: pl.DataFrame, quarantine: pl.DataFrame, images: pl.DataFrame, respaced: int, overlaps: dict[str, int]
-) -> ValidateReport:
+def _report(clean: pl.DataFrame, quarantine: pl.DataFrame, images: pl.DataFrame, **counted: Any) -> ValidateReport:
     names = pl.concat([clean["dataset"], quarantine["dataset"]]).unique().sort()
     suffix = pl.col("path").str.extract(r"\.([^./]+)$").str.to_uppercase().replace({"JPG": "JPEG", "TIF": "TIFF"})
     return ValidateReport(
