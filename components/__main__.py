@@ -32,7 +32,7 @@ def command(help_text: str) -> Callable[[Command], Command]:
 def synthesize(params: Params, args: argparse.Namespace) -> None:
     from components.synthesize.stage import synthesize as run
 
-    run(params.synthesize, params.paths.raw)
+    run(params.synthesize, params.paths.minichange)
 
 
 @command("read every dataset's own layout into records")
@@ -100,6 +100,16 @@ def promote(params: Params, args: argparse.Namespace) -> int:
     return GATE_REFUSED if decision.outcome == "refused" else 0
 
 
+@command("what a training run will cost: parameters, tokens, FLOPs, memory, hours; trains nothing")
+def plan(params: Params, args: argparse.Namespace) -> None:
+    from components.train.plan import Workload, check_fits, make_plan, planned_config, print_plan
+
+    load = Workload()
+    made = make_plan(params.train, planned_config(params.train), load)
+    print_plan(params.train, made, load, args.peak_tflops, args.mfu)
+    check_fits(params.train, made)
+
+
 @command("pre-train the tiny base model from scratch (about 40 minutes on 2 cores)")
 def base(params: Params, args: argparse.Namespace) -> None:
     from components.synthesize.base import pretrain_base
@@ -122,6 +132,9 @@ def main(argv: list[str] | None = None) -> int:
     export = subparsers.choices["export-llava"]
     export.add_argument("out", type=Path, help="folder to write")
     export.add_argument("--lines", action="store_true", help="JSON Lines instead of one JSON array")
+    planning = subparsers.choices["plan"]
+    planning.add_argument("--peak-tflops", type=float, default=989.0, help="dense bf16 peak of one GPU (H100: 989)")
+    planning.add_argument("--mfu", type=float, default=0.45, help="share of the peak that the step reaches")
     args = parser.parse_args(argv)
     die_with_parent()
     try:
@@ -132,7 +145,7 @@ def main(argv: list[str] | None = None) -> int:
     except DataError as error:
         print(f"m3diff {args.command}: {error}", file=sys.stderr)
         return DATA_REFUSED
-    except ConnectionError as error:
+    except (ConnectionError, BlockingIOError) as error:
         print(f"m3diff {args.command}: {error}", file=sys.stderr)
         return TRY_AGAIN
 

@@ -24,7 +24,8 @@ class Section(BaseModel):
 class Paths(Section):
     """Where each stage writes. Numbered, so that a listing reads left to right."""
 
-    raw: Path
+    minichange: Path  # the embedded benchmark, as `synthesize` draws it
+    raw: Path  # what `ingest` reads; the folder that DVC watches for new data
     records: Path
     clean: Path
     mixture: Path

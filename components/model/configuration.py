@@ -32,6 +32,27 @@ class M3DiffConfig(LlavaOnevisionConfig):
 
 
 AutoConfig.register("m3diff", M3DiffConfig)
+
+
+def seven_b_config(perception: dict | None = None) -> M3DiffConfig:
+    """M3Diff at its true size: the shapes of llava-hf/llava-onevision-qwen2-7b-ov-hf, for plans and benchmarks."""
+    return M3DiffConfig(
+        text_config={
+            "model_type": "qwen2",
+            "vocab_size": 152_064,
+            "hidden_size": 3584,
+            "intermediate_size": 18_944,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32_768,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+            "rms_norm_eps": 1e-6,
+        },
+        perception={} if perception is None else perception,
+    )
+
+
 # LLaVA-OneVision's weights lie on disk under the names of its first release; M3Diff reads and writes the same names.
 register_checkpoint_conversion_mapping(
     M3DiffConfig.model_type, get_checkpoint_conversion_mapping(LlavaOnevisionConfig.model_type), overwrite=True

@@ -35,7 +35,7 @@ class TrainReport(StageReport):
     val_loss: float
 
 
-class AnotherTrainerAlive(RuntimeError):
+class AnotherTrainerAlive(BlockingIOError):
     """A second process trains the same run; try again when it has ended."""
 
 

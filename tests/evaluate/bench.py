@@ -102,7 +102,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def config(root: Path, **changes: Any) -> Evaluate:
-    known = {"grammar": root / "grammar.json", "spice_dir": None, "shuffle_seed": 5, "gallery": 6}
+    known = {"grammar": root / "grammar.json", "spice_dir": None, "gallery": 6}
     return Evaluate(**(known | {"scorer_timeout_s": 120} | changes))
 
 
