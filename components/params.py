@@ -1,8 +1,7 @@
-"""`params.yaml`, typed and frozen: the same sections in the same order, one per stage; unknown keys refused, every fault
-named at once.
+"""`params.yaml`, typed and frozen: the same sections in the same order, one per stage.
 
-Fields carry the unit in their name or in the comment of `params.yaml`. A profile (`infra/profiles/*.yaml`) is a complete
-file of the same shape, checked by the same loader.
+Unknown keys are refused, and every fault is named at once. Fields carry the unit in their name or in the comment of
+`params.yaml`. A profile (`infra/profiles/*.yaml`) is a complete file of the same shape, checked by the same loader.
 """
 
 import difflib
@@ -68,9 +67,7 @@ class Validate(Section):
     max_caption_chars: int = Field(ge=1)
     max_image_pixels: int = Field(ge=1)  # a larger image is taken for a decompression bomb
     keep_leaks: bool  # let train what is in a test set; the report counts it all the same
-    near_duplicate_levels: int | None = Field(
-        ge=0, le=255
-    )  # by which look-alikes may differ; null: contents
+    near_duplicate_levels: int | None = Field(ge=0, le=255)  # by which look-alikes may differ; null: contents
     expected_pairs: dict[str, dict[Literal["train", "val", "test"], int]]  # published counts, by dataset
     image_memory: Path  # what was learned about images by content; never an output
 
@@ -124,7 +121,8 @@ class Train(Section):
         ranks = max(self.workers, 1)
         if self.global_batch % (self.micro_batch * ranks):
             raise ValueError(
-                f"global_batch {self.global_batch} must be a multiple of micro_batch {self.micro_batch} x workers {ranks}"
+                f"global_batch {self.global_batch} must be a multiple of "
+                f"micro_batch {self.micro_batch} x workers {ranks}"
             )
         return self
 

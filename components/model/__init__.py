@@ -7,7 +7,7 @@ from components.model.captioning import Captioner, load_captioner
 from components.model.configuration import M3DiffConfig
 from components.model.modeling import M3DiffForConditionalGeneration, M3DiffModel
 from components.model.perception import DifferentialPerception, PerceptionConfig
-from components.model.processing import M3DiffImageProcessor, M3DiffProcessor
+from components.model.processing import M3DiffImageProcessor, M3DiffProcessor, load_image
 
 __all__ = [
     "Captioner",
@@ -19,4 +19,5 @@ __all__ = [
     "M3DiffProcessor",
     "PerceptionConfig",
     "load_captioner",
+    "load_image",
 ]

@@ -10,12 +10,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
 from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoTokenizer, ProcessorMixin
 from transformers.image_processing_utils import BaseImageProcessor, BatchFeature
 
 from components.model.configuration import M3DiffConfig
+
+
+def load_image(path: str | Path) -> Image.Image:
+    """An image file as upright RGB: the first frame, turned as its EXIF says. Raises OSError where unreadable."""
+    with Image.open(path) as image:
+        return ImageOps.exif_transpose(image).convert("RGB")
 
 
 class M3DiffImageProcessor(BaseImageProcessor):

@@ -15,6 +15,7 @@ from PIL import Image
 
 from components.model.adapters import CheckpointError
 from components.model.captioning import Captioner, load_captioner
+from components.model.processing import load_image
 from components.params import Predict
 from components.progress import progress
 from components.records import DataError, StageReport, write_atomic
@@ -100,8 +101,7 @@ def _images(batch: list[TestPair]) -> list[tuple[Image.Image, Image.Image]]:
 
 def _open(path: str) -> Image.Image:
     try:
-        with Image.open(path) as image:
-            return image.convert("RGB")
+        return load_image(path)
     except OSError as error:
         raise DataError(f"{path}: cannot be read as an image ({error}); run `m3diff validate` again") from error
 

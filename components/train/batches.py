@@ -14,11 +14,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import torch
-from PIL import Image
 from torch import Tensor
 
 from components.model.packing import Packed, pack
-from components.model.processing import M3DiffProcessor
+from components.model.processing import M3DiffProcessor, load_image
 from components.records import DataError
 
 CACHED_BYTES = 1 << 30
@@ -40,16 +39,18 @@ class Samples:
 
     def pairs(self) -> list[np.ndarray]:
         """Row numbers of each pair, in order of appearance."""
+        if not len(self):
+            return []
         starts = [row for row in range(len(self)) if row == 0 or self.pair[row] != self.pair[row - 1]]
         return np.split(np.arange(len(self)), starts[1:])
 
 
 def read_samples(mixture: Path, split: str) -> Samples:
-    """Raises DataError where the mixture holds no sample of the split."""
+    """The samples of a split; none where the mixture has no such split. Training needs some: DataError."""
     files = sorted((mixture / "samples").glob(f"{split}-*.parquet"))
     columns = ["pair", "before", "after", "question", "answer"]
     tables = [pq.read_table(file, columns=columns) for file in files]
-    if not sum(table.num_rows for table in tables):
+    if split == "train" and not sum(table.num_rows for table in tables):
         raise DataError(
             f"{mixture / 'samples'}: no sample of split {split!r}; run `m3diff convert` and read its report"
         )
@@ -142,8 +143,7 @@ class Loader:
 
     def _square(self, path: str) -> np.ndarray:
         try:
-            with Image.open(path) as image:
-                return self.processor.image_processor.square(image)
+            return self.processor.image_processor.square(load_image(path))
         except (OSError, ValueError) as error:
             raise DataError(f"{path}: cannot be read as an image ({error}); run `m3diff validate` again") from error
 

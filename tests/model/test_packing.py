@@ -19,9 +19,7 @@ def group(captions: int, seed: int, own_questions: bool = False) -> Group:
     rng = np.random.default_rng(seed)
     questions = [[int(t) for t in rng.integers(10, 600, 4)] for _ in range(captions)]
     answers = [[int(t) for t in rng.integers(10, 600, rng.integers(1, 9))] for _ in range(captions)]
-    return [
-        ([7, *IMAGE, *IMAGE, *questions[k if own_questions else 0], 9], answers[k]) for k in range(captions)
-    ]
+    return [([7, *IMAGE, *IMAGE, *questions[k if own_questions else 0], 9], answers[k]) for k in range(captions)]
 
 
 def summed_loss(model: torch.nn.Module, packed: Packed, pixels: Tensor) -> Tensor:
