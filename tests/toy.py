@@ -37,12 +37,14 @@ def load_captioner(checkpoint: Path):
 
 def build(root: Path) -> Path:
     """Write the toy project with git and DVC set up, nothing run yet."""
-    (root / "components").mkdir(parents=True)
-    graph = (REPOSITORY / "dvc.yaml").read_text().replace("exec python -m components", f"exec {sys.executable} toy.py")
-    (root / "dvc.yaml").write_text(graph)
-    for name in ("params.yaml", ".gitignore", ".dvcignore", "components/records.py", "components/__init__.py"):
+    ignore = shutil.ignore_patterns("__pycache__", *stages(), "model")
+    shutil.copytree(REPOSITORY / "components", root / "components", ignore=ignore)
+    shutil.copytree(REPOSITORY / "flows", root / "flows", ignore=ignore)
+    for name in ("params.yaml", "prefect.yaml", "prefect.toml", ".gitignore", ".dvcignore"):
         shutil.copy(REPOSITORY / name, root / name)
     shutil.copy(__file__, root / "toy.py")
+    graph = (REPOSITORY / "dvc.yaml").read_text().replace("exec python -m components", f"exec {sys.executable} toy.py")
+    (root / "dvc.yaml").write_text(graph)
     for stage in stages():
         (root / "components" / stage).mkdir()
         (root / "components" / stage / "stage.py").write_text(f'"""The toy\'s {stage}."""\n')
@@ -160,6 +162,9 @@ def main(stage: str) -> None:
     """Run one stage: its folder exists, its declared outputs are written, and a report where DVC expects one."""
     import yaml
 
+    from components.__main__ import die_with_parent
+
+    die_with_parent()
     params = yaml.safe_load(Path("params.yaml").read_text())
     paths = {name: Path(path) for name, path in params["paths"].items()}
     folder = dict(zip(yaml.safe_load(Path("dvc.yaml").read_text())["stages"], paths.values(), strict=False))[stage]

@@ -1,0 +1,139 @@
+"""DVC from outside: the stages in order, what is out of date, and one stage reproduced in a process group of its own.
+
+DVC decides whether a stage runs; this module starts it, passes its words on, and leaves no process behind.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+Outcome = Literal["Ran", "Restored", "Skipped"]
+
+DVC = [
+    sys.executable,
+    "-m",
+    "dvc",
+    "--wait-for-lock",
+]  # its lock is taken anew after a stage: to lose it loses the stage
+GRACE_S = 20  # from the signal that asks to the one that ends
+PROGRESS_EVERY_S = 5.0
+
+ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+PROGRESS_BAR = re.compile(r"\d+%\|")
+EXIT_CODE = re.compile(r"exited with (-?\d+)")
+WORDS: dict[str, Outcome] = {
+    "Running stage '{}':": "Ran",
+    "Stage '{}' is cached - skipping run": "Restored",
+    "Stage '{}' didn't change, skipping": "Skipped",
+}
+
+
+class DvcError(RuntimeError):
+    """DVC or the stage under it failed. `code` is the stage's exit code (`components/__main__.py` lists them)."""
+
+    def __init__(self, what: str, code: int, said: Iterable[str]) -> None:
+        super().__init__(f"{what} exited with {code}\n" + "\n".join(said))
+        self.code = code
+
+
+def stages() -> list[str]:
+    """The stages of `dvc.yaml`, in its order, which is the order of the road."""
+    return ask("stage", "list", "--name-only").split()
+
+
+def status() -> dict[str, Any]:
+    """What is out of date, by stage, in DVC's own words; empty where nothing is."""
+    return json.loads(ask("status", "--json"))
+
+
+def ask(*arguments: str) -> str:
+    done = subprocess.run([*DVC, *arguments], env=environment(), capture_output=True, text=True)
+    if done.returncode:
+        raise DvcError(f"dvc {' '.join(arguments)}", done.returncode, done.stderr.splitlines())
+    return done.stdout
+
+
+def repro(stage: str, log: Callable[[str], None]) -> Outcome:
+    """Bring one stage up to date and say what DVC did.
+
+    Raises:
+        DvcError: the stage failed; its processes are gone.
+    """
+    said: deque[str] = deque(maxlen=12)
+    outcome: Outcome | None = None
+    process = subprocess.Popen(
+        [*DVC, "repro", "--single-item", stage],
+        env=environment(),
+        text=True,  # universal newlines: a progress bar's \r ends a line too
+        errors="replace",
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        preexec_fn=die_with_parent,
+    )
+    try:
+        assert process.stdout is not None
+        for line in readable(process.stdout):
+            log(line)
+            said.append(line)
+            outcome = next((word for words, word in WORDS.items() if words.format(stage) in line), outcome)
+        if process.wait():
+            raise DvcError(f"stage {stage}", stage_code(said, process.returncode), said)
+    finally:
+        end_group(process)
+    assert outcome is not None, f"none of {list(WORDS)} in what DVC said: {list(said)}"
+    return outcome
+
+
+def environment() -> dict[str, str]:
+    """This environment's tools first on the path, and a shell that passes signals on."""
+    tools = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    return os.environ | {"PATH": tools, "SHELL": "/bin/bash", "PYTHONUNBUFFERED": "1"}
+
+
+def die_with_parent() -> None:
+    """Ask Linux to end DVC when the flow's process dies; the stage asks the same of DVC (`components/__main__.py`)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def readable(lines: Iterable[str]) -> Iterator[str]:
+    """Lines without colours and blank ones; of a progress bar one state every few seconds."""
+    shown = -PROGRESS_EVERY_S
+    for line in lines:
+        text = ANSI.sub("", line).rstrip()
+        if PROGRESS_BAR.search(text):
+            if time.monotonic() - shown < PROGRESS_EVERY_S:
+                continue
+            shown = time.monotonic()
+        if text:
+            yield text
+
+
+def stage_code(said: Iterable[str], dvc_code: int) -> int:
+    """The stage's own exit code from DVC's words, since DVC turns every failure into its own."""
+    codes = [int(found[1]) for line in said if (found := EXIT_CODE.search(line))]
+    return codes[-1] if codes else dvc_code
+
+
+def end_group(process: subprocess.Popen) -> None:
+    """End what is left of the group: ask, wait, then kill. After a success nothing is left."""
+    deadline = time.monotonic() + GRACE_S
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+        while time.monotonic() < deadline:
+            process.poll()
+            os.killpg(process.pid, 0)
+            time.sleep(0.1)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
