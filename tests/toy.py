@@ -14,30 +14,47 @@ REPOSITORY = Path(__file__).parents[1]
 PAIRS = {f"minichange/{number:06d}.png": ("train", "val", "test", "test")[number] for number in range(4)}
 
 MODEL = '''
-from pathlib import Path
+from PIL import Image
 
 
 class Captioner:
-    """Says its word and the colour of the middle of each image."""
+    """Says its word, what it is asked and the colour of the middle of each image, in so many characters at most."""
 
-    def __init__(self, word):
-        self.word = word
+    def __init__(self, word, length):
+        self.word, self.length = word, length
 
-    def caption(self, pairs):
-        return [f"{self.word} {self.colour(before)} became {self.colour(after)}" for before, after in pairs]
+    def caption(self, pairs, question="What changed?"):
+        return [self.say(question, before, after)[: self.length] for before, after in pairs]
+
+    def say(self, question, before, after):
+        return f"{self.word} {self.colour(before)} became {self.colour(after)}. {question}"
 
     def colour(self, image):
-        return "%d/%d/%d" % image.convert("RGB").getpixel((image.width // 2, image.height // 2))
+        return "%d/%d/%d" % image.getpixel((image.width // 2, image.height // 2))
 
 
-def load_captioner(checkpoint: Path):
-    return Captioner((checkpoint / "word.txt").read_text())
+def load_captioner(checkpoint, max_new_tokens=64):
+    return Captioner((checkpoint / "word.txt").read_text(), max_new_tokens)
+
+
+def load_image(path):
+    return Image.open(path).convert("RGB")
 '''
+
+FOLDERS = {
+    "synthesize": "raw",
+    "ingest": "records",
+    "validate": "clean",
+    "convert": "mixture",
+    "train": "model",
+    "predict": "captions",
+    "evaluate": "report",
+}
 
 
 def build(root: Path) -> Path:
     """Write the toy project with git and DVC set up, nothing run yet."""
-    ignore = shutil.ignore_patterns("__pycache__", *stages(), "model")
+    ignore = shutil.ignore_patterns("__pycache__", *FOLDERS, "model")
     shutil.copytree(REPOSITORY / "components", root / "components", ignore=ignore)
     shutil.copytree(REPOSITORY / "flows", root / "flows", ignore=ignore)
     for name in ("params.yaml", "prefect.yaml", "prefect.toml", ".gitignore", ".dvcignore"):
@@ -45,7 +62,7 @@ def build(root: Path) -> Path:
     shutil.copy(__file__, root / "toy.py")
     graph = (REPOSITORY / "dvc.yaml").read_text().replace("exec python -m components", f"exec {sys.executable} toy.py")
     (root / "dvc.yaml").write_text(graph)
-    for stage in stages():
+    for stage in FOLDERS:
         (root / "components" / stage).mkdir()
         (root / "components" / stage / "stage.py").write_text(f'"""The toy\'s {stage}."""\n')
     (root / "components" / "model").mkdir()
@@ -80,12 +97,6 @@ def commit(root: Path, message: str) -> None:
         "-m",
         message,
     )
-
-
-def stages() -> list[str]:
-    import yaml
-
-    return list(yaml.safe_load((REPOSITORY / "dvc.yaml").read_text())["stages"])
 
 
 def synthesize(cfg: dict, paths: dict[str, Path]) -> None:
@@ -137,17 +148,16 @@ def train(cfg: dict, paths: dict[str, Path]) -> None:
 
 
 def predict(cfg: dict, paths: dict[str, Path]) -> None:
-    from PIL import Image
+    from components.model import load_captioner, load_image
 
-    from components.model import load_captioner
-
-    captioner = load_captioner(paths["model"] / "checkpoint")
+    captioner = load_captioner(paths["model"] / "checkpoint", cfg["max_new_tokens"])
     rows = []
     for number, (record, split) in enumerate(PAIRS.items()):
-        pair = (Image.open(paths["raw"] / side / f"{number}.png") for side in ("images", "sc_images"))
+        pair = tuple(load_image(paths["raw"] / side / f"{number}.png") for side in ("images", "sc_images"))
         if split == "test":
-            rows.append({"image_id": record, "caption": captioner.caption([tuple(pair)])[0]})
-    (paths["captions"] / "captions.json").write_text(json.dumps(rows))
+            rows.append({"image_id": record, "caption": captioner.caption([pair])[0]})
+    for file in ("captions.json", "captions_shuffled.json"):
+        (paths["captions"] / file).write_text(json.dumps(rows))
     (paths["captions"] / "attention.npz").write_bytes(b"maps")
 
 
@@ -167,7 +177,7 @@ def main(stage: str) -> None:
     die_with_parent()
     params = yaml.safe_load(Path("params.yaml").read_text())
     paths = {name: Path(path) for name, path in params["paths"].items()}
-    folder = dict(zip(yaml.safe_load(Path("dvc.yaml").read_text())["stages"], paths.values(), strict=False))[stage]
+    folder = paths[FOLDERS[stage]]
     folder.mkdir(parents=True, exist_ok=True)
     print(f"toy {stage}", flush=True)
     globals()[stage](params[stage], paths)

@@ -2,24 +2,32 @@
 
 Every image is padded to a square with the mean colour and resized bicubically to the tower's size, one crop, no anyres
 (LLaVA-OneVision, multi-image training). The text is the tokenizer's own chat template.
+Pillow is imported where an image is opened: the model and its step need torch, transformers and peft alone.
 """
+
+from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
 from torch import Tensor
 from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoTokenizer, ProcessorMixin
 from transformers.image_processing_utils import BaseImageProcessor, BatchFeature
+from transformers.utils import is_vision_available
 
 from components.model.configuration import M3DiffConfig
 
+if TYPE_CHECKING:
+    from PIL import Image
 
-def load_image(path: str | Path) -> Image.Image:
+
+def load_image(path: str | Path | IO[bytes]) -> Image.Image:
     """An image file as upright RGB: the first frame, turned as its EXIF says. Raises OSError where unreadable."""
+    from PIL import Image, ImageOps
+
     with Image.open(path) as image:
         return ImageOps.exif_transpose(image).convert("RGB")
 
@@ -58,6 +66,8 @@ class M3DiffImageProcessor(BaseImageProcessor):
 
     def square(self, image: Image.Image) -> np.ndarray:
         """One image as [side, side, 3] uint8."""
+        from PIL import Image
+
         image = image.convert("RGB")
         longest = max(image.size)
         if image.width != image.height:
@@ -146,5 +156,6 @@ def _chat_template(path: str) -> str | None:
     return file.read_text(encoding="utf-8") if file.is_file() else None
 
 
-AutoImageProcessor.register(M3DiffConfig, slow_image_processor_class=M3DiffImageProcessor)
+if is_vision_available():
+    AutoImageProcessor.register(M3DiffConfig, slow_image_processor_class=M3DiffImageProcessor)
 AutoProcessor.register(M3DiffConfig, M3DiffProcessor)

@@ -15,6 +15,7 @@ from mlflow.pyfunc import PythonModel, PythonModelContext
 from PIL import Image
 
 LONGEST_PATH = 4096
+BATCH_PAIRS = 16
 
 
 class Captioner(PythonModel):
@@ -23,12 +24,26 @@ class Captioner(PythonModel):
     def load_context(self, context: PythonModelContext) -> None:
         from components.model import load_captioner
 
-        self.captioner = load_captioner(Path(context.artifacts["checkpoint"]))
+        checkpoint = Path(context.artifacts["checkpoint"])
+        self.captioner = load_captioner(checkpoint, context.model_config["max_new_tokens"])
 
     def predict(self, context: PythonModelContext, model_input: pd.DataFrame, params: dict | None = None) -> list[str]:
-        """One caption for each row; columns `before` and `after` hold a file's path or its bytes in base64."""
-        rows = model_input[["before", "after"]].itertuples(index=False)
-        return self.captioner.caption([(read(before), read(after)) for before, after in rows])
+        """One caption for each row.
+
+        Columns `before` and `after` hold an image's path or its bytes in base64; `question`, where given, is what the
+        model is asked instead of its usual question. Rows of one question share batches, as in the predict stage.
+        """
+        rows = model_input.reset_index(drop=True).reindex(columns=["before", "after", "question"]).fillna("")
+        captions: dict[int, str] = {}
+        for question, same in rows.groupby("question", sort=False):
+            asked = {"question": question} if question else {}
+            for start in range(0, len(same), BATCH_PAIRS):
+                batch = same.iloc[start : start + BATCH_PAIRS]
+                pairs = [
+                    (read(before), read(after)) for before, after in zip(batch["before"], batch["after"], strict=True)
+                ]
+                captions |= dict(zip(batch.index, self.captioner.caption(pairs, **asked), strict=True))
+        return [captions[row] for row in range(len(rows))]
 
 
 def read(value: str) -> Image.Image:
@@ -37,11 +52,13 @@ def read(value: str) -> Image.Image:
     Raises:
         ValueError: it is neither.
     """
-    if len(value) <= LONGEST_PATH and Path(value).is_file():
-        return Image.open(value).convert("RGB")
+    from components.model import load_image
+
     try:
-        return Image.open(io.BytesIO(base64.b64decode(value, validate=True))).convert("RGB")
-    except (binascii.Error, OSError) as error:
+        if len(value) <= LONGEST_PATH and Path(value).is_file():
+            return load_image(value)
+        return load_image(io.BytesIO(base64.b64decode(value, validate=True)))
+    except (binascii.Error, OSError, Image.DecompressionBombError) as error:
         raise ValueError(f"{value[:60]!r}: neither the path of an image nor an image in base64 ({error})") from error
 
 

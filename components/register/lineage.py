@@ -27,7 +27,8 @@ class Lineage(BaseModel):
 
     data: str  # the mixture that the training saw
     checkpoint: str
-    code: str  # components/model: with the checkpoint, what decides a caption
+    code: str  # components/model: with the checkpoint and the length limit, what decides a caption
+    max_new_tokens: int
     metrics: str
     dvc_lock_sha256: str
     test_set_sha256: str
@@ -36,7 +37,11 @@ class Lineage(BaseModel):
 
     def identity(self) -> dict[str, str]:
         """The tags that make two registrations the same version."""
-        return {"dvc.checkpoint": self.checkpoint, "dvc.code": self.code}
+        return {
+            "dvc.checkpoint": self.checkpoint,
+            "dvc.code": self.code,
+            "predict.max_new_tokens": str(self.max_new_tokens),
+        }
 
     def results(self) -> dict[str, str]:
         """The tags that a new evaluation of the same version changes."""
@@ -106,12 +111,13 @@ def read_lineage(paths: Paths, lock: Lock) -> Lineage:
     Raises:
         DataError: the working tree is not what `dvc.lock` says, or is no git repository.
     """
-    for seen in (paths.captions, paths.model / "curves.csv", paths.report / "report.html"):
+    for seen in (paths.captions / "captions.json", paths.model / "curves.csv", paths.report / "report.html"):
         lock.current(seen)
     return Lineage(
         data=lock.current(paths.mixture / "samples"),
         checkpoint=lock.current(paths.model / "checkpoint"),
         code=lock.current(MODEL_CODE),
+        max_new_tokens=lock.params()["predict"]["max_new_tokens"],
         metrics=lock.current(paths.report / "metrics.json"),
         dvc_lock_sha256=lock.sha256,
         test_set_sha256=hash_test_set(paths),

@@ -27,9 +27,12 @@ from components.register.lineage import MODEL_CODE, Lineage, Lock, captioned_rec
 
 CHALLENGER = "challenger"
 Outcome = Literal["registered", "updated", "unchanged"]
-REQUIREMENTS = ("mlflow", "torch", "transformers", "peft", "tokenizers", "safetensors", "pyarrow", "pydantic", "pillow")
+REQUIREMENTS = ("mlflow", "torch", "transformers", "peft", "tokenizers", "safetensors", "pillow", "pandas")
 SIGNATURE = ModelSignature(
-    inputs=Schema([ColSpec("string", "before"), ColSpec("string", "after")]), outputs=Schema([ColSpec("string")])
+    inputs=Schema(
+        [ColSpec("string", "before"), ColSpec("string", "after"), ColSpec("string", "question", required=False)]
+    ),
+    outputs=Schema([ColSpec("string")]),
 )
 
 
@@ -88,7 +91,7 @@ def publish(client: MlflowClient, params: Params, lineage: Lineage, lock: Lock) 
     tracking.log_curves(client, run_id, paths.model / "curves.csv", started_ms)
     tracking.log_dataset(client, run_id, paths.mixture.name, paths.mixture / "samples", lineage.data)
     log_results(client, run_id, paths)
-    model_uri = log_model(client, run_id, cfg.model_name, paths)
+    model_uri = log_model(client, run_id, cfg.model_name, paths, lineage.max_new_tokens)
     client.set_terminated(run_id)
     return mlflow.register_model(model_uri, cfg.model_name, tags=lineage.tags())
 
@@ -116,7 +119,7 @@ def refresh(client: MlflowClient, paths: Paths, version: ModelVersion, tags: dic
         client.set_model_version_tag(version.name, version.version, tag, value)
 
 
-def log_model(client: MlflowClient, run_id: str, name: str, paths: Paths) -> str:
+def log_model(client: MlflowClient, run_id: str, name: str, paths: Paths, max_new_tokens: int) -> str:
     """Store checkpoint and code as the run's model and return its URI; a model that is there in full is kept."""
     experiment = client.get_run(run_id).info.experiment_id
     for model in client.search_logged_models([experiment], f"source_run_id = '{run_id}'"):
@@ -127,6 +130,7 @@ def log_model(client: MlflowClient, run_id: str, name: str, paths: Paths) -> str
             name=name,
             python_model=str(Path(__file__).with_name("captioner.py")),
             artifacts={"checkpoint": str(paths.model / "checkpoint")},
+            model_config={"max_new_tokens": max_new_tokens},
             code_paths=[str(copy_code(Path(scratch)))],
             signature=SIGNATURE,
             input_example=example(paths),
@@ -138,8 +142,7 @@ def copy_code(scratch: Path) -> Path:
     """The part of `components` that the model needs where there is no checkout; no weights."""
     package = scratch / "components"
     shutil.copytree(MODEL_CODE, package / "model", ignore=shutil.ignore_patterns("__pycache__", "base"))
-    for file in ("__init__.py", "records.py"):
-        shutil.copy(MODEL_CODE.parent / file, package)
+    shutil.copy(MODEL_CODE.parent / "__init__.py", package)
     return package
 
 
