@@ -63,7 +63,6 @@ def connected(tracking_uri: str) -> Iterator[MlflowClient]:
     check_alive(uri)
     logging.getLogger("mlflow").setLevel(logging.WARNING)
     mlflow.set_tracking_uri(uri)
-    mlflow.set_registry_uri(uri)
     try:
         yield MlflowClient()
     except Exception:
