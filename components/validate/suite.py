@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import polars as pl
+import polars.selectors as cs
 
 from components.validate.pages import write_pages
 from components.validate.rules import Rule
@@ -35,7 +36,7 @@ def judge(found: pl.DataFrame, rules: list[Rule], declared: Declared, site: Path
     from great_expectations.core.run_identifier import RunIdentifier
 
     columns = dict.fromkeys(["dataset", "split", *(rule.column for rule in rules)])
-    frame = found.select(*columns).with_columns(pl.col("dataset").cast(pl.Categorical)).to_pandas()
+    frame = found.select(*columns).with_columns(cs.string().cast(pl.Categorical)).to_pandas()  # conditions copy rows
     with tempfile.TemporaryDirectory() as folder:
         context: Any = gx.get_context(mode="file", project_root_dir=folder)
         context.variables.progress_bars = {"globally": False}

@@ -1,0 +1,205 @@
+"""Validate and convert at 896k samples, on the real path: `make bench-data` -> benchmarks/results/data.json.
+
+For each size a stand-in is written (benchmarks/standin.py) and ingested. Then one fresh process runs the command line's
+`validate` and `convert` (cold: interpreter, imports and all), and again (warm). The outputs of every run must be the
+same bytes. Peak memory is that of the process and its workers together. The anchor is the usual way, a row-wise
+`datasets.map` in one process over the clean captions; it converts only (no checks), and must give the same samples.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+RESULTS = Path(__file__).parent / "results" / "data.json"
+SIZES = (100_000, 300_000, 896_000)
+WARM_RUNS = 3
+TARGETS = {"cold_s": 15, "warm_s": 6, "peak_rss_mb": 1500}
+
+
+def main() -> None:
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+    from benchmarks.standin import write_standin
+
+    load = os.getloadavg()[0]
+    print(f"{_machine()}; load before the start {load:.1f}")
+    print(f"{'samples':>9} {'pairs':>8} {'cold s':>7} {'warm s':>7} {'peak MB':>8} {'warm us/sample':>15}")
+    measured = []
+    with tempfile.TemporaryDirectory() as folder:
+        for size in SIZES:
+            params = write_standin(Path(folder) / str(size), size)
+            measured.append(measure(params))
+            one = measured[-1]
+            each = 1e6 * one["warm_s"] / one["rows"]
+            print(
+                f"{one['rows']:9,} {one['pairs']:8,} {one['cold_s']:7.1f} {one['warm_s']:7.1f} "
+                f"{one['peak_rss_mb']:8,.0f} {each:15.2f}",
+                flush=True,
+            )
+        anchor = _child("anchor", params)
+    print(f"anchor, row-wise datasets.map of {anchor['rows']:,} rows in one process: {anchor['anchor_s']:.1f} s")
+    print(f"  against validate + convert, warm: {anchor['anchor_s'] / measured[-1]['warm_s']:.0f} times as long")
+    result = {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "machine": _machine(),
+        "load_before": round(load, 2),
+        **measured[-1],
+        "anchor_s": round(anchor["anchor_s"], 2),
+        "anchor_rows": anchor["rows"],
+        "anchor": "row-wise datasets.map in one process, conversion only, all rows, same samples",
+        "sizes": measured,
+        "targets": TARGETS,
+    }
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps(result, indent=2) + "\n", "utf-8")
+    print(f"written to {RESULTS}")
+
+
+def measure(params: Path) -> dict[str, Any]:
+    """Cold and warm seconds of validate + convert on one stand-in, its rows, and the peak of memory in MB."""
+    from components.__main__ import main as m3diff
+
+    assert m3diff(["--params", str(params), "ingest"]) == 0
+    found = _child("run", params)
+    assert len(set(found["digests"])) == 1, "the same input gave different bytes"
+    report = json.loads((params.parent / "04_mixture/report.json").read_text("utf-8"))
+    return {
+        "rows": report["rows_out"],
+        "pairs": report["rows_in"],
+        "cold_s": round(found["cold_s"], 2),
+        "warm_s": round(statistics.median(found["warm_s"]), 2),
+        "warm_validate_s": round(statistics.median(found["validate_s"]), 2),
+        "warm_runs_s": [round(seconds, 2) for seconds in found["warm_s"]],
+        "peak_rss_mb": round(found["peak_rss_mb"]),
+    }
+
+
+def _child(task: str, params: Path) -> dict[str, Any]:
+    """Run this file's `task` in a fresh process; what it prints last, and the peak of memory of it and its workers."""
+    peak, done = [0.0], threading.Event()
+    started = time.time()
+    command = [sys.executable, __file__, task, str(params), str(started)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    watch = threading.Thread(target=_watch, args=(process.pid, peak, done))
+    watch.start()
+    output, _ = process.communicate()
+    done.set()
+    watch.join()
+    assert process.returncode == 0, f"{task} failed; run: {' '.join(command)}"
+    return json.loads(output.splitlines()[-1]) | {"peak_rss_mb": peak[0] / 1e6}
+
+
+def _watch(pid: int, peak: list[float], done: threading.Event) -> None:
+    """Every 20 ms the memory of the process and its descendants, in bytes; shared pages count for each of them."""
+    process = psutil.Process(pid)
+    while not done.wait(0.02):
+        try:
+            family = [process, *process.children(recursive=True)]
+            peak[0] = max(peak[0], sum(one.memory_info().rss for one in family))
+        except psutil.NoSuchProcess:
+            continue
+
+
+def run(params: Path, started: float) -> dict[str, Any]:
+    """In a fresh process: the command line's validate and convert, once cold and then warm."""
+    from components.__main__ import main as m3diff
+
+    def both() -> float:
+        assert m3diff(["--params", str(params), "validate"]) == 0
+        between = time.time()
+        assert m3diff(["--params", str(params), "convert"]) == 0
+        return between
+
+    both()
+    cold = time.time() - started
+    digests, warm, validate = [_digest(params.parent)], [], []
+    for _ in range(WARM_RUNS):
+        before = time.time()
+        validate.append(both() - before)
+        warm.append(time.time() - before)
+        digests.append(_digest(params.parent))
+    return {"cold_s": cold, "warm_s": warm, "validate_s": validate, "digests": digests}
+
+
+def anchor(params: Path, started: float) -> dict[str, Any]:
+    """The same conversion with `datasets.map`, a caption at a time; timed from the map to the written Parquet."""
+    import polars as pl
+    from datasets import Dataset, disable_caching
+
+    disable_caching()
+    clean, folder = params.parent / "03_clean/records.parquet", params.parent / "anchor"
+    folder.mkdir()
+    rows = pl.read_parquet(clean).with_columns(number=pl.int_ranges(pl.col("captions").list.len()))
+    rows.explode("captions", "number").write_parquet(folder / "captions.parquet")
+    data = Dataset.from_parquet(str(folder / "captions.parquet"), cache_dir=str(folder / "cache"))
+    sample, before = _row_wise(params), time.time()
+    mapped = data.map(sample, remove_columns=data.column_names)
+    mapped.to_parquet(str(folder / "samples.parquet"))
+    seconds = time.time() - before
+    ours = pl.read_parquet(params.parent / "04_mixture/samples/*.parquet").sort("id")
+    theirs = pl.read_parquet(folder / "samples.parquet").select(ours.columns).sort("id")
+    assert ours.equals(theirs), "the anchor gave other samples"
+    shutil.rmtree(folder)
+    return {"anchor_s": seconds, "rows": theirs.height}
+
+
+def _row_wise(params: Path) -> Any:
+    """A function from one caption's row to its sample, as `components.convert` defines it."""
+    convert = yaml.safe_load(params.read_text("utf-8"))["convert"]
+    tasks = yaml.safe_load(Path(convert["templates"]).read_text("utf-8"))
+    questions = {name: tasks[source["task"]] for name, source in convert["sources"].items()}
+    seed, mask = str(convert["seed"]).encode(), 2**64 - 1
+
+    def sample(row: dict[str, Any]) -> dict[str, Any]:
+        z = int.from_bytes(hashlib.blake2b(row["id"].encode(), digest_size=8, key=seed).digest(), "little")
+        z = (z + 0x9E3779B97F4A7C15) & mask
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+        asked = questions[row["dataset"]]
+        return {
+            "id": f"{row['id']}#{row['number']}",
+            "pair": row["id"],
+            **{field: row[field] for field in ("dataset", "split", "before", "after")},
+            "question": asked[(z ^ (z >> 31)) % len(asked)],
+            "answer": row["captions"],
+        }
+
+    return sample
+
+
+def _digest(root: Path) -> str:
+    """Over every file of both stages' outputs: name and bytes."""
+    total = hashlib.sha256()
+    for path in sorted(path for stage in ("03_clean", "04_mixture") for path in (root / stage).rglob("*")):
+        if path.is_file():
+            total.update(str(path.relative_to(root)).encode() + path.read_bytes())
+    return total.hexdigest()
+
+
+def _machine() -> str:
+    model = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name"))
+    memory = psutil.virtual_memory().total / 2**30
+    cores = len(os.sched_getaffinity(0))
+    return f"{model.split(':')[1].strip()}, {cores} cores, {memory:.0f} GiB, Python {platform.python_version()}"
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 1:
+        main()
+    else:
+        sys.path.insert(0, str(Path(__file__).parent.parent))
+        task = {"run": run, "anchor": anchor}[sys.argv[1]]
+        print(json.dumps(task(Path(sys.argv[2]), float(sys.argv[3]))))
