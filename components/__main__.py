@@ -100,6 +100,15 @@ def promote(params: Params, args: argparse.Namespace) -> int:
     return GATE_REFUSED if decision.outcome == "refused" else 0
 
 
+@command("look at a dataset's folder before anything is run: `data check ROOT`")
+def data(params: Params, args: argparse.Namespace) -> int:
+    from components.ingest.check import check
+
+    found = check(args.root, tuple(params.ingest.datasets))
+    print("\n".join(found.lines))
+    return 0 if found.sound else DATA_REFUSED
+
+
 @command("what a training run will cost: parameters, tokens, FLOPs, memory, hours; trains nothing")
 def plan(params: Params, args: argparse.Namespace) -> None:
     from components.train.plan import Workload, check_fits, make_plan, planned_config, print_plan
@@ -132,6 +141,9 @@ def main(argv: list[str] | None = None) -> int:
     export = subparsers.choices["export-llava"]
     export.add_argument("out", type=Path, help="folder to write")
     export.add_argument("--lines", action="store_true", help="JSON Lines instead of one JSON array")
+    look = subparsers.choices["data"].add_subparsers(dest="action", required=True, metavar="ACTION")
+    checking = look.add_parser("check", help="layout, missing files, counts against the published ones, problems")
+    checking.add_argument("root", type=Path, help="folder of one dataset")
     planning = subparsers.choices["plan"]
     planning.add_argument("--peak-tflops", type=float, default=989.0, help="dense bf16 peak of one GPU (H100: 989)")
     planning.add_argument("--mfu", type=float, default=0.45, help="share of the peak that the step reaches")
