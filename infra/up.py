@@ -22,7 +22,7 @@ from components import PRIVACY
 
 HOST = "127.0.0.1"
 POOL = "m3diff"
-PATIENCE_S = 180  # a first start creates two databases, on two slow cores
+PATIENCE_S = 300  # a first start creates two databases, on cores that may be busy
 GRACE_S = 40  # a stage in progress has its own grace inside
 SERVICES = Path("services").resolve()
 BIN = Path(sys.executable).parent

@@ -1,0 +1,33 @@
+"""prefect.yaml, against Prefect's own model and against the flows that it names."""
+
+import importlib
+
+import pytest
+import yaml
+from prefect.cli.deploy._models import PrefectYamlModel
+
+from infra import up
+from tests.toy import REPOSITORY
+
+DEPLOYMENTS = yaml.safe_load((REPOSITORY / "prefect.yaml").read_text())["deployments"]
+
+
+def test_prefect_accepts_the_file():
+    made = PrefectYamlModel.model_validate(yaml.safe_load((REPOSITORY / "prefect.yaml").read_text()))
+    assert [deployment.name for deployment in made.deployments] == ["full", "retrain"]
+
+
+@pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=lambda deployment: deployment["name"])
+def test_each_deployment_is_reached_as_m3diff_and_runs_one_at_a_time_in_the_pool_that_up_makes(deployment):
+    module, function = deployment["entrypoint"].removesuffix(".py").replace(".py:", ":").split(":")
+    flow = getattr(importlib.import_module(module.replace("/", ".")), function)
+    assert flow.name == "m3diff"
+    assert deployment["work_pool"]["name"] == up.POOL
+    assert deployment["concurrency_limit"] == {"limit": 1, "collision_strategy": "ENQUEUE"}
+
+
+def test_retrain_has_a_schedule_with_a_name_of_its_own_in_utc():
+    (schedule,) = DEPLOYMENTS[1]["schedules"]
+    assert schedule["slug"]
+    assert schedule["timezone"] == "UTC"
+    assert len(schedule["cron"].split()) == 5

@@ -1,0 +1,106 @@
+"""The servers and the worker for real: up, the deployment twice, down."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.register.conftest import store
+from tests.toy import REPOSITORY
+
+STAGES = ["synthesize", "ingest", "validate", "convert", "train", "predict", "evaluate", "register", "promote"]
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+class Machine:
+    """The project's folder as a person has it: `make up`, and a second shell."""
+
+    def __init__(self, root: Path) -> None:
+        self.prefect, self.mlflow = free_port(), free_port()
+        ours = {"M3DIFF_PREFECT_PORT": self.prefect, "M3DIFF_MLFLOW_PORT": self.mlflow}
+        self.root, self.environment = root, os.environ | {name: str(port) for name, port in ours.items()}
+        self.environment["PREFECT_API_URL"] = f"http://127.0.0.1:{self.prefect}/api"
+
+    def make(self, what: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, str(REPOSITORY / "infra" / "up.py"), what]
+        return subprocess.run(command, cwd=self.root, env=self.environment, capture_output=True, text=True)
+
+    def run_deployment(self, deployment: str, name: str) -> tuple[str, dict[str, str]]:
+        """Run from the second shell to the end; the state of the flow run, and of each of its tasks, by name."""
+        command = [sys.executable, "-m", "prefect", "deployment", "run", deployment, "--watch", "--flow-run-name", name]
+        done = subprocess.run(command, cwd=self.root, env=self.environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr + (self.root / "services" / "worker.log").read_text()
+        (flow_run,) = self.ask("flow_runs", {"flow_runs": {"name": {"any_": [name]}}})
+        tasks = self.ask("task_runs", {"flow_runs": {"name": {"any_": [name]}}})
+        return flow_run["state_name"], {task["name"]: task["state_name"] for task in tasks}
+
+    def ask(self, what: str, condition: dict[str, Any]) -> list[dict[str, Any]]:
+        return (
+            httpx.post(f"{self.environment['PREFECT_API_URL']}/{what}/filter", json=condition).raise_for_status().json()
+        )
+
+    def scheduled(self) -> list[dict[str, Any]]:
+        return self.ask("flow_runs", {"flow_runs": {"state": {"type": {"any_": ["SCHEDULED"]}}}})
+
+
+@pytest.fixture
+def machine(project: Path) -> Iterator[Machine]:
+    machine = Machine(project)
+    started = machine.make("up")
+    assert started.returncode == 0, started.stdout + started.stderr
+    yield machine
+    machine.make("down")
+
+
+@pytest.mark.slow
+def test_the_deployment_runs_the_road_a_second_time_skips_every_stage_and_retrain_sees_nothing_new(machine):
+    assert machine.make("up").stdout.count("already up") == 3
+
+    assert machine.run_deployment("m3diff/full", "first") == ("Completed", dict.fromkeys(STAGES, "Ran"))
+    lock = (machine.root / "dvc.lock").read_bytes()
+    assert machine.run_deployment("m3diff/full", "second") == ("Completed", dict.fromkeys(STAGES, "Skipped"))
+    assert machine.run_deployment("m3diff/retrain", "third")[0] == "Skipped"
+
+    assert (machine.root / "dvc.lock").read_bytes() == lock
+    (version,) = store(machine.root).search_model_versions("name = 'm3diff'")
+    assert version.tags["dvc.checkpoint"] in lock.decode()
+    page = httpx.get(
+        f"http://127.0.0.1:{machine.mlflow}/api/2.0/mlflow/registered-models/get", params={"name": "m3diff"}
+    )
+    assert {alias["alias"] for alias in page.json()["registered_model"]["aliases"]} == {"challenger", "champion"}
+    assert machine.scheduled(), "the scheduler made no run of m3diff/retrain"
+
+    assert machine.make("down").stdout.count("ended") == 3
+    assert machine.make("down").stdout.count("not up") == 3
+
+
+def test_a_port_that_something_else_holds_is_named_with_the_way_out(project):
+    machine = Machine(project)
+    with socket.socket() as stranger:
+        stranger.bind(("127.0.0.1", machine.prefect))
+        stranger.listen()
+        refused = machine.make("up")
+    assert refused.returncode == 1
+    assert f"port {machine.prefect} is taken by another program" in refused.stderr
+    assert "M3DIFF_PREFECT_PORT=" in refused.stderr
+
+
+def test_a_record_of_a_process_that_is_gone_or_of_another_with_its_number_is_not_taken_for_up(project):
+    (project / "services").mkdir()
+    for pid, started in ((2**22 - 1, 0.0), (os.getpid(), 0.0)):
+        (project / "services" / "worker.json").write_text(json.dumps({"pid": pid, "started": started}))
+        ended = Machine(project).make("down")
+        assert ended.returncode == 0
+        assert "worker: not up" in ended.stdout

@@ -1,0 +1,80 @@
+"""A real MLflow server that is killed while a version is being registered, and comes back."""
+
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import mlflow
+import pytest
+from mlflow.tracking import MlflowClient
+
+from components.params import load_params
+from components.register import stage
+from components.tracking import TrackingGone
+from tests.register.conftest import change
+
+
+class Server:
+    """An MLflow server over the project's store."""
+
+    def __init__(self, root: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.uri, self.store = f"http://127.0.0.1:{self.port}", root / "services" / "mlflow"
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "mlflow", "server", "--port", str(self.port), "--workers", "1"]
+        command += ["--backend-store-uri", f"sqlite:///{self.store}/mlflow.db", "--no-serve-artifacts"]
+        command += ["--default-artifact-root", (self.store / "artifacts").as_uri()]
+        with (self.store / "log").open("w") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        deadline = time.monotonic() + 300
+        while True:
+            try:
+                urllib.request.urlopen(f"{self.uri}/health", timeout=2).close()
+                return
+            except (urllib.error.URLError, OSError):
+                assert time.monotonic() < deadline, (self.store / "log").read_text()
+                time.sleep(0.5)
+
+    def kill(self) -> None:
+        import psutil
+
+        family = [self.process, *psutil.Process(self.process.pid).children(recursive=True)]
+        for process in reversed(family):
+            process.kill()
+        self.process.wait()
+
+
+@pytest.mark.slow
+def test_a_server_killed_in_the_middle_leaves_one_run_and_one_version_when_register_runs_again(trained, monkeypatch):
+    server = Server(trained)
+    change(trained, "register", tracking_uri=server.uri)
+    server.start()
+    log_model = stage.log_model
+
+    def killed_before_the_model(*arguments: object) -> str:
+        server.kill()
+        return log_model(*arguments)
+
+    with monkeypatch.context() as cut:
+        cut.setattr(stage, "log_model", killed_before_the_model)
+        with pytest.raises(TrackingGone, match="run `m3diff register` again: nothing was lost"):
+            stage.register(load_params())
+    server.start()
+    try:
+        assert stage.register(load_params()).outcome == "registered"
+        client = MlflowClient(server.uri)
+        (version,) = client.search_model_versions("name = 'm3diff'")
+        (run,) = client.search_runs([client.get_experiment_by_name("m3diff").experiment_id])
+        assert version.run_id == run.info.run_id
+        assert run.info.status == "FINISHED"
+        assert len(client.get_metric_history(run.info.run_id, "train/loss")) == 3
+    finally:
+        server.kill()
+        mlflow.set_tracking_uri("")
