@@ -100,8 +100,14 @@ def promote(params: Params, args: argparse.Namespace) -> int:
     return GATE_REFUSED if decision.outcome == "refused" else 0
 
 
-@command("look at a dataset's folder before anything is run: `data check ROOT`")
+@command("look at data: `data check ROOT` before anything is run, `data statistics` after validate")
 def data(params: Params, args: argparse.Namespace) -> int:
+    if args.action == "statistics":
+        from components.convert.statistics import write_statistics
+
+        write_statistics(params.paths.clean)
+        print(f"written to {params.paths.clean / 'statistics.html'}")
+        return 0
     from components.ingest.check import check
 
     found = check(args.root, tuple(params.ingest.datasets))
@@ -142,6 +148,7 @@ def main(argv: list[str] | None = None) -> int:
     export.add_argument("out", type=Path, help="folder to write")
     export.add_argument("--lines", action="store_true", help="JSON Lines instead of one JSON array")
     look = subparsers.choices["data"].add_subparsers(dest="action", required=True, metavar="ACTION")
+    look.add_parser("statistics", help="the papers' statistics of the clean records, and a page with plots and pairs")
     checking = look.add_parser("check", help="layout, missing files, counts against the published ones, problems")
     checking.add_argument("root", type=Path, help="folder of one dataset")
     planning = subparsers.choices["plan"]

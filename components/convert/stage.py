@@ -23,6 +23,7 @@ from components.params import Convert, ParamsError, Source
 from components.records import RECORD_SCHEMA, SAMPLE_SCHEMA, SPLITS, DataError, StageReport
 
 SHARD_SAMPLES = 100_000
+PUBLISHED = Path(__file__).parent / "published.yaml"
 ROW_GROUP = 16_384
 """Small enough that a reader of one pair unpacks little, large enough to compress well."""
 
@@ -38,10 +39,18 @@ class Counts(BaseModel):
     left_out: dict[str, int]
 
 
+class Published(BaseModel):
+    """Training pairs and captions that the papers give, train alone and with val; null where they give none."""
+
+    train: tuple[int, int | None]
+    train_val: tuple[int, int | None]
+
+
 class ConvertReport(StageReport):
     pairs: dict[str, int]
     samples: dict[str, int]
     datasets: dict[str, Counts]
+    published: dict[str, Published]  # by dataset; empty where the datasets are not the paper's
 
 
 def convert(cfg: Convert, clean: Path, out: Path) -> ConvertReport:
@@ -60,14 +69,37 @@ def convert(cfg: Convert, clean: Path, out: Path) -> ConvertReport:
     shutil.rmtree(out / "samples", ignore_errors=True)
     for split in SPLITS:
         _write_shards(samples.filter(pl.col("split") == split), split, out / "samples")
-    return ConvertReport(
+    report = ConvertReport(
         stage="convert",
         rows_in=records.height,
         rows_out=samples.height,
         pairs={split: sum(count.pairs[split] for count in counts.values()) for split in SPLITS},
         samples={split: sum(count.samples[split] for count in counts.values()) for split in SPLITS},
         datasets=counts,
+        published=_published(names),
     ).write(out / "report.json")
+    print_published(report)
+    return report
+
+
+def _published(names: list[str]) -> dict[str, Published]:
+    """What the papers give, where all of the paper's datasets are here by their names."""
+    training = yaml.safe_load(PUBLISHED.read_text("utf-8"))["training"]
+    return {name: Published(**training[name]) for name in names} if set(training) == set(names) else {}
+
+
+def print_published(report: ConvertReport) -> None:
+    """Training pairs and samples of each source beside the published counts, and the sums beside 145k and 896k."""
+    if not report.published:
+        return
+    print(f"{'training':16}{'pairs':>9}{'samples':>10}   {'published: train':>20}{'train and val':>20}")
+    for name, given in report.published.items():
+        found = report.datasets[name]
+        told = [
+            f"{pairs:,} / {f'{samples:,}' if samples else '?'}" for pairs, samples in (given.train, given.train_val)
+        ]
+        print(f"{name:16}{found.pairs['train']:9,}{found.samples['train']:10,}   {told[0]:>20}{told[1]:>20}")
+    print(f"{'all':16}{report.pairs['train']:9,}{report.samples['train']:10,}   {'145k / 896k':>20}")
 
 
 def load_tasks(path: Path) -> dict[str, list[str]]:

@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import duckdb
@@ -178,3 +179,16 @@ def test_draws_are_fixed_for_ever_and_even():
     assert 0 <= parts.min() < 0.001 < 0.999 < parts.max() < 1
     assert abs(parts.mean() - 0.5) < 0.01
     assert abs(((draw(many, 1).to_numpy() % 6) == 0).mean() - 1 / 6) < 0.01
+
+
+def test_the_papers_datasets_are_counted_beside_the_published_figures(tmp_path, capsys):
+    names = ("omnidiff_real", "omnidiff_render", "spot_the_diff", "iedit", "birds_to_words", "clevr_change", "clevr_dc")
+    _, report = run(tmp_path, [record("a", dataset=name) for name in names])
+    assert report.published["clevr_dc"].train_val == (43_200, None)
+    assert sum(given.train_val[0] for given in report.published.values()) == 145_377
+    told = capsys.readouterr().out
+    assert re.search(r"iedit +1 +1 +3,061 / 3,061 +3,444 / 4,210\n", told)
+    assert told.endswith("145k / 896k\n")
+    _, report = run(tmp_path, [record("a", dataset="iedit")])
+    assert report.published == {}
+    assert capsys.readouterr().out == ""
