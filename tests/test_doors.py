@@ -1,0 +1,102 @@
+"""One function, three doors: a stage bears one word in params.yaml, dvc.yaml, command line, folder and flow."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from components.__main__ import COMMANDS
+from components.params import Params
+from flows import dvc, tasks
+from tests.toy import REPOSITORY
+
+GRAPH = yaml.safe_load((REPOSITORY / "dvc.yaml").read_text())["stages"]
+STAGES = list(GRAPH)
+ACTIONS = ["register", "promote"]  # act outside the repository: no stages of DVC
+LONGEST_FUNCTION = 60
+
+
+def functions(file: Path) -> dict[str, ast.FunctionDef]:
+    return {node.name: node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)}
+
+
+def test_the_sections_of_params_yaml_are_the_stages_in_order_and_register():
+    sections = list(yaml.safe_load((REPOSITORY / "params.yaml").read_text()))
+    assert sections == ["paths", *STAGES, "register"]
+    assert [field.alias or name for name, field in Params.model_fields.items()] == sections
+
+
+def test_each_stage_of_dvc_calls_its_command_with_its_section_and_watches_its_folder():
+    for stage, entry in GRAPH.items():
+        assert entry["cmd"] == f"${{py}} {stage}"
+        assert stage in entry["params"]
+        assert f"components/{stage}" in entry["deps"]
+
+
+def test_the_command_line_has_the_stages_in_order_and_the_actions():
+    assert [name for name in COMMANDS if name in [*STAGES, *ACTIONS]] == [*STAGES, *ACTIONS]
+
+
+@pytest.mark.parametrize("stage", [*STAGES, "register"])
+def test_a_stage_is_one_function_of_its_name_in_its_folder_which_the_command_calls(stage):
+    assert stage in functions(REPOSITORY / "components" / stage / "stage.py")
+    command = ast.unparse(functions(REPOSITORY / "components" / "__main__.py")[stage])
+    assert f"from components.{stage}.stage import {stage} as run" in command
+
+
+def test_every_folder_with_a_stage_is_one_of_them():
+    folders = {file.parent.name for file in (REPOSITORY / "components").glob("*/stage.py")}
+    assert folders == {*STAGES, "register"}
+
+
+def test_the_flow_has_a_task_for_each_stage_that_dvc_lists_then_register_and_promote(monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    done: list[str] = []
+
+    def fake(name: str):
+        def task(stage: str = name, return_state: bool = False) -> None:
+            done.append(stage)
+
+        return task
+
+    for task, name in (("reproduce", ""), ("register_model", "register"), ("promote_model", "promote")):
+        monkeypatch.setattr(tasks, task, fake(name))
+    monkeypatch.setattr(tasks, "finish", lambda state: "Ran")
+    tasks.road()
+    assert done == [*dvc.stages(), *ACTIONS]
+    assert dvc.stages() == STAGES
+
+
+def test_help_loads_no_heavy_library():
+    code = (
+        "import atexit, sys; from components.__main__ import main; atexit.register(lambda: print(*sys.modules)); main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, check=True)
+    heavy = {
+        "torch",
+        "transformers",
+        "ray",
+        "mlflow",
+        "pandas",
+        "polars",
+        "great_expectations",
+        "prefect",
+        "dvc",
+        "matplotlib",
+    }
+    assert heavy.isdisjoint(done.stdout.split())
+
+
+def test_no_function_is_longer_than_sixty_lines():
+    long = [
+        f"{file.relative_to(REPOSITORY)}:{node.lineno} {node.name}"
+        for folder in ("components", "flows", "infra", "benchmarks")
+        for file in (REPOSITORY / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.end_lineno - node.lineno >= LONGEST_FUNCTION
+    ]
+    assert long == []
