@@ -120,8 +120,7 @@ def up() -> None:
     for server in (prefect, mlflow):
         wait(server)
     if worker.process() is None:
-        prepare_prefect()
-        subprocess.run([f"{BIN}/prefect", "--no-prompt", "deploy", "--all"], check=True, stdout=subprocess.DEVNULL)
+        deploy()
     start(worker)
     print(
         f"\nPrefect   {prefect.address}\nMLflow    {mlflow.address}\n\nnext, here or in a second shell in this folder:"
@@ -169,6 +168,12 @@ def wait(service: Service) -> None:
             raise UpError(f"{service.name} does not answer; the end of {service.log}:\n  {tail}")
         time.sleep(0.5)
     print(f"{service.name}: up")
+
+
+def deploy() -> None:
+    """Make the pool, the automation and the deployments of prefect.yaml known to the server at PREFECT_API_URL."""
+    prepare_prefect()
+    subprocess.run([f"{BIN}/prefect", "--no-prompt", "deploy", "--all"], check=True, stdout=subprocess.DEVNULL)
 
 
 def prepare_prefect() -> None:
@@ -230,7 +235,7 @@ def end(process: psutil.Process) -> None:
 
 def main(what: str) -> int:
     try:
-        {"up": up, "down": down}[what]()
+        {"up": up, "down": down, "deploy": deploy}[what]()
     except UpError as error:
         print(f"make {what}: {error}", file=sys.stderr)
         return 1

@@ -41,6 +41,15 @@ def load_image(path):
     return Image.open(path).convert("RGB")
 '''
 
+FRESH = """
+import json, sys
+import mlflow
+mlflow.set_tracking_uri(sys.argv[1])
+model = mlflow.pyfunc.load_model("models:/m3diff@challenger")
+import components.model
+print(json.dumps([components.model.__file__, model.predict(json.loads(sys.argv[2]))]))
+"""
+
 FOLDERS = {
     "synthesize": "raw",
     "ingest": "records",
@@ -97,6 +106,15 @@ def commit(root: Path, message: str) -> None:
         "-m",
         message,
     )
+
+
+def load_and_caption(tracking_uri: str, rows: list[dict[str, str]], cwd: Path) -> tuple[str, list[str]]:
+    """Load the challenger in a fresh process: the file that its code comes from, and its captions."""
+    command = [sys.executable, "-c", FRESH, tracking_uri, json.dumps(rows)]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    code, captions = json.loads(done.stdout)
+    return code, captions
 
 
 def synthesize(cfg: dict, paths: dict[str, Path]) -> None:

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from tests.register.conftest import store
-from tests.toy import REPOSITORY
+from tests.toy import REPOSITORY, load_and_caption
 
 STAGES = ["synthesize", "ingest", "validate", "convert", "train", "predict", "evaluate", "register", "promote"]
 
@@ -65,7 +65,7 @@ def machine(project: Path) -> Iterator[Machine]:
 
 
 @pytest.mark.slow
-def test_the_deployment_runs_the_road_a_second_time_skips_every_stage_and_retrain_sees_nothing_new(machine):
+def test_the_deployment_runs_the_road_a_second_time_skips_every_stage_and_retrain_sees_nothing_new(machine, tmp_path):
     assert machine.make("up").stdout.count("already up") == 3
 
     assert machine.run_deployment("m3diff/full", "first") == ("Completed", dict.fromkeys(STAGES, "Ran"))
@@ -76,6 +76,11 @@ def test_the_deployment_runs_the_road_a_second_time_skips_every_stage_and_retrai
     assert (machine.root / "dvc.lock").read_bytes() == lock
     (version,) = store(machine.root).search_model_versions("name = 'm3diff'")
     assert version.tags["dvc.checkpoint"] in lock.decode()
+    images = [machine.root / "data/01_raw/minichange" / folder / "2.png" for folder in ("images", "sc_images")]
+    rows = [dict(zip(("before", "after"), map(str, images), strict=True))]
+    _, captions = load_and_caption(f"http://127.0.0.1:{machine.mlflow}", rows, tmp_path)
+    wrote = json.loads((machine.root / "data/06_captions/captions.json").read_text())
+    assert captions == [wrote[0]["caption"]]
     page = httpx.get(
         f"http://127.0.0.1:{machine.mlflow}/api/2.0/mlflow/registered-models/get", params={"name": "m3diff"}
     )

@@ -16,15 +16,6 @@ from components.register.lineage import Lock
 from tests import toy
 from tests.register.conftest import change, store
 
-FRESH = """
-import json, sys
-import mlflow
-mlflow.set_tracking_uri(sys.argv[1])
-model = mlflow.pyfunc.load_model("models:/m3diff@challenger")
-import components.model
-print(json.dumps([components.model.__file__, model.predict(json.loads(sys.argv[2]))]))
-"""
-
 
 def m3diff(root: Path, *arguments: str) -> subprocess.CompletedProcess:
     """The toy's own command line, as a user calls it."""
@@ -90,11 +81,8 @@ def test_in_a_fresh_process_outside_the_checkout_the_version_says_what_predict_w
         values = [base64.b64encode(side.read_bytes()).decode() for side in sides]
     else:
         values = [str(side) for side in sides]
-    rows = json.dumps([dict(zip(("before", "after"), values, strict=True))])
     uri = f"sqlite:///{registered}/services/mlflow/mlflow.db"
-    done = subprocess.run([sys.executable, "-c", FRESH, uri, rows], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    code, captions = json.loads(done.stdout)
+    code, captions = toy.load_and_caption(uri, [dict(zip(("before", "after"), values, strict=True))], tmp_path)
     assert captions == [wrote["minichange/000002.png"]]
     assert "services/mlflow/artifacts" in code
 
