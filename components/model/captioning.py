@@ -1,17 +1,23 @@
 """Captions from pairs of images: batched greedy decoding with a checkpoint of M3Diff."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from PIL import Image
 
 from components.model.adapters import verify_manifest
 from components.model.modeling import M3DiffForConditionalGeneration
 from components.model.processing import M3DiffProcessor
 
-Pair = tuple[Image.Image, Image.Image]
+if TYPE_CHECKING:
+    from PIL import Image
+
+    Pair = tuple[Image.Image, Image.Image]
+
 QUESTION = "What has changed from the first image to the second?"
 """What is asked where nothing else is: the first question of the task `difference` in convert's templates."""
 

@@ -5,12 +5,13 @@ its siblings, and whose positions restart where the prefix ends. Loss and gradie
 caption. Shapes: B sequences, S tokens; `-1` marks padding.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 PREFIX, PAD = 0, -1
 
@@ -37,18 +38,40 @@ class Packed:
         """No sequence has a second branch, so causal attention alone is right."""
         return int(self.segments.max()) <= 1
 
-    def mask(self) -> Tensor | None:
-        """Who attends to whom, [B, 1, S, S] bool, or None where causal attention alone is right."""
-        return None if self.is_plain else prefix_mask(self.segments)
+    def mask(self, device: torch.device | str = "cpu", flex: bool = False) -> "Tensor | BlockMask | None":
+        """Who attends to whom: [B, 1, S, S] bool, FlexAttention's form of it, or None where causal attention alone is
+        right."""
+        if self.is_plain:
+            return None
+        segments = self.segments.to(device)
+        return flex_mask(segments) if flex else prefix_mask(segments)
+
+
+def prefix_rule(segments: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Each token sees the prefix and its own branch, up to itself. Padding sees itself, so that no row is empty.
+
+    The rule takes batch, head, query and key indices that broadcast, as FlexAttention's `mask_mod` does.
+    """
+
+    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        of_query, of_key = segments[batch, query], segments[batch, key]
+        branch = ((of_key == PREFIX) | (of_key == of_query)) & (of_key != PAD)
+        return ((key <= query) & branch) | (key == query)
+
+    return sees
 
 
 def prefix_mask(segments: Tensor) -> Tensor:
-    """Each token sees the prefix and its own branch, up to itself. Padding sees itself, so that no row is empty."""
-    size = segments.shape[1]
-    causal = torch.ones(size, size, dtype=torch.bool, device=segments.device).tril()
-    queries, keys = segments[:, :, None], segments[:, None, :]
-    sees = causal & ((keys == PREFIX) | (keys == queries)) & (keys != PAD)
-    return (sees | torch.eye(size, dtype=torch.bool, device=segments.device))[:, None]
+    """The rule as a dense mask, [B, 1, S, S] bool."""
+    batch = torch.arange(segments.shape[0], device=segments.device)[:, None, None, None]
+    place = torch.arange(segments.shape[1], device=segments.device)
+    return prefix_rule(segments)(batch, batch, place[:, None], place)
+
+
+def flex_mask(segments: Tensor) -> BlockMask:
+    """The rule for FlexAttention, which skips the blocks where no token sees another."""
+    count, size = segments.shape
+    return create_block_mask(prefix_rule(segments), count, None, size, size, device=str(segments.device))
 
 
 def pack(groups: Sequence[Sequence[tuple[Sequence[int], Sequence[int]]]], pad_id: int) -> Packed:

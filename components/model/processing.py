@@ -109,7 +109,7 @@ class M3DiffProcessor(ProcessorMixin):
             raise ValueError("the tokenizer lacks <|im_end|> or <image>: not LLaVA-OneVision's")
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **kwargs: Any) -> "M3DiffProcessor":
+    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **kwargs: Any) -> M3DiffProcessor:
         """Load from an M3Diff or a LLaVA-OneVision directory; the number of image tokens follows from its tower."""
         path = str(pretrained_model_name_or_path)
         tower = AutoConfig.from_pretrained(path).vision_config

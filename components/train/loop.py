@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from components.model import M3DiffForConditionalGeneration, M3DiffProcessor
 from components.model.adapters import add_lora, parameter_counts, trainable_groups, unwrapped
+from components.model.lean import attention_kernels, fused_attention, make_lean
 from components.params import Train
 from components.train.batches import Loader, MicroBatch, Samples, Schedule, read_samples
 from components.train.engine import (
@@ -49,16 +50,16 @@ class Runtime(Protocol):
 def token_loss(model: nn.Module, batch: MicroBatch, processor: M3DiffProcessor, device: torch.device) -> Tensor:
     """Summed cross-entropy over the micro-batch's weighted supervised tokens; logits on those positions alone."""
     packed = batch.packed
-    mask = packed.mask()
-    logits = model(
-        input_ids=packed.input_ids.to(device),
-        position_ids=packed.position_ids.to(device),
-        attention_mask=None if mask is None else mask.to(device),
-        pixel_values=processor.image_processor.normalize(batch.squares).to(device),
-        batch_num_images=[2] * len(packed.input_ids),
-        logits_to_keep=packed.supervised.to(device),
-        use_cache=False,
-    ).logits
+    with fused_attention():
+        logits = model(
+            input_ids=packed.input_ids.to(device),
+            position_ids=packed.position_ids.to(device),
+            attention_mask=packed.mask(device, flex=device.type == "cuda"),
+            pixel_values=processor.image_processor.normalize(batch.squares).to(device),
+            batch_num_images=[2] * len(packed.input_ids),
+            logits_to_keep=packed.supervised.to(device),
+            use_cache=False,
+        ).logits
     losses = F.cross_entropy(logits.float(), packed.labels.to(device), reduction="none")
     return (losses * batch.weights.to(device)).sum()
 
@@ -70,12 +71,11 @@ def prepare_model(cfg: Train) -> tuple[nn.Module, M3DiffProcessor]:
         cfg.base,
         perception=cfg.perception,
         dtype=torch.bfloat16 if cfg.precision == "bf16" else torch.float32,
-        attn_implementation="sdpa",
+        attn_implementation=attention_kernels(cfg.gpu and cfg.packing != "unpacked"),
     )
     processor = M3DiffProcessor.from_pretrained(cfg.base)
     adapted = add_lora(model, cfg.lora_rank, cfg.lora_alpha)
-    if cfg.checkpointing == "full":
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    make_lean(model, cfg.checkpointing)
     return adapted.train(), processor
 
 
