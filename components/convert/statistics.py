@@ -30,7 +30,7 @@ SAMPLES, THUMB_PX, TOP_WORDS, TOP_TYPES, BINS = 4, 160, 16, 12, 24
 
 class Bar(NamedTuple):
     label: str
-    count: int
+    number: int
 
 
 class Statistics(BaseModel):

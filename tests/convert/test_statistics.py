@@ -36,7 +36,7 @@ def test_the_figures_of_the_papers_tables_by_hand(tmp_path):
     assert one.vocabulary == len({"the", "mug", "left", "it", "is", "gone", "at", "3", "5", "cm", "word"})
     assert [tuple(bar) for bar in one.frequent] == [("word", 21), ("gone", 1), ("left", 1)]
     assert [tuple(bar) for bar in one.per_pair] == [("1", 3)]
-    assert sum(bar.count for bar in one.lengths) == 3
+    assert sum(bar.number for bar in one.lengths) == 3
     assert json.loads((tmp_path / "statistics.json").read_text())["d"]["sentences"] == 4
 
 
