@@ -62,6 +62,8 @@ class Service:
         return process if same else None
 
     def healthy(self) -> bool:
+        if self.port is None:
+            return "started!" in self.log.read_text(errors="replace")
         path = "/api/health" if self.name == "prefect" else "/health"
         try:
             urllib.request.urlopen(self.address + path, timeout=5).close()
@@ -119,8 +121,7 @@ def up() -> None:
         start(server)
     for server in (prefect, mlflow):
         wait(server)
-    if worker.process() is None:
-        deploy()
+    deploy()
     start(worker)
     print(
         f"\nPrefect   {prefect.address}\nMLflow    {mlflow.address}\n\nnext, here or in a second shell in this folder:"
@@ -137,6 +138,8 @@ def start(service: Service) -> None:
         UpError: something else listens on its port.
     """
     if service.process() is not None:
+        if (port := json.loads(service.record.read_text())["port"]) != service.port:
+            raise UpError(f"{service.name} is up already, on port {port}; `make down` first, or name that port")
         print(f"{service.name}: already up")
         return
     if service.port is not None and is_taken(service.port):
@@ -146,7 +149,8 @@ def start(service: Service) -> None:
         )
     with service.log.open("w") as log:
         child = subprocess.Popen(service.command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-    service.record.write_text(json.dumps({"pid": child.pid, "started": psutil.Process(child.pid).create_time()}))
+    started = psutil.Process(child.pid).create_time()
+    service.record.write_text(json.dumps({"pid": child.pid, "started": started, "port": service.port}))
     print(f"{service.name}: starting")
 
 

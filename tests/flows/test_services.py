@@ -67,6 +67,9 @@ def machine(project: Path) -> Iterator[Machine]:
 @pytest.mark.slow
 def test_the_deployment_runs_the_road_a_second_time_skips_every_stage_and_retrain_sees_nothing_new(machine, tmp_path):
     assert machine.make("up").stdout.count("already up") == 3
+    elsewhere = Machine(machine.root).make("up")
+    assert elsewhere.returncode == 1
+    assert f"prefect is up already, on port {machine.prefect}; `make down` first" in elsewhere.stderr
 
     assert machine.run_deployment("m3diff/full", "first") == ("Completed", dict.fromkeys(STAGES, "Ran"))
     lock = (machine.root / "dvc.lock").read_bytes()
