@@ -11,7 +11,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export LC_ALL := C.UTF-8
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check up down base bench-train bench-data install preflight
+.PHONY: help run test check up down profile base bench-train bench-data install preflight
 
 help:           ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -35,6 +35,10 @@ up: install     ## Prefect server, MLflow server and a worker on this machine
 down:           ## end what `up` started
 	@python infra/up.py down
 
+profile: install ## make PROFILE (paper, one-gpu) the parameters of the next run, once it is seen to fit
+	@m3diff --params infra/profiles/$(PROFILE).yaml plan
+	@cp infra/profiles/$(PROFILE).yaml params.yaml
+
 base: install   ## pre-train the tiny base model from scratch
 	@m3diff base
 
@@ -56,5 +60,5 @@ $(READY): pyproject.toml constraints.txt | preflight
 	@echo "install 2/3: torch"
 	@pip install -q -c constraints.txt "$$(grep '^torch==' constraints.txt)"
 	@echo "install 3/3: the other $$(grep -c '==' constraints.txt) packages, as tested (constraints.txt)"
-	@pip install -c constraints.txt -e '.[dev]' | awk '/^ *(Collecting|Building|Installing)/ {n++; if (n % 20 == 0) {printf "  %d steps\n", n; fflush()}}'
+	@pip install -c constraints.txt -e '.[dev]' | awk '/^ *(Collecting|Building|Installing)/ {n++; if (n % 25 == 0) {printf "  %d collected\n", n; fflush()}}'
 	@touch $@

@@ -125,6 +125,16 @@ def plan(params: Params, args: argparse.Namespace) -> None:
     check_fits(params.train, made)
 
 
+@command("copy the trained model out: merged, or its adapters with the way to their base")
+def export(params: Params, args: argparse.Namespace) -> None:
+    from components.model.adapters import CheckpointError, export_checkpoint
+
+    try:
+        export_checkpoint(params.paths.model / "checkpoint", args.out, args.adapters)
+    except CheckpointError as error:
+        raise DataError(str(error)) from error
+
+
 @command("pre-train the tiny base model from scratch (about 40 minutes on 2 cores)")
 def base(params: Params, args: argparse.Namespace) -> None:
     from components.synthesize.base import pretrain_base
@@ -144,9 +154,12 @@ def main(argv: list[str] | None = None) -> int:
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (_, help_text) in COMMANDS.items():
         subparsers.add_parser(name, help=help_text, description=help_text)
-    export = subparsers.choices["export-llava"]
-    export.add_argument("out", type=Path, help="folder to write")
-    export.add_argument("--lines", action="store_true", help="JSON Lines instead of one JSON array")
+    for name in ("export", "export-llava"):
+        subparsers.choices[name].add_argument("out", type=Path, help="folder to write")
+    subparsers.choices["export"].add_argument("--adapters", action="store_true", help="what trained, not merged")
+    subparsers.choices["export-llava"].add_argument(
+        "--lines", action="store_true", help="JSON Lines instead of one JSON array"
+    )
     look = subparsers.choices["data"].add_subparsers(dest="action", required=True, metavar="ACTION")
     look.add_parser("statistics", help="the papers' statistics of the clean records, and a page with plots and pairs")
     checking = look.add_parser("check", help="layout, missing files, counts against the published ones, problems")

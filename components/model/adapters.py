@@ -1,19 +1,25 @@
 """What M3Diff trains and how it is kept: LoRA on the LLM; tower, projector and MDP in full (paper section 5.2).
 
-A checkpoint is either one merged model, or the adapters and the fully tuned weights beside the name of their base. Both
-are safetensors with a manifest of hashes, and load without `params.yaml`.
+A checkpoint is one merged model; its folder `adapters/` holds the same as what was trained alone, to be laid over the
+base it names: LoRA in peft's layout and the fully tuned weights. Both are safetensors with a manifest of hashes, and
+`M3DiffForConditionalGeneration.from_pretrained` loads either without `params.yaml`.
 """
 
 import hashlib
 import json
+import os
 import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch import nn
 
+from components.model.configuration import M3DiffConfig
 from components.model.modeling import M3DiffForConditionalGeneration
 
 LORA_TARGETS = r"model\.language_model\.layers\.\d+\.(self_attn\.(q|k|v|o)_proj|mlp\.(gate|up|down)_proj)"
@@ -24,6 +30,9 @@ LINEARS_PER_LAYER = 7
 FULLY_TUNED = ("model.vision_tower.", "model.multi_modal_projector.", "model.image_newline", "model.perception.")
 UNUSED = ("model.vision_tower.post_layernorm.", "model.vision_tower.head.")
 """Parts of the tower that LLaVA-OneVision never runs: it takes a hidden state, not the tower's output."""
+
+
+ADAPTERS, LORA, TUNED = "adapters", "lora", "tuned.safetensors"
 
 
 class CheckpointError(ValueError):
@@ -59,9 +68,13 @@ def add_lora(
     return adapted
 
 
+def _tuned(name: str) -> bool:
+    return name.startswith(FULLY_TUNED) and not name.startswith(UNUSED)
+
+
 def _should_train(name: str, rank: int) -> bool:
     if name.startswith(FULLY_TUNED):
-        return not name.startswith(UNUSED)
+        return _tuned(name)
     if rank:
         return ".lora_A." in name or ".lora_B." in name
     return re.fullmatch(LORA_TARGETS + r"\.(weight|bias)", name) is not None
@@ -135,3 +148,63 @@ def merge(model: nn.Module) -> M3DiffForConditionalGeneration:
     """Fold the adapters into the LLM's weights; the model then needs no peft."""
     merged = model.merge_and_unload() if isinstance(model, PeftModel) else model
     return unwrapped(merged)
+
+
+def tuned_weights(model: M3DiffForConditionalGeneration) -> dict[str, torch.Tensor]:
+    """What trains in full, by name: tower, projector, newline and MDP."""
+    return {name: p.detach() for name, p in model.named_parameters() if _tuned(name)}
+
+
+def save_adapters(model: PeftModel, folder: Path, base: Path) -> None:
+    """Write what trained: `lora/` as peft does, `tuned.safetensors`, the configuration and, in the manifest, the way
+    from here to the base."""
+    inner = unwrapped(model)
+    way = os.path.relpath(base, folder)
+    for lora in model.peft_config.values():
+        lora.base_model_name_or_path = way
+    model.save_pretrained(folder / LORA)
+    (folder / LORA / "README.md").unlink(missing_ok=True)
+    save_file({name: p.contiguous() for name, p in tuned_weights(inner).items()}, folder / TUNED, {"format": "pt"})
+    inner.config.save_pretrained(folder)
+    write_manifest(folder, base=way)
+
+
+def is_adapters(folder: str | Path) -> bool:
+    return (Path(folder) / LORA / "adapter_config.json").is_file()
+
+
+def load_adapters(folder: Path, base: Path | None = None, **kwargs: Any) -> M3DiffForConditionalGeneration:
+    """The base with the adapters of `folder` folded in and its tuned weights laid over.
+
+    Raises:
+        CheckpointError: the folder is incomplete or damaged, or the base is not where its manifest says.
+    """
+    base = base or (folder / verify_manifest(folder)["base"]).resolve()
+    if not (base / "config.json").is_file():
+        raise CheckpointError(f"{folder}: its base is not at {base}; pass base= to say where it is")
+    config = M3DiffConfig.from_pretrained(folder)
+    model = M3DiffForConditionalGeneration.from_pretrained(base, config=config, **kwargs)
+    tuned, wanted = load_file(folder / TUNED), tuned_weights(model)
+    if tuned.keys() != wanted.keys():
+        odd = sorted(tuned.keys() ^ wanted.keys())
+        raise CheckpointError(f"{folder / TUNED}: {len(odd)} weights missing or not the configuration's: {odd[:3]}")
+    model.load_state_dict(tuned, strict=False)
+    return merge(PeftModel.from_pretrained(model, folder / LORA))
+
+
+def export_checkpoint(checkpoint: Path, out: Path, adapters: bool) -> None:
+    """Copy a checkpoint out of the project: the merged model, or its adapters with the way to their base.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, holds no adapters (trained without), or `out` exists.
+    """
+    base = checkpoint / verify_manifest(checkpoint)["base"]
+    source = checkpoint / ADAPTERS if adapters else checkpoint
+    if adapters:
+        if not is_adapters(source):
+            raise CheckpointError(f"{checkpoint}: holds no adapters (train.lora_rank was 0); export it merged")
+        base = source / verify_manifest(source)["base"]
+    if out.exists():
+        raise CheckpointError(f"{out}: exists; name a folder that does not")
+    shutil.copytree(source, out, ignore=shutil.ignore_patterns(ADAPTERS, "manifest.json"))
+    write_manifest(out, base=os.path.relpath(base, out))

@@ -121,15 +121,21 @@ class M3DiffForConditionalGeneration(NewModuleInit, LlavaOnevisionForConditional
         *args: Any,
         config: M3DiffConfig | None = None,
         perception: dict | None = None,
+        base: Path | None = None,
         **kwargs: Any,
     ) -> "M3DiffForConditionalGeneration":
         """Load M3Diff, or a LLaVA-OneVision to which a new MDP module is added, and log which of the two it was.
 
         Args:
             perception: fields of the new module; for a LLaVA-OneVision directory the paper's by default.
+            base: where the base of a folder of adapters is; by default where its manifest says.
         Raises ValueError where weights other than the new module's are missing, or none match. Safetensors only.
         """
+        from components.model.adapters import is_adapters, load_adapters
+
         name = str(pretrained_model_name_or_path)
+        if is_adapters(name):
+            return load_adapters(Path(name), base, **kwargs)
         if config is None:
             found, _ = M3DiffConfig.get_config_dict(name)
             is_base = found.get("model_type") != M3DiffConfig.model_type

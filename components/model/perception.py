@@ -4,6 +4,7 @@ Shapes: B pairs, N patches per image, D tower width. `f1_BND` holds the features
 What the paper leaves open is a field of `PerceptionConfig`, with the reason for the choice.
 """
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -27,6 +28,9 @@ class PerceptionConfig:
     residual: pre-norm residual blocks, and equation (8) adds the scored updates to the tower's last features. The last
         projection of (6) starts at zero, so that a new module leaves the base as it is and learns from there. False
         is the letter of the equations.
+    positions: amplitude of fixed sine-cosine positions on queries and keys; the paper names none (0), and a large
+        tower's features carry their own. With them each place looks at its own place from the start, which a short run
+        on a small tower needs: without, the map from difference to place has to be found first.
     """
 
     taps: tuple[int, ...] = (17, 20, 23, 26)
@@ -36,6 +40,7 @@ class PerceptionConfig:
     score: str = "scalar"
     mlp_ratio: int = 4
     residual: bool = True
+    positions: float = 0.0
     extra: dict = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -74,6 +79,17 @@ class SilentProjection(Projection):
     gain = 0.0
 
 
+class DifferenceProjection(Projection):
+    """Wp of equation (3): it starts out passing the difference through and a little of both images beside it."""
+
+    def reset_parameters(self) -> None:
+        width = self.out_features
+        start = torch.randn_like(self.weight) * 0.5 / self.in_features**0.5
+        start[:, 2 * width :] += 2 * torch.eye(width, dtype=start.dtype, device=start.device)
+        init.copy_(self.weight, start)
+        init.zeros_(self.bias)
+
+
 class Attention(nn.Module):
     """Multi-head attention CA(q, kv); self-attention where both are the same. Biased projections, as in SigLIP."""
 
@@ -90,14 +106,32 @@ class Attention(nn.Module):
     def _split(self, x_BND: Tensor) -> Tensor:
         return x_BND.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
-    def forward(self, q_BMD: Tensor, kv_BND: Tensor) -> Tensor:
-        q, k, v = self._split(self.q_proj(q_BMD)), self._split(self.k_proj(kv_BND)), self._split(self.v_proj(kv_BND))
-        return self.out_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+    def _placed(self, x_BND: Tensor, places_ND: Tensor | None) -> Tensor:
+        """Queries or keys with the positions of their places; keys may hold several grids one after another."""
+        if places_ND is not None:
+            x_BND = x_BND + places_ND.repeat(x_BND.shape[1] // len(places_ND), 1)
+        return self._split(x_BND)
 
-    def weights(self, q_BMD: Tensor, kv_BND: Tensor) -> Tensor:
+    def forward(self, q_BMD: Tensor, kv_BND: Tensor, places_ND: Tensor | None = None) -> Tensor:
+        q, k = self._placed(self.q_proj(q_BMD), places_ND), self._placed(self.k_proj(kv_BND), places_ND)
+        attended = F.scaled_dot_product_attention(q, k, self._split(self.v_proj(kv_BND)))
+        return self.out_proj(attended.transpose(1, 2).flatten(2))
+
+    def weights(self, q_BMD: Tensor, kv_BND: Tensor, places_ND: Tensor | None = None) -> Tensor:
         """Attention averaged over heads, [B, M, N]; for showing, not for training."""
-        q, k = self._split(self.q_proj(q_BMD)), self._split(self.k_proj(kv_BND))
+        q, k = self._placed(self.q_proj(q_BMD), places_ND), self._placed(self.k_proj(kv_BND), places_ND)
         return (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).softmax(-1).mean(1)
+
+
+def sincos_positions(side: int, width: int, heads: int, amplitude: float) -> Tensor:
+    """Positions of a side x side grid, [side^2, width]: in each head, sines and cosines of x and of y."""
+    pairs = width // heads // 4
+    frequencies = math.pi * torch.linspace(1, 0, pairs + 1)[:-1]
+    angles = torch.arange(side)[:, None] * frequencies
+    axis = torch.cat([angles.sin(), angles.cos()], dim=-1)
+    grid = torch.cat([axis[None].expand(side, -1, -1), axis[:, None].expand(-1, side, -1)], dim=-1)
+    per_head = F.pad(grid, (0, width // heads - 4 * pairs))
+    return amplitude * per_head.repeat(1, 1, heads).flatten(0, 1)
 
 
 class Mlp(nn.Sequential):
@@ -119,17 +153,20 @@ class DifferentialLayer(nn.Module):
         for name in norms:
             setattr(self, name, nn.LayerNorm(width) if cfg.residual else nn.Identity())
 
-    def forward(self, f1_BND: Tensor, f2_BND: Tensor, df_BND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        self, f1_BND: Tensor, f2_BND: Tensor, df_BND: Tensor, places_ND: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns Ft_1, Ft_2 and dF_ca, each [B, N, D]."""
         skip = 1.0 if self.residual else 0.0
         normed = self.norm_difference(df_BND)
-        df_sa = skip * df_BND + self.self_attention(normed, normed)  # (4)
+        df_sa = skip * df_BND + self.self_attention(normed, normed, places_ND)  # (4)
         f1, f2, query = self.norm_feature(f1_BND), self.norm_feature(f2_BND), self.norm_query(df_sa)
-        attended = skip * df_sa + self.cross_attention(query, torch.cat([f1, f2, query], dim=1))
+        joined = torch.cat([f1, f2, query], dim=1)
+        attended = skip * df_sa + self.cross_attention(query, joined, places_ND)
         df_ca = skip * attended + self.mlp(self.norm_mlp(attended))  # (5)
         context = self.norm_context(df_ca)
-        ft1 = skip * f1_BND + self.feature_attention(f1, torch.cat([f1, context], dim=1))  # (6)
-        ft2 = skip * f2_BND + self.feature_attention(f2, torch.cat([f2, context], dim=1))
+        ft1 = skip * f1_BND + self.feature_attention(f1, torch.cat([f1, context], dim=1), places_ND)  # (6)
+        ft2 = skip * f2_BND + self.feature_attention(f2, torch.cat([f2, context], dim=1), places_ND)
         return ft1, ft2, df_ca
 
 
@@ -138,36 +175,38 @@ class DifferentialLevel(nn.Module):
 
     def __init__(self, cfg: PerceptionConfig, width: int) -> None:
         super().__init__()
+        self.norm_input = nn.LayerNorm(width) if cfg.residual else nn.Identity()
         self.gate = Projection(2 * width, width)  # Wm
-        self.difference = Projection(3 * width, width)  # Wp
+        self.difference = DifferenceProjection(3 * width, width)  # Wp
         self.layers = nn.ModuleList(DifferentialLayer(cfg, width) for _ in range(cfg.layers))
         self.score = Mlp(3 * width, width // 4, 1 if cfg.score == "scalar" else width)
 
-    def forward(self, f1_BND: Tensor, f2_BND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, f1_BND: Tensor, f2_BND: Tensor, places_ND: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Returns Ft_1, Ft_2 [B, N, D] and the score, [B, 1, 1] or [B, 1, D]."""
         fh1, fh2 = self._gated(f1_BND, f2_BND)
         df = self.difference(torch.cat([fh1, fh2, fh1 - fh2], dim=-1))  # (3)
         ft1, ft2, moving = f1_BND, f2_BND, df
         for layer in self.layers:
-            ft1, ft2, moving = layer(ft1, ft2, moving)
+            ft1, ft2, moving = layer(ft1, ft2, moving, places_ND)
         pooled = torch.cat([ft1, ft2, df], dim=-1).mean(dim=1, keepdim=True)
         return ft1, ft2, self.score(pooled).sigmoid()  # (7)
 
     def _gated(self, f1_BND: Tensor, f2_BND: Tensor) -> tuple[Tensor, Tensor]:
+        f1_BND, f2_BND = self.norm_input(f1_BND), self.norm_input(f2_BND)
         l1 = self.gate(torch.cat([f1_BND, f2_BND], dim=-1)).sigmoid()  # (1)
         l2 = self.gate(torch.cat([f2_BND, f1_BND], dim=-1)).sigmoid()
         return f1_BND * l1, f2_BND * l2  # (2)
 
-    def attended(self, f1_BND: Tensor, f2_BND: Tensor) -> Tensor:
+    def attended(self, f1_BND: Tensor, f2_BND: Tensor, places_ND: Tensor | None = None) -> Tensor:
         """How much the image after draws on each place of the difference in (6), last layer: [B, N], sums to 1."""
         fh1, fh2 = self._gated(f1_BND, f2_BND)
         ft1, ft2, moving = f1_BND, f2_BND, self.difference(torch.cat([fh1, fh2, fh1 - fh2], dim=-1))
         for layer in self.layers:
-            entering, (ft1, ft2, moving) = ft2, layer(ft1, ft2, moving)
+            entering, (ft1, ft2, moving) = ft2, layer(ft1, ft2, moving, places_ND)
         last = self.layers[-1]
         assert isinstance(last, DifferentialLayer)
         query, context = last.norm_feature(entering), last.norm_context(moving)
-        weights = last.feature_attention.weights(query, torch.cat([query, context], dim=1))
+        weights = last.feature_attention.weights(query, torch.cat([query, context], dim=1), places_ND)
         over_difference = weights[:, :, query.shape[1] :].sum(dim=1)
         return over_difference / over_difference.sum(dim=1, keepdim=True)
 
@@ -177,9 +216,15 @@ class DifferentialPerception(nn.Module):
 
     def __init__(self, cfg: PerceptionConfig, width: int) -> None:
         super().__init__()
-        self.cfg = cfg
+        self.cfg, self.width = cfg, width
         count = 1 if cfg.share_levels else len(cfg.taps)
         self.levels = nn.ModuleList(DifferentialLevel(cfg, width) for _ in range(count))
+
+    def places(self, like_BND: Tensor) -> Tensor | None:
+        if not self.cfg.positions:
+            return None
+        side = math.isqrt(like_BND.shape[1])
+        return sincos_positions(side, self.width, self.cfg.heads, self.cfg.positions).to(like_BND)
 
     def level(self, tap: int) -> DifferentialLevel:
         module = self.levels[0 if self.cfg.share_levels else tap]
@@ -198,8 +243,9 @@ class DifferentialPerception(nn.Module):
         """
         assert len(taps_1) == len(taps_2) == len(self.cfg.taps), "one feature map per tap"
         out_1, out_2 = (last_1, last_2) if self.cfg.residual else (torch.zeros_like(last_1), torch.zeros_like(last_2))
+        places = self.places(last_1)
         for tap, (f1, f2) in enumerate(zip(taps_1, taps_2, strict=True)):
-            ft1, ft2, score = self.level(tap)(f1, f2)
+            ft1, ft2, score = self.level(tap)(f1, f2, places)
             base_1, base_2 = (f1, f2) if self.cfg.residual else (0.0, 0.0)
             out_1 = out_1 + score * (ft1 - base_1)  # (8)
             out_2 = out_2 + score * (ft2 - base_2)
@@ -207,5 +253,6 @@ class DifferentialPerception(nn.Module):
 
     def attended(self, taps_1: list[Tensor], taps_2: list[Tensor]) -> Tensor:
         """Where the module looks for the difference, averaged over the taps: [B, N], sums to 1 over N."""
-        maps = [self.level(tap).attended(f1, f2) for tap, (f1, f2) in enumerate(zip(taps_1, taps_2, strict=True))]
+        places, both = self.places(taps_1[0]), zip(taps_1, taps_2, strict=True)
+        maps = [self.level(tap).attended(f1, f2, places) for tap, (f1, f2) in enumerate(both)]
         return torch.stack(maps).mean(dim=0)

@@ -2,7 +2,9 @@
 
 The real recipe starts from LLaVA-OneVision, which has seen images but no differences. So does the embedded one: the
 base learns to describe one image, object by object with places, and two unrelated images joined (OneDiff's Coupled
-Sample Training, arXiv 2407.05645), never a difference. From scratch, deterministic; run: `make base`.
+Sample Training, arXiv 2407.05645), never a difference. Then, as the real LLM knows English, it learns the benchmark's
+sentences as text alone, with no image beside them: fine-tuning leaves embeddings and head frozen, so a word that the
+base never met could never be said. From scratch, deterministic; run: `make base`.
 """
 
 import csv
@@ -10,6 +12,7 @@ import io
 import json
 import os
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -28,9 +31,10 @@ from components.synthesize.change import sample_pair
 from components.synthesize.draw import render
 from components.synthesize.language import captions, describe
 from components.synthesize.scene import DARK, Scene, sample_scene
+from components.synthesize.stage import choose_types
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<image>", "<video>")
-ONE_IMAGE, TWO_IMAGES = "Describe the image.", "Describe both images."
+ONE_IMAGE, TWO_IMAGES, SENTENCE = "Describe the image.", "Describe both images.", "Write a sentence."
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }} "
     "{% for part in message['content'] if part['type'] == 'image' %}<image>{% endfor %}"
@@ -56,6 +60,8 @@ class BaseRecipe:
     steps: int = 4_400
     lr: float = 2e-3
     warmup_steps: int = 200
+    language_steps: int = 400  # every second one on text alone
+    language_lr: float = 1e-3
     weight_decay: float = 0.05
     threads: int = 2
 
@@ -72,10 +78,12 @@ def pretrain_base(out: Path, recipe: BaseRecipe | None = None) -> None:
         _configuration(recipe, processor), attn_implementation="sdpa"
     )
     print(f"base: {sum(p.numel() for p in model.parameters()):,} parameters, {len(bank.answers):,} scenes drawn")
-    log = _fit(model, processor, bank, recipe)
+    log = Log()
+    _learn_images(model, processor, bank, recipe, log)
+    _learn_language(model, processor, bank, recipe, log)
     model.save_pretrained(out)
     processor.save_pretrained(out)
-    write_atomic(out / "training_log.csv", log)
+    write_atomic(out / "training_log.csv", log.text.getvalue())
     write_atomic(out / "recipe.json", json.dumps(recipe.__dict__, indent=2) + "\n")
 
 
@@ -96,7 +104,7 @@ def train_tokenizer(seed: int) -> Qwen2Tokenizer:
     texts = [
         f"{ONE_IMAGE} {TWO_IMAGES} system user assistant image 1: ; image 2: What changed from the before to after"
     ] * 50
-    texts += captions((), 6) * 50
+    texts += captions((), 5) * 50
     for number in range(6_000):
         before, _, _, changes = sample_pair(rng, (CHANGE_TYPES[number % 12],))
         texts += [describe(before), captions(changes, 5)[number % 5]]
@@ -177,41 +185,102 @@ def _draw_one(recipe: BaseRecipe, image_processor: M3DiffImageProcessor, number:
     return image_processor.square(render(scene, recipe.image_px, rng)), describe(scene)
 
 
-def _fit(
-    model: LlavaOnevisionForConditionalGeneration, processor: M3DiffProcessor, bank: Bank, recipe: BaseRecipe
-) -> str:
-    """Train with single and coupled batches in turn; returns the log as CSV."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.98), weight_decay=recipe.weight_decay)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(_cosine, recipe))
+class Log:
+    """The run as CSV, and on the screen."""
+
+    def __init__(self) -> None:
+        self.text, self.start = io.StringIO(), time.monotonic()
+        self.recent: list[float] = []
+        self._row("phase", "step", "images_seen", "loss", "held_out_scene_accuracy", "seconds")
+
+    def _row(self, *values: object) -> None:
+        csv.writer(self.text, lineterminator="\n").writerow(values)
+        print(*values, flush=True)
+
+    def add(self, phase: str, step: int, images: int, accuracy: float) -> None:
+        loss, seconds = round(float(np.mean(self.recent)), 4), round(time.monotonic() - self.start, 1)
+        self._row(phase, step, images, loss, accuracy, seconds)
+        self.recent = []
+
+
+Model = LlavaOnevisionForConditionalGeneration
+
+
+def _learn_images(model: Model, processor: M3DiffProcessor, bank: Bank, recipe: BaseRecipe, log: Log) -> None:
+    """Single and coupled batches in turn."""
+    step_with = _optimizer(model, recipe, recipe.lr, recipe.steps)
     order = np.random.default_rng(recipe.seed)
     kept = len(bank.answers) - recipe.held_out
-    log = io.StringIO()
-    writer = csv.writer(log, lineterminator="\n")
-    writer.writerow(["step", "images_seen", "loss", "held_out_scene_accuracy", "seconds"])
-    start, recent = time.monotonic(), []
-    for step in progress(range(1, recipe.steps + 1), "base", total=recipe.steps, unit="step"):
+    for step in progress(range(1, recipe.steps + 1), "base: images", total=recipe.steps, unit="step"):
         chosen = order.choice(kept, recipe.images_per_batch, replace=False)
         loss, _ = _loss(model, processor, bank, chosen, images=1 + step % 2)
+        log.recent.append(step_with(loss))
+        if step % 200 == 0 or step == recipe.steps:
+            seen = step * recipe.images_per_batch
+            log.add("images", step, seen, _held_out_accuracy(model, processor, bank, kept))
+
+
+def _learn_language(model: Model, processor: M3DiffProcessor, bank: Bank, recipe: BaseRecipe, log: Log) -> None:
+    """Sentences without images and images in turn, so that neither is forgotten."""
+    step_with = _optimizer(model, recipe, recipe.language_lr, recipe.language_steps)
+    order = np.random.default_rng([recipe.seed, 1])
+    kept = len(bank.answers) - recipe.held_out
+    for step in progress(
+        range(1, recipe.language_steps + 1), "base: language", total=recipe.language_steps, unit="step"
+    ):
+        chosen = order.choice(kept, recipe.images_per_batch, replace=False)
+        if step % 2:
+            step_with(_text_loss(model, processor, _sentences(order, recipe.images_per_batch)))
+        else:
+            log.recent.append(step_with(_loss(model, processor, bank, chosen, images=1 + step // 2 % 2)[0]))
+        if step % 200 == 0:
+            seen = (recipe.steps + step // 2) * recipe.images_per_batch
+            log.add("language", step, seen, _held_out_accuracy(model, processor, bank, kept))
+
+
+def _optimizer(model: Model, recipe: BaseRecipe, lr: float, steps: int) -> Callable[[Tensor], float]:
+    """AdamW with warm-up and cosine; returns the function that takes one step and gives the loss."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=recipe.weight_decay)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, partial(_cosine, min(recipe.warmup_steps, steps // 4), steps)
+    )
+
+    def step_with(loss: Tensor) -> float:
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        recent.append(float(loss.detach()))
-        if step % 200 == 0 or step == recipe.steps:
-            accuracy = _held_out_accuracy(model, processor, bank, kept)
-            seconds = round(time.monotonic() - start, 1)
-            row = [step, step * recipe.images_per_batch, round(float(np.mean(recent)), 4), accuracy, seconds]
-            writer.writerow(row)
-            print(*row, flush=True)
-            recent = []
-    return log.getvalue()
+        return float(loss.detach())
+
+    return step_with
 
 
-def _cosine(recipe: BaseRecipe, step: int) -> float:
-    if step < recipe.warmup_steps:
-        return (step + 1) / recipe.warmup_steps
-    done = (step - recipe.warmup_steps) / (recipe.steps - recipe.warmup_steps)
+def _sentences(rng: np.random.Generator, count: int) -> list[str]:
+    """Captions of scenes drawn for their words alone."""
+    texts = []
+    for _ in range(count):
+        types = choose_types(rng, int(rng.integers(12)), multi_change_share=0.3)
+        changes = sample_pair(rng, types)[3] if rng.random() < 0.85 else ()
+        texts.append(captions(changes, 5)[int(rng.integers(5))])
+    return texts
+
+
+def _text_loss(model: Model, processor: M3DiffProcessor, texts: list[str]) -> Tensor:
+    prompt = processor.encode_prompt(SENTENCE, images=0)
+    rows = [[*prompt, *processor.encode_answer(text)] for text in texts]
+    ids = torch.full((len(rows), max(map(len, rows))), model.config.text_config.pad_token_id)
+    labels = torch.full_like(ids, -100)
+    for row, tokens in enumerate(rows):
+        ids[row, : len(tokens)] = torch.tensor(tokens)
+        labels[row, len(prompt) : len(tokens)] = ids[row, len(prompt) : len(tokens)]
+    return model(input_ids=ids, labels=labels, use_cache=False).loss
+
+
+def _cosine(warmup: int, steps: int, step: int) -> float:
+    if step < warmup:
+        return (step + 1) / warmup
+    done = (step - warmup) / (steps - warmup)
     return 0.01 + 0.99 * 0.5 * (1 + np.cos(np.pi * min(done, 1.0)))
 
 

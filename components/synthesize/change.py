@@ -2,9 +2,9 @@
 
 How each is drawn:
 
-- *viewpoint*: the camera moves by a fifth of the frame or zooms by 1.4 / 0.72; the jitter of distractors is at most an
-  eighth of that.
-- *illumination*: the lamp goes out (brightness 0.42) or comes on; jitter of the light stays within 7 %.
+- *viewpoint*: the camera moves by a fifth of the frame or zooms by 1.4 / 0.72; the jitter of distractors is at most a
+  twentieth of that.
+- *illumination*: the lamp goes out (brightness 0.42) or comes on; jitter of the light stays within 4 %.
 - *addition*: a new object stands in an empty cell.
 - *disappearance*: an object is gone and the table where it stood is clean.
 - *removal*: an object is gone and has left its print, a pale ring with a cross, where it stood. The print is the only

@@ -133,10 +133,10 @@ def jitter(rng: np.random.Generator, view: View) -> View:
     """The small shift of camera, light and noise that is a distractor and never mentioned."""
     return replace(
         view,
-        x=view.x + float(rng.uniform(-0.025, 0.025)),
-        y=view.y + float(rng.uniform(-0.025, 0.025)),
-        zoom=view.zoom * float(rng.uniform(0.96, 1.04)),
-        brightness=view.brightness * float(rng.uniform(0.93, 1.05)),
-        lamp=view.lamp + float(rng.uniform(-0.5, 0.5)),
+        x=view.x + float(rng.uniform(-0.01, 0.01)),
+        y=view.y + float(rng.uniform(-0.01, 0.01)),
+        zoom=view.zoom * float(rng.uniform(0.985, 1.015)),
+        brightness=view.brightness * float(rng.uniform(0.96, 1.04)),
+        lamp=view.lamp + float(rng.uniform(-0.3, 0.3)),
         noise=float(rng.uniform(0.5, 2.0)) if rng.random() < 0.3 else 0.0,
     )

@@ -9,12 +9,14 @@ os.environ.setdefault("DS_ACCELERATOR", "cuda" if os.path.exists("/proc/driver/n
 
 import deepspeed  # noqa: E402
 import torch  # noqa: E402
+from peft import PeftModel  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from components.model.adapters import (  # noqa: E402
+    ADAPTERS,
     TrainableGroup,
     merge,
-    unwrapped,
+    save_adapters,
     verify_manifest,
     write_manifest,
 )
@@ -40,6 +42,8 @@ def deepspeed_config(cfg: Train, ranks: int) -> dict[str, Any]:
 
 def build_engine(cfg: Train, model: nn.Module, groups: list[TrainableGroup], ranks: int) -> deepspeed.DeepSpeedEngine:
     """Wrap the model; `torch.distributed` must be up."""
+    # DeepSpeed would compile a collective for shared memory at first use; gloo serves CPU ranks without a compiler
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     parameters = [{"params": group.parameters, "lr": group.lr, "name": group.name} for group in groups]
     optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.999), weight_decay=cfg.weight_decay)
     engine, *_ = deepspeed.initialize(
@@ -82,10 +86,21 @@ def full_tensor(parameter: Tensor) -> Tensor:
         return parameter.detach().clone().cpu()
 
 
-def export_merged(engine: deepspeed.DeepSpeedEngine, processor: M3DiffProcessor, folder: Path, base: str) -> None:
-    """Write the trained model with its adapters folded in: Hugging Face layout, safetensors, hashes in a manifest."""
-    model = merge(engine.module)
-    folder.mkdir(parents=True, exist_ok=True)
-    unwrapped(model).save_pretrained(folder)
-    processor.save_pretrained(folder)
-    write_manifest(folder, base=base)
+def export(engine: deepspeed.DeepSpeedEngine, processor: M3DiffProcessor, folder: Path, base: Path, rank: int) -> None:
+    """Write the trained model with its adapters folded in and, in `adapters/`, what trained alone.
+
+    Every rank calls it: ZeRO 3 brings the weights together.
+    """
+    model = engine.module
+    partitioned = [p for p in model.parameters() if hasattr(p, "ds_id")]
+    with deepspeed.zero.GatheredParameters(partitioned, enabled=bool(partitioned)):
+        if rank:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        if isinstance(model, PeftModel):
+            (folder / ADAPTERS).mkdir(exist_ok=True)
+            save_adapters(model, folder / ADAPTERS, base)
+            processor.save_pretrained(folder / ADAPTERS)
+        merge(model).save_pretrained(folder)
+        processor.save_pretrained(folder)
+        write_manifest(folder, base=os.path.relpath(base, folder))

@@ -25,7 +25,7 @@ from components.train.batches import Loader, MicroBatch, Samples, Schedule, read
 from components.train.engine import (
     build_engine,
     cosine_with_warmup,
-    export_merged,
+    export,
     load_state,
     save_state,
     set_learning_rates,
@@ -120,8 +120,8 @@ def run_loop(cfg: Train, mixture: Path, out: Path, runtime: Runtime) -> dict[str
         if save:
             keep_state(engine, runtime, step + 1, curve, {"loss": loss, "step": step + 1})
     seconds = time.monotonic() - started
+    export(engine, processor, out / "checkpoint", cfg.base, runtime.rank)
     if runtime.rank == 0:
-        export_merged(engine, processor, out / "checkpoint", str(cfg.base))
         curve.write(out / "curves.csv")
     return {
         **parameter_counts(engine.module),

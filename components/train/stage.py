@@ -143,6 +143,7 @@ def _run_here(cfg: Train, mixture: Path, out: Path, run_dir: Path, resume: Path 
 
     store = run_dir / "store"
     store.unlink(missing_ok=True)
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     dist.init_process_group("nccl" if cfg.gpu else "gloo", init_method=f"file://{store}", rank=0, world_size=1)
     try:
         return run_loop(cfg, mixture, out, Here(run_dir, resume))

@@ -49,9 +49,10 @@ def transcription(
     out = [x.clone() if cfg.residual else torch.zeros_like(x) for x in last]
     for i, (f1, f2) in enumerate(zip(taps_1, taps_2, strict=True)):
         level = mdp.levels[0 if cfg.share_levels else i]
-        l1 = torch.sigmoid(linear(torch.cat([f1, f2], -1), level.gate))  # (1)
-        l2 = torch.sigmoid(linear(torch.cat([f2, f1], -1), level.gate))
-        fh1, fh2 = f1 * l1, f2 * l2  # (2)
+        g1, g2 = (norm(f, level.norm_input, cfg.residual) for f in (f1, f2))
+        l1 = torch.sigmoid(linear(torch.cat([g1, g2], -1), level.gate))  # (1)
+        l2 = torch.sigmoid(linear(torch.cat([g2, g1], -1), level.gate))
+        fh1, fh2 = g1 * l1, g2 * l2  # (2)
         df = linear(torch.cat([fh1, fh2, fh1 - fh2], -1), level.difference)  # (3)
         x1, x2, x = f1, f2, df
         for layer in level.layers:
