@@ -1,9 +1,12 @@
 """The files of infra/ that no test can bring up, held against the rest of the project."""
 
 import re
+import tomllib
 from typing import Any
 
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from components import PRIVACY
 from components.params import load_params
@@ -20,6 +23,16 @@ def constrained(package: str) -> str:
     found = re.search(rf"^{package}==(.+)$", (REPOSITORY / "constraints.txt").read_text(), re.MULTILINE)
     assert found is not None
     return found[1]
+
+
+def test_the_frozen_set_has_every_dependency_at_a_version_within_its_bounds():
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    lines = (REPOSITORY / "constraints.txt").read_text().split()
+    frozen = {canonicalize_name(name): version for name, version in (line.split("==") for line in lines)}
+    wanted = [Requirement(text) for text in [*project["dependencies"], *project["optional-dependencies"]["dev"]]]
+    assert [
+        str(need) for need in wanted if not need.specifier.contains(frozen.get(canonicalize_name(need.name), "0"))
+    ] == []
 
 
 def test_env_offline_switches_off_what_the_package_switches_off_and_the_network():
