@@ -25,7 +25,8 @@ class PerceptionConfig:
     score: one number per level and pair ("scalar"), since the paper calls it the importance of a level; or one per
         channel ("channel").
     mlp_ratio: width of the MLP of equation (5) over D; 4 as in transformers' feed-forward layers.
-    residual: pre-norm residual blocks, and equation (8) adds the scored updates to the tower's last features. The last
+    residual: residual blocks, the tower's features normed where they enter but never the difference, whose size says
+        whether anything changed; and equation (8) adds the scored updates to the tower's last features. The last
         projection of (6) starts at zero, so that a new module leaves the base as it is and learns from there. False
         is the letter of the equations.
     positions: amplitude of fixed sine-cosine positions on queries and keys; the paper names none (0), and a large
@@ -149,24 +150,20 @@ class DifferentialLayer(nn.Module):
         self.cross_attention = Attention(width, cfg.heads)
         self.mlp = Mlp(width, cfg.mlp_ratio * width, width)
         self.feature_attention = Attention(width, cfg.heads, SilentProjection if cfg.residual else Projection)
-        norms = ("norm_difference", "norm_query", "norm_mlp", "norm_feature", "norm_context")
-        for name in norms:
-            setattr(self, name, nn.LayerNorm(width) if cfg.residual else nn.Identity())
+        self.norm_feature = nn.LayerNorm(width) if cfg.residual else nn.Identity()
 
     def forward(
         self, f1_BND: Tensor, f2_BND: Tensor, df_BND: Tensor, places_ND: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns Ft_1, Ft_2 and dF_ca, each [B, N, D]."""
         skip = 1.0 if self.residual else 0.0
-        normed = self.norm_difference(df_BND)
-        df_sa = skip * df_BND + self.self_attention(normed, normed, places_ND)  # (4)
-        f1, f2, query = self.norm_feature(f1_BND), self.norm_feature(f2_BND), self.norm_query(df_sa)
-        joined = torch.cat([f1, f2, query], dim=1)
-        attended = skip * df_sa + self.cross_attention(query, joined, places_ND)
-        df_ca = skip * attended + self.mlp(self.norm_mlp(attended))  # (5)
-        context = self.norm_context(df_ca)
-        ft1 = skip * f1_BND + self.feature_attention(f1, torch.cat([f1, context], dim=1), places_ND)  # (6)
-        ft2 = skip * f2_BND + self.feature_attention(f2, torch.cat([f2, context], dim=1), places_ND)
+        df_sa = skip * df_BND + self.self_attention(df_BND, df_BND, places_ND)  # (4)
+        f1, f2 = self.norm_feature(f1_BND), self.norm_feature(f2_BND)
+        joined = torch.cat([f1, f2, df_sa], dim=1)
+        attended = skip * df_sa + self.cross_attention(df_sa, joined, places_ND)
+        df_ca = skip * attended + self.mlp(attended)  # (5)
+        ft1 = skip * f1_BND + self.feature_attention(f1, torch.cat([f1, df_ca], dim=1), places_ND)  # (6)
+        ft2 = skip * f2_BND + self.feature_attention(f2, torch.cat([f2, df_ca], dim=1), places_ND)
         return ft1, ft2, df_ca
 
 
@@ -205,7 +202,7 @@ class DifferentialLevel(nn.Module):
             entering, (ft1, ft2, moving) = ft2, layer(ft1, ft2, moving, places_ND)
         last = self.layers[-1]
         assert isinstance(last, DifferentialLayer)
-        query, context = last.norm_feature(entering), last.norm_context(moving)
+        query, context = last.norm_feature(entering), moving
         weights = last.feature_attention.weights(query, torch.cat([query, context], dim=1), places_ND)
         over_difference = weights[:, :, query.shape[1] :].sum(dim=1)
         return over_difference / over_difference.sum(dim=1, keepdim=True)
