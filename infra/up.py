@@ -123,6 +123,7 @@ def up() -> None:
         wait(server)
     deploy()
     start(worker)
+    wait(worker)
     print(
         f"\nPrefect   {prefect.address}\nMLflow    {mlflow.address}\n\nnext, here or in a second shell in this folder:"
     )
