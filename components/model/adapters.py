@@ -59,10 +59,10 @@ def add_lora(
         raise ValueError(
             f"LoRA targets match {len(targets)} linears, expected {LINEARS_PER_LAYER} in {layers} layers each"
         )
-    adapted = model
+    adapted: PeftModel | M3DiffForConditionalGeneration = model
     if rank:
         lora = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=LORA_TARGETS, bias="none")
-        adapted = get_peft_model(model, lora)
+        adapted = get_peft_model(model, lora, autocast_adapter_dtype=False)  # in the weights' own precision
     for name, parameter in model.named_parameters():
         parameter.requires_grad = _should_train(name, rank)
     return adapted
@@ -162,7 +162,7 @@ def save_adapters(model: PeftModel, folder: Path, base: Path) -> None:
     way = os.path.relpath(base, folder)
     for lora in model.peft_config.values():
         lora.base_model_name_or_path = way
-    model.save_pretrained(folder / LORA)
+    model.save_pretrained(str(folder / LORA))
     (folder / LORA / "README.md").unlink(missing_ok=True)
     save_file({name: p.contiguous() for name, p in tuned_weights(inner).items()}, folder / TUNED, {"format": "pt"})
     inner.config.save_pretrained(folder)
@@ -189,7 +189,7 @@ def load_adapters(folder: Path, base: Path | None = None, **kwargs: Any) -> M3Di
         odd = sorted(tuned.keys() ^ wanted.keys())
         raise CheckpointError(f"{folder / TUNED}: {len(odd)} weights missing or not the configuration's: {odd[:3]}")
     model.load_state_dict(tuned, strict=False)
-    return merge(PeftModel.from_pretrained(model, folder / LORA))
+    return merge(PeftModel.from_pretrained(model, folder / LORA, autocast_adapter_dtype=False))
 
 
 def export_checkpoint(checkpoint: Path, out: Path, adapters: bool) -> None:

@@ -1,5 +1,7 @@
 """M3Diff's configuration: LLaVA-OneVision's, with the fields of the MDP module under `perception`."""
 
+from typing import TYPE_CHECKING, Any
+
 from transformers import AutoConfig, LlavaOnevisionConfig
 from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
@@ -19,6 +21,9 @@ class M3DiffConfig(LlavaOnevisionConfig):
     model_type = "m3diff"
 
     perception: dict | None = None
+    if TYPE_CHECKING:
+        text_config: Any
+        vision_config: Any
 
     def perception_config(self) -> PerceptionConfig | None:
         """Raises ValueError where a tap lies beyond the tower, or a field is unknown."""
@@ -36,7 +41,7 @@ AutoConfig.register("m3diff", M3DiffConfig)
 
 def seven_b_config(perception: dict | None = None) -> M3DiffConfig:
     """M3Diff at its true size: the shapes of llava-hf/llava-onevision-qwen2-7b-ov-hf, for plans and benchmarks."""
-    return M3DiffConfig(
+    return M3DiffConfig(  # type: ignore[call-arg]
         text_config={
             "model_type": "qwen2",
             "vocab_size": 152_064,

@@ -14,6 +14,7 @@ from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import PreTrainedModel
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2MLP, Qwen2RMSNorm
 
 FUSED_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
@@ -24,9 +25,9 @@ def fused_attention() -> AbstractContextManager[None]:
     return sdpa_kernel(FUSED_ATTENTION)
 
 
-def attention_kernels(gpu: bool) -> dict[str, str]:
-    """transformers' `attn_implementation`: FlexAttention for the LLM's branches on a GPU, SDPA elsewhere."""
-    return {"": "sdpa", "text_config": "flex_attention" if gpu else "sdpa", "vision_config": "sdpa"}
+def attention_kernels(flex: bool) -> dict[str, str]:
+    """transformers' `attn_implementation`: SDPA, and FlexAttention for the LLM where asked (branches on a GPU)."""
+    return {"": "sdpa", "text_config": "flex_attention" if flex else "sdpa", "vision_config": "sdpa"}
 
 
 class LeanLora(LoraLinear):
@@ -36,9 +37,11 @@ class LeanLora(LoraLinear):
         if self.disable_adapters or self.merged:
             return super().forward(x, *args, **kwargs)
         (adapter,) = self.active_adapters
-        lora_a, lora_b = self.lora_A[adapter], self.lora_B[adapter]
+        base: Any = self.base_layer
+        lora_a: Any = self.lora_A[adapter]
+        lora_b: Any = self.lora_B[adapter]
         flat = x.flatten(0, -2)  # two dimensions: an in-place product on a view would copy its gradient
-        result = F.linear(flat, self.base_layer.weight, self.base_layer.bias)
+        result = F.linear(flat, base.weight, base.bias)
         result.addmm_(F.linear(flat, lora_a.weight), lora_b.weight.t(), alpha=self.scaling[adapter])
         return result.unflatten(0, x.shape[:-1])
 
@@ -117,7 +120,7 @@ class CheapMLP(Qwen2MLP):
 
 
 class CheapDecoderLayer(Qwen2DecoderLayer):
-    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:  # type: ignore[override]
         normed = self.input_layernorm(hidden_states)
         with recomputing(normed, self.input_layernorm, hidden_states):
             attended, _ = self.self_attn(hidden_states=normed, **kwargs)
@@ -130,7 +133,7 @@ class CheapDecoderLayer(Qwen2DecoderLayer):
 STOCK: tuple[type[nn.Module], ...] = (LoraLinear, Qwen2RMSNorm, Qwen2MLP, Qwen2DecoderLayer)
 
 
-def make_lean(model: nn.Module, checkpointing: str = "none", fused: bool = True, lora: bool = True) -> None:
+def make_lean(model: PreTrainedModel, checkpointing: str = "none", fused: bool = True, lora: bool = True) -> None:
     """Choose how the LLM of M3Diff computes; everything off is transformers' and peft's own way.
 
     Args:

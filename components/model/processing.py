@@ -7,6 +7,7 @@ Pillow is imported where an image is opened: the model and its step need torch, 
 
 from __future__ import annotations
 
+import json
 from functools import lru_cache
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -152,8 +153,11 @@ class M3DiffProcessor(ProcessorMixin):
 
 
 def _chat_template(path: str) -> str | None:
-    file = Path(path) / "chat_template.jinja"
-    return file.read_text(encoding="utf-8") if file.is_file() else None
+    """The processor's template: a file of its own, or, in the first release's layout, one of JSON."""
+    own, first = Path(path) / "chat_template.jinja", Path(path) / "chat_template.json"
+    if own.is_file():
+        return own.read_text(encoding="utf-8")
+    return json.loads(first.read_text(encoding="utf-8"))["chat_template"] if first.is_file() else None
 
 
 if is_vision_available():

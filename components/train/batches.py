@@ -119,11 +119,13 @@ def _planned(schedule: Schedule, epoch: int) -> list[np.ndarray]:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Model inputs of B sequences: `packed` text, `squares` [2 B, side, side, 3] uint8, `weights` per label."""
+    """Model inputs of B sequences: `packed` text, `squares` [2 B, side, side, 3] uint8, `weights` per label; `captions`
+    is how many count."""
 
     packed: Packed
     squares: np.ndarray
     weights: Tensor
+    captions: int
 
     @property
     def supervised_tokens(self) -> int:
@@ -156,7 +158,8 @@ class Loader:
         first = [int(rows[0]) for rows, _ in micro_batch]
         paths = [path for row in first for path in (samples.before[row], samples.after[row])]
         squares = np.stack([self.square(path) for path in paths])
-        return MicroBatch(pack(groups, self.pad_id), squares, torch.tensor(weights, dtype=torch.float32))
+        captions = sum(len(rows) * weight for rows, weight in micro_batch)
+        return MicroBatch(pack(groups, self.pad_id), squares, torch.tensor(weights, dtype=torch.float32), captions)
 
     def stream(self, schedule: Schedule, rank: int, first_step: int) -> Iterator[list[MicroBatch]]:
         """The micro-batches of each step from `first_step` to the end of the run."""

@@ -52,6 +52,11 @@ def build_engine(cfg: Train, model: nn.Module, groups: list[TrainableGroup], ran
     return engine
 
 
+def end_distributed() -> None:
+    """End `torch.distributed`. DeepSpeed keeps groups of its own, which outlive torch's unless it ends them itself."""
+    (deepspeed.comm if deepspeed.comm.is_initialized() else torch.distributed).destroy_process_group()
+
+
 def cosine_with_warmup(step: int, steps: int, warmup_share: float) -> float:
     """The factor on every group's learning rate at `step` of `steps`: linear up, then a half cosine to zero."""
     warmup = max(1, round(warmup_share * steps))

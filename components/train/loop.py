@@ -107,7 +107,7 @@ def run_loop(cfg: Train, mixture: Path, out: Path, runtime: Runtime) -> dict[str
         factor = cosine_with_warmup(step, schedule.steps, cfg.warmup_share)
         set_learning_rates(engine, groups, factor)
         loss = take_step(engine, batches, processor, device, runtime.ranks)
-        captions += sum(int(batch.packed.segments.max(dim=1).values.sum()) for batch in batches)
+        captions += sum(batch.captions for batch in batches)
         last = step + 1 == schedule.steps
         save = last or (step + 1) % cfg.checkpoint_every_steps == 0
         val_loss = validate(engine) if save else None

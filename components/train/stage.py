@@ -139,6 +139,7 @@ class Here:
 def _run_here(cfg: Train, mixture: Path, out: Path, run_dir: Path, resume: Path | None) -> dict[str, float]:
     import torch.distributed as dist
 
+    from components.train.engine import end_distributed
     from components.train.loop import run_loop
 
     store = run_dir / "store"
@@ -148,7 +149,7 @@ def _run_here(cfg: Train, mixture: Path, out: Path, run_dir: Path, resume: Path 
     try:
         return run_loop(cfg, mixture, out, Here(run_dir, resume))
     finally:
-        dist.destroy_process_group()
+        end_distributed()
 
 
 class RayWorker:
@@ -219,7 +220,9 @@ def _run_on_ray(cfg: Train, mixture: Path, out: Path, run_dir: Path, resume: Pat
     )
     own = not ray.is_initialized()
     if own:
-        ray.init(include_dashboard=False, log_to_driver=True, logging_level="WARNING", _node_ip_address="127.0.0.1")
+        cluster = os.environ.get("RAY_ADDRESS")  # without one, a cluster of this run's own, deaf to the network
+        here = {"address": "local", "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+        ray.init(**({"address": cluster} if cluster else here), log_to_driver=True, logging_level="WARNING")
     try:
         trainer.fit()
     finally:

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask
 
 from components.model.adapters import add_lora
 from components.model.lean import make_lean
@@ -23,11 +24,13 @@ def group(captions: int, seed: int, own_questions: bool = False) -> Group:
     return [([7, *IMAGE, *IMAGE, *questions[k if own_questions else 0], 9], answers[k]) for k in range(captions)]
 
 
-def summed_loss(model: torch.nn.Module, packed: Packed, pixels: Tensor) -> Tensor:
+def summed_loss(
+    model: torch.nn.Module, packed: Packed, pixels: Tensor, mask: Tensor | BlockMask | None = None
+) -> Tensor:
     logits = model(
         input_ids=packed.input_ids,
         position_ids=packed.position_ids,
-        attention_mask=packed.mask(),
+        attention_mask=packed.mask() if mask is None else mask,
         pixel_values=pixels,
         batch_num_images=[2] * len(packed.input_ids),
         logits_to_keep=packed.supervised,

@@ -39,13 +39,15 @@ def run(cfg: Train, mixture: Path, folder: Path) -> tuple[dict[str, torch.Tensor
 def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], atol: float) -> None:
     assert got.keys() == want.keys()
     for name, weight in want.items():
+        if atol and name.endswith("k_proj.bias"):
+            continue  # shifts all scores of a query alike: its gradient is rounding alone, which Adam makes large
         torch.testing.assert_close(got[name], weight, rtol=0, atol=atol, msg=lambda text, n=name: f"{n}: {text}")
 
 
 def test_training_lowers_the_loss_and_moves_every_group(mixture: Path, base: Path, tmp_path: Path) -> None:
     weights, curve = run(parameters(base, epochs=20, lr=0.03, lr_tower=0.01), mixture, tmp_path)
     losses = [float(line.split(",")[2]) for line in curve[1:]]
-    assert losses[-1] < 0.8 * losses[0]
+    assert losses[-1] < losses[0] - 0.15, "the head is small, random and frozen: no logit can gain more than 0.3"
     start = load_file(base / "model.safetensors")
     for part in ("vision_tower.encoder", "multi_modal_projector", "image_newline", "q_proj", "down_proj"):
         moved = [name for name in start if part in name and not torch.equal(start[name], weights[name])]
