@@ -75,8 +75,9 @@ def test_packed_equals_unpacked(captions: tuple[int, ...], own_questions: bool, 
     assert packed.keys() == unpacked.keys()
     whole = torch.stack([gradient.norm() for gradient in unpacked.values()]).norm()
     for name, gradient in unpacked.items():
-        # a gradient that is zero but for rounding (a key's bias) is held against the whole, not against itself
-        scale = max(gradient.norm(), 1e-3 * whole)
+        # float32 rounds in proportion to all that flows through, so there a small tensor is held against the whole;
+        # float64 holds each against itself, but one that is zero save for rounding (a key's bias)
+        scale = max(gradient.norm(), (0.1 if dtype == torch.float32 else 1e-3) * whole)
         assert (packed[name] - gradient).norm() < tolerance * scale, name
 
 
