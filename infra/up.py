@@ -106,6 +106,7 @@ def environment(prefect: Service) -> dict[str, str]:
             "PREFECT_HOME": str(SERVICES / "prefect"),
             "PREFECT_API_URL": f"{prefect.address}/api",
             "PATH": f"{BIN}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
+            "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # eight processes for jobs that nothing here asks for
             "LC_ALL": "C.UTF-8",
             "PYTHONUNBUFFERED": "1",
         }

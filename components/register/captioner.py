@@ -36,7 +36,7 @@ class Captioner(PythonModel):
         rows = model_input.reset_index(drop=True).reindex(columns=["before", "after", "question"]).fillna("")
         captions: dict[int, str] = {}
         for question, same in rows.groupby("question", sort=False):
-            asked = {"question": question} if question else {}
+            asked = {"question": str(question)} if question else {}
             for start in range(0, len(same), BATCH_PAIRS):
                 batch = same.iloc[start : start + BATCH_PAIRS]
                 pairs = [

@@ -1,11 +1,15 @@
 """A real MLflow server that is killed while a version is being registered, and comes back."""
 
+import contextlib
+import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import mlflow
@@ -31,8 +35,9 @@ class Server:
         command = [sys.executable, "-m", "mlflow", "server", "--port", str(self.port), "--workers", "1"]
         command += ["--backend-store-uri", f"sqlite:///{self.store}/mlflow.db", "--no-serve-artifacts"]
         command += ["--default-artifact-root", (self.store / "artifacts").as_uri()]
+        environment = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
         with (self.store / "log").open("w") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=environment)
         deadline = time.monotonic() + 300
         while True:
             try:
@@ -43,19 +48,25 @@ class Server:
                 time.sleep(0.5)
 
     def kill(self) -> None:
-        import psutil
-
-        family = [self.process, *psutil.Process(self.process.pid).children(recursive=True)]
-        for process in reversed(family):
-            process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
 
-@pytest.mark.slow
-def test_a_server_killed_in_the_middle_leaves_one_run_and_one_version_when_register_runs_again(trained, monkeypatch):
+@pytest.fixture
+def server(trained: Path) -> Iterator[Server]:
     server = Server(trained)
     change(trained, "register", tracking_uri=server.uri)
-    server.start()
+    try:
+        server.start()
+        yield server
+    finally:
+        server.kill()
+        mlflow.set_tracking_uri("")
+
+
+@pytest.mark.slow
+def test_a_server_killed_in_the_middle_leaves_one_run_and_one_version_when_register_runs_again(server, monkeypatch):
     log_model = stage.log_model
 
     def killed_before_the_model(*arguments: object) -> str:
@@ -67,14 +78,10 @@ def test_a_server_killed_in_the_middle_leaves_one_run_and_one_version_when_regis
         with pytest.raises(TrackingGone, match="run `m3diff register` again: nothing was lost"):
             stage.register(load_params())
     server.start()
-    try:
-        assert stage.register(load_params()).outcome == "registered"
-        client = MlflowClient(server.uri)
-        (version,) = client.search_model_versions("name = 'm3diff'")
-        (run,) = client.search_runs([client.get_experiment_by_name("m3diff").experiment_id])
-        assert version.run_id == run.info.run_id
-        assert run.info.status == "FINISHED"
-        assert len(client.get_metric_history(run.info.run_id, "train/loss")) == 3
-    finally:
-        server.kill()
-        mlflow.set_tracking_uri("")
+    assert stage.register(load_params()).outcome == "registered"
+    client = MlflowClient(server.uri)
+    (version,) = client.search_model_versions("name = 'm3diff'")
+    (run,) = client.search_runs([client.get_experiment_by_name("m3diff").experiment_id])
+    assert version.run_id == run.info.run_id
+    assert run.info.status == "FINISHED"
+    assert len(client.get_metric_history(run.info.run_id, "train/loss")) == 3
