@@ -87,7 +87,8 @@ class Bench:
     def take(self, rung: Rung) -> None:
         """Make the model compute as the rung does."""
         self.model.model.perception = self.perception if rung.perception else None
-        self.model.set_attn_implementation(attention_kernels(rung.flex))
+        self.model.set_attn_implementation(kernels := attention_kernels(rung.flex))
+        assert self.model.model.language_model.config._attn_implementation == kernels["text_config"]
         make_lean(self.model, rung.checkpointing, rung.fused, rung.lora)
         for layer in self.model.model.language_model.layers:
             layer._compiled_call_impl = None
@@ -252,7 +253,7 @@ def main() -> None:
     parser.add_argument("--shapes", choices=["7b", "tiny"], default="7b" if gpu else "tiny")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if gpu else "cpu")
     parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16" if gpu else "fp32")
-    parser.add_argument("--repeats", type=int, default=3 if gpu else 9)
+    parser.add_argument("--repeats", type=int, default=2 if gpu else 9)
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     device = torch.device(args.device)
