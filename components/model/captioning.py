@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -58,5 +58,6 @@ def load_captioner(checkpoint: Path, max_new_tokens: int = 64) -> Captioner:
     """
     verify_manifest(checkpoint)
     gpu = torch.cuda.is_available()
+    device: Any = "cuda" if gpu else "cpu"  # PreTrainedModel.to is annotated as if it took a model
     model = M3DiffForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.bfloat16 if gpu else torch.float32)
-    return Captioner(model.to("cuda" if gpu else "cpu"), M3DiffProcessor.from_pretrained(checkpoint), max_new_tokens)
+    return Captioner(model.to(device), M3DiffProcessor.from_pretrained(checkpoint), max_new_tokens)

@@ -68,7 +68,7 @@ class M3DiffModel(NewModuleInit, LlavaOnevisionModel):
         projected = self.multi_modal_projector(self.perceive(pixel_values))
         newline = self.image_newline.to(projected.dtype).expand(len(projected), 1, -1)
         tokens = torch.cat([projected, newline], dim=1)
-        return BaseModelOutputWithPooling(last_hidden_state=projected, pooler_output=list(tokens.unbind(0)))
+        return BaseModelOutputWithPooling(last_hidden_state=projected, pooler_output=list(tokens.unbind(0)))  # type: ignore[arg-type]
 
     def tower_states(self, pixel_values: Tensor) -> list[Tensor]:
         """The tower's hidden states: the embedding and each layer's output, every one [images, N, D]."""
@@ -83,7 +83,9 @@ class M3DiffModel(NewModuleInit, LlavaOnevisionModel):
         assert self.perception is not None, "perception is switched off"
         states = self.tower_states(pixel_values)
         taps = [states[tap] for tap in self.perception.cfg.taps]
-        last = states[self.config.vision_feature_layer]
+        layer = self.config.vision_feature_layer
+        assert isinstance(layer, int), f"one feature layer, not {layer}"
+        last = states[layer]
         fused = self.perception([t[0::2] for t in taps], [t[1::2] for t in taps], last[0::2], last[1::2])
         return torch.stack(fused, dim=1).flatten(0, 1)
 
@@ -115,7 +117,7 @@ class M3DiffForConditionalGeneration(NewModuleInit, LlavaOnevisionForConditional
         self.post_init()
 
     @classmethod
-    def from_pretrained(
+    def from_pretrained(  # type: ignore[override]  # M3Diff's own configuration and arguments
         cls,
         pretrained_model_name_or_path: str | Path,
         *args: Any,
@@ -123,7 +125,7 @@ class M3DiffForConditionalGeneration(NewModuleInit, LlavaOnevisionForConditional
         perception: dict | None = None,
         base: Path | None = None,
         **kwargs: Any,
-    ) -> "M3DiffForConditionalGeneration":
+    ) -> Any:
         """Load M3Diff, or a LLaVA-OneVision to which a new MDP module is added, and log which of the two it was.
 
         Args:
@@ -144,7 +146,8 @@ class M3DiffForConditionalGeneration(NewModuleInit, LlavaOnevisionForConditional
         kwargs["use_safetensors"] = True
         wants_info = kwargs.pop("output_loading_info", False)
         with _quiet():
-            model, info = super().from_pretrained(name, *args, config=config, output_loading_info=True, **kwargs)
+            loaded: Any = super().from_pretrained(name, *args, config=config, output_loading_info=True, **kwargs)
+        model, info = loaded
         new = sorted(key for key in info["missing_keys"] if key.startswith("model.perception."))
         lost = sorted(set(info["missing_keys"]) - set(new)) + sorted(str(key) for key in info["mismatched_keys"])
         if lost:

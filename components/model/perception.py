@@ -26,9 +26,11 @@ class PerceptionConfig:
         channel ("channel").
     mlp_ratio: width of the MLP of equation (5) over D; 4 as in transformers' feed-forward layers.
     residual: residual blocks, the tower's features normed where they enter but never the difference, whose size says
-        whether anything changed; and equation (8) adds the scored updates to the tower's last features. The last
-        projection of (6) starts at zero, so that a new module leaves the base as it is and learns from there. False
-        is the letter of the equations.
+        whether anything changed; and equation (8) adds the scored updates to the tower's last features. False is the
+        letter of the equations.
+    start: gain of the last projection of (6) in a new module with residuals. At 0 it leaves the base as it is, and the
+        rest of the module gets its first gradient once that projection has grown: right for a long run on a large
+        base. A short run on a small one learns sooner where the differences are heard from the first step.
     positions: amplitude of fixed sine-cosine positions on queries and keys; the paper names none (0), and a large
         tower's features carry their own. With them each place looks at its own place from the start, which a short run
         on a small tower needs: without, the map from difference to place has to be found first.
@@ -41,6 +43,7 @@ class PerceptionConfig:
     score: str = "scalar"
     mlp_ratio: int = 4
     residual: bool = True
+    start: float = 0.0
     positions: float = 0.0
     extra: dict = field(default_factory=dict, repr=False)
 
@@ -69,15 +72,13 @@ class PerceptionConfig:
 class Projection(nn.Linear):
     """A linear layer of the MDP module; `gain` scales its starting weights, 0 starts it silent."""
 
-    gain = 1.0
+    def __init__(self, width_in: int, width_out: int, gain: float = 1.0) -> None:
+        self.gain = gain
+        super().__init__(width_in, width_out)
 
     def reset_parameters(self) -> None:
         init.normal_(self.weight, std=self.gain / self.in_features**0.5)
         init.zeros_(self.bias)
-
-
-class SilentProjection(Projection):
-    gain = 0.0
 
 
 class DifferenceProjection(Projection):
@@ -94,7 +95,7 @@ class DifferenceProjection(Projection):
 class Attention(nn.Module):
     """Multi-head attention CA(q, kv); self-attention where both are the same. Biased projections, as in SigLIP."""
 
-    def __init__(self, width: int, heads: int, out: type[Projection] = Projection) -> None:
+    def __init__(self, width: int, heads: int, gain: float = 1.0) -> None:
         super().__init__()
         if width % heads:
             raise ValueError(f"perception: width {width} is not divisible by heads {heads}")
@@ -102,7 +103,7 @@ class Attention(nn.Module):
         self.q_proj = Projection(width, width)
         self.k_proj = Projection(width, width)
         self.v_proj = Projection(width, width)
-        self.out_proj = out(width, width)
+        self.out_proj = Projection(width, width, gain)
 
     def _split(self, x_BND: Tensor) -> Tensor:
         return x_BND.unflatten(-1, (self.heads, -1)).transpose(1, 2)
@@ -149,7 +150,7 @@ class DifferentialLayer(nn.Module):
         self.self_attention = Attention(width, cfg.heads)
         self.cross_attention = Attention(width, cfg.heads)
         self.mlp = Mlp(width, cfg.mlp_ratio * width, width)
-        self.feature_attention = Attention(width, cfg.heads, SilentProjection if cfg.residual else Projection)
+        self.feature_attention = Attention(width, cfg.heads, cfg.start if cfg.residual else 1.0)
         self.norm_feature = nn.LayerNorm(width) if cfg.residual else nn.Identity()
 
     def forward(

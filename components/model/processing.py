@@ -79,13 +79,13 @@ class M3DiffImageProcessor(BaseImageProcessor):
             image = image.resize((self.side, self.side), Image.Resampling.BICUBIC)
         return np.asarray(image)
 
-    def normalize(self, squares: np.ndarray) -> Tensor:
+    def to_pixels(self, squares: np.ndarray) -> Tensor:
         """[..., side, side, 3] uint8 to [..., 3, side, side] float32."""
-        mean, std = np.float32(self.image_mean) * 255, np.float32(self.image_std) * 255
+        mean, std = (255 * np.asarray(values, np.float32) for values in (self.image_mean, self.image_std))
         return torch.from_numpy(np.moveaxis((squares - mean) / std, -1, -3).copy())
 
     def preprocess(self, images: list[Image.Image], **kwargs: Any) -> BatchFeature:
-        return BatchFeature({"pixel_values": self.normalize(np.stack([self.square(image) for image in images]))})
+        return BatchFeature({"pixel_values": self.to_pixels(np.stack([self.square(image) for image in images]))})
 
 
 class M3DiffProcessor(ProcessorMixin):
@@ -110,7 +110,9 @@ class M3DiffProcessor(ProcessorMixin):
             raise ValueError("the tokenizer lacks <|im_end|> or <image>: not LLaVA-OneVision's")
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **kwargs: Any) -> M3DiffProcessor:
+    def from_pretrained(  # type: ignore[override]  # local directories alone
+        cls, pretrained_model_name_or_path: str | Path, **kwargs: Any
+    ) -> M3DiffProcessor:
         """Load from an M3Diff or a LLaVA-OneVision directory; the number of image tokens follows from its tower."""
         path = str(pretrained_model_name_or_path)
         tower = AutoConfig.from_pretrained(path).vision_config
@@ -126,10 +128,10 @@ class M3DiffProcessor(ProcessorMixin):
 
     def encode_prompt(self, question: str, images: int = 2) -> tuple[int, ...]:
         """Token ids of the chat prompt up to the assistant's turn, images first, their placeholders expanded."""
-        content = [{"type": "image"}] * images + [{"type": "text", "text": question}]
-        text = self.apply_chat_template(
-            [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
-        )
+        content: list[Any] = [{"type": "image"}] * images + [{"type": "text", "text": question}]
+        turn: dict[str, Any] = {"role": "user", "content": content}
+        text = self.apply_chat_template([turn], add_generation_prompt=True, tokenize=False)
+        assert self.num_image_tokens is not None, "a processor without num_image_tokens encodes no prompt"
         text = text.replace("<image>", "<image>" * (self.num_image_tokens + 1))
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 

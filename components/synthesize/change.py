@@ -67,7 +67,8 @@ def sample_pair(rng: np.random.Generator, types: tuple[str, ...]) -> tuple[Scene
 def _apply(rng: np.random.Generator, before: Scene, types: tuple[str, ...]) -> tuple[Scene, list[Change]] | None:
     """Apply the types one after another to things not yet touched; None where the scene offers no room."""
     things, marks, view = {thing.cell: thing for thing in before.things}, set(before.marks), before.view
-    untouched, changes = set(things), []
+    untouched = set(things)
+    changes: list[Change] = []
     for change_type in types:
         if change_type in ("viewpoint", "illumination"):
             view, change = _change_view(rng, view, change_type)
@@ -75,13 +76,13 @@ def _apply(rng: np.random.Generator, before: Scene, types: tuple[str, ...]) -> t
             empty = [
                 cell for cell in range(9) if cell not in things and cell not in marks and cell not in _gone(changes)
             ]
-            change = Change(change_type, after=sample_thing(rng, int(pick(rng, empty))))
+            change = Change(change_type, after=sample_thing(rng, pick(rng, empty)))
         else:
             kind = NEEDS.get(change_type)
             cells = [cell for cell in sorted(untouched) if kind is None or things[cell].kind == kind]
             if not cells:
                 return None
-            change = _change_thing(rng, things[int(pick(rng, cells))], change_type)
+            change = _change_thing(rng, things[pick(rng, cells)], change_type)
         changes.append(change)
         _settle(change, things, marks, untouched)
     after = replace(

@@ -60,7 +60,7 @@ def _photograph(table: Image.Image, scene: Scene, image_px: int, rng: np.random.
     box = (left, top, left + 2 * half * unit, top + 2 * half * unit)
     limit = table.width
     assert 0 <= min(box) < max(box) <= limit, f"the camera looks beyond the table: {box}, table {limit}"
-    frame = np.asarray(table.resize((image_px, image_px), Image.Resampling.BOX, box=box), dtype=np.float32)
+    frame: np.ndarray = np.asarray(table.resize((image_px, image_px), Image.Resampling.BOX, box=box), dtype=np.float32)
     ramp = np.linspace(-1, 1, image_px, dtype=np.float32)
     towards_lamp = ramp[None, :] * math.cos(view.lamp) + ramp[:, None] * math.sin(view.lamp)
     light = view.brightness * (1 + 0.07 * towards_lamp - 0.06 * (ramp[None, :] ** 2 + ramp[:, None] ** 2))

@@ -5,6 +5,7 @@ camera sees [0, 1] x [0, 1], x to the right and y down.
 """
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -102,11 +103,11 @@ class Change:
         return thing.cell if thing else -1 if self.type == "illumination" else -2
 
 
-def pick(rng: np.random.Generator, options: tuple | list) -> object:
+def pick(rng: np.random.Generator, options: tuple | list) -> Any:
     return options[int(rng.integers(len(options)))]
 
 
-def other(rng: np.random.Generator, options: tuple, than: object) -> object:
+def other(rng: np.random.Generator, options: tuple, than: object) -> Any:
     return pick(rng, [option for option in options if option != than])
 
 

@@ -66,7 +66,8 @@ def _write_annotations(cfg: Synthesize, scenes: list[Drawn], out: Path) -> None:
     key = "CLEVR_default_{:06d}.png".format
     no_change = captions((), cfg.references)
     order = np.random.default_rng(cfg.seed).permutation(len(scenes))
-    ends = list(accumulate(cfg.scenes[split] for split in SPLITS))
+    sizes = {str(split): count for split, count in cfg.scenes.items()}
+    ends = list(accumulate(sizes[split] for split in SPLITS))
     starts = [0, *ends[:-1]]
     files = {
         "change_captions.json": {key(scene.number): scene.captions for scene in scenes},

@@ -215,14 +215,14 @@ def _run_on_ray(cfg: Train, mixture: Path, out: Path, run_dir: Path, resume: Pat
             name="ray",
             storage_path=str(run_dir),
             checkpoint_config=CheckpointConfig(num_to_keep=2),
-            failure_config=FailureConfig(max_failures=cfg.max_failures, controller_failure_limit=2),
+            failure_config=FailureConfig(max_failures=cfg.max_failures, controller_failure_limit=2),  # type: ignore[call-arg]  # V2's
         ),
     )
     own = not ray.is_initialized()
     if own:
         cluster = os.environ.get("RAY_ADDRESS")  # without one, a cluster of this run's own, deaf to the network
         here = {"address": "local", "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
-        ray.init(**({"address": cluster} if cluster else here), log_to_driver=True, logging_level="WARNING")
+        ray.init(**({"address": cluster} if cluster else here), log_to_driver=True, logging_level=logging.WARNING)
     try:
         trainer.fit()
     finally:
