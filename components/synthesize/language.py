@@ -6,6 +6,7 @@ type, object and place can be read without knowing how it was made.
 """
 
 import re
+from functools import partial
 
 from components.records import CHANGE_TYPES
 from components.synthesize.scene import COLORS, DIRECTIONS, GLYPHS, KINDS, PLACES, POSES, SIZES, Change, Scene, Thing
@@ -175,17 +176,26 @@ def grammar() -> dict:
     for change_type, templates in TEMPLATES.items():
         for template in templates:
             new = f"(?P<object>{thing})" if change_type == "addition" else thing
-            pattern = re.sub(r"\{\w+\}", lambda slot, n=new: words.get(slot[0], n), template)
+            pattern = re.sub(r"\{\w+\}", partial(_slot_pattern, words | {"{new}": new}), template)
             pattern = re.sub(r"\b(camera|lamp) (?=\(\?P<place>)", r"(?P<object>\1) ", pattern)
             clauses.append({"type": change_type, "pattern": pattern})
     return {"clause_separator": SEPARATOR, "no_change": list(NO_CHANGE), "clauses": clauses}
 
 
+def _slot_pattern(words: dict[str, str], slot: re.Match[str]) -> str:
+    return words[slot[0]]
+
+
 def describe(scene: Scene) -> str:
     """The scene in words, thing by thing in reading order: what the base model learns to say of one image."""
+    return ", ".join(f"{PLACES[cell]} {text}" for cell, text in described(scene).items())
+
+
+def described(scene: Scene) -> dict[int, str]:
+    """What stands in each cell, in reading order; empty cells are left out."""
     parts = {thing.cell: _describe_thing(thing) for thing in scene.things}
     parts |= {cell: "a mark" for cell in scene.marks}
-    return ", ".join(f"{PLACES[cell]} {parts[cell]}" for cell in sorted(parts))
+    return dict(sorted(parts.items()))
 
 
 def _describe_thing(thing: Thing) -> str:

@@ -1,0 +1,83 @@
+"""What the tiny base is taught: to describe images, whole, place by place, or the things that are asked for.
+
+Two images of a lesson are always unrelated (OneDiff's Coupled Sample Training, arXiv 2407.05645): the base is never
+shown a difference. Asking for a thing by its looks teaches the way from looks to place and, where there is none, to
+"nothing"; without that way a short fine-tuning run does not find the place of a change (see LOG.md).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from components.synthesize.change import sample_pair
+from components.synthesize.language import captions, describe, described
+from components.synthesize.scene import COLORS, KINDS, PLACES, Scene, pick
+from components.synthesize.stage import choose_types
+
+ASKED_FOR = 4  # things a question names
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """`images` scenes make one sample: a question and its answer."""
+
+    name: str
+    images: int
+    ask: Callable[[np.random.Generator, list[Scene]], tuple[str, str]]
+
+
+def whole(rng: np.random.Generator, scenes: list[Scene]) -> tuple[str, str]:
+    """Each image in reading order."""
+    if len(scenes) == 1:
+        return "Describe the image.", describe(scenes[0])
+    return "Describe both images.", "; ".join(f"image {k}: {describe(s)}" for k, s in enumerate(scenes, start=1))
+
+
+def side_by_side(rng: np.random.Generator, scenes: list[Scene]) -> tuple[str, str]:
+    """Both images, place by place in any order."""
+    first, second = (described(scene) for scene in scenes)
+    cells = rng.permutation(sorted({*first, *second}))
+    parts = [f"{PLACES[c]} {first.get(c, 'nothing')} then {second.get(c, 'nothing')}" for c in cells]
+    return "Describe both images place by place.", ", ".join(parts)
+
+
+def asked_for(rng: np.random.Generator, scenes: list[Scene]) -> tuple[str, str]:
+    """Some things, named by looks that at most one thing of the images has: where each is, or that there is none."""
+    here = [(PLACES[cell], text) for scene in scenes for cell, text in described(scene).items()]
+    answers: dict[str, str] = {}
+    while len(answers) < ASKED_FOR:
+        looks = _looks(rng, here)
+        fitting = [f"{place} {text}" for place, text in here if set(looks.split()) <= set(text.split()[1:4])]
+        if len(fitting) < 2 and (fitting or rng.random() < 0.5):
+            answers[looks] = fitting[0] if fitting else "nothing"
+    return f"Describe the {', the '.join(answers)}.", ", ".join(answers.values())
+
+
+def _looks(rng: np.random.Generator, here: list[tuple[str, str]]) -> str:
+    if rng.random() < 0.4:
+        return f"{pick(rng, COLORS)} {pick(rng, KINDS)}" if rng.random() < 0.8 else "mark"
+    size, color, kind = ([*here[rng.integers(len(here))][1].split(), "", ""])[1:4]
+    if size == "mark":
+        return size
+    return (kind, f"{color} {kind}", f"{size} {kind}", f"{size} {color} {kind}")[min(int(rng.integers(5)), 3)]
+
+
+def sentence(rng: np.random.Generator, scenes: list[Scene]) -> tuple[str, str]:
+    """A caption without any image: fine-tuning leaves embeddings and head frozen, so the base must know the words."""
+    types = choose_types(rng, int(rng.integers(12)), multi_change_share=0.3)
+    changes = sample_pair(rng, types)[3] if rng.random() < 0.85 else ()
+    return "Write a sentence.", captions(changes, 5)[int(rng.integers(5))]
+
+
+CYCLE = (
+    Lesson("image", 1, whole),
+    Lesson("asked for in two", 2, asked_for),
+    Lesson("side by side", 2, side_by_side),
+    Lesson("asked for", 1, asked_for),
+    Lesson("two images", 2, whole),
+    Lesson("asked for in two", 2, asked_for),
+    Lesson("side by side", 2, side_by_side),
+    Lesson("sentence", 0, sentence),
+)
+"""The lessons in turn, one a step."""
