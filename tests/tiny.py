@@ -56,6 +56,14 @@ def tiny_model(perception: dict | None = None, seed: int = 0) -> M3DiffForCondit
     return model.eval()
 
 
+@torch.no_grad()
+def scale_features(model: torch.nn.Module) -> None:
+    """Features of about size one, as in a trained model: norms of tiny ones magnify rounding."""
+    for name, parameter in model.named_parameters():
+        if "embed" in name and parameter.dim() > 1:
+            parameter.mul_(15)
+
+
 def tiny_base(folder: Path, seed: int = 0) -> Path:
     """A LLaVA-OneVision directory with the project's tokenizer and random weights."""
     torch.manual_seed(seed)
@@ -67,7 +75,9 @@ def tiny_base(folder: Path, seed: int = 0) -> Path:
     config["text_config"] |= {"eos_token_id": token("<|im_end|>"), "pad_token_id": token("<|endoftext|>")}
     config.pop("perception")
     base_config = LlavaOnevisionForConditionalGeneration.config_class.from_dict(config)
-    LlavaOnevisionForConditionalGeneration(base_config).save_pretrained(folder)
+    model = LlavaOnevisionForConditionalGeneration(base_config)
+    scale_features(model)
+    model.save_pretrained(folder)
     processor = M3DiffProcessor(
         M3DiffImageProcessor(size={"height": SIDE, "width": SIDE}),
         tokenizer,

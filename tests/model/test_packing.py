@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from components.model.adapters import add_lora
 from components.model.lean import make_lean
 from components.model.packing import PAD, Packed, pack
-from tests.tiny import PERCEPTION, SIDE, tiny_model
+from tests.tiny import PERCEPTION, SIDE, scale_features, tiny_model
 
 IMAGE = [3] * ((SIDE // 8) ** 2 + 1)
 Group = list[tuple[list[int], list[int]]]
@@ -51,10 +51,7 @@ def gradients(model: torch.nn.Module, loss: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_packed_equals_unpacked(captions: tuple[int, ...], own_questions: bool, lora: bool, dtype: torch.dtype) -> None:
     model = tiny_model(PERCEPTION)
-    with torch.no_grad():  # features of about size one, as in a trained model: norms of tiny ones magnify rounding
-        for name, parameter in model.named_parameters():
-            if "embed" in name and parameter.dim() > 1:
-                parameter.mul_(15)
+    scale_features(model)
     if lora:
         add_lora(model, rank=2, alpha=4)
         with torch.no_grad():

@@ -77,14 +77,15 @@ def test_no_change_is_said_in_words_that_the_grammar_knows() -> None:
 
 @pytest.mark.parametrize("change_type", CHANGE_TYPES)
 def test_a_change_moves_more_pixels_than_its_distractor(change_type: str) -> None:
-    """Over ten pairs: the largest local difference (mean over an eighth of the side, squared) of the change wins."""
+    """The largest local difference (over 4 x 4 pixels, in the channel that differs most): raised arms and a red box that
+    turns purple are small, so a sixth of the pairs may go the other way."""
     rng = np.random.default_rng(8)
     won = 0
-    for _ in range(10):
+    for _ in range(20):
         before, after, distractor, _ = sample_pair(rng, (change_type,))
-        frames = [np.asarray(render(s, 128, rng), dtype=np.float32) for s in (before, after, distractor)]
+        frames = [np.asarray(render(s, 96, rng), dtype=np.float32) for s in (before, after, distractor)]
         changed, jittered = (
-            np.abs(frame - frames[0]).mean(-1).reshape(8, 16, 8, 16).mean((1, 3)).max() for frame in frames[1:]
+            np.abs(frame - frames[0]).max(-1).reshape(24, 4, 24, 4).mean((1, 3)).max() for frame in frames[1:]
         )
         won += changed > jittered
-    assert won >= 9
+    assert won >= 16
