@@ -77,8 +77,8 @@ def test_no_change_is_said_in_words_that_the_grammar_knows() -> None:
 
 @pytest.mark.parametrize("change_type", CHANGE_TYPES)
 def test_a_change_moves_more_pixels_than_its_distractor(change_type: str) -> None:
-    """The largest local difference (over 4 x 4 pixels, in the channel that differs most): raised arms and a red box that
-    turns purple are small, so a sixth of the pairs may go the other way."""
+    """The largest local difference (over 4 x 4 pixels, in the channel that differs most) is the change's, but in one
+    pair of five: raised arms and a red box that turns purple are small."""
     rng = np.random.default_rng(8)
     won = 0
     for _ in range(20):
