@@ -44,23 +44,31 @@ def side_by_side(rng: np.random.Generator, scenes: list[Scene]) -> tuple[str, st
 
 def asked_for(rng: np.random.Generator, scenes: list[Scene]) -> tuple[str, str]:
     """Some things, named by looks that at most one thing of the images has: where each is, or that there is none."""
-    here = [(PLACES[cell], text) for scene in scenes for cell, text in described(scene).items()]
+    here = [(f"{PLACES[cell]} {text}", _looks(text)) for scene in scenes for cell, text in described(scene).items()]
     answers: dict[str, str] = {}
     while len(answers) < ASKED_FOR:
-        looks = _looks(rng, here)
-        fitting = [f"{place} {text}" for place, text in here if set(looks.split()) <= set(text.split()[1:4])]
+        asked = _question(rng, [looks for _, looks in here])
+        fitting = [answer for answer, looks in here if set(asked.split()) <= set(looks)]
         if len(fitting) < 2 and (fitting or rng.random() < 0.5):
-            answers[looks] = fitting[0] if fitting else "nothing"
+            answers[asked] = fitting[0] if fitting else "nothing"
     return f"Describe the {', the '.join(answers)}.", ", ".join(answers.values())
 
 
-def _looks(rng: np.random.Generator, here: list[tuple[str, str]]) -> str:
+def _looks(described_thing: str) -> tuple[str, ...]:
+    """("small", "red", "box") of "a small red box"; ("mark",) of "a mark"."""
+    return tuple(described_thing.split()[1:4])
+
+
+def _question(rng: np.random.Generator, here: list[tuple[str, ...]]) -> str:
+    """Some or all of the looks of a thing that is there, or looks at random."""
     if rng.random() < 0.4:
         return f"{pick(rng, COLORS)} {pick(rng, KINDS)}" if rng.random() < 0.8 else "mark"
-    size, color, kind = ([*here[rng.integers(len(here))][1].split(), "", ""])[1:4]
-    if size == "mark":
-        return size
-    return (kind, f"{color} {kind}", f"{size} {kind}", f"{size} {color} {kind}")[min(int(rng.integers(5)), 3)]
+    looks = pick(rng, here)
+    if len(looks) == 1:
+        return looks[0]
+    size, color, kind = looks
+    whole_looks = f"{size} {color} {kind}"
+    return pick(rng, (kind, f"{color} {kind}", f"{size} {kind}", whole_looks, whole_looks))
 
 
 def sentence(rng: np.random.Generator, scenes: list[Scene]) -> tuple[str, str]:
