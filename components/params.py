@@ -101,7 +101,8 @@ class Train(Section):
     micro_batch: int = Field(ge=1)  # sequences on one worker at a time
     epochs: float = Field(gt=0)
     lr_tower: float = Field(gt=0)
-    lr: float = Field(gt=0)
+    lr: float = Field(gt=0)  # of everything else that trains
+    lr_perception: float | None = Field(gt=0)  # of the MDP module; null: `lr`, as in the paper
     warmup_share: float = Field(ge=0, le=1)
     weight_decay: float = Field(ge=0)
     max_grad_norm: float = Field(gt=0)

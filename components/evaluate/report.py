@@ -104,7 +104,7 @@ def charts(curves: Path) -> list[dict[str, Any]]:
         (
             "Learning rate",
             "per training step",
-            [Line("new and adapted weights", column("lr"), "main"), Line("vision tower", column("lr_tower"), "second")],
+            [Line("lr", column("lr"), "main"), Line("lr_tower", column("lr_tower"), "second")],
             False,
         ),
     ]

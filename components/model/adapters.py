@@ -81,15 +81,23 @@ def _should_train(name: str, rank: int) -> bool:
 
 
 def trainable_groups(
-    model: M3DiffForConditionalGeneration, rank: int, lr: float, lr_tower: float
+    model: M3DiffForConditionalGeneration, rank: int, lr: float, lr_tower: float, lr_perception: float | None = None
 ) -> list[TrainableGroup]:
-    """The tower at its own learning rate, everything else that trains at `lr` (paper section 5.2)."""
+    """The tower at its own learning rate, everything else that trains at `lr` (paper section 5.2). With `lr_perception`
+    the MDP module has one of its own: one that starts as a detector is undone by a high rate."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     wrong = [name for name, p in model.named_parameters() if p.requires_grad != _should_train(name, rank)]
     assert not wrong, f"the trainable set is not the intended one: {wrong[:5]}"
-    tower = [p for name, p in named if name.startswith("model.vision_tower.")]
-    rest = [p for name, p in named if not name.startswith("model.vision_tower.")]
-    return [TrainableGroup("tower", lr_tower, tower), TrainableGroup("rest", lr, rest)]
+    rates = {"tower": lr_tower, "perception": lr_perception or lr, "rest": lr}
+    members: dict[str, list[nn.Parameter]] = {group: [] for group in rates}
+    for name, p in named:
+        if name.startswith("model.vision_tower."):
+            members["tower"].append(p)
+        elif lr_perception is not None and name.startswith("model.perception."):
+            members["perception"].append(p)
+        else:
+            members["rest"].append(p)
+    return [TrainableGroup(group, rates[group], chosen) for group, chosen in members.items() if chosen]
 
 
 def unwrapped(model: nn.Module) -> M3DiffForConditionalGeneration:

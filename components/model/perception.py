@@ -26,11 +26,14 @@ class PerceptionConfig:
         channel ("channel").
     mlp_ratio: width of the MLP of equation (5) over D; 4 as in transformers' feed-forward layers.
     residual: residual blocks, the tower's features normed where they enter but never the difference, whose size says
-        whether anything changed; and equation (8) adds the scored updates to the tower's last features. False is the
-        letter of the equations.
+        whether anything changed; queries and keys normed, or a large difference would draw the attention of every
+        place; and equation (8) adds the scored updates to the tower's last features. False is the letter of the
+        equations.
     start: gain of the last projection of (6) in a new module with residuals. At 0 it leaves the base as it is, and the
         rest of the module gets its first gradient once that projection has grown: right for a long run on a large
-        base. A short run on a small one learns sooner where the differences are heard from the first step.
+        base. Above 0 the module starts as a detector of change that is heard from the first step, which a short run on
+        a small base needs: (3) passes the difference, the first MLP of (5) adds its size in one direction, (6) hands
+        both on, and all else is silent.
     positions: amplitude of fixed sine-cosine positions on queries and keys; the paper names none (0), and a large
         tower's features carry their own. With them each place looks at its own place from the start, which a short run
         on a small tower needs: without, the map from difference to place has to be found first.
@@ -93,13 +96,14 @@ class DifferenceProjection(Projection):
 
 
 class Attention(nn.Module):
-    """Multi-head attention CA(q, kv); self-attention where both are the same. Biased projections, as in SigLIP."""
+    """Multi-head attention CA(q, kv); self-attention where both are the same. Biased projections, as in SigLIP; with
+    `normed`, queries and keys have size one."""
 
-    def __init__(self, width: int, heads: int, gain: float = 1.0) -> None:
+    def __init__(self, width: int, heads: int, gain: float = 1.0, normed: bool = False) -> None:
         super().__init__()
         if width % heads:
             raise ValueError(f"perception: width {width} is not divisible by heads {heads}")
-        self.heads = heads
+        self.heads, self.normed = heads, normed
         self.q_proj = Projection(width, width)
         self.k_proj = Projection(width, width)
         self.v_proj = Projection(width, width)
@@ -110,6 +114,8 @@ class Attention(nn.Module):
 
     def _placed(self, x_BND: Tensor, places_ND: Tensor | None) -> Tensor:
         """Queries or keys with the positions of their places; keys may hold several grids one after another."""
+        if self.normed:
+            x_BND = F.rms_norm(x_BND, x_BND.shape[-1:])
         if places_ND is not None:
             x_BND = x_BND + places_ND.repeat(x_BND.shape[1] // len(places_ND), 1)
         return self._split(x_BND)
@@ -137,20 +143,35 @@ def sincos_positions(side: int, width: int, heads: int, amplitude: float) -> Ten
 
 
 class Mlp(nn.Sequential):
-    def __init__(self, width_in: int, hidden: int, width_out: int) -> None:
-        super().__init__(Projection(width_in, hidden), nn.GELU(approximate="tanh"), Projection(hidden, width_out))
+    def __init__(self, width_in: int, hidden: int, width_out: int, gain: float = 1.0) -> None:
+        super().__init__(Projection(width_in, hidden), nn.GELU(approximate="tanh"), Projection(hidden, width_out, gain))
+
+
+class Detector(Projection):
+    """The last layer of the MLP of equation (5) where the module starts: besides the rest it adds the sum of all hidden
+    units, which grows with the size of the difference whatever its direction, in one direction of its own."""
+
+    STRENGTH = 24.0
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        direction = torch.randn_like(self.weight[:, :1]) * self.STRENGTH / self.in_features
+        init.copy_(self.weight, self.weight.detach() + direction)
 
 
 class DifferentialLayer(nn.Module):
     """Equations (4)-(6): the difference looks at itself and at both images; both images look at the difference."""
 
-    def __init__(self, cfg: PerceptionConfig, width: int) -> None:
+    def __init__(self, cfg: PerceptionConfig, width: int, first: bool) -> None:
         super().__init__()
         self.residual = cfg.residual
-        self.self_attention = Attention(width, cfg.heads)
-        self.cross_attention = Attention(width, cfg.heads)
-        self.mlp = Mlp(width, cfg.mlp_ratio * width, width)
-        self.feature_attention = Attention(width, cfg.heads, cfg.start if cfg.residual else 1.0)
+        silent = 0.0 if cfg.residual else 1.0
+        self.self_attention = Attention(width, cfg.heads, silent, cfg.residual)
+        self.cross_attention = Attention(width, cfg.heads, silent, cfg.residual)
+        self.mlp = Mlp(width, cfg.mlp_ratio * width, width, silent)
+        if cfg.residual and first:
+            self.mlp[2] = Detector(cfg.mlp_ratio * width, width)
+        self.feature_attention = Attention(width, cfg.heads, cfg.start if cfg.residual else 1.0, cfg.residual)
         self.norm_feature = nn.LayerNorm(width) if cfg.residual else nn.Identity()
 
     def forward(
@@ -176,35 +197,39 @@ class DifferentialLevel(nn.Module):
         self.norm_input = nn.LayerNorm(width) if cfg.residual else nn.Identity()
         self.gate = Projection(2 * width, width)  # Wm
         self.difference = DifferenceProjection(3 * width, width)  # Wp
-        self.layers = nn.ModuleList(DifferentialLayer(cfg, width) for _ in range(cfg.layers))
-        self.score = Mlp(3 * width, width // 4, 1 if cfg.score == "scalar" else width)
+        self.layers = nn.ModuleList(DifferentialLayer(cfg, width, first=k == 0) for k in range(cfg.layers))
+        # silent at first: all levels count alike
+        self.score = Mlp(3 * width, width // 4, 1 if cfg.score == "scalar" else width, gain=0.0)
 
     def forward(self, f1_BND: Tensor, f2_BND: Tensor, places_ND: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Returns Ft_1, Ft_2 [B, N, D] and the score, [B, 1, 1] or [B, 1, D]."""
-        fh1, fh2 = self._gated(f1_BND, f2_BND)
-        df = self.difference(torch.cat([fh1, fh2, fh1 - fh2], dim=-1))  # (3)
-        ft1, ft2, moving = f1_BND, f2_BND, df
-        for layer in self.layers:
-            ft1, ft2, moving = layer(ft1, ft2, moving, places_ND)
+        df, steps = self._layers(f1_BND, f2_BND, places_ND)
+        ft1, ft2, _ = steps[-1]
         pooled = torch.cat([ft1, ft2, df], dim=-1).mean(dim=1, keepdim=True)
         return ft1, ft2, self.score(pooled).sigmoid()  # (7)
 
-    def _gated(self, f1_BND: Tensor, f2_BND: Tensor) -> tuple[Tensor, Tensor]:
-        f1_BND, f2_BND = self.norm_input(f1_BND), self.norm_input(f2_BND)
-        l1 = self.gate(torch.cat([f1_BND, f2_BND], dim=-1)).sigmoid()  # (1)
-        l2 = self.gate(torch.cat([f2_BND, f1_BND], dim=-1)).sigmoid()
-        return f1_BND * l1, f2_BND * l2  # (2)
+    def _layers(
+        self, f1_BND: Tensor, f2_BND: Tensor, places_ND: Tensor | None
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor, Tensor]]]:
+        """dF of (3), and the features and the difference as they enter the first layer and leave each one."""
+        n1, n2 = self.norm_input(f1_BND), self.norm_input(f2_BND)
+        l1 = self.gate(torch.cat([n1, n2], dim=-1)).sigmoid()  # (1)
+        l2 = self.gate(torch.cat([n2, n1], dim=-1)).sigmoid()
+        fh1, fh2 = n1 * l1, n2 * l2  # (2)
+        df = self.difference(torch.cat([fh1, fh2, fh1 - fh2], dim=-1))  # (3)
+        steps = [(f1_BND, f2_BND, df)]
+        for layer in self.layers:
+            steps.append(layer(*steps[-1], places_ND))
+        return df, steps
 
     def attended(self, f1_BND: Tensor, f2_BND: Tensor, places_ND: Tensor | None = None) -> Tensor:
         """How much the image after draws on each place of the difference in (6), last layer: [B, N], sums to 1."""
-        fh1, fh2 = self._gated(f1_BND, f2_BND)
-        ft1, ft2, moving = f1_BND, f2_BND, self.difference(torch.cat([fh1, fh2, fh1 - fh2], dim=-1))
-        for layer in self.layers:
-            entering, (ft1, ft2, moving) = ft2, layer(ft1, ft2, moving, places_ND)
+        _, steps = self._layers(f1_BND, f2_BND, places_ND)
+        (_, entering, _), (_, _, moving) = steps[-2:]
         last = self.layers[-1]
         assert isinstance(last, DifferentialLayer)
-        query, context = last.norm_feature(entering), moving
-        weights = last.feature_attention.weights(query, torch.cat([query, context], dim=1), places_ND)
+        query = last.norm_feature(entering)
+        weights = last.feature_attention.weights(query, torch.cat([query, moving], dim=1), places_ND)
         over_difference = weights[:, :, query.shape[1] :].sum(dim=1)
         return over_difference / over_difference.sum(dim=1, keepdim=True)
 

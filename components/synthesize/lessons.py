@@ -16,6 +16,15 @@ from components.synthesize.scene import COLORS, KINDS, PLACES, Scene, pick
 from components.synthesize.stage import choose_types
 
 ASKED_FOR = 4  # things a question names
+QUESTIONS = (
+    "What has changed from the first image to the second?",
+    "Describe the difference between the two images.",
+    "Compare the two images and say what changed.",
+    "What is different in the second image?",
+    "Look at the image before and the image after. What changed?",
+    "Say in words how the second image differs from the first.",
+)
+"""What fine-tuning will ask (components/convert/templates.yaml, task `difference`; a test compares the two)."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +81,11 @@ def _question(rng: np.random.Generator, here: list[tuple[str, ...]]) -> str:
 
 
 def sentence(rng: np.random.Generator, scenes: list[Scene]) -> tuple[str, str]:
-    """A caption without any image: fine-tuning leaves embeddings and head frozen, so the base must know the words."""
+    """A caption without any image: fine-tuning leaves embeddings and head frozen, so the base must know the words,
+    those of the questions, too."""
     types = choose_types(rng, int(rng.integers(12)), multi_change_share=0.3)
     changes = sample_pair(rng, types)[3] if rng.random() < 0.85 else ()
-    return "Write a sentence.", captions(changes, 5)[int(rng.integers(5))]
+    return str(pick(rng, QUESTIONS)), captions(changes, 5)[int(rng.integers(5))]
 
 
 CYCLE = (

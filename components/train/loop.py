@@ -84,7 +84,7 @@ def run_loop(cfg: Train, mixture: Path, out: Path, runtime: Runtime) -> dict[str
     torch.set_num_threads(cfg.cpus_per_worker)
     device = torch.device("cuda", torch.cuda.current_device()) if cfg.gpu else torch.device("cpu")
     model, processor = prepare_model(cfg)
-    groups = trainable_groups(unwrapped(model), cfg.lora_rank, cfg.lr, cfg.lr_tower)
+    groups = trainable_groups(unwrapped(model), cfg.lora_rank, cfg.lr, cfg.lr_tower, cfg.lr_perception)
     engine = build_engine(cfg, model.to(device), groups, runtime.ranks)
     train, val = read_samples(mixture, "train"), read_samples(mixture, "val")
     schedule = Schedule(

@@ -196,6 +196,7 @@ def _worker(job: dict) -> None:
 def _run_on_ray(cfg: Train, mixture: Path, out: Path, run_dir: Path, resume: Path | None) -> dict[str, float]:
     os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")
     os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "60")
+    os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")  # with it, every printed line comes twice
     import ray
     from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
@@ -222,7 +223,12 @@ def _run_on_ray(cfg: Train, mixture: Path, out: Path, run_dir: Path, resume: Pat
     if own:
         cluster = os.environ.get("RAY_ADDRESS")  # without one, a cluster of this run's own, deaf to the network
         here = {"address": "local", "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
-        ray.init(**({"address": cluster} if cluster else here), log_to_driver=True, logging_level=logging.WARNING)
+        ray.init(
+            **({"address": cluster} if cluster else here),
+            log_to_driver=True,
+            logging_level=logging.WARNING,
+            logging_config=ray.LoggingConfig(log_level="ERROR"),  # its cleaners warn of what is no fault
+        )
     try:
         trainer.fit()
     finally:

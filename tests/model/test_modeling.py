@@ -111,6 +111,16 @@ def test_the_trainable_set_is_lora_tower_projector_and_perception() -> None:
     assert not any("embed_tokens" in name or "lm_head" in name or "base_layer" in name for name in tower + rest)
 
 
+def test_perception_has_a_rate_of_its_own_where_one_is_given() -> None:
+    model = tiny_model(PERCEPTION)
+    add_lora(model, rank=2, alpha=4)
+    groups = trainable_groups(model, 2, lr=1e-3, lr_tower=1e-4, lr_perception=1e-5)
+    assert [(group.name, group.lr) for group in groups] == [("tower", 1e-4), ("perception", 1e-5), ("rest", 1e-3)]
+    inside = {id(p) for p in model.model.perception.parameters()}
+    assert {id(p) for p in groups[1].parameters} == inside
+    assert not inside & {id(p) for group in (groups[0], groups[2]) for p in group.parameters}
+
+
 def test_every_trainable_tensor_gets_a_gradient() -> None:
     model, inputs = tiny_model(PERCEPTION), pair_inputs()
     add_lora(model, rank=2, alpha=4)

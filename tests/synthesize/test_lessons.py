@@ -1,10 +1,13 @@
 """The base's lessons: true answers, never about a difference."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
+import yaml
 
 from components.synthesize.language import describe, described
-from components.synthesize.lessons import ASKED_FOR, CYCLE, asked_for, side_by_side, whole
+from components.synthesize.lessons import ASKED_FOR, CYCLE, QUESTIONS, asked_for, side_by_side, whole
 from components.synthesize.scene import PLACES, Scene, sample_scene
 
 
@@ -55,3 +58,8 @@ def test_only_sentences_without_an_image_speak_of_change() -> None:
         for seed in range(20):
             _, answer = lesson.ask(rng, scenes(lesson.images, seed))
             assert lesson.images == 0 or not any(word in answer for word in words), answer
+
+
+def test_sentences_answer_the_questions_of_fine_tuning() -> None:
+    templates = yaml.safe_load(Path("components/convert/templates.yaml").read_text())
+    assert list(QUESTIONS) == templates["difference"]

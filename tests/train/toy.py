@@ -45,6 +45,7 @@ def parameters(base: Path, **changes: Any) -> Train:
         "micro_batch": 4,
         "epochs": 2,
         "lr_tower": 1e-3,
+        "lr_perception": None,
         "lr": 3e-3,
         "warmup_share": 0.1,
         "weight_decay": 0.01,
