@@ -1,0 +1,65 @@
+"""A Ray Train worker killed with signal 9 mid-run: another goes on from the newest checkpoint to the same weights."""
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from components.params import Train
+from tests.train.toy import parameters, write_mixture
+
+CODE = """
+import sys
+from pathlib import Path
+from components.params import Train
+from components.train.stage import train
+cfg, mixture, folder = map(Path, sys.argv[1:])
+train(Train.model_validate_json(cfg.read_text()), mixture, folder / "out", folder / "runs")
+"""
+
+
+def start(cfg: Train, mixture: Path, folder: Path) -> subprocess.Popen:
+    folder.mkdir()
+    (folder / "cfg.json").write_text(cfg.model_dump_json())
+    with (folder / "log").open("w") as log:
+        command = [sys.executable, "-c", CODE, str(folder / "cfg.json"), str(mixture), str(folder)]
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+
+
+def finish(process: subprocess.Popen, folder: Path) -> dict[str, torch.Tensor]:
+    assert process.wait(timeout=240) == 0, (folder / "log").read_text()[-4000:]
+    return load_file(folder / "out" / "checkpoint" / "model.safetensors")
+
+
+def kill_worker_after_a_checkpoint(process: subprocess.Popen, folder: Path) -> None:
+    for _ in range(2400):
+        assert process.poll() is None, (folder / "log").read_text()[-4000:]
+        if "train: step 20/" in (folder / "log").read_text():
+            break
+        time.sleep(0.05)
+    family = psutil.Process(process.pid).children(recursive=True)
+    workers = [child for child in family if "TrainWorker" in " ".join([child.name(), *child.cmdline()])]
+    assert workers, [child.cmdline() for child in family]
+    workers[0].kill()
+
+
+@pytest.mark.slow
+def test_a_run_whose_worker_is_killed_ends_with_the_same_weights(tmp_path: Path) -> None:
+    mixture = write_mixture(tmp_path / "mixture")
+    cfg = parameters(tmp_path / "base", epochs=100, workers=1, zero_stage=1, checkpoint_every_steps=6)
+    want = finish(start(cfg, mixture, tmp_path / "whole"), tmp_path / "whole")
+    broken = start(cfg, mixture, tmp_path / "broken")
+    kill_worker_after_a_checkpoint(broken, tmp_path / "broken")
+    got = finish(broken, tmp_path / "broken")
+    resumed = re.search(r"resumed after step (\d+) of", (tmp_path / "broken" / "log").read_text())
+    assert resumed, "the run did not go on from a checkpoint"
+    assert int(resumed[1]) >= 12
+    assert got.keys() == want.keys()
+    for name, weight in want.items():
+        assert torch.equal(got[name], weight), name
