@@ -92,7 +92,7 @@ class Convert(Section):
 class Train(Section):
     seed: int
     base: Path
-    perception: dict[str, Any]  # fields of components.model.PerceptionConfig
+    perception: dict[str, Any] | None  # fields of components.model.PerceptionConfig; null: no MDP module
     lora_rank: int = Field(ge=0)
     lora_alpha: int = Field(ge=1)
     packing: Literal["unpacked", "k", "full"]

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -58,10 +58,10 @@ class M3DiffModel(NewModuleInit, LlavaOnevisionModel):
 
         Args:
             pixel_values: [images, 3, H, W] or [images, 1, 3, H, W].
-            batch_num_images: images in each sample; where all are 2, and perception is on, the images are pairs.
+            batch_num_images: images in each sample; where all are 2, the images are pairs.
         Returns: `pooler_output` holds one [N + 1, D_llm] tensor per image (its patches and the newline).
         """
-        if self.perception is None or not _are_pairs(batch_num_images):
+        if not _are_pairs(batch_num_images):
             return super().get_image_features(
                 pixel_values, image_sizes=image_sizes, batch_num_images=batch_num_images, **kwargs
             )
@@ -79,13 +79,15 @@ class M3DiffModel(NewModuleInit, LlavaOnevisionModel):
         return states
 
     def perceive(self, pixel_values: Tensor) -> Tensor:
-        """Tower features after equation (8), [images, N, D], images interleaved as they came."""
-        assert self.perception is not None, "perception is switched off"
+        """Tower features after equation (8), [images, N, D], images interleaved as they came; with perception off, the
+        tower's own."""
         states = self.tower_states(pixel_values)
-        taps = [states[tap] for tap in self.perception.cfg.taps]
         layer = self.config.vision_feature_layer
         assert isinstance(layer, int), f"one feature layer, not {layer}"
         last = states[layer]
+        if self.perception is None:
+            return last
+        taps = [states[tap] for tap in self.perception.cfg.taps]
         fused = self.perception([t[0::2] for t in taps], [t[1::2] for t in taps], last[0::2], last[1::2])
         return torch.stack(fused, dim=1).flatten(0, 1)
 
@@ -122,14 +124,14 @@ class M3DiffForConditionalGeneration(NewModuleInit, LlavaOnevisionForConditional
         pretrained_model_name_or_path: str | Path,
         *args: Any,
         config: M3DiffConfig | None = None,
-        perception: dict | None = None,
+        perception: dict | Literal["off"] | None = None,
         base: Path | None = None,
         **kwargs: Any,
     ) -> Any:
         """Load M3Diff, or a LLaVA-OneVision to which a new MDP module is added, and log which of the two it was.
 
         Args:
-            perception: fields of the new module; for a LLaVA-OneVision directory the paper's by default.
+            perception: fields of the module new to a LLaVA-OneVision directory; the paper's by default, "off" for none.
             base: where the base of a folder of adapters is; by default where its manifest says.
         Raises ValueError where weights other than the new module's are missing, or none match. Safetensors only.
         """
@@ -142,7 +144,8 @@ class M3DiffForConditionalGeneration(NewModuleInit, LlavaOnevisionForConditional
             found, _ = M3DiffConfig.get_config_dict(name)
             is_base = found.get("model_type") != M3DiffConfig.model_type
             fields = {key: value for key, value in found.items() if key not in ("model_type", "architectures")}
-            config = M3DiffConfig(**fields | ({"perception": perception or {}} if is_base else {}))
+            added = {"perception": perception or {}} if is_base and perception != "off" else {}
+            config = M3DiffConfig(**fields | added)
         kwargs["use_safetensors"] = True
         wants_info = kwargs.pop("output_loading_info", False)
         with _quiet():

@@ -69,7 +69,7 @@ def prepare_model(cfg: Train) -> tuple[nn.Module, M3DiffProcessor]:
     torch.manual_seed(cfg.seed)
     model = M3DiffForConditionalGeneration.from_pretrained(
         cfg.base,
-        perception=cfg.perception,
+        perception="off" if cfg.perception is None else cfg.perception,
         dtype=torch.bfloat16 if cfg.precision == "bf16" else torch.float32,
         attn_implementation=attention_kernels(cfg.gpu and cfg.packing != "unpacked"),
     )

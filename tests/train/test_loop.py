@@ -57,6 +57,12 @@ def test_training_lowers_the_loss_and_moves_every_group(mixture: Path, base: Pat
     )
 
 
+def test_without_perception_the_same_loop_trains_a_llava_onevision(mixture: Path, base: Path, tmp_path: Path) -> None:
+    weights, curve = run(parameters(base, perception=None, epochs=1), mixture, tmp_path)
+    assert weights.keys() == load_file(base / "model.safetensors").keys(), "no tensor of an MDP module"
+    assert len(curve) > 1
+
+
 def test_the_same_seed_gives_the_same_weights(mixture: Path, base: Path, tmp_path: Path) -> None:
     first, _ = run(parameters(base), mixture, tmp_path / "a")
     second, _ = run(parameters(base), mixture, tmp_path / "b")
