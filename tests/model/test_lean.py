@@ -73,21 +73,26 @@ def parts() -> dict[str, nn.Module]:
 
 @pytest.mark.parametrize("part", ["adapter", "norm", "mlp"])
 def test_in_bfloat16_no_part_is_farther_from_the_truth_than_stock(part: str) -> None:
-    def run(dtype: torch.dtype, **way: Any) -> list[Tensor]:
+    def run(seed: int, dtype: torch.dtype, **way: Any) -> list[Tensor]:
         module = parts()[part].bfloat16().to(dtype)
         holder = nn.ModuleList([module])
         holder.gradient_checkpointing_disable = lambda: None  # type: ignore[assignment]
         make_lean(holder, **way)
-        torch.manual_seed(1)
+        torch.manual_seed(seed)
         x, grad = (torch.randn(200, WIDTH).bfloat16().to(dtype) for _ in range(2))
         out = module(x.requires_grad_())
         out.backward(grad)
         return [out.detach(), x.grad, *(p.grad for p in module.parameters() if p.grad is not None)]
 
-    truth, stock, lean = run(torch.float32, **STOCK_WAY), run(torch.bfloat16, **STOCK_WAY), run(torch.bfloat16)
-    assert len(truth) == len(stock) == len(lean) >= 2
-    for want, usual, got in zip(truth, stock, lean, strict=True):
-        assert (got.float() - want).norm() <= 1.15 * (usual.float() - want).norm()
+    errors = []
+    for seed in range(8):  # of one draw alone, a small tensor's rounding may be a quarter above stock's or below it
+        truth = run(seed, torch.float32, **STOCK_WAY)
+        stock, lean = run(seed, torch.bfloat16, **STOCK_WAY), run(seed, torch.bfloat16)
+        assert len(truth) == len(stock) == len(lean) >= 2
+        distances = [[(x.float() - y).norm() for x, y in zip(found, truth, strict=True)] for found in (stock, lean)]
+        errors.append(torch.tensor(distances))
+    usual, got = torch.stack(errors).square().mean(0).sqrt()
+    assert (got <= 1.15 * usual).all(), got / usual
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

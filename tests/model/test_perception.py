@@ -14,10 +14,12 @@ def linear(x: Tensor, layer: torch.nn.Linear) -> Tensor:
 
 
 def attention(q: Tensor, kv: Tensor, module: torch.nn.Module, heads: int) -> Tensor:
-    """CA(q, kv) by explicit loops over samples and heads."""
+    """CA(q, kv) by explicit loops over samples and heads; where the module says so, queries and keys of size one."""
     rows = []
     for b in range(len(q)):
         queries, keys = linear(q[b], module.q_proj), linear(kv[b], module.k_proj)
+        if module.normed:
+            queries, keys = (x / (x**2).mean(-1, keepdim=True).sqrt() for x in (queries, keys))
         values, width = linear(kv[b], module.v_proj), D // heads
         parts = []
         for h in range(heads):
