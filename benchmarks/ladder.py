@@ -96,7 +96,7 @@ def tiny(pairs: int = 16) -> Size:
     tokenizer = AutoTokenizer.from_pretrained(BASE)
     found, _ = M3DiffConfig.get_config_dict(str(BASE))
     fields = {name: value for name, value in found.items() if name not in ("model_type", "architectures")}
-    config = M3DiffConfig(**fields | {"perception": {"taps": [3, 5], "layers": 2, "heads": 4}})
+    config = M3DiffConfig(**fields | {"perception": {"taps": [4], "layers": 2, "heads": 4}})
     image = "<image>" * ((config.vision_config.image_size // config.vision_config.patch_size) ** 2 + 1)
     groups = []
     for pair in json.loads((HERE / "minichange.json").read_text())[:pairs]:
