@@ -94,9 +94,8 @@ class Size:
 def tiny(pairs: int = 16) -> Size:
     """The embedded base's shapes, the embedded default's batch and adapters, MiniChange's references."""
     tokenizer = AutoTokenizer.from_pretrained(BASE)
-    found, _ = M3DiffConfig.get_config_dict(str(BASE))
-    fields = {name: value for name, value in found.items() if name not in ("model_type", "architectures")}
-    config = M3DiffConfig(**fields | {"perception": {"taps": [4], "layers": 2, "heads": 4}})
+    config = M3DiffConfig.on_base(str(BASE), {"taps": [1], "layers": 2, "heads": 4})
+    config.perception["taps"] = [config.vision_config.num_hidden_layers]  # the last layer's, as in the embedded default
     image = "<image>" * ((config.vision_config.image_size // config.vision_config.patch_size) ** 2 + 1)
     groups = []
     for pair in json.loads((HERE / "minichange.json").read_text())[:pairs]:

@@ -88,16 +88,16 @@ def trainable_groups(
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     wrong = [name for name, p in model.named_parameters() if p.requires_grad != _should_train(name, rank)]
     assert not wrong, f"the trainable set is not the intended one: {wrong[:5]}"
-    rates = {"tower": lr_tower, "perception": lr_perception or lr, "rest": lr}
-    members: dict[str, list[nn.Parameter]] = {group: [] for group in rates}
-    for name, p in named:
-        if name.startswith("model.vision_tower."):
-            members["tower"].append(p)
-        elif lr_perception is not None and name.startswith("model.perception."):
-            members["perception"].append(p)
-        else:
-            members["rest"].append(p)
-    return [TrainableGroup(group, rates[group], chosen) for group, chosen in members.items() if chosen]
+    own = {"tower": ("model.vision_tower.", lr_tower)}
+    if lr_perception is not None:
+        own["perception"] = ("model.perception.", lr_perception)
+    groups = [
+        TrainableGroup(group, rate, [p for name, p in named if name.startswith(prefix)])
+        for group, (prefix, rate) in own.items()
+    ]
+    prefixes = tuple(prefix for prefix, _ in own.values())
+    groups.append(TrainableGroup("rest", lr, [p for name, p in named if not name.startswith(prefixes)]))
+    return [group for group in groups if group.parameters]
 
 
 def unwrapped(model: nn.Module) -> M3DiffForConditionalGeneration:

@@ -10,6 +10,9 @@ from transformers.conversion_mapping import (
 
 from components.model.perception import PerceptionConfig
 
+PAPER: dict[str, Any] = {}
+"""Fields of the paper's MDP module: every default of `PerceptionConfig`. None, everywhere, is no module."""
+
 
 class M3DiffConfig(LlavaOnevisionConfig):
     """Configuration of M3Diff.
@@ -25,6 +28,13 @@ class M3DiffConfig(LlavaOnevisionConfig):
         text_config: Any
         vision_config: Any
 
+    @classmethod
+    def on_base(cls, folder: str, perception: dict | None) -> "M3DiffConfig":
+        """The configuration of the LLaVA-OneVision in `folder`, with an MDP module of these fields, or without one."""
+        found, _ = cls.get_config_dict(folder)
+        fields = {name: value for name, value in found.items() if name not in ("model_type", "architectures")}
+        return cls(**fields | {"perception": perception})
+
     def perception_config(self) -> PerceptionConfig | None:
         """Raises ValueError where a tap lies beyond the tower, or a field is unknown."""
         if self.perception is None:
@@ -39,7 +49,7 @@ class M3DiffConfig(LlavaOnevisionConfig):
 AutoConfig.register("m3diff", M3DiffConfig)
 
 
-def seven_b_config(perception: dict | None = None) -> M3DiffConfig:
+def seven_b_config(perception: dict | None = PAPER) -> M3DiffConfig:
     """M3Diff at its true size: the shapes of llava-hf/llava-onevision-qwen2-7b-ov-hf, for plans and benchmarks."""
     return M3DiffConfig(  # type: ignore[call-arg]
         text_config={
@@ -54,7 +64,7 @@ def seven_b_config(perception: dict | None = None) -> M3DiffConfig:
             "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
             "rms_norm_eps": 1e-6,
         },
-        perception={} if perception is None else perception,
+        perception=perception,
     )
 
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from transformers import (
 from transformers import logging as transformers_logging
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from components.model.configuration import M3DiffConfig
+from components.model.configuration import PAPER, M3DiffConfig
 from components.model.perception import DifferentialPerception, Projection
 
 logger = logging.getLogger(__name__)
@@ -124,14 +124,14 @@ class M3DiffForConditionalGeneration(NewModuleInit, LlavaOnevisionForConditional
         pretrained_model_name_or_path: str | Path,
         *args: Any,
         config: M3DiffConfig | None = None,
-        perception: dict | Literal["off"] | None = None,
+        perception: dict | None = PAPER,
         base: Path | None = None,
         **kwargs: Any,
     ) -> Any:
         """Load M3Diff, or a LLaVA-OneVision to which a new MDP module is added, and log which of the two it was.
 
         Args:
-            perception: fields of the module new to a LLaVA-OneVision directory; the paper's by default, "off" for none.
+            perception: fields of the module new to a LLaVA-OneVision directory; the paper's by default, None for none.
             base: where the base of a folder of adapters is; by default where its manifest says.
         Raises ValueError where weights other than the new module's are missing, or none match. Safetensors only.
         """
@@ -143,9 +143,7 @@ class M3DiffForConditionalGeneration(NewModuleInit, LlavaOnevisionForConditional
         if config is None:
             found, _ = M3DiffConfig.get_config_dict(name)
             is_base = found.get("model_type") != M3DiffConfig.model_type
-            fields = {key: value for key, value in found.items() if key not in ("model_type", "architectures")}
-            added = {"perception": perception or {}} if is_base and perception != "off" else {}
-            config = M3DiffConfig(**fields | added)
+            config = M3DiffConfig.on_base(name, perception if is_base else found.get("perception"))
         kwargs["use_safetensors"] = True
         wants_info = kwargs.pop("output_loading_info", False)
         with _quiet():

@@ -143,8 +143,10 @@ def sincos_positions(side: int, width: int, heads: int, amplitude: float) -> Ten
 
 
 class Mlp(nn.Sequential):
-    def __init__(self, width_in: int, hidden: int, width_out: int, gain: float = 1.0) -> None:
-        super().__init__(Projection(width_in, hidden), nn.GELU(approximate="tanh"), Projection(hidden, width_out, gain))
+    """Into the hidden units of `last`, through GELU and out by it."""
+
+    def __init__(self, width_in: int, last: Projection) -> None:
+        super().__init__(Projection(width_in, last.in_features), nn.GELU(approximate="tanh"), last)
 
 
 class Detector(Projection):
@@ -168,9 +170,9 @@ class DifferentialLayer(nn.Module):
         silent = 0.0 if cfg.residual else 1.0
         self.self_attention = Attention(width, cfg.heads, silent, cfg.residual)
         self.cross_attention = Attention(width, cfg.heads, silent, cfg.residual)
-        self.mlp = Mlp(width, cfg.mlp_ratio * width, width, silent)
-        if cfg.residual and first:
-            self.mlp[2] = Detector(cfg.mlp_ratio * width, width)
+        hidden = cfg.mlp_ratio * width
+        detects = cfg.residual and first
+        self.mlp = Mlp(width, Detector(hidden, width) if detects else Projection(hidden, width, silent))
         self.feature_attention = Attention(width, cfg.heads, cfg.start if cfg.residual else 1.0, cfg.residual)
         self.norm_feature = nn.LayerNorm(width) if cfg.residual else nn.Identity()
 
@@ -199,7 +201,7 @@ class DifferentialLevel(nn.Module):
         self.difference = DifferenceProjection(3 * width, width)  # Wp
         self.layers = nn.ModuleList(DifferentialLayer(cfg, width, first=k == 0) for k in range(cfg.layers))
         # silent at first: all levels count alike
-        self.score = Mlp(3 * width, width // 4, 1 if cfg.score == "scalar" else width, gain=0.0)
+        self.score = Mlp(3 * width, Projection(width // 4, 1 if cfg.score == "scalar" else width, gain=0.0))
 
     def forward(self, f1_BND: Tensor, f2_BND: Tensor, places_ND: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Returns Ft_1, Ft_2 [B, N, D] and the score, [B, 1, 1] or [B, 1, D]."""

@@ -1,4 +1,4 @@
-"""The DeepSpeed engine around M3Diff: ZeRO stage and precision from `params.yaml`, AdamW with the two groups."""
+"""The DeepSpeed engine around M3Diff: ZeRO stage and precision from `params.yaml`, AdamW with its groups."""
 
 import math
 import os
@@ -27,7 +27,7 @@ STATE = "state"
 
 
 def deepspeed_config(cfg: Train, ranks: int) -> dict[str, Any]:
-    """DeepSpeed's configuration. No optimizer or scheduler in it: those of DeepSpeed would merge the two groups."""
+    """DeepSpeed's configuration. No optimizer or scheduler in it: those of DeepSpeed would merge the groups."""
     return {
         "train_micro_batch_size_per_gpu": cfg.micro_batch,
         "gradient_accumulation_steps": cfg.global_batch // (cfg.micro_batch * ranks),

@@ -37,13 +37,8 @@ def planned_config(cfg: Train) -> M3DiffConfig:
     """The configuration that would train: the base's where its folder is there, else the published 7B shapes."""
     if not (cfg.base / "config.json").is_file():
         print(f"{cfg.base}: not here, planned with the shapes of llava-onevision-qwen2-7b")
-        config = seven_b_config(cfg.perception)
-        if cfg.perception is None:
-            config.perception = None
-        return config
-    found, _ = M3DiffConfig.get_config_dict(str(cfg.base))
-    fields = {name: value for name, value in found.items() if name not in ("model_type", "architectures")}
-    return M3DiffConfig(**fields | {"perception": cfg.perception})
+        return seven_b_config(cfg.perception)
+    return M3DiffConfig.on_base(str(cfg.base), cfg.perception)
 
 
 def parameter_groups(config: M3DiffConfig, lora_rank: int) -> dict[str, int]:
