@@ -11,6 +11,8 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from components.records import ChangeType
+
 
 class ParamsError(ValueError):
     """`params.yaml` cannot be used; the text lists every fault with its remedy."""
@@ -40,6 +42,7 @@ class Synthesize(Section):
     image_px: int = Field(ge=32)
     references: int = Field(ge=1)  # captions per change pair
     multi_change_share: float = Field(ge=0, le=1)  # scenes with two or three changes
+    train_twice: list[ChangeType]  # twice as often as the others in training scenes; val and test stay even
 
 
 class Dataset(Section):

@@ -8,14 +8,14 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self, get_args
 
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict
 
 SPLITS = ("train", "val", "test")
 
-CHANGE_TYPES = (
+ChangeType = Literal[
     "viewpoint",
     "illumination",
     "addition",
@@ -28,7 +28,8 @@ CHANGE_TYPES = (
     "pose",
     "ocr",
     "counting",
-)
+]
+CHANGE_TYPES: tuple[ChangeType, ...] = get_args(ChangeType)
 """The twelve change types of OmniDiff (paper section 3)."""
 
 NO_CHANGE = "none"

@@ -9,7 +9,6 @@ import os
 import shutil
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +16,7 @@ import numpy as np
 
 from components.params import Synthesize
 from components.progress import progress
-from components.records import CHANGE_TYPES, SPLITS, write_atomic
+from components.records import CHANGE_TYPES, write_atomic
 from components.synthesize.change import sample_pair
 from components.synthesize.draw import render
 from components.synthesize.language import captions, grammar
@@ -36,25 +35,36 @@ def synthesize(cfg: Synthesize, out: Path) -> None:
     shutil.rmtree(out, ignore_errors=True)
     for folder in FOLDERS:
         (out / folder).mkdir(parents=True)
+    splits = split_scenes(cfg)
     total = sum(cfg.scenes.values())
     with ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
-        drawn = pool.map(partial(_draw_scene, cfg, out), range(total), chunksize=32)
+        drawn = pool.map(partial(_draw_scene, cfg, splits["train"], out), range(total), chunksize=32)
         scenes = list(progress(drawn, "synthesize", total=total, unit="scene"))
-    _write_annotations(cfg, scenes, out)
+    _write_annotations(cfg, scenes, splits, out)
 
 
-def _draw_scene(cfg: Synthesize, out: Path, number: int) -> Drawn:
+def split_scenes(cfg: Synthesize) -> dict[str, range]:
+    """The numbers of each split's scenes. Training comes last, so that more of it leaves val and test as they are."""
+    val = cfg.scenes["test"]
+    train = val + cfg.scenes["val"]
+    return {"train": range(train, train + cfg.scenes["train"]), "val": range(val, train), "test": range(val)}
+
+
+def _draw_scene(cfg: Synthesize, training: range, out: Path, number: int) -> Drawn:
     rng = np.random.default_rng([cfg.seed, number])
-    types = choose_types(rng, number, cfg.multi_change_share)
+    deck = CHANGE_TYPES + (tuple(cfg.train_twice) if number in training else ())
+    types = choose_types(rng, number, cfg.multi_change_share, deck)
     before, after, distractor, changes = sample_pair(rng, types)
     for (folder, word), scene in zip(FOLDERS.items(), (before, after, distractor), strict=True):
         render(scene, cfg.image_px, rng).save(out / folder / f"CLEVR_{word}_{number:06d}.png", compress_level=4)
     return Drawn(number, types, captions(changes, cfg.references))
 
 
-def choose_types(rng: np.random.Generator, number: int, multi_change_share: float) -> tuple[str, ...]:
-    """One to three distinct change types; the first runs through all twelve, so that each is drawn equally often."""
-    first = CHANGE_TYPES[number % len(CHANGE_TYPES)]
+def choose_types(
+    rng: np.random.Generator, number: int, multi_change_share: float, deck: tuple[str, ...] = CHANGE_TYPES
+) -> tuple[str, ...]:
+    """One to three distinct change types; the first runs through `deck`, by number."""
+    first = deck[number % len(deck)]
     if rng.random() >= multi_change_share:
         return (first,)
     rest = [change_type for change_type in CHANGE_TYPES if change_type != first]
@@ -62,20 +72,13 @@ def choose_types(rng: np.random.Generator, number: int, multi_change_share: floa
     return (first, *(rest[int(k)] for k in extra))
 
 
-def _write_annotations(cfg: Synthesize, scenes: list[Drawn], out: Path) -> None:
+def _write_annotations(cfg: Synthesize, scenes: list[Drawn], splits: dict[str, range], out: Path) -> None:
     key = "CLEVR_default_{:06d}.png".format
     no_change = captions((), cfg.references)
-    order = np.random.default_rng(cfg.seed).permutation(len(scenes))
-    sizes = {str(split): count for split, count in cfg.scenes.items()}
-    ends = list(accumulate(sizes[split] for split in SPLITS))
-    starts = [0, *ends[:-1]]
     files = {
         "change_captions.json": {key(scene.number): scene.captions for scene in scenes},
         "no_change_captions.json": {key(scene.number): no_change for scene in scenes},
-        "splits.json": {
-            split: sorted(int(number) for number in order[start:end])
-            for split, start, end in zip(SPLITS, starts, ends, strict=True)
-        },
+        "splits.json": {split: list(numbers) for split, numbers in splits.items()},
         "type_mapping.json": {
             change_type: [f"{scene.number:06d}.png" for scene in scenes if change_type in scene.types]
             for change_type in CHANGE_TYPES

@@ -16,7 +16,14 @@ from components.synthesize.language import NO_CHANGE, captions, grammar, name
 from components.synthesize.scene import PLACES
 from components.synthesize.stage import synthesize
 
-SMALL = Synthesize(seed=5, scenes={"train": 20, "val": 4, "test": 6}, image_px=64, references=5, multi_change_share=0.2)
+SMALL = Synthesize(
+    seed=5,
+    scenes={"train": 20, "val": 4, "test": 6},
+    image_px=64,
+    references=5,
+    multi_change_share=0.2,
+    train_twice=["size"],
+)
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -45,6 +52,25 @@ def test_no_scene_is_in_two_splits(tmp_path: Path) -> None:
     assert {split: len(numbers) for split, numbers in splits.items()} == SMALL.scenes
     together = [number for numbers in splits.values() for number in numbers]
     assert sorted(together) == sorted(set(together))
+
+
+def test_more_training_scenes_leave_the_held_out_ones_as_they_are(tmp_path: Path) -> None:
+    for folder, train in (("few", 2), ("more", 5)):
+        synthesize(SMALL.model_copy(update={"scenes": SMALL.scenes | {"train": train}}), tmp_path / folder)
+    few, more = (json.loads((tmp_path / folder / "splits.json").read_text()) for folder in ("few", "more"))
+    assert (few["val"], few["test"]) == (more["val"], more["test"])
+    images = {name: content for name, content in digests(tmp_path / "few").items() if name.endswith(".png")}
+    assert images.items() <= digests(tmp_path / "more").items()
+
+
+def test_what_trains_twice_is_drawn_twice_as_often_for_training_alone(tmp_path: Path) -> None:
+    scenes = {"train": 260, "val": 0, "test": 120}
+    synthesize(SMALL.model_copy(update={"scenes": scenes, "image_px": 32, "multi_change_share": 0.0}), tmp_path)
+    splits = json.loads((tmp_path / "splits.json").read_text())
+    drawn = json.loads((tmp_path / "type_mapping.json").read_text())
+    of_size = {int(name.removesuffix(".png")) for name in drawn["size"]}
+    assert len(of_size & set(splits["train"])) == 2 * 260 / 13
+    assert len(of_size & set(splits["test"])) == 120 / 12
 
 
 @pytest.mark.parametrize("change_type", CHANGE_TYPES)
