@@ -73,7 +73,7 @@ def overlay(image: Image.Image, heat: np.ndarray) -> Image.Image:
 
 @dataclass(frozen=True)
 class Line:
-    """One series of a chart. `style` is a CSS class of the template: faint, main, second."""
+    """One series of a chart. `style` is a CSS class of the template: faint, main, second, third."""
 
     name: str
     points: Sequence[tuple[float, float]]

@@ -104,7 +104,11 @@ def charts(curves: Path) -> list[dict[str, Any]]:
         (
             "Learning rate",
             "per training step",
-            [Line("lr", column("lr"), "main"), Line("lr_tower", column("lr_tower"), "second")],
+            [
+                Line("lr", column("lr"), "main"),
+                Line("lr_tower", column("lr_tower"), "second"),
+                Line("lr_perception", column("lr_perception"), "third"),
+            ],
             False,
         ),
     ]

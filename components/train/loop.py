@@ -31,7 +31,7 @@ from components.train.engine import (
     set_learning_rates,
 )
 
-CURVE_COLUMNS = ("step", "epoch", "loss", "lr", "lr_tower", "grad_norm", "val_loss")
+CURVE_COLUMNS = ("step", "epoch", "loss", "lr", "lr_tower", "lr_perception", "grad_norm", "val_loss")
 
 
 class Runtime(Protocol):
@@ -69,7 +69,7 @@ def prepare_model(cfg: Train) -> tuple[nn.Module, M3DiffProcessor]:
     torch.manual_seed(cfg.seed)
     model = M3DiffForConditionalGeneration.from_pretrained(
         cfg.base,
-        perception="off" if cfg.perception is None else cfg.perception,
+        perception=cfg.perception,
         dtype=torch.bfloat16 if cfg.precision == "bf16" else torch.float32,
         attn_implementation=attention_kernels(cfg.gpu and cfg.packing != "unpacked"),
     )
@@ -111,10 +111,11 @@ def run_loop(cfg: Train, mixture: Path, out: Path, runtime: Runtime) -> dict[str
         last = step + 1 == schedule.steps
         save = last or (step + 1) % cfg.checkpoint_every_steps == 0
         val_loss = validate(engine) if save else None
-        row = (step + 1, round((step + 1) / schedule.steps_per_epoch, 4), loss, cfg.lr * factor, cfg.lr_tower * factor)
-        curve.add(*row, float(engine.get_global_grad_norm() or 0.0), val_loss)
+        rates = [rate and rate * factor for rate in (cfg.lr, cfg.lr_tower, cfg.lr_perception)]
+        epoch = round((step + 1) / schedule.steps_per_epoch, 4)
+        curve.add(step + 1, epoch, loss, *rates, float(engine.get_global_grad_norm() or 0.0), val_loss)
         if runtime.rank == 0 and ((step + 1) % 20 == 0 or last):
-            speed = captions / (time.monotonic() - started)
+            speed = captions * runtime.ranks / (time.monotonic() - started)
             tail = f"  val {val_loss:.4f}" if val_loss is not None else ""
             print(f"train: step {step + 1}/{schedule.steps}  loss {loss:.4f}  {speed:.0f} captions/s{tail}", flush=True)
         if save:

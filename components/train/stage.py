@@ -222,7 +222,8 @@ def _run_on_ray(cfg: Train, mixture: Path, out: Path, run_dir: Path, resume: Pat
     own = not ray.is_initialized()
     if own:
         cluster = os.environ.get("RAY_ADDRESS")  # without one, a cluster of this run's own, deaf to the network
-        here = {"address": "local", "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+        cores = max(os.cpu_count() or 1, cfg.workers * cfg.cpus_per_worker)  # fewer than asked for: slower, not refused
+        here = {"address": "local", "num_cpus": cores, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
         ray.init(
             **({"address": cluster} if cluster else here),
             log_to_driver=True,

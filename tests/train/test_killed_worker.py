@@ -52,7 +52,7 @@ def kill_worker_after_a_checkpoint(process: subprocess.Popen, folder: Path) -> N
 @pytest.mark.slow
 def test_a_run_whose_worker_is_killed_ends_with_the_same_weights(tmp_path: Path) -> None:
     mixture = write_mixture(tmp_path / "mixture")
-    cfg = parameters(tmp_path / "base", epochs=20, workers=1, zero_stage=1, checkpoint_every_steps=6)
+    cfg = parameters(tmp_path / "base", epochs=20, workers=2, micro_batch=2, zero_stage=1, checkpoint_every_steps=6)
     want = finish(start(cfg, mixture, tmp_path / "whole"), tmp_path / "whole")
     broken = start(cfg, mixture, tmp_path / "broken")
     kill_worker_after_a_checkpoint(broken, tmp_path / "broken")
