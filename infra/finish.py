@@ -24,7 +24,7 @@ SCORES = (
 NEXT = """next
   look at the report in a browser, and at the model's versions:   make up
   caption a pair:                                                 see README.md, "Use the model"
-  try another setting beside this one:                            dvc exp run -S train.epochs=4
+  try another setting beside this one:                            dvc exp run -S train.epochs=6
   run on your own pairs:                                          params.yaml, section ingest"""
 
 
