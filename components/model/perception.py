@@ -125,10 +125,14 @@ class Attention(nn.Module):
         attended = F.scaled_dot_product_attention(q, k, self._split(self.v_proj(kv_BND)))
         return self.out_proj(attended.transpose(1, 2).flatten(2))
 
-    def weights(self, q_BMD: Tensor, kv_BND: Tensor, places_ND: Tensor | None = None) -> Tensor:
-        """Attention averaged over heads, [B, M, N]; for showing, not for training."""
+    def passed_on(self, q_BMD: Tensor, kv_BND: Tensor, places_ND: Tensor | None = None) -> Tensor:
+        """How much of each key's value reaches each query, [B, M, N]: attention times the size of the projected value
+        (Kobayashi et al. 2020, arXiv 2004.10102), summed over heads; for showing, not for training."""
         q, k = self._placed(self.q_proj(q_BMD), places_ND), self._placed(self.k_proj(kv_BND), places_ND)
-        return (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).softmax(-1).mean(1)
+        weights = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).softmax(-1)
+        out = self.out_proj.weight.unflatten(1, (self.heads, -1))
+        sizes = torch.einsum("bhnd,ohd->bhno", self._split(self.v_proj(kv_BND)), out).norm(dim=-1)
+        return (weights * sizes[:, :, None]).sum(1)
 
 
 def sincos_positions(side: int, width: int, heads: int, amplitude: float) -> Tensor:
@@ -225,15 +229,18 @@ class DifferentialLevel(nn.Module):
         return df, steps
 
     def attended(self, f1_BND: Tensor, f2_BND: Tensor, places_ND: Tensor | None = None) -> Tensor:
-        """How much the image after draws on each place of the difference in (6), last layer: [B, N], sums to 1."""
+        """How much each place of the difference moves both images' features in (6): [B, N], sums to 1. Of the first
+        layer, which hands on the difference itself; after it every place holds something of all."""
         _, steps = self._layers(f1_BND, f2_BND, places_ND)
-        (_, entering, _), (_, _, moving) = steps[-2:]
-        last = self.layers[-1]
-        assert isinstance(last, DifferentialLayer)
-        query = last.norm_feature(entering)
-        weights = last.feature_attention.weights(query, torch.cat([query, moving], dim=1), places_ND)
-        over_difference = weights[:, :, query.shape[1] :].sum(dim=1)
-        return over_difference / over_difference.sum(dim=1, keepdim=True)
+        _, _, moving = steps[1]
+        first = self.layers[0]
+        assert isinstance(first, DifferentialLayer)
+        reached = torch.full_like(moving[:, :, 0], torch.finfo(moving.dtype).tiny)  # an untrained module moves nothing
+        for features in (f1_BND, f2_BND):
+            query = first.norm_feature(features)
+            passed = first.feature_attention.passed_on(query, torch.cat([query, moving], dim=1), places_ND)
+            reached = reached + passed[:, :, query.shape[1] :].sum(dim=1)
+        return reached / reached.sum(dim=1, keepdim=True)
 
 
 class DifferentialPerception(nn.Module):

@@ -120,6 +120,22 @@ def test_the_attended_map_is_a_distribution_over_places() -> None:
     torch.testing.assert_close(attended.sum(1), torch.ones(B, dtype=torch.float64))
 
 
+def test_a_module_that_starts_as_a_detector_looks_where_the_images_differ() -> None:
+    torch.manual_seed(1)
+    mdp = DifferentialPerception(PerceptionConfig(taps=(1,), heads=4, positions=3.0, start=2.0), width=64)
+    before = torch.randn(9, 9, 64)
+    after = before.clone()
+    places = torch.arange(9)  # of pair and place alike
+    after[places, places] += torch.randn(9, 64)
+    assert mdp.attended([before], [after]).argmax(1).tolist() == places.tolist()
+
+
+def test_a_module_that_moves_nothing_looks_everywhere_alike() -> None:
+    mdp = DifferentialPerception(PerceptionConfig(taps=(1,), heads=3), D)
+    attended = mdp.attended(*([x.float()] for x in features(2)))
+    torch.testing.assert_close(attended, torch.full((B, N), 1 / N))
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
