@@ -1,6 +1,7 @@
 """validate: records -> clean records and a quarantine with reasons; rows in = rows out + quarantined, always."""
 
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -65,13 +66,13 @@ def validate(cfg: Validate, records: Path, out: Path) -> ValidateReport:
     found, all_rules = facts(table, images, leaks), rules(cfg.max_caption_chars)
     bad = bad_rows(found, all_rules)
     shutil.rmtree(out / "docs", ignore_errors=True)
-    broken, miscounts = judge(found, all_rules, cfg.expected_pairs, out / "docs")
+    with ThreadPoolExecutor(1) as beside:  # polars leaves the interpreter to great-expectations meanwhile
+        parts = beside.submit(_split_and_write, table, bad, out)
+        broken, miscounts = judge(found, all_rules, cfg.expected_pairs, out / "docs")
     assert broken == set(bad["rules"].explode().drop_nulls()), (broken, bad["rules"])  # two engines, one judgement
-    clean, quarantine, respaced = _split(table, bad)
+    clean, quarantine, respaced = parts.result()
     report = _report(clean, quarantine, images, captions_respaced=respaced, overlaps=overlaps)
     assert report.rows_in == table.height == report.rows_out + report.quarantined, report
-    _write(clean, RECORD_SCHEMA, out / "records.parquet")
-    _write(quarantine, QUARANTINE_SCHEMA, out / "quarantine.parquet")
     report.write(out / "report.json")
     _refuse(cfg, report, quarantine, miscounts, out)
     return report
@@ -87,6 +88,13 @@ def _load(path: Path) -> pl.DataFrame:
     if not table.height:
         raise DataError(f"{path}: holds no record; look at ingest.datasets in params.yaml")
     return table
+
+
+def _split_and_write(table: pl.DataFrame, bad: pl.DataFrame, out: Path) -> tuple[pl.DataFrame, pl.DataFrame, int]:
+    clean, quarantine, respaced = _split(table, bad)
+    _write(clean, RECORD_SCHEMA, out / "records.parquet")
+    _write(quarantine, QUARANTINE_SCHEMA, out / "quarantine.parquet")
+    return clean, quarantine, respaced
 
 
 def _split(table: pl.DataFrame, bad: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame, int]:
