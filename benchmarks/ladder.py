@@ -94,8 +94,9 @@ class Size:
 def tiny(pairs: int = 16) -> Size:
     """The embedded base's shapes, the embedded default's batch and adapters, MiniChange's references."""
     tokenizer = AutoTokenizer.from_pretrained(BASE)
-    config = M3DiffConfig.on_base(str(BASE), {"taps": [1], "layers": 2, "heads": 4})
-    config.perception["taps"] = [config.vision_config.num_hidden_layers]  # the last layer's, as in the embedded default
+    config = M3DiffConfig.on_base(str(BASE), perception=None)
+    last = config.vision_config.num_hidden_layers  # tapped alone, as in the embedded default
+    config.perception = {"taps": [last], "layers": 2, "heads": 4}
     image = "<image>" * ((config.vision_config.image_size // config.vision_config.patch_size) ** 2 + 1)
     groups = []
     for pair in json.loads((HERE / "minichange.json").read_text())[:pairs]:
