@@ -18,7 +18,7 @@ help:           ## list the targets
 
 run: install    ## the whole road on the embedded benchmark, then the scores and where everything is
 	@dvc repro
-	@python infra/finish.py
+	@python infra/summary.py
 
 test: install   ## every test
 	@python -m pytest
@@ -30,14 +30,14 @@ check: install  ## lint, formatting, types and the design rules
 	@python -m pytest tests/test_doors.py tests/test_layers.py tests/test_readme.py
 
 up: install     ## Prefect server, MLflow server and a worker on this machine
-	@python infra/up.py up
+	@python infra/services.py up
 
 down:           ## end what `up` started
-	@python infra/up.py down
+	@python infra/services.py down
 
 profile: install ## make PROFILE (paper, one-gpu) the parameters of the next run, once it is seen to fit
-	@m3diff --params infra/profiles/$(PROFILE).yaml plan
-	@cp infra/profiles/$(PROFILE).yaml params.yaml
+	@m3diff --params profiles/$(PROFILE).yaml plan
+	@cp profiles/$(PROFILE).yaml params.yaml
 
 base: install   ## pre-train the tiny base model from scratch
 	@m3diff base
@@ -51,7 +51,7 @@ bench-data: install  ## data speed at 896k samples -> benchmarks/results/data.js
 install: $(READY)
 
 preflight:
-	@$(PYTHON) infra/preflight.py
+	@$(PYTHON) infra/check_system.py
 
 # torch first and by itself: where a CPU build is offered it is taken, and nothing later replaces it.
 $(READY): pyproject.toml constraints.txt | preflight

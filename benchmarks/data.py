@@ -1,6 +1,6 @@
 """Validate and convert at 896k samples, on the real path: `make bench-data` -> benchmarks/results/data.json.
 
-For each size a stand-in is written (benchmarks/standin.py) and ingested. Then one fresh process runs the command line's
+For each size a stand-in is written (benchmarks/synthetic_mixture.py) and ingested. Then one fresh process runs the command line's
 `validate` and `convert` (cold: interpreter, imports and all), and again (warm). The outputs of every run must be the
 same bytes. Peak memory is that of the process and its workers together. The anchor is the usual way, a row-wise
 `datasets.map` in one process over the clean captions; it converts only (no checks), and must give the same samples.
@@ -33,7 +33,7 @@ TARGETS = {"cold_s": 15, "warm_s": 6, "peak_rss_mb": 1500}
 
 def main() -> None:
     sys.path.insert(0, str(Path(__file__).parent.parent))
-    from benchmarks.standin import write_standin
+    from benchmarks.synthetic_mixture import write_standin
 
     load = os.getloadavg()[0]
     print(f"{_machine()}; load before the start {load:.1f}")

@@ -23,11 +23,11 @@ from transformers.utils import is_vision_available
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.ladder import Size, noise, seven_b, tiny  # noqa: E402
+from benchmarks.ablation import Size, noise, seven_b, tiny  # noqa: E402
 from benchmarks.train import machine  # noqa: E402
-from components.model.lean import make_lean  # noqa: E402
-from components.model.modeling import M3DiffForConditionalGeneration  # noqa: E402
-from components.model.processing import M3DiffImageProcessor  # noqa: E402
+from components.models.fused import make_fused  # noqa: E402
+from components.models.m3diff.modeling import M3DiffForConditionalGeneration  # noqa: E402
+from components.models.m3diff.processing import M3DiffImageProcessor  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "generate.json"
 
@@ -85,7 +85,7 @@ class Bench:
     @torch.inference_mode()
     def caption(self, batch: int, lean: bool) -> Tensor:
         """Answer tokens of every pair, [pairs, answer tokens]."""
-        make_lean(self.model, fused=lean)
+        make_fused(self.model, fused=lean)
         answers = []
         for at in range(0, self.pairs, batch):
             images = self.images[2 * at : 2 * (at + batch)]

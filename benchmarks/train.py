@@ -2,8 +2,8 @@
 
 Runs with torch, transformers and peft alone: the 7B shapes with random weights on a GPU, the embedded base's shapes on
 a CPU. The baseline is transformers' LLaVA-OneVision (the MDP module in its place) with peft's adapters, SDPA, full
-checkpointing, a sequence per caption and logits on every position. Every rung trains the same model on the same
-captions and must give the same loss. Repetitions go round all rungs in turn, so that a busy machine is busy for all;
+checkpointing, a sequence per caption and logits on every position. Every variant trains the same model on the same
+captions and must give the same loss. Repetitions go round all variants in turn, so that a busy machine is busy for all;
 medians count. The optimizer's time is spread over the pairs of a training step (42 at 7B). bf16 has fp32 masters.
 
 No GPU was at hand when this was written: its CPU figures are measured, its GPU figures are not yet. The same lines run
@@ -27,12 +27,12 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.ladder import GPU_ONLY, LADDER, Rung, Size, noise, seven_b, tiny  # noqa: E402
-from components.model.adapters import add_lora, trainable_groups, unwrapped  # noqa: E402
-from components.model.flops import flops  # noqa: E402
-from components.model.lean import attention_kernels, fused_attention, make_lean  # noqa: E402
-from components.model.modeling import M3DiffForConditionalGeneration  # noqa: E402
-from components.model.packing import Packed  # noqa: E402
+from benchmarks.ablation import GPU_ONLY, LADDER, Rung, Size, noise, seven_b, tiny  # noqa: E402
+from components.models.m3diff.tuning import add_lora, trainable_groups, unwrapped  # noqa: E402
+from components.models.m3diff.flops import flops  # noqa: E402
+from components.models.fused import attention_kernels, fused_attention, make_fused  # noqa: E402
+from components.models.m3diff.modeling import M3DiffForConditionalGeneration  # noqa: E402
+from components.models.packing import Packed  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "train.json"
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}  # dense bf16
@@ -43,7 +43,7 @@ class MasterAdamW:
     """AdamW on fp32 copies of what trains, written back after each step; on fp32 weights themselves."""
 
     def __init__(self, model: M3DiffForConditionalGeneration, rank: int) -> None:
-        groups = trainable_groups(model, rank, lr=1e-5, lr_tower=2e-6)
+        groups = trainable_groups(model, rank, lr=1e-5, lr_vision=2e-6)
         self.weights = [p for group in groups for p in group.parameters]
         own = {id(p): p if p.dtype == torch.float32 else p.detach().float() for p in self.weights}
         self.masters = [own[id(p)] for p in self.weights]
@@ -66,7 +66,7 @@ class MasterAdamW:
 
 @dataclass
 class Bench:
-    """The one model that every rung trains, and what it trains on."""
+    """The one model that every variant trains, and what it trains on."""
 
     size: Size
     device: torch.device
@@ -80,27 +80,27 @@ class Bench:
             )
             self.adapted = add_lora(self.model, self.size.lora_rank, 2 * self.size.lora_rank).train()
             self.optimizer = MasterAdamW(unwrapped(self.adapted), self.size.lora_rank)
-        self.perception = self.model.model.perception
+        self.mdp = self.model.model.mdp
         self.pixels = noise(self.size, self.device, self.dtype)
         self.tokens = sum(len(answer) for group in self.size.groups for _, answer in group)
 
-    def take(self, rung: Rung) -> None:
-        """Make the model compute as the rung does."""
-        self.model.model.perception = self.perception if rung.perception else None
-        self.model.set_attn_implementation(kernels := attention_kernels(rung.flex))
+    def take(self, variant: Rung) -> None:
+        """Make the model compute as the variant does."""
+        self.model.model.mdp = self.mdp if variant.mdp else None
+        self.model.set_attn_implementation(kernels := attention_kernels(variant.flex))
         assert self.model.model.language_model.config._attn_implementation == kernels["text_config"]
-        make_lean(self.model, rung.checkpointing, rung.fused, rung.lora)
+        make_fused(self.model, variant.checkpointing, variant.fused, variant.lora)
         for layer in self.model.model.language_model.layers:
             layer._compiled_call_impl = None
-            if rung.compiled:
+            if variant.compiled:
                 layer.compile()
 
-    def run(self, rung: Rung) -> float:
+    def run(self, variant: Rung) -> float:
         """Forward and backward over every caption; the mean loss per supervised token."""
         total = torch.zeros((), device=self.device)
-        for packed, owners in self.size.micro_batches(rung):
+        for packed, owners in self.size.micro_batches(variant):
             with fused_attention():
-                loss = self._stock_loss(packed, owners) if rung.stock else self._lean_loss(packed, owners, rung.flex)
+                loss = self._stock_loss(packed, owners) if variant.stock else self._lean_loss(packed, owners, variant.flex)
             (loss / self.tokens).backward()
             total += loss.detach()
         return float(total) / self.tokens
@@ -138,9 +138,9 @@ class Bench:
 
 @dataclass
 class Measured:
-    """Seconds of each repetition of a rung, and its peak memory on a GPU."""
+    """Seconds of each repetition of a variant, and its peak memory on a GPU."""
 
-    rung: Rung
+    variant: Rung
     loss: float
     run_s: list[float] = field(default_factory=list)
     optimizer_s: list[float] = field(default_factory=list)
@@ -149,11 +149,11 @@ class Measured:
     def figures(self, size: Size, peak_tflops: float | None) -> dict[str, Any]:
         optimizer = statistics.median(self.optimizer_s) * len(size.groups) / size.step_pairs
         seconds = statistics.median(self.run_s) + optimizer
-        batches = [packed for packed, _ in size.micro_batches(self.rung)]
+        batches = [packed for packed, _ in size.micro_batches(self.variant)]
         sequences = sum(len(packed.input_ids) for packed in batches)
         rate = {"captions_per_s": size.captions / seconds, "sequences_per_s": sequences / seconds}
         spread = (max(self.run_s) - min(self.run_s)) / statistics.median(self.run_s)
-        figures = {"name": self.rung.name, **rate, "loss": self.loss, "spread": spread, "peak_gb": self.peak_gb}
+        figures = {"name": self.variant.name, **rate, "loss": self.loss, "spread": spread, "peak_gb": self.peak_gb}
         if peak_tflops:
             lengths = [length for packed in batches for length in packed.segments.ge(0).sum(dim=1).tolist()]
             supervised = sum(len(packed.labels) for packed in batches) / sequences
@@ -162,20 +162,20 @@ class Measured:
         return figures | {"micro_batch": max(len(packed.input_ids) for packed in batches)}
 
 
-def warmed_up(bench: Bench, rung: Rung) -> Measured | str:
-    """Run the rung once, with micro-batches halved until they fit; or why it cannot run here."""
-    key = "packed" if rung.packed else rung.checkpointing
+def warmed_up(bench: Bench, variant: Rung) -> Measured | str:
+    """Run the variant once, with micro-batches halved until they fit; or why it cannot run here."""
+    key = "packed" if variant.packed else variant.checkpointing
     while True:
         try:
-            bench.take(rung)
-            loss = bench.run(rung)
-            return Measured(rung, loss)
+            bench.take(variant)
+            loss = bench.run(variant)
+            return Measured(variant, loss)
         except torch.OutOfMemoryError:
             if bench.size.micro[key] == 1:
                 return "does not fit"
             bench.size.micro[key] //= 2
-        except Exception as error:  # a compiler's failure must not cost the rungs that need none
-            if not (rung.flex or rung.compiled):
+        except Exception as error:  # a compiler's failure must not cost the variants that need none
+            if not (variant.flex or variant.compiled):
                 raise
             return f"{type(error).__name__}: {str(error)[:200]}"
         finally:
@@ -183,17 +183,17 @@ def warmed_up(bench: Bench, rung: Rung) -> Measured | str:
         torch.cuda.empty_cache()
 
 
-def measure(bench: Bench, rungs: tuple[Rung, ...], repeats: int) -> tuple[list[Measured], dict[str, str]]:
-    """Every rung in turn, `repeats` times round; the rungs that could not run, with the reason."""
-    started = {rung.name: warmed_up(bench, rung) for rung in rungs}
+def measure(bench: Bench, variants: tuple[Rung, ...], repeats: int) -> tuple[list[Measured], dict[str, str]]:
+    """Every variant in turn, `repeats` times round; the variants that could not run, with the reason."""
+    started = {variant.name: warmed_up(bench, variant) for variant in variants}
     failed = {name: got for name, got in started.items() if isinstance(got, str)}
     measured = [got for got in started.values() if isinstance(got, Measured)]
     for one in measured:
         off = abs(one.loss / measured[0].loss - 1)
-        assert off < SAME_LOSS[bench.dtype], f"{one.rung.name}: loss {one.loss}, the baseline's is {measured[0].loss}"
+        assert off < SAME_LOSS[bench.dtype], f"{one.variant.name}: loss {one.loss}, the baseline's is {measured[0].loss}"
     for repetition in range(-1, repeats):  # the first round makes the optimizer's state and is not counted
         for one in measured if repetition >= 0 else measured[:1]:
-            bench.take(one.rung)
+            bench.take(one.variant)
             times = timed_step(bench, one)
             if repetition >= 0:
                 one.run_s.append(times[0])
@@ -206,7 +206,7 @@ def timed_step(bench: Bench, one: Measured) -> tuple[float, float]:
     if gpu:
         torch.cuda.reset_peak_memory_stats()
     stamps = [_now(gpu)]
-    bench.run(one.rung)
+    bench.run(one.variant)
     stamps.append(_now(gpu))
     bench.optimizer.step()
     stamps.append(_now(gpu))
@@ -230,13 +230,13 @@ def machine(device: torch.device) -> dict[str, Any]:
     return {"device": chip, "cores": os.cpu_count(), "python": platform.python_version(), **versions, **load}
 
 
-def print_table(ladder: list[dict[str, Any]], failed: dict[str, str]) -> None:
-    first = ladder[0]["captions_per_s"]
+def print_table(ablation: list[dict[str, Any]], failed: dict[str, str]) -> None:
+    first = ablation[0]["captions_per_s"]
     head = (
         f"{'':<34} {'captions/s':>10} {'x':>6} {'sequences/s':>12} {'spread':>7} {'MFU':>6} {'peak GB':>8} {'loss':>9}"
     )
     print(head)
-    for row in ladder:
+    for row in ablation:
         mfu = f"{row['mfu']:.1%}" if "mfu" in row else "-"
         peak = f"{row['peak_gb']:.1f}" if row["peak_gb"] else "-"
         print(
@@ -261,21 +261,21 @@ def main() -> None:
     print(f"{facts['device']}, {args.shapes} shapes, {args.precision}; load {facts['load_before']}", flush=True)
     size = seven_b() if args.shapes == "7b" else tiny()
     bench = Bench(size, device, torch.bfloat16 if args.precision == "bf16" else torch.float32)
-    rungs = LADDER + (GPU_ONLY if device.type == "cuda" else ())
-    measured, failed = measure(bench, rungs, args.repeats)
+    variants = LADDER + (GPU_ONLY if device.type == "cuda" else ())
+    measured, failed = measure(bench, variants, args.repeats)
     peak = next((tflops for name, tflops in PEAK_TFLOPS.items() if name in facts["device"]), None)
-    ladder = [one.figures(size, peak) for one in measured]
-    print_table(ladder, failed)
+    ablation = [one.figures(size, peak) for one in measured]
+    print_table(ablation, failed)
     best = {
-        kind: max((row for row in ladder if row["name"].startswith(kind)), key=lambda row: row["captions_per_s"])
+        kind: max((row for row in ablation if row["name"].startswith(kind)), key=lambda row: row["captions_per_s"])
         for kind in ("unpacked", "packed")
     }
     command = f"python benchmarks/train.py {' '.join(sys.argv[1:])}".strip()
     data = {"shapes": args.shapes, "precision": args.precision, "pairs": len(size.groups), "captions": size.captions}
-    result = {"baseline": ladder[0], **best, "ladder": ladder, "not_run": failed, **data, **facts, "command": command}
+    result = {"baseline": ablation[0], **best, "ablation": ablation, "not_run": failed, **data, **facts, "command": command}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=2) + "\n")
-    ratios = {kind: row["captions_per_s"] / ladder[0]["captions_per_s"] for kind, row in best.items()}
+    ratios = {kind: row["captions_per_s"] / ablation[0]["captions_per_s"] for kind, row in best.items()}
     print(f"packed {ratios['packed']:.2f} x, unpacked {ratios['unpacked']:.2f} x the baseline -> {args.out}")
 
 

@@ -58,7 +58,7 @@ def convert(params: Params, args: argparse.Namespace) -> None:
 
 @command("write the mixture as LLaVA records, for LLaVA-NeXT, LLaMA-Factory and ms-swift")
 def export_llava(params: Params, args: argparse.Namespace) -> None:
-    from components.convert.llava import export_llava as run
+    from components.export.llava import export_llava as run
 
     run(params.paths.mixture / "samples", args.out, args.lines)
 
@@ -74,14 +74,14 @@ def train(params: Params, args: argparse.Namespace) -> None:
 def predict(params: Params, args: argparse.Namespace) -> None:
     from components.predict.stage import predict as run
 
-    run(params.predict, params.paths.mixture, params.paths.model, params.paths.captions)
+    run(params.predict, params.paths.mixture, params.paths.model, params.paths.predictions)
 
 
 @command("score the captions and draw the report")
 def evaluate(params: Params, args: argparse.Namespace) -> None:
     from components.evaluate.stage import evaluate as run
 
-    run(params.evaluate, params.paths.clean, params.paths.captions, params.paths.model, params.paths.report)
+    run(params.evaluate, params.paths.clean, params.paths.predictions, params.paths.model, params.paths.report)
 
 
 @command("log the run to MLflow and register the model version")
@@ -103,12 +103,12 @@ def promote(params: Params, args: argparse.Namespace) -> int:
 @command("look at data: `data check ROOT` before anything is run, `data statistics` after validate")
 def data(params: Params, args: argparse.Namespace) -> int:
     if args.action == "statistics":
-        from components.convert.statistics import write_statistics
+        from components.inspect.statistics import write_statistics
 
         write_statistics(params.paths.clean)
         print(f"written to {params.paths.clean / 'statistics.html'}")
         return 0
-    from components.ingest.check import check
+    from components.inspect.check import check
 
     found = check(args.root, tuple(params.ingest.datasets))
     print("\n".join(found.lines))
@@ -117,7 +117,7 @@ def data(params: Params, args: argparse.Namespace) -> int:
 
 @command("what a training run will cost: parameters, tokens, FLOPs, memory, hours; trains nothing")
 def plan(params: Params, args: argparse.Namespace) -> None:
-    from components.train.plan import Workload, check_fits, make_plan, planned_config, print_plan
+    from components.plan.plan import Workload, check_fits, make_plan, planned_config, print_plan
 
     load = Workload()
     made = make_plan(params.train, planned_config(params.train), load)
@@ -127,7 +127,7 @@ def plan(params: Params, args: argparse.Namespace) -> None:
 
 @command("copy the trained model out: merged, or its adapters with the way to their base")
 def export(params: Params, args: argparse.Namespace) -> None:
-    from components.model.adapters import CheckpointError, export_checkpoint
+    from components.models.m3diff.tuning import CheckpointError, export_checkpoint
 
     try:
         export_checkpoint(params.paths.model / "checkpoint", args.out, args.adapters)
@@ -137,7 +137,7 @@ def export(params: Params, args: argparse.Namespace) -> None:
 
 @command("pre-train the tiny base model from scratch (about 40 minutes on 2 cores)")
 def base(params: Params, args: argparse.Namespace) -> None:
-    from components.synthesize.base import pretrain_base
+    from components.pretrain.stage import pretrain_base
 
     pretrain_base(params.train.base)
 

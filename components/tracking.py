@@ -23,7 +23,7 @@ PARAMS_BATCH, METRICS_BATCH = 100, 1000  # what MLflow takes in one request
 REMEDY = "start it (`make up`) or correct register.tracking_uri, then run `m3diff register` again: nothing was lost"
 
 
-class TrackingGone(ConnectionError):
+class TrackingUnavailableError(ConnectionError):
     """The MLflow server does not answer. What DVC holds is safe, so that a later try starts from the same files."""
 
 
@@ -40,14 +40,14 @@ def check_alive(uri: str) -> None:
     """Ask an HTTP store for its health.
 
     Raises:
-        TrackingGone: it does not answer within five seconds.
+        TrackingUnavailableError: it does not answer within five seconds.
     """
     if not uri.startswith("http"):
         return
     try:
         urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=5).close()
     except (urllib.error.URLError, OSError) as error:
-        raise TrackingGone(f"MLflow at {uri} does not answer ({error}); {REMEDY}") from error
+        raise TrackingUnavailableError(f"MLflow at {uri} does not answer ({error}); {REMEDY}") from error
 
 
 @contextmanager
@@ -55,7 +55,7 @@ def connected(tracking_uri: str) -> Iterator[MlflowClient]:
     """A client of the store, which is also what mlflow's own functions use meanwhile.
 
     Raises:
-        TrackingGone: the server was not there, or went away in the middle.
+        TrackingUnavailableError: the server was not there, or went away in the middle.
     """
     uri = resolve(tracking_uri)
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # mlflow's own 7 keep a user waiting for minutes

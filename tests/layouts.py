@@ -9,7 +9,8 @@ from typing import Any
 from PIL import Image
 
 from components.ingest.stage import IngestReport, ingest
-from components.params import Dataset, Ingest, Validate
+from components.ingest.params import DatasetEntry, Ingest
+from components.validate.params import Validate
 from components.validate.stage import ValidateReport, validate
 
 CLEVR_SPLITS = {"train": [3, 5, 8], "val": [9], "test": [1, 12]}
@@ -70,10 +71,10 @@ def run_validate(folder: Path, **changes: Any) -> ValidateReport:
         "max_quarantined_share": 1.0,
         "max_caption_chars": 2000,
         "max_image_pixels": 1_000_000,
-        "keep_leaks": False,
-        "near_duplicate_levels": 2,
+        "allow_test_leakage": False,
+        "near_duplicate_max_diff": 2,
         "expected_pairs": {},
-        "image_memory": folder / "image_memory.parquet",
+        "image_cache": folder / "image_cache.parquet",
     }
     return validate(Validate.model_validate(fields | changes), folder / "records", folder / "clean")
 

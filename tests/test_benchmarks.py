@@ -22,7 +22,7 @@ def test_the_training_benchmark_runs_on_a_bare_machine_and_every_rung_gives_the_
     )
     assert {"baseline", "unpacked", "packed"} <= result.keys()
     assert result["packed"]["captions_per_s"] > result["baseline"]["captions_per_s"]
-    losses = [row["loss"] for row in result["ladder"]]
+    losses = [row["loss"] for row in result["ablation"]]
     assert len(losses) == 10
     assert losses == pytest.approx([losses[0]] * 10, rel=1e-5 if precision == "fp32" else 1e-2)
     assert not result["not_run"]

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from components.convert.llava import export_llava
+from components.export.llava import export_llava
 from components.convert.stage import convert
-from components.params import Convert
+from components.convert.params import Convert
 from tests.layouts import run_ingest, run_validate, save_picture
 
 TRICKY = ["", " ", "a\u2028b", "x" * 2001, "<b>", '"quoted", [1]', "[1, 2]", "plain words"]
@@ -42,7 +42,7 @@ def test_any_records_survive_the_road(pairs):
         folder = Path(name)
         write_manifest(folder / "raw", pairs)
         run_ingest(folder / "raw", "pairs", manifest="pairs.jsonl")
-        report = run_validate(folder, near_duplicate_levels=None)
+        report = run_validate(folder, near_duplicate_max_diff=None)
         clean = pl.read_parquet(folder / "clean/records.parquet")
         quarantine = pl.read_parquet(folder / "clean/quarantine.parquet")
         assert report.rows_in == len(pairs) == clean.height + quarantine.height
@@ -72,7 +72,7 @@ def one_space(caption: str) -> str:
 
 def check_samples(folder: Path, clean: pl.DataFrame) -> None:
     """Training answers are the distinct captions; evaluation answers all of them; the export is what trains."""
-    fields = {"seed": 1, "templates": Path("components/convert/templates.yaml"), "sources": {}}
+    fields = {"seed": 1, "templates": Path("profiles/questions.yaml"), "sources": {}}
     convert(Convert(captions_per_pair=9, no_change_share=1, **fields), folder / "clean", folder / "mixture")
     shards = sorted((folder / "mixture/samples").glob("*.parquet"))
     samples = [row for shard in shards for row in pl.read_parquet(shard).iter_rows(named=True)]

@@ -7,14 +7,16 @@ import torch
 from PIL import Image
 from transformers import LlavaOnevisionForConditionalGeneration
 
-from components.model import M3DiffConfig, M3DiffForConditionalGeneration, M3DiffImageProcessor, M3DiffProcessor
+from components.models.m3diff.configuration import M3DiffConfig
+from components.models.m3diff.modeling import M3DiffForConditionalGeneration
+from components.models.m3diff.processing import M3DiffImageProcessor, M3DiffProcessor
 
-PERCEPTION = {"taps": [1, 2], "layers": 2, "heads": 2}
+MDP = {"taps": [1, 2], "layers": 2, "heads": 2}
 BASE = Path(__file__).parent.parent / "components" / "model" / "base"
 WIDTH, SIDE, PATCH = 16, 24, 8
 
 
-def tiny_config(perception: dict | None = None, vocab_size: int = 640) -> M3DiffConfig:
+def tiny_config(mdp: dict | None = None, vocab_size: int = 640) -> M3DiffConfig:
     return M3DiffConfig(
         vision_config={
             "model_type": "siglip_vision_model",
@@ -42,14 +44,14 @@ def tiny_config(perception: dict | None = None, vocab_size: int = 640) -> M3Diff
         image_token_index=3,
         video_token_index=4,
         image_grid_pinpoints=[[SIDE, SIDE]],
-        perception=perception,
+        mdp=mdp,
     )
 
 
-def tiny_model(perception: dict | None = None, seed: int = 0) -> M3DiffForConditionalGeneration:
+def tiny_model(mdp: dict | None = None, seed: int = 0) -> M3DiffForConditionalGeneration:
     """An M3Diff whose silent projections were given weights, so that no gradient is zero by construction."""
     torch.manual_seed(seed)
-    model = M3DiffForConditionalGeneration._from_config(tiny_config(perception), attn_implementation="sdpa")
+    model = M3DiffForConditionalGeneration._from_config(tiny_config(mdp), attn_implementation="sdpa")
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
@@ -73,7 +75,7 @@ def tiny_base(folder: Path, seed: int = 0) -> Path:
     config |= {"model_type": "llava_onevision", "image_token_index": token("<image>")}
     config |= {"video_token_index": token("<video>")}
     config["text_config"] |= {"eos_token_id": token("<|im_end|>"), "pad_token_id": token("<|endoftext|>")}
-    config.pop("perception")
+    config.pop("mdp")
     base_config = LlavaOnevisionForConditionalGeneration.config_class.from_dict(config)
     model = LlavaOnevisionForConditionalGeneration(base_config)
     scale_features(model)

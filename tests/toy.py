@@ -166,7 +166,8 @@ def train(cfg: dict, paths: dict[str, Path]) -> None:
 
 
 def predict(cfg: dict, paths: dict[str, Path]) -> None:
-    from components.model import load_captioner, load_image
+    from components.models.generation import load_captioner
+    from components.models.images import load_image
 
     captioner = load_captioner(paths["model"] / "checkpoint", cfg["max_new_tokens"])
     rows = []
@@ -174,9 +175,9 @@ def predict(cfg: dict, paths: dict[str, Path]) -> None:
         pair = tuple(load_image(paths["raw"] / side / f"{number}.png") for side in ("images", "sc_images"))
         if split == "test":
             rows.append({"image_id": record, "caption": captioner.caption([pair])[0]})
-    for file in ("captions.json", "captions_shuffled.json"):
+    for file in ("predictions.json", "predictions_shuffled.json"):
         (paths["captions"] / file).write_text(json.dumps(rows))
-    (paths["captions"] / "attention.npz").write_bytes(b"maps")
+    (paths["captions"] / "saliency.npz").write_bytes(b"maps")
 
 
 def evaluate(cfg: dict, paths: dict[str, Path]) -> None:

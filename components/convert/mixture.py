@@ -5,8 +5,8 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
-from components.convert.draw import CAPTION, NO_CHANGE_DRAW, ORDER, PICK, QUESTION, WEIGHT, draw, uniform
-from components.params import Convert, Source
+from components.convert.sampling import CAPTION, NO_CHANGE_DRAW, ORDER, PICK, QUESTION, WEIGHT, draw, uniform
+from components.convert.params import Convert, Source
 from components.records import NO_CHANGE, SAMPLE_SCHEMA
 
 COLUMNS = [*SAMPLE_SCHEMA.names, "order"]

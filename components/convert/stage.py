@@ -17,10 +17,12 @@ import pyarrow.parquet as pq
 import yaml
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
-from components.convert.draw import id_keys
+from components.convert.sampling import id_keys
 from components.convert.mixture import evaluation_samples, training_samples
-from components.params import Convert, ParamsError, Source
-from components.records import RECORD_SCHEMA, SAMPLE_SCHEMA, SPLITS, DataError, StageReport
+from components.convert.params import Convert, Source
+from components.section import ParamsError
+from components.records import RECORD_SCHEMA, SAMPLE_SCHEMA, SPLITS, DataError
+from components.reports import StageReport
 
 SHARD_SAMPLES = 100_000
 PUBLISHED = Path(__file__).parent / "published.yaml"

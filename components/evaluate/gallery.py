@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from components.evaluate.figures import Attention, data_uri, load_image, overlay
-from components.evaluate.grammar import UNREADABLE, Clause, Reading, type_order
+from components.evaluate.grammar import UNREADABLE, Clause, ParsedCaption, type_order
 from components.evaluate.pairs import Pair
 
 SECTIONS = {
@@ -44,10 +44,10 @@ class Card:
 
 
 def choose(
-    pairs: list[Pair], cider: dict[str, float], readings: dict[str, Reading], size: int
+    pairs: list[Pair], cider: dict[str, float], parsed: dict[str, ParsedCaption], size: int
 ) -> dict[str, list[Pair]]:
     """At most `size` pairs, each once, by section of the gallery."""
-    queues = {name: iter(queue) for name, queue in candidates(pairs, cider, readings).items()}
+    queues = {name: iter(queue) for name, queue in candidates(pairs, cider, parsed).items()}
     chosen: dict[str, list[Pair]] = {name: [] for name in SECTIONS}
     taken: set[str] = set()
     while queues and len(taken) < size:
@@ -61,14 +61,14 @@ def choose(
     return {name: members for name, members in chosen.items() if members}
 
 
-def candidates(pairs: list[Pair], cider: dict[str, float], readings: dict[str, Reading]) -> dict[str, list[Pair]]:
+def candidates(pairs: list[Pair], cider: dict[str, float], parsed: dict[str, ParsedCaption]) -> dict[str, list[Pair]]:
     """For each section all that it may show, the most wanted first."""
     ranked = sorted(pairs, key=lambda pair: (cider[pair.id], pair.id))
     single = [pair for pair in ranked if not pair.is_distractor and len(pair.changes) < 2]
     by_type: dict[str, list[Pair]] = defaultdict(list)
     for pair in single:
         by_type[next(iter(pair.changes), pair.dataset)].append(pair)
-    alarms = [p for p in ranked if p.is_distractor and p.id in readings and not readings[p.id].says_no_change]
+    alarms = [p for p in ranked if p.is_distractor and p.id in parsed and not parsed[p.id].says_no_change]
     return {
         "types": [
             members[len(members) // 2] for _, members in sorted(by_type.items(), key=lambda item: type_order(item[0]))
@@ -87,7 +87,7 @@ def spread(ranked: list[Pair]) -> list[Pair]:
     return [ranked[place] for place in places]
 
 
-def draw(pair: Pair, reading: Reading | None, cider: float, attention: Attention | None) -> Card:
+def draw(pair: Pair, reading: ParsedCaption | None, cider: float, attention: Attention | None) -> Card:
     after = load_image(pair.after)
     heat = attention.heat(pair.id, after.size) if attention else None
     reference, *others = by_likeness(pair.caption, pair.references)
@@ -104,7 +104,7 @@ def draw(pair: Pair, reading: Reading | None, cider: float, attention: Attention
     )
 
 
-def mark(pair: Pair, reading: Reading | None) -> list[tuple[str, list[Mark]]]:
+def mark(pair: Pair, reading: ParsedCaption | None) -> list[tuple[str, list[Mark]]]:
     """The caption clause by clause, each with its marks; no marks where no grammar reads it."""
     if reading is None:
         return [(pair.caption, [])]
@@ -113,7 +113,7 @@ def mark(pair: Pair, reading: Reading | None) -> list[tuple[str, list[Mark]]]:
     return [(text, marks(reading, clause)) for text, clause in zip(reading.parts, reading.said, strict=True)]
 
 
-def marks(reading: Reading, clause: Clause) -> list[Mark]:
+def marks(reading: ParsedCaption, clause: Clause) -> list[Mark]:
     if clause.type == UNREADABLE:
         return [Mark("not understood", False)]
     known, named, placed = reading.agrees(clause)

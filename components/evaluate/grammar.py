@@ -80,7 +80,7 @@ def type_order(change_type: str) -> tuple[int, str]:
 
 
 @dataclass(frozen=True)
-class Reading:
+class ParsedCaption:
     """A pair's caption beside what its references say. Any wording of an object that a reference has counts."""
 
     pair: Pair
@@ -131,12 +131,12 @@ class Reading:
         return (Counter(clause.type for clause in self.said) & self.truth).total(), (exact & self.truth).total()
 
 
-def read_pairs(grammar: Grammar, pairs: list[Pair]) -> dict[str, Reading]:
+def parse_predictions(grammar: Grammar, pairs: list[Pair]) -> dict[str, ParsedCaption]:
     """A reading of every pair whose references the grammar understands and whose change types are known."""
-    readings = {}
+    parsed = {}
     for pair in pairs:
         references = [grammar.read(reference) for reference in pair.references if plain(reference)]
         understood = [r for r in references if all(clause.type != UNREADABLE for clause in r)]
         if understood and pair.change_types:
-            readings[pair.id] = Reading(pair, grammar.parts(pair.caption), grammar.read(pair.caption), understood)
-    return readings
+            parsed[pair.id] = ParsedCaption(pair, grammar.parts(pair.caption), grammar.read(pair.caption), understood)
+    return parsed

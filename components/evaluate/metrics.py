@@ -7,9 +7,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from components.evaluate.coco import ALL, CocoScores, Groups
-from components.evaluate.grammar import Reading
+from components.evaluate.grammar import ParsedCaption
 from components.evaluate.pairs import Pair
-from components.records import StageReport
+from components.reports import StageReport
 
 BY_ALIAS = ConfigDict(frozen=True, extra="forbid", serialize_by_alias=True)
 
@@ -93,52 +93,52 @@ def share(flags: Iterable[bool]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def change_scores(readings: Iterable[Reading]) -> dict[str, Any]:
+def change_scores(parsed: Iterable[ParsedCaption]) -> dict[str, Any]:
     """The four scores of `ChangeScores` over the pairs that the grammar understands."""
-    readings = list(readings)
-    single = [reading for reading in readings if len(reading.pair.changes) == 1]
+    parsed = list(parsed)
+    single = [reading for reading in parsed if len(reading.pair.changes) == 1]
     return {
         "change_type_accuracy": share(reading.type_right for reading in single),
         "change_exact_accuracy": share(reading.exact_right for reading in single),
-        "no_change_recall": share(reading.says_no_change for reading in readings if reading.pair.is_distractor),
-        "false_no_change": share(reading.says_no_change for reading in readings if reading.pair.changes),
+        "no_change_recall": share(reading.says_no_change for reading in parsed if reading.pair.is_distractor),
+        "false_no_change": share(reading.says_no_change for reading in parsed if reading.pair.changes),
     }
 
 
-def clause_scores(readings: list[Reading]) -> dict[str, Any]:
+def clause_scores(parsed: list[ParsedCaption]) -> dict[str, Any]:
     """Precision and recall over the clauses of many-change pairs, and the shares of pairs wholly right."""
-    said, changes = (sum(len(r.said) for r in readings), sum(r.truth.total() for r in readings))
-    types, exact = (sum(r.found[k] for r in readings) for k in (0, 1))
+    said, changes = (sum(len(r.said) for r in parsed), sum(r.truth.total() for r in parsed))
+    types, exact = (sum(r.found[k] for r in parsed) for k in (0, 1))
     return {
         "changes": changes,
         "type_precision": types / said if said else None,
         "type_recall": types / changes if changes else None,
         "exact_precision": exact / said if said else None,
         "exact_recall": exact / changes if changes else None,
-        "all_types_right": share(r.type_right for r in readings),
-        "all_exact_right": share(r.exact_right for r in readings),
+        "all_types_right": share(r.type_right for r in parsed),
+        "all_exact_right": share(r.exact_right for r in parsed),
     }
 
 
-def confuse(readings: Iterable[Reading]) -> dict[str, dict[str, int]]:
+def confuse(parsed: Iterable[ParsedCaption]) -> dict[str, dict[str, int]]:
     """True change type -> what the caption says -> pairs, over pairs of one change and distractors."""
     counts: dict[str, Counter[str]] = defaultdict(Counter)
-    for reading in readings:
+    for reading in parsed:
         if len(reading.pair.change_types) == 1:
             counts[reading.pair.change_types[0]][reading.word] += 1
     return {true: dict(said) for true, said in counts.items()}
 
 
 def summarise(
-    pairs: list[Pair], test_pairs: int, groups: Groups, scores: CocoScores, readings: dict[str, Reading]
+    pairs: list[Pair], test_pairs: int, groups: Groups, scores: CocoScores, parsed: dict[str, ParsedCaption]
 ) -> EvaluateReport:
     """Everything that is measured, in the shape of metrics.json."""
 
     def scores_of(group: str) -> dict[str, Any]:
         return {"pairs": len(groups.get(group, pairs)), **scores.groups[group]}
 
-    def read(group: str) -> list[Reading]:
-        return [readings[i] for i in groups[group] if i in readings]
+    def read(group: str) -> list[ParsedCaption]:
+        return [parsed[i] for i in groups[group] if i in parsed]
 
     by_type = {}
     for group in (name for name in groups if name.startswith("by_type/")):
@@ -150,7 +150,7 @@ def summarise(
         rows_in=test_pairs,
         rows_out=len(pairs),
         **scores_of(ALL),
-        **change_scores(readings.values()),
+        **change_scores(parsed.values()),
         CIDEr_shuffled=scores.shuffled_cider,
         change=Scores(**scores_of("change")),
         multi_change=ManyScores(**scores_of("multi_change"), **clause_scores(read("multi_change"))),

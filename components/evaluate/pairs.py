@@ -50,13 +50,13 @@ def load_pairs(clean: Path, captions: Path) -> tuple[list[Pair], int]:
     if not rows:
         raise DataError(f"{path}: no record of the split 'test', so there is nothing to score")
     ids = {row["id"] for row in rows}
-    said = read_captions(captions / "captions.json", ids)
+    said = read_captions(captions / "predictions.json", ids)
     if not _as_predicted(captions / "report.json", len(said)):
-        _refuse_missing(captions / "captions.json", ids - said.keys())
+        _refuse_missing(captions / "predictions.json", ids - said.keys())
     shuffled = {}
-    if (captions / "captions_shuffled.json").is_file():
-        shuffled = read_captions(captions / "captions_shuffled.json", set(said))
-        _refuse_missing(captions / "captions_shuffled.json", said.keys() - shuffled.keys())
+    if (captions / "predictions_shuffled.json").is_file():
+        shuffled = read_captions(captions / "predictions_shuffled.json", set(said))
+        _refuse_missing(captions / "predictions_shuffled.json", said.keys() - shuffled.keys())
     pairs = [_pair(row, said[row["id"]], shuffled.get(row["id"])) for row in rows if row["id"] in said]
     return pairs, len(rows)
 

@@ -9,7 +9,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from components.evaluate.figures import Attention, Line, chart, smooth
 from components.evaluate.gallery import SECTIONS, Card, choose, draw
-from components.evaluate.grammar import Reading, type_order
+from components.evaluate.grammar import ParsedCaption, type_order
 from components.evaluate.metrics import EvaluateReport, Scores, confuse
 from components.evaluate.pairs import Pair
 from components.progress import progress
@@ -25,7 +25,7 @@ class Evidence:
     metrics: EvaluateReport
     pairs: list[Pair]
     cider: dict[str, float]  # by pair id
-    readings: dict[str, Reading]
+    parsed: dict[str, ParsedCaption]
     attention: Path | None
     curves: Path | None
 
@@ -42,8 +42,8 @@ def render(evidence: Evidence, gallery: int) -> str:
         scores=metrics.model_dump(),
         datasets=list(metrics.by_dataset),
         types=sorted(metrics.by_type, key=type_order),
-        alarms=alarms(evidence.readings),
-        confusion=confusion_table(evidence.readings),
+        alarms=alarms(evidence.parsed),
+        confusion=confusion_table(evidence.parsed),
         charts=charts(evidence.curves) if evidence.curves else [],
         sections=draw_gallery(evidence, gallery),
         has_attention=evidence.attention is not None,
@@ -60,19 +60,19 @@ def percent(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.1f}%"
 
 
-def alarms(readings: dict[str, Reading]) -> list[tuple[str, int, int]]:
+def alarms(parsed: dict[str, ParsedCaption]) -> list[tuple[str, int, int]]:
     """Kind of pair, how many were called unchanged, and of how many something else was said; no empty kinds."""
     kinds = {"distractors": 0, "pairs with one change": 1, "pairs with several changes": 2}
     rows = []
     for kind, changes in kinds.items():
-        calm = [r.says_no_change for r in readings.values() if min(len(r.pair.changes), 2) == changes]
+        calm = [r.says_no_change for r in parsed.values() if min(len(r.pair.changes), 2) == changes]
         rows.append((kind, sum(calm), len(calm) - sum(calm)))
     return [row for row in rows if row[1] + row[2]]
 
 
-def confusion_table(readings: dict[str, Reading]) -> dict[str, Any]:
+def confusion_table(parsed: dict[str, ParsedCaption]) -> dict[str, Any]:
     """Columns, and per true type a row of (count, share of the row, on the diagonal)."""
-    counts = confuse(readings.values())
+    counts = confuse(parsed.values())
     columns = sorted({said for row in counts.values() for said in row} | counts.keys(), key=type_order)
     rows = []
     for true in sorted(counts, key=type_order):
@@ -106,8 +106,8 @@ def charts(curves: Path) -> list[dict[str, Any]]:
             "per training step",
             [
                 Line("lr", column("lr"), "main"),
-                Line("lr_tower", column("lr_tower"), "second"),
-                Line("lr_perception", column("lr_perception"), "third"),
+                Line("lr_vision", column("lr_vision"), "second"),
+                Line("lr_mdp", column("lr_mdp"), "third"),
             ],
             False,
         ),
@@ -127,11 +127,11 @@ def charts(curves: Path) -> list[dict[str, Any]]:
 def draw_gallery(evidence: Evidence, size: int) -> list[dict[str, Any]]:
     """The sections of the gallery with their cards."""
     attention = Attention(evidence.attention) if evidence.attention else None
-    chosen = choose(evidence.pairs, evidence.cider, evidence.readings, size)
+    chosen = choose(evidence.pairs, evidence.cider, evidence.parsed, size)
     shown = [(name, pair) for name, pairs in chosen.items() for pair in pairs]
     cards: dict[str, list[Card]] = {name: [] for name in chosen}
     for name, pair in progress(shown, "evaluate: report", unit="pair"):
-        cards[name].append(draw(pair, evidence.readings.get(pair.id), evidence.cider[pair.id], attention))
+        cards[name].append(draw(pair, evidence.parsed.get(pair.id), evidence.cider[pair.id], attention))
     return [
         {"name": name, "title": SECTIONS[name][0], "note": SECTIONS[name][1], "cards": cards[name]} for name in chosen
     ]

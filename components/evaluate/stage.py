@@ -10,13 +10,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from components.evaluate import coco
-from components.evaluate.grammar import Grammar, Reading, read_pairs
+from components.evaluate.grammar import Grammar, ParsedCaption, parse_predictions
 from components.evaluate.java import require_java
 from components.evaluate.metrics import EvaluateReport, group_pairs, summarise
 from components.evaluate.pairs import Pair, load_pairs
 from components.evaluate.report import Evidence, render
-from components.params import Evaluate
-from components.records import write_atomic
+from components.evaluate.params import Evaluate
+from components.files import write_atomic
 
 PAIR_METRICS = ("BLEU-4", "METEOR", "ROUGE-L", "CIDEr", "SPICE")
 SCORE_SCHEMA = pa.schema(
@@ -54,16 +54,16 @@ def evaluate(cfg: Evaluate, clean: Path, captions: Path, model: Path, out: Path)
         cfg.spice_dir,
         cfg.scorer_timeout_s,
     )
-    readings = read_pairs(grammar, pairs) if grammar else {}
+    parsed = parse_predictions(grammar, pairs) if grammar else {}
     scores.absent |= absent(grammar, scores)
-    metrics = summarise(pairs, test_pairs, groups, scores, readings).write(out / "metrics.json")
-    write_scores(pairs, scores, readings, out / "scores.parquet")
+    metrics = summarise(pairs, test_pairs, groups, scores, parsed).write(out / "metrics.json")
+    write_scores(pairs, scores, parsed, out / "scores.parquet")
     evidence = Evidence(
         metrics=metrics,
         pairs=pairs,
         cider={i: of_pair["CIDEr"] for i, of_pair in scores.pairs.items()},
-        readings=readings,
-        attention=existing(captions / "attention.npz"),
+        parsed=parsed,
+        attention=existing(captions / "saliency.npz"),
         curves=existing(model / "curves.csv"),
     )
     write_atomic(out / "report.html", render(evidence, cfg.gallery))
@@ -81,7 +81,7 @@ def absent(grammar: Grammar | None, scores: coco.CocoScores) -> dict[str, str]:
     if grammar is None:
         reasons["change_type_accuracy"] = NO_GRAMMAR
     if scores.shuffled_cider is None:
-        reasons["CIDEr_shuffled"] = "there are no captions of shuffled pairs (captions_shuffled.json), or only one pair"
+        reasons["CIDEr_shuffled"] = "there are no captions of shuffled pairs (predictions_shuffled.json), or only one pair"
     return reasons
 
 
@@ -89,7 +89,7 @@ def existing(path: Path) -> Path | None:
     return path if path.is_file() else None
 
 
-def write_scores(pairs: list[Pair], scores: coco.CocoScores, readings: dict[str, Reading], path: Path) -> None:
+def write_scores(pairs: list[Pair], scores: coco.CocoScores, parsed: dict[str, ParsedCaption], path: Path) -> None:
     """One row per pair, in the records' order."""
     rows = []
     for pair in pairs:
@@ -99,7 +99,7 @@ def write_scores(pairs: list[Pair], scores: coco.CocoScores, readings: dict[str,
             "change_types": pair.change_types,
             "caption": pair.caption,
         }
-        if reading := readings.get(pair.id):
+        if reading := parsed.get(pair.id):
             row |= {"said": reading.word, "type_right": reading.type_right, "exact_right": reading.exact_right}
         rows.append(row | {metric: scores.pairs[pair.id].get(metric) for metric in PAIR_METRICS})
     sink = pa.BufferOutputStream()

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from components.ingest.files import describe, describe_kind
-from components.params import Dataset
+from components.datasets.files import describe, describe_kind
+from components.ingest.params import DatasetEntry
 from components.records import RAW_SCHEMA
 
 

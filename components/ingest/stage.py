@@ -9,11 +9,13 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic import BaseModel
 
-from components.ingest import birds_to_words, clevr_change, clevr_dc, iedit, omnidiff, pairs, spot_the_diff
+from components.datasets import birds_to_words, clevr_change, clevr_dc, iedit, omnidiff, pairs, spot_the_diff
 from components.ingest.rows import Row, to_table
-from components.params import Dataset, Ingest, ParamsError
+from components.ingest.params import DatasetEntry, Ingest
+from components.section import ParamsError
 from components.progress import progress
-from components.records import RAW_SCHEMA, DataError, StageReport
+from components.records import RAW_SCHEMA, DataError
+from components.reports import StageReport
 
 READERS: dict[str, Callable[..., Iterator[Row]]] = {
     "clevr_change": clevr_change.read,

@@ -13,12 +13,14 @@ import numpy as np
 import pyarrow.parquet as pq
 from PIL import Image
 
-from components.model.adapters import CheckpointError
-from components.model.captioning import Captioner, load_captioner
-from components.model.processing import load_image
-from components.params import Predict
+from components.models.m3diff.tuning import CheckpointError
+from components.models.generation import Captioner, load_captioner
+from components.models.m3diff.processing import load_image
+from components.predict.params import Predict
 from components.progress import progress
-from components.records import DataError, StageReport, write_atomic
+from components.files import write_atomic
+from components.records import DataError
+from components.reports import StageReport
 
 
 class PredictReport(StageReport):
@@ -35,7 +37,7 @@ class TestPair(NamedTuple):
 
 
 def predict(cfg: Predict, mixture: Path, model: Path, out: Path) -> PredictReport:
-    """Write captions.json, captions_shuffled.json, attention.npz and report.json to `out`.
+    """Write predictions.json, predictions_shuffled.json, saliency.npz and report.json to `out`.
 
     Raises:
         DataError: no test pair, an unreadable image, or a checkpoint that is incomplete.
@@ -46,13 +48,13 @@ def predict(cfg: Predict, mixture: Path, model: Path, out: Path) -> PredictRepor
     except CheckpointError as error:
         raise DataError(str(error)) from error
     captions = caption_all(captioner, pairs, cfg.batch_pairs, "predict")
-    _write_captions(out / "captions.json", pairs, captions)
+    _write_captions(out / "predictions.json", pairs, captions)
     shuffled = caption_all(captioner, shuffle_after(pairs), cfg.batch_pairs, "predict shuffled")
-    _write_captions(out / "captions_shuffled.json", pairs, shuffled)
+    _write_captions(out / "predictions_shuffled.json", pairs, shuffled)
     maps = [captioner.attended(_images(batch)) for batch in _batches(pairs, cfg.batch_pairs)]
     buffer = io.BytesIO()
     np.savez_compressed(buffer, ids=np.array([pair.id for pair in pairs]), maps=np.concatenate(maps))
-    write_atomic(out / "attention.npz", buffer.getvalue())
+    write_atomic(out / "saliency.npz", buffer.getvalue())
     words = round(float(np.mean([len(caption.split()) for caption in captions])), 2)
     return PredictReport(stage="predict", rows_in=len(pairs), rows_out=len(captions), words=words).write(
         out / "report.json"

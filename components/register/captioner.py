@@ -22,7 +22,7 @@ class Captioner(PythonModel):
     """Two images in, a sentence of what changed out."""
 
     def load_context(self, context: PythonModelContext) -> None:
-        from components.model import load_captioner
+        from components.models.generation import load_captioner
 
         checkpoint = Path(context.artifacts["checkpoint"])
         self.captioner = load_captioner(checkpoint, context.model_config["max_new_tokens"])
@@ -52,7 +52,7 @@ def read(value: str) -> Image.Image:
     Raises:
         ValueError: it is neither.
     """
-    from components.model import load_image
+    from components.models.images import load_image
 
     try:
         if len(value) <= LONGEST_PATH and Path(value).is_file():

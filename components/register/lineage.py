@@ -111,7 +111,7 @@ def read_lineage(paths: Paths, lock: Lock) -> Lineage:
     Raises:
         DataError: the working tree is not what `dvc.lock` says, or is no git repository.
     """
-    for seen in (paths.captions / "captions.json", paths.model / "curves.csv", paths.report / "report.html"):
+    for seen in (paths.predictions / "predictions.json", paths.model / "curves.csv", paths.report / "report.html"):
         lock.current(seen)
     return Lineage(
         data=lock.current(paths.mixture / "samples"),
@@ -153,7 +153,7 @@ def hash_test_set(paths: Paths) -> str:
 
 def captioned_records(paths: Paths) -> Iterator[dict[str, Any]]:
     """The clean records that `predict` captioned, by id."""
-    captions = json.loads((paths.captions / "captions.json").read_text())
+    captions = json.loads((paths.predictions / "predictions.json").read_text())
     columns = ["id", "before", "after", "captions"]
     table = pq.read_table(paths.clean / "records.parquet", columns=columns).sort_by("id")
     chosen = pc.is_in(table["id"], pc.cast([row["image_id"] for row in captions], "string"))

@@ -12,7 +12,8 @@ from mlflow.tracking import MlflowClient
 from pydantic import BaseModel, ConfigDict
 
 from components import tracking
-from components.params import Params, Register
+from components.params import Params
+from components.register.params import Register
 from components.records import DataError
 from components.register.stage import CHALLENGER, point, run_of
 
@@ -47,7 +48,7 @@ def promote(params: Params) -> Promotion:
 
     Raises:
         DataError: nothing is registered.
-        TrackingGone: MLflow does not answer.
+        TrackingUnavailableError: MLflow does not answer.
     """
     name = params.register_.model_name
     with tracking.connected(params.register_.tracking_uri) as client:

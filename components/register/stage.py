@@ -59,7 +59,7 @@ def register(params: Params) -> Registration:
 
     Raises:
         DataError: the working tree is not what `dvc.lock` says.
-        TrackingGone: MLflow does not answer; nothing is lost, run it again.
+        TrackingUnavailableError: MLflow does not answer; nothing is lost, run it again.
     """
     lock = Lock()
     lineage = read_lineage(params.paths, lock)

@@ -14,12 +14,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from components.params import Synthesize
+from components.datasets.minichange.settings import Synthesize
 from components.progress import progress
-from components.records import CHANGE_TYPES, write_atomic
-from components.synthesize.change import sample_pair
-from components.synthesize.draw import render
-from components.synthesize.language import captions, grammar
+from components.files import write_atomic
+from components.records import CHANGE_TYPES
+from components.datasets.minichange.change import sample_pair
+from components.datasets.minichange.render import render
+from components.datasets.minichange.language import captions, grammar
 
 FOLDERS = {"images": "default", "sc_images": "semantic", "nsc_images": "nonsemantic"}
 
@@ -52,7 +53,7 @@ def split_scenes(cfg: Synthesize) -> dict[str, range]:
 
 def _draw_scene(cfg: Synthesize, training: range, out: Path, number: int) -> Drawn:
     rng = np.random.default_rng([cfg.seed, number])
-    deck = CHANGE_TYPES + (tuple(cfg.train_twice) if number in training else ())
+    deck = CHANGE_TYPES + (tuple(cfg.oversample_types) if number in training else ())
     types = choose_types(rng, number, cfg.multi_change_share, deck)
     before, after, distractor, changes = sample_pair(rng, types)
     for (folder, word), scene in zip(FOLDERS.items(), (before, after, distractor), strict=True):

@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from components.model.packing import Packed, pack
-from components.model.processing import M3DiffProcessor, load_image
+from components.models.packing import Packed, pack
+from components.models.m3diff.processing import M3DiffProcessor, load_image
 from components.records import DataError
 
 CACHED_BYTES = 1 << 30

@@ -12,7 +12,7 @@ import torch  # noqa: E402
 from peft import PeftModel  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
-from components.model.adapters import (  # noqa: E402
+from components.models.m3diff.tuning import (  # noqa: E402
     ADAPTERS,
     TrainableGroup,
     merge,
@@ -20,7 +20,7 @@ from components.model.adapters import (  # noqa: E402
     verify_manifest,
     write_manifest,
 )
-from components.model.processing import M3DiffProcessor  # noqa: E402
+from components.models.m3diff.processing import M3DiffProcessor  # noqa: E402
 from components.params import Train  # noqa: E402
 
 STATE = "state"

@@ -17,10 +17,11 @@ from deepspeed import DeepSpeedEngine
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from components.model import M3DiffForConditionalGeneration, M3DiffProcessor
-from components.model.adapters import add_lora, parameter_counts, trainable_groups, unwrapped
-from components.model.lean import attention_kernels, fused_attention, make_lean
-from components.params import Train
+from components.models.m3diff.modeling import M3DiffForConditionalGeneration
+from components.models.m3diff.processing import M3DiffProcessor
+from components.models.m3diff.tuning import add_lora, parameter_counts, trainable_groups, unwrapped
+from components.models.fused import attention_kernels, fused_attention, make_fused
+from components.train.params import Train
 from components.train.batches import Loader, MicroBatch, Samples, Schedule, read_samples
 from components.train.engine import (
     build_engine,
@@ -31,7 +32,7 @@ from components.train.engine import (
     set_learning_rates,
 )
 
-CURVE_COLUMNS = ("step", "epoch", "loss", "lr", "lr_tower", "lr_perception", "grad_norm", "val_loss")
+CURVE_COLUMNS = ("step", "epoch", "loss", "lr", "lr_vision", "lr_mdp", "grad_norm", "val_loss")
 
 
 class Runtime(Protocol):
@@ -69,13 +70,13 @@ def prepare_model(cfg: Train) -> tuple[nn.Module, M3DiffProcessor]:
     torch.manual_seed(cfg.seed)
     model = M3DiffForConditionalGeneration.from_pretrained(
         cfg.base,
-        perception=cfg.perception,
+        mdp=cfg.mdp,
         dtype=torch.bfloat16 if cfg.precision == "bf16" else torch.float32,
         attn_implementation=attention_kernels(cfg.gpu and cfg.packing != "unpacked"),
     )
     processor = M3DiffProcessor.from_pretrained(cfg.base)
     adapted = add_lora(model, cfg.lora_rank, cfg.lora_alpha)
-    make_lean(model, cfg.checkpointing)
+    make_fused(model, cfg.checkpointing)
     return adapted.train(), processor
 
 
@@ -84,7 +85,7 @@ def run_loop(cfg: Train, mixture: Path, out: Path, runtime: Runtime) -> dict[str
     torch.set_num_threads(cfg.cpus_per_worker)
     device = torch.device("cuda", torch.cuda.current_device()) if cfg.gpu else torch.device("cpu")
     model, processor = prepare_model(cfg)
-    groups = trainable_groups(unwrapped(model), cfg.lora_rank, cfg.lr, cfg.lr_tower, cfg.lr_perception)
+    groups = trainable_groups(unwrapped(model), cfg.lora_rank, cfg.lr, cfg.lr_vision, cfg.lr_mdp)
     engine = build_engine(cfg, model.to(device), groups, runtime.ranks)
     train, val = read_samples(mixture, "train"), read_samples(mixture, "val")
     schedule = Schedule(
@@ -111,7 +112,7 @@ def run_loop(cfg: Train, mixture: Path, out: Path, runtime: Runtime) -> dict[str
         last = step + 1 == schedule.steps
         save = last or (step + 1) % cfg.checkpoint_every_steps == 0
         val_loss = validate(engine) if save else None
-        rates = [rate and rate * factor for rate in (cfg.lr, cfg.lr_tower, cfg.lr_perception)]
+        rates = [rate and rate * factor for rate in (cfg.lr, cfg.lr_vision, cfg.lr_mdp)]
         epoch = round((step + 1) / schedule.steps_per_epoch, 4)
         curve.add(step + 1, epoch, loss, *rates, float(engine.get_global_grad_norm() or 0.0), val_loss)
         if runtime.rank == 0 and ((step + 1) % 20 == 0 or last):

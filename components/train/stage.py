@@ -15,9 +15,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from components.model.adapters import CheckpointError, verify_manifest
-from components.params import Train
-from components.records import StageReport, write_atomic
+from components.models.m3diff.tuning import CheckpointError, verify_manifest
+from components.train.params import Train
+from components.files import write_atomic
+from components.reports import StageReport
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ class TrainReport(StageReport):
     val_loss: float
 
 
-class AnotherTrainerAlive(BlockingIOError):
+class RunLockedError(BlockingIOError):
     """A second process trains the same run; try again when it has ended."""
 
 
@@ -43,7 +44,7 @@ def train(cfg: Train, mixture: Path, out: Path, scratch: Path) -> TrainReport:
     """Train on `mixture` and write `out`: checkpoint/, curves.csv, report.json.
 
     Raises:
-        AnotherTrainerAlive: the same run is being trained elsewhere.
+        RunLockedError: the same run is being trained elsewhere.
         DataError: the mixture holds no training sample.
     """
     cfg = cfg.model_copy(update={"base": cfg.base.resolve()})
@@ -52,7 +53,7 @@ def train(cfg: Train, mixture: Path, out: Path, scratch: Path) -> TrainReport:
     run_dir = scratch / "train" / key
     run_dir.mkdir(parents=True, exist_ok=True)
     with _only_trainer(run_dir):
-        resume = newest_whole(run_dir)
+        resume = latest_valid_checkpoint(run_dir)
         run = _run_here if cfg.workers == 0 else _run_on_ray
         figures = run(cfg, mixture, out, run_dir, resume)
         report = TrainReport(
@@ -90,7 +91,7 @@ def _only_trainer(run_dir: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             lock.seek(0)
-            raise AnotherTrainerAlive(
+            raise RunLockedError(
                 f"{lock.name}: another training of this run is alive ({lock.read().strip()})"
             ) from error
         lock.truncate(0)
@@ -99,7 +100,7 @@ def _only_trainer(run_dir: Path) -> Iterator[None]:
         yield
 
 
-def newest_whole(run_dir: Path) -> Path | None:
+def latest_valid_checkpoint(run_dir: Path) -> Path | None:
     """The newest checkpoint folder whose manifest verifies; one that does not is removed, and a warning names it."""
     whole: dict[int, Path] = {}
     for folder in sorted(path.parent for path in run_dir.rglob(STATE) if path.is_dir()):

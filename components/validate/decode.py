@@ -12,7 +12,7 @@ from PIL import Image, UnidentifiedImageError
 
 OK = "ok"
 DECODER = f"Pillow {PIL.__version__}, thumbnail 8x8 Hamming"
-"""Verdicts are remembered under this name: another decoder judges anew."""
+"""Verdicts are cached under this name: another decoder judges anew."""
 
 PNG_END = b"\0\0\0\0IEND\xaeB`\x82"
 """The whole last chunk: Pillow takes a file for sound that lacks only this checksum."""
@@ -20,7 +20,7 @@ PNG_END = b"\0\0\0\0IEND\xaeB`\x82"
 known_digests: frozenset[bytes] = frozenset()
 
 
-class Looked(NamedTuple):
+class ImageCheck(NamedTuple):
     """What one look told. `verdict` is OK or what is wrong; None where the content was known before."""
 
     path: str
@@ -40,43 +40,43 @@ def start_worker(known: frozenset[bytes]) -> None:
     warnings.simplefilter("ignore")
 
 
-def look(path: str, max_pixels: int) -> Looked:
+def look(path: str, max_pixels: int) -> ImageCheck:
     """Read, hash and, for content not yet known, decode every pixel. Never raises for a bad file."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
-            return Looked(path, None, "is no regular file")
+            return ImageCheck(path, None, "is no regular file")
         with open(path, "rb") as file:
             data = file.read()
     except OSError as error:
-        return Looked(path, None, f"cannot be read: {error.strerror}")
+        return ImageCheck(path, None, f"cannot be read: {error.strerror}")
     digest = hashlib.sha256(data).digest()
-    return Looked(path, digest, None) if digest in known_digests else _decode(path, digest, data, max_pixels)
+    return ImageCheck(path, digest, None) if digest in known_digests else _decode(path, digest, data, max_pixels)
 
 
-def look_all(paths: list[str], known: frozenset[bytes], max_pixels: int) -> list[Looked]:
+def check_all(paths: list[str], known: frozenset[bytes], max_pixels: int) -> list[ImageCheck]:
     """A task's share on a cluster, whose workers start without `start_worker`."""
     start_worker(known)
     return [look(path, max_pixels) for path in paths]
 
 
-def _decode(path: str, digest: bytes, data: bytes, max_pixels: int) -> Looked:
+def _decode(path: str, digest: bytes, data: bytes, max_pixels: int) -> ImageCheck:
     """PNG: the checksum of every chunk, then all pixels; others: all pixels. A GIF is judged by its first frame."""
     if not data:
-        return Looked(path, digest, "is empty (0 bytes)")
+        return ImageCheck(path, digest, "is empty (0 bytes)")
     try:
         with Image.open(io.BytesIO(data)) as image:
             kind, (width, height) = image.format, image.size
             if width * height > max_pixels:
-                return Looked(path, digest, f"has {width}x{height} pixels, more than {max_pixels}", kind, width, height)
+                return ImageCheck(path, digest, f"has {width}x{height} pixels, more than {max_pixels}", kind, width, height)
             if kind == "PNG":
                 image.verify()
                 if PNG_END not in data:
-                    return Looked(path, digest, "does not decode: PNG ends before its last chunk")
+                    return ImageCheck(path, digest, "does not decode: PNG ends before its last chunk")
         with Image.open(io.BytesIO(data)) as image:
             image.load()
             thumb = image.convert("L").resize((8, 8), Image.Resampling.HAMMING).tobytes()
     except UnidentifiedImageError:  # its message bears a memory address
-        return Looked(path, digest, "does not decode: is of no known image format")
+        return ImageCheck(path, digest, "does not decode: is of no known image format")
     except Exception as error:  # Pillow raises some ten kinds for broken files, SyntaxError and struct.error among them
-        return Looked(path, digest, f"does not decode: {str(error) or type(error).__name__}".replace("\n", " ")[:200])
-    return Looked(path, digest, OK, kind, width, height, thumb)
+        return ImageCheck(path, digest, f"does not decode: {str(error) or type(error).__name__}".replace("\n", " ")[:200])
+    return ImageCheck(path, digest, OK, kind, width, height, thumb)

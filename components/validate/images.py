@@ -1,4 +1,4 @@
-"""All images of the records, looked at once: over every core, and remembered by content, so that a later run touches
+"""All images of the records, looked at once: over every core, and cached by content, so that a later run touches
 only what changed. The memory changes no output."""
 
 import io
@@ -14,8 +14,8 @@ from pathlib import Path
 import polars as pl
 
 from components.progress import progress
-from components.records import write_atomic
-from components.validate.decode import DECODER, OK, Looked, look, look_all, start_worker
+from components.files import write_atomic
+from components.validate.decode import DECODER, OK, ImageCheck, look, check_all, start_worker
 
 Schema = dict[str, type[pl.DataType]]
 STAT: Schema = {
@@ -39,16 +39,16 @@ SHARE, IN_FLIGHT = 256, 64
 MEMORY = {**STAT, **FACTS, "decoder": pl.String}
 
 
-def judge_images(paths: pl.Series, max_pixels: int, memory: Path) -> pl.DataFrame:
+def check_images(paths: pl.Series, max_pixels: int, memory: Path) -> pl.DataFrame:
     """One row per distinct path: `path`, FACTS. `verdict` is OK or says what is wrong."""
     stats = _stat(paths.drop_nulls().unique().sort())
     absent = stats.filter(pl.col("verdict").is_not_null())
     files = stats.filter(pl.col("verdict").is_null()).drop("verdict")
-    remembered = _remembered(memory, max_pixels)
-    unchanged = files.join(remembered, on=list(STAT), how="inner")
-    looked = _look(files.join(remembered, on=list(STAT), how="anti"), remembered, max_pixels)
+    cached = _cached(memory, max_pixels)
+    unchanged = files.join(cached, on=list(STAT), how="inner")
+    looked = _look(files.join(cached, on=list(STAT), how="anti"), cached, max_pixels)
     if looked.height:
-        _remember(memory, remembered, looked)
+        _store(memory, cached, looked)
     columns = ["path", *FACTS]
     judged = pl.concat(
         [unchanged.select(columns), looked.select(columns), absent.select("path", "verdict")], how="diagonal"
@@ -75,11 +75,11 @@ def _stat_one(path: str) -> tuple[int | None, int | None, int | None, int | None
     return found.st_size, found.st_mtime_ns, found.st_ino, found.st_dev, None
 
 
-def _look(files: pl.DataFrame, remembered: pl.DataFrame, max_pixels: int) -> pl.DataFrame:
+def _look(files: pl.DataFrame, cached: pl.DataFrame, max_pixels: int) -> pl.DataFrame:
     """Look at new or changed files, each inode once; columns STAT and FACTS."""
     inode = ["inode", "device", "size", "mtime_ns"]
     once = files.unique(inode, keep="first", maintain_order=True)
-    by_digest = remembered.select(*FACTS).unique("digest", keep="first", maintain_order=True)
+    by_digest = cached.select(*FACTS).unique("digest", keep="first", maintain_order=True)
     spread = _over_cluster if "RAY_ADDRESS" in os.environ else _over_cores
     results = spread(once["path"].to_list(), frozenset(by_digest["digest"]), max_pixels)
     looked = pl.DataFrame(list(results) if once.height else [], schema={"path": pl.String, **FACTS}, orient="row")
@@ -88,20 +88,20 @@ def _look(files: pl.DataFrame, remembered: pl.DataFrame, max_pixels: int) -> pl.
     return files.join(once.join(facts, on="path").drop("path"), on=inode).select(*STAT, *FACTS)
 
 
-def _over_cores(paths: list[str], known: frozenset[bytes], max_pixels: int) -> Iterator[Looked]:
+def _over_cores(paths: list[str], known: frozenset[bytes], max_pixels: int) -> Iterator[ImageCheck]:
     context = multiprocessing.get_context("forkserver")  # plain fork would copy polars' threads half-way
     cores = len(os.sched_getaffinity(0))
     with ProcessPoolExecutor(cores, context, initializer=start_worker, initargs=(known,)) as pool:
-        looked: Iterable[Looked] = pool.map(partial(look, max_pixels=max_pixels), paths, chunksize=32)
+        looked: Iterable[ImageCheck] = pool.map(partial(look, max_pixels=max_pixels), paths, chunksize=32)
         yield from progress(looked, "validate images", total=len(paths), unit="image")
 
 
-def _over_cluster(paths: list[str], known: frozenset[bytes], max_pixels: int) -> Iterator[Looked]:
+def _over_cluster(paths: list[str], known: frozenset[bytes], max_pixels: int) -> Iterator[ImageCheck]:
     """As `_over_cores`, on the Ray cluster that RAY_ADDRESS names; every node must see the images under their paths."""
     import ray
 
     ray.init(os.environ["RAY_ADDRESS"], ignore_reinit_error=True, log_to_driver=False)
-    look_share, contents = ray.remote(look_all), ray.put(known)
+    look_share, contents = ray.remote(check_all), ray.put(known)
     shares = [paths[start : start + SHARE] for start in range(0, len(paths), SHARE)]
     waiting: deque[ray.ObjectRef] = deque()
     for share in progress(shares, "validate images", total=len(shares), unit=f"{SHARE} images"):
@@ -112,8 +112,8 @@ def _over_cluster(paths: list[str], known: frozenset[bytes], max_pixels: int) ->
         yield from ray.get(waiting.popleft())
 
 
-def _remembered(memory: Path, max_pixels: int) -> pl.DataFrame:
-    """Sound images of earlier runs, as this decoder judged them. Bad ones are not remembered: a limit may change."""
+def _cached(memory: Path, max_pixels: int) -> pl.DataFrame:
+    """Sound images of earlier runs, as this decoder judged them. Bad ones are not cached: a limit may change."""
     nothing = pl.DataFrame(schema=STAT | FACTS)
     try:
         known = (
@@ -125,9 +125,9 @@ def _remembered(memory: Path, max_pixels: int) -> pl.DataFrame:
     return known.filter(sound).drop("decoder")
 
 
-def _remember(memory: Path, remembered: pl.DataFrame, looked: pl.DataFrame) -> None:
+def _store(memory: Path, cached: pl.DataFrame, looked: pl.DataFrame) -> None:
     sound = looked.filter(pl.col("verdict") == OK)
-    kept = pl.concat([sound, remembered]).unique("path", keep="first", maintain_order=True)
+    kept = pl.concat([sound, cached]).unique("path", keep="first", maintain_order=True)
     buffer = io.BytesIO()
     kept.with_columns(decoder=pl.lit(DECODER)).write_parquet(buffer)
     write_atomic(memory, buffer.getvalue())

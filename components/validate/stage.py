@@ -10,9 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import BaseModel
 
-from components.params import Validate
-from components.records import RAW_SCHEMA, RECORD_SCHEMA, DataError, StageReport
-from components.validate.images import judge_images
+from components.validate.params import Validate
+from components.records import RAW_SCHEMA, RECORD_SCHEMA, DataError
+from components.reports import StageReport
+from components.validate.images import check_images
 from components.validate.leaks import find_twins, sound_pairs
 from components.validate.rules import LEAK, bad_rows, facts, rules
 from components.validate.suite import judge
@@ -58,11 +59,11 @@ def validate(cfg: Validate, records: Path, out: Path) -> ValidateReport:
     """
     out.mkdir(parents=True, exist_ok=True)
     table = _load(records / "records.parquet")
-    images = judge_images(pl.concat([table["before"], table["after"]]), cfg.max_image_pixels, cfg.image_memory)
+    images = check_images(pl.concat([table["before"], table["after"]]), cfg.max_image_pixels, cfg.image_cache)
     pairs = sound_pairs(table, images)
-    twins = {link: find_twins(pairs, *link, cfg.near_duplicate_levels) for link in LINKS}
+    twins = {link: find_twins(pairs, *link, cfg.near_duplicate_max_diff) for link in LINKS}
     overlaps = {f"{split} in {other}": twins[split, other].height for split, other in LINKS}
-    leaks = twins["train", "test"].clear() if cfg.keep_leaks else twins["train", "test"]
+    leaks = twins["train", "test"].clear() if cfg.allow_test_leakage else twins["train", "test"]
     found, all_rules = facts(table, images, leaks), rules(cfg.max_caption_chars)
     bad = bad_rows(found, all_rules)
     shutil.rmtree(out / "docs", ignore_errors=True)

@@ -8,12 +8,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from components.convert import stage
-from components.convert.draw import draw, id_keys, uniform
+from components.convert.sampling import draw, id_keys, uniform
 from components.convert.stage import ConvertReport, convert, load_tasks
-from components.params import Convert, ParamsError
+from components.convert.params import Convert
+from components.section import ParamsError
 from components.records import NO_CHANGE, RECORD_SCHEMA, SAMPLE_SCHEMA, DataError
 
-TEMPLATES = Path("components/convert/templates.yaml")
+TEMPLATES = Path("profiles/questions.yaml")
 
 
 def record(name: str, split: str = "train", captions: tuple[str, ...] = ("it moved",), types=("color",), dataset="d"):

@@ -13,7 +13,7 @@ from PIL import Image
 
 from components.evaluate.grammar import Grammar
 from components.evaluate.pairs import Pair
-from components.params import Evaluate
+from components.evaluate.params import Evaluate
 from components.records import RECORD_SCHEMA
 
 GRAMMAR = {
@@ -72,13 +72,13 @@ def write(root: Path) -> tuple[Path, Path, Path]:
     train = record(root, "6", ["color"], ["the red cube at the left turned blue"]) | {"split": "train"}
     pq.write_table(pa.Table.from_pylist([*rows, train], schema=RECORD_SCHEMA), clean / "records.parquet")
     write_json(root / "grammar.json", GRAMMAR)
-    write_json(captions / "captions.json", said(CAPTIONS))
+    write_json(captions / "predictions.json", said(CAPTIONS))
     shifted = dict(zip(CAPTIONS, [*list(CAPTIONS.values())[1:], "nothing changed"], strict=True))
-    write_json(captions / "captions_shuffled.json", said(shifted))
+    write_json(captions / "predictions_shuffled.json", said(shifted))
     maps = np.random.default_rng(0).random((len(CAPTIONS), 4, 4)).astype(np.float16)
-    np.savez(captions / "attention.npz", ids=np.array(list(CAPTIONS)), maps=maps)
+    np.savez(captions / "saliency.npz", ids=np.array(list(CAPTIONS)), maps=maps)
     lines = [f"{step},0.1,{3 / step},0.001,0.0003,1.0,{2 / step if step % 5 == 0 else ''}" for step in range(1, 21)]
-    (model / "curves.csv").write_text("\n".join(["step,epoch,loss,lr,lr_tower,grad_norm,val_loss", *lines]) + "\n")
+    (model / "curves.csv").write_text("\n".join(["step,epoch,loss,lr,lr_vision,grad_norm,val_loss", *lines]) + "\n")
     return clean, captions, model
 
 

@@ -1,7 +1,7 @@
 from pathlib import Path
 
 from components.evaluate.gallery import Mark, by_likeness, choose, draw, mark, spread
-from components.evaluate.grammar import read_pairs
+from components.evaluate.grammar import parse_predictions
 from components.evaluate.pairs import Pair
 from tests.evaluate import bench
 
@@ -47,7 +47,7 @@ def test_best_worst_and_several_changes_are_what_they_say():
 def test_a_false_alarm_is_shown_first_among_distractors():
     pairs = bench.pairs()
     cider = {pair.id: 1.0 for pair in pairs}
-    chosen = choose(pairs, cider, read_pairs(bench.grammar(), pairs), 6)["distractors"]
+    chosen = choose(pairs, cider, parse_predictions(bench.grammar(), pairs), 6)["distractors"]
     assert chosen[0].id == "toy/5"
 
 
@@ -59,7 +59,7 @@ def test_spread_begins_with_the_ends_and_the_middle():
 
 def marks_of(number: int) -> list[list[Mark]]:
     pair = bench.pairs()[number]
-    reading = read_pairs(bench.grammar(), [pair])[pair.id]
+    reading = parse_predictions(bench.grammar(), [pair])[pair.id]
     return [marks for _, marks in mark(pair, reading)]
 
 
@@ -78,7 +78,7 @@ def test_marks_say_which_part_of_each_clause_is_right():
 def test_a_card_counts_the_changes_that_are_not_named(tmp_path: Path):
     bench.write(tmp_path)
     pair = bench.pairs(tmp_path)[3]
-    card = draw(pair, read_pairs(bench.grammar(), [pair])[pair.id], 1.0, None)
+    card = draw(pair, parse_predictions(bench.grammar(), [pair])[pair.id], 1.0, None)
     assert card.missed == 1
     assert card.where is None
     assert card.before.startswith("data:image/webp;base64,")

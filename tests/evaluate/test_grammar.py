@@ -2,14 +2,14 @@ from pathlib import Path
 
 import pytest
 
-from components.evaluate.grammar import Clause, Grammar, Reading, read_pairs, type_order
+from components.evaluate.grammar import Clause, Grammar, ParsedCaption, parse_predictions, type_order
 from components.records import DataError
 from tests.evaluate import bench
 
 
-def reading(caption: str, *references: str, types: tuple[str, ...] = ("color",)) -> Reading:
+def reading(caption: str, *references: str, types: tuple[str, ...] = ("color",)) -> ParsedCaption:
     pair = bench.pair(caption, list(references), list(types))
-    return read_pairs(bench.grammar(), [pair])[pair.id]
+    return parse_predictions(bench.grammar(), [pair])[pair.id]
 
 
 RED, BLUE = "the red cube at the left turned blue", "the blue ball at the top turned red"
@@ -78,7 +78,7 @@ def test_changes_found_among_several(caption: str, found: tuple[int, int]):
 def test_pairs_that_the_grammar_cannot_judge_are_left_out():
     foreign = bench.pair(RED, ["somebody left the car park"], ["color"], name="8")
     unknown = bench.pair(RED, [RED], [], name="9")
-    assert read_pairs(bench.grammar(), [foreign, unknown]) == {}
+    assert parse_predictions(bench.grammar(), [foreign, unknown]) == {}
 
 
 def test_types_stand_in_the_order_of_omnidiff_then_a_datasets_own_then_the_rest():

@@ -3,12 +3,12 @@ import json
 import pytest
 
 from components.evaluate.coco import ALL, METRICS, CocoScores
-from components.evaluate.grammar import read_pairs
+from components.evaluate.grammar import parse_predictions
 from components.evaluate.metrics import change_scores, clause_scores, confuse, group_pairs, summarise
 from tests.evaluate import bench
 
 PAIRS = bench.pairs()
-READINGS = read_pairs(bench.grammar(), PAIRS)
+READINGS = parse_predictions(bench.grammar(), PAIRS)
 
 
 def test_pairs_are_grouped_by_change_type_dataset_and_number_of_changes():

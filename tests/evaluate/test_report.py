@@ -8,7 +8,7 @@ import pytest
 
 from components.evaluate import report
 from components.evaluate.coco import ALL, METRICS, CocoScores
-from components.evaluate.grammar import read_pairs
+from components.evaluate.grammar import parse_predictions
 from components.evaluate.metrics import group_pairs, summarise
 from components.evaluate.pairs import Pair
 from components.evaluate.report import Evidence, render
@@ -19,13 +19,13 @@ def evidence(root: Path, pairs: list[Pair], with_grammar: bool = True, **scores:
     groups = group_pairs(pairs)
     values = {name: dict.fromkeys(METRICS, 0.5) | {"SPICE": None} | scores for name in (ALL, *groups)}
     coco = CocoScores(values, {}, 0.05, {"SPICE": "its jars are not there"})
-    readings = read_pairs(bench.grammar(), pairs) if with_grammar else {}
+    parsed = parse_predictions(bench.grammar(), pairs) if with_grammar else {}
     return Evidence(
-        metrics=summarise(pairs, len(pairs), groups, coco, readings),
+        metrics=summarise(pairs, len(pairs), groups, coco, parsed),
         pairs=pairs,
         cider={pair.id: float(number) for number, pair in enumerate(pairs)},
-        readings=readings,
-        attention=root / "captions" / "attention.npz",
+        parsed=parsed,
+        attention=root / "captions" / "saliency.npz",
         curves=root / "model" / "curves.csv",
     )
 
@@ -103,13 +103,13 @@ def test_captions_that_do_not_come_from_the_images_are_called_so(toy: Evidence):
 
 
 def test_the_table_of_mix_ups_counts_truth_against_what_was_said(toy: Evidence):
-    table = report.confusion_table(toy.readings)
+    table = report.confusion_table(toy.parsed)
     assert table["columns"] == ["illumination", "removal", "color", "none"]
     assert dict(table["rows"])["none"] == [(0, 0.0, False), (0, 0.0, False), (1, 0.5, False), (1, 0.5, True)]
 
 
 def test_alarms_and_misses_are_counted_by_kind_of_pair(toy: Evidence):
-    assert report.alarms(toy.readings) == [
+    assert report.alarms(toy.parsed) == [
         ("distractors", 1, 1),
         ("pairs with one change", 1, 2),
         ("pairs with several changes", 0, 1),

@@ -93,7 +93,7 @@ def test_without_meteor_the_rest_is_scored_and_the_reason_given(tmp_path: Path, 
 def test_without_optional_inputs_their_scores_are_null_with_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     clean, captions, model = bench.write(tmp_path)
     without_meteor(tmp_path, monkeypatch)
-    for path in (captions / "captions_shuffled.json", captions / "attention.npz", model / "curves.csv"):
+    for path in (captions / "predictions_shuffled.json", captions / "saliency.npz", model / "curves.csv"):
         path.unlink()
     evaluate(bench.config(tmp_path, grammar=None), clean, captions, model, tmp_path / "out")
     metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())

@@ -82,7 +82,7 @@ def test_the_deployment_runs_the_road_a_second_time_skips_every_stage_and_retrai
     images = [machine.root / "data/01_raw/minichange" / folder / "2.png" for folder in ("images", "sc_images")]
     rows = [dict(zip(("before", "after"), map(str, images), strict=True))]
     _, captions = load_and_caption(f"http://127.0.0.1:{machine.mlflow}", rows, tmp_path)
-    wrote = json.loads((machine.root / "data/06_captions/captions.json").read_text())
+    wrote = json.loads((machine.root / "data/06_predictions/predictions.json").read_text())
     assert captions == [wrote[0]["caption"]]
     page = httpx.get(
         f"http://127.0.0.1:{machine.mlflow}/api/2.0/mlflow/registered-models/get", params={"name": "m3diff"}

@@ -71,4 +71,4 @@ def test_the_image_has_the_python_and_the_java_that_preflight_asks_for():
     image = (INFRA / "Dockerfile").read_text()
     assert "FROM python:3.11-" in image
     assert "openjdk-17-jre" in image
-    assert "python infra/preflight.py" in image
+    assert "python infra/check_system.py" in image

@@ -74,7 +74,7 @@ def test_registering_again_changes_nothing(registered):
 def test_in_a_fresh_process_outside_the_checkout_the_version_says_what_predict_wrote(registered, tmp_path, form):
     wrote = {
         row["image_id"]: row["caption"]
-        for row in json.loads((registered / "data/06_captions/captions.json").read_text())
+        for row in json.loads((registered / "data/06_predictions/predictions.json").read_text())
     }
     sides = [registered / "data/01_raw/minichange" / folder / "2.png" for folder in ("images", "sc_images")]
     if form == "base64":

@@ -18,7 +18,7 @@ from mlflow.tracking import MlflowClient
 
 from components.params import load_params
 from components.register import stage
-from components.tracking import TrackingGone
+from components.tracking import TrackingUnavailableError
 from tests.register.conftest import change
 
 
@@ -75,7 +75,7 @@ def test_a_server_killed_in_the_middle_leaves_one_run_and_one_version_when_regis
 
     with monkeypatch.context() as cut:
         cut.setattr(stage, "log_model", killed_before_the_model)
-        with pytest.raises(TrackingGone, match="run `m3diff register` again: nothing was lost"):
+        with pytest.raises(TrackingUnavailableError, match="run `m3diff register` again: nothing was lost"):
             stage.register(load_params())
     server.start()
     assert stage.register(load_params()).outcome == "registered"

@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from components.params import Train
+from components.train.params import Train
 from tests.train.toy import parameters, write_mixture
 
 CODE = """
 import sys
 from pathlib import Path
-from components.params import Train
+from components.train.params import Train
 from components.train.stage import train
 cfg, mixture, folder = map(Path, sys.argv[1:])
 train(Train.model_validate_json(cfg.read_text()), mixture, folder / "out", folder / "runs")

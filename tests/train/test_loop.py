@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from components.model.adapters import CheckpointError, verify_manifest
-from components.params import Train
-from components.train.stage import Here, newest_whole, train
+from components.models.m3diff.tuning import CheckpointError, verify_manifest
+from components.train.params import Train
+from components.train.stage import Here, latest_valid_checkpoint, train
 from tests.train.toy import parameters, write_mixture
 
 
@@ -45,7 +45,7 @@ def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], ato
 
 
 def test_training_lowers_the_loss_and_moves_every_group(mixture: Path, base: Path, tmp_path: Path) -> None:
-    weights, curve = run(parameters(base, epochs=30, lr=0.03, lr_tower=0.01), mixture, tmp_path)
+    weights, curve = run(parameters(base, epochs=30, lr=0.03, lr_vision=0.01), mixture, tmp_path)
     losses = [float(line.split(",")[2]) for line in curve[1:]]
     assert losses[-1] < losses[0] - 0.15, "the head is small, random and frozen: no logit can gain more than 0.3"
     start = load_file(base / "model.safetensors")
@@ -58,7 +58,7 @@ def test_training_lowers_the_loss_and_moves_every_group(mixture: Path, base: Pat
 
 
 def test_without_perception_the_same_loop_trains_a_llava_onevision(mixture: Path, base: Path, tmp_path: Path) -> None:
-    weights, curve = run(parameters(base, perception=None, epochs=1), mixture, tmp_path)
+    weights, curve = run(parameters(base, mdp=None, epochs=1), mixture, tmp_path)
     assert weights.keys() == load_file(base / "model.safetensors").keys(), "no tensor of an MDP module"
     assert len(curve) > 1
 
@@ -190,16 +190,16 @@ def test_a_final_checkpoint_with_a_changed_file_is_refused(mixture: Path, base: 
 
 
 def test_no_checkpoint_is_no_checkpoint(tmp_path: Path) -> None:
-    assert newest_whole(tmp_path) is None
+    assert latest_valid_checkpoint(tmp_path) is None
 
 
 def test_a_second_trainer_of_the_same_run_is_turned_away(mixture: Path, base: Path, tmp_path: Path) -> None:
-    from components.train.stage import AnotherTrainerAlive, _only_trainer
+    from components.train.stage import RunLockedError, _only_trainer
 
     run_dir = tmp_path / "run"
     with (
         _only_trainer(run_dir.parent.joinpath("run")),
-        pytest.raises(AnotherTrainerAlive, match="another training of this run is alive"),
+        pytest.raises(RunLockedError, match="another training of this run is alive"),
         _only_trainer(run_dir),
     ):
         pass

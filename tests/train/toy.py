@@ -6,9 +6,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from components.params import Train
+from components.train.params import Train
 from components.records import SAMPLE_SCHEMA
-from tests.tiny import PERCEPTION, noise_image, tiny_base
+from tests.tiny import MDP, noise_image, tiny_base
 
 CAPTIONS = ("the red ball moved", "the ball is gone", "a small blue star appeared at the left", "nothing changed")
 
@@ -36,7 +36,7 @@ def parameters(base: Path, **changes: Any) -> Train:
     fields = {
         "seed": 3,
         "base": tiny_base(base) if not base.exists() else base,
-        "perception": PERCEPTION,
+        "mdp": MDP,
         "lora_rank": 2,
         "lora_alpha": 4,
         "packing": "full",
@@ -44,8 +44,8 @@ def parameters(base: Path, **changes: Any) -> Train:
         "global_batch": 4,
         "micro_batch": 4,
         "epochs": 2,
-        "lr_tower": 1e-3,
-        "lr_perception": None,
+        "lr_vision": 1e-3,
+        "lr_mdp": None,
         "lr": 3e-3,
         "warmup_share": 0.1,
         "weight_decay": 0.01,

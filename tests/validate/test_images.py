@@ -9,13 +9,13 @@ import pytest
 from PIL import Image
 
 from components.validate import images
-from components.validate.images import judge_images
+from components.validate.images import check_images
 from tests.layouts import save_picture
 
 
 def judge(folder: Path, *names: str, max_pixels: int = 10_000) -> list[str]:
     paths = pl.Series([str(folder / name) for name in names])
-    frame = judge_images(paths, max_pixels, folder / "memory.parquet")
+    frame = check_images(paths, max_pixels, folder / "memory.parquet")
     verdicts = dict(frame.select("path", "verdict").iter_rows())
     return [verdicts[path] for path in paths]
 

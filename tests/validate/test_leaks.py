@@ -7,7 +7,7 @@ import pytest
 from PIL import Image, ImageFilter
 
 from components.ingest.stage import ingest
-from components.params import Dataset, Ingest
+from components.ingest.params import DatasetEntry, Ingest
 from components.validate.leaks import find_twins, sound_pairs
 from tests.layouts import run_validate, write_json
 
@@ -81,7 +81,7 @@ def test_a_pair_encoded_or_resized_anew_is_found_by_its_look(tmp_path, suffix, s
 def test_look_alikes_are_let_be_where_only_contents_count(tmp_path):
     official = write_own(tmp_path / "official", HELD_OUT)
     mine = write_own(tmp_path / "mine", {"1": HELD_OUT["1"][:2] + ("train",)}, "jpg")
-    assert quarantined(tmp_path, mine, official, near_duplicate_levels=None) == {}
+    assert quarantined(tmp_path, mine, official, near_duplicate_max_diff=None) == {}
 
 
 def test_one_shared_image_or_another_change_of_a_scene_is_no_leak(tmp_path):
@@ -96,7 +96,7 @@ def test_leaks_may_be_kept_and_are_counted_all_the_same(tmp_path):
     official = write_own(tmp_path / "official", HELD_OUT | {"v": HELD_OUT["1"][:2] + ("val",)})
     mine = write_own(tmp_path / "mine", {"copy": HELD_OUT["1"][:2] + ("train",)})
     ingest(Ingest(datasets=[official, mine]), tmp_path / "records")
-    report = run_validate(tmp_path, keep_leaks=True)
+    report = run_validate(tmp_path, allow_test_leakage=True)
     assert (report.quarantined, report.leaks) == (0, 0)
     assert report.overlaps == {"train in test": 1, "val in test": 1, "train in val": 1}
 

@@ -141,7 +141,7 @@ def test_every_output_is_equal_in_another_process_with_and_without_memory(raw):
     ingest_and_validate(raw)
     code = (
         "from pathlib import Path; from tests.layouts import run_validate\n"
-        f"if __name__ == '__main__': run_validate(Path({str(raw.parent)!r}), image_memory=Path({str(raw / 'other')!r}))"
+        f"if __name__ == '__main__': run_validate(Path({str(raw.parent)!r}), image_cache=Path({str(raw / 'other')!r}))"
     )
     outputs = sorted(path for path in (raw.parent / "clean").rglob("*") if path.is_file())
     first = [path.read_bytes() for path in outputs]

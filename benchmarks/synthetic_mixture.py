@@ -1,0 +1,249 @@
+"""A stand-in of the paper's mixture: the published counts in the native layouts, captions of the right number and
+length, and one small image under every name (hard links). Everything that trains is there, no test set.
+
+145,377 pairs (train and validation splits, the one plain sum that gives the paper's 145k) and 896,000 captions. Of
+CLEVR-DC's captions no count is published; they are the remainder, 9.2 a pair.
+"""
+
+import csv
+import json
+import os
+from collections.abc import Callable, Iterable
+from itertools import count, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import yaml
+from PIL import Image
+
+PROFILE = Path("profiles/paper.yaml")
+SAMPLES = 896_000
+LINKS = 60_000
+"""Names of one file; ext4 allows 65,000."""
+
+Captions = list[list[str]]
+Splits = dict[str, Captions]
+"""The captions of every pair, by split."""
+
+
+class Part(NamedTuple):
+    """One dataset at full size: pairs and captions of train and val, words of a caption, words in use."""
+
+    pairs: tuple[int, int]
+    captions: tuple[int, int]
+    words: tuple[int, int]  # fewest and most; the mean lies half-way
+    vocabulary: int
+
+
+PARTS = {
+    "omnidiff_real": Part((7_007, 799), (7_007, 799), (20, 100), 3_793),
+    "omnidiff_render": Part((5_445, 777), (5_445, 777), (20, 100), 3_793),
+    "spot_the_diff": Part((8_566, 1_493), (17_623, 3_304), (3, 18), 2_400),
+    "iedit": Part((3_061, 383), (3_061, 1_149), (2, 13), 2_000),
+    "birds_to_words": Part((2_685, 325), (12_890, 1_556), (12, 53), 2_500),
+    "clevr_change": Part((67_660, 3_976), (419_640, 24_660), (6, 14), 72),
+    "clevr_dc": Part((40_800, 2_400), (375_978, 22_111), (5, 11), 83),
+}
+NO_CHANGE = (
+    "there is no change",
+    "nothing has changed",
+    "the two scenes seem identical",
+    "the scene is the same as before",
+    "the scene remains the same",
+    "nothing was modified",
+    "no change was made",
+)
+
+
+class Picture:
+    """The one image, under as many names as are asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.names = count()
+
+    def __call__(self, *paths: Path) -> None:
+        for path in paths:
+            source = self.folder / f"{next(self.names) // LINKS}{path.suffix}"
+            if not source.exists():
+                self.folder.mkdir(parents=True, exist_ok=True)
+                Image.linear_gradient("L").resize((16, 16)).save(source)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            os.link(source, path)
+
+
+def write_standin(root: Path, samples: int = SAMPLES) -> Path:
+    """Write the datasets under `root` and the parameter file `root/params.yaml`, whose path is returned."""
+    picture, rng = Picture(root / "picture"), np.random.default_rng(896)
+    parts = _scaled(samples)
+    for name, part in parts.items():
+        splits = {split: _captions(rng, part, which) for which, split in enumerate(("train", "val"))}
+        (root / "raw" / name).mkdir(parents=True)
+        WRITERS[name](root / "raw" / name, splits, picture)
+    return _write_params(root, parts)
+
+
+def _scaled(samples: int) -> dict[str, Part]:
+    """Every part cut down alike; CLEVR-DC takes what rounding leaves, so that the sum is exact."""
+    share, parts = samples / SAMPLES, {}
+    for name, part in PARTS.items():
+        step = 2 if name == "clevr_change" else 1  # its scenes are two pairs each
+        train, val = (step * round(number * share / step) for number in part.pairs)
+        captions = round(part.captions[0] * share), round(part.captions[1] * share)
+        parts[name] = part._replace(pairs=(train, val), captions=captions)
+    rest = samples - sum(sum(part.captions) for part in parts.values())
+    last = parts["clevr_dc"]
+    parts["clevr_dc"] = last._replace(captions=(last.captions[0] + rest, last.captions[1]))
+    return parts
+
+
+def _captions(rng: np.random.Generator, part: Part, which: int) -> Captions:
+    """Captions of every pair of one split, dealt out evenly; common words are common (Zipf)."""
+    pairs, captions = part.pairs[which], part.captions[which]
+    words = _words(part.vocabulary)
+    frequency = 1 / np.arange(2, len(words) + 2)
+    lengths = rng.integers(part.words[0], part.words[1] + 1, captions)
+    drawn = rng.choice(len(words), lengths.sum(), p=frequency / frequency.sum())
+    ends = np.concatenate([[0], lengths.cumsum()])
+    texts = [" ".join(words[index] for index in drawn[start:end].tolist()) for start, end in pairwise(ends)]
+    cuts = (np.arange(pairs + 1) * captions) // pairs
+    return [_distinct(texts[start:end]) for start, end in pairwise(cuts)]
+
+
+def _distinct(texts: list[str]) -> list[str]:
+    """Training drops repeats within a pair; a repeat gets one more word until it is none."""
+    kept: list[str] = []
+    for text in texts:
+        while text in kept:
+            text += " again"
+        kept.append(text)
+    return kept
+
+
+def _words(number: int) -> list[str]:
+    """Made-up words of two or three syllables, five letters in the mean."""
+    syllables = [a + b for a in "bdfgklmnprst" for b in "aeiou"]
+    stems = syllables + [first + second for first in syllables for second in syllables]
+    return [stem + "rn"[index % 2] for index, stem in enumerate(stems)][:number]
+
+
+def _json(path: Path, value: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value), "utf-8")
+
+
+def _omnidiff(root: Path, splits: Splits, picture: Picture) -> None:
+    rows = []
+    for number, (split, captions) in enumerate(_each(splits)):
+        before, after = f"{number // 50:03d}/{number}_a.jpg", f"{number // 50:03d}/{number}_b.jpg"
+        picture(root / before, root / after)
+        words = captions[0].split()
+        text = ". ".join(" ".join(words[start : start + 24]) for start in range(0, len(words), 24)) + "."
+        row = {"before": before, "after": after, "captions": text, "change_types": ["addition"], "split": split}
+        rows.append(row)
+    _json(root / "annotations.json", rows)
+
+
+def _spot(root: Path, splits: Splits, picture: Picture) -> None:
+    """Every eighteenth id stands in two records, as in the release."""
+    number = count()
+    for split in (*splits, "test"):
+        records: list[dict[str, Any]] = []
+        for captions in splits.get(split, []):
+            name = str(next(number))
+            picture(root / f"resized_images/{name}.png", root / f"resized_images/{name}_2.png")
+            cut = 1 if int(name) % 18 == 0 and len(captions) > 1 else len(captions)
+            records += [{"img_id": name, "sentences": some} for some in (captions[:cut], captions[cut:]) if some]
+        _json(root / f"annotations/{split}.json", records)
+
+
+def _iedit(root: Path, splits: Splits, picture: Picture) -> None:
+    number = count()
+    for split, file in (("train", "train"), ("val", "valid"), ("test", "test")):
+        records = []
+        for captions in splits.get(split, []):
+            uid = f"Reddit_{next(number)}"
+            names = f"{uid}_0.jpg", f"{uid}_1.jpg"
+            picture(*(root / "images" / name for name in names))
+            records.append({"img0": names[0], "img1": names[1], "sents": captions, "uid": uid})
+        _json(root / f"{file}.json", records)
+
+
+def _birds(root: Path, splits: Splits, picture: Picture) -> None:
+    site = "https://www.inaturalist.org/photos"
+    columns = [f"img{n}{what}" for n in (1, 2) for what in ("ObservationURL", "ImgURL", "Species", "Selection")]
+    with (root / "birds-to-words-v1.0.tsv").open("w", encoding="utf-8", newline="") as file:
+        table = csv.writer(file, delimiter="\t", lineterminator="\n")
+        table.writerow([*columns, "split", "annN", "description"])
+        for number, (split, captions) in enumerate(_each(splits)):
+            photos = (2 * number + 10**7, 2 * number + 1 + 10**7)
+            sides = [[f"{site}/{p}", f"{site}/{p}/medium.jpg?1", "Larus", "visual"] for p in photos]
+            picture(*(root / f"images/{photo}.jpg" for photo in photos))
+            for annotator, text in enumerate(captions, 1):
+                table.writerow([*sides[0], *sides[1], split, annotator, f"Animal 1 {text}."])
+
+
+def _clevr_change(root: Path, splits: Splits, picture: Picture) -> None:
+    """Two pairs a scene: the first half of a split's captions tell a change; five sentences say that there is none."""
+    change, no_change, numbers = {}, {}, _numbers(splits, pairs_per_scene=2)
+    for split, scenes in numbers.items():
+        captions, half = splits[split], len(splits[split]) // 2
+        total = sum(map(len, captions))
+        texts = iter([text for some in captions for text in some])
+        wanted = total - 5 * half
+        for place, scene in enumerate(scenes):
+            key = f"CLEVR_default_{scene:06d}.png"
+            share = wanted * (place + 1) // half - wanted * place // half
+            change[key] = _distinct([next(texts) for _ in range(share)])
+            no_change[key] = [NO_CHANGE[(scene + turn) % len(NO_CHANGE)] for turn in range(5)]
+            for folder, kind in (("images", "default"), ("sc_images", "semantic"), ("nsc_images", "nonsemantic")):
+                picture(root / f"{folder}/CLEVR_{kind}_{scene:06d}.png")
+    _json(root / "change_captions.json", change)
+    _json(root / "no_change_captions.json", no_change)
+    _json(root / "splits.json", numbers | {"test": []})
+    _json(root / "type_mapping.json", {"color": [key.removeprefix("CLEVR_default_") for key in change]})
+
+
+def _clevr_dc(root: Path, splits: Splits, picture: Picture) -> None:
+    numbers = _numbers(splits, pairs_per_scene=1)
+    for scene in (scene for scenes in numbers.values() for scene in scenes):
+        picture(root / f"bef/{scene}.png", root / f"aft/{scene}.png")
+    _json(root / "captions.json", {str(number): captions for number, (_, captions) in enumerate(_each(splits))})
+    _json(root / "split.json", numbers | {"test": []})
+
+
+def _numbers(splits: Splits, pairs_per_scene: int) -> dict[str, list[int]]:
+    scene = count()
+    return {split: [next(scene) for _ in range(len(some) // pairs_per_scene)] for split, some in splits.items()}
+
+
+def _each(splits: Splits) -> Iterable[tuple[str, list[str]]]:
+    return ((split, captions) for split, some in splits.items() for captions in some)
+
+
+WRITERS: dict[str, Callable[[Path, Splits, Picture], None]] = {
+    "omnidiff_real": _omnidiff,
+    "omnidiff_render": _omnidiff,
+    "spot_the_diff": _spot,
+    "iedit": _iedit,
+    "birds_to_words": _birds,
+    "clevr_change": _clevr_change,
+    "clevr_dc": _clevr_dc,
+}
+
+
+def _write_params(root: Path, parts: dict[str, Part]) -> Path:
+    """The paper's profile with the stand-in's paths and counts; validation splits train, as its 145k pairs ask."""
+    params = yaml.safe_load(PROFILE.read_text("utf-8"))
+    params["paths"] = {name: str(root / Path(path).name) for name, path in params["paths"].items()}
+    params["paths"]["raw"] = str(root / "raw")
+    for dataset in params["ingest"]["datasets"]:
+        dataset |= {"root": str(root / "raw" / dataset["name"]), "train_on": ["train", "val"]}
+    params["validate"] |= {
+        "expected_pairs": {name: {"train": sum(part.pairs)} for name, part in parts.items()},
+        "image_cache": str(root / "image_cache.parquet"),
+    }
+    path = root / "params.yaml"
+    path.write_text(yaml.safe_dump(params, sort_keys=False), "utf-8")
+    return path

@@ -1,0 +1,46 @@
+"""Birds-to-Words: two photos of birds and paragraphs that tell them apart. The direction matters ("animal 1 ...").
+
+Page: https://github.com/google-research-datasets/birds-to-words (Forbes et al., EMNLP 2019), CC BY-SA 4.0.
+
+    birds-to-words-v1.0.tsv    tab-separated with a header and double quotes; a row per paragraph, 11 columns:
+        img1ObservationURL img1ImgURL img1Species img1Selection, the same four of img2, split annN description
+    images/13985343.jpg        fetched by the user from iNaturalist; a few have been taken down
+
+    https://www.inaturalist.org/photos/13985343 <tab> ... <tab> train <tab> 1 <tab> Animal 1 has a yellow head ...
+
+The image id is the last part of the ObservationURL. A pair's paragraphs are its rows; 8 to 10 of them mean that the
+pair was sampled twice, and they are merged. 59 images (no pair) are shared between splits.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from components.ingest.rows import Row
+from components.datasets.tables import read_table
+
+COLUMNS = ("img1ObservationURL", "img2ObservationURL", "split", "description")
+
+
+def read(
+    root: Path, manifest: str = "birds-to-words-v1.0.tsv", images: str = "images", suffix: str = ".jpg"
+) -> Iterator[Row]:
+    """One row per pair and split, at the place of its first paragraph; broken rows stand alone."""
+    merged: dict[tuple[str, str, str], list[tuple[str, str]]] = {}
+    for where, row, fault in read_table(root / manifest, COLUMNS):
+        ids = [_photo(row[column]) for column in COLUMNS[:2]]
+        if fault or not all(ids):
+            fault = fault or "image URL: expected https://www.inaturalist.org/photos/<number>"
+            yield Row(None, row["split"], None, None, None, [], [], where, fault)
+        else:
+            merged.setdefault((*ids, row["split"]), []).append((where, row["description"]))
+    for (first, second, split), found in merged.items():
+        pair = f"{images}/{first}{suffix}", f"{images}/{second}{suffix}"
+        name, source = f"{first}_{second}", " and ".join(where for where, _ in found)
+        yield Row(name, split, name, *pair, [text for _, text in found], [], source, raw_rows=len(found))
+
+
+def _photo(url: Any) -> str:
+    """The image id in an ObservationURL; empty where there is none."""
+    last = str(url).rstrip("/").rsplit("/", 1)[-1]
+    return last if last.isdecimal() else ""

@@ -1,0 +1,75 @@
+"""CLEVR-Change (and MiniChange, which is written in its layout): synthetic scenes, one change or only a distractor.
+
+Page: https://github.com/Seth-Park/RobustChangeCaptioning (Park et al., ICCV 2019). The repository states no licence.
+
+    images/CLEVR_default_000123.png           before
+    sc_images/CLEVR_semantic_000123.png       after: a change, and a small move of the camera
+    nsc_images/CLEVR_nonsemantic_000123.png   after: the small move of camera or light only
+    change_captions.json      {"CLEVR_default_000123.png": ["the tiny cylinder changed to brown", ...], ...}
+    no_change_captions.json   the same keys: ["nothing has changed", ...]
+    splits.json               {"train": [123, ...], "val": [...], "test": [...]}
+    type_mapping.json         {"color": ["000123.png", ...], ...}; a pair with several changes stands under each
+
+One number is one scene and two pairs, "000123.png" and "000123.png_n", as the authors' evaluation names them. Numbers
+have gaps (39,803 of 40,000), so names are built from the number and no folder is ever listed.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from components.datasets.files import describe, read_json, read_splits
+from components.ingest.rows import Row, is_scene
+from components.records import NO_CHANGE, DataError
+
+KEY = re.compile(r"CLEVR_default_(\d{6,})\.png")
+
+
+def read(root: Path) -> Iterator[Row]:
+    """Two rows per scene of `splits.json` in its order, then the captioned scenes that are in no split."""
+    captions = read_json(root / "change_captions.json", dict)
+    no_change = read_json(root / "no_change_captions.json", dict)
+    types = _types(root / "type_mapping.json")
+    seen: set[str] = set()
+    for split, scenes in read_splits(root / "splits.json").items():
+        for position, scene in enumerate(scenes):
+            source = f"splits.json, {split}[{position}]"
+            if not is_scene(scene):
+                fault = f"scene: expected a number from 0, found {describe(scene)}"
+                yield Row(None, split, None, None, None, [], [], source, fault)
+                continue
+            key = f"CLEVR_default_{scene:06d}.png"
+            seen.add(key)
+            yield _pair(scene, split, captions, "change_captions.json", key, types[f"{scene:06d}.png"])
+            yield _pair(scene, split, no_change, "no_change_captions.json", key, [NO_CHANGE])
+    for file, captioned, end in (("change_captions.json", captions, ""), ("no_change_captions.json", no_change, "_n")):
+        for key in sorted(captioned.keys() - seen):
+            yield Row(key + end, None, key, None, None, [], [], f"{file}, {key}", _stray(key))
+
+
+def _pair(scene: int, split: str, captions: dict[str, Any], file: str, key: str, types: list[str]) -> Row:
+    changed = file == "change_captions.json"
+    after = f"sc_images/CLEVR_semantic_{scene:06d}.png" if changed else f"nsc_images/CLEVR_nonsemantic_{scene:06d}.png"
+    name = f"{scene:06d}.png" if changed else f"{scene:06d}.png_n"
+    fault = None if key in captions else f"captions: {file} has no key {key!r}"
+    found = captions.get(key, [])
+    return Row(name, split, f"{scene:06d}", f"images/{key}", after, found, types, f"{file}, {key}", fault)
+
+
+def _types(path: Path) -> dict[str, list[str]]:
+    """Image name -> its change types, in the file's order."""
+    types: dict[str, list[str]] = defaultdict(list)
+    for change_type, names in read_json(path, dict).items():
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise DataError(f"{path}: {change_type!r}: expected a list of image names")
+        for name in names:
+            types[name].append(change_type)
+    return types
+
+
+def _stray(key: str) -> str:
+    if KEY.fullmatch(key):
+        return "split: the scene is in no list of splits.json"
+    return f"key: expected 'CLEVR_default_<six digits>.png', found {key!r}"

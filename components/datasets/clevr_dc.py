@@ -1,0 +1,38 @@
+"""CLEVR-DC: synthetic scenes under a large change of viewpoint; one change to a pair, or none.
+
+Page: https://github.com/hsgkim/clevr-dc (Kim et al., ICCV 2021). The repository states no licence.
+
+    bef/123.png, aft/123.png    before and after; the numbers are not padded, so names must not be sorted as text
+    captions.json               {"123": ["the small cyan cube has been added", ...], ...}
+    split.json                  {"train": [0, 1, ...], "val": [...], "test": [...]}
+
+48,000 scenes are one pair each, a sixth of them without a change. There is no file of types and none of distractors;
+which block of 8,000 numbers holds which action is not documented, so change types are left unknown. Ids are padded
+("000123.png"), as in the evaluation of DIRL (tuyunbin/DIRL).
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from components.datasets.files import describe, read_json, read_splits
+from components.ingest.rows import Row, is_scene
+
+
+def read(root: Path) -> Iterator[Row]:
+    """One row per scene of `split.json` in its order, then the captioned scenes that are in no split."""
+    captions = read_json(root / "captions.json", dict)
+    seen: set[str] = set()
+    for split, scenes in read_splits(root / "split.json").items():
+        for position, scene in enumerate(scenes):
+            if not is_scene(scene):
+                wrong = f"scene: expected a number from 0, found {describe(scene)}"
+                yield Row(None, split, None, None, None, [], [], f"split.json, {split}[{position}]", wrong)
+                continue
+            key, name = str(scene), f"{scene:06d}.png"
+            seen.add(key)
+            fault = None if key in captions else f"captions: captions.json has no key {key!r}"
+            images = f"bef/{scene}.png", f"aft/{scene}.png"
+            yield Row(name, split, name, *images, captions.get(key, []), [], f"captions.json, {key}", fault)
+    for key in sorted(captions.keys() - seen):
+        wrong = "split: the scene is in no list of split.json"
+        yield Row(key, None, key, None, None, [], [], f"captions.json, {key}", wrong)

@@ -1,0 +1,35 @@
+"""IEdit (Image Editing Request): a photo, its edit, and the request that leads from one to the other.
+
+Page: https://github.com/airsplay/VisualRelationships (Tan et al., ACL 2019). The repository states no licence.
+
+    {train,valid,test}.json    a list of records; the middle file is called valid
+    images/                    all images, flat
+
+    {"img0": "Reddit.com_5fdtr1_5fdtr1.jpg", "img1": "Reddit.com_5fdtr1_dajgq1u.jpg", "uid": "Reddit_1012",
+     "sents": ["make color brighter", "Increase the brightness of the image", "add the effect"]}
+
+The key is `uid`, not the pair: 495 test records are 446 pairs. 55 valid pairs are also in test, one train pair too,
+which validate finds by their files. Images are jpg, png and a few gif (the first frame counts), and `img0` and `img1`
+differ in size.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from components.datasets.files import read_json
+from components.ingest.rows import Row, fault_in
+
+FILES = {"train": "train.json", "val": "valid.json", "test": "test.json"}
+FIELDS = {"img0": str, "img1": str, "sents": list, "uid": str}
+
+
+def read(root: Path, images: str = "images") -> Iterator[Row]:
+    """One row per record."""
+    for split, file in FILES.items():
+        for number, record in enumerate(read_json(root / file, list)):
+            source = f"{file}, record {number}"
+            if fault := fault_in(record, FIELDS):
+                yield Row(None, split, None, None, None, [], [], source, fault)
+                continue
+            uid, pair = record["uid"], (f"{images}/{record['img0']}", f"{images}/{record['img1']}")
+            yield Row(uid, split, uid, *pair, record["sents"], [], source)

@@ -1,0 +1,208 @@
+"""MiniChange in words: exact captions from the scene, paraphrased, and the grammar that reads them back.
+
+A clause has a referring part (where, and which object before the change) and a change part (from what, to what), as
+OmniDiff's captions do. The grammar written beside the data is made from the same templates, so that a caption's change
+type, object and place can be read without knowing how it was made.
+"""
+
+import re
+from functools import partial
+
+from components.records import CHANGE_TYPES
+from components.datasets.minichange.scene import COLORS, DIRECTIONS, GLYPHS, KINDS, PLACES, POSES, SIZES, Change, Scene, Thing
+
+SEPARATOR = ", and "
+NUMBERS = ("zero", "one", "two", "three", "four", "five", "six")
+ARMS = {"up": "raised its arms", "down": "lowered its arms", "waving": "started to wave"}
+CAMERA = {
+    "left": "moved to the left",
+    "right": "moved to the right",
+    "up": "moved up",
+    "down": "moved down",
+    "in": "zoomed in",
+    "out": "zoomed out",
+}
+LAMP = {"out": "went out", "on": "came on"}
+
+NO_CHANGE = (
+    "nothing changed",
+    "nothing has changed",
+    "nothing is different",
+    "nothing changed at all",
+    "nothing changed between the images",
+)
+
+TEMPLATES: dict[str, tuple[str, ...]] = {
+    "viewpoint": (
+        "the camera {camera}",
+        "the camera {camera} between the images",
+        "the camera {camera} and the view changed",
+        "the camera {camera} so the view changed",
+        "the camera {camera} before the second image",
+    ),
+    "illumination": (
+        "the lamp {lamp}",
+        "the lamp {lamp} between the images",
+        "the lamp {lamp} and the light changed",
+        "the lamp {lamp} so the light changed",
+        "the lamp {lamp} before the second image",
+    ),
+    "addition": (
+        "{place} a {new} appeared",
+        "{place} a {new} appeared on the table",
+        "{place} a {new} appeared where nothing stood",
+        "{place} a {new} appeared from nowhere",
+        "{place} a {new} appeared in the second image",
+    ),
+    "disappearance": (
+        "{place} the {object} disappeared",
+        "{place} the {object} disappeared without a trace",
+        "{place} the {object} disappeared from the table",
+        "{place} the {object} disappeared and left no mark",
+        "{place} the {object} disappeared in the second image",
+    ),
+    "removal": (
+        "{place} the {object} was removed and left a mark",
+        "{place} the {object} was removed leaving a mark",
+        "{place} the {object} was removed and only a mark is left",
+        "{place} the {object} was removed and its mark stayed",
+        "{place} the {object} was removed from the table and left a mark",
+    ),
+    "substitution": (
+        "{place} the {object} was replaced by a {new}",
+        "{place} the {object} was replaced with a {new}",
+        "{place} the {object} was replaced and is now a {new}",
+        "{place} the {object} was replaced by another object a {new}",
+        "{place} the {object} was replaced in its place by a {new}",
+    ),
+    "size": (
+        "{place} the {object} became {size}",
+        "{place} the {object} became {size} in size",
+        "{place} the {object} became {size} instead of {old_size}",
+        "{place} the {object} became {size} and was {old_size} before",
+        "{place} the {object} became {size} in the second image",
+    ),
+    "color": (
+        "{place} the {object} turned {color}",
+        "{place} the {object} turned {color} in color",
+        "{place} the {object} turned {color} instead of {old_color}",
+        "{place} the {object} turned {color} and was {old_color} before",
+        "{place} the {object} turned {color} in the second image",
+    ),
+    "orientation": (
+        "{place} the {object} points {direction} now",
+        "{place} the {object} points {direction} instead of {old_direction}",
+        "{place} the {object} points {direction} after a turn",
+        "{place} the {object} points {direction} and pointed {old_direction} before",
+        "{place} the {object} points {direction} in the second image",
+    ),
+    "pose": (
+        "{place} the {object} {arms}",
+        "{place} the {object} {arms} and changed its pose",
+        "{place} the {object} {arms} between the images",
+        "{place} the {object} {arms} in another pose",
+        "{place} the {object} {arms} in the second image",
+    ),
+    "ocr": (
+        "{place} the {object} reads {glyph} instead of {old_glyph}",
+        "{place} the {object} reads {glyph} and no longer {old_glyph}",
+        "{place} the {object} reads {glyph} where it read {old_glyph}",
+        "{place} the {object} reads {glyph} and read {old_glyph} before",
+        "{place} the {object} reads {glyph} in the second image and {old_glyph} in the first",
+    ),
+    "counting": (
+        "{place} the {object} shows {count} dots instead of {old_count}",
+        "{place} the {object} shows {count} dots and no longer {old_count}",
+        "{place} the {object} shows {count} dots where it had {old_count}",
+        "{place} the {object} shows {count} dots and had {old_count} before",
+        "{place} the {object} shows {count} dots in the second image and {old_count} in the first",
+    ),
+}
+"""Paraphrases of one type start alike and differ towards their ends: a greedy decoder then weighs the types against
+each other, not one type's single wording against another's five."""
+assert tuple(TEMPLATES) == CHANGE_TYPES, "a template for each change type, in the order of CHANGE_TYPES"
+
+
+def name(thing: Thing) -> str:
+    return f"{thing.size} {thing.color} {thing.kind}"
+
+
+def captions(changes: tuple[Change, ...], count: int) -> list[str]:
+    """`count` paraphrases of all the changes of a pair; with no change, `count` ways to say so."""
+    if not changes:
+        return list(NO_CHANGE[:count])
+    return [
+        SEPARATOR.join(TEMPLATES[change.type][k % 5].format_map(_slots(change)) for change in changes)
+        for k in range(count)
+    ]
+
+
+def _slots(change: Change) -> dict[str, str]:
+    before, after = change.before, change.after
+    slots = {"camera": CAMERA.get(change.word, ""), "lamp": LAMP.get(change.word, "")}
+    if before is not None:
+        slots |= {"object": name(before), "place": PLACES[before.cell]}
+        slots |= {"old_size": before.size, "old_color": before.color, "old_direction": str(before.state)}
+        slots |= {"old_glyph": str(before.state), "old_count": _number(before.state)}
+    if after is not None:
+        slots |= {"new": name(after), "size": after.size, "color": after.color, "direction": str(after.state)}
+        slots |= {"arms": ARMS.get(str(after.state), ""), "glyph": str(after.state), "count": _number(after.state)}
+        slots.setdefault("place", PLACES[after.cell])
+    return slots
+
+
+def _number(state: object) -> str:
+    return NUMBERS[state] if isinstance(state, int) else ""
+
+
+def grammar() -> dict:
+    """The captions' grammar as JSON: sentences for no change, the separator, and per template a regular expression
+    with the groups `object` and `place` (for camera and lamp: the thing and what it did)."""
+    thing = f"(?:{'|'.join(SIZES)}) (?:{'|'.join(COLORS)}) (?:{'|'.join(KINDS)})"
+    words = {
+        "{object}": f"(?P<object>{thing})",
+        "{place}": f"(?P<place>{'|'.join(sorted(PLACES, key=len, reverse=True))})",
+        "{size}": f"(?:{'|'.join(SIZES)})",
+        "{color}": f"(?:{'|'.join(COLORS)})",
+        "{direction}": f"(?:{'|'.join(DIRECTIONS)})",
+        "{arms}": f"(?:{'|'.join(ARMS[pose] for pose in POSES)})",
+        "{camera}": f"(?P<place>{'|'.join(CAMERA.values())})",
+        "{lamp}": f"(?P<place>{'|'.join(LAMP.values())})",
+    }
+    words |= {slot.replace("{", "{old_"): words[slot] for slot in ("{size}", "{color}", "{direction}")}
+    words |= {slot: f"(?:{'|'.join(GLYPHS)})" for slot in ("{glyph}", "{old_glyph}")}
+    words |= {slot: f"(?:{'|'.join(NUMBERS[2:])})" for slot in ("{count}", "{old_count}")}
+    clauses = []
+    for change_type, templates in TEMPLATES.items():
+        for template in templates:
+            new = f"(?P<object>{thing})" if change_type == "addition" else thing
+            pattern = re.sub(r"\{\w+\}", partial(_slot_pattern, words | {"{new}": new}), template)
+            pattern = re.sub(r"\b(camera|lamp) (?=\(\?P<place>)", r"(?P<object>\1) ", pattern)
+            clauses.append({"type": change_type, "pattern": pattern})
+    return {"clause_separator": SEPARATOR, "no_change": list(NO_CHANGE), "clauses": clauses}
+
+
+def _slot_pattern(words: dict[str, str], slot: re.Match[str]) -> str:
+    return words[slot[0]]
+
+
+def describe(scene: Scene) -> str:
+    """The scene in words, thing by thing in reading order: what the base model learns to say of one image."""
+    return ", ".join(f"{PLACES[cell]} {text}" for cell, text in described(scene).items())
+
+
+def described(scene: Scene) -> dict[int, str]:
+    """What stands in each cell, in reading order; empty cells are left out."""
+    parts = {thing.cell: _describe_thing(thing) for thing in scene.things}
+    parts |= {cell: "a mark" for cell in scene.marks}
+    return dict(sorted(parts.items()))
+
+
+def _describe_thing(thing: Thing) -> str:
+    state = {
+        "arrow": lambda: f" pointing {thing.state}",
+        "doll": lambda: " waving" if thing.state == "waving" else f" with arms {thing.state}",
+        "sign": lambda: f" reading {thing.state}",
+        "die": lambda: f" with {_number(thing.state)} dots",
+    }.get(thing.kind, lambda: "")
+    return f"a {name(thing)}{state()}"

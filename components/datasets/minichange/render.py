@@ -1,0 +1,242 @@
+"""Paint a MiniChange scene with Pillow: shaded objects with soft shadows on a table, seen by a camera, lit by a lamp.
+
+The table is painted at three times the size of the image over a margin that the camera may move into, then cut and
+resampled in one step, which is what anti-aliases it.
+"""
+
+import math
+from functools import lru_cache
+
+import numpy as np
+from PIL import Image, ImageChops, ImageDraw, ImageFilter, ImageFont
+
+from components.datasets.minichange.scene import Scene, cell_center
+
+MARGIN = 0.3  # of the frame, on every side of the table
+OVERSAMPLING = 3
+SIZE = {"small": 0.185, "large": 0.285}  # width of an object, in frame units
+
+RGB = {
+    "red": (214, 60, 54),
+    "green": (64, 160, 82),
+    "blue": (58, 108, 208),
+    "yellow": (240, 196, 60),
+    "purple": (142, 80, 178),
+    "white": (242, 240, 234),
+}
+TABLE = {"linen": (190, 178, 160), "sand": (203, 181, 140), "slate": (139, 149, 160), "sage": (155, 170, 146)}
+INK = {"yellow": (60, 44, 10), "white": (48, 48, 58)}  # of dots and letters; near white on the other colours
+PIPS = {
+    2: ((0.28, 0.28), (0.72, 0.72)),
+    3: ((0.25, 0.25), (0.5, 0.5), (0.75, 0.75)),
+    4: ((0.28, 0.28), (0.72, 0.28), (0.28, 0.72), (0.72, 0.72)),
+    5: ((0.25, 0.25), (0.75, 0.25), (0.5, 0.5), (0.25, 0.75), (0.75, 0.75)),
+    6: ((0.28, 0.22), (0.72, 0.22), (0.28, 0.5), (0.72, 0.5), (0.28, 0.78), (0.72, 0.78)),
+}
+
+
+def render(scene: Scene, image_px: int, rng: np.random.Generator) -> Image.Image:
+    """Paint a scene as an RGB image of `image_px` x `image_px`; `rng` gives the sensor noise alone."""
+    unit = image_px * OVERSAMPLING
+    table = _table(scene.background, unit).copy()
+    angle = scene.view.lamp
+    for cell in scene.marks:
+        x, y = cell_center(cell)
+        _paste(table, _mark(unit), ((x + MARGIN) * unit, (y + MARGIN) * unit))
+    for thing in scene.things:
+        x, y = ((value + MARGIN) * unit for value in thing.center)
+        width = SIZE[thing.size] * unit
+        shadow = (x - math.cos(angle) * 0.10 * width, y - math.sin(angle) * 0.10 * width + 0.10 * width)
+        _paste(table, _shadow(int(width)), shadow)
+        _paste(table, sprite(thing.kind, thing.color, thing.state, int(width)), (x, y))
+    return _photograph(table, scene, image_px, rng)
+
+
+def _photograph(table: Image.Image, scene: Scene, image_px: int, rng: np.random.Generator) -> Image.Image:
+    """Cut what the camera sees, then light it: brightness, a soft gradient towards the lamp, noise."""
+    view, unit = scene.view, image_px * OVERSAMPLING
+    half = 0.5 / view.zoom
+    left, top = ((0.5 + shift - half + MARGIN) * unit for shift in (view.x, view.y))
+    box = (left, top, left + 2 * half * unit, top + 2 * half * unit)
+    limit = table.width
+    assert 0 <= min(box) < max(box) <= limit, f"the camera looks beyond the table: {box}, table {limit}"
+    frame: np.ndarray = np.asarray(table.resize((image_px, image_px), Image.Resampling.BOX, box=box), dtype=np.float32)
+    ramp = np.linspace(-1, 1, image_px, dtype=np.float32)
+    towards_lamp = ramp[None, :] * math.cos(view.lamp) + ramp[:, None] * math.sin(view.lamp)
+    light = view.brightness * (1 + 0.07 * towards_lamp - 0.06 * (ramp[None, :] ** 2 + ramp[:, None] ** 2))
+    frame = frame * light[..., None]
+    if view.noise:
+        frame += rng.normal(0, view.noise, frame.shape).astype(np.float32)
+    return Image.fromarray(np.clip(frame + 0.5, 0, 255).astype(np.uint8))
+
+
+def _paste(table: Image.Image, tile: Image.Image, center: tuple[float, float]) -> None:
+    corner = (round(center[0] - tile.width / 2), round(center[1] - tile.height / 2))
+    table.paste(tile.convert("RGB"), corner, tile.getchannel("A"))
+
+
+@lru_cache(maxsize=16)
+def _table(background: str, unit: int) -> Image.Image:
+    """A plain table with a faint weave."""
+    side = round(unit * (1 + 2 * MARGIN))
+    ramp = np.arange(side, dtype=np.float32)
+    weave = 2.0 * np.sin(ramp[None, :] * 2 * np.pi / (unit / 24)) + 2.0 * np.sin(
+        ramp[:, None] * 2 * np.pi / (unit / 24)
+    )
+    pixels = np.asarray(TABLE[background], dtype=np.float32) + weave[..., None]
+    return Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
+
+
+@lru_cache(maxsize=8)
+def _mark(unit: int) -> Image.Image:
+    """The print of an object taken away: a pale ring with a cross."""
+    side = round(0.17 * unit)
+    tile = Image.new("RGBA", (side, side), (255, 255, 255, 0))
+    draw = ImageDraw.Draw(tile)
+    stroke, pale = max(2, side // 10), (252, 250, 244, 215)
+    draw.ellipse((1, 1, side - 2, side - 2), outline=pale, width=stroke)
+    a, b = 0.33 * side, 0.67 * side
+    draw.line((a, a, b, b), fill=pale, width=stroke)
+    draw.line((a, b, b, a), fill=pale, width=stroke)
+    return tile
+
+
+@lru_cache(maxsize=8)
+def _shadow(width: int) -> Image.Image:
+    side = int(width * 1.5)
+    alpha = Image.new("L", (side, side), 0)
+    ImageDraw.Draw(alpha).ellipse((side * 0.17, side * 0.24, side * 0.83, side * 0.86), fill=105)
+    alpha = alpha.filter(ImageFilter.GaussianBlur(width * 0.08))
+    tile = Image.new("RGBA", (side, side), (24, 20, 30, 0))
+    tile.putalpha(alpha)
+    return tile
+
+
+@lru_cache(maxsize=4096)
+def sprite(kind: str, color: str, state: object, width: int) -> Image.Image:
+    """One object as an RGBA tile of `width` pixels, its form drawn flat, then shaded from upper left to lower right."""
+    tile = Image.new("RGBA", (width, width), (0, 0, 0, 0))
+    painter = {
+        "ball": _ball,
+        "box": _box,
+        "cone": _cone,
+        "star": _star,
+        "arrow": _arrow,
+        "doll": _doll,
+        "sign": _sign,
+        "die": _die,
+    }[kind]
+    painter(ImageDraw.Draw(tile), width, RGB[color], INK.get(color, (250, 248, 240)), state)
+    ramp = np.linspace(0, 1, width, dtype=np.float32)
+    shade = 255 * (1.0 - 0.30 * (ramp[None, :] * 0.4 + ramp[:, None] * 0.6))
+    shading = Image.fromarray(shade.astype(np.uint8))
+    alpha = tile.getchannel("A")
+    lit = ImageChops.multiply(tile.convert("RGB"), Image.merge("RGB", (shading,) * 3))
+    if kind == "ball":
+        lit = Image.composite(Image.new("RGB", lit.size, (255, 255, 255)), lit, _glint(width))
+    lit.putalpha(alpha)
+    return lit
+
+
+@lru_cache(maxsize=8)
+def _glint(width: int) -> Image.Image:
+    spot = Image.new("L", (width, width), 0)
+    ImageDraw.Draw(spot).ellipse((width * 0.22, width * 0.16, width * 0.5, width * 0.42), fill=170)
+    return spot.filter(ImageFilter.GaussianBlur(width * 0.07))
+
+
+Color = tuple[int, int, int]
+Draw = ImageDraw.ImageDraw
+
+
+def _shift(color: Color, factor: float) -> Color:
+    red, green, blue = (max(0, min(255, round(value * factor))) for value in color)
+    return red, green, blue
+
+
+def _scaled(points: list[tuple[float, float]], width: int) -> list[tuple[float, float]]:
+    return [(x * (width - 1), y * (width - 1)) for x, y in points]
+
+
+def _ball(draw: Draw, width: int, color: Color, ink: Color, state: object) -> None:
+    draw.ellipse((0, 0, width - 1, width - 1), fill=_shift(color, 0.72))
+    draw.ellipse((width * 0.03, width * 0.02, width * 0.94, width * 0.93), fill=color)
+
+
+def _box(draw: Draw, width: int, color: Color, ink: Color, state: object) -> None:
+    draw.polygon(_scaled([(0, 0.25), (0.22, 0), (1, 0), (0.78, 0.25)], width), fill=_shift(color, 1.18))
+    draw.polygon(_scaled([(0.78, 0.25), (1, 0), (1, 0.75), (0.78, 1)], width), fill=_shift(color, 0.62))
+    draw.polygon(_scaled([(0, 0.25), (0.78, 0.25), (0.78, 1), (0, 1)], width), fill=color)
+
+
+def _cone(draw: Draw, width: int, color: Color, ink: Color, state: object) -> None:
+    base = (0, width * 0.74, width - 1, width - 1)
+    draw.ellipse(base, fill=_shift(color, 0.7))
+    draw.polygon(_scaled([(0.5, 0), (0.99, 0.87), (0.5, 0.99), (0.01, 0.87)], width), fill=color)
+    draw.polygon(_scaled([(0.5, 0), (0.99, 0.87), (0.62, 0.97)], width), fill=_shift(color, 0.72))
+
+
+def _star(draw: Draw, width: int, color: Color, ink: Color, state: object) -> None:
+    points = []
+    for k in range(10):
+        radius, angle = (0.5 if k % 2 == 0 else 0.22), math.pi * k / 5 - math.pi / 2
+        points.append((0.5 + radius * math.cos(angle), 0.52 + radius * math.sin(angle)))
+    draw.polygon(_scaled(points, width), fill=color, outline=_shift(color, 0.6), width=max(1, width // 24))
+
+
+def _arrow(draw: Draw, width: int, color: Color, ink: Color, state: object) -> None:
+    up = [(0.5, 0), (0.98, 0.5), (0.68, 0.5), (0.68, 1), (0.32, 1), (0.32, 0.5), (0.02, 0.5)]
+    turn = {
+        "up": lambda x, y: (x, y),
+        "right": lambda x, y: (1 - y, x),
+        "down": lambda x, y: (1 - x, 1 - y),
+        "left": lambda x, y: (y, 1 - x),
+    }[str(state)]
+    points = _scaled([turn(x, y) for x, y in up], width)
+    draw.polygon(points, fill=color, outline=_shift(color, 0.55), width=max(1, width // 24))
+
+
+def _doll(draw: Draw, width: int, color: Color, ink: Color, state: object) -> None:
+    dark, stroke = _shift(color, 0.68), max(2, round(width * 0.13))
+    raised = {"up": (True, True), "down": (False, False), "waving": (False, True)}[str(state)]
+    for leg in (0.38, 0.62):
+        draw.line(_scaled([(0.5, 0.6), (leg, 0.97)], width), fill=dark, width=stroke)
+    for side, is_up in zip((-1, 1), raised, strict=True):
+        hand = (0.5 + 0.42 * side, 0.08) if is_up else (0.5 + 0.40 * side, 0.72)
+        draw.line(_scaled([(0.5 + 0.1 * side, 0.42), hand], width), fill=dark, width=stroke)
+        x, y = _scaled([hand], width)[0]
+        draw.ellipse((x - stroke * 0.6, y - stroke * 0.6, x + stroke * 0.6, y + stroke * 0.6), fill=(238, 200, 166))
+    draw.polygon(_scaled([(0.34, 0.36), (0.66, 0.36), (0.72, 0.74), (0.28, 0.74)], width), fill=color)
+    draw.ellipse((width * 0.35, width * 0.04, width * 0.65, width * 0.35), fill=(238, 200, 166))
+
+
+def _sign(draw: Draw, width: int, color: Color, ink: Color, state: object) -> None:
+    draw.rectangle((width * 0.44, width * 0.8, width * 0.56, width - 1), fill=(104, 78, 54))
+    draw.rounded_rectangle((0, 0, width - 1, width * 0.86), radius=width * 0.1, fill=_shift(color, 0.75))
+    draw.rounded_rectangle((width * 0.03, width * 0.03, width * 0.97, width * 0.82), radius=width * 0.08, fill=color)
+    draw.text(
+        (width * 0.5, width * 0.43),
+        str(state),
+        font=_font(round(width * 0.8)),
+        fill=ink,
+        anchor="mm",
+        stroke_width=max(1, width // 40),
+        stroke_fill=ink,
+    )
+
+
+def _die(draw: Draw, width: int, color: Color, ink: Color, state: object) -> None:
+    draw.rounded_rectangle((0, 0, width - 1, width - 1), radius=width * 0.16, fill=_shift(color, 0.7))
+    draw.rounded_rectangle((0, 0, width * 0.95, width * 0.95), radius=width * 0.16, fill=color)
+    assert isinstance(state, int)
+    radius = width * 0.105
+    for x, y in PIPS[state]:
+        center_x, center_y = x * width * 0.95, y * width * 0.95
+        draw.ellipse((center_x - radius, center_y - radius, center_x + radius, center_y + radius), fill=ink)
+
+
+@lru_cache(maxsize=8)
+def _font(size: int) -> ImageFont.FreeTypeFont:
+    font = ImageFont.load_default(size)
+    assert isinstance(font, ImageFont.FreeTypeFont), "Pillow was built without FreeType"
+    return font

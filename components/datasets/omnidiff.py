@@ -1,0 +1,45 @@
+"""OmniDiff-Real and -Render: changes in real and rendered scenes, one human paragraph to a pair, twelve change types.
+
+Page: https://yuan-liu-omnidiff.github.io (Liu et al., ICCV 2025, arXiv 2503.11093). Licence unknown: its annotation
+files have not been seen, so nothing of their layout is assumed. The option `manifest` names the file (CSV, TSV, JSON,
+JSON Lines or Parquet) and `columns` what its columns are called; images are relative to the root. One entry per part:
+
+    - name: omnidiff_real
+      reader: omnidiff
+      root: data/omnidiff/real
+      options: {manifest: real.json, columns: {before: image1, after: image2, captions: caption, change_types: types}}
+
+    {"image1": "s1/a.jpg", "image2": "s1/b.jpg", "caption": "The mug ...", "types": ["addition"], "split": "train"}
+
+Real 8,609 pairs = 7,007/799/803, Render 6,989 = 5,445/777/767. Whether pairs of one scene share a split is not
+promised: name a `scene` column and validate checks it. Change types are matched to the paper's without regard to case.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from components.datasets import pairs
+from components.ingest.rows import Row
+from components.records import CHANGE_TYPES, NO_CHANGE
+
+NAMES = {name: name for name in (*CHANGE_TYPES, NO_CHANGE)} | {
+    "colour": "color",
+    "text": "ocr",
+    "count": "counting",
+    "disappear": "disappearance",
+    "add": "addition",
+    "remove": "removal",
+    "no change": NO_CHANGE,
+    "distractor": NO_CHANGE,
+}
+
+
+def read(
+    root: Path, manifest: str = "annotations.json", columns: dict[str, str] | None = None, split: str | None = None
+) -> Iterator[Row]:
+    """As `pairs` reads it, with the change types checked against the paper's twelve."""
+    for row in pairs.read(root, manifest, columns, split):
+        unknown = [name for name in row.change_types if name.strip().lower() not in NAMES]
+        fault = f"change_types: {', '.join(unknown)} is none of {', '.join(CHANGE_TYPES)}" if unknown else row.fault
+        types = [] if unknown else [NAMES[name.strip().lower()] for name in row.change_types]
+        yield row._replace(change_types=types, fault=fault)

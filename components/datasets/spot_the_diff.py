@@ -1,0 +1,43 @@
+"""Spot-the-Diff: two frames of a surveillance camera, and every change that an annotator saw, a sentence to a change.
+
+Page: https://github.com/harsh19/spot-the-diff (Jhamtani and Berg-Kirkpatrick, EMNLP 2018). The repository states no
+licence. `root` is the repository's folder `data`, with the images unpacked into it:
+
+    annotations/{train,val,test}.json   a list of records
+    resized_images/235.png              before, 224x224 (the original sizes are a separate download: option `images`)
+    resized_images/235_2.png            after
+
+    {"img_id": "235", "sentences": ["the dark grey suv is gone in the photo on the right", ...]}
+
+An `img_id` returns in several records of a split (train 958 surplus records): its references are the sentences of all
+of them, in order. 66 sentences are empty; they stay, because 7 test pairs have no other reference and count in every
+published score. The release holds 12,562 records of 11,329 pairs, not the 13,192 that papers print.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from components.datasets.files import read_json
+from components.ingest.rows import Row, fault_in
+from components.records import SPLITS
+
+FIELDS = {"img_id": str, "sentences": list}
+
+
+def read(root: Path, images: str = "resized_images", suffix: str = ".png") -> Iterator[Row]:
+    """One row per `img_id` of a split, at the place of its first record; broken records stand alone."""
+    for split in SPLITS:
+        file = f"annotations/{split}.json"
+        merged: dict[str, list[tuple[int, list[Any]]]] = {}
+        for number, record in enumerate(read_json(root / file, list)):
+            if fault := fault_in(record, FIELDS):
+                yield Row(None, split, None, None, None, [], [], f"{file}, record {number}", fault)
+            else:
+                merged.setdefault(record["img_id"], []).append((number, record["sentences"]))
+        for img_id, found in merged.items():
+            pair = f"{images}/{img_id}{suffix}", f"{images}/{img_id}_2{suffix}"
+            sentences = [sentence for _, some in found for sentence in some]
+            source = f"{file}, record {' and '.join(str(number) for number, _ in found)}"
+            name = f"{img_id}.png"
+            yield Row(name, split, name, *pair, sentences, [], source, raw_rows=len(found))

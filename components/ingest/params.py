@@ -1,0 +1,33 @@
+"""The section `ingest`: which datasets enter, by name, and how each lies on disk."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from components.records import SPLITS
+from components.section import FrozenMap, Section
+
+Split = Literal["train", "val", "test"]
+
+
+class DatasetEntry(Section):
+    """One dataset of a run; its name is the namespace of its ids."""
+
+    reader: str  # one of components.datasets.DATASETS
+    root: Path  # folder of its annotation files and images
+    options: FrozenMap[str, Any] = Field(default_factory=dict, validate_default=True)  # the reader's own
+    train_on: tuple[Split, ...] = ("train",)  # its own splits that train
+    follow_links: bool = False  # images may be symbolic links that leave the root (a shared DVC cache)
+    expected_pairs: Literal["published"] | FrozenMap[Split, int] | None = None  # pairs by split that validate requires
+
+    @field_validator("train_on")
+    @classmethod
+    def never_test(cls, splits: tuple[Split, ...]) -> tuple[Split, ...]:
+        if "test" in splits:
+            raise ValueError(f"a test split must not train; choose from {', '.join(SPLITS[:2])}")
+        return splits
+
+
+class Ingest(Section):
+    datasets: FrozenMap[str, DatasetEntry] = Field(min_length=1)

@@ -1,0 +1,74 @@
+"""M3Diff's configuration: LLaVA-OneVision's, with the fields of the MDP module under `mdp`."""
+
+from typing import TYPE_CHECKING, Any
+
+from transformers import AutoConfig, LlavaOnevisionConfig
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
+
+from components.models.m3diff.mdp import MDPConfig
+
+PAPER: dict[str, Any] = {}
+"""Fields of the paper's MDP module: every default of `MDPConfig`. None, everywhere, is no module."""
+
+
+class M3DiffConfig(LlavaOnevisionConfig):
+    """Configuration of M3Diff.
+
+    Attributes:
+        mdp: fields of `MDPConfig`, or None where mdp is off and the model is the base.
+    """
+
+    model_type = "m3diff"
+
+    mdp: dict | None = None
+    if TYPE_CHECKING:
+        text_config: Any
+        vision_config: Any
+
+    @classmethod
+    def on_base(cls, folder: str, mdp: dict | None) -> "M3DiffConfig":
+        """The configuration of the LLaVA-OneVision in `folder`, with an MDP module of these fields, or without one."""
+        found, _ = cls.get_config_dict(folder)
+        fields = {name: value for name, value in found.items() if name not in ("model_type", "architectures")}
+        return cls(**fields | {"mdp": mdp})
+
+    def mdp_config(self) -> MDPConfig | None:
+        """Raises ValueError where a tap lies beyond the tower, or a field is unknown."""
+        if self.mdp is None:
+            return None
+        cfg = MDPConfig.from_dict(self.mdp)
+        deepest = self.vision_config.num_hidden_layers
+        if cfg.taps[-1] > deepest:
+            raise ValueError(f"mdp: tap {cfg.taps[-1]} lies beyond the tower's {deepest} layers")
+        return cfg
+
+
+AutoConfig.register("m3diff", M3DiffConfig)
+
+
+def seven_b_config(mdp: dict | None = PAPER) -> M3DiffConfig:
+    """M3Diff at its true size: the shapes of llava-hf/llava-onevision-qwen2-7b-ov-hf, for plans and benchmarks."""
+    return M3DiffConfig(  # type: ignore[call-arg]
+        text_config={
+            "model_type": "qwen2",
+            "vocab_size": 152_064,
+            "hidden_size": 3584,
+            "intermediate_size": 18_944,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32_768,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+            "rms_norm_eps": 1e-6,
+        },
+        mdp=mdp,
+    )
+
+
+# LLaVA-OneVision's weights lie on disk under the names of its first release; M3Diff reads and writes the same names.
+register_checkpoint_conversion_mapping(
+    M3DiffConfig.model_type, get_checkpoint_conversion_mapping(LlavaOnevisionConfig.model_type), overwrite=True
+)

@@ -1,0 +1,290 @@
+"""Multi-scale Differential Perception (MDP): equations (1)-(8) of M3Diff (arXiv 2503.11093, section 4).
+
+Shapes: B pairs, N patches per image, D tower width. `f1_BND` holds the features of the images before, `f2_BND` after.
+What the paper leaves open is a field of `MDPConfig`, with the reason for the choice.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import initialization as init
+
+
+@dataclass(frozen=True)
+class MDPConfig:
+    """Fields of the MDP module.
+
+    taps: indices into the tower's hidden states (0 is the embedding); the paper's 17, 20, 23, 26 are the defaults.
+    layers: "two stacked transformer layers": equations (4)-(6) are one layer, each layer's difference and features
+        feed the next.
+    heads: not given by the paper; 16 as in the tower.
+    share_levels: one set of weights for all taps, since Wm and Wp bear no level index in the paper.
+    score: one number per level and pair ("scalar"), since the paper calls it the importance of a level; or one per
+        channel ("channel").
+    mlp_ratio: width of the MLP of equation (5) over D; 4 as in transformers' feed-forward layers.
+    residual: residual blocks, the tower's features normed where they enter but never the difference, whose size says
+        whether anything changed; queries and keys normed, or a large difference would draw the attention of every
+        place; and equation (8) adds the scored updates to the tower's last features. False is the letter of the
+        equations.
+    start: gain of the last projection of (6) in a new module with residuals. At 0 it leaves the base as it is, and the
+        rest of the module gets its first gradient once that projection has grown: right for a long run on a large
+        base. Above 0 the module starts as a detector of change that is heard from the first step, which a short run on
+        a small base needs: (3) passes the difference, the first MLP of (5) adds its size in one direction, (6) hands
+        both on, and all else is silent.
+    positions: amplitude of fixed sine-cosine positions on queries and keys; the paper names none (0), and a large
+        tower's features carry their own. With them each place looks at its own place from the start, which a short run
+        on a small tower needs: without, the map from difference to place has to be found first.
+    """
+
+    taps: tuple[int, ...] = (17, 20, 23, 26)
+    layers: int = 2
+    heads: int = 16
+    share_levels: bool = True
+    score: str = "scalar"
+    mlp_ratio: int = 4
+    residual: bool = True
+    start: float = 0.0
+    positions: float = 0.0
+    extra: dict = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "taps", tuple(self.taps))
+        faults = [f"unknown field {name!r}" for name in self.extra]
+        if not self.taps or list(self.taps) != sorted(set(self.taps)):
+            faults.append(f"taps must be distinct and rising, found {self.taps}")
+        if self.layers < 1:
+            faults.append(f"layers must be at least 1, found {self.layers}")
+        if self.score not in ("scalar", "channel"):
+            faults.append(f"score must be scalar or channel, found {self.score!r}")
+        if faults:
+            raise ValueError("mdp: " + "; ".join(faults))
+
+    @classmethod
+    def from_dict(cls, values: dict) -> "MDPConfig":
+        """Raises ValueError naming every unknown or impossible field."""
+        known = {name for name in cls.__dataclass_fields__ if name != "extra"}
+        return cls(
+            **{name: value for name, value in values.items() if name in known},
+            extra={name: value for name, value in values.items() if name not in known},
+        )
+
+
+class Projection(nn.Linear):
+    """A linear layer of the MDP module; `gain` scales its starting weights, 0 starts it silent."""
+
+    def __init__(self, width_in: int, width_out: int, gain: float = 1.0) -> None:
+        self.gain = gain
+        super().__init__(width_in, width_out)
+
+    def reset_parameters(self) -> None:
+        init.normal_(self.weight, std=self.gain / self.in_features**0.5)
+        init.zeros_(self.bias)
+
+
+class DifferenceProjection(Projection):
+    """Wp of equation (3): it starts out passing the difference through and a little of both images beside it."""
+
+    def reset_parameters(self) -> None:
+        width = self.out_features
+        start = torch.randn_like(self.weight) * 0.5 / self.in_features**0.5
+        start[:, 2 * width :] += 2 * torch.eye(width, dtype=start.dtype, device=start.device)
+        init.copy_(self.weight, start)
+        init.zeros_(self.bias)
+
+
+class Attention(nn.Module):
+    """Multi-head attention CA(q, kv); self-attention where both are the same. Biased projections, as in SigLIP; with
+    `normed`, queries and keys have size one."""
+
+    def __init__(self, width: int, heads: int, gain: float = 1.0, normed: bool = False) -> None:
+        super().__init__()
+        if width % heads:
+            raise ValueError(f"mdp: width {width} is not divisible by heads {heads}")
+        self.heads, self.normed = heads, normed
+        self.q_proj = Projection(width, width)
+        self.k_proj = Projection(width, width)
+        self.v_proj = Projection(width, width)
+        self.out_proj = Projection(width, width, gain)
+
+    def _split(self, x_BND: Tensor) -> Tensor:
+        return x_BND.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+    def _placed(self, x_BND: Tensor, places_ND: Tensor | None) -> Tensor:
+        """Queries or keys with the positions of their places; keys may hold several grids one after another."""
+        if self.normed:
+            x_BND = F.rms_norm(x_BND, x_BND.shape[-1:])
+        if places_ND is not None:
+            x_BND = x_BND + places_ND.repeat(x_BND.shape[1] // len(places_ND), 1)
+        return self._split(x_BND)
+
+    def forward(self, q_BMD: Tensor, kv_BND: Tensor, places_ND: Tensor | None = None) -> Tensor:
+        q, k = self._placed(self.q_proj(q_BMD), places_ND), self._placed(self.k_proj(kv_BND), places_ND)
+        attended = F.scaled_dot_product_attention(q, k, self._split(self.v_proj(kv_BND)))
+        return self.out_proj(attended.transpose(1, 2).flatten(2))
+
+    def norm_weighted_attention(self, q_BMD: Tensor, kv_BND: Tensor, places_ND: Tensor | None = None) -> Tensor:
+        """How much of each key's value reaches each query, [B, M, N]: attention times the size of the projected value
+        (Kobayashi et al. 2020, arXiv 2004.10102), summed over heads; for showing, not for training."""
+        q, k = self._placed(self.q_proj(q_BMD), places_ND), self._placed(self.k_proj(kv_BND), places_ND)
+        weights = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).softmax(-1)
+        out = self.out_proj.weight.unflatten(1, (self.heads, -1))
+        sizes = torch.einsum("bhnd,ohd->bhno", self._split(self.v_proj(kv_BND)), out).norm(dim=-1)
+        return (weights * sizes[:, :, None]).sum(1)
+
+
+def sincos_positions(side: int, width: int, heads: int, amplitude: float) -> Tensor:
+    """Positions of a side x side grid, [side^2, width]: in each head, sines and cosines of x and of y."""
+    pairs = width // heads // 4
+    frequencies = math.pi * torch.linspace(1, 0, pairs + 1)[:-1]
+    angles = torch.arange(side)[:, None] * frequencies
+    axis = torch.cat([angles.sin(), angles.cos()], dim=-1)
+    grid = torch.cat([axis[None].expand(side, -1, -1), axis[:, None].expand(-1, side, -1)], dim=-1)
+    per_head = F.pad(grid, (0, width // heads - 4 * pairs))
+    return amplitude * per_head.repeat(1, 1, heads).flatten(0, 1)
+
+
+class Mlp(nn.Sequential):
+    """Into the hidden units of `last`, through GELU and out by it."""
+
+    def __init__(self, width_in: int, last: Projection) -> None:
+        super().__init__(Projection(width_in, last.in_features), nn.GELU(approximate="tanh"), last)
+
+
+class Detector(Projection):
+    """The last layer of the MLP of equation (5) where the module starts: besides the rest it adds the sum of all hidden
+    units, which grows with the size of the difference whatever its direction, in one direction of its own."""
+
+    STRENGTH = 24.0
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        direction = torch.randn_like(self.weight[:, :1]) * self.STRENGTH / self.in_features
+        init.copy_(self.weight, self.weight.detach() + direction)
+
+
+class DifferentialLayer(nn.Module):
+    """Equations (4)-(6): the difference looks at itself and at both images; both images look at the difference."""
+
+    def __init__(self, cfg: MDPConfig, width: int, first: bool) -> None:
+        super().__init__()
+        self.residual = cfg.residual
+        silent = 0.0 if cfg.residual else 1.0
+        self.self_attention = Attention(width, cfg.heads, silent, cfg.residual)
+        self.cross_attention = Attention(width, cfg.heads, silent, cfg.residual)
+        hidden = cfg.mlp_ratio * width
+        detects = cfg.residual and first
+        self.mlp = Mlp(width, Detector(hidden, width) if detects else Projection(hidden, width, silent))
+        self.feature_attention = Attention(width, cfg.heads, cfg.start if cfg.residual else 1.0, cfg.residual)
+        self.norm_feature = nn.LayerNorm(width) if cfg.residual else nn.Identity()
+
+    def forward(
+        self, f1_BND: Tensor, f2_BND: Tensor, df_BND: Tensor, places_ND: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns Ft_1, Ft_2 and dF_ca, each [B, N, D]."""
+        skip = 1.0 if self.residual else 0.0
+        df_sa = skip * df_BND + self.self_attention(df_BND, df_BND, places_ND)  # (4)
+        f1, f2 = self.norm_feature(f1_BND), self.norm_feature(f2_BND)
+        joined = torch.cat([f1, f2, df_sa], dim=1)
+        attended = skip * df_sa + self.cross_attention(df_sa, joined, places_ND)
+        df_ca = skip * attended + self.mlp(attended)  # (5)
+        ft1 = skip * f1_BND + self.feature_attention(f1, torch.cat([f1, df_ca], dim=1), places_ND)  # (6)
+        ft2 = skip * f2_BND + self.feature_attention(f2, torch.cat([f2, df_ca], dim=1), places_ND)
+        return ft1, ft2, df_ca
+
+
+class DifferentialLevel(nn.Module):
+    """Equations (1)-(7) for the features of one tap."""
+
+    def __init__(self, cfg: MDPConfig, width: int) -> None:
+        super().__init__()
+        self.norm_input = nn.LayerNorm(width) if cfg.residual else nn.Identity()
+        self.gate = Projection(2 * width, width)  # Wm
+        self.difference = DifferenceProjection(3 * width, width)  # Wp
+        self.layers = nn.ModuleList(DifferentialLayer(cfg, width, first=k == 0) for k in range(cfg.layers))
+        # silent at first: all levels count alike
+        self.score = Mlp(3 * width, Projection(width // 4, 1 if cfg.score == "scalar" else width, gain=0.0))
+
+    def forward(self, f1_BND: Tensor, f2_BND: Tensor, places_ND: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns Ft_1, Ft_2 [B, N, D] and the score, [B, 1, 1] or [B, 1, D]."""
+        df, steps = self._layers(f1_BND, f2_BND, places_ND)
+        ft1, ft2, _ = steps[-1]
+        pooled = torch.cat([ft1, ft2, df], dim=-1).mean(dim=1, keepdim=True)
+        return ft1, ft2, self.score(pooled).sigmoid()  # (7)
+
+    def _layers(
+        self, f1_BND: Tensor, f2_BND: Tensor, places_ND: Tensor | None
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor, Tensor]]]:
+        """dF of (3), and the features and the difference as they enter the first layer and leave each one."""
+        n1, n2 = self.norm_input(f1_BND), self.norm_input(f2_BND)
+        l1 = self.gate(torch.cat([n1, n2], dim=-1)).sigmoid()  # (1)
+        l2 = self.gate(torch.cat([n2, n1], dim=-1)).sigmoid()
+        fh1, fh2 = n1 * l1, n2 * l2  # (2)
+        df = self.difference(torch.cat([fh1, fh2, fh1 - fh2], dim=-1))  # (3)
+        steps = [(f1_BND, f2_BND, df)]
+        for layer in self.layers:
+            steps.append(layer(*steps[-1], places_ND))
+        return df, steps
+
+    def attended(self, f1_BND: Tensor, f2_BND: Tensor, places_ND: Tensor | None = None) -> Tensor:
+        """How much each place of the difference moves both images' features in (6): [B, N], sums to 1. Of the first
+        layer, which hands on the difference itself; after it every place holds something of all."""
+        _, steps = self._layers(f1_BND, f2_BND, places_ND)
+        _, _, moving = steps[1]
+        first = self.layers[0]
+        assert isinstance(first, DifferentialLayer)
+        reached = torch.full_like(moving[:, :, 0], torch.finfo(moving.dtype).tiny)  # an untrained module moves nothing
+        for features in (f1_BND, f2_BND):
+            query = first.norm_feature(features)
+            passed = first.feature_attention.norm_weighted_attention(query, torch.cat([query, moving], dim=1), places_ND)
+            reached = reached + passed[:, :, query.shape[1] :].sum(dim=1)
+        return reached / reached.sum(dim=1, keepdim=True)
+
+
+class DifferentialPerception(nn.Module):
+    """The MDP module over all taps, equation (8)."""
+
+    def __init__(self, cfg: MDPConfig, width: int) -> None:
+        super().__init__()
+        self.cfg, self.width = cfg, width
+        count = 1 if cfg.share_levels else len(cfg.taps)
+        self.levels = nn.ModuleList(DifferentialLevel(cfg, width) for _ in range(count))
+
+    def places(self, like_BND: Tensor) -> Tensor | None:
+        if not self.cfg.positions:
+            return None
+        side = math.isqrt(like_BND.shape[1])
+        return sincos_positions(side, self.width, self.cfg.heads, self.cfg.positions).to(like_BND)
+
+    def level(self, tap: int) -> DifferentialLevel:
+        module = self.levels[0 if self.cfg.share_levels else tap]
+        assert isinstance(module, DifferentialLevel)
+        return module
+
+    def forward(
+        self, taps_1: list[Tensor], taps_2: list[Tensor], last_1: Tensor, last_2: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Fuse the levels.
+
+        Args:
+            taps_1, taps_2: features of images before and after at each tap, each [B, N, D].
+            last_1, last_2: the features that the base would hand to the projector, [B, N, D].
+        Returns: F'_1, F'_2, each [B, N, D].
+        """
+        assert len(taps_1) == len(taps_2) == len(self.cfg.taps), "one feature map per tap"
+        out_1, out_2 = (last_1, last_2) if self.cfg.residual else (torch.zeros_like(last_1), torch.zeros_like(last_2))
+        places = self.places(last_1)
+        for tap, (f1, f2) in enumerate(zip(taps_1, taps_2, strict=True)):
+            ft1, ft2, score = self.level(tap)(f1, f2, places)
+            base_1, base_2 = (f1, f2) if self.cfg.residual else (0.0, 0.0)
+            out_1 = out_1 + score * (ft1 - base_1)  # (8)
+            out_2 = out_2 + score * (ft2 - base_2)
+        return out_1, out_2
+
+    def attended(self, taps_1: list[Tensor], taps_2: list[Tensor]) -> Tensor:
+        """Where the module looks for the difference, averaged over the taps: [B, N], sums to 1 over N."""
+        places, both = self.places(taps_1[0]), zip(taps_1, taps_2, strict=True)
+        maps = [self.level(tap).attended(f1, f2, places) for tap, (f1, f2) in enumerate(both)]
+        return torch.stack(maps).mean(dim=0)

@@ -1,0 +1,175 @@
+"""M3Diff on transformers' LLaVA-OneVision: the MDP module stands between tower and projector.
+
+Shapes: B pairs, N patches per image, D tower width; images come as before, after, before, after, ...
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForImageTextToText,
+    LlavaOnevisionForConditionalGeneration,
+    LlavaOnevisionModel,
+)
+from transformers import logging as transformers_logging
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+from components.models.m3diff.configuration import PAPER, M3DiffConfig
+from components.models.m3diff.mdp import DifferentialPerception, Projection
+
+logger = logging.getLogger(__name__)
+
+
+class NewModuleInit:
+    """The MDP module's linears start as they ask to; transformers asks whichever model holds them."""
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, Projection):
+            module.reset_parameters()
+        else:
+            super()._init_weights(module)  # type: ignore[misc]
+
+
+class M3DiffModel(NewModuleInit, LlavaOnevisionModel):
+    """LLaVA-OneVision without its head; for pairs of images the MDP module works on the tower's features."""
+
+    config: M3DiffConfig
+
+    def __init__(self, config: M3DiffConfig) -> None:
+        super().__init__(config)
+        mdp = config.mdp_config()
+        width = config.vision_config.hidden_size
+        self.mdp = DifferentialPerception(mdp, width) if mdp else None
+
+    def get_image_features(
+        self,
+        pixel_values: Tensor,
+        image_sizes: Tensor | None = None,
+        batch_num_images: Tensor | list[int] | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPooling:
+        """Visual tokens of each image.
+
+        Args:
+            pixel_values: [images, 3, H, W] or [images, 1, 3, H, W].
+            batch_num_images: images in each sample; where all are 2, the images are pairs.
+        Returns: `pooler_output` holds one [N + 1, D_llm] tensor per image (its patches and the newline).
+        """
+        if not _are_pairs(batch_num_images):
+            return super().get_image_features(
+                pixel_values, image_sizes=image_sizes, batch_num_images=batch_num_images, **kwargs
+            )
+        projected = self.multi_modal_projector(self.perceive(pixel_values))
+        newline = self.image_newline.to(projected.dtype).expand(len(projected), 1, -1)
+        tokens = torch.cat([projected, newline], dim=1)
+        return BaseModelOutputWithPooling(last_hidden_state=projected, pooler_output=list(tokens.unbind(0)))  # type: ignore[arg-type]
+
+    def vision_hidden_states(self, pixel_values: Tensor) -> list[Tensor]:
+        """The tower's hidden states: the embedding and each layer's output, every one [images, N, D]."""
+        pixels = pixel_values.flatten(0, 1) if pixel_values.dim() == 5 else pixel_values
+        states = [self.vision_tower.embeddings(pixels)]
+        for layer in self.vision_tower.encoder.layers:
+            states.append(layer(states[-1], attention_mask=None))
+        return states
+
+    def perceive(self, pixel_values: Tensor) -> Tensor:
+        """Tower features after equation (8), [images, N, D], images interleaved as they came; with mdp off, the
+        tower's own."""
+        states = self.vision_hidden_states(pixel_values)
+        layer = self.config.vision_feature_layer
+        assert isinstance(layer, int), f"one feature layer, not {layer}"
+        last = states[layer]
+        if self.mdp is None:
+            return last
+        taps = [states[tap] for tap in self.mdp.cfg.taps]
+        fused = self.mdp([t[0::2] for t in taps], [t[1::2] for t in taps], last[0::2], last[1::2])
+        return torch.stack(fused, dim=1).flatten(0, 1)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence transformers' table of missing keys: `from_pretrained` above judges them itself."""
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+
+
+def _are_pairs(batch_num_images: Tensor | list[int] | None) -> bool:
+    return batch_num_images is not None and all(int(count) == 2 for count in batch_num_images)
+
+
+class M3DiffForConditionalGeneration(NewModuleInit, LlavaOnevisionForConditionalGeneration):
+    """M3Diff with its language-model head: two images and a question in, what changed out."""
+
+    config: M3DiffConfig
+
+    def __init__(self, config: M3DiffConfig) -> None:
+        super(LlavaOnevisionForConditionalGeneration, self).__init__(config)  # builds no second LLaVA-OneVision
+        self.model = M3DiffModel(config)
+        self.lm_head = nn.Linear(config.text_config.hidden_size, config.text_config.vocab_size, bias=False)
+        self.post_init()
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]  # M3Diff's own configuration and arguments
+        cls,
+        pretrained_model_name_or_path: str | Path,
+        *args: Any,
+        config: M3DiffConfig | None = None,
+        mdp: dict | None = PAPER,
+        base: Path | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Load M3Diff, or a LLaVA-OneVision to which a new MDP module is added, and log which of the two it was.
+
+        Args:
+            mdp: fields of the module new to a LLaVA-OneVision directory; the paper's by default, None for none.
+            base: where the base of a folder of adapters is; by default where its manifest says.
+        Raises ValueError where weights other than the new module's are missing, or none match. Safetensors only.
+        """
+        from components.models.m3diff.tuning import is_adapters, load_adapters
+
+        name = str(pretrained_model_name_or_path)
+        if is_adapters(name):
+            return load_adapters(Path(name), base, **kwargs)
+        if config is None:
+            found, _ = M3DiffConfig.get_config_dict(name)
+            is_base = found.get("model_type") != M3DiffConfig.model_type
+            config = M3DiffConfig.on_base(name, mdp if is_base else found.get("mdp"))
+        kwargs["use_safetensors"] = True
+        wants_info = kwargs.pop("output_loading_info", False)
+        with _quiet():
+            loaded: Any = super().from_pretrained(name, *args, config=config, output_loading_info=True, **kwargs)
+        model, info = loaded
+        new = sorted(key for key in info["missing_keys"] if key.startswith("model.mdp."))
+        lost = sorted(set(info["missing_keys"]) - set(new)) + sorted(str(key) for key in info["mismatched_keys"])
+        if lost:
+            raise ValueError(
+                f"{name}: weights missing or of another shape, no LLaVA-OneVision of this configuration: {lost[:5]}"
+            )
+        parameters = sum(p.numel() for p in model.parameters())
+        logger.info("%s: %s parameters loaded, %d tensors of the MDP module new", name, f"{parameters:,}", len(new))
+        return (model, info) if wants_info else model
+
+    @torch.no_grad()
+    def attended(self, pixel_values: Tensor) -> Tensor:
+        """Where the model looks for the difference of each pair: [B, rows, columns] over the patch grid, sums to 1."""
+        mdp = self.model.mdp
+        side = self.config.vision_config.image_size // self.config.vision_config.patch_size
+        if mdp is None:
+            pairs = len(pixel_values) // 2
+            return torch.full((pairs, side, side), 1 / side**2, device=pixel_values.device)
+        states = self.model.vision_hidden_states(pixel_values)
+        taps = [states[tap] for tap in mdp.cfg.taps]
+        return mdp.attended([t[0::2] for t in taps], [t[1::2] for t in taps]).unflatten(1, (side, side))
+
+
+AutoModelForImageTextToText.register(M3DiffConfig, M3DiffForConditionalGeneration)

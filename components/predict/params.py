@@ -1,0 +1,11 @@
+"""The section `predict`: how the test split is captioned."""
+
+from pydantic import Field
+
+from components.section import Section
+
+
+class Predict(Section):
+    batch_pairs: int = Field(ge=1)
+    max_new_tokens: int = Field(ge=1)
+    limit: int = Field(ge=0)  # pairs of the test split; 0 is all

@@ -1,0 +1,50 @@
+"""A section of `params.yaml`: typed and frozen to the bottom. Each stage folder holds its own in `params.py`."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, NoReturn, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class Section(BaseModel):
+    """Fields of one section. Unknown keys are refused and nothing can be assigned."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class FrozenDict(dict[K, V]):
+    """A dictionary that cannot be changed, and that can be sent to another process."""
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError("parameters are frozen: change params.yaml and load it again")
+
+    __setitem__ = __delitem__ = clear = pop = popitem = setdefault = update = __ior__ = _refuse  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[type, tuple[dict[K, V]]]:
+        return FrozenDict, (dict(self),)
+
+    def __copy__(self) -> "FrozenDict[K, V]":
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FrozenDict[K, V]":
+        return self
+
+
+def freeze(value: Any) -> Any:
+    """Mappings and lists, at every depth, as frozen dictionaries and tuples."""
+    if isinstance(value, Mapping):
+        return FrozenDict({key: freeze(item) for key, item in value.items()})
+    if isinstance(value, list | tuple):
+        return tuple(freeze(item) for item in value)
+    return value
+
+
+FrozenMap = Annotated[dict[K, V], AfterValidator(freeze)]
+"""A mapping field of a section."""
+
+
+class ParamsError(ValueError):
+    """Parameters cannot be used; the text lists every fault with its remedy."""

@@ -1,0 +1,13 @@
+"""The section `validate`: limits above which rows, images or the whole data are refused."""
+
+from pydantic import Field
+
+from components.section import Section
+
+
+class Validate(Section):
+    max_quarantined_share: float = Field(ge=0, le=1)
+    max_caption_chars: int = Field(ge=1)
+    max_image_pixels: int = Field(ge=1)  # a larger image is taken for a decompression bomb
+    allow_test_leakage: bool  # train on pairs that are in a test set; the report counts them all the same
+    near_duplicate_max_diff: int | None = Field(ge=0, le=255)  # grey levels; null compares contents only

@@ -1,0 +1,73 @@
+"""What a run needs of the machine, checked before a minute is spent: `python3 infra/check_system.py`.
+
+Standard library only and old syntax: it runs with whatever Python there is, to say which one is missing.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+
+REMEDY = {
+    "Python 3.11": "Debian/Ubuntu: sudo apt install python3.11 python3.11-venv; macOS: brew install python@3.11; "
+    "or name one: make PYTHON=/path/to/python3.11",
+    "Python's venv": "Debian/Ubuntu: sudo apt install python3.11-venv",
+    "Python's headers": "Debian/Ubuntu: sudo apt install python3.11-dev",
+    "Java 17": "Debian/Ubuntu: sudo apt install openjdk-17-jre-headless; macOS: brew install openjdk@17; "
+    "then see that `java -version` answers",
+    "git": "Debian/Ubuntu: sudo apt install git; macOS: xcode-select --install",
+    "a C++ compiler": "Debian/Ubuntu: sudo apt install g++; macOS: xcode-select --install; or name one: export CXX=...",
+}
+
+WHY = {
+    "Python's headers": "DeepSpeed builds its CPU communication on first use",
+    "Java 17": "METEOR and the PTB tokenizer of the scores are Java programs",
+    "git": "DVC and the lineage of a model stand on it",
+    "a C++ compiler": "DeepSpeed builds its CPU communication on first use",
+}
+
+
+def java_major():
+    """Major version that `java -version` reports; 0 where there is none or it does not answer."""
+    try:
+        answer = subprocess.run(["java", "-version"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    found = re.search(r'version "(?:1\.)?(\d+)', answer.stdout.decode("utf-8", "replace"))
+    return int(found.group(1)) if found and answer.returncode == 0 else 0
+
+
+def has_venv():
+    try:
+        import ensurepip  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def missing():
+    """What lacks: a list of (name, what was found instead)."""
+    major, compiler = java_major(), os.environ.get("CXX", "g++")
+    checks = [
+        ("Python 3.11", sys.version_info[:2] == (3, 11), "found " + sys.version.split()[0] + " at " + sys.executable),
+        ("Python's venv", has_venv(), "no ensurepip in " + sys.executable),
+        ("Python's headers", os.path.isfile(sysconfig.get_path("include") + "/Python.h"), "no Python.h"),
+        ("Java 17", major >= 17, "found Java " + str(major) if major else "`java -version` does not answer"),
+        ("git", shutil.which("git") is not None, "not on PATH"),
+        ("a C++ compiler", shutil.which(compiler.split()[0]) is not None, "no " + compiler + " on PATH"),
+    ]
+    return [(name, found) for name, fine, found in checks if not fine]
+
+
+def main():
+    lacks = missing()
+    for name, found in lacks:
+        why = " (" + WHY[name] + ")" if name in WHY else ""
+        print("preflight: needs " + name + why + ": " + found + "\n    " + REMEDY[name], file=sys.stderr)
+    return 1 if lacks else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

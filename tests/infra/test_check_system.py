@@ -1,0 +1,72 @@
+"""What lacks is named with its remedy, before anything is installed."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.toy import REPOSITORY
+
+TOOLS = {"java": "Java 17", "git": "git", "g++": "a C++ compiler"}
+
+
+def machine(folder: Path, **programs: str) -> str:
+    """A PATH on which nothing stands but these shell scripts."""
+    folder.mkdir()
+    for name, script in programs.items():
+        program = folder / name.replace("gxx", "g++")
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+    return str(folder)
+
+
+def preflight(path: str) -> subprocess.CompletedProcess:
+    environment = {name: value for name, value in os.environ.items() if name != "CXX"} | {"PATH": path}
+    command = [sys.executable, str(REPOSITORY / "infra" / "preflight.py")]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+JAVA = """echo 'openjdk version "17.0.15" 2025-04-15' >&2"""
+
+
+def test_a_machine_that_has_everything_passes_without_a_word(tmp_path):
+    done = preflight(machine(tmp_path / "bin", java=JAVA, git="", gxx=""))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    ("java", "found"), [("exit 1", "does not answer"), (JAVA.replace("17.0.15", "11.0.2"), "found Java 11")]
+)
+def test_java_that_is_broken_or_too_old_is_named_with_the_package_to_install(tmp_path, java, found):
+    done = preflight(machine(tmp_path / "bin", java=java, git="", gxx=""))
+    assert done.returncode == 1
+    assert "needs Java 17" in done.stderr
+    assert found in done.stderr
+    assert "apt install openjdk-17-jre-headless" in done.stderr
+
+
+def test_everything_that_lacks_is_named_at_once(tmp_path):
+    done = preflight(machine(tmp_path / "bin"))
+    assert done.returncode == 1
+    assert [name for name in TOOLS.values() if f"needs {name}" not in done.stderr] == []
+    assert done.stderr.count("apt install") == len(TOOLS)
+
+
+def test_make_run_without_java_ends_before_anything_is_installed(tmp_path):
+    checkout = tmp_path / "checkout"
+    (checkout / "infra").mkdir(parents=True)
+    for file in ("Makefile", "pyproject.toml", "constraints.txt", "infra/check_system.py"):
+        shutil.copy(REPOSITORY / file, checkout / file)
+    path = machine(tmp_path / "bin", git="", gxx="")
+    for tool in ("make", "bash", "grep", "sh"):
+        (Path(path) / tool).symlink_to(shutil.which(tool) or tool)
+    command = ["make", "run", f"PYTHON={sys.executable}"]
+    done = subprocess.run(command, cwd=checkout, env={"PATH": path}, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "needs Java 17" in done.stderr
+    assert not (checkout / ".venv").exists()
+    assert "install" not in re.sub("apt install|brew install", "", done.stdout)

@@ -1,0 +1,206 @@
+"""The lean step against transformers' and peft's own: the same logits and gradients, and what backward keeps."""
+
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.attention.flex_attention import create_mask
+
+from components.models.m3diff.tuning import add_lora
+from components.models.fused import STOCK, SwiGLU, attention_kernels, fused_attention, make_fused, recomputing, swiglu
+from components.models.packing import Packed, flex_mask, pack, prefix_mask, prefix_rule
+from tests.model.test_packing import gradients, group, summed_loss
+from tests.tiny import MDP, SIDE, WIDTH, tiny_model
+
+STOCK_WAY = {"checkpointing": "none", "fused": False, "lora": False}
+LEAN_WAYS = {
+    "fused": {"fused": True, "lora": False},
+    "addmm": {"fused": False, "lora": True},
+    "all": {},
+    "cheap": {"checkpointing": "cheap"},
+    "cheap, peft's adapters": {"checkpointing": "cheap", "lora": False},
+    "full": {"checkpointing": "full"},
+}
+
+
+def adapted_model(dtype: torch.dtype, rank: int = 2) -> nn.Module:
+    model = tiny_model(MDP)
+    adapted = add_lora(model, rank=rank, alpha=4)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.2)
+    return adapted.to(dtype).train()
+
+
+def batch(dtype: torch.dtype) -> tuple[Packed, Tensor]:
+    torch.manual_seed(0)
+    return pack([group(3, seed=0), group(1, seed=1)], pad_id=0), torch.randn(4, 3, SIDE, SIDE, dtype=dtype)
+
+
+@pytest.mark.parametrize("rank", [0, 2], ids=["without adapters", "with adapters"])
+@pytest.mark.parametrize("way", LEAN_WAYS.values(), ids=LEAN_WAYS.keys())
+# in float64 the stock norm still rounds to float32
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-6), (torch.float32, 2e-5)])
+def test_every_way_gives_the_stock_loss_and_gradients(way: dict, rank: int, dtype: torch.dtype, rtol: float) -> None:
+    model, (packed, pixels) = adapted_model(dtype, rank), batch(dtype)
+    make_fused(unwrapped(model), **STOCK_WAY)
+    want_loss = summed_loss(model, packed, pixels)
+    want = gradients(model, want_loss)
+    make_fused(unwrapped(model), **way)
+    loss = summed_loss(model, packed, pixels)
+    got = gradients(model, loss)
+    torch.testing.assert_close(loss, want_loss, rtol=rtol, atol=0)
+    assert got.keys() == want.keys()
+    whole = torch.stack([gradient.float().norm() for gradient in want.values()]).norm()
+    for name, gradient in want.items():
+        # an adapter without its scaling (2 here), or a norm without its weight, is off by half and more
+        assert (got[name] - gradient).norm() <= rtol * max(gradient.norm(), 0.03 * whole), name
+
+
+def parts() -> dict[str, nn.Module]:
+    model = unwrapped(adapted_model(torch.float32, rank=4))
+    layer = model.model.language_model.layers[0]
+    return {"adapter": layer.self_attn.q_proj, "norm": layer.input_layernorm, "mlp": layer.mlp}
+
+
+@pytest.mark.parametrize("part", ["adapter", "norm", "mlp"])
+def test_in_bfloat16_no_part_is_farther_from_the_truth_than_stock(part: str) -> None:
+    def run(seed: int, dtype: torch.dtype, **way: Any) -> list[Tensor]:
+        module = parts()[part].bfloat16().to(dtype)
+        holder = nn.ModuleList([module])
+        holder.gradient_checkpointing_disable = lambda: None  # type: ignore[assignment]
+        make_fused(holder, **way)
+        torch.manual_seed(seed)
+        x, grad = (torch.randn(200, WIDTH).bfloat16().to(dtype) for _ in range(2))
+        out = module(x.requires_grad_())
+        out.backward(grad)
+        return [out.detach(), x.grad, *(p.grad for p in module.parameters() if p.grad is not None)]
+
+    errors = []
+    for seed in range(8):  # of one draw alone, a small tensor's rounding may be a quarter above stock's or below it
+        truth = run(seed, torch.float32, **STOCK_WAY)
+        stock, lean = run(seed, torch.bfloat16, **STOCK_WAY), run(seed, torch.bfloat16)
+        assert len(truth) == len(stock) == len(lean) >= 2
+        distances = [[(x.float() - y).norm() for x, y in zip(found, truth, strict=True)] for found in (stock, lean)]
+        errors.append(torch.tensor(distances))
+    usual, got = torch.stack(errors).square().mean(0).sqrt()
+    assert (got <= 1.15 * usual).all(), got / usual
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def test_the_stock_way_can_be_had_back() -> None:
+    model = unwrapped(adapted_model(torch.float32))
+    kinds = [type(module) for module in model.modules()]
+    make_fused(model, checkpointing="cheap")
+    changed = [type(module) for module in model.modules()]
+    make_fused(model, **STOCK_WAY)
+    assert [type(module) for module in model.modules()] == kinds
+    for kind in STOCK:
+        places = [number for number, found in enumerate(kinds) if found is kind]
+        assert places
+        assert all(changed[number] is not kind for number in places), f"{kind.__name__} is not taken over"
+
+
+def test_what_is_recomputed_is_not_kept() -> None:
+    down = nn.Linear(8, 4)
+
+    def kept(hidden: bool) -> bool:
+        gate, up = (torch.randn(3, 8, requires_grad=True) for _ in range(2))
+        product = SwiGLU.apply(gate, up)
+        storage = StorageWeakRef(product.untyped_storage())
+        if hidden:
+            with recomputing(product, SwiGLU.apply, gate, up):
+                out = down(product)
+        else:
+            out = down(product)
+        del product
+        alive = not storage.expired()
+        out.sum().backward()
+        torch.testing.assert_close(down.weight.grad, swiglu(gate, up).sum(0).expand(4, 8))
+        down.weight.grad = None
+        return alive
+
+    assert kept(hidden=False)
+    assert not kept(hidden=True)
+
+
+def test_swiglus_backward_is_right() -> None:
+    gate, up = (torch.randn(5, 7, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    assert torch.autograd.gradcheck(SwiGLU.apply, (gate, up))
+
+
+def test_flex_attentions_rule_is_the_dense_mask() -> None:
+    packed = pack([group(3, seed=0), group(1, seed=1), group(7, seed=2)], pad_id=0)
+    count, size = packed.segments.shape
+    rule = create_mask(prefix_rule(packed.segments), count, None, size, size, device="cpu")
+    assert torch.equal(rule, prefix_mask(packed.segments))
+
+
+def test_flex_attention_gives_the_dense_masks_loss() -> None:
+    model, (packed, pixels) = unwrapped(adapted_model(torch.float32)), batch(torch.float32)
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # on a CPU it has no backward
+        want = summed_loss(model, packed, pixels)
+        model.set_attn_implementation(attention_kernels(flex=True))
+        assert model.model.language_model.config._attn_implementation == "flex_attention"
+        assert model.model.vision_tower.config._attn_implementation == "sdpa"
+        got = summed_loss(model, packed, pixels, mask=packed.mask(flex=True))
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+
+
+def test_flex_attention_skips_no_block_where_a_token_sees_another() -> None:
+    segments = torch.cat([torch.zeros(1, 300), torch.full((1, 200), 1), torch.full((1, 200), 2)], dim=1).long()
+    blocks = flex_mask(segments).to_dense()[0, 0].bool()
+    dense = prefix_mask(segments)[0, 0]
+    tiles = nn.functional.pad(dense, (0, 68, 0, 68)).view(6, 128, 6, 128).any(dim=3).any(dim=1)
+    assert torch.equal(blocks, tiles)
+    assert not blocks.all()
+
+
+def test_only_a_fused_attention_kernel_is_let_run() -> None:
+    model, (packed, pixels) = adapted_model(torch.float32), batch(torch.float32)
+    with fused_attention():
+        summed_loss(model, packed, pixels).backward()
+        query = torch.randn(1, 2, 4, 8)
+        score = torch.randn(1, 1, 4, 4, requires_grad=True)  # no fused kernel gives a mask's gradient
+        with pytest.raises(RuntimeError, match="No available kernel"):
+            nn.functional.scaled_dot_product_attention(query, query, query, attn_mask=score)
+
+
+def bare_machine(folder: Path) -> Path:
+    """A folder of links to torch, transformers, peft and what they require, for an interpreter with nothing else."""
+    todo, seen = ["torch", "transformers", "peft"], set()
+    while todo:
+        name = todo.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        distribution = metadata.distribution(name)
+        needs = [Requirement(line) for line in distribution.requires or []]
+        todo += [need.name for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})]
+        for top in {file.parts[0] for file in distribution.files or []} - {"..", "__pycache__"}:
+            if not (folder / top).exists():
+                (folder / top).symlink_to(Path(str(distribution.locate_file(top))).resolve())
+    return folder
+
+
+def test_the_model_needs_torch_transformers_and_peft_alone(tmp_path: Path) -> None:
+    repository = str(Path(__file__).parents[2])
+    script = (
+        "import sys, components.model, components.models.m3diff.tuning, components.models.fused, components.models.packing\n"
+        "print(sorted({'PIL', 'pyarrow', 'ray', 'deepspeed', 'mlflow', 'components.params'} & set(sys.modules)))"
+    )
+    environment = {"PYTHONPATH": f"{bare_machine(tmp_path)}:{repository}", "PATH": "/usr/bin:/bin"}
+    done = subprocess.run([sys.executable, "-S", "-c", script], env=environment, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[]\n"
