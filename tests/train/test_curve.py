@@ -9,9 +9,9 @@ from components.train.curve import Curve, columns
 
 
 def test_columns_follow_parts_and_datasets() -> None:
-    assert columns(["vision", "llm"], ["a", "b"]) == (
-        "step", "epoch", "loss", "lr_vision", "lr_llm", "grad_norm", "val_loss", "val_loss_a", "val_loss_b", "val_cider",
-    )  # fmt: skip
+    rates, losses = ("lr_vision", "lr_llm"), ("val_loss", "val_loss_a", "val_loss_b")
+    want = ("step", "epoch", "loss", *rates, "grad_norm", *losses, "val_cider")
+    assert columns(["vision", "llm"], ["a", "b"]) == want
 
 
 def test_rows_keep_what_they_were_given_and_are_written_and_read(tmp_path: Path) -> None:

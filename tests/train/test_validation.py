@@ -149,7 +149,9 @@ def test_captions_are_the_deployed_captioner_s_for_each_question(
 
 def test_cider_is_ten_for_the_only_reference_and_ignores_case_and_stops() -> None:
     gold = [["the red ball moved"], ["a blue cube is gone"], ["nothing has changed here"]]
-    assert cider(gold, ["The red ball moved.", "A blue cube is gone", "Nothing, has changed here!"]) == pytest.approx(10)
+    assert cider(gold, ["The red ball moved.", "A blue cube is gone", "Nothing, has changed here!"]) == pytest.approx(
+        10
+    )
     worse = cider(gold, ["the red ball moved", "the red ball moved", "nothing has changed here"])
     assert 0 < worse < 9
     assert cider(gold, ["a blue cube is gone", "nothing has changed here", "the red ball moved"]) == pytest.approx(0)
