@@ -8,8 +8,8 @@ from typing import Any
 
 from PIL import Image
 
-from components.ingest.params import Ingest
 from components.ingest.stage import IngestReport, ingest
+from components.ingest.params import DatasetEntry, Ingest
 from components.validate.params import Validate
 from components.validate.stage import ValidateReport, validate
 

@@ -8,11 +8,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from components.convert import stage
-from components.convert.params import Convert
 from components.convert.sampling import draw, id_keys, uniform
 from components.convert.stage import ConvertReport, convert, load_tasks
-from components.records import NO_CHANGE, RECORD_SCHEMA, SAMPLE_SCHEMA, DataError
+from components.convert.params import Convert
 from components.section import ParamsError
+from components.records import NO_CHANGE, RECORD_SCHEMA, SAMPLE_SCHEMA, DataError
 
 TEMPLATES = Path("profiles/questions.yaml")
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from components.datasets.minichange.settings import Synthesize
 
-from components.datasets.minichange.change import sample_pair
-from components.datasets.minichange.language import NO_CHANGE, captions, grammar, name
-from components.datasets.minichange.render import render
-from components.datasets.minichange.scene import PLACES
+from components.datasets.minichange.settings import Synthesize
 from components.records import CHANGE_TYPES
+from components.datasets.minichange.change import sample_pair
+from components.datasets.minichange.render import render
+from components.datasets.minichange.language import NO_CHANGE, captions, grammar, name
+from components.datasets.minichange.scene import PLACES
 from components.synthesize.stage import synthesize
 
 SMALL = Synthesize(

@@ -8,8 +8,9 @@ import yaml
 
 from components.datasets import birds_to_words, clevr_dc, iedit, omnidiff, pairs, spot_the_diff
 from components.ingest.stage import READERS
-from components.records import DataError
+from components.ingest.params import DatasetEntry
 from components.section import ParamsError
+from components.records import DataError
 from tests.layouts import (
     run_ingest,
     run_validate,

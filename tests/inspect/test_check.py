@@ -5,8 +5,9 @@ import pytest
 import yaml
 
 from components.__main__ import DATA_REFUSED, main
-from components.ingest.stage import READERS
 from components.inspect.check import LAYOUTS, check, recognise
+from components.ingest.stage import READERS
+from components.ingest.params import DatasetEntry
 from components.records import DataError
 from tests.layouts import (
     edit_json,

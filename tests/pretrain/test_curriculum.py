@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from components.datasets.minichange.language import describe, described
-from components.datasets.minichange.scene import PLACES, Scene, sample_scene
 from components.pretrain.curriculum import ASKED_FOR, CURRICULUM, QUESTIONS, asked_for, side_by_side, whole
+from components.datasets.minichange.scene import PLACES, Scene, sample_scene
 
 
 def scenes(count: int, seed: int) -> list[Scene]:

@@ -6,8 +6,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from components.records import SAMPLE_SCHEMA
 from components.train.params import Train
+from components.records import SAMPLE_SCHEMA
 from tests.tiny import MDP, noise_image, tiny_base
 
 CAPTIONS = ("the red ball moved", "the ball is gone", "a small blue star appeared at the left", "nothing changed")

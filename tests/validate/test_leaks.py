@@ -6,8 +6,8 @@ import polars as pl
 import pytest
 from PIL import Image, ImageFilter
 
-from components.ingest.params import Ingest
 from components.ingest.stage import ingest
+from components.ingest.params import DatasetEntry, Ingest
 from components.validate.leaks import find_twins, sound_pairs
 from tests.layouts import run_validate, write_json
 
