@@ -8,7 +8,7 @@ import torch
 
 from components.models.checkpoint import CheckpointError, write_manifest
 from components.train import state
-from components.train.loop import Job, Run, Runtime, start, train_step
+from components.train.loop import Job, Run, Runtime, export, start, train_step
 from components.train.state import (
     MOMENTS,
     MasterState,
@@ -171,3 +171,15 @@ def test_a_checkpoint_of_other_parameters_is_refused(mixture: Path, base: Path, 
     other = started(recipe(base, val_pairs=0, model=tiny_settings(vision=None)), mixture, tmp_path)
     with pytest.raises(CheckpointError, match="parameters are not those that train"):
         load_state(other.engine, saved)
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_first_worker_alone_writes(mixture: Path, base: Path, tmp_path: Path) -> None:
+    run = started(recipe(base, val_pairs=0), mixture, tmp_path)
+    take(run, 0)
+    run.runtime = Runtime(rank=1, ranks=1)
+    save_state(run.engine, tmp_path, 1, 1, run.curve)
+    export(run)
+    assert checkpoints(tmp_path) == []
+    assert not (tmp_path / "checkpoint").exists()
+    assert not (tmp_path / "curves.csv").exists()
