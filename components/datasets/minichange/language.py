@@ -8,8 +8,19 @@ type, object and place can be read without knowing how it was made.
 import re
 from functools import partial
 
+from components.datasets.minichange.scene import (
+    COLORS,
+    DIRECTIONS,
+    GLYPHS,
+    KINDS,
+    PLACES,
+    POSES,
+    SIZES,
+    Change,
+    Scene,
+    Thing,
+)
 from components.records import CHANGE_TYPES
-from components.datasets.minichange.scene import COLORS, DIRECTIONS, GLYPHS, KINDS, PLACES, POSES, SIZES, Change, Scene, Thing
 
 SEPARATOR = ", and "
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six")
