@@ -63,9 +63,7 @@ SPEC = DatasetSpec(
         name="CC BY-SA 4.0",
         url="https://creativecommons.org/licenses/by-sa/4.0/",
         train=Permission("conditions", "credit the authors; each photo has the licence that iNaturalist states for it"),
-        redistribute=Permission(
-            "conditions", "texts: credit the authors and keep the licence; the photos are not in it"
-        ),
+        redistribute=Permission("conditions", "texts: credit the authors, same licence; the photos are not in it"),
         show=Permission("conditions", "credit the authors; each photo has the licence that iNaturalist states for it"),
     ),
     read=read,

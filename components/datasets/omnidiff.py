@@ -11,7 +11,8 @@ JSON Lines or Parquet) and `columns` what its columns are called; images are rel
 
     {"image1": "s1/a.jpg", "image2": "s1/b.jpg", "caption": "The mug ...", "types": ["addition"], "split": "train"}
 
-Whether pairs of one scene share a split is not promised: name a `scene` column and validate checks it. Change types are matched to the paper's without regard to case.
+Whether pairs of one scene share a split is not promised: name a `scene` column and validate checks it. Change types
+are matched to the paper's without regard to case.
 """
 
 from collections.abc import Iterator

@@ -138,7 +138,5 @@ def check_licence(spec: DatasetSpec, use: Use, override: bool = False) -> str | 
     notice = f"{spec.title} (licence: {spec.licence.name}): {use}: {permission.reason}"
     refused = permission.answer == "no" or (permission.answer == "unstated" and use == "redistribute")
     if refused and not override:
-        raise DataError(
-            f"{notice}; refused: ask the authors, leave the dataset out, or override with the command's flag"
-        )
+        raise DataError(f"{notice}; refused: ask the authors, leave the dataset out, or pass --override-licence")
     return notice

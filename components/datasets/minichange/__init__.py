@@ -1,4 +1,4 @@
-"""MiniChange: the embedded benchmark, which draws itself. Small scenes on a table; one to three changes, or a distractor.
+"""MiniChange: the embedded benchmark, which draws itself: small scenes on a table, one to three changes or none.
 
 Page: this folder. Licence: Apache-2.0, as the project's. Written in CLEVR-Change's layout and read by its reader, with
 one file more:
