@@ -44,4 +44,5 @@ def _references(spec: DatasetSpec, counts: tuple[SplitCount, ...]) -> int | None
         return sum(counted)
     if spec.table is None or spec.table.captions is None:
         return None
-    return round(spec.table.captions * sum(count.pairs for count in counts) / spec.table.pairs, -1)
+    share = sum(count.pairs for count in counts) / spec.table.pairs
+    return 10 * round(spec.table.captions * share / 10)
