@@ -1,4 +1,4 @@
-"""Random numbers that depend on the seed and an id alone: neither other records nor a library's version change a sample,
+"""Random numbers that depend on the seed and an id alone. Neither other records nor a library's version change them,
 which the hashes of polars and Python do not promise."""
 
 import hashlib

@@ -4,7 +4,7 @@ Validation and test keep every pair and every reference, empty ones too. Trainin
 repeats within a pair, samples at most `references_per_pair` of the rest, and thins no-change pairs. All references of a
 pair share one question, so that they can be packed behind one prefix.
 
-Each split has a folder of its own: training depends on `train` and `val`, prediction on `test`, and neither on the rest.
+Each split has a folder of its own: training depends on `train` and `val`, prediction on `test` alone.
 """
 
 import shutil
@@ -24,6 +24,7 @@ from components.convert.mixture import evaluation_samples, training_samples
 from components.convert.params import Convert, Source
 from components.convert.sampling import id_keys
 from components.datasets import DATASETS
+from components.datasets.paper_mixture import PAIRS, SAMPLES, SOURCES, training_counts
 from components.ingest.params import DatasetEntry
 from components.records import RECORD_SCHEMA, SAMPLE_SCHEMA, SPLITS, DataError
 from components.reports import StageReport
@@ -32,8 +33,6 @@ from components.section import ParamsError
 SHARD_SAMPLES = 100_000
 ROW_GROUP = 16_384
 """Small enough that a reader of one pair unpacks little, large enough to compress well."""
-
-PAPER = "M3Diff's paper trains on 145k pairs and 896k samples of seven datasets"
 
 Questions = TypeAdapter(dict[str, Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]])
 
@@ -57,7 +56,7 @@ class ConvertReport(StageReport):
     pairs: dict[str, int]
     samples: dict[str, int]
     datasets: dict[str, ConvertCounts]
-    published: dict[str, PublishedCounts]  # by dataset, where its counts are published
+    published: dict[str, PublishedCounts]  # by dataset; empty where the datasets are not the paper's
 
 
 def convert(cfg: Convert, entries: Mapping[str, DatasetEntry], clean: Path, out: Path) -> ConvertReport:
@@ -66,7 +65,7 @@ def convert(cfg: Convert, entries: Mapping[str, DatasetEntry], clean: Path, out:
     A split without a sample has an empty folder.
 
     Args:
-        entries: the datasets of the run; their readers tell the questions' tasks and the published counts.
+        entries: the datasets of the run; their readers tell what their pairs are asked.
 
     Raises:
         DataError: the clean records cannot be used.
@@ -91,30 +90,19 @@ def convert(cfg: Convert, entries: Mapping[str, DatasetEntry], clean: Path, out:
         pairs={split: sum(count.pairs[split] for count in counts.values()) for split in SPLITS},
         samples={split: sum(count.samples[split] for count in counts.values()) for split in SPLITS},
         datasets=counts,
-        published=_published(names, entries),
+        published=_published(names),
     ).write(out / "report.json")
     print_published(report)
     return report
 
 
-def _published(names: list[str], entries: Mapping[str, DatasetEntry]) -> dict[str, PublishedCounts]:
-    parts = {name: DATASETS[entries[name].reader].part(name) for name in names}
-    counts = {}
-    for name, part in parts.items():
-        if part is not None:
-            references = [
-                None if split.references is None else split.references - split.empty
-                for split in (part.train, part.val)
-            ]
-            both = None if None in references else sum(filter(None, references))
-            counts[name] = PublishedCounts(
-                train=(part.train.pairs, references[0]), train_val=(part.train.pairs + part.val.pairs, both)
-            )
-    return counts
+def _published(names: list[str]) -> dict[str, PublishedCounts]:
+    """What the papers give, where all of the paper's datasets are here by their names."""
+    return {name: PublishedCounts(**training_counts()[name]) for name in names} if set(SOURCES) == set(names) else {}
 
 
 def print_published(report: ConvertReport) -> None:
-    """Training pairs and samples of each dataset beside the published counts, where there are any."""
+    """Training pairs and samples of each dataset beside the published counts, and the sums beside 145k and 896k."""
     if not report.published:
         return
     print(f"{'training':16}{'pairs':>9}{'samples':>10}   {'published: train':>20}{'train and val':>20}")
@@ -124,7 +112,8 @@ def print_published(report: ConvertReport) -> None:
             f"{pairs:,} / {f'{samples:,}' if samples else '?'}" for pairs, samples in (given.train, given.train_val)
         ]
         print(f"{name:16}{found.pairs['train']:9,}{found.samples['train']:10,}   {told[0]:>20}{told[1]:>20}")
-    print(f"{'all datasets':16}{report.pairs['train']:9,}{report.samples['train']:10,}   {PAPER}")
+    paper = f"{PAIRS // 1000}k / {SAMPLES // 1000}k"
+    print(f"{'all':16}{report.pairs['train']:9,}{report.samples['train']:10,}   {paper:>20}")
 
 
 def load_questions(path: Path) -> dict[str, list[str]]:
@@ -161,9 +150,7 @@ def _questions_by_dataset(cfg: Convert, entries: Mapping[str, DatasetEntry]) -> 
     tasks = {
         name: cfg.sources.get(name, Source()).task or DATASETS[entry.reader].task for name, entry in entries.items()
     }
-    faults = [
-        f"{name}: no such dataset; there are {', '.join(entries)}" for name in cfg.sources if name not in entries
-    ]
+    faults = [f"{name}: no such dataset; there are {', '.join(entries)}" for name in cfg.sources if name not in entries]
     faults += [
         f"{name}: no questions for task {task!r}; there are {', '.join(by_task)}"
         for name, task in tasks.items()
@@ -192,7 +179,7 @@ def _convert_one(
 
 
 def _write_shards(samples: pl.DataFrame, folder: Path) -> None:
-    """A new folder with shards of about SHARD_SAMPLES, cut between pairs; none for no sample (`datasets` reads none)."""
+    """A new folder with shards of about SHARD_SAMPLES, cut between pairs; none for no sample, which `datasets` needs."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     rows = np.argsort(samples["order"].to_numpy(), kind="stable")

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import polars as pl
 
-from components.records import SPLITS
 from components.image_check import OK
+from components.records import SPLITS
 
 RANK = {"train": 0, "val": 1, "test": 2}
 """Where one pair lies in two splits, the lower one gives it up: a test set stays whole."""

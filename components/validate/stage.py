@@ -195,7 +195,9 @@ def _report(clean: pl.DataFrame, quarantine: pl.DataFrame, images: pl.DataFrame,
 
 
 def _counts(clean: pl.DataFrame, quarantine: pl.DataFrame) -> ValidateCounts:
-    by_split = clean.group_by("split").agg(pairs=pl.len(), references=pl.col("references").list.len().sum()).sort("split")
+    by_split = (
+        clean.group_by("split").agg(pairs=pl.len(), references=pl.col("references").list.len().sum()).sort("split")
+    )
     broken = quarantine["rules"].explode().value_counts().sort("rules")
     return ValidateCounts(
         pairs=dict(by_split.select("split", "pairs").iter_rows()),
@@ -210,7 +212,9 @@ def _write(frame: pl.DataFrame, schema: pa.Schema, path: Path) -> None:
 
 
 def _refuse(cfg: Validate, report: ValidateReport, quarantine: pl.DataFrame, miscounts: list[str], out: Path) -> None:
-    faults = [f"{count}; fetch the dataset again or correct its expected_pairs in ingest.datasets" for count in miscounts]
+    faults = [
+        f"{count}; fetch the dataset again or correct its expected_pairs in ingest.datasets" for count in miscounts
+    ]
     bad = quarantine.filter(pl.col("rules") != [LEAK])
     if bad.height > cfg.max_quarantined_share * report.rows_in:
         examples = [f"    {row['source']}: {row['reason']}" for row in bad.head(5).iter_rows(named=True)]

@@ -25,7 +25,9 @@ ExpectedPairs = Mapping[str, Mapping[Any, int]]
 """Pairs by dataset and split."""
 
 
-def run_suite(found: pl.DataFrame, rules: list[Rule], expected: ExpectedPairs, site: Path) -> tuple[set[str], list[str]]:
+def run_suite(
+    found: pl.DataFrame, rules: list[Rule], expected: ExpectedPairs, site: Path
+) -> tuple[set[str], list[str]]:
     """Validate the facts and write GX's pages to `site`.
 
     Returns:
