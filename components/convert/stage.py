@@ -179,7 +179,7 @@ def _convert_one(
 
 
 def _write_shards(samples: pl.DataFrame, folder: Path) -> None:
-    """A new folder with shards of about SHARD_SAMPLES, cut between pairs; none for no sample, which `datasets` needs."""
+    """A new folder with shards of about SHARD_SAMPLES, cut between pairs; none for no sample."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     rows = np.argsort(samples["order"].to_numpy(), kind="stable")

@@ -134,7 +134,7 @@ def expected_pairs(entries: Mapping[str, DatasetEntry]) -> dict[str, dict[str, i
         if entry.expected_pairs == "published":
             expected[name] = _published_pairs(name, entry)
         elif entry.expected_pairs is not None:
-            expected[name] = dict(entry.expected_pairs)
+            expected[name] = {str(split): pairs for split, pairs in entry.expected_pairs.items()}
     return expected
 
 
@@ -212,9 +212,7 @@ def _write(frame: pl.DataFrame, schema: pa.Schema, path: Path) -> None:
 
 
 def _refuse(cfg: Validate, report: ValidateReport, quarantine: pl.DataFrame, miscounts: list[str], out: Path) -> None:
-    faults = [
-        f"{count}; fetch the dataset again or correct its expected_pairs in ingest.datasets" for count in miscounts
-    ]
+    faults = [f"{count}; fetch the dataset again or correct its expected_pairs" for count in miscounts]
     bad = quarantine.filter(pl.col("rules") != [LEAK])
     if bad.height > cfg.max_quarantined_share * report.rows_in:
         examples = [f"    {row['source']}: {row['reason']}" for row in bad.head(5).iter_rows(named=True)]
