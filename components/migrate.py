@@ -1,7 +1,7 @@
 """A parameter file of the earlier shape rewritten into the present one, its comments kept: `m3diff migrate FILE`.
 
-Values keep their meaning: what was one learning rate for everything but the vision encoder becomes a rate for each part,
-a list of datasets becomes a mapping by name. What the earlier shape did not have comes from the embedded profile.
+Values keep their meaning: what was one learning rate for everything but the vision encoder becomes a rate for each
+part, a list of datasets becomes a mapping by name. What the earlier shape did not have comes from the embedded profile.
 """
 
 import re
@@ -143,7 +143,9 @@ def _generator(old: Any, minichange: Any, say: Say) -> None:
         _rename(settings, "train_twice", "oversample_types", settings["train_twice"])
     settings.insert(0, "root", minichange)
     old["synthesize"] = type(old)({"minichange": settings} if makes else {})
-    remark = "synthesize.minichange (train_twice -> oversample_types)" if makes else "removed, MiniChange is not ingested"
+    remark = (
+        "synthesize.minichange (train_twice -> oversample_types)" if makes else "removed: no MiniChange is ingested"
+    )
     say(f"synthesize -> {remark}")
 
 

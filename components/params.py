@@ -177,7 +177,7 @@ def _settings_of_generator(where: str, entry: Mapping[str, Any], raw: Mapping[st
     reader = _below(dataset, "reader")
     spec = DATASETS.get(reader) if isinstance(reader, str) else None
     if spec is None:
-        return f"{where}: its dataset has no known reader, so nothing can make it; correct ingest.datasets.{name}.reader"
+        return f"{where}: its dataset has no known reader, so nothing makes it; correct ingest.datasets.{name}.reader"
     if spec.generate is None:
         able = ", ".join(known for known, other in DATASETS.items() if other.generate)
         return f"{where}: the reader {reader!r} cannot make its dataset (only {able}); remove the entry"
@@ -189,12 +189,12 @@ def _below(value: Any, key: str) -> Any:
 
 
 def place(loc: Where) -> str:
-    """Where a fault is, as one writes it: `ingest.datasets.mine.root`. Pydantic's own steps in brackets are left out."""
+    """Where a fault is, as one writes it: `ingest.datasets.mine.root`. Pydantic's steps in brackets are left out."""
     return ".".join(str(part) for part in loc if "[" not in str(part))
 
 
 def explain(fault: Any, below: str = "", top: Any = Params) -> str:
-    """One line for one of pydantic's faults: where, what is expected, the value found, and what to write instead."""
+    """One line for one of pydantic's faults: where, what is expected, the value found."""
     loc = place(fault["loc"])
     where = ".".join(part for part in (below, loc) if part)
     kind = fault["type"]

@@ -69,8 +69,8 @@ NEW_SECTIONS = ("models", "pretrain", "compute")
 ALSO = {"train.lr": " and models.m3diff.rates.llm"}
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML that notes every key that is written twice."""
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """YAML that notes every key that is written twice; in C where PyYAML was built with it."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
@@ -106,21 +106,23 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], list[str]]:
     return raw, loader.twice
 
 
-def chain(path: Path) -> list[Path]:
-    """A parameter file and what it extends, the complete file first.
+def chain(path: Path) -> dict[Path, tuple[dict[str, Any], list[str]]]:
+    """A parameter file and what it extends, as they are written, the complete file first.
 
     Raises:
         ParamsError: a file that is extended is not there, or files extend each other in a circle.
     """
-    found = [path]
-    while (name := read_yaml(found[0])[0].get(EXTENDS)) is not None:
-        below = found[0].parent / f"{name}.yaml"
+    found = {path: read_yaml(path)}
+    at = path
+    while (name := found[at][0].get(EXTENDS)) is not None:
+        below = at.parent / f"{name}.yaml"
         if below in found:
-            raise ParamsError(f"{found[0]}: extends {name}, which extends this file; one of them must be complete")
+            raise ParamsError(f"{at}: extends {name}, which extends this file; one of them must be complete")
         if not below.is_file():
-            raise ParamsError(f"{found[0]}: extends {name}, but {below} is not there; name a file beside this one")
-        found.insert(0, below)
-    return found
+            raise ParamsError(f"{at}: extends {name}, but {below} is not there; name a file beside this one")
+        found[below] = read_yaml(below)
+        at = below
+    return dict(reversed(found.items()))
 
 
 def resolve(path: Path) -> tuple[dict[str, Any], list[str]]:
@@ -131,8 +133,7 @@ def resolve(path: Path) -> tuple[dict[str, Any], list[str]]:
     """
     values: dict[str, Any] = {}
     faults: list[str] = []
-    for file in chain(path):
-        overlay, twice = read_yaml(file)
+    for file, (overlay, twice) in chain(path).items():
         faults += [line if file == path else f"{file}: {line}" for line in twice]
         values = lay_over(values, overlay) if overlay.get(EXTENDS) is not None else overlay
     values.pop(EXTENDS, None)
@@ -267,7 +268,7 @@ def keep_copy(path: Path) -> Path:
 
 def written(source: Path) -> str:
     """The text of a resolved profile; the complete file that others extend is passed on as it is."""
-    files = chain(source)
+    files = list(chain(source))
     text = files[0].read_text(encoding="utf-8")
     if len(files) == 1:
         return text

@@ -44,13 +44,13 @@ class FrozenDict(dict[K, V]):
 
 def freeze(value: Any) -> Any:
     """Mappings and lists, at every depth and in the fields of dataclasses, as frozen dictionaries and tuples."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: freeze(getattr(value, field.name)) for field in dataclasses.fields(value) if field.init}
+        return dataclasses.replace(value, **fields)
     if isinstance(value, Mapping):
         return FrozenDict({key: freeze(item) for key, item in value.items()})
     if isinstance(value, list | tuple):
         return tuple(freeze(item) for item in value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: freeze(getattr(value, field.name)) for field in dataclasses.fields(value) if field.init}
-        return dataclasses.replace(value, **fields)
     return value
 
 
