@@ -1,7 +1,7 @@
 """A toy of the project: the real `dvc.yaml` and `params.yaml` over stages that write in no time what each declares.
 
-`build(root)` makes it; inside it this file is `toy.py`, and `python toy.py <stage> [<dataset>]` is the stage. A toy stage
-reads what the real one reads and lets every part of it show in what it writes, so that a change goes as far as it would.
+`build(root)` makes it; inside it this file is `toy.py`, and `python toy.py <stage> [<dataset>]` is the stage. A toy
+stage reads what the real one reads and lets it show in what it writes, so that a change goes as far as in earnest.
 """
 
 import csv
@@ -38,13 +38,13 @@ def load_captioner(checkpoint, max_new_tokens=64):
     return Captioner((checkpoint / "word.txt").read_text(), max_new_tokens)
 '''
 
-IMAGES = '''
+IMAGES = """
 from PIL import Image
 
 
 def load_image(path, sha256=None):
     return Image.open(path).convert("RGB")
-'''
+"""
 
 FRESH = """
 import json, sys
@@ -86,6 +86,12 @@ def run(root: Path, tool: str, *arguments: str) -> str:
     done = subprocess.run([*command, *arguments], cwd=root, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert done.returncode == 0, f"{tool} {' '.join(arguments)}: {done.stdout}"
     return done.stdout
+
+
+def status(root: Path) -> dict[str, Any]:
+    """What `dvc status` calls changed, by stage."""
+    command = [sys.executable, "-m", "dvc", "status", "--json"]
+    return json.loads(subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout)
 
 
 def commit(root: Path, message: str) -> None:
@@ -186,13 +192,12 @@ def train(params: dict[str, Any], paths: dict[str, Path]) -> None:
 
 
 def predict(params: dict[str, Any], paths: dict[str, Path]) -> None:
-    from components.models.generation import load_captioner
-    from components.models.images import load_image
+    from components.models import generation, images
 
-    captioner = load_captioner(paths["model"] / "checkpoint", params["predict"]["max_new_tokens"])
+    captioner = generation.load_captioner(paths["model"] / "checkpoint", params["predict"]["max_new_tokens"])
     rows = []
     for sample in read_rows(paths["mixture"] / "test" / "00000.parquet"):
-        pair = (load_image(sample["before"]), load_image(sample["after"]))
+        pair = (images.load_image(sample["before"]), images.load_image(sample["after"]))
         rows.append({"image_id": sample["id"], "caption": captioner.caption([pair])[0]})
     for file in ("predictions.json", "predictions_shuffled.json"):
         (paths["predictions"] / file).write_text(json.dumps(rows))
