@@ -11,7 +11,7 @@ from components.convert.params import Convert
 from components.ingest.params import DatasetEntry
 from components.models import FAMILIES
 from components.models.family import Family, Settings, Term
-from components.plan.workload import Workload, counted_workload, published_workload
+from components.plan.workload import Workload, find_workload
 from components.section import ParamsError
 from components.train.params import Train
 
@@ -83,7 +83,8 @@ def make_plan(
     """
     family = FAMILIES[settings.family]
     config = family.planned_config(train.base, settings)
-    load = find_workload(train.base, family, family.image_tokens(config), entries, convert, mixture)
+    processor = family.load_processor(train.base) if _is_here(train.base) else None
+    load = find_workload(mixture, entries, convert, processor, family.image_tokens(config))
     sequences = load.sequences(train.max_captions_per_sequence)
     branches = load.references / sequences
     tokens = family.image_tokens(config) + load.prompt_tokens + branches * load.reference_tokens
@@ -106,21 +107,6 @@ def make_plan(
 
 def _is_here(base: Path) -> bool:
     return (base / "config.json").is_file()
-
-
-def find_workload(
-    base: Path,
-    family: Family,
-    image_tokens: int,
-    entries: Mapping[str, DatasetEntry],
-    convert: Convert,
-    mixture: Path,
-) -> Workload:
-    """The mixture where there is one, its lengths by the base's tokenizer where that is there; else published counts."""
-    if any((mixture / "train").glob("*.parquet")):
-        processor = family.load_processor(base) if _is_here(base) else None
-        return counted_workload(mixture / "train", processor, image_tokens)
-    return published_workload(entries, convert)
 
 
 def count_parameters(config: Any, family: Family, settings: Settings) -> dict[str, int]:

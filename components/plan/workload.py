@@ -1,23 +1,21 @@
-"""What an epoch of training holds: the mixture counted where `convert` has made it, else the datasets' published counts."""
+"""What an epoch of training holds: the run's mixture, counted, or the published counts of its datasets."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from components.convert.params import Convert, Source
 from components.datasets import DATASETS
-from components.datasets.spec import Published
+from components.datasets.paper_mixture import SAMPLES, training_counts
+from components.datasets.spec import DatasetSpec, SplitCount
 from components.ingest.params import DatasetEntry
 from components.models.family import PairProcessor
 from components.section import ParamsError
 
 PROMPT_TOKENS, REFERENCE_TOKENS = 29.0, 15.0
-"""Estimates where no tokenizer is at hand: chat template and question without the images; one reference with its end."""
-UNPUBLISHED_REFERENCES = 9.2
-"""References of a pair where a dataset publishes no count. It is CLEVR-DC's: what the other datasets of the paper leave of
-its 896k samples (section 5.2), over its 43,200 pairs of train and val."""
+"""Estimates where no tokenizer is at hand: chat template and question without images; a reference with its end."""
 
 
 @dataclass(frozen=True)
@@ -61,14 +59,35 @@ class Workload:
     def sequences(self, max_captions: int | None) -> int:
         """Sequences with at most so many references of one pair (None: all).
 
-        A mixture is counted pair by pair, so a pair's last sequence may hold fewer. From sums alone every sequence is
-        taken to be full, which no fewer sequences can be.
+        A mixture is counted pair by pair, so the last sequence of a pair may hold fewer. Of published counts only the
+        sums are known, and every sequence is taken to be full.
         """
         if max_captions is None:
             return self.pairs
         if self.sizes:
             return sum(count * math.ceil(size / max_captions) for size, count in self.sizes.items())
-        return round(self.references / min(max_captions, self.references_per_pair))
+        each = [(source.references, source.references / source.pairs) for source in self.sources.values()]
+        return round(sum(references / min(max_captions, mean) for references, mean in each))
+
+
+def find_workload(
+    mixture: Path,
+    entries: Mapping[str, DatasetEntry],
+    convert: Convert,
+    processor: PairProcessor | None,
+    image_tokens: int,
+) -> Workload:
+    """The run's mixture where it is there, else the published counts.
+
+    The mixture of another run, with datasets that this one has not, is not counted.
+    """
+    if not any((mixture / "train").glob("*.parquet")):
+        return published_workload(entries, convert)
+    found = counted_workload(mixture / "train", processor, image_tokens)
+    if foreign := found.sources.keys() - {name for name, entry in entries.items() if entry.train_on}:
+        load = published_workload(entries, convert)
+        return replace(load, counted=f"{load.counted}; {mixture} is of another run ({', '.join(sorted(foreign))})")
+    return found
 
 
 def counted_workload(folder: Path, processor: PairProcessor | None, image_tokens: int) -> Workload:
@@ -100,23 +119,30 @@ def _mean_length(texts: Iterable[tuple[Any, ...]], encode: Callable[[str], Sized
 
 
 def published_workload(entries: Mapping[str, DatasetEntry], convert: Convert) -> Workload:
-    """The published counts of the datasets, with convert's weights and caps. What validate will remove (leaks, faults) and what
-    `no_change_share` leaves out is not known before, so it is counted.
+    """The published counts of the datasets, with convert's weights and caps.
+
+    What validate will remove (leaks, faults) and `no_change_share` leave out is not known before, so it is counted.
 
     Raises:
-        ParamsError: a dataset has no published counts; names it and the remedy.
+        ParamsError: a dataset that trains has no published counts, or none trains; names it and the remedy.
     """
-    known = {name: DATASETS[entry.reader].part(name) for name, entry in entries.items()}
-    if unknown := [name for name, published in known.items() if published is None]:
+    training = {name: DATASETS[entry.reader] for name, entry in entries.items() if entry.train_on}
+    if unknown := [name for name, spec in training.items() if spec.part(name) is None]:
         raise ParamsError(
             f"plan: {', '.join(unknown)}: no published counts, and no mixture yet; run `dvc repro convert` first"
         )
     sources, tokens = {}, 0.0
-    for name, published in known.items():
+    for name, spec in training.items():
+        counts = [getattr(spec.part(name), split) for split in entries[name].train_on]
+        pairs = sum(count.pairs for count in counts)
+        each = sum(_references(spec, count) for count in counts) / pairs
         source = convert.sources.get(name, Source())
-        assert published is not None, name
-        sources[name], length = _published_source(published, entries[name].train_on, source, convert.references_per_pair)
-        tokens += sources[name].references * length
+        used = _used(pairs, each, source, convert.references_per_pair)
+        if used.references:
+            sources[name] = used
+            tokens += used.references * REFERENCE_TOKENS * (each if source.samples == "joined" else 1)
+    if not sources:
+        raise ParamsError(f"plan: none of {', '.join(entries)} trains; see ingest.datasets and convert.sources")
     return Workload(
         counted="published counts of the datasets, lengths estimated",
         sources=sources,
@@ -126,21 +152,26 @@ def published_workload(entries: Mapping[str, DatasetEntry], convert: Convert) ->
     )
 
 
-def _published_source(
-    published: Published, train_on: Iterable[str], source: Source, most: int
-) -> tuple[SourceCount, float]:
-    """Uses of pairs and references, and tokens of a reference; `most` references of a pair train."""
-    counts = [getattr(published, split) for split in train_on]
-    found = sum(count.pairs for count in counts)
-    references = sum(
-        count.pairs * UNPUBLISHED_REFERENCES if count.references is None else count.references - count.empty
-        for count in counts
-    )
-    each = references / found
-    chosen = found * min(1.0, source.weight)
+def _used(pairs: int, each: float, source: Source, most: int) -> SourceCount:
+    """Uses of a dataset's pairs, of `each` references, as convert makes them."""
+    chosen = pairs * min(1.0, source.weight)
     if source.max_pairs is not None:
         chosen = min(chosen, source.max_pairs)
     uses = chosen * max(1.0, source.weight)
-    taken = min(each, most) if source.samples == "each" else min(each, 1.0)
-    length = REFERENCE_TOKENS * max(1.0, each) if source.samples == "joined" else REFERENCE_TOKENS
-    return SourceCount(round(uses), round(uses * taken)), length
+    return SourceCount(round(uses), round(uses * (min(each, most) if source.samples == "each" else min(each, 1.0))))
+
+
+def _references(spec: DatasetSpec, count: SplitCount) -> float:
+    """References that are not empty: counted, or by the share of the papers' sum, or estimated."""
+    if count.references is not None:
+        return count.references - count.empty
+    if spec.table is not None and spec.table.captions is not None:
+        return count.pairs * spec.table.captions / spec.table.pairs
+    return count.pairs * unpublished_references()
+
+
+def unpublished_references() -> float:
+    """References of a pair where no count is published: what the other sources leave of the paper's mixture."""
+    counts = [count["train_val"] for count in training_counts().values()]
+    known = sum(references for _, references in counts if references is not None)
+    return (SAMPLES - known) / sum(pairs for pairs, references in counts if references is None)
