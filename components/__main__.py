@@ -117,12 +117,14 @@ def data(params: Params, args: argparse.Namespace) -> int:
 
 @command("what a training run will cost: parameters, tokens, FLOPs, memory, hours; trains nothing")
 def plan(params: Params, args: argparse.Namespace) -> None:
-    from components.plan.plan import Workload, check_fits, make_plan, planned_config, print_plan
+    from components.plan.plan import check_fits, make_plan, print_plan
 
-    load = Workload()
-    made = make_plan(params.train, planned_config(params.train), load)
-    print_plan(params.train, made, load, args.peak_tflops, args.mfu)
-    check_fits(params.train, made)
+    train, settings = params.train, params.models[params.train.model]
+    made = make_plan(
+        train, settings, params.compute, params.ingest.datasets, params.convert, params.paths.mixture
+    )
+    print_plan(train, params.compute, made, args.peak_tflops, args.mfu)
+    check_fits(params.compute, made)
 
 
 @command("copy the trained model out: merged, or its adapters with the way to their base")
