@@ -13,12 +13,12 @@ import numpy as np
 import pyarrow.parquet as pq
 from PIL import Image
 
-from components.models.m3diff.tuning import CheckpointError
+from components.files import write_atomic
 from components.models.generation import Captioner, load_captioner
 from components.models.m3diff.processing import load_image
+from components.models.m3diff.tuning import CheckpointError
 from components.predict.params import Predict
 from components.progress import progress
-from components.files import write_atomic
 from components.records import DataError
 from components.reports import StageReport
 
