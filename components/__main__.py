@@ -120,9 +120,7 @@ def plan(params: Params, args: argparse.Namespace) -> None:
     from components.plan.plan import check_fits, make_plan, print_plan
 
     train, settings = params.train, params.models[params.train.model]
-    made = make_plan(
-        train, settings, params.compute, params.ingest.datasets, params.convert, params.paths.mixture
-    )
+    made = make_plan(train, settings, params.compute, params.ingest.datasets, params.convert, params.paths.mixture)
     print_plan(train, params.compute, made, args.peak_tflops, args.mfu)
     check_fits(params.compute, made)
 

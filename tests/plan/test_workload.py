@@ -43,8 +43,9 @@ def write_mixture(folder: Path, rows: list[tuple[str, str, str, str]] = ROWS, sh
     size = -(-len(rows) // shards)
     for shard in range(shards):
         part = rows[shard * size : (shard + 1) * size]
-        columns = dict(zip(("pair", "dataset", "question", "reference"), zip(*part, strict=True), strict=True))
-        pq.write_table(pa.table({name: list(values) for name, values in columns.items()}), folder / f"train/{shard:05d}.parquet")
+        columns = [list(column) for column in zip(*part, strict=True)]
+        table = pa.table(columns, names=["pair", "dataset", "question", "reference"])
+        pq.write_table(table, folder / f"train/{shard:05d}.parquet")
     return folder
 
 
@@ -145,7 +146,7 @@ def test_joined_references_are_as_long_as_all_of_a_pair_together():
 
 
 def test_a_dataset_without_published_counts_is_named_with_the_remedy():
-    with pytest.raises(ParamsError, match=r"plan: mine, minichange: no published counts.*run `dvc repro convert` first"):
+    with pytest.raises(ParamsError, match="plan: mine, minichange: no published .*run `dvc repro convert` first"):
         published_workload(entries({"mine": "pairs", "iedit": "iedit", "minichange": "minichange"}), convert_section())
 
 
