@@ -56,8 +56,11 @@ class Settings(Protocol):
 class PairProcessor(Protocol):
     """Pairs of images and texts to what the model takes, and back."""
 
-    pad_id: int
-    end_id: int
+    @property
+    def pad_id(self) -> int: ...
+
+    @property
+    def end_id(self) -> int: ...
 
     def encode_prompt(self, question: str) -> tuple[int, ...]:
         """Token ids of the prompt up to where the answer starts, with the places of the images."""
@@ -77,7 +80,7 @@ class PairProcessor(Protocol):
     def decode(self, tokens: Tensor) -> list[str]:
         """The texts of generated token ids [B, tokens], without special tokens and outer blanks."""
 
-    def save_pretrained(self, folder: Path) -> Any: ...
+    def save_pretrained(self, folder: Path, /) -> Any: ...
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Multi-scale Differential Perception (MDP): equations (1)-(8) of M3Diff (arXiv 2503.11093, section 4).
 
-Shapes: B pairs, N patches per image, D the vision encoder's width. `f1_BND` holds the features of the images before, `f2_BND` after.
+Shapes: B pairs, N patches per image, D the vision encoder's width. `f1_BND` holds the features of the images before,
+`f2_BND` after.
 What the paper leaves open is a field of `MDPConfig`, with the reason for the choice.
 """
 
@@ -119,9 +120,8 @@ class DifferentialLayer(nn.Module):
         hidden = cfg.mlp_ratio * width
         detects = cfg.residual and first
         self.mlp = Mlp(width, Detector(hidden, width) if detects else Projection(hidden, width, zero))
-        self.feature_attention = MultiHeadAttention(
-            width, cfg.heads, cfg.init_gain if cfg.residual else 1.0, cfg.residual
-        )
+        gain = cfg.init_gain if cfg.residual else 1.0
+        self.feature_attention = MultiHeadAttention(width, cfg.heads, gain, cfg.residual)
         self.norm_feature = nn.LayerNorm(width) if cfg.residual else nn.Identity()
 
     def forward(
@@ -182,9 +182,8 @@ class DifferentialLevel(nn.Module):
         reached = torch.full_like(moving[:, :, 0], torch.finfo(moving.dtype).tiny)  # an untrained module moves nothing
         for features in (f1_BND, f2_BND):
             query = first.norm_feature(features)
-            passed = first.feature_attention.norm_weighted_attention(
-                query, torch.cat([query, moving], dim=1), places_ND
-            )
+            keys = torch.cat([query, moving], dim=1)
+            passed = first.feature_attention.norm_weighted_attention(query, keys, places_ND)
             reached = reached + passed[:, :, query.shape[1] :].sum(dim=1)
         return reached / reached.sum(dim=1, keepdim=True)
 

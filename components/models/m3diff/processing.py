@@ -1,7 +1,7 @@
 """Images and words as M3Diff takes them: the multi-image path of LLaVA-OneVision and nothing else.
 
-Every image is padded to a square with the mean colour and resized bicubically to the vision encoder's size, one crop, no anyres
-(LLaVA-OneVision, multi-image training). The text is the tokenizer's own chat template.
+Every image is padded to a square with the mean colour and resized bicubically to the vision encoder's size, one crop,
+no anyres (LLaVA-OneVision, multi-image training). The text is the tokenizer's own chat template.
 Pillow is imported where an image is opened: the model and its step need torch, transformers and peft alone.
 """
 

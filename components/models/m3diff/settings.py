@@ -40,7 +40,7 @@ class MDPConfig:
     layers: int = 2
     heads: int = 16
     share_levels: bool = True
-    score: str = "scalar"
+    score: Literal["scalar", "channel"] = "scalar"
     mlp_ratio: int = 4
     residual: bool = True
     init_gain: float = 0.0
