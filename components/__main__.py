@@ -1,7 +1,7 @@
 """Image difference captioning, one command per stage: `m3diff <stage>`.
 
-Heavy imports happen inside the command, after its parameters are seen to be right. Exit codes: 0 done, 2 usage or parameters, 3 data refused, 4 gate refused,
-75 try again later, other a bug.
+Heavy imports happen inside the command, after its parameters are seen to be right. Exit codes: 0 done, 2 usage or
+parameters, 3 data refused, 4 gate refused, 75 try again later, other a bug.
 """
 
 import argparse
