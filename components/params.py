@@ -203,7 +203,8 @@ def explain(fault: Any, below: str = "", top: Any = Params) -> str:
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
         known = known_keys(top, fault["loc"][:-1])
         return f"{where}: unknown key; {closest(fault['loc'][-1], known, of='keys')}"
-    return f"{where}: {_expectation(fault)} (found {fault['input']!r})"
+    expected = _expectation(fault)
+    return f"{where}: {expected}" + ("" if ", found " in expected else f" (found {fault['input']!r})")
 
 
 def _expectation(fault: Any) -> str:
@@ -214,6 +215,8 @@ def _expectation(fault: Any) -> str:
             return f"must be {words.format(context[limit])}"
     if kind in ("too_short", "string_too_short"):
         return "must not be empty"
+    if kind == "string_too_long":
+        return f"must have {context['max_length']} characters or fewer"
     if kind == "literal_error":
         return f"expected {context['expected']}"
     if kind == "value_error":
