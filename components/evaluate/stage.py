@@ -76,7 +76,7 @@ def score_schema(metrics: Mapping[str, Metric]) -> pa.Schema:
 
 
 def write_scores(
-    metrics: Mapping[str, Metric], pairs: list[EvalPair], scores: Mapping[str, dict[str, PairValue]], path: Path
+    metrics: Mapping[str, Metric], pairs: list[EvalPair], scores: Mapping[str, Mapping[str, PairValue]], path: Path
 ) -> None:
     """One row per pair, in the records' order."""
     rows = [

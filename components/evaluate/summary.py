@@ -44,5 +44,5 @@ def summarise(test_pairs: int, groups: Groups, scores: MetricScores) -> Evaluate
         rows_out=captioned,
         scores={"pairs": captioned, **scores.groups[ALL]},
         groups={group: {"pairs": len(ids), **scores.groups[group]} for group, ids in groups.items()},
-        absent=scores.absent,
+        absent=dict(scores.absent),
     )

@@ -27,7 +27,10 @@ def choose_metrics(names: Iterable[str]) -> dict[str, Metric]:
 
 
 def gate_metrics(chosen: Iterable[str] | None = None) -> list[str]:
-    """Scores that may stand in `register.gate_metric` where `evaluate.metrics` is `chosen` (None: all): greater is better."""
+    """Scores that may stand in `register.gate_metric` where `evaluate.metrics` is `chosen` (None: all of METRICS).
+
+    The gate takes the greater score for the better one.
+    """
     metrics = choose_metrics(METRICS if chosen is None else chosen).values()
     return [
         score for metric in metrics for score in metric.scores + metric.overall if score not in metric.lower_is_better

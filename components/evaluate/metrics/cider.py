@@ -1,4 +1,4 @@
-"""CIDEr-D (Vedantam et al., CVPR 2015), by pycocoevalcap, and its control: CIDEr of the predictions of shuffled pairs."""
+"""CIDEr-D (Vedantam et al., CVPR 2015), by pycocoevalcap, and its control: that of shuffled pairs' predictions."""
 
 from components.evaluate.metrics.metric import ALL, Groups, Metric, MetricScores, Tools, Value, of_each_group
 from components.evaluate.pairs import EvalPair

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 from components.evaluate.grammar import ParsedCaption
@@ -43,9 +42,9 @@ class Tools:
 class MetricScores:
     """What `compute` gives. A score that is not there is null; `absent` says why, by the score's name."""
 
-    groups: dict[str, dict[str, Value]]
-    pairs: dict[str, dict[str, PairValue]]
-    absent: dict[str, str] = field(default_factory=dict)
+    groups: Mapping[str, Mapping[str, Value]]
+    pairs: Mapping[str, Mapping[str, PairValue]]
+    absent: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class Metric:
     headline: str  # the score that stands for the metric where there is room for one
     scores: tuple[str, ...]  # of every group of pairs, as papers print them divided by 100
     overall: tuple[str, ...] = ()  # of all pairs together only
-    columns: Mapping[str, str] = MappingProxyType({})  # of scores.parquet: score of a pair -> Arrow type
+    columns: Mapping[str, str] = field(default_factory=dict)  # of scores.parquet: score of a pair -> Arrow type
     lower_is_better: tuple[str, ...] = ()  # no score for the gate
     java: bool = True  # uses tokens or a Java program
     beside: bool = False  # waits for a process of its own, while the others compute

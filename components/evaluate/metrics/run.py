@@ -7,7 +7,7 @@ from itertools import chain
 from pathlib import Path
 
 from components.evaluate.grammar import ParsedCaption
-from components.evaluate.metrics.metric import ALL, Groups, Metric, MetricScores, Tokens, Tools, Value
+from components.evaluate.metrics.metric import ALL, Groups, Metric, MetricScores, PairValue, Tokens, Tools, Value
 from components.evaluate.metrics.scorer import Scorer, ScorerFailed, tokenise
 from components.evaluate.pairs import EvalPair
 from components.progress import progress
@@ -90,16 +90,17 @@ def tokenise_pairs(pairs: list[EvalPair], limit_s: int) -> Tokens:
 
 def merge(metrics: Mapping[str, Metric], groups: Groups, found: Mapping[str, MetricScores]) -> MetricScores:
     """The scores of all metrics side by side, in the metrics' order; null where one gave none."""
-    of_groups: dict[str, dict[str, Value]] = {}
-    for group in groups:
-        names = [name for metric in metrics.values() for name in metric.scores]
-        names += [name for metric in metrics.values() for name in metric.overall if group == ALL]
-        of_groups[group] = dict.fromkeys(names)
-    scores = MetricScores(of_groups, {i: {} for i in groups[ALL]})
+    names = [name for metric in metrics.values() for name in metric.scores]
+    overall = [name for metric in metrics.values() for name in metric.overall]
+    of_groups: dict[str, dict[str, Value]] = {
+        group: dict.fromkeys(names + overall if group == ALL else names) for group in groups
+    }
+    of_pairs: dict[str, dict[str, PairValue]] = {i: {} for i in groups[ALL]}
+    absent: dict[str, str] = {}
     for name in metrics:
         for group, values in found[name].groups.items():
-            scores.groups[group].update(values)
+            of_groups[group].update(values)
         for i, of_pair in found[name].pairs.items():
-            scores.pairs[i].update(of_pair)
-        scores.absent.update(found[name].absent)
-    return scores
+            of_pairs[i].update(of_pair)
+        absent.update(found[name].absent)
+    return MetricScores(of_groups, of_pairs, absent)

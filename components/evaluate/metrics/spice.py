@@ -1,4 +1,4 @@
-"""SPICE (Anderson et al., ECCV 2016), pycocoevalcap's Java program; it needs two CoreNLP jars that nothing downloads."""
+"""SPICE (Anderson et al., ECCV 2016), pycocoevalcap's Java program and two CoreNLP jars."""
 
 from pathlib import Path
 

@@ -51,9 +51,10 @@ class SaliencyMaps:
         with np.load(path) as arrays:
             maps = arrays["maps"].astype(np.float32)
             self.rows = {str(i): row for row, i in enumerate(arrays["ids"])}
-        self.maps = maps - np.median(maps, axis=(1, 2), keepdims=True)
-        peaks = self.maps.max(axis=(1, 2))
-        self.typical_peak = (float(np.median(peaks)) if len(peaks) else 0.0) or 1.0
+        if self.rows:
+            maps = maps - np.median(maps, axis=(1, 2), keepdims=True)
+        self.maps = maps
+        self.typical_peak = (float(np.median(maps.max(axis=(1, 2)))) if self.rows else 0.0) or 1.0
 
     def __len__(self) -> int:
         return len(self.rows)
