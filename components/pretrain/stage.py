@@ -91,6 +91,7 @@ class Log:
         print(*values, flush=True)
 
     def add(self, step: int, images: int, accuracy: float) -> None:
+        """Write a row and start the means anew."""
         losses = [round(float(np.mean(losses)), 4) if losses else "" for losses in self.recent.values()]
         self._row(step, images, *losses, accuracy, round(time.monotonic() - self.start, 1))
         self.recent = {name: [] for name in self.names}
