@@ -96,12 +96,12 @@ def tiny_base(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def tiny_settings(module: dict | None = MDP, rank: int = 2, **rates: float | None) -> M3DiffSettings:
+def tiny_settings(mdp: dict | None = MDP, rank: int = 2, **rates: float | None) -> M3DiffSettings:
     """The settings of a tiny M3Diff; `rates` changes the learning rate of a part."""
-    without = {"module": None} if module is None else {}
+    without = {"module": None} if mdp is None else {}
     return M3DiffSettings(
         family="m3diff",
-        module=None if module is None else MDPConfig(**module),
+        module=None if mdp is None else MDPConfig(**mdp),
         lora=Lora(rank=rank, alpha=4),
         rates=Rates(**RATES | without | rates),
     )
@@ -131,3 +131,10 @@ def tiny_checkpoint(base: Path, folder: Path, settings: M3DiffSettings | None = 
 def noise_image(seed: int, size: tuple[int, int] = (40, 40)) -> Image.Image:
     pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
     return Image.fromarray(pixels)
+
+
+def colour_image(seed: int, size: tuple[int, int] = (40, 40)) -> Image.Image:
+    """Dots of one colour on black: unlike noise, a tiny model tells one such image from another."""
+    rng = np.random.default_rng(seed)
+    colour, dots = rng.integers(0, 256, 3), rng.integers(0, 2, (size[1], size[0], 1))
+    return Image.fromarray((colour * dots).astype(np.uint8))
