@@ -1,6 +1,6 @@
 """DVC from outside: the stages in order, what is out of date, and one stage reproduced in a process group of its own.
 
-DVC decides whether a stage runs; this module starts it, passes its words on, and leaves no process behind.
+DVC decides whether a stage runs; this module starts it, passes on what it prints, and leaves no process behind.
 """
 
 import contextlib
@@ -17,14 +17,11 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
+
 Outcome = Literal["Ran", "Restored", "Skipped"]
 
-DVC = [
-    sys.executable,
-    "-m",
-    "dvc",
-    "--wait-for-lock",
-]  # its lock is taken anew after a stage: to lose it loses the stage
+DVC = [sys.executable, "-m", "dvc", "--wait-for-lock"]  # its lock is taken anew after a stage: to lose it loses the stage
 GRACE_S = 20  # from the signal that asks to the one that ends
 PROGRESS_EVERY_S = 5.0
 
@@ -47,13 +44,18 @@ class DvcError(RuntimeError):
 
 
 def stages() -> list[str]:
-    """The stages of `dvc.yaml`, in its order, which is the order of the road."""
-    return ask("stage", "list", "--name-only").split()
+    """The stages of `dvc.yaml` in its order, one for each dataset where it has a loop (`ingest@minichange`).
+
+    Frozen ones are left out: DVC never runs them.
+    """
+    graph = yaml.safe_load(Path("dvc.yaml").read_text(encoding="utf-8"))["stages"]
+    frozen = {name for name, entry in graph.items() if entry.get("do", entry).get("frozen")}
+    return [name for name in ask("stage", "list", "--name-only").split() if name.partition("@")[0] not in frozen]
 
 
 def status() -> dict[str, Any]:
-    """What is out of date, by stage, in DVC's own words; empty where nothing is."""
-    return json.loads(ask("status", "--json"))
+    """What is out of date, by stage, in DVC's own words; empty where nothing is. Frozen stages are not looked at."""
+    return json.loads(ask("status", "--json", *stages()))
 
 
 def ask(*arguments: str) -> str:

@@ -54,10 +54,9 @@ PUBLISHED = Published(
     val=SplitCount(325, 1_556),
     test=SplitCount(337, 1_604),
 )
-PAGE = "https://github.com/google-research-datasets/birds-to-words"
 SPEC = DatasetSpec(
     title="Birds-to-Words",
-    page=PAGE,
+    page="https://github.com/google-research-datasets/birds-to-words",
     paper="Neural Naturalist: Generating Fine-Grained Image Comparisons (Forbes et al., EMNLP 2019)",
     licence=Licence(
         name="CC BY-SA 4.0",
@@ -70,6 +69,6 @@ SPEC = DatasetSpec(
     files=("birds-to-words-v1.0.tsv",),
     task="birds",
     published=(PUBLISHED,),
-    table=TableRow(pairs=3_347, captions=16_067, words=32, over_20=0.25, human=True, distractors=False),
+    table=TableRow(pairs=3_347, references=16_067, words=32, over_20=0.25, human=True, distractors=False),
     protocols=(Protocol("test", n=PUBLISHED.test.pairs),),
 )

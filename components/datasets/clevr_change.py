@@ -22,7 +22,7 @@ from typing import Any
 
 from components.datasets.files import describe, read_json, read_splits
 from components.datasets.rows import Row, is_scene
-from components.datasets.spec import DatasetSpec, Protocol, Published, SplitCount, TableRow, unstated
+from components.datasets.spec import UNSTATED, DatasetSpec, Protocol, Published, SplitCount, TableRow
 from components.records import NO_CHANGE, DataError
 
 KEY = re.compile(r"CLEVR_default_(\d{6,})\.png")
@@ -83,16 +83,15 @@ PUBLISHED = Published(
     val=SplitCount(3_976),
     test=SplitCount(7_970),
 )
-PAGE = "https://github.com/Seth-Park/RobustChangeCaptioning"
 SPEC = DatasetSpec(
     title="CLEVR-Change",
-    page=PAGE,
+    page="https://github.com/Seth-Park/RobustChangeCaptioning",
     paper="Robust Change Captioning (Park et al., ICCV 2019)",
-    licence=unstated(PAGE),
+    licence=UNSTATED,
     read=read,
     files=("change_captions.json", "no_change_captions.json", "splits.json", "type_mapping.json"),
     published=(PUBLISHED,),
-    table=TableRow(pairs=79_606, captions=493_735, words=8, over_20=0.0, human=False, distractors=True),
+    table=TableRow(pairs=79_606, references=493_735, words=8, over_20=0.0, human=False, distractors=True),
     protocols=(
         Protocol("total", n=PUBLISHED.test.pairs),
         Protocol("semantic", n=PUBLISHED.test.pairs // 2, ids=r"\d+\.png"),

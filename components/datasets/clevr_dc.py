@@ -16,7 +16,7 @@ from pathlib import Path
 
 from components.datasets.files import describe, read_json, read_splits
 from components.datasets.rows import Row, is_scene
-from components.datasets.spec import DatasetSpec, Protocol, Published, SplitCount, unstated
+from components.datasets.spec import UNSTATED, DatasetSpec, Protocol, Published, SplitCount
 
 
 def read(root: Path) -> Iterator[Row]:
@@ -46,12 +46,11 @@ PUBLISHED = Published(
     val=SplitCount(2_400),
     test=SplitCount(4_800),
 )
-PAGE = "https://github.com/hsgkim/clevr-dc"
 SPEC = DatasetSpec(
     title="CLEVR-DC",
-    page=PAGE,
+    page="https://github.com/hsgkim/clevr-dc",
     paper="Agnostic Change Captioning with Cycle Consistency (Kim et al., ICCV 2021)",
-    licence=unstated(PAGE),
+    licence=UNSTATED,
     read=read,
     files=("captions.json", "split.json"),
     published=(PUBLISHED,),

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from components.datasets.files import read_json
 from components.datasets.rows import Row, fault_in
-from components.datasets.spec import DatasetSpec, Protocol, Published, SplitCount, TableRow, unstated
+from components.datasets.spec import UNSTATED, DatasetSpec, Protocol, Published, SplitCount, TableRow
 
 FILES = {"train": "train.json", "val": "valid.json", "test": "test.json"}
 FIELDS = {"img0": str, "img1": str, "sents": list, "uid": str}
@@ -43,12 +43,11 @@ PUBLISHED = Published(
     val=SplitCount(383, 1_149),
     test=SplitCount(495, 1_485),
 )
-PAGE = "https://github.com/airsplay/VisualRelationships"
 SPEC = DatasetSpec(
     title="IEdit",
-    page=PAGE,
+    page="https://github.com/airsplay/VisualRelationships",
     paper="Expressing Visual Relationships via Language (Tan et al., ACL 2019)",
-    licence=unstated(PAGE),
+    licence=UNSTATED,
     read=read,
     files=("train.json", "valid.json", "test.json"),
     task="edit",

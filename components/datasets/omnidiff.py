@@ -20,7 +20,7 @@ from pathlib import Path
 
 from components.datasets import pairs
 from components.datasets.rows import Row
-from components.datasets.spec import DatasetSpec, Protocol, Published, SplitCount, TableRow, unstated
+from components.datasets.spec import UNSTATED, DatasetSpec, Protocol, Published, SplitCount, TableRow
 from components.records import CHANGE_TYPES, NO_CHANGE
 
 NAMES = {name: name for name in (*CHANGE_TYPES, NO_CHANGE)} | {
@@ -60,19 +60,18 @@ RENDER = Published(
     val=SplitCount(777, 777),
     test=SplitCount(767, 767),
 )
-PAGE = "https://yuan-liu-omnidiff.github.io"
 SPEC = DatasetSpec(
     title="OmniDiff",
-    page=PAGE,
+    page="https://yuan-liu-omnidiff.github.io",
     paper="OmniDiff: A Comprehensive Benchmark for Fine-grained Image Difference Captioning (Liu et al., ICCV 2025)",
-    licence=unstated(PAGE),
+    licence=UNSTATED,
     read=read,
     files=("annotations.json",),
     task="detail",
     published=(REAL, RENDER),
     table=TableRow(
         pairs=15_598,
-        captions=15_598,
+        references=15_598,
         words=60,
         over_20=0.37,
         human=True,

@@ -42,7 +42,7 @@ def _references(spec: DatasetSpec, counts: tuple[SplitCount, ...]) -> int | None
     counted = [count.references - count.empty for count in counts if count.references is not None]
     if len(counted) == len(counts):
         return sum(counted)
-    if spec.table is None or spec.table.captions is None:
+    if spec.table is None or spec.table.references is None:
         return None
     share = sum(count.pairs for count in counts) / spec.table.pairs
-    return 10 * round(spec.table.captions * share / 10)
+    return 10 * round(spec.table.references * share / 10)

@@ -59,9 +59,9 @@ class TableRow:
     """The dataset's row of Tables 1 and 2 of OmniDiff (arXiv 2503.11093); None: the tables do not give the figure."""
 
     pairs: int
-    captions: int | None = None
-    words: int | None = None  # a caption
-    over_20: float | None = None  # share of captions with more than 20 words
+    references: int | None = None
+    words: int | None = None  # a reference
+    over_20: float | None = None  # share of references with more than 20 words
     human: bool | None = None  # written by people
     distractors: bool | None = None
     sentences: int | None = None
@@ -116,10 +116,9 @@ class DatasetSpec:
         return next((part for part in self.published if part.part == name), None)
 
 
-def unstated(page: str) -> Licence:
-    """Of a dataset whose page states no licence: all rights stay with its authors."""
-    permission = Permission("unstated", f"{page} states no licence")
-    return Licence("none stated", None, train=permission, redistribute=permission, show=permission)
+NOT_STATED = Permission("unstated", "its repository or page states no licence")
+UNSTATED = Licence("none stated", None, train=NOT_STATED, redistribute=NOT_STATED, show=NOT_STATED)
+"""Of a dataset without a licence: all rights stay with its authors."""
 
 
 def check_licence(spec: DatasetSpec, use: Use, override: bool = False) -> str | None:

@@ -20,7 +20,7 @@ from typing import Any
 
 from components.datasets.files import read_json
 from components.datasets.rows import Row, fault_in
-from components.datasets.spec import DatasetSpec, Protocol, Published, SplitCount, TableRow, unstated
+from components.datasets.spec import UNSTATED, DatasetSpec, Protocol, Published, SplitCount, TableRow
 from components.records import SPLITS
 
 FIELDS = {"img_id": str, "sentences": list}
@@ -51,12 +51,11 @@ PUBLISHED = Published(
     val=SplitCount(1_493, 3_310, empty=6),
     test=SplitCount(1_270, 2_107, empty=7),
 )
-PAGE = "https://github.com/harsh19/spot-the-diff"
 SPEC = DatasetSpec(
     title="Spot-the-Diff",
-    page=PAGE,
+    page="https://github.com/harsh19/spot-the-diff",
     paper="Learning to Describe Differences Between Pairs of Similar Images (Jhamtani and others, EMNLP 2018)",
-    licence=unstated(PAGE),
+    licence=UNSTATED,
     read=read,
     files=("annotations/train.json", "annotations/val.json", "annotations/test.json"),
     published=(PUBLISHED,),

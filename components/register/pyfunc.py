@@ -1,7 +1,7 @@
 """The registered model: `mlflow.pyfunc.load_model("models:/m3diff@champion").predict([{"before": ..., "after": ...}])`.
 
-This file travels with the model (MLflow's models from code), together with `components/model` and the checkpoint, so
-it loads in a fresh process outside the checkout.
+This file travels with the model (MLflow's models from code), together with `components/models` and the checkpoint,
+so it loads in a fresh process outside the checkout.
 """
 
 import base64
@@ -18,7 +18,7 @@ LONGEST_PATH = 4096
 BATCH_PAIRS = 16
 
 
-class Captioner(PythonModel):
+class PyfuncCaptioner(PythonModel):
     """Two images in, a sentence of what changed out."""
 
     def load_context(self, context: PythonModelContext) -> None:
@@ -62,4 +62,4 @@ def read(value: str) -> Image.Image:
         raise ValueError(f"{value[:60]!r}: neither the path of an image nor an image in base64 ({error})") from error
 
 
-set_model(Captioner())
+set_model(PyfuncCaptioner())
