@@ -64,7 +64,8 @@ RENAMED: dict[str, str] = {
 """Keys of the earlier parameter files and where their value stands now; "" where nothing asks for it any more."""
 
 NEW_SECTIONS = ("models", "pretrain", "compute")
-"""Sections that the earlier files did not have: what is missing of them is no fault of its own."""
+NEW_KEYS = ("paths.base", "train.model", "train.export", "evaluate.metrics")
+"""What the earlier files did not have: in such a file it is not reported as missing."""
 
 ALSO = {"train.lr": " and models.m3diff.rates.llm"}
 
@@ -194,7 +195,7 @@ def renamed_keys(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], fro
         faults.append("ingest.datasets: is now a mapping by name, not a list; run `m3diff migrate`")
         kept["ingest"] = {name: value for name, value in ingest.items() if name != "datasets"}
         moved.add("ingest.datasets")
-    return kept, faults, frozenset(moved | set(NEW_SECTIONS) | {"paths.base", "train.model"} if faults else ())
+    return kept, faults, frozenset(moved | set(NEW_SECTIONS) | set(NEW_KEYS) if faults else ())
 
 
 def profiles(folder: Path) -> Iterator[Path]:
