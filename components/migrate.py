@@ -4,7 +4,6 @@ Values keep their meaning: what was one learning rate for everything but the vis
 part, a list of datasets becomes a mapping by name. What the earlier shape did not have comes from the embedded profile.
 """
 
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -81,7 +80,7 @@ def migrated(text: str, embedded: str, say: Say) -> str:
     _same_value(old, new, say)
     for section in (*NEW_SECTIONS, "paths", "train", "evaluate"):
         _fill(old, new, section)
-    return _spaced(dump_commented(_in_order(old)))
+    return dump_commented(_in_order(old))
 
 
 def _same_value(old: Any, new: Any, say: Say) -> None:
@@ -228,19 +227,3 @@ def _rename(mapping: Any, key: str, name: str, value: Any) -> None:
     mapping.insert(position, name, value)
     if comment is not None:
         mapping.ca.items[name] = comment
-
-
-def _in_comment(lines: list[str], number: int) -> bool:
-    """The line is under a comment that belongs to it; the comment at the head belongs to the file."""
-    above = lines[:number]
-    return above[-1].startswith("#") and not all(line.startswith("#") for line in above)
-
-
-def _spaced(text: str) -> str:
-    """One empty line before each section and none elsewhere: comments that moved took such lines along."""
-    lines = [line for line in text.split("\n") if line.strip()]
-    spaced = [
-        "\n" + line if number and re.match(r"\w+:", line) and not _in_comment(lines, number) else line
-        for number, line in enumerate(lines)
-    ]
-    return "\n".join(spaced) + "\n"
