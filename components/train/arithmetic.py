@@ -93,7 +93,9 @@ def progress_line(
     speeds = "".join(f"  {name} {rate:.2e}" for name, rate in rates.items())
     share = "" if used is None else f"  MFU {used:.0%}"
     left = eta((steps - step) * seconds_per_step)
-    return f"step {step}/{steps} ({step / steps:.1%}){named}{speeds}  {captions_per_s:.0f} captions/s{share}  ETA {left}"
+    return (
+        f"step {step}/{steps} ({step / steps:.1%}){named}{speeds}  {captions_per_s:.0f} captions/s{share}  ETA {left}"
+    )
 
 
 def eta(seconds: float) -> str:

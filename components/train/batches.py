@@ -63,7 +63,7 @@ class Samples:
 
 
 def read_samples(folder: Path) -> Samples:
-    """The samples of a split, from every Parquet file of its folder in the order of their names; none where it has none."""
+    """The samples of a split: every Parquet file of its folder, in the order of their names."""
     tables = [pq.read_table(file, columns=list(COLUMNS)) for file in sorted(folder.glob("*.parquet"))]
     return Samples(**{name: [value for t in tables for value in t[name].to_pylist()] for name in COLUMNS})
 

@@ -6,7 +6,6 @@ global batch, over all micro-batches and workers, so that neither changes the gr
 
 import math
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -152,9 +151,7 @@ def start(job: Job, runtime: Runtime) -> Run:
     validation = Validation(val, processor, family, compute, cfg.seed, place, device)
     loader = Loader(samples, processor, threads=compute.cpus_per_worker)
     curve = Curve(columns(family.parts, validation.datasets))
-    return Run(
-        job, runtime, family, engine, processor, groups, schedule, loader, validation, curve, parameters, device
-    )
+    return Run(job, runtime, family, engine, processor, groups, schedule, loader, validation, curve, parameters, device)
 
 
 def prepare_model(cfg: Train, settings: Settings, compute: Compute, family: Family) -> tuple[Any, PairProcessor]:

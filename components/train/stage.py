@@ -1,7 +1,7 @@
 """Fine-tune a model on the mixture: Ray Train around the loop of `loop.py`, or the loop alone (`compute.workers: 0`).
 
-A run is named by the hash of what decides its weights (samples, parameters, base, code), so a killed run goes on from its
-newest valid checkpoint, also after `compute` was changed, and nothing else ever does. Run: `m3diff train`.
+A run is named by the hash of what decides its weights (samples, parameters, base, code), so a killed run goes on from
+its newest valid checkpoint, also after `compute` was changed, and nothing else ever does. Run: `m3diff train`.
 """
 
 import fcntl
@@ -59,7 +59,9 @@ def train(cfg: Train, model: "Settings", compute: Compute, mixture: Path, out: P
         ParamsError: the best checkpoint is asked for and none would be scored.
     """
     if cfg.export == "best" and not compute.caption_val_pairs:
-        raise ParamsError("train.export: best needs captions of validation pairs; set compute.caption_val_pairs above 0")
+        raise ParamsError(
+            "train.export: best needs captions of validation pairs; set compute.caption_val_pairs above 0"
+        )
     from components.train.loop import Job
 
     cfg = cfg.model_copy(update={"base": cfg.base.resolve()})

@@ -1,8 +1,8 @@
 """Checkpoints that a run resumes from, on any number of workers, with any micro-batch and ZeRO stage.
 
-DeepSpeed's own ZeRO checkpoints can be loaded on as many workers as wrote them alone. These hold whole tensors by
-parameter name: the fp32 master weights and AdamW's two moments, in safetensors, beside the curves and a manifest of hashes. Rank
-0 writes; the frozen base is no part of it. Folders are called `step-<steps done>`.
+DeepSpeed's own ZeRO checkpoints load on as many workers as wrote them and no other number. These hold whole tensors by
+parameter name: the fp32 master weights and AdamW's two moments, in safetensors, beside the curves and a manifest of
+hashes. The first worker writes; the frozen base is no part of it. Folders are called `step-<steps done>`.
 """
 
 import json
@@ -19,6 +19,7 @@ from deepspeed.utils import (
     lazy_init_hp_params_optimizer_state,
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
+    set_full_hp_param,
 )
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -35,7 +36,7 @@ CURVES, VALIDATION, PREFIX = "curves.csv", "validation.json", "step-"
 
 
 class MasterState:
-    """The fp32 weights and AdamW moments of an engine, whole, whatever the ZeRO stage. Every worker calls each method."""
+    """Fp32 weights and AdamW moments of an engine, whole, whatever the ZeRO stage. Every worker calls each method."""
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine) -> None:
         self.engine, self.optimizer = engine, engine.optimizer
@@ -57,7 +58,7 @@ class MasterState:
         elif hasattr(parameter, "ds_id"):
             self._set_partition(parameter, value, moment)
         else:
-            parameter.set_full_hp_param(value, moment)
+            set_full_hp_param(parameter, value, moment)
 
     def _set_partition(self, parameter: Any, value: Tensor, moment: str | None) -> None:
         """ZeRO 3: this worker's part, zeros behind the last element; `safe_set_full_*` fails where one is needed."""
