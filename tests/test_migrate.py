@@ -109,7 +109,7 @@ def test_a_renamed_key_goes_where_the_refusal_says_and_no_value_is_lost(old):
         "lora_rank": "8",
         "lora_alpha": "16",
         "scorer_timeout_s": "7",
-        "spice_dir": "jars",
+        "spice_dir": "j",
     }
     now = migrated(old("embedded", **values, **more))
     assert now["models"]["m3diff"]["rates"] == {"vision": 0.1, "projector": 0.2, "module": 0.3, "llm": 0.2}

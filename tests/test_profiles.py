@@ -239,6 +239,6 @@ def test_make_profile_plans_first_and_then_calls_the_command():
     assert recipe == ["\t@m3diff --params profiles/$(PROFILE).yaml plan", "\t@m3diff profile $(PROFILE)"]
 
 
-def test_make_base_trains_the_base_and_then_tells_dvc_which_never_runs_a_frozen_stage():
+def test_make_base_trains_the_base_and_then_has_dvc_record_it():
     recipe = (REPOSITORY / "Makefile").read_text().split("\nbase:")[1].split("\n\n")[0].split("\n")[1:]
-    assert recipe == ["\t@m3diff pretrain", "\t@dvc commit --force pretrain"]
+    assert recipe == ["\t@m3diff pretrain", "\t@dvc repro --single-item pretrain"]
