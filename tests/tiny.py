@@ -96,12 +96,12 @@ def tiny_base(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def tiny_settings(module: dict | None = MDP, rank: int = 2, **rates: float | None) -> M3DiffSettings:
+def tiny_settings(mdp: dict | None = MDP, rank: int = 2, **rates: float | None) -> M3DiffSettings:
     """The settings of a tiny M3Diff; `rates` changes the learning rate of a part."""
-    without = {"module": None} if module is None else {}
+    without = {"module": None} if mdp is None else {}
     return M3DiffSettings(
         family="m3diff",
-        module=None if module is None else MDPConfig(**module),
+        module=None if mdp is None else MDPConfig(**mdp),
         lora=Lora(rank=rank, alpha=4),
         rates=Rates(**RATES | without | rates),
     )

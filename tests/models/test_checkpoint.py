@@ -105,7 +105,7 @@ def test_a_model_is_loaded_in_the_precision_asked_for(kept: Path) -> None:
     [
         (tiny_settings(vision=None), ["module", "projector"], True),
         (tiny_settings(llm=None), ["module", "projector", "vision"], False),
-        (tiny_settings(module=None), ["projector", "vision"], True),
+        (tiny_settings(mdp=None), ["projector", "vision"], True),
         (tiny_settings(rank=0, llm=None, vision=None, projector=None), ["module"], False),
     ],
     ids=["frozen vision encoder", "frozen LLM", "no module", "module alone"],

@@ -24,9 +24,9 @@ FAMILY = FAMILIES["m3diff"]
 LINEARS = 2 * 7  # of two LLM layers
 
 
-def prepared(rank: int = 2, module: dict | None = MDP, **rates: float | None) -> tuple:
-    settings = tiny_settings(module, rank, **rates)
-    return prepare(tiny_model(module), FAMILY, settings), settings
+def prepared(rank: int = 2, mdp: dict | None = MDP, **rates: float | None) -> tuple:
+    settings = tiny_settings(mdp, rank, **rates)
+    return prepare(tiny_model(mdp), FAMILY, settings), settings
 
 
 def names_by_part(model: torch.nn.Module) -> dict[str, list[str]]:
@@ -107,7 +107,7 @@ def test_parts_of_equal_rate_share_a_group(rates: dict, names: list[str]) -> Non
 
 
 def test_without_a_module_there_is_no_group_of_it() -> None:
-    model, settings = prepared(module=None, vision=1.0)
+    model, settings = prepared(mdp=None, vision=1.0)
     assert [group.name for group in trainable_groups(model, FAMILY, settings)] == ["vision", "projector+llm"]
 
 
