@@ -165,8 +165,8 @@ def _references(spec: DatasetSpec, count: SplitCount) -> float:
     """References that are not empty: counted, or by the share of the papers' sum, or estimated."""
     if count.references is not None:
         return count.references - count.empty
-    if spec.table is not None and spec.table.captions is not None:
-        return count.pairs * spec.table.captions / spec.table.pairs
+    if spec.table is not None and spec.table.references is not None:
+        return count.pairs * spec.table.references / spec.table.pairs
     return count.pairs * unpublished_references()
 
 
