@@ -1,1 +1,6 @@
 """Model families: the only list. A new family is a folder beside `m3diff/` and a line here."""
+
+from components.models.family import Family
+from components.models.m3diff.family import M3DIFF
+
+FAMILIES: dict[str, Family] = {"m3diff": M3DIFF}

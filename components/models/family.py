@@ -1,7 +1,8 @@
 """What a model family is: the few functions that the rest of the project needs of it.
 
-The training loop, prediction, planning and registration name no family: they take one from `components.models.FAMILIES`.
-This module and the `family.py` of each family import nothing heavy; the functions import torch when they are called.
+Training, prediction, planning and registration name no family: they take one from `components.models.FAMILIES`. This
+module and the `family.py` and `settings.py` of each family import nothing heavy; the functions import torch when they
+are called.
 """
 
 from __future__ import annotations
@@ -9,16 +10,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 if TYPE_CHECKING:
+    import numpy as np
+    from PIL import Image
     from torch import Tensor
-    from transformers import PretrainedConfig, PreTrainedModel
+
+    ImagePair = tuple[Image.Image, Image.Image]
+    """Two images: before, after."""
 
 
 @dataclass(frozen=True)
 class Lora:
-    """Low-rank adapters. Rank 0 adds none: the linears that would bear them train in full."""
+    """Low-rank adapters. Rank 0 adds none: the linears that would have them train in full."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
     rank: int
     alpha: int
@@ -29,4 +36,122 @@ class Lora:
         if faults:
             raise ValueError("; ".join(faults))
 
-    __pydantic_config__ = {"extra": "forbid"}
+
+class Settings(Protocol):
+    """What every family's settings have, beside fields of its own. A frozen dataclass of plain values."""
+
+    @property
+    def family(self) -> str: ...
+
+    @property
+    def module(self) -> Any: ...  # settings of the family's own module, or None: the base alone
+
+    @property
+    def lora(self) -> Lora: ...
+
+    @property
+    def rates(self) -> Mapping[str, float | None]: ...  # learning rate of each part; None: the part is frozen
+
+
+class PairProcessor(Protocol):
+    """Pairs of images and texts to what the model takes, and back."""
+
+    @property
+    def pad_id(self) -> int: ...
+
+    @property
+    def end_id(self) -> int: ...
+
+    def encode_prompt(self, question: str) -> tuple[int, ...]:
+        """Token ids of the prompt up to where the answer starts, with the places of the images."""
+
+    def encode_reference(self, text: str) -> list[int]:
+        """Token ids of a reference with its end token: what the loss is taken on."""
+
+    def prepare_image(self, image: Image.Image) -> np.ndarray:
+        """One image as uint8 [side, side, 3]."""
+
+    def image_inputs(self, prepared: np.ndarray) -> dict[str, Tensor]:
+        """Model inputs of prepared images, uint8 [2 B, side, side, 3]: before, after, before, after, ..."""
+
+    def __call__(self, pairs: list[ImagePair], questions: list[str]) -> dict[str, Tensor]:
+        """Inputs of `generate`, left-padded."""
+
+    def decode(self, tokens: Tensor) -> list[str]:
+        """The texts of generated token ids [B, tokens], without special tokens and outer blanks."""
+
+    def save_pretrained(self, folder: Path, /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Term:
+    """FLOPs of one part for one sequence: `forward`, and how many forwards' worth the backward takes."""
+
+    name: str
+    forward: float
+    backward_factor: float
+
+    @property
+    def total(self) -> float:
+        return self.forward * (1 + self.backward_factor)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family as data and functions. `model` is a transformers PreTrainedModel, `config` its configuration.
+
+    Attributes:
+        settings: the frozen dataclass of its settings in `params.yaml` (see `Settings`).
+        parts: the parts that have a learning rate each, with the prefixes of their parameters' names; every parameter
+            is in one part. Its order is the order of the optimizer's groups.
+        lora_targets: part -> regular expression of the full names of its linears that have adapters (rank above 0) or
+            train in full (rank 0); nothing else of that part trains. Other parts train in full.
+        frozen: prefixes of parameters that never train: the model never runs them.
+        build: (config) -> model with weights from the random state, as for a new module; for counting on "meta".
+        load_base: (folder of the base, settings, dtype, attn_implementation) -> the base with a new module, whose
+            weights follow from torch's random state.
+        load: (folder of weights, dtype, folder of the configuration or None: the same) -> model without adapters.
+        load_processor: (folder) -> processor.
+        fuse: (model, activation_checkpointing) -> None; makes it compute by fused kernels, in place.
+        saliency_map: (model, image inputs) -> where it looks for the difference: [pairs, rows, columns], sums to 1.
+        planned_config: (folder of the base, settings) -> the configuration that would train: the base's where its
+            folder is there, else the published shapes.
+        flops: (config, tokens, supervised tokens, LoRA rank) -> the terms of one training sequence.
+        image_tokens: (config) -> visual tokens of a pair.
+        faults: (settings, the base's config.json or None) -> what makes the two impossible together, in words.
+    """
+
+    settings: type
+    parts: Mapping[str, tuple[str, ...]]
+    lora_targets: Mapping[str, str]
+    frozen: tuple[str, ...]
+    build: Callable[[Any], Any]
+    load_base: Callable[[Path, Any, Any, Any], Any]
+    load: Callable[[Path, Any, Path | None], Any]
+    load_processor: Callable[[Path], PairProcessor]
+    fuse: Callable[[Any, str], None]
+    saliency_map: Callable[[Any, Mapping[str, Any]], Any]
+    planned_config: Callable[[Path, Any], Any]
+    flops: Callable[[Any, float, float, int], Sequence[Term]]
+    image_tokens: Callable[[Any], int]
+    faults: Callable[[Any, Mapping[str, Any] | None], list[str]]
+
+    def part_of(self, name: str) -> str:
+        """The part that a parameter is in."""
+        parts = [part for part, prefixes in self.parts.items() if name.startswith(prefixes)]
+        assert len(parts) == 1, f"{name}: every parameter is in one part, this one in {parts}"
+        return parts[0]
+
+
+def rate_faults(rates: Mapping[str, float | None], module: object) -> list[str]:
+    """What is wrong with the learning rates of the parts of a family that has a module of its own."""
+    faults = [
+        f"{part} must be above 0, or null for a frozen part; found {rate}"
+        for part, rate in rates.items()
+        if rate is not None and not rate > 0
+    ]
+    if module is None and rates.get("module") is not None:
+        faults.append(f"module is {rates['module']} but there is no module; set it to null")
+    if all(rate is None for rate in rates.values()):
+        faults.append("no part trains; give one of them a rate")
+    return faults

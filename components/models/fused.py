@@ -1,7 +1,8 @@
-"""The lean step: the same numbers from less work and memory, by classes put in the places of transformers' and peft's.
+"""Fused kernels for a Qwen2 LLM with peft's adapters: the same numbers from less work and memory.
 
-`make_fused` changes the classes of modules in place and can be called again with other choices. Checkpointing `cheap`
-keeps no output of a norm and no SwiGLU product: elementwise work is redone in backward, a matrix product never.
+`make_fused` changes the classes of modules in place and can be called again with other choices. With activation
+checkpointing `selective` no output of a norm and no SwiGLU product is kept: elementwise work is redone in backward, a
+matrix product never.
 """
 
 from collections.abc import Callable, Iterator
@@ -133,25 +134,31 @@ class SelectiveDecoderLayer(Qwen2DecoderLayer):
 STOCK: tuple[type[nn.Module], ...] = (LoraLinear, Qwen2RMSNorm, Qwen2MLP, Qwen2DecoderLayer)
 
 
-def make_fused(model: PreTrainedModel, checkpointing: str = "none", fused: bool = True, lora: bool = True) -> None:
-    """Choose how the LLM of M3Diff computes; everything off is transformers' and peft's own way.
+def make_fused(
+    model: PreTrainedModel, activation_checkpointing: str = "none", fused: bool = True, lora: bool = True
+) -> None:
+    """Choose how the LLM computes; everything off is transformers' and peft's own way.
 
     Args:
-        checkpointing: what backward recomputes: "none", "cheap" (norms and SwiGLU products) or "full" (every layer).
-        fused: one kernel for a norm and one for SwiGLU; `cheap` needs it.
+        activation_checkpointing: what backward recomputes: "none", "selective" (norms and SwiGLU products) or "full"
+            (every layer).
+        fused: one kernel for a norm and one for SwiGLU; `selective` needs it.
         lora: adapters added by `addmm`.
     """
-    assert fused or checkpointing != "cheap", "cheap recomputation is of the fused norm and product"
+    known = ("none", "selective", "full")
+    assert activation_checkpointing in known, f"{activation_checkpointing!r} is none of {known}"
+    selective = activation_checkpointing == "selective"
+    assert fused or not selective, "selective recomputation is of the fused norm and product"
     chosen: dict[type[nn.Module], type[nn.Module]] = {LoraLinear: FusedLora} if lora else {}
     if fused:
         chosen |= {Qwen2RMSNorm: FusedRMSNorm, Qwen2MLP: FusedMLP}
-    if checkpointing == "cheap":
+    if selective:
         chosen |= {Qwen2MLP: SelectiveMLP, Qwen2DecoderLayer: SelectiveDecoderLayer}
     for module in model.modules():
         stock = next((kind for kind in STOCK if isinstance(module, kind)), None)
         if stock:
             module.__class__ = chosen.get(stock, stock)
-    if checkpointing == "full":
+    if activation_checkpointing == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     else:
         model.gradient_checkpointing_disable()

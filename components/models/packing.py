@@ -1,8 +1,8 @@
-"""Shared-prefix packing: the captions of one pair in one sequence, as branches on the prefix they share.
+"""Shared-prefix packing: the references of one pair in one sequence, as branches on the prefix they share.
 
-The images and the question are read once; each caption is a branch that attends to the prefix and to itself, never to
+The images and the question are read once; each reference is a branch that attends to the prefix and to itself, never to
 its siblings, and whose positions restart where the prefix ends. Loss and gradients equal those of one sequence per
-caption. Shapes: B sequences, S tokens; `-1` marks padding.
+reference. Shapes: B sequences, S tokens; `-1` marks padding.
 """
 
 from collections.abc import Callable, Sequence

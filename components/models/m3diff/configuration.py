@@ -8,7 +8,7 @@ from transformers.conversion_mapping import (
     register_checkpoint_conversion_mapping,
 )
 
-from components.models.m3diff.mdp import MDPConfig
+from components.models.m3diff.settings import MDPConfig
 
 PAPER: dict[str, Any] = {}
 """Fields of the paper's MDP module: every default of `MDPConfig`. None, everywhere, is no module."""
@@ -18,7 +18,7 @@ class M3DiffConfig(LlavaOnevisionConfig):
     """Configuration of M3Diff.
 
     Attributes:
-        mdp: fields of `MDPConfig`, or None where mdp is off and the model is the base.
+        mdp: fields of `MDPConfig`, or None where there is no module and the model is the base.
     """
 
     model_type = "m3diff"
@@ -36,13 +36,13 @@ class M3DiffConfig(LlavaOnevisionConfig):
         return cls(**fields | {"mdp": mdp})
 
     def mdp_config(self) -> MDPConfig | None:
-        """Raises ValueError where a tap lies beyond the tower, or a field is unknown."""
+        """Raises ValueError where a layer lies beyond the vision encoder, or a field is unknown."""
         if self.mdp is None:
             return None
         cfg = MDPConfig.from_dict(self.mdp)
-        deepest = self.vision_config.num_hidden_layers
-        if cfg.taps[-1] > deepest:
-            raise ValueError(f"mdp: tap {cfg.taps[-1]} lies beyond the tower's {deepest} layers")
+        layer, deepest = cfg.vision_feature_layers[-1], self.vision_config.num_hidden_layers
+        if layer > deepest:
+            raise ValueError(f"mdp: vision feature layer {layer} lies beyond the vision encoder's {deepest} layers")
         return cfg
 
 

@@ -1,28 +1,14 @@
 """FLOPs of one training sequence of M3Diff, part by part.
 
 Counting rules: one multiply-add is 2 FLOP. Frozen linears take one more forward's worth in backward (the gradient of
-their input; visual tokens need it because the tower trains), trained ones and attention two more. Causal attention
-counts half its square.
+their input; visual tokens need it because the vision encoder trains), trained ones and attention two more. Causal
+attention counts half its square.
 """
 
-from dataclasses import dataclass
-
+from components.models.family import Term
 from components.models.m3diff.configuration import M3DiffConfig
 
 PATCHES_NEWLINE = 1
-
-
-@dataclass(frozen=True)
-class Term:
-    """FLOPs of one part for one sequence: `forward`, and how many forwards' worth the backward takes."""
-
-    name: str
-    forward: float
-    backward_factor: float
-
-    @property
-    def total(self) -> float:
-        return self.forward * (1 + self.backward_factor)
 
 
 def _linears(config: M3DiffConfig) -> list[tuple[int, int]]:
@@ -45,23 +31,23 @@ def linear_parameters(config: M3DiffConfig) -> int:
 
 def image_tokens(config: M3DiffConfig) -> int:
     """Visual tokens of a pair, each image with its newline."""
-    tower = config.vision_config
-    return 2 * ((tower.image_size // tower.patch_size) ** 2 + PATCHES_NEWLINE)
+    encoder = config.vision_config
+    return 2 * ((encoder.image_size // encoder.patch_size) ** 2 + PATCHES_NEWLINE)
 
 
 def flops(config: M3DiffConfig, tokens: float, supervised: float, lora_rank: int) -> list[Term]:
     """The terms of one sequence of `tokens`, of which `supervised` meet the head."""
-    text, tower = config.text_config, config.vision_config
+    text, encoder = config.text_config, config.vision_config
     width, layers = text.hidden_size, text.num_hidden_layers
-    n, d = (tower.image_size // tower.patch_size) ** 2, tower.hidden_size
-    layer = 4 * d * d + 2 * d * tower.intermediate_size
-    tower_linears = tower.num_hidden_layers * layer + 3 * tower.patch_size**2 * d
-    tower_attention = 4 * n * n * d * tower.num_hidden_layers
+    n, d = (encoder.image_size // encoder.patch_size) ** 2, encoder.hidden_size
+    layer = 4 * d * d + 2 * d * encoder.intermediate_size
+    encoder_linears = encoder.num_hidden_layers * layer + 3 * encoder.patch_size**2 * d
+    encoder_attention = 4 * n * n * d * encoder.num_hidden_layers
     terms = [
         Term("LLM linears", 2 * linear_parameters(config) * tokens, 1),
         Term("LLM attention", 4 * tokens**2 * width * layers / 2, 2),
         Term("LoRA", 2 * lora_parameters(config, lora_rank) * tokens, 2),
-        Term("vision tower", 2 * (2 * tower_linears * n + tower_attention), 2),
+        Term("vision encoder", 2 * (2 * encoder_linears * n + encoder_attention), 2),
         Term("projector", 2 * (d * width + width * width) * 2 * n, 2),
         Term("MDP", _mdp_flops(config, n, d), 2),
         Term("head, supervised tokens", 2 * width * text.vocab_size * supervised, 1),
@@ -76,4 +62,4 @@ def _mdp_flops(config: M3DiffConfig, n: int, d: int) -> float:
         return 0.0
     linears = (7 + cfg.layers * (24 + 2 * cfg.mlp_ratio)) * d * d * n
     attention = cfg.layers * 32 * n * n * d
-    return len(cfg.taps) * (2 * linears + attention)
+    return len(cfg.vision_feature_layers) * (2 * linears + attention)

@@ -1,79 +1,22 @@
 """Multi-scale Differential Perception (MDP): equations (1)-(8) of M3Diff (arXiv 2503.11093, section 4).
 
-Shapes: B pairs, N patches per image, D tower width. `f1_BND` holds the features of the images before, `f2_BND` after.
+Shapes: B pairs, N patches per image, D the vision encoder's width. `f1_BND` holds the features of the images before,
+`f2_BND` after.
 What the paper leaves open is a field of `MDPConfig`, with the reason for the choice.
 """
 
 import math
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
-
-@dataclass(frozen=True)
-class MDPConfig:
-    """Fields of the MDP module.
-
-    taps: indices into the tower's hidden states (0 is the embedding); the paper's 17, 20, 23, 26 are the defaults.
-    layers: "two stacked transformer layers": equations (4)-(6) are one layer, each layer's difference and features
-        feed the next.
-    heads: not given by the paper; 16 as in the tower.
-    share_levels: one set of weights for all taps, since Wm and Wp bear no level index in the paper.
-    score: one number per level and pair ("scalar"), since the paper calls it the importance of a level; or one per
-        channel ("channel").
-    mlp_ratio: width of the MLP of equation (5) over D; 4 as in transformers' feed-forward layers.
-    residual: residual blocks, the tower's features normed where they enter but never the difference, whose size says
-        whether anything changed; queries and keys normed, or a large difference would draw the attention of every
-        place; and equation (8) adds the scored updates to the tower's last features. False is the letter of the
-        equations.
-    start: gain of the last projection of (6) in a new module with residuals. At 0 it leaves the base as it is, and the
-        rest of the module gets its first gradient once that projection has grown: right for a long run on a large
-        base. Above 0 the module starts as a detector of change that is heard from the first step, which a short run on
-        a small base needs: (3) passes the difference, the first MLP of (5) adds its size in one direction, (6) hands
-        both on, and all else is silent.
-    positions: amplitude of fixed sine-cosine positions on queries and keys; the paper names none (0), and a large
-        tower's features carry their own. With them each place looks at its own place from the start, which a short run
-        on a small tower needs: without, the map from difference to place has to be found first.
-    """
-
-    taps: tuple[int, ...] = (17, 20, 23, 26)
-    layers: int = 2
-    heads: int = 16
-    share_levels: bool = True
-    score: str = "scalar"
-    mlp_ratio: int = 4
-    residual: bool = True
-    start: float = 0.0
-    positions: float = 0.0
-    extra: dict = field(default_factory=dict, repr=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "taps", tuple(self.taps))
-        faults = [f"unknown field {name!r}" for name in self.extra]
-        if not self.taps or list(self.taps) != sorted(set(self.taps)):
-            faults.append(f"taps must be distinct and rising, found {self.taps}")
-        if self.layers < 1:
-            faults.append(f"layers must be at least 1, found {self.layers}")
-        if self.score not in ("scalar", "channel"):
-            faults.append(f"score must be scalar or channel, found {self.score!r}")
-        if faults:
-            raise ValueError("mdp: " + "; ".join(faults))
-
-    @classmethod
-    def from_dict(cls, values: dict) -> "MDPConfig":
-        """Raises ValueError naming every unknown or impossible field."""
-        known = {name for name in cls.__dataclass_fields__ if name != "extra"}
-        return cls(
-            **{name: value for name, value in values.items() if name in known},
-            extra={name: value for name, value in values.items() if name not in known},
-        )
+from components.models.m3diff.settings import MDPConfig
 
 
 class Projection(nn.Linear):
-    """A linear layer of the MDP module; `gain` scales its starting weights, 0 starts it silent."""
+    """A linear layer of the MDP module; `gain` scales its starting weights, 0 makes it zero-initialised."""
 
     def __init__(self, width_in: int, width_out: int, gain: float = 1.0) -> None:
         self.gain = gain
@@ -95,7 +38,7 @@ class DifferenceProjection(Projection):
         init.zeros_(self.bias)
 
 
-class Attention(nn.Module):
+class MultiHeadAttention(nn.Module):
     """Multi-head attention CA(q, kv); self-attention where both are the same. Biased projections, as in SigLIP; with
     `normed`, queries and keys have size one."""
 
@@ -154,7 +97,7 @@ class Mlp(nn.Sequential):
 
 
 class Detector(Projection):
-    """The last layer of the MLP of equation (5) where the module starts: besides the rest it adds the sum of all hidden
+    """The last layer of the MLP of equation (5) where the module begins: besides the rest it adds the sum of all hidden
     units, which grows with the size of the difference whatever its direction, in one direction of its own."""
 
     STRENGTH = 24.0
@@ -171,13 +114,14 @@ class DifferentialLayer(nn.Module):
     def __init__(self, cfg: MDPConfig, width: int, first: bool) -> None:
         super().__init__()
         self.residual = cfg.residual
-        silent = 0.0 if cfg.residual else 1.0
-        self.self_attention = Attention(width, cfg.heads, silent, cfg.residual)
-        self.cross_attention = Attention(width, cfg.heads, silent, cfg.residual)
+        zero = 0.0 if cfg.residual else 1.0
+        self.self_attention = MultiHeadAttention(width, cfg.heads, zero, cfg.residual)
+        self.cross_attention = MultiHeadAttention(width, cfg.heads, zero, cfg.residual)
         hidden = cfg.mlp_ratio * width
         detects = cfg.residual and first
-        self.mlp = Mlp(width, Detector(hidden, width) if detects else Projection(hidden, width, silent))
-        self.feature_attention = Attention(width, cfg.heads, cfg.start if cfg.residual else 1.0, cfg.residual)
+        self.mlp = Mlp(width, Detector(hidden, width) if detects else Projection(hidden, width, zero))
+        gain = cfg.init_gain if cfg.residual else 1.0
+        self.feature_attention = MultiHeadAttention(width, cfg.heads, gain, cfg.residual)
         self.norm_feature = nn.LayerNorm(width) if cfg.residual else nn.Identity()
 
     def forward(
@@ -196,7 +140,7 @@ class DifferentialLayer(nn.Module):
 
 
 class DifferentialLevel(nn.Module):
-    """Equations (1)-(7) for the features of one tap."""
+    """Equations (1)-(7) for the features of one level, a layer of the vision encoder."""
 
     def __init__(self, cfg: MDPConfig, width: int) -> None:
         super().__init__()
@@ -204,7 +148,7 @@ class DifferentialLevel(nn.Module):
         self.gate = Projection(2 * width, width)  # Wm
         self.difference = DifferenceProjection(3 * width, width)  # Wp
         self.layers = nn.ModuleList(DifferentialLayer(cfg, width, first=k == 0) for k in range(cfg.layers))
-        # silent at first: all levels count alike
+        # zero-initialised: at first all levels count alike
         self.score = Mlp(3 * width, Projection(width // 4, 1 if cfg.score == "scalar" else width, gain=0.0))
 
     def forward(self, f1_BND: Tensor, f2_BND: Tensor, places_ND: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -228,7 +172,7 @@ class DifferentialLevel(nn.Module):
             steps.append(layer(*steps[-1], places_ND))
         return df, steps
 
-    def attended(self, f1_BND: Tensor, f2_BND: Tensor, places_ND: Tensor | None = None) -> Tensor:
+    def saliency_map(self, f1_BND: Tensor, f2_BND: Tensor, places_ND: Tensor | None = None) -> Tensor:
         """How much each place of the difference moves both images' features in (6): [B, N], sums to 1. Of the first
         layer, which hands on the difference itself; after it every place holds something of all."""
         _, steps = self._layers(f1_BND, f2_BND, places_ND)
@@ -238,53 +182,54 @@ class DifferentialLevel(nn.Module):
         reached = torch.full_like(moving[:, :, 0], torch.finfo(moving.dtype).tiny)  # an untrained module moves nothing
         for features in (f1_BND, f2_BND):
             query = first.norm_feature(features)
-            passed = first.feature_attention.norm_weighted_attention(query, torch.cat([query, moving], dim=1), places_ND)
+            keys = torch.cat([query, moving], dim=1)
+            passed = first.feature_attention.norm_weighted_attention(query, keys, places_ND)
             reached = reached + passed[:, :, query.shape[1] :].sum(dim=1)
         return reached / reached.sum(dim=1, keepdim=True)
 
 
 class DifferentialPerception(nn.Module):
-    """The MDP module over all taps, equation (8)."""
+    """The MDP module over all levels, equation (8)."""
 
     def __init__(self, cfg: MDPConfig, width: int) -> None:
         super().__init__()
         self.cfg, self.width = cfg, width
-        count = 1 if cfg.share_levels else len(cfg.taps)
+        count = 1 if cfg.share_levels else len(cfg.vision_feature_layers)
         self.levels = nn.ModuleList(DifferentialLevel(cfg, width) for _ in range(count))
 
     def places(self, like_BND: Tensor) -> Tensor | None:
-        if not self.cfg.positions:
+        if not self.cfg.pos_embed_scale:
             return None
         side = math.isqrt(like_BND.shape[1])
-        return sincos_positions(side, self.width, self.cfg.heads, self.cfg.positions).to(like_BND)
+        return sincos_positions(side, self.width, self.cfg.heads, self.cfg.pos_embed_scale).to(like_BND)
 
-    def level(self, tap: int) -> DifferentialLevel:
-        module = self.levels[0 if self.cfg.share_levels else tap]
+    def level(self, number: int) -> DifferentialLevel:
+        module = self.levels[0 if self.cfg.share_levels else number]
         assert isinstance(module, DifferentialLevel)
         return module
 
     def forward(
-        self, taps_1: list[Tensor], taps_2: list[Tensor], last_1: Tensor, last_2: Tensor
+        self, features_1: list[Tensor], features_2: list[Tensor], last_1: Tensor, last_2: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Fuse the levels.
 
         Args:
-            taps_1, taps_2: features of images before and after at each tap, each [B, N, D].
+            features_1, features_2: features of images before and after at each level, each [B, N, D].
             last_1, last_2: the features that the base would hand to the projector, [B, N, D].
         Returns: F'_1, F'_2, each [B, N, D].
         """
-        assert len(taps_1) == len(taps_2) == len(self.cfg.taps), "one feature map per tap"
+        assert len(features_1) == len(features_2) == len(self.cfg.vision_feature_layers), "one feature map per level"
         out_1, out_2 = (last_1, last_2) if self.cfg.residual else (torch.zeros_like(last_1), torch.zeros_like(last_2))
         places = self.places(last_1)
-        for tap, (f1, f2) in enumerate(zip(taps_1, taps_2, strict=True)):
-            ft1, ft2, score = self.level(tap)(f1, f2, places)
+        for number, (f1, f2) in enumerate(zip(features_1, features_2, strict=True)):
+            ft1, ft2, score = self.level(number)(f1, f2, places)
             base_1, base_2 = (f1, f2) if self.cfg.residual else (0.0, 0.0)
             out_1 = out_1 + score * (ft1 - base_1)  # (8)
             out_2 = out_2 + score * (ft2 - base_2)
         return out_1, out_2
 
-    def attended(self, taps_1: list[Tensor], taps_2: list[Tensor]) -> Tensor:
-        """Where the module looks for the difference, averaged over the taps: [B, N], sums to 1 over N."""
-        places, both = self.places(taps_1[0]), zip(taps_1, taps_2, strict=True)
-        maps = [self.level(tap).attended(f1, f2, places) for tap, (f1, f2) in enumerate(both)]
+    def saliency_map(self, features_1: list[Tensor], features_2: list[Tensor]) -> Tensor:
+        """Where the module looks for the difference, averaged over the levels: [B, N], sums to 1 over N."""
+        places, both = self.places(features_1[0]), zip(features_1, features_2, strict=True)
+        maps = [self.level(number).saliency_map(f1, f2, places) for number, (f1, f2) in enumerate(both)]
         return torch.stack(maps).mean(dim=0)

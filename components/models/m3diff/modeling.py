@@ -1,6 +1,6 @@
-"""M3Diff on transformers' LLaVA-OneVision: the MDP module stands between tower and projector.
+"""M3Diff on transformers' LLaVA-OneVision: the MDP module stands between vision encoder and projector.
 
-Shapes: B pairs, N patches per image, D tower width; images come as before, after, before, after, ...
+Shapes: B pairs, N patches per image, D the vision encoder's width; images come as before, after, before, after, ...
 """
 
 import logging
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class NewModuleInit:
-    """The MDP module's linears start as they ask to; transformers asks whichever model holds them."""
+    """The MDP module's linears initialise themselves; transformers asks whichever model holds them."""
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -37,7 +37,7 @@ class NewModuleInit:
 
 
 class M3DiffModel(NewModuleInit, LlavaOnevisionModel):
-    """LLaVA-OneVision without its head; for pairs of images the MDP module works on the tower's features."""
+    """LLaVA-OneVision without its head; for pairs of images the MDP module works on the vision encoder's features."""
 
     config: M3DiffConfig
 
@@ -71,7 +71,7 @@ class M3DiffModel(NewModuleInit, LlavaOnevisionModel):
         return BaseModelOutputWithPooling(last_hidden_state=projected, pooler_output=list(tokens.unbind(0)))  # type: ignore[arg-type]
 
     def vision_hidden_states(self, pixel_values: Tensor) -> list[Tensor]:
-        """The tower's hidden states: the embedding and each layer's output, every one [images, N, D]."""
+        """The vision encoder's hidden states: the embedding and each layer's output, every one [images, N, D]."""
         pixels = pixel_values.flatten(0, 1) if pixel_values.dim() == 5 else pixel_values
         states = [self.vision_tower.embeddings(pixels)]
         for layer in self.vision_tower.encoder.layers:
@@ -79,16 +79,16 @@ class M3DiffModel(NewModuleInit, LlavaOnevisionModel):
         return states
 
     def perceive(self, pixel_values: Tensor) -> Tensor:
-        """Tower features after equation (8), [images, N, D], images interleaved as they came; with mdp off, the
-        tower's own."""
+        """The vision encoder's features after equation (8), [images, N, D], images interleaved as they came; without
+        an MDP module, the encoder's own."""
         states = self.vision_hidden_states(pixel_values)
         layer = self.config.vision_feature_layer
         assert isinstance(layer, int), f"one feature layer, not {layer}"
         last = states[layer]
         if self.mdp is None:
             return last
-        taps = [states[tap] for tap in self.mdp.cfg.taps]
-        fused = self.mdp([t[0::2] for t in taps], [t[1::2] for t in taps], last[0::2], last[1::2])
+        levels = [states[layer] for layer in self.mdp.cfg.vision_feature_layers]
+        fused = self.mdp([f[0::2] for f in levels], [f[1::2] for f in levels], last[0::2], last[1::2])
         return torch.stack(fused, dim=1).flatten(0, 1)
 
 
@@ -104,7 +104,8 @@ def _quiet() -> Iterator[None]:
 
 
 def _are_pairs(batch_num_images: Tensor | list[int] | None) -> bool:
-    return batch_num_images is not None and all(int(count) == 2 for count in batch_num_images)
+    counts = batch_num_images.tolist() if isinstance(batch_num_images, Tensor) else batch_num_images  # one GPU wait
+    return counts is not None and all(count == 2 for count in counts)
 
 
 class M3DiffForConditionalGeneration(NewModuleInit, LlavaOnevisionForConditionalGeneration):
@@ -125,21 +126,15 @@ class M3DiffForConditionalGeneration(NewModuleInit, LlavaOnevisionForConditional
         *args: Any,
         config: M3DiffConfig | None = None,
         mdp: dict | None = PAPER,
-        base: Path | None = None,
         **kwargs: Any,
     ) -> Any:
         """Load M3Diff, or a LLaVA-OneVision to which a new MDP module is added, and log which of the two it was.
 
         Args:
             mdp: fields of the module new to a LLaVA-OneVision directory; the paper's by default, None for none.
-            base: where the base of a folder of adapters is; by default where its manifest says.
         Raises ValueError where weights other than the new module's are missing, or none match. Safetensors only.
         """
-        from components.models.m3diff.tuning import is_adapters, load_adapters
-
         name = str(pretrained_model_name_or_path)
-        if is_adapters(name):
-            return load_adapters(Path(name), base, **kwargs)
         if config is None:
             found, _ = M3DiffConfig.get_config_dict(name)
             is_base = found.get("model_type") != M3DiffConfig.model_type
@@ -160,7 +155,7 @@ class M3DiffForConditionalGeneration(NewModuleInit, LlavaOnevisionForConditional
         return (model, info) if wants_info else model
 
     @torch.no_grad()
-    def attended(self, pixel_values: Tensor) -> Tensor:
+    def saliency_map(self, pixel_values: Tensor) -> Tensor:
         """Where the model looks for the difference of each pair: [B, rows, columns] over the patch grid, sums to 1."""
         mdp = self.model.mdp
         side = self.config.vision_config.image_size // self.config.vision_config.patch_size
@@ -168,8 +163,8 @@ class M3DiffForConditionalGeneration(NewModuleInit, LlavaOnevisionForConditional
             pairs = len(pixel_values) // 2
             return torch.full((pairs, side, side), 1 / side**2, device=pixel_values.device)
         states = self.model.vision_hidden_states(pixel_values)
-        taps = [states[tap] for tap in mdp.cfg.taps]
-        return mdp.attended([t[0::2] for t in taps], [t[1::2] for t in taps]).unflatten(1, (side, side))
+        levels = [states[layer] for layer in mdp.cfg.vision_feature_layers]
+        return mdp.saliency_map([f[0::2] for f in levels], [f[1::2] for f in levels]).unflatten(1, (side, side))
 
 
 AutoModelForImageTextToText.register(M3DiffConfig, M3DiffForConditionalGeneration)

@@ -1,7 +1,7 @@
-"""Images and words as M3Diff takes them: the multi-image path of LLaVA-OneVision, lean.
+"""Images and words as M3Diff takes them: the multi-image path of LLaVA-OneVision and nothing else.
 
-Every image is padded to a square with the mean colour and resized bicubically to the tower's size, one crop, no anyres
-(LLaVA-OneVision, multi-image training). The text is the tokenizer's own chat template.
+Every image is padded to a square with the mean colour and resized bicubically to the vision encoder's size, one crop,
+no anyres (LLaVA-OneVision, multi-image training). The text is the tokenizer's own chat template.
 Pillow is imported where an image is opened: the model and its step need torch, transformers and peft alone.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from functools import lru_cache
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,14 +23,6 @@ from components.models.m3diff.configuration import M3DiffConfig
 
 if TYPE_CHECKING:
     from PIL import Image
-
-
-def load_image(path: str | Path | IO[bytes]) -> Image.Image:
-    """An image file as upright RGB: the first frame, turned as its EXIF says. Raises OSError where unreadable."""
-    from PIL import Image, ImageOps
-
-    with Image.open(path) as image:
-        return ImageOps.exif_transpose(image).convert("RGB")
 
 
 class M3DiffImageProcessor(BaseImageProcessor):
@@ -65,7 +57,7 @@ class M3DiffImageProcessor(BaseImageProcessor):
             "image_std": list(self.image_std),
         }
 
-    def square(self, image: Image.Image) -> np.ndarray:
+    def prepare_image(self, image: Image.Image) -> np.ndarray:
         """One image as [side, side, 3] uint8."""
         from PIL import Image
 
@@ -79,13 +71,13 @@ class M3DiffImageProcessor(BaseImageProcessor):
             image = image.resize((self.side, self.side), Image.Resampling.BICUBIC)
         return np.asarray(image)
 
-    def to_pixels(self, squares: np.ndarray) -> Tensor:
+    def to_pixels(self, prepared: np.ndarray) -> Tensor:
         """[..., side, side, 3] uint8 to [..., 3, side, side] float32."""
         mean, std = (255 * np.asarray(values, np.float32) for values in (self.image_mean, self.image_std))
-        return torch.from_numpy(np.moveaxis((squares - mean) / std, -1, -3).copy())
+        return torch.from_numpy(np.moveaxis((prepared - mean) / std, -1, -3).copy())
 
     def preprocess(self, images: list[Image.Image], **kwargs: Any) -> BatchFeature:
-        return BatchFeature({"pixel_values": self.to_pixels(np.stack([self.square(image) for image in images]))})
+        return BatchFeature({"pixel_values": self.to_pixels(np.stack([self.prepare_image(image) for image in images]))})
 
 
 class M3DiffProcessor(ProcessorMixin):
@@ -107,20 +99,21 @@ class M3DiffProcessor(ProcessorMixin):
         self.num_image_tokens = num_image_tokens
         self.end_id = tokenizer.convert_tokens_to_ids("<|im_end|>")
         if self.end_id is None or tokenizer.convert_tokens_to_ids("<image>") is None:
-            raise ValueError("the tokenizer lacks <|im_end|> or <image>: not LLaVA-OneVision's")
+            raise ValueError("the tokenizer has no <|im_end|> or <image>: not LLaVA-OneVision's")
 
     @classmethod
     def from_pretrained(  # type: ignore[override]  # local directories alone
         cls, pretrained_model_name_or_path: str | Path, **kwargs: Any
     ) -> M3DiffProcessor:
-        """Load from an M3Diff or a LLaVA-OneVision directory; the number of image tokens follows from its tower."""
+        """Load from an M3Diff or a LLaVA-OneVision directory; the number of image tokens follows from its vision
+        encoder."""
         path = str(pretrained_model_name_or_path)
-        tower = AutoConfig.from_pretrained(path).vision_config
+        encoder = AutoConfig.from_pretrained(path).vision_config
         tokenizer = AutoTokenizer.from_pretrained(path)
         processor = cls(
             M3DiffImageProcessor.from_pretrained(path),
             tokenizer,
-            num_image_tokens=(tower.image_size // tower.patch_size) ** 2,
+            num_image_tokens=(encoder.image_size // encoder.patch_size) ** 2,
             chat_template=_chat_template(path) or tokenizer.chat_template,
         )
         processor.encode_prompt = lru_cache(maxsize=4096)(processor.encode_prompt)  # type: ignore[method-assign]
@@ -135,22 +128,40 @@ class M3DiffProcessor(ProcessorMixin):
         text = text.replace("<image>", "<image>" * (self.num_image_tokens + 1))
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def encode_answer(self, answer: str) -> list[int]:
-        """Token ids of an answer with its end token: what the loss is taken on."""
-        return [*self.tokenizer(answer, add_special_tokens=False)["input_ids"], self.end_id]
+    def encode_reference(self, text: str) -> list[int]:
+        """Token ids of a reference with its end token: what the loss is taken on."""
+        return [*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.end_id]
+
+    @property
+    def pad_id(self) -> int:
+        return self.tokenizer.pad_token_id
+
+    def prepare_image(self, image: Image.Image) -> np.ndarray:
+        """One image as [side, side, 3] uint8."""
+        return self.image_processor.prepare_image(image)
+
+    def image_inputs(self, prepared: np.ndarray) -> dict[str, Tensor]:
+        """Model inputs of B pairs of prepared images, uint8 [2 B, side, side, 3]."""
+        return {
+            "pixel_values": self.image_processor.to_pixels(prepared),
+            "batch_num_images": torch.full((len(prepared) // 2,), 2),
+        }
+
+    def decode(self, tokens: Tensor) -> list[str]:  # type: ignore[override]  # a batch, as the protocol has it
+        """The texts of generated token ids [B, tokens], without special tokens and outer blanks."""
+        return [text.strip() for text in self.tokenizer.batch_decode(tokens, skip_special_tokens=True)]
 
     def __call__(self, pairs: list[tuple[Image.Image, Image.Image]], questions: list[str]) -> dict[str, Any]:
         """Left-padded inputs of `generate` for P pairs: pixel_values is [2 P, 3, side, side]."""
         assert len(pairs) == len(questions), f"{len(pairs)} pairs but {len(questions)} questions"
         prompts = [list(self.encode_prompt(question)) for question in questions]
         text = self.tokenizer.pad({"input_ids": prompts}, padding=True, padding_side="left", return_tensors="pt")
-        pixels = self.image_processor.preprocess([image for pair in pairs for image in pair])["pixel_values"]
+        prepared = np.stack([self.prepare_image(image) for pair in pairs for image in pair])
         return {
             "input_ids": text["input_ids"],
             "attention_mask": text["attention_mask"],
-            "pixel_values": pixels,
             "image_sizes": torch.full((2 * len(pairs), 2), self.image_processor.side),
-            "batch_num_images": torch.full((len(pairs),), 2),
+            **self.image_inputs(prepared),
         }
 
 

@@ -1,0 +1,133 @@
+"""M3Diff as a model family. Light to import: torch and transformers come with the first call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from components.models.family import Family, Term
+from components.models.m3diff.settings import M3DiffSettings
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from components.models.m3diff.configuration import M3DiffConfig
+    from components.models.m3diff.modeling import M3DiffForConditionalGeneration
+    from components.models.m3diff.processing import M3DiffProcessor
+
+PARTS = {
+    "vision": ("model.vision_tower.",),
+    "module": ("model.mdp.",),
+    "projector": ("model.multi_modal_projector.", "model.image_newline"),
+    "llm": ("model.language_model.", "lm_head."),
+}
+
+LORA_TARGETS = {"llm": r"model\.language_model\.layers\.\d+\.(self_attn\.(q|k|v|o)_proj|mlp\.(gate|up|down)_proj)"}
+"""The seven linears of every LLM layer; the paper does not name its targets. A full path, because SigLIP's projections
+have the same short names."""
+
+NEVER_RUN = ("model.vision_tower.post_layernorm.", "model.vision_tower.head.")
+"""Parts of the vision encoder that LLaVA-OneVision never runs: it takes a hidden state, not the encoder's output."""
+
+SIGLIP_SO400M = {"num_hidden_layers": 26, "hidden_size": 1152}
+"""The vision encoder of LLaVA-OneVision-7B: what its configuration leaves out where it is the default."""
+
+
+def build(config: M3DiffConfig) -> M3DiffForConditionalGeneration:
+    from components.models.m3diff.modeling import M3DiffForConditionalGeneration
+
+    return M3DiffForConditionalGeneration(config)
+
+
+def load_base(
+    folder: Path, settings: M3DiffSettings, dtype: torch.dtype, attn_implementation: str | dict[str, str]
+) -> M3DiffForConditionalGeneration:
+    from components.models.m3diff.modeling import M3DiffForConditionalGeneration
+
+    return M3DiffForConditionalGeneration.from_pretrained(
+        folder, mdp=_module(settings), dtype=dtype, attn_implementation=attn_implementation
+    )
+
+
+def load(folder: Path, dtype: torch.dtype, configuration: Path | None = None) -> M3DiffForConditionalGeneration:
+    from components.models.m3diff.configuration import M3DiffConfig
+    from components.models.m3diff.modeling import M3DiffForConditionalGeneration
+
+    config = M3DiffConfig.from_pretrained(configuration) if configuration else None
+    return M3DiffForConditionalGeneration.from_pretrained(folder, config=config, dtype=dtype)
+
+
+def load_processor(folder: Path) -> M3DiffProcessor:
+    from components.models.m3diff.processing import M3DiffProcessor
+
+    return M3DiffProcessor.from_pretrained(folder)
+
+
+def fuse(model: M3DiffForConditionalGeneration, activation_checkpointing: str) -> None:
+    from components.models.fused import make_fused
+
+    make_fused(model, activation_checkpointing)
+
+
+def saliency_map(model: M3DiffForConditionalGeneration, image_inputs: Mapping[str, Tensor]) -> Tensor:
+    return model.saliency_map(image_inputs["pixel_values"])
+
+
+def planned_config(base: Path, settings: M3DiffSettings) -> M3DiffConfig:
+    from components.models.m3diff.configuration import M3DiffConfig, seven_b_config
+
+    if (base / "config.json").is_file():
+        return M3DiffConfig.on_base(str(base), _module(settings))
+    return seven_b_config(_module(settings))
+
+
+def flops(config: M3DiffConfig, tokens: float, supervised: float, lora_rank: int) -> list[Term]:
+    from components.models.m3diff.flops import flops
+
+    return flops(config, tokens, supervised, lora_rank)
+
+
+def image_tokens(config: M3DiffConfig) -> int:
+    from components.models.m3diff.flops import image_tokens
+
+    return image_tokens(config)
+
+
+def faults(settings: M3DiffSettings, base: Mapping[str, Any] | None) -> list[str]:
+    """What the base's vision encoder cannot give to the module; nothing where the base is not known."""
+    if settings.module is None or base is None:
+        return []
+    encoder = SIGLIP_SO400M | base.get("vision_config", {})
+    layers, width = encoder["num_hidden_layers"], encoder["hidden_size"]
+    deepest, heads = settings.module.vision_feature_layers[-1], settings.module.heads
+    found = []
+    if deepest > layers:
+        found.append(f"module.vision_feature_layers: {deepest} lies beyond the {layers} layers of the vision encoder")
+    if width % heads:
+        found.append(f"module.heads: {heads} does not divide {width}, the width of the vision encoder")
+    return found
+
+
+def _module(settings: M3DiffSettings) -> dict[str, Any] | None:
+    return None if settings.module is None else asdict(settings.module)
+
+
+M3DIFF = Family(
+    settings=M3DiffSettings,
+    parts=PARTS,
+    lora_targets=LORA_TARGETS,
+    frozen=NEVER_RUN,
+    build=build,
+    load_base=load_base,
+    load=load,
+    load_processor=load_processor,
+    fuse=fuse,
+    saliency_map=saliency_map,
+    planned_config=planned_config,
+    flops=flops,
+    image_tokens=image_tokens,
+    faults=faults,
+)

@@ -1,0 +1,120 @@
+"""What of a model trains: its parts by their learning rates, LoRA adapters, the optimizer's groups. Names no family."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+
+from components.models.family import Family, Settings
+
+
+@dataclass(frozen=True)
+class TrainableGroup:
+    """Parameters of one learning rate, and the parts that they are from."""
+
+    name: str
+    parts: tuple[str, ...]
+    lr: float
+    parameters: list[nn.Parameter]
+
+
+def prepare(model: Any, family: Family, settings: Settings) -> Any:
+    """Add LoRA adapters to the linears of the parts that train with them, and mark what trains.
+
+    Dropout is 0: shared-prefix packing is exact only so. Raises ValueError where a target matches no linear.
+    """
+    targets = _adapted_linears(family, settings)
+    for part, target in targets.items():
+        if not any(re.fullmatch(target, name) for name, _ in model.named_modules()):
+            raise ValueError(f"LoRA targets of the part {part} match 0 linears: {target}")
+    adapted = model
+    if targets:
+        lora = LoraConfig(
+            r=settings.lora.rank,
+            lora_alpha=settings.lora.alpha,
+            lora_dropout=0.0,
+            target_modules="|".join(targets.values()),
+            bias="none",
+        )
+        adapted = get_peft_model(model, lora, autocast_adapter_dtype=False)  # in the weights' own precision
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = should_train(name, family, settings)
+    return adapted
+
+
+def _adapted_linears(family: Family, settings: Settings) -> dict[str, str]:
+    """The LoRA targets of the parts that are not frozen; none with rank 0."""
+    if not settings.lora.rank:
+        return {}
+    return {part: target for part, target in family.lora_targets.items() if settings.rates[part] is not None}
+
+
+def should_train(name: str, family: Family, settings: Settings) -> bool:
+    """Whether a parameter trains, by its name in the model without peft's wrapper around it."""
+    part = family.part_of(name)
+    if settings.rates[part] is None or name.startswith(family.frozen):
+        return False
+    target = family.lora_targets.get(part)
+    if target is None:
+        return True
+    return is_adapter(name) if settings.lora.rank else re.fullmatch(rf"({target})\.(weight|bias)", name) is not None
+
+
+def is_adapter(name: str) -> bool:
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def trainable_groups(model: nn.Module, family: Family, settings: Settings) -> list[TrainableGroup]:
+    """One group per distinct learning rate, in the order of the family's parts; parameters in the model's order."""
+    named = list(unwrapped(model).named_parameters())
+    wrong = [name for name, p in named if p.requires_grad != should_train(name, family, settings)]
+    assert not wrong, f"the trainable set is not the intended one: {wrong[:5]}"
+    rates: dict[float, list[str]] = {}
+    for part in family.parts:
+        rate = settings.rates[part]
+        if rate is not None:
+            rates.setdefault(rate, []).append(part)
+    groups = [
+        TrainableGroup(
+            "+".join(parts),
+            tuple(parts),
+            rate,
+            [p for name, p in named if p.requires_grad and family.part_of(name) in parts],
+        )
+        for rate, parts in rates.items()
+    ]
+    return [group for group in groups if group.parameters]
+
+
+def unwrapped(model: nn.Module) -> Any:
+    """The model without peft's wrapper around it; its adapters stay."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def trainable_names(model: nn.Module) -> list[str]:
+    """Names of what trains, adapters included."""
+    return [name for name, p in unwrapped(model).named_parameters() if p.requires_grad]
+
+
+def parameter_counts(model: nn.Module, family: Family) -> dict[str, int]:
+    """Parameters that train, those that do not, and those that train of each part; before adapters are merged."""
+    counts = {"trainable": 0, "frozen": 0} | dict.fromkeys(family.parts, 0)
+    for name, size, trains in _sizes(model):
+        counts["trainable" if trains else "frozen"] += size
+        counts[family.part_of(name)] += size if trains else 0
+    return counts
+
+
+def _sizes(model: nn.Module) -> Iterator[tuple[str, int, bool]]:
+    for name, parameter in unwrapped(model).named_parameters():
+        yield name, getattr(parameter, "ds_numel", parameter.numel()), parameter.requires_grad  # ZeRO 3 holds a part
+
+
+@torch.no_grad()
+def merge(model: nn.Module) -> Any:
+    """Fold the adapters into the weights; the model then needs no peft."""
+    return unwrapped(model.merge_and_unload() if isinstance(model, PeftModel) else model)
