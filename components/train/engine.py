@@ -1,53 +1,51 @@
-"""The DeepSpeed engine around M3Diff: ZeRO stage and precision from `params.yaml`, AdamW with its groups."""
+"""The DeepSpeed engine around a model: ZeRO stage and precision from the parameters, AdamW with its groups."""
 
 import math
 import os
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if os.path.exists("/proc/driver/nvidia/version") else "cpu")
 
 import deepspeed  # noqa: E402
 import torch  # noqa: E402
-from peft import PeftModel  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
+from torch import nn  # noqa: E402
 
-from components.models.m3diff.tuning import (  # noqa: E402
-    ADAPTERS,
-    TrainableGroup,
-    merge,
-    save_adapters,
-    verify_manifest,
-    write_manifest,
-)
-from components.models.m3diff.processing import M3DiffProcessor  # noqa: E402
-from components.params import Train  # noqa: E402
-
-STATE = "state"
+from components.compute import Compute  # noqa: E402
+from components.models.tuning import TrainableGroup  # noqa: E402
+from components.train.params import Train  # noqa: E402
 
 
-def deepspeed_config(cfg: Train, ranks: int) -> dict[str, Any]:
+def accumulation(cfg: Train, compute: Compute, ranks: int) -> int:
+    """Micro-batches of one worker in a step."""
+    steps, rest = divmod(cfg.global_batch, compute.micro_batch * ranks)
+    assert not rest, f"global_batch {cfg.global_batch} is no multiple of micro_batch {compute.micro_batch} x {ranks}"
+    return steps
+
+
+def deepspeed_config(cfg: Train, compute: Compute, ranks: int) -> dict[str, Any]:
     """DeepSpeed's configuration. No optimizer or scheduler in it: those of DeepSpeed would merge the groups."""
     return {
-        "train_micro_batch_size_per_gpu": cfg.micro_batch,
-        "gradient_accumulation_steps": cfg.global_batch // (cfg.micro_batch * ranks),
+        "train_micro_batch_size_per_gpu": compute.micro_batch,
+        "gradient_accumulation_steps": accumulation(cfg, compute, ranks),
         "gradient_clipping": cfg.max_grad_norm,
         "bf16": {"enabled": cfg.precision == "bf16"},
-        "zero_optimization": {"stage": cfg.zero_stage, "stage3_gather_16bit_weights_on_model_save": True},
+        "zero_optimization": {"stage": compute.zero_stage, "stage3_gather_16bit_weights_on_model_save": True},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**31,
     }
 
 
-def build_engine(cfg: Train, model: nn.Module, groups: list[TrainableGroup], ranks: int) -> deepspeed.DeepSpeedEngine:
+def build_engine(
+    cfg: Train, compute: Compute, model: nn.Module, groups: list[TrainableGroup], ranks: int
+) -> deepspeed.DeepSpeedEngine:
     """Wrap the model; `torch.distributed` must be up."""
     # DeepSpeed would compile a collective for shared memory at first use; gloo serves CPU ranks without a compiler
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     parameters = [{"params": group.parameters, "lr": group.lr, "name": group.name} for group in groups]
     optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.999), weight_decay=cfg.weight_decay)
     engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, config=deepspeed_config(cfg, ranks), dist_init_required=False
+        model=model, optimizer=optimizer, config=deepspeed_config(cfg, compute, ranks), dist_init_required=False
     )
     return engine
 
@@ -70,42 +68,15 @@ def set_learning_rates(engine: deepspeed.DeepSpeedEngine, groups: list[Trainable
         slot["lr"] = group.lr * factor
 
 
-def save_state(engine: deepspeed.DeepSpeedEngine, folder: Path, step: int, rank: int) -> None:
-    """Write what a resumed run needs, on every rank; the frozen base is not part of it."""
-    engine.save_checkpoint(str(folder), tag=STATE, client_state={"step": step}, exclude_frozen_parameters=True)
-    if rank == 0:
-        write_manifest(folder / STATE, step=step)
+def apply_step(engine: deepspeed.DeepSpeedEngine) -> float:
+    """`engine.step()` after the last backward of a step; the gradient's norm over all groups and workers, unclipped.
 
-
-def load_state(engine: deepspeed.DeepSpeedEngine, folder: Path) -> int:
-    """Restore a state and return the step it was saved after. Raises CheckpointError where it is incomplete."""
-    verify_manifest(folder / STATE)
-    path, client_state = engine.load_checkpoint(str(folder), tag=STATE, load_module_strict=False)
-    assert path is not None, f"DeepSpeed found no checkpoint in {folder}"
-    return int(client_state["step"])
-
-
-def full_tensor(parameter: Tensor) -> Tensor:
-    """A parameter's whole value on this rank, whatever the ZeRO stage."""
-    with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
-        return parameter.detach().clone().cpu()
-
-
-def export(engine: deepspeed.DeepSpeedEngine, processor: M3DiffProcessor, folder: Path, base: Path, rank: int) -> None:
-    """Write the trained model with its adapters folded in and, in `adapters/`, what trained alone.
-
-    Every rank calls it: ZeRO 3 brings the weights together.
+    DeepSpeed's optimizers keep the norm that they clip by. With ZeRO 0 in fp32 the optimizer is torch's own, which
+    knows none: there every worker holds the whole gradient, summed over the workers.
     """
-    model = engine.module
-    partitioned = [p for p in model.parameters() if hasattr(p, "ds_id")]
-    with deepspeed.zero.GatheredParameters(partitioned, enabled=bool(partitioned)):
-        if rank:
-            return
-        folder.mkdir(parents=True, exist_ok=True)
-        if isinstance(model, PeftModel):
-            (folder / ADAPTERS).mkdir(exist_ok=True)
-            save_adapters(model, folder / ADAPTERS, base)
-            processor.save_pretrained(folder / ADAPTERS)
-        merge(model).save_pretrained(folder)
-        processor.save_pretrained(folder)
-        write_manifest(folder, base=os.path.relpath(base, folder))
+    plain = isinstance(engine.optimizer, torch.optim.Optimizer)
+    if plain:
+        gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
+        norm = float(torch.nn.utils.get_total_norm(gradients))
+    engine.step()
+    return norm if plain else float(engine.get_global_grad_norm())

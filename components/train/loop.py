@@ -1,220 +1,312 @@
-"""The training loop: one function for a plain process and for a Ray worker.
+"""The training loop: one function for a plain process and for a Ray worker. It names no family.
 
 Each step takes one global batch. The loss is the sum over its supervised tokens divided by their number in the whole
 global batch, over all micro-batches and workers, so that neither changes the gradient.
 """
 
-import csv
-import io
+import math
 import time
-from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
-from torch import Tensor, nn
-from torch.nn import functional as F
 
-from components.models.m3diff.modeling import M3DiffForConditionalGeneration
-from components.models.m3diff.processing import M3DiffProcessor
-from components.models.m3diff.tuning import add_lora, parameter_counts, trainable_groups, unwrapped
-from components.models.fused import attention_kernels, fused_attention, make_fused
-from components.train.params import Train
-from components.train.batches import Loader, MicroBatch, Samples, Schedule, read_samples
+from components.compute import Compute
+from components.models import FAMILIES
+from components.models.checkpoint import save_checkpoint
+from components.models.family import Family, PairProcessor, Settings
+from components.models.fused import attention_kernels
+from components.models.tuning import TrainableGroup, parameter_counts, prepare, trainable_groups, unwrapped
+from components.train.arithmetic import Work, describe, measure, mfu, peak_flops, progress_line
+from components.train.batches import Loader, MicroBatch, Schedule, read_samples, read_training_samples
+from components.train.curve import Curve, columns
 from components.train.engine import (
+    accumulation,
+    apply_step,
     build_engine,
     cosine_with_warmup,
-    export,
-    load_state,
-    save_state,
     set_learning_rates,
 )
+from components.train.loss import sum_over_ranks, token_loss
+from components.train.params import Train
+from components.train.state import (
+    CURVES,
+    checkpoint_to_export,
+    latest_valid_checkpoint,
+    load_state,
+    read_validation,
+    save_state,
+    step_of,
+    write_validation,
+)
+from components.train.validation import Validation, named
 
-CURVE_COLUMNS = ("step", "epoch", "loss", "lr", "lr_vision", "lr_mdp", "grad_norm", "val_loss")
-
-
-class Runtime(Protocol):
-    """Where the loop runs: its place among the workers, and where its checkpoints go."""
-
-    rank: int
-    ranks: int
-
-    def newest(self) -> AbstractContextManager[Path | None]: ...
-
-    def keep(self, folder: Path, metrics: dict[str, float]) -> None: ...
-
-    def scratch(self) -> AbstractContextManager[Path]: ...
-
-
-def token_loss(model: nn.Module, batch: MicroBatch, processor: M3DiffProcessor, device: torch.device) -> Tensor:
-    """Summed cross-entropy over the micro-batch's weighted supervised tokens; logits on those positions alone."""
-    packed = batch.packed
-    with fused_attention():
-        logits = model(
-            input_ids=packed.input_ids.to(device),
-            position_ids=packed.position_ids.to(device),
-            attention_mask=packed.mask(device, flex=device.type == "cuda"),
-            pixel_values=processor.image_processor.to_pixels(batch.squares).to(device),
-            batch_num_images=[2] * len(packed.input_ids),
-            logits_to_keep=packed.supervised.to(device),
-            use_cache=False,
-        ).logits
-    losses = F.cross_entropy(logits.float(), packed.labels.to(device), reduction="none")
-    return (losses * batch.weights.to(device)).sum()
+LOGGED_STEPS = 20
 
 
-def prepare_model(cfg: Train) -> tuple[nn.Module, M3DiffProcessor]:
-    """The base with a new MDP module and LoRA adapters, from the seed, and its processor."""
-    torch.manual_seed(cfg.seed)
-    model = M3DiffForConditionalGeneration.from_pretrained(
-        cfg.base,
-        mdp=cfg.mdp,
-        dtype=torch.bfloat16 if cfg.precision == "bf16" else torch.float32,
-        attn_implementation=attention_kernels(cfg.gpu and cfg.packing != "unpacked"),
-    )
-    processor = M3DiffProcessor.from_pretrained(cfg.base)
-    adapted = add_lora(model, cfg.lora_rank, cfg.lora_alpha)
-    make_fused(model, cfg.checkpointing)
-    return adapted.train(), processor
+@dataclass(frozen=True)
+class Job:
+    """What a worker is sent. `run_dir` is on storage that every worker sees."""
+
+    cfg: Train
+    model: Settings
+    compute: Compute
+    mixture: Path
+    out: Path
+    run_dir: Path
+    base_sha256: str
 
 
-def run_loop(cfg: Train, mixture: Path, out: Path, runtime: Runtime) -> dict[str, float]:
-    """Train to the end and, on rank 0, write `out/checkpoint` and `out/curves.csv`; returns the run's figures."""
-    torch.set_num_threads(cfg.cpus_per_worker)
-    device = torch.device("cuda", torch.cuda.current_device()) if cfg.gpu else torch.device("cpu")
-    model, processor = prepare_model(cfg)
-    groups = trainable_groups(unwrapped(model), cfg.lora_rank, cfg.lr, cfg.lr_vision, cfg.lr_mdp)
-    engine = build_engine(cfg, model.to(device), groups, runtime.ranks)
-    train, val = read_samples(mixture, "train"), read_samples(mixture, "val")
-    schedule = Schedule(
-        train, cfg.packing, cfg.pack_k, cfg.seed, cfg.global_batch, cfg.micro_batch, cfg.epochs, runtime.ranks
-    )
-    loader = Loader(train, processor, threads=cfg.cpus_per_worker)
-    curve = Curve()
-    with runtime.newest() as folder:
-        done = load_state(engine, folder) if folder else 0
-        if folder:
-            curve.read(folder / "curves.csv")
-            print(f"train: resumed after step {done} of {schedule.steps}", flush=True)
-    validate = Validation(val, cfg, processor, device)
-    waited, started, captions = 0.0, time.monotonic(), 0
-    stream = loader.stream(schedule, runtime.rank, done)
-    for step in range(done, schedule.steps):
+@dataclass(frozen=True)
+class Runtime:
+    """A worker's place among the workers."""
+
+    rank: int = 0
+    ranks: int = 1
+
+    def say(self, text: str) -> None:
+        """Print from the first worker alone."""
+        if self.rank == 0:
+            print(f"train: {text}", flush=True)
+
+    def agree(self, value: Any) -> Any:
+        """What the first worker says."""
+        if self.ranks == 1:
+            return value
+        told = [value]
+        dist.broadcast_object_list(told, src=0)
+        return told[0]
+
+
+@dataclass
+class Run:
+    """What the functions of the loop share."""
+
+    job: Job
+    runtime: Runtime
+    family: Family
+    engine: DeepSpeedEngine
+    processor: PairProcessor
+    groups: list[TrainableGroup]
+    schedule: Schedule
+    loader: Loader
+    validation: Validation
+    curve: Curve
+    parameters: dict[str, int]
+    device: torch.device
+    seconds: float = 0.0
+    waited: float = 0.0
+    captions: int = 0  # of this process, for its speed
+    rates: dict[str, float] = field(default_factory=dict)
+
+
+def run_loop(job: Job, runtime: Runtime) -> dict[str, Any]:
+    """Train to the end and, on the first worker, write `out/checkpoint` and `out/curves.csv`; returns the figures."""
+    run = start(job, runtime)
+    work = announce(run)
+    done = resume(run)
+    stream = run.loader.stream(run.schedule, runtime.rank, done)
+    peak = peak_flops(torch.cuda.get_device_name() if job.compute.gpu else "", job.cfg.precision)
+    started = time.monotonic()
+    for step in range(done, run.schedule.steps):
         before = time.monotonic()
         batches = next(stream)
-        waited += time.monotonic() - before
-        factor = cosine_with_warmup(step, schedule.steps, cfg.warmup_share)
-        set_learning_rates(engine, groups, factor)
-        loss = take_step(engine, batches, processor, device, runtime.ranks)
-        captions += sum(batch.captions for batch in batches)
-        last = step + 1 == schedule.steps
-        save = last or (step + 1) % cfg.checkpoint_every_steps == 0
-        val_loss = validate(engine) if save else None
-        rates = [rate and rate * factor for rate in (cfg.lr, cfg.lr_vision, cfg.lr_mdp)]
-        epoch = round((step + 1) / schedule.steps_per_epoch, 4)
-        curve.add(step + 1, epoch, loss, *rates, float(engine.get_global_grad_norm() or 0.0), val_loss)
-        if runtime.rank == 0 and ((step + 1) % 20 == 0 or last):
-            speed = captions * runtime.ranks / (time.monotonic() - started)
-            tail = f"  val {val_loss:.4f}" if val_loss is not None else ""
-            print(f"train: step {step + 1}/{schedule.steps}  loss {loss:.4f}  {speed:.0f} captions/s{tail}", flush=True)
-        if save:
-            keep_state(engine, runtime, step + 1, curve, {"loss": loss, "step": step + 1})
-    seconds = time.monotonic() - started
-    export(engine, processor, out / "checkpoint", cfg.base, runtime.rank)
-    if runtime.rank == 0:
-        curve.write(out / "curves.csv")
-    return {
-        **parameter_counts(engine.module),
-        "steps": schedule.steps,
-        "samples": len(train),
-        "captions": captions * runtime.ranks,
-        "seconds": seconds,
-        "captions_per_s": captions * runtime.ranks / max(seconds, 1e-9),
-        "waiting_share": waited / max(seconds, 1e-9),
-        "loss": curve.last("loss"),
-        "val_loss": curve.last("val_loss"),
-    }
+        run.waited += time.monotonic() - before
+        train_step(run, step, batches)
+        run.seconds = time.monotonic() - started
+        log_step(run, work, step + 1, step + 1 - done, peak)
+        if is_checkpoint(step + 1, run.schedule.steps, job.compute.checkpoint_every_steps):
+            folder = save_state(run.engine, job.run_dir, step + 1, runtime.rank, run.curve)
+            validate(run, folder)
+    run.seconds = time.monotonic() - started
+    exported = export(run)
+    return figures(run, exported)
+
+
+def start(job: Job, runtime: Runtime) -> Run:
+    """Model, engine, schedule and what is validated."""
+    cfg, compute = job.cfg, job.compute
+    torch.set_num_threads(compute.cpus_per_worker)
+    device = torch.device("cuda", torch.cuda.current_device()) if compute.gpu else torch.device("cpu")
+    family = FAMILIES[job.model.family]
+    model, processor = prepare_model(cfg, job.model, compute, family)
+    groups = trainable_groups(model, family, job.model)
+    parameters = parameter_counts(model, family)
+    engine = build_engine(cfg, compute, model.to(device), groups, runtime.ranks)
+    samples, val = read_training_samples(job.mixture), read_samples(job.mixture / "val")
+    schedule = Schedule(
+        samples=samples,
+        max_captions=cfg.max_captions_per_sequence,
+        seed=cfg.seed,
+        global_batch=cfg.global_batch,
+        micro_batch=compute.micro_batch,
+        epochs=cfg.epochs,
+        ranks=runtime.ranks,
+    )
+    place = (runtime.rank, runtime.ranks)
+    validation = Validation(val, processor, family, compute, cfg.seed, place, device)
+    loader = Loader(samples, processor, threads=compute.cpus_per_worker)
+    curve = Curve(columns(family.parts, validation.datasets))
+    return Run(job, runtime, family, engine, processor, groups, schedule, loader, validation, curve, parameters, device)
+
+
+def prepare_model(cfg: Train, settings: Settings, compute: Compute, family: Family) -> tuple[Any, PairProcessor]:
+    """The base with a new module and LoRA adapters, from the seed, and its processor."""
+    torch.manual_seed(cfg.seed)
+    model = family.load_base(
+        cfg.base,
+        settings,
+        torch.bfloat16 if cfg.precision == "bf16" else torch.float32,
+        attention_kernels(compute.gpu and cfg.max_captions_per_sequence != 1),
+    )
+    adapted = prepare(model, family, settings)
+    family.fuse(model, compute.activation_checkpointing)
+    return adapted.train(), family.load_processor(cfg.base)
+
+
+def announce(run: Run) -> Work:
+    """Print what the run comes to."""
+    job = run.job
+    micro_batches = accumulation(job.cfg, job.compute, run.runtime.ranks)
+    config, rank = unwrapped(run.engine.module).config, job.model.lora.rank
+    work = measure(run.schedule, run.loader, micro_batches, run.family, config, rank)
+    for line in describe(work, run.schedule, run.parameters):
+        run.runtime.say(line)
+    return work
+
+
+def resume(run: Run) -> int:
+    """Restore the newest valid checkpoint; the number of steps done, 0 without one."""
+    newest = latest_valid_checkpoint(run.job.run_dir) if run.runtime.rank == 0 else None
+    folder = run.runtime.agree(newest)
+    if folder is None:
+        return 0
+    done = load_state(run.engine, folder)
+    run.curve.read(folder / CURVES)
+    run.runtime.say(f"resumed after step {done} of {run.schedule.steps}")
+    scores = run.runtime.agree(read_validation(folder))
+    if scores is None:
+        validate(run, folder)
+    else:
+        run.curve.fill({name: value for name, value in scores.items() if name in run.curve.names})
+    return done
+
+
+def train_step(run: Run, step: int, batches: list[MicroBatch]) -> None:
+    """Step number `step` (from 0) and its row in the curves."""
+    cfg, schedule = run.job.cfg, run.schedule
+    factor = cosine_with_warmup(step, schedule.steps, cfg.warmup_share)
+    set_learning_rates(run.engine, run.groups, factor)
+    rates = {f"lr_{part}": group.lr * factor for group in run.groups for part in group.parts}
+    run.rates = {name: rates[name] for name in run.curve.names if name in rates}
+    loss, norm = take_step(run.engine, batches, run.processor, run.device, run.runtime.ranks)
+    if not math.isfinite(loss):
+        told = ", ".join(f"{name} {rate:.3g}" for name, rate in run.rates.items())
+        raise FloatingPointError(
+            f"step {step + 1}: the loss is {loss} with {told}: training diverged; lower the model's rates or raise "
+            "train.warmup_share"
+        )
+    run.captions += schedule.captions(step, step + 1)
+    epoch = round((step + 1) / schedule.steps_per_epoch, 4)
+    run.curve.add({"step": step + 1, "epoch": epoch, "loss": loss, "grad_norm": norm, **run.rates})
 
 
 def take_step(
     engine: DeepSpeedEngine,
     batches: list[MicroBatch],
-    processor: M3DiffProcessor,
+    processor: PairProcessor,
     device: torch.device,
     ranks: int,
-) -> float:
-    """One optimizer step over a global batch; returns its mean loss per supervised token."""
-    tokens = torch.tensor(float(sum(batch.supervised_tokens for batch in batches)))
-    total = torch.zeros(())
-    _sum_over_ranks(tokens, ranks)
-    for batch in batches:
+) -> tuple[float, float]:
+    """One optimizer step over a global batch: its mean loss per supervised token, and the gradient's norm."""
+    tokens = sum_over_ranks(torch.tensor(float(sum(batch.supervised_tokens for batch in batches))), ranks)
+    total, norm = torch.zeros(()), 0.0
+    for number, batch in enumerate(batches, start=1):
         loss = token_loss(engine, batch, processor, device)
         total += loss.detach().cpu()
         engine.backward(loss * (ranks * len(batches)) / tokens.to(device))  # DeepSpeed divides by both
-        engine.step()
-    _sum_over_ranks(total, ranks)
-    mean = float(total / tokens)
-    if not torch.isfinite(torch.tensor(mean)):
-        raise FloatingPointError("the loss is not finite: training diverged; lower lr or raise warmup_share")
-    return mean
+        if number < len(batches):
+            engine.step()
+        else:
+            norm = apply_step(engine)
+    return float(sum_over_ranks(total, ranks) / tokens), norm
 
 
-def _sum_over_ranks(value: Tensor, ranks: int) -> None:
-    if ranks > 1:
-        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        summed = value.to(device)
-        dist.all_reduce(summed)
-        value.copy_(summed)
+def log_step(run: Run, work: Work, step: int, own_steps: int, peak: float | None) -> None:
+    """A line every LOGGED_STEPS steps; `own_steps` were taken by this process."""
+    steps = run.schedule.steps
+    if step % LOGGED_STEPS and step != steps:
+        return
+    pace = run.seconds / own_steps
+    used = mfu(work, run.schedule.global_batch, pace, peak, run.runtime.ranks)
+    values = {name: run.curve.last(name) for name in ("loss", "grad_norm")}
+    run.runtime.say(progress_line(step, steps, values, run.rates, run.captions / run.seconds, pace, used))
 
 
-def keep_state(engine: DeepSpeedEngine, runtime: Runtime, step: int, curve: "Curve", metrics: dict[str, float]) -> None:
-    with runtime.scratch() as folder:
-        save_state(engine, folder, step, runtime.rank)
-        if runtime.rank == 0:
-            curve.write(folder / "curves.csv")
-        runtime.keep(folder, metrics)
+def is_checkpoint(step: int, steps: int, every: int) -> bool:
+    """Whether a checkpoint follows `step` done steps: every so many, and the last."""
+    return step == steps or step % every == 0
 
 
-class Validation:
-    """The mean loss per supervised token over the first `val_pairs` pairs of the validation split."""
-
-    def __init__(self, samples: Samples, cfg: Train, processor: M3DiffProcessor, device: torch.device) -> None:
-        self.processor, self.device = processor, device
-        loader = Loader(samples, processor, threads=cfg.cpus_per_worker)
-        pairs = samples.pairs()[: cfg.val_pairs]
-        groups = [pairs[at : at + cfg.micro_batch] for at in range(0, len(pairs), cfg.micro_batch)]
-        self.batches = [loader.build([(rows, 1) for rows in group]) for group in groups]
-
-    @torch.no_grad()
-    def __call__(self, engine: DeepSpeedEngine) -> float | None:
-        if not self.batches:
-            return None
-        engine.eval()
-        total = sum(float(token_loss(engine, batch, self.processor, self.device)) for batch in self.batches)
-        engine.train()
-        return total / sum(batch.supervised_tokens for batch in self.batches)
+def is_captioned(step: int, steps: int, compute: Compute) -> bool:
+    """Whether the checkpoint after `step` is captioned: every so many checkpoints, and the last."""
+    if not compute.caption_val_pairs:
+        return False
+    return step == steps or step % (compute.checkpoint_every_steps * compute.caption_every_checkpoints) == 0
 
 
-class Curve:
-    """The run's curves, a row per step; they travel with each checkpoint, so that a resumed run loses none."""
+def validate(run: Run, folder: Path) -> None:
+    """Score the state that `folder` holds, and write the scores beside it and into the curves."""
+    scores = run.validation.losses(run.engine)
+    if is_captioned(step_of(folder), run.schedule.steps, run.job.compute):
+        scores |= run.validation.cider(run.engine)
+    run.curve.fill(scores)
+    if run.runtime.rank == 0:
+        write_validation(folder, scores)
+    if scores:
+        run.runtime.say(f"validation after step {step_of(folder)}{named(scores)}")
 
-    def __init__(self) -> None:
-        self.rows: list[list[str]] = []
 
-    def add(self, *values: float | None) -> None:
-        self.rows.append(["" if value is None else f"{value:.6g}" for value in values])
+def export(run: Run) -> int:
+    """Write the checkpoint that `train.export` asks for; the step that it is from. Every worker calls it."""
+    job, rank = run.job, run.runtime.rank
+    chosen = checkpoint_to_export(job.run_dir, job.cfg.export) if rank == 0 else None
+    folder = run.runtime.agree(chosen)
+    if folder is not None:
+        load_state(run.engine, folder)
+    partitioned = [p for p in run.engine.module.parameters() if hasattr(p, "ds_id")]
+    with deepspeed.zero.GatheredParameters(partitioned, enabled=bool(partitioned)):
+        if rank == 0:
+            save_checkpoint(
+                run.engine.module,
+                run.processor,
+                job.out / "checkpoint",
+                family=job.model.family,
+                base=job.cfg.base,
+                base_sha256=job.base_sha256,
+            )
+            run.curve.write(job.out / CURVES)
+    return run.schedule.steps if folder is None else step_of(folder)
 
-    def last(self, column: str) -> float:
-        at = CURVE_COLUMNS.index(column)
-        return next((float(row[at]) for row in reversed(self.rows) if row[at]), float("nan"))
 
-    def read(self, path: Path) -> None:
-        with path.open(newline="") as file:
-            self.rows = list(csv.reader(file))[1:]
-
-    def write(self, path: Path) -> None:
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows([CURVE_COLUMNS, *self.rows])
-        path.write_text(text.getvalue())
+def figures(run: Run, exported: int) -> dict[str, Any]:
+    """What the report says, and the speed of this process."""
+    curve, seconds = run.curve, max(run.seconds, 1e-9)
+    return {
+        "samples": len(run.schedule.samples),
+        "captions": run.schedule.captions(0, run.schedule.steps),
+        "steps": run.schedule.steps,
+        "parameters": run.parameters,
+        "loss": curve.last("loss"),
+        "val_loss": curve.last("val_loss"),
+        "val_loss_by_dataset": {name: curve.last(f"val_loss_{name}") for name in run.validation.datasets},
+        "val_cider": curve.last("val_cider"),
+        "exported_step": exported,
+        "seconds": run.seconds,
+        "captions_per_s": run.captions / seconds,
+        "waiting_share": run.waited / seconds,
+    }

@@ -1,71 +1,78 @@
-"""Fine-tune M3Diff: Ray Train around the loop of `loop.py`, or the loop alone in this process (`train.workers: 0`).
+"""Fine-tune a model on the mixture: Ray Train around the loop of `loop.py`, or the loop alone (`compute.workers: 0`).
 
-A run is named by the hash of what determines it (data, parameters, code, base), so a killed run resumes from its newest
-whole checkpoint and nothing else ever does. Run: `m3diff train`.
+A run is named by the hash of what decides its weights (samples, parameters, base, code), so a killed run goes on from
+its newest valid checkpoint, also after `compute` was changed, and nothing else ever does. Run: `m3diff train`.
 """
 
 import fcntl
 import hashlib
 import json
-import logging
+import math
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from components.models.m3diff.tuning import CheckpointError, verify_manifest
-from components.train.params import Train
-from components.files import write_atomic
+from components.compute import Compute
+from components.files import sha256, sha256_of_folder
 from components.reports import StageReport
+from components.section import ParamsError
+from components.train.closure import import_closure
+from components.train.params import Train
+from components.train.runtimes import run_local, run_on_ray
 
-logger = logging.getLogger(__name__)
-
-STATE = "state"
-CODE = (Path(__file__).parent, Path(__file__).parent.parent / "model")
+if TYPE_CHECKING:
+    from components.models.family import Settings
 
 
 class TrainReport(StageReport):
-    """Counts and final losses of a training run. `rows_in` are training samples, `rows_out` samples seen."""
+    """Counts and final losses of a training run. `rows_in` are training samples, `rows_out` samples trained on.
+
+    `parameters` that train by part. `val_cider` is null where nothing was captioned; `exported_step` is the step whose
+    weights are the output.
+    """
 
     steps: int
     parameters_trainable: int
     parameters_frozen: int
+    parameters: dict[str, int]
     loss: float
-    val_loss: float
+    val_loss: float | None
+    val_loss_by_dataset: dict[str, float]
+    val_cider: float | None
+    exported_step: int
 
 
 class RunLockedError(BlockingIOError):
     """A second process trains the same run; try again when it has ended."""
 
 
-def train(cfg: Train, mixture: Path, out: Path, scratch: Path) -> TrainReport:
-    """Train on `mixture` and write `out`: checkpoint/, curves.csv, report.json.
+def train(cfg: Train, model: "Settings", compute: Compute, mixture: Path, out: Path) -> TrainReport:
+    """Train on `mixture`/train and write `out`: checkpoint/, curves.csv, report.json.
 
     Raises:
         RunLockedError: the same run is being trained elsewhere.
-        DataError: the mixture holds no training sample.
+        DataError: the mixture has no training sample, or an image is not the one that ingest saw.
+        ParamsError: the best checkpoint is asked for and none would be scored.
     """
+    if cfg.export == "best" and not compute.caption_val_pairs:
+        raise ParamsError(
+            "train.export: best needs captions of validation pairs; set compute.caption_val_pairs above 0"
+        )
+    from components.train.loop import Job
+
     cfg = cfg.model_copy(update={"base": cfg.base.resolve()})
-    mixture, out, scratch = mixture.resolve(), out.resolve(), scratch.resolve()
-    key = run_key(cfg, mixture)
-    run_dir = scratch / "train" / key
+    mixture, out, scratch = mixture.resolve(), out.resolve(), compute.scratch.resolve()
+    base_sha256 = sha256_of_folder(cfg.base)
+    run_dir = scratch / "train" / run_key(cfg, model, mixture, base_sha256)
     run_dir.mkdir(parents=True, exist_ok=True)
     with _only_trainer(run_dir):
-        resume = latest_valid_checkpoint(run_dir)
-        run = _run_here if cfg.workers == 0 else _run_on_ray
-        figures = run(cfg, mixture, out, run_dir, resume)
-        report = TrainReport(
-            stage="train",
-            rows_in=int(figures["samples"]),
-            rows_out=int(figures["captions"]),
-            steps=int(figures["steps"]),
-            parameters_trainable=int(figures["trainable"]),
-            parameters_frozen=int(figures["frozen"]),
-            loss=round(figures["loss"], 5),
-            val_loss=round(figures["val_loss"], 5),
-        ).write(out / "report.json")
+        run = run_local if compute.workers == 0 else run_on_ray
+        figures = run(Job(cfg, model, compute, mixture, out, run_dir, base_sha256))
+        report = _report(figures).write(out / "report.json")
         speed = {name: round(figures[name], 4) for name in ("seconds", "captions_per_s", "waiting_share")}
         (scratch / "train_speed.json").write_text(json.dumps(speed) + "\n")
         print(f"train: {report.steps} steps in {figures['seconds']:.0f} s, {speed['captions_per_s']:.0f} captions/s")
@@ -73,15 +80,40 @@ def train(cfg: Train, mixture: Path, out: Path, scratch: Path) -> TrainReport:
     return report
 
 
-def run_key(cfg: Train, mixture: Path) -> str:
-    """Names a run: the hash of its parameters, data, code and base."""
-    digest = hashlib.sha256(cfg.model_dump_json().encode())
-    files = [*(mixture / "samples").glob("*.parquet"), *cfg.base.glob("*")]
-    files += [path for folder in CODE for path in folder.rglob("*.py")]
-    for path in sorted(file for file in files if file.is_file()):
-        with path.open("rb") as file:
-            digest.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()[:16]
+def _report(figures: dict[str, Any]) -> TrainReport:
+    counts = figures["parameters"]
+    return TrainReport(
+        stage="train",
+        rows_in=figures["samples"],
+        rows_out=figures["captions"],
+        steps=figures["steps"],
+        parameters_trainable=counts["trainable"],
+        parameters_frozen=counts["frozen"],
+        parameters={part: n for part, n in counts.items() if part not in ("trainable", "frozen")},
+        loss=round(figures["loss"], 5),
+        val_loss=_known(figures["val_loss"]),
+        val_loss_by_dataset={name: round(loss, 5) for name, loss in figures["val_loss_by_dataset"].items()},
+        val_cider=_known(figures["val_cider"]),
+        exported_step=figures["exported_step"],
+    )
+
+
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else round(value, 5)
+
+
+def run_key(cfg: Train, model: "Settings", mixture: Path, base_sha256: str) -> str:
+    """Names a run: the hash of the parameters, samples, base and code that decide its weights; of no path."""
+    root = Path(__file__).parents[2]
+    samples = [file for split in ("train", "val") for file in sorted((mixture / split).glob("*.parquet"))]
+    facts = {
+        "train": cfg.model_dump(mode="json", exclude={"base"}),
+        "model": asdict(model),  # type: ignore[call-overload]  # every family's settings are a dataclass
+        "base": base_sha256,
+        "samples": [f"{file.parent.name}/{file.name} {sha256(file)}" for file in samples],
+        "code": [f"{file.relative_to(root)} {sha256(file)}" for file in import_closure(Path(__file__), root)],
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 @contextmanager
@@ -98,152 +130,3 @@ def _only_trainer(run_dir: Path) -> Iterator[None]:
         lock.write(f"pid {os.getpid()}")
         lock.flush()
         yield
-
-
-def latest_valid_checkpoint(run_dir: Path) -> Path | None:
-    """The newest checkpoint folder whose manifest verifies; one that does not is removed, and a warning names it."""
-    whole: dict[int, Path] = {}
-    for folder in sorted(path.parent for path in run_dir.rglob(STATE) if path.is_dir()):
-        try:
-            whole[int(verify_manifest(folder / STATE)["step"])] = folder
-        except (CheckpointError, json.JSONDecodeError) as error:
-            logger.warning("train: checkpoint %s is not whole and is passed over: %s", folder, error)
-            shutil.rmtree(folder)
-    return whole[max(whole)] if whole else None
-
-
-class Here:
-    """The loop's runtime in a plain process: one rank, checkpoints in the run's folder."""
-
-    rank, ranks = 0, 1
-
-    def __init__(self, run_dir: Path, resume: Path | None) -> None:
-        self.run_dir, self.resume = run_dir, resume
-
-    @contextmanager
-    def newest(self) -> Iterator[Path | None]:
-        yield self.resume
-
-    @contextmanager
-    def scratch(self) -> Iterator[Path]:
-        folder = Path(tempfile.mkdtemp(dir=self.run_dir, prefix="writing-"))
-        yield folder
-        shutil.rmtree(folder, ignore_errors=True)
-
-    def keep(self, folder: Path, metrics: dict[str, float]) -> None:
-        older = sorted(self.run_dir.glob("step-*"))
-        folder.rename(self.run_dir / f"step-{int(metrics['step']):08d}")
-        for path in older[:-1]:
-            shutil.rmtree(path)
-
-
-def _run_here(cfg: Train, mixture: Path, out: Path, run_dir: Path, resume: Path | None) -> dict[str, float]:
-    import torch.distributed as dist
-
-    from components.train.engine import end_distributed
-    from components.train.loop import run_loop
-
-    store = run_dir / "store"
-    store.unlink(missing_ok=True)
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-    dist.init_process_group("nccl" if cfg.gpu else "gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    try:
-        return run_loop(cfg, mixture, out, Here(run_dir, resume))
-    finally:
-        end_distributed()
-
-
-class RayWorker:
-    """The loop's runtime in a Ray Train worker."""
-
-    def __init__(self, resume: Path | None) -> None:
-        import ray.train
-
-        self.resume = resume
-        context = ray.train.get_context()
-        self.rank, self.ranks = context.get_world_rank(), context.get_world_size()
-
-    @contextmanager
-    def newest(self) -> Iterator[Path | None]:
-        import ray.train
-
-        checkpoint = ray.train.get_checkpoint()
-        if checkpoint is None:
-            yield self.resume
-            return
-        with checkpoint.as_directory() as folder:
-            yield Path(folder)
-
-    @contextmanager
-    def scratch(self) -> Iterator[Path]:
-        with tempfile.TemporaryDirectory() as folder:
-            yield Path(folder)
-
-    def keep(self, folder: Path, metrics: dict[str, float]) -> None:
-        import ray.train
-
-        ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(folder))
-
-
-def _worker(job: dict) -> None:
-    from components.train.loop import run_loop
-
-    runtime = RayWorker(job["resume"])
-    figures = run_loop(job["cfg"], job["mixture"], job["out"], runtime)
-    if runtime.rank == 0:
-        write_atomic(job["figures"], json.dumps(figures))
-
-
-def _run_on_ray(cfg: Train, mixture: Path, out: Path, run_dir: Path, resume: Path | None) -> dict[str, float]:
-    os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")
-    os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "60")
-    os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")  # with it, every printed line comes twice
-    import ray
-    from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchConfig, TorchTrainer
-
-    figures = run_dir / "figures.json"
-    resume = _keep_aside(resume, run_dir)
-    trainer = TorchTrainer(
-        _worker,
-        train_loop_config={"cfg": cfg, "mixture": mixture, "out": out, "figures": figures, "resume": resume},
-        torch_config=TorchConfig(backend="nccl" if cfg.gpu else "gloo"),
-        scaling_config=ScalingConfig(
-            num_workers=cfg.workers,
-            use_gpu=cfg.gpu,
-            resources_per_worker={"CPU": cfg.cpus_per_worker} | ({"GPU": 1} if cfg.gpu else {}),
-        ),
-        run_config=RunConfig(
-            name="ray",
-            storage_path=str(run_dir),
-            checkpoint_config=CheckpointConfig(num_to_keep=2),
-            failure_config=FailureConfig(max_failures=cfg.max_failures, controller_failure_limit=2),  # type: ignore[call-arg]  # V2's
-        ),
-    )
-    own = not ray.is_initialized()
-    if own:
-        cluster = os.environ.get("RAY_ADDRESS")  # without one, a cluster of this run's own, deaf to the network
-        cores = max(os.cpu_count() or 1, cfg.workers * cfg.cpus_per_worker)  # fewer than asked for: slower, not refused
-        here = {"address": "local", "num_cpus": cores, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
-        ray.init(
-            **({"address": cluster} if cluster else here),
-            log_to_driver=True,
-            logging_level=logging.WARNING,
-            logging_config=ray.LoggingConfig(log_level="ERROR"),  # its cleaners warn of what is no fault
-        )
-    try:
-        trainer.fit()
-    finally:
-        if own:
-            ray.shutdown()
-    return json.loads(figures.read_text())
-
-
-def _keep_aside(resume: Path | None, run_dir: Path) -> Path | None:
-    """Each start is a new run for Ray: its own snapshot of a killed run may be half written. The checkpoint stays."""
-    kept = run_dir / "resume"
-    if resume is not None and resume != kept:
-        shutil.rmtree(kept, ignore_errors=True)
-        resume.rename(kept)
-    shutil.rmtree(run_dir / "ray", ignore_errors=True)
-    return None if resume is None else kept

@@ -1,64 +1,126 @@
 """A mixture and training parameters so small that a run takes a second."""
 
+import csv
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
+from safetensors.torch import load_file
 
-from components.train.params import Train
+from components.compute import Compute
+from components.models.m3diff.settings import M3DiffSettings
 from components.records import SAMPLE_SCHEMA
-from tests.tiny import MDP, noise_image, tiny_base
+from components.train.params import Train
+from components.train.stage import TrainReport, train
+from tests.tiny import noise_image, tiny_base, tiny_settings
 
-CAPTIONS = ("the red ball moved", "the ball is gone", "a small blue star appeared at the left", "nothing changed")
+REFERENCES = ("the red ball moved", "the ball is gone", "a small blue star appeared at the left", "nothing changed")
+SPLITS = {"train": {"toy": 10}, "val": {"toy": 3, "second": 2}, "test": {"toy": 3}}
 
 
-def write_mixture(folder: Path, pairs: int = 10) -> Path:
-    """Train pairs with one to four captions each, and two validation pairs."""
-    (folder / "images").mkdir(parents=True)
-    (folder / "samples").mkdir()
-    for split, count in (("train", pairs), ("val", 2), ("test", 3)):
-        rows = []
-        for number in range(count):
-            images = [folder / "images" / f"{split}_{number}_{side}.png" for side in ("a", "b")]
-            for k, image in enumerate(images):
-                noise_image(100 * number + k).save(image)
-            for k, caption in enumerate(CAPTIONS[: 1 + number % 4]):
-                pair = f"toy/{split}{number}"
-                row = {"id": f"{pair}#{k}", "pair": pair, "dataset": "toy", "split": split}
-                row |= {"before": str(images[0]), "after": str(images[1])}
-                rows.append(row | {"question": "What changed?", "answer": caption})
-        pq.write_table(pa.Table.from_pylist(rows, SAMPLE_SCHEMA), folder / "samples" / f"{split}-00000.parquet")
+def write_mixture(folder: Path, splits: Mapping[str, Mapping[str, int]] = SPLITS) -> Path:
+    """Pairs of noise with one to four references each; `splits` is split -> dataset -> pairs."""
+    for split, datasets in splits.items():
+        rows = [row for name, count in datasets.items() for n in range(count) for row in pair_rows(folder, split, name, n)]
+        (folder / split).mkdir(parents=True)
+        pq.write_table(pa.Table.from_pylist(rows, SAMPLE_SCHEMA), folder / split / "00000.parquet")
     return folder
 
 
-def parameters(base: Path, **changes: Any) -> Train:
-    fields = {
-        "seed": 3,
-        "base": tiny_base(base) if not base.exists() else base,
-        "mdp": MDP,
-        "lora_rank": 2,
-        "lora_alpha": 4,
-        "packing": "full",
-        "pack_k": 2,
-        "global_batch": 4,
-        "micro_batch": 4,
-        "epochs": 2,
-        "lr_vision": 1e-3,
-        "lr_mdp": None,
-        "lr": 3e-3,
-        "warmup_share": 0.1,
-        "weight_decay": 0.01,
-        "max_grad_norm": 1.0,
-        "zero_stage": 0,
-        "precision": "fp32",
-        "checkpointing": "none",
-        "workers": 0,
-        "cpus_per_worker": 1,
-        "gpu": False,
-        "gpu_memory_gb": 0,
-        "checkpoint_every_steps": 2,
-        "max_failures": 2,
-        "val_pairs": 2,
-    }
-    return Train(**{**fields, **changes})
+def pair_rows(folder: Path, split: str, dataset: str, number: int) -> list[dict[str, Any]]:
+    """A pair's samples, its images drawn."""
+    images = [folder / "images" / f"{split}_{dataset}_{number}_{side}.png" for side in ("a", "b")]
+    images[0].parent.mkdir(parents=True, exist_ok=True)
+    for k, image in enumerate(images):
+        noise_image(100 * number + k + (7 if dataset == "second" else 0)).save(image)
+    digests = [hashlib.sha256(image.read_bytes()).digest() for image in images]
+    pair = f"{dataset}/{split}{number}"
+    row = {"pair": pair, "dataset": dataset, "split": split, "question": "What changed?"}
+    row |= {"before": str(images[0]), "after": str(images[1])}
+    row |= {"before_sha256": digests[0], "after_sha256": digests[1]}
+    texts = REFERENCES[: 1 + number % 4]
+    return [row | {"id": f"{pair}#{k}", "reference": text} for k, text in enumerate(texts)]
+
+
+TRAIN: dict[str, Any] = {
+    "model": "tiny",
+    "seed": 3,
+    "max_captions_per_sequence": None,
+    "global_batch": 4,
+    "epochs": 2,
+    "warmup_share": 0.1,
+    "weight_decay": 0.01,
+    "max_grad_norm": 1.0,
+    "precision": "fp32",
+    "export": "last",
+}
+
+COMPUTE: dict[str, Any] = {
+    "workers": 0,
+    "cpus_per_worker": 1,
+    "gpu": False,
+    "gpu_memory_gb": 0,
+    "micro_batch": 4,
+    "zero_stage": 0,
+    "activation_checkpointing": "none",
+    "checkpoint_every_steps": 2,
+    "max_failures": 2,
+    "val_pairs": 2,
+    "caption_val_pairs": 0,
+    "caption_every_checkpoints": 2,
+    "spice_dir": None,
+    "scorer_timeout_s": 60,
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a run takes beside its files. `changed` gives another of it, by the names of the sections' fields."""
+
+    cfg: Train
+    model: M3DiffSettings
+    compute: Compute
+
+    def changed(self, **changes: Any) -> "Recipe":
+        model = changes.pop("model", self.model)
+        ours = {name: value for name, value in changes.items() if name in TRAIN}
+        how = {name: value for name, value in changes.items() if name in {"scratch", *COMPUTE}}
+        assert len(ours) + len(how) == len(changes), f"no such parameters among {sorted(changes)}"
+        return Recipe(
+            Train(**{**self.cfg.model_dump(), **ours}), model, Compute(**{**self.compute.model_dump(), **how})
+        )
+
+
+def recipe(base: Path, **changes: Any) -> Recipe:
+    base = base if base.exists() else tiny_base(base)
+    start = Recipe(Train(base=base, **TRAIN), tiny_settings(), Compute(scratch=base.parent / "runs", **COMPUTE))
+    return start.changed(**changes)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run left behind."""
+
+    report: TrainReport
+    weights: dict[str, torch.Tensor]
+    curve: list[dict[str, str]]
+
+    def column(self, name: str) -> list[float | None]:
+        return [float(row[name]) if row[name] else None for row in self.curve]
+
+
+def run(made: Recipe, mixture: Path, folder: Path) -> Trained:
+    """Train in `folder`, with its scratch there."""
+    made = made.changed(scratch=folder / "runs")
+    report = train(made.cfg, made.model, made.compute, mixture, folder / "out")
+    return Trained(report, load_file(folder / "out" / "checkpoint" / "model.safetensors"), read_curve(folder / "out"))
+
+
+def read_curve(out: Path) -> list[dict[str, str]]:
+    with (out / "curves.csv").open(newline="") as file:
+        return list(csv.DictReader(file))

@@ -1,0 +1,106 @@
+"""What a run comes to, printed before its first step, and the line printed of a step."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from components.models.family import Family
+from components.models.packing import pack
+from components.train.batches import Loader, Schedule
+
+COUNTED = 2048
+"""Sequences whose tokens are counted; the mean of these stands for a longer epoch."""
+
+PEAK_BF16_TFLOPS = {"GB200": 2500, "B200": 2250, "H200": 989, "H100": 989, "A100": 312, "L40S": 362, "RTX 4090": 165}
+"""Dense bf16 peak by a part of the device's name (NVIDIA's data sheets; SXM where there are several)."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """A run in numbers. Tokens and FLOPs are means of one sequence."""
+
+    accumulation: int
+    pairs: int
+    references: int
+    sequences: int  # an epoch
+    tokens: float
+    supervised: float
+    flops: float
+
+
+def measure(schedule: Schedule, loader: Loader, accumulation: int, family: Family, config: Any, lora_rank: int) -> Work:
+    """Count the first epoch; of more than COUNTED sequences, the tokens of as many in its order."""
+    sequences = schedule.epoch(0)
+    lengths = []
+    for rows in sequences[:COUNTED]:
+        packed = pack([loader.pairs_of(rows)], loader.processor.pad_id)
+        lengths.append((packed.input_ids.shape[1], len(packed.labels)))
+    tokens, supervised = (float(value) for value in np.mean(lengths, axis=0))
+    return Work(
+        accumulation=accumulation,
+        pairs=len(schedule.samples.pairs()),
+        references=len(schedule.samples),
+        sequences=len(sequences),
+        tokens=tokens,
+        supervised=supervised,
+        flops=sum(term.total for term in family.flops(config, tokens, supervised, lora_rank)),
+    )
+
+
+def describe(work: Work, schedule: Schedule, parameters: Mapping[str, int]) -> list[str]:
+    """The lines before the first step. `parameters` as `tuning.parameter_counts` gives them."""
+    about = "" if work.sequences <= COUNTED else "about "
+    trains = {part: n for part, n in parameters.items() if part not in ("trainable", "frozen") and n}
+    batch = schedule.global_batch
+    return [
+        f"{batch} sequences a step = {schedule.micro_batch} micro-batch x {work.accumulation} accumulated "
+        f"x {schedule.ranks} worker(s)",
+        f"{work.pairs:,} pairs, {work.references:,} references in {work.sequences:,} sequences an epoch",
+        f"{about}{work.tokens * work.sequences:,.0f} tokens an epoch ({work.tokens:.1f} a sequence, "
+        f"{work.supervised:.1f} of them supervised)",
+        f"{schedule.epochs:g} epoch(s) x {schedule.steps_per_epoch:,} steps = {schedule.steps:,} steps",
+        f"{parameters['trainable']:,} parameters train ("
+        + ", ".join(f"{part} {n:,}" for part, n in trains.items())
+        + f"), {parameters['frozen']:,} are frozen",
+        f"{work.flops * batch / 1e12:.3g} TFLOP a step",
+    ]
+
+
+def peak_flops(device_name: str, precision: str) -> float | None:
+    """FLOP/s of one device at its best, None where it is not known."""
+    found = [peak for name, peak in PEAK_BF16_TFLOPS.items() if name in device_name and precision == "bf16"]
+    return found[0] * 1e12 if found else None
+
+
+def mfu(work: Work, global_batch: int, seconds_per_step: float, peak: float | None, ranks: int) -> float | None:
+    """Model FLOPs utilisation: the share of the devices' peak that the step's own FLOPs come to."""
+    return None if peak is None else work.flops * global_batch / seconds_per_step / (peak * ranks)
+
+
+def progress_line(
+    step: int,
+    steps: int,
+    values: Mapping[str, float],
+    rates: Mapping[str, float],
+    captions_per_s: float,
+    seconds_per_step: float,
+    used: float | None,
+) -> str:
+    """`step 20/1810 (1.1 %)  loss 1.2345  grad_norm 2.10  lr_vision 4.00e-05  85 captions/s  MFU 41 %  ETA 11 min`."""
+    named = "".join(f"  {name} {value:.4f}" for name, value in values.items())
+    speeds = "".join(f"  {name} {rate:.2e}" for name, rate in rates.items())
+    share = "" if used is None else f"  MFU {used:.0%}"
+    left = eta((steps - step) * seconds_per_step)
+    return (
+        f"step {step}/{steps} ({step / steps:.1%}){named}{speeds}  {captions_per_s:.0f} captions/s{share}  ETA {left}"
+    )
+
+
+def eta(seconds: float) -> str:
+    """`45 s`, `11 min`, `3 h 20 min`."""
+    minutes = round(seconds / 60)
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
