@@ -24,4 +24,4 @@ class Pretrain(Section):
     lr: float = Field(gt=0)
     warmup_steps: int = Field(ge=1)
     weight_decay: float = Field(ge=0)
-    threads: int = Field(ge=1)
+    threads: int = Field(ge=1)  # two are a third faster, no more, and the sums then depend on the machine

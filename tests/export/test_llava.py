@@ -10,8 +10,8 @@ from tests.convert.test_convert import record, run
 
 
 def build(folder: Path) -> Path:
-    run(folder, [record("a", captions=('say "hi"', "ünïcode → ok")), record("b", "test", ("", "gone"))])
-    return folder / "mixture/samples"
+    run(folder, [record("a", references=('say "hi"', "ünïcode → ok")), record("b", "test", ("", "gone"))])
+    return folder / "mixture"
 
 
 @pytest.mark.parametrize("lines", [False, True])

@@ -1,4 +1,4 @@
-"""Scenes of MiniChange and what may change in them, as data; `draw.py` paints them, `language.py` puts them in words.
+"""Scenes of MiniChange and what may change in them, as data; `render.py` paints them, `language.py` puts them in words.
 
 A scene is three to five objects on a 3 x 3 grid under a lamp and a camera. Coordinates are in frame units: the resting
 camera sees [0, 1] x [0, 1], x to the right and y down.
@@ -98,7 +98,7 @@ class Change:
 
     @property
     def order(self) -> int:
-        """Captions name the camera first, then the lamp, then the things in reading order."""
+        """References name the camera first, then the lamp, then the things in reading order."""
         thing = self.before or self.after
         return thing.cell if thing else -1 if self.type == "illumination" else -2
 

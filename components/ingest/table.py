@@ -1,72 +1,43 @@
-"""What a reader yields, and its way into the table of records. A row that cannot be read stays, with a `fault`."""
+"""From the rows that a reader yields to the table of records. A row that cannot be read stays, with a `fault`."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow as pa
 
-from components.datasets.files import describe, describe_kind
+from components.datasets.files import describe
+from components.datasets.rows import Row
 from components.ingest.params import DatasetEntry
 from components.records import RAW_SCHEMA
 
 
-class Row(NamedTuple):
-    """One pair as the reader found it, unchecked. Image paths are relative to the dataset's root."""
+def to_table(name: str, entry: DatasetEntry, rows: Iterable[Row]) -> tuple[pa.Table, int]:
+    """All rows as records, in the reader's order, and the number of annotation rows they came from.
 
-    name: Any
-    split: Any
-    scene: Any  # pairs of one scene must share a split
-    before: Any
-    after: Any
-    captions: Any
-    change_types: list[str]
-    source: str  # file and row or key, relative to the root
-    fault: str | None = None  # what the reader itself found wrong
-    raw_rows: int = 1  # rows of the annotation file that were merged into this one
-
-
-def is_scene(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def fault_in(record: Any, fields: Mapping[str, type]) -> str | None:
-    """What keeps an annotation record from having these fields with these types; None where it has them."""
-    if not isinstance(record, dict):
-        return f"record: expected an object, found {describe(record)}"
-    for field, kind in fields.items():
-        if field not in record:
-            return f"{field}: is missing"
-        if not isinstance(record[field], kind):
-            return f"{field}: expected {describe_kind(kind)}, found {describe(record[field])}"
-        if record[field] == "":
-            return f"{field}: is empty"
-    return None
-
-
-def to_table(dataset: Dataset, rows: Iterable[Row]) -> tuple[pa.Table, int]:
-    """All rows as records with RAW_SCHEMA, in the reader's order, and the number of annotation rows they came from."""
+    The records have RAW_SCHEMA and no digests yet: images are read later, over all cores.
+    """
     rows = list(rows)
-    records = [_record(dataset, row) for row in rows]
-    if not dataset.follow_links:
-        _refuse_leaving(dataset.root, records)
+    records = [_record(name, entry, row) for row in rows]
+    if not entry.follow_links:
+        _refuse_leaving(entry.root, records)
     return pa.Table.from_pylist(records, schema=RAW_SCHEMA), sum(row.raw_rows for row in rows)
 
 
-def _record(dataset: Dataset, row: Row) -> dict[str, Any]:
-    """Typed fields; what cannot be typed becomes null (or no captions) and is named in `fault`."""
+def _record(dataset: str, entry: DatasetEntry, row: Row) -> dict[str, Any]:
+    """Typed fields; what cannot be typed becomes null (or no references) and is named in `fault`."""
     faults = [row.fault] if row.fault else []
     name = _text("id", row.name, faults)
     scene = _text("scene", row.scene, faults)
     return {
-        "id": name and f"{dataset.name}/{name}",
-        "dataset": dataset.name,
-        "split": "train" if row.split in dataset.train_on else _text("split", row.split, faults),
-        "scene": scene and f"{dataset.name}/{scene}",
-        "before": _image("before", dataset.root, row.before, faults),
-        "after": _image("after", dataset.root, row.after, faults),
-        "captions": _captions(row.captions, faults),
+        "id": name and f"{dataset}/{name}",
+        "dataset": dataset,
+        "split": "train" if row.split in entry.train_on else _text("split", row.split, faults),
+        "scene": scene and f"{dataset}/{scene}",
+        "before": _image("before", entry.root, row.before, faults),
+        "after": _image("after", entry.root, row.after, faults),
+        "references": _references(row.references, faults),
         "change_types": row.change_types,
         "source": _printable(row.source),
         "fault": "; ".join(map(_printable, faults)) or None,
@@ -87,19 +58,19 @@ def _text(field: str, value: Any, faults: list[str]) -> str | None:
     return None
 
 
-def _captions(value: Any, faults: list[str]) -> list[str]:
+def _references(value: Any, faults: list[str]) -> list[str]:
     if not isinstance(value, list):
         if value is not None or not faults:
-            faults.append(f"captions: expected a list of text, found {describe(value)}")
+            faults.append(f"references: expected a list of text, found {describe(value)}")
         return []
     kept = []
-    for number, caption in enumerate(value):
-        if not isinstance(caption, str):
-            faults.append(f"caption {number}: expected text, found {describe(caption)}")
-        elif not caption.isascii() and not _encodes(caption):
-            faults.append(f"caption {number}: holds half a surrogate pair, which is no character: {describe(caption)}")
+    for number, text in enumerate(value):
+        if not isinstance(text, str):
+            faults.append(f"reference {number}: expected text, found {describe(text)}")
+        elif not text.isascii() and not _encodes(text):
+            faults.append(f"reference {number}: holds half a surrogate pair, which is no character: {describe(text)}")
         else:
-            kept.append(caption)
+            kept.append(text)
     return kept
 
 

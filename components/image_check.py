@@ -1,4 +1,4 @@
-"""One image file looked at strictly, in a worker process: this module imports nothing heavy."""
+"""One image file read once and checked strictly, in a worker process: this module imports nothing heavy."""
 
 import hashlib
 import io
@@ -15,13 +15,13 @@ DECODER = f"Pillow {PIL.__version__}, thumbnail 8x8 Hamming"
 """Verdicts are cached under this name: another decoder judges anew."""
 
 PNG_END = b"\0\0\0\0IEND\xaeB`\x82"
-"""The whole last chunk: Pillow takes a file for sound that lacks only this checksum."""
+"""The whole last chunk: Pillow accepts a file in which only this checksum is missing."""
 
 known_digests: frozenset[bytes] = frozenset()
 
 
 class ImageCheck(NamedTuple):
-    """What one look told. `verdict` is OK or what is wrong; None where the content was known before."""
+    """What one reading found. `verdict` is OK or what is wrong; None where the content is in the cache."""
 
     path: str
     digest: bytes | None  # sha256 of the bytes; None where they could not be read
@@ -40,7 +40,7 @@ def start_worker(known: frozenset[bytes]) -> None:
     warnings.simplefilter("ignore")
 
 
-def look(path: str, max_pixels: int) -> ImageCheck:
+def check_image(path: str, max_pixels: int) -> ImageCheck:
     """Read, hash and, for content not yet known, decode every pixel. Never raises for a bad file."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
@@ -53,10 +53,10 @@ def look(path: str, max_pixels: int) -> ImageCheck:
     return ImageCheck(path, digest, None) if digest in known_digests else _decode(path, digest, data, max_pixels)
 
 
-def check_all(paths: list[str], known: frozenset[bytes], max_pixels: int) -> list[ImageCheck]:
-    """A task's share on a cluster, whose workers start without `start_worker`."""
+def check_batch(paths: list[str], known: frozenset[bytes], max_pixels: int) -> list[ImageCheck]:
+    """One task of a cluster, whose workers start without `start_worker`."""
     start_worker(known)
-    return [look(path, max_pixels) for path in paths]
+    return [check_image(path, max_pixels) for path in paths]
 
 
 def _decode(path: str, digest: bytes, data: bytes, max_pixels: int) -> ImageCheck:
@@ -67,7 +67,8 @@ def _decode(path: str, digest: bytes, data: bytes, max_pixels: int) -> ImageChec
         with Image.open(io.BytesIO(data)) as image:
             kind, (width, height) = image.format, image.size
             if width * height > max_pixels:
-                return ImageCheck(path, digest, f"has {width}x{height} pixels, more than {max_pixels}", kind, width, height)
+                too_large = f"has {width}x{height} pixels, more than {max_pixels}"
+                return ImageCheck(path, digest, too_large, kind, width, height)
             if kind == "PNG":
                 image.verify()
                 if PNG_END not in data:
@@ -75,8 +76,9 @@ def _decode(path: str, digest: bytes, data: bytes, max_pixels: int) -> ImageChec
         with Image.open(io.BytesIO(data)) as image:
             image.load()
             thumb = image.convert("L").resize((8, 8), Image.Resampling.HAMMING).tobytes()
-    except UnidentifiedImageError:  # its message bears a memory address
+    except UnidentifiedImageError:  # its message holds a memory address
         return ImageCheck(path, digest, "does not decode: is of no known image format")
     except Exception as error:  # Pillow raises some ten kinds for broken files, SyntaxError and struct.error among them
-        return ImageCheck(path, digest, f"does not decode: {str(error) or type(error).__name__}".replace("\n", " ")[:200])
+        told = (str(error) or type(error).__name__).replace("\n", " ")
+        return ImageCheck(path, digest, f"does not decode: {told}"[:200])
     return ImageCheck(path, digest, OK, kind, width, height, thumb)
