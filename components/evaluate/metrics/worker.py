@@ -2,7 +2,7 @@
 
 Writes FOLDER/result.json: {"value": ...} or {"error": reason}. The package's wrappers work in the folder of their own
 file; `__file__` is pointed at FOLDER, with links to the jars, so that a read-only installation serves as well.
-Run by `coco.Scorer`; imports nothing of the project.
+Run by `scorer.Scorer`; imports nothing of the project.
 """
 
 import json
@@ -50,7 +50,7 @@ def ptb(folder: Path) -> Callable[[Job], list[str]]:
 
 
 def meteor(folder: Path) -> Callable[[Job], Job]:
-    """Job {references, captions, groups} -> the score of each group, and of each pair in the group "all".
+    """Job {references, predictions, groups} -> the score of each group, and of each pair in the group "all".
 
     A pair's statistics are computed once; each group then aggregates its own, as METEOR does.
     """
@@ -58,26 +58,26 @@ def meteor(folder: Path) -> Callable[[Job], Job]:
 
     move_to(folder, module)
 
-    class RememberingMeteor(module.Meteor):  # type: ignore[misc]
-        seen: dict[tuple[str, ...], str] = {}
+    class CachingMeteor(module.Meteor):  # type: ignore[misc]
+        cached: dict[tuple[str, ...], str] = {}
 
         def _stat(self, hypothesis: str, references: list[str]) -> str:
             key = (hypothesis, *references)
-            if key not in self.seen:
-                self.seen[key] = super()._stat(hypothesis, references)
-            return self.seen[key]
+            if key not in self.cached:
+                self.cached[key] = super()._stat(hypothesis, references)
+            return self.cached[key]
 
-    scorer = RememberingMeteor()
+    scorer = CachingMeteor()
 
-    def score(job: Job) -> Job:
+    def compute(job: Job) -> Job:
         try:
             return by_group(job, scorer.compute_score)
         except (ValueError, OSError) as error:
             scorer.meteor_p.kill()
-            said = scorer.meteor_p.stderr.read().decode(errors="replace").strip().splitlines()
-            raise RuntimeError(f"METEOR gave up ({error}); its last words: {said[-1] if said else 'none'}") from error
+            words = scorer.meteor_p.stderr.read().decode(errors="replace").strip().splitlines()
+            raise RuntimeError(f"METEOR gave up ({error}); its last words: {words[-1] if words else 'none'}") from error
 
-    return score
+    return compute
 
 
 def by_group(job: Job, compute: Callable[[Job, Job], tuple[float, list[float]]]) -> Job:
@@ -87,7 +87,7 @@ def by_group(job: Job, compute: Callable[[Job, Job], tuple[float, list[float]]])
         if not ids:
             continue
         references = {i: job["references"][i] for i in ids}
-        score, pairs = compute(references, {i: [job["captions"][i]] for i in ids})
+        score, pairs = compute(references, {i: [job["predictions"][i]] for i in ids})
         answer["groups"][group] = score
         if group == "all":
             answer["pairs"] = dict(zip(ids, pairs, strict=True))
@@ -104,19 +104,19 @@ def spice(folder: Path) -> Callable[[Job], Job]:
     move_to(folder, module)
     module.get_stanford_models = lambda: None  # it would download 384 MB
 
-    def score(job: Job) -> Job:
+    def compute(job: Job) -> Job:
         for jar in job["jars"]:
             (folder / "lib" / Path(jar).name).symlink_to(jar)
         ids = sorted(job["groups"]["all"])  # the package sorts them
         _, found = module.Spice().compute_score(
-            {i: job["references"][i] for i in ids}, {i: [job["captions"][i]] for i in ids}
+            {i: job["references"][i] for i in ids}, {i: [job["predictions"][i]] for i in ids}
         )
         pairs = {i: score["All"]["f"] for i, score in zip(ids, found, strict=True)}
         pairs = {i: f for i, f in pairs.items() if f == f}
         groups = {name: [pairs[i] for i in members if i in pairs] for name, members in job["groups"].items()}
         return {"pairs": pairs, "groups": {name: sum(f) / len(f) for name, f in groups.items() if f}}
 
-    return score
+    return compute
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
-"""What the report draws: images as data URIs, the attended region as heat over the after-image, and training curves."""
+"""What the report draws: images as data URIs, a saliency map as heat over the after-image, and training curves."""
 
 import base64
+import hashlib
 import io
 import math
 from collections.abc import Callable, Sequence
@@ -16,12 +17,20 @@ MAX_PX = 384
 HEAT_RGB = np.array([[255, 205, 90], [240, 90, 40], [190, 20, 60]], dtype=np.float32)  # from little to much
 HEAT_OPACITY = 0.85
 MAX_POINTS = 400
+STYLES = ("main", "second", "third", "fourth", "fifth")
 
 
-def load_image(path: Path) -> Image.Image:
-    """The image upright, in RGB, its longer side at most `MAX_PX`."""
+def load_image(path: Path, sha256: bytes) -> Image.Image:
+    """The image upright, in RGB, its longer side at most `MAX_PX`.
+
+    Raises:
+        DataError: the file is missing, is no image, or is not the one of this digest.
+    """
     try:
-        with Image.open(path) as file:
+        content = path.read_bytes()
+        if hashlib.sha256(content).digest() != sha256:
+            raise DataError(f"{path}: changed since ingest (its SHA-256 is not the record's); run `dvc repro`")
+        with Image.open(io.BytesIO(content)) as file:
             image = ImageOps.exif_transpose(file).convert("RGB")
     except OSError as error:
         raise DataError(f"{path}: the report cannot show this image: {error}") from error
@@ -35,16 +44,20 @@ def data_uri(image: Image.Image) -> str:
     return "data:image/webp;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
-class Attention:
-    """Maps of where the model attends to as different, one per pair id, on one scale for the whole report."""
+class SaliencyMaps:
+    """Where the model finds the two images different: a map to each pair id, on one scale for the whole report."""
 
     def __init__(self, path: Path) -> None:
         with np.load(path) as arrays:
             maps = arrays["maps"].astype(np.float32)
             self.rows = {str(i): row for row, i in enumerate(arrays["ids"])}
-        self.maps = maps - np.median(maps, axis=(1, 2), keepdims=True)
-        peaks = self.maps.max(axis=(1, 2))
-        self.typical_peak = float(np.median(peaks)) or 1.0
+        if self.rows:
+            maps = maps - np.median(maps, axis=(1, 2), keepdims=True)
+        self.maps = maps
+        self.typical_peak = (float(np.median(maps.max(axis=(1, 2)))) if self.rows else 0.0) or 1.0
+
+    def __len__(self) -> int:
+        return len(self.rows)
 
     def heat(self, pair: str, size: tuple[int, int]) -> np.ndarray | None:
         """Values 0 to 1 [height, width] for an image of `size` (width, height); None where the pair has no map.
@@ -73,7 +86,7 @@ def overlay(image: Image.Image, heat: np.ndarray) -> Image.Image:
 
 @dataclass(frozen=True)
 class Line:
-    """One series of a chart. `style` is a CSS class of the template: faint, main, second, third."""
+    """One series of a chart. `style` is a CSS class of the template: faint, or one of `STYLES`."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -142,9 +155,9 @@ def thin(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]
     return [(part[-1][0], sum(y for _, y in part) / len(part)) for part in parts]
 
 
-def smooth(points: Sequence[tuple[float, float]], share: float = 0.03) -> list[tuple[float, float]]:
-    """The running mean over `share` of all points, towards the past."""
-    window = max(1, round(len(points) * share))
+def smooth(points: Sequence[tuple[float, float]], fraction: float = 0.03) -> list[tuple[float, float]]:
+    """The running mean over `fraction` of all points, towards the past."""
+    window = max(1, round(len(points) * fraction))
     values = np.array([y for _, y in points])
     sums = np.concatenate([[0.0], np.cumsum(values)])
     ends = np.arange(1, len(points) + 1)
