@@ -37,7 +37,7 @@ down:           ## end what `up` started
 
 profile: install ## make PROFILE (paper, one-gpu) the parameters of the next run, once it is seen to fit
 	@m3diff --params profiles/$(PROFILE).yaml plan
-	@cp profiles/$(PROFILE).yaml params.yaml
+	@m3diff profile $(PROFILE)
 
 base: install   ## pre-train the tiny base model from scratch
 	@m3diff base

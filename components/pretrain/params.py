@@ -8,7 +8,7 @@ from components.section import Section
 class Pretrain(Section):
     """A LLaVA-OneVision of 1.4 M parameters."""
 
-    seed: int
+    seed: int = Field(ge=0)
     image_px: int = Field(ge=32)  # as MiniChange is drawn
     vision_px: int = Field(ge=8)
     patch_px: int = Field(ge=4)  # 24: 9 patches, one to a place of the 3 x 3 grid
