@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from components.models.m3diff.tuning import add_lora
 from packaging.requirements import Requirement
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention.flex_attention import create_mask
 
-from components.models.m3diff.tuning import add_lora
 from components.models.fused import STOCK, SwiGLU, attention_kernels, fused_attention, make_fused, recomputing, swiglu
-from components.models.packing import Packed, flex_mask, pack, prefix_mask, prefix_rule
-from tests.model.test_packing import gradients, group, summed_loss
+from components.train.packing import Packed, flex_mask, pack, prefix_mask, prefix_rule
 from tests.tiny import MDP, SIDE, WIDTH, tiny_model
+from tests.train.test_packing import gradients, group, summed_loss
 
 STOCK_WAY = {"checkpointing": "none", "fused": False, "lora": False}
 LEAN_WAYS = {
@@ -197,7 +197,7 @@ def bare_machine(folder: Path) -> Path:
 def test_the_model_needs_torch_transformers_and_peft_alone(tmp_path: Path) -> None:
     repository = str(Path(__file__).parents[2])
     script = (
-        "import sys, components.model, components.models.m3diff.tuning, components.models.fused, components.models.packing\n"
+        "import sys, components.model, components.models.m3diff.tuning, components.models.fused, components.train.packing\n"
         "print(sorted({'PIL', 'pyarrow', 'ray', 'deepspeed', 'mlflow', 'components.params'} & set(sys.modules)))"
     )
     environment = {"PYTHONPATH": f"{bare_machine(tmp_path)}:{repository}", "PATH": "/usr/bin:/bin"}

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from components.models.m3diff.tuning import add_lora
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
 
-from components.models.m3diff.tuning import add_lora
 from components.models.fused import make_fused
-from components.models.packing import PAD, Packed, pack
+from components.train.packing import PAD, Packed, pack
 from tests.tiny import MDP, SIDE, scale_features, tiny_model
 
 IMAGE = [3] * ((SIDE // 8) ** 2 + 1)
