@@ -39,8 +39,9 @@ profile: install ## make PROFILE (paper, one-gpu) the parameters of the next run
 	@m3diff --params profiles/$(PROFILE).yaml plan
 	@m3diff profile $(PROFILE)
 
-base: install   ## pre-train the tiny base model from scratch
-	@m3diff base
+base: install   ## pre-train the tiny base model from scratch (an hour); DVC records it, since its stage is frozen
+	@m3diff pretrain
+	@dvc repro --single-item pretrain
 
 bench-train: install ## training speed -> benchmarks/results/train.json
 	@python benchmarks/train.py
