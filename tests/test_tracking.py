@@ -88,7 +88,7 @@ def test_scores_are_metrics_and_what_is_no_number_is_left_out(client, tmp_path):
     assert [(m.key, m.value, m.timestamp, m.step) for m in client.logged("metrics")] == [
         ("CIDEr", 1.5, 99, 0),
         ("pairs", 3.0, 99, 0),
-        ("color/BLEU", 1.0, 99, 0),
+        ("types/color/BLEU", 1.0, 99, 0),
     ]
 
 

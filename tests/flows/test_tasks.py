@@ -94,8 +94,8 @@ def test_in_prefects_page_a_task_has_the_name_of_its_stage():
 
 
 def test_the_end_of_a_task_is_logged_and_its_failure_raised(logged):
-    assert tasks.finish(Completed(name="Restored", message="train: restored")) == "Restored"
-    assert tasks.finish(Completed(name="Ran")) == "Ran"
+    assert tasks.finish(Completed(name="Restored", message="train: restored", data="Restored")) == "Restored"
+    assert tasks.finish(Completed(name="Ran", data="Ran")) == "Ran"
     assert logged == ["train: restored", "Ran"]
     with pytest.raises(DvcError, match="stage train exited with 3"):
         tasks.finish(Failed(data=DvcError("stage train", 3, [])))
@@ -117,7 +117,8 @@ class Pipeline:
         self.done.append(stage)
         if stage == self.fails:
             return Failed(data=DvcError(f"stage {stage}", 3, []))
-        return Completed(name={"train": "Restored", "promote": "Refused"}.get(stage, "Ran"))
+        outcome = {"train": "Restored", "promote": "Refused"}.get(stage, "Ran")
+        return Completed(name=outcome, data=outcome)
 
 
 def test_the_pipeline_is_every_stage_in_order_then_register_and_promote(monkeypatch, logged):
