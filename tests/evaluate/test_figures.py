@@ -237,3 +237,39 @@ def test_few_points_are_not_thinned():
     points = [(float(x), float(x)) for x in range(MAX_POINTS)]
     assert thin(points) == points
     assert len(thin([*points, (400.0, 0.0)])) == MAX_POINTS / 2 + 1
+
+
+def test_the_overlay_mixes_a_calm_grey_with_the_colour_of_the_heat():
+    image = Image.new("RGB", (4, 1), (90, 120, 90))  # its grey is 108
+    drawn = np.asarray(overlay(image, np.array([[0, 0.25, 0.5, 1.0]])))[0]
+    assert drawn.tolist() == [
+        [137, 142, 137],  # 0.15 of the image, 0.6 of its grey, 0.25 of 235
+        [160, 143, 122],
+        [189, 115, 88],
+        [182, 38, 72],  # 0.85 of (190, 20, 60) over the first
+    ]
+
+
+CHART = """
+<svg viewBox="0 0 560 260" role="img" aria-label="Rate" class="chart">
+<line class="grid" x1="52" x2="544" y1="230.0" y2="230.0"/>
+<text class="tick end" x="44" y="234.0">0</text>
+<line class="grid" x1="52" x2="544" y1="127.1" y2="127.1"/>
+<text class="tick end" x="44" y="131.1">1</text>
+<line class="grid" x1="52" x2="544" y1="24.3" y2="24.3"/>
+<text class="tick end" x="44" y="28.3">2</text>
+<text class="tick mid" x="52.0" y="252">0</text>
+<text class="tick mid" x="175.0" y="252">1</text>
+<text class="tick mid" x="298.0" y="252">2</text>
+<text class="tick mid" x="421.0" y="252">3</text>
+<text class="tick mid" x="544.0" y="252">4</text>
+<path class="line main" d="M175.0 178.6L544.0 24.3"/>
+<path class="line second" d="M544.0 127.1"/>
+<circle class="second" cx="544.0" cy="127.1" r="3"/>
+</svg>
+"""
+
+
+def test_a_small_chart_is_drawn_stroke_by_stroke():
+    svg = chart([Line("a", [(1, 0.5), (4, 2.0)], "main"), Line("b", [(4, 1.0)], "second", dots=True)], "Rate")
+    assert svg.replace("><", ">\n<") == CHART.strip()

@@ -226,3 +226,9 @@ def test_the_list_is_light_to_import():
     heavy = ("pycocoevalcap", "torch", "pandas", "polars", "transformers", "PIL", "jinja2", "pyarrow.parquet")
     code = f"import sys; import components.evaluate.metrics; print([name for name in {heavy} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_only_what_has_a_program_of_its_own_waits_beside_the_others_and_only_spice_is_optional():
+    assert [name for name, metric in METRICS.items() if metric.beside] == ["METEOR", "SPICE"]
+    assert [name for name, metric in METRICS.items() if metric.optional] == ["SPICE"]
+    assert [name for name, metric in METRICS.items() if not metric.java] == ["change_accuracy"]

@@ -212,7 +212,12 @@ def test_published_scores_stand_beside_those_of_a_known_benchmark(tmp_path: Path
     assert table["rows"][0]["scores"]["CIDEr"] == 136.6
     ours = methods.index("this run")
     assert table["rows"][ours - 1]["scores"]["CIDEr"] >= 60.0 >= table["rows"][ours + 1]["scores"]["CIDEr"]
-    assert "Beside published results" in render(evidence(tmp_path, pairs), 0)
+    page = render(evidence(tmp_path, pairs, CIDEr=0.6), 0)
+    assert "Beside published results" in page
+    assert re.findall(r'<tr class="ours"><th scope="row">([^<]+)</th><td>(.*?)</td><td>(.*?)</td>', page) == [
+        ("this run", "", "50.0")
+    ]
+    assert '<tr class=""><th scope="row">M3Diff</th>' in page
 
 
 def test_an_unknown_dataset_shows_no_published_scores(toy: Evidence):
@@ -270,7 +275,8 @@ def test_a_card_says_how_many_changes_are_not_named(toy: Evidence):
     shown = cards(render(toy, 6))
     assert "1 change not named" in text_of(shown["toy/3"])
     assert [i for i, card in shown.items() if "not named" in card] == ["toy/2", "toy/3"]
-    assert "no change CIDEr" in text_of(shown["toy/4"])
+    assert "no change CIDEr 400.0" in text_of(shown["toy/4"])
+    assert "color CIDEr 0.0" in text_of(shown["toy/0"])
 
 
 def licence(answer: Any) -> Licence:
@@ -444,7 +450,8 @@ def test_lines_of_a_chart_have_styles_of_their_own_and_the_loss_is_on_a_log_scal
 def test_the_several_changes_are_told_in_words(toy: Evidence):
     assert (
         "The 1 pairs with several changes hold 2: 50.0% of them are named by type, 50.0% with object and place as "
-        "well. Of the clauses predicted there, 50.0% name a change that happened. 0.0% of these pairs have all their types"
+        "well. Of the clauses predicted there, 50.0% name a change that happened. 0.0% of these pairs have all their "
+        "types named and none too many; in 0.0% everything is right."
     ) in text_of(render(toy, 0))
 
 
@@ -481,3 +488,25 @@ def test_scores_in_papers_units_are_times_100_and_absent_ones_stay_so():
 def test_scores_are_printed_with_one_digit():
     assert (report.times100(0.12345), report.times100(None)) == ("12.3", "–")
     assert (report.percent(0.12345), report.percent(None)) == ("12.3%", "–")
+
+
+def test_published_rows_have_their_venue_and_scores_in_the_columns_of_papers():
+    known = {"venue": "CVPR", "bleu_4": "1.5", "meteor": "2", "rouge_l": "", "cider": "4", "spice": "5"}
+    assert report.published_row(known | {"method": "a"}) == {
+        "method": "a",
+        "venue": "CVPR",
+        "ours": False,
+        "scores": {"BLEU-4": 1.5, "METEOR": 2.0, "ROUGE-L": None, "CIDEr": 4.0, "SPICE": 5.0},
+    }
+
+
+def test_a_run_without_cider_stands_last_among_published_results():
+    (table,) = report.published_tables({"iedit": {"METEOR": 0.1}})
+    assert [row["ours"] for row in table["rows"]] == [False] * (len(table["rows"]) - 1) + [True]
+
+
+def test_the_notes_say_what_is_not_there(toy: Evidence):
+    text = text_of(render(toy, 0))
+    assert "Saliency map The after-image in grey" in text
+    assert "Right and wrong Prediction and references are read" in text
+    assert "No curves" not in text

@@ -3,6 +3,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -73,7 +74,8 @@ def test_meteor_is_computed_also_where_some_groups_are_empty(tmp_path: Path):
     path = folders.clean / "records.parquet"
     table = pq.read_table(path)
     column = table.schema.get_field_index("change_types")
-    pq.write_table(table.set_column(column, table.schema.field(column), [[[]] * len(table)]), path)
+    unknown = pa.array([[]] * len(table), table.schema.field(column).type)
+    pq.write_table(table.set_column(column, "change_types", unknown), path)
     report = bench.run(folders, tmp_path / "out")
     assert report.scores["METEOR"] is not None
     assert report.groups["change"]["pairs"] == 0

@@ -103,7 +103,7 @@ def percent(value: float | None) -> str:
 
 
 def alarms(parsed: Iterable[ParsedCaption]) -> list[tuple[str, int, int]]:
-    """Kind of pair, how many were called unchanged, and of how many a change was named; no empty kinds."""
+    """Kind of pair, how many were called unchanged, and of how many anything else was predicted; no empty kinds."""
     kinds = ("distractors", "pairs with one change", "pairs with several changes")
     counts = Counter((min(len(caption.pair.changes), 2), caption.says_no_change) for caption in parsed)
     rows = [(kind, counts[changes, True], counts[changes, False]) for changes, kind in enumerate(kinds)]
