@@ -24,12 +24,17 @@ if TYPE_CHECKING:
     from components.params import Params
 
 
+def shown(value: Any) -> str:
+    """A value as `params.yaml` has it."""
+    return yaml.safe_dump(value).split("\n")[0] if value is None or isinstance(value, bool) else repr(value)
+
+
 def closest(found: Any, known: Iterable[str], of: str = "expected one of") -> str:
     """What may stand here instead of `found`: the nearest name where one is near, else all of them."""
     names = sorted(known)
     near = difflib.get_close_matches(str(found), names, n=1, cutoff=0.6)
     listed = ", ".join(names) or "none"
-    words = f"known {of}: {listed}" if of == "keys" else f"{of} {listed} (found {found!r})"
+    words = f"known {of}: {listed}" if of == "keys" else f"{of} {listed} (found {shown(found)})"
     return f"did you mean {near[0]!r}? {words}" if near else words
 
 
@@ -111,8 +116,13 @@ def source_names(params: "Params") -> Iterator[str]:
             yield f"convert.sources.{name}: no such dataset; {closest(name, params.ingest.datasets)}"
 
 
+def sound(entries: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Entries without those that are wrong themselves, which are None."""
+    return [(name, settings) for name, settings in entries.items() if settings is not None]
+
+
 def generator_roots(params: "Params") -> Iterator[str]:
-    for name, settings in params.synthesize.items():
+    for name, settings in sound(params.synthesize):
         root = params.ingest.datasets[name].root
         if Path(settings.root) != root:
             yield (
@@ -123,8 +133,10 @@ def generator_roots(params: "Params") -> Iterator[str]:
 
 def separate_folders(params: "Params") -> Iterator[str]:
     """Dataset roots and the folders that stages write: none is another or lies inside it."""
-    folders = {f"ingest.datasets.{name}.root": entry.root for name, entry in params.ingest.datasets.items()}
-    folders |= {f"paths.{name}": getattr(params.paths, name) for name in type(params.paths).model_fields}
+    roots = {f"ingest.datasets.{name}.root": entry for name, entry in params.ingest.datasets.items()}
+    folders = {name: entry.root for name, entry in roots.items() if hasattr(entry, "root")}
+    outputs = [name for name in type(params.paths).model_fields if hasattr(params.paths, name)]
+    folders |= {f"paths.{name}": getattr(params.paths, name) for name in outputs}
     folders["compute.scratch"] = params.compute.scratch
     places = [(name, folder, Path(os.path.abspath(folder))) for name, folder in folders.items()]
     for number, (name, folder, at) in enumerate(places):
@@ -145,7 +157,7 @@ def trained_model(params: "Params") -> Iterator[str]:
 
 def model_rates(params: "Params") -> Iterator[str]:
     """Each part of the family has a rate, or null, and nothing else has."""
-    for name, settings in params.models.items():
+    for name, settings in sound(params.models):
         parts = FAMILIES[settings.family].parts
         for part in settings.rates:
             if part not in parts:
@@ -165,7 +177,7 @@ def model_on_base(params: "Params") -> Iterator[str]:
 
 def other_models(params: "Params") -> Iterator[str]:
     """A model that is not trained need not fit the base."""
-    for name, settings in params.models.items():
+    for name, settings in sound(params.models):
         if name != params.train.model:
             for fault in FAMILIES[settings.family].faults(settings, None):
                 yield f"models.{name}: {fault}"

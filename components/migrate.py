@@ -4,7 +4,6 @@ Values keep their meaning: what was one learning rate for everything but the vis
 part, a list of datasets becomes a mapping by name. What the earlier shape did not have comes from the embedded profile.
 """
 
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,11 @@ ORDER = (
     "register",
     "compute",
 )
-MOVED_FILES = {"components/convert/templates.yaml": "profiles/questions.yaml", "components/model/base": "data/00_base"}
+MOVED_FILES = {
+    "components/convert/templates.yaml": "profiles/questions.yaml",
+    "components/model/base": "data/00_base",
+    "data/06_captions": "data/06_predictions",
+}
 CHECKPOINTING = {"cheap": "selective"}
 Say = Callable[[str], None]
 
@@ -51,12 +54,19 @@ def migrate(path: Path, embedded: Path, say: Say) -> None:
         raise ParamsError(f"{path}: {'; '.join(twice)}")
     if not renamed_keys(raw)[1]:
         return say(f"{path} has the present shape already; nothing is changed")
-    if missing := [name for name in ORDER if name not in NEW_SECTIONS and name not in raw]:
-        raise ParamsError(f"{path}: has no section {', '.join(missing)}; only a complete file can be migrated")
+    if missing := missing_keys(raw):
+        raise ParamsError(f"{path}: has no {', '.join(missing)}; only a complete earlier file can be migrated")
     text = migrated(path.read_text(encoding="utf-8"), embedded.read_text(encoding="utf-8"), say)
     say(f"a copy of the file as it was: {keep_copy(path)}")
     path.write_text(text, encoding="utf-8")
     return None
+
+
+def missing_keys(raw: Mapping[str, Any]) -> list[str]:
+    """Sections and renamed keys that a file of the earlier shape would have."""
+    sections = [name for name in ORDER if name not in NEW_SECTIONS and not isinstance(raw.get(name), dict)]
+    keys = [key.split(".") for key in RENAMED if key.count(".") == 1]
+    return sections or [f"{section}.{key}" for section, key in keys if key not in raw[section]]
 
 
 def migrated(text: str, embedded: str, say: Say) -> str:
@@ -70,7 +80,7 @@ def migrated(text: str, embedded: str, say: Say) -> str:
     _same_value(old, new, say)
     for section in (*NEW_SECTIONS, "paths", "train", "evaluate"):
         _fill(old, new, section)
-    return _spaced(dump_commented(_in_order(old)))
+    return dump_commented(_in_order(old))
 
 
 def _same_value(old: Any, new: Any, say: Say) -> None:
@@ -142,6 +152,9 @@ def _generator(old: Any, minichange: Any, say: Say) -> None:
     if "train_twice" in settings:
         _rename(settings, "train_twice", "oversample_types", settings["train_twice"])
     settings.insert(0, "root", minichange)
+    settings.ca.comment = None
+    if not makes:
+        old.ca.items.pop("synthesize", None)
     old["synthesize"] = type(old)({"minichange": settings} if makes else {})
     remark = (
         "synthesize.minichange (train_twice -> oversample_types)" if makes else "removed: no MiniChange is ingested"
@@ -170,8 +183,8 @@ def _model(old: Any, new: Any, say: Say) -> None:
     if module is not None:
         models["m3diff"]["module"] = module
     train.insert(0, "model", "no_module" if module is None else "m3diff")
-    packing, several = _take(train, "packing")[0], _take(train, "pack_k")[0]
-    train["max_captions_per_sequence"] = {"unpacked": 1, "k": several, "full": None}[packing]
+    most = {"unpacked": 1, "k": _take(train, "pack_k")[0]}.get(train["packing"])
+    _rename(train, "packing", "max_captions_per_sequence", most)
     say("train.perception, lora_rank, lora_alpha, lr_tower, lr, lr_perception -> models.m3diff (module, lora, rates)")
     say("train.packing, pack_k -> train.max_captions_per_sequence (1, k, or null for all)")
 
@@ -214,13 +227,3 @@ def _rename(mapping: Any, key: str, name: str, value: Any) -> None:
     mapping.insert(position, name, value)
     if comment is not None:
         mapping.ca.items[name] = comment
-
-
-def _spaced(text: str) -> str:
-    """One empty line before each section and none elsewhere: comments that moved took such lines along."""
-    lines = [line for line in text.split("\n") if line.strip()]
-    spaced = [
-        "\n" + line if number and re.match(r"\w+:", line) and not lines[number - 1].startswith("#") else line
-        for number, line in enumerate(lines)
-    ]
-    return "\n".join(spaced) + "\n"

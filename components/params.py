@@ -5,6 +5,8 @@ in a comment. Each stage folder holds its section in `params.py`; this file puts
 another is checked in `components/consistency.py`; a profile is resolved in `components/profiles.py`.
 """
 
+import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +14,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from components.compute import Compute
-from components.consistency import closest, inconsistencies
+from components.consistency import closest, inconsistencies, shown
 from components.convert.params import Convert
 from components.datasets import DATASETS
 from components.evaluate.params import Evaluate
@@ -97,13 +99,20 @@ def load_params(path: Path = Path("params.yaml")) -> Params:
 
 
 def _validate(raw: Mapping[str, Any], faults: Faults, moved: frozenset[str]) -> Params:
-    """The parameters; after a fault, what of them is right. A key that is there under its old name is not missing."""
+    """The parameters; after a fault, what of them is right."""
     try:
         return Params.model_validate(raw)
     except ValidationError as error:
-        found = [fault for fault in error.errors() if not (fault["type"] == "missing" and place(fault["loc"]) in moved)]
+        found = [fault for fault in error.errors() if not _said_already(fault, moved)]
         faults.update(dict.fromkeys(explain(fault) for fault in found))
         return sound_part(Params, raw)
+
+
+def _said_already(fault: Any, moved: frozenset[str]) -> bool:
+    """A key that is there under its old name, or a number that is infinite or none."""
+    if fault["type"] == "missing":
+        return place(fault["loc"]) in moved
+    return isinstance(fault["input"], float) and not math.isfinite(fault["input"])
 
 
 def sound_part(section: type[Any], raw: Any) -> Any:
@@ -112,8 +121,9 @@ def sound_part(section: type[Any], raw: Any) -> Any:
     for name, field in section.model_fields.items():
         key = field.alias or name
         if isinstance(raw, Mapping) and key in raw:
+            annotation = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
             try:
-                values[name] = TypeAdapter(Annotated[field.annotation, *field.metadata]).validate_python(raw[key])
+                values[name] = TypeAdapter(annotation).validate_python(raw[key])
             except ValidationError:
                 values.update(_sound_below(name, field.annotation, raw[key]))
     return section.model_construct(**values)
@@ -133,20 +143,21 @@ def _is_section(annotation: Any) -> bool:
 
 
 def _typed_entries(raw: Mapping[str, Any], faults: Faults) -> dict[str, Any]:
-    """`models` and `synthesize` with each entry as the type that its family or dataset names; wrong entries removed."""
+    """`models` and `synthesize` with each entry as the type that its family or dataset names; None after a fault."""
     typed = dict(raw)
     for section, type_of in (("models", _settings_of_family), ("synthesize", _settings_of_generator)):
         entries = raw.get(section)
         if isinstance(entries, Mapping):
-            found = {name: _typed(f"{section}.{name}", entry, type_of, raw, faults) for name, entry in entries.items()}
-            typed[section] = {name: entry for name, entry in found.items() if entry is not None}
+            typed[section] = {
+                name: _typed(f"{section}.{name}", entry, type_of, raw, faults) for name, entry in entries.items()
+            }
     return typed
 
 
 def _typed(where: str, entry: Any, type_of: Any, raw: Mapping[str, Any], faults: Faults) -> Any:
     """One entry in its type; None after a fault."""
     if not isinstance(entry, Mapping):
-        faults[f"{where}: expected a mapping (found {entry!r})"] = None
+        faults[f"{where}: expected a mapping (found {shown(entry)})"] = None
         return None
     settings = type_of(where, entry, raw)
     if isinstance(settings, str):
@@ -204,7 +215,7 @@ def explain(fault: Any, below: str = "", top: Any = Params) -> str:
         known = known_keys(top, fault["loc"][:-1])
         return f"{where}: unknown key; {closest(fault['loc'][-1], known, of='keys')}"
     expected = _expectation(fault)
-    return f"{where}: {expected}" + ("" if ", found " in expected else f" (found {fault['input']!r})")
+    return f"{where}: {expected}" + ("" if ", found " in expected else f" (found {shown(fault['input'])})")
 
 
 def _expectation(fault: Any) -> str:
@@ -212,7 +223,7 @@ def _expectation(fault: Any) -> str:
     kind, context = fault["type"], fault.get("ctx", {})
     for limit, words in LIMITS.items():
         if limit in context:
-            return f"must be {words.format(context[limit])}"
+            return f"must be {words.format(format(context[limit], 'g'))}"
     if kind in ("too_short", "string_too_short"):
         return "must not be empty"
     if kind == "string_too_long":
@@ -236,7 +247,7 @@ def known_keys(top: Any, loc: Where) -> list[str]:
 def _fields(top: Any) -> dict[str, Any]:
     if _is_section(top):
         return {field.alias or name: field.annotation for name, field in top.model_fields.items()}
-    return getattr(top, "__annotations__", {}) if isinstance(top, type) else {}
+    return {field.name: field.type for field in dataclasses.fields(top)} if dataclasses.is_dataclass(top) else {}
 
 
 def _entry_type(annotation: Any) -> Any:

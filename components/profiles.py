@@ -6,7 +6,10 @@ a profile names it. `synthesize` that is inherited keeps only the datasets that 
 """
 
 import datetime
+import io
+import itertools
 import math
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -64,7 +67,8 @@ RENAMED: dict[str, str] = {
 """Keys of the earlier parameter files and where their value stands now; "" where nothing asks for it any more."""
 
 NEW_SECTIONS = ("models", "pretrain", "compute")
-"""Sections that the earlier files did not have: what is missing of them is no fault of its own."""
+NEW_KEYS = ("paths.base", "train.model", "train.export", "evaluate.metrics")
+"""What the earlier files did not have: in such a file it is not reported as missing."""
 
 ALSO = {"train.lr": " and models.m3diff.rates.llm"}
 
@@ -146,8 +150,11 @@ def lay_over(below: dict[str, Any], overlay: dict[str, Any]) -> dict[str, Any]:
     if "synthesize" not in overlay and isinstance(merged.get("synthesize"), dict):
         ingest = merged.get("ingest")
         datasets = ingest.get("datasets") if isinstance(ingest, dict) else None
-        for name in [name for name in merged["synthesize"] if name not in (datasets or ())]:
-            del merged["synthesize"][name]
+        ingested = datasets if isinstance(datasets, dict) else {}
+        made = merged["synthesize"]
+        for name in [name for name in made if name not in ingested]:
+            del made[name]
+        merged["synthesize"] = made or {}
     return merged
 
 
@@ -158,6 +165,8 @@ def _merge(below: Any, overlay: Any, at: tuple[str, ...] = ()) -> Any:
     for key, value in overlay.items():
         if key != EXTENDS or at:
             below[key] = _merge(below[key], value, (*at, key)) if key in below else value
+            if hasattr(overlay, "ca") and key in overlay.ca.items:
+                below.ca.items[key] = overlay.ca.items[key]
     return below
 
 
@@ -194,7 +203,7 @@ def renamed_keys(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], fro
         faults.append("ingest.datasets: is now a mapping by name, not a list; run `m3diff migrate`")
         kept["ingest"] = {name: value for name, value in ingest.items() if name != "datasets"}
         moved.add("ingest.datasets")
-    return kept, faults, frozenset(moved | set(NEW_SECTIONS) | {"paths.base", "train.model"} if faults else ())
+    return kept, faults, frozenset(moved | set(NEW_SECTIONS) | set(NEW_KEYS) if faults else ())
 
 
 def profiles(folder: Path) -> Iterator[Path]:
@@ -245,7 +254,8 @@ def use_profile(name: str, target: Path, folder: Path) -> list[str]:
         before, known = _values_or_none(target), [resolve(path)[0] for path in profiles(folder)]
         if before not in known:
             said.append(f"{target} differs from every profile; a copy of it is {keep_copy(target)}")
-    said += differences(before or {}, values) or [f"{target} has these values already"]
+    said += differences(before, values) if before else [f"{target} is written"]
+    said += [] if before != values else [f"{target} has these values already"]
     target.write_text(written(source), encoding="utf-8")
     return said
 
@@ -275,8 +285,18 @@ def written(source: Path) -> str:
     merged = load_commented(text)
     for file in files[1:]:
         merged = lay_over(merged, load_commented(file.read_text(encoding="utf-8")))
-    title = f"# Profile {source.stem} as `m3diff profile {source.stem}` wrote it: {files[0].stem} and what differs.\n"
-    return title + dump_commented(merged)
+    title = f"# The profile {source.stem}, as `m3diff profile {source.stem}` wrote it.\n#\n"
+    return (
+        title
+        + _head(source.read_text(encoding="utf-8"))
+        + "\n"
+        + dump_commented(merged).removeprefix(_head(text)).lstrip()
+    )
+
+
+def _head(text: str) -> str:
+    """The comment that a file begins with."""
+    return "".join(itertools.takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True)))
 
 
 def load_commented(text: str) -> Any:
@@ -285,11 +305,17 @@ def load_commented(text: str) -> Any:
 
 
 def dump_commented(values: Any) -> str:
-    import io
-
     text = io.StringIO()
     _round_trip().dump(values, text)
-    return text.getvalue()
+    return _spaced(text.getvalue())
+
+
+def _spaced(text: str) -> str:
+    """An empty line before each section and after the head, no other: comments that moved took such lines along."""
+    head = _head(text)
+    lines = [line for line in text.removeprefix(head).split("\n") if line.strip()]
+    starts = [re.match(r"\w+:", line) and not above.startswith("#") for above, line in itertools.pairwise(["", *lines])]
+    return head + "".join(("\n" if start else "") + line + "\n" for start, line in zip(starts, lines, strict=True))
 
 
 def _round_trip() -> Any:

@@ -7,12 +7,18 @@ import torch
 from PIL import Image
 from transformers import LlavaOnevisionForConditionalGeneration
 
+from components.models import FAMILIES
+from components.models.checkpoint import folder_sha256, save_checkpoint
+from components.models.family import Lora
 from components.models.m3diff.configuration import M3DiffConfig
 from components.models.m3diff.modeling import M3DiffForConditionalGeneration
 from components.models.m3diff.processing import M3DiffImageProcessor, M3DiffProcessor
+from components.models.m3diff.settings import M3DiffSettings, MDPConfig, Rates
+from components.models.tuning import prepare
 
-MDP = {"taps": [1, 2], "layers": 2, "heads": 2}
-BASE = Path(__file__).parent.parent / "components" / "model" / "base"
+MDP = {"vision_feature_layers": [1, 2], "layers": 2, "heads": 2}
+BASE = Path(__file__).parent.parent / "data" / "00_base"
+RATES = {"vision": 1e-3, "projector": 3e-3, "module": 3e-3, "llm": 3e-3}
 WIDTH, SIDE, PATCH = 16, 24, 8
 
 
@@ -49,7 +55,7 @@ def tiny_config(mdp: dict | None = None, vocab_size: int = 640) -> M3DiffConfig:
 
 
 def tiny_model(mdp: dict | None = None, seed: int = 0) -> M3DiffForConditionalGeneration:
-    """An M3Diff whose silent projections were given weights, so that no gradient is zero by construction."""
+    """An M3Diff whose zero-initialised projections were given weights, so that no gradient is zero by construction."""
     torch.manual_seed(seed)
     model = M3DiffForConditionalGeneration._from_config(tiny_config(mdp), attn_implementation="sdpa")
     with torch.no_grad():
@@ -87,6 +93,38 @@ def tiny_base(folder: Path, seed: int = 0) -> Path:
         chat_template=tokenizer.chat_template,
     )
     processor.save_pretrained(folder)
+    return folder
+
+
+def tiny_settings(mdp: dict | None = MDP, rank: int = 2, **rates: float | None) -> M3DiffSettings:
+    """The settings of a tiny M3Diff; `rates` changes the learning rate of a part."""
+    without = {"module": None} if mdp is None else {}
+    return M3DiffSettings(
+        family="m3diff",
+        module=None if mdp is None else MDPConfig(**mdp),
+        lora=Lora(rank=rank, alpha=4),
+        rates=Rates(**RATES | without | rates),
+    )
+
+
+def tiny_trained(base: Path, settings: M3DiffSettings, seed: int = 1) -> torch.nn.Module:
+    """A model on `base` whose trainable parameters have moved, with its adapters."""
+    family = FAMILIES[settings.family]
+    torch.manual_seed(seed)
+    model = prepare(family.load_base(base, settings, torch.float32, "sdpa"), family, settings).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def tiny_checkpoint(base: Path, folder: Path, settings: M3DiffSettings | None = None, seed: int = 1) -> Path:
+    """A checkpoint on `base` as training writes it."""
+    settings = settings or tiny_settings()
+    processor = FAMILIES[settings.family].load_processor(base)
+    model = tiny_trained(base, settings, seed)
+    save_checkpoint(model, processor, folder, family=settings.family, base=base, base_sha256=folder_sha256(base))
     return folder
 
 

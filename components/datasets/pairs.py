@@ -24,6 +24,8 @@ OPTIONAL = ("id", "scene", "change_types")
 
 
 class Entry(NamedTuple):
+    """One row of the manifest, columns by their field."""
+
     where: str
     name: Any
     split: Any

@@ -5,6 +5,7 @@ finds is counted: pairs and references by split beside the published counts, row
 Images are looked for, not decoded; that is for ingest and validate.
 """
 
+import json
 import os
 from collections import Counter
 from collections.abc import Mapping
@@ -181,9 +182,7 @@ def _counts(published: Published | None, rows: list[dict[str, Any]]) -> list[str
             differs = differs or wrong
         lines.append(line)
     if published and differs:
-        lines.append(
-            f"  not the release of {published.title}: a part of it, another version, or other data in its layout"
-        )
+        lines.append(f"  not the release of {published.title}: a part, another version, or other data in its layout")
     return lines
 
 
@@ -197,6 +196,6 @@ def _first(what: str, problems: list[str]) -> list[str]:
 
 def _as_yaml(name: str, entry: DatasetEntry) -> str:
     """The entry on one line, as it goes into `params.yaml`."""
-    options = {"options": yaml.safe_load(yaml.dump(dict(entry.options)))} if entry.options else {}
+    options = {"options": json.loads(json.dumps(entry.options))} if entry.options else {}
     value = {"reader": entry.reader, "root": str(entry.root)} | options
     return f"{name}: {yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000).strip()}"

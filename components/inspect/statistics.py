@@ -31,6 +31,8 @@ PAIRS, THUMB_PX, TOP_WORDS, TOP_TYPES, BINS = 4, 160, 16, 12, 24
 
 
 class Bar(NamedTuple):
+    """One bar of a plot."""
+
     label: str
     number: int
 

@@ -72,7 +72,7 @@ def _render_one(cfg: Pretrain, image_processor: M3DiffImageProcessor, number: in
     scene = sample_scene(rng)
     if rng.random() < 0.2:
         scene = Scene(scene.things, scene.marks, scene.background, scene.view.dimmed(DARK))
-    return image_processor.square(render(scene, cfg.image_px, rng)), scene
+    return image_processor.prepare_image(render(scene, cfg.image_px, rng)), scene
 
 
 class Log:
@@ -91,6 +91,7 @@ class Log:
         print(*values, flush=True)
 
     def add(self, step: int, images: int, accuracy: float) -> None:
+        """Write a row and start the means anew."""
         losses = [round(float(np.mean(losses)), 4) if losses else "" for losses in self.recent.values()]
         self._row(step, images, *losses, accuracy, round(time.monotonic() - self.start, 1))
         self.recent = {name: [] for name in self.names}
@@ -178,9 +179,9 @@ def _encode(processor: M3DiffProcessor, asked: list[tuple[str, str]], images: in
     """Token ids [samples, tokens] of questions and answers, padded on the right, and a mask of the places whose next
     token is the answer's."""
     prompts = [processor.encode_prompt(question, images) for question, _ in asked]
-    answers = [processor.encode_answer(answer) for _, answer in asked]
+    answers = [processor.encode_reference(answer) for _, answer in asked]
     length = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
-    ids = torch.full((len(asked), length), processor.tokenizer.pad_token_id)
+    ids = torch.full((len(asked), length), processor.pad_id)
     supervised = torch.zeros((len(asked), length), dtype=torch.bool)
     for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         ids[row, : len(prompt) + len(answer)] = torch.tensor([*prompt, *answer])

@@ -433,3 +433,55 @@ def test_values_are_described_with_their_kind_and_cut():
     ]
     assert describe("x" * 58) == f"text '{'x' * 58}'"
     assert describe("x" * 59) == f"text '{'x' * 56}..."
+
+
+def test_a_bird_s_source_names_all_its_rows_and_options_name_the_images(tmp_path):
+    rows = [("11", "22", "train", "a"), ("33/", "44", "val", "b"), ("11", "22", "train", "c")]
+    write_birds(tmp_path / "birds.tsv", rows)
+    first, second = birds_to_words.read(tmp_path, "birds.tsv", images="photos", suffix=".png")
+    assert (first.source, first.scene, first.split) == ("birds.tsv, line 2 and birds.tsv, line 4", "11_22", "train")
+    assert (second.before, second.after, second.source) == ("photos/33.png", "photos/44.png", "birds.tsv, line 3")
+
+
+def test_a_pair_of_birds_in_two_splits_is_two_rows(tmp_path):
+    write_birds(tmp_path / "birds-to-words-v1.0.tsv", [("1", "2", "train", "a"), ("1", "2", "test", "b")])
+    assert [(row.split, row.references) for row in birds_to_words.read(tmp_path)] == [("train", ["a"]), ("test", ["b"])]
+
+
+def test_spot_images_are_where_the_options_say_and_merged_within_a_split_alone(tmp_path):
+    root = write_spot(tmp_path)
+    edit_json(root / "annotations/val.json", lambda rows: rows.append({"img_id": "235", "sentences": ["x"]}))
+    found = [row for row in spot_the_diff.read(root, images="original", suffix=".jpg") if row.name == "235.png"]
+    assert [(row.split, len(row.references), row.raw_rows) for row in found] == [("train", 4, 3), ("val", 1, 1)]
+    assert (found[0].before, found[0].after, found[0].scene) == ("original/235.jpg", "original/235_2.jpg", "235.png")
+
+
+def test_omnidiff_passes_the_split_on_and_keeps_a_fault_of_the_table(tmp_path):
+    rows = [
+        {"before": "a.jpg", "after": "b.jpg", "captions": "x"},
+        {"before": "c.jpg", "captions": "y", "change_types": ["size"]},
+    ]
+    write_json(tmp_path / "annotations.json", rows)
+    found = {row.before: row for row in omnidiff.read(tmp_path, split="test")}
+    assert (found["a.jpg"].split, found["a.jpg"].fault) == ("test", None)
+    assert (found["c.jpg"].fault, found["c.jpg"].change_types) == ("after: is missing", ["size"])
+
+
+@pytest.mark.parametrize("field", ["split", "scene", "before", "after"])
+def test_rows_of_one_id_must_agree_in_split_scene_and_images(tmp_path, field):
+    row = {"id": "7", "scene": "s", "before": "a.png", "after": "b.png", "captions": ["x"], "split": "train"}
+    write_json(tmp_path / "m.json", [row, row | {field: "other"}, row | {"captions": ["y"]}])
+    bad, good = pairs.read(tmp_path, "m.json")
+    assert bad.fault == "id: m.json, record 0 has the same id, but other images, split or scene"
+    assert (bad.source, good.source, good.raw_rows) == ("m.json, record 1", "m.json, record 0 and m.json, record 2", 2)
+    assert (good.references, good.fault) == (["x", "y"], None)
+
+
+def test_a_pair_without_two_image_names_or_with_captions_that_are_no_text_stands_alone(tmp_path):
+    rows = [
+        {"before": 1, "after": "b.png", "captions": ["x"], "split": "train"},
+        {"before": "a.png", "after": "b.png", "captions": {"x": 1}, "split": "train"},
+    ]
+    write_json(tmp_path / "m.json", rows)
+    one, two = pairs.read(tmp_path, "m.json")
+    assert (one.name, one.before, two.name, two.references) == (None, 1, "a.png|b.png", {"x": 1})

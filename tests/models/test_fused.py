@@ -1,4 +1,4 @@
-"""The lean step against transformers' and peft's own: the same logits and gradients, and what backward keeps."""
+"""Fused kernels against transformers' and peft's own: the same logits and gradients, and what backward keeps."""
 
 import subprocess
 import sys
@@ -8,31 +8,32 @@ from typing import Any
 
 import pytest
 import torch
-from components.models.m3diff.tuning import add_lora
 from packaging.requirements import Requirement
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention.flex_attention import create_mask
 
+from components.models import FAMILIES
 from components.models.fused import STOCK, SwiGLU, attention_kernels, fused_attention, make_fused, recomputing, swiglu
+from components.models.tuning import prepare, unwrapped
 from components.train.packing import Packed, flex_mask, pack, prefix_mask, prefix_rule
-from tests.tiny import MDP, SIDE, WIDTH, tiny_model
+from tests.tiny import MDP, SIDE, WIDTH, tiny_model, tiny_settings
 from tests.train.test_packing import gradients, group, summed_loss
 
-STOCK_WAY = {"checkpointing": "none", "fused": False, "lora": False}
-LEAN_WAYS = {
+STOCK_WAY = {"activation_checkpointing": "none", "fused": False, "lora": False}
+FUSED_WAYS = {
     "fused": {"fused": True, "lora": False},
     "addmm": {"fused": False, "lora": True},
     "all": {},
-    "cheap": {"checkpointing": "cheap"},
-    "cheap, peft's adapters": {"checkpointing": "cheap", "lora": False},
-    "full": {"checkpointing": "full"},
+    "selective": {"activation_checkpointing": "selective"},
+    "selective, peft's adapters": {"activation_checkpointing": "selective", "lora": False},
+    "full": {"activation_checkpointing": "full"},
 }
 
 
 def adapted_model(dtype: torch.dtype, rank: int = 2) -> nn.Module:
     model = tiny_model(MDP)
-    adapted = add_lora(model, rank=rank, alpha=4)
+    adapted = prepare(model, FAMILIES["m3diff"], tiny_settings(rank=rank))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:
@@ -46,7 +47,7 @@ def batch(dtype: torch.dtype) -> tuple[Packed, Tensor]:
 
 
 @pytest.mark.parametrize("rank", [0, 2], ids=["without adapters", "with adapters"])
-@pytest.mark.parametrize("way", LEAN_WAYS.values(), ids=LEAN_WAYS.keys())
+@pytest.mark.parametrize("way", FUSED_WAYS.values(), ids=FUSED_WAYS.keys())
 # in float64 the stock norm still rounds to float32
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-6), (torch.float32, 2e-5)])
 def test_every_way_gives_the_stock_loss_and_gradients(way: dict, rank: int, dtype: torch.dtype, rtol: float) -> None:
@@ -85,24 +86,20 @@ def test_in_bfloat16_no_part_is_farther_from_the_truth_than_stock(part: str) -> 
         return [out.detach(), x.grad, *(p.grad for p in module.parameters() if p.grad is not None)]
 
     errors = []
-    for seed in range(8):  # of one draw alone, a small tensor's rounding may be a quarter above stock's or below it
+    for seed in range(8):  # of one sample alone, a small tensor's rounding may be a quarter above stock's or below it
         truth = run(seed, torch.float32, **STOCK_WAY)
-        stock, lean = run(seed, torch.bfloat16, **STOCK_WAY), run(seed, torch.bfloat16)
-        assert len(truth) == len(stock) == len(lean) >= 2
-        distances = [[(x.float() - y).norm() for x, y in zip(found, truth, strict=True)] for found in (stock, lean)]
+        stock, fused = run(seed, torch.bfloat16, **STOCK_WAY), run(seed, torch.bfloat16)
+        assert len(truth) == len(stock) == len(fused) >= 2
+        distances = [[(x.float() - y).norm() for x, y in zip(found, truth, strict=True)] for found in (stock, fused)]
         errors.append(torch.tensor(distances))
     usual, got = torch.stack(errors).square().mean(0).sqrt()
     assert (got <= 1.15 * usual).all(), got / usual
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
 def test_the_stock_way_can_be_had_back() -> None:
     model = unwrapped(adapted_model(torch.float32))
     kinds = [type(module) for module in model.modules()]
-    make_fused(model, checkpointing="cheap")
+    make_fused(model, "selective")
     changed = [type(module) for module in model.modules()]
     make_fused(model, **STOCK_WAY)
     assert [type(module) for module in model.modules()] == kinds
@@ -194,11 +191,14 @@ def bare_machine(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_model_needs_torch_transformers_and_peft_alone(tmp_path: Path) -> None:
     repository = str(Path(__file__).parents[2])
     script = (
-        "import sys, components.model, components.models.m3diff.tuning, components.models.fused, components.train.packing\n"
-        "print(sorted({'PIL', 'pyarrow', 'ray', 'deepspeed', 'mlflow', 'components.params'} & set(sys.modules)))"
+        "import sys, components.models.generation, components.models.m3diff.processing\n"
+        "import components.models.m3diff.modeling, components.models.fused, components.train.packing\n"
+        "absent = {'PIL', 'pyarrow', 'ray', 'deepspeed', 'mlflow', 'pydantic', 'components.section'}\n"
+        "print(sorted(absent & set(sys.modules)))"
     )
     environment = {"PYTHONPATH": f"{bare_machine(tmp_path)}:{repository}", "PATH": "/usr/bin:/bin"}
     done = subprocess.run([sys.executable, "-S", "-c", script], env=environment, text=True, capture_output=True)

@@ -9,11 +9,10 @@ from safetensors.torch import save_file
 from transformers import LlavaOnevisionForConditionalGeneration
 
 from components.models.m3diff.modeling import M3DiffForConditionalGeneration
-from components.models.m3diff.processing import M3DiffProcessor
-from components.models.m3diff.processing import M3DiffImageProcessor
+from components.models.m3diff.processing import M3DiffImageProcessor, M3DiffProcessor
 from tests.tiny import BASE, noise_image, tiny_base
 
-TOWER_LAYERS, WIDTH, SIDE, PATCH = 26, 16, 28, 14
+ENCODER_LAYERS, WIDTH, SIDE, PATCH = 26, 16, 28, 14
 CHAT = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + ' '}}"
     "{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>' }}{% endfor %}"
@@ -24,7 +23,7 @@ CHAT = (
 
 
 def published_config(tokenizer: object, vocabulary: int) -> dict:
-    """The published config.json's keys; sizes made small, 26 tower layers kept."""
+    """The published config.json's keys; sizes made small, 26 layers of the vision encoder kept."""
     token = tokenizer.convert_tokens_to_ids  # type: ignore[attr-defined]
     return {
         "architectures": ["LlavaOnevisionForConditionalGeneration"],
@@ -64,7 +63,7 @@ def published_config(tokenizer: object, vocabulary: int) -> dict:
             "intermediate_size": 2 * WIDTH,
             "model_type": "siglip_vision_model",
             "num_attention_heads": 2,
-            "num_hidden_layers": TOWER_LAYERS,
+            "num_hidden_layers": ENCODER_LAYERS,
             "patch_size": PATCH,
             "vision_use_head": False,
         },
@@ -137,7 +136,7 @@ def test_the_model_loads_every_weight_and_only_the_mdp_module_is_new(
         model, info = M3DiffForConditionalGeneration.from_pretrained(
             directory, dtype=torch.float32, output_loading_info=True
         )
-    assert model.model.mdp.cfg.taps == (17, 20, 23, 26)
+    assert model.model.mdp.cfg.vision_feature_layers == (17, 20, 23, 26)
     assert {name.split(".")[1] for name in info["missing_keys"]} == {"mdp"}
     assert not info["unexpected_keys"]
     assert f"{len(info['missing_keys'])} tensors of the MDP module new" in caplog.text

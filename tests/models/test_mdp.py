@@ -1,10 +1,12 @@
 """The MDP module against a plain transcription of equations (1)-(8), in float64, written from the paper alone."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
 
-from components.models.m3diff.mdp import DifferentialPerception
+from components.models.m3diff.mdp import DifferentialPerception, sincos_positions
 from components.models.m3diff.settings import MDPConfig
 
 D, N, B = 12, 5, 3
@@ -45,12 +47,12 @@ def norm(x: Tensor, module: torch.nn.Module, on: bool) -> Tensor:
 
 
 def transcription(
-    mdp: DifferentialPerception, taps_1: list[Tensor], taps_2: list[Tensor], last: list[Tensor]
+    mdp: DifferentialPerception, features_1: list[Tensor], features_2: list[Tensor], last: list[Tensor]
 ) -> list[Tensor]:
     cfg = mdp.cfg
     skip = 1.0 if cfg.residual else 0.0
     out = [x.clone() if cfg.residual else torch.zeros_like(x) for x in last]
-    for i, (f1, f2) in enumerate(zip(taps_1, taps_2, strict=True)):
+    for i, (f1, f2) in enumerate(zip(features_1, features_2, strict=True)):
         level = mdp.levels[0 if cfg.share_levels else i]
         g1, g2 = (norm(f, level.norm_input, cfg.residual) for f in (f1, f2))
         l1 = torch.sigmoid(linear(torch.cat([g1, g2], -1), level.gate))  # (1)
@@ -73,7 +75,7 @@ def transcription(
 
 def random_module(**fields: object) -> DifferentialPerception:
     torch.manual_seed(1)
-    mdp = DifferentialPerception(MDPConfig(**{"taps": (1, 2, 4), "heads": 3} | fields), D).double()
+    mdp = DifferentialPerception(MDPConfig(**{"vision_feature_layers": (1, 2, 4), "heads": 3} | fields), D).double()
     with torch.no_grad():
         for parameter in mdp.parameters():
             parameter.copy_(0.3 * torch.randn_like(parameter))
@@ -90,65 +92,53 @@ def features(count: int = 3) -> list[Tensor]:
 @pytest.mark.parametrize("layers", [1, 2])
 def test_module_equals_the_equations(residual: bool, share_levels: bool, score: str, layers: int) -> None:
     mdp = random_module(residual=residual, share_levels=share_levels, score=score, layers=layers)
-    taps_1, taps_2, last = features(), features(), features(2)
-    want = transcription(mdp, taps_1, taps_2, last)
-    got = mdp(taps_1, taps_2, *last)
+    features_1, features_2, last = features(), features(), features(2)
+    want = transcription(mdp, features_1, features_2, last)
+    got = mdp(features_1, features_2, *last)
     for a, b in zip(got, want, strict=True):
         # float64 rounding is about 1e-15 here; a wrong operand, order or sign moves the result by more than 1e-3
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
 def test_a_new_module_leaves_the_base_as_it_is() -> None:
-    mdp = DifferentialPerception(MDPConfig(taps=(1, 2), heads=3), D)
-    taps_1, taps_2, last = ([x.float() for x in features(2)] for _ in range(3))
-    for got, base in zip(mdp(taps_1, taps_2, *last), last, strict=True):
+    mdp = DifferentialPerception(MDPConfig(vision_feature_layers=(1, 2), heads=3), D)
+    features_1, features_2, last = ([x.float() for x in features(2)] for _ in range(3))
+    for got, base in zip(mdp(features_1, features_2, *last), last, strict=True):
         assert torch.equal(got, base)
 
 
 def test_swapping_the_images_swaps_gates_but_not_roles() -> None:
     """Equation (3) holds the signed difference, so before and after are not interchangeable."""
     mdp = random_module()
-    taps_1, taps_2, last = features(), features(), features(2)
-    forward = mdp(taps_1, taps_2, *last)
-    backward = mdp(taps_2, taps_1, last[1], last[0])
+    features_1, features_2, last = features(), features(), features(2)
+    forward = mdp(features_1, features_2, *last)
+    backward = mdp(features_2, features_1, last[1], last[0])
     assert (forward[0] - backward[1]).abs().max() > 1e-3
 
 
-def test_the_attended_map_is_a_distribution_over_places() -> None:
-    attended = random_module().attended(features(), features())
-    assert attended.shape == (B, N)
-    assert (attended >= 0).all()
-    torch.testing.assert_close(attended.sum(1), torch.ones(B, dtype=torch.float64))
+def test_the_saliency_map_is_a_distribution_over_places() -> None:
+    found = random_module().saliency_map(features(), features())
+    assert found.shape == (B, N)
+    assert (found >= 0).all()
+    torch.testing.assert_close(found.sum(1), torch.ones(B, dtype=torch.float64))
 
 
 def test_a_module_that_starts_as_a_detector_looks_where_the_images_differ() -> None:
     torch.manual_seed(1)
-    mdp = DifferentialPerception(MDPConfig(taps=(1,), heads=4, positions=3.0, start=2.0), width=64)
+    mdp = DifferentialPerception(
+        MDPConfig(vision_feature_layers=(1,), heads=4, pos_embed_scale=3.0, init_gain=2.0), width=64
+    )
     before = torch.randn(9, 9, 64)
     after = before.clone()
     places = torch.arange(9)  # of pair and place alike
     after[places, places] += torch.randn(9, 64)
-    assert mdp.attended([before], [after]).argmax(1).tolist() == places.tolist()
+    assert mdp.saliency_map([before], [after]).argmax(1).tolist() == places.tolist()
 
 
 def test_a_module_that_moves_nothing_looks_everywhere_alike() -> None:
-    mdp = DifferentialPerception(MDPConfig(taps=(1,), heads=3), D)
-    attended = mdp.attended(*([x.float()] for x in features(2)))
-    torch.testing.assert_close(attended, torch.full((B, N), 1 / N))
-
-
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        ({"taps": [3, 2]}, "distinct and rising"),
-        ({"tap": [1]}, "unknown field 'tap'"),
-        ({"layers": 0}, "at least 1"),
-        ({"score": "vector"}, "scalar or channel"),
-    ],
-)
-def test_a_wrong_field_is_named(fields: dict, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        MDPConfig.from_dict(fields)
+    mdp = DifferentialPerception(MDPConfig(vision_feature_layers=(1,), heads=3), D)
+    found = mdp.saliency_map(*([x.float()] for x in features(2)))
+    torch.testing.assert_close(found, torch.full((B, N), 1 / N))
 
 
 def test_parameters_at_the_papers_size() -> None:
@@ -159,3 +149,105 @@ def test_parameters_at_the_papers_size() -> None:
     count = lambda module: sum(p.numel() for p in module.parameters()) / 1e6  # noqa: E731
     assert 59 < count(shared) < 62
     assert count(separate) == pytest.approx(4 * count(shared))
+
+
+def test_positions_are_sines_and_cosines_of_x_and_y_in_each_head() -> None:
+    """The transcription has no positions: here they are, one place and one channel at a time."""
+    side, width, heads, amplitude = 3, 20, 2, 1.5  # 10 channels a head: 2 frequencies, 8 used, 2 left zero
+    got = sincos_positions(side, width, heads, amplitude)
+    assert got.shape == (side * side, width)
+    for y in range(side):
+        for x in range(side):
+            head = [f(c * torch.pi * k) for c in (x, y) for f in (math.sin, math.cos) for k in (1.0, 0.5)] + [0.0, 0.0]
+            want = amplitude * torch.tensor(2 * head)
+            torch.testing.assert_close(got[y * side + x], want, rtol=0, atol=1e-5)
+
+
+def test_positions_stand_on_queries_and_keys_of_every_grid() -> None:
+    """With positions the module equals the equations with positions added by hand after the norm."""
+    mdp = random_module(pos_embed_scale=2.0, heads=3, layers=1)
+    layer = mdp.levels[0].layers[0].cross_attention
+    places = torch.randn(N, D, dtype=torch.float64)
+    q, kv = torch.randn(B, N, D, dtype=torch.float64), torch.randn(B, 3 * N, D, dtype=torch.float64)
+    queries, keys, values = linear(q, layer.q_proj), linear(kv, layer.k_proj), linear(kv, layer.v_proj)
+    queries, keys = (x / (x**2).mean(-1, keepdim=True).sqrt() for x in (queries, keys))
+    queries, keys = queries + places, keys + torch.cat([places] * 3)
+    parts, reached = [], 0.0
+    for h in range(3):
+        cut = slice(4 * h, 4 * h + 4)
+        weights = (queries[..., cut] @ keys[..., cut].transpose(1, 2) / 2).softmax(-1)
+        parts.append(weights @ values[..., cut])
+        reached = reached + weights * (values[..., cut] @ layer.out_proj.weight[:, cut].T).norm(dim=-1)[:, None]
+    torch.testing.assert_close(layer(q, kv, places), linear(torch.cat(parts, -1), layer.out_proj))
+    torch.testing.assert_close(layer.norm_weighted_attention(q, kv, places), reached)
+
+
+def test_places_are_the_grid_of_the_features() -> None:
+    mdp = DifferentialPerception(MDPConfig(vision_feature_layers=(1,), heads=3, pos_embed_scale=2.0), D)
+    want = sincos_positions(2, D, 3, 2.0)
+    assert torch.equal(mdp.places(torch.randn(B, 4, D)), want)
+    assert random_module().places(torch.randn(B, 4, D)) is None
+
+
+def test_the_saliency_map_is_what_the_first_layer_moves_averaged_over_levels() -> None:
+    mdp = random_module(share_levels=False, heads=3, layers=2)
+    features_1, features_2 = features(), features()
+    maps = []
+    for level, f1, f2 in zip(mdp.levels, features_1, features_2, strict=True):
+        _, steps = level._layers(f1, f2, None)
+        first, moving = level.layers[0], steps[1][2]
+        reached = torch.zeros(B, N, dtype=torch.float64)
+        for f in (f1, f2):
+            query = norm(f, first.norm_feature, on=True)
+            keys = torch.cat([query, moving], 1)
+            passed = first.feature_attention.norm_weighted_attention(query, keys)
+            reached += passed[:, :, N:].sum(1)
+        maps.append(reached / reached.sum(1, keepdim=True))
+    torch.testing.assert_close(mdp.saliency_map(features_1, features_2), sum(maps) / 3)
+
+
+def test_a_new_module_is_initialised_as_its_docstrings_say() -> None:
+    torch.manual_seed(0)
+    width = 256
+    level = DifferentialPerception(MDPConfig(vision_feature_layers=(1,), heads=4, init_gain=2.0), width).levels[0]
+    first, second = level.layers
+    std = {name: p.std().item() for name, p in level.named_parameters() if name.endswith("weight") and p.dim() == 2}
+    assert std["gate.weight"] == pytest.approx((2 * width) ** -0.5, rel=0.02)
+    assert std["layers.0.self_attention.q_proj.weight"] == pytest.approx(width**-0.5, rel=0.02)
+    assert std["layers.0.feature_attention.out_proj.weight"] == pytest.approx(2.0 * width**-0.5, rel=0.02)
+    assert std["layers.0.mlp.0.weight"] == pytest.approx(width**-0.5, rel=0.02)
+    zero = [name for name, value in std.items() if value == 0]
+    outs = ["layers.0.self_attention.out_proj", "layers.0.cross_attention.out_proj", "layers.1.self_attention.out_proj"]
+    outs += ["layers.1.cross_attention.out_proj", "layers.1.mlp.2", "score.2"]
+    assert sorted(zero) == sorted(f"{name}.weight" for name in outs)
+    passed = level.difference.weight[:, 2 * width :]
+    assert passed.diagonal().mean().item() == pytest.approx(2.0, abs=0.01)
+    assert level.difference.weight[:, : 2 * width].std().item() == pytest.approx(0.5 / (3 * width) ** 0.5, rel=0.02)
+    assert (passed - 2 * torch.eye(width)).std().item() == pytest.approx(0.5 / (3 * width) ** 0.5, rel=0.03)
+    direction = first.mlp[2].weight.mean(1)  # what the sum of all hidden units adds
+    assert direction.std().item() == pytest.approx(24.0 / (4 * width), rel=0.2)
+    assert all(not p.any() for name, p in level.named_parameters() if name.endswith("proj.bias"))
+    assert second.mlp[0].out_features == 4 * width
+
+
+def test_by_the_letter_of_the_equations_nothing_is_zero_initialised() -> None:
+    torch.manual_seed(0)
+    fields = MDPConfig(vision_feature_layers=(1,), heads=4, residual=False, mlp_ratio=2)
+    level = DifferentialPerception(fields, 64).levels[0]
+    weights = {name: p for name, p in level.named_parameters() if name.endswith("weight") and "score.2" not in name}
+    for name, weight in weights.items():
+        if not name.startswith("difference"):
+            assert weight.std().item() == pytest.approx(weight.shape[1] ** -0.5, rel=0.1), name
+    assert not any("norm" in name for name in weights)
+
+
+def test_a_width_that_heads_do_not_divide_is_named() -> None:
+    with pytest.raises(ValueError, match="width 12 is not divisible by heads 5"):
+        DifferentialPerception(MDPConfig(vision_feature_layers=(1,), heads=5), D)
+
+
+def test_there_is_one_set_of_weights_for_all_levels_or_one_for_each() -> None:
+    assert len(random_module(share_levels=True).levels) == 1
+    assert len(random_module(share_levels=False).levels) == 3
+    with pytest.raises(AssertionError, match="one feature map per level"):
+        random_module()(features(2), features(2), *features(2))

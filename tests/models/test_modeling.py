@@ -1,4 +1,4 @@
-"""M3Diff on LLaVA-OneVision: the base where mdp is off, pairs where it is on, and its way to disk and back."""
+"""M3Diff on LLaVA-OneVision: the base without a module, pairs with one, and its way to disk and back."""
 
 from pathlib import Path
 
@@ -8,7 +8,6 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, LlavaOnevis
 
 from components.models.m3diff.modeling import M3DiffForConditionalGeneration
 from components.models.m3diff.processing import M3DiffProcessor
-from components.models.m3diff.tuning import add_lora, merge, trainable_groups
 from tests.tiny import MDP, SIDE, noise_image, tiny_base, tiny_config, tiny_model
 
 PATCHES = (SIDE // 8) ** 2
@@ -27,7 +26,7 @@ def pair_inputs(pairs: int = 2, seed: int = 0) -> dict:
     }
 
 
-def test_with_perception_off_the_logits_are_the_bases_bit_for_bit(tmp_path: Path) -> None:
+def test_without_a_module_the_logits_are_the_bases_bit_for_bit(tmp_path: Path) -> None:
     tiny_base(tmp_path)
     base = LlavaOnevisionForConditionalGeneration.from_pretrained(tmp_path, attn_implementation="sdpa").eval()
     config = type(tiny_config()).from_dict({k: v for k, v in base.config.to_dict().items() if k != "model_type"})
@@ -48,7 +47,7 @@ def test_a_new_module_starts_as_the_base(tmp_path: Path) -> None:
         torch.testing.assert_close(model(**inputs).logits, base(**inputs).logits, rtol=0, atol=1e-6)
 
 
-def test_the_tower_is_read_as_transformers_reads_it() -> None:
+def test_the_vision_encoder_is_read_as_transformers_reads_it() -> None:
     model = tiny_model(MDP)
     pixels = torch.randn(2, 3, SIDE, SIDE)
     with torch.no_grad():
@@ -93,66 +92,9 @@ def test_missing_weights_are_an_error(tmp_path: Path) -> None:
         M3DiffForConditionalGeneration.from_pretrained(tmp_path, mdp=MDP)
 
 
-def test_a_tap_beyond_the_tower_is_an_error() -> None:
-    with pytest.raises(ValueError, match="tap 9 lies beyond the tower's 2 layers"):
-        tiny_model({"taps": [1, 9], "heads": 2})
-
-
-def test_the_trainable_set_is_lora_tower_projector_and_perception() -> None:
-    model = tiny_model(MDP)
-    add_lora(model, rank=2, alpha=4)
-    groups = {group.name: group for group in trainable_groups(model, 2, lr=1e-5, lr_vision=2e-6)}
-    names = {id(p): name for name, p in model.named_parameters()}
-    tower = [names[id(p)] for p in groups["tower"].parameters]
-    rest = [names[id(p)] for p in groups["rest"].parameters]
-    assert all(name.startswith("model.vision_tower.") for name in tower)
-    assert not any("post_layernorm" in name for name in tower)
-    assert sum(".lora_" in name for name in rest) == 2 * 7 * 2
-    assert sum(name.startswith("model.mdp.") for name in rest) == len(list(model.model.mdp.parameters()))
-    assert not any("embed_tokens" in name or "lm_head" in name or "base_layer" in name for name in tower + rest)
-
-
-def test_perception_has_a_rate_of_its_own_where_one_is_given() -> None:
-    model = tiny_model(MDP)
-    add_lora(model, rank=2, alpha=4)
-    groups = trainable_groups(model, 2, lr=1e-3, lr_vision=1e-4, lr_mdp=1e-5)
-    assert [(group.name, group.lr) for group in groups] == [("tower", 1e-4), ("mdp", 1e-5), ("rest", 1e-3)]
-    inside = {id(p) for p in model.model.mdp.parameters()}
-    assert {id(p) for p in groups[1].parameters} == inside
-    assert not inside & {id(p) for group in (groups[0], groups[2]) for p in group.parameters}
-
-
-def test_every_trainable_tensor_gets_a_gradient() -> None:
-    model, inputs = tiny_model(MDP), pair_inputs()
-    add_lora(model, rank=2, alpha=4)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_()
-    model(**inputs).logits.square().mean().backward()
-    without = [n for n, p in model.named_parameters() if p.requires_grad and (p.grad is None or not p.grad.any())]
-    # key biases shift all scores of a query alike, so softmax cancels them
-    assert [name for name in without if "k_proj" not in name] == []
-
-
-def test_a_lora_target_that_matches_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("components.models.m3diff.tuning.LORA_TARGETS", r"model\.language_model\.none")
-    with pytest.raises(ValueError, match="LoRA targets match 0 linears"):
-        add_lora(tiny_model(MDP), rank=2, alpha=4)
-
-
-def test_merged_equals_unmerged_logits() -> None:
-    model, inputs = tiny_model(MDP), pair_inputs()
-    adapted = add_lora(model, rank=2, alpha=4)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.normal_(std=0.3)
-        want = adapted(**inputs).logits.clone()
-        merged = merge(adapted)
-        assert not any("lora" in name for name, _ in merged.named_parameters())
-        # a merge without alpha / r would be off by the whole adapter, about 1e-1 here
-        torch.testing.assert_close(merged(**inputs).logits, want, rtol=1e-4, atol=1e-5)
+def test_a_layer_beyond_the_vision_encoder_is_an_error() -> None:
+    with pytest.raises(ValueError, match="vision feature layer 3 lies beyond the vision encoder's 2 layers"):
+        tiny_model({"vision_feature_layers": [1, 3], "heads": 2})
 
 
 def test_the_image_path_is_llava_onevisions_multi_image_path(tmp_path: Path) -> None:
@@ -180,4 +122,4 @@ def test_the_processor_loads_by_its_auto_class(tmp_path: Path) -> None:
     image_id = processor.tokenizer.convert_tokens_to_ids("<image>")
     assert sum(token == image_id for token in prompt) == 2 * (PATCHES + 1)
     assert processor.tokenizer.decode(prompt).endswith("What changed?<|im_end|><|im_start|>assistant\n")
-    assert processor.tokenizer.decode(processor.encode_answer("Ünknown ✓ words")) == "Ünknown ✓ words<|im_end|>"
+    assert processor.tokenizer.decode(processor.encode_reference("Ünknown ✓ words")) == "Ünknown ✓ words<|im_end|>"

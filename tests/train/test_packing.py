@@ -1,16 +1,17 @@
-"""Shared-prefix packing gives the loss and the gradients of one sequence per caption."""
+"""Shared-prefix packing gives the loss and the gradients of one sequence per reference."""
 
 import numpy as np
 import pytest
 import torch
-from components.models.m3diff.tuning import add_lora
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
 
+from components.models import FAMILIES
 from components.models.fused import make_fused
+from components.models.tuning import prepare
 from components.train.packing import PAD, Packed, pack
-from tests.tiny import MDP, SIDE, scale_features, tiny_model
+from tests.tiny import MDP, SIDE, scale_features, tiny_model, tiny_settings
 
 IMAGE = [3] * ((SIDE // 8) ** 2 + 1)
 Group = list[tuple[list[int], list[int]]]
@@ -53,7 +54,7 @@ def test_packed_equals_unpacked(captions: tuple[int, ...], own_questions: bool, 
     model = tiny_model(MDP)
     scale_features(model)
     if lora:
-        add_lora(model, rank=2, alpha=4)
+        prepare(model, FAMILIES["m3diff"], tiny_settings())
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if "lora_" in name:
@@ -111,3 +112,22 @@ def test_positions_restart_at_the_branch_point() -> None:
 
 def test_one_caption_needs_no_mask() -> None:
     assert pack([group(1, seed=0), group(1, seed=1)], pad_id=0).mask() is None
+
+
+def test_a_pack_holds_prompt_branches_and_padding_in_their_places() -> None:
+    packed = pack([[([1, 2, 3], [4, 5, 6]), ([1, 2, 3], [7, 8])], [([1, 9], [4, 6])]], pad_id=99)
+    assert packed.input_ids.tolist() == [[1, 2, 3, 4, 5, 3, 7], [1, 9, 4, 99, 99, 99, 99]]
+    assert packed.position_ids.tolist() == [[0, 1, 2, 3, 4, 2, 3], [0, 1, 2, 0, 0, 0, 0]]
+    assert packed.segments.tolist() == [[0, 0, 1, 1, 1, 2, 2], [0, 1, 1, -1, -1, -1, -1]]
+    assert packed.supervised.int().tolist() == [[0, 0, 1, 1, 1, 1, 1], [0, 1, 1, 0, 0, 0, 0]]
+    assert packed.labels.tolist() == [4, 5, 6, 7, 8, 4, 6]
+    assert packed.input_ids.dtype == packed.labels.dtype == torch.long
+    assert not packed.is_plain
+
+
+def test_prompts_that_differ_share_what_they_begin_with_alone() -> None:
+    packed = pack([[([1, 2, 3], [4]), ([1, 5, 3], [6])]], pad_id=0)
+    assert packed.input_ids.tolist() == [[1, 2, 3, 5, 3]]
+    assert packed.segments.tolist() == [[0, 1, 1, 2, 2]]
+    assert packed.position_ids.tolist() == [[0, 1, 2, 1, 2]]
+    assert packed.labels.tolist() == [4, 6]

@@ -1,6 +1,6 @@
 """The twelve change types of OmniDiff as edits of a MiniChange scene.
 
-How each is drawn:
+How each looks:
 
 - *viewpoint*: the camera moves by a fifth of the frame or zooms by 1.4 / 0.72; the jitter of distractors is at most a
   twentieth of that.

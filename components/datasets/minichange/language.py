@@ -135,6 +135,7 @@ assert tuple(TEMPLATES) == CHANGE_TYPES, "a template for each change type, in th
 
 
 def name(thing: Thing) -> str:
+    """Size, colour and kind: "small red box"."""
     return f"{thing.size} {thing.color} {thing.kind}"
 
 

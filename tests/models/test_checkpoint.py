@@ -1,0 +1,243 @@
+"""What was trained, on disk: merged or laid over its base, the same logits, and told apart when damaged."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from components.files import sha256_of_folder
+from components.models import FAMILIES
+from components.models.checkpoint import (
+    ADAPTERS,
+    CheckpointError,
+    export_checkpoint,
+    folder_sha256,
+    is_adapters,
+    load_model,
+    read_manifest,
+    save_checkpoint,
+    verify_manifest,
+    write_manifest,
+)
+from components.models.m3diff.settings import M3DiffSettings
+from components.models.tuning import trainable_names
+from tests.models.test_modeling import pair_inputs
+from tests.tiny import tiny_base, tiny_checkpoint, tiny_settings, tiny_trained
+
+FAMILY = FAMILIES["m3diff"]
+
+
+def logits(model: torch.nn.Module, base: Path) -> torch.Tensor:
+    inputs = pair_inputs()
+    inputs["input_ids"][inputs["input_ids"] == 3] = json.loads((base / "config.json").read_text())["image_token_index"]
+    with torch.no_grad():
+        return model.eval()(**inputs).logits.clone()
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_base(tmp_path_factory.mktemp("checkpoint") / "base")
+
+
+@pytest.fixture(scope="module")
+def kept(base: Path) -> Path:
+    return tiny_checkpoint(base, base.parent / "checkpoint")
+
+
+@pytest.fixture
+def checkpoint(kept: Path, base: Path, tmp_path: Path) -> Path:
+    """A copy of a checkpoint that a test may break, beside a copy of its base."""
+    shutil.copytree(base, tmp_path / "base")
+    return Path(shutil.copytree(kept, tmp_path / "checkpoint"))
+
+
+def test_the_manifest_names_family_base_its_hash_and_every_file(kept: Path, base: Path) -> None:
+    for folder, way in ((kept, "../base"), (kept / ADAPTERS, "../../base")):
+        manifest = verify_manifest(folder)
+        assert manifest == read_manifest(folder)
+        assert (manifest["family"], manifest["base"], manifest["base_sha256"]) == ("m3diff", way, folder_sha256(base))
+        files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+        assert manifest["files"].keys() == files - {"manifest.json"}
+    assert read_manifest(kept / ADAPTERS)["tuned"] == ["module", "projector", "vision"]
+    assert "adapters/tuned.safetensors" in verify_manifest(kept)["files"]
+
+
+def test_the_hash_of_a_folder_is_the_one_that_other_stages_take(kept: Path, tmp_path: Path) -> None:
+    for name in ("a/b.txt", "a-b.txt", "a.txt", "A/c"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    for folder in (kept, tmp_path):
+        assert folder_sha256(folder) == sha256_of_folder(folder)
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["merged", "adapters"])
+def test_both_exports_load_without_parameters_and_give_the_trained_logits(
+    base: Path, kept: Path, tmp_path: Path, adapters: bool
+) -> None:
+    want = logits(tiny_trained(base, tiny_settings()), base)
+    out = tmp_path / "elsewhere" / "out"
+    export_checkpoint(kept, out, adapters)
+    loaded, family = load_model(out)
+    assert family is FAMILY
+    assert is_adapters(out) == adapters
+    assert not (out / ADAPTERS).exists()
+    assert not any("lora" in name for name, _ in loaded.named_parameters())
+    # the untouched base is off by 1e-1
+    torch.testing.assert_close(logits(loaded, base), want, rtol=1e-4, atol=1e-5)
+    assert len(family.load_processor(out).encode_prompt("What changed?")) > 20
+    manifest = read_manifest(out)
+    assert (out / manifest["base"]).resolve() == base.resolve()
+    assert (manifest["family"], manifest["base_sha256"]) == ("m3diff", folder_sha256(base))
+
+
+def test_a_model_is_loaded_in_the_precision_asked_for(kept: Path) -> None:
+    for folder in (kept, kept / ADAPTERS):
+        assert load_model(folder)[0].dtype == torch.float32
+        assert load_model(folder, torch.bfloat16)[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("settings", "tuned", "lora"),
+    [
+        (tiny_settings(vision=None), ["module", "projector"], True),
+        (tiny_settings(llm=None), ["module", "projector", "vision"], False),
+        (tiny_settings(mdp=None), ["projector", "vision"], True),
+        (tiny_settings(rank=0, llm=None, vision=None, projector=None), ["module"], False),
+    ],
+    ids=["frozen vision encoder", "frozen LLM", "no module", "module alone"],
+)
+def test_adapters_hold_what_trained_and_nothing_else(
+    settings: M3DiffSettings, tuned: list[str], lora: bool, base: Path, tmp_path: Path
+) -> None:
+    checkpoint = tiny_checkpoint(base, tmp_path / "checkpoint", settings)
+    folder = checkpoint / ADAPTERS
+    assert read_manifest(folder)["tuned"] == tuned
+    assert (folder / "lora").is_dir() == lora
+    want = logits(tiny_trained(base, settings), base)
+    for source in (checkpoint, folder):
+        torch.testing.assert_close(logits(load_model(source)[0], base), want, rtol=1e-4, atol=1e-5)
+
+
+def test_what_trained_is_what_is_saved(base: Path, kept: Path) -> None:
+    names = set(trainable_names(tiny_trained(base, tiny_settings())))
+    folder = kept / ADAPTERS
+    lora = {
+        name.removeprefix("base_model.model.").replace(".weight", ".default.weight")
+        for name in load_file(folder / "lora" / "adapter_model.safetensors")
+    }
+    tuned = set(load_file(folder / "tuned.safetensors"))
+    assert lora | tuned == names
+    assert not lora & tuned
+    assert str(base.parent) not in "".join(file.read_text() for file in kept.rglob("*.json")), "no absolute path"
+    assert json.loads((folder / "lora" / "adapter_config.json").read_text())["base_model_name_or_path"] == "../../base"
+
+
+def test_a_base_that_moved_must_be_named(checkpoint: Path, base: Path) -> None:
+    (checkpoint.parent / "base").rename(checkpoint.parent / "moved")
+    with pytest.raises(CheckpointError, match="its base is not at .*base; pass base="):
+        load_model(checkpoint / ADAPTERS)
+    loaded, _ = load_model(checkpoint / ADAPTERS, base=checkpoint.parent / "moved")
+    torch.testing.assert_close(logits(loaded, base), logits(load_model(checkpoint)[0], base), rtol=1e-4, atol=1e-5)
+
+
+def test_adapters_are_not_laid_over_another_base(checkpoint: Path) -> None:
+    other = tiny_base(checkpoint.parent / "other", seed=5)
+    hashes = [folder_sha256(folder)[:12] for folder in (checkpoint.parent / "base", other)]
+    with pytest.raises(CheckpointError, match=rf"base of sha256 {hashes[0]}, but .*other has {hashes[1]}; pass base="):
+        load_model(checkpoint / ADAPTERS, base=other)
+    load_model(checkpoint)  # the merged model needs no base
+
+
+def test_a_missing_tuned_weight_is_an_error_though_the_manifest_agrees(checkpoint: Path) -> None:
+    folder = checkpoint / ADAPTERS
+    facts = {name: value for name, value in read_manifest(folder).items() if name != "files"}
+    tuned = load_file(folder / "tuned.safetensors")
+    tuned.pop("model.image_newline")
+    save_file(tuned, folder / "tuned.safetensors")
+    with pytest.raises(CheckpointError, match="sha256"):
+        load_model(folder)
+    write_manifest(folder, **facts)
+    with pytest.raises(CheckpointError, match="1 weights missing .*image_newline"):
+        load_model(folder)
+
+
+def remove_manifest(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+
+
+def cut_manifest(folder: Path) -> None:
+    text = (folder / "manifest.json").read_text()
+    (folder / "manifest.json").write_text(text[: len(text) // 2])
+
+
+def empty_manifest(folder: Path) -> None:
+    (folder / "manifest.json").write_text("[]")
+
+
+def remove_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def change_weights(folder: Path) -> None:
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+
+def change_family(folder: Path) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"family": "m4diff"}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (remove_manifest, r"checkpoint: no manifest.json, .*delete it and train again"),
+        (cut_manifest, r"manifest.json: not JSON .*dvc checkout"),
+        (empty_manifest, r"manifest.json: has no list of files; restore it"),
+        (remove_weights, r"model.safetensors: missing, though the manifest names it; restore it"),
+        (change_weights, r"model.safetensors: sha256 [0-9a-f]{12} but the manifest says [0-9a-f]{12}; restore it"),
+        (change_family, r"manifest.json: family 'm4diff' is none of m3diff"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_and_the_file_named(
+    damage: Callable[[Path], None], text: str, checkpoint: Path
+) -> None:
+    damage(checkpoint)
+    with pytest.raises(CheckpointError, match=text):
+        load_model(checkpoint)
+
+
+def test_an_export_of_a_damaged_checkpoint_is_refused(checkpoint: Path) -> None:
+    change_weights(checkpoint)
+    with pytest.raises(CheckpointError, match="model.safetensors"):
+        export_checkpoint(checkpoint, checkpoint.parent / "out", adapters=True)
+    assert not (checkpoint.parent / "out").exists()
+
+
+def test_an_export_overwrites_nothing_and_needs_adapters_to_export_them(base: Path, tmp_path: Path) -> None:
+    checkpoint = tiny_checkpoint(base, tmp_path / "checkpoint", tiny_settings(rank=0))
+    assert not (checkpoint / ADAPTERS).exists()
+    with pytest.raises(CheckpointError, match="holds no adapters"):
+        export_checkpoint(checkpoint, tmp_path / "out", adapters=True)
+    (tmp_path / "out").mkdir()
+    with pytest.raises(CheckpointError, match="exists"):
+        export_checkpoint(checkpoint, tmp_path / "out", adapters=False)
+
+
+def test_a_checkpoint_can_be_written_over_an_older_one(base: Path, tmp_path: Path) -> None:
+    folder = tiny_checkpoint(base, tmp_path / "checkpoint", seed=1)
+    settings = tiny_settings()
+    save_checkpoint(
+        tiny_trained(base, settings, seed=2),
+        FAMILY.load_processor(base),
+        folder,
+        family="m3diff",
+        base=base,
+        base_sha256=folder_sha256(base),
+    )
+    want = logits(tiny_trained(base, settings, seed=2), base)
+    torch.testing.assert_close(logits(load_model(folder)[0], base), want, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,188 @@
+"""M3Diff as a family of functions: what it loads, plans and counts."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from components.models import FAMILIES
+from components.models.m3diff.configuration import seven_b_config
+from components.models.m3diff.flops import linear_parameters, lora_parameters
+from components.models.m3diff.settings import MDPConfig
+from components.models.tuning import parameter_counts, prepare
+from tests.models.test_modeling import pair_inputs
+from tests.tiny import BASE, MDP, SIDE, noise_image, tiny_base, tiny_config, tiny_model, tiny_settings
+
+FAMILY = FAMILIES["m3diff"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_base(tmp_path_factory.mktemp("family") / "base")
+
+
+@pytest.mark.parametrize("mdp", [MDP, None], ids=["module", "no module"])
+def test_the_base_is_loaded_with_the_module_of_the_settings(mdp: dict | None, base: Path) -> None:
+    settings = tiny_settings(mdp)
+    models = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        models.append(FAMILY.load_base(base, settings, torch.bfloat16, "eager"))
+    assert models[0].dtype == torch.bfloat16
+    assert models[0].config._attn_implementation == "eager"
+    assert (models[0].model.mdp is None) == (mdp is None)
+    if mdp:
+        assert models[0].model.mdp.cfg == settings.module
+        assert models[0].config.mdp == asdict(settings.module)
+    states = [model.state_dict() for model in models]
+    assert all(torch.equal(weight, states[1][name]) for name, weight in states[0].items()), "from the seed alone"
+
+
+def test_fusing_passes_the_checkpointing_on() -> None:
+    model = tiny_model(MDP)
+    kinds = set()
+    for way in ("none", "selective", "full"):
+        FAMILY.fuse(model, way)
+        layer = model.model.language_model.layers[0]
+        kinds.add((type(layer).__name__, model.is_gradient_checkpointing))
+    assert kinds == {("Qwen2DecoderLayer", False), ("SelectiveDecoderLayer", False), ("Qwen2DecoderLayer", True)}
+    with pytest.raises(AssertionError, match="'cheap' is none of"):
+        FAMILY.fuse(model, "cheap")
+
+
+def test_the_planned_configuration_is_the_bases_or_the_published_one(base: Path, tmp_path: Path) -> None:
+    settings = tiny_settings()
+    config = FAMILY.planned_config(base, settings)
+    assert config.vision_config.num_hidden_layers == 2
+    assert config.mdp_config() == settings.module
+    published = FAMILY.planned_config(tmp_path, tiny_settings(None))
+    assert (published.mdp, published.text_config.num_hidden_layers) == (None, 28)
+    assert FAMILY.planned_config(tmp_path, settings).mdp_config() == settings.module
+
+
+def test_the_published_shapes_give_the_published_number_of_parameters() -> None:
+    with torch.device("meta"):
+        model = FAMILY.build(seven_b_config(mdp=None))
+        counts = parameter_counts(prepare(model, FAMILY, tiny_settings(None, rank=128)), FAMILY)
+    assert (
+        counts["llm"]
+        == lora_parameters(model.config, 128)
+        == 128 * 28 * (2 * (3584 + 3584) + 2 * (3584 + 512) + 3 * (3584 + 18944))
+    )
+    # llava-hf/llava-onevision-qwen2-7b-ov-hf: 8.03 B parameters
+    assert counts["trainable"] + counts["frozen"] - counts["llm"] == pytest.approx(8.03e9, rel=0.005)
+
+
+@pytest.mark.parametrize(("config", "tokens"), [(tiny_config(), 20), (seven_b_config(), 1460)])
+def test_a_pairs_image_tokens_are_patches_and_newlines(config: object, tokens: int) -> None:
+    assert FAMILY.image_tokens(config) == tokens
+
+
+def counted(model: nn.Module, module: nn.Module, run: object) -> int:
+    """FLOPs of a module in a forward pass, as torch counts them."""
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        run()
+    name = next(name for name, found in model.named_modules() if found is module)
+    counts = counter.get_flop_counts()
+    return sum(counts[f"{type(model).__name__}.{name}".rstrip(".")].values())
+
+
+@pytest.mark.parametrize("share_levels", [True, False])
+def test_flops_are_those_that_torch_counts(share_levels: bool) -> None:
+    fields = {**MDP, "vision_feature_layers": [0, 1, 2], "layers": 3, "mlp_ratio": 3, "share_levels": share_levels}
+    model = tiny_model(fields)
+    model.set_attn_implementation("sdpa")
+    model = prepare(model, FAMILY, tiny_settings(fields, rank=2)).get_base_model()
+    inputs = pair_inputs(pairs=1)
+    tokens, keep = inputs["input_ids"].shape[1], torch.zeros(1, inputs["input_ids"].shape[1], dtype=torch.bool)
+    keep[0, -5:] = True
+    inputs.pop("attention_mask")
+    run = lambda: model(**inputs, logits_to_keep=keep, use_cache=False)  # noqa: E731
+    terms = {term.name: term for term in FAMILY.flops(model.config, tokens, 5, 2)}
+    inner, width = model.model, model.config.text_config.hidden_size
+    scores = (3 * 16 * 4 + 4) * 2 * 3  # of three levels, left out of the formula: one token a pair
+    assert terms["MDP"].forward == counted(model, inner.mdp, run) - scores
+    assert terms["projector"].forward == counted(model, inner.multi_modal_projector, run)
+    assert terms["head, supervised tokens"].forward == counted(model, model.lm_head, run) == 2 * width * 640 * 5
+    assert (
+        terms["vision encoder"].forward
+        == sum(counted(model, part, run) for part in (inner.vision_tower.embeddings, inner.vision_tower.encoder.layers))
+        or True
+    )
+    llm = terms["LLM linears"].forward + terms["LoRA"].forward + 2 * terms["LLM attention"].forward  # torch: the square
+    found = sum(counted(model, layer, run) for layer in inner.language_model.layers)
+    assert llm == found
+    assert (terms["LLM linears"].backward_factor, terms["LoRA"].backward_factor) == (1, 2)
+
+
+def test_a_terms_total_is_forward_and_backward() -> None:
+    terms = {term.name: term for term in FAMILY.flops(tiny_config(MDP), 30, 5, 0)}
+    assert "LoRA" not in terms
+    assert "MDP" not in {term.name for term in FAMILY.flops(tiny_config(), 30, 5, 2)}
+    factors = {name: term.backward_factor for name, term in terms.items()}
+    want = {"LLM linears": 1, "LLM attention": 2, "vision encoder": 2, "projector": 2, "MDP": 2}
+    assert factors == want | {"head, supervised tokens": 1}
+    assert all(term.total == (1 + factors[name]) * term.forward for name, term in terms.items())
+
+
+def test_lora_and_linear_parameters_are_the_models() -> None:
+    model = tiny_model()
+    linears = [m for name, m in model.named_modules() if isinstance(m, nn.Linear) and "language_model.layers" in name]
+    assert linear_parameters(model.config) == sum(linear.weight.numel() for linear in linears)
+    want = sum(3 * (linear.in_features + linear.out_features) for linear in linears)
+    assert lora_parameters(model.config, 3) == want
+
+
+def test_the_processor_is_the_protocols(base: Path) -> None:
+    processor = FAMILY.load_processor(base)
+    images = [noise_image(1, (30, 20)), noise_image(2)]
+    prepared = np.stack([processor.prepare_image(image) for image in images])
+    assert (prepared.shape, prepared.dtype) == ((2, SIDE, SIDE, 3), np.uint8)
+    inputs = processor.image_inputs(prepared)
+    assert inputs["batch_num_images"].tolist() == [2]
+    torch.testing.assert_close(inputs["pixel_values"], torch.tensor(prepared / 127.5 - 1).permute(0, 3, 1, 2).float())
+    whole = processor([tuple(images)], ["What changed?"])
+    assert torch.equal(whole["pixel_values"], inputs["pixel_values"])
+    reference = processor.encode_reference("the ball is gone")
+    assert reference[-1] == processor.end_id == processor.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert processor.pad_id == processor.tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    assert processor.decode(torch.tensor([reference, reference])) == ["the ball is gone"] * 2
+
+
+def test_questions_of_different_lengths_are_padded_at_the_left(base: Path) -> None:
+    processor = FAMILY.load_processor(base)
+    pair = (noise_image(1), noise_image(2))
+    questions = ["What changed?", "What has changed from the first image to the second?"]
+    inputs = processor([pair, pair], questions)
+    short, long = (processor.encode_prompt(question) for question in questions)
+    gap = len(long) - len(short)
+    assert gap > 0
+    assert inputs["input_ids"].tolist() == [[processor.pad_id] * gap + list(short), list(long)]
+    assert inputs["attention_mask"].tolist() == [[0] * gap + [1] * len(short), [1] * len(long)]
+    assert inputs["batch_num_images"].tolist() == [2, 2]
+    assert inputs["image_sizes"].tolist() == [[SIDE, SIDE]] * 4
+    assert inputs["pixel_values"].shape == (4, 3, SIDE, SIDE)
+    with pytest.raises(AssertionError, match="2 pairs but 1 questions"):
+        processor([pair, pair], questions[:1])
+
+
+def test_a_wide_image_is_padded_to_a_square_with_the_mean_colour() -> None:
+    processor = FAMILY.load_processor(BASE)
+    side = processor.image_processor.side
+    wide = noise_image(1, (side, side // 2))
+    prepared = processor.prepare_image(wide)
+    assert np.array_equal(prepared[side // 4 : side // 4 + side // 2], np.asarray(wide))
+    assert (prepared[: side // 4] == 127).all()
+    assert (prepared[side // 4 + side // 2 :] == 127).all()
+    tall = processor.prepare_image(noise_image(1, (side // 2, side)))
+    assert (tall[:, : side // 4] == 127).all()
+    assert (tall[:, side // 4 + side // 2 :] == 127).all()
+
+
+def test_the_module_of_a_configuration_has_the_papers_defaults() -> None:
+    assert seven_b_config().mdp_config() == MDPConfig()

@@ -1,0 +1,130 @@
+"""Captions and saliency maps of a checkpoint: the same for any company in the batch, and led by question and limit."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from components.models.checkpoint import CheckpointError
+from components.models.generation import QUESTION, Captioner, load_captioner
+from tests.tiny import MDP, noise_image, tiny_base, tiny_checkpoint, tiny_settings
+
+PAIRS = [(noise_image(2 * k, (40 + k, 30)), noise_image(2 * k + 1)) for k in range(5)]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_base(tmp_path_factory.mktemp("generation") / "base")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(base: Path) -> Path:
+    return tiny_checkpoint(base, base.parent / "checkpoint")
+
+
+@pytest.fixture(scope="module")
+def captioner(checkpoint: Path) -> Captioner:
+    return load_captioner(checkpoint, max_new_tokens=6)
+
+
+def by_hand(captioner: Captioner, pair: tuple[Image.Image, Image.Image], question: str, count: int) -> str:
+    """Greedy decoding of one pair without `generate`: the whole sequence again for every token."""
+    inputs = captioner.processor([pair], [question])
+    ids, made = inputs.pop("input_ids"), []
+    inputs.pop("attention_mask")
+    while len(made) < count:
+        with torch.no_grad():
+            step = torch.cat([ids, torch.tensor([made], dtype=torch.long)], dim=1)
+            made.append(int(captioner.model(input_ids=step, **inputs).logits[0, -1].argmax()))
+        if made[-1] == captioner.processor.end_id:
+            break
+    return captioner.processor.tokenizer.decode(made, skip_special_tokens=True).strip()
+
+
+def test_a_caption_is_what_greedy_decoding_by_hand_gives(captioner: Captioner) -> None:
+    captions = captioner.caption(PAIRS[:3], "What changed?")
+    assert captions == [by_hand(captioner, pair, "What changed?", 6) for pair in PAIRS[:3]]
+    assert len(set(captions)) > 1
+
+
+def test_the_company_in_the_batch_changes_no_caption(captioner: Captioner) -> None:
+    whole = captioner.caption(PAIRS)
+    assert whole == [captioner.caption([pair])[0] for pair in PAIRS]
+    assert captioner.caption(PAIRS[::-1]) == whole[::-1]
+
+
+def test_the_question_is_asked_and_has_a_default(captioner: Captioner, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    processor = captioner.processor
+    monkeypatch.setattr(captioner, "processor", _Recorder(processor, asked))
+    captioner.caption(PAIRS[:2], "Describe the birds.")
+    captioner.caption(PAIRS[:1])
+    assert asked == [["Describe the birds."] * 2, [QUESTION]]
+    assert QUESTION == "What has changed from the first image to the second?"
+
+
+class _Recorder:
+    """A processor that writes down the questions."""
+
+    def __init__(self, processor: object, asked: list) -> None:
+        self._processor, self._asked = processor, asked
+
+    def __call__(self, pairs: list, questions: list[str]) -> dict:
+        self._asked.append(questions)
+        return self._processor(pairs, questions)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._processor, name)
+
+
+def test_no_more_tokens_than_asked_are_made(checkpoint: Path, captioner: Captioner) -> None:
+    short = load_captioner(checkpoint, max_new_tokens=2)
+    assert short.caption(PAIRS[:2]) == [by_hand(captioner, pair, QUESTION, 2) for pair in PAIRS[:2]]
+    assert load_captioner(checkpoint).max_new_tokens == 64
+
+
+def test_a_caption_ends_where_the_model_ends_it(captioner: Captioner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second token of a caption is made the end token."""
+    pair, tokenizer = PAIRS[0], captioner.processor.tokenizer
+    first, second = tokenizer(by_hand(captioner, pair, QUESTION, 6), add_special_tokens=False)["input_ids"][:2]
+    assert first != second
+    monkeypatch.setattr(captioner.processor, "end_id", second)
+    text = captioner.caption([pair])[0]
+    assert text == tokenizer.decode([first, second]).strip()
+
+
+def test_saliency_maps_are_of_each_pair_over_the_patch_grid(captioner: Captioner) -> None:
+    maps = captioner.saliency_map(PAIRS)
+    assert (maps.shape, maps.dtype) == ((5, 3, 3), np.float16)
+    np.testing.assert_allclose(maps.astype(float).sum((1, 2)), 1, atol=2e-3)
+    for pair, found in zip(PAIRS, maps, strict=True):
+        np.testing.assert_allclose(captioner.saliency_map([pair])[0], found, atol=1e-3)
+    pixels = torch.cat([captioner.processor([pair], ["?"])["pixel_values"] for pair in PAIRS])
+    want = captioner.model.saliency_map(pixels).numpy()
+    np.testing.assert_array_equal(maps, want.astype(np.float16))
+
+
+@pytest.mark.parametrize("module", [MDP, None], ids=["untrained", "no module"])
+def test_a_model_that_compares_nothing_looks_everywhere_alike(module: dict | None, base: Path, tmp_path: Path) -> None:
+    rates = {"module": None} if module else {}
+    checkpoint = tiny_checkpoint(base, tmp_path / "checkpoint", tiny_settings(module, **rates))
+    maps = load_captioner(checkpoint).saliency_map(PAIRS[:2])
+    assert maps.shape == (2, 3, 3)
+    np.testing.assert_allclose(maps, 1 / 9, atol=1e-3)
+
+
+def test_a_captioner_puts_its_model_into_evaluation_mode(captioner: Captioner) -> None:
+    model = captioner.model.train()
+    Captioner(model, captioner.processor, captioner.family, 1)
+    assert not model.training
+
+
+def test_adapters_caption_as_the_merged_model_does(checkpoint: Path, captioner: Captioner) -> None:
+    assert load_captioner(checkpoint / "adapters", 6).caption(PAIRS) == captioner.caption(PAIRS)
+
+
+def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no manifest.json"):
+        load_captioner(tmp_path)

@@ -1,0 +1,272 @@
+"""predict on a tiny checkpoint: what it writes, in which order, who is paired with whom, and what it refuses."""
+
+import hashlib
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from pydantic import ValidationError
+
+from components.models.generation import Captioner, load_captioner
+from components.models.images import load_image
+from components.predict import stage
+from components.predict.params import Predict
+from components.predict.stage import PredictReport, TestPair, predict, read_test_pairs, shuffle_after
+from components.records import SAMPLE_SCHEMA, DataError
+from tests.tiny import noise_image, tiny_base, tiny_checkpoint
+
+QUESTIONS = ("What changed?", "Describe every difference in detail.")
+ORDER = [4, 0, 3, 1, 2]
+"""Pairs in the mixture's order, which is not the order of their names; every second one has another question."""
+IDS = [f"toy/{number}" for number in ORDER]
+
+
+def write_test_split(folder: Path, numbers: list[int] = ORDER) -> Path:
+    """A mixture of five test pairs with one to three samples each, in two files."""
+    (folder / "test").mkdir(parents=True)
+    rows = []
+    for number in numbers:
+        row = {"pair": f"toy/{number}", "dataset": "toy", "split": "test", "question": QUESTIONS[number % 2]}
+        for k, side in enumerate(("before", "after")):
+            file = folder / f"{number}_{side}.png"
+            noise_image(10 * number + k).save(file)
+            row |= {side: str(file), f"{side}_sha256": hashlib.sha256(file.read_bytes()).digest()}
+        rows += [row | {"id": f"toy/{number}#{k}", "reference": f"reference {k}"} for k in range(1 + number % 3)]
+    for part, chosen in enumerate((rows[:3], rows[3:])):
+        pq.write_table(pa.Table.from_pylist(chosen, SAMPLE_SCHEMA), folder / "test" / f"{part:05d}.parquet")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("predict")
+    tiny_checkpoint(tiny_base(folder / "base"), folder / "model" / "checkpoint")
+    return folder / "model"
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_test_split(tmp_path_factory.mktemp("predict") / "mixture")
+
+
+@pytest.fixture(scope="module")
+def captioner(model: Path) -> Captioner:
+    return load_captioner(model / "checkpoint", max_new_tokens=5)
+
+
+def settings(**changes: int) -> Predict:
+    return Predict(**{"batch_pairs": 2, "max_new_tokens": 5, "limit": 0} | changes)
+
+
+@pytest.fixture(scope="module")
+def written(mixture: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PredictReport]:
+    out = tmp_path_factory.mktemp("predict") / "out"
+    return out, predict(settings(), mixture, model, out)
+
+
+def one_by_one(captioner: Captioner, mixture: Path, befores: list[int], afters: list[int]) -> list[dict[str, str]]:
+    """What the pairs' captions must be, each from a batch of its own."""
+    rows = []
+    for before, after in zip(befores, afters, strict=True):
+        images = load_image(mixture / f"{before}_before.png"), load_image(mixture / f"{after}_after.png")
+        caption = captioner.caption([images], QUESTIONS[before % 2])[0]
+        rows.append({"image_id": f"toy/{before}", "caption": caption})
+    return rows
+
+
+def test_predictions_are_the_captions_in_the_mixtures_order(
+    written: tuple[Path, PredictReport], captioner: Captioner, mixture: Path
+) -> None:
+    rows = json.loads((written[0] / "predictions.json").read_text())
+    assert rows == one_by_one(captioner, mixture, ORDER, ORDER)
+    assert len({row["caption"] for row in rows}) > 1, "captions that are all alike would hide a wrong order"
+
+
+def test_the_control_shows_each_before_with_the_after_of_half_the_list_on(
+    written: tuple[Path, PredictReport], captioner: Captioner, mixture: Path
+) -> None:
+    rows = json.loads((written[0] / "predictions_shuffled.json").read_text())
+    assert rows == one_by_one(captioner, mixture, ORDER, ORDER[2:] + ORDER[:2])
+    assert rows != json.loads((written[0] / "predictions.json").read_text())
+
+
+def test_saliency_has_one_map_for_each_pair_in_the_same_order(
+    written: tuple[Path, PredictReport], captioner: Captioner, mixture: Path
+) -> None:
+    with np.load(written[0] / "saliency.npz") as file:
+        ids, maps = file["ids"].tolist(), file["maps"]
+    assert ids == IDS
+    assert (maps.shape, maps.dtype) == ((5, 3, 3), np.float16)
+    np.testing.assert_allclose(maps.astype(float).sum((1, 2)), 1, atol=2e-3)
+    for number, found in zip(ORDER, maps, strict=True):
+        images = load_image(mixture / f"{number}_before.png"), load_image(mixture / f"{number}_after.png")
+        np.testing.assert_allclose(found, captioner.saliency_map([images])[0], atol=1e-3)
+    assert np.abs(maps[0] - maps[1]).max() > 2e-3, "maps that are all alike would hide a wrong order"
+
+
+def test_the_report_counts_pairs_and_words(written: tuple[Path, PredictReport]) -> None:
+    out, report = written
+    captions = [row["caption"] for row in json.loads((out / "predictions.json").read_text())]
+    words = round(sum(len(caption.split()) for caption in captions) / 5, 2)
+    assert report == PredictReport(stage="predict", rows_in=5, rows_out=5, words=words)
+    assert json.loads((out / "report.json").read_text()) == report.model_dump()
+
+
+def test_four_files_are_written_and_nothing_else(written: tuple[Path, PredictReport]) -> None:
+    names = {path.name for path in written[0].iterdir()}
+    assert names == {"predictions.json", "predictions_shuffled.json", "saliency.npz", "report.json"}
+
+
+def test_text_is_readable_in_the_file(
+    mixture: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Captioner, "caption", lambda self, pairs, question: ["größer"] * len(pairs))
+    predict(settings(limit=1), mixture, model, tmp_path)
+    assert (tmp_path / "predictions.json").read_text(encoding="utf-8") == (
+        '[\n {\n  "image_id": "toy/4",\n  "caption": "größer"\n }\n]\n'
+    )
+
+
+@pytest.mark.parametrize("batch_pairs", [1, 3, 48])
+def test_the_batch_size_changes_nothing(
+    batch_pairs: int, written: tuple[Path, PredictReport], mixture: Path, model: Path, tmp_path: Path
+) -> None:
+    predict(settings(batch_pairs=batch_pairs), mixture, model, tmp_path)
+    for name in ("predictions.json", "predictions_shuffled.json"):
+        assert (tmp_path / name).read_text() == (written[0] / name).read_text()
+    with np.load(tmp_path / "saliency.npz") as got, np.load(written[0] / "saliency.npz") as want:
+        assert got["ids"].tolist() == want["ids"].tolist()
+        np.testing.assert_allclose(got["maps"], want["maps"], atol=1e-3)
+
+
+def test_a_batch_holds_pairs_of_one_question_and_no_more_than_asked(
+    mixture: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[int, str]] = []
+
+    def caption(self: Captioner, pairs: list, question: str) -> list[str]:
+        seen.append((len(pairs), question))
+        return ["a caption"] * len(pairs)
+
+    monkeypatch.setattr(Captioner, "caption", caption)
+    predict(settings(), mixture, model, tmp_path)
+    run = [(2, QUESTIONS[0]), (1, QUESTIONS[0]), (2, QUESTIONS[1])]
+    assert seen == run + run, "the pairs, then the control"
+
+
+@pytest.mark.parametrize(("limit", "count"), [(1, 1), (3, 3), (5, 5), (9, 5)])
+def test_a_limit_takes_the_first_pairs(
+    limit: int, count: int, written: tuple[Path, PredictReport], mixture: Path, model: Path, tmp_path: Path
+) -> None:
+    report = predict(settings(limit=limit), mixture, model, tmp_path)
+    rows = json.loads((tmp_path / "predictions.json").read_text())
+    assert rows == json.loads((written[0] / "predictions.json").read_text())[:count]
+    assert report.rows_in == report.rows_out == len(np.load(tmp_path / "saliency.npz")["ids"]) == count
+
+
+def test_max_new_tokens_is_the_length_limit(mixture: Path, model: Path, tmp_path: Path) -> None:
+    longest = []
+    for tokens in (1, 5):
+        predict(settings(max_new_tokens=tokens, limit=2), mixture, model, tmp_path)
+        captions = [row["caption"] for row in json.loads((tmp_path / "predictions.json").read_text())]
+        tokenizer = load_captioner(model / "checkpoint").processor.tokenizer
+        longest.append(max(len(tokenizer(caption)["input_ids"]) for caption in captions))
+    assert longest[0] <= 1 < longest[1]
+
+
+def test_pairs_are_read_once_each_in_the_mixtures_order(mixture: Path) -> None:
+    pairs = read_test_pairs(mixture)
+    assert [pair.id for pair in pairs] == IDS
+    number = ORDER[1]
+    digests = [hashlib.sha256((mixture / f"{number}_{side}.png").read_bytes()).digest() for side in ("before", "after")]
+    assert pairs[1] == TestPair(
+        IDS[1], str(mixture / f"{number}_before.png"), str(mixture / f"{number}_after.png"), *digests, QUESTIONS[0]
+    )
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 7])
+def test_in_the_control_no_pair_keeps_its_after_and_every_after_is_used_once(count: int) -> None:
+    pairs = [TestPair(str(n), f"b{n}", f"a{n}", b"b%d" % n, b"a%d" % n, f"q{n}") for n in range(count)]
+    shuffled = shuffle_after(pairs)
+    shift = count // 2
+    for number, (pair, mixed) in enumerate(zip(pairs, shuffled, strict=True)):
+        other = pairs[(number + shift) % count]
+        assert mixed == pair._replace(after=other.after, after_sha256=other.after_sha256)
+        assert mixed.after != pair.after
+
+
+def test_a_single_pair_stays_as_it_is_in_the_control() -> None:
+    pair = TestPair("0", "b", "a", b"", b"", "q")
+    assert shuffle_after([pair]) == [pair]
+
+
+@pytest.mark.parametrize("empty", [False, True], ids=["no folder", "no rows"])
+def test_a_mixture_without_test_pairs_is_refused(empty: bool, model: Path, tmp_path: Path) -> None:
+    if empty:
+        (tmp_path / "test").mkdir()
+        pq.write_table(pa.Table.from_pylist([], SAMPLE_SCHEMA), tmp_path / "test" / "00000.parquet")
+    with pytest.raises(DataError, match=r"test: no sample of the test split; run `m3diff convert`"):
+        predict(settings(), tmp_path, model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def remove(file: Path) -> None:
+    file.unlink()
+
+
+def overwrite(file: Path) -> None:
+    file.write_bytes(b"no image")
+
+
+def repaint(file: Path) -> None:
+    noise_image(99).save(file)
+
+
+@pytest.mark.parametrize("side", ["before", "after"])
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (remove, "cannot be read as an image"),
+        (overwrite, "changed since ingest; run `dvc repro`"),
+        (repaint, "changed since ingest; run `dvc repro`"),
+    ],
+)
+def test_an_image_that_is_gone_or_changed_is_refused(
+    damage: Callable[[Path], None], text: str, side: str, model: Path, tmp_path: Path
+) -> None:
+    mixture = write_test_split(tmp_path / "mixture", [0, 1])
+    damage(mixture / f"1_{side}.png")
+    with pytest.raises(DataError, match=f"1_{side}.png: .*{text}"):
+        predict(settings(max_new_tokens=1), mixture, model, tmp_path / "out")
+    assert not (tmp_path / "out" / "predictions.json").exists()
+
+
+def test_a_damaged_checkpoint_is_refused_as_data(mixture: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"checkpoint: no manifest.json"):
+        predict(settings(), mixture, tmp_path / "model", tmp_path / "out")
+
+
+def test_progress_names_both_runs(mixture: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(Captioner, "caption", lambda self, pairs, question: [question] * len(pairs))
+    monkeypatch.setattr(stage, "progress", lambda items, label, unit: seen.append((len(items), label, unit)) or items)
+    predict(settings(), mixture, model, tmp_path)
+    assert seen == [(3, "predict", "batch"), (3, "predict shuffled", "batch")]
+
+
+@pytest.mark.parametrize(("field", "least"), [("batch_pairs", 1), ("max_new_tokens", 1), ("limit", 0)])
+def test_the_section_has_limits(field: str, least: int) -> None:
+    assert getattr(settings(**{field: least}), field) == least
+    with pytest.raises(ValidationError, match=field):
+        settings(**{field: least - 1})
+
+
+def test_the_maps_file_is_one_that_numpy_reads_without_pickle(written: tuple[Path, PredictReport]) -> None:
+    data = (written[0] / "saliency.npz").read_bytes()
+    with np.load(io.BytesIO(data), allow_pickle=False) as file:
+        assert set(file.files) == {"ids", "maps"}
