@@ -131,3 +131,10 @@ def tiny_checkpoint(base: Path, folder: Path, settings: M3DiffSettings | None = 
 def noise_image(seed: int, size: tuple[int, int] = (40, 40)) -> Image.Image:
     pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
     return Image.fromarray(pixels)
+
+
+def colour_image(seed: int, size: tuple[int, int] = (40, 40)) -> Image.Image:
+    """Dots of one colour on black: unlike noise, a tiny model tells one such image from another."""
+    rng = np.random.default_rng(seed)
+    colour, dots = rng.integers(0, 256, 3), rng.integers(0, 2, (size[1], size[0], 1))
+    return Image.fromarray((colour * dots).astype(np.uint8))

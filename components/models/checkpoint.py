@@ -125,7 +125,7 @@ def _save_adapters(model: Any, folder: Path, base: Path) -> None:
     if isinstance(model, PeftModel):
         for lora in model.peft_config.values():
             lora.base_model_name_or_path = os.path.relpath(base, folder)
-        model.save_pretrained(str(folder / LORA))
+        model.save_pretrained(str(folder / LORA), save_embedding_layers=False)
         (folder / LORA / "README.md").unlink(missing_ok=True)
     save_file(tuned_weights(model), folder / TUNED, {"format": "pt"})
     unwrapped(model).config.save_pretrained(folder)

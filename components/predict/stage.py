@@ -31,7 +31,7 @@ class PredictReport(StageReport):
     words: float
 
 
-class TestPair(NamedTuple):
+class PairSample(NamedTuple):
     """One pair of the test split; digests as in the samples, 32 bytes."""
 
     id: str
@@ -43,7 +43,7 @@ class TestPair(NamedTuple):
 
 
 COLUMNS = ["pair", "before", "after", "before_sha256", "after_sha256", "question"]
-"""Columns of the samples, in the order of `TestPair`."""
+"""Columns of the samples, in the order of `PairSample`."""
 
 
 def predict(cfg: Predict, mixture: Path, model: Path, out: Path) -> PredictReport:
@@ -69,22 +69,22 @@ def predict(cfg: Predict, mixture: Path, model: Path, out: Path) -> PredictRepor
     )
 
 
-def read_test_pairs(mixture: Path) -> list[TestPair]:
+def read_test_pairs(mixture: Path) -> list[PairSample]:
     """The test split's pairs, each once, in the mixture's order."""
-    pairs: dict[str, TestPair] = {}
+    pairs: dict[str, PairSample] = {}
     for file in sorted((mixture / "test").glob("*.parquet")):
         table = pq.read_table(file, columns=COLUMNS).to_pydict()
         for row in zip(*(table[column] for column in COLUMNS), strict=True):
-            pairs.setdefault(row[0], TestPair(*row))
+            pairs.setdefault(row[0], PairSample(*row))
     if not pairs:
         raise DataError(f"{mixture / 'test'}: no sample of the test split; run `m3diff convert` and read its report")
     return list(pairs.values())
 
 
-def caption_all(captioner: Captioner, pairs: list[TestPair], batch_pairs: int, label: str) -> list[str]:
+def caption_all(captioner: Captioner, pairs: list[PairSample], batch_pairs: int, label: str) -> list[str]:
     """The pairs' captions in their order. A batch holds one question, so the other pairs in it change no caption."""
     captions: dict[str, str] = {}
-    by_question: dict[str, list[TestPair]] = {}
+    by_question: dict[str, list[PairSample]] = {}
     for pair in pairs:
         by_question.setdefault(pair.question, []).append(pair)
     batches = [batch for same in by_question.values() for batch in _batches(same, batch_pairs)]
@@ -94,18 +94,18 @@ def caption_all(captioner: Captioner, pairs: list[TestPair], batch_pairs: int, l
     return [captions[pair.id] for pair in pairs]
 
 
-def shuffle_after(pairs: list[TestPair]) -> list[TestPair]:
+def shuffle_after(pairs: list[PairSample]) -> list[PairSample]:
     """Hand the after-images on by half the list: every pair gets another's, for any two or more."""
     shift = max(1, len(pairs) // 2)
     others = pairs[shift:] + pairs[:shift]
     return [a._replace(after=b.after, after_sha256=b.after_sha256) for a, b in zip(pairs, others, strict=True)]
 
 
-def _batches(pairs: list[TestPair], size: int) -> list[list[TestPair]]:
+def _batches(pairs: list[PairSample], size: int) -> list[list[PairSample]]:
     return [pairs[start : start + size] for start in range(0, len(pairs), size)]
 
 
-def _images(batch: list[TestPair]) -> list[ImagePair]:
+def _images(batch: list[PairSample]) -> list[ImagePair]:
     return [(_open(pair.before, pair.before_sha256), _open(pair.after, pair.after_sha256)) for pair in batch]
 
 
@@ -116,12 +116,12 @@ def _open(path: str, sha256: bytes | None) -> Image.Image:
         raise DataError(str(error)) from error
 
 
-def _write_captions(path: Path, pairs: list[TestPair], captions: list[str]) -> None:
+def _write_captions(path: Path, pairs: list[PairSample], captions: list[str]) -> None:
     rows = [{"image_id": pair.id, "caption": caption} for pair, caption in zip(pairs, captions, strict=True)]
     write_atomic(path, json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
 
 
-def _write_saliency(path: Path, captioner: Captioner, pairs: list[TestPair], batch_pairs: int) -> None:
+def _write_saliency(path: Path, captioner: Captioner, pairs: list[PairSample], batch_pairs: int) -> None:
     """`ids` and `maps` [pairs, rows, columns] float16, in the order of the pairs."""
     maps = [captioner.saliency_map(_images(batch)) for batch in _batches(pairs, batch_pairs)]
     buffer = io.BytesIO()

@@ -16,9 +16,9 @@ from components.models.generation import Captioner, load_captioner
 from components.models.images import load_image
 from components.predict import stage
 from components.predict.params import Predict
-from components.predict.stage import PredictReport, TestPair, predict, read_test_pairs, shuffle_after
+from components.predict.stage import PairSample, PredictReport, predict, read_test_pairs, shuffle_after
 from components.records import SAMPLE_SCHEMA, DataError
-from tests.tiny import noise_image, tiny_base, tiny_checkpoint
+from tests.tiny import colour_image, tiny_base, tiny_checkpoint
 
 QUESTIONS = ("What changed?", "Describe every difference in detail.")
 ORDER = [4, 0, 3, 1, 2]
@@ -34,7 +34,7 @@ def write_test_split(folder: Path, numbers: list[int] = ORDER) -> Path:
         row = {"pair": f"toy/{number}", "dataset": "toy", "split": "test", "question": QUESTIONS[number % 2]}
         for k, side in enumerate(("before", "after")):
             file = folder / f"{number}_{side}.png"
-            noise_image(10 * number + k).save(file)
+            colour_image(10 * number + k).save(file)
             row |= {side: str(file), f"{side}_sha256": hashlib.sha256(file.read_bytes()).digest()}
         rows += [row | {"id": f"toy/{number}#{k}", "reference": f"reference {k}"} for k in range(1 + number % 3)]
     for part, chosen in enumerate((rows[:3], rows[3:])):
@@ -85,6 +85,25 @@ def test_predictions_are_the_captions_in_the_mixtures_order(
     rows = json.loads((written[0] / "predictions.json").read_text())
     assert rows == one_by_one(captioner, mixture, ORDER, ORDER)
     assert len({row["caption"] for row in rows}) > 1, "captions that are all alike would hide a wrong order"
+
+
+def test_each_pair_is_shown_with_its_own_images_and_question(
+    mixture: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here a caption says what was seen: no two pairs can be taken for each other."""
+
+    def caption(self: Captioner, pairs: list, question: str) -> list[str]:
+        return [" ".join([str(np.asarray(image).sum()) for image in pair] + [question]) for pair in pairs]
+
+    monkeypatch.setattr(Captioner, "caption", caption)
+    predict(settings(), mixture, model, tmp_path)
+    sums = {file.stem: np.asarray(load_image(file)).sum() for file in mixture.glob("*.png")}
+    for name, afters in (("predictions", ORDER), ("predictions_shuffled", ORDER[2:] + ORDER[:2])):
+        rows = json.loads((tmp_path / f"{name}.json").read_text())
+        assert rows == [
+            {"image_id": f"toy/{b}", "caption": f"{sums[f'{b}_before']} {sums[f'{a}_after']} {QUESTIONS[b % 2]}"}
+            for b, a in zip(ORDER, afters, strict=True)
+        ]
 
 
 def test_the_control_shows_each_before_with_the_after_of_half_the_list_on(
@@ -184,14 +203,14 @@ def test_pairs_are_read_once_each_in_the_mixtures_order(mixture: Path) -> None:
     assert [pair.id for pair in pairs] == IDS
     number = ORDER[1]
     digests = [hashlib.sha256((mixture / f"{number}_{side}.png").read_bytes()).digest() for side in ("before", "after")]
-    assert pairs[1] == TestPair(
+    assert pairs[1] == PairSample(
         IDS[1], str(mixture / f"{number}_before.png"), str(mixture / f"{number}_after.png"), *digests, QUESTIONS[0]
     )
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 7])
 def test_in_the_control_no_pair_keeps_its_after_and_every_after_is_used_once(count: int) -> None:
-    pairs = [TestPair(str(n), f"b{n}", f"a{n}", b"b%d" % n, b"a%d" % n, f"q{n}") for n in range(count)]
+    pairs = [PairSample(str(n), f"b{n}", f"a{n}", b"b%d" % n, b"a%d" % n, f"q{n}") for n in range(count)]
     shuffled = shuffle_after(pairs)
     shift = count // 2
     for number, (pair, mixed) in enumerate(zip(pairs, shuffled, strict=True)):
@@ -201,7 +220,7 @@ def test_in_the_control_no_pair_keeps_its_after_and_every_after_is_used_once(cou
 
 
 def test_a_single_pair_stays_as_it_is_in_the_control() -> None:
-    pair = TestPair("0", "b", "a", b"", b"", "q")
+    pair = PairSample("0", "b", "a", b"", b"", "q")
     assert shuffle_after([pair]) == [pair]
 
 
@@ -224,7 +243,7 @@ def overwrite(file: Path) -> None:
 
 
 def repaint(file: Path) -> None:
-    noise_image(99).save(file)
+    colour_image(99).save(file)
 
 
 @pytest.mark.parametrize("side", ["before", "after"])

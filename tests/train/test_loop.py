@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from components.models.m3diff.tuning import CheckpointError, verify_manifest
 from safetensors.torch import load_file
 
-from components.models.m3diff.tuning import CheckpointError, verify_manifest
 from components.train.params import Train
 from components.train.stage import Here, latest_valid_checkpoint, train
 from tests.train.toy import parameters, write_mixture
