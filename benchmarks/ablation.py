@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from components.models.family import Lora
 from components.models.m3diff.configuration import M3DiffConfig, seven_b_config
 from components.models.m3diff.settings import M3DiffSettings, Rates
-from components.models.packing import Packed, pack
+from components.train.packing import Packed, pack
 
 HERE = Path(__file__).parent
 BASE = HERE.parent / "data" / "00_base"

@@ -32,8 +32,8 @@ from components.models.fused import attention_kernels, fused_attention, make_fus
 from components.models.m3diff.family import M3DIFF  # noqa: E402
 from components.models.m3diff.modeling import M3DiffForConditionalGeneration  # noqa: E402
 from components.models.m3diff.settings import M3DiffSettings  # noqa: E402
-from components.models.packing import Packed  # noqa: E402
 from components.models.tuning import prepare, trainable_groups  # noqa: E402
+from components.train.packing import Packed  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "train.json"
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}  # dense bf16

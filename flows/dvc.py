@@ -21,7 +21,12 @@ import yaml
 
 Outcome = Literal["Ran", "Restored", "Skipped"]
 
-DVC = [sys.executable, "-m", "dvc", "--wait-for-lock"]  # its lock is taken anew after a stage: to lose it loses the stage
+DVC = [
+    sys.executable,
+    "-m",
+    "dvc",
+    "--wait-for-lock",
+]  # its lock is taken anew after a stage: to lose it loses the stage
 GRACE_S = 20  # from the signal that asks to the one that ends
 PROGRESS_EVERY_S = 5.0
 

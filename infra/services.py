@@ -212,9 +212,7 @@ def prepare_prefect() -> None:
             threshold=1,
             within=timedelta(seconds=90),
         ),
-        actions=[
-            ChangeFlowRunState(name=None, state=StateType.CRASHED, force=False, message="no heartbeat for 90 s")
-        ],
+        actions=[ChangeFlowRunState(name=None, state=StateType.CRASHED, force=False, message="no heartbeat for 90 s")],
     ).create()
 
 

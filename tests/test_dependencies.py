@@ -66,7 +66,7 @@ def resources(code: Iterable[Path], root: Path) -> set[Path]:
 def as_dependencies(files: set[Path], folder: Path) -> set[Path]:
     """The shortest list that covers these files and no other: a folder whose whole code is among them, else files."""
     inside = {path for path in folder.rglob("*") if is_code(path)}
-    needed = {path for path in inside if path.name != "__init__.py" or path.read_text()}
+    needed = {path for path in inside if path.name != "__init__.py" or ast.parse(path.read_text()).body[1:]}
     if inside & files and needed <= files:
         return {folder}
     shortest = {path for path in files if path.parent == folder}
@@ -251,7 +251,7 @@ CHANGES: dict[str, tuple[Callable[[Path], None], list[str], list[str]]] = {
     ),
     "test-only dataset": (
         add_test_only_dataset,
-        ["ingest@birds", "validate"],
+        ["ingest@birds", "validate", "convert"],
         ["ingest@birds", "validate", "convert", "predict", "evaluate"],
     ),
     "planner": (append_to("components/plan/plan.py"), [], []),
@@ -262,7 +262,11 @@ CHANGES: dict[str, tuple[Callable[[Path], None], list[str], list[str]]] = {
     "learning rate": (set_to(RATES, 0.5), ["train"], TRAIN_ON),
     "learning rate of a model that is not trained": (set_to("models.no_module.rates.llm", 0.5), [], []),
     "model to train": (set_to("train.model", "no_module"), ["train"], TRAIN_ON),
-    "dataset's entry": (set_to("ingest.datasets.real.follow_links", True), ["ingest@real", "validate"], INGEST),
+    "dataset's entry": (
+        set_to("ingest.datasets.real.follow_links", True),
+        ["ingest@real", "validate", "convert"],
+        [*INGEST, "convert"],
+    ),
     "pages of predictions in the report": (set_to("evaluate.gallery", 7), ["evaluate"], ["evaluate"]),
     "gate": (set_to("register.min_gain", 0.5), [], []),
     "recipe of the base": (set_to("pretrain.seed", 7), [], []),

@@ -145,7 +145,9 @@ def test_a_sqlite_store_is_made_absolute_and_its_folder_is_made(tmp_path, monkey
 
 def test_inside_connected_mlflows_own_functions_use_the_store_and_few_retries(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with connected("sqlite:///x.db"):
+    monkeypatch.setattr(tracking, "MlflowClient", lambda: "the client")
+    with connected("sqlite:///x.db") as client:
+        assert client == "the client"
         assert mlflow.get_tracking_uri() == f"sqlite:///{tmp_path}/x.db"
         assert os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] == "2"
         assert os.environ["MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR"] == "false"
@@ -170,12 +172,13 @@ def test_an_error_inside_is_the_servers_absence_where_it_went_away_and_itself_wh
             raise TrackingUnavailableError("gone")
 
     checks: list[str] = []
+    monkeypatch.setattr(tracking, "MlflowClient", lambda: "the client")
     with monkeypatch.context() as patched:
         patched.setattr(tracking, "check_alive", gone)
         with pytest.raises(TrackingUnavailableError, match="gone"), connected("http://127.0.0.1:1"):
             raise KeyError("what mlflow raises when a connection breaks")
     assert checks == ["http://127.0.0.1:1"] * 2
-    with pytest.raises(KeyError), connected("sqlite:///:memory:"):
+    with pytest.raises(KeyError), connected("sqlite:///nowhere.db"):
         raise KeyError("a bug")
 
 

@@ -21,10 +21,10 @@ import yaml
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from components.convert.mixture import evaluation_samples, training_samples
+from components.convert.paper_mixture import PAIRS, SAMPLES, SOURCES, training_counts
 from components.convert.params import Convert, Source
 from components.convert.sampling import id_keys
 from components.datasets import DATASETS
-from components.datasets.paper_mixture import PAIRS, SAMPLES, SOURCES, training_counts
 from components.ingest.params import DatasetEntry
 from components.records import RECORD_SCHEMA, SAMPLE_SCHEMA, SPLITS, DataError
 from components.reports import StageReport

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from components.convert.paper_mixture import SAMPLES, training_counts
 from components.convert.params import Convert, Source
 from components.datasets import DATASETS
-from components.datasets.paper_mixture import SAMPLES, training_counts
 from components.datasets.spec import DatasetSpec, SplitCount
 from components.ingest.params import DatasetEntry
 from components.models.family import PairProcessor

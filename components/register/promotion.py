@@ -13,8 +13,8 @@ from pydantic import BaseModel, ConfigDict
 
 from components import tracking
 from components.params import Params
-from components.register.params import Register
 from components.records import DataError
+from components.register.params import Register
 from components.register.stage import CHALLENGER, run_of, set_alias
 
 CHAMPION, PREVIOUS = "champion", "previous"

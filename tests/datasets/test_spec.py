@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from components.convert.paper_mixture import PAIRS, SAMPLES, SOURCES, training_counts
 from components.datasets import DATASETS, clevr_change, omnidiff
-from components.datasets.paper_mixture import PAIRS, SAMPLES, SOURCES, training_counts
 from components.datasets.spec import UNSTATED, DatasetSpec, Licence, Permission, check_licence
 from components.records import DataError
 from tests.layouts import write_clevr

@@ -9,6 +9,7 @@ from mlflow.tracking import MlflowClient
 
 from components.params import load_params
 from components.records import DataError
+from components.register import promotion
 from components.register.promotion import promote
 from components.register.stage import CHALLENGER
 from tests.register.conftest import change, store
@@ -110,9 +111,7 @@ def test_a_promotion_that_was_cut_off_before_the_alias_moved_is_finished_by_the_
     decide()
     registry.add(CIDEr=2.0)
     with monkeypatch.context() as cut:
-        cut.setattr(
-            "components.register.promotion.set_alias", lambda *_: (_ for _ in ()).throw(ConnectionError("gone"))
-        )
+        cut.setattr(promotion, "set_alias", lambda *_: (_ for _ in ()).throw(ConnectionError("gone")))
         with pytest.raises(ConnectionError):
             decide()
     assert decide().outcome == "promoted"

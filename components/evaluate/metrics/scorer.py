@@ -17,6 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
+from components.evaluate.metrics import worker
+
 ADD_OPENS = " ".join(
     f"--add-opens=java.base/java.{package}=ALL-UNNAMED"
     for package in ("lang", "math", "util", "util.concurrent", "net", "text")
@@ -35,8 +37,7 @@ class Scorer:
         self.folder = tempfile.TemporaryDirectory(prefix=f"m3diff-{name.lower()}-")
         home = Path(self.folder.name)
         self.result_path, self.log = home / "result.json", home / "stderr"
-        worker = Path(__file__).with_name("worker.py")
-        command = [sys.executable, "-P", str(worker), name, str(limit_s + 5), str(home)]
+        command = [sys.executable, "-P", worker.__file__, name, str(limit_s + 5), str(home)]
         environment = {
             **os.environ,
             "LC_ALL": "C.UTF-8",

@@ -9,8 +9,8 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from components.models import FAMILIES
 from components.models.fused import make_fused
-from components.models.packing import PAD, Packed, pack
 from components.models.tuning import prepare
+from components.train.packing import PAD, Packed, pack
 from tests.tiny import MDP, SIDE, scale_features, tiny_model, tiny_settings
 
 IMAGE = [3] * ((SIDE // 8) ** 2 + 1)
