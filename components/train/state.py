@@ -234,4 +234,5 @@ def checkpoint_to_export(run_dir: Path, export: str) -> Path | None:
         if fault is None:
             return folder
         logger.warning("train: the best checkpoint %s is damaged (%s); the next best is exported", folder.name, fault)
+    logger.warning("train: no checkpoint has a CIDEr, so the last is exported; has the mixture a validation split?")
     return None

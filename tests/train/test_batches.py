@@ -1,80 +1,186 @@
-"""Which caption trains when: once per epoch, by the seed, in whatever share of workers and micro-batches."""
+"""Which reference trains when: once per epoch, by the seed, dealt to whatever workers and micro-batches; which image."""
 
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from components.models import FAMILIES
 from components.records import DataError
-from components.train.batches import Samples, Schedule, plan_epoch, read_samples
-from tests.train.toy import write_mixture
+from components.train.batches import (
+    COLUMNS,
+    Loader,
+    Samples,
+    Schedule,
+    open_image,
+    plan_epoch,
+    read_samples,
+    read_training_samples,
+)
+from tests.train.toy import REFERENCES, write_mixture
 
 
 def samples(pairs: int = 7) -> Samples:
     rows = [(f"p{pair}", k) for pair in range(pairs) for k in range(1 + pair % 4)]
-    column = [str(k) for _, k in rows]
-    return Samples([pair for pair, _ in rows], column, column, column, column)
+    other = [str(k) for _, k in rows]
+    return Samples(**{name: [pair for pair, _ in rows] if name == "pair" else other for name in COLUMNS})
 
 
-@pytest.mark.parametrize("packing", ["unpacked", "k", "full"])
-def test_each_caption_comes_once_per_epoch(packing: str) -> None:
+@pytest.mark.parametrize("most", [1, 2, None])
+def test_each_reference_comes_once_per_epoch(most: int | None) -> None:
     held = samples()
     for epoch in range(3):
-        rows = np.concatenate(plan_epoch(held, packing, 2, seed=1, epoch=epoch))
+        rows = np.concatenate(plan_epoch(held, most, seed=1, epoch=epoch))
         assert sorted(rows) == list(range(len(held)))
 
 
-def test_sequences_hold_one_pair_and_as_many_captions_as_the_mode_allows() -> None:
+@pytest.mark.parametrize(("most", "longest"), [(1, 1), (2, 2), (3, 3), (None, 4)])
+def test_a_sequence_is_one_pair_with_as_many_references_as_allowed(most: int | None, longest: int) -> None:
     held = samples()
-    longest = {"unpacked": 1, "k": 2, "full": 4}
-    for packing, most in longest.items():
-        sequences = plan_epoch(held, packing, 2, seed=1, epoch=0)
-        assert all(len({held.pair[row] for row in rows}) == 1 for rows in sequences)
-        assert max(len(rows) for rows in sequences) == most
+    sequences = plan_epoch(held, most, seed=1, epoch=0)
+    assert all(len({held.pair[row] for row in rows}) == 1 for rows in sequences)
+    assert max(len(rows) for rows in sequences) == longest
 
 
 def test_epochs_differ_and_the_seed_repeats_them() -> None:
     def plan(seed: int, epoch: int) -> list[list[int]]:
-        return [rows.tolist() for rows in plan_epoch(samples(), "full", 2, seed=seed, epoch=epoch)]
+        return [rows.tolist() for rows in plan_epoch(samples(), None, seed=seed, epoch=epoch)]
 
     assert plan(1, 0) == plan(1, 0)
     assert plan(1, 0) != plan(1, 1)
     assert plan(1, 0) != plan(2, 0)
 
 
-def schedule(**changes: int) -> Schedule:
-    fields = {"packing": "full", "k": 2, "seed": 1, "global_batch": 4, "micro_batch": 4, "epochs": 2, "ranks": 1}
-    return Schedule(samples(), **{**fields, **changes})
+def test_the_order_of_the_first_epoch_stays_as_it_was() -> None:
+    """Another order of random draws gives other weights from the same parameters."""
+    plan = [rows.tolist() for rows in plan_epoch(samples(4), 2, seed=7, epoch=1)]
+    assert plan == [[9, 6], [8, 7], [5, 3], [0], [1, 2], [4]]
+
+
+def schedule(**changes: int | float | None) -> Schedule:
+    fields = {"max_captions": None, "seed": 1, "global_batch": 4, "micro_batch": 4, "epochs": 2, "ranks": 1}
+    return Schedule(samples(), **{**fields, **changes})  # type: ignore[arg-type]
 
 
 def rows_of(plan: Schedule, step: int) -> Counter:
     counted: Counter = Counter()
     for rank in range(plan.ranks):
-        for micro_batch in plan.share(step, rank).micro_batches:
+        for micro_batch in plan.micro_batches(step, rank):
             for rows, weight in micro_batch:
                 counted.update({int(row): weight for row in rows})
     return +counted
 
 
 @pytest.mark.parametrize("changes", [{"micro_batch": 1}, {"micro_batch": 2}, {"ranks": 2, "micro_batch": 2}])
-def test_workers_and_micro_batches_share_the_same_global_batches(changes: dict) -> None:
+def test_workers_and_micro_batches_get_the_same_global_batches(changes: dict) -> None:
     one, other = schedule(), schedule(**changes)
     assert one.steps == other.steps == 4
     for step in range(one.steps):
         assert rows_of(one, step) == rows_of(other, step)
 
 
-def test_every_worker_takes_as_many_micro_batches() -> None:
+def test_the_steps_of_an_epoch_train_on_every_reference_once_and_the_next_epoch_again() -> None:
+    plan = schedule()
+    for epoch in range(2):
+        counted = sum((rows_of(plan, 2 * epoch + step) for step in range(2)), Counter())
+        assert counted == Counter(range(len(plan.samples)))
+
+
+def test_workers_take_the_sequences_of_a_step_by_turns_in_micro_batches() -> None:
     plan = schedule(ranks=2, micro_batch=1)
-    for step in range(plan.steps):
-        assert len({len(plan.share(step, rank).micro_batches) for rank in range(2)}) == 1
+    chosen = plan.global_sequences(0)
+    for rank in range(2):
+        mine = [[int(row) for row in rows] for batch in plan.micro_batches(0, rank) for rows, _ in batch]
+        assert mine == [rows.tolist() for rows in chosen[rank::2]]
+        assert [len(batch) for batch in plan.micro_batches(0, rank)] == [1, 1]
+
+
+def test_the_last_step_of_an_epoch_is_filled_up_with_sequences_of_weight_zero() -> None:
+    plan = schedule(ranks=2, micro_batch=1)
+    weights = [weight for rank in range(2) for batch in plan.micro_batches(1, rank) for _, weight in batch]
+    assert sorted(weights) == [0, 1, 1, 1]
+    assert len({len(plan.micro_batches(1, rank)) for rank in range(2)}) == 1
+
+
+def test_part_of_an_epoch_takes_that_share_of_its_steps() -> None:
+    assert schedule(global_batch=2, micro_batch=2, epochs=1).steps == 4
+    assert schedule(global_batch=2, micro_batch=2, epochs=0.5).steps == 2
+    assert schedule(global_batch=2, micro_batch=2, epochs=1.1).steps == 5
+
+
+def test_captions_of_steps_are_counted_without_what_only_fills_up() -> None:
+    plan = schedule(ranks=2, micro_batch=1)
+    assert plan.captions(0, 2) == len(plan.samples)
+    assert plan.captions(0, 4) == 2 * len(plan.samples)
+    assert plan.captions(1, 2) == sum(rows_of(plan, 1).values())
+
+
+def test_a_split_is_read_from_all_files_of_its_folder_in_their_order(mixture: Path, tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    whole = (mixture / "train" / "00000.parquet").read_bytes()
+    for name in ("00001.parquet", "00000.parquet"):
+        (tmp_path / "train" / name).write_bytes(whole)
+    (tmp_path / "train" / "00001.parquet").write_bytes((mixture / "val" / "00000.parquet").read_bytes())
+    one, both = read_samples(mixture / "train"), read_samples(tmp_path / "train")
+    assert both.pair[: len(one)] == one.pair
+    assert both.pair[len(one) :] == read_samples(mixture / "val").pair
+    assert one.reference[1:3] == list(REFERENCES[:2])
 
 
 def test_a_mixture_without_a_training_split_is_refused_and_one_without_validation_is_not(tmp_path: Path) -> None:
     mixture = write_mixture(tmp_path / "mixture")
-    for shard in (mixture / "samples").iterdir():
-        shard.unlink()
-    with pytest.raises(DataError, match="no sample of split 'train'"):
-        read_samples(mixture, "train")
-    assert read_samples(mixture, "val").pairs() == []
+    for split in ("train", "val"):
+        (mixture / split / "00000.parquet").unlink()
+    with pytest.raises(DataError, match="no sample of split 'train'; run `m3diff convert`"):
+        read_training_samples(mixture)
+    assert read_samples(mixture / "val").pairs() == []
+
+
+@pytest.fixture
+def loader(mixture: Path, base: Path) -> Loader:
+    return Loader(read_samples(mixture / "train"), FAMILIES["m3diff"].load_processor(base), threads=1)
+
+
+def test_a_micro_batch_has_the_images_before_and_after_by_turns(loader: Loader) -> None:
+    held = loader.samples
+    pairs = held.pairs()
+    batch = loader.build([(pairs[1], 1), (pairs[2], 1)])
+    files = [path for rows in pairs[1:3] for path in (held.before[rows[0]], held.after[rows[0]])]
+    assert len(batch.images) == 4
+    for image, path in zip(batch.images, files, strict=True):
+        digest = dict(zip(held.before + held.after, held.before_sha256 + held.after_sha256, strict=True))[path]
+        np.testing.assert_array_equal(image, loader.processor.prepare_image(open_image(path, digest)))
+
+
+def test_supervised_tokens_are_those_of_the_references_of_sequences_that_count(loader: Loader) -> None:
+    pairs = loader.samples.pairs()
+    lengths = [
+        sum(len(loader.processor.encode_reference(loader.samples.reference[row])) for row in pairs[n]) for n in (2, 3)
+    ]
+    batch = loader.build([(pairs[2], 1), (pairs[3], 0)])
+    assert batch.supervised_tokens == lengths[0]
+    assert torch.equal(batch.weights, torch.tensor([1.0] * lengths[0] + [0.0] * lengths[1]))
+    assert len(batch.packed.labels) == sum(lengths)
+
+
+def test_the_stream_gives_each_step_from_the_first_asked_to_the_last(loader: Loader) -> None:
+    plan = Schedule(loader.samples, None, seed=1, global_batch=4, micro_batch=2, epochs=2)
+    got = list(loader.stream(plan, rank=0, first_step=2))
+    assert len(got) == plan.steps - 2
+    for step, batches in enumerate(got, start=2):
+        want = [loader.build(batch) for batch in plan.micro_batches(step, 0)]
+        assert [b.packed.input_ids.tolist() for b in batches] == [b.packed.input_ids.tolist() for b in want]
+
+
+def test_an_image_that_changed_or_is_gone_is_refused_with_its_name_and_the_remedy(tmp_path: Path) -> None:
+    mixture = write_mixture(tmp_path / "mixture")
+    held = read_samples(mixture / "train")
+    (path, digest), (other, _) = held.images(0)
+    Path(path).write_bytes(Path(other).read_bytes())
+    with pytest.raises(DataError, match=rf"{Path(path).name}.*changed since ingest.*dvc repro"):
+        open_image(path, digest)
+    Path(path).unlink()
+    with pytest.raises(DataError, match=rf"{Path(path).name}.*cannot be read"):
+        open_image(path, digest)

@@ -2,38 +2,31 @@
 
 import multiprocessing
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from components.models.m3diff.tuning import CheckpointError, verify_manifest
 from safetensors.torch import load_file
 
-from components.train.params import Train
-from components.train.stage import Here, latest_valid_checkpoint, train
-from tests.train.toy import parameters, write_mixture
+from components.models.checkpoint import CheckpointError, verify_manifest
+from components.train import loop
+from components.train.loop import Job, Runtime, is_captioned, is_checkpoint, run_loop
+from components.train.state import checkpoints
+from tests.tiny import tiny_settings
+from tests.train.toy import Recipe, Trained, recipe, run
 
 
 @pytest.fixture(scope="module")
-def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_mixture(tmp_path_factory.mktemp("toy") / "mixture")
+def whole(mixture: Path, base: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """An undisturbed run of nine steps, the checkpoints' pairs captioned."""
+    made = recipe(base, epochs=3, zero_stage=1, caption_val_pairs=1, caption_every_checkpoints=2)
+    return run(made, mixture, tmp_path_factory.mktemp("whole"))
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("toy") / "base"
-    parameters(folder)
-    return folder
-
-
-def run(cfg: Train, mixture: Path, folder: Path) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Train in this process; the final weights and the curve's lines."""
-    train(cfg, mixture, folder / "out", folder / "runs")
-    weights = load_file(folder / "out" / "checkpoint" / "model.safetensors")
-    return weights, (folder / "out" / "curves.csv").read_text().splitlines()
+def six_steps(mixture: Path, base: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return run(recipe(base), mixture, tmp_path_factory.mktemp("six"))
 
 
 def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], atol: float) -> None:
@@ -44,171 +37,273 @@ def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], ato
         torch.testing.assert_close(got[name], weight, rtol=0, atol=atol, msg=lambda text, n=name: f"{n}: {text}")
 
 
-def test_training_lowers_the_loss_and_moves_every_group(mixture: Path, base: Path, tmp_path: Path) -> None:
-    weights, curve = run(parameters(base, epochs=30, lr=0.03, lr_vision=0.01), mixture, tmp_path)
-    losses = [float(line.split(",")[2]) for line in curve[1:]]
+@pytest.mark.slow
+def test_training_lowers_the_loss_and_moves_every_part(mixture: Path, base: Path, tmp_path: Path) -> None:
+    model = tiny_settings(vision=0.01, projector=0.03, module=0.03, llm=0.03)
+    done = run(recipe(base, epochs=30, model=model, checkpoint_every_steps=100), mixture, tmp_path)
+    losses = [loss for loss in done.column("loss") if loss is not None]
     assert losses[-1] < losses[0] - 0.15, "the head is small, random and frozen: no logit can gain more than 0.3"
     start = load_file(base / "model.safetensors")
     for part in ("vision_tower.encoder", "multi_modal_projector", "image_newline", "q_proj", "down_proj"):
-        moved = [name for name in start if part in name and not torch.equal(start[name], weights[name])]
+        moved = [name for name in start if part in name and not torch.equal(start[name], done.weights[name])]
         assert moved, f"{part} did not move"
-    assert torch.equal(
-        start["language_model.model.embed_tokens.weight"], weights["language_model.model.embed_tokens.weight"]
-    )
+    name = "language_model.model.embed_tokens.weight"
+    assert torch.equal(start[name], done.weights[name])
 
 
-def test_without_perception_the_same_loop_trains_a_llava_onevision(mixture: Path, base: Path, tmp_path: Path) -> None:
-    weights, curve = run(parameters(base, mdp=None, epochs=1), mixture, tmp_path)
-    assert weights.keys() == load_file(base / "model.safetensors").keys(), "no tensor of an MDP module"
-    assert len(curve) > 1
+def test_without_the_module_the_same_loop_trains_the_base(mixture: Path, base: Path, tmp_path: Path) -> None:
+    done = run(recipe(base, model=tiny_settings(None), epochs=1), mixture, tmp_path)
+    assert done.weights.keys() == load_file(base / "model.safetensors").keys(), "no tensor of a module"
+    assert len(done.curve) == 3
+    assert done.report.parameters["module"] == 0
+    assert [row["lr_module"] for row in done.curve] == ["", "", ""]
 
 
-def test_the_same_seed_gives_the_same_weights(mixture: Path, base: Path, tmp_path: Path) -> None:
-    first, _ = run(parameters(base), mixture, tmp_path / "a")
-    second, _ = run(parameters(base), mixture, tmp_path / "b")
-    assert_same(second, first, atol=0)
+def test_the_same_seed_gives_the_same_weights_and_validation_touches_none(
+    mixture: Path, base: Path, tmp_path: Path, six_steps: Trained
+) -> None:
+    other = run(recipe(base, val_pairs=0, caption_val_pairs=1, checkpoint_every_steps=3), mixture, tmp_path)
+    assert_same(other.weights, six_steps.weights, atol=0)
+    assert other.column("loss") == six_steps.column("loss")
+    assert other.report.val_loss is None
+    assert other.report.val_loss_by_dataset == {}
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2])
-def test_accumulation_changes_nothing(micro_batch: int, mixture: Path, base: Path, tmp_path: Path) -> None:
-    want, _ = run(parameters(base, global_batch=8, micro_batch=8), mixture, tmp_path / "one")
-    got, _ = run(parameters(base, global_batch=8, micro_batch=micro_batch), mixture, tmp_path / "many")
-    # a mean of means, the usual fault, differs by more than 1e-3 here because captions differ in length
-    assert_same(got, want, atol=2e-5)
+def test_accumulation_changes_nothing(
+    micro_batch: int, mixture: Path, base: Path, tmp_path: Path, six_steps: Trained
+) -> None:
+    got = run(recipe(base, micro_batch=micro_batch), mixture, tmp_path)
+    # a mean of means, the usual fault, differs by more than 1e-3 here because references differ in length
+    assert_same(got.weights, six_steps.weights, atol=2e-5)
+    assert got.report.rows_out == six_steps.report.rows_out
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_zero_stages_train_alike(stage: int, mixture: Path, base: Path, tmp_path: Path) -> None:
-    want, want_curve = run(parameters(base), mixture, tmp_path / "zero0")
-    got, got_curve = run(parameters(base, zero_stage=stage), mixture, tmp_path / "zero")
-    assert_same(got, want, atol=2e-5)
-    for got_line, want_line in zip(got_curve[1:], want_curve[1:], strict=True):
-        assert float(got_line.split(",")[2]) == pytest.approx(float(want_line.split(",")[2]), rel=1e-5)
+@pytest.mark.parametrize("stage", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+def test_zero_stages_train_alike(stage: int, mixture: Path, base: Path, tmp_path: Path, six_steps: Trained) -> None:
+    got = run(recipe(base, zero_stage=stage), mixture, tmp_path)
+    assert_same(got.weights, six_steps.weights, atol=2e-5)
+    for name in ("loss", "val_loss", "grad_norm"):
+        for a, b in zip(got.column(name), six_steps.column(name), strict=True):
+            assert a == (b if b is None else pytest.approx(b, rel=2e-4 if name == "grad_norm" else 1e-5))
+    assert got.report.parameters == six_steps.report.parameters
 
 
-class Rank(Here):
-    ranks = 2
-
-    def __init__(self, rank: int, run_dir: Path) -> None:
-        super().__init__(run_dir, None)
-        self.rank = rank
-
-    @contextmanager
-    def scratch(self) -> Iterator[Path]:
-        folder = self.run_dir / "shared"
-        folder.mkdir(exist_ok=True)
-        yield folder
-
-    def keep(self, folder: Path, metrics: dict[str, float]) -> None:
-        pass
+def test_checkpoints_follow_every_so_many_steps_and_the_last() -> None:
+    assert [step for step in range(1, 10) if is_checkpoint(step, 9, 4)] == [4, 8, 9]
 
 
-def work(rank: int, cfg: Train, mixture: Path, folder: Path) -> None:
-    import torch.distributed as dist
-
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
-    from components.train.loop import run_loop
-
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
-    run_loop(cfg, mixture, folder, Rank(rank, folder))
-    dist.destroy_process_group()
+def test_every_so_many_checkpoints_are_captioned_and_the_last(base: Path) -> None:
+    compute = recipe(base, checkpoint_every_steps=2, caption_every_checkpoints=3, caption_val_pairs=1).compute
+    assert [step for step in range(1, 15) if is_captioned(step, 14, compute)] == [6, 12, 14]
+    assert not is_captioned(14, 14, recipe(base, caption_val_pairs=0).compute)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 2])
-def test_two_workers_train_as_one(stage: int, mixture: Path, base: Path, tmp_path: Path) -> None:
-    want, _ = run(parameters(base), mixture, tmp_path / "one")
-    cfg = parameters(base, workers=2, micro_batch=2, zero_stage=stage)
-    (tmp_path / "two").mkdir()
-    spawned = multiprocessing.get_context("spawn")
-    workers = [spawned.Process(target=work, args=(rank, cfg, mixture, tmp_path / "two")) for rank in range(2)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(240)
-        assert worker.exitcode == 0
-    assert_same(load_file(tmp_path / "two" / "checkpoint" / "model.safetensors"), want, atol=2e-5)
+def test_the_curves_say_what_each_step_has_and_the_report_what_the_run_had(whole: Trained) -> None:
+    assert [int(row["step"]) for row in whole.curve] == list(range(1, 10))
+    assert whole.column("epoch") == pytest.approx([step / 3 for step in range(1, 10)], abs=1e-4)
+    validated = [int(row["step"]) for row in whole.curve if row["val_loss"]]
+    assert validated == [2, 4, 6, 8, 9]
+    assert [int(row["step"]) for row in whole.curve if row["val_loss_second"] and row["val_loss_toy"]] == validated
+    assert [int(row["step"]) for row in whole.curve if row["val_cider"]] == [4, 8, 9]
+    assert all(norm and norm > 0.001 for norm in whole.column("grad_norm"))
+    assert list(whole.curve[0]) == (
+        "step epoch loss lr_vision lr_module lr_projector lr_llm grad_norm val_loss val_loss_second val_loss_toy val_cider"
+    ).split()
+    report = whole.report
+    assert (report.rows_in, report.rows_out, report.steps, report.exported_step) == (23, 69, 9, 9)
+    assert report.loss == pytest.approx(whole.column("loss")[-1], abs=1e-5)
+    assert report.val_loss == pytest.approx(whole.column("val_loss")[-1], abs=1e-5)
+    assert report.val_loss_by_dataset.keys() == {"toy", "second"}
+    assert sum(report.parameters.values()) == report.parameters_trainable
 
 
 class Interrupted(Exception):
     pass
 
 
-def interrupt_after(keeps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    original, seen = Here.keep, []
+def interrupt_after(saved: int, patch: pytest.MonkeyPatch) -> None:
+    """Stop after so many checkpoints, the last of them saved and not yet validated."""
+    original, seen = loop.validate, []
 
-    def keep(self: Here, folder: Path, metrics: dict[str, Any]) -> None:
-        original(self, folder, metrics)
-        seen.append(metrics)
-        if len(seen) == keeps:
+    def validate(run: Any, folder: Path) -> None:
+        seen.append(folder)
+        if len(seen) == saved:
             raise Interrupted
+        original(run, folder)
 
-    monkeypatch.setattr(Here, "keep", keep)
+    patch.setattr(loop, "validate", validate)
 
 
-def test_a_run_that_resumes_ends_with_the_same_weights_and_curve(
-    mixture: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cfg = parameters(base, epochs=3, zero_stage=1)
-    want, want_curve = run(cfg, mixture, tmp_path / "whole")
-    with monkeypatch.context() as patch:
-        interrupt_after(2, patch)
+def interrupted(made: Recipe, mixture: Path, folder: Path, saved: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_after(saved, patch)
         with pytest.raises(Interrupted):
-            run(cfg, mixture, tmp_path / "broken")
-    got, got_curve = run(cfg, mixture, tmp_path / "broken")
-    assert_same(got, want, atol=0)
-    assert got_curve == want_curve
+            run(made, mixture, folder)
 
 
-def test_a_checkpoint_half_written_is_passed_over_for_the_one_before(
-    mixture: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("stage", [1, 0, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+def test_a_run_that_resumes_ends_with_the_same_weights_curve_and_report(
+    stage: int, mixture: Path, base: Path, tmp_path: Path, whole: Trained
 ) -> None:
-    cfg = parameters(base, epochs=3)
-    want, _ = run(cfg, mixture, tmp_path / "whole")
-    with monkeypatch.context() as patch:
-        interrupt_after(3, patch)
-        with pytest.raises(Interrupted):
-            run(cfg, mixture, tmp_path / "broken")
-    checkpoints = sorted((tmp_path / "broken" / "runs").rglob("step-*"))
-    assert len(checkpoints) == 2, "the newest two are kept"
-    largest = max((path for path in (checkpoints[-1] / "state").iterdir()), key=lambda path: path.stat().st_size)
-    largest.write_bytes(largest.read_bytes()[:100])
-    got, _ = run(cfg, mixture, tmp_path / "broken")
-    assert "is not whole and is passed over" in caplog.text
-    assert checkpoints[-1].name in caplog.text
-    assert_same(got, want, atol=0)
+    made = recipe(base, epochs=3, zero_stage=stage, caption_val_pairs=1, caption_every_checkpoints=2)
+    want = whole if stage == 1 else run(made, mixture, tmp_path / "whole")
+    interrupted(made, mixture, tmp_path / "broken", saved=2)
+    got = run(made, mixture, tmp_path / "broken")
+    assert_same(got.weights, want.weights, atol=0)
+    assert got.curve == want.curve
+    assert got.report == want.report
 
 
-def test_a_final_checkpoint_with_a_changed_file_is_refused(mixture: Path, base: Path, tmp_path: Path) -> None:
-    run(parameters(base), mixture, tmp_path)
+@pytest.mark.parametrize(
+    ("changes", "atol"), [({"checkpoint_every_steps": 3}, 0), ({"micro_batch": 2}, 2e-5), ({"zero_stage": 0}, 2e-5)]
+)
+def test_a_run_goes_on_after_how_it_is_computed_was_changed(
+    changes: dict, atol: float, mixture: Path, base: Path, tmp_path: Path, whole: Trained, capfd: pytest.CaptureFixture
+) -> None:
+    made = recipe(base, epochs=3, zero_stage=1)
+    interrupted(made, mixture, tmp_path, saved=2)
+    got = run(made.changed(**changes), mixture, tmp_path)
+    assert "resumed after step 4 of 9" in capfd.readouterr().out
+    assert_same(got.weights, whole.weights, atol=atol)
+    assert got.report.rows_out == whole.report.rows_out
+    assert len(got.curve) == 9
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
+    mixture: Path, base: Path, tmp_path: Path, whole: Trained, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = recipe(base, epochs=3, zero_stage=1)
+    interrupted(made, mixture, tmp_path, saved=3)
+    (run_dir,) = (path for path in (tmp_path / "runs" / "train").iterdir() if path.is_dir())
+    before, newest = checkpoints(run_dir)
+    weights = newest / "weights.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    got = run(made, mixture, tmp_path)
+    assert f"{newest.name} is damaged" in caplog.text
+    assert f"going on from {before.name}" in caplog.text
+    assert_same(got.weights, whole.weights, atol=0)
+
+
+@pytest.mark.parametrize(("scores", "best"), [([0.2, 0.9, 0.5], 4), ([0.9, 0.2, 0.9], 2), ([0.1, 0.2, 0.3], 6)])
+def test_best_exports_the_checkpoint_with_the_highest_cider(
+    scores: list[float], best: int, mixture: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, kept = iter(scores), {}
+    monkeypatch.setattr(loop.Validation, "cider", lambda self, engine: {"val_cider": next(given)})
+    original = loop.save_state
+
+    def keep(engine: Any, run_dir: Path, step: int, *rest: Any) -> Path:
+        folder = original(engine, run_dir, step, *rest)
+        kept[step] = load_file(folder / "weights.safetensors")
+        return folder
+
+    monkeypatch.setattr(loop, "save_state", keep)
+    made = recipe(base, export="best", caption_val_pairs=1, caption_every_checkpoints=1)
+    done = run(made, mixture, tmp_path)
+    assert done.report.exported_step == best
+    newline = next(name for name in kept[best] if name.endswith("image_newline"))
+    assert torch.equal(done.weights["image_newline"], kept[best][newline])
+    assert not torch.equal(kept[2][newline], kept[6][newline])
+    assert len(done.curve) == 6, "the curves are those of the whole run"
+
+
+def test_the_checkpoint_names_its_family_and_base_and_a_changed_file_is_refused(
+    mixture: Path, base: Path, tmp_path: Path
+) -> None:
+    from components.files import sha256_of_folder
+
+    run(recipe(base, epochs=0.3), mixture, tmp_path)
     checkpoint = tmp_path / "out" / "checkpoint"
-    verify_manifest(checkpoint)
+    manifest = verify_manifest(checkpoint)
+    assert manifest["family"] == "m3diff"
+    assert manifest["base_sha256"] == sha256_of_folder(base)
+    assert (checkpoint / manifest["base"]).resolve() == base.resolve()
     weights = checkpoint / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
     with pytest.raises(CheckpointError, match=r"model.safetensors: sha256 .* restore it"):
         verify_manifest(checkpoint)
 
 
-def test_no_checkpoint_is_no_checkpoint(tmp_path: Path) -> None:
-    assert latest_valid_checkpoint(tmp_path) is None
-
-
-def test_a_second_trainer_of_the_same_run_is_turned_away(mixture: Path, base: Path, tmp_path: Path) -> None:
-    from components.train.stage import RunLockedError, _only_trainer
-
-    run_dir = tmp_path / "run"
-    with (
-        _only_trainer(run_dir.parent.joinpath("run")),
-        pytest.raises(RunLockedError, match="another training of this run is alive"),
-        _only_trainer(run_dir),
-    ):
-        pass
-
-
-@pytest.mark.parametrize("packing", ["unpacked", "k"])
-def test_packing_changes_the_sampling_but_not_what_is_seen(
-    packing: str, mixture: Path, base: Path, tmp_path: Path
+@pytest.mark.parametrize("most", [1, 2])
+def test_packing_changes_the_sequences_but_not_what_is_seen(
+    most: int, mixture: Path, base: Path, tmp_path: Path, six_steps: Trained
 ) -> None:
-    report = train(parameters(base, packing=packing), mixture, tmp_path / "out", tmp_path / "runs")
-    full = train(parameters(base), mixture, tmp_path / "out2", tmp_path / "runs")
-    assert report.rows_out == full.rows_out == 2 * report.rows_in
+    report = run(recipe(base, max_captions_per_sequence=most, val_pairs=0), mixture, tmp_path).report
+    assert report.rows_out == six_steps.report.rows_out == 2 * report.rows_in
+    assert report.steps > six_steps.report.steps
+
+
+def work(rank: int, made: Recipe, mixture: Path, folder: Path, saved: int) -> None:
+    import torch.distributed as dist
+
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
+    with pytest.MonkeyPatch.context() as patch:
+        if saved:
+            interrupt_after(saved, patch)
+        try:
+            run_loop(Job(made.cfg, made.model, made.compute, mixture, folder, folder, ""), Runtime(rank, 2))
+        except Interrupted:
+            dist.barrier()
+    dist.destroy_process_group()
+
+
+def two_workers(made: Recipe, mixture: Path, folder: Path, saved: int = 0) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / "store").unlink(missing_ok=True)
+    spawned = multiprocessing.get_context("spawn")
+    workers = [spawned.Process(target=work, args=(rank, made, mixture, folder, saved)) for rank in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(240)
+        assert worker.exitcode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_two_workers_train_validate_and_caption_as_one(
+    stage: int, mixture: Path, base: Path, tmp_path: Path, whole: Trained
+) -> None:
+    from tests.train.toy import read_curve
+
+    made = recipe(base, epochs=3, micro_batch=2, zero_stage=stage, caption_val_pairs=1)
+    two_workers(made, mixture, tmp_path)
+    assert_same(load_file(tmp_path / "checkpoint" / "model.safetensors"), whole.weights, atol=2e-5)
+    for got, want in zip(read_curve(tmp_path), whole.curve, strict=True):
+        assert [got[name] == "" for name in got] == [want[name] == "" for name in want]
+        for name in ("loss", "val_loss", "val_loss_second", "val_loss_toy", "val_cider"):
+            assert not want[name] or float(got[name]) == pytest.approx(float(want[name]), rel=1e-5), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("first", [1, 2])
+def test_a_run_goes_on_with_another_number_of_workers(
+    first: int, stage: int, mixture: Path, base: Path, tmp_path: Path, whole: Trained
+) -> None:
+    made = recipe(base, epochs=3, micro_batch=2, zero_stage=stage)
+    folder = tmp_path / "runs"
+    if first == 2:
+        two_workers(made, mixture, folder, saved=2)
+        assert [path.name for path in checkpoints(folder)] == ["step-00000002", "step-00000004"]
+        one_worker(made, mixture, folder)
+    else:
+        one_worker(made, mixture, folder, saved=2)
+        two_workers(made, mixture, folder)
+    assert_same(load_file(folder / "checkpoint" / "model.safetensors"), whole.weights, atol=2e-5)
+
+
+def one_worker(made: Recipe, mixture: Path, folder: Path, saved: int = 0) -> None:
+    from components.train.runtimes import run_local
+
+    folder.mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        if saved:
+            interrupt_after(saved, patch)
+        try:
+            run_local(Job(made.cfg, made.model, made.compute, mixture, folder, folder, ""))
+        except Interrupted:
+            assert saved

@@ -1,0 +1,132 @@
+"""One optimizer step against AdamW computed by hand, and the gradient's norm against autograd."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from components.models import FAMILIES
+from components.train.loop import Job, Run, Runtime, prepare_model, start, take_step, train_step
+from components.train.state import MasterState
+from tests.train.toy import Recipe, recipe
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+NO_CLIPPING = 1e9
+LAST = 1
+"""The second step of an epoch of 10 sequences, 8 a step: two count and six only fill up."""
+
+
+def started(made: Recipe, mixture: Path, folder: Path) -> Run:
+    return start(Job(made.cfg, made.model, made.compute, mixture, folder, folder, ""), Runtime())
+
+
+def gradients(made: Recipe, run: Run, step: int) -> dict[str, Tensor]:
+    """By plain autograd: the mean over the step's supervised tokens, every sequence by itself."""
+    model, processor = prepare_model(made.cfg, made.model, made.compute, FAMILIES["m3diff"])
+    sequences = run.schedule.global_sequences(step)
+    total, tokens = torch.zeros(()), 0
+    for rows in sequences:
+        batch = run.loader.build([(rows, 1)])
+        logits = model(
+            input_ids=batch.packed.input_ids,
+            position_ids=batch.packed.position_ids,
+            attention_mask=batch.packed.mask(),
+            logits_to_keep=batch.packed.supervised,
+            **processor.image_inputs(batch.images),
+        ).logits
+        chosen = logits.float().log_softmax(-1)[torch.arange(len(batch.packed.labels)), batch.packed.labels]
+        total, tokens = total - chosen.sum(), tokens + len(chosen)
+    (total / tokens).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def norm_of(found: dict[str, Tensor]) -> float:
+    return float(torch.cat([g.flatten() for g in found.values()]).double().norm())
+
+
+def adamw(weight: Tensor, gradient: Tensor, lr: float, decay: float) -> Tensor:
+    """The first step of AdamW, betas (0.9, 0.999)."""
+    first, second = 0.1 * gradient, 0.001 * gradient**2
+    decayed = weight * (1 - lr * decay)
+    return decayed - lr * (first / (1 - 0.9)) / ((second / (1 - 0.999)).sqrt() + 1e-8)
+
+
+@pytest.mark.parametrize(("stage", "micro_batch"), [(0, 2), (0, 8), (1, 4)])
+def test_a_step_is_adamw_on_the_mean_over_the_tokens_that_count(
+    stage: int, micro_batch: int, mixture: Path, base: Path, tmp_path: Path
+) -> None:
+    made = recipe(
+        base,
+        global_batch=8,
+        micro_batch=micro_batch,
+        zero_stage=stage,
+        max_grad_norm=NO_CLIPPING,
+        weight_decay=0.1,
+        warmup_share=0.0,
+    )
+    run = started(made, mixture, tmp_path)
+    want = gradients(made, run, LAST)
+    state = MasterState(run.engine)
+    before = {name: state.get(p).clone() for name, p in state.parameters.items()}
+    batches = [run.loader.build(batch) for batch in run.schedule.micro_batches(LAST, 0)]
+    train_step(run, LAST, batches)
+    state.link()
+    factor = 0.5 * (1 + torch.cos(torch.tensor(torch.pi * (LAST - 1) / (run.schedule.steps - 1))))
+    rates = {id(p): group.lr * float(factor) for group in run.groups for p in group.parameters}
+    assert state.parameters.keys() == want.keys()
+    for name, parameter in state.parameters.items():
+        # a gradient times the tokens, or their square, differs by a factor of hundreds
+        torch.testing.assert_close(state.get(parameter, "exp_avg"), 0.1 * want[name], rtol=1e-3, atol=1e-7)
+        torch.testing.assert_close(state.get(parameter, "exp_avg_sq"), 0.001 * want[name] ** 2, rtol=2e-3, atol=1e-11)
+        expected = adamw(before[name], want[name], rates[id(parameter)], 0.1)
+        clear = want[name].abs() > 1e-5  # where rounding decides the sign, so it does the step
+        torch.testing.assert_close(state.get(parameter)[clear], expected[clear], rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("limit", [NO_CLIPPING, 0.01])
+def test_grad_norm_is_that_of_the_whole_gradient_before_clipping(
+    stage: int, limit: float, mixture: Path, base: Path, tmp_path: Path
+) -> None:
+    made = recipe(base, micro_batch=2, zero_stage=stage, max_grad_norm=limit)
+    run = started(made, mixture, tmp_path)
+    found = gradients(made, run, 0)
+    batches = [run.loader.build(batch) for batch in run.schedule.micro_batches(0, 0)]
+    _, norm = take_step(run.engine, batches, run.processor, run.device, 1)
+    assert norm == pytest.approx(norm_of(found), rel=1e-4)
+    assert norm > 0.015, "the smaller limit clips"
+    state = MasterState(run.engine)
+    state.link()
+    scale = min(1.0, limit / norm)
+    name, parameter = next(iter(state.parameters.items()))
+    torch.testing.assert_close(state.get(parameter, "exp_avg"), 0.1 * scale * found[name], rtol=2e-3, atol=1e-8)
+
+
+def test_a_step_reports_the_mean_loss_per_token_and_its_row(mixture: Path, base: Path, tmp_path: Path) -> None:
+    made = recipe(base, global_batch=8, micro_batch=2, warmup_share=0.5)
+    run = started(made, mixture, tmp_path)
+    batches = [run.loader.build(batch) for batch in run.schedule.micro_batches(LAST, 0)]
+    one = run.loader.build([(rows, 1) for rows in run.schedule.global_sequences(LAST)])
+    with torch.no_grad():
+        from components.train.loss import token_loss
+
+        want = float(token_loss(run.engine.module, one, run.processor, run.device)) / one.supervised_tokens
+    train_step(run, LAST, batches)
+    (row,) = run.curve.rows
+    assert float(row["loss"]) == pytest.approx(want, rel=1e-5)
+    assert (row["step"], row["epoch"], row["val_loss"]) == ("2", "1", "")
+    assert float(row["lr_vision"]) == pytest.approx(1e-3, rel=1e-5), "the second of two warm-up steps is at the full rate"
+    assert float(row["lr_llm"]) == float(row["lr_projector"]) == pytest.approx(3e-3, rel=1e-5)
+    assert run.captions == sum(len(rows) for rows in run.schedule.global_sequences(LAST))
+
+
+def test_a_loss_that_is_not_finite_stops_with_step_loss_and_rates(mixture: Path, base: Path, tmp_path: Path) -> None:
+    run = started(recipe(base), mixture, tmp_path)
+    with torch.no_grad():
+        for parameter in run.engine.module.parameters():
+            parameter.fill_(float("nan"))
+    batches = [run.loader.build(batch) for batch in run.schedule.micro_batches(3, 0)]
+    with pytest.raises(FloatingPointError, match=r"step 4: the loss is nan with lr_vision [\d.e-]+, .*warmup_share"):
+        train_step(run, 3, batches)
