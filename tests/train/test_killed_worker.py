@@ -1,5 +1,6 @@
 """A Ray Train worker killed with signal 9 mid-run: another goes on from the newest checkpoint to the same weights."""
 
+import pickle
 import re
 import subprocess
 import sys
@@ -11,24 +12,23 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from components.train.params import Train
-from tests.train.toy import parameters, write_mixture
+from tests.train.toy import Recipe, recipe
 
 CODE = """
-import sys
+import pickle, sys
 from pathlib import Path
-from components.train.params import Train
 from components.train.stage import train
-cfg, mixture, folder = map(Path, sys.argv[1:])
-train(Train.model_validate_json(cfg.read_text()), mixture, folder / "out", folder / "runs")
+made, mixture, folder = map(Path, sys.argv[1:])
+made = pickle.loads(made.read_bytes()).changed(scratch=folder / "runs")
+train(made.cfg, made.model, made.compute, mixture, folder / "out")
 """
 
 
-def start(cfg: Train, mixture: Path, folder: Path) -> subprocess.Popen:
+def start(made: Recipe, mixture: Path, folder: Path) -> subprocess.Popen:
     folder.mkdir()
-    (folder / "cfg.json").write_text(cfg.model_dump_json())
+    (folder / "recipe").write_bytes(pickle.dumps(made))
     with (folder / "log").open("w") as log:
-        command = [sys.executable, "-c", CODE, str(folder / "cfg.json"), str(mixture), str(folder)]
+        command = [sys.executable, "-c", CODE, str(folder / "recipe"), str(mixture), str(folder)]
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
 
 
@@ -50,9 +50,8 @@ def kill_worker_after_a_checkpoint(process: subprocess.Popen, folder: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_run_whose_worker_is_killed_ends_with_the_same_weights(tmp_path: Path) -> None:
-    mixture = write_mixture(tmp_path / "mixture")
-    cfg = parameters(tmp_path / "base", epochs=20, workers=2, micro_batch=2, zero_stage=1, checkpoint_every_steps=6)
+def test_a_run_whose_worker_is_killed_ends_with_the_same_weights(mixture: Path, base: Path, tmp_path: Path) -> None:
+    cfg = recipe(base, epochs=20, workers=2, micro_batch=2, zero_stage=1, checkpoint_every_steps=6)
     want = finish(start(cfg, mixture, tmp_path / "whole"), tmp_path / "whole")
     broken = start(cfg, mixture, tmp_path / "broken")
     kill_worker_after_a_checkpoint(broken, tmp_path / "broken")

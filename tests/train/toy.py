@@ -26,7 +26,9 @@ SPLITS = {"train": {"toy": 10}, "val": {"toy": 3, "second": 2}, "test": {"toy": 
 def write_mixture(folder: Path, splits: Mapping[str, Mapping[str, int]] = SPLITS) -> Path:
     """Pairs of noise with one to four references each; `splits` is split -> dataset -> pairs."""
     for split, datasets in splits.items():
-        rows = [row for name, count in datasets.items() for n in range(count) for row in pair_rows(folder, split, name, n)]
+        rows = [
+            row for name, count in datasets.items() for n in range(count) for row in pair_rows(folder, split, name, n)
+        ]
         (folder / split).mkdir(parents=True)
         pq.write_table(pa.Table.from_pylist(rows, SAMPLE_SCHEMA), folder / split / "00000.parquet")
     return folder
