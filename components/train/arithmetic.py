@@ -64,8 +64,14 @@ def describe(work: Work, schedule: Schedule, parameters: Mapping[str, int]) -> l
         f"{parameters['trainable']:,} parameters train ("
         + ", ".join(f"{part} {n:,}" for part, n in trains.items())
         + f"), {parameters['frozen']:,} are frozen",
-        f"{work.flops * batch / 1e12:.3g} TFLOP a step",
+        f"{flop(work.flops * batch)} a step",
     ]
+
+
+def flop(count: float) -> str:
+    """`7.15 GFLOP`, `3.2 PFLOP`."""
+    unit, name = next((u, n) for u, n in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (0, "")) if count >= u)
+    return f"{count / (unit or 1):.3g} {name}FLOP"
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:

@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from components.files import write_atomic
-from components.models.checkpoint import CheckpointError, verify_manifest, write_manifest
+from components.models.checkpoint import CheckpointError, read_manifest, verify_manifest, write_manifest
 from components.train.curve import Curve
 
 logger = logging.getLogger(__name__)
@@ -77,11 +77,15 @@ class MasterState:
             for parameters, flat in groups:
                 lazy_init_hp_params_optimizer_state(parameters, flat, self.engine.basic_optimizer.state)
 
-    def start_moments(self, step: int) -> None:
+    def optimizer_steps(self) -> float:
+        """AdamW's own count, which corrects its moments: with ZeRO 0 in bf16 DeepSpeed takes an empty step first."""
+        return float(next(iter(self.engine.basic_optimizer.state.values()))["step"])
+
+    def start_moments(self, steps: float) -> None:
         """Moments of zero, as AdamW makes them at its first step, and its count of steps."""
         for flat in self._flat_masters():
             moments = {name: torch.zeros_like(flat) for name in MOMENTS}
-            self.engine.basic_optimizer.state[flat] = {"step": torch.tensor(float(step)), **moments}
+            self.engine.basic_optimizer.state[flat] = {"step": torch.tensor(steps), **moments}
         self.link()
 
     def _flat_masters(self) -> list[Tensor]:
@@ -122,7 +126,7 @@ def save_state(engine: deepspeed.DeepSpeedEngine, run_dir: Path, step: int, rank
             save_file(tensors, writing / _file(moment))
     if rank == 0:
         curve.write(writing / CURVES)
-        write_manifest(writing, step=step)
+        write_manifest(writing, step=step, optimizer_steps=state.optimizer_steps())
         shutil.rmtree(folder, ignore_errors=True)
         writing.rename(folder)
         verify_manifest(folder)
@@ -140,9 +144,8 @@ def load_state(engine: deepspeed.DeepSpeedEngine, folder: Path) -> int:
     Raises:
         CheckpointError: it holds other parameters than the model trains.
     """
-    step = step_of(folder)
     state = MasterState(engine)
-    state.start_moments(step)
+    state.start_moments(read_manifest(folder)["optimizer_steps"])
     for moment in (None, *MOMENTS):
         with safe_open(folder / _file(moment), framework="pt") as file:
             if set(file.keys()) != state.parameters.keys():
@@ -153,7 +156,7 @@ def load_state(engine: deepspeed.DeepSpeedEngine, folder: Path) -> int:
                 state.set(parameter, value.to(state.get(parameter).device), moment)
                 if moment is None:
                     _set_weight(parameter, value)
-    return step
+    return step_of(folder)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Which reference trains when: once per epoch, by the seed, dealt to whatever workers and micro-batches; which image."""
+"""Which reference trains when: once per epoch, by the seed, dealt to workers and micro-batches; with which image."""
 
 from collections import Counter
 from pathlib import Path

@@ -118,7 +118,9 @@ def take(run: Run, step: int) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize(("stage", "precision", "after"), [(0, "fp32", 1), (1, "fp32", 2), (2, "bf16", 2), (0, "bf16", 0)])
+@pytest.mark.parametrize(
+    ("stage", "precision", "after"), [(0, "fp32", 1), (1, "fp32", 2), (2, "bf16", 2), (0, "bf16", 0)]
+)
 def test_every_weight_and_moment_comes_back_and_the_next_step_is_the_same(
     stage: int, precision: str, after: int, mixture: Path, base: Path, tmp_path: Path
 ) -> None:

@@ -117,7 +117,9 @@ def test_a_step_reports_the_mean_loss_per_token_and_its_row(mixture: Path, base:
     (row,) = run.curve.rows
     assert float(row["loss"]) == pytest.approx(want, rel=1e-5)
     assert (row["step"], row["epoch"], row["val_loss"]) == ("2", "1", "")
-    assert float(row["lr_vision"]) == pytest.approx(1e-3, rel=1e-5), "the second of two warm-up steps is at the full rate"
+    assert float(row["lr_vision"]) == pytest.approx(1e-3, rel=1e-5), (
+        "the second of two warm-up steps is at the full rate"
+    )
     assert float(row["lr_llm"]) == float(row["lr_projector"]) == pytest.approx(3e-3, rel=1e-5)
     assert run.captions == sum(len(rows) for rows in run.schedule.global_sequences(LAST))
 

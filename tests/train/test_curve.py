@@ -1,0 +1,43 @@
+"""The curves: columns, rows, what is carried over a checkpoint."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from components.train.curve import Curve, columns
+
+
+def test_columns_follow_parts_and_datasets() -> None:
+    rates, losses = ("lr_vision", "lr_llm"), ("val_loss", "val_loss_a", "val_loss_b")
+    want = ("step", "epoch", "loss", *rates, "grad_norm", *losses, "val_cider")
+    assert columns(["vision", "llm"], ["a", "b"]) == want
+
+
+def test_rows_keep_what_they_were_given_and_are_written_and_read(tmp_path: Path) -> None:
+    curve = Curve(("step", "loss", "val_loss"))
+    curve.add({"step": 1, "loss": 0.123456789})
+    curve.add({"step": 2, "loss": 2.0})
+    curve.fill({"val_loss": 0.5})
+    curve.write(tmp_path / "curves.csv")
+    assert (tmp_path / "curves.csv").read_text() == "step,loss,val_loss\n1,0.123457,\n2,2,0.5\n"
+    other = Curve(("step", "loss", "val_cider"))
+    other.read(tmp_path / "curves.csv")
+    assert other.rows == [
+        {"step": "1", "loss": "0.123457", "val_cider": ""},
+        {"step": "2", "loss": "2", "val_cider": ""},
+    ]
+
+
+def test_the_last_value_of_a_column_is_the_last_that_is_there() -> None:
+    curve = Curve(("step", "val_loss"))
+    assert math.isnan(curve.last("val_loss"))
+    for step, loss in ((1, 0.5), (2, 0.25), (3, None)):
+        curve.add({"step": step, "val_loss": loss})
+    assert curve.last("val_loss") == 0.25
+
+
+def test_a_column_that_is_not_there_is_a_programmer_s_fault() -> None:
+    curve = Curve(("step",))
+    with pytest.raises(AssertionError, match="no such columns: \\['loss'\\]"):
+        curve.add({"loss": 1.0})
