@@ -1,9 +1,10 @@
 """Validate and convert at 896k samples, on the real path: `make bench-data` -> benchmarks/results/data.json.
 
-For each size a mixture is written (benchmarks/synthetic_mixture.py) and ingested. Then one fresh process runs the command line's
-`validate` and `convert` (cold: interpreter, imports and all), and again (warm). The outputs of every run must be the
-same bytes. Peak memory is that of the process and its workers together. The anchor is the usual way, a row-wise
-`datasets.map` in one process over the clean references; it converts only (no checks), and must give the same samples.
+For each size a mixture is written (benchmarks/synthetic_mixture.py) and ingested. Then one fresh process runs the
+command line's `validate` and `convert` (cold: interpreter, imports and all), and again (warm). The outputs of every run
+must be the same bytes. Peak memory is that of the process and its workers together. The anchor is the usual way, a
+row-wise `datasets.map` in one process over the clean references; it converts only (no checks), and must give the same
+samples.
 """
 
 import hashlib

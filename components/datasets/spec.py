@@ -121,12 +121,12 @@ UNSTATED = Licence("none stated", None, train=NOT_STATED, redistribute=NOT_STATE
 """Of a dataset without a licence: all rights stay with its authors."""
 
 
-def check_licence(spec: DatasetSpec, use: Use, override: bool = False) -> str | None:
+def check_licence(spec: DatasetSpec, use: Use, allow_unlicensed: bool = False) -> str | None:
     """What to tell the user about this use of the dataset; None where the licence allows it without a condition.
 
     Where the page states no licence, to train and to show pages on one's own machine is the user's decision: it is
     told, not refused. To hand the data on is refused, and so is every use that a licence excludes, unless the user
-    asks for it with `override`; then the notice remains.
+    asks for it with `allow_unlicensed`; then the notice remains.
 
     Raises:
         DataError: the use is refused; the text names dataset, licence, reason and remedy.
@@ -136,6 +136,6 @@ def check_licence(spec: DatasetSpec, use: Use, override: bool = False) -> str | 
         return None
     notice = f"{spec.title} (licence: {spec.licence.name}): {use}: {permission.reason}"
     refused = permission.answer == "no" or (permission.answer == "unstated" and use == "redistribute")
-    if refused and not override:
-        raise DataError(f"{notice}; refused: ask the authors, leave the dataset out, or pass --override-licence")
+    if refused and not allow_unlicensed:
+        raise DataError(f"{notice}; refused: ask the authors, leave the dataset out, or pass --allow-unlicensed")
     return notice

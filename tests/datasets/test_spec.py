@@ -94,7 +94,7 @@ def test_what_a_licence_allows_is_allowed_and_what_it_excludes_refused_unless_as
         with pytest.raises(DataError) as error:
             check_licence(spec, use, override)
         assert str(error.value).startswith(notice + "; refused: ")
-        assert "--override-licence" in str(error.value)
+        assert "--allow-unlicensed" in str(error.value)
     else:
         assert check_licence(spec, use, override) == (None if answer == "yes" else notice)
 
