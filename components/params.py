@@ -121,7 +121,7 @@ def sound_part(section: type[Any], raw: Any) -> Any:
     for name, field in section.model_fields.items():
         key = field.alias or name
         if isinstance(raw, Mapping) and key in raw:
-            annotation = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
+            annotation: Any = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
             try:
                 values[name] = TypeAdapter(annotation).validate_python(raw[key])
             except ValidationError:
@@ -132,7 +132,7 @@ def sound_part(section: type[Any], raw: Any) -> Any:
 def _sound_below(name: str, annotation: Any, raw: Any) -> dict[str, Any]:
     if _is_section(annotation):
         return {name: sound_part(annotation, raw)}
-    entry = getattr(annotation, "__args__", (None,))[-1]
+    entry: Any = getattr(annotation, "__args__", (None,))[-1]
     if _is_section(entry) and isinstance(raw, Mapping):
         return {name: freeze({key: sound_part(entry, value) for key, value in raw.items()})}
     return {}
@@ -238,9 +238,8 @@ def _expectation(fault: Any) -> str:
 
 def known_keys(top: Any, loc: Where) -> list[str]:
     """The keys that may stand at a place of a section or dataclass."""
-    for part in (part for part in loc if "[" not in str(part)):
-        keys = _fields(top)
-        top = _entry_type(keys[part] if keys and part in keys else top)
+    for part in loc:
+        top = _entry_type(_fields(top).get(part, top))
     return list(_fields(top))
 
 

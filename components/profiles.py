@@ -165,8 +165,9 @@ def _merge(below: Any, overlay: Any, at: tuple[str, ...] = ()) -> Any:
     for key, value in overlay.items():
         if key != EXTENDS or at:
             below[key] = _merge(below[key], value, (*at, key)) if key in below else value
-            if hasattr(overlay, "ca") and key in overlay.ca.items:
-                below.ca.items[key] = overlay.ca.items[key]
+            comments = getattr(overlay, "ca", None)
+            if comments is not None and key in comments.items:
+                getattr(below, "ca").items[key] = comments.items[key]  # noqa: B009
     return below
 
 
@@ -249,7 +250,8 @@ def use_profile(name: str, target: Path, folder: Path) -> list[str]:
     """
     source = find_profile(name, folder)
     values, _ = resolve(source)
-    said, before = [], {}
+    said: list[str] = []
+    before: dict[str, Any] | None = None
     if target.is_file():
         before, known = _values_or_none(target), [resolve(path)[0] for path in profiles(folder)]
         if before not in known:
