@@ -217,7 +217,7 @@ def prepare_prefect() -> None:
 
 
 def down() -> None:
-    """End what `up` started, the worker first, with everything under it; of what is gone already only the record is removed."""
+    """End what `up` started, the worker first, with everything under it; records of what is gone are removed."""
     for service in reversed(services()):
         process = service.process()
         if process is None:

@@ -1,4 +1,4 @@
-"""Where a model version comes from: the hashes in `dvc.lock`, its base model, the commit, the test set of its scores."""
+"""Where a model version comes from: the hashes in `dvc.lock`, its base, the commit, the test set of its scores."""
 
 import hashlib
 import json
