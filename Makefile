@@ -21,7 +21,7 @@ run: install    ## the whole pipeline on the embedded benchmark, then the scores
 	@python infra/summary.py
 
 test: install   ## every test
-	@python -m pytest
+	@OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadfile
 
 check: install  ## lint, formatting, types and the design rules
 	@ruff check .

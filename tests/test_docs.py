@@ -124,9 +124,10 @@ def test_the_protocol_of_the_page_decides_which_pairs_evaluate_scores(kitchen, b
     from tests.evaluate import bench
 
     text = [text for file, text in blocks if file == "components/datasets/kitchen.py"][1]
-    protocols = eval(f"dict({text})", {"Protocol": Protocol})["protocols"]
+    names: dict[str, Any] = {"Protocol": Protocol}
+    exec(text, names)
     assert protocol_of("kitchen", kitchen).name == "test"
-    changed = dataclasses.replace(kitchen, protocols=protocols)
+    changed = dataclasses.replace(kitchen, protocols=names["PROTOCOLS"])
     even = protocol_of("kitchen", changed)
     assert even.name == "even"
     pair = bench.pairs()[0]
