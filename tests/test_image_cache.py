@@ -270,3 +270,9 @@ def test_a_ray_cluster_gives_the_same_verdicts(tmp_path, monkeypatch):
     finally:
         ray.shutdown()
     assert here.count("ok") == 19
+
+
+def test_what_became_no_file_meanwhile_is_a_check_without_a_digest(tmp_path):
+    assert check_image(str(tmp_path), 1) == ImageCheck(str(tmp_path), None, "is no regular file")
+    gone = str(tmp_path / "gone.png")
+    assert check_image(gone, 1) == ImageCheck(gone, None, "cannot be read: No such file or directory")

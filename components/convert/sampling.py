@@ -26,7 +26,7 @@ def id_keys(seed: int, ids: Iterable[str]) -> pl.Series:
 
 def random_bits(keys: pl.Series, number: pl.Series | int) -> pl.Series:
     """Independent 64 bits per key and number: the finalizer of splitmix64 (Steele et al., OOPSLA 2014)."""
-    step = number.to_numpy().astype(np.uint64) if isinstance(number, pl.Series) else np.uint64(number)
+    step = np.asarray(number, dtype=np.uint64)
     with np.errstate(over="ignore"):
         z = keys.to_numpy() + (step + np.uint64(1)) * GOLDEN
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

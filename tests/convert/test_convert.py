@@ -411,3 +411,21 @@ def test_records_with_other_columns_are_refused(tmp_path):
     cfg = Convert(seed=1, questions=QUESTIONS, references_per_pair=1, no_change_share=1, sources={})
     with pytest.raises(DataError, match="not the columns that validate writes"):
         convert(cfg, {}, tmp_path / "clean", tmp_path / "mixture")
+
+
+@pytest.mark.parametrize(
+    ("field", "least", "too_little"),
+    [("references_per_pair", 1, 0), ("no_change_share", 0, -0.1), ("no_change_share", 1, 1.1)],
+)
+def test_the_section_s_limits_are_kept(field, least, too_little):
+    fields = {"seed": 1, "questions": QUESTIONS, "references_per_pair": 1, "no_change_share": 1, "sources": {}}
+    assert getattr(Convert.model_validate(fields | {field: least}), field) == least
+    with pytest.raises(ValueError, match=field):
+        Convert.model_validate(fields | {field: too_little})
+
+
+@pytest.mark.parametrize("source", [{"weight": -1}, {"max_pairs": -1}, {"samples": "two"}, {"weigth": 1}])
+def test_a_source_that_means_nothing_is_refused(source):
+    fields = {"seed": 1, "questions": QUESTIONS, "references_per_pair": 1, "no_change_share": 1}
+    with pytest.raises(ValueError, match=next(iter(source))):
+        Convert.model_validate(fields | {"sources": {"d": source}})

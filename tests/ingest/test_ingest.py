@@ -11,6 +11,7 @@ import pytest
 from components.datasets import DATASETS
 from components.datasets.rows import Row
 from components.ingest import stage
+from components.ingest.params import Ingest
 from components.ingest.table import to_table
 from components.records import RAW_SCHEMA, DataError
 from components.section import ParamsError
@@ -274,3 +275,18 @@ def test_every_reader_is_ingested_through_the_one_list(tmp_path, monkeypatch):
     assert (report.reader, report.pairs, report.images, report.unread_images) == ("toy", {"train": 1}, 2, 1)
     assert records_of(tmp_path)[0]["references"] == ["it fell"]
     assert os.listdir(tmp_path / "records/mini") == ["records.parquet"]
+
+
+def test_pairs_without_a_reference_have_no_empty_one(tmp_path):
+    write_json(tmp_path / "own.json", [{"before": "a.png", "after": "b.png", "captions": [], "split": "test"}])
+    report = run_ingest(tmp_path, "pairs", manifest="own.json")
+    assert (report.references, report.empty_references) == ({"test": 0}, 0)
+
+
+def test_the_section_has_a_dataset_and_no_test_split_trains():
+    entry = {"reader": "pairs", "root": "raw"}
+    assert Ingest.model_validate({"datasets": {"own": entry}}).datasets["own"].train_on == ("train",)
+    with pytest.raises(ValueError, match="at least 1 item"):
+        Ingest.model_validate({"datasets": {}})
+    with pytest.raises(ValueError, match="a test split must not train; choose from train, val"):
+        Ingest.model_validate({"datasets": {"own": entry | {"train_on": ["train", "test"]}}})

@@ -15,6 +15,7 @@ from PIL import Image
 from components.datasets import DATASETS
 from components.datasets.spec import Published, SplitCount
 from components.records import RECORD_SCHEMA, DataError
+from components.validate.params import Validate
 from components.validate.stage import ValidateReport, expected_pairs
 from tests.layouts import (
     edit_json,
@@ -369,3 +370,22 @@ def test_every_output_is_equal_in_another_process_with_and_without_cache(raw):
     first = outputs(raw.parent)
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
     assert outputs(raw.parent) == first
+
+
+@pytest.mark.parametrize(
+    ("field", "least", "too_little"),
+    [
+        ("max_quarantined_share", 0, -0.1),
+        ("max_quarantined_share", 1, 1.1),
+        ("max_caption_chars", 1, 0),
+        ("max_image_pixels", 1, 0),
+        ("near_duplicate_max_diff", 0, -1),
+        ("near_duplicate_max_diff", 255, 256),
+    ],
+)
+def test_the_section_s_limits_are_kept(field, least, too_little):
+    fields = {"max_quarantined_share": 0, "max_caption_chars": 9, "max_image_pixels": 9, "allow_test_leakage": False}
+    fields["near_duplicate_max_diff"] = None
+    assert getattr(Validate.model_validate(fields | {field: least}), field) == least
+    with pytest.raises(ValueError, match=field):
+        Validate.model_validate(fields | {field: too_little})
