@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from components.files import sha256_of_folder
@@ -132,6 +133,8 @@ def test_what_trained_is_what_is_saved(base: Path, kept: Path) -> None:
     tuned = set(load_file(folder / "tuned.safetensors"))
     assert lora | tuned == names
     assert not lora & tuned
+    with safe_open(folder / "tuned.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
     assert str(base.parent) not in "".join(file.read_text() for file in kept.rglob("*.json")), "no absolute path"
     assert json.loads((folder / "lora" / "adapter_config.json").read_text())["base_model_name_or_path"] == "../../base"
 

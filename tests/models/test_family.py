@@ -12,8 +12,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from components.models import FAMILIES
+from components.models.fused import attention_kernels
 from components.models.m3diff.configuration import seven_b_config
 from components.models.m3diff.flops import linear_parameters, lora_parameters
+from components.models.m3diff.processing import M3DiffImageProcessor
 from components.models.m3diff.settings import MDPConfig
 from components.models.tuning import parameter_counts, prepare
 from tests.models.test_modeling import pair_inputs
@@ -46,12 +48,13 @@ def test_the_base_is_loaded_with_the_module_of_the_settings(mdp: dict | None, ba
 
 def test_fusing_passes_the_checkpointing_on() -> None:
     model = tiny_model(MDP)
-    kinds = set()
-    for way in ("none", "selective", "full"):
+    kinds = []
+    for way in ("none", "full", "selective", "none"):
         FAMILY.fuse(model, way)
         layer = model.model.language_model.layers[0]
-        kinds.add((type(layer).__name__, model.is_gradient_checkpointing))
-    assert kinds == {("Qwen2DecoderLayer", False), ("SelectiveDecoderLayer", False), ("Qwen2DecoderLayer", True)}
+        kinds.append((type(layer).__name__, model.is_gradient_checkpointing))
+    stock, selective = "Qwen2DecoderLayer", "SelectiveDecoderLayer"
+    assert kinds == [(stock, False), (stock, True), (selective, False), (stock, False)]
     with pytest.raises(AssertionError, match="'cheap' is none of"):
         FAMILY.fuse(model, "cheap")
 
@@ -175,6 +178,22 @@ def test_a_wide_image_is_padded_to_a_square_with_the_mean_colour() -> None:
     tall = processor.prepare_image(noise_image(1, (side // 2, side)))
     assert (tall[:, : side // 4] == 127).all()
     assert (tall[:, side // 4 + side // 2 :] == 127).all()
+
+
+def test_an_image_processor_reads_either_form_of_its_size() -> None:
+    assert M3DiffImageProcessor(size={"shortest_edge": 30}).size == {"height": 30, "width": 30}
+    assert M3DiffImageProcessor(size={"height": 28, "width": 28}).side == 28
+    assert M3DiffImageProcessor().to_dict() == {
+        "image_processor_type": "M3DiffImageProcessor",
+        "size": {"height": 384, "width": 384},
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+    }
+
+
+def test_attention_is_flex_for_the_llm_alone_where_asked() -> None:
+    assert attention_kernels(flex=False) == {"": "sdpa", "text_config": "sdpa", "vision_config": "sdpa"}
+    assert attention_kernels(flex=True) == {"": "sdpa", "text_config": "flex_attention", "vision_config": "sdpa"}
 
 
 def test_the_module_of_a_configuration_has_the_papers_defaults() -> None:

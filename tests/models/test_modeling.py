@@ -123,3 +123,50 @@ def test_the_processor_loads_by_its_auto_class(tmp_path: Path) -> None:
     assert sum(token == image_id for token in prompt) == 2 * (PATCHES + 1)
     assert processor.tokenizer.decode(prompt).endswith("What changed?<|im_end|><|im_start|>assistant\n")
     assert processor.tokenizer.decode(processor.encode_reference("Ünknown ✓ words")) == "Ünknown ✓ words<|im_end|>"
+
+
+def test_the_module_works_on_pairs_and_only_on_pairs() -> None:
+    model, inputs = tiny_model(MDP), pair_inputs()
+    ids = torch.tensor([[7, *[3] * (4 * (PATCHES + 1)), 13]])
+    alone = inputs | {"input_ids": ids, "attention_mask": torch.ones_like(ids), "batch_num_images": torch.tensor([4])}
+    with torch.no_grad():
+        want = {True: model(**inputs).logits, False: model(**alone).logits}
+        for parameter in model.model.mdp.parameters():
+            parameter.add_(0.5 * torch.randn_like(parameter))
+        assert (model(**inputs).logits - want[True]).abs().max() > 1e-3
+        assert torch.equal(model(**alone).logits, want[False])
+
+
+def test_pairs_may_be_counted_in_a_list_and_images_may_have_one_crop_each() -> None:
+    model, inputs = tiny_model(MDP), pair_inputs()
+    other = inputs | {"batch_num_images": [2, 2], "pixel_values": inputs["pixel_values"][:, None]}
+    with torch.no_grad():
+        assert torch.equal(model(**other).logits, model(**inputs).logits)
+
+
+def test_before_and_after_come_in_turn_and_each_image_keeps_its_place() -> None:
+    """Against the module by hand on the hidden states that transformers gives."""
+    model, pixels = tiny_model({**MDP, "vision_feature_layers": [0, 2]}), torch.randn(6, 3, SIDE, SIDE)
+    with torch.no_grad():
+        states = model.model.vision_tower(pixels, output_hidden_states=True).hidden_states
+        before, after = [0, 2, 4], [1, 3, 5]
+        levels = [states[0], states[2]]
+        one, two = [f[before] for f in levels], [f[after] for f in levels]
+        want_1, want_2 = model.model.mdp(one, two, states[-1][before], states[-1][after])
+        got = model.model.perceive(pixels)
+        torch.testing.assert_close(got[before], want_1)
+        torch.testing.assert_close(got[after], want_2)
+        maps = model.saliency_map(pixels)
+        assert maps.shape == (3, 3, 3)
+        torch.testing.assert_close(maps.flatten(1), model.model.mdp.saliency_map(one, two))
+
+
+def test_a_pairs_visual_tokens_are_projected_patches_and_a_newline_each() -> None:
+    model, pixels = tiny_model(MDP), torch.randn(2, 3, SIDE, SIDE)
+    with torch.no_grad():
+        found = model.model.get_image_features(pixels, batch_num_images=[2]).pooler_output
+        want = model.model.multi_modal_projector(model.model.perceive(pixels))
+    assert len(found) == 2
+    for tokens, patches in zip(found, want, strict=True):
+        assert torch.equal(tokens[:-1], patches)
+        assert torch.equal(tokens[-1], model.model.image_newline)

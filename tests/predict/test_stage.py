@@ -136,6 +136,13 @@ def test_the_report_counts_pairs_and_words(written: tuple[Path, PredictReport]) 
     assert json.loads((out / "report.json").read_text()) == report.model_dump()
 
 
+def test_words_are_the_mean_length_of_a_caption(
+    mixture: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Captioner, "caption", lambda self, pairs, question: ["one two", "one"][: len(pairs)])
+    assert predict(settings(limit=3), mixture, model, tmp_path).words == 1.67  # 2, 1 and, in its own batch, 2
+
+
 def test_four_files_are_written_and_nothing_else(written: tuple[Path, PredictReport]) -> None:
     names = {path.name for path in written[0].iterdir()}
     assert names == {"predictions.json", "predictions_shuffled.json", "saliency.npz", "report.json"}
