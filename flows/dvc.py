@@ -81,8 +81,7 @@ def repro(stage: str, log: Callable[[str], None]) -> Outcome:
     process = subprocess.Popen(
         [*DVC, "repro", "--single-item", stage],
         env=environment(),
-        text=True,  # universal newlines: a progress bar's \r ends a line too
-        errors="replace",
+        errors="replace",  # text, with universal newlines: a progress bar's \r ends a line too
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
