@@ -12,6 +12,7 @@ from components.records import DataError
 from components.register import promotion
 from components.register.promotion import promote
 from components.register.stage import CHALLENGER
+from components.section import ParamsError
 from tests.register.conftest import change, store
 
 
@@ -175,6 +176,12 @@ def test_a_refused_challenger_leaves_the_champion_and_a_third_version_moves_prev
         assert decide().champion_now == champion
     assert registry.aliases() == {"challenger": 3, "champion": 3, "previous": 1}
     assert str(decide()) == "m3diff version 3 unchanged: it is the champion already"
+
+
+def test_a_gain_below_zero_which_would_promote_a_worse_model_is_refused(trained):
+    change(trained, "register", min_gain=-0.01)
+    with pytest.raises(ParamsError, match=r"register\.min_gain"):
+        load_params()
 
 
 def test_the_gates_metric_is_a_parameter(trained, registry):
