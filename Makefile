@@ -1,4 +1,4 @@
-# The doors for people. `make run` is the whole road, `make test` the proof; `make help` lists the rest.
+# What people type. `make run` runs the whole pipeline, `make test` proves it; `make help` lists the rest.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -11,23 +11,23 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export LC_ALL := C.UTF-8
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check up down profile base bench-train bench-data install preflight
+.PHONY: help run test check up down profile base bench-train bench-data install check-system
 
 help:           ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
 
-run: install    ## the whole road on the embedded benchmark, then the scores and where everything is
+run: install    ## the whole pipeline on the embedded benchmark, then the scores and where everything is
 	@dvc repro
 	@python infra/summary.py
 
 test: install   ## every test
-	@python -m pytest
+	@OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadfile
 
 check: install  ## lint, formatting, types and the design rules
 	@ruff check .
 	@ruff format --check .
 	@mypy
-	@python -m pytest tests/test_doors.py tests/test_layers.py tests/test_readme.py
+	@python -m pytest tests/test_entry_points.py tests/test_imports.py tests/test_dependencies.py tests/test_readme.py -m 'not slow'
 
 up: install     ## Prefect server, MLflow server and a worker on this machine
 	@python infra/services.py up
@@ -37,10 +37,11 @@ down:           ## end what `up` started
 
 profile: install ## make PROFILE (paper, one-gpu) the parameters of the next run, once it is seen to fit
 	@m3diff --params profiles/$(PROFILE).yaml plan
-	@cp profiles/$(PROFILE).yaml params.yaml
+	@m3diff profile $(PROFILE)
 
-base: install   ## pre-train the tiny base model from scratch
-	@m3diff base
+base: install   ## pre-train the tiny base model from scratch (an hour); DVC records it, since its stage is frozen
+	@m3diff pretrain
+	@dvc repro --single-item pretrain
 
 bench-train: install ## training speed -> benchmarks/results/train.json
 	@python benchmarks/train.py
@@ -50,11 +51,11 @@ bench-data: install  ## data speed at 896k samples -> benchmarks/results/data.js
 
 install: $(READY)
 
-preflight:
+check-system:
 	@$(PYTHON) infra/check_system.py
 
 # torch first and by itself: where a CPU build is offered it is taken, and nothing later replaces it.
-$(READY): pyproject.toml constraints.txt | preflight
+$(READY): pyproject.toml constraints.txt | check-system
 	@echo "install 1/3: virtual environment in .venv"
 	@$(PYTHON) -m venv .venv
 	@echo "install 2/3: torch"

@@ -14,48 +14,50 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from components.models.family import Lora
 from components.models.m3diff.configuration import M3DiffConfig, seven_b_config
-from components.models.packing import Packed, pack
+from components.models.m3diff.settings import M3DiffSettings, Rates
+from components.train.packing import Packed, pack
 
 HERE = Path(__file__).parent
-BASE = HERE.parent / "components" / "model" / "base"
+BASE = HERE.parent / "data" / "00_base"
 
 Branches = list[tuple[list[int], list[int]]]
-"""(prompt, answer) token ids of one pair's captions."""
+"""(prompt, reference) token ids of one pair's references."""
 
 
 @dataclass(frozen=True)
-class Rung:
+class Variant:
     """One way to take a step. `stock`: labels to transformers' own loss, so logits on every position."""
 
     name: str
     packed: bool = False
     stock: bool = False
     mdp: bool = True
-    checkpointing: str = "none"
+    activation_checkpointing: str = "none"
     fused: bool = True
     lora: bool = True
     flex: bool = False
     compiled: bool = False
 
 
-LADDER = (
-    Rung("baseline", stock=True, checkpointing="full", fused=False, lora=False),
-    Rung("baseline without MDP", stock=True, mdp=False, checkpointing="full", fused=False, lora=False),
-    Rung("+ logits where supervised", checkpointing="full", fused=False, lora=False),
-    Rung("+ no checkpointing", fused=False, lora=False),
-    Rung("+ adapters by addmm", fused=False),
-    Rung("unpacked: + fused norm, SwiGLU"),
-    Rung("unpacked, cheap", checkpointing="cheap"),
-    Rung("packed, all else stock", packed=True, checkpointing="full", fused=False, lora=False),
-    Rung("packed", packed=True),
-    Rung("packed, cheap", packed=True, checkpointing="cheap"),
+ABLATION = (
+    Variant("baseline", stock=True, activation_checkpointing="full", fused=False, lora=False),
+    Variant("baseline without MDP", stock=True, mdp=False, activation_checkpointing="full", fused=False, lora=False),
+    Variant("+ logits where supervised", activation_checkpointing="full", fused=False, lora=False),
+    Variant("+ no checkpointing", fused=False, lora=False),
+    Variant("+ adapters by addmm", fused=False),
+    Variant("unpacked: + fused norm, SwiGLU"),
+    Variant("unpacked, selective", activation_checkpointing="selective"),
+    Variant("packed, all else stock", packed=True, activation_checkpointing="full", fused=False, lora=False),
+    Variant("packed", packed=True),
+    Variant("packed, selective", packed=True, activation_checkpointing="selective"),
 )
 GPU_ONLY = (
-    Rung("packed, FlexAttention", packed=True, flex=True),
-    Rung("packed, FlexAttention, cheap", packed=True, flex=True, checkpointing="cheap"),
-    Rung("unpacked, compiled layers", compiled=True),
-    Rung("packed, compiled layers", packed=True, compiled=True),
+    Variant("packed, FlexAttention", packed=True, flex=True),
+    Variant("packed, FlexAttention, selective", packed=True, flex=True, activation_checkpointing="selective"),
+    Variant("unpacked, compiled layers", compiled=True),
+    Variant("packed, compiled layers", packed=True, compiled=True),
 )
 
 
@@ -65,7 +67,7 @@ class Size:
 
     Attributes:
         groups: tokens of each pair, branch by branch.
-        micro: sequences at a time, halved until they fit; by variant's checkpointing and packing.
+        micro: sequences at a time, halved until they fit; by variant's recomputation and packing.
         step_pairs: pairs between two optimizer steps in training; its time is spread over them.
     """
 
@@ -77,26 +79,32 @@ class Size:
     step_pairs: int
 
     @property
+    def settings(self) -> M3DiffSettings:
+        """What trains and at which rate: the paper's, alpha twice the rank."""
+        rates = Rates(vision=2e-6, projector=1e-5, module=1e-5, llm=1e-5)
+        return M3DiffSettings("m3diff", self.config.mdp_config(), Lora(self.lora_rank, 2 * self.lora_rank), rates)
+
+    @property
     def captions(self) -> int:
         return sum(len(group) for group in self.groups)
 
-    def micro_batches(self, variant: Rung) -> Iterator[tuple[Packed, list[int]]]:
+    def micro_batches(self, variant: Variant) -> Iterator[tuple[Packed, list[int]]]:
         """Packed tokens and, for each sequence, the number of its pair."""
         owned = [(number, group) for number, group in enumerate(self.groups)]
         if not variant.packed:
             owned = [(number, [branch]) for number, group in owned for branch in group]
-        size = self.micro["packed" if variant.packed else variant.checkpointing]
+        size = self.micro["packed" if variant.packed else variant.activation_checkpointing]
         for at in range(0, len(owned), size):
             part = owned[at : at + size]
             yield pack([group for _, group in part], pad_id=0), [number for number, _ in part]
 
 
 def tiny(pairs: int = 16) -> Size:
-    """The embedded base's shapes, the embedded default's batch and adapters, MiniChange's references."""
+    """The embedded base's shapes, the embedded run's batch and adapters, MiniChange's references."""
     tokenizer = AutoTokenizer.from_pretrained(BASE)
     config = M3DiffConfig.on_base(str(BASE), mdp=None)
-    last = config.vision_config.num_hidden_layers  # tapped alone, as in the embedded default
-    config.mdp = {"taps": [last], "layers": 2, "heads": 4}
+    last = config.vision_config.num_hidden_layers  # the only vision feature layer, as in the embedded run
+    config.mdp = {"vision_feature_layers": [last], "layers": 2, "heads": 4}
     image = "<image>" * ((config.vision_config.image_size // config.vision_config.patch_size) ** 2 + 1)
     groups = []
     for pair in json.loads((HERE / "minichange.json").read_text())[:pairs]:
@@ -105,11 +113,11 @@ def tiny(pairs: int = 16) -> Size:
         prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
         ids = tokenizer(prompt.replace("<image>", image), add_special_tokens=False)["input_ids"]
         end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-        answers = [tokenizer(answer, add_special_tokens=False)["input_ids"] for answer in pair["answers"]]
-        groups.append([(ids, [*answer, end]) for answer in answers])
+        references = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in pair["references"]]
+        groups.append([(ids, [*reference, end]) for reference in references])
     # each kind at its quickest on 2 cores: of 8, 16, 40, 80 sequences unpacked (baseline 99, 122, 132, 123 captions/s),
     # of 4, 8, 16 packed, whose lengths differ more (342, 375, 308)
-    return Size("tiny", config, 32, groups, {"none": 40, "cheap": 40, "full": 40, "packed": 8}, 16)
+    return Size("tiny", config, 32, groups, {"none": 40, "selective": 40, "full": 40, "packed": 8}, 16)
 
 
 def seven_b(pairs: int = 6) -> Size:
@@ -122,7 +130,7 @@ def seven_b(pairs: int = 6) -> Size:
         prompt = [*words[:14], *[config.image_token_id] * (2 * (side**2 + 1)), *words[14:], 198]
         lengths = rng.permutation([9, 12, 14, 16, 18, 21, 15][: 7 if number % 6 == 5 else 6])
         groups.append([(prompt, rng.integers(0, 150_000, length).tolist()) for length in lengths])
-    return Size("7B", config, 128, groups, {"none": 3, "cheap": 6, "full": 6, "packed": 3}, 42)
+    return Size("7B", config, 128, groups, {"none": 3, "selective": 6, "full": 6, "packed": 3}, 42)
 
 
 def noise(size: Size, device: torch.device, dtype: torch.dtype) -> Tensor:

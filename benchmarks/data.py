@@ -1,9 +1,10 @@
 """Validate and convert at 896k samples, on the real path: `make bench-data` -> benchmarks/results/data.json.
 
-For each size a stand-in is written (benchmarks/synthetic_mixture.py) and ingested. Then one fresh process runs the command line's
-`validate` and `convert` (cold: interpreter, imports and all), and again (warm). The outputs of every run must be the
-same bytes. Peak memory is that of the process and its workers together. The anchor is the usual way, a row-wise
-`datasets.map` in one process over the clean captions; it converts only (no checks), and must give the same samples.
+For each size a mixture is written (benchmarks/synthetic_mixture.py) and ingested. Then one fresh process runs the
+command line's `validate` and `convert` (cold: interpreter, imports and all), and again (warm). The outputs of every run
+must be the same bytes. Peak memory is that of the process and its workers together. The anchor is the usual way, a
+row-wise `datasets.map` in one process over the clean references; it converts only (no checks), and must give the same
+samples.
 """
 
 import hashlib
@@ -28,12 +29,13 @@ import yaml
 RESULTS = Path(__file__).parent / "results" / "data.json"
 SIZES = (100_000, 300_000, 896_000)
 WARM_RUNS = 3
+FIELDS = ("dataset", "split", "before", "after", "before_sha256", "after_sha256")
 TARGETS = {"cold_s": 15, "warm_s": 6, "peak_rss_mb": 1500}
 
 
 def main() -> None:
     sys.path.insert(0, str(Path(__file__).parent.parent))
-    from benchmarks.synthetic_mixture import write_standin
+    from benchmarks.synthetic_mixture import write_synthetic_mixture
 
     load = os.getloadavg()[0]
     print(f"{_machine()}; load before the start {load:.1f}")
@@ -41,7 +43,7 @@ def main() -> None:
     measured = []
     with tempfile.TemporaryDirectory() as folder:
         for size in SIZES:
-            params = write_standin(Path(folder) / str(size), size)
+            params = write_synthetic_mixture(Path(folder) / str(size), size)
             measured.append(measure(params))
             one = measured[-1]
             each = 1e6 * one["warm_s"] / one["rows"]
@@ -70,10 +72,11 @@ def main() -> None:
 
 
 def measure(params: Path) -> dict[str, Any]:
-    """Cold and warm seconds of validate + convert on one stand-in, its rows, and the peak of memory in MB."""
+    """Cold and warm seconds of validate + convert on one mixture, its rows, and the peak of memory in MB."""
     from components.__main__ import main as m3diff
 
-    assert m3diff(["--params", str(params), "ingest"]) == 0
+    for name in yaml.safe_load(params.read_text("utf-8"))["ingest"]["datasets"]:
+        assert m3diff(["--params", str(params), "ingest", name]) == 0
     found = _child("run", params)
     assert len(set(found["digests"])) == 1, "the same input gave different bytes"
     report = json.loads((params.parent / "04_mixture/report.json").read_text("utf-8"))
@@ -138,21 +141,21 @@ def run(params: Path, started: float) -> dict[str, Any]:
 
 
 def anchor(params: Path, started: float) -> dict[str, Any]:
-    """The same conversion with `datasets.map`, a caption at a time; timed from the map to the written Parquet."""
+    """The same conversion with `datasets.map`, a reference at a time; timed from the map to the written Parquet."""
     import polars as pl
     from datasets import Dataset, disable_caching
 
     disable_caching()
     clean, folder = params.parent / "03_clean/records.parquet", params.parent / "anchor"
     folder.mkdir()
-    rows = pl.read_parquet(clean).with_columns(number=pl.int_ranges(pl.col("captions").list.len()))
-    rows.explode("captions", "number").write_parquet(folder / "captions.parquet")
-    data = Dataset.from_parquet(str(folder / "captions.parquet"), cache_dir=str(folder / "cache"))
+    rows = pl.read_parquet(clean).with_columns(number=pl.int_ranges(pl.col("references").list.len()))
+    rows.explode("references", "number").write_parquet(folder / "references.parquet")
+    data = Dataset.from_parquet(str(folder / "references.parquet"), cache_dir=str(folder / "cache"))
     sample, before = _row_wise(params), time.time()
     mapped = data.map(sample, remove_columns=data.column_names)
     mapped.to_parquet(str(folder / "samples.parquet"))
     seconds = time.time() - before
-    ours = pl.read_parquet(params.parent / "04_mixture/samples/*.parquet").sort("id")
+    ours = pl.read_parquet(params.parent / "04_mixture/*/*.parquet").sort("id")
     theirs = pl.read_parquet(folder / "samples.parquet").select(ours.columns).sort("id")
     assert ours.equals(theirs), "the anchor gave other samples"
     shutil.rmtree(folder)
@@ -160,10 +163,13 @@ def anchor(params: Path, started: float) -> dict[str, Any]:
 
 
 def _row_wise(params: Path) -> Any:
-    """A function from one caption's row to its sample, as `components.convert` defines it."""
-    convert = yaml.safe_load(params.read_text("utf-8"))["convert"]
-    tasks = yaml.safe_load(Path(convert["templates"]).read_text("utf-8"))
-    questions = {name: tasks[source["task"]] for name, source in convert["sources"].items()}
+    """A function from one reference's row to its sample, as `components.convert` defines it."""
+    from components.datasets import DATASETS
+
+    values = yaml.safe_load(params.read_text("utf-8"))
+    convert, datasets = values["convert"], values["ingest"]["datasets"]
+    tasks = yaml.safe_load(Path(convert["questions"]).read_text("utf-8"))
+    questions = {name: tasks[DATASETS[entry["reader"]].task] for name, entry in datasets.items()}
     seed, mask = str(convert["seed"]).encode(), 2**64 - 1
 
     def sample(row: dict[str, Any]) -> dict[str, Any]:
@@ -175,9 +181,9 @@ def _row_wise(params: Path) -> Any:
         return {
             "id": f"{row['id']}#{row['number']}",
             "pair": row["id"],
-            **{field: row[field] for field in ("dataset", "split", "before", "after")},
+            **{field: row[field] for field in FIELDS},
             "question": asked[(z ^ (z >> 31)) % len(asked)],
-            "answer": row["captions"],
+            "reference": row["references"],
         }
 
     return sample

@@ -1,7 +1,7 @@
 """Captioning speed against the stock way, side by side: `python benchmarks/generate.py` -> results/generate.json.
 
-The baseline takes one pair at a time: transformers' own image processor, then `generate`. Ours takes a batch: the lean
-image path, fused norms and SwiGLU. Same model (random weights), same images, same number of answer tokens, and where
+The baseline takes one pair at a time: transformers' own image processor, then `generate`. Ours takes a batch: M3Diff's
+own image path, fused norms and SwiGLU. Same model (random weights), same images, same number of new tokens, and where
 the weights are fp32 the same tokens. Runs with torch, transformers and peft alone; without Pillow, which both image
 paths need, ready pixels stand in for both. No GPU was at hand when this was written: its GPU figures are not measured.
 """
@@ -43,12 +43,12 @@ def stock_pixels(side: int) -> Callable[[list[Any]], Tensor]:
     )
 
 
-def lean_pixels(side: int) -> Callable[[list[Any]], Tensor]:
+def own_pixels(side: int) -> Callable[[list[Any]], Tensor]:
     processor = M3DiffImageProcessor(size={"height": side, "width": side})
     return lambda images: processor.preprocess(images)["pixel_values"]
 
 
-def draw(pairs: int, side: int) -> list[Any]:
+def sample_images(pairs: int, side: int) -> list[Any]:
     """Before, after, before, ...: noise of the benchmark's own size, not yet square."""
     from PIL import Image
 
@@ -65,7 +65,7 @@ class Bench:
     device: torch.device
     dtype: torch.dtype
     pairs: int
-    answer_tokens: int
+    new_tokens: int
 
     def __post_init__(self) -> None:
         torch.manual_seed(0)
@@ -76,33 +76,33 @@ class Bench:
         self.side = self.size.config.vision_config.image_size
         self.prompt = torch.tensor(self.size.groups[0][0][0])
         if is_vision_available():
-            self.images = draw(self.pairs, self.side)
-            self.stock, self.lean = stock_pixels(self.side), lean_pixels(self.side)
+            self.images = sample_images(self.pairs, self.side)
+            self.stock, self.own = stock_pixels(self.side), own_pixels(self.side)
         else:
             self.images = list(noise(self.size, torch.device("cpu"), torch.float32).flatten(0, 1))[: 2 * self.pairs]
-            self.stock = self.lean = torch.stack
+            self.stock = self.own = torch.stack
 
     @torch.inference_mode()
-    def caption(self, batch: int, lean: bool) -> Tensor:
-        """Answer tokens of every pair, [pairs, answer tokens]."""
-        make_fused(self.model, fused=lean)
-        answers = []
+    def caption(self, batch: int, fused: bool) -> Tensor:
+        """Answer tokens of every pair, [pairs, new tokens]."""
+        make_fused(self.model, fused=fused)
+        generated = []
         for at in range(0, self.pairs, batch):
             images = self.images[2 * at : 2 * (at + batch)]
             ids = self.prompt.expand(len(images) // 2, -1).to(self.device)
             tokens = self.model.generate(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
-                pixel_values=(self.lean if lean else self.stock)(images).to(self.device, self.dtype),
+                pixel_values=(self.own if fused else self.stock)(images).to(self.device, self.dtype),
                 image_sizes=torch.full((len(images), 2), self.side),
                 batch_num_images=torch.full((len(ids),), 2),
-                max_new_tokens=self.answer_tokens,
-                min_new_tokens=self.answer_tokens,
+                max_new_tokens=self.new_tokens,
+                min_new_tokens=self.new_tokens,
                 do_sample=False,
                 pad_token_id=0,
             )
-            answers.append(tokens[:, ids.shape[1] :].cpu())  # waits for the GPU
-        return torch.cat(answers)
+            generated.append(tokens[:, ids.shape[1] :].cpu())  # waits for the GPU
+        return torch.cat(generated)
 
 
 def main() -> None:
@@ -118,8 +118,8 @@ def main() -> None:
     print(f"{facts['device']}, {args.shapes} shapes; load {facts['load_before']}", flush=True)
     dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
     size = seven_b(pairs=args.batch) if args.shapes == "7b" else tiny(pairs=args.batch)
-    bench = Bench(size, torch.device(args.device), dtype, pairs=args.batch, answer_tokens=15)
-    ways = {"baseline": (1, False), "one by one, lean": (1, True), "batched": (args.batch, True)}
+    bench = Bench(size, torch.device(args.device), dtype, pairs=args.batch, new_tokens=15)
+    ways = {"baseline": (1, False), "one by one, fused": (1, True), "batched": (args.batch, True)}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     tokens = {name: bench.caption(*way) for name, way in ways.items()}  # also the warm-up
     for _ in range(args.repeats):
@@ -132,7 +132,7 @@ def main() -> None:
     for name, rate in rates.items():
         print(f"{name:<20} {rate:>9.2f} pairs/s {rate / rates['baseline']:>6.2f} x   {same[name]:.0%} of tokens alike")
     figures = {name: {"pairs_per_s": rate, "same_tokens": same[name]} for name, rate in rates.items()}
-    result = {**figures, "pairs": args.batch, "answer_tokens": 15, "shapes": args.shapes, **facts}
+    result = {**figures, "pairs": args.batch, "new_tokens": 15, "shapes": args.shapes, **facts}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result | {"pillow": is_vision_available()}, indent=2) + "\n")
 

@@ -1,4 +1,4 @@
-"""A stand-in of the paper's mixture: the published counts in the native layouts, captions of the right number and
+"""A synthetic mixture of the paper's size: the published counts in the native layouts, captions of the right number and
 length, and one small image under every name (hard links). Everything that trains is there, no test set.
 
 145,377 pairs (train and validation splits, the one plain sum that gives the paper's 145k) and 896,000 captions. Of
@@ -17,7 +17,7 @@ import numpy as np
 import yaml
 from PIL import Image
 
-PROFILE = Path("profiles/paper.yaml")
+PARAMS, PROFILE = Path("params.yaml"), Path("profiles/paper.yaml")
 SAMPLES = 896_000
 LINKS = 60_000
 """Names of one file; ext4 allows 65,000."""
@@ -73,7 +73,7 @@ class Picture:
             os.link(source, path)
 
 
-def write_standin(root: Path, samples: int = SAMPLES) -> Path:
+def write_synthetic_mixture(root: Path, samples: int = SAMPLES) -> Path:
     """Write the datasets under `root` and the parameter file `root/params.yaml`, whose path is returned."""
     picture, rng = Picture(root / "picture"), np.random.default_rng(896)
     parts = _scaled(samples)
@@ -104,9 +104,9 @@ def _captions(rng: np.random.Generator, part: Part, which: int) -> Captions:
     words = _words(part.vocabulary)
     frequency = 1 / np.arange(2, len(words) + 2)
     lengths = rng.integers(part.words[0], part.words[1] + 1, captions)
-    drawn = rng.choice(len(words), lengths.sum(), p=frequency / frequency.sum())
+    sampled = rng.choice(len(words), lengths.sum(), p=frequency / frequency.sum())
     ends = np.concatenate([[0], lengths.cumsum()])
-    texts = [" ".join(words[index] for index in drawn[start:end].tolist()) for start, end in pairwise(ends)]
+    texts = [" ".join(words[index] for index in sampled[start:end].tolist()) for start, end in pairwise(ends)]
     cuts = (np.arange(pairs + 1) * captions) // pairs
     return [_distinct(texts[start:end]) for start, end in pairwise(cuts)]
 
@@ -234,15 +234,22 @@ WRITERS: dict[str, Callable[[Path, Splits, Picture], None]] = {
 
 
 def _write_params(root: Path, parts: dict[str, Part]) -> Path:
-    """The paper's profile with the stand-in's paths and counts; validation splits train, as its 145k pairs ask."""
-    params = yaml.safe_load(PROFILE.read_text("utf-8"))
-    params["paths"] = {name: str(root / Path(path).name) for name, path in params["paths"].items()}
-    params["paths"]["raw"] = str(root / "raw")
-    for dataset in params["ingest"]["datasets"]:
-        dataset |= {"root": str(root / "raw" / dataset["name"]), "train_on": ["train", "val"]}
-    params["validate"] |= {
-        "expected_pairs": {name: {"train": sum(part.pairs)} for name, part in parts.items()},
-        "image_cache": str(root / "image_cache.parquet"),
+    """The embedded run's parameters with this mixture in place of its dataset, converted as the paper's profile says.
+
+    Validation splits train, as the paper's 145k pairs ask.
+    """
+    params, profile = (yaml.safe_load(path.read_text("utf-8")) for path in (PARAMS, PROFILE))
+    params["paths"] |= {name: str(root / Path(path).name) for name, path in params["paths"].items() if name != "base"}
+    params["synthesize"], params["convert"] = {}, params["convert"] | profile["convert"]
+    params["compute"]["scratch"] = str(root / "runs")
+    params["ingest"]["datasets"] = {
+        name: {
+            "reader": "omnidiff" if name.startswith("omnidiff") else name,
+            "root": str(root / "raw" / name),
+            "train_on": ["train", "val"],
+            "expected_pairs": {"train": sum(part.pairs)},
+        }
+        for name, part in parts.items()
     }
     path = root / "params.yaml"
     path.write_text(yaml.safe_dump(params, sort_keys=False), "utf-8")

@@ -27,12 +27,13 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.ablation import GPU_ONLY, LADDER, Rung, Size, noise, seven_b, tiny  # noqa: E402
-from components.models.m3diff.tuning import add_lora, trainable_groups, unwrapped  # noqa: E402
-from components.models.m3diff.flops import flops  # noqa: E402
+from benchmarks.ablation import ABLATION, GPU_ONLY, Size, Variant, noise, seven_b, tiny  # noqa: E402
 from components.models.fused import attention_kernels, fused_attention, make_fused  # noqa: E402
+from components.models.m3diff.family import M3DIFF  # noqa: E402
 from components.models.m3diff.modeling import M3DiffForConditionalGeneration  # noqa: E402
-from components.models.packing import Packed  # noqa: E402
+from components.models.m3diff.settings import M3DiffSettings  # noqa: E402
+from components.models.tuning import prepare, trainable_groups  # noqa: E402
+from components.train.packing import Packed  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "train.json"
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}  # dense bf16
@@ -42,8 +43,8 @@ SAME_LOSS = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # relative
 class MasterAdamW:
     """AdamW on fp32 copies of what trains, written back after each step; on fp32 weights themselves."""
 
-    def __init__(self, model: M3DiffForConditionalGeneration, rank: int) -> None:
-        groups = trainable_groups(model, rank, lr=1e-5, lr_vision=2e-6)
+    def __init__(self, model: torch.nn.Module, settings: M3DiffSettings) -> None:
+        groups = trainable_groups(model, M3DIFF, settings)
         self.weights = [p for group in groups for p in group.parameters]
         own = {id(p): p if p.dtype == torch.float32 else p.detach().float() for p in self.weights}
         self.masters = [own[id(p)] for p in self.weights]
@@ -78,29 +79,33 @@ class Bench:
             self.model = M3DiffForConditionalGeneration._from_config(
                 self.size.config, dtype=self.dtype, attn_implementation="sdpa"
             )
-            self.adapted = add_lora(self.model, self.size.lora_rank, 2 * self.size.lora_rank).train()
-            self.optimizer = MasterAdamW(unwrapped(self.adapted), self.size.lora_rank)
+            self.adapted = prepare(self.model, M3DIFF, self.size.settings).train()
+            self.optimizer = MasterAdamW(self.adapted, self.size.settings)
         self.mdp = self.model.model.mdp
         self.pixels = noise(self.size, self.device, self.dtype)
-        self.tokens = sum(len(answer) for group in self.size.groups for _, answer in group)
+        self.tokens = sum(len(reference) for group in self.size.groups for _, reference in group)
 
-    def take(self, variant: Rung) -> None:
+    def take(self, variant: Variant) -> None:
         """Make the model compute as the variant does."""
         self.model.model.mdp = self.mdp if variant.mdp else None
         self.model.set_attn_implementation(kernels := attention_kernels(variant.flex))
         assert self.model.model.language_model.config._attn_implementation == kernels["text_config"]
-        make_fused(self.model, variant.checkpointing, variant.fused, variant.lora)
+        make_fused(self.model, variant.activation_checkpointing, variant.fused, variant.lora)
         for layer in self.model.model.language_model.layers:
             layer._compiled_call_impl = None
             if variant.compiled:
                 layer.compile()
 
-    def run(self, variant: Rung) -> float:
+    def run(self, variant: Variant) -> float:
         """Forward and backward over every caption; the mean loss per supervised token."""
         total = torch.zeros((), device=self.device)
         for packed, owners in self.size.micro_batches(variant):
             with fused_attention():
-                loss = self._stock_loss(packed, owners) if variant.stock else self._lean_loss(packed, owners, variant.flex)
+                loss = (
+                    self._stock_loss(packed, owners)
+                    if variant.stock
+                    else self._fused_loss(packed, owners, variant.flex)
+                )
             (loss / self.tokens).backward()
             total += loss.detach()
         return float(total) / self.tokens
@@ -116,7 +121,7 @@ class Bench:
         }
 
     def _stock_loss(self, packed: Packed, owners: list[int]) -> Tensor:
-        """As a collator of transformers' would: the whole answer in the input, labels that the model shifts itself."""
+        """As a collator of transformers' would: all of the reference in the input, labels that the model shifts."""
         labels = torch.full_like(packed.input_ids, -100)
         labels[packed.supervised] = packed.labels
         labels = F.pad(labels, (1, 0), value=-100)
@@ -126,7 +131,7 @@ class Bench:
         mean = self.adapted(**inputs, attention_mask=present.to(self.device), labels=labels.to(self.device)).loss
         return mean * len(packed.labels)
 
-    def _lean_loss(self, packed: Packed, owners: list[int], flex: bool) -> Tensor:
+    def _fused_loss(self, packed: Packed, owners: list[int], flex: bool) -> Tensor:
         logits = self.adapted(
             **self._inputs(packed, owners),
             attention_mask=packed.mask(self.device, flex=flex),
@@ -140,7 +145,7 @@ class Bench:
 class Measured:
     """Seconds of each repetition of a variant, and its peak memory on a GPU."""
 
-    variant: Rung
+    variant: Variant
     loss: float
     run_s: list[float] = field(default_factory=list)
     optimizer_s: list[float] = field(default_factory=list)
@@ -157,14 +162,16 @@ class Measured:
         if peak_tflops:
             lengths = [length for packed in batches for length in packed.segments.ge(0).sum(dim=1).tolist()]
             supervised = sum(len(packed.labels) for packed in batches) / sequences
-            terms = [term for length in lengths for term in flops(size.config, length, supervised, size.lora_rank)]
+            terms = [
+                term for length in lengths for term in M3DIFF.flops(size.config, length, supervised, size.lora_rank)
+            ]
             figures["mfu"] = sum(term.total for term in terms) / seconds / (peak_tflops * 1e12)
         return figures | {"micro_batch": max(len(packed.input_ids) for packed in batches)}
 
 
-def warmed_up(bench: Bench, variant: Rung) -> Measured | str:
+def warmed_up(bench: Bench, variant: Variant) -> Measured | str:
     """Run the variant once, with micro-batches halved until they fit; or why it cannot run here."""
-    key = "packed" if variant.packed else variant.checkpointing
+    key = "packed" if variant.packed else variant.activation_checkpointing
     while True:
         try:
             bench.take(variant)
@@ -183,14 +190,16 @@ def warmed_up(bench: Bench, variant: Rung) -> Measured | str:
         torch.cuda.empty_cache()
 
 
-def measure(bench: Bench, variants: tuple[Rung, ...], repeats: int) -> tuple[list[Measured], dict[str, str]]:
+def measure(bench: Bench, variants: tuple[Variant, ...], repeats: int) -> tuple[list[Measured], dict[str, str]]:
     """Every variant in turn, `repeats` times round; the variants that could not run, with the reason."""
     started = {variant.name: warmed_up(bench, variant) for variant in variants}
     failed = {name: got for name, got in started.items() if isinstance(got, str)}
     measured = [got for got in started.values() if isinstance(got, Measured)]
     for one in measured:
         off = abs(one.loss / measured[0].loss - 1)
-        assert off < SAME_LOSS[bench.dtype], f"{one.variant.name}: loss {one.loss}, the baseline's is {measured[0].loss}"
+        assert off < SAME_LOSS[bench.dtype], (
+            f"{one.variant.name}: loss {one.loss}, the baseline's is {measured[0].loss}"
+        )
     for repetition in range(-1, repeats):  # the first round makes the optimizer's state and is not counted
         for one in measured if repetition >= 0 else measured[:1]:
             bench.take(one.variant)
@@ -261,7 +270,7 @@ def main() -> None:
     print(f"{facts['device']}, {args.shapes} shapes, {args.precision}; load {facts['load_before']}", flush=True)
     size = seven_b() if args.shapes == "7b" else tiny()
     bench = Bench(size, device, torch.bfloat16 if args.precision == "bf16" else torch.float32)
-    variants = LADDER + (GPU_ONLY if device.type == "cuda" else ())
+    variants = ABLATION + (GPU_ONLY if device.type == "cuda" else ())
     measured, failed = measure(bench, variants, args.repeats)
     peak = next((tflops for name, tflops in PEAK_TFLOPS.items() if name in facts["device"]), None)
     ablation = [one.figures(size, peak) for one in measured]
@@ -272,7 +281,15 @@ def main() -> None:
     }
     command = f"python benchmarks/train.py {' '.join(sys.argv[1:])}".strip()
     data = {"shapes": args.shapes, "precision": args.precision, "pairs": len(size.groups), "captions": size.captions}
-    result = {"baseline": ablation[0], **best, "ablation": ablation, "not_run": failed, **data, **facts, "command": command}
+    result = {
+        "baseline": ablation[0],
+        **best,
+        "ablation": ablation,
+        "not_run": failed,
+        **data,
+        **facts,
+        "command": command,
+    }
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=2) + "\n")
     ratios = {kind: row["captions_per_s"] / ablation[0]["captions_per_s"] for kind, row in best.items()}

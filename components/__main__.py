@@ -1,6 +1,7 @@
-"""The command line, one command per stage: `m3diff <stage>`. Heavy imports happen inside the command.
+"""Image difference captioning, one command per stage: `m3diff <stage>`.
 
-Exit codes: 0 done, 2 usage or parameters, 3 data refused, 4 gate refused, 75 try again later, other a bug.
+Heavy imports happen inside the command, after its parameters are seen to be right. Exit codes: 0 done, 2 usage or
+parameters, 3 data refused, 4 gate refused, 75 try again later, other a bug.
 """
 
 import argparse
@@ -11,88 +12,100 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from components.params import Params, ParamsError, load_params
+from components.consistency import check_paths, closest
+from components.params import Params, load_params
 from components.records import DataError
+from components.section import ParamsError
 
 USAGE, DATA_REFUSED, GATE_REFUSED, TRY_AGAIN = 2, 3, 4, 75
+PROFILES = Path("profiles")
 
-Command = Callable[[Params, argparse.Namespace], int | None]
-COMMANDS: dict[str, tuple[Command, str]] = {}
-
-
-def command(help_text: str) -> Callable[[Command], Command]:
-    def add(function: Command) -> Command:
-        COMMANDS[function.__name__.replace("_", "-")] = (function, help_text)
-        return function
-
-    return add
+Command = Callable[[argparse.Namespace], int | None]
 
 
-@command("draw MiniChange, the embedded benchmark, in CLEVR-Change's layout")
-def synthesize(params: Params, args: argparse.Namespace) -> None:
+def parameters(args: argparse.Namespace) -> Params:
+    return load_params(args.params)
+
+
+def pretrain(args: argparse.Namespace) -> None:
+    params = parameters(args)
+    from components.pretrain.stage import pretrain as run
+
+    run(params.pretrain, params.paths.base)
+
+
+def synthesize(args: argparse.Namespace) -> None:
+    params = parameters(args)
+    if args.name not in params.synthesize:
+        raise ParamsError(f"synthesize: no entry {args.name!r}; {closest(args.name, params.synthesize)}")
     from components.synthesize.stage import synthesize as run
 
-    run(params.synthesize, params.paths.minichange)
+    run(args.name, params.ingest.datasets[args.name].reader, params.synthesize[args.name])
 
 
-@command("read every dataset's own layout into records")
-def ingest(params: Params, args: argparse.Namespace) -> None:
+def ingest(args: argparse.Namespace) -> None:
+    params = parameters(args)
+    datasets = params.ingest.datasets
+    if args.name is not None and args.name not in datasets:
+        raise ParamsError(f"ingest.datasets: no entry {args.name!r}; {closest(args.name, datasets)}")
+    names = list(datasets) if args.name is None else [args.name]
+    check_paths(params, *(f"ingest@{name}" for name in names))
     from components.ingest.stage import ingest as run
 
-    run(params.ingest, params.paths.records)
+    for name in names:
+        run(name, datasets[name], params.compute.image_cache, params.paths.records)
 
 
-@command("check records and images; what fails goes to quarantine with its reason")
-def validate(params: Params, args: argparse.Namespace) -> None:
+def validate(args: argparse.Namespace) -> None:
+    params = parameters(args)
+    paths = params.paths
     from components.validate.stage import validate as run
 
-    run(params.validate_, params.paths.records, params.paths.clean)
+    run(params.validate_, params.ingest.datasets, params.compute.image_cache, paths.records, paths.clean)
 
 
-@command("turn clean records into question-answer samples")
-def convert(params: Params, args: argparse.Namespace) -> None:
+def convert(args: argparse.Namespace) -> None:
+    params = parameters(args)
+    check_paths(params, "convert")
     from components.convert.stage import convert as run
 
-    run(params.convert, params.paths.clean, params.paths.mixture)
+    run(params.convert, params.ingest.datasets, params.paths.clean, params.paths.mixture)
 
 
-@command("write the mixture as LLaVA records, for LLaVA-NeXT, LLaMA-Factory and ms-swift")
-def export_llava(params: Params, args: argparse.Namespace) -> None:
-    from components.export.llava import export_llava as run
-
-    run(params.paths.mixture / "samples", args.out, args.lines)
-
-
-@command("fine-tune M3Diff on the mixture")
-def train(params: Params, args: argparse.Namespace) -> None:
+def train(args: argparse.Namespace) -> None:
+    params = parameters(args)
+    check_paths(params, "train")
+    model = params.models[params.train.model]
     from components.train.stage import train as run
 
-    run(params.train, params.paths.mixture, params.paths.model, params.paths.scratch)
+    run(params.train, model, params.compute, params.paths.mixture, params.paths.model)
 
 
-@command("caption the test split")
-def predict(params: Params, args: argparse.Namespace) -> None:
+def predict(args: argparse.Namespace) -> None:
+    params = parameters(args)
     from components.predict.stage import predict as run
 
     run(params.predict, params.paths.mixture, params.paths.model, params.paths.predictions)
 
 
-@command("score the captions and draw the report")
-def evaluate(params: Params, args: argparse.Namespace) -> None:
+def evaluate(args: argparse.Namespace) -> None:
+    params = parameters(args)
+    check_paths(params, "evaluate")
+    paths = params.paths
     from components.evaluate.stage import evaluate as run
 
-    run(params.evaluate, params.paths.clean, params.paths.predictions, params.paths.model, params.paths.report)
+    run(params.evaluate, params.compute, paths.records, paths.clean, paths.predictions, paths.model, paths.report)
 
 
-@command("log the run to MLflow and register the model version")
-def register(params: Params, args: argparse.Namespace) -> None:
+def register(args: argparse.Namespace) -> None:
+    params = parameters(args)
     from components.register.stage import register as run
 
     print(run(params))
 
 
-@command("make the challenger champion where it beats the champion")
-def promote(params: Params, args: argparse.Namespace) -> int:
+def promote(args: argparse.Namespace) -> int:
+    params = parameters(args)
     from components.register.promotion import promote as run
 
     decision = run(params)
@@ -100,8 +113,18 @@ def promote(params: Params, args: argparse.Namespace) -> int:
     return GATE_REFUSED if decision.outcome == "refused" else 0
 
 
-@command("look at data: `data check ROOT` before anything is run, `data statistics` after validate")
-def data(params: Params, args: argparse.Namespace) -> int:
+def plan(args: argparse.Namespace) -> None:
+    params = parameters(args)
+    model = params.models[params.train.model]
+    from components.plan.plan import check_fits, make_plan, print_plan
+
+    made = make_plan(params.train, model, params.compute, params.ingest.datasets, params.convert, params.paths.mixture)
+    print_plan(params.train, params.compute, made, args.peak_tflops, args.mfu)
+    check_fits(params.compute, made)
+
+
+def data(args: argparse.Namespace) -> int:
+    params = parameters(args)
     if args.action == "statistics":
         from components.inspect.statistics import write_statistics
 
@@ -110,36 +133,95 @@ def data(params: Params, args: argparse.Namespace) -> int:
         return 0
     from components.inspect.check import check
 
-    found = check(args.root, tuple(params.ingest.datasets))
+    found = check(args.root, params.ingest.datasets)
     print("\n".join(found.lines))
     return 0 if found.sound else DATA_REFUSED
 
 
-@command("what a training run will cost: parameters, tokens, FLOPs, memory, hours; trains nothing")
-def plan(params: Params, args: argparse.Namespace) -> None:
-    from components.plan.plan import Workload, check_fits, make_plan, planned_config, print_plan
+def export(args: argparse.Namespace) -> None:
+    params = parameters(args)
+    from components.export.checkpoint import export_model
 
-    load = Workload()
-    made = make_plan(params.train, planned_config(params.train), load)
-    print_plan(params.train, made, load, args.peak_tflops, args.mfu)
-    check_fits(params.train, made)
+    export_model(params.paths.model, args.out, args.adapters)
 
 
-@command("copy the trained model out: merged, or its adapters with the way to their base")
-def export(params: Params, args: argparse.Namespace) -> None:
-    from components.models.m3diff.tuning import CheckpointError, export_checkpoint
+def export_llava(args: argparse.Namespace) -> None:
+    params = parameters(args)
+    from components.export.llava import export_llava as run
 
-    try:
-        export_checkpoint(params.paths.model / "checkpoint", args.out, args.adapters)
-    except CheckpointError as error:
-        raise DataError(str(error)) from error
+    run(params.ingest.datasets, params.paths.mixture, args.out, args.lines, args.allow_unlicensed)
 
 
-@command("pre-train the tiny base model from scratch (about 40 minutes on 2 cores)")
-def base(params: Params, args: argparse.Namespace) -> None:
-    from components.pretrain.stage import pretrain_base
+def profile(args: argparse.Namespace) -> None:
+    from components.profiles import find_profile, use_profile
 
-    pretrain_base(params.train.base)
+    load_params(find_profile(args.name, PROFILES))
+    print("\n".join(use_profile(args.name, args.params, PROFILES)))
+
+
+def migrate(args: argparse.Namespace) -> None:
+    from components.migrate import migrate as run
+
+    run(args.file, PROFILES / "embedded.yaml", print)
+
+
+COMMANDS: dict[str, tuple[Command, str]] = {
+    "pretrain": (pretrain, "train the tiny base model from scratch (about 40 minutes on 2 cores)"),
+    "synthesize": (synthesize, "make a synthetic dataset, such as MiniChange"),
+    "ingest": (ingest, "read a dataset's own layout into records: image pairs with their references"),
+    "validate": (validate, "check records and images; what fails goes to quarantine with its reason"),
+    "convert": (convert, "turn clean records into question-answer samples, the training mixture"),
+    "train": (train, "fine-tune the model on the mixture"),
+    "predict": (predict, "caption the pairs of the test split"),
+    "evaluate": (evaluate, "score predicted captions against their references and write the report"),
+    "register": (register, "log the run to MLflow and register its checkpoint as a model version"),
+    "promote": (promote, "make the challenger the champion where it beats the champion"),
+    "plan": (plan, "what a training run will cost: parameters, tokens, FLOPs, memory, hours; trains nothing"),
+    "data": (data, "look at data: `data check ROOT` before anything is run, `data statistics` after validate"),
+    "export": (export, "copy the trained model out: merged, or its adapters with the path to their base"),
+    "export-llava": (export_llava, "write the mixture as LLaVA records, for LLaVA-NeXT, LLaMA-Factory and ms-swift"),
+    "profile": (profile, "make a profile the parameters of the next run; prints what changes"),
+    "migrate": (migrate, "rewrite a parameter file of an earlier version, its comments kept"),
+}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="m3diff", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--params", type=Path, default=Path("params.yaml"), help="parameter file or profile")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = {name: subparsers.add_parser(name, help=text, description=text) for name, (_, text) in COMMANDS.items()}
+    commands["synthesize"].add_argument("name", help="an entry of the section `synthesize`")
+    commands["ingest"].add_argument("name", nargs="?", help="an entry of `ingest.datasets`; all where none is named")
+    commands["profile"].add_argument("name", help="a file of profiles/, without .yaml")
+    commands["migrate"].add_argument("file", type=Path, help="the file to rewrite; a copy of it is kept")
+    _add_export(commands["export"], commands["export-llava"])
+    _add_data(commands["data"])
+    _add_plan(commands["plan"])
+    return parser
+
+
+def _add_export(model: argparse.ArgumentParser, llava: argparse.ArgumentParser) -> None:
+    for command in (model, llava):
+        command.add_argument("out", type=Path, help="folder to write")
+    model.add_argument("--adapters", action="store_true", help="what trained, not merged into the base")
+    llava.add_argument("--lines", action="store_true", help="JSON Lines instead of one JSON array")
+    llava.add_argument(
+        "--allow-unlicensed", action="store_true", help="also datasets whose licence does not allow to pass them on"
+    )
+
+
+def _add_data(data: argparse.ArgumentParser) -> None:
+    actions = data.add_subparsers(dest="action", required=True, metavar="ACTION")
+    actions.add_parser(
+        "statistics", help="the papers' statistics of the clean records, and a page with plots and pairs"
+    )
+    check = actions.add_parser("check", help="layout, missing files, counts against the published ones, problems")
+    check.add_argument("root", type=Path, help="folder of one dataset")
+
+
+def _add_plan(plan: argparse.ArgumentParser) -> None:
+    plan.add_argument("--peak-tflops", type=float, default=989.0, help="dense bf16 peak of one GPU (H100: 989)")
+    plan.add_argument("--mfu", type=float, default=0.45, help="share of the peak that the step reaches")
 
 
 def die_with_parent() -> None:
@@ -149,28 +231,10 @@ def die_with_parent() -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="m3diff", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--params", type=Path, default=Path("params.yaml"), help="parameter file or profile")
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (_, help_text) in COMMANDS.items():
-        subparsers.add_parser(name, help=help_text, description=help_text)
-    for name in ("export", "export-llava"):
-        subparsers.choices[name].add_argument("out", type=Path, help="folder to write")
-    subparsers.choices["export"].add_argument("--adapters", action="store_true", help="what trained, not merged")
-    subparsers.choices["export-llava"].add_argument(
-        "--lines", action="store_true", help="JSON Lines instead of one JSON array"
-    )
-    look = subparsers.choices["data"].add_subparsers(dest="action", required=True, metavar="ACTION")
-    look.add_parser("statistics", help="the papers' statistics of the clean records, and a page with plots and pairs")
-    checking = look.add_parser("check", help="layout, missing files, counts against the published ones, problems")
-    checking.add_argument("root", type=Path, help="folder of one dataset")
-    planning = subparsers.choices["plan"]
-    planning.add_argument("--peak-tflops", type=float, default=989.0, help="dense bf16 peak of one GPU (H100: 989)")
-    planning.add_argument("--mfu", type=float, default=0.45, help="share of the peak that the step reaches")
-    args = parser.parse_args(argv)
+    args = make_parser().parse_args(argv)
     die_with_parent()
     try:
-        return COMMANDS[args.command][0](load_params(args.params), args) or 0
+        return COMMANDS[args.command][0](args) or 0
     except ParamsError as error:
         print(f"m3diff: {error}", file=sys.stderr)
         return USAGE

@@ -1,27 +1,51 @@
 """`params.yaml`, typed and frozen to the bottom: a section per stage, in order.
 
 Unknown keys are refused, and every fault is named at once, before anything runs. Fields carry the unit in their name or
-in a comment. Each stage folder holds its section in `params.py`; this file puts them together and checks what one
-section says of another.
+in a comment. Each stage folder holds its section in `params.py`; this file puts them together. What one section says of
+another is checked in `components/consistency.py`; a profile is resolved in `components/profiles.py`.
 """
 
-import difflib
+import dataclasses
+import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-import yaml
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from components.compute import Compute
+from components.consistency import closest, inconsistencies, shown
 from components.convert.params import Convert
+from components.datasets import DATASETS
 from components.evaluate.params import Evaluate
 from components.ingest.params import Ingest
+from components.models import FAMILIES
 from components.predict.params import Predict
 from components.pretrain.params import Pretrain
+from components.profiles import renamed_keys, resolve, unusable_numbers
 from components.register.params import Register
-from components.section import FrozenMap, ParamsError, Section
+from components.section import FrozenMap, ParamsError, Section, freeze
 from components.train.params import Train
 from components.validate.params import Validate
+
+Where = tuple[Any, ...]
+Faults = dict[str, None]
+"""Lines of a message, in order, each once."""
+
+EXPECTED = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "text",
+    "path": "a path",
+    "tuple": "a list",
+    "list": "a list",
+    "dict": "a mapping",
+    "model": "a mapping",
+    "dataclass": "a mapping",
+    "mapping": "a mapping",
+}
+LIMITS = {"ge": "{} or more", "gt": "more than {}", "le": "{} or less", "lt": "less than {}"}
 
 
 class Paths(Section):
@@ -38,9 +62,9 @@ class Paths(Section):
 
 class Params(Section):
     paths: Paths
-    models: FrozenMap[str, Any]  # by name: the settings of a model family
+    models: FrozenMap[str, Any]  # by name: the settings of a model family, as its `settings` says
     pretrain: Pretrain
-    synthesize: FrozenMap[str, Any]  # by dataset name: the settings of its generator
+    synthesize: FrozenMap[str, Any]  # by dataset name: the settings of its generator, as the dataset's file says
     ingest: Ingest
     validate_: Validate = Field(alias="validate")
     convert: Convert
@@ -52,47 +76,180 @@ class Params(Section):
 
 
 def load_params(path: Path = Path("params.yaml")) -> Params:
-    """Read and check a parameter file.
+    """Read and check a parameter file, or a profile with what it extends. Nothing is run and nothing heavy imported.
+
+    Files and folders that a stage reads need not be there: `check_paths` looks for them when the stage starts.
 
     Raises:
-        ParamsError: the file is missing, is no YAML mapping, or breaks the schema; every fault is listed.
+        ParamsError: the file is missing, is no YAML mapping, or breaks a rule; every fault is listed.
     """
-    if not path.is_file():
-        raise ParamsError(f"{path}: no such file; run from the project's root or pass --params")
-    try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ParamsError(f"{path}: not valid YAML: {error}") from error
-    if not isinstance(raw, dict):
-        raise ParamsError(f"{path}: expected sections, found {type(raw).__name__}")
+    faults: Faults = {}
+    raw, duplicates = resolve(path)
+    faults.update(dict.fromkeys(duplicates))
+    faults.update(dict.fromkeys(unusable_numbers(raw)))
+    raw, renamed, moved = renamed_keys(raw)
+    faults.update(dict.fromkeys(renamed))
+    raw = _typed_entries(raw, faults)
+    params = _validate(raw, faults, moved)
+    faults.update(dict.fromkeys(inconsistencies(params, complete=not faults)))
+    if faults:
+        advice = f"\n  this is a file of an earlier version: run `m3diff migrate {path}`" if renamed else ""
+        raise ParamsError(f"{path}: {len(faults)} fault(s)\n" + "\n".join(f"  {line}" for line in faults) + advice)
+    return params
+
+
+def _validate(raw: Mapping[str, Any], faults: Faults, moved: frozenset[str]) -> Params:
+    """The parameters; after a fault, what of them is right."""
     try:
         return Params.model_validate(raw)
     except ValidationError as error:
-        faults = "\n".join(f"  {_explain(fault)}" for fault in error.errors())
-        raise ParamsError(f"{path}: {error.error_count()} fault(s)\n{faults}") from error
+        found = [fault for fault in error.errors() if not _said_already(fault, moved)]
+        faults.update(dict.fromkeys(explain(fault) for fault in found))
+        return sound_part(Params, raw)
 
 
-def _explain(fault: Any) -> str:
-    """One line for one fault: where, what, the value found, and the nearest known key for a misspelt one."""
-    where = ".".join(str(part) for part in fault["loc"])
-    if fault["type"] != "extra_forbidden":
-        return (
-            f"{where}: {fault['msg']} (found {fault['input']!r})" if fault["type"] != "missing" else f"{where}: missing"
-        )
-    near = difflib.get_close_matches(str(fault["loc"][-1]), _known_keys(fault["loc"][:-1]), n=1, cutoff=0.6)
-    return f"{where}: unknown key" + (f"; did you mean {near[0]!r}?" if near else "")
+def _said_already(fault: Any, moved: frozenset[str]) -> bool:
+    """A key that is there under its old name, or a number that is infinite or none."""
+    if fault["type"] == "missing":
+        return place(fault["loc"]) in moved
+    return isinstance(fault["input"], float) and not math.isfinite(fault["input"])
 
 
-def _known_keys(loc: tuple[Any, ...]) -> list[str]:
-    model: Any = Params
+def sound_part(section: type[Any], raw: Any) -> Any:
+    """The fields of a section, and of what lies below it, that are right. To read another raises AttributeError."""
+    values: dict[str, Any] = {}
+    for name, field in section.model_fields.items():
+        key = field.alias or name
+        if isinstance(raw, Mapping) and key in raw:
+            annotation: Any = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
+            try:
+                values[name] = TypeAdapter(annotation).validate_python(raw[key])
+            except ValidationError:
+                values.update(_sound_below(name, field.annotation, raw[key]))
+    return section.model_construct(**values)
+
+
+def _sound_below(name: str, annotation: Any, raw: Any) -> dict[str, Any]:
+    if _is_section(annotation):
+        return {name: sound_part(annotation, raw)}
+    entry: Any = getattr(annotation, "__args__", (None,))[-1]
+    if _is_section(entry) and isinstance(raw, Mapping):
+        return {name: freeze({key: sound_part(entry, value) for key, value in raw.items()})}
+    return {}
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def _typed_entries(raw: Mapping[str, Any], faults: Faults) -> dict[str, Any]:
+    """`models` and `synthesize` with each entry as the type that its family or dataset names; None after a fault."""
+    typed = dict(raw)
+    for section, type_of in (("models", _settings_of_family), ("synthesize", _settings_of_generator)):
+        entries = raw.get(section)
+        if isinstance(entries, Mapping):
+            typed[section] = {
+                name: _typed(f"{section}.{name}", entry, type_of, raw, faults) for name, entry in entries.items()
+            }
+    return typed
+
+
+def _typed(where: str, entry: Any, type_of: Any, raw: Mapping[str, Any], faults: Faults) -> Any:
+    """One entry in its type; None after a fault."""
+    if not isinstance(entry, Mapping):
+        faults[f"{where}: expected a mapping (found {shown(entry)})"] = None
+        return None
+    settings = type_of(where, entry, raw)
+    if isinstance(settings, str):
+        faults[settings] = None
+        return None
+    try:
+        return freeze(TypeAdapter(settings).validate_python(entry))
+    except ValidationError as error:
+        faults.update(dict.fromkeys(explain(fault, where, settings) for fault in error.errors()))
+        return None
+
+
+def _settings_of_family(where: str, entry: Mapping[str, Any], raw: Mapping[str, Any]) -> type[Any] | str:
+    """The type of a model's settings, or what is wrong."""
+    if "family" not in entry:
+        return f"{where}.family: missing; add one of {', '.join(FAMILIES)}"
+    name = entry["family"]
+    family = FAMILIES.get(name) if isinstance(name, str) else None
+    return family.settings if family else f"{where}.family: {closest(name, FAMILIES)}"
+
+
+def _settings_of_generator(where: str, entry: Mapping[str, Any], raw: Mapping[str, Any]) -> type[Any] | str:
+    """The type of a generator's settings, or what is wrong."""
+    name = where.removeprefix("synthesize.")
+    dataset = _below(_below(raw.get("ingest"), "datasets"), name)
+    if dataset is None:
+        return f"{where}: no dataset of `ingest.datasets` has this name; remove the entry or ingest the dataset"
+    reader = _below(dataset, "reader")
+    spec = DATASETS.get(reader) if isinstance(reader, str) else None
+    if spec is None:
+        return f"{where}: its dataset has no known reader, so nothing makes it; correct ingest.datasets.{name}.reader"
+    if spec.generate is None:
+        able = ", ".join(known for known, other in DATASETS.items() if other.generate)
+        return f"{where}: the reader {reader!r} cannot make its dataset (only {able}); remove the entry"
+    return spec.generate.settings
+
+
+def _below(value: Any, key: str) -> Any:
+    return value.get(key) if isinstance(value, Mapping) else None
+
+
+def place(loc: Where) -> str:
+    """Where a fault is, as one writes it: `ingest.datasets.mine.root`. Pydantic's steps in brackets are left out."""
+    return ".".join(str(part) for part in loc if "[" not in str(part))
+
+
+def explain(fault: Any, below: str = "", top: Any = Params) -> str:
+    """One line for one of pydantic's faults: where, what is expected, the value found."""
+    loc = place(fault["loc"])
+    where = ".".join(part for part in (below, loc) if part)
+    kind = fault["type"]
+    if kind == "missing":
+        return f"{where}: missing; add it as in profiles/embedded.yaml"
+    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
+        known = known_keys(top, fault["loc"][:-1])
+        return f"{where}: unknown key; {closest(fault['loc'][-1], known, of='keys')}"
+    expected = _expectation(fault)
+    return f"{where}: {expected}" + ("" if ", found " in expected else f" (found {shown(fault['input'])})")
+
+
+def _expectation(fault: Any) -> str:
+    """What a value of this place must be, in plain words."""
+    kind, context = fault["type"], fault.get("ctx", {})
+    for limit, words in LIMITS.items():
+        if limit in context:
+            return f"must be {words.format(format(context[limit], 'g'))}"
+    if kind in ("too_short", "string_too_short"):
+        return "must not be empty"
+    if kind == "string_too_long":
+        return f"must have {context['max_length']} characters or fewer"
+    if kind == "literal_error":
+        return f"expected {context['expected']}"
+    if kind == "value_error":
+        return str(context["error"])
+    expected = EXPECTED.get(kind.split("_")[0])
+    return f"expected {expected}" if expected else fault["msg"]
+
+
+def known_keys(top: Any, loc: Where) -> list[str]:
+    """The keys that may stand at a place of a section or dataclass."""
     for part in loc:
-        if isinstance(part, int):
-            continue
-        field = next((f for name, f in model.model_fields.items() if part in (name, f.alias)), None)
-        if field is None:
-            return []
-        model = field.annotation
-        model = getattr(model, "__args__", [model])[0]
-        if not (isinstance(model, type) and issubclass(model, BaseModel)):
-            return []
-    return [field.alias or name for name, field in model.model_fields.items()]
+        top = _entry_type(_fields(top).get(part, top))
+    return list(_fields(top))
+
+
+def _fields(top: Any) -> dict[str, Any]:
+    if _is_section(top):
+        return {field.alias or name: field.annotation for name, field in top.model_fields.items()}
+    return {field.name: field.type for field in dataclasses.fields(top)} if dataclasses.is_dataclass(top) else {}
+
+
+def _entry_type(annotation: Any) -> Any:
+    """The section or dataclass in an annotation such as `dict[str, Source]` or `MDPConfig | None`."""
+    inside = [part for part in getattr(annotation, "__args__", ()) if part not in (str, type(None))]
+    return _entry_type(inside[-1]) if inside else annotation

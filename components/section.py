@@ -1,18 +1,27 @@
 """A section of `params.yaml`: typed and frozen to the bottom. Each stage folder holds its own in `params.py`."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Annotated, Any, NoReturn, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, field_validator
 
 K = TypeVar("K")
 V = TypeVar("V")
+NUMBERS = (int, float, int | None, float | None)
 
 
 class Section(BaseModel):
-    """Fields of one section. Unknown keys are refused and nothing can be assigned."""
+    """Fields of one section. Unknown keys are refused, nothing can be assigned, and true is no number."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation in NUMBERS:
+            raise ValueError("expected a number")
+        return value
 
 
 class FrozenDict(dict[K, V]):
@@ -34,7 +43,10 @@ class FrozenDict(dict[K, V]):
 
 
 def freeze(value: Any) -> Any:
-    """Mappings and lists, at every depth, as frozen dictionaries and tuples."""
+    """Mappings and lists, at every depth and in the fields of dataclasses, as frozen dictionaries and tuples."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: freeze(getattr(value, field.name)) for field in dataclasses.fields(value) if field.init}
+        return dataclasses.replace(value, **fields)
     if isinstance(value, Mapping):
         return FrozenDict({key: freeze(item) for key, item in value.items()})
     if isinstance(value, list | tuple):

@@ -71,7 +71,7 @@ def connected(tracking_uri: str) -> Iterator[MlflowClient]:
 
 
 def experiment_id(client: MlflowClient, name: str) -> str:
-    """The experiment's id, made where it lacks; beside a sqlite store its artifacts lie in `artifacts/`."""
+    """The experiment's id, made where there is none; beside a sqlite store its artifacts lie in `artifacts/`."""
     known = client.get_experiment_by_name(name)
     if known is not None:
         return known.experiment_id

@@ -1,6 +1,6 @@
 """DVC from outside: the stages in order, what is out of date, and one stage reproduced in a process group of its own.
 
-DVC decides whether a stage runs; this module starts it, passes its words on, and leaves no process behind.
+DVC decides whether a stage runs; this module starts it, passes on what it prints, and leaves no process behind.
 """
 
 import contextlib
@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
+
+import yaml
 
 Outcome = Literal["Ran", "Restored", "Skipped"]
 
@@ -47,13 +49,18 @@ class DvcError(RuntimeError):
 
 
 def stages() -> list[str]:
-    """The stages of `dvc.yaml`, in its order, which is the order of the road."""
-    return ask("stage", "list", "--name-only").split()
+    """The stages of `dvc.yaml` in its order, one for each dataset where it has a loop (`ingest@minichange`).
+
+    Frozen ones are left out: DVC never runs them.
+    """
+    graph = yaml.safe_load(Path("dvc.yaml").read_text(encoding="utf-8"))["stages"]
+    frozen = {name for name, entry in graph.items() if entry.get("do", entry).get("frozen")}
+    return [name for name in ask("stage", "list", "--name-only").split() if name.partition("@")[0] not in frozen]
 
 
 def status() -> dict[str, Any]:
-    """What is out of date, by stage, in DVC's own words; empty where nothing is."""
-    return json.loads(ask("status", "--json"))
+    """What is out of date, by stage, in DVC's own words; empty where nothing is. Frozen stages are not looked at."""
+    return json.loads(ask("status", "--json", *stages()))
 
 
 def ask(*arguments: str) -> str:
@@ -74,8 +81,7 @@ def repro(stage: str, log: Callable[[str], None]) -> Outcome:
     process = subprocess.Popen(
         [*DVC, "repro", "--single-item", stage],
         env=environment(),
-        text=True,  # universal newlines: a progress bar's \r ends a line too
-        errors="replace",
+        errors="replace",  # text, with universal newlines: a progress bar's \r ends a line too
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,

@@ -1,4 +1,4 @@
-"""The road, only when data or parameters changed: `prefect deployment run m3diff/retrain`, or its schedule."""
+"""The pipeline, only when data or parameters changed: `prefect deployment run m3diff/retrain`, or its schedule."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,14 +14,14 @@ from components.register.lineage import LOCK, Lock
 from components.register.promotion import find_alias
 from components.register.stage import CHALLENGER
 from flows import dvc
-from flows.tasks import PARAMS, road, worth_retrying
+from flows.tasks import PARAMS, run_pipeline, worth_retrying
 
 CODE = "components"
 
 
 @flow(name="m3diff", persist_result=False)
 def retrain() -> State:
-    """Look for changes; none: say so and end. Any: go the whole road."""
+    """Look for changes; none: say so and end. Any: run the whole pipeline."""
     reasons = look_for_changes()
     if not reasons:
         return Completed(
@@ -29,7 +29,7 @@ def retrain() -> State:
         )
     for reason in reasons:
         get_run_logger().info(reason)
-    return road()
+    return run_pipeline()
 
 
 @task(cache_policy=NO_CACHE, retries=3, retry_delay_seconds=[5, 20, 60], retry_condition_fn=worth_retrying)
@@ -39,7 +39,7 @@ def look_for_changes() -> list[str]:
 
 
 def changes(status: dict[str, Any]) -> Iterator[str]:
-    """The changed data and parameters in `dvc status`; changed code alone is no reason."""
+    """The changed data and parameters in `dvc status`; changed code alone is no reason, nor is section `compute`."""
     for stage, entries in status.items():
         for entry in entries:
             if not isinstance(entry, dict):
@@ -54,10 +54,10 @@ def changes(status: dict[str, Any]) -> Iterator[str]:
 def unregistered(params: Params) -> Iterator[str]:
     """Why the newest registered version is not what `dvc.lock` holds."""
     name = params.register_.model_name
-    if not LOCK.is_file():
+    checkpoint = Lock().hashes(params.paths.model / "checkpoint").get("train outs") if LOCK.is_file() else None
+    if checkpoint is None:
         yield "nothing was trained yet"
         return
-    checkpoint = Lock().hashes(params.paths.model / "checkpoint").get("train outs")
     with tracking.connected(params.register_.tracking_uri) as client:
         version = find_alias(client, name, CHALLENGER)
     if version is None:

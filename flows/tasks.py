@@ -1,6 +1,6 @@
 """The tasks of a flow: one for each stage of DVC, and those that act outside the repository.
 
-A task's final state bears what happened as its name: Ran, Restored (from DVC's run cache), Skipped, Refused.
+The name of a task's final state says what happened: Ran, Restored (from DVC's run cache), Skipped, Refused.
 """
 
 from pathlib import Path
@@ -69,7 +69,7 @@ def promote_model() -> State:
     return Completed(name=outcome, message=str(done), data=outcome)
 
 
-def road() -> State:
+def run_pipeline() -> State:
     """Every stage in DVC's order, then register and promote; the first failure ends the run."""
     outcomes: dict[str, str] = {}
     for stage in dvc.stages():

@@ -24,7 +24,7 @@ REMEDY = {
 WHY = {
     "Python's headers": "DeepSpeed builds its CPU communication on first use",
     "Java 17": "METEOR and the PTB tokenizer of the scores are Java programs",
-    "git": "DVC and the lineage of a model stand on it",
+    "git": "DVC and the lineage of a model need it",
     "a C++ compiler": "DeepSpeed builds its CPU communication on first use",
 }
 
@@ -48,7 +48,7 @@ def has_venv():
 
 
 def missing():
-    """What lacks: a list of (name, what was found instead)."""
+    """What is missing: a list of (name, what was found instead)."""
     major, compiler = java_major(), os.environ.get("CXX", "g++")
     checks = [
         ("Python 3.11", sys.version_info[:2] == (3, 11), "found " + sys.version.split()[0] + " at " + sys.executable),
@@ -62,11 +62,11 @@ def missing():
 
 
 def main():
-    lacks = missing()
-    for name, found in lacks:
+    faults = missing()
+    for name, found in faults:
         why = " (" + WHY[name] + ")" if name in WHY else ""
-        print("preflight: needs " + name + why + ": " + found + "\n    " + REMEDY[name], file=sys.stderr)
-    return 1 if lacks else 0
+        print("check_system: needs " + name + why + ": " + found + "\n    " + REMEDY[name], file=sys.stderr)
+    return 1 if faults else 0
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ SERVICES = Path("services").resolve()
 BIN = Path(sys.executable).parent
 
 
-class UpError(RuntimeError):
+class ServiceError(RuntimeError):
     """A service cannot be started; the text says why and what to do."""
 
 
@@ -134,18 +134,18 @@ def up() -> None:
 
 
 def start(service: Service) -> None:
-    """Start in a session of its own, its words in services/<name>.log.
+    """Start in a session of its own, its output in services/<name>.log.
 
     Raises:
-        UpError: something else listens on its port.
+        ServiceError: something else listens on its port.
     """
     if service.process() is not None:
         if (port := json.loads(service.record.read_text())["port"]) != service.port:
-            raise UpError(f"{service.name} is up already, on port {port}; `make down` first, or name that port")
+            raise ServiceError(f"{service.name} is up already, on port {port}; `make down` first, or name that port")
         print(f"{service.name}: already up")
         return
     if service.port is not None and is_taken(service.port):
-        raise UpError(
+        raise ServiceError(
             f"{service.name}: port {service.port} is taken by another program; end that one, or choose a port: "
             f"{service.port_variable}={service.port + 1} make up"
         )
@@ -165,13 +165,13 @@ def wait(service: Service) -> None:
     """Wait until it answers.
 
     Raises:
-        UpError: it ended, or is silent for too long.
+        ServiceError: it ended, or does not answer for too long.
     """
     deadline = time.monotonic() + PATIENCE_S
     while not service.healthy():
         if service.process() is None or time.monotonic() > deadline:
             tail = "\n  ".join(service.log.read_text(errors="replace").splitlines()[-10:])
-            raise UpError(f"{service.name} does not answer; the end of {service.log}:\n  {tail}")
+            raise ServiceError(f"{service.name} does not answer; the end of {service.log}:\n  {tail}")
         time.sleep(0.5)
     print(f"{service.name}: up")
 
@@ -197,12 +197,12 @@ def prepare_prefect() -> None:
         template = ProcessWorker.get_default_base_job_template()
         pool = WorkPoolCreate(name=POOL, type="process", base_job_template=template, concurrency_limit=1)
         client.create_work_pool(pool, overwrite=True)
-        known = client.read_automations_by_name("end silent runs")
+        known = client.read_automations_by_name("end runs without a heartbeat")
     if known:
         return
     ended = {f"prefect.flow-run.{state}" for state in ("Completed", "Failed", "Cancelled", "Crashed")}
     Automation(
-        name="end silent runs",
+        name="end runs without a heartbeat",
         trigger=EventTrigger(
             after={"prefect.flow-run.heartbeat"},
             expect={"prefect.flow-run.heartbeat", *ended},
@@ -212,14 +212,12 @@ def prepare_prefect() -> None:
             threshold=1,
             within=timedelta(seconds=90),
         ),
-        actions=[
-            ChangeFlowRunState(name=None, state=StateType.CRASHED, force=False, message="no sign of life for 90 s")
-        ],
+        actions=[ChangeFlowRunState(name=None, state=StateType.CRASHED, force=False, message="no heartbeat for 90 s")],
     ).create()
 
 
 def down() -> None:
-    """End what `up` started, the worker first, with everything under it; what is gone already is only struck off."""
+    """End what `up` started, the worker first, with everything under it; records of what is gone are removed."""
     for service in reversed(services()):
         process = service.process()
         if process is None:
@@ -242,7 +240,7 @@ def end(process: psutil.Process) -> None:
 def main(what: str) -> int:
     try:
         {"up": up, "down": down, "deploy": deploy}[what]()
-    except UpError as error:
+    except ServiceError as error:
         print(f"make {what}: {error}", file=sys.stderr)
         return 1
     return 0

@@ -34,12 +34,12 @@ def summary(params: Params, registration: Registration, decision: Promotion) -> 
     lines = [f"  {name:<22} {scores[name]:8.4f}" for name in SCORES if isinstance(scores.get(name), int | float)]
     places = [
         ("report", (paths.report / "report.html").resolve()),
-        ("captions", (paths.predictions / "predictions.json").resolve()),
+        ("predictions", (paths.predictions / "predictions.json").resolve()),
         ("model", f"{registration.uri} ({registration.outcome}) in {params.register_.tracking_uri}"),
         ("gate", decision),
     ]
     return "\n".join(
-        ["", "scores on the test split", *lines, "", *(f"{name:<9} {place}" for name, place in places), "", NEXT]
+        ["", "scores on the test split", *lines, "", *(f"{name:<12} {place}" for name, place in places), "", NEXT]
     )
 
 

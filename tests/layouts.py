@@ -2,14 +2,14 @@
 
 import csv
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
+from components.ingest.params import DatasetEntry
 from components.ingest.stage import IngestReport, ingest
-from components.ingest.params import DatasetEntry, Ingest
 from components.validate.params import Validate
 from components.validate.stage import ValidateReport, validate
 
@@ -17,7 +17,7 @@ CLEVR_SPLITS = {"train": [3, 5, 8], "val": [9], "test": [1, 12]}
 
 
 def write_clevr(root: Path, splits: dict[str, list[Any]] | None = None) -> Path:
-    """CLEVR-Change: scenes with gaps in their numbers, every image distinct, two captions a pair."""
+    """CLEVR-Change: scenes with gaps in their numbers, every image distinct, two references a pair."""
     splits = splits or CLEVR_SPLITS
     scenes = sorted({scene for numbers in splits.values() for scene in numbers})
     for folder, kind, shade in (
@@ -58,25 +58,44 @@ def edit_json(path: Path, change: Callable[[Any], Any]) -> None:
     write_json(path, value)
 
 
+def make_entry(reader: str, root: Path, **fields: Any) -> DatasetEntry:
+    """An entry of `ingest.datasets`; what is no field of DatasetEntry is an option of the reader."""
+    own = {key: fields.pop(key) for key in ("train_on", "follow_links", "expected_pairs") if key in fields}
+    return DatasetEntry.model_validate({"reader": reader, "root": root, "options": fields} | own)
+
+
 def run_ingest(root: Path, reader: str = "clevr_change", name: str = "mini", **fields: Any) -> IngestReport:
-    """Read one dataset into the folder `records` beside its root; what is no field of Dataset is an option."""
-    own = {key: fields.pop(key) for key in ("train_on", "follow_links") if key in fields}
-    dataset = Dataset.model_validate({"name": name, "reader": reader, "root": root, "options": fields} | own)
-    return ingest(Ingest(datasets=[dataset]), root.parent / "records")
+    """Read one dataset into `records/<name>` beside its root; `fields` as in `make_entry`."""
+    return ingest(name, make_entry(reader, root, **fields), image_cache(root.parent), root.parent / "records")
 
 
-def run_validate(folder: Path, **changes: Any) -> ValidateReport:
-    """Check `folder/records` into `folder/clean`, every share of bad rows allowed unless said."""
+def run_validate(
+    folder: Path, entries: Mapping[str, DatasetEntry] | None = None, cache: Path | None = None, **changes: Any
+) -> ValidateReport:
+    """Check `folder/records` into `folder/clean`, every share of bad rows allowed unless said.
+
+    Without `entries`, the datasets that were ingested, by name.
+    """
     fields = {
         "max_quarantined_share": 1.0,
         "max_caption_chars": 2000,
         "max_image_pixels": 1_000_000,
         "allow_test_leakage": False,
         "near_duplicate_max_diff": 2,
-        "expected_pairs": {},
-        "image_cache": folder / "image_cache.parquet",
     }
-    return validate(Validate.model_validate(fields | changes), folder / "records", folder / "clean")
+    cfg = Validate.model_validate(fields | changes)
+    entries = ingested(folder) if entries is None else entries
+    return validate(cfg, entries, cache or image_cache(folder), folder / "records", folder / "clean")
+
+
+def ingested(folder: Path) -> dict[str, DatasetEntry]:
+    """Entries of the datasets that have records in `folder`, by name."""
+    reports = sorted((folder / "records").glob("*.json"))
+    return {path.stem: make_entry(json.loads(path.read_text())["reader"], folder) for path in reports}
+
+
+def image_cache(folder: Path) -> Path:
+    return folder / "image_cache.parquet"
 
 
 def write_clevr_dc(root: Path) -> Path:

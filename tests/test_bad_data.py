@@ -12,6 +12,8 @@ import pytest
 from PIL import Image
 
 from components.records import DataError
+from components.validate import stage
+from components.validate.rules import Rule, bad_rows
 from tests.layouts import (
     edit_json,
     run_ingest,
@@ -173,18 +175,18 @@ REFUSED: list[tuple[str, str, Change, str]] = [
 ]
 
 QUARANTINED: list[tuple[str, str, Change, str]] = [
-    ("captions are a number", "clevr", caption(7), r"captions: expected a list of text, found a whole number 7"),
-    ("captions are text", "clevr", caption("it fell"), r"captions: expected a list of text, found text 'it fell'"),
-    ("captions are null", "clevr", caption(None), r"captions: expected a list of text, found null"),
-    ("no caption", "clevr", caption([]), r"captions: there is none"),
-    ("a caption is null", "clevr", caption(["a", None]), r"caption 1: expected text, found null"),
-    ("a caption is a number", "clevr", caption([3.5]), r"caption 0: expected text, found a number 3\.5"),
-    ("a caption is a list", "clevr", caption([["a"]]), r"caption 0: expected text, found a list"),
-    ("half a surrogate pair", "clevr", caption(["\ud83d"]), r"caption 0: holds half a surrogate pair"),
-    ("HTML in a caption", "clevr", caption(["a <a href='x'>link</a>"]), r"captions: 1 hold HTML"),
-    ("an HTML entity", "clevr", caption(["salt &amp; pepper"]), r"captions: 1 hold HTML"),
-    ("an image token", "clevr", caption(["see <image>"]), r"captions: 1 hold HTML or a special token"),
-    ("a chat token", "clevr", caption(["bye<|im_end|>"]), r"captions: 1 hold HTML or a special token"),
+    ("captions are a number", "clevr", caption(7), r"references: expected a list of text, found a whole number 7"),
+    ("captions are text", "clevr", caption("it fell"), r"references: expected a list of text, found text 'it fell'"),
+    ("captions are null", "clevr", caption(None), r"references: expected a list of text, found null"),
+    ("no caption", "clevr", caption([]), r"references: there is none"),
+    ("a caption is null", "clevr", caption(["a", None]), r"reference 1: expected text, found null"),
+    ("a caption is a number", "clevr", caption([3.5]), r"reference 0: expected text, found a number 3\.5"),
+    ("a caption is a list", "clevr", caption([["a"]]), r"reference 0: expected text, found a list"),
+    ("half a surrogate pair", "clevr", caption(["\ud83d"]), r"reference 0: holds half a surrogate pair"),
+    ("HTML in a caption", "clevr", caption(["a <a href='x'>link</a>"]), r"references: 1 hold HTML"),
+    ("an HTML entity", "clevr", caption(["salt &amp; pepper"]), r"references: 1 hold HTML"),
+    ("an image token", "clevr", caption(["see <image>"]), r"references: 1 hold HTML or a special token"),
+    ("a chat token", "clevr", caption(["bye<|im_end|>"]), r"references: 1 hold HTML or a special token"),
     ("a caption of 10 MB", "clevr", caption(["x" * 10_000_000]), r"one has 10000000 characters, more than"),
     ("a scene without captions", "clevr", edit(CAPTIONS, lambda c: c.pop(KEY)), r"change_captions\.json has no key"),
     ("a scene in no split", "clevr", edit(SPLITS, lambda s: s["train"].remove(5)), r"split: the scene is in no list"),
@@ -274,11 +276,21 @@ TAKEN: list[tuple[str, str, Change]] = [
 
 
 def build(tmp_path: Path, layout: str, change: Change) -> Callable[[], Any]:
-    """Write the sound layout, spoil it, and return its ingest."""
+    """Write the sound layout, damage it, and return its ingest."""
     write, reader, options = LAYOUTS[layout]
     root = write(tmp_path / "raw")
     change(root)
     return lambda: run_ingest(root, reader, **options)
+
+
+@pytest.fixture
+def quick_suite(monkeypatch) -> None:
+    """The rules as polars judges them, without the second of great-expectations, which other tests compare with it."""
+
+    def run_suite(found: pl.DataFrame, rules: list[Rule], *_: Any) -> tuple[set[str], list[str]]:
+        return set(bad_rows(found, rules)["rules"].explode().drop_nulls()), []
+
+    monkeypatch.setattr(stage, "run_suite", run_suite)
 
 
 def test_there_are_at_least_sixty_ways():
@@ -287,7 +299,7 @@ def test_there_are_at_least_sixty_ways():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_is_sound_before_it_is_spoilt(tmp_path, layout):
+def test_every_layout_is_sound_before_it_is_damaged(tmp_path, layout):
     build(tmp_path, layout, lambda root: None)()
     report = run_validate(tmp_path, max_quarantined_share=0)
     assert report.quarantined == report.leaks
@@ -302,7 +314,7 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path, layout, change, messag
 
 
 @pytest.mark.parametrize(("layout", "change", "message"), [c[1:] for c in QUARANTINED], ids=[c[0] for c in QUARANTINED])
-def test_bad_rows_are_quarantined_and_none_is_lost(tmp_path, layout, change, message):
+def test_bad_rows_are_quarantined_and_none_is_lost(tmp_path, layout, change, message, quick_suite):
     read = build(tmp_path, layout, change)()
     report = run_validate(tmp_path)
     quarantine = pl.read_parquet(tmp_path / "clean/quarantine.parquet").filter(pl.col("rules") != ["not_in_test"])
@@ -316,12 +328,12 @@ def test_bad_rows_are_quarantined_and_none_is_lost(tmp_path, layout, change, mes
 
 
 @pytest.mark.parametrize(("layout", "change"), [c[1:] for c in TAKEN], ids=[c[0] for c in TAKEN])
-def test_what_is_meant_well_is_taken(tmp_path, layout, change):
+def test_harmless_forms_are_read_as_they_were_meant(tmp_path, layout, change, quick_suite):
     build(tmp_path, layout, change)()
     report = run_validate(tmp_path)
     clean = pl.read_parquet(tmp_path / "clean/records.parquet")
     assert report.quarantined == 0
-    assert clean["captions"].to_list() == [["it fell"]] * 3
+    assert clean["references"].to_list() == [["it fell"]] * 3
 
 
 def test_an_unreadable_annotation_file_is_named(tmp_path, monkeypatch):

@@ -6,13 +6,33 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.toy import REPOSITORY
 
 COMPONENTS = REPOSITORY / "components"
-SHARED = {"records", "params", "progress", "tracking", "model"}
+SHARED = {
+    "records",
+    "section",
+    "compute",
+    "files",
+    "reports",
+    "progress",
+    "image_cache",
+    "image_check",
+    "tracking",
+    "datasets",
+    "models",
+}
+TOP = {"params", "consistency", "profiles", "migrate", "__main__"}
+"""The parameters as a whole and the command line: they know the stages' sections, and no stage knows them."""
+
+COMMANDS = {"plan", "inspect", "export"}
+"""Folders of commands: no stage imports them."""
+
+RUN_BY_DVC = yaml.safe_load((REPOSITORY / "dvc.yaml").read_text())["stages"].keys()
 STAGES = sorted(file.parent.name for file in COMPONENTS.glob("*/stage.py"))
-MODEL_KNOWS = {"torch", "transformers", "peft", "numpy", "PIL", "safetensors", "tokenizers"}
+MODELS_KNOW = {"torch", "transformers", "peft", "numpy", "PIL", "safetensors", "tokenizers"}
 
 
 def imports(file: Path) -> Iterator[str]:
@@ -35,18 +55,43 @@ def breaking(folder: Path, forbidden) -> list[str]:
     return sorted(f"{file} imports {module}" for file, module in imported(folder) if forbidden(module.split(".")))
 
 
+def test_stages_are_the_folders_with_a_stage_and_the_other_folders_are_shared_or_commands():
+    folders = {folder.name for folder in COMPONENTS.iterdir() if (folder / "__init__.py").is_file()}
+    assert folders == {*STAGES, "datasets", "models"} | COMMANDS
+    assert {file.stem for file in COMPONENTS.glob("*.py")} == (SHARED - folders) | TOP | {"__init__"}
+
+
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_stage_imports_itself_and_what_is_shared(stage):
+def test_a_stage_imports_itself_what_is_shared_and_of_other_stages_their_parameters_alone(stage):
+    """What acts outside the repository (register) takes the parameters as a whole; what DVC runs must not."""
+    known = SHARED | {stage} | (set() if stage in RUN_BY_DVC else {"params"})
+
     def foreign(module: list[str]) -> bool:
-        return module[0] == "components" and module[1] not in SHARED | {stage}
+        return module[0] == "components" and module[1] not in known and module[2:3] != ["params"]
 
     assert breaking(COMPONENTS / stage, foreign) == []
 
 
 @pytest.mark.parametrize("module", sorted(SHARED))
-def test_what_is_shared_imports_no_stage(module):
+def test_what_is_shared_imports_no_stage_no_command_and_not_the_parameters_as_a_whole(module):
     place = COMPONENTS / module if (COMPONENTS / module).is_dir() else COMPONENTS / f"{module}.py"
-    assert breaking(place, lambda name: name[0] == "components" and name[1] in STAGES) == []
+    assert breaking(place, lambda name: name[0] == "components" and name[1] not in SHARED) == []
+
+
+@pytest.mark.parametrize("folder", sorted(COMMANDS))
+def test_a_command_knows_no_other_command_and_not_the_parameters_as_a_whole(folder):
+    other = (COMMANDS - {folder}) | TOP
+    assert breaking(COMPONENTS / folder, lambda name: name[0] == "components" and name[1] in other) == []
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_parameters_of_a_stage_are_its_section_and_import_nothing_heavy(stage):
+    file = COMPONENTS / stage / "params.py"
+    if stage == "synthesize":  # each generator has settings of its own, beside its dataset
+        assert not file.exists()
+        return
+    light = ("components.records", "components.section", "pydantic", "pathlib", "typing", "collections")
+    assert [module for module in imports(file) if not module.startswith(light)] == []
 
 
 def test_components_know_nothing_of_flows_and_of_what_starts_them():
@@ -54,13 +99,13 @@ def test_components_know_nothing_of_flows_and_of_what_starts_them():
     assert breaking(COMPONENTS, lambda name: name[0] in outside) == []
 
 
-def test_the_model_knows_its_libraries_and_itself_alone():
+def test_models_know_their_libraries_and_themselves_alone():
     def foreign(module: list[str]) -> bool:
         if module[0] == "components":
-            return module[1] != "model"
-        return module[0] not in MODEL_KNOWS and module[0] not in sys.stdlib_module_names
+            return module[1] != "models"
+        return module[0] not in MODELS_KNOW and module[0] not in sys.stdlib_module_names
 
-    assert breaking(COMPONENTS / "model", foreign) == []
+    assert breaking(COMPONENTS / "models", foreign) == []
 
 
 @pytest.mark.parametrize("stage", [stage for stage in STAGES if stage != "register"])

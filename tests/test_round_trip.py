@@ -11,10 +11,10 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from components.export.llava import export_llava
-from components.convert.stage import convert
 from components.convert.params import Convert
-from tests.layouts import run_ingest, run_validate, save_picture
+from components.convert.stage import convert
+from components.export.llava import export_llava
+from tests.layouts import ingested, run_ingest, run_validate, save_picture
 
 TRICKY = ["", " ", "a\u2028b", "x" * 2001, "<b>", '"quoted", [1]', "[1, 2]", "plain words"]
 CAPTION = st.one_of(st.text(st.characters(codec="utf-8"), max_size=30), st.sampled_from(TRICKY))
@@ -37,7 +37,7 @@ PAIR = st.fixed_dictionaries(
     phases=[Phase.explicit, Phase.generate],  # an example takes half a second: shrinking one would take minutes
 )
 @given(pairs=st.lists(PAIR, min_size=1, max_size=12))
-def test_any_records_survive_the_road(pairs):
+def test_any_records_come_through_the_pipeline(pairs):
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_manifest(folder / "raw", pairs)
@@ -49,7 +49,7 @@ def test_any_records_survive_the_road(pairs):
         assert all(row["reason"] and row["rules"] for row in quarantine.iter_rows(named=True))
         for kept in clean.iter_rows(named=True):
             meant = pairs[int(kept["id"].removeprefix("mini/"))]
-            assert kept["captions"] == [one_space(caption) for caption in meant["captions"]]
+            assert kept["references"] == [one_space(caption) for caption in meant["captions"]]
             assert (kept["split"], kept["change_types"]) == (meant["split"], meant["change_types"])
         if clean.height:
             check_samples(folder, clean)
@@ -71,23 +71,24 @@ def one_space(caption: str) -> str:
 
 
 def check_samples(folder: Path, clean: pl.DataFrame) -> None:
-    """Training answers are the distinct captions; evaluation answers all of them; the export is what trains."""
-    fields = {"seed": 1, "templates": Path("profiles/questions.yaml"), "sources": {}}
-    convert(Convert(captions_per_pair=9, no_change_share=1, **fields), folder / "clean", folder / "mixture")
-    shards = sorted((folder / "mixture/samples").glob("*.parquet"))
+    """Training has the distinct references, evaluation all of them; the export has all with words."""
+    fields = {"seed": 1, "questions": Path("profiles/questions.yaml"), "sources": {}}
+    cfg = Convert(references_per_pair=9, no_change_share=1, **fields)
+    convert(cfg, ingested(folder), folder / "clean", folder / "mixture")
+    shards = sorted((folder / "mixture").glob("*/*.parquet"))
     samples = [row for shard in shards for row in pl.read_parquet(shard).iter_rows(named=True)]
-    answers: dict[str, list[str]] = {}
+    references: dict[str, list[str]] = {}
     for sample in samples:
-        answers.setdefault(sample["pair"], []).append(sample["answer"])
+        references.setdefault(sample["pair"], []).append(sample["reference"])
     for record in clean.iter_rows(named=True):
-        distinct = [caption for caption in dict.fromkeys(record["captions"]) if caption]
-        assert answers.get(record["id"], []) == (distinct if record["split"] == "train" else record["captions"])
+        distinct = [caption for caption in dict.fromkeys(record["references"]) if caption]
+        assert references.get(record["id"], []) == (distinct if record["split"] == "train" else record["references"])
     if samples:
-        export_llava(folder / "mixture/samples", folder / "llava", lines=True)
+        export_llava(ingested(folder), folder / "mixture", folder / "llava", lines=True)
         lines = [line for path in (folder / "llava").glob("*.jsonl") for line in path.read_text("utf-8").split("\n")]
         exported = {record["id"]: record for record in map(json.loads, filter(None, lines))}
-        assert exported.keys() == {sample["id"] for sample in samples if sample["answer"]}
+        assert exported.keys() == {sample["id"] for sample in samples if sample["reference"]}
         for sample in samples:
-            if sample["answer"]:
-                assert exported[sample["id"]]["conversations"][1]["value"] == sample["answer"]
+            if sample["reference"]:
+                assert exported[sample["id"]]["conversations"][1]["value"] == sample["reference"]
                 assert exported[sample["id"]]["image"] == [sample["before"], sample["after"]]

@@ -1,22 +1,23 @@
 """A toy of the project: the real `dvc.yaml` and `params.yaml` over stages that write in no time what each declares.
 
-`build(root)` makes it; inside it this file is `toy.py`, and `python toy.py <stage>` is the stage.
+`build(root)` makes it; inside it this file is `toy.py`, and `python toy.py <stage> [<dataset>]` is the stage. A toy
+stage reads what the real one reads and lets it show in what it writes, so that a change goes as far as in earnest.
 """
 
 import csv
+import hashlib
 import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).parents[1]
-PAIRS = {f"minichange/{number:06d}.png": ("train", "val", "test", "test")[number] for number in range(4)}
+SPLITS = ("train", "val", "test", "test")
+SIDES = {"before": "images", "after": "sc_images"}
 
 MODEL = '''
-from PIL import Image
-
-
 class Captioner:
     """Says its word, what it is asked and the colour of the middle of each image, in so many characters at most."""
 
@@ -35,50 +36,46 @@ class Captioner:
 
 def load_captioner(checkpoint, max_new_tokens=64):
     return Captioner((checkpoint / "word.txt").read_text(), max_new_tokens)
-
-
-def load_image(path):
-    return Image.open(path).convert("RGB")
 '''
+
+IMAGES = """
+from PIL import Image
+
+
+def load_image(path, sha256=None):
+    return Image.open(path).convert("RGB")
+"""
 
 FRESH = """
 import json, sys
 import mlflow
 mlflow.set_tracking_uri(sys.argv[1])
 model = mlflow.pyfunc.load_model("models:/m3diff@challenger")
-import components.model
-print(json.dumps([components.model.__file__, model.predict(json.loads(sys.argv[2]))]))
+import components.models
+print(json.dumps([components.models.__file__, model.predict(json.loads(sys.argv[2]))]))
 """
 
-FOLDERS = {
-    "synthesize": "raw",
-    "ingest": "records",
-    "validate": "clean",
-    "convert": "mixture",
-    "train": "model",
-    "predict": "captions",
-    "evaluate": "report",
-}
+FILES = ("params.yaml", "prefect.yaml", "prefect.toml", ".gitignore", ".dvcignore")
 
 
 def build(root: Path) -> Path:
-    """Write the toy project with git and DVC set up, nothing run yet."""
-    ignore = shutil.ignore_patterns("__pycache__", *FOLDERS, "model")
-    shutil.copytree(REPOSITORY / "components", root / "components", ignore=ignore)
-    shutil.copytree(REPOSITORY / "flows", root / "flows", ignore=ignore)
-    for name in ("params.yaml", "prefect.yaml", "prefect.toml", ".gitignore", ".dvcignore"):
+    """Write the toy project with git and DVC set up and the base in place, nothing run yet: as a fresh clone is."""
+    ignore = shutil.ignore_patterns("__pycache__")
+    for folder in ("components", "flows", "profiles"):
+        shutil.copytree(REPOSITORY / folder, root / folder, ignore=ignore)
+    (root / "components" / "models" / "generation.py").write_text(MODEL)
+    (root / "components" / "models" / "images.py").write_text(IMAGES)
+    for name in FILES:
         shutil.copy(REPOSITORY / name, root / name)
     shutil.copy(__file__, root / "toy.py")
     graph = (REPOSITORY / "dvc.yaml").read_text().replace("exec python -m components", f"exec {sys.executable} toy.py")
     (root / "dvc.yaml").write_text(graph)
-    for stage in FOLDERS:
-        (root / "components" / stage).mkdir()
-        (root / "components" / stage / "stage.py").write_text(f'"""The toy\'s {stage}."""\n')
-    (root / "components" / "model").mkdir()
-    (root / "components" / "model" / "__init__.py").write_text(MODEL)
+    (root / "data" / "00_base").mkdir(parents=True)
+    (root / "data" / "00_base" / "config.json").write_text("{}")
     run(root, "git", "init", "-q")
     run(root, "dvc", "init", "-q")
     run(root, "dvc", "config", "core.analytics", "false")
+    run(root, "dvc", "repro", "-q", "--single-item", "pretrain")
     commit(root, "toy")
     return root
 
@@ -91,21 +88,16 @@ def run(root: Path, tool: str, *arguments: str) -> str:
     return done.stdout
 
 
+def status(root: Path) -> dict[str, Any]:
+    """What `dvc status` calls changed, by stage."""
+    command = [sys.executable, "-m", "dvc", "status", "--json"]
+    return json.loads(subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout)
+
+
 def commit(root: Path, message: str) -> None:
+    person = ("-c", "user.name=toy", "-c", "user.email=toy@localhost")
     run(root, "git", "add", "-A")
-    run(
-        root,
-        "git",
-        "-c",
-        "user.name=toy",
-        "-c",
-        "user.email=toy@localhost",
-        "commit",
-        "-q",
-        "--allow-empty",
-        "-m",
-        message,
-    )
+    run(root, "git", *person, "commit", "-q", "--allow-empty", "-m", message)
 
 
 def load_and_caption(tracking_uri: str, rows: list[dict[str, str]], cwd: Path) -> tuple[str, list[str]]:
@@ -117,77 +109,114 @@ def load_and_caption(tracking_uri: str, rows: list[dict[str, str]], cwd: Path) -
     return code, captions
 
 
-def synthesize(cfg: dict, paths: dict[str, Path]) -> None:
+def write_dataset(root: Path, splits: tuple[str, ...], seed: int = 0) -> None:
+    """A dataset in the toy's layout: `pairs.json`, `images/` and `sc_images/`, one pair to each entry of `splits`."""
     from PIL import Image
 
-    for number in range(len(PAIRS)):
+    for number in range(len(splits)):
         for folder, red in (("images", 10), ("sc_images", 200)):
-            (paths["raw"] / folder).mkdir(parents=True, exist_ok=True)
-            Image.new("RGB", (8, 8), (red, number, cfg["seed"] % 256)).save(paths["raw"] / folder / f"{number}.png")
-    (paths["raw"] / "grammar.json").write_text("{}")
+            (root / folder).mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (8, 8), (red, number, seed % 256)).save(root / folder / f"{number}.png")
+    (root / "pairs.json").write_text(json.dumps(splits))
 
 
-def ingest(cfg: dict, paths: dict[str, Path]) -> None:
+def synthesize(params: dict[str, Any], paths: dict[str, Path], name: str) -> None:
+    settings = params["synthesize"][name]
+    write_dataset(Path(settings["root"]), SPLITS, settings["seed"])
+    (Path(settings["root"]) / "grammar.json").write_text(json.dumps({"clause_separator": ", and "}))
+
+
+def ingest(params: dict[str, Any], paths: dict[str, Path], name: str) -> None:
+    root, out = Path(params["ingest"]["datasets"][name]["root"]), paths["records"] / name
+    out.mkdir(parents=True)
+    rows: list[dict[str, Any]] = []
+    for number, split in enumerate(json.loads((root / "pairs.json").read_text())):
+        images = {side: root / folder / f"{number}.png" for side, folder in SIDES.items()}
+        digests = {f"{side}_sha256": hashlib.sha256(path.read_bytes()).digest() for side, path in images.items()}
+        places = {side: str(path) for side, path in images.items()}
+        row = {"id": f"{name}/{number:06d}.png", "dataset": name, "split": split, "references": ["it became red"]}
+        rows.append(row | places | digests)
+    write_rows(out / "records.parquet", rows)
+    if (root / "grammar.json").is_file():
+        shutil.copy(root / "grammar.json", out)
+    (paths["records"] / f"{name}.json").write_text(json.dumps({"rows": len(rows)}))
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    rows = [
-        {
-            "id": record,
-            "split": split,
-            "before": str(paths["raw"] / "images" / f"{number}.png"),
-            "after": str(paths["raw"] / "sc_images" / f"{number}.png"),
-            "captions": ["it became red"],
-        }
-        for number, (record, split) in enumerate(PAIRS.items())
-    ]
-    pq.write_table(pa.Table.from_pylist(rows), paths["records"] / "records.parquet")
+    pq.write_table(pa.Table.from_pylist(rows), path)
 
 
-def validate(cfg: dict, paths: dict[str, Path]) -> None:
-    shutil.copy(paths["records"] / "records.parquet", paths["clean"])
-    shutil.copy(paths["records"] / "records.parquet", paths["clean"] / "quarantine.parquet")
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    import pyarrow.parquet as pq
+
+    return pq.read_table(path).to_pylist()
+
+
+def validate(params: dict[str, Any], paths: dict[str, Path]) -> None:
+    datasets = params["ingest"]["datasets"]
+    rows = [row for name in datasets for row in read_rows(paths["records"] / name / "records.parquet")]
+    write_rows(paths["clean"] / "records.parquet", rows)
+    write_rows(paths["clean"] / "quarantine.parquet", [{"id": "", "limit": params["validate"]["max_caption_chars"]}])
     (paths["clean"] / "docs").mkdir()
     (paths["clean"] / "docs" / "index.html").write_text("clean")
 
 
-def convert(cfg: dict, paths: dict[str, Path]) -> None:
-    (paths["mixture"] / "samples").mkdir()
-    (paths["mixture"] / "samples" / "train-0.parquet").write_text(f"samples {cfg['seed']}")
+def convert(params: dict[str, Any], paths: dict[str, Path]) -> None:
+    questions = Path(params["convert"]["questions"]).read_text()
+    columns = ("id", "split", "before", "after", "before_sha256", "after_sha256")
+    rows = read_rows(paths["clean"] / "records.parquet")
+    for split in ("train", "val", "test"):
+        samples = [{name: row[name] for name in columns} for row in rows if row["split"] == split]
+        asked = {"question": questions, "reference": f"sampled with {params['convert']['seed']}"}
+        (paths["mixture"] / split).mkdir()
+        write_rows(paths["mixture"] / split / "00000.parquet", [sample | asked for sample in samples])
 
 
-def train(cfg: dict, paths: dict[str, Path]) -> None:
-    (paths["model"] / "checkpoint").mkdir()
-    (paths["model"] / "checkpoint" / "word.txt").write_text(f"seed {cfg['seed']}:")
+def train(params: dict[str, Any], paths: dict[str, Path]) -> None:
+    from components.files import sha256_of_folder
+
+    cfg, base = params["train"], Path(params["train"]["base"])
+    checkpoint = paths["model"] / "checkpoint"
+    seen = [sha256_of_folder(folder) for folder in (paths["mixture"] / "train", paths["mixture"] / "val", base)]
+    word = hashlib.sha256(json.dumps([cfg, params["models"][cfg["model"]], seen]).encode()).hexdigest()[:8]
+    checkpoint.mkdir()
+    (checkpoint / "word.txt").write_text(word)
+    (checkpoint / "manifest.json").write_text(json.dumps({"base": str(base), "base_sha256": seen[2]}))
     with (paths["model"] / "curves.csv").open("w", newline="") as file:
-        rows = csv.DictWriter(file, ["step", "loss", "lr", "val_loss"], lineterminator="\n")
-        rows.writeheader()
-        rows.writerows({"step": s, "loss": 1 / s, "lr": 0.1, "val_loss": 0.5 if s == 3 else ""} for s in (1, 2, 3))
+        rows = csv.writer(file, lineterminator="\n")
+        rows.writerow(["step", "epoch", "loss", "lr_llm", "grad_norm", "val_loss", "val_loss_minichange", "val_cider"])
+        rows.writerows([s, s / 2, 1 / s, 0.1, s * 2, *((0.5, 0.6, 1.7) if s == 3 else ("", "", ""))] for s in (1, 2, 3))
 
 
-def predict(cfg: dict, paths: dict[str, Path]) -> None:
-    from components.models.generation import load_captioner
-    from components.models.images import load_image
+def predict(params: dict[str, Any], paths: dict[str, Path]) -> None:
+    from components.models import generation, images
 
-    captioner = load_captioner(paths["model"] / "checkpoint", cfg["max_new_tokens"])
+    captioner = generation.load_captioner(paths["model"] / "checkpoint", params["predict"]["max_new_tokens"])
     rows = []
-    for number, (record, split) in enumerate(PAIRS.items()):
-        pair = tuple(load_image(paths["raw"] / side / f"{number}.png") for side in ("images", "sc_images"))
-        if split == "test":
-            rows.append({"image_id": record, "caption": captioner.caption([pair])[0]})
+    for sample in read_rows(paths["mixture"] / "test" / "00000.parquet"):
+        pair = (images.load_image(sample["before"]), images.load_image(sample["after"]))
+        rows.append({"image_id": sample["id"], "caption": captioner.caption([pair])[0]})
     for file in ("predictions.json", "predictions_shuffled.json"):
-        (paths["captions"] / file).write_text(json.dumps(rows))
-    (paths["captions"] / "saliency.npz").write_bytes(b"maps")
+        (paths["predictions"] / file).write_text(json.dumps(rows))
+    (paths["predictions"] / "saliency.npz").write_bytes(b"maps")
 
 
-def evaluate(cfg: dict, paths: dict[str, Path]) -> None:
+def evaluate(params: dict[str, Any], paths: dict[str, Path]) -> None:
     (paths["report"] / "report.html").write_text("<p>The toy's report.</p>")
     (paths["report"] / "scores.parquet").write_bytes(b"scores")
-    scores = {"CIDEr": 1.0 + cfg["gallery"] / 100, "SPICE": None, "change_types": {"color": {"CIDEr": 2.0}}}
+    cider = 1.0 + params["evaluate"]["gallery"] / 100
+    scores = {"CIDEr": cider, "SPICE": None, "change_types": {"color": {"CIDEr": 2.0}}}
     (paths["report"] / "metrics.json").write_text(json.dumps(scores))
 
 
-def main(stage: str) -> None:
+WITH_REPORT = {"validate": "clean", "convert": "mixture", "train": "model", "predict": "predictions"}
+"""Stages that write a `report.json`, and where."""
+
+
+def main(stage: str, *dataset: str) -> None:
     """Run one stage: its folder exists, its declared outputs are written, and a report where DVC expects one."""
     import yaml
 
@@ -196,13 +225,13 @@ def main(stage: str) -> None:
     die_with_parent()
     params = yaml.safe_load(Path("params.yaml").read_text())
     paths = {name: Path(path) for name, path in params["paths"].items()}
-    folder = paths[FOLDERS[stage]]
-    folder.mkdir(parents=True, exist_ok=True)
+    for folder in paths.values():
+        folder.mkdir(parents=True, exist_ok=True)
     print(f"toy {stage}", flush=True)
-    globals()[stage](params[stage], paths)
-    if stage not in ("synthesize", "evaluate"):
-        (folder / "report.json").write_text(json.dumps({"stage": stage}))
+    globals()[stage](params, paths, *dataset)
+    if stage in WITH_REPORT:
+        (paths[WITH_REPORT[stage]] / "report.json").write_text(json.dumps({"stage": stage}))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -18,7 +18,7 @@ class Source(Section):
 
 
 class Convert(Section):
-    seed: int
+    seed: int = Field(ge=0)
     questions: Path
     references_per_pair: int = Field(ge=1)  # at most so many training samples of one pair
     no_change_share: float = Field(ge=0, le=1)  # share of no-change pairs that train

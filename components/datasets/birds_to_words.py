@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from components.ingest.rows import Row
+from components.datasets.rows import Row
+from components.datasets.spec import DatasetSpec, Licence, Permission, Protocol, Published, SplitCount, TableRow
 from components.datasets.tables import read_table
 
 COLUMNS = ("img1ObservationURL", "img2ObservationURL", "split", "description")
@@ -44,3 +45,30 @@ def _photo(url: Any) -> str:
     """The image id in an ObservationURL; empty where there is none."""
     last = str(url).rstrip("/").rsplit("/", 1)[-1]
     return last if last.isdecimal() else ""
+
+
+PUBLISHED = Published(
+    part="birds_to_words",
+    title="Birds-to-Words",
+    train=SplitCount(2_685, 12_890),
+    val=SplitCount(325, 1_556),
+    test=SplitCount(337, 1_604),
+)
+SPEC = DatasetSpec(
+    title="Birds-to-Words",
+    page="https://github.com/google-research-datasets/birds-to-words",
+    paper="Neural Naturalist: Generating Fine-Grained Image Comparisons (Forbes et al., EMNLP 2019)",
+    licence=Licence(
+        name="CC BY-SA 4.0",
+        url="https://creativecommons.org/licenses/by-sa/4.0/",
+        train=Permission("conditions", "credit the authors; each photo has the licence that iNaturalist states for it"),
+        redistribute=Permission("conditions", "texts: credit the authors, same licence; the photos are not in it"),
+        show=Permission("conditions", "credit the authors; each photo has the licence that iNaturalist states for it"),
+    ),
+    read=read,
+    files=("birds-to-words-v1.0.tsv",),
+    task="birds",
+    published=(PUBLISHED,),
+    table=TableRow(pairs=3_347, references=16_067, words=32, over_20=0.25, human=True, distractors=False),
+    protocols=(Protocol("test", n=PUBLISHED.test.pairs),),
+)

@@ -1,4 +1,4 @@
-"""CLEVR-Change (and MiniChange, which is written in its layout): synthetic scenes, one change or only a distractor.
+"""CLEVR-Change: synthetic scenes, one change or only a distractor.
 
 Page: https://github.com/Seth-Park/RobustChangeCaptioning (Park et al., ICCV 2019). The repository states no licence.
 
@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from components.datasets.files import describe, read_json, read_splits
-from components.ingest.rows import Row, is_scene
+from components.datasets.rows import Row, is_scene
+from components.datasets.spec import UNSTATED, DatasetSpec, Protocol, Published, SplitCount, TableRow
 from components.records import NO_CHANGE, DataError
 
 KEY = re.compile(r"CLEVR_default_(\d{6,})\.png")
@@ -73,3 +74,27 @@ def _stray(key: str) -> str:
     if KEY.fullmatch(key):
         return "split: the scene is in no list of splits.json"
     return f"key: expected 'CLEVR_default_<six digits>.png', found {key!r}"
+
+
+PUBLISHED = Published(
+    part="clevr_change",
+    title="CLEVR-Change",
+    train=SplitCount(67_660),
+    val=SplitCount(3_976),
+    test=SplitCount(7_970),
+)
+SPEC = DatasetSpec(
+    title="CLEVR-Change",
+    page="https://github.com/Seth-Park/RobustChangeCaptioning",
+    paper="Robust Change Captioning (Park et al., ICCV 2019)",
+    licence=UNSTATED,
+    read=read,
+    files=("change_captions.json", "no_change_captions.json", "splits.json", "type_mapping.json"),
+    published=(PUBLISHED,),
+    table=TableRow(pairs=79_606, references=493_735, words=8, over_20=0.0, human=False, distractors=True),
+    protocols=(
+        Protocol("total", n=PUBLISHED.test.pairs),
+        Protocol("semantic", n=PUBLISHED.test.pairs // 2, ids=r"\d+\.png"),
+        Protocol("distractor", n=PUBLISHED.test.pairs // 2, ids=r"\d+\.png_n"),
+    ),
+)

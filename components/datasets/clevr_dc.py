@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from components.datasets.files import describe, read_json, read_splits
-from components.ingest.rows import Row, is_scene
+from components.datasets.rows import Row, is_scene
+from components.datasets.spec import UNSTATED, DatasetSpec, Protocol, Published, SplitCount
 
 
 def read(root: Path) -> Iterator[Row]:
@@ -36,3 +37,22 @@ def read(root: Path) -> Iterator[Row]:
     for key in sorted(captions.keys() - seen):
         wrong = "split: the scene is in no list of split.json"
         yield Row(key, None, key, None, None, [], [], f"captions.json, {key}", wrong)
+
+
+PUBLISHED = Published(
+    part="clevr_dc",
+    title="CLEVR-DC",
+    train=SplitCount(40_800),
+    val=SplitCount(2_400),
+    test=SplitCount(4_800),
+)
+SPEC = DatasetSpec(
+    title="CLEVR-DC",
+    page="https://github.com/hsgkim/clevr-dc",
+    paper="Agnostic Change Captioning with Cycle Consistency (Kim et al., ICCV 2021)",
+    licence=UNSTATED,
+    read=read,
+    files=("captions.json", "split.json"),
+    published=(PUBLISHED,),
+    protocols=(Protocol("test", n=PUBLISHED.test.pairs),),
+)

@@ -78,6 +78,7 @@ def describe(value: Any) -> str:
 
 
 def describe_kind(kind: type) -> str:
+    """A type in JSON's words."""
     return KINDS.get(kind, kind.__name__)
 
 

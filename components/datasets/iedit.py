@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from components.datasets.files import read_json
-from components.ingest.rows import Row, fault_in
+from components.datasets.rows import Row, fault_in
+from components.datasets.spec import UNSTATED, DatasetSpec, Protocol, Published, SplitCount, TableRow
 
 FILES = {"train": "train.json", "val": "valid.json", "test": "test.json"}
 FIELDS = {"img0": str, "img1": str, "sents": list, "uid": str}
@@ -33,3 +34,24 @@ def read(root: Path, images: str = "images") -> Iterator[Row]:
                 continue
             uid, pair = record["uid"], (f"{images}/{record['img0']}", f"{images}/{record['img1']}")
             yield Row(uid, split, uid, *pair, record["sents"], [], source)
+
+
+PUBLISHED = Published(
+    part="iedit",
+    title="IEdit",
+    train=SplitCount(3_061, 3_061),
+    val=SplitCount(383, 1_149),
+    test=SplitCount(495, 1_485),
+)
+SPEC = DatasetSpec(
+    title="IEdit",
+    page="https://github.com/airsplay/VisualRelationships",
+    paper="Expressing Visual Relationships via Language (Tan et al., ACL 2019)",
+    licence=UNSTATED,
+    read=read,
+    files=("train.json", "valid.json", "test.json"),
+    task="edit",
+    published=(PUBLISHED,),
+    table=TableRow(pairs=3_939, words=8, over_20=0.02, human=True, distractors=False),
+    protocols=(Protocol("test", n=PUBLISHED.test.pairs),),
+)

@@ -4,22 +4,23 @@ Page: https://yuan-liu-omnidiff.github.io (Liu et al., ICCV 2025, arXiv 2503.110
 files have not been seen, so nothing of their layout is assumed. The option `manifest` names the file (CSV, TSV, JSON,
 JSON Lines or Parquet) and `columns` what its columns are called; images are relative to the root. One entry per part:
 
-    - name: omnidiff_real
+    omnidiff_real:
       reader: omnidiff
       root: data/omnidiff/real
       options: {manifest: real.json, columns: {before: image1, after: image2, captions: caption, change_types: types}}
 
     {"image1": "s1/a.jpg", "image2": "s1/b.jpg", "caption": "The mug ...", "types": ["addition"], "split": "train"}
 
-Real 8,609 pairs = 7,007/799/803, Render 6,989 = 5,445/777/767. Whether pairs of one scene share a split is not
-promised: name a `scene` column and validate checks it. Change types are matched to the paper's without regard to case.
+Whether pairs of one scene share a split is not promised: name a `scene` column and validate checks it. Change types
+are matched to the paper's without regard to case.
 """
 
 from collections.abc import Iterator
 from pathlib import Path
 
 from components.datasets import pairs
-from components.ingest.rows import Row
+from components.datasets.rows import Row
+from components.datasets.spec import UNSTATED, DatasetSpec, Protocol, Published, SplitCount, TableRow
 from components.records import CHANGE_TYPES, NO_CHANGE
 
 NAMES = {name: name for name in (*CHANGE_TYPES, NO_CHANGE)} | {
@@ -43,3 +44,43 @@ def read(
         fault = f"change_types: {', '.join(unknown)} is none of {', '.join(CHANGE_TYPES)}" if unknown else row.fault
         types = [] if unknown else [NAMES[name.strip().lower()] for name in row.change_types]
         yield row._replace(change_types=types, fault=fault)
+
+
+REAL = Published(
+    part="omnidiff_real",
+    title="OmniDiff-Real",
+    train=SplitCount(7_007, 7_007),
+    val=SplitCount(799, 799),
+    test=SplitCount(803, 803),
+)
+RENDER = Published(
+    part="omnidiff_render",
+    title="OmniDiff-Render",
+    train=SplitCount(5_445, 5_445),
+    val=SplitCount(777, 777),
+    test=SplitCount(767, 767),
+)
+SPEC = DatasetSpec(
+    title="OmniDiff",
+    page="https://yuan-liu-omnidiff.github.io",
+    paper="OmniDiff: A Comprehensive Benchmark for Fine-grained Image Difference Captioning (Liu et al., ICCV 2025)",
+    licence=UNSTATED,
+    read=read,
+    files=("annotations.json",),
+    task="detail",
+    published=(REAL, RENDER),
+    table=TableRow(
+        pairs=15_598,
+        references=15_598,
+        words=60,
+        over_20=0.37,
+        human=True,
+        distractors=True,
+        sentences=38_653,
+        vocabulary=3_793,
+    ),
+    protocols=(
+        Protocol("real", n=REAL.test.pairs, part=REAL.part),
+        Protocol("render", n=RENDER.test.pairs, part=RENDER.part),
+    ),
+)

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from components.ingest.rows import Row
+from components.datasets.rows import Row
+from components.datasets.spec import DatasetSpec, Licence, Permission, Protocol
 from components.datasets.tables import read_table, texts
 
 REQUIRED = ("before", "after", "captions", "split")
@@ -23,6 +24,8 @@ OPTIONAL = ("id", "scene", "change_types")
 
 
 class Entry(NamedTuple):
+    """One row of the manifest, columns by their field."""
+
     where: str
     name: Any
     split: Any
@@ -78,3 +81,15 @@ def _row(entries: list[Entry], fault: str | None) -> Row:
     return Row(
         first.name, first.split, first.scene, first.before, first.after, captions, types, where, fault, len(entries)
     )
+
+
+OWN = Permission("yes", "a collection of one's own: whoever writes the manifest decides")
+SPEC = DatasetSpec(
+    title="own pairs",
+    page=None,
+    paper=None,
+    licence=Licence("the owner's", None, train=OWN, redistribute=OWN, show=OWN),
+    read=read,
+    files=("pairs.csv",),
+    protocols=(Protocol("test", n=None),),
+)

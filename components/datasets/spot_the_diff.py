@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from components.datasets.files import read_json
-from components.ingest.rows import Row, fault_in
+from components.datasets.rows import Row, fault_in
+from components.datasets.spec import UNSTATED, DatasetSpec, Protocol, Published, SplitCount, TableRow
 from components.records import SPLITS
 
 FIELDS = {"img_id": str, "sentences": list}
@@ -41,3 +42,23 @@ def read(root: Path, images: str = "resized_images", suffix: str = ".png") -> It
             source = f"{file}, record {' and '.join(str(number) for number, _ in found)}"
             name = f"{img_id}.png"
             yield Row(name, split, name, *pair, sentences, [], source, raw_rows=len(found))
+
+
+PUBLISHED = Published(
+    part="spot_the_diff",
+    title="Spot-the-Diff",
+    train=SplitCount(8_566, 17_676, empty=53),
+    val=SplitCount(1_493, 3_310, empty=6),
+    test=SplitCount(1_270, 2_107, empty=7),
+)
+SPEC = DatasetSpec(
+    title="Spot-the-Diff",
+    page="https://github.com/harsh19/spot-the-diff",
+    paper="Learning to Describe Differences Between Pairs of Similar Images (Jhamtani and others, EMNLP 2018)",
+    licence=UNSTATED,
+    read=read,
+    files=("annotations/train.json", "annotations/val.json", "annotations/test.json"),
+    published=(PUBLISHED,),
+    table=TableRow(pairs=13_192, words=19, over_20=0.19, human=True, distractors=False),
+    protocols=(Protocol("single-change", n=PUBLISHED.test.pairs),),
+)

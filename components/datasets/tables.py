@@ -7,9 +7,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from components.datasets.files import describe, parse_json, read_json, read_text
 from components.records import DataError
 
@@ -23,7 +20,7 @@ def read_table(path: Path, required: Sequence[str]) -> Iterator[Found]:
     """Every row of the manifest.
 
     Raises:
-        DataError: the file cannot be read, or its header lacks a required column.
+        DataError: the file cannot be read, or a required column is missing from its header.
     """
     suffix = path.suffix.lower()
     if suffix in DELIMITERS:
@@ -86,6 +83,9 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _parquet(path: Path, required: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     try:
         table = pq.read_table(path)
         _check_header(path, table.column_names, required)

@@ -1,4 +1,4 @@
-"""What a caption says, read with a benchmark's grammar: which changes, of which object, where; or that there is none.
+"""What a caption says, read with its dataset's grammar: which changes, of which object, where; or that there is none.
 
 A grammar (JSON) is {"clause_separator": str, "no_change": [sentence], "clauses": [{"type": str, "pattern": regex}]};
 a pattern must match a whole clause and may hold the groups `object` and `place`.
@@ -7,18 +7,19 @@ a pattern must match a whole clause and may hold the groups `object` and `place`
 import json
 import re
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from components.evaluate.pairs import Pair
+from components.evaluate.pairs import EvalPair
 from components.records import CHANGE_TYPES, NO_CHANGE, DataError
 
 UNREADABLE = "unreadable"
 """The type of a clause that no pattern of the grammar matches."""
 SEVERAL = "several"
-"""What a caption of more than one clause says, where one word is wanted."""
+"""The type of a caption of more than one clause, where one type is wanted."""
 
 
 class Clause(NamedTuple):
@@ -28,7 +29,7 @@ class Clause(NamedTuple):
 
 
 class Grammar:
-    """Compiled patterns of one benchmark."""
+    """Compiled patterns of one dataset."""
 
     def __init__(self, separator: str, no_change: list[str], clauses: list[tuple[str, str]]) -> None:
         self.separator = separator
@@ -46,7 +47,7 @@ class Grammar:
             raw = json.loads(path.read_text(encoding="utf-8"))
             return cls(raw["clause_separator"], raw["no_change"], [(c["type"], c["pattern"]) for c in raw["clauses"]])
         except FileNotFoundError:
-            raise DataError(f"{path}: no such file; set evaluate.grammar to null to go without its scores") from None
+            raise DataError(f"{path}: no such file; run `m3diff ingest` again") from None
         except (ValueError, KeyError, TypeError, re.error) as error:
             fault = f"{type(error).__name__}: {error}"
             raise DataError(f"{path}: not a grammar (clause_separator, no_change, clauses): {fault}") from error
@@ -81,62 +82,75 @@ def type_order(change_type: str) -> tuple[int, str]:
 
 @dataclass(frozen=True)
 class ParsedCaption:
-    """A pair's caption beside what its references say. Any wording of an object that a reference has counts."""
+    """A pair's prediction beside its references, as clauses. Any wording of an object that a reference has counts."""
 
-    pair: Pair
-    parts: list[str]
-    said: list[Clause]
-    references: list[list[Clause]]
+    pair: EvalPair
+    parts: list[str]  # of the prediction, one to each of its clauses
+    predicted_clauses: list[Clause]
+    reference_clauses: list[list[Clause]]  # of each reference that the grammar understands
 
     @property
     def says_no_change(self) -> bool:
-        return not self.said
+        return not self.predicted_clauses
 
     @cached_property
-    def word(self) -> str:
-        """The caption's change type in one word, for the table of what was taken for what."""
-        if not self.said:
+    def predicted_type(self) -> str:
+        """The prediction's change type as one name, for the confusion table."""
+        if not self.predicted_clauses:
             return NO_CHANGE
-        return self.said[0].type if len(self.said) == 1 else SEVERAL
+        return self.predicted_clauses[0].type if len(self.predicted_clauses) == 1 else SEVERAL
 
     @cached_property
-    def truth(self) -> Counter[str]:
+    def predicted_types(self) -> Counter[str]:
+        return Counter(clause.type for clause in self.predicted_clauses)
+
+    @cached_property
+    def true_types(self) -> Counter[str]:
         """How often each change type occurs in a reference; empty for a distractor."""
-        return Counter(clause.type for clause in self.references[0])
+        return Counter(clause.type for clause in self.reference_clauses[0])
 
     @cached_property
     def type_right(self) -> bool:
         """Exactly the true change types are named."""
-        return Counter(clause.type for clause in self.said) == self.truth
+        return self.predicted_types == self.true_types
 
     @cached_property
     def exact_right(self) -> bool:
-        return self.type_right and all(all(self.agrees(clause)) for clause in self.said)
+        return self.type_right and all(all(self.agrees(clause)) for clause in self.predicted_clauses)
 
     def agrees(self, clause: Clause) -> tuple[bool, bool, bool]:
         """Is its type among the pair's changes; does some reference name that type's object so; and its place?
 
         Where a type occurs twice in a pair, object and place must be those of one and the same change.
         """
-        same = [known for reference in self.references for known in reference if known.type == clause.type]
+        same = [known for clauses in self.reference_clauses for known in clauses if known.type == clause.type]
         places = {known.place for known in same}
-        if self.truth[clause.type] > 1:
+        if self.true_types[clause.type] > 1:
             same = [known for known in same if known.place == clause.place]
         return bool(places), clause.object in {known.object for known in same}, clause.place in places
 
     @cached_property
-    def found(self) -> tuple[int, int]:
+    def changes_found(self) -> tuple[int, int]:
         """Of the pair's changes: how many are named by type, and how many with object and place as well."""
-        exact = Counter(clause.type for clause in set(self.said) if all(self.agrees(clause)))
-        return (Counter(clause.type for clause in self.said) & self.truth).total(), (exact & self.truth).total()
+        exact = Counter(clause.type for clause in set(self.predicted_clauses) if all(self.agrees(clause)))
+        return (self.predicted_types & self.true_types).total(), (exact & self.true_types).total()
 
 
-def parse_predictions(grammar: Grammar, pairs: list[Pair]) -> dict[str, ParsedCaption]:
-    """A reading of every pair whose references the grammar understands and whose change types are known."""
+def load_grammars(records: Path, datasets: Iterable[str]) -> dict[str, Grammar]:
+    """The grammar of each dataset that has one: `records/<dataset>/grammar.json`, as ingest wrote it."""
+    paths = {dataset: records / dataset / "grammar.json" for dataset in datasets}
+    return {dataset: Grammar.load(path) for dataset, path in paths.items() if path.is_file()}
+
+
+def parse_predictions(grammars: Mapping[str, Grammar], pairs: list[EvalPair]) -> dict[str, ParsedCaption]:
+    """Every pair whose references its dataset's grammar understands and whose change types are known, by id."""
     parsed = {}
     for pair in pairs:
-        references = [grammar.read(reference) for reference in pair.references if plain(reference)]
-        understood = [r for r in references if all(clause.type != UNREADABLE for clause in r)]
-        if understood and pair.change_types:
-            parsed[pair.id] = ParsedCaption(pair, grammar.parts(pair.caption), grammar.read(pair.caption), understood)
+        if pair.dataset in grammars and pair.change_types:
+            grammar = grammars[pair.dataset]
+            references = [grammar.read(reference) for reference in pair.references if plain(reference)]
+            understood = [clauses for clauses in references if all(clause.type != UNREADABLE for clause in clauses)]
+            if understood:
+                parts, clauses = grammar.parts(pair.prediction), grammar.read(pair.prediction)
+                parsed[pair.id] = ParsedCaption(pair, parts, clauses, understood)
     return parsed

@@ -1,4 +1,4 @@
-"""The test pairs with what was said of them: clean records, captions, and captions of shuffled images, checked."""
+"""The test pairs: clean records beside the predictions, and those of shuffled pairs, checked."""
 
 import json
 from collections import Counter
@@ -7,24 +7,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
-
 from components.records import NO_CHANGE, DataError
 
 
 @dataclass(frozen=True)
-class Pair:
-    """A test pair, its references and the model's caption; `shuffled` is said of it with another pair's after-image."""
+class EvalPair:
+    """A test pair, its references and the model's prediction.
+
+    `shuffled_prediction` is the model's caption of its before-image with another pair's after-image.
+    """
 
     id: str
     dataset: str
     before: Path
     after: Path
+    before_sha256: bytes
+    after_sha256: bytes
     references: list[str]
     change_types: list[str]
-    caption: str
-    shuffled: str | None
+    prediction: str
+    shuffled_prediction: str | None
 
     @property
     def is_distractor(self) -> bool:
@@ -36,45 +38,57 @@ class Pair:
         return [] if self.is_distractor else self.change_types
 
 
-def load_pairs(clean: Path, captions: Path) -> tuple[list[Pair], int]:
+def load_pairs(clean: Path, predictions: Path) -> tuple[list[EvalPair], int]:
     """The captioned test pairs in the records' order, and how many test pairs there are.
 
-    There may be fewer captioned pairs than test pairs only where predict reports that it made so many (predict.limit).
+    There may be fewer predictions than test pairs only where predict reports that it made so many (predict.limit).
 
     Raises:
-        DataError: no test pair; a caption file that is truncated, or whose ids repeat, are unknown or lack.
+        DataError: no test pair; a file of predictions that is truncated, or whose ids repeat, are unknown or missing.
     """
-    path = clean / "records.parquet"
-    table = pq.read_table(path)
-    rows = table.filter(pc.equal(table["split"], "test")).to_pylist()
-    if not rows:
-        raise DataError(f"{path}: no record of the split 'test', so there is nothing to score")
+    rows = read_test_records(clean / "records.parquet")
     ids = {row["id"] for row in rows}
-    said = read_captions(captions / "predictions.json", ids)
-    if not _as_predicted(captions / "report.json", len(said)):
-        _refuse_missing(captions / "predictions.json", ids - said.keys())
+    found = read_predictions(predictions / "predictions.json", ids)
+    if not _as_predicted(predictions / "report.json", len(found)):
+        _refuse_missing(predictions / "predictions.json", ids - found.keys())
     shuffled = {}
-    if (captions / "predictions_shuffled.json").is_file():
-        shuffled = read_captions(captions / "predictions_shuffled.json", set(said))
-        _refuse_missing(captions / "predictions_shuffled.json", said.keys() - shuffled.keys())
-    pairs = [_pair(row, said[row["id"]], shuffled.get(row["id"])) for row in rows if row["id"] in said]
+    if (predictions / "predictions_shuffled.json").is_file():
+        shuffled = read_predictions(predictions / "predictions_shuffled.json", set(found))
+        _refuse_missing(predictions / "predictions_shuffled.json", found.keys() - shuffled.keys())
+    pairs = [_pair(row, found[row["id"]], shuffled.get(row["id"])) for row in rows if row["id"] in found]
     return pairs, len(rows)
 
 
-def _pair(row: dict[str, Any], caption: str, shuffled: str | None) -> Pair:
-    return Pair(
+def read_test_records(path: Path) -> list[dict[str, Any]]:
+    """The records of the split "test", in their order.
+
+    Raises:
+        DataError: there is none.
+    """
+    import pyarrow.parquet as pq
+
+    rows: list[dict[str, Any]] = pq.read_table(path, filters=[("split", "=", "test")]).to_pylist()
+    if not rows:
+        raise DataError(f"{path}: no record of the split 'test', so there is nothing to score")
+    return rows
+
+
+def _pair(row: dict[str, Any], prediction: str, shuffled: str | None) -> EvalPair:
+    return EvalPair(
         id=row["id"],
         dataset=row["dataset"],
         before=Path(row["before"]),
         after=Path(row["after"]),
-        references=row["captions"] or [""],  # coco keeps a pair without words as one empty reference
+        before_sha256=row["before_sha256"],
+        after_sha256=row["after_sha256"],
+        references=row["references"] or [""],  # coco keeps a pair without words as one empty reference
         change_types=row["change_types"] or [],
-        caption=caption,
-        shuffled=shuffled,
+        prediction=prediction,
+        shuffled_prediction=shuffled,
     )
 
 
-def read_captions(path: Path, known: set[str]) -> dict[str, str]:
+def read_predictions(path: Path, known: set[str]) -> dict[str, str]:
     """A file [{"image_id": id, "caption": text}] as id -> text, every id known and there once.
 
     Raises:
@@ -94,22 +108,22 @@ def read_captions(path: Path, known: set[str]) -> dict[str, str]:
     repeated = [i for i, count in Counter(row["image_id"] for row in rows).items() if count > 1]
     if repeated:
         raise DataError(f"{path}: captioned more than once: {_some(repeated)}; exactly one caption to a pair")
-    captions = {
+    predictions = {
         row["image_id"]: row["caption"].encode("utf-8", "replace").decode() for row in rows
     }  # no lone surrogates
-    if unknown := captions.keys() - known:
+    if unknown := predictions.keys() - known:
         raise DataError(f"{path}: not among the test pairs: {_some(unknown)}; were the records made anew since?")
-    return captions
+    return predictions
 
 
-def _as_predicted(report: Path, captioned: int) -> bool:
-    """Does predict report that it wrote so many captions, so that none was lost since?"""
-    return report.is_file() and json.loads(report.read_text(encoding="utf-8"))["rows_out"] == captioned
+def _as_predicted(report: Path, count: int) -> bool:
+    """Does predict report that it wrote so many predictions, so that none was lost since?"""
+    return report.is_file() and json.loads(report.read_text(encoding="utf-8"))["rows_out"] == count
 
 
 def _refuse_missing(path: Path, ids: set[str]) -> None:
     if ids:
-        raise DataError(f"{path}: no caption of {_some(ids)}; run `m3diff predict` again")
+        raise DataError(f"{path}: no prediction for {_some(ids)}; run `m3diff predict` again")
 
 
 def _some(ids: Iterable[str]) -> str:

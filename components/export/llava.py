@@ -6,35 +6,57 @@
 
 LLaVA-NeXT reads `image` (as many as there are `<image>`), ms-swift reads `images`, LLaMA-Factory reads `images` as the
 `dataset_info.json` beside the files tells it. Image paths stay relative to the project: name it as the image folder.
+The files are made to be passed on, so a dataset whose licence does not allow that is refused.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import polars as pl
 
+from components.datasets import DATASETS
+from components.datasets.spec import check_licence
+from components.ingest.params import DatasetEntry
 from components.progress import progress
 from components.records import SPLITS, DataError
 
 
-def export_llava(samples: Path, out: Path, lines: bool = False) -> dict[str, int]:
+def export_llava(
+    entries: Mapping[str, DatasetEntry], mixture: Path, out: Path, lines: bool = False, allow_unlicensed: bool = False
+) -> dict[str, int]:
     """Write `out/<split>.json` (one array) or `.jsonl`, and `out/dataset_info.json`; returns the records by split.
 
-    Samples with an empty answer are left out: they count in evaluation only, and ms-swift refuses them.
+    Samples with an empty reference are left out: they count in evaluation only, and ms-swift refuses them.
+
+    Args:
+        entries: the datasets of the run, whose readers tell the licences.
+        mixture: the output of convert: `<split>/*.parquet`.
+        allow_unlicensed: also what no licence allows to pass on; conditions are printed in any case.
 
     Raises:
-        DataError: there are no samples.
+        DataError: there are no samples, or a licence does not allow to pass a dataset on.
     """
-    shards = {split: sorted(samples.glob(f"{split}-*.parquet")) for split in SPLITS}
+    shards = {split: sorted((mixture / split).glob("*.parquet")) for split in SPLITS}
     if not any(shards.values()):
-        raise DataError(f"{samples}: holds no samples; run `m3diff convert` first")
+        raise DataError(f"{mixture}: holds no samples; run `m3diff convert` first")
+    _check_licences([shard for found in shards.values() for shard in found], entries, allow_unlicensed)
     out.mkdir(parents=True, exist_ok=True)
     suffix = "jsonl" if lines else "json"
     written = {split: _write(found, out / f"{split}.{suffix}", lines) for split, found in shards.items() if found}
     info = {f"m3diff_{split}": _dataset_info(f"{split}.{suffix}") for split in written}
     (out / "dataset_info.json").write_text(json.dumps(info, indent=2) + "\n", "utf-8")
     return written
+
+
+def _check_licences(shards: list[Path], entries: Mapping[str, DatasetEntry], allow_unlicensed: bool) -> None:
+    """Print what the licences ask for; raises DataError for a dataset that may not be passed on or is unknown."""
+    names = sorted({name for shard in shards for name in pl.read_parquet(shard, columns=["dataset"])["dataset"]})
+    for name in names:
+        if name not in entries:
+            raise DataError(f"{name}: in the samples, but not in ingest.datasets; run `m3diff convert` again")
+        if notice := check_licence(DATASETS[entries[name].reader], "redistribute", allow_unlicensed):
+            print(f"{name}: {notice}")
 
 
 def _write(shards: list[Path], path: Path, lines: bool) -> int:
@@ -51,13 +73,13 @@ def _write(shards: list[Path], path: Path, lines: bool) -> int:
 
 def _records(shards: list[Path], name: str) -> Iterator[str]:
     for shard in progress(shards, f"export {name}", total=len(shards), unit="shard"):
-        samples = pl.read_parquet(shard).filter(pl.col("answer") != "")
+        samples = pl.read_parquet(shard).filter(pl.col("reference") != "")
         yield from samples.select(_record()).write_ndjson().rstrip("\n").split("\n") if samples.height else ()
 
 
 def _record() -> list[pl.Expr]:
     human = pl.struct(pl.lit("human").alias("from"), pl.format("<image><image>\n{}", "question").alias("value"))
-    model = pl.struct(pl.lit("gpt").alias("from"), pl.col("answer").alias("value"))
+    model = pl.struct(pl.lit("gpt").alias("from"), pl.col("reference").alias("value"))
     images = pl.concat_list("before", "after")
     return [
         pl.col("id"),

@@ -1,14 +1,21 @@
 """The section `ingest`: which datasets enter, by name, and how each lies on disk."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Discriminator, Field, Tag, field_validator
 
 from components.records import SPLITS
 from components.section import FrozenMap, Section
 
 Split = Literal["train", "val", "test"]
+ExpectedPairs = Annotated[
+    Annotated[Literal["published"], Tag("[word]")]
+    | Annotated[FrozenMap[Split, Annotated[int, Field(ge=0)]], Tag("[counts]")],
+    Discriminator(lambda value: "[counts]" if isinstance(value, Mapping) else "[word]"),
+]
+"""Pairs by split, or the word `published` for the counts that the dataset's file has."""
 
 
 class DatasetEntry(Section):
@@ -19,7 +26,7 @@ class DatasetEntry(Section):
     options: FrozenMap[str, Any] = Field(default_factory=dict, validate_default=True)  # the reader's own
     train_on: tuple[Split, ...] = ("train",)  # its own splits that train
     follow_links: bool = False  # images may be symbolic links that leave the root (a shared DVC cache)
-    expected_pairs: Literal["published"] | FrozenMap[Split, int] | None = None  # pairs by split that validate requires
+    expected_pairs: ExpectedPairs | None = None  # what validate requires
 
     @field_validator("train_on")
     @classmethod

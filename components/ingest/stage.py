@@ -1,89 +1,118 @@
-"""ingest: every dataset's own layout on disk -> records. Reads annotations only; images are looked at by validate."""
+"""ingest: one dataset's own layout on disk -> records with the digest of every image.
+
+Image bytes enter here and nowhere else: later stages depend on the records, which name the content of each image, and
+not on the dataset's folder. Each dataset is a stage of its own in DVC, so that a new one leaves the others alone.
+"""
 
 import inspect
-from collections.abc import Callable, Iterator
+import json
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
+import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from pydantic import BaseModel
 
-from components.datasets import birds_to_words, clevr_change, clevr_dc, iedit, omnidiff, pairs, spot_the_diff
-from components.ingest.rows import Row, to_table
-from components.ingest.params import DatasetEntry, Ingest
-from components.section import ParamsError
-from components.progress import progress
+from components.datasets import DATASETS
+from components.datasets.rows import Row
+from components.files import write_atomic
+from components.image_cache import check_images
+from components.ingest.params import DatasetEntry
+from components.ingest.table import to_table
 from components.records import RAW_SCHEMA, DataError
 from components.reports import StageReport
+from components.section import ParamsError
 
-READERS: dict[str, Callable[..., Iterator[Row]]] = {
-    "clevr_change": clevr_change.read,
-    "clevr_dc": clevr_dc.read,
-    "spot_the_diff": spot_the_diff.read,
-    "iedit": iedit.read,
-    "birds_to_words": birds_to_words.read,
-    "omnidiff": omnidiff.read,
-    "pairs": pairs.read,
-}
-
-
-class Counts(BaseModel):
-    """What one dataset gave. Pairs and captions by split, empty captions included."""
-
-    annotation_rows: int
-    pairs: dict[str, int]
-    captions: dict[str, int]
-    empty_captions: int
-    faults: int  # rows that could not be read; validate quarantines them
+MAX_DECODED_PIXELS = 50_000_000
+"""A larger image is hashed and not decoded here; validate decides with its own limit."""
 
 
 class IngestReport(StageReport):
-    datasets: dict[str, Counts]
+    """What one dataset gave; pairs and references by split. `rows_in` are rows of its annotation files."""
+
+    dataset: str
+    reader: str
+    pairs: dict[str, int]
+    references: dict[str, int]  # empty ones are counted
+    empty_references: int
+    faults: int  # rows that could not be read; validate quarantines them
+    images: int  # distinct paths
+    unread_images: int  # missing or unreadable; validate quarantines their pairs
 
 
-def ingest(cfg: Ingest, out: Path) -> IngestReport:
-    """Write `out/records.parquet` (RAW_SCHEMA, every annotation row kept) and `out/report.json`."""
-    out.mkdir(parents=True, exist_ok=True)
-    counts: dict[str, Counts] = {}
-    tables = []
-    for dataset in progress(cfg.datasets, "ingest", total=len(cfg.datasets), unit="dataset"):
-        table, annotation_rows = to_table(dataset, _rows(dataset))
-        if not table.num_rows:
-            raise DataError(f"ingest.datasets {dataset.name!r}: {dataset.root} holds no pair; fetch the dataset again")
-        counts[dataset.name] = _count(table, annotation_rows)
-        tables.append(table)
-    records = pa.concat_tables(tables)
-    pq.write_table(records, out / "records.parquet", compression="zstd")
-    assert records.schema.equals(RAW_SCHEMA), records.schema
-    rows_in = sum(count.annotation_rows for count in counts.values())
-    return IngestReport(stage="ingest", rows_in=rows_in, rows_out=records.num_rows, datasets=counts).write(
-        out / "report.json"
-    )
+def ingest(name: str, entry: DatasetEntry, image_cache: Path, out: Path) -> IngestReport:
+    """Write `out/<name>/records.parquet` (RAW_SCHEMA, every annotation row kept) and `out/<name>.json`, the report.
+
+    A dataset with a grammar gets it as `out/<name>/grammar.json`. The folder is made anew.
+
+    Args:
+        name: of the dataset in `params.yaml`; the namespace of its ids.
+        image_cache: what is known of images by content; it changes no output.
+
+    Raises:
+        DataError: the root is no folder, an annotation file cannot be used, or there is no pair.
+        ParamsError: the reader does not know one of the options.
+    """
+    read = _rows(name, entry)
+    folder = out / name
+    shutil.rmtree(folder, ignore_errors=True)
+    table, annotation_rows = to_table(name, entry, read)
+    if not table.num_rows:
+        raise DataError(f"ingest.datasets {name!r}: {entry.root} holds no pair; fetch the dataset again")
+    table, images, unread = _with_digests(table, image_cache, f"ingest {name}")
+    folder.mkdir(parents=True)
+    pq.write_table(table, folder / "records.parquet", compression="zstd")
+    if grammar := DATASETS[entry.reader].grammar:
+        write_atomic(folder / "grammar.json", json.dumps(grammar(entry.root), indent=1) + "\n")
+    report = _report(name, entry, table, annotation_rows, images, unread)
+    return report.write(out / f"{name}.json")
 
 
-def _rows(dataset: Dataset) -> Iterator[Row]:
-    reader = READERS[dataset.reader]
-    if not dataset.root.is_dir():
+def _rows(name: str, entry: DatasetEntry) -> Iterator[Row]:
+    read = DATASETS[entry.reader].read
+    if not entry.root.is_dir():
         raise DataError(
-            f"ingest.datasets {dataset.name!r}: root {dataset.root} is no folder; fetch the dataset (MiniChange: "
-            "`m3diff synthesize`) or correct `root` in params.yaml"
+            f"ingest.datasets {name!r}: root {entry.root} is no folder; fetch the dataset (one that makes itself: "
+            f"`m3diff synthesize {name}`) or correct `root` in params.yaml"
         )
     try:
-        inspect.signature(reader).bind(dataset.root, **dataset.options)
+        inspect.signature(read).bind(entry.root, **entry.options)
     except TypeError as error:
-        raise ParamsError(f"ingest.datasets {dataset.name!r}: options of reader {dataset.reader}: {error}") from error
-    return reader(dataset.root, **dataset.options)
+        raise ParamsError(f"ingest.datasets {name!r}: options of reader {entry.reader}: {error}") from error
+    return read(entry.root, **entry.options)
 
 
-def _count(table: pa.Table, annotation_rows: int) -> Counts:
-    per_pair = pc.list_value_length(table["captions"])
-    by_split = pa.table({"split": table["split"].fill_null("?"), "captions": per_pair}).group_by("split")
-    sums = by_split.aggregate([("captions", "count"), ("captions", "sum")]).sort_by("split").to_pylist()
-    return Counts(
-        annotation_rows=annotation_rows,
-        pairs={row["split"]: row["captions_count"] for row in sums},
-        captions={row["split"]: row["captions_sum"] for row in sums},
-        empty_captions=pc.sum(pc.equal(pc.utf8_length(pc.list_flatten(table["captions"])), 0)).as_py() or 0,
+def _with_digests(table: pa.Table, image_cache: Path, stage: str) -> tuple[pa.Table, int, int]:
+    """The table with the digest of both images of each record, how many images there are, and how many are unread."""
+    columns = {side: pl.Series(table[side].to_pylist(), dtype=pl.String) for side in ("before", "after")}
+    images = check_images(pl.concat(columns.values()), MAX_DECODED_PIXELS, image_cache, stage)
+    digests = dict(images.select("path", "digest").iter_rows())
+    for side, paths in columns.items():
+        place = table.column_names.index(f"{side}_sha256")
+        found = pa.array([digests.get(path) for path in paths], pa.binary())
+        table = table.set_column(place, RAW_SCHEMA.field(place), found)
+    assert table.schema.equals(RAW_SCHEMA), table.schema
+    return table, images.height, images["digest"].null_count()
+
+
+def _report(
+    name: str, entry: DatasetEntry, table: pa.Table, annotation_rows: int, images: int, unread: int
+) -> IngestReport:
+    per_pair = pc.list_value_length(table["references"])
+    by_split = pa.table({"split": table["split"].fill_null("?"), "references": per_pair}).group_by("split")
+    sums = by_split.aggregate([("references", "count"), ("references", "sum")]).sort_by("split").to_pylist()
+    return IngestReport(
+        stage="ingest",
+        rows_in=annotation_rows,
+        rows_out=table.num_rows,
+        dataset=name,
+        reader=entry.reader,
+        pairs={row["split"]: row["references_count"] for row in sums},
+        references={row["split"]: row["references_sum"] for row in sums},
+        empty_references=pc.sum(pc.equal(pc.utf8_length(pc.list_flatten(table["references"])), 0)).as_py() or 0,
         faults=table.num_rows - table["fault"].null_count,
+        images=images,
+        unread_images=unread,
     )

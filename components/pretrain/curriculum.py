@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from components.datasets.minichange.change import sample_pair
-from components.datasets.minichange.language import captions, describe, described
+from components.datasets.minichange.change import sample_pair, sample_types
+from components.datasets.minichange.language import describe_cells, describe_scene, references
 from components.datasets.minichange.scene import COLORS, KINDS, PLACES, Scene, pick
-from components.synthesize.stage import choose_types
 
 ASKED_FOR = 4  # things a question names
 QUESTIONS = (
@@ -39,13 +38,13 @@ class Task:
 def whole(rng: np.random.Generator, scenes: list[Scene]) -> tuple[str, str]:
     """Each image in reading order."""
     if len(scenes) == 1:
-        return "Describe the image.", describe(scenes[0])
-    return "Describe both images.", "; ".join(f"image {k}: {describe(s)}" for k, s in enumerate(scenes, start=1))
+        return "Describe the image.", describe_scene(scenes[0])
+    return "Describe both images.", "; ".join(f"image {k}: {describe_scene(s)}" for k, s in enumerate(scenes, start=1))
 
 
 def side_by_side(rng: np.random.Generator, scenes: list[Scene]) -> tuple[str, str]:
     """Both images, place by place in any order."""
-    first, second = (described(scene) for scene in scenes)
+    first, second = (describe_cells(scene) for scene in scenes)
     cells = rng.permutation(sorted({*first, *second}))
     parts = [f"{PLACES[c]} {first.get(c, 'nothing')} then {second.get(c, 'nothing')}" for c in cells]
     return "Describe both images place by place.", ", ".join(parts)
@@ -53,7 +52,9 @@ def side_by_side(rng: np.random.Generator, scenes: list[Scene]) -> tuple[str, st
 
 def asked_for(rng: np.random.Generator, scenes: list[Scene]) -> tuple[str, str]:
     """Some things, named by looks that at most one thing of the images has: where each is, or that there is none."""
-    here = [(f"{PLACES[cell]} {text}", _looks(text)) for scene in scenes for cell, text in described(scene).items()]
+    here = [
+        (f"{PLACES[cell]} {text}", _looks(text)) for scene in scenes for cell, text in describe_cells(scene).items()
+    ]
     answers: dict[str, str] = {}
     while len(answers) < ASKED_FOR:
         asked = _question(rng, [looks for _, looks in here])
@@ -83,9 +84,9 @@ def _question(rng: np.random.Generator, here: list[tuple[str, ...]]) -> str:
 def sentence(rng: np.random.Generator, scenes: list[Scene]) -> tuple[str, str]:
     """A caption without any image: fine-tuning leaves embeddings and head frozen, so the base must know the words,
     those of the questions, too."""
-    types = choose_types(rng, int(rng.integers(12)), multi_change_share=0.3)
+    types = sample_types(rng, int(rng.integers(12)), multi_change_share=0.3)
     changes = sample_pair(rng, types)[3] if rng.random() < 0.85 else ()
-    return str(pick(rng, QUESTIONS)), captions(changes, 5)[int(rng.integers(5))]
+    return str(pick(rng, QUESTIONS)), references(changes, 5)[int(rng.integers(5))]
 
 
 CURRICULUM = (

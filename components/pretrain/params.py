@@ -8,7 +8,7 @@ from components.section import Section
 class Pretrain(Section):
     """A LLaVA-OneVision of 1.4 M parameters."""
 
-    seed: int
+    seed: int = Field(ge=0)
     image_px: int = Field(ge=32)  # as MiniChange is drawn
     vision_px: int = Field(ge=8)
     patch_px: int = Field(ge=4)  # 24: 9 patches, one to a place of the 3 x 3 grid
@@ -24,4 +24,4 @@ class Pretrain(Section):
     lr: float = Field(gt=0)
     warmup_steps: int = Field(ge=1)
     weight_decay: float = Field(ge=0)
-    threads: int = Field(ge=1)
+    threads: int = Field(ge=1)  # two are a third faster, no more, and the sums then depend on the machine

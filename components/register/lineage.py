@@ -1,9 +1,9 @@
-"""Where a model version comes from: the very hashes in `dvc.lock`, the commit beside it, the test set of its scores."""
+"""Where a model version comes from: the hashes in `dvc.lock`, its base, the commit, the test set of its scores."""
 
 import hashlib
 import json
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,12 @@ import pyarrow.parquet as pq
 import yaml
 from pydantic import BaseModel, ConfigDict
 
-from components.params import Paths
+from components.files import sha256_of_folder
+from components.params import Params, Paths
 from components.records import DataError
 
 LOCK = Path("dvc.lock")
-MODEL_CODE = Path("components/model")
+MODEL_CODE = Path("components/models")
 
 
 class Lineage(BaseModel):
@@ -25,10 +26,13 @@ class Lineage(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    data: str  # the mixture that the training saw
+    data: str  # the samples that trained
+    val_data: str  # the samples that were only scored while training
     checkpoint: str
-    code: str  # components/model: with the checkpoint and the length limit, what decides a caption
+    code: str  # components/models: with the checkpoint and the length limit, what decides a caption
     max_new_tokens: int
+    base: str  # the pre-trained model that the training began with
+    base_sha256: str  # its content, as the checkpoint names it
     metrics: str
     dvc_lock_sha256: str
     test_set_sha256: str
@@ -47,14 +51,16 @@ class Lineage(BaseModel):
         """The tags that a new evaluation of the same version changes."""
         return {
             "dvc.data": self.data,
+            "dvc.val_data": self.val_data,
             "dvc.metrics": self.metrics,
             "dvc.lock.sha256": self.dvc_lock_sha256,
             "test_set.sha256": self.test_set_sha256,
         }
 
     def tags(self) -> dict[str, str]:
+        base = {"dvc.base": self.base, "base.sha256": self.base_sha256}
         commit = {"git.commit": self.git_commit, "git.dirty": str(self.git_dirty).lower()}
-        return self.identity() | self.results() | commit
+        return self.identity() | self.results() | base | commit
 
 
 class Lock:
@@ -72,58 +78,87 @@ class Lock:
 
     def hashes(self, path: Path) -> dict[str, str]:
         """What each stage recorded of this path: `{"train outs": md5, "predict deps": md5}`."""
-        return {
-            f"{stage} {kind}": entry["md5"]
-            for stage, entries in self.stages.items()
-            for kind in ("deps", "outs")
-            for entry in entries.get(kind, [])
-            if entry["path"] == str(path)
-        }
+        return {where: md5 for where, found, md5 in self._entries() if found == path}
 
     def current(self, path: Path) -> str:
-        """The hash of a path that every stage recorded alike and that is on disk.
+        """DVC's hash of a path whose every recorded part, itself included, lies on disk as the stages recorded it.
 
         Raises:
-            DataError: no stage recorded it, or a stage recorded something else than what lies there.
+            DataError: no stage recorded any of it, or a stage recorded something else than what lies there.
         """
-        recorded = self.hashes(path)
+        recorded = [entry for entry in self._entries() if entry[1].is_relative_to(path)]
         if not recorded or not path.exists():
             raise DataError(f"{path}: not {'on disk' if recorded else f'in {LOCK}'}; run `dvc repro` first")
-        found = dvc_hash(path)
-        for where, md5 in recorded.items():
-            if md5 != found:
-                raise DataError(f"{path}: {LOCK} has {md5} ({where}), on disk is {found}; run `dvc repro` first")
-        return found
+        on_disk = {part: dvc_hash(part) for part in {path, *(part for _, part, _ in recorded)}}
+        for where, part, md5 in recorded:
+            if md5 != on_disk[part]:
+                raise DataError(
+                    f"{part}: {LOCK} has {md5} ({where}), on disk is {on_disk[part]}; run `dvc repro` first"
+                )
+        return on_disk[path]
 
-    def params(self) -> dict[str, Any]:
-        """The parameters that the stages ran with, by section."""
+    def params(self, datasets: Collection[str]) -> dict[str, Any]:
+        """The parameters that the stages ran with, by section; of stages for one dataset, those of these datasets.
+
+        DVC keeps the entry of a dataset that was taken out of `params.yaml`, so that nothing but its name tells it.
+        """
         return {
             key: value
-            for entries in self.stages.values()
+            for stage, entries in self.stages.items()
+            if "@" not in stage or stage.partition("@")[2] in datasets
             for sections in entries.get("params", {}).values()
             for key, value in sections.items()
         }
 
+    def _entries(self) -> Iterator[tuple[str, Path, str]]:
+        """(stage and kind, path, md5) of every dependency and output."""
+        for stage, entries in self.stages.items():
+            for kind in ("deps", "outs"):
+                for entry in entries.get(kind, []):
+                    yield f"{stage} {kind}", Path(entry["path"]), entry["md5"]
 
-def read_lineage(paths: Paths, lock: Lock) -> Lineage:
+
+def read_lineage(params: Params, lock: Lock) -> Lineage:
     """Collect the lineage of the checkpoint in the working tree.
 
     Raises:
         DataError: the working tree is not what `dvc.lock` says, or is no git repository.
     """
+    paths = params.paths
     for seen in (paths.predictions / "predictions.json", paths.model / "curves.csv", paths.report / "report.html"):
         lock.current(seen)
     return Lineage(
-        data=lock.current(paths.mixture / "samples"),
+        data=lock.current(paths.mixture / "train"),
+        val_data=lock.current(paths.mixture / "val"),
         checkpoint=lock.current(paths.model / "checkpoint"),
         code=lock.current(MODEL_CODE),
-        max_new_tokens=lock.params()["predict"]["max_new_tokens"],
+        max_new_tokens=lock.params(())["predict"]["max_new_tokens"],
+        base=lock.current(params.train.base),
+        base_sha256=read_base_sha256(paths.model / "checkpoint", params.train.base),
         metrics=lock.current(paths.report / "metrics.json"),
         dvc_lock_sha256=lock.sha256,
         test_set_sha256=hash_test_set(paths),
         git_commit=git("rev-parse", "HEAD"),
         git_dirty=bool(git("status", "--porcelain", "--", ".", ":!dvc.lock", ":!data")),
     )
+
+
+def read_base_sha256(checkpoint: Path, base: Path) -> str:
+    """The base's content hash in the checkpoint's manifest, which says what the training loaded.
+
+    Raises:
+        DataError: the manifest is missing, or the base on disk has other content.
+    """
+    manifest = checkpoint / "manifest.json"
+    if not manifest.is_file():
+        raise DataError(f"{manifest}: no such file, so the checkpoint is incomplete; run `dvc repro --force train`")
+    trained_from, on_disk = json.loads(manifest.read_text())["base_sha256"], sha256_of_folder(base)
+    if trained_from != on_disk:
+        raise DataError(
+            f"{base}: its sha256 is {on_disk:.12}, but {manifest} was trained from {trained_from:.12}; "
+            "run `dvc repro --force train`"
+        )
+    return on_disk
 
 
 def dvc_hash(path: Path) -> str:
@@ -146,18 +181,18 @@ def hash_test_set(paths: Paths) -> str:
     """sha256 over the pairs that were captioned: id, references and both images. Equal: two scores can be compared."""
     total = hashlib.sha256()
     for record in captioned_records(paths):
-        images = [md5(Path(record[side])) for side in ("before", "after")]
-        total.update(json.dumps([record["id"], record["captions"], *images]).encode())
+        images = [record[f"{side}_sha256"].hex() for side in ("before", "after")]
+        total.update(json.dumps([record["id"], record["references"], *images]).encode())
     return total.hexdigest()
 
 
 def captioned_records(paths: Paths) -> Iterator[dict[str, Any]]:
     """The clean records that `predict` captioned, by id."""
-    captions = json.loads((paths.predictions / "predictions.json").read_text())
-    columns = ["id", "before", "after", "captions"]
+    predictions = json.loads((paths.predictions / "predictions.json").read_text())
+    columns = ["id", "before", "after", "before_sha256", "after_sha256", "references"]
     table = pq.read_table(paths.clean / "records.parquet", columns=columns).sort_by("id")
-    chosen = pc.is_in(table["id"], pc.cast([row["image_id"] for row in captions], "string"))
-    yield from table.filter(chosen).to_pylist()
+    captioned = pc.is_in(table["id"], pc.cast([row["image_id"] for row in predictions], "string"))
+    yield from table.filter(captioned).to_pylist()
 
 
 def git(*arguments: str) -> str:

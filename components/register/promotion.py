@@ -13,9 +13,9 @@ from pydantic import BaseModel, ConfigDict
 
 from components import tracking
 from components.params import Params
-from components.register.params import Register
 from components.records import DataError
-from components.register.stage import CHALLENGER, point, run_of
+from components.register.params import Register
+from components.register.stage import CHALLENGER, run_of, set_alias
 
 CHAMPION, PREVIOUS = "champion", "previous"
 Outcome = Literal["promoted", "first", "refused", "unchanged"]
@@ -57,11 +57,11 @@ def promote(params: Params) -> Promotion:
             raise DataError(f"model {name!r} has no version with the alias {CHALLENGER!r}; run `m3diff register` first")
         decision = decide(client, params.register_, challenger, champion)
         if decision.outcome != "unchanged":
-            audit(client, decision)
+            append_audit(client, decision)
         if decision.champion_now == decision.challenger != decision.champion:
             if champion is not None:
-                point(client, name, PREVIOUS, champion)
-            point(client, name, CHAMPION, challenger)
+                set_alias(client, name, PREVIOUS, champion)
+            set_alias(client, name, CHAMPION, challenger)
     return decision
 
 
@@ -72,9 +72,9 @@ def find_alias(client: MlflowClient, name: str, alias: str) -> ModelVersion | No
 
 
 def decide(client: MlflowClient, cfg: Register, challenger: ModelVersion, champion: ModelVersion | None) -> Promotion:
-    new = score(client, challenger, cfg.gate_metric)
-    old = score(client, champion, cfg.gate_metric) if champion is not None else None
-    outcome, reason = judge(cfg, challenger, champion, new, old)
+    new = metric_of(client, challenger, cfg.gate_metric)
+    old = metric_of(client, champion, cfg.gate_metric) if champion is not None else None
+    outcome, reason = apply_gate(cfg, challenger, champion, new, old)
     return Promotion(
         outcome=outcome,
         model=challenger.name,
@@ -87,7 +87,7 @@ def decide(client: MlflowClient, cfg: Register, challenger: ModelVersion, champi
     )
 
 
-def judge(
+def apply_gate(
     cfg: Register, challenger: ModelVersion, champion: ModelVersion | None, new: float | None, old: float | None
 ) -> tuple[Outcome, str]:
     """The gate: greater is better, and only scores of one test set are compared."""
@@ -112,7 +112,7 @@ def judge(
     return "promoted", f"{metric} {new:.4f}, champion {champion.version} had {'none' if old is None else f'{old:.4f}'}"
 
 
-def score(client: MlflowClient, version: ModelVersion, metric: str) -> float | None:
+def metric_of(client: MlflowClient, version: ModelVersion, metric: str) -> float | None:
     return client.get_run(run_of(version)).data.metrics.get(metric)
 
 
@@ -120,7 +120,7 @@ def test_set(version: ModelVersion) -> str:
     return version.tags.get("test_set.sha256", "unknown")
 
 
-def audit(client: MlflowClient, decision: Promotion) -> None:
+def append_audit(client: MlflowClient, decision: Promotion) -> None:
     """Append the decision with its time, unless it is the last one again."""
     tags = client.get_registered_model(decision.model).tags
     trail = sorted(tag for tag in tags if tag.startswith("audit."))

@@ -62,17 +62,17 @@ def register(params: Params) -> Registration:
         TrackingUnavailableError: MLflow does not answer; nothing is lost, run it again.
     """
     lock = Lock()
-    lineage = read_lineage(params.paths, lock)
+    lineage = read_lineage(params, lock)
     name = params.register_.model_name
     with tracking.connected(params.register_.tracking_uri) as client:
         version = find_version(client, name, lineage)
         outcome: Outcome = "unchanged"
         if version is None:
-            version, outcome = publish(client, params, lineage, lock), "registered"
+            version, outcome = create_version(client, params, lineage, lock), "registered"
         elif lineage.results().items() - version.tags.items():
-            refresh(client, params.paths, version, lineage.tags())
+            update_results(client, params.paths, version, lineage.tags())
             outcome = "updated"
-        point(client, name, CHALLENGER, version)
+        set_alias(client, name, CHALLENGER, version)
     return Registration(outcome=outcome, model=name, version=int(version.version), run_id=run_of(version))
 
 
@@ -83,13 +83,13 @@ def find_version(client: MlflowClient, name: str, lineage: Lineage) -> ModelVers
     return max(versions, key=lambda v: int(v.version), default=None)
 
 
-def publish(client: MlflowClient, params: Params, lineage: Lineage, lock: Lock) -> ModelVersion:
+def create_version(client: MlflowClient, params: Params, lineage: Lineage, lock: Lock) -> ModelVersion:
     """Run, results and model; then the version, with its tags in the same request."""
     cfg, paths = params.register_, params.paths
     run_id, started_ms = open_run(client, tracking.experiment_id(client, cfg.experiment), lineage)
-    tracking.log_params(client, run_id, lock.params())
+    tracking.log_params(client, run_id, lock.params(params.ingest.datasets))
     tracking.log_curves(client, run_id, paths.model / "curves.csv", started_ms)
-    tracking.log_dataset(client, run_id, paths.mixture.name, paths.mixture / "samples", lineage.data)
+    tracking.log_dataset(client, run_id, paths.mixture.name, paths.mixture / "train", lineage.data)
     log_results(client, run_id, paths)
     model_uri = log_model(client, run_id, cfg.model_name, paths, lineage.max_new_tokens)
     client.set_terminated(run_id)
@@ -111,7 +111,7 @@ def log_results(client: MlflowClient, run_id: str, paths: Paths) -> None:
     client.log_artifact(run_id, str(paths.report / "report.html"))
 
 
-def refresh(client: MlflowClient, paths: Paths, version: ModelVersion, tags: dict[str, str]) -> None:
+def update_results(client: MlflowClient, paths: Paths, version: ModelVersion, tags: dict[str, str]) -> None:
     """The same checkpoint was evaluated anew: its run gets the new results, run and version the new lineage."""
     log_results(client, run_of(version), paths)
     for tag, value in tags.items():
@@ -128,7 +128,7 @@ def log_model(client: MlflowClient, run_id: str, name: str, paths: Paths, max_ne
     with tempfile.TemporaryDirectory() as scratch, mlflow.start_run(run_id=run_id):
         return mlflow.pyfunc.log_model(
             name=name,
-            python_model=str(Path(__file__).with_name("captioner.py")),
+            python_model=str(Path(__file__).with_name("pyfunc.py")),
             artifacts={"checkpoint": str(paths.model / "checkpoint")},
             model_config={"max_new_tokens": max_new_tokens},
             code_paths=[str(copy_code(Path(scratch)))],
@@ -139,9 +139,9 @@ def log_model(client: MlflowClient, run_id: str, name: str, paths: Paths, max_ne
 
 
 def copy_code(scratch: Path) -> Path:
-    """The part of `components` that the model needs where there is no checkout; no weights."""
+    """The part of `components` that the model needs where there is no checkout."""
     package = scratch / "components"
-    shutil.copytree(MODEL_CODE, package / "model", ignore=shutil.ignore_patterns("__pycache__", "base"))
+    shutil.copytree(MODEL_CODE, package / MODEL_CODE.name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(MODEL_CODE.parent / "__init__.py", package)
     return package
 
@@ -161,7 +161,7 @@ def run_of(version: ModelVersion) -> str:
     return version.run_id
 
 
-def point(client: MlflowClient, name: str, alias: str, version: ModelVersion) -> None:
+def set_alias(client: MlflowClient, name: str, alias: str, version: ModelVersion) -> None:
     """Let an alias name a version, where it does not yet."""
     aliases = client.get_registered_model(name).aliases
     if str(aliases.get(alias)) != str(version.version):

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from components.models.family import Family
-from components.models.packing import pack
 from components.train.batches import Loader, Schedule
+from components.train.packing import pack
 
 COUNTED = 2048
 """Sequences whose tokens are counted; the mean of these stands for a longer epoch."""

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from components.models.images import ImageError, load_image
-from components.models.packing import Packed, pack
 from components.records import DataError
+from components.train.packing import Packed, pack
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -8,7 +8,7 @@ from pathlib import Path
 def import_closure(module: Path, root: Path) -> list[Path]:
     """`module` and every Python file under `root` that it imports, directly or not, in functions too; sorted.
 
-    Packages count: importing `components.models.packing` runs `components/models/__init__.py`.
+    Packages count: importing `components.models.tuning` runs `components/models/__init__.py`.
     """
     found: set[Path] = set()
     waiting = [module]

@@ -11,7 +11,7 @@ from components.section import Section
 class Train(Section):
     model: str  # one of the section `models`
     base: Path  # folder of the pre-trained model
-    seed: int
+    seed: int = Field(ge=0)
     max_captions_per_sequence: int | None = Field(ge=1)  # references packed on their pair's prefix; null: all
     global_batch: int = Field(ge=1)  # sequences a step, over all workers
     epochs: float = Field(gt=0)

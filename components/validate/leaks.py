@@ -10,7 +10,7 @@ import polars as pl
 from numpy.typing import NDArray
 from scipy.spatial import cKDTree
 
-from components.validate.decode import OK
+from components.image_check import OK
 
 Thumbs = NDArray[np.int16]
 """[pairs, 128]: the grey levels of the image before, then of the image after."""
@@ -19,14 +19,14 @@ COMPARED_AT_ONCE = 200_000
 """Candidate pairs whose thumbnails are held side by side; 100 MB."""
 
 
-def find_twins(pairs: pl.DataFrame, split: str, other: str, levels: int | None) -> pl.DataFrame:
-    """`row`, `twin`, `how` of the rows of `split` with a twin in `other`; by content only where levels is None."""
+def find_twins(pairs: pl.DataFrame, split: str, other: str, max_diff: int | None) -> pl.DataFrame:
+    """`row`, `twin`, `how` of the rows of `split` with a twin in `other`; by content only where max_diff is None."""
     ours, theirs = pairs.filter(split=split), pairs.filter(split=other)
     same = _same_content(ours, theirs)
     ours = ours.join(same, on="row", how="anti")
-    if levels is None or not (ours.height and theirs.height):
+    if max_diff is None or not (ours.height and theirs.height):
         return same
-    return pl.concat([same, _same_look(ours, theirs, levels)]).sort("row")
+    return pl.concat([same, _same_look(ours, theirs, max_diff)]).sort("row")
 
 
 def sound_pairs(records: pl.DataFrame, images: pl.DataFrame) -> pl.DataFrame:
@@ -49,17 +49,17 @@ def _same_content(ours: pl.DataFrame, theirs: pl.DataFrame) -> pl.DataFrame:
     return found.select("row", "twin", how=pl.lit("has the same images")).sort("row")
 
 
-def _same_look(ours: pl.DataFrame, theirs: pl.DataFrame, levels: int) -> pl.DataFrame:
+def _same_look(ours: pl.DataFrame, theirs: pl.DataFrame, max_diff: int) -> pl.DataFrame:
     """Candidates by the mean levels of the quarters, which differ no more than single levels do; then all levels."""
     our_thumbs, thumbs = _thumbs(ours), _thumbs(theirs)
     both_ways = np.concatenate([thumbs, np.roll(thumbs, 64, axis=1)])
-    near = cKDTree(_quarters(both_ways)).query_ball_point(_quarters(our_thumbs), levels, p=np.inf, return_sorted=True)
+    near = cKDTree(_quarters(both_ways)).query_ball_point(_quarters(our_thumbs), max_diff, p=np.inf, return_sorted=True)
     a = np.repeat(np.arange(len(near)), [len(candidates) for candidates in near])
     b = np.concatenate([np.asarray(candidates, dtype=np.int64) for candidates in near])
     close = np.zeros(len(a), dtype=bool)
     for start in range(0, len(a), COMPARED_AT_ONCE):
         some = slice(start, start + COMPARED_AT_ONCE)
-        close[some] = np.abs(our_thumbs[a[some]] - both_ways[b[some]]).max(axis=1) <= levels
+        close[some] = np.abs(our_thumbs[a[some]] - both_ways[b[some]]).max(axis=1) <= max_diff
     found, first = np.unique(a[close], return_index=True)
     twins = theirs["id"].gather(b[close][first] % theirs.height)
     return pl.DataFrame({"row": ours["row"].gather(found), "twin": twins}).with_columns(how=pl.lit("looks the same"))

@@ -1,6 +1,6 @@
 """great-expectations' Data Docs made private, self-contained and equal from run to run.
 
-As built, the pages load nine content networks, carry a tracking image with the context's id, advertise, and bear clock
+As built, the pages load nine content networks, carry a tracking image with the context's id, advertise, and show clock
 times and random ids. Here they keep their text and tables, under one small style sheet of our own and no script.
 """
 
@@ -35,7 +35,7 @@ UNSTABLE = (
     (r"-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", ""),
 )
 INDEX = """<h1>Records</h1>
-<p>great-expectations judged the facts of every record (one row per pair). Rows that break a rule are in
+<p>great-expectations checked the facts of every record (one row per pair). Rows that break a rule are in
 <code>quarantine.parquet</code> with their reasons. The run time on the pages is fixed, so that equal data give equal
 pages.</p><ul><li><a href="results.html">Results</a>: what was found</li>
 <li><a href="suite.html">Suite</a>: what is expected</li></ul>

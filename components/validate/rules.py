@@ -1,6 +1,6 @@
 """What a good record is: each rule once, as the sign of a bad row (for polars) and as an expectation (for GX).
 
-The rules read *facts*: one row per record with the columns that `facts` computes, so that 896k captions cost a few
+The rules read *facts*: one row per record with the columns that `facts` computes, so that 896k references cost a few
 vectorised passes.
 """
 
@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import polars as pl
 
+from components.image_check import OK
 from components.records import SPLITS
-from components.validate.decode import OK
 
 RANK = {"train": 0, "val": 1, "test": 2}
 """Where one pair lies in two splits, the lower one gives it up: a test set stays whole."""
@@ -26,7 +26,7 @@ class Rule(NamedTuple):
     name: str  # as the quarantine's `rules` and the report call it
     column: str  # the fact it reads
     bad: pl.Expr  # true for a row that goes to quarantine
-    reason: pl.Expr  # what is wrong and how to mend it, in words
+    reason: pl.Expr  # what is wrong and how to fix it, in words
     expectation: str  # the class in great_expectations.expectations
     arguments: dict[str, Any]
 
@@ -68,22 +68,22 @@ def rules(max_caption_chars: int) -> list[Rule]:
             "ExpectColumnValuesToBeNull",
             {},
         ),
-        *_caption_rules(max_caption_chars),
+        *_reference_rules(max_caption_chars),
         _image_rule("before"),
         _image_rule("after"),
     ]
 
 
-def _caption_rules(max_chars: int) -> list[Rule]:
-    count, longest, markup = (pl.col(column) for column in ("captions", "longest_caption", "markup_captions"))
-    none = _alone("captions: there is none; a pair needs at least one, which may be empty")
-    long = pl.format("captions: one has {} characters, more than validate.max_caption_chars = {}", longest, max_chars)
-    marked = pl.format("captions: {} hold HTML or a special token; write plain text", markup)
+def _reference_rules(max_chars: int) -> list[Rule]:
+    count, longest, markup = (pl.col(column) for column in ("references", "longest_reference", "markup_references"))
+    none = _alone("references: there is none; a pair needs at least one, which may be empty")
+    long = pl.format("references: one has {} characters, more than validate.max_caption_chars = {}", longest, max_chars)
+    marked = pl.format("references: {} hold HTML or a special token; write plain text", markup)
     between = "ExpectColumnValuesToBeBetween"
     return [
-        Rule("captions_given", "captions", count == 0, none, between, {"min_value": 1}),
-        Rule("caption_length", "longest_caption", longest > max_chars, long, between, {"max_value": max_chars}),
-        Rule("no_markup", "markup_captions", markup > 0, marked, *_in_set(0)),
+        Rule("references_given", "references", count == 0, none, between, {"min_value": 1}),
+        Rule("reference_length", "longest_reference", longest > max_chars, long, between, {"max_value": max_chars}),
+        Rule("no_markup", "markup_references", markup > 0, marked, *_in_set(0)),
     ]
 
 
@@ -110,9 +110,9 @@ def facts(records: pl.DataFrame, images: pl.DataFrame, twins: pl.DataFrame) -> p
     rank = pl.col("split").replace_strict(RANK, default=-1, return_dtype=pl.Int64)
     scene_splits = pl.col("split").n_unique().over("scene")
     return (
-        records.drop("captions", "change_types")
+        records.drop("references", "change_types")
         .with_row_index("row")
-        .hstack(_caption_facts(records["captions"]))
+        .hstack(_reference_facts(records["references"]))
         .join(verdicts.rename({"path": "before", "verdict": "before_image"}), on="before", how="left")
         .join(verdicts.rename({"path": "after", "verdict": "after_image"}), on="after", how="left")
         .join(twins, on="row", how="left")
@@ -126,15 +126,15 @@ def facts(records: pl.DataFrame, images: pl.DataFrame, twins: pl.DataFrame) -> p
     )
 
 
-def _caption_facts(captions: pl.Series) -> pl.DataFrame:
-    """Number of captions, characters of the longest and number with markup; 0 for a record without captions."""
-    exploded = captions.to_frame("text").with_row_index("row").explode("text", empty_as_null=True)
+def _reference_facts(references: pl.Series) -> pl.DataFrame:
+    """Number of references, characters of the longest and number with markup; 0 for a record without references."""
+    exploded = references.to_frame("text").with_row_index("row").explode("text", empty_as_null=True)
     return (
         exploded.group_by("row", maintain_order=True)
         .agg(
-            captions=pl.col("text").count().cast(pl.Int64),
-            longest_caption=pl.col("text").str.len_chars().max().fill_null(0).cast(pl.Int64),
-            markup_captions=pl.col("text").str.contains(MARKUP).sum().cast(pl.Int64),
+            references=pl.col("text").count().cast(pl.Int64),
+            longest_reference=pl.col("text").str.len_chars().max().fill_null(0).cast(pl.Int64),
+            markup_references=pl.col("text").str.contains(MARKUP).sum().cast(pl.Int64),
         )
         .drop("row")
     )

@@ -1,6 +1,11 @@
-"""validate: records -> clean records and a quarantine with reasons; rows in = rows out + quarantined, always."""
+"""validate: records -> clean records and a quarantine with reasons; rows in = rows out + quarantined, always.
+
+It judges the images whose digests the records have. A file that is another one by now is refused: what validate writes
+follows from the records alone, so DVC watches them and no image folder.
+"""
 
 import shutil
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -10,31 +15,33 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import BaseModel
 
-from components.validate.params import Validate
+from components.datasets import DATASETS
+from components.image_cache import check_images
+from components.image_check import OK
+from components.ingest.params import DatasetEntry
 from components.records import RAW_SCHEMA, RECORD_SCHEMA, DataError
 from components.reports import StageReport
-from components.validate.images import check_images
 from components.validate.leaks import find_twins, sound_pairs
+from components.validate.params import Validate
 from components.validate.rules import LEAK, bad_rows, facts, rules
-from components.validate.suite import judge
+from components.validate.suite import run_suite
 
-QUARANTINE_SCHEMA = RECORD_SCHEMA.append(pa.field("rules", pa.list_(pa.string()))).append(
-    pa.field("reason", pa.string())
-)
+REASONS = [pa.field("rules", pa.list_(pa.string())), pa.field("reason", pa.string())]
+QUARANTINE_SCHEMA = pa.schema([*RECORD_SCHEMA, *REASONS])
 
 LINKS = (("train", "test"), ("val", "test"), ("train", "val"))
 """Which splits are held against which. Only what trains and is in a test set is removed."""
 
 SPACE = r"[\s\p{Cc}\x{200B}\x{FEFF}]+"
 """White space, line and paragraph separators, control characters and invisible spaces: any run becomes one space. One
-line separator in a caption makes the reference tokenizer emit an extra line, and later captions meet the wrong pair."""
+line separator in a reference makes the reference tokenizer emit an extra line, and later ones meet the wrong pair."""
 
 
-class Counts(BaseModel):
-    """One dataset: clean pairs and captions by split, rows in quarantine, by rule (a row may break several)."""
+class ValidateCounts(BaseModel):
+    """One dataset: clean pairs and references by split, rows in quarantine, by rule (a row may break several)."""
 
     pairs: dict[str, int]
-    captions: dict[str, int]
+    references: dict[str, int]
     quarantined: int
     broken_rules: dict[str, int]
 
@@ -43,23 +50,32 @@ class ValidateReport(StageReport):
     quarantined: int
     leaks: int  # of them training pairs that are in a test set and are else sound
     overlaps: dict[str, int]  # pairs of one split that are also in another, kept or not
-    captions_respaced: int
+    references_respaced: int
     images: int
     bad_images: int
     mislabelled_images: int  # the content is sound, of another format than the file's name says
-    datasets: dict[str, Counts]
+    datasets: dict[str, ValidateCounts]
 
 
-def validate(cfg: Validate, records: Path, out: Path) -> ValidateReport:
+def validate(
+    cfg: Validate, entries: Mapping[str, DatasetEntry], image_cache: Path, records: Path, out: Path
+) -> ValidateReport:
     """Write `records.parquet` (clean), `quarantine.parquet`, `docs/` (pages of great-expectations) and `report.json`.
 
+    Args:
+        entries: the datasets of the run; `records/<name>/records.parquet` is read of these, in their order.
+        image_cache: what is known of images by content; it changes no output.
+
     Raises:
-        DataError: more than `cfg.max_quarantined_share` of the rows are bad, or declared counts do not hold. All
-            outputs are written before, so that the pages and the quarantine can be read.
+        DataError: an image changed since ingest; or more than `cfg.max_quarantined_share` of the rows are bad, or
+            expected counts do not hold. In the latter cases all outputs are written before, so that the pages and the
+            quarantine can be read.
     """
     out.mkdir(parents=True, exist_ok=True)
-    table = _load(records / "records.parquet")
-    images = check_images(pl.concat([table["before"], table["after"]]), cfg.max_image_pixels, cfg.image_cache)
+    table = pl.concat([_load(records / name / "records.parquet") for name in entries])
+    paths = pl.concat([table["before"], table["after"]])
+    images = check_images(paths, cfg.max_image_pixels, image_cache, "validate")
+    _refuse_changed(table, images)
     pairs = sound_pairs(table, images)
     twins = {link: find_twins(pairs, *link, cfg.near_duplicate_max_diff) for link in LINKS}
     overlaps = {f"{split} in {other}": twins[split, other].height for split, other in LINKS}
@@ -69,10 +85,10 @@ def validate(cfg: Validate, records: Path, out: Path) -> ValidateReport:
     shutil.rmtree(out / "docs", ignore_errors=True)
     with ThreadPoolExecutor(1) as beside:  # polars leaves the interpreter to great-expectations meanwhile
         parts = beside.submit(_split_and_write, table, bad, out)
-        broken, miscounts = judge(found, all_rules, cfg.expected_pairs, out / "docs")
+        broken, miscounts = run_suite(found, all_rules, expected_pairs(entries), out / "docs")
     assert broken == set(bad["rules"].explode().drop_nulls()), (broken, bad["rules"])  # two engines, one judgement
     clean, quarantine, respaced = parts.result()
-    report = _report(clean, quarantine, images, captions_respaced=respaced, overlaps=overlaps)
+    report = _report(clean, quarantine, images, references_respaced=respaced, overlaps=overlaps)
     assert report.rows_in == table.height == report.rows_out + report.quarantined, report
     report.write(out / "report.json")
     _refuse(cfg, report, quarantine, miscounts, out)
@@ -91,6 +107,53 @@ def _load(path: Path) -> pl.DataFrame:
     return table
 
 
+def _refuse_changed(table: pl.DataFrame, images: pl.DataFrame) -> None:
+    """Raises DataError where an image file is not the one whose digest its record has."""
+    digests = images.select("path", found="digest")
+    for side in ("before", "after"):
+        noted = table.select("source", path=side, noted=f"{side}_sha256").drop_nulls("path")
+        changed = noted.join(digests, on="path", how="left", maintain_order="left").filter(
+            pl.col("noted").ne_missing(pl.col("found"))
+        )
+        if changed.height:
+            first = changed.row(0, named=True)
+            raise DataError(
+                f"{first['source']}: {side}: {first['path']} changed since ingest, with {changed.height - 1} others; "
+                "run `m3diff ingest` again (`dvc repro` does)"
+            )
+
+
+def expected_pairs(entries: Mapping[str, DatasetEntry]) -> dict[str, dict[str, int]]:
+    """Pairs by dataset and split, as published or as `params.yaml` says; a split that trains counts as `train`.
+
+    Raises:
+        DataError: `published` of a dataset of which no counts are published.
+    """
+    expected = {}
+    for name, entry in entries.items():
+        if entry.expected_pairs == "published":
+            expected[name] = _published_pairs(name, entry)
+        elif entry.expected_pairs is not None:
+            expected[name] = {str(split): pairs for split, pairs in entry.expected_pairs.items()}
+    return expected
+
+
+def _published_pairs(name: str, entry: DatasetEntry) -> dict[str, int]:
+    spec = DATASETS[entry.reader]
+    part = spec.part(name)
+    if part is None:
+        known = ", ".join(one.part for one in spec.published) or "none"
+        raise DataError(
+            f"ingest.datasets {name!r}: expected_pairs: no counts of {entry.reader} are published under this name "
+            f"(known: {known}); name the dataset so, or write {{train: ..., val: ..., test: ...}}"
+        )
+    pairs: dict[str, int] = {}
+    for split, count in part.pairs().items():
+        used = "train" if split in entry.train_on else split
+        pairs[used] = pairs.get(used, 0) + count
+    return pairs
+
+
 def _split_and_write(table: pl.DataFrame, bad: pl.DataFrame, out: Path) -> tuple[pl.DataFrame, pl.DataFrame, int]:
     clean, quarantine, respaced = _split(table, bad)
     _write(clean, RECORD_SCHEMA, out / "records.parquet")
@@ -99,16 +162,16 @@ def _split_and_write(table: pl.DataFrame, bad: pl.DataFrame, out: Path) -> tuple
 
 
 def _split(table: pl.DataFrame, bad: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame, int]:
-    """Clean records with respaced captions, quarantined ones as they were read, and how many captions were respaced."""
+    """Clean records with respaced references, quarantined ones as read, and how many references were respaced."""
     rows = table.with_row_index("row")
     clean = rows.join(bad, on="row", how="anti").sort("row")
-    captions = clean.select("row", "captions").explode("captions", empty_as_null=False)
-    spaced = captions.with_columns(new=pl.col("captions").str.replace_all(SPACE, " ").str.strip_chars(" "))
-    grouped = spaced.group_by("row", maintain_order=True).agg(captions="new")
+    references = clean.select("row", "references").explode("references", empty_as_null=False)
+    spaced = references.with_columns(new=pl.col("references").str.replace_all(SPACE, " ").str.strip_chars(" "))
+    grouped = spaced.group_by("row", maintain_order=True).agg(references="new")
     assert grouped.height == clean.height, (grouped.height, clean.height)
-    respaced = spaced.select((pl.col("new") != pl.col("captions")).sum()).item()
+    respaced = spaced.select((pl.col("new") != pl.col("references")).sum()).item()
     quarantine = rows.join(bad, on="row", how="inner").sort("row")
-    return clean.with_columns(grouped["captions"]), quarantine, respaced
+    return clean.with_columns(grouped["references"]), quarantine, respaced
 
 
 def _report(clean: pl.DataFrame, quarantine: pl.DataFrame, images: pl.DataFrame, **counted: Any) -> ValidateReport:
@@ -122,8 +185,8 @@ def _report(clean: pl.DataFrame, quarantine: pl.DataFrame, images: pl.DataFrame,
         leaks=quarantine.filter(pl.col("rules") == [LEAK]).height,
         **counted,
         images=images.height,
-        bad_images=images.filter(pl.col("verdict") != "ok").height,
-        mislabelled_images=images.filter(pl.col("verdict") == "ok", suffix.ne_missing(pl.col("format"))).height,
+        bad_images=images.filter(pl.col("verdict") != OK).height,
+        mislabelled_images=images.filter(pl.col("verdict") == OK, suffix.ne_missing(pl.col("format"))).height,
         datasets={
             name: _counts(clean.filter(pl.col("dataset") == name), quarantine.filter(pl.col("dataset") == name))
             for name in names
@@ -131,12 +194,14 @@ def _report(clean: pl.DataFrame, quarantine: pl.DataFrame, images: pl.DataFrame,
     )
 
 
-def _counts(clean: pl.DataFrame, quarantine: pl.DataFrame) -> Counts:
-    by_split = clean.group_by("split").agg(pairs=pl.len(), captions=pl.col("captions").list.len().sum()).sort("split")
+def _counts(clean: pl.DataFrame, quarantine: pl.DataFrame) -> ValidateCounts:
+    by_split = (
+        clean.group_by("split").agg(pairs=pl.len(), references=pl.col("references").list.len().sum()).sort("split")
+    )
     broken = quarantine["rules"].explode().value_counts().sort("rules")
-    return Counts(
+    return ValidateCounts(
         pairs=dict(by_split.select("split", "pairs").iter_rows()),
-        captions=dict(by_split.select("split", "captions").iter_rows()),
+        references=dict(by_split.select("split", "references").iter_rows()),
         quarantined=quarantine.height,
         broken_rules=dict(broken.iter_rows()),
     )
@@ -147,7 +212,7 @@ def _write(frame: pl.DataFrame, schema: pa.Schema, path: Path) -> None:
 
 
 def _refuse(cfg: Validate, report: ValidateReport, quarantine: pl.DataFrame, miscounts: list[str], out: Path) -> None:
-    faults = [f"{count}; fetch the dataset again or correct validate.expected_pairs" for count in miscounts]
+    faults = [f"{count}; fetch the dataset again or correct its expected_pairs" for count in miscounts]
     bad = quarantine.filter(pl.col("rules") != [LEAK])
     if bad.height > cfg.max_quarantined_share * report.rows_in:
         examples = [f"    {row['source']}: {row['reason']}" for row in bad.head(5).iter_rows(named=True)]

@@ -18,18 +18,20 @@ from components.validate.pages import write_pages
 from components.validate.rules import Rule
 
 RUN_TIME = datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC)
-"""Data Docs bear the time of the run; a fixed one, so that equal inputs give equal bytes."""
+"""Data Docs show the time of the run; a fixed one, so that equal inputs give equal bytes."""
 
 
-Declared = Mapping[str, Mapping[Any, int]]
-"""Pairs by dataset and split, as published."""
+ExpectedPairs = Mapping[str, Mapping[Any, int]]
+"""Pairs by dataset and split."""
 
 
-def judge(found: pl.DataFrame, rules: list[Rule], declared: Declared, site: Path) -> tuple[set[str], list[str]]:
+def run_suite(
+    found: pl.DataFrame, rules: list[Rule], expected: ExpectedPairs, site: Path
+) -> tuple[set[str], list[str]]:
     """Validate the facts and write GX's pages to `site`.
 
     Returns:
-        The names of the rules that some row breaks, and a sentence for each declared count that does not hold.
+        The names of the rules that some row breaks, and a sentence for each expected count that does not hold.
     """
     os.environ["GX_ANALYTICS_ENABLED"] = "false"
     import great_expectations as gx  # seconds of import
@@ -43,7 +45,7 @@ def judge(found: pl.DataFrame, rules: list[Rule], declared: Declared, site: Path
         data = context.data_sources.add_pandas("records").add_dataframe_asset("records")
         batch = data.add_batch_definition_whole_dataframe("all")
         suite = context.suites.add(
-            gx.ExpectationSuite(name="records", expectations=_expectations(found, rules, declared))
+            gx.ExpectationSuite(name="records", expectations=_expectations(found, rules, expected))
         )
         validation = context.validation_definitions.add(
             gx.ValidationDefinition(name="records", data=batch, suite=suite)
@@ -58,7 +60,7 @@ def judge(found: pl.DataFrame, rules: list[Rule], declared: Declared, site: Path
     return _verdicts(result.results)
 
 
-def _expectations(found: pl.DataFrame, rules: list[Rule], declared: Declared) -> list[Any]:
+def _expectations(found: pl.DataFrame, rules: list[Rule], expected: ExpectedPairs) -> list[Any]:
     """One suite per dataset (a condition on its rows), all in one suite, so that GX computes shared metrics once."""
     import great_expectations.expectations as gxe
     from great_expectations.expectations.row_conditions import Column
@@ -71,7 +73,7 @@ def _expectations(found: pl.DataFrame, rules: list[Rule], declared: Declared) ->
             meta = {"rule": rule.name, "dataset": dataset}
             build = getattr(gxe, rule.expectation)
             expectations.append(build(column=rule.column, row_condition=condition, meta=meta, **rule.arguments))
-    for dataset, splits in declared.items():
+    for dataset, splits in expected.items():
         for split, pairs in splits.items():
             rows = (Column("dataset") == dataset) & (Column("split") == split)
             meta = {"dataset": dataset, "split": split}
@@ -88,7 +90,7 @@ def _verdicts(results: list[Any]) -> tuple[set[str], list[str]]:
             continue
         if "split" in meta:
             found = result.result["observed_value"]
-            counts.append(f"{meta['dataset']} {meta['split']}: {found} pairs, but {config['value']} are declared")
+            counts.append(f"{meta['dataset']} {meta['split']}: {found} pairs, but {config['value']} are expected")
         else:
             broken.add(meta["rule"])
     return broken, counts

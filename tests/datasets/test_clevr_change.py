@@ -1,12 +1,11 @@
 import json
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 
-from components.datasets.clevr_change import read
-from components.records import RAW_SCHEMA, DataError
-from tests.layouts import edit_json, run_ingest, write_clevr, write_json
+from components.datasets.clevr_change import PUBLISHED, read
+from components.records import DataError
+from tests.layouts import edit_json, write_clevr, write_json
 
 REAL = Path("../shared/real/clevr_change")
 
@@ -19,25 +18,47 @@ def test_one_scene_gives_a_change_and_a_distractor(tmp_path):
     assert distractor.after == "nsc_images/CLEVR_nonsemantic_000003.png"
     assert change.scene == distractor.scene == "000003"
     assert (change.change_types, distractor.change_types) == (["color", "size"], ["none"])
-    assert change.captions == ["the cube of 000003 turned red", "it became red"]
-    assert distractor.captions == ["nothing has changed", "no change was made"]
+    assert change.references == ["the cube of 000003 turned red", "it became red"]
+    assert distractor.references == ["nothing has changed", "no change was made"]
 
 
-def test_records_have_the_schema_and_follow_the_splits(tmp_path):
-    report = run_ingest(write_clevr(tmp_path / "raw"))
-    table = pq.read_table(tmp_path / "records/records.parquet")
-    assert table.schema.equals(RAW_SCHEMA)
-    assert table["id"].to_pylist()[:3] == ["mini/000003.png", "mini/000003.png_n", "mini/000005.png"]
-    assert report.datasets["mini"].pairs == {"train": 6, "val": 2, "test": 4}
-    assert report.datasets["mini"].captions == {"train": 12, "val": 4, "test": 8}
-    assert report.rows_in == report.rows_out == table.num_rows == 12
+def test_rows_follow_the_splits_file_a_change_and_its_distractor_side_by_side(tmp_path):
+    rows = list(read(write_clevr(tmp_path)))
+    assert [(row.name, row.split) for row in rows[:3]] == [
+        ("000003.png", "train"),
+        ("000003.png_n", "train"),
+        ("000005.png", "train"),
+    ]
+    assert [row.split for row in rows] == ["train"] * 6 + ["val"] * 2 + ["test"] * 4
+    assert rows[0].source == "change_captions.json, CLEVR_default_000003.png"
+    assert rows[1].source == "no_change_captions.json, CLEVR_default_000003.png"
+    assert rows[2].before == "images/CLEVR_default_000005.png"
 
 
-def test_the_same_bytes_come_out_twice(tmp_path):
-    run_ingest(write_clevr(tmp_path / "raw"))
-    first = [path.read_bytes() for path in sorted((tmp_path / "records").iterdir())]
-    run_ingest(tmp_path / "raw")
-    assert first == [path.read_bytes() for path in sorted((tmp_path / "records").iterdir())]
+def test_a_scene_that_is_no_number_keeps_its_row_with_its_place(tmp_path):
+    root = write_clevr(tmp_path)
+    edit_json(root / "splits.json", lambda splits: splits["val"].append("9"))
+    bad = [row for row in read(root) if row.fault]
+    assert [(row.name, row.split, row.source, row.fault) for row in bad] == [
+        (None, "val", "splits.json, val[1]", "scene: expected a number from 0, found text '9'")
+    ]
+
+
+def test_captions_under_a_strange_key_keep_their_row(tmp_path):
+    root = write_clevr(tmp_path)
+    edit_json(root / "change_captions.json", lambda captions: captions.update({"photo.png": ["x"]}))
+    (stray,) = [row for row in read(root) if row.fault]
+    assert (stray.name, stray.scene, stray.split) == ("photo.png", "photo.png", None)
+    assert stray.fault == "key: expected 'CLEVR_default_<six digits>.png', found 'photo.png'"
+    assert stray.source == "change_captions.json, photo.png"
+
+
+def test_types_that_are_no_lists_of_names_are_refused(tmp_path):
+    root = write_clevr(tmp_path)
+    for wrong in ("000003.png", [3]):
+        write_json(root / "type_mapping.json", {"color": wrong})
+        with pytest.raises(DataError, match=r"type_mapping\.json: 'color': expected a list of image names"):
+            list(read(root))
 
 
 def test_a_byte_order_mark_is_no_fault(tmp_path):
@@ -53,12 +74,7 @@ def test_truncated_json_names_file_and_place(tmp_path, keep):
     path = root / "change_captions.json"
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(DataError, match=r"change_captions\.json: .*fetch it again"):
-        run_ingest(root)
-
-
-def test_a_missing_root_is_named_with_its_remedy(tmp_path):
-    with pytest.raises(DataError, match=r"'mini': root .*nowhere is no folder; .*m3diff synthesize"):
-        run_ingest(tmp_path / "nowhere")
+        list(read(root))
 
 
 def test_a_scene_without_captions_and_captions_without_a_split_keep_their_rows(tmp_path):
@@ -90,3 +106,7 @@ def test_the_real_splits_count_to_the_unit(tmp_path):
     assert [counts["train", kind] for kind in kinds] == [6764, 6768, 6771, 6766, 6761, 33830]
     assert [counts["val", kind] for kind in kinds] == [397, 398, 398, 398, 397, 1988]
     assert [counts["test", kind] for kind in kinds] == [797, 797, 797, 797, 797, 3985]
+    pairs = {
+        split: sum(count for (own, _), count in counts.items() if own == split) for split in ("train", "val", "test")
+    }
+    assert pairs == PUBLISHED.pairs()

@@ -1,108 +1,461 @@
-"""MiniChange: every byte follows from the seed, splits share no scene, captions read back to what was changed."""
+"""MiniChange: every byte follows from the seed, each type changes what it says, references read back to the change."""
 
 import hashlib
 import json
 import re
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
-from components.datasets.minichange.settings import Synthesize
-from components.records import CHANGE_TYPES
-from components.datasets.minichange.change import sample_pair
-from components.datasets.minichange.render import render
-from components.datasets.minichange.language import NO_CHANGE, captions, grammar, name
-from components.datasets.minichange.scene import PLACES
-from components.synthesize.stage import synthesize
-
-SMALL = Synthesize(
-    seed=5,
-    scenes={"train": 20, "val": 4, "test": 6},
-    image_px=64,
-    references=5,
-    multi_change_share=0.2,
-    oversample_types=["size"],
+from components.datasets.minichange import SPEC
+from components.datasets.minichange.change import VISIBLE, sample_pair, sample_types
+from components.datasets.minichange.generate import _write_scene, generate, split_scenes
+from components.datasets.minichange.language import (
+    NO_CHANGE_SENTENCES,
+    TEMPLATES,
+    describe_cells,
+    describe_scene,
+    grammar,
+    name,
+    references,
 )
+from components.datasets.minichange.render import MARGIN, render
+from components.datasets.minichange.scene import (
+    CAMERA_MOVES,
+    DARK,
+    PLACES,
+    ZOOMS,
+    Change,
+    Scene,
+    Thing,
+    View,
+    cell_center,
+    jitter,
+    sample_scene,
+)
+from components.datasets.minichange.settings import MiniChange
+from components.files import sha256
+from components.records import CHANGE_TYPES, DataError
+
+SMALL = {
+    "seed": 5,
+    "scenes": {"train": 20, "val": 4, "test": 6},
+    "image_px": 64,
+    "references": 5,
+    "multi_change_share": 0.2,
+    "oversample_types": ["size"],
+}
+EMBEDDED = {
+    "seed": 2503,
+    "scenes": {"train": 5000, "val": 60, "test": 240},
+    "image_px": 128,
+    "references": 5,
+    "multi_change_share": 0.15,
+    "oversample_types": ["substitution", "size", "color"],
+}
+SMALL_FILES = {
+    "change_captions.json": "c2e94e5507250e7a15c98161c1e899e9c3eb563005bb403fa7a21233965be017",
+    "grammar.json": "6048f30bdae0e0593f949fe08dd535492ce75b88d091f9d77e6eb1bfa4ede52f",
+    "no_change_captions.json": "cb4f98273204f8c2c3231be108e6b0cfed598234ea0574b26dea1161e758377c",
+    "splits.json": "b9468a60a433da70dd02510cdff900e6a9566b29a97bd362e65d556b4bfffa16",
+    "type_mapping.json": "27a3e0228dd80decea5d82e588a89772fffce47f4cc94dde42338079d0b1fd0d",
+}
+SMALL_IMAGES = "7db9e97307cad238c97f56f27700d1007b517dfbe38a1235cecfdff308bcea46"
+EMBEDDED_SCENES = {  # number -> first 16 digits of the digests of before, after, distractor; types; first reference
+    0: ("63d529f0c5ad6045", "e7b5488d24d714be", "9ce02bf1bc1bf90e", "viewpoint", "the camera moved to the right"),
+    7: (
+        "0e5cbc776a5f42a8",
+        "cca7f8cbf33e612b",
+        "b46692bd1b1be51f",
+        "color viewpoint",
+        "the camera zoomed out, and at the bottom right the large yellow sign turned purple",
+    ),
+    299: (
+        "cd950bd652af21ac",
+        "7d22f94e653e30d7",
+        "67e4b774008536d9",
+        "counting",
+        "at the left the small purple die shows four dots instead of two",
+    ),
+    300: ("982b46f7113882a6", "5c018e13af4874e9", "8f83ea8494804177", "viewpoint", "the camera moved to the left"),
+    3111: (
+        "ef82e62d44f5482a",
+        "4d67969fcb7ba496",
+        "76f1217aa820677c",
+        "size",
+        "at the top the large purple die became small",
+    ),
+    5299: (
+        "29a09e4dabcd77d7",
+        "2d75cbaa1fca8543",
+        "37619a8709bf26a3",
+        "removal",
+        "at the bottom the small yellow sign was removed and left a mark",
+    ),
+}
 
 
-def digests(folder: Path) -> dict[str, str]:
-    return {
-        str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()
-        for file in sorted(folder.rglob("*"))
-        if file.is_file()
-    }
+def settings(root: Path, **changes) -> MiniChange:
+    return MiniChange.model_validate(SMALL | {"root": root} | changes)
 
 
-def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(tmp_path: Path) -> None:
-    for folder, seed in (("a", 5), ("b", 5), ("c", 6)):
-        synthesize(SMALL.model_copy(update={"seed": seed}), tmp_path / folder)
-    a, b, c = (digests(tmp_path / folder) for folder in "abc")
-    assert a == b
-    assert a.keys() == c.keys()
-    assert a["change_captions.json"] != c["change_captions.json"]
-    images = [file for file in a if file.endswith(".png")]
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("minichange") / "small"
+    generate(settings(root))
+    return root
+
+
+def test_the_bytes_of_a_small_benchmark_are_pinned(small):
+    files = sorted(path for path in small.rglob("*") if path.is_file())
+    assert {path.name: sha256(path) for path in files if path.suffix == ".json"} == SMALL_FILES
+    images = [path for path in files if path.suffix == ".png"]
     assert len(images) == 3 * 30
-    assert all(a[image] != c[image] for image in images)
+    assert len(files) == 3 * 30 + 5
+    assert hashlib.sha256(b"".join(path.read_bytes() for path in images)).hexdigest() == SMALL_IMAGES
 
 
-def test_no_scene_is_in_two_splits(tmp_path: Path) -> None:
-    synthesize(SMALL, tmp_path)
-    splits = json.loads((tmp_path / "splits.json").read_text())
-    assert {split: len(numbers) for split, numbers in splits.items()} == SMALL.scenes
-    together = [number for numbers in splits.values() for number in numbers]
-    assert sorted(together) == sorted(set(together))
+def test_scenes_of_the_embedded_benchmark_are_pinned(tmp_path):
+    embedded = MiniChange.model_validate(EMBEDDED | {"root": tmp_path})
+    folders = {"images": "default", "sc_images": "semantic", "nsc_images": "nonsemantic"}
+    for folder in folders:
+        (tmp_path / folder).mkdir()
+    training = split_scenes(embedded)["train"]
+    assert training == range(300, 5300)
+    for number, (*digests, types, reference) in EMBEDDED_SCENES.items():
+        scene = _write_scene(embedded, training, number)
+        paths = [tmp_path / folder / f"CLEVR_{kind}_{number:06d}.png" for folder, kind in folders.items()]
+        assert [sha256(path)[:16] for path in paths] == digests, number
+        assert (scene.number, " ".join(sorted(scene.types)), scene.references[0]) == (number, types, reference)
 
 
-def test_more_training_scenes_leave_the_held_out_ones_as_they_are(tmp_path: Path) -> None:
-    for folder, train in (("few", 2), ("more", 5)):
-        synthesize(SMALL.model_copy(update={"scenes": SMALL.scenes | {"train": train}}), tmp_path / folder)
-    few, more = (json.loads((tmp_path / folder / "splits.json").read_text()) for folder in ("few", "more"))
-    assert (few["val"], few["test"]) == (more["val"], more["test"])
-    images = {name: content for name, content in digests(tmp_path / "few").items() if name.endswith(".png")}
-    assert images.items() <= digests(tmp_path / "more").items()
+def test_the_parameters_of_the_embedded_run_are_the_pinned_ones():
+    import yaml
+
+    given = yaml.safe_load(Path("params.yaml").read_text())["synthesize"]["minichange"]
+    assert MiniChange.model_validate(given) == MiniChange.model_validate(EMBEDDED | {"root": given["root"]})
 
 
-def test_what_trains_twice_is_drawn_twice_as_often_for_training_alone(tmp_path: Path) -> None:
-    scenes = {"train": 260, "val": 0, "test": 120}
-    synthesize(SMALL.model_copy(update={"scenes": scenes, "image_px": 32, "multi_change_share": 0.0}), tmp_path)
-    splits = json.loads((tmp_path / "splits.json").read_text())
-    drawn = json.loads((tmp_path / "type_mapping.json").read_text())
-    of_size = {int(name.removesuffix(".png")) for name in drawn["size"]}
-    assert len(of_size & set(splits["train"])) == 2 * 260 / 13
-    assert len(of_size & set(splits["test"])) == 120 / 12
+def test_its_reader_reads_what_it_wrote(small):
+    rows = list(SPEC.read(small))
+    assert Counter(row.split for row in rows) == {"train": 40, "val": 8, "test": 12}
+    assert not any(row.fault for row in rows)
+    assert all(len(row.references) == 5 and len(set(row.references)) == 5 for row in rows)
+    assert all((small / row.before).is_file() and (small / row.after).is_file() for row in rows)
+    captions = json.loads((small / "change_captions.json").read_text())
+    assert rows[0].references == captions["CLEVR_default_000010.png"]
+    assert rows[0].change_types == ["orientation", "pose", "ocr"]
+
+
+def test_every_reference_of_the_benchmark_reads_back_to_the_types_of_its_pair(small):
+    rules = SPEC.grammar(small)
+    assert rules == json.loads((small / "grammar.json").read_text()) == grammar()
+    for row in SPEC.read(small):
+        for text in row.references:
+            if row.change_types == ["none"]:
+                assert text in rules["no_change"]
+                continue
+            clauses = text.split(rules["clause_separator"])
+            found = [next(r["type"] for r in rules["clauses"] if re.fullmatch(r["pattern"], c)) for c in clauses]
+            assert sorted(found) == sorted(row.change_types), text
+
+
+def test_a_folder_with_other_files_is_refused_and_nothing_of_it_removed(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(DataError, match=r"holds 'thesis\.tex', which MiniChange does not write; name another root"):
+        generate(settings(tmp_path))
+    assert (tmp_path / "thesis.tex").read_text() == "years of work"
+
+
+def test_an_older_benchmark_in_the_folder_is_replaced(tmp_path):
+    few = {"train": 1, "val": 0, "test": 1}
+    for scenes in (few | {"test": 3}, few):
+        generate(settings(tmp_path / "mini", scenes=scenes, image_px=32))
+    assert len(list((tmp_path / "mini/images").iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("scenes", {"train": 1}, "expected train, val, test"),
+        ("scenes", {"train": -1, "val": 1, "test": 1}, "each 0 or more"),
+        ("scenes", {"train": 0, "val": 0, "test": 0}, "one of them more than 0"),
+        ("scenes", {"train": 1, "val": 0, "dev": 1}, "scenes"),
+        ("references", 6, "less than or equal to 5"),
+        ("references", 0, "greater than or equal to 1"),
+        ("image_px", 31, "greater than or equal to 32"),
+        ("multi_change_share", 1.1, "less than or equal to 1"),
+        ("multi_change_share", -0.1, "greater than or equal to 0"),
+        ("seed", -1, "greater than or equal to 0"),
+        ("oversample_types", ["shape"], "oversample_types"),
+    ],
+)
+def test_settings_beyond_their_limits_are_refused(tmp_path, field, value, message):
+    with pytest.raises(ValueError, match=message):
+        settings(tmp_path, **{field: value})
+
+
+def test_settings_at_their_limits_are_taken_and_frozen(tmp_path):
+    edge = settings(tmp_path, scenes={"train": 0, "val": 0, "test": 1}, references=1, image_px=32, seed=0)
+    assert edge.scenes == {"train": 0, "val": 0, "test": 1}
+    with pytest.raises(TypeError, match="frozen"):
+        edge.scenes["train"] = 3
+
+
+def test_types_run_through_the_deck_by_number_and_others_come_on_top():
+    rng = np.random.default_rng(0)
+    deck = (*CHANGE_TYPES, "size")
+    assert [sample_types(rng, n, 0.0, deck) for n in range(13)] == [(each,) for each in deck]
+    several = [sample_types(rng, n, 1.0) for n in range(240)]
+    assert all(types[0] == CHANGE_TYPES[n % 12] for n, types in enumerate(several))
+    assert all(len(set(types)) == len(types) for types in several)
+    assert 90 < Counter(len(types) for types in several)[2] < 150
+    assert {len(types) for types in several} == {2, 3}
+    third = sum(len(sample_types(rng, 0, 0.3)) > 1 for _ in range(400)) / 400
+    assert third == pytest.approx(0.3, abs=0.07)
+
+
+def changed_pairs(change_type: str, count: int = 12) -> list[tuple[Scene, Scene, Scene, Change]]:
+    rng = np.random.default_rng(3)
+    sampled = [sample_pair(rng, (change_type,)) for _ in range(count)]
+    assert all(len(changes) == 1 and changes[0].type == change_type for *_, changes in sampled)
+    return [(before, after, distractor, changes[0]) for before, after, distractor, changes in sampled]
+
+
+def by_cell(scene: Scene) -> dict[int, Thing]:
+    return {thing.cell: thing for thing in scene.things}
 
 
 @pytest.mark.parametrize("change_type", CHANGE_TYPES)
-def test_each_caption_reads_back_to_its_change(change_type: str) -> None:
+def test_only_what_the_change_says_differs_between_the_scenes(change_type):
+    for before, after, distractor, change in changed_pairs(change_type):
+        one, two = by_cell(before), by_cell(after)
+        differing = {cell for cell in {*one, *two} if one.get(cell) != two.get(cell)}
+        said = change.before or change.after
+        assert differing == ({said.cell} if said else set())
+        assert (distractor.things, distractor.marks) == (before.things, before.marks)
+        assert after.background == before.background == distractor.background
+        if said:
+            assert (one.get(said.cell), two.get(said.cell)) == (change.before, change.after)
+            for view in (before.view, after.view):
+                assert all(VISIBLE < value < 1 - VISIBLE for value in view.project(said.center))
+        left = {said.cell} if change_type == "removal" else set()
+        assert set(after.marks) == {*before.marks, *left}
+        assert list(after.marks) == sorted(after.marks)
+        assert [thing.cell for thing in after.things] == sorted(two)
+
+
+SAME = {
+    "size": ("kind", "color", "cell", "state", "dx", "dy"),
+    "color": ("kind", "size", "cell", "state", "dx", "dy"),
+    "orientation": ("kind", "color", "size", "cell", "dx", "dy"),
+    "pose": ("kind", "color", "size", "cell", "dx", "dy"),
+    "ocr": ("kind", "color", "size", "cell", "dx", "dy"),
+    "counting": ("kind", "color", "size", "cell", "dx", "dy"),
+    "substitution": ("size", "cell", "dx", "dy"),
+}
+DIFFERENT = {"size": "size", "color": "color", "substitution": "kind"}
+KIND = {"orientation": "arrow", "pose": "doll", "ocr": "sign", "counting": "die"}
+
+
+@pytest.mark.parametrize("change_type", SAME)
+def test_an_object_keeps_all_but_the_property_that_changes(change_type):
+    for *_, change in changed_pairs(change_type):
+        before, after = change.before, change.after
+        assert [getattr(after, field) for field in SAME[change_type]] == [
+            getattr(before, field) for field in SAME[change_type]
+        ]
+        field = DIFFERENT.get(change_type, "state")
+        assert getattr(after, field) != getattr(before, field)
+        assert KIND.get(change_type) in (None, before.kind)
+
+
+def test_an_addition_stands_where_nothing_was():
+    for before, _, _, change in changed_pairs("addition", 40):
+        assert change.before is None
+        assert change.after.cell not in {*by_cell(before), *before.marks}
+
+
+def test_an_object_added_beside_another_change_takes_no_cell_that_was_just_freed():
+    rng = np.random.default_rng(2)
+    for _ in range(60):
+        *_, changes = sample_pair(rng, ("disappearance", "addition", "removal"))
+        cells = [(change.before or change.after).cell for change in changes]
+        assert len(set(cells)) == 3
+
+
+def test_several_changes_touch_different_objects_and_stand_in_reading_order():
+    rng = np.random.default_rng(4)
+    for _ in range(30):
+        *_, changes = sample_pair(rng, ("color", "illumination", "size"))
+        assert [change.order for change in changes] == sorted(change.order for change in changes)
+        assert changes[0].type == "illumination"
+        assert changes[1].before.cell < changes[2].before.cell
+
+
+def test_the_lamp_goes_out_where_it_is_on_and_comes_on_where_it_is_off():
+    seen = set()
+    for before, after, _, change in changed_pairs("illumination", 60):
+        lit = before.view.brightness > 0.7
+        assert change.word == ("out" if lit else "on")
+        assert (after.view.brightness > 0.7) is not lit
+        seen.add(lit)
+    assert seen == {True, False}
+
+
+def test_the_camera_goes_where_the_word_says():
+    seen = set()
+    for before, after, _, change in changed_pairs("viewpoint", 60):
+        seen.add(change.word)
+        x, y = CAMERA_MOVES.get(change.word, (0, 0))
+        assert after.view.x - before.view.x == pytest.approx(x, abs=0.011)
+        assert after.view.y - before.view.y == pytest.approx(y, abs=0.011)
+        if change.word in ZOOMS:
+            assert after.view.zoom == pytest.approx(ZOOMS[change.word], rel=0.016)
+    assert seen == {*CAMERA_MOVES, *ZOOMS}
+
+
+def test_a_distractor_moves_camera_and_light_by_less_than_a_change():
+    rng = np.random.default_rng(1)
+    noises = []
+    for _ in range(200):
+        view = jitter(rng, View())
+        assert max(abs(view.x), abs(view.y)) <= 0.01
+        assert 0.985 <= view.zoom <= 1.015
+        assert 0.96 <= view.brightness <= 1.04
+        assert abs(view.lamp + 2.2) <= 0.3
+        noises.append(view.noise)
+    assert 0.2 < np.mean([noise > 0 for noise in noises]) < 0.4
+    assert {0.0} < set(noises)
+    assert max(noises) <= 2.0
+    assert min(n for n in noises if n) >= 0.5
+
+
+def test_scenes_hold_three_to_five_objects_each_in_a_cell_of_its_own_and_what_must_be_there():
+    rng = np.random.default_rng(6)
+    scenes = [sample_scene(rng, ("die", "doll")) for _ in range(200)]
+    assert {len(scene.things) for scene in scenes} == {3, 4, 5}
+    for scene in scenes:
+        cells = [thing.cell for thing in scene.things]
+        assert cells == sorted(set(cells))
+        assert not set(cells) & set(scene.marks)
+        assert {"die", "doll"} <= {thing.kind for thing in scene.things}
+    assert 0.1 < np.mean([bool(scene.marks) for scene in scenes]) < 0.3
+    assert 0.04 < np.mean([scene.view.brightness < 0.7 for scene in scenes]) < 0.2
+
+
+def test_places_are_cells_in_reading_order_and_the_camera_projects_them():
+    assert [cell_center(cell) for cell in (0, 4, 5, 8)] == [
+        pytest.approx(center) for center in ((0.2, 0.2), (0.5, 0.5), (0.8, 0.5), (0.8, 0.8))
+    ]
+    assert PLACES[5] == "at the right"
+    assert PLACES[6] == "at the bottom left"
+    assert Thing("box", "red", "small", 2, dx=0.01, dy=-0.02).center == pytest.approx((0.81, 0.18))
+    assert View(x=0.2, y=-0.1, zoom=1.4).project((0.8, 0.2)) == pytest.approx((0.64, 0.22))
+    assert View(zoom=1.3).dimmed(DARK) == View(zoom=1.3, brightness=DARK)
+
+
+BOX, SIGN = Thing("box", "red", "small", 2), Thing("sign", "blue", "large", 7, "K")
+BY_HAND = {
+    "addition": (Change("addition", None, BOX), "at the top right a small red box appeared on the table"),
+    "disappearance": (
+        Change("disappearance", BOX),
+        "at the top right the small red box disappeared without a trace",
+    ),
+    "removal": (Change("removal", BOX), "at the top right the small red box was removed leaving a mark"),
+    "substitution": (
+        Change("substitution", BOX, replace(BOX, kind="cone", color="white")),
+        "at the top right the small red box was replaced with a small white cone",
+    ),
+    "size": (
+        Change("size", BOX, replace(BOX, size="large")),
+        "at the top right the small red box became large in size",
+    ),
+    "color": (
+        Change("color", BOX, replace(BOX, color="green")),
+        "at the top right the small red box turned green in color",
+    ),
+    "orientation": (
+        Change("orientation", Thing("arrow", "red", "small", 0, "up"), Thing("arrow", "red", "small", 0, "left")),
+        "at the top left the small red arrow points left instead of up",
+    ),
+    "pose": (
+        Change("pose", Thing("doll", "red", "small", 4, "up"), Thing("doll", "red", "small", 4, "down")),
+        "in the centre the small red doll lowered its arms and changed its pose",
+    ),
+    "ocr": (
+        Change("ocr", SIGN, replace(SIGN, state="2")),
+        "at the bottom the large blue sign reads 2 and no longer K",
+    ),
+    "counting": (
+        Change("counting", Thing("die", "red", "small", 3, 2), Thing("die", "red", "small", 3, 6)),
+        "at the left the small red die shows six dots and no longer two",
+    ),
+    "viewpoint": (Change("viewpoint", word="in"), "the camera zoomed in between the images"),
+    "illumination": (Change("illumination", word="out"), "the lamp went out between the images"),
+}
+
+
+@pytest.mark.parametrize("change_type", CHANGE_TYPES)
+def test_the_second_paraphrase_of_each_type_by_hand(change_type):
+    change, text = BY_HAND[change_type]
+    assert references((change,), 2)[1] == text
+
+
+@pytest.mark.parametrize("change_type", CHANGE_TYPES)
+def test_each_reference_reads_back_to_its_change(change_type):
     rules = grammar()
-    rng = np.random.default_rng(3)
-    for _ in range(10):
-        _, _, _, changes = sample_pair(rng, (change_type,))
-        for caption in captions(changes, 5):
-            read = [(c["type"], m) for c in rules["clauses"] if (m := re.fullmatch(c["pattern"], caption))]
-            assert {found for found, _ in read} == {change_type}, caption
-            thing = changes[0].before or changes[0].after
+    assert len(set(TEMPLATES[change_type])) == 5
+    for *_, change in changed_pairs(change_type, 10):
+        for text in references((change,), 5):
+            read = [(c["type"], m) for c in rules["clauses"] if (m := re.fullmatch(c["pattern"], text))]
+            assert {found for found, _ in read} == {change_type}, text
+            thing = change.before or change.after
             if thing is not None:
-                assert {(m["object"], m["place"]) for _, m in read} == {(name(thing), PLACES[thing.cell])}, caption
+                assert {(m["object"], m["place"]) for _, m in read} == {(name(thing), PLACES[thing.cell])}, text
+            else:
+                assert {m["object"] for _, m in read} == {text.split()[1]}
 
 
-def test_several_changes_are_said_one_after_another() -> None:
+def test_several_changes_stand_one_after_another():
     rules = grammar()
     _, _, _, changes = sample_pair(np.random.default_rng(1), ("color", "removal", "illumination"))
-    for caption in captions(changes, 5):
-        clauses = caption.split(rules["clause_separator"])
-        read = {c["type"] for clause in clauses for c in rules["clauses"] if re.fullmatch(c["pattern"], clause)}
-        assert len(clauses) == 3
-        assert read == {"color", "removal", "illumination"}
+    for text in references(changes, 5):
+        clauses = text.split(rules["clause_separator"])
+        read = [next(c["type"] for c in rules["clauses"] if re.fullmatch(c["pattern"], clause)) for clause in clauses]
+        assert read == [change.type for change in changes]
+        assert sorted(read) == ["color", "illumination", "removal"]
 
 
-def test_no_change_is_said_in_words_that_the_grammar_knows() -> None:
-    assert captions((), 5) == list(NO_CHANGE) == grammar()["no_change"]
+def test_no_change_is_said_in_sentences_that_the_grammar_knows():
+    assert references((), 5) == list(NO_CHANGE_SENTENCES) == grammar()["no_change"]
+    assert references((), 2) == ["nothing changed", "nothing has changed"]
+
+
+def test_a_scene_is_described_cell_by_cell_in_reading_order():
+    things = (
+        SIGN,
+        BOX,
+        Thing("arrow", "red", "small", 0, "up"),
+        Thing("doll", "white", "large", 1, "waving"),
+        Thing("doll", "white", "large", 3, "down"),
+        Thing("die", "green", "small", 8, 4),
+    )
+    scene = Scene(things, marks=(5,))
+    assert list(describe_cells(scene)) == [0, 1, 2, 3, 5, 7, 8]
+    assert describe_scene(scene) == (
+        "at the top left a small red arrow pointing up, at the top a large white doll waving, "
+        "at the top right a small red box, at the left a large white doll with arms down, at the right a mark, "
+        "at the bottom a large blue sign reading K, at the bottom right a small green die with four dots"
+    )
 
 
 @pytest.mark.parametrize("change_type", CHANGE_TYPES)
-def test_a_change_moves_more_pixels_than_its_distractor(change_type: str) -> None:
+def test_a_change_moves_more_pixels_than_its_distractor(change_type):
     """The largest local difference (over 4 x 4 pixels, in the channel that differs most) is the change's, but in one
     pair of five: raised arms and a red box that turns purple are small."""
     rng = np.random.default_rng(8)
@@ -115,3 +468,15 @@ def test_a_change_moves_more_pixels_than_its_distractor(change_type: str) -> Non
         )
         won += changed > jittered
     assert won >= 16
+
+
+def test_an_object_is_painted_in_its_colour_where_it_stands():
+    image = render(Scene((Thing("box", "red", "large", 6),)), 96, np.random.default_rng(0))
+    assert isinstance(image, Image.Image)
+    assert (image.mode, image.size) == ("RGB", (96, 96))
+    pixels = np.asarray(image, dtype=int)
+    redness = pixels[..., 0] - pixels[..., 1]
+    rows, columns = np.nonzero(redness > 60)
+    assert (rows.mean() / 96, columns.mean() / 96) == pytest.approx((0.8, 0.2), abs=0.03)
+    assert (columns.max() - columns.min()) / 96 == pytest.approx(0.285, abs=0.03)
+    assert MARGIN == 0.3

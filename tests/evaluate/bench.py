@@ -1,19 +1,26 @@
 """A benchmark of six pairs with a grammar of three patterns, as objects and as files on disk."""
 
+import hashlib
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from components.evaluate.grammar import Grammar
-from components.evaluate.pairs import Pair
+from components.compute import Compute
+from components.evaluate.grammar import Grammar, ParsedCaption, parse_predictions
+from components.evaluate.metrics import METRICS
+from components.evaluate.metrics.metric import Tokens, Tools
+from components.evaluate.pairs import EvalPair
 from components.evaluate.params import Evaluate
+from components.evaluate.stage import evaluate
+from components.evaluate.summary import EvaluateReport
 from components.records import RECORD_SCHEMA
 
 GRAMMAR = {
@@ -39,7 +46,7 @@ RECORDS: list[tuple[str, list[str], list[str]]] = [
     ("5", ["none"], ["nothing changed", "no change was made"]),
 ]
 
-CAPTIONS = {
+PREDICTIONS = {
     "toy/0": "the red cube at the left became blue",  # all right
     "toy/1": "the green ball at the left was removed",  # wrong place
     "toy/2": "nothing changed",  # missed
@@ -48,52 +55,106 @@ CAPTIONS = {
     "toy/5": "the red cube at the left turned blue",  # false alarm
 }
 
+ALL_METRICS = tuple(METRICS)
+CURVES = "step,epoch,loss,lr_vision,lr_projector,lr_module,lr_llm,grad_norm,val_loss,val_loss_toy,val_cider"
+
+
+class Folders(NamedTuple):
+    """What the stage reads, in the order of its arguments."""
+
+    records: Path
+    clean: Path
+    predictions: Path
+    model: Path
+
 
 def grammar() -> Grammar:
     clauses = [(clause["type"], clause["pattern"]) for clause in GRAMMAR["clauses"]]
     return Grammar(GRAMMAR["clause_separator"], GRAMMAR["no_change"], clauses)
 
 
-def pair(caption: str, references: list[str], change_types: list[str], name: str = "0", folder: Path = Path()) -> Pair:
-    images = (folder / f"{name}_before.png", folder / f"{name}_after.png")
-    return Pair(f"toy/{name}", "toy", *images, references, change_types, caption, shuffled=None)
+def parse(pairs: list[EvalPair]) -> dict[str, ParsedCaption]:
+    return parse_predictions({"toy": grammar()}, pairs)
 
 
-def pairs(folder: Path = Path()) -> list[Pair]:
-    return [pair(CAPTIONS[f"toy/{name}"], texts, types, name, folder) for name, types, texts in RECORDS]
+def digest(path: Path) -> bytes:
+    return hashlib.sha256(path.read_bytes()).digest() if path.is_file() else bytes(32)
 
 
-def write(root: Path) -> tuple[Path, Path, Path]:
-    """Records, captions and curves with their images; returns the folders clean, captions, model."""
-    clean, captions, model = (root / name for name in ("clean", "captions", "model"))
-    for folder in (clean, captions, model):
+def pair(
+    prediction: str, references: list[str], change_types: list[str], name: str = "0", folder: Path = Path()
+) -> EvalPair:
+    before, after = (folder / f"{name}_before.png", folder / f"{name}_after.png")
+    digests = digest(before), digest(after)
+    return EvalPair(f"toy/{name}", "toy", before, after, *digests, references, change_types, prediction, None)
+
+
+def pairs(folder: Path = Path()) -> list[EvalPair]:
+    return [pair(PREDICTIONS[f"toy/{name}"], texts, types, name, folder) for name, types, texts in RECORDS]
+
+
+def tools(
+    references: Mapping[str, list[str]] | None = None,
+    predictions: Mapping[str, str] | None = None,
+    shuffled: Mapping[str, str] | None = None,
+    parsed: Mapping[str, ParsedCaption] | None = None,
+) -> Tools:
+    """Tools whose tokens are given, for metrics in Python."""
+
+    def start(name: str) -> Any:
+        raise AssertionError(f"{name}: a metric in Python starts no worker")
+
+    tokens = Tokens(dict(references or {}), dict(predictions or {}), None if shuffled is None else dict(shuffled))
+    return Tools(lambda: tokens, start, parsed or {}, None)
+
+
+def write(root: Path, reader: str = "pairs") -> Folders:
+    """Records, predictions and curves with their images."""
+    folders = Folders(*(root / name for name in ("records", "clean", "predictions", "model")))
+    for folder in (*folders, folders.records / "toy"):
         folder.mkdir(parents=True)
     rows = [record(root, name, types, texts) for name, types, texts in RECORDS]
     train = record(root, "6", ["color"], ["the red cube at the left turned blue"]) | {"split": "train"}
-    pq.write_table(pa.Table.from_pylist([*rows, train], schema=RECORD_SCHEMA), clean / "records.parquet")
-    write_json(root / "grammar.json", GRAMMAR)
-    write_json(captions / "predictions.json", said(CAPTIONS))
-    shifted = dict(zip(CAPTIONS, [*list(CAPTIONS.values())[1:], "nothing changed"], strict=True))
-    write_json(captions / "predictions_shuffled.json", said(shifted))
-    maps = np.random.default_rng(0).random((len(CAPTIONS), 4, 4)).astype(np.float16)
-    np.savez(captions / "saliency.npz", ids=np.array(list(CAPTIONS)), maps=maps)
-    lines = [f"{step},0.1,{3 / step},0.001,0.0003,1.0,{2 / step if step % 5 == 0 else ''}" for step in range(1, 21)]
-    (model / "curves.csv").write_text("\n".join(["step,epoch,loss,lr,lr_vision,grad_norm,val_loss", *lines]) + "\n")
-    return clean, captions, model
+    pq.write_table(pa.Table.from_pylist([*rows, train], schema=RECORD_SCHEMA), folders.clean / "records.parquet")
+    write_json(folders.records / "toy.json", {"stage": "ingest", "dataset": "toy", "reader": reader})
+    write_json(folders.records / "toy" / "grammar.json", GRAMMAR)
+    write_json(folders.predictions / "predictions.json", as_file(PREDICTIONS))
+    shifted = dict(zip(PREDICTIONS, [*list(PREDICTIONS.values())[1:], "nothing changed"], strict=True))
+    write_json(folders.predictions / "predictions_shuffled.json", as_file(shifted))
+    maps = np.random.default_rng(0).random((len(PREDICTIONS), 4, 4)).astype(np.float16)
+    np.savez(folders.predictions / "saliency.npz", ids=np.array(list(PREDICTIONS)), maps=maps)
+    write_curves(folders.model / "curves.csv")
+    return folders
+
+
+def write_curves(path: Path) -> None:
+    """Twenty steps, validated at every fifth; at step 10 and 20 the validation pairs were captioned."""
+    lines = [CURVES]
+    for step in range(1, 21):
+        validation = f"{2 / step},{2 / step}" if step % 5 == 0 else ","
+        cider = "1.25" if step % 10 == 0 else ""
+        lines.append(f"{step},0.1,{3 / step},0.0003,0.001,0.0001,0.001,1.0,{validation},{cider}")
+    path.write_text("\n".join(lines) + "\n")
 
 
 def record(root: Path, name: str, change_types: list[str], references: list[str]) -> dict[str, Any]:
-    images = {side: str(draw(root / f"{name}_{side}.png", int(name))) for side in ("before", "after")}
+    images = {
+        side: paint(root / f"{name}_{side}.png", (40 * int(name), 90, blue))
+        for side, blue in (("before", 120), ("after", 220))
+    }
     known = {"id": f"toy/{name}", "dataset": "toy", "split": "test", "scene": f"toy/{name}", "source": "bench.py"}
-    return known | images | {"captions": references, "change_types": change_types}
+    digests = {f"{side}_sha256": digest(path) for side, path in images.items()}
+    paths = {side: str(path) for side, path in images.items()}
+    return known | paths | digests | {"references": references, "change_types": change_types}
 
 
-def draw(path: Path, shade: int) -> Path:
-    Image.new("RGB", (24, 16), (40 * shade, 90, 120)).save(path)
+def paint(path: Path, colour: tuple[int, int, int]) -> Path:
+    Image.new("RGB", (24, 16), colour).save(path)
     return path
 
 
-def said(captions: dict[str, str]) -> list[dict[str, str]]:
+def as_file(captions: Mapping[str, str]) -> list[dict[str, str]]:
+    """The rows of predictions.json."""
     return [{"image_id": i, "caption": caption} for i, caption in captions.items()]
 
 
@@ -101,9 +162,34 @@ def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value), encoding="utf-8")
 
 
-def config(root: Path, **changes: Any) -> Evaluate:
-    known = {"grammar": root / "grammar.json", "spice_dir": None, "gallery": 6}
-    return Evaluate(**(known | {"scorer_timeout_s": 120} | changes))
+def config(**changes: Any) -> Evaluate:
+    return Evaluate(**({"metrics": ALL_METRICS, "gallery": 6} | changes))
+
+
+def compute(**changes: Any) -> Compute:
+    known = {
+        "scratch": "runs",
+        "workers": 0,
+        "cpus_per_worker": 1,
+        "gpu": False,
+        "gpu_memory_gb": 0,
+        "micro_batch": 1,
+        "zero_stage": 0,
+        "activation_checkpointing": "none",
+        "checkpoint_every_steps": 1,
+        "max_failures": 0,
+        "val_pairs": 0,
+        "caption_val_pairs": 0,
+        "caption_every_checkpoints": 1,
+        "spice_dir": None,
+        "scorer_timeout_s": 120,
+    }
+    return Compute(**(known | changes))
+
+
+def run(folders: Folders, out: Path, **changes: Any) -> EvaluateReport:
+    """The stage on these folders."""
+    return evaluate(config(**changes), compute(), *folders, out)
 
 
 def fake_java(folder: Path, when: str, then: str) -> str:

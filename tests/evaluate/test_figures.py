@@ -7,26 +7,34 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from components.evaluate.figures import (
+from components.evaluate.report.figures import (
+    BOTTOM,
+    HEIGHT,
+    LEFT,
     MAX_POINTS,
     MAX_PX,
-    Attention,
+    RIGHT,
+    TOP,
+    WIDTH,
     Line,
+    SaliencyMaps,
     chart,
     data_uri,
     load_image,
     log_ticks,
     overlay,
+    short,
     smooth,
     thin,
     ticks,
 )
 from components.records import DataError
+from tests.evaluate import bench
 
 
-def attention(tmp_path: Path, *maps: np.ndarray) -> Attention:
+def saliency(tmp_path: Path, *maps: np.ndarray) -> SaliencyMaps:
     np.savez(tmp_path / "a.npz", ids=np.array([str(i) for i in range(len(maps))]), maps=np.float16(maps))
-    return Attention(tmp_path / "a.npz")
+    return SaliencyMaps(tmp_path / "a.npz")
 
 
 def spot(row: int, column: int, value: float = 1.0) -> np.ndarray:
@@ -36,7 +44,7 @@ def spot(row: int, column: int, value: float = 1.0) -> np.ndarray:
 
 
 def test_heat_lies_where_the_map_has_its_peak(tmp_path: Path):
-    heat = attention(tmp_path, spot(1, 6)).heat("0", (80, 80))
+    heat = saliency(tmp_path, spot(1, 6)).heat("0", (80, 80))
     assert heat is not None
     assert heat.shape == (80, 80)
     row, column = np.unravel_index(heat.argmax(), heat.shape)
@@ -45,7 +53,7 @@ def test_heat_lies_where_the_map_has_its_peak(tmp_path: Path):
 
 
 def test_the_map_covers_the_square_that_a_wide_image_is_padded_to(tmp_path: Path):
-    heat = attention(tmp_path, spot(2, 4)).heat("0", (80, 40))  # rows 2 to 5 of the map are the image
+    heat = saliency(tmp_path, spot(2, 4)).heat("0", (80, 40))  # rows 2 to 5 of the map are the image
     assert heat is not None
     assert heat.shape == (40, 80)
     row, column = np.unravel_index(heat.argmax(), heat.shape)
@@ -53,7 +61,7 @@ def test_the_map_covers_the_square_that_a_wide_image_is_padded_to(tmp_path: Path
 
 
 def test_a_map_without_a_peak_stays_cool(tmp_path: Path):
-    maps = attention(tmp_path, spot(1, 1), spot(2, 2), spot(3, 3, 0.05), np.full((8, 8), 0.7))
+    maps = saliency(tmp_path, spot(1, 1), spot(2, 2), spot(3, 3, 0.05), np.full((8, 8), 0.7))
     faint, flat = maps.heat("2", (80, 80)), maps.heat("3", (80, 80))
     assert faint is not None
     assert faint.max() < 0.2
@@ -62,7 +70,7 @@ def test_a_map_without_a_peak_stays_cool(tmp_path: Path):
 
 
 def test_a_pair_without_a_map_has_no_heat(tmp_path: Path):
-    assert attention(tmp_path, spot(1, 1)).heat("unknown", (80, 80)) is None
+    assert saliency(tmp_path, spot(1, 1)).heat("unknown", (80, 80)) is None
 
 
 def test_the_overlay_is_warm_where_hot_and_grey_elsewhere():
@@ -77,14 +85,25 @@ def test_a_large_image_is_shown_small_and_upright(tmp_path: Path):
     exif = Image.Exif()
     exif[0x0112] = 6  # turned by a quarter
     Image.new("RGB", (1000, 500)).save(tmp_path / "large.jpg", exif=exif)
-    assert load_image(tmp_path / "large.jpg").size == (MAX_PX // 2, MAX_PX)
+    path = tmp_path / "large.jpg"
+    assert load_image(path, bench.digest(path)).size == (MAX_PX // 2, MAX_PX)
+    path = bench.paint(tmp_path / "small.png", (1, 2, 3))
+    assert load_image(path, bench.digest(path)).getpixel((0, 0)) == (1, 2, 3)
+
+
+def test_an_image_that_changed_since_ingest_is_refused(tmp_path: Path):
+    path = bench.paint(tmp_path / "a.png", (1, 2, 3))
+    known = bench.digest(path)
+    bench.paint(path, (1, 2, 4))
+    with pytest.raises(DataError, match=r"a.png: changed since ingest .*run `dvc repro`"):
+        load_image(path, known)
 
 
 def test_an_image_that_cannot_be_shown_is_named(tmp_path: Path):
     (tmp_path / "broken.png").write_bytes(b"\x89PNG")
     for name in ("broken.png", "missing.png"):
         with pytest.raises(DataError, match=name):
-            load_image(tmp_path / name)
+            load_image(tmp_path / name, bench.digest(tmp_path / name))
 
 
 def test_an_embedded_image_reads_back():
@@ -132,4 +151,125 @@ def test_many_points_are_thinned_to_means():
 
 
 def test_smoothing_is_the_mean_of_the_last_points():
-    assert smooth([(1, 1.0), (2, 3.0), (3, 5.0), (4, 7.0)], share=0.5) == [(1, 1.0), (2, 2.0), (3, 4.0), (4, 6.0)]
+    assert smooth([(1, 1.0), (2, 3.0), (3, 5.0), (4, 7.0)], fraction=0.5) == [(1, 1.0), (2, 2.0), (3, 4.0), (4, 6.0)]
+
+
+def test_smoothing_takes_three_in_a_hundred_points_and_at_least_one():
+    points = [(float(x), float(x)) for x in range(100)]
+    assert smooth(points)[50] == (50.0, 49.0)
+    assert smooth(points[:3]) == points[:3]
+
+
+def test_a_file_without_maps_has_none(tmp_path: Path):
+    np.savez(tmp_path / "a.npz", ids=np.array([], dtype=str), maps=np.zeros((0, 4, 4), np.float16))
+    maps = SaliencyMaps(tmp_path / "a.npz")
+    assert len(maps) == 0
+    assert maps.heat("0", (8, 8)) is None
+    assert len(saliency(tmp_path, spot(1, 1), spot(2, 2))) == 2
+
+
+def test_each_pair_has_its_own_map(tmp_path: Path):
+    maps = saliency(tmp_path, spot(0, 0), spot(7, 7), spot(0, 7))
+    for pair, place in (("0", (0, 0)), ("1", (7, 7)), ("2", (0, 7))):
+        heat = maps.heat(pair, (80, 80))
+        assert heat is not None
+        row, column = np.unravel_index(heat.argmax(), heat.shape)
+        assert (row // 10, column // 10) == place
+
+
+def test_the_map_of_a_tall_image_covers_the_square_it_is_padded_to(tmp_path: Path):
+    heat = saliency(tmp_path, spot(4, 2)).heat("0", (40, 80))
+    assert heat is not None
+    assert heat.shape == (80, 40)
+    row, column = np.unravel_index(heat.argmax(), heat.shape)
+    assert (row // 10, column // 10) == (4, 0)
+
+
+def test_half_the_typical_peak_is_the_full_heat_of_a_faint_map(tmp_path: Path):
+    maps = saliency(tmp_path, spot(1, 1), spot(2, 2), spot(3, 3, 0.25))
+    heat = maps.heat("2", (8, 8))
+    assert heat is not None
+    assert heat.max() == pytest.approx(0.5, abs=0.01)
+
+
+def test_colours_go_from_yellow_to_dark_red_with_the_heat():
+    image = Image.new("RGB", (3, 1), (90, 120, 90))
+    little, some, much = np.asarray(overlay(image, np.array([[0.3, 0.6, 1.0]])))[0].astype(int)
+    assert little[1] > some[1] > much[1]  # less and less green
+    assert much.tolist() == pytest.approx([182, 37, 72], abs=4)
+
+
+def places(svg: str, kind: str) -> list[tuple[float, float]]:
+    (path,) = re.findall(rf'class="line {kind}" d="M([^"]+)"', svg)
+    return [tuple(map(float, point.split())) for point in path.split("L")]
+
+
+def test_points_of_a_chart_stand_where_their_values_are():
+    svg = chart([Line("a", [(0, 0.0), (5, 50.0), (10, 100.0)], "main")], "Rate")
+    (x0, y0), (x1, y1), (x2, y2) = places(svg, "main")
+    assert (x0, x2, y0) == (LEFT, WIDTH - RIGHT, HEIGHT - BOTTOM)
+    assert x1 == pytest.approx((x0 + x2) / 2)
+    assert y1 == pytest.approx((y0 + y2) / 2, abs=0.1)
+    assert y2 == pytest.approx(TOP + (1 - 1 / 1.05) * (HEIGHT - BOTTOM - TOP), abs=0.1)  # a little air above
+
+
+def test_on_a_log_scale_equal_factors_are_equal_ways():
+    svg = chart([Line("a", [(0, 100.0), (1, 10.0), (2, 1.0), (3, 0.0)], "main")], "Loss", log=True)
+    points = places(svg, "main")
+    assert len(points) == 3  # zero has no place
+    assert [y for _, y in points] == pytest.approx([TOP, (TOP + HEIGHT - BOTTOM) / 2, HEIGHT - BOTTOM])
+    assert re.findall(r'class="tick end"[^>]*>([^<]+)<', svg) == ["1", "2", "5", "10", "20", "50", "100"]
+
+
+def test_only_a_line_with_dots_has_them_and_the_chart_has_its_name():
+    svg = chart([Line("a", [(1, 1.0), (2, 2.0)], "main"), Line("b", [(1, 1.0)], "third", dots=True)], "Loss")
+    assert re.findall(r'<circle class="(\w+)"', svg) == ["third"]
+    assert 'aria-label="Loss"' in svg
+    assert chart([], "Loss") == chart([Line("a", [], "main")], "Loss") == ""
+
+
+@pytest.mark.parametrize(("value", "text"), [(0, "0"), (0.0005, "0.0005"), (0.00002, "2e-5"), (1.5, "1.5"), (20, "20")])
+def test_tick_labels_are_short(value: float, text: str):
+    assert short(value) == text
+
+
+def test_few_points_are_not_thinned():
+    points = [(float(x), float(x)) for x in range(MAX_POINTS)]
+    assert thin(points) == points
+    assert len(thin([*points, (400.0, 0.0)])) == MAX_POINTS / 2 + 1
+
+
+def test_the_overlay_mixes_a_calm_grey_with_the_colour_of_the_heat():
+    image = Image.new("RGB", (4, 1), (90, 120, 90))  # its grey is 108
+    drawn = np.asarray(overlay(image, np.array([[0, 0.25, 0.5, 1.0]])))[0]
+    assert drawn.tolist() == [
+        [137, 142, 137],  # 0.15 of the image, 0.6 of its grey, 0.25 of 235
+        [160, 143, 122],
+        [189, 115, 88],
+        [182, 38, 72],  # 0.85 of (190, 20, 60) over the first
+    ]
+
+
+CHART = """
+<svg viewBox="0 0 560 260" role="img" aria-label="Rate" class="chart">
+<line class="grid" x1="52" x2="544" y1="230.0" y2="230.0"/>
+<text class="tick end" x="44" y="234.0">0</text>
+<line class="grid" x1="52" x2="544" y1="127.1" y2="127.1"/>
+<text class="tick end" x="44" y="131.1">1</text>
+<line class="grid" x1="52" x2="544" y1="24.3" y2="24.3"/>
+<text class="tick end" x="44" y="28.3">2</text>
+<text class="tick mid" x="52.0" y="252">0</text>
+<text class="tick mid" x="175.0" y="252">1</text>
+<text class="tick mid" x="298.0" y="252">2</text>
+<text class="tick mid" x="421.0" y="252">3</text>
+<text class="tick mid" x="544.0" y="252">4</text>
+<path class="line main" d="M175.0 178.6L544.0 24.3"/>
+<path class="line second" d="M544.0 127.1"/>
+<circle class="second" cx="544.0" cy="127.1" r="3"/>
+</svg>
+"""
+
+
+def test_a_small_chart_is_drawn_stroke_by_stroke():
+    svg = chart([Line("a", [(1, 0.5), (4, 2.0)], "main"), Line("b", [(4, 1.0)], "second", dots=True)], "Rate")
+    assert svg.replace("><", ">\n<") == CHART.strip()

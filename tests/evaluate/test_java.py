@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from components.evaluate.java import JavaMissing, require_java
+from components.evaluate.metrics.java import JavaMissing, require_java
 from components.records import DataError
 
 

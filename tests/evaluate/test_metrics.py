@@ -1,36 +1,120 @@
-import json
+"""The values of each metric, worked out by hand on a few words; and what the only list says of them."""
+
+import math
+import subprocess
+import sys
 
 import pytest
 
-from components.evaluate.coco import ALL, METRICS, CocoScores
-from components.evaluate.grammar import parse_predictions
-from components.evaluate.metrics import change_scores, clause_scores, confuse, group_pairs, summarise
+from components.evaluate.metrics import METRICS, bleu, change_accuracy, choose_metrics, cider, gate_metrics, rouge_l
+from components.evaluate.metrics.metric import ALL, Groups, MetricScores
 from tests.evaluate import bench
 
+REFERENCES = {"a": ["a red cube", "the cube is red"], "b": ["a cube"]}
+PREDICTIONS = {"a": "a red cube", "b": "a cube cube"}
+BOTH = {ALL: ["a", "b"]}
+
+SIX = {str(i): [f"the {word} cube turned red", "it is red"] for i, word in enumerate("abcdef")}
+SIX_PREDICTIONS = {i: texts[0] if int(i) % 2 else "the cube is gone" for i, texts in SIX.items()}
+
+
+def compute(
+    metric, references=REFERENCES, predictions=PREDICTIONS, groups: Groups = BOTH, shuffled=None
+) -> MetricScores:
+    return metric.compute([], groups, bench.tools(references, predictions, shuffled))
+
+
+def test_bleu_is_the_value_worked_out_by_hand():
+    found = compute(bleu).groups[ALL]
+    assert found["BLEU-1"] == pytest.approx(5 / 6, abs=1e-6)  # 3 of 3 and 2 of 3 words, longer than the references
+    assert found["BLEU-2"] == pytest.approx(math.sqrt(5 / 6 * 3 / 4), abs=1e-6)
+    assert found["BLEU-3"] == pytest.approx((5 / 6 * 3 / 4 * 1 / 2) ** (1 / 3), abs=1e-6)
+    assert list(found) == ["BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4"]
+
+
+def test_bleu_of_a_pair_is_bleu_4_under_its_own_id():
+    references = {"a": ["it is a red cube", "x"], "b": ["the lamp went out again"]}
+    found = compute(bleu, references, {"a": "it is a red cube", "b": "the lamp went out now"}).pairs
+    assert found["a"] == {"BLEU-4": pytest.approx(1.0, abs=1e-6)}
+    assert found["b"] == {"BLEU-4": pytest.approx((4 / 5 * 3 / 4 * 2 / 3 * 1 / 2) ** (1 / 4), abs=1e-6)}
+
+
+def test_a_prediction_shorter_than_its_reference_pays_the_brevity_penalty():
+    found = compute(bleu, {"a": ["the cat sat down"]}, {"a": "the cat sat"}, {ALL: ["a"]}).groups[ALL]
+    assert found["BLEU-1"] == pytest.approx(math.exp(1 - 4 / 3), abs=1e-6)
+
+
+def test_rouge_is_the_value_worked_out_by_hand():
+    found = compute(rouge_l)
+    of_b = (1 + 1.2**2) * (2 / 3) / (1 + 1.2**2 * 2 / 3)  # a common subsequence of 2; precision 2/3, recall 1
+    assert found.pairs == {"a": {"ROUGE-L": 1.0}, "b": {"ROUGE-L": pytest.approx(of_b)}}
+    assert found.groups[ALL]["ROUGE-L"] == pytest.approx((1 + of_b) / 2)
+
+
+def test_cider_is_the_value_worked_out_by_hand():
+    references, predictions = {"a": ["red cube"], "b": ["blue ball"]}, {"a": "red cube", "b": "blue cube"}
+    found = compute(cider, references, predictions)
+    assert found.pairs["a"]["CIDEr"] == pytest.approx(10 * (1 + 1 + 0 + 0) / 4)  # cosines of 1- to 4-grams
+    assert found.pairs["b"]["CIDEr"] == pytest.approx(10 * (0.5 + 0 + 0 + 0) / 4)
+    assert found.groups[ALL]["CIDEr"] == pytest.approx(3.125)
+
+
+def test_cider_of_one_pair_is_absent_not_nought():
+    found = compute(cider, {"a": ["red cube"]}, {"a": "red cube"}, {ALL: ["a"]})
+    assert found.groups[ALL]["CIDEr"] is None
+    assert found.pairs == {"a": {"CIDEr": 0.0}}
+
+
+def test_the_control_is_cider_of_the_shuffled_predictions_of_all_pairs():
+    references = {"a": ["red cube"], "b": ["blue ball"]}
+    groups = BOTH | {"change": ["a", "b"]}
+    found = compute(
+        cider, references, references and {"a": "red cube", "b": "blue ball"}, groups, {"a": "x", "b": "blue y"}
+    )
+    assert found.groups[ALL]["CIDEr_shuffled"] == pytest.approx(10 * 0.5 / 4 / 2)
+    assert "CIDEr_shuffled" not in found.groups["change"]
+    assert found.absent == {}
+
+
+def test_without_shuffled_predictions_the_control_is_absent_with_a_reason():
+    found = compute(cider)
+    assert found.groups[ALL]["CIDEr_shuffled"] is None
+    assert "predictions_shuffled.json" in found.absent["CIDEr_shuffled"]
+
+
+@pytest.mark.parametrize("metric", [bleu, rouge_l, cider])
+def test_a_group_has_the_scores_that_it_would_have_alone(metric):
+    some = ["1", "2", "4"]
+    within = compute(metric, SIX, SIX_PREDICTIONS, {ALL: list(SIX), "some": some}).groups["some"]
+    alone = compute(metric, {i: SIX[i] for i in some}, {i: SIX_PREDICTIONS[i] for i in some}, {ALL: some}).groups[ALL]
+    assert within == pytest.approx({name: alone[name] for name in within}, nan_ok=True)
+
+
+@pytest.mark.parametrize("metric", [bleu, rouge_l, cider])
+def test_an_empty_group_has_no_scores(metric):
+    assert compute(metric, groups={**BOTH, "none": []}).groups.get("none") is None
+
+
 PAIRS = bench.pairs()
-READINGS = parse_predictions(bench.grammar(), PAIRS)
+PARSED = bench.parse(PAIRS)
+GROUPS = {
+    ALL: [pair.id for pair in PAIRS],
+    "change": ["toy/0", "toy/1", "toy/2", "toy/3"],
+    "multi_change": ["toy/3"],
+    "distractors": ["toy/4", "toy/5"],
+    "by_type/color": ["toy/0"],
+    "by_type/removal": ["toy/1"],
+    "by_type/illumination": ["toy/2"],
+    "by_dataset/toy": [pair.id for pair in PAIRS],
+}
 
 
-def test_pairs_are_grouped_by_change_type_dataset_and_number_of_changes():
-    assert group_pairs(PAIRS) == {
-        "change": ["toy/0", "toy/1", "toy/2", "toy/3"],
-        "distractors": ["toy/4", "toy/5"],
-        "multi_change": ["toy/3"],
-        "by_type/color": ["toy/0"],
-        "by_type/illumination": ["toy/2"],
-        "by_type/removal": ["toy/1"],
-        "by_dataset/toy": [f"toy/{number}" for number in range(6)],
-    }
+def accuracy(parsed=PARSED) -> MetricScores:
+    return change_accuracy.compute(PAIRS, GROUPS, bench.tools(parsed=parsed))
 
 
-def test_pairs_of_unknown_type_are_neither_changes_nor_distractors():
-    groups = group_pairs([bench.pair("x", ["y"], [])])
-    assert groups["change"] == groups["distractors"] == []
-    assert groups["by_dataset/toy"] == ["toy/0"]
-
-
-def test_change_scores_are_those_counted_by_hand():
-    assert change_scores(READINGS.values()) == {
+def test_accuracies_over_all_pairs_are_those_counted_by_hand():
+    assert accuracy().groups[ALL] == {
         "change_type_accuracy": 2 / 3,  # the third says that nothing changed
         "change_exact_accuracy": 1 / 3,  # the second names another place
         "no_change_recall": 1 / 2,
@@ -38,13 +122,15 @@ def test_change_scores_are_those_counted_by_hand():
     }
 
 
-def test_without_readings_there_is_no_change_score():
-    assert set(change_scores([]).values()) == {None}
+def test_accuracies_of_a_type_are_of_its_pairs_alone():
+    found = accuracy().groups
+    assert found["by_type/color"] == {"type_accuracy": 1.0, "exact_accuracy": 1.0}
+    assert found["by_type/removal"] == {"type_accuracy": 1.0, "exact_accuracy": 0.0}
+    assert found["by_type/illumination"] == {"type_accuracy": 0.0, "exact_accuracy": 0.0}
 
 
 def test_clause_scores_of_several_changes_are_those_counted_by_hand():
-    found = clause_scores([READINGS["toy/3"]])
-    assert found == {
+    assert accuracy().groups["multi_change"] == {
         "changes": 2,
         "type_precision": 1 / 2,
         "type_recall": 1 / 2,
@@ -55,37 +141,94 @@ def test_clause_scores_of_several_changes_are_those_counted_by_hand():
     }
 
 
-def test_the_confusion_counts_what_was_said_for_each_type():
-    assert confuse(READINGS.values()) == {
-        "color": {"color": 1},
-        "removal": {"removal": 1},
-        "illumination": {"none": 1},
-        "none": {"none": 1, "color": 1},
+def test_precision_is_of_the_clauses_predicted_and_recall_of_the_changes_there_are():
+    red, blue = "the red cube at the left turned blue", "the blue ball at the top was removed"
+    pairs = [
+        bench.pair(red, [f"{red}, and {blue}, and the lamp went out"], ["color", "removal", "illumination"], "0"),
+        bench.pair(
+            f"{blue}, and the red ball at the left turned blue", [f"{red}, and {blue}"], ["color", "removal"], "1"
+        ),
+        bench.pair(f"{blue}, and {red}", [f"{red}, and {blue}"], ["color", "removal"], "2"),
+    ]
+    found = change_accuracy.clause_scores(list(bench.parse(pairs).values()))
+    assert found == {
+        "changes": 7,
+        "type_precision": 1.0,
+        "type_recall": 5 / 7,
+        "exact_precision": 4 / 5,
+        "exact_recall": 4 / 7,
+        "all_types_right": 2 / 3,
+        "all_exact_right": 1 / 3,
     }
 
 
-def test_metrics_hold_the_names_that_dvc_and_the_gate_read():
-    groups = group_pairs(PAIRS)
-    scores = CocoScores({name: dict.fromkeys(METRICS, 0.5) for name in (ALL, *groups)}, {}, 0.1, {"SPICE": "why"})
-    written = json.loads(json.dumps(summarise(PAIRS, 9, groups, scores, READINGS).model_dump(mode="json")))
-    assert {
+def test_groups_without_a_question_of_type_have_no_accuracy():
+    assert accuracy().groups.keys().isdisjoint({"change", "distractors", "by_dataset/toy"})
+
+
+def test_each_pair_has_its_predicted_type_and_verdicts():
+    found = accuracy().pairs
+    assert {i: of_pair["predicted_type"] for i, of_pair in found.items()} == {
+        "toy/0": "color",
+        "toy/1": "removal",
+        "toy/2": "none",
+        "toy/3": "several",
+        "toy/4": "none",
+        "toy/5": "color",
+    }
+    assert [of_pair["type_right"] for of_pair in found.values()] == [True, True, False, False, True, False]
+    assert [of_pair["exact_right"] for of_pair in found.values()] == [True, False, False, False, True, False]
+
+
+def test_without_a_grammar_every_accuracy_is_null_and_the_reason_given():
+    found = accuracy({})
+    assert {value for values in found.groups.values() for value in values.values()} == {None, 0}
+    assert found.groups["multi_change"]["changes"] == 0
+    assert found.groups["by_type/color"] == {"type_accuracy": None, "exact_accuracy": None}
+    assert found.pairs == {}
+    assert "records/<dataset>/grammar.json" in found.absent["change_type_accuracy"]
+    assert accuracy().absent == {}
+
+
+def test_a_metric_gives_no_score_and_no_column_that_it_does_not_declare():
+    tools = bench.tools(SIX, SIX_PREDICTIONS, SIX_PREDICTIONS, PARSED)
+    for metric in (METRICS[name] for name in ("CIDEr", "ROUGE-L", "BLEU", "change_accuracy")):
+        groups = GROUPS if not metric.java else {ALL: list(SIX), "change": ["0", "1"]}
+        found = metric.compute(PAIRS, groups, tools)
+        assert tuple(found.groups[ALL]) == metric.scores + metric.overall
+        assert {name for of_pair in found.pairs.values() for name in of_pair} == metric.columns.keys()
+
+
+def test_the_gate_takes_scores_of_all_pairs_of_which_more_is_better():
+    assert set(gate_metrics()) == {
+        "CIDEr",
+        "METEOR",
+        "ROUGE-L",
         "BLEU-1",
         "BLEU-2",
         "BLEU-3",
         "BLEU-4",
-        "METEOR",
-        "ROUGE-L",
-        "CIDEr",
-        "CIDEr_shuffled",
+        "SPICE",
         "change_type_accuracy",
         "change_exact_accuracy",
         "no_change_recall",
-        "false_no_change",
-        "by_type",
-        "distractors",
-        "change",
-    } <= written.keys()
-    assert (written["rows_in"], written["rows_out"], written["CIDEr_shuffled"]) == (9, 6, 0.1)
-    assert written["by_type"]["color"]["type_accuracy"] == 1.0
-    assert written["by_type"]["color"]["CIDEr"] == pytest.approx(0.5)
-    assert written["multi_change"]["pairs"] == 1
+    }
+    assert gate_metrics(["METEOR", "CIDEr"]) == ["CIDEr", "METEOR"]
+
+
+def test_metrics_are_chosen_by_name_in_the_order_of_the_list():
+    assert list(choose_metrics(["BLEU", "CIDEr"])) == ["CIDEr", "BLEU"]
+    with pytest.raises(AssertionError, match=r"unknown metrics \['BLUE'\]; known: CIDEr, METEOR"):
+        choose_metrics(["BLUE"])
+
+
+def test_the_list_is_light_to_import():
+    heavy = ("pycocoevalcap", "torch", "pandas", "polars", "transformers", "PIL", "jinja2", "pyarrow.parquet")
+    code = f"import sys; import components.evaluate.metrics; print([name for name in {heavy} if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_only_what_has_a_program_of_its_own_waits_beside_the_others_and_only_spice_is_optional():
+    assert [name for name, metric in METRICS.items() if metric.beside] == ["METEOR", "SPICE"]
+    assert [name for name, metric in METRICS.items() if metric.optional] == ["SPICE"]
+    assert [name for name, metric in METRICS.items() if not metric.java] == ["change_accuracy"]

@@ -1,28 +1,32 @@
+import hashlib
 import json
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from components.evaluate.pairs import load_pairs
-from components.records import DataError
+from components.evaluate.pairs import _some, load_pairs
+from components.records import RECORD_SCHEMA, DataError
 from tests.evaluate import bench
 
-GOOD = bench.said(bench.CAPTIONS)
+GOOD = bench.as_file(bench.PREDICTIONS)
 
 
 @pytest.fixture
 def folders(tmp_path: Path) -> tuple[Path, Path]:
-    clean, captions, _ = bench.write(tmp_path)
-    return clean, captions
+    folders = bench.write(tmp_path)
+    return folders.clean, folders.predictions
 
 
-def test_test_pairs_come_with_caption_and_every_reference_in_the_order_of_the_records(folders: tuple[Path, Path]):
+def test_pairs_come_with_prediction_and_every_reference_in_the_order_of_the_records(folders: tuple[Path, Path]):
     pairs, test_pairs = load_pairs(*folders)
-    assert [pair.id for pair in pairs] == list(bench.CAPTIONS)
+    assert [pair.id for pair in pairs] == list(bench.PREDICTIONS)
     assert test_pairs == 6
-    assert pairs[0].references == bench.RECORDS[0][2]
-    assert pairs[0].shuffled == bench.CAPTIONS["toy/1"]
+    assert [pair.prediction for pair in pairs] == list(bench.PREDICTIONS.values())
+    assert [(pair.references, pair.change_types) for pair in pairs] == [(r, types) for _, types, r in bench.RECORDS]
+    assert {pair.dataset for pair in pairs} == {"toy"}
+    assert pairs[0].shuffled_prediction == bench.PREDICTIONS["toy/1"]
 
 
 @pytest.mark.parametrize(
@@ -38,11 +42,13 @@ def test_test_pairs_come_with_caption_and_every_reference_in_the_order_of_the_re
         (json.dumps([*GOOD, {"image_id": "toy/9", "caption": None}]), "row 6: expected"),
         (json.dumps([*GOOD, GOOD[2]]), "captioned more than once: toy/2"),
         (json.dumps([*GOOD, {"image_id": "toy/77", "caption": "x"}]), "not among the test pairs: toy/77"),
-        (json.dumps(GOOD[:-2]), "no caption of toy/4, toy/5"),
+        (json.dumps(GOOD[:-2]), "no prediction for toy/4, toy/5; run `m3diff predict` again"),
         ("\ufffe".encode("utf-16"), "not valid JSON"),
     ],
 )
-def test_a_bad_caption_file_is_refused_by_name_and_id(content: str | bytes, said: str, folders: tuple[Path, Path]):
+def test_a_bad_file_of_predictions_is_refused_by_name_and_id(
+    content: str | bytes, said: str, folders: tuple[Path, Path]
+):
     path = folders[1] / "predictions.json"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(DataError, match=said) as refused:
@@ -50,7 +56,7 @@ def test_a_bad_caption_file_is_refused_by_name_and_id(content: str | bytes, said
     assert str(path) in str(refused.value)
 
 
-def test_no_caption_file_names_the_command_that_makes_one(folders: tuple[Path, Path]):
+def test_no_file_of_predictions_names_the_command_that_makes_one(folders: tuple[Path, Path]):
     (folders[1] / "predictions.json").unlink()
     with pytest.raises(DataError, match="m3diff predict"):
         load_pairs(*folders)
@@ -63,7 +69,7 @@ def test_many_ids_at_fault_are_counted_and_five_are_named(folders: tuple[Path, P
         load_pairs(*folders)
 
 
-def test_fewer_captions_are_taken_where_predict_says_that_it_made_so_many(folders: tuple[Path, Path]):
+def test_fewer_predictions_are_taken_where_predict_says_that_it_made_so_many(folders: tuple[Path, Path]):
     bench.write_json(folders[1] / "predictions.json", GOOD[:4])
     bench.write_json(folders[1] / "predictions_shuffled.json", GOOD[:4])
     bench.write_json(folders[1] / "report.json", {"stage": "predict", "rows_in": 4, "rows_out": 4})
@@ -71,22 +77,22 @@ def test_fewer_captions_are_taken_where_predict_says_that_it_made_so_many(folder
     assert (len(pairs), test_pairs) == (4, 6)
 
 
-def test_a_caption_lost_after_predict_is_still_missed(folders: tuple[Path, Path]):
+def test_a_prediction_lost_after_predict_is_still_missed(folders: tuple[Path, Path]):
     bench.write_json(folders[1] / "predictions.json", GOOD[:3])
     bench.write_json(folders[1] / "report.json", {"stage": "predict", "rows_in": 4, "rows_out": 4})
-    with pytest.raises(DataError, match="no caption of toy/3, toy/4, toy/5"):
+    with pytest.raises(DataError, match="no prediction for toy/3, toy/4, toy/5"):
         load_pairs(*folders)
 
 
-def test_a_pair_missing_among_the_shuffled_captions_is_named(folders: tuple[Path, Path]):
+def test_a_pair_missing_among_the_shuffled_predictions_is_named(folders: tuple[Path, Path]):
     bench.write_json(folders[1] / "predictions_shuffled.json", GOOD[1:])
-    with pytest.raises(DataError, match=r"predictions_shuffled.json: no caption of toy/0"):
+    with pytest.raises(DataError, match=r"predictions_shuffled.json: no prediction for toy/0"):
         load_pairs(*folders)
 
 
-def test_captions_of_other_images_are_optional(folders: tuple[Path, Path]):
+def test_predictions_of_shuffled_pairs_are_optional(folders: tuple[Path, Path]):
     (folders[1] / "predictions_shuffled.json").unlink()
-    assert {pair.shuffled for pair in load_pairs(*folders)[0]} == {None}
+    assert {pair.shuffled_prediction for pair in load_pairs(*folders)[0]} == {None}
 
 
 def test_no_test_pair_is_refused(folders: tuple[Path, Path]):
@@ -98,4 +104,40 @@ def test_no_test_pair_is_refused(folders: tuple[Path, Path]):
 
 def test_a_lone_surrogate_does_not_reach_the_report(folders: tuple[Path, Path]):
     (folders[1] / "predictions.json").write_text(json.dumps(GOOD).replace("nothing changed", "a \\ud800 cube"))
-    assert load_pairs(*folders)[0][4].caption == "a ? cube"
+    assert load_pairs(*folders)[0][4].prediction == "a ? cube"
+
+
+def test_a_pair_knows_which_image_is_which_and_their_digests(folders: tuple[Path, Path], tmp_path: Path):
+    pair = load_pairs(*folders)[0][3]
+    assert (pair.before, pair.after) == (tmp_path / "3_before.png", tmp_path / "3_after.png")
+    assert pair.before_sha256 == hashlib.sha256(pair.before.read_bytes()).digest()
+    assert pair.after_sha256 == hashlib.sha256(pair.after.read_bytes()).digest()
+    assert pair.before_sha256 != pair.after_sha256
+
+
+def test_a_pair_without_references_has_one_that_is_empty_and_unknown_types_are_none(folders: tuple[Path, Path]):
+    path = folders[0] / "records.parquet"
+    rows = pq.read_table(path).to_pylist()
+    rows[1] |= {"references": [], "change_types": None}
+    pq.write_table(pa.Table.from_pylist(rows, schema=RECORD_SCHEMA), path)
+    pair = load_pairs(*folders)[0][1]
+    assert (pair.references, pair.change_types, pair.changes) == ([""], [], [])
+
+
+@pytest.mark.parametrize(
+    ("types", "distractor", "changes"),
+    [
+        (["none"], True, []),
+        ([], False, []),
+        (["color"], False, ["color"]),
+        (["color", "none"], False, ["color", "none"]),
+    ],
+)
+def test_a_distractor_is_a_pair_whose_only_type_is_none(types: list[str], distractor: bool, changes: list[str]):
+    pair = bench.pair("x", ["y"], types)
+    assert (pair.is_distractor, pair.changes) == (distractor, changes)
+
+
+@pytest.mark.parametrize(("count", "text"), [(5, "0, 1, 2, 3, 4"), (6, "0, 1, 2, 3, 4 and 1 more"), (1, "0")])
+def test_ids_are_listed_in_order_up_to_five(count: int, text: str):
+    assert _some({str(number) for number in range(count)}) == text

@@ -1,13 +1,17 @@
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from components.evaluate.java import JavaMissing
-from components.evaluate.stage import SCORE_SCHEMA, evaluate
+from components.datasets import DATASETS
+from components.datasets.spec import Licence, Permission
+from components.evaluate.metrics import METRICS, choose_metrics
+from components.evaluate.metrics.java import JavaMissing
+from components.evaluate.stage import evaluate, score_schema
 from components.records import DataError
 from tests.evaluate import bench
 
@@ -15,7 +19,7 @@ from tests.evaluate import bench
 @dataclass(frozen=True)
 class Run:
     root: Path
-    folders: tuple[Path, Path, Path]
+    folders: bench.Folders
     out: Path
     metrics: dict[str, Any]
 
@@ -25,7 +29,7 @@ def real_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The whole stage on six pairs, with every scorer, METEOR too."""
     root = tmp_path_factory.mktemp("evaluate")
     folders = bench.write(root)
-    evaluate(bench.config(root), *folders, root / "out")
+    bench.run(folders, root / "out")
     return Run(root, folders, root / "out", json.loads((root / "out" / "metrics.json").read_text()))
 
 
@@ -52,30 +56,35 @@ def test_meteor_of_a_caption_equal_to_a_reference_is_one(real_run: Run):
 
 
 @pytest.mark.slow
-def test_a_row_per_pair_holds_caption_scores_and_verdicts(real_run: Run):
+def test_a_row_per_pair_holds_prediction_scores_and_verdicts(real_run: Run):
     table = pq.read_table(real_run.out / "scores.parquet")
-    assert table.schema.equals(SCORE_SCHEMA)
+    assert table.schema.equals(score_schema(METRICS))
     rows = table.to_pylist()
-    assert [row["id"] for row in rows] == list(bench.CAPTIONS)
-    assert [row["said"] for row in rows] == ["color", "removal", "none", "several", "none", "color"]
+    assert [row["id"] for row in rows] == list(bench.PREDICTIONS)
+    assert [row["prediction"] for row in rows] == list(bench.PREDICTIONS.values())
+    assert [row["change_types"] for row in rows] == [types for _, types, _ in bench.RECORDS]
+    assert [row["predicted_type"] for row in rows] == ["color", "removal", "none", "several", "none", "color"]
     assert [row["exact_right"] for row in rows] == [True, False, False, False, True, False]
     assert rows[0]["CIDEr"] > rows[1]["CIDEr"] > rows[2]["CIDEr"] == 0
 
 
 @pytest.mark.slow
 def test_meteor_is_computed_also_where_some_groups_are_empty(tmp_path: Path):
-    clean, captions, model = bench.write(tmp_path)
-    table = pq.read_table(clean / "records.parquet")
-    pq.write_table(table.set_column(7, "change_types", [[[]] * len(table)]), clean / "records.parquet")
-    metrics = evaluate(bench.config(tmp_path), clean, captions, model, tmp_path / "out")
-    assert metrics.meteor is not None
-    assert metrics.change.pairs == 0
-    assert metrics.change.meteor is None
+    folders = bench.write(tmp_path)
+    path = folders.clean / "records.parquet"
+    table = pq.read_table(path)
+    column = table.schema.get_field_index("change_types")
+    unknown = pa.array([[]] * len(table), table.schema.field(column).type)
+    pq.write_table(table.set_column(column, "change_types", unknown), path)
+    report = bench.run(folders, tmp_path / "out")
+    assert report.scores["METEOR"] is not None
+    assert report.groups["change"]["pairs"] == 0
+    assert report.groups["change"]["METEOR"] is None
 
 
 @pytest.mark.slow
 def test_a_second_run_writes_the_same_bytes(real_run: Run):
-    evaluate(bench.config(real_run.root), *real_run.folders, real_run.root / "again")
+    bench.run(real_run.folders, real_run.root / "again")
     for name in ("metrics.json", "scores.parquet", "report.html"):
         assert (real_run.root / "again" / name).read_bytes() == (real_run.out / name).read_bytes()
 
@@ -83,35 +92,88 @@ def test_a_second_run_writes_the_same_bytes(real_run: Run):
 def test_without_meteor_the_rest_is_scored_and_the_reason_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folders = bench.write(tmp_path)
     without_meteor(tmp_path, monkeypatch)
-    metrics = evaluate(bench.config(tmp_path), *folders, tmp_path / "out")
-    assert metrics.meteor is None
-    assert metrics.absent["METEOR"]
-    assert metrics.cider is not None
+    report = bench.run(folders, tmp_path / "out")
+    assert report.scores["METEOR"] is None
+    assert report.absent["METEOR"]
+    assert report.scores["CIDEr"] is not None
     assert "<dt>METEOR</dt><dd>Absent." in (tmp_path / "out" / "report.html").read_text()
 
 
 def test_without_optional_inputs_their_scores_are_null_with_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    clean, captions, model = bench.write(tmp_path)
+    folders = bench.write(tmp_path)
     without_meteor(tmp_path, monkeypatch)
-    for path in (captions / "predictions_shuffled.json", captions / "saliency.npz", model / "curves.csv"):
-        path.unlink()
-    evaluate(bench.config(tmp_path, grammar=None), clean, captions, model, tmp_path / "out")
+    (folders.predictions / "predictions_shuffled.json").unlink()
+    (folders.predictions / "saliency.npz").unlink()
+    (folders.model / "curves.csv").unlink()
+    (folders.records / "toy" / "grammar.json").unlink()
+    bench.run(folders, tmp_path / "out")
     metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert metrics["change_type_accuracy"] is metrics["no_change_recall"] is metrics["CIDEr_shuffled"] is None
-    assert {"change_type_accuracy", "CIDEr_shuffled"} <= metrics["absent"].keys()
+    assert metrics["absent"].keys() == {"change_type_accuracy", "CIDEr_shuffled", "METEOR", "SPICE"}
+
+
+def test_only_the_metrics_asked_for_are_computed(tmp_path: Path):
+    """And the whole stage in Python but for the tokenizer: which file holds what, and what is on the page."""
+    folders = bench.write(tmp_path)
+    report = bench.run(folders, tmp_path / "out", metrics=["change_accuracy", "ROUGE-L", "CIDEr"])
+    written = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert written == report.model_dump(mode="json")
+    assert {"METEOR", "BLEU-4", "SPICE"}.isdisjoint(written.keys() | written["change"].keys())
+    assert (written["rows_in"], written["rows_out"], written["absent"]) == (6, 6, {})
+    assert written["change_type_accuracy"] == pytest.approx(2 / 3)
+    assert written["CIDEr_shuffled"] < written["CIDEr"]
+    table = pq.read_table(tmp_path / "out" / "scores.parquet")
+    assert table.column_names[3:] == ["prediction", "CIDEr", "ROUGE-L", "predicted_type", "type_right", "exact_right"]
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "METEOR</dt>" not in page
+    assert page.count("<img") == 3 * 6
+
+
+@pytest.mark.parametrize(
+    ("name", "type_name"), [("CIDEr", "double"), ("predicted_type", "string"), ("type_right", "bool"), ("id", "string")]
+)
+def test_columns_of_scores_have_the_types_that_the_metrics_declare(name: str, type_name: str):
+    assert str(score_schema(choose_metrics(["CIDEr", "change_accuracy"])).field(name).type) == type_name
+
+
+def test_a_dataset_that_may_not_be_shown_is_scored_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    spec = DATASETS["pairs"]
+    no = Permission("no", "the page says so")
+    monkeypatch.setitem(DATASETS, "secret", replace(spec, licence=Licence("secret", None, no, no, no)))
+    folders = bench.write(tmp_path, reader="secret")
+    report = bench.run(folders, tmp_path / "out", metrics=["change_accuracy"])
+    assert report.rows_out == 6
+    assert "<img" not in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_a_limit_of_the_scorers_reaches_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folders = bench.write(tmp_path)
+    monkeypatch.setenv("PATH", bench.fake_java(tmp_path / "bin", "meteor", "sleep 1000"))
+    cfg = bench.config(metrics=["METEOR", "SPICE"], gallery=0)
+    compute = bench.compute(scorer_timeout_s=5, spice_dir=tmp_path)
+    report = evaluate(cfg, compute, *folders, tmp_path / "out")
+    assert report.absent["METEOR"] == "no answer within 5 s (compute.scorer_timeout_s)"
+    assert report.absent["SPICE"].startswith(f"{tmp_path}: has no stanford-corenlp-3.6.0.jar and no ")
 
 
 def test_without_java_nothing_is_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folders = bench.write(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(JavaMissing, match="install a Java runtime"):
-        evaluate(bench.config(tmp_path), *folders, tmp_path / "out")
+        bench.run(folders, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+    assert bench.run(folders, tmp_path / "out", metrics=["change_accuracy"]).scores["change_type_accuracy"]
 
 
-def test_a_missing_image_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_image_is_named(tmp_path: Path):
     folders = bench.write(tmp_path)
-    without_meteor(tmp_path, monkeypatch)
     (tmp_path / "3_after.png").unlink()
     with pytest.raises(DataError, match="3_after.png"):
-        evaluate(bench.config(tmp_path), *folders, tmp_path / "out")
+        bench.run(folders, tmp_path / "out", metrics=["change_accuracy"])
+
+
+def test_an_image_that_changed_since_ingest_is_named(tmp_path: Path):
+    folders = bench.write(tmp_path)
+    bench.paint(tmp_path / "4_before.png", (1, 2, 3))
+    with pytest.raises(DataError, match="4_before.png: changed since ingest"):
+        bench.run(folders, tmp_path / "out", metrics=["change_accuracy"])

@@ -4,19 +4,23 @@ from pathlib import Path
 import datasets
 import pytest
 
+from components.convert import stage
 from components.export.llava import export_llava
 from components.records import DataError
 from tests.convert.test_convert import record, run
+from tests.layouts import make_entry
+
+OWN = {"d": make_entry("pairs", Path())}
 
 
 def build(folder: Path) -> Path:
-    run(folder, [record("a", captions=('say "hi"', "ünïcode → ok")), record("b", "test", ("", "gone"))])
-    return folder / "mixture/samples"
+    run(folder, [record("a", references=('say "hi"', "ünïcode → ok")), record("b", "test", ("", "gone"))])
+    return folder / "mixture"
 
 
 @pytest.mark.parametrize("lines", [False, True])
 def test_records_have_the_form_of_llava_next(tmp_path, lines):
-    written = export_llava(build(tmp_path), tmp_path / "llava", lines)
+    written = export_llava(OWN, build(tmp_path), tmp_path / "llava", lines)
     assert written == {"train": 2, "test": 1}
     text = (tmp_path / f"llava/train.{'jsonl' if lines else 'json'}").read_text("utf-8")
     records = [json.loads(line) for line in text.splitlines()] if lines else json.loads(text)
@@ -30,7 +34,7 @@ def test_records_have_the_form_of_llava_next(tmp_path, lines):
 
 
 def test_dataset_info_tells_llama_factory_the_columns(tmp_path):
-    export_llava(build(tmp_path), tmp_path / "llava")
+    export_llava(OWN, build(tmp_path), tmp_path / "llava")
     info = json.loads((tmp_path / "llava/dataset_info.json").read_text())
     assert info["m3diff_train"] == {
         "file_name": "train.json",
@@ -44,4 +48,51 @@ def test_dataset_info_tells_llama_factory_the_columns(tmp_path):
 
 def test_without_samples_the_remedy_is_named(tmp_path):
     with pytest.raises(DataError, match="run `m3diff convert` first"):
-        export_llava(tmp_path / "nowhere", tmp_path / "llava")
+        export_llava(OWN, tmp_path / "nowhere", tmp_path / "llava")
+
+
+def test_empty_references_are_left_out_of_their_split_alone(tmp_path):
+    assert export_llava(OWN, build(tmp_path), tmp_path / "llava", lines=True) == {"train": 2, "test": 1}
+    (line,) = (tmp_path / "llava/test.jsonl").read_text("utf-8").splitlines()
+    assert json.loads(line)["id"] == "d/b#1"
+    assert not (tmp_path / "llava/val.jsonl").exists()
+    assert list(json.loads((tmp_path / "llava/dataset_info.json").read_text())) == ["m3diff_train", "m3diff_test"]
+
+
+def test_a_split_of_empty_references_alone_is_an_empty_array(tmp_path):
+    run(tmp_path, [record("a", "test", ("",))])
+    assert export_llava(OWN, tmp_path / "mixture", tmp_path / "llava") == {"test": 0}
+    assert json.loads((tmp_path / "llava/test.json").read_text()) == []
+
+
+def test_every_record_of_every_shard_is_exported_in_order(tmp_path, monkeypatch):
+    monkeypatch.setattr(stage, "SHARD_SAMPLES", 2)
+    samples, _ = run(tmp_path, [record(str(n), references=("a", "b")) for n in range(4)])
+    export_llava(OWN, tmp_path / "mixture", tmp_path / "llava")
+    records = json.loads((tmp_path / "llava/train.json").read_text())
+    assert [each["id"] for each in records] == samples["id"].to_list()
+    assert len(list((tmp_path / "mixture/train").iterdir())) == 4
+
+
+def test_a_dataset_whose_page_states_no_licence_is_refused_unless_asked_for(tmp_path, capsys):
+    run(tmp_path, [record("a"), record("a", dataset="spot")])
+    entries = OWN | {"spot": make_entry("spot_the_diff", Path())}
+    with pytest.raises(DataError, match=r"Spot-the-Diff \(licence: none stated\): redistribute: .* refused"):
+        export_llava(entries, tmp_path / "mixture", tmp_path / "llava")
+    assert not (tmp_path / "llava").exists()
+    assert export_llava(entries, tmp_path / "mixture", tmp_path / "llava", allow_unlicensed=True) == {"train": 2}
+    told = capsys.readouterr().out
+    assert told.startswith("spot: Spot-the-Diff (licence: none stated): redistribute: ")
+    assert told.count("\n") == 1
+
+
+def test_the_conditions_of_a_licence_are_told(tmp_path, capsys):
+    run(tmp_path, [record("a", "test", dataset="birds")])
+    export_llava({"birds": make_entry("birds_to_words", Path())}, tmp_path / "mixture", tmp_path / "llava")
+    assert "birds: Birds-to-Words (licence: CC BY-SA 4.0): redistribute: texts: credit" in capsys.readouterr().out
+
+
+def test_a_dataset_of_unknown_licence_is_refused(tmp_path):
+    run(tmp_path, [record("a")])
+    with pytest.raises(DataError, match=r"d: in the samples, but not in ingest\.datasets; run `m3diff convert` again"):
+        export_llava({}, tmp_path / "mixture", tmp_path / "llava")

@@ -6,7 +6,7 @@ import pytest
 import yaml
 from prefect.cli.deploy._models import PrefectYamlModel
 
-from infra import up
+from infra import services
 from tests.toy import REPOSITORY
 
 DEPLOYMENTS = yaml.safe_load((REPOSITORY / "prefect.yaml").read_text())["deployments"]
@@ -18,11 +18,11 @@ def test_prefect_accepts_the_file():
 
 
 @pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=lambda deployment: deployment["name"])
-def test_each_deployment_is_reached_as_m3diff_and_runs_one_at_a_time_in_the_pool_that_up_makes(deployment):
+def test_each_deployment_is_reached_as_m3diff_and_runs_one_at_a_time_in_the_pool_that_services_makes(deployment):
     module, function = deployment["entrypoint"].removesuffix(".py").replace(".py:", ":").split(":")
     flow = getattr(importlib.import_module(module.replace("/", ".")), function)
     assert flow.name == "m3diff"
-    assert deployment["work_pool"]["name"] == up.POOL
+    assert deployment["work_pool"]["name"] == services.POOL
     assert deployment["concurrency_limit"] == {"limit": 1, "collision_strategy": "ENQUEUE"}
 
 

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 
 from flows import dvc
 
-SLOW = "def synthesize(cfg, paths):\n    import time\n    time.sleep(120)\n\n\ndef old("
+SLOW = "def synthesize(params, paths, name):\n    import time\n    time.sleep(120)\n\n\ndef old("
 
 
 def slow_down(root: Path) -> None:
@@ -40,17 +41,17 @@ def wait_until(condition, seconds: float = 60) -> None:
 
 def test_a_stage_ran_then_is_skipped_then_is_restored_from_the_run_cache(project):
     said: list[str] = []
-    assert dvc.repro("synthesize", said.append) == "Ran"
+    assert dvc.repro("synthesize@minichange", said.append) == "Ran"
     assert "toy synthesize" in said
-    assert dvc.repro("synthesize", said.append) == "Skipped"
+    assert dvc.repro("synthesize@minichange", said.append) == "Skipped"
     (project / "dvc.lock").unlink()
-    assert dvc.repro("synthesize", said.append) == "Restored"
+    assert dvc.repro("synthesize@minichange", said.append) == "Restored"
 
 
 def test_a_failed_stage_carries_its_own_exit_code_and_its_last_words(project):
-    (project / "toy.py").write_text("import sys\nprint('row 7: caption is empty', flush=True)\nsys.exit(3)\n")
-    with pytest.raises(dvc.DvcError, match="row 7: caption is empty") as failed:
-        dvc.repro("synthesize", lambda line: None)
+    (project / "toy.py").write_text("import sys\nprint('row 7: reference is empty', flush=True)\nsys.exit(3)\n")
+    with pytest.raises(dvc.DvcError, match="row 7: reference is empty") as failed:
+        dvc.repro("synthesize@minichange", lambda line: None)
     assert failed.value.code == 3
 
 
@@ -68,13 +69,13 @@ def test_an_interrupt_ends_the_stage_and_dvc(project):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        dvc.repro("synthesize", interrupt)
+        dvc.repro("synthesize@minichange", interrupt)
     assert family(project) == []
 
 
 def test_killing_the_flow_leaves_no_stage_running(project):
     slow_down(project)
-    code = "from flows import dvc; dvc.repro('synthesize', print)"
+    code = "from flows import dvc; dvc.repro('synthesize@minichange', print)"
     flow = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
     wait_until(
         lambda: any(
@@ -94,7 +95,7 @@ def test_a_lock_that_another_dvc_command_holds_is_waited_for(project):
     other = subprocess.Popen([sys.executable, "-c", held], stdout=subprocess.PIPE, text=True)
     assert other.stdout is not None
     assert other.stdout.readline() == "held\n"
-    assert dvc.repro("synthesize", lambda line: None) == "Ran"
+    assert dvc.repro("synthesize@minichange", lambda line: None) == "Ran"
     other.wait()
 
 
@@ -104,12 +105,44 @@ def test_log_lines_lose_colours_and_blanks_and_a_progress_bar_is_told_now_and_th
     assert list(dvc.readable(lines)) == ["loss 1.0", bar[0].rstrip(), "done"]
 
 
-def test_the_stages_come_after_all_that_they_read(project):
-    import yaml
+def test_a_progress_bar_is_told_again_after_a_few_seconds(monkeypatch):
+    clock = iter((0.0, 0.0, 4.9, 5.0, 5.0))
+    monkeypatch.setattr(dvc.time, "monotonic", lambda: next(clock))
+    assert list(dvc.readable(["1%|#", "2%|#", "3%|#", "end"])) == ["1%|#", "3%|#", "end"]
 
+
+def test_the_stages_exit_code_is_the_last_that_dvc_names_and_dvcs_own_where_it_names_none():
+    printed = ["ERROR: failed to reproduce 'a': failed to run: x, exited with 3", "y, exited with -9", "z"]
+    assert dvc.stage_code(printed, 255) == -9
+    assert dvc.stage_code(["ERROR: unable to acquire lock"], 255) == 255
+
+
+def test_an_error_of_dvc_has_its_words_and_code(project):
+    with pytest.raises(dvc.DvcError, match=r"dvc stage lits exited with \d+\n.*invalid choice") as failed:
+        dvc.ask("stage", "lits")
+    assert failed.value.code > 0
+
+
+def test_dvc_finds_this_environments_tools_and_a_shell_that_passes_signals_on(monkeypatch):
+    monkeypatch.setenv("PATH", "/elsewhere")
+    found = dvc.environment()
+    assert found["PATH"].split(os.pathsep) == [str(Path(sys.executable).parent), "/elsewhere"]
+    assert found["SHELL"] == "/bin/bash"
+
+
+def test_the_stages_come_after_all_that_they_read_and_frozen_ones_are_left_out(project):
     order = dvc.stages()
     graph = subprocess.run([*dvc.DVC, "dag", "--dot"], capture_output=True, text=True, check=True).stdout
     edges = [tuple(part.strip(' ";') for part in line.split("->")) for line in graph.splitlines() if "->" in line]
-    assert edges
-    assert order == list(yaml.safe_load((project / "dvc.yaml").read_text())["stages"])
+    edges = [(before, after) for before, after in edges if before != "pretrain"]
+    assert len(edges) >= 6
+    stages = list(yaml.safe_load((project / "dvc.yaml").read_text())["stages"])
+    assert stages[0] == "pretrain"
+    assert [name.partition("@")[0] for name in order] == stages[1:]
+    assert {"synthesize@minichange", "ingest@minichange"} < set(order)
     assert all(order.index(before) < order.index(after) for before, after in edges)
+
+
+def test_the_status_names_the_stages_of_the_flow_alone(project):
+    (project / "data/00_base/config.json").write_text("another base")
+    assert list(dvc.status()) == dvc.stages()

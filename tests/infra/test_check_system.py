@@ -1,4 +1,4 @@
-"""What lacks is named with its remedy, before anything is installed."""
+"""What is missing is named with its remedy, before anything is installed."""
 
 import os
 import re
@@ -24,9 +24,9 @@ def machine(folder: Path, **programs: str) -> str:
     return str(folder)
 
 
-def preflight(path: str) -> subprocess.CompletedProcess:
+def check_system(path: str) -> subprocess.CompletedProcess:
     environment = {name: value for name, value in os.environ.items() if name != "CXX"} | {"PATH": path}
-    command = [sys.executable, str(REPOSITORY / "infra" / "preflight.py")]
+    command = [sys.executable, str(REPOSITORY / "infra" / "check_system.py")]
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
@@ -34,7 +34,7 @@ JAVA = """echo 'openjdk version "17.0.15" 2025-04-15' >&2"""
 
 
 def test_a_machine_that_has_everything_passes_without_a_word(tmp_path):
-    done = preflight(machine(tmp_path / "bin", java=JAVA, git="", gxx=""))
+    done = check_system(machine(tmp_path / "bin", java=JAVA, git="", gxx=""))
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
@@ -42,15 +42,15 @@ def test_a_machine_that_has_everything_passes_without_a_word(tmp_path):
     ("java", "found"), [("exit 1", "does not answer"), (JAVA.replace("17.0.15", "11.0.2"), "found Java 11")]
 )
 def test_java_that_is_broken_or_too_old_is_named_with_the_package_to_install(tmp_path, java, found):
-    done = preflight(machine(tmp_path / "bin", java=java, git="", gxx=""))
+    done = check_system(machine(tmp_path / "bin", java=java, git="", gxx=""))
     assert done.returncode == 1
     assert "needs Java 17" in done.stderr
     assert found in done.stderr
     assert "apt install openjdk-17-jre-headless" in done.stderr
 
 
-def test_everything_that_lacks_is_named_at_once(tmp_path):
-    done = preflight(machine(tmp_path / "bin"))
+def test_everything_that_is_missing_is_named_at_once(tmp_path):
+    done = check_system(machine(tmp_path / "bin"))
     assert done.returncode == 1
     assert [name for name in TOOLS.values() if f"needs {name}" not in done.stderr] == []
     assert done.stderr.count("apt install") == len(TOOLS)

@@ -52,12 +52,12 @@ def test_compose_shows_its_servers_to_this_machine_alone_and_sends_nothing_out()
 
 
 def test_kubernetes_gives_training_the_gpus_and_cores_that_the_papers_profile_asks_for():
-    train = load_params(INFRA / "profiles" / "paper.yaml").train
+    compute = load_params(REPOSITORY / "profiles" / "paper.yaml").compute
     job = load("kubernetes/train.yaml")["spec"]["rayClusterSpec"]
     (group,) = job["workerGroupSpecs"]
     resources = group["template"]["spec"]["containers"][0]["resources"]
-    assert int(resources["limits"]["nvidia.com/gpu"]) * group["replicas"] == train.workers
-    assert int(resources["requests"]["cpu"]) * group["replicas"] >= train.workers * train.cpus_per_worker
+    assert int(resources["limits"]["nvidia.com/gpu"]) * group["replicas"] == compute.workers
+    assert int(resources["requests"]["cpu"]) * group["replicas"] >= compute.workers * compute.cpus_per_worker
     assert job["rayVersion"] == constrained("ray")
 
 
@@ -67,7 +67,7 @@ def test_kustomize_names_files_that_are_there():
     assert [file for file in files if not (INFRA / file).is_file()] == []
 
 
-def test_the_image_has_the_python_and_the_java_that_preflight_asks_for():
+def test_the_image_has_the_python_and_the_java_that_check_system_asks_for():
     image = (INFRA / "Dockerfile").read_text()
     assert "FROM python:3.11-" in image
     assert "openjdk-17-jre" in image

@@ -1,13 +1,16 @@
 import os
+from dataclasses import replace
 from pathlib import Path
 
+import polars as pl
 import pytest
 import yaml
 
-from components.__main__ import DATA_REFUSED, main
-from components.inspect.check import LAYOUTS, check, recognise
-from components.ingest.stage import READERS
+from components.datasets import DATASETS
+from components.datasets.minichange.language import grammar
+from components.datasets.spec import SplitCount
 from components.ingest.params import DatasetEntry
+from components.inspect.check import Finding, check, recognise
 from components.records import DataError
 from tests.layouts import (
     edit_json,
@@ -40,7 +43,13 @@ def write_manifest(root: Path, name: str, **renamed: str) -> Path:
     return root
 
 
+def write_minichange(root: Path) -> Path:
+    write_json(write_clevr(root) / "grammar.json", grammar())
+    return root
+
+
 WRITERS = {
+    "minichange": write_minichange,
     "clevr_change": write_clevr,
     "clevr_dc": write_clevr_dc,
     "spot_the_diff": write_spot,
@@ -51,94 +60,211 @@ WRITERS = {
 }
 
 
-@pytest.mark.parametrize("reader", sorted(READERS))
-def test_every_layout_is_known_by_its_files_and_found_sound(tmp_path, reader, capsys):
-    root = WRITERS[reader](tmp_path / "raw")
-    assert main(["data", "check", str(root)]) == 0
-    told = capsys.readouterr().out
-    assert f"looks like {reader}\n" in told
-    assert "missing and 0 empty" in told
-    entry = yaml.safe_load(told.splitlines()[-1])[0]
-    assert Dataset.model_validate(entry).reader == reader
+def look(root: Path) -> Finding:
+    return check(root, {})
 
 
-@pytest.mark.parametrize("reader", sorted(READERS))
-def test_an_image_that_lacks_is_named_and_refused(tmp_path, reader, capsys):
+def test_every_dataset_has_a_layout_here():
+    assert set(WRITERS) == set(DATASETS)
+
+
+@pytest.mark.parametrize("reader", sorted(DATASETS))
+def test_every_layout_is_known_by_its_files_and_found_sound_with_an_entry_for_params(tmp_path, reader):
     root = WRITERS[reader](tmp_path / "raw")
-    gone, hollow = sorted(path for path in root.rglob("*") if path.suffix in (".png", ".jpg", ".jpeg", ".gif"))[:2]
+    lines, sound = look(root)
+    assert sound
+    assert lines[0] == f"{root} looks like {reader}"
+    assert lines[1].startswith(f"  licence: {DATASETS[reader].licence.name} (train: ")
+    assert [line for line in lines if "found   " in line] == [f"  found   {file}" for file in DATASETS[reader].files]
+    assert any(line.endswith("of them 0 missing and 0 empty") for line in lines)
+    assert lines[-2] == "the entry for ingest.datasets in params.yaml:"
+    assert lines[-1].startswith(f"    {reader}: {{")
+    ((name, entry),) = yaml.safe_load(lines[-1]).items()
+    assert (name, DatasetEntry.model_validate(entry)) == recognise(root)
+
+
+@pytest.mark.parametrize("reader", sorted(DATASETS))
+def test_a_missing_and_an_empty_image_are_named_and_refused(tmp_path, reader):
+    root = WRITERS[reader](tmp_path / "raw")
+    images = sorted(path for path in root.rglob("*") if path.suffix.lower() in (".png", ".jpg", ".jpeg", ".gif"))
+    gone, hollow = images[:2]
     gone.unlink()
     hollow.write_bytes(b"")
-    assert main(["data", "check", str(root)]) == DATA_REFUSED
-    told = capsys.readouterr().out
-    assert f"images that lack: 1\n    {gone}\n" in told
-    assert f"images without a byte: 1\n    {hollow}\n" in told
+    lines, sound = look(root)
+    assert not sound
+    assert f"  images {len(images)}, of them 1 missing and 1 empty" in lines
+    assert lines[lines.index("  missing images: 1") + 1] == f"    {gone}"
+    assert lines[lines.index("  images without a byte: 1") + 1] == f"    {hollow}"
 
 
-@pytest.mark.parametrize("reader", [name for name, layout in LAYOUTS.items() if len(layout.files) > 1])
-def test_a_layout_is_known_though_an_annotation_file_lacks(tmp_path, reader):
+SEVERAL = [(name, file) for name, spec in DATASETS.items() if len(spec.files) > 1 for file in spec.files]
+
+
+@pytest.mark.parametrize(("reader", "file"), SEVERAL)
+def test_a_layout_is_known_though_an_annotation_file_is_missing(tmp_path, reader, file):
+    if (reader, file) == ("minichange", "grammar.json"):
+        pytest.skip("without its grammar MiniChange is CLEVR-Change's layout")
     root = WRITERS[reader](tmp_path / "raw")
-    lacking = LAYOUTS[reader].files[-1]
-    (root / lacking).unlink()
-    found = check(root)
-    assert not found.sound
-    assert found.lines[0] == f"{root} looks like {reader}"
-    assert f"  LACKS  {lacking}" in found.lines
+    (root / file).unlink()
+    lines, sound = look(root)
+    assert not sound
+    assert lines[0] == f"{root} looks like {reader}"
+    found = [f"  {'MISSING' if each == file else 'found  '} {each}" for each in DATASETS[reader].files]
+    assert lines[2:] == [*found, "  fetch the missing files again; nothing was read"]
 
 
 def test_counts_stand_beside_the_published_ones(tmp_path):
-    told = check(write_spot(tmp_path)).lines
-    assert "  train         2         5             8,566  differs" in told
-    assert any(line.startswith("  not the release of Spot-the-Diff") for line in told)
+    lines = look(write_spot(tmp_path)).lines
+    start = lines.index("  split     pairs  references   published:    pairs  references (Spot-the-Diff)")
+    assert lines[start + 1 : start + 5] == [
+        "  train         2           5                 8,566      17,676  differs",
+        "  val           1           1                 1,493       3,310  differs",
+        "  test          1           1                 1,270       2,107  differs",
+        "  not the release of Spot-the-Diff: a part, another version, or other data in its layout",
+    ]
 
 
-def test_rows_that_cannot_be_read_are_told_five_at_most_and_counted(tmp_path):
+def test_a_whole_release_differs_in_nothing_and_an_unpublished_count_is_no_difference(tmp_path, monkeypatch):
+    root = write_clevr_dc(tmp_path)
+    spec = DATASETS["clevr_dc"]
+    (part,) = spec.published
+    exact = replace(part, train=SplitCount(2, 3), val=SplitCount(0), test=SplitCount(1))
+    monkeypatch.setitem(DATASETS, "clevr_dc", replace(spec, published=(exact,)))
+    lines = look(root).lines
+    assert "  train         2           3                     2           3" in lines
+    assert "  test          1           1                     1           ?" in lines
+    assert not any(line.endswith("  differs") or line.startswith("  not the release") for line in lines)
+    wrong = replace(exact, train=SplitCount(2, 4))
+    monkeypatch.setitem(DATASETS, "clevr_dc", replace(spec, published=(wrong,)))
+    assert "  train         2           3                     2           4  differs" in look(root).lines
+
+
+def test_omnidiff_is_held_against_the_part_of_its_name_else_of_its_size(tmp_path, monkeypatch):
+    root = write_manifest(tmp_path, "annotations.json")
+    entry = DatasetEntry(reader="omnidiff", root=root)
+    for part, title in (("omnidiff_real", "OmniDiff-Real"), ("omnidiff_render", "OmniDiff-Render")):
+        assert any(f"({title})" in line for line in check(root, {part: entry}).lines)
+    assert any("(OmniDiff-Render)" in line for line in look(root).lines)
+    real, render = DATASETS["omnidiff"].published
+    small = replace(real, train=SplitCount(1), val=SplitCount(0), test=SplitCount(0))
+    monkeypatch.setitem(DATASETS, "omnidiff", replace(DATASETS["omnidiff"], published=(small, render)))
+    assert any("(OmniDiff-Real)" in line for line in look(root).lines)
+
+
+def test_a_collection_of_ones_own_has_no_published_counts(tmp_path):
+    lines = look(write_manifest(tmp_path, "pairs.csv")).lines
+    assert "  split     pairs  references" in lines
+    assert "  train         1           1" in lines
+
+
+def test_rows_that_cannot_be_read_are_shown_five_at_most_and_counted(tmp_path):
     root = write_clevr_dc(tmp_path)
     edit_json(root / "split.json", lambda splits: splits["train"].extend(f"scene {n}" for n in range(7)))
-    found = check(root)
-    assert not found.sound
-    start = found.lines.index("  rows that cannot be read: 7")
-    assert found.lines[start + 1].startswith("    split.json, train[2]: scene: expected a number from 0, found text")
-    assert found.lines[start + 6] == "    and 2 more"
+    lines, sound = look(root)
+    assert not sound
+    start = lines.index("  rows that cannot be read: 7")
+    assert lines[start + 1].startswith("    split.json, train[2]: scene: expected a number from 0, found text")
+    assert lines[start + 5].startswith("    split.json, train[6]: ")
+    assert lines[start + 6] == "    and 2 more"
 
 
-def test_a_truncated_annotation_file_is_told_not_raised(tmp_path):
+def test_five_problems_are_all_shown(tmp_path):
+    root = write_clevr_dc(tmp_path)
+    edit_json(root / "split.json", lambda splits: splits["train"].extend(f"scene {n}" for n in range(5)))
+    assert not any("more" in line for line in look(root).lines)
+
+
+def test_a_truncated_annotation_file_is_shown_not_raised(tmp_path):
     root = write_iedit(tmp_path)
     (root / "valid.json").write_text('[{"img0": "a.jpg"')
-    found = check(root)
-    assert not found.sound
-    assert "valid.json: line 1 column 18: not valid JSON" in found.lines[-3]
+    lines, sound = look(root)
+    assert not sound
+    assert "  CANNOT BE READ" in lines[-3]
+    assert "valid.json: line 1 column 18: not valid JSON" in lines[-3]
+
+
+def test_a_folder_without_a_pair_is_not_sound(tmp_path):
+    for file in ("train.json", "valid.json", "test.json"):
+        write_json(tmp_path / file, [])
+    lines, sound = look(tmp_path)
+    assert not sound
+    assert "  NO PAIR at all; fetch the dataset again" in lines
 
 
 def test_columns_with_other_names_are_suggested_as_options(tmp_path):
     root = write_manifest(tmp_path, "mine.json", before="image1", after="image2", captions="caption")
-    dataset = recognise(root)
+    name, entry = recognise(root)
     columns = {"before": "image1", "after": "image2", "captions": "caption"}
-    assert (dataset.reader, dataset.options) == ("pairs", {"manifest": "mine.json", "columns": columns})
-    assert check(root).sound
+    assert (name, entry.reader, entry.root) == ("pairs", "pairs", root)
+    assert entry.options == {"manifest": "mine.json", "columns": columns}
+    lines, sound = look(root)
+    assert sound
+    assert "  found   mine.json" in lines
+    assert yaml.safe_load(lines[-1])["pairs"]["options"] == {"manifest": "mine.json", "columns": columns}
 
 
-def test_a_split_that_is_none_of_three_is_told(tmp_path):
+def test_a_manifest_without_a_split_is_suggested_for_training_and_one_without_captions_is_no_manifest(tmp_path):
+    write_json(tmp_path / "list.json", [{"source": "a.png", "target": "b.png"}])
+    with pytest.raises(DataError, match="looks like none of the layouts"):
+        recognise(tmp_path)
+    write_json(tmp_path / "list.json", [{"source": "a.png", "target": "b.png", "text": "it fell"}])
+    _, entry = recognise(tmp_path)
+    assert entry.options["split"] == "train"
+    assert entry.options["columns"] == {"before": "source", "after": "target", "captions": "text"}
+
+
+def test_a_parquet_manifest_is_known_by_its_schema_and_a_broken_file_is_passed_over(tmp_path):
+    (tmp_path / "a.json").write_text("{")
+    (tmp_path / "b.parquet").write_text("no parquet")
+    pl.DataFrame({"img1": ["a"], "img2": ["b"], "caption": ["c"], "subset": ["val"]}).write_parquet(
+        tmp_path / "m.parquet"
+    )
+    _, entry = recognise(tmp_path)
+    assert entry.options["manifest"] == "m.parquet"
+    assert entry.options["columns"]["split"] == "subset"
+
+
+def test_odd_names_come_out_as_exact_yaml(tmp_path):
+    root = write_manifest(tmp_path / "it's: #1", "yes.json", captions="text")
+    _, entry = recognise(root)
+    ((name, given),) = yaml.safe_load(look(root).lines[-1]).items()
+    assert DatasetEntry.model_validate(given) == entry
+    assert name == "pairs"
+
+
+def test_a_split_that_is_none_of_three_is_shown(tmp_path):
     root = write_manifest(tmp_path, "annotations.json")
     edit_json(root / "annotations.json", lambda rows: rows[0].update(split="dev"))
-    found = check(root)
-    assert not found.sound
-    assert "    annotations.json, record 0: split 'dev'" in found.lines
+    lines, sound = look(root)
+    assert not sound
+    assert lines[lines.index("  splits that are none of train, val, test: 1") + 1] == (
+        "    annotations.json, record 0: split 'dev'"
+    )
 
 
-def test_a_dataset_of_params_is_read_with_its_own_options(tmp_path):
+def test_a_dataset_of_params_is_read_with_its_own_options_and_its_own_splits(tmp_path):
     root = write_manifest(tmp_path, "list.json", before="first", after="second")
+    edit_json(root / "list.json", lambda rows: rows[0].update(split="val"))
     options = {"manifest": "list.json", "columns": {"before": "first", "after": "second"}}
     with pytest.raises(DataError, match="looks like none of the layouts"):
-        check(root)
-    dataset = Dataset(name="own", reader="pairs", root=Path(os.path.relpath(root)), options=options)
-    found = check(root, (dataset,))
-    assert found.sound
-    assert found.lines[0] == f"{root} is own (pairs)"
+        look(root)
+    entry = DatasetEntry(reader="pairs", root=Path(os.path.relpath(root)), options=options, train_on=("train", "val"))
+    other = DatasetEntry(reader="iedit", root=tmp_path / "elsewhere")
+    lines, sound = check(root, {"other": other, "own": entry})
+    assert sound
+    assert lines[0] == f"{root} is own (pairs)"
+    assert "  val           1           1" in lines
+    assert "params.yaml" not in "".join(lines)
 
 
-def test_a_folder_above_or_without_data_is_refused_with_the_place_to_look(tmp_path, capsys):
+def test_a_folder_above_or_without_data_is_refused_with_the_place_to_look(tmp_path):
     write_spot(tmp_path / "repository/data")
-    assert main(["data", "check", str(tmp_path / "repository")]) == DATA_REFUSED
-    assert f"Perhaps you mean {tmp_path / 'repository/data'}." in capsys.readouterr().err
-    assert main(["data", "check", str(tmp_path / "nowhere")]) == DATA_REFUSED
-    assert "no such folder" in capsys.readouterr().err
+    with pytest.raises(DataError) as error:
+        look(tmp_path / "repository")
+    assert f"it holds data. Perhaps you mean {tmp_path / 'repository/data'}. Expected one of: " in str(error.value)
+    assert "iedit: train.json, valid.json, test.json" in str(error.value)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"it holds nothing\. Expected one of"):
+        look(tmp_path / "empty")
+    with pytest.raises(DataError, match="no such folder; name the folder that holds a dataset's annotation files"):
+        look(tmp_path / "nowhere")

@@ -15,10 +15,10 @@ from torch.nn.attention.flex_attention import create_mask
 
 from components.models import FAMILIES
 from components.models.fused import STOCK, SwiGLU, attention_kernels, fused_attention, make_fused, recomputing, swiglu
-from components.models.packing import Packed, flex_mask, pack, prefix_mask, prefix_rule
 from components.models.tuning import prepare, unwrapped
-from tests.models.test_packing import gradients, group, summed_loss
+from components.train.packing import Packed, flex_mask, pack, prefix_mask, prefix_rule
 from tests.tiny import MDP, SIDE, WIDTH, tiny_model, tiny_settings
+from tests.train.test_packing import gradients, group, summed_loss
 
 STOCK_WAY = {"activation_checkpointing": "none", "fused": False, "lora": False}
 FUSED_WAYS = {
@@ -196,7 +196,7 @@ def test_the_model_needs_torch_transformers_and_peft_alone(tmp_path: Path) -> No
     repository = str(Path(__file__).parents[2])
     script = (
         "import sys, components.models.generation, components.models.m3diff.processing\n"
-        "import components.models.m3diff.modeling, components.models.fused, components.models.packing\n"
+        "import components.models.m3diff.modeling, components.models.fused, components.train.packing\n"
         "absent = {'PIL', 'pyarrow', 'ray', 'deepspeed', 'mlflow', 'pydantic', 'components.section'}\n"
         "print(sorted(absent & set(sys.modules)))"
     )

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import yaml
 
-from components.datasets.minichange.language import describe, described
-from components.pretrain.curriculum import ASKED_FOR, CURRICULUM, QUESTIONS, asked_for, side_by_side, whole
+from components.datasets.minichange.language import describe_cells, describe_scene
 from components.datasets.minichange.scene import PLACES, Scene, sample_scene
+from components.pretrain.curriculum import ASKED_FOR, CURRICULUM, QUESTIONS, asked_for, side_by_side, whole
 
 
 def scenes(count: int, seed: int) -> list[Scene]:
@@ -22,7 +22,7 @@ def test_what_is_asked_for_is_where_the_answer_says_or_nowhere(images: int) -> N
     seen = set()
     for seed in range(40):
         shown = scenes(images, seed)
-        here = {f"{PLACES[cell]} {text}" for scene in shown for cell, text in described(scene).items()}
+        here = {f"{PLACES[cell]} {text}" for scene in shown for cell, text in describe_cells(scene).items()}
         question, answer = asked_for(rng, shown)
         looks = question.removeprefix("Describe the ").removesuffix(".").split(", the ")
         answers = answer.split(", ")
@@ -39,16 +39,16 @@ def test_side_by_side_names_every_place_that_holds_something_in_either_image() -
     _, answer = side_by_side(np.random.default_rng(0), [first, second])
     parts = answer.split(", ")
     told = {place: part for part in parts for place in [max((p for p in PLACES if part.startswith(p)), key=len)]}
-    assert told.keys() == {PLACES[cell] for cell in {*described(first), *described(second)}}
-    for cell in {*described(first), *described(second)}:
-        one, two = described(first).get(cell, "nothing"), described(second).get(cell, "nothing")
+    assert told.keys() == {PLACES[cell] for cell in {*describe_cells(first), *describe_cells(second)}}
+    for cell in {*describe_cells(first), *describe_cells(second)}:
+        one, two = describe_cells(first).get(cell, "nothing"), describe_cells(second).get(cell, "nothing")
         assert told[PLACES[cell]] == f"{PLACES[cell]} {one} then {two}"
 
 
 def test_two_images_are_described_one_after_the_other() -> None:
     first, second = scenes(2, 9)
     _, answer = whole(np.random.default_rng(0), [first, second])
-    assert answer == f"image 1: {describe(first)}; image 2: {describe(second)}"
+    assert answer == f"image 1: {describe_scene(first)}; image 2: {describe_scene(second)}"
 
 
 def test_only_sentences_without_an_image_speak_of_change() -> None:

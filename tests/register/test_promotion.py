@@ -1,14 +1,18 @@
 """The gate, on versions that hold nothing but scores."""
 
 import json
+import re
+import time
 
 import pytest
 from mlflow.tracking import MlflowClient
 
 from components.params import load_params
 from components.records import DataError
+from components.register import promotion
 from components.register.promotion import promote
 from components.register.stage import CHALLENGER
+from components.section import ParamsError
 from tests.register.conftest import change, store
 
 
@@ -31,9 +35,13 @@ class Registry:
     def aliases(self) -> dict[str, int]:
         return {alias: int(version) for alias, version in self.client.get_registered_model("m3diff").aliases.items()}
 
-    def audit(self) -> list[str]:
+    def entries(self) -> list[dict[str, object]]:
         tags = self.client.get_registered_model("m3diff").tags
-        return [json.loads(tags[tag])["outcome"] for tag in sorted(tags)]
+        assert sorted(tags) == [f"audit.{number:04d}" for number in range(1, len(tags) + 1)]
+        return [json.loads(tags[tag]) for tag in sorted(tags)]
+
+    def audit(self) -> list[str]:
+        return [str(entry["outcome"]) for entry in self.entries()]
 
 
 @pytest.fixture
@@ -104,12 +112,94 @@ def test_a_promotion_that_was_cut_off_before_the_alias_moved_is_finished_by_the_
     decide()
     registry.add(CIDEr=2.0)
     with monkeypatch.context() as cut:
-        cut.setattr("components.register.promotion.point", lambda *_: (_ for _ in ()).throw(ConnectionError("gone")))
+        cut.setattr(promotion, "set_alias", lambda *_: (_ for _ in ()).throw(ConnectionError("gone")))
         with pytest.raises(ConnectionError):
             decide()
     assert decide().outcome == "promoted"
     assert registry.aliases() == {"challenger": 2, "champion": 2, "previous": 1}
     assert registry.audit() == ["first", "promoted"]
+
+
+def test_the_trail_holds_every_decision_with_versions_scores_reason_and_time(registry):
+    registry.add(CIDEr=1.0, METEOR=9.0)
+    decide()
+    registry.add(CIDEr=1.5)
+    decide()
+    first, second = registry.entries()
+    at = second.pop("at")
+    assert second == {
+        "outcome": "promoted",
+        "model": "m3diff",
+        "challenger": 2,
+        "champion": 1,
+        "metric": "CIDEr",
+        "challenger_score": 1.5,
+        "champion_score": 1.0,
+        "reason": "CIDEr 1.5000, champion 1 had 1.0000",
+    }
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", str(at))
+    assert at[:10] == time.strftime("%Y-%m-%d", time.gmtime())
+    assert (first["champion"], first["champion_score"]) == (None, None)
+    assert first["reason"] == "there was no champion; CIDEr 1.0000"
+
+
+def test_a_decision_that_differs_from_the_last_one_is_appended(registry):
+    registry.add(CIDEr=1.0)
+    decide()
+    registry.add(CIDEr=0.5)
+    decide()
+    registry.add(CIDEr=0.5)
+    decide()
+    assert [entry["challenger"] for entry in registry.entries()] == [1, 2, 3]
+
+
+def test_the_old_champion_becomes_previous_before_the_new_one_is_champion(registry, monkeypatch):
+    registry.add(CIDEr=1.0)
+    decide()
+    registry.add(CIDEr=2.0)
+    moved = []
+    move = MlflowClient.set_registered_model_alias
+
+    def record(client, name, alias, version):
+        moved.append((name, alias, int(version)))
+        move(client, name, alias, version)
+
+    monkeypatch.setattr(MlflowClient, "set_registered_model_alias", record)
+    decision = decide()
+    assert moved == [("m3diff", "previous", 1), ("m3diff", "champion", 2)]
+    assert decision.champion_now == 2
+
+
+def test_a_refused_challenger_leaves_the_champion_and_a_third_version_moves_previous_on(registry):
+    for score, champion in ((1.0, 1), (0.5, 1), (2.0, 3)):
+        registry.add(CIDEr=score)
+        assert decide().champion_now == champion
+    assert registry.aliases() == {"challenger": 3, "champion": 3, "previous": 1}
+    assert str(decide()) == "m3diff version 3 unchanged: it is the champion already"
+
+
+def test_a_gain_below_zero_which_would_promote_a_worse_model_is_refused(trained):
+    change(trained, "register", min_gain=-0.01)
+    with pytest.raises(ParamsError, match=r"register\.min_gain"):
+        load_params()
+
+
+def test_the_gates_metric_is_a_parameter(trained, registry):
+    change(trained, "register", gate_metric="METEOR")
+    registry.add(CIDEr=2.0, METEOR=0.2)
+    decide()
+    registry.add(CIDEr=1.0, METEOR=0.3)
+    decision = decide()
+    assert (decision.outcome, decision.metric) == ("promoted", "METEOR")
+    assert (decision.challenger_score, decision.champion_score) == (0.3, 0.2)
+
+
+def test_a_challenger_beats_a_champion_that_was_never_scored(trained, registry):
+    registry.add(METEOR=0.2)
+    registry.client.set_registered_model_alias("m3diff", "champion", "1")
+    registry.add(CIDEr=1.0)
+    decision = decide()
+    assert (decision.outcome, decision.reason) == ("promoted", "CIDEr 1.0000, champion 1 had none")
 
 
 def test_with_nothing_registered_there_is_nothing_to_promote(trained):

@@ -6,13 +6,17 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import mlflow
 import pytest
 import yaml
+from mlflow.tracking import MlflowClient
 
-from components.records import DataError
-from components.register.lineage import Lock
+from components.params import load_params
+from components.register import stage
+from components.register.lineage import Lock, read_lineage
 from tests import toy
 from tests.register.conftest import change, store
 
@@ -37,19 +41,27 @@ def test_one_training_leaves_one_run_with_parameters_curves_scores_report_and_da
     client = store(registered)
     (run,) = client.search_runs([client.get_experiment_by_name("m3diff").experiment_id])
     assert run.info.status == "FINISHED"
-    assert run.data.params["train.lr"] == str(yaml.safe_load((registered / "params.yaml").read_text())["train"]["lr"])
+    params = yaml.safe_load((registered / "params.yaml").read_text())
+    assert run.data.params["train.seed"] == str(params["train"]["seed"])
+    assert run.data.params["models.m3diff.rates.llm"] == str(params["models"]["m3diff"]["rates"]["llm"])
+    assert run.data.params["ingest.datasets.minichange.root"] == "data/01_raw/minichange"
+    assert not [name for name in run.data.params if name.startswith(("compute", "models.no_module", "register"))]
     assert [(point.step, point.value) for point in client.get_metric_history(run.info.run_id, "train/loss")] == [
         (1, 1.0),
         (2, 0.5),
         (3, pytest.approx(1 / 3)),
     ]
-    assert [point.step for point in client.get_metric_history(run.info.run_id, "train/val_loss")] == [3]
+    for column, value in (("val_loss", 0.5), ("val_loss_minichange", 0.6), ("val_cider", 1.7)):
+        (point,) = client.get_metric_history(run.info.run_id, f"train/{column}")
+        assert (point.step, point.value) == (3, value)
+    assert [point.value for point in client.get_metric_history(run.info.run_id, "train/grad_norm")] == [2, 4, 6]
+    assert {"train/epoch", "train/lr_llm"} <= set(run.data.metrics)
     assert run.data.metrics["CIDEr"] == 1.24
     assert run.data.metrics["change_types/color/CIDEr"] == 2.0
     assert "SPICE" not in run.data.metrics
     assert [artifact.path for artifact in client.list_artifacts(run.info.run_id)] == ["report.html"]
     (data,) = run.inputs.dataset_inputs
-    assert data.dataset.digest == Lock(registered / "dvc.lock").hashes(Path("data/04_mixture/samples"))["convert outs"]
+    assert data.dataset.digest == Lock(registered / "dvc.lock").hashes(Path("data/04_mixture/train"))["convert outs"]
 
 
 def test_the_version_names_the_very_hashes_in_dvc_lock_and_the_commit(registered):
@@ -57,7 +69,7 @@ def test_the_version_names_the_very_hashes_in_dvc_lock_and_the_commit(registered
     stages = yaml.safe_load((registered / "dvc.lock").read_text())["stages"]
     outs = {out["path"]: out["md5"] for stage in stages.values() for out in stage["outs"]}
     assert version.tags["dvc.checkpoint"] == outs["data/05_model/checkpoint"]
-    assert version.tags["dvc.data"] == outs["data/04_mixture/samples"]
+    assert version.tags["dvc.data"] == outs["data/04_mixture/train"]
     assert version.tags["git.commit"] == toy.run(registered, "git", "rev-parse", "HEAD").strip()
     assert version.tags["git.dirty"] == "false"
 
@@ -108,15 +120,11 @@ def test_a_server_that_is_gone_is_named_with_the_remedy_and_nothing_is_lost(trai
     assert f"MLflow at http://127.0.0.1:{port} does not answer" in gone.stderr
     assert "make up" in gone.stderr
     assert "Traceback" not in gone.stderr
-    assert toy.run(trained, "dvc", "status").startswith("Data and pipelines are up to date")
+    assert toy.status(trained) == {}
 
 
-@pytest.mark.parametrize(
-    "path", ["data/05_model/checkpoint/word.txt", "data/07_report/metrics.json", "components/model/__init__.py"]
-)
-def test_what_differs_from_dvc_lock_is_not_registered(trained, path):
-    (trained / path).chmod(0o644)
-    (trained / path).write_text("something else")
+def test_what_differs_from_dvc_lock_is_not_registered(trained):
+    (trained / "data/07_report/metrics.json").write_text("something else")
     refused = m3diff(trained, "register")
     assert refused.returncode == 3
     assert "dvc.lock has" in refused.stderr
@@ -124,13 +132,131 @@ def test_what_differs_from_dvc_lock_is_not_registered(trained, path):
     assert store(trained).search_model_versions("name = 'm3diff'") == []
 
 
-@pytest.mark.parametrize("text", ["", "<<<<<<< HEAD\nstages: {}\n", "stages"])
-def test_a_lock_file_that_is_no_lock_file_says_how_to_restore_it(tmp_path, text):
-    (tmp_path / "dvc.lock").write_text(text)
-    with pytest.raises(DataError, match="git checkout -- "):
-        Lock(tmp_path / "dvc.lock")
+# In this process, with the model's files left out
 
 
-def test_without_a_lock_file_there_is_nothing_to_register(tmp_path):
-    with pytest.raises(DataError, match="run `dvc repro` first"):
-        Lock(tmp_path / "dvc.lock")
+class Opened:
+    """A registry over the project's store; `register` stores no files."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.root, self.client, self.logged = root, store(root), []
+        monkeypatch.setattr(stage, "log_model", self.log_model)
+
+    def log_model(self, client, run_id: str, name: str, paths, max_new_tokens: int) -> str:
+        self.logged.append((name, max_new_tokens))
+        experiment = client.get_run(run_id).info.experiment_id
+        return mlflow.create_external_model(name=name, source_run_id=run_id, experiment_id=experiment).model_uri
+
+    def register(self) -> stage.Registration:
+        return stage.register(load_params())
+
+    def retrain(self, seed: int) -> None:
+        change(self.root, "train", seed=seed)
+        toy.run(self.root, "dvc", "repro", "-q")
+
+    def challenger(self) -> int:
+        return int(self.client.get_registered_model("m3diff").aliases["challenger"])
+
+    def runs(self) -> list:
+        return self.client.search_runs([self.client.get_experiment_by_name("m3diff").experiment_id])
+
+
+@pytest.fixture
+def opened(trained, monkeypatch) -> Iterator[Opened]:
+    yield Opened(trained, monkeypatch)
+    mlflow.set_tracking_uri("")
+
+
+def test_the_challenger_is_the_version_of_the_checkpoint_that_is_there(opened):
+    first = opened.register()
+    assert (first.outcome, first.version, str(first)) == (
+        "registered",
+        1,
+        f"models:/m3diff/1 registered (MLflow run {first.run_id})",
+    )
+    lock = Path("dvc.lock").read_text()
+    opened.retrain(seed=1)
+    second = opened.register()
+    assert (second.outcome, second.version, opened.challenger()) == ("registered", 2, 2)
+    assert second.run_id != first.run_id
+    assert opened.logged == [("m3diff", 64), ("m3diff", 64)]
+
+    Path("dvc.lock").write_text(lock)
+    change(opened.root, "train", seed=7407)
+    toy.run(opened.root, "dvc", "checkout", "-q", "--force")
+    toy.run(opened.root, "dvc", "repro", "-q")
+    again = opened.register()
+    assert (again.version, again.run_id, opened.challenger()) == (1, first.run_id, 1)
+    assert len(opened.runs()) == 2
+
+
+def test_run_and_version_have_all_tags_of_the_lineage_and_a_readable_name(opened):
+    done = opened.register()
+    lineage = read_lineage(load_params(), Lock())
+    (run,) = opened.runs()
+    version = opened.client.get_model_version("m3diff", "1")
+    assert version.tags == lineage.tags()
+    assert lineage.tags().items() <= run.data.tags.items()
+    assert run.info.run_name == f"train {lineage.checkpoint[:8]}"
+    assert (version.run_id, run.info.status) == (done.run_id, "FINISHED")
+
+
+def test_a_new_evaluation_changes_the_tags_of_run_and_version_and_the_report(opened):
+    opened.register()
+    change(opened.root, "evaluate", gallery=76)
+    toy.run(opened.root, "dvc", "repro", "-q")
+    assert opened.register().outcome == "updated"
+    tags = read_lineage(load_params(), Lock()).tags()
+    (run,) = opened.runs()
+    assert opened.client.get_model_version("m3diff", "1").tags == tags
+    assert tags.items() <= run.data.tags.items()
+    assert run.data.metrics["CIDEr"] == 1.76
+    assert opened.register().outcome == "unchanged"
+
+
+def test_a_run_that_an_interrupted_registration_left_is_used_again(opened, monkeypatch):
+    with monkeypatch.context() as cut:
+        cut.setattr(stage, "log_model", lambda *_: (_ for _ in ()).throw(OSError("no space")))
+        with pytest.raises(OSError, match="no space"):
+            opened.register()
+    (left,) = opened.runs()
+    assert opened.register().run_id == left.info.run_id
+    (run,) = opened.runs()
+    assert len(opened.client.get_metric_history(run.info.run_id, "train/loss")) == 3
+
+
+def test_of_several_versions_of_one_checkpoint_the_newest_is_found(opened):
+    run = opened.register().run_id
+    lineage = read_lineage(load_params(), Lock())
+    for _ in range(10):
+        opened.client.create_model_version("m3diff", "file:///nowhere", run, tags=lineage.identity())
+    opened.client.create_model_version("m3diff", "file:///nowhere", run, tags={"dvc.checkpoint": "another"})
+    found = stage.find_version(opened.client, "m3diff", lineage)
+    assert found is not None
+    assert int(found.version) == 11
+
+
+def test_an_alias_that_is_right_already_is_not_written_again(opened, monkeypatch):
+    opened.register()
+    version = opened.client.get_model_version("m3diff", "1")
+    monkeypatch.setattr(MlflowClient, "set_registered_model_alias", lambda *_: pytest.fail("written again"))
+    stage.set_alias(opened.client, "m3diff", "challenger", version)
+    with pytest.raises(pytest.fail.Exception):
+        stage.set_alias(opened.client, "m3diff", "another", version)
+
+
+def test_the_code_that_travels_with_a_version_is_the_models_package_and_nothing_compiled(trained, tmp_path):
+    (trained / "components/models/__pycache__").mkdir(exist_ok=True)
+    package = stage.copy_code(tmp_path)
+    assert package == tmp_path / "components"
+    files = {str(path.relative_to(package)) for path in package.rglob("*") if path.is_file()}
+    models = trained / "components" / "models"
+    here = {str(path.relative_to(models.parent)) for path in models.rglob("*") if path.suffix != ".pyc"}
+    assert files == {"__init__.py"} | {path for path in here if (models.parent / path).is_file()}
+
+
+def test_the_example_of_a_version_is_the_first_captioned_pair(trained):
+    (row,) = stage.example(load_params().paths).to_dict("records")
+    root = trained / "data/01_raw/minichange"
+    assert base64.b64decode(row["before"]) == (root / "images/2.png").read_bytes()
+    assert base64.b64decode(row["after"]) == (root / "sc_images/2.png").read_bytes()

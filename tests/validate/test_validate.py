@@ -1,13 +1,33 @@
+import json
+import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import polars as pl
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
+from components.datasets import DATASETS
+from components.datasets.spec import Published, SplitCount
 from components.records import RECORD_SCHEMA, DataError
-from tests.layouts import edit_json, run_ingest, run_validate, save_picture, write_clevr
+from components.validate.params import Validate
+from components.validate.stage import ValidateReport, expected_pairs
+from tests.layouts import (
+    edit_json,
+    image_cache,
+    make_entry,
+    run_ingest,
+    run_validate,
+    save_picture,
+    write_clevr,
+    write_json,
+    write_spot,
+)
 
 KEY = "CLEVR_default_000005.png"
 
@@ -21,8 +41,13 @@ def quarantine(folder: Path) -> dict[str, str]:
     """Reason by id, after checking that no row was lost."""
     frame = pl.read_parquet(folder / "clean/quarantine.parquet")
     clean = pl.read_parquet(folder / "clean/records.parquet")
-    assert clean.height + frame.height == pq.read_metadata(folder / "records/records.parquet").num_rows
+    assert clean.height + frame.height == pq.read_metadata(folder / "records/mini/records.parquet").num_rows
     return dict(frame.select("id", "reason").iter_rows())
+
+
+def outputs(folder: Path) -> dict[str, bytes]:
+    files = sorted(path for path in (folder / "clean").rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def ingest_and_validate(raw: Path, **changes) -> dict[str, str]:
@@ -35,7 +60,7 @@ def test_sound_data_passes_whole_with_the_record_schema(raw):
     assert ingest_and_validate(raw, max_quarantined_share=0.0) == {}
     table = pq.read_table(raw.parent / "clean/records.parquet")
     assert table.schema.equals(RECORD_SCHEMA)
-    before = pq.read_table(raw.parent / "records/records.parquet").drop_columns("fault")
+    before = pq.read_table(raw.parent / "records/mini/records.parquet").drop_columns("fault")
     assert table.to_pylist() == before.to_pylist()
 
 
@@ -55,24 +80,26 @@ def test_a_truncated_png_is_quarantined_with_every_pair_it_serves(raw, keep):
     assert all(f"{KEY} " in reason and "restore the file" in reason for reason in reasons.values())
 
 
-def test_an_empty_caption_is_kept_as_a_reference(raw):
-    edit_json(raw / "change_captions.json", lambda captions: captions[KEY].append(""))
+def test_an_empty_reference_is_kept(raw):
+    edit_json(raw / "change_captions.json", lambda references: references[KEY].append(""))
     assert ingest_and_validate(raw) == {}
     clean = pl.read_parquet(raw.parent / "clean/records.parquet").filter(id="mini/000005.png")
-    assert clean["captions"].to_list() == [["the cube of 000005 turned red", "it became red", ""]]
+    assert clean["references"].to_list() == [["the cube of 000005 turned red", "it became red", ""]]
 
 
 @pytest.mark.parametrize(
     "separator", ["\u2028", "\u2029", "\r\n", "\v", "\f", "\x85", "\x1c", "\x00", "\ufeff", " \t "]
 )
-def test_a_separator_in_a_caption_becomes_one_space(raw, separator):
-    edit_json(raw / "change_captions.json", lambda captions: captions.update({KEY: [f"the{separator}cube "]}))
+def test_a_separator_in_a_reference_becomes_one_space(raw, separator):
+    edit_json(
+        raw / "change_captions.json", lambda references: references.update({KEY: [f"the{separator}cube ", "fine"]})
+    )
     run_ingest(raw)
     report = run_validate(raw.parent)
-    assert report.captions_respaced == 1
+    assert report.references_respaced == 1
     assert quarantine(raw.parent) == {}
     clean = pl.read_parquet(raw.parent / "clean/records.parquet").filter(id="mini/000005.png")
-    assert clean["captions"].to_list() == [["the cube"]]
+    assert clean["references"].to_list() == [["the cube", "fine"]]
 
 
 def test_a_scene_in_two_splits_stays_in_the_test_set_only(raw):
@@ -84,15 +111,17 @@ def test_a_scene_in_two_splits_stays_in_the_test_set_only(raw):
     assert clean["split"].to_list() == ["test", "test"]
 
 
-def test_markup_and_endless_captions_are_quarantined(raw):
+def test_markup_and_endless_references_are_quarantined(raw):
     edit_json(
         raw / "change_captions.json",
-        lambda captions: captions.update({KEY: ["see <b>this</b>"], "CLEVR_default_000009.png": ["x" * 10_000_000]}),
+        lambda references: references.update(
+            {KEY: ["see <b>this</b>"], "CLEVR_default_000009.png": ["x" * 10_000_000]}
+        ),
     )
     reasons = ingest_and_validate(raw)
     assert reasons == {
-        "mini/000005.png": "captions: 1 hold HTML or a special token; write plain text",
-        "mini/000009.png": "captions: one has 10000000 characters, more than validate.max_caption_chars = 2000",
+        "mini/000005.png": "references: 1 hold HTML or a special token; write plain text",
+        "mini/000009.png": "references: one has 10000000 characters, more than validate.max_caption_chars = 2000",
     }
 
 
@@ -108,16 +137,211 @@ def test_above_the_threshold_the_data_is_refused_and_the_quarantine_is_there(raw
     assert (raw.parent / "clean/docs/results.html").is_file()
 
 
-def test_declared_counts_are_held_against_the_records(raw):
+COUNTS = {"train": 6, "val": 2, "test": 4}
+
+
+@pytest.fixture
+def expect(raw, monkeypatch) -> Callable[..., ValidateReport]:
+    """Validate with these expected pairs, and CLEVR-Change published with `published` pairs under the name mini."""
     run_ingest(raw)
-    run_validate(raw.parent, expected_pairs={"mini": {"train": 6, "test": 4}})
-    with pytest.raises(DataError, match=r"mini train: 6 pairs, but 7 are declared"):
-        run_validate(raw.parent, expected_pairs={"mini": {"train": 7}})
+
+    def check(expected, published=COUNTS, **fields) -> ValidateReport:
+        part = Published("mini", "Mini", **{split: SplitCount(pairs) for split, pairs in published.items()})
+        monkeypatch.setitem(DATASETS, "clevr_change", replace(DATASETS["clevr_change"], published=(part,)))
+        return run_validate(raw.parent, {"mini": make_entry("clevr_change", raw, expected_pairs=expected, **fields)})
+
+    return check
+
+
+def test_expected_counts_of_some_splits_are_held_against_the_records(expect):
+    assert expect({"train": 6, "test": 4}).rows_out == 12
+    with pytest.raises(DataError, match=r"mini train: 6 pairs, but 7 are expected; .* correct its expected_pairs"):
+        expect({"train": 7, "test": 4})
+
+
+def test_published_counts_are_held_against_the_records(expect):
+    assert expect("published").rows_out == 12
+    with pytest.raises(DataError, match=r"mini test: 4 pairs, but 5 are expected"):
+        expect("published", COUNTS | {"test": 5})
+
+
+def test_published_counts_of_a_split_that_trains_are_expected_in_train(raw, expect):
+    run_ingest(raw, train_on=["train", "val"])
+    assert expect("published", train_on=["train", "val"]).rows_out == 12
+    with pytest.raises(DataError, match=r"mini train: 8 pairs, but 6 are expected\D+mini val: 0 pairs, but 2"):
+        expect("published")
+
+
+def test_without_expected_counts_none_is_held_against_the_records(expect):
+    assert expect(None, COUNTS | {"test": 5}).rows_out == 12
+
+
+def test_published_counts_that_nobody_published_are_refused_with_the_known_names():
+    with pytest.raises(DataError, match=r"'real': expected_pairs: .*known: omnidiff_real, omnidiff_render"):
+        expected_pairs({"real": make_entry("omnidiff", Path(), expected_pairs="published")})
+    with pytest.raises(DataError, match=r"'own': expected_pairs: .*known: none"):
+        expected_pairs({"own": make_entry("pairs", Path(), expected_pairs="published")})
+
+
+def test_published_counts_are_those_of_the_entry_s_part():
+    entry = make_entry("omnidiff", Path(), expected_pairs="published")
+    assert expected_pairs({"omnidiff_render": entry}) == {"omnidiff_render": {"train": 5_445, "val": 777, "test": 767}}
+
+
+def test_a_dataset_that_is_no_longer_configured_is_passed_over(raw):
+    run_ingest(raw)
+    run_validate(raw.parent)
+    first = outputs(raw.parent)
+    write_spot(raw.parent / "spot")
+    run_ingest(raw.parent / "spot", "spot_the_diff", "removed")
+    run_validate(raw.parent, {"mini": make_entry("clevr_change", raw)})
+    assert outputs(raw.parent) == first
+
+
+def test_datasets_are_read_in_the_order_of_their_entries(raw):
+    run_ingest(raw, name="first")
+    run_ingest(write_spot(raw.parent / "spot"), "spot_the_diff", "other")
+    entries = {name: make_entry("pairs", raw) for name in ("other", "first")}
+    report = run_validate(raw.parent, entries)
+    clean = pl.read_parquet(raw.parent / "clean/records.parquet")
+    assert clean["dataset"].to_list() == ["other"] * 4 + ["first"] * 12
+    assert report.datasets["first"].pairs == {"train": 6, "val": 2, "test": 4}
+    assert report.datasets["other"].references == {"train": 5, "val": 1, "test": 1}
+
+
+def test_a_dataset_without_records_is_named(raw):
+    with pytest.raises(DataError, match=r"records/gone/records\.parquet: cannot be read: .*run `m3diff ingest` again"):
+        run_validate(raw.parent, {"gone": make_entry("pairs", raw)})
+
+
+def test_a_dataset_with_no_record_at_all_is_refused(raw):
+    run_ingest(raw)
+    path = raw.parent / "records/mini/records.parquet"
+    pq.write_table(pq.read_table(path).slice(0, 0), path)
+    with pytest.raises(DataError, match=r"mini/records\.parquet: holds no record; look at ingest\.datasets"):
+        run_validate(raw.parent)
+
+
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("side", ["images/CLEVR_default_000005.png", "nsc_images/CLEVR_nonsemantic_000005.png"])
+def test_an_image_that_changed_since_ingest_is_refused(raw, side, cached):
+    run_ingest(raw)
+    save_picture(raw / side, 99)
+    if not cached:
+        image_cache(raw.parent).unlink()
+    others = 1 if side.startswith("images") else 0
+    with pytest.raises(DataError, match=rf"{side} changed since ingest, with {others} others; run `m3diff ingest`"):
+        run_validate(raw.parent)
+    assert list((raw.parent / "clean").iterdir()) == []
+
+
+def test_an_image_that_was_removed_or_restored_since_ingest_is_refused(raw):
+    path = raw / "sc_images/CLEVR_semantic_000008.png"
+    data = path.read_bytes()
+    run_ingest(raw)
+    path.unlink()
+    with pytest.raises(DataError, match=r"captions\.json, CLEVR_default_000008\.png: after: .* changed since ingest"):
+        run_validate(raw.parent)
+    run_ingest(raw)
+    path.write_bytes(data)
+    with pytest.raises(DataError, match="changed since ingest"):
+        run_validate(raw.parent)
+
+
+def test_a_touched_image_of_the_same_content_is_no_change(raw):
+    run_ingest(raw)
+    os.utime(raw / "images" / KEY, ns=(1, 1))
+    assert run_validate(raw.parent).bad_images == 0
+
+
+def test_what_ingest_has_decoded_is_not_read_again(raw, monkeypatch):
+    run_ingest(raw)
+    monkeypatch.setattr("components.image_cache._over_cores", None)
+    assert run_validate(raw.parent).images == 18
+
+
+def test_every_count_of_the_report(raw):
+    edit_json(
+        raw / "change_captions.json",
+        lambda references: references.update({KEY: ["<b>", "x"], "CLEVR_default_000009.png": ["a\nb", "c  d", ""]}),
+    )
+    (raw / "sc_images/CLEVR_semantic_000003.png").write_bytes(b"no image")
+    image = Image.open(raw / "sc_images/CLEVR_semantic_000008.png")
+    image.save(raw / "sc_images/CLEVR_semantic_000008.png", "JPEG")  # of another format than its name says
+    for folder, kind in (("images", "default"), ("nsc_images", "nonsemantic")):  # a training pair that is in test
+        shutil.copy(raw / f"{folder}/CLEVR_{kind}_000012.png", raw / f"{folder}/CLEVR_{kind}_000008.png")
+    run_ingest(raw)
+    report = run_validate(raw.parent, near_duplicate_max_diff=None)
+    assert report.model_dump() == {
+        "stage": "validate",
+        "rows_in": 12,
+        "rows_out": 9,
+        "quarantined": 3,
+        "leaks": 1,
+        "overlaps": {"train in test": 1, "val in test": 0, "train in val": 0},
+        "references_respaced": 2,
+        "images": 18,
+        "bad_images": 1,
+        "mislabelled_images": 1,
+        "datasets": {
+            "mini": {
+                "pairs": {"test": 4, "train": 3, "val": 2},
+                "references": {"test": 8, "train": 6, "val": 5},
+                "quarantined": 3,
+                "broken_rules": {"after_decodes": 1, "no_markup": 1, "not_in_test": 1},
+            }
+        },
+    }
+    assert json.loads((raw.parent / "clean/report.json").read_text()) == report.model_dump()
+
+
+def test_a_row_that_breaks_every_rule_names_all_of_them_and_both_engines_agree(tmp_path):
+    """One dataset with a row for each rule; great-expectations must find the very rules that polars finds."""
+    save_picture(tmp_path / "raw/a.png", 1)
+    save_picture(tmp_path / "raw/b.png", 2)
+    sound = {"before": "a.png", "after": "b.png", "captions": ["x"]}
+    rows = [
+        {**sound, "id": "kept", "split": "test"},
+        {**sound, "id": "kept", "split": "train", "scene": "s"},
+        {**sound, "id": "leak", "split": "train"},
+        {**sound, "id": "dev", "split": "dev", "after": "a.png"},
+        {**sound, "id": "none", "split": "val", "captions": []},
+        {**sound, "id": "long", "split": "val", "captions": ["x" * 31]},
+        {**sound, "id": "markup", "split": "val", "captions": ["ok", "a &amp; b", "<b>"]},
+        {**sound, "id": "images", "split": "val", "before": "gone.png", "after": "/b.png"},
+        {**sound, "id": "s1", "split": "val", "scene": "one", "after": "a.png"},
+        {**sound, "id": "s2", "split": "test", "scene": "one", "before": "b.png"},
+        {**sound, "id": None, "split": None, "before": None},
+    ]
+    write_json(tmp_path / "raw/pairs.json", rows)
+    run_ingest(tmp_path / "raw", "pairs", manifest="pairs.json")
+    report = run_validate(tmp_path, max_caption_chars=30)
+    frame = pl.read_parquet(tmp_path / "clean/quarantine.parquet")
+    assert {row["id"]: row["rules"] for row in frame.iter_rows(named=True)} == {
+        "mini/kept": ["readable", "id_unique", "not_in_test"],
+        "mini/leak": ["not_in_test"],
+        "mini/dev": ["split_known"],
+        "mini/none": ["references_given"],
+        "mini/long": ["reference_length"],
+        "mini/markup": ["no_markup"],
+        "mini/images": ["readable", "before_decodes", "after_decodes"],
+        "mini/s1": ["scene_in_one_split"],
+        None: ["readable", "id_given", "split_given", "before_decodes"],
+    }
+    reasons = dict(frame.select("id", "reason").iter_rows())
+    assert reasons["mini/markup"] == "references: 2 hold HTML or a special token; write plain text"
+    assert reasons["mini/long"] == "references: one has 31 characters, more than validate.max_caption_chars = 30"
+    assert reasons["mini/none"] == "references: there is none; a pair needs at least one, which may be empty"
+    assert reasons["mini/s1"] == "split: scene mini/one is also in a higher split (test, val, train), which keeps it"
+    assert reasons["mini/dev"] == "split: dev is none of train, val, test"
+    assert reasons["mini/images"].endswith("gone.png is missing; restore the file")
+    assert reasons[None] == "before, split: is missing"
+    assert (report.quarantined, report.leaks, report.bad_images) == (9, 1, 1)
 
 
 def test_records_of_another_program_are_refused(raw):
     run_ingest(raw)
-    path = raw.parent / "records/records.parquet"
+    path = raw.parent / "records/mini/records.parquet"
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(DataError, match="run `m3diff ingest` again"):
         run_validate(raw.parent)
@@ -126,7 +350,7 @@ def test_records_of_another_program_are_refused(raw):
         run_validate(raw.parent)
 
 
-def test_pages_are_private_and_bear_no_time_path_or_random_id(raw):
+def test_pages_are_private_without_time_path_or_random_id(raw):
     save_picture(raw / "images" / KEY, 5).write_bytes(b"no image")
     ingest_and_validate(raw)
     for page in (raw.parent / "clean/docs").iterdir():
@@ -136,14 +360,32 @@ def test_pages_are_private_and_bear_no_time_path_or_random_id(raw):
     assert "does not decode" in (raw.parent / "clean/docs/results.html").read_text("utf-8")
 
 
-def test_every_output_is_equal_in_another_process_with_and_without_memory(raw):
+def test_every_output_is_equal_in_another_process_with_and_without_cache(raw):
     (raw / "sc_images/CLEVR_semantic_000008.png").write_bytes(b"no image")
     ingest_and_validate(raw)
     code = (
         "from pathlib import Path; from tests.layouts import run_validate\n"
-        f"if __name__ == '__main__': run_validate(Path({str(raw.parent)!r}), image_cache=Path({str(raw / 'other')!r}))"
+        f"if __name__ == '__main__': run_validate(Path({str(raw.parent)!r}), cache=Path({str(raw / 'other')!r}))"
     )
-    outputs = sorted(path for path in (raw.parent / "clean").rglob("*") if path.is_file())
-    first = [path.read_bytes() for path in outputs]
+    first = outputs(raw.parent)
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-    assert first == [path.read_bytes() for path in outputs]
+    assert outputs(raw.parent) == first
+
+
+@pytest.mark.parametrize(
+    ("field", "least", "too_little"),
+    [
+        ("max_quarantined_share", 0, -0.1),
+        ("max_quarantined_share", 1, 1.1),
+        ("max_caption_chars", 1, 0),
+        ("max_image_pixels", 1, 0),
+        ("near_duplicate_max_diff", 0, -1),
+        ("near_duplicate_max_diff", 255, 256),
+    ],
+)
+def test_the_section_s_limits_are_kept(field, least, too_little):
+    fields = {"max_quarantined_share": 0, "max_caption_chars": 9, "max_image_pixels": 9, "allow_test_leakage": False}
+    fields["near_duplicate_max_diff"] = None
+    assert getattr(Validate.model_validate(fields | {field: least}), field) == least
+    with pytest.raises(ValueError, match=field):
+        Validate.model_validate(fields | {field: too_little})

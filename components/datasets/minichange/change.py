@@ -1,6 +1,6 @@
 """The twelve change types of OmniDiff as edits of a MiniChange scene.
 
-How each is drawn:
+How each looks:
 
 - *viewpoint*: the camera moves by a fifth of the frame or zooms by 1.4 / 0.72; the jitter of distractors is at most a
   twentieth of that.
@@ -41,6 +41,7 @@ from components.datasets.minichange.scene import (
     sample_scene,
     sample_thing,
 )
+from components.records import CHANGE_TYPES
 
 NEEDS = {"orientation": "arrow", "pose": "doll", "ocr": "sign", "counting": "die"}
 """Types that need an object of a certain kind in the scene."""
@@ -49,11 +50,23 @@ VISIBLE = 0.1
 """A changed object's centre keeps this distance from the frame's border in both images, in frame units."""
 
 
+def sample_types(
+    rng: np.random.Generator, number: int, multi_change_share: float, deck: tuple[str, ...] = CHANGE_TYPES
+) -> tuple[str, ...]:
+    """One to three distinct change types; the first runs through `deck`, by number."""
+    first = deck[number % len(deck)]
+    if rng.random() >= multi_change_share:
+        return (first,)
+    rest = [change_type for change_type in CHANGE_TYPES if change_type != first]
+    extra = rng.choice(len(rest), size=int(rng.integers(1, 3)), replace=False)
+    return (first, *(rest[int(k)] for k in extra))
+
+
 def sample_pair(rng: np.random.Generator, types: tuple[str, ...]) -> tuple[Scene, Scene, Scene, tuple[Change, ...]]:
-    """Draw a scene and change it.
+    """Sample a scene and change it.
 
     Returns: the scene before, the scene after the changes of `types`, the distractor (the scene before under a
-    slightly other camera and light), and the changes in the order in which captions name them.
+    slightly other camera and light), and the changes in the order in which references name them.
     """
     while True:
         before = sample_scene(rng, tuple(NEEDS[t] for t in types if t in NEEDS))

@@ -1,15 +1,26 @@
-"""MiniChange in words: exact captions from the scene, paraphrased, and the grammar that reads them back.
+"""MiniChange in words: exact references from the scene, paraphrased, and the grammar that reads them back.
 
 A clause has a referring part (where, and which object before the change) and a change part (from what, to what), as
-OmniDiff's captions do. The grammar written beside the data is made from the same templates, so that a caption's change
-type, object and place can be read without knowing how it was made.
+OmniDiff's captions do. The grammar written beside the data is made from the same templates, so that the change type,
+object and place of a prediction can be read without knowing how the references were made.
 """
 
 import re
 from functools import partial
 
+from components.datasets.minichange.scene import (
+    COLORS,
+    DIRECTIONS,
+    GLYPHS,
+    KINDS,
+    PLACES,
+    POSES,
+    SIZES,
+    Change,
+    Scene,
+    Thing,
+)
 from components.records import CHANGE_TYPES
-from components.datasets.minichange.scene import COLORS, DIRECTIONS, GLYPHS, KINDS, PLACES, POSES, SIZES, Change, Scene, Thing
 
 SEPARATOR = ", and "
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six")
@@ -24,7 +35,7 @@ CAMERA = {
 }
 LAMP = {"out": "went out", "on": "came on"}
 
-NO_CHANGE = (
+NO_CHANGE_SENTENCES = (
     "nothing changed",
     "nothing has changed",
     "nothing is different",
@@ -124,13 +135,14 @@ assert tuple(TEMPLATES) == CHANGE_TYPES, "a template for each change type, in th
 
 
 def name(thing: Thing) -> str:
+    """Size, colour and kind: "small red box"."""
     return f"{thing.size} {thing.color} {thing.kind}"
 
 
-def captions(changes: tuple[Change, ...], count: int) -> list[str]:
+def references(changes: tuple[Change, ...], count: int) -> list[str]:
     """`count` paraphrases of all the changes of a pair; with no change, `count` ways to say so."""
     if not changes:
-        return list(NO_CHANGE[:count])
+        return list(NO_CHANGE_SENTENCES[:count])
     return [
         SEPARATOR.join(TEMPLATES[change.type][k % 5].format_map(_slots(change)) for change in changes)
         for k in range(count)
@@ -156,7 +168,7 @@ def _number(state: object) -> str:
 
 
 def grammar() -> dict:
-    """The captions' grammar as JSON: sentences for no change, the separator, and per template a regular expression
+    """The references' grammar as JSON: sentences for no change, the separator, and per template a regular expression
     with the groups `object` and `place` (for camera and lamp: the thing and what it did)."""
     thing = f"(?:{'|'.join(SIZES)}) (?:{'|'.join(COLORS)}) (?:{'|'.join(KINDS)})"
     words = {
@@ -179,19 +191,19 @@ def grammar() -> dict:
             pattern = re.sub(r"\{\w+\}", partial(_slot_pattern, words | {"{new}": new}), template)
             pattern = re.sub(r"\b(camera|lamp) (?=\(\?P<place>)", r"(?P<object>\1) ", pattern)
             clauses.append({"type": change_type, "pattern": pattern})
-    return {"clause_separator": SEPARATOR, "no_change": list(NO_CHANGE), "clauses": clauses}
+    return {"clause_separator": SEPARATOR, "no_change": list(NO_CHANGE_SENTENCES), "clauses": clauses}
 
 
 def _slot_pattern(words: dict[str, str], slot: re.Match[str]) -> str:
     return words[slot[0]]
 
 
-def describe(scene: Scene) -> str:
+def describe_scene(scene: Scene) -> str:
     """The scene in words, thing by thing in reading order: what the base model learns to say of one image."""
-    return ", ".join(f"{PLACES[cell]} {text}" for cell, text in described(scene).items())
+    return ", ".join(f"{PLACES[cell]} {text}" for cell, text in describe_cells(scene).items())
 
 
-def described(scene: Scene) -> dict[int, str]:
+def describe_cells(scene: Scene) -> dict[int, str]:
     """What stands in each cell, in reading order; empty cells are left out."""
     parts = {thing.cell: _describe_thing(thing) for thing in scene.things}
     parts |= {cell: "a mark" for cell in scene.marks}

@@ -1,4 +1,4 @@
-"""Scenes of MiniChange and what may change in them, as data; `draw.py` paints them, `language.py` puts them in words.
+"""Scenes of MiniChange and what may change in them, as data; `render.py` paints them, `language.py` puts them in words.
 
 A scene is three to five objects on a 3 x 3 grid under a lamp and a camera. Coordinates are in frame units: the resting
 camera sees [0, 1] x [0, 1], x to the right and y down.
@@ -37,6 +37,7 @@ DARK, LIT = 0.42, 1.0
 
 
 def cell_center(cell: int) -> tuple[float, float]:
+    """Centre of a cell of the 3 x 3 grid, in frame units."""
     return 0.5 + 0.3 * (cell % 3 - 1), 0.5 + 0.3 * (cell // 3 - 1)
 
 
@@ -54,6 +55,7 @@ class Thing:
 
     @property
     def center(self) -> tuple[float, float]:
+        """In frame units."""
         x, y = cell_center(self.cell)
         return x + self.dx, y + self.dy
 
@@ -71,6 +73,7 @@ class View:
     noise: float = 0.0
 
     def dimmed(self, brightness: float) -> "View":
+        """The same view in another light."""
         return replace(self, brightness=brightness)
 
     def project(self, point: tuple[float, float]) -> tuple[float, float]:
@@ -80,6 +83,8 @@ class View:
 
 @dataclass(frozen=True)
 class Scene:
+    """What stands on the table, on which table, and how it is seen."""
+
     things: tuple[Thing, ...]
     marks: tuple[int, ...] = ()  # cells that hold the print of an object taken away
     background: str = "linen"
@@ -98,20 +103,23 @@ class Change:
 
     @property
     def order(self) -> int:
-        """Captions name the camera first, then the lamp, then the things in reading order."""
+        """References name the camera first, then the lamp, then the things in reading order."""
         thing = self.before or self.after
         return thing.cell if thing else -1 if self.type == "illumination" else -2
 
 
 def pick(rng: np.random.Generator, options: tuple | list) -> Any:
+    """One of the options, all equally likely."""
     return options[int(rng.integers(len(options)))]
 
 
 def other(rng: np.random.Generator, options: tuple, than: object) -> Any:
+    """One of the options that is not `than`."""
     return pick(rng, [option for option in options if option != than])
 
 
 def sample_thing(rng: np.random.Generator, cell: int, kind: str | None = None) -> Thing:
+    """An object of this kind, or of any, somewhere near the middle of its cell."""
     kind = kind or str(pick(rng, KINDS))
     state = pick(rng, STATES[kind]) if kind in STATES else None
     dx, dy = rng.uniform(-0.025, 0.025, 2)

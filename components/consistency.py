@@ -1,0 +1,286 @@
+"""What one value of `params.yaml` says of another, and of what there is to name: datasets, families, metrics, tasks.
+
+Each rule yields a line for each fault. A rule reads what it needs from the parameters; where some of that is wrong
+itself, the rule is left out and the others still speak.
+"""
+
+import difflib
+import inspect
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from components.datasets import DATASETS
+from components.evaluate.metrics import METRICS, gate_metrics
+from components.ingest.params import DatasetEntry
+from components.models import FAMILIES
+from components.section import ParamsError
+
+if TYPE_CHECKING:
+    from components.params import Params
+
+
+def shown(value: Any) -> str:
+    """A value as `params.yaml` has it."""
+    return yaml.safe_dump(value).split("\n")[0] if value is None or isinstance(value, bool) else repr(value)
+
+
+def closest(found: Any, known: Iterable[str], of: str = "expected one of") -> str:
+    """What may stand here instead of `found`: the nearest name where one is near, else all of them."""
+    names = sorted(known)
+    near = difflib.get_close_matches(str(found), names, n=1, cutoff=0.6)
+    listed = ", ".join(names) or "none"
+    words = f"known {of}: {listed}" if of == "keys" else f"{of} {listed} (found {shown(found)})"
+    return f"did you mean {near[0]!r}? {words}" if near else words
+
+
+def inconsistencies(params: "Params", complete: bool) -> Iterator[str]:
+    """Every fault of every rule.
+
+    Args:
+        complete: all fields are right, so that a field that a rule does not find is an error of the rule.
+    """
+    checks: list[Callable[[], Iterator[str]]] = [lambda rule=rule: rule(params) for rule in RULES]  # type: ignore[misc]
+    datasets = getattr(getattr(params, "ingest", None), "datasets", {})
+    for name, entry in datasets.items():
+        checks += [lambda rule=rule, name=name, entry=entry: rule(params, name, entry) for rule in DATASET_RULES]  # type: ignore[misc]
+    for check in checks:
+        try:
+            yield from check()
+        except AttributeError:
+            if complete:
+                raise
+
+
+def dataset_name(params: "Params", name: str, entry: DatasetEntry) -> Iterator[str]:
+    if not name or not all(letter.isascii() and (letter.isalnum() or letter in "_-") for letter in name):
+        yield f"ingest.datasets.{name}: a dataset's name has only letters, digits, _ and - (it stands in ids and files)"
+
+
+def dataset_reader(params: "Params", name: str, entry: DatasetEntry) -> Iterator[str]:
+    if entry.reader not in DATASETS:
+        yield f"ingest.datasets.{name}.reader: {closest(entry.reader, DATASETS)}"
+
+
+def dataset_options(params: "Params", name: str, entry: DatasetEntry) -> Iterator[str]:
+    """Options are arguments of the reader's function beside `root`."""
+    if entry.reader not in DATASETS:
+        return
+    arguments = list(inspect.signature(DATASETS[entry.reader].read).parameters.values())[1:]
+    known = [argument.name for argument in arguments]
+    for option in entry.options:
+        if option not in known:
+            yield f"ingest.datasets.{name}.options.{option}: unknown option; {closest(option, known, of='keys')}"
+    for argument in arguments:
+        if argument.default is inspect.Parameter.empty and argument.name not in entry.options:
+            yield f"ingest.datasets.{name}.options.{argument.name}: missing; the reader {entry.reader!r} needs it"
+
+
+def dataset_counts(params: "Params", name: str, entry: DatasetEntry) -> Iterator[str]:
+    if entry.expected_pairs == "published" and entry.reader in DATASETS and DATASETS[entry.reader].part(name) is None:
+        parts = ", ".join(part.part for part in DATASETS[entry.reader].published)
+        remedy = f"call the dataset one of {parts}" if parts else "write the counts, or null"
+        yield f"ingest.datasets.{name}.expected_pairs: no counts of {name!r} are published; {remedy}"
+
+
+def dataset_task(params: "Params", name: str, entry: DatasetEntry) -> Iterator[str]:
+    """The questions of a pair: its source's task, or the dataset's own."""
+    tasks = known_tasks(params.convert.questions)
+    if tasks is None or entry.reader not in DATASETS:
+        return
+    source = params.convert.sources.get(name)
+    own = DATASETS[entry.reader]
+    task, where = own.task, f"the task of dataset {name!r}"
+    if source is not None and source.task is not None:
+        task, where = source.task, f"convert.sources.{name}.task"
+    if task not in tasks:
+        yield f"{where}: {closest(task, tasks)}; tasks stand in {params.convert.questions}"
+
+
+def known_tasks(questions: Path) -> list[str] | None:
+    """The tasks of the file of questions; None where it is not there or not readable, which convert reports."""
+    try:
+        found = yaml.safe_load(questions.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return None
+    return list(found) if isinstance(found, Mapping) else None
+
+
+def source_names(params: "Params") -> Iterator[str]:
+    for name in params.convert.sources:
+        if name not in params.ingest.datasets:
+            yield f"convert.sources.{name}: no such dataset; {closest(name, params.ingest.datasets)}"
+
+
+def sound(entries: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Entries without those that are wrong themselves, which are None."""
+    return [(name, settings) for name, settings in entries.items() if settings is not None]
+
+
+def generator_roots(params: "Params") -> Iterator[str]:
+    for name, settings in sound(params.synthesize):
+        root = params.ingest.datasets[name].root
+        if Path(settings.root) != root:
+            yield (
+                f"synthesize.{name}.root: must be the root of the dataset that ingest reads, {root} "
+                f"(found {settings.root}); write one of the two in both places"
+            )
+
+
+def separate_folders(params: "Params") -> Iterator[str]:
+    """Dataset roots and the folders that stages write: none is another or lies inside it."""
+    roots = {f"ingest.datasets.{name}.root": entry for name, entry in params.ingest.datasets.items()}
+    folders = {name: entry.root for name, entry in roots.items() if hasattr(entry, "root")}
+    outputs = [name for name in type(params.paths).model_fields if hasattr(params.paths, name)]
+    folders |= {f"paths.{name}": getattr(params.paths, name) for name in outputs}
+    folders["compute.scratch"] = params.compute.scratch
+    places = [(name, folder, Path(os.path.abspath(folder))) for name, folder in folders.items()]
+    for number, (name, folder, at) in enumerate(places):
+        for other, second, there in places[:number]:
+            if at == there:
+                yield f"{name}: {folder} is {other}, too; give each a folder of its own"
+            elif at.is_relative_to(there):
+                yield f"{name}: {folder} lies inside {other} ({second}); give each a folder of its own"
+            elif there.is_relative_to(at):
+                yield f"{other}: {second} lies inside {name} ({folder}); give each a folder of its own"
+
+
+def trained_model(params: "Params") -> Iterator[str]:
+    """`train.model` names an entry; one whose own settings are wrong is reported there."""
+    if params.train.model not in params.models:
+        yield f"train.model: {closest(params.train.model, params.models)}; models stand in the section `models`"
+
+
+def model_rates(params: "Params") -> Iterator[str]:
+    """Each part of the family has a rate, or null, and nothing else has."""
+    for name, settings in sound(params.models):
+        parts = FAMILIES[settings.family].parts
+        for part in settings.rates:
+            if part not in parts:
+                yield f"models.{name}.rates.{part}: no such part; {closest(part, parts, of='keys')}"
+        for part in parts:
+            if part not in settings.rates:
+                yield f"models.{name}.rates.{part}: missing; write the learning rate of this part, or null to freeze it"
+
+
+def model_on_base(params: "Params") -> Iterator[str]:
+    """What the family says of its settings, on the base's configuration where the base is there."""
+    settings = params.models.get(params.train.model)
+    if settings is not None:
+        for fault in FAMILIES[settings.family].faults(settings, base_config(params.train.base)):
+            yield f"models.{params.train.model}: {fault}"
+
+
+def other_models(params: "Params") -> Iterator[str]:
+    """A model that is not trained need not fit the base."""
+    for name, settings in sound(params.models):
+        if name != params.train.model:
+            for fault in FAMILIES[settings.family].faults(settings, None):
+                yield f"models.{name}: {fault}"
+
+
+def base_config(base: Path) -> dict[str, Any] | None:
+    """The base's `config.json`; None where the base is not there, or not readable, which train reports."""
+    try:
+        found = json.loads((base / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def batches_divide(params: "Params") -> Iterator[str]:
+    micro, workers = params.compute.micro_batch, max(params.compute.workers, 1)
+    if params.train.global_batch % (micro * workers):
+        yield (
+            f"train.global_batch: must be a multiple of compute.micro_batch {micro} x {workers} worker(s) = "
+            f"{micro * workers} (found {params.train.global_batch})"
+        )
+
+
+def best_needs_captions(params: "Params") -> Iterator[str]:
+    if params.train.export == "best" and params.compute.caption_val_pairs == 0:
+        yield (
+            "train.export: best is the checkpoint with the highest CIDEr, but compute.caption_val_pairs is 0, so none "
+            "is captioned; raise it or write last"
+        )
+
+
+def gpu_memory(params: "Params") -> Iterator[str]:
+    if params.compute.gpu and params.compute.gpu_memory_gb == 0:
+        yield "compute.gpu_memory_gb: 0, but compute.gpu is true; write the memory of one GPU, such as 80"
+
+
+def metric_names(params: "Params") -> Iterator[str]:
+    seen: set[str] = set()
+    for name in params.evaluate.metrics:
+        if name not in METRICS:
+            yield f"evaluate.metrics: {closest(name, METRICS)}"
+        if name in seen:
+            yield f"evaluate.metrics: {name} is listed twice; remove one"
+        seen.add(name)
+
+
+def gate_metric(params: "Params") -> Iterator[str]:
+    chosen = [name for name in params.evaluate.metrics if name in METRICS]
+    if params.register_.gate_metric not in gate_metrics(chosen):
+        words = closest(params.register_.gate_metric, gate_metrics(chosen))
+        yield f"register.gate_metric: {words}; evaluate.metrics decides what is computed"
+
+
+RULES: tuple[Callable[["Params"], Iterator[str]], ...] = (
+    separate_folders,
+    generator_roots,
+    source_names,
+    trained_model,
+    model_rates,
+    model_on_base,
+    other_models,
+    batches_divide,
+    best_needs_captions,
+    gpu_memory,
+    metric_names,
+    gate_metric,
+)
+DATASET_RULES: tuple[Callable[["Params", str, DatasetEntry], Iterator[str]], ...] = (
+    dataset_name,
+    dataset_reader,
+    dataset_options,
+    dataset_counts,
+    dataset_task,
+)
+
+
+def read_paths(params: "Params", stage: str) -> list[tuple[str, Path, str]]:
+    """(key, path, remedy) for each path of `params.yaml` that a stage reads and no stage makes."""
+    if stage.startswith("ingest@"):
+        name = stage.removeprefix("ingest@")
+        remedy = f"`m3diff synthesize {name}`" if name in params.synthesize else "fetch the dataset or correct the path"
+        return [(f"ingest.datasets.{name}.root", params.ingest.datasets[name].root, remedy)]
+    if stage == "convert":
+        return [("convert.questions", params.convert.questions, "see profiles/questions.yaml")]
+    if stage == "train":
+        remedy = "`make base`" if params.train.base == params.paths.base else "fetch the base model or correct the path"
+        return [("train.base", params.train.base / "config.json", remedy)]
+    if stage == "evaluate" and params.compute.spice_dir is not None:
+        return [("compute.spice_dir", params.compute.spice_dir, "fetch the CoreNLP 3.6.0 jars, or write null")]
+    return []
+
+
+def check_paths(params: "Params", *stages: str) -> None:
+    """See that what these stages read is there, before any of them starts. A dataset's ingest is `ingest@NAME`.
+
+    Raises:
+        ParamsError: names every path that is not there, with the key and the remedy.
+    """
+    absent = [
+        f"  {key}: {path} is not there; {remedy}"
+        for stage in stages
+        for key, path, remedy in read_paths(params, stage)
+        if not path.exists()
+    ]
+    if absent:
+        raise ParamsError(f"{len(absent)} path(s) of the parameters are missing\n" + "\n".join(absent))

@@ -1,0 +1,57 @@
+"""MiniChange: the embedded benchmark, which draws itself: small scenes on a table, one to three changes or none.
+
+Page: this folder. Licence: Apache-2.0, as the project's. Written in CLEVR-Change's layout and read by its reader, with
+one file more:
+
+    images/CLEVR_default_000123.png           before
+    sc_images/CLEVR_semantic_000123.png       after: the changes, and a small move of camera and light
+    nsc_images/CLEVR_nonsemantic_000123.png   after: the small move only
+    change_captions.json      {"CLEVR_default_000123.png": ["at the top the small red box turned blue", ...], ...}
+    no_change_captions.json   the same keys: ["nothing changed", ...]
+    splits.json               {"train": [123, ...], "val": [...], "test": [...]}
+    type_mapping.json         {"color": ["000123.png", ...], ...}; a pair with several changes stands under each
+    grammar.json              rules that read a caption back into change types, objects and places (`language.py`)
+
+`change.py` says how each of OmniDiff's twelve change types is drawn, `generate.py` writes the files. The number of
+scenes is a parameter, so no count is published.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from components.datasets.clevr_change import read
+from components.datasets.files import read_json
+from components.datasets.minichange.settings import MiniChange
+from components.datasets.spec import DatasetSpec, Generator, Licence, Permission, Protocol
+
+
+def read_grammar(root: Path) -> Mapping[str, Any]:
+    """The rules that were written with the captions: `clause_separator`, `no_change`, `clauses`."""
+    return read_json(root / "grammar.json", dict)
+
+
+def _generate(settings: MiniChange) -> None:
+    from components.datasets.minichange.generate import generate
+
+    generate(settings)
+
+
+ALLOWED = Permission("yes", "drawn by this project, under its licence")
+SPEC = DatasetSpec(
+    title="MiniChange",
+    page="components/datasets/minichange",
+    paper=None,
+    licence=Licence(
+        "Apache-2.0", "https://www.apache.org/licenses/LICENSE-2.0", train=ALLOWED, redistribute=ALLOWED, show=ALLOWED
+    ),
+    read=read,
+    files=("change_captions.json", "no_change_captions.json", "splits.json", "type_mapping.json", "grammar.json"),
+    protocols=(
+        Protocol("total", n=None),
+        Protocol("semantic", n=None, ids=r"\d+\.png"),
+        Protocol("distractor", n=None, ids=r"\d+\.png_n"),
+    ),
+    grammar=read_grammar,
+    generate=Generator(settings=MiniChange, generate=_generate),
+)

@@ -1,0 +1,94 @@
+"""Write MiniChange to disk in CLEVR-Change's own layout, so that the reader of real data reads the benchmark too.
+
+Every byte follows from the seed: each scene has a random generator of its own, so their order and the number of
+processes do not matter.
+"""
+
+import json
+import os
+import shutil
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from components.datasets.minichange.change import sample_pair, sample_types
+from components.datasets.minichange.language import grammar, references
+from components.datasets.minichange.render import render
+from components.datasets.minichange.settings import MiniChange
+from components.files import write_atomic
+from components.progress import progress
+from components.records import CHANGE_TYPES, DataError
+
+FOLDERS = {"images": "default", "sc_images": "semantic", "nsc_images": "nonsemantic"}
+ANNOTATIONS = ("change_captions.json", "no_change_captions.json", "splits.json", "type_mapping.json", "grammar.json")
+
+
+class Written(NamedTuple):
+    """One scene whose images are on disk."""
+
+    number: int
+    types: tuple[str, ...]
+    references: list[str]
+
+
+def generate(settings: MiniChange) -> None:
+    """Write `settings.scenes` scenes, each before, after its changes, and as a distractor, with references and splits.
+
+    Raises:
+        DataError: the folder holds something that MiniChange does not write; nothing is removed then.
+    """
+    _empty(settings.root)
+    splits = split_scenes(settings)
+    total = sum(settings.scenes.values())
+    with ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
+        written = pool.map(partial(_write_scene, settings, splits["train"]), range(total), chunksize=32)
+        scenes = list(progress(written, "synthesize", total=total, unit="scene"))
+    for name, content in _annotations(settings, scenes, splits).items():
+        write_atomic(settings.root / name, json.dumps(content, indent=1) + "\n")
+
+
+def _empty(root: Path) -> None:
+    """Make the folder with nothing but empty image folders in it."""
+    ours = {*FOLDERS, *ANNOTATIONS}
+    if strange := sorted(path.name for path in root.glob("[!.]*") if path.name not in ours):
+        raise DataError(f"{root}: holds {strange[0]!r}, which MiniChange does not write; name another root")
+    shutil.rmtree(root, ignore_errors=True)
+    for folder in FOLDERS:
+        (root / folder).mkdir(parents=True)
+
+
+def split_scenes(settings: MiniChange) -> dict[str, range]:
+    """The numbers of each split's scenes. Training comes last, so that more of it leaves val and test as they are."""
+    val = settings.scenes["test"]
+    train = val + settings.scenes["val"]
+    return {"train": range(train, train + settings.scenes["train"]), "val": range(val, train), "test": range(val)}
+
+
+def _write_scene(settings: MiniChange, training: range, number: int) -> Written:
+    rng = np.random.default_rng([settings.seed, number])
+    deck = CHANGE_TYPES + (settings.oversample_types if number in training else ())
+    types = sample_types(rng, number, settings.multi_change_share, deck)
+    before, after, distractor, changes = sample_pair(rng, types)
+    for (folder, word), scene in zip(FOLDERS.items(), (before, after, distractor), strict=True):
+        path = settings.root / folder / f"CLEVR_{word}_{number:06d}.png"
+        render(scene, settings.image_px, rng).save(path, compress_level=4)
+    return Written(number, types, references(changes, settings.references))
+
+
+def _annotations(settings: MiniChange, scenes: list[Written], splits: dict[str, range]) -> dict[str, Any]:
+    """The content of each annotation file, by name."""
+    key = "CLEVR_default_{:06d}.png".format
+    no_change = references((), settings.references)
+    return {
+        "change_captions.json": {key(scene.number): scene.references for scene in scenes},
+        "no_change_captions.json": {key(scene.number): no_change for scene in scenes},
+        "splits.json": {split: list(numbers) for split, numbers in splits.items()},
+        "type_mapping.json": {
+            change_type: [f"{scene.number:06d}.png" for scene in scenes if change_type in scene.types]
+            for change_type in CHANGE_TYPES
+        },
+        "grammar.json": grammar(),
+    }

@@ -1,0 +1,141 @@
+"""What one dataset's file says of it, and the one decision of what its licence lets a command do."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from components.datasets.rows import Row
+from components.records import DataError
+
+Use = Literal["train", "redistribute", "show"]
+
+
+@dataclass(frozen=True)
+class Permission:
+    """Whether a licence allows one use, and why; `conditions`: allowed as the reason says."""
+
+    answer: Literal["yes", "conditions", "no", "unstated"]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Licence:
+    """The licence as the dataset's page states it, and what it allows."""
+
+    name: str
+    url: str | None
+    train: Permission
+    redistribute: Permission
+    show: Permission
+
+
+@dataclass(frozen=True)
+class SplitCount:
+    """Pairs and references of one split, counted in the published annotation files."""
+
+    pairs: int
+    references: int | None = None  # empty ones among them; None: no count is published
+    empty: int = 0  # references without a word
+
+
+@dataclass(frozen=True)
+class Published:
+    """The counts of a dataset, or of one part of it where the parts are datasets of their own in `params.yaml`."""
+
+    part: str  # as `params.yaml` calls it
+    title: str  # as papers print it
+    train: SplitCount
+    val: SplitCount
+    test: SplitCount
+
+    def pairs(self) -> dict[str, int]:
+        """Pairs by split."""
+        return {"train": self.train.pairs, "val": self.val.pairs, "test": self.test.pairs}
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """The dataset's row of Tables 1 and 2 of OmniDiff (arXiv 2503.11093); None: the tables do not give the figure."""
+
+    pairs: int
+    references: int | None = None
+    words: int | None = None  # a reference
+    over_20: float | None = None  # share of references with more than 20 words
+    human: bool | None = None  # written by people
+    distractors: bool | None = None
+    sentences: int | None = None
+    vocabulary: int | None = None
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How papers score a dataset: which pairs and references, and with what."""
+
+    name: str
+    n: int | None  # pairs that papers score; None: no paper does
+    part: str | None = None  # of `published`; None: the dataset has one
+    split: Literal["train", "val", "test"] = "test"
+    ids: str = ".*"  # regular expression of the pairs' names, without the dataset's
+    references: Literal["all"] = "all"  # every reference of a pair, the empty ones too
+    question: str | None = None  # a task of the file `convert.questions`; None: the dataset's own task
+    tokenizer: Literal["ptb", "whitespace"] = "ptb"
+    metrics: tuple[str, ...] = ("BLEU", "METEOR", "ROUGE-L", "CIDEr")
+    headline: str = "CIDEr"
+
+
+@dataclass(frozen=True)
+class Generator:
+    """How a dataset makes itself. `settings` is a frozen Section with a field `root`: the folder to write."""
+
+    settings: type[Any]
+    generate: Callable[[Any], None]  # writes the whole dataset to `settings.root`
+
+
+@dataclass(frozen=True)
+class DatasetSpec:
+    """All that is known of one dataset; its layout on disk and an example row stand in its file's docstring."""
+
+    title: str  # as papers print it
+    page: str | None
+    paper: str | None
+    licence: Licence
+    read: Callable[..., Iterator[Row]]  # root and the reader's own options -> one Row per pair
+    files: tuple[str, ...]  # annotation files, relative to the root: `m3diff data check` knows the layout by them
+    task: str = "difference"  # what its pairs are asked: a task of the file `convert.questions`
+    published: tuple[Published, ...] = ()
+    table: TableRow | None = None
+    protocols: tuple[Protocol, ...] = ()
+    grammar: Callable[[Path], Mapping[str, Any]] | None = None  # root -> rules that read a caption back into changes
+    generate: Generator | None = None
+
+    def part(self, name: str) -> Published | None:
+        """The published counts for a dataset called `name` in `params.yaml`; None where there are none for it."""
+        if len(self.published) == 1:
+            return self.published[0]
+        return next((part for part in self.published if part.part == name), None)
+
+
+NOT_STATED = Permission("unstated", "its repository or page states no licence")
+UNSTATED = Licence("none stated", None, train=NOT_STATED, redistribute=NOT_STATED, show=NOT_STATED)
+"""Of a dataset without a licence: all rights stay with its authors."""
+
+
+def check_licence(spec: DatasetSpec, use: Use, allow_unlicensed: bool = False) -> str | None:
+    """What to tell the user about this use of the dataset; None where the licence allows it without a condition.
+
+    Where the page states no licence, to train and to show pages on one's own machine is the user's decision: it is
+    told, not refused. To hand the data on is refused, and so is every use that a licence excludes, unless the user
+    asks for it with `allow_unlicensed`; then the notice remains.
+
+    Raises:
+        DataError: the use is refused; the text names dataset, licence, reason and remedy.
+    """
+    permission: Permission = getattr(spec.licence, use)
+    if permission.answer == "yes":
+        return None
+    notice = f"{spec.title} (licence: {spec.licence.name}): {use}: {permission.reason}"
+    refused = permission.answer == "no" or (permission.answer == "unstated" and use == "redistribute")
+    if refused and not allow_unlicensed:
+        raise DataError(f"{notice}; refused: ask the authors, leave the dataset out, or pass --allow-unlicensed")
+    return notice

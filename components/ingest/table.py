@@ -1,0 +1,130 @@
+"""From the rows that a reader yields to the table of records. A row that cannot be read stays, with a `fault`."""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from components.datasets.files import describe
+from components.datasets.rows import Row
+from components.ingest.params import DatasetEntry
+from components.records import RAW_SCHEMA
+
+
+def to_table(name: str, entry: DatasetEntry, rows: Iterable[Row]) -> tuple[pa.Table, int]:
+    """All rows as records, in the reader's order, and the number of annotation rows they came from.
+
+    The records have RAW_SCHEMA and no digests yet: images are read later, over all cores.
+    """
+    rows = list(rows)
+    records = [_record(name, entry, row) for row in rows]
+    if not entry.follow_links:
+        _refuse_leaving(entry.root, records)
+    return pa.Table.from_pylist(records, schema=RAW_SCHEMA), sum(row.raw_rows for row in rows)
+
+
+def _record(dataset: str, entry: DatasetEntry, row: Row) -> dict[str, Any]:
+    """Typed fields; what cannot be typed becomes null (or no references) and is named in `fault`."""
+    faults = [row.fault] if row.fault else []
+    name = _text("id", row.name, faults)
+    scene = _text("scene", row.scene, faults)
+    return {
+        "id": name and f"{dataset}/{name}",
+        "dataset": dataset,
+        "split": "train" if row.split in entry.train_on else _text("split", row.split, faults),
+        "scene": scene and f"{dataset}/{scene}",
+        "before": _image("before", entry.root, row.before, faults),
+        "after": _image("after", entry.root, row.after, faults),
+        "references": _references(row.references, faults),
+        "change_types": row.change_types,
+        "source": _printable(row.source),
+        "fault": "; ".join(map(_printable, faults)) or None,
+    }
+
+
+def _text(field: str, value: Any, faults: list[str]) -> str | None:
+    """The value where it is usable text. A null is no second fault where one is known: it follows from it."""
+    if not isinstance(value, str):
+        if value is not None or not faults:
+            faults.append(f"{field}: expected text, found {describe(value)}")
+    elif not value:
+        faults.append(f"{field}: is empty")
+    elif not value.isascii() and not _encodes(value):
+        faults.append(f"{field}: holds half a surrogate pair, which is no character: {describe(value)}")
+    else:
+        return value
+    return None
+
+
+def _references(value: Any, faults: list[str]) -> list[str]:
+    if not isinstance(value, list):
+        if value is not None or not faults:
+            faults.append(f"references: expected a list of text, found {describe(value)}")
+        return []
+    kept = []
+    for number, text in enumerate(value):
+        if not isinstance(text, str):
+            faults.append(f"reference {number}: expected text, found {describe(text)}")
+        elif not text.isascii() and not _encodes(text):
+            faults.append(f"reference {number}: holds half a surrogate pair, which is no character: {describe(text)}")
+        else:
+            kept.append(text)
+    return kept
+
+
+def _image(field: str, root: Path, value: Any, faults: list[str]) -> str | None:
+    """`root/value`, refused where it would lead out of the root."""
+    name = _text(field, value, faults)
+    if name is None:
+        return None
+    if name.startswith("/") or ".." in name.split("/") or "\0" in name:
+        faults.append(f"{field}: {describe(value)} leads out of the dataset's root, which is refused")
+        return None
+    return os.path.join(root, name)
+
+
+def _refuse_leaving(root: Path, records: list[dict[str, Any]]) -> None:
+    """Fault every record with an image that a symbolic link leads out of the root. Each folder is listed once."""
+    real_root = os.path.realpath(root)
+    folders = {os.path.dirname(r[field]) for r in records for field in ("before", "after") if r[field]}
+    leaving = {path for folder in folders for path in _links_out(folder, real_root)}
+    gone = {folder for folder in folders if not _inside(folder, real_root)}
+    if not leaving and not gone:
+        return
+    for record in records:
+        for field in ("before", "after"):
+            path = record[field]
+            if path and (path in leaving or os.path.dirname(path) in gone):
+                fault = (
+                    f"{field}: {path} is a symbolic link out of the dataset's root; copy the file or set follow_links"
+                )
+                record["fault"] = "; ".join(filter(None, (record["fault"], fault)))
+                record[field] = None
+
+
+def _links_out(folder: str, real_root: str) -> list[str]:
+    try:
+        with os.scandir(folder) as entries:
+            links = [entry.path for entry in entries if entry.is_symlink()]
+    except OSError:
+        return []  # a missing folder: validate names each missing image
+    return [link for link in links if not _inside(link, real_root)]
+
+
+def _inside(path: str, real_root: str) -> bool:
+    real = os.path.realpath(path)
+    return real == real_root or real.startswith(real_root + os.sep)
+
+
+def _encodes(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _printable(value: str) -> str:
+    return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode()

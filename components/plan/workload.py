@@ -1,0 +1,177 @@
+"""What an epoch of training holds: the run's mixture, counted, or the published counts of its datasets."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sized
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from components.convert.paper_mixture import SAMPLES, training_counts
+from components.convert.params import Convert, Source
+from components.datasets import DATASETS
+from components.datasets.spec import DatasetSpec, SplitCount
+from components.ingest.params import DatasetEntry
+from components.models.family import PairProcessor
+from components.section import ParamsError
+
+PROMPT_TOKENS, REFERENCE_TOKENS = 29.0, 15.0
+"""Estimates where no tokenizer is at hand: chat template and question without images; a reference with its end."""
+
+
+@dataclass(frozen=True)
+class SourceCount:
+    """One dataset's share of an epoch. A pair that is used twice counts twice."""
+
+    pairs: int
+    references: int
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What an epoch holds.
+
+    Attributes:
+        counted: what was counted, in words.
+        sources: by dataset.
+        prompt_tokens: chat template and question, without the images; mean over pairs.
+        reference_tokens: mean over references, each with its end token.
+        sizes: number of pairs by their number of references; empty where only sums are known.
+    """
+
+    counted: str
+    sources: Mapping[str, SourceCount]
+    prompt_tokens: float
+    reference_tokens: float
+    sizes: Mapping[int, int]
+
+    @property
+    def pairs(self) -> int:
+        return sum(source.pairs for source in self.sources.values())
+
+    @property
+    def references(self) -> int:
+        return sum(source.references for source in self.sources.values())
+
+    @property
+    def references_per_pair(self) -> float:
+        return self.references / self.pairs
+
+    def sequences(self, max_captions: int | None) -> int:
+        """Sequences with at most so many references of one pair (None: all).
+
+        A mixture is counted pair by pair, so the last sequence of a pair may hold fewer. Of published counts only the
+        sums are known, and every sequence is taken to be full.
+        """
+        if max_captions is None:
+            return self.pairs
+        if self.sizes:
+            return sum(count * math.ceil(size / max_captions) for size, count in self.sizes.items())
+        each = [(source.references, source.references / source.pairs) for source in self.sources.values()]
+        return round(sum(references / min(max_captions, mean) for references, mean in each))
+
+
+def find_workload(
+    mixture: Path,
+    entries: Mapping[str, DatasetEntry],
+    convert: Convert,
+    processor: PairProcessor | None,
+    image_tokens: int,
+) -> Workload:
+    """The run's mixture where it is there, else the published counts.
+
+    The mixture of another run, with datasets that this one has not, is not counted.
+    """
+    if not any((mixture / "train").glob("*.parquet")):
+        return published_workload(entries, convert)
+    found = counted_workload(mixture / "train", processor, image_tokens)
+    if foreign := found.sources.keys() - {name for name, entry in entries.items() if entry.train_on}:
+        load = published_workload(entries, convert)
+        return replace(load, counted=f"{load.counted}; {mixture} is of another run ({', '.join(sorted(foreign))})")
+    return found
+
+
+def counted_workload(folder: Path, processor: PairProcessor | None, image_tokens: int) -> Workload:
+    """The training split of the mixture; token lengths by the processor's tokenizer, where there is one."""
+    import polars as pl
+
+    samples = pl.read_parquet(folder / "*.parquet", columns=["pair", "dataset", "question", "reference"])
+    used = pl.col("pair").rle_id().alias("use")  # the samples of a pair are neighbours
+    pairs = samples.group_by(used).agg(pl.len().alias("size"), pl.col("dataset").first(), pl.col("question").first())
+    by_dataset = pairs.group_by("dataset").agg(pl.len(), pl.col("size").sum()).sort("dataset")
+    prompt, reference = PROMPT_TOKENS, REFERENCE_TOKENS
+    if processor is not None:
+        questions, texts = pairs["question"].value_counts(), samples["reference"].value_counts()
+        prompt = _mean_length(questions.iter_rows(), processor.encode_prompt) - image_tokens
+        reference = _mean_length(texts.iter_rows(), processor.encode_reference)
+    return Workload(
+        counted=f"{folder}, {'lengths by its tokenizer' if processor else 'lengths estimated'}",
+        sources={name: SourceCount(count, references) for name, count, references in by_dataset.iter_rows()},
+        prompt_tokens=prompt,
+        reference_tokens=reference,
+        sizes=dict(pairs["size"].value_counts().sort("size").iter_rows()),
+    )
+
+
+def _mean_length(texts: Iterable[tuple[Any, ...]], encode: Callable[[str], Sized]) -> float:
+    """Mean number of tokens over (text, how often it occurs)."""
+    lengths = [(len(encode(text)), count) for text, count in texts]
+    return sum(length * count for length, count in lengths) / sum(count for _, count in lengths)
+
+
+def published_workload(entries: Mapping[str, DatasetEntry], convert: Convert) -> Workload:
+    """The published counts of the datasets, with convert's weights and caps.
+
+    What validate will remove (leaks, faults) and `no_change_share` leave out is not known before, so it is counted.
+
+    Raises:
+        ParamsError: a dataset that trains has no published counts, or none trains; names it and the remedy.
+    """
+    training = {name: DATASETS[entry.reader] for name, entry in entries.items() if entry.train_on}
+    if unknown := [name for name, spec in training.items() if spec.part(name) is None]:
+        raise ParamsError(
+            f"plan: {', '.join(unknown)}: no published counts, and no mixture yet; run `dvc repro convert` first"
+        )
+    sources, tokens = {}, 0.0
+    for name, spec in training.items():
+        counts = [getattr(spec.part(name), split) for split in entries[name].train_on]
+        pairs = sum(count.pairs for count in counts)
+        each = sum(_references(spec, count) for count in counts) / pairs
+        source = convert.sources.get(name, Source())
+        used = _used(pairs, each, source, convert.references_per_pair)
+        if used.references:
+            sources[name] = used
+            tokens += used.references * REFERENCE_TOKENS * (each if source.samples == "joined" else 1)
+    if not sources:
+        raise ParamsError(f"plan: none of {', '.join(entries)} trains; see ingest.datasets and convert.sources")
+    return Workload(
+        counted="published counts of the datasets, lengths estimated",
+        sources=sources,
+        prompt_tokens=PROMPT_TOKENS,
+        reference_tokens=tokens / sum(source.references for source in sources.values()),
+        sizes={},
+    )
+
+
+def _used(pairs: int, each: float, source: Source, most: int) -> SourceCount:
+    """Uses of a dataset's pairs, of `each` references, as convert makes them."""
+    chosen = pairs * min(1.0, source.weight)
+    if source.max_pairs is not None:
+        chosen = min(chosen, source.max_pairs)
+    uses = chosen * max(1.0, source.weight)
+    return SourceCount(round(uses), round(uses * (min(each, most) if source.samples == "each" else min(each, 1.0))))
+
+
+def _references(spec: DatasetSpec, count: SplitCount) -> float:
+    """References that are not empty: counted, or by the share of the papers' sum, or estimated."""
+    if count.references is not None:
+        return count.references - count.empty
+    if spec.table is not None and spec.table.references is not None:
+        return count.pairs * spec.table.references / spec.table.pairs
+    return count.pairs * unpublished_references()
+
+
+def unpublished_references() -> float:
+    """References of a pair where no count is published: what the other sources leave of the paper's mixture."""
+    counts = [count["train_val"] for count in training_counts().values()]
+    known = sum(references for _, references in counts if references is not None)
+    return (SAMPLES - known) / sum(pairs for pairs, references in counts if references is None)

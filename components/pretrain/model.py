@@ -1,0 +1,103 @@
+"""The tiny base's sizes: tokenizer, processor and configuration of a LLaVA-OneVision of 1.4 M parameters."""
+
+import json
+from typing import Any
+
+import numpy as np
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
+from transformers import LlavaOnevisionConfig, Qwen2Tokenizer
+
+from components.datasets.minichange.change import sample_pair
+from components.datasets.minichange.language import references
+from components.datasets.minichange.scene import sample_scene
+from components.models.m3diff.processing import M3DiffImageProcessor, M3DiffProcessor
+from components.pretrain.curriculum import CURRICULUM
+from components.pretrain.params import Pretrain
+from components.records import CHANGE_TYPES
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<image>", "<video>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }} "
+    "{% for part in message['content'] if part['type'] == 'image' %}<image>{% endfor %}"
+    "{% for part in message['content'] if part['type'] == 'text' %}\n{{ part['text'] }}{% endfor %}"
+    "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_processor(cfg: Pretrain) -> M3DiffProcessor:
+    """The processor with a tokenizer of its own."""
+    processor = M3DiffProcessor(
+        M3DiffImageProcessor(size={"height": cfg.vision_px, "width": cfg.vision_px}),
+        train_tokenizer(cfg.seed),
+        num_image_tokens=(cfg.vision_px // cfg.patch_px) ** 2,
+        chat_template=CHAT_TEMPLATE,
+    )
+    processor.tokenizer.chat_template = CHAT_TEMPLATE
+    return processor
+
+
+def train_tokenizer(seed: int) -> Qwen2Tokenizer:
+    """A byte-level BPE of Qwen2's kind on MiniChange's sentences: its words are single tokens, all text has tokens."""
+    rng = np.random.default_rng(seed)
+    texts = ["system user assistant"] * 50
+    texts += references((), 5) * 50
+    for number in range(6_000):
+        task = CURRICULUM[number % len(CURRICULUM)]
+        question, answer = task.ask(rng, [sample_scene(rng) for _ in range(task.images)])
+        changes = sample_pair(rng, (CHANGE_TYPES[number % 12],))[3]
+        texts += [f"{question} {answer}", references(changes, 5)[number % 5]]
+    bpe = Tokenizer(models.BPE())
+    stock: Any = Qwen2Tokenizer().backend_tokenizer
+    bpe.normalizer, bpe.pre_tokenizer, bpe.decoder = stock.normalizer, stock.pre_tokenizer, stock.decoder
+    trainer = trainers.BpeTrainer(
+        vocab_size=700,
+        min_frequency=20,
+        special_tokens=[],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    trained: dict[str, Any] = json.loads(bpe.to_str())["model"]
+    merges: Any = [tuple(merge) for merge in trained["merges"]]
+    return Qwen2Tokenizer(
+        vocab=trained["vocab"],
+        merges=merges,
+        eos_token="<|im_end|>",
+        additional_special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL],
+    )
+
+
+def make_config(cfg: Pretrain, processor: M3DiffProcessor) -> LlavaOnevisionConfig:
+    """A SigLIP vision encoder, a projector and a Qwen2 language model, all of one width."""
+    token = processor.tokenizer.convert_tokens_to_ids
+    width = cfg.width
+    return LlavaOnevisionConfig(
+        vision_config={
+            "model_type": "siglip_vision_model",
+            "hidden_size": width,
+            "intermediate_size": 2 * width,
+            "num_hidden_layers": cfg.vision_layers,
+            "num_attention_heads": 4,
+            "image_size": cfg.vision_px,
+            "patch_size": cfg.patch_px,
+            "vision_use_head": False,
+        },
+        text_config={
+            "model_type": "qwen2",
+            "vocab_size": len(processor.tokenizer),
+            "hidden_size": width,
+            "intermediate_size": 2 * width,
+            "num_hidden_layers": cfg.text_layers,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 1024,
+            "tie_word_embeddings": True,
+            "bos_token_id": None,
+            "eos_token_id": token("<|im_end|>"),
+            "pad_token_id": token("<|endoftext|>"),
+        },
+        image_token_index=token("<image>"),
+        video_token_index=token("<video>"),
+        image_grid_pinpoints=[[cfg.vision_px, cfg.vision_px]],
+        tie_word_embeddings=True,
+    )

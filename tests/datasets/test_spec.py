@@ -1,0 +1,229 @@
+"""The one list: every dataset's file owns its layout, licence, counts and protocols; a licence is obeyed."""
+
+import re
+import sys
+from collections import Counter
+from dataclasses import FrozenInstanceError, fields, replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from components.convert.paper_mixture import PAIRS, SAMPLES, SOURCES, training_counts
+from components.datasets import DATASETS, clevr_change, omnidiff
+from components.datasets.spec import UNSTATED, DatasetSpec, Licence, Permission, check_licence
+from components.records import DataError
+from tests.layouts import write_clevr
+
+USES = ("train", "redistribute", "show")
+EXAMPLES = {  # a row or entry as it stands in the annotation files
+    "birds_to_words": "https://www.inaturalist.org/photos/13985343 <tab>",
+    "clevr_change": '"CLEVR_default_000123.png": ["the tiny cylinder changed to brown"',
+    "clevr_dc": '"123": ["the small cyan cube has been added"',
+    "iedit": '"uid": "Reddit_1012"',
+    "minichange": '"CLEVR_default_000123.png": ["at the top the small red box turned blue"',
+    "omnidiff": '{"image1": "s1/a.jpg", "image2": "s1/b.jpg", "caption": "The mug ..."',
+    "pairs": "a/1.png,b/1.png,the lamp is out,train",
+    "spot_the_diff": '{"img_id": "235", "sentences": [',
+}
+PERMISSIONS = {  # train, redistribute, show
+    "birds_to_words": "conditions conditions conditions",
+    "clevr_change": "unstated unstated unstated",
+    "clevr_dc": "unstated unstated unstated",
+    "iedit": "unstated unstated unstated",
+    "minichange": "yes yes yes",
+    "omnidiff": "unstated unstated unstated",
+    "pairs": "yes yes yes",
+    "spot_the_diff": "unstated unstated unstated",
+}
+
+
+def module_doc(name: str) -> str:
+    return sys.modules[f"components.datasets.{name}"].__doc__ or ""
+
+
+def test_the_list_is_complete_and_each_entry_is_its_file_s():
+    folder = Path("components/datasets")
+    owners = {path.stem for path in folder.glob("*.py") if "SPEC = DatasetSpec(" in path.read_text()}
+    owners |= {path.parent.name for path in folder.glob("*/__init__.py") if "SPEC = DatasetSpec(" in path.read_text()}
+    assert set(DATASETS) == owners
+    for name, spec in DATASETS.items():
+        assert spec is sys.modules[f"components.datasets.{name}"].SPEC
+
+
+@pytest.mark.parametrize("name", DATASETS)
+def test_every_docstring_gives_page_licence_layout_and_an_example_row(name):
+    told, spec = module_doc(name), DATASETS[name]
+    assert EXAMPLES[name] in told
+    for file in spec.files:
+        if name != "omnidiff":  # its layout is not known; an option names the file
+            part = re.escape(file).replace("train", r"(train|\{train,val(id)?,test\})").replace("valid", r"\S*valid\S*")
+            assert re.search(part, told) or "{train,val" in told, file
+    if name not in ("pairs", "minichange"):
+        assert f"Page: {spec.page}" in told
+        wanted = "states no" if spec.licence is UNSTATED else spec.licence.name
+        assert wanted in told or "Licence unknown" in told
+
+
+@pytest.mark.parametrize("name", DATASETS)
+def test_licences_are_typed_and_complete(name):
+    licence = DATASETS[name].licence
+    assert isinstance(licence, Licence)
+    assert licence.name
+    assert (licence.url is None) == (name not in ("birds_to_words", "minichange"))
+    for use in USES:
+        permission = getattr(licence, use)
+        assert isinstance(permission, Permission)
+        assert len(permission.reason) > 10
+    assert " ".join(getattr(licence, use).answer for use in USES) == PERMISSIONS[name]
+
+
+def with_answer(answer: str, use: str) -> DatasetSpec:
+    spec = DATASETS["minichange"]
+    return replace(spec, licence=replace(spec.licence, name="L1", **{use: Permission(answer, "because")}))
+
+
+@pytest.mark.parametrize("override", [False, True])
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("answer", ["yes", "conditions", "unstated", "no"])
+def test_what_a_licence_allows_is_allowed_and_what_it_excludes_refused_unless_asked_for(answer, use, override):
+    spec = with_answer(answer, use)
+    notice = f"MiniChange (licence: L1): {use}: because"
+    refused = not override and (answer == "no" or (answer == "unstated" and use == "redistribute"))
+    if refused:
+        with pytest.raises(DataError) as error:
+            check_licence(spec, use, override)
+        assert str(error.value).startswith(notice + "; refused: ")
+        assert "--allow-unlicensed" in str(error.value)
+    else:
+        assert check_licence(spec, use, override) == (None if answer == "yes" else notice)
+
+
+def test_an_override_is_never_the_default():
+    with pytest.raises(DataError, match=r"Spot-the-Diff \(licence: none stated\): redistribute: .* states no licence"):
+        check_licence(DATASETS["spot_the_diff"], "redistribute")
+    assert "states no licence" in (check_licence(DATASETS["spot_the_diff"], "train") or "")
+
+
+def test_everything_of_a_dataset_is_frozen():
+    for spec in DATASETS.values():
+        for value in (spec, spec.licence, spec.licence.train, *spec.published, *spec.protocols):
+            with pytest.raises(FrozenInstanceError):
+                setattr(value, fields(value)[0].name, "other")
+        assert isinstance(spec.files, tuple)
+        assert isinstance(spec.published, tuple)
+        assert isinstance(spec.protocols, tuple)
+
+
+def test_every_task_is_one_of_the_questions_file():
+    tasks = {name: spec.task for name, spec in DATASETS.items()}
+    assert set(tasks.values()) <= set(yaml.safe_load(Path("profiles/questions.yaml").read_text()))
+    assert {name: task for name, task in tasks.items() if task != "difference"} == {
+        "birds_to_words": "birds",
+        "iedit": "edit",
+        "omnidiff": "detail",
+    }
+
+
+def test_published_pairs_of_every_part():
+    parts = {part.part: part for spec in DATASETS.values() for part in spec.published}
+    assert {name: tuple(part.pairs().values()) for name, part in parts.items()} == {
+        "birds_to_words": (2_685, 325, 337),
+        "clevr_change": (67_660, 3_976, 7_970),
+        "clevr_dc": (40_800, 2_400, 4_800),
+        "iedit": (3_061, 383, 495),
+        "omnidiff_real": (7_007, 799, 803),
+        "omnidiff_render": (5_445, 777, 767),
+        "spot_the_diff": (8_566, 1_493, 1_270),
+    }
+    assert all(list(part.pairs()) == ["train", "val", "test"] for part in parts.values())
+    counted = {
+        name: tuple(count.references for count in (part.train, part.val, part.test)) for name, part in parts.items()
+    }
+    assert counted == {
+        "birds_to_words": (12_890, 1_556, 1_604),
+        "clevr_change": (None, None, None),
+        "clevr_dc": (None, None, None),
+        "iedit": (3_061, 1_149, 1_485),
+        "omnidiff_real": (7_007, 799, 803),
+        "omnidiff_render": (5_445, 777, 767),
+        "spot_the_diff": (17_676, 3_310, 2_107),
+    }
+
+
+def test_parts_sum_to_the_paper_s_table_but_for_spot_the_diff_whose_release_is_smaller():
+    differing = {
+        name: (sum(sum(part.pairs().values()) for part in spec.published), spec.table.pairs)
+        for name, spec in DATASETS.items()
+        if spec.table and sum(sum(part.pairs().values()) for part in spec.published) != spec.table.pairs
+    }
+    assert differing == {"spot_the_diff": (11_329, 13_192)}
+
+
+def test_a_part_is_found_by_the_dataset_s_name_and_the_only_one_by_any():
+    assert omnidiff.SPEC.part("omnidiff_render") is omnidiff.RENDER
+    assert omnidiff.SPEC.part("mine") is None
+    assert clevr_change.SPEC.part("mine") is clevr_change.PUBLISHED
+    assert DATASETS["pairs"].part("pairs") is None
+
+
+def test_the_paper_s_mixture_is_the_official_training_splits():
+    assert training_counts() == {
+        "omnidiff_real": {"train": (7_007, 7_007), "train_val": (7_806, 7_806)},
+        "omnidiff_render": {"train": (5_445, 5_445), "train_val": (6_222, 6_222)},
+        "spot_the_diff": {"train": (8_566, 17_623), "train_val": (10_059, 20_927)},
+        "iedit": {"train": (3_061, 3_061), "train_val": (3_444, 4_210)},
+        "birds_to_words": {"train": (2_685, 12_890), "train_val": (3_010, 14_446)},
+        "clevr_change": {"train": (67_660, 419_640), "train_val": (71_636, 444_300)},
+        "clevr_dc": {"train": (40_800, None), "train_val": (43_200, None)},
+    }
+    assert list(training_counts()) == list(SOURCES)
+    assert round(sum(count["train_val"][0] for count in training_counts().values()), -3) == PAIRS == 145_000
+    assert SAMPLES == 896_000
+
+
+def test_protocols_name_pairs_that_papers_score(tmp_path):
+    for name, spec in DATASETS.items():
+        assert len({protocol.name for protocol in spec.protocols}) == len(spec.protocols) >= 1
+        for protocol in spec.protocols:
+            published = spec.part(protocol.part or name)
+            assert protocol.headline in protocol.metrics
+            assert protocol.split == "test"
+            if protocol.ids == ".*":
+                assert protocol.n == (published.test.pairs if published else None)
+    names = [row.name for row in clevr_change.read(write_clevr(tmp_path)) if row.split == "test"]
+    scored = {
+        protocol.name: [name for name in names if re.fullmatch(protocol.ids, name)]
+        for protocol in clevr_change.SPEC.protocols
+    }
+    assert scored == {
+        "total": ["000001.png", "000001.png_n", "000012.png", "000012.png_n"],
+        "semantic": ["000001.png", "000012.png"],
+        "distractor": ["000001.png_n", "000012.png_n"],
+    }
+    assert {protocol.name: protocol.n for protocol in clevr_change.SPEC.protocols} == {
+        "total": 7_970,
+        "semantic": 3_985,
+        "distractor": 3_985,
+    }
+    parts = [(protocol.part, protocol.n) for protocol in omnidiff.SPEC.protocols]
+    assert parts == [("omnidiff_real", 803), ("omnidiff_render", 767)]
+
+
+def test_annotation_files_tell_the_layouts_apart():
+    assert all(count == 1 for count in Counter(spec.files for spec in DATASETS.values()).values())
+    assert [name for name, spec in DATASETS.items() if spec.grammar] == ["minichange"]
+    assert [name for name, spec in DATASETS.items() if spec.generate] == ["minichange"]
+
+
+def test_the_list_is_light_to_import():
+    import subprocess
+
+    heavy = "{'torch', 'transformers', 'polars', 'pandas', 'PIL', 'scipy'}"
+    told = subprocess.run(
+        [sys.executable, "-c", f"import sys, components.datasets; print(sorted({heavy} & set(sys.modules)))"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert told.stdout.strip() == "[]"

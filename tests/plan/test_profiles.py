@@ -1,0 +1,77 @@
+"""The plans of the paper's run and of one GPU against figures counted by hand (docs of the model: 7B shapes)."""
+
+from pathlib import Path
+
+import pytest
+
+from components.params import load_params
+from components.plan.plan import Plan, check_fits, make_plan
+from tests.toy import REPOSITORY
+
+TERA = 1e12
+TOTALS = {  # TFLOP of one sequence of 1,504 tokens, forward and backward
+    "LLM linears": 39.15,
+    "LLM attention": 1.36,
+    "LoRA": 2.91,
+    "vision encoder": 3.85,
+    "projector": 0.15,
+    "MDP": 2.12,
+}
+
+
+def plan_of(name: str, tmp: Path, **entry: object) -> Plan:
+    params = load_params(REPOSITORY / "profiles" / f"{name}.yaml")
+    entries = {key: value.model_copy(update=entry) for key, value in params.ingest.datasets.items()}
+    settings = params.models[params.train.model]
+    made = make_plan(params.train, settings, params.compute, entries, params.convert, tmp)
+    check_fits(params.compute, made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def paper(tmp_path_factory) -> Plan:
+    return plan_of("paper", tmp_path_factory.mktemp("none"), train_on=("train", "val"))
+
+
+@pytest.fixture(scope="module")
+def one_gpu(tmp_path_factory) -> Plan:
+    return plan_of("one-gpu", tmp_path_factory.mktemp("none"), train_on=("train", "val"))
+
+
+def total(plan: Plan) -> float:
+    return sum(term.total for term in plan.terms) / TERA
+
+
+def test_the_papers_sequence_takes_the_flops_counted_by_hand(paper):
+    found = {term.name: term.total / TERA for term in paper.terms}
+    assert {name: found[name] for name in TOTALS} == pytest.approx(TOTALS, rel=0.02)
+    assert total(paper) == pytest.approx(49.6, rel=0.01)
+    assert paper.tokens == 1_504
+    assert paper.run_flops / paper.sequences / TERA == pytest.approx(72.5, rel=0.01)  # full recomputation
+
+
+def test_the_papers_parameters_are_those_of_7b(paper):
+    millions = {name: count / 1e6 for name, count in paper.parameters.items()}
+    assert millions["llm"] == pytest.approx(323, rel=0.01)
+    assert millions["llm (frozen)"] == pytest.approx(6_525 + 1_090, rel=0.01)
+    assert millions["vision"] == pytest.approx(398, rel=0.01)
+    assert millions["module"] == pytest.approx(60, rel=0.05)
+
+
+def test_the_papers_epoch_is_its_3500_steps(paper):
+    assert paper.workload.pairs == 145_377
+    assert paper.steps == pytest.approx(3_500, abs=2)
+    assert paper.gpus == 8
+
+
+def test_packing_takes_the_epoch_of_one_gpu_from_44_to_7_6_exaflop(paper, one_gpu):
+    assert paper.sequences * total(paper) / 1e6 == pytest.approx(44.5, rel=0.05)
+    assert one_gpu.run_flops / 1e18 == pytest.approx(7.6, rel=0.05)
+    assert total(one_gpu) == pytest.approx(52.2, rel=0.01)
+    assert one_gpu.tokens == pytest.approx(1_582, rel=0.01)
+    assert one_gpu.gpu_hours(989, 0.45) == pytest.approx(4.7, rel=0.05)
+
+
+def test_the_memory_of_both_plans_is_what_their_gpus_hold(paper, one_gpu):
+    assert paper.memory_total_gb == pytest.approx(19.6, rel=0.05)
+    assert one_gpu.memory_total_gb == pytest.approx(62.0, rel=0.05)

@@ -1,0 +1,462 @@
+"""Every command through `main([...])`: which function it calls, with which arguments, and which code it exits with.
+
+A recorder stands in the place of each stage's module, so that nothing heavy is imported. It takes the names of the
+arguments from the function's own file: what a command passes must be what the function takes.
+"""
+
+import ast
+import shutil
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from components import __main__ as command_line
+from components.__main__ import COMMANDS, main
+from components.params import load_params
+from components.records import DataError
+from components.section import ParamsError
+from tests.toy import REPOSITORY
+
+PARAMS = load_params(REPOSITORY / "profiles" / "embedded.yaml")
+ENTRY = PARAMS.ingest.datasets["minichange"]
+DATA = Path("data")
+CACHE = Path("runs/image_cache.parquet")
+
+CALLS: dict[str, tuple[list[str], str, str, dict[str, Any]]] = {
+    "pretrain": (
+        ["pretrain"],
+        "components.pretrain.stage",
+        "pretrain",
+        {"cfg": PARAMS.pretrain, "out": DATA / "00_base"},
+    ),
+    "synthesize": (
+        ["synthesize", "minichange"],
+        "components.synthesize.stage",
+        "synthesize",
+        {"name": "minichange", "reader": "minichange", "settings": PARAMS.synthesize["minichange"]},
+    ),
+    "ingest": (
+        ["ingest", "minichange"],
+        "components.ingest.stage",
+        "ingest",
+        {"name": "minichange", "entry": ENTRY, "image_cache": CACHE, "out": DATA / "02_records"},
+    ),
+    "validate": (
+        ["validate"],
+        "components.validate.stage",
+        "validate",
+        {
+            "cfg": PARAMS.validate_,
+            "entries": PARAMS.ingest.datasets,
+            "image_cache": CACHE,
+            "records": DATA / "02_records",
+            "out": DATA / "03_clean",
+        },
+    ),
+    "convert": (
+        ["convert"],
+        "components.convert.stage",
+        "convert",
+        {
+            "cfg": PARAMS.convert,
+            "entries": PARAMS.ingest.datasets,
+            "clean": DATA / "03_clean",
+            "out": DATA / "04_mixture",
+        },
+    ),
+    "train": (
+        ["train"],
+        "components.train.stage",
+        "train",
+        {
+            "cfg": PARAMS.train,
+            "model": PARAMS.models["m3diff"],
+            "compute": PARAMS.compute,
+            "mixture": DATA / "04_mixture",
+            "out": DATA / "05_model",
+        },
+    ),
+    "predict": (
+        ["predict"],
+        "components.predict.stage",
+        "predict",
+        {
+            "cfg": PARAMS.predict,
+            "mixture": DATA / "04_mixture",
+            "model": DATA / "05_model",
+            "out": DATA / "06_predictions",
+        },
+    ),
+    "evaluate": (
+        ["evaluate"],
+        "components.evaluate.stage",
+        "evaluate",
+        {
+            "cfg": PARAMS.evaluate,
+            "compute": PARAMS.compute,
+            "records": DATA / "02_records",
+            "clean": DATA / "03_clean",
+            "predictions": DATA / "06_predictions",
+            "model": DATA / "05_model",
+            "out": DATA / "07_report",
+        },
+    ),
+    "register": (["register"], "components.register.stage", "register", {"params": PARAMS}),
+    "promote": (["promote"], "components.register.promotion", "promote", {"params": PARAMS}),
+    "statistics": (
+        ["data", "statistics"],
+        "components.inspect.statistics",
+        "write_statistics",
+        {"clean": DATA / "03_clean"},
+    ),
+    "check": (
+        ["data", "check", "somewhere"],
+        "components.inspect.check",
+        "check",
+        {"root": Path("somewhere"), "entries": PARAMS.ingest.datasets},
+    ),
+    "export": (
+        ["export", "out"],
+        "components.export.checkpoint",
+        "export_model",
+        {"model": DATA / "05_model", "out": Path("out"), "adapters": False},
+    ),
+    "export adapters": (
+        ["export", "out", "--adapters"],
+        "components.export.checkpoint",
+        "export_model",
+        {"model": DATA / "05_model", "out": Path("out"), "adapters": True},
+    ),
+    "export-llava": (
+        ["export-llava", "out"],
+        "components.export.llava",
+        "export_llava",
+        {
+            "entries": PARAMS.ingest.datasets,
+            "mixture": DATA / "04_mixture",
+            "out": Path("out"),
+            "lines": False,
+            "allow_unlicensed": False,
+        },
+    ),
+    "export-llava lines": (
+        ["export-llava", "out", "--lines"],
+        "components.export.llava",
+        "export_llava",
+        {
+            "entries": PARAMS.ingest.datasets,
+            "mixture": DATA / "04_mixture",
+            "out": Path("out"),
+            "lines": True,
+            "allow_unlicensed": False,
+        },
+    ),
+    "export-llava unlicensed": (
+        ["export-llava", "out", "--allow-unlicensed"],
+        "components.export.llava",
+        "export_llava",
+        {
+            "entries": PARAMS.ingest.datasets,
+            "mixture": DATA / "04_mixture",
+            "out": Path("out"),
+            "lines": False,
+            "allow_unlicensed": True,
+        },
+    ),
+}
+"""By name: what is typed, the module and function that are called, and the arguments by the function's own names."""
+
+
+class Result(types.SimpleNamespace):
+    """What a recorded function returns: whatever its command looks at."""
+
+    def __str__(self) -> str:
+        return "what the stage said"
+
+
+class Recorder:
+    """Functions of a module that note their arguments by name, as the functions' own files call them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, module: str, **results: Any) -> None:
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+        fake = types.ModuleType(module)
+        tree = ast.parse((REPOSITORY / (module.replace(".", "/") + ".py")).read_text())
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef) and node.name in results:
+                setattr(fake, node.name, self.recording(node, results[node.name]))
+        assert all(hasattr(fake, name) for name in results), f"{module} has not all of {list(results)}"
+        monkeypatch.setitem(sys.modules, module, fake)
+
+    def recording(self, node: ast.FunctionDef, result: Any) -> Any:
+        names = [argument.arg for argument in node.args.args]
+        optional = names[len(names) - len(node.args.defaults) :] if node.args.defaults else []
+
+        def record(*values: Any, **named: Any) -> Any:
+            assert len(values) <= len(names), f"{node.name} takes {names}"
+            arguments = dict(zip(names, values, strict=False)) | named
+            assert set(names) - set(optional) <= arguments.keys() <= set(names), f"{node.name} takes {names}"
+            self.calls.append((node.name, arguments))
+            if isinstance(result, BaseException):
+                raise result
+            return result
+
+        return record
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project with parameters, profiles, questions, a base and the dataset's folder."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(REPOSITORY / "profiles", "profiles")
+    shutil.copy("profiles/embedded.yaml", "params.yaml")
+    Path("data/00_base").mkdir(parents=True)
+    shutil.copy(REPOSITORY / "data/00_base/config.json", "data/00_base")
+    Path("data/01_raw/minichange").mkdir(parents=True)
+    return tmp_path
+
+
+RESULT = Result(outcome="promoted", sound=True, lines=["a line", "another"])
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_command_calls_its_function_with_exactly_its_arguments(name, monkeypatch):
+    argv, module, function, expected = CALLS[name]
+    recorder = Recorder(monkeypatch, module, **{function: RESULT})
+    assert main(argv) == 0
+    assert recorder.calls == [(function, expected)]
+    for argument, value in expected.items():
+        assert type(recorder.calls[0][1][argument]) is type(value), argument
+
+
+def test_every_command_is_tried():
+    tried = {argv[0] for argv, *_ in CALLS.values()}
+    assert tried | {"plan", "profile", "migrate"} == COMMANDS.keys()
+
+
+@pytest.mark.parametrize("command", ["register", "promote"])
+def test_what_register_and_promote_say_is_printed(command, monkeypatch, capsys):
+    argv, module, function, _ = CALLS[command]
+    Recorder(monkeypatch, module, **{function: RESULT})
+    main(argv)
+    assert capsys.readouterr().out == "what the stage said\n"
+
+
+def test_statistics_say_where_the_page_is(monkeypatch, capsys):
+    Recorder(monkeypatch, "components.inspect.statistics", write_statistics=None)
+    main(["data", "statistics"])
+    assert capsys.readouterr().out == "written to data/03_clean/statistics.html\n"
+
+
+def test_the_other_parameter_file_is_read_where_one_is_named(monkeypatch):
+    recorder = Recorder(monkeypatch, "components.predict.stage", predict=None)
+    assert main(["--params", "profiles/paper.yaml", "predict"]) == 0
+    assert recorder.calls[0][1]["cfg"] == load_params(Path("profiles/paper.yaml")).predict
+    assert recorder.calls[0][1]["cfg"] != PARAMS.predict
+
+
+def test_train_takes_the_model_that_the_parameters_pick(monkeypatch, project):
+    path = project / "params.yaml"
+    path.write_text(path.read_text().replace("\n  model: m3diff\n", "\n  model: no_module\n"))
+    recorder = Recorder(monkeypatch, "components.train.stage", train=None)
+    assert main(["train"]) == 0
+    assert recorder.calls[0][1]["model"] == PARAMS.models["no_module"]
+    assert recorder.calls[0][1]["model"].module is None
+
+
+def test_ingest_without_a_name_reads_every_dataset_in_order(monkeypatch):
+    for name in ("pairs_b", "pairs_a"):
+        Path(f"data/01_raw/{name}").mkdir()
+    text = (
+        Path("params.yaml")
+        .read_text()
+        .replace(
+            "    minichange: {reader: minichange",
+            "    pairs_b: {reader: pairs, root: data/01_raw/pairs_b}\n"
+            "    pairs_a: {reader: pairs, root: data/01_raw/pairs_a}\n"
+            "    minichange: {reader: minichange",
+        )
+    )
+    Path("params.yaml").write_text(text)
+    recorder = Recorder(monkeypatch, "components.ingest.stage", ingest=None)
+    assert main(["ingest"]) == 0
+    entries = load_params().ingest.datasets
+    assert [arguments["name"] for _, arguments in recorder.calls] == ["pairs_b", "pairs_a", "minichange"]
+    assert [arguments["entry"] for _, arguments in recorder.calls] == list(entries.values())
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["ingest", "minichang"], "ingest.datasets: no entry 'minichang'; did you mean 'minichange'?"),
+        (["synthesize", "minichang"], "synthesize: no entry 'minichang'; did you mean 'minichange'?"),
+    ],
+)
+def test_a_dataset_that_is_not_there_is_refused_with_the_nearest_name(argv, words, capsys):
+    assert main(argv) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "gone", "words"),
+    [
+        (["train"], "data/00_base/config.json", "train.base: data/00_base/config.json is not there; `make base`"),
+        (["convert"], "profiles/questions.yaml", "convert.questions: profiles/questions.yaml is not there"),
+        (["ingest"], "data/01_raw/minichange", "ingest.datasets.minichange.root: data/01_raw/minichange is not there"),
+        (["ingest", "minichange"], "data/01_raw/minichange", "not there; `m3diff synthesize minichange`"),
+    ],
+)
+def test_a_stage_is_refused_before_it_starts_where_what_it_reads_is_not_there(argv, gone, words, monkeypatch, capsys):
+    _, module, function, _ = CALLS[argv[0]]
+    recorder = Recorder(monkeypatch, module, **{function: None})
+    path = Path(gone)
+    path.rmdir() if path.is_dir() else path.unlink()
+    assert main(argv) == 2
+    assert words in capsys.readouterr().err
+    assert recorder.calls == []
+
+
+def test_evaluate_is_refused_where_the_jars_of_spice_are_not_there(monkeypatch, capsys):
+    path = Path("params.yaml")
+    path.write_text(path.read_text().replace("spice_dir: null", "spice_dir: jars"))
+    recorder = Recorder(monkeypatch, "components.evaluate.stage", evaluate=None)
+    assert main(["evaluate"]) == 2
+    assert "compute.spice_dir: jars is not there" in capsys.readouterr().err
+    assert recorder.calls == []
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (ParamsError("train: no"), 2, "m3diff: train: no\n"),
+        (DataError("records: no"), 3, "m3diff validate: records: no\n"),
+        (ConnectionError("no server"), 75, "m3diff validate: no server\n"),
+        (BlockingIOError("locked"), 75, "m3diff validate: locked\n"),
+    ],
+)
+def test_each_kind_of_error_has_its_exit_code_and_one_line(error, code, words, monkeypatch, capsys):
+    Recorder(monkeypatch, "components.validate.stage", validate=error)
+    assert main(["validate"]) == code
+    assert capsys.readouterr().err == words
+
+
+def test_an_error_of_the_program_is_not_hidden(monkeypatch):
+    Recorder(monkeypatch, "components.validate.stage", validate=KeyError("a bug"))
+    with pytest.raises(KeyError):
+        main(["validate"])
+
+
+@pytest.mark.parametrize(("outcome", "code"), [("promoted", 0), ("first", 0), ("unchanged", 0), ("refused", 4)])
+def test_a_refused_promotion_exits_with_four(outcome, code, monkeypatch):
+    Recorder(monkeypatch, "components.register.promotion", promote=Result(outcome=outcome))
+    assert main(["promote"]) == code
+
+
+@pytest.mark.parametrize(("sound", "code"), [(True, 0), (False, 3)])
+def test_data_check_prints_its_lines_and_exits_with_three_where_the_folder_cannot_be_used(
+    sound, code, monkeypatch, capsys
+):
+    Recorder(monkeypatch, "components.inspect.check", check=Result(lines=["a line", "another"], sound=sound))
+    assert main(["data", "check", "somewhere"]) == code
+    assert capsys.readouterr().out == "a line\nanother\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "peak", "mfu"), [([], 989.0, 0.45), (["--peak-tflops", "312", "--mfu", "0.3"], 312.0, 0.3)]
+)
+def test_plan_counts_prints_then_refuses_what_does_not_fit(options, peak, mfu, monkeypatch):
+    made = Result()
+    recorder = Recorder(monkeypatch, "components.plan.plan", make_plan=made, print_plan=None, check_fits=None)
+    assert main(["plan", *options]) == 0
+    assert recorder.calls == [
+        (
+            "make_plan",
+            {
+                "train": PARAMS.train,
+                "settings": PARAMS.models["m3diff"],
+                "compute": PARAMS.compute,
+                "entries": PARAMS.ingest.datasets,
+                "convert": PARAMS.convert,
+                "mixture": DATA / "04_mixture",
+            },
+        ),
+        (
+            "print_plan",
+            {"train": PARAMS.train, "compute": PARAMS.compute, "plan": made, "peak_tflops": peak, "mfu": mfu},
+        ),
+        ("check_fits", {"compute": PARAMS.compute, "plan": made}),
+    ]
+
+
+def test_a_plan_that_does_not_fit_exits_with_two(monkeypatch):
+    refusal = ParamsError("needs 90 GB")
+    Recorder(monkeypatch, "components.plan.plan", make_plan=None, print_plan=None, check_fits=refusal)
+    assert main(["plan"]) == 2
+
+
+def test_profile_writes_the_parameters_and_prints_what_changes(capsys):
+    assert main(["profile", "paper"]) == 0
+    assert "train.epochs: 5 -> 1\n" in capsys.readouterr().out
+    assert load_params() == load_params(Path("profiles/paper.yaml"))
+
+
+def test_profile_writes_the_file_that_is_named(project):
+    assert main(["--params", "mine.yaml", "profile", "paper"]) == 0
+    assert load_params(Path("mine.yaml")) == load_params(Path("profiles/paper.yaml"))
+    assert (project / "params.yaml").read_text() == (project / "profiles/embedded.yaml").read_text()
+
+
+def test_a_wrong_profile_is_refused_and_nothing_is_written(project, capsys):
+    (project / "profiles" / "wrong.yaml").write_text("extends: embedded\ntrain: {epochs: -1}\n")
+    assert main(["profile", "wrong"]) == 2
+    assert "profiles/wrong.yaml: 1 fault(s)\n  train.epochs: must be more than 0 (found -1)" in capsys.readouterr().err
+    assert (project / "params.yaml").read_text() == (project / "profiles/embedded.yaml").read_text()
+
+
+def test_a_profile_replaces_parameters_that_are_broken_and_keeps_them(project):
+    (project / "params.yaml").write_text("train: [")
+    assert main(["profile", "one-gpu"]) == 0
+    assert load_params() == load_params(Path("profiles/one-gpu.yaml"))
+    assert [path.read_text() for path in project.glob("params.yaml.bak-*")] == ["train: ["]
+
+
+def test_migrate_says_where_there_is_nothing_to_do(capsys):
+    assert main(["migrate", "params.yaml"]) == 0
+    assert capsys.readouterr().out == "params.yaml has the present shape already; nothing is changed\n"
+
+
+def test_migrate_refuses_a_file_that_is_not_there(capsys):
+    assert main(["migrate", "nothing.yaml"]) == 2
+    assert "nothing.yaml: no such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [[], ["unknown"], ["synthesize"], ["data"], ["export"], ["migrate"], ["profile"]])
+def test_usage_errors_exit_with_two(argv):
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 2
+
+
+@pytest.mark.parametrize("argv", [["--help"], *([name, "--help"] for name in COMMANDS)])
+def test_help_needs_no_parameters(argv, capsys, project):
+    (project / "params.yaml").unlink()
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 0
+    assert "usage: m3diff" in capsys.readouterr().out
+
+
+def test_under_dvc_a_command_asks_to_be_ended_with_its_parent(monkeypatch):
+    asked = []
+    libc = types.SimpleNamespace(prctl=lambda *arguments: asked.append(arguments))
+    monkeypatch.setattr(command_line.ctypes, "CDLL", lambda name: libc)
+    monkeypatch.setattr(command_line.sys, "platform", "linux")
+    Recorder(monkeypatch, "components.predict.stage", predict=None)
+    monkeypatch.delenv("DVC_STAGE", raising=False)
+    main(["predict"])
+    assert asked == []
+    monkeypatch.setenv("DVC_STAGE", "predict")
+    main(["predict"])
+    assert asked == [(1, 15)]

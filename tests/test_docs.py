@@ -1,0 +1,193 @@
+"""docs/extending.md is true: its blocks are put where they say, in memory, and run."""
+
+import dataclasses
+import importlib.util
+import json
+import re
+import sys
+from types import ModuleType
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from pydantic import TypeAdapter
+
+from components.datasets import DATASETS
+from components.datasets.spec import DatasetSpec, Protocol
+from components.evaluate.metrics import METRICS
+from components.evaluate.protocols import protocol_of
+from components.ingest.params import DatasetEntry
+from components.ingest.stage import ingest
+from components.models import FAMILIES
+from tests.toy import REPOSITORY
+
+BLOCK = re.compile(r"```(?:python|yaml)\n# (?P<place>[^\s,]+)[^\n]*\n(?P<code>.*?)```", re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    return (REPOSITORY / "docs" / "extending.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def blocks(page) -> list[tuple[str, str]]:
+    """(file, text) of every block."""
+    found = [(match["place"], match["code"]) for match in BLOCK.finditer(page)]
+    assert len(found) == page.count("```") // 2, "every block names its file in its first line"
+    return found
+
+
+@pytest.fixture
+def code(blocks, tmp_path, monkeypatch):
+    """The module that a block says, made from it in a temporary folder; gone after the test."""
+
+    def load(place: str) -> ModuleType:
+        text = next(text for file, text in blocks if file == place)
+        path = tmp_path / place
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+        name = place.removesuffix(".py").replace("/", ".")
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, module)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+def line(blocks: list[tuple[str, str]], place: str, **names: Any) -> dict[str, Any]:
+    """The one line of a list, as a dictionary of one entry."""
+    text = next(text for file, text in blocks if file == place)
+    assert len(text.splitlines()) == 1
+    return eval(f"{{{text}}}", names)
+
+
+def section(blocks: list[tuple[str, str]], key: str) -> dict[str, Any]:
+    """The block of params.yaml that has this key."""
+    found = [yaml.safe_load(text) for file, text in blocks if file == "params.yaml"]
+    return next(entry for entry in found if key in entry)
+
+
+@pytest.fixture
+def kitchen(code, blocks, monkeypatch) -> DatasetSpec:
+    module = code("components/datasets/kitchen.py")
+    ((name, spec),) = line(blocks, "components/datasets/__init__.py", kitchen=module).items()
+    monkeypatch.setitem(DATASETS, name, spec)
+    return spec
+
+
+@pytest.fixture
+def entry(blocks, tmp_path) -> DatasetEntry:
+    from PIL import Image
+
+    root = tmp_path / "kitchen"
+    root.mkdir()
+    splits = ("train", "train", "val", "test", "test")
+    lines = [
+        {
+            "id": 4 + n,
+            "split": split,
+            "images": [f"{n}a.png", f"{n}b.png"],
+            "captions": ["the cup is gone", "it left"][: 2 - n % 2],
+        }
+        for n, split in enumerate(splits)
+    ]
+    for n in range(len(splits)):
+        for side, red in (("a", 10), ("b", 200)):
+            Image.new("RGB", (8, 8), (red, n, 0)).save(root / f"{n}{side}.png")
+    (root / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in [*lines, {"id": "nine"}]))
+    return DatasetEntry.model_validate(section(blocks, "kitchen")["kitchen"] | {"root": root})
+
+
+def test_the_dataset_of_the_page_is_ingested_and_its_bad_row_is_named(kitchen, entry, tmp_path):
+    report = ingest("kitchen", entry, tmp_path / "images.parquet", tmp_path / "records")
+    assert report.pairs == {"train": 2, "val": 1, "test": 2, "?": 1}
+    assert report.references == {"train": 3, "val": 2, "test": 3, "?": 0}
+    rows = pq.read_table(tmp_path / "records" / "kitchen" / "records.parquet").to_pylist()
+    assert [row["id"] for row in rows[:5]] == [f"kitchen/{number}" for number in range(4, 9)]
+    assert rows[1]["references"] == ["the cup is gone"]
+    assert rows[5]["fault"] == "id: expected a whole number, found text 'nine'"
+    assert (report.faults, report.unread_images) == (1, 0)
+
+
+def test_the_dataset_of_the_page_keeps_the_rules_of_the_list(kitchen):
+    assert kitchen.part("kitchen").pairs() == {"train": 2, "val": 1, "test": 2}
+    assert "Page: " in sys.modules[kitchen.read.__module__].__doc__
+
+
+def test_the_protocol_of_the_page_decides_which_pairs_evaluate_scores(kitchen, blocks):
+    from components.evaluate.protocols import group_pairs
+    from tests.evaluate import bench
+
+    text = [text for file, text in blocks if file == "components/datasets/kitchen.py"][1]
+    names: dict[str, Any] = {"Protocol": Protocol}
+    exec(text, names)
+    assert protocol_of("kitchen", kitchen).name == "test"
+    changed = dataclasses.replace(kitchen, protocols=names["PROTOCOLS"])
+    even = protocol_of("kitchen", changed)
+    assert even.name == "even"
+    pair = bench.pairs()[0]
+    pairs = [dataclasses.replace(pair, id=f"kitchen/{number}", dataset="kitchen") for number in (4, 7, 8)]
+    assert group_pairs(pairs, {"kitchen": even})["by_dataset/kitchen"] == ["kitchen/4", "kitchen/8"]
+
+
+def test_the_metric_of_the_page_is_scored_by_evaluate(code, blocks, monkeypatch, tmp_path):
+    from tests.evaluate import bench
+
+    module = code("components/evaluate/metrics/length.py")
+    ((name, metric),) = line(blocks, "components/evaluate/metrics/__init__.py", length=module).items()
+    monkeypatch.setitem(METRICS, name, metric)
+    folders = bench.write(tmp_path)
+    bench.run(folders, tmp_path / "out", metrics=section(blocks, "metrics")["metrics"])
+    rows = {row["id"]: row["length"] for row in pq.read_table(tmp_path / "out" / "scores.parquet").to_pylist()}
+    assert rows["toy/2"] == 2 / 4  # "nothing changed" for "the lamp went out"
+    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert metrics["length"] == pytest.approx(sum(rows.values()) / len(rows))
+    assert "length" in (tmp_path / "out" / "report.html").read_text()
+
+
+@pytest.fixture
+def settings(code, blocks, monkeypatch) -> Any:
+    module = code("components/models/adapted_vision/family.py")
+    ((name, family),) = line(blocks, "components/models/__init__.py", ADAPTED_VISION=module.ADAPTED_VISION).items()
+    monkeypatch.setitem(FAMILIES, name, family)
+    return TypeAdapter(family.settings).validate_python(section(blocks, "small_gpu")["small_gpu"])
+
+
+def test_the_family_of_the_page_is_planned_and_trains_adapters_in_both(settings):
+    from components.plan.plan import count_parameters
+
+    family = FAMILIES[settings.family]
+    base = REPOSITORY / "data" / "00_base"
+    config = family.planned_config(base, settings)
+    found = count_parameters(config, family, settings)
+    width, layers = config.vision_config.hidden_size, config.vision_config.num_hidden_layers
+    assert found["vision"] == layers * 4 * 8 * (width + width)  # four linears a layer, rank 8
+    assert found["vision (frozen)"] > found["vision"]
+    assert found["llm"] > 0
+
+
+@pytest.mark.slow
+def test_the_family_of_the_page_goes_through_train_and_predict(settings, tmp_path):
+    from components.compute import Compute
+    from components.predict.params import Predict
+    from components.predict.stage import predict
+    from components.train.params import Train
+    from components.train.stage import train
+    from tests.train.toy import COMPUTE, TRAIN, write_mixture
+
+    mixture = write_mixture(tmp_path / "mixture")
+    cfg = Train(base=REPOSITORY / "data" / "00_base", **TRAIN | {"model": "small_gpu", "epochs": 1})
+    train(cfg, settings, Compute(scratch=tmp_path / "runs", **COMPUTE), mixture, tmp_path / "model")
+    predict(Predict(batch_pairs=2, max_new_tokens=4, limit=0), mixture, tmp_path / "model", tmp_path / "predictions")
+    assert len(json.loads((tmp_path / "predictions" / "predictions.json").read_text())) == 3
+
+
+def test_every_file_that_the_page_names_is_there(page):
+    named = set(re.findall(r"`((?:components|tests|datasets|metrics|models)/[\w./]*\w[\w./]*)`", page))
+    places = [REPOSITORY, REPOSITORY / "components", REPOSITORY / "components" / "evaluate"]
+    assert [name for name in sorted(named) if not any((place / name).exists() for place in places)] == []

@@ -1,0 +1,220 @@
+"""The parameter files of the earlier shape (`tests/old`, as they were committed) rewritten into the present one."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from components.__main__ import main
+from components.migrate import migrate
+from components.params import load_params
+from components.profiles import RENAMED, differences, resolve
+from components.section import ParamsError
+from tests.toy import REPOSITORY
+
+OLD = REPOSITORY / "tests" / "old"
+EMBEDDED = REPOSITORY / "profiles" / "embedded.yaml"
+
+
+@pytest.fixture
+def old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A copy of an earlier file, with some text replaced."""
+    monkeypatch.chdir(tmp_path)
+
+    def old(name: str, **replaced: str) -> Path:
+        text = (OLD / f"{name}.yaml").read_text()
+        for key, value in replaced.items():
+            line = next(line for line in text.split("\n") if line.startswith(f"  {key}:"))
+            text = text.replace(f"\n{line}\n", f"\n  {key}: {value}\n")
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(text)
+        return path
+
+    return old
+
+
+def migrated(path: Path) -> dict:
+    migrate(path, EMBEDDED, lambda line: None)
+    return yaml.safe_load(path.read_text())
+
+
+def test_the_earlier_embedded_file_becomes_the_committed_parameters(old):
+    path = old("embedded")
+    assert migrated(path) == resolve(EMBEDDED)[0]
+    assert load_params(path) == load_params(EMBEDDED)
+
+
+@pytest.mark.parametrize("name", ["paper", "one-gpu"])
+def test_an_earlier_profile_becomes_the_present_one_but_for_its_folders(name, old):
+    path = old(name)
+    module = ["module.pos_embed_scale", "module.init_gain"]  # 0 is what they are where they are not written
+    expected = [f"models.m3diff.{key}: - -> 0.0" for key in module]
+    values = migrated(path)
+    now = resolve(REPOSITORY / "profiles" / f"{name}.yaml")[0]
+    found = [line for line in differences(values, now) if ".root: " not in line]
+    assert found == expected
+    roots = {dataset: entry["root"] for dataset, entry in values["ingest"]["datasets"].items()}
+    assert roots == {dataset: f"data/01_raw/real/{dataset}" for dataset in now["ingest"]["datasets"]}
+    assert load_params(path).models == load_params(REPOSITORY / "profiles" / f"{name}.yaml").models
+
+
+@pytest.mark.parametrize("name", ["embedded", "paper", "one-gpu"])
+def test_comments_are_kept_beside_their_values(name, old):
+    path = old(name)
+    before = path.read_text()
+    migrate(path, EMBEDDED, lambda line: None)
+    text = path.read_text()
+    head = before.split("\n\n")[0]
+    assert text.startswith(f"{head}\n\npaths:\n")
+    for key, comment in {
+        "max_quarantined_share: 0.01": "above it the stage fails",
+        "allow_test_leakage: false": "true: train on pairs that are in a test set, too",
+        "near_duplicate_max_diff: 2": "grey levels by which thumbnails of one image may differ",
+        "global_batch": "sequences",
+        "tracking_uri": "the store that `make up` serves",
+    }.items():
+        (line,) = [line for line in text.split("\n") if line.strip().startswith(key)]
+        assert f"# {comment}" in line
+    assert "\n\n\n" not in text
+    assert all(not line.endswith(" ") for line in text.split("\n"))
+
+
+def test_each_rename_is_said_and_a_copy_is_kept(old):
+    path, said = old("embedded"), []
+    before = path.read_bytes()
+    migrate(path, EMBEDDED, said.append)
+    (copy,) = path.parent.glob("embedded.yaml.bak-*")
+    assert copy.read_bytes() == before
+    assert said[-1] == f"a copy of the file as it was: {copy}"
+    for line in (
+        "paths.captions -> paths.predictions",
+        "paths.scratch -> compute.scratch",
+        "validate.image_memory: removed, no longer needed",
+        "paths.raw: moved to ingest.datasets.<name>.root",
+        "train.checkpointing -> compute.activation_checkpointing",
+        "ingest.datasets: a list -> a mapping by name",
+        "ingest.datasets.minichange.reader: clevr_change -> minichange, the benchmark that makes itself",
+    ):
+        assert line in said
+    everything = "\n".join(said)
+    for key in RENAMED:
+        assert key.rpartition(".")[2] in everything or key.startswith(("synthesize.", "train.perception.")), key
+
+
+def test_a_renamed_key_goes_where_the_refusal_says_and_no_value_is_lost(old):
+    values = {"workers": "5", "lr_tower": "0.1", "lr": "0.2", "lr_perception": "0.3", "val_pairs": "99"}
+    more = {
+        "checkpointing": "cheap",
+        "lora_rank": "8",
+        "lora_alpha": "16",
+        "scorer_timeout_s": "7",
+        "spice_dir": "j",
+    }
+    now = migrated(old("embedded", **values, **more))
+    assert now["models"]["m3diff"]["rates"] == {"vision": 0.1, "projector": 0.2, "module": 0.3, "llm": 0.2}
+    assert now["models"]["no_module"]["rates"] == {"vision": 0.1, "projector": 0.2, "module": None, "llm": 0.2}
+    for model in now["models"].values():
+        assert model["lora"] == {"rank": 8, "alpha": 16}
+    assert now["compute"]["workers"] == 5
+    assert now["compute"]["val_pairs"] == 99
+    assert now["compute"]["activation_checkpointing"] == "selective"
+    assert now["compute"]["scorer_timeout_s"] == 7
+    assert now["compute"]["spice_dir"] == "j"
+
+
+def test_without_a_rate_of_its_own_the_module_has_the_rate_of_the_rest(old):
+    now = migrated(old("embedded", lr_perception="null"))
+    assert now["models"]["m3diff"]["rates"]["module"] == 0.0014
+
+
+@pytest.mark.parametrize(("packing", "most"), [("unpacked", 1), ("k", 7), ("full", None)])
+def test_packing_becomes_the_captions_of_a_sequence(packing, most, old):
+    assert migrated(old("embedded", packing=packing, pack_k="7"))["train"]["max_captions_per_sequence"] == most
+
+
+def test_a_run_without_the_module_becomes_the_control(old):
+    path = old("embedded", perception="null")
+    now = migrated(path)
+    assert now["train"]["model"] == "no_module"
+    assert now["models"]["no_module"]["module"] is None
+    assert now["models"]["m3diff"]["module"] is not None
+    load_params(path)
+
+
+def test_sources_keep_what_is_not_their_datasets_own(old):
+    path = old("embedded")
+    path.write_text(path.read_text().replace("{task: difference}", "{task: difference, weight: 2}"))
+    assert migrated(path)["convert"]["sources"] == {"minichange": {"weight": 2}}
+    path = old("embedded")
+    path.write_text(path.read_text().replace("{task: difference}", "{task: detail}"))
+    assert migrated(path)["convert"]["sources"] == {"minichange": {"task": "detail"}}
+    path = old("paper")
+    path.write_text(path.read_text().replace("    iedit: {task: edit}\n", "    iedit: {weight: 2}\n"))
+    assert migrated(path)["convert"]["sources"] == {"iedit": {"weight": 2}}, "no task was the task difference"
+
+
+def test_counts_that_are_not_the_published_ones_are_kept(old):
+    path = old("paper")
+    path.write_text(path.read_text().replace("train: 3061", "train: 3060"))
+    datasets = migrated(path)["ingest"]["datasets"]
+    assert datasets["iedit"]["expected_pairs"] == {"train": 3060, "val": 383, "test": 495}
+    assert datasets["clevr_dc"]["expected_pairs"] == "published"
+
+
+def test_a_dataset_of_ones_own_keeps_its_reader_and_options(old):
+    path = old("embedded")
+    entry = "    - {name: mine, reader: clevr_change, root: elsewhere, train_on: [train, val]}\n"
+    path.write_text(path.read_text().replace("  datasets:\n", f"  datasets:\n{entry}"))
+    datasets = migrated(path)["ingest"]["datasets"]
+    assert list(datasets) == ["mine", "minichange"]
+    assert datasets["mine"] == {"reader": "clevr_change", "root": "elsewhere", "train_on": ["train", "val"]}
+
+
+def test_a_file_of_the_present_shape_is_left_alone(tmp_path):
+    path = tmp_path / "params.yaml"
+    shutil.copy(EMBEDDED, path)
+    said: list[str] = []
+    migrate(path, EMBEDDED, said.append)
+    migrate(path, EMBEDDED, said.append)
+    assert said == [f"{path} has the present shape already; nothing is changed"] * 2
+    assert path.read_text() == EMBEDDED.read_text()
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_was_migrated_is_not_migrated_again(old):
+    path, said = old("embedded"), []
+    migrate(path, EMBEDDED, lambda line: None)
+    migrate(path, EMBEDDED, said.append)
+    assert said == [f"{path} has the present shape already; nothing is changed"]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("  lr_tower: 0.0004\n", "has no train.lr_tower; only a complete earlier file can be migrated"),
+        ("convert:\n", "only a complete earlier file"),
+    ],
+)
+def test_a_file_that_is_not_complete_is_refused_and_left_alone(line, words, old):
+    path = old("embedded")
+    text = path.read_text().replace(line, line.replace("convert", "convrt") if line == "convert:\n" else "")
+    path.write_text(text)
+    with pytest.raises(ParamsError, match=words):
+        migrate(path, EMBEDDED, lambda line: None)
+    assert path.read_text() == text
+
+
+def test_a_key_written_twice_is_refused(old):
+    path = old("embedded")
+    path.write_text(path.read_text().replace("  epochs: 5\n", "  epochs: 5\n  epochs: 6\n"))
+    with pytest.raises(ParamsError, match="epochs: written twice"):
+        migrate(path, EMBEDDED, lambda line: None)
+
+
+def test_the_command_rewrites_the_file_and_prints_what_it_did(old, capsys):
+    path = old("one-gpu")
+    shutil.copytree(REPOSITORY / "profiles", "profiles")
+    assert main(["migrate", str(path)]) == 0
+    assert "train.workers -> compute.workers\n" in capsys.readouterr().out
+    assert load_params(path).compute.workers == 1

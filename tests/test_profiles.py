@@ -1,0 +1,244 @@
+"""Profiles: what differs from the profile they extend, resolved, and written as the next run's with its comments."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from components.datasets import DATASETS
+from components.params import load_params
+from components.profiles import differences, find_profile, lay_over, profiles, resolve, use_profile, written
+from components.section import ParamsError
+from tests.toy import REPOSITORY
+
+PROFILES = REPOSITORY / "profiles"
+SEVEN = ["omnidiff_real", "omnidiff_render", "spot_the_diff", "iedit", "birds_to_words", "clevr_change", "clevr_dc"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(PROFILES, "profiles")
+    return tmp_path / "profiles"
+
+
+def write(path: Path, values: dict[str, Any] | str) -> Path:
+    path.write_text(values if isinstance(values, str) else yaml.safe_dump(values, sort_keys=False))
+    return path
+
+
+def test_the_committed_parameters_are_the_embedded_profile():
+    assert (REPOSITORY / "params.yaml").read_text() == (PROFILES / "embedded.yaml").read_text()
+
+
+@pytest.mark.parametrize("name", ["embedded", "paper", "one-gpu"])
+def test_every_profile_loads(name):
+    assert load_params(Path("profiles") / f"{name}.yaml").train.epochs > 0
+
+
+def test_the_profiles_are_the_files_with_parameters():
+    assert [path.stem for path in profiles(Path("profiles"))] == ["embedded", "one-gpu", "paper"]
+
+
+def test_the_paper_profile_is_the_paper_run():
+    params = load_params(Path("profiles/paper.yaml"))
+    model = params.models["m3diff"]
+    assert model.module.vision_feature_layers == (17, 20, 23, 26)
+    assert (model.module.layers, model.module.heads) == (2, 16)
+    assert (model.module.pos_embed_scale, model.module.init_gain) == (0, 0)
+    assert dict(model.rates) == {"vision": 2e-6, "projector": 1e-5, "module": 1e-5, "llm": 1e-5}
+    control = params.models["no_module"]
+    assert dict(control.rates) == {"vision": 2e-6, "projector": 1e-5, "module": None, "llm": 1e-5}
+    assert (model.lora.rank, model.lora.alpha) == (control.lora.rank, control.lora.alpha) == (128, 256)
+    train, compute = params.train, params.compute
+    assert (train.model, str(train.base)) == ("m3diff", "models/llava-onevision-qwen2-7b-ov-hf")
+    assert (train.max_captions_per_sequence, train.global_batch, train.epochs) == (1, 256, 1)
+    assert (train.warmup_share, train.weight_decay, train.max_grad_norm, train.precision) == (0.03, 0, 1, "bf16")
+    assert (train.seed, params.convert.seed, params.convert.sources) == (7407, 11093, {})
+    assert (params.convert.references_per_pair, params.convert.no_change_share) == (12, 1)
+    assert (params.predict.batch_pairs, params.predict.max_new_tokens, params.predict.limit) == (16, 256, 0)
+    assert (compute.workers, compute.cpus_per_worker, compute.micro_batch, compute.zero_stage) == (8, 12, 4, 2)
+    assert (compute.gpu, compute.gpu_memory_gb, compute.activation_checkpointing) == (True, 40, "full")
+    assert (compute.checkpoint_every_steps, compute.max_failures, compute.val_pairs) == (200, 3, 512)
+
+
+def test_the_paper_datasets_are_read_from_folders_of_their_names_with_published_counts_and_the_paper_tasks():
+    datasets = load_params(Path("profiles/paper.yaml")).ingest.datasets
+    assert list(datasets) == SEVEN
+    for name, entry in datasets.items():
+        assert entry.root == Path("data/01_raw") / name
+        assert entry.expected_pairs == "published"
+        assert entry.train_on == ("train",)
+    tasks = {name: DATASETS[entry.reader].task for name, entry in datasets.items()}
+    assert tasks == dict.fromkeys(SEVEN, "difference") | {
+        "omnidiff_real": "detail",
+        "omnidiff_render": "detail",
+        "iedit": "edit",
+        "birds_to_words": "birds",
+    }
+    assert datasets["omnidiff_real"].options == datasets["omnidiff_render"].options == {"manifest": "annotations.json"}
+
+
+def test_the_paper_profile_has_no_line_of_minichange():
+    values, _ = resolve(Path("profiles/paper.yaml"))
+    assert values["synthesize"] == {}
+    assert "minichange" not in yaml.safe_dump(values)
+    assert "minichange" not in written(Path("profiles/paper.yaml"))
+
+
+def test_one_gpu_is_the_paper_run_but_for_packing_batch_and_memory():
+    paper, one = (resolve(Path("profiles") / f"{name}.yaml")[0] for name in ("paper", "one-gpu"))
+    assert differences(paper, one) == [
+        "train.max_captions_per_sequence: 1 -> null",
+        "train.global_batch: 256 -> 42",
+        "compute.workers: 8 -> 1",
+        "compute.gpu_memory_gb: 40 -> 80",
+        "compute.micro_batch: 4 -> 3",
+        "compute.zero_stage: 2 -> 1",
+        "compute.activation_checkpointing: full -> none",
+    ]
+
+
+def test_a_profile_is_laid_over_key_by_key_but_collections_by_name_are_replaced():
+    below = {
+        "train": {"epochs": 5, "seed": 1},
+        "ingest": {"datasets": {"a": {"reader": "pairs", "root": "a"}}},
+        "convert": {"seed": 1, "sources": {"a": {"weight": 2}}},
+        "synthesize": {"a": {"seed": 1}},
+        "models": {"m": {"rates": {"llm": 1, "vision": 2}, "module": {"layers": 2}}},
+    }
+    overlay = {
+        "extends": "below",
+        "train": {"epochs": 1},
+        "ingest": {"datasets": {"b": {"reader": "pairs"}}},
+        "convert": {"sources": {"b": {}}},
+        "synthesize": {"b": {"seed": 2}},
+        "models": {"m": {"rates": {"llm": 3}, "module": None}, "n": {"module": {}}},
+    }
+    assert lay_over(below, overlay) == {
+        "train": {"epochs": 1, "seed": 1},
+        "ingest": {"datasets": {"b": {"reader": "pairs"}}},
+        "convert": {"seed": 1, "sources": {"b": {}}},
+        "synthesize": {"b": {"seed": 2}},
+        "models": {"m": {"rates": {"llm": 3, "vision": 2}, "module": None}, "n": {"module": {}}},
+    }
+
+
+def test_inherited_generators_stay_only_for_datasets_that_are_ingested():
+    below = {"synthesize": {"a": {"seed": 1}, "b": {"seed": 2}}, "ingest": {"datasets": {"a": {}, "b": {}}}}
+    assert lay_over(below, {"ingest": {"datasets": {"b": {}}}})["synthesize"] == {"b": {"seed": 2}}
+
+
+def test_a_generator_that_the_profile_names_itself_is_kept_and_then_refused(folder):
+    path = write(folder / "mine.yaml", "extends: paper\nsynthesize: {minichange: {root: x}}\n")
+    with pytest.raises(ParamsError, match="synthesize.minichange: no dataset of `ingest.datasets` has this name"):
+        load_params(path)
+
+
+def test_wrong_sections_in_a_profile_are_reported_and_break_nothing(folder):
+    for values in ("ingest: 3", "ingest: {datasets: 3}", "synthesize: 3", "train: 3", "models: [1]"):
+        with pytest.raises(ParamsError, match="expected a mapping"):
+            load_params(write(folder / "mine.yaml", f"extends: embedded\n{values}\n"))
+
+
+def test_a_profile_that_extends_what_is_not_there_or_itself_is_refused(folder):
+    write(folder / "mine.yaml", "extends: nothing\n")
+    with pytest.raises(ParamsError, match="mine.yaml: extends nothing, but profiles/nothing.yaml is not there"):
+        load_params(Path("profiles/mine.yaml"))
+    write(folder / "mine.yaml", "extends: other\n")
+    write(folder / "other.yaml", "extends: mine\n")
+    with pytest.raises(ParamsError, match="profiles/other.yaml: extends mine, which extends this file"):
+        load_params(Path("profiles/mine.yaml"))
+
+
+def test_a_key_written_twice_below_is_said_with_its_file(folder):
+    write(folder / "mine.yaml", "extends: paper\ntrain: {epochs: 1, epochs: 2}\n")
+    with pytest.raises(ParamsError, match="\n  epochs: written twice, in lines 2 and 2"):
+        load_params(folder / "mine.yaml")
+    write(folder / "higher.yaml", "extends: mine\n")
+    with pytest.raises(ParamsError, match="\n  .*profiles/mine.yaml: epochs: written twice"):
+        load_params(folder / "higher.yaml")
+
+
+def test_an_unknown_profile_is_refused_with_those_there_are():
+    with pytest.raises(ParamsError, match="profile 'papr': profiles has embedded, one-gpu, paper"):
+        find_profile("papr", Path("profiles"))
+    assert find_profile("paper", Path("profiles")) == Path("profiles/paper.yaml")
+
+
+@pytest.mark.parametrize("name", ["paper", "one-gpu"])
+def test_a_profile_is_written_with_the_values_it_resolves_to_and_with_comments(name):
+    source = Path("profiles") / f"{name}.yaml"
+    text = written(source)
+    assert yaml.safe_load(text) == resolve(source)[0]
+    head = source.read_text().split("\n\n")[0]
+    assert text.startswith(f"# The profile {name}, as `m3diff profile {name}` wrote it.\n#\n{head}\n\npaths:  ")
+    assert "This is the embedded run" not in text
+    assert "# outputs of the stages; what a stage reads from outside stands in its own section\n" in text
+    assert "# every caption of a CLEVR pair is a sample of its own (paper section 5.2)\n" in text
+    assert "# sequences: " in text
+    sections = [line for line in text.split("\n") if line and line[0] not in " #"]
+    assert [line.split(":")[0] for line in sections] == list(resolve(Path("profiles/embedded.yaml"))[0])
+    for line in sections:
+        assert f"\n\n{line}" in text, "an empty line stands before each section"
+    assert "\n\n\n" not in text
+    assert text.endswith("\n")
+    assert max(map(len, text.split("\n"))) <= 120
+
+
+def test_the_profile_that_others_extend_is_passed_on_as_it_is():
+    use_profile("one-gpu", Path("params.yaml"), Path("profiles"))
+    assert "compute.val_pairs: 512 -> 64" in use_profile("embedded", Path("params.yaml"), Path("profiles"))
+    assert Path("params.yaml").read_text() == Path("profiles/embedded.yaml").read_text()
+
+
+def test_to_use_a_profile_says_what_changes_and_needs_no_copy_of_another_profile():
+    shutil.copy("profiles/paper.yaml", "params.yaml")
+    Path("params.yaml").write_text(written(Path("profiles/paper.yaml")))
+    said = use_profile("one-gpu", Path("params.yaml"), Path("profiles"))
+    assert said[:2] == ["train.max_captions_per_sequence: 1 -> null", "train.global_batch: 256 -> 42"]
+    assert len(said) == 7
+    assert list(Path().glob("params.yaml.bak-*")) == []
+    assert use_profile("one-gpu", Path("params.yaml"), Path("profiles")) == ["params.yaml has these values already"]
+
+
+def test_parameters_that_are_no_profile_are_somebodys_work_and_are_kept():
+    text = Path("profiles/embedded.yaml").read_text().replace("epochs: 5", "epochs: 7")
+    Path("params.yaml").write_text(text)
+    said = use_profile("paper", Path("params.yaml"), Path("profiles"))
+    (copy,) = Path().glob("params.yaml.bak-*")
+    assert said[0] == f"params.yaml differs from every profile; a copy of it is {copy}"
+    assert "train.epochs: 7 -> 1" in said
+    assert copy.read_text() == text
+    assert load_params() == load_params(Path("profiles/paper.yaml"))
+
+
+def test_no_copy_replaces_another():
+    for epochs in (7, 8):
+        text = Path("profiles/embedded.yaml").read_text().replace("epochs: 5", f"epochs: {epochs}")
+        Path("params.yaml").write_text(text)
+        use_profile("paper", Path("params.yaml"), Path("profiles"))
+    assert len(list(Path().glob("params.yaml.bak-*"))) == 2
+
+
+def test_a_first_parameter_file_is_written_and_nothing_is_kept():
+    assert use_profile("paper", Path("params.yaml"), Path("profiles")) == ["params.yaml is written"]
+    assert list(Path().glob("params.yaml.bak-*")) == []
+
+
+def test_differences_name_what_is_added_and_what_is_gone():
+    old = {"a": {"b": 1, "c": None}, "d": {}, "same": [1]}
+    new = {"a": {"b": 2, "e": "text"}, "d": {"f": True}, "same": [1]}
+    assert differences(old, new) == ["a.b: 1 -> 2", "a.c: null -> -", "d: {} -> -", "a.e: - -> text", "d.f: - -> true"]
+
+
+def test_make_profile_plans_first_and_then_calls_the_command():
+    recipe = (REPOSITORY / "Makefile").read_text().split("\nprofile:")[1].split("\n\n")[0].split("\n")[1:]
+    assert recipe == ["\t@m3diff --params profiles/$(PROFILE).yaml plan", "\t@m3diff profile $(PROFILE)"]
+
+
+def test_make_base_trains_the_base_and_then_has_dvc_record_it():
+    recipe = (REPOSITORY / "Makefile").read_text().split("\nbase:")[1].split("\n\n")[0].split("\n")[1:]
+    assert recipe == ["\t@m3diff pretrain", "\t@dvc repro --single-item pretrain"]

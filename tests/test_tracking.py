@@ -1,0 +1,186 @@
+"""What goes to MLflow: names, steps, values, sizes of requests; and a store that does not answer."""
+
+import json
+import os
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+
+import mlflow
+import pytest
+
+from components import tracking
+from components.tracking import TrackingUnavailableError, connected, flatten
+
+
+class Client:
+    """Keeps what it is given, request by request."""
+
+    def __init__(self) -> None:
+        self.requests: list[dict] = []
+
+    def log_batch(self, run_id: str, **values) -> None:
+        assert run_id == "run"
+        self.requests.append(values)
+
+    def log_inputs(self, run_id: str, datasets) -> None:
+        assert run_id == "run"
+        self.requests.append({"datasets": datasets})
+
+    def logged(self, kind: str) -> list:
+        return [value for request in self.requests for value in request[kind]]
+
+
+@pytest.fixture
+def client() -> Client:
+    return Client()
+
+
+@pytest.fixture(autouse=True)
+def restore(monkeypatch):
+    for name in ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR"):
+        monkeypatch.setenv(name, "0")
+        monkeypatch.delenv(name)
+    yield
+    mlflow.set_tracking_uri("")
+
+
+def test_nested_values_become_one_level():
+    assert flatten({"a": {"b": 1, "c": [2, {"d": None}]}, "e": {}}) == {"a.b": 1, "a.c.0": 2, "a.c.1.d": None}
+    assert flatten({"a": {"b": 1}}, separator="/") == {"a/b": 1}
+
+
+def test_params_go_in_batches_that_mlflow_takes(client):
+    tracking.log_params(client, "run", {"section": {str(number): number for number in range(250)}})
+    assert [len(request["params"]) for request in client.requests] == [100, 100, 50]
+    assert [(p.key, p.value) for p in client.logged("params")] == [(f"section.{n}", str(n)) for n in range(250)]
+
+
+def test_every_column_of_the_curves_is_a_metric_by_step_and_an_empty_cell_is_no_point(client, tmp_path):
+    curves = tmp_path / "curves.csv"
+    curves.write_text("step,epoch,loss,lr_vision,val_cider\n1,0.5,2.5,0.1,\n2,1.0,1.5,0.2,0.7\n")
+    tracking.log_curves(client, "run", curves, 1234)
+    assert [(m.key, m.value, m.timestamp, m.step) for m in client.logged("metrics")] == [
+        ("train/epoch", 0.5, 1234, 1),
+        ("train/loss", 2.5, 1234, 1),
+        ("train/lr_vision", 0.1, 1234, 1),
+        ("train/epoch", 1.0, 1234, 2),
+        ("train/loss", 1.5, 1234, 2),
+        ("train/lr_vision", 0.2, 1234, 2),
+        ("train/val_cider", 0.7, 1234, 2),
+    ]
+
+
+def test_long_curves_go_in_batches_that_mlflow_takes(client, tmp_path):
+    curves = tmp_path / "curves.csv"
+    curves.write_text("step,loss\n" + "".join(f"{step},{step / 10}\n" for step in range(1, 2502)))
+    tracking.log_curves(client, "run", curves, 0)
+    assert [len(request["metrics"]) for request in client.requests] == [1000, 1000, 501]
+    assert [metric.step for metric in client.logged("metrics")] == list(range(1, 2502))
+
+
+def test_scores_are_metrics_and_what_is_no_number_is_left_out(client, tmp_path):
+    metrics = tmp_path / "metrics.json"
+    metrics.write_text(
+        json.dumps({"CIDEr": 1.5, "SPICE": None, "pairs": 3, "note": "n", "types": {"color": {"BLEU": 1}}})
+    )
+    tracking.log_scores(client, "run", metrics, 99)
+    assert [(m.key, m.value, m.timestamp, m.step) for m in client.logged("metrics")] == [
+        ("CIDEr", 1.5, 99, 0),
+        ("pairs", 3.0, 99, 0),
+        ("types/color/BLEU", 1.0, 99, 0),
+    ]
+
+
+def test_many_scores_go_in_batches_that_mlflow_takes(client, tmp_path):
+    (tmp_path / "metrics.json").write_text(json.dumps({str(number): number for number in range(1500)}))
+    tracking.log_scores(client, "run", tmp_path / "metrics.json", 0)
+    assert [len(request["metrics"]) for request in client.requests] == [1000, 500]
+
+
+def test_the_training_data_is_named_by_dvcs_hash(client):
+    tracking.log_dataset(client, "run", "mixture", Path("data/train"), "abc.dir")
+    (found,) = client.logged("datasets")
+    dataset, (tag,) = found.dataset, found.tags
+    assert (dataset.name, dataset.digest, dataset.source_type) == ("mixture", "abc.dir", "dvc")
+    assert json.loads(dataset.source) == {"path": "data/train", "md5": "abc.dir"}
+    assert (tag.key, tag.value) == ("mlflow.data.context", "training")
+
+
+class Experiments:
+    def __init__(self, known: str | None) -> None:
+        self.known, self.created = known, []
+
+    def get_experiment_by_name(self, name: str):
+        return SimpleNamespace(experiment_id=self.known) if self.known else None
+
+    def create_experiment(self, name: str, **options: str) -> str:
+        self.created.append((name, options))
+        return "new"
+
+
+def test_an_experiment_that_is_there_is_used():
+    experiments = Experiments("7")
+    assert tracking.experiment_id(experiments, "m3diff") == "7"
+    assert experiments.created == []
+
+
+def test_beside_a_sqlite_store_a_new_experiment_has_its_artifacts_and_a_server_chooses_the_place(tmp_path):
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
+    experiments = Experiments(None)
+    assert tracking.experiment_id(experiments, "m3diff") == "new"
+    assert experiments.created == [("m3diff", {"artifact_location": (tmp_path / "artifacts" / "m3diff").as_uri()})]
+    mlflow.set_tracking_uri("http://127.0.0.1:1")
+    served = Experiments(None)
+    assert tracking.experiment_id(served, "m3diff") == "new"
+    assert served.created == [("m3diff", {})]
+
+
+def test_a_sqlite_store_is_made_absolute_and_its_folder_is_made(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert tracking.resolve("sqlite:///services/mlflow/mlflow.db") == f"sqlite:///{tmp_path}/services/mlflow/mlflow.db"
+    assert (tmp_path / "services" / "mlflow").is_dir()
+    assert tracking.resolve("http://host:5000") == "http://host:5000"
+
+
+def test_inside_connected_mlflows_own_functions_use_the_store_and_few_retries(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tracking, "MlflowClient", lambda: "the client")
+    with connected("sqlite:///x.db") as client:
+        assert client == "the client"
+        assert mlflow.get_tracking_uri() == f"sqlite:///{tmp_path}/x.db"
+        assert os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] == "2"
+        assert os.environ["MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR"] == "false"
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def test_a_server_that_does_not_answer_is_named_with_the_remedy():
+    uri = f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(TrackingUnavailableError, match=r"make up.*nothing was lost") as refused, connected(uri):
+        pytest.fail("entered")
+    assert f"MLflow at {uri} does not answer" in str(refused.value)
+
+
+def test_an_error_inside_is_the_servers_absence_where_it_went_away_and_itself_where_it_is_there(monkeypatch):
+    def gone(uri: str) -> None:
+        if checks.append(uri) or len(checks) == 2:
+            raise TrackingUnavailableError("gone")
+
+    checks: list[str] = []
+    monkeypatch.setattr(tracking, "MlflowClient", lambda: "the client")
+    with monkeypatch.context() as patched:
+        patched.setattr(tracking, "check_alive", gone)
+        with pytest.raises(TrackingUnavailableError, match="gone"), connected("http://127.0.0.1:1"):
+            raise KeyError("what mlflow raises when a connection breaks")
+    assert checks == ["http://127.0.0.1:1"] * 2
+    with pytest.raises(KeyError), connected("sqlite:///nowhere.db"):
+        raise KeyError("a bug")
+
+
+def test_a_store_that_is_no_server_is_not_asked_for_its_health():
+    tracking.check_alive("sqlite:///nowhere/mlflow.db")

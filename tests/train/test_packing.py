@@ -1,0 +1,133 @@
+"""Shared-prefix packing gives the loss and the gradients of one sequence per reference."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask
+
+from components.models import FAMILIES
+from components.models.fused import make_fused
+from components.models.tuning import prepare
+from components.train.packing import PAD, Packed, pack
+from tests.tiny import MDP, SIDE, scale_features, tiny_model, tiny_settings
+
+IMAGE = [3] * ((SIDE // 8) ** 2 + 1)
+Group = list[tuple[list[int], list[int]]]
+
+
+def group(captions: int, seed: int, own_questions: bool = False) -> Group:
+    """One pair's (prompt, answer) tokens: answers of different lengths, one question or one for each caption."""
+    rng = np.random.default_rng(seed)
+    questions = [[int(t) for t in rng.integers(10, 600, 4)] for _ in range(captions)]
+    answers = [[int(t) for t in rng.integers(10, 600, rng.integers(1, 9))] for _ in range(captions)]
+    return [([7, *IMAGE, *IMAGE, *questions[k if own_questions else 0], 9], answers[k]) for k in range(captions)]
+
+
+def summed_loss(
+    model: torch.nn.Module, packed: Packed, pixels: Tensor, mask: Tensor | BlockMask | None = None
+) -> Tensor:
+    logits = model(
+        input_ids=packed.input_ids,
+        position_ids=packed.position_ids,
+        attention_mask=packed.mask() if mask is None else mask,
+        pixel_values=pixels,
+        batch_num_images=[2] * len(packed.input_ids),
+        logits_to_keep=packed.supervised,
+        use_cache=False,
+    ).logits
+    return F.cross_entropy(logits, packed.labels, reduction="sum")
+
+
+def gradients(model: torch.nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad and p.grad is not None}
+
+
+@pytest.mark.parametrize("own_questions", [False, True], ids=["one question", "a question per caption"])
+@pytest.mark.parametrize("captions", [(1,), (2,), (7,), (2, 7), (1, 3)])
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_packed_equals_unpacked(captions: tuple[int, ...], own_questions: bool, lora: bool, dtype: torch.dtype) -> None:
+    model = tiny_model(MDP)
+    scale_features(model)
+    if lora:
+        prepare(model, FAMILIES["m3diff"], tiny_settings())
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_" in name:
+                    parameter.normal_(std=0.2)
+    make_fused(model)  # transformers' own norm would round float64 to float32 on its way
+    model.to(dtype)
+    groups = [group(count, seed, own_questions) for seed, count in enumerate(captions)]
+    pixels = torch.randn(len(groups), 2, 3, SIDE, SIDE, dtype=dtype)
+
+    packed_loss = summed_loss(model, pack(groups, pad_id=0), pixels.flatten(0, 1))
+    packed = gradients(model, packed_loss)
+    singles = [[one] for members in groups for one in members]
+    owner = torch.tensor([number for number, members in enumerate(groups) for _ in members])
+    unpacked_loss = summed_loss(model, pack(singles, pad_id=0), pixels[owner].flatten(0, 1))
+    unpacked = gradients(model, unpacked_loss)
+
+    # a branch that saw a sibling, or a position off by one, moves loss and gradients by more than 1e-3 of their size
+    loss_tolerance, tolerance = (1e-6, 1e-5) if dtype == torch.float32 else (1e-14, 1e-12)
+    torch.testing.assert_close(packed_loss, unpacked_loss, rtol=loss_tolerance, atol=0)
+    assert packed.keys() == unpacked.keys()
+    whole = torch.stack([gradient.norm() for gradient in unpacked.values()]).norm()
+    for name, gradient in unpacked.items():
+        scale = max(gradient.norm(), 1e-3 * whole)  # a key's bias has a gradient of zero, save for rounding
+        assert (packed[name] - gradient).norm() < tolerance * scale, name
+
+
+def test_the_first_answer_token_is_supervised() -> None:
+    packed = pack([group(2, seed=0)], pad_id=0)
+    answers = [answer for _, answer in group(2, seed=0)]
+    assert packed.labels.tolist() == answers[0] + answers[1]
+    last_prompt_token = packed.input_ids[0][packed.supervised[0]][[0, len(answers[0])]]
+    assert last_prompt_token.tolist() == [9, 9], "each branch repeats the prompt's last token"
+
+
+def test_branches_do_not_see_each_other() -> None:
+    packed = pack([group(3, seed=0), group(1, seed=1)], pad_id=0)
+    mask, segments = packed.mask(), packed.segments
+    assert mask is not None
+    for row in range(2):
+        for query in range(segments.shape[1]):
+            for key in range(segments.shape[1]):
+                seen = bool(mask[row, 0, query, key])
+                of_key, of_query = int(segments[row, key]), int(segments[row, query])
+                allowed = key <= query and of_key != PAD and of_key in (0, of_query)
+                assert seen == (allowed or key == query)
+
+
+def test_positions_restart_at_the_branch_point() -> None:
+    packed = pack([group(3, seed=0)], pad_id=0)
+    prompt = len(group(3, seed=0)[0][0])
+    for branch in (1, 2, 3):
+        positions = packed.position_ids[0][packed.segments[0] == branch]
+        assert positions.tolist() == list(range(prompt - 1, prompt - 1 + len(positions)))
+
+
+def test_one_caption_needs_no_mask() -> None:
+    assert pack([group(1, seed=0), group(1, seed=1)], pad_id=0).mask() is None
+
+
+def test_a_pack_holds_prompt_branches_and_padding_in_their_places() -> None:
+    packed = pack([[([1, 2, 3], [4, 5, 6]), ([1, 2, 3], [7, 8])], [([1, 9], [4, 6])]], pad_id=99)
+    assert packed.input_ids.tolist() == [[1, 2, 3, 4, 5, 3, 7], [1, 9, 4, 99, 99, 99, 99]]
+    assert packed.position_ids.tolist() == [[0, 1, 2, 3, 4, 2, 3], [0, 1, 2, 0, 0, 0, 0]]
+    assert packed.segments.tolist() == [[0, 0, 1, 1, 1, 2, 2], [0, 1, 1, -1, -1, -1, -1]]
+    assert packed.supervised.int().tolist() == [[0, 0, 1, 1, 1, 1, 1], [0, 1, 1, 0, 0, 0, 0]]
+    assert packed.labels.tolist() == [4, 5, 6, 7, 8, 4, 6]
+    assert packed.input_ids.dtype == packed.labels.dtype == torch.long
+    assert not packed.is_plain
+
+
+def test_prompts_that_differ_share_what_they_begin_with_alone() -> None:
+    packed = pack([[([1, 2, 3], [4]), ([1, 5, 3], [6])]], pad_id=0)
+    assert packed.input_ids.tolist() == [[1, 2, 3, 5, 3]]
+    assert packed.segments.tolist() == [[0, 1, 1, 2, 2]]
+    assert packed.position_ids.tolist() == [[0, 1, 2, 1, 2]]
+    assert packed.labels.tolist() == [4, 6]
