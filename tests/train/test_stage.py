@@ -65,7 +65,7 @@ def test_the_code_of_the_import_closure_names_a_run(
     (tmp_path / "components" / "plan" / "plan.py").write_text("# another planner")
     (tmp_path / "components" / "__main__.py").write_text("# another command line")
     assert key(recipe(base), mixture) == before
-    with (tmp_path / "components" / "models" / "packing.py").open("a") as file:
+    with (tmp_path / "components" / "models" / "tuning.py").open("a") as file:
         file.write("# changed")
     assert key(recipe(base), mixture) != before
 
