@@ -124,8 +124,8 @@ class SelectiveDecoderLayer(Qwen2DecoderLayer):
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:  # type: ignore[override]
         normed = self.input_layernorm(hidden_states)
         with recomputing(normed, self.input_layernorm, hidden_states):
-            attended, _ = self.self_attn(hidden_states=normed, **kwargs)
-        middle = hidden_states + attended
+            attention_output, _ = self.self_attn(hidden_states=normed, **kwargs)
+        middle = hidden_states + attention_output
         normed = self.post_attention_layernorm(middle)
         with recomputing(normed, self.post_attention_layernorm, middle):
             return middle + self.mlp(normed)

@@ -65,8 +65,8 @@ class MultiHeadAttention(nn.Module):
 
     def forward(self, q_BMD: Tensor, kv_BND: Tensor, places_ND: Tensor | None = None) -> Tensor:
         q, k = self._placed(self.q_proj(q_BMD), places_ND), self._placed(self.k_proj(kv_BND), places_ND)
-        attended = F.scaled_dot_product_attention(q, k, self._split(self.v_proj(kv_BND)))
-        return self.out_proj(attended.transpose(1, 2).flatten(2))
+        attention_output = F.scaled_dot_product_attention(q, k, self._split(self.v_proj(kv_BND)))
+        return self.out_proj(attention_output.transpose(1, 2).flatten(2))
 
     def norm_weighted_attention(self, q_BMD: Tensor, kv_BND: Tensor, places_ND: Tensor | None = None) -> Tensor:
         """How much of each key's value reaches each query, [B, M, N]: attention times the size of the projected value
@@ -132,8 +132,8 @@ class DifferentialLayer(nn.Module):
         df_sa = skip * df_BND + self.self_attention(df_BND, df_BND, places_ND)  # (4)
         f1, f2 = self.norm_feature(f1_BND), self.norm_feature(f2_BND)
         joined = torch.cat([f1, f2, df_sa], dim=1)
-        attended = skip * df_sa + self.cross_attention(df_sa, joined, places_ND)
-        df_ca = skip * attended + self.mlp(attended)  # (5)
+        attention_output = skip * df_sa + self.cross_attention(df_sa, joined, places_ND)
+        df_ca = skip * attention_output + self.mlp(attention_output)  # (5)
         ft1 = skip * f1_BND + self.feature_attention(f1, torch.cat([f1, df_ca], dim=1), places_ND)  # (6)
         ft2 = skip * f2_BND + self.feature_attention(f2, torch.cat([f2, df_ca], dim=1), places_ND)
         return ft1, ft2, df_ca
