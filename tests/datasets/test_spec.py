@@ -151,6 +151,18 @@ def test_published_pairs_of_every_part():
     }
 
 
+def test_the_row_of_each_dataset_is_that_of_the_paper_s_table():
+    """OmniDiff, Table 1: pairs, words a caption, share of captions over 20 words, written by people, distractors."""
+    rows = {name: spec.table for name, spec in DATASETS.items() if spec.table}
+    assert {name: (t.pairs, t.words, t.over_20, t.human, t.distractors) for name, t in rows.items()} == {
+        "clevr_change": (79_606, 8, 0.0, False, True),
+        "spot_the_diff": (13_192, 19, 0.19, True, False),
+        "iedit": (3_939, 8, 0.02, True, False),
+        "birds_to_words": (3_347, 32, 0.25, True, False),
+        "omnidiff": (15_598, 60, 0.37, True, True),
+    }
+
+
 def test_parts_sum_to_the_paper_s_table_but_for_spot_the_diff_whose_release_is_smaller():
     differing = {
         name: (sum(sum(part.pairs().values()) for part in spec.published), spec.table.pairs)
