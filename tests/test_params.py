@@ -505,6 +505,15 @@ def test_a_model_that_is_not_trained_need_not_fit_the_base(write):
     load_params(write({"models.deep": EMBEDDED["models"]["m3diff"] | {"module": module}}))
 
 
+def test_what_a_family_says_without_a_base_is_said_of_every_model_that_is_not_trained(write, monkeypatch):
+    from components.models import FAMILIES
+
+    family = dataclasses.replace(FAMILIES["m3diff"], faults=lambda settings, base: [] if base else ["never fits"])
+    monkeypatch.setitem(FAMILIES, "m3diff", family)
+    with pytest.raises(ParamsError, match=r": 1 fault\(s\)\n  models.no_module: never fits$"):
+        load_params(write({}))
+
+
 def test_a_base_that_cannot_be_read_is_left_to_train(write, tmp_path):
     (tmp_path / "config.json").write_text("{")
     load_params(write({"train.base": str(tmp_path)}))

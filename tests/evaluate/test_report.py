@@ -434,6 +434,12 @@ def test_the_validation_loss_of_the_only_dataset_is_not_drawn_twice(tmp_path: Pa
     assert "CIDEr of validation pairs" not in found
 
 
+def test_what_is_measured_at_checkpoints_alone_is_drawn_with_dots(tmp_path: Path):
+    drawn(tmp_path / "curves.csv", CURVES)
+    lines = [line for figure in report.charts(tmp_path / "curves.csv") for line in figure["lines"]]
+    assert {line.name for line in lines if line.dots} == {"validation", "validation, a", "validation, b", "CIDEr"}
+
+
 def test_curves_without_a_step_draw_nothing(tmp_path: Path):
     assert drawn(tmp_path / "curves.csv", dict.fromkeys(CURVES, [])) == {}
 

@@ -46,6 +46,14 @@ def test_dataset_info_tells_llama_factory_the_columns(tmp_path):
     assert loaded["train"].num_rows == 2
 
 
+def test_a_second_export_into_the_same_folder_replaces_the_first(tmp_path):
+    mixture = build(tmp_path)
+    first = export_llava(OWN, mixture, tmp_path / "llava")
+    text = (tmp_path / "llava/train.json").read_text("utf-8")
+    assert export_llava(OWN, mixture, tmp_path / "llava") == first
+    assert (tmp_path / "llava/train.json").read_text("utf-8") == text
+
+
 def test_without_samples_the_remedy_is_named(tmp_path):
     with pytest.raises(DataError, match="run `m3diff convert` first"):
         export_llava(OWN, tmp_path / "nowhere", tmp_path / "llava")

@@ -215,6 +215,15 @@ def test_pairs_are_read_once_each_in_the_mixtures_order(mixture: Path) -> None:
     )
 
 
+def test_pairs_that_share_an_image_are_two_pairs(tmp_path: Path) -> None:
+    """A change and its distractor have the same image before."""
+    row = {"before": "same.png", "before_sha256": b"1" * 32, "after_sha256": b"2" * 32, "question": QUESTIONS[0]}
+    rows = [row | {"pair": f"toy/{after}", "after": f"{after}.png"} for after in ("change", "distractor")]
+    (tmp_path / "test").mkdir()
+    pq.write_table(pa.Table.from_pylist(rows, SAMPLE_SCHEMA), tmp_path / "test" / "00000.parquet")
+    assert [pair.id for pair in read_test_pairs(tmp_path)] == ["toy/change", "toy/distractor"]
+
+
 @pytest.mark.parametrize("count", [2, 3, 4, 7])
 def test_in_the_control_no_pair_keeps_its_after_and_every_after_is_used_once(count: int) -> None:
     pairs = [PairSample(str(n), f"b{n}", f"a{n}", b"b%d" % n, b"a%d" % n, f"q{n}") for n in range(count)]
