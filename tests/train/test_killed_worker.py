@@ -40,8 +40,8 @@ def finish(process: subprocess.Popen, folder: Path) -> dict[str, torch.Tensor]:
 def kill_worker_after_a_checkpoint(process: subprocess.Popen, folder: Path) -> None:
     for _ in range(2400):
         assert process.poll() is None, (folder / "log").read_text()[-4000:]
-        if "train: step 20/" in (folder / "log").read_text():
-            break
+        if any(int(manifest.parent.name[-8:]) >= 12 for manifest in folder.glob("runs/train/*/step-*/manifest.json")):
+            break  # Ray passes on what a worker prints a second late: a log line would come after the run's end
         time.sleep(0.05)
     family = psutil.Process(process.pid).children(recursive=True)
     workers = [child for child in family if "TrainWorker" in " ".join([child.name(), *child.cmdline()])]
@@ -51,7 +51,7 @@ def kill_worker_after_a_checkpoint(process: subprocess.Popen, folder: Path) -> N
 
 @pytest.mark.slow
 def test_a_run_whose_worker_is_killed_ends_with_the_same_weights(mixture: Path, base: Path, tmp_path: Path) -> None:
-    cfg = recipe(base, epochs=20, workers=2, micro_batch=2, zero_stage=1, checkpoint_every_steps=6)
+    cfg = recipe(base, epochs=60, workers=2, micro_batch=2, zero_stage=1, checkpoint_every_steps=6)
     want = finish(start(cfg, mixture, tmp_path / "whole"), tmp_path / "whole")
     broken = start(cfg, mixture, tmp_path / "broken")
     kill_worker_after_a_checkpoint(broken, tmp_path / "broken")
