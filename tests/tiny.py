@@ -1,8 +1,10 @@
 """A LLaVA-OneVision and an M3Diff small enough for a test, made from nothing."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 from transformers import LlavaOnevisionForConditionalGeneration
@@ -138,3 +140,12 @@ def colour_image(seed: int, size: tuple[int, int] = (40, 40)) -> Image.Image:
     rng = np.random.default_rng(seed)
     colour, dots = rng.integers(0, 256, 3), rng.integers(0, 2, (size[1], size[0], 1))
     return Image.fromarray((colour * dots).astype(np.uint8))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """For models of a few thousand parameters: a second thread costs more than it gives."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -1,14 +1,3 @@
-"""Models of a few thousand parameters: a second thread costs more than it gives."""
+"""Every test here computes with one thread."""
 
-from collections.abc import Iterator
-
-import pytest
-import torch
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+from tests.tiny import one_thread  # noqa: F401  # pytest finds it by its name
