@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from components.device import Device
 from components.models.checkpoint import load_model
 from components.models.family import Family, PairProcessor
 
@@ -45,19 +46,23 @@ class Captioner:
         """Where the model looks for the difference: [pairs, rows, columns] float16 over the patch grid, sums to 1."""
         prepared = np.stack([self.processor.prepare_image(image) for pair in pairs for image in pair])
         found = self.family.saliency_map(self.model, self._moved(self.processor.image_inputs(prepared)))
-        return found.cpu().numpy().astype(np.float16)
+        return found.float().cpu().numpy().astype(np.float16)  # numpy knows no bfloat16
 
     def _moved(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: value.to(self.model.device) for name, value in inputs.items()}
 
 
-def load_captioner(checkpoint: Path, max_new_tokens: int = 64) -> Captioner:
-    """Load a checkpoint folder of any family, on a GPU in bfloat16 where there is one.
+def load_captioner(checkpoint: Path, max_new_tokens: int = 64, device: Device | None = None) -> Captioner:
+    """Load a checkpoint folder of any family.
+
+    Args:
+        device: where it computes; by default a GPU in bfloat16 where there is one, else the CPU in float32.
 
     Raises:
         CheckpointError: the folder is incomplete or damaged; names the file.
+        ParamsError: a GPU is asked for and there is none.
     """
-    gpu = torch.cuda.is_available()
-    model, family = load_model(checkpoint, torch.bfloat16 if gpu else torch.float32)
-    device = "cuda" if gpu else "cpu"
-    return Captioner(model.to(device), family.load_processor(checkpoint), family, max_new_tokens)
+    if device is None:
+        device = Device(gpu=True, precision="bf16") if torch.cuda.is_available() else Device(False, "fp32")
+    model, family = load_model(checkpoint, device.dtype)
+    return Captioner(model.to(device.torch), family.load_processor(checkpoint), family, max_new_tokens)

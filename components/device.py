@@ -1,0 +1,80 @@
+"""Where a model computes and in which precision: chosen once from the parameters, never from what the machine has.
+
+A machine with a GPU gives the same run as one without unless `compute.gpu` asks for it. Imports torch when called.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from components.section import ParamsError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+Precision = Literal["fp32", "bf16"]
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device of this process. Everything that would differ on a GPU asks it.
+
+    Attributes:
+        gpu: the current GPU, else the CPU.
+        precision: of the weights that the model computes with.
+    """
+
+    gpu: bool
+    precision: Precision
+
+    @property
+    def torch(self) -> torch.device:
+        """Raises ParamsError where a GPU is asked for and torch sees none."""
+        import torch
+
+        if not self.gpu:
+            return torch.device("cpu")
+        if not torch.cuda.is_available():
+            raise ParamsError(
+                f"compute.gpu: true, but torch {torch.__version__} sees no GPU; install a CUDA build of torch and check "
+                "`nvidia-smi`, or set compute.gpu to false"
+            )
+        return torch.device("cuda", torch.cuda.current_device())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        import torch
+
+        return torch.bfloat16 if self.precision == "bf16" else torch.float32
+
+    @property
+    def backend(self) -> str:
+        """torch.distributed's."""
+        return "nccl" if self.gpu else "gloo"
+
+    def move(self, tensor: Tensor) -> Tensor:
+        """The tensor on this device. From pinned memory the copy runs beside the computation."""
+        if not self.gpu:
+            return tensor
+        return tensor.pin_memory().to(self.torch, non_blocking=True)
+
+
+def environment(gpu: bool) -> dict[str, str]:
+    """Environment variables of a process that computes there, to be set before it imports torch or DeepSpeed.
+
+    DeepSpeed takes the first accelerator that it finds, and Ray no longer hides the GPUs from a worker that asked for
+    none, so both are told.
+    """
+    return {"DS_ACCELERATOR": "cuda"} if gpu else {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def choose_accelerator(gpu: bool) -> None:
+    """Tell DeepSpeed in this process where it computes; it must not have chosen another before."""
+    os.environ["DS_ACCELERATOR"] = environment(gpu)["DS_ACCELERATOR"]
+    from deepspeed.accelerator import get_accelerator
+
+    chosen = get_accelerator().device_name()
+    assert chosen == os.environ["DS_ACCELERATOR"], f"DeepSpeed took {chosen} before compute.gpu was read"
