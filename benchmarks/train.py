@@ -16,6 +16,7 @@ import os
 import platform
 import statistics
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,7 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.ablation import ABLATION, GPU_ONLY, Size, Variant, noise, seven_b, tiny  # noqa: E402
+from benchmarks.sides import Sizes, compare, embedded_sides, print_comparison  # noqa: E402
 from components.models.fused import attention_kernels, fused_attention, make_fused  # noqa: E402
 from components.models.m3diff.family import M3DIFF  # noqa: E402
 from components.models.m3diff.modeling import M3DiffForConditionalGeneration  # noqa: E402
@@ -256,44 +258,55 @@ def print_table(ablation: list[dict[str, Any]], failed: dict[str, str]) -> None:
         print(f"{name:<34} not run: {reason}")
 
 
+def compared(args: argparse.Namespace) -> dict[str, Any]:
+    """The project's step beside transformers' Trainer, on the embedded shapes; printed."""
+    quick = {"rounds": 3, "round_s": 1.5} if args.quick else {}
+    sizes = Sizes(**{"rounds": args.repeats or 5} | quick)
+    with tempfile.TemporaryDirectory() as folder:
+        sides = embedded_sides(Path(folder), sizes, args.threads, prepared=not args.quick)
+        figures = compare(sides, sizes, args.profile)
+    print_comparison(figures)
+    return figures
+
+
+def ablation(args: argparse.Namespace, facts: dict[str, Any]) -> dict[str, Any]:
+    """What each lever brings; printed."""
+    device = torch.device(args.device)
+    size = seven_b() if args.shapes == "7b" else tiny()
+    bench = Bench(size, device, torch.bfloat16 if args.precision == "bf16" else torch.float32)
+    variants = ABLATION + (GPU_ONLY if device.type == "cuda" else ())
+    measured, failed = measure(bench, variants, args.repeats or (2 if device.type == "cuda" else 9))
+    peak = next((tflops for name, tflops in PEAK_TFLOPS.items() if name in facts["device"]), None)
+    rows = [one.figures(size, peak) for one in measured]
+    print_table(rows, failed)
+    return {"ablation": rows, "not_run": failed, "pairs": len(size.groups), "captions": size.captions}
+
+
 def main() -> None:
     gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--shapes", choices=["7b", "tiny"], default="7b" if gpu else "tiny")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if gpu else "cpu")
     parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16" if gpu else "fp32")
-    parser.add_argument("--repeats", type=int, default=2 if gpu else 9)
+    parser.add_argument("--repeats", type=int, help="rounds; 5 beside the peer, 9 of the ablation on a CPU, 2 on a GPU")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--quick", action="store_true", help="three short rounds beside the peer alone; writes nothing")
+    parser.add_argument("--profile", action="store_true", help="where a step's time goes, by operator")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    device = torch.device(args.device)
-    facts = machine(device)
+    torch.set_num_threads(args.threads)
+    facts = machine(torch.device(args.device))
     print(f"{facts['device']}, {args.shapes} shapes, {args.precision}; load {facts['load_before']}", flush=True)
-    size = seven_b() if args.shapes == "7b" else tiny()
-    bench = Bench(size, device, torch.bfloat16 if args.precision == "bf16" else torch.float32)
-    variants = ABLATION + (GPU_ONLY if device.type == "cuda" else ())
-    measured, failed = measure(bench, variants, args.repeats)
-    peak = next((tflops for name, tflops in PEAK_TFLOPS.items() if name in facts["device"]), None)
-    ablation = [one.figures(size, peak) for one in measured]
-    print_table(ablation, failed)
-    best = {
-        kind: max((row for row in ablation if row["name"].startswith(kind)), key=lambda row: row["captions_per_s"])
-        for kind in ("unpacked", "packed")
-    }
+    sides = compared(args) if args.device == "cpu" and args.precision == "fp32" else {}
+    if args.quick:
+        return
     command = f"python benchmarks/train.py {' '.join(sys.argv[1:])}".strip()
-    data = {"shapes": args.shapes, "precision": args.precision, "pairs": len(size.groups), "captions": size.captions}
-    result = {
-        "baseline": ablation[0],
-        **best,
-        "ablation": ablation,
-        "not_run": failed,
-        **data,
-        **facts,
-        "command": command,
-    }
+    ratios = {name: row["captions_per_s"] / sides["peer"]["captions_per_s"] for name, row in sides.items()}
+    told = {"shapes": args.shapes, "precision": args.precision, **facts, "command": command}
+    result = sides | {"ratios": ratios} | ablation(args, facts) | told
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=2) + "\n")
-    ratios = {kind: row["captions_per_s"] / ablation[0]["captions_per_s"] for kind, row in best.items()}
-    print(f"packed {ratios['packed']:.2f} x, unpacked {ratios['unpacked']:.2f} x the baseline -> {args.out}")
+    print(f"-> {args.out}")
 
 
 if __name__ == "__main__":

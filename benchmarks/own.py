@@ -1,0 +1,64 @@
+"""The project's own training in the benchmark: the loop's step, with its loader, engine, clipping and optimizer."""
+
+import os
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+from transformers.utils import logging
+
+from components.device import Device, choose_accelerator
+from components.train.engine import end_distributed
+from components.train.loop import Job, Runtime, start, train_step
+
+
+def own_step(job: Job) -> Callable[[], float]:
+    """A function that takes the loop's next step and gives its loss; `torch.distributed` must be up."""
+    run = start(job, Runtime())
+    stream = run.loader.stream(run.schedule, 0, 0)
+    taken = 0
+
+    def step() -> float:
+        nonlocal taken
+        train_step(run, taken, next(stream))
+        taken += 1
+        return run.curve.last("loss")
+
+    return step
+
+
+def serve_own(pipe: Connection, job: Job) -> None:
+    """Take as many steps as the pipe asks for, and answer with seconds and losses, until it asks for none; for the
+    word "profile", a table of one step's operators."""
+    device = Device(job.compute.gpu, job.cfg.precision)
+    choose_accelerator(device.gpu)
+    logging.disable_progress_bar()
+    job.run_dir.mkdir(parents=True, exist_ok=True)
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    dist.init_process_group(device.backend, init_method=f"file://{job.run_dir / 'store'}", rank=0, world_size=1)
+    try:
+        step = own_step(job)
+        while asked := pipe.recv():
+            pipe.send(operators(step) if asked == "profile" else timed(step, asked, device.gpu))
+    finally:
+        end_distributed()
+
+
+def timed(step: Callable[[], float], count: int, gpu: bool) -> tuple[float, list[float]]:
+    started = time.perf_counter()
+    losses = [step() for _ in range(count)]
+    if gpu:
+        torch.cuda.synchronize()
+    return time.perf_counter() - started, losses
+
+
+def operators(step: Callable[[], float]) -> str:
+    """Where one step's time goes, by operator."""
+    gpu = torch.cuda.is_available()
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]) as profiled:
+        step()
+    key = "self_cuda_time_total" if gpu else "self_cpu_time_total"
+    return profiled.key_averages().table(sort_by=key, row_limit=30, max_name_column_width=50)
