@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from components.device import Device
 from components.models import FAMILIES
 from components.train import validation
 from components.train.batches import COLUMNS, Samples, read_samples
@@ -53,7 +54,7 @@ def model(base: Path) -> torch.nn.Module:
 def validator(base: Path, mixture: Path, place: tuple[int, int] = (0, 1), **compute: int) -> Validation:
     family, made = FAMILIES["m3diff"], recipe(base, val_pairs=3, micro_batch=2).changed(**compute)
     held = read_samples(mixture / "val")
-    return Validation(held, family.load_processor(base), family, made.compute, 3, place, torch.device("cpu"))
+    return Validation(held, family.load_processor(base), family, made.compute, 3, place, Device(False, "fp32"))
 
 
 def losses_by_hand(model: torch.nn.Module, found: Validation) -> dict[str, list[float]]:
