@@ -1,7 +1,8 @@
 """M3Diff's configuration: LLaVA-OneVision's, with the fields of the MDP module under `mdp`."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from huggingface_hub.dataclasses import strict
 from transformers import AutoConfig, LlavaOnevisionConfig
 from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
@@ -14,19 +15,30 @@ PAPER: dict[str, Any] = {}
 """Fields of the paper's MDP module: every default of `MDPConfig`. None, everywhere, is no module."""
 
 
+@strict  # its fields' types are checked, as those of LLaVA-OneVision are
 class M3DiffConfig(LlavaOnevisionConfig):
     """Configuration of M3Diff.
 
     Attributes:
         mdp: fields of `MDPConfig`, or None where there is no module and the model is the base.
+        vision_feature_select_strategy: "mdp" with a module, whatever was given. LLaVA-OneVision knows no such one: it
+            refuses the configuration, where it would else load the weights and drop those of the module.
     """
 
     model_type = "m3diff"
 
     mdp: dict | None = None
+    vision_feature_select_strategy: Literal["default", "full", "mdp"] = "full"
     if TYPE_CHECKING:
         text_config: Any
         vision_config: Any
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        if self.mdp is not None:
+            self.vision_feature_select_strategy = "mdp"
+        elif self.vision_feature_select_strategy == "mdp":
+            self.vision_feature_select_strategy = "full"
 
     @classmethod
     def on_base(cls, folder: str, mdp: dict | None) -> "M3DiffConfig":
