@@ -1,8 +1,7 @@
 """M3Diff's configuration: LLaVA-OneVision's, with the fields of the MDP module under `mdp`."""
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from huggingface_hub.dataclasses import strict
 from transformers import AutoConfig, LlavaOnevisionConfig
 from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
@@ -14,38 +13,51 @@ from components.models.m3diff.settings import MDPConfig
 PAPER: dict[str, Any] = {}
 """Fields of the paper's MDP module: every default of `MDPConfig`. None, everywhere, is no module."""
 
+LLAVA = "LlavaOnevisionForConditionalGeneration"
+STRATEGY, NAME = "vision_feature_select_strategy", "mdp"
 
-@strict  # its fields' types are checked, as those of LLaVA-OneVision are
+
 class M3DiffConfig(LlavaOnevisionConfig):
     """Configuration of M3Diff.
 
     Attributes:
         mdp: fields of `MDPConfig`, or None where there is no module and the model is the base.
-        vision_feature_select_strategy: "mdp" with a module, whatever was given. LLaVA-OneVision knows no such one: it
-            refuses the configuration, where it would else load the weights and drop those of the module.
     """
 
     model_type = "m3diff"
 
     mdp: dict | None = None
-    vision_feature_select_strategy: Literal["default", "full", "mdp"] = "full"
     if TYPE_CHECKING:
         text_config: Any
         vision_config: Any
 
-    def __post_init__(self, **kwargs: Any) -> None:
-        super().__post_init__(**kwargs)
-        if self.mdp is not None:
-            self.vision_feature_select_strategy = "mdp"
-        elif self.vision_feature_select_strategy == "mdp":
-            self.vision_feature_select_strategy = "full"
+    def to_dict(self) -> dict[str, Any]:
+        """As it is written: LLaVA-OneVision's own code refuses it with a module and loads it without.
+
+        LLaVA-OneVision would take the weights and drop the module's, but it knows no strategy called NAME. Without a
+        module it is told its own name, for by M3Diff's it does not find the head.
+        """
+        fields = super().to_dict()
+        if self.mdp is None:
+            return fields | {"model_type": LlavaOnevisionConfig.model_type, "architectures": [LLAVA]}
+        return fields | {STRATEGY: NAME}
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        return super().from_dict(_as_computed(config_dict), **kwargs)
 
     @classmethod
     def on_base(cls, folder: str, mdp: dict | None) -> "M3DiffConfig":
         """The configuration of the LLaVA-OneVision in `folder`, with an MDP module of these fields, or without one."""
         found, _ = cls.get_config_dict(folder)
         fields = {name: value for name, value in found.items() if name not in ("model_type", "architectures")}
-        return cls(**fields | {"mdp": mdp})
+        return cls(**_as_computed(fields) | {"mdp": mdp})
+
+    @classmethod
+    def of_checkpoint(cls, folder: str) -> "M3DiffConfig":
+        """The configuration that a trained model, or its adapters, was written with."""
+        found, _ = cls.get_config_dict(folder)
+        return cls.on_base(folder, found.get("mdp"))
 
     def mdp_config(self) -> MDPConfig | None:
         """Raises ValueError where a layer lies beyond the vision encoder, or a field is unknown."""
@@ -56,6 +68,11 @@ class M3DiffConfig(LlavaOnevisionConfig):
         if layer > deepest:
             raise ValueError(f"mdp: vision feature layer {layer} lies beyond the vision encoder's {deepest} layers")
         return cfg
+
+
+def _as_computed(fields: dict[str, Any]) -> dict[str, Any]:
+    """Without what `to_dict` writes for others: the model computes with LLaVA-OneVision's own strategy."""
+    return {name: value for name, value in fields.items() if (name, value) != (STRATEGY, NAME)}
 
 
 AutoConfig.register("m3diff", M3DiffConfig)
