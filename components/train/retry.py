@@ -6,6 +6,7 @@ from the newest checkpoint. Light to import: the parent of Ray's workers needs n
 """
 
 import gc
+import textwrap
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -116,7 +117,7 @@ def _free(job: Job) -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    return f"{type(error).__name__}: {textwrap.shorten(str(error).strip().partition(chr(10))[0], 160)}"
 
 
 def _say(text: str) -> None:

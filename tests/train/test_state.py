@@ -162,6 +162,35 @@ def test_every_weight_and_moment_comes_back_and_the_next_step_is_the_same(
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("cut", [None, 0, 100], ids=["missing", "empty", "cut"])
+def test_a_checkpoint_of_which_any_file_is_not_whole_is_passed_over(
+    cut: int | None, mixture: Path, base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = started(recipe(base, zero_stage=1, val_pairs=0), mixture, tmp_path)
+    take(run, 0)
+    before = save(run, tmp_path, 1)
+    files = sorted(path.name for path in before.iterdir())
+    assert files == [
+        "curves.csv",
+        "exp_avg.safetensors",
+        "exp_avg_sq.safetensors",
+        "manifest.json",
+        "weights.safetensors",
+    ]
+    for file in files:
+        newest = save(run, tmp_path, 2)
+        if cut is None:
+            (newest / file).unlink()
+        else:
+            os.truncate(newest / file, cut if file != "curves.csv" else cut // 10)
+        caplog.clear()
+        assert latest_valid_checkpoint(tmp_path) == before, file
+        (line,) = caplog.messages
+        assert "step-00000002 is damaged and removed" in line
+        assert "going on from step-00000001" in line
+
+
+@pytest.mark.usefixtures("alone")
 def test_a_checkpoint_that_does_not_read_back_removes_no_older_one(
     mixture: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
