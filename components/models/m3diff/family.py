@@ -56,7 +56,7 @@ def load(folder: Path, dtype: torch.dtype, configuration: Path | None = None) ->
     from components.models.m3diff.configuration import M3DiffConfig
     from components.models.m3diff.modeling import M3DiffForConditionalGeneration
 
-    config = M3DiffConfig.from_pretrained(configuration) if configuration else None
+    config = M3DiffConfig.of_checkpoint(str(configuration)) if configuration else None
     return M3DiffForConditionalGeneration.from_pretrained(folder, config=config, dtype=dtype)
 
 
