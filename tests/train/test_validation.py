@@ -9,6 +9,7 @@ import torch
 
 from components.device import Device
 from components.models import FAMILIES
+from components.models.attention import KERNELS
 from components.train import validation
 from components.train.batches import COLUMNS, Samples, read_samples
 from components.train.validation import Validation, cider, named, sample_pairs
@@ -48,7 +49,9 @@ def test_a_smaller_count_is_part_of_a_larger_and_other_datasets_change_nothing()
 
 @pytest.fixture(scope="module")
 def model(base: Path) -> torch.nn.Module:
-    return tiny_trained(base, tiny_settings()).eval()
+    trained = tiny_trained(base, tiny_settings()).eval()
+    trained.set_attn_implementation(KERNELS)
+    return trained
 
 
 def validator(base: Path, mixture: Path, place: tuple[int, int] = (0, 1), **compute: int) -> Validation:
