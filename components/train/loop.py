@@ -22,7 +22,7 @@ from components.models.family import Family, PairProcessor, Settings
 from components.models.fused import attention_kernels
 from components.models.tuning import TrainableGroup, parameter_counts, prepare, trainable_groups, unwrapped
 from components.train.arithmetic import Work, describe, measure, mfu, peak_flops, progress_line
-from components.train.batches import Loader, MicroBatch, Schedule, read_samples, read_training_samples
+from components.train.batches import Loader, MicroBatch, Schedule
 from components.train.curve import Curve, columns
 from components.train.engine import (
     accumulation,
@@ -33,6 +33,7 @@ from components.train.engine import (
 )
 from components.train.loss import sum_over_ranks, token_loss
 from components.train.params import Train
+from components.train.samples import read_samples, read_training_samples
 from components.train.state import (
     CURVES,
     checkpoint_to_export,
@@ -137,7 +138,8 @@ def start(job: Job, runtime: Runtime) -> Run:
     groups = trainable_groups(model, family, job.model)
     parameters = parameter_counts(model, family)
     engine = build_engine(cfg, compute, model.to(device), groups, runtime.ranks)
-    samples, val = read_training_samples(job.mixture), read_samples(job.mixture / "val")
+    samples = read_training_samples(job.mixture, job.run_dir)
+    val = read_samples(job.mixture / "val", job.run_dir)
     schedule = Schedule(
         samples=samples,
         max_captions=cfg.max_captions_per_sequence,
