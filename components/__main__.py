@@ -85,7 +85,7 @@ def predict(args: argparse.Namespace) -> None:
     params = parameters(args)
     from components.predict.stage import predict as run
 
-    run(params.predict, params.paths.mixture, params.paths.model, params.paths.predictions)
+    run(params.predict, params.compute, params.paths.mixture, params.paths.model, params.paths.predictions)
 
 
 def evaluate(args: argparse.Namespace) -> None:
