@@ -115,7 +115,8 @@ def _write_captions(path: Path, pairs: Sequence[PairSample], answers: Sequence[A
 
 def _write_saliency(path: Path, pairs: Sequence[PairSample], answers: Sequence[Answer]) -> None:
     """`ids` and `maps` [pairs, rows, columns] float16, in the order of the pairs."""
-    maps = np.stack([answer.saliency for answer in answers])  # type: ignore[arg-type]  # every prediction has one
+    maps = np.stack([answer.saliency for answer in answers if answer.saliency is not None])
+    assert len(maps) == len(pairs), f"{len(maps)} saliency maps of {len(pairs)} pairs"
     buffer = io.BytesIO()
     np.savez_compressed(buffer, ids=np.array([pair.id for pair in pairs]), maps=maps)
     write_atomic(path, buffer.getvalue())

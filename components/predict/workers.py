@@ -179,7 +179,7 @@ def _place(job: Job, count: int) -> list[Any]:
         num_gpus=1 if compute.gpu else 0,
         runtime_env={"env_vars": environment(compute.gpu)},
     )(Worker)
-    workers = [remote.remote(job) for _ in range(count)]
+    workers: list[Any] = [remote.remote(job) for _ in range(count)]
     placed, waiting = ray.wait([worker.ready.remote() for worker in workers], num_returns=count, timeout=START_S)
     if waiting:
         has = {name: ray.cluster_resources().get(name, 0) for name in ("CPU", "GPU")}
@@ -196,9 +196,9 @@ def _as_they_come(parts: Iterable[Any]) -> Iterator[Answered]:
     """What Ray's generators give, whichever is first."""
     import ray
 
-    running = list(parts)
+    running: list[Any] = list(parts)
     while running:
-        (first, *_), _ = ray.wait(running, num_returns=1)
+        first: Any = ray.wait(running, num_returns=1)[0][0]
         try:
             yield ray.get(next(first))
         except StopIteration:
