@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from components.consistency import check_paths, closest
+from components.device import DeviceError
 from components.params import Params, load_params
 from components.records import DataError
 from components.section import ParamsError
@@ -85,7 +86,7 @@ def predict(args: argparse.Namespace) -> None:
     params = parameters(args)
     from components.predict.stage import predict as run
 
-    run(params.predict, params.paths.mixture, params.paths.model, params.paths.predictions)
+    run(params.predict, params.compute, params.paths.mixture, params.paths.model, params.paths.predictions)
 
 
 def evaluate(args: argparse.Namespace) -> None:
@@ -235,7 +236,7 @@ def main(argv: list[str] | None = None) -> int:
     die_with_parent()
     try:
         return COMMANDS[args.command][0](args) or 0
-    except ParamsError as error:
+    except (ParamsError, DeviceError) as error:
         print(f"m3diff: {error}", file=sys.stderr)
         return USAGE
     except DataError as error:

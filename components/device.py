@@ -43,8 +43,8 @@ class Device:
             return torch.device("cpu")
         if not torch.cuda.is_available():
             raise DeviceError(
-                f"compute.gpu: true, but torch {torch.__version__} sees no GPU; install a CUDA build of torch and check "
-                "`nvidia-smi`, or set compute.gpu to false"
+                f"compute.gpu: true, but torch {torch.__version__} sees no GPU; install a CUDA build of torch and "
+                "check `nvidia-smi`, or set compute.gpu to false"
             )
         return torch.device("cuda", torch.cuda.current_device())
 

@@ -78,7 +78,7 @@ def migrated(text: str, embedded: str, say: Say) -> str:
     _generator(old, minichange, say)
     _model(old, new, say)
     _same_value(old, new, say)
-    for section in (*NEW_SECTIONS, "paths", "train", "evaluate"):
+    for section in (*NEW_SECTIONS, "paths", "train", "predict", "evaluate"):
         _fill(old, new, section)
     return dump_commented(_in_order(old))
 

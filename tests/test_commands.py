@@ -85,6 +85,7 @@ CALLS: dict[str, tuple[list[str], str, str, dict[str, Any]]] = {
         "predict",
         {
             "cfg": PARAMS.predict,
+            "compute": PARAMS.compute,
             "mixture": DATA / "04_mixture",
             "model": DATA / "05_model",
             "out": DATA / "06_predictions",

@@ -14,10 +14,13 @@ COMPONENTS = REPOSITORY / "components"
 SHARED = {
     "records",
     "section",
+    "closure",
     "compute",
+    "device",
     "files",
     "reports",
     "progress",
+    "ray_cluster",
     "image_cache",
     "image_check",
     "tracking",

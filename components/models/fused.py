@@ -278,9 +278,7 @@ class RotatedRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        flat = [
-            grad.transpose(1, 2).flatten(0, 1).index_select(0, ctx.layout.places) for grad in grads
-        ]
+        flat = [grad.transpose(1, 2).flatten(0, 1).index_select(0, ctx.layout.places) for grad in grads]
         turned = rotated(torch.cat(flat[:2], dim=1), ctx.cos, -ctx.sin)
         return torch.cat([turned, flat[2]], dim=1).flatten(1), None, None, None, None
 

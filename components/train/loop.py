@@ -17,12 +17,12 @@ from deepspeed import DeepSpeedEngine
 from components.compute import Compute
 from components.device import Device
 from components.models import FAMILIES
+from components.models.attention import KERNELS, attention_of
 from components.models.checkpoint import save_checkpoint
 from components.models.family import Family, PairProcessor, Settings
-from components.models.attention import KERNELS, attention_of
 from components.models.tuning import TrainableGroup, parameter_counts, prepare, trainable_groups, unwrapped
 from components.train.arithmetic import Work, describe, measure, mfu, peak_flops, progress_line
-from components.train.batches import Loader, MicroBatch, Schedule, read_samples, read_training_samples
+from components.train.batches import Loader, MicroBatch, Schedule
 from components.train.curve import Curve, columns
 from components.train.engine import (
     accumulation,
@@ -35,6 +35,7 @@ from components.train.job import Job, Runtime
 from components.train.loss import sum_over_ranks, token_loss
 from components.train.params import Train
 from components.train.retry import DivergedError
+from components.train.samples import read_samples, read_training_samples
 from components.train.state import (
     CURVES,
     Writer,
@@ -115,7 +116,8 @@ def start(job: Job, runtime: Runtime) -> Run:
     groups = trainable_groups(model, family, job.model)
     parameters = parameter_counts(model, family)
     engine = build_engine(cfg, compute, model.to(device.torch), groups, runtime.ranks)
-    samples, val = read_training_samples(job.mixture), read_samples(job.mixture / "val")
+    samples = read_training_samples(job.mixture, job.run_dir)
+    val = read_samples(job.mixture / "val", job.run_dir)
     schedule = Schedule(
         samples=samples,
         max_captions=cfg.max_captions_per_sequence,

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from components.device import DeviceError
 from components.records import DataError
 from components.section import ParamsError
 from components.train.job import Job
@@ -20,7 +21,7 @@ class DivergedError(ParamsError):
     """The loss is no finite number any more."""
 
 
-FINAL = (DataError, ParamsError)
+FINAL = (DataError, ParamsError, DeviceError)
 """What another attempt would meet again."""
 
 NO_MEMORY = ("out of memory", "can't allocate memory", "running low on memory")

@@ -5,14 +5,13 @@ folder.
 """
 
 import json
-import logging
 import os
 import shutil
 from typing import Any
 
-from components.compute import Compute
 from components.device import Device, choose_accelerator, environment
 from components.files import write_atomic
+from components.ray_cluster import start_ray
 from components.train.job import Job, Runtime
 
 
@@ -50,7 +49,7 @@ def run_on_ray(job: Job) -> dict[str, Any]:
     trainer = _trainer(job)
     own = not ray.is_initialized()
     if own:
-        _start_ray(job.compute)
+        start_ray(job.compute)
     try:
         trainer.fit()
     finally:
@@ -79,20 +78,6 @@ def _trainer(job: Job) -> Any:
             failure_config=FailureConfig(max_failures=0, controller_failure_limit=2),  # type: ignore[call-arg]  # V2's
             worker_runtime_env={"env_vars": environment(compute.gpu)},  # type: ignore[call-arg]  # V2's
         ),
-    )
-
-
-def _start_ray(compute: Compute) -> None:
-    import ray
-
-    cluster = os.environ.get("RAY_ADDRESS")  # without one, a cluster of this run's own, isolated from the network
-    cores = max(os.cpu_count() or 1, compute.workers * compute.cpus_per_worker)  # fewer: slower, not refused
-    here = {"address": "local", "num_cpus": cores, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
-    ray.init(
-        **({"address": cluster} if cluster else here),
-        log_to_driver=True,
-        logging_level=logging.WARNING,
-        logging_config=ray.LoggingConfig(log_level="ERROR"),  # its cleaners warn of what is no fault
     )
 
 

@@ -16,11 +16,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from components.closure import import_closure
 from components.compute import Compute
 from components.files import sha256, sha256_of_folder
 from components.reports import StageReport
 from components.section import ParamsError
-from components.train.closure import import_closure
 from components.train.job import Job
 from components.train.params import Train
 from components.train.retry import with_retries

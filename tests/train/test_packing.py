@@ -53,7 +53,9 @@ def gradients(model: torch.nn.Module, loss: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize("own_questions", [False, True], ids=["one question", "a question per caption"])
 @pytest.mark.parametrize("captions", [(1,), (2,), (7,), (2, 7), (1, 3)])
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize(("dtype", "kernel"), [(torch.float32, "sdpa"), (torch.float64, "sdpa"), (torch.float64, "flex")])
+@pytest.mark.parametrize(
+    ("dtype", "kernel"), [(torch.float32, "sdpa"), (torch.float64, "sdpa"), (torch.float64, "flex")]
+)
 def test_packed_equals_unpacked(
     captions: tuple[int, ...], own_questions: bool, lora: bool, dtype: torch.dtype, kernel: str
 ) -> None:

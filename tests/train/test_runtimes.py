@@ -46,24 +46,6 @@ def test_ray_is_asked_for_the_workers_and_their_devices_and_leaves_restarts_to_u
     }
 
 
-@pytest.mark.parametrize(("cores", "want"), [(16, 16), (2, 6), (None, 6)])
-def test_a_cluster_of_the_run_s_own_has_the_cores_that_are_asked_for_and_no_network(
-    cores: int | None, want: int, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: dict[str, Any] = {}
-    monkeypatch.setattr(ray, "init", lambda **given: asked.update(given))
-    monkeypatch.setattr(runtimes.os, "cpu_count", lambda: cores)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    runtimes._start_ray(job(base, tmp_path, cpus_per_worker=3).compute)
-    assert (asked["address"], asked["num_cpus"], asked["_node_ip_address"]) == ("local", want, "127.0.0.1")
-    assert asked["include_dashboard"] is False
-    asked.clear()
-    monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
-    runtimes._start_ray(job(base, tmp_path).compute)
-    assert asked["address"] == "ray://head:10001"
-    assert "num_cpus" not in asked
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_worker_runs_the_loop_at_its_place_and_the_first_writes_the_figures(
     rank: int, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -90,7 +72,7 @@ class Trainer:
 def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     calls: list[str] = []
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(runtimes, "_start_ray", lambda compute: calls.append("start"))
+    monkeypatch.setattr(runtimes, "start_ray", lambda compute: calls.append("start"))
     monkeypatch.setattr(ray, "shutdown", lambda: calls.append("shutdown"))
     return calls
 

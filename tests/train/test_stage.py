@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from components.closure import import_closure
 from components.files import sha256_of_folder
 from components.section import ParamsError
 from components.train import stage
-from components.train.closure import import_closure
 from components.train.stage import RunLockedError, _only_trainer, run_key, train
 from tests.tiny import tiny_settings
 from tests.toy import REPOSITORY
