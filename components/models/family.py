@@ -118,6 +118,8 @@ class Family:
             folder is there, else the published shapes.
         flops: (config, tokens, supervised tokens, LoRA rank) -> the terms of one training sequence.
         image_tokens: (config) -> visual tokens of a pair.
+        blank_images: (config, device) -> image inputs of one pair, as the processor makes them, without content; for
+            counting on "meta".
         faults: (settings, the base's config.json or None) -> what makes the two impossible together, in words.
     """
 
@@ -134,6 +136,7 @@ class Family:
     planned_config: Callable[[Path, Any], Any]
     flops: Callable[[Any, float, float, int], Sequence[Term]]
     image_tokens: Callable[[Any], int]
+    blank_images: Callable[[Any, Any], dict[str, Any]]
     faults: Callable[[Any, Mapping[str, Any] | None], list[str]]
 
     def part_of(self, name: str) -> str:

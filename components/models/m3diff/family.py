@@ -96,6 +96,16 @@ def image_tokens(config: M3DiffConfig) -> int:
     return image_tokens(config)
 
 
+def blank_images(config: M3DiffConfig, device: torch.device | str) -> dict[str, Tensor]:
+    import torch
+
+    side = config.vision_config.image_size
+    return {
+        "pixel_values": torch.zeros(2, 3, side, side, device=device),
+        "batch_num_images": torch.tensor([2], device="cpu"),  # its value is read
+    }
+
+
 def faults(settings: M3DiffSettings, base: Mapping[str, Any] | None) -> list[str]:
     """What the base's vision encoder cannot give to the module; nothing where the base is not known."""
     if settings.module is None or base is None:
@@ -129,5 +139,6 @@ M3DIFF = Family(
     planned_config=planned_config,
     flops=flops,
     image_tokens=image_tokens,
+    blank_images=blank_images,
     faults=faults,
 )
