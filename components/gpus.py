@@ -32,9 +32,7 @@ _KINDS = (
     Gpu("H100-PCIe-80GB", 80, 756, 1513, "NVIDIA H100 PCIe data sheet; half of the figures with sparsity"),
     Gpu("H100-NVL-94GB", 94, 835, 1671, "NVIDIA H100 data sheet, NVL; half of the figures with sparsity"),
     Gpu("H200-141GB", 141, 989, 1979, "NVIDIA H200 data sheet, SXM; half of the figures with sparsity"),
-    Gpu(
-        "B200-180GB", 180, 2250, 4500, "NVIDIA HGX B200 data sheet, an eighth of the board; half of the sparse figures"
-    ),
+    Gpu("B200-180GB", 180, 2250, 4500, "NVIDIA HGX B200 data sheet, an eighth of it; half of the sparse figures"),
     Gpu("GB200-186GB", 186, 2500, 5000, "NVIDIA GB200 NVL72 data sheet, one of 72; half of the figures with sparsity"),
     Gpu("L40S-48GB", 48, 362, 733, "NVIDIA L40S data sheet, without sparsity"),
     Gpu("A10-24GB", 24, 125, None, "NVIDIA A10 data sheet, without sparsity"),

@@ -15,6 +15,8 @@ SHARED = {
     "records",
     "section",
     "compute",
+    "device",
+    "gpus",
     "files",
     "reports",
     "progress",

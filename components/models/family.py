@@ -85,11 +85,17 @@ class PairProcessor(Protocol):
 
 @dataclass(frozen=True)
 class Term:
-    """FLOPs of one part for one sequence: `forward`, and how many forwards' worth the backward takes."""
+    """FLOPs of one part for one sequence.
+
+    Attributes:
+        backward_factor: how many forwards' worth the backward takes: 2, or 1 where the weights are frozen.
+        recomputed: activation checkpointing `full` runs the forward again.
+    """
 
     name: str
     forward: float
     backward_factor: float
+    recomputed: bool = False
 
     @property
     def total(self) -> float:

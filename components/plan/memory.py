@@ -7,7 +7,6 @@ kernels of a GPU keep.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -37,30 +36,29 @@ def count_activations(
         tokens: of the sequence, with the places of the images.
         supervised: how many of them have a loss.
     """
-    inputs = blank_inputs(family, model.config, tokens)
-    shapes = partial(OnShapes, inputs["logits_to_keep"], supervised)
+    inputs = blank_inputs(family, model.config, tokens, supervised)
     labels = torch.zeros(supervised, dtype=torch.long, device="meta")
     model.train()
     family.fuse(model, activation_checkpointing)
-    with shapes():
+    with OnShapes():
         held = held_for_backward(model, inputs, labels, parts_of_modules(model, family))
     if layers := recomputed_layers(model):
         family.fuse(model, "none")
-        with shapes():
+        with OnShapes():
             alone = held_for_backward(model, inputs, labels, {name: name for name in layers})
         held[ONE_LAYER] = max(alone.get(name, 0) for name in layers)
         family.fuse(model, activation_checkpointing)
     return held
 
 
-def blank_inputs(family: Family, config: Any, tokens: int) -> dict[str, Any]:
-    """What `token_loss` passes to the model for one sequence, on the meta device."""
+def blank_inputs(family: Family, config: Any, tokens: int, supervised: int) -> dict[str, Any]:
+    """What `token_loss` passes to the model for one sequence, on the meta device; the last tokens are supervised."""
     place = torch.zeros(1, tokens, dtype=torch.long, device="meta")
     return {
         "input_ids": place,
         "position_ids": place,
         "attention_mask": None,
-        "logits_to_keep": place.bool(),
+        "logits_to_keep": (torch.arange(tokens) >= tokens - supervised)[None],  # its values are read
         "use_cache": False,
         **family.blank_images(config, "meta"),
     }
@@ -164,23 +162,23 @@ class Storages(TorchDispatchMode):
 
 
 class OnShapes(TorchFunctionMode):
-    """Lets a model run without values: a mask selects a number of positions that is told, a check of values holds, and
-    attention and RMS norm are the kept tensors of a GPU's kernels."""
-
-    def __init__(self, mask: Tensor, selected: int) -> None:
-        super().__init__()
-        self.mask, self.selected = mask, selected
+    """Lets a model run without values: checks of values hold, a mask on the CPU selects as many tokens as it marks, and
+    attention and RMS norm keep what a GPU's kernels keep."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
             return KeptAttention.apply(*args[:3])
         if func is F.rms_norm:
             return KeptNorm.apply(*_norm_arguments(*args, **kwargs or {}))
-        if func in (Tensor.item, Tensor.__bool__) and args[0].dtype == torch.bool:
+        if func in (Tensor.item, Tensor.__bool__) and args[0].is_meta and args[0].dtype == torch.bool:
             return True
-        if func is Tensor.__getitem__ and args[1] is self.mask:
-            return args[0].flatten(0, 1)[torch.zeros(self.selected, dtype=torch.long, device=args[0].device)]
+        if func is Tensor.__getitem__ and _is_mask(args[1]):
+            return args[0].flatten(0, args[1].dim() - 1)[args[1].flatten().nonzero().flatten().to(args[0].device)]
         return func(*args, **kwargs or {})
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype == torch.bool and index.device.type == "cpu"
 
 
 class KeptAttention(torch.autograd.Function):

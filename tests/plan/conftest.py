@@ -103,7 +103,7 @@ def compute_section(**changes: object) -> Compute:
         "workers": 4,
         "cpus_per_worker": 1,
         "gpu": True,
-        "gpu_memory_gb": 80,
+        "gpu_kind": "H100-80GB",
         "micro_batch": 3,
         "zero_stage": 0,
         "activation_checkpointing": "none",
