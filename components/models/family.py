@@ -121,7 +121,7 @@ class Family:
         fuse: (model, activation_checkpointing) -> None; makes it compute by fused kernels, in place.
         saliency_map: (model, image inputs) -> where it looks for the difference: [pairs, rows, columns], sums to 1.
         planned_config: (folder of the base, settings) -> the configuration that would train: the base's where its
-            folder is there, else the published shapes.
+            folder is there, else published shapes by the folder's name; `name_or_path` then says whose.
         flops: (config, tokens, supervised tokens, LoRA rank) -> the terms of one training sequence.
         image_tokens: (config) -> visual tokens of a pair.
         blank_images: (config, device) -> image inputs of one pair, as the processor makes them, without content; for

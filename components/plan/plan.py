@@ -111,7 +111,7 @@ def make_plan(
     parameters = parameters_of(model, family)
     run = train.epochs * sequences
     return Plan(
-        base=str(train.base) if _is_here(train.base) else f"published shapes, {train.base} is not here",
+        base=str(train.base) if _is_here(train.base) else _published(config, train.base),
         workload=load,
         parameters=parameters,
         terms=terms,
@@ -126,6 +126,10 @@ def make_plan(
         activations_gb=activations,
         gpus=max(1, compute.workers),
     )
+
+
+def _published(config: Any, base: Path) -> str:
+    return f"published shapes of {config.name_or_path}, {base} is not here"
 
 
 def _is_here(base: Path) -> bool:
