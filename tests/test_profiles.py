@@ -14,7 +14,7 @@ from components.section import ParamsError
 from tests.toy import REPOSITORY
 
 PROFILES = REPOSITORY / "profiles"
-ALL = ["embedded", "embedded-gpu", "one-gpu", "paper", "small"]
+ALL = ["embedded-gpu", "embedded", "one-gpu", "paper", "small"]
 SEVEN = ["omnidiff_real", "omnidiff_render", "spot_the_diff", "iedit", "birds_to_words", "clevr_change", "clevr_dc"]
 
 
@@ -198,7 +198,7 @@ def test_a_key_written_twice_below_is_said_with_its_file(folder):
 
 
 def test_an_unknown_profile_is_refused_with_those_there_are():
-    with pytest.raises(ParamsError, match="profile 'papr': profiles has embedded, embedded-gpu, one-gpu, paper, small"):
+    with pytest.raises(ParamsError, match="profile 'papr': profiles has embedded-gpu, embedded, one-gpu, paper, small"):
         find_profile("papr", Path("profiles"))
     assert find_profile("paper", Path("profiles")) == Path("profiles/paper.yaml")
 
