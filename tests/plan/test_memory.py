@@ -112,6 +112,24 @@ def test_recomputation_lowers_what_is_kept_and_names_the_layer_that_is_computed_
     assert ONE_LAYER not in held["none"].keys() | held["selective"].keys()
 
 
+def test_attention_keeps_its_inputs_its_output_and_a_float_a_query_and_no_square():
+    q = torch.empty(2, 8, 50, 16, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    k, v = (torch.empty(2, 4, 70, 16, device="meta", dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    kept: list[Tensor] = []
+    with OnShapes(), torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor), lambda _: None):
+        output = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    assert output.shape == q.shape
+    found = sorted(((tuple(tensor.shape), tensor.dtype) for tensor in kept), key=str)
+    half = torch.bfloat16
+    assert found == [
+        ((2, 4, 70, 16), half),
+        ((2, 4, 70, 16), half),
+        ((2, 8, 50), torch.float32),
+        ((2, 8, 50, 16), half),
+        ((2, 8, 50, 16), half),
+    ]
+
+
 def test_what_does_not_train_keeps_nothing_below_it():
     settings = tiny_settings(vision=None, module=None, projector=None)
     model = meta_model(tiny_config(MDP), FAMILY, settings, "bf16")
