@@ -17,6 +17,7 @@ SHARED = {
     "closure",
     "compute",
     "device",
+    "gpus",
     "files",
     "reports",
     "progress",

@@ -155,10 +155,10 @@ class FusedMLP(Qwen2MLP):
 def recomputing(output: Tensor, function: Callable[..., Tensor], *inputs: Tensor) -> Iterator[None]:
     """Within, whoever keeps `output` for backward keeps `function` and `inputs` in its place."""
     kept = [tensor.detach() for tensor in inputs]
-    address, size = output.data_ptr(), output.numel()
+    address, size = output.untyped_storage()._cdata, output.numel()  # the storage's, which has one without memory too
 
     def pack(saved: Tensor) -> Tensor | torch.Size:
-        return saved.shape if saved.data_ptr() == address and saved.numel() == size else saved
+        return saved.shape if saved.untyped_storage()._cdata == address and saved.numel() == size else saved
 
     def unpack(packed: Tensor | torch.Size) -> Tensor:
         if isinstance(packed, Tensor):

@@ -65,6 +65,10 @@ def test_the_planned_configuration_is_the_bases_or_the_published_one(base: Path,
     assert config.mdp_config() == settings.module
     published = FAMILY.planned_config(tmp_path, tiny_settings(None))
     assert (published.mdp, published.text_config.num_hidden_layers) == (None, 28)
+    assert published.name_or_path == "llava-hf/llava-onevision-qwen2-7b-ov-hf"
+    small = FAMILY.planned_config(tmp_path / "llava-onevision-qwen2-0.5b-ov-hf", tiny_settings(None))
+    assert (small.text_config.hidden_size, small.tie_word_embeddings) == (896, True)
+    assert small.name_or_path == "llava-hf/llava-onevision-qwen2-0.5b-ov-hf"
     assert FAMILY.planned_config(tmp_path, settings).mdp_config() == settings.module
 
 
@@ -79,6 +83,18 @@ def test_the_published_shapes_give_the_published_number_of_parameters() -> None:
     )
     # llava-hf/llava-onevision-qwen2-7b-ov-hf: 8.03 B parameters
     assert counts["trainable"] + counts["frozen"] - counts["llm"] == pytest.approx(8.03e9, rel=0.005)
+
+
+def test_blank_images_are_those_that_the_processor_makes_of_a_pair(base: Path) -> None:
+    processor = FAMILY.load_processor(base)
+    pair = processor([(noise_image(0), noise_image(1))], ["What changed?"])
+    config = FAMILY.planned_config(base, tiny_settings())
+    blank = FAMILY.blank_images(config, "meta")
+    assert blank.keys() == {"pixel_values", "batch_num_images"}
+    for name, value in blank.items():
+        assert (value.shape, value.dtype) == (pair[name].shape, pair[name].dtype)
+    assert blank["pixel_values"].is_meta
+    assert blank["batch_num_images"].tolist() == pair["batch_num_images"].tolist()
 
 
 @pytest.mark.parametrize(("config", "tokens"), [(tiny_config(), 20), (seven_b_config(), 1460)])

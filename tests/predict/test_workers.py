@@ -21,6 +21,7 @@ from components.predict import workers
 from components.predict.pairs import batches, read_test_pairs
 from components.predict.workers import AHEAD, Batch, Job, caption, caption_here, caption_on_ray, images_ahead
 from components.records import DataError
+from components.section import ParamsError
 from tests.predict.test_stage import ORDER, compute, write_test_split
 from tests.tiny import tiny_base, tiny_checkpoint
 

@@ -97,6 +97,27 @@ def seven_b_config(mdp: dict | None = PAPER) -> M3DiffConfig:
     )
 
 
+def half_b_config(mdp: dict | None = PAPER) -> M3DiffConfig:
+    """The shapes of llava-hf/llava-onevision-qwen2-0.5b-ov-hf: the same vision encoder, a Qwen2 of 0.5 B parameters whose
+    embeddings are its head's weights."""
+    return M3DiffConfig(  # type: ignore[call-arg]
+        text_config={
+            "model_type": "qwen2",
+            "vocab_size": 152_000,
+            "hidden_size": 896,
+            "intermediate_size": 4864,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 14,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 32_768,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": True,
+        },
+        mdp=mdp,
+    )
+
+
 # LLaVA-OneVision's weights lie on disk under the names of its first release; M3Diff reads and writes the same names.
 register_checkpoint_conversion_mapping(
     M3DiffConfig.model_type, get_checkpoint_conversion_mapping(LlavaOnevisionConfig.model_type), overwrite=True
