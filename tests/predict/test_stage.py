@@ -200,6 +200,27 @@ def test_a_batch_holds_pairs_of_one_question_and_no_more_than_asked(
     assert seen == each + each, "the pairs, then the control"
 
 
+def test_maps_are_made_of_the_pairs_alone_in_the_batches_of_their_captions(
+    mixture: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, int]] = []
+    caption, saliency_map = Captioner.caption, Captioner.saliency_map
+
+    def captioned(self: Captioner, pairs: list, question: str) -> list[str]:
+        seen.append(("caption", len(pairs)))
+        return caption(self, pairs, question)
+
+    def mapped(self: Captioner, pairs: list) -> np.ndarray:
+        seen.append(("map", len(pairs)))
+        return saliency_map(self, pairs)
+
+    monkeypatch.setattr(Captioner, "caption", captioned)
+    monkeypatch.setattr(Captioner, "saliency_map", mapped)
+    run(settings(control_pairs=1), mixture, model, tmp_path)
+    both = [(kind, size) for size in (2, 1, 2) for kind in ("caption", "map")]
+    assert seen == [*both, ("caption", 1)], "nothing of the control, whose maps nobody reads"
+
+
 @pytest.mark.parametrize(("limit", "count"), [(1, 1), (3, 3), (5, 5), (9, 5)])
 def test_a_limit_takes_the_first_pairs(
     limit: int, count: int, written: tuple[Path, PredictReport], mixture: Path, model: Path, tmp_path: Path
