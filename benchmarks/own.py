@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 from transformers.utils import logging
 
-from components.device import Device, choose_accelerator
+from components.models.device import Device, choose_accelerator
 from components.train.engine import end_distributed
 from components.train.loop import Job, Runtime, start, train_step
 

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from components.consistency import check_paths, closest
-from components.device import DeviceError
 from components.gpus import GPUS
+from components.models.device import DeviceError
 from components.params import Params, load_params
 from components.records import DataError
 from components.section import ParamsError

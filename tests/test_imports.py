@@ -16,7 +16,6 @@ SHARED = {
     "section",
     "closure",
     "compute",
-    "device",
     "gpus",
     "files",
     "reports",

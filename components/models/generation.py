@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from components.device import Device
 from components.models.checkpoint import load_model
+from components.models.device import Device
 from components.models.family import Family, PairProcessor
 
 if TYPE_CHECKING:

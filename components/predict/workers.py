@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from components.compute import Compute
-from components.device import Device, environment
+from components.models.device import Device, environment
 from components.predict.journal import Answer
 from components.predict.pairs import PairSample
 from components.ray_cluster import start_ray

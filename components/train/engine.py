@@ -1,6 +1,6 @@
 """The DeepSpeed engine around a model: ZeRO stage and precision from the parameters, AdamW with its groups.
 
-DeepSpeed takes its accelerator when it is imported: `components.device` tells it which, before this module is.
+DeepSpeed takes its accelerator when it is imported: `components.models.device` tells it which, before this module is.
 """
 
 import math

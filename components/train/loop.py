@@ -15,10 +15,10 @@ import torch
 from deepspeed import DeepSpeedEngine
 
 from components.compute import Compute
-from components.device import Device
 from components.models import FAMILIES
 from components.models.attention import KERNELS, attention_of
 from components.models.checkpoint import save_checkpoint
+from components.models.device import Device
 from components.models.family import Family, PairProcessor, Settings
 from components.models.tuning import TrainableGroup, parameter_counts, prepare, trainable_groups, unwrapped
 from components.train.arithmetic import Work, describe, measure, mfu, peak_flops, progress_line

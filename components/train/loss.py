@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from components.device import Device
 from components.models.attention import RECURRING
+from components.models.device import Device
 from components.models.family import PairProcessor
 from components.models.fused import fused_attention
 from components.train.batches import MicroBatch

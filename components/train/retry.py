@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from components.device import DeviceError
+from components.models.device import DeviceError
 from components.records import DataError
 from components.section import ParamsError
 from components.train.job import Job

@@ -9,8 +9,8 @@ import os
 import shutil
 from typing import Any
 
-from components.device import Device, choose_accelerator, environment
 from components.files import write_atomic
+from components.models.device import Device, choose_accelerator, environment
 from components.ray_cluster import start_ray
 from components.train.job import Job, Runtime
 

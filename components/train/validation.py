@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from components.compute import Compute
-from components.device import Device
+from components.models.device import Device
 from components.models.family import Family, PairProcessor
 from components.models.generation import Captioner
 from components.models.tuning import unwrapped

@@ -13,7 +13,7 @@ import pytest
 import ray
 import torch
 
-from components.device import DeviceError
+from components.models.device import DeviceError
 from components.models.fused import FusedMLP, FusedRMSNorm
 from components.models.generation import load_captioner
 from components.models.images import load_image

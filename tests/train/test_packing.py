@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from components.device import Device
 from components.models import FAMILIES
 from components.models.attention import RECURRING
+from components.models.device import Device
 from components.models.fused import make_fused
 from components.models.tuning import prepare
 from components.train.loss import attention_inputs

@@ -8,9 +8,9 @@ import pyarrow as pa
 import pytest
 import torch
 
-from components.device import Device
 from components.models import FAMILIES
 from components.models.attention import KERNELS
+from components.models.device import Device
 from components.train import validation
 from components.train.samples import SCHEMA, Samples, read_samples
 from components.train.validation import Validation, cider, named, sample_pairs

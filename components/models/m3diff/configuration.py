@@ -98,8 +98,8 @@ def seven_b_config(mdp: dict | None = PAPER) -> M3DiffConfig:
 
 
 def half_b_config(mdp: dict | None = PAPER) -> M3DiffConfig:
-    """The shapes of llava-hf/llava-onevision-qwen2-0.5b-ov-hf: the same vision encoder, a Qwen2 of 0.5 B parameters whose
-    embeddings are its head's weights."""
+    """The shapes of llava-hf/llava-onevision-qwen2-0.5b-ov-hf: the same vision encoder, a Qwen2 of 0.5 B parameters
+    whose embeddings are its head's weights."""
     return M3DiffConfig(  # type: ignore[call-arg]
         text_config={
             "model_type": "qwen2",

@@ -2,7 +2,7 @@
 
 Counting rules: one multiply-add is 2 FLOP. Frozen linears take one more forward's worth in backward (the gradient of
 their input; visual tokens need it because the vision encoder trains), trained ones and attention two more. Causal
-attention counts half its square. Full recomputation is of transformers' layers: those of the LLM and the vision encoder.
+attention counts half its square. Full recomputation is of transformers' layers, in the LLM and the vision encoder.
 """
 
 from components.models.family import Term

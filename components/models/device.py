@@ -5,7 +5,6 @@ A machine with a GPU gives the same run as one without unless `compute.gpu` asks
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -73,12 +72,3 @@ def environment(gpu: bool) -> dict[str, str]:
     none, so both are told.
     """
     return {"DS_ACCELERATOR": "cuda"} if gpu else {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-
-
-def choose_accelerator(gpu: bool) -> None:
-    """Tell DeepSpeed in this process where it computes; it must not have chosen another before."""
-    os.environ["DS_ACCELERATOR"] = environment(gpu)["DS_ACCELERATOR"]
-    from deepspeed.accelerator import get_accelerator
-
-    chosen = get_accelerator().device_name()
-    assert chosen == os.environ["DS_ACCELERATOR"], f"DeepSpeed took {chosen} before compute.gpu was read"
