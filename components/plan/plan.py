@@ -202,8 +202,9 @@ def check_memory(
     Raises:
         DoesNotFit: names what is needed, what there is and what to lower.
     """
-    room = memory_gb or found_memory_gb() or kind_memory_gb(compute)
-    if compute.gpu and room:
+    if not compute.gpu:
+        return
+    if room := memory_gb or found_memory_gb() or kind_memory_gb(compute):
         check_fits(compute, make_plan(train, settings, compute, entries, convert, mixture), room)
 
 
