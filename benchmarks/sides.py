@@ -96,7 +96,7 @@ class Side:
     steps: int = 0
 
     def start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("fork")  # what the command has imported is not imported again
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=self.serve, args=(theirs,), daemon=True)
         self.process.start()

@@ -289,12 +289,11 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if gpu else "cpu")
     parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16" if gpu else "fp32")
     parser.add_argument("--repeats", type=int, help="rounds; 5 beside the peer, 9 of the ablation on a CPU, 2 on a GPU")
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--quick", action="store_true", help="three short rounds beside the peer alone; writes nothing")
     parser.add_argument("--profile", action="store_true", help="where a step's time goes, by operator")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
     facts = machine(torch.device(args.device))
     print(f"{facts['device']}, {args.shapes} shapes, {args.precision}; load {facts['load_before']}", flush=True)
     sides = compared(args) if args.device == "cpu" and args.precision == "fp32" else {}
