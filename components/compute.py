@@ -19,6 +19,7 @@ class Compute(Section):
     gpu: bool
     gpu_memory_gb: float = Field(ge=0)  # of one GPU; a run that needs more is refused before it starts
     micro_batch: int = Field(ge=1)  # sequences on one worker at a time
+    attention: Literal["auto", "flex", "sdpa"]  # the LLM's kernel; auto: flex for branches on a GPU, else sdpa
     zero_stage: Literal[0, 1, 2, 3]
     activation_checkpointing: Literal["none", "selective", "full"]
     checkpoint_every_steps: int = Field(ge=1)

@@ -25,10 +25,12 @@ class Device:
     Attributes:
         gpu: the current GPU, else the CPU.
         precision: of the weights that the model computes with.
+        attention: the kernel of the LLM while it trains (components/models/attention.py).
     """
 
     gpu: bool
     precision: Precision
+    attention: Literal["sdpa", "flex"] = "sdpa"
 
     @property
     def torch(self) -> torch.device:

@@ -71,8 +71,9 @@ class PairProcessor(Protocol):
     def prepare_image(self, image: Image.Image) -> np.ndarray:
         """One image as uint8 [side, side, 3]."""
 
-    def image_inputs(self, prepared: np.ndarray) -> dict[str, Tensor]:
-        """Model inputs of prepared images, uint8 [2 B, side, side, 3]: before, after, before, after, ..."""
+    def image_inputs(self, prepared: Tensor) -> dict[str, Tensor]:
+        """Model inputs of prepared images, uint8 [2 B, side, side, 3]: before, after, before, after, ... On a GPU where
+        the images are; normalising is done there."""
 
     def __call__(self, pairs: list[ImagePair], questions: list[str]) -> dict[str, Tensor]:
         """Inputs of `generate`, left-padded."""

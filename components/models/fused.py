@@ -1,12 +1,13 @@
 """Fused kernels for a Qwen2 LLM with peft's adapters: the same numbers from less work and memory.
 
-`make_fused` changes the classes of modules in place and can be called again with other choices. With activation
-checkpointing `selective` no output of a norm and no SwiGLU product is kept: elementwise work is redone in backward, a
-matrix product never.
+`make_fused` changes the classes of modules in place and can be called again with other choices. While training, the
+last layer computes its outputs only where a token is supervised: of the other tokens only keys and values matter there.
+With activation checkpointing `selective` no output of a norm and no SwiGLU product is kept: elementwise work is redone
+in backward, a matrix product never.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -14,11 +15,17 @@ import torch
 from peft.tuners.lora.layer import Linear as LoraLinear
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 from transformers import PreTrainedModel
-from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2MLP, Qwen2RMSNorm
+from transformers.models.qwen2.modeling_qwen2 import (
+    Qwen2Attention,
+    Qwen2DecoderLayer,
+    Qwen2MLP,
+    Qwen2RMSNorm,
+    apply_rotary_pos_emb,
+)
 
-FUSED_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+from components.models.attention import FUSED_ATTENTION, FromRows, Layout, attend, attend_rows
 
 
 def fused_attention() -> AbstractContextManager[None]:
@@ -26,31 +33,82 @@ def fused_attention() -> AbstractContextManager[None]:
     return sdpa_kernel(FUSED_ATTENTION)
 
 
-def attention_kernels(flex: bool) -> dict[str, str]:
-    """transformers' `attn_implementation`: SDPA, and FlexAttention for the LLM where asked (branches on a GPU)."""
-    return {"": "sdpa", "text_config": "flex_attention" if flex else "sdpa", "vision_config": "sdpa"}
+class AdaptedLinear(torch.autograd.Function):
+    """x W' + b + s (x A') B', with fewer passes over the gradients than autograd takes of the same.
+
+    x: [T, in]; weight: [out, in], frozen; lora_a: [r, in]; lora_b: [out, r].
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, lora_a: Tensor, lora_b: Tensor, scaling: float
+    ) -> Tensor:
+        low = F.linear(x, lora_a)
+        ctx.save_for_backward(x, weight, low, lora_a, lora_b)
+        ctx.scaling = scaling
+        return F.linear(x, weight, bias).addmm_(low, lora_b.t(), alpha=scaling)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, Tensor, Tensor, None]:
+        x, weight, low, lora_a, lora_b = ctx.saved_tensors
+        of_low = torch.mm(grad, lora_b).mul_(ctx.scaling)
+        of_x = torch.mm(grad, weight).addmm_(of_low, lora_a)
+        return of_x, None, None, of_low.t() @ x, (grad.t() @ low).mul_(ctx.scaling), None
 
 
 class FusedLora(LoraLinear):
-    """One linear with its adapter, added into the linear's output by the second product itself (`addmm`)."""
+    """One linear with its adapter."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if self.disable_adapters or self.merged:
+        if self.disable_adapters or self.merged or not self.training:
             return super().forward(x, *args, **kwargs)
         (adapter,) = self.active_adapters
         base: Any = self.base_layer
-        lora_a: Any = self.lora_A[adapter]
-        lora_b: Any = self.lora_B[adapter]
-        flat = x.flatten(0, -2)  # two dimensions: an in-place product on a view would copy its gradient
-        result = F.linear(flat, base.weight, base.bias)
-        result.addmm_(F.linear(flat, lora_a.weight), lora_b.weight.t(), alpha=self.scaling[adapter])
+        a, b = self.lora_A[adapter].weight, self.lora_B[adapter].weight
+        result = AdaptedLinear.apply(x.flatten(0, -2), base.weight, base.bias, a, b, self.scaling[adapter])
         return result.unflatten(0, x.shape[:-1])
+
+
+def folded(linears: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of one linear that gives the outputs of all, with the adapters in the weights."""
+    weights, biases = zip(*(_folded(linear) for linear in linears), strict=True)
+    return torch.cat(weights), None if biases[0] is None else torch.cat(biases)
+
+
+def _folded(linear: Any) -> tuple[Tensor, Tensor | None]:
+    if not isinstance(linear, LoraLinear):
+        return linear.weight, linear.bias
+    (adapter,) = linear.active_adapters
+    base: Any = linear.base_layer
+    a, b = linear.lora_A[adapter].weight, linear.lora_B[adapter].weight
+    return torch.addmm(base.weight, b, a, alpha=linear.scaling[adapter]), base.bias
+
+
+class RMSNorm(torch.autograd.Function):
+    """x / rms(x) * weight for a frozen weight, in few passes; on a CPU torch's own takes many."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        inverse = (size.square_().div_(x.shape[-1]).add_(epsilon)).rsqrt_()
+        ctx.save_for_backward(x, weight, inverse)
+        return (x * inverse).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        x, weight, inverse = ctx.saved_tensors
+        of_normed = grad * weight
+        along = torch.linalg.vecdot(of_normed, x)[..., None]
+        along = along.mul_(inverse.pow(3)).div_(-x.shape[-1])
+        return of_normed.mul_(inverse).addcmul_(x, along), None, None
 
 
 class FusedRMSNorm(Qwen2RMSNorm):
     """One kernel that keeps its input, where transformers keeps three copies in fp32."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        if hidden_states.device.type == "cpu" and not self.weight.requires_grad:
+            return RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon)
         return F.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
 
 
@@ -59,9 +117,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    gate_sigmoid = gate.sigmoid()
-    silu = gate * gate_sigmoid
-    return grad * up * (gate_sigmoid + silu * (1 - gate_sigmoid)), grad * silu
+    return torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)
 
 
 @cache
@@ -112,23 +168,143 @@ def recomputing(output: Tensor, function: Callable[..., Tensor], *inputs: Tensor
         yield
 
 
-class SelectiveMLP(Qwen2MLP):
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_proj(x), self.up_proj(x)
-        product = SwiGLU.apply(gate, up)
-        with recomputing(product, SwiGLU.apply, gate, up):
-            return self.down_proj(product)
+class FusedDecoderLayer(Qwen2DecoderLayer):
+    """One layer whose outputs, in the last layer, are those of the supervised tokens alone."""
 
+    selective = False
 
-class SelectiveDecoderLayer(Qwen2DecoderLayer):
-    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:  # type: ignore[override]
-        normed = self.input_layernorm(hidden_states)
-        with recomputing(normed, self.input_layernorm, hidden_states):
-            attention_output, _ = self.self_attn(hidden_states=normed, **kwargs)
-        middle = hidden_states + attention_output
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Any = None,
+        attention_mask: Any = None,
+        layout: Layout | None = None,
+        kept: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """[1, T, D] to [1, T, D], or to [1, supervised, D] where `kept` holds the places of these in the last layer."""
+        rest = {"position_embeddings": position_embeddings, "attention_mask": attention_mask, "layout": layout}
+        if not self.training:
+            return super().forward(hidden_states, **rest, **kwargs)
+        attention, norm = self.self_attn, self.input_layernorm
+        normed = norm(hidden_states)
+        with self.keeping(normed, norm, hidden_states):
+            shape = (*normed.shape[:-1], -1, attention.head_dim)
+            query, key, value = (
+                project(normed).view(shape).transpose(1, 2)
+                for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+            )
+        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        heads, _ = attend(attention, query, key, value, attention_mask, layout, attention.scaling)
+        heads = heads.flatten(2)
+        if kept is not None and is_last(attention):
+            hidden_states, heads = hidden_states.index_select(1, kept), heads.index_select(1, kept)
+        middle = hidden_states + attention.o_proj(heads)
         normed = self.post_attention_layernorm(middle)
-        with recomputing(normed, self.post_attention_layernorm, middle):
-            return middle + self.mlp(normed)
+        with self.keeping(normed, self.post_attention_layernorm, middle):
+            gate, up = self.mlp.gate_proj(normed), self.mlp.up_proj(normed)
+        product = SwiGLU.apply(gate, up)
+        with self.keeping(product, SwiGLU.apply, gate, up):
+            return middle + self.mlp.down_proj(product)
+
+    def keeping(self, output: Tensor, function: Callable[..., Tensor], *inputs: Tensor) -> AbstractContextManager[None]:
+        return recomputing(output, function, *inputs) if self.selective else nullcontext()
+
+
+class SelectiveDecoderLayer(FusedDecoderLayer):
+    selective = True
+
+
+def trims(llm: Any) -> bool:
+    """Whether the LLM's last layer takes `kept`."""
+    return isinstance(llm.layers[-1], FusedDecoderLayer)
+
+
+def is_last(attention: Qwen2Attention) -> bool:
+    return attention.layer_idx == attention.config.num_hidden_layers - 1
+
+
+class FoldedDecoderLayer(FusedDecoderLayer):
+    """The same with the adapters in the weights, so that a product takes the place of three: quicker where the linears
+    are hardly wider than the adapters' rank (`folding_pays`). In fp32 alone: bf16 would round the adapters away."""
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Any = None,
+        attention_mask: Any = None,
+        layout: Layout | None = None,
+        kept: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        if not self.training or layout is None:
+            rest = {"position_embeddings": position_embeddings, "attention_mask": attention_mask, "layout": layout}
+            return super().forward(hidden_states, kept=kept, **rest, **kwargs)
+        attention, mlp = self.self_attn, self.mlp
+        flat = hidden_states[0]
+        projected = F.linear(
+            self.input_layernorm(flat), *folded([attention.q_proj, attention.k_proj, attention.v_proj])
+        )
+        cos, sin = (table[0] for table in position_embeddings)
+        query, key, value = RotatedRows.apply(projected, cos, sin, layout, attention.config.num_attention_heads)
+        heads = attend_rows(query, key, value, layout.mask, attention.scaling)
+        heads = FromRows.apply(heads.flatten(2), layout.places, len(flat))
+        if kept is not None and is_last(attention):
+            flat, heads = flat.index_select(0, kept), heads.index_select(0, kept)
+        middle = torch.addmm(flat, heads, folded([attention.o_proj])[0].t())
+        gates = F.linear(self.post_attention_layernorm(middle), folded([mlp.gate_proj, mlp.up_proj])[0])
+        product = SwiGLU.apply(*gates.chunk(2, dim=-1))
+        return torch.addmm(middle, product, folded([mlp.down_proj])[0].t())[None]
+
+
+class RotatedRows(torch.autograd.Function):
+    """Queries, keys and values [T, (heads + 2 key heads) d] to rows [B, heads, S, d] each, the first two with rotary
+    positions."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, projected: Tensor, cos: Tensor, sin: Tensor, layout: Layout, heads: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        width = cos.shape[-1]
+        key_heads = (projected.shape[1] // width - heads) // 2
+        split = projected.view(len(projected), -1, width)
+        turned = rotated(split[:, : heads + key_heads], cos, sin)
+        ctx.layout, ctx.cos, ctx.sin, ctx.tokens = layout, cos, sin, len(projected)
+        each = (turned[:, :heads], turned[:, heads:], split[:, heads + key_heads :])
+        query, key, value = (_rows(part, layout) for part in each)
+        return query, key, value
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        flat = [
+            grad.transpose(1, 2).flatten(0, 1).index_select(0, ctx.layout.places) for grad in grads
+        ]
+        turned = rotated(torch.cat(flat[:2], dim=1), ctx.cos, -ctx.sin)
+        return torch.cat([turned, flat[2]], dim=1).flatten(1), None, None, None, None
+
+
+def _rows(part: Tensor, layout: Layout) -> Tensor:
+    """[T, heads, d] to [B, heads, S, d]."""
+    return part.index_select(0, layout.rows.flatten()).unflatten(0, layout.rows.shape).transpose(1, 2)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions on [T, heads, d]; `cos` and `sin` are [T, d], each half alike."""
+    half = x.shape[-1] // 2
+    turned = x * cos[:, None]
+    turned[..., :half].addcmul_(x[..., half:], sin[:, None, :half], value=-1)
+    turned[..., half:].addcmul_(x[..., :half], sin[:, None, half:])
+    return turned
+
+
+def folding_pays(model: nn.Module) -> bool:
+    """Whether one product with the adapters in the weights takes fewer FLOPs than the frozen product and the adapter's
+    two: in a step 6 in out against 4 in out + 6 r (in + out) a token; only weights in fp32."""
+    adapted = [module for module in model.modules() if isinstance(module, LoraLinear)]
+    if not adapted or any(module.weight.dtype != torch.float32 for module in adapted):
+        return False
+    sizes = [(one.in_features, one.out_features, one.r[one.active_adapters[0]]) for one in adapted]
+    return sum(2 * i * o for i, o, _ in sizes) < sum(6 * r * (i + o) for i, o, r in sizes)
 
 
 STOCK: tuple[type[nn.Module], ...] = (LoraLinear, Qwen2RMSNorm, Qwen2MLP, Qwen2DecoderLayer)
@@ -142,8 +318,8 @@ def make_fused(
     Args:
         activation_checkpointing: what backward recomputes: "none", "selective" (norms and SwiGLU products) or "full"
             (every layer).
-        fused: one kernel for a norm and one for SwiGLU; `selective` needs it.
-        lora: adapters added by `addmm`.
+        fused: fused norms, SwiGLU and layers; `selective` needs it.
+        lora: adapters added into the linears' outputs, or in the weights where that is less work.
     """
     known = ("none", "selective", "full")
     assert activation_checkpointing in known, f"{activation_checkpointing!r} is none of {known}"
@@ -151,9 +327,11 @@ def make_fused(
     assert fused or not selective, "selective recomputation is of the fused norm and product"
     chosen: dict[type[nn.Module], type[nn.Module]] = {LoraLinear: FusedLora} if lora else {}
     if fused:
-        chosen |= {Qwen2RMSNorm: FusedRMSNorm, Qwen2MLP: FusedMLP}
-    if selective:
-        chosen |= {Qwen2MLP: SelectiveMLP, Qwen2DecoderLayer: SelectiveDecoderLayer}
+        chosen |= {Qwen2RMSNorm: FusedRMSNorm, Qwen2MLP: FusedMLP, Qwen2DecoderLayer: FusedDecoderLayer}
+        if selective:
+            chosen[Qwen2DecoderLayer] = SelectiveDecoderLayer
+        elif lora and folding_pays(model):
+            chosen[Qwen2DecoderLayer] = FoldedDecoderLayer
     for module in model.modules():
         stock = next((kind for kind in STOCK if isinstance(module, kind)), None)
         if stock:

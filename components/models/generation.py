@@ -45,7 +45,8 @@ class Captioner:
     def saliency_map(self, pairs: Sequence[ImagePair]) -> np.ndarray:
         """Where the model looks for the difference: [pairs, rows, columns] float16 over the patch grid, sums to 1."""
         prepared = np.stack([self.processor.prepare_image(image) for pair in pairs for image in pair])
-        found = self.family.saliency_map(self.model, self._moved(self.processor.image_inputs(prepared)))
+        inputs = self.processor.image_inputs(torch.from_numpy(prepared))
+        found = self.family.saliency_map(self.model, self._moved(inputs))
         return found.float().cpu().numpy().astype(np.float16)  # numpy knows no bfloat16
 
     def _moved(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -35,7 +35,7 @@ def measure(schedule: Schedule, loader: Loader, accumulation: int, family: Famil
     sequences = schedule.epoch(0)
     lengths = []
     for rows in sequences[:COUNTED]:
-        packed = pack([loader.pairs_of(rows)], loader.processor.pad_id)
+        packed = pack([loader.pairs_of(rows)])
         lengths.append((packed.input_ids.shape[1], len(packed.labels)))
     tokens, supervised = (float(value) for value in np.mean(lengths, axis=0))
     return Work(

@@ -185,7 +185,7 @@ class Loader:
             weights += [weight] * sum(len(reference) for _, reference in group)
         files = [file for rows, _ in micro_batch for file in self.samples.images(int(rows[0]))]
         images = np.stack([self.prepared(*file) for file in files])
-        return MicroBatch(pack(groups, self.processor.pad_id), images, torch.tensor(weights, dtype=torch.float32))
+        return MicroBatch(pack(groups), images, torch.tensor(weights, dtype=torch.float32))
 
     def stream(self, schedule: Schedule, rank: int, first_step: int) -> Iterator[list[MicroBatch]]:
         """The micro-batches of each step from `first_step` to the end of the run."""

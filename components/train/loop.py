@@ -16,10 +16,11 @@ import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 
 from components.compute import Compute
+from components.device import Device
 from components.models import FAMILIES
 from components.models.checkpoint import save_checkpoint
 from components.models.family import Family, PairProcessor, Settings
-from components.models.fused import attention_kernels
+from components.models.attention import KERNELS, attention_of
 from components.models.tuning import TrainableGroup, parameter_counts, prepare, trainable_groups, unwrapped
 from components.train.arithmetic import Work, describe, measure, mfu, peak_flops, progress_line
 from components.train.batches import Loader, MicroBatch, Schedule, read_samples, read_training_samples
@@ -97,7 +98,7 @@ class Run:
     validation: Validation
     curve: Curve
     parameters: dict[str, int]
-    device: torch.device
+    device: Device
     seconds: float = 0.0
     waited: float = 0.0
     captions: int = 0  # of this process, for its speed
@@ -131,12 +132,13 @@ def start(job: Job, runtime: Runtime) -> Run:
     """Model, engine, schedule and what is validated."""
     cfg, compute = job.cfg, job.compute
     torch.set_num_threads(compute.cpus_per_worker)
-    device = torch.device("cuda", torch.cuda.current_device()) if compute.gpu else torch.device("cpu")
+    kernel = attention_of(compute.attention, compute.gpu, cfg.max_captions_per_sequence)
+    device = Device(compute.gpu, cfg.precision, kernel)
     family = FAMILIES[job.model.family]
     model, processor = prepare_model(cfg, job.model, compute, family)
     groups = trainable_groups(model, family, job.model)
     parameters = parameter_counts(model, family)
-    engine = build_engine(cfg, compute, model.to(device), groups, runtime.ranks)
+    engine = build_engine(cfg, compute, model.to(device.torch), groups, runtime.ranks)
     samples, val = read_training_samples(job.mixture), read_samples(job.mixture / "val")
     schedule = Schedule(
         samples=samples,
@@ -160,8 +162,8 @@ def prepare_model(cfg: Train, settings: Settings, compute: Compute, family: Fami
     model = family.load_base(
         cfg.base,
         settings,
-        torch.bfloat16 if cfg.precision == "bf16" else torch.float32,
-        attention_kernels(compute.gpu and cfg.max_captions_per_sequence != 1),
+        Device(compute.gpu, cfg.precision).dtype,
+        KERNELS,
     )
     adapted = prepare(model, family, settings)
     family.fuse(model, compute.activation_checkpointing)
@@ -219,21 +221,21 @@ def take_step(
     engine: DeepSpeedEngine,
     batches: list[MicroBatch],
     processor: PairProcessor,
-    device: torch.device,
+    device: Device,
     ranks: int,
 ) -> tuple[float, float]:
     """One optimizer step over a global batch: its mean loss per supervised token, and the gradient's norm."""
     tokens = sum_over_ranks(torch.tensor(float(sum(batch.supervised_tokens for batch in batches))), ranks)
-    total, norm = torch.zeros(()), 0.0
+    total, norm = torch.zeros((), device=device.torch), 0.0  # stays there: reading it would wait for the GPU
     for number, batch in enumerate(batches, start=1):
         loss = token_loss(engine, batch, processor, device)
-        total += loss.detach().cpu()
-        engine.backward(loss * (ranks * len(batches)) / tokens.to(device))  # DeepSpeed divides by both
+        total += loss.detach()
+        engine.backward(loss * (ranks * len(batches)) / float(tokens))  # DeepSpeed divides by both
         if number < len(batches):
             engine.step()
         else:
             norm = apply_step(engine)
-    return float(sum_over_ranks(total, ranks) / tokens), norm
+    return float(sum_over_ranks(total.cpu(), ranks) / tokens), norm
 
 
 def log_step(run: Run, work: Work, step: int, own_steps: int, peak: float | None) -> None:

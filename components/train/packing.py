@@ -2,49 +2,88 @@
 
 The images and the question are read once; each reference is a branch that attends to the prefix and to itself, never to
 its siblings, and whose positions restart where the prefix ends. Loss and gradients equal those of one sequence per
-reference. Shapes: B sequences, S tokens; `-1` marks padding.
+reference. The B sequences of a micro-batch lie end to end in one row of T tokens, so no token is padding but for a few
+at its end where lengths are to recur.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from os.path import commonprefix
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+from components.models.attention import Layout
 
 PREFIX, PAD = 0, -1
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Model inputs of B packed sequences.
+    """Model inputs of B packed sequences, end to end.
 
     Attributes:
-        input_ids, position_ids: [B, S].
-        segments: [B, S]; 0 the shared prefix, 1, 2, ... the branches, -1 padding.
-        supervised: [B, S] bool; positions whose next token is part of an answer.
+        input_ids, position_ids: [1, T].
+        sequences: [T]; the number of each token's sequence, rising; -1 padding at the end of the row.
+        segments: [T]; 0 the shared prefix, 1, 2, ... the branches, -1 padding.
+        supervised: [1, T] bool; positions whose next token is part of an answer.
         labels: [supervised tokens], in the order of `supervised`.
     """
 
     input_ids: Tensor
     position_ids: Tensor
+    sequences: Tensor
     segments: Tensor
     supervised: Tensor
     labels: Tensor
 
-    @property
+    @cached_property
     def is_plain(self) -> bool:
-        """No sequence has a second branch, so causal attention alone is right."""
+        """No sequence has a second branch, so causal attention within each is right."""
         return int(self.segments.max()) <= 1
 
-    def mask(self, device: torch.device | str = "cpu", flex: bool = False) -> "Tensor | BlockMask | None":
-        """Who attends to whom: [B, 1, S, S] bool, FlexAttention's form of it, or None where causal attention alone is
-        right."""
-        if self.is_plain:
-            return None
-        segments = self.segments.to(device)
-        return flex_mask(segments) if flex else prefix_mask(segments)
+    @property
+    def tokens(self) -> int:
+        """T, padding included."""
+        return self.input_ids.shape[1]
+
+    def rounded_up(self, multiple: int, pad_id: int) -> "Packed":
+        """The same with padding at the end of the row, so that T is a multiple and shapes recur."""
+        extra = -self.tokens % multiple
+        if not extra:
+            return self
+        return Packed(
+            F.pad(self.input_ids, (0, extra), value=pad_id),
+            F.pad(self.position_ids, (0, extra)),
+            F.pad(self.sequences, (0, extra), value=PAD),
+            F.pad(self.segments, (0, extra), value=PAD),
+            F.pad(self.supervised, (0, extra)),
+            self.labels,
+        )
+
+    def layout(self) -> Layout:
+        """The sequences as rows of a rectangle [B, S], for attention kernels that know no other shape."""
+        lengths = torch.bincount(self.sequences[self.sequences != PAD])
+        inside = torch.arange(int(lengths.max())) < lengths[:, None]
+        rows = torch.zeros(inside.shape, dtype=torch.long)
+        rows[inside] = torch.arange(int(lengths.sum()))
+        mask = None
+        if not self.is_plain:
+            mask = prefix_mask(self.segments[rows].masked_fill(~inside, PAD))
+        return Layout(rows, inside.flatten().nonzero().flatten(), mask)
+
+    def mask(self) -> Tensor:
+        """Who attends to whom in the whole row, [1, 1, T, T] bool: the rule itself, for any kernel that takes a mask."""
+        place = torch.arange(self.tokens)
+        return row_rule(self.sequences, self.segments)(torch.tensor(0), torch.tensor(0), place[:, None], place)[None, None]
+
+    def block_mask(self, device: torch.device | str = "cpu") -> BlockMask:
+        """The rule over the whole row for FlexAttention, which skips the blocks where no token sees another."""
+        rule = row_rule(self.sequences.to(device), self.segments.to(device))
+        return create_block_mask(rule, None, None, self.tokens, self.tokens, device=str(device))
 
 
 def prefix_rule(segments: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
@@ -61,43 +100,49 @@ def prefix_rule(segments: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], 
     return sees
 
 
+def row_rule(sequences: Tensor, segments: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """The same over sequences end to end: a token sees its own sequence alone."""
+    within = prefix_rule(segments[None])
+
+    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return within(batch * 0, head, query, key) & (sequences[query] == sequences[key])
+
+    return sees
+
+
 def prefix_mask(segments: Tensor) -> Tensor:
-    """The rule as a dense mask, [B, 1, S, S] bool."""
+    """The rule for [B, S] segments as a dense mask, [B, 1, S, S] bool."""
     batch = torch.arange(segments.shape[0], device=segments.device)[:, None, None, None]
     place = torch.arange(segments.shape[1], device=segments.device)
     return prefix_rule(segments)(batch, batch, place[:, None], place)
 
 
-def flex_mask(segments: Tensor) -> BlockMask:
-    """The rule for FlexAttention, which skips the blocks where no token sees another."""
-    count, size = segments.shape
-    return create_block_mask(prefix_rule(segments), count, None, size, size, device=str(segments.device))
-
-
-def pack(groups: Sequence[Sequence[tuple[Sequence[int], Sequence[int]]]], pad_id: int) -> Packed:
+def pack(groups: Sequence[Sequence[tuple[Sequence[int], Sequence[int]]]]) -> Packed:
     """Pack each group of (prompt, answer) token ids into one sequence.
 
     The prefix is what all prompts of the group share, less the last prompt token: that is repeated in every branch,
     or no branch could be asked for its first answer token.
     """
-    rows = [_pack_one(group) for group in groups]
-    size = max(len(row.ids) for row in rows)
-    shape = (len(rows), size)
-    input_ids, position_ids = torch.full(shape, pad_id), torch.zeros(shape, dtype=torch.long)
-    segments, supervised = torch.full(shape, PAD), torch.zeros(shape, dtype=torch.bool)
-    for number, row in enumerate(rows):
-        length = len(row.ids)
-        input_ids[number, :length] = torch.tensor(row.ids)
-        position_ids[number, :length] = torch.tensor(row.positions)
-        segments[number, :length] = torch.tensor(row.segments)
-        supervised[number, row.supervised] = True
-    labels = torch.tensor([label for row in rows for label in row.labels])
+    packed = [_pack_one(group) for group in groups]
+    supervised = torch.cat([torch.zeros(len(one.ids), dtype=torch.bool) for one in packed])
+    start = 0
+    for one in packed:
+        supervised[[start + place for place in one.supervised]] = True
+        start += len(one.ids)
+    labels = torch.tensor([label for one in packed for label in one.labels])
     assert int(supervised.sum()) == len(labels), f"{int(supervised.sum())} supervised positions, {len(labels)} labels"
-    return Packed(input_ids, position_ids, segments, supervised, labels)
+    return Packed(
+        input_ids=torch.tensor([[token for one in packed for token in one.ids]]),
+        position_ids=torch.tensor([[place for one in packed for place in one.positions]]),
+        sequences=torch.repeat_interleave(torch.tensor([len(one.ids) for one in packed])),
+        segments=torch.tensor([segment for one in packed for segment in one.segments]),
+        supervised=supervised[None],
+        labels=labels,
+    )
 
 
 @dataclass(frozen=True)
-class _Row:
+class _Sequence:
     ids: list[int]
     positions: list[int]
     segments: list[int]
@@ -105,16 +150,16 @@ class _Row:
     labels: list[int]
 
 
-def _pack_one(group: Sequence[tuple[Sequence[int], Sequence[int]]]) -> _Row:
+def _pack_one(group: Sequence[tuple[Sequence[int], Sequence[int]]]) -> _Sequence:
     prompts = [list(prompt) for prompt, _ in group]
     shared = min(len(commonprefix(prompts)), *(len(prompt) - 1 for prompt in prompts))
-    row = _Row(prompts[0][:shared], list(range(shared)), [PREFIX] * shared, [], [])
+    one = _Sequence(prompts[0][:shared], list(range(shared)), [PREFIX] * shared, [], [])
     for branch, (prompt, answer) in enumerate(group, start=1):
         tail = [*prompt[shared:], *answer[:-1]]
-        first = len(row.ids) + len(prompt) - shared - 1
-        row.supervised.extend(range(first, first + len(answer)))
-        row.labels.extend(answer)
-        row.ids.extend(tail)
-        row.positions.extend(range(shared, shared + len(tail)))
-        row.segments.extend([branch] * len(tail))
-    return row
+        first = len(one.ids) + len(prompt) - shared - 1
+        one.supervised.extend(range(first, first + len(answer)))
+        one.labels.extend(answer)
+        one.ids.extend(tail)
+        one.positions.extend(range(shared, shared + len(tail)))
+        one.segments.extend([branch] * len(tail))
+    return one

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from components.compute import Compute
+from components.device import Device
 from components.models.family import Family, PairProcessor
 from components.models.generation import Captioner
 from components.models.tuning import unwrapped
@@ -52,7 +53,7 @@ class Validation:
         compute: Compute,
         seed: int,
         place: tuple[int, int],
-        device: torch.device,
+        device: Device,
     ) -> None:
         self.samples, self.processor, self.family, self.device = samples, processor, family, device
         self.rank, self.ranks = place

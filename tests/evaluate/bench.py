@@ -172,6 +172,7 @@ def compute(**changes: Any) -> Compute:
         "workers": 0,
         "cpus_per_worker": 1,
         "gpu": False,
+        "attention": "auto",
         "gpu_memory_gb": 0,
         "micro_batch": 1,
         "zero_stage": 0,

@@ -103,6 +103,7 @@ def compute_section(**changes: object) -> Compute:
         "workers": 4,
         "cpus_per_worker": 1,
         "gpu": True,
+        "attention": "auto",
         "gpu_memory_gb": 80,
         "micro_batch": 3,
         "zero_stage": 0,

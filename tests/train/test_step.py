@@ -34,7 +34,7 @@ def gradients(made: Recipe, run: Run, step: int) -> dict[str, Tensor]:
             position_ids=batch.packed.position_ids,
             attention_mask=batch.packed.mask(),
             logits_to_keep=batch.packed.supervised,
-            **processor.image_inputs(batch.images),
+            **processor.image_inputs(torch.from_numpy(batch.images)),
         ).logits
         chosen = logits.float().log_softmax(-1)[torch.arange(len(batch.packed.labels)), batch.packed.labels]
         total, tokens = total - chosen.sum(), tokens + len(chosen)

@@ -66,7 +66,7 @@ def losses_by_hand(model: torch.nn.Module, found: Validation) -> dict[str, list[
         with torch.no_grad():
             logits = model(
                 input_ids=batch.packed.input_ids, logits_to_keep=batch.packed.supervised,
-                **found.processor.image_inputs(batch.images),
+                **found.processor.image_inputs(torch.from_numpy(batch.images)),
             ).logits  # fmt: skip
         chosen = logits.log_softmax(-1)[torch.arange(len(batch.packed.labels)), batch.packed.labels]
         sums[found.samples.dataset[row]][0] -= float(chosen.sum())

@@ -66,6 +66,7 @@ COMPUTE: dict[str, Any] = {
     "workers": 0,
     "cpus_per_worker": 1,
     "gpu": False,
+    "attention": "auto",
     "gpu_memory_gb": 0,
     "micro_batch": 4,
     "zero_stage": 0,

@@ -6,6 +6,7 @@ Shapes: B pairs, N patches per image, D the vision encoder's width; images come 
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers import (
 from transformers import logging as transformers_logging
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
+from components.models.fused import trims
 from components.models.m3diff.configuration import PAPER, M3DiffConfig
 from components.models.m3diff.mdp import DifferentialPerception, Projection
 
@@ -153,6 +155,21 @@ class M3DiffForConditionalGeneration(NewModuleInit, LlavaOnevisionForConditional
         parameters = sum(p.numel() for p in model.parameters())
         logger.info("%s: %s parameters loaded, %d tensors of the MDP module new", name, f"{parameters:,}", len(new))
         return (model, info) if wants_info else model
+
+    def _supports_mm_encoder_outputs(self) -> bool:
+        """`generate` encodes the images within `forward`, where ZeRO 3 has the weights together."""
+        return False
+
+    @wraps(LlavaOnevisionForConditionalGeneration.forward)  # `generate` reads the arguments off the signature
+    def forward(self, *args: Any, logits_to_keep: int | Tensor = 0, **kwargs: Any) -> Any:
+        """As LLaVA-OneVision's. While training with a mask of the logits to keep, [B, T] bool, the LLM's last layer and
+        head work on those tokens alone; the logits are [tokens kept, vocabulary]."""
+        if not self.training or isinstance(logits_to_keep, int) or not trims(self.model.language_model):
+            return super().forward(*args, logits_to_keep=logits_to_keep, **kwargs)
+        kept = logits_to_keep.flatten().nonzero().flatten().to(self.lm_head.weight.device, non_blocking=True)
+        output = super().forward(*args, kept=kept, **kwargs)
+        output.logits = output.logits.flatten(0, 1)
+        return output
 
     @torch.no_grad()
     def saliency_map(self, pixel_values: Tensor) -> Tensor:

@@ -71,13 +71,16 @@ class M3DiffImageProcessor(BaseImageProcessor):
             image = image.resize((self.side, self.side), Image.Resampling.BICUBIC)
         return np.asarray(image)
 
-    def to_pixels(self, prepared: np.ndarray) -> Tensor:
-        """[..., side, side, 3] uint8 to [..., 3, side, side] float32."""
-        mean, std = (255 * np.asarray(values, np.float32) for values in (self.image_mean, self.image_std))
-        return torch.from_numpy(np.moveaxis((prepared - mean) / std, -1, -3).copy())
+    def to_pixels(self, prepared: Tensor) -> Tensor:
+        """[..., side, side, 3] uint8 to [..., 3, side, side] float32, on the device where they are."""
+        mean, std = (
+            255 * torch.tensor(values, dtype=torch.float32, device=prepared.device)
+            for values in (self.image_mean, self.image_std)
+        )
+        return ((prepared - mean) / std).movedim(-1, -3).contiguous()
 
     def preprocess(self, images: list[Image.Image], **kwargs: Any) -> BatchFeature:
-        return BatchFeature({"pixel_values": self.to_pixels(np.stack([self.prepare_image(image) for image in images]))})
+        return BatchFeature({"pixel_values": self.to_pixels(_stacked([self.prepare_image(image) for image in images]))})
 
 
 class M3DiffProcessor(ProcessorMixin):
@@ -140,11 +143,11 @@ class M3DiffProcessor(ProcessorMixin):
         """One image as [side, side, 3] uint8."""
         return self.image_processor.prepare_image(image)
 
-    def image_inputs(self, prepared: np.ndarray) -> dict[str, Tensor]:
-        """Model inputs of B pairs of prepared images, uint8 [2 B, side, side, 3]."""
+    def image_inputs(self, prepared: Tensor) -> dict[str, Tensor]:
+        """Model inputs of B pairs of prepared images, uint8 [2 B, side, side, 3], on the device where they are."""
         return {
             "pixel_values": self.image_processor.to_pixels(prepared),
-            "batch_num_images": torch.full((len(prepared) // 2,), 2),
+            "batch_num_images": torch.full((len(prepared) // 2,), 2),  # read on the CPU, so it stays there
         }
 
     def decode(self, tokens: Tensor) -> list[str]:  # type: ignore[override]  # a batch, as the protocol has it
@@ -156,13 +159,17 @@ class M3DiffProcessor(ProcessorMixin):
         assert len(pairs) == len(questions), f"{len(pairs)} pairs but {len(questions)} questions"
         prompts = [list(self.encode_prompt(question)) for question in questions]
         text = self.tokenizer.pad({"input_ids": prompts}, padding=True, padding_side="left", return_tensors="pt")
-        prepared = np.stack([self.prepare_image(image) for pair in pairs for image in pair])
+        prepared = _stacked([self.prepare_image(image) for pair in pairs for image in pair])
         return {
             "input_ids": text["input_ids"],
             "attention_mask": text["attention_mask"],
             "image_sizes": torch.full((2 * len(pairs), 2), self.image_processor.side),
             **self.image_inputs(prepared),
         }
+
+
+def _stacked(prepared: list[np.ndarray]) -> Tensor:
+    return torch.from_numpy(np.stack(prepared))
 
 
 def _chat_template(path: str) -> str | None:

@@ -1,0 +1,163 @@
+"""How the LLM attends while it trains: one implementation, called NAME, that follows whatever mask it is handed.
+
+The B sequences of a micro-batch lie end to end in one row of T tokens. FlexAttention takes the row as it is. SDPA's
+kernels take rectangles: queries, keys and values are laid out as rows [B, S] around the kernel alone, so that nothing
+else is computed on padding. Model and mask cannot disagree: the mask chooses the kernel.
+
+Every path runs on a CPU. There FlexAttention has no backward, so its rule is evaluated for every two tokens.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.attention.flex_attention import BlockMask, create_mask, flex_attention
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+NAME = "m3diff"
+KERNELS = {"": "sdpa", "text_config": NAME, "vision_config": "sdpa"}
+"""transformers' `attn_implementation` of a model that trains."""
+
+FUSED_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+
+RECURRING = 128
+"""FlexAttention's row is a multiple of this many tokens (its block), so that shapes recur from step to step."""
+
+
+def attention_of(asked: Literal["auto", "flex", "sdpa"], gpu: bool, max_captions: int | None) -> Literal["flex", "sdpa"]:
+    """The kernel of a run. On a GPU branches want FlexAttention; one caption a sequence is plain causal attention,
+    for which SDPA has the quickest kernel."""
+    if asked == "auto":
+        return "flex" if gpu and max_captions != 1 else "sdpa"
+    return asked
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The row of T tokens as a rectangle, one sequence a row.
+
+    Attributes:
+        rows: [B, S]; the token at each place, 0 where there is none.
+        places: [tokens without padding]; each token's place in the flattened rectangle.
+        mask: [B, 1, S, S] bool, who attends to whom; None: each sequence causally.
+    """
+
+    rows: Tensor
+    places: Tensor
+    mask: Tensor | None
+
+    def to(self, device: torch.device) -> "Layout":
+        mask = None if self.mask is None else self.mask.to(device, non_blocking=True)
+        return Layout(self.rows.to(device, non_blocking=True), self.places.to(device, non_blocking=True), mask)
+
+    def attention_mask(self) -> Tensor:
+        """What transformers is handed: of four dimensions, which it passes on as they are."""
+        count, size = self.rows.shape
+        everything = torch.ones((), dtype=torch.bool, device=self.rows.device)
+        return everything.expand(count, 1, size, size) if self.mask is None else self.mask
+
+
+class ToRows(torch.autograd.Function):
+    """[T, D] to [B, S, D]; what stands where there is no token is of no consequence, and gets no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, flat: Tensor, rows: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.tokens = len(flat)
+        return flat.index_select(0, rows.flatten()).view(*rows.shape, flat.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (places,) = ctx.saved_tensors
+        return _fill(grad.flatten(0, 1).index_select(0, places), ctx.tokens), None, None
+
+
+class FromRows(torch.autograd.Function):
+    """[B, S, D] back to [T, D], zeros on the padding at the end of the row."""
+
+    @staticmethod
+    def forward(ctx: Any, rectangle: Tensor, places: Tensor, tokens: int) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.shape = rectangle.shape
+        return _fill(rectangle.flatten(0, 1).index_select(0, places), tokens)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (places,) = ctx.saved_tensors
+        count, size, width = ctx.shape
+        spread = grad.new_zeros(count * size, width)
+        return spread.index_copy_(0, places, grad[: len(places)]).view(ctx.shape), None, None
+
+
+def _fill(flat: Tensor, tokens: int) -> Tensor:
+    return flat if len(flat) == tokens else torch.cat([flat, flat.new_zeros(tokens - len(flat), flat.shape[1])])
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: "Tensor | BlockMask | None",
+    layout: Layout | None = None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: [1, heads, T, d] each to [1, T, heads, d].
+
+    A BlockMask asks for FlexAttention, a `layout` for SDPA over its rows; without either it is transformers' SDPA, as
+    while captioning.
+    """
+    if isinstance(attention_mask, BlockMask):
+        return flex(query, key, value, attention_mask, scaling).transpose(1, 2).contiguous(), None
+    if layout is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    out = attend_rows(*(to_rows(tensor, layout) for tensor in (query, key, value)), layout.mask, scaling)
+    return FromRows.apply(out.flatten(2), layout.places, query.shape[2]).unflatten(-1, (query.shape[1], -1))[None], None
+
+
+def attend_rows(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
+    """SDPA of rows: [B, heads, S, d] each to [B, S, heads, d]; without a mask causal."""
+    groups = query.shape[1] // key.shape[1]
+    if mask is not None and query.is_cuda:  # its fused kernels take no mask together with fewer key heads
+        key, value, groups = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), 1
+    out = scaled_dot_product_attention(
+        query, key, value, mask, is_causal=mask is None, scale=scaling, enable_gqa=groups > 1
+    )
+    return out.transpose(1, 2)
+
+
+def to_rows(tensor: Tensor, layout: Layout) -> Tensor:
+    """[1, heads, T, d] to [B, heads, S, d]."""
+    _, heads, tokens, _ = tensor.shape
+    flat = tensor.transpose(1, 2).reshape(tokens, -1)
+    return ToRows.apply(flat, layout.rows, layout.places).unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def flex(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scaling: float | None) -> Tensor:
+    """FlexAttention [1, heads, T, d], with fewer key and value heads than queries."""
+    if query.is_cuda:
+        return _compiled_flex()(query, key, value, block_mask=mask, scale=scaling, enable_gqa=True)
+    tokens = query.shape[2]
+    dense = create_mask(mask.mask_mod, None, None, tokens, tokens, device=str(query.device))
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    return scaled_dot_product_attention(query, key, value, dense, scale=scaling)
+
+
+@cache
+def _compiled_flex() -> Callable[..., Tensor]:
+    """Compiled once for all lengths. More graphs than dynamo's limit are an error: eager would hold all of T x T."""
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    return torch.compile(flex_attention, dynamic=True)
+
+
+AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, sdpa_mask)
