@@ -144,14 +144,16 @@ class Side:
 def embedded_sides(folder: Path, sizes: Sizes, threads: int, prepared: bool) -> list[Side]:
     """Peer, unpacked and packed on the embedded shapes; with `prepared` also the peer whose inputs are made before."""
     write_mixture(folder, sizes.pairs, side=72)
-    unpacked = embedded_job(folder, 1, (sizes.pairs * REFERENCES, sizes.unpacked), threads)
-    packed = embedded_job(folder, None, (sizes.pairs, sizes.packed), threads)
+    captions = sizes.pairs * REFERENCES
+    micro, micro_packed = min(sizes.unpacked, captions), min(sizes.packed, sizes.pairs)
+    unpacked = embedded_job(folder, 1, (captions, micro), threads)
+    packed = embedded_job(folder, None, (sizes.pairs, micro_packed), threads)
     sides = [
-        Side("peer", partial(serve_peer, job=unpacked), sizes.unpacked),
-        Side("unpacked", partial(serve_own, job=unpacked), sizes.unpacked),
-        Side("packed", partial(serve_own, job=packed), sizes.packed),
+        Side("peer", partial(serve_peer, job=unpacked), micro),
+        Side("unpacked", partial(serve_own, job=unpacked), micro),
+        Side("packed", partial(serve_own, job=packed), micro_packed),
     ]
-    return sides + [Side("peer_prepared", partial(serve_peer, job=unpacked, prepared=True), sizes.unpacked)] * prepared
+    return sides + [Side("peer_prepared", partial(serve_peer, job=unpacked, prepared=True), micro)] * prepared
 
 
 def assert_same_losses(sides: list[Side]) -> None:

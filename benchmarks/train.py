@@ -1,7 +1,7 @@
 """Training speed, `make bench-train` -> benchmarks/results/train.json.
 
-On a CPU: the project's step beside transformers' Trainer with peft (benchmarks/peer.py) on the embedded shapes, round by
-round, then what each lever brings. On a GPU: what each lever brings at 7B shapes with random weights, with as many of
+On a CPU: the project's step beside transformers' Trainer with peft (benchmarks/peer.py) on the embedded shapes, round
+by round, then what each lever brings. On a GPU: what each lever brings at 7B shapes with random weights, with as many of
 the LLM's layers as fit, beside what the plan counts. The same lines run in both places: `--device cpu --shapes tiny
 --precision bf16` takes all that a GPU would take.
 """
@@ -37,7 +37,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 def compared(args: argparse.Namespace) -> dict[str, Any]:
     """The project's step beside transformers' Trainer, on the embedded shapes; printed."""
     quick = {"rounds": 3, "round_s": 1.5} if args.quick else {}
-    sizes = Sizes(**{"rounds": args.repeats or 5} | quick)
+    sizes = Sizes(**{"pairs": args.pairs, "rounds": args.repeats or 5} | quick)
     with tempfile.TemporaryDirectory() as folder:
         sides = embedded_sides(Path(folder), sizes, args.threads, prepared=not args.quick)
         figures = compare(sides, sizes, args.profile)
@@ -49,7 +49,9 @@ def ablation(args: argparse.Namespace, facts: dict[str, Any]) -> dict[str, Any]:
     """What each lever brings; printed."""
     from benchmarks.levers import measured_levers
 
-    return measured_levers(args.shapes, args.device == "cuda", args.precision, args.repeats, facts["device"])
+    return measured_levers(
+        args.shapes, args.device == "cuda", args.precision, args.pairs, args.repeats, facts["device"]
+    )
 
 
 def main() -> None:
@@ -58,7 +60,8 @@ def main() -> None:
     parser.add_argument("--shapes", choices=["7b", "tiny"], default="7b" if gpu else "tiny")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if gpu else "cpu")
     parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16" if gpu else "fp32")
-    parser.add_argument("--repeats", type=int, help="rounds; 5 beside the peer, 9 of the ablation on a CPU, 2 on a GPU")
+    parser.add_argument("--pairs", type=int, default=16, help="of a step on the embedded shapes, five captions each")
+    parser.add_argument("--repeats", type=int, help="rounds; 5 on a CPU, 2 on a GPU")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--quick", action="store_true", help="three short rounds beside the peer alone; writes nothing")
     parser.add_argument("--profile", action="store_true", help="where a step's time goes, by operator")
@@ -72,7 +75,7 @@ def main() -> None:
     command = f"python benchmarks/train.py {' '.join(sys.argv[1:])}".strip()
     ratios = {name: row["captions_per_s"] / sides["peer"]["captions_per_s"] for name, row in sides.items()}
     told = {"shapes": args.shapes, "precision": args.precision, **facts, "command": command}
-    result = sides | {"ratios": ratios} | ablation(args, facts) | told
+    result = ablation(args, facts) | sides | {"ratios": ratios} | told
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=2) + "\n")
     print(f"-> {args.out}")
