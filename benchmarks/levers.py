@@ -28,6 +28,7 @@ from components.train.loss import token_loss
 
 SAME_LOSS = {"fp32": 1e-4, "bf16": 2e-2}  # relative
 PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0}  # dense bf16
+HFU = 0.45  # share of the peak at which the plan's captions/s are told
 PAD = 0
 BEST = ("stock", "unpacked", "packed")
 SEVEN_B_LAYERS = 28
@@ -141,6 +142,7 @@ class Measured:
     run_s: list[float] = field(default_factory=list)
     optimizer_s: list[float] = field(default_factory=list)
     peak_gb: float | None = None
+    recompilations: int | None = None
 
     def figures(self, size: Size, peak_tflops: float | None) -> dict[str, Any]:
         optimizer = statistics.median(self.optimizer_s) * len(size.groups) / size.step_pairs
@@ -149,16 +151,15 @@ class Measured:
         lengths = [length for _, sequences in batches for length in sequences]
         rate = {"captions_per_s": size.captions / seconds, "sequences_per_s": len(lengths) / seconds}
         spread = (max(self.run_s) - min(self.run_s)) / statistics.median(self.run_s)
-        figures = {"name": self.variant.name, **rate, "loss": self.loss, "spread": spread, "peak_gb": self.peak_gb}
-        supervised = sum(len(batch.packed.labels) for batch, _ in batches) / len(lengths)
+        figures = {"name": self.variant.name, **rate, "loss": self.loss, "spread": spread}
+        figures |= {"peak_gb": self.peak_gb, "recompilations": self.recompilations}
         if peak_tflops:
-            terms = [term for n in lengths for term in M3DIFF.flops(size.config, n, supervised, size.lora_rank)]
-            figures["mfu"] = sum(term.total for term in terms) / seconds / (peak_tflops * 1e12)
+            figures["mfu"] = model_flops(size, self.variant) / seconds / (peak_tflops * 1e12)
         return figures | {"micro_batch": max(len(sequences) for _, sequences in batches)}
 
 
 def warmed_up(bench: Bench, variant: Variant) -> Measured | str:
-    """Run the variant once, with micro-batches halved until they fit; or why it cannot run here."""
+    """Run the variant once, with micro-batches halved until they fit; or that none fits."""
     key = "packed" if variant.packed else variant.activation_checkpointing
     while True:
         try:
@@ -169,10 +170,6 @@ def warmed_up(bench: Bench, variant: Variant) -> Measured | str:
             if bench.size.micro[key] == 1:
                 return "does not fit"
             bench.size.micro[key] //= 2
-        except Exception as error:  # a compiler's failure must not cost the variants that need none
-            if not (variant.attention == "flex" or variant.compiled):
-                raise
-            return f"{type(error).__name__}: {str(error)[:200]}"
         finally:
             bench.model.zero_grad(set_to_none=True)
         torch.cuda.empty_cache()
@@ -183,12 +180,6 @@ def measure(bench: Bench, variants: tuple[Variant, ...], repeats: int) -> tuple[
     started = {variant.name: warmed_up(bench, variant) for variant in variants}
     failed = {name: got for name, got in started.items() if isinstance(got, str)}
     measured = [got for got in started.values() if isinstance(got, Measured)]
-    first = measured[0]
-    for one in measured:
-        off = abs(one.loss / first.loss - 1)  # without MDP too: a new module is zero-initialised, or nearly
-        assert off < (SAME_LOSS[bench.precision] if one.variant.mdp else 0.05), (
-            f"{one.variant.name}: loss {one.loss}, of {first.variant.name} {first.loss}"
-        )
     for repetition in range(-1, repeats):  # the first round makes the optimizer's state and is not counted
         for one in measured if repetition >= 0 else measured[:1]:
             bench.take(one.variant)
@@ -197,6 +188,32 @@ def measure(bench: Bench, variants: tuple[Variant, ...], repeats: int) -> tuple[
                 one.run_s.append(times[0])
                 one.optimizer_s.append(times[1])
     return measured, failed
+
+
+def measure_compiled(bench: Bench, variant: Variant, repeats: int) -> tuple[list[Measured], dict[str, str]]:
+    """The same of one variant that compiles, by itself: graphs of others would count against the compiler's limit. A
+    compiler that fails is a reason not to have run, and costs no other variant."""
+    torch.compiler.reset()
+    try:
+        measured, failed = measure(bench, (variant,), repeats)
+        for one in measured:
+            one.recompilations = recompilations(bench, variant)
+    except Exception as error:
+        return [], {variant.name: f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"}
+    finally:
+        torch.compiler.reset()
+        bench.model.zero_grad(set_to_none=True)
+    return measured, failed
+
+
+def check_losses(measured: list[Measured], precision: str) -> None:
+    """Every variant's loss is the first one's."""
+    first = measured[0]
+    for one in measured:
+        off = abs(one.loss / first.loss - 1)  # without MDP too: a new module is zero-initialised, or nearly
+        assert off < (SAME_LOSS[precision] if one.variant.mdp else 0.05), (
+            f"{one.variant.name}: loss {one.loss}, of {first.variant.name} {first.loss}"
+        )
 
 
 def timed_step(bench: Bench, one: Measured) -> tuple[float, float]:
@@ -240,7 +257,7 @@ def fitting_layers(free_gb: float) -> int:
     Raises:
         MemoryError: not one.
     """
-    one, two = (static_gb(layers) for layers in (1, 2))
+    one, two = (static_gb(seven_b(layers)) for layers in (1, 2))
     layer = two - one + LAYER_ACTIVATIONS_GB
     layers = int((free_gb - RESERVE_GB - ACTIVATIONS_GB - (one - (two - one))) // layer)
     if layers < 1:
@@ -248,14 +265,55 @@ def fitting_layers(free_gb: float) -> int:
     return min(layers, SEVEN_B_LAYERS)
 
 
-def static_gb(layers: int) -> float:
-    """Weights, gradients and optimizer of the 7B shapes with so many layers."""
-    size = seven_b(layers)
+def static_gb(size: Size) -> float:
+    """Weights, gradients and optimizer."""
     with torch.device("meta"):
         model = M3DiffForConditionalGeneration(size.config)
         prepare(model, M3DIFF, size.settings)
     counts = [(p.numel(), p.requires_grad) for p in model.parameters()]
     return sum(count * (TRAINED_BYTES if trains else FROZEN_BYTES) for count, trains in counts) / 1e9
+
+
+def planned(size: Size, one: Measured, precision: str, peak_tflops: float | None) -> dict[str, float]:
+    """What the plan says of a variant: GB of weights, gradients, optimizer and of the activations of its micro-batch;
+    captions/s where HFU of the peak is computed."""
+    if one.variant.stock or not one.variant.fused:
+        return {}
+    micro = max(len(lengths) for _, lengths in size.micro_batches(one.variant))
+    activations = planned_activations_gb(size, one.variant, precision) * micro
+    figures = {"planned_gb": static_gb(size) + activations}
+    if peak_tflops:
+        figures["planned_captions_per_s"] = size.captions * peak_tflops * 1e12 * HFU / model_flops(size, one.variant)
+    return figures
+
+
+def model_flops(size: Size, variant: Variant) -> float:
+    """Of a forward and backward pass over every caption, without recomputation."""
+    batches = list(size.micro_batches(variant))
+    lengths = [length for _, sequences in batches for length in sequences]
+    supervised = sum(len(batch.packed.labels) for batch, _ in batches) / len(lengths)
+    terms = [term for n in lengths for term in M3DIFF.flops(size.config, n, supervised, size.lora_rank)]
+    return sum(term.total for term in terms)
+
+
+def planned_activations_gb(size: Size, variant: Variant, precision: str) -> float:
+    """What the plan counts for backward of one packed pair, the size's first."""
+    from components.plan.memory import count_activations
+    from components.plan.plan import meta_model
+
+    batch, lengths = next(
+        iter(Size("one", size.config, size.lora_rank, size.groups[:1], size.micro, 1).micro_batches(variant))
+    )
+    model = meta_model(size.config, M3DIFF, size.settings, precision)
+    held = count_activations(
+        model, M3DIFF, variant.activation_checkpointing, lengths[0], len(batch.packed.labels) // len(lengths)
+    )
+    return sum(held.values()) / 1e9
+
+
+def compiles(variant: Variant, gpu: bool) -> bool:
+    """On a CPU FlexAttention is not compiled."""
+    return variant.compiled or (gpu and variant.attention == "flex")
 
 
 def measured_levers(
@@ -272,12 +330,15 @@ def measured_levers(
         )
     bench = Bench(size, gpu, precision)
     variants = ABLATION + (GPU_ROWS if gpu or precision == "bf16" else ())
-    measured, failed = measure(bench, variants, repeats or (2 if gpu else 5))
+    repeats = repeats or (2 if gpu else 5)
+    measured, failed = measure(bench, tuple(v for v in variants if not compiles(v, gpu)), repeats)
+    for variant in variants:
+        if compiles(variant, gpu):
+            more, not_run = measure_compiled(bench, variant, repeats)
+            measured, failed = measured + more, failed | not_run
+    check_losses(measured, precision)
     peak = next((tflops for name, tflops in PEAK_TFLOPS.items() if name in chip), None)
-    rows = [one.figures(size, peak) for one in measured]
-    for one, row in zip(measured, rows, strict=True):
-        if one.variant.packed and not one.variant.stock and (one.variant.attention == "flex" or one.variant.compiled):
-            row["recompilations"] = recompilations(bench, one.variant)
+    rows = [one.figures(size, peak) | planned(size, one, precision, peak) for one in measured]
     print_table(rows, failed)
     best = {kind: max((row for row in rows if row["name"].startswith(kind)), key=speed_of) for kind in BEST}
     return best | {
@@ -301,7 +362,7 @@ def print_table(rows: list[dict[str, Any]], failed: dict[str, str]) -> None:
         mfu = f"{row['mfu']:.1%}" if "mfu" in row else "-"
         peak = f"{row['peak_gb']:.1f}" if row["peak_gb"] else "-"
         speed = f"{row['captions_per_s']:>10.2f} {row['captions_per_s'] / first:>6.2f} {row['sequences_per_s']:>12.2f}"
-        made = str(row.get("recompilations", "-"))
+        made = "-" if row["recompilations"] is None else str(row["recompilations"])
         print(f"{row['name']:<34} {speed} {row['spread']:>7.0%} {mfu:>6} {peak:>8} {made:>7} {row['loss']:>9.4f}")
     for name, reason in failed.items():
         print(f"{name:<34} not run: {reason}")
