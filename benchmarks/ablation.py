@@ -4,21 +4,27 @@ The tiny data are 64 pairs of MiniChange's training mixture, question and five r
 the tokens are random, in the published mixture's numbers. Pixels are noise in both: no step's cost depends on them.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import AutoTokenizer
 
 from components.models.family import Lora
 from components.models.m3diff.configuration import M3DiffConfig, seven_b_config
 from components.models.m3diff.settings import M3DiffSettings, Rates
-from components.train.batches import MicroBatch
 from components.train.packing import pack
+
+if TYPE_CHECKING:
+    from components.train.batches import MicroBatch
 
 HERE = Path(__file__).parent
 BASE = HERE.parent / "data" / "00_base"
@@ -119,6 +125,8 @@ class Size:
 
     def micro_batches(self, variant: Variant) -> Iterator[tuple[MicroBatch, list[int]]]:
         """As training takes them, each with its sequences' numbers of tokens."""
+        from components.train.batches import MicroBatch
+
         for part in self.owned(variant):
             packed = pack([group for _, group in part])
             images = np.concatenate([self.images[number] for number, _ in part])
@@ -165,3 +173,9 @@ def seven_b(layers: int = 28, pairs: int = 6) -> Size:
         lengths = rng.permutation([9, 12, 14, 16, 18, 21, 15][: 7 if number % 6 == 5 else 6])
         groups.append([(prompt, rng.integers(0, 150_000, length).tolist()) for length in lengths])
     return Size("7B", config, 128, groups, {"none": 3, "selective": 6, "full": 6, "packed": 3}, 42)
+
+
+def noise(size: Size, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Pixels of each pair, [pairs, 2, 3, side, side]."""
+    side = size.config.vision_config.image_size
+    return torch.randn(len(size.groups), 2, 3, side, side, generator=torch.Generator().manual_seed(0)).to(device, dtype)

@@ -277,7 +277,7 @@ def static_gb(size: Size) -> float:
 def planned(size: Size, one: Measured, precision: str, peak_tflops: float | None) -> dict[str, float]:
     """What the plan says of a variant: GB of weights, gradients, optimizer and of the activations of its micro-batch;
     captions/s where HFU of the peak is computed."""
-    if one.variant.stock or not one.variant.fused:
+    if precision != "bf16" or one.variant.stock or not one.variant.fused:
         return {}
     micro = max(len(lengths) for _, lengths in size.micro_batches(one.variant))
     activations = planned_activations_gb(size, one.variant, precision) * micro
@@ -357,13 +357,19 @@ def speed_of(row: dict[str, Any]) -> float:
 
 def print_table(rows: list[dict[str, Any]], failed: dict[str, str]) -> None:
     first = max(speed_of(row) for row in rows if row["name"] in ("stock", "stock, full checkpointing"))
-    columns = f"{'captions/s':>10} {'x':>6} {'sequences/s':>12} {'spread':>7} {'MFU':>6} {'peak GB':>8} {'graphs':>7}"
-    print(f"{'':<34} {columns} {'loss':>9}")
+    columns = f"{'captions/s':>10} {'(plan)':>7} {'x':>6} {'sequences/s':>12} {'spread':>7} {'MFU':>6}"
+    print(f"{'':<34} {columns} {'peak GB':>8} {'(plan)':>7} {'graphs':>7} {'loss':>9}")
     for row in rows:
         mfu = f"{row['mfu']:.1%}" if "mfu" in row else "-"
-        peak = f"{row['peak_gb']:.1f}" if row["peak_gb"] else "-"
-        speed = f"{row['captions_per_s']:>10.2f} {row['captions_per_s'] / first:>6.2f} {row['sequences_per_s']:>12.2f}"
+        rate, gigabytes = (_or_dash(row.get(name)) for name in ("planned_captions_per_s", "planned_gb"))
+        speed = f"{row['captions_per_s']:>10.2f} {rate:>7} {row['captions_per_s'] / first:>6.2f}"
+        speed += f" {row['sequences_per_s']:>12.2f} {row['spread']:>7.0%} {mfu:>6}"
         made = "-" if row["recompilations"] is None else str(row["recompilations"])
-        print(f"{row['name']:<34} {speed} {row['spread']:>7.0%} {mfu:>6} {peak:>8} {made:>7} {row['loss']:>9.4f}")
+        memory = f"{_or_dash(row['peak_gb']):>8} {gigabytes:>7}"
+        print(f"{row['name']:<34} {speed} {memory} {made:>7} {row['loss']:>9.4f}")
     for name, reason in failed.items():
         print(f"{name:<34} not run: {reason}")
+
+
+def _or_dash(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"

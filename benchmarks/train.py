@@ -8,8 +8,6 @@ of the LLM's layers as fit, beside what the plan counts. The same lines run in b
 
 import argparse
 import json
-import os
-import platform
 import sys
 import tempfile
 from pathlib import Path
@@ -19,19 +17,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchmarks.machine import machine  # noqa: E402
 from benchmarks.sides import Sizes, compare, embedded_sides, print_comparison  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "train.json"
-
-
-def machine(device: torch.device) -> dict[str, Any]:
-    import peft
-    import transformers
-
-    chip = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "peft": peft.__version__}
-    load = {"load_before": round(os.getloadavg()[0], 2)}
-    return {"device": chip, "cores": os.cpu_count(), "python": platform.python_version(), **versions, **load}
 
 
 def compared(args: argparse.Namespace) -> dict[str, Any]:
