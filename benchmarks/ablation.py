@@ -156,7 +156,7 @@ def tiny(pairs: int = 16) -> Size:
         end = tokenizer.convert_tokens_to_ids("<|im_end|>")
         references = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in pair["references"]]
         groups.append([(ids, [*reference, end]) for reference in references])
-    return Size("tiny", config, 32, groups, {"none": 40, "selective": 40, "full": 40, "packed": 8}, 16)
+    return Size("tiny", config, 32, groups, {"none": 40, "selective": 40, "full": 40, "packed": 16}, 16)
 
 
 def seven_b(layers: int = 28, pairs: int = 6) -> Size:

@@ -38,7 +38,7 @@ class Sizes:
 
     pairs: int = 16
     unpacked: int = 40
-    packed: int = 8
+    packed: int = 16
     compared_steps: int = 10
     rounds: int = 5
     round_s: float = 2.0

@@ -25,8 +25,9 @@ RESULTS = Path(__file__).parent / "results" / "train.json"
 
 def compared(args: argparse.Namespace) -> dict[str, Any]:
     """The project's step beside transformers' Trainer, on the embedded shapes; printed."""
-    quick = {"rounds": 3, "round_s": 1.5} if args.quick else {}
-    sizes = Sizes(**{"pairs": args.pairs, "rounds": args.repeats or 5} | quick)
+    quick = {"rounds": 3, "round_s": 1.5, "compared_steps": 4} if args.quick else {}
+    given = {"pairs": args.pairs, "unpacked": args.micro, "packed": args.micro_packed, "rounds": args.repeats or 5}
+    sizes = Sizes(**given | quick)
     with tempfile.TemporaryDirectory() as folder:
         sides = embedded_sides(Path(folder), sizes, args.threads, prepared=not args.quick)
         figures = compare(sides, sizes, args.profile)
@@ -50,6 +51,8 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if gpu else "cpu")
     parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16" if gpu else "fp32")
     parser.add_argument("--pairs", type=int, default=16, help="of a step on the embedded shapes, five captions each")
+    parser.add_argument("--micro", type=int, default=Sizes.unpacked, help="captions at a time, of the peer too")
+    parser.add_argument("--micro-packed", type=int, default=Sizes.packed, help="pairs at a time")
     parser.add_argument("--repeats", type=int, help="rounds; 5 on a CPU, 2 on a GPU")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--quick", action="store_true", help="three short rounds beside the peer alone; writes nothing")
