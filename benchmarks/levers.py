@@ -80,6 +80,7 @@ class Bench:
             )
             self.adapted = prepare(self.model, M3DIFF, self.size.settings).train()
             self.optimizer = MasterAdamW(self.adapted, self.size.settings)
+        self.started = [weight.detach().cpu().clone() for weight in self.optimizer.weights]
         self.mdp = self.model.model.mdp
         side = self.size.config.vision_config.image_size
         images = M3DiffImageProcessor(size={"height": side, "width": side})
@@ -87,6 +88,14 @@ class Bench:
             pad_id=PAD, image_inputs=lambda prepared: {"pixel_values": images.to_pixels(prepared), **_pairs(prepared)}
         )
         self.tokens = sum(len(reference) for group in self.size.groups for _, reference in group)
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """The weights of the start, so that losses can be compared."""
+        optimizer = self.optimizer
+        for weight, master, start in zip(optimizer.weights, optimizer.masters, self.started, strict=True):
+            weight.copy_(start)
+            master.copy_(start)
 
     def take(self, variant: Variant) -> None:
         """Make the model compute as the variant does."""
@@ -177,6 +186,7 @@ def warmed_up(bench: Bench, variant: Variant) -> Measured | str:
 
 def measure(bench: Bench, variants: tuple[Variant, ...], repeats: int) -> tuple[list[Measured], dict[str, str]]:
     """Every variant in turn, `repeats` times round; the variants that could not run, with the reason."""
+    bench.reset()
     started = {variant.name: warmed_up(bench, variant) for variant in variants}
     failed = {name: got for name, got in started.items() if isinstance(got, str)}
     measured = [got for got in started.values() if isinstance(got, Measured)]
