@@ -39,7 +39,7 @@ up: install     ## Prefect server, MLflow server and a worker on this machine
 down:           ## end what `up` started
 	@python infra/services.py down
 
-profile: install ## make PROFILE (paper, one-gpu) the parameters of the next run, once it is seen to fit
+profile: install ## make PROFILE (paper, one-gpu, small, ...) the parameters of the next run, once it is seen to fit
 	@m3diff --params profiles/$(PROFILE).yaml plan
 	@m3diff profile $(PROFILE)
 

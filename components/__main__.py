@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from components.consistency import check_paths, closest
+from components.device import DeviceError
+from components.gpus import GPUS
 from components.params import Params, load_params
 from components.records import DataError
 from components.section import ParamsError
@@ -85,7 +87,7 @@ def predict(args: argparse.Namespace) -> None:
     params = parameters(args)
     from components.predict.stage import predict as run
 
-    run(params.predict, params.paths.mixture, params.paths.model, params.paths.predictions)
+    run(params.predict, params.compute, params.paths.mixture, params.paths.model, params.paths.predictions)
 
 
 def evaluate(args: argparse.Namespace) -> None:
@@ -119,8 +121,11 @@ def plan(args: argparse.Namespace) -> None:
     from components.plan.plan import check_fits, make_plan, print_plan
 
     made = make_plan(params.train, model, params.compute, params.ingest.datasets, params.convert, params.paths.mixture)
-    print_plan(params.train, params.compute, made, args.peak_tflops, args.mfu)
-    check_fits(params.compute, made)
+    kind = args.gpu or params.compute.gpu_kind
+    gpu = GPUS[kind] if kind else None
+    print_plan(params.train, params.compute, made, gpu, args.utilisation)
+    if params.compute.gpu and gpu:
+        check_fits(params.compute, made, gpu.memory_gb)
 
 
 def data(args: argparse.Namespace) -> int:
@@ -220,8 +225,13 @@ def _add_data(data: argparse.ArgumentParser) -> None:
 
 
 def _add_plan(plan: argparse.ArgumentParser) -> None:
-    plan.add_argument("--peak-tflops", type=float, default=989.0, help="dense bf16 peak of one GPU (H100: 989)")
-    plan.add_argument("--mfu", type=float, default=0.45, help="share of the peak that the step reaches")
+    plan.add_argument("--gpu", choices=GPUS, metavar="KIND", help=f"one of {', '.join(GPUS)}; else compute.gpu_kind")
+    plan.add_argument(
+        "--utilisation",
+        type=float,
+        default=0.45,
+        help="share of the peak that is computed, recomputation counted: hardware FLOPs utilisation (HFU)",
+    )
 
 
 def die_with_parent() -> None:
@@ -235,7 +245,7 @@ def main(argv: list[str] | None = None) -> int:
     die_with_parent()
     try:
         return COMMANDS[args.command][0](args) or 0
-    except ParamsError as error:
+    except (ParamsError, DeviceError) as error:
         print(f"m3diff: {error}", file=sys.stderr)
         return USAGE
     except DataError as error:

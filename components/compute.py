@@ -17,7 +17,7 @@ class Compute(Section):
     workers: int = Field(ge=0)  # Ray Train workers; 0 runs the loop in a plain process
     cpus_per_worker: int = Field(ge=1)
     gpu: bool
-    gpu_memory_gb: float = Field(ge=0)  # of one GPU; a run that needs more is refused before it starts
+    gpu_kind: str | None  # one of components/gpus.py, for the plan; null: training takes what it finds
     micro_batch: int = Field(ge=1)  # sequences on one worker at a time
     attention: Literal["auto", "flex", "sdpa"]  # the LLM's kernel; auto: flex for branches on a GPU, else sdpa
     zero_stage: Literal[0, 1, 2, 3]

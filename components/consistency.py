@@ -16,6 +16,7 @@ import yaml
 
 from components.datasets import DATASETS
 from components.evaluate.metrics import METRICS, gate_metrics
+from components.gpus import GPUS
 from components.ingest.params import DatasetEntry
 from components.models import FAMILIES
 from components.section import ParamsError
@@ -209,9 +210,10 @@ def best_needs_captions(params: "Params") -> Iterator[str]:
         )
 
 
-def gpu_memory(params: "Params") -> Iterator[str]:
-    if params.compute.gpu and params.compute.gpu_memory_gb == 0:
-        yield "compute.gpu_memory_gb: 0, but compute.gpu is true; write the memory of one GPU, such as 80"
+def gpu_kind(params: "Params") -> Iterator[str]:
+    kind = params.compute.gpu_kind
+    if kind is not None and kind not in GPUS:
+        yield f"compute.gpu_kind: {closest(kind, GPUS)}, or null where it is not known"
 
 
 def metric_names(params: "Params") -> Iterator[str]:
@@ -241,7 +243,7 @@ RULES: tuple[Callable[["Params"], Iterator[str]], ...] = (
     other_models,
     batches_divide,
     best_needs_captions,
-    gpu_memory,
+    gpu_kind,
     metric_names,
     gate_metric,
 )

@@ -9,13 +9,15 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from components.section import ParamsError
-
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
 Precision = Literal["fp32", "bf16"]
+
+
+class DeviceError(ValueError):
+    """A GPU is asked for and there is none."""
 
 
 @dataclass(frozen=True)
@@ -34,15 +36,15 @@ class Device:
 
     @property
     def torch(self) -> torch.device:
-        """Raises ParamsError where a GPU is asked for and torch sees none."""
+        """Raises DeviceError where a GPU is asked for and torch sees none."""
         import torch
 
         if not self.gpu:
             return torch.device("cpu")
         if not torch.cuda.is_available():
-            raise ParamsError(
-                f"compute.gpu: true, but torch {torch.__version__} sees no GPU; install a CUDA build of torch and check "
-                "`nvidia-smi`, or set compute.gpu to false"
+            raise DeviceError(
+                f"compute.gpu: true, but torch {torch.__version__} sees no GPU; install a CUDA build of torch and "
+                "check `nvidia-smi`, or set compute.gpu to false"
             )
         return torch.device("cuda", torch.cuda.current_device())
 

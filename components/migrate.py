@@ -10,8 +10,10 @@ from typing import Any
 
 from components.datasets import DATASETS
 from components.profiles import (
+    NEW_KEYS,
     NEW_SECTIONS,
     RENAMED,
+    RENAMED_SINCE,
     dump_commented,
     keep_copy,
     load_commented,
@@ -40,6 +42,8 @@ MOVED_FILES = {
     "data/06_captions": "data/06_predictions",
 }
 CHECKPOINTING = {"cheap": "selective"}
+GPU_OF_MEMORY = {24: "RTX-4090-24GB", 40: "A100-40GB", 48: "L40S-48GB", 80: "H100-80GB", 141: "H200-141GB"}
+"""The kind that an earlier file's memory of one GPU becomes; it is said, since others have as much."""
 Say = Callable[[str], None]
 
 
@@ -54,12 +58,43 @@ def migrate(path: Path, embedded: Path, say: Say) -> None:
         raise ParamsError(f"{path}: {'; '.join(twice)}")
     if not renamed_keys(raw)[1]:
         return say(f"{path} has the present shape already; nothing is changed")
-    if missing := missing_keys(raw):
+    if has_todays_sections(raw):
+        text = renamed(path.read_text(encoding="utf-8"), say)
+    elif missing := missing_keys(raw):
         raise ParamsError(f"{path}: has no {', '.join(missing)}; only a complete earlier file can be migrated")
-    text = migrated(path.read_text(encoding="utf-8"), embedded.read_text(encoding="utf-8"), say)
+    else:
+        text = migrated(path.read_text(encoding="utf-8"), embedded.read_text(encoding="utf-8"), say)
     say(f"a copy of the file as it was: {keep_copy(path)}")
     path.write_text(text, encoding="utf-8")
     return None
+
+
+def has_todays_sections(raw: Mapping[str, Any]) -> bool:
+    """Whether no key is in an earlier place: only names have changed since."""
+    return renamed_keys(raw)[2] == frozenset(RENAMED_SINCE.values()) | set(NEW_SECTIONS) | set(NEW_KEYS)
+
+
+def renamed(text: str, say: Say) -> str:
+    """The text of a file with today's sections, its keys under today's names."""
+    values = load_commented(text)
+    for was, now in RENAMED_SINCE.items():
+        section, _, key = was.partition(".")
+        if key in values.get(section, ()):
+            memory = values[section][key]
+            _rename(values[section], key, now.partition(".")[2], gpu_kind(memory))
+            say(f"{was}: {memory} -> {now}: {_kind_said(memory)}")
+    return dump_commented(values)
+
+
+def gpu_kind(memory_gb: Any) -> str | None:
+    return GPU_OF_MEMORY.get(memory_gb)
+
+
+def _kind_said(memory_gb: Any) -> str:
+    kind = gpu_kind(memory_gb)
+    if kind is None:
+        return "null; name one of components/gpus.py for the plan's hours, or leave it where there is no GPU"
+    return f"{kind}; name another of components/gpus.py if yours is another with this memory"
 
 
 def missing_keys(raw: Mapping[str, Any]) -> list[str]:
@@ -78,7 +113,7 @@ def migrated(text: str, embedded: str, say: Say) -> str:
     _generator(old, minichange, say)
     _model(old, new, say)
     _same_value(old, new, say)
-    for section in (*NEW_SECTIONS, "paths", "train", "evaluate"):
+    for section in (*NEW_SECTIONS, "paths", "train", "predict", "evaluate"):
         _fill(old, new, section)
     return dump_commented(_in_order(old))
 
@@ -96,12 +131,16 @@ def _same_value(old: Any, new: Any, say: Say) -> None:
         target, _, name = now.partition(".")
         value = old[section][key]
         value = MOVED_FILES.get(value, value) if isinstance(value, str) else value
+        if was == "train.gpu_memory_gb":
+            value, remark = gpu_kind(value), f": {_kind_said(value)}"
+        else:
+            remark = ""
         if target == section:
             _rename(old[section], key, name, value)
         else:
             value = CHECKPOINTING.get(value, value) if isinstance(value, str) else value
             _put(new[target], name, value, _take(old[section], key)[1])
-        say(f"{was} -> {now}")
+        say(f"{was} -> {now}{remark}")
     base = old["train"].get("base")
     old["train"]["base"] = MOVED_FILES.get(base, base)
 

@@ -56,7 +56,7 @@ RENAMED: dict[str, str] = {
     "train.workers": "compute.workers",
     "train.cpus_per_worker": "compute.cpus_per_worker",
     "train.gpu": "compute.gpu",
-    "train.gpu_memory_gb": "compute.gpu_memory_gb",
+    "train.gpu_memory_gb": "compute.gpu_kind",
     "train.checkpoint_every_steps": "compute.checkpoint_every_steps",
     "train.max_failures": "compute.max_failures",
     "train.val_pairs": "compute.val_pairs",
@@ -65,6 +65,9 @@ RENAMED: dict[str, str] = {
     "evaluate.scorer_timeout_s": "compute.scorer_timeout_s",
 }
 """Keys of the earlier parameter files and where their value stands now; "" where nothing asks for it any more."""
+
+RENAMED_SINCE = {"compute.gpu_memory_gb": "compute.gpu_kind"}
+"""The same for files that have the sections of today."""
 
 NEW_SECTIONS = ("models", "pretrain", "compute")
 NEW_KEYS = ("paths.base", "train.model", "train.export", "evaluate.metrics")
@@ -191,7 +194,7 @@ def unusable_numbers(raw: Mapping[str, Any]) -> Iterator[str]:
 def renamed_keys(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], frozenset[str]]:
     """The values without keys of earlier files, a line for each such key, and the places that are therefore missing."""
     kept, faults, moved = dict(raw), [], set()
-    for old, new in RENAMED.items():
+    for old, new in (RENAMED | RENAMED_SINCE).items():
         section, _, key = old.partition(".")
         held = kept.get(section)
         if isinstance(held, dict) and key in held:

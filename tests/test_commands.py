@@ -15,6 +15,7 @@ import pytest
 
 from components import __main__ as command_line
 from components.__main__ import COMMANDS, main
+from components.gpus import GPUS
 from components.params import load_params
 from components.records import DataError
 from components.section import ParamsError
@@ -85,6 +86,7 @@ CALLS: dict[str, tuple[list[str], str, str, dict[str, Any]]] = {
         "predict",
         {
             "cfg": PARAMS.predict,
+            "compute": PARAMS.compute,
             "mixture": DATA / "04_mixture",
             "model": DATA / "05_model",
             "out": DATA / "06_predictions",
@@ -364,36 +366,56 @@ def test_data_check_prints_its_lines_and_exits_with_three_where_the_folder_canno
 
 
 @pytest.mark.parametrize(
-    ("options", "peak", "mfu"), [([], 989.0, 0.45), (["--peak-tflops", "312", "--mfu", "0.3"], 312.0, 0.3)]
+    ("options", "kind", "hfu"),
+    [([], "A100-40GB", 0.45), (["--gpu", "H200-141GB", "--utilisation", "0.3"], "H200-141GB", 0.3)],
 )
-def test_plan_counts_prints_then_refuses_what_does_not_fit(options, peak, mfu, monkeypatch):
+def test_plan_counts_prints_then_refuses_what_does_not_fit(options, kind, hfu, monkeypatch):
     made = Result()
     recorder = Recorder(monkeypatch, "components.plan.plan", make_plan=made, print_plan=None, check_fits=None)
-    assert main(["plan", *options]) == 0
+    assert main(["--params", "profiles/paper.yaml", "plan", *options]) == 0
+    params = load_params(Path("profiles/paper.yaml"))
+    shared = {"train": params.train, "compute": params.compute}
     assert recorder.calls == [
         (
             "make_plan",
             {
-                "train": PARAMS.train,
-                "settings": PARAMS.models["m3diff"],
-                "compute": PARAMS.compute,
-                "entries": PARAMS.ingest.datasets,
-                "convert": PARAMS.convert,
+                **shared,
+                "settings": params.models["m3diff"],
+                "entries": params.ingest.datasets,
+                "convert": params.convert,
                 "mixture": DATA / "04_mixture",
             },
         ),
-        (
-            "print_plan",
-            {"train": PARAMS.train, "compute": PARAMS.compute, "plan": made, "peak_tflops": peak, "mfu": mfu},
-        ),
-        ("check_fits", {"compute": PARAMS.compute, "plan": made}),
+        ("print_plan", {**shared, "plan": made, "gpu": GPUS[kind], "hfu": hfu}),
+        ("check_fits", {"compute": params.compute, "plan": made, "memory_gb": GPUS[kind].memory_gb}),
     ]
+
+
+def test_plan_refuses_nothing_without_a_gpu_or_its_kind(monkeypatch):
+    made = Result()
+    recorder = Recorder(monkeypatch, "components.plan.plan", make_plan=made, print_plan=None, check_fits=None)
+    for profile, options, gpu in (
+        ("embedded", [], None),
+        ("embedded", ["--gpu", "A10-24GB"], GPUS["A10-24GB"]),
+        ("embedded-gpu", [], None),
+    ):
+        recorder.calls.clear()
+        assert main(["--params", f"profiles/{profile}.yaml", "plan", *options]) == 0
+        assert [name for name, _ in recorder.calls] == ["make_plan", "print_plan"]
+        assert recorder.calls[1][1]["gpu"] is gpu
+
+
+def test_an_unknown_kind_of_gpu_is_refused_with_those_there_are(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", "--gpu", "H100"])
+    assert stopped.value.code == 2
+    assert "invalid choice: 'H100' (choose from" in capsys.readouterr().err
 
 
 def test_a_plan_that_does_not_fit_exits_with_two(monkeypatch):
     refusal = ParamsError("needs 90 GB")
     Recorder(monkeypatch, "components.plan.plan", make_plan=None, print_plan=None, check_fits=refusal)
-    assert main(["plan"]) == 2
+    assert main(["--params", "profiles/paper.yaml", "plan"]) == 2
 
 
 def test_profile_writes_the_parameters_and_prints_what_changes(capsys):

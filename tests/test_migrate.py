@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from components.__main__ import main
-from components.migrate import migrate
+from components.migrate import GPU_OF_MEMORY, migrate
 from components.params import load_params
 from components.profiles import RENAMED, differences, resolve
 from components.section import ParamsError
@@ -218,3 +218,51 @@ def test_the_command_rewrites_the_file_and_prints_what_it_did(old, capsys):
     assert main(["migrate", str(path)]) == 0
     assert "train.workers -> compute.workers\n" in capsys.readouterr().out
     assert load_params(path).compute.workers == 1
+
+
+@pytest.mark.parametrize(
+    ("memory", "kind", "words"),
+    [
+        (80, "H100-80GB", "H100-80GB; name another of components/gpus.py if yours is another with this memory"),
+        (24.0, "RTX-4090-24GB", "RTX-4090-24GB; name another of components/gpus.py if"),
+        (0, None, "null; name one of components/gpus.py for the plan's hours, or leave it where there is no GPU"),
+        (33, None, "null; name one of"),
+    ],
+)
+def test_the_memory_of_a_gpu_becomes_a_kind_that_has_it_and_this_is_said(memory, kind, words, tmp_path):
+    path, said = tmp_path / "params.yaml", []
+    text = EMBEDDED.read_text()
+    line = next(line for line in text.split("\n") if line.startswith("  gpu_kind:"))
+    path.write_text(text.replace(line, f"  gpu_memory_gb: {memory}   # of mine"))
+    migrate(path, EMBEDDED, said.append)
+    assert said[0].startswith(f"compute.gpu_memory_gb: {memory} -> compute.gpu_kind: {words}")
+    (line,) = [line for line in path.read_text().split("\n") if line.startswith("  gpu_kind:")]
+    assert line.split("#")[0].split() == ["gpu_kind:", "null" if kind is None else kind]
+    assert line.endswith("# of mine")
+    assert load_params(path).compute.gpu_kind == kind
+    assert differences(resolve(EMBEDDED)[0], resolve(path)[0]) == (
+        [] if kind is None else [f"compute.gpu_kind: null -> {kind}"]
+    )
+    assert (path.parent / said[1].rpartition("/")[2]).is_file()
+
+
+def test_a_file_with_the_memory_of_a_gpu_is_refused_with_the_command_that_helps(tmp_path):
+    path = tmp_path / "params.yaml"
+    path.write_text(EMBEDDED.read_text().replace("  gpu_kind: null", "  gpu_memory_gb: 80"))
+    with pytest.raises(
+        ParamsError, match="compute.gpu_memory_gb is now compute.gpu_kind; run `m3diff migrate`"
+    ) as error:
+        load_params(path)
+    assert "missing" not in str(error.value)
+
+
+def test_a_profile_that_names_the_memory_of_a_gpu_alone_is_migrated_too(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("extends: paper\n\ncompute:\n  gpu_memory_gb: 40\n")
+    assert migrated(path) == {"extends": "paper", "compute": {"gpu_kind": "A100-40GB"}}
+
+
+def test_the_kind_that_an_earlier_file_gets_is_one_of_todays_with_its_memory():
+    from components.gpus import GPUS
+
+    assert all(GPUS[kind].memory_gb == memory for memory, kind in GPU_OF_MEMORY.items())

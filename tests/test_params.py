@@ -279,9 +279,9 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"train.export": "best", "compute.caption_val_pairs": 0},
         ["train.export: best is the checkpoint with the highest CIDEr, but compute.caption_val_pairs is 0, so none"],
     ),
-    "a GPU without memory": (
-        {"compute.gpu": True},
-        ["compute.gpu_memory_gb: 0, but compute.gpu is true; write the mem"],
+    "a GPU that nobody knows": (
+        {"compute.gpu_kind": "H100-90GB"},
+        ["compute.gpu_kind: did you mean 'H100-80GB'? expected one of A10-24GB, A100-40GB"],
     ),
     "no dataset": (
         {"ingest.datasets": {}, "synthesize": {}},

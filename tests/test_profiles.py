@@ -14,6 +14,7 @@ from components.section import ParamsError
 from tests.toy import REPOSITORY
 
 PROFILES = REPOSITORY / "profiles"
+ALL = ["embedded-gpu", "embedded", "one-gpu", "paper", "small"]
 SEVEN = ["omnidiff_real", "omnidiff_render", "spot_the_diff", "iedit", "birds_to_words", "clevr_change", "clevr_dc"]
 
 
@@ -33,13 +34,13 @@ def test_the_committed_parameters_are_the_embedded_profile():
     assert (REPOSITORY / "params.yaml").read_text() == (PROFILES / "embedded.yaml").read_text()
 
 
-@pytest.mark.parametrize("name", ["embedded", "paper", "one-gpu"])
+@pytest.mark.parametrize("name", ALL)
 def test_every_profile_loads(name):
     assert load_params(Path("profiles") / f"{name}.yaml").train.epochs > 0
 
 
 def test_the_profiles_are_the_files_with_parameters():
-    assert [path.stem for path in profiles(Path("profiles"))] == ["embedded", "one-gpu", "paper"]
+    assert [path.stem for path in profiles(Path("profiles"))] == ALL
 
 
 def test_the_paper_profile_is_the_paper_run():
@@ -60,7 +61,7 @@ def test_the_paper_profile_is_the_paper_run():
     assert (params.convert.references_per_pair, params.convert.no_change_share) == (12, 1)
     assert (params.predict.batch_pairs, params.predict.max_new_tokens, params.predict.limit) == (16, 256, 0)
     assert (compute.workers, compute.cpus_per_worker, compute.micro_batch, compute.zero_stage) == (8, 12, 4, 2)
-    assert (compute.gpu, compute.gpu_memory_gb, compute.activation_checkpointing) == (True, 40, "full")
+    assert (compute.gpu, compute.gpu_kind, compute.activation_checkpointing) == (True, "A100-40GB", "full")
     assert (compute.checkpoint_every_steps, compute.max_failures, compute.val_pairs) == (200, 3, 512)
 
 
@@ -94,11 +95,45 @@ def test_one_gpu_is_the_paper_run_but_for_packing_batch_and_memory():
         "train.max_captions_per_sequence: 1 -> null",
         "train.global_batch: 256 -> 42",
         "compute.workers: 8 -> 1",
-        "compute.gpu_memory_gb: 40 -> 80",
+        "compute.gpu_kind: A100-40GB -> H100-80GB",
         "compute.micro_batch: 4 -> 3",
         "compute.zero_stage: 2 -> 1",
         "compute.activation_checkpointing: full -> none",
     ]
+
+
+def test_small_is_the_run_of_one_gpu_on_the_small_base_but_for_lora_and_gpu():
+    one, small = (resolve(Path("profiles") / f"{name}.yaml")[0] for name in ("one-gpu", "small"))
+    assert differences(one, small) == [
+        "models.m3diff.lora.rank: 128 -> 64",
+        "models.m3diff.lora.alpha: 256 -> 128",
+        "models.no_module.lora.rank: 128 -> 64",
+        "models.no_module.lora.alpha: 256 -> 128",
+        "train.base: models/llava-onevision-qwen2-7b-ov-hf -> models/llava-onevision-qwen2-0.5b-ov-hf",
+        "compute.gpu_kind: H100-80GB -> RTX-4090-24GB",
+        "compute.micro_batch: 3 -> 2",
+    ]
+
+
+def test_the_embedded_run_on_a_gpu_differs_in_where_it_is_computed_alone():
+    cpu, gpu = (resolve(Path("profiles") / f"{name}.yaml")[0] for name in ("embedded", "embedded-gpu"))
+    assert [line.split(":")[0] for line in differences(cpu, gpu)] == [
+        "compute.workers",
+        "compute.cpus_per_worker",
+        "compute.gpu",
+    ]
+    compute = load_params(Path("profiles/embedded-gpu.yaml")).compute
+    assert (compute.workers, compute.gpu, compute.gpu_kind) == (1, True, None)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_control_and_model_of_a_profile_differ_in_the_module_alone(name):
+    models = load_params(Path("profiles") / f"{name}.yaml").models
+    with_module, control = models["m3diff"], models["no_module"]
+    assert control.module is None
+    assert with_module.module is not None
+    assert control.lora == with_module.lora
+    assert dict(control.rates) == {**with_module.rates, "module": None}
 
 
 def test_a_profile_is_laid_over_key_by_key_but_collections_by_name_are_replaced():
@@ -163,12 +198,12 @@ def test_a_key_written_twice_below_is_said_with_its_file(folder):
 
 
 def test_an_unknown_profile_is_refused_with_those_there_are():
-    with pytest.raises(ParamsError, match="profile 'papr': profiles has embedded, one-gpu, paper"):
+    with pytest.raises(ParamsError, match="profile 'papr': profiles has embedded-gpu, embedded, one-gpu, paper, small"):
         find_profile("papr", Path("profiles"))
     assert find_profile("paper", Path("profiles")) == Path("profiles/paper.yaml")
 
 
-@pytest.mark.parametrize("name", ["paper", "one-gpu"])
+@pytest.mark.parametrize("name", ["paper", "one-gpu", "small"])
 def test_a_profile_is_written_with_the_values_it_resolves_to_and_with_comments(name):
     source = Path("profiles") / f"{name}.yaml"
     text = written(source)

@@ -10,6 +10,7 @@ from PIL import Image
 from transformers import LlavaOnevisionForConditionalGeneration
 
 from components.models import FAMILIES
+from components.models.attention import KERNELS
 from components.models.checkpoint import folder_sha256, save_checkpoint
 from components.models.family import Lora
 from components.models.m3diff.configuration import M3DiffConfig
@@ -59,7 +60,7 @@ def tiny_config(mdp: dict | None = None, vocab_size: int = 640) -> M3DiffConfig:
 def tiny_model(mdp: dict | None = None, seed: int = 0) -> M3DiffForConditionalGeneration:
     """An M3Diff whose zero-initialised projections were given weights, so that no gradient is zero by construction."""
     torch.manual_seed(seed)
-    model = M3DiffForConditionalGeneration._from_config(tiny_config(mdp), attn_implementation="sdpa")
+    model = M3DiffForConditionalGeneration._from_config(tiny_config(mdp), attn_implementation=KERNELS)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))

@@ -14,7 +14,8 @@ from components.records import NO_CHANGE, DataError
 class EvalPair:
     """A test pair, its references and the model's prediction.
 
-    `shuffled_prediction` is the model's caption of its before-image with another pair's after-image.
+    `shuffled_prediction` is the model's caption of its before-image with another pair's after-image, None outside the
+    control.
     """
 
     id: str
@@ -41,7 +42,8 @@ class EvalPair:
 def load_pairs(clean: Path, predictions: Path) -> tuple[list[EvalPair], int]:
     """The captioned test pairs in the records' order, and how many test pairs there are.
 
-    There may be fewer predictions than test pairs only where predict reports that it made so many (predict.limit).
+    There may be fewer predictions than test pairs, and fewer of shuffled pairs, only where predict reports that it made
+    so many (predict.limit, predict.control_pairs).
 
     Raises:
         DataError: no test pair; a file of predictions that is truncated, or whose ids repeat, are unknown or missing.
@@ -49,12 +51,14 @@ def load_pairs(clean: Path, predictions: Path) -> tuple[list[EvalPair], int]:
     rows = read_test_records(clean / "records.parquet")
     ids = {row["id"] for row in rows}
     found = read_predictions(predictions / "predictions.json", ids)
-    if not _as_predicted(predictions / "report.json", len(found)):
+    told = _report(predictions / "report.json")
+    if told.get("rows_out") != len(found):
         _refuse_missing(predictions / "predictions.json", ids - found.keys())
     shuffled = {}
-    if (predictions / "predictions_shuffled.json").is_file():
+    if (predictions / "predictions_shuffled.json").is_file() and told.get("control") != 0:
         shuffled = read_predictions(predictions / "predictions_shuffled.json", set(found))
-        _refuse_missing(predictions / "predictions_shuffled.json", found.keys() - shuffled.keys())
+        if told.get("control") != len(shuffled):
+            _refuse_missing(predictions / "predictions_shuffled.json", found.keys() - shuffled.keys())
     pairs = [_pair(row, found[row["id"]], shuffled.get(row["id"])) for row in rows if row["id"] in found]
     return pairs, len(rows)
 
@@ -116,9 +120,9 @@ def read_predictions(path: Path, known: set[str]) -> dict[str, str]:
     return predictions
 
 
-def _as_predicted(report: Path, count: int) -> bool:
-    """Does predict report that it wrote so many predictions, so that none was lost since?"""
-    return report.is_file() and json.loads(report.read_text(encoding="utf-8"))["rows_out"] == count
+def _report(path: Path) -> dict[str, Any]:
+    """How many predictions predict says that it wrote, so that none was lost since; nothing without a report."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def _refuse_missing(path: Path, ids: set[str]) -> None:

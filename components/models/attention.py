@@ -15,8 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
-from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.attention.flex_attention import BlockMask, create_mask, flex_attention
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -31,7 +31,9 @@ RECURRING = 128
 """FlexAttention's row is a multiple of this many tokens (its block), so that shapes recur from step to step."""
 
 
-def attention_of(asked: Literal["auto", "flex", "sdpa"], gpu: bool, max_captions: int | None) -> Literal["flex", "sdpa"]:
+def attention_of(
+    asked: Literal["auto", "flex", "sdpa"], gpu: bool, max_captions: int | None
+) -> Literal["flex", "sdpa"]:
     """The kernel of a run. On a GPU branches want FlexAttention; one caption a sequence is plain causal attention,
     for which SDPA has the quickest kernel."""
     if asked == "auto":

@@ -86,11 +86,17 @@ class PairProcessor(Protocol):
 
 @dataclass(frozen=True)
 class Term:
-    """FLOPs of one part for one sequence: `forward`, and how many forwards' worth the backward takes."""
+    """FLOPs of one part for one sequence.
+
+    Attributes:
+        backward_factor: how many forwards' worth the backward takes: 2, or 1 where the weights are frozen.
+        recomputed: activation checkpointing `full` runs the forward again.
+    """
 
     name: str
     forward: float
     backward_factor: float
+    recomputed: bool = False
 
     @property
     def total(self) -> float:
@@ -116,9 +122,11 @@ class Family:
         fuse: (model, activation_checkpointing) -> None; makes it compute by fused kernels, in place.
         saliency_map: (model, image inputs) -> where it looks for the difference: [pairs, rows, columns], sums to 1.
         planned_config: (folder of the base, settings) -> the configuration that would train: the base's where its
-            folder is there, else the published shapes.
+            folder is there, else published shapes by the folder's name; `name_or_path` then says whose.
         flops: (config, tokens, supervised tokens, LoRA rank) -> the terms of one training sequence.
         image_tokens: (config) -> visual tokens of a pair.
+        blank_images: (config, device) -> image inputs of one pair, as the processor makes them, without content; for
+            counting on "meta".
         faults: (settings, the base's config.json or None) -> what makes the two impossible together, in words.
     """
 
@@ -135,6 +143,7 @@ class Family:
     planned_config: Callable[[Path, Any], Any]
     flops: Callable[[Any, float, float, int], Sequence[Term]]
     image_tokens: Callable[[Any], int]
+    blank_images: Callable[[Any, Any], dict[str, Any]]
     faults: Callable[[Any, Mapping[str, Any] | None], list[str]]
 
     def part_of(self, name: str) -> str:

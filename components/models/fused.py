@@ -85,7 +85,8 @@ def _folded(linear: Any) -> tuple[Tensor, Tensor | None]:
 
 
 class RMSNorm(torch.autograd.Function):
-    """x / rms(x) * weight for a frozen weight, in few passes; on a CPU torch's own takes many."""
+    """x / rms(x) * weight for a frozen weight, in few passes; on a CPU torch's own takes many. Not in bf16, where every
+    pass rounds."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -107,7 +108,8 @@ class FusedRMSNorm(Qwen2RMSNorm):
     """One kernel that keeps its input, where transformers keeps three copies in fp32."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        if hidden_states.device.type == "cpu" and not self.weight.requires_grad:
+        exact = hidden_states.dtype in (torch.float32, torch.float64)
+        if exact and hidden_states.device.type == "cpu" and not self.weight.requires_grad:
             return RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon)
         return F.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
 
@@ -153,10 +155,10 @@ class FusedMLP(Qwen2MLP):
 def recomputing(output: Tensor, function: Callable[..., Tensor], *inputs: Tensor) -> Iterator[None]:
     """Within, whoever keeps `output` for backward keeps `function` and `inputs` in its place."""
     kept = [tensor.detach() for tensor in inputs]
-    address, size = output.data_ptr(), output.numel()
+    address, size = output.untyped_storage()._cdata, output.numel()  # the storage's, which has one without memory too
 
     def pack(saved: Tensor) -> Tensor | torch.Size:
-        return saved.shape if saved.data_ptr() == address and saved.numel() == size else saved
+        return saved.shape if saved.untyped_storage()._cdata == address and saved.numel() == size else saved
 
     def unpack(packed: Tensor | torch.Size) -> Tensor:
         if isinstance(packed, Tensor):
@@ -276,9 +278,7 @@ class RotatedRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        flat = [
-            grad.transpose(1, 2).flatten(0, 1).index_select(0, ctx.layout.places) for grad in grads
-        ]
+        flat = [grad.transpose(1, 2).flatten(0, 1).index_select(0, ctx.layout.places) for grad in grads]
         turned = rotated(torch.cat(flat[:2], dim=1), ctx.cos, -ctx.sin)
         return torch.cat([turned, flat[2]], dim=1).flatten(1), None, None, None, None
 
@@ -311,7 +311,7 @@ STOCK: tuple[type[nn.Module], ...] = (LoraLinear, Qwen2RMSNorm, Qwen2MLP, Qwen2D
 
 
 def make_fused(
-    model: PreTrainedModel, activation_checkpointing: str = "none", fused: bool = True, lora: bool = True
+    model: PreTrainedModel, activation_checkpointing: str = "none", fused: bool = True, adapters: str = "auto"
 ) -> None:
     """Choose how the LLM computes; everything off is transformers' and peft's own way.
 
@@ -319,18 +319,21 @@ def make_fused(
         activation_checkpointing: what backward recomputes: "none", "selective" (norms and SwiGLU products) or "full"
             (every layer).
         fused: fused norms, SwiGLU and layers; `selective` needs it.
-        lora: adapters added into the linears' outputs, or in the weights where that is less work.
+        adapters: "peft": by its own linears; "added": into the linears' outputs; "folded": into the weights; "auto":
+            folded where that is less work and nothing is recomputed, else added.
     """
     known = ("none", "selective", "full")
     assert activation_checkpointing in known, f"{activation_checkpointing!r} is none of {known}"
     selective = activation_checkpointing == "selective"
     assert fused or not selective, "selective recomputation is of the fused norm and product"
-    chosen: dict[type[nn.Module], type[nn.Module]] = {LoraLinear: FusedLora} if lora else {}
+    if adapters == "auto":
+        adapters = "folded" if fused and activation_checkpointing == "none" and folding_pays(model) else "added"
+    chosen: dict[type[nn.Module], type[nn.Module]] = {} if adapters == "peft" else {LoraLinear: FusedLora}
     if fused:
         chosen |= {Qwen2RMSNorm: FusedRMSNorm, Qwen2MLP: FusedMLP, Qwen2DecoderLayer: FusedDecoderLayer}
         if selective:
             chosen[Qwen2DecoderLayer] = SelectiveDecoderLayer
-        elif lora and folding_pays(model):
+        elif adapters == "folded":
             chosen[Qwen2DecoderLayer] = FoldedDecoderLayer
     for module in model.modules():
         stock = next((kind for kind in STOCK if isinstance(module, kind)), None)

@@ -61,7 +61,7 @@ def load_captioner(checkpoint: Path, max_new_tokens: int = 64, device: Device | 
 
     Raises:
         CheckpointError: the folder is incomplete or damaged; names the file.
-        ParamsError: a GPU is asked for and there is none.
+        DeviceError: a GPU is asked for and there is none.
     """
     if device is None:
         device = Device(gpu=True, precision="bf16") if torch.cuda.is_available() else Device(False, "fp32")

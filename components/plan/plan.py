@@ -8,6 +8,7 @@ from typing import Any
 
 from components.compute import Compute
 from components.convert.params import Convert
+from components.gpus import GPUS, Gpu
 from components.ingest.params import DatasetEntry
 from components.models import FAMILIES
 from components.models.family import Family, Settings, Term
@@ -15,11 +16,8 @@ from components.plan.workload import Workload, find_workload
 from components.section import ParamsError
 from components.train.params import Train
 
-TERA, GIGA = 1e12, 1e9
+GIGA, TERA, EXA = 1e9, 1e12, 1e18
 OPTIMIZER_BYTES, GRADIENT_BYTES = 12, 4  # of a trained parameter: fp32 master and AdamW's two moments; fp32 gradient
-ACTIVATION_FACTOR = {"none": 34.0, "selective": 15.0, "full": 1.0}
-"""Activations kept per token, in units of layers x width x 2 bytes: eager 6.8 MB a token at 7B; norms and SwiGLU
-products recomputed 3.0 MB; layer inputs alone 0.2 MB. Estimates, to be checked on the GPU at hand."""
 RESERVE = 0.08  # of the GPU: context, workspaces, fragmentation
 
 
@@ -37,10 +35,14 @@ class Plan:
         terms: FLOPs of one sequence, without recomputation.
         branches: references of a sequence, mean.
         tokens: of a sequence, mean.
+        longest: references of the longest sequence, which the memory is for; None where only sums are known, and it is
+            for a mean one.
         sequences: of an epoch.
         steps: of the run.
-        run_flops: of the run, with what is recomputed.
+        model_flops: of the run, without recomputation; frozen weights cost 2 of 3, as their gradient is not computed.
+        run_flops: with what is recomputed.
         memory_gb: on one GPU, by what it is for.
+        activations_gb: that part of it, for a micro-batch, by where it arises.
     """
 
     base: str
@@ -49,19 +51,27 @@ class Plan:
     terms: Sequence[Term]
     branches: float
     tokens: float
+    longest: int | None
     sequences: int
     steps: int
+    model_flops: float
     run_flops: float
     memory_gb: Mapping[str, float]
+    activations_gb: Mapping[str, float]
     gpus: int
 
     @property
     def memory_total_gb(self) -> float:
         return sum(self.memory_gb.values())
 
-    def gpu_hours(self, peak_tflops: float, mfu: float) -> float:
-        """Hours of one GPU that computes at a share (MFU) of its peak."""
-        return self.run_flops / (peak_tflops * TERA * mfu) / 3600
+    def gpu_hours(self, peak_tflops: float, hfu: float) -> float:
+        """Hours of one GPU that computes, recomputation counted, at a share of its peak (hardware FLOPs utilisation,
+        HFU)."""
+        return self.run_flops / (peak_tflops * TERA * hfu) / 3600
+
+    def mfu(self, hfu: float) -> float:
+        """The share of the peak that the model's own FLOPs then come to (model FLOPs utilisation)."""
+        return hfu * self.model_flops / self.run_flops
 
 
 def make_plan(
@@ -72,7 +82,7 @@ def make_plan(
     convert: Convert,
     mixture: Path,
 ) -> Plan:
-    """Count what the run will read and compute.
+    """Count what the run will read, compute and hold.
 
     Args:
         settings: of the model family, the entry of the section `models` that `train.model` names.
@@ -81,36 +91,53 @@ def make_plan(
     Raises:
         ParamsError: there is no mixture, and a dataset has no published counts.
     """
+    from components.plan.memory import count_activations
+
     family = FAMILIES[settings.family]
     config = family.planned_config(train.base, settings)
     processor = family.load_processor(train.base) if _is_here(train.base) else None
     load = find_workload(mixture, entries, convert, processor, family.image_tokens(config))
     sequences = load.sequences(train.max_captions_per_sequence)
-    branches = load.references / sequences
-    tokens = family.image_tokens(config) + load.prompt_tokens + branches * load.reference_tokens
+    branches, prompt = load.references / sequences, family.image_tokens(config) + load.prompt_tokens
+    tokens = prompt + branches * load.reference_tokens
     terms = family.flops(config, tokens, branches * load.reference_tokens, settings.lora.rank)
-    parameters = count_parameters(config, family, settings)
+    longest = load.longest(train.max_captions_per_sequence)
+    supervised = math.ceil((longest or branches) * load.reference_tokens)
+    model = meta_model(config, family, settings, train.precision)
+    kept = count_activations(
+        model, family, compute.activation_checkpointing, math.ceil(prompt) + supervised, supervised
+    )
+    activations = {name: compute.micro_batch * size / GIGA for name, size in kept.items()}
+    parameters = parameters_of(model, family)
+    run = train.epochs * sequences
     return Plan(
-        base=str(train.base) if _is_here(train.base) else f"published shapes, {train.base} is not here",
+        base=str(train.base) if _is_here(train.base) else _published(config, train.base),
         workload=load,
         parameters=parameters,
         terms=terms,
         branches=branches,
         tokens=tokens,
+        longest=longest,
         sequences=sequences,
         steps=math.ceil(train.epochs * math.ceil(sequences / train.global_batch)),  # as the loop counts them
-        run_flops=train.epochs * sequences * flops_of_sequence(terms, compute.activation_checkpointing),
-        memory_gb=memory_of_gpu(train, compute, parameters, tokens, config.get_text_config()),
+        model_flops=run * sum(term.total for term in terms),
+        run_flops=run * flops_of_sequence(terms, compute.activation_checkpointing),
+        memory_gb=static_memory(train, compute, parameters) | {"activations": sum(activations.values())},
+        activations_gb=activations,
         gpus=max(1, compute.workers),
     )
+
+
+def _published(config: Any, base: Path) -> str:
+    return f"published shapes of {config.name_or_path}, {base} is not here"
 
 
 def _is_here(base: Path) -> bool:
     return (base / "config.json").is_file()
 
 
-def count_parameters(config: Any, family: Family, settings: Settings) -> dict[str, int]:
-    """Parameters by part, those that train and those that are frozen, counted on a model without storage."""
+def meta_model(config: Any, family: Family, settings: Settings, precision: str) -> Any:
+    """The model as it trains, without storage and without peft's wrapper."""
     import torch
 
     from components.models.tuning import prepare
@@ -118,6 +145,11 @@ def count_parameters(config: Any, family: Family, settings: Settings) -> dict[st
     with torch.device("meta"):
         model = family.build(config)
         prepare(model, family, settings)
+    return model.to(torch.bfloat16 if precision == "bf16" else torch.float32)
+
+
+def parameters_of(model: Any, family: Family) -> dict[str, int]:
+    """Parameters by part, those that train and those that are frozen."""
     groups = {group: 0 for part in family.parts for group in (part, f"{part} (frozen)")}
     for name, parameter in model.named_parameters():
         part = family.part_of(name)
@@ -125,46 +157,99 @@ def count_parameters(config: Any, family: Family, settings: Settings) -> dict[st
     return {group: count for group, count in groups.items() if count}
 
 
+def count_parameters(config: Any, family: Family, settings: Settings) -> dict[str, int]:
+    """Parameters by part of a model that would train, counted without storage."""
+    return parameters_of(meta_model(config, family, settings, "fp32"), family)
+
+
+def recomputed_flops(terms: Sequence[Term], activation_checkpointing: str) -> float:
+    """FLOPs of one sequence's forward that backward runs again; the norms and products of `selective` count as none."""
+    return sum(term.forward for term in terms if term.recomputed and activation_checkpointing == "full")
+
+
 def flops_of_sequence(terms: Sequence[Term], activation_checkpointing: str) -> float:
-    """Full recomputation runs the forward pass again, all but the head, which is the last term."""
-    again = sum(term.forward for term in terms[:-1]) if activation_checkpointing == "full" else 0.0
-    return sum(term.total for term in terms) + again
+    return sum(term.total for term in terms) + recomputed_flops(terms, activation_checkpointing)
 
 
-def memory_of_gpu(
-    train: Train, compute: Compute, parameters: Mapping[str, int], tokens: float, text: Any
-) -> dict[str, float]:
+def static_memory(train: Train, compute: Compute, parameters: Mapping[str, int]) -> dict[str, float]:
     """GB on one GPU: ZeRO 1 shares out master weights and moments (12 bytes), 2 gradients too, 3 weights too."""
     ranks = max(1, compute.workers)
     total = sum(parameters.values())
     trained = sum(count for group, count in parameters.items() if not group.endswith("(frozen)"))
     width = 2 if train.precision == "bf16" else 4
-    per_token = ACTIVATION_FACTOR[compute.activation_checkpointing] * text.num_hidden_layers * text.hidden_size * width
     return {
         "weights": width * total / (ranks if compute.zero_stage >= 3 else 1) / GIGA,
         "gradients": GRADIENT_BYTES * trained / (ranks if compute.zero_stage >= 2 else 1) / GIGA,
         "optimizer": OPTIMIZER_BYTES * trained / (ranks if compute.zero_stage >= 1 else 1) / GIGA,
-        "activations": compute.micro_batch * tokens * per_token / GIGA,
     }
 
 
-def check_fits(compute: Compute, plan: Plan) -> None:
+def check_memory(
+    train: Train,
+    settings: Settings,
+    compute: Compute,
+    entries: Mapping[str, DatasetEntry],
+    convert: Convert,
+    mixture: Path,
+    memory_gb: float | None = None,
+) -> None:
+    """Refuse a run that its GPUs cannot hold, before anything is loaded. Takes seconds; nothing without `compute.gpu`.
+
+    Args:
+        memory_gb: of one GPU; None: of the smallest that torch finds here, else of `compute.gpu_kind`. Where neither is
+            known nothing is refused.
+
+    Raises:
+        DoesNotFit: names what is needed, what there is and what to lower.
+    """
+    room = memory_gb or found_memory_gb() or kind_memory_gb(compute)
+    if compute.gpu and room:
+        check_fits(compute, make_plan(train, settings, compute, entries, convert, mixture), room)
+
+
+def found_memory_gb() -> float | None:
+    """Memory of the smallest GPU of this machine, None where torch finds none."""
+    import torch
+
+    sizes = [torch.cuda.get_device_properties(n).total_memory for n in range(torch.cuda.device_count())]
+    return min(sizes) / GIGA if sizes else None
+
+
+def kind_memory_gb(compute: Compute) -> float | None:
+    return GPUS[compute.gpu_kind].memory_gb if compute.gpu_kind else None
+
+
+def check_fits(compute: Compute, plan: Plan, memory_gb: float) -> None:
     """Raises DoesNotFit, naming what is needed, what there is and what to lower."""
-    room = compute.gpu_memory_gb * (1 - RESERVE)
-    if compute.gpu and plan.memory_total_gb > room:
-        parts = ", ".join(f"{name} {size:.1f}" for name, size in plan.memory_gb.items())
-        raise DoesNotFit(
-            f"compute: needs {plan.memory_total_gb:.1f} GB a GPU ({parts}) but {compute.gpu_memory_gb:g} GB hold "
-            f"{room:.1f}; lower compute.micro_batch (now {compute.micro_batch}), raise compute.zero_stage (now "
-            f"{compute.zero_stage}) or set compute.activation_checkpointing to selective or full (now "
-            f"{compute.activation_checkpointing})"
-        )
+    room = memory_gb * (1 - RESERVE)
+    if plan.memory_total_gb <= room:
+        return
+    parts = ", ".join(f"{name} {size:.1f}" for name, size in plan.memory_gb.items())
+    raise DoesNotFit(
+        f"compute: needs {plan.memory_total_gb:.1f} GB a GPU ({parts}) but {memory_gb:.4g} GB hold {room:.1f}; "
+        + " or ".join([*_remedies(compute, plan), "take larger GPUs"])
+    )
 
 
-def print_plan(train: Train, compute: Compute, plan: Plan, peak_tflops: float, mfu: float) -> None:
-    """Print the plan as tables; times are at a share (MFU) of the GPUs' peak."""
-    print("\n".join([*_parameter_lines(plan), *_workload_lines(train, plan), *_flops_lines(plan)]))
-    print("\n".join([*_memory_lines(compute, plan), _time_line(train, plan, peak_tflops, mfu)]))
+def _remedies(compute: Compute, plan: Plan) -> list[str]:
+    """What would lower the memory; nothing that has no effect."""
+    way = compute.activation_checkpointing
+    stronger = {"none": "selective or full", "selective": "full"}.get(way)
+    remedies = {
+        f"lower compute.micro_batch (now {compute.micro_batch})": compute.micro_batch > 1,
+        f"raise compute.zero_stage (now {compute.zero_stage})": compute.zero_stage < 3 and plan.gpus > 1,
+        f"set compute.activation_checkpointing to {stronger} (now {way})": stronger is not None,
+        "lower train.max_captions_per_sequence": plan.branches > 1,
+    }
+    return [remedy for remedy, helps in remedies.items() if helps]
+
+
+def print_plan(train: Train, compute: Compute, plan: Plan, gpu: Gpu | None, hfu: float) -> None:
+    """Print the plan as tables; times are for a kind of GPU, at a share of its peak (hardware FLOPs utilisation,
+    HFU)."""
+    recomputation = compute.activation_checkpointing
+    print("\n".join([*_parameter_lines(plan), *_workload_lines(train, plan), *_flops_lines(plan, recomputation)]))
+    print("\n".join([*_memory_lines(plan, gpu), *_time_lines(train, plan, gpu, hfu)]))
 
 
 def _parameter_lines(plan: Plan) -> list[str]:
@@ -188,29 +273,42 @@ def _workload_lines(train: Train, plan: Plan) -> list[str]:
     ]
 
 
-def _flops_lines(plan: Plan) -> list[str]:
+def _flops_lines(plan: Plan, recomputation: str) -> list[str]:
     forward, total = sum(term.forward for term in plan.terms), sum(term.total for term in plan.terms)
-    full = flops_of_sequence(plan.terms, "full")
+    again = recomputed_flops(plan.terms, recomputation)
     rows = [f"  {term.name:<28} {term.forward / TERA:>9.3f} {term.total / TERA:>9.3f}" for term in plan.terms]
     return [
         f"FLOPs of one sequence, TFLOP   {'forward':>9} {'total':>9}",
         *rows,
-        f"  {'sum without recomputation':<28} {forward / TERA:>9.2f} {total / TERA:>9.2f}",
-        f"  {'sum, full recomputation':<28} {'':>9} {full / TERA:>9.2f}",
-        f"  per reference {total / plan.branches / TERA:.2f} TFLOP; the run {plan.run_flops / 1e18:.2f} EFLOP",
+        f"  {'sum of the model':<28} {forward / TERA:>9.2f} {total / TERA:>9.2f}",
+        f"  {f'recomputation, {recomputation}':<28} {'':>9} {again / TERA:>9.2f}",
+        f"  per reference {(total + again) / plan.branches / TERA:.2f} TFLOP; "
+        f"the run {plan.run_flops / EXA:.2f} EFLOP, {plan.model_flops / EXA:.2f} of them the model's",
     ]
 
 
-def _memory_lines(compute: Compute, plan: Plan) -> list[str]:
+def _memory_lines(plan: Plan, gpu: Gpu | None) -> list[str]:
+    counted = "the mean sequence" if plan.longest is None else f"the longest sequence, {plan.longest} reference(s)"
     rows = [f"  {name:<28} {size:>9.1f}" for name, size in plan.memory_gb.items()]
-    total = f"  {'sum':<28} {plan.memory_total_gb:>9.1f} of {compute.gpu_memory_gb:g}"
-    return ["memory of one GPU, GB", *rows, total]
+    parts = [f"    {name:<26} {size:>9.2f}" for name, size in plan.activations_gb.items()]
+    room = f" of {gpu.memory_gb * (1 - RESERVE):.1f}, {gpu.name} less {RESERVE:.0%}" if gpu else ""
+    return [
+        f"memory of one GPU, GB; activations counted for {counted}",
+        *rows,
+        *parts,
+        f"  {'sum':<28} {plan.memory_total_gb:>9.1f}{room}",
+    ]
 
 
-def _time_line(train: Train, plan: Plan, peak_tflops: float, mfu: float) -> str:
-    hours = plan.gpu_hours(peak_tflops, mfu)
+def _time_lines(train: Train, plan: Plan, gpu: Gpu | None, hfu: float) -> list[str]:
+    if gpu is None:
+        return [f"time: name a kind of GPU by --gpu or compute.gpu_kind: {', '.join(GPUS)}"]
+    if train.precision != "bf16":
+        return [f"time: peaks are known for bf16, and train.precision is {train.precision}"]
+    hours = plan.gpu_hours(gpu.bf16_tflops, hfu)
     speed = plan.workload.references * train.epochs / hours / 3600
-    return (
-        f"time at {mfu:.0%} of {peak_tflops:g} TFLOP/s: {hours:.1f} GPU-hours, "
-        f"{hours / plan.gpus:.1f} h on {plan.gpus} GPU(s), {speed:.1f} captions/s a GPU"
-    )
+    return [
+        f"time on {gpu.name} ({gpu.bf16_tflops:g} TFLOP/s dense bf16) at {hfu:.0%} HFU, which is {plan.mfu(hfu):.1%} "
+        "MFU (without recomputation):",
+        f"  {hours:.1f} GPU-hours, {hours / plan.gpus:.1f} h on {plan.gpus} GPU(s), {speed:.1f} captions/s a GPU",
+    ]

@@ -56,6 +56,12 @@ class Workload:
     def references_per_pair(self) -> float:
         return self.references / self.pairs
 
+    def longest(self, max_captions: int | None) -> int | None:
+        """References of the longest sequence; None where only sums are known."""
+        if not self.sizes:
+            return None
+        return min(max(self.sizes), max_captions or max(self.sizes))
+
     def sequences(self, max_captions: int | None) -> int:
         """Sequences with at most so many references of one pair (None: all).
 
@@ -68,6 +74,10 @@ class Workload:
             return sum(count * math.ceil(size / max_captions) for size, count in self.sizes.items())
         each = [(source.references, source.references / source.pairs) for source in self.sources.values()]
         return round(sum(references / min(max_captions, mean) for references, mean in each))
+
+
+LENGTHS = 20_000
+"""Distinct texts of a mixture whose tokens are counted; evenly spread ones stand for more."""
 
 
 def find_workload(
@@ -100,9 +110,9 @@ def counted_workload(folder: Path, processor: PairProcessor | None, image_tokens
     by_dataset = pairs.group_by("dataset").agg(pl.len(), pl.col("size").sum()).sort("dataset")
     prompt, reference = PROMPT_TOKENS, REFERENCE_TOKENS
     if processor is not None:
-        questions, texts = pairs["question"].value_counts(), samples["reference"].value_counts()
-        prompt = _mean_length(questions.iter_rows(), processor.encode_prompt) - image_tokens
-        reference = _mean_length(texts.iter_rows(), processor.encode_reference)
+        questions, texts = _spread(pairs["question"]), _spread(samples["reference"])
+        prompt = _mean_length(questions, processor.encode_prompt) - image_tokens
+        reference = _mean_length(texts, processor.encode_reference)
     return Workload(
         counted=f"{folder}, {'lengths by its tokenizer' if processor else 'lengths estimated'}",
         sources={name: SourceCount(count, references) for name, count, references in by_dataset.iter_rows()},
@@ -110,6 +120,12 @@ def counted_workload(folder: Path, processor: PairProcessor | None, image_tokens
         reference_tokens=reference,
         sizes=dict(pairs["size"].value_counts().sort("size").iter_rows()),
     )
+
+
+def _spread(texts: Any) -> list[tuple[str, int]]:
+    """(text, how often it occurs) of at most LENGTHS distinct texts, evenly spread over them in alphabetical order."""
+    counts = texts.value_counts().sort(texts.name)
+    return counts.gather_every(math.ceil(len(counts) / LENGTHS)).rows()
 
 
 def _mean_length(texts: Iterable[tuple[Any, ...]], encode: Callable[[str], Sized]) -> float:

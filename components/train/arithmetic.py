@@ -6,15 +6,13 @@ from typing import Any
 
 import numpy as np
 
+from components.gpus import gpu_of
 from components.models.family import Family
 from components.train.batches import Loader, Schedule
 from components.train.packing import pack
 
 COUNTED = 2048
 """Sequences whose tokens are counted; the mean of these stands for a longer epoch."""
-
-PEAK_BF16_TFLOPS = {"GB200": 2500, "B200": 2250, "H200": 989, "H100": 989, "A100": 312, "L40S": 362, "RTX 4090": 165}
-"""Dense bf16 peak by a part of the device's name (NVIDIA's data sheets; SXM where there are several)."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +73,9 @@ def flop(count: float) -> str:
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """FLOP/s of one device at its best, None where it is not known."""
-    found = [peak for name, peak in PEAK_BF16_TFLOPS.items() if name in device_name and precision == "bf16"]
-    return found[0] * 1e12 if found else None
+    """FLOP/s of one device at its best, None where it is not known. Kinds that differ in memory alone have one peak."""
+    gpu = gpu_of(device_name, memory_gb=0)
+    return gpu.bf16_tflops * 1e12 if gpu and precision == "bf16" else None
 
 
 def mfu(work: Work, global_batch: int, seconds_per_step: float, peak: float | None, ranks: int) -> float | None:

@@ -8,18 +8,17 @@ import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
-import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
 from components.models.images import ImageError, load_image
 from components.records import DataError
 from components.train.packing import Packed, pack
+from components.train.samples import RowGroups, Samples
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -28,67 +27,39 @@ if TYPE_CHECKING:
 
 CACHED_BYTES = 1 << 30
 PREFETCHED = 4  # micro-batches decoded ahead
-COLUMNS = ("pair", "dataset", "before", "after", "before_sha256", "after_sha256", "question", "reference")
 
 Weighted = tuple[np.ndarray, int]
 """A sequence (row numbers of one pair) and its weight: 0 only fills up a batch."""
 
 
-@dataclass(frozen=True)
-class Samples:
-    """The columns of a split that training reads (components/records.py); rows of one pair are neighbours."""
-
-    pair: list[str]
-    dataset: list[str]
-    before: list[str]
-    after: list[str]
-    before_sha256: list[bytes]
-    after_sha256: list[bytes]
-    question: list[str]
-    reference: list[str]
-
-    def __len__(self) -> int:
-        return len(self.pair)
-
-    def pairs(self) -> list[np.ndarray]:
-        """Row numbers of each pair, in order of appearance."""
-        if not len(self):
-            return []
-        starts = [row for row in range(len(self)) if row == 0 or self.pair[row] != self.pair[row - 1]]
-        return np.split(np.arange(len(self)), starts[1:])
-
-    def images(self, row: int) -> tuple[tuple[str, bytes], tuple[str, bytes]]:
-        """Path and digest of the image before and of the image after."""
-        return (self.before[row], self.before_sha256[row]), (self.after[row], self.after_sha256[row])
-
-
-def read_samples(folder: Path) -> Samples:
-    """The samples of a split: every Parquet file of its folder, in the order of their names."""
-    tables = [pq.read_table(file, columns=list(COLUMNS)) for file in sorted(folder.glob("*.parquet"))]
-    return Samples(**{name: [value for t in tables for value in t[name].to_pylist()] for name in COLUMNS})
-
-
-def read_training_samples(mixture: Path) -> Samples:
-    """The training split.
-
-    Raises:
-        DataError: it has no sample.
-    """
-    samples = read_samples(mixture / "train")
-    if not len(samples):
-        raise DataError(f"{mixture / 'train'}: no sample of split 'train'; run `m3diff convert` and read its report")
-    return samples
-
-
-def plan_epoch(samples: Samples, max_captions: int | None, seed: int, epoch: int) -> list[np.ndarray]:
+def plan_epoch(samples: Samples, max_captions: int | None, seed: int, epoch: int) -> RowGroups:
     """The sequences of one epoch in training order, each up to `max_captions` row numbers of one pair (None: all)."""
     rng = np.random.default_rng([seed, epoch])
-    size = max_captions or len(samples)
-    sequences: list[np.ndarray] = []
-    for rows in samples.pairs():
-        mixed = rng.permutation(rows)
-        sequences += [mixed[start : start + size] for start in range(0, len(mixed), size)]
-    return [sequences[number] for number in rng.permutation(len(sequences))]
+    pairs = samples.pairs()
+    mixed = pairs.rows
+    for rows in pairs:
+        rng.shuffle(rows)  # in place, within its pair
+    starts = sequence_starts(pairs.offsets, max_captions)
+    order = rng.permutation(len(starts))
+    lengths = np.diff(starts, append=np.int32(len(mixed)))[order]
+    offsets = np.concatenate([np.zeros(1, np.int32), np.cumsum(lengths, dtype=np.int32)])
+    source = np.repeat(starts[order] - offsets[:-1], lengths)  # how far from its place in the epoch a row was
+    source += np.arange(len(mixed), dtype=np.int32)
+    return RowGroups(mixed[source], offsets)
+
+
+def sequence_starts(offsets: np.ndarray, max_captions: int | None) -> np.ndarray:
+    """Where each sequence starts, where pairs are cut every `max_captions` rows (None: not at all).
+
+    Args:
+        offsets: where each pair starts, and the end of the last.
+    """
+    if max_captions is None:
+        return offsets[:-1]
+    counts = -(-np.diff(offsets) // max_captions)
+    first = np.cumsum(counts, dtype=np.int32) - counts  # sequences before each pair's
+    within = np.arange(counts.sum(), dtype=np.int32) - np.repeat(first, counts)
+    return np.repeat(offsets[:-1], counts) + within * np.int32(max_captions)
 
 
 @dataclass(frozen=True)
@@ -105,13 +76,17 @@ class Schedule:
 
     @property
     def steps_per_epoch(self) -> int:
-        return math.ceil(len(self.epoch(0)) / self.global_batch)
+        return math.ceil(self.sequences_per_epoch / self.global_batch)
+
+    @cached_property
+    def sequences_per_epoch(self) -> int:
+        return len(sequence_starts(self.samples.offsets, self.max_captions))
 
     @property
     def steps(self) -> int:
         return math.ceil(self.epochs * self.steps_per_epoch)
 
-    def epoch(self, epoch: int) -> list[np.ndarray]:
+    def epoch(self, epoch: int) -> RowGroups:
         """Its sequences in training order."""
         return _planned(self, epoch)
 
@@ -122,7 +97,18 @@ class Schedule:
 
     def captions(self, first: int, end: int) -> int:
         """References that the steps `first` to `end` (excluded) train on, over all workers."""
-        return sum(len(rows) for step in range(first, end) for rows in self.global_sequences(step))
+        whole = self.steps_per_epoch
+        return sum(
+            self._captions_of(epoch, max(first - epoch * whole, 0), min(end - epoch * whole, whole))
+            for epoch in range(first // whole, -(-end // whole))
+        )
+
+    def _captions_of(self, epoch: int, first: int, end: int) -> int:
+        """References of the steps `first` to `end` (excluded) of an epoch."""
+        if (first, end) == (0, self.steps_per_epoch):
+            return len(self.samples)
+        offsets = self.epoch(epoch).offsets
+        return int(offsets[min(end * self.global_batch, len(offsets) - 1)] - offsets[first * self.global_batch])
 
     def micro_batches(self, step: int, rank: int) -> list[list[Weighted]]:
         """One worker's part of a step; sequences of weight 0 fill up the last batch of an epoch."""
@@ -136,8 +122,8 @@ class Schedule:
         return id(self)
 
 
-@lru_cache(maxsize=4)  # the first for its length, the one that trains, and the next one decoded ahead
-def _planned(schedule: Schedule, epoch: int) -> list[np.ndarray]:
+@lru_cache(maxsize=2)  # the one that trains, and the next one decoded ahead
+def _planned(schedule: Schedule, epoch: int) -> RowGroups:
     return plan_epoch(schedule.samples, schedule.max_captions, schedule.seed, epoch)
 
 

@@ -33,6 +33,12 @@ class Curve:
         assert not unknown, f"no such columns: {sorted(unknown)}"
         self.rows[-1] |= {name: f"{value:.6g}" for name, value in values.items() if value is not None}
 
+    def copy(self) -> "Curve":
+        """The curves as they are: what is added or filled in later is not in them."""
+        other = Curve(self.names)
+        other.rows = [*self.rows[:-1], *(dict(row) for row in self.rows[-1:])]  # `fill` changes the last row alone
+        return other
+
     def last(self, column: str) -> float:
         """The last value of a column, NaN where it has none."""
         return next((float(row[column]) for row in reversed(self.rows) if row[column]), float("nan"))

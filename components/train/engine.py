@@ -1,18 +1,18 @@
-"""The DeepSpeed engine around a model: ZeRO stage and precision from the parameters, AdamW with its groups."""
+"""The DeepSpeed engine around a model: ZeRO stage and precision from the parameters, AdamW with its groups.
+
+DeepSpeed takes its accelerator when it is imported: `components.device` tells it which, before this module is.
+"""
 
 import math
-import os
 from typing import Any
 
-os.environ.setdefault("DS_ACCELERATOR", "cuda" if os.path.exists("/proc/driver/nvidia/version") else "cpu")
+import deepspeed
+import torch
+from torch import nn
 
-import deepspeed  # noqa: E402
-import torch  # noqa: E402
-from torch import nn  # noqa: E402
-
-from components.compute import Compute  # noqa: E402
-from components.models.tuning import TrainableGroup  # noqa: E402
-from components.train.params import Train  # noqa: E402
+from components.compute import Compute
+from components.models.tuning import TrainableGroup
+from components.train.params import Train
 
 
 def accumulation(cfg: Train, compute: Compute, ranks: int) -> int:

@@ -12,18 +12,17 @@ from typing import Any
 
 import deepspeed
 import torch
-import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 
 from components.compute import Compute
 from components.device import Device
 from components.models import FAMILIES
+from components.models.attention import KERNELS, attention_of
 from components.models.checkpoint import save_checkpoint
 from components.models.family import Family, PairProcessor, Settings
-from components.models.attention import KERNELS, attention_of
 from components.models.tuning import TrainableGroup, parameter_counts, prepare, trainable_groups, unwrapped
 from components.train.arithmetic import Work, describe, measure, mfu, peak_flops, progress_line
-from components.train.batches import Loader, MicroBatch, Schedule, read_samples, read_training_samples
+from components.train.batches import Loader, MicroBatch, Schedule
 from components.train.curve import Curve, columns
 from components.train.engine import (
     accumulation,
@@ -32,10 +31,14 @@ from components.train.engine import (
     cosine_with_warmup,
     set_learning_rates,
 )
+from components.train.job import Job, Runtime
 from components.train.loss import sum_over_ranks, token_loss
 from components.train.params import Train
+from components.train.retry import DivergedError
+from components.train.samples import read_samples, read_training_samples
 from components.train.state import (
     CURVES,
+    Writer,
     checkpoint_to_export,
     latest_valid_checkpoint,
     load_state,
@@ -47,40 +50,6 @@ from components.train.state import (
 from components.train.validation import Validation, named
 
 LOGGED_STEPS = 20
-
-
-@dataclass(frozen=True)
-class Job:
-    """What a worker is sent. `run_dir` is on storage that every worker sees."""
-
-    cfg: Train
-    model: Settings
-    compute: Compute
-    mixture: Path
-    out: Path
-    run_dir: Path
-    base_sha256: str
-
-
-@dataclass(frozen=True)
-class Runtime:
-    """A worker's place among the workers."""
-
-    rank: int = 0
-    ranks: int = 1
-
-    def say(self, text: str) -> None:
-        """Print from the first worker alone."""
-        if self.rank == 0:
-            print(f"train: {text}", flush=True)
-
-    def agree(self, value: Any) -> Any:
-        """What the first worker says."""
-        if self.ranks == 1:
-            return value
-        told = [value]
-        dist.broadcast_object_list(told, src=0)
-        return told[0]
 
 
 @dataclass
@@ -103,11 +72,19 @@ class Run:
     waited: float = 0.0
     captions: int = 0  # of this process, for its speed
     rates: dict[str, float] = field(default_factory=dict)
+    writer: Writer = field(default_factory=Writer)
 
 
 def run_loop(job: Job, runtime: Runtime) -> dict[str, Any]:
     """Train to the end and, on the first worker, write `out/checkpoint` and `out/curves.csv`; returns the figures."""
     run = start(job, runtime)
+    with run.writer:
+        return to_the_end(run)
+
+
+def to_the_end(run: Run) -> dict[str, Any]:
+    """`run_loop` from where the run stands."""
+    job, runtime = run.job, run.runtime
     work = announce(run)
     done = resume(run)
     stream = run.loader.stream(run.schedule, runtime.rank, done)
@@ -121,7 +98,7 @@ def run_loop(job: Job, runtime: Runtime) -> dict[str, Any]:
         run.seconds = time.monotonic() - started
         log_step(run, work, step + 1, step + 1 - done, peak)
         if is_checkpoint(step + 1, run.schedule.steps, job.compute.checkpoint_every_steps):
-            folder = save_state(run.engine, job.run_dir, step + 1, runtime.rank, run.curve)
+            folder = save_state(run.engine, job.run_dir, step + 1, runtime.rank, run.curve, run.writer)
             validate(run, folder)
     run.seconds = time.monotonic() - started
     exported = export(run)
@@ -139,7 +116,8 @@ def start(job: Job, runtime: Runtime) -> Run:
     groups = trainable_groups(model, family, job.model)
     parameters = parameter_counts(model, family)
     engine = build_engine(cfg, compute, model.to(device.torch), groups, runtime.ranks)
-    samples, val = read_training_samples(job.mixture), read_samples(job.mixture / "val")
+    samples = read_training_samples(job.mixture, job.run_dir)
+    val = read_samples(job.mixture / "val", job.run_dir)
     schedule = Schedule(
         samples=samples,
         max_captions=cfg.max_captions_per_sequence,
@@ -186,6 +164,7 @@ def resume(run: Run) -> int:
     newest = latest_valid_checkpoint(run.job.run_dir) if run.runtime.rank == 0 else None
     folder = run.runtime.agree(newest)
     if folder is None:
+        run.runtime.say(f"no checkpoint of this run to go on from, so it starts at step 1 of {run.schedule.steps}")
         return 0
     done = load_state(run.engine, folder)
     run.curve.read(folder / CURVES)
@@ -208,7 +187,7 @@ def train_step(run: Run, step: int, batches: list[MicroBatch]) -> None:
     loss, norm = take_step(run.engine, batches, run.processor, run.device, run.runtime.ranks)
     if not math.isfinite(loss):
         told = ", ".join(f"{name} {rate:.3g}" for name, rate in run.rates.items())
-        raise FloatingPointError(
+        raise DivergedError(
             f"step {step + 1}: the loss is {loss} with {told}: training diverged; lower the model's rates or raise "
             "train.warmup_share"
         )
@@ -268,7 +247,7 @@ def validate(run: Run, folder: Path) -> None:
         scores |= run.validation.cider(run.engine)
     run.curve.fill(scores)
     if run.runtime.rank == 0:
-        write_validation(folder, scores)
+        run.writer.submit(write_validation, folder, scores)
     if scores:
         run.runtime.say(f"validation after step {step_of(folder)}{named(scores)}")
 
@@ -276,6 +255,7 @@ def validate(run: Run, folder: Path) -> None:
 def export(run: Run) -> int:
     """Write the checkpoint that `train.export` asks for; the step that it is from. Every worker calls it."""
     job, rank = run.job, run.runtime.rank
+    run.writer.finish()
     chosen = checkpoint_to_export(job.run_dir, job.cfg.export) if rank == 0 else None
     folder = run.runtime.agree(chosen)
     if folder is not None:

@@ -76,9 +76,11 @@ class Packed:
         return Layout(rows, inside.flatten().nonzero().flatten(), mask)
 
     def mask(self) -> Tensor:
-        """Who attends to whom in the whole row, [1, 1, T, T] bool: the rule itself, for any kernel that takes a mask."""
+        """Who attends to whom in the whole row, [1, 1, T, T] bool: the rule, for any kernel that takes a mask."""
         place = torch.arange(self.tokens)
-        return row_rule(self.sequences, self.segments)(torch.tensor(0), torch.tensor(0), place[:, None], place)[None, None]
+        return row_rule(self.sequences, self.segments)(torch.tensor(0), torch.tensor(0), place[:, None], place)[
+            None, None
+        ]
 
     def block_mask(self, device: torch.device | str = "cpu") -> BlockMask:
         """The rule over the whole row for FlexAttention, which skips the blocks where no token sees another."""

@@ -1,33 +1,32 @@
 """Where the loop runs: in this process (`compute.workers: 0`), or in Ray Train workers.
 
-Ray starts the workers and starts them again where one dies; checkpoints are the run's own, in its folder.
+Ray starts the workers; what follows where one dies is decided in `retry.py`, and checkpoints are the run's own, in its
+folder.
 """
 
 import json
-import logging
 import os
 import shutil
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from components.compute import Compute
+from components.device import Device, choose_accelerator, environment
 from components.files import write_atomic
-from components.records import DataError
-
-if TYPE_CHECKING:
-    from components.train.loop import Job
+from components.ray_cluster import start_ray
+from components.train.job import Job, Runtime
 
 
-def run_local(job: "Job") -> dict[str, Any]:
+def run_local(job: Job) -> dict[str, Any]:
     """The loop alone, as the only worker."""
+    choose_accelerator(job.compute.gpu)  # before DeepSpeed is imported
     import torch.distributed as dist
 
     from components.train.engine import end_distributed
-    from components.train.loop import Runtime, run_loop
+    from components.train.loop import run_loop
 
     store = job.run_dir / "store"
     store.unlink(missing_ok=True)
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-    backend = "nccl" if job.compute.gpu else "gloo"
+    backend = Device(job.compute.gpu, job.cfg.precision).backend
     dist.init_process_group(backend, init_method=f"file://{store}", rank=0, world_size=1)
     try:
         return run_loop(job, Runtime())
@@ -35,11 +34,11 @@ def run_local(job: "Job") -> dict[str, Any]:
         end_distributed()
 
 
-def run_on_ray(job: "Job") -> dict[str, Any]:
-    """The loop in `compute.workers` workers of Ray Train, restarted up to `compute.max_failures` times.
+def run_on_ray(job: Job) -> dict[str, Any]:
+    """The loop in `compute.workers` workers of Ray Train.
 
     Raises:
-        DataError: a worker met one.
+        ray.train.TrainingFailedError: a worker raised or died; its `worker_failures` say what each met.
     """
     os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")
     os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "60")
@@ -50,21 +49,16 @@ def run_on_ray(job: "Job") -> dict[str, Any]:
     trainer = _trainer(job)
     own = not ray.is_initialized()
     if own:
-        _start_ray(job.compute)
+        start_ray(job.compute)
     try:
         trainer.fit()
-    except ray.train.TrainingFailedError as error:
-        refused = [failure for failure in _failures(error) if isinstance(failure, DataError)]
-        if refused:
-            raise DataError(str(refused[0])) from error
-        raise
     finally:
         if own:
             ray.shutdown()
     return json.loads((job.run_dir / "figures.json").read_text())
 
 
-def _trainer(job: "Job") -> Any:
+def _trainer(job: Job) -> Any:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
@@ -72,7 +66,7 @@ def _trainer(job: "Job") -> Any:
     return TorchTrainer(
         _worker,
         train_loop_config={"job": job},
-        torch_config=TorchConfig(backend="nccl" if compute.gpu else "gloo"),
+        torch_config=TorchConfig(backend=Device(compute.gpu, job.cfg.precision).backend),
         scaling_config=ScalingConfig(
             num_workers=compute.workers,
             use_gpu=compute.gpu,
@@ -81,41 +75,19 @@ def _trainer(job: "Job") -> Any:
         run_config=RunConfig(
             name="ray",
             storage_path=str(job.run_dir),
-            failure_config=FailureConfig(max_failures=compute.max_failures, controller_failure_limit=2),  # type: ignore[call-arg]  # V2's
+            failure_config=FailureConfig(max_failures=0, controller_failure_limit=2),  # type: ignore[call-arg]  # V2's
+            worker_runtime_env={"env_vars": environment(compute.gpu)},  # type: ignore[call-arg]  # V2's
         ),
     )
 
 
-def _start_ray(compute: Compute) -> None:
-    import ray
-
-    cluster = os.environ.get("RAY_ADDRESS")  # without one, a cluster of this run's own, isolated from the network
-    cores = max(os.cpu_count() or 1, compute.workers * compute.cpus_per_worker)  # fewer: slower, not refused
-    here = {"address": "local", "num_cpus": cores, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
-    ray.init(
-        **({"address": cluster} if cluster else here),
-        log_to_driver=True,
-        logging_level=logging.WARNING,
-        logging_config=ray.LoggingConfig(log_level="ERROR"),  # its cleaners warn of what is no fault
-    )
-
-
-def _failures(error: Exception) -> list[BaseException]:
-    """What the workers raised, with the causes of each."""
-    failures: list[BaseException] = list(getattr(error, "worker_failures", {}).values())
-    for failure in failures:
-        inner = getattr(failure, "_base_exc", None) or failure.__cause__  # Ray wraps an exception with its traceback
-        if inner is not None and inner not in failures:
-            failures.append(inner)
-    return failures
-
-
 def _worker(config: dict[str, Any]) -> None:
+    job: Job = config["job"]
+    choose_accelerator(job.compute.gpu)
     import ray.train
 
-    from components.train.loop import Runtime, run_loop
+    from components.train.loop import run_loop
 
-    job = config["job"]
     context = ray.train.get_context()
     runtime = Runtime(context.get_world_rank(), context.get_world_size())
     figures = run_loop(job, runtime)

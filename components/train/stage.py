@@ -16,12 +16,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from components.closure import import_closure
 from components.compute import Compute
 from components.files import sha256, sha256_of_folder
 from components.reports import StageReport
 from components.section import ParamsError
-from components.train.closure import import_closure
+from components.train.job import Job
 from components.train.params import Train
+from components.train.retry import with_retries
 from components.train.runtimes import run_local, run_on_ray
 
 if TYPE_CHECKING:
@@ -62,8 +64,6 @@ def train(cfg: Train, model: "Settings", compute: Compute, mixture: Path, out: P
         raise ParamsError(
             "train.export: best needs captions of validation pairs; set compute.caption_val_pairs above 0"
         )
-    from components.train.loop import Job
-
     cfg = cfg.model_copy(update={"base": cfg.base.resolve()})
     mixture, out, scratch = mixture.resolve(), out.resolve(), compute.scratch.resolve()
     base_sha256 = sha256_of_folder(cfg.base)
@@ -71,7 +71,7 @@ def train(cfg: Train, model: "Settings", compute: Compute, mixture: Path, out: P
     run_dir.mkdir(parents=True, exist_ok=True)
     with _only_trainer(run_dir):
         run = run_local if compute.workers == 0 else run_on_ray
-        figures = run(Job(cfg, model, compute, mixture, out, run_dir, base_sha256))
+        figures = with_retries(run, Job(cfg, model, compute, mixture, out, run_dir, base_sha256))
         report = _report(figures).write(out / "report.json")
         speed = {name: round(figures[name], 4) for name in ("seconds", "captions_per_s", "waiting_share")}
         (scratch / "train_speed.json").write_text(json.dumps(speed) + "\n")

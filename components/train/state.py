@@ -2,14 +2,18 @@
 
 DeepSpeed's own ZeRO checkpoints load on as many workers as wrote them and no other number. These hold whole tensors by
 parameter name: the fp32 master weights and AdamW's two moments, in safetensors, beside the curves and a manifest of
-hashes. The first worker writes; the frozen base is no part of it. Folders are called `step-<steps done>`.
+hashes. The first worker writes, beside the next steps; the frozen base is no part of it. Folders are called
+`step-<steps done>`.
 """
 
 import json
 import logging
+import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import deepspeed
@@ -104,34 +108,106 @@ def _whole_masters(engine: deepspeed.DeepSpeedEngine) -> dict[nn.Parameter, Tens
     return {}
 
 
-def save_state(engine: deepspeed.DeepSpeedEngine, run_dir: Path, step: int, rank: int, curve: Curve) -> Path:
-    """Write the state after `step` steps, read it back, and only then remove what is older than the checkpoint before.
+class Writer:
+    """One thread that writes beside the next steps, in the order of what was submitted.
+
+    After an error nothing more is written, and every later call raises it. Leaving a `with` waits for what is left.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="writer")
+        self._submitted: list[Future[None]] = []
+        self._error: BaseException | None = None
+
+    def submit(self, work: Callable[..., object], *arguments: Any) -> None:
+        """Have `work(*arguments)` done; the arguments belong to the thread from now on."""
+        self._raise()
+        self._submitted.append(self._thread.submit(self._do, work, *arguments))
+
+    def finish(self) -> None:
+        """Wait until everything is written."""
+        wait(self._submitted)
+        self._submitted.clear()
+        self._raise()
+
+    def _do(self, work: Callable[..., object], *arguments: Any) -> None:
+        if self._error is None:
+            try:
+                work(*arguments)
+            except BaseException as error:
+                self._error = error
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(self, _: object, raised: BaseException | None, __: TracebackType | None) -> None:
+        self._thread.shutdown(wait=True)
+        if raised is None:
+            self._raise()
+        elif self._error not in (None, raised):  # the run's own error goes on; this one would be lost
+            logger.warning("train: nor was the newest checkpoint written (%s)", self._error)
+
+
+def save_state(
+    engine: deepspeed.DeepSpeedEngine, run_dir: Path, step: int, rank: int, curve: Curve, writer: Writer
+) -> Path:
+    """Take the state after `step` steps, whole, and have the first worker's `writer` write it as `write_state` does.
+
+    Waits for what `writer` has still to write, so that no more than one state is held beside the engine's.
+    """
+    if rank == 0:
+        writer.finish()
+    state = MasterState(engine)
+    state.link()
+    tensors: dict[str, dict[str, Tensor]] = {_file(moment): {} for moment in (None, *MOMENTS)}
+    for moment in (None, *MOMENTS):
+        for name, parameter in state.parameters.items():
+            whole = state.get(parameter, moment)
+            if rank == 0:  # a copy on a CPU too, where training goes on in place
+                tensors[_file(moment)][name] = whole.to("cpu", copy=True).contiguous()
+    if rank == 0:
+        writer.submit(write_state, run_dir, step, tensors, curve.copy(), state.optimizer_steps())
+    return run_dir / f"{PREFIX}{step:08d}"
+
+
+def write_state(
+    run_dir: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], curve: Curve, optimizer_steps: float
+) -> None:
+    """Write a state, read it back, and only then remove what is older than the checkpoint before.
+
+    Args:
+        tensors: by file and by parameter.
 
     Raises:
         CheckpointError: what was written does not read back; nothing older was removed.
     """
     folder, writing = run_dir / f"{PREFIX}{step:08d}", run_dir / "writing"
-    if rank == 0:
-        shutil.rmtree(writing, ignore_errors=True)
-        writing.mkdir(parents=True)
-    state = MasterState(engine)
-    state.link()
-    for moment in (None, *MOMENTS):
-        tensors = {}
-        for name, parameter in state.parameters.items():
-            whole = state.get(parameter, moment)
-            if rank == 0:
-                tensors[name] = whole.cpu().contiguous()
-        if rank == 0:
-            save_file(tensors, writing / _file(moment))
-    if rank == 0:
-        curve.write(writing / CURVES)
-        write_manifest(writing, step=step, optimizer_steps=state.optimizer_steps())
-        shutil.rmtree(folder, ignore_errors=True)
-        writing.rename(folder)
-        verify_manifest(folder)
-        remove_older(run_dir)
-    return folder
+    shutil.rmtree(writing, ignore_errors=True)
+    writing.mkdir(parents=True)
+    for file, named in tensors.items():
+        save_file(dict(named), writing / file)
+    curve.write(writing / CURVES)
+    write_manifest(writing, step=step, optimizer_steps=optimizer_steps)
+    for path in (*writing.iterdir(), writing):
+        _flush(path)
+    shutil.rmtree(folder, ignore_errors=True)
+    writing.rename(folder)
+    _flush(run_dir)
+    verify_manifest(folder)
+    remove_older(run_dir)
+
+
+def _flush(path: Path) -> None:
+    """Have a file, or the names in a folder, on disk before what follows."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _file(moment: str | None) -> str:

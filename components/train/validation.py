@@ -18,8 +18,9 @@ from components.device import Device
 from components.models.family import Family, PairProcessor
 from components.models.generation import Captioner
 from components.models.tuning import unwrapped
-from components.train.batches import Loader, Samples, Weighted, open_image
+from components.train.batches import Loader, Weighted, open_image
 from components.train.loss import sum_over_ranks, token_loss
+from components.train.samples import Samples
 
 MAX_NEW_TOKENS, CAPTION_BATCH = 64, 32
 

@@ -173,7 +173,7 @@ def compute(**changes: Any) -> Compute:
         "cpus_per_worker": 1,
         "gpu": False,
         "attention": "auto",
-        "gpu_memory_gb": 0,
+        "gpu_kind": None,
         "micro_batch": 1,
         "zero_stage": 0,
         "activation_checkpointing": "none",

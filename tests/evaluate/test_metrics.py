@@ -4,6 +4,7 @@ import math
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from components.evaluate.metrics import METRICS, bleu, change_accuracy, choose_metrics, cider, gate_metrics, rouge_l
@@ -74,6 +75,18 @@ def test_the_control_is_cider_of_the_shuffled_predictions_of_all_pairs():
     assert found.groups[ALL]["CIDEr_shuffled"] == pytest.approx(10 * 0.5 / 4 / 2)
     assert "CIDEr_shuffled" not in found.groups["change"]
     assert found.absent == {}
+
+
+def test_a_control_on_a_sample_is_scored_against_its_own_pairs_with_the_word_weights_of_all():
+    words = ["red cube left", "red cube gone", "red ball left", "blue ball gone", "blue star left", "blue star moved"]
+    references = {str(number): [text] for number, text in enumerate(words)}
+    whole = {i: references[str((int(i) + 1) % 6)][0] for i in references}
+    sample, groups = ["0", "2", "4"], {ALL: list(references)}
+    as_predictions = compute(cider, references, whole, groups)  # so that each pair's score shows
+    want = np.mean([as_predictions.pairs[i]["CIDEr"] for i in sample])
+    found = compute(cider, references, whole, groups, {i: whole[i] for i in sample}).groups[ALL]
+    assert found["CIDEr_shuffled"] == pytest.approx(want)
+    assert found["CIDEr"] == as_predictions.groups[ALL]["CIDEr"] != pytest.approx(want)
 
 
 def test_without_shuffled_predictions_the_control_is_absent_with_a_reason():

@@ -90,6 +90,30 @@ def test_a_pair_missing_among_the_shuffled_predictions_is_named(folders: tuple[P
         load_pairs(*folders)
 
 
+@pytest.mark.parametrize(("count", "told"), [(4, 4), (1, 1), (6, 6)])
+def test_a_control_on_a_sample_is_taken_where_predict_says_that_it_made_so_many(
+    count: int, told: int, folders: tuple[Path, Path]
+):
+    sample = GOOD[6 - count :]
+    bench.write_json(folders[1] / "predictions_shuffled.json", sample)
+    bench.write_json(folders[1] / "report.json", {"rows_in": 6, "rows_out": 6, "control": told})
+    found = {pair.id: pair.shuffled_prediction for pair in load_pairs(*folders)[0]}
+    assert found == {row["image_id"]: None for row in GOOD} | {row["image_id"]: row["caption"] for row in sample}
+
+
+def test_a_pair_of_the_control_lost_after_predict_is_still_missed(folders: tuple[Path, Path]):
+    bench.write_json(folders[1] / "predictions_shuffled.json", GOOD[2:])
+    bench.write_json(folders[1] / "report.json", {"rows_in": 6, "rows_out": 6, "control": 5})
+    with pytest.raises(DataError, match=r"predictions_shuffled.json: no prediction for toy/0, toy/1"):
+        load_pairs(*folders)
+
+
+def test_a_run_without_a_control_has_none(folders: tuple[Path, Path]):
+    bench.write_json(folders[1] / "predictions_shuffled.json", [])
+    bench.write_json(folders[1] / "report.json", {"rows_in": 6, "rows_out": 6, "control": 0})
+    assert {pair.shuffled_prediction for pair in load_pairs(*folders)[0]} == {None}
+
+
 def test_predictions_of_shuffled_pairs_are_optional(folders: tuple[Path, Path]):
     (folders[1] / "predictions_shuffled.json").unlink()
     assert {pair.shuffled_prediction for pair in load_pairs(*folders)[0]} == {None}

@@ -129,6 +129,13 @@ def test_the_numbers_of_the_metrics_are_on_the_page(toy: Evidence):
     assert "SPICE Absent. Its jars are not there." in text
 
 
+def test_a_control_on_a_sample_says_of_how_many_pairs(toy: Evidence):
+    some = [replace(pair, shuffled_prediction="x" if number < 2 else None) for number, pair in enumerate(toy.pairs)]
+    assert "(of which a sample of 2 was captioned)" in text_of(render(replace(toy, pairs=some), 0))
+    whole = [replace(pair, shuffled_prediction="x") for pair in toy.pairs]
+    assert "a sample of" not in text_of(render(replace(toy, pairs=whole), 0))
+
+
 def test_predictions_that_do_not_come_from_the_images_are_called_so(toy: Evidence):
     weak = with_scores(toy, CIDEr_shuffled=0.4)
     assert "not the collapse" in text_of(render(weak, 0))

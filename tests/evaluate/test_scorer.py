@@ -223,13 +223,15 @@ def test_a_tokenizer_that_fails_ends_what_waits_for_its_tokens(tmp_path: Path, m
         score({"a": ["x"]}, {"a": "y"}, metrics={"METEOR": METRICS["METEOR"]})
 
 
-def test_shuffled_predictions_count_only_where_every_pair_has_one(tmp_path: Path):
+def test_shuffled_predictions_are_of_the_pairs_that_have_one(tmp_path: Path):
     pairs = [replace(pair, shuffled_prediction="a cube") for pair in bench.pairs()]
     tokens = tokenise_pairs(pairs, 60)
     assert tokens.shuffled == {pair.id: "a cube" for pair in pairs}
     assert tokens.predictions["toy/3"] == "the red ball at the top turned green and the lamp went out"
     assert tokens.references["toy/4"] == ["nothing changed", "no change was made"]
-    assert tokenise_pairs([*pairs[:-1], replace(pairs[-1], shuffled_prediction=None)], 60).shuffled is None
+    some = tokenise_pairs([*pairs[:-1], replace(pairs[-1], shuffled_prediction=None)], 60)
+    assert some.shuffled == {pair.id: "a cube" for pair in pairs[:-1]}
+    assert tokenise_pairs([replace(pair, shuffled_prediction=None) for pair in pairs], 60).shuffled is None
 
 
 @needs_real

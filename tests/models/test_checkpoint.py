@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from components.files import sha256_of_folder
 from components.models import FAMILIES
@@ -244,3 +247,87 @@ def test_a_checkpoint_can_be_written_over_an_older_one(base: Path, tmp_path: Pat
     )
     want = logits(tiny_trained(base, settings, seed=2), base)
     torch.testing.assert_close(logits(load_model(folder)[0], base), want, rtol=1e-4, atol=1e-5)
+
+
+LOADERS = (
+    "AutoConfig",
+    "AutoModelForImageTextToText",
+    "LlavaOnevisionConfig",
+    "LlavaOnevisionForConditionalGeneration",
+)
+STOCK = """
+import json, sys
+from pathlib import Path
+import transformers
+from safetensors.torch import load_file, save_file
+place, folders, loaders = Path(sys.argv[1]), sys.argv[2].split(), sys.argv[3].split()
+told = {folder: {} for folder in folders}
+for folder in folders:
+    for name in loaders:
+        try:
+            loaded = getattr(transformers, name).from_pretrained(place / folder)
+            if name.endswith("Generation"):
+                logits = loaded(**load_file(place / "inputs.safetensors")).logits
+                save_file({"logits": logits}, place / f"{folder}.safetensors")
+            told[folder][name] = "loaded"
+        except Exception as error:
+            told[folder][name] = f"{type(error).__name__}: {error}"
+assert not any(name.startswith("components") for name in sys.modules)
+(place / "told.json").write_text(json.dumps(told))
+"""
+
+
+def test_transformers_alone_refuses_a_module_that_it_would_drop_and_computes_alike_where_there_is_none(
+    kept: Path, base: Path, tmp_path: Path
+) -> None:
+    export_checkpoint(kept, tmp_path / "merged", adapters=False)
+    export_checkpoint(kept, tmp_path / "adapters", adapters=True)
+    bare = tiny_checkpoint(base, tmp_path / "bare", tiny_settings(mdp=None))
+    inputs = pair_inputs()
+    inputs["input_ids"][inputs["input_ids"] == 3] = json.loads((base / "config.json").read_text())["image_token_index"]
+    save_file(dict(inputs), tmp_path / "inputs.safetensors")
+    command = [sys.executable, "-c", STOCK, str(tmp_path), "merged adapters bare", " ".join(LOADERS)]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd="/")
+    assert ended.returncode == 0, ended.stderr
+    told = json.loads((tmp_path / "told.json").read_text())
+    for folder in ("merged", "adapters"):
+        for name in LOADERS[:2]:
+            assert "model type `m3diff`" in told[folder][name]
+        for name in LOADERS[2:]:
+            assert "'vision_feature_select_strategy' expected one of ('default', 'full'), got mdp" in told[folder][name]
+    assert told["bare"] == dict.fromkeys(LOADERS, "loaded")
+    got = load_file(tmp_path / "bare.safetensors")["logits"]
+    torch.testing.assert_close(got, logits(load_model(bare)[0], base), rtol=1e-4, atol=1e-5)
+
+
+def test_the_name_is_on_disk_alone_and_the_model_computes_with_the_base_s_strategy(kept: Path, base: Path) -> None:
+    for folder in (kept, kept / ADAPTERS):
+        assert json.loads((folder / "config.json").read_text())["vision_feature_select_strategy"] == "mdp"
+        for config in (AutoConfig.from_pretrained(folder), load_model(folder)[0].config):
+            assert (config.model_type, config.vision_feature_select_strategy) == ("m3diff", "full")
+            assert config.mdp["vision_feature_layers"] == [1, 2]
+    patches = pair_inputs()["pixel_values"][:2]
+    model = load_model(kept)[0].model
+    with torch.no_grad():
+        features = model.get_image_features(patches, torch.tensor([[24, 24]]))  # of one image, no pair
+    assert len(features.pooler_output) == 1
+
+
+def test_a_checkpoint_written_before_it_named_itself_still_loads(checkpoint: Path, base: Path) -> None:
+    want = logits(load_model(checkpoint)[0], base)
+    for folder in (checkpoint / ADAPTERS, checkpoint):
+        facts = {name: value for name, value in read_manifest(folder).items() if name != "files"}
+        config = json.loads((folder / "config.json").read_text()) | {"vision_feature_select_strategy": "full"}
+        (folder / "config.json").write_text(json.dumps(config))
+        write_manifest(folder, **facts)
+        torch.testing.assert_close(logits(load_model(folder)[0], base), want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_checkpoint_without_a_module_written_under_the_family_s_name_still_loads(base: Path, tmp_path: Path) -> None:
+    checkpoint = tiny_checkpoint(base, tmp_path / "checkpoint", tiny_settings(mdp=None))
+    want = logits(load_model(checkpoint)[0], base)
+    facts = {name: value for name, value in read_manifest(checkpoint).items() if name != "files"}
+    config = json.loads((checkpoint / "config.json").read_text()) | {"model_type": "m3diff"}
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    write_manifest(checkpoint, **facts)
+    assert torch.equal(logits(load_model(checkpoint)[0], base), want)

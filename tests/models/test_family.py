@@ -12,7 +12,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from components.models import FAMILIES
-from components.models.fused import attention_kernels
 from components.models.m3diff.configuration import seven_b_config
 from components.models.m3diff.flops import linear_parameters, lora_parameters
 from components.models.m3diff.processing import M3DiffImageProcessor
@@ -53,8 +52,8 @@ def test_fusing_passes_the_checkpointing_on() -> None:
         FAMILY.fuse(model, way)
         layer = model.model.language_model.layers[0]
         kinds.append((type(layer).__name__, model.is_gradient_checkpointing))
-    stock, selective = "Qwen2DecoderLayer", "SelectiveDecoderLayer"
-    assert kinds == [(stock, False), (stock, True), (selective, False), (stock, False)]
+    fused, selective = "FusedDecoderLayer", "SelectiveDecoderLayer"
+    assert kinds == [(fused, False), (fused, True), (selective, False), (fused, False)]
     with pytest.raises(AssertionError, match="'cheap' is none of"):
         FAMILY.fuse(model, "cheap")
 
@@ -66,6 +65,10 @@ def test_the_planned_configuration_is_the_bases_or_the_published_one(base: Path,
     assert config.mdp_config() == settings.module
     published = FAMILY.planned_config(tmp_path, tiny_settings(None))
     assert (published.mdp, published.text_config.num_hidden_layers) == (None, 28)
+    assert published.name_or_path == "llava-hf/llava-onevision-qwen2-7b-ov-hf"
+    small = FAMILY.planned_config(tmp_path / "llava-onevision-qwen2-0.5b-ov-hf", tiny_settings(None))
+    assert (small.text_config.hidden_size, small.tie_word_embeddings) == (896, True)
+    assert small.name_or_path == "llava-hf/llava-onevision-qwen2-0.5b-ov-hf"
     assert FAMILY.planned_config(tmp_path, settings).mdp_config() == settings.module
 
 
@@ -80,6 +83,18 @@ def test_the_published_shapes_give_the_published_number_of_parameters() -> None:
     )
     # llava-hf/llava-onevision-qwen2-7b-ov-hf: 8.03 B parameters
     assert counts["trainable"] + counts["frozen"] - counts["llm"] == pytest.approx(8.03e9, rel=0.005)
+
+
+def test_blank_images_are_those_that_the_processor_makes_of_a_pair(base: Path) -> None:
+    processor = FAMILY.load_processor(base)
+    pair = processor([(noise_image(0), noise_image(1))], ["What changed?"])
+    config = FAMILY.planned_config(base, tiny_settings())
+    blank = FAMILY.blank_images(config, "meta")
+    assert blank.keys() == {"pixel_values", "batch_num_images"}
+    for name, value in blank.items():
+        assert (value.shape, value.dtype) == (pair[name].shape, pair[name].dtype)
+    assert blank["pixel_values"].is_meta
+    assert blank["batch_num_images"].tolist() == pair["batch_num_images"].tolist()
 
 
 @pytest.mark.parametrize(("config", "tokens"), [(tiny_config(), 20), (seven_b_config(), 1460)])
@@ -139,7 +154,7 @@ def test_the_processor_is_the_protocols(base: Path) -> None:
     images = [noise_image(1, (30, 20)), noise_image(2)]
     prepared = np.stack([processor.prepare_image(image) for image in images])
     assert (prepared.shape, prepared.dtype) == ((2, SIDE, SIDE, 3), np.uint8)
-    inputs = processor.image_inputs(prepared)
+    inputs = processor.image_inputs(torch.from_numpy(prepared))
     assert inputs["batch_num_images"].tolist() == [2]
     torch.testing.assert_close(inputs["pixel_values"], torch.tensor(prepared / 127.5 - 1).permute(0, 3, 1, 2).float())
     whole = processor([tuple(images)], ["What changed?"])
@@ -189,11 +204,6 @@ def test_an_image_processor_reads_either_form_of_its_size() -> None:
         "image_mean": [0.5] * 3,
         "image_std": [0.5] * 3,
     }
-
-
-def test_attention_is_flex_for_the_llm_alone_where_asked() -> None:
-    assert attention_kernels(flex=False) == {"": "sdpa", "text_config": "sdpa", "vision_config": "sdpa"}
-    assert attention_kernels(flex=True) == {"": "sdpa", "text_config": "flex_attention", "vision_config": "sdpa"}
 
 
 def test_the_module_of_a_configuration_has_the_papers_defaults() -> None:

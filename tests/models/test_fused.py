@@ -14,20 +14,23 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention.flex_attention import create_mask
 
 from components.models import FAMILIES
-from components.models.fused import STOCK, SwiGLU, attention_kernels, fused_attention, make_fused, recomputing, swiglu
+from components.models.attention import RECURRING
+from components.models.fused import STOCK, SwiGLU, fused_attention, make_fused, recomputing, swiglu
 from components.models.tuning import prepare, unwrapped
-from components.train.packing import Packed, flex_mask, pack, prefix_mask, prefix_rule
+from components.train.packing import Packed, pack
 from tests.tiny import MDP, SIDE, WIDTH, tiny_model, tiny_settings
 from tests.train.test_packing import gradients, group, summed_loss
 
-STOCK_WAY = {"activation_checkpointing": "none", "fused": False, "lora": False}
+STOCK_WAY = {"activation_checkpointing": "none", "fused": False, "adapters": "peft"}
 FUSED_WAYS = {
-    "fused": {"fused": True, "lora": False},
-    "addmm": {"fused": False, "lora": True},
-    "all": {},
+    "fused": {"adapters": "peft"},
+    "added": {"fused": False, "adapters": "added"},
+    "all": {"adapters": "added"},
+    "folded": {"adapters": "folded"},
     "selective": {"activation_checkpointing": "selective"},
-    "selective, peft's adapters": {"activation_checkpointing": "selective", "lora": False},
+    "selective, peft's adapters": {"activation_checkpointing": "selective", "adapters": "peft"},
     "full": {"activation_checkpointing": "full"},
+    "full, folded": {"activation_checkpointing": "full", "adapters": "folded"},
 }
 
 
@@ -43,20 +46,23 @@ def adapted_model(dtype: torch.dtype, rank: int = 2) -> nn.Module:
 
 def batch(dtype: torch.dtype) -> tuple[Packed, Tensor]:
     torch.manual_seed(0)
-    return pack([group(3, seed=0), group(1, seed=1)], pad_id=0), torch.randn(4, 3, SIDE, SIDE, dtype=dtype)
+    return pack([group(3, seed=0), group(1, seed=1)]), torch.randn(4, 3, SIDE, SIDE, dtype=dtype)
 
 
 @pytest.mark.parametrize("rank", [0, 2], ids=["without adapters", "with adapters"])
 @pytest.mark.parametrize("way", FUSED_WAYS.values(), ids=FUSED_WAYS.keys())
+@pytest.mark.parametrize("kernel", ["sdpa", "flex"])
 # in float64 the stock norm still rounds to float32
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-6), (torch.float32, 2e-5)])
-def test_every_way_gives_the_stock_loss_and_gradients(way: dict, rank: int, dtype: torch.dtype, rtol: float) -> None:
+def test_every_way_gives_the_stock_loss_and_gradients(
+    way: dict, kernel: str, rank: int, dtype: torch.dtype, rtol: float
+) -> None:
     model, (packed, pixels) = adapted_model(dtype, rank), batch(dtype)
     make_fused(unwrapped(model), **STOCK_WAY)
     want_loss = summed_loss(model, packed, pixels)
     want = gradients(model, want_loss)
     make_fused(unwrapped(model), **way)
-    loss = summed_loss(model, packed, pixels)
+    loss = summed_loss(model, packed, pixels, kernel)
     got = gradients(model, loss)
     torch.testing.assert_close(loss, want_loss, rtol=rtol, atol=0)
     assert got.keys() == want.keys()
@@ -138,28 +144,17 @@ def test_swiglus_backward_is_right() -> None:
 
 
 def test_flex_attentions_rule_is_the_dense_mask() -> None:
-    packed = pack([group(3, seed=0), group(1, seed=1), group(7, seed=2)], pad_id=0)
-    count, size = packed.segments.shape
-    rule = create_mask(prefix_rule(packed.segments), count, None, size, size, device="cpu")
-    assert torch.equal(rule, prefix_mask(packed.segments))
-
-
-def test_flex_attention_gives_the_dense_masks_loss() -> None:
-    model, (packed, pixels) = unwrapped(adapted_model(torch.float32)), batch(torch.float32)
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # on a CPU it has no backward
-        want = summed_loss(model, packed, pixels)
-        model.set_attn_implementation(attention_kernels(flex=True))
-        assert model.model.language_model.config._attn_implementation == "flex_attention"
-        assert model.model.vision_tower.config._attn_implementation == "sdpa"
-        got = summed_loss(model, packed, pixels, mask=packed.mask(flex=True))
-    torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+    packed = pack([group(3, seed=0), group(1, seed=1), group(7, seed=2)]).rounded_up(RECURRING, pad_id=0)
+    rule = create_mask(packed.block_mask().mask_mod, None, None, packed.tokens, packed.tokens, device="cpu")
+    assert torch.equal(rule, packed.mask())
 
 
 def test_flex_attention_skips_no_block_where_a_token_sees_another() -> None:
-    segments = torch.cat([torch.zeros(1, 300), torch.full((1, 200), 1), torch.full((1, 200), 2)], dim=1).long()
-    blocks = flex_mask(segments).to_dense()[0, 0].bool()
-    dense = prefix_mask(segments)[0, 0]
-    tiles = nn.functional.pad(dense, (0, 68, 0, 68)).view(6, 128, 6, 128).any(dim=3).any(dim=1)
+    packed = pack([[([1] * 301, [2] * 200), ([1] * 301, [3] * 200)], [([1] * 150, [2] * 40)]])
+    packed = packed.rounded_up(RECURRING, pad_id=0)
+    blocks = packed.block_mask().to_dense()[0, 0].bool()
+    count = packed.tokens // 128
+    tiles = packed.mask()[0, 0].view(count, 128, count, 128).any(dim=3).any(dim=1)
     assert torch.equal(blocks, tiles)
     assert not blocks.all()
 

@@ -1,16 +1,24 @@
-"""A miniature of llava-hf/llava-onevision-qwen2-7b-ov-hf, file by file: legacy weight names, shards, Qwen2's files."""
+"""Miniatures of llava-hf/llava-onevision-qwen2-7b-ov-hf and of the 0.5 B release, file by file: legacy weight names,
+shards or one file, Qwen2's files."""
 
 import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import LlavaOnevisionForConditionalGeneration
 
+from components.models import FAMILIES
 from components.models.m3diff.modeling import M3DiffForConditionalGeneration
 from components.models.m3diff.processing import M3DiffImageProcessor, M3DiffProcessor
-from tests.tiny import BASE, noise_image, tiny_base
+from components.models.m3diff.settings import MDPConfig
+from components.plan.plan import count_parameters
+from tests.tiny import BASE, noise_image, tiny_base, tiny_settings
+from tests.train.toy import recipe, run, write_mixture
 
 ENCODER_LAYERS, WIDTH, SIDE, PATCH = 26, 16, 28, 14
 CHAT = (
@@ -82,13 +90,20 @@ def legacy(name: str) -> str:
     return {"lm_head.weight": "language_model.lm_head.weight"}.get(name, inner)
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("llava-onevision-qwen2-7b-ov-hf")
-    tokenizer = M3DiffProcessor.from_pretrained(tiny_base(tmp_path_factory.mktemp("base"))).tokenizer
+def small_config(tokenizer: object, vocabulary: int) -> dict:
+    """The 0.5 B release's keys: the LLM's embeddings are its head's weights, which the LLM's configuration says and the
+    model's own denies."""
+    config = published_config(tokenizer, vocabulary)
+    text = config["text_config"] | {"_name_or_path": "Qwen/Qwen2-0.5B-Instruct", "tie_word_embeddings": True}
+    return config | {"text_config": text, "tie_word_embeddings": False}
+
+
+def write_directory(folder: Path, base: Path, make_config: Callable[[object, int], dict]) -> dict:
+    """Everything but the weights; the configuration."""
+    tokenizer = M3DiffProcessor.from_pretrained(base).tokenizer
     tokenizer.chat_template = None
     tokenizer.save_pretrained(folder)
-    config = published_config(tokenizer, len(tokenizer))
+    config = make_config(tokenizer, len(tokenizer))
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": config["text_config"]["eos_token_id"]}))
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": CHAT}))
@@ -98,15 +113,45 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "preprocessor_config.json").write_text(json.dumps(processing))
     names = {"num_image_tokens": (SIDE // PATCH) ** 2, "vision_feature_select_strategy": "full"}
     (folder / "processor_config.json").write_text(json.dumps(names | {"processor_class": "LlavaOnevisionProcessor"}))
+    return config
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_base(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def directory(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llava-onevision-qwen2-7b-ov-hf")
+    write_directory(folder, base, published_config)
     write_shards(folder)
     return folder
 
 
-def write_shards(folder: Path) -> None:
+@pytest.fixture(scope="module")
+def small(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The 0.5 B release: one file of weights, without the head's, which are the embeddings."""
+    folder = tmp_path_factory.mktemp("small") / "llava-onevision-qwen2-0.5b-ov-hf"
+    folder.mkdir()
+    write_directory(folder, base, small_config)
+    named = random_weights(folder)
+    assert torch.equal(named["language_model.lm_head.weight"], named["language_model.model.embed_tokens.weight"])
+    del named["language_model.lm_head.weight"]
+    save_file(named, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def random_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """By their names on the hub."""
     torch.manual_seed(0)
     kind = LlavaOnevisionForConditionalGeneration
     weights = kind(kind.config_class.from_pretrained(folder)).state_dict()
-    named = {legacy(name): weight.contiguous() for name, weight in weights.items()}
+    return {legacy(name): weight.contiguous() for name, weight in weights.items()}
+
+
+def write_shards(folder: Path) -> None:
+    named = random_weights(folder)
     index: dict[str, str] = {}
     for number, start in enumerate(range(0, len(named), -(-len(named) // 4)), start=1):
         part = dict(list(named.items())[start : start + -(-len(named) // 4)])
@@ -164,3 +209,47 @@ def test_the_embedded_base_has_the_same_layout_of_weights() -> None:
     with safe_open(BASE / "model.safetensors", "pt") as file:
         prefixes = {name.split(".")[0] for name in list(file.keys())}
     assert prefixes == {"image_newline", "language_model", "multi_modal_projector", "vision_tower"}
+
+
+def test_the_small_release_loads_with_its_embeddings_as_head(small: Path) -> None:
+    model, info = M3DiffForConditionalGeneration.from_pretrained(small, dtype=torch.float32, output_loading_info=True)
+    assert {name.split(".")[1] for name in info["missing_keys"]} == {"mdp"}
+    assert not info["unexpected_keys"]
+    stored = load_file(small / "model.safetensors")["language_model.model.embed_tokens.weight"]
+    assert model.lm_head.weight is model.model.language_model.embed_tokens.weight
+    assert torch.equal(model.lm_head.weight, stored)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "a head of its own"])
+def test_a_base_without_its_heads_weights_is_refused_unless_they_are_tied(
+    tied: bool, small: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(small, tmp_path / "base")
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["tie_word_embeddings"] = tied
+    (folder / "config.json").write_text(json.dumps(config))
+    if tied:
+        M3DiffForConditionalGeneration.from_pretrained(folder)
+    else:
+        with pytest.raises(ValueError, match="weights missing .*lm_head.weight"):
+            M3DiffForConditionalGeneration.from_pretrained(folder)
+
+
+def test_the_small_release_is_planned_trained_and_saved_with_its_head_tied(small: Path, tmp_path: Path) -> None:
+    made = recipe(small, model=replace(tiny_settings(), module=MDPConfig(heads=2)), epochs=0.5)
+    config = FAMILIES["m3diff"].planned_config(small, made.model)
+    planned = count_parameters(config, FAMILIES["m3diff"], made.model)
+    trained = run(made, write_mixture(tmp_path / "mixture"), tmp_path)
+    assert trained.report.steps >= 1
+    assert trained.report.loss > 0
+    for part, count in trained.report.parameters.items():
+        assert planned[part] == count
+    assert trained.report.parameters_frozen == sum(n for part, n in planned.items() if part.endswith("(frozen)"))
+    model = M3DiffForConditionalGeneration.from_pretrained(tmp_path / "out" / "checkpoint")
+    assert model.lm_head.weight is model.model.language_model.embed_tokens.weight
+    before = load_file(small / "model.safetensors")
+    embeddings = "language_model.model.embed_tokens.weight"
+    assert torch.equal(model.lm_head.weight, before[embeddings]), "frozen"
+    changed = "language_model.model.layers.0.mlp.down_proj.weight"
+    now = model.model.language_model.layers[0].mlp.down_proj.weight
+    assert not torch.equal(now, before[changed]), "its adapters were trained and merged"

@@ -14,7 +14,7 @@ from components.models import FAMILIES
 from components.models.family import Family, Lora, Term
 from components.train.params import Train
 
-WIDTH, LAYERS, IMAGE_TOKENS = 4, 3, 10
+WIDTH, IMAGE_TOKENS = 4, 10
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,11 @@ class ToySettings:
 
 class ToyModel(torch.nn.Module):
     """vision: 4 x 4 weights and 4 biases, of which a norm of 8 is never run; projector: 4 x 8; llm: a linear of 8 x 6
-    that has adapters, and an embedding of 50 x 8."""
+    that has adapters, and an embedding of 50 x 8.
+
+    What backward needs: the sigmoid of 4 numbers for each place of the images and, where that is kept, of 8 for each;
+    the two inputs of the adapter, 8 and 2 numbers a token; the softmax, 6 numbers in fp32 a supervised token.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,11 +39,20 @@ class ToyModel(torch.nn.Module):
         self.vision_norm = torch.nn.LayerNorm(4)
         self.projector = torch.nn.Linear(4, 8, bias=False)
         self.llm = torch.nn.ModuleDict({"up": torch.nn.Linear(8, 6, bias=False), "embed": torch.nn.Embedding(50, 8)})
+        self.config = ToyConfig()
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        return self.llm["up"]
+
+    def forward(self, input_ids, pixels, logits_to_keep, **others) -> SimpleNamespace:
+        images = self.projector(self.vision(pixels.to(self.projector.weight.dtype)).sigmoid())
+        tokens = torch.cat([images, self.llm["embed"](input_ids)[:, images.shape[1] :]], dim=1)
+        return SimpleNamespace(logits=self.llm["up"](tokens[logits_to_keep]))
 
 
+@dataclass
 class ToyConfig:
-    def get_text_config(self) -> SimpleNamespace:
-        return SimpleNamespace(hidden_size=WIDTH, num_hidden_layers=LAYERS)
+    name_or_path: str = "the toy"
 
 
 class WordProcessor:
@@ -53,7 +66,11 @@ class WordProcessor:
 
 
 def toy_flops(config: object, tokens: float, supervised: float, lora_rank: int) -> list[Term]:
-    return [Term("linears", 100 * tokens, 1), Term("LoRA", 10 * lora_rank, 2), Term("head", 7 * supervised, 1)]
+    return [
+        Term("linears", 100 * tokens, 1, recomputed=True),
+        Term("LoRA", 10 * lora_rank, 2, recomputed=True),
+        Term("head", 7 * supervised, 1),
+    ]
 
 
 TOY = Family(
@@ -65,11 +82,12 @@ TOY = Family(
     load_base=None,
     load=None,
     load_processor=lambda folder: WordProcessor(),
-    fuse=None,
+    fuse=lambda model, activation_checkpointing: None,
     saliency_map=None,
     planned_config=lambda base, settings: ToyConfig(),
     flops=toy_flops,
     image_tokens=lambda config: IMAGE_TOKENS,
+    blank_images=lambda config, device: {"pixels": torch.zeros(1, IMAGE_TOKENS, WIDTH, device=device)},
     faults=lambda settings, base: [],
 )
 
@@ -104,7 +122,7 @@ def compute_section(**changes: object) -> Compute:
         "cpus_per_worker": 1,
         "gpu": True,
         "attention": "auto",
-        "gpu_memory_gb": 80,
+        "gpu_kind": "H100-80GB",
         "micro_batch": 3,
         "zero_stage": 0,
         "activation_checkpointing": "none",

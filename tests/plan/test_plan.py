@@ -1,12 +1,15 @@
 """The planner's arithmetic on a model counted by hand, and its figures for the paper's run and for one GPU."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from components.gpus import GPUS, Gpu
 from components.models.family import Lora
-from components.plan.plan import DoesNotFit, Plan, check_fits, make_plan, print_plan
+from components.plan.plan import DoesNotFit, Plan, check_fits, check_memory, found_memory_gb, make_plan, print_plan
 from tests.plan.conftest import ToySettings, compute_section, convert_section, train_section
 from tests.plan.test_workload import entries, write_mixture
 
@@ -67,7 +70,7 @@ def test_a_base_that_is_there_counts_by_its_tokenizer(plan, tmp_path):
     made = plan(base=tmp_path / "base")
     assert made.tokens == pytest.approx(10 + 14 / 4 + 23 / 7)
     assert made.base == str(tmp_path / "base")
-    assert plan().base == f"published shapes, {tmp_path / 'no_base'} is not here"
+    assert plan().base == f"published shapes of the toy, {tmp_path / 'no_base'} is not here"
 
 
 @pytest.mark.parametrize(
@@ -77,17 +80,23 @@ def test_steps_are_those_of_the_loop_whose_last_batch_of_an_epoch_is_smaller(pla
     assert plan(epochs=epochs, global_batch=global_batch).steps == steps
 
 
-def test_the_run_takes_the_flops_of_its_sequences_and_full_recomputation_runs_all_but_the_head_again(plan):
+def test_the_run_takes_the_flops_of_its_sequences_and_full_recomputation_runs_the_marked_terms_again(plan):
     sequence = 2 * 5400 + 3 * 20 + 2 * 105
     assert plan().run_flops == 7 * sequence
     assert plan(epochs=3).run_flops == 3 * 7 * sequence
     assert plan({"activation_checkpointing": "selective"}).run_flops == 7 * sequence
-    assert plan({"activation_checkpointing": "full"}).run_flops == 7 * (sequence + 5400 + 20)
+    full = plan({"activation_checkpointing": "full"})
+    assert full.run_flops == 7 * (sequence + 5400 + 20)
+    assert full.model_flops == 7 * sequence
 
 
-@pytest.mark.parametrize(("peak", "mfu", "hours"), [(1.0, 0.5, 2.0), (2.0, 0.5, 1.0), (1.0, 1.0, 1.0)])
-def test_hours_are_flops_over_the_share_of_the_peak_that_is_reached(plan, peak, mfu, hours):
-    assert replace(plan(), run_flops=1e12 * 3600).gpu_hours(peak, mfu) == pytest.approx(hours)
+def test_mfu_is_the_models_share_of_what_is_computed(plan):
+    assert replace(plan(), model_flops=2e12, run_flops=3e12).mfu(0.45) == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize(("peak", "hfu", "hours"), [(1.0, 0.5, 2.0), (2.0, 0.5, 1.0), (1.0, 1.0, 1.0)])
+def test_hours_are_flops_over_the_share_of_the_peak_that_is_reached(plan, peak, hfu, hours):
+    assert replace(plan(), run_flops=1e12 * 3600).gpu_hours(peak, hfu) == pytest.approx(hours)
 
 
 @pytest.mark.parametrize(
@@ -107,44 +116,120 @@ def test_one_process_without_ray_is_one_gpu_that_holds_everything(plan):
     assert plan({"workers": 4}).gpus == 4
 
 
-@pytest.mark.parametrize(("recomputation", "factor"), [("none", 34), ("selective", 15), ("full", 1)])
-def test_activations_grow_with_micro_batch_tokens_layers_and_width(plan, recomputation, factor):
-    memory = plan({"activation_checkpointing": recomputation, "micro_batch": 5}).memory_gb
-    assert memory["activations"] * GB == pytest.approx(5 * 54 * factor * 3 * 4 * 2)
+def test_activations_are_those_of_the_longest_sequence_for_each_of_a_micro_batch(plan):
+    made = plan({"micro_batch": 5}, max_captions_per_sequence=None, precision="fp32")
+    assert made.longest == 3
+    supervised = 3 * 15
+    places = 10 * 4 * 4  # of the images, under the sigmoid
+    chosen = supervised * (8 * 4 + 8)  # what the head reads, and its index
+    found = {name: size * GB for name, size in made.activations_gb.items()}
+    assert found == pytest.approx(
+        {
+            "between parts": 5 * (places + chosen),
+            "llm": 5 * supervised * 2 * 4,
+            "logits": 5 * (3 * supervised * 6 * 4 + 8),
+        }
+    )
+    assert made.memory_gb["activations"] == pytest.approx(sum(made.activations_gb.values()))
+    assert plan({"micro_batch": 1}, max_captions_per_sequence=2).longest == 2
 
 
-def test_float32_doubles_weights_and_activations_and_nothing_else(plan):
+def test_of_published_counts_the_memory_is_for_the_mean_sequence(toy_family, tmp_path):
+    sources = (entries({"birds_to_words": "birds_to_words"}), convert_section(), tmp_path / "none")
+    train = train_section(tmp_path / "no_base", max_captions_per_sequence=None)
+    made = make_plan(train, ToySettings(), compute_section(micro_batch=1), *sources)
+    assert made.longest is None
+    mean = math.ceil(15 * 12_890 / 2_685)
+    assert made.activations_gb["llm"] * GB == pytest.approx(mean * 2 * 2)
+
+
+def test_float32_doubles_the_weights_and_neither_gradients_nor_optimizer(plan):
     narrow, wide = plan().memory_gb, plan(precision="fp32").memory_gb
-    ratios = {name: wide[name] / narrow[name] for name in narrow}
-    assert ratios == pytest.approx({"weights": 2, "gradients": 1, "optimizer": 1, "activations": 2})
+    ratios = {name: wide[name] / narrow[name] for name in ("weights", "gradients", "optimizer")}
+    assert ratios == pytest.approx({"weights": 2, "gradients": 1, "optimizer": 1})
 
 
 def test_what_does_not_fit_is_refused_with_what_to_lower(plan):
     made = replace(plan(), memory_gb={"weights": 60.0, "activations": 14.0})
-    check_fits(compute_section(gpu_memory_gb=74 / 0.92 + 0.01), made)
+    check_fits(compute_section(), made, 74 / 0.92 + 0.01)
     with pytest.raises(DoesNotFit) as refused:
-        check_fits(compute_section(gpu_memory_gb=80, micro_batch=3, zero_stage=1), made)
+        check_fits(compute_section(micro_batch=3, zero_stage=1), made, 80)
     assert str(refused.value) == (
         "compute: needs 74.0 GB a GPU (weights 60.0, activations 14.0) but 80 GB hold 73.6; lower compute.micro_batch "
-        "(now 3), raise compute.zero_stage (now 1) or set compute.activation_checkpointing to selective or full "
-        "(now none)"
+        "(now 3) or raise compute.zero_stage (now 1) or set compute.activation_checkpointing to selective or full "
+        "(now none) or take larger GPUs"
     )
 
 
-def test_without_a_gpu_nothing_is_refused(plan):
-    check_fits(compute_section(gpu=False, gpu_memory_gb=0), plan())
+def test_nothing_is_proposed_that_would_not_help(plan):
+    compute = {"micro_batch": 1, "zero_stage": 3, "activation_checkpointing": "full"}
+    made = replace(plan(), memory_gb={"weights": 90.0})
+    with pytest.raises(DoesNotFit, match=r"hold 73\.6; take larger GPUs$"):
+        check_fits(compute_section(**compute), made, 80)
+    packed = replace(made, branches=2.5)
+    with pytest.raises(DoesNotFit, match=r"hold 73\.6; lower train.max_captions_per_sequence or take larger GPUs$"):
+        check_fits(compute_section(**compute), packed, 80)
+    with pytest.raises(DoesNotFit, match="to full \\(now selective\\)"):
+        check_fits(compute_section(**compute | {"activation_checkpointing": "selective"}), made, 80)
+    with pytest.raises(DoesNotFit, match="checkpointing to selective or full") as one:
+        check_fits(compute_section(workers=1), replace(made, gpus=1), 80)
+    assert "zero_stage" not in str(one.value)
+
+
+@pytest.fixture
+def check(toy_family, tmp_path, monkeypatch):
+    """`check_memory` of the toy on its mixture, on a machine whose GPU has so much memory (None: it has no GPU)."""
+    mixture = write_mixture(tmp_path / "mixture")
+
+    def check(found: float | None, memory_gb: float | None = None, **compute: object) -> None:
+        monkeypatch.setattr("components.plan.plan.found_memory_gb", lambda: found)
+        sources = (entries({"a": "pairs", "b": "pairs"}), convert_section(), mixture)
+        train = train_section(tmp_path / "no_base")
+        check_memory(train, ToySettings(), compute_section(**compute), *sources, memory_gb=memory_gb)
+
+    return check
+
+
+def test_a_run_is_checked_against_the_memory_that_is_given_else_found_else_of_the_kind(check):
+    with pytest.raises(DoesNotFit, match="but 1e-06 GB hold"):
+        check(80.0, memory_gb=1e-6)
+    with pytest.raises(DoesNotFit, match="but 2e-06 GB hold"):
+        check(2e-6)
+    check(2e-6, memory_gb=80.0)
+    check(None, gpu_kind="H100-80GB")
+    with pytest.raises(DoesNotFit, match="but 24 GB hold 22.1; lower compute.micro_batch"):
+        check(None, gpu_kind="A10-24GB", micro_batch=10**8)
+
+
+def test_without_a_gpu_or_where_nothing_is_known_of_it_nothing_is_refused(check):
+    check(1e-6, memory_gb=1e-6, gpu=False)
+    check(None, gpu_kind=None, micro_batch=10**8)
+
+
+def test_the_memory_found_is_that_of_the_smallest_gpu(monkeypatch):
+    sizes = [80_000_000_000, 24_000_000_000]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: len(sizes))
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda n: SimpleNamespace(total_memory=sizes[n]))
+    assert found_memory_gb() == 24
+    sizes.clear()
+    assert found_memory_gb() is None
 
 
 def test_the_plan_is_printed_as_counted(plan, capsys, tmp_path):
-    made = replace(plan(max_captions_per_sequence=None), run_flops=9e15, memory_gb={"weights": 1.25, "optimizer": 2.5})
-    terms = [replace(term, forward=term.forward * 1e9) for term in made.terms]
-    train, compute = (
-        train_section(tmp_path, max_captions_per_sequence=None, epochs=2),
-        compute_section(gpu_memory_gb=40),
+    made = replace(
+        plan({"activation_checkpointing": "full"}, max_captions_per_sequence=None),
+        run_flops=9e15,
+        model_flops=6e15,
+        memory_gb={"weights": 1.25, "activations": 2.5},
+        activations_gb={"llm": 2.25, "logits": 0.25},
     )
-    print_plan(train, compute, replace(made, terms=terms), peak_tflops=100, mfu=0.25)
+    terms = [replace(term, forward=term.forward * 1e9) for term in made.terms]
+    train = train_section(tmp_path, max_captions_per_sequence=None, epochs=2)
+    compute = compute_section(activation_checkpointing="full")
+    gpu = Gpu("A-40GB", 40, 100, None, "nobody")
+    print_plan(train, compute, replace(made, terms=terms), gpu, hfu=0.25)
     assert capsys.readouterr().out.splitlines() == [
-        f"parameters: published shapes, {tmp_path / 'no_base'} is not here",
+        f"parameters: published shapes of the toy, {tmp_path / 'no_base'} is not here",
         "  vision                               0.00 M",
         "  vision (frozen)                      0.00 M",
         "  projector (frozen)                   0.00 M",
@@ -159,24 +244,37 @@ def test_the_plan_is_printed_as_counted(plan, capsys, tmp_path):
         "  linears                          6.525    13.050",
         "  LoRA                             0.020     0.060",
         "  head                             0.184     0.367",
-        "  sum without recomputation         6.73     13.48",
-        "  sum, full recomputation                    20.02",
-        "  per reference 7.70 TFLOP; the run 0.01 EFLOP",
-        "memory of one GPU, GB",
+        "  sum of the model                  6.73     13.48",
+        "  recomputation, full                         6.54",
+        "  per reference 11.44 TFLOP; the run 0.01 EFLOP, 0.01 of them the model's",
+        "memory of one GPU, GB; activations counted for the longest sequence, 3 reference(s)",
         "  weights                            1.2",
-        "  optimizer                          2.5",
-        "  sum                                3.8 of 40",
-        "time at 25% of 100 TFLOP/s: 0.1 GPU-hours, 0.0 h on 4 GPU(s), 0.0 captions/s a GPU",
+        "  activations                        2.5",
+        "    llm                             2.25",
+        "    logits                          0.25",
+        "  sum                                3.8 of 36.8, A-40GB less 8%",
+        "time on A-40GB (100 TFLOP/s dense bf16) at 25% HFU, which is 16.7% MFU (without recomputation):",
+        "  0.1 GPU-hours, 0.0 h on 4 GPU(s), 0.0 captions/s a GPU",
     ]
 
 
 def test_time_and_speed_are_for_all_epochs_and_gpus(plan, capsys, tmp_path):
     made = replace(plan(), run_flops=6 * 3600e12)
-    print_plan(train_section(tmp_path, epochs=7200), compute_section(), made, peak_tflops=2, mfu=0.5)
+    gpu = Gpu("A-40GB", 40, 2, None, "nobody")
+    print_plan(train_section(tmp_path, epochs=7200), compute_section(), made, gpu, hfu=0.5)
     line = capsys.readouterr().out.splitlines()[-1]
-    assert line == "time at 50% of 2 TFLOP/s: 6.0 GPU-hours, 1.5 h on 4 GPU(s), 2.3 captions/s a GPU"
+    assert line == "  6.0 GPU-hours, 1.5 h on 4 GPU(s), 2.3 captions/s a GPU"
+
+
+def test_without_a_kind_the_plan_says_how_to_name_one_and_without_bf16_it_knows_no_peak(plan, capsys, tmp_path):
+    print_plan(train_section(tmp_path), compute_section(), plan(), None, 0.45)
+    printed = capsys.readouterr().out
+    assert "time: name a kind of GPU by --gpu or compute.gpu_kind: A100-40GB, A100-80GB, H100-80GB" in printed
+    assert printed.splitlines()[-2].split()[0] == "sum"
+    print_plan(train_section(tmp_path, precision="fp32"), compute_section(), plan(), GPUS["A10-24GB"], 0.45)
+    assert capsys.readouterr().out.splitlines()[-1].endswith("peaks are known for bf16, and train.precision is fp32")
 
 
 def test_a_number_of_captions_to_a_sequence_is_printed_as_it_is(plan, capsys, tmp_path):
-    print_plan(train_section(tmp_path, max_captions_per_sequence=2), compute_section(), plan(), 1, 1)
+    print_plan(train_section(tmp_path, max_captions_per_sequence=2), compute_section(), plan(), None, 1)
     assert "  max_captions_per_sequence 2: 7 sequences" in capsys.readouterr().out

@@ -5,6 +5,7 @@ import io
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -12,13 +13,16 @@ import pyarrow.parquet as pq
 import pytest
 from pydantic import ValidationError
 
+from components.compute import Compute
 from components.models.generation import Captioner, load_captioner
 from components.models.images import load_image
 from components.predict import stage
+from components.predict.pairs import PairSample, control_pairs, read_test_pairs, shuffle_after
 from components.predict.params import Predict
-from components.predict.stage import PairSample, PredictReport, predict, read_test_pairs, shuffle_after
+from components.predict.stage import PredictReport, predict
 from components.records import SAMPLE_SCHEMA, DataError
 from tests.tiny import colour_image, tiny_base, tiny_checkpoint
+from tests.train.toy import COMPUTE
 
 QUESTIONS = ("What changed?", "Describe every difference in detail.")
 ORDER = [4, 0, 3, 1, 2]
@@ -60,13 +64,22 @@ def captioner(model: Path) -> Captioner:
 
 
 def settings(**changes: int) -> Predict:
-    return Predict(**{"batch_pairs": 2, "max_new_tokens": 5, "limit": 0} | changes)
+    return Predict(**{"batch_pairs": 2, "max_new_tokens": 5, "limit": 0, "control_pairs": 9} | changes)
+
+
+def compute(out: Path, **changes: Any) -> Compute:
+    """How it is computed, with the scratch beside the outputs."""
+    return Compute(**{**COMPUTE, "scratch": out.parent / f"{out.name}_runs", **changes})
+
+
+def run(cfg: Predict, mixture: Path, model: Path, out: Path) -> PredictReport:
+    return predict(cfg, compute(out), mixture, model, out)
 
 
 @pytest.fixture(scope="module")
 def written(mixture: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PredictReport]:
     out = tmp_path_factory.mktemp("predict") / "out"
-    return out, predict(settings(), mixture, model, out)
+    return out, run(settings(), mixture, model, out)
 
 
 def one_by_one(captioner: Captioner, mixture: Path, befores: list[int], afters: list[int]) -> list[dict[str, str]]:
@@ -88,16 +101,18 @@ def test_predictions_are_the_captions_in_the_mixtures_order(
 
 
 def test_each_pair_is_shown_with_its_own_images_and_question(
-    mixture: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mixture: Path, model: Path, captioner: Captioner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here a caption says what was seen: no two pairs can be taken for each other."""
 
     def caption(self: Captioner, pairs: list, question: str) -> list[str]:
-        return [" ".join([str(np.asarray(image).sum()) for image in pair] + [question]) for pair in pairs]
+        return [" ".join([str(np.asarray(image).astype(int).sum()) for image in pair] + [question]) for pair in pairs]
 
     monkeypatch.setattr(Captioner, "caption", caption)
-    predict(settings(), mixture, model, tmp_path)
-    sums = {file.stem: np.asarray(load_image(file)).sum() for file in mixture.glob("*.png")}
+    run(settings(), mixture, model, tmp_path)
+    prepare = captioner.processor.prepare_image
+    sums = {file.stem: prepare(load_image(file)).astype(int).sum() for file in mixture.glob("*.png")}
+    assert len(set(sums.values())) == 10
     for name, afters in (("predictions", ORDER), ("predictions_shuffled", ORDER[2:] + ORDER[:2])):
         rows = json.loads((tmp_path / f"{name}.json").read_text())
         assert rows == [
@@ -132,7 +147,7 @@ def test_the_report_counts_pairs_and_words(written: tuple[Path, PredictReport]) 
     out, report = written
     captions = [row["caption"] for row in json.loads((out / "predictions.json").read_text())]
     words = round(sum(len(caption.split()) for caption in captions) / 5, 2)
-    assert report == PredictReport(stage="predict", rows_in=5, rows_out=5, words=words)
+    assert report == PredictReport(stage="predict", rows_in=5, rows_out=5, words=words, control=5)
     assert json.loads((out / "report.json").read_text()) == report.model_dump()
 
 
@@ -140,7 +155,7 @@ def test_words_are_the_mean_length_of_a_caption(
     mixture: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Captioner, "caption", lambda self, pairs, question: ["one two", "one"][: len(pairs)])
-    assert predict(settings(limit=3), mixture, model, tmp_path).words == 1.67  # 2, 1 and, in its own batch, 2
+    assert run(settings(limit=3), mixture, model, tmp_path).words == 1.67  # 2, 1 and, in its own batch, 2
 
 
 def test_four_files_are_written_and_nothing_else(written: tuple[Path, PredictReport]) -> None:
@@ -152,7 +167,7 @@ def test_text_is_readable_in_the_file(
     mixture: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Captioner, "caption", lambda self, pairs, question: ["größer"] * len(pairs))
-    predict(settings(limit=1), mixture, model, tmp_path)
+    run(settings(limit=1), mixture, model, tmp_path)
     assert (tmp_path / "predictions.json").read_text(encoding="utf-8") == (
         '[\n {\n  "image_id": "toy/4",\n  "caption": "größer"\n }\n]\n'
     )
@@ -162,7 +177,7 @@ def test_text_is_readable_in_the_file(
 def test_the_batch_size_changes_nothing(
     batch_pairs: int, written: tuple[Path, PredictReport], mixture: Path, model: Path, tmp_path: Path
 ) -> None:
-    predict(settings(batch_pairs=batch_pairs), mixture, model, tmp_path)
+    run(settings(batch_pairs=batch_pairs), mixture, model, tmp_path)
     for name in ("predictions.json", "predictions_shuffled.json"):
         assert (tmp_path / name).read_text() == (written[0] / name).read_text()
     with np.load(tmp_path / "saliency.npz") as got, np.load(written[0] / "saliency.npz") as want:
@@ -180,16 +195,16 @@ def test_a_batch_holds_pairs_of_one_question_and_no_more_than_asked(
         return ["a caption"] * len(pairs)
 
     monkeypatch.setattr(Captioner, "caption", caption)
-    predict(settings(), mixture, model, tmp_path)
-    run = [(2, QUESTIONS[0]), (1, QUESTIONS[0]), (2, QUESTIONS[1])]
-    assert seen == run + run, "the pairs, then the control"
+    run(settings(), mixture, model, tmp_path)
+    each = [(2, QUESTIONS[0]), (1, QUESTIONS[0]), (2, QUESTIONS[1])]
+    assert seen == each + each, "the pairs, then the control"
 
 
 @pytest.mark.parametrize(("limit", "count"), [(1, 1), (3, 3), (5, 5), (9, 5)])
 def test_a_limit_takes_the_first_pairs(
     limit: int, count: int, written: tuple[Path, PredictReport], mixture: Path, model: Path, tmp_path: Path
 ) -> None:
-    report = predict(settings(limit=limit), mixture, model, tmp_path)
+    report = run(settings(limit=limit), mixture, model, tmp_path)
     rows = json.loads((tmp_path / "predictions.json").read_text())
     assert rows == json.loads((written[0] / "predictions.json").read_text())[:count]
     assert report.rows_in == report.rows_out == len(np.load(tmp_path / "saliency.npz")["ids"]) == count
@@ -198,7 +213,7 @@ def test_a_limit_takes_the_first_pairs(
 def test_max_new_tokens_is_the_length_limit(mixture: Path, model: Path, tmp_path: Path) -> None:
     longest = []
     for tokens in (1, 5):
-        predict(settings(max_new_tokens=tokens, limit=2), mixture, model, tmp_path)
+        run(settings(max_new_tokens=tokens, limit=2), mixture, model, tmp_path)
         captions = [row["caption"] for row in json.loads((tmp_path / "predictions.json").read_text())]
         tokenizer = load_captioner(model / "checkpoint").processor.tokenizer
         longest.append(max(len(tokenizer(caption)["input_ids"]) for caption in captions))
@@ -246,7 +261,7 @@ def test_a_mixture_without_test_pairs_is_refused(empty: bool, model: Path, tmp_p
         (tmp_path / "test").mkdir()
         pq.write_table(pa.Table.from_pylist([], SAMPLE_SCHEMA), tmp_path / "test" / "00000.parquet")
     with pytest.raises(DataError, match=r"test: no sample of the test split; run `m3diff convert`"):
-        predict(settings(), tmp_path, model, tmp_path / "out")
+        run(settings(), tmp_path, model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -277,24 +292,57 @@ def test_an_image_that_is_gone_or_changed_is_refused(
     mixture = write_test_split(tmp_path / "mixture", [0, 1])
     damage(mixture / f"1_{side}.png")
     with pytest.raises(DataError, match=f"1_{side}.png: .*{text}"):
-        predict(settings(max_new_tokens=1), mixture, model, tmp_path / "out")
+        run(settings(max_new_tokens=1), mixture, model, tmp_path / "out")
     assert not (tmp_path / "out" / "predictions.json").exists()
 
 
 def test_a_damaged_checkpoint_is_refused_as_data(mixture: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"checkpoint: no manifest.json"):
-        predict(settings(), mixture, tmp_path / "model", tmp_path / "out")
+        run(settings(), mixture, tmp_path / "model", tmp_path / "out")
 
 
-def test_progress_names_both_runs(mixture: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_counts_the_batches_and_the_captions(
+    mixture: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     seen = []
-    monkeypatch.setattr(Captioner, "caption", lambda self, pairs, question: [question] * len(pairs))
-    monkeypatch.setattr(stage, "progress", lambda items, label, unit: seen.append((len(items), label, unit)) or items)
-    predict(settings(), mixture, model, tmp_path)
-    assert seen == [(3, "predict", "batch"), (3, "predict shuffled", "batch")]
+    monkeypatch.setattr(stage, "progress", lambda items, label, total, unit: seen.append((label, total, unit)) or items)
+    run(settings(), mixture, model, tmp_path)
+    assert seen == [("predict", 6, "batch")]
+    assert "predict: 10 captions in " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("field", "least"), [("batch_pairs", 1), ("max_new_tokens", 1), ("limit", 0)])
+@pytest.mark.parametrize("count", [0, 1, 4, 7, 9])
+def test_the_control_is_a_sample_of_all_pairs_with_partners_from_all(count: int) -> None:
+    pairs = [PairSample(str(n), f"b{n}", f"a{n}", b"b%d" % n, b"a%d" % n, f"q{n}") for n in range(7)]
+    whole, chosen = shuffle_after(pairs), control_pairs(pairs, count)
+    assert len(chosen) == min(count, 7)
+    assert chosen == [pair for pair in whole if pair in chosen], "in the order of the pairs, each at most once"
+    assert {pair.id for pair in chosen} <= {pair.id for pair in control_pairs(pairs, count + 1)}
+
+
+def test_the_control_is_not_of_the_first_pairs_and_the_same_each_time() -> None:
+    pairs = [PairSample(str(n), f"b{n}", f"a{n}", b"", b"", "q") for n in range(1000)]
+    chosen = [int(pair.id) for pair in control_pairs(pairs, 100)]
+    assert chosen == [int(pair.id) for pair in control_pairs(pairs, 100)]
+    assert 300 < np.mean(chosen) < 700
+    assert max(chosen) > 900
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_the_control_of_a_sample_has_the_captions_that_it_has_among_all(
+    count: int, written: tuple[Path, PredictReport], mixture: Path, model: Path, tmp_path: Path
+) -> None:
+    report = run(settings(control_pairs=count), mixture, model, tmp_path)
+    rows = json.loads((tmp_path / "predictions_shuffled.json").read_text())
+    assert report.control == len(rows) == count
+    whole = json.loads((written[0] / "predictions_shuffled.json").read_text())
+    assert rows == [row for row in whole if row in rows]
+    assert (tmp_path / "predictions.json").read_text() == (written[0] / "predictions.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("field", "least"), [("batch_pairs", 1), ("max_new_tokens", 1), ("limit", 0), ("control_pairs", 0)]
+)
 def test_the_section_has_limits(field: str, least: int) -> None:
     assert getattr(settings(**{field: least}), field) == least
     with pytest.raises(ValidationError, match=field):

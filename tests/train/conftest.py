@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from components.device import choose_accelerator
 from tests.tiny import tiny_base
 from tests.train.toy import write_mixture
+
+choose_accelerator(False)  # the tests of this folder, and the processes they start, compute on the CPU
 
 
 @pytest.fixture(scope="session")

@@ -18,14 +18,15 @@ from components.train.arithmetic import (
     peak_flops,
     progress_line,
 )
-from components.train.batches import Loader, Schedule, read_samples
+from components.train.batches import Loader, Schedule
+from components.train.samples import read_samples
 
 WORK = Work(accumulation=2, pairs=10, references=23, sequences=10, tokens=50.5, supervised=15.0, flops=3e9)
 
 
 @pytest.fixture
-def loader(mixture: Path, base: Path) -> Loader:
-    return Loader(read_samples(mixture / "train"), FAMILIES["m3diff"].load_processor(base), threads=1)
+def loader(mixture: Path, base: Path, tmp_path: Path) -> Loader:
+    return Loader(read_samples(mixture / "train", tmp_path), FAMILIES["m3diff"].load_processor(base), threads=1)
 
 
 def test_a_run_is_measured_on_its_own_samples(loader: Loader) -> None:

@@ -4,28 +4,22 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 
 from components.models import FAMILIES
 from components.records import DataError
-from components.train.batches import (
-    COLUMNS,
-    Loader,
-    Samples,
-    Schedule,
-    open_image,
-    plan_epoch,
-    read_samples,
-    read_training_samples,
-)
-from tests.train.toy import REFERENCES, write_mixture
+from components.train.batches import Loader, Schedule, open_image, plan_epoch
+from components.train.samples import SCHEMA, Samples, read_samples
+from tests.train.toy import write_mixture
 
 
 def samples(pairs: int = 7) -> Samples:
     rows = [(f"p{pair}", k) for pair in range(pairs) for k in range(1 + pair % 4)]
     other = [str(k) for _, k in rows]
-    return Samples(**{name: [pair for pair, _ in rows] if name == "pair" else other for name in COLUMNS})
+    columns = {name: [pair for pair, _ in rows] if name == "pair" else other for name in SCHEMA.names}
+    return Samples(pa.table(columns))
 
 
 @pytest.mark.parametrize("most", [1, 2, None])
@@ -57,6 +51,27 @@ def test_the_order_of_the_first_epoch_stays_as_it_was() -> None:
     """Another order of random draws gives other weights from the same parameters."""
     plan = [rows.tolist() for rows in plan_epoch(samples(4), 2, seed=7, epoch=1)]
     assert plan == [[9, 6], [8, 7], [5, 3], [0], [1, 2], [4]]
+
+
+def plan_in_words(names: list[str], max_captions: int | None, seed: int, epoch: int) -> list[list[int]]:
+    """The rule: mix each pair's references, cut them into sequences, mix the sequences."""
+    rng = np.random.default_rng([seed, epoch])
+    sequences: list[list[int]] = []
+    for name in dict.fromkeys(names):
+        mixed = [int(row) for row in rng.permutation([row for row, other in enumerate(names) if other == name])]
+        size = max_captions or len(mixed)
+        while mixed:
+            sequences, mixed = [*sequences, mixed[:size]], mixed[size:]
+    return [sequences[number] for number in rng.permutation(len(sequences))]
+
+
+@pytest.mark.parametrize("most", [None, 1, 2, 3])
+@pytest.mark.parametrize("seed", [0, 7407])
+def test_an_epoch_is_what_the_rule_in_plain_python_gives(most: int | None, seed: int) -> None:
+    held = samples(23)
+    for epoch in range(3):
+        got = [rows.tolist() for rows in plan_epoch(held, most, seed, epoch)]
+        assert got == plan_in_words(list(held.pair), most, seed, epoch)
 
 
 def schedule(**changes: int | float | None) -> Schedule:
@@ -115,32 +130,16 @@ def test_captions_of_steps_are_counted_without_what_only_fills_up() -> None:
     assert plan.captions(0, 2) == len(plan.samples)
     assert plan.captions(0, 4) == 2 * len(plan.samples)
     assert plan.captions(1, 2) == sum(rows_of(plan, 1).values())
-
-
-def test_a_split_is_read_from_all_files_of_its_folder_in_their_order(mixture: Path, tmp_path: Path) -> None:
-    (tmp_path / "train").mkdir()
-    whole = (mixture / "train" / "00000.parquet").read_bytes()
-    for name in ("00001.parquet", "00000.parquet"):
-        (tmp_path / "train" / name).write_bytes(whole)
-    (tmp_path / "train" / "00001.parquet").write_bytes((mixture / "val" / "00000.parquet").read_bytes())
-    one, both = read_samples(mixture / "train"), read_samples(tmp_path / "train")
-    assert both.pair[: len(one)] == one.pair
-    assert both.pair[len(one) :] == read_samples(mixture / "val").pair
-    assert one.reference[1:3] == list(REFERENCES[:2])
-
-
-def test_a_mixture_without_a_training_split_is_refused_and_one_without_validation_is_not(tmp_path: Path) -> None:
-    mixture = write_mixture(tmp_path / "mixture")
-    for split in ("train", "val"):
-        (mixture / split / "00000.parquet").unlink()
-    with pytest.raises(DataError, match="no sample of split 'train'; run `m3diff convert`"):
-        read_training_samples(mixture)
-    assert read_samples(mixture / "val").pairs() == []
+    each = [sum(rows_of(plan, step).values()) for step in range(4)]
+    assert len(set(each)) > 2, "steps alike would hide a wrong one"
+    for first in range(4):
+        for end in range(first, 5):
+            assert plan.captions(first, end) == sum(each[first:end])
 
 
 @pytest.fixture
-def loader(mixture: Path, base: Path) -> Loader:
-    return Loader(read_samples(mixture / "train"), FAMILIES["m3diff"].load_processor(base), threads=1)
+def loader(mixture: Path, base: Path, tmp_path: Path) -> Loader:
+    return Loader(read_samples(mixture / "train", tmp_path), FAMILIES["m3diff"].load_processor(base), threads=1)
 
 
 def test_a_micro_batch_has_the_images_before_and_after_by_turns(loader: Loader) -> None:
@@ -150,7 +149,7 @@ def test_a_micro_batch_has_the_images_before_and_after_by_turns(loader: Loader) 
     files = [path for rows in pairs[1:3] for path in (held.before[rows[0]], held.after[rows[0]])]
     assert len(batch.images) == 4
     for image, path in zip(batch.images, files, strict=True):
-        digest = dict(zip(held.before + held.after, held.before_sha256 + held.after_sha256, strict=True))[path]
+        digest = dict(held.images(row)[side] for row in range(len(held)) for side in (0, 1))[path]
         np.testing.assert_array_equal(image, loader.processor.prepare_image(open_image(path, digest)))
 
 
@@ -176,7 +175,7 @@ def test_the_stream_gives_each_step_from_the_first_asked_to_the_last(loader: Loa
 
 def test_an_image_that_changed_or_is_gone_is_refused_with_its_name_and_the_remedy(tmp_path: Path) -> None:
     mixture = write_mixture(tmp_path / "mixture")
-    held = read_samples(mixture / "train")
+    held = read_samples(mixture / "train", tmp_path)
     (path, digest), (other, _) = held.images(0)
     Path(path).write_bytes(Path(other).read_bytes())
     with pytest.raises(DataError, match=rf"{Path(path).name}.*changed since ingest.*dvc repro"):

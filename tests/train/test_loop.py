@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 
 from components.models.checkpoint import CheckpointError, verify_manifest
 from components.train import loop
-from components.train.loop import Job, Runtime, is_captioned, is_checkpoint, run_loop
+from components.train.job import Job, Runtime
+from components.train.loop import is_captioned, is_checkpoint, run_loop
 from components.train.state import checkpoints
 from tests.tiny import tiny_settings
 from tests.train.toy import Recipe, Trained, recipe, run
@@ -118,8 +119,8 @@ def test_the_curves_say_what_each_step_has_and_the_report_what_the_run_had(whole
     assert sum(report.parameters.values()) == report.parameters_trainable
 
 
-class Interrupted(Exception):
-    pass
+class Interrupted(BaseException):
+    """As from the keyboard: no failure, so nothing is tried again."""
 
 
 def interrupt_after(saved: int, patch: pytest.MonkeyPatch) -> None:
@@ -198,6 +199,7 @@ def test_best_exports_the_checkpoint_with_the_highest_cider(
 
     def keep(engine: Any, run_dir: Path, step: int, *rest: Any) -> Path:
         folder = original(engine, run_dir, step, *rest)
+        rest[-1].finish()
         kept[step] = load_file(folder / "weights.safetensors")
         return folder
 

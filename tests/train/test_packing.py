@@ -5,11 +5,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import BlockMask
 
+from components.device import Device
 from components.models import FAMILIES
+from components.models.attention import RECURRING
 from components.models.fused import make_fused
 from components.models.tuning import prepare
+from components.train.loss import attention_inputs
 from components.train.packing import PAD, Packed, pack
 from tests.tiny import MDP, SIDE, scale_features, tiny_model, tiny_settings
 
@@ -25,17 +27,19 @@ def group(captions: int, seed: int, own_questions: bool = False) -> Group:
     return [([7, *IMAGE, *IMAGE, *questions[k if own_questions else 0], 9], answers[k]) for k in range(captions)]
 
 
-def summed_loss(
-    model: torch.nn.Module, packed: Packed, pixels: Tensor, mask: Tensor | BlockMask | None = None
-) -> Tensor:
+def summed_loss(model: torch.nn.Module, packed: Packed, pixels: Tensor, kernel: str = "rule") -> Tensor:
+    """By the rule as one mask over the whole row, or by the inputs of a kernel."""
+    if kernel == "flex":
+        packed = packed.rounded_up(RECURRING, pad_id=0)
+    asked = {"attention_mask": packed.mask()}
     logits = model(
         input_ids=packed.input_ids,
         position_ids=packed.position_ids,
-        attention_mask=packed.mask() if mask is None else mask,
         pixel_values=pixels,
-        batch_num_images=[2] * len(packed.input_ids),
+        batch_num_images=[2] * (len(pixels) // 2),
         logits_to_keep=packed.supervised,
         use_cache=False,
+        **(asked if kernel == "rule" else attention_inputs(packed, Device(False, "fp32", kernel))),  # type: ignore[arg-type]
     ).logits
     return F.cross_entropy(logits, packed.labels, reduction="sum")
 
@@ -49,8 +53,12 @@ def gradients(model: torch.nn.Module, loss: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize("own_questions", [False, True], ids=["one question", "a question per caption"])
 @pytest.mark.parametrize("captions", [(1,), (2,), (7,), (2, 7), (1, 3)])
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_packed_equals_unpacked(captions: tuple[int, ...], own_questions: bool, lora: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "kernel"), [(torch.float32, "sdpa"), (torch.float64, "sdpa"), (torch.float64, "flex")]
+)
+def test_packed_equals_unpacked(
+    captions: tuple[int, ...], own_questions: bool, lora: bool, dtype: torch.dtype, kernel: str
+) -> None:
     model = tiny_model(MDP)
     scale_features(model)
     if lora:
@@ -64,11 +72,13 @@ def test_packed_equals_unpacked(captions: tuple[int, ...], own_questions: bool, 
     groups = [group(count, seed, own_questions) for seed, count in enumerate(captions)]
     pixels = torch.randn(len(groups), 2, 3, SIDE, SIDE, dtype=dtype)
 
-    packed_loss = summed_loss(model, pack(groups, pad_id=0), pixels.flatten(0, 1))
+    packed_loss = summed_loss(model, pack(groups), pixels.flatten(0, 1), kernel)
     packed = gradients(model, packed_loss)
     singles = [[one] for members in groups for one in members]
     owner = torch.tensor([number for number, members in enumerate(groups) for _ in members])
-    unpacked_loss = summed_loss(model, pack(singles, pad_id=0), pixels[owner].flatten(0, 1))
+    unpacked_loss = torch.zeros((), dtype=dtype)  # each alone, so that no other can be of influence
+    for single, number in zip(singles, owner, strict=True):
+        unpacked_loss = unpacked_loss + summed_loss(model, pack([single]), pixels[number])
     unpacked = gradients(model, unpacked_loss)
 
     # a branch that saw a sibling, or a position off by one, moves loss and gradients by more than 1e-3 of their size
@@ -82,52 +92,80 @@ def test_packed_equals_unpacked(captions: tuple[int, ...], own_questions: bool, 
 
 
 def test_the_first_answer_token_is_supervised() -> None:
-    packed = pack([group(2, seed=0)], pad_id=0)
+    packed = pack([group(2, seed=0)])
     answers = [answer for _, answer in group(2, seed=0)]
     assert packed.labels.tolist() == answers[0] + answers[1]
-    last_prompt_token = packed.input_ids[0][packed.supervised[0]][[0, len(answers[0])]]
+    last_prompt_token = packed.input_ids[packed.supervised][[0, len(answers[0])]]
     assert last_prompt_token.tolist() == [9, 9], "each branch repeats the prompt's last token"
 
 
-def test_branches_do_not_see_each_other() -> None:
-    packed = pack([group(3, seed=0), group(1, seed=1)], pad_id=0)
-    mask, segments = packed.mask(), packed.segments
-    assert mask is not None
-    for row in range(2):
-        for query in range(segments.shape[1]):
-            for key in range(segments.shape[1]):
-                seen = bool(mask[row, 0, query, key])
-                of_key, of_query = int(segments[row, key]), int(segments[row, query])
-                allowed = key <= query and of_key != PAD and of_key in (0, of_query)
-                assert seen == (allowed or key == query)
+def test_branches_do_not_see_each_other_nor_another_sequence() -> None:
+    packed = pack([group(3, seed=0), group(1, seed=1)]).rounded_up(RECURRING, pad_id=0)
+    mask, sequences, segments = packed.mask()[0, 0], packed.sequences.tolist(), packed.segments.tolist()
+    assert sequences[-1] == segments[-1] == PAD
+    for query in range(packed.tokens):
+        for key in range(packed.tokens):
+            branch = segments[key] != PAD and segments[key] in (0, segments[query])
+            allowed = key <= query and sequences[key] == sequences[query] and branch
+            assert bool(mask[query, key]) == (allowed or key == query)
 
 
 def test_positions_restart_at_the_branch_point() -> None:
-    packed = pack([group(3, seed=0)], pad_id=0)
+    packed = pack([group(3, seed=0)])
     prompt = len(group(3, seed=0)[0][0])
     for branch in (1, 2, 3):
-        positions = packed.position_ids[0][packed.segments[0] == branch]
+        positions = packed.position_ids[0][packed.segments == branch]
         assert positions.tolist() == list(range(prompt - 1, prompt - 1 + len(positions)))
 
 
-def test_one_caption_needs_no_mask() -> None:
-    assert pack([group(1, seed=0), group(1, seed=1)], pad_id=0).mask() is None
-
-
-def test_a_pack_holds_prompt_branches_and_padding_in_their_places() -> None:
-    packed = pack([[([1, 2, 3], [4, 5, 6]), ([1, 2, 3], [7, 8])], [([1, 9], [4, 6])]], pad_id=99)
-    assert packed.input_ids.tolist() == [[1, 2, 3, 4, 5, 3, 7], [1, 9, 4, 99, 99, 99, 99]]
-    assert packed.position_ids.tolist() == [[0, 1, 2, 3, 4, 2, 3], [0, 1, 2, 0, 0, 0, 0]]
-    assert packed.segments.tolist() == [[0, 0, 1, 1, 1, 2, 2], [0, 1, 1, -1, -1, -1, -1]]
-    assert packed.supervised.int().tolist() == [[0, 0, 1, 1, 1, 1, 1], [0, 1, 1, 0, 0, 0, 0]]
+def test_a_pack_holds_sequences_end_to_end() -> None:
+    packed = pack([[([1, 2, 3], [4, 5, 6]), ([1, 2, 3], [7, 8])], [([1, 9], [4, 6])]])
+    assert packed.input_ids.tolist() == [[1, 2, 3, 4, 5, 3, 7, 1, 9, 4]]
+    assert packed.position_ids.tolist() == [[0, 1, 2, 3, 4, 2, 3, 0, 1, 2]]
+    assert packed.sequences.tolist() == [0, 0, 0, 0, 0, 0, 0, 1, 1, 1]
+    assert packed.segments.tolist() == [0, 0, 1, 1, 1, 2, 2, 0, 1, 1]
+    assert packed.supervised.int().tolist() == [[0, 0, 1, 1, 1, 1, 1, 0, 1, 1]]
     assert packed.labels.tolist() == [4, 5, 6, 7, 8, 4, 6]
     assert packed.input_ids.dtype == packed.labels.dtype == torch.long
-    assert not packed.is_plain
+    assert (packed.tokens, packed.is_plain) == (10, False)
+
+
+def test_padding_at_the_end_makes_lengths_recur() -> None:
+    packed = pack([[([1, 2], [4, 5]), ([1, 2], [7])]])
+    longer = packed.rounded_up(8, pad_id=99)
+    assert longer.input_ids.tolist() == [[1, 2, 4, 2, 99, 99, 99, 99]]
+    assert longer.sequences.tolist() == [0, 0, 0, 0, -1, -1, -1, -1]
+    assert longer.segments.tolist() == [0, 1, 1, 2, -1, -1, -1, -1]
+    assert longer.supervised.int().tolist() == [[0, 1, 1, 1, 0, 0, 0, 0]]
+    assert longer.position_ids.tolist() == [[0, 1, 2, 1, 0, 0, 0, 0]]
+    assert longer.labels is packed.labels
+    assert packed.rounded_up(4, pad_id=99) is packed
+
+
+def test_the_layout_is_one_sequence_a_row() -> None:
+    packed = pack([[([1, 2], [4, 5]), ([1, 2], [7])], [([1, 9], [4])]]).rounded_up(8, pad_id=0)
+    layout = packed.layout()
+    assert layout.rows.tolist() == [[0, 1, 2, 3], [4, 5, 0, 0]]
+    assert layout.places.tolist() == [0, 1, 2, 3, 4, 5]
+    assert layout.mask is not None
+    assert layout.mask.int().tolist()[0] == [[[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 1]]]
+    assert layout.mask.int().tolist()[1] == [[[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1]]], (
+        "no token sees the padding"
+    )
+    assert torch.equal(layout.attention_mask(), layout.mask)
+
+
+def test_one_caption_a_sequence_needs_no_mask() -> None:
+    layout = pack([group(1, seed=0), group(1, seed=1)]).layout()
+    assert layout.mask is None
+    everything = layout.attention_mask()
+    assert everything.shape == (2, 1, layout.rows.shape[1], layout.rows.shape[1])
+    assert everything.untyped_storage().nbytes() == 1, "no memory for what holds nothing"
 
 
 def test_prompts_that_differ_share_what_they_begin_with_alone() -> None:
-    packed = pack([[([1, 2, 3], [4]), ([1, 5, 3], [6])]], pad_id=0)
+    packed = pack([[([1, 2, 3], [4]), ([1, 5, 3], [6])]])
     assert packed.input_ids.tolist() == [[1, 2, 3, 5, 3]]
-    assert packed.segments.tolist() == [[0, 1, 1, 2, 2]]
+    assert packed.segments.tolist() == [0, 1, 1, 2, 2]
     assert packed.position_ids.tolist() == [[0, 1, 2, 1, 2]]
     assert packed.labels.tolist() == [4, 6]

@@ -1,6 +1,10 @@
 """What Ray is asked for, and what a worker does; the runs themselves are in test_killed_worker.py."""
 
 import json
+import os
+import pickle
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,10 +13,10 @@ import pytest
 import ray
 import ray.train
 import ray.train.torch
+import torch
 
-from components.records import DataError
 from components.train import loop, runtimes
-from components.train.loop import Job
+from components.train.job import Job
 from tests.train.toy import recipe
 
 
@@ -22,7 +26,7 @@ def job(base: Path, run_dir: Path, **compute: Any) -> Job:
 
 
 @pytest.mark.parametrize(("gpu", "backend"), [(False, "gloo"), (True, "nccl")])
-def test_ray_is_asked_for_the_workers_their_devices_and_restarts(
+def test_ray_is_asked_for_the_workers_and_their_devices_and_leaves_restarts_to_us(
     gpu: bool, backend: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: dict[str, Any] = {}
@@ -36,25 +40,10 @@ def test_ray_is_asked_for_the_workers_their_devices_and_restarts(
     assert (scaling.num_workers, scaling.use_gpu) == (2, gpu)
     assert scaling.resources_per_worker == {"CPU": 3} | ({"GPU": 1} if gpu else {})
     assert (run.name, run.storage_path) == ("ray", str(tmp_path))
-    assert (run.failure_config.max_failures, run.failure_config.controller_failure_limit) == (5, 2)
-
-
-@pytest.mark.parametrize(("cores", "want"), [(16, 16), (2, 6), (None, 6)])
-def test_a_cluster_of_the_run_s_own_has_the_cores_that_are_asked_for_and_no_network(
-    cores: int | None, want: int, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: dict[str, Any] = {}
-    monkeypatch.setattr(ray, "init", lambda **given: asked.update(given))
-    monkeypatch.setattr(runtimes.os, "cpu_count", lambda: cores)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    runtimes._start_ray(job(base, tmp_path, cpus_per_worker=3).compute)
-    assert (asked["address"], asked["num_cpus"], asked["_node_ip_address"]) == ("local", want, "127.0.0.1")
-    assert asked["include_dashboard"] is False
-    asked.clear()
-    monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
-    runtimes._start_ray(job(base, tmp_path).compute)
-    assert asked["address"] == "ray://head:10001"
-    assert "num_cpus" not in asked
+    assert (run.failure_config.max_failures, run.failure_config.controller_failure_limit) == (0, 2)
+    assert run.worker_runtime_env == {
+        "env_vars": {"DS_ACCELERATOR": "cuda"} if gpu else {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    }
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -83,7 +72,7 @@ class Trainer:
 def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     calls: list[str] = []
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(runtimes, "_start_ray", lambda compute: calls.append("start"))
+    monkeypatch.setattr(runtimes, "start_ray", lambda compute: calls.append("start"))
     monkeypatch.setattr(ray, "shutdown", lambda: calls.append("shutdown"))
     return calls
 
@@ -102,21 +91,90 @@ def test_a_run_on_ray_gives_the_figures_and_drops_ray_s_old_snapshot(
     assert ended == ["start", "shutdown"], "a cluster that was there stays"
 
 
-@pytest.mark.parametrize(
-    ("raised", "seen"), [(DataError("a.png: changed"), DataError), (OSError("no"), ray.train.TrainingFailedError)]
-)
-def test_a_worker_s_data_error_is_the_run_s(
-    raised: Exception,
-    seen: type[Exception],
-    base: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    ended: list[str],
+def test_what_a_worker_met_leaves_no_ray_behind(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: list[str]
 ) -> None:
-    from ray.train.v2._internal.exceptions import UserExceptionWithTraceback
-
-    failed = ray.train.WorkerGroupError("worker failed", {1: UserExceptionWithTraceback(raised, "its traceback")})
+    failed = ray.train.WorkerGroupError("worker failed", {1: OSError("no")})
     monkeypatch.setattr(runtimes, "_trainer", lambda made: Trainer(failed))
-    with pytest.raises(seen, match="a.png: changed" if seen is DataError else None):
+    with pytest.raises(ray.train.WorkerGroupError, match="worker failed"):
         runtimes.run_on_ray(job(base, tmp_path))
     assert ended == ["start", "shutdown"]
+
+
+ON_A_MACHINE_WITH_A_GPU = """
+import os, pickle, sys
+from pathlib import Path
+import torch
+torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
+there = os.path.exists
+os.path.exists = lambda path: str(path) == "/proc/driver/nvidia/version" or there(path)
+from components.train.stage import train
+made, mixture, folder = map(Path, sys.argv[1:])
+made = pickle.loads(made.read_bytes()).changed(scratch=folder / "runs")
+train(made.cfg, made.model, made.compute, mixture, folder / "out")
+from deepspeed.accelerator import get_accelerator
+print("computed on", get_accelerator().device_name())
+"""
+
+
+def test_a_machine_s_gpu_is_left_alone_where_the_parameters_ask_for_none(
+    mixture: Path, base: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "recipe").write_bytes(pickle.dumps(recipe(base, epochs=0.3, max_failures=0)))
+    command = [sys.executable, "-c", ON_A_MACHINE_WITH_A_GPU, str(tmp_path / "recipe"), str(mixture), str(tmp_path)]
+    environment = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert "computed on cpu" in ended.stdout
+
+
+LIGHT = """
+import pickle, sys
+from pathlib import Path
+job = pickle.loads(Path(sys.argv[1]).read_bytes())
+import components.train.runtimes
+assert job.compute.workers == 2
+heavy = {"torch", "deepspeed", "transformers", "peft", "ray"} & set(sys.modules)
+assert not heavy, heavy
+"""
+
+
+def test_what_a_worker_is_sent_is_read_before_anything_heavy_is_imported(base: Path, tmp_path: Path) -> None:
+    (tmp_path / "job").write_bytes(pickle.dumps(job(base, tmp_path)))
+    command = [sys.executable, "-c", LIGHT, str(tmp_path / "job")]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_a_worker_and_this_process_tell_deepspeed_before_the_loop_is_imported(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[bool] = []
+
+    def tell(gpu: bool) -> None:
+        told.append(gpu)
+        raise InterruptedError
+
+    monkeypatch.setattr(runtimes, "choose_accelerator", tell)
+    for gpu in (False, True):
+        for begin in (runtimes.run_local, lambda made: runtimes._worker({"job": made})):
+            with pytest.raises(InterruptedError):
+                begin(job(base, tmp_path, gpu=gpu))
+    assert told == [False, False, True, True]
+
+
+@pytest.mark.parametrize(("gpu", "backend"), [(False, "gloo"), (True, "nccl")])
+def test_this_process_talks_by_its_device_s_backend(
+    gpu: bool, backend: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def begin(name: str, **_: Any) -> None:
+        asked.append(name)
+        raise InterruptedError
+
+    monkeypatch.setattr(runtimes, "choose_accelerator", lambda gpu: None)
+    monkeypatch.setattr(torch.distributed, "init_process_group", begin)
+    with pytest.raises(InterruptedError):
+        runtimes.run_local(job(base, tmp_path, gpu=gpu))
+    assert asked == [backend]

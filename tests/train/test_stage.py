@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
+from components.closure import import_closure
 from components.files import sha256_of_folder
 from components.section import ParamsError
 from components.train import stage
-from components.train.closure import import_closure
-from components.train.runtimes import _failures
 from components.train.stage import RunLockedError, _only_trainer, run_key, train
 from tests.tiny import tiny_settings
 from tests.toy import REPOSITORY
@@ -166,17 +165,6 @@ def test_the_stage_runs_the_loop_where_asked_and_writes_its_report(
     assert (job.mixture, job.out) == (mixture, tmp_path / "out")
     assert job.run_dir == tmp_path / "runs" / "train" / run_key(job.cfg, job.model, mixture, job.base_sha256)
     assert not job.run_dir.exists(), "nothing is left of a run that ended"
-
-
-def test_what_a_worker_raised_is_found_under_ray_s_wrapping() -> None:
-    class Wrapped(Exception):
-        _base_exc = ValueError("the image changed")
-
-    class Failed(Exception):
-        worker_failures = {1: Wrapped()}
-
-    assert any(isinstance(failure, ValueError) for failure in _failures(Failed()))
-    assert _failures(ValueError()) == []
 
 
 def test_an_image_that_changed_since_ingest_stops_training(base: Path, tmp_path: Path) -> None:

@@ -1,17 +1,27 @@
 """Checkpoints of a run: which is taken, which is kept, which is exported; and that every tensor comes back."""
 
 import logging
+import multiprocessing
+import os
+import signal
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from components.models.checkpoint import CheckpointError, write_manifest
 from components.train import state
-from components.train.loop import Job, Run, Runtime, export, start, train_step
+from components.train.curve import Curve
+from components.train.job import Job, Runtime
+from components.train.loop import Run, export, start, train_step
 from components.train.state import (
     MOMENTS,
     MasterState,
+    Writer,
     best_first,
     checkpoint_to_export,
     checkpoints,
@@ -117,6 +127,13 @@ def take(run: Run, step: int) -> None:
     train_step(run, step, [run.loader.build(batch) for batch in run.schedule.micro_batches(step, 0)])
 
 
+def save(run: Run, run_dir: Path, step: int) -> Path:
+    """The checkpoint after `step` steps, written."""
+    saved = save_state(run.engine, run_dir, step, 0, run.curve, run.writer)
+    run.writer.finish()
+    return saved
+
+
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     ("stage", "precision", "after"), [(0, "fp32", 1), (1, "fp32", 2), (2, "bf16", 2), (0, "bf16", 0)]
@@ -128,7 +145,7 @@ def test_every_weight_and_moment_comes_back_and_the_next_step_is_the_same(
     first = started(made, mixture, tmp_path)
     for step in (0, 1):
         take(first, step)
-    saved = save_state(first.engine, tmp_path, 2, 0, first.curve)
+    saved = save(first, tmp_path, 2)
     other = started(made.changed(zero_stage=after), mixture, tmp_path)
     assert load_state(other.engine, saved) == 2
     want, got = MasterState(first.engine), MasterState(other.engine)
@@ -145,6 +162,35 @@ def test_every_weight_and_moment_comes_back_and_the_next_step_is_the_same(
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("cut", [None, 0, 100], ids=["missing", "empty", "cut"])
+def test_a_checkpoint_of_which_any_file_is_not_whole_is_passed_over(
+    cut: int | None, mixture: Path, base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = started(recipe(base, zero_stage=1, val_pairs=0), mixture, tmp_path)
+    take(run, 0)
+    before = save(run, tmp_path, 1)
+    files = sorted(path.name for path in before.iterdir())
+    assert files == [
+        "curves.csv",
+        "exp_avg.safetensors",
+        "exp_avg_sq.safetensors",
+        "manifest.json",
+        "weights.safetensors",
+    ]
+    for file in files:
+        newest = save(run, tmp_path, 2)
+        if cut is None:
+            (newest / file).unlink()
+        else:
+            os.truncate(newest / file, cut if file != "curves.csv" else cut // 10)
+        caplog.clear()
+        assert latest_valid_checkpoint(tmp_path) == before, file
+        (line,) = caplog.messages
+        assert "step-00000002 is damaged and removed" in line
+        assert "going on from step-00000001" in line
+
+
+@pytest.mark.usefixtures("alone")
 def test_a_checkpoint_that_does_not_read_back_removes_no_older_one(
     mixture: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,7 +203,7 @@ def test_a_checkpoint_that_does_not_read_back_removes_no_older_one(
 
     monkeypatch.setattr(state, "verify_manifest", refuse)
     with pytest.raises(CheckpointError, match="a bad disk"):
-        save_state(run.engine, tmp_path, 3, 0, run.curve)
+        save(run, tmp_path, 3)
     assert all(path.is_dir() for path in older)
 
 
@@ -167,7 +213,7 @@ def test_a_checkpoint_of_other_parameters_is_refused(mixture: Path, base: Path, 
 
     run = started(recipe(base, val_pairs=0), mixture, tmp_path)
     take(run, 0)
-    saved = save_state(run.engine, tmp_path, 1, 0, run.curve)
+    saved = save(run, tmp_path, 1)
     other = started(recipe(base, val_pairs=0, model=tiny_settings(vision=None)), mixture, tmp_path)
     with pytest.raises(CheckpointError, match="parameters are not those that train"):
         load_state(other.engine, saved)
@@ -178,8 +224,151 @@ def test_the_first_worker_alone_writes(mixture: Path, base: Path, tmp_path: Path
     run = started(recipe(base, val_pairs=0), mixture, tmp_path)
     take(run, 0)
     run.runtime = Runtime(rank=1, ranks=1)
-    save_state(run.engine, tmp_path, 1, 1, run.curve)
+    save_state(run.engine, tmp_path, 1, 1, run.curve, run.writer)
     export(run)
     assert checkpoints(tmp_path) == []
     assert not (tmp_path / "checkpoint").exists()
     assert not (tmp_path / "curves.csv").exists()
+
+
+def test_the_writer_keeps_the_order_and_waits_at_the_end() -> None:
+    done, slow = [], threading.Event()
+    with Writer() as writer:
+        writer.submit(lambda: (slow.wait(10), done.append("checkpoint")))
+        writer.submit(done.append, "its validation")
+        assert done == [], "what is submitted is not waited for"
+        slow.set()
+        writer.finish()
+        assert done == ["checkpoint", "its validation"]
+        writer.submit(lambda: (time.sleep(0.05), done.append("the next")))
+    assert done[2:] == ["the next"]
+
+
+def refuse() -> None:
+    raise OSError("the disk is full")
+
+
+def test_an_error_of_the_writer_surfaces_at_the_next_call_and_nothing_more_is_written() -> None:
+    done: list[str] = []
+    writer, slow = Writer(), threading.Event()
+    writer.submit(lambda: (slow.wait(10), refuse()))
+    writer.submit(done.append, "a validation without its checkpoint")
+    slow.set()
+    with pytest.raises(OSError, match="the disk is full"):
+        writer.finish()
+    with pytest.raises(OSError, match="the disk is full"):
+        writer.submit(done.append, "the next")
+    assert done == []
+
+
+def test_an_error_of_the_writer_ends_a_run_that_had_none_and_hides_none(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(OSError, match="the disk is full"), Writer() as writer:
+        writer.submit(refuse)
+    with pytest.raises(KeyError, match="the run's own"), Writer() as writer:
+        raise KeyError(writer.submit(refuse) or "the run's own")
+    assert "nor was the newest checkpoint written (the disk is full)" in caplog.text
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "fp32"), (0, "bf16")])
+def test_a_checkpoint_written_beside_the_next_steps_is_the_one_written_at_once(
+    stage: int, precision: str, mixture: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = started(recipe(base, zero_stage=stage, precision=precision, val_pairs=0), mixture, tmp_path)
+    take(run, 0)
+    want = save(run, tmp_path / "at once", 1)
+    begin, original = threading.Event(), state.save_file
+    monkeypatch.setattr(state, "save_file", lambda *given: (begin.wait(60), original(*given)))
+    folder = save_state(run.engine, tmp_path / "beside", 1, 0, run.curve, run.writer)
+    run.curve.fill({"val_loss": 7})
+    take(run, 1)
+    with torch.no_grad():
+        for parameter in MasterState(run.engine).parameters.values():
+            parameter.zero_()
+    assert not folder.exists()
+    begin.set()
+    run.writer.finish()
+    for file in sorted(path.name for path in want.iterdir()):
+        assert (folder / file).read_bytes() == (want / file).read_bytes(), file
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_next_checkpoint_waits_for_the_one_before(
+    mixture: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = started(recipe(base, val_pairs=0), mixture, tmp_path)
+    take(run, 0)
+    held: list[int] = []
+    get = MasterState.get
+
+    def count(self: MasterState, *given: Any) -> torch.Tensor:
+        held.append(len(checkpoints(tmp_path)))
+        return get(self, *given)
+
+    original = state.save_file
+    monkeypatch.setattr(state, "save_file", lambda *given: (time.sleep(0.1), original(*given)))
+    monkeypatch.setattr(MasterState, "get", count)
+    for step in (1, 2):
+        held.clear()
+        save_state(run.engine, tmp_path, step, 0, run.curve, run.writer)
+        assert set(held) == {step - 1}, "a second state was taken while the first was held"
+    run.writer.finish()
+
+
+def test_older_checkpoints_are_removed_after_the_new_one_was_read_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        folder(tmp_path, step)
+    seen: list[list[int]] = []
+
+    def verify(checkpoint: Path) -> None:
+        assert checkpoint.name == "step-00000003"
+        seen.append([state.step_of(path) for path in checkpoints(tmp_path)])
+
+    monkeypatch.setattr(state, "verify_manifest", verify)
+    state.write_state(tmp_path, 3, {"weights.safetensors": {"a": torch.ones(2)}}, Curve(("step",)), 3.0)
+    assert seen == [[1, 2, 3]]
+    assert [state.step_of(path) for path in checkpoints(tmp_path)] == [2, 3]
+
+
+def write(writer: Writer, run_dir: Path, step: int) -> None:
+    """A state of one tensor, which holds the step."""
+    tensors = {"weights.safetensors": {"a": torch.full((1000,), float(step))}}
+    writer.submit(state.write_state, run_dir, step, tensors, Curve(("step",)), float(step))
+
+
+def killed(run_dir: Path, at: str) -> None:
+    """Write two checkpoints, and die of signal 9 within a third: after `at`, a function of `state`."""
+    with Writer() as writer:
+        write(writer, run_dir, 2)
+        write(writer, run_dir, 4)
+        writer.finish()
+        original = getattr(state, at)
+
+        def die(*given: Any, **named: Any) -> None:
+            original(*given, **named)
+            if at == "save_file":
+                os.truncate(given[1], 900)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        setattr(state, at, die)
+        write(writer, run_dir, 6)
+
+
+@pytest.mark.parametrize(("at", "step"), [("save_file", 4), ("write_manifest", 4), ("verify_manifest", 6)])
+def test_a_run_killed_while_writing_goes_on_from_the_newest_whole_checkpoint(
+    at: str, step: int, tmp_path: Path
+) -> None:
+    process = multiprocessing.get_context("fork").Process(target=killed, args=(tmp_path, at))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    found = latest_valid_checkpoint(tmp_path)
+    assert found is not None
+    assert found.name == f"step-{step:08d}"
+    assert set(load_file(found / "weights.safetensors")["a"].tolist()) == {float(step)}
+    with Writer() as writer:
+        write(writer, tmp_path, 8)
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == [found.name, "step-00000008"], "what the killed run left half written is gone"

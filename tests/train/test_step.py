@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from components.models import FAMILIES
-from components.train.loop import Job, Run, Runtime, prepare_model, start, take_step, train_step
+from components.train.job import Job, Runtime
+from components.train.loop import Run, prepare_model, start, take_step, train_step
+from components.train.retry import DivergedError
 from components.train.state import MasterState
 from tests.train.toy import Recipe, recipe
 
@@ -130,5 +132,5 @@ def test_a_loss_that_is_not_finite_stops_with_step_loss_and_rates(mixture: Path,
         for parameter in run.engine.module.parameters():
             parameter.fill_(float("nan"))
     batches = [run.loader.build(batch) for batch in run.schedule.micro_batches(3, 0)]
-    with pytest.raises(FloatingPointError, match=r"step 4: the loss is nan with lr_vision [\d.e-]+, .*warmup_share"):
+    with pytest.raises(DivergedError, match=r"step 4: the loss is nan with lr_vision [\d.e-]+, .*warmup_share"):
         train_step(run, 3, batches)

@@ -4,12 +4,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 
+from components.device import Device
 from components.models import FAMILIES
+from components.models.attention import KERNELS
 from components.train import validation
-from components.train.batches import COLUMNS, Samples, read_samples
+from components.train.samples import SCHEMA, Samples, read_samples
 from components.train.validation import Validation, cider, named, sample_pairs
 from tests.tiny import tiny_settings, tiny_trained
 from tests.train.toy import REFERENCES, recipe
@@ -20,7 +23,7 @@ def samples(**pairs: int) -> Samples:
     rows = [(dataset, f"{dataset}/{n}") for dataset, count in pairs.items() for n in range(count) for _ in range(2)]
     other = ["x"] * len(rows)
     columns = {"dataset": [dataset for dataset, _ in rows], "pair": [pair for _, pair in rows]}
-    return Samples(**{name: columns.get(name, other) for name in COLUMNS})
+    return Samples(pa.table({name: columns.get(name, other) for name in SCHEMA.names}))
 
 
 def test_pairs_come_from_all_of_each_dataset_by_the_seed_alone() -> None:
@@ -47,13 +50,15 @@ def test_a_smaller_count_is_part_of_a_larger_and_other_datasets_change_nothing()
 
 @pytest.fixture(scope="module")
 def model(base: Path) -> torch.nn.Module:
-    return tiny_trained(base, tiny_settings()).eval()
+    trained = tiny_trained(base, tiny_settings()).eval()
+    trained.set_attn_implementation(KERNELS)
+    return trained
 
 
 def validator(base: Path, mixture: Path, place: tuple[int, int] = (0, 1), **compute: int) -> Validation:
     family, made = FAMILIES["m3diff"], recipe(base, val_pairs=3, micro_batch=2).changed(**compute)
-    held = read_samples(mixture / "val")
-    return Validation(held, family.load_processor(base), family, made.compute, 3, place, torch.device("cpu"))
+    held = read_samples(mixture / "val", base.parent / "samples")
+    return Validation(held, family.load_processor(base), family, made.compute, 3, place, Device(False, "fp32"))
 
 
 def losses_by_hand(model: torch.nn.Module, found: Validation) -> dict[str, list[float]]:
@@ -127,7 +132,8 @@ def test_captions_are_the_deployed_captioner_s_for_each_question(
     monkeypatch.setattr(validation, "MAX_NEW_TOKENS", 4)
     monkeypatch.setattr(validation, "CAPTION_BATCH", 2)
     found = validator(base, mixture)
-    found.samples.question[7] = "Describe the difference."
+    questions = ["Describe the difference." if row == 7 else "What changed?" for row in range(len(found.samples))]
+    found.samples.question = questions  # type: ignore[assignment]
     rows = [0, 1, 3, 6, 7]
     asked: list[tuple[str, int]] = []
     original = validation.Captioner.caption

@@ -67,7 +67,7 @@ COMPUTE: dict[str, Any] = {
     "cpus_per_worker": 1,
     "gpu": False,
     "attention": "auto",
-    "gpu_memory_gb": 0,
+    "gpu_kind": None,
     "micro_batch": 4,
     "zero_stage": 0,
     "activation_checkpointing": "none",

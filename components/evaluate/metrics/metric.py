@@ -21,7 +21,7 @@ PairValue = float | str | bool | None
 
 
 class Tokens(NamedTuple):
-    """PTB tokens joined by spaces, by pair id; `shuffled` is None where there are no such predictions."""
+    """PTB tokens joined by spaces, by pair id; `shuffled` of some or all pairs, None where there are none."""
 
     references: dict[str, list[str]]
     predictions: dict[str, str]

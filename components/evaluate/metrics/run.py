@@ -77,14 +77,14 @@ def fulfil(tokens: Future[Tokens], make: Callable[[], Tokens]) -> None:
 
 
 def tokenise_pairs(pairs: list[EvalPair], limit_s: int) -> Tokens:
-    """Predictions, references and shuffled predictions, which count only where every pair has one."""
+    """Predictions, references and the shuffled predictions of the pairs that have one."""
     shuffled = {pair.id: pair.shuffled_prediction for pair in pairs if pair.shuffled_prediction is not None}
     texts = chain((pair.prediction for pair in pairs), shuffled.values(), *(pair.references for pair in pairs))
     tokens = tokenise(texts, limit_s)
     return Tokens(
         {pair.id: [tokens[reference] for reference in pair.references] for pair in pairs},
         {pair.id: tokens[pair.prediction] for pair in pairs},
-        {i: tokens[text] for i, text in shuffled.items()} if len(shuffled) == len(pairs) else None,
+        {i: tokens[text] for i, text in shuffled.items()} or None,
     )
 
 

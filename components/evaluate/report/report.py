@@ -64,6 +64,7 @@ def render(evidence: Evidence, gallery: int) -> str:
         image_rights=image_rights,
         has_saliency=bool(saliency),
         published=published_tables(scores["by_dataset"]),
+        control_pairs=sum(pair.shuffled_prediction is not None for pair in evidence.pairs),
     )
 
 

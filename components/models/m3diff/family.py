@@ -32,6 +32,10 @@ have the same short names."""
 NEVER_RUN = ("model.vision_tower.post_layernorm.", "model.vision_tower.head.")
 """Parts of the vision encoder that LLaVA-OneVision never runs: it takes a hidden state, not the encoder's output."""
 
+SMALL_BASE, LARGE_BASE = "llava-onevision-qwen2-0.5b-ov-hf", "llava-onevision-qwen2-7b-ov-hf"
+"""Bases whose shapes are known without their folder, which then must bear this name; any other is planned as the large
+one, and the plan says so."""
+
 SIGLIP_SO400M = {"num_hidden_layers": 26, "hidden_size": 1152}
 """The vision encoder of LLaVA-OneVision-7B: what its configuration leaves out where it is the default."""
 
@@ -56,7 +60,7 @@ def load(folder: Path, dtype: torch.dtype, configuration: Path | None = None) ->
     from components.models.m3diff.configuration import M3DiffConfig
     from components.models.m3diff.modeling import M3DiffForConditionalGeneration
 
-    config = M3DiffConfig.from_pretrained(configuration) if configuration else None
+    config = M3DiffConfig.of_checkpoint(str(configuration)) if configuration else None
     return M3DiffForConditionalGeneration.from_pretrained(folder, config=config, dtype=dtype)
 
 
@@ -77,11 +81,14 @@ def saliency_map(model: M3DiffForConditionalGeneration, image_inputs: Mapping[st
 
 
 def planned_config(base: Path, settings: M3DiffSettings) -> M3DiffConfig:
-    from components.models.m3diff.configuration import M3DiffConfig, seven_b_config
+    from components.models.m3diff.configuration import M3DiffConfig, half_b_config, seven_b_config
 
     if (base / "config.json").is_file():
         return M3DiffConfig.on_base(str(base), _module(settings))
-    return seven_b_config(_module(settings))
+    small = base.name == SMALL_BASE
+    config = (half_b_config if small else seven_b_config)(_module(settings))
+    config.name_or_path = f"llava-hf/{SMALL_BASE if small else LARGE_BASE}"
+    return config
 
 
 def flops(config: M3DiffConfig, tokens: float, supervised: float, lora_rank: int) -> list[Term]:
@@ -94,6 +101,16 @@ def image_tokens(config: M3DiffConfig) -> int:
     from components.models.m3diff.flops import image_tokens
 
     return image_tokens(config)
+
+
+def blank_images(config: M3DiffConfig, device: torch.device | str) -> dict[str, Tensor]:
+    import torch
+
+    side = config.vision_config.image_size
+    return {
+        "pixel_values": torch.zeros(2, 3, side, side, device=device),
+        "batch_num_images": torch.tensor([2], device="cpu"),  # its value is read
+    }
 
 
 def faults(settings: M3DiffSettings, base: Mapping[str, Any] | None) -> list[str]:
@@ -129,5 +146,6 @@ M3DIFF = Family(
     planned_config=planned_config,
     flops=flops,
     image_tokens=image_tokens,
+    blank_images=blank_images,
     faults=faults,
 )

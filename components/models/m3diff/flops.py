@@ -2,7 +2,7 @@
 
 Counting rules: one multiply-add is 2 FLOP. Frozen linears take one more forward's worth in backward (the gradient of
 their input; visual tokens need it because the vision encoder trains), trained ones and attention two more. Causal
-attention counts half its square.
+attention counts half its square. Full recomputation is of transformers' layers: those of the LLM and the vision encoder.
 """
 
 from components.models.family import Term
@@ -44,10 +44,10 @@ def flops(config: M3DiffConfig, tokens: float, supervised: float, lora_rank: int
     encoder_linears = encoder.num_hidden_layers * layer + 3 * encoder.patch_size**2 * d
     encoder_attention = 4 * n * n * d * encoder.num_hidden_layers
     terms = [
-        Term("LLM linears", 2 * linear_parameters(config) * tokens, 1),
-        Term("LLM attention", 4 * tokens**2 * width * layers / 2, 2),
-        Term("LoRA", 2 * lora_parameters(config, lora_rank) * tokens, 2),
-        Term("vision encoder", 2 * (2 * encoder_linears * n + encoder_attention), 2),
+        Term("LLM linears", 2 * linear_parameters(config) * tokens, 1, recomputed=True),
+        Term("LLM attention", 4 * tokens**2 * width * layers / 2, 2, recomputed=True),
+        Term("LoRA", 2 * lora_parameters(config, lora_rank) * tokens, 2, recomputed=True),
+        Term("vision encoder", 2 * (2 * encoder_linears * n + encoder_attention), 2, recomputed=True),
         Term("projector", 2 * (d * width + width * width) * 2 * n, 2),
         Term("MDP", _mdp_flops(config, n, d), 2),
         Term("head, supervised tokens", 2 * width * text.vocab_size * supervised, 1),

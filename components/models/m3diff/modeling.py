@@ -139,8 +139,7 @@ class M3DiffForConditionalGeneration(NewModuleInit, LlavaOnevisionForConditional
         name = str(pretrained_model_name_or_path)
         if config is None:
             found, _ = M3DiffConfig.get_config_dict(name)
-            is_base = found.get("model_type") != M3DiffConfig.model_type
-            config = M3DiffConfig.on_base(name, mdp if is_base else found.get("mdp"))
+            config = M3DiffConfig.on_base(name, found.get("mdp") if "mdp" in found else mdp)
         kwargs["use_safetensors"] = True
         wants_info = kwargs.pop("output_loading_info", False)
         with _quiet():

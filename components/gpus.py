@@ -1,0 +1,72 @@
+"""GPUs as data: memory and peak of each kind, for plans before a run and utilisation during one.
+
+Peaks are dense (data sheets also give twice as much, for sparse matrices) and with sums in fp32.
+"""
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One kind of GPU.
+
+    Attributes:
+        name: its key in `GPUS`: the words that torch's name of the device has, and the memory.
+        memory_gb: as sold, 1e9 bytes.
+        bf16_tflops, fp8_tflops: dense peak; None where it cannot compute so.
+        source: where the numbers stand, in words.
+    """
+
+    name: str
+    memory_gb: float
+    bf16_tflops: float
+    fp8_tflops: float | None
+    source: str
+
+
+_KINDS = (
+    Gpu("A100-40GB", 40, 312, None, "NVIDIA A100 data sheet; PCIe and SXM alike"),
+    Gpu("A100-80GB", 80, 312, None, "NVIDIA A100 data sheet; PCIe and SXM alike"),
+    Gpu("H100-80GB", 80, 989, 1979, "NVIDIA H100 data sheet, SXM; half of the figures with sparsity"),
+    Gpu("H100-PCIe-80GB", 80, 756, 1513, "NVIDIA H100 PCIe data sheet; half of the figures with sparsity"),
+    Gpu("H100-NVL-94GB", 94, 835, 1671, "NVIDIA H100 data sheet, NVL; half of the figures with sparsity"),
+    Gpu("H200-141GB", 141, 989, 1979, "NVIDIA H200 data sheet, SXM; half of the figures with sparsity"),
+    Gpu("B200-180GB", 180, 2250, 4500, "NVIDIA HGX B200 data sheet, an eighth of it; half of the sparse figures"),
+    Gpu("GB200-186GB", 186, 2500, 5000, "NVIDIA GB200 NVL72 data sheet, one of 72; half of the figures with sparsity"),
+    Gpu("L40S-48GB", 48, 362, 733, "NVIDIA L40S data sheet, without sparsity"),
+    Gpu("A10-24GB", 24, 125, None, "NVIDIA A10 data sheet, without sparsity"),
+    Gpu("L4-24GB", 24, 121, 242, "NVIDIA L4 data sheet; half of the figures with sparsity"),
+    Gpu("RTX-4090-24GB", 24, 165, 330, "NVIDIA Ada architecture paper, RTX 4090, sums in fp32"),
+    Gpu("RTX-3090-24GB", 24, 71, None, "NVIDIA GA102 architecture paper, RTX 3090, sums in fp32"),
+)
+GPUS: dict[str, Gpu] = {gpu.name: gpu for gpu in _KINDS}
+
+OTHER_CHIPS = {"LAPTOP", "MAX-Q", "MOBILE", "D"}
+"""Words of devices that share a name with a larger chip."""
+
+
+def gpu_of(device_name: str, memory_gb: float | None = None) -> Gpu | None:
+    """The kind of a device by the name that torch gives it; None where it is not known.
+
+    `NVIDIA H100 80GB HBM3` is H100-80GB. Of kinds that differ in memory alone, the name's memory decides, else
+    `memory_gb`, what torch finds; where neither is known there is no answer.
+    """
+    words = set(re.split(r"[\s-]+", device_name.upper()))
+    if words & OTHER_CHIPS:
+        return None
+    known = [(_model(gpu), gpu) for gpu in GPUS.values() if _model(gpu) <= words]
+    longest = max((len(model) for model, _ in known), default=0)
+    kinds = [gpu for model, gpu in known if len(model) == longest]
+    if len(kinds) > 1:
+        kinds = [gpu for gpu in kinds if gpu.name.rpartition("-")[2] in words] or _nearest(kinds, memory_gb)
+    return kinds[0] if kinds else None
+
+
+def _model(gpu: Gpu) -> set[str]:
+    """The words of a kind without its memory."""
+    return set(gpu.name.upper().split("-")[:-1])
+
+
+def _nearest(kinds: list[Gpu], memory_gb: float | None) -> list[Gpu]:
+    return [] if memory_gb is None else [min(kinds, key=lambda gpu: abs(gpu.memory_gb - memory_gb))]

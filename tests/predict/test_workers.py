@@ -1,0 +1,252 @@
+"""Where captions are made: images ahead of the model, the checkpoint's own precision, fused modules, Ray workers."""
+
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+import torch
+
+from components.device import DeviceError
+from components.models.fused import FusedMLP, FusedRMSNorm
+from components.models.generation import load_captioner
+from components.models.images import load_image
+from components.predict import workers
+from components.predict.pairs import batches, read_test_pairs
+from components.predict.workers import AHEAD, Batch, Job, caption, caption_here, caption_on_ray, images_ahead
+from components.records import DataError
+from components.section import ParamsError
+from tests.predict.test_stage import ORDER, compute, write_test_split
+from tests.tiny import tiny_base, tiny_checkpoint
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_test_split(tmp_path_factory.mktemp("workers") / "mixture")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("workers")
+    return tiny_checkpoint(tiny_base(folder / "base"), folder / "model" / "checkpoint")
+
+
+def in_batches(mixture: Path, size: int = 1) -> list[Batch]:
+    return [Batch(10 + n, pairs, n % 2 == 0) for n, pairs in enumerate(batches(read_test_pairs(mixture), size))]
+
+
+def job(checkpoint: Path, **changes: Any) -> Job:
+    return Job(checkpoint, 5, compute(checkpoint, **changes))
+
+
+# Images
+
+
+class Processor:
+    """Prepares nothing, and counts the images of which it was asked."""
+
+    def __init__(self) -> None:
+        self.seen, self.changed = 0, threading.Condition()
+
+    def prepare_image(self, image: Any) -> np.ndarray:
+        with self.changed:
+            self.seen += 1
+            self.changed.notify_all()
+        return np.asarray(image)
+
+    def wait_for(self, count: int) -> bool:
+        with self.changed:
+            return self.changed.wait_for(lambda: self.seen >= count, timeout=10)
+
+
+def test_the_images_of_the_next_batches_are_prepared_while_one_is_in_use(mixture: Path) -> None:
+    processor = Processor()
+    stream = images_ahead(in_batches(mixture), processor, threads=2)  # type: ignore[arg-type]
+    next(stream)
+    assert processor.wait_for(2 * (1 + AHEAD)), "images of the batch and of the next two"
+    assert processor.seen == 2 * (1 + AHEAD), "and of no more"
+    assert len(list(stream)) == 4
+
+
+def test_images_come_with_their_batch_in_the_order_of_its_pairs(mixture: Path, checkpoint: Path) -> None:
+    processor = load_captioner(checkpoint).processor
+    asked = in_batches(mixture, size=2)
+    found = list(images_ahead(asked, processor, threads=3))
+    assert [batch for batch, _ in found] == asked
+    for batch, images in found:
+        for pair, shown in zip(batch.pairs, images, strict=True):
+            for path, image in zip((pair.before, pair.after), shown, strict=True):
+                want = processor.prepare_image(load_image(path))
+                np.testing.assert_array_equal(np.asarray(image), want)
+
+
+def test_a_prepared_image_stays_as_it_is(mixture: Path, checkpoint: Path) -> None:
+    """So the captioner, which prepares what it is given, sees what it would see of the file."""
+    processor = load_captioner(checkpoint).processor
+    once = processor.prepare_image(load_image(mixture / "0_before.png"))
+    again = workers._open(str(mixture / "0_before.png"), None, processor)
+    np.testing.assert_array_equal(processor.prepare_image(again), once)
+
+
+def test_an_image_that_is_refused_ends_the_stream_and_its_threads(mixture: Path, tmp_path: Path) -> None:
+    broken = write_test_split(tmp_path / "mixture")
+    (broken / f"{ORDER[0]}_before.png").unlink()
+    stream = images_ahead(in_batches(broken), Processor(), threads=1)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=f"{ORDER[0]}_before.png: cannot be read"):
+        list(stream)
+    for thread in threading.enumerate():
+        if thread.name.startswith("images"):
+            thread.join(timeout=10)
+            assert not thread.is_alive()
+
+
+# The model
+
+
+@pytest.mark.parametrize(("dtype", "want"), [("float32", torch.float32), ("bfloat16", torch.bfloat16)])
+def test_a_checkpoint_captions_in_the_precision_of_its_own_weights(
+    dtype: str, want: torch.dtype, checkpoint: Path, mixture: Path, tmp_path: Path
+) -> None:
+    from components.models.checkpoint import read_manifest, write_manifest
+
+    folder = Path(shutil.copytree(checkpoint, tmp_path / "checkpoint"))
+    config = json.loads((folder / "config.json").read_text()) | {"dtype": dtype}
+    (folder / "config.json").write_text(json.dumps(config))
+    facts = {name: value for name, value in read_manifest(folder).items() if name != "files"}
+    write_manifest(folder, **facts)
+    captioner = workers.load(job(folder))
+    assert {parameter.dtype for parameter in captioner.model.parameters()} == {want}
+    (_, [answer]), *_ = caption_here(job(folder), in_batches(mixture)[:1])
+    assert answer.saliency is not None
+    assert answer.saliency.dtype == np.float16
+
+
+def test_a_gpu_that_is_asked_for_and_not_there_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(DeviceError, match="compute.gpu: true, but torch .* sees no GPU"):
+        workers.load(job(checkpoint, gpu=True))
+
+
+def test_modules_are_fused_as_in_training_and_the_captions_stay(checkpoint: Path, mixture: Path) -> None:
+    kinds = {type(module) for module in workers.load(job(checkpoint)).model.modules()}
+    assert {FusedRMSNorm, FusedMLP} <= kinds
+    stock = load_captioner(checkpoint, 5)
+    assert not {FusedRMSNorm, FusedMLP} & {type(module) for module in stock.model.modules()}
+    asked = in_batches(mixture, size=2)
+    for batch, (number, answers) in zip(asked, caption_here(job(checkpoint), asked), strict=True):
+        images = [
+            (workers._open(pair.before, None, stock.processor), workers._open(pair.after, None, stock.processor))
+            for pair in batch.pairs
+        ]
+        assert number == batch.number
+        assert [answer.caption for answer in answers] == stock.caption(images, batch.pairs[0].question)
+        if batch.saliency:
+            np.testing.assert_allclose([a.saliency for a in answers], stock.saliency_map(images), atol=1e-3)
+        else:
+            assert [answer.saliency for answer in answers] == [None] * len(images)
+
+
+# Workers
+
+
+@pytest.mark.parametrize(
+    ("gpu", "count", "place"), [(False, 0, "here"), (False, 2, "here"), (True, 0, "here"), (True, 2, "ray")]
+)
+def test_ray_is_for_gpus_alone(
+    gpu: bool, count: int, place: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "caption_here", lambda job, batches: "here")
+    monkeypatch.setattr(workers, "caption_on_ray", lambda job, batches: "ray")
+    assert caption(job(checkpoint, gpu=gpu, workers=count), []) == place
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    ray.init(address="local", num_cpus=4, include_dashboard=False, _node_ip_address="127.0.0.1", log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.slow
+def test_two_ray_workers_give_what_one_process_gives(cluster: None, checkpoint: Path, mixture: Path) -> None:
+    asked = in_batches(mixture)
+    want = dict(caption_here(job(checkpoint), asked))
+    got = dict(caption_on_ray(job(checkpoint, workers=2), asked))
+    assert got.keys() == want.keys() == {batch.number for batch in asked}
+    for number, answers in want.items():
+        assert [answer.caption for answer in got[number]] == [answer.caption for answer in answers]
+        for one, other in zip(got[number], answers, strict=True):
+            np.testing.assert_array_equal(one.saliency, other.saliency)
+    assert ray.is_initialized(), "a cluster that was there stays"
+
+
+@pytest.mark.slow
+def test_a_worker_s_data_error_is_the_stage_s(cluster: None, checkpoint: Path, tmp_path: Path) -> None:
+    broken = write_test_split(tmp_path / "mixture")
+    (broken / "3_after.png").write_bytes(b"no image")
+    with pytest.raises(DataError) as refused:
+        list(caption_on_ray(job(checkpoint, workers=2), in_batches(broken)))
+    assert str(refused.value).startswith(f"{broken / '3_after.png'}: sha256")
+    assert "Traceback" not in str(refused.value)
+
+
+@pytest.mark.slow
+def test_workers_that_find_no_room_are_refused_with_what_ray_has(
+    cluster: None, checkpoint: Path, mixture: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "START_S", 2)
+    with pytest.raises(ParamsError, match=r"2 workers .* 1 CPUs and a GPU each, .* placed 0 .* 4 CPUs and 0 GPUs"):
+        list(caption_on_ray(job(checkpoint, workers=2, gpu=True), in_batches(mixture)))
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_each_worker_is_placed_with_its_device_and_its_environment(
+    gpu: bool, checkpoint: Path, mixture: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+    dealt: list[list[int]] = []
+
+    class Actor:
+        def __init__(self, _: Job) -> None:
+            self.ready = SimpleNamespace(remote=lambda: "ready")
+            self.caption = SimpleNamespace(remote=lambda part: dealt.append([batch.number for batch in part]) or part)
+
+    def remote(**given: Any) -> Any:
+        asked.update(given)
+        return lambda kind: SimpleNamespace(remote=Actor)
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "remote", remote)
+    monkeypatch.setattr(ray, "wait", lambda refs, num_returns, timeout: (refs, []))
+    monkeypatch.setattr(ray, "get", lambda refs: refs)
+    monkeypatch.setattr(workers, "_as_they_come", lambda parts: iter(parts))
+    list(caption_on_ray(job(checkpoint, workers=2, cpus_per_worker=3, gpu=gpu), in_batches(mixture)))
+    assert (asked["num_cpus"], asked["num_gpus"]) == (3, int(gpu))
+    assert asked["runtime_env"] == {"env_vars": workers.environment(gpu)}
+    assert dealt == [[10, 12, 14], [11, 13]]
+    dealt.clear()
+    list(caption_on_ray(job(checkpoint, workers=8), in_batches(mixture)))
+    assert dealt == [[10], [11], [12], [13], [14]], "no worker without work"
+
+
+def test_a_worker_that_dies_is_a_reason_to_try_again(
+    checkpoint: Path, mixture: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[str] = []
+
+    def died(*_: Any) -> None:
+        raise ray.exceptions.ActorDiedError
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(workers, "start_ray", lambda compute: ended.append("start"))
+    monkeypatch.setattr(ray, "shutdown", lambda: ended.append("shutdown"))
+    monkeypatch.setattr(workers, "_place", died)
+    with pytest.raises(ConnectionError, match="a worker died .* run `m3diff predict` again: what is captioned"):
+        list(caption_on_ray(job(checkpoint, workers=2), in_batches(mixture)))
+    assert ended == ["start", "shutdown"]

@@ -1,0 +1,56 @@
+"""Kinds of GPU: found by the names that torch gives them, with the figures of their data sheets."""
+
+import pytest
+
+from components.gpus import GPUS, gpu_of
+
+
+@pytest.mark.parametrize(
+    ("device", "kind"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100-80GB"),
+        ("NVIDIA H100 PCIe", "H100-PCIe-80GB"),
+        ("NVIDIA H100 NVL", "H100-NVL-94GB"),
+        ("NVIDIA H200", "H200-141GB"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA A100-PCIE-40GB", "A100-40GB"),
+        ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
+        ("NVIDIA A100 80GB PCIe", "A100-80GB"),
+        ("NVIDIA B200", "B200-180GB"),
+        ("NVIDIA GB200", "GB200-186GB"),
+        ("NVIDIA L40S", "L40S-48GB"),
+        ("NVIDIA A10", "A10-24GB"),
+        ("NVIDIA L4", "L4-24GB"),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090-24GB"),
+        ("NVIDIA GeForce RTX 3090", "RTX-3090-24GB"),
+    ],
+)
+def test_a_device_is_known_by_the_name_that_torch_gives_it(device: str, kind: str) -> None:
+    assert gpu_of(device) is GPUS[kind]
+
+
+@pytest.mark.parametrize(
+    "device",
+    ["", "NVIDIA A10G", "NVIDIA L40", "NVIDIA GH200 480GB", "NVIDIA GeForce RTX 4090 Laptop GPU", "Tesla T4"],
+)
+def test_a_device_whose_name_only_begins_alike_is_not_known(device: str) -> None:
+    assert gpu_of(device, 80) is None
+
+
+def test_where_the_name_has_no_memory_that_which_is_found_decides() -> None:
+    assert gpu_of("NVIDIA A100", 42.4) is GPUS["A100-40GB"]
+    assert gpu_of("NVIDIA A100", 85.1) is GPUS["A100-80GB"]
+    assert gpu_of("NVIDIA A100") is None
+    assert gpu_of("NVIDIA A100-SXM4-40GB", 85.1) is GPUS["A100-40GB"]
+
+
+def test_dense_peaks_are_those_of_the_data_sheets() -> None:
+    peaks = {"A100-40GB": 312, "A100-80GB": 312, "H100-80GB": 989, "H200-141GB": 989, "RTX-4090-24GB": 165}
+    peaks |= {"RTX-3090-24GB": 71, "A10-24GB": 125, "L40S-48GB": 362, "B200-180GB": 2250, "GB200-186GB": 2500}
+    assert {name: GPUS[name].bf16_tflops for name in peaks} == peaks
+    for gpu in GPUS.values():
+        assert gpu.fp8_tflops is None or gpu.fp8_tflops == pytest.approx(2 * gpu.bf16_tflops, rel=0.02), gpu.name
+        assert gpu.name.endswith(f"-{gpu.memory_gb}GB")
+        assert gpu.source
+    before_fp8 = {name for name, gpu in GPUS.items() if gpu.fp8_tflops is None}
+    assert before_fp8 == {"A100-40GB", "A100-80GB", "A10-24GB", "RTX-3090-24GB"}
