@@ -309,7 +309,6 @@ def model_flops(size: Size, variant: Variant) -> float:
 def planned_activations_gb(size: Size, variant: Variant, precision: str) -> float:
     """What the plan counts for backward of one packed pair, the size's first."""
     from components.plan.memory import count_activations
-
     from components.plan.plan import meta_model
 
     batch, lengths = next(

@@ -24,7 +24,7 @@ from benchmarks.own import serve_own
 from benchmarks.peer import serve_peer
 from components.params import load_params
 from components.records import SAMPLE_SCHEMA
-from components.train.loop import Job
+from components.train.job import Job
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent

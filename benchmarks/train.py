@@ -8,6 +8,7 @@ of the LLM's layers as fit, beside what the plan counts. The same lines run in b
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -18,13 +19,15 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.machine import machine  # noqa: E402
-from benchmarks.sides import Sizes, compare, embedded_sides, print_comparison  # noqa: E402
+from components.device import environment  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "train.json"
 
 
 def compared(args: argparse.Namespace) -> dict[str, Any]:
     """The project's step beside transformers' Trainer, on the embedded shapes; printed."""
+    from benchmarks.sides import Sizes, compare, embedded_sides, print_comparison
+
     quick = {"rounds": 3, "round_s": 1.5, "compared_steps": 4} if args.quick else {}
     given = {"pairs": args.pairs, "unpacked": args.micro, "packed": args.micro_packed, "rounds": args.repeats or 5}
     sizes = Sizes(**given | quick)
@@ -51,14 +54,15 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if gpu else "cpu")
     parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16" if gpu else "fp32")
     parser.add_argument("--pairs", type=int, default=16, help="of a step on the embedded shapes, five captions each")
-    parser.add_argument("--micro", type=int, default=Sizes.unpacked, help="captions at a time, of the peer too")
-    parser.add_argument("--micro-packed", type=int, default=Sizes.packed, help="pairs at a time")
+    parser.add_argument("--micro", type=int, default=40, help="captions at a time, of the peer too")
+    parser.add_argument("--micro-packed", type=int, default=16, help="pairs at a time")
     parser.add_argument("--repeats", type=int, help="rounds; 5 on a CPU, 2 on a GPU")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--quick", action="store_true", help="three short rounds beside the peer alone; writes nothing")
     parser.add_argument("--profile", action="store_true", help="where a step's time goes, by operator")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
+    os.environ.update(environment(args.device == "cuda"))  # before DeepSpeed is imported
     facts = machine(torch.device(args.device))
     print(f"{facts['device']}, {args.shapes} shapes, {args.precision}; load {facts['load_before']}", flush=True)
     sides = compared(args) if args.device == "cpu" and args.precision == "fp32" else {}

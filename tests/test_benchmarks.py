@@ -107,10 +107,11 @@ def test_the_peer_trains_the_same_tensors_from_the_same_numbers_by_stock_modules
 
 def test_the_peer_reads_the_rows_in_the_order_of_unpacked_training(job) -> None:
     from benchmarks.peer import trainer_for
-    from components.train.batches import Loader, Schedule, read_training_samples
+    from components.train.batches import Loader, Schedule
+    from components.train.samples import read_training_samples
 
     trainer = trainer_for(job, False, [])
-    samples = read_training_samples(job.mixture)
+    samples = read_training_samples(job.mixture, job.run_dir)
     schedule = Schedule(samples, 1, job.cfg.seed, 15, 5, 100_000)
     wanted = Loader(samples, trainer.train_dataset.processor, threads=1)
     for step in (0, 2):

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from components.device import Device
 from components.models import FAMILIES
-from components.train.batches import Loader, MicroBatch, Schedule, read_training_samples
+from components.train.batches import Loader, MicroBatch, Schedule
 from components.train.loop import prepare_model
 from components.train.loss import token_loss
+from components.train.samples import read_training_samples
 from tests.tiny import BASE, tiny_settings
 from tests.train.toy import Recipe, recipe
 
@@ -30,7 +31,7 @@ def small(device: Device, **changes: Any) -> Recipe:
 
 def first_batch(made: Recipe, mixture: Path, processor: Any) -> MicroBatch:
     """The first micro-batch of the run, as the loader builds it."""
-    samples = read_training_samples(mixture)
+    samples = read_training_samples(mixture, mixture / "scratch")
     cfg = made.cfg
     schedule = Schedule(samples, cfg.max_captions_per_sequence, cfg.seed, MICRO_BATCH, MICRO_BATCH, cfg.epochs)
     return Loader(samples, processor, threads=1).build(schedule.micro_batches(0, 0)[0])
