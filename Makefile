@@ -11,7 +11,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export LC_ALL := C.UTF-8
 
 .DEFAULT_GOAL := help
-.PHONY: help run test check up down profile base bench-train bench-data install check-system
+.PHONY: help run test test-gpu check up down profile base bench-train bench-data install check-system
 
 help:           ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -22,6 +22,10 @@ run: install    ## the whole pipeline on the embedded benchmark, then the scores
 
 test: install   ## every test
 	@OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadfile
+
+test-gpu: install ## the tests that need an NVIDIA GPU
+	@python -c 'import sys, torch; torch.cuda.is_available() or sys.exit(f"make test-gpu: torch {torch.__version__} sees no GPU; install a CUDA build of torch and check nvidia-smi")'
+	@python -m pytest tests/gpu -m gpu
 
 check: install  ## lint, formatting, types and the design rules
 	@ruff check .

@@ -4,10 +4,14 @@ The tiny data are 64 pairs of MiniChange's training mixture, question and five r
 the tokens are random, in the published mixture's numbers. Pixels are noise in both: no step's cost depends on them.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,7 +21,10 @@ from transformers import AutoTokenizer
 from components.models.family import Lora
 from components.models.m3diff.configuration import M3DiffConfig, seven_b_config
 from components.models.m3diff.settings import M3DiffSettings, Rates
-from components.train.packing import Packed, pack
+from components.train.packing import pack
+
+if TYPE_CHECKING:
+    from components.train.batches import MicroBatch
 
 HERE = Path(__file__).parent
 BASE = HERE.parent / "data" / "00_base"
@@ -28,7 +35,13 @@ Branches = list[tuple[list[int], list[int]]]
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to take a step. `stock`: labels to transformers' own loss, so logits on every position."""
+    """One way to take a step.
+
+    Attributes:
+        stock: padded rectangles and labels to transformers' own loss, so logits on every position.
+        fused, lora: as `make_fused` takes them.
+        compiled: the LLM's layers by torch.compile.
+    """
 
     name: str
     packed: bool = False
@@ -37,28 +50,42 @@ class Variant:
     activation_checkpointing: str = "none"
     fused: bool = True
     lora: bool = True
-    flex: bool = False
+    attention: str = "sdpa"
     compiled: bool = False
 
 
+STOCK = {"fused": False, "lora": False}
+CHECKPOINTING = ("none", "selective", "full")
+
 ABLATION = (
-    Variant("baseline", stock=True, activation_checkpointing="full", fused=False, lora=False),
-    Variant("baseline without MDP", stock=True, mdp=False, activation_checkpointing="full", fused=False, lora=False),
-    Variant("+ logits where supervised", activation_checkpointing="full", fused=False, lora=False),
-    Variant("+ no checkpointing", fused=False, lora=False),
-    Variant("+ adapters by addmm", fused=False),
-    Variant("unpacked: + fused norm, SwiGLU"),
-    Variant("unpacked, selective", activation_checkpointing="selective"),
-    Variant("packed, all else stock", packed=True, activation_checkpointing="full", fused=False, lora=False),
+    Variant("stock, full checkpointing", stock=True, activation_checkpointing="full", **STOCK),
+    Variant("stock", stock=True, **STOCK),
+    Variant("stock without MDP", stock=True, mdp=False, **STOCK),
+    Variant("+ logits where supervised", **STOCK),
+    Variant("+ adapters", fused=False),
+    Variant("unpacked: + layers", lora=False),
+    Variant("unpacked"),
+    Variant("packed, all else stock", packed=True, **STOCK),
+    Variant("packed, adapters", packed=True, fused=False),
     Variant("packed", packed=True),
-    Variant("packed, selective", packed=True, activation_checkpointing="selective"),
 )
-GPU_ONLY = (
-    Variant("packed, FlexAttention", packed=True, flex=True),
-    Variant("packed, FlexAttention, selective", packed=True, flex=True, activation_checkpointing="selective"),
-    Variant("unpacked, compiled layers", compiled=True),
-    Variant("packed, compiled layers", packed=True, compiled=True),
+"""Lever by lever: end to end without padding and logits where supervised; adapters in fewer passes; fused layers, of
+which the last works on supervised tokens alone; both."""
+
+GPU_ROWS = (
+    *(Variant(f"unpacked, {kept}", activation_checkpointing=kept) for kept in CHECKPOINTING[1:]),
+    Variant("unpacked, compiled", compiled=True),
+    *(
+        Variant(f"packed, {attention}, {kept}", packed=True, attention=attention, activation_checkpointing=kept)
+        for attention in ("sdpa", "flex")
+        for kept in CHECKPOINTING
+    ),
+    *(
+        Variant(f"packed, {attention}, compiled", packed=True, attention=attention, compiled=True)
+        for attention in ("sdpa", "flex")
+    ),
 )
+"""What a GPU chooses between: the attention kernel, what backward recomputes, compiled layers."""
 
 
 @dataclass(frozen=True)
@@ -88,15 +115,29 @@ class Size:
     def captions(self) -> int:
         return sum(len(group) for group in self.groups)
 
-    def micro_batches(self, variant: Variant) -> Iterator[tuple[Packed, list[int]]]:
-        """Packed tokens and, for each sequence, the number of its pair."""
+    def owned(self, variant: Variant) -> list[list[tuple[int, Branches]]]:
+        """The micro-batches: (number of the pair, its branches) of each sequence."""
         owned = [(number, group) for number, group in enumerate(self.groups)]
         if not variant.packed:
             owned = [(number, [branch]) for number, group in owned for branch in group]
         size = self.micro["packed" if variant.packed else variant.activation_checkpointing]
-        for at in range(0, len(owned), size):
-            part = owned[at : at + size]
-            yield pack([group for _, group in part], pad_id=0), [number for number, _ in part]
+        return [owned[at : at + size] for at in range(0, len(owned), size)]
+
+    def micro_batches(self, variant: Variant) -> Iterator[tuple[MicroBatch, list[int]]]:
+        """As training takes them, each with its sequences' numbers of tokens."""
+        from components.train.batches import MicroBatch
+
+        for part in self.owned(variant):
+            packed = pack([group for _, group in part])
+            images = np.concatenate([self.images[number] for number, _ in part])
+            lengths = torch.bincount(packed.sequences).tolist()
+            yield MicroBatch(packed, images, torch.ones(len(packed.labels))), lengths
+
+    @cached_property
+    def images(self) -> np.ndarray:
+        """Noise: prepared images of each pair, uint8 [pairs, 2, side, side, 3]."""
+        side = self.config.vision_config.image_size
+        return np.random.default_rng(0).integers(0, 256, (len(self.groups), 2, side, side, 3), dtype=np.uint8)
 
 
 def tiny(pairs: int = 16) -> Size:
@@ -115,14 +156,15 @@ def tiny(pairs: int = 16) -> Size:
         end = tokenizer.convert_tokens_to_ids("<|im_end|>")
         references = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in pair["references"]]
         groups.append([(ids, [*reference, end]) for reference in references])
-    # each kind at its quickest on 2 cores: of 8, 16, 40, 80 sequences unpacked (baseline 99, 122, 132, 123 captions/s),
-    # of 4, 8, 16 packed, whose lengths differ more (342, 375, 308)
-    return Size("tiny", config, 32, groups, {"none": 40, "selective": 40, "full": 40, "packed": 8}, 16)
+    return Size("tiny", config, 32, groups, {"none": 40, "selective": 40, "full": 40, "packed": 16}, 16)
 
 
-def seven_b(pairs: int = 6) -> Size:
-    """The published 7B shapes: 1,460 visual and 29 prompt tokens, 6.17 captions a pair of 15 tokens each on average."""
+def seven_b(layers: int = 28, pairs: int = 6) -> Size:
+    """The published 7B shapes, with so many of the LLM's layers: 1,460 visual and 29 prompt tokens, 6.17 captions a
+    pair of 15 tokens each on average."""
     config, rng = seven_b_config(), np.random.default_rng(0)
+    config.text_config.num_hidden_layers = layers
+    config.text_config.layer_types = config.text_config.layer_types[:layers]
     side = config.vision_config.image_size // config.vision_config.patch_size
     groups = []
     for number in range(pairs):

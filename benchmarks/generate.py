@@ -24,7 +24,7 @@ from transformers.utils import is_vision_available
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.ablation import Size, noise, seven_b, tiny  # noqa: E402
-from benchmarks.train import machine  # noqa: E402
+from benchmarks.machine import machine  # noqa: E402
 from components.models.fused import make_fused  # noqa: E402
 from components.models.m3diff.modeling import M3DiffForConditionalGeneration  # noqa: E402
 from components.models.m3diff.processing import M3DiffImageProcessor  # noqa: E402

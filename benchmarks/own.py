@@ -12,7 +12,8 @@ from transformers.utils import logging
 
 from components.models.device import Device, choose_accelerator
 from components.train.engine import end_distributed
-from components.train.loop import Job, Runtime, start, train_step
+from components.train.job import Job, Runtime
+from components.train.loop import start, train_step
 
 
 def own_step(job: Job) -> Callable[[], float]:

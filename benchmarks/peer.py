@@ -29,8 +29,9 @@ from transformers.utils import logging
 from components.models import FAMILIES
 from components.models.m3diff.mdp import DifferentialPerception
 from components.models.tuning import prepare, trainable_groups
-from components.train.batches import Loader, Samples, Schedule, read_training_samples
-from components.train.loop import Job
+from components.train.batches import Loader, Schedule
+from components.train.job import Job
+from components.train.samples import Samples, read_training_samples
 
 MAX_STEPS = 100_000
 
@@ -182,7 +183,7 @@ def trainer_for(job: Job, prepared: bool, callbacks: list[TrainerCallback]) -> P
     groups = trainable_groups(model, FAMILIES[job.model.family], job.model)
     slots = [{"params": group.parameters, "lr": group.lr} for group in groups]
     optimizer = torch.optim.AdamW(slots, betas=(0.9, 0.999), weight_decay=cfg.weight_decay, fused=True)
-    samples = read_training_samples(job.mixture)
+    samples = read_training_samples(job.mixture, job.run_dir)
     schedule = Schedule(samples, 1, cfg.seed, cfg.global_batch, compute.micro_batch, MAX_STEPS)
     loader = Loader(samples, processor, threads=1)
     arguments = TrainingArguments(

@@ -24,7 +24,7 @@ from benchmarks.own import serve_own
 from benchmarks.peer import serve_peer
 from components.params import load_params
 from components.records import SAMPLE_SCHEMA
-from components.train.loop import Job
+from components.train.job import Job
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -38,7 +38,7 @@ class Sizes:
 
     pairs: int = 16
     unpacked: int = 40
-    packed: int = 8
+    packed: int = 16
     compared_steps: int = 10
     rounds: int = 5
     round_s: float = 2.0
@@ -96,7 +96,7 @@ class Side:
     steps: int = 0
 
     def start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("fork")  # what the command has imported is not imported again
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=self.serve, args=(theirs,), daemon=True)
         self.process.start()
@@ -144,14 +144,16 @@ class Side:
 def embedded_sides(folder: Path, sizes: Sizes, threads: int, prepared: bool) -> list[Side]:
     """Peer, unpacked and packed on the embedded shapes; with `prepared` also the peer whose inputs are made before."""
     write_mixture(folder, sizes.pairs, side=72)
-    unpacked = embedded_job(folder, 1, (sizes.pairs * REFERENCES, sizes.unpacked), threads)
-    packed = embedded_job(folder, None, (sizes.pairs, sizes.packed), threads)
+    captions = sizes.pairs * REFERENCES
+    micro, micro_packed = min(sizes.unpacked, captions), min(sizes.packed, sizes.pairs)
+    unpacked = embedded_job(folder, 1, (captions, micro), threads)
+    packed = embedded_job(folder, None, (sizes.pairs, micro_packed), threads)
     sides = [
-        Side("peer", partial(serve_peer, job=unpacked), sizes.unpacked),
-        Side("unpacked", partial(serve_own, job=unpacked), sizes.unpacked),
-        Side("packed", partial(serve_own, job=packed), sizes.packed),
+        Side("peer", partial(serve_peer, job=unpacked), micro),
+        Side("unpacked", partial(serve_own, job=unpacked), micro),
+        Side("packed", partial(serve_own, job=packed), micro_packed),
     ]
-    return sides + [Side("peer_prepared", partial(serve_peer, job=unpacked, prepared=True), sizes.unpacked)] * prepared
+    return sides + [Side("peer_prepared", partial(serve_peer, job=unpacked, prepared=True), micro)] * prepared
 
 
 def assert_same_losses(sides: list[Side]) -> None:

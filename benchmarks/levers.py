@@ -1,0 +1,384 @@
+"""What each lever brings: one model, trained in turn in every way of benchmarks/ablation.py on the same captions.
+
+Every variant must give the same loss. Repetitions go round all variants in turn, so that a busy machine is busy for
+all; medians count. The optimizer's time is spread over the pairs of a training step (42 at 7B). Where the GPU is too
+small for 7B shapes, the LLM has as many layers as fit, and the result says how many.
+"""
+
+import statistics
+import time
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from benchmarks.ablation import ABLATION, GPU_ROWS, Branches, Size, Variant, seven_b, tiny
+from components.device import Device
+from components.models.attention import KERNELS
+from components.models.fused import make_fused
+from components.models.m3diff.family import M3DIFF
+from components.models.m3diff.modeling import M3DiffForConditionalGeneration
+from components.models.m3diff.processing import M3DiffImageProcessor
+from components.models.tuning import prepare, trainable_groups
+from components.train.batches import MicroBatch
+from components.train.loss import token_loss
+
+SAME_LOSS = {"fp32": 1e-4, "bf16": 2e-2}  # relative
+PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0}  # dense bf16
+HFU = 0.45  # share of the peak at which the plan's captions/s are told
+PAD = 0
+BEST = ("stock", "unpacked", "packed")
+SEVEN_B_LAYERS = 28
+TRAINED_BYTES, FROZEN_BYTES = 18, 2  # of a parameter: bf16 weight; fp32 master, two moments and gradient
+RESERVE_GB, ACTIVATIONS_GB, LAYER_ACTIVATIONS_GB = 2.0, 2.8, 0.3
+"""Of the device; of one packed pair at 7B without recomputation: encoder, MDP and logits, and one LLM layer (counted,
+8.3 GB over 28 layers)."""
+
+
+class MasterAdamW:
+    """AdamW on fp32 copies of what trains, written back after each step; on fp32 weights themselves."""
+
+    def __init__(self, model: torch.nn.Module, settings: Any) -> None:
+        groups = trainable_groups(model, M3DIFF, settings)
+        self.weights = [p for group in groups for p in group.parameters]
+        own = {id(p): p if p.dtype == torch.float32 else p.detach().float() for p in self.weights}
+        self.masters = [own[id(p)] for p in self.weights]
+        slots = [{"params": [own[id(p)] for p in group.parameters], "lr": group.lr} for group in groups]
+        self.optimizer = torch.optim.AdamW(slots, weight_decay=0.0, fused=True)
+
+    def step(self) -> None:
+        for weight, master in zip(self.weights, self.masters, strict=True):
+            if master is not weight:
+                master.grad = None if weight.grad is None else weight.grad.float()
+                weight.grad = None
+        torch.nn.utils.clip_grad_norm_(self.masters, 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for weight, master in zip(self.weights, self.masters, strict=True):
+                if master is not weight:
+                    weight.copy_(master)
+
+
+@dataclass
+class Bench:
+    """The one model that every variant trains, and what it trains on."""
+
+    size: Size
+    gpu: bool
+    precision: Any
+
+    def __post_init__(self) -> None:
+        self.device = Device(self.gpu, self.precision)
+        torch.manual_seed(0)
+        with self.device.torch:
+            self.model = M3DiffForConditionalGeneration._from_config(
+                self.size.config, dtype=self.device.dtype, attn_implementation=KERNELS
+            )
+            self.adapted = prepare(self.model, M3DIFF, self.size.settings).train()
+            self.optimizer = MasterAdamW(self.adapted, self.size.settings)
+        self.started = [weight.detach().cpu().clone() for weight in self.optimizer.weights]
+        self.mdp = self.model.model.mdp
+        side = self.size.config.vision_config.image_size
+        images = M3DiffImageProcessor(size={"height": side, "width": side})
+        self.processor: Any = SimpleNamespace(
+            pad_id=PAD, image_inputs=lambda prepared: {"pixel_values": images.to_pixels(prepared), **_pairs(prepared)}
+        )
+        self.tokens = sum(len(reference) for group in self.size.groups for _, reference in group)
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """The weights of the start, so that losses can be compared."""
+        optimizer = self.optimizer
+        for weight, master, start in zip(optimizer.weights, optimizer.masters, self.started, strict=True):
+            weight.copy_(start)
+            master.copy_(start)
+
+    def take(self, variant: Variant) -> None:
+        """Make the model compute as the variant does."""
+        self.device = Device(self.gpu, self.precision, variant.attention)  # type: ignore[arg-type]
+        self.model.model.mdp = self.mdp if variant.mdp else None
+        self.model.set_attn_implementation("sdpa" if variant.stock else KERNELS)
+        make_fused(self.model, variant.activation_checkpointing, variant.fused, variant.lora)
+        for layer in self.model.model.language_model.layers:
+            layer._compiled_call_impl = None
+            if variant.compiled:
+                torch._dynamo.config.fail_on_recompile_limit_hit = True  # else it falls to eager without a word
+                layer.compile(backend="inductor" if self.gpu else "aot_eager")
+
+    def run(self, variant: Variant) -> float:
+        """Forward and backward over every caption; the mean loss per supervised token."""
+        total = torch.zeros((), device=self.device.torch)
+        steps = zip(self.size.owned(variant), self.size.micro_batches(variant), strict=True)
+        for owned, (batch, _) in steps:
+            loss = self.stock_loss(owned, batch) if variant.stock else self.loss(batch)
+            (loss / self.tokens).backward()
+            total += loss.detach()
+        return float(total) / self.tokens
+
+    def loss(self, batch: MicroBatch) -> Tensor:
+        return token_loss(self.adapted, batch, self.processor, self.device)
+
+    def stock_loss(self, owned: list[tuple[int, Branches]], batch: MicroBatch) -> Tensor:
+        """One caption a row, padded on the right, labels that transformers' own loss shifts."""
+        pairs = [branch for _, branches in owned for branch in branches]
+        ids = [torch.tensor([*prompt, *reference]) for prompt, reference in pairs]
+        labels = [torch.tensor([-100] * len(prompt) + list(reference)) for prompt, reference in pairs]
+        mask = pad_sequence([torch.ones_like(one) for one in ids], batch_first=True)
+        mean = self.adapted(
+            input_ids=self.device.move(pad_sequence(ids, batch_first=True, padding_value=PAD)),
+            attention_mask=self.device.move(mask),
+            labels=self.device.move(pad_sequence(labels, batch_first=True, padding_value=-100)),
+            use_cache=False,
+            **self.processor.image_inputs(self.device.move(torch.from_numpy(batch.images))),
+        ).loss
+        return mean * len(batch.packed.labels)
+
+
+def _pairs(prepared: Tensor) -> dict[str, Tensor]:
+    return {"batch_num_images": torch.full((len(prepared) // 2,), 2)}
+
+
+@dataclass
+class Measured:
+    """Seconds of each repetition of a variant, and its peak memory on a GPU."""
+
+    variant: Variant
+    loss: float
+    run_s: list[float] = field(default_factory=list)
+    optimizer_s: list[float] = field(default_factory=list)
+    peak_gb: float | None = None
+    recompilations: int | None = None
+
+    def figures(self, size: Size, peak_tflops: float | None) -> dict[str, Any]:
+        optimizer = statistics.median(self.optimizer_s) * len(size.groups) / size.step_pairs
+        seconds = statistics.median(self.run_s) + optimizer
+        batches = list(size.micro_batches(self.variant))
+        lengths = [length for _, sequences in batches for length in sequences]
+        rate = {"captions_per_s": size.captions / seconds, "sequences_per_s": len(lengths) / seconds}
+        spread = (max(self.run_s) - min(self.run_s)) / statistics.median(self.run_s)
+        figures = {"name": self.variant.name, **rate, "loss": self.loss, "spread": spread}
+        figures |= {"peak_gb": self.peak_gb, "recompilations": self.recompilations}
+        if peak_tflops:
+            figures["mfu"] = model_flops(size, self.variant) / seconds / (peak_tflops * 1e12)
+        return figures | {"micro_batch": max(len(sequences) for _, sequences in batches)}
+
+
+def warmed_up(bench: Bench, variant: Variant) -> Measured | str:
+    """Run the variant once, with micro-batches halved until they fit; or that none fits."""
+    key = "packed" if variant.packed else variant.activation_checkpointing
+    while True:
+        try:
+            bench.take(variant)
+            loss = bench.run(variant)
+            return Measured(variant, loss)
+        except torch.OutOfMemoryError:
+            if bench.size.micro[key] == 1:
+                return "does not fit"
+            bench.size.micro[key] //= 2
+        finally:
+            bench.model.zero_grad(set_to_none=True)
+        torch.cuda.empty_cache()
+
+
+def measure(bench: Bench, variants: tuple[Variant, ...], repeats: int) -> tuple[list[Measured], dict[str, str]]:
+    """Every variant in turn, `repeats` times round; the variants that could not run, with the reason."""
+    bench.reset()
+    started = {variant.name: warmed_up(bench, variant) for variant in variants}
+    failed = {name: got for name, got in started.items() if isinstance(got, str)}
+    measured = [got for got in started.values() if isinstance(got, Measured)]
+    for repetition in range(-1, repeats):  # the first round makes the optimizer's state and is not counted
+        for one in measured if repetition >= 0 else measured[:1]:
+            bench.take(one.variant)
+            times = timed_step(bench, one)
+            if repetition >= 0:
+                one.run_s.append(times[0])
+                one.optimizer_s.append(times[1])
+    return measured, failed
+
+
+def measure_compiled(bench: Bench, variant: Variant, repeats: int) -> tuple[list[Measured], dict[str, str]]:
+    """The same of one variant that compiles, by itself: graphs of others would count against the compiler's limit. A
+    compiler that fails is a reason not to have run, and costs no other variant."""
+    torch.compiler.reset()
+    try:
+        measured, failed = measure(bench, (variant,), repeats)
+        for one in measured:
+            one.recompilations = recompilations(bench, variant)
+    except Exception as error:
+        return [], {variant.name: f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"}
+    finally:
+        torch.compiler.reset()
+        bench.model.zero_grad(set_to_none=True)
+    return measured, failed
+
+
+def check_losses(measured: list[Measured], precision: str) -> None:
+    """Every variant's loss is the first one's."""
+    first = measured[0]
+    for one in measured:
+        off = abs(one.loss / first.loss - 1)  # without MDP too: a new module is zero-initialised, or nearly
+        assert off < (SAME_LOSS[precision] if one.variant.mdp else 0.05), (
+            f"{one.variant.name}: loss {one.loss}, of {first.variant.name} {first.loss}"
+        )
+
+
+def timed_step(bench: Bench, one: Measured) -> tuple[float, float]:
+    if bench.gpu:
+        torch.cuda.reset_peak_memory_stats()
+    stamps = [_now(bench.gpu)]
+    bench.run(one.variant)
+    stamps.append(_now(bench.gpu))
+    bench.optimizer.step()
+    stamps.append(_now(bench.gpu))
+    one.peak_gb = torch.cuda.max_memory_allocated() / 1e9 if bench.gpu else None
+    return stamps[1] - stamps[0], stamps[2] - stamps[1]
+
+
+def _now(gpu: bool) -> float:
+    if gpu:
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def recompilations(bench: Bench, variant: Variant, lengths: int = 50, warm_up: int = 2) -> int:
+    """Graphs that torch.compile makes for one pair of each of so many packed lengths, after the first `warm_up`."""
+    from torch._dynamo.utils import counters
+
+    bench.take(variant)
+    prompt, reference = bench.size.groups[0][0]
+    made = []
+    for extra in range(warm_up + lengths):
+        group = [(prompt, reference), (prompt, [*reference, *[reference[0]] * extra])]
+        size = Size("lengths", bench.size.config, bench.size.lora_rank, [group], bench.size.micro, 1)
+        ((batch, _),) = size.micro_batches(Variant("packed", packed=True))
+        bench.loss(batch).backward()
+        bench.model.zero_grad(set_to_none=True)
+        made.append(sum(counters["frames"].values()))
+    return made[-1] - made[warm_up - 1]
+
+
+def fitting_layers(free_gb: float) -> int:
+    """How many of the LLM's 28 layers a GPU of so much free memory can train, one packed pair at a time.
+
+    Raises:
+        MemoryError: not one.
+    """
+    one, two = (static_gb(seven_b(layers)) for layers in (1, 2))
+    layer = two - one + LAYER_ACTIVATIONS_GB
+    layers = int((free_gb - RESERVE_GB - ACTIVATIONS_GB - (one - (two - one))) // layer)
+    if layers < 1:
+        raise MemoryError(f"7B shapes need {one + layer + RESERVE_GB + ACTIVATIONS_GB:.0f} GB, {free_gb:.0f} are free")
+    return min(layers, SEVEN_B_LAYERS)
+
+
+def static_gb(size: Size) -> float:
+    """Weights, gradients and optimizer."""
+    with torch.device("meta"):
+        model = M3DiffForConditionalGeneration(size.config)
+        prepare(model, M3DIFF, size.settings)
+    counts = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    return sum(count * (TRAINED_BYTES if trains else FROZEN_BYTES) for count, trains in counts) / 1e9
+
+
+def planned(size: Size, one: Measured, precision: str, peak_tflops: float | None) -> dict[str, float]:
+    """What the plan says of a variant: GB of weights, gradients, optimizer and of the activations of its micro-batch;
+    captions/s where HFU of the peak is computed."""
+    if precision != "bf16" or one.variant.stock or not one.variant.fused:
+        return {}
+    micro = max(len(lengths) for _, lengths in size.micro_batches(one.variant))
+    activations = planned_activations_gb(size, one.variant, precision) * micro
+    figures = {"planned_gb": static_gb(size) + activations}
+    if peak_tflops:
+        figures["planned_captions_per_s"] = size.captions * peak_tflops * 1e12 * HFU / model_flops(size, one.variant)
+    return figures
+
+
+def model_flops(size: Size, variant: Variant) -> float:
+    """Of a forward and backward pass over every caption, without recomputation."""
+    batches = list(size.micro_batches(variant))
+    lengths = [length for _, sequences in batches for length in sequences]
+    supervised = sum(len(batch.packed.labels) for batch, _ in batches) / len(lengths)
+    terms = [term for n in lengths for term in M3DIFF.flops(size.config, n, supervised, size.lora_rank)]
+    return sum(term.total for term in terms)
+
+
+def planned_activations_gb(size: Size, variant: Variant, precision: str) -> float:
+    """What the plan counts for backward of one packed pair, the size's first."""
+    from components.plan.memory import count_activations
+    from components.plan.plan import meta_model
+
+    batch, lengths = next(
+        iter(Size("one", size.config, size.lora_rank, size.groups[:1], size.micro, 1).micro_batches(variant))
+    )
+    model = meta_model(size.config, M3DIFF, size.settings, precision)
+    held = count_activations(
+        model, M3DIFF, variant.activation_checkpointing, lengths[0], len(batch.packed.labels) // len(lengths)
+    )
+    return sum(held.values()) / 1e9
+
+
+def compiles(variant: Variant, gpu: bool) -> bool:
+    """On a CPU FlexAttention is not compiled."""
+    return variant.compiled or (gpu and variant.attention == "flex")
+
+
+def measured_levers(
+    shapes: str, gpu: bool, precision: str, pairs: int, repeats: int | None, chip: str
+) -> dict[str, Any]:
+    """The table of the levers, printed, as the result's keys."""
+    size = (
+        tiny(pairs) if shapes == "tiny" else seven_b(fitting_layers(torch.cuda.mem_get_info()[0] / 1e9) if gpu else 28)
+    )
+    layers = size.config.text_config.num_hidden_layers
+    if shapes == "7b" and layers < SEVEN_B_LAYERS:
+        print(
+            f"{layers} of the LLM's {SEVEN_B_LAYERS} layers: more do not fit; its figures are not those of a 7B model"
+        )
+    bench = Bench(size, gpu, precision)
+    variants = ABLATION + (GPU_ROWS if gpu or precision == "bf16" else ())
+    repeats = repeats or (2 if gpu else 5)
+    measured, failed = measure(bench, tuple(v for v in variants if not compiles(v, gpu)), repeats)
+    for variant in variants:
+        if compiles(variant, gpu):
+            more, not_run = measure_compiled(bench, variant, repeats)
+            measured, failed = measured + more, failed | not_run
+    check_losses(measured, precision)
+    peak = next((tflops for name, tflops in PEAK_TFLOPS.items() if name in chip), None)
+    rows = [one.figures(size, peak) | planned(size, one, precision, peak) for one in measured]
+    print_table(rows, failed)
+    best = {kind: max((row for row in rows if row["name"].startswith(kind)), key=speed_of) for kind in BEST}
+    return best | {
+        "ablation": rows,
+        "not_run": failed,
+        "pairs": len(size.groups),
+        "captions": size.captions,
+        "llm_layers": layers,
+    }
+
+
+def speed_of(row: dict[str, Any]) -> float:
+    return row["captions_per_s"]
+
+
+def print_table(rows: list[dict[str, Any]], failed: dict[str, str]) -> None:
+    first = max(speed_of(row) for row in rows if row["name"] in ("stock", "stock, full checkpointing"))
+    columns = f"{'captions/s':>10} {'(plan)':>7} {'x':>6} {'sequences/s':>12} {'spread':>7} {'MFU':>6}"
+    print(f"{'':<34} {columns} {'peak GB':>8} {'(plan)':>7} {'graphs':>7} {'loss':>9}")
+    for row in rows:
+        mfu = f"{row['mfu']:.1%}" if "mfu" in row else "-"
+        rate, gigabytes = (_or_dash(row.get(name)) for name in ("planned_captions_per_s", "planned_gb"))
+        speed = f"{row['captions_per_s']:>10.2f} {rate:>7} {row['captions_per_s'] / first:>6.2f}"
+        speed += f" {row['sequences_per_s']:>12.2f} {row['spread']:>7.0%} {mfu:>6}"
+        made = "-" if row["recompilations"] is None else str(row["recompilations"])
+        memory = f"{_or_dash(row['peak_gb']):>8} {gigabytes:>7}"
+        print(f"{row['name']:<34} {speed} {memory} {made:>7} {row['loss']:>9.4f}")
+    for name, reason in failed.items():
+        print(f"{name:<34} not run: {reason}")
+
+
+def _or_dash(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"

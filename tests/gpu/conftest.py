@@ -1,0 +1,41 @@
+"""Tests of what no CPU can show: `make test-gpu`. `make test` leaves them out."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from components.device import Device, environment
+from tests.train.toy import write_mixture
+
+if torch.cuda.is_available():
+    os.environ.update(environment(gpu=True))  # before DeepSpeed is imported
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Asked for where there is no GPU, they say so."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="torch sees no GPU on this machine"))
+
+
+@pytest.fixture(scope="session")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_mixture(tmp_path_factory.mktemp("gpu") / "mixture")
+
+
+@pytest.fixture(autouse=True)
+def exact_products() -> Iterator[None]:
+    """fp32 products in fp32: TF32 keeps ten bits."""
+    matmul, convolution = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, convolution
+
+
+@pytest.fixture(scope="session")
+def cpu() -> Device:
+    return Device(gpu=False, precision="fp32")

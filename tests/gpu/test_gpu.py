@@ -1,0 +1,167 @@
+"""What no CPU can show: real kernels, memory, recompilations, pinned copies, NCCL. `make test-gpu`, in minutes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from components.device import Device, environment
+from components.models import FAMILIES
+from components.models.generation import load_captioner
+from tests.gpu.choices import ATTENTION, CHECKPOINTING, cosine, first_batch, loss_and_gradients, small
+from tests.tiny import colour_image, tiny_base, tiny_checkpoint
+from tests.train.toy import Trained, run
+
+pytestmark = pytest.mark.gpu
+
+PAIRS = [(colour_image(n), colour_image(n + 1)) for n in range(3)]
+
+
+def test_a_process_that_is_asked_for_a_gpu_computes_there() -> None:
+    script = (
+        "import components.train.engine, torch\n"
+        "from deepspeed.accelerator import get_accelerator\n"
+        "from components.device import Device\n"
+        "print(get_accelerator().device_name(), Device(True, 'bf16').move(torch.ones(2)).device)"
+    )
+    assert said(script, gpu=True) == "cuda cuda:0"
+
+
+def test_a_process_that_is_asked_for_none_sees_no_gpu() -> None:
+    script = (
+        "import components.train.engine, torch\n"
+        "from deepspeed.accelerator import get_accelerator\n"
+        "print(get_accelerator().device_name(), torch.cuda.is_available())"
+    )
+    assert said(script, gpu=False) == "cpu False"
+
+
+def said(script: str, gpu: bool) -> str:
+    command = [sys.executable, "-W", "ignore", "-c", script]
+    done = subprocess.run(command, env=os.environ | environment(gpu), text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize("captions", [None, 1])
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+@pytest.mark.parametrize("attention", ATTENTION)
+def test_loss_and_gradients_are_the_cpus(
+    attention: Any, checkpointing: str, captions: int | None, mixture: Path, cpu: Device
+) -> None:
+    wanted, wanted_gradients = loss_and_gradients(cpu, mixture, max_captions_per_sequence=captions)
+    changes = {"activation_checkpointing": checkpointing, "max_captions_per_sequence": captions}
+    found, gradients = loss_and_gradients(Device(True, "fp32", attention), mixture, **changes)
+    assert found == pytest.approx(wanted, rel=1e-4)
+    assert cosine(gradients, wanted_gradients) > 0.9999
+
+
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+@pytest.mark.parametrize("attention", ATTENTION)
+def test_bf16_is_close_to_fp32(attention: Any, checkpointing: str, mixture: Path, cpu: Device) -> None:
+    wanted, wanted_gradients = loss_and_gradients(cpu, mixture)
+    found, gradients = loss_and_gradients(
+        Device(True, "bf16", attention), mixture, activation_checkpointing=checkpointing
+    )
+    assert found == pytest.approx(wanted, rel=2e-2)
+    assert cosine(gradients, wanted_gradients) > 0.995
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_pinned_copy_is_the_same_batch(precision: Any, mixture: Path) -> None:
+    device = Device(True, precision)
+    made = small(device)
+    batch = first_batch(made, mixture, FAMILIES["m3diff"].load_processor(made.cfg.base))
+    packed = batch.packed
+    there = [packed.input_ids, packed.position_ids, packed.labels, batch.weights, torch.from_numpy(batch.images)]
+    copies = [device.move(tensor) for tensor in there]
+    assert all(copy.is_cuda for copy in copies)
+    assert all(copy.cpu().equal(tensor) for copy, tensor in zip(copies, there, strict=True))
+
+
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+def test_peak_memory_is_what_the_planner_counts(checkpointing: str) -> None:
+    """Two LLM layers of 7B's width with the whole encoder: above what the allocator keeps for itself."""
+    from benchmarks.ablation import Variant, seven_b
+    from benchmarks.levers import Bench, planned_activations_gb
+
+    bench = Bench(seven_b(layers=2, pairs=1), gpu=True, precision="bf16")
+    variant = Variant("packed", packed=True, attention="flex", activation_checkpointing=checkpointing)
+    bench.take(variant)
+    bench.run(variant)  # compiles
+    bench.model.zero_grad(set_to_none=True)
+    static, gradients = torch.cuda.memory_allocated(), sum(2 * weight.numel() for weight in bench.optimizer.weights)
+    torch.cuda.reset_peak_memory_stats()
+    bench.run(variant)
+    taken = (torch.cuda.max_memory_allocated() - static) / 1e9
+    counted = planned_activations_gb(bench.size, variant, "bf16")
+    assert counted * 0.8 < taken < (counted + gradients / 1e9) * 1.15
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_no_graph_is_made_after_two_steps_over_fifty_lengths(compiled: bool) -> None:
+    from benchmarks.ablation import Variant, tiny
+    from benchmarks.levers import Bench, recompilations
+
+    bench = Bench(tiny(pairs=1), gpu=True, precision="bf16")
+    assert recompilations(bench, Variant("packed", packed=True, attention="flex", compiled=compiled)) == 0
+
+
+def test_captions_in_bf16(tmp_path: Path) -> None:
+    checkpoint = tiny_checkpoint(tiny_base(tmp_path / "base"), tmp_path / "checkpoint")
+    captioner = load_captioner(checkpoint, 6, Device(gpu=True, precision="bf16"))
+    captions = captioner.caption(PAIRS)
+    assert captions == [captioner.caption([pair])[0] for pair in PAIRS]
+    assert captioner.saliency_map(PAIRS).astype(float).sum((1, 2)) == pytest.approx(1.0, abs=1e-2)
+    exact = load_captioner(checkpoint, 6, Device(gpu=True, precision="fp32")).caption(PAIRS)
+    assert exact == load_captioner(checkpoint, 6, Device(gpu=False, precision="fp32")).caption(PAIRS)
+
+
+def trained(mixture: Path, folder: Path, gpu: bool = True, **changes: Any) -> Trained:
+    folder.mkdir(exist_ok=True)
+    precision = changes.pop("precision", "fp32")
+    attention = "flex" if gpu else "sdpa"
+    return run(small(Device(gpu, precision, attention), **changes), mixture, folder)
+
+
+def test_a_run_on_the_gpu_trains_as_one_on_the_cpu(mixture: Path, tmp_path: Path) -> None:
+    there, here = trained(mixture, tmp_path / "gpu"), trained(mixture, tmp_path / "cpu", gpu=False)
+    assert there.column("loss") == pytest.approx(here.column("loss"), rel=1e-3)
+    assert there.report.parameters == here.report.parameters
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_killed_run_resumes_with_the_same_weights(
+    precision: str, mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from components.train import loop
+
+    whole = trained(mixture, tmp_path / "whole", precision=precision)
+    step_of_loop = loop.train_step
+
+    def dies(state: Any, step: int, batches: Any) -> None:
+        if step == 3:
+            raise KeyboardInterrupt
+        step_of_loop(state, step, batches)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "train_step", dies)
+        with pytest.raises(KeyboardInterrupt):
+            trained(mixture, tmp_path / "killed", precision=precision)
+    resumed = trained(mixture, tmp_path / "killed", precision=precision)
+    assert resumed.column("loss") == pytest.approx(whole.column("loss"), rel=1e-5 if precision == "fp32" else 1e-2)
+    for name, weight in whole.weights.items():
+        close = {"rtol": 1e-4, "atol": 1e-6} if precision == "fp32" else {"rtol": 2e-2, "atol": 1e-3}
+        torch.testing.assert_close(resumed.weights[name], weight, **close)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("stage", [1, 3])
+def test_two_gpus_train_as_one(stage: int, mixture: Path, tmp_path: Path) -> None:
+    one = trained(mixture, tmp_path / "one", micro_batch=2)
+    two = trained(mixture, tmp_path / "two", micro_batch=2, workers=2, zero_stage=stage)
+    assert two.column("loss") == pytest.approx(one.column("loss"), rel=1e-3)
