@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.ablation import ABLATION, GPU_ROWS, Branches, Size, Variant, seven_b, tiny
-from components.device import Device
 from components.models.attention import KERNELS
+from components.models.device import Device
 from components.models.fused import make_fused
 from components.models.m3diff.family import M3DIFF
 from components.models.m3diff.modeling import M3DiffForConditionalGeneration

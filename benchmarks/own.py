@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 from transformers.utils import logging
 
-from components.models.device import Device, choose_accelerator
+from components.models.device import Device
+from components.train.accelerator import choose_accelerator
 from components.train.engine import end_distributed
 from components.train.job import Job, Runtime
 from components.train.loop import start, train_step

@@ -10,8 +10,9 @@ import shutil
 from typing import Any
 
 from components.files import write_atomic
-from components.models.device import Device, choose_accelerator, environment
+from components.models.device import Device, environment
 from components.ray_cluster import start_ray
+from components.train.accelerator import choose_accelerator
 from components.train.job import Job, Runtime
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from components.device import Device
 from components.models import FAMILIES
+from components.models.device import Device
 from components.train.batches import Loader, MicroBatch, Schedule
 from components.train.loop import prepare_model
 from components.train.loss import token_loss

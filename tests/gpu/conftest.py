@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from components.device import Device, environment
+from components.models.device import Device, environment
 from tests.train.toy import write_mixture
 
 if torch.cuda.is_available():

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from components.device import Device, environment
 from components.models import FAMILIES
+from components.models.device import Device, environment
 from components.models.generation import load_captioner
 from tests.gpu.choices import ATTENTION, CHECKPOINTING, cosine, first_batch, loss_and_gradients, small
 from tests.tiny import colour_image, tiny_base, tiny_checkpoint
@@ -25,7 +25,7 @@ def test_a_process_that_is_asked_for_a_gpu_computes_there() -> None:
     script = (
         "import components.train.engine, torch\n"
         "from deepspeed.accelerator import get_accelerator\n"
-        "from components.device import Device\n"
+        "from components.models.device import Device\n"
         "print(get_accelerator().device_name(), Device(True, 'bf16').move(torch.ones(2)).device)"
     )
     assert said(script, gpu=True) == "cuda cuda:0"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from components.models.device import choose_accelerator
+from components.train.accelerator import choose_accelerator
 from tests.tiny import tiny_base
 from tests.train.toy import write_mixture
 
