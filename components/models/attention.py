@@ -1,8 +1,8 @@
 """How the LLM attends while it trains: one implementation, called NAME, that follows whatever mask it is handed.
 
-The B sequences of a micro-batch lie end to end in one row of T tokens. FlexAttention takes the row as it is. SDPA's
-kernels take rectangles: queries, keys and values are laid out as rows [B, S] around the kernel alone, so that nothing
-else is computed on padding. Model and mask cannot disagree: the mask chooses the kernel.
+The sequences of a micro-batch lie end to end in one row of T tokens. FlexAttention takes the row as it is. SDPA's
+kernels take rectangles: queries, keys and values are laid out so around the kernel alone, so that nothing else is
+computed on padding. Model and mask cannot disagree: the mask chooses the kernel.
 
 Every path runs on a CPU. There FlexAttention has no backward, so its rule is evaluated for every two tokens.
 """
@@ -43,59 +43,64 @@ def attention_of(
 
 @dataclass(frozen=True)
 class Layout:
-    """The row of T tokens as a rectangle, one sequence a row.
+    """The row of T tokens as rectangles of sequences of about one length, a sequence a row, laid end to end.
 
     Attributes:
-        rows: [B, S]; the token at each place, 0 where there is none.
-        places: [tokens without padding]; each token's place in the flattened rectangle.
-        mask: [B, 1, S, S] bool, who attends to whom; None: each sequence causally.
+        rows: [P]; the token at each place of the rectangles, 0 where there is none.
+        places: [tokens without padding]; each token's place.
+        shapes: (B, S) of each rectangle; P is the sum of their products.
+        masks: of each rectangle, who attends to whom, [B, 1, S, S] bool; None: each sequence causally.
     """
 
     rows: Tensor
     places: Tensor
-    mask: Tensor | None
+    shapes: tuple[tuple[int, int], ...]
+    masks: tuple[Tensor | None, ...]
 
     def to(self, device: torch.device) -> "Layout":
-        mask = None if self.mask is None else self.mask.to(device, non_blocking=True)
-        return Layout(self.rows.to(device, non_blocking=True), self.places.to(device, non_blocking=True), mask)
+        masks = tuple(None if mask is None else mask.to(device, non_blocking=True) for mask in self.masks)
+        rows, places = (tensor.to(device, non_blocking=True) for tensor in (self.rows, self.places))
+        return Layout(rows, places, self.shapes, masks)
 
     def attention_mask(self) -> Tensor:
-        """What transformers is handed: of four dimensions, which it passes on as they are."""
-        count, size = self.rows.shape
-        everything = torch.ones((), dtype=torch.bool, device=self.rows.device)
-        return everything.expand(count, 1, size, size) if self.mask is None else self.mask
+        """What transformers is handed in the masks' place, [1, 1, T, T]: it passes on what has four dimensions."""
+        tokens = len(self.places)
+        return torch.ones((), dtype=torch.bool, device=self.rows.device).expand(1, 1, tokens, tokens)
+
+    def rectangles(self, placed: Tensor) -> tuple[Tensor, ...]:
+        """[P, heads, d] as [B, heads, S, d] of each rectangle."""
+        parts = placed.split([count * size for count, size in self.shapes])
+        return tuple(part.unflatten(0, shape).transpose(1, 2) for part, shape in zip(parts, self.shapes, strict=True))
 
 
 class ToRows(torch.autograd.Function):
-    """[T, D] to [B, S, D]; what stands where there is no token is of no consequence, and gets no gradient."""
+    """[T, D] to [P, D]; what stands where there is no token is of no consequence, and gets no gradient."""
 
     @staticmethod
     def forward(ctx: Any, flat: Tensor, rows: Tensor, places: Tensor) -> Tensor:
         ctx.save_for_backward(places)
         ctx.tokens = len(flat)
-        return flat.index_select(0, rows.flatten()).view(*rows.shape, flat.shape[1])
+        return flat.index_select(0, rows)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (places,) = ctx.saved_tensors
-        return _fill(grad.flatten(0, 1).index_select(0, places), ctx.tokens), None, None
+        return _fill(grad.index_select(0, places), ctx.tokens), None, None
 
 
 class FromRows(torch.autograd.Function):
-    """[B, S, D] back to [T, D], zeros on the padding at the end of the row."""
+    """[P, D] back to [T, D], zeros on the padding at the end of the row."""
 
     @staticmethod
-    def forward(ctx: Any, rectangle: Tensor, places: Tensor, tokens: int) -> Tensor:
+    def forward(ctx: Any, placed: Tensor, places: Tensor, tokens: int) -> Tensor:
         ctx.save_for_backward(places)
-        ctx.shape = rectangle.shape
-        return _fill(rectangle.flatten(0, 1).index_select(0, places), tokens)
+        ctx.shape = placed.shape
+        return _fill(placed.index_select(0, places), tokens)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (places,) = ctx.saved_tensors
-        count, size, width = ctx.shape
-        spread = grad.new_zeros(count * size, width)
-        return spread.index_copy_(0, places, grad[: len(places)]).view(ctx.shape), None, None
+        return grad.new_zeros(ctx.shape).index_copy_(0, places, grad[: len(places)]), None, None
 
 
 def _fill(flat: Tensor, tokens: int) -> Tensor:
@@ -121,12 +126,27 @@ def attend(
         return flex(query, key, value, attention_mask, scaling).transpose(1, 2).contiguous(), None
     if layout is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    out = attend_rows(*(to_rows(tensor, layout) for tensor in (query, key, value)), layout.mask, scaling)
-    return FromRows.apply(out.flatten(2), layout.places, query.shape[2]).unflatten(-1, (query.shape[1], -1))[None], None
+    tokens, heads = query.shape[2], query.shape[1]
+    placed = [
+        ToRows.apply(tensor.transpose(1, 2).reshape(tokens, -1), layout.rows, layout.places).unflatten(
+            -1, (tensor.shape[1], -1)
+        )
+        for tensor in (query, key, value)
+    ]
+    return attend_rows(*placed, layout, tokens, scaling).unflatten(-1, (heads, -1))[None], None
 
 
-def attend_rows(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
-    """SDPA of rows: [B, heads, S, d] each to [B, S, heads, d]; without a mask causal."""
+def attend_rows(
+    query: Tensor, key: Tensor, value: Tensor, layout: Layout, tokens: int, scaling: float | None
+) -> Tensor:
+    """SDPA of each rectangle: [P, heads, d] each to [T, heads d]."""
+    each = zip(*(layout.rectangles(placed) for placed in (query, key, value)), layout.masks, strict=True)
+    out = [sdpa(*rectangle, scaling).flatten(0, 1).flatten(1) for rectangle in each]
+    return FromRows.apply(torch.cat(out) if len(out) > 1 else out[0], layout.places, tokens)
+
+
+def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
+    """[B, heads, S, d] each to [B, S, heads, d]; without a mask causal."""
     groups = query.shape[1] // key.shape[1]
     if mask is not None and query.is_cuda:  # its fused kernels take no mask together with fewer key heads
         key, value, groups = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), 1
@@ -134,13 +154,6 @@ def attend_rows(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, 
         query, key, value, mask, is_causal=mask is None, scale=scaling, enable_gqa=groups > 1
     )
     return out.transpose(1, 2)
-
-
-def to_rows(tensor: Tensor, layout: Layout) -> Tensor:
-    """[1, heads, T, d] to [B, heads, S, d]."""
-    _, heads, tokens, _ = tensor.shape
-    flat = tensor.transpose(1, 2).reshape(tokens, -1)
-    return ToRows.apply(flat, layout.rows, layout.places).unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
 def flex(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scaling: float | None) -> Tensor:

@@ -25,7 +25,7 @@ from transformers.models.qwen2.modeling_qwen2 import (
     apply_rotary_pos_emb,
 )
 
-from components.models.attention import FUSED_ATTENTION, FromRows, Layout, attend, attend_rows
+from components.models.attention import FUSED_ATTENTION, Layout, attend, attend_rows
 
 
 def fused_attention() -> AbstractContextManager[None]:
@@ -248,9 +248,8 @@ class FoldedDecoderLayer(FusedDecoderLayer):
             self.input_layernorm(flat), *folded([attention.q_proj, attention.k_proj, attention.v_proj])
         )
         cos, sin = (table[0] for table in position_embeddings)
-        query, key, value = RotatedRows.apply(projected, cos, sin, layout, attention.config.num_attention_heads)
-        heads = attend_rows(query, key, value, layout.mask, attention.scaling)
-        heads = FromRows.apply(heads.flatten(2), layout.places, len(flat))
+        placed = RotatedRows.apply(projected, cos, sin, layout, attention.config.num_attention_heads)
+        heads = attend_rows(*placed, layout, len(flat), attention.scaling)
         if kept is not None and is_last(attention):
             flat, heads = flat.index_select(0, kept), heads.index_select(0, kept)
         middle = torch.addmm(flat, heads, folded([attention.o_proj])[0].t())
@@ -260,32 +259,25 @@ class FoldedDecoderLayer(FusedDecoderLayer):
 
 
 class RotatedRows(torch.autograd.Function):
-    """Queries, keys and values [T, (heads + 2 key heads) d] to rows [B, heads, S, d] each, the first two with rotary
-    positions."""
+    """Queries, keys and values [T, (heads + 2 key heads) d] to [P, heads, d] each of the layout, the first two with
+    rotary positions."""
 
     @staticmethod
     def forward(
         ctx: Any, projected: Tensor, cos: Tensor, sin: Tensor, layout: Layout, heads: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        width = cos.shape[-1]
-        key_heads = (projected.shape[1] // width - heads) // 2
-        split = projected.view(len(projected), -1, width)
+        split = projected.view(len(projected), -1, cos.shape[-1])
+        key_heads = (split.shape[1] - heads) // 2
         turned = rotated(split[:, : heads + key_heads], cos, sin)
-        ctx.layout, ctx.cos, ctx.sin, ctx.tokens = layout, cos, sin, len(projected)
-        each = (turned[:, :heads], turned[:, heads:], split[:, heads + key_heads :])
-        query, key, value = (_rows(part, layout) for part in each)
-        return query, key, value
+        ctx.layout, ctx.cos, ctx.sin = layout, cos, sin
+        query, key, value = turned[:, :heads], turned[:, heads:], split[:, heads + key_heads :]
+        return tuple(part.index_select(0, layout.rows) for part in (query, key, value))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        flat = [grad.transpose(1, 2).flatten(0, 1).index_select(0, ctx.layout.places) for grad in grads]
-        turned = rotated(torch.cat(flat[:2], dim=1), ctx.cos, -ctx.sin)
-        return torch.cat([turned, flat[2]], dim=1).flatten(1), None, None, None, None
-
-
-def _rows(part: Tensor, layout: Layout) -> Tensor:
-    """[T, heads, d] to [B, heads, S, d]."""
-    return part.index_select(0, layout.rows.flatten()).unflatten(0, layout.rows.shape).transpose(1, 2)
+        query, key, value = (grad.index_select(0, ctx.layout.places) for grad in grads)
+        turned = rotated(torch.cat([query, key], dim=1), ctx.cos, -ctx.sin)
+        return torch.cat([turned, value], dim=1).flatten(1), None, None, None, None
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

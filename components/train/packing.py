@@ -8,7 +8,6 @@ at its end where lengths are to recur.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from os.path import commonprefix
 
 import torch
@@ -19,6 +18,9 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from components.models.attention import Layout
 
 PREFIX, PAD = 0, -1
+
+MOST_RECTANGLES, FEWEST_SEQUENCES = 4, 4
+"""Of a micro-batch for SDPA: more rectangles have less padding and more kernels."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +42,6 @@ class Packed:
     supervised: Tensor
     labels: Tensor
 
-    @cached_property
-    def is_plain(self) -> bool:
-        """No sequence has a second branch, so causal attention within each is right."""
-        return int(self.segments.max()) <= 1
-
     @property
     def tokens(self) -> int:
         """T, padding included."""
@@ -65,15 +62,24 @@ class Packed:
         )
 
     def layout(self) -> Layout:
-        """The sequences as rows of a rectangle [B, S], for attention kernels that know no other shape."""
+        """The sequences in rectangles, for attention kernels that know no other shape; padding is in none."""
         lengths = torch.bincount(self.sequences[self.sequences != PAD])
-        inside = torch.arange(int(lengths.max())) < lengths[:, None]
-        rows = torch.zeros(inside.shape, dtype=torch.long)
-        rows[inside] = torch.arange(int(lengths.sum()))
-        mask = None
-        if not self.is_plain:
-            mask = prefix_mask(self.segments[rows].masked_fill(~inside, PAD))
-        return Layout(rows, inside.flatten().nonzero().flatten(), mask)
+        starts = lengths.cumsum(0) - lengths
+        count = max(1, min(MOST_RECTANGLES, len(lengths) // FEWEST_SEQUENCES))
+        rows, inside, shapes, masks = [], [], [], []
+        for chosen in lengths.argsort(stable=True).tensor_split(count):
+            place = torch.arange(int(lengths[chosen].max()))
+            there = place < lengths[chosen, None]
+            tokens = (starts[chosen, None] + place) * there
+            segments = self.segments[tokens].masked_fill(~there, PAD)
+            shapes.append((len(chosen), len(place)))
+            masks.append(prefix_mask(segments) if int(segments.max()) > 1 else None)
+            rows.append(tokens.flatten())
+            inside.append(there.flatten())
+        tokens, there = torch.cat(rows), torch.cat(inside)
+        places = torch.empty(int(lengths.sum()), dtype=torch.long)
+        places[tokens[there]] = there.nonzero().flatten()
+        return Layout(tokens, places, tuple(shapes), tuple(masks))
 
     def mask(self) -> Tensor:
         """Who attends to whom in the whole row, [1, 1, T, T] bool: the rule, for any kernel that takes a mask."""

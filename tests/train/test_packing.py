@@ -127,7 +127,7 @@ def test_a_pack_holds_sequences_end_to_end() -> None:
     assert packed.supervised.int().tolist() == [[0, 0, 1, 1, 1, 1, 1, 0, 1, 1]]
     assert packed.labels.tolist() == [4, 5, 6, 7, 8, 4, 6]
     assert packed.input_ids.dtype == packed.labels.dtype == torch.long
-    assert (packed.tokens, packed.is_plain) == (10, False)
+    assert packed.tokens == 10
 
 
 def test_padding_at_the_end_makes_lengths_recur() -> None:
@@ -145,22 +145,29 @@ def test_padding_at_the_end_makes_lengths_recur() -> None:
 def test_the_layout_is_one_sequence_a_row() -> None:
     packed = pack([[([1, 2], [4, 5]), ([1, 2], [7])], [([1, 9], [4])]]).rounded_up(8, pad_id=0)
     layout = packed.layout()
-    assert layout.rows.tolist() == [[0, 1, 2, 3], [4, 5, 0, 0]]
-    assert layout.places.tolist() == [0, 1, 2, 3, 4, 5]
-    assert layout.mask is not None
-    assert layout.mask.int().tolist()[0] == [[[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 1]]]
-    assert layout.mask.int().tolist()[1] == [[[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1]]], (
+    assert layout.shapes == ((2, 4),)
+    assert layout.rows.tolist() == [4, 5, 0, 0, 0, 1, 2, 3], "the shorter first"
+    assert layout.places.tolist() == [4, 5, 6, 7, 0, 1]
+    (mask,) = layout.masks
+    assert mask is not None
+    assert mask.int().tolist()[1] == [[[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 1]]]
+    assert mask.int().tolist()[0] == [[[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1]]], (
         "no token sees the padding"
     )
-    assert torch.equal(layout.attention_mask(), layout.mask)
-
-
-def test_one_caption_a_sequence_needs_no_mask() -> None:
-    layout = pack([group(1, seed=0), group(1, seed=1)]).layout()
-    assert layout.mask is None
     everything = layout.attention_mask()
-    assert everything.shape == (2, 1, layout.rows.shape[1], layout.rows.shape[1])
+    assert everything.shape == (1, 1, 6, 6)
     assert everything.untyped_storage().nbytes() == 1, "no memory for what holds nothing"
+
+
+def test_sequences_of_about_one_length_share_a_rectangle() -> None:
+    lengths = [5, 20, 6, 19, 5, 20, 6, 18]
+    packed = pack([[([1] * (length - 1), [2, 3])] for length in lengths])
+    layout = packed.layout()
+    assert layout.shapes == ((4, 6), (4, 20))
+    assert layout.masks == (None, None), "one caption a sequence is plain causal attention"
+    tokens = layout.rows[layout.places]
+    assert tokens.tolist() == list(range(sum(lengths))), "each token is at its place"
+    assert packed.sequences[layout.rows[24:44]].tolist() == [7] * 18 + [0, 0]
 
 
 def test_prompts_that_differ_share_what_they_begin_with_alone() -> None:

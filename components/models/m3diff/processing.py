@@ -74,10 +74,10 @@ class M3DiffImageProcessor(BaseImageProcessor):
     def to_pixels(self, prepared: Tensor) -> Tensor:
         """[..., side, side, 3] uint8 to [..., 3, side, side] float32, on the device where they are."""
         mean, std = (
-            255 * torch.tensor(values, dtype=torch.float32, device=prepared.device)
+            255 * torch.tensor(values, dtype=torch.float32, device=prepared.device)[:, None, None]
             for values in (self.image_mean, self.image_std)
         )
-        return ((prepared - mean) / std).movedim(-1, -3).contiguous()
+        return prepared.movedim(-1, -3).to(torch.float32, memory_format=torch.contiguous_format).sub_(mean).div_(std)
 
     def preprocess(self, images: list[Image.Image], **kwargs: Any) -> BatchFeature:
         return BatchFeature({"pixel_values": self.to_pixels(_stacked([self.prepare_image(image) for image in images]))})
