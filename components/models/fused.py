@@ -24,6 +24,7 @@ from transformers.models.qwen2.modeling_qwen2 import (
     Qwen2RMSNorm,
     apply_rotary_pos_emb,
 )
+from transformers.models.siglip.modeling_siglip import SiglipEncoderLayer
 
 from components.models.attention import FUSED_ATTENTION, Layout, attend, attend_rows
 
@@ -85,33 +86,39 @@ def _folded(linear: Any) -> tuple[Tensor, Tensor | None]:
 
 
 class RMSNorm(torch.autograd.Function):
-    """x / rms(x) * weight for a frozen weight, in few passes; on a CPU torch's own takes many. Not in bf16, where every
-    pass rounds."""
+    """x / rms(x) * weight for a frozen weight or none, in few passes; on a CPU torch's own takes many. Not in bf16,
+    where every pass rounds."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
         size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         inverse = (size.square_().div_(x.shape[-1]).add_(epsilon)).rsqrt_()
         ctx.save_for_backward(x, weight, inverse)
-        return (x * inverse).mul_(weight)
+        normed = x * inverse
+        return normed if weight is None else normed.mul_(weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         x, weight, inverse = ctx.saved_tensors
-        of_normed = grad * weight
+        of_normed = grad.clone() if weight is None else grad * weight
         along = torch.linalg.vecdot(of_normed, x)[..., None]
         along = along.mul_(inverse.pow(3)).div_(-x.shape[-1])
         return of_normed.mul_(inverse).addcmul_(x, along), None, None
+
+
+def rms_norm(x: Tensor, weight: Tensor | None = None, epsilon: float | None = None) -> Tensor:
+    """torch's own kernel on a GPU, `RMSNorm` on a CPU."""
+    exact = x.dtype in (torch.float32, torch.float64) and x.device.type == "cpu"
+    if exact and (weight is None or not weight.requires_grad):
+        return RMSNorm.apply(x, weight, torch.finfo(x.dtype).eps if epsilon is None else epsilon)
+    return F.rms_norm(x, x.shape[-1:], weight, epsilon)
 
 
 class FusedRMSNorm(Qwen2RMSNorm):
     """One kernel that keeps its input, where transformers keeps three copies in fp32."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        exact = hidden_states.dtype in (torch.float32, torch.float64)
-        if exact and hidden_states.device.type == "cpu" and not self.weight.requires_grad:
-            return RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon)
-        return F.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
+        return rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -217,6 +224,28 @@ class SelectiveDecoderLayer(FusedDecoderLayer):
     selective = True
 
 
+class FusedEncoderLayer(SiglipEncoderLayer):
+    """A layer of the vision encoder with one product for queries, keys and values."""
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+        attention = self.self_attn
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        stock = any(type(one) is not nn.Linear for one in projections) or is_partitioned(attention.q_proj)
+        if not self.training or stock:
+            return super().forward(hidden_states, attention_mask, **kwargs)
+        joined = F.linear(self.layer_norm1(hidden_states), *folded(projections))
+        shape = (*hidden_states.shape[:-1], 3, -1, attention.head_dim)
+        query, key, value = (part.transpose(1, 2) for part in joined.view(shape).unbind(2))
+        heads = F.scaled_dot_product_attention(query, key, value, attention_mask, scale=attention.scale)
+        middle = hidden_states + attention.out_proj(heads.transpose(1, 2).flatten(2))
+        return middle + self.mlp(self.layer_norm2(middle))
+
+
+def is_partitioned(linear: nn.Module) -> bool:
+    """Whether ZeRO 3 holds the weights: they are together only while the linear itself runs."""
+    return any(hasattr(parameter, "ds_id") for parameter in linear.parameters())
+
+
 def trims(llm: Any) -> bool:
     """Whether the LLM's last layer takes `kept`."""
     return isinstance(llm.layers[-1], FusedDecoderLayer)
@@ -239,7 +268,7 @@ class FoldedDecoderLayer(FusedDecoderLayer):
         kept: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        if not self.training or layout is None:
+        if not self.training or layout is None or is_partitioned(self.self_attn.o_proj):
             rest = {"position_embeddings": position_embeddings, "attention_mask": attention_mask, "layout": layout}
             return super().forward(hidden_states, kept=kept, **rest, **kwargs)
         attention, mlp = self.self_attn, self.mlp
@@ -299,7 +328,7 @@ def folding_pays(model: nn.Module) -> bool:
     return sum(2 * i * o for i, o, _ in sizes) < sum(6 * r * (i + o) for i, o, r in sizes)
 
 
-STOCK: tuple[type[nn.Module], ...] = (LoraLinear, Qwen2RMSNorm, Qwen2MLP, Qwen2DecoderLayer)
+STOCK: tuple[type[nn.Module], ...] = (LoraLinear, Qwen2RMSNorm, Qwen2MLP, Qwen2DecoderLayer, SiglipEncoderLayer)
 
 
 def make_fused(
@@ -322,7 +351,12 @@ def make_fused(
         adapters = "folded" if fused and activation_checkpointing == "none" and folding_pays(model) else "added"
     chosen: dict[type[nn.Module], type[nn.Module]] = {} if adapters == "peft" else {LoraLinear: FusedLora}
     if fused:
-        chosen |= {Qwen2RMSNorm: FusedRMSNorm, Qwen2MLP: FusedMLP, Qwen2DecoderLayer: FusedDecoderLayer}
+        chosen |= {
+            Qwen2RMSNorm: FusedRMSNorm,
+            Qwen2MLP: FusedMLP,
+            Qwen2DecoderLayer: FusedDecoderLayer,
+            SiglipEncoderLayer: FusedEncoderLayer,
+        }
         if selective:
             chosen[Qwen2DecoderLayer] = SelectiveDecoderLayer
         elif adapters == "folded":

@@ -194,8 +194,8 @@ def test_the_saliency_map_is_what_the_first_layer_moves_averaged_over_levels() -
     features_1, features_2 = features(), features()
     maps = []
     for level, f1, f2 in zip(mdp.levels, features_1, features_2, strict=True):
-        _, steps = level._layers(f1, f2, None)
-        first, moving = level.layers[0], steps[1][2]
+        _, steps = level._layers(torch.cat([f1, f2]), None)
+        first, moving = level.layers[0], steps[1][1]
         reached = torch.zeros(B, N, dtype=torch.float64)
         for f in (f1, f2):
             query = norm(f, first.norm_feature, on=True)

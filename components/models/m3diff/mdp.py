@@ -1,17 +1,19 @@
 """Multi-scale Differential Perception (MDP): equations (1)-(8) of M3Diff (arXiv 2503.11093, section 4).
 
-Shapes: B pairs, N patches per image, D the vision encoder's width. `f1_BND` holds the features of the images before,
-`f2_BND` after.
+Shapes: B pairs, N patches per image, D the vision encoder's width. `f_2BND` holds the features of the B images before,
+then of the B images after: what treats both alike treats them at once.
 What the paper leaves open is a field of `MDPConfig`, with the reason for the choice.
 """
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
+from components.models.fused import rms_norm
 from components.models.m3diff.settings import MDPConfig
 
 
@@ -58,7 +60,7 @@ class MultiHeadAttention(nn.Module):
     def _placed(self, x_BND: Tensor, places_ND: Tensor | None) -> Tensor:
         """Queries or keys with the positions of their places; keys may hold several grids one after another."""
         if self.normed:
-            x_BND = F.rms_norm(x_BND, x_BND.shape[-1:])
+            x_BND = rms_norm(x_BND)
         if places_ND is not None:
             x_BND = x_BND + places_ND.repeat(x_BND.shape[1] // len(places_ND), 1)
         return self._split(x_BND)
@@ -78,6 +80,7 @@ class MultiHeadAttention(nn.Module):
         return (weights * sizes[:, :, None]).sum(1)
 
 
+@lru_cache(maxsize=8)
 def sincos_positions(side: int, width: int, heads: int, amplitude: float) -> Tensor:
     """Positions of a side x side grid, [side^2, width]: in each head, sines and cosines of x and of y."""
     pairs = width // heads // 4
@@ -124,19 +127,16 @@ class DifferentialLayer(nn.Module):
         self.feature_attention = MultiHeadAttention(width, cfg.heads, gain, cfg.residual)
         self.norm_feature = nn.LayerNorm(width) if cfg.residual else nn.Identity()
 
-    def forward(
-        self, f1_BND: Tensor, f2_BND: Tensor, df_BND: Tensor, places_ND: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns Ft_1, Ft_2 and dF_ca, each [B, N, D]."""
+    def forward(self, f_2BND: Tensor, df_BND: Tensor, places_ND: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Returns Ft of both images, [2 B, N, D], and dF_ca, [B, N, D]."""
         skip = 1.0 if self.residual else 0.0
         df_sa = skip * df_BND + self.self_attention(df_BND, df_BND, places_ND)  # (4)
-        f1, f2 = self.norm_feature(f1_BND), self.norm_feature(f2_BND)
-        joined = torch.cat([f1, f2, df_sa], dim=1)
+        f = self.norm_feature(f_2BND)
+        joined = torch.cat([*f.chunk(2), df_sa], dim=1)
         attention_output = skip * df_sa + self.cross_attention(df_sa, joined, places_ND)
         df_ca = skip * attention_output + self.mlp(attention_output)  # (5)
-        ft1 = skip * f1_BND + self.feature_attention(f1, torch.cat([f1, df_ca], dim=1), places_ND)  # (6)
-        ft2 = skip * f2_BND + self.feature_attention(f2, torch.cat([f2, df_ca], dim=1), places_ND)
-        return ft1, ft2, df_ca
+        both = torch.cat([f, df_ca.repeat(2, 1, 1)], dim=1)
+        return skip * f_2BND + self.feature_attention(f, both, places_ND), df_ca  # (6)
 
 
 class DifferentialLevel(nn.Module):
@@ -151,37 +151,34 @@ class DifferentialLevel(nn.Module):
         # zero-initialised: at first all levels count alike
         self.score = Mlp(3 * width, Projection(width // 4, 1 if cfg.score == "scalar" else width, gain=0.0))
 
-    def forward(self, f1_BND: Tensor, f2_BND: Tensor, places_ND: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns Ft_1, Ft_2 [B, N, D] and the score, [B, 1, 1] or [B, 1, D]."""
-        df, steps = self._layers(f1_BND, f2_BND, places_ND)
-        ft1, ft2, _ = steps[-1]
-        pooled = torch.cat([ft1, ft2, df], dim=-1).mean(dim=1, keepdim=True)
-        return ft1, ft2, self.score(pooled).sigmoid()  # (7)
+    def forward(self, f_2BND: Tensor, places_ND: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Returns Ft of both images, [2 B, N, D], and the score, [B, 1, 1] or [B, 1, D]."""
+        df, steps = self._layers(f_2BND, places_ND)
+        ft, _ = steps[-1]
+        pooled = torch.cat([*ft.chunk(2), df], dim=-1).mean(dim=1, keepdim=True)
+        return ft, self.score(pooled).sigmoid()  # (7)
 
-    def _layers(
-        self, f1_BND: Tensor, f2_BND: Tensor, places_ND: Tensor | None
-    ) -> tuple[Tensor, list[tuple[Tensor, Tensor, Tensor]]]:
+    def _layers(self, f_2BND: Tensor, places_ND: Tensor | None) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """dF of (3), and the features and the difference as they enter the first layer and leave each one."""
-        n1, n2 = self.norm_input(f1_BND), self.norm_input(f2_BND)
-        l1 = self.gate(torch.cat([n1, n2], dim=-1)).sigmoid()  # (1)
-        l2 = self.gate(torch.cat([n2, n1], dim=-1)).sigmoid()
-        fh1, fh2 = n1 * l1, n2 * l2  # (2)
+        n = self.norm_input(f_2BND)
+        n1, n2 = n.chunk(2)
+        gates = self.gate(torch.cat([n, torch.cat([n2, n1])], dim=-1)).sigmoid()  # (1)
+        fh1, fh2 = (n * gates).chunk(2)  # (2)
         df = self.difference(torch.cat([fh1, fh2, fh1 - fh2], dim=-1))  # (3)
-        steps = [(f1_BND, f2_BND, df)]
+        steps = [(f_2BND, df)]
         for layer in self.layers:
             steps.append(layer(*steps[-1], places_ND))
         return df, steps
 
-    def saliency_map(self, f1_BND: Tensor, f2_BND: Tensor, places_ND: Tensor | None = None) -> Tensor:
+    def saliency_map(self, f_2BND: Tensor, places_ND: Tensor | None = None) -> Tensor:
         """How much each place of the difference moves both images' features in (6): [B, N], sums to 1. Of the first
         layer, which hands on the difference itself; after it every place holds something of all."""
-        _, steps = self._layers(f1_BND, f2_BND, places_ND)
-        _, _, moving = steps[1]
+        _, steps = self._layers(f_2BND, places_ND)
+        _, moving = steps[1]
         first = self.layers[0]
         assert isinstance(first, DifferentialLayer)
         reached = torch.full_like(moving[:, :, 0], torch.finfo(moving.dtype).tiny)  # an untrained module moves nothing
-        for features in (f1_BND, f2_BND):
-            query = first.norm_feature(features)
+        for query in first.norm_feature(f_2BND).chunk(2):
             keys = torch.cat([query, moving], dim=1)
             passed = first.feature_attention.norm_weighted_attention(query, keys, places_ND)
             reached = reached + passed[:, :, query.shape[1] :].sum(dim=1)
@@ -219,17 +216,18 @@ class DifferentialPerception(nn.Module):
         Returns: F'_1, F'_2, each [B, N, D].
         """
         assert len(features_1) == len(features_2) == len(self.cfg.vision_feature_layers), "one feature map per level"
-        out_1, out_2 = (last_1, last_2) if self.cfg.residual else (torch.zeros_like(last_1), torch.zeros_like(last_2))
+        last = torch.cat([last_1, last_2])
+        out = last if self.cfg.residual else torch.zeros_like(last)
         places = self.places(last_1)
         for number, (f1, f2) in enumerate(zip(features_1, features_2, strict=True)):
-            ft1, ft2, score = self.level(number)(f1, f2, places)
-            base_1, base_2 = (f1, f2) if self.cfg.residual else (0.0, 0.0)
-            out_1 = out_1 + score * (ft1 - base_1)  # (8)
-            out_2 = out_2 + score * (ft2 - base_2)
+            f = torch.cat([f1, f2])
+            ft, score = self.level(number)(f, places)
+            out = out + score.repeat(2, 1, 1) * (ft - f if self.cfg.residual else ft)  # (8)
+        out_1, out_2 = out.chunk(2)
         return out_1, out_2
 
     def saliency_map(self, features_1: list[Tensor], features_2: list[Tensor]) -> Tensor:
         """Where the module looks for the difference, averaged over the levels: [B, N], sums to 1 over N."""
         places, both = self.places(features_1[0]), zip(features_1, features_2, strict=True)
-        maps = [self.level(number).saliency_map(f1, f2, places) for number, (f1, f2) in enumerate(both)]
+        maps = [self.level(number).saliency_map(torch.cat([f1, f2]), places) for number, (f1, f2) in enumerate(both)]
         return torch.stack(maps).mean(dim=0)
