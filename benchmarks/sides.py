@@ -37,7 +37,7 @@ class Sizes:
     """Of one comparison. `unpacked` captions and `packed` pairs at a time; the peer takes as many as the former."""
 
     pairs: int = 16
-    unpacked: int = 40
+    unpacked: int = 80
     packed: int = 16
     compared_steps: int = 10
     rounds: int = 5

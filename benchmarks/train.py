@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if gpu else "cpu")
     parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16" if gpu else "fp32")
     parser.add_argument("--pairs", type=int, default=16, help="of a step on the embedded shapes, five captions each")
-    parser.add_argument("--micro", type=int, default=40, help="captions at a time, of the peer too")
+    parser.add_argument("--micro", type=int, default=80, help="captions at a time, of the peer too")
     parser.add_argument("--micro-packed", type=int, default=16, help="pairs at a time")
     parser.add_argument("--repeats", type=int, help="rounds; 5 on a CPU, 2 on a GPU")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())

@@ -165,7 +165,7 @@ def _loss(
     ids, supervised = _encode(processor, asked, task.images)
     images: dict[str, object] = {}
     if task.images:
-        images["pixel_values"] = processor.image_processor.to_pixels(bank.pixels[chosen])
+        images["pixel_values"] = processor.image_processor.to_pixels(torch.from_numpy(bank.pixels[chosen]))
         images["image_sizes"] = torch.full((len(chosen), 2), processor.image_processor.side)
         images["batch_num_images"] = [len(chosen)]  # the multi-image path: one crop an image
     logits = model(input_ids=ids, logits_to_keep=supervised, use_cache=False, **images).logits

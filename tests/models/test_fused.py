@@ -105,8 +105,10 @@ def test_in_bfloat16_no_part_is_farther_from_the_truth_than_stock(part: str) -> 
 def test_the_stock_way_can_be_had_back() -> None:
     model = unwrapped(adapted_model(torch.float32))
     kinds = [type(module) for module in model.modules()]
-    make_fused(model, "selective")
+    make_fused(model, adapters="folded")
     changed = [type(module) for module in model.modules()]
+    make_fused(model, "selective")
+    assert [type(module) for module in model.modules()] != changed
     make_fused(model, **STOCK_WAY)
     assert [type(module) for module in model.modules()] == kinds
     for kind in STOCK:

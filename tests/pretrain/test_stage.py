@@ -207,7 +207,7 @@ def test_held_out_accuracy_is_the_share_of_descriptions_that_are_right_to_the_la
     model = Answering(5.0, size, wrong=(2, 7, 11))
     assert stage._held_out_accuracy(model, processor, bank, kept) == 0.75
     assert (model.given["pixel_values"].shape, model.given["batch_num_images"]) == ((12, 3, 24, 24), [12])
-    whole = processor.image_processor.to_pixels(bank.pixels[48:])
+    whole = processor.image_processor.to_pixels(torch.from_numpy(bank.pixels[48:]))
     assert torch.equal(model.given["pixel_values"], whole)
 
 
@@ -222,7 +222,8 @@ def test_the_loss_is_the_mean_over_the_answers_tokens(processor, bank):
         assert ("pixel_values" in model.given) == (task.images > 0)
         assert model.given["use_cache"] is False
         if task.images:
-            assert torch.equal(model.given["pixel_values"], processor.image_processor.to_pixels(bank.pixels[chosen]))
+            want = processor.image_processor.to_pixels(torch.from_numpy(bank.pixels[chosen]))
+            assert torch.equal(model.given["pixel_values"], want)
             assert model.given["image_sizes"].tolist() == [[24, 24]] * 8
             assert model.given["batch_num_images"] == [8]
 
