@@ -127,13 +127,13 @@ def attend(
     if layout is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     tokens, heads = query.shape[2], query.shape[1]
-    placed = [
+    query, key, value = (
         ToRows.apply(tensor.transpose(1, 2).reshape(tokens, -1), layout.rows, layout.places).unflatten(
             -1, (tensor.shape[1], -1)
         )
         for tensor in (query, key, value)
-    ]
-    return attend_rows(*placed, layout, tokens, scaling).unflatten(-1, (heads, -1))[None], None
+    )
+    return attend_rows(query, key, value, layout, tokens, scaling).unflatten(-1, (heads, -1))[None], None
 
 
 def attend_rows(
@@ -141,7 +141,7 @@ def attend_rows(
 ) -> Tensor:
     """SDPA of each rectangle: [P, heads, d] each to [T, heads d]."""
     each = zip(*(layout.rectangles(placed) for placed in (query, key, value)), layout.masks, strict=True)
-    out = [sdpa(*rectangle, scaling).flatten(0, 1).flatten(1) for rectangle in each]
+    out = [sdpa(q, k, v, mask, scaling).flatten(0, 1).flatten(1) for q, k, v, mask in each]
     return FromRows.apply(torch.cat(out) if len(out) > 1 else out[0], layout.places, tokens)
 
 

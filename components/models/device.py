@@ -34,6 +34,17 @@ class Device:
     attention: Literal["sdpa", "flex"] = "sdpa"
 
     @property
+    def dtype(self) -> torch.dtype:
+        import torch
+
+        return torch.bfloat16 if self.precision == "bf16" else torch.float32
+
+    @property
+    def backend(self) -> str:
+        """torch.distributed's."""
+        return "nccl" if self.gpu else "gloo"
+
+    @property
     def torch(self) -> torch.device:
         """Raises DeviceError where a GPU is asked for and torch sees none."""
         import torch
@@ -46,17 +57,6 @@ class Device:
                 "check `nvidia-smi`, or set compute.gpu to false"
             )
         return torch.device("cuda", torch.cuda.current_device())
-
-    @property
-    def dtype(self) -> torch.dtype:
-        import torch
-
-        return torch.bfloat16 if self.precision == "bf16" else torch.float32
-
-    @property
-    def backend(self) -> str:
-        """torch.distributed's."""
-        return "nccl" if self.gpu else "gloo"
 
     def move(self, tensor: Tensor) -> Tensor:
         """The tensor on this device. From pinned memory the copy runs beside the computation."""

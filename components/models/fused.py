@@ -76,13 +76,17 @@ def folded(linears: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
     return torch.cat(weights), None if biases[0] is None else torch.cat(biases)
 
 
+def _weight(linear: Any) -> Tensor:
+    return linear.weight
+
+
 def _folded(linear: Any) -> tuple[Tensor, Tensor | None]:
     if not isinstance(linear, LoraLinear):
         return linear.weight, linear.bias
     (adapter,) = linear.active_adapters
     base: Any = linear.base_layer
-    a, b = linear.lora_A[adapter].weight, linear.lora_B[adapter].weight
-    return torch.addmm(base.weight, b, a, alpha=linear.scaling[adapter]), base.bias
+    lora_a, lora_b = linear.lora_A[adapter], linear.lora_B[adapter]
+    return torch.addmm(base.weight, _weight(lora_b), _weight(lora_a), alpha=linear.scaling[adapter]), base.bias
 
 
 class RMSNorm(torch.autograd.Function):
@@ -278,8 +282,8 @@ class FoldedDecoderLayer(FusedDecoderLayer):
             self.input_layernorm(flat), *folded([attention.q_proj, attention.k_proj, attention.v_proj])
         )
         cos, sin = (table[0] for table in position_embeddings)
-        placed = RotatedRows.apply(projected, cos, sin, layout, attention.config.num_attention_heads)
-        heads = attend_rows(*placed, layout, len(flat), attention.scaling)
+        query, key, value = RotatedRows.apply(projected, cos, sin, layout, attention.config.num_attention_heads)
+        heads = attend_rows(query, key, value, layout, len(flat), attention.scaling)
         if kept is not None and is_last(attention):
             flat, heads = flat.index_select(0, kept), heads.index_select(0, kept)
         middle = torch.addmm(flat, heads, folded([attention.o_proj])[0].t())
@@ -301,7 +305,8 @@ class RotatedRows(torch.autograd.Function):
         turned = rotated(split[:, : heads + key_heads], cos, sin)
         ctx.layout, ctx.cos, ctx.sin = layout, cos, sin
         query, key, value = turned[:, :heads], turned[:, heads:], split[:, heads + key_heads :]
-        return tuple(part.index_select(0, layout.rows) for part in (query, key, value))
+        placed = [part.index_select(0, layout.rows) for part in (query, key, value)]
+        return placed[0], placed[1], placed[2]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
@@ -322,7 +327,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def folding_pays(model: nn.Module) -> bool:
     """Whether one product with the adapters in the weights takes fewer FLOPs than the frozen product and the adapter's
     two: in a step 6 in out against 4 in out + 6 r (in + out) a token; only weights in fp32."""
-    adapted = [module for module in model.modules() if isinstance(module, LoraLinear)]
+    adapted: list[Any] = [module for module in model.modules() if isinstance(module, LoraLinear)]
     if not adapted or any(module.weight.dtype != torch.float32 for module in adapted):
         return False
     sizes = [(one.in_features, one.out_features, one.r[one.active_adapters[0]]) for one in adapted]

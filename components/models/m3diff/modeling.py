@@ -72,6 +72,15 @@ class M3DiffModel(NewModuleInit, LlavaOnevisionModel):
         tokens = torch.cat([projected, newline], dim=1)
         return BaseModelOutputWithPooling(last_hidden_state=projected, pooler_output=list(tokens.unbind(0)))  # type: ignore[arg-type]
 
+    def get_placeholder_mask(
+        self, input_ids: Any, inputs_embeds: Tensor, image_features: Any = None, video_features: Any = None
+    ) -> Any:
+        """The places of the visual tokens, [B, T, 1]. While training their number is that of the prompt, by the
+        processor: counting them again would wait for the GPU."""
+        if not self.training or input_ids is None or video_features is not None:
+            return super().get_placeholder_mask(input_ids, inputs_embeds, image_features, video_features)
+        return (input_ids == self.config.image_token_id)[..., None], None
+
     def vision_hidden_states(self, pixel_values: Tensor) -> list[Tensor]:
         """The vision encoder's hidden states: the embedding and each layer's output, every one [images, N, D]."""
         pixels = pixel_values.flatten(0, 1) if pixel_values.dim() == 5 else pixel_values
@@ -160,7 +169,9 @@ class M3DiffForConditionalGeneration(NewModuleInit, LlavaOnevisionForConditional
         return False
 
     @wraps(LlavaOnevisionForConditionalGeneration.forward)  # `generate` reads the arguments off the signature
-    def forward(self, *args: Any, logits_to_keep: int | Tensor = 0, **kwargs: Any) -> Any:
+    def forward(  # type: ignore[override]
+        self, *args: Any, logits_to_keep: int | Tensor = 0, **kwargs: Any
+    ) -> Any:
         """As LLaVA-OneVision's. While training with a mask of the logits to keep, [B, T] bool, the LLM's last layer and
         head work on those tokens alone; the logits are [tokens kept, vocabulary]."""
         if not self.training or isinstance(logits_to_keep, int) or not trims(self.model.language_model):
