@@ -23,6 +23,7 @@ from components.models.family import Family, PairProcessor, Settings
 from components.models.tuning import TrainableGroup, parameter_counts, prepare, trainable_groups, unwrapped
 from components.train.arithmetic import Work, describe, measure, mfu, peak_flops, progress_line
 from components.train.batches import Loader, MicroBatch, Schedule
+from components.train.check import check_packing
 from components.train.curve import Curve, columns
 from components.train.engine import (
     accumulation,
@@ -87,6 +88,7 @@ def to_the_end(run: Run) -> dict[str, Any]:
     job, runtime = run.job, run.runtime
     work = announce(run)
     done = resume(run)
+    check(run)
     stream = run.loader.stream(run.schedule, runtime.rank, done)
     peak = peak_flops(torch.cuda.get_device_name() if job.compute.gpu else "", job.cfg.precision)
     started = time.monotonic()
@@ -175,6 +177,13 @@ def resume(run: Run) -> int:
     else:
         run.curve.fill({name: value for name, value in scores.items() if name in run.curve.names})
     return done
+
+
+def check(run: Run) -> None:
+    """See that packing leaves the loss as it is; raises PackingError."""
+    said = check_packing(run.engine, run.schedule, run.loader, run.processor, run.device)
+    if said:
+        run.runtime.say(said)
 
 
 def train_step(run: Run, step: int, batches: list[MicroBatch]) -> None:
