@@ -18,6 +18,7 @@ from components.compute import Compute
 from components.models import FAMILIES
 from components.models.attention import KERNELS, attention_of
 from components.models.checkpoint import save_checkpoint
+from components.models.compiled import WARM_UP, Recompilations, compile_layers, graph_limit_explained, limit_graphs
 from components.models.device import Device
 from components.models.family import Family, PairProcessor, Settings
 from components.models.tuning import TrainableGroup, parameter_counts, prepare, trainable_groups, unwrapped
@@ -74,6 +75,7 @@ class Run:
     captions: int = 0  # of this process, for its speed
     rates: dict[str, float] = field(default_factory=dict)
     writer: Writer = field(default_factory=Writer)
+    recompilations: Recompilations = field(default_factory=Recompilations)
 
 
 def run_loop(job: Job, runtime: Runtime) -> dict[str, Any]:
@@ -147,6 +149,9 @@ def prepare_model(cfg: Train, settings: Settings, compute: Compute, family: Fami
     )
     adapted = prepare(model, family, settings)
     family.fuse(model, compute.activation_checkpointing)
+    limit_graphs()
+    if compute.compile:
+        compile_layers(adapted, family, compute.gpu)
     return adapted.train(), family.load_processor(cfg.base)
 
 
@@ -193,7 +198,14 @@ def train_step(run: Run, step: int, batches: list[MicroBatch]) -> None:
     set_learning_rates(run.engine, run.groups, factor)
     rates = {f"lr_{part}": group.lr * factor for group in run.groups for part in group.parts}
     run.rates = {name: rates[name] for name in run.curve.names if name in rates}
-    loss, norm = take_step(run.engine, batches, run.processor, run.device, run.runtime.ranks)
+    known = run.recompilations.count
+    with graph_limit_explained(), run.recompilations.step():
+        loss, norm = take_step(run.engine, batches, run.processor, run.device, run.runtime.ranks)
+    if run.recompilations.count > known:
+        run.runtime.say(
+            f"step {step + 1}: torch.compile made {run.recompilations.count - known} graph(s) again, "
+            f"{run.recompilations.count} in all after this process's first {WARM_UP} steps"
+        )
     if not math.isfinite(loss):
         told = ", ".join(f"{name} {rate:.3g}" for name, rate in run.rates.items())
         raise DivergedError(
@@ -300,4 +312,5 @@ def figures(run: Run, exported: int) -> dict[str, Any]:
         "seconds": run.seconds,
         "captions_per_s": run.captions / seconds,
         "waiting_share": run.waited / seconds,
+        "recompilations": run.recompilations.count,
     }
