@@ -176,7 +176,7 @@ def flex(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scaling: fl
 
 @cache
 def _compiled_flex() -> Callable[..., Tensor]:
-    """Compiled once for all lengths; `compiled.limit_graphs` sees that it stays so."""
+    """Compiled once for all lengths; `train.compiled.limit_graphs` sees that it stays so."""
     return torch.compile(flex_attention, dynamic=True)
 
 

@@ -18,13 +18,19 @@ from components.compute import Compute
 from components.models import FAMILIES
 from components.models.attention import KERNELS, attention_of
 from components.models.checkpoint import save_checkpoint
-from components.models.compiled import WARM_UP, Recompilations, compile_layers, graph_limit_explained, limit_graphs
 from components.models.device import Device
 from components.models.family import Family, PairProcessor, Settings
 from components.models.tuning import TrainableGroup, parameter_counts, prepare, trainable_groups, unwrapped
 from components.train.arithmetic import Work, describe, measure, mfu, peak_flops, progress_line
 from components.train.batches import Loader, MicroBatch, Schedule
 from components.train.check import check_packing
+from components.train.compiled import (
+    WARM_UP,
+    Recompilations,
+    compile_layers,
+    graph_limit_explained,
+    limit_graphs,
+)
 from components.train.curve import Curve, columns
 from components.train.engine import (
     accumulation,

@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 from components.models import FAMILIES
-from components.models.compiled import (
+from components.models.fused import make_fused
+from components.models.tuning import prepare
+from components.train.compiled import (
     Recompilations,
     TooManyGraphsError,
     compile_layers,
@@ -16,8 +18,6 @@ from components.models.compiled import (
     graphs,
     limit_graphs,
 )
-from components.models.fused import make_fused
-from components.models.tuning import prepare
 from components.train.packing import pack
 from components.train.retry import FINAL
 from tests.tiny import MDP, SIDE, scale_features, tiny_model, tiny_settings
