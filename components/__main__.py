@@ -77,10 +77,12 @@ def convert(args: argparse.Namespace) -> None:
 def train(args: argparse.Namespace) -> None:
     params = parameters(args)
     check_paths(params, "train")
-    model = params.models[params.train.model]
+    model, mixture = params.models[params.train.model], params.paths.mixture
+    from components.plan.plan import check_memory
     from components.train.stage import train as run
 
-    run(params.train, model, params.compute, params.paths.mixture, params.paths.model)
+    check_memory(params.train, model, params.compute, params.ingest.datasets, params.convert, mixture)
+    run(params.train, model, params.compute, mixture, params.paths.model)
 
 
 def predict(args: argparse.Namespace) -> None:

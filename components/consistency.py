@@ -210,6 +210,23 @@ def best_needs_captions(params: "Params") -> Iterator[str]:
         )
 
 
+def compiled_layers(params: "Params") -> Iterator[str]:
+    """`compute.compile` beside what torch.compile cannot trace or does itself."""
+    compute = params.compute
+    if not compute.compile:
+        return
+    if compute.zero_stage == 3:
+        yield (
+            "compute.compile: with compute.zero_stage 3 the layers' weights come and go while they compute, which "
+            "cannot be compiled; write false, or a lower stage"
+        )
+    if compute.activation_checkpointing == "selective":
+        yield (
+            "compute.compile: chooses itself which norms and products of a layer it computes again, in the place of "
+            "compute.activation_checkpointing selective; write none there (or full), or compile: false"
+        )
+
+
 def gpu_kind(params: "Params") -> Iterator[str]:
     kind = params.compute.gpu_kind
     if kind is not None and kind not in GPUS:
@@ -243,6 +260,7 @@ RULES: tuple[Callable[["Params"], Iterator[str]], ...] = (
     other_models,
     batches_divide,
     best_needs_captions,
+    compiled_layers,
     gpu_kind,
     metric_names,
     gate_metric,

@@ -20,6 +20,7 @@ from components.params import load_params
 from components.records import DataError
 from components.section import ParamsError
 from tests.toy import REPOSITORY
+from tests.train.toy import write_mixture
 
 PARAMS = load_params(REPOSITORY / "profiles" / "embedded.yaml")
 ENTRY = PARAMS.ingest.datasets["minichange"]
@@ -266,6 +267,28 @@ def test_train_takes_the_model_that_the_parameters_pick(monkeypatch, project):
     assert main(["train"]) == 0
     assert recorder.calls[0][1]["model"] == PARAMS.models["no_module"]
     assert recorder.calls[0][1]["model"].module is None
+
+
+@pytest.mark.parametrize(("memory_gb", "code"), [(0.01, 2), (24, 0)])
+def test_train_refuses_what_its_gpu_cannot_hold_before_anything_is_written(
+    memory_gb, code, monkeypatch, project, capsys
+):
+    shutil.copytree(REPOSITORY / "data/00_base", "data/00_base", dirs_exist_ok=True)
+    write_mixture(DATA / "04_mixture", {"train": {"minichange": 3}})
+    monkeypatch.setattr("components.plan.plan.found_memory_gb", lambda: memory_gb)
+    recorder = Recorder(monkeypatch, "components.train.stage", train=None)
+    before = sorted(project.rglob("*"))
+    assert main(["--params", "profiles/embedded-gpu.yaml", "train"]) == code
+    assert [name for name, _ in recorder.calls] == ([] if code else ["train"])
+    assert (f"but {memory_gb} GB hold" in capsys.readouterr().err) == bool(code)
+    assert sorted(project.rglob("*")) == before
+
+
+def test_train_without_a_gpu_is_never_refused(monkeypatch):
+    monkeypatch.setattr("components.plan.plan.found_memory_gb", lambda: 0.01)
+    recorder = Recorder(monkeypatch, "components.train.stage", train=None)
+    assert main(["train"]) == 0
+    assert len(recorder.calls) == 1
 
 
 def test_ingest_without_a_name_reads_every_dataset_in_order(monkeypatch):

@@ -279,6 +279,14 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"train.export": "best", "compute.caption_val_pairs": 0},
         ["train.export: best is the checkpoint with the highest CIDEr, but compute.caption_val_pairs is 0, so none"],
     ),
+    "compiled layers of which each worker holds a part": (
+        {"compute.compile": True, "compute.zero_stage": 3},
+        ["compute.compile: with compute.zero_stage 3 the layers' weights come and go while they compute"],
+    ),
+    "compiled layers and selective recomputation": (
+        {"compute.compile": True, "compute.activation_checkpointing": "selective"},
+        ["compute.compile: chooses itself which norms and products of a layer it computes again, in the place of"],
+    ),
     "a GPU that nobody knows": (
         {"compute.gpu_kind": "H100-90GB"},
         ["compute.gpu_kind: did you mean 'H100-80GB'? expected one of A10-24GB, A100-40GB"],

@@ -126,6 +126,13 @@ def attend(
         return flex(query, key, value, attention_mask, scaling).transpose(1, 2).contiguous(), None
     if layout is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    return attend_layout(query, key, value, layout, scaling), None
+
+
+@torch.compiler.disable
+def attend_layout(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scaling: float | None) -> Tensor:
+    """The same by SDPA over the layout's rectangles, never compiled: these are of any number and size, and each would
+    be a graph."""
     tokens, heads = query.shape[2], query.shape[1]
     query, key, value = (
         ToRows.apply(tensor.transpose(1, 2).reshape(tokens, -1), layout.rows, layout.places).unflatten(
@@ -133,7 +140,7 @@ def attend(
         )
         for tensor in (query, key, value)
     )
-    return attend_rows(query, key, value, layout, tokens, scaling).unflatten(-1, (heads, -1))[None], None
+    return attend_rows(query, key, value, layout, tokens, scaling).unflatten(-1, (heads, -1))[None]
 
 
 def attend_rows(
@@ -169,8 +176,7 @@ def flex(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scaling: fl
 
 @cache
 def _compiled_flex() -> Callable[..., Tensor]:
-    """Compiled once for all lengths. More graphs than dynamo's limit are an error: eager would hold all of T x T."""
-    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    """Compiled once for all lengths; `train.compiled.limit_graphs` sees that it stays so."""
     return torch.compile(flex_attention, dynamic=True)
 
 

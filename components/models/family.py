@@ -128,6 +128,8 @@ class Family:
         blank_images: (config, device) -> image inputs of one pair, as the processor makes them, without content; for
             counting on "meta".
         faults: (settings, the base's config.json or None) -> what makes the two impossible together, in words.
+        compiled: regular expression of the full names of the modules that `compute.compile` compiles, each by itself:
+            layers that repeat; "": none.
     """
 
     settings: type
@@ -145,6 +147,7 @@ class Family:
     image_tokens: Callable[[Any], int]
     blank_images: Callable[[Any, Any], dict[str, Any]]
     faults: Callable[[Any, Mapping[str, Any] | None], list[str]]
+    compiled: str = ""
 
     def part_of(self, name: str) -> str:
         """The part that a parameter is in."""

@@ -257,7 +257,8 @@ def trims(llm: Any) -> bool:
 
 
 def is_last(attention: Qwen2Attention) -> bool:
-    return attention.layer_idx == attention.config.num_hidden_layers - 1
+    """By a field of `make_fused`: torch.compile would make a graph for each `layer_idx` that it sees compared."""
+    return bool(attention.is_last)
 
 
 class FoldedDecoderLayer(FusedDecoderLayer):
@@ -282,14 +283,21 @@ class FoldedDecoderLayer(FusedDecoderLayer):
             self.input_layernorm(flat), *folded([attention.q_proj, attention.k_proj, attention.v_proj])
         )
         cos, sin = (table[0] for table in position_embeddings)
-        query, key, value = RotatedRows.apply(projected, cos, sin, layout, attention.config.num_attention_heads)
-        heads = attend_rows(query, key, value, layout, len(flat), attention.scaling)
+        heads = attend_rotated(projected, cos, sin, layout, attention.config.num_attention_heads, attention.scaling)
         if kept is not None and is_last(attention):
             flat, heads = flat.index_select(0, kept), heads.index_select(0, kept)
         middle = torch.addmm(flat, heads, folded([attention.o_proj])[0].t())
         gates = F.linear(self.post_attention_layernorm(middle), folded([mlp.gate_proj, mlp.up_proj])[0])
         product = SwiGLU.apply(*gates.chunk(2, dim=-1))
         return torch.addmm(middle, product, folded([mlp.down_proj])[0].t())[None]
+
+
+@torch.compiler.disable
+def attend_rotated(
+    projected: Tensor, cos: Tensor, sin: Tensor, layout: Layout, heads: int, scaling: float | None
+) -> Tensor:
+    """SDPA over the layout's rectangles with rotary positions, never compiled (see `attend_layout`)."""
+    return attend_rows(*RotatedRows.apply(projected, cos, sin, layout, heads), layout, len(projected), scaling)
 
 
 class RotatedRows(torch.autograd.Function):
@@ -370,6 +378,8 @@ def make_fused(
         stock = next((kind for kind in STOCK if isinstance(module, kind)), None)
         if stock:
             module.__class__ = chosen.get(stock, stock)
+        if isinstance(module, Qwen2Attention):
+            module.is_last = module.layer_idx == module.config.num_hidden_layers - 1
     if activation_checkpointing == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     else:

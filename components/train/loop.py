@@ -23,6 +23,14 @@ from components.models.family import Family, PairProcessor, Settings
 from components.models.tuning import TrainableGroup, parameter_counts, prepare, trainable_groups, unwrapped
 from components.train.arithmetic import Work, describe, measure, mfu, peak_flops, progress_line
 from components.train.batches import Loader, MicroBatch, Schedule
+from components.train.check import check_packing
+from components.train.compiled import (
+    WARM_UP,
+    Recompilations,
+    compile_layers,
+    graph_limit_explained,
+    limit_graphs,
+)
 from components.train.curve import Curve, columns
 from components.train.engine import (
     accumulation,
@@ -73,6 +81,7 @@ class Run:
     captions: int = 0  # of this process, for its speed
     rates: dict[str, float] = field(default_factory=dict)
     writer: Writer = field(default_factory=Writer)
+    recompilations: Recompilations = field(default_factory=Recompilations)
 
 
 def run_loop(job: Job, runtime: Runtime) -> dict[str, Any]:
@@ -87,6 +96,7 @@ def to_the_end(run: Run) -> dict[str, Any]:
     job, runtime = run.job, run.runtime
     work = announce(run)
     done = resume(run)
+    check(run)
     stream = run.loader.stream(run.schedule, runtime.rank, done)
     peak = peak_flops(torch.cuda.get_device_name() if job.compute.gpu else "", job.cfg.precision)
     started = time.monotonic()
@@ -145,6 +155,9 @@ def prepare_model(cfg: Train, settings: Settings, compute: Compute, family: Fami
     )
     adapted = prepare(model, family, settings)
     family.fuse(model, compute.activation_checkpointing)
+    limit_graphs()
+    if compute.compile:
+        compile_layers(adapted, family, compute.gpu)
     return adapted.train(), family.load_processor(cfg.base)
 
 
@@ -177,6 +190,13 @@ def resume(run: Run) -> int:
     return done
 
 
+def check(run: Run) -> None:
+    """See that packing leaves the loss as it is; raises PackingError."""
+    said = check_packing(run.engine, run.schedule, run.loader, run.processor, run.device)
+    if said:
+        run.runtime.say(said)
+
+
 def train_step(run: Run, step: int, batches: list[MicroBatch]) -> None:
     """Step number `step` (from 0) and its row in the curves."""
     cfg, schedule = run.job.cfg, run.schedule
@@ -184,7 +204,14 @@ def train_step(run: Run, step: int, batches: list[MicroBatch]) -> None:
     set_learning_rates(run.engine, run.groups, factor)
     rates = {f"lr_{part}": group.lr * factor for group in run.groups for part in group.parts}
     run.rates = {name: rates[name] for name in run.curve.names if name in rates}
-    loss, norm = take_step(run.engine, batches, run.processor, run.device, run.runtime.ranks)
+    known = run.recompilations.count
+    with graph_limit_explained(), run.recompilations.step():
+        loss, norm = take_step(run.engine, batches, run.processor, run.device, run.runtime.ranks)
+    if run.recompilations.count > known:
+        run.runtime.say(
+            f"step {step + 1}: torch.compile made {run.recompilations.count - known} graph(s) again, "
+            f"{run.recompilations.count} in all after this process's first {WARM_UP} steps"
+        )
     if not math.isfinite(loss):
         told = ", ".join(f"{name} {rate:.3g}" for name, rate in run.rates.items())
         raise DivergedError(
@@ -291,4 +318,5 @@ def figures(run: Run, exported: int) -> dict[str, Any]:
         "seconds": run.seconds,
         "captions_per_s": run.captions / seconds,
         "waiting_share": run.waited / seconds,
+        "recompilations": run.recompilations.count,
     }

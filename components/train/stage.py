@@ -73,7 +73,8 @@ def train(cfg: Train, model: "Settings", compute: Compute, mixture: Path, out: P
         run = run_local if compute.workers == 0 else run_on_ray
         figures = with_retries(run, Job(cfg, model, compute, mixture, out, run_dir, base_sha256))
         report = _report(figures).write(out / "report.json")
-        speed = {name: round(figures[name], 4) for name in ("seconds", "captions_per_s", "waiting_share")}
+        told = ("seconds", "captions_per_s", "waiting_share", "recompilations")
+        speed = {name: round(figures[name], 4) for name in told}
         (scratch / "train_speed.json").write_text(json.dumps(speed) + "\n")
         print(f"train: {report.steps} steps in {figures['seconds']:.0f} s, {speed['captions_per_s']:.0f} captions/s")
     shutil.rmtree(run_dir)

@@ -122,6 +122,7 @@ def compute_section(**changes: object) -> Compute:
         "cpus_per_worker": 1,
         "gpu": True,
         "attention": "auto",
+        "compile": False,
         "gpu_kind": "H100-80GB",
         "micro_batch": 3,
         "zero_stage": 0,

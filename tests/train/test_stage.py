@@ -126,6 +126,7 @@ FIGURES: dict[str, Any] = {
     "seconds": 2.0,
     "captions_per_s": 23.0,
     "waiting_share": 0.12345,
+    "recompilations": 3,
 }
 
 
@@ -158,7 +159,7 @@ def test_the_stage_runs_the_loop_where_asked_and_writes_its_report(
         "exported_step": 4,
     }
     speed = json.loads((tmp_path / "runs" / "train_speed.json").read_text())
-    assert speed == {"seconds": 2.0, "captions_per_s": 23.0, "waiting_share": 0.1235}
+    assert speed == {"seconds": 2.0, "captions_per_s": 23.0, "waiting_share": 0.1235, "recompilations": 3}
     (job,) = jobs
     assert job.cfg.base.is_absolute()
     assert job.base_sha256 == sha256_of_folder(base)

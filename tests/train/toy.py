@@ -67,6 +67,7 @@ COMPUTE: dict[str, Any] = {
     "cpus_per_worker": 1,
     "gpu": False,
     "attention": "auto",
+    "compile": False,
     "gpu_kind": None,
     "micro_batch": 4,
     "zero_stage": 0,

@@ -29,6 +29,8 @@ LORA_TARGETS = {"llm": r"model\.language_model\.layers\.\d+\.(self_attn\.(q|k|v|
 """The seven linears of every LLM layer; the paper does not name its targets. A full path, because SigLIP's projections
 have the same short names."""
 
+COMPILED = r"model\.(language_model\.layers|vision_tower\.encoder\.layers|mdp\.levels)\.\d+"
+
 NEVER_RUN = ("model.vision_tower.post_layernorm.", "model.vision_tower.head.")
 """Parts of the vision encoder that LLaVA-OneVision never runs: it takes a hidden state, not the encoder's output."""
 
@@ -148,4 +150,5 @@ M3DIFF = Family(
     image_tokens=image_tokens,
     blank_images=blank_images,
     faults=faults,
+    compiled=COMPILED,
 )
