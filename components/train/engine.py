@@ -8,6 +8,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from torch import nn
 
 from components.compute import Compute
@@ -42,11 +43,15 @@ def build_engine(
     """Wrap the model; `torch.distributed` must be up."""
     # DeepSpeed would compile a collective for shared memory at first use; gloo serves CPU ranks without a compiler
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    parameters = [{"params": group.parameters, "lr": group.lr, "name": group.name} for group in groups]
+    parameters = [
+        {"params": group.parameters, "lr": 0.0, "name": group.name} for group in groups
+    ]  # until its first step
     optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.999), weight_decay=cfg.weight_decay, fused=True)
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, config=deepspeed_config(cfg, compute, ranks), dist_init_required=False
     )
+    if isinstance(engine.optimizer, FP16_UnfusedOptimizer):  # it has taken a step of no gradient, which AdamW counts
+        engine.basic_optimizer.state.clear()
     return engine
 
 
