@@ -33,8 +33,15 @@ def deepspeed_config(cfg: Train, compute: Compute, ranks: int) -> dict[str, Any]
         "zero_optimization": {"stage": compute.zero_stage, "stage3_gather_16bit_weights_on_model_save": True},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
+        "data_types": {"grad_accum_dtype": "fp32" if accumulates_in_fp32(cfg, compute) else None},
         "steps_per_print": 2**31,
     }
+
+
+def accumulates_in_fp32(cfg: Train, compute: Compute) -> bool:
+    """Whether gradients of micro-batches in bf16 are added up in fp32: with ZeRO 2 and 3. DeepSpeed knows no such sum
+    without ZeRO, and takes another optimizer, whose state is held otherwise, with ZeRO 1."""
+    return cfg.precision == "bf16" and compute.zero_stage >= 2
 
 
 def build_engine(
