@@ -8,6 +8,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from torch import nn
 
 from components.compute import Compute
@@ -32,8 +33,15 @@ def deepspeed_config(cfg: Train, compute: Compute, ranks: int) -> dict[str, Any]
         "zero_optimization": {"stage": compute.zero_stage, "stage3_gather_16bit_weights_on_model_save": True},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
+        "data_types": {"grad_accum_dtype": "fp32" if accumulates_in_fp32(cfg, compute) else None},
         "steps_per_print": 2**31,
     }
+
+
+def accumulates_in_fp32(cfg: Train, compute: Compute) -> bool:
+    """Whether gradients of micro-batches in bf16 are added up in fp32: with ZeRO 2 and 3. DeepSpeed knows no such sum
+    without ZeRO, and takes another optimizer, whose state is held otherwise, with ZeRO 1."""
+    return cfg.precision == "bf16" and compute.zero_stage >= 2
 
 
 def build_engine(
@@ -42,11 +50,15 @@ def build_engine(
     """Wrap the model; `torch.distributed` must be up."""
     # DeepSpeed would compile a collective for shared memory at first use; gloo serves CPU ranks without a compiler
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    parameters = [{"params": group.parameters, "lr": group.lr, "name": group.name} for group in groups]
+    parameters = [
+        {"params": group.parameters, "lr": 0.0, "name": group.name} for group in groups
+    ]  # until its first step
     optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.999), weight_decay=cfg.weight_decay, fused=True)
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, config=deepspeed_config(cfg, compute, ranks), dist_init_required=False
     )
+    if isinstance(engine.optimizer, FP16_UnfusedOptimizer):  # it has taken a step of no gradient, which AdamW counts
+        engine.basic_optimizer.state.clear()
     return engine
 
 

@@ -82,7 +82,7 @@ class MasterState:
                 lazy_init_hp_params_optimizer_state(parameters, flat, self.engine.basic_optimizer.state)
 
     def optimizer_steps(self) -> float:
-        """AdamW's own count, which corrects its moments: with ZeRO 0 in bf16 DeepSpeed takes an empty step first."""
+        """AdamW's own count, by which it corrects its moments."""
         return float(next(iter(self.engine.basic_optimizer.state.values()))["step"])
 
     def start_moments(self, steps: float) -> None:

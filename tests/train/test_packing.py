@@ -1,12 +1,15 @@
 """Shared-prefix packing gives the loss and the gradients of one sequence per reference."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from components.models import FAMILIES
+from components.models import FAMILIES, attention
 from components.models.attention import RECURRING
 from components.models.device import Device
 from components.models.fused import make_fused
@@ -176,3 +179,38 @@ def test_prompts_that_differ_share_what_they_begin_with_alone() -> None:
     assert packed.segments.tolist() == [0, 1, 1, 2, 2]
     assert packed.position_ids.tolist() == [[0, 1, 2, 1, 2]]
     assert packed.labels.tolist() == [4, 6]
+
+
+class Ops(TorchDispatchMode):
+    """The names of the attention kernels that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "attention" in str(func):
+            self.seen.append(str(func))
+        return func(*args, **kwargs or {})
+
+
+def test_one_caption_a_sequence_of_any_length_takes_the_causal_kernel_without_a_mask(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    packed = pack([group(1, seed=seed, own_questions=True) for seed in range(4)])
+    assert len(set(torch.bincount(packed.sequences).tolist())) > 1
+    model, calls, original = tiny_model(MDP), [], attention.scaled_dot_product_attention
+
+    def watched(*given: Any, **named: Any) -> Tensor:
+        calls.append((given[3] if len(given) > 3 else named.get("attn_mask"), named.get("is_causal", False)))
+        with Ops() as ops:
+            out = original(*given, **named)
+        assert ops.seen == ["aten._scaled_dot_product_flash_attention_for_cpu.default"]
+        return out
+
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", watched)
+    for training in (False, True):
+        make_fused(model, fused=training)
+        calls.clear()
+        summed_loss(model.train(training), packed, torch.randn(8, 3, SIDE, SIDE), "sdpa")
+        assert calls == [(None, True)] * model.config.text_config.num_hidden_layers

@@ -1,0 +1,332 @@
+"""Every choice that a GPU takes, on a CPU: bf16, FlexAttention's rule, two workers and each ZeRO stage, from the first
+step through a killed run, its resumption, the export and prediction to the scores."""
+
+import io
+import json
+import multiprocessing
+import os
+import signal
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from components.models import FAMILIES
+from components.models.checkpoint import verify_manifest
+from components.models.tuning import parameter_counts
+from components.predict.params import Predict
+from components.predict.stage import predict
+from components.records import SAMPLE_SCHEMA
+from components.train.state import checkpoints
+from tests.evaluate import bench
+from tests.tiny import tiny_base
+from tests.train.toy import Recipe, read_curve, recipe, write_mixture
+
+WHOLE, SHORT, STEPS_PER_EPOCH = 30, 5, 3
+GPU_CHOICES = {"precision": "bf16", "attention": "flex", "micro_batch": 1}
+CHOSEN = "BlockMask, a multiple of 128"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One run of two workers in `folder`.
+
+    Attributes:
+        fault: "signal" kills the first worker and "error" ends both, before step `at` (from 0); "validation" fails
+            instead of validating; "dense" is none: it trains with the rule as a dense mask over the row.
+    """
+
+    folder: Path
+    made: Recipe
+    fault: str = ""
+    at: int = 0
+
+
+class FaultError(Exception):
+    """What ends a run in the middle."""
+
+
+def two_workers(mixture: Path, parts: list[Part]) -> list[int | None]:
+    """Run the parts in their order, in two processes: these take longer to start than a part. Their exit codes; the
+    second is ended where the first was killed."""
+    for part in parts:
+        part.folder.mkdir(parents=True, exist_ok=True)
+    spawned = multiprocessing.get_context("spawn")
+    workers = [spawned.Process(target=work, args=(rank, mixture, parts)) for rank in range(2)]
+    for worker in workers:
+        worker.start()
+    workers[0].join(600)
+    if workers[0].exitcode:
+        workers[1].kill()
+    workers[1].join(60)
+    return [worker.exitcode for worker in workers]
+
+
+def work(rank: int, mixture: Path, parts: list[Part]) -> None:
+    from components.train.accelerator import choose_accelerator
+
+    choose_accelerator(False)
+    for number, part in enumerate(parts):
+        take_part(rank, mixture, part, f"{number} {os.getppid()}")
+
+
+def take_part(rank: int, mixture: Path, part: Part, store: str) -> None:
+    import torch.distributed as dist
+
+    from components.train.engine import end_distributed
+    from components.train.job import Job, Runtime
+    from components.train.loop import run_loop
+
+    folder, made = part.folder, part.made
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    (folder / "store").mkdir(exist_ok=True)
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'store' / store}", rank=rank, world_size=2)
+    job, said, figures = Job(made.cfg, made.model, made.compute, mixture, folder, folder, ""), io.StringIO(), {}
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(said):
+        put_in(part, patch)
+        seen = watch_masks(patch)
+        try:
+            figures = run_loop(job, Runtime(rank, 2))
+        except FaultError:
+            assert part.fault
+    if rank == 0:
+        (folder / "log").write_text(said.getvalue())
+        (folder / "masks.json").write_text(json.dumps(seen))
+        (folder / "figures.json").write_text(json.dumps(figures))
+    dist.barrier()
+    end_distributed()
+
+
+def put_in(part: Part, patch: pytest.MonkeyPatch) -> None:
+    """The part's fault."""
+    from components.train import loop, loss
+
+    step_of_loop = loop.train_step
+
+    def step(run: Any, number: int, batches: Any) -> None:
+        if number == part.at:
+            run.writer.finish()
+            if part.fault == "signal":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise FaultError
+        step_of_loop(run, number, batches)
+
+    def fail(*_: Any) -> None:
+        raise FaultError
+
+    if part.fault in ("signal", "error"):
+        patch.setattr(loop, "train_step", step)
+    if part.fault == "validation":
+        patch.setattr(loop.Validation, "losses", fail)
+    if part.fault == "dense":
+        patch.setattr(loss, "attention_inputs", lambda packed, device: {"attention_mask": packed.mask()})
+
+
+def watch_masks(patch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """The kinds of mask and length that reach the LLM in training and in validation."""
+    from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
+
+    seen: dict[str, list[str]] = {"training": [], "validation": []}
+    forward = Qwen2Model.forward
+
+    def watched(self: Any, *given: Any, **named: Any) -> Any:
+        length = "" if named["inputs_embeds"].shape[1] % 128 else ", a multiple of 128"
+        kind = f"{type(named['attention_mask']).__name__}{length}"
+        kinds = seen["training" if self.training else "validation"]
+        if kind not in kinds:
+            kinds.append(kind)
+        return forward(self, *given, **named)
+
+    patch.setattr(Qwen2Model, "forward", watched)
+    return seen
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a run left behind."""
+
+    weights: dict[str, torch.Tensor]
+    losses: list[float]
+    said: str
+    masks: dict[str, list[str]]
+    parameters: dict[str, int]
+
+
+def done(folder: Path) -> Done:
+    return Done(
+        weights=load_file(folder / "checkpoint" / "model.safetensors"),
+        losses=[float(row["loss"]) for row in read_curve(folder)],
+        said=(folder / "log").read_text(),
+        masks=json.loads((folder / "masks.json").read_text()),
+        parameters=json.loads((folder / "figures.json").read_text())["parameters"],
+    )
+
+
+def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    """Bit for bit: master weights and moments are saved in fp32, data and sums keep their order."""
+    assert got.keys() == want.keys()
+    for name, weight in want.items():
+        assert torch.equal(got[name], weight), name
+
+
+@dataclass(frozen=True)
+class Place:
+    """The base, the mixture, and the records that its test pairs are scored by."""
+
+    root: Path
+    base: Path
+    mixture: Path
+    folders: bench.Folders
+
+    def part(self, name: str, steps: int, fault: str = "", at: int = 0, **changes: Any) -> Part:
+        made = recipe(self.base, epochs=steps / STEPS_PER_EPOCH, **{**GPU_CHOICES, **changes})
+        return Part(self.root / name, made, fault, at)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    root = tmp_path_factory.mktemp("gpu_choices")
+    mixture = write_mixture(root / "mixture", {"train": {"toy": 10}, "val": {"toy": 3, "second": 2}})
+    folders = bench.write(root / "bench")
+    rows = [
+        {name: record[name] for name in ("dataset", "split", "before", "after", "before_sha256", "after_sha256")}
+        | {"pair": record["id"], "id": f"{record['id']}#{k}", "question": "What changed?", "reference": text}
+        for record in pl.read_parquet(folders.clean / "records.parquet").to_dicts()
+        if record["split"] == "test"
+        for k, text in enumerate(record["references"])
+    ]
+    (mixture / "test").mkdir()
+    pq.write_table(pa.Table.from_pylist(rows, SAMPLE_SCHEMA), mixture / "test" / "00000.parquet")
+    return Place(root, outspoken(tiny_base(root / "base")), mixture, folders)
+
+
+def outspoken(base: Path) -> Path:
+    """With a head so large that the loss tells of every token that the LLM sees; the tiny one's is near log(vocabulary)
+    whatever it sees."""
+    weights = load_file(base / "model.safetensors")
+    (head,) = [name for name in weights if name.endswith("lm_head.weight")]
+    weights[head] = weights[head] * 10
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    return base
+
+
+@pytest.fixture(scope="module")
+def short(place: Place) -> Path:
+    """Runs of five steps. Those of ZeRO 3 come last: DeepSpeed then replaces torch's `linear` for the whole process by
+    one that rounds otherwise in bf16."""
+    stage_1: dict[str, Any] = {"zero_stage": 1, "checkpoint_every_steps": 2}
+    unseen = {**stage_1, "val_pairs": 0}
+    parts = [
+        *(place.part(f"zero {stage}", SHORT, **stage_1 | {"zero_stage": stage}) for stage in (0, 1, 2)),
+        place.part("dense", SHORT, "dense", **unseen),
+        place.part("fp32", SHORT, precision="fp32", **unseen),
+        place.part("dense fp32", SHORT, "dense", precision="fp32", **unseen),
+        place.part("plain", 2, max_captions_per_sequence=1, **stage_1),
+        place.part("unvalidated", SHORT, "validation", **stage_1),
+        place.part("unvalidated", SHORT, **stage_1),
+        place.part("ended", SHORT, "error", at=3, **stage_1),
+        place.part("ended", SHORT, **stage_1),
+        place.part("zero 3", SHORT, **stage_1 | {"zero_stage": 3}),
+    ]
+    assert two_workers(place.mixture, parts) == [0, 0]
+    return place.root
+
+
+def test_every_mask_is_our_own_and_every_length_recurs_in_training_and_in_validation(short: Path) -> None:
+    for name in ("zero 0", "zero 1", "zero 2", "zero 3", "fp32", "plain"):
+        expected = {"training": [CHOSEN], "validation": [CHOSEN] if name != "fp32" else []}
+        assert done(short / name).masks == expected, name
+
+
+def test_losses_are_those_of_the_rule_as_a_dense_mask_in_fp32(short: Path) -> None:
+    """In fp32 to 1e-4. bf16 keeps 8 bits of each value, so that a loss is up to 3e-4 off (5e-4 are allowed); beside the
+    dense mask in bf16 it is to 1e-4 again."""
+    dense, dense_bf16 = done(short / "dense fp32"), done(short / "dense")
+    assert dense.masks["training"] == ["Tensor, a multiple of 128"]
+    assert done(short / "fp32").losses == pytest.approx(dense.losses, rel=1e-4)
+    assert done(short / "zero 1").losses == pytest.approx(dense_bf16.losses, rel=1e-4)
+    for stage in (0, 1, 2, 3):
+        assert done(short / f"zero {stage}").losses == pytest.approx(dense.losses, rel=5e-4), stage
+
+
+def test_zero_stages_train_alike_in_bf16(short: Path) -> None:
+    want = done(short / "zero 1").losses
+    for stage in (0, 2, 3):
+        assert done(short / f"zero {stage}").losses == pytest.approx(want, rel=1e-4), stage
+
+
+def test_what_trains_is_counted_before_adapters_are_merged_in_every_stage(short: Path, place: Place) -> None:
+    from components.train.loop import prepare_model
+
+    made, family = place.part("counted", SHORT).made, FAMILIES["m3diff"]
+    model, _ = prepare_model(made.cfg, made.model, made.compute, family)
+    want = parameter_counts(model, family)
+    assert want["trainable"] == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert all(want[part] for part in family.parts)
+    for stage in (0, 1, 2, 3):
+        assert done(short / f"zero {stage}").parameters == want, stage
+
+
+def test_a_fault_in_validation_loses_no_step(short: Path) -> None:
+    resumed, whole = done(short / "unvalidated"), done(short / "zero 1")
+    assert "resumed after step 2 of 5" in resumed.said
+    assert "validation after step 2 " in resumed.said
+    assert_same(resumed.weights, whole.weights)
+
+
+def test_a_run_that_ended_in_the_middle_goes_on_to_the_same_weights(short: Path) -> None:
+    resumed, whole = done(short / "ended"), done(short / "zero 1")
+    assert "resumed after step 2 of 5" in resumed.said
+    assert resumed.losses == whole.losses
+    assert_same(resumed.weights, whole.weights)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_run_is_killed_resumed_exported_and_its_captions_are_scored(stage: int, place: Place) -> None:
+    """Thirty steps, a checkpoint each seventh, the first worker killed by signal 9 after seventeen."""
+    how = {"zero_stage": stage, "checkpoint_every_steps": 7}
+    name = f"killed {stage}"
+    ending = [place.part(f"whole {stage}", WHOLE, **how), place.part(name, WHOLE, "signal", at=17, **how)]
+    assert two_workers(place.mixture, ending)[0] == -signal.SIGKILL
+    assert not (place.root / name / "checkpoint").exists()
+    assert [path.name for path in checkpoints(place.root / name)] == ["step-00000007", "step-00000014"]
+    assert two_workers(place.mixture, [place.part(name, WHOLE, **how)]) == [0, 0]
+    whole, resumed = done(place.root / f"whole {stage}"), done(place.root / name)
+    assert "resumed after step 14 of 30" in resumed.said
+    assert resumed.losses == whole.losses
+    assert whole.losses[-1] < whole.losses[0] - 0.1
+    assert_same(resumed.weights, whole.weights)
+    assert {weight.dtype for weight in resumed.weights.values()} == {torch.bfloat16}
+    assert verify_manifest(place.root / name / "checkpoint")["family"] == "m3diff"
+    captioned_and_scored(place, place.root / name)
+
+
+def captioned_and_scored(place: Place, model: Path) -> None:
+    """Predict with the checkpoint in `model`, and score what it says."""
+    out = model / "predictions"
+    cfg = Predict(batch_pairs=2, max_new_tokens=5, limit=0, control_pairs=9)
+    compute = bench.compute(scratch=str(model / "scratch"))
+    report = predict(cfg, compute, place.mixture, model, out)
+    assert (report.rows_out, report.control) == (6, 6)
+    with np.load(out / "saliency.npz") as saliency:
+        assert saliency["ids"].tolist() == [f"toy/{number}" for number in range(6)]
+        np.testing.assert_allclose(saliency["maps"].astype(float).sum((1, 2)), 1, atol=1e-2)
+    folders = place.folders._replace(predictions=out, model=model)
+    bench.run(folders, model / "report", metrics=("CIDEr", "change_accuracy"))
+    metrics = json.loads((model / "report" / "metrics.json").read_text())
+    captions = json.loads((out / "predictions.json").read_text())
+    scores = pl.read_parquet(model / "report" / "scores.parquet")
+    assert metrics["rows_out"] == len(captions) == 6
+    assert dict(zip(scores["id"], scores["prediction"], strict=True)) == {
+        row["image_id"]: row["caption"] for row in captions
+    }
+    assert 0 <= metrics["CIDEr"] == pytest.approx(scores["CIDEr"].mean())
