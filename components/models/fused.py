@@ -297,7 +297,8 @@ def attend_rotated(
     projected: Tensor, cos: Tensor, sin: Tensor, layout: Layout, heads: int, scaling: float | None
 ) -> Tensor:
     """SDPA over the layout's rectangles with rotary positions, never compiled (see `attend_layout`)."""
-    return attend_rows(*RotatedRows.apply(projected, cos, sin, layout, heads), layout, len(projected), scaling)
+    query, key, value = RotatedRows.apply(projected, cos, sin, layout, heads)
+    return attend_rows(query, key, value, layout, len(projected), scaling)
 
 
 class RotatedRows(torch.autograd.Function):
@@ -379,7 +380,7 @@ def make_fused(
         if stock:
             module.__class__ = chosen.get(stock, stock)
         if isinstance(module, Qwen2Attention):
-            module.is_last = module.layer_idx == module.config.num_hidden_layers - 1
+            module.is_last = module.layer_idx == module.config.num_hidden_layers - 1  # type: ignore[assignment]
     if activation_checkpointing == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     else:
