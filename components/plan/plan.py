@@ -12,7 +12,7 @@ from components.gpus import GPUS, Gpu
 from components.ingest.params import DatasetEntry
 from components.models import FAMILIES
 from components.models.family import Family, Settings, Term
-from components.plan.workload import Workload, find_workload
+from components.plan.workload import Workload, count_test_pairs, find_workload
 from components.section import ParamsError
 from components.train.params import Train
 
@@ -43,6 +43,8 @@ class Plan:
         run_flops: with what is recomputed.
         memory_gb: on one GPU, by what it is for.
         activations_gb: that part of it, for a micro-batch, by where it arises.
+        test_pairs: pairs to caption; None where their number is not known.
+        caption_flops: of a pair's images and prompt, by the merged model. Decoding is bound by memory and not counted.
     """
 
     base: str
@@ -58,6 +60,8 @@ class Plan:
     run_flops: float
     memory_gb: Mapping[str, float]
     activations_gb: Mapping[str, float]
+    test_pairs: int | None
+    caption_flops: float
     gpus: int
 
     @property
@@ -68,6 +72,10 @@ class Plan:
         """Hours of one GPU that computes, recomputation counted, at a share of its peak (hardware FLOPs utilisation,
         HFU)."""
         return self.run_flops / (peak_tflops * TERA * hfu) / 3600
+
+    def caption_minutes(self, peak_tflops: float, hfu: float, pairs: int) -> float:
+        """Minutes in which one GPU reads so many pairs of images with their prompts."""
+        return pairs * self.caption_flops / (peak_tflops * TERA * hfu) / 60
 
     def mfu(self, hfu: float) -> float:
         """The share of the peak that the model's own FLOPs then come to (model FLOPs utilisation)."""
@@ -124,6 +132,8 @@ def make_plan(
         run_flops=run * flops_of_sequence(terms, compute.activation_checkpointing),
         memory_gb=static_memory(train, compute, parameters) | {"activations": sum(activations.values())},
         activations_gb=activations,
+        test_pairs=count_test_pairs(mixture, entries),
+        caption_flops=sum(term.forward for term in family.flops(config, prompt, 1, 0)),
         gpus=max(1, compute.workers),
     )
 
@@ -312,4 +322,16 @@ def _time_lines(train: Train, plan: Plan, gpu: Gpu | None, hfu: float) -> list[s
         f"time on {gpu.name} ({gpu.bf16_tflops:g} TFLOP/s dense bf16) at {hfu:.0%} HFU, which is {plan.mfu(hfu):.1%} "
         "MFU (without recomputation):",
         f"  {hours:.1f} GPU-hours, {hours / plan.gpus:.1f} h on {plan.gpus} GPU(s), {speed:.1f} captions/s a GPU",
+        *_caption_lines(plan, gpu, hfu),
+    ]
+
+
+def _caption_lines(plan: Plan, gpu: Gpu, hfu: float) -> list[str]:
+    if not plan.test_pairs:
+        return []
+    minutes = plan.caption_minutes(gpu.bf16_tflops, hfu, plan.test_pairs)
+    return [
+        f"captions of {plan.test_pairs:,} test pairs: {plan.caption_flops / TERA:.1f} TFLOP a pair to read, "
+        f"{minutes:.1f} GPU-minutes, {minutes / plan.gpus:.1f} min on {plan.gpus} GPU(s); decoding and the control "
+        "come on top",
     ]

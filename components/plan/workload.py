@@ -100,6 +100,18 @@ def find_workload(
     return found
 
 
+def count_test_pairs(mixture: Path, entries: Mapping[str, DatasetEntry]) -> int | None:
+    """Pairs to caption: the run's mixture's, counted, else the published ones; None where neither is known."""
+    import polars as pl
+
+    if files := sorted((mixture / "test").glob("*.parquet")):
+        samples = pl.read_parquet(files, columns=["pair", "dataset"])
+        if set(samples["dataset"].unique()) <= entries.keys():
+            return samples["pair"].n_unique()
+    parts = [DATASETS[entry.reader].part(name) for name, entry in entries.items()]
+    return None if None in parts else sum(part.test.pairs for part in parts if part is not None)
+
+
 def counted_workload(folder: Path, processor: PairProcessor | None, image_tokens: int) -> Workload:
     """The training split of the mixture; token lengths by the processor's tokenizer, where there is one."""
     import polars as pl

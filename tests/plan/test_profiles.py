@@ -57,6 +57,14 @@ def test_the_papers_sequence_takes_the_flops_counted_by_hand(paper):
     assert again == pytest.approx((39.15 / 2) + (1.36 + 2.91 + 3.85) / 3, rel=0.01)  # module, projector, head: once
 
 
+def test_the_test_pairs_are_read_in_13_minutes_of_an_h100(one_gpu):
+    # 7,970 of CLEVR-Change, 4,800 of CLEVR-DC, 1,270 of Spot-the-Diff, 495 of IEdit, and the others' published counts
+    assert one_gpu.test_pairs == 16_442
+    assert one_gpu.caption_flops / TERA == pytest.approx(21.9, rel=0.01)
+    minutes = one_gpu.caption_minutes(GPUS["H100-80GB"].bf16_tflops, 0.45, one_gpu.test_pairs)
+    assert minutes == pytest.approx(13.5, abs=0.2)
+
+
 def test_the_papers_epoch_takes_128_hours_of_an_a100_at_45_percent_which_is_31_percent_of_the_models_flops(paper):
     hours = paper.gpu_hours(GPUS["A100-40GB"].bf16_tflops, 0.45)
     assert hours == pytest.approx(128.5, rel=0.015)

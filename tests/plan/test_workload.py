@@ -10,6 +10,7 @@ from components.ingest.params import DatasetEntry
 from components.plan.workload import (
     SourceCount,
     Workload,
+    count_test_pairs,
     counted_workload,
     find_workload,
     published_workload,
@@ -177,3 +178,14 @@ def test_the_mixture_of_another_run_is_not_counted_and_the_plan_says_so(tmp_path
     tested = entries({"iedit": "iedit", "a": "pairs"}) | entries({"b": "pairs"}, train_on=())
     with pytest.raises(ParamsError, match="plan: a: no published counts"):
         find_workload(mixture, tested, convert_section(), None, IMAGE_TOKENS)
+
+
+def test_test_pairs_are_the_run_s_own_else_the_published(tmp_path: Path) -> None:
+    (tmp_path / "test").mkdir()
+    rows = {"pair": ["a/1", "a/1", "a/2", "b/1"], "dataset": ["a", "a", "a", "b"]}
+    pq.write_table(pa.table(rows), tmp_path / "test" / "part.parquet")
+    own = {name: DatasetEntry(reader="pairs", root=tmp_path) for name in ("a", "b")}
+    assert count_test_pairs(tmp_path, own) == 3
+    assert count_test_pairs(tmp_path, {"a": own["a"]}) is None, "another run's mixture, and no published counts"
+    published = {"spot_the_diff": DatasetEntry(reader="spot_the_diff", root=tmp_path)}
+    assert count_test_pairs(tmp_path, published) == count_test_pairs(tmp_path / "none", published) == 1_270
