@@ -207,7 +207,8 @@ def measure_compiled(bench: Bench, variant: Variant, repeats: int) -> tuple[list
     try:
         measured, failed = measure(bench, (variant,), repeats)
         for one in measured:
-            one.recompilations = recompilations(bench, variant)
+            # the same lines on a CPU, where compiling gains nothing: a few lengths are enough
+            one.recompilations = recompilations(bench, variant, lengths=50 if bench.device.gpu else 6)
     except Exception as error:
         return [], {variant.name: f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"}
     finally:
