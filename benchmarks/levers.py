@@ -23,11 +23,11 @@ from components.models.m3diff.family import M3DIFF
 from components.models.m3diff.modeling import M3DiffForConditionalGeneration
 from components.models.m3diff.processing import M3DiffImageProcessor
 from components.models.tuning import prepare, trainable_groups
+from components.train.arithmetic import peak_flops
 from components.train.batches import MicroBatch
 from components.train.loss import token_loss
 
 SAME_LOSS = {"fp32": 1e-4, "bf16": 2e-2}  # relative
-PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0}  # dense bf16
 HFU = 0.45  # share of the peak at which the plan's captions/s are told
 PAD = 0
 BEST = ("stock", "unpacked", "packed")
@@ -348,7 +348,8 @@ def measured_levers(
             more, not_run = measure_compiled(bench, variant, repeats)
             measured, failed = measured + more, failed | not_run
     check_losses(measured, precision)
-    peak = next((tflops for name, tflops in PEAK_TFLOPS.items() if name in chip), None)
+    flops = peak_flops(chip, precision)
+    peak = flops / 1e12 if flops else None
     rows = [one.figures(size, peak) | planned(size, one, precision, peak) for one in measured]
     print_table(rows, failed)
     best = {kind: max((row for row in rows if row["name"].startswith(kind)), key=speed_of) for kind in BEST}

@@ -1,18 +1,15 @@
 """The project's own training in the benchmark: the loop's step, with its loader, engine, clipping and optimizer."""
 
-import os
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 import torch
-import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 from transformers.utils import logging
 
 from components.models.device import Device
-from components.train.accelerator import choose_accelerator
-from components.train.engine import end_distributed
+from components.train.accelerator import choose_accelerator, only_worker
 from components.train.job import Job, Runtime
 from components.train.loop import start, train_step
 
@@ -39,14 +36,10 @@ def serve_own(pipe: Connection, job: Job) -> None:
     choose_accelerator(device.gpu)
     logging.disable_progress_bar()
     job.run_dir.mkdir(parents=True, exist_ok=True)
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-    dist.init_process_group(device.backend, init_method=f"file://{job.run_dir / 'store'}", rank=0, world_size=1)
-    try:
+    with only_worker(job.run_dir, device.backend):
         step = own_step(job)
         while asked := pipe.recv():
             pipe.send(operators(step) if asked == "profile" else timed(step, asked, device.gpu))
-    finally:
-        end_distributed()
 
 
 def timed(step: Callable[[], float], count: int, gpu: bool) -> tuple[float, list[float]]:

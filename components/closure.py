@@ -1,8 +1,21 @@
 """The code that a module can run, without running any: what it imports, and what that imports, as files."""
 
 import ast
-from collections.abc import Iterator
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+from components.files import sha256
+
+ROOT = Path(__file__).parents[1]
+
+
+def key_of(facts: Mapping[str, Any], module: Path) -> str:
+    """Names a run: the hash of the facts that decide its result, and of the code that `module` can run; of no path."""
+    code = [f"{file.relative_to(ROOT)} {sha256(file)}" for file in import_closure(module, ROOT)]
+    return hashlib.sha256(json.dumps({**facts, "code": code}, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def import_closure(module: Path, root: Path) -> list[Path]:

@@ -14,13 +14,6 @@ from tests.tiny import one_thread  # noqa: F401  # pytest finds it by its name
 REPOSITORY = Path(__file__).parents[1]
 
 
-@pytest.fixture(autouse=True)
-def no_place_among_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run in this process leaves its place in the environment, where the Trainer would take it for its own."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-
-
 @pytest.fixture(scope="module")
 def bench():
     from benchmarks.ablation import tiny

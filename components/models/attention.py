@@ -169,9 +169,7 @@ def flex(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scaling: fl
         return _compiled_flex()(query, key, value, block_mask=mask, scale=scaling, enable_gqa=True)
     tokens = query.shape[2]
     dense = create_mask(mask.mask_mod, None, None, tokens, tokens, device=str(query.device))
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    return scaled_dot_product_attention(query, key, value, dense, scale=scaling)
+    return sdpa(query, key, value, dense, scaling).transpose(1, 2)
 
 
 @cache

@@ -195,10 +195,20 @@ class FusedDecoderLayer(Qwen2DecoderLayer):
         kept: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """[1, T, D] to [1, T, D], or to [1, supervised, D] where `kept` holds the places of these in the last layer."""
+        if self.training:
+            return self.compute(hidden_states, position_embeddings, attention_mask, layout, kept)
         rest = {"position_embeddings": position_embeddings, "attention_mask": attention_mask, "layout": layout}
-        if not self.training:
-            return super().forward(hidden_states, **rest, **kwargs)
+        return super().forward(hidden_states, **rest, **kwargs)
+
+    def compute(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Any,
+        attention_mask: Any,
+        layout: Layout | None,
+        kept: Tensor | None,
+    ) -> Tensor:
+        """[1, T, D] to [1, T, D], or to [1, supervised, D] where `kept` holds the places of these in the last layer."""
         attention, norm = self.self_attn, self.input_layernorm
         normed = norm(hidden_states)
         with self.keeping(normed, norm, hidden_states):
@@ -265,18 +275,16 @@ class FoldedDecoderLayer(FusedDecoderLayer):
     """The same with the adapters in the weights, so that a product takes the place of three: quicker where the linears
     are hardly wider than the adapters' rank (`folding_pays`). In fp32 alone: bf16 would round the adapters away."""
 
-    def forward(  # type: ignore[override]
+    def compute(
         self,
         hidden_states: Tensor,
-        position_embeddings: Any = None,
-        attention_mask: Any = None,
-        layout: Layout | None = None,
-        kept: Tensor | None = None,
-        **kwargs: Any,
+        position_embeddings: Any,
+        attention_mask: Any,
+        layout: Layout | None,
+        kept: Tensor | None,
     ) -> Tensor:
-        if not self.training or layout is None or is_partitioned(self.self_attn.o_proj):
-            rest = {"position_embeddings": position_embeddings, "attention_mask": attention_mask, "layout": layout}
-            return super().forward(hidden_states, kept=kept, **rest, **kwargs)
+        if layout is None or is_partitioned(self.self_attn.o_proj):
+            return super().compute(hidden_states, position_embeddings, attention_mask, layout, kept)
         attention, mlp = self.self_attn, self.mlp
         flat = hidden_states[0]
         projected = F.linear(

@@ -99,8 +99,6 @@ def make_plan(
     Raises:
         ParamsError: there is no mixture, and a dataset has no published counts.
     """
-    from components.plan.memory import count_activations
-
     family = FAMILIES[settings.family]
     config = family.planned_config(train.base, settings)
     processor = family.load_processor(train.base) if _is_here(train.base) else None
@@ -110,12 +108,9 @@ def make_plan(
     tokens = prompt + branches * load.reference_tokens
     terms = family.flops(config, tokens, branches * load.reference_tokens, settings.lora.rank)
     longest = load.longest(train.max_captions_per_sequence)
-    supervised = math.ceil((longest or branches) * load.reference_tokens)
+    supervised = (longest or branches) * load.reference_tokens
     model = meta_model(config, family, settings, train.precision)
-    kept = count_activations(
-        model, family, compute.activation_checkpointing, math.ceil(prompt) + supervised, supervised
-    )
-    activations = {name: compute.micro_batch * size / GIGA for name, size in kept.items()}
+    activations = activations_of(model, family, compute, prompt, supervised)
     parameters = parameters_of(model, family)
     run = train.epochs * sequences
     return Plan(
@@ -136,6 +131,15 @@ def make_plan(
         caption_flops=sum(term.forward for term in family.flops(config, prompt, 1, 0)),
         gpus=max(1, compute.workers),
     )
+
+
+def activations_of(model: Any, family: Family, compute: Compute, prompt: float, supervised: float) -> dict[str, float]:
+    """GB that a micro-batch of sequences of so many tokens keeps for its backward pass, by where they arise."""
+    from components.plan.memory import count_activations
+
+    last = math.ceil(supervised)
+    kept = count_activations(model, family, compute.activation_checkpointing, math.ceil(prompt) + last, last)
+    return {name: compute.micro_batch * size / GIGA for name, size in kept.items()}
 
 
 def _published(config: Any, base: Path) -> str:

@@ -8,7 +8,6 @@ At 7B shapes a pair takes 21.9 TFLOP of prefill and 2.0 for its saliency map: 40
 and a control of 1,000.
 """
 
-import hashlib
 import io
 import json
 import time
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from components.closure import import_closure
+from components.closure import key_of
 from components.compute import Compute
 from components.files import sha256, write_atomic
 from components.models.checkpoint import CheckpointError, read_manifest
@@ -74,7 +73,6 @@ def run_key(cfg: Predict, mixture: Path, checkpoint: Path) -> str:
     Raises:
         DataError: the checkpoint was not written to its end.
     """
-    root = Path(__file__).parents[2]
     try:
         files = read_manifest(checkpoint)["files"]
     except CheckpointError as error:
@@ -83,9 +81,8 @@ def run_key(cfg: Predict, mixture: Path, checkpoint: Path) -> str:
         "predict": cfg.model_dump(mode="json"),
         "checkpoint": files,
         "samples": [f"{file.name} {sha256(file)}" for file in sorted((mixture / "test").glob("*.parquet"))],
-        "code": [f"{file.relative_to(root)} {sha256(file)}" for file in import_closure(Path(__file__), root)],
     }
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+    return key_of(facts, Path(__file__))
 
 
 def caption_missing(job: Job, sets: dict[str, list[PairSample]], batch_pairs: int, journal: Journal) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from components.compute import Compute
-from components.models.device import Device, environment
+from components.models.device import Device, DeviceError, environment
 from components.predict.journal import Answer
 from components.predict.pairs import PairSample
 from components.ray_cluster import start_ray
@@ -56,7 +56,8 @@ def caption(job: Job, batches: Sequence[Batch]) -> Iterator[Answered]:
 
     Raises:
         DataError: the checkpoint is incomplete; an image is unreadable or not the one that ingest saw.
-        ParamsError: a GPU is asked for and there is none.
+        DeviceError: a GPU is asked for and there is none.
+        ParamsError: Ray cannot place as many workers.
         ConnectionError: a Ray worker died.
     """
     if job.compute.gpu and job.compute.workers:
@@ -157,7 +158,7 @@ def caption_on_ray(job: Job, batches: Sequence[Batch]) -> Iterator[Answered]:
         parts = [worker.caption.remote(batches[rank :: len(workers)]) for rank, worker in enumerate(workers)]
         yield from _as_they_come(parts)
     except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, DataError | ParamsError):
+        if isinstance(error.cause, DataError | ParamsError | DeviceError):
             raise error.cause from None
         raise
     except ray.exceptions.RayActorError as error:

@@ -1,6 +1,6 @@
 """The DeepSpeed engine around a model: ZeRO stage and precision from the parameters, AdamW with its groups.
 
-DeepSpeed takes its accelerator when it is imported: `components.models.device` tells it which, before this module is.
+DeepSpeed takes its accelerator when it is imported: `accelerator.py` tells it which, before this module is.
 """
 
 import math
@@ -50,9 +50,8 @@ def build_engine(
     """Wrap the model; `torch.distributed` must be up."""
     # DeepSpeed would compile a collective for shared memory at first use; gloo serves CPU ranks without a compiler
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    parameters = [
-        {"params": group.parameters, "lr": 0.0, "name": group.name} for group in groups
-    ]  # until its first step
+    # each rate is set before each step; 0 until then
+    parameters = [{"params": group.parameters, "lr": 0.0, "name": group.name} for group in groups]
     optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.999), weight_decay=cfg.weight_decay, fused=True)
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, config=deepspeed_config(cfg, compute, ranks), dist_init_required=False

@@ -12,27 +12,17 @@ from typing import Any
 from components.files import write_atomic
 from components.models.device import Device, environment
 from components.ray_cluster import start_ray
-from components.train.accelerator import choose_accelerator
+from components.train.accelerator import choose_accelerator, only_worker
 from components.train.job import Job, Runtime
 
 
 def run_local(job: Job) -> dict[str, Any]:
     """The loop alone, as the only worker."""
     choose_accelerator(job.compute.gpu)  # before DeepSpeed is imported
-    import torch.distributed as dist
-
-    from components.train.engine import end_distributed
     from components.train.loop import run_loop
 
-    store = job.run_dir / "store"
-    store.unlink(missing_ok=True)
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-    backend = Device(job.compute.gpu, job.cfg.precision).backend
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=0, world_size=1)
-    try:
+    with only_worker(job.run_dir, Device(job.compute.gpu, job.cfg.precision).backend):
         return run_loop(job, Runtime())
-    finally:
-        end_distributed()
 
 
 def run_on_ray(job: Job) -> dict[str, Any]:

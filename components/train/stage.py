@@ -5,7 +5,6 @@ its newest valid checkpoint, also after `compute` was changed, and nothing else 
 """
 
 import fcntl
-import hashlib
 import json
 import math
 import os
@@ -16,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from components.closure import import_closure
+from components.closure import key_of
 from components.compute import Compute
 from components.files import sha256, sha256_of_folder
 from components.reports import StageReport
@@ -105,16 +104,14 @@ def _known(value: float) -> float | None:
 
 def run_key(cfg: Train, model: "Settings", mixture: Path, base_sha256: str) -> str:
     """Names a run: the hash of the parameters, samples, base and code that decide its weights; of no path."""
-    root = Path(__file__).parents[2]
     samples = [file for split in ("train", "val") for file in sorted((mixture / split).glob("*.parquet"))]
     facts = {
         "train": cfg.model_dump(mode="json", exclude={"base"}),
         "model": asdict(model),  # type: ignore[call-overload]  # every family's settings are a dataclass
         "base": base_sha256,
         "samples": [f"{file.parent.name}/{file.name} {sha256(file)}" for file in samples],
-        "code": [f"{file.relative_to(root)} {sha256(file)}" for file in import_closure(Path(__file__), root)],
     }
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+    return key_of(facts, Path(__file__))
 
 
 @contextmanager

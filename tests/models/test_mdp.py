@@ -189,6 +189,12 @@ def test_places_are_the_grid_of_the_features() -> None:
     assert random_module().places(torch.randn(B, 4, D)) is None
 
 
+def test_places_are_kept_for_models_with_storage_after_one_without() -> None:
+    with torch.device("meta"):
+        places = sincos_positions(3, 12, 3, 0.5)
+    assert places.device.type == sincos_positions(3, 12, 3, 0.5).device.type == "cpu"
+
+
 def test_the_saliency_map_is_what_the_first_layer_moves_averaged_over_levels() -> None:
     mdp = random_module(share_levels=False, heads=3, layers=2)
     features_1, features_2 = features(), features()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from components.train.accelerator import choose_accelerator
+from components.train.accelerator import choose_accelerator, only_worker
 from tests.tiny import tiny_base
 from tests.train.toy import write_mixture
 
@@ -23,14 +23,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def alone(tmp_path: Path) -> Iterator[None]:
     """A process group of this process."""
-    import torch.distributed as dist
-
-    from components.train.engine import end_distributed
-
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
-        monkeypatch.setenv(name, value)
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    yield
-    end_distributed()
+    with only_worker(tmp_path, "gloo"):
+        yield

@@ -16,6 +16,7 @@ import ray.train.torch
 import torch
 
 from components.train import loop, runtimes
+from components.train.accelerator import only_worker
 from components.train.job import Job
 from tests.train.toy import recipe
 
@@ -178,3 +179,20 @@ def test_this_process_talks_by_its_device_s_backend(
     with pytest.raises(InterruptedError):
         runtimes.run_local(job(base, tmp_path, gpu=gpu))
     assert asked == [backend]
+
+
+def test_the_only_worker_leaves_the_environment_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    seen = {}
+
+    def run() -> None:
+        with only_worker(tmp_path, "gloo"):
+            seen.update(rank=os.environ["RANK"], size=torch.distributed.get_world_size())
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert seen == {"rank": "0", "size": 1}
+    assert (os.environ["RANK"], os.environ.get("WORLD_SIZE")) == ("3", None)
+    assert not torch.distributed.is_initialized()

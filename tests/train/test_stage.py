@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from components import closure
 from components.closure import import_closure
 from components.files import sha256_of_folder
 from components.section import ParamsError
@@ -60,6 +61,7 @@ def test_the_code_of_the_import_closure_names_a_run(
     before = key(recipe(base), mixture)
     shutil.copytree(REPOSITORY / "components", tmp_path / "components", ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(stage, "__file__", str(tmp_path / "components" / "train" / "stage.py"))
+    monkeypatch.setattr(closure, "ROOT", tmp_path)
     assert key(recipe(base), mixture) == before
     (tmp_path / "components" / "plan" / "plan.py").write_text("# another planner")
     (tmp_path / "components" / "__main__.py").write_text("# another command line")

@@ -80,42 +80,41 @@ AutoConfig.register("m3diff", M3DiffConfig)
 
 def seven_b_config(mdp: dict | None = PAPER) -> M3DiffConfig:
     """M3Diff at its true size: the shapes of llava-hf/llava-onevision-qwen2-7b-ov-hf, for plans and benchmarks."""
-    return M3DiffConfig(  # type: ignore[call-arg]
-        text_config={
-            "model_type": "qwen2",
-            "vocab_size": 152_064,
-            "hidden_size": 3584,
-            "intermediate_size": 18_944,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 28,
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 32_768,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
-            "rms_norm_eps": 1e-6,
-        },
-        mdp=mdp,
+    return _on_qwen2(
+        mdp,
+        vocab_size=152_064,
+        hidden_size=3584,
+        intermediate_size=18_944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
     )
 
 
 def half_b_config(mdp: dict | None = PAPER) -> M3DiffConfig:
     """The shapes of llava-hf/llava-onevision-qwen2-0.5b-ov-hf: the same vision encoder, a Qwen2 of 0.5 B parameters
     whose embeddings are its head's weights."""
-    return M3DiffConfig(  # type: ignore[call-arg]
-        text_config={
-            "model_type": "qwen2",
-            "vocab_size": 152_000,
-            "hidden_size": 896,
-            "intermediate_size": 4864,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 14,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 32_768,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
-            "rms_norm_eps": 1e-6,
-            "tie_word_embeddings": True,
-        },
-        mdp=mdp,
+    return _on_qwen2(
+        mdp,
+        vocab_size=152_000,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
     )
+
+
+def _on_qwen2(mdp: dict | None, **shapes: Any) -> M3DiffConfig:
+    """LLaVA-OneVision's vision encoder and a Qwen2 of these shapes."""
+    alike = {
+        "model_type": "qwen2",
+        "max_position_embeddings": 32_768,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+        "rms_norm_eps": 1e-6,
+    }
+    return M3DiffConfig(text_config=alike | shapes, mdp=mdp)  # type: ignore[call-arg]
 
 
 # LLaVA-OneVision's weights lie on disk under the names of its first release; M3Diff reads and writes the same names.

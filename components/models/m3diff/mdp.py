@@ -82,10 +82,11 @@ class MultiHeadAttention(nn.Module):
 
 @lru_cache(maxsize=8)
 def sincos_positions(side: int, width: int, heads: int, amplitude: float) -> Tensor:
-    """Positions of a side x side grid, [side^2, width]: in each head, sines and cosines of x and of y."""
+    """Positions of a side x side grid, [side^2, width]: in each head, sines and cosines of x and of y. On the CPU,
+    whatever the device around: they are kept for every later model."""
     pairs = width // heads // 4
-    frequencies = math.pi * torch.linspace(1, 0, pairs + 1)[:-1]
-    angles = torch.arange(side)[:, None] * frequencies
+    frequencies = math.pi * torch.linspace(1, 0, pairs + 1, device="cpu")[:-1]
+    angles = torch.arange(side, device="cpu")[:, None] * frequencies
     axis = torch.cat([angles.sin(), angles.cos()], dim=-1)
     grid = torch.cat([axis[None].expand(side, -1, -1), axis[:, None].expand(-1, side, -1)], dim=-1)
     per_head = F.pad(grid, (0, width // heads - 4 * pairs))
