@@ -77,7 +77,9 @@ class Protocol:
     part: str | None = None  # of `published`; None: the dataset has one
     split: Literal["train", "val", "test"] = "test"
     ids: str = ".*"  # regular expression of the pairs' names, without the dataset's
-    references: Literal["all"] = "all"  # every reference of a pair, the empty ones too
+    change_types: tuple[str, ...] = ()  # pairs with one of them alone; none: whatever changed
+    references: Literal["all", "joined"] = "all"  # every reference of a pair, the empty ones too; or all as one text
+    max_words: int | None = None  # after which predictions and references are cut
     question: str | None = None  # a task of the file `convert.questions`; None: the dataset's own task
     tokenizer: Literal["ptb", "whitespace"] = "ptb"
     metrics: tuple[str, ...] = ("BLEU", "METEOR", "ROUGE-L", "CIDEr")

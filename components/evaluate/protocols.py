@@ -1,16 +1,35 @@
-"""Which pairs are scored together: by what changed, and by dataset as its evaluation protocol says."""
+"""Which pairs are scored together: each dataset by its own evaluation protocols, and within one by what changed."""
 
 import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from components.datasets import DATASETS
 from components.datasets.spec import DatasetSpec, Protocol
-from components.evaluate.metrics.metric import Groups
+from components.evaluate.metrics.metric import ALL, Groups
 from components.evaluate.pairs import EvalPair
 from components.records import DataError
+
+
+@dataclass(frozen=True)
+class ProtocolPairs:
+    """A dataset's pairs as one of its protocols scores them."""
+
+    dataset: str
+    protocol: Protocol
+    pairs: list[EvalPair]
+
+    @property
+    def name(self) -> str:
+        """As metrics.json, scores.parquet and the gate name it."""
+        return f"{self.dataset}/{self.protocol.name}"
+
+    @property
+    def groups(self) -> Groups:
+        return {ALL: [pair.id for pair in self.pairs], **group_pairs(self.pairs)}
 
 
 def load_specs(records: Path, datasets: Iterable[str]) -> dict[str, DatasetSpec]:
@@ -35,14 +54,52 @@ def load_specs(records: Path, datasets: Iterable[str]) -> dict[str, DatasetSpec]
     return specs
 
 
-def protocol_of(dataset: str, spec: DatasetSpec) -> Protocol:
-    """How the dataset is scored: the first protocol for its part; every pair and reference where it has none."""
-    fitting = (protocol for protocol in spec.protocols if protocol.part in (None, dataset) and protocol.split == "test")
-    return next(fitting, Protocol("test", n=None))
+def protocols_of(dataset: str, spec: DatasetSpec) -> tuple[Protocol, ...]:
+    """How the dataset is scored: the protocols of its part, the headline's first; every pair where it has none."""
+    fitting = [protocol for protocol in spec.protocols if protocol.part in (None, dataset) and protocol.split == "test"]
+    return tuple(fitting) or (Protocol("test", n=None),)
 
 
-def group_pairs(pairs: list[EvalPair], protocols: Mapping[str, Protocol]) -> Groups:
-    """Ids of the pairs of each group that has scores of its own; `protocols` by dataset."""
+def select(pairs: list[EvalPair], specs: Mapping[str, DatasetSpec]) -> list[ProtocolPairs]:
+    """The pairs of every protocol of every dataset that has any, in the order of `specs`."""
+    found = [
+        ProtocolPairs(dataset, protocol, apply(protocol, [pair for pair in pairs if pair.dataset == dataset]))
+        for dataset, spec in specs.items()
+        for protocol in protocols_of(dataset, spec)
+    ]
+    return [one for one in found if one.pairs]
+
+
+def apply(protocol: Protocol, pairs: Iterable[EvalPair]) -> list[EvalPair]:
+    """A dataset's pairs that a protocol takes, with references and predictions as it scores them."""
+    return [as_scored(protocol, pair) for pair in pairs if takes(protocol, pair)]
+
+
+def takes(protocol: Protocol, pair: EvalPair) -> bool:
+    name = pair.id.removeprefix(f"{pair.dataset}/")
+    known = not protocol.change_types or (bool(pair.change_types) and set(pair.change_types) <= set(protocol.change_types))
+    return known and re.fullmatch(protocol.ids, name) is not None
+
+
+def as_scored(protocol: Protocol, pair: EvalPair) -> EvalPair:
+    if protocol.references == "all" and protocol.max_words is None:
+        return pair
+    references = [" ".join(pair.references)] if protocol.references == "joined" else pair.references
+
+    def cut(text: str) -> str:
+        return " ".join(text.split()[: protocol.max_words])
+
+    shuffled = pair.shuffled_prediction
+    return replace(
+        pair,
+        references=[cut(reference) for reference in references],
+        prediction=cut(pair.prediction),
+        shuffled_prediction=None if shuffled is None else cut(shuffled),
+    )
+
+
+def group_pairs(pairs: list[EvalPair]) -> Groups:
+    """Ids of the pairs of each group that has scores of its own, by what changed."""
     groups: Groups = {"change": [], "multi_change": [], "distractors": []}
     found: dict[str, list[str]] = defaultdict(list)
     for pair in pairs:
@@ -51,6 +108,5 @@ def group_pairs(pairs: list[EvalPair], protocols: Mapping[str, Protocol]) -> Gro
             found[f"by_type/{pair.changes[0]}" if len(pair.changes) == 1 else "multi_change"].append(pair.id)
         if pair.is_distractor:
             groups["distractors"].append(pair.id)
-        if re.fullmatch(protocols[pair.dataset].ids, pair.id.removeprefix(f"{pair.dataset}/")):
-            found[f"by_dataset/{pair.dataset}"].append(pair.id)
+    groups["multi_change"] = found.pop("multi_change", [])
     return groups | dict(sorted(found.items()))

@@ -3,7 +3,9 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
 
 from components.evaluate.grammar import ParsedCaption
 from components.evaluate.metrics.scorer import Scorer
@@ -12,30 +14,44 @@ from components.evaluate.pairs import EvalPair
 T = TypeVar("T")
 
 ALL = "all"
-"""The group of all pairs; its scores stand at the top level of metrics.json."""
+"""The group of all pairs of a protocol."""
 
 Groups = dict[str, list[str]]
-"""Name of a group -> ids of its pairs: `ALL`, "change", "by_type/color", "by_dataset/minichange", ..."""
+"""Name of a group -> ids of its pairs: `ALL`, "change", "by_type/color", ..."""
 Value = int | float | None
-PairValue = float | str | bool | None
+PairValue = float | str | bool | list[float] | None
+
+Item = tuple[str, tuple[str, ...]]
+"""Tokens of a prediction and of its references: all that a caption metric knows of a pair."""
 
 
 class Tokens(NamedTuple):
-    """PTB tokens joined by spaces, by pair id; `shuffled` of some or all pairs, None where there are none."""
+    """Tokens joined by spaces, by pair id; `shuffled` of some or all pairs, None where there are none."""
 
     references: dict[str, list[str]]
     predictions: dict[str, str]
     shuffled: dict[str, str] | None
 
+    def item(self, pair: str) -> Item:
+        return self.predictions[pair], tuple(self.references[pair])
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a metric's program in a process of its own is started with."""
+
+    start: Callable[[str], Scorer]  # a worker by name; killed when the metrics are done
+    items: Callable[[], list[Item]]  # the distinct ones of every protocol; waits for the tokenizer
+    spice_dir: Path | None
+
 
 @dataclass(frozen=True)
 class Tools:
-    """What a metric may use beside the pairs."""
+    """What a metric may use beside the pairs of a protocol."""
 
-    tokens: Callable[[], Tokens]  # waits for the tokenizer, which runs once for all metrics
-    start: Callable[[str], Scorer]  # a worker process by name; killed when the metrics are done
+    tokens: Callable[[], Tokens]  # waits for the tokenizer, which runs once for all metrics and protocols
+    answers: Callable[[], Mapping[Item, Any]]  # what the metric's `program` gave; raises ScorerFailed where it failed
     parsed: Mapping[str, ParsedCaption]  # by pair id; only pairs whose references a grammar understands
-    spice_dir: Path | None
 
 
 @dataclass(frozen=True)
@@ -47,24 +63,48 @@ class MetricScores:
     absent: Mapping[str, str] = field(default_factory=dict)
 
 
+class Resampled(NamedTuple):
+    """How a score of any set of pairs follows from a column of scores.parquet, summed over the set."""
+
+    column: str  # list<double>: a row of k statistics per pair
+    score: Callable[[np.ndarray], np.ndarray]  # sums [..., k] -> score [...]; NaN where the set has none
+
+
 @dataclass(frozen=True)
 class Metric:
     """One metric. Every table of the report and every column of scores.parquet follows from these fields.
 
-    `compute` raises ScorerFailed where it can give no score at all; that costs the other metrics nothing.
+    `compute` and `program` raise ScorerFailed where they can give no score at all; that costs the other metrics
+    nothing.
     """
 
-    compute: Callable[[list[EvalPair], Groups, Tools], MetricScores]
+    compute: Callable[[list[EvalPair], Groups, Tools], MetricScores]  # of one protocol's pairs
     headline: str  # the score that stands for the metric where there is room for one
     scores: tuple[str, ...]  # of every group of pairs, as papers print them divided by 100
-    overall: tuple[str, ...] = ()  # of all pairs together only
+    overall: tuple[str, ...] = ()  # of all pairs of a protocol together only
     columns: Mapping[str, str] = field(default_factory=dict)  # of scores.parquet: score of a pair -> Arrow type
+    resampled: Mapping[str, Resampled] = field(default_factory=dict)  # score -> its statistics, for intervals
     lower_is_better: tuple[str, ...] = ()  # no score for the gate
     java: bool = True  # uses tokens or a Java program
-    beside: bool = False  # waits for a process of its own, while the others compute
+    program: Callable[[Program], Mapping[Item, Any]] | None = None  # runs once for all protocols, beside the others
     optional: bool = False  # left out of the page's tables where it is absent
 
 
 def of_each_group(groups: Groups, compute: Callable[[list[str]], T]) -> dict[str, T]:
     """What `compute` makes of the ids of every group that has pairs."""
     return {name: compute(ids) for name, ids in groups.items() if ids}
+
+
+def mean_of(column: str) -> Resampled:
+    """The mean over the pairs of a column of [value, 1], or of plain values."""
+    return Resampled(column, ratio(0, 1))
+
+
+def ratio(part: int, whole: int) -> Callable[[np.ndarray], np.ndarray]:
+    """One sum over another; NaN where the other is 0."""
+
+    def of(sums: np.ndarray) -> np.ndarray:
+        wholes = sums[..., whole]
+        return np.divide(sums[..., part], wholes, where=wholes != 0, out=np.full(wholes.shape, np.nan))
+
+    return of

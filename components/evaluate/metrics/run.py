@@ -1,68 +1,85 @@
-"""Compute the chosen metrics of all groups at once: tokenised once, Java programs beside the scorers in Python."""
+"""Compute the chosen metrics of all protocols at once: tokenised once, Java programs beside the scorers in Python."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from components.evaluate.grammar import ParsedCaption
-from components.evaluate.metrics.metric import ALL, Groups, Metric, MetricScores, PairValue, Tokens, Tools, Value
-from components.evaluate.metrics.scorer import Scorer, ScorerFailed, tokenise
+from components.evaluate.metrics.metric import (
+    ALL,
+    Groups,
+    Item,
+    Metric,
+    MetricScores,
+    PairValue,
+    Program,
+    Tokens,
+    Tools,
+    Value,
+)
+from components.evaluate.metrics.scorer import Scorer, ScorerFailed, sanitise, tokenise
 from components.evaluate.pairs import EvalPair
+from components.evaluate.protocols import ProtocolPairs
 from components.progress import progress
 
 
 def compute_metrics(
     metrics: Mapping[str, Metric],
-    pairs: list[EvalPair],
-    groups: Groups,
+    protocols: Iterable[ProtocolPairs],
     parsed: Mapping[str, ParsedCaption],
     spice_dir: Path | None,
     limit_s: int,
-) -> MetricScores:
-    """Every score of every group, null where there is none. A metric that fails costs its own scores only.
+) -> dict[str, MetricScores]:
+    """Every score of every group of each protocol, null where there is none. A metric that fails costs its own scores
+    only.
 
     Raises:
         ScorerFailed: the tokenizer gave up, and a metric needs it.
     """
-    groups = {ALL: [pair.id for pair in pairs], **groups}
-    tokens: Future[Tokens] = Future()
-    with ThreadPoolExecutor(max_workers=len(metrics)) as pool, ExitStack() as workers:
+    scored = {one.name: one for one in protocols}
+    tokens: Future[dict[str, Tokens]] = Future()
+    programs = {name: metric.program for name, metric in metrics.items() if metric.program}
+    with ThreadPoolExecutor(max_workers=max(1, len(programs))) as pool, ExitStack() as workers:
 
         def start(name: str) -> Scorer:
             return workers.enter_context(Scorer(name, limit_s))
 
-        tools = Tools(tokens.result, start, parsed, spice_dir)
-        beside = {
-            name: pool.submit(attempt, metric, pairs, groups, tools)
-            for name, metric in metrics.items()
-            if metric.beside  # first: their programs take long to start
-        }
-        fulfil(tokens, lambda: tokenise_pairs(pairs, limit_s) if needs_java(metrics) else NO_TOKENS)
-        found = {
-            name: beside[name].result() if name in beside else attempt(metric, pairs, groups, tools)
-            for name, metric in progress(ordered(metrics), "evaluate: metrics", unit="metric")
-        }
-    return merge(metrics, groups, found)
+        program = Program(start, lambda: distinct_items(tokens.result().values()), spice_dir)
+        answers = {name: pool.submit(run, program) for name, run in programs.items()}  # they take long to start
+        fulfil(tokens, lambda: tokenise_protocols(scored.values(), limit_s) if needs_java(metrics) else {})
+        found: dict[str, dict[str, MetricScores]] = {protocol: {} for protocol in scored}
+        jobs = [(name, protocol) for name in ordered(metrics) for protocol in scored]
+        for name, protocol in progress(jobs, "evaluate: metrics", unit="score"):
+            tools = Tools(lambda of=protocol: tokens.result()[of], answers_of(answers.get(name)), parsed)  # type: ignore[misc]
+            found[protocol][name] = attempt(metrics[name], scored[protocol], tools)
+    return {protocol: merge(metrics, scored[protocol].groups, found[protocol]) for protocol in scored}
 
 
-NO_TOKENS = Tokens({}, {}, None)
-
-
-def ordered(metrics: Mapping[str, Metric]) -> list[tuple[str, Metric]]:
+def ordered(metrics: Mapping[str, Metric]) -> list[str]:
     """Those in Python first; then wait for the others."""
-    return sorted(metrics.items(), key=lambda item: item[1].beside)
+    return sorted(metrics, key=lambda name: metrics[name].program is not None)
 
 
 def needs_java(metrics: Mapping[str, Metric]) -> bool:
     return any(metric.java for metric in metrics.values())
 
 
-def attempt(metric: Metric, pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores:
+def answers_of(program: Future[Mapping[Item, Any]] | None) -> Callable[[], Mapping[Item, Any]]:
+    return dict if program is None else program.result
+
+
+def distinct_items(tokens: Iterable[Tokens]) -> list[Item]:
+    """In the order in which they come."""
+    return list(dict.fromkeys(of.item(pair) for of in tokens for pair in of.predictions))
+
+
+def attempt(metric: Metric, scored: ProtocolPairs, tools: Tools) -> MetricScores:
     """The metric's scores, or the reason why there are none."""
     try:
-        return metric.compute(pairs, groups, tools)
+        return metric.compute(scored.pairs, scored.groups, tools)
     except ScorerFailed as failure:
         return MetricScores({}, {}, {metric.headline: str(failure)})
 
@@ -76,14 +93,42 @@ def fulfil(tokens: Future[Tokens], make: Callable[[], Tokens]) -> None:
         raise
 
 
-def tokenise_pairs(pairs: list[EvalPair], limit_s: int) -> Tokens:
-    """Predictions, references and the shuffled predictions of the pairs that have one."""
-    shuffled = {pair.id: pair.shuffled_prediction for pair in pairs if pair.shuffled_prediction is not None}
-    texts = chain((pair.prediction for pair in pairs), shuffled.values(), *(pair.references for pair in pairs))
-    tokens = tokenise(texts, limit_s)
+def tokenise_protocols(protocols: Iterable[ProtocolPairs], limit_s: int) -> dict[str, Tokens]:
+    """The tokens of each protocol's pairs, by its name; each distinct text is tokenised once."""
+    scored = list(protocols)
+    by_tokenizer = {
+        name: TOKENIZERS[name](
+            chain.from_iterable(texts(pair) for one in scored if one.protocol.tokenizer == name for pair in one.pairs),
+            limit_s,
+        )
+        for name in dict.fromkeys(one.protocol.tokenizer for one in scored)
+    }
+    return {one.name: tokens_of(one.pairs, by_tokenizer[one.protocol.tokenizer]) for one in scored}
+
+
+def split_at_white_space(captions: Iterable[str], limit_s: int) -> dict[str, str]:
+    """Tokens by white space alone: case and punctuation stay."""
+    return {caption: sanitise(caption) for caption in captions}
+
+
+TOKENIZERS: dict[str, Callable[[Iterable[str], int], dict[str, str]]] = {
+    "ptb": tokenise,
+    "whitespace": split_at_white_space,
+}
+
+
+def texts(pair: EvalPair) -> list[str]:
+    """Prediction, references and, where there is one, the shuffled prediction."""
+    shuffled = [] if pair.shuffled_prediction is None else [pair.shuffled_prediction]
+    return [pair.prediction, *pair.references, *shuffled]
+
+
+def tokens_of(pairs: Iterable[EvalPair], tokens: Mapping[str, str]) -> Tokens:
+    listed = list(pairs)
+    shuffled = {pair.id: pair.shuffled_prediction for pair in listed if pair.shuffled_prediction is not None}
     return Tokens(
-        {pair.id: [tokens[reference] for reference in pair.references] for pair in pairs},
-        {pair.id: tokens[pair.prediction] for pair in pairs},
+        {pair.id: [tokens[reference] for reference in pair.references] for pair in listed},
+        {pair.id: tokens[pair.prediction] for pair in listed},
         {i: tokens[text] for i, text in shuffled.items()} or None,
     )
 
