@@ -1,9 +1,10 @@
-"""evaluate: score the predictions for the test pairs, and draw the report.
+"""evaluate: score the predictions for the test pairs, each dataset by its own protocols, and draw the report.
 
-Predictions and references -> metrics.json (scores by group), scores.parquet (one row per pair), report.html.
+Predictions and references -> metrics.json (scores by protocol), scores.parquet (one row per protocol and pair),
+report.html.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pyarrow as pa
@@ -13,14 +14,15 @@ from components.compute import Compute
 from components.evaluate.grammar import load_grammars, parse_predictions
 from components.evaluate.metrics import choose_metrics
 from components.evaluate.metrics.java import require_java
-from components.evaluate.metrics.metric import Metric, PairValue
+from components.evaluate.metrics.metric import Metric, MetricScores
 from components.evaluate.metrics.run import compute_metrics, needs_java
-from components.evaluate.pairs import EvalPair, load_pairs
+from components.evaluate.pairs import load_pairs
 from components.evaluate.params import Evaluate
-from components.evaluate.protocols import group_pairs, load_specs, protocol_of
+from components.evaluate.protocols import ProtocolPairs, load_specs, select
 from components.evaluate.report.report import Evidence, render
 from components.evaluate.summary import EvaluateReport, summarise
 from components.files import write_atomic
+from components.records import DataError
 
 
 def evaluate(
@@ -30,7 +32,8 @@ def evaluate(
 
     Raises:
         JavaMissing: a chosen metric needs Java and there is none; said before any work.
-        DataError: records, predictions, grammar or images cannot be used.
+        DataError: records, predictions, grammar or images cannot be used; a protocol has fewer pairs than papers
+            score, where `cfg.allow_fewer_pairs` does not allow it.
         ScorerFailed: the tokenizer gave up.
     """
     metrics = choose_metrics(cfg.metrics)
@@ -39,15 +42,18 @@ def evaluate(
     pairs, test_pairs = load_pairs(clean, predictions)
     specs = load_specs(records, dict.fromkeys(pair.dataset for pair in pairs))
     parsed = parse_predictions(load_grammars(records, specs), pairs)
-    groups = group_pairs(pairs, {dataset: protocol_of(dataset, spec) for dataset, spec in specs.items()})
-    scores = compute_metrics(metrics, pairs, groups, parsed, compute.spice_dir, compute.scorer_timeout_s)
-    report = summarise(test_pairs, groups, scores).write(out / "metrics.json")
-    write_scores(metrics, pairs, scores.pairs, out / "scores.parquet")
+    protocols = select(pairs, specs)
+    if not cfg.allow_fewer_pairs:
+        check_complete(protocols)
+    scores = compute_metrics(metrics, protocols, parsed, compute.spice_dir, compute.scorer_timeout_s)
+    table = score_table(metrics, protocols, scores)
+    report = summarise(test_pairs, len(pairs), protocols, scores, {}).write(out / "metrics.json")
+    write_parquet(table, out / "scores.parquet")
     evidence = Evidence(
         metrics=metrics,
         report=report,
-        pairs=pairs,
-        pair_scores=scores.pairs,
+        protocols=protocols,
+        pair_scores={name: of.pairs for name, of in scores.items()},
         parsed=parsed,
         specs=specs,
         saliency=existing(predictions / "saliency.npz"),
@@ -61,34 +67,59 @@ def existing(path: Path) -> Path | None:
     return path if path.is_file() else None
 
 
-def score_schema(metrics: Mapping[str, Metric]) -> pa.Schema:
-    """The columns of scores.parquet: the pair, its prediction, and what each metric gives of a pair."""
+def check_complete(protocols: Iterable[ProtocolPairs]) -> None:
+    """Raises DataError where a protocol has fewer pairs than papers score: its scores do not compare with theirs."""
+    short = [
+        f"{one.name}: {len(one.pairs)} pairs, papers score {one.protocol.n}"
+        for one in protocols
+        if one.protocol.n is not None and len(one.pairs) < one.protocol.n
+    ]
+    if short:
+        raise DataError(
+            f"{'; '.join(short)}: such scores stand beside no published ones. See quarantine.parquet of validate "
+            "and predict.limit; or set evaluate.allow_fewer_pairs to true, and every table will say so"
+        )
+
+
+def score_table(
+    metrics: Mapping[str, Metric], protocols: Iterable[ProtocolPairs], scores: Mapping[str, MetricScores]
+) -> pa.Table:
+    """scores.parquet: a row per protocol and pair, in the records' order: the prediction as the protocol scored it,
+    and what each metric gives of a pair."""
     columns = {name: arrow for metric in metrics.values() for name, arrow in metric.columns.items()}
-    return pa.schema(
+    schema = pa.schema(
         [
+            ("protocol", pa.string()),
             ("id", pa.string()),
             ("dataset", pa.string()),
             ("change_types", pa.list_(pa.string())),
             ("prediction", pa.string()),
-            *((name, pa.type_for_alias(arrow)) for name, arrow in columns.items()),
+            *((name, arrow_type(arrow)) for name, arrow in columns.items()),
         ]
     )
-
-
-def write_scores(
-    metrics: Mapping[str, Metric], pairs: list[EvalPair], scores: Mapping[str, Mapping[str, PairValue]], path: Path
-) -> None:
-    """One row per pair, in the records' order."""
     rows = [
         {
+            "protocol": one.name,
             "id": pair.id,
             "dataset": pair.dataset,
             "change_types": pair.change_types,
             "prediction": pair.prediction,
-            **scores[pair.id],
+            **scores[one.name].pairs[pair.id],
         }
-        for pair in pairs
+        for one in protocols
+        for pair in one.pairs
     ]
+    return pa.Table.from_pylist(rows, schema=schema)
+
+
+def arrow_type(name: str) -> pa.DataType:
+    """`list<x>` too, which pyarrow's own function does not know."""
+    if name.startswith("list<"):
+        return pa.list_(arrow_type(name[len("list<") : -1]))
+    return pa.type_for_alias(name)
+
+
+def write_parquet(table: pa.Table, path: Path) -> None:
     sink = pa.BufferOutputStream()
-    pq.write_table(pa.Table.from_pylist(rows, schema=score_schema(metrics)), sink, compression="zstd")
+    pq.write_table(table, sink, compression="zstd")
     write_atomic(path, sink.getvalue().to_pybytes())

@@ -1,48 +1,92 @@
-"""metrics.json: what evaluate measured, by group of pairs."""
+"""metrics.json: what evaluate measured, by protocol and by group of pairs."""
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from pydantic import model_serializer
+from pydantic import BaseModel, ConfigDict, model_serializer
 
-from components.evaluate.metrics.metric import ALL, Groups, MetricScores, Value
+from components.evaluate.metrics.metric import ALL, MetricScores, Value
+from components.evaluate.protocols import ProtocolPairs
 from components.reports import StageReport
 
-FOLDERS = ("by_type", "by_dataset")
+FOLDERS = ("by_type",)
 """Groups called "<folder>/<name>" stand in the file as an object of objects."""
 
 
-class EvaluateReport(StageReport):
-    """metrics.json. rows_in: test pairs; rows_out: pairs captioned and scored.
+class Interval(BaseModel):
+    """Bounds within which a score lies, by the bootstrap over pairs."""
 
-    Scores are as pycocoevalcap gives them; papers print them times 100. In the file those of all pairs stand at the
-    top level, beside an object for each group. None is absent.
+    model_config = ConfigDict(frozen=True)
+
+    low: float
+    high: float
+
+
+class ProtocolScores(BaseModel):
+    """The scores of one dataset under one protocol.
+
+    Scores are as pycocoevalcap gives them; papers print them times 100. In the file those of all the protocol's pairs
+    stand first, beside an object for each group. None is absent.
     """
 
-    scores: dict[str, Value]  # of all pairs; `pairs`, `changes`: how many
-    groups: dict[str, dict[str, Value]]
+    model_config = ConfigDict(frozen=True)
+
+    pairs: int
+    published_pairs: int | None  # that papers score
+    scores: dict[str, Value]
+    intervals: dict[str, Interval]  # by score
+    groups: dict[str, dict[str, Value]]  # `pairs`, `changes`: how many
     absent: dict[str, str]  # score -> why it is null
 
     @model_serializer
     def as_file(self) -> dict[str, Any]:
-        head = {"stage": self.stage, "rows_in": self.rows_in, "rows_out": self.rows_out}
+        head = {"pairs": self.pairs, "published_pairs": self.published_pairs}
+        intervals = {score: interval.model_dump() for score, interval in self.intervals.items()}
         folders: dict[str, Any] = {folder: self.folder(folder) for folder in FOLDERS}
         plain = {name: values for name, values in self.groups.items() if "/" not in name}
-        return {**head, **self.scores, **plain, **folders, "absent": self.absent}
+        return {**head, **self.scores, "intervals": intervals, **plain, **folders, "absent": self.absent}
 
     def folder(self, folder: str) -> dict[str, dict[str, Value]]:
         """The groups called "<folder>/<name>", by name."""
         start = f"{folder}/"
         return {name.removeprefix(start): values for name, values in self.groups.items() if name.startswith(start)}
 
+    @property
+    def is_partial(self) -> bool:
+        """Whether papers score more pairs."""
+        return self.published_pairs is not None and self.pairs < self.published_pairs
 
-def summarise(test_pairs: int, groups: Groups, scores: MetricScores) -> EvaluateReport:
-    """Everything that is measured, in the shape of metrics.json."""
-    captioned = len(scores.pairs)
+
+class EvaluateReport(StageReport):
+    """metrics.json. rows_in: test pairs; rows_out: pairs captioned and scored."""
+
+    protocols: dict[str, ProtocolScores]  # by "<dataset>/<protocol>"
+
+
+def summarise(
+    test_pairs: int,
+    captioned: int,
+    protocols: Iterable[ProtocolPairs],
+    scores: Mapping[str, MetricScores],
+    intervals: Mapping[str, Mapping[str, Interval]],
+) -> EvaluateReport:
+    """Everything that is measured, in the shape of metrics.json; `scores` and `intervals` by protocol."""
     return EvaluateReport(
         stage="evaluate",
         rows_in=test_pairs,
         rows_out=captioned,
-        scores={"pairs": captioned, **scores.groups[ALL]},
-        groups={group: {"pairs": len(ids), **scores.groups[group]} for group, ids in groups.items()},
+        protocols={one.name: _scores_of(one, scores[one.name], intervals.get(one.name, {})) for one in protocols},
+    )
+
+
+def _scores_of(one: ProtocolPairs, scores: MetricScores, intervals: Mapping[str, Interval]) -> ProtocolScores:
+    return ProtocolScores(
+        pairs=len(one.pairs),
+        published_pairs=one.protocol.n,
+        scores=dict(scores.groups[ALL]),
+        intervals=dict(intervals),
+        groups={
+            group: {"pairs": len(ids), **scores.groups[group]} for group, ids in one.groups.items() if group != ALL
+        },
         absent=dict(scores.absent),
     )

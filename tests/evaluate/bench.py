@@ -160,7 +160,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def config(**changes: Any) -> Evaluate:
-    return Evaluate(**({"metrics": ALL_METRICS, "gallery": 6} | changes))
+    return Evaluate(**({"metrics": ALL_METRICS, "gallery": 6, "allow_fewer_pairs": False} | changes))
 
 
 def compute(**changes: Any) -> Compute:

@@ -3,7 +3,17 @@
 from collections.abc import Iterable
 
 from components.evaluate.grammar import ParsedCaption
-from components.evaluate.metrics.metric import ALL, Groups, Metric, MetricScores, PairValue, Tools, Value
+from components.evaluate.metrics.metric import (
+    ALL,
+    Groups,
+    Metric,
+    MetricScores,
+    PairValue,
+    Resampled,
+    Tools,
+    Value,
+    ratio,
+)
 from components.evaluate.pairs import EvalPair
 
 NO_GRAMMAR = (
@@ -15,6 +25,7 @@ NO_GRAMMAR = (
 def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores:
     """Fractions over the pairs whose references a grammar understands; each kind of group has its own."""
     scores: dict[str, dict[str, Value]] = {}
+    of_protocol = {i: tools.parsed[i] for i in groups[ALL] if i in tools.parsed}
     for group, ids in groups.items():
         parsed = [tools.parsed[i] for i in ids if i in tools.parsed]
         if group == ALL:
@@ -25,8 +36,8 @@ def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores
             scores[group] = type_scores(parsed)
     return MetricScores(
         scores,
-        {i: verdicts(parsed) for i, parsed in tools.parsed.items()},
-        {} if tools.parsed else {"change_type_accuracy": NO_GRAMMAR},
+        {i: verdicts(parsed) for i, parsed in of_protocol.items()},
+        {} if of_protocol else {"change_type_accuracy": NO_GRAMMAR},
     )
 
 
@@ -76,7 +87,28 @@ def verdicts(parsed: ParsedCaption) -> dict[str, PairValue]:
         "predicted_type": parsed.predicted_type,
         "type_right": parsed.type_right,
         "exact_right": parsed.exact_right,
+        STATISTICS: statistics(parsed),
     }
+
+
+STATISTICS = "change_statistics"
+
+
+def statistics(parsed: ParsedCaption) -> list[float]:
+    """Numbers to sum over pairs: of one change, its type right, all right; a distractor, called unchanged; a pair with
+    changes, called unchanged."""
+    single, changed = len(parsed.pair.changes) == 1, bool(parsed.pair.changes)
+    distractor, unchanged = parsed.pair.is_distractor, parsed.says_no_change
+    flags = (
+        single,
+        single and parsed.type_right,
+        single and parsed.exact_right,
+        distractor,
+        distractor and unchanged,
+        changed,
+        changed and unchanged,
+    )
+    return [float(flag) for flag in flags]
 
 
 METRIC = Metric(
@@ -84,7 +116,13 @@ METRIC = Metric(
     headline="change_type_accuracy",
     scores=(),
     overall=("change_type_accuracy", "change_exact_accuracy", "no_change_recall", "false_no_change"),
-    columns={"predicted_type": "string", "type_right": "bool", "exact_right": "bool"},
+    columns={"predicted_type": "string", "type_right": "bool", "exact_right": "bool", STATISTICS: "list<double>"},
+    resampled={
+        "change_type_accuracy": Resampled(STATISTICS, ratio(1, 0)),
+        "change_exact_accuracy": Resampled(STATISTICS, ratio(2, 0)),
+        "no_change_recall": Resampled(STATISTICS, ratio(4, 3)),
+        "false_no_change": Resampled(STATISTICS, ratio(6, 5)),
+    },
     lower_is_better=("false_no_change",),
     java=False,
 )
