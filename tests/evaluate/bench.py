@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,11 +15,13 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from components.compute import Compute
+from components.datasets.spec import Protocol
 from components.evaluate.grammar import Grammar, ParsedCaption, parse_predictions
 from components.evaluate.metrics import METRICS
-from components.evaluate.metrics.metric import Item, Tokens, Tools
+from components.evaluate.metrics.metric import ALL, Groups, Item, Tokens, Tools
 from components.evaluate.pairs import EvalPair
 from components.evaluate.params import Evaluate
+from components.evaluate.protocols import ProtocolPairs
 from components.evaluate.stage import evaluate
 from components.evaluate.summary import EvaluateReport
 from components.records import RECORD_SCHEMA
@@ -103,6 +106,21 @@ def tools(
     """Tools whose tokens, and answers of the metric's program, are given."""
     tokens = Tokens(dict(references or {}), dict(predictions or {}), None if shuffled is None else dict(shuffled))
     return Tools(lambda: tokens, lambda: answers or {}, parsed or {})
+
+
+@dataclass(frozen=True)
+class Grouped(ProtocolPairs):
+    """Pairs under a protocol that takes all, with groups of the test's own."""
+
+    named: Groups
+
+    @property
+    def groups(self) -> Groups:
+        return {ALL: [pair.id for pair in self.pairs], **self.named}
+
+
+def grouped(pairs: list[EvalPair], groups: Groups) -> Grouped:
+    return Grouped("toy", Protocol("test", n=None), pairs, groups)
 
 
 def write(root: Path, reader: str = "pairs") -> Folders:
