@@ -1,5 +1,6 @@
 """A benchmark of six pairs with a grammar of three patterns, as objects and as files on disk."""
 
+import gzip
 import hashlib
 import json
 import os
@@ -207,6 +208,19 @@ def compute(**changes: Any) -> Compute:
 def run(folders: Folders, out: Path, **changes: Any) -> EvaluateReport:
     """The stage on these folders."""
     return evaluate(config(**changes), compute(), *folders, out)
+
+
+def small_table(folder: Path, *entries: tuple[str, str]) -> str:
+    """A PYTHONPATH under which METEOR's table of paraphrases has these entries alone: (in a reference, predicted)."""
+    from pycocoevalcap.meteor import meteor
+
+    package = folder / "pycocoevalcap" / "meteor"
+    (package / "data").mkdir(parents=True)
+    for name in ("meteor.py", meteor.METEOR_JAR):
+        (package / name).symlink_to(Path(meteor.__file__).parent / name)
+    with gzip.open(package / "data" / "paraphrase-en.gz", "wt", encoding="utf-8") as file:
+        file.writelines(f"0.5\n{reference}\n{predicted}\n" for reference, predicted in entries)
+    return f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
 
 
 def fake_java(folder: Path, when: str, then: str) -> str:
