@@ -41,6 +41,7 @@ class Variant:
         stock: padded rectangles and labels to transformers' own loss, so logits on every position.
         fused, lora: as `make_fused` takes them.
         compiled: the LLM's layers by torch.compile.
+        fp8: the LLM's frozen products in 8 bits, only with bf16.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Variant:
     lora: bool = True
     attention: str = "sdpa"
     compiled: bool = False
+    fp8: bool = False
 
 
 STOCK = {"fused": False, "lora": False}
@@ -84,8 +86,10 @@ GPU_ROWS = (
         Variant(f"packed, {attention}, compiled", packed=True, attention=attention, compiled=True)
         for attention in ("sdpa", "flex")
     ),
+    *(Variant(f"packed, fp8{', compiled' * more}", packed=True, compiled=more, fp8=True) for more in (False, True)),
 )
-"""What a GPU chooses between: the attention kernel, what backward recomputes, compiled layers."""
+"""What a GPU chooses between: the attention kernel, what backward recomputes, compiled layers, frozen products in FP8.
+"""
 
 
 @dataclass(frozen=True)

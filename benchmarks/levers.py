@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from benchmarks.ablation import ABLATION, GPU_ROWS, Branches, Size, Variant, seven_b, tiny
 from components.models.attention import KERNELS
 from components.models.device import Device
+from components.models.fp8 import copies_bytes, use_fp8, without_fp8
 from components.models.fused import make_fused
 from components.models.m3diff.family import M3DIFF
 from components.models.m3diff.modeling import M3DiffForConditionalGeneration
@@ -27,7 +28,7 @@ from components.train.arithmetic import peak_flops
 from components.train.batches import MicroBatch
 from components.train.loss import token_loss
 
-SAME_LOSS = {"fp32": 1e-4, "bf16": 2e-2}  # relative
+SAME_LOSS = {"fp32": 1e-4, "bf16": 2e-2}  # relative; FP8 moves a loss of random weights by less than bf16's bound
 HFU = 0.45  # share of the peak at which the plan's captions/s are told
 PAD = 0
 BEST = ("stock", "unpacked", "packed")
@@ -102,7 +103,10 @@ class Bench:
         self.device = Device(self.gpu, self.precision, variant.attention)  # type: ignore[arg-type]
         self.model.model.mdp = self.mdp if variant.mdp else None
         self.model.set_attn_implementation("sdpa" if variant.stock else KERNELS)
+        without_fp8(self.model)
         make_fused(self.model, variant.activation_checkpointing, variant.fused, variant.lora)
+        if variant.fp8:
+            use_fp8(self.model, self.device)
         for layer in self.model.model.language_model.layers:
             layer._compiled_call_impl = None
             if variant.compiled:
@@ -278,11 +282,21 @@ def fitting_layers(free_gb: float) -> int:
 
 def static_gb(size: Size) -> float:
     """Weights, gradients and optimizer."""
+    counts = [(p.numel(), p.requires_grad) for p in on_meta(size).parameters()]
+    return sum(count * (TRAINED_BYTES if trains else FROZEN_BYTES) for count, trains in counts) / 1e9
+
+
+def static_copies_gb(size: Size) -> float:
+    """The frozen weights in FP8, beside those in bf16."""
+    return copies_bytes(on_meta(size)) / 1e9
+
+
+def on_meta(size: Size) -> torch.nn.Module:
+    """The model with its adapters, without storage."""
     with torch.device("meta"):
         model = M3DiffForConditionalGeneration(size.config)
         prepare(model, M3DIFF, size.settings)
-    counts = [(p.numel(), p.requires_grad) for p in model.parameters()]
-    return sum(count * (TRAINED_BYTES if trains else FROZEN_BYTES) for count, trains in counts) / 1e9
+    return model
 
 
 def planned(size: Size, one: Measured, precision: str, peak_tflops: float | None) -> dict[str, float]:
@@ -292,7 +306,8 @@ def planned(size: Size, one: Measured, precision: str, peak_tflops: float | None
         return {}
     micro = max(len(lengths) for _, lengths in size.micro_batches(one.variant))
     activations = planned_activations_gb(size, one.variant, precision) * micro
-    figures = {"planned_gb": static_gb(size) + activations}
+    copies = static_copies_gb(size) if one.variant.fp8 else 0.0
+    figures = {"planned_gb": static_gb(size) + copies + activations}
     if peak_tflops:
         figures["planned_captions_per_s"] = size.captions * peak_tflops * 1e12 * HFU / model_flops(size, one.variant)
     return figures
@@ -352,7 +367,8 @@ def measured_levers(
     peak = flops / 1e12 if flops else None
     rows = [one.figures(size, peak) | planned(size, one, precision, peak) for one in measured]
     print_table(rows, failed)
-    best = {kind: max((row for row in rows if row["name"].startswith(kind)), key=speed_of) for kind in BEST}
+    exact = [row for row, one in zip(rows, measured, strict=True) if not one.variant.fp8]
+    best = {kind: max((row for row in exact if row["name"].startswith(kind)), key=speed_of) for kind in BEST}
     return best | {
         "ablation": rows,
         "not_run": failed,

@@ -14,9 +14,12 @@ if TYPE_CHECKING:
 
 Precision = Literal["fp32", "bf16"]
 
+FP8_CAPABILITY = (8, 9)
+"""The lowest compute capability of an NVIDIA GPU whose tensor cores multiply FP8."""
+
 
 class DeviceError(ValueError):
-    """A GPU is asked for and there is none."""
+    """A GPU is asked for and there is none, or it cannot compute what is asked of it."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,18 @@ class Device:
                 "check `nvidia-smi`, or set compute.gpu to false"
             )
         return torch.device("cuda", torch.cuda.current_device())
+
+    def require_fp8(self) -> None:
+        """Raises DeviceError on a GPU without products in FP8. A CPU computes the same numbers, slowly."""
+        import torch
+
+        found = torch.cuda.get_device_capability(self.torch) if self.gpu else FP8_CAPABILITY
+        if found < FP8_CAPABILITY:
+            raise DeviceError(
+                f"compute.fp8: true, but {torch.cuda.get_device_name(self.torch)} (compute capability {found[0]}."
+                f"{found[1]}) has no products in FP8, which begin with 8.9 (RTX 40, L4, L40S, H100 and newer); set "
+                "compute.fp8 to false"
+            )
 
     def move(self, tensor: Tensor) -> Tensor:
         """The tensor on this device. From pinned memory the copy runs beside the computation."""

@@ -123,6 +123,7 @@ def compute_section(**changes: object) -> Compute:
         "gpu": True,
         "attention": "auto",
         "compile": False,
+        "fp8": False,
         "gpu_kind": "H100-80GB",
         "micro_batch": 3,
         "zero_stage": 0,

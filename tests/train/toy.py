@@ -68,6 +68,7 @@ COMPUTE: dict[str, Any] = {
     "gpu": False,
     "attention": "auto",
     "compile": False,
+    "fp8": False,
     "gpu_kind": None,
     "micro_batch": 4,
     "zero_stage": 0,
