@@ -41,34 +41,44 @@ def losses(job: Job, steps: int) -> list[float]:
         return [step() for _ in range(steps)]
 
 
-def changed(job: Job, gpu: bool, precision: str, fp8: bool = False) -> Job:
-    """The job in another precision."""
+def changed(job: Job, seed: int, gpu: bool, precision: str, fp8: bool = False) -> Job:
+    """The job with another seed, which decides the order and the new module's weights, and in another precision."""
     compute = job.compute.model_copy(update={"gpu": gpu, "fp8": fp8})
-    return replace(job, cfg=job.cfg.model_copy(update={"precision": precision}), compute=compute)
+    return replace(job, cfg=job.cfg.model_copy(update={"seed": seed, "precision": precision}), compute=compute)
 
 
-def gaps(found: list[float], wanted: list[float]) -> dict[str, float]:
-    """Relative differences of two runs' losses: at the first step, of the means over the last ones, and the largest of
-    any step's."""
-    start, *_ = each = [loss / want - 1 for loss, want in zip(found, wanted, strict=True)]
-    end = statistics.mean(found[-LAST:]) / statistics.mean(wanted[-LAST:]) - 1
-    return {"start": start, "end": end, "largest": max(each, key=abs)}
+def gap(found: list[float], wanted: list[float]) -> float:
+    """The relative difference of two runs' means."""
+    return statistics.mean(found) / statistics.mean(wanted) - 1
 
 
-def measured(job: Job, steps: int, gpu: bool) -> dict[str, Any]:
-    """Every way's losses and, against bf16, its gaps; printed."""
-    found = {name: losses(changed(job, gpu, **way), steps) for name, way in WAYS.items()}
-    rows = {name: {"losses": got, "to_bf16": gaps(got, found["bf16"])} for name, got in found.items()}
-    print(f"{'':<12} {'first loss':>10} {f'last {LAST}':>10}   to bf16: {'start':>8} {'end':>8} {'largest':>8}")
-    for name, row in rows.items():
-        gap = " ".join(f"{row['to_bf16'][key]:>+8.2%}" for key in ("start", "end", "largest"))
-        print(f"{name:<12} {row['losses'][0]:>10.4f} {statistics.mean(row['losses'][-LAST:]):>10.4f} {'':>11}{gap}")
+def measured(job: Job, steps: int, seeds: int, gpu: bool) -> dict[str, Any]:
+    """Every way's losses by seed and their gaps to bf16's: at the first step, over all steps and over the last ones;
+    printed."""
+    runs = {name: [losses(changed(job, n, gpu, **way), steps) for n in range(seeds)] for name, way in WAYS.items()}
+    parts = {"first step": slice(1), "all steps": slice(None), f"last {LAST}": slice(-LAST, None)}
+    rows = {
+        name: {
+            "losses": got,
+            "to_bf16": {
+                part: [gap(one[at], other[at]) for one, other in zip(got, runs["bf16"], strict=True)]
+                for part, at in parts.items()
+            },
+        }
+        for name, got in runs.items()
+    }
+    print(f"{seeds} seeds, {steps} steps: mean loss, and its relative difference to bf16 of each seed")
+    for part, at in parts.items():
+        for name, row in rows.items():
+            loss = statistics.mean(statistics.mean(one[at]) for one in row["losses"])
+            print(f"{part:<12} {name:<12} {loss:>8.4f}  {' '.join(f'{one:>+7.2%}' for one in row['to_bf16'][part])}")
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--pairs", type=int, default=32, help="of the mixture, five captions each")
     parser.add_argument("--batch", type=int, default=4, help="pairs a step")
     parser.add_argument("--base", type=Path, help="folder of the base; the embedded one where none is named")
@@ -81,10 +91,10 @@ def main() -> None:
         job = embedded_job(mixture, None, (args.batch, args.batch), torch.get_num_threads())
         if args.base:
             job = replace(job, cfg=job.cfg.model_copy(update={"base": args.base}))
-        rows = measured(job, args.steps, args.device == "cuda")
+        rows = measured(job, args.steps, args.seeds, args.device == "cuda")
     command = f"python benchmarks/fp8_gap.py {' '.join(sys.argv[1:])}".strip()
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps({"command": command, "steps": args.steps} | rows, indent=2) + "\n")
+    args.out.write_text(json.dumps({"command": command} | rows, indent=2) + "\n")
     print(f"-> {args.out}")
 
 

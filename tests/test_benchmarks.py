@@ -35,13 +35,44 @@ def test_every_variant_trains_the_same_references_to_the_same_loss(bench):
     from benchmarks.ablation import ABLATION, GPU_ROWS
 
     losses = {}
-    for variant in ABLATION + tuple(row for row in GPU_ROWS if not row.compiled):
+    for variant in ABLATION + tuple(row for row in GPU_ROWS if not (row.compiled or row.fp8)):
         bench.take(variant)
         losses[variant.name] = bench.run(variant)
     without = losses.pop("stock without MDP")
     assert list(losses.values()) == pytest.approx([losses["stock"]] * 17, rel=1e-5)
     assert without == pytest.approx(losses["stock"], rel=0.05)  # a new module is zero-initialised, or nearly
     assert bench.size.captions == 10
+
+
+def test_the_row_in_fp8_computes_so_and_leaves_the_others_as_they_are():
+    from benchmarks.ablation import GPU_ROWS, Variant, tiny
+    from benchmarks.levers import SAME_LOSS, Bench
+    from components.models.fp8 import Fp8Lora
+
+    bench = Bench(tiny(pairs=1), gpu=False, precision="bf16")
+    in_fp8 = next(row for row in GPU_ROWS if row.fp8 and not row.compiled)
+    packed = Variant("packed", packed=True)
+    losses, linears = [], []
+    for variant in (packed, in_fp8, packed):
+        bench.take(variant)
+        losses.append(bench.run(variant))
+        linears.append(sum(isinstance(module, Fp8Lora) for module in bench.model.modules()))
+    assert linears == [0, 28, 0]
+    assert losses[0] == losses[2] != losses[1]
+    assert losses[1] == pytest.approx(losses[0], rel=SAME_LOSS["bf16"])
+
+
+def test_the_gap_of_fp8_is_measured_on_the_loops_own_steps(job, tmp_path):
+    from dataclasses import replace
+
+    from benchmarks.fp8_gap import gap, measured
+
+    assert gap([1.0, 2.0, 3.3], [1.0, 2.0, 3.0]) == pytest.approx(0.05)
+    rows = measured(replace(job, run_dir=tmp_path / "gap"), 2, 1, gpu=False)
+    first = {name: row["to_bf16"]["first step"][0] for name, row in rows.items()}
+    assert first["bf16"] == 0
+    assert 1e-5 < abs(first["bf16 + fp8"]) < 0.02
+    assert 0 < abs(first["fp32"]) < 0.005
 
 
 def test_losses_that_differ_are_refused(bench):

@@ -6,7 +6,7 @@ row-wise recipe: a scale a row makes e5m2's range needless. Adapters, sums and w
 are. In `eval()` a linear computes by its bf16 weight, which is also what is saved and merged.
 
 Memory: two copies of a byte a weight beside the two bytes of bf16, one for x W' and one for dy W, since the kernel of
-a Hopper GPU reads both factors along the summed dimension. On a CPU the same operator computes the same numbers, slowly.
+a Hopper GPU reads both factors along the summed dimension. On a CPU the same operator gives the same numbers, slowly.
 """
 
 from typing import Any, NamedTuple
@@ -19,8 +19,6 @@ from components.models.device import Device
 from components.models.fused import FoldedDecoderLayer, FusedLora, fused_on_gpu, is_partitioned
 
 FLOAT8 = torch.float8_e4m3fn
-LARGEST = 448.0  # of e4m3
-SMALLEST_SCALE = 2.0**-100  # of a row of zeros; a product of two scales is still a normal number
 MULTIPLE = 16  # the kernel takes no other sizes of a weight
 
 
@@ -32,10 +30,11 @@ class Rounded(NamedTuple):
 
 
 def rounded(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Values and scales of a matrix in FP8, a scale a row; a row with an infinity or NaN becomes NaN."""
+    """Values and scales of a matrix in FP8, a scale a row; the products of a row with an infinity or NaN are NaN."""
+    largest = torch.finfo(FLOAT8).max  # here: torch.compile would take a module's float for a variable
     most = matrix.abs().amax(dim=1, keepdim=True).float()
-    scales = (most / LARGEST).log2().ceil().exp2().clamp(min=SMALLEST_SCALE)
-    return (matrix.float() / scales).clamp(-LARGEST, LARGEST).to(FLOAT8), scales
+    scales = (most / largest).log2().ceil().exp2().clamp(min=2.0**-100)  # a product of two is still a normal number
+    return (matrix.float() / scales).clamp(-largest, largest).to(FLOAT8), scales
 
 
 def fp8_product(matrix: Tensor, weight: Rounded, bias: Tensor | None = None, fast: bool = False) -> Tensor:

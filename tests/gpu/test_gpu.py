@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from components.models import FAMILIES
-from components.models.device import Device, environment
+from components.models.device import FP8_CAPABILITY, Device, environment
+from components.models.fp8 import Rounded, fp8_product, rounded
 from components.models.generation import load_captioner
 from tests.gpu.choices import ATTENTION, CHECKPOINTING, cosine, first_batch, loss_and_gradients, small
 from tests.tiny import colour_image, tiny_base, tiny_checkpoint
@@ -69,6 +70,39 @@ def test_bf16_is_close_to_fp32(attention: Any, checkpointing: str, mixture: Path
     )
     assert found == pytest.approx(wanted, rel=2e-2)
     assert cosine(gradients, wanted_gradients) > 0.995
+
+
+needs_fp8 = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < FP8_CAPABILITY,
+    reason="needs a GPU with products in FP8",
+)
+
+
+@needs_fp8
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("tokens", [1, 77, 256])
+def test_a_product_in_fp8_is_the_cpus(tokens: int, fast: bool) -> None:
+    torch.manual_seed(0)
+    matrix, weight, bias = (torch.randn(size).bfloat16() for size in ((tokens, 256), (384, 256), (384,)))
+    matrix[0] *= 1e3
+    want = fp8_product(matrix, Rounded(*rounded(weight)), bias)
+    found = fp8_product(matrix.cuda(), Rounded(*rounded(weight.cuda())), bias.cuda(), fast=fast).cpu()
+    assert ((found.float() - want.float()).norm(dim=1) <= 1e-2 * want.float().norm(dim=1)).all()
+
+
+@needs_fp8
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+@pytest.mark.parametrize("attention", ATTENTION)
+def test_fp8_is_close_to_bf16_and_to_fp8_on_the_cpu(attention: Any, checkpointing: str, mixture: Path) -> None:
+    how = {"activation_checkpointing": checkpointing}
+    bf16, bf16_gradients = loss_and_gradients(Device(True, "bf16", attention), mixture, **how)
+    on_cpu, cpu_gradients = loss_and_gradients(Device(False, "bf16"), mixture, fp8=True)
+    found, gradients = loss_and_gradients(Device(True, "bf16", attention), mixture, fp8=True, **how)
+    assert found == pytest.approx(on_cpu, rel=5e-3)
+    assert found == pytest.approx(bf16, rel=3e-2)
+    assert found != bf16
+    assert cosine(gradients, cpu_gradients) > 0.98
+    assert cosine(gradients, bf16_gradients) > 0.95
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
