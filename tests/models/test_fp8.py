@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -26,7 +27,7 @@ from components.models.fp8 import (
 from components.models.fused import AdaptedLinear, make_fused
 from components.models.tuning import prepare, unwrapped
 from tests.models.test_fused import adapted_model, batch
-from tests.tiny import BASE, MDP, tiny_model, tiny_settings
+from tests.tiny import BASE, MDP, WIDTH, tiny_model, tiny_settings
 from tests.train.test_packing import gradients, summed_loss
 
 CPU = Device(gpu=False, precision="bf16")
@@ -190,9 +191,18 @@ def test_every_product_goes_through_fp8(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_evaluation_computes_by_the_bf16_weights() -> None:
-    packed, pixels = batch(torch.bfloat16)
-    want = summed_loss(bf16_model().eval(), packed, pixels)
-    assert torch.equal(summed_loss(fp8_model().eval(), packed, pixels), want)
+    def projected(model: nn.Module) -> Tensor:
+        return unwrapped(model).model.language_model.layers[0].mlp.gate_proj(noise(TOKENS, WIDTH))
+
+    assert torch.equal(projected(fp8_model().eval()), projected(bf16_model().eval()))
+    assert not torch.equal(projected(fp8_model()), projected(bf16_model()))
+
+
+def test_weights_with_a_side_that_the_kernel_does_not_take_stay_in_bf16() -> None:
+    sizes = {"narrow_in": (8, 16), "narrow_out": (16, 8), "taken": (16, 32)}
+    plain = nn.ModuleDict({name: nn.Linear(*size) for name, size in sizes.items()})
+    model = get_peft_model(plain, LoraConfig(r=2, target_modules=list(sizes)))  # type: ignore[arg-type]
+    assert [(linear.in_features, linear.out_features) for linear in fp8_linears(model)] == [(16, 32)]
 
 
 def test_what_is_exported_is_bf16s_to_the_bit(tmp_path: Path) -> None:
