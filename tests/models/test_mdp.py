@@ -116,8 +116,16 @@ def test_swapping_the_images_swaps_gates_but_not_roles() -> None:
     assert (forward[0] - backward[1]).abs().max() > 1e-3
 
 
+def saliency_map(mdp: DifferentialPerception, features_1: list, features_2: list) -> torch.Tensor:
+    """The mean over the levels of the maps that a forward pass leaves."""
+    with mdp.recorded_maps() as maps:
+        mdp(features_1, features_2, features_1[0], features_2[0])
+    assert len(maps) == len(features_1)
+    return torch.stack(maps).mean(0)
+
+
 def test_the_saliency_map_is_a_distribution_over_places() -> None:
-    found = random_module().saliency_map(features(), features())
+    found = saliency_map(random_module(), features(), features())
     assert found.shape == (B, N)
     assert (found >= 0).all()
     torch.testing.assert_close(found.sum(1), torch.ones(B, dtype=torch.float64))
@@ -132,12 +140,12 @@ def test_a_module_that_starts_as_a_detector_looks_where_the_images_differ() -> N
     after = before.clone()
     places = torch.arange(9)  # of pair and place alike
     after[places, places] += torch.randn(9, 64)
-    assert mdp.saliency_map([before], [after]).argmax(1).tolist() == places.tolist()
+    assert saliency_map(mdp, [before], [after]).argmax(1).tolist() == places.tolist()
 
 
 def test_a_module_that_moves_nothing_looks_everywhere_alike() -> None:
     mdp = DifferentialPerception(MDPConfig(vision_feature_layers=(1,), heads=3), D)
-    found = mdp.saliency_map(*([x.float()] for x in features(2)))
+    found = saliency_map(mdp, *([x.float()] for x in features(2)))
     torch.testing.assert_close(found, torch.full((B, N), 1 / N))
 
 
@@ -209,7 +217,22 @@ def test_the_saliency_map_is_what_the_first_layer_moves_averaged_over_levels() -
             passed = first.feature_attention.norm_weighted_attention(query, keys)
             reached += passed[:, :, N:].sum(1)
         maps.append(reached / reached.sum(1, keepdim=True))
-    torch.testing.assert_close(mdp.saliency_map(features_1, features_2), sum(maps) / 3)
+    torch.testing.assert_close(saliency_map(mdp, features_1, features_2), sum(maps) / 3)
+
+
+@pytest.mark.parametrize("share_levels", [False, True])
+def test_maps_are_left_in_the_order_of_the_levels_and_only_while_they_are_asked_for(share_levels: bool) -> None:
+    mdp, given = random_module(share_levels=share_levels), (features(), features(), *features(2))
+    plain = mdp(*given)
+    with mdp.recorded_maps() as maps:
+        recorded = mdp(*given)
+    mdp(*given)
+    assert len(maps) == 3, "one for each level, none after"
+    assert torch.equal(torch.stack(plain), torch.stack(recorded)), "asking for maps changes no feature"
+    for number, found in enumerate(maps):
+        with mdp.recorded_maps() as alone:
+            mdp.level(number)(torch.cat([given[0][number], given[1][number]]))
+        assert torch.equal(found, alone[0])
 
 
 def test_a_new_module_is_initialised_as_its_docstrings_say() -> None:

@@ -17,6 +17,7 @@ from components.models.device import DeviceError
 from components.models.fused import FusedMLP, FusedRMSNorm
 from components.models.generation import load_captioner
 from components.models.images import load_image
+from components.models.m3diff.processing import M3DiffImageProcessor
 from components.predict import workers
 from components.predict.pairs import batches, read_test_pairs
 from components.predict.workers import AHEAD, Batch, Job, caption, caption_here, caption_on_ray, images_ahead
@@ -80,18 +81,19 @@ def test_images_come_with_their_batch_in_the_order_of_its_pairs(mixture: Path, c
     found = list(images_ahead(asked, processor, threads=3))
     assert [batch for batch, _ in found] == asked
     for batch, images in found:
-        for pair, shown in zip(batch.pairs, images, strict=True):
-            for path, image in zip((pair.before, pair.after), shown, strict=True):
-                want = processor.prepare_image(load_image(path))
-                np.testing.assert_array_equal(np.asarray(image), want)
+        paths = [path for pair in batch.pairs for path in (pair.before, pair.after)]
+        for path, image in zip(paths, images, strict=True):
+            np.testing.assert_array_equal(image, processor.prepare_image(load_image(path)))
 
 
-def test_a_prepared_image_stays_as_it_is(mixture: Path, checkpoint: Path) -> None:
-    """So the captioner, which prepares what it is given, sees what it would see of the file."""
-    processor = load_captioner(checkpoint).processor
-    once = processor.prepare_image(load_image(mixture / "0_before.png"))
-    again = workers._open(str(mixture / "0_before.png"), None, processor)
-    np.testing.assert_array_equal(processor.prepare_image(again), once)
+def test_an_image_is_prepared_once(mixture: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    prepare = M3DiffImageProcessor.prepare_image
+    monkeypatch.setattr(
+        M3DiffImageProcessor, "prepare_image", lambda self, image: seen.append(image) or prepare(self, image)
+    )
+    list(caption_here(job(checkpoint), in_batches(mixture)))
+    assert len(seen) == 2 * 5
 
 
 def test_an_image_that_is_refused_ends_the_stream_and_its_threads(mixture: Path, tmp_path: Path) -> None:
@@ -140,16 +142,15 @@ def test_modules_are_fused_as_in_training_and_the_captions_stay(checkpoint: Path
     assert not {FusedRMSNorm, FusedMLP} & {type(module) for module in stock.model.modules()}
     asked = in_batches(mixture, size=2)
     for batch, (number, answers) in zip(asked, caption_here(job(checkpoint), asked), strict=True):
-        images = [
-            (workers._open(pair.before, None, stock.processor), workers._open(pair.after, None, stock.processor))
-            for pair in batch.pairs
-        ]
+        files = [file for pair in batch.pairs for file in (pair.before, pair.after)]
+        images = [stock.processor.prepare_image(load_image(file)) for file in files]
+        captions, maps = stock.answer(images, batch.pairs[0].question, saliency=True)
         assert number == batch.number
-        assert [answer.caption for answer in answers] == stock.caption(images, batch.pairs[0].question)
+        assert [answer.caption for answer in answers] == captions
         if batch.saliency:
-            np.testing.assert_allclose([a.saliency for a in answers], stock.saliency_map(images), atol=1e-3)
+            np.testing.assert_allclose([answer.saliency for answer in answers], maps, atol=1e-3)
         else:
-            assert [answer.saliency for answer in answers] == [None] * len(images)
+            assert [answer.saliency for answer in answers] == [None] * len(captions)
 
 
 # Workers
@@ -215,7 +216,11 @@ def test_each_worker_is_placed_with_its_device_and_its_environment(
     class Actor:
         def __init__(self, _: Job) -> None:
             self.ready = SimpleNamespace(remote=lambda: "ready")
-            self.caption = SimpleNamespace(remote=lambda part: dealt.append([batch.number for batch in part]) or part)
+            self.caption = SimpleNamespace(remote=self._caption)
+
+        def _caption(self, part: list[Batch]) -> Iterator[tuple[int, list]]:
+            dealt.append([batch.number for batch in part])
+            return iter([(batch.number, []) for batch in part])
 
     def remote(**given: Any) -> Any:
         asked.update(given)
@@ -223,10 +228,10 @@ def test_each_worker_is_placed_with_its_device_and_its_environment(
 
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "remote", remote)
-    monkeypatch.setattr(ray, "wait", lambda refs, num_returns, timeout: (refs, []))
+    monkeypatch.setattr(ray, "wait", lambda refs, num_returns, timeout=None: (refs[:num_returns], refs[num_returns:]))
     monkeypatch.setattr(ray, "get", lambda refs: refs)
-    monkeypatch.setattr(workers, "_as_they_come", lambda parts: iter(parts))
-    list(caption_on_ray(job(checkpoint, workers=2, cpus_per_worker=3, gpu=gpu), in_batches(mixture)))
+    made = list(caption_on_ray(job(checkpoint, workers=2, cpus_per_worker=3, gpu=gpu), in_batches(mixture)))
+    assert sorted(made) == [(number, []) for number in range(10, 15)]
     assert (asked["num_cpus"], asked["num_gpus"]) == (3, int(gpu))
     assert asked["runtime_env"] == {"env_vars": workers.environment(gpu)}
     assert dealt == [[10, 12, 14], [11, 13]]
