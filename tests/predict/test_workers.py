@@ -1,8 +1,11 @@
 """Where captions are made: images ahead of the model, the checkpoint's own precision, fused modules, Ray workers."""
 
 import json
+import os
 import shutil
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,12 +21,13 @@ from components.models.fused import FusedMLP, FusedRMSNorm
 from components.models.generation import load_captioner
 from components.models.images import load_image
 from components.models.m3diff.processing import M3DiffImageProcessor
-from components.predict import workers
+from components.predict import stage, workers
 from components.predict.pairs import batches, read_test_pairs
+from components.predict.stage import predict
 from components.predict.workers import AHEAD, Batch, Job, caption, caption_here, caption_on_ray, images_ahead
 from components.records import DataError
 from components.section import ParamsError
-from tests.predict.test_stage import ORDER, compute, write_test_split
+from tests.predict.test_stage import ORDER, compute, settings, write_test_split
 from tests.tiny import tiny_base, tiny_checkpoint
 
 
@@ -204,6 +208,78 @@ def test_workers_that_find_no_room_are_refused_with_what_ray_has(
     monkeypatch.setattr(workers, "START_S", 2)
     with pytest.raises(ParamsError, match=r"2 workers .* 1 CPUs and a GPU each, .* placed 0 .* 4 CPUs and 0 GPUs"):
         list(caption_on_ray(job(checkpoint, workers=2, gpu=True), in_batches(mixture)))
+
+
+def die(graves: Path) -> None:
+    """End this process as a machine out of memory does, and leave a file for it."""
+    (graves / str(os.getpid())).touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "at"), [(2, 12), (1, 13)])
+def test_what_a_dead_worker_has_not_answered_is_answered_once_by_others(
+    count: int,
+    at: int,
+    cluster: None,
+    checkpoint: Path,
+    mixture: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+
+    class Mortal(workers.Worker):
+        def caption(self, batches: list[Batch]) -> Iterator[tuple[int, list]]:
+            for batch in batches:
+                if batch.number == at and not list(tmp_path.iterdir()):
+                    die(tmp_path)
+                yield from super().caption([batch])
+
+    asked = in_batches(mixture)
+    want = dict(caption_here(job(checkpoint), asked))
+    monkeypatch.setattr(workers, "Worker", Mortal)
+    got = list(caption_on_ray(job(checkpoint, workers=count, max_failures=1), asked))
+    assert len(list(tmp_path.iterdir())) == 1, "one has died"
+    assert sorted(number for number, _ in got) == sorted(want), "each batch once"
+    for number, answers in got:
+        assert [answer.caption for answer in answers] == [answer.caption for answer in want[number]]
+        for one, other in zip(answers, want[number], strict=True):
+            np.testing.assert_array_equal(one.saliency, other.saliency)
+    said = capsys.readouterr().out
+    assert "predict: a worker died (" in said
+    assert f"unanswered batches go to {'1 other worker(s)' if count == 2 else 'new workers'} (failure 1 of 1 " in said
+
+
+@pytest.mark.slow
+def test_too_many_deaths_end_the_run_and_what_was_captioned_is_kept(
+    cluster: None, checkpoint: Path, mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each worker dies when its first answer is in the journal: with one failure allowed, two of five are."""
+    out, graves, runs = tmp_path / "out", tmp_path / "graves", tmp_path / "out_runs" / "predict"
+    graves.mkdir()
+
+    class Mortal(workers.Worker):
+        def caption(self, batches: list[Batch]) -> Iterator[tuple[int, list]]:
+            yield from super().caption(batches[:1])
+            while sum(file.read_text().count("\n") for file in runs.iterdir()) <= len(list(graves.iterdir())):
+                time.sleep(0.05)
+            die(graves)
+
+    cfg, how = settings(batch_pairs=1, control_pairs=0), compute(out, max_failures=1, workers=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(stage, "caption", caption_on_ray)
+        patch.setattr(workers, "Worker", Mortal)
+        with pytest.raises(ConnectionError, match=r"compute.max_failures: 1 .* run `m3diff predict` again"):
+            predict(cfg, how, mixture, checkpoint.parent, out)
+    assert len(list(graves.iterdir())) == 2
+    again: list[int] = []
+    monkeypatch.setattr(stage, "caption", lambda job, todo: again.extend(b.number for b in todo) or caption(job, todo))
+    predict(cfg, how, mixture, checkpoint.parent, out)
+    assert len(again) == 3, "the other two are kept"
+    predict(cfg, how, mixture, checkpoint.parent, tmp_path / "other")
+    for name in ("predictions.json", "saliency.npz"):
+        assert (out / name).read_bytes() == (tmp_path / "other" / name).read_bytes()
 
 
 @pytest.mark.parametrize("gpu", [False, True])
