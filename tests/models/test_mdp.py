@@ -1,10 +1,12 @@
 """The MDP module against a plain transcription of equations (1)-(8), in float64, written from the paper alone."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from components.models.m3diff.mdp import DifferentialPerception, sincos_positions
 from components.models.m3diff.settings import MDPConfig
@@ -218,6 +220,25 @@ def test_the_saliency_map_is_what_the_first_layer_moves_averaged_over_levels() -
             reached += passed[:, :, N:].sum(1)
         maps.append(reached / reached.sum(1, keepdim=True))
     torch.testing.assert_close(saliency_map(mdp, features_1, features_2), sum(maps) / 3)
+
+
+def test_maps_add_an_eighth_of_a_teraflop_to_a_pair_at_the_papers_size() -> None:
+    """By hand: to the module's forward come, for both images of each level, the projections of 729 queries and of 1,458
+    keys and values, the weights, and the size of every head's projected values."""
+    with torch.device("meta"):
+        cfg, width, patches = MDPConfig(), 1152, 729
+        mdp = DifferentialPerception(cfg, width)
+        level = [torch.zeros(1, patches, width)] * 4
+
+    def flops(maps: bool) -> int:
+        recording = mdp.recorded_maps() if maps else nullcontext()
+        with torch.no_grad(), FlopCounterMode(display=False) as counter, recording:
+            mdp(level, level, level[0], level[0])
+        return counter.get_total_flops()
+
+    by_hand = 5 * patches * width**2 + 2 * patches**2 * width + 2 * patches * width**2
+    assert flops(True) - flops(False) == 2 * 4 * 2 * by_hand
+    assert (flops(True) - flops(False)) / 1e12 == pytest.approx(0.128, abs=0.001)
 
 
 @pytest.mark.parametrize("share_levels", [False, True])
