@@ -107,13 +107,14 @@ def test_the_peer_trains_the_same_tensors_from_the_same_numbers_by_stock_modules
 
 def test_the_peer_reads_the_rows_in_the_order_of_unpacked_training(job) -> None:
     from benchmarks.peer import trainer_for
+    from components.models.device import Device
     from components.train.batches import Loader, Schedule
     from components.train.samples import read_training_samples
 
     trainer = trainer_for(job, False, [])
     samples = read_training_samples(job.mixture, job.run_dir)
     schedule = Schedule(samples, 1, job.cfg.seed, 15, 5, 100_000)
-    wanted = Loader(samples, trainer.train_dataset.processor, threads=1)
+    wanted = Loader(samples, trainer.train_dataset.processor, threads=1, device=Device(False, "fp32"))
     for step in (0, 2):
         ours = [int(rows[0]) for rows in schedule.global_sequences(step)]
         got = [trainer.train_dataset[15 * step + place]["labels"] for place in range(15)]

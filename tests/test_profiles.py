@@ -97,7 +97,6 @@ def test_one_gpu_is_the_paper_run_but_for_packing_batch_and_memory():
         "compute.workers: 8 -> 1",
         "compute.gpu_kind: A100-40GB -> H100-80GB",
         "compute.micro_batch: 4 -> 3",
-        "compute.zero_stage: 2 -> 1",
         "compute.activation_checkpointing: full -> none",
     ]
 
