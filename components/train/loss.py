@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F

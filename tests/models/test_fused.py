@@ -148,7 +148,8 @@ def test_swiglus_backward_is_right() -> None:
 
 def test_flex_attentions_rule_is_the_dense_mask() -> None:
     packed = pack([group(3, seed=0), group(1, seed=1), group(7, seed=2)]).rounded_up(RECURRING, pad_id=0)
-    rule = create_mask(packed.block_mask(Device(False, "fp32")).mask_mod, None, None, packed.tokens, packed.tokens, device="cpu")
+    blocks = packed.block_mask(Device(False, "fp32"))
+    rule = create_mask(blocks.mask_mod, None, None, packed.tokens, packed.tokens, device="cpu")
     assert torch.equal(rule, packed.mask())
 
 

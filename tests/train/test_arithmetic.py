@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from components.models import FAMILIES
+from components.models.device import Device
 from components.models.family import Term
 from components.train.arithmetic import (
     COUNTED,
@@ -18,7 +19,6 @@ from components.train.arithmetic import (
     peak_flops,
     progress_line,
 )
-from components.models.device import Device
 from components.train.batches import Loader, Schedule
 from components.train.samples import read_samples
 
