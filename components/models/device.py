@@ -73,11 +73,15 @@ class Device:
                 "compute.fp8 to false"
             )
 
+    def pinned(self, tensor: Tensor) -> Tensor:
+        """The tensor in memory that a GPU copies from by itself; on a CPU as it is. It takes the CPU a copy: for the
+        threads that load."""
+        return tensor.pin_memory() if self.gpu else tensor
+
     def move(self, tensor: Tensor) -> Tensor:
-        """The tensor on this device. From pinned memory the copy runs beside the computation."""
-        if not self.gpu:
-            return tensor
-        return tensor.pin_memory().to(self.torch, non_blocking=True)
+        """The tensor on this device. From pinned memory the copy runs beside the computation, from other memory once
+        the CPU has read it."""
+        return tensor.to(self.torch, non_blocking=True) if self.gpu else tensor
 
 
 def environment(gpu: bool) -> dict[str, str]:

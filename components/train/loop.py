@@ -142,7 +142,7 @@ def start(job: Job, runtime: Runtime) -> Run:
     )
     place = (runtime.rank, runtime.ranks)
     validation = Validation(val, processor, family, compute, cfg.seed, place, device)
-    loader = Loader(samples, processor, threads=compute.cpus_per_worker)
+    loader = Loader(samples, processor, threads=compute.cpus_per_worker, device=device)
     curve = Curve(columns(family.parts, validation.datasets))
     return Run(job, runtime, family, engine, processor, groups, schedule, loader, validation, curve, parameters, device)
 

@@ -30,12 +30,12 @@ def small(device: Device, **changes: Any) -> Recipe:
     return recipe(BASE, **{"model": model, "micro_batch": MICRO_BATCH, **how, **changes})
 
 
-def first_batch(made: Recipe, mixture: Path, processor: Any) -> MicroBatch:
+def first_batch(made: Recipe, mixture: Path, processor: Any, device: Device) -> MicroBatch:
     """The first micro-batch of the run, as the loader builds it."""
     samples = read_training_samples(mixture, mixture / "scratch")
     cfg = made.cfg
     schedule = Schedule(samples, cfg.max_captions_per_sequence, cfg.seed, MICRO_BATCH, MICRO_BATCH, cfg.epochs)
-    return Loader(samples, processor, threads=1).build(schedule.micro_batches(0, 0)[0])
+    return Loader(samples, processor, threads=1, device=device).build(schedule.micro_batches(0, 0)[0])
 
 
 def loss_and_gradients(device: Device, mixture: Path, **changes: Any) -> tuple[float, dict[str, Tensor]]:
@@ -47,7 +47,7 @@ def loss_and_gradients(device: Device, mixture: Path, **changes: Any) -> tuple[f
     model.to(device.torch)
     if made.compute.fp8:
         use_fp8(model, device)
-    loss = token_loss(model, first_batch(made, mixture, processor), processor, device)
+    loss = token_loss(model, first_batch(made, mixture, processor, device), processor, device)
     loss.backward()
     found = {name: p.grad.float().cpu() for name, p in model.named_parameters() if p.grad is not None}
     return float(loss), found

@@ -13,6 +13,8 @@ from components.models import FAMILIES
 from components.models.device import FP8_CAPABILITY, Device, environment
 from components.models.fp8 import Rounded, fp8_product, rounded
 from components.models.generation import load_captioner
+from components.train.loop import prepare_model
+from components.train.loss import token_loss
 from tests.gpu.choices import ATTENTION, CHECKPOINTING, cosine, first_batch, loss_and_gradients, small
 from tests.tiny import colour_image, tiny_base, tiny_checkpoint
 from tests.train.toy import Trained, run
@@ -109,12 +111,29 @@ def test_fp8_is_close_to_bf16_and_to_fp8_on_the_cpu(attention: Any, checkpointin
 def test_a_pinned_copy_is_the_same_batch(precision: Any, mixture: Path) -> None:
     device = Device(True, precision)
     made = small(device)
-    batch = first_batch(made, mixture, FAMILIES["m3diff"].load_processor(made.cfg.base))
+    batch = first_batch(made, mixture, FAMILIES["m3diff"].load_processor(made.cfg.base), device)
     packed = batch.packed
-    there = [packed.input_ids, packed.position_ids, packed.labels, batch.weights, torch.from_numpy(batch.images)]
+    there = [packed.input_ids, packed.position_ids, packed.labels, batch.weights, batch.images]
+    assert all(tensor.is_pinned() for tensor in there)
     copies = [device.move(tensor) for tensor in there]
     assert all(copy.is_cuda for copy in copies)
     assert all(copy.cpu().equal(tensor) for copy, tensor in zip(copies, there, strict=True))
+
+
+@pytest.mark.parametrize("attention", ATTENTION)
+def test_a_micro_batch_is_trained_on_without_waiting_for_the_gpu(attention: Any, mixture: Path) -> None:
+    """CUDA raises where the CPU would wait. The first pass compiles, and is let to."""
+    device = Device(True, "bf16", attention)
+    made = small(device)
+    model, processor = prepare_model(made.cfg, made.model, made.compute, FAMILIES["m3diff"])
+    model.to(device.torch)
+    batch = first_batch(made, mixture, processor, device)
+    for mode in ("default", "error"):
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            token_loss(model, batch, processor, device).backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)

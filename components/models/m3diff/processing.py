@@ -74,7 +74,7 @@ class M3DiffImageProcessor(BaseImageProcessor):
     def to_pixels(self, prepared: Tensor) -> Tensor:
         """[..., side, side, 3] uint8 to [..., 3, side, side] float32, on the device where they are."""
         mean, std = (
-            255 * torch.tensor(values, dtype=torch.float32, device=prepared.device)[:, None, None]
+            (255 * torch.tensor(values, dtype=torch.float32)[:, None, None]).to(prepared.device, non_blocking=True)
             for values in (self.image_mean, self.image_std)
         )
         return prepared.movedim(-1, -3).to(torch.float32, memory_format=torch.contiguous_format).sub_(mean).div_(std)
