@@ -1,5 +1,5 @@
 """What FP8 does to the loss: the loop's own training of the embedded base on MiniChange's references, in fp32, bf16 and
-bf16 with compute.fp8, from the same weights over the same batches. On a CPU FP8 is computed by the same operator.
+bf16 with train.fp8, from the same weights over the same batches. On a CPU FP8 is computed by the same operator.
 
 `python benchmarks/fp8_gap.py` -> benchmarks/results/fp8_gap.json. Says nothing of speed, and a base of a million
 parameters says little of a 7B model: `--base` names another.
@@ -43,8 +43,8 @@ def losses(job: Job, steps: int) -> list[float]:
 
 def changed(job: Job, seed: int, gpu: bool, precision: str, fp8: bool = False) -> Job:
     """The job with another seed, which decides the order and the new module's weights, and in another precision."""
-    compute = job.compute.model_copy(update={"gpu": gpu, "fp8": fp8})
-    return replace(job, cfg=job.cfg.model_copy(update={"seed": seed, "precision": precision}), compute=compute)
+    cfg = job.cfg.model_copy(update={"seed": seed, "precision": precision, "fp8": fp8})
+    return replace(job, cfg=cfg, compute=job.compute.model_copy(update={"gpu": gpu}))
 
 
 def gap(found: list[float], wanted: list[float]) -> float:

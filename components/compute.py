@@ -1,7 +1,7 @@
 """The section `compute`: how a run is computed, not what. DVC does not watch it and no run starts over for it.
 
 Changing workers, batch split, ZeRO stage, recomputation, intervals, retries or sizes of validation changes neither the
-data order nor the loss; sums may round differently. `fp8` rounds so much more that the loss shows it.
+data order nor the loss; sums may round differently.
 """
 
 from pathlib import Path
@@ -21,7 +21,6 @@ class Compute(Section):
     micro_batch: int = Field(ge=1)  # sequences on one worker at a time
     attention: Literal["auto", "flex", "sdpa"]  # the LLM's kernel; auto: flex for branches on a GPU, else sdpa
     compile: bool  # layers by torch.compile, for a GPU: fewer kernels after minutes of compiling
-    fp8: bool  # frozen linears under adapters in 8 bits (components/models/fp8.py), for a GPU that multiplies them
     zero_stage: Literal[0, 1, 2, 3]
     activation_checkpointing: Literal["none", "selective", "full"]
     checkpoint_every_steps: int = Field(ge=1)

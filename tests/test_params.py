@@ -289,22 +289,22 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "FP8 where it cannot be": (
         {
-            "compute.fp8": True,
+            "train.fp8": True,
             "compute.zero_stage": 3,
             "compute.gpu": True,
             "compute.gpu_kind": "A100-40GB",
             "models.m3diff.lora.rank": 0,
         },
         [
-            "compute.fp8: is for train.precision bf16 (found fp32); write false, or bf16 there",
-            "compute.fp8: with compute.zero_stage 3 each worker holds a part of the weights, of which no FP8 copy",
-            "compute.fp8: compute.gpu_kind A100-40GB has no products in FP8; write false, or one of H100-80GB,",
-            "compute.fp8: is for frozen linears under adapters, and models.m3diff trains with none; write false, or",
+            "train.fp8: is for train.precision bf16 (found fp32); write false, or bf16 there",
+            "train.fp8: with compute.zero_stage 3 each worker holds a part of the weights, of which no FP8 copy",
+            "train.fp8: compute.gpu_kind A100-40GB has no products in FP8; write false, or one of H100-80GB,",
+            "train.fp8: is for frozen linears under adapters, and models.m3diff trains with none; write false, or",
         ],
     ),
     "FP8 of a part that has adapters and does not train": (
-        {"compute.fp8": True, "train.precision": "bf16", "models.m3diff.rates.llm": None},
-        ["compute.fp8: is for frozen linears under adapters, and models.m3diff trains with none; write false, or"],
+        {"train.fp8": True, "train.precision": "bf16", "models.m3diff.rates.llm": None},
+        ["train.fp8: is for frozen linears under adapters, and models.m3diff trains with none; write false, or"],
     ),
     "a GPU that nobody knows": (
         {"compute.gpu_kind": "H100-90GB"},

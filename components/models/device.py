@@ -68,9 +68,9 @@ class Device:
         found = torch.cuda.get_device_capability(self.torch) if self.gpu else FP8_CAPABILITY
         if found < FP8_CAPABILITY:
             raise DeviceError(
-                f"compute.fp8: true, but {torch.cuda.get_device_name(self.torch)} (compute capability {found[0]}."
+                f"train.fp8: true, but {torch.cuda.get_device_name(self.torch)} (compute capability {found[0]}."
                 f"{found[1]}) has no products in FP8, which begin with 8.9 (RTX 40, L4, L40S, H100 and newer); set "
-                "compute.fp8 to false"
+                "train.fp8 to false"
             )
 
     def pinned(self, tensor: Tensor) -> Tensor:

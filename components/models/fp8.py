@@ -109,15 +109,15 @@ def use_fp8(model: nn.Module, device: Device) -> int:
     """
     device.require_fp8()
     if device.precision != "bf16":
-        raise ValueError(f"compute.fp8: is for train.precision bf16, found {device.precision}; write fp8: false")
+        raise ValueError(f"train.fp8: is for train.precision bf16, found {device.precision}; write fp8: false")
     if any(isinstance(module, FoldedDecoderLayer) for module in model.modules()):
-        raise ValueError("compute.fp8: the adapters are folded into the weights, which then are not frozen")
+        raise ValueError("train.fp8: the adapters are folded into the weights, which then are not frozen")
     if any(is_partitioned(linear.base_layer) for linear in adapted_linears(model)):
-        raise ValueError("compute.fp8: ZeRO 3 holds the weights in parts; set compute.zero_stage to 2, or fp8: false")
+        raise ValueError("train.fp8: ZeRO 3 holds the weights in parts; set compute.zero_stage to 2, or fp8: false")
     chosen = fp8_linears(model)
     if not chosen:
         raise ValueError(
-            f"compute.fp8: no linear of the model has an adapter and sides that are multiples of {MULTIPLE}; write "
+            f"train.fp8: no linear of the model has an adapter and sides that are multiples of {MULTIPLE}; write "
             "fp8: false"
         )
     for linear in chosen:
@@ -128,10 +128,10 @@ def use_fp8(model: nn.Module, device: Device) -> int:
 
 def without_fp8(model: nn.Module) -> None:
     """Undo `use_fp8` and give the copies' memory back."""
-    for module in model.modules():
-        if isinstance(module, Fp8Lora):
-            del module.copies
-            module.__class__ = FusedLora
+    linears: list[Any] = [module for module in model.modules() if isinstance(module, Fp8Lora)]
+    for linear in linears:
+        del linear.copies
+        linear.__class__ = FusedLora
 
 
 @torch.no_grad()

@@ -65,7 +65,7 @@ class FusedLora(LoraLinear):
             return super().forward(x, *args, **kwargs)
         (adapter,) = self.active_adapters
         base: Any = self.base_layer
-        a, b = self.lora_A[adapter].weight, self.lora_B[adapter].weight
+        a, b = _weight(self.lora_A[adapter]), _weight(self.lora_B[adapter])
         result = self.adapted(x.flatten(0, -2), base, a, b, self.scaling[adapter])
         return result.unflatten(0, x.shape[:-1])
 

@@ -113,7 +113,7 @@ def make_plan(
     model = meta_model(config, family, settings, train.precision)
     activations = activations_of(model, family, compute, prompt, supervised)
     parameters = parameters_of(model, family)
-    more = {"FP8 copies": fp8_copies_gb(model)} if compute.fp8 else {}
+    more = {"FP8 copies": fp8_copies_gb(model)} if train.fp8 else {}
     run = train.epochs * sequences
     return Plan(
         base=str(train.base) if _is_here(train.base) else _published(config, train.base),
@@ -263,7 +263,7 @@ def _remedies(compute: Compute, plan: Plan) -> list[str]:
         f"lower compute.micro_batch (now {compute.micro_batch})": compute.micro_batch > 1,
         f"raise compute.zero_stage (now {compute.zero_stage})": compute.zero_stage < 3 and plan.gpus > 1,
         f"set compute.activation_checkpointing to {stronger} (now {way})": stronger is not None,
-        "set compute.fp8 to false": compute.fp8,
+        "set train.fp8 to false": "FP8 copies" in plan.memory_gb,
         "lower train.max_captions_per_sequence": plan.branches > 1,
     }
     return [remedy for remedy, helps in remedies.items() if helps]

@@ -127,7 +127,7 @@ def start(job: Job, runtime: Runtime) -> Run:
     groups = trainable_groups(model, family, job.model)
     parameters = parameter_counts(model, family)
     engine = build_engine(cfg, compute, model.to(device.torch), groups, runtime.ranks)
-    if compute.fp8:  # DeepSpeed has brought the weights into their precision
+    if cfg.fp8:  # DeepSpeed has brought the weights into their precision
         runtime.say(f"{use_fp8(engine.module, device)} frozen linears compute in FP8")
     samples = read_training_samples(job.mixture, job.run_dir)
     val = read_samples(job.mixture / "val", job.run_dir)

@@ -174,7 +174,6 @@ def compute(**changes: Any) -> Compute:
         "gpu": False,
         "attention": "auto",
         "compile": False,
-        "fp8": False,
         "gpu_kind": None,
         "micro_batch": 1,
         "zero_stage": 0,

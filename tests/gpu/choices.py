@@ -45,7 +45,7 @@ def loss_and_gradients(device: Device, mixture: Path, **changes: Any) -> tuple[f
     model, processor = prepare_model(made.cfg, made.model, made.compute, FAMILIES["m3diff"])
     move_what_trains(model)
     model.to(device.torch)
-    if made.compute.fp8:
+    if made.cfg.fp8:
         use_fp8(model, device)
     loss = token_loss(model, first_batch(made, mixture, processor, device), processor, device)
     loss.backward()

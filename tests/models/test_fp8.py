@@ -240,7 +240,7 @@ def test_the_memory_of_the_copies_is_counted() -> None:
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (7, 5)])
 def test_a_gpu_without_fp8_is_refused(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpu(monkeypatch, capability)
-    with pytest.raises(DeviceError, match=rf"compute.fp8: true, but Some GPU \(.* {capability[0]}\.{capability[1]}\)"):
+    with pytest.raises(DeviceError, match=rf"train.fp8: true, but Some GPU \(.* {capability[0]}\.{capability[1]}\)"):
         use_fp8(bf16_model(), Device(gpu=True, precision="bf16"))
 
 
@@ -276,10 +276,10 @@ def without_adapters() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "precision", "said"),
     [
-        (bf16_model, "fp32", "compute.fp8: is for train.precision bf16, found fp32"),
-        (partitioned, "bf16", "compute.fp8: ZeRO 3 holds the weights in parts; set compute.zero_stage to 2"),
-        (folded, "bf16", "compute.fp8: the adapters are folded into the weights"),
-        (without_adapters, "bf16", "compute.fp8: no linear of the model has an adapter and sides .* multiples of 16"),
+        (bf16_model, "fp32", "train.fp8: is for train.precision bf16, found fp32"),
+        (partitioned, "bf16", "train.fp8: ZeRO 3 holds the weights in parts; set compute.zero_stage to 2"),
+        (folded, "bf16", "train.fp8: the adapters are folded into the weights"),
+        (without_adapters, "bf16", "train.fp8: no linear of the model has an adapter and sides .* multiples of 16"),
     ],
 )
 def test_what_has_no_frozen_weights_in_bf16_is_refused(make: Any, precision: Any, said: str) -> None:

@@ -110,6 +110,7 @@ def train_section(base: Path, **changes: object) -> Train:
         "weight_decay": 0,
         "max_grad_norm": 1,
         "precision": "bf16",
+        "fp8": False,
         "export": "last",
     }
     return Train.model_validate(fields | changes)
@@ -123,7 +124,6 @@ def compute_section(**changes: object) -> Compute:
         "gpu": True,
         "attention": "auto",
         "compile": False,
-        "fp8": False,
         "gpu_kind": "H100-80GB",
         "micro_batch": 3,
         "zero_stage": 0,

@@ -1,4 +1,4 @@
-"""Training with `compute.fp8` through the loop, on a CPU by the same operator."""
+"""Training with `train.fp8` through the loop, on a CPU by the same operator."""
 
 from pathlib import Path
 from typing import Any

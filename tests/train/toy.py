@@ -59,6 +59,7 @@ TRAIN: dict[str, Any] = {
     "weight_decay": 0.01,
     "max_grad_norm": 1.0,
     "precision": "fp32",
+    "fp8": False,
     "export": "last",
 }
 
@@ -68,7 +69,6 @@ COMPUTE: dict[str, Any] = {
     "gpu": False,
     "attention": "auto",
     "compile": False,
-    "fp8": False,
     "gpu_kind": None,
     "micro_batch": 4,
     "zero_stage": 0,

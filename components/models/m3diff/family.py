@@ -82,7 +82,7 @@ def generate(
     model: M3DiffForConditionalGeneration, inputs: Mapping[str, Tensor], saliency: bool, decoding: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
     asked: dict[str, Any] = {**inputs, **decoding}
-    tokens, maps = model.generate_with_maps(**asked) if saliency else (model.generate(**asked), None)
+    tokens, maps = model.generate_with_maps(**asked) if saliency else (model.generate(**asked), None)  # type: ignore[misc]
     return tokens[:, inputs["input_ids"].shape[1] :], maps
 
 

@@ -184,7 +184,7 @@ class M3DiffForConditionalGeneration(NewModuleInit, LlavaOnevisionForConditional
     def generate_with_maps(self, *, pixel_values: Tensor, **inputs: Any) -> tuple[Tensor, Tensor]:
         """`generate`, and `saliency_map` from the same pass of the vision encoder and the MDP module."""
         with self._recorded_maps() as maps:
-            tokens = self.generate(pixel_values=pixel_values, **inputs)
+            tokens: Any = self.generate(pixel_values=pixel_values, **inputs)  # type: ignore[misc]
         return tokens, self._mean_map(maps, pixel_values)
 
     @torch.no_grad()
