@@ -120,7 +120,7 @@ def test_one_process_without_ray_is_one_gpu_that_holds_everything(plan):
 def test_the_frozen_weights_in_fp8_are_counted_beside_those_in_bf16(plan, monkeypatch):
     monkeypatch.setattr(fp8, "MULTIPLE", 2)
     want = plan({}).memory_gb
-    memory = plan({"fp8": True}).memory_gb
+    memory = plan({}, fp8=True).memory_gb
     copies = memory.pop("FP8 copies")
     assert copies * GB == pytest.approx(2 * 8 * 6 + 4 * (8 + 6))
     assert memory == want
