@@ -13,6 +13,7 @@ from components.evaluate.metrics import METRICS, choose_metrics
 from components.evaluate.metrics.java import require_java
 from components.evaluate.metrics.metric import ALL, Metric, Value
 from components.evaluate.metrics.run import compute_metrics
+from components.evaluate.metrics.scorer import ScorerFailed
 from components.evaluate.metrics.spice import find_jars
 from components.evaluate.pairs import EvalPair
 from components.evaluate.protocols import ProtocolPairs, apply, takes
@@ -77,11 +78,13 @@ def score(
         data: the dataset's own folder, or ingest's records of it.
 
     Raises:
-        JavaMissing: there is no Java; said before anything is read.
+        JavaMissing: there is no Java; said before anything is read, as is a folder without SPICE's jars.
         DataError: a file cannot be used; or a fault was found and `allow_faults` does not allow it.
         ScorerFailed: the tokenizer gave up.
     """
     require_java()
+    if spice_dir is not None:
+        require_spice(spice_dir)
     known = None if benchmark is None else find_benchmark(benchmark)
     chosen = known.protocol(protocol) if known else Protocol("as given", n=None)
     if known is None and (references is None or protocol or data):
@@ -89,6 +92,13 @@ def score(
     scored, counts = find_references(known, chosen, references, data)
     dataset = known.name if known else str(references and references.stem)
     return score_captions(predictions, dataset, chosen, scored, counts, known, spice_dir, allow_faults)
+
+
+def require_spice(folder: Path) -> None:
+    try:
+        find_jars(folder)
+    except ScorerFailed as missing:
+        raise DataError(f"--spice-dir {missing}; `m3diff score --check-spice` says where they belong") from None
 
 
 def find_benchmark(name: str) -> Benchmark:
@@ -221,11 +231,9 @@ def compute(
 
 
 def metrics_of(protocol: Protocol, references: References, spice_dir: Path | None) -> Mapping[str, Metric]:
-    """The protocol's; SPICE where a folder is named, which is asked before anything runs; changes where there is a
-    grammar."""
+    """The protocol's; SPICE where its folder is named; what a caption says of the change where there is a grammar."""
     names = set(protocol.metrics) - {"SPICE"}
     if spice_dir is not None:
-        find_jars(spice_dir)
         names.add("SPICE")
     if references.grammar:
         names.add("change_accuracy")

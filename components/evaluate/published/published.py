@@ -1,8 +1,8 @@
 """The published figures of each benchmark and, where it is known, on what their authors chose the epoch.
 
-    results.csv                        every method's row of a benchmark's headline protocol, times 100, with its paper
-    clevr_change_cider_by_type.csv     CIDEr of CLEVR-Change by change type, times 100 (BLIP2IDC, WACV 2025)
-    selection.csv                      the split on which a method's epoch was chosen, and how that is known
+results.csv                        every method's row of a benchmark's headline protocol, times 100, with its paper
+clevr_change_cider_by_type.csv     CIDEr of CLEVR-Change by change type, times 100 (BLIP2IDC, WACV 2025)
+selection.csv                      the split on which a method's epoch was chosen, and how that is known
 """
 
 import csv
