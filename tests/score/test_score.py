@@ -161,6 +161,17 @@ def test_a_fault_of_the_files_is_an_exit_code_and_a_sentence(capsys, tmp_path):
     assert "name a file of captions" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("as_json", [False, True])
+def test_the_command_hands_its_arguments_on_and_prints_what_was_found(as_json, monkeypatch, capsys):
+    calls = []
+    monkeypatch.setattr("components.score.score.score", lambda *arguments: calls.append(arguments) or a_report())
+    typed = "p.json --benchmark iedit --protocol test --references r.json --data d --spice-dir s --allow-faults"
+    assert main(["score", *typed.split(), *(["--json"] if as_json else [])]) == 0
+    assert calls == [(Path("p.json"), "iedit", "test", Path("r.json"), Path("d"), Path("s"), True)]
+    told = capsys.readouterr().out
+    assert (json.loads(told)["scores"]["CIDEr"] == 0.474) if as_json else ("CIDEr-D" in told)
+
+
 def test_help_is_quick_and_imports_nothing_heavy():
     code = (
         "import sys, components.__main__ as m\n"
