@@ -173,6 +173,38 @@ def test_a_sides_figures_are_of_its_median_round() -> None:
     assert figures["rounds"] == [15.0, 30.0, 7.5]
 
 
+def test_captions_to_score_are_like_clevr_changes_and_the_same_every_time() -> None:
+    from benchmarks.score import make_captions
+
+    captions = make_captions(400)
+    assert captions == make_captions(400)
+    assert captions != make_captions(400, seed=1)
+    texts = [text.lower().rstrip(".").split() for several in captions["references"].values() for text in several]
+    assert {len(several) for several in captions["references"].values()} == {5}
+    assert 6 < sum(map(len, texts)) / len(texts) < 14
+    assert len({word for text in texts for word in text}) < 100
+
+
+def test_scores_that_differ_are_not_equal() -> None:
+    from benchmarks.score import are_equal, differences
+
+    one = {"groups": {"ROUGE-L": 0.5, "CIDEr": 1.0}, "pairs": {"ROUGE-L": [0.25, 0.75], "CIDEr": [0.0, 2.0]}}
+    assert are_equal(differences(one, one))
+    assert are_equal(differences(one, one | {"groups": {"ROUGE-L": 0.5, "CIDEr": 1.0 + 1e-10}}))
+    assert not are_equal(differences(one, one | {"groups": {"ROUGE-L": 0.5, "CIDEr": 1.0 + 1e-8}}))
+    assert not are_equal(differences(one, one | {"pairs": {"ROUGE-L": [0.25, 0.75 + 1e-15], "CIDEr": [0.0, 2.0]}}))
+
+
+@pytest.mark.slow
+def test_both_ways_of_scoring_give_every_score_alike(tmp_path: Path) -> None:
+    result = run(tmp_path, "score.py", "--pairs", "40")
+    assert result["equal"]
+    assert result["scores"].keys() == {"BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "ROUGE-L", "METEOR", "CIDEr"}
+    assert 0.2 < result["scores"]["METEOR"] < 0.6
+    assert result["stock_s"] > 0
+    assert result["ours_s"] > 0
+
+
 @pytest.mark.slow
 def test_the_trainer_and_both_ways_of_the_project_train_to_the_same_losses(tmp_path: Path) -> None:
     result = run(tmp_path, "train.py", "--pairs", "2", "--repeats", "1", "--device", "cpu", "--threads", "1")
