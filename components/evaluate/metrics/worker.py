@@ -123,7 +123,7 @@ def is_plain(line: bytes) -> bool:
 
 def phrases(texts: Iterable[str]) -> set[bytes]:
     """All runs of one to LONGEST_PHRASE words of ASCII letters and digits, a line each."""
-    found = set()
+    found: set[bytes] = set()
     for text in set(texts):
         for reading in {text.lower(), ENTITY.sub(" ", text.lower())}:
             words = WORD.findall(reading.encode())
