@@ -36,11 +36,8 @@ def plain(name: str) -> str:
     return found["number"] + distractor
 
 
-def match(rows: Sequence[Prediction], known: Iterable[str], dataset: str, records: int | None = None) -> Matched:
+def match(rows: Sequence[Prediction], known: Iterable[str], dataset: str, counts: Counts) -> Matched:
     """Every caption under the id of the references that its own id means.
-
-    Args:
-        records: of the annotation file, where it has several of a pair.
 
     Raises:
         DataError: two captions of one id, or none of the ids is known.
@@ -61,9 +58,9 @@ def match(rows: Sequence[Prediction], known: Iterable[str], dataset: str, record
             renamed = given, name
         captions[name] = caption
     if len(times) < len(rows):
-        raise DataError(repeated(rows, times, records))
+        raise DataError(repeated(rows, times, counts.records))
     if not captions:
-        raise DataError(not_known(unknown, len(rows), ids))
+        raise DataError(not_known(unknown, len(rows), ids, counts))
     return Matched(captions, unknown, renamed)
 
 
@@ -78,8 +75,9 @@ def repeated(rows: Sequence[Prediction], times: Counter[str], records: int | Non
     return f"{found}; a dictionary would have kept the last and lost the others. Keep one caption to an id"
 
 
-def not_known(unknown: Sequence[str], rows: int, known: Iterable[str]) -> str:
-    return f"{len(unknown):,} of {rows:,} ids are unknown: {some(unknown)}; valid ones are {some(list(known))}"
+def not_known(unknown: Sequence[str], rows: int, known: Iterable[str], counts: Counts) -> str:
+    found = f"{len(unknown):,} of {rows:,} ids are unknown: {some(unknown)}; valid ones are {some(list(known))}"
+    return found + level(rows, counts)
 
 
 def some(names: Sequence[str]) -> str:
@@ -93,7 +91,7 @@ def faults_of_predictions(
     """Unknown and missing ids, with the likely reason."""
     faults = []
     if matched.unknown:
-        faults.append(not_known(matched.unknown, rows, known) + level(rows, counts))
+        faults.append(not_known(matched.unknown, rows, known, counts))
     missing = [name for name in taken if name not in matched.captions]
     if missing:
         faults.append(missing_fault(missing, taken, rows, counts))

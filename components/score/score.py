@@ -159,7 +159,10 @@ def score_captions(
     taken = {name: references.pairs[name] for name in taken_by(protocol, dataset, references)}
     if not taken:
         raise DataError(f"{dataset}: no pair of the references is one of protocol {protocol.name!r}")
-    matched = match(found.rows, references.pairs, dataset, counts.records)
+    try:
+        matched = match(found.rows, references.pairs, dataset, counts)
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from None
     faults = faults_of_references(taken, counts, protocol) if references.as_scored else []
     faults += faults_of_predictions(len(found.rows), matched, taken, references.pairs, counts)
     captions = {name: matched.captions[name] for name in taken if name in matched.captions}

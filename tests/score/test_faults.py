@@ -15,6 +15,7 @@ from components.score.predictions import Prediction
 from components.score.references import Counts, Reference, benchmarks, published_counts
 
 TEST = Protocol("test", n=3)
+NONE = Counts(None)
 
 
 @pytest.mark.parametrize(
@@ -36,32 +37,32 @@ TEST = Protocol("test", n=3)
 )
 def test_an_id_is_known_as_the_benchmark_s_authors_write_it(given, known):
     ids = ["235.png", "000123.png", "000123.png_n", "Reddit_1052", "13985343_24"]
-    found = match([Prediction(given, "x")], ids, "spot_the_diff")
+    found = match([Prediction(given, "x")], ids, "spot_the_diff", NONE)
     assert found.captions == {known: "x"}
     assert found.renamed == (None if given == known else (given, known))
 
 
 def test_what_two_ids_could_mean_is_unknown_unless_written_in_full():
     ids = ["a/1.png", "b/1.png"]
-    assert match([Prediction("a/1.png", "x"), Prediction("1", "y")], ids, "own").unknown == ["1"]
+    assert match([Prediction("a/1.png", "x"), Prediction("1", "y")], ids, "own", NONE).unknown == ["1"]
     assert plain("a/1.png") == plain("b/1.png") == "1"
 
 
 def test_two_spellings_of_one_id_are_two_captions_of_it():
     with pytest.raises(DataError, match=r"2 captions for 1 ids: '1.png' has 2; a dictionary would have kept the last"):
-        match([Prediction("1", "x"), Prediction("1.png", "y")], ["1.png"], "own")
+        match([Prediction("1", "x"), Prediction("1.png", "y")], ["1.png"], "own", NONE)
 
 
 def test_unknown_ids_stand_beside_valid_ones():
     with pytest.raises(
         DataError, match=r"2 of 2 ids are unknown: 'x', 'y'; valid ones are '1.png', '2.png', '3.png', "
     ):
-        match([Prediction("x", ""), Prediction("y", "")], ["1.png", "2.png", "3.png", "4.png"], "own")
+        match([Prediction("x", ""), Prediction("y", "")], ["1.png", "2.png", "3.png", "4.png"], "own", NONE)
 
 
 def faults(given: list[str], pairs: dict[str, Reference], **counts: int) -> list[str]:
-    rows = [Prediction(name, "x") for name in given]
-    return faults_of_predictions(len(rows), match(rows, pairs, "iedit"), pairs, pairs, Counts(len(pairs), **counts))
+    rows, known = [Prediction(name, "x") for name in given], Counts(len(pairs), **counts)
+    return faults_of_predictions(len(rows), match(rows, pairs, "iedit", known), pairs, pairs, known)
 
 
 def test_captions_keyed_by_their_images_are_named_by_their_number():
@@ -73,6 +74,14 @@ def test_captions_keyed_by_their_images_are_named_by_their_number():
     )
     (plain_fault,) = faults(["Reddit_0", "Reddit_1", "Reddit_2"], pairs, image_pairs=4)
     assert plain_fault == "no caption for 2 of 5 pairs: 'Reddit_3', 'Reddit_4'"
+
+
+def test_ids_of_another_level_that_are_all_unknown_are_named_by_their_number():
+    pairs = {f"Reddit_{n}": Reference(["a"], []) for n in range(5)}
+    with pytest.raises(DataError, match=r"4 of 4 ids are unknown: 'a', .* distinct pairs of images: keyed by its im"):
+        faults(["a", "b", "c", "d"], pairs, image_pairs=4)
+    with pytest.raises(DataError, match=r"6 of 6 ids are unknown: .* has 6 records: this is the record level"):
+        faults(["a", "b", "c", "d", "e", "f"], pairs, records=6)
 
 
 def test_whole_captions_have_no_fault():
