@@ -14,6 +14,7 @@ from components.compute import Compute
 from components.evaluate.grammar import load_grammars, parse_predictions
 from components.evaluate.metrics import choose_metrics
 from components.evaluate.metrics.java import require_java
+from components.evaluate.metrics.judge import Judge
 from components.evaluate.metrics.metric import Metric, MetricScores
 from components.evaluate.metrics.run import compute_metrics, needs_java
 from components.evaluate.pairs import load_pairs
@@ -45,7 +46,8 @@ def evaluate(
     protocols = select(pairs, specs)
     if not cfg.allow_fewer_pairs:
         check_complete(protocols)
-    scores = compute_metrics(metrics, protocols, parsed, compute.spice_dir, compute.scorer_timeout_s)
+    judge = Judge.in_folder(cfg.judge, compute.scratch) if cfg.judge and "judge" in metrics else None
+    scores = compute_metrics(metrics, protocols, parsed, compute.spice_dir, compute.scorer_timeout_s, judge)
     table = score_table(metrics, protocols, scores)
     report = summarise(test_pairs, len(pairs), protocols, scores, {}).write(out / "metrics.json")
     write_parquet(table, out / "scores.parquet")

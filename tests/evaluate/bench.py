@@ -16,7 +16,7 @@ from PIL import Image
 from components.compute import Compute
 from components.evaluate.grammar import Grammar, ParsedCaption, parse_predictions
 from components.evaluate.metrics import METRICS
-from components.evaluate.metrics.metric import Tokens, Tools
+from components.evaluate.metrics.metric import Item, Tokens, Tools
 from components.evaluate.pairs import EvalPair
 from components.evaluate.params import Evaluate
 from components.evaluate.stage import evaluate
@@ -55,7 +55,7 @@ PREDICTIONS = {
     "toy/5": "the red cube at the left turned blue",  # false alarm
 }
 
-ALL_METRICS = tuple(METRICS)
+ALL_METRICS = tuple(name for name in METRICS if name != "judge")
 CURVES = "step,epoch,loss,lr_vision,lr_projector,lr_module,lr_llm,grad_norm,val_loss,val_loss_toy,val_cider"
 
 
@@ -98,14 +98,11 @@ def tools(
     predictions: Mapping[str, str] | None = None,
     shuffled: Mapping[str, str] | None = None,
     parsed: Mapping[str, ParsedCaption] | None = None,
+    answers: Mapping[Item, Any] | None = None,
 ) -> Tools:
-    """Tools whose tokens are given, for metrics in Python."""
-
-    def start(name: str) -> Any:
-        raise AssertionError(f"{name}: a metric in Python starts no worker")
-
+    """Tools whose tokens, and answers of the metric's program, are given."""
     tokens = Tokens(dict(references or {}), dict(predictions or {}), None if shuffled is None else dict(shuffled))
-    return Tools(lambda: tokens, start, parsed or {}, None)
+    return Tools(lambda: tokens, lambda: answers or {}, parsed or {})
 
 
 def write(root: Path, reader: str = "pairs") -> Folders:
@@ -163,7 +160,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def config(**changes: Any) -> Evaluate:
-    return Evaluate(**({"metrics": ALL_METRICS, "gallery": 6} | changes))
+    return Evaluate(**({"metrics": ALL_METRICS, "gallery": 6, "judge": None, "allow_fewer_pairs": False} | changes))
 
 
 def compute(**changes: Any) -> Compute:
