@@ -200,7 +200,9 @@ def as_csv(table: Table) -> str:
     for row in table.rows:
         bounded |= {place for place, cell in enumerate(row.cells) if cell.interval}
     head, names = table.columns[: 1 + table.labels], table.columns[1 + table.labels :]
-    columns = [[name, f"{name} low", f"{name} high"] if place in bounded else [name] for place, name in enumerate(names)]
+    columns = [
+        [name, f"{name} low", f"{name} high"] if place in bounded else [name] for place, name in enumerate(names)
+    ]
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([*head, *(name for group in columns for name in group), *(["marks"] if has_marks(table) else [])])
     for row in table.rows:
