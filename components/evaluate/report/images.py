@@ -3,7 +3,6 @@
 import base64
 import hashlib
 import io
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -36,11 +35,11 @@ def rights_of(spec: DatasetSpec) -> ImageRights:
 
 
 class ImageStore:
-    """Images by the digest of their content. The folder is emptied at first, and stays so while the page has room.
+    """Images by the digest of their content. Those of an earlier page are taken from the folder at once.
 
     Args:
         folder: `images` beside the page.
-        limit: bytes of images that the page may hold.
+        limit: bytes of images that the page may hold; of more, all are files of the folder.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
@@ -48,8 +47,8 @@ class ImageStore:
         self.held: dict[str, bytes] = {}
         self.size = 0.0
         self.is_inside = True
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        for old in folder.glob("*.webp"):
+            old.unlink()
 
     def add(self, content: bytes) -> str:
         """Keep a WebP image; returns its name for `url`."""
@@ -71,6 +70,7 @@ class ImageStore:
 
     def _move_out(self) -> None:
         self.is_inside = False
+        self.folder.mkdir(parents=True, exist_ok=True)
         for name, content in self.held.items():
             self._write(name, content)
         self.held.clear()

@@ -51,7 +51,9 @@ def write_report(evidence: Evidence, out: Path, inside_mb: int) -> None:
     Raises:
         DataError: an image is missing or changed since ingest.
     """
-    write_atomic(out / "report.html", render(evidence, ImageStore(out / "images", inside_mb * MB)))
+    images = out / "images"
+    images.mkdir(parents=True, exist_ok=True)
+    write_atomic(out / "report.html", render(evidence, ImageStore(images, inside_mb * MB)))
 
 
 def render(evidence: Evidence, store: ImageStore) -> str:
@@ -75,6 +77,7 @@ def render(evidence: Evidence, store: ImageStore) -> str:
             datasets=list(dict.fromkeys(one.dataset for one in evidence.protocols)),
             first=scores[first.name],
             columns=columns,
+            without_rare_words=any(of.groups.get("distractors", {}).get("CIDEr") == 0 for of in scores.values()),
             overview=tables.overview(scores, columns),
             parts=protocol_parts(evidence, all_columns, columns),
             alarms=alarms(evidence.parsed.values()),
@@ -114,28 +117,26 @@ def as_link(text: str) -> str:
 
 
 def protocol_parts(evidence: Evidence, all_columns: list[str], columns: list[str]) -> list[dict[str, Any]]:
-    """What the page says of each protocol."""
+    """What the page says of each protocol; of a dataset's first, which papers print, all that there is."""
+    first_of = {one.dataset: one.name for one in reversed(evidence.protocols)}
     parts = []
-    headlines: set[str] = set()
     for one in evidence.protocols:
         scores = evidence.report.protocols[one.name]
-        types = sorted(scores.folder("by_type"), key=type_order)
-        is_headline = one.dataset not in headlines  # a dataset's first protocol is the one that papers print
-        headlines.add(one.dataset)
-        distractors = scores.groups.get("distractors", {})
-        parts.append(
-            {
-                "name": one.name,
-                "id": tables.plain(one.name),
-                "rules": rules_of(one.protocol),
-                "groups": tables.group_table(one.name, scores, all_columns),
-                "several": scores.groups.get("multi_change"),
-                "distractors_weigh_nothing": bool(distractors.get("pairs")) and distractors.get("CIDEr") == 0,
-                "types": tables.type_table(one.name, scores, types, columns) if types else None,
-                "published": tables.published_table(one.dataset, one.name, scores) if is_headline else None,
-            }
-        )
+        part = {"name": one.name, "id": tables.plain(one.name), "rules": rules_of(one.protocol)}
+        known = dict.fromkeys(("several", "types", "published")) | {"is_headline": one.name == first_of[one.dataset]}
+        if known["is_headline"]:
+            known |= headline_parts(one, scores, columns)
+        parts.append(part | known | {"groups": tables.group_table(one.name, scores, all_columns)})
     return parts
+
+
+def headline_parts(one: ProtocolPairs, scores: ProtocolScores, columns: list[str]) -> dict[str, Any]:
+    types = sorted(scores.folder("by_type"), key=type_order)
+    return {
+        "several": scores.groups.get("multi_change"),
+        "types": tables.type_table(one.name, scores, types, columns) if types else None,
+        "published": tables.published_table(one.dataset, one.name, scores),
+    }
 
 
 def rules_of(protocol: Protocol) -> str:

@@ -26,14 +26,19 @@ class Cell(NamedTuple):
     interval: Interval | None = None
     rank: int = 0  # BEST or SECOND among the rows that compare
     bar: bool = False  # a fraction of all, drawn as one
+    signed: bool = False  # a difference
 
     @property
     def text(self) -> str:
-        return ABSENT if self.value is None else f"{self.value:.1f}"
+        return ABSENT if self.value is None else f"{self.value:{'+' if self.signed else ''}.1f}"
 
     @property
     def bounds(self) -> str:
-        return "" if self.interval is None else f"{self.interval.low:.1f}–{self.interval.high:.1f}"
+        """The interval as text: a dash between two positive bounds, else "to"."""
+        if self.interval is None:
+            return ""
+        low, high = (f"{bound:{'+' if self.signed else ''}.1f}" for bound in (self.interval.low, self.interval.high))
+        return f"{low} to {high}" if self.signed else f"{low}–{high}"
 
 
 @dataclass(frozen=True)
@@ -194,6 +199,11 @@ def plain(name: str) -> str:
     return name.replace("/", "-")
 
 
+def difference(value: float, interval: Interval | None) -> Cell:
+    """The difference of two scores times 100, with its interval."""
+    return in_papers_units(value, interval)._replace(signed=True)
+
+
 def as_csv(table: Table) -> str:
     """Scores times 100 with two digits, those with an interval followed by its two bounds."""
     text, bounded = io.StringIO(), set()
@@ -244,4 +254,4 @@ def latex_cell(cell: Cell) -> str:
     if cell.value is None:
         return "--"
     text = {BEST: rf"\textbf{{{cell.text}}}", SECOND: rf"\underline{{{cell.text}}}"}.get(cell.rank, cell.text)
-    return text + (rf" {{\scriptsize [{cell.bounds.replace('–', ', ')}]}}" if cell.interval else "")
+    return text + (rf" {{\scriptsize [{cell.interval.low:.1f}, {cell.interval.high:.1f}]}}" if cell.interval else "")
