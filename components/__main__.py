@@ -110,7 +110,7 @@ def register(args: argparse.Namespace) -> None:
 
 def promote(args: argparse.Namespace) -> int:
     params = parameters(args)
-    from components.register.promotion import promote as run
+    from components.promote.promote import promote as run
 
     decision = run(params)
     print(decision)
@@ -192,7 +192,7 @@ COMMANDS: dict[str, tuple[Command, str]] = {
     "predict": (predict, "caption the pairs of the test split"),
     "evaluate": (evaluate, "score predicted captions against their references and write the report"),
     "register": (register, "log the run to MLflow and register its checkpoint as a model version"),
-    "promote": (promote, "make the challenger the champion where it beats the champion"),
+    "promote": (promote, "make the challenger the champion where it surely beats it on the same test set"),
     "plan": (plan, "what a training run will cost: parameters, tokens, FLOPs, memory, hours; trains nothing"),
     "compare": (compare, "two runs on the same test pairs: differences with their intervals, and a page of the pairs"),
     "data": (data, "look at data: `data check ROOT` before anything is run, `data statistics` after validate"),

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from components.compute import Compute
+from components.evaluate.bootstrap import intervals
 from components.evaluate.grammar import load_grammars, parse_predictions
 from components.evaluate.metrics import choose_metrics
 from components.evaluate.metrics.java import require_java
@@ -49,7 +50,8 @@ def evaluate(
     judge = Judge.in_folder(cfg.judge, compute.scratch) if cfg.judge and "judge" in metrics else None
     scores = compute_metrics(metrics, protocols, parsed, compute.spice_dir, compute.scorer_timeout_s, judge)
     table = score_table(metrics, protocols, scores)
-    report = summarise(test_pairs, len(pairs), protocols, scores, {}).write(out / "metrics.json")
+    certain = {one.name: intervals(table, metrics, one.name) for one in protocols}
+    report = summarise(test_pairs, len(pairs), protocols, scores, certain).write(out / "metrics.json")
     write_parquet(table, out / "scores.parquet")
     evidence = Evidence(
         metrics=metrics,
