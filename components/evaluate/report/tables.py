@@ -30,15 +30,21 @@ class Cell(NamedTuple):
 
     @property
     def text(self) -> str:
-        return ABSENT if self.value is None else f"{self.value:{'+' if self.signed else ''}.1f}"
+        return ABSENT if self.value is None else one_digit(self.value, self.signed)
 
     @property
     def bounds(self) -> str:
         """The interval as text: a dash between two positive bounds, else "to"."""
         if self.interval is None:
             return ""
-        low, high = (f"{bound:{'+' if self.signed else ''}.1f}" for bound in (self.interval.low, self.interval.high))
+        low, high = (one_digit(bound, self.signed) for bound in (self.interval.low, self.interval.high))
         return f"{low} to {high}" if self.signed else f"{low}–{high}"
+
+
+def one_digit(value: float, signed: bool = False) -> str:
+    """As papers print it; with its sign where that is asked for and it is not 0.0."""
+    text = f"{value:+.1f}" if signed else f"{value:.1f}"
+    return "0.0" if text in ("+0.0", "-0.0") else text
 
 
 @dataclass(frozen=True)
