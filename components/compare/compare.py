@@ -24,7 +24,7 @@ from components.evaluate.report.tables import Row, Table, difference, in_papers_
 from components.files import write_atomic
 from components.records import DataError
 
-INSIDE_MB = 12
+INSIDE_MB = 24
 """Of images; of more, all stand in a folder beside the page."""
 
 
