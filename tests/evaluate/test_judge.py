@@ -15,6 +15,7 @@ from components.evaluate.metrics import METRICS
 from components.evaluate.metrics.judge import Judge, question, sample
 from components.evaluate.metrics.scorer import ScorerFailed
 from components.evaluate.params import JudgeSettings
+from components.evaluate.stage import evaluate
 from tests.evaluate import bench
 
 RIGHT, WRONG = '{"right": true, "reason": "the same"}', 'Sure! {"right": false, "reason": "other object"} Bye.'
@@ -85,8 +86,6 @@ def test_a_run_has_the_share_of_captions_called_right_with_every_answer(server: 
     cfg = settings(server).model_dump()
     out = tmp_path / "out"
     compute = bench.compute(scratch=tmp_path / "scratch")
-    from components.evaluate.stage import evaluate
-
     report = evaluate(bench.config(metrics=["judge", "change_accuracy"], judge=cfg), compute, *folders, out)
     found = report.protocols["toy/test"]
     assert found.scores["judge"] == 3 / 5  # 0, 3 and 5 right; 2 and 4 ("nothing changed") wrong; none of 1
