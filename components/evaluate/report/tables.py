@@ -127,7 +127,9 @@ def type_table(protocol: str, scores: ProtocolScores, types: Sequence[str], colu
     """Pairs of exactly one change, by its type; how many were named right where a grammar reads captions."""
     groups = scores.folder("by_type")
     right = {"type right": "type_accuracy", "all right": "exact_accuracy"}
-    read = {title: name for title, name in right.items() if any(name in values for values in groups.values())}
+    read = {
+        title: name for title, name in right.items() if any(values.get(name) is not None for values in groups.values())
+    }
     rows = [
         Row(
             name,
