@@ -87,13 +87,14 @@ def test_changes_that_are_not_named_are_counted(toy: dict):
 
 
 def test_a_pair_of_two_protocols_has_the_scores_of_both_and_one_entry(root: Path, tmp_path: Path):
-    protocols = (Protocol("some", n=None, ids="[45]"), Protocol("total", n=None, max_words=3))
+    protocols = (Protocol("some", n=None, ids="[45]"), Protocol("total", n=None, max_words=3, references="joined"))
     specs = {"toy": replace(DATASETS["pairs"], protocols=protocols)}
     data = gallery_of(draw(evidence(root, bench.pairs(root), specs), tmp_path))
     assert [pair["id"] for pair in data["pairs"]] == [f"toy/{number}" for number in (4, 5, 0, 1, 2, 3)]
     assert [list(pair["scores"]) for pair in data["pairs"]] == [["0", "1"]] * 2 + [["1"]] * 4
     words = [pair["captions"][0]["clauses"][0][0] for pair in data["pairs"]]
     assert words[1] == "the red cube at the left turned blue"  # as its first protocol scores it
+    assert [len(pair["references"]) for pair in data["pairs"]] == [2, 2, 1, 1, 1, 1]
 
 
 def test_of_two_runs_each_pair_has_both_captions_and_scores(root: Path, tmp_path: Path):
