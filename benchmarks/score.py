@@ -9,6 +9,7 @@ score of the corpus and of each pair is compared: BLEU and ROUGE-L to the bit, M
 import argparse
 import json
 import random
+import resource
 import subprocess
 import sys
 import tempfile
@@ -132,30 +133,33 @@ def are_equal(found: dict[str, float]) -> bool:
     return all(value <= (0.0 if name in EXACT else 1e-9) for name, value in found.items())
 
 
-def timed(task: str, captions: Path, result: Path) -> float:
-    """Seconds that a fresh process takes for `task`."""
-    start = time.perf_counter()
+def timed(task: str, captions: Path, result: Path) -> tuple[float, float]:
+    """Seconds that a fresh process takes for `task`, and the seconds of processor time of it and what it starts."""
+    start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, __file__, "--task", task, "--captions", str(captions), "--out", str(result)]
     subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
-    return time.perf_counter() - start
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.perf_counter() - start, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def measure(pairs: int) -> dict[str, Any]:
     captions = make_captions(pairs)
-    seconds, scores = {}, {}
+    seconds, busy, scores = {}, {}, {}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "captions.json"
         path.write_text(json.dumps(captions), encoding="utf-8")
         for task in ("ours", "stock"):
-            seconds[task] = timed(task, path, Path(folder) / task)
+            seconds[task], busy[task] = timed(task, path, Path(folder) / task)
             scores[task] = json.loads((Path(folder) / task).read_text(encoding="utf-8"))
-            print(f"{task:>6} {seconds[task]:8.1f} s", flush=True)
+            print(f"{task:>6} {seconds[task]:8.1f} s, {busy[task]:8.1f} s of processor time", flush=True)
     found = differences(scores["stock"], scores["ours"])
     return {
         "pairs": pairs,
         "references": REFERENCES,
         "stock_s": round(seconds["stock"], 2),
         "ours_s": round(seconds["ours"], 2),
+        "stock_cpu_s": round(busy["stock"], 2),
+        "ours_cpu_s": round(busy["ours"], 2),
         "ratio": round(seconds["stock"] / seconds["ours"], 2),
         "equal": are_equal(found),
         "differences": found,

@@ -26,7 +26,7 @@ STATISTICS = 23
 ITEMS_A_SHARD = 500
 """Fewer do not pay for the start of one more Java program."""
 LONGEST_PHRASE = 7  # words; of the table
-CHUNK = 1 << 20
+CHUNK = 1 << 13
 PLAIN = b"abcdefghijklmnopqrstuvwxyz0123456789 .-E\n"
 WORD = re.compile(rb"[a-z0-9]+")
 ENTITY = re.compile("&(quot|apos|lt|gt|amp);")
@@ -101,16 +101,19 @@ def matching_paraphrases(table: bytes, items: Iterable[tuple[str, list[str]]]) -
     listed = list(items)
     of_references = phrases(reference for _, references in listed for reference in references)
     of_predictions = phrases(prediction for prediction, _ in listed)
+    known = of_references | of_predictions
     file = io.BytesIO(table)
     while lines := file.readlines(CHUNK):
         lines += [file.readline() for _ in range(-len(lines) % 3)]
         plain = not b"".join(lines).translate(None, PLAIN)
         for at, (one, other) in enumerate(zip(lines[1::3], lines[2::3], strict=True)):
-            if (
-                (one in of_references and other in of_predictions)
-                or (one in of_predictions and other in of_references)
-                or not (plain or is_plain(one + other))
-            ):
+            if one in known and other in known:
+                kept = (one in of_references and other in of_predictions) or (
+                    one in of_predictions and other in of_references
+                )
+            else:
+                kept = not (plain or is_plain(one + other))
+            if kept:
                 yield from lines[3 * at : 3 * at + 3]
 
 
@@ -120,7 +123,7 @@ def is_plain(line: bytes) -> bool:
 
 def phrases(texts: Iterable[str]) -> set[bytes]:
     """All runs of one to LONGEST_PHRASE words of ASCII letters and digits, a line each."""
-    found = set()
+    found: set[bytes] = set()
     for text in set(texts):
         for reading in {text.lower(), ENTITY.sub(" ", text.lower())}:
             words = WORD.findall(reading.encode())
