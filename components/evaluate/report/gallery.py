@@ -12,7 +12,7 @@ from components.evaluate.grammar import UNREADABLE, Clause, ParsedCaption, type_
 from components.evaluate.metrics.metric import Metric, PairValue
 from components.evaluate.pairs import EvalPair
 from components.evaluate.report.figures import SaliencyMaps
-from components.evaluate.report.images import ImageRights, ImageStore, draw_images
+from components.evaluate.report.images import ImageRights, ImageStore, PairImages, draw_images
 from components.progress import progress
 
 PLAIN = ("double", "float", "int64", "int32", "bool")
@@ -52,7 +52,7 @@ def gallery(
     pairs = {pair.id: pair for of in reversed(protocols) for pair in runs[0].pairs[of].values()}
     ordered = [pairs[i] for i in dict.fromkeys(i for of in protocols for i in runs[0].pairs[of])]
     drawn = progress(zip(ordered, draw_images(ordered, rights, saliency), strict=True), "evaluate: images", unit="pair")
-    names = {pair.id: images and [content and store.add(content) for content in images] for pair, images in drawn}
+    names = {pair.id: _keep(images, store) for pair, images in drawn}
     return {
         "runs": [run.name for run in runs],
         "columns": columns,
@@ -111,8 +111,13 @@ def missed(pair: EvalPair, parsed: ParsedCaption | None) -> int:
     return 0 if parsed is None or pair.is_distractor else parsed.true_types.total() - parsed.changes_found[0]
 
 
-def _images(names: Sequence[str | None] | None, store: ImageStore) -> dict[str, Any]:
-    return {"images": names and [name and store.url(name) for name in names]}
+def _keep(images: PairImages | None, store: ImageStore) -> list[str | None] | None:
+    """The names of a pair's images in the store."""
+    return None if images is None else [None if content is None else store.add(content) for content in images]
+
+
+def _images(names: list[str | None] | None, store: ImageStore) -> dict[str, Any]:
+    return {"images": None if names is None else [None if name is None else store.url(name) for name in names]}
 
 
 def mark(pair: EvalPair, parsed: ParsedCaption | None) -> list[tuple[str, list[Mark]]]:
