@@ -16,6 +16,7 @@ import yaml
 
 from components.datasets import DATASETS
 from components.evaluate.metrics import METRICS, gate_metrics
+from components.evaluate.protocols import protocols_of
 from components.gpus import GPUS
 from components.ingest.params import DatasetEntry
 from components.models import FAMILIES
@@ -272,11 +273,42 @@ def metric_names(params: "Params") -> Iterator[str]:
         seen.add(name)
 
 
+def gate_protocol(params: "Params") -> Iterator[str]:
+    known = gate_protocols(params)
+    if params.promote.protocol not in known:
+        words = closest(params.promote.protocol, known)
+        yield f"promote.protocol: {words}; each dataset of ingest.datasets has its own"
+
+
+def gate_protocols(params: "Params") -> dict[str, str]:
+    """Every protocol by which a run with these datasets is scored, and its dataset's reader."""
+    return {
+        f"{name}/{protocol.name}": entry.reader
+        for name, entry in params.ingest.datasets.items()
+        if entry.reader in DATASETS
+        for protocol in protocols_of(name, DATASETS[entry.reader])
+    }
+
+
 def gate_metric(params: "Params") -> Iterator[str]:
+    reader = gate_protocols(params).get(params.promote.protocol)
     chosen = [name for name in params.evaluate.metrics if name in METRICS]
-    if params.register_.gate_metric not in gate_metrics(chosen):
-        words = closest(params.register_.gate_metric, gate_metrics(chosen))
-        yield f"register.gate_metric: {words}; evaluate.metrics decides what is computed"
+    computed = [name for name in chosen if not METRICS[name].needs_grammar or reader is None or has_grammar(reader)]
+    why = "evaluate.metrics decides what is computed"
+    if computed != chosen:
+        why += f", and what reads captions needs a grammar, which {params.promote.protocol} has not"
+    better = gate_metrics(computed)
+    if params.promote.metric not in better:
+        yield f"promote.metric: {closest(params.promote.metric, better)}; {why}"
+    known = [score for name in computed for score in METRICS[name].resampled]
+    for name in params.promote.guards:
+        if name not in known:
+            yield f"promote.guards.{name}: {closest(name, known)}; {why}"
+
+
+def has_grammar(reader: str) -> bool:
+    """Whether ingest writes rules that read captions back into changes."""
+    return DATASETS[reader].grammar is not None
 
 
 RULES: tuple[Callable[["Params"], Iterator[str]], ...] = (
@@ -293,6 +325,7 @@ RULES: tuple[Callable[["Params"], Iterator[str]], ...] = (
     fp8_linears,
     gpu_kind,
     metric_names,
+    gate_protocol,
     gate_metric,
 )
 DATASET_RULES: tuple[Callable[["Params", str, DatasetEntry], Iterator[str]], ...] = (

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from components.datasets import DATASETS
+from components.evaluate.protocols import protocols_of
 from components.profiles import (
+    EXTENDS,
     NEW_KEYS,
     NEW_SECTIONS,
     RENAMED,
@@ -34,6 +36,7 @@ ORDER = (
     "predict",
     "evaluate",
     "register",
+    "promote",
     "compute",
 )
 MOVED_FILES = {
@@ -59,7 +62,7 @@ def migrate(path: Path, embedded: Path, say: Say) -> None:
     if not renamed_keys(raw)[1]:
         return say(f"{path} has the present shape already; nothing is changed")
     if has_todays_sections(raw):
-        text = renamed(path.read_text(encoding="utf-8"), say)
+        text = renamed(path.read_text(encoding="utf-8"), embedded.read_text(encoding="utf-8"), say)
     elif missing := missing_keys(raw):
         raise ParamsError(f"{path}: has no {', '.join(missing)}; only a complete earlier file can be migrated")
     else:
@@ -71,19 +74,48 @@ def migrate(path: Path, embedded: Path, say: Say) -> None:
 
 def has_todays_sections(raw: Mapping[str, Any]) -> bool:
     """Whether no key is in an earlier place: only names have changed since."""
-    return renamed_keys(raw)[2] == frozenset(RENAMED_SINCE.values()) | set(NEW_SECTIONS) | set(NEW_KEYS)
+    return renamed_keys(raw)[2] <= frozenset(RENAMED_SINCE.values()) | set(NEW_SECTIONS) | set(NEW_KEYS)
 
 
-def renamed(text: str, say: Say) -> str:
+def renamed(text: str, embedded: str, say: Say) -> str:
     """The text of a file with today's sections, its keys under today's names."""
     values = load_commented(text)
-    for was, now in RENAMED_SINCE.items():
-        section, _, key = was.partition(".")
-        if key in values.get(section, ()):
-            memory = values[section][key]
-            _rename(values[section], key, now.partition(".")[2], gpu_kind(memory))
-            say(f"{was}: {memory} -> {now}: {_kind_said(memory)}")
+    held = values.get("compute", ())
+    if "gpu_memory_gb" in held:
+        memory = held["gpu_memory_gb"]
+        _rename(held, "gpu_memory_gb", "gpu_kind", gpu_kind(memory))
+        say(f"compute.gpu_memory_gb: {memory} -> compute.gpu_kind: {_kind_said(memory)}")
+    _gate(values, load_commented(embedded), say)
     return dump_commented(values)
+
+
+def _gate(values: Any, new: Any, say: Say) -> None:
+    """The gate's keys of `register` in the section `promote`, which a complete file gets whole."""
+    held = values.get("register") or {}
+    moved = {was: now for was, now in RENAMED_SINCE.items() if was in {f"register.{key}" for key in held}}
+    if not moved:
+        return
+    complete = EXTENDS not in values
+    section = new["promote"] if complete else type(values)()
+    for was, now in moved.items():
+        _put(section, now.partition(".")[2], *_take(held, was.partition(".")[2]))
+        say(f"{was} -> {now}")
+    if complete:
+        _first_protocol(section, values["ingest"]["datasets"])
+        say(f"promote: new; the gain is measured on {section['protocol']}, guarded: {', '.join(section['guards']) or '-'}")
+    values.pop("promote", None)
+    values.insert(list(values).index("register") + 1, "promote", section)
+    if not held:
+        _take(values, "register")
+
+
+def _first_protocol(section: Any, datasets: Mapping[str, Any]) -> None:
+    """The gate on the first dataset's headline protocol; without a grammar there are no accuracies to guard."""
+    name, entry = next(iter(datasets.items()))
+    spec = DATASETS.get(entry.get("reader"))
+    if spec is not None:
+        section["protocol"] = f"{name}/{protocols_of(name, spec)[0].name}"
+        section["guards"] = section["guards"] if spec.grammar else {}
 
 
 def gpu_kind(memory_gb: Any) -> str | None:
@@ -115,6 +147,7 @@ def migrated(text: str, embedded: str, say: Say) -> str:
     _same_value(old, new, say)
     for section in (*NEW_SECTIONS, "paths", "validate", "train", "predict", "evaluate"):
         _fill(old, new, section)
+    _gate(old, new, say)
     return dump_commented(_in_order(old))
 
 

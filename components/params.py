@@ -23,6 +23,7 @@ from components.models import FAMILIES
 from components.predict.params import Predict
 from components.pretrain.params import Pretrain
 from components.profiles import renamed_keys, resolve, unusable_numbers
+from components.promote.params import Promote
 from components.register.params import Register
 from components.section import FrozenMap, ParamsError, Section, freeze
 from components.train.params import Train
@@ -72,6 +73,7 @@ class Params(Section):
     predict: Predict
     evaluate: Evaluate
     register_: Register = Field(alias="register")
+    promote: Promote
     compute: Compute
 
 

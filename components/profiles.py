@@ -1,8 +1,8 @@
 """Parameter files on disk: read without a surprise, laid over what they extend, and written as the next run's.
 
 A profile is a file of `profiles/` that names what it `extends` and the few values that differ. Sections are laid over
-each other key by key; a collection by name (`ingest.datasets`, `convert.sources`, `synthesize`) is replaced whole where
-a profile names it. `synthesize` that is inherited keeps only the datasets that the profile ingests.
+each other key by key; a collection by name (`ingest.datasets`, `convert.sources`, `synthesize`, `promote.guards`) is
+replaced whole where a profile names it. `synthesize` that is inherited keeps only the datasets that the profile ingests.
 """
 
 import datetime
@@ -19,7 +19,7 @@ import yaml
 from components.section import ParamsError
 
 EXTENDS = "extends"
-REPLACED = (("ingest", "datasets"), ("convert", "sources"), ("synthesize",))
+REPLACED = (("ingest", "datasets"), ("convert", "sources"), ("synthesize",), ("promote", "guards"))
 """Collections by name: a profile that names one replaces it."""
 
 RENAMED: dict[str, str] = {
@@ -66,10 +66,14 @@ RENAMED: dict[str, str] = {
 }
 """Keys of the earlier parameter files and where their value stands now; "" where nothing asks for it any more."""
 
-RENAMED_SINCE = {"compute.gpu_memory_gb": "compute.gpu_kind"}
+RENAMED_SINCE = {
+    "compute.gpu_memory_gb": "compute.gpu_kind",
+    "register.gate_metric": "promote.metric",
+    "register.min_gain": "promote.min_gain",
+}
 """The same for files that have the sections of today."""
 
-NEW_SECTIONS = ("models", "pretrain", "compute")
+NEW_SECTIONS = ("models", "pretrain", "promote", "compute")
 NEW_KEYS = ("paths.base", "train.model", "train.export", "evaluate.metrics")
 """What the earlier files did not have: in such a file it is not reported as missing."""
 

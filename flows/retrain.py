@@ -11,8 +11,7 @@ from prefect.states import Completed, State
 from components import tracking
 from components.params import Params, load_params
 from components.register.lineage import LOCK, Lock
-from components.register.promotion import find_alias
-from components.register.stage import CHALLENGER
+from components.register.stage import CHALLENGER, find_alias
 from flows import dvc
 from flows.tasks import PARAMS, run_pipeline, worth_retrying
 

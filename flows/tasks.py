@@ -12,7 +12,7 @@ from prefect.client.schemas.objects import TaskRun
 from prefect.states import Completed, State
 
 from components.params import load_params
-from components.register.promotion import promote
+from components.promote.promote import promote
 from components.register.stage import register
 from flows import dvc
 

@@ -57,10 +57,16 @@ def is_code(path: Path) -> bool:
 
 
 def resources(code: Iterable[Path], root: Path) -> set[Path]:
-    """Files beside the code (templates, tables) whose name stands in one of its strings."""
-    text = "\n".join(file.read_text() for file in code)
+    """Files beside the code (templates, tables) whose name stands in one of its strings, or in such a template's."""
     others = [path for path in (root / "components").rglob("*") if is_code(path) and path.suffix != ".py"]
-    return {path for path in others if re.search(rf"[\"'/]{re.escape(path.name)}[\"']", text)}
+    found: set[Path] = set()
+    waiting = list(code)
+    while waiting:
+        text = "\n".join(file.read_text() for file in waiting)
+        named = {path for path in others if re.search(rf"[\"'/]{re.escape(path.name)}[\"']", text)}
+        waiting = [path for path in named - found if path.suffix == ".j2"]
+        found |= named
+    return found
 
 
 def as_dependencies(files: set[Path], folder: Path) -> set[Path]:
@@ -96,8 +102,10 @@ def package(tmp_path: Path) -> Path:
     """A stage `a` that imports a module beside it, one file of a package, and a package's list."""
     files = {
         "a/stage.py": "from components.a import near\ndef run():\n    import components.lib.used\n",
-        "a/near.py": "from components.all import LIST\nPAGE = 'page.html'\n",
+        "a/near.py": "from components.all import LIST\nPAGE = 'page.html'\nOTHER = 'page.j2'\n",
         "a/page.html": "",
+        "a/page.j2": "{% include 'style.css' %}",
+        "a/style.css": "",
         "lib/used.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from components.types import T\n",
         "lib/planner.py": "",
         "lib/other.html": "",

@@ -207,6 +207,8 @@ def predict(params: dict[str, Any], paths: dict[str, Path]) -> None:
 def evaluate(params: dict[str, Any], paths: dict[str, Path]) -> None:
     (paths["report"] / "report.html").write_text("<p>The toy's report.</p>")
     (paths["report"] / "scores.parquet").write_bytes(b"scores")
+    (paths["report"] / "images").mkdir(exist_ok=True)
+    (paths["report"] / "images" / "0.webp").write_bytes(b"image")
     cider = 1.0 + params["evaluate"]["gallery"] / 100
     scores = {"CIDEr": cider, "SPICE": None, "change_types": {"color": {"CIDEr": 2.0}}}
     (paths["report"] / "metrics.json").write_text(json.dumps(scores))

@@ -1,7 +1,7 @@
 """evaluate: score the predictions for the test pairs, each dataset by its own protocols, and draw the report.
 
 Predictions and references -> metrics.json (scores by protocol), scores.parquet (one row per protocol and pair),
-report.html.
+report.html and its images.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from components.compute import Compute
+from components.evaluate.bootstrap import intervals
 from components.evaluate.grammar import load_grammars, parse_predictions
 from components.evaluate.metrics import choose_metrics
 from components.evaluate.metrics.java import require_java
@@ -20,7 +21,7 @@ from components.evaluate.metrics.run import compute_metrics, needs_java
 from components.evaluate.pairs import load_pairs
 from components.evaluate.params import Evaluate
 from components.evaluate.protocols import ProtocolPairs, load_specs, select
-from components.evaluate.report.report import Evidence, render
+from components.evaluate.report.report import Evidence, write_report
 from components.evaluate.summary import EvaluateReport, summarise
 from components.files import write_atomic
 from components.records import DataError
@@ -49,7 +50,8 @@ def evaluate(
     judge = Judge.in_folder(cfg.judge, compute.scratch) if cfg.judge and "judge" in metrics else None
     scores = compute_metrics(metrics, protocols, parsed, compute.spice_dir, compute.scorer_timeout_s, judge)
     table = score_table(metrics, protocols, scores)
-    report = summarise(test_pairs, len(pairs), protocols, scores, {}).write(out / "metrics.json")
+    certain = {one.name: intervals(table, metrics, one.name) for one in protocols}
+    report = summarise(test_pairs, len(pairs), protocols, scores, certain).write(out / "metrics.json")
     write_parquet(table, out / "scores.parquet")
     evidence = Evidence(
         metrics=metrics,
@@ -61,7 +63,7 @@ def evaluate(
         saliency=existing(predictions / "saliency.npz"),
         curves=existing(model / "curves.csv"),
     )
-    write_atomic(out / "report.html", render(evidence, cfg.gallery))
+    write_report(evidence, out, cfg.gallery)
     return report
 
 

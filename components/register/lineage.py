@@ -125,7 +125,12 @@ def read_lineage(params: Params, lock: Lock) -> Lineage:
         DataError: the working tree is not what `dvc.lock` says, or is no git repository.
     """
     paths = params.paths
-    for seen in (paths.predictions / "predictions.json", paths.model / "curves.csv", paths.report / "report.html"):
+    results = ("report.html", "scores.parquet")
+    for seen in (
+        paths.predictions / "predictions.json",
+        paths.model / "curves.csv",
+        *(paths.report / name for name in results),
+    ):
         lock.current(seen)
     return Lineage(
         data=lock.current(paths.mixture / "train"),

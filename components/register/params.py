@@ -1,4 +1,4 @@
-"""The section `register`: where versions are kept, and what a new one must exceed."""
+"""The section `register`: where versions are kept."""
 
 from pydantic import Field, field_validator
 
@@ -12,8 +12,6 @@ class Register(Section):
     tracking_uri: str
     experiment: str = Field(min_length=1, max_length=500)
     model_name: str = Field(min_length=1)
-    gate_metric: str  # of components.evaluate.metrics.METRICS, or a share that evaluate computes
-    min_gain: float = Field(ge=0)  # challenger must exceed champion by so much
 
     @field_validator("experiment", "model_name")
     @classmethod

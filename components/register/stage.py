@@ -26,6 +26,7 @@ from components.params import Params, Paths
 from components.register.lineage import MODEL_CODE, Lineage, Lock, captioned_records, read_lineage
 
 CHALLENGER = "challenger"
+SCORES = "scores.parquet"
 Outcome = Literal["registered", "updated", "unchanged"]
 REQUIREMENTS = ("mlflow", "torch", "transformers", "peft", "tokenizers", "safetensors", "pillow", "pandas")
 SIGNATURE = ModelSignature(
@@ -69,7 +70,7 @@ def register(params: Params) -> Registration:
         outcome: Outcome = "unchanged"
         if version is None:
             version, outcome = create_version(client, params, lineage, lock), "registered"
-        elif lineage.results().items() - version.tags.items():
+        elif lineage.results().items() - version.tags.items() or not has_artifact(client, run_of(version), SCORES):
             update_results(client, params.paths, version, lineage.tags())
             outcome = "updated"
         set_alias(client, name, CHALLENGER, version)
@@ -106,9 +107,12 @@ def open_run(client: MlflowClient, experiment: str, lineage: Lineage) -> tuple[s
 
 
 def log_results(client: MlflowClient, run_id: str, paths: Paths) -> None:
-    """Scores and report, which a new evaluation of the same checkpoint replaces."""
+    """Scores and report, which a new evaluation of the same checkpoint replaces; the gate compares pair by pair."""
     tracking.log_scores(client, run_id, paths.report / "metrics.json", int(time.time() * 1000))
-    client.log_artifact(run_id, str(paths.report / "report.html"))
+    for name in ("report.html", SCORES):
+        client.log_artifact(run_id, str(paths.report / name))
+    if any((paths.report / "images").iterdir()):  # empty where the page holds its images itself
+        client.log_artifacts(run_id, str(paths.report / "images"), "images")
 
 
 def update_results(client: MlflowClient, paths: Paths, version: ModelVersion, tags: dict[str, str]) -> None:
@@ -159,6 +163,17 @@ def run_of(version: ModelVersion) -> str:
         f"{version.name} version {version.version} was not made by register: it has no run"
     )
     return version.run_id
+
+
+def has_artifact(client: MlflowClient, run_id: str, path: str) -> bool:
+    folder = path.rpartition("/")[0] or None
+    return any(artifact.path == path for artifact in client.list_artifacts(run_id, folder))
+
+
+def find_alias(client: MlflowClient, name: str, alias: str) -> ModelVersion | None:
+    models = client.search_registered_models(f"name = '{name}'")
+    version = models[0].aliases.get(alias) if models else None
+    return client.get_model_version(name, str(version)) if version is not None else None
 
 
 def set_alias(client: MlflowClient, name: str, alias: str, version: ModelVersion) -> None:

@@ -59,7 +59,9 @@ def test_one_training_leaves_one_run_with_parameters_curves_scores_report_and_da
     assert run.data.metrics["CIDEr"] == 1.24
     assert run.data.metrics["change_types/color/CIDEr"] == 2.0
     assert "SPICE" not in run.data.metrics
-    assert [artifact.path for artifact in client.list_artifacts(run.info.run_id)] == ["report.html"]
+    logged = [artifact.path for artifact in client.list_artifacts(run.info.run_id)]
+    assert sorted(logged) == ["images", "report.html", "scores.parquet"]
+    assert [artifact.path for artifact in client.list_artifacts(run.info.run_id, "images")] == ["images/0.webp"]
     (data,) = run.inputs.dataset_inputs
     assert data.dataset.digest == Lock(registered / "dvc.lock").hashes(Path("data/04_mixture/train"))["convert outs"]
 

@@ -28,11 +28,14 @@ def choose_metrics(names: Iterable[str]) -> dict[str, Metric]:
 
 
 def gate_metrics(chosen: Iterable[str] | None = None) -> list[str]:
-    """Scores that may stand in `register.gate_metric` where `evaluate.metrics` is `chosen` (None: all of METRICS).
+    """Scores that may stand in `promote.metric` where `evaluate.metrics` is `chosen` (None: all of METRICS).
 
-    The gate takes the greater score for the better one.
+    The gate takes the greater score for the better one, and compares two models pair by pair.
     """
     metrics = choose_metrics(METRICS if chosen is None else chosen).values()
     return [
-        score for metric in metrics for score in metric.scores + metric.overall if score not in metric.lower_is_better
+        score
+        for metric in metrics
+        for score in metric.scores + metric.overall
+        if score in metric.resampled and score not in metric.lower_is_better
     ]

@@ -125,4 +125,5 @@ METRIC = Metric(
     },
     lower_is_better=("false_no_change",),
     java=False,
+    needs_grammar=True,
 )

@@ -91,6 +91,7 @@ class Metric:
     lower_is_better: tuple[str, ...] = ()  # no score for the gate
     java: bool = True  # uses tokens or a Java program
     program: Callable[[Program], Mapping[Item, Any]] | None = None  # runs once for all protocols, beside the others
+    needs_grammar: bool = False  # reads captions: there is no score of a dataset without a grammar
     optional: bool = False  # left out of the page's tables where it is absent
 
 
