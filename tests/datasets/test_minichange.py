@@ -15,7 +15,11 @@ from components.datasets.minichange import SPEC
 from components.datasets.minichange.change import VISIBLE, sample_pair, sample_types
 from components.datasets.minichange.generate import _write_scene, generate, split_scenes
 from components.datasets.minichange.language import (
+    ARMS,
+    CAMERA,
+    LAMP,
     NO_CHANGE_SENTENCES,
+    NUMBERS,
     TEMPLATES,
     describe_cells,
     describe_scene,
@@ -59,7 +63,7 @@ EMBEDDED = {
 }
 SMALL_FILES = {
     "change_captions.json": "c2e94e5507250e7a15c98161c1e899e9c3eb563005bb403fa7a21233965be017",
-    "grammar.json": "6048f30bdae0e0593f949fe08dd535492ce75b88d091f9d77e6eb1bfa4ede52f",
+    "grammar.json": "52c2ce23f63974093eb1de11728384c4d8fa2fad61f422e47f63615e70339788",
     "no_change_captions.json": "cb4f98273204f8c2c3231be108e6b0cfed598234ea0574b26dea1161e758377c",
     "splits.json": "b9468a60a433da70dd02510cdff900e6a9566b29a97bd362e65d556b4bfffa16",
     "type_mapping.json": "27a3e0228dd80decea5d82e588a89772fffce47f4cc94dde42338079d0b1fd0d",
@@ -162,6 +166,39 @@ def test_every_reference_of_the_benchmark_reads_back_to_the_types_of_its_pair(sm
             clauses = text.split(rules["clause_separator"])
             found = [next(r["type"] for r in rules["clauses"] if re.fullmatch(r["pattern"], c)) for c in clauses]
             assert sorted(found) == sorted(row.change_types), text
+
+
+SAYS: dict[str, tuple[str, ...]] = {  # property of the thing before and of the thing after
+    "size": ("size",),
+    "color": ("color",),
+    "substitution": ("size", "color", "kind"),
+    "orientation": ("state",),
+    "ocr": ("state",),
+}
+
+
+@pytest.mark.parametrize("change_type", CHANGE_TYPES)
+def test_every_reference_reads_back_to_what_changed_from_what_to_what(change_type):
+    rules = [rule for rule in grammar()["clauses"] if rule["type"] == change_type]
+    for *_, change in changed_pairs(change_type):
+        for number, text in enumerate(references((change,), 5)):
+            found = re.fullmatch(rules[number]["pattern"], text).groupdict()
+            before, after = found.get("before"), found.get("after")
+            fields = SAYS.get(change_type, ())
+            if fields:
+                assert after == " ".join(str(getattr(change.after, field)) for field in fields)
+                was = " ".join(str(getattr(change.before, field)) for field in fields)
+                assert before == was or (before is None and change_type == "orientation" and number in (0, 2, 4))
+            elif change_type == "counting":
+                assert (before, after) == (NUMBERS[change.before.state], NUMBERS[change.after.state])
+            elif change_type == "pose":
+                assert (before, after) == (None, ARMS[change.after.state])
+            elif change.word:
+                assert (before, after) == (None, found["place"])
+                assert after == (CAMERA if change_type == "viewpoint" else LAMP)[change.word]
+            else:
+                assert (before, after) == (None, None)
+                assert found["object"] == name(change.before or change.after)
 
 
 def test_a_folder_with_other_files_is_refused_and_nothing_of_it_removed(tmp_path):
