@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 
 from components.compute import Compute
 from components.evaluate.grammar import load_grammars, parse_predictions
-from components.evaluate.judge import Judge
 from components.evaluate.metrics import choose_metrics
 from components.evaluate.metrics.java import require_java
+from components.evaluate.metrics.judge import Judge
 from components.evaluate.metrics.metric import Metric, MetricScores
 from components.evaluate.metrics.run import compute_metrics, needs_java
 from components.evaluate.pairs import load_pairs

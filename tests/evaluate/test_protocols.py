@@ -129,7 +129,7 @@ def test_joined_references_are_one_text_and_every_text_is_cut_after_so_many_word
     assert (found.references, found.prediction, found.shuffled_prediction) == (["a", "c"], "one", "four")
     assert found.reversed_prediction == "seven"
     (found,) = apply(Protocol("joined", n=1, references="joined"), [pair])
-    assert (found.references, found.prediction) == (["a b c d"], "one  two three")
+    assert (found.references, found.prediction) == (["a b c d"], "one two three")
     assert apply(Protocol("total", n=1), [pair]) == [pair]
 
 

@@ -12,7 +12,7 @@ from components.evaluate.metrics.scorer import Scorer
 from components.evaluate.pairs import EvalPair
 
 if TYPE_CHECKING:
-    from components.evaluate.judge import Judge
+    from components.evaluate.metrics.judge import Judge
 
 T = TypeVar("T")
 

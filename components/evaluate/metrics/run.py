@@ -26,7 +26,7 @@ from components.evaluate.protocols import ProtocolPairs
 from components.progress import progress
 
 if TYPE_CHECKING:
-    from components.evaluate.judge import Judge
+    from components.evaluate.metrics.judge import Judge
 
 
 def compute_metrics(
