@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from components.datasets.minichange.language import (
     name,
     references,
 )
-from components.datasets.minichange.render import MARGIN, render
+from components.datasets.minichange.render import LOOKS, render
 from components.datasets.minichange.scene import (
     CAMERA_MOVES,
     DARK,
@@ -41,7 +42,7 @@ from components.datasets.minichange.scene import (
     jitter,
     sample_scene,
 )
-from components.datasets.minichange.settings import MiniChange
+from components.datasets.minichange.settings import Domain, MiniChange
 from components.files import sha256
 from components.records import CHANGE_TYPES, DataError
 
@@ -137,11 +138,80 @@ def test_scenes_of_the_embedded_benchmark_are_pinned(tmp_path):
         assert (scene.number, " ".join(sorted(scene.types)), scene.references[0]) == (number, types, reference)
 
 
-def test_the_parameters_of_the_embedded_run_are_the_pinned_ones():
+def given(name: str) -> dict:
     import yaml
 
-    given = yaml.safe_load(Path("params.yaml").read_text())["synthesize"]["minichange"]
-    assert MiniChange.model_validate(given) == MiniChange.model_validate(EMBEDDED | {"root": given["root"]})
+    return yaml.safe_load(Path("params.yaml").read_text())["synthesize"][name]
+
+
+def test_the_parameters_of_the_embedded_run_are_the_pinned_ones():
+    settings = given("minichange")
+    assert MiniChange.model_validate(settings) == MiniChange.model_validate(EMBEDDED | {"root": settings["root"]})
+
+
+def test_nothing_trains_on_the_shifted_domain_and_its_scenes_are_of_a_seed_of_its_own():
+    one, other = (MiniChange.model_validate(given(name)) for name in ("minichange", "minichange_shifted"))
+    assert (one.domain, other.domain) == ("standard", "shifted")
+    assert (other.scenes["train"], other.scenes["val"]) == (0, 0)
+    assert other.scenes["test"] >= 100
+    assert one.seed != other.seed
+
+
+def test_each_domain_has_a_look_and_the_shifted_one_no_shade_table_or_camera_of_the_other():
+    assert tuple(LOOKS) == get_args(Domain)
+    standard, shifted = LOOKS["standard"], LOOKS["shifted"]
+    assert standard.rgb.keys() == shifted.rgb.keys()
+    assert standard.table.keys() == shifted.table.keys()
+    far = 25.0  # grey levels, of 441
+    for mine, theirs in ((standard.rgb, shifted.rgb), (standard.table, shifted.table)):
+        for name in mine:
+            distances = {other: float(np.linalg.norm(np.subtract(theirs[name], mine[other]))) for other in mine}
+            assert min(distances.values()) > far, name
+            if mine is standard.rgb:
+                assert min(distances, key=distances.get) == name, "a person would call it by another name"
+    assert standard.tilt is None
+    assert shifted.tilt is not None
+
+
+def test_the_shifted_domain_has_the_scenes_and_words_of_the_standard_one_in_other_pixels(tmp_path):
+    few = {"scenes": {"train": 0, "val": 0, "test": 12}, "image_px": 64}
+    roots = {domain: tmp_path / domain for domain in LOOKS}
+    for domain, root in roots.items():
+        generate(settings(root, domain=domain, **few))
+    for name in SMALL_FILES:
+        assert (roots["standard"] / name).read_bytes() == (roots["shifted"] / name).read_bytes()
+    for path in roots["standard"].rglob("*.png"):
+        one, two = (
+            np.asarray(Image.open(at), dtype=int)
+            for at in (path, roots["shifted"] / path.relative_to(tmp_path / "standard"))
+        )
+        assert one.shape == two.shape
+        assert np.abs(one - two).mean() > 10
+    assert Counter(row.split for row in SPEC.read(roots["shifted"])) == {"test": 24}
+
+
+def test_a_tilted_camera_sees_the_same_places_turned_and_the_far_ones_smaller():
+    def center(cell: int) -> tuple[float, float, int]:
+        image = render(Scene((Thing("ball", "red", "large", cell),)), 192, np.random.default_rng(0), "shifted")
+        pixels = np.asarray(image, dtype=int)
+        rows, columns = np.nonzero(pixels[..., 0] - pixels[..., 1] > 70)
+        return columns.mean() / 192, rows.mean() / 192, len(rows)
+
+    seen = {cell: center(cell) for cell in range(9)}
+    assert seen[4][:2] == pytest.approx((0.5, 0.5), abs=0.03)
+    for cell, (x, y, _) in seen.items():
+        assert (x, y) == pytest.approx(cell_center(cell), abs=0.09), "a place is still where its words say"
+    assert seen[2][1] > seen[0][1] + 0.02, "the right hangs lower"
+    assert all(seen[far][2] < 0.95 * seen[near][2] for far, near in ((0, 6), (1, 7), (2, 8)))
+
+
+@pytest.mark.parametrize("domain", LOOKS)
+@pytest.mark.parametrize("word", [*CAMERA_MOVES, *ZOOMS])
+def test_no_camera_looks_beyond_its_table(domain, word):
+    x, y = CAMERA_MOVES.get(word, (0.0, 0.0))
+    for side in (-0.02, 0.02):
+        view = View(x=x + side, y=y + side, zoom=ZOOMS.get(word, 1.0) * 0.97)
+        render(Scene((), view=view), 32, np.random.default_rng(0), domain)
 
 
 def test_its_reader_reads_what_it_wrote(small):
@@ -228,6 +298,7 @@ def test_an_older_benchmark_in_the_folder_is_replaced(tmp_path):
         ("multi_change_share", 1.1, "less than or equal to 1"),
         ("multi_change_share", -0.1, "greater than or equal to 0"),
         ("seed", -1, "greater than or equal to 0"),
+        ("domain", "moon", "'standard' or 'shifted'"),
         ("oversample_types", ["shape"], "oversample_types"),
     ],
 )
@@ -491,15 +562,16 @@ def test_a_scene_is_described_cell_by_cell_in_reading_order():
     )
 
 
+@pytest.mark.parametrize("domain", LOOKS)
 @pytest.mark.parametrize("change_type", CHANGE_TYPES)
-def test_a_change_moves_more_pixels_than_its_distractor(change_type):
+def test_a_change_moves_more_pixels_than_its_distractor(change_type, domain):
     """The largest local difference (over 4 x 4 pixels, in the channel that differs most) is the change's, but in one
     pair of five: raised arms and a red box that turns purple are small."""
     rng = np.random.default_rng(8)
     won = 0
     for _ in range(20):
         before, after, distractor, _ = sample_pair(rng, (change_type,))
-        frames = [np.asarray(render(s, 96, rng), dtype=np.float32) for s in (before, after, distractor)]
+        frames = [np.asarray(render(s, 96, rng, domain), dtype=np.float32) for s in (before, after, distractor)]
         changed, jittered = (
             np.abs(frame - frames[0]).max(-1).reshape(24, 4, 24, 4).mean((1, 3)).max() for frame in frames[1:]
         )
@@ -516,4 +588,3 @@ def test_an_object_is_painted_in_its_colour_where_it_stands():
     rows, columns = np.nonzero(redness > 60)
     assert (rows.mean() / 96, columns.mean() / 96) == pytest.approx((0.8, 0.2), abs=0.03)
     assert (columns.max() - columns.min()) / 96 == pytest.approx(0.285, abs=0.03)
-    assert MARGIN == 0.3
