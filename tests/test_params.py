@@ -187,7 +187,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
             "paths.clean: data/01_raw/minichange/clean lies inside ingest.datasets.minichange.root",
             "paths.mixture: data/02_records is paths.records, too; give each a folder of its own",
             "ingest.datasets.minichange.root: data/01_raw/minichange lies inside compute.scratch (data)",
-            "ingest.datasets.minichange_shifted.root: data/01_raw/minichange_shifted lies inside compute.scratch (data)",
+            "ingest.datasets.minichange_shifted.root: data/01_raw/minichange_shifted lies inside",
             "paths.base: data/00_base lies inside compute.scratch (data)",
             "paths.records: data/02_records lies inside compute.scratch (data)",
             "paths.clean: data/01_raw/minichange/clean lies inside compute.scratch (data)",

@@ -1,9 +1,9 @@
 """What a caption says, read with its dataset's grammar: which changes, of which object, where, from what to what.
 
 A grammar (JSON) is {"clause_separator": str, "no_change": [sentence], "clauses": [{"type": str, "pattern": regex}]};
-a pattern must match a whole clause and may hold the groups `object`, `place`, `before` and `after`: what it was and what
-it became (a colour, a letter, a number, ...). It may also hold "inverse": {type: {"type": str, "words": {word: word}}}:
-what a change of this type is where the two images are swapped, and the words that take the place of others then.
+a pattern must match a whole clause and may hold the groups `object`, `place`, `before` and `after`: what it was and
+what it became (a colour, a letter, a number, ...). It may also hold "inverse": {type: {"type": str, "words": {word:
+word}}}: what a change of this type is where the two images are swapped, and the words that take the place of others.
 """
 
 import json

@@ -164,11 +164,11 @@ def test_each_domain_has_a_look_and_the_shifted_one_no_shade_table_or_camera_of_
     assert standard.table.keys() == shifted.table.keys()
     far = 25.0  # grey levels, of 441
     for mine, theirs in ((standard.rgb, shifted.rgb), (standard.table, shifted.table)):
-        for name in mine:
-            distances = {other: float(np.linalg.norm(np.subtract(theirs[name], mine[other]))) for other in mine}
-            assert min(distances.values()) > far, name
+        for shade in mine:
+            distances = {other: float(np.linalg.norm(np.subtract(theirs[shade], mine[other]))) for other in mine}
+            assert min(distances.values()) > far, shade
             if mine is standard.rgb:
-                assert min(distances, key=distances.get) == name, "a person would call it by another name"
+                assert min(distances, key=distances.get) == shade, "a person would call it by another name"
     assert standard.tilt is None
     assert shifted.tilt is not None
 
@@ -178,8 +178,8 @@ def test_the_shifted_domain_has_the_scenes_and_words_of_the_standard_one_in_othe
     roots = {domain: tmp_path / domain for domain in LOOKS}
     for domain, root in roots.items():
         generate(settings(root, domain=domain, **few))
-    for name in SMALL_FILES:
-        assert (roots["standard"] / name).read_bytes() == (roots["shifted"] / name).read_bytes()
+    for file in SMALL_FILES:
+        assert (roots["standard"] / file).read_bytes() == (roots["shifted"] / file).read_bytes()
     for path in roots["standard"].rglob("*.png"):
         one, two = (
             np.asarray(Image.open(at), dtype=int)

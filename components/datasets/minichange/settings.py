@@ -8,7 +8,6 @@ from pydantic import Field, field_validator
 from components.records import SPLITS, ChangeType
 from components.section import FrozenMap, Section
 
-
 Domain = Literal["standard", "shifted"]
 """How scenes look: `render.LOOKS`."""
 

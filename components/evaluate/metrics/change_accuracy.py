@@ -102,7 +102,7 @@ def type_scores(parsed: list[ParsedCaption]) -> dict[str, Value]:
 
 
 def clause_scores(parsed: list[ParsedCaption]) -> dict[str, Value]:
-    """Precision, recall and F1 over the clauses of pairs of several changes, and the fractions of pairs wholly right."""
+    """Precision, recall and F1 over the clauses of pairs of several changes; the fractions of pairs wholly right."""
     told = sum(len(caption.predicted_clauses) for caption in parsed)
     changes = sum(caption.true_types.total() for caption in parsed)
     scores: dict[str, Value] = {"changes": changes}
@@ -132,8 +132,8 @@ def false_changes(parsed: list[ParsedCaption]) -> dict[str, Value]:
 
 
 def verdicts(parsed: ParsedCaption, judged: bool) -> dict[str, PairValue]:
-    """`predicted_type`: the change type that the prediction names, or "none", "several", "unreadable". Verdicts are null
-    where none is given."""
+    """`predicted_type`: the change type that the prediction names, or "none", "several", "unreadable". The others are
+    null where captions are not judged."""
     right = (parsed.type_right, parsed.place_right, parsed.exact_right) if judged else (None, None, None)
     return {
         "predicted_type": parsed.predicted_type,
