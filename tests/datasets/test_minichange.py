@@ -206,6 +206,14 @@ def test_a_tilted_camera_sees_the_same_places_turned_and_the_far_ones_smaller():
 
 
 @pytest.mark.parametrize("domain", LOOKS)
+@pytest.mark.parametrize("color", LOOKS["standard"].rgb)
+def test_an_object_has_the_shade_of_its_domain(color, domain):
+    image = render(Scene((Thing("box", color, "large", 4),)), 96, np.random.default_rng(0), domain)
+    shade = np.asarray(image, dtype=float)[48, 48] / 0.85  # a box is shaded towards the lower right
+    assert np.abs(shade - LOOKS[domain].rgb[color]).max() < 12
+
+
+@pytest.mark.parametrize("domain", LOOKS)
 @pytest.mark.parametrize("word", [*CAMERA_MOVES, *ZOOMS])
 def test_no_camera_looks_beyond_its_table(domain, word):
     x, y = CAMERA_MOVES.get(word, (0.0, 0.0))
