@@ -339,6 +339,8 @@ def test_the_gate_takes_scores_of_all_pairs_of_which_more_is_better():
         "multi_change_place_f1",
         "multi_change_exact_f1",
         "reversal",
+        "judge",
+        "judge_answered",
     }
     assert gate_metrics(["METEOR", "CIDEr"]) == ["CIDEr", "METEOR"]
 
@@ -357,5 +359,5 @@ def test_the_list_is_light_to_import():
 
 def test_only_what_has_a_program_of_its_own_waits_beside_the_others_and_only_spice_is_optional():
     assert [name for name, metric in METRICS.items() if metric.program] == ["METEOR", "SPICE"]
-    assert [name for name, metric in METRICS.items() if metric.optional] == ["SPICE"]
-    assert [name for name, metric in METRICS.items() if not metric.java] == ["change_accuracy"]
+    assert [name for name, metric in METRICS.items() if metric.optional] == ["SPICE", "judge"]
+    assert [name for name, metric in METRICS.items() if not metric.java] == ["change_accuracy", "judge"]
