@@ -64,7 +64,7 @@ EMBEDDED = {
 }
 SMALL_FILES = {
     "change_captions.json": "c2e94e5507250e7a15c98161c1e899e9c3eb563005bb403fa7a21233965be017",
-    "grammar.json": "52c2ce23f63974093eb1de11728384c4d8fa2fad61f422e47f63615e70339788",
+    "grammar.json": "7b20d538bbb9dd0f637d5acbe9a08249913d00cb0bb8a169bae0d21700e24ac1",
     "no_change_captions.json": "cb4f98273204f8c2c3231be108e6b0cfed598234ea0574b26dea1161e758377c",
     "splits.json": "b9468a60a433da70dd02510cdff900e6a9566b29a97bd362e65d556b4bfffa16",
     "type_mapping.json": "27a3e0228dd80decea5d82e588a89772fffce47f4cc94dde42338079d0b1fd0d",

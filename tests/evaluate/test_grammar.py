@@ -144,7 +144,6 @@ SWAPPED = {
     "the lamp went out": "the lamp came on",
     "at the top a small red box appeared": f"{BOX} disappeared",
     f"{BOX} disappeared": "at the top a small red box appeared",
-    f"{BOX} was removed and left a mark": "at the top a small red box appeared on the table",
     f"{BOX} was replaced by a large blue cone": "at the top the large blue cone was replaced by a small red box",
     f"{BOX} became large": "at the top the large red box became small",
     f"{BOX} turned blue": "at the top the small blue box turned red instead of blue",
@@ -183,6 +182,8 @@ def test_only_pairs_of_one_change_with_an_inverse_have_a_reversal(mini: Grammar)
     one, two = f"{BOX} turned blue", f"{BOX} turned blue, and the lamp went out"
     assert strictly(mini, "color", one, one).reversed is None
     assert strictly(mini, "color", two, two, swapped=two).reversed is None
+    gone = f"{BOX} was removed and left a mark"
+    assert strictly(mini, "removal", gone, gone, swapped="at the top a small red box appeared").reversed is None
     assert strictly(mini, "none", "nothing changed", "nothing changed", swapped="nothing changed").reversed is None
     pair = replace(bench.pair(RED, [RED], ["color"]), reversed_prediction=RED)
     assert bench.parse([pair])[pair.id].reversed is None

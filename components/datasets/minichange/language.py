@@ -47,10 +47,10 @@ INVERSE: dict[str, dict] = {
     "illumination": {"type": "illumination", "words": {LAMP["out"]: LAMP["on"], LAMP["on"]: LAMP["out"]}},
     "addition": {"type": "disappearance"},
     "disappearance": {"type": "addition"},
-    "removal": {"type": "addition"},
     **{kind: {"type": kind} for kind in ("substitution", "size", "color", "orientation", "pose", "ocr", "counting")},
 }
-"""What each type is called where the images are swapped; `words`: the opposite of what camera and lamp do."""
+"""What each type is called where the images are swapped; `words`: the opposite of what camera and lamp do. A removal has
+none: no sentence says that an object took the place of a mark."""
 
 NO_CHANGE_SENTENCES = (
     "nothing changed",
