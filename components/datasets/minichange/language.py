@@ -49,8 +49,8 @@ INVERSE: dict[str, dict] = {
     "disappearance": {"type": "addition"},
     **{kind: {"type": kind} for kind in ("substitution", "size", "color", "orientation", "pose", "ocr", "counting")},
 }
-"""What each type is called where the images are swapped; `words`: the opposite of what camera and lamp do. A removal has
-none: no sentence says that an object took the place of a mark."""
+"""What each type is called where the images are swapped; `words`: the opposite of what camera and lamp do. A removal
+has none: no sentence says that an object took the place of a mark."""
 
 NO_CHANGE_SENTENCES = (
     "nothing changed",
