@@ -2,7 +2,10 @@
 
 import hashlib
 import json
+import os
 import re
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -69,34 +72,34 @@ SMALL_FILES = {
     "splits.json": "b9468a60a433da70dd02510cdff900e6a9566b29a97bd362e65d556b4bfffa16",
     "type_mapping.json": "27a3e0228dd80decea5d82e588a89772fffce47f4cc94dde42338079d0b1fd0d",
 }
-SMALL_IMAGES = "7db9e97307cad238c97f56f27700d1007b517dfbe38a1235cecfdff308bcea46"
+SMALL_IMAGES = "7208e621cac80996a58b8fd34103c6f442d768a56088e3870b4fdb970d8f3450"
 EMBEDDED_SCENES = {  # number -> first 16 digits of the digests of before, after, distractor; types; first reference
     0: ("63d529f0c5ad6045", "e7b5488d24d714be", "9ce02bf1bc1bf90e", "viewpoint", "the camera moved to the right"),
     7: (
         "0e5cbc776a5f42a8",
-        "cca7f8cbf33e612b",
+        "d3ba77b227490194",
         "b46692bd1b1be51f",
         "color viewpoint",
         "the camera zoomed out, and at the bottom right the large yellow sign turned purple",
     ),
     299: (
-        "cd950bd652af21ac",
+        "612749d013e65595",
         "7d22f94e653e30d7",
-        "67e4b774008536d9",
+        "121f329750143277",
         "counting",
         "at the left the small purple die shows four dots instead of two",
     ),
-    300: ("982b46f7113882a6", "5c018e13af4874e9", "8f83ea8494804177", "viewpoint", "the camera moved to the left"),
+    300: ("982b46f7113882a6", "8471915da332e11f", "74d6ce4f818bb364", "viewpoint", "the camera moved to the left"),
     3111: (
-        "ef82e62d44f5482a",
-        "4d67969fcb7ba496",
+        "e7483f8598437d20",
+        "3aeab30325e07cea",
         "76f1217aa820677c",
         "size",
         "at the top the large purple die became small",
     ),
     5299: (
         "29a09e4dabcd77d7",
-        "2d75cbaa1fca8543",
+        "9c5bf8ad7030cd02",
         "37619a8709bf26a3",
         "removal",
         "at the bottom the small yellow sign was removed and left a mark",
@@ -122,6 +125,40 @@ def test_the_bytes_of_a_small_benchmark_are_pinned(small):
     assert len(images) == 3 * 30
     assert len(files) == 3 * 30 + 5
     assert hashlib.sha256(b"".join(path.read_bytes() for path in images)).hexdigest() == SMALL_IMAGES
+
+
+DRAW = """
+import hashlib, sys
+import numpy as np
+from components.datasets.minichange.change import sample_pair, sample_types
+from components.datasets.minichange.render import LOOKS, render
+
+digest = hashlib.sha256()
+for number in range(int(sys.argv[1])):
+    rng = np.random.default_rng([2503, number])
+    for domain in LOOKS:
+        for scene in sample_pair(rng, sample_types(rng, number, 0.15))[:3]:
+            digest.update(render(scene, 128, rng, domain).tobytes())
+print(digest.hexdigest())
+"""
+
+
+@pytest.mark.parametrize("scenes", [8, pytest.param(200, marks=pytest.mark.slow)])
+def test_the_bytes_are_the_same_on_a_cpu_without_the_newest_vector_instructions(scenes):
+    from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__
+
+    newest = " ".join(name for name in __cpu_dispatch__ if __cpu_features__.get(name))
+    drawn = [
+        subprocess.run(
+            [sys.executable, "-c", DRAW, str(scenes)],
+            env=os.environ | disabled,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for disabled in ({}, {"NPY_DISABLE_CPU_FEATURES": newest})
+    ]
+    assert drawn[0] == drawn[1]
 
 
 def test_scenes_of_the_embedded_benchmark_are_pinned(tmp_path):

@@ -145,17 +145,20 @@ def _paste(table: Image.Image, tile: Image.Image, center: tuple[float, float]) -
 
 @lru_cache(maxsize=16)
 def _table(domain: str, background: str, unit: int) -> Image.Image:
-    """A plain table with a faint weave, or a chequered one."""
+    """A plain table with a faint weave, or a chequered one.
+
+    The sine is not NumPy's: in float32 that one differs in its last bit from one kind of CPU to another, and a pixel by
+    a grey level.
+    """
     look = LOOKS[domain]
     side = round(unit * (1 + 2 * look.margin))
-    ramp = np.arange(side, dtype=np.float32)
     if look.checks:
         odd = (np.arange(side) * 9 // unit) % 2
         weave = 9.0 * (odd[None, :] + odd[:, None] - 1).astype(np.float32)
     else:
-        weave = 2.0 * np.sin(ramp[None, :] * 2 * np.pi / (unit / 24)) + 2.0 * np.sin(
-            ramp[:, None] * 2 * np.pi / (unit / 24)
-        )
+        angles = np.arange(side, dtype=np.float32) * 2 * np.pi / (unit / 24)
+        wave = 2.0 * np.array([math.sin(angle) for angle in angles.tolist()], dtype=np.float32)
+        weave = wave[None, :] + wave[:, None]
     pixels = np.asarray(look.table[background], dtype=np.float32) + weave[..., None]
     return Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
 
