@@ -247,7 +247,7 @@ def _write_params(root: Path, parts: dict[str, Part]) -> Path:
             "reader": "omnidiff" if name.startswith("omnidiff") else name,
             "root": str(root / "raw" / name),
             "train_on": ["train", "val"],
-            "expected_pairs": {"train": sum(part.pairs)},
+            "expected_pairs": dict(zip(("train", "val"), part.pairs, strict=True)),
         }
         for name, part in parts.items()
     }

@@ -30,7 +30,7 @@ SHARED = {
 TOP = {"params", "consistency", "profiles", "migrate", "__main__"}
 """The parameters as a whole and the command line: they know the stages' sections, and no stage knows them."""
 
-COMMANDS = {"plan", "inspect", "export"}
+COMMANDS = {"plan", "inspect", "export", "score"}
 """Folders of commands: no stage imports them."""
 
 RUN_BY_DVC = yaml.safe_load((REPOSITORY / "dvc.yaml").read_text())["stages"].keys()

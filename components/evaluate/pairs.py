@@ -58,7 +58,7 @@ def load_pairs(clean: Path, predictions: Path) -> tuple[list[EvalPair], int]:
     shuffled = _control(predictions / "predictions_shuffled.json", set(found), told.get("control"))
     swapped = _control(predictions / "predictions_reversed.json", set(found), told.get("reversed"))
     pairs = [
-        _pair(row, found[row["id"]], shuffled.get(row["id"]), swapped.get(row["id"]))
+        pair_of(row, found[row["id"]], shuffled.get(row["id"]), swapped.get(row["id"]))
         for row in rows
         if row["id"] in found
     ]
@@ -89,7 +89,8 @@ def read_test_records(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _pair(row: dict[str, Any], prediction: str, shuffled: str | None, swapped: str | None) -> EvalPair:
+def pair_of(row: dict[str, Any], prediction: str, shuffled: str | None, swapped: str | None = None) -> EvalPair:
+    """A row of records.parquet beside what the model said of it."""
     return EvalPair(
         id=row["id"],
         dataset=row["dataset"],

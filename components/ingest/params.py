@@ -26,7 +26,7 @@ class DatasetEntry(Section):
     options: FrozenMap[str, Any] = Field(default_factory=dict, validate_default=True)  # the reader's own
     train_on: tuple[Split, ...] = ("train",)  # its own splits that train
     follow_links: bool = False  # images may be symbolic links that leave the root (a shared DVC cache)
-    expected_pairs: ExpectedPairs | None = None  # what validate requires
+    expected_pairs: ExpectedPairs | None = None  # of its own splits, what validate requires once bad rows are out
 
     @field_validator("train_on")
     @classmethod

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 from pycocoevalcap.spice import spice
+from pycocoevalcap.tokenizer import ptbtokenizer
 
 from components.evaluate.metrics import METRICS, choose_metrics
 from components.evaluate.metrics.metric import ALL, Metric, MetricScores, Tokens
@@ -92,6 +93,37 @@ def test_line_ends_inside_captions_move_no_other_caption():
     ]
 
 
+ODD = {
+    "a\rcube": "a cube",
+    "a\vcube": "a cube",
+    "a\fcube": "a cube",
+    "a\u2028cube": "a cube",
+    "a\0cube": "a cube",
+    "a \ud800 cube": "a cube",
+    "a \U0001f600 cube": "a cube",
+    "cube " * 20_000: " ".join(["cube"] * 20_000),
+    "": "",
+    " \n ": "",
+}
+
+
+def test_an_odd_caption_moves_no_other_one_to_the_wrong_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Every score of every other pair stays when the odd captions are replaced."""
+    monkeypatch.setenv("PYTHONPATH", bench.small_table(tmp_path))
+    captions = [text for number, odd in enumerate(ODD) for text in (odd, f"the {'bcdefghijk'[number]} cube moved")]
+    predictions = {f"{number:02}": caption for number, caption in enumerate(captions)}
+    references = {i: [f"the {'bcdefghijk'[int(i) // 2]} cube has moved", "a cube"] for i in predictions}
+    replaced = {i: "x" if caption in ODD else caption for i, caption in predictions.items()}
+    metrics = choose_metrics(["CIDEr", "METEOR", "ROUGE-L", "BLEU"])
+    found, other = (score(references, texts, limit_s=120, metrics=metrics) for texts in (predictions, replaced))
+    assert found.absent.keys() == other.absent.keys() == {"CIDEr_shuffled"}
+    plain = [i for i, caption in predictions.items() if caption not in ODD]
+    assert {i: found.pairs[i] for i in plain} == {i: other.pairs[i] for i in plain}
+    assert len({found.pairs[i]["ROUGE-L"] for i in plain}) == 1
+    assert found.pairs["00"]["METEOR"] > 0.5 > other.pairs["00"]["METEOR"]
+    assert tokenise(predictions.values(), 60).items() >= ODD.items()
+
+
 def test_java_programs_work_outside_the_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     seen = tmp_path / "seen"
     monkeypatch.setenv("PATH", fake_java(tmp_path / "bin", "PTBTokenizer", f"pwd > {seen}"))
@@ -103,6 +135,36 @@ def test_a_tokenizer_that_fails_is_said_and_not_scored(tmp_path: Path, monkeypat
     monkeypatch.setenv("PATH", fake_java(tmp_path / "bin", "PTBTokenizer", "exit 1"))
     with pytest.raises(ScorerFailed, match="1 lines for 2 captions"):
         tokenise(["a cube"], 60)
+
+
+def test_a_package_that_cannot_be_written_serves_as_well_in_a_german_locale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("PYTHONPATH", bench.small_table(tmp_path))
+    package = tmp_path / "pycocoevalcap"
+    (package / "tokenizer").mkdir()
+    for path in Path(ptbtokenizer.__file__).parent.iterdir():
+        if path.is_file():
+            (package / "tokenizer" / path.name).symlink_to(path)
+    folders = [package, *(path for path in package.rglob("*") if path.is_dir())]
+    before = {path: path.stat().st_mtime_ns for path in folders}
+    for path in folders:
+        path.chmod(0o555)
+    monkeypatch.setenv("LC_ALL", "de_DE.UTF-8")
+    monkeypatch.setenv("JAVA_TOOL_OPTIONS", "-Duser.language=de -Duser.country=DE")
+    found = score({"a": ["the red cube"], "b": ["a ball"]}, {"a": "the cube", "b": "a ball"}, limit_s=60)
+    assert found.pairs["b"]["METEOR"] == 1.0
+    assert 0.3 < found.groups[ALL]["METEOR"] < 1
+    assert {path: path.stat().st_mtime_ns for path in folders} == before  # nothing was made or taken away
+
+
+def test_a_meteor_that_is_killed_is_absent_and_the_reason_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PYTHONPATH", bench.small_table(tmp_path))
+    monkeypatch.setenv("PATH", fake_java(tmp_path / "bin", "meteor", "read line; kill -9 $$"))
+    found = quick_score({"a": "a red cube", "b": "a blue ball"})
+    assert found.groups[ALL]["METEOR"] is None
+    assert found.absent["METEOR"] == "RuntimeError: METEOR gave up (0 answers to 2 captions); its last words: none"
+    assert found.groups[ALL]["BLEU-4"] is not None
 
 
 def test_a_meteor_that_dies_costs_only_its_own_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -279,5 +341,6 @@ def test_the_published_scores_of_coco_caption_come_out(monkeypatch: pytest.Monke
         abs=5e-5,
     )
     assert found.groups[ALL]["CIDEr_shuffled"] == found.groups[ALL]["CIDEr"]
+    assert "METEOR" not in found.absent
     assert found.groups["none"]["METEOR"] is None
     assert found.groups["half"]["METEOR"] != found.groups[ALL]["METEOR"]

@@ -5,7 +5,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from components.evaluate.grammar import ParsedCaption
 from components.evaluate.metrics.metric import (
@@ -27,6 +27,8 @@ from components.progress import progress
 
 if TYPE_CHECKING:
     from components.evaluate.metrics.judge import Judge
+
+T = TypeVar("T")
 
 
 def compute_metrics(
@@ -88,7 +90,7 @@ def attempt(metric: Metric, scored: ProtocolPairs, tools: Tools) -> MetricScores
         return MetricScores({}, {}, {metric.headline: str(failure)})
 
 
-def fulfil(tokens: Future[Tokens], make: Callable[[], Tokens]) -> None:
+def fulfil(tokens: Future[T], make: Callable[[], T]) -> None:
     """Make the tokens for all who wait; where that fails they fail too."""
     try:
         tokens.set_result(make())

@@ -85,12 +85,14 @@ class Scorer:
 
 
 def sanitise(caption: str) -> str:
-    """One line of plain text: NFC, runs of any white space (U+2028, \\v, \\r ...) to one space, no METEOR separator.
+    """One line of plain text: NFC, runs of any white space (U+2028, \\v, \\r ...) to one space, no METEOR separator, a
+    lone surrogate as "?".
 
     The tokenizer ends a line at seven different characters; one that it met inside a caption would move every later
     caption to the wrong pair.
     """
-    text = unicodedata.normalize("NFC", caption).replace("\0", " ")
+    text = caption.encode("utf-8", "replace").decode()
+    text = unicodedata.normalize("NFC", text).replace("\0", " ")
     return " ".join(re.sub(r"\|{3,}", " ", text).split())
 
 

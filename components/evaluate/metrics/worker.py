@@ -21,12 +21,12 @@ from types import ModuleType
 from typing import Any
 
 SENTINEL = "endofcaptions"
-METEOR = ["java", "-Xmx1G", "-jar", "meteor-1.5.jar", "-", "-", "-stdio", "-l", "en", "-norm"]
+METEOR = ["java", "-Xmx1G", "-jar", "meteor-1.5.jar", "-", "-", "-stdio", "-l", "en", "-norm", "-a", "paraphrases.gz"]
 STATISTICS = 23
 ITEMS_A_SHARD = 500
 """Fewer do not pay for the start of one more Java program."""
 LONGEST_PHRASE = 7  # words; of the table
-CHUNK = 1 << 20
+CHUNK = 1 << 13
 PLAIN = b"abcdefghijklmnopqrstuvwxyz0123456789 .-E\n"
 WORD = re.compile(rb"[a-z0-9]+")
 ENTITY = re.compile("&(quot|apos|lt|gt|amp);")
@@ -71,7 +71,6 @@ def meteor(folder: Path) -> Callable[[Job], list[list[float]]]:
     """
     from pycocoevalcap.meteor import meteor as module
 
-    (folder / "data").mkdir()
     home = Path(str(module.__file__)).parent
     (folder / module.METEOR_JAR).symlink_to(home / module.METEOR_JAR)
     with gzip.open(home / "data" / "paraphrase-en.gz") as file:
@@ -80,7 +79,7 @@ def meteor(folder: Path) -> Callable[[Job], list[list[float]]]:
     def compute(job: Job) -> list[list[float]]:
         nonlocal table
         items = [(prediction, references) for prediction, references in job["items"]]
-        with gzip.open(folder / "data" / "paraphrase-en.gz", "wb", compresslevel=1) as file:
+        with gzip.open(folder / "paraphrases.gz", "wb", compresslevel=1) as file:
             file.writelines(matching_paraphrases(table, items))
         table = b""
         shards = max(1, min(job["shards"], len(items) // ITEMS_A_SHARD))
@@ -95,21 +94,26 @@ def meteor(folder: Path) -> Callable[[Job], list[list[float]]]:
 def matching_paraphrases(table: bytes, items: Iterable[tuple[str, list[str]]]) -> Iterator[bytes]:
     """The lines of METEOR's table whose phrases may stand in a reference and in a prediction, in the table's order.
 
-    The table has three lines an entry: probability, phrase of a reference, phrase of a prediction. Phrases are compared
-    by their runs of ASCII letters and digits alone, between which METEOR's own tokenizer never splits; too many
+    The table has three lines an entry: probability and two phrases, which METEOR matches either way round. Phrases are
+    compared by their runs of ASCII letters and digits alone, which METEOR's own tokenizer never splits; too many
     entries change nothing, and an entry of other characters is always kept.
     """
     listed = list(items)
     of_references = phrases(reference for _, references in listed for reference in references)
     of_predictions = phrases(prediction for prediction, _ in listed)
+    known = of_references | of_predictions
     file = io.BytesIO(table)
     while lines := file.readlines(CHUNK):
         lines += [file.readline() for _ in range(-len(lines) % 3)]
         plain = not b"".join(lines).translate(None, PLAIN)
-        for at, (reference, prediction) in enumerate(zip(lines[1::3], lines[2::3], strict=True)):
-            if (reference in of_references and prediction in of_predictions) or not (
-                plain or is_plain(reference + prediction)
-            ):
+        for at, (one, other) in enumerate(zip(lines[1::3], lines[2::3], strict=True)):
+            if one in known and other in known:
+                kept = (one in of_references and other in of_predictions) or (
+                    one in of_predictions and other in of_references
+                )
+            else:
+                kept = not (plain or is_plain(one + other))
+            if kept:
                 yield from lines[3 * at : 3 * at + 3]
 
 
@@ -119,7 +123,7 @@ def is_plain(line: bytes) -> bool:
 
 def phrases(texts: Iterable[str]) -> set[bytes]:
     """All runs of one to LONGEST_PHRASE words of ASCII letters and digits, a line each."""
-    found = set()
+    found: set[bytes] = set()
     for text in set(texts):
         for reading in {text.lower(), ENTITY.sub(" ", text.lower())}:
             words = WORD.findall(reading.encode())

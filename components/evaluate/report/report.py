@@ -14,6 +14,7 @@ from components.datasets.spec import DatasetSpec, check_licence
 from components.evaluate.grammar import ParsedCaption, type_order
 from components.evaluate.metrics.metric import Metric, PairValue, Value
 from components.evaluate.pairs import EvalPair
+from components.evaluate.published.published import SCORES, PublishedRow, published_rows
 from components.evaluate.report.figures import STYLES, Line, SaliencyMaps, chart, smooth
 from components.evaluate.report.gallery import SECTIONS, Card, choose, make_card
 from components.evaluate.summary import EvaluateReport
@@ -21,7 +22,6 @@ from components.progress import progress
 from components.records import DataError
 
 HERE = Path(__file__).parent
-PUBLISHED_METRICS = {"bleu_4": "BLEU-4", "meteor": "METEOR", "rouge_l": "ROUGE-L", "cider": "CIDEr", "spice": "SPICE"}
 
 
 @dataclass(frozen=True)
@@ -195,26 +195,20 @@ def published_tables(by_dataset: Mapping[str, Mapping[str, Value]]) -> list[dict
 
     A result that several papers print is shown once.
     """
-    with (HERE / "published.csv").open(encoding="utf-8", newline="") as file:
-        first_to_print = {
-            (row["benchmark"], row["method"], row["cider"]): row for row in reversed(list(csv.DictReader(file)))
-        }
-    known = list(first_to_print.values())[::-1]
     tables = []
     for dataset, scores in by_dataset.items():
-        rows = [row for row in known if row["benchmark"] == dataset]
+        rows = published_rows(dataset)
         if rows:
             ours = {"method": "this run", "venue": "", "ours": True, "scores": in_papers_units(scores)}
             table = sorted([ours, *map(published_row, rows)], key=lambda row: -(row["scores"]["CIDEr"] or 0.0))
-            tables.append({"dataset": dataset, "rows": table, "sources": sorted({row["source"] for row in rows})})
+            tables.append({"dataset": dataset, "rows": table, "sources": sorted({row.source for row in rows})})
     return tables
 
 
 def in_papers_units(scores: Mapping[str, Value]) -> dict[str, float | None]:
-    values = {name: scores.get(name) for name in PUBLISHED_METRICS.values()}
+    values = {name: scores.get(name) for name in SCORES.values()}
     return {name: None if value is None else 100 * value for name, value in values.items()}
 
 
-def published_row(row: dict[str, str]) -> dict[str, Any]:
-    scores = {name: float(row[column]) if row[column] else None for column, name in PUBLISHED_METRICS.items()}
-    return {"method": row["method"], "venue": row["venue"], "ours": False, "scores": scores}
+def published_row(row: PublishedRow) -> dict[str, Any]:
+    return {"method": row.method, "venue": row.venue, "ours": False, "scores": row.scores}
