@@ -292,7 +292,7 @@ def test_train_without_a_gpu_is_never_refused(monkeypatch):
 
 
 def test_ingest_without_a_name_reads_every_dataset_in_order(monkeypatch):
-    for name in ("pairs_b", "pairs_a"):
+    for name in ("pairs_b", "pairs_a", "minichange_shifted"):
         Path(f"data/01_raw/{name}").mkdir()
     text = (
         Path("params.yaml")
@@ -308,7 +308,8 @@ def test_ingest_without_a_name_reads_every_dataset_in_order(monkeypatch):
     recorder = Recorder(monkeypatch, "components.ingest.stage", ingest=None)
     assert main(["ingest"]) == 0
     entries = load_params().ingest.datasets
-    assert [arguments["name"] for _, arguments in recorder.calls] == ["pairs_b", "pairs_a", "minichange"]
+    names = ["pairs_b", "pairs_a", "minichange", "minichange_shifted"]
+    assert [arguments["name"] for _, arguments in recorder.calls] == names
     assert [arguments["entry"] for _, arguments in recorder.calls] == list(entries.values())
 
 

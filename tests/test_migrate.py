@@ -41,8 +41,14 @@ def migrated(path: Path) -> dict:
 
 def test_the_earlier_embedded_file_becomes_the_committed_parameters(old):
     path = old("embedded")
-    assert migrated(path) == resolve(EMBEDDED)[0]
-    assert load_params(path) == load_params(EMBEDDED)
+    now = resolve(EMBEDDED)[0]
+    for datasets in (now["synthesize"], now["ingest"]["datasets"]):
+        del datasets["minichange_shifted"]  # which was not there then
+    now["synthesize"]["minichange"].pop("domain")  # what it is where it is not written
+    assert migrated(path) == now
+    path.with_name("now.yaml").write_text(yaml.safe_dump(now))
+    assert load_params(path) == load_params(path.with_name("now.yaml"))
+    assert load_params(path).synthesize["minichange"] == load_params(EMBEDDED).synthesize["minichange"]
 
 
 @pytest.mark.parametrize("name", ["paper", "one-gpu"])

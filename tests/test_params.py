@@ -187,6 +187,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
             "paths.clean: data/01_raw/minichange/clean lies inside ingest.datasets.minichange.root",
             "paths.mixture: data/02_records is paths.records, too; give each a folder of its own",
             "ingest.datasets.minichange.root: data/01_raw/minichange lies inside compute.scratch (data)",
+            "ingest.datasets.minichange_shifted.root: data/01_raw/minichange_shifted lies inside",
             "paths.base: data/00_base lies inside compute.scratch (data)",
             "paths.records: data/02_records lies inside compute.scratch (data)",
             "paths.clean: data/01_raw/minichange/clean lies inside compute.scratch (data)",
@@ -557,8 +558,11 @@ def test_questions_that_cannot_be_read_are_left_to_convert(text, write, tmp_path
 def test_the_task_of_a_dataset_itself_must_have_questions(write, tmp_path):
     (tmp_path / "questions.yaml").write_text("edit:\n- What was done?\n")
     found = faults_of(write({"convert.questions": str(tmp_path / "questions.yaml")}))
-    words = "the task of dataset 'minichange': expected one of edit (found 'difference'); tasks stand in"
-    assert found == [f"{words} {tmp_path}/questions.yaml"]
+    words = "expected one of edit (found 'difference'); tasks stand in"
+    assert found == [
+        f"the task of dataset {name!r}: {words} {tmp_path}/questions.yaml"
+        for name in ("minichange", "minichange_shifted")
+    ]
 
 
 READS = {

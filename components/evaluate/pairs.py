@@ -14,8 +14,8 @@ from components.records import NO_CHANGE, DataError
 class EvalPair:
     """A test pair, its references and the model's prediction.
 
-    `shuffled_prediction` is the model's caption of its before-image with another pair's after-image, None outside the
-    control.
+    `shuffled_prediction` is the model's caption of its before-image with another pair's after-image,
+    `reversed_prediction` that of its two images swapped; None outside these controls.
     """
 
     id: str
@@ -28,6 +28,7 @@ class EvalPair:
     change_types: list[str]
     prediction: str
     shuffled_prediction: str | None
+    reversed_prediction: str | None = None
 
     @property
     def is_distractor(self) -> bool:
@@ -42,8 +43,8 @@ class EvalPair:
 def load_pairs(clean: Path, predictions: Path) -> tuple[list[EvalPair], int]:
     """The captioned test pairs in the records' order, and how many test pairs there are.
 
-    There may be fewer predictions than test pairs, and fewer of shuffled pairs, only where predict reports that it made
-    so many (predict.limit, predict.control_pairs).
+    There may be fewer predictions than test pairs, and fewer of shuffled and of swapped pairs, only where predict
+    reports that it made so many (predict.limit, predict.control_pairs).
 
     Raises:
         DataError: no test pair; a file of predictions that is truncated, or whose ids repeat, are unknown or missing.
@@ -54,13 +55,24 @@ def load_pairs(clean: Path, predictions: Path) -> tuple[list[EvalPair], int]:
     told = _report(predictions / "report.json")
     if told.get("rows_out") != len(found):
         _refuse_missing(predictions / "predictions.json", ids - found.keys())
-    shuffled = {}
-    if (predictions / "predictions_shuffled.json").is_file() and told.get("control") != 0:
-        shuffled = read_predictions(predictions / "predictions_shuffled.json", set(found))
-        if told.get("control") != len(shuffled):
-            _refuse_missing(predictions / "predictions_shuffled.json", found.keys() - shuffled.keys())
-    pairs = [pair_of(row, found[row["id"]], shuffled.get(row["id"])) for row in rows if row["id"] in found]
+    shuffled = _control(predictions / "predictions_shuffled.json", set(found), told.get("control"))
+    swapped = _control(predictions / "predictions_reversed.json", set(found), told.get("reversed"))
+    pairs = [
+        pair_of(row, found[row["id"]], shuffled.get(row["id"]), swapped.get(row["id"]))
+        for row in rows
+        if row["id"] in found
+    ]
     return pairs, len(rows)
+
+
+def _control(path: Path, ids: set[str], told: int | None) -> dict[str, str]:
+    """The predictions of a control, of `told` pairs or of all `ids`; none without the file or where none were made."""
+    if not path.is_file() or told == 0:
+        return {}
+    found = read_predictions(path, ids)
+    if told != len(found):
+        _refuse_missing(path, ids - found.keys())
+    return found
 
 
 def read_test_records(path: Path) -> list[dict[str, Any]]:
@@ -77,7 +89,7 @@ def read_test_records(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def pair_of(row: dict[str, Any], prediction: str, shuffled: str | None) -> EvalPair:
+def pair_of(row: dict[str, Any], prediction: str, shuffled: str | None, swapped: str | None = None) -> EvalPair:
     """A row of records.parquet beside what the model said of it."""
     return EvalPair(
         id=row["id"],
@@ -90,6 +102,7 @@ def pair_of(row: dict[str, Any], prediction: str, shuffled: str | None) -> EvalP
         change_types=row["change_types"] or [],
         prediction=prediction,
         shuffled_prediction=shuffled,
+        reversed_prediction=swapped,
     )
 
 

@@ -91,24 +91,54 @@ def as_scored(protocol: Protocol, pair: EvalPair) -> EvalPair:
     def cut(text: str) -> str:
         return " ".join(text.split()[: protocol.max_words])
 
-    shuffled = pair.shuffled_prediction
+    shuffled, swapped = pair.shuffled_prediction, pair.reversed_prediction
     return replace(
         pair,
         references=[cut(reference) for reference in references],
         prediction=cut(pair.prediction),
         shuffled_prediction=None if shuffled is None else cut(shuffled),
+        reversed_prediction=None if swapped is None else cut(swapped),
     )
 
 
+LENGTHS = {"1-9": 1, "10-19": 10, "20-39": 20, "40+": 40}
+"""Groups by the mean number of words of a pair's references, with the fewest words of each."""
+
+
 def group_pairs(pairs: list[EvalPair]) -> Groups:
-    """Ids of the pairs of each group that has scores of its own, by what changed."""
+    """Ids of the pairs of each group that has scores of its own: by what changed, by how many changes there are and by
+    how long the references are; the last two only where they tell pairs apart."""
     groups: Groups = {"change": [], "multi_change": [], "distractors": []}
-    found: dict[str, list[str]] = defaultdict(list)
+    types: dict[str, list[str]] = defaultdict(list)
     for pair in pairs:
         if pair.changes:
             groups["change"].append(pair.id)
-            found[f"by_type/{pair.changes[0]}" if len(pair.changes) == 1 else "multi_change"].append(pair.id)
+            types[f"by_type/{pair.changes[0]}" if len(pair.changes) == 1 else "multi_change"].append(pair.id)
         if pair.is_distractor:
             groups["distractors"].append(pair.id)
-    groups["multi_change"] = found.pop("multi_change", [])
-    return groups | dict(sorted(found.items()))
+    groups["multi_change"] = types.pop("multi_change", [])
+    changed = [pair for pair in pairs if not pair.is_distractor]
+    by_changes = split_by([(len(pair.changes), pair.id) for pair in changed if pair.changes])
+    by_length = split_by([(fewest_words(pair), pair.id) for pair in changed])
+    names = {fewest: name for name, fewest in LENGTHS.items()}
+    return (
+        groups
+        | dict(sorted(types.items()))
+        | {f"by_changes/{count}": ids for count, ids in by_changes.items()}
+        | {f"by_length/{names[fewest]}": ids for fewest, ids in by_length.items()}
+    )
+
+
+def split_by(numbered: list[tuple[int, str]]) -> dict[int, list[str]]:
+    """The ids of each number, in order; nothing where all have the same."""
+    numbers = sorted({number for number, _ in numbered})
+    if len(numbers) < 2:
+        return {}
+    return {each: [i for number, i in numbered if number == each] for each in numbers}
+
+
+def fewest_words(pair: EvalPair) -> int:
+    """The lower bound of the length of the pair's references, empty ones left out."""
+    counts = [len(reference.split()) for reference in pair.references if reference.strip()]
+    mean = sum(counts) / max(1, len(counts))
+    return max((fewest for fewest in LENGTHS.values() if fewest <= mean), default=1)

@@ -9,7 +9,7 @@ from components.evaluate.metrics.metric import ALL, MetricScores, Value
 from components.evaluate.protocols import ProtocolPairs
 from components.reports import StageReport
 
-FOLDERS = ("by_type",)
+FOLDERS = ("by_type", "by_changes", "by_length")
 """Groups called "<folder>/<name>" stand in the file as an object of objects."""
 
 

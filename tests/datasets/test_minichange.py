@@ -2,10 +2,14 @@
 
 import hashlib
 import json
+import os
 import re
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -15,7 +19,11 @@ from components.datasets.minichange import SPEC
 from components.datasets.minichange.change import VISIBLE, sample_pair, sample_types
 from components.datasets.minichange.generate import _write_scene, generate, split_scenes
 from components.datasets.minichange.language import (
+    ARMS,
+    CAMERA,
+    LAMP,
     NO_CHANGE_SENTENCES,
+    NUMBERS,
     TEMPLATES,
     describe_cells,
     describe_scene,
@@ -23,7 +31,7 @@ from components.datasets.minichange.language import (
     name,
     references,
 )
-from components.datasets.minichange.render import MARGIN, render
+from components.datasets.minichange.render import LOOKS, render
 from components.datasets.minichange.scene import (
     CAMERA_MOVES,
     DARK,
@@ -37,7 +45,7 @@ from components.datasets.minichange.scene import (
     jitter,
     sample_scene,
 )
-from components.datasets.minichange.settings import MiniChange
+from components.datasets.minichange.settings import Domain, MiniChange
 from components.files import sha256
 from components.records import CHANGE_TYPES, DataError
 
@@ -59,39 +67,39 @@ EMBEDDED = {
 }
 SMALL_FILES = {
     "change_captions.json": "c2e94e5507250e7a15c98161c1e899e9c3eb563005bb403fa7a21233965be017",
-    "grammar.json": "6048f30bdae0e0593f949fe08dd535492ce75b88d091f9d77e6eb1bfa4ede52f",
+    "grammar.json": "7b20d538bbb9dd0f637d5acbe9a08249913d00cb0bb8a169bae0d21700e24ac1",
     "no_change_captions.json": "cb4f98273204f8c2c3231be108e6b0cfed598234ea0574b26dea1161e758377c",
     "splits.json": "b9468a60a433da70dd02510cdff900e6a9566b29a97bd362e65d556b4bfffa16",
     "type_mapping.json": "27a3e0228dd80decea5d82e588a89772fffce47f4cc94dde42338079d0b1fd0d",
 }
-SMALL_IMAGES = "7db9e97307cad238c97f56f27700d1007b517dfbe38a1235cecfdff308bcea46"
+SMALL_IMAGES = "7208e621cac80996a58b8fd34103c6f442d768a56088e3870b4fdb970d8f3450"
 EMBEDDED_SCENES = {  # number -> first 16 digits of the digests of before, after, distractor; types; first reference
     0: ("63d529f0c5ad6045", "e7b5488d24d714be", "9ce02bf1bc1bf90e", "viewpoint", "the camera moved to the right"),
     7: (
         "0e5cbc776a5f42a8",
-        "cca7f8cbf33e612b",
+        "d3ba77b227490194",
         "b46692bd1b1be51f",
         "color viewpoint",
         "the camera zoomed out, and at the bottom right the large yellow sign turned purple",
     ),
     299: (
-        "cd950bd652af21ac",
+        "612749d013e65595",
         "7d22f94e653e30d7",
-        "67e4b774008536d9",
+        "121f329750143277",
         "counting",
         "at the left the small purple die shows four dots instead of two",
     ),
-    300: ("982b46f7113882a6", "5c018e13af4874e9", "8f83ea8494804177", "viewpoint", "the camera moved to the left"),
+    300: ("982b46f7113882a6", "8471915da332e11f", "74d6ce4f818bb364", "viewpoint", "the camera moved to the left"),
     3111: (
-        "ef82e62d44f5482a",
-        "4d67969fcb7ba496",
+        "e7483f8598437d20",
+        "3aeab30325e07cea",
         "76f1217aa820677c",
         "size",
         "at the top the large purple die became small",
     ),
     5299: (
         "29a09e4dabcd77d7",
-        "2d75cbaa1fca8543",
+        "9c5bf8ad7030cd02",
         "37619a8709bf26a3",
         "removal",
         "at the bottom the small yellow sign was removed and left a mark",
@@ -119,6 +127,40 @@ def test_the_bytes_of_a_small_benchmark_are_pinned(small):
     assert hashlib.sha256(b"".join(path.read_bytes() for path in images)).hexdigest() == SMALL_IMAGES
 
 
+DRAW = """
+import hashlib, sys
+import numpy as np
+from components.datasets.minichange.change import sample_pair, sample_types
+from components.datasets.minichange.render import LOOKS, render
+
+digest = hashlib.sha256()
+for number in range(int(sys.argv[1])):
+    rng = np.random.default_rng([2503, number])
+    for domain in LOOKS:
+        for scene in sample_pair(rng, sample_types(rng, number, 0.15))[:3]:
+            digest.update(render(scene, 128, rng, domain).tobytes())
+print(digest.hexdigest())
+"""
+
+
+@pytest.mark.parametrize("scenes", [8, pytest.param(200, marks=pytest.mark.slow)])
+def test_the_bytes_are_the_same_on_a_cpu_without_the_newest_vector_instructions(scenes):
+    from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__
+
+    newest = " ".join(name for name in __cpu_dispatch__ if __cpu_features__.get(name))
+    drawn = [
+        subprocess.run(
+            [sys.executable, "-c", DRAW, str(scenes)],
+            env=os.environ | disabled,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for disabled in ({}, {"NPY_DISABLE_CPU_FEATURES": newest})
+    ]
+    assert drawn[0] == drawn[1]
+
+
 def test_scenes_of_the_embedded_benchmark_are_pinned(tmp_path):
     embedded = MiniChange.model_validate(EMBEDDED | {"root": tmp_path})
     folders = {"images": "default", "sc_images": "semantic", "nsc_images": "nonsemantic"}
@@ -133,11 +175,88 @@ def test_scenes_of_the_embedded_benchmark_are_pinned(tmp_path):
         assert (scene.number, " ".join(sorted(scene.types)), scene.references[0]) == (number, types, reference)
 
 
-def test_the_parameters_of_the_embedded_run_are_the_pinned_ones():
+def given(name: str) -> dict:
     import yaml
 
-    given = yaml.safe_load(Path("params.yaml").read_text())["synthesize"]["minichange"]
-    assert MiniChange.model_validate(given) == MiniChange.model_validate(EMBEDDED | {"root": given["root"]})
+    return yaml.safe_load(Path("params.yaml").read_text())["synthesize"][name]
+
+
+def test_the_parameters_of_the_embedded_run_are_the_pinned_ones():
+    settings = given("minichange")
+    assert MiniChange.model_validate(settings) == MiniChange.model_validate(EMBEDDED | {"root": settings["root"]})
+
+
+def test_nothing_trains_on_the_shifted_domain_and_its_scenes_are_of_a_seed_of_its_own():
+    one, other = (MiniChange.model_validate(given(name)) for name in ("minichange", "minichange_shifted"))
+    assert (one.domain, other.domain) == ("standard", "shifted")
+    assert (other.scenes["train"], other.scenes["val"]) == (0, 0)
+    assert other.scenes["test"] >= 100
+    assert one.seed != other.seed
+
+
+def test_each_domain_has_a_look_and_the_shifted_one_no_shade_table_or_camera_of_the_other():
+    assert tuple(LOOKS) == get_args(Domain)
+    standard, shifted = LOOKS["standard"], LOOKS["shifted"]
+    assert standard.rgb.keys() == shifted.rgb.keys()
+    assert standard.table.keys() == shifted.table.keys()
+    far = 25.0  # grey levels, of 441
+    for mine, theirs in ((standard.rgb, shifted.rgb), (standard.table, shifted.table)):
+        for shade in mine:
+            distances = {other: float(np.linalg.norm(np.subtract(theirs[shade], mine[other]))) for other in mine}
+            assert min(distances.values()) > far, shade
+            if mine is standard.rgb:
+                assert min(distances, key=distances.get) == shade, "a person would call it by another name"
+    assert standard.tilt is None
+    assert shifted.tilt is not None
+
+
+def test_the_shifted_domain_has_the_scenes_and_words_of_the_standard_one_in_other_pixels(tmp_path):
+    few = {"scenes": {"train": 0, "val": 0, "test": 12}, "image_px": 64}
+    roots = {domain: tmp_path / domain for domain in LOOKS}
+    for domain, root in roots.items():
+        generate(settings(root, domain=domain, **few))
+    for file in SMALL_FILES:
+        assert (roots["standard"] / file).read_bytes() == (roots["shifted"] / file).read_bytes()
+    for path in roots["standard"].rglob("*.png"):
+        one, two = (
+            np.asarray(Image.open(at), dtype=int)
+            for at in (path, roots["shifted"] / path.relative_to(tmp_path / "standard"))
+        )
+        assert one.shape == two.shape
+        assert np.abs(one - two).mean() > 10
+    assert Counter(row.split for row in SPEC.read(roots["shifted"])) == {"test": 24}
+
+
+def test_a_tilted_camera_sees_the_same_places_turned_and_the_far_ones_smaller():
+    def center(cell: int) -> tuple[float, float, int]:
+        image = render(Scene((Thing("ball", "red", "large", cell),)), 192, np.random.default_rng(0), "shifted")
+        pixels = np.asarray(image, dtype=int)
+        rows, columns = np.nonzero(pixels[..., 0] - pixels[..., 1] > 70)
+        return columns.mean() / 192, rows.mean() / 192, len(rows)
+
+    seen = {cell: center(cell) for cell in range(9)}
+    assert seen[4][:2] == pytest.approx((0.5, 0.5), abs=0.03)
+    for cell, (x, y, _) in seen.items():
+        assert (x, y) == pytest.approx(cell_center(cell), abs=0.09), "a place is still where its words say"
+    assert seen[2][1] > seen[0][1] + 0.02, "the right hangs lower"
+    assert all(seen[far][2] < 0.95 * seen[near][2] for far, near in ((0, 6), (1, 7), (2, 8)))
+
+
+@pytest.mark.parametrize("domain", LOOKS)
+@pytest.mark.parametrize("color", LOOKS["standard"].rgb)
+def test_an_object_has_the_shade_of_its_domain(color, domain):
+    image = render(Scene((Thing("box", color, "large", 4),)), 96, np.random.default_rng(0), domain)
+    shade = np.asarray(image, dtype=float)[48, 48] / 0.85  # a box is shaded towards the lower right
+    assert np.abs(shade - LOOKS[domain].rgb[color]).max() < 12
+
+
+@pytest.mark.parametrize("domain", LOOKS)
+@pytest.mark.parametrize("word", [*CAMERA_MOVES, *ZOOMS])
+def test_no_camera_looks_beyond_its_table(domain, word):
+    x, y = CAMERA_MOVES.get(word, (0.0, 0.0))
+    for side in (-0.02, 0.02):
+        view = View(x=x + side, y=y + side, zoom=ZOOMS.get(word, 1.0) * 0.97)
+        render(Scene((), view=view), 32, np.random.default_rng(0), domain)
 
 
 def test_its_reader_reads_what_it_wrote(small):
@@ -162,6 +281,39 @@ def test_every_reference_of_the_benchmark_reads_back_to_the_types_of_its_pair(sm
             clauses = text.split(rules["clause_separator"])
             found = [next(r["type"] for r in rules["clauses"] if re.fullmatch(r["pattern"], c)) for c in clauses]
             assert sorted(found) == sorted(row.change_types), text
+
+
+SAYS: dict[str, tuple[str, ...]] = {  # property of the thing before and of the thing after
+    "size": ("size",),
+    "color": ("color",),
+    "substitution": ("size", "color", "kind"),
+    "orientation": ("state",),
+    "ocr": ("state",),
+}
+
+
+@pytest.mark.parametrize("change_type", CHANGE_TYPES)
+def test_every_reference_reads_back_to_what_changed_from_what_to_what(change_type):
+    rules = [rule for rule in grammar()["clauses"] if rule["type"] == change_type]
+    for *_, change in changed_pairs(change_type):
+        for number, text in enumerate(references((change,), 5)):
+            found = re.fullmatch(rules[number]["pattern"], text).groupdict()
+            before, after = found.get("before"), found.get("after")
+            fields = SAYS.get(change_type, ())
+            if fields:
+                assert after == " ".join(str(getattr(change.after, field)) for field in fields)
+                was = " ".join(str(getattr(change.before, field)) for field in fields)
+                assert before == was or (before is None and change_type == "orientation" and number in (0, 2, 4))
+            elif change_type == "counting":
+                assert (before, after) == (NUMBERS[change.before.state], NUMBERS[change.after.state])
+            elif change_type == "pose":
+                assert (before, after) == (None, ARMS[change.after.state])
+            elif change.word:
+                assert (before, after) == (None, found["place"])
+                assert after == (CAMERA if change_type == "viewpoint" else LAMP)[change.word]
+            else:
+                assert (before, after) == (None, None)
+                assert found["object"] == name(change.before or change.after)
 
 
 def test_a_folder_with_other_files_is_refused_and_nothing_of_it_removed(tmp_path):
@@ -191,6 +343,7 @@ def test_an_older_benchmark_in_the_folder_is_replaced(tmp_path):
         ("multi_change_share", 1.1, "less than or equal to 1"),
         ("multi_change_share", -0.1, "greater than or equal to 0"),
         ("seed", -1, "greater than or equal to 0"),
+        ("domain", "moon", "'standard' or 'shifted'"),
         ("oversample_types", ["shape"], "oversample_types"),
     ],
 )
@@ -454,15 +607,16 @@ def test_a_scene_is_described_cell_by_cell_in_reading_order():
     )
 
 
+@pytest.mark.parametrize("domain", LOOKS)
 @pytest.mark.parametrize("change_type", CHANGE_TYPES)
-def test_a_change_moves_more_pixels_than_its_distractor(change_type):
+def test_a_change_moves_more_pixels_than_its_distractor(change_type, domain):
     """The largest local difference (over 4 x 4 pixels, in the channel that differs most) is the change's, but in one
     pair of five: raised arms and a red box that turns purple are small."""
     rng = np.random.default_rng(8)
     won = 0
     for _ in range(20):
         before, after, distractor, _ = sample_pair(rng, (change_type,))
-        frames = [np.asarray(render(s, 96, rng), dtype=np.float32) for s in (before, after, distractor)]
+        frames = [np.asarray(render(s, 96, rng, domain), dtype=np.float32) for s in (before, after, distractor)]
         changed, jittered = (
             np.abs(frame - frames[0]).max(-1).reshape(24, 4, 24, 4).mean((1, 3)).max() for frame in frames[1:]
         )
@@ -479,4 +633,3 @@ def test_an_object_is_painted_in_its_colour_where_it_stands():
     rows, columns = np.nonzero(redness > 60)
     assert (rows.mean() / 96, columns.mean() / 96) == pytest.approx((0.8, 0.2), abs=0.03)
     assert (columns.max() - columns.min()) / 96 == pytest.approx(0.285, abs=0.03)
-    assert MARGIN == 0.3

@@ -31,7 +31,7 @@ GRAMMAR = {
     "clause_separator": ", and ",
     "no_change": ["nothing changed", "no change was made"],
     "clauses": [
-        {"type": "color", "pattern": r"the (?P<object>\w+ \w+) (?P<place>at the \w+) (?:turned|became) \w+"},
+        {"type": "color", "pattern": r"the (?P<object>\w+ \w+) (?P<place>at the \w+) (?:turned|became) (?P<after>\w+)"},
         {"type": "removal", "pattern": r"the (?P<object>\w+ \w+) (?P<place>at the \w+) (?:was removed|is gone)"},
         {"type": "illumination", "pattern": r"the lamp went out"},
     ],

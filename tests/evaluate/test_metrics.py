@@ -5,6 +5,7 @@ import math
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,8 @@ from pycocoevalcap.bleu.bleu import Bleu
 from pycocoevalcap.cider.cider import Cider
 from pycocoevalcap.rouge.rouge import Rouge
 
+from components.datasets.minichange.language import grammar
+from components.evaluate.grammar import Grammar, Inverse, parse_predictions
 from components.evaluate.metrics import METRICS, bleu, change_accuracy, choose_metrics, cider, gate_metrics, rouge_l
 from components.evaluate.metrics.metric import ALL, Groups, MetricScores
 from tests.evaluate import bench
@@ -213,29 +216,44 @@ def accuracy(parsed=PARSED) -> MetricScores:
 def test_accuracies_over_all_pairs_are_those_counted_by_hand():
     assert accuracy().groups[ALL] == {
         "change_type_accuracy": 2 / 3,  # the third says that nothing changed
-        "change_exact_accuracy": 1 / 3,  # the second names another place
+        "change_place_accuracy": 1 / 3,  # the second names another place
+        "change_exact_accuracy": 1 / 3,
         "no_change_recall": 1 / 2,
         "false_no_change": 1 / 4,
+        "multi_change_place_f1": 1 / 2,  # one of two changes, in two clauses
+        "multi_change_exact_f1": 1 / 2,
+        "false_changes": 3 / 5,  # another place, the lamp, and one where nothing changed
+        "unreadable": 0.0,
+        "reversal": None,
     }
 
 
 def test_accuracies_of_a_type_are_of_its_pairs_alone():
     found = accuracy().groups
-    assert found["by_type/color"] == {"type_accuracy": 1.0, "exact_accuracy": 1.0}
-    assert found["by_type/removal"] == {"type_accuracy": 1.0, "exact_accuracy": 0.0}
-    assert found["by_type/illumination"] == {"type_accuracy": 0.0, "exact_accuracy": 0.0}
+    right = {"type_accuracy": 1.0, "place_accuracy": 1.0, "exact_accuracy": 1.0}
+    assert found["by_type/color"] == right | {"false_changes": 0.0, "false_changes_per_pair": 0.0}
+    wrong = {"place_accuracy": 0.0, "exact_accuracy": 0.0}
+    assert found["by_type/removal"] == right | wrong | {"false_changes": 1.0, "false_changes_per_pair": 1.0}
+    missed = wrong | {"type_accuracy": 0.0, "false_changes": None, "false_changes_per_pair": 0.0}
+    assert found["by_type/illumination"] == missed
+
+
+def test_a_wrong_colour_is_right_by_place_and_wrong_exactly():
+    green = replace(PAIRS[0], prediction="the red cube at the left turned green")
+    pairs = [green, *PAIRS[1:]]
+    found = change_accuracy.compute(pairs, GROUPS, bench.tools(parsed=bench.parse(pairs)))
+    assert (found.groups[ALL]["change_place_accuracy"], found.groups[ALL]["change_exact_accuracy"]) == (1 / 3, 0.0)
+    of_type = found.groups["by_type/color"]
+    assert (of_type["place_accuracy"], of_type["exact_accuracy"]) == (1.0, 0.0)
+    assert (found.pairs["toy/0"]["place_right"], found.pairs["toy/0"]["exact_right"]) == (True, False)
+    assert found.groups[ALL]["false_changes"] == 3 / 5  # it did happen
 
 
 def test_clause_scores_of_several_changes_are_those_counted_by_hand():
-    assert accuracy().groups["multi_change"] == {
-        "changes": 2,
-        "type_precision": 1 / 2,
-        "type_recall": 1 / 2,
-        "exact_precision": 1 / 2,
-        "exact_recall": 1 / 2,
-        "all_types_right": 0.0,
-        "all_exact_right": 0.0,
-    }
+    found = accuracy().groups["multi_change"]
+    half = {f"{of}_{what}": 1 / 2 for of in ("type", "place", "exact") for what in ("precision", "recall", "f1")}
+    whole = {"all_types_right": 0.0, "all_places_right": 0.0, "all_exact_right": 0.0}
+    assert found == {"changes": 2} | half | whole | {"false_changes": 1 / 2, "false_changes_per_pair": 1.0}
 
 
 def test_precision_is_of_the_clauses_predicted_and_recall_of_the_changes_there_are():
@@ -245,22 +263,112 @@ def test_precision_is_of_the_clauses_predicted_and_recall_of_the_changes_there_a
         bench.pair(
             f"{blue}, and the red ball at the left turned blue", [f"{red}, and {blue}"], ["color", "removal"], "1"
         ),
-        bench.pair(f"{blue}, and {red}", [f"{red}, and {blue}"], ["color", "removal"], "2"),
+        bench.pair(
+            f"{blue}, and the red cube at the left turned green", [f"{red}, and {blue}"], ["color", "removal"], "2"
+        ),
     ]
-    found = change_accuracy.clause_scores(list(bench.parse(pairs).values()))
-    assert found == {
+    parsed = bench.parse(pairs)
+    assert change_accuracy.clause_scores(list(parsed.values())) == {
         "changes": 7,
         "type_precision": 1.0,
         "type_recall": 5 / 7,
-        "exact_precision": 4 / 5,
-        "exact_recall": 4 / 7,
+        "type_f1": 10 / 12,
+        "place_precision": 4 / 5,
+        "place_recall": 4 / 7,
+        "place_f1": 8 / 12,
+        "exact_precision": 3 / 5,
+        "exact_recall": 3 / 7,
+        "exact_f1": 6 / 12,
         "all_types_right": 2 / 3,
-        "all_exact_right": 1 / 3,
+        "all_places_right": 1 / 3,
+        "all_exact_right": 0.0,
     }
+    overall = change_accuracy.compute(pairs, {ALL: list(parsed)}, bench.tools(parsed=parsed)).groups[ALL]
+    assert (overall["multi_change_place_f1"], overall["multi_change_exact_f1"]) == (8 / 12, 6 / 12)
 
 
-def test_groups_without_a_question_of_type_have_no_accuracy():
-    assert accuracy().groups.keys().isdisjoint({"change", "distractors", "by_dataset/toy"})
+def test_where_nothing_is_told_of_several_changes_f1_is_nought_and_without_such_pairs_absent():
+    red = "the red cube at the left turned blue"
+    several = bench.pair("nothing changed", [f"{red}, and the lamp went out"], ["color", "illumination"], "0")
+    single = bench.pair(red, [red], ["color"], "1")
+    found = {}
+    for pair in (several, single):
+        parsed = bench.parse([pair])
+        found[pair.id] = change_accuracy.compute([pair], {ALL: [pair.id]}, bench.tools(parsed=parsed)).groups[ALL]
+    assert found["toy/0"]["multi_change_exact_f1"] == 0.0
+    assert found["toy/1"]["multi_change_exact_f1"] is None
+
+
+def test_a_change_told_twice_happened_once():
+    red = "the red cube at the left turned blue"
+    parsed = bench.parse([bench.pair(f"{red}, and {red}, and x", [red], ["color"])])
+    told = change_accuracy.false_changes(list(parsed.values()))
+    assert told == {"false_changes": 1 / 2, "false_changes_per_pair": 1.0}
+
+
+def test_groups_of_unchanged_pairs_have_no_accuracy_but_their_false_changes():
+    found = accuracy().groups
+    assert found["distractors"] == {"false_changes": 1.0, "false_changes_per_pair": 1 / 2}
+    assert found["change"] == {"false_changes": 1 / 2, "false_changes_per_pair": 1 / 2}
+
+
+def swapped(captions: dict[int, str]) -> MetricScores:
+    """Pairs of one change in MiniChange's words, some with a caption of their swapped images."""
+    text = "at the top the small red box turned blue"
+    pairs = [
+        replace(bench.pair(text, [text], ["color"], str(n)), reversed_prediction=captions.get(n)) for n in range(4)
+    ]
+    rules = grammar()
+    inverse = {kind: Inverse(rule["type"], rule.get("words", {})) for kind, rule in rules["inverse"].items()}
+    clauses = [(clause["type"], clause["pattern"]) for clause in rules["clauses"]]
+    parsed = parse_predictions({"toy": Grammar(", and ", [], clauses, inverse)}, pairs)
+    return change_accuracy.compute(pairs, {ALL: list(parsed)}, bench.tools(parsed=parsed))
+
+
+def test_reversal_is_the_share_of_swapped_pairs_whose_inverse_change_is_named():
+    right, wrong = "at the top the small blue box turned red", "at the top the small red box turned blue"
+    found = swapped({0: right, 1: wrong, 3: wrong})
+    assert (found.groups[ALL]["reversal"], found.absent) == (1 / 3, {})
+
+
+def test_without_captions_of_swapped_images_reversal_is_absent_with_the_reason():
+    found = swapped({})
+    assert found.groups[ALL]["reversal"] is None
+    assert "predictions_reversed.json" in found.absent["reversal"]
+
+
+@pytest.mark.parametrize(("foreign", "judged"), [(3, True), (4, False)])
+def test_where_most_captions_are_in_other_words_only_that_is_said(foreign: int, judged: bool):
+    pairs = [
+        replace(pair, prediction="somebody moved things") if int(pair.id[-1]) < foreign else pair for pair in PAIRS
+    ]
+    found = change_accuracy.compute(pairs, GROUPS, bench.tools(parsed=bench.parse(pairs)))
+    assert found.groups[ALL]["unreadable"] == foreign / 6
+    scores = {name: value for name, value in found.groups[ALL].items() if name not in ("unreadable", "reversal")}
+    verdicts = [of_pair["exact_right"] for of_pair in found.pairs.values()]
+    assert found.pairs["toy/0"]["predicted_type"] == "unreadable"
+    if judged:
+        assert scores["change_exact_accuracy"] == 0.0
+        assert verdicts == [False, False, False, False, True, False]
+    else:
+        assert set(scores.values()) == {None}
+        assert set(found.groups["by_type/color"].values()) == {None}
+        assert set(verdicts) == {None}
+        assert "does not know the words of 67 % of the captions" in found.absent["change_exact_accuracy"]
+        assert found.absent.keys() == set(METRICS["change_accuracy"].overall) - {"unreadable"}
+
+
+@pytest.mark.parametrize("foreign", [0, 2, 5])
+def test_every_score_of_all_pairs_follows_from_the_sums_of_the_column(foreign: int):
+    pairs = [replace(pair, prediction="x") if int(pair.id[-1]) < foreign else pair for pair in PAIRS]
+    found = change_accuracy.compute(pairs, GROUPS, bench.tools(parsed=bench.parse(pairs)))
+    metric = METRICS["change_accuracy"]
+    rows = np.array([found.pairs[pair.id]["change_statistics"] for pair in pairs])
+    assert set(metric.resampled) == set(metric.overall)
+    for name, (column, score) in metric.resampled.items():
+        assert column == "change_statistics"
+        (value,) = score(rows.sum(axis=0)[None])
+        assert (None if np.isnan(value) else value) == found.groups[ALL][name], name
 
 
 def test_each_pair_has_its_predicted_type_and_verdicts():
@@ -274,6 +382,7 @@ def test_each_pair_has_its_predicted_type_and_verdicts():
         "toy/5": "color",
     }
     assert [of_pair["type_right"] for of_pair in found.values()] == [True, True, False, False, True, False]
+    assert [of_pair["place_right"] for of_pair in found.values()] == [True, False, False, False, True, False]
     assert [of_pair["exact_right"] for of_pair in found.values()] == [True, False, False, False, True, False]
 
 
@@ -281,10 +390,11 @@ def test_without_a_grammar_every_accuracy_is_null_and_the_reason_given():
     found = accuracy({})
     assert {value for values in found.groups.values() for value in values.values()} == {None, 0}
     assert found.groups["multi_change"]["changes"] == 0
-    assert found.groups["by_type/color"] == {"type_accuracy": None, "exact_accuracy": None}
+    assert set(found.groups["by_type/color"].values()) == {None}
     assert found.pairs == {}
+    assert found.absent.keys() == {"change_type_accuracy"}
     assert "records/<dataset>/grammar.json" in found.absent["change_type_accuracy"]
-    assert accuracy().absent == {}
+    assert accuracy().absent.keys() == {"reversal"}
 
 
 def test_a_metric_gives_no_score_and_no_column_that_it_does_not_declare():
@@ -307,8 +417,14 @@ def test_the_gate_takes_scores_of_all_pairs_of_which_more_is_better():
         "BLEU-4",
         "SPICE",
         "change_type_accuracy",
+        "change_place_accuracy",
         "change_exact_accuracy",
         "no_change_recall",
+        "multi_change_place_f1",
+        "multi_change_exact_f1",
+        "reversal",
+        "judge",
+        "judge_answered",
     }
     assert gate_metrics(["METEOR", "CIDEr"]) == ["CIDEr", "METEOR"]
 
@@ -327,5 +443,5 @@ def test_the_list_is_light_to_import():
 
 def test_only_what_has_a_program_of_its_own_waits_beside_the_others_and_only_spice_is_optional():
     assert [name for name, metric in METRICS.items() if metric.program] == ["METEOR", "SPICE"]
-    assert [name for name, metric in METRICS.items() if metric.optional] == ["SPICE"]
-    assert [name for name, metric in METRICS.items() if not metric.java] == ["change_accuracy"]
+    assert [name for name, metric in METRICS.items() if metric.optional] == ["SPICE", "judge"]
+    assert [name for name, metric in METRICS.items() if not metric.java] == ["change_accuracy", "judge"]

@@ -119,6 +119,18 @@ def test_predictions_of_shuffled_pairs_are_optional(folders: tuple[Path, Path]):
     assert {pair.shuffled_prediction for pair in load_pairs(*folders)[0]} == {None}
 
 
+def test_captions_of_swapped_images_are_optional_and_of_as_many_pairs_as_predict_says(folders: tuple[Path, Path]):
+    assert {pair.reversed_prediction for pair in load_pairs(*folders)[0]} == {None}
+    bench.write_json(folders[1] / "predictions_reversed.json", GOOD[:2])
+    bench.write_json(folders[1] / "report.json", {"rows_in": 6, "rows_out": 6, "control": 6, "reversed": 2})
+    found = load_pairs(*folders)[0]
+    assert [pair.reversed_prediction for pair in found] == [*(row["caption"] for row in GOOD[:2]), *[None] * 4]
+    assert found[1].shuffled_prediction == bench.PREDICTIONS["toy/2"]
+    bench.write_json(folders[1] / "report.json", {"rows_in": 6, "rows_out": 6, "control": 6, "reversed": 3})
+    with pytest.raises(DataError, match=r"predictions_reversed.json: no prediction for toy/2, toy/3"):
+        load_pairs(*folders)
+
+
 def test_no_test_pair_is_refused(folders: tuple[Path, Path]):
     path = folders[0] / "records.parquet"
     pq.write_table(pq.read_table(path).slice(6), path)

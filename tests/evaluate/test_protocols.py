@@ -27,7 +27,53 @@ def test_pairs_are_grouped_by_change_type_and_number_of_changes():
         "by_type/color": ["toy/0"],
         "by_type/illumination": ["toy/2"],
         "by_type/removal": ["toy/1"],
+        "by_changes/1": ["toy/0", "toy/1", "toy/2"],
+        "by_changes/2": ["toy/3"],
+        "by_length/1-9": ["toy/0", "toy/1", "toy/2"],
+        "by_length/10-19": ["toy/3"],
     }
+
+
+def test_groups_by_number_and_length_are_there_only_where_they_tell_pairs_apart():
+    assert {name for name in group_pairs(PAIRS[:3]) if name.startswith(("by_changes", "by_length"))} == set()
+    assert {
+        name for name in group_pairs([PAIRS[3], *PAIRS[4:]]) if name.startswith(("by_changes", "by_length"))
+    } == set()
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ((1,), "1-9"),
+        ((9, 10), "1-9"),
+        ((9, 11), "10-19"),
+        ((19,), "10-19"),
+        ((20, 0), "20-39"),
+        ((39,), "20-39"),
+        ((40, 60), "40+"),
+        ((0,), "1-9"),
+    ],
+)
+def test_a_pairs_length_is_the_mean_of_its_references_with_words(words: tuple[int, ...], name: str):
+    pair = bench.pair("x", [" ".join(["word"] * count) for count in words], [], "a")
+    others = [bench.pair("x", [text], [], other) for other, text in (("b", "one"), ("c", "word " * 50))]
+    found = {group: ids for group, ids in group_pairs([pair, *others]).items() if group.startswith("by_length")}
+    assert "toy/a" in found[f"by_length/{name}"]
+    assert sum(ids.count("toy/a") for ids in found.values()) == 1
+
+
+def test_lengths_stand_in_order_of_length_and_numbers_of_changes_by_number():
+    types = ["color", "removal", "size", "pose"]
+    pairs = [bench.pair("x", ["word " * n], types[:k], str(n)) for n, k in ((45, 3), (25, 1), (5, 4), (12, 2))]
+    assert [name for name in group_pairs(pairs) if name.startswith("by_length")] == [
+        "by_length/1-9",
+        "by_length/10-19",
+        "by_length/20-39",
+        "by_length/40+",
+    ]
+    assert [name for name in group_pairs(pairs) if name.startswith("by_changes")] == [
+        f"by_changes/{k}" for k in (1, 2, 3, 4)
+    ]
 
 
 def test_groups_stand_in_a_fixed_order_whatever_the_order_of_the_pairs():
@@ -71,12 +117,17 @@ def test_a_protocol_by_type_takes_pairs_that_changed_in_that_way_alone():
 
 
 def test_joined_references_are_one_text_and_every_text_is_cut_after_so_many_words():
-    pair = replace(bench.pair("one  two three", ["a b", "c d"], []), shuffled_prediction="four five six")
+    pair = replace(
+        bench.pair("one  two three", ["a b", "c d"], []),
+        shuffled_prediction="four five six",
+        reversed_prediction="seven eight nine",
+    )
     (found,) = apply(Protocol("joined", n=1, references="joined", max_words=3), [pair])
     assert found.references == ["a b. c"]
     assert (found.prediction, found.shuffled_prediction) == ("one two three", "four five six")
     (found,) = apply(Protocol("cut", n=1, max_words=1), [pair])
     assert (found.references, found.prediction, found.shuffled_prediction) == (["a", "c"], "one", "four")
+    assert found.reversed_prediction == "seven"
     (found,) = apply(Protocol("joined", n=1, references="joined"), [pair])
     assert (found.references, found.prediction) == (["a b. c d"], "one two three")
     assert apply(Protocol("total", n=1), [pair]) == [pair]

@@ -33,12 +33,28 @@ def test_the_file_has_the_names_that_dvc_mlflow_and_the_gate_read(tmp_path: Path
     assert list(written["protocols"]) == ["toy/total"]
     total = written["protocols"]["toy/total"]
     captions = ["CIDEr", "METEOR", "ROUGE-L", "BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "SPICE"]
-    accuracies = ["change_type_accuracy", "change_exact_accuracy", "no_change_recall", "false_no_change"]
-    groups = ["intervals", "change", "multi_change", "distractors", "by_type", "absent"]
+    accuracies = [
+        "change_type_accuracy",
+        "change_place_accuracy",
+        "change_exact_accuracy",
+        "no_change_recall",
+        "false_no_change",
+        "multi_change_place_f1",
+        "multi_change_exact_f1",
+        "false_changes",
+        "unreadable",
+        "reversal",
+    ]
+    groups = ["intervals", "change", "multi_change", "distractors", "by_type", "by_changes", "by_length", "absent"]
     assert list(total) == ["pairs", "published_pairs", *captions, "CIDEr_shuffled", *accuracies, *groups]
-    assert list(total["change"]) == ["pairs", *captions]
-    assert list(total["by_type"]["color"]) == ["pairs", *captions, "type_accuracy", "exact_accuracy"]
+    false_changes = ["false_changes", "false_changes_per_pair"]
+    assert list(total["change"]) == ["pairs", *captions, *false_changes]
+    of_type = ["type_accuracy", "place_accuracy", "exact_accuracy", *false_changes]
+    assert list(total["by_type"]["color"]) == ["pairs", *captions, *of_type]
     assert list(total["by_type"]) == ["color", "illumination", "removal"]
+    assert list(total["by_changes"]) == ["1", "2"]
+    assert list(total["by_length"]) == ["1-9", "10-19"]
+    assert list(total["by_length"]["1-9"]) == list(total["by_changes"]["2"]) == ["pairs", *captions, *of_type]
 
 
 def test_every_value_stands_in_its_group():
@@ -57,7 +73,9 @@ def test_every_value_stands_in_its_group():
     assert total["by_type"]["removal"]["CIDEr"] == 0.5
     assert total["multi_change"]["type_recall"] == 0.5
     assert total["change_type_accuracy"] == 2 / 3
-    assert (total["SPICE"], total["change"]["SPICE"], total["absent"]) == (None, None, {"SPICE": "why"})
+    assert total["by_changes"]["1"]["type_accuracy"] == 2 / 3
+    assert (total["SPICE"], total["change"]["SPICE"], total["absent"]["SPICE"]) == (None, None, "why")
+    assert total["absent"].keys() == {"SPICE", "reversal"}
 
 
 def test_counts_stay_whole_numbers_in_the_file(tmp_path: Path):
@@ -77,3 +95,4 @@ def test_without_any_type_the_object_of_types_is_empty():
     scores = MetricScores({name: {} for name in toy.groups}, {"toy/0": {}})
     written = summarise(1, 1, [toy], {"toy/test": scores}, {}).model_dump()["protocols"]["toy/test"]
     assert (written["pairs"], written["by_type"], written["intervals"]) == (1, {}, {})
+    assert (written["by_changes"], written["by_length"]) == ({}, {})

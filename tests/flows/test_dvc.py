@@ -138,8 +138,8 @@ def test_the_stages_come_after_all_that_they_read_and_frozen_ones_are_left_out(p
     assert len(edges) >= 6
     stages = list(yaml.safe_load((project / "dvc.yaml").read_text())["stages"])
     assert stages[0] == "pretrain"
-    assert [name.partition("@")[0] for name in order] == stages[1:]
-    assert {"synthesize@minichange", "ingest@minichange"} < set(order)
+    assert list(dict.fromkeys(name.partition("@")[0] for name in order)) == stages[1:]
+    assert {"synthesize@minichange", "ingest@minichange", "ingest@minichange_shifted"} < set(order)
     assert all(order.index(before) < order.index(after) for before, after in edges)
 
 

@@ -15,7 +15,8 @@ import pytest
 from tests.register.conftest import store
 from tests.toy import REPOSITORY, load_and_caption
 
-STAGES = ["synthesize@minichange", "ingest@minichange", "validate", "convert", "train", "predict", "evaluate"]
+MADE = [f"{stage}@{name}" for stage in ("synthesize", "ingest") for name in ("minichange", "minichange_shifted")]
+STAGES = [*MADE, "validate", "convert", "train", "predict", "evaluate"]
 TASKS = [*STAGES, "register", "promote"]
 
 

@@ -10,10 +10,14 @@ one file more:
     no_change_captions.json   the same keys: ["nothing changed", ...]
     splits.json               {"train": [123, ...], "val": [...], "test": [...]}
     type_mapping.json         {"color": ["000123.png", ...], ...}; a pair with several changes stands under each
-    grammar.json              rules that read a caption back into change types, objects and places (`language.py`)
+    grammar.json              rules that read a caption back into changes: type, object, place, what it was and became
 
 `change.py` says how each of OmniDiff's twelve change types is drawn, `generate.py` writes the files. The number of
 scenes is a parameter, so no count is published.
+
+With `domain: shifted` the same scenes, changes and words are drawn in other shades, on darker, chequered tables and by
+a turned and tilted camera (`render.LOOKS`). The embedded run draws such a dataset for tests alone,
+`minichange_shifted`: how far its scores fall says how much of what a model learnt is the look of the training images.
 """
 
 from collections.abc import Mapping

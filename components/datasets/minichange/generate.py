@@ -74,7 +74,7 @@ def _write_scene(settings: MiniChange, training: range, number: int) -> Written:
     before, after, distractor, changes = sample_pair(rng, types)
     for (folder, word), scene in zip(FOLDERS.items(), (before, after, distractor), strict=True):
         path = settings.root / folder / f"CLEVR_{word}_{number:06d}.png"
-        render(scene, settings.image_px, rng).save(path, compress_level=4)
+        render(scene, settings.image_px, rng, settings.domain).save(path, compress_level=4)
     return Written(number, types, references(changes, settings.references))
 
 

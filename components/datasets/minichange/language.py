@@ -2,7 +2,7 @@
 
 A clause has a referring part (where, and which object before the change) and a change part (from what, to what), as
 OmniDiff's captions do. The grammar written beside the data is made from the same templates, so that the change type,
-object and place of a prediction can be read without knowing how the references were made.
+object, place and what changed from what to what can be read without knowing how the references were made.
 """
 
 import re
@@ -34,6 +34,23 @@ CAMERA = {
     "out": "zoomed out",
 }
 LAMP = {"out": "went out", "on": "came on"}
+
+INVERSE: dict[str, dict] = {
+    "viewpoint": {
+        "type": "viewpoint",
+        "words": {
+            CAMERA[a]: CAMERA[b]
+            for pair in (("left", "right"), ("up", "down"), ("in", "out"))
+            for a, b in (pair, pair[::-1])
+        },
+    },
+    "illumination": {"type": "illumination", "words": {LAMP["out"]: LAMP["on"], LAMP["on"]: LAMP["out"]}},
+    "addition": {"type": "disappearance"},
+    "disappearance": {"type": "addition"},
+    **{kind: {"type": kind} for kind in ("substitution", "size", "color", "orientation", "pose", "ocr", "counting")},
+}
+"""What each type is called where the images are swapped; `words`: the opposite of what camera and lamp do. A removal
+has none: no sentence says that an object took the place of a mark."""
 
 NO_CHANGE_SENTENCES = (
     "nothing changed",
@@ -168,30 +185,52 @@ def _number(state: object) -> str:
 
 
 def grammar() -> dict:
-    """The references' grammar as JSON: sentences for no change, the separator, and per template a regular expression
-    with the groups `object` and `place` (for camera and lamp: the thing and what it did)."""
-    thing = f"(?:{'|'.join(SIZES)}) (?:{'|'.join(COLORS)}) (?:{'|'.join(KINDS)})"
-    words = {
-        "{object}": f"(?P<object>{thing})",
-        "{place}": f"(?P<place>{'|'.join(sorted(PLACES, key=len, reverse=True))})",
-        "{size}": f"(?:{'|'.join(SIZES)})",
-        "{color}": f"(?:{'|'.join(COLORS)})",
-        "{direction}": f"(?:{'|'.join(DIRECTIONS)})",
-        "{arms}": f"(?:{'|'.join(ARMS[pose] for pose in POSES)})",
-        "{camera}": f"(?P<place>{'|'.join(CAMERA.values())})",
-        "{lamp}": f"(?P<place>{'|'.join(LAMP.values())})",
+    """The references' grammar as JSON: sentences for no change, the separator, per template a regular expression, and
+    what each type becomes where the images are swapped.
+
+    Groups: `object` and `place` (for camera and lamp: the thing and what it did), `before` and `after`: what changed,
+    from what to what, as far as the template says it. Where only the object's name says what it was, `before` is in it.
+    """
+    clauses = [
+        {"type": change_type, "pattern": _pattern(change_type, template)}
+        for change_type, templates in TEMPLATES.items()
+        for template in templates
+    ]
+    return {
+        "clause_separator": SEPARATOR,
+        "no_change": list(NO_CHANGE_SENTENCES),
+        "clauses": clauses,
+        "inverse": INVERSE,
     }
-    words |= {slot.replace("{", "{old_"): words[slot] for slot in ("{size}", "{color}", "{direction}")}
-    words |= {slot: f"(?:{'|'.join(GLYPHS)})" for slot in ("{glyph}", "{old_glyph}")}
-    words |= {slot: f"(?:{'|'.join(NUMBERS[2:])})" for slot in ("{count}", "{old_count}")}
-    clauses = []
-    for change_type, templates in TEMPLATES.items():
-        for template in templates:
-            new = f"(?P<object>{thing})" if change_type == "addition" else thing
-            pattern = re.sub(r"\{\w+\}", partial(_slot_pattern, words | {"{new}": new}), template)
-            pattern = re.sub(r"\b(camera|lamp) (?=\(\?P<place>)", r"(?P<object>\1) ", pattern)
-            clauses.append({"type": change_type, "pattern": pattern})
-    return {"clause_separator": SEPARATOR, "no_change": list(NO_CHANGE_SENTENCES), "clauses": clauses}
+
+
+def _pattern(change_type: str, template: str) -> str:
+    words = {
+        "{object}": f"(?P<object>{_object(change_type, says_before='{old_' in template)})",
+        "{new}": f"(?P<{'object' if change_type == 'addition' else 'after'}>{_thing()})",
+        "{place}": f"(?P<place>{'|'.join(sorted(PLACES, key=len, reverse=True))})",
+        "{camera}": f"(?P<place>(?P<after>{'|'.join(CAMERA.values())}))",
+        "{lamp}": f"(?P<place>(?P<after>{'|'.join(LAMP.values())}))",
+        "{arms}": f"(?P<after>{'|'.join(ARMS[pose] for pose in POSES)})",
+    }
+    values = {"size": SIZES, "color": COLORS, "direction": DIRECTIONS, "glyph": GLYPHS, "count": NUMBERS[2:]}
+    for slot, known in values.items():
+        words |= {f"{{{slot}}}": f"(?P<after>{'|'.join(known)})", f"{{old_{slot}}}": f"(?P<before>{'|'.join(known)})"}
+    pattern = re.sub(r"\{\w+\}", partial(_slot_pattern, words), template)
+    return re.sub(r"\b(camera|lamp) (?=\(\?P<place>)", r"(?P<object>\1) ", pattern)
+
+
+def _object(change_type: str, says_before: bool) -> str:
+    """An object's name; what it was stands in `before`, where the change is of its name and no other word says it."""
+    if says_before or change_type not in ("size", "color", "substitution"):
+        return _thing()
+    return f"(?P<before>{_thing()})" if change_type == "substitution" else _thing(change_type)
+
+
+def _thing(before: str = "") -> str:
+    """Size, colour and kind, of which the one called `before` is a group of that name."""
+    parts = {"size": SIZES, "color": COLORS, "kind": KINDS}
+    return " ".join(f"({'?P<before>' if part == before else '?:'}{'|'.join(known)})" for part, known in parts.items())
 
 
 def _slot_pattern(words: dict[str, str], slot: re.Match[str]) -> str:

@@ -1,31 +1,82 @@
 """Paint a MiniChange scene with Pillow: shaded objects with soft shadows on a table, seen by a camera, lit by a lamp.
 
 The table is painted at three times the size of the image over a margin that the camera may move into, then cut and
-resampled in one step, which is what anti-aliases it.
+resampled in one step, which is what anti-aliases it. How a red or a table looks and where the camera stands is the
+domain's: a model trained in one is tried in the other.
 """
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image, ImageChops, ImageDraw, ImageFilter, ImageFont
 
 from components.datasets.minichange.scene import Scene, cell_center
 
-MARGIN = 0.3  # of the frame, on every side of the table
 OVERSAMPLING = 3
 SIZE = {"small": 0.185, "large": 0.285}  # width of an object, in frame units
-
-RGB = {
-    "red": (214, 60, 54),
-    "green": (64, 160, 82),
-    "blue": (58, 108, 208),
-    "yellow": (240, 196, 60),
-    "purple": (142, 80, 178),
-    "white": (242, 240, 234),
-}
-TABLE = {"linen": (190, 178, 160), "sand": (203, 181, 140), "slate": (139, 149, 160), "sage": (155, 170, 146)}
 INK = {"yellow": (60, 44, 10), "white": (48, 48, 58)}  # of dots and letters; near white on the other colours
+
+Color = tuple[int, int, int]
+
+
+class Tilt(NamedTuple):
+    """A camera that does not look straight down: turned, in radians, and what it sees of the table along the far and
+    the near edge of the frame and from one to the other, in frames."""
+
+    turn: float
+    far: float
+    near: float
+    depth: float
+
+
+@dataclass(frozen=True)
+class Look:
+    """What all scenes of a domain have in common: the shades of the colours and tables that have names, and the
+    camera."""
+
+    rgb: Mapping[str, Color]
+    table: Mapping[str, Color]
+    checks: bool  # a chequered cloth, instead of a faint weave
+    margin: float  # of the frame, on every side of the table
+    tilt: Tilt | None  # None: straight down
+
+
+LOOKS: dict[str, Look] = {
+    "standard": Look(
+        rgb={
+            "red": (214, 60, 54),
+            "green": (64, 160, 82),
+            "blue": (58, 108, 208),
+            "yellow": (240, 196, 60),
+            "purple": (142, 80, 178),
+            "white": (242, 240, 234),
+        },
+        table={"linen": (190, 178, 160), "sand": (203, 181, 140), "slate": (139, 149, 160), "sage": (155, 170, 146)},
+        checks=False,
+        margin=0.3,
+        tilt=None,
+    ),
+    "shifted": Look(
+        rgb={
+            "red": (182, 22, 50),
+            "green": (118, 182, 44),
+            "blue": (70, 172, 226),
+            "yellow": (252, 226, 104),
+            "purple": (176, 108, 214),
+            "white": (218, 224, 238),
+        },
+        table={"linen": (122, 90, 64), "sand": (146, 104, 92), "slate": (88, 94, 106), "sage": (94, 108, 90)},
+        checks=True,
+        margin=0.5,
+        tilt=Tilt(turn=-0.1, far=1.24, near=1.06, depth=1.12),
+    ),
+}
+"""The domain "shifted" has the scenes, words and changes of the other in shades, on tables and by a camera of its
+own."""
 PIPS = {
     2: ((0.28, 0.28), (0.72, 0.72)),
     3: ((0.25, 0.25), (0.5, 0.5), (0.75, 0.75)),
@@ -35,29 +86,32 @@ PIPS = {
 }
 
 
-def render(scene: Scene, image_px: int, rng: np.random.Generator) -> Image.Image:
+def render(scene: Scene, image_px: int, rng: np.random.Generator, domain: str = "standard") -> Image.Image:
     """Paint a scene as an RGB image of `image_px` x `image_px`; `rng` gives the sensor noise alone."""
     unit = image_px * OVERSAMPLING
-    table = _table(scene.background, unit).copy()
+    margin = LOOKS[domain].margin
+    table = _table(domain, scene.background, unit).copy()
     angle = scene.view.lamp
     for cell in scene.marks:
         x, y = cell_center(cell)
-        _paste(table, _mark(unit), ((x + MARGIN) * unit, (y + MARGIN) * unit))
+        _paste(table, _mark(unit), ((x + margin) * unit, (y + margin) * unit))
     for thing in scene.things:
-        x, y = ((value + MARGIN) * unit for value in thing.center)
+        x, y = ((value + margin) * unit for value in thing.center)
         width = SIZE[thing.size] * unit
         shadow = (x - math.cos(angle) * 0.10 * width, y - math.sin(angle) * 0.10 * width + 0.10 * width)
         _paste(table, _shadow(int(width)), shadow)
-        _paste(table, sprite(thing.kind, thing.color, thing.state, int(width)), (x, y))
-    return _photograph(table, scene, image_px, rng)
+        _paste(table, sprite(domain, thing.kind, thing.color, thing.state, int(width)), (x, y))
+    return _photograph(table, scene, image_px, rng, LOOKS[domain])
 
 
-def _photograph(table: Image.Image, scene: Scene, image_px: int, rng: np.random.Generator) -> Image.Image:
+def _photograph(table: Image.Image, scene: Scene, image_px: int, rng: np.random.Generator, look: Look) -> Image.Image:
     """Cut what the camera sees, then light it: brightness, a soft gradient towards the lamp, noise."""
     view, unit = scene.view, image_px * OVERSAMPLING
     half = 0.5 / view.zoom
-    left, top = ((0.5 + shift - half + MARGIN) * unit for shift in (view.x, view.y))
+    left, top = ((0.5 + shift - half + look.margin) * unit for shift in (view.x, view.y))
     box = (left, top, left + 2 * half * unit, top + 2 * half * unit)
+    if look.tilt is not None:
+        table, box = _tilted(table, box, look.tilt, unit), (0, 0, unit, unit)
     limit = table.width
     assert 0 <= min(box) < max(box) <= limit, f"the camera looks beyond the table: {box}, table {limit}"
     frame: np.ndarray = np.asarray(table.resize((image_px, image_px), Image.Resampling.BOX, box=box), dtype=np.float32)
@@ -70,20 +124,42 @@ def _photograph(table: Image.Image, scene: Scene, image_px: int, rng: np.random.
     return Image.fromarray(np.clip(frame + 0.5, 0, 255).astype(np.uint8))
 
 
+def _tilted(table: Image.Image, box: tuple[float, float, float, float], tilt: Tilt, unit: int) -> Image.Image:
+    """What a tilted camera sees that would see `box` from above, as a square of `unit` pixels."""
+    x, y, half = (box[0] + box[2]) / 2, (box[1] + box[3]) / 2, (box[2] - box[0]) / 2
+    cos, sin = math.cos(tilt.turn), math.sin(tilt.turn)
+    corners = [
+        (side * half * width, end * half * tilt.depth)
+        for side, end, width in ((-1, -1, tilt.far), (-1, 1, tilt.near), (1, 1, tilt.near), (1, -1, tilt.far))
+    ]
+    quad = [(x + u * cos - v * sin, y + u * sin + v * cos) for u, v in corners]
+    seen = [value for corner in quad for value in corner]
+    assert 0 <= min(seen) < max(seen) <= table.width, f"the camera looks beyond the table: {seen}, table {table.width}"
+    return table.transform((unit, unit), Image.Transform.QUAD, seen, Image.Resampling.BICUBIC)
+
+
 def _paste(table: Image.Image, tile: Image.Image, center: tuple[float, float]) -> None:
     corner = (round(center[0] - tile.width / 2), round(center[1] - tile.height / 2))
     table.paste(tile.convert("RGB"), corner, tile.getchannel("A"))
 
 
 @lru_cache(maxsize=16)
-def _table(background: str, unit: int) -> Image.Image:
-    """A plain table with a faint weave."""
-    side = round(unit * (1 + 2 * MARGIN))
-    ramp = np.arange(side, dtype=np.float32)
-    weave = 2.0 * np.sin(ramp[None, :] * 2 * np.pi / (unit / 24)) + 2.0 * np.sin(
-        ramp[:, None] * 2 * np.pi / (unit / 24)
-    )
-    pixels = np.asarray(TABLE[background], dtype=np.float32) + weave[..., None]
+def _table(domain: str, background: str, unit: int) -> Image.Image:
+    """A plain table with a faint weave, or a chequered one.
+
+    The sine is not NumPy's: in float32 that one differs in its last bit from one kind of CPU to another, and a pixel by
+    a grey level.
+    """
+    look = LOOKS[domain]
+    side = round(unit * (1 + 2 * look.margin))
+    if look.checks:
+        odd = (np.arange(side) * 9 // unit) % 2
+        weave = 9.0 * (odd[None, :] + odd[:, None] - 1).astype(np.float32)
+    else:
+        angles = np.arange(side, dtype=np.float32) * 2 * np.pi / (unit / 24)
+        wave = 2.0 * np.array([math.sin(angle) for angle in angles.tolist()], dtype=np.float32)
+        weave = wave[None, :] + wave[:, None]
+    pixels = np.asarray(look.table[background], dtype=np.float32) + weave[..., None]
     return Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
 
 
@@ -113,7 +189,7 @@ def _shadow(width: int) -> Image.Image:
 
 
 @lru_cache(maxsize=4096)
-def sprite(kind: str, color: str, state: object, width: int) -> Image.Image:
+def sprite(domain: str, kind: str, color: str, state: object, width: int) -> Image.Image:
     """One object as an RGBA tile of `width` pixels, its form drawn flat, then shaded from upper left to lower right."""
     tile = Image.new("RGBA", (width, width), (0, 0, 0, 0))
     painter = {
@@ -126,7 +202,7 @@ def sprite(kind: str, color: str, state: object, width: int) -> Image.Image:
         "sign": _sign,
         "die": _die,
     }[kind]
-    painter(ImageDraw.Draw(tile), width, RGB[color], INK.get(color, (250, 248, 240)), state)
+    painter(ImageDraw.Draw(tile), width, LOOKS[domain].rgb[color], INK.get(color, (250, 248, 240)), state)
     ramp = np.linspace(0, 1, width, dtype=np.float32)
     shade = 255 * (1.0 - 0.30 * (ramp[None, :] * 0.4 + ramp[:, None] * 0.6))
     shading = Image.fromarray(shade.astype(np.uint8))
@@ -145,7 +221,6 @@ def _glint(width: int) -> Image.Image:
     return spot.filter(ImageFilter.GaussianBlur(width * 0.07))
 
 
-Color = tuple[int, int, int]
 Draw = ImageDraw.ImageDraw
 
 

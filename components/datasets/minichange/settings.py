@@ -8,6 +8,9 @@ from pydantic import Field, field_validator
 from components.records import SPLITS, ChangeType
 from components.section import FrozenMap, Section
 
+Domain = Literal["standard", "shifted"]
+"""How scenes look: `render.LOOKS`."""
+
 
 class MiniChange(Section):
     """How many scenes are drawn, how large, and with which changes."""
@@ -19,6 +22,7 @@ class MiniChange(Section):
     references: int = Field(ge=1, le=5)  # captions of a pair
     multi_change_share: float = Field(ge=0, le=1)  # of scenes with two or three changes
     oversample_types: tuple[ChangeType, ...]  # twice as often as the others in training; val and test stay even
+    domain: Domain = "standard"  # shifted: palette, tables and camera that the standard one does not have
 
     @field_validator("scenes")
     @classmethod
