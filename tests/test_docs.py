@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 from components.datasets import DATASETS
 from components.datasets.spec import DatasetSpec, Protocol
 from components.evaluate.metrics import METRICS
-from components.evaluate.protocols import protocol_of
+from components.evaluate.protocols import select
 from components.ingest.params import DatasetEntry
 from components.ingest.stage import ingest
 from components.models import FAMILIES
@@ -120,19 +120,16 @@ def test_the_dataset_of_the_page_keeps_the_rules_of_the_list(kitchen):
 
 
 def test_the_protocol_of_the_page_decides_which_pairs_evaluate_scores(kitchen, blocks):
-    from components.evaluate.protocols import group_pairs
     from tests.evaluate import bench
 
     text = [text for file, text in blocks if file == "components/datasets/kitchen.py"][1]
     names: dict[str, Any] = {"Protocol": Protocol}
     exec(text, names)
-    assert protocol_of("kitchen", kitchen).name == "test"
     changed = dataclasses.replace(kitchen, protocols=names["PROTOCOLS"])
-    even = protocol_of("kitchen", changed)
-    assert even.name == "even"
     pair = bench.pairs()[0]
     pairs = [dataclasses.replace(pair, id=f"kitchen/{number}", dataset="kitchen") for number in (4, 7, 8)]
-    assert group_pairs(pairs, {"kitchen": even})["by_dataset/kitchen"] == ["kitchen/4", "kitchen/8"]
+    found = {one.name: [pair.id for pair in one.pairs] for one in select(pairs, {"kitchen": changed})}
+    assert found == {"kitchen/even": ["kitchen/4", "kitchen/8"], "kitchen/test": [pair.id for pair in pairs]}
 
 
 def test_the_metric_of_the_page_is_scored_by_evaluate(code, blocks, monkeypatch, tmp_path):
@@ -145,7 +142,7 @@ def test_the_metric_of_the_page_is_scored_by_evaluate(code, blocks, monkeypatch,
     bench.run(folders, tmp_path / "out", metrics=section(blocks, "metrics")["metrics"])
     rows = {row["id"]: row["length"] for row in pq.read_table(tmp_path / "out" / "scores.parquet").to_pylist()}
     assert rows["toy/2"] == 2 / 4  # "nothing changed" for "the lamp went out"
-    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())["protocols"]["toy/test"]
     assert metrics["length"] == pytest.approx(sum(rows.values()) / len(rows))
     assert "length" in (tmp_path / "out" / "report.html").read_text()
 

@@ -1,10 +1,12 @@
 """A benchmark of six pairs with a grammar of three patterns, as objects and as files on disk."""
 
+import gzip
 import hashlib
 import json
 import os
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,11 +16,13 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from components.compute import Compute
+from components.datasets.spec import Protocol
 from components.evaluate.grammar import Grammar, ParsedCaption, parse_predictions
 from components.evaluate.metrics import METRICS
-from components.evaluate.metrics.metric import Tokens, Tools
+from components.evaluate.metrics.metric import ALL, Groups, Item, Tokens, Tools
 from components.evaluate.pairs import EvalPair
 from components.evaluate.params import Evaluate
+from components.evaluate.protocols import ProtocolPairs
 from components.evaluate.stage import evaluate
 from components.evaluate.summary import EvaluateReport
 from components.records import RECORD_SCHEMA
@@ -98,14 +102,26 @@ def tools(
     predictions: Mapping[str, str] | None = None,
     shuffled: Mapping[str, str] | None = None,
     parsed: Mapping[str, ParsedCaption] | None = None,
+    answers: Mapping[Item, Any] | None = None,
 ) -> Tools:
-    """Tools whose tokens are given, for metrics in Python."""
-
-    def start(name: str) -> Any:
-        raise AssertionError(f"{name}: a metric in Python starts no worker")
-
+    """Tools whose tokens, and answers of the metric's program, are given."""
     tokens = Tokens(dict(references or {}), dict(predictions or {}), None if shuffled is None else dict(shuffled))
-    return Tools(lambda: tokens, start, parsed or {}, None)
+    return Tools(lambda: tokens, lambda: answers or {}, parsed or {})
+
+
+@dataclass(frozen=True)
+class Grouped(ProtocolPairs):
+    """Pairs under a protocol that takes all, with groups of the test's own."""
+
+    named: Groups
+
+    @property
+    def groups(self) -> Groups:
+        return {ALL: [pair.id for pair in self.pairs], **self.named}
+
+
+def grouped(pairs: list[EvalPair], groups: Groups) -> Grouped:
+    return Grouped("toy", Protocol("test", n=None), pairs, groups)
 
 
 def write(root: Path, reader: str = "pairs") -> Folders:
@@ -163,7 +179,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def config(**changes: Any) -> Evaluate:
-    return Evaluate(**({"metrics": ALL_METRICS, "gallery": 6} | changes))
+    return Evaluate(**({"metrics": ALL_METRICS, "gallery": 6, "allow_fewer_pairs": False} | changes))
 
 
 def compute(**changes: Any) -> Compute:
@@ -192,6 +208,19 @@ def compute(**changes: Any) -> Compute:
 def run(folders: Folders, out: Path, **changes: Any) -> EvaluateReport:
     """The stage on these folders."""
     return evaluate(config(**changes), compute(), *folders, out)
+
+
+def small_table(folder: Path, *entries: tuple[str, str]) -> str:
+    """A PYTHONPATH under which METEOR's table of paraphrases has these entries alone: (in a reference, predicted)."""
+    from pycocoevalcap.meteor import meteor
+
+    package = folder / "pycocoevalcap" / "meteor"
+    (package / "data").mkdir(parents=True)
+    for name in ("meteor.py", meteor.METEOR_JAR):
+        (package / name).symlink_to(Path(meteor.__file__).parent / name)
+    with gzip.open(package / "data" / "paraphrase-en.gz", "wt", encoding="utf-8") as file:
+        file.writelines(f"0.5\n{reference}\n{predicted}\n" for reference, predicted in entries)
+    return f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
 
 
 def fake_java(folder: Path, when: str, then: str) -> str:

@@ -242,6 +242,6 @@ def test_the_list_is_light_to_import():
 
 
 def test_only_what_has_a_program_of_its_own_waits_beside_the_others_and_only_spice_is_optional():
-    assert [name for name, metric in METRICS.items() if metric.beside] == ["METEOR", "SPICE"]
+    assert [name for name, metric in METRICS.items() if metric.program] == ["METEOR", "SPICE"]
     assert [name for name, metric in METRICS.items() if metric.optional] == ["SPICE"]
     assert [name for name, metric in METRICS.items() if not metric.java] == ["change_accuracy"]

@@ -42,7 +42,7 @@ def test_a_metric_from_outside_stands_in_every_file_and_on_the_page(tmp_path: Pa
     bench.run(folders, tmp_path / "out", metrics=["words", "change_accuracy"])
     of_pairs = {i: len(prediction.split()) / 100 for i, prediction in bench.PREDICTIONS.items()}
 
-    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())["protocols"]["toy/test"]
     assert metrics["words"] == pytest.approx(sum(of_pairs.values()) / 6)
     assert metrics["distractors"]["words"] == pytest.approx((of_pairs["toy/4"] + of_pairs["toy/5"]) / 2)
     assert metrics["by_type"]["color"]["words"] == pytest.approx(of_pairs["toy/0"])

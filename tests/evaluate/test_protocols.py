@@ -6,60 +6,96 @@ import pytest
 
 from components.datasets import DATASETS
 from components.datasets.spec import Protocol
-from components.evaluate.protocols import group_pairs, load_specs, protocol_of
+from components.evaluate.metrics.metric import ALL
+from components.evaluate.protocols import ProtocolPairs, apply, group_pairs, load_specs, protocols_of, select
 from components.records import DataError
 from tests.evaluate import bench
 
 PAIRS = bench.pairs()
-EVERY = {"toy": Protocol("test", n=None)}
+PAIRS_SPEC = DATASETS["pairs"]
 
 
-def test_pairs_are_grouped_by_change_type_dataset_and_number_of_changes():
-    assert group_pairs(PAIRS, EVERY) == {
+def names(pairs: list) -> list[str]:
+    return [pair.id for pair in pairs]
+
+
+def test_pairs_are_grouped_by_change_type_and_number_of_changes():
+    assert group_pairs(PAIRS) == {
         "change": ["toy/0", "toy/1", "toy/2", "toy/3"],
         "distractors": ["toy/4", "toy/5"],
         "multi_change": ["toy/3"],
         "by_type/color": ["toy/0"],
         "by_type/illumination": ["toy/2"],
         "by_type/removal": ["toy/1"],
-        "by_dataset/toy": [f"toy/{number}" for number in range(6)],
     }
 
 
 def test_groups_stand_in_a_fixed_order_whatever_the_order_of_the_pairs():
-    assert list(group_pairs(PAIRS, EVERY)) == list(group_pairs(PAIRS[::-1], EVERY))
-    assert list(group_pairs(PAIRS, EVERY))[:3] == ["change", "multi_change", "distractors"]
+    assert list(group_pairs(PAIRS)) == list(group_pairs(PAIRS[::-1]))
+    assert list(group_pairs(PAIRS))[:3] == ["change", "multi_change", "distractors"]
 
 
 def test_pairs_of_unknown_type_are_neither_changes_nor_distractors():
-    groups = group_pairs([bench.pair("x", ["y"], [])], EVERY)
-    assert groups == {"change": [], "multi_change": [], "distractors": [], "by_dataset/toy": ["toy/0"]}
+    assert group_pairs([bench.pair("x", ["y"], [])]) == {"change": [], "multi_change": [], "distractors": []}
 
 
-def test_each_dataset_is_a_group_of_its_own():
-    pairs = [PAIRS[0], replace(PAIRS[1], id="more/1", dataset="more")]
-    groups = group_pairs(pairs, EVERY | {"more": Protocol("test", n=None)})
-    assert (groups["by_dataset/toy"], groups["by_dataset/more"]) == (["toy/0"], ["more/1"])
-    assert groups["change"] == ["toy/0", "more/1"]
+def test_each_dataset_is_scored_by_itself_in_its_protocols_order():
+    pairs = [PAIRS[0], replace(PAIRS[1], id="more/1", dataset="more"), PAIRS[2]]
+    two = replace(PAIRS_SPEC, protocols=(Protocol("total", n=None), Protocol("first", n=1, ids="0")))
+    found = select(pairs, {"toy": two, "more": PAIRS_SPEC, "empty": PAIRS_SPEC})
+    assert {one.name: names(one.pairs) for one in found} == {
+        "toy/total": ["toy/0", "toy/2"],
+        "toy/first": ["toy/0"],
+        "more/test": ["more/1"],
+    }
+    assert found[0].groups[ALL] == ["toy/0", "toy/2"]
+    assert found[0].groups["by_type/illumination"] == ["toy/2"]
+    assert list(found[0].groups)[0] == ALL
 
 
-def test_a_protocol_takes_the_ids_that_it_names_for_its_dataset_and_no_others():
-    groups = group_pairs(PAIRS, {"toy": Protocol("even", n=3, ids="[024]")})
-    assert groups["by_dataset/toy"] == ["toy/0", "toy/2", "toy/4"]
-    assert len(groups["change"]) == 4
-    pairs = [bench.pair("x", ["y"], [], "20")]
-    assert "by_dataset/toy" not in group_pairs(pairs, {"toy": Protocol("even", n=3, ids="[024]")})
+def test_a_protocol_without_a_pair_is_not_scored():
+    one = replace(PAIRS_SPEC, protocols=(Protocol("even", n=3, ids="[024]"),))
+    assert select([bench.pair("x", ["y"], [], "20")], {"toy": one}) == []
 
 
-def test_the_first_protocol_for_the_datasets_part_counts():
+def test_a_protocol_takes_the_ids_that_it_names_whole():
+    even = Protocol("even", n=3, ids="[024]")
+    assert names(apply(even, PAIRS)) == ["toy/0", "toy/2", "toy/4"]
+
+
+def test_a_protocol_by_type_takes_pairs_that_changed_in_that_way_alone():
+    assert names(apply(Protocol("color", n=1, change_types=("color",)), PAIRS)) == ["toy/0"]
+    both = Protocol("both", n=3, change_types=("removal", "color"))
+    assert names(apply(both, PAIRS)) == ["toy/0", "toy/1", "toy/3"]
+    assert apply(both, [bench.pair("x", ["y"], [])]) == []  # nobody knows what changed
+
+
+def test_joined_references_are_one_text_and_every_text_is_cut_after_so_many_words():
+    pair = replace(bench.pair("one  two three", ["a b", "c d"], []), shuffled_prediction="four five six")
+    (found,) = apply(Protocol("joined", n=1, references="joined", max_words=3), [pair])
+    assert found.references == ["a b c"]
+    assert (found.prediction, found.shuffled_prediction) == ("one two three", "four five six")
+    (found,) = apply(Protocol("cut", n=1, max_words=1), [pair])
+    assert (found.references, found.prediction, found.shuffled_prediction) == (["a", "c"], "one", "four")
+    (found,) = apply(Protocol("joined", n=1, references="joined"), [pair])
+    assert (found.references, found.prediction) == (["a b c d"], "one  two three")
+    assert apply(Protocol("total", n=1), [pair]) == [pair]
+
+
+def test_the_protocols_of_a_part_are_those_of_the_dataset_of_its_name():
     spec = DATASETS["omnidiff"]
-    real, render = spec.protocols[0], spec.protocols[1]
-    assert protocol_of(str(real.part), spec) == real
-    assert protocol_of(str(render.part), spec) == render
-    assert protocol_of("mine", spec) == Protocol("test", n=None)
+    parts = {protocol.part for protocol in spec.protocols}
+    for part in parts:
+        assert {protocol.part for protocol in protocols_of(str(part), spec)} == {part}
+    assert protocols_of("mine", spec) == (Protocol("test", n=None),)
     change = DATASETS["clevr_change"]
-    assert protocol_of("mine", change) == change.protocols[0]
-    assert protocol_of("mine", replace(change, protocols=(replace(change.protocols[1], split="val"),))).ids == ".*"
+    assert protocols_of("mine", change) == change.protocols
+    on_val = replace(change, protocols=(replace(change.protocols[1], split="val"),))
+    assert protocols_of("mine", on_val) == (Protocol("test", n=None),)
+
+
+def test_a_protocol_is_named_by_dataset_and_protocol():
+    assert ProtocolPairs("toy", Protocol("even", n=3), []).name == "toy/even"
 
 
 def test_the_reader_that_ingest_reports_says_which_dataset_it_is(tmp_path: Path):

@@ -12,10 +12,11 @@ import pytest
 from pycocoevalcap.spice import spice
 
 from components.evaluate.metrics import METRICS, choose_metrics
-from components.evaluate.metrics.metric import ALL, Metric, MetricScores
-from components.evaluate.metrics.run import compute_metrics, tokenise_pairs
+from components.evaluate.metrics.metric import ALL, Metric, MetricScores, Tokens
+from components.evaluate.metrics.run import compute_metrics, tokenise_protocols
 from components.evaluate.metrics.scorer import Scorer, ScorerFailed, sanitise, tokenise
 from components.evaluate.metrics.spice import JARS, find_jars
+from components.evaluate.pairs import EvalPair
 from tests.evaluate import bench
 from tests.evaluate.bench import fake_java
 
@@ -39,7 +40,8 @@ def score(
         replace(bench.pair(predictions[i], texts, [], i), id=i, shuffled_prediction=shuffled.get(i))
         for i, texts in references.items()
     ]
-    return compute_metrics(metrics or choose_metrics(COCO), pairs, groups or {}, {}, spice_dir, limit_s)
+    scored = [bench.grouped(pairs, groups or {})]
+    return compute_metrics(metrics or choose_metrics(COCO), scored, {}, spice_dir, limit_s)["toy/test"]
 
 
 def quick_score(predictions: dict[str, str], limit_s: int = 20, spice_dir: Path | None = None) -> MetricScores:
@@ -104,6 +106,7 @@ def test_a_tokenizer_that_fails_is_said_and_not_scored(tmp_path: Path, monkeypat
 
 
 def test_a_meteor_that_dies_costs_only_its_own_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PYTHONPATH", bench.small_table(tmp_path))
     monkeypatch.setenv("PATH", fake_java(tmp_path / "bin", "meteor", "echo no memory left >&2; exit 1"))
     found = quick_score({"a": "a red cube", "b": "a blue ball"})
     assert found.groups[ALL]["METEOR"] is None
@@ -112,18 +115,20 @@ def test_a_meteor_that_dies_costs_only_its_own_score(tmp_path: Path, monkeypatch
 
 
 def test_a_meteor_that_hangs_is_killed_with_all_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PYTHONPATH", bench.small_table(tmp_path))
     monkeypatch.setenv("PATH", fake_java(tmp_path / "bin", "meteor", f"echo $$ >> {tmp_path}/pid; sleep 1000"))
     start = time.monotonic()
-    found = quick_score({"a": "a red cube", "b": "a blue ball"}, limit_s=2)
-    assert time.monotonic() - start < 20
-    assert found.absent["METEOR"] == "no answer within 2 s (compute.scorer_timeout_s)"
+    found = quick_score({"a": "a red cube", "b": "a blue ball"}, limit_s=5)
+    assert time.monotonic() - start < 25
+    assert found.absent["METEOR"] == "no answer within 5 s (compute.scorer_timeout_s)"
     assert is_gone(int((tmp_path / "pid").read_text()))
 
 
 def test_a_worker_whose_parent_is_gone_ends_itself_and_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PYTHONPATH", bench.small_table(tmp_path))
     monkeypatch.setenv("PATH", fake_java(tmp_path / "bin", "meteor", f"echo $$ >> {tmp_path}/pid; sleep 1000"))
-    worker = Scorer("METEOR", limit_s=-4)  # its own limit is 5 s longer
-    worker.send({"references": {"a": ["x"]}, "predictions": {"a": "x"}, "groups": {ALL: ["a"]}})
+    worker = Scorer("METEOR", limit_s=-3)  # its own limit is 5 s longer
+    worker.send({"items": [["x", ["x"]]], "shards": 1})
     assert worker.process.wait(timeout=10) == -signal.SIGKILL
     assert is_gone(int((tmp_path / "pid").read_text()))
 
@@ -185,24 +190,28 @@ def test_scores_of_all_pairs_only_are_null_there_and_nowhere_else():
     assert found.pairs == {"a": {"column": 1.0}}
 
 
-def test_what_waits_for_a_process_works_beside_the_others():
+def test_a_program_works_beside_the_scorers_in_python():
     begun, others_done = threading.Event(), threading.Event()
 
-    def beside(pairs, groups, tools):
+    def program(of):
         begun.set()
         assert others_done.wait(10)
-        return MetricScores({}, {})
+        return {"answer": 1.0}
 
     def in_python(pairs, groups, tools):
         assert begun.wait(10)
         others_done.set()
         return MetricScores({}, {})
 
-    metrics = {"slow": metric(beside, "slow", beside=True), "quick": metric(in_python, "quick")}
-    assert score({"a": ["x"]}, {"a": "x"}, metrics=metrics).groups[ALL] == {"slow": None, "quick": None}
+    def from_program(pairs, groups, tools):
+        return MetricScores({ALL: {"slow": tools.answers()["answer"]}}, {})
+
+    metrics = {"slow": metric(from_program, "slow", program=program), "quick": metric(in_python, "quick")}
+    assert score({"a": ["x"]}, {"a": "x"}, metrics=metrics).groups[ALL] == {"slow": 1.0, "quick": None}
 
 
 def test_a_fault_in_one_metric_is_raised_and_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PYTHONPATH", bench.small_table(tmp_path))
     monkeypatch.setenv("PATH", fake_java(tmp_path / "bin", "meteor", f"echo $$ >> {tmp_path}/pid; sleep 1000"))
 
     def wrong(pairs, groups, tools):
@@ -223,15 +232,19 @@ def test_a_tokenizer_that_fails_ends_what_waits_for_its_tokens(tmp_path: Path, m
         score({"a": ["x"]}, {"a": "y"}, metrics={"METEOR": METRICS["METEOR"]})
 
 
-def test_shuffled_predictions_are_of_the_pairs_that_have_one(tmp_path: Path):
+def tokenise_pairs(pairs: list[EvalPair]) -> Tokens:
+    return tokenise_protocols([bench.grouped(pairs, {})], 60)["toy/test"]
+
+
+def test_shuffled_predictions_are_of_the_pairs_that_have_one():
     pairs = [replace(pair, shuffled_prediction="a cube") for pair in bench.pairs()]
-    tokens = tokenise_pairs(pairs, 60)
+    tokens = tokenise_pairs(pairs)
     assert tokens.shuffled == {pair.id: "a cube" for pair in pairs}
     assert tokens.predictions["toy/3"] == "the red ball at the top turned green and the lamp went out"
     assert tokens.references["toy/4"] == ["nothing changed", "no change was made"]
-    some = tokenise_pairs([*pairs[:-1], replace(pairs[-1], shuffled_prediction=None)], 60)
+    some = tokenise_pairs([*pairs[:-1], replace(pairs[-1], shuffled_prediction=None)])
     assert some.shuffled == {pair.id: "a cube" for pair in pairs[:-1]}
-    assert tokenise_pairs([replace(pair, shuffled_prediction=None) for pair in pairs], 60).shuffled is None
+    assert tokenise_pairs([replace(pair, shuffled_prediction=None) for pair in pairs]).shuffled is None
 
 
 @needs_real

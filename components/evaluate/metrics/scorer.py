@@ -106,9 +106,3 @@ def tokenise(captions: Iterable[str], limit_s: int) -> dict[str, str]:
         worker.send({"captions": distinct})
         tokens = dict(zip(distinct, worker.result(), strict=True))
     return {caption: tokens[text] for caption, text in texts.items()}
-
-
-def from_worker(answer: Any, score: str) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
-    """A worker's values by group and by pair, under the name of their score."""
-    groups, pairs = ({name: {score: value} for name, value in answer[kind].items()} for kind in ("groups", "pairs"))
-    return groups, pairs

@@ -1,9 +1,19 @@
 """SPICE (Anderson et al., ECCV 2016), pycocoevalcap's Java program and two CoreNLP jars."""
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from components.evaluate.metrics.metric import Groups, Metric, MetricScores, Tools
-from components.evaluate.metrics.scorer import ScorerFailed, from_worker
+from components.evaluate.metrics.metric import (
+    Groups,
+    Item,
+    Metric,
+    MetricScores,
+    Program,
+    Tools,
+    mean_of,
+    of_each_group,
+)
+from components.evaluate.metrics.scorer import ScorerFailed
 from components.evaluate.pairs import EvalPair
 
 JARS = ("stanford-corenlp-3.6.0.jar", "stanford-corenlp-3.6.0-models.jar")
@@ -14,17 +24,34 @@ REMEDY = (
 )
 
 
-def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores:
-    """A group's score is the mean F of those of its pairs that have one.
+def program(of: Program) -> dict[Item, float | None]:
+    """F of each item; None where neither side has a tuple.
 
     Raises:
         ScorerFailed: the jars are missing, or the program gave no result.
     """
-    jars = [str(jar) for jar in find_jars(tools.spice_dir)]
-    references, predictions, _ = tools.tokens()
-    worker = tools.start("SPICE")
-    worker.send({"references": references, "predictions": predictions, "groups": groups, "jars": jars})
-    return MetricScores(*from_worker(worker.result(), "SPICE"))
+    jars = [str(jar) for jar in find_jars(of.spice_dir)]
+    worker = of.start("SPICE")
+    items = of.items()
+    worker.send({"items": items, "jars": jars})
+    return dict(zip(items, worker.result(), strict=True))
+
+
+def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores:
+    """A group's score is the mean F of those of its pairs that have one."""
+    answers: Mapping[Item, float | None] = tools.answers()
+    tokens = tools.tokens()
+    values = {pair: answers[tokens.item(pair)] for pair in tokens.predictions}
+    return MetricScores(
+        of_each_group(groups, lambda ids: {"SPICE": mean([values[pair] for pair in ids])}),
+        {pair: {"SPICE": value} for pair, value in values.items()},
+    )
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    """Of those that there are; None of none."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
 
 
 def find_jars(spice_dir: Path | None) -> list[Path]:
@@ -41,4 +68,12 @@ def find_jars(spice_dir: Path | None) -> list[Path]:
     return jars
 
 
-METRIC = Metric(compute, headline="SPICE", scores=("SPICE",), columns={"SPICE": "double"}, beside=True, optional=True)
+METRIC = Metric(
+    compute,
+    headline="SPICE",
+    scores=("SPICE",),
+    columns={"SPICE": "double"},
+    resampled={"SPICE": mean_of("SPICE")},
+    program=program,
+    optional=True,
+)

@@ -5,17 +5,31 @@ file; `__file__` is pointed at FOLDER, with links to the jars, so that a read-on
 Run by `scorer.Scorer`; imports nothing of the project.
 """
 
+import gzip
+import io
 import json
 import os
+import re
 import shutil
 import signal
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 SENTINEL = "endofcaptions"
+METEOR = ["java", "-Xmx1G", "-jar", "meteor-1.5.jar", "-", "-", "-stdio", "-l", "en", "-norm"]
+STATISTICS = 23
+ITEMS_A_SHARD = 500
+"""Fewer do not pay for the start of one more Java program."""
+LONGEST_PHRASE = 7  # words; of the table
+CHUNK = 1 << 20
+PLAIN = b"abcdefghijklmnopqrstuvwxyz0123456789 .-E\n"
+WORD = re.compile(rb"[a-z0-9]+")
+ENTITY = re.compile("&(quot|apos|lt|gt|amp);")
 Job = dict[str, Any]
 
 
@@ -49,72 +63,109 @@ def ptb(folder: Path) -> Callable[[Job], list[str]]:
     return tokenise
 
 
-def meteor(folder: Path) -> Callable[[Job], Job]:
-    """Job {references, predictions, groups} -> the score of each group, and of each pair in the group "all".
+def meteor(folder: Path) -> Callable[[Job], list[list[float]]]:
+    """Job {"items": [[prediction, [reference]]], "shards"} -> the 23 statistics of each.
 
-    A pair's statistics are computed once; each group then aggregates its own, as METEOR does.
+    A Java program keeps its whole paraphrase table in memory, 5 million entries that take it 15 s to read, so each
+    gets a table of the entries that can match here. It is opened at once, before the job is known.
     """
     from pycocoevalcap.meteor import meteor as module
 
-    move_to(folder, module)
+    (folder / "data").mkdir()
+    home = Path(str(module.__file__)).parent
+    (folder / module.METEOR_JAR).symlink_to(home / module.METEOR_JAR)
+    with gzip.open(home / "data" / "paraphrase-en.gz") as file:
+        table = file.read()
 
-    class CachingMeteor(module.Meteor):  # type: ignore[misc]
-        cached: dict[tuple[str, ...], str] = {}
-
-        def _stat(self, hypothesis: str, references: list[str]) -> str:
-            key = (hypothesis, *references)
-            if key not in self.cached:
-                self.cached[key] = super()._stat(hypothesis, references)
-            return self.cached[key]
-
-    scorer = CachingMeteor()
-
-    def compute(job: Job) -> Job:
-        try:
-            return by_group(job, scorer.compute_score)
-        except (ValueError, OSError) as error:
-            scorer.meteor_p.kill()
-            words = scorer.meteor_p.stderr.read().decode(errors="replace").strip().splitlines()
-            raise RuntimeError(f"METEOR gave up ({error}); its last words: {words[-1] if words else 'none'}") from error
+    def compute(job: Job) -> list[list[float]]:
+        nonlocal table
+        items = [(prediction, references) for prediction, references in job["items"]]
+        with gzip.open(folder / "data" / "paraphrase-en.gz", "wb", compresslevel=1) as file:
+            file.writelines(matching_paraphrases(table, items))
+        table = b""
+        shards = max(1, min(job["shards"], len(items) // ITEMS_A_SHARD))
+        lines = [" ||| ".join(("SCORE", *references, prediction)) for prediction, references in items]
+        with ThreadPoolExecutor(shards) as pool:
+            answers = list(pool.map(lambda at: ask_meteor(folder, at, lines[at::shards]), range(shards)))
+        return [answers[i % shards][i // shards] for i in range(len(items))]
 
     return compute
 
 
-def by_group(job: Job, compute: Callable[[Job, Job], tuple[float, list[float]]]) -> Job:
-    """The score of every group that has pairs; METEOR gives up when asked for the score of none."""
-    answer: Job = {"groups": {}}
-    for group, ids in job["groups"].items():
-        if not ids:
-            continue
-        references = {i: job["references"][i] for i in ids}
-        score, pairs = compute(references, {i: [job["predictions"][i]] for i in ids})
-        answer["groups"][group] = score
-        if group == "all":
-            answer["pairs"] = dict(zip(ids, pairs, strict=True))
-    return answer
+def matching_paraphrases(table: bytes, items: Iterable[tuple[str, list[str]]]) -> Iterator[bytes]:
+    """The lines of METEOR's table whose phrases may stand in a reference and in a prediction, in the table's order.
+
+    The table has three lines an entry: probability, phrase of a reference, phrase of a prediction. Phrases are compared
+    by their runs of ASCII letters and digits alone, between which METEOR's own tokenizer never splits; too many
+    entries change nothing, and an entry of other characters is always kept.
+    """
+    listed = list(items)
+    of_references = phrases(reference for _, references in listed for reference in references)
+    of_predictions = phrases(prediction for prediction, _ in listed)
+    file = io.BytesIO(table)
+    while lines := file.readlines(CHUNK):
+        lines += [file.readline() for _ in range(-len(lines) % 3)]
+        plain = not b"".join(lines).translate(None, PLAIN)
+        for at, (reference, prediction) in enumerate(zip(lines[1::3], lines[2::3], strict=True)):
+            if (reference in of_references and prediction in of_predictions) or not (
+                plain or is_plain(reference + prediction)
+            ):
+                yield from lines[3 * at : 3 * at + 3]
 
 
-def spice(folder: Path) -> Callable[[Job], Job]:
-    """The same job as METEOR's, plus "jars": the CoreNLP files. A group's score is the mean F of its pairs.
+def is_plain(line: bytes) -> bool:
+    return not line.translate(None, PLAIN)
 
-    A pair without a single tuple on either side has no F (NaN in the package) and is left out of the mean.
+
+def phrases(texts: Iterable[str]) -> set[bytes]:
+    """All runs of one to LONGEST_PHRASE words of ASCII letters and digits, a line each."""
+    found = set()
+    for text in set(texts):
+        for reading in {text.lower(), ENTITY.sub(" ", text.lower())}:
+            words = WORD.findall(reading.encode())
+            for size in range(1, LONGEST_PHRASE + 1):
+                found.update(b" ".join(words[i : i + size]) + b"\n" for i in range(len(words) - size + 1))
+    return found
+
+
+def ask_meteor(folder: Path, number: int, lines: list[str]) -> list[list[float]]:
+    """The program's answer to each line."""
+    log = folder / f"stderr{number}"
+    with (
+        log.open("wb") as errors,
+        subprocess.Popen(METEOR, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors) as java,
+    ):
+        answer, _ = java.communicate("".join(f"{line}\n" for line in lines).encode())
+    try:
+        found = [[float(number) for number in line.split()] for line in answer.decode().splitlines()]
+        if len(found) != len(lines) or any(len(numbers) != STATISTICS for numbers in found):
+            raise ValueError(f"{len(found)} answers to {len(lines)} captions")
+    except ValueError as error:
+        words = log.read_text(errors="replace").strip().splitlines()
+        raise RuntimeError(f"METEOR gave up ({error}); its last words: {words[-1] if words else 'none'}") from error
+    return found
+
+
+def spice(folder: Path) -> Callable[[Job], list[float | None]]:
+    """Job {"items": [[prediction, [reference]]], "jars": the CoreNLP files} -> F of each.
+
+    A pair without a single tuple on either side has no F (NaN in the package): None.
     """
     from pycocoevalcap.spice import spice as module
 
     move_to(folder, module)
     module.get_stanford_models = lambda: None  # it would download 384 MB
 
-    def compute(job: Job) -> Job:
+    def compute(job: Job) -> list[float | None]:
         for jar in job["jars"]:
             (folder / "lib" / Path(jar).name).symlink_to(jar)
-        ids = sorted(job["groups"]["all"])  # the package sorts them
+        names = [f"{i:09}" for i in range(len(job["items"]))]  # the package sorts them
         _, found = module.Spice().compute_score(
-            {i: job["references"][i] for i in ids}, {i: [job["predictions"][i]] for i in ids}
+            {name: references for name, (_, references) in zip(names, job["items"], strict=True)},
+            {name: [prediction] for name, (prediction, _) in zip(names, job["items"], strict=True)},
         )
-        pairs = {i: score["All"]["f"] for i, score in zip(ids, found, strict=True)}
-        pairs = {i: f for i, f in pairs.items() if f == f}
-        groups = {name: [pairs[i] for i in members if i in pairs] for name, members in job["groups"].items()}
-        return {"pairs": pairs, "groups": {name: sum(f) / len(f) for name, f in groups.items() if f}}
+        values = [score["All"]["f"] for score in found]
+        return [f if f == f else None for f in values]
 
     return compute
 
