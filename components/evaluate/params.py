@@ -5,7 +5,18 @@ from pydantic import Field
 from components.section import Section
 
 
+class JudgeSettings(Section):
+    """Another model that reads captions beside their references, at an OpenAI-compatible endpoint."""
+
+    url: str = Field(pattern=r"^https?://")  # up to and with /v1
+    model: str = Field(min_length=1)
+    pairs: int = Field(default=200, ge=1)  # of each protocol at most
+    timeout_s: int = Field(default=60, ge=1)
+    key_variable: str = "OPENAI_API_KEY"  # the environment variable that holds the key; no key stands in a file
+
+
 class Evaluate(Section):
     metrics: tuple[str, ...] = Field(min_length=1)  # of components.evaluate.metrics.METRICS
     gallery: int = Field(ge=0)  # pairs shown in the report
+    judge: JudgeSettings | None  # asked where `metrics` has judge, and then only
     allow_fewer_pairs: bool  # score a protocol that has fewer pairs than papers score, marked in every table

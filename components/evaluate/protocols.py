@@ -77,7 +77,9 @@ def apply(protocol: Protocol, pairs: Iterable[EvalPair]) -> list[EvalPair]:
 
 def takes(protocol: Protocol, pair: EvalPair) -> bool:
     name = pair.id.removeprefix(f"{pair.dataset}/")
-    known = not protocol.change_types or (bool(pair.change_types) and set(pair.change_types) <= set(protocol.change_types))
+    known = not protocol.change_types or (
+        bool(pair.change_types) and set(pair.change_types) <= set(protocol.change_types)
+    )
     return known and re.fullmatch(protocol.ids, name) is not None
 
 

@@ -15,6 +15,7 @@ from components.evaluate.bootstrap import intervals
 from components.evaluate.grammar import load_grammars, parse_predictions
 from components.evaluate.metrics import choose_metrics
 from components.evaluate.metrics.java import require_java
+from components.evaluate.metrics.judge import Judge
 from components.evaluate.metrics.metric import Metric, MetricScores
 from components.evaluate.metrics.run import compute_metrics, needs_java
 from components.evaluate.pairs import load_pairs
@@ -46,7 +47,8 @@ def evaluate(
     protocols = select(pairs, specs)
     if not cfg.allow_fewer_pairs:
         check_complete(protocols)
-    scores = compute_metrics(metrics, protocols, parsed, compute.spice_dir, compute.scorer_timeout_s)
+    judge = Judge.in_folder(cfg.judge, compute.scratch) if cfg.judge and "judge" in metrics else None
+    scores = compute_metrics(metrics, protocols, parsed, compute.spice_dir, compute.scorer_timeout_s, judge)
     table = score_table(metrics, protocols, scores)
     certain = {one.name: intervals(table, metrics, one.name) for one in protocols}
     report = summarise(test_pairs, len(pairs), protocols, scores, certain).write(out / "metrics.json")

@@ -59,7 +59,7 @@ PREDICTIONS = {
     "toy/5": "the red cube at the left turned blue",  # false alarm
 }
 
-ALL_METRICS = tuple(METRICS)
+ALL_METRICS = tuple(name for name in METRICS if name != "judge")
 CURVES = "step,epoch,loss,lr_vision,lr_projector,lr_module,lr_llm,grad_norm,val_loss,val_loss_toy,val_cider"
 
 
@@ -179,7 +179,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def config(**changes: Any) -> Evaluate:
-    return Evaluate(**({"metrics": ALL_METRICS, "gallery": 6, "allow_fewer_pairs": False} | changes))
+    return Evaluate(**({"metrics": ALL_METRICS, "gallery": 6, "judge": None, "allow_fewer_pairs": False} | changes))
 
 
 def compute(**changes: Any) -> Compute:

@@ -78,7 +78,7 @@ def test_joined_references_are_one_text_and_every_text_is_cut_after_so_many_word
     (found,) = apply(Protocol("cut", n=1, max_words=1), [pair])
     assert (found.references, found.prediction, found.shuffled_prediction) == (["a", "c"], "one", "four")
     (found,) = apply(Protocol("joined", n=1, references="joined"), [pair])
-    assert (found.references, found.prediction) == (["a b c d"], "one  two three")
+    assert (found.references, found.prediction) == (["a b c d"], "one two three")
     assert apply(Protocol("total", n=1), [pair]) == [pair]
 
 

@@ -5,7 +5,7 @@ Light to import: packages that compute are imported inside `compute`.
 
 from collections.abc import Iterable
 
-from components.evaluate.metrics import bleu, change_accuracy, cider, meteor, rouge_l, spice
+from components.evaluate.metrics import bleu, change_accuracy, cider, judge, meteor, rouge_l, spice
 from components.evaluate.metrics.metric import Metric
 
 METRICS: dict[str, Metric] = {
@@ -15,6 +15,7 @@ METRICS: dict[str, Metric] = {
     "BLEU": bleu.METRIC,
     "SPICE": spice.METRIC,
     "change_accuracy": change_accuracy.METRIC,
+    "judge": judge.METRIC,
 }
 """By the name that `evaluate.metrics` gives."""
 

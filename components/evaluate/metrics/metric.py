@@ -3,13 +3,16 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from components.evaluate.grammar import ParsedCaption
 from components.evaluate.metrics.scorer import Scorer
 from components.evaluate.pairs import EvalPair
+
+if TYPE_CHECKING:
+    from components.evaluate.metrics.judge import Judge
 
 T = TypeVar("T")
 
@@ -52,6 +55,7 @@ class Tools:
     tokens: Callable[[], Tokens]  # waits for the tokenizer, which runs once for all metrics and protocols
     answers: Callable[[], Mapping[Item, Any]]  # what the metric's `program` gave; raises ScorerFailed where it failed
     parsed: Mapping[str, ParsedCaption]  # by pair id; only pairs whose references a grammar understands
+    judge: "Judge | None" = None
 
 
 @dataclass(frozen=True)

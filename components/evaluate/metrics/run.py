@@ -5,7 +5,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from components.evaluate.grammar import ParsedCaption
 from components.evaluate.metrics.metric import (
@@ -25,6 +25,9 @@ from components.evaluate.pairs import EvalPair
 from components.evaluate.protocols import ProtocolPairs
 from components.progress import progress
 
+if TYPE_CHECKING:
+    from components.evaluate.metrics.judge import Judge
+
 
 def compute_metrics(
     metrics: Mapping[str, Metric],
@@ -32,6 +35,7 @@ def compute_metrics(
     parsed: Mapping[str, ParsedCaption],
     spice_dir: Path | None,
     limit_s: int,
+    judge: "Judge | None" = None,
 ) -> dict[str, MetricScores]:
     """Every score of every group of each protocol, null where there is none. A metric that fails costs its own scores
     only.
@@ -53,7 +57,7 @@ def compute_metrics(
         found: dict[str, dict[str, MetricScores]] = {protocol: {} for protocol in scored}
         jobs = [(name, protocol) for name in ordered(metrics) for protocol in scored]
         for name, protocol in progress(jobs, "evaluate: metrics", unit="score"):
-            tools = Tools(lambda of=protocol: tokens.result()[of], answers_of(answers.get(name)), parsed)  # type: ignore[misc]
+            tools = Tools(lambda of=protocol: tokens.result()[of], answers_of(answers.get(name)), parsed, judge)  # type: ignore[misc]
             found[protocol][name] = attempt(metrics[name], scored[protocol], tools)
     return {protocol: merge(metrics, scored[protocol].groups, found[protocol]) for protocol in scored}
 

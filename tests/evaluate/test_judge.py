@@ -1,0 +1,186 @@
+"""The judge against a server on 127.0.0.1 that speaks the protocol: verdicts, refusals, 429, cut JSON, no server."""
+
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from components.evaluate.metrics import METRICS
+from components.evaluate.metrics.judge import Judge, question, sample
+from components.evaluate.metrics.scorer import ScorerFailed
+from components.evaluate.params import JudgeSettings
+from components.evaluate.stage import evaluate
+from tests.evaluate import bench
+
+RIGHT, WRONG = '{"right": true, "reason": "the same"}', 'Sure! {"right": false, "reason": "other object"} Bye.'
+
+
+@dataclass
+class Server:
+    """What it answers to a question, by a word in it: a list of replies, the last one for ever."""
+
+    url: str = ""
+    replies: dict[str, list[Any]] = field(default_factory=dict)
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    keys: set[str] = field(default_factory=set)
+
+    def reply(self, text: str) -> Any:
+        for word, replies in self.replies.items():
+            if word in text:
+                return replies.pop(0) if len(replies) > 1 else replies[0]
+        return RIGHT
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    known, lock = Server(), threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with lock:
+                known.asked.append(body)
+                known.keys.add(self.headers["Authorization"])
+                reply = known.reply(body["messages"][0]["content"])
+            status, message = (reply, None) if isinstance(reply, int) else (200, reply)
+            if isinstance(message, str):
+                message = {"role": "assistant", "content": message}
+            choices = [] if message is None else [{"index": 0, "finish_reason": "stop", "message": message}]
+            answer = {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": choices}
+            sent = json.dumps(answer).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Retry-After", "0")
+            self.send_header("Content-Length", str(len(sent)))
+            self.end_headers()
+            self.wfile.write(sent)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=http.serve_forever, daemon=True).start()
+    known.url = f"http://127.0.0.1:{http.server_port}/v1"
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    yield known
+    http.shutdown()
+
+
+def settings(server: Server, **changes: Any) -> JudgeSettings:
+    return JudgeSettings(**({"url": server.url, "model": "m", "key_variable": "JUDGE_KEY"} | changes))
+
+
+def judge(server: Server, tmp_path: Path, **changes: Any) -> Judge:
+    return Judge.in_folder(settings(server, **changes), tmp_path / "scratch")
+
+
+def test_a_run_has_the_share_of_captions_called_right_with_every_answer(server: Server, tmp_path: Path):
+    server.replies = {"by a model:\n- nothing changed": [WRONG], "- the green ball at the left was removed": ["{}"]}
+    folders = bench.write(tmp_path)
+    cfg = settings(server).model_dump()
+    out = tmp_path / "out"
+    compute = bench.compute(scratch=tmp_path / "scratch")
+    report = evaluate(bench.config(metrics=["judge", "change_accuracy"], judge=cfg), compute, *folders, out)
+    found = report.protocols["toy/test"]
+    assert found.scores["judge"] == 3 / 5  # 0, 3 and 5 right; 2 and 4 ("nothing changed") wrong; none of 1
+    assert found.scores["judge_answered"] == 5 / 6
+    assert found.groups["distractors"]["judge"] == 1 / 2
+    rows = {row["id"]: row for row in pq.read_table(out / "scores.parquet").to_pylist()}
+    assert [rows[f"toy/{n}"]["judge"] for n in range(6)] == [True, None, False, True, False, True]
+    assert (rows["toy/0"]["judge_answer"], rows["toy/1"]["judge_answer"]) == (RIGHT, "{}")
+    assert server.keys == {"Bearer secret"}
+    asked = {body["messages"][0]["content"] for body in server.asked}
+    assert all("toy" not in text and ".png" not in text for text in asked)  # the words alone, no names, no image
+    stored = [json.loads(line) for line in (tmp_path / "scratch" / "judge.jsonl").read_text().splitlines()]
+    assert {entry["question"] for entry in stored} == asked
+    assert "secret" not in (tmp_path / "scratch" / "judge.jsonl").read_text()
+
+
+def test_nothing_is_asked_where_the_metric_is_not_chosen(server: Server, tmp_path: Path):
+    folders = bench.write(tmp_path)
+    bench.run(folders, tmp_path / "out", metrics=["change_accuracy"], judge=settings(server).model_dump())
+    assert server.asked == []
+    assert METRICS["judge"].optional
+
+
+def test_a_question_is_asked_once_also_by_a_later_run(server: Server, tmp_path: Path):
+    first = judge(server, tmp_path).ask(["a?", "b?", "a?"])
+    assert len(first) == 3
+    assert sorted(body["messages"][0]["content"] for body in server.asked) == ["a?", "b?"]
+    assert judge(server, tmp_path).ask(["b?", "c?"]) == [first[1], first[0]]
+    assert len(server.asked) == 3
+    judge(server, tmp_path, model="other").ask(["a?"])  # another judge has its own opinion
+    assert len(server.asked) == 4
+
+
+def test_a_server_that_puts_off_is_asked_again(server: Server, tmp_path: Path):
+    server.replies = {"a?": [429, 503, WRONG]}
+    assert [verdict.right for verdict in judge(server, tmp_path).ask(["a?", "b?"])] == [False, True]
+    assert len(server.asked) == 4
+
+
+def test_cut_json_is_asked_for_once_more_and_then_is_no_verdict(server: Server, tmp_path: Path):
+    cut = '{"right": tr'
+    server.replies = {"a?": [cut, RIGHT], "b?": [cut]}
+    found = judge(server, tmp_path).ask(["a?", "b?"])
+    assert [(verdict.right, verdict.answer) for verdict in found] == [(True, RIGHT), (None, cut)]
+
+
+@pytest.mark.parametrize(
+    ("reply", "answer"),
+    [
+        ({"role": "assistant", "content": None, "refusal": "I cannot"}, "refused: I cannot"),
+        ({"role": "assistant", "content": None}, "no answer"),
+        (None, "no answer"),
+        ('{"right": "yes"}', '{"right": "yes"}'),
+        ("[true]", "[true]"),
+    ],
+)
+def test_a_refusal_and_anything_but_the_json_asked_for_is_no_verdict(
+    reply: Any, answer: str, server: Server, tmp_path: Path
+):
+    server.replies = {"a?": [reply]}
+    (found,) = judge(server, tmp_path).ask(["a?"])
+    assert (found.right, found.answer) == (None, answer)
+
+
+@pytest.mark.parametrize("status", [401, 404])
+def test_a_wrong_key_or_model_costs_the_judge_alone_and_names_the_parameter(
+    status: int, server: Server, tmp_path: Path
+):
+    server.replies = {"a?": [status]}
+    with pytest.raises(ScorerFailed, match=r"model 'm': .*see evaluate\.judge and .*JUDGE_KEY"):
+        judge(server, tmp_path).ask(["a?"])
+
+
+def test_without_a_server_the_score_is_absent_and_the_others_are_there(tmp_path: Path):
+    cfg = {"url": "http://127.0.0.1:9/v1", "model": "m", "timeout_s": 1}
+    found = bench.run(bench.write(tmp_path), tmp_path / "out", metrics=["judge", "change_accuracy"], judge=cfg)
+    scores = found.protocols["toy/test"]
+    assert scores.scores["judge"] is None
+    assert "http://127.0.0.1:9/v1" in scores.absent["judge"]
+    assert scores.scores["change_type_accuracy"] == pytest.approx(2 / 3)
+    without = bench.run(bench.write(tmp_path / "b"), tmp_path / "out", metrics=["judge"]).protocols["toy/test"]
+    assert "evaluate.judge" in without.absent["judge"]
+
+
+def test_a_sample_is_the_same_whatever_stands_beside_it_and_keeps_its_order():
+    pairs = bench.pairs()
+    some = sample(pairs, 3)
+    assert len(some) == 3
+    assert sample(pairs[::-1], 3) == some[::-1]
+    assert [pair for pair in pairs if pair in some] == some
+    assert {pair.id for pair in sample(pairs, 2)} < {pair.id for pair in some}
+    assert sample(pairs, 10) == pairs
+
+
+def test_a_question_holds_every_reference_and_the_caption():
+    text = question("it left", ["the cup is gone", "no cup"])
+    assert "- the cup is gone\n- no cup\n" in text
+    assert "by a model:\n- it left\n" in text
