@@ -268,7 +268,7 @@ CHANGES: dict[str, tuple[Callable[[Path], None], list[str], list[str]]] = {
         [*INGEST, "convert"],
     ),
     "pages of predictions in the report": (set_to("evaluate.gallery", 7), ["evaluate"], ["evaluate"]),
-    "gate": (set_to("register.min_gain", 0.5), [], []),
+    "gate": (set_to("promote.min_gain", 0.5), [], []),
     "recipe of the base": (set_to("pretrain.seed", 7), [], []),
 }
 
