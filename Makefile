@@ -11,7 +11,8 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export LC_ALL := C.UTF-8
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-gpu check up down profile base bench-train bench-data install check-system
+N ?= 3
+.PHONY: help run test test-gpu check up down profile base seeds bench-train bench-data install check-system
 
 help:           ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -52,6 +53,10 @@ bench-train: install ## training speed -> benchmarks/results/train.json
 
 bench-data: install  ## data speed at 896k samples -> benchmarks/results/data.json
 	@python benchmarks/data.py
+
+seeds: install  ## the embedded training from N seeds (minutes each), mean and deviation -> benchmarks/results/seeds.json
+	@dvc repro convert
+	@python infra/seeds.py $(N)
 
 install: $(READY)
 
