@@ -1,15 +1,24 @@
 """The values of each metric, worked out by hand on a few words; and what the only list says of them."""
 
+import json
 import math
+import random
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
+from pycocoevalcap.bleu.bleu import Bleu
+from pycocoevalcap.cider.cider import Cider
+from pycocoevalcap.rouge.rouge import Rouge
 
 from components.evaluate.metrics import METRICS, bleu, change_accuracy, choose_metrics, cider, gate_metrics, rouge_l
 from components.evaluate.metrics.metric import ALL, Groups, MetricScores
 from tests.evaluate import bench
+
+REAL = Path(__file__).parents[3] / "shared" / "real" / "coco_caption"
+needs_real = pytest.mark.skipif(not REAL.is_dir(), reason="the published COCO files are not beside the project")
 
 REFERENCES = {"a": ["a red cube", "the cube is red"], "b": ["a cube"]}
 PREDICTIONS = {"a": "a red cube", "b": "a cube cube"}
@@ -36,8 +45,9 @@ def test_bleu_is_the_value_worked_out_by_hand():
 def test_bleu_of_a_pair_is_bleu_4_under_its_own_id():
     references = {"a": ["it is a red cube", "x"], "b": ["the lamp went out again"]}
     found = compute(bleu, references, {"a": "it is a red cube", "b": "the lamp went out now"}).pairs
-    assert found["a"] == {"BLEU-4": pytest.approx(1.0, abs=1e-6)}
-    assert found["b"] == {"BLEU-4": pytest.approx((4 / 5 * 3 / 4 * 2 / 3 * 1 / 2) ** (1 / 4), abs=1e-6)}
+    assert found["a"]["BLEU-4"] == pytest.approx(1.0, abs=1e-6)
+    assert found["b"]["BLEU-4"] == pytest.approx((4 / 5 * 3 / 4 * 2 / 3 * 1 / 2) ** (1 / 4), abs=1e-6)
+    assert found["b"]["BLEU_statistics"] == [4, 3, 2, 1, 5, 4, 3, 2, 5, 5]
 
 
 def test_a_prediction_shorter_than_its_reference_pays_the_brevity_penalty():
@@ -106,6 +116,80 @@ def test_a_group_has_the_scores_that_it_would_have_alone(metric):
 @pytest.mark.parametrize("metric", [bleu, rouge_l, cider])
 def test_an_empty_group_has_no_scores(metric):
     assert compute(metric, groups={**BOTH, "none": []}).groups.get("none") is None
+
+
+WORDS = ["a", "the", "cube", "red", "moved", "Ball", "left", "n't", "\u00e9t\u00e9", "\U0001f600"]
+
+
+def random_captions(seed: int) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """Captions of few words, so that words repeat; some empty, of one word, without a common n-gram, or double."""
+    rng = random.Random(seed)
+
+    def caption() -> str:
+        return " ".join(rng.choices(WORDS, k=rng.choice([0, 1, 2, 3, 5, 8, 12, 40])))
+
+    references = {f"pair {i}": [caption() for _ in range(rng.randint(1, 6))] for i in range(rng.randint(2, 40))}
+    predictions = {i: rng.choice([caption(), texts[-1], "x y z"]) for i, texts in references.items()}
+    for i in rng.sample(list(references), len(references) // 4):
+        references[i] = references[i][:1] * 3
+    return references, predictions
+
+
+def stock(references: dict[str, list[str]], predictions: dict[str, str]) -> dict[str, tuple]:
+    """Each score by pycocoevalcap: of the corpus and of each pair."""
+    results = {i: [text] for i, text in predictions.items()}
+    bleu_corpus, bleu_pairs = Bleu(4).compute_score(references, results, verbose=0)
+    found = {f"BLEU-{n + 1}": (bleu_corpus[n], bleu_pairs[n]) for n in range(4)}
+    assert len(references) > 1
+    in_python = {"ROUGE-L": Rouge(), "CIDEr": Cider()}
+    return found | {name: scorer.compute_score(references, results) for name, scorer in in_python.items()}
+
+
+def assert_equal_to_stock(references: dict[str, list[str]], predictions: dict[str, str]) -> None:
+    pairs = list(predictions)
+    wanted = stock(references, predictions)
+    for metric in (bleu, rouge_l):
+        found = compute(metric, references, predictions, {ALL: pairs})
+        for name, value in found.groups[ALL].items():
+            assert value == wanted[name][0], name
+        assert [found.pairs[i][metric.METRIC.headline] for i in pairs] == list(wanted[metric.METRIC.headline][1])
+    found = compute(cider, references, predictions, {ALL: pairs})
+    assert found.groups[ALL]["CIDEr"] == pytest.approx(wanted["CIDEr"][0], rel=1e-9, abs=1e-12)
+    assert [found.pairs[i]["CIDEr"] for i in pairs] == pytest.approx(list(wanted["CIDEr"][1]), rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_scores_of_random_captions_are_those_of_pycocoevalcap(seed: int):
+    assert_equal_to_stock(*random_captions(seed))
+
+
+def test_scores_of_one_pair_and_of_captions_without_words_are_those_of_pycocoevalcap():
+    assert_equal_to_stock({"a": ["a b", ""], "b": ["", ""]}, {"a": "", "b": ""})
+    assert_equal_to_stock({"a": ["a b", "c"], "b": ["", "c"]}, {"a": "a", "b": "c d"})
+    assert_equal_to_stock({"a": ["word " * 300], "b": ["other"]}, {"a": "word " * 200, "b": "word"})
+
+
+@needs_real
+def test_scores_of_cocos_captions_are_those_of_pycocoevalcap():
+    """The 1,000 predictions published with coco-caption, as tokens."""
+    references = json.loads(next(REAL.glob("*references_after_tokenization.json")).read_text(encoding="utf-8"))
+    results = json.loads(next(REAL.glob("*results_after_tokenization.json")).read_text(encoding="utf-8"))
+    predictions = {i: texts[0] for i, texts in results.items()}
+    assert len(predictions) == 1000
+    assert_equal_to_stock({i: references[i] for i in predictions}, predictions)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("metric", [bleu, rouge_l, cider])
+def test_a_score_follows_from_its_column_summed_over_the_pairs(metric, seed: int):
+    references, predictions = random_captions(seed)
+    found = compute(metric, references, predictions, {ALL: list(references)})
+    for name, (column, score) in metric.METRIC.resampled.items():
+        rows = np.array([found.pairs[i][column] for i in references], float)
+        rows = rows if rows.ndim == 2 else np.stack([rows, np.ones(len(rows))], axis=1)
+        assert score(rows.sum(axis=0)) == pytest.approx(found.groups[ALL][name], rel=1e-12)
+        assert np.isnan(score(0 * rows.sum(axis=0)))
+    assert metric.METRIC.resampled.keys() == set(metric.METRIC.scores)
 
 
 PAIRS = bench.pairs()

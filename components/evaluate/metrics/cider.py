@@ -1,48 +1,76 @@
-"""CIDEr-D (Vedantam et al., CVPR 2015), by pycocoevalcap, and its control: that of shuffled pairs' predictions."""
+"""CIDEr-D (Vedantam et al., CVPR 2015) as pycocoevalcap computes it, and its control: shuffled pairs' predictions."""
 
 import numpy as np
 
-from components.evaluate.metrics.metric import ALL, Groups, Metric, MetricScores, Tools, Value, of_each_group
+from components.evaluate.metrics.metric import ALL, Groups, Metric, MetricScores, Tools, Value, mean_of
+from components.evaluate.metrics.ngrams import Ngrams, Shared, table
 from components.evaluate.pairs import EvalPair
 
 NO_SHUFFLED = "there are no predictions of shuffled pairs (predictions_shuffled.json), or only one pair"
+SIGMA = 6.0
 
 
 def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores:
     """0 to 10. Word weights come from the references of the group itself, so groups do not average to the whole."""
     references, predictions, shuffled = tools.tokens()
-    found = of_each_group(groups, lambda ids: cider(references, predictions, ids))
-    control = None if shuffled is None else control_cider(references, shuffled, groups[ALL])
-    scores: dict[str, dict[str, Value]] = {name: {"CIDEr": corpus} for name, (corpus, _) in found.items()}
+    texts = (text for several in references.values() for text in several)
+    ngrams = Ngrams([*predictions.values(), *texts, *(shuffled or {}).values()])
+    shared = Shared(ngrams, predictions, references)
+    of_pairs = cider(shared, shared.places(groups[ALL]))
+    scores: dict[str, dict[str, Value]] = {
+        name: {"CIDEr": corpus_score(of_pairs if name == ALL else cider(shared, shared.places(ids)))}
+        for name, ids in groups.items()
+        if ids
+    }
+    control = None
+    if shuffled:
+        of_shuffled = Shared(ngrams, shuffled, references)
+        control = corpus_score(
+            cider(of_shuffled, np.arange(len(shuffled)), weights(shared, shared.places(groups[ALL])))
+        )
+        control = control if len(groups[ALL]) > 1 else None
     scores[ALL]["CIDEr_shuffled"] = control
     return MetricScores(
         scores,
-        {i: {"CIDEr": value} for i, value in zip(groups[ALL], found[ALL][1], strict=True)},
+        {pair: {"CIDEr": value} for pair, value in zip(groups[ALL], of_pairs.tolist(), strict=True)},
         {} if control is not None else {"CIDEr_shuffled": NO_SHUFFLED},
     )
 
 
-def control_cider(references: dict[str, list[str]], shuffled: dict[str, str], ids: list[str]) -> float | None:
-    """Mean CIDEr-D of the pairs that have a shuffled prediction, with the word weights of all `ids`.
-
-    With the weights of its own pairs alone a sample's score would not compare with the CIDEr of all.
-    """
-    corpus, each = cider(references, {i: shuffled.get(i, "") for i in ids}, ids)
-    if corpus is None or len(shuffled) == len(ids):
-        return corpus
-    return float(np.mean([value for i, value in zip(ids, each, strict=True) if i in shuffled]))
+def corpus_score(of_pairs: np.ndarray) -> float | None:
+    """The mean. Word weights come from the set itself, so of one pair there is none."""
+    return float(np.mean(of_pairs)) if len(of_pairs) > 1 else None
 
 
-def cider(
-    references: dict[str, list[str]], predictions: dict[str, str], ids: list[str]
-) -> tuple[float | None, list[float]]:
-    """CIDEr-D of a set of pairs and of each. Word weights come from the set itself, so of one pair there is none."""
-    from pycocoevalcap.cider.cider import Cider
+def weights(shared: Shared, places: np.ndarray) -> np.ndarray:
+    """Of each n-gram log(pairs / pairs whose references have it), over the pairs at `places`; 0 of a single pair."""
+    chosen = np.zeros(len(shared.pairs), bool)
+    chosen[places] = True
+    rows = np.flatnonzero(chosen[shared.pair])
+    entries, owner = shared.ngrams.entries(shared.reference[rows])
+    keys = np.unique(shared.pair[rows][owner] * shared.ngrams.size + shared.ngrams.ngram[entries])
+    pairs_with = np.bincount(keys % max(1, shared.ngrams.size), minlength=shared.ngrams.size)
+    return np.log(float(len(places))) - np.log(np.maximum(1.0, pairs_with))
 
-    if len(ids) < 2:
-        return None, [0.0] * len(ids)
-    corpus, pairs = Cider().compute_score({i: references[i] for i in ids}, {i: [predictions[i]] for i in ids})
-    return float(corpus), [float(value) for value in pairs]
+
+def cider(shared: Shared, places: np.ndarray, idf: np.ndarray | None = None) -> np.ndarray:
+    """CIDEr-D of the pairs at `places`, by the weights of their own references or by others'."""
+    ngrams = shared.ngrams
+    idf = weights(shared, places) if idf is None else idf
+    squares = (ngrams.count * idf[ngrams.ngram]) ** 2
+    norms = np.sqrt(table(ngrams.caption, ngrams.order, squares, len(ngrams.lengths)))
+    of_reference = ngrams.count[shared.of_reference]
+    products = np.minimum(ngrams.count[shared.of_prediction], of_reference) * of_reference
+    products = products * idf[ngrams.ngram[shared.of_reference]] ** 2
+    similar = table(shared.row, ngrams.order[shared.of_reference], products, len(shared.pair))
+    both = norms[shared.prediction] * norms[shared.reference]
+    similar = np.divide(similar, both, where=both != 0, out=similar)
+    bigrams = np.maximum(0, ngrams.lengths - 1)  # pycocoevalcap's length
+    apart = (bigrams[shared.prediction] - bigrams[shared.reference]).astype(float)
+    similar = similar.mean(axis=1) * np.exp(-(apart**2) / (2 * SIGMA**2))
+    total = np.bincount(shared.pair, similar, minlength=len(shared.pairs))
+    found: np.ndarray = (10.0 * total / shared.references)[places]
+    return found
 
 
 METRIC = Metric(
@@ -51,5 +79,6 @@ METRIC = Metric(
     scores=("CIDEr",),
     overall=("CIDEr_shuffled",),
     columns={"CIDEr": "double"},
+    resampled={"CIDEr": mean_of("CIDEr")},
     lower_is_better=("CIDEr_shuffled",),
 )

@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 SENTINEL = "endofcaptions"
-METEOR = ["java", "-Xmx1G", "-jar", "meteor-1.5.jar", "-", "-", "-stdio", "-l", "en", "-norm"]
+METEOR = ["java", "-Xmx1G", "-jar", "meteor-1.5.jar", "-", "-", "-stdio", "-l", "en", "-norm", "-a", "paraphrases.gz"]
 STATISTICS = 23
 ITEMS_A_SHARD = 500
 """Fewer do not pay for the start of one more Java program."""
@@ -71,7 +71,6 @@ def meteor(folder: Path) -> Callable[[Job], list[list[float]]]:
     """
     from pycocoevalcap.meteor import meteor as module
 
-    (folder / "data").mkdir()
     home = Path(str(module.__file__)).parent
     (folder / module.METEOR_JAR).symlink_to(home / module.METEOR_JAR)
     with gzip.open(home / "data" / "paraphrase-en.gz") as file:
@@ -80,7 +79,7 @@ def meteor(folder: Path) -> Callable[[Job], list[list[float]]]:
     def compute(job: Job) -> list[list[float]]:
         nonlocal table
         items = [(prediction, references) for prediction, references in job["items"]]
-        with gzip.open(folder / "data" / "paraphrase-en.gz", "wb", compresslevel=1) as file:
+        with gzip.open(folder / "paraphrases.gz", "wb", compresslevel=1) as file:
             file.writelines(matching_paraphrases(table, items))
         table = b""
         shards = max(1, min(job["shards"], len(items) // ITEMS_A_SHARD))
@@ -95,8 +94,8 @@ def meteor(folder: Path) -> Callable[[Job], list[list[float]]]:
 def matching_paraphrases(table: bytes, items: Iterable[tuple[str, list[str]]]) -> Iterator[bytes]:
     """The lines of METEOR's table whose phrases may stand in a reference and in a prediction, in the table's order.
 
-    The table has three lines an entry: probability, phrase of a reference, phrase of a prediction. Phrases are compared
-    by their runs of ASCII letters and digits alone, between which METEOR's own tokenizer never splits; too many
+    The table has three lines an entry: probability and two phrases, which METEOR matches either way round. Phrases are
+    compared by their runs of ASCII letters and digits alone, which METEOR's own tokenizer never splits; too many
     entries change nothing, and an entry of other characters is always kept.
     """
     listed = list(items)
@@ -106,9 +105,11 @@ def matching_paraphrases(table: bytes, items: Iterable[tuple[str, list[str]]]) -
     while lines := file.readlines(CHUNK):
         lines += [file.readline() for _ in range(-len(lines) % 3)]
         plain = not b"".join(lines).translate(None, PLAIN)
-        for at, (reference, prediction) in enumerate(zip(lines[1::3], lines[2::3], strict=True)):
-            if (reference in of_references and prediction in of_predictions) or not (
-                plain or is_plain(reference + prediction)
+        for at, (one, other) in enumerate(zip(lines[1::3], lines[2::3], strict=True)):
+            if (
+                (one in of_references and other in of_predictions)
+                or (one in of_predictions and other in of_references)
+                or not (plain or is_plain(one + other))
             ):
                 yield from lines[3 * at : 3 * at + 3]
 
