@@ -72,9 +72,7 @@ def run_seed(source: Path, folder: Path, seed: int) -> dict[str, Any]:
     file = write_params(source, folder, seed)
     params = load_params(file)
     paths, trained = params.paths, folder / "trained.txt"
-    key = run_key(
-        params.train, params.models[params.train.model], paths.mixture, sha256_of_folder(params.train.base)
-    )
+    key = run_key(params.train, params.models[params.train.model], paths.mixture, sha256_of_folder(params.train.base))
     if not (trained.is_file() and trained.read_text() == key):
         trained.unlink(missing_ok=True)
         run_stage("train", seed, file)

@@ -39,9 +39,7 @@ def summary(params: Params, registration: Registration, decision: Promotion) -> 
         ("model", f"{registration.uri} ({registration.outcome}) in {params.register_.tracking_uri}"),
         ("gate", decision),
     ]
-    return "\n".join(
-        ["", *headlines(protocols), *(f"{name:<12} {place}" for name, place in places), "", NEXT]
-    )
+    return "\n".join(["", *headlines(protocols), *(f"{name:<12} {place}" for name, place in places), "", NEXT])
 
 
 def headlines(protocols: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:

@@ -50,7 +50,10 @@ def test_an_earlier_profile_becomes_the_present_one_but_for_its_folders(name, ol
     path = old(name)
     module = ["module.pos_embed_scale", "module.init_gain"]  # 0 is what they are where they are not written
     expected = [f"models.m3diff.{key}: - -> 0.0" for key in module]
-    expected += ["promote.guards: {} -> -", "promote.guards.METEOR: - -> 0.01"]  # no guard is meant before one is chosen
+    expected += [
+        "promote.guards: {} -> -",
+        "promote.guards.METEOR: - -> 0.01",
+    ]  # no guard is meant before one is chosen
     values = migrated(path)
     now = resolve(REPOSITORY / "profiles" / f"{name}.yaml")[0]
     found = [line for line in differences(values, now) if ".root: " not in line]
@@ -274,7 +277,9 @@ def before_promote(name: str = "embedded") -> str:
     text = (REPOSITORY / "profiles" / f"{name}.yaml").read_text()
     start, end = text.index("promote:"), text.index("compute:")
     text = text[:start] + text[end:]
-    return text.replace("  model_name: m3diff\n", "  model_name: m3diff\n  gate_metric: METEOR  # of mine\n  min_gain: 0.1\n")
+    return text.replace(
+        "  model_name: m3diff\n", "  model_name: m3diff\n  gate_metric: METEOR  # of mine\n  min_gain: 0.1\n"
+    )
 
 
 def test_the_gates_keys_move_to_a_section_of_their_own_which_the_embedded_profile_completes(tmp_path):

@@ -260,7 +260,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
         [
             "promote.protocol: did you mean 'minichange/total'? expected one of minichange/distractor, minichange/",
             "promote.metric: did you mean 'change_exact_accuracy'? expected one of BLEU-1, BLEU-2, BLEU-3, BLEU-4, CIDEr",
-            "promote.guards.no_change: did you mean 'no_change_recall'? expected one of",
+            "promote.guards.no_change: did you mean 'false_no_change'? expected one of",
         ],
     ),
     "a gate on what is better where it is smaller": (

@@ -131,7 +131,9 @@ def loss(name: str, challenger: float, champion: float) -> float:
 
 
 def measured(cfg: Promote, found: Difference, pairs: int) -> str:
-    said = f"{cfg.metric} on {cfg.protocol} {found.first:.4f}, the champion's {found.second:.4f}: gain {found.gain:+.4f}"
+    said = (
+        f"{cfg.metric} on {cfg.protocol} {found.first:.4f}, the champion's {found.second:.4f}: gain {found.gain:+.4f}"
+    )
     if found.interval is None:
         return f"{said} over {pairs} pairs"
     interval = f"{found.interval.low:+.4f} to {found.interval.high:+.4f}"

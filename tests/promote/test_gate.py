@@ -131,7 +131,9 @@ def with_guard(models, ours: float, theirs: float, tolerance: float = 0.02):
     return judge(gate(guards={"SPICE": tolerance}), *tables)
 
 
-@pytest.mark.parametrize(("ours", "outcome"), [(0.5, "promoted"), (0.4801, "promoted"), (0.4799, "refused"), (0.9, "promoted")])
+@pytest.mark.parametrize(
+    ("ours", "outcome"), [(0.5, "promoted"), (0.4801, "promoted"), (0.4799, "refused"), (0.9, "promoted")]
+)
 def test_a_guarded_score_may_be_worse_by_its_tolerance_and_no_more(models, ours, outcome):
     found = with_guard(models, ours, 0.5)
     assert found.outcome == outcome

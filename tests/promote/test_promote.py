@@ -35,7 +35,9 @@ def test_a_better_challenger_takes_over_and_the_old_champion_stays_one_step_away
     assert registry.audit() == ["first", "promoted"]
 
 
-@pytest.mark.parametrize(("score", "min_gain"), [(0.9, 0.0), (1.0, 0.0), (1.005, 0.0), (1.05, 0.1), (float("nan"), 0.0)])
+@pytest.mark.parametrize(
+    ("score", "min_gain"), [(0.9, 0.0), (1.0, 0.0), (1.005, 0.0), (1.05, 0.1), (float("nan"), 0.0)]
+)
 def test_a_challenger_that_does_not_surely_exceed_the_champion_by_the_gain_is_refused(registry, score, min_gain):
     registry.gate(min_gain=min_gain)
     registry.add(scores(1.0))
@@ -90,7 +92,9 @@ def test_the_trail_holds_every_decision_with_scores_gain_interval_pairs_guards_r
     assert second == json.loads(decision.model_dump_json())
     assert second.pop("reason") == str(decision).removeprefix("m3diff version 2 promoted: ")
     numbers = {key: second.pop(key) for key in ("challenger_score", "champion_score", "gain", "low", "high")}
-    assert numbers == {key: pytest.approx(value, abs=0.05) for key, value in zip(numbers, (1.5, 1.0, 0.5, 0.5, 0.5), strict=True)}
+    assert numbers == {
+        key: pytest.approx(value, abs=0.05) for key, value in zip(numbers, (1.5, 1.0, 0.5, 0.5, 0.5), strict=True)
+    }
     assert numbers["low"] < numbers["gain"] < numbers["high"]
     assert second == {
         "outcome": "promoted",
@@ -251,7 +255,12 @@ def test_the_champions_old_score_counts_for_nothing(registry, rescoring):
 
 @pytest.mark.parametrize(
     "error",
-    [MlflowException("no such artifact"), CheckpointError("it is damaged"), FileNotFoundError("no file"), DataError("no")],
+    [
+        MlflowException("no such artifact"),
+        CheckpointError("it is damaged"),
+        FileNotFoundError("no file"),
+        DataError("no"),
+    ],
 )
 def test_where_it_cannot_be_scored_again_the_challenger_is_refused_with_reason_and_remedy(registry, rescoring, error):
     rescoring.error = error
