@@ -141,5 +141,5 @@ def measured(cfg: Promote, found: Difference, pairs: int) -> str:
 
 
 def exceeds(cfg: Promote, guards: dict[str, Guarded]) -> str:
-    held = ", ".join(f"{name} {guard.challenger:.4f} (champion {guard.champion:.4f})" for name, guard in guards.items())
+    held = ", ".join(f"{name} {guard.challenger:.4f}, had {guard.champion:.4f}" for name, guard in guards.items())
     return f"the lower bound exceeds {cfg.min_gain:g}" + (f"; guarded: {held}" if held else "")

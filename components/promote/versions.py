@@ -1,4 +1,4 @@
-"""The scores of a registered version, pair by pair: as MLflow keeps them, or made anew on the test set that lies here."""
+"""The scores of a registered version, pair by pair: as MLflow keeps them, or made anew on the test set of here."""
 
 import tempfile
 from pathlib import Path
