@@ -130,6 +130,16 @@ def plan(args: argparse.Namespace) -> None:
         check_fits(params.compute, made, gpu.memory_gb)
 
 
+def compare(args: argparse.Namespace) -> None:
+    paths = parameters(args).paths
+    from components.compare.compare import as_text
+    from components.compare.compare import compare as run
+
+    tables = run(args.first, args.second, paths.records, paths.clean, args.out)
+    print("\n\n".join(as_text(protocol, table) for protocol, table in tables.items()))
+    print(f"\npair by pair: {args.out}")
+
+
 def data(args: argparse.Namespace) -> int:
     params = parameters(args)
     if args.action == "statistics":
@@ -184,6 +194,7 @@ COMMANDS: dict[str, tuple[Command, str]] = {
     "register": (register, "log the run to MLflow and register its checkpoint as a model version"),
     "promote": (promote, "make the challenger the champion where it surely beats it on the same test set"),
     "plan": (plan, "what a training run will cost: parameters, tokens, FLOPs, memory, hours; trains nothing"),
+    "compare": (compare, "two runs on the same test pairs: differences with their intervals, and a page of the pairs"),
     "data": (data, "look at data: `data check ROOT` before anything is run, `data statistics` after validate"),
     "export": (export, "copy the trained model out: merged, or its adapters with the path to their base"),
     "export-llava": (export_llava, "write the mixture as LLaVA records, for LLaVA-NeXT, LLaMA-Factory and ms-swift"),
@@ -201,6 +212,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands["ingest"].add_argument("name", nargs="?", help="an entry of `ingest.datasets`; all where none is named")
     commands["profile"].add_argument("name", help="a file of profiles/, without .yaml")
     commands["migrate"].add_argument("file", type=Path, help="the file to rewrite; a copy of it is kept")
+    _add_compare(commands["compare"])
     _add_export(commands["export"], commands["export-llava"])
     _add_data(commands["data"])
     _add_plan(commands["plan"])
@@ -215,6 +227,12 @@ def _add_export(model: argparse.ArgumentParser, llava: argparse.ArgumentParser) 
     llava.add_argument(
         "--allow-unlicensed", action="store_true", help="also datasets whose licence does not allow to pass them on"
     )
+
+
+def _add_compare(command: argparse.ArgumentParser) -> None:
+    for name in ("first", "second"):
+        command.add_argument(name, type=Path, help="report folder of a run, which holds scores.parquet")
+    command.add_argument("--out", type=Path, default=Path("compare.html"), help="page to write")
 
 
 def _add_data(data: argparse.ArgumentParser) -> None:

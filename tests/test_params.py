@@ -259,7 +259,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"promote.protocol": "minichange/totl", "promote.metric": "change_exact", "promote.guards": {"no_change": 0.1}},
         [
             "promote.protocol: did you mean 'minichange/total'? expected one of minichange/distractor, minichange/",
-            "promote.metric: did you mean 'change_exact_accuracy'? expected one of BLEU-1, BLEU-2, BLEU-3, BLEU-4, CIDEr",
+            "promote.metric: did you mean 'change_exact_accuracy'? expected one of BLEU-1, BLEU-2",
             "promote.guards.no_change: did you mean 'false_no_change'? expected one of",
         ],
     ),

@@ -207,6 +207,8 @@ def predict(params: dict[str, Any], paths: dict[str, Path]) -> None:
 
 def evaluate(params: dict[str, Any], paths: dict[str, Path]) -> None:
     (paths["report"] / "report.html").write_text("<p>The toy's report.</p>")
+    (paths["report"] / "images").mkdir(exist_ok=True)
+    (paths["report"] / "images" / "0.webp").write_bytes(b"image")
     cider = 1.0 + params["evaluate"]["gallery"] / 100
     rows = json.loads((paths["predictions"] / "predictions.json").read_text())
     pairs = [{"protocol": TOTAL, "id": row["image_id"], "CIDEr": cider} for row in rows]

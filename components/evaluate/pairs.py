@@ -59,7 +59,7 @@ def load_pairs(clean: Path, predictions: Path) -> tuple[list[EvalPair], int]:
         shuffled = read_predictions(predictions / "predictions_shuffled.json", set(found))
         if told.get("control") != len(shuffled):
             _refuse_missing(predictions / "predictions_shuffled.json", found.keys() - shuffled.keys())
-    pairs = [_pair(row, found[row["id"]], shuffled.get(row["id"])) for row in rows if row["id"] in found]
+    pairs = [pair_of(row, found[row["id"]], shuffled.get(row["id"])) for row in rows if row["id"] in found]
     return pairs, len(rows)
 
 
@@ -77,7 +77,8 @@ def read_test_records(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _pair(row: dict[str, Any], prediction: str, shuffled: str | None) -> EvalPair:
+def pair_of(row: dict[str, Any], prediction: str, shuffled: str | None) -> EvalPair:
+    """A row of records.parquet beside what the model said of it."""
     return EvalPair(
         id=row["id"],
         dataset=row["dataset"],

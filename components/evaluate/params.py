@@ -17,6 +17,6 @@ class JudgeSettings(Section):
 
 class Evaluate(Section):
     metrics: tuple[str, ...] = Field(min_length=1)  # of components.evaluate.metrics.METRICS
-    gallery: int = Field(ge=0)  # pairs shown in the report
+    gallery: int = Field(ge=0)  # MB of images that report.html holds; of more, all are files of the folder images
     judge: JudgeSettings | None  # asked where `metrics` has judge, and then only
     allow_fewer_pairs: bool  # score a protocol that has fewer pairs than papers score, marked in every table

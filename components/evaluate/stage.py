@@ -1,7 +1,7 @@
 """evaluate: score the predictions for the test pairs, each dataset by its own protocols, and draw the report.
 
 Predictions and references -> metrics.json (scores by protocol), scores.parquet (one row per protocol and pair),
-report.html.
+report.html and its images.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,7 +21,7 @@ from components.evaluate.metrics.run import compute_metrics, needs_java
 from components.evaluate.pairs import load_pairs
 from components.evaluate.params import Evaluate
 from components.evaluate.protocols import ProtocolPairs, load_specs, select
-from components.evaluate.report.report import Evidence, render
+from components.evaluate.report.report import Evidence, write_report
 from components.evaluate.summary import EvaluateReport, summarise
 from components.files import write_atomic
 from components.records import DataError
@@ -63,7 +63,7 @@ def evaluate(
         saliency=existing(predictions / "saliency.npz"),
         curves=existing(model / "curves.csv"),
     )
-    write_atomic(out / "report.html", render(evidence, cfg.gallery))
+    write_report(evidence, out, cfg.gallery)
     return report
 
 

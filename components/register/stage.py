@@ -111,6 +111,8 @@ def log_results(client: MlflowClient, run_id: str, paths: Paths) -> None:
     tracking.log_scores(client, run_id, paths.report / "metrics.json", int(time.time() * 1000))
     for name in ("report.html", SCORES):
         client.log_artifact(run_id, str(paths.report / name))
+    if any((paths.report / "images").iterdir()):  # empty where the page holds its images itself
+        client.log_artifacts(run_id, str(paths.report / "images"), "images")
 
 
 def update_results(client: MlflowClient, paths: Paths, version: ModelVersion, tags: dict[str, str]) -> None:

@@ -1,5 +1,3 @@
-import base64
-import io
 import re
 from pathlib import Path
 
@@ -19,7 +17,6 @@ from components.evaluate.report.figures import (
     Line,
     SaliencyMaps,
     chart,
-    data_uri,
     load_image,
     log_ticks,
     overlay,
@@ -104,15 +101,6 @@ def test_an_image_that_cannot_be_shown_is_named(tmp_path: Path):
     for name in ("broken.png", "missing.png"):
         with pytest.raises(DataError, match=name):
             load_image(tmp_path / name, bench.digest(tmp_path / name))
-
-
-def test_an_embedded_image_reads_back():
-    image = Image.new("RGB", (40, 30), (200, 30, 30))
-    kind, content = data_uri(image).split(",")
-    assert kind == "data:image/webp;base64"
-    back = Image.open(io.BytesIO(base64.b64decode(content))).convert("RGB")
-    assert back.size == image.size
-    assert np.abs(np.asarray(back, int) - np.asarray(image, int)).max() < 6
 
 
 @pytest.mark.parametrize(

@@ -2,143 +2,98 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from components.datasets import DATASETS
-from components.datasets.spec import Licence, Permission
+from components.datasets.spec import Licence, Permission, Protocol
 from components.evaluate.metrics import METRICS
-from components.evaluate.metrics.metric import ALL, MetricScores
-from components.evaluate.metrics.run import compute_metrics, merge
-from components.evaluate.pairs import EvalPair
-from components.evaluate.protocols import group_pairs, protocol_of
+from components.evaluate.metrics.metric import Metric
 from components.evaluate.report import report
-from components.evaluate.report.figures import SaliencyMaps, data_uri, load_image, overlay
-from components.evaluate.report.report import Evidence, render
-from components.evaluate.summary import summarise
+from components.evaluate.report.report import Evidence, write_report
+from components.evaluate.summary import Interval, ProtocolScores
 from tests.evaluate import bench
-
-
-def evidence(root: Path, pairs: list[EvalPair], with_grammar: bool = True, **scores: float | None) -> Evidence:
-    """Every caption score 0.5 or as given, CIDEr of a pair its number, the accuracies as they are."""
-    specs = {dataset: DATASETS["pairs"] for dataset in {pair.dataset: None for pair in pairs}}
-    groups = group_pairs(pairs, {dataset: protocol_of(dataset, spec) for dataset, spec in specs.items()})
-    everything = {ALL: [pair.id for pair in pairs], **groups}
-    parsed = bench.parse(pairs) if with_grammar else {}
-    fixed = {}
-    for name, metric in METRICS.items():
-        values = dict.fromkeys(metric.scores, 0.5) | {
-            score: scores[score] for score in metric.scores if score in scores
-        }
-        fixed[name] = MetricScores(dict.fromkeys(everything, values), {})
-    fixed["SPICE"] = MetricScores({}, {}, {"SPICE": "its jars are not there"})
-    fixed["CIDEr"] = MetricScores(
-        {**fixed["CIDEr"].groups, ALL: {**fixed["CIDEr"].groups[ALL], "CIDEr_shuffled": 0.05}},
-        {pair.id: {"CIDEr": float(number)} for number, pair in enumerate(pairs)},
-    )
-    accuracy = {"change_accuracy": METRICS["change_accuracy"]}
-    fixed["change_accuracy"] = compute_metrics(accuracy, pairs, groups, parsed, None, 1)
-    merged = merge(METRICS, everything, fixed)
-    return Evidence(
-        metrics=METRICS,
-        report=summarise(len(pairs), groups, merged),
-        pairs=pairs,
-        pair_scores=merged.pairs,
-        parsed=parsed,
-        specs=specs,
-        saliency=root / "predictions" / "saliency.npz",
-        curves=root / "model" / "curves.csv",
-    )
-
-
-def with_scores(known: Evidence, **scores: float) -> Evidence:
-    return replace(known, report=known.report.model_copy(update={"scores": known.report.scores | scores}))
+from tests.evaluate.pages import Tags, draw, evidence, gallery_of, table, text_of
 
 
 @pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Evidence:
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("report")
     bench.write(root)
+    return root
+
+
+@pytest.fixture(scope="module")
+def toy(root: Path) -> Evidence:
     return evidence(root, bench.pairs(root))
 
 
-PROTOCOLS = {"toy": protocol_of("toy", DATASETS["pairs"])}
+def changed(known: Evidence, **changes: Any) -> Evidence:
+    """The same with these fields of the scores of its only protocol."""
+    (name,) = known.report.protocols
+    scores = known.report.protocols[name].model_copy(update=changes)
+    return replace(known, report=known.report.model_copy(update={"protocols": {name: scores}}))
 
 
-class Tags(HTMLParser):
-    """Checks that tags nest, and collects what a page would fetch."""
-
-    VOID = {"meta", "link", "img", "line", "circle", "path", "br"}
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.fetched: list[str] = []
-        self.names: set[str] = set()
-        self.feed(page)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.names.add(tag)
-        self.fetched += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "data")]
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        assert tag in self.VOID
-        self.handle_starttag(tag, attrs)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag, f"</{tag}> closes another tag"
+def with_scores(known: Evidence, **scores: float | None) -> Evidence:
+    return changed(known, scores=known.report.protocols["toy/test"].scores | scores)
 
 
-def text_of(page: str) -> str:
-    body = re.sub(r"<style>.*?</style>", " ", page, flags=re.DOTALL)
-    return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", body))
-
-
-def test_the_page_is_whole_and_fetches_nothing(toy: Evidence):
-    page = render(toy, 6)
+def test_the_page_is_whole_and_fetches_nothing(toy: Evidence, tmp_path: Path):
+    page = draw(toy, tmp_path)
     tags = Tags(page)
     assert tags.open == []
     assert all(link.startswith(("data:", "#")) for link in tags.fetched)
-    assert not tags.names & {"script", "iframe", "object", "embed"}
+    assert not {"iframe", "object", "embed"} & set(tags.names)
     assert "url(" not in page
     assert "@import" not in page
+    assert not re.search(r"fetch\(|XMLHttpRequest|https?://", page.replace("http://www.w3.org", ""))
 
 
-def test_equal_evidence_gives_equal_bytes(toy: Evidence):
-    assert render(toy, 6) == render(toy, 6)
+def test_equal_evidence_gives_equal_bytes(toy: Evidence, tmp_path: Path):
+    for name in ("first", "second"):
+        write_report(toy, tmp_path / name, 0)
+    first, second = (
+        {file.name: file.read_bytes() for file in (tmp_path / name).rglob("*.*")} for name in ("first", "second")
+    )
+    assert first == second
+    assert len(first) > 6
 
 
-def test_every_pair_of_the_gallery_has_three_images_and_its_prediction(toy: Evidence):
-    page = render(toy, 6)
-    assert page.count("<img") == 3 * 6
-    for prediction in ("the green ball at the left was removed", "the red ball at the top turned green"):
-        assert prediction in page
+def test_few_images_stand_inside_the_page_and_many_in_the_folder_beside_it(toy: Evidence, tmp_path: Path):
+    write_report(toy, tmp_path, 1)
+    inside = gallery_of((tmp_path / "report.html").read_text())["pairs"]
+    assert all(image.startswith("data:image/webp;base64,") for pair in inside for image in pair["images"])
+    assert list((tmp_path / "images").iterdir()) == []
+    write_report(toy, tmp_path, 0)
+    page = (tmp_path / "report.html").read_text()
+    named = {image for pair in gallery_of(page)["pairs"] for image in pair["images"]}
+    assert named == {f"images/{file.name}" for file in (tmp_path / "images").iterdir()}
+    assert "This page and its folder images" in page
+    write_report(toy, tmp_path, 1)
+    assert list((tmp_path / "images").iterdir()) == []
 
 
-def test_the_numbers_of_the_metrics_are_on_the_page(toy: Evidence):
-    text = text_of(render(toy, 6))
+def test_the_numbers_of_the_metrics_are_on_the_page(toy: Evidence, tmp_path: Path):
+    text = text_of(draw(toy, tmp_path))
     assert "named in 66.7% of pairs" in text
     assert "type, the object and the place all right in 33.3% of pairs" in text
     assert "CIDEr goes from 50.0 to 5.0, so the predictions come from both images" in text
     assert "SPICE Absent. Its jars are not there." in text
 
 
-def test_a_control_on_a_sample_says_of_how_many_pairs(toy: Evidence):
-    some = [replace(pair, shuffled_prediction="x" if number < 2 else None) for number, pair in enumerate(toy.pairs)]
-    assert "(of which a sample of 2 was captioned)" in text_of(render(replace(toy, pairs=some), 0))
-    whole = [replace(pair, shuffled_prediction="x") for pair in toy.pairs]
-    assert "a sample of" not in text_of(render(replace(toy, pairs=whole), 0))
+def test_a_control_on_a_sample_says_of_how_many_pairs(root: Path, tmp_path: Path):
+    pairs = bench.pairs(root)
+    some = [replace(pair, shuffled_prediction="x" if number < 2 else None) for number, pair in enumerate(pairs)]
+    assert "(of which a sample of 2 was captioned)" in text_of(draw(evidence(root, some), tmp_path))
+    whole = [replace(pair, shuffled_prediction="x") for pair in pairs]
+    assert "a sample of" not in text_of(draw(evidence(root, whole), tmp_path))
 
 
-def test_predictions_that_do_not_come_from_the_images_are_called_so(toy: Evidence):
-    weak = with_scores(toy, CIDEr_shuffled=0.4)
-    assert "not the collapse" in text_of(render(weak, 0))
+def test_predictions_that_do_not_come_from_the_images_are_called_so(toy: Evidence, tmp_path: Path):
+    assert "not the collapse" in text_of(draw(with_scores(toy, CIDEr_shuffled=0.4), tmp_path))
 
 
 def test_the_confusion_table_counts_true_types_against_predicted_types(toy: Evidence):
@@ -152,8 +107,8 @@ def test_the_confusion_table_counts_true_types_against_predicted_types(toy: Evid
     ]
 
 
-def test_the_confusion_table_is_drawn_as_it_is_counted(toy: Evidence):
-    page = render(toy, 0)
+def test_the_confusion_table_is_drawn_as_it_is_counted(toy: Evidence, tmp_path: Path):
+    page = draw(toy, tmp_path)
     body = page[page.index('<table class="confusion">') :]
     body = body[: body.index("</table>")]
     columns = re.findall(r'<th scope="col"><span>([^<]+)</span>', body)
@@ -176,114 +131,42 @@ def test_alarms_and_misses_are_counted_by_kind_of_pair(toy: Evidence):
     ]
 
 
-def test_without_a_grammar_the_page_does_without_its_scores(tmp_path: Path):
-    bench.write(tmp_path)
-    text = text_of(render(evidence(tmp_path, bench.pairs(tmp_path), with_grammar=False), 6))
+def test_without_a_grammar_the_page_does_without_its_scores(root: Path, tmp_path: Path):
+    page = draw(evidence(root, bench.pairs(root), with_grammar=False), tmp_path)
+    text = text_of(page)
     assert "6 pairs, captioned and scored" in text
     assert "type right" not in text
     assert "True type and predicted type" not in text
+    assert gallery_of(page)["graded"] is False
 
 
-def test_without_saliency_maps_or_curves_the_page_says_so(toy: Evidence):
-    page = render(replace(toy, saliency=None, curves=None), 6)
-    assert page.count("<img") == 2 * 6
+def test_without_saliency_maps_or_curves_the_page_says_so(toy: Evidence, tmp_path: Path):
+    page = draw(replace(toy, saliency=None, curves=None), tmp_path)
+    assert {pair["images"][2] for pair in gallery_of(page)["pairs"]} == {None}
     assert "there are no maps in saliency.npz" in page
     assert "there is no curves.csv" in page
 
 
-def test_a_metric_that_is_absent_is_a_dash(tmp_path: Path):
-    bench.write(tmp_path)
-    page = render(evidence(tmp_path, bench.pairs(tmp_path), METEOR=None), 0)
+def test_a_metric_that_is_absent_is_a_dash(root: Path, tmp_path: Path):
+    page = draw(evidence(root, bench.pairs(root), METEOR=None), tmp_path)
     assert re.search(r"METEOR</dt><dd><span class=\"figure\">–", page)
+    assert table(page, "scores")[1][3] == "–"
 
 
-def test_words_of_the_data_cannot_become_markup(toy: Evidence):
-    evil = [replace(pair, prediction="<script>alert(1)</script>", references=["</q><img src=x>"]) for pair in toy.pairs]
-    tags = Tags(render(replace(toy, pairs=evil), 6))
-    assert "script" not in tags.names
-    assert "x" not in tags.fetched
+def test_words_of_the_data_cannot_become_markup(root: Path, tmp_path: Path):
+    words = "</script><script>alert(1)</script><img src=x>\u2028"
+    pairs = [replace(pair, prediction=words, references=[words]) for pair in bench.pairs(root)]
+    page = draw(evidence(root, pairs), tmp_path)
+    tags = Tags(page)
+    assert tags.names.count("script") == 2
+    assert "img" not in [name for name, link in zip(tags.names, tags.fetched, strict=False) if link == "x"]
+    assert gallery_of(page)["pairs"][0]["references"] == [words]
 
 
-def test_a_limited_run_is_called_no_benchmark(toy: Evidence):
+def test_a_limited_run_is_called_no_benchmark(toy: Evidence, tmp_path: Path):
     limited = replace(toy, report=toy.report.model_copy(update={"rows_in": 480}))
-    assert "Only these of the 480 test pairs were captioned" in text_of(render(limited, 0))
-    assert "Only these" not in text_of(render(toy, 0))
-
-
-def test_published_scores_stand_beside_those_of_a_known_benchmark(tmp_path: Path):
-    bench.write(tmp_path)
-    pairs = [replace(pair, dataset="iedit") for pair in bench.pairs(tmp_path)]
-    (table,) = report.published_tables(evidence(tmp_path, pairs, CIDEr=0.6).report.folder("by_dataset"))
-    methods = [row["method"] for row in table["rows"]]
-    assert methods[0] == "M3Diff"
-    assert table["rows"][0]["scores"]["CIDEr"] == 136.6
-    ours = methods.index("this run")
-    assert table["rows"][ours - 1]["scores"]["CIDEr"] >= 60.0 >= table["rows"][ours + 1]["scores"]["CIDEr"]
-    page = render(evidence(tmp_path, pairs, CIDEr=0.6), 0)
-    assert "Beside published results" in page
-    assert re.findall(r'<tr class="ours"><th scope="row">([^<]+)</th><td>(.*?)</td><td>(.*?)</td>', page) == [
-        ("this run", "", "50.0")
-    ]
-    assert '<tr class=""><th scope="row">M3Diff</th>' in page
-
-
-def test_an_unknown_dataset_shows_no_published_scores(toy: Evidence):
-    assert report.published_tables(toy.report.folder("by_dataset")) == []
-    assert "Beside published results" not in render(toy, 0)
-
-
-def test_metrics_read_back_as_plain_json(toy: Evidence, tmp_path: Path):
-    toy.report.write(tmp_path / "metrics.json")
-    assert json.loads((tmp_path / "metrics.json").read_text())["BLEU-4"] == 0.5
-
-
-def images(page: str) -> list[tuple[str, str]]:
-    """(caption, data URI) of every image, in the page's order."""
-    return [(caption, uri) for uri, caption in re.findall(r'<img src="([^"]+)"[^>]*><figcaption>([^<]+)<', page)]
-
-
-def cards(page: str) -> dict[str, str]:
-    """Each card of the gallery by its pair's id."""
-    found = re.findall(r'<article class="card">.*?</article>', page, flags=re.DOTALL)
-    return {re.findall(r'<p class="id">([^<]+)<', card)[0]: card for card in found}
-
-
-def test_each_card_shows_before_after_and_saliency_map_of_its_own_pair(toy: Evidence):
-    maps = SaliencyMaps(toy.saliency)
-    shown = cards(render(toy, 6))
-    assert shown.keys() == {pair.id for pair in toy.pairs}
-    for pair in toy.pairs:
-        before = load_image(pair.before, pair.before_sha256)
-        after = load_image(pair.after, pair.after_sha256)
-        heat = overlay(after, maps.heat(pair.id, after.size))
-        assert images(shown[pair.id]) == [
-            ("before", data_uri(before)),
-            ("after", data_uri(after)),
-            ("saliency map", data_uri(heat)),
-        ]
-
-
-def test_a_card_holds_type_score_prediction_marks_and_references(toy: Evidence):
-    text = text_of(cards(render(toy, 6))["toy/1"])
-    assert text.strip() == (
-        "removal CIDEr 100.0 before after saliency map prediction the green ball at the left was removed "
-        "removal object place closest of 2 references the green ball at the top was removed "
-        "1 more the green ball at the top is gone toy/1"
-    )
-    card = cards(render(toy, 6))["toy/1"]
-    assert re.findall(r'<li class="(right|wrong)">(\w+)<', card) == [
-        ("right", "removal"),
-        ("right", "object"),
-        ("wrong", "place"),
-    ]
-
-
-def test_a_card_says_how_many_changes_are_not_named(toy: Evidence):
-    shown = cards(render(toy, 6))
-    assert "1 change not named" in text_of(shown["toy/3"])
-    assert [i for i, card in shown.items() if "not named" in card] == ["toy/2", "toy/3"]
-    assert "no change CIDEr 400.0" in text_of(shown["toy/4"])
-    assert "color CIDEr 0.0" in text_of(shown["toy/0"])
+    assert "Only these of the 480 test pairs were captioned" in text_of(draw(limited, tmp_path))
+    assert "Only these" not in text_of(draw(toy, tmp_path))
 
 
 def licence(answer: Any) -> Licence:
@@ -300,81 +183,121 @@ def licence(answer: Any) -> Licence:
         ("no", False, "Not shown. CC of a kind: as its page says."),
     ],
 )
-def test_images_stand_on_the_page_as_the_licence_allows(answer: str, shown: bool, note: str | None, toy: Evidence):
+def test_images_stand_on_the_page_as_the_licence_allows(
+    answer: str, shown: bool, note: str | None, toy: Evidence, tmp_path: Path
+):
     spec = replace(DATASETS["pairs"], licence=licence(answer))
-    page = render(replace(toy, specs={"toy": spec}), 6)
-    assert page.count("<img") == (18 if shown else 0)
-    assert page.count("Images not shown: the licence of toy does not allow it.") == (0 if shown else 6)
-    found = re.findall(r"<dt>Images of toy</dt><dd>(.*?)</dd>", page)
-    assert found == ([note] if note else [])
+    page = draw(replace(toy, specs={"toy": spec}), tmp_path, limit=0)
+    assert [bool(pair["images"]) for pair in gallery_of(page)["pairs"]] == [shown] * 6
+    assert (tmp_path / "images").exists() is shown
+    assert re.findall(r"<dt>Images of toy</dt><dd>(.*?)</dd>", page) == ([note] if note else [])
     assert "the green ball at the left was removed" in page
 
 
 def tiles(page: str) -> dict[str, str]:
-    found = re.findall(r'<dt>([^<]+)</dt><dd><span class="figure">(.*?)</span></dd>', page)
-    return {name: re.sub("<[^>]+>", "", value) for name, value in found}
+    found = re.findall(r'<dt>([^<]+)</dt><dd><span class="figure">(.*?)</dd>', page)
+    return {name: re.sub("<[^>]+>", " ", value).strip() for name, value in found}
 
 
-def test_the_tiles_show_one_score_to_a_metric_and_the_accuracies(tmp_path: Path):
-    bench.write(tmp_path)
-    page = render(evidence(tmp_path, bench.pairs(tmp_path), **{"METEOR": 0.31, "BLEU-4": 0.22, "BLEU-1": 0.9}), 0)
-    assert tiles(page) == {
+def test_the_tiles_show_one_score_to_a_metric_and_the_accuracies(root: Path, tmp_path: Path):
+    bounds = {"METEOR": Interval(low=0.3, high=0.325), "no_change_recall": Interval(low=0.4, high=0.6)}
+    drawn = evidence(root, bench.pairs(root), intervals=bounds, **{"METEOR": 0.31, "BLEU-4": 0.22, "BLEU-1": 0.9})
+    assert {name: " ".join(value.split()) for name, value in tiles(draw(drawn, tmp_path)).items()} == {
         "CIDEr": "50.0",
-        "METEOR": "31.0",
+        "METEOR": "31.0 30.0–32.5",
         "ROUGE-L": "50.0",
         "BLEU-4": "22.0",
-        "Type of change right": "66.7%",
-        "Type, object and place right": "33.3%",
-        "“Nothing changed”, rightly": "50.0%",
-        "“Nothing changed”, wrongly": "25.0%",
+        "Type of change right": "66.7 %",
+        "Type, object and place right": "33.3 %",
+        "“Nothing changed”, rightly": "50.0 % 40.0–60.0",
+        "“Nothing changed”, wrongly": "25.0 %",
     }
 
 
-def table(page: str, section: str) -> list[list[str]]:
-    """The cells of a section's first table, as text."""
-    body = page[page.index(f'<section id="{section}">') :]
-    rows = body[: body.index("</table>")].split("<tr")[1:]
-    return [[re.sub("<[^>]+>", "", cell) for cell in re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row)] for row in rows]
-
-
-def test_the_table_of_groups_has_a_row_to_a_group_and_a_column_to_a_score(tmp_path: Path):
-    bench.write(tmp_path)
-    page = render(evidence(tmp_path, bench.pairs(tmp_path), **{"BLEU-2": 0.11}), 0)
-    values = ["50.0", "50.0", "50.0", "50.0", "11.0", "50.0", "50.0"]
-    assert table(page, "scores") == [
-        ["Pairs", "number", "CIDEr", "METEOR", "ROUGE-L", "BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4"],
-        ["all", "6", *values],
-        ["with a change", "4", *values],
-        ["with several changes", "1", *values],
-        ["distractors", "2", *values],
-    ]
-
-
-def test_of_two_datasets_each_has_a_row(tmp_path: Path):
-    bench.write(tmp_path)
-    pairs = bench.pairs(tmp_path)
+def test_each_dataset_is_scored_by_its_own_protocols_and_none_is_pooled(root: Path, tmp_path: Path):
+    pairs = bench.pairs(root)
     pairs[1] = replace(pairs[1], id="more/1", dataset="more")
-    rows = table(render(evidence(tmp_path, pairs), 0), "scores")
-    assert [row[:2] for row in rows[-2:]] == [["more", "1"], ["toy", "5"]]
+    half = Protocol("half", n=2, ids="[04]", max_words=9, references="joined", tokenizer="whitespace")
+    specs = {
+        "toy": replace(DATASETS["pairs"], protocols=(Protocol("whole", n=9), half)),
+        "more": replace(DATASETS["pairs"], protocols=(Protocol("color", n=None, change_types=("removal",)),)),
+    }
+    page = draw(evidence(root, pairs, specs), tmp_path)
+    assert [row[:2] for row in table(page, "scores")] == [
+        ["Protocol", "n"],
+        ["toy/whole*", "5 of 9"],
+        ["toy/half", "2 of 2"],
+        ["more/color", "1"],
+    ]
+    text = text_of(page)
+    assert "* Fewer pairs than papers score: not comparable with published figures." in text
+    rules = (
+        "Pairs whose id matches [04], against their references joined to one text, both cut after 9 words; tokens by "
+    )
+    assert f"{rules}white space alone." in text
+    assert "Pairs of removal alone, against all their references; tokens by the PTB tokenizer." in text
+    assert "the figures here are those of toy/whole." in text
+    assert table(page, "toy-half")[1][:2] == ["all", "2 of 2"]
+    links = re.findall(r'<a href="#([^"]+)">', page[page.index("<nav>") : page.index("</nav>")])
+    assert links[:3] == ["scores", "toy-whole", "more-color"]
+    assert page.count("By type of change") == 2  # of the first protocol of each dataset
 
 
-def test_the_table_of_types_has_accuracies_and_one_score_to_a_metric(toy: Evidence):
-    assert table(render(toy, 0), "types") == [
-        ["Type", "pairs", "type right", "all right", "CIDEr", "METEOR", "ROUGE-L", "BLEU-4"],
+def test_the_table_of_types_leads_to_the_pairs_of_a_type(toy: Evidence, tmp_path: Path):
+    page = draw(toy, tmp_path)
+    assert table(page, "toy-test-types") == [
+        ["Type", "n", "type right", "all right", "CIDEr", "METEOR", "ROUGE-L", "BLEU-4"],
         ["illumination", "1", "0.0%", "0.0%", "50.0", "50.0", "50.0", "50.0"],
         ["removal", "1", "100.0%", "0.0%", "50.0", "50.0", "50.0", "50.0"],
         ["color", "1", "100.0%", "100.0%", "50.0", "50.0", "50.0", "50.0"],
     ]
+    assert re.findall(r'data-type="(\w+)">(\w+)<', page) == [
+        (name, name) for name in ("illumination", "removal", "color")
+    ]
+
+
+def test_published_scores_stand_beside_those_of_a_known_benchmark(root: Path, tmp_path: Path):
+    pairs = [replace(pair, dataset="iedit") for pair in bench.pairs(root)]
+    page = draw(evidence(root, pairs, CIDEr=0.6), tmp_path)
+    rows = table(page, "iedit-test-published")
+    assert rows[0] == ["Method", "venue", "n", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr", "SPICE"]
+    assert rows[1][0] == "M3Diff"
+    assert '<tr class="ours"><th scope="row">this run</th>' in page
+    ours = [row[0] for row in rows].index("this run")
+    assert float(rows[ours - 1][6]) >= 60.0 >= float(rows[ours + 1][6])
+    assert "Beside published results" not in draw(evidence(root, bench.pairs(root)), tmp_path)
+
+
+def test_tables_are_saved_and_copied_from_the_page_alone(toy: Evidence, tmp_path: Path):
+    page = draw(toy, tmp_path)
+    links = re.findall(r'<a download="([^"]+)" href="data:text/plain;charset=utf-8,([^"]+)"', page)
+    assert [name for name, _ in links] == [
+        f"{name}.{kind}" for name in ("scores", "toy-test-groups", "toy-test-types") for kind in ("tex", "csv")
+    ]
+    assert links[1][1].startswith("Protocol%2Cn%2CCIDEr")
+    assert (
+        '<pre tabindex="0">Protocol,n,CIDEr,METEOR,ROUGE-L,BLEU-4\ntoy/test,6,50.00,50.00,50.00,50.00\n</pre>' in page
+    )
 
 
 def test_an_optional_metric_has_a_column_where_it_has_a_score(toy: Evidence):
-    columns = report.table_columns(METRICS, toy.report.scores | {"SPICE": 0.2})
-    assert columns["columns"] == ["CIDEr", "METEOR", "ROUGE-L", "BLEU-4", "SPICE"]
-    assert "SPICE" not in report.table_columns(METRICS, toy.report.scores)["all_columns"]
+    metrics: Mapping[str, Metric] = toy.metrics
+    absent, there = toy, with_scores(toy, SPICE=0.2)
+    assert report.table_columns(metrics, there.report.protocols)[1] == ["CIDEr", "METEOR", "ROUGE-L", "BLEU-4", "SPICE"]
+    assert "SPICE" not in report.table_columns(metrics, absent.report.protocols)[0]
 
 
-def test_right_and_wrong_alarms_have_their_colours(toy: Evidence):
-    page = render(toy, 0)
+def test_what_is_absent_in_some_protocols_says_in_which():
+    known = dict(pairs=1, published_pairs=None, scores={}, intervals={}, groups={})
+    scores = {
+        "a/x": ProtocolScores(**known, absent={"SPICE": "no jars", "METEOR": "it died"}),
+        "b/y": ProtocolScores(**known, absent={"SPICE": "no jars"}),
+    }
+    assert report.absent_scores(scores) == [("SPICE", "no jars"), ("METEOR of a/x", "it died")]
+
+
+def test_right_and_wrong_alarms_have_their_colours(toy: Evidence, tmp_path: Path):
+    page = draw(toy, tmp_path)
     rows = re.findall(r'<th scope="row">([^<]+)</th><td class="(\w+)">(\d+)</td><td class="(\w+)">(\d+)</td>', page)
     assert rows == [
         ("distractors", "good", "1", "bad", "1"),
@@ -386,15 +309,6 @@ def test_right_and_wrong_alarms_have_their_colours(toy: Evidence):
 def test_kinds_of_pairs_that_do_not_occur_have_no_row(toy: Evidence):
     assert report.alarms([toy.parsed["toy/4"]]) == [("distractors", 1, 0)]
     assert report.alarms([]) == []
-
-
-def test_the_gallery_ranks_by_the_first_metric_that_scores_pairs(toy: Evidence):
-    assert report.ranking_score(METRICS) == "CIDEr"
-    assert report.ranking_score({name: METRICS[name] for name in ("change_accuracy", "SPICE")}) == "SPICE"
-    assert report.ranking_score({"change_accuracy": METRICS["change_accuracy"]}) is None
-    page = render(toy, 6)
-    assert "the pair with the median CIDEr." in page
-    assert [i for i in cards(page)][:3] == ["toy/2", "toy/1", "toy/0"]
 
 
 CURVES = {
@@ -451,51 +365,35 @@ def test_curves_without_a_step_draw_nothing(tmp_path: Path):
     assert drawn(tmp_path / "curves.csv", dict.fromkeys(CURVES, [])) == {}
 
 
-def test_lines_of_a_chart_have_styles_of_their_own_and_the_loss_is_on_a_log_scale(toy: Evidence):
+def test_lines_of_a_chart_have_styles_of_their_own_and_the_loss_is_on_a_log_scale(toy: Evidence, tmp_path: Path):
     loss, rate, cider = report.charts(toy.curves)
     assert [line.style for line in rate["lines"]] == ["main", "second", "third", "fourth"]
     assert [(line.style, line.dots) for line in loss["lines"]] == [("faint", False), ("main", False), ("second", True)]
     assert ">0.2</text>" in loss["svg"]
     assert ">0</text>" in cider["svg"]
-    assert '<li class="third">lr_module</li>' in render(toy, 0)
+    assert '<li class="third">lr_module</li>' in draw(toy, tmp_path)
 
 
-def test_the_several_changes_are_told_in_words(toy: Evidence):
+def test_the_several_changes_are_told_in_words(toy: Evidence, tmp_path: Path):
     assert (
         "The 1 pairs with several changes hold 2: 50.0% of them are named by type, 50.0% with object and place as "
         "well. Of the clauses predicted there, 50.0% name a change that happened. 0.0% of these pairs have all their "
         "types named and none too many; in 0.0% everything is right."
-    ) in text_of(render(toy, 0))
+    ) in text_of(draw(toy, tmp_path))
 
 
-def test_the_page_is_whole_without_any_caption_score(toy: Evidence):
-    """With the accuracies alone there is nothing to rank by."""
-    metrics = {"change_accuracy": METRICS["change_accuracy"]}
-    scores = compute_metrics(metrics, toy.pairs, group_pairs(toy.pairs, PROTOCOLS), toy.parsed, None, 1)
-    bare = summarise(6, group_pairs(toy.pairs, PROTOCOLS), scores)
-    page = render(replace(toy, metrics=metrics, report=bare, pair_scores=scores.pairs), 6)
+def test_the_page_is_whole_without_any_caption_score(toy: Evidence, tmp_path: Path):
+    """With the accuracies alone there is no caption score to sort by."""
+    bare = replace(toy, metrics={"change_accuracy": METRICS["change_accuracy"]})
+    page = draw(bare, tmp_path)
     assert Tags(page).open == []
-    assert list(tiles(page)) == list(tiles(render(toy, 0)))[4:]
-    assert "CIDEr" not in "".join(cards(page).values())
+    assert list(tiles(page)) == list(tiles(draw(toy, tmp_path)))[4:]
+    assert gallery_of(page)["columns"] == ["type_right", "exact_right"]
 
 
-def test_a_published_result_that_two_papers_print_is_shown_once():
-    tables = report.published_tables({"spot_the_diff": {"CIDEr": 0.3}})
-    methods = [(row["method"], row["scores"]["CIDEr"]) for row in tables[0]["rows"]]
-    assert len(methods) == len(set(methods))
-    assert [score for _, score in methods] == sorted((score for _, score in methods), reverse=True)
-    assert tables[0]["dataset"] == "spot_the_diff"
-    assert tables[0]["sources"] == sorted(set(tables[0]["sources"]))
-
-
-def test_scores_in_papers_units_are_times_100_and_absent_ones_stay_so():
-    assert report.in_papers_units({"BLEU-4": 0.1, "METEOR": None, "CIDEr": 1.5}) == {
-        "BLEU-4": pytest.approx(10),
-        "METEOR": None,
-        "ROUGE-L": None,
-        "CIDEr": 150.0,
-        "SPICE": None,
-    }
+def test_metrics_read_back_as_plain_json(toy: Evidence, tmp_path: Path):
+    toy.report.write(tmp_path / "metrics.json")
+    assert json.loads((tmp_path / "metrics.json").read_text())["protocols"]["toy/test"]["BLEU-4"] == 0.5
 
 
 def test_scores_are_printed_with_one_digit():
@@ -503,23 +401,8 @@ def test_scores_are_printed_with_one_digit():
     assert (report.percent(0.12345), report.percent(None)) == ("12.3%", "–")
 
 
-def test_published_rows_have_their_venue_and_scores_in_the_columns_of_papers():
-    known = {"venue": "CVPR", "bleu_4": "1.5", "meteor": "2", "rouge_l": "", "cider": "4", "spice": "5"}
-    assert report.published_row(known | {"method": "a"}) == {
-        "method": "a",
-        "venue": "CVPR",
-        "ours": False,
-        "scores": {"BLEU-4": 1.5, "METEOR": 2.0, "ROUGE-L": None, "CIDEr": 4.0, "SPICE": 5.0},
-    }
-
-
-def test_a_run_without_cider_stands_last_among_published_results():
-    (table,) = report.published_tables({"iedit": {"METEOR": 0.1}})
-    assert [row["ours"] for row in table["rows"]] == [False] * (len(table["rows"]) - 1) + [True]
-
-
-def test_the_notes_say_what_is_not_there(toy: Evidence):
-    text = text_of(render(toy, 0))
+def test_the_notes_say_what_is_not_there(toy: Evidence, tmp_path: Path):
+    text = text_of(draw(toy, tmp_path))
     assert "Saliency map The after-image in grey" in text
     assert "Right and wrong Prediction and references are read" in text
     assert "No curves" not in text

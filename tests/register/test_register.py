@@ -61,7 +61,9 @@ def test_one_training_leaves_one_run_with_parameters_curves_scores_report_and_da
     assert run.data.metrics[f"{toy.TOTAL}/intervals/CIDEr/low"] == 0.5
     assert run.data.metrics[f"{toy.TOTAL}/by_type/color/CIDEr"] == 2.0
     assert f"{toy.TOTAL}/SPICE" not in run.data.metrics
-    assert [artifact.path for artifact in client.list_artifacts(run.info.run_id)] == ["report.html", "scores.parquet"]
+    logged = [artifact.path for artifact in client.list_artifacts(run.info.run_id)]
+    assert sorted(logged) == ["images", "report.html", "scores.parquet"]
+    assert [artifact.path for artifact in client.list_artifacts(run.info.run_id, "images")] == ["images/0.webp"]
     (data,) = run.inputs.dataset_inputs
     assert data.dataset.digest == Lock(registered / "dvc.lock").hashes(Path("data/04_mixture/train"))["convert outs"]
 

@@ -1,6 +1,5 @@
-"""What the report draws: images as data URIs, a saliency map as heat over the after-image, and training curves."""
+"""What the report draws: images made small, a saliency map as heat over the after-image, and training curves."""
 
-import base64
 import hashlib
 import io
 import math
@@ -36,12 +35,6 @@ def load_image(path: Path, sha256: bytes) -> Image.Image:
         raise DataError(f"{path}: the report cannot show this image: {error}") from error
     image.thumbnail((MAX_PX, MAX_PX), Image.Resampling.LANCZOS)
     return image
-
-
-def data_uri(image: Image.Image) -> str:
-    buffer = io.BytesIO()
-    image.save(buffer, "WEBP", quality=88, method=6)
-    return "data:image/webp;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
 class SaliencyMaps:

@@ -1,25 +1,22 @@
-"""Which pairs the report draws, and what it says beside each: marks for right and wrong, the nearest reference."""
+"""What the page's gallery knows of each pair: captions with marks for right and wrong, references, scores, images.
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+A page shows one run, or two of which the second is compared with the first.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from components.evaluate.grammar import UNREADABLE, Clause, ParsedCaption, type_order
+from components.evaluate.metrics.metric import Metric, PairValue
 from components.evaluate.pairs import EvalPair
-from components.evaluate.report.figures import SaliencyMaps, data_uri, load_image, overlay
+from components.evaluate.report.figures import SaliencyMaps
+from components.evaluate.report.images import ImageRights, ImageStore, draw_images
+from components.progress import progress
 
-SECTIONS = {
-    "types": (
-        "One of each kind",
-        "Of each change type, or dataset where types are unknown, the pair with the median {score}.",
-    ),
-    "worst": ("Where it fails", "The lowest {score} of pairs with one change."),
-    "best": ("Where it shines", "The highest {score} of pairs with one change."),
-    "several": ("Several changes at once", "The worst, the best and those between."),
-    "distractors": ("Nothing changed", "Only the camera, the light or the noise differ a little. False alarms first."),
-}
-ROUND = (*["types"] * 6, "worst", "worst", "best", "several", "several", "distractors")
-"""The gallery fills in rounds of this shape; a section that runs dry leaves its places to the others."""
+PLAIN = ("double", "float", "int64", "int32", "bool")
+"""Arrow types of a column that is one number to a pair."""
 
 
 @dataclass(frozen=True)
@@ -29,91 +26,93 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Card:
-    """One pair as the report shows it. Its images are data URIs, None where the licence forbids showing them."""
+class RunPairs:
+    """The captions and scores of one run."""
 
-    pair: EvalPair
-    before: str | None
-    after: str | None
-    saliency: str | None  # the after-image under its saliency map; None where there is no map either
-    clauses: list[tuple[str, list[Mark]]]  # of the prediction
-    missed: int  # changes that the prediction does not name
-    reference: str  # the one most like the prediction
-    others: list[str]
-    score: float
+    name: str
+    pairs: Mapping[str, Mapping[str, EvalPair]]  # protocol -> pair id -> pair as the protocol scored it
+    scores: Mapping[str, Mapping[str, Mapping[str, PairValue]]]  # protocol -> pair id -> column -> score
+    parsed: Mapping[str, ParsedCaption]  # by pair id
 
 
-def choose(
-    pairs: list[EvalPair], ranking: dict[str, float], parsed: Mapping[str, ParsedCaption], size: int
-) -> dict[str, list[EvalPair]]:
-    """At most `size` pairs, each once, by section of the gallery; `ranking` is a score by pair id."""
-    queues = {name: iter(queue) for name, queue in candidates(pairs, ranking, parsed).items()}
-    chosen: dict[str, list[EvalPair]] = {name: [] for name in SECTIONS}
-    taken: set[str] = set()
-    while queues and len(taken) < size:
-        for name in ROUND:
-            pair = next((pair for pair in queues.get(name, iter(())) if pair.id not in taken), None)
-            if pair is None:
-                queues.pop(name, None)
-            elif len(taken) < size:
-                taken.add(pair.id)
-                chosen[name].append(pair)
-    return {name: members for name, members in chosen.items() if members}
+def gallery(
+    runs: Sequence[RunPairs],
+    metrics: Mapping[str, Metric],
+    rights: Mapping[str, ImageRights],
+    saliency: SaliencyMaps | None,
+    store: ImageStore,
+) -> dict[str, Any]:
+    """All pairs of the first run, as the page's script reads them; every run has the same pairs.
 
-
-def candidates(
-    pairs: list[EvalPair], ranking: dict[str, float], parsed: Mapping[str, ParsedCaption]
-) -> dict[str, list[EvalPair]]:
-    """For each section all that it may show, the most wanted first."""
-    ranked = sorted(pairs, key=lambda pair: (ranking[pair.id], pair.id))
-    single = [pair for pair in ranked if not pair.is_distractor and len(pair.changes) < 2]
-    by_type: dict[str, list[EvalPair]] = defaultdict(list)
-    for pair in single:
-        by_type[next(iter(pair.changes), pair.dataset)].append(pair)
-    alarms = [p for p in ranked if p.is_distractor and p.id in parsed and not parsed[p.id].says_no_change]
+    Raises:
+        DataError: an image is missing or changed since ingest.
+    """
+    columns = pair_columns(metrics)
+    protocols = list(runs[0].pairs)
+    pairs = {pair.id: pair for of in reversed(protocols) for pair in runs[0].pairs[of].values()}
+    ordered = [pairs[i] for i in dict.fromkeys(i for of in protocols for i in runs[0].pairs[of])]
+    drawn = progress(zip(ordered, draw_images(ordered, rights, saliency), strict=True), "evaluate: images", unit="pair")
+    names = {pair.id: images and [content and store.add(content) for content in images] for pair, images in drawn}
     return {
-        "types": [
-            members[len(members) // 2] for _, members in sorted(by_type.items(), key=lambda item: type_order(item[0]))
-        ],
-        "worst": single,
-        "best": single[::-1],
-        "several": spread([pair for pair in ranked if len(pair.changes) > 1]),
-        "distractors": alarms[:1] + spread([pair for pair in ranked if pair.is_distractor]),
+        "runs": [run.name for run in runs],
+        "columns": columns,
+        "protocols": protocols,
+        "datasets": list(dict.fromkeys(pair.dataset for pair in ordered)),
+        "types": sorted({kind for pair in ordered for kind in pair.change_types}, key=type_order),
+        "graded": reads_most(runs[-1].parsed, len(ordered)),
+        "saliency": bool(saliency),
+        "pairs": [_entry(pair, runs, columns, protocols) | _images(names[pair.id], store) for pair in ordered],
     }
 
 
-def spread(ranked: list[EvalPair]) -> list[EvalPair]:
-    """Last, first, middle, then the quarters, and so on: any few of them show the whole range."""
-    order = [1.0, 0.0] + [k / 2**level for level in range(1, 6) for k in range(1, 2**level, 2)]
-    places = dict.fromkeys(round(fraction * (len(ranked) - 1)) for fraction in order) if ranked else {}
-    return [ranked[place] for place in places]
+def pair_columns(metrics: Mapping[str, Metric]) -> list[str]:
+    """The columns of scores.parquet that are one number to a pair, headlines first."""
+    plain = [name for metric in metrics.values() for name, arrow in metric.columns.items() if arrow in PLAIN]
+    headlines = {metric.headline for metric in metrics.values()}
+    return sorted(plain, key=lambda name: name not in headlines)
 
 
-def make_card(
-    pair: EvalPair, parsed: ParsedCaption | None, score: float, saliency: SaliencyMaps | None, show: bool
-) -> Card:
-    """`show`: whether the licence of the pair's dataset lets its images stand on the page."""
-    before, after, heat = draw_images(pair, saliency) if show else (None, None, None)
-    reference, *others = most_similar_first(pair.prediction, pair.references)
-    return Card(
-        pair=pair,
-        before=before,
-        after=after,
-        saliency=heat,
-        clauses=mark(pair, parsed),
-        missed=parsed.true_types.total() - parsed.changes_found[0] if parsed else 0,
-        reference=reference,
-        others=others,
-        score=score,
-    )
+def reads_most(parsed: Mapping[str, ParsedCaption], pairs: int) -> bool:
+    """Whether a grammar reads most captions, so that right and wrong can be told."""
+    read = (all(clause.type != UNREADABLE for clause in caption.predicted_clauses) for caption in parsed.values())
+    return 2 * sum(read) > pairs
 
 
-def draw_images(pair: EvalPair, saliency: SaliencyMaps | None) -> tuple[str, str, str | None]:
-    """The image before, the image after, and the latter under its saliency map, as data URIs."""
-    after = load_image(pair.after, pair.after_sha256)
-    heat = saliency.heat(pair.id, after.size) if saliency else None
-    before = load_image(pair.before, pair.before_sha256)
-    return data_uri(before), data_uri(after), None if heat is None else data_uri(overlay(after, heat))
+def _entry(pair: EvalPair, runs: Sequence[RunPairs], columns: list[str], protocols: list[str]) -> dict[str, Any]:
+    of_runs = [next(run.pairs[of][pair.id] for of in protocols if pair.id in run.pairs[of]) for run in runs]
+    return {
+        "id": pair.id,
+        "dataset": pair.dataset,
+        "types": pair.change_types,
+        "captions": [_caption(mine, run.parsed.get(pair.id)) for mine, run in zip(of_runs, runs, strict=True)],
+        "references": most_similar_first(of_runs[-1].prediction, pair.references),
+        "scores": {
+            str(place): [[_number(run.scores[of][pair.id].get(column)) for column in columns] for run in runs]
+            for place, of in enumerate(protocols)
+            if pair.id in runs[0].pairs[of]
+        },
+    }
+
+
+def _number(value: PairValue) -> float | None:
+    return round(float(value), 5) if isinstance(value, int | float) else None
+
+
+def _caption(pair: EvalPair, parsed: ParsedCaption | None) -> dict[str, Any]:
+    return {
+        "clauses": [[text, [[found.what, found.right] for found in marks]] for text, marks in mark(pair, parsed)],
+        "missed": missed(pair, parsed),
+        "grade": None if parsed is None else 2 if parsed.exact_right else 1 if parsed.type_right else 0,
+    }
+
+
+def missed(pair: EvalPair, parsed: ParsedCaption | None) -> int:
+    """Changes that the prediction does not name."""
+    return 0 if parsed is None or pair.is_distractor else parsed.true_types.total() - parsed.changes_found[0]
+
+
+def _images(names: Sequence[str | None] | None, store: ImageStore) -> dict[str, Any]:
+    return {"images": names and [name and store.url(name) for name in names]}
 
 
 def mark(pair: EvalPair, parsed: ParsedCaption | None) -> list[tuple[str, list[Mark]]]:
@@ -147,3 +146,8 @@ def most_similar_first(prediction: str, references: Iterable[str]) -> list[str]:
         return len(words & theirs) / (len(words | theirs) or 1)
 
     return sorted(references, key=similarity, reverse=True)
+
+
+def as_script(data: Any) -> str:
+    """JSON that may stand inside a script element: no text of the data can end it."""
+    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")

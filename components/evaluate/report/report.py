@@ -1,4 +1,5 @@
-"""report.html: one file, nothing fetched, equal bytes for equal inputs. The words and the looks are in the template."""
+"""report.html and its images: nothing fetched, equal bytes for equal inputs. The words and the looks are in the
+templates."""
 
 import csv
 from collections import Counter, defaultdict
@@ -6,22 +7,25 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+from urllib.parse import quote
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
-from components.datasets.spec import DatasetSpec, check_licence
+from components.datasets.spec import DatasetSpec, Protocol
 from components.evaluate.grammar import ParsedCaption, type_order
-from components.evaluate.metrics.metric import Metric, PairValue, Value
-from components.evaluate.pairs import EvalPair
+from components.evaluate.metrics.metric import Metric, PairValue
+from components.evaluate.protocols import ProtocolPairs
+from components.evaluate.report import tables
 from components.evaluate.report.figures import STYLES, Line, SaliencyMaps, chart, smooth
-from components.evaluate.report.gallery import SECTIONS, Card, choose, make_card
-from components.evaluate.summary import EvaluateReport
-from components.progress import progress
-from components.records import DataError
+from components.evaluate.report.gallery import RunPairs, as_script, gallery
+from components.evaluate.report.images import ImageStore, rights_of
+from components.evaluate.summary import EvaluateReport, ProtocolScores
+from components.files import write_atomic
 
 HERE = Path(__file__).parent
-PUBLISHED_METRICS = {"bleu_4": "BLEU-4", "meteor": "METEOR", "rouge_l": "ROUGE-L", "cider": "CIDEr", "spice": "SPICE"}
+MB = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -30,68 +34,143 @@ class Evidence:
 
     metrics: Mapping[str, Metric]
     report: EvaluateReport
-    pairs: list[EvalPair]
-    pair_scores: Mapping[str, Mapping[str, PairValue]]  # by pair id
+    protocols: list[ProtocolPairs]
+    pair_scores: Mapping[str, Mapping[str, Mapping[str, PairValue]]]  # by protocol and pair id
     parsed: Mapping[str, ParsedCaption]  # by pair id
     specs: Mapping[str, DatasetSpec]  # by dataset
     saliency: Path | None
     curves: Path | None
 
 
-def render(evidence: Evidence, gallery: int) -> str:
-    """The page as text.
+def write_report(evidence: Evidence, out: Path, inside_mb: int) -> None:
+    """Write `out`/report.html and the folder `out`/images, empty where the page holds its images itself.
+
+    Args:
+        inside_mb: MB of images that the page may hold; of more, all are files of the folder.
 
     Raises:
-        DataError: an image of the gallery is missing or changed since ingest.
+        DataError: an image is missing or changed since ingest.
     """
-    page = Environment(
-        loader=FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
-    )
-    page.filters |= {"times100": times100, "percent": percent}
-    scores = evidence.report.model_dump()
+    images = out / "images"
+    images.mkdir(parents=True, exist_ok=True)
+    write_atomic(out / "report.html", render(evidence, ImageStore(images, inside_mb * MB)))
+
+
+def render(evidence: Evidence, store: ImageStore) -> str:
+    """The page as text; its images are in `store`."""
+    scores = evidence.report.protocols
+    rights = {dataset: rights_of(spec) for dataset, spec in evidence.specs.items()}
     saliency = SaliencyMaps(evidence.saliency) if evidence.saliency else None
-    image_rights = {dataset: rights_of(spec) for dataset, spec in evidence.specs.items()}
-    return page.get_template("report.html.j2").render(
-        scores=scores,
-        datasets=list(scores["by_dataset"]),
-        types=sorted(scores["by_type"], key=type_order),
-        **table_columns(evidence.metrics, scores),
-        alarms=alarms(evidence.parsed.values()),
-        confusion=confusion_table(evidence.parsed.values()),
-        charts=charts(evidence.curves) if evidence.curves else [],
-        ranking=ranking_score(evidence.metrics),
-        sections=make_gallery(evidence, gallery, saliency, image_rights),
-        image_rights=image_rights,
-        has_saliency=bool(saliency),
-        published=published_tables(scores["by_dataset"]),
-        control_pairs=sum(pair.shuffled_prediction is not None for pair in evidence.pairs),
+    all_columns, columns = table_columns(evidence.metrics, scores)
+    run = RunPairs(
+        "this run",
+        {one.name: {pair.id: pair for pair in one.pairs} for one in evidence.protocols},
+        evidence.pair_scores,
+        evidence.parsed,
+    )
+    first = evidence.protocols[0]
+    return (
+        templates()
+        .get_template("report.html.j2")
+        .render(
+            report=evidence.report,
+            datasets=list(dict.fromkeys(one.dataset for one in evidence.protocols)),
+            first=scores[first.name],
+            columns=columns,
+            without_rare_words=any(of.groups.get("distractors", {}).get("CIDEr") == 0 for of in scores.values()),
+            overview=tables.overview(scores, columns),
+            parts=protocol_parts(evidence, all_columns, columns),
+            alarms=alarms(evidence.parsed.values()),
+            confusion=confusion_table(evidence.parsed.values()),
+            charts=charts(evidence.curves) if evidence.curves else [],
+            gallery=gallery([run], evidence.metrics, rights, saliency, store),
+            gallery_title="All pairs",
+            gallery_note="Every test pair with what the model said of it. Open one to slide between its images.",
+            image_rights=rights,
+            images_inside=store.is_inside,
+            has_saliency=bool(saliency),
+            absent=absent_scores(scores),
+            control_pairs=sum(pair.shuffled_prediction is not None for pair in first.pairs),
+        )
     )
 
 
-class ImageRights(NamedTuple):
-    """Whether the licence of a dataset lets its images stand on the page, and what it says; None: no condition."""
-
-    show: bool
-    note: str | None
-
-
-def rights_of(spec: DatasetSpec) -> ImageRights:
-    try:
-        condition = check_licence(spec, "show")
-    except DataError:
-        return ImageRights(False, f"{spec.licence.name}: {spec.licence.show.reason}")
-    return ImageRights(True, condition)
-
-
-def table_columns(metrics: Mapping[str, Metric], scores: Mapping[str, Any]) -> dict[str, list[str]]:
-    """The scores of the wide table, and those that stand for a metric each in tiles and narrow tables."""
-    shown = [m for m in metrics.values() if m.scores and not (m.optional and scores[m.headline] is None)]
-    return {"all_columns": [score for m in shown for score in m.scores], "columns": [m.headline for m in shown]}
+def templates(*folders: Path) -> Environment:
+    """The templates of the report and of further folders, with what they write numbers and tables with."""
+    loader = FileSystemLoader([*folders, HERE])
+    known = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
+    known.filters |= {
+        "times100": times100,
+        "percent": percent,
+        "cell": tables.in_papers_units,
+        "as_latex": tables.as_latex,
+        "as_csv": tables.as_csv,
+        "as_link": as_link,
+        "as_script": lambda data: Markup(as_script(data)),
+    }
+    return known
 
 
-def ranking_score(metrics: Mapping[str, Metric]) -> str | None:
-    """The score of a pair by which the gallery chooses: that of the first metric that gives one."""
-    return next((metric.headline for metric in metrics.values() if metric.headline in metric.columns), None)
+def as_link(text: str) -> str:
+    """A link that saves the text."""
+    return "data:text/plain;charset=utf-8," + quote(text)
+
+
+def protocol_parts(evidence: Evidence, all_columns: list[str], columns: list[str]) -> list[dict[str, Any]]:
+    """What the page says of each protocol; of a dataset's first, which papers print, all that there is."""
+    first_of = {one.dataset: one.name for one in reversed(evidence.protocols)}
+    parts = []
+    for one in evidence.protocols:
+        scores = evidence.report.protocols[one.name]
+        part = {"name": one.name, "id": tables.plain(one.name), "rules": rules_of(one.protocol)}
+        known = dict.fromkeys(("several", "types", "published")) | {"is_headline": one.name == first_of[one.dataset]}
+        if known["is_headline"]:
+            known |= headline_parts(one, scores, columns)
+        parts.append(part | known | {"groups": tables.group_table(one.name, scores, all_columns)})
+    return parts
+
+
+def headline_parts(one: ProtocolPairs, scores: ProtocolScores, columns: list[str]) -> dict[str, Any]:
+    types = sorted(scores.folder("by_type"), key=type_order)
+    return {
+        "several": scores.groups.get("multi_change"),
+        "types": tables.type_table(one.name, scores, types, columns) if types else None,
+        "published": tables.published_table(one.dataset, one.name, scores),
+    }
+
+
+def rules_of(protocol: Protocol) -> str:
+    """What a protocol scores, in words."""
+    which = f"Pairs of {', '.join(protocol.change_types)} alone" if protocol.change_types else "Pairs"
+    ids = "" if protocol.ids == ".*" else f" whose id matches {protocol.ids}"
+    against = "all their references" if protocol.references == "all" else "their references joined to one text"
+    cut = f", both cut after {protocol.max_words} words" if protocol.max_words else ""
+    split_at = "the PTB tokenizer" if protocol.tokenizer == "ptb" else "white space alone"
+    return f"{which}{ids}, against {against}{cut}; tokens by {split_at}."
+
+
+def absent_scores(protocols: Mapping[str, ProtocolScores]) -> list[tuple[str, str]]:
+    """Score and why it is absent; with the protocols where it is not so in all."""
+    found: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name, scores in protocols.items():
+        for score, reason in scores.absent.items():
+            found[score, reason].append(name)
+    return [
+        (score if len(names) == len(protocols) else f"{score} of {', '.join(names)}", reason)
+        for (score, reason), names in found.items()
+    ]
+
+
+def table_columns(
+    metrics: Mapping[str, Metric], protocols: Mapping[str, ProtocolScores]
+) -> tuple[list[str], list[str]]:
+    """The scores of the wide tables, and those that stand for a metric each in tiles and narrow tables."""
+    shown = [m for m in metrics.values() if m.scores and not (m.optional and is_absent(m.headline, protocols))]
+    return [score for m in shown for score in m.scores], [m.headline for m in shown]
+
+
+def is_absent(score: str, protocols: Mapping[str, ProtocolScores]) -> bool:
+    return all(of.scores.get(score) is None for of in protocols.values())
 
 
 def times100(value: float | None) -> str:
@@ -169,52 +248,3 @@ def figure(title: str, note: str, lines: list[Line], log: bool = False) -> dict[
     """A chart with what the template writes beside it; its `svg` is empty where there is nothing to draw."""
     drawn = [line for line in lines if line.points]
     return {"title": title, "note": note, "lines": drawn, "svg": chart(drawn, title, log)}
-
-
-def make_gallery(
-    evidence: Evidence, size: int, saliency: SaliencyMaps | None, image_rights: Mapping[str, ImageRights]
-) -> list[dict[str, Any]]:
-    """The sections of the gallery with their cards."""
-    name_of_score = ranking_score(evidence.metrics) or ""
-    ranking = {pair.id: float(evidence.pair_scores[pair.id].get(name_of_score) or 0.0) for pair in evidence.pairs}
-    chosen = choose(evidence.pairs, ranking, evidence.parsed, size)
-    shown = [(section, pair) for section, pairs in chosen.items() for pair in pairs]
-    cards: dict[str, list[Card]] = {section: [] for section in chosen}
-    for section, pair in progress(shown, "evaluate: report", unit="pair"):
-        show = image_rights[pair.dataset].show
-        cards[section].append(make_card(pair, evidence.parsed.get(pair.id), ranking[pair.id], saliency, show))
-    return [
-        {"name": section, "title": title, "note": note.format(score=name_of_score), "cards": cards[section]}
-        for section, (title, note) in SECTIONS.items()
-        if section in chosen
-    ]
-
-
-def published_tables(by_dataset: Mapping[str, Mapping[str, Value]]) -> list[dict[str, Any]]:
-    """For each dataset that is a published benchmark: its rows, best CIDEr first, with this run's among them.
-
-    A result that several papers print is shown once.
-    """
-    with (HERE / "published.csv").open(encoding="utf-8", newline="") as file:
-        first_to_print = {
-            (row["benchmark"], row["method"], row["cider"]): row for row in reversed(list(csv.DictReader(file)))
-        }
-    known = list(first_to_print.values())[::-1]
-    tables = []
-    for dataset, scores in by_dataset.items():
-        rows = [row for row in known if row["benchmark"] == dataset]
-        if rows:
-            ours = {"method": "this run", "venue": "", "ours": True, "scores": in_papers_units(scores)}
-            table = sorted([ours, *map(published_row, rows)], key=lambda row: -(row["scores"]["CIDEr"] or 0.0))
-            tables.append({"dataset": dataset, "rows": table, "sources": sorted({row["source"] for row in rows})})
-    return tables
-
-
-def in_papers_units(scores: Mapping[str, Value]) -> dict[str, float | None]:
-    values = {name: scores.get(name) for name in PUBLISHED_METRICS.values()}
-    return {name: None if value is None else 100 * value for name, value in values.items()}
-
-
-def published_row(row: dict[str, str]) -> dict[str, Any]:
-    scores = {name: float(row[column]) if row[column] else None for column, name in PUBLISHED_METRICS.items()}
-    return {"method": row["method"], "venue": row["venue"], "ours": False, "scores": scores}
