@@ -12,7 +12,7 @@ export LC_ALL := C.UTF-8
 
 .DEFAULT_GOAL := help
 N ?= 3
-.PHONY: help run test test-gpu check up down profile base seeds bench-train bench-data install check-system
+.PHONY: help run test test-gpu check up down profile base seeds bench-train bench-data bench-score install check-system
 
 help:           ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -53,6 +53,9 @@ bench-train: install ## training speed -> benchmarks/results/train.json
 
 bench-data: install  ## data speed at 896k samples -> benchmarks/results/data.json
 	@python benchmarks/data.py
+
+bench-score: install ## scoring speed beside pycocoevalcap -> benchmarks/results/score.json
+	@python benchmarks/score.py
 
 seeds: install  ## the embedded training from N seeds (minutes each), mean and deviation -> benchmarks/results/seeds.json
 	@dvc repro convert

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -39,22 +39,33 @@ class Variant:
 
     Attributes:
         stock: padded rectangles and labels to transformers' own loss, so logits on every position.
-        fused, lora: as `make_fused` takes them.
-        compiled: the LLM's layers by torch.compile.
+        pixels: what comes from the CPU: "uint8", pinned and normalised on the device, or "fp32", normalised before and
+            in memory that the device cannot read by itself.
+        trimmed: the last layer works on supervised tokens alone.
+        fp32_gradients: those of micro-batches are added up in fp32, else in the weights' precision.
+        checkpoints: None without; "beside" the next steps, or "in line" between two.
+        fused, adapters: as `make_fused` takes them.
+        compiled: the layers that `compute.compile` compiles.
+        fp8: the LLM's frozen products in 8 bits, only with bf16.
     """
 
     name: str
     packed: bool = False
     stock: bool = False
     mdp: bool = True
+    pixels: str = "uint8"
+    trimmed: bool = True
+    fp32_gradients: bool = False
+    checkpoints: str | None = None
     activation_checkpointing: str = "none"
     fused: bool = True
-    lora: bool = True
+    adapters: str = "auto"
     attention: str = "sdpa"
     compiled: bool = False
+    fp8: bool = False
 
 
-STOCK = {"fused": False, "lora": False}
+STOCK: dict[str, Any] = {"fused": False, "adapters": "peft"}
 CHECKPOINTING = ("none", "selective", "full")
 
 ABLATION = (
@@ -63,7 +74,7 @@ ABLATION = (
     Variant("stock without MDP", stock=True, mdp=False, **STOCK),
     Variant("+ logits where supervised", **STOCK),
     Variant("+ adapters", fused=False),
-    Variant("unpacked: + layers", lora=False),
+    Variant("unpacked: + layers", adapters="peft"),
     Variant("unpacked"),
     Variant("packed, all else stock", packed=True, **STOCK),
     Variant("packed, adapters", packed=True, fused=False),
@@ -71,6 +82,14 @@ ABLATION = (
 )
 """Lever by lever: end to end without padding and logits where supervised; adapters in fewer passes; fused layers, of
 which the last works on supervised tokens alone; both."""
+
+FEED_ROWS = (
+    Variant("packed, fp32 pixels from the CPU", packed=True, pixels="fp32"),
+    Variant("packed, last layer whole", packed=True, trimmed=False),
+    Variant("packed, gradients in fp32", packed=True, fp32_gradients=True),
+    *(Variant(f"packed, checkpoints {way}", packed=True, checkpoints=way) for way in ("in line", "beside")),
+)
+"""One lever the other way than "packed": what the device is fed, the last layer, the gradients' sum, checkpoints."""
 
 GPU_ROWS = (
     *(Variant(f"unpacked, {kept}", activation_checkpointing=kept) for kept in CHECKPOINTING[1:]),
@@ -84,8 +103,10 @@ GPU_ROWS = (
         Variant(f"packed, {attention}, compiled", packed=True, attention=attention, compiled=True)
         for attention in ("sdpa", "flex")
     ),
+    *(Variant(f"packed, fp8{', compiled' * more}", packed=True, compiled=more, fp8=True) for more in (False, True)),
 )
-"""What a GPU chooses between: the attention kernel, what backward recomputes, compiled layers."""
+"""What a GPU chooses between: the attention kernel, what backward recomputes, compiled layers, frozen products in FP8.
+"""
 
 
 @dataclass(frozen=True)
@@ -129,7 +150,7 @@ class Size:
 
         for part in self.owned(variant):
             packed = pack([group for _, group in part])
-            images = np.concatenate([self.images[number] for number, _ in part])
+            images = torch.from_numpy(np.concatenate([self.images[number] for number, _ in part]))
             lengths = torch.bincount(packed.sequences).tolist()
             yield MicroBatch(packed, images, torch.ones(len(packed.labels))), lengths
 

@@ -1,35 +1,47 @@
 """What each lever brings: one model, trained in turn in every way of benchmarks/ablation.py on the same captions.
 
 Every variant must give the same loss. Repetitions go round all variants in turn, so that a busy machine is busy for
-all; medians count. The optimizer's time is spread over the pairs of a training step (42 at 7B). Where the GPU is too
+all; medians count. Micro-batches are made before the step, as the loader's threads make them. The optimizer's time is
+spread over the pairs of a training step (42 at 7B), a checkpoint's over the steps between two. Where the GPU is too
 small for 7B shapes, the LLM has as many layers as fit, and the result says how many.
 """
 
 import statistics
+import tempfile
 import time
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from benchmarks.ablation import ABLATION, GPU_ROWS, Branches, Size, Variant, seven_b, tiny
+from benchmarks.ablation import ABLATION, FEED_ROWS, GPU_ROWS, Branches, Size, Variant, seven_b, tiny
 from components.models.attention import KERNELS
 from components.models.device import Device
+from components.models.fp8 import copies_bytes, use_fp8, without_fp8
 from components.models.fused import make_fused
+from components.models.m3diff import modeling
 from components.models.m3diff.family import M3DIFF
 from components.models.m3diff.modeling import M3DiffForConditionalGeneration
 from components.models.m3diff.processing import M3DiffImageProcessor
 from components.models.tuning import prepare, trainable_groups
 from components.train.arithmetic import peak_flops
-from components.train.batches import MicroBatch
+from components.train.batches import MicroBatch, complete
+from components.train.compiled import WARM_UP, Recompilations, compile_layers, limit_graphs
 from components.train.loss import token_loss
 
-SAME_LOSS = {"fp32": 1e-4, "bf16": 2e-2}  # relative
+SAME_LOSS = {"fp32": 1e-4, "bf16": 2e-2}  # relative; FP8 moves a loss of random weights by less than bf16's bound
 HFU = 0.45  # share of the peak at which the plan's captions/s are told
 PAD = 0
+CHECKPOINT_STEPS = 200  # of training between two checkpoints, as in the paper's profile
+LLM_ALONE = replace(M3DIFF, compiled=r"model\.language_model\.layers\.\d+")
+"""What is compiled on a CPU, where it gains nothing and tracing encoder and MDP too takes a minute."""
 BEST = ("stock", "unpacked", "packed")
 SEVEN_B_LAYERS = 28
 TRAINED_BYTES, FROZEN_BYTES = 18, 2  # of a parameter: bf16 weight; fp32 master, two moments and gradient
@@ -49,11 +61,29 @@ class MasterAdamW:
         slots = [{"params": [own[id(p)] for p in group.parameters], "lr": group.lr} for group in groups]
         self.optimizer = torch.optim.AdamW(slots, weight_decay=0.0, fused=True)
 
-    def step(self) -> None:
+    def add_up(self) -> None:
+        """Add the weights' gradients to those of the fp32 copies."""
         for weight, master in zip(self.weights, self.masters, strict=True):
-            if master is not weight:
-                master.grad = None if weight.grad is None else weight.grad.float()
+            if master is not weight and weight.grad is not None:
+                master.grad = weight.grad.float() if master.grad is None else master.grad.add_(weight.grad)
                 weight.grad = None
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """Copies on the CPU of the fp32 weights and their moments, by file, as a checkpoint takes them."""
+        tensors: dict[str, dict[str, Tensor]] = {"weights": {}, "exp_avg": {}, "exp_avg_sq": {}}
+        for number, master in enumerate(self.masters):
+            held = {"weights": master.detach(), **self.optimizer.state[master]}
+            for kind, copies in tensors.items():
+                copies[str(number)] = held[kind].to("cpu", copy=True).contiguous()
+        return {f"{kind}.safetensors": copies for kind, copies in tensors.items()}
+
+    def clear(self) -> None:
+        """Drop every gradient."""
+        for tensor in (*self.weights, *self.masters):
+            tensor.grad = None
+
+    def step(self) -> None:
+        self.add_up()
         torch.nn.utils.clip_grad_norm_(self.masters, 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -83,10 +113,8 @@ class Bench:
         self.started = [weight.detach().cpu().clone() for weight in self.optimizer.weights]
         self.mdp = self.model.model.mdp
         side = self.size.config.vision_config.image_size
-        images = M3DiffImageProcessor(size={"height": side, "width": side})
-        self.processor: Any = SimpleNamespace(
-            pad_id=PAD, image_inputs=lambda prepared: {"pixel_values": images.to_pixels(prepared), **_pairs(prepared)}
-        )
+        self.to_pixels = M3DiffImageProcessor(size={"height": side, "width": side}).to_pixels
+        self.processor: Any = SimpleNamespace(pad_id=PAD, image_inputs=self.image_inputs)
         self.tokens = sum(len(reference) for group in self.size.groups for _, reference in group)
 
     @torch.no_grad()
@@ -102,25 +130,41 @@ class Bench:
         self.device = Device(self.gpu, self.precision, variant.attention)  # type: ignore[arg-type]
         self.model.model.mdp = self.mdp if variant.mdp else None
         self.model.set_attn_implementation("sdpa" if variant.stock else KERNELS)
-        make_fused(self.model, variant.activation_checkpointing, variant.fused, variant.lora)
-        for layer in self.model.model.language_model.layers:
-            layer._compiled_call_impl = None
-            if variant.compiled:
-                torch._dynamo.config.fail_on_recompile_limit_hit = True  # else it falls to eager without a word
-                layer.compile(backend="inductor" if self.gpu else "aot_eager")
+        without_fp8(self.model)
+        make_fused(self.model, variant.activation_checkpointing, variant.fused, variant.adapters)
+        if variant.fp8:
+            use_fp8(self.model, self.device)
+        for module in self.model.modules():
+            module._compiled_call_impl = None
+        if variant.compiled:
+            limit_graphs()
+            compile_layers(self.adapted, M3DIFF if self.gpu else LLM_ALONE, self.gpu)
+        self.batches = [self.fed(batch, variant) for batch, _ in self.size.micro_batches(variant)]
+
+    def fed(self, batch: MicroBatch, variant: Variant) -> MicroBatch:
+        """As the loader's threads hand it to the step."""
+        fed = complete(batch, self.device, PAD)
+        return fed if variant.pixels == "uint8" else replace(fed, images=self.to_pixels(batch.images))
 
     def run(self, variant: Variant) -> float:
-        """Forward and backward over every caption; the mean loss per supervised token."""
+        """Forward and backward over every caption, as `take` prepared; the mean loss per supervised token."""
         total = torch.zeros((), device=self.device.torch)
-        steps = zip(self.size.owned(variant), self.size.micro_batches(variant), strict=True)
-        for owned, (batch, _) in steps:
-            loss = self.stock_loss(owned, batch) if variant.stock else self.loss(batch)
-            (loss / self.tokens).backward()
-            total += loss.detach()
+        with nullcontext() if variant.trimmed else patch.object(modeling, "trims", lambda llm: False):
+            for owned, batch in zip(self.size.owned(variant), self.batches, strict=True):
+                loss = self.stock_loss(owned, batch) if variant.stock else self.loss(batch)
+                (loss / self.tokens).backward()
+                total += loss.detach()
+                if variant.fp32_gradients:
+                    self.optimizer.add_up()
         return float(total) / self.tokens
 
     def loss(self, batch: MicroBatch) -> Tensor:
         return token_loss(self.adapted, batch, self.processor, self.device)
+
+    def image_inputs(self, prepared: Tensor) -> dict[str, Tensor]:
+        """As M3Diff's processor makes them; of pixels that are normalised already too."""
+        pixels = prepared if prepared.is_floating_point() else self.to_pixels(prepared)
+        return {"pixel_values": pixels, "batch_num_images": torch.full((len(prepared) // 2,), 2)}
 
     def stock_loss(self, owned: list[tuple[int, Branches]], batch: MicroBatch) -> Tensor:
         """One caption a row, padded on the right, labels that transformers' own loss shifts."""
@@ -133,35 +177,41 @@ class Bench:
             attention_mask=self.device.move(mask),
             labels=self.device.move(pad_sequence(labels, batch_first=True, padding_value=-100)),
             use_cache=False,
-            **self.processor.image_inputs(self.device.move(torch.from_numpy(batch.images))),
+            **self.image_inputs(self.device.move(batch.images)),
         ).loss
         return mean * len(batch.packed.labels)
 
 
-def _pairs(prepared: Tensor) -> dict[str, Tensor]:
-    return {"batch_num_images": torch.full((len(prepared) // 2,), 2)}
-
-
 @dataclass
 class Measured:
-    """Seconds of each repetition of a variant, and its peak memory on a GPU."""
+    """Seconds of each repetition of a variant, and its peak memory on a GPU.
+
+    Attributes:
+        checkpoint_s: what one checkpoint takes from training (see `checkpoint_s`).
+    """
 
     variant: Variant
     loss: float
     run_s: list[float] = field(default_factory=list)
     optimizer_s: list[float] = field(default_factory=list)
+    checkpoint_s: list[float] = field(default_factory=list)
     peak_gb: float | None = None
     recompilations: int | None = None
 
     def figures(self, size: Size, peak_tflops: float | None) -> dict[str, Any]:
         optimizer = statistics.median(self.optimizer_s) * len(size.groups) / size.step_pairs
         seconds = statistics.median(self.run_s) + optimizer
+        if self.checkpoint_s:
+            each = statistics.median(self.checkpoint_s)
+            seconds += each * len(size.groups) / (size.step_pairs * CHECKPOINT_STEPS)
         batches = list(size.micro_batches(self.variant))
         lengths = [length for _, sequences in batches for length in sequences]
         rate = {"captions_per_s": size.captions / seconds, "sequences_per_s": len(lengths) / seconds}
         spread = (max(self.run_s) - min(self.run_s)) / statistics.median(self.run_s)
         figures = {"name": self.variant.name, **rate, "loss": self.loss, "spread": spread}
         figures |= {"peak_gb": self.peak_gb, "recompilations": self.recompilations}
+        if self.checkpoint_s:
+            figures["checkpoint_s"] = each
         if peak_tflops:
             figures["mfu"] = model_flops(size, self.variant) / seconds / (peak_tflops * 1e12)
         return figures | {"micro_batch": max(len(sequences) for _, sequences in batches)}
@@ -180,7 +230,7 @@ def warmed_up(bench: Bench, variant: Variant) -> Measured | str:
                 return "does not fit"
             bench.size.micro[key] //= 2
         finally:
-            bench.model.zero_grad(set_to_none=True)
+            bench.optimizer.clear()
         torch.cuda.empty_cache()
 
 
@@ -197,6 +247,8 @@ def measure(bench: Bench, variants: tuple[Variant, ...], repeats: int) -> tuple[
             if repetition >= 0:
                 one.run_s.append(times[0])
                 one.optimizer_s.append(times[1])
+                if one.variant.checkpoints:
+                    one.checkpoint_s.append(checkpoint_s(bench, one))
     return measured, failed
 
 
@@ -239,27 +291,54 @@ def timed_step(bench: Bench, one: Measured) -> tuple[float, float]:
     return stamps[1] - stamps[0], stamps[2] - stamps[1]
 
 
+def checkpoint_s(bench: Bench, one: Measured) -> float:
+    """Seconds that one checkpoint takes from training: in line until it is written, flushed and read back; beside the
+    steps its copy, and what the steps take longer until then."""
+    from components.train.curve import Curve
+    from components.train.state import Writer, write_state
+
+    alone = statistics.median(one.run_s) + statistics.median(one.optimizer_s)
+    written, steps = Event(), 0
+
+    def write(folder: Path, tensors: dict[str, dict[str, Tensor]]) -> None:
+        try:
+            write_state(folder, 1, tensors, Curve(("step",)), optimizer_steps=1.0)
+        finally:
+            written.set()
+
+    with tempfile.TemporaryDirectory() as folder, Writer() as writer:
+        started = _now(bench.gpu)
+        writer.submit(write, Path(folder), bench.optimizer.state())
+        if one.variant.checkpoints == "in line":
+            writer.finish()
+        while not written.is_set():
+            bench.run(one.variant)
+            bench.optimizer.step()
+            steps += 1
+        taken = _now(bench.gpu) - started - steps * alone
+        writer.finish()
+    return max(0.0, taken)
+
+
 def _now(gpu: bool) -> float:
     if gpu:
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
-def recompilations(bench: Bench, variant: Variant, lengths: int = 50, warm_up: int = 2) -> int:
-    """Graphs that torch.compile makes for one pair of each of so many packed lengths, after the first `warm_up`."""
-    from torch._dynamo.utils import counters
-
+def recompilations(bench: Bench, variant: Variant, lengths: int = 50) -> int:
+    """Graphs that torch.compile makes for one pair of each of so many packed lengths, after the first WARM_UP."""
     bench.take(variant)
     prompt, reference = bench.size.groups[0][0]
-    made = []
-    for extra in range(warm_up + lengths):
+    made = Recompilations()
+    for extra in range(WARM_UP + lengths):
         group = [(prompt, reference), (prompt, [*reference, *[reference[0]] * extra])]
         size = Size("lengths", bench.size.config, bench.size.lora_rank, [group], bench.size.micro, 1)
         ((batch, _),) = size.micro_batches(Variant("packed", packed=True))
-        bench.loss(batch).backward()
+        with made.step():
+            bench.loss(bench.fed(batch, variant)).backward()
         bench.model.zero_grad(set_to_none=True)
-        made.append(sum(counters["frames"].values()))
-    return made[-1] - made[warm_up - 1]
+    return made.count
 
 
 def fitting_layers(free_gb: float) -> int:
@@ -278,21 +357,32 @@ def fitting_layers(free_gb: float) -> int:
 
 def static_gb(size: Size) -> float:
     """Weights, gradients and optimizer."""
+    counts = [(p.numel(), p.requires_grad) for p in on_meta(size).parameters()]
+    return sum(count * (TRAINED_BYTES if trains else FROZEN_BYTES) for count, trains in counts) / 1e9
+
+
+def static_copies_gb(size: Size) -> float:
+    """The frozen weights in FP8, beside those in bf16."""
+    return copies_bytes(on_meta(size)) / 1e9
+
+
+def on_meta(size: Size) -> torch.nn.Module:
+    """The model with its adapters, without storage."""
     with torch.device("meta"):
         model = M3DiffForConditionalGeneration(size.config)
         prepare(model, M3DIFF, size.settings)
-    counts = [(p.numel(), p.requires_grad) for p in model.parameters()]
-    return sum(count * (TRAINED_BYTES if trains else FROZEN_BYTES) for count, trains in counts) / 1e9
+    return model
 
 
 def planned(size: Size, one: Measured, precision: str, peak_tflops: float | None) -> dict[str, float]:
     """What the plan says of a variant: GB of weights, gradients, optimizer and of the activations of its micro-batch;
     captions/s where HFU of the peak is computed."""
-    if precision != "bf16" or one.variant.stock or not one.variant.fused:
+    if precision != "bf16" or one.variant.stock or not one.variant.fused or not one.variant.trimmed:
         return {}
     micro = max(len(lengths) for _, lengths in size.micro_batches(one.variant))
     activations = planned_activations_gb(size, one.variant, precision) * micro
-    figures = {"planned_gb": static_gb(size) + activations}
+    copies = static_copies_gb(size) if one.variant.fp8 else 0.0
+    figures = {"planned_gb": static_gb(size) + copies + activations}
     if peak_tflops:
         figures["planned_captions_per_s"] = size.captions * peak_tflops * 1e12 * HFU / model_flops(size, one.variant)
     return figures
@@ -340,7 +430,7 @@ def measured_levers(
             f"{layers} of the LLM's {SEVEN_B_LAYERS} layers: more do not fit; its figures are not those of a 7B model"
         )
     bench = Bench(size, gpu, precision)
-    variants = ABLATION + (GPU_ROWS if gpu or precision == "bf16" else ())
+    variants = ABLATION + (FEED_ROWS + GPU_ROWS if gpu or precision == "bf16" else ())
     repeats = repeats or (2 if gpu else 5)
     measured, failed = measure(bench, tuple(v for v in variants if not compiles(v, gpu)), repeats)
     for variant in variants:
@@ -352,7 +442,8 @@ def measured_levers(
     peak = flops / 1e12 if flops else None
     rows = [one.figures(size, peak) | planned(size, one, precision, peak) for one in measured]
     print_table(rows, failed)
-    best = {kind: max((row for row in rows if row["name"].startswith(kind)), key=speed_of) for kind in BEST}
+    exact = [row for row, one in zip(rows, measured, strict=True) if not one.variant.fp8]
+    best = {kind: max((row for row in exact if row["name"].startswith(kind)), key=speed_of) for kind in BEST}
     return best | {
         "ablation": rows,
         "not_run": failed,
@@ -378,6 +469,10 @@ def print_table(rows: list[dict[str, Any]], failed: dict[str, str]) -> None:
         made = "-" if row["recompilations"] is None else str(row["recompilations"])
         memory = f"{_or_dash(row['peak_gb']):>8} {gigabytes:>7}"
         print(f"{row['name']:<34} {speed} {memory} {made:>7} {row['loss']:>9.4f}")
+    for row in rows:
+        if "checkpoint_s" in row:
+            every = f"each {CHECKPOINT_STEPS} steps a checkpoint"
+            print(f"{row['name']}: {every}, which takes {row['checkpoint_s']:.2f} s from training")
     for name, reason in failed.items():
         print(f"{name:<34} not run: {reason}")
 

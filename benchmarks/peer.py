@@ -27,6 +27,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils import logging
 
 from components.models import FAMILIES
+from components.models.device import Device
 from components.models.m3diff.mdp import DifferentialPerception
 from components.models.tuning import prepare, trainable_groups
 from components.train.batches import Loader, Schedule
@@ -185,7 +186,7 @@ def trainer_for(job: Job, prepared: bool, callbacks: list[TrainerCallback]) -> P
     optimizer = torch.optim.AdamW(slots, betas=(0.9, 0.999), weight_decay=cfg.weight_decay, fused=True)
     samples = read_training_samples(job.mixture, job.run_dir)
     schedule = Schedule(samples, 1, cfg.seed, cfg.global_batch, compute.micro_batch, MAX_STEPS)
-    loader = Loader(samples, processor, threads=1)
+    loader = Loader(samples, processor, threads=1, device=Device(compute.gpu, cfg.precision))
     arguments = TrainingArguments(
         output_dir=str(job.run_dir / "peer"),
         per_device_train_batch_size=compute.micro_batch,

@@ -155,6 +155,31 @@ def data(args: argparse.Namespace) -> int:
     return 0 if found.sound else DATA_REFUSED
 
 
+def score(args: argparse.Namespace) -> int:
+    if args.check_spice:
+        from components.score.check_spice import check_spice
+
+        found = check_spice(args.spice_dir)
+        print("\n".join(found.lines))
+        return 0 if found.works else DATA_REFUSED
+    if args.predictions is None:
+        raise ParamsError("score: name a file of captions: m3diff score PREDICTIONS --benchmark B")
+    from components.score.page import lines
+    from components.score.score import score as run
+
+    report = run(
+        args.predictions,
+        args.benchmark,
+        args.protocol,
+        args.references,
+        args.data,
+        args.spice_dir,
+        args.allow_faults,
+    )
+    print(report.model_dump_json(indent=2) if args.json else "\n".join(lines(report)))
+    return 0
+
+
 def export(args: argparse.Namespace) -> None:
     params = parameters(args)
     from components.export.checkpoint import export_model
@@ -196,6 +221,7 @@ COMMANDS: dict[str, tuple[Command, str]] = {
     "plan": (plan, "what a training run will cost: parameters, tokens, FLOPs, memory, hours; trains nothing"),
     "compare": (compare, "two runs on the same test pairs: differences with their intervals, and a page of the pairs"),
     "data": (data, "look at data: `data check ROOT` before anything is run, `data statistics` after validate"),
+    "score": (score, "score anyone's captions by a benchmark's protocol; no images, model or parameters file"),
     "export": (export, "copy the trained model out: merged, or its adapters with the path to their base"),
     "export-llava": (export_llava, "write the mixture as LLaVA records, for LLaVA-NeXT, LLaMA-Factory and ms-swift"),
     "profile": (profile, "make a profile the parameters of the next run; prints what changes"),
@@ -216,6 +242,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_export(commands["export"], commands["export-llava"])
     _add_data(commands["data"])
     _add_plan(commands["plan"])
+    _add_score(commands["score"])
     return parser
 
 
@@ -252,6 +279,25 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
         default=0.45,
         help="share of the peak that is computed, recomputation counted: hardware FLOPs utilisation (HFU)",
     )
+
+
+def _add_score(score: argparse.ArgumentParser) -> None:
+    score.add_argument(
+        "predictions",
+        type=Path,
+        nargs="?",
+        help="captions: COCO results or {id: caption} as .json, .jsonl, .csv or .tsv; ids as the dataset writes them",
+    )
+    score.add_argument("--benchmark", metavar="B", help="such as spot_the_diff; any other word lists them")
+    score.add_argument("--protocol", metavar="P", help="one of the benchmark's; any other word lists them")
+    score.add_argument("--references", type=Path, metavar="FILE", help="COCO captions, scored as they stand")
+    score.add_argument(
+        "--data", type=Path, metavar="FOLDER", help="the dataset's annotation files (no images), or ingest's records"
+    )
+    score.add_argument("--spice-dir", type=Path, metavar="FOLDER", help="folder of the CoreNLP jars: SPICE too")
+    score.add_argument("--check-spice", action="store_true", help="what SPICE needs, what is missing and where it goes")
+    score.add_argument("--allow-faults", action="store_true", help="score in spite of faults, and say so")
+    score.add_argument("--json", action="store_true", help="for machines")
 
 
 def die_with_parent() -> None:

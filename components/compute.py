@@ -24,7 +24,7 @@ class Compute(Section):
     zero_stage: Literal[0, 1, 2, 3]
     activation_checkpointing: Literal["none", "selective", "full"]
     checkpoint_every_steps: int = Field(ge=1)
-    max_failures: int = Field(ge=0)  # restarts of a training run
+    max_failures: int = Field(ge=0)  # restarts of a training run; workers that may die in a run of predict
     val_pairs: int = Field(ge=0)  # validation pairs of each dataset behind val_loss
     caption_val_pairs: int = Field(ge=0)  # validation pairs of each dataset that are captioned and scored; 0: none
     caption_every_checkpoints: int = Field(ge=1)

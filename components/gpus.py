@@ -1,6 +1,10 @@
 """GPUs as data: memory and peak of each kind, for plans before a run and utilisation during one.
 
-Peaks are dense (data sheets also give twice as much, for sparse matrices) and with sums in fp32.
+Peaks are dense (data sheets also give twice as much, for sparse matrices) and with sums in fp32. NVIDIA publishes them
+in data sheets and product pages (nvidia.com/en-us/data-center: a100, a10, l4, l40s, h100, h200; HGX B200 and GB200
+NVL72, of which a GPU is an eighth and a 72nd) and in the papers on its architectures: Hopper, Ada and Ampere GA102.
+A GeForce sums in fp32 at half the rate of fp16, so its peak is SMs x 4 tensor cores x 64 multiply-adds x boost clock:
+128 x 2.52 GHz in the RTX 4090, 82 x 1.695 GHz in the RTX 3090.
 """
 
 import re
@@ -32,6 +36,7 @@ _KINDS = (
     Gpu("H100-PCIe-80GB", 80, 756, 1513, "NVIDIA H100 PCIe data sheet; half of the figures with sparsity"),
     Gpu("H100-NVL-94GB", 94, 835, 1671, "NVIDIA H100 data sheet, NVL; half of the figures with sparsity"),
     Gpu("H200-141GB", 141, 989, 1979, "NVIDIA H200 data sheet, SXM; half of the figures with sparsity"),
+    Gpu("H200-NVL-141GB", 141, 835, 1671, "NVIDIA H200 data sheet, NVL; half of the figures with sparsity"),
     Gpu("B200-180GB", 180, 2250, 4500, "NVIDIA HGX B200 data sheet, an eighth of it; half of the sparse figures"),
     Gpu("GB200-186GB", 186, 2500, 5000, "NVIDIA GB200 NVL72 data sheet, one of 72; half of the figures with sparsity"),
     Gpu("L40S-48GB", 48, 362, 733, "NVIDIA L40S data sheet, without sparsity"),

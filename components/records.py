@@ -48,8 +48,14 @@ RECORD_SCHEMA = pa.schema(
     ]
 )
 
-RAW_SCHEMA = RECORD_SCHEMA.append(pa.field("fault", pa.string()))
-"""What ingest writes: `fault` says why a row could not be read (validate quarantines it), null where it could."""
+RAW_SCHEMA = pa.schema(
+    [
+        *RECORD_SCHEMA,
+        ("own_split", pa.string()),  # as the dataset's files say; `split` is "train" where `train_on` names it
+        ("fault", pa.string()),  # why a row could not be read (validate quarantines it), null where it could
+    ]
+)
+"""What ingest writes."""
 
 SAMPLE_SCHEMA = pa.schema(
     [

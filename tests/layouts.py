@@ -78,6 +78,7 @@ def run_validate(
     """
     fields = {
         "max_quarantined_share": 1.0,
+        "allow_lost_test_pairs": True,
         "max_caption_chars": 2000,
         "max_image_pixels": 1_000_000,
         "allow_test_leakage": False,

@@ -1,8 +1,10 @@
 """The benchmarks run and compare the same work: the same rows, trainable tensors and losses on every side."""
 
 import json
+import re
 import subprocess
 import sys
+import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -32,16 +34,165 @@ def job(tmp_path_factory: pytest.TempPathFactory):
 
 
 def test_every_variant_trains_the_same_references_to_the_same_loss(bench):
-    from benchmarks.ablation import ABLATION, GPU_ROWS
+    from benchmarks.ablation import ABLATION, FEED_ROWS, GPU_ROWS
 
     losses = {}
-    for variant in ABLATION + tuple(row for row in GPU_ROWS if not row.compiled):
+    for variant in ABLATION + FEED_ROWS + tuple(row for row in GPU_ROWS if not (row.compiled or row.fp8)):
         bench.take(variant)
         losses[variant.name] = bench.run(variant)
     without = losses.pop("stock without MDP")
-    assert list(losses.values()) == pytest.approx([losses["stock"]] * 17, rel=1e-5)
+    assert list(losses.values()) == pytest.approx([losses["stock"]] * 22, rel=1e-5)
     assert without == pytest.approx(losses["stock"], rel=0.05)  # a new module is zero-initialised, or nearly
     assert bench.size.captions == 10
+
+
+def row(name: str):
+    from benchmarks.ablation import ABLATION, FEED_ROWS, GPU_ROWS
+
+    (found,) = [variant for variant in ABLATION + FEED_ROWS + GPU_ROWS if variant.name == name]
+    return found
+
+
+def test_stock_rows_compute_by_transformers_and_pefts_own_modules(bench):
+    def ours() -> set[str]:
+        return {type(m).__name__ for m in bench.model.modules() if type(m).__module__ == "components.models.fused"}
+
+    for name in ("stock", "packed, all else stock"):
+        bench.take(row(name))
+        assert ours() == set()
+    bench.take(row("packed, adapters"))
+    assert ours() == {"FusedLora"}
+    bench.take(row("unpacked: + layers"))
+    assert "FusedDecoderLayer" in ours()
+    assert "FusedLora" not in ours()
+    bench.take(row("packed"))
+    assert {"FusedLora", "FoldedDecoderLayer"} <= ours(), "what training chooses by itself"
+
+
+def test_the_last_layer_works_on_every_token_where_it_is_not_trimmed(bench):
+    lengths = []
+    last = bench.model.model.language_model.layers[-1]
+    hook = last.register_forward_hook(lambda module, given, output: lengths.append(output.shape[1]))
+    for name in ("packed", "packed, last layer whole"):
+        bench.take(row(name))
+        bench.run(row(name))
+    hook.remove()
+    (batch,) = bench.batches
+    assert lengths == [len(batch.packed.labels), batch.packed.tokens]
+
+
+def test_pixels_come_normalised_or_are_normalised_by_the_step_to_the_same(bench):
+    bench.take(row("packed"))
+    (batch,) = bench.batches
+    wanted = bench.image_inputs(batch.images)["pixel_values"]
+    bench.take(row("packed, fp32 pixels from the CPU"))
+    (normalised,) = bench.batches
+    assert (batch.images.dtype, normalised.images.dtype) == (torch.uint8, torch.float32)
+    assert bench.image_inputs(normalised.images)["pixel_values"] is normalised.images
+    assert normalised.images.equal(wanted)
+
+
+def test_small_gradients_in_bf16_are_kept_where_they_are_added_up_in_fp32() -> None:
+    from benchmarks.levers import MasterAdamW
+
+    weight = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    optimizer = object.__new__(MasterAdamW)
+    optimizer.weights, optimizer.masters = [weight], [weight.detach().float()]
+    for number in range(257):
+        weight.grad = torch.full((2,), 2.0**-9 if number else 1.0, dtype=torch.bfloat16)
+        optimizer.add_up()
+    assert optimizer.masters[0].grad.tolist() == [1.5, 1.5]  # in bf16: 1.0
+    assert weight.grad is None
+
+
+def test_steps_go_on_beside_a_checkpoint_and_wait_for_one_in_line(bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.levers import Bench, measure
+    from components.train import state
+
+    written, ran, run = [], threading.Event(), Bench.run
+
+    def runs(self, variant) -> float:
+        if busy:
+            ran.set()
+        return run(self, variant)
+
+    def write(*given, **named) -> None:
+        busy.append(True)
+        ran.wait(0.2 if "in line" in name else 60.0)
+        state_of_run(*given, **named)
+        written.append((given[0] / "step-00000001" / "exp_avg.safetensors").stat().st_size)
+        steps_meanwhile[name] = ran.is_set()
+
+    state_of_run, steps_meanwhile = state.write_state, dict[str, bool]()
+    monkeypatch.setattr(state, "write_state", write)
+    monkeypatch.setattr(Bench, "run", runs)
+    for name in ("packed, checkpoints in line", "packed, checkpoints beside"):
+        busy: list[bool] = []
+        ran.clear()
+        (one,), failed = measure(bench, (row(name),), repeats=1)
+        assert not failed
+        assert len(one.checkpoint_s) == 1
+        seconds = []
+        for checkpoint in (0.0, 3200.0):  # 200 steps of 16 pairs between two: a second a pair
+            one.checkpoint_s = [checkpoint]
+            seconds.append(bench.size.captions / one.figures(bench.size, None)["captions_per_s"])
+        assert seconds[1] - seconds[0] == pytest.approx(len(bench.size.groups))
+    assert steps_meanwhile == {"packed, checkpoints in line": False, "packed, checkpoints beside": True}
+    assert min(written) > 4 * sum(weight.numel() for weight in bench.optimizer.weights)
+
+
+def test_compiled_rows_compile_what_training_compiles_and_others_nothing(
+    bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from components.models.device import Device
+    from components.models.m3diff.family import COMPILED
+
+    def compiled() -> set[str]:
+        return {name for name, module in bench.model.named_modules() if module._compiled_call_impl is not None}
+
+    bench.take(row("packed, sdpa, compiled"))
+    wanted = {name for name, _ in bench.model.named_modules() if re.fullmatch(COMPILED, name)}
+    on_a_cpu = {name for name in wanted if name.startswith("model.language_model.")}
+    assert len(wanted) > len(on_a_cpu) > 0
+    assert compiled() == on_a_cpu
+    monkeypatch.setattr(bench, "gpu", True)
+    monkeypatch.setattr(Device, "torch", torch.device("cpu"))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+    bench.take(row("packed, sdpa, compiled"))
+    assert compiled() == wanted
+    bench.take(row("packed"))
+    assert compiled() == set()
+
+
+def test_the_row_in_fp8_computes_so_and_leaves_the_others_as_they_are():
+    from benchmarks.ablation import GPU_ROWS, Variant, tiny
+    from benchmarks.levers import SAME_LOSS, Bench
+    from components.models.fp8 import Fp8Lora
+
+    bench = Bench(tiny(pairs=1), gpu=False, precision="bf16")
+    in_fp8 = next(row for row in GPU_ROWS if row.fp8 and not row.compiled)
+    packed = Variant("packed", packed=True)
+    losses, linears = [], []
+    for variant in (packed, in_fp8, packed):
+        bench.take(variant)
+        losses.append(bench.run(variant))
+        linears.append(sum(isinstance(module, Fp8Lora) for module in bench.model.modules()))
+    assert linears == [0, 28, 0]
+    assert losses[0] == losses[2] != losses[1]
+    assert losses[1] == pytest.approx(losses[0], rel=SAME_LOSS["bf16"])
+
+
+def test_the_gap_of_fp8_is_measured_on_the_loops_own_steps(job, tmp_path):
+    from dataclasses import replace
+
+    from benchmarks.fp8_gap import gap, measured
+
+    assert gap([1.0, 2.0, 3.3], [1.0, 2.0, 3.0]) == pytest.approx(0.05)
+    rows = measured(replace(job, run_dir=tmp_path / "gap"), 2, 1, gpu=False)
+    first = {name: row["to_bf16"]["first step"][0] for name, row in rows.items()}
+    assert first["bf16"] == 0
+    assert 1e-5 < abs(first["bf16 + fp8"]) < 0.02
+    assert 0 < abs(first["fp32"]) < 0.005
 
 
 def test_losses_that_differ_are_refused(bench):
@@ -107,13 +258,14 @@ def test_the_peer_trains_the_same_tensors_from_the_same_numbers_by_stock_modules
 
 def test_the_peer_reads_the_rows_in_the_order_of_unpacked_training(job) -> None:
     from benchmarks.peer import trainer_for
+    from components.models.device import Device
     from components.train.batches import Loader, Schedule
     from components.train.samples import read_training_samples
 
     trainer = trainer_for(job, False, [])
     samples = read_training_samples(job.mixture, job.run_dir)
     schedule = Schedule(samples, 1, job.cfg.seed, 15, 5, 100_000)
-    wanted = Loader(samples, trainer.train_dataset.processor, threads=1)
+    wanted = Loader(samples, trainer.train_dataset.processor, threads=1, device=Device(False, "fp32"))
     for step in (0, 2):
         ours = [int(rows[0]) for rows in schedule.global_sequences(step)]
         got = [trainer.train_dataset[15 * step + place]["labels"] for place in range(15)]
@@ -173,6 +325,38 @@ def test_a_sides_figures_are_of_its_median_round() -> None:
     assert figures["rounds"] == [15.0, 30.0, 7.5]
 
 
+def test_captions_to_score_are_like_clevr_changes_and_the_same_every_time() -> None:
+    from benchmarks.score import make_captions
+
+    captions = make_captions(400)
+    assert captions == make_captions(400)
+    assert captions != make_captions(400, seed=1)
+    texts = [text.lower().rstrip(".").split() for several in captions["references"].values() for text in several]
+    assert {len(several) for several in captions["references"].values()} == {5}
+    assert 6 < sum(map(len, texts)) / len(texts) < 14
+    assert len({word for text in texts for word in text}) < 100
+
+
+def test_scores_that_differ_are_not_equal() -> None:
+    from benchmarks.score import are_equal, differences
+
+    one = {"groups": {"ROUGE-L": 0.5, "CIDEr": 1.0}, "pairs": {"ROUGE-L": [0.25, 0.75], "CIDEr": [0.0, 2.0]}}
+    assert are_equal(differences(one, one))
+    assert are_equal(differences(one, one | {"groups": {"ROUGE-L": 0.5, "CIDEr": 1.0 + 1e-10}}))
+    assert not are_equal(differences(one, one | {"groups": {"ROUGE-L": 0.5, "CIDEr": 1.0 + 1e-8}}))
+    assert not are_equal(differences(one, one | {"pairs": {"ROUGE-L": [0.25, 0.75 + 1e-15], "CIDEr": [0.0, 2.0]}}))
+
+
+@pytest.mark.slow
+def test_both_ways_of_scoring_give_every_score_alike(tmp_path: Path) -> None:
+    result = run(tmp_path, "score.py", "--pairs", "40")
+    assert result["equal"]
+    assert result["scores"].keys() == {"BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "ROUGE-L", "METEOR", "CIDEr"}
+    assert 0.2 < result["scores"]["METEOR"] < 0.6
+    assert result["stock_s"] > 0
+    assert result["ours_s"] > 0
+
+
 @pytest.mark.slow
 def test_the_trainer_and_both_ways_of_the_project_train_to_the_same_losses(tmp_path: Path) -> None:
     result = run(tmp_path, "train.py", "--pairs", "2", "--repeats", "1", "--device", "cpu", "--threads", "1")
@@ -194,6 +378,10 @@ def test_all_that_a_gpu_would_measure_runs_on_a_cpu(tmp_path: Path) -> None:
     names = {row["name"] for row in result["ablation"]} | set(result["not_run"])
     assert {"packed, flex, selective", "packed, flex, compiled", "unpacked, compiled"} <= names
     assert {row["name"] for row in result["ablation"]} >= {"packed, flex, full", "unpacked, selective"}
+    assert {row["name"] for row in result["ablation"] if "checkpoint_s" in row} == {
+        "packed, checkpoints in line",
+        "packed, checkpoints beside",
+    }
     flex = next(row for row in result["ablation"] if row["name"] == "packed, flex, none")
     assert flex["planned_gb"] > 0
 

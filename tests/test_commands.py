@@ -236,7 +236,7 @@ def test_a_command_calls_its_function_with_exactly_its_arguments(name, monkeypat
 
 def test_every_command_is_tried():
     tried = {argv[0] for argv, *_ in CALLS.values()}
-    assert tried | {"plan", "profile", "migrate"} == COMMANDS.keys()
+    assert tried | {"plan", "profile", "migrate", "score"} == COMMANDS.keys()
 
 
 @pytest.mark.parametrize("command", ["register", "promote"])

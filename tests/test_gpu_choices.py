@@ -127,7 +127,7 @@ def put_in(part: Part, patch: pytest.MonkeyPatch) -> None:
     if part.fault == "validation":
         patch.setattr(loop.Validation, "losses", fail)
     if part.fault == "dense":
-        patch.setattr(loss, "attention_inputs", lambda packed, device: {"attention_mask": packed.mask()})
+        patch.setattr(loss, "attention_inputs", lambda batch, device: {"attention_mask": batch.packed.mask()})
 
 
 def watch_masks(patch: pytest.MonkeyPatch) -> dict[str, list[str]]:

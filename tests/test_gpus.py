@@ -12,6 +12,7 @@ from components.gpus import GPUS, gpu_of
         ("NVIDIA H100 PCIe", "H100-PCIe-80GB"),
         ("NVIDIA H100 NVL", "H100-NVL-94GB"),
         ("NVIDIA H200", "H200-141GB"),
+        ("NVIDIA H200 NVL", "H200-NVL-141GB"),
         ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
         ("NVIDIA A100-PCIE-40GB", "A100-40GB"),
         ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
@@ -47,6 +48,7 @@ def test_where_the_name_has_no_memory_that_which_is_found_decides() -> None:
 def test_dense_peaks_are_those_of_the_data_sheets() -> None:
     peaks = {"A100-40GB": 312, "A100-80GB": 312, "H100-80GB": 989, "H200-141GB": 989, "RTX-4090-24GB": 165}
     peaks |= {"RTX-3090-24GB": 71, "A10-24GB": 125, "L40S-48GB": 362, "B200-180GB": 2250, "GB200-186GB": 2500}
+    peaks |= {"H100-PCIe-80GB": 756, "H100-NVL-94GB": 835, "H200-NVL-141GB": 835, "L4-24GB": 121}
     assert {name: GPUS[name].bf16_tflops for name in peaks} == peaks
     for gpu in GPUS.values():
         assert gpu.fp8_tflops is None or gpu.fp8_tflops == pytest.approx(2 * gpu.bf16_tflops, rel=0.02), gpu.name

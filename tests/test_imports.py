@@ -30,7 +30,7 @@ SHARED = {
 TOP = {"params", "consistency", "profiles", "migrate", "__main__"}
 """The parameters as a whole and the command line: they know the stages' sections, and no stage knows them."""
 
-COMMANDS = {"plan", "inspect", "export", "compare"}
+COMMANDS = {"plan", "inspect", "export", "compare", "score"}
 """Folders of commands: no stage imports them."""
 
 JOINS = {"promote"}

@@ -10,6 +10,10 @@ Page: https://github.com/google-research-datasets/birds-to-words (Forbes et al.,
 
 The image id is the last part of the ObservationURL. A pair's paragraphs are its rows; 8 to 10 of them mean that the
 pair was sampled twice, and they are merged. 59 images (no pair) are shared between splits.
+
+The white space protocol is of texts that are tokens already, in lower case ("animal1 has a white belly ."), as the
+files of cwj1412/image-difference-captioning hold them; it changes neither case nor punctuation, and its scores compare
+with no PTB ones.
 """
 
 from collections.abc import Iterator
@@ -70,5 +74,10 @@ SPEC = DatasetSpec(
     task="birds",
     published=(PUBLISHED,),
     table=TableRow(pairs=3_347, references=16_067, words=32, over_20=0.25, human=True, distractors=False),
-    protocols=(Protocol("test", n=PUBLISHED.test.pairs),),
+    protocols=(
+        Protocol("test", n=PUBLISHED.test.pairs, source="Neural Naturalist (Forbes et al., EMNLP 2019)"),
+        Protocol(
+            "whitespace", n=PUBLISHED.test.pairs, tokenizer="whitespace", source="yaolinli/IDC: eval/eval_models.py"
+        ),
+    ),
 )

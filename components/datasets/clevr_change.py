@@ -22,7 +22,7 @@ from typing import Any
 
 from components.datasets.files import describe, read_json, read_splits
 from components.datasets.rows import Row, is_scene
-from components.datasets.spec import UNSTATED, DatasetSpec, Protocol, Published, SplitCount, TableRow
+from components.datasets.spec import UNSTATED, WITH_SPICE, DatasetSpec, Protocol, Published, SplitCount, TableRow
 from components.records import NO_CHANGE, DataError
 
 KEY = re.compile(r"CLEVR_default_(\d{6,})\.png")
@@ -83,6 +83,8 @@ PUBLISHED = Published(
     val=SplitCount(3_976),
     test=SplitCount(7_970),
 )
+AUTHORS = "Seth-Park/RobustChangeCaptioning: evaluate.py"
+SEMANTIC = r"\d+\.png"
 SPEC = DatasetSpec(
     title="CLEVR-Change",
     page="https://github.com/Seth-Park/RobustChangeCaptioning",
@@ -93,8 +95,12 @@ SPEC = DatasetSpec(
     published=(PUBLISHED,),
     table=TableRow(pairs=79_606, references=493_735, words=8, over_20=0.0, human=False, distractors=True),
     protocols=(
-        Protocol("total", n=PUBLISHED.test.pairs),
-        Protocol("semantic", n=PUBLISHED.test.pairs // 2, ids=r"\d+\.png"),
-        Protocol("distractor", n=PUBLISHED.test.pairs // 2, ids=r"\d+\.png_n"),
+        Protocol("total", n=PUBLISHED.test.pairs, metrics=WITH_SPICE, source=AUTHORS),
+        Protocol("semantic", n=PUBLISHED.test.pairs // 2, ids=SEMANTIC, metrics=WITH_SPICE, source=AUTHORS),
+        Protocol("distractor", n=PUBLISHED.test.pairs // 2, ids=r"\d+\.png_n", metrics=WITH_SPICE, source=AUTHORS),
+        *(
+            Protocol(name, n=797, ids=SEMANTIC, change_types=(name,), metrics=WITH_SPICE, source=AUTHORS)
+            for name in ("color", "material", "add", "drop", "move")
+        ),
     ),
 )

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from components.datasets.files import describe, read_json, read_splits
 from components.datasets.rows import Row, is_scene
-from components.datasets.spec import UNSTATED, DatasetSpec, Protocol, Published, SplitCount
+from components.datasets.spec import UNSTATED, WITH_SPICE, DatasetSpec, Protocol, Published, SplitCount
 
 
 def read(root: Path) -> Iterator[Row]:
@@ -54,5 +54,12 @@ SPEC = DatasetSpec(
     read=read,
     files=("captions.json", "split.json"),
     published=(PUBLISHED,),
-    protocols=(Protocol("test", n=PUBLISHED.test.pairs),),
+    protocols=(
+        Protocol(
+            "test",
+            n=PUBLISHED.test.pairs,
+            metrics=WITH_SPICE,
+            source="tuyunbin/DIRL: utils/eval_utils_dc.py; pairs without a change among them",
+        ),
+    ),
 )

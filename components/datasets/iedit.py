@@ -18,7 +18,7 @@ from pathlib import Path
 
 from components.datasets.files import read_json
 from components.datasets.rows import Row, fault_in
-from components.datasets.spec import UNSTATED, DatasetSpec, Protocol, Published, SplitCount, TableRow
+from components.datasets.spec import UNSTATED, WITH_SPICE, DatasetSpec, Protocol, Published, SplitCount, TableRow
 
 FILES = {"train": "train.json", "val": "valid.json", "test": "test.json"}
 FIELDS = {"img0": str, "img1": str, "sents": list, "uid": str}
@@ -39,9 +39,9 @@ def read(root: Path, images: str = "images") -> Iterator[Row]:
 PUBLISHED = Published(
     part="iedit",
     title="IEdit",
-    train=SplitCount(3_061, 3_061),
-    val=SplitCount(383, 1_149),
-    test=SplitCount(495, 1_485),
+    train=SplitCount(3_061, 3_061, image_pairs=2_507),
+    val=SplitCount(383, 1_149, image_pairs=357),
+    test=SplitCount(495, 1_485, image_pairs=446),
 )
 SPEC = DatasetSpec(
     title="IEdit",
@@ -53,5 +53,12 @@ SPEC = DatasetSpec(
     task="edit",
     published=(PUBLISHED,),
     table=TableRow(pairs=3_939, words=8, over_20=0.02, human=True, distractors=False),
-    protocols=(Protocol("test", n=PUBLISHED.test.pairs),),
+    protocols=(
+        Protocol(
+            "test",
+            n=PUBLISHED.test.pairs,
+            metrics=WITH_SPICE,
+            source="airsplay/VisualRelationships: langeval; keyed by uid",
+        ),
+    ),
 )

@@ -60,6 +60,7 @@ RENDER = Published(
     val=SplitCount(777, 777),
     test=SplitCount(767, 767),
 )
+PAPER = "arXiv 2503.11093, the multi-change setting: a paragraph against its single reference"
 SPEC = DatasetSpec(
     title="OmniDiff",
     page="https://yuan-liu-omnidiff.github.io",
@@ -80,7 +81,7 @@ SPEC = DatasetSpec(
         vocabulary=3_793,
     ),
     protocols=(
-        Protocol("real", n=REAL.test.pairs, part=REAL.part),
-        Protocol("render", n=RENDER.test.pairs, part=RENDER.part),
+        Protocol("real", n=REAL.test.pairs, part=REAL.part, source=PAPER),
+        Protocol("render", n=RENDER.test.pairs, part=RENDER.part, source=PAPER),
     ),
 )

@@ -37,6 +37,9 @@ class SplitCount:
     pairs: int
     references: int | None = None  # empty ones among them; None: no count is published
     empty: int = 0  # references without a word
+    wordless: int = 0  # pairs of which every reference is empty
+    records: int | None = None  # of the annotation file, where several of them are one pair
+    image_pairs: int | None = None  # where several pairs have the same two images
 
 
 @dataclass(frozen=True)
@@ -68,9 +71,13 @@ class TableRow:
     vocabulary: int | None = None
 
 
+WITH_SPICE = ("BLEU", "METEOR", "ROUGE-L", "CIDEr", "SPICE")
+"""Metrics of the benchmarks for which papers print SPICE too."""
+
+
 @dataclass(frozen=True)
 class Protocol:
-    """How papers score a dataset: which pairs and references, and with what."""
+    """How papers score a dataset: which pairs and references, and with what. A dataset's first one is its headline."""
 
     name: str
     n: int | None  # pairs that papers score; None: no paper does
@@ -78,12 +85,13 @@ class Protocol:
     split: Literal["train", "val", "test"] = "test"
     ids: str = ".*"  # regular expression of the pairs' names, without the dataset's
     change_types: tuple[str, ...] = ()  # pairs with one of them alone; none: whatever changed
-    references: Literal["all", "joined"] = "all"  # every reference of a pair, the empty ones too; or all as one text
+    references: Literal["all", "joined"] = "all"  # every one of a pair, empty ones too; or as one text, by ". "
     max_words: int | None = None  # after which predictions and references are cut
     question: str | None = None  # a task of the file `convert.questions`; None: the dataset's own task
     tokenizer: Literal["ptb", "whitespace"] = "ptb"
     metrics: tuple[str, ...] = ("BLEU", "METEOR", "ROUGE-L", "CIDEr")
     headline: str = "CIDEr"
+    source: str | None = None  # where it is described or carried out; None: it is the project's own
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,9 @@ licence. `root` is the repository's folder `data`, with the images unpacked into
 An `img_id` returns in several records of a split (train 958 surplus records): its references are the sentences of all
 of them, in order. 66 sentences are empty; they stay, because 7 test pairs have no other reference and count in every
 published score. The release holds 12,562 records of 11,329 pairs, not the 13,192 that papers print.
+
+Papers score one sentence to a pair against each of its sentences (single-change), or a paragraph against all of them
+joined and cut at 60 words (multi-change).
 """
 
 from collections.abc import Iterator
@@ -20,7 +23,7 @@ from typing import Any
 
 from components.datasets.files import read_json
 from components.datasets.rows import Row, fault_in
-from components.datasets.spec import UNSTATED, DatasetSpec, Protocol, Published, SplitCount, TableRow
+from components.datasets.spec import UNSTATED, WITH_SPICE, DatasetSpec, Protocol, Published, SplitCount, TableRow
 from components.records import SPLITS
 
 FIELDS = {"img_id": str, "sentences": list}
@@ -47,9 +50,9 @@ def read(root: Path, images: str = "resized_images", suffix: str = ".png") -> It
 PUBLISHED = Published(
     part="spot_the_diff",
     title="Spot-the-Diff",
-    train=SplitCount(8_566, 17_676, empty=53),
-    val=SplitCount(1_493, 3_310, empty=6),
-    test=SplitCount(1_270, 2_107, empty=7),
+    train=SplitCount(8_566, 17_676, empty=53, wordless=37, records=9_524),
+    val=SplitCount(1_493, 3_310, empty=6, wordless=4, records=1_634),
+    test=SplitCount(1_270, 2_107, empty=7, wordless=7, records=1_404),
 )
 SPEC = DatasetSpec(
     title="Spot-the-Diff",
@@ -60,5 +63,20 @@ SPEC = DatasetSpec(
     files=("annotations/train.json", "annotations/val.json", "annotations/test.json"),
     published=(PUBLISHED,),
     table=TableRow(pairs=13_192, words=19, over_20=0.19, human=True, distractors=False),
-    protocols=(Protocol("single-change", n=PUBLISHED.test.pairs),),
+    protocols=(
+        Protocol(
+            "single-change",
+            n=PUBLISHED.test.pairs,
+            metrics=WITH_SPICE,
+            source="sushizixin/CLIP4IDC: gt/spot_total_change_captions_reformat.json; OmniDiff (arXiv 2503.11093)",
+        ),
+        Protocol(
+            "multi-change",
+            n=PUBLISHED.test.pairs,
+            references="joined",
+            max_words=60,
+            metrics=WITH_SPICE,
+            source="tuyunbin/CARD: spot-the-diff",
+        ),
+    ),
 )

@@ -86,7 +86,7 @@ def takes(protocol: Protocol, pair: EvalPair) -> bool:
 def as_scored(protocol: Protocol, pair: EvalPair) -> EvalPair:
     if protocol.references == "all" and protocol.max_words is None:
         return pair
-    references = [" ".join(pair.references)] if protocol.references == "joined" else pair.references
+    references = [". ".join(pair.references)] if protocol.references == "joined" else pair.references
 
     def cut(text: str) -> str:
         return " ".join(text.split()[: protocol.max_words])

@@ -30,10 +30,12 @@ def _record(dataset: str, entry: DatasetEntry, row: Row) -> dict[str, Any]:
     faults = [row.fault] if row.fault else []
     name = _text("id", row.name, faults)
     scene = _text("scene", row.scene, faults)
+    split = _text("split", row.split, faults)
     return {
         "id": name and f"{dataset}/{name}",
         "dataset": dataset,
-        "split": "train" if row.split in entry.train_on else _text("split", row.split, faults),
+        "split": "train" if split in entry.train_on else split,
+        "own_split": split,
         "scene": scene and f"{dataset}/{scene}",
         "before": _image("before", entry.root, row.before, faults),
         "after": _image("after", entry.root, row.after, faults),

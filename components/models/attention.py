@@ -57,10 +57,10 @@ class Layout:
     shapes: tuple[tuple[int, int], ...]
     masks: tuple[Tensor | None, ...]
 
-    def to(self, device: torch.device) -> "Layout":
-        masks = tuple(None if mask is None else mask.to(device, non_blocking=True) for mask in self.masks)
-        rows, places = (tensor.to(device, non_blocking=True) for tensor in (self.rows, self.places))
-        return Layout(rows, places, self.shapes, masks)
+    def each(self, taken: Callable[[Tensor], Tensor]) -> "Layout":
+        """The same of what `taken` makes of each tensor: pinned, or on another device."""
+        masks = tuple(None if mask is None else taken(mask) for mask in self.masks)
+        return Layout(taken(self.rows), taken(self.places), self.shapes, masks)
 
     def attention_mask(self) -> Tensor:
         """What transformers is handed in the masks' place, [1, 1, T, T]: it passes on what has four dimensions."""

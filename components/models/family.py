@@ -75,8 +75,8 @@ class PairProcessor(Protocol):
         """Model inputs of prepared images, uint8 [2 B, side, side, 3]: before, after, before, after, ... On a GPU where
         the images are; normalising is done there."""
 
-    def __call__(self, pairs: list[ImagePair], questions: list[str]) -> dict[str, Tensor]:
-        """Inputs of `generate`, left-padded."""
+    def prompt_inputs(self, questions: list[str]) -> dict[str, Tensor]:
+        """Model inputs of the prompts of generation, one for each pair, left-padded."""
 
     def decode(self, tokens: Tensor) -> list[str]:
         """The texts of generated token ids [B, tokens], without special tokens and outer blanks."""
@@ -120,7 +120,10 @@ class Family:
         load: (folder of weights, dtype, folder of the configuration or None: the same) -> model without adapters.
         load_processor: (folder) -> processor.
         fuse: (model, activation_checkpointing) -> None; makes it compute by fused kernels, in place.
-        saliency_map: (model, image inputs) -> where it looks for the difference: [pairs, rows, columns], sums to 1.
+        generate: (model, inputs, saliency, options of transformers' `generate`) -> (tokens, maps): the answers alone,
+            ids [pairs, tokens], and where the model looks for the difference, [pairs, rows, columns], each with sum 1.
+            The images are encoded once for both. Maps are None where `saliency` is false or the family has none.
+            `inputs` are those of the processor's `prompt_inputs` and `image_inputs`.
         planned_config: (folder of the base, settings) -> the configuration that would train: the base's where its
             folder is there, else published shapes by the folder's name; `name_or_path` then says whose.
         flops: (config, tokens, supervised tokens, LoRA rank) -> the terms of one training sequence.
@@ -141,7 +144,7 @@ class Family:
     load: Callable[[Path, Any, Path | None], Any]
     load_processor: Callable[[Path], PairProcessor]
     fuse: Callable[[Any, str], None]
-    saliency_map: Callable[[Any, Mapping[str, Any]], Any]
+    generate: Callable[[Any, Mapping[str, Any], bool, Mapping[str, Any]], tuple[Any, Any | None]]
     planned_config: Callable[[Path, Any], Any]
     flops: Callable[[Any, float, float, int], Sequence[Term]]
     image_tokens: Callable[[Any], int]

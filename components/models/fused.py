@@ -65,9 +65,13 @@ class FusedLora(LoraLinear):
             return super().forward(x, *args, **kwargs)
         (adapter,) = self.active_adapters
         base: Any = self.base_layer
-        a, b = self.lora_A[adapter].weight, self.lora_B[adapter].weight
-        result = AdaptedLinear.apply(x.flatten(0, -2), base.weight, base.bias, a, b, self.scaling[adapter])
+        a, b = _weight(self.lora_A[adapter]), _weight(self.lora_B[adapter])
+        result = self.adapted(x.flatten(0, -2), base, a, b, self.scaling[adapter])
         return result.unflatten(0, x.shape[:-1])
+
+    def adapted(self, x: Tensor, base: Any, lora_a: Tensor, lora_b: Tensor, scaling: float) -> Tensor:
+        """[T, in] to [T, out] by the frozen linear `base` and its adapter."""
+        return AdaptedLinear.apply(x, base.weight, base.bias, lora_a, lora_b, scaling)
 
 
 def folded(linears: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
@@ -138,7 +142,7 @@ def _compiled(function: Callable) -> Callable:
     return torch.compile(function, dynamic=True)
 
 
-def _fused(function: Callable, tensor: Tensor) -> Callable:
+def fused_on_gpu(function: Callable, tensor: Tensor) -> Callable:
     """One kernel on a GPU. On a CPU compiling takes minutes and the plain operations are as fast."""
     return _compiled(function) if tensor.is_cuda else function
 
@@ -149,12 +153,12 @@ class SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return _fused(swiglu, gate)(gate, up)
+        return fused_on_gpu(swiglu, gate)(gate, up)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        return _fused(swiglu_backward, gate)(grad, gate, up)
+        return fused_on_gpu(swiglu_backward, gate)(grad, gate, up)
 
 
 class FusedMLP(Qwen2MLP):

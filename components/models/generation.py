@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from components.models.checkpoint import load_model
 from components.models.device import Device
@@ -28,29 +27,37 @@ class Captioner:
         self.model, self.processor, self.family = model.eval(), processor, family
         self.max_new_tokens = max_new_tokens
 
-    @torch.inference_mode()
     def caption(self, pairs: Sequence[ImagePair], question: str = QUESTION) -> list[str]:
         """One caption per pair of images (before, after). One question, so no padding: no pair changes another's."""
-        inputs = self._moved(self.processor(list(pairs), [question] * len(pairs)))
-        tokens = self.model.generate(
-            **inputs,
-            max_new_tokens=self.max_new_tokens,
-            do_sample=False,
-            eos_token_id=self.processor.end_id,
-            pad_token_id=self.processor.pad_id,
-        )
-        return self.processor.decode(tokens[:, inputs["input_ids"].shape[1] :])
+        captions, _ = self.answer([self.processor.prepare_image(image) for pair in pairs for image in pair], question)
+        return captions
 
     @torch.inference_mode()
-    def saliency_map(self, pairs: Sequence[ImagePair]) -> np.ndarray:
-        """Where the model looks for the difference: [pairs, rows, columns] float16 over the patch grid, sums to 1."""
-        prepared = np.stack([self.processor.prepare_image(image) for pair in pairs for image in pair])
-        inputs = self.processor.image_inputs(torch.from_numpy(prepared))
-        found = self.family.saliency_map(self.model, self._moved(inputs))
-        return found.float().cpu().numpy().astype(np.float16)  # numpy knows no bfloat16
+    def answer(
+        self, images: Sequence[np.ndarray], question: str = QUESTION, saliency: bool = False
+    ) -> tuple[list[str], np.ndarray | None]:
+        """The captions of pairs of prepared images, and where the model looks for their differences; the images are
+        encoded once for both.
 
-    def _moved(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: value.to(self.model.device) for name, value in inputs.items()}
+        Args:
+            images: as the processor's `prepare_image` gives them: before, after, before, after, ...
+            saliency: whether to give the maps.
+        Returns: one caption per pair; the maps, [pairs, rows, columns] float16 over the patch grid, each with sum 1, or
+            None where they are not asked for or the family has none.
+        """
+        device = self.model.device
+        prompts = self.processor.prompt_inputs([question] * (len(images) // 2))
+        inputs = {name: value.to(device) for name, value in prompts.items()}
+        inputs |= self.processor.image_inputs(torch.from_numpy(np.stack(images)).to(device))
+        decoding = {
+            "max_new_tokens": self.max_new_tokens,
+            "do_sample": False,
+            "eos_token_id": self.processor.end_id,
+            "pad_token_id": self.processor.pad_id,
+        }
+        tokens, maps = self.family.generate(self.model, inputs, saliency, decoding)
+        # numpy knows no bfloat16
+        return self.processor.decode(tokens), None if maps is None else maps.float().cpu().numpy().astype(np.float16)
 
 
 def load_captioner(checkpoint: Path, max_new_tokens: int = 64, device: Device | None = None) -> Captioner:

@@ -1,10 +1,11 @@
 """Where captions are made: in this process, or in Ray workers with a GPU each (`compute.gpu`, `compute.workers`).
 
-Each worker loads the checkpoint and takes its part of the batches. Threads read, check and resize the images of the
-next batches while the model computes.
+Each worker loads the checkpoint and takes its part of the batches. What a worker that dies has not answered is dealt
+to the others. Threads read, check and resize the images of the next batches while the model computes.
 """
 
 import json
+import textwrap
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,9 +22,9 @@ from components.records import DataError
 from components.section import ParamsError
 
 if TYPE_CHECKING:
-    from PIL import Image
+    import numpy as np
 
-    from components.models.family import ImagePair, PairProcessor
+    from components.models.family import PairProcessor
     from components.models.generation import Captioner
 
 AHEAD = 2  # batches whose images are prepared beforehand
@@ -58,7 +59,7 @@ def caption(job: Job, batches: Sequence[Batch]) -> Iterator[Answered]:
         DataError: the checkpoint is incomplete; an image is unreadable or not the one that ingest saw.
         DeviceError: a GPU is asked for and there is none.
         ParamsError: Ray cannot place as many workers.
-        ConnectionError: a Ray worker died.
+        ConnectionError: Ray workers died more often than `compute.max_failures`.
     """
     if job.compute.gpu and job.compute.workers:
         return caption_on_ray(job, batches)
@@ -67,11 +68,15 @@ def caption(job: Job, batches: Sequence[Batch]) -> Iterator[Answered]:
 
 def caption_here(job: Job, batches: Sequence[Batch]) -> Iterator[Answered]:
     """The answers of the batches, in their order, from one model in this process."""
-    captioner = load(job)
-    for batch, images in images_ahead(batches, captioner.processor, job.compute.cpus_per_worker):
-        captions = captioner.caption(images, batch.pairs[0].question)
-        maps = captioner.saliency_map(images) if batch.saliency else [None] * len(images)
-        yield batch.number, [Answer(*answer) for answer in zip(captions, maps, strict=True)]
+    yield from answers_of(load(job), batches, job.compute.cpus_per_worker)
+
+
+def answers_of(captioner: "Captioner", batches: Sequence[Batch], threads: int) -> Iterator[Answered]:
+    """The answers of the batches, in their order."""
+    for batch, images in images_ahead(batches, captioner.processor, threads):
+        captions, maps = captioner.answer(images, batch.pairs[0].question, batch.saliency)
+        shown = [None] * len(captions) if maps is None else maps
+        yield batch.number, [Answer(*answer) for answer in zip(captions, shown, strict=True)]
 
 
 def load(job: Job) -> "Captioner":
@@ -96,13 +101,15 @@ def _dtype(checkpoint: Path) -> str | None:
 
 def images_ahead(
     batches: Iterable[Batch], processor: "PairProcessor", threads: int
-) -> Iterator[tuple[Batch, list["ImagePair"]]]:
-    """Each batch with its images, already of the model's size; those of the next AHEAD batches are on the way."""
+) -> Iterator[tuple[Batch, list["np.ndarray"]]]:
+    """Each batch with its images as the processor prepares them, before, after, before, after, ...; those of the next
+    AHEAD batches are on the way."""
     pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="images")
     waiting: deque[tuple[Batch, list[Any]]] = deque()
     try:
         for batch in batches:
-            waiting.append((batch, [pool.submit(_open_pair, pair, processor) for pair in batch.pairs]))
+            files = [file for pair in batch.pairs for file in _files(pair)]
+            waiting.append((batch, [pool.submit(_prepared, *file, processor) for file in files]))
             if len(waiting) > AHEAD:
                 first, images = waiting.popleft()
                 yield first, [image.result() for image in images]
@@ -113,28 +120,25 @@ def images_ahead(
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _open_pair(pair: PairSample, processor: "PairProcessor") -> "ImagePair":
-    before = _open(pair.before, pair.before_sha256, processor)
-    return before, _open(pair.after, pair.after_sha256, processor)
+def _files(pair: PairSample) -> list[tuple[str, bytes | None]]:
+    return [(pair.before, pair.before_sha256), (pair.after, pair.after_sha256)]
 
 
-def _open(path: str, sha256: bytes | None, processor: "PairProcessor") -> "Image.Image":
-    """The image as the model takes it; preparing it once more changes nothing."""
-    from PIL import Image
-
+def _prepared(path: str, sha256: bytes | None, processor: "PairProcessor") -> "np.ndarray":
     from components.models.images import load_image
 
     try:
-        return Image.fromarray(processor.prepare_image(load_image(path, sha256)))
+        return processor.prepare_image(load_image(path, sha256))
     except ValueError as error:
         raise DataError(str(error)) from error
 
 
 class Worker:
-    """One Ray actor: a model, and its part of the batches."""
+    """One Ray actor: a model, and the batches that it is dealt."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
+        self.captioner: Captioner | None = None
 
     def ready(self) -> None:
         """Answers once Ray has placed the worker."""
@@ -142,8 +146,19 @@ class Worker:
     def caption(self, batches: list[Batch]) -> Iterator[Answered]:
         import torch
 
-        torch.set_num_threads(self.job.compute.cpus_per_worker)
-        yield from caption_here(self.job, batches)
+        threads = self.job.compute.cpus_per_worker
+        torch.set_num_threads(threads)
+        self.captioner = self.captioner or load(self.job)
+        yield from answers_of(self.captioner, batches, threads)
+
+
+@dataclass
+class Part:
+    """Batches that a worker was dealt: Ray's generator of its answers, and the batches that these do not have yet."""
+
+    worker: Any
+    answers: Any
+    left: dict[int, Batch]
 
 
 def caption_on_ray(job: Job, batches: Sequence[Batch]) -> Iterator[Answered]:
@@ -154,16 +169,15 @@ def caption_on_ray(job: Job, batches: Sequence[Batch]) -> Iterator[Answered]:
     if own:
         start_ray(job.compute)
     try:
-        workers = _place(job, min(job.compute.workers, len(batches)))
-        parts = [worker.caption.remote(batches[rank :: len(workers)]) for rank, worker in enumerate(workers)]
-        yield from _as_they_come(parts)
+        yield from _as_they_come(job, batches)
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, DataError | ParamsError | DeviceError):
             raise error.cause from None
         raise
     except ray.exceptions.RayActorError as error:
         raise ConnectionError(
-            f"a worker died ({error}); run `m3diff predict` again: what is captioned so far is kept"
+            f"a worker died ({error}) and compute.max_failures: {job.compute.max_failures} allows no more; "
+            "run `m3diff predict` again: what is captioned so far is kept"
         ) from error
     finally:
         if own:
@@ -193,14 +207,51 @@ def _place(job: Job, count: int) -> list[Any]:
     return workers
 
 
-def _as_they_come(parts: Iterable[Any]) -> Iterator[Answered]:
-    """What Ray's generators give, whichever is first."""
+def _as_they_come(job: Job, batches: Sequence[Batch]) -> Iterator[Answered]:
+    """What the workers answer, whichever is first. What one that dies has not answered goes to the others, or to new
+    ones where none is left."""
     import ray
 
-    running: list[Any] = list(parts)
-    while running:
-        first: Any = ray.wait(running, num_returns=1)[0][0]
+    workers = _place(job, min(job.compute.workers, len(batches)))
+    parts, deaths = _deal(workers, batches), 0
+    while parts:
+        first: Any = ray.wait([part.answers for part in parts], num_returns=1)[0][0]
+        part = next(part for part in parts if part.answers is first)
         try:
-            yield ray.get(next(first))
+            number, answers = ray.get(next(first))
         except StopIteration:
-            running.remove(first)
+            parts.remove(part)
+        except ray.exceptions.RayActorError as error:
+            if deaths == job.compute.max_failures:
+                raise
+            deaths += 1
+            ray.kill(part.worker)  # one that is only out of reach answers nothing twice
+            left = [batch for lost in parts if lost.worker is part.worker for batch in lost.left.values()]
+            parts = [other for other in parts if other.worker is not part.worker]
+            workers.remove(part.worker)
+            _say_death(error, len(left), len(workers), deaths, job.compute.max_failures)
+            workers = workers or _place(job, min(job.compute.workers, len(left)))
+            parts += _deal(workers, left)
+        else:
+            del part.left[number]
+            yield number, answers
+
+
+def _deal(workers: Sequence[Any], batches: Sequence[Batch]) -> list[Part]:
+    """The batches among the workers by turns; nothing for those that are more than the batches."""
+    dealt = [(worker, batches[rank :: len(workers)]) for rank, worker in enumerate(workers)]
+    return [
+        Part(worker, worker.caption.remote(part), {batch.number: batch for batch in part})
+        for worker, part in dealt
+        if part
+    ]
+
+
+def _say_death(error: Exception, batches: int, others: int, deaths: int, allowed: int) -> None:
+    reason = textwrap.shorten(str(error), 160)
+    print(
+        f"predict: a worker died ({reason}); its {batches} unanswered batches go to "
+        f"{f'{others} other worker(s)' if others else 'new workers'} (failure {deaths} of {allowed} that "
+        "compute.max_failures allows)",
+        flush=True,
+    )

@@ -1,11 +1,13 @@
 """Samples to micro-batches: which reference trains when, packed how; decoded and tokenised ahead of the step.
 
 The schedule follows from the seed alone, so a run that resumes at step n sees what an undisturbed one would, and any
-number of workers or micro-batches sees the same global batches. Each reference comes once per epoch.
+number of workers or micro-batches sees the same global batches. Each reference comes once per epoch. A micro-batch
+leaves the threads complete: the step copies it to its device, and waits for nothing.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -15,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from components.models.attention import RECURRING, Layout
+from components.models.device import Device
 from components.models.images import ImageError, load_image
 from components.records import DataError
 from components.train.packing import Packed, pack
@@ -26,7 +30,7 @@ if TYPE_CHECKING:
     from components.models.family import PairProcessor
 
 CACHED_BYTES = 1 << 30
-PREFETCHED = 4  # micro-batches decoded ahead
+PREFETCHED = 4  # micro-batches made ahead
 
 Weighted = tuple[np.ndarray, int]
 """A sequence (row numbers of one pair) and its weight: 0 only fills up a batch."""
@@ -135,22 +139,37 @@ class MicroBatch:
         packed: the text.
         images: [2 B, side, side, 3] uint8, before and after by turns.
         weights: [supervised tokens]; 0 on sequences that only fill up the batch.
+        layout: of the text, for SDPA; None for FlexAttention, and before the micro-batch is complete.
     """
 
     packed: Packed
-    images: np.ndarray
+    images: Tensor
     weights: Tensor
+    layout: Layout | None = None
 
     @property
     def supervised_tokens(self) -> int:
         return int(self.weights.sum())
 
 
-class Loader:
-    """Builds micro-batches in threads ahead of the step; Pillow and the tokenizer release the interpreter's lock."""
+def complete(batch: MicroBatch, device: Device, pad_id: int) -> MicroBatch:
+    """The micro-batch as a step on the device takes it: its row rounded up for FlexAttention, laid out for SDPA, and
+    every tensor where a GPU copies from by itself."""
+    flex = device.attention == "flex"
+    packed = batch.packed.rounded_up(RECURRING, pad_id) if flex else batch.packed
+    layout = None if flex else packed.layout().each(device.pinned)
+    return MicroBatch(packed.each(device.pinned), device.pinned(batch.images), device.pinned(batch.weights), layout)
 
-    def __init__(self, samples: Samples, processor: "PairProcessor", threads: int) -> None:
-        self.samples, self.processor = samples, processor
+
+class Loader:
+    """Builds micro-batches in threads ahead of the step; Pillow and the tokenizer release the interpreter's lock.
+
+    Args:
+        device: what the micro-batches are made complete for.
+    """
+
+    def __init__(self, samples: Samples, processor: "PairProcessor", threads: int, device: Device) -> None:
+        self.samples, self.processor, self.device = samples, processor, device
         self.pool = ThreadPoolExecutor(max_workers=max(1, threads), thread_name_prefix="load")
         bytes_each = self._prepared(*samples.images(0)[0]).nbytes if len(samples) else CACHED_BYTES
         self.prepared = lru_cache(maxsize=max(2, CACHED_BYTES // bytes_each))(self._prepared)
@@ -165,13 +184,31 @@ class Loader:
         return [(encode_prompt(samples.question[row]), self.reference(samples.reference[row])) for row in rows]
 
     def build(self, micro_batch: list[Weighted]) -> MicroBatch:
+        """A complete micro-batch."""
+        return self.complete(self.read(micro_batch))
+
+    def complete(self, batch: MicroBatch) -> MicroBatch:
+        return complete(batch, self.device, self.processor.pad_id)
+
+    def read(self, micro_batch: list[Weighted]) -> MicroBatch:
+        """Decoded and tokenised, not yet complete: what takes least memory to keep."""
         groups = [self.pairs_of(rows) for rows, _ in micro_batch]
         weights: list[int] = []
         for group, (_, weight) in zip(groups, micro_batch, strict=True):
             weights += [weight] * sum(len(reference) for _, reference in group)
         files = [file for rows, _ in micro_batch for file in self.samples.images(int(rows[0]))]
-        images = np.stack([self.prepared(*file) for file in files])
+        images = torch.from_numpy(np.stack([self.prepared(*file) for file in files]))
         return MicroBatch(pack(groups), images, torch.tensor(weights, dtype=torch.float32))
+
+    def completed(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+        """What was read, made complete by the threads a few ahead."""
+        waiting: deque[Future[MicroBatch]] = deque()
+        for batch in batches:
+            waiting.append(self.pool.submit(self.complete, batch))
+            if len(waiting) > PREFETCHED:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
 
     def stream(self, schedule: Schedule, rank: int, first_step: int) -> Iterator[list[MicroBatch]]:
         """The micro-batches of each step from `first_step` to the end of the run."""

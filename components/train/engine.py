@@ -39,8 +39,9 @@ def deepspeed_config(cfg: Train, compute: Compute, ranks: int) -> dict[str, Any]
 
 
 def accumulates_in_fp32(cfg: Train, compute: Compute) -> bool:
-    """Whether gradients of micro-batches in bf16 are added up in fp32: with ZeRO 2 and 3. DeepSpeed knows no such sum
-    without ZeRO, and takes another optimizer, whose state is held otherwise, with ZeRO 1."""
+    """Whether gradients of micro-batches in bf16 are added up in fp32: with ZeRO 2 and 3, on one GPU too. DeepSpeed
+    knows no such sum without ZeRO, and for ZeRO 1 it takes another optimizer (`BF16_Optimizer`), whose state is held
+    otherwise and whose sums are whole on every GPU. In bf16 a sum loses each gradient below 1/512 of it."""
     return cfg.precision == "bf16" and compute.zero_stage >= 2
 
 

@@ -20,6 +20,7 @@ from components.models.attention import KERNELS, attention_of
 from components.models.checkpoint import save_checkpoint
 from components.models.device import Device
 from components.models.family import Family, PairProcessor, Settings
+from components.models.fp8 import use_fp8
 from components.models.tuning import TrainableGroup, parameter_counts, prepare, trainable_groups, unwrapped
 from components.train.arithmetic import Work, describe, measure, mfu, peak_flops, progress_line
 from components.train.batches import Loader, MicroBatch, Schedule
@@ -126,6 +127,8 @@ def start(job: Job, runtime: Runtime) -> Run:
     groups = trainable_groups(model, family, job.model)
     parameters = parameter_counts(model, family)
     engine = build_engine(cfg, compute, model.to(device.torch), groups, runtime.ranks)
+    if cfg.fp8:  # DeepSpeed has brought the weights into their precision
+        runtime.say(f"{use_fp8(engine.module, device)} frozen linears compute in FP8")
     samples = read_training_samples(job.mixture, job.run_dir)
     val = read_samples(job.mixture / "val", job.run_dir)
     schedule = Schedule(
@@ -139,7 +142,7 @@ def start(job: Job, runtime: Runtime) -> Run:
     )
     place = (runtime.rank, runtime.ranks)
     validation = Validation(val, processor, family, compute, cfg.seed, place, device)
-    loader = Loader(samples, processor, threads=compute.cpus_per_worker)
+    loader = Loader(samples, processor, threads=compute.cpus_per_worker, device=device)
     curve = Curve(columns(family.parts, validation.datasets))
     return Run(job, runtime, family, engine, processor, groups, schedule, loader, validation, curve, parameters, device)
 

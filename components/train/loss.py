@@ -2,43 +2,43 @@
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from components.models.attention import RECURRING
 from components.models.device import Device
 from components.models.family import PairProcessor
 from components.models.fused import fused_attention
 from components.train.batches import MicroBatch
-from components.train.packing import Packed
 
 
 def token_loss(model: nn.Module, batch: MicroBatch, processor: PairProcessor, device: Device) -> Tensor:
-    """Summed cross-entropy over the micro-batch's weighted supervised tokens; logits on those positions alone."""
+    """Summed cross-entropy over the micro-batch's weighted supervised tokens; logits on those positions alone.
+
+    Args:
+        batch: complete, for this device (`components.train.batches.complete`): here it is copied there, no more.
+    """
     packed = batch.packed
-    if device.attention == "flex":
-        packed = packed.rounded_up(RECURRING, processor.pad_id)
-    images = processor.image_inputs(device.move(torch.from_numpy(batch.images)))
+    images = processor.image_inputs(device.move(batch.images))
     with fused_attention():
         logits = model(
             input_ids=device.move(packed.input_ids),
             position_ids=device.move(packed.position_ids),
             logits_to_keep=packed.supervised,  # on the CPU: its places are known without waiting for a GPU
             use_cache=False,
-            **attention_inputs(packed, device),
+            **attention_inputs(batch, device),
             **images,
         ).logits
     losses = F.cross_entropy(logits.float(), device.move(packed.labels), reduction="none")
     return (losses * device.move(batch.weights)).sum()
 
 
-def attention_inputs(packed: Packed, device: Device) -> dict[str, Any]:
+def attention_inputs(batch: MicroBatch, device: Device) -> dict[str, Any]:
     """The mask, which chooses the kernel (`components.models.attention`), and the layout that SDPA needs beside it."""
     if device.attention == "flex":
-        return {"attention_mask": packed.block_mask(device.torch)}
-    layout = packed.layout().to(device.torch)
+        return {"attention_mask": batch.packed.block_mask(device)}
+    assert batch.layout is not None, "a micro-batch that is not complete"
+    layout = batch.layout.each(device.move)
     return {"attention_mask": layout.attention_mask(), "layout": layout}
 
 

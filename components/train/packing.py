@@ -7,7 +7,7 @@ at its end where lengths are to recur.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from os.path import commonprefix
 
 import torch
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from components.models.attention import Layout
+from components.models.device import Device
 
 PREFIX, PAD = 0, -1
 
@@ -88,10 +89,15 @@ class Packed:
             None, None
         ]
 
-    def block_mask(self, device: torch.device | str = "cpu") -> BlockMask:
-        """The rule over the whole row for FlexAttention, which skips the blocks where no token sees another."""
-        rule = row_rule(self.sequences.to(device), self.segments.to(device))
-        return create_block_mask(rule, None, None, self.tokens, self.tokens, device=str(device))
+    def each(self, taken: Callable[[Tensor], Tensor]) -> "Packed":
+        """The same of what `taken` makes of each tensor."""
+        return Packed(**{field.name: taken(getattr(self, field.name)) for field in fields(self)})
+
+    def block_mask(self, device: Device) -> BlockMask:
+        """The rule over the whole row for FlexAttention, which skips the blocks where no token sees another. Made on
+        the device, which it keeps busy and does not wait for."""
+        rule = row_rule(device.move(self.sequences), device.move(self.segments))
+        return create_block_mask(rule, None, None, self.tokens, self.tokens, device=str(device.torch))
 
 
 def prefix_rule(segments: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:

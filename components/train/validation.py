@@ -59,11 +59,11 @@ class Validation:
         self.samples, self.processor, self.family, self.device = samples, processor, family, device
         self.rank, self.ranks = place
         self.alike = compute.zero_stage == 3  # a forward brings weights together: every worker takes as many
-        loader = Loader(samples, processor, threads=compute.cpus_per_worker)
+        self.loader = Loader(samples, processor, threads=compute.cpus_per_worker, device=device)
         chosen = sample_pairs(samples, compute.val_pairs, seed)
         self.datasets = [dataset for dataset, pairs in chosen.items() if pairs]
         self.batches = [
-            (number, loader.build(batch))
+            (number, self.loader.read(batch))
             for number, batch in self._dealt([chosen[dataset] for dataset in self.datasets], compute.micro_batch)
         ]
         self.captioned = sample_pairs(samples, compute.caption_val_pairs, seed)
@@ -83,7 +83,8 @@ class Validation:
         """val_loss, the mean per supervised token over all datasets, and val_loss_<dataset>; nothing without pairs."""
         sums = torch.zeros(len(self.datasets), 2, dtype=torch.float64)
         engine.eval()
-        for number, batch in self.batches:
+        complete = self.loader.completed(batch for _, batch in self.batches)
+        for (number, _), batch in zip(self.batches, complete, strict=True):
             loss = token_loss(engine, batch, self.processor, self.device)
             sums[number] += torch.tensor([float(loss), batch.supervised_tokens], dtype=torch.float64)
         engine.train()

@@ -6,7 +6,8 @@ from components.section import Section
 
 
 class Validate(Section):
-    max_quarantined_share: float = Field(ge=0, le=1)
+    max_quarantined_share: float = Field(ge=0, le=1)  # of any dataset's rows of one split
+    allow_lost_test_pairs: bool  # go on without the test pairs that are in quarantine; report.json names them
     max_caption_chars: int = Field(ge=1)
     max_image_pixels: int = Field(ge=1)  # a larger image is taken for a decompression bomb
     allow_test_leakage: bool  # train on pairs that are in a test set; the report counts them all the same

@@ -5,7 +5,7 @@ follows from the records alone, so DVC watches them and no image folder.
 """
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,9 @@ QUARANTINE_SCHEMA = pa.schema([*RECORD_SCHEMA, *REASONS])
 LINKS = (("train", "test"), ("val", "test"), ("train", "val"))
 """Which splits are held against which. Only what trains and is in a test set is removed."""
 
+SHOWN = 5
+"""Rows of a kind that a message shows."""
+
 SPACE = r"[\s\p{Cc}\x{200B}\x{FEFF}]+"
 """White space, line and paragraph separators, control characters and invisible spaces: any run becomes one space. One
 line separator in a reference makes the reference tokenizer emit an extra line, and later ones meet the wrong pair."""
@@ -44,6 +47,7 @@ class ValidateCounts(BaseModel):
     references: dict[str, int]
     quarantined: int
     broken_rules: dict[str, int]
+    lost_test_pairs: list[str]  # "<id or place>: <reason>" of each test pair that is in quarantine
 
 
 class ValidateReport(StageReport):
@@ -67,9 +71,9 @@ def validate(
         image_cache: what is known of images by content; it changes no output.
 
     Raises:
-        DataError: an image changed since ingest; or more than `cfg.max_quarantined_share` of the rows are bad, or
-            expected counts do not hold. In the latter cases all outputs are written before, so that the pages and the
-            quarantine can be read.
+        DataError: an image changed since ingest; or of some dataset's split more than `cfg.max_quarantined_share` of
+            the rows are bad, expected counts do not hold once the bad rows are out, or a test pair is lost. In the
+            latter cases all outputs are written before, so that the pages and the quarantine can be read.
     """
     out.mkdir(parents=True, exist_ok=True)
     table = pl.concat([_load(records / name / "records.parquet") for name in entries])
@@ -82,6 +86,7 @@ def validate(
     leaks = twins["train", "test"].clear() if cfg.allow_test_leakage else twins["train", "test"]
     found, all_rules = facts(table, images, leaks), rules(cfg.max_caption_chars)
     bad = bad_rows(found, all_rules)
+    found = found.with_columns(counts=counting(found, bad, cfg.allow_lost_test_pairs))
     shutil.rmtree(out / "docs", ignore_errors=True)
     with ThreadPoolExecutor(1) as beside:  # polars leaves the interpreter to great-expectations meanwhile
         parts = beside.submit(_split_and_write, table, bad, out)
@@ -91,8 +96,21 @@ def validate(
     report = _report(clean, quarantine, images, references_respaced=respaced, overlaps=overlaps)
     assert report.rows_in == table.height == report.rows_out + report.quarantined, report
     report.write(out / "report.json")
-    _refuse(cfg, report, quarantine, miscounts, out)
+    _refuse(cfg, report, clean, quarantine, miscounts, out)
     return report
+
+
+def counting(found: pl.DataFrame, bad: pl.DataFrame, lost_may_be_lost: bool) -> pl.Series:
+    """1 for every row that counts towards the expected pairs, 0 for a bad one.
+
+    A training pair that is left out because it is in a test set counts: the dataset is whole. So does a test pair
+    whose loss the user allows, of which the report tells.
+    """
+    unsound = bad.filter(pl.col("rules") != [LEAK])["row"].to_list()
+    gone = pl.col("row").is_in(unsound)
+    if lost_may_be_lost:
+        gone &= pl.col("own_split").ne_missing("test")
+    return found.select((~gone).cast(pl.Int64).alias("counts"))["counts"]
 
 
 def _load(path: Path) -> pl.DataFrame:
@@ -124,7 +142,7 @@ def _refuse_changed(table: pl.DataFrame, images: pl.DataFrame) -> None:
 
 
 def expected_pairs(entries: Mapping[str, DatasetEntry]) -> dict[str, dict[str, int]]:
-    """Pairs by dataset and split, as published or as `params.yaml` says; a split that trains counts as `train`.
+    """Pairs by dataset and split, as published or as `params.yaml` says, the split as the dataset's files call it.
 
     Raises:
         DataError: `published` of a dataset of which no counts are published.
@@ -147,11 +165,7 @@ def _published_pairs(name: str, entry: DatasetEntry) -> dict[str, int]:
             f"ingest.datasets {name!r}: expected_pairs: no counts of {entry.reader} are published under this name "
             f"(known: {known}); name the dataset so, or write {{train: ..., val: ..., test: ...}}"
         )
-    pairs: dict[str, int] = {}
-    for split, count in part.pairs().items():
-        used = "train" if split in entry.train_on else split
-        pairs[used] = pairs.get(used, 0) + count
-    return pairs
+    return part.pairs()
 
 
 def _split_and_write(table: pl.DataFrame, bad: pl.DataFrame, out: Path) -> tuple[pl.DataFrame, pl.DataFrame, int]:
@@ -204,22 +218,62 @@ def _counts(clean: pl.DataFrame, quarantine: pl.DataFrame) -> ValidateCounts:
         references=dict(by_split.select("split", "references").iter_rows()),
         quarantined=quarantine.height,
         broken_rules=dict(broken.iter_rows()),
+        lost_test_pairs=lost_test_pairs(clean, quarantine),
     )
+
+
+def lost_test_pairs(clean: pl.DataFrame, quarantine: pl.DataFrame) -> list[str]:
+    """`<id>: <reason>` of every test pair that is not among the clean ones; its place where it has no id.
+
+    A row whose id stands in another row that is clean is no lost pair.
+    """
+    lost = quarantine.filter(
+        pl.col("own_split") == "test", pl.col("id").is_null() | ~pl.col("id").is_in(clean["id"].to_list())
+    )
+    return [f"{row['id'] or row['source']}: {row['reason']}" for row in lost.iter_rows(named=True)]
 
 
 def _write(frame: pl.DataFrame, schema: pa.Schema, path: Path) -> None:
     pq.write_table(frame.select(schema.names).to_arrow().cast(schema), path, compression="zstd")
 
 
-def _refuse(cfg: Validate, report: ValidateReport, quarantine: pl.DataFrame, miscounts: list[str], out: Path) -> None:
+def _refuse(
+    cfg: Validate,
+    report: ValidateReport,
+    clean: pl.DataFrame,
+    quarantine: pl.DataFrame,
+    miscounts: list[str],
+    out: Path,
+) -> None:
     faults = [f"{count}; fetch the dataset again or correct its expected_pairs" for count in miscounts]
-    bad = quarantine.filter(pl.col("rules") != [LEAK])
-    if bad.height > cfg.max_quarantined_share * report.rows_in:
-        examples = [f"    {row['source']}: {row['reason']}" for row in bad.head(5).iter_rows(named=True)]
-        faults.append(
-            f"{bad.height} of {report.rows_in} rows are bad, more than validate.max_quarantined_share = "
-            f"{cfg.max_quarantined_share}; the first:\n" + "\n".join(examples)
-        )
+    faults += too_many_bad(cfg.max_quarantined_share, clean, quarantine)
+    for name, counts in report.datasets.items():
+        if counts.lost_test_pairs and not cfg.allow_lost_test_pairs:
+            faults.append(
+                f"{name}: {len(counts.lost_test_pairs)} test pairs are lost, and scores of a part of a test set "
+                "compare with no others; restore them, or set validate.allow_lost_test_pairs to true:\n"
+                + _first(counts.lost_test_pairs)
+            )
     if faults:
         where = f"all rows with reasons: {out / 'quarantine.parquet'}; as pages: {out / 'docs/index.html'}"
         raise DataError("\n  ".join(["the data is refused:", *faults, where]))
+
+
+def too_many_bad(share: float, clean: pl.DataFrame, quarantine: pl.DataFrame) -> Iterator[str]:
+    """A sentence for every dataset's split of whose rows more than this share are bad; leaks are no fault of theirs."""
+    bad = quarantine.filter(pl.col("rules") != [LEAK])
+    of_split = ("dataset", "own_split")
+    rows = pl.concat([clean.select(of_split), quarantine.select(of_split)]).group_by(of_split).len("rows")
+    for (dataset, split), some in bad.group_by(of_split, maintain_order=True):
+        total = rows.filter(pl.col("dataset") == dataset, pl.col("own_split").eq_missing(split))["rows"].item()
+        if some.height > share * total:
+            reasons = [f"{row['source']}: {row['reason']}" for row in some.iter_rows(named=True)]
+            yield (
+                f"{dataset} {split or 'without a split'}: {some.height} of {total} rows are bad, more than "
+                f"validate.max_quarantined_share = {share}; the first:\n" + _first(reasons)
+            )
+
+
+def _first(lines: list[str]) -> str:
+    more = [f"    and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
+    return "\n".join([*(f"    {line}" for line in lines[:SHOWN]), *more])

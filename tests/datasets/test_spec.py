@@ -1,5 +1,6 @@
 """The one list: every dataset's file owns its layout, licence, counts and protocols; a licence is obeyed."""
 
+import json
 import re
 import sys
 from collections import Counter
@@ -12,8 +13,12 @@ import yaml
 from components.convert.paper_mixture import PAIRS, SAMPLES, SOURCES, training_counts
 from components.datasets import DATASETS, clevr_change, omnidiff
 from components.datasets.spec import UNSTATED, DatasetSpec, Licence, Permission, check_licence
+from components.evaluate.pairs import EvalPair
+from components.evaluate.protocols import takes
 from components.records import DataError
 from tests.layouts import write_clevr
+
+REAL = Path("../shared/real")
 
 USES = ("train", "redistribute", "show")
 EXAMPLES = {  # a row or entry as it stands in the annotation files
@@ -203,10 +208,12 @@ def test_protocols_name_pairs_that_papers_score(tmp_path):
             assert protocol.split == "test"
             if protocol.ids == ".*":
                 assert protocol.n == (published.test.pairs if published else None)
+            assert (protocol.source is None) == (published is None)
     names = [row.name for row in clevr_change.read(write_clevr(tmp_path)) if row.split == "test"]
     scored = {
         protocol.name: [name for name in names if re.fullmatch(protocol.ids, name)]
         for protocol in clevr_change.SPEC.protocols
+        if not protocol.change_types
     }
     assert scored == {
         "total": ["000001.png", "000001.png_n", "000012.png", "000012.png_n"],
@@ -217,9 +224,60 @@ def test_protocols_name_pairs_that_papers_score(tmp_path):
         "total": 7_970,
         "semantic": 3_985,
         "distractor": 3_985,
+        **dict.fromkeys(("color", "material", "add", "drop", "move"), 797),
     }
     parts = [(protocol.part, protocol.n) for protocol in omnidiff.SPEC.protocols]
     assert parts == [("omnidiff_real", 803), ("omnidiff_render", 767)]
+
+
+def test_the_settings_of_each_protocol_that_is_not_the_plain_one():
+    """References as they are, PTB, no cut; SPICE where papers print it."""
+    protocols = {(name, one.name): one for name, spec in DATASETS.items() for one in spec.protocols}
+    joined = {key for key, one in protocols.items() if (one.references, one.max_words) == ("joined", 60)}
+    assert joined == {("spot_the_diff", "multi-change")}
+    assert {key for key, one in protocols.items() if one.tokenizer == "whitespace"} == {
+        ("birds_to_words", "whitespace")
+    }
+    assert {name for (name, _), one in protocols.items() if "SPICE" in one.metrics} == {
+        "spot_the_diff",
+        "iedit",
+        "clevr_change",
+        "clevr_dc",
+    }
+    assert {one.change_types for one in protocols.values() if one.change_types} == {
+        ("color",),
+        ("material",),
+        ("add",),
+        ("drop",),
+        ("move",),
+    }
+    assert [spec.protocols[0].name for spec in DATASETS.values()] == [
+        "test",
+        "total",
+        "test",
+        "test",
+        "total",
+        "real",
+        "test",
+        "single-change",
+    ]
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason="the real annotations are not beside the project")
+def test_the_pairs_of_each_change_type_are_counted_in_the_real_files(tmp_path):
+    for file in ("splits.json", "type_mapping.json"):
+        (tmp_path / file).write_bytes((REAL / "clevr_change" / file).read_bytes())
+    scenes = [n for part in json.loads((tmp_path / "splits.json").read_text()).values() for n in part]
+    captions = {f"CLEVR_default_{scene:06d}.png": ["x"] for scene in scenes}
+    for file in ("change_captions.json", "no_change_captions.json"):
+        (tmp_path / file).write_text(json.dumps(captions))
+    pairs = [
+        EvalPair(f"c/{row.name}", "c", Path(), Path(), b"", b"", ["x"], row.change_types, "x", None)
+        for row in clevr_change.read(tmp_path)
+        if row.split == "test"
+    ]
+    for protocol in clevr_change.SPEC.protocols:
+        assert sum(takes(protocol, pair) for pair in pairs) == protocol.n
 
 
 def test_annotation_files_tell_the_layouts_apart():

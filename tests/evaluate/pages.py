@@ -16,6 +16,7 @@ from components.evaluate.pairs import EvalPair
 from components.evaluate.protocols import ProtocolPairs, select
 from components.evaluate.report.images import ImageStore
 from components.evaluate.report.report import Evidence, render
+from components.evaluate.stage import score_table, write_parquet
 from components.evaluate.summary import Interval, summarise
 from tests.evaluate import bench
 
@@ -72,6 +73,14 @@ def fixed(
 def draw(drawn_from: Evidence, folder: Path, limit: int = 10_000_000) -> str:
     """The page, whose images stand inside it unless they have more than `limit` bytes."""
     return render(drawn_from, ImageStore(folder / "images", limit))
+
+
+def write_scores(known: Evidence, folder: Path) -> Path:
+    """The folder with the scores.parquet of this evidence."""
+    folder.mkdir()
+    scores = {name: MetricScores({}, pairs) for name, pairs in known.pair_scores.items()}
+    write_parquet(score_table(known.metrics, known.protocols, scores), folder / "scores.parquet")
+    return folder
 
 
 class Tags(HTMLParser):

@@ -73,12 +73,12 @@ def test_a_protocol_by_type_takes_pairs_that_changed_in_that_way_alone():
 def test_joined_references_are_one_text_and_every_text_is_cut_after_so_many_words():
     pair = replace(bench.pair("one  two three", ["a b", "c d"], []), shuffled_prediction="four five six")
     (found,) = apply(Protocol("joined", n=1, references="joined", max_words=3), [pair])
-    assert found.references == ["a b c"]
+    assert found.references == ["a b. c"]
     assert (found.prediction, found.shuffled_prediction) == ("one two three", "four five six")
     (found,) = apply(Protocol("cut", n=1, max_words=1), [pair])
     assert (found.references, found.prediction, found.shuffled_prediction) == (["a", "c"], "one", "four")
     (found,) = apply(Protocol("joined", n=1, references="joined"), [pair])
-    assert (found.references, found.prediction) == (["a b c d"], "one two three")
+    assert (found.references, found.prediction) == (["a b. c d"], "one two three")
     assert apply(Protocol("total", n=1), [pair]) == [pair]
 
 

@@ -3,8 +3,9 @@ import io
 
 import pytest
 
-from components.evaluate.report import published
-from components.evaluate.report.published import chosen_on_test, published_rows
+from components.datasets.spec import Protocol
+from components.evaluate.protocols import ProtocolPairs
+from components.evaluate.published.published import published_rows, published_rows_by_type
 from components.evaluate.report.tables import (
     BEST,
     SECOND,
@@ -18,6 +19,7 @@ from components.evaluate.report.tables import (
     group_table,
     in_papers_units,
     overview,
+    published_of,
     published_table,
     rank,
     type_table,
@@ -118,7 +120,7 @@ def test_a_run_over_fewer_pairs_is_not_ranked_and_takes_no_rank_from_others():
 
 
 def test_this_run_stands_among_the_published_rows_by_its_cider():
-    table = published_table("iedit", "iedit/test", scores(495, 495, CIDEr=0.6, BLEU_4=0.99))
+    table = published_table("iedit/test", scores(495, 495, CIDEr=0.6, BLEU_4=0.99), published_rows("iedit"))
     assert table is not None
     names = [row.name for row in table.rows]
     ours = names.index("this run")
@@ -130,11 +132,11 @@ def test_this_run_stands_among_the_published_rows_by_its_cider():
     assert table.rows[ours].labels == ("", "495")
     assert table.rows[0].labels[1] == "495"
     assert [row.name for row in table.rows if row.cells[3].rank == BEST] == [names[0]]
-    assert published_table("unknown", "unknown/test", scores()) is None
+    assert published_table("unknown/test", scores(), published_rows("unknown")) is None
 
 
 def test_a_partial_run_among_published_rows_is_marked_and_not_ranked():
-    table = published_table("iedit", "iedit/test", scores(300, 495, CIDEr=9.0))
+    table = published_table("iedit/test", scores(300, 495, CIDEr=9.0), published_rows("iedit"))
     assert table is not None
     assert (table.rows[0].name, table.rows[0].marks, table.rows[0].cells[3].rank) == ("this run", ("*",), 0)
     assert table.rows[1].cells[3].rank == BEST
@@ -142,37 +144,25 @@ def test_a_partial_run_among_published_rows_is_marked_and_not_ranked():
 
 
 def test_a_method_whose_epoch_was_chosen_on_test_is_marked_with_the_evidence():
-    table = published_table("spot_the_diff", "spot_the_diff/test", scores(CIDEr=0.3))
+    table = published_table("spot_the_diff/test", scores(CIDEr=0.3), published_rows("spot_the_diff"))
     assert table is not None
     marked = [row.name for row in table.rows if row.marks == ("†",)]
     assert set(marked) == {"CLIP4IDC"}
     assert table.notes[0] == (
         "† Epoch chosen on the test split. CLIP4IDC: sushizixin/CLIP4IDC: the validation loader is the test loader."
     )
-    iedit = published_table("iedit", "iedit/test", scores(CIDEr=0.3))
+    iedit = published_table("iedit/test", scores(CIDEr=0.3), published_rows("iedit"))
     assert iedit is not None
     assert not any("chosen" in note for note in iedit.notes)
 
 
-def test_what_is_chosen_elsewhere_is_not_called_chosen_on_test():
-    assert chosen_on_test("SCORER", "clevr_change") is None
-    assert chosen_on_test("M3Diff", "iedit") is None
-    assert "test loader" in (chosen_on_test("CLIP4IDC", "clevr_change") or "")
-
-
-def test_every_selection_of_a_benchmark_with_figures_names_a_method_with_figures():
-    figures = {(row["method"], row["benchmark"]) for row in published.read("published.csv")}
-    benchmarks = {benchmark for _, benchmark in figures}
-    known = [(row["method"], row["benchmark"]) for row in published.read("selection.csv")]
-    assert {pair for pair in known if pair[1] in benchmarks} <= figures
-
-
-def test_a_published_result_that_two_papers_print_is_there_once():
-    for benchmark in ("spot_the_diff", "clevr_change"):
-        rows = published_rows(benchmark)
-        keys = [(row.method, row.scores["CIDEr"]) for row in rows]
-        assert len(keys) == len(set(keys))
-    assert {row.venue for row in published_rows("iedit")} != {""}
+def test_a_protocol_stands_beside_the_figures_of_its_own_pairs_alone():
+    whole, colour = Protocol("total", n=7970), Protocol("color", n=None, change_types=("color",))
+    both = Protocol("semantic", n=None, change_types=("color", "move"))
+    of = {one.name: ProtocolPairs("clevr_change", one, []) for one in (whole, colour, both)}
+    assert published_of(of["total"], True) == published_rows("clevr_change") != []
+    assert published_of(of["color"], False) == published_rows_by_type("clevr_change", "color") != []
+    assert published_of(of["total"], False) == published_of(of["semantic"], False) == []
 
 
 TABLE = Table(

@@ -1,7 +1,9 @@
 """METEOR and SPICE through their workers, with programs in Java's place that speak their protocols and count words."""
 
 import json
+import random
 import shlex
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -9,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from components.evaluate.metrics import METRICS
+from components.evaluate.metrics import METRICS, meteor, worker
 from components.evaluate.metrics.metric import ALL, MetricScores
 from components.evaluate.metrics.run import compute_metrics
+from components.evaluate.metrics.scorer import Scorer
 from components.evaluate.metrics.spice import JARS
 from tests.evaluate import bench
 
@@ -116,3 +119,102 @@ def test_spice_of_a_group_is_the_mean_of_the_pairs_that_have_a_score(tmp_path: P
     wanted = {"b": {"SPICE": 0.31}, "a": {"SPICE": 0.22}, "c": {"SPICE": None}, "d": {"SPICE": 0.22}}
     assert found.pairs == wanted
     assert json.loads((tmp_path / "log").read_text()) == ["one two three", "one two", "empty"]
+
+
+TABLE = [
+    ("red cube", "crimson block"),
+    ("crimson block", "red cube"),
+    ("moved", "shifted"),
+    ("don t", "do not"),
+    ("cube moved", "red shifted"),
+    ("mov\u00e9d", "x"),
+    ("wh??", "x"),
+]
+
+
+def matching(*items: tuple[str, list[str]]) -> list[tuple[str, str]]:
+    table = "".join(f"0.5\n{one}\n{other}\n" for one, other in TABLE).encode()
+    lines = [line.decode().rstrip("\n") for line in worker.matching_paraphrases(table, items)]
+    assert set(lines[::3]) <= {"0.5"}
+    return list(zip(lines[1::3], lines[2::3], strict=True))
+
+
+ODD = [("mov\u00e9d", "x"), ("wh??", "x")]
+
+
+def test_of_the_table_of_paraphrases_is_kept_what_reference_and_prediction_can_match_either_way():
+    assert matching(("a crimson block", ["the red cube", "y"])) == [*TABLE[:2], *ODD]
+    assert matching(("the red cube", ["a crimson block"])) == [*TABLE[:2], *ODD]
+    assert matching(("it shifted", ["it moved"])) == [TABLE[2], *ODD]
+    assert matching(("it moved", ["it moved"]), ("shifted", ["y"])) == [TABLE[2], *ODD]  # too much does no harm
+    assert matching(("red", ["crimson block"])) == ODD
+
+
+def test_phrases_are_found_across_punctuation_case_and_entities():
+    assert matching(("we do not", ["we don't"])) == [TABLE[3], *ODD]
+    assert matching(("Red, Cube", ["crimson &quot; block"])) == [*TABLE[:2], *ODD]
+    assert matching(("red&apos;cube", ["crimson-block"])) == [*TABLE[:2], *ODD]
+
+
+def test_the_table_is_read_whole_whatever_the_size_of_its_parts(monkeypatch: pytest.MonkeyPatch):
+    whole = matching(("a crimson block shifted", ["the red cube moved"]))
+    for size in range(1, 60):
+        monkeypatch.setattr(worker, "CHUNK", size)
+        assert matching(("a crimson block shifted", ["the red cube moved"])) == whole
+    assert len(whole) == 5
+
+
+CAPTIONS = [
+    ("a red cube moved", ["a crimson block has shifted", "the cube moves", "a red cube moved"]),
+    ("a red cube there", ["a crimson block here"]),
+    ("the women are standing", ["a woman stands", "two women standing there"]),
+    ("", ["nothing changed"]),
+    ("nothing changed", [""]),
+    ("the ball 's gone", ["the ball is gone", "there is no ball"]),
+    ("it 's the small caf\u00e9 & the big t-shirt", ["it is the little cafe", "the big shirt"]),
+    ("a a a b", ["b a a", "a b"]),
+]
+
+
+@pytest.fixture(scope="module")
+def java_statistics(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[float]], Path]:
+    """The statistics of CAPTIONS from our workers, two Java programs side by side, and a package of a small table."""
+    folder = tmp_path_factory.mktemp("java")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("PYTHONPATH", bench.small_table(folder, ("crimson block", "red cube"), ("ball", "gone")))
+        with Scorer("METEOR", 60) as program:
+            program.send({"items": CAPTIONS * 150, "shards": 2})
+            found = program.result()
+    assert found == found[: len(CAPTIONS)] * 150  # whichever program scored it
+    return found[: len(CAPTIONS)], folder / "pycocoevalcap" / "meteor"
+
+
+def ask_java(package: Path, lines: list[str]) -> list[str]:
+    """The program as pycocoevalcap starts it, with this package's table."""
+    command = ["java", "-jar", "-Xmx2G", "meteor-1.5.jar", "-", "-", "-stdio", "-l", "en", "-norm"]
+    command += ["-a", "data/paraphrase-en.gz"]
+    text = "".join(f"{line}\n" for line in lines)
+    return subprocess.run(
+        command, cwd=package, input=text, capture_output=True, text=True, encoding="utf-8", check=True
+    ).stdout.splitlines()
+
+
+def test_statistics_are_those_of_the_stock_program(java_statistics: tuple[list[list[float]], Path]):
+    found, package = java_statistics
+    answers = ask_java(package, [" ||| ".join(("SCORE", *texts, prediction)) for prediction, texts in CAPTIONS])
+    assert found == [[float(number) for number in line.split()] for line in answers]
+    assert found[0][20:] == [1.0, 4.0, 4.0]
+    assert found[1][16:18] == [2.0, 2.0]  # words of a paraphrase, in prediction and reference
+
+
+def test_the_score_of_any_group_is_the_programs_own(java_statistics: tuple[list[list[float]], Path]):
+    found, package = java_statistics
+    rng = random.Random(0)
+    groups = [[i] for i in range(len(found))] + [rng.choices(range(len(found)), k=rng.randint(2, 9)) for _ in range(60)]
+    lines = [" ||| ".join(["EVAL", *(" ".join(map(str, found[i])) for i in group)]) for group in groups]
+    answers = iter(ask_java(package, lines))
+    wanted = [[float(next(answers)) for _ in range(len(group) + 1)][-1] for group in groups]  # after those of its pairs
+    rows = np.array([meteor.to_sum(numbers) for numbers in found])
+    scores = meteor.meteor(np.array([rows[group].sum(axis=0) for group in groups]))
+    assert scores.tolist() == pytest.approx(wanted, rel=1e-15, abs=0)
+    assert next(answers, None) is None

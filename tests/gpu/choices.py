@@ -9,6 +9,7 @@ from torch import Tensor
 
 from components.models import FAMILIES
 from components.models.device import Device
+from components.models.fp8 import use_fp8
 from components.train.batches import Loader, MicroBatch, Schedule
 from components.train.loop import prepare_model
 from components.train.loss import token_loss
@@ -29,12 +30,12 @@ def small(device: Device, **changes: Any) -> Recipe:
     return recipe(BASE, **{"model": model, "micro_batch": MICRO_BATCH, **how, **changes})
 
 
-def first_batch(made: Recipe, mixture: Path, processor: Any) -> MicroBatch:
+def first_batch(made: Recipe, mixture: Path, processor: Any, device: Device) -> MicroBatch:
     """The first micro-batch of the run, as the loader builds it."""
     samples = read_training_samples(mixture, mixture / "scratch")
     cfg = made.cfg
     schedule = Schedule(samples, cfg.max_captions_per_sequence, cfg.seed, MICRO_BATCH, MICRO_BATCH, cfg.epochs)
-    return Loader(samples, processor, threads=1).build(schedule.micro_batches(0, 0)[0])
+    return Loader(samples, processor, threads=1, device=device).build(schedule.micro_batches(0, 0)[0])
 
 
 def loss_and_gradients(device: Device, mixture: Path, **changes: Any) -> tuple[float, dict[str, Tensor]]:
@@ -44,7 +45,9 @@ def loss_and_gradients(device: Device, mixture: Path, **changes: Any) -> tuple[f
     model, processor = prepare_model(made.cfg, made.model, made.compute, FAMILIES["m3diff"])
     move_what_trains(model)
     model.to(device.torch)
-    loss = token_loss(model, first_batch(made, mixture, processor), processor, device)
+    if made.cfg.fp8:
+        use_fp8(model, device)
+    loss = token_loss(model, first_batch(made, mixture, processor, device), processor, device)
     loss.backward()
     found = {name: p.grad.float().cpu() for name, p in model.named_parameters() if p.grad is not None}
     return float(loss), found

@@ -10,8 +10,11 @@ import pytest
 import torch
 
 from components.models import FAMILIES
-from components.models.device import Device, environment
+from components.models.device import FP8_CAPABILITY, Device, environment
+from components.models.fp8 import Rounded, fp8_product, rounded
 from components.models.generation import load_captioner
+from components.train.loop import prepare_model
+from components.train.loss import token_loss
 from tests.gpu.choices import ATTENTION, CHECKPOINTING, cosine, first_batch, loss_and_gradients, small
 from tests.tiny import colour_image, tiny_base, tiny_checkpoint
 from tests.train.toy import Trained, run
@@ -71,16 +74,66 @@ def test_bf16_is_close_to_fp32(attention: Any, checkpointing: str, mixture: Path
     assert cosine(gradients, wanted_gradients) > 0.995
 
 
+needs_fp8 = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < FP8_CAPABILITY,
+    reason="needs a GPU with products in FP8",
+)
+
+
+@needs_fp8
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("tokens", [1, 77, 256])
+def test_a_product_in_fp8_is_the_cpus(tokens: int, fast: bool) -> None:
+    torch.manual_seed(0)
+    matrix, weight, bias = (torch.randn(size).bfloat16() for size in ((tokens, 256), (384, 256), (384,)))
+    matrix[0] *= 1e3
+    want = fp8_product(matrix, Rounded(*rounded(weight)), bias)
+    found = fp8_product(matrix.cuda(), Rounded(*rounded(weight.cuda())), bias.cuda(), fast=fast).cpu()
+    assert ((found.float() - want.float()).norm(dim=1) <= 1e-2 * want.float().norm(dim=1)).all()
+
+
+@needs_fp8
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+@pytest.mark.parametrize("attention", ATTENTION)
+def test_fp8_is_close_to_bf16_and_to_fp8_on_the_cpu(attention: Any, checkpointing: str, mixture: Path) -> None:
+    how = {"activation_checkpointing": checkpointing}
+    bf16, bf16_gradients = loss_and_gradients(Device(True, "bf16", attention), mixture, **how)
+    on_cpu, cpu_gradients = loss_and_gradients(Device(False, "bf16"), mixture, fp8=True)
+    found, gradients = loss_and_gradients(Device(True, "bf16", attention), mixture, fp8=True, **how)
+    assert found == pytest.approx(on_cpu, rel=5e-3)
+    assert found == pytest.approx(bf16, rel=3e-2)
+    assert found != bf16
+    assert cosine(gradients, cpu_gradients) > 0.98
+    assert cosine(gradients, bf16_gradients) > 0.95
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_pinned_copy_is_the_same_batch(precision: Any, mixture: Path) -> None:
     device = Device(True, precision)
     made = small(device)
-    batch = first_batch(made, mixture, FAMILIES["m3diff"].load_processor(made.cfg.base))
+    batch = first_batch(made, mixture, FAMILIES["m3diff"].load_processor(made.cfg.base), device)
     packed = batch.packed
-    there = [packed.input_ids, packed.position_ids, packed.labels, batch.weights, torch.from_numpy(batch.images)]
+    there = [packed.input_ids, packed.position_ids, packed.labels, batch.weights, batch.images]
+    assert all(tensor.is_pinned() for tensor in there)
     copies = [device.move(tensor) for tensor in there]
     assert all(copy.is_cuda for copy in copies)
     assert all(copy.cpu().equal(tensor) for copy, tensor in zip(copies, there, strict=True))
+
+
+@pytest.mark.parametrize("attention", ATTENTION)
+def test_a_micro_batch_is_trained_on_without_waiting_for_the_gpu(attention: Any, mixture: Path) -> None:
+    """CUDA raises where the CPU would wait. The first pass compiles, and is let to."""
+    device = Device(True, "bf16", attention)
+    made = small(device)
+    model, processor = prepare_model(made.cfg, made.model, made.compute, FAMILIES["m3diff"])
+    model.to(device.torch)
+    batch = first_batch(made, mixture, processor, device)
+    for mode in ("default", "error"):
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            token_loss(model, batch, processor, device).backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
@@ -116,7 +169,11 @@ def test_captions_in_bf16(tmp_path: Path) -> None:
     captioner = load_captioner(checkpoint, 6, Device(gpu=True, precision="bf16"))
     captions = captioner.caption(PAIRS)
     assert captions == [captioner.caption([pair])[0] for pair in PAIRS]
-    assert captioner.saliency_map(PAIRS).astype(float).sum((1, 2)) == pytest.approx(1.0, abs=1e-2)
+    images = [captioner.processor.prepare_image(image) for pair in PAIRS for image in pair]
+    same, maps = captioner.answer(images, saliency=True)
+    assert same == captions
+    assert maps is not None
+    assert maps.astype(float).sum((1, 2)) == pytest.approx(1.0, abs=1e-2)
     exact = load_captioner(checkpoint, 6, Device(gpu=True, precision="fp32")).caption(PAIRS)
     assert exact == load_captioner(checkpoint, 6, Device(gpu=False, precision="fp32")).caption(PAIRS)
 

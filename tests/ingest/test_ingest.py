@@ -2,6 +2,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,6 +54,7 @@ def test_a_record_is_the_reader_s_row_under_the_dataset_s_name(raw):
         "references": ["the cube of 000003 turned red", "it became red"],
         "change_types": ["color", "size"],
         "source": "change_captions.json, CLEVR_default_000003.png",
+        "own_split": "train",
         "fault": None,
     }
     assert (second["id"], second["after"]) == ("mini/000003.png_n", f"{raw}/nsc_images/CLEVR_nonsemantic_000003.png")
@@ -121,6 +123,8 @@ def test_a_row_that_cannot_be_read_is_a_fault_of_an_unknown_split(raw):
 def test_splits_that_train_become_train(raw):
     report = run_ingest(raw, train_on=["train", "val"])
     assert report.pairs == {"test": 4, "train": 8}
+    splits = Counter((record["own_split"], record["split"]) for record in records_of(raw.parent))
+    assert splits == {("train", "train"): 6, ("val", "train"): 2, ("test", "test"): 4}
 
 
 def test_the_folder_is_made_anew_and_other_datasets_stay(raw):

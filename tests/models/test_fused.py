@@ -15,6 +15,7 @@ from torch.nn.attention.flex_attention import create_mask
 
 from components.models import FAMILIES
 from components.models.attention import RECURRING
+from components.models.device import Device
 from components.models.fused import STOCK, SwiGLU, fused_attention, make_fused, recomputing, swiglu
 from components.models.tuning import prepare, unwrapped
 from components.train.packing import Packed, pack
@@ -147,14 +148,15 @@ def test_swiglus_backward_is_right() -> None:
 
 def test_flex_attentions_rule_is_the_dense_mask() -> None:
     packed = pack([group(3, seed=0), group(1, seed=1), group(7, seed=2)]).rounded_up(RECURRING, pad_id=0)
-    rule = create_mask(packed.block_mask().mask_mod, None, None, packed.tokens, packed.tokens, device="cpu")
+    blocks = packed.block_mask(Device(False, "fp32"))
+    rule = create_mask(blocks.mask_mod, None, None, packed.tokens, packed.tokens, device="cpu")
     assert torch.equal(rule, packed.mask())
 
 
 def test_flex_attention_skips_no_block_where_a_token_sees_another() -> None:
     packed = pack([[([1] * 301, [2] * 200), ([1] * 301, [3] * 200)], [([1] * 150, [2] * 40)]])
     packed = packed.rounded_up(RECURRING, pad_id=0)
-    blocks = packed.block_mask().to_dense()[0, 0].bool()
+    blocks = packed.block_mask(Device(False, "fp32")).to_dense()[0, 0].bool()
     count = packed.tokens // 128
     tiles = packed.mask()[0, 0].view(count, 128, count, 128).any(dim=3).any(dim=1)
     assert torch.equal(blocks, tiles)

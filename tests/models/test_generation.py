@@ -57,26 +57,14 @@ def test_the_company_in_the_batch_changes_no_caption(captioner: Captioner) -> No
 
 def test_the_question_is_asked_and_has_a_default(captioner: Captioner, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    processor = captioner.processor
-    monkeypatch.setattr(captioner, "processor", _Recorder(processor, asked))
+    prompts = captioner.processor.prompt_inputs
+    monkeypatch.setattr(
+        captioner.processor, "prompt_inputs", lambda questions: asked.append(questions) or prompts(questions)
+    )
     captioner.caption(PAIRS[:2], "Describe the birds.")
     captioner.caption(PAIRS[:1])
     assert asked == [["Describe the birds."] * 2, [QUESTION]]
     assert QUESTION == "What has changed from the first image to the second?"
-
-
-class _Recorder:
-    """A processor that writes down the questions."""
-
-    def __init__(self, processor: object, asked: list) -> None:
-        self._processor, self._asked = processor, asked
-
-    def __call__(self, pairs: list, questions: list[str]) -> dict:
-        self._asked.append(questions)
-        return self._processor(pairs, questions)
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._processor, name)
 
 
 def test_no_more_tokens_than_asked_are_made(checkpoint: Path, captioner: Captioner) -> None:
@@ -95,12 +83,22 @@ def test_a_caption_ends_where_the_model_ends_it(captioner: Captioner, monkeypatc
     assert text == tokenizer.decode([first, second]).strip()
 
 
+def prepared(captioner: Captioner, pairs: list) -> list[np.ndarray]:
+    return [captioner.processor.prepare_image(image) for pair in pairs for image in pair]
+
+
+def maps_of(captioner: Captioner, pairs: list) -> np.ndarray:
+    _, maps = captioner.answer(prepared(captioner, pairs), saliency=True)
+    assert maps is not None
+    return maps
+
+
 def test_saliency_maps_are_of_each_pair_over_the_patch_grid(captioner: Captioner) -> None:
-    maps = captioner.saliency_map(PAIRS)
+    maps = maps_of(captioner, PAIRS)
     assert (maps.shape, maps.dtype) == ((5, 3, 3), np.float16)
     np.testing.assert_allclose(maps.astype(float).sum((1, 2)), 1, atol=2e-3)
     for pair, found in zip(PAIRS, maps, strict=True):
-        np.testing.assert_allclose(captioner.saliency_map([pair])[0], found, atol=1e-3)
+        np.testing.assert_allclose(maps_of(captioner, [pair])[0], found, atol=1e-3)
     pixels = torch.cat([captioner.processor([pair], ["?"])["pixel_values"] for pair in PAIRS])
     want = captioner.model.saliency_map(pixels).numpy()
     np.testing.assert_array_equal(maps, want.astype(np.float16))
@@ -110,9 +108,61 @@ def test_saliency_maps_are_of_each_pair_over_the_patch_grid(captioner: Captioner
 def test_a_model_that_compares_nothing_looks_everywhere_alike(module: dict | None, base: Path, tmp_path: Path) -> None:
     rates = {"module": None} if module else {}
     checkpoint = tiny_checkpoint(base, tmp_path / "checkpoint", tiny_settings(module, **rates))
-    maps = load_captioner(checkpoint).saliency_map(PAIRS[:2])
+    maps = maps_of(load_captioner(checkpoint, 2), PAIRS[:2])
     assert maps.shape == (2, 3, 3)
     np.testing.assert_allclose(maps, 1 / 9, atol=1e-3)
+
+
+@pytest.fixture(params=["module", "no module"])
+def either(request: pytest.FixtureRequest, base: Path, captioner: Captioner, tmp_path: Path) -> Captioner:
+    """A model with an MDP module, and the control without one; fused, as in prediction."""
+    checkpoint = base.parent / "checkpoint"
+    if request.param == "no module":
+        checkpoint = tiny_checkpoint(base, tmp_path / "checkpoint", tiny_settings(None, module=None))
+    found = load_captioner(checkpoint, 6)
+    found.family.fuse(found.model, "none")
+    return found
+
+
+def test_captions_and_maps_of_one_pass_are_to_the_bit_those_of_two(either: Captioner) -> None:
+    images = prepared(either, PAIRS)
+    captions, maps = either.answer(images, "What changed?", saliency=True)
+    alone, none = either.answer(images, "What changed?")
+    assert none is None
+    assert captions == alone == either.caption(PAIRS, "What changed?")
+    inputs = either.processor.image_inputs(torch.from_numpy(np.stack(images)))
+    want = either.model.saliency_map(inputs["pixel_values"]).numpy().astype(np.float16)
+    np.testing.assert_array_equal(maps, want)
+    if either.model.model.mdp is not None:
+        assert np.abs(want[0] - want[1]).max() > 2e-3, "maps that are all alike would show nothing"
+
+
+@pytest.mark.parametrize("saliency", [False, True])
+def test_encoder_and_module_run_once_a_batch(saliency: bool, either: Captioner) -> None:
+    tower, mdp = either.model.model.vision_tower, either.model.model.mdp
+    counted = {"embeddings": tower.embeddings, "last layer": tower.encoder.layers[-1]}
+    counted |= {} if mdp is None else {"module": mdp, "level": mdp.level(0)}
+    runs = dict.fromkeys(counted, 0)
+
+    def count(name: str) -> None:
+        runs[name] += 1
+
+    hooks = [part.register_forward_hook(lambda *_, name=name: count(name)) for name, part in counted.items()]
+    for at in (0, 2):
+        either.answer(prepared(either, PAIRS[at : at + 2]), saliency=saliency)
+    for hook in hooks:
+        hook.remove()
+    levels = 0 if mdp is None else len(mdp.cfg.vision_feature_layers)
+    assert runs == {name: 2 * (levels if name == "level" else 1) for name in counted}
+
+
+def test_a_family_without_maps_gives_captions_alone(captioner: Captioner) -> None:
+    from dataclasses import replace
+
+    original = captioner.family.generate
+    family = replace(captioner.family, generate=lambda model, inputs, _, how: original(model, inputs, False, how))
+    other = Captioner(captioner.model, captioner.processor, family, 6)
+    assert other.answer(prepared(other, PAIRS), saliency=True) == (captioner.caption(PAIRS), None)
 
 
 def test_a_captioner_puts_its_model_into_evaluation_mode(captioner: Captioner) -> None:

@@ -1,10 +1,12 @@
 """The MDP module against a plain transcription of equations (1)-(8), in float64, written from the paper alone."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from components.models.m3diff.mdp import DifferentialPerception, sincos_positions
 from components.models.m3diff.settings import MDPConfig
@@ -116,8 +118,16 @@ def test_swapping_the_images_swaps_gates_but_not_roles() -> None:
     assert (forward[0] - backward[1]).abs().max() > 1e-3
 
 
+def saliency_map(mdp: DifferentialPerception, features_1: list, features_2: list) -> torch.Tensor:
+    """The mean over the levels of the maps that a forward pass leaves."""
+    with mdp.recorded_maps() as maps:
+        mdp(features_1, features_2, features_1[0], features_2[0])
+    assert len(maps) == len(features_1)
+    return torch.stack(maps).mean(0)
+
+
 def test_the_saliency_map_is_a_distribution_over_places() -> None:
-    found = random_module().saliency_map(features(), features())
+    found = saliency_map(random_module(), features(), features())
     assert found.shape == (B, N)
     assert (found >= 0).all()
     torch.testing.assert_close(found.sum(1), torch.ones(B, dtype=torch.float64))
@@ -132,12 +142,12 @@ def test_a_module_that_starts_as_a_detector_looks_where_the_images_differ() -> N
     after = before.clone()
     places = torch.arange(9)  # of pair and place alike
     after[places, places] += torch.randn(9, 64)
-    assert mdp.saliency_map([before], [after]).argmax(1).tolist() == places.tolist()
+    assert saliency_map(mdp, [before], [after]).argmax(1).tolist() == places.tolist()
 
 
 def test_a_module_that_moves_nothing_looks_everywhere_alike() -> None:
     mdp = DifferentialPerception(MDPConfig(vision_feature_layers=(1,), heads=3), D)
-    found = mdp.saliency_map(*([x.float()] for x in features(2)))
+    found = saliency_map(mdp, *([x.float()] for x in features(2)))
     torch.testing.assert_close(found, torch.full((B, N), 1 / N))
 
 
@@ -209,7 +219,41 @@ def test_the_saliency_map_is_what_the_first_layer_moves_averaged_over_levels() -
             passed = first.feature_attention.norm_weighted_attention(query, keys)
             reached += passed[:, :, N:].sum(1)
         maps.append(reached / reached.sum(1, keepdim=True))
-    torch.testing.assert_close(mdp.saliency_map(features_1, features_2), sum(maps) / 3)
+    torch.testing.assert_close(saliency_map(mdp, features_1, features_2), sum(maps) / 3)
+
+
+def test_maps_add_an_eighth_of_a_teraflop_to_a_pair_at_the_papers_size() -> None:
+    """By hand: to the module's forward come, for both images of each level, the projections of 729 queries and of 1,458
+    keys and values, the weights, and the size of every head's projected values."""
+    with torch.device("meta"):
+        cfg, width, patches = MDPConfig(), 1152, 729
+        mdp = DifferentialPerception(cfg, width)
+        level = [torch.zeros(1, patches, width)] * 4
+
+    def flops(maps: bool) -> int:
+        recording = mdp.recorded_maps() if maps else nullcontext()
+        with torch.no_grad(), FlopCounterMode(display=False) as counter, recording:
+            mdp(level, level, level[0], level[0])
+        return counter.get_total_flops()
+
+    by_hand = 5 * patches * width**2 + 2 * patches**2 * width + 2 * patches * width**2
+    assert flops(True) - flops(False) == 2 * 4 * 2 * by_hand
+    assert (flops(True) - flops(False)) / 1e12 == pytest.approx(0.128, abs=0.001)
+
+
+@pytest.mark.parametrize("share_levels", [False, True])
+def test_maps_are_left_in_the_order_of_the_levels_and_only_while_they_are_asked_for(share_levels: bool) -> None:
+    mdp, given = random_module(share_levels=share_levels), (features(), features(), *features(2))
+    plain = mdp(*given)
+    with mdp.recorded_maps() as maps:
+        recorded = mdp(*given)
+    mdp(*given)
+    assert len(maps) == 3, "one for each level, none after"
+    assert torch.equal(torch.stack(plain), torch.stack(recorded)), "asking for maps changes no feature"
+    for number, found in enumerate(maps):
+        with mdp.recorded_maps() as alone:
+            mdp.level(number)(torch.cat([given[0][number], given[1][number]]))
+        assert torch.equal(found, alone[0])
 
 
 def test_a_new_module_is_initialised_as_its_docstrings_say() -> None:

@@ -158,7 +158,9 @@ def test_before_and_after_come_in_turn_and_each_image_keeps_its_place() -> None:
         torch.testing.assert_close(got[after], want_2)
         maps = model.saliency_map(pixels)
         assert maps.shape == (3, 3, 3)
-        torch.testing.assert_close(maps.flatten(1), model.model.mdp.saliency_map(one, two))
+        with model.model.mdp.recorded_maps() as levels:
+            model.model.mdp(one, two, states[-1][before], states[-1][after])
+        torch.testing.assert_close(maps.flatten(1), sum(levels) / 2)
 
 
 def test_a_pairs_visual_tokens_are_projected_patches_and_a_newline_each() -> None:

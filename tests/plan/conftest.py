@@ -83,7 +83,7 @@ TOY = Family(
     load=None,
     load_processor=lambda folder: WordProcessor(),
     fuse=lambda model, activation_checkpointing: None,
-    saliency_map=None,
+    generate=None,
     planned_config=lambda base, settings: ToyConfig(),
     flops=toy_flops,
     image_tokens=lambda config: IMAGE_TOKENS,
@@ -110,6 +110,7 @@ def train_section(base: Path, **changes: object) -> Train:
         "weight_decay": 0,
         "max_grad_norm": 1,
         "precision": "bf16",
+        "fp8": False,
         "export": "last",
     }
     return Train.model_validate(fields | changes)

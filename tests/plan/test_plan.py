@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from components.gpus import GPUS, Gpu
+from components.models import fp8
 from components.models.family import Lora
 from components.plan.plan import DoesNotFit, Plan, check_fits, check_memory, found_memory_gb, make_plan, print_plan
 from tests.plan.conftest import ToySettings, compute_section, convert_section, train_section
@@ -114,6 +115,15 @@ def test_one_process_without_ray_is_one_gpu_that_holds_everything(plan):
     assert made.gpus == 1
     assert made.memory_gb["weights"] * GB == pytest.approx(2 * (TRAINED + FROZEN))
     assert plan({"workers": 4}).gpus == 4
+
+
+def test_the_frozen_weights_in_fp8_are_counted_beside_those_in_bf16(plan, monkeypatch):
+    monkeypatch.setattr(fp8, "MULTIPLE", 2)
+    want = plan({}).memory_gb
+    memory = plan({}, fp8=True).memory_gb
+    copies = memory.pop("FP8 copies")
+    assert copies * GB == pytest.approx(2 * 8 * 6 + 4 * (8 + 6))
+    assert memory == want
 
 
 def test_activations_are_those_of_the_longest_sequence_for_each_of_a_micro_batch(plan):

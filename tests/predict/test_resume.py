@@ -40,16 +40,16 @@ class Killed(BaseException):
 def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Calls of the model, and after how many it is killed."""
     told: dict[str, Any] = {"calls": 0, "end": None, "pairs": []}
-    original = Captioner.caption
+    original = Captioner.answer
 
-    def caption(self: Captioner, pairs: list, question: str) -> list[str]:
+    def answer(self: Captioner, images: list, question: str, saliency: bool) -> tuple[list[str], Any]:
         if told["calls"] == told["end"]:
             raise Killed
         told["calls"] += 1
-        told["pairs"].append(len(pairs))
-        return original(self, pairs, question)
+        told["pairs"].append(len(images) // 2)
+        return original(self, images, question, saliency)
 
-    monkeypatch.setattr(Captioner, "caption", caption)
+    monkeypatch.setattr(Captioner, "answer", answer)
     return told
 
 

@@ -14,6 +14,7 @@ import pytest
 from pydantic import ValidationError
 
 from components.compute import Compute
+from components.evaluate.report.figures import SaliencyMaps
 from components.models.generation import Captioner, load_captioner
 from components.models.images import load_image
 from components.predict import stage
@@ -82,6 +83,23 @@ def written(mixture: Path, model: Path, tmp_path_factory: pytest.TempPathFactory
     return out, run(settings(), mixture, model, out)
 
 
+def answer_with(monkeypatch: pytest.MonkeyPatch, caption: Callable[[list, str], list[str]]) -> None:
+    """Let the model say what `caption` makes of the images and the question, and look everywhere alike."""
+
+    def answer(_: Captioner, images: list, question: str, saliency: bool) -> tuple[list[str], np.ndarray | None]:
+        captions = caption(images, question)
+        return captions, np.full((len(captions), 3, 3), 1 / 9, np.float16) if saliency else None
+
+    monkeypatch.setattr(Captioner, "answer", answer)
+
+
+def map_of(captioner: Captioner, mixture: Path, number: int) -> np.ndarray:
+    images = [load_image(mixture / f"{number}_{side}.png") for side in ("before", "after")]
+    _, maps = captioner.answer([captioner.processor.prepare_image(image) for image in images], saliency=True)
+    assert maps is not None
+    return maps[0]
+
+
 def one_by_one(captioner: Captioner, mixture: Path, befores: list[int], afters: list[int]) -> list[dict[str, str]]:
     """What the pairs' captions must be, each from a batch of its own."""
     rows = []
@@ -105,10 +123,11 @@ def test_each_pair_is_shown_with_its_own_images_and_question(
 ) -> None:
     """Here a caption says what was seen: no two pairs can be taken for each other."""
 
-    def caption(self: Captioner, pairs: list, question: str) -> list[str]:
-        return [" ".join([str(np.asarray(image).astype(int).sum()) for image in pair] + [question]) for pair in pairs]
+    def caption(images: list, question: str) -> list[str]:
+        sums = [str(image.astype(int).sum()) for image in images]
+        return [f"{before} {after} {question}" for before, after in zip(sums[::2], sums[1::2], strict=True)]
 
-    monkeypatch.setattr(Captioner, "caption", caption)
+    answer_with(monkeypatch, caption)
     run(settings(), mixture, model, tmp_path)
     prepare = captioner.processor.prepare_image
     sums = {file.stem: prepare(load_image(file)).astype(int).sum() for file in mixture.glob("*.png")}
@@ -138,8 +157,7 @@ def test_saliency_has_one_map_for_each_pair_in_the_same_order(
     assert (maps.shape, maps.dtype) == ((5, 3, 3), np.float16)
     np.testing.assert_allclose(maps.astype(float).sum((1, 2)), 1, atol=2e-3)
     for number, found in zip(ORDER, maps, strict=True):
-        images = load_image(mixture / f"{number}_before.png"), load_image(mixture / f"{number}_after.png")
-        np.testing.assert_allclose(found, captioner.saliency_map([images])[0], atol=1e-3)
+        np.testing.assert_allclose(found, map_of(captioner, mixture, number), atol=1e-3)
     assert np.abs(maps[0] - maps[1]).max() > 2e-3, "maps that are all alike would hide a wrong order"
 
 
@@ -154,7 +172,7 @@ def test_the_report_counts_pairs_and_words(written: tuple[Path, PredictReport]) 
 def test_words_are_the_mean_length_of_a_caption(
     mixture: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Captioner, "caption", lambda self, pairs, question: ["one two", "one"][: len(pairs)])
+    answer_with(monkeypatch, lambda images, question: ["one two", "one"][: len(images) // 2])
     assert run(settings(limit=3), mixture, model, tmp_path).words == 1.67  # 2, 1 and, in its own batch, 2
 
 
@@ -166,7 +184,7 @@ def test_four_files_are_written_and_nothing_else(written: tuple[Path, PredictRep
 def test_text_is_readable_in_the_file(
     mixture: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Captioner, "caption", lambda self, pairs, question: ["größer"] * len(pairs))
+    answer_with(monkeypatch, lambda images, question: ["größer"] * (len(images) // 2))
     run(settings(limit=1), mixture, model, tmp_path)
     assert (tmp_path / "predictions.json").read_text(encoding="utf-8") == (
         '[\n {\n  "image_id": "toy/4",\n  "caption": "größer"\n }\n]\n'
@@ -190,11 +208,11 @@ def test_a_batch_holds_pairs_of_one_question_and_no_more_than_asked(
 ) -> None:
     seen: list[tuple[int, str]] = []
 
-    def caption(self: Captioner, pairs: list, question: str) -> list[str]:
-        seen.append((len(pairs), question))
-        return ["a caption"] * len(pairs)
+    def caption(images: list, question: str) -> list[str]:
+        seen.append((len(images) // 2, question))
+        return ["a caption"] * (len(images) // 2)
 
-    monkeypatch.setattr(Captioner, "caption", caption)
+    answer_with(monkeypatch, caption)
     run(settings(), mixture, model, tmp_path)
     each = [(2, QUESTIONS[0]), (1, QUESTIONS[0]), (2, QUESTIONS[1])]
     assert seen == each + each, "the pairs, then the control"
@@ -203,22 +221,29 @@ def test_a_batch_holds_pairs_of_one_question_and_no_more_than_asked(
 def test_maps_are_made_of_the_pairs_alone_in_the_batches_of_their_captions(
     mixture: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[tuple[str, int]] = []
-    caption, saliency_map = Captioner.caption, Captioner.saliency_map
+    seen: list[tuple[int, bool]] = []
+    original = Captioner.answer
 
-    def captioned(self: Captioner, pairs: list, question: str) -> list[str]:
-        seen.append(("caption", len(pairs)))
-        return caption(self, pairs, question)
+    def answer(self: Captioner, images: list, question: str, saliency: bool) -> tuple[list[str], np.ndarray | None]:
+        seen.append((len(images) // 2, saliency))
+        return original(self, images, question, saliency)
 
-    def mapped(self: Captioner, pairs: list) -> np.ndarray:
-        seen.append(("map", len(pairs)))
-        return saliency_map(self, pairs)
-
-    monkeypatch.setattr(Captioner, "caption", captioned)
-    monkeypatch.setattr(Captioner, "saliency_map", mapped)
+    monkeypatch.setattr(Captioner, "answer", answer)
     run(settings(control_pairs=1), mixture, model, tmp_path)
-    both = [(kind, size) for size in (2, 1, 2) for kind in ("caption", "map")]
-    assert seen == [*both, ("caption", 1)], "nothing of the control, whose maps nobody reads"
+    assert seen == [(2, True), (1, True), (2, True), (1, False)], "nothing of the control, whose maps nobody reads"
+
+
+def test_a_family_without_maps_leaves_an_empty_file_of_them(
+    mixture: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        Captioner, "answer", lambda self, images, question, saliency: (["a"] * (len(images) // 2), None)
+    )
+    run(settings(), mixture, model, tmp_path)
+    assert len(json.loads((tmp_path / "predictions.json").read_text())) == 5
+    maps = SaliencyMaps(tmp_path / "saliency.npz")
+    assert len(maps) == 0
+    assert maps.heat(IDS[0], (40, 40)) is None
 
 
 @pytest.mark.parametrize(("limit", "count"), [(1, 1), (3, 3), (5, 5), (9, 5)])

@@ -1,8 +1,11 @@
 """Where captions are made: images ahead of the model, the checkpoint's own precision, fused modules, Ray workers."""
 
 import json
+import os
 import shutil
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,12 +20,14 @@ from components.models.device import DeviceError
 from components.models.fused import FusedMLP, FusedRMSNorm
 from components.models.generation import load_captioner
 from components.models.images import load_image
-from components.predict import workers
+from components.models.m3diff.processing import M3DiffImageProcessor
+from components.predict import stage, workers
 from components.predict.pairs import batches, read_test_pairs
+from components.predict.stage import predict
 from components.predict.workers import AHEAD, Batch, Job, caption, caption_here, caption_on_ray, images_ahead
 from components.records import DataError
 from components.section import ParamsError
-from tests.predict.test_stage import ORDER, compute, write_test_split
+from tests.predict.test_stage import ORDER, compute, settings, write_test_split
 from tests.tiny import tiny_base, tiny_checkpoint
 
 
@@ -80,18 +85,19 @@ def test_images_come_with_their_batch_in_the_order_of_its_pairs(mixture: Path, c
     found = list(images_ahead(asked, processor, threads=3))
     assert [batch for batch, _ in found] == asked
     for batch, images in found:
-        for pair, shown in zip(batch.pairs, images, strict=True):
-            for path, image in zip((pair.before, pair.after), shown, strict=True):
-                want = processor.prepare_image(load_image(path))
-                np.testing.assert_array_equal(np.asarray(image), want)
+        paths = [path for pair in batch.pairs for path in (pair.before, pair.after)]
+        for path, image in zip(paths, images, strict=True):
+            np.testing.assert_array_equal(image, processor.prepare_image(load_image(path)))
 
 
-def test_a_prepared_image_stays_as_it_is(mixture: Path, checkpoint: Path) -> None:
-    """So the captioner, which prepares what it is given, sees what it would see of the file."""
-    processor = load_captioner(checkpoint).processor
-    once = processor.prepare_image(load_image(mixture / "0_before.png"))
-    again = workers._open(str(mixture / "0_before.png"), None, processor)
-    np.testing.assert_array_equal(processor.prepare_image(again), once)
+def test_an_image_is_prepared_once(mixture: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    prepare = M3DiffImageProcessor.prepare_image
+    monkeypatch.setattr(
+        M3DiffImageProcessor, "prepare_image", lambda self, image: seen.append(image) or prepare(self, image)
+    )
+    list(caption_here(job(checkpoint), in_batches(mixture)))
+    assert len(seen) == 2 * 5
 
 
 def test_an_image_that_is_refused_ends_the_stream_and_its_threads(mixture: Path, tmp_path: Path) -> None:
@@ -140,16 +146,15 @@ def test_modules_are_fused_as_in_training_and_the_captions_stay(checkpoint: Path
     assert not {FusedRMSNorm, FusedMLP} & {type(module) for module in stock.model.modules()}
     asked = in_batches(mixture, size=2)
     for batch, (number, answers) in zip(asked, caption_here(job(checkpoint), asked), strict=True):
-        images = [
-            (workers._open(pair.before, None, stock.processor), workers._open(pair.after, None, stock.processor))
-            for pair in batch.pairs
-        ]
+        files = [file for pair in batch.pairs for file in (pair.before, pair.after)]
+        images = [stock.processor.prepare_image(load_image(file)) for file in files]
+        captions, maps = stock.answer(images, batch.pairs[0].question, saliency=True)
         assert number == batch.number
-        assert [answer.caption for answer in answers] == stock.caption(images, batch.pairs[0].question)
+        assert [answer.caption for answer in answers] == captions
         if batch.saliency:
-            np.testing.assert_allclose([a.saliency for a in answers], stock.saliency_map(images), atol=1e-3)
+            np.testing.assert_allclose([answer.saliency for answer in answers], maps, atol=1e-3)
         else:
-            assert [answer.saliency for answer in answers] == [None] * len(images)
+            assert [answer.saliency for answer in answers] == [None] * len(captions)
 
 
 # Workers
@@ -205,6 +210,78 @@ def test_workers_that_find_no_room_are_refused_with_what_ray_has(
         list(caption_on_ray(job(checkpoint, workers=2, gpu=True), in_batches(mixture)))
 
 
+def die(graves: Path) -> None:
+    """End this process as a machine out of memory does, and leave a file for it."""
+    (graves / str(os.getpid())).touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "at"), [(2, 12), (1, 13)])
+def test_what_a_dead_worker_has_not_answered_is_answered_once_by_others(
+    count: int,
+    at: int,
+    cluster: None,
+    checkpoint: Path,
+    mixture: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+
+    class Mortal(workers.Worker):
+        def caption(self, batches: list[Batch]) -> Iterator[tuple[int, list]]:
+            for batch in batches:
+                if batch.number == at and not list(tmp_path.iterdir()):
+                    die(tmp_path)
+                yield from super().caption([batch])
+
+    asked = in_batches(mixture)
+    want = dict(caption_here(job(checkpoint), asked))
+    monkeypatch.setattr(workers, "Worker", Mortal)
+    got = list(caption_on_ray(job(checkpoint, workers=count, max_failures=1), asked))
+    assert len(list(tmp_path.iterdir())) == 1, "one has died"
+    assert sorted(number for number, _ in got) == sorted(want), "each batch once"
+    for number, answers in got:
+        assert [answer.caption for answer in answers] == [answer.caption for answer in want[number]]
+        for one, other in zip(answers, want[number], strict=True):
+            np.testing.assert_array_equal(one.saliency, other.saliency)
+    said = capsys.readouterr().out
+    assert "predict: a worker died (" in said
+    assert f"unanswered batches go to {'1 other worker(s)' if count == 2 else 'new workers'} (failure 1 of 1 " in said
+
+
+@pytest.mark.slow
+def test_too_many_deaths_end_the_run_and_what_was_captioned_is_kept(
+    cluster: None, checkpoint: Path, mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each worker dies when its first answer is in the journal: with one failure allowed, two of five are."""
+    out, graves, runs = tmp_path / "out", tmp_path / "graves", tmp_path / "out_runs" / "predict"
+    graves.mkdir()
+
+    class Mortal(workers.Worker):
+        def caption(self, batches: list[Batch]) -> Iterator[tuple[int, list]]:
+            yield from super().caption(batches[:1])
+            while sum(file.read_text().count("\n") for file in runs.iterdir()) <= len(list(graves.iterdir())):
+                time.sleep(0.05)
+            die(graves)
+
+    cfg, how = settings(batch_pairs=1, control_pairs=0), compute(out, max_failures=1, workers=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(stage, "caption", caption_on_ray)
+        patch.setattr(workers, "Worker", Mortal)
+        with pytest.raises(ConnectionError, match=r"compute.max_failures: 1 .* run `m3diff predict` again"):
+            predict(cfg, how, mixture, checkpoint.parent, out)
+    assert len(list(graves.iterdir())) == 2
+    again: list[int] = []
+    monkeypatch.setattr(stage, "caption", lambda job, todo: again.extend(b.number for b in todo) or caption(job, todo))
+    predict(cfg, how, mixture, checkpoint.parent, out)
+    assert len(again) == 3, "the other two are kept"
+    predict(cfg, how, mixture, checkpoint.parent, tmp_path / "other")
+    for name in ("predictions.json", "saliency.npz"):
+        assert (out / name).read_bytes() == (tmp_path / "other" / name).read_bytes()
+
+
 @pytest.mark.parametrize("gpu", [False, True])
 def test_each_worker_is_placed_with_its_device_and_its_environment(
     gpu: bool, checkpoint: Path, mixture: Path, monkeypatch: pytest.MonkeyPatch
@@ -215,7 +292,11 @@ def test_each_worker_is_placed_with_its_device_and_its_environment(
     class Actor:
         def __init__(self, _: Job) -> None:
             self.ready = SimpleNamespace(remote=lambda: "ready")
-            self.caption = SimpleNamespace(remote=lambda part: dealt.append([batch.number for batch in part]) or part)
+            self.caption = SimpleNamespace(remote=self._caption)
+
+        def _caption(self, part: list[Batch]) -> Iterator[tuple[int, list]]:
+            dealt.append([batch.number for batch in part])
+            return iter([(batch.number, []) for batch in part])
 
     def remote(**given: Any) -> Any:
         asked.update(given)
@@ -223,10 +304,10 @@ def test_each_worker_is_placed_with_its_device_and_its_environment(
 
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "remote", remote)
-    monkeypatch.setattr(ray, "wait", lambda refs, num_returns, timeout: (refs, []))
+    monkeypatch.setattr(ray, "wait", lambda refs, num_returns, timeout=None: (refs[:num_returns], refs[num_returns:]))
     monkeypatch.setattr(ray, "get", lambda refs: refs)
-    monkeypatch.setattr(workers, "_as_they_come", lambda parts: iter(parts))
-    list(caption_on_ray(job(checkpoint, workers=2, cpus_per_worker=3, gpu=gpu), in_batches(mixture)))
+    made = list(caption_on_ray(job(checkpoint, workers=2, cpus_per_worker=3, gpu=gpu), in_batches(mixture)))
+    assert sorted(made) == [(number, []) for number in range(10, 15)]
     assert (asked["num_cpus"], asked["num_gpus"]) == (3, int(gpu))
     assert asked["runtime_env"] == {"env_vars": workers.environment(gpu)}
     assert dealt == [[10, 12, 14], [11, 13]]

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from components.models import FAMILIES
+from components.models.device import Device
 from components.models.family import Term
 from components.train.arithmetic import (
     COUNTED,
@@ -26,7 +27,8 @@ WORK = Work(accumulation=2, pairs=10, references=23, sequences=10, tokens=50.5, 
 
 @pytest.fixture
 def loader(mixture: Path, base: Path, tmp_path: Path) -> Loader:
-    return Loader(read_samples(mixture / "train", tmp_path), FAMILIES["m3diff"].load_processor(base), threads=1)
+    samples, processor = read_samples(mixture / "train", tmp_path), FAMILIES["m3diff"].load_processor(base)
+    return Loader(samples, processor, threads=1, device=Device(False, "fp32"))
 
 
 def test_a_run_is_measured_on_its_own_samples(loader: Loader) -> None:

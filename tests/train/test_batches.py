@@ -1,7 +1,10 @@
 """Which reference trains when: once per epoch, by the seed, dealt to workers and micro-batches; with which image."""
 
+import threading
 from collections import Counter
+from dataclasses import fields
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -9,10 +12,14 @@ import pytest
 import torch
 
 from components.models import FAMILIES
+from components.models.attention import RECURRING
+from components.models.device import Device
 from components.records import DataError
-from components.train.batches import Loader, Schedule, open_image, plan_epoch
+from components.train.batches import Loader, MicroBatch, Schedule, open_image, plan_epoch
+from components.train.loop import prepare_model
+from components.train.loss import token_loss
 from components.train.samples import SCHEMA, Samples, read_samples
-from tests.train.toy import write_mixture
+from tests.train.toy import recipe, write_mixture
 
 
 def samples(pairs: int = 7) -> Samples:
@@ -139,7 +146,8 @@ def test_captions_of_steps_are_counted_without_what_only_fills_up() -> None:
 
 @pytest.fixture
 def loader(mixture: Path, base: Path, tmp_path: Path) -> Loader:
-    return Loader(read_samples(mixture / "train", tmp_path), FAMILIES["m3diff"].load_processor(base), threads=1)
+    samples, processor = read_samples(mixture / "train", tmp_path), FAMILIES["m3diff"].load_processor(base)
+    return Loader(samples, processor, threads=1, device=Device(False, "fp32"))
 
 
 def test_a_micro_batch_has_the_images_before_and_after_by_turns(loader: Loader) -> None:
@@ -171,6 +179,76 @@ def test_the_stream_gives_each_step_from_the_first_asked_to_the_last(loader: Loa
     for step, batches in enumerate(got, start=2):
         want = [loader.build(batch) for batch in plan.micro_batches(step, 0)]
         assert [b.packed.input_ids.tolist() for b in batches] == [b.packed.input_ids.tolist() for b in want]
+
+
+def tensors_of(batch: MicroBatch) -> list[torch.Tensor]:
+    found = [getattr(batch.packed, field.name) for field in fields(batch.packed)]
+    if batch.layout:
+        found += [batch.layout.rows, batch.layout.places, *(mask for mask in batch.layout.masks if mask is not None)]
+    return [*found, batch.images, batch.weights]
+
+
+@pytest.fixture
+def pinned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, torch.Tensor]]:
+    """(thread, tensor) of every tensor that is pinned from now on; a GPU's copies are on the CPU."""
+    done: list[tuple[str, torch.Tensor]] = []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        copy = tensor.clone()
+        done.append((threading.current_thread().name, copy))
+        return copy
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    monkeypatch.setattr(Device, "torch", torch.device("cpu"))
+    return done
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "flex"])
+def test_a_micro_batch_for_a_gpu_leaves_the_threads_pinned_and_is_only_copied_by_the_step(
+    attention: Literal["sdpa", "flex"], loader: Loader, base: Path, pinned: list[tuple[str, torch.Tensor]]
+) -> None:
+    made = recipe(base)
+    model, processor = prepare_model(made.cfg, made.model, made.compute, FAMILIES["m3diff"])
+    device, cpu = Device(True, "fp32", attention), Device(False, "fp32", attention)
+    plan = Schedule(loader.samples, None, seed=1, global_batch=4, micro_batch=2, epochs=1)
+    fed = Loader(loader.samples, processor, threads=2, device=device)
+    steps = list(fed.stream(plan, rank=0, first_step=0))
+    assert len(pinned) > 0
+    made_ready = {id(tensor) for _, tensor in pinned}
+    assert {name.split("_")[0] for name, _ in pinned} == {"load"}
+    for step, batches in enumerate(steps):
+        for batch, rows in zip(batches, plan.micro_batches(step, 0), strict=True):
+            assert {id(tensor) for tensor in tensors_of(batch)} <= made_ready
+            assert (batch.layout is None) == (attention == "flex")
+            assert (batch.packed.tokens % RECURRING == 0) == (attention == "flex")
+            plain = Loader(loader.samples, processor, threads=1, device=cpu).build(rows)
+            with torch.no_grad():
+                assert token_loss(model, batch, processor, device).equal(token_loss(model, plain, processor, cpu))
+    assert len(pinned) == len(made_ready), "the step pins nothing"
+
+
+def test_what_was_read_is_made_complete_in_the_threads_in_its_order(
+    loader: Loader, pinned: list[tuple[str, torch.Tensor]]
+) -> None:
+    fed = Loader(loader.samples, loader.processor, threads=2, device=Device(True, "fp32"))
+    read = [fed.read([(rows, 1)]) for rows in loader.samples.pairs()]
+    assert not pinned
+    complete = list(fed.completed(read))
+    assert len(complete) == len(read) > 5, "more than are made ahead"
+    for before, after in zip(read, complete, strict=True):
+        assert before.layout is None
+        assert after.layout is not None
+        assert after.packed.input_ids.equal(before.packed.input_ids)
+        assert after.images.equal(before.images)
+    assert {name.split("_")[0] for name, _ in pinned} == {"load"}
+
+
+def test_on_a_cpu_nothing_is_pinned_or_copied(loader: Loader, pinned: list[tuple[str, torch.Tensor]]) -> None:
+    read = loader.read([(rows, 1) for rows in loader.samples.pairs()])
+    complete = loader.complete(read)
+    assert not pinned
+    assert all(after is before for before, after in zip(tensors_of(read)[:6], tensors_of(complete)[:6], strict=True))
+    assert complete.images is read.images
 
 
 def test_an_image_that_changed_or_is_gone_is_refused_with_its_name_and_the_remedy(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from components.models.attention import RECURRING
 from components.models.device import Device
 from components.models.fused import make_fused
 from components.models.tuning import prepare
+from components.train.batches import MicroBatch, complete
 from components.train.loss import attention_inputs
 from components.train.packing import PAD, Packed, pack
 from tests.tiny import MDP, SIDE, scale_features, tiny_model, tiny_settings
@@ -32,9 +33,11 @@ def group(captions: int, seed: int, own_questions: bool = False) -> Group:
 
 def summed_loss(model: torch.nn.Module, packed: Packed, pixels: Tensor, kernel: str = "rule") -> Tensor:
     """By the rule as one mask over the whole row, or by the inputs of a kernel."""
-    if kernel == "flex":
-        packed = packed.rounded_up(RECURRING, pad_id=0)
-    asked = {"attention_mask": packed.mask()}
+    asked: dict[str, Any] = {"attention_mask": packed.mask()}
+    if kernel != "rule":
+        device = Device(False, "fp32", kernel)  # type: ignore[arg-type]
+        batch = complete(MicroBatch(packed, torch.empty(0), torch.empty(0)), device, pad_id=0)
+        packed, asked = batch.packed, attention_inputs(batch, device)
     logits = model(
         input_ids=packed.input_ids,
         position_ids=packed.position_ids,
@@ -42,7 +45,7 @@ def summed_loss(model: torch.nn.Module, packed: Packed, pixels: Tensor, kernel: 
         batch_num_images=[2] * (len(pixels) // 2),
         logits_to_keep=packed.supervised,
         use_cache=False,
-        **(asked if kernel == "rule" else attention_inputs(packed, Device(False, "fp32", kernel))),  # type: ignore[arg-type]
+        **asked,
     ).logits
     return F.cross_entropy(logits, packed.labels, reduction="sum")
 

@@ -7,10 +7,14 @@ import torch
 from torch import Tensor
 
 from components.models import FAMILIES
+from components.models.tuning import TrainableGroup
+from components.params import load_params
+from components.train.engine import build_engine
 from components.train.job import Job, Runtime
 from components.train.loop import Run, prepare_model, start, take_step, train_step
 from components.train.retry import DivergedError
 from components.train.state import MasterState
+from tests.toy import REPOSITORY
 from tests.train.toy import Recipe, recipe
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -36,7 +40,7 @@ def gradients(made: Recipe, run: Run, step: int) -> dict[str, Tensor]:
             position_ids=batch.packed.position_ids,
             attention_mask=batch.packed.mask(),
             logits_to_keep=batch.packed.supervised,
-            **processor.image_inputs(torch.from_numpy(batch.images)),
+            **processor.image_inputs(batch.images),
         ).logits
         chosen = logits.float().log_softmax(-1)[torch.arange(len(batch.packed.labels)), batch.packed.labels]
         total, tokens = total - chosen.sum(), tokens + len(chosen)
@@ -153,3 +157,23 @@ def test_gradients_in_bf16_are_added_up_in_fp32(stage: int, mixture: Path, base:
     for name, parameter in state.parameters.items():
         first = 0.1 * added[name]  # AdamW's first moment; a sum in bf16 is 2e-3 off
         assert (state.get(parameter, "exp_avg") - first).norm() <= 1e-5 * first.norm(), name
+
+
+@pytest.mark.parametrize("profile", ["paper", "one-gpu", "small"])
+def test_a_profile_in_bf16_loses_no_small_gradient_of_many_micro_batches(profile: str) -> None:
+    """1 + 256 * 2**-9 is 1.5; added up in bf16, each of the 256 would be rounded away."""
+    params = load_params(REPOSITORY / "profiles" / f"{profile}.yaml")
+    train = params.train.model_copy(update={"global_batch": 257, "max_grad_norm": NO_CLIPPING})
+    compute = params.compute.model_copy(update={"micro_batch": 1})
+    assert train.precision == "bf16"
+    model = torch.nn.Linear(4, 1, bias=False, dtype=torch.bfloat16)
+    group = TrainableGroup("llm", ("llm",), 0.0, [model.weight])
+    engine = build_engine(train, compute, model, [group], ranks=1)
+    for number in range(257):
+        gradient = 1.0 if number == 0 else 2.0**-9
+        engine.backward(257 * gradient * engine(torch.ones(1, 4, dtype=torch.bfloat16)).float().sum())
+        engine.step()
+    state = MasterState(engine)
+    state.link()
+    first = state.get(model.weight, "exp_avg").flatten()  # a tenth of the gradient
+    torch.testing.assert_close(first, torch.full((4,), 0.15), rtol=1e-4, atol=0)

@@ -65,13 +65,14 @@ def losses_by_hand(model: torch.nn.Module, found: Validation) -> dict[str, list[
     """(sum, tokens) of each dataset, every reference in a sequence of its own."""
     from components.train.batches import Loader
 
-    loader, sums = Loader(found.samples, found.processor, threads=1), {"toy": [0.0, 0], "second": [0.0, 0]}
+    loader = Loader(found.samples, found.processor, threads=1, device=found.device)
+    sums: dict[str, list[float]] = {"toy": [0.0, 0], "second": [0.0, 0]}
     for row in range(len(found.samples)):
         batch = loader.build([(np.array([row]), 1)])
         with torch.no_grad():
             logits = model(
                 input_ids=batch.packed.input_ids, logits_to_keep=batch.packed.supervised,
-                **found.processor.image_inputs(torch.from_numpy(batch.images)),
+                **found.processor.image_inputs(batch.images),
             ).logits  # fmt: skip
         chosen = logits.log_softmax(-1)[torch.arange(len(batch.packed.labels)), batch.packed.labels]
         sums[found.samples.dataset[row]][0] -= float(chosen.sum())

@@ -59,6 +59,7 @@ TRAIN: dict[str, Any] = {
     "weight_decay": 0.01,
     "max_grad_norm": 1.0,
     "precision": "fp32",
+    "fp8": False,
     "export": "last",
 }
 

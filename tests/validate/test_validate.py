@@ -60,7 +60,7 @@ def test_sound_data_passes_whole_with_the_record_schema(raw):
     assert ingest_and_validate(raw, max_quarantined_share=0.0) == {}
     table = pq.read_table(raw.parent / "clean/records.parquet")
     assert table.schema.equals(RECORD_SCHEMA)
-    before = pq.read_table(raw.parent / "records/mini/records.parquet").drop_columns("fault")
+    before = pq.read_table(raw.parent / "records/mini/records.parquet").drop_columns(["own_split", "fault"])
     assert table.to_pylist() == before.to_pylist()
 
 
@@ -129,7 +129,7 @@ def test_above_the_threshold_the_data_is_refused_and_the_quarantine_is_there(raw
     (raw / "sc_images/CLEVR_semantic_000008.png").unlink()
     run_ingest(raw)
     with pytest.raises(
-        DataError, match=r"1 of 12 rows are bad, more than validate.max_quarantined_share = 0.05"
+        DataError, match=r"mini train: 1 of 6 rows are bad, more than validate.max_quarantined_share = 0.05"
     ) as refused:
         run_validate(raw.parent, max_quarantined_share=0.05)
     assert "CLEVR_default_000008.png: after: " in str(refused.value)
@@ -165,11 +165,66 @@ def test_published_counts_are_held_against_the_records(expect):
         expect("published", COUNTS | {"test": 5})
 
 
-def test_published_counts_of_a_split_that_trains_are_expected_in_train(raw, expect):
+def test_a_split_that_trains_is_judged_by_what_it_was(raw, expect):
     run_ingest(raw, train_on=["train", "val"])
-    assert expect("published", train_on=["train", "val"]).rows_out == 12
-    with pytest.raises(DataError, match=r"mini train: 8 pairs, but 6 are expected\D+mini val: 0 pairs, but 2"):
+    assert expect("published", train_on=["train", "val"]).datasets["mini"].pairs == {"test": 4, "train": 8}
+    assert expect({"val": 2, "train": 6}).rows_out == 12
+    with pytest.raises(DataError, match=r"mini val: 2 pairs, but 3 are expected"):
+        expect("published", COUNTS | {"val": 3}, train_on=["train", "val"])
+    (raw / "nsc_images/CLEVR_nonsemantic_000009.png").unlink()
+    run_ingest(raw, train_on=["train", "val"])
+    with pytest.raises(DataError, match=r"mini val: 1 of 2 rows are bad") as refused:
+        run_validate(raw.parent, max_quarantined_share=0.2)
+    assert "mini train" not in str(refused.value)
+
+
+def test_counts_are_those_after_quarantine(raw, expect):
+    (raw / "sc_images/CLEVR_semantic_000003.png").unlink()
+    run_ingest(raw)
+    with pytest.raises(DataError, match=r"mini train: 5 pairs, but 6 are expected"):
         expect("published")
+    assert expect("published", COUNTS | {"train": 5}).rows_out == 11
+
+
+def test_a_training_pair_that_is_left_out_because_it_is_in_test_counts_as_there(raw, expect):
+    for folder, kind in (("images", "default"), ("sc_images", "semantic")):
+        shutil.copy(raw / f"{folder}/CLEVR_{kind}_000012.png", raw / f"{folder}/CLEVR_{kind}_000008.png")
+    run_ingest(raw)
+    report = expect("published")
+    assert (report.leaks, report.rows_out) == (1, 11)
+
+
+def test_a_lost_test_pair_is_named_with_its_reason_and_refused_unless_allowed(raw, expect):
+    (raw / "sc_images/CLEVR_semantic_000012.png").unlink()
+    run_ingest(raw)
+    with pytest.raises(DataError, match=r"mini: 1 test pairs are lost, .*allow_lost_test_pairs") as refused:
+        run_validate(raw.parent, allow_lost_test_pairs=False)
+    assert "mini/000012.png: after: " in str(refused.value)
+    assert "mini/000012.png_n" not in str(refused.value)
+    report = expect("published")  # allowed, so the benchmark's count is not held against what is left
+    (lost,) = report.datasets["mini"].lost_test_pairs
+    assert lost.startswith("mini/000012.png: after: ")
+    assert report.datasets["mini"].pairs["test"] == 3
+    with pytest.raises(DataError, match=r"mini test: 4 pairs, but 5 are expected"):
+        expect("published", COUNTS | {"test": 5})
+
+
+def test_a_repeated_row_of_a_test_pair_that_stays_is_no_lost_pair(raw):
+    edit_json(raw / "splits.json", lambda splits: splits["test"].append(12))
+    run_ingest(raw)
+    report = run_validate(raw.parent, allow_lost_test_pairs=False)
+    assert (report.quarantined, report.datasets["mini"].lost_test_pairs) == (2, [])
+
+
+def test_each_split_of_each_dataset_is_judged_by_its_own_share_of_bad_rows(raw):
+    write_clevr(raw.parent / "more", {"train": list(range(20, 60)), "val": [], "test": [70]})
+    (raw / "nsc_images/CLEVR_nonsemantic_000009.png").unlink()
+    run_ingest(raw)
+    run_ingest(raw.parent / "more", name="more")
+    with pytest.raises(DataError, match=r"mini val: 1 of 2 rows are bad, more than .* = 0.05") as refused:
+        run_validate(raw.parent, max_quarantined_share=0.05)
+    assert "more train" not in str(refused.value)
+    run_validate(raw.parent, max_quarantined_share=0.5)
 
 
 def test_without_expected_counts_none_is_held_against_the_records(expect):
@@ -289,6 +344,7 @@ def test_every_count_of_the_report(raw):
                 "references": {"test": 8, "train": 6, "val": 5},
                 "quarantined": 3,
                 "broken_rules": {"after_decodes": 1, "no_markup": 1, "not_in_test": 1},
+                "lost_test_pairs": [],
             }
         },
     }
@@ -385,7 +441,7 @@ def test_every_output_is_equal_in_another_process_with_and_without_cache(raw):
 )
 def test_the_section_s_limits_are_kept(field, least, too_little):
     fields = {"max_quarantined_share": 0, "max_caption_chars": 9, "max_image_pixels": 9, "allow_test_leakage": False}
-    fields["near_duplicate_max_diff"] = None
+    fields |= {"near_duplicate_max_diff": None, "allow_lost_test_pairs": False}
     assert getattr(Validate.model_validate(fields | {field: least}), field) == least
     with pytest.raises(ValueError, match=field):
         Validate.model_validate(fields | {field: too_little})

@@ -28,11 +28,17 @@ MAX_PROCESSES = 4
 
 
 def program(of: Program) -> dict[Item, list[float]]:
-    """The 23 statistics of each item, of its best reference."""
+    """The 23 statistics of each item, of its best reference, ready to be summed."""
     worker = of.start("METEOR")  # before the tokens are there: it has a large table to read
     items = of.items()
     worker.send({"items": items, "shards": min(MAX_PROCESSES, len(os.sched_getaffinity(0)))})
-    return dict(zip(items, worker.result(), strict=True))
+    return {item: to_sum(numbers) for item, numbers in zip(items, worker.result(), strict=True)}
+
+
+def to_sum(statistics: list[float]) -> list[float]:
+    """METEOR counts no chunk where all words of both sides match in one."""
+    words, reference_words = statistics[:2]
+    return [*statistics[:20], 0.0, *statistics[21:]] if statistics[20:] == [1.0, words, reference_words] else statistics
 
 
 def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores:
@@ -61,8 +67,7 @@ def meteor(sums: np.ndarray) -> np.ndarray:
         precision = weighted(matches[..., 0], matches[..., 2]) / weighted_length(words, functions)
         recall = weighted(matches[..., 1], matches[..., 3]) / weighted_length(reference_words, reference_functions)
         mean = 1.0 / ((1.0 - ALPHA) / precision + ALPHA / recall)
-        identical = (matched == words) & (reference_matched == reference_words) & (chunks == 1)
-        fragmentation = np.where(identical, 0.0, chunks / ((matched + reference_matched) / 2))
+        fragmentation = chunks / ((matched + reference_matched) / 2)
         score = mean * (1.0 - GAMMA * fragmentation**BETA)
     return np.where(np.isnan(score), 0.0, np.maximum(score, 0.0))
 

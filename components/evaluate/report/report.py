@@ -123,8 +123,10 @@ def protocol_parts(evidence: Evidence, all_columns: list[str], columns: list[str
     for one in evidence.protocols:
         scores = evidence.report.protocols[one.name]
         part = {"name": one.name, "id": tables.plain(one.name), "rules": rules_of(one.protocol)}
-        known = dict.fromkeys(("several", "types", "published")) | {"is_headline": one.name == first_of[one.dataset]}
-        if known["is_headline"]:
+        is_headline = one.name == first_of[one.dataset]
+        published = tables.published_table(one.name, scores, tables.published_of(one, is_headline))
+        known = {"is_headline": is_headline, "published": published, "several": None, "types": None}
+        if is_headline:
             known |= headline_parts(one, scores, columns)
         parts.append(part | known | {"groups": tables.group_table(one.name, scores, all_columns)})
     return parts
@@ -135,7 +137,6 @@ def headline_parts(one: ProtocolPairs, scores: ProtocolScores, columns: list[str
     return {
         "several": scores.groups.get("multi_change"),
         "types": tables.type_table(one.name, scores, types, columns) if types else None,
-        "published": tables.published_table(one.dataset, one.name, scores),
     }
 
 

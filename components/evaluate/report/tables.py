@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from components.evaluate.metrics.metric import Value
-from components.evaluate.report.published import SCORES, published_rows
+from components.evaluate.protocols import ProtocolPairs
+from components.evaluate.published.published import SCORES, PublishedRow, published_rows, published_rows_by_type
 from components.evaluate.summary import Interval, ProtocolScores
 
 BEST, SECOND = 1, 2
@@ -144,12 +145,20 @@ def type_table(protocol: str, scores: ProtocolScores, types: Sequence[str], colu
     return Table(f"{plain(protocol)}-types", ("Type", "n", *read, *columns), rows)
 
 
-def published_table(benchmark: str, protocol: str, scores: ProtocolScores) -> Table | None:
-    """This run among the published rows of a benchmark, best CIDEr first; None where nothing is published.
+def published_of(one: ProtocolPairs, is_headline: bool) -> list[PublishedRow]:
+    """The published rows of a protocol: those of its benchmark are of the headline's, or of one change type."""
+    if is_headline:
+        return published_rows(one.dataset)
+    return (
+        published_rows_by_type(one.dataset, *one.protocol.change_types) if len(one.protocol.change_types) == 1 else []
+    )
+
+
+def published_table(protocol: str, scores: ProtocolScores, known: list[PublishedRow]) -> Table | None:
+    """This run among the published rows of a protocol, best CIDEr first; None where nothing is published.
 
     The best and second best of each column are marked. A run over fewer pairs than papers score is not ranked.
     """
-    known = published_rows(benchmark)
     if not known:
         return None
     rows = [

@@ -78,8 +78,12 @@ def fuse(model: M3DiffForConditionalGeneration, activation_checkpointing: str) -
     make_fused(model, activation_checkpointing)
 
 
-def saliency_map(model: M3DiffForConditionalGeneration, image_inputs: Mapping[str, Tensor]) -> Tensor:
-    return model.saliency_map(image_inputs["pixel_values"])
+def generate(
+    model: M3DiffForConditionalGeneration, inputs: Mapping[str, Tensor], saliency: bool, decoding: Mapping[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    asked: dict[str, Any] = {**inputs, **decoding}
+    tokens, maps = model.generate_with_maps(**asked) if saliency else (model.generate(**asked), None)  # type: ignore[misc]
+    return tokens[:, inputs["input_ids"].shape[1] :], maps
 
 
 def planned_config(base: Path, settings: M3DiffSettings) -> M3DiffConfig:
@@ -144,7 +148,7 @@ M3DIFF = Family(
     load=load,
     load_processor=load_processor,
     fuse=fuse,
-    saliency_map=saliency_map,
+    generate=generate,
     planned_config=planned_config,
     flops=flops,
     image_tokens=image_tokens,

@@ -6,7 +6,10 @@ What the paper leaves open is a field of `MDPConfig`, with the reason for the ch
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -139,6 +142,16 @@ class DifferentialLayer(nn.Module):
         both = torch.cat([f, df_ca.repeat(2, 1, 1)], dim=1)
         return skip * f_2BND + self.feature_attention(f, both, places_ND), df_ca  # (6)
 
+    def saliency_map(self, f_2BND: Tensor, df_ca_BND: Tensor, places_ND: Tensor | None = None) -> Tensor:
+        """How much each place of the difference, as it leaves this layer, moves both images' features in (6): [B, N],
+        sums to 1."""
+        reached = torch.full_like(df_ca_BND[:, :, 0], torch.finfo(df_ca_BND.dtype).tiny)  # untrained: moves nothing
+        for query in self.norm_feature(f_2BND).chunk(2):
+            keys = torch.cat([query, df_ca_BND], dim=1)
+            passed = self.feature_attention.norm_weighted_attention(query, keys, places_ND)
+            reached = reached + passed[:, :, query.shape[1] :].sum(dim=1)
+        return reached / reached.sum(dim=1, keepdim=True)
+
 
 class DifferentialLevel(nn.Module):
     """Equations (1)-(7) for the features of one level, a layer of the vision encoder."""
@@ -171,20 +184,6 @@ class DifferentialLevel(nn.Module):
             steps.append(layer(*steps[-1], places_ND))
         return df, steps
 
-    def saliency_map(self, f_2BND: Tensor, places_ND: Tensor | None = None) -> Tensor:
-        """How much each place of the difference moves both images' features in (6): [B, N], sums to 1. Of the first
-        layer, which hands on the difference itself; after it every place holds something of all."""
-        _, steps = self._layers(f_2BND, places_ND)
-        _, moving = steps[1]
-        first = self.layers[0]
-        assert isinstance(first, DifferentialLayer)
-        reached = torch.full_like(moving[:, :, 0], torch.finfo(moving.dtype).tiny)  # an untrained module moves nothing
-        for query in first.norm_feature(f_2BND).chunk(2):
-            keys = torch.cat([query, moving], dim=1)
-            passed = first.feature_attention.norm_weighted_attention(query, keys, places_ND)
-            reached = reached + passed[:, :, query.shape[1] :].sum(dim=1)
-        return reached / reached.sum(dim=1, keepdim=True)
-
 
 class DifferentialPerception(nn.Module):
     """The MDP module over all levels, equation (8)."""
@@ -199,7 +198,8 @@ class DifferentialPerception(nn.Module):
         if not self.cfg.pos_embed_scale:
             return None
         side = math.isqrt(like_BND.shape[1])
-        return sincos_positions(side, self.width, self.cfg.heads, self.cfg.pos_embed_scale).to(like_BND)
+        places = sincos_positions(side, self.width, self.cfg.heads, self.cfg.pos_embed_scale)
+        return places.to(like_BND, non_blocking=True)
 
     def level(self, number: int) -> DifferentialLevel:
         module = self.levels[0 if self.cfg.share_levels else number]
@@ -227,8 +227,19 @@ class DifferentialPerception(nn.Module):
         out_1, out_2 = out.chunk(2)
         return out_1, out_2
 
-    def saliency_map(self, features_1: list[Tensor], features_2: list[Tensor]) -> Tensor:
-        """Where the module looks for the difference, averaged over the levels: [B, N], sums to 1 over N."""
-        places, both = self.places(features_1[0]), zip(features_1, features_2, strict=True)
-        maps = [self.level(number).saliency_map(torch.cat([f1, f2]), places) for number, (f1, f2) in enumerate(both)]
-        return torch.stack(maps).mean(dim=0)
+    @contextmanager
+    def recorded_maps(self) -> Iterator[list[Tensor]]:
+        """Within it, each level that `forward` works on adds where it looks for the difference: [B, N], sums to 1. Of
+        its first layer, which hands on the difference itself; after it every place holds something of all."""
+        maps: list[Tensor] = []
+
+        def add(layer: Any, given: tuple[Any, ...], result: tuple[Tensor, Tensor]) -> None:
+            f_2BND, _, places_ND = given
+            maps.append(layer.saliency_map(f_2BND, result[1], places_ND))
+
+        hooks = [self.level(number).layers[0].register_forward_hook(add) for number in range(len(self.levels))]
+        try:
+            yield maps
+        finally:
+            for hook in hooks:
+                hook.remove()

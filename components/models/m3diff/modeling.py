@@ -5,7 +5,7 @@ Shapes: B pairs, N patches per image, D the vision encoder's width; images come 
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -181,17 +181,34 @@ class M3DiffForConditionalGeneration(NewModuleInit, LlavaOnevisionForConditional
         output.logits = output.logits.flatten(0, 1)
         return output
 
+    def generate_with_maps(self, *, pixel_values: Tensor, **inputs: Any) -> tuple[Tensor, Tensor]:
+        """`generate`, and `saliency_map` from the same pass of the vision encoder and the MDP module."""
+        with self._recorded_maps() as maps:
+            tokens: Any = self.generate(pixel_values=pixel_values, **inputs)  # type: ignore[misc]
+        return tokens, self._mean_map(maps, pixel_values)
+
     @torch.no_grad()
     def saliency_map(self, pixel_values: Tensor) -> Tensor:
-        """Where the model looks for the difference of each pair: [B, rows, columns] over the patch grid, sums to 1."""
-        mdp = self.model.mdp
+        """Where the model looks for the difference of each pair, averaged over the levels: [B, rows, columns] over the
+        patch grid, sums to 1; everywhere alike without an MDP module.
+
+        Args:
+            pixel_values: [2 B, 3, H, W]: before, after, before, after, ...
+        """
+        with self._recorded_maps() as maps:
+            self.model.perceive(pixel_values)
+        return self._mean_map(maps, pixel_values)
+
+    def _recorded_maps(self) -> AbstractContextManager[list[Tensor]]:
+        return nullcontext([]) if self.model.mdp is None else self.model.mdp.recorded_maps()
+
+    def _mean_map(self, maps: list[Tensor], pixel_values: Tensor) -> Tensor:
         side = self.config.vision_config.image_size // self.config.vision_config.patch_size
-        if mdp is None:
-            pairs = len(pixel_values) // 2
-            return torch.full((pairs, side, side), 1 / side**2, device=pixel_values.device)
-        states = self.model.vision_hidden_states(pixel_values)
-        levels = [states[layer] for layer in mdp.cfg.vision_feature_layers]
-        return mdp.saliency_map([f[0::2] for f in levels], [f[1::2] for f in levels]).unflatten(1, (side, side))
+        if self.model.mdp is None:
+            return torch.full((len(pixel_values) // 2, side, side), 1 / side**2, device=pixel_values.device)
+        levels = len(self.model.mdp.cfg.vision_feature_layers)
+        assert len(maps) == levels, f"{len(maps)} maps of {levels} levels: the encoder runs once"
+        return torch.stack(maps).mean(dim=0).unflatten(1, (side, side))
 
 
 AutoModelForImageTextToText.register(M3DiffConfig, M3DiffForConditionalGeneration)

@@ -74,7 +74,7 @@ class M3DiffImageProcessor(BaseImageProcessor):
     def to_pixels(self, prepared: Tensor) -> Tensor:
         """[..., side, side, 3] uint8 to [..., 3, side, side] float32, on the device where they are."""
         mean, std = (
-            255 * torch.tensor(values, dtype=torch.float32, device=prepared.device)[:, None, None]
+            (255 * torch.tensor(values, dtype=torch.float32)[:, None, None]).to(prepared.device, non_blocking=True)
             for values in (self.image_mean, self.image_std)
         )
         return prepared.movedim(-1, -3).to(torch.float32, memory_format=torch.contiguous_format).sub_(mean).div_(std)
@@ -150,6 +150,12 @@ class M3DiffProcessor(ProcessorMixin):
             "batch_num_images": torch.full((len(prepared) // 2,), 2),  # read on the CPU, so it stays there
         }
 
+    def prompt_inputs(self, questions: list[str]) -> dict[str, Tensor]:
+        """`input_ids` and `attention_mask` of the prompts, [B, tokens], left-padded."""
+        prompts = [list(self.encode_prompt(question)) for question in questions]
+        text = self.tokenizer.pad({"input_ids": prompts}, padding=True, padding_side="left", return_tensors="pt")
+        return {"input_ids": text["input_ids"], "attention_mask": text["attention_mask"]}
+
     def decode(self, tokens: Tensor) -> list[str]:  # type: ignore[override]  # a batch, as the protocol has it
         """The texts of generated token ids [B, tokens], without special tokens and outer blanks."""
         return [text.strip() for text in self.tokenizer.batch_decode(tokens, skip_special_tokens=True)]
@@ -157,12 +163,9 @@ class M3DiffProcessor(ProcessorMixin):
     def __call__(self, pairs: list[tuple[Image.Image, Image.Image]], questions: list[str]) -> dict[str, Any]:
         """Left-padded inputs of `generate` for P pairs: pixel_values is [2 P, 3, side, side]."""
         assert len(pairs) == len(questions), f"{len(pairs)} pairs but {len(questions)} questions"
-        prompts = [list(self.encode_prompt(question)) for question in questions]
-        text = self.tokenizer.pad({"input_ids": prompts}, padding=True, padding_side="left", return_tensors="pt")
         prepared = _stacked([self.prepare_image(image) for pair in pairs for image in pair])
         return {
-            "input_ids": text["input_ids"],
-            "attention_mask": text["attention_mask"],
+            **self.prompt_inputs(questions),
             "image_sizes": torch.full((2 * len(pairs), 2), self.image_processor.side),
             **self.image_inputs(prepared),
         }
