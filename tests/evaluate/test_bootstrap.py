@@ -1,5 +1,6 @@
 """Intervals against what statistics says they are: coverage, width, pairing, and scores that some resamples lack."""
 
+import json
 import time
 import tracemalloc
 from statistics import NormalDist
@@ -11,6 +12,7 @@ import pytest
 from components.evaluate import bootstrap
 from components.evaluate.bootstrap import bounds, compare, intervals, resample, score_of, statistics
 from components.evaluate.metrics.metric import Metric, MetricScores, Resampled, mean_of, ratio
+from tests.evaluate import bench
 
 P = "toy/test"
 MEAN = mean_of("score")
@@ -142,3 +144,17 @@ def test_other_pairs_are_refused_and_a_model_without_the_score_is_not_compared()
     assert score_of(ours, "toy/none", MEAN) is None
     few = compare(table(score=[1.0] * 5), table(score=[0.0] * 5), P, MEAN)
     assert (few.gain, few.interval) == (1.0, None)
+
+
+def test_the_stage_writes_each_protocols_intervals_beside_its_scores(tmp_path, monkeypatch):
+    folders = bench.write(tmp_path)
+    bench.run(folders, tmp_path / "few", metrics=["change_accuracy"])
+    monkeypatch.setattr(bootstrap, "MIN_PAIRS", 6)
+    bench.run(folders, tmp_path / "out", metrics=["change_accuracy"])
+    few, found = (
+        next(iter(json.loads((tmp_path / folder / "metrics.json").read_text())["protocols"].values()))
+        for folder in ("few", "out")
+    )
+    assert (few["pairs"], few["intervals"]) == (6, {})
+    assert found["change_type_accuracy"] == pytest.approx(2 / 3)
+    assert found["intervals"]["false_no_change"] == {"low": 0.0, "high": pytest.approx(0.75, abs=0.1)}
