@@ -61,7 +61,8 @@ def judge(cfg: Promote, challenger: pa.Table, champion: pa.Table) -> Verdict:
     Raises:
         ValueError: they do not hold the same pairs of the protocol.
     """
-    missing = [name for name in (cfg.metric, *cfg.guards) if score_of(challenger, cfg.protocol, scores()[name]) is None]
+    asked = (cfg.metric, *cfg.guards)
+    missing = [name for name in asked if score_of(challenger, cfg.protocol, scores()[name]) is None]
     if missing:
         return Verdict(outcome="refused", reason=no_score(cfg, *missing))
     found = compare(challenger, champion, cfg.protocol, scores()[cfg.metric], cfg.confidence)
