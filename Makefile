@@ -11,7 +11,8 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export LC_ALL := C.UTF-8
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-gpu check up down profile base bench-train bench-data bench-score install check-system
+N ?= 3
+.PHONY: help run test test-gpu check up down profile base seeds bench-train bench-data bench-score install check-system
 
 help:           ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -55,6 +56,10 @@ bench-data: install  ## data speed at 896k samples -> benchmarks/results/data.js
 
 bench-score: install ## scoring speed beside pycocoevalcap -> benchmarks/results/score.json
 	@python benchmarks/score.py
+
+seeds: install  ## the embedded training from N seeds (minutes each), mean and deviation -> benchmarks/results/seeds.json
+	@dvc repro convert
+	@python infra/seeds.py $(N)
 
 install: $(READY)
 

@@ -102,7 +102,8 @@ def _gate(values: Any, new: Any, say: Say) -> None:
         say(f"{was} -> {now}")
     if complete:
         _first_protocol(section, values["ingest"]["datasets"])
-        say(f"promote: new; the gain is measured on {section['protocol']}, guarded: {', '.join(section['guards']) or '-'}")
+        guarded = ", ".join(section["guards"]) or "nothing"
+        say(f"promote: new; the gain is measured on {section['protocol']}, guarded: {guarded}")
     values.pop("promote", None)
     values.insert(list(values).index("register") + 1, "promote", section)
     if not held:

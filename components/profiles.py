@@ -2,7 +2,7 @@
 
 A profile is a file of `profiles/` that names what it `extends` and the few values that differ. Sections are laid over
 each other key by key; a collection by name (`ingest.datasets`, `convert.sources`, `synthesize`, `promote.guards`) is
-replaced whole where a profile names it. `synthesize` that is inherited keeps only the datasets that the profile ingests.
+replaced whole where a profile names it. An inherited `synthesize` keeps only the datasets that the profile ingests.
 """
 
 import datetime

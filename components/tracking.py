@@ -117,8 +117,11 @@ def log_curves(client: MlflowClient, run_id: str, curves: Path, timestamp_ms: in
 
 
 def log_scores(client: MlflowClient, run_id: str, metrics: Path, timestamp_ms: int) -> None:
-    """`metrics.json`, nested parts as `part/score`; a score that is absent (null) or no number is left out."""
-    leaves = flatten(json.loads(metrics.read_text()), separator="/")
+    """`metrics.json`, nested parts as `part/score`, a protocol's as `dataset/protocol/score`; a score that is absent
+    (null) or no number is left out."""
+    found = json.loads(metrics.read_text())
+    protocols = found.pop("protocols", {})
+    leaves = flatten(found | protocols, separator="/")
     scores = [
         Metric(name, float(leaf), timestamp_ms, 0) for name, leaf in leaves.items() if isinstance(leaf, int | float)
     ]

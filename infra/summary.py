@@ -2,11 +2,13 @@
 
 import json
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from components.params import Params, ParamsError, load_params
+from components.promote.promote import Promotion, promote
 from components.records import DataError
-from components.register.promotion import Promotion, promote
 from components.register.stage import Registration, register
 
 SCORES = (
@@ -30,17 +32,33 @@ NEXT = """next
 
 def summary(params: Params, registration: Registration, decision: Promotion) -> str:
     paths = params.paths
-    scores = json.loads((paths.report / "metrics.json").read_text())
-    lines = [f"  {name:<22} {scores[name]:8.4f}" for name in SCORES if isinstance(scores.get(name), int | float)]
+    protocols = json.loads((paths.report / "metrics.json").read_text())["protocols"]
     places = [
         ("report", (paths.report / "report.html").resolve()),
         ("predictions", (paths.predictions / "predictions.json").resolve()),
         ("model", f"{registration.uri} ({registration.outcome}) in {params.register_.tracking_uri}"),
         ("gate", decision),
     ]
-    return "\n".join(
-        ["", "scores on the test split", *lines, "", *(f"{name:<12} {place}" for name, place in places), "", NEXT]
-    )
+    return "\n".join(["", *headlines(protocols), *(f"{name:<12} {place}" for name, place in places), "", NEXT])
+
+
+def headlines(protocols: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """The scores of each dataset's first protocol, which is its headline, with their intervals."""
+    shown: set[str] = set()
+    for name, found in protocols.items():
+        dataset = name.partition("/")[0]
+        if dataset in shown:
+            continue
+        shown.add(dataset)
+        published = found.get("published_pairs")
+        of = "" if published in (None, found["pairs"]) else f" of {published} that papers score"
+        yield f"scores on {name}, {found['pairs']} pairs{of}; 95 % intervals over pairs"
+        for score in SCORES:
+            if isinstance(value := found.get(score), int | float):
+                interval = found["intervals"].get(score)
+                bounds = f"   {interval['low']:.4f} to {interval['high']:.4f}" if interval else ""
+                yield f"  {score:<22} {value:8.4f}{bounds}"
+        yield ""
 
 
 def main() -> int:

@@ -108,7 +108,7 @@ CALLS: dict[str, tuple[list[str], str, str, dict[str, Any]]] = {
         },
     ),
     "register": (["register"], "components.register.stage", "register", {"params": PARAMS}),
-    "promote": (["promote"], "components.register.promotion", "promote", {"params": PARAMS}),
+    "promote": (["promote"], "components.promote.promote", "promote", {"params": PARAMS}),
     "statistics": (
         ["data", "statistics"],
         "components.inspect.statistics",
@@ -376,7 +376,7 @@ def test_an_error_of_the_program_is_not_hidden(monkeypatch):
 
 @pytest.mark.parametrize(("outcome", "code"), [("promoted", 0), ("first", 0), ("unchanged", 0), ("refused", 4)])
 def test_a_refused_promotion_exits_with_four(outcome, code, monkeypatch):
-    Recorder(monkeypatch, "components.register.promotion", promote=Result(outcome=outcome))
+    Recorder(monkeypatch, "components.promote.promote", promote=Result(outcome=outcome))
     assert main(["promote"]) == code
 
 

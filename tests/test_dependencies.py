@@ -144,8 +144,8 @@ def leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield from leaves(value, f"{name}.{key}" if name else str(key))
 
 
-NO_DATA = ("compute.", "register.tracking_uri")
-"""Where a run computes and where its results are shown: no stage reads or writes data there."""
+NO_DATA = ("compute.", "register.tracking_uri", "promote.protocol")
+"""Where a run computes, where its results are shown, and a name that is no path: no stage reads or writes data there."""
 
 
 def test_every_path_in_params_yaml_is_a_dependency_or_an_output_by_interpolation():
@@ -276,7 +276,7 @@ CHANGES: dict[str, tuple[Callable[[Path], None], list[str], list[str]]] = {
         [*INGEST, "convert"],
     ),
     "pages of predictions in the report": (set_to("evaluate.gallery", 7), ["evaluate"], ["evaluate"]),
-    "gate": (set_to("register.min_gain", 0.5), [], []),
+    "gate": (set_to("promote.min_gain", 0.5), [], []),
     "recipe of the base": (set_to("pretrain.seed", 7), [], []),
 }
 

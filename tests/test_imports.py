@@ -33,6 +33,11 @@ TOP = {"params", "consistency", "profiles", "migrate", "__main__"}
 COMMANDS = {"plan", "inspect", "export", "compare", "score"}
 """Folders of commands: no stage imports them."""
 
+JOINS = {"promote"}
+"""Folders that join stages: the gate compares a version with the champion, which it lets predict and evaluate score
+again where the test set is another. To be one of the stages it would need another stage's code, to be the stages'
+common code it would need theirs; so it stands above them, and only what starts commands knows it."""
+
 RUN_BY_DVC = yaml.safe_load((REPOSITORY / "dvc.yaml").read_text())["stages"].keys()
 STAGES = sorted(file.parent.name for file in COMPONENTS.glob("*/stage.py"))
 MODELS_KNOW = {"torch", "transformers", "peft", "numpy", "PIL", "safetensors", "tokenizers"}
@@ -60,7 +65,7 @@ def breaking(folder: Path, forbidden) -> list[str]:
 
 def test_stages_are_the_folders_with_a_stage_and_the_other_folders_are_shared_or_commands():
     folders = {folder.name for folder in COMPONENTS.iterdir() if (folder / "__init__.py").is_file()}
-    assert folders == {*STAGES, "datasets", "models"} | COMMANDS
+    assert folders == {*STAGES, "datasets", "models"} | COMMANDS | JOINS
     assert {file.stem for file in COMPONENTS.glob("*.py")} == (SHARED - folders) | TOP | {"__init__"}
 
 
@@ -87,7 +92,24 @@ def test_a_command_knows_no_other_command_and_not_the_parameters_as_a_whole(fold
     assert breaking(COMPONENTS / folder, lambda name: name[0] == "components" and name[1] in other) == []
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("folder", sorted(JOINS))
+def test_what_joins_stages_imports_no_command_and_of_the_top_the_parameters_alone(folder):
+    other = COMMANDS | (JOINS - {folder}) | (TOP - {"params"})
+    assert breaking(COMPONENTS / folder, lambda name: name[0] == "components" and name[1] in other) == []
+
+
+@pytest.mark.parametrize("folder", sorted(JOINS))
+def test_what_joins_stages_is_known_to_the_command_line_and_its_section_to_the_parameters(folder):
+    found = {
+        (str(file.relative_to(COMPONENTS)), module.split(".")[2])
+        for file in COMPONENTS.rglob("*.py")
+        for module in imports(file)
+        if module.startswith(f"components.{folder}.") and file.parent != COMPONENTS / folder
+    }
+    assert found == {("__main__.py", folder), ("params.py", "params")}
+
+
+@pytest.mark.parametrize("stage", [*STAGES, *sorted(JOINS)])
 def test_the_parameters_of_a_stage_are_its_section_and_import_nothing_heavy(stage):
     file = COMPONENTS / stage / "params.py"
     if stage == "synthesize":  # each generator has settings of its own, beside its dataset

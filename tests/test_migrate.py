@@ -57,10 +57,11 @@ def test_an_earlier_profile_becomes_the_present_one_but_for_its_folders(name, ol
     module = ["module.pos_embed_scale", "module.init_gain"]  # 0 is what they are where they are not written
     expected = ["compute.zero_stage: 1 -> 2"] if name == "one-gpu" else []  # since: gradients added up in fp32
     expected += [f"models.m3diff.{key}: - -> 0.0" for key in module]
+    expected += ["promote.guards: {} -> -", "promote.guards.METEOR: - -> 0.01"]  # which migrate leaves to a person
     values = migrated(path)
     now = resolve(REPOSITORY / "profiles" / f"{name}.yaml")[0]
     found = [line for line in differences(values, now) if ".root: " not in line]
-    assert found == expected
+    assert sorted(found) == sorted(expected)
     roots = {dataset: entry["root"] for dataset, entry in values["ingest"]["datasets"].items()}
     assert roots == {dataset: f"data/01_raw/real/{dataset}" for dataset in now["ingest"]["datasets"]}
     assert load_params(path).models == load_params(REPOSITORY / "profiles" / f"{name}.yaml").models
@@ -102,6 +103,9 @@ def test_each_rename_is_said_and_a_copy_is_kept(old):
         "train.checkpointing -> compute.activation_checkpointing",
         "ingest.datasets: a list -> a mapping by name",
         "ingest.datasets.minichange.reader: clevr_change -> minichange, the benchmark that makes itself",
+        "register.gate_metric -> promote.metric",
+        "register.min_gain -> promote.min_gain",
+        "promote: new; the gain is measured on minichange/total, guarded: change_exact_accuracy, no_change_recall",
     ):
         assert line in said
     everything = "\n".join(said)
@@ -267,6 +271,60 @@ def test_a_profile_that_names_the_memory_of_a_gpu_alone_is_migrated_too(tmp_path
     path = tmp_path / "mine.yaml"
     path.write_text("extends: paper\n\ncompute:\n  gpu_memory_gb: 40\n")
     assert migrated(path) == {"extends": "paper", "compute": {"gpu_kind": "A100-40GB"}}
+
+
+# The gate's own section
+
+
+def before_promote(name: str = "embedded") -> str:
+    """A profile as it was when the gate's parameters stood in `register`."""
+    text = (REPOSITORY / "profiles" / f"{name}.yaml").read_text()
+    start, end = text.index("promote:"), text.index("compute:")
+    text = text[:start] + text[end:]
+    return text.replace(
+        "  model_name: m3diff\n", "  model_name: m3diff\n  gate_metric: METEOR  # of mine\n  min_gain: 0.1\n"
+    )
+
+
+def test_the_gates_keys_move_to_a_section_of_their_own_which_the_embedded_profile_completes(tmp_path):
+    path, said = tmp_path / "params.yaml", []
+    path.write_text(before_promote())
+    migrate(path, EMBEDDED, said.append)
+    assert differences(resolve(EMBEDDED)[0], resolve(path)[0]) == [
+        "promote.metric: CIDEr -> METEOR",
+        "promote.min_gain: 0.0 -> 0.1",
+    ]
+    assert list(yaml.safe_load(path.read_text())) == list(yaml.safe_load(EMBEDDED.read_text())), "sections in order"
+    assert "  metric: METEOR" in path.read_text()
+    assert said[:2] == ["register.gate_metric -> promote.metric", "register.min_gain -> promote.min_gain"]
+    assert load_params(path).promote.metric == "METEOR"
+
+
+def test_on_a_dataset_without_a_grammar_no_accuracy_is_guarded(tmp_path):
+    path = tmp_path / "params.yaml"
+    text = before_promote().replace("{reader: minichange,", "{reader: birds_to_words,")
+    text = text.replace("    minichange: {reader", "    birds: {reader")
+    start, end = text.index("synthesize:"), text.index("ingest:")
+    path.write_text(text[:start] + "synthesize: {}\n\n" + text[end:])
+    migrate(path, EMBEDDED, lambda line: None)
+    gate = load_params(path).promote
+    assert (gate.protocol, gate.guards) == ("birds/test", {})
+
+
+def test_a_profile_that_names_one_key_of_the_gate_keeps_one(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("extends: paper\n\nregister:\n  gate_metric: METEOR\n")
+    assert migrated(path) == {"extends": "paper", "promote": {"metric": "METEOR"}}
+    path.write_text("extends: paper\n\nregister:\n  experiment: mine\n  min_gain: 1.0\n")
+    assert migrated(path) == {"extends": "paper", "register": {"experiment": "mine"}, "promote": {"min_gain": 1.0}}
+
+
+def test_a_file_with_the_gate_in_register_is_refused_with_the_command_that_helps(tmp_path):
+    path = tmp_path / "params.yaml"
+    path.write_text(before_promote())
+    with pytest.raises(ParamsError, match="register.gate_metric is now promote.metric; run `m3diff migrate`") as error:
+        load_params(path)
+    assert "missing" not in str(error.value)
 
 
 def test_the_kind_that_an_earlier_file_gets_is_one_of_todays_with_its_memory():

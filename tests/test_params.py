@@ -63,15 +63,19 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
             "train.epochs": 0,
             "train.warmup_share": 1.5,
             "validate.near_duplicate_max_diff": 256,
-            "register.min_gain": -0.1,
+            "promote.min_gain": -0.1,
+            "promote.confidence": 1.0,
+            "promote.guards": {"no_change_recall": -0.1},
             "train.seed": -1,
         },
         [
             "train.epochs: must be more than 0 (found 0)",
             "train.warmup_share: must be 1 or less (found 1.5)",
             "validate.near_duplicate_max_diff: must be 255 or less (found 256)",
-            "register.min_gain: must be 0 or more (found -0.1)",
             "train.seed: must be 0 or more (found -1)",
+            "promote.min_gain: must be 0 or more (found -0.1)",
+            "promote.confidence: must be less than 1 (found 1.0)",
+            "promote.guards.no_change_recall: must be 0 or more (found -0.1)",
         ],
     ),
     "numbers that are none": (
@@ -245,12 +249,41 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["convert.sources.minichange.task: did you mean 'difference'? expected one of birds, detail, difference, e"],
     ),
     "metrics": (
-        {"evaluate.metrics": ["CIDer", "METEOR", "METEOR"], "register.gate_metric": "CIDEr"},
+        {"evaluate.metrics": ["CIDer", "METEOR", "METEOR"], "promote.guards": {}},
         [
             "evaluate.metrics: did you mean 'CIDEr'? expected one of BLEU, CIDEr",
             "evaluate.metrics: METEOR is listed twice; remove one",
-            "register.gate_metric: expected one of METEOR (found 'CIDEr'); evaluate.metrics decides what is computed",
+            "promote.metric: expected one of METEOR (found 'CIDEr'); evaluate.metrics decides what is computed",
         ],
+    ),
+    "the gate": (
+        {"promote.protocol": "minichange/totl", "promote.metric": "change_exact", "promote.guards": {"no_change": 0.1}},
+        [
+            "promote.protocol: did you mean 'minichange/total'? expected one of minichange/distractor, minichange/",
+            "promote.metric: did you mean 'change_exact_accuracy'? expected one of BLEU-1, BLEU-2",
+            "promote.guards.no_change: did you mean 'false_no_change'? expected one of",
+        ],
+    ),
+    "a gate on what is better where it is smaller": (
+        {"promote.metric": "false_no_change", "promote.guards": {"false_no_change": 0.1}},
+        ["promote.metric: expected one of BLEU-1"],
+    ),
+    "a gate by what reads captions, on a dataset without a grammar": (
+        {
+            "ingest.datasets": {"birds": {"reader": "birds_to_words", "root": "data/01_raw/birds"}},
+            "synthesize": {},
+            "promote.protocol": "birds/test",
+            "promote.metric": "change_exact_accuracy",
+            "promote.guards": {"no_change_recall": 0.1, "CIDEr": 0.1},
+        },
+        [
+            "promote.metric: expected one of BLEU-1",
+            "promote.guards.no_change_recall: expected one of BLEU-1",
+        ],
+    ),
+    "a gate on a protocol of a dataset that is not ingested": (
+        {"promote.protocol": "clevr_change/total"},
+        ["promote.protocol: did you mean 'minichange/total'?"],
     ),
     "no metrics": (
         {"evaluate.metrics": []},

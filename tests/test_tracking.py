@@ -82,13 +82,19 @@ def test_long_curves_go_in_batches_that_mlflow_takes(client, tmp_path):
 def test_scores_are_metrics_and_what_is_no_number_is_left_out(client, tmp_path):
     metrics = tmp_path / "metrics.json"
     metrics.write_text(
-        json.dumps({"CIDEr": 1.5, "SPICE": None, "pairs": 3, "note": "n", "types": {"color": {"BLEU": 1}}})
+        json.dumps(
+            {
+                "rows_out": 3,
+                "note": "n",
+                "protocols": {"d/p": {"CIDEr": 1.5, "SPICE": None, "intervals": {"CIDEr": {"low": 1}}}},
+            }
+        )
     )
     tracking.log_scores(client, "run", metrics, 99)
     assert [(m.key, m.value, m.timestamp, m.step) for m in client.logged("metrics")] == [
-        ("CIDEr", 1.5, 99, 0),
-        ("pairs", 3.0, 99, 0),
-        ("types/color/BLEU", 1.0, 99, 0),
+        ("rows_out", 3.0, 99, 0),
+        ("d/p/CIDEr", 1.5, 99, 0),
+        ("d/p/intervals/CIDEr/low", 1.0, 99, 0),
     ]
 
 

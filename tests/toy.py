@@ -15,6 +15,7 @@ from typing import Any
 
 REPOSITORY = Path(__file__).parents[1]
 SPLITS = ("train", "val", "test", "test")
+TOTAL = "minichange/total"
 SIDES = {"before": "images", "after": "sc_images"}
 
 MODEL = '''
@@ -206,12 +207,15 @@ def predict(params: dict[str, Any], paths: dict[str, Path]) -> None:
 
 def evaluate(params: dict[str, Any], paths: dict[str, Path]) -> None:
     (paths["report"] / "report.html").write_text("<p>The toy's report.</p>")
-    (paths["report"] / "scores.parquet").write_bytes(b"scores")
     (paths["report"] / "images").mkdir(exist_ok=True)
     (paths["report"] / "images" / "0.webp").write_bytes(b"image")
     cider = 1.0 + params["evaluate"]["gallery"] / 100
-    scores = {"CIDEr": cider, "SPICE": None, "change_types": {"color": {"CIDEr": 2.0}}}
-    (paths["report"] / "metrics.json").write_text(json.dumps(scores))
+    rows = json.loads((paths["predictions"] / "predictions.json").read_text())
+    pairs = [{"protocol": TOTAL, "id": row["image_id"], "CIDEr": cider} for row in rows]
+    write_rows(paths["report"] / "scores.parquet", pairs)
+    scores = {"CIDEr": cider, "SPICE": None, "intervals": {"CIDEr": {"low": 0.5, "high": 1.5}}}
+    protocol = {"pairs": len(pairs), **scores, "by_type": {"color": {"CIDEr": 2.0}}}
+    (paths["report"] / "metrics.json").write_text(json.dumps({"rows_out": len(pairs), "protocols": {TOTAL: protocol}}))
 
 
 WITH_REPORT = {"validate": "clean", "convert": "mixture", "train": "model", "predict": "predictions"}

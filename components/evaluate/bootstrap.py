@@ -47,12 +47,13 @@ def intervals(
     """
     scores = resampled_scores(metrics)
     values = rows_of(table, protocol)
-    parts = {name: statistics(values, of.column) for name, of in scores.items()}
-    known = {name: part for name, part in parts.items() if part is not None}
+    parts = {column: statistics(values, column) for column in {of.column: None for of in scores.values()}}
+    known = {column: part for column, part in parts.items() if part is not None}
     if not known or values.num_rows < MIN_PAIRS:
         return {}
-    sums = split(resample(np.hstack(list(known.values()))), list(known.values()))
-    found = {name: bounds(scores[name].score(sums[number]), confidence) for number, name in enumerate(known)}
+    drawn_sums = resample(np.hstack(list(known.values())))
+    sums = dict(zip(known, split(drawn_sums, list(known.values())), strict=True))
+    found = {name: bounds(of.score(sums[of.column]), confidence) for name, of in scores.items() if of.column in sums}
     return {name: interval for name, interval in found.items() if interval is not None}
 
 
@@ -76,7 +77,9 @@ def compare(
     """
     ours, theirs = (rows_of(table, protocol).sort_by("id") for table in (first, second))
     if not ours["id"].equals(theirs["id"]):
-        raise ValueError(f"{protocol}: the two files hold {ours.num_rows} and {theirs.num_rows} pairs, not the same ones")
+        raise ValueError(
+            f"{protocol}: the two files hold {ours.num_rows} and {theirs.num_rows} pairs, not the same ones"
+        )
     parts = [statistics(rows, score.column) for rows in (ours, theirs)]
     wholes = [score_of(rows, protocol, score) for rows in (ours, theirs)]
     if parts[0] is None or parts[1] is None or wholes[0] is None or wholes[1] is None:

@@ -61,7 +61,8 @@ def judge(cfg: Promote, challenger: pa.Table, champion: pa.Table) -> Verdict:
     Raises:
         ValueError: they do not hold the same pairs of the protocol.
     """
-    missing = [name for name in (cfg.metric, *cfg.guards) if score_of(challenger, cfg.protocol, scores()[name]) is None]
+    asked = (cfg.metric, *cfg.guards)
+    missing = [name for name in asked if score_of(challenger, cfg.protocol, scores()[name]) is None]
     if missing:
         return Verdict(outcome="refused", reason=no_score(cfg, *missing))
     found = compare(challenger, champion, cfg.protocol, scores()[cfg.metric], cfg.confidence)
@@ -131,7 +132,9 @@ def loss(name: str, challenger: float, champion: float) -> float:
 
 
 def measured(cfg: Promote, found: Difference, pairs: int) -> str:
-    said = f"{cfg.metric} on {cfg.protocol} {found.first:.4f}, the champion's {found.second:.4f}: gain {found.gain:+.4f}"
+    said = (
+        f"{cfg.metric} on {cfg.protocol} {found.first:.4f}, the champion's {found.second:.4f}: gain {found.gain:+.4f}"
+    )
     if found.interval is None:
         return f"{said} over {pairs} pairs"
     interval = f"{found.interval.low:+.4f} to {found.interval.high:+.4f}"
@@ -139,5 +142,5 @@ def measured(cfg: Promote, found: Difference, pairs: int) -> str:
 
 
 def exceeds(cfg: Promote, guards: dict[str, Guarded]) -> str:
-    held = ", ".join(f"{name} {guard.challenger:.4f} (champion {guard.champion:.4f})" for name, guard in guards.items())
+    held = ", ".join(f"{name} {guard.challenger:.4f}, had {guard.champion:.4f}" for name, guard in guards.items())
     return f"the lower bound exceeds {cfg.min_gain:g}" + (f"; guarded: {held}" if held else "")

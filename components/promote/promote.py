@@ -117,7 +117,12 @@ def append_audit(client: MlflowClient, decision: Promotion) -> None:
     tags = client.get_registered_model(decision.model).tags
     trail = sorted(tag for tag in tags if tag.startswith("audit."))
     entry: dict[str, Any] = decision.model_dump()
-    if trail and {**json.loads(tags[trail[-1]]), "at": None} == {**entry, "at": None}:
+    if trail and told(json.loads(tags[trail[-1]])) == told(entry):
         return
     entry["at"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     client.set_registered_model_tag(decision.model, f"audit.{len(trail) + 1:04d}", json.dumps(entry))
+
+
+def told(entry: dict[str, Any]) -> dict[str, Any]:
+    """What makes a decision: not when it was made, nor when the champion was scored."""
+    return {key: value for key, value in entry.items() if key not in ("at", "scored_again")}

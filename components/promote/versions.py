@@ -1,4 +1,4 @@
-"""The scores of a registered version, pair by pair: as MLflow keeps them, or made anew on the test set that lies here."""
+"""The scores of a registered version, pair by pair: as MLflow keeps them, or made anew on the test set of here."""
 
 import tempfile
 from pathlib import Path
@@ -61,8 +61,10 @@ def score_again(client: MlflowClient, params: Params, version: ModelVersion, on:
 def caption_and_score(client: MlflowClient, params: Params, version: ModelVersion, on: str) -> pa.Table:
     paths = params.paths
     if (here := hash_test_set(paths)) != on:
-        raise CannotScoreAgain(f"the challenger's test set is {on:.12}, but {paths.clean} and {paths.predictions} hold "
-                               f"{here:.12}; restore it with `git checkout` and `dvc checkout`")
+        raise CannotScoreAgain(
+            f"the challenger's test set is {on:.12}, but {paths.clean} and {paths.predictions} hold "
+            f"{here:.12}; restore it with `git checkout` and `dvc checkout`"
+        )
     said = f"promote: champion {version.version} has no scores on this test set ({on:.12}); it is captioned and scored"
     print(f"{said}{other_code(version)}", flush=True)
     scratch = params.compute.scratch / "promote"

@@ -12,7 +12,7 @@ from tests.evaluate import bench
 from tests.evaluate.pages import gallery_of
 
 WORDS = '''
-from components.evaluate.metrics.metric import Metric, MetricScores, of_each_group
+from components.evaluate.metrics.metric import Metric, MetricScores, mean_of, of_each_group
 
 
 def compute(pairs, groups, tools):
@@ -22,7 +22,8 @@ def compute(pairs, groups, tools):
     return MetricScores(means, {i: {"words": value} for i, value in words.items()})
 
 
-METRIC = Metric(compute, headline="words", scores=("words",), columns={"words": "double"}, java=False)
+METRIC = Metric(compute, headline="words", scores=("words",), columns={"words": "double"}, java=False,
+                resampled={"words": mean_of("words")})
 '''
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from prefect.states import Completed, Failed
 
-from components.register.promotion import Promotion
+from components.promote.promote import Promotion
 from components.register.stage import Registration
 from components.tracking import TrackingUnavailableError
 from flows import dvc, tasks
@@ -47,8 +47,8 @@ def test_registering_what_is_registered_already_is_skipped(monkeypatch, outcome,
     ("outcome", "name"), [("promoted", "Ran"), ("first", "Ran"), ("refused", "Refused"), ("unchanged", "Skipped")]
 )
 def test_to_be_refused_by_the_gate_is_no_failure(monkeypatch, outcome, name):
-    scores = {"metric": "CIDEr", "challenger_score": 1.0, "champion_score": None, "reason": "why"}
-    done = Promotion(outcome=outcome, model="m", challenger=2, champion=1, **scores)
+    gate = {"protocol": "d/p", "metric": "CIDEr", "min_gain": 0.0, "confidence": 0.95, "reason": "why"}
+    done = Promotion(outcome=outcome, model="m", challenger=2, champion=1, **gate)
     monkeypatch.setattr(tasks, "load_params", lambda path: ("params of", str(path)))
     monkeypatch.setattr(tasks, "promote", lambda params: done if params == ("params of", "params.yaml") else None)
     state = tasks.promote_model.fn()

@@ -82,6 +82,7 @@ def test_changed_code_makes_the_commit_dirty_and_what_dvc_writes_does_not(traine
         "data/05_model/curves.csv",
         "data/06_predictions/predictions.json",
         "data/07_report/metrics.json",
+        "data/07_report/scores.parquet",
         "data/07_report/report.html",
         "components/models/generation.py",
     ],

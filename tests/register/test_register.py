@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import mlflow
+import pyarrow.parquet as pq
 import pytest
 import yaml
 from mlflow.tracking import MlflowClient
@@ -56,9 +57,10 @@ def test_one_training_leaves_one_run_with_parameters_curves_scores_report_and_da
         assert (point.step, point.value) == (3, value)
     assert [point.value for point in client.get_metric_history(run.info.run_id, "train/grad_norm")] == [2, 4, 6]
     assert {"train/epoch", "train/lr_llm"} <= set(run.data.metrics)
-    assert run.data.metrics["CIDEr"] == 1.24
-    assert run.data.metrics["change_types/color/CIDEr"] == 2.0
-    assert "SPICE" not in run.data.metrics
+    assert run.data.metrics[f"{toy.TOTAL}/CIDEr"] == 1.24
+    assert run.data.metrics[f"{toy.TOTAL}/intervals/CIDEr/low"] == 0.5
+    assert run.data.metrics[f"{toy.TOTAL}/by_type/color/CIDEr"] == 2.0
+    assert f"{toy.TOTAL}/SPICE" not in run.data.metrics
     logged = [artifact.path for artifact in client.list_artifacts(run.info.run_id)]
     assert sorted(logged) == ["images", "report.html", "scores.parquet"]
     assert [artifact.path for artifact in client.list_artifacts(run.info.run_id, "images")] == ["images/0.webp"]
@@ -108,7 +110,7 @@ def test_a_new_evaluation_of_the_same_checkpoint_renews_the_scores_and_adds_no_v
     assert m3diff(trained, "register").stdout.startswith("models:/m3diff/1 updated")
     client = store(trained)
     (version,) = client.search_model_versions("name = 'm3diff'")
-    assert client.get_run(version.run_id).data.metrics["CIDEr"] == 1.76
+    assert client.get_run(version.run_id).data.metrics[f"{toy.TOTAL}/CIDEr"] == 1.76
     assert version.tags["dvc.lock.sha256"] == Lock(trained / "dvc.lock").sha256
 
 
@@ -212,8 +214,31 @@ def test_a_new_evaluation_changes_the_tags_of_run_and_version_and_the_report(ope
     (run,) = opened.runs()
     assert opened.client.get_model_version("m3diff", "1").tags == tags
     assert tags.items() <= run.data.tags.items()
-    assert run.data.metrics["CIDEr"] == 1.76
+    assert run.data.metrics[f"{toy.TOTAL}/CIDEr"] == 1.76
+    (of_pairs,) = pq.read_table(opened.client.download_artifacts(run.info.run_id, "scores.parquet"))["CIDEr"].unique()
+    assert of_pairs.as_py() == 1.76
     assert opened.register().outcome == "unchanged"
+
+
+def test_a_version_of_before_scores_were_kept_pair_by_pair_gets_them(opened, monkeypatch):
+    with monkeypatch.context() as before:
+        before.setattr(stage, "has_artifact", lambda *_: True)
+        before.setattr(stage, "SCORES", "report.html")
+        opened.register()
+    assert opened.register().outcome == "updated"
+    (run,) = opened.runs()
+    assert {"report.html", "scores.parquet"} <= {found.path for found in opened.client.list_artifacts(run.info.run_id)}
+    assert opened.register().outcome == "unchanged"
+
+
+def test_an_artifact_is_found_in_its_folder_and_another_of_like_name_is_none(opened):
+    run = opened.register().run_id
+    opened.client.log_artifact(run, "params.yaml", "a/b")
+    assert stage.has_artifact(opened.client, run, "a/b/params.yaml")
+    assert stage.has_artifact(opened.client, run, "scores.parquet")
+    assert not stage.has_artifact(opened.client, run, "params.yaml")
+    assert not stage.has_artifact(opened.client, run, "a/b/params")
+    assert not stage.has_artifact(opened.client, run, "none/scores.parquet")
 
 
 def test_a_run_that_an_interrupted_registration_left_is_used_again(opened, monkeypatch):

@@ -1,0 +1,85 @@
+"""A registered model to which a test adds versions that hold nothing but scores, in an MLflow store of its own."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import mlflow
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from mlflow.entities.model_registry import ModelVersion
+from mlflow.tracking import MlflowClient
+
+from components.params import load_params
+from components.promote.promote import Promotion, promote
+from components.register.stage import CHALLENGER, SCORES
+from tests.register.conftest import empty_store  # noqa: F401  # a fixture
+from tests.toy import REPOSITORY
+
+PROTOCOL, PAIRS = "minichange/total", 200
+
+
+def scores(cider: float, pairs: int = PAIRS, seed: int = 0, protocol: str = PROTOCOL, **columns: float) -> pa.Table:
+    """scores.parquet of a model with this mean CIDEr: pairs differ, and two models differ on each by a little."""
+    hard, own = np.random.default_rng(99).normal(0, 0.5, pairs), np.random.default_rng(seed).normal(0, 0.1, pairs)
+    values = cider + hard - hard.mean() + own - own.mean()
+    ids = [f"minichange/{number:06d}.png" for number in range(pairs)]
+    more = {name: [value] * pairs for name, value in columns.items()}
+    return pa.table({"protocol": [protocol] * pairs, "id": ids, "CIDEr": values.tolist(), **more})
+
+
+class Registry:
+    """The project's registered model."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, uri = root, f"sqlite:///{root}/mlflow.db"
+        self.client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+        self.experiment = self.client.create_experiment("m3diff", artifact_location=(root / "artifacts").as_uri())
+        self.client.create_registered_model("m3diff")
+        plain = load_params(REPOSITORY / "params.yaml")
+        self.params = plain.model_copy(
+            update={
+                "register_": plain.register_.model_copy(update={"tracking_uri": uri}),
+                "compute": plain.compute.model_copy(update={"scratch": root / "scratch"}),
+            }
+        )
+        self.gate(guards={})
+
+    def gate(self, **changes: object) -> None:
+        cfg = type(self.params.promote).model_validate(self.params.promote.model_dump() | changes)
+        self.params = self.params.model_copy(update={"promote": cfg})
+
+    def add(self, table: pa.Table | None = None, test_set: str = "one", **tags: str) -> ModelVersion:
+        """A version with these scores becomes the challenger."""
+        run = self.client.create_run(self.experiment).info.run_id
+        if table is not None:
+            pq.write_table(table, self.root / SCORES)
+            self.client.log_artifact(run, str(self.root / SCORES))
+        facts = {"test_set.sha256": test_set} | {name.replace("__", "."): value for name, value in tags.items()}
+        version = self.client.create_model_version("m3diff", "file:///nowhere", run, tags=facts)
+        self.client.set_registered_model_alias("m3diff", CHALLENGER, version.version)
+        return version
+
+    def decide(self) -> Promotion:
+        return promote(self.params)
+
+    def aliases(self) -> dict[str, int]:
+        return {alias: int(version) for alias, version in self.client.get_registered_model("m3diff").aliases.items()}
+
+    def entries(self) -> list[dict[str, object]]:
+        tags = self.client.get_registered_model("m3diff").tags
+        assert sorted(tags) == [f"audit.{number:04d}" for number in range(1, len(tags) + 1)]
+        return [json.loads(tags[tag]) for tag in sorted(tags)]
+
+    def audit(self) -> list[str]:
+        return [str(entry["outcome"]) for entry in self.entries()]
+
+
+@pytest.fixture
+def registry(empty_store: Path, tmp_path: Path) -> Iterator[Registry]:  # noqa: F811
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
+    yield Registry(tmp_path)
+    mlflow.set_tracking_uri("")

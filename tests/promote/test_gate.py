@@ -1,0 +1,192 @@
+"""The gate on simulated models, of which it is known which is better, and on each of its rules."""
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from components.evaluate.bootstrap import bounds, resample, split
+from components.promote.gate import can_be_judged, judge, judge_first
+from components.promote.params import Promote
+
+PROTOCOL, PAIRS, RUNS = "minichange/total", 1200, 200
+EXACT = "change_exact_accuracy"
+PHI = 0.5
+"""How alike two models' errors are, as the correlation of right and wrong over pairs: two embedded runs of other
+recipes, both 90 % exact, have 0.54 on their 480 test pairs, since what is hard for one is hard for the other."""
+
+
+def gate(**changes) -> Promote:
+    plain = {"protocol": PROTOCOL, "metric": EXACT, "min_gain": 0.0, "confidence": 0.95, "guards": {}}
+    return Promote(**plain | changes)
+
+
+def right(rng: np.random.Generator, shares: tuple[float, float], phi: float, pairs: int, runs: int) -> np.ndarray:
+    """Which pairs two models have right, bool [2, pairs, runs]: each with its share, alike by `phi`."""
+    a, b = shares
+    both = a * b + phi * np.sqrt(a * (1 - a) * b * (1 - b))
+    drawn = rng.random((pairs, runs))
+    return np.stack([drawn < a, (drawn < both) | ((drawn >= a) & (drawn < a + b - both))])
+
+
+def lows(first: np.ndarray, second: np.ndarray, confidence: float = 0.95) -> np.ndarray:
+    """Lower bounds of the gains of every run at once: values [pairs, runs] -> [runs]. One drawing serves all runs."""
+    ours, theirs = split(resample(np.hstack([first, second]).astype(float)), [first, second])
+    return np.array([bounds(gain, confidence).low for gain in ((ours - theirs) / len(first)).T])
+
+
+def scores(exact: np.ndarray, **columns: list) -> pa.Table:
+    """scores.parquet of pairs of one change."""
+    zeros = np.zeros(len(exact))
+    counts = np.stack([zeros + 1, exact, exact, zeros, zeros, zeros + 1, zeros], axis=1)
+    ids = [f"minichange/{n:06d}" for n in range(len(exact))]
+    return pa.table({"protocol": [PROTOCOL] * len(ids), "id": ids, "change_statistics": counts.tolist(), **columns})
+
+
+@pytest.mark.parametrize(("share", "phi"), [(0.9, PHI), (0.86, 0.0), (0.5, PHI), (0.98, PHI)])
+def test_of_200_equal_models_at_most_one_in_twenty_is_promoted(share, phi):
+    ours, theirs = right(np.random.default_rng(1), (share, share), phi, PAIRS, RUNS)
+    assert (lows(ours, theirs) > 0).sum() <= RUNS / 20
+
+
+def test_of_200_equal_models_with_scores_as_skewed_as_ciders_at_most_one_in_twenty_is_promoted():
+    rng = np.random.default_rng(2)
+    hard, noise = rng.exponential(4.0, (PAIRS, RUNS)), rng.exponential(2.0, (2, PAIRS, RUNS))
+    ours, theirs = np.where(rng.random(noise.shape) < 0.1, 0, hard + noise)
+    assert 0 < (lows(ours, theirs) > 0).sum() <= RUNS / 20
+
+
+@pytest.mark.parametrize(("champion", "phi"), [(0.86, PHI), (0.9, PHI), (0.86, 0.3)])
+def test_a_true_gain_of_four_points_of_exactness_over_1200_pairs_is_promoted_nine_times_in_ten(champion, phi):
+    ours, theirs = right(np.random.default_rng(3), (champion + 0.04, champion), phi, PAIRS, RUNS)
+    assert ours.mean() - theirs.mean() == pytest.approx(0.04, abs=0.003)
+    assert (lows(ours, theirs) > 0).sum() >= 0.9 * RUNS
+
+
+def test_the_gate_says_of_one_run_what_the_simulation_says():
+    ours, theirs = right(np.random.default_rng(4), (0.89, 0.86), PHI, PAIRS, 12)
+    found = [judge(gate(), scores(a), scores(b)) for a, b in zip(ours.T, theirs.T, strict=True)]
+    assert [verdict.low for verdict in found] == lows(ours, theirs).tolist()
+    promoted = [verdict.outcome == "promoted" for verdict in found]
+    assert promoted == (lows(ours, theirs) > 0).tolist()
+    assert 0 < sum(promoted) < len(found)
+
+
+@pytest.fixture
+def models() -> tuple[np.ndarray, np.ndarray]:
+    """A challenger and a champion, right on 0.9 and 0.8 of 600 pairs; the gain's interval is about 0.07 to 0.13."""
+    ours, theirs = right(np.random.default_rng(5), (0.9, 0.8), PHI, 600, 1)[:, :, 0]
+    return ours, theirs
+
+
+def test_a_verdict_carries_gain_interval_pairs_and_plain_words(models):
+    ours, theirs = models
+    found = judge(gate(), scores(ours), scores(theirs))
+    assert (found.outcome, found.pairs) == ("promoted", 600)
+    assert (found.challenger_score, found.champion_score) == (pytest.approx(ours.mean()), pytest.approx(theirs.mean()))
+    assert found.gain == pytest.approx(ours.mean() - theirs.mean())
+    assert found.low < found.gain < found.high
+    assert found.reason == (
+        f"{EXACT} on {PROTOCOL} {ours.mean():.4f}, the champion's {theirs.mean():.4f}: gain {found.gain:+.4f}, "
+        f"95 % interval {found.low:+.4f} to {found.high:+.4f} over 600 pairs; the lower bound exceeds 0"
+    )
+
+
+def test_the_other_way_round_it_is_refused(models):
+    found = judge(gate(), *map(scores, models[::-1]))
+    assert (found.outcome, found.gain < found.high < 0) == ("refused", True)
+    assert found.reason.endswith("its lower bound does not exceed 0")
+
+
+def test_the_lower_bound_and_not_the_gain_must_exceed_the_least_gain(models):
+    found = judge(gate(), *map(scores, models))
+    just_less, just_more = found.low - 1e-6, found.low
+    assert just_more < found.gain
+    assert judge(gate(min_gain=just_less), *map(scores, models)).outcome == "promoted"
+    refused = judge(gate(min_gain=just_more), *map(scores, models))
+    assert (refused.outcome, refused.low) == ("refused", found.low)
+
+
+def test_more_confidence_asks_for_more(models):
+    lower = judge(gate(confidence=0.999), *map(scores, models))
+    assert lower.low < judge(gate(), *map(scores, models)).low
+    assert "99.9 % interval" in lower.reason
+
+
+def test_equal_scores_pair_by_pair_are_no_gain(models):
+    found = judge(gate(), scores(models[0]), scores(models[0]))
+    assert (found.outcome, found.gain, found.low, found.high) == ("refused", 0, 0, 0)
+
+
+def test_of_few_pairs_nothing_is_promoted():
+    found = judge(gate(), scores(np.ones(10)), scores(np.zeros(10)))
+    assert (found.outcome, found.gain, found.low) == ("refused", 1.0, None)
+    assert found.reason.endswith("gain +1.0000 over 10 pairs; too few pairs for an interval")
+
+
+# Guards
+
+
+def with_guard(models, ours: float, theirs: float, tolerance: float = 0.02):
+    tables = [scores(exact, SPICE=[value] * 600) for exact, value in zip(models, (ours, theirs), strict=True)]
+    return judge(gate(guards={"SPICE": tolerance}), *tables)
+
+
+@pytest.mark.parametrize(
+    ("ours", "outcome"), [(0.5, "promoted"), (0.4801, "promoted"), (0.4799, "refused"), (0.9, "promoted")]
+)
+def test_a_guarded_score_may_be_worse_by_its_tolerance_and_no_more(models, ours, outcome):
+    found = with_guard(models, ours, 0.5)
+    assert found.outcome == outcome
+    assert found.low > 0
+    guard = found.guards["SPICE"]
+    assert (guard.challenger, guard.champion, guard.tolerance) == (pytest.approx(ours), pytest.approx(0.5), 0.02)
+    words = f"SPICE {ours:.4f} is more than 0.02 worse than 0.5000" if outcome == "refused" else "guarded: SPICE"
+    assert words in found.reason
+
+
+def test_a_guarded_score_that_is_better_where_it_is_smaller_may_not_grow():
+    rng = np.random.default_rng(6)
+    ours, theirs = right(rng, (0.9, 0.8), PHI, 600, 1)[:, :, 0]
+    more, less = scores(ours), scores(theirs)
+    silent = np.array(more["change_statistics"].to_pylist())
+    silent[:60, 6] = 1  # says "no change" of a tenth of the pairs
+    more = more.set_column(2, "change_statistics", pa.array(silent.tolist()))
+    assert judge(gate(guards={"false_no_change": 0.11}), more, less).outcome == "promoted"
+    refused = judge(gate(guards={"false_no_change": 0.09}), more, less)
+    assert "false_no_change 0.1000 is more than 0.09 worse than 0.0000" in refused.reason
+    assert judge(gate(guards={"false_no_change": 0.0}), scores(ours), less).outcome == "promoted"
+
+
+def test_a_challenger_without_a_score_that_the_gate_asks_for_is_refused(models):
+    ours, theirs = map(scores, models)
+    found = judge(gate(metric="SPICE", guards={"METEOR": 0.1, EXACT: 0.1}), ours, theirs)
+    assert found.outcome == "refused"
+    assert found.reason.startswith(f"it has no SPICE and no METEOR on {PROTOCOL}: see `absent` in its metrics.json")
+    assert judge_first(gate(metric="SPICE"), ours).outcome == "refused"
+
+
+def test_a_champion_without_a_score_that_the_gate_asks_for_cannot_be_compared(models):
+    plain, whole = scores(models[1]), scores(models[1], SPICE=[0.5] * 600)
+    ours = scores(models[0], SPICE=[0.6] * 600)
+    assert not can_be_judged(gate(guards={"SPICE": 0.1}), ours, plain)
+    assert not can_be_judged(gate(metric="SPICE"), ours, plain)
+    assert can_be_judged(gate(metric="SPICE", guards={EXACT: 0.1}), ours, whole)
+    assert judge(gate(metric="SPICE"), ours, plain).reason == f"the champion has no SPICE on {PROTOCOL}"
+    refused = judge(gate(guards={"SPICE": 0.1}), ours, plain)
+    assert (refused.outcome, "the champion has no SPICE, which is guarded" in refused.reason) == ("refused", True)
+
+
+def test_a_champion_of_other_pairs_cannot_be_compared(models):
+    ours, theirs = map(scores, models)
+    assert can_be_judged(gate(), ours, theirs.take(np.arange(600)[::-1]))
+    assert not can_be_judged(gate(), ours, theirs.slice(1))
+    with pytest.raises(ValueError, match="600 and 599 pairs"):
+        judge(gate(), ours, theirs.slice(1))
+
+
+def test_the_first_challenger_needs_a_score_alone(models):
+    found = judge_first(gate(), scores(models[1]))
+    share = models[1].mean()
+    assert (found.outcome, found.pairs, found.challenger_score) == ("first", 600, pytest.approx(share))
+    assert found.reason == f"there was no champion; {EXACT} {share:.4f} over 600 pairs of {PROTOCOL}"
+    assert (found.gain, found.champion_score) == (None, None)

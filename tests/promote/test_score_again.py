@@ -1,0 +1,61 @@
+"""A champion of another test set, in earnest: its checkpoint from MLflow, captions and scores by the real stages."""
+
+import shutil
+from pathlib import Path
+
+import mlflow
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from components import tracking
+from components.__main__ import main as m3diff
+from components.params import load_params
+from components.register import stage
+from components.register.lineage import hash_test_set
+from tests.infra.test_seeds import small  # noqa: F401  # a fixture
+from tests.toy import REPOSITORY
+
+
+@pytest.mark.slow
+def test_a_champions_checkpoint_is_fetched_captions_this_test_set_and_is_compared_pair_by_pair(small, capsys):  # noqa: F811
+    Path("components").symlink_to(REPOSITORY / "components")
+    profile = yaml.safe_load(Path("params.yaml").read_text())
+    profile |= {"register": {"tracking_uri": "sqlite:///mlflow.db"}, "promote": {"guards": {"false_no_change": 0.0}}}
+    Path("params.yaml").write_text(yaml.safe_dump(profile))
+    for command in ("train", "predict", "evaluate"):
+        assert m3diff([command]) == 0
+    params = load_params()
+    paths = params.paths
+    table = pq.read_table(paths.report / "scores.parquet")
+    better = pa.array([value + 1 for value in table["CIDEr"].to_pylist()])
+    challenger = table.set_column(table.schema.get_field_index("CIDEr"), "CIDEr", better)
+
+    with tracking.connected(params.register_.tracking_uri) as client:
+        experiment = tracking.experiment_id(client, "m3diff")
+        runs = [client.create_run(experiment).info.run_id for _ in range(2)]
+        model = stage.log_model(client, runs[0], "m3diff", paths, 4)
+        mlflow.register_model(model, "m3diff", tags={"test_set.sha256": "old", "predict.max_new_tokens": "4"})
+        pq.write_table(challenger, "scores.parquet")
+        client.log_artifact(runs[1], "scores.parquet")
+        tags = {"test_set.sha256": hash_test_set(paths)}
+        client.create_model_version("m3diff", "file:///nowhere", runs[1], tags=tags)
+        for alias, version in (("champion", "1"), ("challenger", "2")):
+            client.set_registered_model_alias("m3diff", alias, version)
+
+        shutil.rmtree(paths.model)
+        capsys.readouterr()
+        assert m3diff(["promote"]) == 0
+        said = capsys.readouterr().out
+        assert "promote: champion 1 has no scores on this test set" in said
+        assert "gain +1.0000, 95 % interval +1.0000 to +1.0000 over 24 pairs; the lower bound exceeds 0" in said
+        place = f"scored_again/{hash_test_set(paths):.12}/scores.parquet"
+        assert pq.read_table(client.download_artifacts(runs[0], place)).equals(table)
+        aliases = client.get_registered_model("m3diff").aliases
+        assert {alias: int(version) for alias, version in aliases.items()} == {
+            "challenger": 2,
+            "champion": 2,
+            "previous": 1,
+        }
+    mlflow.set_tracking_uri("")
