@@ -17,9 +17,12 @@ SCORES = (
     "ROUGE-L",
     "CIDEr",
     "change_type_accuracy",
+    "change_place_accuracy",
     "change_exact_accuracy",
+    "multi_change_exact_f1",
     "no_change_recall",
     "false_no_change",
+    "reversal",
     "CIDEr_shuffled",
 )
 

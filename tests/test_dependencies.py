@@ -145,7 +145,7 @@ def leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 NO_DATA = ("compute.", "register.tracking_uri", "promote.protocol")
-"""Where a run computes, where its results are shown, and a name that is no path: no stage reads or writes data there."""
+"""Where a run computes, where its results are shown, and a name that is no path: no stage has its data there."""
 
 
 def test_every_path_in_params_yaml_is_a_dependency_or_an_output_by_interpolation():

@@ -1,4 +1,4 @@
-"""The pairs of the test split, those of the control, and the batches of both."""
+"""The pairs of the test split, those of the two controls, and the batches of all."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -56,8 +56,26 @@ def control_pairs(pairs: list[PairSample], count: int) -> list[PairSample]:
     They and their partners come from the whole list, by a seed; a smaller count is a part of a larger one.
     """
     shuffled = shuffle_after(pairs)
-    chosen = np.random.default_rng(CONTROL_SEED).permutation(len(pairs))[:count]
-    return [shuffled[number] for number in sorted(chosen)]
+    return [shuffled[number] for number in _sample(len(pairs), count)]
+
+
+def reversed_pairs(pairs: list[PairSample], count: int) -> list[PairSample]:
+    """The pairs of `control_pairs`, each with its own two images swapped: after first, before second."""
+    return [_swapped(pairs[number]) for number in _sample(len(pairs), count)]
+
+
+def _swapped(pair: PairSample) -> PairSample:
+    return pair._replace(
+        before=pair.after,
+        after=pair.before,
+        before_sha256=pair.after_sha256,
+        after_sha256=pair.before_sha256,
+    )
+
+
+def _sample(pairs: int, count: int) -> list[int]:
+    """Numbers of `count` of the pairs, in order."""
+    return sorted(np.random.default_rng(CONTROL_SEED).permutation(pairs)[:count])
 
 
 def batches(pairs: Sequence[PairSample], size: int) -> list[list[PairSample]]:

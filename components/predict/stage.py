@@ -1,11 +1,11 @@
-"""Caption the test split: batched greedy decoding, saliency maps, and a control run.
+"""Caption the test split: batched greedy decoding, saliency maps, and two controls on a sample of the pairs.
 
-The control pairs the image before of a sample of the pairs with the image after of another pair. A model that looks at
-both images must lose its score there. Captions are kept as they come, so that a killed run goes on with what is
-missing. Run: `m3diff predict`.
+The one pairs the image before with the image after of another pair: a model that looks at both images must lose its
+score there. The other swaps the two images: the inverse change must be named. Captions are kept as they come, so that a
+killed run goes on with what is missing. Run: `m3diff predict`.
 
 At 7B shapes a pair takes 21.9 TFLOP to read, vision encoder and MDP module included. Its saliency map, from the same
-pass, takes 0.13 more: 379 PFLOP for the paper's 16.2k test pairs and a control of 1,000.
+pass, takes 0.13 more: 401 PFLOP for the paper's 16.2k test pairs and two controls of 1,000.
 """
 
 import io
@@ -21,26 +21,27 @@ from components.compute import Compute
 from components.files import sha256, write_atomic
 from components.models.checkpoint import CheckpointError, read_manifest
 from components.predict.journal import Answer, Journal
-from components.predict.pairs import PairSample, batches, control_pairs, read_test_pairs
+from components.predict.pairs import PairSample, batches, control_pairs, read_test_pairs, reversed_pairs
 from components.predict.params import Predict
 from components.predict.workers import Batch, Job, caption
 from components.progress import progress
 from components.records import DataError
 from components.reports import StageReport
 
-PREDICTIONS, SHUFFLED = "predictions", "predictions_shuffled"
+PREDICTIONS, SHUFFLED, REVERSED = "predictions", "predictions_shuffled", "predictions_reversed"
 
 
 class PredictReport(StageReport):
-    """Pairs of the test split in, captions out; `words` is the mean length of a caption, `control` counts the captions
-    of the control."""
+    """Pairs of the test split in, captions out; `words` is the mean length of a caption; `control` counts the captions
+    of pairs with another pair's image after, `reversed` those of pairs with their images swapped."""
 
     words: float
     control: int
+    reversed: int
 
 
 def predict(cfg: Predict, compute: Compute, mixture: Path, model: Path, out: Path) -> PredictReport:
-    """Write predictions.json, predictions_shuffled.json, saliency.npz and report.json to `out`.
+    """Write predictions.json, predictions_shuffled.json, predictions_reversed.json, saliency.npz and report.json to `out`.
 
     Raises:
         DataError: no test pair; an image that is unreadable or not the one that ingest saw; or a checkpoint that is
@@ -51,7 +52,11 @@ def predict(cfg: Predict, compute: Compute, mixture: Path, model: Path, out: Pat
     """
     mixture, model, out, scratch = mixture.resolve(), model.resolve(), out.resolve(), compute.scratch.resolve()
     pairs = read_test_pairs(mixture)[: cfg.limit or None]
-    sets = {PREDICTIONS: pairs, SHUFFLED: control_pairs(pairs, cfg.control_pairs)}
+    sets = {
+        PREDICTIONS: pairs,
+        SHUFFLED: control_pairs(pairs, cfg.control_pairs),
+        REVERSED: reversed_pairs(pairs, cfg.control_pairs),
+    }
     journal = Journal(scratch / "predict" / f"{run_key(cfg, mixture, model / 'checkpoint')}.jsonl")
     with journal:
         caption_missing(Job(model / "checkpoint", cfg.max_new_tokens, compute), sets, cfg.batch_pairs, journal)
@@ -61,7 +66,12 @@ def predict(cfg: Predict, compute: Compute, mixture: Path, model: Path, out: Pat
         _write_saliency(out / "saliency.npz", pairs, answers[PREDICTIONS])
         words = round(float(np.mean([len(answer.caption.split()) for answer in answers[PREDICTIONS]])), 2)
         report = PredictReport(
-            stage="predict", rows_in=len(pairs), rows_out=len(pairs), words=words, control=len(sets[SHUFFLED])
+            stage="predict",
+            rows_in=len(pairs),
+            rows_out=len(pairs),
+            words=words,
+            control=len(sets[SHUFFLED]),
+            reversed=len(sets[REVERSED]),
         ).write(out / "report.json")
         journal.delete()
     return report

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from components.datasets.spec import Protocol
+from components.evaluate.bootstrap import intervals
 from components.evaluate.grammar import parse_predictions
 from components.evaluate.metrics import METRICS, choose_metrics
 from components.evaluate.metrics.java import require_java
@@ -18,6 +19,7 @@ from components.evaluate.metrics.spice import find_jars
 from components.evaluate.pairs import EvalPair
 from components.evaluate.protocols import ProtocolPairs, apply, takes
 from components.evaluate.published.published import PublishedRow, published_rows, published_rows_by_type
+from components.evaluate.stage import score_table
 from components.evaluate.summary import Interval
 from components.records import DataError
 from components.score.faults import faults_of_predictions, faults_of_references, match, notes_of_captions
@@ -220,7 +222,7 @@ def compute(
         published_pairs=one.protocol.n,
         references=sum(len(pair.references) for pair in one.pairs),
         scores={name: value for name, value in scores.groups[ALL].items() if name in wanted},
-        intervals={},
+        intervals=intervals(score_table(metrics, [one], {one.name: scores}), metrics, one.name),
         by_group={
             group: {"pairs": len(ids), **scores.groups[group]}
             for group, ids in one.groups.items()

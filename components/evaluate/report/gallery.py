@@ -139,6 +139,8 @@ def marks(parsed: ParsedCaption, clause: Clause) -> list[Mark]:
         found.append(Mark("object", named))
     if known and clause.place:
         found.append(Mark("place", placed))
+    if known and (clause.before or clause.after):
+        found.append(Mark("change", parsed.says_change(clause)))
     return found
 
 

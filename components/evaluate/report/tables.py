@@ -127,7 +127,7 @@ def group_table(protocol: str, scores: ProtocolScores, columns: Sequence[str]) -
 def type_table(protocol: str, scores: ProtocolScores, types: Sequence[str], columns: Sequence[str]) -> Table:
     """Pairs of exactly one change, by its type; how many were named right where a grammar reads captions."""
     groups = scores.folder("by_type")
-    right = {"type right": "type_accuracy", "all right": "exact_accuracy"}
+    right = {"type right": "type_accuracy", "place right": "place_accuracy", "all right": "exact_accuracy"}
     read = {
         title: name for title, name in right.items() if any(values.get(name) is not None for values in groups.values())
     }
