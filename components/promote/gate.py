@@ -91,8 +91,8 @@ def scores() -> dict[str, Resampled]:
 
 def no_score(cfg: Promote, *names: str) -> str:
     return (
-        f"it has no {' and no '.join(names)} on {cfg.protocol}: see `absent` in its metrics.json, or name others in the "
-        "section promote"
+        f"it has no {' and no '.join(names)} on {cfg.protocol}: see `absent` in its metrics.json, or name others in "
+        "the section promote"
     )
 
 
