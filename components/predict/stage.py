@@ -41,7 +41,7 @@ class PredictReport(StageReport):
 
 
 def predict(cfg: Predict, compute: Compute, mixture: Path, model: Path, out: Path) -> PredictReport:
-    """Write predictions.json, predictions_shuffled.json, predictions_reversed.json, saliency.npz and report.json to `out`.
+    """Write predictions.json and those of both controls, saliency.npz and report.json to `out`.
 
     Raises:
         DataError: no test pair; an image that is unreadable or not the one that ingest saw; or a checkpoint that is

@@ -69,6 +69,8 @@ def render(evidence: Evidence, store: ImageStore) -> str:
         evidence.parsed,
     )
     first = evidence.protocols[0]
+    readable = scores[first.name].scores.get("change_type_accuracy") is not None
+    parsed = [evidence.parsed[pair.id] for pair in first.pairs if readable and pair.id in evidence.parsed]
     return (
         templates()
         .get_template("report.html.j2")
@@ -80,8 +82,8 @@ def render(evidence: Evidence, store: ImageStore) -> str:
             without_rare_words=any(of.groups.get("distractors", {}).get("CIDEr") == 0 for of in scores.values()),
             overview=tables.overview(scores, columns),
             parts=protocol_parts(evidence, all_columns, columns),
-            alarms=alarms(evidence.parsed.values()),
-            confusion=confusion_table(evidence.parsed.values()),
+            alarms=alarms(parsed),
+            confusion=confusion_table(parsed),
             charts=charts(evidence.curves) if evidence.curves else [],
             gallery=gallery([run], evidence.metrics, rights, saliency, store),
             gallery_title="All pairs",
