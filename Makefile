@@ -12,7 +12,7 @@ export LC_ALL := C.UTF-8
 
 .DEFAULT_GOAL := help
 N ?= 3
-.PHONY: help run test test-gpu check up down profile base seeds bench-train bench-data bench-score install check-system
+.PHONY: help run test test-gpu check up down profile base seeds ablation bench-train bench-data bench-score install check-system
 
 help:           ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -60,6 +60,9 @@ bench-score: install ## scoring speed beside pycocoevalcap -> benchmarks/results
 seeds: install  ## the embedded training from N seeds (minutes each), mean and deviation -> benchmarks/results/seeds.json
 	@dvc repro convert
 	@python infra/seeds.py $(N)
+
+ablation: install ## with and without the module and half the pairs, from N seeds -> benchmarks/results/ablation.json, .svg
+	@python infra/ablation.py $(or $(N),1)
 
 install: $(READY)
 

@@ -157,6 +157,18 @@ CALLS: dict[str, tuple[list[str], str, str, dict[str, Any]]] = {
             "allow_unlicensed": False,
         },
     ),
+    "compare": (
+        ["compare", "first", "second", "--out", "page.html"],
+        "components.compare.compare",
+        "compare",
+        {
+            "first": Path("first"),
+            "second": Path("second"),
+            "records": DATA / "02_records",
+            "clean": DATA / "03_clean",
+            "out": Path("page.html"),
+        },
+    ),
     "export-llava unlicensed": (
         ["export-llava", "out", "--allow-unlicensed"],
         "components.export.llava",

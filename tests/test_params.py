@@ -257,7 +257,11 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
         ],
     ),
     "the gate": (
-        {"promote.protocol": "minichange/totl", "promote.metric": "change_exact", "promote.guards": {"no_change": 0.1}},
+        {
+            "promote.protocol": "minichange/totl",
+            "promote.metric": "change_exact_acuracy",
+            "promote.guards": {"no_change": 0.1},
+        },
         [
             "promote.protocol: did you mean 'minichange/total'? expected one of minichange/distractor, minichange/",
             "promote.metric: did you mean 'change_exact_accuracy'? expected one of BLEU-1, BLEU-2",

@@ -200,7 +200,7 @@ def predict(params: dict[str, Any], paths: dict[str, Path]) -> None:
     for sample in read_rows(paths["mixture"] / "test" / "00000.parquet"):
         pair = (images.load_image(sample["before"]), images.load_image(sample["after"]))
         rows.append({"image_id": sample["id"], "caption": captioner.caption([pair])[0]})
-    for file in ("predictions.json", "predictions_shuffled.json"):
+    for file in ("predictions.json", "predictions_shuffled.json", "predictions_reversed.json"):
         (paths["predictions"] / file).write_text(json.dumps(rows))
     (paths["predictions"] / "saliency.npz").write_bytes(b"maps")
 

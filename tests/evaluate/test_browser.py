@@ -212,8 +212,8 @@ def test_an_opened_pair_shows_all_references_and_every_score(page: Page):
     assert "the red cube at the left turned blue" in words
     assert "the red cube at the left became blue" in words
     header, row = page.locator("#words tr").all()
-    assert header.locator("th").all_inner_texts() == ["", "CIDEr", "type_right", "exact_right"]
-    assert row.locator("th, td").all_inner_texts() == ["toy/test", "0.0", "100.0", "100.0"]
+    assert header.locator("th").all_inner_texts() == ["", "CIDEr", "type_right", "place_right", "exact_right"]
+    assert row.locator("th, td").all_inner_texts() == ["toy/test", "0.0", "100.0", "100.0", "100.0"]
 
 
 def test_the_saliency_map_is_laid_over_and_taken_away(page: Page):

@@ -31,15 +31,18 @@ def marks_of(number: int) -> list[list[Mark]]:
 
 
 def test_marks_say_which_part_of_each_clause_is_right():
-    assert marks_of(0) == [[Mark("color", True), Mark("object", True), Mark("place", True)]]
+    assert marks_of(0) == [[Mark("color", True), Mark("object", True), Mark("place", True), Mark("change", True)]]
     assert marks_of(1) == [[Mark("removal", True), Mark("object", True), Mark("place", False)]]
     assert marks_of(2) == [[Mark("nothing changed", False)]]
     assert marks_of(3) == [
-        [Mark("color", True), Mark("object", True), Mark("place", True)],
+        [Mark("color", True), Mark("object", True), Mark("place", True), Mark("change", True)],
         [Mark("illumination", False)],
     ]
     assert marks_of(4) == [[Mark("nothing changed", True)]]
     assert marks_of(5) == [[Mark("color", False)]]
+    wrong = bench.pair("the red cube at the left turned green", ["the red cube at the left turned blue"], ["color"])
+    ((_, marks),) = mark(wrong, bench.parse([wrong])[wrong.id])
+    assert marks[-1] == Mark("change", False)
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +124,7 @@ def test_the_columns_of_a_pair_are_single_numbers_the_headlines_first():
         "BLEU-4",
         "SPICE",
         "type_right",
+        "place_right",
         "exact_right",
     ]
 

@@ -424,7 +424,6 @@ def test_the_gate_takes_scores_of_all_pairs_of_which_more_is_better():
         "multi_change_exact_f1",
         "reversal",
         "judge",
-        "judge_answered",
     }
     assert gate_metrics(["METEOR", "CIDEr"]) == ["CIDEr", "METEOR"]
 

@@ -14,8 +14,8 @@ from components.records import DataError
 from tests.predict.test_stage import ORDER, compute, settings, write_test_split
 from tests.tiny import tiny_base, tiny_checkpoint
 
-FILES = ("predictions.json", "predictions_shuffled.json", "saliency.npz", "report.json")
-BATCHES = 6  # three of the pairs, three of the control
+FILES = ("predictions.json", "predictions_shuffled.json", "predictions_reversed.json", "saliency.npz", "report.json")
+BATCHES = 9  # three of the pairs, three of each control
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def test_a_batch_of_which_a_part_was_written_is_captioned_whole_again(
     file.write_bytes(file.read_bytes()[:-5])  # the last of the third batch's two pairs
     counted.update(end=None, pairs=[])
     predict(settings(), compute(out), *folders, out)
-    assert counted["pairs"] == [2, 2, 1, 2]
+    assert counted["pairs"] == [2, *(2, 1, 2), *(2, 1, 2)]
     same_bytes(out, undisturbed)
 
 

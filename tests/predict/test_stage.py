@@ -18,7 +18,7 @@ from components.evaluate.report.figures import SaliencyMaps
 from components.models.generation import Captioner, load_captioner
 from components.models.images import load_image
 from components.predict import stage
-from components.predict.pairs import PairSample, control_pairs, read_test_pairs, shuffle_after
+from components.predict.pairs import PairSample, control_pairs, read_test_pairs, reversed_pairs, shuffle_after
 from components.predict.params import Predict
 from components.predict.stage import PredictReport, predict
 from components.records import SAMPLE_SCHEMA, DataError
@@ -132,11 +132,17 @@ def test_each_pair_is_shown_with_its_own_images_and_question(
     prepare = captioner.processor.prepare_image
     sums = {file.stem: prepare(load_image(file)).astype(int).sum() for file in mixture.glob("*.png")}
     assert len(set(sums.values())) == 10
-    for name, afters in (("predictions", ORDER), ("predictions_shuffled", ORDER[2:] + ORDER[:2])):
-        rows = json.loads((tmp_path / f"{name}.json").read_text())
-        assert rows == [
-            {"image_id": f"toy/{b}", "caption": f"{sums[f'{b}_before']} {sums[f'{a}_after']} {QUESTIONS[b % 2]}"}
-            for b, a in zip(ORDER, afters, strict=True)
+    shown = {
+        "predictions": [(f"{n}_before", f"{n}_after") for n in ORDER],
+        "predictions_shuffled": [
+            (f"{n}_before", f"{a}_after") for n, a in zip(ORDER, ORDER[2:] + ORDER[:2], strict=True)
+        ],
+        "predictions_reversed": [(f"{n}_after", f"{n}_before") for n in ORDER],
+    }
+    for name, images in shown.items():
+        assert json.loads((tmp_path / f"{name}.json").read_text()) == [
+            {"image_id": f"toy/{n}", "caption": f"{sums[first]} {sums[second]} {QUESTIONS[n % 2]}"}
+            for n, (first, second) in zip(ORDER, images, strict=True)
         ]
 
 
@@ -165,7 +171,7 @@ def test_the_report_counts_pairs_and_words(written: tuple[Path, PredictReport]) 
     out, report = written
     captions = [row["caption"] for row in json.loads((out / "predictions.json").read_text())]
     words = round(sum(len(caption.split()) for caption in captions) / 5, 2)
-    assert report == PredictReport(stage="predict", rows_in=5, rows_out=5, words=words, control=5)
+    assert report == PredictReport(stage="predict", rows_in=5, rows_out=5, words=words, control=5, reversed=5)
     assert json.loads((out / "report.json").read_text()) == report.model_dump()
 
 
@@ -176,9 +182,10 @@ def test_words_are_the_mean_length_of_a_caption(
     assert run(settings(limit=3), mixture, model, tmp_path).words == 1.67  # 2, 1 and, in its own batch, 2
 
 
-def test_four_files_are_written_and_nothing_else(written: tuple[Path, PredictReport]) -> None:
+def test_five_files_are_written_and_nothing_else(written: tuple[Path, PredictReport]) -> None:
     names = {path.name for path in written[0].iterdir()}
-    assert names == {"predictions.json", "predictions_shuffled.json", "saliency.npz", "report.json"}
+    controls = {"predictions_shuffled.json", "predictions_reversed.json"}
+    assert names == {"predictions.json", *controls, "saliency.npz", "report.json"}
 
 
 def test_text_is_readable_in_the_file(
@@ -215,7 +222,7 @@ def test_a_batch_holds_pairs_of_one_question_and_no_more_than_asked(
     answer_with(monkeypatch, caption)
     run(settings(), mixture, model, tmp_path)
     each = [(2, QUESTIONS[0]), (1, QUESTIONS[0]), (2, QUESTIONS[1])]
-    assert seen == each + each, "the pairs, then the control"
+    assert seen == each + each + each, "the pairs, then the controls"
 
 
 def test_maps_are_made_of_the_pairs_alone_in_the_batches_of_their_captions(
@@ -230,7 +237,8 @@ def test_maps_are_made_of_the_pairs_alone_in_the_batches_of_their_captions(
 
     monkeypatch.setattr(Captioner, "answer", answer)
     run(settings(control_pairs=1), mixture, model, tmp_path)
-    assert seen == [(2, True), (1, True), (2, True), (1, False)], "nothing of the control, whose maps nobody reads"
+    maps = [(2, True), (1, True), (2, True), (1, False), (1, False)]
+    assert seen == maps, "nothing of the controls, whose maps nobody reads"
 
 
 def test_a_family_without_maps_leaves_an_empty_file_of_them(
@@ -353,8 +361,8 @@ def test_progress_counts_the_batches_and_the_captions(
     seen = []
     monkeypatch.setattr(stage, "progress", lambda items, label, total, unit: seen.append((label, total, unit)) or items)
     run(settings(), mixture, model, tmp_path)
-    assert seen == [("predict", 6, "batch")]
-    assert "predict: 10 captions in " in capsys.readouterr().out
+    assert seen == [("predict", 9, "batch")]
+    assert "predict: 15 captions in " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("count", [0, 1, 4, 7, 9])
@@ -364,6 +372,15 @@ def test_the_control_is_a_sample_of_all_pairs_with_partners_from_all(count: int)
     assert len(chosen) == min(count, 7)
     assert chosen == [pair for pair in whole if pair in chosen], "in the order of the pairs, each at most once"
     assert {pair.id for pair in chosen} <= {pair.id for pair in control_pairs(pairs, count + 1)}
+
+
+def test_the_second_control_swaps_the_images_of_the_pairs_that_the_first_one_samples() -> None:
+    pairs = [PairSample(str(n), f"b{n}", f"a{n}", bytes([n]), bytes([n + 100]), "?") for n in range(9)]
+    found = reversed_pairs(pairs, 4)
+    assert [pair.id for pair in found] == [pair.id for pair in control_pairs(pairs, 4)]
+    for pair in found:
+        n = int(pair.id)
+        assert pair == (str(n), f"a{n}", f"b{n}", bytes([n + 100]), bytes([n]), "?")
 
 
 def test_the_control_is_not_of_the_first_pairs_and_the_same_each_time() -> None:

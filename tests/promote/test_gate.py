@@ -5,6 +5,7 @@ import pyarrow as pa
 import pytest
 
 from components.evaluate.bootstrap import bounds, resample, split
+from components.evaluate.metrics.change_accuracy import NAMES
 from components.promote.gate import can_be_judged, judge, judge_first
 from components.promote.params import Promote
 
@@ -36,8 +37,9 @@ def lows(first: np.ndarray, second: np.ndarray, confidence: float = 0.95) -> np.
 
 def scores(exact: np.ndarray, **columns: list) -> pa.Table:
     """scores.parquet of pairs of one change."""
-    zeros = np.zeros(len(exact))
-    counts = np.stack([zeros + 1, exact, exact, zeros, zeros, zeros + 1, zeros], axis=1)
+    counts = np.zeros((len(exact), len(NAMES)))
+    for name, values in {"captions": 1, "single": 1, "single_exact": exact, "changed": 1}.items():
+        counts[:, NAMES.index(name)] = values
     ids = [f"minichange/{n:06d}" for n in range(len(exact))]
     return pa.table({"protocol": [PROTOCOL] * len(ids), "id": ids, "change_statistics": counts.tolist(), **columns})
 
@@ -149,7 +151,7 @@ def test_a_guarded_score_that_is_better_where_it_is_smaller_may_not_grow():
     ours, theirs = right(rng, (0.9, 0.8), PHI, 600, 1)[:, :, 0]
     more, less = scores(ours), scores(theirs)
     silent = np.array(more["change_statistics"].to_pylist())
-    silent[:60, 6] = 1  # says "no change" of a tenth of the pairs
+    silent[:60, NAMES.index("changed_unchanged")] = 1  # says "no change" of a tenth of the pairs
     more = more.set_column(2, "change_statistics", pa.array(silent.tolist()))
     assert judge(gate(guards={"false_no_change": 0.11}), more, less).outcome == "promoted"
     refused = judge(gate(guards={"false_no_change": 0.09}), more, less)
