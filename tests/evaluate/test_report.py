@@ -377,8 +377,8 @@ def test_lines_of_a_chart_have_styles_of_their_own_and_the_loss_is_on_a_log_scal
 def test_the_several_changes_are_told_in_words(toy: Evidence, tmp_path: Path):
     assert (
         "The 1 pairs with several changes hold 2: 50.0% of them are named by type, 50.0% with object and place as "
-        "well, 50.0% with what changed into what. Of the clauses predicted there, 50.0% name a change that happened. 0.0% of these pairs have all their "
-        "types named and none too many; in 0.0% everything is right."
+        "well, 50.0% with what changed into what. Of the clauses predicted there, 50.0% name a change that happened. "
+        "0.0% of these pairs have all their types named and none too many; in 0.0% everything is right."
     ) in text_of(draw(toy, tmp_path))
 
 
