@@ -132,7 +132,6 @@ def test_each_pair_is_shown_with_its_own_images_and_question(
     prepare = captioner.processor.prepare_image
     sums = {file.stem: prepare(load_image(file)).astype(int).sum() for file in mixture.glob("*.png")}
     assert len(set(sums.values())) == 10
-    others = ORDER[2:] + ORDER[:2]
     shown = {
         "predictions": [(f"{n}_before", f"{n}_after") for n in ORDER],
         "predictions_shuffled": [
