@@ -267,7 +267,7 @@ def too_many_bad(share: float, clean: pl.DataFrame, quarantine: pl.DataFrame) ->
     rows = pl.concat([clean.select(of_split), quarantine.select(of_split)]).group_by(of_split).len("rows")
     for (dataset, split), some in bad.group_by(of_split, maintain_order=True):
         known = rows.filter(pl.col("dataset") == dataset)
-        total = known["rows"].sum() if split is None else known.filter(pl.col("own_split") == split)["rows"].item()
+        total = int(known.filter(split is None or pl.col("own_split") == split)["rows"].sum())
         if some.height > share * total:
             reasons = [f"{row['source']}: {row['reason']}" for row in some.iter_rows(named=True)]
             yield (
