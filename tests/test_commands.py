@@ -157,18 +157,6 @@ CALLS: dict[str, tuple[list[str], str, str, dict[str, Any]]] = {
             "allow_unlicensed": False,
         },
     ),
-    "compare": (
-        ["compare", "first", "second", "--out", "page.html"],
-        "components.compare.compare",
-        "compare",
-        {
-            "first": Path("first"),
-            "second": Path("second"),
-            "records": DATA / "02_records",
-            "clean": DATA / "03_clean",
-            "out": Path("page.html"),
-        },
-    ),
     "export-llava unlicensed": (
         ["export-llava", "out", "--allow-unlicensed"],
         "components.export.llava",
@@ -248,7 +236,21 @@ def test_a_command_calls_its_function_with_exactly_its_arguments(name, monkeypat
 
 def test_every_command_is_tried():
     tried = {argv[0] for argv, *_ in CALLS.values()}
-    assert tried | {"plan", "profile", "migrate", "score"} == COMMANDS.keys()
+    assert tried | {"plan", "profile", "migrate", "score", "compare"} == COMMANDS.keys()
+
+
+def test_compare_takes_two_runs_and_says_each_protocols_table_and_where_the_page_is(monkeypatch, capsys):
+    recorder = Recorder(monkeypatch, "components.compare.compare", compare={"toy/test": "a table"}, as_text="its lines")
+    assert main(["compare", "first", "second", "--out", "page.html"]) == 0
+    expected = {
+        "first": Path("first"),
+        "second": Path("second"),
+        "records": DATA / "02_records",
+        "clean": DATA / "03_clean",
+        "out": Path("page.html"),
+    }
+    assert recorder.calls == [("compare", expected), ("as_text", {"protocol": "toy/test", "table": "a table"})]
+    assert capsys.readouterr().out == "its lines\n\npair by pair: page.html\n"
 
 
 @pytest.mark.parametrize("command", ["register", "promote"])

@@ -40,6 +40,7 @@ def parameters(entry, kitchen, metric, settings, blocks, tmp_path) -> Path:  # n
         "train": {"model": "small_gpu", "base": str(tiny_base(tmp_path / "base")), "epochs": 2, "global_batch": 2},
         "predict": {"max_new_tokens": 4},
         "evaluate": {"metrics": ["CIDEr", "length"], "gallery": 2},
+        "promote": {"protocol": "kitchen/test", "guards": {}},
         "compute": {"scratch": str(tmp_path / "runs"), "workers": 0, "micro_batch": 1, "caption_val_pairs": 0},
     }
     path = tmp_path / "outside.yaml"

@@ -260,12 +260,14 @@ def _refuse(
 
 
 def too_many_bad(share: float, clean: pl.DataFrame, quarantine: pl.DataFrame) -> Iterator[str]:
-    """A sentence for every dataset's split of whose rows more than this share are bad; leaks are no fault of theirs."""
+    """A sentence for every dataset's split of whose rows more than this share are bad; leaks are no fault of theirs.
+    Rows of no split, which are all bad, are a share of the dataset's."""
     bad = quarantine.filter(pl.col("rules") != [LEAK])
     of_split = ("dataset", "own_split")
     rows = pl.concat([clean.select(of_split), quarantine.select(of_split)]).group_by(of_split).len("rows")
     for (dataset, split), some in bad.group_by(of_split, maintain_order=True):
-        total = rows.filter(pl.col("dataset") == dataset, pl.col("own_split").eq_missing(split))["rows"].item()
+        known = rows.filter(pl.col("dataset") == dataset)
+        total = int(known.filter(split is None or pl.col("own_split") == split)["rows"].sum())
         if some.height > share * total:
             reasons = [f"{row['source']}: {row['reason']}" for row in some.iter_rows(named=True)]
             yield (

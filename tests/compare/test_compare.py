@@ -9,6 +9,7 @@ import pytest
 from components.__main__ import make_parser
 from components.compare.compare import as_text, compare, difference_table, run_names
 from components.evaluate.metrics import METRICS
+from components.evaluate.metrics.change_accuracy import NAMES
 from components.records import DataError
 from tests.evaluate import bench
 from tests.evaluate.pages import evidence, gallery_of, table, write_scores
@@ -60,7 +61,10 @@ def test_the_page_has_both_captions_of_every_pair(root: Path, tmp_path: Path):
 
 def scores_of(right: list[bool]) -> pa.Table:
     """One pair of one change each; the type is right where told."""
-    flags = [[1.0, float(flag), float(flag), 0.0, 0.0, 1.0, 0.0] for flag in right]  # one change, type right, all right
+    known = {"captions": True, "single": True, "changed": True}
+    flags = [
+        [float((known | {"single_type": flag, "single_exact": flag}).get(name, 0)) for name in NAMES] for flag in right
+    ]
     return pa.table(
         {
             "protocol": ["toy/test"] * len(right),

@@ -51,7 +51,13 @@ def quick_score(predictions: dict[str, str], limit_s: int = 20, spice_dir: Path 
 
 
 def is_gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    """Ended within five seconds: a signal takes its time on a busy machine."""
+    deadline = time.monotonic() + 5
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def published() -> tuple[dict[str, list[str]], dict[str, str]]:

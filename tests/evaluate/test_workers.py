@@ -139,6 +139,18 @@ def matching(*items: tuple[str, list[str]]) -> list[tuple[str, str]]:
     return list(zip(lines[1::3], lines[2::3], strict=True))
 
 
+@pytest.mark.parametrize("processes", [1, 2, 3, 5, 40])
+def test_any_number_of_processes_keeps_the_same_lines_in_the_tables_order(processes: int):
+    table = b"".join(b"0.%d\n%s\n%s\n" % (n, b"red" * (n % 4), b"cube") for n in range(25))
+    items = [("a red", ["the cube"]), ("redred", ["x"])]
+    whole = list(worker.matching_paraphrases(table, items))
+    assert 0 < len(whole) < 75
+    assert list(worker.matching_paraphrases(table, items, processes)) == whole
+    parts = worker.parts_of(table, processes)
+    assert b"".join(table[start:end] for start, end in parts) == table
+    assert all(table[start:end].count(b"\n") % 3 == 0 for start, end in parts)
+
+
 ODD = [("mov\u00e9d", "x"), ("wh??", "x")]
 
 

@@ -65,7 +65,10 @@ def test_the_rows_of_the_file_are_parameters_that_there_are():
     rows = ablation.read_rows(ablation.ROWS)
     assert len(rows) == 4
     assert next(iter(rows.values())) == {}
-    assert {key for changes in rows.values() for key in changes} == {"train.model", "convert.sources"}
+    assert {key for changes in rows.values() for key in changes} == {
+        "train.model",
+        "+convert.sources.minichange.max_pairs",
+    }
 
 
 @pytest.mark.slow

@@ -73,6 +73,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
                 "oversample_types": [],
             }
         },
+        "ingest": {"datasets": {"minichange": {"reader": "minichange", "root": "data/01_raw/minichange"}}},
         "validate": {"near_duplicate_max_diff": None, "max_quarantined_share": 0.5},
         "convert": {"questions": str(REPOSITORY / "profiles" / "questions.yaml")},
         "train": {"base": str(tiny_base(tmp_path / "base")), "epochs": 1, "global_batch": 8},

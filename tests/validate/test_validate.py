@@ -16,7 +16,7 @@ from components.datasets import DATASETS
 from components.datasets.spec import Published, SplitCount
 from components.records import RECORD_SCHEMA, DataError
 from components.validate.params import Validate
-from components.validate.stage import ValidateReport, expected_pairs
+from components.validate.stage import ValidateReport, expected_pairs, too_many_bad
 from tests.layouts import (
     edit_json,
     image_cache,
@@ -123,6 +123,16 @@ def test_markup_and_endless_references_are_quarantined(raw):
         "mini/000005.png": "references: 1 hold HTML or a special token; write plain text",
         "mini/000009.png": "references: one has 10000000 characters, more than validate.max_caption_chars = 2000",
     }
+
+
+def test_rows_of_no_split_are_a_share_of_their_dataset():
+    """One row of six: its split is not known, so there is no other split that it is a part of."""
+    row = {"dataset": "mini", "own_split": "train", "rules": ["image"], "source": "a", "reason": "b"}
+    clean = pl.DataFrame([row] * 5)
+    bad = pl.DataFrame([row | {"own_split": None}], schema=clean.schema)
+    assert list(too_many_bad(0.17, clean, bad)) == []
+    (line,) = too_many_bad(0.16, clean, bad)
+    assert line.startswith("mini without a split: 1 of 6 rows are bad, more than validate.max_quarantined_share = 0.16")
 
 
 def test_above_the_threshold_the_data_is_refused_and_the_quarantine_is_there(raw):

@@ -9,6 +9,7 @@ import gzip
 import io
 import json
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -16,12 +17,15 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 SENTINEL = "endofcaptions"
-METEOR = ["java", "-Xmx1G", "-jar", "meteor-1.5.jar", "-", "-", "-stdio", "-l", "en", "-norm", "-a", "paraphrases.gz"]
+QUICK = ("-Xmx1G", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
+"""For programs that live for seconds, side by side: their optimising compilers and collectors would take the cores."""
+METEOR = ["java", *QUICK, "-jar", "meteor-1.5.jar", "-", "-", "-stdio", "-l", "en", "-norm", "-a", "paraphrases.gz"]
 STATISTICS = 23
 ITEMS_A_SHARD = 500
 """Fewer do not pay for the start of one more Java program."""
@@ -79,11 +83,12 @@ def meteor(folder: Path) -> Callable[[Job], list[list[float]]]:
     def compute(job: Job) -> list[list[float]]:
         nonlocal table
         items = [(prediction, references) for prediction, references in job["items"]]
-        with gzip.open(folder / "paraphrases.gz", "wb", compresslevel=1) as file:
-            file.writelines(matching_paraphrases(table, items))
-        table = b""
         shards = max(1, min(job["shards"], len(items) // ITEMS_A_SHARD))
-        lines = [" ||| ".join(("SCORE", *references, prediction)) for prediction, references in items]
+        with gzip.open(folder / "paraphrases.gz", "wb", compresslevel=1) as file:
+            file.writelines(matching_paraphrases(table, items, shards))
+        table = b""
+        # METEOR takes the first of the best references, so one that comes again changes nothing
+        lines = [" ||| ".join(("SCORE", *dict.fromkeys(references), prediction)) for prediction, references in items]
         with ThreadPoolExecutor(shards) as pool:
             answers = list(pool.map(lambda at: ask_meteor(folder, at, lines[at::shards]), range(shards)))
         return [answers[i % shards][i // shards] for i in range(len(items))]
@@ -91,8 +96,9 @@ def meteor(folder: Path) -> Callable[[Job], list[list[float]]]:
     return compute
 
 
-def matching_paraphrases(table: bytes, items: Iterable[tuple[str, list[str]]]) -> Iterator[bytes]:
-    """The lines of METEOR's table whose phrases may stand in a reference and in a prediction, in the table's order.
+def matching_paraphrases(table: bytes, items: Iterable[tuple[str, list[str]]], processes: int = 1) -> Iterator[bytes]:
+    """The lines of METEOR's table whose phrases may stand in a reference and in a prediction, in the table's order;
+    each process reads a part of the table.
 
     The table has three lines an entry: probability and two phrases, which METEOR matches either way round. Phrases are
     compared by their runs of ASCII letters and digits alone, which METEOR's own tokenizer never splits; too many
@@ -101,6 +107,44 @@ def matching_paraphrases(table: bytes, items: Iterable[tuple[str, list[str]]]) -
     listed = list(items)
     of_references = phrases(reference for _, references in listed for reference in references)
     of_predictions = phrases(prediction for prediction, _ in listed)
+
+    def lines_of(part: tuple[int, int]) -> list[bytes]:
+        return list(matching_lines(table[slice(*part)], of_references, of_predictions))
+
+    yield from chain.from_iterable(each_in_a_process(lines_of, parts_of(table, processes)))
+
+
+def each_in_a_process(function: Callable[[Any], Any], values: list[Any]) -> list[Any]:
+    """What the function makes of each value, but for the last one in forks of this process, which share its memory."""
+    pipes = []
+    for value in values[:-1]:
+        end, start = os.pipe()
+        if os.fork() == 0:
+            with open(start, "wb") as file:
+                pickle.dump(function(value), file)
+            os._exit(0)
+        os.close(start)
+        pipes.append(end)
+    last = [function(value) for value in values[-1:]]
+    found = []
+    for end in pipes:
+        with open(end, "rb") as file:
+            found.append(pickle.load(file))
+    return found + last
+
+
+def parts_of(table: bytes, count: int) -> list[tuple[int, int]]:
+    """Start and end of so many parts of the table, each of whole entries."""
+    cuts = [0]
+    for part in range(1, count):
+        place = table.find(b"\n", part * len(table) // count) + 1
+        for _ in range(-table.count(b"\n", 0, place) % 3):
+            place = table.find(b"\n", place) + 1
+        cuts.append(place)
+    return list(zip(cuts, [*cuts[1:], len(table)], strict=True))
+
+
+def matching_lines(table: bytes, of_references: set[bytes], of_predictions: set[bytes]) -> Iterator[bytes]:
     known = of_references | of_predictions
     file = io.BytesIO(table)
     while lines := file.readlines(CHUNK):
