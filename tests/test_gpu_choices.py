@@ -329,4 +329,4 @@ def captioned_and_scored(place: Place, model: Path) -> None:
     assert dict(zip(scores["id"], scores["prediction"], strict=True)) == {
         row["image_id"]: row["caption"] for row in captions
     }
-    assert 0 <= metrics["CIDEr"] == pytest.approx(scores["CIDEr"].mean())
+    assert 0 <= metrics["protocols"]["toy/test"]["CIDEr"] == pytest.approx(scores["CIDEr"].mean())

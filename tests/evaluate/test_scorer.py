@@ -156,6 +156,7 @@ def test_a_package_that_cannot_be_written_serves_as_well_in_a_german_locale(
     before = {path: path.stat().st_mtime_ns for path in folders}
     for path in folders:
         path.chmod(0o555)
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     monkeypatch.setenv("LC_ALL", "de_DE.UTF-8")
     monkeypatch.setenv("JAVA_TOOL_OPTIONS", "-Duser.language=de -Duser.country=DE")
     found = score({"a": ["the red cube"], "b": ["a ball"]}, {"a": "the cube", "b": "a ball"}, limit_s=60)

@@ -22,7 +22,7 @@ from tests.toy import REPOSITORY
 def test_a_champions_checkpoint_is_fetched_captions_this_test_set_and_is_compared_pair_by_pair(small, capsys):  # noqa: F811
     Path("components").symlink_to(REPOSITORY / "components")
     profile = yaml.safe_load(Path("params.yaml").read_text())
-    profile |= {"register": {"tracking_uri": "sqlite:///mlflow.db"}, "promote": {"guards": {"false_no_change": 0.0}}}
+    profile |= {"register": {"tracking_uri": "sqlite:///mlflow.db"}, "promote": {"guards": {"unreadable": 0.0}}}
     Path("params.yaml").write_text(yaml.safe_dump(profile))
     for command in ("train", "predict", "evaluate"):
         assert m3diff([command]) == 0
