@@ -7,6 +7,7 @@ import csv
 import json
 import logging
 import os
+import re
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -19,6 +20,7 @@ from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param
 from mlflow.tracking import MlflowClient
 
 SQLITE = "sqlite:///"
+FORBIDDEN = re.compile(r"[^\w.\- :/]")  # in the name of a metric
 PARAMS_BATCH, METRICS_BATCH = 100, 1000  # what MLflow takes in one request
 REMEDY = "start it (`make up`) or correct register.tracking_uri, then run `m3diff register` again: nothing was lost"
 
@@ -118,12 +120,14 @@ def log_curves(client: MlflowClient, run_id: str, curves: Path, timestamp_ms: in
 
 def log_scores(client: MlflowClient, run_id: str, metrics: Path, timestamp_ms: int) -> None:
     """`metrics.json`, nested parts as `part/score`, a protocol's as `dataset/protocol/score`; a score that is absent
-    (null) or no number is left out."""
+    (null) or no number is left out. A letter that MLflow takes in no name becomes an underscore."""
     found = json.loads(metrics.read_text())
     protocols = found.pop("protocols", {})
     leaves = flatten(found | protocols, separator="/")
     scores = [
-        Metric(name, float(leaf), timestamp_ms, 0) for name, leaf in leaves.items() if isinstance(leaf, int | float)
+        Metric(FORBIDDEN.sub("_", name), float(leaf), timestamp_ms, 0)
+        for name, leaf in leaves.items()
+        if isinstance(leaf, int | float)
     ]
     for start in range(0, len(scores), METRICS_BATCH):
         client.log_batch(run_id, metrics=scores[start : start + METRICS_BATCH])

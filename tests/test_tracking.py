@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import mlflow
 import pytest
+from mlflow.exceptions import MlflowException
+from mlflow.utils.validation import _validate_metric_name
 
 from components import tracking
 from components.tracking import TrackingUnavailableError, connected, flatten
@@ -96,6 +98,17 @@ def test_scores_are_metrics_and_what_is_no_number_is_left_out(client, tmp_path):
         ("d/p/CIDEr", 1.5, 99, 0),
         ("d/p/intervals/CIDEr/low", 1.0, 99, 0),
     ]
+
+
+def test_a_name_that_mlflow_refuses_is_logged_under_one_that_it_takes(client, tmp_path):
+    name = "d/p/by_type/less + more (50 %)/CIDEr"
+    (tmp_path / "metrics.json").write_text(json.dumps({name: 1.0}))
+    tracking.log_scores(client, "run", tmp_path / "metrics.json", 0)
+    (logged,) = client.logged("metrics")
+    assert logged.key == "d/p/by_type/less _ more _50 __/CIDEr"
+    with pytest.raises(MlflowException):
+        _validate_metric_name(name)
+    _validate_metric_name(logged.key)
 
 
 def test_many_scores_go_in_batches_that_mlflow_takes(client, tmp_path):

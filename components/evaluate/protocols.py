@@ -101,7 +101,7 @@ def as_scored(protocol: Protocol, pair: EvalPair) -> EvalPair:
     )
 
 
-LENGTHS = {"1-9": 1, "10-19": 10, "20-39": 20, "40+": 40}
+LENGTHS = {"1-9": 1, "10-19": 10, "20-39": 20, "40 or more": 40}
 """Groups by the mean number of words of a pair's references, with the fewest words of each."""
 
 

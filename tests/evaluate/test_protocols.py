@@ -50,7 +50,7 @@ def test_groups_by_number_and_length_are_there_only_where_they_tell_pairs_apart(
         ((19,), "10-19"),
         ((20, 0), "20-39"),
         ((39,), "20-39"),
-        ((40, 60), "40+"),
+        ((40, 60), "40 or more"),
         ((0,), "1-9"),
     ],
 )
@@ -69,7 +69,7 @@ def test_lengths_stand_in_order_of_length_and_numbers_of_changes_by_number():
         "by_length/1-9",
         "by_length/10-19",
         "by_length/20-39",
-        "by_length/40+",
+        "by_length/40 or more",
     ]
     assert [name for name in group_pairs(pairs) if name.startswith("by_changes")] == [
         f"by_changes/{k}" for k in (1, 2, 3, 4)
