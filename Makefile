@@ -62,7 +62,7 @@ seeds: install  ## the embedded training from N seeds (minutes each), mean and d
 	@python infra/seeds.py $(N)
 
 ablation: install ## with and without the module and half the pairs, from N seeds -> benchmarks/results/ablation.json, .svg
-	@python infra/ablation.py $(or $(N),1)
+	@python -m infra.ablation $(or $(N),1)
 
 install: $(READY)
 

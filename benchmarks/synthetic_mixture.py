@@ -17,6 +17,8 @@ import numpy as np
 import yaml
 from PIL import Image
 
+from benchmarks.score import NO_CHANGE
+
 PARAMS, PROFILE = Path("params.yaml"), Path("profiles/paper.yaml")
 SAMPLES = 896_000
 LINKS = 60_000
@@ -45,15 +47,6 @@ PARTS = {
     "clevr_change": Part((67_660, 3_976), (419_640, 24_660), (6, 14), 72),
     "clevr_dc": Part((40_800, 2_400), (375_978, 22_111), (5, 11), 83),
 }
-NO_CHANGE = (
-    "there is no change",
-    "nothing has changed",
-    "the two scenes seem identical",
-    "the scene is the same as before",
-    "the scene remains the same",
-    "nothing was modified",
-    "no change was made",
-)
 
 
 class Picture:

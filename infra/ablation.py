@@ -9,7 +9,6 @@ and written to benchmarks/results/ablation.json, with a plot beside it.
 import argparse
 import json
 import re
-import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,7 +23,9 @@ import yaml
 from components.evaluate.bootstrap import Difference, compare, resampled_scores, rows_of
 from components.evaluate.bootstrap import statistics as sums_of
 from components.evaluate.metrics import METRICS
+from components.files import write_atomic
 from components.params import ParamsError, load_params
+from infra.seeds import known, over_seeds
 
 ROWS = Path(__file__).with_suffix(".yaml")
 RESULTS = Path("benchmarks/results/ablation.json")
@@ -61,9 +62,8 @@ def main(argv: list[str] | None = None) -> int:
         return error.returncode
     found = table(rows, protocol)
     print("\n".join(lines(found, protocol, len(seeds))))
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     facts = {"command": f"make ablation N={args.seeds}", "protocol": protocol, "seeds": list(seeds), "rows": found}
-    args.out.write_text(json.dumps(facts, indent=1) + "\n")
+    write_atomic(args.out, json.dumps(facts, indent=1) + "\n")
     plot(found, protocol, args.out.with_suffix(".svg"))
     print(f"written to {args.out} and {args.out.with_suffix('.svg')}")
     return 0
@@ -92,12 +92,8 @@ def run_row(name: str, changes: Mapping[str, Any], seeds: Sequence[int], protoco
         experiment = run_experiment(name, changes, seed)
         scores.append(json.loads(read(experiment, report / "metrics.json"))["protocols"][protocol])
         tables.append(rows_of(pq.read_table(pa.BufferReader(read(experiment, report / "scores.parquet"))), protocol))
-    values = {score: [float(one[score]) for one in scores] for score in SCORES if has(scores, score)}
+    values = {score: found for score in SCORES if (found := known([one.get(score) for one in scores]))}
     return Row(name, changes, values, summed(tables))
-
-
-def has(scores: Sequence[Mapping[str, Any]], score: str) -> bool:
-    return all(isinstance(one.get(score), int | float) for one in scores)
 
 
 def run_experiment(row: str, changes: Mapping[str, Any], seed: int) -> str:
@@ -142,12 +138,7 @@ def table(rows: Sequence[Row], protocol: str) -> list[dict[str, Any]]:
         cells = {}
         for score, values in row.scores.items():
             other = compare(row.pairs, rows[0].pairs, protocol, scores[score]) if row is not rows[0] else None
-            cells[score] = {
-                "mean": statistics.fmean(values),
-                "sd": statistics.stdev(values) if len(values) > 1 else None,
-                "values": values,
-                "difference": as_json(other),
-            }
+            cells[score] = over_seeds(values) | {"difference": as_json(other)}
         found.append({"row": row.name, "changes": dict(row.changes), "pairs": row.pairs.num_rows, "scores": cells})
     return found
 

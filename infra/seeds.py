@@ -105,13 +105,19 @@ def spread(found: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> dict[str, di
         protocol: {
             "pairs": whole["pairs"],
             "scores": {
-                score: {"mean": statistics.fmean(values), "sd": statistics.stdev(values), "values": values}
+                score: over_seeds(values)
                 for score in whole
                 if score not in COUNTS and (values := known([run[protocol].get(score) for run in runs]))
             },
         }
         for protocol, whole in runs[0].items()
     }
+
+
+def over_seeds(values: Sequence[float]) -> dict[str, Any]:
+    """Mean, sample standard deviation (None of one seed) and each seed's value of a score."""
+    sd = statistics.stdev(values) if len(values) > 1 else None
+    return {"mean": statistics.fmean(values), "sd": sd, "values": list(values)}
 
 
 def known(values: Sequence[Any]) -> list[float]:

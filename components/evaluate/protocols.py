@@ -5,6 +5,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from components.datasets import DATASETS
@@ -27,7 +28,7 @@ class ProtocolPairs:
         """As metrics.json, scores.parquet and the gate name it."""
         return f"{self.dataset}/{self.protocol.name}"
 
-    @property
+    @cached_property
     def groups(self) -> Groups:
         return {ALL: [pair.id for pair in self.pairs], **group_pairs(self.pairs)}
 

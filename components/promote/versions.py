@@ -10,7 +10,6 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from components.evaluate.metrics.java import JavaMissing
 from components.evaluate.metrics.scorer import ScorerFailed
 from components.evaluate.stage import evaluate
 from components.params import Params
@@ -54,7 +53,7 @@ def score_again(client: MlflowClient, params: Params, version: ModelVersion, on:
         return caption_and_score(client, params, version, on)
     except (ConnectionError, BlockingIOError):
         raise
-    except (OSError, ValueError, MlflowException, JavaMissing, ScorerFailed) as error:
+    except (OSError, ValueError, MlflowException, ScorerFailed) as error:
         raise CannotScoreAgain(str(error)) from error
 
 

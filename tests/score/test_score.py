@@ -15,22 +15,12 @@ from components.records import DataError
 from components.score.check_spice import check_spice
 from components.score.page import lines
 from components.score.score import ScoreReport, score
-from tests.evaluate.bench import GRAMMAR
+from tests.evaluate.bench import GRAMMAR, PUBLISHED
 from tests.layouts import edit_json, run_ingest, write_clevr, write_clevr_dc, write_json
 from tests.score import traps
 
 REAL = Path(__file__).parents[3] / "shared" / "real" / "coco_caption"
 needs_real = pytest.mark.skipif(not REAL.is_dir(), reason="the published COCO files are not beside the project")
-PUBLISHED = {
-    "BLEU-1": 0.5794,
-    "BLEU-2": 0.4044,
-    "BLEU-3": 0.2785,
-    "BLEU-4": 0.1908,
-    "METEOR": 0.1953,
-    "ROUGE-L": 0.3963,
-    "CIDEr": 0.5998,
-}
-"""Of the 1,000 captions that coco-caption brings with it."""
 
 
 @needs_real
