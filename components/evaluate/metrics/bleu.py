@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from components.evaluate.metrics.metric import ALL, Groups, Metric, MetricScores, Resampled, Tools, of_each_group
-from components.evaluate.metrics.ngrams import ORDERS, Ngrams, Shared, table
+from components.evaluate.metrics.ngrams import ORDERS, Shared, table
 from components.evaluate.pairs import EvalPair
 
 NAMES = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4")
@@ -15,11 +15,11 @@ SMALL, TINY = 1e-9, 1e-15  # pycocoevalcap's, against division by 0
 
 def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores:
     """BLEU of a group is of its corpus, not a mean over pairs; a pair has BLEU-4 alone."""
-    references, predictions, _ = tools.tokens()
-    counts = statistics(predictions, references)
-    place = {pair: number for number, pair in enumerate(predictions)}
+    tokens = tools.tokens()
+    counts = statistics(tokens.shared)
+    place = {pair: number for number, pair in enumerate(tokens.predictions)}
     groups_found = of_each_group(groups, lambda ids: bleu(counts[[place[pair] for pair in ids]].sum(axis=0).tolist()))
-    each = dict(zip(predictions, counts.tolist(), strict=True))
+    each = dict(zip(tokens.predictions, counts.tolist(), strict=True))
     return MetricScores(
         {name: dict(zip(NAMES, corpus, strict=True)) for name, corpus in groups_found.items()},
         {
@@ -29,12 +29,11 @@ def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores
     )
 
 
-def statistics(predictions: dict[str, str], references: dict[str, list[str]]) -> np.ndarray:
+def statistics(shared: Shared) -> np.ndarray:
     """[pairs, 10] whole numbers to sum: for n = 1 to 4 the n-grams that a reference has too, then the prediction's
     n-grams; its words; the words of the reference of the closest length, the shorter one of two.
     """
-    ngrams = Ngrams([*predictions.values(), *(text for texts in references.values() for text in texts)])
-    shared = Shared(ngrams, predictions, references)
+    ngrams = shared.ngrams
     entries, owner = ngrams.entries(shared.predictions)
     first = np.searchsorted(owner, np.arange(len(shared.predictions)))  # a pair's first entry
     most = np.zeros(len(entries), np.int64)  # the most that one reference has of each n-gram

@@ -3,7 +3,7 @@
 import numpy as np
 
 from components.evaluate.metrics.metric import ALL, Groups, Metric, MetricScores, Tools, Value, mean_of
-from components.evaluate.metrics.ngrams import Ngrams, Shared, table
+from components.evaluate.metrics.ngrams import Shared, table
 from components.evaluate.pairs import EvalPair
 
 NO_SHUFFLED = "there are no predictions of shuffled pairs (predictions_shuffled.json), or only one pair"
@@ -12,10 +12,8 @@ SIGMA = 6.0
 
 def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores:
     """0 to 10. Word weights come from the references of the group itself, so groups do not average to the whole."""
-    references, predictions, shuffled = tools.tokens()
-    texts = (text for several in references.values() for text in several)
-    ngrams = Ngrams([*predictions.values(), *texts, *(shuffled or {}).values()])
-    shared = Shared(ngrams, predictions, references)
+    tokens = tools.tokens()
+    shared, shuffled = tokens.shared, tokens.shuffled
     of_pairs = cider(shared, shared.places(groups[ALL]))
     scores: dict[str, dict[str, Value]] = {
         name: {"CIDEr": corpus_score(of_pairs if name == ALL else cider(shared, shared.places(ids)))}
@@ -24,7 +22,7 @@ def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores
     }
     control = None
     if shuffled:
-        of_shuffled = Shared(ngrams, shuffled, references)
+        of_shuffled = Shared(shared.ngrams, shuffled, tokens.references)
         control = corpus_score(
             cider(of_shuffled, np.arange(len(shuffled)), weights(shared, shared.places(groups[ALL])))
         )

@@ -30,9 +30,21 @@ MAX_PROCESSES = 4
 def program(of: Program) -> dict[Item, list[float]]:
     """The 23 statistics of each item, of its best reference, ready to be summed."""
     worker = of.start("METEOR")  # before the tokens are there: it has a large table to read
-    items = of.items()
-    worker.send({"items": items, "shards": min(MAX_PROCESSES, len(os.sched_getaffinity(0)))})
-    return {item: to_sum(numbers) for item, numbers in zip(items, worker.result(), strict=True)}
+    items = {item: without_needless_references(item) for item in of.items()}
+    asked = list(dict.fromkeys(items.values()))
+    worker.send({"items": asked, "shards": min(MAX_PROCESSES, len(os.sched_getaffinity(0)))})
+    answers = {item: to_sum(numbers) for item, numbers in zip(asked, worker.result(), strict=True)}
+    return {item: answers[needed] for item, needed in items.items()}
+
+
+def without_needless_references(item: Item) -> Item:
+    """The item with the references that can decide its statistics, which are those of its best reference.
+
+    A reference with the same words scores 1, and so does no other. One without a letter or digit scores nothing.
+    """
+    prediction, references = item
+    same = prediction in references and any(character.isalnum() for character in prediction)
+    return (prediction, (prediction,)) if same else item
 
 
 def to_sum(statistics: list[float]) -> list[float]:

@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from components.evaluate.grammar import ParsedCaption
+from components.evaluate.metrics.ngrams import Ngrams, Shared
 from components.evaluate.metrics.scorer import Scorer
 from components.evaluate.pairs import EvalPair
 
@@ -28,12 +31,20 @@ Item = tuple[str, tuple[str, ...]]
 """Tokens of a prediction and of its references: all that a caption metric knows of a pair."""
 
 
-class Tokens(NamedTuple):
+@dataclass(frozen=True)
+class Tokens:
     """Tokens joined by spaces, by pair id; `shuffled` of some or all pairs, None where there are none."""
 
     references: dict[str, list[str]]
     predictions: dict[str, str]
     shuffled: dict[str, str] | None
+
+    @cached_property
+    def shared(self) -> Shared:
+        """The n-grams of all captions, counted once for every metric, and what predictions share with references."""
+        references = chain.from_iterable(self.references.values())
+        ngrams = Ngrams([*self.predictions.values(), *references, *(self.shuffled or {}).values()])
+        return Shared(ngrams, self.predictions, self.references)
 
     def item(self, pair: str) -> Item:
         return self.predictions[pair], tuple(self.references[pair])

@@ -38,10 +38,11 @@ class Scorer:
         home = Path(self.folder.name)
         self.result_path, self.log = home / "result.json", home / "stderr"
         command = [sys.executable, "-P", worker.__file__, name, str(limit_s + 5), str(home)]
+        quick = () if name == "SPICE" else worker.QUICK  # SPICE takes minutes and gigabytes
         environment = {
             **os.environ,
             "LC_ALL": "C.UTF-8",
-            "JAVA_TOOL_OPTIONS": "-Duser.language=en -Dfile.encoding=UTF-8",
+            "JAVA_TOOL_OPTIONS": " ".join(("-Duser.language=en -Dfile.encoding=UTF-8", *quick)),
             "JDK_JAVA_OPTIONS": ADD_OPENS,
         }
         with self.log.open("wb") as log:

@@ -17,24 +17,28 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
+from itertools import chain, compress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 SENTINEL = "endofcaptions"
 QUICK = ("-Xmx1G", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
-"""For programs that live for seconds, side by side: their optimising compilers and collectors would take the cores."""
-METEOR = ["java", *QUICK, "-jar", "meteor-1.5.jar", "-", "-", "-stdio", "-l", "en", "-norm", "-a", "paraphrases.gz"]
+"""Options of Java for programs that live for seconds, side by side, and would take each other's cores by compiling."""
+METEOR = ["java", "-jar", "meteor-1.5.jar", "-", "-", "-stdio", "-l", "en", "-a", "paraphrases.gz"]
 STATISTICS = 23
 ITEMS_A_SHARD = 500
 """Fewer do not pay for the start of one more Java program."""
 LONGEST_PHRASE = 7  # words; of the table
-CHUNK = 1 << 13
-PLAIN = b"abcdefghijklmnopqrstuvwxyz0123456789 .-E\n"
+CHUNK = 1 << 13  # bytes of the table, read at once
+USUAL = b"abcdefghijklmnopqrstuvwxyz0123456789 .-E\n"  # in the table
+MARK = b"\0"
+MARKED = bytes(byte if byte in USUAL else MARK[0] for byte in range(256))
+NORMAL = re.compile("[a-z0-9 ]*")
 WORD = re.compile(rb"[a-z0-9]+")
 ENTITY = re.compile("&(quot|apos|lt|gt|amp);")
 Job = dict[str, Any]
+Item = tuple[str, list[str]]
 
 
 def move_to(folder: Path, module: ModuleType) -> None:
@@ -87,22 +91,23 @@ def meteor(folder: Path) -> Callable[[Job], list[list[float]]]:
         with gzip.open(folder / "paraphrases.gz", "wb", compresslevel=1) as file:
             file.writelines(matching_paraphrases(table, items, shards))
         table = b""
-        # METEOR takes the first of the best references, so one that comes again changes nothing
-        lines = [" ||| ".join(("SCORE", *dict.fromkeys(references), prediction)) for prediction, references in items]
+        order = sorted(range(len(items)), key=lambda i: needs_normalising(items[i]))
+        parts = [order[part * len(order) // shards : (part + 1) * len(order) // shards] for part in range(shards)]
         with ThreadPoolExecutor(shards) as pool:
-            answers = list(pool.map(lambda at: ask_meteor(folder, at, lines[at::shards]), range(shards)))
-        return [answers[i % shards][i // shards] for i in range(len(items))]
+            found = pool.map(lambda part: ask_meteor(folder, part, [items[i] for i in parts[part]]), range(shards))
+            answers = dict(zip(order, chain.from_iterable(found), strict=True))
+        return [answers[i] for i in range(len(items))]
 
     return compute
 
 
-def matching_paraphrases(table: bytes, items: Iterable[tuple[str, list[str]]], processes: int = 1) -> Iterator[bytes]:
+def matching_paraphrases(table: bytes, items: Iterable[Item], processes: int = 1) -> Iterator[bytes]:
     """The lines of METEOR's table whose phrases may stand in a reference and in a prediction, in the table's order;
     each process reads a part of the table.
 
     The table has three lines an entry: probability and two phrases, which METEOR matches either way round. Phrases are
-    compared by their runs of ASCII letters and digits alone, which METEOR's own tokenizer never splits; too many
-    entries change nothing, and an entry of other characters is always kept.
+    compared by their runs of ASCII letters and digits alone, which METEOR's own tokenizer never splits: a phrase
+    without one may stand anywhere, and too many entries change nothing.
     """
     listed = list(items)
     of_references = phrases(reference for _, references in listed for reference in references)
@@ -145,43 +150,58 @@ def parts_of(table: bytes, count: int) -> list[tuple[int, int]]:
 
 
 def matching_lines(table: bytes, of_references: set[bytes], of_predictions: set[bytes]) -> Iterator[bytes]:
-    known = of_references | of_predictions
+    def matches(one: bytes, other: bytes) -> bool:
+        return (one in of_references and other in of_predictions) or (one in of_predictions and other in of_references)
+
+    is_known = (of_references | of_predictions).__contains__
     file = io.BytesIO(table)
     while lines := file.readlines(CHUNK):
         lines += [file.readline() for _ in range(-len(lines) % 3)]
-        plain = not b"".join(lines).translate(None, PLAIN)
-        for at, (one, other) in enumerate(zip(lines[1::3], lines[2::3], strict=True)):
-            if one in known and other in known:
-                kept = (one in of_references and other in of_predictions) or (
-                    one in of_predictions and other in of_references
-                )
-            else:
-                kept = not (plain or is_plain(one + other))
-            if kept:
-                yield from lines[3 * at : 3 * at + 3]
+        ones, others = lines[1::3], lines[2::3]
+        kept = {at for at in compress(range(len(ones)), map(is_known, ones)) if matches(ones[at], others[at])}
+        kept.update(at for at in odd_entries(lines) if matches(plain_words(ones[at]), plain_words(others[at])))
+        for at in sorted(kept):
+            yield from lines[3 * at : 3 * at + 3]
 
 
-def is_plain(line: bytes) -> bool:
-    return not line.translate(None, PLAIN)
-
-
-def phrases(texts: Iterable[str]) -> set[bytes]:
-    """All runs of one to LONGEST_PHRASE words of ASCII letters and digits, a line each."""
-    found: set[bytes] = set()
-    for text in set(texts):
-        for reading in {text.lower(), ENTITY.sub(" ", text.lower())}:
-            words = WORD.findall(reading.encode())
-            for size in range(1, LONGEST_PHRASE + 1):
-                found.update(b" ".join(words[i : i + size]) + b"\n" for i in range(len(words) - size + 1))
+def odd_entries(lines: list[bytes]) -> set[int]:
+    """Numbers of the entries with other characters than the table's usual ones."""
+    text = b"".join(lines).translate(MARKED)
+    found, line, start = set(), 0, 0
+    while (place := text.find(MARK, start)) >= 0:
+        line += text.count(b"\n", start, place)
+        found.add(line // 3)
+        start = text.find(b"\n", place)
     return found
 
 
-def ask_meteor(folder: Path, number: int, lines: list[str]) -> list[list[float]]:
-    """The program's answer to each line."""
+def plain_words(phrase: bytes) -> bytes:
+    return b" ".join(WORD.findall(phrase)) + b"\n"
+
+
+def phrases(texts: Iterable[str]) -> set[bytes]:
+    """All runs of none to LONGEST_PHRASE words of ASCII letters and digits, a line each."""
+    lowered = {text.lower() for text in texts}
+    captions = {tuple(WORD.findall(text.encode())) for text in lowered | {ENTITY.sub(" ", text) for text in lowered}}
+    longest = {words[start : start + LONGEST_PHRASE] for words in captions for start in range(len(words))}
+    return {b"\n"} | {b" ".join(run[:size]) + b"\n" for run in longest for size in range(1, len(run) + 1)}
+
+
+def needs_normalising(item: Item) -> bool:
+    """Whether METEOR's normaliser, which takes a third of its time, could change a text: it looks for punctuation."""
+    prediction, references = item
+    return not all(NORMAL.fullmatch(text) for text in (prediction, *references))
+
+
+def ask_meteor(folder: Path, number: int, items: list[Item]) -> list[list[float]]:
+    """The program's answer to each item."""
+    # of the best references it takes the first, so one that comes again changes nothing
+    lines = [" ||| ".join(("SCORE", *dict.fromkeys(references), prediction)) for prediction, references in items]
+    command = [*METEOR, "-norm"] if any(map(needs_normalising, items)) else METEOR
     log = folder / f"stderr{number}"
     with (
         log.open("wb") as errors,
-        subprocess.Popen(METEOR, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors) as java,
+        subprocess.Popen(command, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors) as java,
     ):
         answer, _ = java.communicate("".join(f"{line}\n" for line in lines).encode())
     try:
