@@ -317,7 +317,7 @@ def main(argv: list[str] | None = None) -> int:
     except DataError as error:
         print(f"m3diff {args.command}: {error}", file=sys.stderr)
         return DATA_REFUSED
-    except (ConnectionError, BlockingIOError) as error:
+    except (ConnectionError, BlockingIOError, ChildProcessError) as error:
         print(f"m3diff {args.command}: {error}", file=sys.stderr)
         return TRY_AGAIN
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from components.__main__ import DATA_REFUSED, main
+from components.__main__ import DATA_REFUSED, TRY_AGAIN, main
 from components.datasets import DATASETS
 from components.evaluate.metrics.java import JavaMissing
 from components.evaluate.summary import Interval
@@ -15,7 +15,7 @@ from components.records import DataError
 from components.score.check_spice import check_spice
 from components.score.page import lines
 from components.score.score import ScoreReport, score
-from tests.evaluate.bench import GRAMMAR, PUBLISHED
+from tests.evaluate.bench import GRAMMAR, PUBLISHED, fake_java
 from tests.layouts import edit_json, run_ingest, write_clevr, write_clevr_dc, write_json
 from tests.score import traps
 
@@ -149,6 +149,18 @@ def test_a_fault_of_the_files_is_an_exit_code_and_a_sentence(capsys, tmp_path):
     assert "m3diff score: --benchmark 'spot': unknown" in capsys.readouterr().err
     assert main(["score"]) == 2
     assert "name a file of captions" in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_dies_is_an_exit_code_and_a_sentence(capsys, monkeypatch, tmp_path):
+    references, predictions = tmp_path / "r.json", tmp_path / "p.json"
+    caption = {"image_id": 1, "caption": "a cube"}
+    write_json(references, {"images": [{"id": 1}], "annotations": [caption | {"id": 1}]})
+    write_json(predictions, [caption])
+    monkeypatch.setenv("PATH", fake_java(tmp_path / "bin", "PTBTokenizer", "exit 1"))
+    assert main(["score", str(predictions), "--references", str(references)]) == TRY_AGAIN
+    said = capsys.readouterr().err
+    assert "m3diff score: the PTB tokenizer, without which there is no score: " in said
+    assert "Traceback" not in said
 
 
 @pytest.mark.parametrize("as_json", [False, True])

@@ -25,7 +25,7 @@ ADD_OPENS = " ".join(
 )  # SPICE's serialiser looks into these, which Java 16 and later forbid
 
 
-class ScorerFailed(RuntimeError):
+class ScorerFailed(ChildProcessError):
     """A metric, or the tokenizer, gave no result; the text says why."""
 
 
@@ -107,5 +107,8 @@ def tokenise(captions: Iterable[str], limit_s: int) -> dict[str, str]:
     distinct = sorted(set(texts.values()))
     with Scorer("PTB", limit_s) as worker:
         worker.send({"captions": distinct})
-        tokens = dict(zip(distinct, worker.result(), strict=True))
+        try:
+            tokens = dict(zip(distinct, worker.result(), strict=True))
+        except ScorerFailed as failure:
+            raise ScorerFailed(f"the PTB tokenizer, without which there is no score: {failure}") from None
     return {caption: tokens[text] for caption, text in texts.items()}
