@@ -1,10 +1,13 @@
 """The values of each metric, worked out by hand on a few words; and what the only list says of them."""
 
+import ast
+import io
 import json
 import math
 import random
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
@@ -141,8 +144,11 @@ def random_captions(seed: int) -> tuple[dict[str, list[str]], dict[str, str]]:
 def stock(references: dict[str, list[str]], predictions: dict[str, str]) -> dict[str, tuple]:
     """Each score by pycocoevalcap: of the corpus and of each pair."""
     results = {i: [text] for i, text in predictions.items()}
-    bleu_corpus, bleu_pairs = Bleu(4).compute_score(references, results, verbose=0)
+    with redirect_stdout(io.StringIO()) as printed:
+        bleu_corpus, bleu_pairs = Bleu(4).compute_score(references, results, verbose=1)
+    counts = ast.literal_eval(printed.getvalue().splitlines()[0])
     found = {f"BLEU-{n + 1}": (bleu_corpus[n], bleu_pairs[n]) for n in range(4)}
+    found["counts"] = (*counts["correct"], *counts["guess"], counts["testlen"], counts["reflen"])
     assert len(references) > 1
     in_python = {"ROUGE-L": Rouge(), "CIDEr": Cider()}
     return found | {name: scorer.compute_score(references, results) for name, scorer in in_python.items()}
@@ -156,6 +162,10 @@ def assert_equal_to_stock(references: dict[str, list[str]], predictions: dict[st
         for name, value in found.groups[ALL].items():
             assert value == wanted[name][0], name
         assert [found.pairs[i][metric.METRIC.headline] for i in pairs] == list(wanted[metric.METRIC.headline][1])
+    counts = [
+        of_pair["BLEU_statistics"] for of_pair in compute(bleu, references, predictions, {ALL: pairs}).pairs.values()
+    ]
+    assert tuple(np.sum(counts, axis=0)) == wanted["counts"]
     found = compute(cider, references, predictions, {ALL: pairs})
     assert found.groups[ALL]["CIDEr"] == pytest.approx(wanted["CIDEr"][0], rel=1e-9, abs=1e-12)
     assert [found.pairs[i]["CIDEr"] for i in pairs] == pytest.approx(list(wanted["CIDEr"][1]), rel=1e-9, abs=1e-12)
