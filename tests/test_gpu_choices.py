@@ -3,7 +3,6 @@ step through a killed run, its resumption, the export and prediction to the scor
 
 import io
 import json
-import multiprocessing
 import os
 import signal
 from contextlib import redirect_stdout
@@ -28,6 +27,7 @@ from components.records import SAMPLE_SCHEMA
 from components.train.state import checkpoints
 from tests.evaluate import bench
 from tests.tiny import tiny_base
+from tests.train.ranks import start
 from tests.train.toy import Recipe, read_curve, recipe, write_mixture
 
 WHOLE, SHORT, STEPS_PER_EPOCH = 30, 5, 3
@@ -55,14 +55,11 @@ class FaultError(Exception):
 
 
 def two_workers(mixture: Path, parts: list[Part]) -> list[int | None]:
-    """Run the parts in their order, in two processes: these take longer to start than a part. Their exit codes; the
-    second is ended where the first was killed."""
+    """Run the parts in their order, in two processes. Their exit codes; the second is ended where the first was
+    killed."""
     for part in parts:
         part.folder.mkdir(parents=True, exist_ok=True)
-    spawned = multiprocessing.get_context("spawn")
-    workers = [spawned.Process(target=work, args=(rank, mixture, parts)) for rank in range(2)]
-    for worker in workers:
-        worker.start()
+    workers = start(work, mixture, parts)
     workers[0].join(600)
     if workers[0].exitcode:
         workers[1].kill()
@@ -71,9 +68,6 @@ def two_workers(mixture: Path, parts: list[Part]) -> list[int | None]:
 
 
 def work(rank: int, mixture: Path, parts: list[Part]) -> None:
-    from components.train.accelerator import choose_accelerator
-
-    choose_accelerator(False)
     for number, part in enumerate(parts):
         take_part(rank, mixture, part, f"{number} {os.getppid()}")
 

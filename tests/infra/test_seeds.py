@@ -2,7 +2,9 @@
 
 import json
 import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -87,8 +89,29 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def one_seed_in_processes(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The commands of stages. Those after the first three run in this process: to import takes longer than to run."""
+    ran: list[list[str]] = []
+    start = subprocess.run
+
+    def run(command: list[str], **given: Any) -> Any:
+        if command[:3] != [sys.executable, "-m", "components"]:
+            return start(command, **given)
+        ran.append(command)
+        if len(ran) > 3:
+            assert m3diff(command[3:]) == 0
+            return subprocess.CompletedProcess(command, 0)
+        return start(command, **given)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    return ran
+
+
 @pytest.mark.slow
-def test_two_seeds_are_trained_captioned_and_scored_beside_the_project_and_not_trained_twice(small, capfd):
+def test_two_seeds_are_trained_captioned_and_scored_beside_the_project_and_not_trained_twice(
+    small, one_seed_in_processes, capfd
+):
     assert seeds.main(["2", "--out", "seeds.json"]) == 0
     written = json.loads(Path("seeds.json").read_text())
     assert (written["seeds"], written["model"], written["command"]) == ([7407, 7408], "m3diff", "make seeds N=2")
@@ -107,6 +130,8 @@ def test_two_seeds_are_trained_captioned_and_scored_beside_the_project_and_not_t
     seeds.main(["2", "--out", "again.json"])
     assert "seed 7407: train\n" not in capfd.readouterr().out
     assert json.loads(Path("again.json").read_text())["protocols"] == written["protocols"]
+    stages = ["train", "predict", "evaluate"]
+    assert [command[-1] for command in one_seed_in_processes] == [*stages, *stages, *stages[1:], *stages[1:]]
 
 
 def test_a_seed_whose_training_fails_is_trained_again_and_the_code_is_passed_on(small, monkeypatch, capsys):

@@ -1,6 +1,5 @@
 """The loop's arithmetic: accumulation, workers, ZeRO stages, packing and resumption leave the weights as they are."""
 
-import multiprocessing
 import os
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from components.train.job import Job, Runtime
 from components.train.loop import is_captioned, is_checkpoint, run_loop
 from components.train.state import checkpoints
 from tests.tiny import tiny_settings
+from tests.train.ranks import start
 from tests.train.toy import Recipe, Trained, recipe, run
 
 
@@ -257,11 +257,7 @@ def work(rank: int, made: Recipe, mixture: Path, folder: Path, saved: int) -> No
 def two_workers(made: Recipe, mixture: Path, folder: Path, saved: int = 0) -> None:
     folder.mkdir(exist_ok=True)
     (folder / "store").unlink(missing_ok=True)
-    spawned = multiprocessing.get_context("spawn")
-    workers = [spawned.Process(target=work, args=(rank, made, mixture, folder, saved)) for rank in range(2)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
+    for worker in start(work, made, mixture, folder, saved):
         worker.join(240)
         assert worker.exitcode == 0
 
