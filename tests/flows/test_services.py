@@ -34,6 +34,7 @@ class Machine:
         ours = {"M3DIFF_PREFECT_PORT": self.prefect, "M3DIFF_MLFLOW_PORT": self.mlflow}
         self.root, self.environment = root, os.environ | {name: str(port) for name, port in ours.items()}
         self.environment["PREFECT_API_URL"] = f"http://127.0.0.1:{self.prefect}/api"
+        self.environment["PREFECT_WORKER_QUERY_SECONDS"] = "1"  # by default 10
 
     def make(self, what: str) -> subprocess.CompletedProcess:
         command = [sys.executable, str(REPOSITORY / "infra" / "services.py"), what]

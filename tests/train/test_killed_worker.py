@@ -51,7 +51,7 @@ def kill_worker_after_a_checkpoint(process: subprocess.Popen, folder: Path) -> N
 
 @pytest.mark.slow
 def test_a_run_whose_worker_is_killed_ends_with_the_same_weights(mixture: Path, base: Path, tmp_path: Path) -> None:
-    cfg = recipe(base, epochs=60, workers=2, micro_batch=2, zero_stage=1, checkpoint_every_steps=6)
+    cfg = recipe(base, epochs=24, workers=2, micro_batch=2, zero_stage=1, checkpoint_every_steps=6)
     want = finish(start(cfg, mixture, tmp_path / "whole"), tmp_path / "whole")
     broken = start(cfg, mixture, tmp_path / "broken")
     kill_worker_after_a_checkpoint(broken, tmp_path / "broken")
