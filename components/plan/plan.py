@@ -310,7 +310,9 @@ def _split_lines(load: Workload) -> list[str]:
         for use in load.splits
     ]
     published = sum(use.published for use in load.splits)
-    rows.append(f"  {'sum':<28} {load.pairs:>9,} pairs {load.references:>9,} references of {published:,} published pairs")
+    rows.append(
+        f"  {'sum':<28} {load.pairs:>9,} pairs {load.references:>9,} references of {published:,} published pairs"
+    )
     if set(load.sources) == set(SOURCES):
         rows.append(f"  {'the paper':<28} {f'{PAIRS // 1000}k':>9} pairs {f'{SAMPLES // 1000}k':>9} references")
     return rows
