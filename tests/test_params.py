@@ -327,7 +327,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
             "ingest.datasets.minichange.train_on": ["train", "val"],
             "ingest.datasets.minichange_shifted.train_on": ["train", "val"],
         },
-        ["train.export: best is the checkpoint with the highest CIDEr on validation pairs, but every dataset's train_on"],
+        ["train.export: best is the checkpoint with the highest CIDEr on validation pairs, but every dataset's"],
     ),
     "compiled layers of which each worker holds a part": (
         {"compute.compile": True, "compute.zero_stage": 3},

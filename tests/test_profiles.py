@@ -205,7 +205,9 @@ def test_a_key_written_twice_below_is_said_with_its_file(folder):
 
 
 def test_an_unknown_profile_is_refused_with_those_there_are():
-    with pytest.raises(ParamsError, match="profile 'papr': profiles has embedded-gpu, embedded, one-gpu, paper-letter, paper, small"):
+    with pytest.raises(
+        ParamsError, match="profile 'papr': profiles has embedded-gpu, embedded, one-gpu, paper-letter, paper, small"
+    ):
         find_profile("papr", Path("profiles"))
     assert find_profile("paper", Path("profiles")) == Path("profiles/paper.yaml")
 

@@ -208,9 +208,7 @@ def _with_words(count: SplitCount) -> int:
     return count.pairs - count.wordless
 
 
-def _by_split(
-    name: str, spec: DatasetSpec, counts: Mapping[str, SplitCount], used: SourceCount
-) -> Iterator[SplitUse]:
+def _by_split(name: str, spec: DatasetSpec, counts: Mapping[str, SplitCount], used: SourceCount) -> Iterator[SplitUse]:
     """A dataset's use, shared out over its splits; their sums are the dataset's."""
     pairs = _shares([_with_words(count) for count in counts.values()], used.pairs)
     references = _shares([_references(spec, count) for count in counts.values()], used.references)

@@ -50,7 +50,8 @@ def test_a_step_by_the_letter_has_a_finite_loss_an_unclipped_gradient_and_moves_
     assert float(whole) == pytest.approx(float(row["grad_norm"]), rel=1e-3)
     assert begun.engine.gradient_clipping() == 0
     still = [name for name, parameter in module.named_parameters() if torch.equal(parameter, before[name])]
-    assert still == []
+    # a bias of keys moves every weight of a query alike, so softmax gives it no gradient but rounding
+    assert [name for name in still if not name.endswith("k_proj.bias")] == []
 
 
 def test_a_run_by_the_letter_whose_validation_split_trains_ends_with_a_checkpoint_and_no_validation_loss(

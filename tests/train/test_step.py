@@ -159,7 +159,7 @@ def test_gradients_in_bf16_are_added_up_in_fp32(stage: int, mixture: Path, base:
         assert (state.get(parameter, "exp_avg") - first).norm() <= 1e-5 * first.norm(), name
 
 
-@pytest.mark.parametrize("profile", ["paper", "one-gpu", "small"])
+@pytest.mark.parametrize("profile", ["paper", "paper-letter", "one-gpu", "small"])
 def test_a_profile_in_bf16_loses_no_small_gradient_of_many_micro_batches(profile: str) -> None:
     """1 + 256 * 2**-9 is 1.5; added up in bf16, each of the 256 would be rounded away."""
     params = load_params(REPOSITORY / "profiles" / f"{profile}.yaml")
