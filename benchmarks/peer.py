@@ -192,7 +192,7 @@ def trainer_for(job: Job, prepared: bool, callbacks: list[TrainerCallback]) -> P
         per_device_train_batch_size=compute.micro_batch,
         gradient_accumulation_steps=cfg.global_batch // compute.micro_batch,
         max_steps=MAX_STEPS,
-        max_grad_norm=cfg.max_grad_norm,
+        max_grad_norm=cfg.max_grad_norm or 0.0,
         bf16=cfg.precision == "bf16" and compute.gpu,
         use_cpu=not compute.gpu,
         dataloader_pin_memory=compute.gpu,

@@ -209,6 +209,11 @@ def best_needs_captions(params: "Params") -> Iterator[str]:
             "train.export: best is the checkpoint with the highest CIDEr, but compute.caption_val_pairs is 0, so none "
             "is captioned; raise it or write last"
         )
+    if params.train.export == "best" and all("val" in entry.train_on for entry in params.ingest.datasets.values()):
+        yield (
+            "train.export: best is the checkpoint with the highest CIDEr on validation pairs, but every dataset's "
+            "train_on has val, so none is left; take it out of one of ingest.datasets or write last"
+        )
 
 
 def compiled_layers(params: "Params") -> Iterator[str]:

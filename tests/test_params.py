@@ -149,6 +149,10 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"ingest.datasets.minichange.train_on": ["train", "test"]},
         ["ingest.datasets.minichange.train_on: a test split must not train; choose from train, val (found ['train',"],
     ),
+    "a validation split that trains alone": (
+        {"ingest.datasets.minichange.train_on": ["val"]},
+        ["ingest.datasets.minichange.train_on: val trains beside train alone; write [train, val], or [] where nothing"],
+    ),
     "expected pairs that are no counts": (
         {
             "ingest.datasets.minichange.expected_pairs": {"tran": 5, "val": -1},
@@ -316,6 +320,14 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
     "the best checkpoint of none captioned": (
         {"train.export": "best", "compute.caption_val_pairs": 0},
         ["train.export: best is the checkpoint with the highest CIDEr, but compute.caption_val_pairs is 0, so none"],
+    ),
+    "the best checkpoint without validation pairs": (
+        {
+            "train.export": "best",
+            "ingest.datasets.minichange.train_on": ["train", "val"],
+            "ingest.datasets.minichange_shifted.train_on": ["train", "val"],
+        },
+        ["train.export: best is the checkpoint with the highest CIDEr on validation pairs, but every dataset's"],
     ),
     "compiled layers of which each worker holds a part": (
         {"compute.compile": True, "compute.zero_stage": 3},

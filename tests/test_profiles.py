@@ -14,7 +14,7 @@ from components.section import ParamsError
 from tests.toy import REPOSITORY
 
 PROFILES = REPOSITORY / "profiles"
-ALL = ["embedded-gpu", "embedded", "one-gpu", "paper", "small"]
+ALL = ["embedded-gpu", "embedded", "one-gpu", "paper-letter", "paper", "small"]
 SEVEN = ["omnidiff_real", "omnidiff_render", "spot_the_diff", "iedit", "birds_to_words", "clevr_change", "clevr_dc"]
 
 
@@ -58,7 +58,7 @@ def test_the_paper_profile_is_the_paper_run():
     assert (train.max_captions_per_sequence, train.global_batch, train.epochs) == (1, 256, 1)
     assert (train.warmup_share, train.weight_decay, train.max_grad_norm, train.precision) == (0.03, 0, 1, "bf16")
     assert (train.seed, params.convert.seed, params.convert.sources) == (7407, 11093, {})
-    assert (params.convert.references_per_pair, params.convert.no_change_share) == (12, 1)
+    assert (params.convert.references_per_pair, params.convert.no_change_share) == (None, 1)
     assert (params.predict.batch_pairs, params.predict.max_new_tokens, params.predict.limit) == (16, 256, 0)
     assert (compute.workers, compute.cpus_per_worker, compute.micro_batch, compute.zero_stage) == (8, 12, 4, 2)
     assert (compute.gpu, compute.gpu_kind, compute.activation_checkpointing) == (True, "A100-40GB", "full")
@@ -71,7 +71,7 @@ def test_the_paper_datasets_are_read_from_folders_of_their_names_with_published_
     for name, entry in datasets.items():
         assert entry.root == Path("data/01_raw") / name
         assert entry.expected_pairs == "published"
-        assert entry.train_on == ("train",)
+        assert entry.train_on == ("train", "val"), "the paper's 145k pairs"
     tasks = {name: DATASETS[entry.reader].task for name, entry in datasets.items()}
     assert tasks == dict.fromkeys(SEVEN, "difference") | {
         "omnidiff_real": "detail",
@@ -87,6 +87,14 @@ def test_the_paper_profile_has_no_line_of_minichange():
     assert values["synthesize"] == {}
     assert "minichange" not in yaml.safe_dump(values)
     assert "minichange" not in written(Path("profiles/paper.yaml"))
+
+
+def test_the_letter_is_the_paper_run_without_what_the_paper_does_not_name():
+    paper, letter = (resolve(Path("profiles") / f"{name}.yaml")[0] for name in ("paper", "paper-letter"))
+    assert differences(paper, letter) == [
+        "train.max_grad_norm: 1.0 -> null",
+        "models.m3diff.module.residual: - -> false",
+    ]
 
 
 def test_one_gpu_is_the_paper_run_but_for_packing_batch_and_memory():
@@ -197,12 +205,14 @@ def test_a_key_written_twice_below_is_said_with_its_file(folder):
 
 
 def test_an_unknown_profile_is_refused_with_those_there_are():
-    with pytest.raises(ParamsError, match="profile 'papr': profiles has embedded-gpu, embedded, one-gpu, paper, small"):
+    with pytest.raises(
+        ParamsError, match="profile 'papr': profiles has embedded-gpu, embedded, one-gpu, paper-letter, paper, small"
+    ):
         find_profile("papr", Path("profiles"))
     assert find_profile("paper", Path("profiles")) == Path("profiles/paper.yaml")
 
 
-@pytest.mark.parametrize("name", ["paper", "one-gpu", "small"])
+@pytest.mark.parametrize("name", ["paper", "paper-letter", "one-gpu", "small"])
 def test_a_profile_is_written_with_the_values_it_resolves_to_and_with_comments(name):
     source = Path("profiles") / f"{name}.yaml"
     text = written(source)

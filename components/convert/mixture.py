@@ -85,8 +85,10 @@ def _explode(pairs: pl.DataFrame) -> pl.DataFrame:
     return numbered.explode("references", "number").rename({"references": "reference"})
 
 
-def _cap(references: pl.DataFrame, most: int) -> pl.DataFrame:
-    """At most so many references of a pair, sampled; in the record's order."""
+def _cap(references: pl.DataFrame, most: int | None) -> pl.DataFrame:
+    """At most so many references of a pair, sampled; in the record's order. None: all."""
+    if most is None:
+        return references
     number = references["number"] + 2**32 * references["copy"]
     bits = random_bits(random_bits(references["key"], REFERENCE), number)
     place = pl.col("bits").rank("ordinal").over("row", "copy")

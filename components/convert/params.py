@@ -20,6 +20,6 @@ class Source(Section):
 class Convert(Section):
     seed: int = Field(ge=0)
     questions: Path
-    references_per_pair: int = Field(ge=1)  # at most so many training samples of one pair
+    references_per_pair: int | None = Field(ge=1)  # at most so many training samples of one pair; null: all
     no_change_share: float = Field(ge=0, le=1)  # share of no-change pairs that train
     sources: FrozenMap[str, Source]  # by dataset; one that is not named enters with the defaults

@@ -34,6 +34,9 @@ SHARD_SAMPLES = 100_000
 ROW_GROUP = 16_384
 """Small enough that a reader of one pair unpacks little, large enough to compress well."""
 
+NOTHING_TRAINS = Source(weight=0)
+"""How a dataset enters whose `train_on` is empty, though it has a training split."""
+
 Questions = TypeAdapter(dict[str, Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]])
 
 
@@ -78,7 +81,8 @@ def convert(cfg: Convert, entries: Mapping[str, DatasetEntry], clean: Path, out:
     parts, counts = [], {}
     for name in names:
         pairs = keyed.filter(pl.col("dataset") == name)
-        part, counts[name] = _convert_one(pairs, questions[name], cfg.sources.get(name, Source()), cfg)
+        source = cfg.sources.get(name, Source()) if entries[name].train_on else NOTHING_TRAINS
+        part, counts[name] = _convert_one(pairs, questions[name], source, cfg)
         parts.append(part)
     samples = pl.concat(parts)
     for split in SPLITS:

@@ -54,8 +54,8 @@ def _photo(url: Any) -> str:
 PUBLISHED = Published(
     part="birds_to_words",
     title="Birds-to-Words",
-    train=SplitCount(2_685, 12_890),
-    val=SplitCount(325, 1_556),
+    train=SplitCount(2_685, 12_890, repeated=23),
+    val=SplitCount(325, 1_556, repeated=6),
     test=SplitCount(337, 1_604),
 )
 SPEC = DatasetSpec(

@@ -40,7 +40,7 @@ PUBLISHED = Published(
     part="iedit",
     title="IEdit",
     train=SplitCount(3_061, 3_061, image_pairs=2_507),
-    val=SplitCount(383, 1_149, image_pairs=357),
+    val=SplitCount(383, 1_149, repeated=4, image_pairs=357),
     test=SplitCount(495, 1_485, image_pairs=446),
 )
 SPEC = DatasetSpec(

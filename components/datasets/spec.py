@@ -37,6 +37,7 @@ class SplitCount:
     pairs: int
     references: int | None = None  # empty ones among them; None: no count is published
     empty: int = 0  # references without a word
+    repeated: int = 0  # others that their pair has already; of train and val, where they were counted
     wordless: int = 0  # pairs of which every reference is empty
     records: int | None = None  # of the annotation file, where several of them are one pair
     image_pairs: int | None = None  # where several pairs have the same two images

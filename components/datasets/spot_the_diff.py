@@ -50,7 +50,7 @@ def read(root: Path, images: str = "resized_images", suffix: str = ".png") -> It
 PUBLISHED = Published(
     part="spot_the_diff",
     title="Spot-the-Diff",
-    train=SplitCount(8_566, 17_676, empty=53, wordless=37, records=9_524),
+    train=SplitCount(8_566, 17_676, empty=53, repeated=3, wordless=37, records=9_524),
     val=SplitCount(1_493, 3_310, empty=6, wordless=4, records=1_634),
     test=SplitCount(1_270, 2_107, empty=7, wordless=7, records=1_404),
 )

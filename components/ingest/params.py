@@ -24,15 +24,17 @@ class DatasetEntry(Section):
     reader: str  # one of components.datasets.DATASETS
     root: Path  # folder of its annotation files and images
     options: FrozenMap[str, Any] = Field(default_factory=dict, validate_default=True)  # the reader's own
-    train_on: tuple[Split, ...] = ("train",)  # its own splits that train
+    train_on: tuple[Split, ...] = ("train",)  # its own splits that train; [] of a dataset that is tested only
     follow_links: bool = False  # images may be symbolic links that leave the root (a shared DVC cache)
     expected_pairs: ExpectedPairs | None = None  # of its own splits, what validate requires once bad rows are out
 
     @field_validator("train_on")
     @classmethod
-    def never_test(cls, splits: tuple[Split, ...]) -> tuple[Split, ...]:
+    def possible(cls, splits: tuple[Split, ...]) -> tuple[Split, ...]:
         if "test" in splits:
             raise ValueError(f"a test split must not train; choose from {', '.join(SPLITS[:2])}")
+        if splits and "train" not in splits:
+            raise ValueError("val trains beside train alone; write [train, val], or [] where nothing trains")
         return splits
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from components.compute import Compute
+from components.convert.paper_mixture import PAIRS, SAMPLES, SOURCES
 from components.convert.params import Convert
 from components.gpus import GPUS, Gpu
 from components.ingest.params import DatasetEntry
@@ -284,18 +285,37 @@ def _parameter_lines(plan: Plan) -> list[str]:
 
 def _workload_lines(train: Train, plan: Plan) -> list[str]:
     load, most = plan.workload, train.max_captions_per_sequence
-    rows = [
-        f"  {name:<28} {source.pairs:>9,} pairs {source.references:>9,} references"
-        for name, source in load.sources.items()
-    ]
     return [
         f"counted: {load.counted}",
-        *rows,
+        *(_split_lines(load) if load.splits else _source_lines(load)),
         f"workload: {load.pairs:,} pairs, {load.references:,} references, {load.references_per_pair:.2f} a pair; "
         f"{load.prompt_tokens:.1f} tokens a prompt, {load.reference_tokens:.1f} a reference",
         f"  max_captions_per_sequence {'all' if most is None else most}: {plan.sequences:,} sequences of "
         f"{plan.tokens:,.0f} tokens, {plan.branches:.2f} references each; {plan.steps:,} steps of {train.global_batch}",
     ]
+
+
+def _source_lines(load: Workload) -> list[str]:
+    return [
+        f"  {name:<28} {source.pairs:>9,} pairs {source.references:>9,} references"
+        for name, source in load.sources.items()
+    ]
+
+
+def _split_lines(load: Workload) -> list[str]:
+    """What trains of each split beside the published pairs, the sums, and the paper's where the sources are its own."""
+    rows = [
+        f"  {f'{use.dataset} {use.split}':<28} {use.used.pairs:>9,} pairs {use.used.references:>9,} references of "
+        f"{use.published:,} published pairs{'' if use.counted else '; references estimated'}"
+        for use in load.splits
+    ]
+    published = sum(use.published for use in load.splits)
+    rows.append(
+        f"  {'sum':<28} {load.pairs:>9,} pairs {load.references:>9,} references of {published:,} published pairs"
+    )
+    if set(load.sources) == set(SOURCES):
+        rows.append(f"  {'the paper':<28} {f'{PAIRS // 1000}k':>9} pairs {f'{SAMPLES // 1000}k':>9} references")
+    return rows
 
 
 def _flops_lines(plan: Plan, recomputation: str) -> list[str]:

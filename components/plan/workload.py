@@ -1,8 +1,9 @@
 """What an epoch of training holds: the run's mixture, counted, or the published counts of its datasets."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,23 @@ class SourceCount:
 
 
 @dataclass(frozen=True)
+class SplitUse:
+    """What a split of a dataset gives to an epoch.
+
+    Attributes:
+        split: the dataset's own, which `train_on` names.
+        published: its pairs as published; those without a word do not train.
+        counted: whether its references were counted; else they are estimated.
+    """
+
+    dataset: str
+    split: str
+    published: int
+    used: SourceCount
+    counted: bool
+
+
+@dataclass(frozen=True)
 class Workload:
     """What an epoch holds.
 
@@ -36,6 +54,7 @@ class Workload:
         prompt_tokens: chat template and question, without the images; mean over pairs.
         reference_tokens: mean over references, each with its end token.
         sizes: number of pairs by their number of references; empty where only sums are known.
+        splits: `sources` by split; empty for a mixture, whose training samples do not tell it.
     """
 
     counted: str
@@ -43,6 +62,7 @@ class Workload:
     prompt_tokens: float
     reference_tokens: float
     sizes: Mapping[int, int]
+    splits: Sequence[SplitUse] = ()
 
     @property
     def pairs(self) -> int:
@@ -147,7 +167,8 @@ def _mean_length(texts: Iterable[tuple[Any, ...]], encode: Callable[[str], Sized
 
 
 def published_workload(entries: Mapping[str, DatasetEntry], convert: Convert) -> Workload:
-    """The published counts of the datasets, with convert's weights and caps.
+    """The published counts of the datasets, with convert's weights and caps, less what convert leaves out: references
+    without a word, repeats where they were counted, and pairs of which nothing is left.
 
     What validate will remove (leaks, faults) and `no_change_share` leave out is not known before, so it is counted.
 
@@ -159,15 +180,16 @@ def published_workload(entries: Mapping[str, DatasetEntry], convert: Convert) ->
         raise ParamsError(
             f"plan: {', '.join(unknown)}: no published counts, and no mixture yet; run `dvc repro convert` first"
         )
-    sources, tokens = {}, 0.0
+    sources, splits, tokens = {}, list[SplitUse](), 0.0
     for name, spec in training.items():
-        counts = [getattr(spec.part(name), split) for split in entries[name].train_on]
-        pairs = sum(count.pairs for count in counts)
-        each = sum(_references(spec, count) for count in counts) / pairs
+        counts = {split: getattr(spec.part(name), split) for split in entries[name].train_on}
+        pairs = sum(map(_with_words, counts.values()))
+        each = sum(_references(spec, count) for count in counts.values()) / pairs
         source = convert.sources.get(name, Source())
         used = _used(pairs, each, source, convert.references_per_pair)
         if used.references:
             sources[name] = used
+            splits += _by_split(name, spec, counts, used)
             tokens += used.references * REFERENCE_TOKENS * (each if source.samples == "joined" else 1)
     if not sources:
         raise ParamsError(f"plan: none of {', '.join(entries)} trains; see ingest.datasets and convert.sources")
@@ -177,22 +199,42 @@ def published_workload(entries: Mapping[str, DatasetEntry], convert: Convert) ->
         prompt_tokens=PROMPT_TOKENS,
         reference_tokens=tokens / sum(source.references for source in sources.values()),
         sizes={},
+        splits=splits,
     )
 
 
-def _used(pairs: int, each: float, source: Source, most: int) -> SourceCount:
+def _with_words(count: SplitCount) -> int:
+    """Pairs that have a reference with a word."""
+    return count.pairs - count.wordless
+
+
+def _by_split(name: str, spec: DatasetSpec, counts: Mapping[str, SplitCount], used: SourceCount) -> Iterator[SplitUse]:
+    """A dataset's use, shared out over its splits; their sums are the dataset's."""
+    pairs = _shares([_with_words(count) for count in counts.values()], used.pairs)
+    references = _shares([_references(spec, count) for count in counts.values()], used.references)
+    for (split, count), n, texts in zip(counts.items(), pairs, references, strict=True):
+        yield SplitUse(name, split, count.pairs, SourceCount(n, texts), counted=count.references is not None)
+
+
+def _shares(weights: Sequence[float], total: int) -> list[int]:
+    """`total` in parts as the weights are, each rounded where its end lies."""
+    ends = [round(total * end / sum(weights)) for end in accumulate(weights)]
+    return [end - start for start, end in pairwise([0, *ends])]
+
+
+def _used(pairs: int, each: float, source: Source, most: int | None) -> SourceCount:
     """Uses of a dataset's pairs, of `each` references, as convert makes them."""
     chosen = pairs * min(1.0, source.weight)
     if source.max_pairs is not None:
         chosen = min(chosen, source.max_pairs)
     uses = chosen * max(1.0, source.weight)
-    return SourceCount(round(uses), round(uses * (min(each, most) if source.samples == "each" else min(each, 1.0))))
+    return SourceCount(round(uses), round(uses * (min(each, most or each) if source.samples == "each" else 1)))
 
 
 def _references(spec: DatasetSpec, count: SplitCount) -> float:
-    """References that are not empty: counted, or by the share of the papers' sum, or estimated."""
+    """References that convert keeps: counted, or by the share of the papers' sum, or estimated."""
     if count.references is not None:
-        return count.references - count.empty
+        return count.references - count.empty - count.repeated
     if spec.table is not None and spec.table.references is not None:
         return count.pairs * spec.table.references / spec.table.pairs
     return count.pairs * unpublished_references()

@@ -28,7 +28,7 @@ def deepspeed_config(cfg: Train, compute: Compute, ranks: int) -> dict[str, Any]
     return {
         "train_micro_batch_size_per_gpu": compute.micro_batch,
         "gradient_accumulation_steps": accumulation(cfg, compute, ranks),
-        "gradient_clipping": cfg.max_grad_norm,
+        "gradient_clipping": cfg.max_grad_norm or 0.0,  # 0: none
         "bf16": {"enabled": cfg.precision == "bf16"},
         "zero_optimization": {"stage": compute.zero_stage, "stage3_gather_16bit_weights_on_model_save": True},
         "zero_allow_untested_optimizer": True,

@@ -17,7 +17,7 @@ class Train(Section):
     epochs: float = Field(gt=0)
     warmup_share: float = Field(ge=0, le=1)
     weight_decay: float = Field(ge=0)
-    max_grad_norm: float = Field(gt=0)
+    max_grad_norm: float | None = Field(gt=0)  # to which a step's gradient is clipped; null: never
     precision: Literal["fp32", "bf16"]
     fp8: bool  # frozen linears under adapters in 8 bits (components/models/fp8.py), for a GPU that multiplies them
     export: Literal["last", "best"]  # which checkpoint becomes the output; best is by CIDEr on the validation pairs

@@ -89,6 +89,14 @@ def test_the_cap_samples_different_references_of_different_pairs(tmp_path):
     assert report.datasets["d"].left_out["references_over_cap"] == 300
 
 
+def test_without_a_cap_every_reference_trains(tmp_path):
+    records = [record(str(n), references=tuple("abcdefgh"[: n % 8 + 1])) for n in range(16)]
+    samples, report = run(tmp_path, records, references_per_pair=None)
+    per_pair = dict(samples.group_by("pair").agg(pl.col("reference").sort().str.join("")).iter_rows())
+    assert per_pair == {f"d/{n}": "abcdefgh"[: n % 8 + 1] for n in range(16)}
+    assert report.datasets["d"].left_out["references_over_cap"] == 0
+
+
 def test_no_change_pairs_are_thinned_in_training_only(tmp_path):
     records = [record(f"{split}{n}", split, types=(NO_CHANGE,)) for split in ("train", "test") for n in range(400)]
     records += [record(f"change{n}") for n in range(100)]

@@ -42,6 +42,13 @@ def assert_published(rows: list, published: Published) -> None:
         own, count = [row for row in rows if row.split == split], getattr(published, split)
         texts_of = [text for row in own for text in row.references]
         assert (len(own), len(texts_of), texts_of.count("")) == (count.pairs, count.references, count.empty)
+        distinct = sum(len(set(_respaced(row.references)) - {""}) for row in own)
+        assert len(texts_of) - count.empty - distinct == count.repeated
+
+
+def _respaced(texts: list[str]) -> list[str]:
+    """As validate leaves them."""
+    return [" ".join(text.split()) for text in texts]
 
 
 def test_clevr_dc_names_are_not_padded_but_ids_are(tmp_path):

@@ -149,7 +149,7 @@ def test_of_published_counts_the_memory_is_for_the_mean_sequence(toy_family, tmp
     train = train_section(tmp_path / "no_base", max_captions_per_sequence=None)
     made = make_plan(train, ToySettings(), compute_section(micro_batch=1), *sources)
     assert made.longest is None
-    mean = math.ceil(15 * 12_890 / 2_685)
+    mean = math.ceil(15 * 12_867 / 2_685)
     assert made.activations_gb["llm"] * GB == pytest.approx(mean * 2 * 2)
 
 

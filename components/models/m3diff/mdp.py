@@ -160,10 +160,11 @@ class DifferentialLevel(nn.Module):
         super().__init__()
         self.norm_input = nn.LayerNorm(width) if cfg.residual else nn.Identity()
         self.gate = Projection(2 * width, width)  # Wm
-        self.difference = DifferenceProjection(3 * width, width)  # Wp
+        self.difference = (DifferenceProjection if cfg.residual else Projection)(3 * width, width)  # Wp
         self.layers = nn.ModuleList(DifferentialLayer(cfg, width, first=k == 0) for k in range(cfg.layers))
-        # zero-initialised: at first all levels count alike
-        self.score = Mlp(3 * width, Projection(width // 4, 1 if cfg.score == "scalar" else width, gain=0.0))
+        # with residuals zero-initialised: at first all levels count alike
+        gain = 0.0 if cfg.residual else 1.0
+        self.score = Mlp(3 * width, Projection(width // 4, 1 if cfg.score == "scalar" else width, gain))
 
     def forward(self, f_2BND: Tensor, places_ND: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Returns Ft of both images, [2 B, N, D], and the score, [B, 1, 1] or [B, 1, D]."""

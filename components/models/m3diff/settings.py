@@ -23,7 +23,7 @@ class MDPConfig:
     residual: residual blocks, the encoder's features normed where they enter but never the difference, whose size says
         whether anything changed; queries and keys normed, or a large difference would draw the attention of every
         place; and equation (8) adds the scored updates to the encoder's last features. False is the letter of the
-        equations.
+        equations: nothing of this, and every linear starts as a plain new layer (`init_gain` then says nothing).
     init_gain: gain of the last projection of (6) in a new module with residuals. At 0 it leaves the base as it is, and
         the rest of the module gets its first gradient once that projection has grown: right for a long run on a large
         base. Above 0 the module starts as a detector of change that is used from the first step, which a short run on

@@ -1,0 +1,96 @@
+"""docs/deviations.md is true: its parameters have its values, its files are there, its counts are the plan's."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from components.models.m3diff.settings import MDPConfig
+from components.params import Params, load_params
+from components.plan.workload import published_workload
+from components.profiles import differences, resolve
+from tests.toy import REPOSITORY
+
+PAGE = REPOSITORY / "docs" / "deviations.md"
+PROFILES = {"The profile paper": "paper", "By the letter": "paper-letter", "The embedded run": "embedded"}
+SECTIONS = ("paths", "models", "pretrain", "ingest", "validate", "convert", "train", "predict", "evaluate", "compute")
+
+
+def section(title: str) -> str:
+    return PAGE.read_text(encoding="utf-8").split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def profile(name: str) -> Path:
+    return REPOSITORY / "profiles" / f"{name}.yaml"
+
+
+def named(title: str) -> list[tuple[str, Any]]:
+    """The parameters of a section of the page, `path: value` each, with their values."""
+    codes = re.findall(rf"`((?:{'|'.join(SECTIONS)})\.[\w.]+): ([^`]+)`", section(title))
+    return [(path, yaml.safe_load(value)) for path, value in codes]
+
+
+def value_of(params: Params, path: str) -> Any:
+    """What a profile has there, as YAML would hold it."""
+    value: Any = params
+    for key in path.split("."):
+        value = value[key] if isinstance(value, dict) or hasattr(value, "keys") else getattr(value, key)
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, tuple):
+        return list(value)
+    return dict(value) if hasattr(value, "keys") else value
+
+
+@pytest.mark.parametrize("title", PROFILES)
+def test_every_parameter_that_the_page_names_has_its_value_in_the_profile(title: str) -> None:
+    params = load_params(profile(PROFILES[title]))
+    found = [(path, value_of(params, path.replace("validate.", "validate_."))) for path, _ in named(title)]
+    assert found == named(title)
+    assert len(found) >= 2
+
+
+def test_every_field_of_the_module_is_in_the_table() -> None:
+    told = {path.removeprefix("models.m3diff.module.") for path, _ in named("The profile paper")}
+    assert [field.name for field in fields(MDPConfig) if field.name not in told] == []
+
+
+def test_every_training_parameter_of_the_profile_is_in_the_table() -> None:
+    told = {path.split(".")[1] for path, _ in named("The profile paper") if path.startswith("train.")}
+    assert set(resolve(profile("paper"))[0]["train"]) - told == {"model"}
+
+
+def test_what_the_letter_changes_is_all_that_the_page_says_it_changes() -> None:
+    paper, letter = (resolve(profile(name))[0] for name in ("paper", "paper-letter"))
+    changed = {line.split(":")[0] for line in differences(paper, letter)}
+    assert changed == {path for path, _ in named("By the letter")}
+
+
+def test_all_seven_sources_train_on_the_splits_that_the_page_names() -> None:
+    ((_, splits),) = [(path, value) for path, value in named("The profile paper") if path.endswith("train_on")]
+    written = yaml.safe_load(profile("paper").read_text())["ingest"]["datasets"]
+    assert [entry.get("train_on") for entry in written.values()] == [splits] * 7, "written out for each of them"
+
+
+def test_the_table_of_pairs_and_samples_is_what_the_plan_counts() -> None:
+    params = load_params(profile("paper"))
+    load = published_workload(params.ingest.datasets, params.convert)
+    want = [
+        [use.dataset, use.split, f"{use.published:,}", f"{use.used.pairs:,}"]
+        + [f"{use.used.references:,}{'' if use.counted else ' (estimated)'}"]
+        for use in load.splits
+    ]
+    want.append(["sum", "", "145,377", f"{load.pairs:,}", f"{load.references:,}"])
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section("Pairs and samples").splitlines()]
+    assert [row for row in rows if len(row) == 5][2:] == want
+
+
+def test_every_file_that_the_page_names_is_there() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    files = set(re.findall(r"`((?:components|profiles|tests|docs)/[\w./-]+)`", text))
+    assert [name for name in sorted(files) if not (REPOSITORY / name).is_file()] == []
+    assert len(files) > 10
+    assert "docs/deviations.md" in profile("paper").read_text()
