@@ -110,7 +110,8 @@ def test_the_curves_say_what_each_step_has_and_the_report_what_the_run_had(whole
     assert all(norm and norm > 0.001 for norm in whole.column("grad_norm"))
     rates = ["lr_vision", "lr_module", "lr_projector", "lr_llm"]
     losses = ["val_loss", "val_loss_second", "val_loss_toy"]
-    assert list(whole.curve[0]) == ["step", "epoch", "loss", *rates, "grad_norm", *losses, "val_cider"]
+    module = [f"{figure}/{level}" for figure in ("module_update_ratio", "module_score") for level in (1, 2)]
+    assert list(whole.curve[0]) == ["step", "epoch", "loss", *rates, "grad_norm", *module, *losses, "val_cider"]
     report = whole.report
     assert (report.rows_in, report.rows_out, report.steps, report.exported_step) == (23, 69, 9, 9)
     assert report.loss == pytest.approx(whole.column("loss")[-1], abs=1e-5)
