@@ -58,6 +58,8 @@ def test_without_the_module_the_same_loop_trains_the_base(mixture: Path, base: P
     assert len(done.curve) == 3
     assert done.report.parameters["module"] == 0
     assert [row["lr_module"] for row in done.curve] == ["", "", ""]
+    assert (done.report.module, done.report.warnings) == ({}, [])
+    assert not [name for name in done.curve[0] if name.startswith("module_")]
 
 
 def test_the_same_seed_gives_the_same_weights_and_validation_touches_none(
@@ -107,6 +109,7 @@ def test_the_curves_say_what_each_step_has_and_the_report_what_the_run_had(whole
     assert validated == [2, 4, 6, 8, 9]
     assert [int(row["step"]) for row in whole.curve if row["val_loss_second"] and row["val_loss_toy"]] == validated
     assert [int(row["step"]) for row in whole.curve if row["val_cider"]] == [4, 8, 9]
+    assert [int(row["step"]) for row in whole.curve if row["module_update_ratio/1"] and row["module_score/2"]] == [1, 9]
     assert all(norm and norm > 0.001 for norm in whole.column("grad_norm"))
     rates = ["lr_vision", "lr_module", "lr_projector", "lr_llm"]
     losses = ["val_loss", "val_loss_second", "val_loss_toy"]
@@ -117,6 +120,7 @@ def test_the_curves_say_what_each_step_has_and_the_report_what_the_run_had(whole
     assert report.loss == pytest.approx(whole.column("loss")[-1], abs=1e-5)
     assert report.val_loss == pytest.approx(whole.column("val_loss")[-1], abs=1e-5)
     assert report.val_loss_by_dataset.keys() == {"toy", "second"}
+    assert report.module == {name: whole.column(name)[-1] for name in module}
     assert sum(report.parameters.values()) == report.parameters_trainable
 
 
