@@ -36,13 +36,15 @@ NEXT = """next
 def summary(params: Params, registration: Registration, decision: Promotion) -> str:
     paths = params.paths
     protocols = json.loads((paths.report / "metrics.json").read_text())["protocols"]
+    trained = json.loads((paths.model / "report.json").read_text())
     places = [
         ("report", (paths.report / "report.html").resolve()),
         ("predictions", (paths.predictions / "predictions.json").resolve()),
         ("model", f"{registration.uri} ({registration.outcome}) in {params.register_.tracking_uri}"),
         ("gate", decision),
     ]
-    return "\n".join(["", *headlines(protocols), *(f"{name:<12} {place}" for name, place in places), "", NEXT])
+    rows = [*places, *(("warning", f"training: {text}") for text in trained.get("warnings", []))]
+    return "\n".join(["", *headlines(protocols), *(f"{name:<12} {value}" for name, value in rows), "", NEXT])
 
 
 def headlines(protocols: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:

@@ -60,12 +60,14 @@ def test_params_go_in_batches_that_mlflow_takes(client):
 
 def test_every_column_of_the_curves_is_a_metric_by_step_and_an_empty_cell_is_no_point(client, tmp_path):
     curves = tmp_path / "curves.csv"
-    curves.write_text("step,epoch,loss,lr_vision,val_cider\n1,0.5,2.5,0.1,\n2,1.0,1.5,0.2,0.7\n")
+    names = "step,epoch,loss,lr_vision,module_score/17,val_cider"
+    curves.write_text(f"{names}\n1,0.5,2.5,0.1,0.5,\n2,1.0,1.5,0.2,,0.7\n")
     tracking.log_curves(client, "run", curves, 1234)
     assert [(m.key, m.value, m.timestamp, m.step) for m in client.logged("metrics")] == [
         ("train/epoch", 0.5, 1234, 1),
         ("train/loss", 2.5, 1234, 1),
         ("train/lr_vision", 0.1, 1234, 1),
+        ("train/module_score/17", 0.5, 1234, 1),
         ("train/epoch", 1.0, 1234, 2),
         ("train/loss", 1.5, 1234, 2),
         ("train/lr_vision", 0.2, 1234, 2),

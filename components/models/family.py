@@ -8,6 +8,7 @@ are called.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -103,6 +104,30 @@ class Term:
         return self.forward * (1 + self.backward_factor)
 
 
+MODULE_UPDATE_RATIO = "module_update_ratio"
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What a family's module contributes while it trains, as numbers that become columns of the training curve.
+
+    Attributes:
+        names: (settings) -> the numbers' names; none without a module. Those that begin with MODULE_UPDATE_RATIO are
+            the RMS of what the module adds to features over the RMS of these: where all of them stay at nothing, train
+            warns.
+        recorded: (model) -> context manager that gives a list, to which each forward within it adds a tensor of sums,
+            all of one shape, detached, on the model's device and without waiting for it. They are added up over the
+            forwards of a step and the workers.
+        figures: (sums, on the CPU) -> the numbers, in the order of `names`.
+        remedy: what to try where the module adds nothing, as a sentence.
+    """
+
+    names: Callable[[Any], tuple[str, ...]]
+    recorded: Callable[[Any], AbstractContextManager[list[Tensor]]]
+    figures: Callable[[Tensor], list[float]]
+    remedy: str
+
+
 @dataclass(frozen=True)
 class Family:
     """A model family as data and functions. `model` is a transformers PreTrainedModel, `config` its configuration.
@@ -133,6 +158,7 @@ class Family:
         faults: (settings, the base's config.json or None) -> what makes the two impossible together, in words.
         compiled: regular expression of the full names of the modules that `compute.compile` compiles, each by itself:
             layers that repeat; "": none.
+        contribution: what its module contributes while it trains; None: it is not measured.
     """
 
     settings: type
@@ -151,6 +177,7 @@ class Family:
     blank_images: Callable[[Any, Any], dict[str, Any]]
     faults: Callable[[Any, Mapping[str, Any] | None], list[str]]
     compiled: str = ""
+    contribution: Contribution | None = None
 
     def part_of(self, name: str) -> str:
         """The part that a parameter is in."""

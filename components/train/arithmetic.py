@@ -1,13 +1,13 @@
 """What a run comes to, printed before its first step, and the line printed of a step."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from components.gpus import gpu_of
-from components.models.family import Family
+from components.models.family import MODULE_UPDATE_RATIO, Family
 from components.train.batches import Loader, Schedule
 from components.train.packing import pack
 
@@ -87,13 +87,16 @@ def progress_line(
     step: int,
     steps: int,
     values: Mapping[str, float],
+    updates: Sequence[float],
     rates: Mapping[str, float],
     captions_per_s: float,
     seconds_per_step: float,
     used: float | None,
 ) -> str:
-    """`step 20/1810 (1.1 %)  loss 1.2345  grad_norm 2.10  lr_vision 4.00e-05  85 captions/s  MFU 41 %  ETA 11 min`."""
+    """`step 20/1810 (1.1 %)  loss 1.2345  grad_norm 2.10  module_update_ratio 0.21  lr_vision 4.00e-05  85 captions/s
+    MFU 41 %  ETA 11 min`, in one line; of several levels of the module all `updates`, in their order."""
     named = "".join(f"  {name} {value:.4f}" for name, value in values.items())
+    named += f"  {MODULE_UPDATE_RATIO} {' '.join(f'{ratio:.2g}' for ratio in updates)}" if updates else ""
     speeds = "".join(f"  {name} {rate:.2e}" for name, rate in rates.items())
     share = "" if used is None else f"  MFU {used:.0%}"
     left = eta((steps - step) * seconds_per_step)

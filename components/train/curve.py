@@ -8,10 +8,11 @@ from pathlib import Path
 from components.files import write_atomic
 
 
-def columns(parts: Iterable[str], datasets: Iterable[str]) -> tuple[str, ...]:
-    """step, epoch, loss, a learning rate for each part, grad_norm, val_loss over all and of each dataset, val_cider."""
+def columns(parts: Iterable[str], module: Iterable[str], datasets: Iterable[str]) -> tuple[str, ...]:
+    """step, epoch, loss, a learning rate for each part, grad_norm, the `module`'s numbers, val_loss over all and of
+    each dataset, val_cider."""
     rates, losses = [f"lr_{part}" for part in parts], [f"val_loss_{dataset}" for dataset in datasets]
-    return ("step", "epoch", "loss", *rates, "grad_norm", "val_loss", *losses, "val_cider")
+    return ("step", "epoch", "loss", *rates, "grad_norm", *module, "val_loss", *losses, "val_cider")
 
 
 class Curve:
@@ -42,6 +43,12 @@ class Curve:
     def last(self, column: str) -> float:
         """The last value of a column, NaN where it has none."""
         return next((float(row[column]) for row in reversed(self.rows) if row[column]), float("nan"))
+
+    def latest(self, columns: Iterable[str]) -> dict[str, float]:
+        """`step` and the columns, of the last row that has a value in all of them; nothing where no row has."""
+        wanted = ("step", *columns)
+        found = next((row for row in reversed(self.rows) if all(row[name] for name in wanted)), None)
+        return {name: float(found[name]) for name in wanted} if found else {}
 
     def read(self, path: Path) -> None:
         """Take the rows of an earlier part of the run; columns that are not this run's are left out."""

@@ -67,9 +67,13 @@ def end_distributed() -> None:
     (deepspeed.comm if deepspeed.comm.is_initialized() else torch.distributed).destroy_process_group()
 
 
+def warmup_steps(steps: int, warmup_share: float) -> int:
+    return max(1, round(warmup_share * steps))
+
+
 def cosine_with_warmup(step: int, steps: int, warmup_share: float) -> float:
     """The factor on every group's learning rate at `step` of `steps`: linear up, then a half cosine to zero."""
-    warmup = max(1, round(warmup_share * steps))
+    warmup = warmup_steps(steps, warmup_share)
     if step < warmup:
         return (step + 1) / warmup
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))

@@ -32,6 +32,7 @@ from components.train.compiled import (
     graph_limit_explained,
     limit_graphs,
 )
+from components.train.contribution import ModuleContribution, update_ratios
 from components.train.curve import Curve, columns
 from components.train.engine import (
     accumulation,
@@ -74,6 +75,7 @@ class Run:
     schedule: Schedule
     loader: Loader
     validation: Validation
+    contribution: ModuleContribution
     curve: Curve
     parameters: dict[str, int]
     device: Device
@@ -111,6 +113,7 @@ def to_the_end(run: Run) -> dict[str, Any]:
         if is_checkpoint(step + 1, run.schedule.steps, job.compute.checkpoint_every_steps):
             folder = save_state(run.engine, job.run_dir, step + 1, runtime.rank, run.curve, run.writer)
             validate(run, folder)
+            warn(run)
     run.seconds = time.monotonic() - started
     exported = export(run)
     return figures(run, exported)
@@ -143,8 +146,23 @@ def start(job: Job, runtime: Runtime) -> Run:
     place = (runtime.rank, runtime.ranks)
     validation = Validation(val, processor, family, compute, cfg.seed, place, device)
     loader = Loader(samples, processor, threads=compute.cpus_per_worker, device=device)
-    curve = Curve(columns(family.parts, validation.datasets))
-    return Run(job, runtime, family, engine, processor, groups, schedule, loader, validation, curve, parameters, device)
+    contribution = ModuleContribution(family, job.model, runtime.ranks)
+    curve = Curve(columns(family.parts, contribution.names, validation.datasets))
+    return Run(
+        job,
+        runtime,
+        family,
+        engine,
+        processor,
+        groups,
+        schedule,
+        loader,
+        validation,
+        contribution,
+        curve,
+        parameters,
+        device,
+    )
 
 
 def prepare_model(cfg: Train, settings: Settings, compute: Compute, family: Family) -> tuple[Any, PairProcessor]:
@@ -208,7 +226,8 @@ def train_step(run: Run, step: int, batches: list[MicroBatch]) -> None:
     rates = {f"lr_{part}": group.lr * factor for group in run.groups for part in group.parts}
     run.rates = {name: rates[name] for name in run.curve.names if name in rates}
     known = run.recompilations.count
-    with graph_limit_explained(), run.recompilations.step():
+    measured = run.contribution.measured(run.engine.module, is_measured(step + 1, schedule.steps))
+    with graph_limit_explained(), run.recompilations.step(), measured as module:
         loss, norm = take_step(run.engine, batches, run.processor, run.device, run.runtime.ranks)
     if run.recompilations.count > known:
         run.runtime.say(
@@ -223,7 +242,7 @@ def train_step(run: Run, step: int, batches: list[MicroBatch]) -> None:
         )
     run.captions += schedule.captions(step, step + 1)
     epoch = round((step + 1) / schedule.steps_per_epoch, 4)
-    run.curve.add({"step": step + 1, "epoch": epoch, "loss": loss, "grad_norm": norm, **run.rates})
+    run.curve.add({"step": step + 1, "epoch": epoch, "loss": loss, "grad_norm": norm, **run.rates, **module()})
 
 
 def take_step(
@@ -250,12 +269,35 @@ def take_step(
 def log_step(run: Run, work: Work, step: int, own_steps: int, peak: float | None) -> None:
     """A line every LOGGED_STEPS steps; `own_steps` were taken by this process."""
     steps = run.schedule.steps
-    if step % LOGGED_STEPS and step != steps:
+    if not is_logged(step, steps):
         return
     pace = run.seconds / own_steps
     used = mfu(work, run.schedule.global_batch, pace, peak, run.runtime.ranks)
     values = {name: run.curve.last(name) for name in ("loss", "grad_norm")}
-    run.runtime.say(progress_line(step, steps, values, run.rates, run.captions / run.seconds, pace, used))
+    updates = list(update_ratios(run.contribution.latest(run.curve)).values())
+    run.runtime.say(progress_line(step, steps, values, updates, run.rates, run.captions / run.seconds, pace, used))
+
+
+def is_logged(step: int, steps: int) -> bool:
+    """Whether a line says what `step` done steps came to: every so many, and the last."""
+    return step % LOGGED_STEPS == 0 or step == steps
+
+
+def is_measured(step: int, steps: int) -> bool:
+    """Whether the module's contribution is measured in the last of `step` steps: where it is logged, and as the run
+    finds it, in the first."""
+    return step == 1 or is_logged(step, steps)
+
+
+def warn(run: Run) -> None:
+    """Say at a checkpoint what is wrong with what trains."""
+    for warning in warnings(run):
+        run.runtime.say(f"warning: {warning}")
+
+
+def warnings(run: Run) -> list[str]:
+    found = run.contribution.warning(run.curve, run.schedule.steps, run.job.cfg.warmup_share)
+    return [found] if found else []
 
 
 def is_checkpoint(step: int, steps: int, every: int) -> bool:
@@ -318,6 +360,8 @@ def figures(run: Run, exported: int) -> dict[str, Any]:
         "val_loss_by_dataset": {name: curve.last(f"val_loss_{name}") for name in run.validation.datasets},
         "val_cider": curve.last("val_cider"),
         "exported_step": exported,
+        "module": run.contribution.latest(curve),
+        "warnings": warnings(run),
         "seconds": run.seconds,
         "captions_per_s": run.captions / seconds,
         "waiting_share": run.waited / seconds,

@@ -33,7 +33,8 @@ class TrainReport(StageReport):
     """Counts and final losses of a training run. `rows_in` are training samples, `rows_out` samples trained on.
 
     `parameters` that train by part. `val_cider` is null where nothing was captioned; `exported_step` is the step whose
-    weights are the output.
+    weights are the output. `module`: what the family's module contributed when it was measured last, by the names of
+    the curve's columns; empty without one. `warnings`: what the end of the run found wrong, in sentences.
     """
 
     steps: int
@@ -45,6 +46,8 @@ class TrainReport(StageReport):
     val_loss_by_dataset: dict[str, float]
     val_cider: float | None
     exported_step: int
+    module: dict[str, float]
+    warnings: list[str]
 
 
 class RunLockedError(BlockingIOError):
@@ -95,6 +98,8 @@ def _report(figures: dict[str, Any]) -> TrainReport:
         val_loss_by_dataset={name: round(loss, 5) for name, loss in figures["val_loss_by_dataset"].items()},
         val_cider=_known(figures["val_cider"]),
         exported_step=figures["exported_step"],
+        module=figures["module"],
+        warnings=figures["warnings"],
     )
 
 

@@ -316,6 +316,9 @@ CURVES = {
     "loss": ["3.0", "2.0", "1.0"],
     "lr_vision": ["1e-4", "2e-4", "3e-4"],
     "lr_llm": ["1e-3", "2e-3", "3e-3"],
+    "module_update_ratio/2": ["0", "", "0.2"],
+    "module_update_ratio/5": ["0", "", "0.1"],
+    "module_score/2": ["0.5", "", "0.6"],
     "val_loss": ["", "2.5", ""],
     "val_loss_a": ["", "2.4", ""],
     "val_loss_b": ["", "2.6", ""],
@@ -345,6 +348,11 @@ def test_every_learning_rate_every_validation_loss_and_cider_are_drawn(tmp_path:
         "lr_vision": [(1, 1e-4), (2, 2e-4), (3, 3e-4)],
         "lr_llm": [(1, 1e-3), (2, 2e-3), (3, 3e-3)],
     }
+    assert found["Update of the module"] == {
+        "module_update_ratio/2": [(1, 0.0), (3, 0.2)],
+        "module_update_ratio/5": [(1, 0.0), (3, 0.1)],
+    }
+    assert found["Score of the module"] == {"module_score/2": [(1, 0.5), (3, 0.6)]}
     assert found["CIDEr of validation pairs"] == {"CIDEr": [(2, 50.0), (3, 70.0)]}
 
 

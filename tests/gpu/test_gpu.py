@@ -13,6 +13,7 @@ from components.models import FAMILIES
 from components.models.device import FP8_CAPABILITY, Device, environment
 from components.models.fp8 import Rounded, fp8_product, rounded
 from components.models.generation import load_captioner
+from components.models.tuning import unwrapped
 from components.train.loop import prepare_model
 from components.train.loss import token_loss
 from tests.gpu.choices import ATTENTION, CHECKPOINTING, cosine, first_batch, loss_and_gradients, small
@@ -122,16 +123,20 @@ def test_a_pinned_copy_is_the_same_batch(precision: Any, mixture: Path) -> None:
 
 @pytest.mark.parametrize("attention", ATTENTION)
 def test_a_micro_batch_is_trained_on_without_waiting_for_the_gpu(attention: Any, mixture: Path) -> None:
-    """CUDA raises where the CPU would wait. The first pass compiles, and is let to."""
+    """CUDA raises where the CPU would wait, while the module's contribution is recorded too. The first pass compiles,
+    and is let to."""
     device = Device(True, "bf16", attention)
     made = small(device)
-    model, processor = prepare_model(made.cfg, made.model, made.compute, FAMILIES["m3diff"])
+    family = FAMILIES["m3diff"]
+    model, processor = prepare_model(made.cfg, made.model, made.compute, family)
     model.to(device.torch)
     batch = first_batch(made, mixture, processor, device)
+    assert family.contribution is not None
     for mode in ("default", "error"):
         torch.cuda.set_sync_debug_mode(mode)
         try:
-            token_loss(model, batch, processor, device).backward()
+            with family.contribution.recorded(unwrapped(model)):
+                token_loss(model, batch, processor, device).backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

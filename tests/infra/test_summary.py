@@ -29,14 +29,30 @@ def test_the_headline_protocol_of_each_dataset_is_shown_with_its_intervals():
     ]
 
 
-def test_the_summary_says_scores_places_and_the_gates_words(tmp_path):
-    (tmp_path / "metrics.json").write_text('{"protocols": {"a/total": {"pairs": 3, "CIDEr": 1.5, "intervals": {}}}}')
+def summary_of(folder, report):
+    (folder / "metrics.json").write_text('{"protocols": {"a/total": {"pairs": 3, "CIDEr": 1.5, "intervals": {}}}}')
+    (folder / "report.json").write_text(report)
     params = SimpleNamespace(
-        paths=SimpleNamespace(report=tmp_path, predictions=tmp_path), register_=SimpleNamespace(tracking_uri="store")
+        paths=SimpleNamespace(report=folder, predictions=folder, model=folder),
+        register_=SimpleNamespace(tracking_uri="store"),
     )
     registration = SimpleNamespace(uri="models:/m/2", outcome="registered")
-    text = summary(params, registration, "m version 2 refused: why")
+    return summary(params, registration, "m version 2 refused: why")
+
+
+def test_the_summary_says_scores_places_and_the_gates_words(tmp_path):
+    text = summary_of(tmp_path, '{"warnings": []}')
     assert "  CIDEr                    1.5000\n" in text
     assert f"report       {tmp_path}/report.html\n" in text
     assert "model        models:/m/2 (registered) in store\n" in text
     assert "gate         m version 2 refused: why\n" in text
+    assert "warning" not in text
+
+
+def test_the_summary_says_what_training_warned_of(tmp_path):
+    text = summary_of(tmp_path, '{"warnings": ["the module changes nothing: why."]}')
+    assert "gate         m version 2 refused: why\nwarning      training: the module changes nothing: why.\n" in text
+
+
+def test_a_model_trained_before_there_were_warnings_has_none(tmp_path):
+    assert "warning" not in summary_of(tmp_path, "{}")

@@ -208,3 +208,14 @@ def test_an_image_processor_reads_either_form_of_its_size() -> None:
 
 def test_the_module_of_a_configuration_has_the_papers_defaults() -> None:
     assert seven_b_config().mdp_config() == MDPConfig()
+
+
+def test_the_contribution_has_a_name_for_each_level_and_none_without_a_module() -> None:
+    contribution = FAMILY.contribution
+    assert contribution is not None
+    settings = tiny_settings({**MDP, "vision_feature_layers": [0, 2]})
+    names = ("module_update_ratio/0", "module_update_ratio/2", "module_score/0", "module_score/2")
+    assert contribution.names(settings) == names
+    assert contribution.names(tiny_settings(None)) == ()
+    sums = torch.tensor([[4.0, 2.0], [16.0, 6.0], [64.0, 8.0]])
+    assert contribution.figures(sums) == [0.25, 0.5, 0.25, 0.75]

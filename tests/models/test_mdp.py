@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from components.models.m3diff.mdp import DifferentialPerception, sincos_positions
+from components.models.m3diff.mdp import DifferentialPerception, contribution, sincos_positions
 from components.models.m3diff.settings import MDPConfig
 
 D, N, B = 12, 5, 3
@@ -301,3 +301,47 @@ def test_there_is_one_set_of_weights_for_all_levels_or_one_for_each() -> None:
     assert len(random_module(share_levels=False).levels) == 3
     with pytest.raises(AssertionError, match="one feature map per level"):
         random_module()(features(2), features(2), *features(2))
+
+
+@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize("share_levels", [True, False])
+@pytest.mark.parametrize("score", ["scalar", "channel"])
+@torch.no_grad()
+def test_the_contribution_is_the_size_of_each_levels_update_and_its_score(
+    residual: bool, share_levels: bool, score: str
+) -> None:
+    """A level alone gives its update: what it leaves of the last features. Two forwards count as one of all pairs."""
+    fields = {"residual": residual, "share_levels": share_levels, "score": score}
+    mdp = random_module(**fields)
+    first, second = ((features(), features(), features(2)) for _ in range(2))
+    with mdp.recorded_contribution() as recorded:
+        for features_1, features_2, last in (first, second):
+            mdp(features_1, features_2, *last)
+    ratios, scores = contribution(torch.stack(recorded).sum(dim=0))
+    mdp(*first[:2], *first[2])
+    assert len(recorded) == 2, "what comes after is not recorded"
+    f1, f2 = ([torch.cat(both) for both in zip(first[k], second[k], strict=True)] for k in (0, 1))
+    last = [torch.cat(both) for both in zip(first[2], second[2], strict=True)]
+    size = torch.cat(last).square().mean().sqrt()
+    for i in range(3):
+        alone = random_module(**fields | {"vision_feature_layers": (1,)})
+        alone.levels[0] = mdp.level(i)
+        out = transcription(alone, f1[i : i + 1], f2[i : i + 1], last)
+        update = torch.cat(out) - (torch.cat(last) if residual else 0)
+        assert ratios[i] == pytest.approx(float(update.square().mean().sqrt() / size), rel=1e-5)
+        assert scores[i] == pytest.approx(float(mdp.level(i)(torch.cat([f1[i], f2[i]]))[1].mean()), rel=1e-5)
+    assert len({round(value, 3) for value in ratios}) == 3, "no level stands for another"
+
+
+def test_recording_the_contribution_changes_no_number_and_reads_none() -> None:
+    mdp = random_module()
+    given = (features(), features(), *features(2))
+    want = mdp(*given)
+    with mdp.recorded_contribution() as recorded:
+        got = mdp(*given)
+    assert got[0].requires_grad
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert not recorded[0].requires_grad
+    with mdp.to("meta").recorded_contribution() as recorded:  # where reading a number is an error, as on a GPU a wait
+        mdp(*([x.to("meta") for x in xs] if isinstance(xs, list) else xs.to("meta") for xs in given))
+    assert (recorded[0].shape, recorded[0].dtype) == ((4, 2), torch.float32)

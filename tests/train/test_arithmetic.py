@@ -66,11 +66,14 @@ def test_the_arithmetic_of_a_run_is_told(loader: Loader) -> None:
 
 
 def test_a_line_says_where_the_run_is() -> None:
-    line = progress_line(20, 200, {"loss": 1.23456, "grad_norm": 2.0}, {"lr_vision": 4e-5}, 84.6, 0.5, 0.412)
+    line = progress_line(20, 200, {"loss": 1.23456, "grad_norm": 2.0}, [], {"lr_vision": 4e-5}, 84.6, 0.5, 0.412)
     assert line == (
         "step 20/200 (10.0%)  loss 1.2346  grad_norm 2.0000  lr_vision 4.00e-05  85 captions/s  MFU 41%  ETA 2 min"
     )
-    assert "MFU" not in progress_line(20, 200, {}, {}, 84.6, 0.5, None)
+    assert "MFU" not in progress_line(20, 200, {}, [], {}, 84.6, 0.5, None)
+    assert "(10.0%)  module_update_ratio 0.00013 0.21  85" in progress_line(
+        20, 200, {}, [1.26e-4, 0.2146], {}, 84.6, 0.5, None
+    )
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(45, "45 s"), (90.1, "2 min"), (12_000, "3 h 20 min")])

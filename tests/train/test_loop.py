@@ -58,6 +58,8 @@ def test_without_the_module_the_same_loop_trains_the_base(mixture: Path, base: P
     assert len(done.curve) == 3
     assert done.report.parameters["module"] == 0
     assert [row["lr_module"] for row in done.curve] == ["", "", ""]
+    assert (done.report.module, done.report.warnings) == ({}, [])
+    assert not [name for name in done.curve[0] if name.startswith("module_")]
 
 
 def test_the_same_seed_gives_the_same_weights_and_validation_touches_none(
@@ -107,15 +109,18 @@ def test_the_curves_say_what_each_step_has_and_the_report_what_the_run_had(whole
     assert validated == [2, 4, 6, 8, 9]
     assert [int(row["step"]) for row in whole.curve if row["val_loss_second"] and row["val_loss_toy"]] == validated
     assert [int(row["step"]) for row in whole.curve if row["val_cider"]] == [4, 8, 9]
+    assert [int(row["step"]) for row in whole.curve if row["module_update_ratio/1"] and row["module_score/2"]] == [1, 9]
     assert all(norm and norm > 0.001 for norm in whole.column("grad_norm"))
     rates = ["lr_vision", "lr_module", "lr_projector", "lr_llm"]
     losses = ["val_loss", "val_loss_second", "val_loss_toy"]
-    assert list(whole.curve[0]) == ["step", "epoch", "loss", *rates, "grad_norm", *losses, "val_cider"]
+    module = [f"{figure}/{level}" for figure in ("module_update_ratio", "module_score") for level in (1, 2)]
+    assert list(whole.curve[0]) == ["step", "epoch", "loss", *rates, "grad_norm", *module, *losses, "val_cider"]
     report = whole.report
     assert (report.rows_in, report.rows_out, report.steps, report.exported_step) == (23, 69, 9, 9)
     assert report.loss == pytest.approx(whole.column("loss")[-1], abs=1e-5)
     assert report.val_loss == pytest.approx(whole.column("val_loss")[-1], abs=1e-5)
     assert report.val_loss_by_dataset.keys() == {"toy", "second"}
+    assert report.module == {name: whole.column(name)[-1] for name in module}
     assert sum(report.parameters.values()) == report.parameters_trainable
 
 
@@ -276,6 +281,8 @@ def test_two_workers_train_validate_and_caption_as_one(
         assert [got[name] == "" for name in got] == [want[name] == "" for name in want]
         for name in ("loss", "val_loss", "val_loss_second", "val_loss_toy", "val_cider"):
             assert not want[name] or float(got[name]) == pytest.approx(float(want[name]), rel=1e-5), name
+        for name in ("module_update_ratio/1", "module_update_ratio/2", "module_score/1"):
+            assert not want[name] or float(got[name]) == pytest.approx(float(want[name]), rel=1e-3), name
 
 
 @pytest.mark.slow

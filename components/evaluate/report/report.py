@@ -214,7 +214,8 @@ def confusion_table(parsed: Iterable[ParsedCaption]) -> dict[str, Any]:
 
 
 def charts(curves: Path) -> list[dict[str, Any]]:
-    """Loss, learning rates and CIDEr of validation over training steps, from train's curves.csv."""
+    """Loss, learning rates, what the module contributes and CIDEr of validation over training steps, from train's
+    curves.csv."""
     with curves.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
 
@@ -226,7 +227,6 @@ def charts(curves: Path) -> list[dict[str, Any]]:
 
     loss = column("loss")
     parts = columns("val_loss_")
-    rates = zip(columns("lr_"), cycle(STYLES))
     lines_of_loss = [
         Line("each step", loss, "faint"),
         Line("training, running mean", smooth(loss), "main"),
@@ -237,11 +237,18 @@ def charts(curves: Path) -> list[dict[str, Any]]:
             Line(f"validation, {name.removeprefix('val_loss_')}", column(name), style, dots=True)
             for name, style in zip(parts, cycle(STYLES[2:]))
         ]
-    lines_of_rates = [Line(name, column(name), style) for name, style in rates]
+
+    def each(prefix: str) -> list[Line]:
+        return [Line(name, column(name), style) for name, style in zip(columns(prefix), cycle(STYLES))]
+
     cider = [Line("CIDEr", column("val_cider", 100), "second", dots=True)]
     drawn = [
         figure("Loss", "per supervised token and training step, log scale", lines_of_loss, log=True),
-        figure("Learning rate", "per training step", lines_of_rates),
+        figure("Learning rate", "per training step", each("lr_")),
+        figure(
+            "Update of the module", "RMS over that of the features, log scale", each("module_update_ratio"), log=True
+        ),
+        figure("Score of the module", "gate on each level's update, mean of a step", each("module_score")),
         figure("CIDEr of validation pairs", "times 100, at the checkpoints that were captioned", cider),
     ]
     return [drawing for drawing in drawn if drawing["svg"]]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from components.models.family import Family, Term
+from components.models.family import MODULE_UPDATE_RATIO, Contribution, Family, Term
 from components.models.m3diff.settings import M3DiffSettings
 
 if TYPE_CHECKING:
@@ -134,6 +135,33 @@ def faults(settings: M3DiffSettings, base: Mapping[str, Any] | None) -> list[str
     return found
 
 
+def contribution_names(settings: M3DiffSettings) -> tuple[str, ...]:
+    levels = () if settings.module is None else settings.module.vision_feature_layers
+    return tuple(f"{figure}/{level}" for figure in (MODULE_UPDATE_RATIO, "module_score") for level in levels)
+
+
+def recorded_contribution(model: M3DiffForConditionalGeneration) -> AbstractContextManager[list[Tensor]]:
+    assert model.model.mdp is not None, "a model without an MDP module has no numbers of it"
+    return model.model.mdp.recorded_contribution()
+
+
+def contribution_figures(sums: Tensor) -> list[float]:
+    from components.models.m3diff.mdp import contribution
+
+    ratios, scores = contribution(sums)
+    return ratios + scores
+
+
+CONTRIBUTION = Contribution(
+    names=contribution_names,
+    recorded=recorded_contribution,
+    figures=contribution_figures,
+    remedy="Raise the module's rate (rates.module), or start it above zero (module.init_gain).",
+)
+"""Of each level, called by its layer of the vision encoder: `module_update_ratio/17`, the RMS of the level's update in
+equation (8) over the RMS of the encoder's last features, and `module_score/17`, the mean score of equation (7)."""
+
+
 def _module(settings: M3DiffSettings) -> dict[str, Any] | None:
     return None if settings.module is None else asdict(settings.module)
 
@@ -155,4 +183,5 @@ M3DIFF = Family(
     blank_images=blank_images,
     faults=faults,
     compiled=COMPILED,
+    contribution=CONTRIBUTION,
 )

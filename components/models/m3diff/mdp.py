@@ -186,8 +186,26 @@ class DifferentialLevel(nn.Module):
         return df, steps
 
 
+@torch.no_grad()
+def sums_of(x: Tensor, score: Tensor) -> Tensor:
+    """The sum of the squares of a feature map and the sum of the scores, [2], in fp32 where they are."""
+    return torch.stack([x.float().square().sum(), score.float().sum()])
+
+
+def contribution(sums: Tensor) -> tuple[list[float], list[float]]:
+    """Of each level, the RMS of its update over the RMS of the encoder's last features, and its mean score.
+
+    Args:
+        sums: what `recorded_contribution` gave, added up: [levels + 1, 2].
+    """
+    levels, (squares, scores) = sums[:-1], sums[-1]
+    return (levels[:, 0] / squares).sqrt().tolist(), (levels[:, 1] / scores).tolist()
+
+
 class DifferentialPerception(nn.Module):
     """The MDP module over all levels, equation (8)."""
+
+    _sums: list[Tensor] | None = None  # of each forward, while they are recorded
 
     def __init__(self, cfg: MDPConfig, width: int) -> None:
         super().__init__()
@@ -221,12 +239,29 @@ class DifferentialPerception(nn.Module):
         last = torch.cat([last_1, last_2])
         out = last if self.cfg.residual else torch.zeros_like(last)
         places = self.places(last_1)
+        sums: list[Tensor] = []
         for number, (f1, f2) in enumerate(zip(features_1, features_2, strict=True)):
             f = torch.cat([f1, f2])
             ft, score = self.level(number)(f, places)
-            out = out + score.repeat(2, 1, 1) * (ft - f if self.cfg.residual else ft)  # (8)
+            update = score.repeat(2, 1, 1) * (ft - f if self.cfg.residual else ft)
+            out = out + update  # (8)
+            if self._sums is not None:
+                sums.append(sums_of(update, score))
+        if self._sums is not None:
+            self._sums.append(torch.stack([*sums, sums_of(last, torch.ones_like(score))]))
         out_1, out_2 = out.chunk(2)
         return out_1, out_2
+
+    @contextmanager
+    def recorded_contribution(self) -> Iterator[list[Tensor]]:
+        """Within it, each forward adds a tensor [levels + 1, 2], fp32, without waiting for the device: of each level
+        the sum of the squares of its update in (8) and the sum of its scores; last, the sum of the squares of the
+        encoder's last features and the number of scores. They add up over forwards."""
+        self._sums = []
+        try:
+            yield self._sums
+        finally:
+            self._sums = None
 
     @contextmanager
     def recorded_maps(self) -> Iterator[list[Tensor]]:
