@@ -125,6 +125,18 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
             "models.no_module.rates.llm: missing",
         ],
     ),
+    "settings of the other kind of module": (
+        {
+            "models.m3diff.module.kind": "mdp",
+            "models.other": EMBEDDED["models"]["m3diff"] | {"module": {"kind": "difference", "init_gains": 1}},
+            "models.third": EMBEDDED["models"]["m3diff"] | {"module": {"kind": "difference", "heads": 4}},
+        },
+        [
+            "models.m3diff.module: kind must be difference, or not be there for the MDP module",
+            "models.other.module.init_gains: unknown key; did you mean 'init_gain'?",
+            "models.third.module.heads: unknown key; known keys: init_gain, kind, share_levels, vision_feature_layers",
+        ],
+    ),
     "adapters of negative rank": (
         {"models.m3diff.lora.rank": -1},
         ["models.m3diff.lora: rank must be 0 or more, found -1"],

@@ -133,6 +133,8 @@ class Family:
         faults: (settings, the base's config.json or None) -> what makes the two impossible together, in words.
         compiled: regular expression of the full names of the modules that `compute.compile` compiles, each by itself:
             layers that repeat; "": none.
+        new: parts that the base does not have. Adapters hold their weights whether they train or not: a module that is
+            frozen as it starts, to see what its training brings, is nowhere else.
     """
 
     settings: type
@@ -151,6 +153,7 @@ class Family:
     blank_images: Callable[[Any, Any], dict[str, Any]]
     faults: Callable[[Any, Mapping[str, Any] | None], list[str]]
     compiled: str = ""
+    new: tuple[str, ...] = ()
 
     def part_of(self, name: str) -> str:
         """The part that a parameter is in."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from components.models.family import Family, Term
-from components.models.m3diff.settings import M3DiffSettings
+from components.models.m3diff.settings import M3DiffSettings, MDPConfig
 
 if TYPE_CHECKING:
     import torch
@@ -125,12 +125,12 @@ def faults(settings: M3DiffSettings, base: Mapping[str, Any] | None) -> list[str
         return []
     encoder = SIGLIP_SO400M | base.get("vision_config", {})
     layers, width = encoder["num_hidden_layers"], encoder["hidden_size"]
-    deepest, heads = settings.module.vision_feature_layers[-1], settings.module.heads
+    deepest = settings.module.vision_feature_layers[-1]
     found = []
     if deepest > layers:
         found.append(f"module.vision_feature_layers: {deepest} lies beyond the {layers} layers of the vision encoder")
-    if width % heads:
-        found.append(f"module.heads: {heads} does not divide {width}, the width of the vision encoder")
+    if isinstance(settings.module, MDPConfig) and width % settings.module.heads:
+        found.append(f"module.heads: {settings.module.heads} does not divide {width}, the width of the vision encoder")
     return found
 
 
@@ -155,4 +155,5 @@ M3DIFF = Family(
     blank_images=blank_images,
     faults=faults,
     compiled=COMPILED,
+    new=("module",),
 )
