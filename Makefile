@@ -49,7 +49,7 @@ base: install   ## pre-train the tiny base model from scratch (an hour); DVC rec
 	@dvc repro --single-item pretrain
 
 base-single: install ## the control of `make ablation` that was taught on single images alone (an hour) -> data/00_base_single
-	@m3diff --params profiles/base-single.yaml pretrain
+	@m3diff --params infra/base-single.yaml pretrain
 
 bench-train: install ## training speed -> benchmarks/results/train.json
 	@python benchmarks/train.py

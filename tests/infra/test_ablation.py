@@ -224,7 +224,9 @@ def test_rows_are_experiments_beside_the_workspace_and_a_row_that_was_run_is_res
     (root / "data/other").mkdir()
     (root / "data/other/config.json").write_text('{"other": 1}')
     (tmp_path / "rows.yaml").write_text(
-        yaml.safe_dump({"protocols": [toy.TOTAL], "compare_with": ["plain"], "rows": rows, "needs": needs})
+        yaml.safe_dump(
+            {"protocols": [toy.TOTAL], "compare_with": ["plain"], "rows": rows, "needs": needs}, sort_keys=False
+        )
     )
     for _ in range(2):
         out = tmp_path / "ablation.json"
