@@ -11,6 +11,7 @@ import yaml
 
 from components.files import sha256_of_folder
 from components.params import ParamsError, load_params
+from components.profiles import differences, resolve
 from infra import ablation
 from tests import toy
 
@@ -176,12 +177,6 @@ def test_a_row_whose_base_is_not_there_is_left_out_and_says_what_makes_it(tmp_pa
     assert ablation.left_out(rows) == {}
 
 
-def test_what_makes_a_base_is_a_target_of_make():
-    makefile = (toy.REPOSITORY / "Makefile").read_text()
-    for command in ablation.read_ablation(ablation.ROWS).needs.values():
-        assert re.search(rf"^{command.removeprefix('make ')}: ", makefile, re.MULTILINE), command
-
-
 @pytest.mark.parametrize(
     ("value", "written"), [(None, "null"), ([1, 2], "[1, 2]"), ("no_module", "no_module"), (2.5, "2.5"), (True, "true")]
 )
@@ -199,6 +194,18 @@ def test_values_are_set_as_yaml_writes_them(value: object, written: str, monkeyp
 def test_a_protocol_that_was_not_scored_is_named():
     with pytest.raises(ParamsError, match="protocols: toy/hard was not scored; metrics.json has toy/total"):
         ablation.scored([{PROTOCOL: {}}], [scores(BASE, "abcdefghijklmnopqrstuvwxyz")], "toy/hard")
+
+
+def test_the_control_base_is_the_embedded_one_without_the_tasks_of_two_images():
+    folder = toy.REPOSITORY / "profiles"
+    values, _ = resolve(toy.REPOSITORY / "infra" / "base-single.yaml")
+    found = differences(resolve(folder / "embedded.yaml")[0], values)
+    assert [line.split(":")[0] for line in found] == ["paths.base", "pretrain.tasks"]
+    assert values["pretrain"]["tasks"] == ["image", "asked for", "sentence"]
+    makes, needed = (toy.REPOSITORY / "Makefile").read_text(), ablation.read_ablation(ablation.ROWS).needs
+    assert needed == {Path(values["paths"]["base"]): "make base-single"}
+    assert "\nbase-single: install " in makes
+    assert "m3diff --params infra/base-single.yaml pretrain\n" in makes
 
 
 @pytest.mark.slow
