@@ -12,7 +12,7 @@ export LC_ALL := C.UTF-8
 
 .DEFAULT_GOAL := help
 N ?= 3
-.PHONY: help run test test-gpu check up down profile base seeds ablation bench-train bench-data bench-score install check-system
+.PHONY: help run test test-gpu check up down profile base base-single seeds ablation bench-train bench-data bench-score install check-system
 
 help:           ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -48,6 +48,9 @@ base: install   ## pre-train the tiny base model from scratch (an hour); DVC rec
 	@m3diff pretrain
 	@dvc repro --single-item pretrain
 
+base-single: install ## the control of `make ablation` that was taught on single images alone (an hour) -> data/00_base_single
+	@m3diff --params infra/base-single.yaml pretrain
+
 bench-train: install ## training speed -> benchmarks/results/train.json
 	@python benchmarks/train.py
 
@@ -61,7 +64,7 @@ seeds: install  ## the embedded training from N seeds (minutes each), mean and d
 	@dvc repro convert
 	@python infra/seeds.py $(N)
 
-ablation: install ## with and without the module and half the pairs, from N seeds -> benchmarks/results/ablation.json, .svg
+ablation: install ## the module beside its controls, from N seeds (a run each) -> benchmarks/results/ablation.json, .md, .svg
 	@python -m infra.ablation $(or $(N),1)
 
 install: $(READY)

@@ -29,6 +29,7 @@ from transformers.utils import logging
 from components.models import FAMILIES
 from components.models.device import Device
 from components.models.m3diff.mdp import DifferentialPerception
+from components.models.m3diff.settings import MDPConfig
 from components.models.tuning import prepare, trainable_groups
 from components.train.batches import Loader, Schedule
 from components.train.job import Job
@@ -43,7 +44,7 @@ class StockModel(LlavaOnevisionModel):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         mdp = config.mdp_config()
-        self.mdp = DifferentialPerception(mdp, config.vision_config.hidden_size) if mdp else None
+        self.mdp = DifferentialPerception(mdp, config.vision_config.hidden_size) if isinstance(mdp, MDPConfig) else None
 
     def get_image_features(self, pixel_values: Tensor, image_sizes: Tensor, **kwargs: Any) -> Any:  # type: ignore[override]
         """Visual tokens of pairs of images, pixel_values [2 B, 3, H, W]."""

@@ -241,14 +241,22 @@ def _expectation(fault: Any) -> str:
 def known_keys(top: Any, loc: Where) -> list[str]:
     """The keys that may stand at a place of a section or dataclass."""
     for part in loc:
-        top = _entry_type(_fields(top).get(part, top))
-    return list(_fields(top))
+        top = _fields(_entry_type(top)).get(part) or _of_union(top, part)
+    return list(_fields(_entry_type(top)))
 
 
 def _fields(top: Any) -> dict[str, Any]:
     if _is_section(top):
         return {field.alias or name: field.annotation for name, field in top.model_fields.items()}
     return {field.name: field.type for field in dataclasses.fields(top)} if dataclasses.is_dataclass(top) else {}
+
+
+def _of_union(annotation: Any, step: Any) -> Any:
+    """The type of a union that one of pydantic's steps in brackets names; else the annotation."""
+    if f"[{getattr(annotation, '__name__', None)}]" == step:
+        return annotation
+    inside = [_of_union(part, step) for part in getattr(annotation, "__args__", ())]
+    return next((part for part in inside if f"[{getattr(part, '__name__', None)}]" == step), annotation)
 
 
 def _entry_type(annotation: Any) -> Any:

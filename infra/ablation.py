@@ -1,9 +1,9 @@
-"""What each part brings: `make ablation` trains every row of infra/ablation.yaml and compares it with the first.
+"""What each part brings: `make ablation` trains every row of infra/ablation.yaml, from several seeds, and compares.
 
 Each row is an experiment of DVC in a folder of its own (`dvc exp show` lists them, `dvc exp apply` brings one back), so
-a row that was run before is restored and not trained again. The table has each row's scores on a protocol, over several
-seeds their mean and standard deviation, and the difference to the first row with its interval over pairs. It is printed
-and written to benchmarks/results/ablation.json, with a plot beside it.
+a row that was run before is restored and not trained again. The table has each row's scores, their mean and standard
+deviation over the seeds, and the difference to each row of `compare_with` with its interval over pairs. It is printed
+and written to benchmarks/results/ablation.json, with a plot and the same table in Markdown beside it.
 """
 
 import argparse
@@ -11,7 +11,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,91 +19,179 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
+from pydantic import ValidationError
 
 from components.evaluate.bootstrap import Difference, compare, resampled_scores, rows_of
 from components.evaluate.bootstrap import statistics as sums_of
 from components.evaluate.metrics import METRICS
-from components.files import write_atomic
-from components.params import ParamsError, load_params
+from components.files import sha256_of_folder, write_atomic
+from components.params import ParamsError, explain, load_params
+from components.section import Section
 from infra.seeds import known, over_seeds
 
 ROWS = Path(__file__).with_suffix(".yaml")
 RESULTS = Path("benchmarks/results/ablation.json")
 PARAMS = Path("params.yaml")
-SCORES = ("CIDEr", "change_type_accuracy", "change_exact_accuracy", "no_change_recall", "multi_change_exact_f1")
+
+
+class Column(NamedTuple):
+    """How a score is written: its title, and its unit, in which a share of 1 is 100 %."""
+
+    title: str
+    percent: bool = False
+
+    def text(self, value: float, sign: str = "") -> str:
+        return f"{100 * value:{sign}.1f}" if self.percent else f"{value:{sign}.3f}"
+
+    @property
+    def heading(self) -> str:
+        return f"{self.title}, %" if self.percent else self.title
+
+
+SCORES = {
+    "CIDEr": Column("CIDEr"),
+    "change_type_accuracy": Column("type correct", percent=True),
+    "change_exact_accuracy": Column("all correct", percent=True),
+    "no_change_recall": Column("no change seen as such", percent=True),
+    "multi_change_exact_f1": Column("several changes, F1"),
+}
+
+
+class Ablation(Section):
+    """A file of rows."""
+
+    protocols: tuple[str, ...]  # the parts of metrics.json to show
+    compare_with: tuple[str, ...]  # names of rows
+    rows: dict[str, dict[str, Any]]  # what each changes of params.yaml, by its name
+    needs: dict[Path, str] = {}  # folders that git does not hold, and the command that makes each
+
+
+class Scored(NamedTuple):
+    """Scores of a row on a protocol, by seed, and its pairs' statistics summed over the seeds."""
+
+    scores: dict[str, list[float]]
+    pairs: pa.Table  # as scores.parquet
 
 
 class Row(NamedTuple):
-    """Scores of a row by seed, and its pairs' statistics summed over the seeds."""
+    """A row that was run; its scores by protocol."""
 
     name: str
     changes: Mapping[str, Any]
-    scores: dict[str, list[float]]
-    pairs: pa.Table  # as scores.parquet
+    protocols: dict[str, Scored]
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("seeds", type=int, nargs="?", default=1, help="that of the parameters and those that follow it")
     parser.add_argument("--rows", type=Path, default=ROWS, help="file of the rows")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="the table as JSON; the plot stands beside it")
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS, help="the table as JSON; Markdown and plot stand beside it"
+    )
     args = parser.parse_args(argv)
     try:
         params = load_params(PARAMS)
-        named = read_rows(args.rows)
+        ablation = read_ablation(args.rows)
+        absent = left_out(ablation)
+        print("\n".join(absent.values()), end="\n" * bool(absent), flush=True)
         seeds = range(params.train.seed, params.train.seed + args.seeds)
-        protocol = params.promote.protocol
-        rows = [run_row(name, changes, seeds, protocol, params.paths.report) for name, changes in named.items()]
+        named = {name: changes for name, changes in ablation.rows.items() if name not in absent}
+        rows = [run_row(name, changes, seeds, ablation, params.paths.report) for name, changes in named.items()]
     except (ParamsError, OSError) as error:
         print(f"make ablation: {error}", file=sys.stderr)
         return 1
     except subprocess.CalledProcessError as error:
         print(f"make ablation: `{' '.join(error.cmd)}` ended with {error.returncode}", file=sys.stderr)
         return error.returncode
-    found = table(rows, protocol)
-    print("\n".join(lines(found, protocol, len(seeds))))
-    facts = {"command": f"make ablation N={args.seeds}", "protocol": protocol, "seeds": list(seeds), "rows": found}
+    found = {protocol: table(rows, ablation.compare_with, protocol) for protocol in ablation.protocols}
+    for protocol, cells in found.items():
+        print("\n".join(lines(cells, protocol, len(seeds))))
+    print("\n".join(absent.values()), end="\n" * bool(absent))
+    facts = {
+        "command": f"make ablation N={args.seeds}",
+        "seeds": list(seeds),
+        "compare_with": list(ablation.compare_with),
+        "left_out": absent,
+        "made": {str(folder): sha256_of_folder(folder) for folder in ablation.needs if folder.is_dir()},
+        "protocols": found,
+    }
     write_atomic(args.out, json.dumps(facts, indent=1) + "\n")
-    plot(found, protocol, args.out.with_suffix(".svg"))
-    print(f"written to {args.out} and {args.out.with_suffix('.svg')}")
+    write_atomic(
+        args.out.with_suffix(".md"), "\n".join(markdown(found, ablation.compare_with, len(seeds), absent)) + "\n"
+    )
+    plot(found, args.out.with_suffix(".svg"))
+    print(f"written to {args.out}, {args.out.with_suffix('.md')} and {args.out.with_suffix('.svg')}")
     return 0
 
 
-def read_rows(path: Path) -> dict[str, dict[str, Any]]:
-    """What each row changes, by its name.
+def read_ablation(path: Path) -> Ablation:
+    """The rows, and what they are compared with.
 
     Raises:
-        ParamsError: the file has no two rows, or one that is no mapping.
+        ParamsError: the file is no mapping of these fields, has no two rows, or compares with a row that it has not.
     """
-    rows = yaml.safe_load(path.read_text(encoding="utf-8"))
-    if not isinstance(rows, dict) or len(rows) < 2 or not all(isinstance(changes, dict) for changes in rows.values()):
-        raise ParamsError(f"{path}: expected two rows or more, each a name and what it changes")
-    return rows
+    values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if not isinstance(values, dict):
+        raise ParamsError(f"{path}: expected a mapping of protocols, compare_with, rows and needs")
+    try:
+        found = Ablation.model_validate(values)
+    except ValidationError as error:
+        faults = "; ".join(explain(fault, top=Ablation) for fault in error.errors())
+        raise ParamsError(f"{path}: {faults}") from error
+    if len(found.rows) < 2:
+        raise ParamsError(f"{path}: rows: expected two or more, found {len(found.rows)}")
+    for name in found.compare_with:
+        if name not in found.rows:
+            raise ParamsError(f"{path}: compare_with: no row is called {name!r}; the rows are {', '.join(found.rows)}")
+    return found
 
 
-def run_row(name: str, changes: Mapping[str, Any], seeds: Sequence[int], protocol: str, report: Path) -> Row:
+def left_out(ablation: Ablation) -> dict[str, str]:
+    """The rows that cannot run here, and why: by name, a line that says what is not there and what makes it."""
+    return {
+        name: f"left out: {name}: {folder} is not there; make it with `{command}`"
+        for name, changes in ablation.rows.items()
+        for folder, command in ablation.needs.items()
+        if str(folder) in changes.values() and not folder.is_dir()
+    }
+
+
+def run_row(name: str, changes: Mapping[str, Any], seeds: Sequence[int], ablation: Ablation, report: Path) -> Row:
     """Run the row with every seed.
 
     Raises:
         CalledProcessError: an experiment failed.
+        ParamsError: it has not the protocols.
     """
-    tables, scores = [], []
-    for seed in seeds:
-        experiment = run_experiment(name, changes, seed)
-        scores.append(json.loads(read(experiment, report / "metrics.json"))["protocols"][protocol])
-        tables.append(rows_of(pq.read_table(pa.BufferReader(read(experiment, report / "scores.parquet"))), protocol))
-    values = {score: found for score in SCORES if (found := known([one.get(score) for one in scores]))}
-    return Row(name, changes, values, summed(tables))
+    given = [folder for folder in ablation.needs if str(folder) in changes.values()]
+    runs = [run_experiment(name, changes, seed, given) for seed in seeds]
+    metrics = [json.loads(read(run, report / "metrics.json"))["protocols"] for run in runs]
+    tables = [pq.read_table(pa.BufferReader(read(run, report / "scores.parquet"))) for run in runs]
+    return Row(name, changes, {protocol: scored(metrics, tables, protocol) for protocol in ablation.protocols})
 
 
-def run_experiment(row: str, changes: Mapping[str, Any], seed: int) -> str:
-    """The name of the row's experiment, run or restored."""
+def scored(metrics: Sequence[Mapping[str, Any]], tables: Sequence[pa.Table], protocol: str) -> Scored:
+    """A protocol's part of each seed's metrics.json and scores.parquet."""
+    if protocol not in metrics[0]:
+        raise ParamsError(f"protocols: {protocol} was not scored; metrics.json has {', '.join(metrics[0])}")
+    values = {score: found for score in SCORES if (found := known([one[protocol].get(score) for one in metrics]))}
+    return Scored(values, summed([rows_of(one, protocol) for one in tables]))
+
+
+def run_experiment(row: str, changes: Mapping[str, Any], seed: int, given: Sequence[Path] = ()) -> str:
+    """The name of the row's experiment, run or restored.
+
+    Args:
+        given: folders of this checkout that git ignores and the experiment reads.
+    """
     name = f"ablation-{re.sub('[^a-z0-9]+', '-', row.lower())}-{seed}"
-    settings = [f"{key}={value}" for key, value in ({"train.seed": seed} | dict(changes)).items()]
+    changed = ({"train.seed": seed} | dict(changes)).items()
+    settings = [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in changed]
     print(f"{row}, seed {seed}: dvc exp run --name {name} {' '.join(settings)}", flush=True)
     chosen = [part for setting in settings for part in ("-S", setting)]
+    copied = [part for folder in given for part in ("--copy-paths", str(folder))]
     dvc("exp", "remove", "--quiet", name, check=False)  # its stages stay in the run cache
-    dvc("exp", "run", "--temp", "--name", name, *chosen)
+    dvc("exp", "run", "--temp", "--name", name, *copied, *chosen)
     return name
 
 
@@ -130,67 +218,132 @@ def summed(tables: Sequence[pa.Table]) -> pa.Table:
     return pa.table(columns)
 
 
-def table(rows: Sequence[Row], protocol: str) -> list[dict[str, Any]]:
-    """Each row with its scores' mean, deviation and difference to the first row."""
-    scores = resampled_scores(METRICS)
+def table(rows: Sequence[Row], compare_with: Sequence[str], protocol: str) -> list[dict[str, Any]]:
+    """Each row with its scores' mean, deviation and differences to the rows that are named and were run."""
+    others = [row for row in rows if row.name in compare_with]
     found = []
     for row in rows:
-        cells = {}
-        for score, values in row.scores.items():
-            other = compare(row.pairs, rows[0].pairs, protocol, scores[score]) if row is not rows[0] else None
-            cells[score] = over_seeds(values) | {"difference": as_json(other)}
-        found.append({"row": row.name, "changes": dict(row.changes), "pairs": row.pairs.num_rows, "scores": cells})
+        one = row.protocols[protocol]
+        cells = {
+            score: over_seeds(values)
+            | {"differences": {other.name: differ(row, other, protocol, score) for other in others if other is not row}}
+            for score, values in one.scores.items()
+        }
+        found.append({"row": row.name, "changes": dict(row.changes), "pairs": one.pairs.num_rows, "scores": cells})
     return found
 
 
-def as_json(other: Difference | None) -> dict[str, float] | None:
-    if other is None or other.interval is None:
+def differ(row: Row, other: Row, protocol: str, score: str) -> dict[str, float] | None:
+    """How much more the row has of a score; None where no interval can be given."""
+    pairs = [one.protocols[protocol].pairs for one in (row, other)]
+    found: Difference | None = compare(*pairs, protocol, resampled_scores(METRICS)[score])
+    if found is None or found.interval is None:
         return None
-    return {"gain": other.gain, "low": other.interval.low, "high": other.interval.high}
+    return {"gain": found.gain, "low": found.interval.low, "high": found.interval.high}
 
 
-def lines(found: Sequence[Mapping[str, Any]], protocol: str, seeds: int) -> list[str]:
-    """The table as text; differences are to the first row, with their 95 % intervals over pairs."""
-    written = [f"{protocol}, {found[0]['pairs']} pairs, {seeds} seed{'s' * (seeds > 1)}; differences to the first row"]
+def lines(found: Sequence[Mapping[str, Any]], protocol: str, seeds: int) -> Iterator[str]:
+    """The table as text; differences with their 95 % intervals over pairs."""
+    yield f"{protocol}, {found[0]['pairs']} pairs, {counted(seeds)}"
     for row in found:
-        written.append(row["row"])
+        yield row["row"]
         for score, cell in row["scores"].items():
-            line = f"  {score:<24} {cell['mean']:8.4f}"
-            line += f"  sd {cell['sd']:.4f}" if cell["sd"] is not None else ""
-            if other := cell["difference"]:
-                line += f"   {other['gain']:+.4f}  ({other['low']:+.4f} to {other['high']:+.4f})"
-            written.append(line)
-    return written
+            sd = f"  sd {cell['sd']:.4f}" if cell["sd"] is not None else ""
+            yield f"  {score:<24} {cell['mean']:8.4f}{sd}"
+            for name, other in cell["differences"].items():
+                if other:
+                    yield f"    {other['gain']:+.4f}  ({other['low']:+.4f} to {other['high']:+.4f})  to {name}"
 
 
-def plot(found: Sequence[Mapping[str, Any]], protocol: str, path: Path) -> None:
-    """A panel per score: each row's seeds as dots, their mean as a bar."""
+def counted(seeds: int) -> str:
+    return f"{seeds} seed{'s' * (seeds > 1)}"
+
+
+def markdown(
+    found: Mapping[str, Sequence[Mapping[str, Any]]], compare_with: Sequence[str], seeds: int, absent: Mapping[str, str]
+) -> Iterator[str]:
+    """For each protocol a table of the scores, and one of the differences to each row that others are compared with."""
+    spread = ", mean ± standard deviation" if seeds > 1 else ""
+    for protocol, rows in found.items():
+        scores = list(rows[0]["scores"])
+        yield from heading(f"`{protocol}`, {rows[0]['pairs']} pairs, {counted(seeds)}{spread}", scores)
+        for row in rows:
+            yield in_line(row["row"], [mean_text(score, row["scores"].get(score)) for score in scores])
+        for name in [name for name in compare_with if name not in absent]:
+            yield ""
+            yield from heading(f"difference to *{name}* (95 % interval over pairs)", scores)
+            for row in rows:
+                if row["row"] != name:
+                    yield in_line(row["row"], [gain_text(score, row["scores"].get(score), name) for score in scores])
+        yield ""
+    yield from (f"- {line}" for line in absent.values())
+
+
+def heading(corner: str, scores: Sequence[str]) -> Iterator[str]:
+    yield in_line(corner, [SCORES[score].heading for score in scores])
+    yield "|---" * (1 + len(scores)) + "|"
+
+
+def in_line(first: str, cells: Sequence[str]) -> str:
+    return f"| {' | '.join([first, *cells])} |"
+
+
+def mean_text(score: str, cell: Mapping[str, Any] | None) -> str:
+    if cell is None:
+        return ""
+    text = SCORES[score].text
+    return text(cell["mean"]) + (f" ± {text(cell['sd'])}" if cell["sd"] is not None else "")
+
+
+def gain_text(score: str, cell: Mapping[str, Any] | None, name: str) -> str:
+    other = cell["differences"].get(name) if cell else None
+    if other is None:
+        return ""
+    gain, low, high = (SCORES[score].text(other[key], "+") for key in ("gain", "low", "high"))
+    return f"{gain} ({low} to {high})"
+
+
+def plot(found: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
+    """A line of panels for each protocol, a panel for each score: each row's seeds as dots, their mean as a bar."""
     import matplotlib
 
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "ablation"
     import matplotlib.pyplot as plt
 
-    scores = list(found[0]["scores"])
-    figure, panels = plt.subplots(1, len(scores), figsize=(3.2 * len(scores), 0.5 * len(found) + 1.6), sharey=True)
-    places = range(len(found))[::-1]
-    for panel, score in zip(np.atleast_1d(panels), scores, strict=True):
-        cells = [row["scores"].get(score) for row in found]
-        means = [cell["mean"] if cell else 0.0 for cell in cells]
-        panel.barh(places, means, height=0.6, color="#9db8c9")
-        for place, cell in zip(places, cells, strict=True):
-            if cell:
-                panel.plot(cell["values"], [place] * len(cell["values"]), "o", color="#17455c", markersize=4)
-                panel.annotate(f"{cell['mean']:.3g}", (cell["mean"], place), (-4, 0), textcoords="offset points",
-                               ha="right", va="center", fontsize=8)  # fmt: skip
-        panel.set_title(score, fontsize=10)
-        panel.set_xlim(left=0)
-        panel.set_yticks(list(places), [row["row"] for row in found])
-        panel.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(protocol, fontsize=10)
+    across = max(len(rows[0]["scores"]) for rows in found.values())
+    most = max(len(rows) for rows in found.values())
+    size = (2.6 * across + 2.2, (0.32 * most + 1.1) * len(found))
+    figure, grid = plt.subplots(len(found), across, figsize=size, sharey="row", squeeze=False)
+    for (protocol, rows), panels in zip(found.items(), grid, strict=True):
+        places = range(len(rows))[::-1]
+        panels[0].set_yticks(list(places), [row["row"] for row in rows])
+        panels[0].set_title(protocol, fontsize=10, loc="right", x=-0.04, fontweight="bold")
+        scores = list(rows[0]["scores"])
+        for panel, score in zip(panels, scores, strict=False):
+            bars(panel, score, [row["scores"].get(score) for row in rows], places)
+        for panel in panels[len(scores) :]:
+            panel.set_axis_off()
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
+
+
+def bars(panel: Any, score: str, cells: Sequence[Mapping[str, Any] | None], places: Sequence[int]) -> None:
+    """A score's panel; the mean stands right of bar and dots."""
+    column = SCORES[score]
+    scale = 100 if column.percent else 1
+    values = [[scale * value for value in cell["values"]] if cell else [] for cell in cells]
+    panel.barh(places, [scale * cell["mean"] if cell else 0.0 for cell in cells], height=0.62, color="#9db8c9")
+    for place, cell, dots in zip(places, cells, values, strict=True):
+        if cell:
+            panel.plot(dots, [place] * len(dots), "o", color="#17455c", markersize=3)
+            right = max(dots)
+            panel.annotate(column.text(cell["mean"]), (right, place), (5, 0), textcoords="offset points",
+                           va="center", fontsize=8)  # fmt: skip
+    panel.set_title(column.heading, fontsize=10)
+    panel.set_xlim(0, 1.22 * max((value for dots in values for value in dots), default=1) or 1)
+    panel.spines[["top", "right"]].set_visible(False)
 
 
 if __name__ == "__main__":

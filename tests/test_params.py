@@ -101,7 +101,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "an unknown model": (
         {"train.model": "m3dif"},
-        ["train.model: did you mean 'm3diff'? expected one of m3diff, no_module (found 'm3dif'); models stand in t"],
+        ["train.model: did you mean 'm3diff'? expected one of difference, m3diff, no_module (found 'm3dif'); mode"],
     ),
     "an unknown family, no family, no mapping": (
         {"models.other": {"family": "m3dif"}, "models.empty": {}, "models.number": 3},
@@ -123,6 +123,18 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
             "models.m3diff.lora.rank: expected a whole number (found 'high')",
             "models.no_module.rates.encoder: unknown key; known keys: llm, module, projector, vision",
             "models.no_module.rates.llm: missing",
+        ],
+    ),
+    "settings of the other kind of module": (
+        {
+            "models.m3diff.module.kind": "mdp",
+            "models.other": EMBEDDED["models"]["m3diff"] | {"module": {"kind": "difference", "init_gains": 1}},
+            "models.third": EMBEDDED["models"]["m3diff"] | {"module": {"kind": "difference", "heads": 4}},
+        },
+        [
+            "models.m3diff.module: kind must be difference, or not be there for the MDP module",
+            "models.other.module.init_gains: unknown key; did you mean 'init_gain'?",
+            "models.third.module.heads: unknown key; known keys: init_gain, kind, share_levels, vision_feature_layers",
         ],
     ),
     "adapters of negative rank": (
@@ -374,7 +386,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
         },
         [
             "train.epochs: must be more than 0 (found -1)",
-            "train.model: expected one of m3diff, no_module (found 'other')",
+            "train.model: expected one of difference, m3diff, no_module (found 'other')",
             "train.global_batch: must be a multiple of compute.micro_batch 7 x 2 worker(s) = 14 (found 16)",
             "predict.limit: missing",
             "paths.clean: expected a path (found 3)",
@@ -587,7 +599,8 @@ def test_what_a_family_says_without_a_base_is_said_of_every_model_that_is_not_tr
 
     family = dataclasses.replace(FAMILIES["m3diff"], faults=lambda settings, base: [] if base else ["never fits"])
     monkeypatch.setitem(FAMILIES, "m3diff", family)
-    with pytest.raises(ParamsError, match=r": 1 fault\(s\)\n  models.no_module: never fits$"):
+    said = r": 2 fault\(s\)\n  models.no_module: never fits\n  models.difference: never fits$"
+    with pytest.raises(ParamsError, match=said):
         load_params(write({}))
 
 

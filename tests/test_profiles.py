@@ -116,6 +116,8 @@ def test_small_is_the_run_of_one_gpu_on_the_small_base_but_for_lora_and_gpu():
         "models.m3diff.lora.alpha: 256 -> 128",
         "models.no_module.lora.rank: 128 -> 64",
         "models.no_module.lora.alpha: 256 -> 128",
+        "models.difference.lora.rank: 128 -> 64",
+        "models.difference.lora.alpha: 256 -> 128",
         "train.base: models/llava-onevision-qwen2-7b-ov-hf -> models/llava-onevision-qwen2-0.5b-ov-hf",
         "compute.gpu_kind: H100-80GB -> RTX-4090-24GB",
         "compute.micro_batch: 3 -> 2",
@@ -134,13 +136,16 @@ def test_the_embedded_run_on_a_gpu_differs_in_where_it_is_computed_alone():
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_control_and_model_of_a_profile_differ_in_the_module_alone(name):
+def test_controls_and_model_of_a_profile_differ_in_the_module_and_its_rates_alone(name):
     models = load_params(Path("profiles") / f"{name}.yaml").models
-    with_module, control = models["m3diff"], models["no_module"]
+    with_module, control, difference = models["m3diff"], models["no_module"], models["difference"]
     assert control.module is None
-    assert with_module.module is not None
-    assert control.lora == with_module.lora
-    assert dict(control.rates) == {**with_module.rates, "module": None}
+    assert control.rates["module"] is None
+    assert control.lora == difference.lora == with_module.lora
+    assert difference.module.vision_feature_layers == with_module.module.vision_feature_layers
+    assert difference.rates == {**with_module.rates, "module": difference.rates["module"]}
+    if not name.startswith("embedded"):  # whose control has rates of its own, found for it
+        assert dict(control.rates) == {**with_module.rates, "module": None}
 
 
 def test_a_profile_is_laid_over_key_by_key_but_collections_by_name_are_replaced():

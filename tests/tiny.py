@@ -16,10 +16,11 @@ from components.models.family import Lora
 from components.models.m3diff.configuration import M3DiffConfig
 from components.models.m3diff.modeling import M3DiffForConditionalGeneration
 from components.models.m3diff.processing import M3DiffImageProcessor, M3DiffProcessor
-from components.models.m3diff.settings import M3DiffSettings, MDPConfig, Rates
+from components.models.m3diff.settings import M3DiffSettings, Rates, module_config
 from components.models.tuning import prepare
 
 MDP = {"vision_feature_layers": [1, 2], "layers": 2, "heads": 2}
+DIFFERENCE = {"kind": "difference", "vision_feature_layers": [1, 2], "init_gain": 1.0}
 BASE = Path(__file__).parent.parent / "data" / "00_base"
 RATES = {"vision": 1e-3, "projector": 3e-3, "module": 3e-3, "llm": 3e-3}
 WIDTH, SIDE, PATCH = 16, 24, 8
@@ -104,7 +105,7 @@ def tiny_settings(mdp: dict | None = MDP, rank: int = 2, **rates: float | None) 
     without = {"module": None} if mdp is None else {}
     return M3DiffSettings(
         family="m3diff",
-        module=None if mdp is None else MDPConfig(**mdp),
+        module=None if mdp is None else module_config(mdp),
         lora=Lora(rank=rank, alpha=4),
         rates=Rates(**RATES | without | rates),
     )

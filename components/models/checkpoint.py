@@ -99,9 +99,9 @@ def save_checkpoint(
     facts = {"family": family, "base_sha256": base_sha256}
     if can_save_adapters(model, FAMILIES[family]):
         (folder / ADAPTERS).mkdir(exist_ok=True)
-        _save_adapters(model, folder / ADAPTERS, base)
+        _save_adapters(model, FAMILIES[family], folder / ADAPTERS, base)
         processor.save_pretrained(folder / ADAPTERS)
-        tuned = sorted({FAMILIES[family].part_of(name) for name in tuned_weights(model)})
+        tuned = sorted({FAMILIES[family].part_of(name) for name in tuned_weights(model, FAMILIES[family])})
         write_manifest(folder / ADAPTERS, base=os.path.relpath(base, folder / ADAPTERS), tuned=tuned, **facts)
     merge(model).save_pretrained(folder)
     processor.save_pretrained(folder)
@@ -113,21 +113,24 @@ def can_save_adapters(model: Any, family: Family) -> bool:
     return all(is_adapter(name) or family.part_of(name) not in family.lora_targets for name in trainable_names(model))
 
 
-def tuned_weights(model: Any) -> dict[str, Tensor]:
-    """What trains in full, by name."""
-    names = [name for name in trainable_names(model) if not is_adapter(name)]
-    weights = dict(unwrapped(model).named_parameters())
-    return {name: weights[name].detach().contiguous() for name in names}
+def tuned_weights(model: Any, family: Family) -> dict[str, Tensor]:
+    """What the base does not hold beside adapters, by name: what trains in full, and parts that are new."""
+    trains = set(trainable_names(model))
+    return {
+        name: weight.detach().contiguous()
+        for name, weight in unwrapped(model).named_parameters()
+        if not is_adapter(name) and (name in trains or family.part_of(name) in family.new)
+    }
 
 
-def _save_adapters(model: Any, folder: Path, base: Path) -> None:
+def _save_adapters(model: Any, family: Family, folder: Path, base: Path) -> None:
     """`lora/` as peft writes it, `tuned.safetensors` and the configuration."""
     if isinstance(model, PeftModel):
         for lora in model.peft_config.values():
             lora.base_model_name_or_path = os.path.relpath(base, folder)
         model.save_pretrained(str(folder / LORA), save_embedding_layers=False)
         (folder / LORA / "README.md").unlink(missing_ok=True)
-    save_file(tuned_weights(model), folder / TUNED, {"format": "pt"})
+    save_file(tuned_weights(model, family), folder / TUNED, {"format": "pt"})
     unwrapped(model).config.save_pretrained(folder)
 
 

@@ -159,6 +159,8 @@ class Family:
         compiled: regular expression of the full names of the modules that `compute.compile` compiles, each by itself:
             layers that repeat; "": none.
         contribution: what its module contributes while it trains; None: it is not measured.
+        new: parts that the base does not have. Adapters hold their weights whether they train or not: a module that is
+            frozen as it starts, to see what its training brings, is nowhere else.
     """
 
     settings: type
@@ -178,6 +180,7 @@ class Family:
     faults: Callable[[Any, Mapping[str, Any] | None], list[str]]
     compiled: str = ""
     contribution: Contribution | None = None
+    new: tuple[str, ...] = ()
 
     def part_of(self, name: str) -> str:
         """The part that a parameter is in."""

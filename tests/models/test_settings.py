@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from components.models import FAMILIES
 from components.models.family import Lora
-from components.models.m3diff.settings import M3DiffSettings, MDPConfig, Rates
+from components.models.m3diff.settings import DifferenceConfig, M3DiffSettings, MDPConfig, Rates, module_config
 from tests.tiny import MDP, tiny_settings
 
 GOOD = {
@@ -45,6 +45,21 @@ def test_the_control_has_no_module() -> None:
     assert settings.rates["module"] is None
 
 
+def test_the_bare_difference_is_another_kind_of_module() -> None:
+    fields = {"kind": "difference", "vision_feature_layers": [2, 4], "init_gain": 2.0}
+    settings = read(GOOD | {"module": fields})
+    assert settings.module == DifferenceConfig("difference", (2, 4), share_levels=True, init_gain=2.0)
+    assert read(asdict(settings)) == settings
+    assert module_config(asdict(settings.module)) == settings.module
+    assert type(module_config(asdict(read(GOOD).module))) is MDPConfig
+    assert read(GOOD | {"module": {"kind": "difference"}}).module == DifferenceConfig()
+    assert DifferenceConfig().vision_feature_layers == MDPConfig().vision_feature_layers
+
+
+def test_a_module_without_a_rate_is_allowed() -> None:
+    assert read(GOOD | {"rates": GOOD["rates"] | {"module": None}}).module == read(GOOD).module
+
+
 def test_the_defaults_are_the_papers_module() -> None:
     assert read(GOOD | {"module": {}}).module == MDPConfig((17, 20, 23, 26), 2, 16, True, "scalar", 4, True, 0.0, 0.0)
 
@@ -69,6 +84,13 @@ def test_settings_cannot_be_changed() -> None:
         ("module", {"vision_feature_layers": []}, ["found []"]),
         ("module", {"layers": 0, "heads": 0}, ["layers must be at least 1, found 0", "heads must be at least 1"]),
         ("module", {"score": "vector"}, ["'scalar' or 'channel'"]),
+        ("module", {"kind": "mdp"}, ["kind must be difference, or not be there for the MDP module"]),
+        ("module", {"kind": "difference", "layers": 2}, ["layers"]),
+        (
+            "module",
+            {"kind": "difference", "vision_feature_layers": [-1], "init_gain": -1},
+            ["distinct, rising and not negative, found [-1]; init_gain must be 0 or more, found -1"],
+        ),
         (
             "module",
             {"mlp_ratio": 0, "init_gain": -0.5},
@@ -110,11 +132,14 @@ def test_edges_are_allowed() -> None:
         ({"taps": [1]}, "mdp: unknown field 'taps'"),
         ({"layers": 0, "tap": 1}, "unknown field 'tap'; layers must be at least 1"),
         ({"score": "vector"}, "scalar or channel, found 'vector'"),
+        ({"kind": "difference", "layers": 2, "init_gain": -1}, "unknown field 'layers'; init_gain must be 0 or more"),
+        ({"kind": "difference", "vision_feature_layers": [2, 1]}, "distinct, rising"),
+        ({"kind": "mdp"}, "mdp: kind must be difference, or not be there for the MDP module, found 'mdp'"),
     ],
 )
 def test_a_wrong_field_in_a_configuration_is_named(fields: dict, fault: str) -> None:
     with pytest.raises(ValueError, match=fault):
-        MDPConfig.from_dict(fields)
+        module_config(fields)
 
 
 @pytest.mark.parametrize(
@@ -130,6 +155,7 @@ def test_a_wrong_field_in_a_configuration_is_named(fields: dict, fault: str) -> 
         ({"vision_feature_layers": [26]}, {}, []),
         ({"vision_feature_layers": [27], "heads": 7}, {}, ["27 lies beyond the 26 layers", "7 does not divide 1152"]),
         (None, {"vision_config": {"num_hidden_layers": 0}}, []),
+        ({"kind": "difference", "vision_feature_layers": [27]}, {}, ["27 lies beyond the 26 layers"]),
     ],
 )
 def test_what_the_base_cannot_give_is_a_fault(module: dict | None, base: dict | None, faults: list[str]) -> None:

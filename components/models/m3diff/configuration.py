@@ -8,7 +8,7 @@ from transformers.conversion_mapping import (
     register_checkpoint_conversion_mapping,
 )
 
-from components.models.m3diff.settings import MDPConfig
+from components.models.m3diff.settings import ModuleConfig, module_config
 
 PAPER: dict[str, Any] = {}
 """Fields of the paper's MDP module: every default of `MDPConfig`. None, everywhere, is no module."""
@@ -21,7 +21,7 @@ class M3DiffConfig(LlavaOnevisionConfig):
     """Configuration of M3Diff.
 
     Attributes:
-        mdp: fields of `MDPConfig`, or None where there is no module and the model is the base.
+        mdp: fields of `MDPConfig` or `DifferenceConfig`, or None where there is no module and the model is the base.
     """
 
     model_type = "m3diff"
@@ -59,11 +59,11 @@ class M3DiffConfig(LlavaOnevisionConfig):
         found, _ = cls.get_config_dict(folder)
         return cls.on_base(folder, found.get("mdp"))
 
-    def mdp_config(self) -> MDPConfig | None:
+    def mdp_config(self) -> ModuleConfig | None:
         """Raises ValueError where a layer lies beyond the vision encoder, or a field is unknown."""
         if self.mdp is None:
             return None
-        cfg = MDPConfig.from_dict(self.mdp)
+        cfg = module_config(self.mdp)
         layer, deepest = cfg.vision_feature_layers[-1], self.vision_config.num_hidden_layers
         if layer > deepest:
             raise ValueError(f"mdp: vision feature layer {layer} lies beyond the vision encoder's {deepest} layers")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from components.models.family import MODULE_UPDATE_RATIO, Contribution, Family, Term
-from components.models.m3diff.settings import M3DiffSettings
+from components.models.m3diff.settings import M3DiffSettings, MDPConfig
 
 if TYPE_CHECKING:
     import torch
@@ -126,22 +126,24 @@ def faults(settings: M3DiffSettings, base: Mapping[str, Any] | None) -> list[str
         return []
     encoder = SIGLIP_SO400M | base.get("vision_config", {})
     layers, width = encoder["num_hidden_layers"], encoder["hidden_size"]
-    deepest, heads = settings.module.vision_feature_layers[-1], settings.module.heads
+    deepest = settings.module.vision_feature_layers[-1]
     found = []
     if deepest > layers:
         found.append(f"module.vision_feature_layers: {deepest} lies beyond the {layers} layers of the vision encoder")
-    if width % heads:
-        found.append(f"module.heads: {heads} does not divide {width}, the width of the vision encoder")
+    if isinstance(settings.module, MDPConfig) and width % settings.module.heads:
+        found.append(f"module.heads: {settings.module.heads} does not divide {width}, the width of the vision encoder")
     return found
 
 
 def contribution_names(settings: M3DiffSettings) -> tuple[str, ...]:
-    levels = () if settings.module is None else settings.module.vision_feature_layers
+    levels = settings.module.vision_feature_layers if isinstance(settings.module, MDPConfig) else ()
     return tuple(f"{figure}/{level}" for figure in (MODULE_UPDATE_RATIO, "module_score") for level in levels)
 
 
 def recorded_contribution(model: M3DiffForConditionalGeneration) -> AbstractContextManager[list[Tensor]]:
-    assert model.model.mdp is not None, "a model without an MDP module has no numbers of it"
+    from components.models.m3diff.mdp import DifferentialPerception
+
+    assert isinstance(model.model.mdp, DifferentialPerception), "a model without an MDP module has no numbers of it"
     return model.model.mdp.recorded_contribution()
 
 
@@ -184,4 +186,5 @@ M3DIFF = Family(
     faults=faults,
     compiled=COMPILED,
     contribution=CONTRIBUTION,
+    new=("module",),
 )

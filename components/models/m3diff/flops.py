@@ -7,6 +7,7 @@ attention counts half its square. Full recomputation is of transformers' layers,
 
 from components.models.family import Term
 from components.models.m3diff.configuration import M3DiffConfig
+from components.models.m3diff.settings import DifferenceConfig
 
 PATCHES_NEWLINE = 1
 
@@ -56,10 +57,13 @@ def flops(config: M3DiffConfig, tokens: float, supervised: float, lora_rank: int
 
 
 def _mdp_flops(config: M3DiffConfig, n: int, d: int) -> float:
-    """Equations (1)-(6) for a pair: 7 d^2 a token for gates and difference, 24 + 2 r d^2 a layer, r the MLP ratio."""
+    """Equations (1)-(6) for a pair: 7 d^2 a token for gates and difference, 24 + 2 r d^2 a layer, r the MLP ratio. The
+    bare difference: d^2 a token."""
     cfg = config.mdp_config()
     if cfg is None:
         return 0.0
+    if isinstance(cfg, DifferenceConfig):
+        return len(cfg.vision_feature_layers) * 2 * d * d * n
     linears = (7 + cfg.layers * (24 + 2 * cfg.mlp_ratio)) * d * d * n
     attention = cfg.layers * 32 * n * n * d
     return len(cfg.vision_feature_layers) * (2 * linears + attention)

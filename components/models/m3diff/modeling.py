@@ -22,7 +22,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from components.models.fused import trims
 from components.models.m3diff.configuration import PAPER, M3DiffConfig
-from components.models.m3diff.mdp import DifferentialPerception, Projection
+from components.models.m3diff.difference import new_module
+from components.models.m3diff.mdp import Projection
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +46,7 @@ class M3DiffModel(NewModuleInit, LlavaOnevisionModel):
 
     def __init__(self, config: M3DiffConfig) -> None:
         super().__init__(config)
-        mdp = config.mdp_config()
-        width = config.vision_config.hidden_size
-        self.mdp = DifferentialPerception(mdp, width) if mdp else None
+        self.mdp = new_module(config.mdp_config(), config.vision_config.hidden_size)
 
     def get_image_features(
         self,

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from components.models.family import Lora, rate_faults
 
@@ -52,36 +52,100 @@ class MDPConfig:
             raise ValueError("; ".join(faults))
 
     def _faults(self) -> list[str]:
-        layers = self.vision_feature_layers
-        rising = bool(layers) and list(layers) == sorted(set(layers)) and layers[0] >= 0
         rules = {
-            f"vision_feature_layers must be distinct, rising and not negative, found {list(layers)}": rising,
             f"layers must be at least 1, found {self.layers}": self.layers >= 1,
             f"heads must be at least 1, found {self.heads}": self.heads >= 1,
             f"score must be scalar or channel, found {self.score!r}": self.score in ("scalar", "channel"),
             f"mlp_ratio must be at least 1, found {self.mlp_ratio}": self.mlp_ratio >= 1,
-            f"init_gain must be 0 or more, found {self.init_gain}": self.init_gain >= 0,
             f"pos_embed_scale must be 0 or more, found {self.pos_embed_scale}": self.pos_embed_scale >= 0,
         }
-        return [rule for rule, kept in rules.items() if not kept]
+        found = [rule for rule, kept in rules.items() if not kept]
+        return layer_faults(self.vision_feature_layers) + found + gain_faults(self.init_gain)
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "MDPConfig":
-        """Raises ValueError naming every unknown or impossible field."""
-        known = {field.name for field in fields(cls)}
-        faults = [f"unknown field {name!r}" for name in values if name not in known]
-        try:
-            made = cls(**{name: value for name, value in values.items() if name in known})
-        except ValueError as error:
-            faults.append(str(error))
-        if faults:
-            raise ValueError("mdp: " + "; ".join(faults))
-        return made
+
+@dataclass(frozen=True)
+class DifferenceConfig:
+    """Fields of the bare difference, a control in the module's place: the difference of the two images' features,
+    through one linear projection, added to the features of both.
+
+    vision_feature_layers, share_levels: as of `MDPConfig`.
+    init_gain: gain of the projection in a new module. Above 0 what a place's difference adds has about that many times
+        its size, in directions of its own, so that it is used from the first step, as the MDP module's is; at 0 the
+        module leaves the base as it is, and learns from the first step, too, for nothing stands behind the projection.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    kind: Literal["difference"] = "difference"
+    vision_feature_layers: tuple[int, ...] = MDPConfig.vision_feature_layers
+    share_levels: bool = True
+    init_gain: float = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "vision_feature_layers", tuple(self.vision_feature_layers))
+        if faults := layer_faults(self.vision_feature_layers) + gain_faults(self.init_gain):
+            raise ValueError("; ".join(faults))
+
+
+def layer_faults(layers: tuple[int, ...]) -> list[str]:
+    if bool(layers) and list(layers) == sorted(set(layers)) and layers[0] >= 0:
+        return []
+    return [f"vision_feature_layers must be distinct, rising and not negative, found {list(layers)}"]
+
+
+def gain_faults(gain: float) -> list[str]:
+    return [] if gain >= 0 else [f"init_gain must be 0 or more, found {gain}"]
+
+
+ModuleConfig = MDPConfig | DifferenceConfig
+
+
+def module_type(values: Any) -> type[ModuleConfig] | None:
+    """Whose fields these are, by their `kind`: the MDP module's have none. None where there is no such kind."""
+    kind = values.get("kind") if isinstance(values, Mapping) else getattr(values, "kind", None)
+    if kind is None:
+        return MDPConfig
+    return DifferenceConfig if kind == "difference" else None
+
+
+KINDS = "kind must be difference, or not be there for the MDP module"
+
+
+def module_config(values: Mapping[str, Any]) -> ModuleConfig:
+    """The fields of a model's configuration. Raises ValueError naming every unknown or impossible one."""
+    cls = module_type(values)
+    if cls is None:
+        raise ValueError(f"mdp: {KINDS}, found {values['kind']!r}")
+    known = {field.name for field in fields(cls)}
+    faults = [f"unknown field {name!r}" for name in values if name not in known]
+    try:
+        made = cls(**{name: value for name, value in values.items() if name in known})
+    except ValueError as error:
+        faults.append(str(error))
+    if faults:
+        raise ValueError("mdp: " + "; ".join(faults))
+    return made
+
+
+class ByKind:
+    """Tells pydantic which settings to read. It asks for this itself, so nothing here imports it."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        from pydantic_core import core_schema
+
+        def tag(values: Any) -> str | None:
+            kind = module_type(values)
+            return f"[{kind.__name__}]" if kind else None
+
+        schemas: Any = {f"[{kind.__name__}]": handler.generate_schema(kind) for kind in (MDPConfig, DifferenceConfig)}
+        wrong = {"custom_error_type": "module_kind", "custom_error_message": KINDS}
+        return core_schema.nullable_schema(core_schema.tagged_union_schema(schemas, tag, **wrong))
 
 
 @dataclass(frozen=True, eq=False)
 class Rates(Mapping[str, float | None]):
-    """Learning rate of each part; None is frozen. A mapping of its fields."""
+    """Learning rate of each part; None is frozen, which of the module means: as it starts, for ever. A mapping of its
+    fields."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
@@ -107,15 +171,16 @@ class M3DiffSettings:
     """What trains of M3Diff and how.
 
     family: "m3diff".
-    module: the new MDP module, or None for the base without one (the control).
+    module: the new MDP module; or a control: the bare difference, or None for the base without a module.
     lora: adapters of the LLM's linears.
-    rates: learning rates by part.
+    rates: learning rates by part. A module without one is a control, too: what a run reaches with it comes from how
+        the module starts, and what one with a rate reaches beyond that is learnt.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
     family: Literal["m3diff"]
-    module: MDPConfig | None
+    module: Annotated[ModuleConfig | None, ByKind()]
     lora: Lora
     rates: Rates
 
