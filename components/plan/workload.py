@@ -182,7 +182,7 @@ def published_workload(entries: Mapping[str, DatasetEntry], convert: Convert) ->
         )
     sources, splits, tokens = {}, list[SplitUse](), 0.0
     for name, spec in training.items():
-        counts = {split: getattr(spec.part(name), split) for split in entries[name].train_on}
+        counts: dict[str, SplitCount] = {split: getattr(spec.part(name), split) for split in entries[name].train_on}
         pairs = sum(map(_with_words, counts.values()))
         each = sum(_references(spec, count) for count in counts.values()) / pairs
         source = convert.sources.get(name, Source())
