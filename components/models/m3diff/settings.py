@@ -138,8 +138,9 @@ class ByKind:
             return f"[{kind.__name__}]" if kind else None
 
         schemas: Any = {f"[{kind.__name__}]": handler.generate_schema(kind) for kind in (MDPConfig, DifferenceConfig)}
-        wrong = {"custom_error_type": "module_kind", "custom_error_message": KINDS}
-        return core_schema.nullable_schema(core_schema.tagged_union_schema(schemas, tag, **wrong))
+        return core_schema.nullable_schema(
+            core_schema.tagged_union_schema(schemas, tag, custom_error_type="module_kind", custom_error_message=KINDS)
+        )
 
 
 @dataclass(frozen=True, eq=False)
