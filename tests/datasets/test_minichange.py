@@ -38,6 +38,7 @@ from components.datasets.minichange.scene import (
     PLACES,
     ZOOMS,
     Change,
+    Mark,
     Scene,
     Thing,
     View,
@@ -598,7 +599,7 @@ def test_a_scene_is_described_cell_by_cell_in_reading_order():
         Thing("doll", "white", "large", 3, "down"),
         Thing("die", "green", "small", 8, 4),
     )
-    scene = Scene(things, marks=(5,))
+    scene = Scene(things, marks=(Mark(5),))
     assert list(describe_cells(scene)) == [0, 1, 2, 3, 5, 7, 8]
     assert describe_scene(scene) == (
         "at the top left a small red arrow pointing up, at the top a large white doll waving, "
