@@ -29,11 +29,12 @@ Scores = dict[str, tuple[float, float]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--scenes", type=int, default=1000, help="of each level")
+    parser.add_argument("--levels", nargs="+", choices=LEVELS, default=list(LEVELS))
     parser.add_argument("--seed", type=int, default=99)
     parser.add_argument("--image-px", type=int, default=128)
     parser.add_argument("--processes", type=int, default=1)
     args = parser.parse_args()
-    for level in LEVELS:
+    for level in args.levels:
         with ProcessPoolExecutor(args.processes) as pool:
             scored = list(pool.map(partial(score, level, args.image_px, args.seed), range(args.scenes), chunksize=50))
         print(f"{level}: {args.scenes} pairs with a change, as many without, of {args.image_px} pixels")

@@ -8,7 +8,7 @@ import yaml
 
 from components.datasets.minichange.language import describe_cells, describe_scene
 from components.datasets.minichange.scene import PLACES, Scene, sample_scene
-from components.pretrain.curriculum import ASKED_FOR, CURRICULUM, QUESTIONS, asked_for, side_by_side, whole
+from components.pretrain.curriculum import ASKED_FOR, QUESTIONS, asked_for, curriculum, side_by_side, whole
 
 
 def scenes(count: int, seed: int) -> list[Scene]:
@@ -54,7 +54,7 @@ def test_two_images_are_described_one_after_the_other() -> None:
 def test_only_sentences_without_an_image_speak_of_change() -> None:
     rng = np.random.default_rng(0)
     words = ("changed", "different", "turned", "became", "replaced", "removed", "appeared")
-    for task in CURRICULUM:
+    for task in curriculum(("grid",)):
         for seed in range(20):
             _, answer = task.ask(rng, scenes(task.images, seed))
             assert task.images == 0 or not any(word in answer for word in words), answer

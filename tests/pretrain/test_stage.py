@@ -20,11 +20,12 @@ from components.datasets.minichange.scene import DARK, sample_scene
 from components.models.m3diff.processing import M3DiffProcessor
 from components.pretrain import model as tiny
 from components.pretrain import stage
-from components.pretrain.curriculum import CURRICULUM, QUESTIONS
+from components.pretrain.curriculum import QUESTIONS, curriculum
 from components.pretrain.model import make_config, make_processor, train_tokenizer
 from components.pretrain.params import Pretrain
 from components.pretrain.stage import Bank, Log, plateau, pretrain, task_of
 
+CURRICULUM = curriculum(("grid",))
 CFG = Pretrain(
     seed=11,
     image_px=64,
@@ -51,7 +52,9 @@ def processor() -> M3DiffProcessor:
     """With the embedded base's tokenizer: to train one takes seconds, and has a test of its own."""
     tokenizer = M3DiffProcessor.from_pretrained(Path("data/00_base")).tokenizer
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiny, "train_tokenizer", lambda seed: tokenizer if seed == CFG.seed else None)
+        patch.setattr(
+            tiny, "train_tokenizer", lambda seed, levels: tokenizer if (seed, levels) == (CFG.seed, ("grid",)) else None
+        )
         return make_processor(CFG)
 
 
@@ -87,7 +90,7 @@ def test_the_loss_of_the_first_task_falls_and_every_task_is_trained(made):
 
 def test_images_are_counted_as_seen_and_none_for_sentences(made):
     seen = [int(row["images_seen"]) for row in log_of(made / "a")]
-    sentences = [sum(task_of(step, 6).images == 0 for step in range(1, end + 1)) for end in (6, 12, 18, 24)]
+    sentences = [sum(task_of(step, 6, CURRICULUM).images == 0 for step in range(1, end + 1)) for end in (6, 12, 18, 24)]
     assert sentences == [0, 1, 2, 3]
     assert seen == [8 * (end - without) for end, without in zip((6, 12, 18, 24), sentences, strict=True)]
 
@@ -141,7 +144,7 @@ def test_the_embedded_base_has_the_configuration_that_its_recipe_makes():
 
 
 def test_the_tokenizer_is_the_embedded_base_s_for_its_seed(tmp_path):
-    train_tokenizer(2407).save_pretrained(tmp_path)
+    train_tokenizer(2407, ("grid",)).save_pretrained(tmp_path)
     assert (tmp_path / "tokenizer.json").read_bytes() == Path("data/00_base/tokenizer.json").read_bytes()
 
 
@@ -202,10 +205,9 @@ class Answering:
 
 def test_held_out_accuracy_is_the_share_of_descriptions_that_are_right_to_the_last_token(processor, bank):
     size = len(processor.tokenizer)
-    kept = len(bank.scenes) - CFG.held_out
-    assert stage._held_out_accuracy(Answering(5.0, size), processor, bank, kept) == 1.0
+    assert stage._held_out_accuracy(Answering(5.0, size), processor, bank, "grid") == 1.0
     model = Answering(5.0, size, wrong=(2, 7, 11))
-    assert stage._held_out_accuracy(model, processor, bank, kept) == 0.75
+    assert stage._held_out_accuracy(model, processor, bank, "grid") == 0.75
     assert (model.given["pixel_values"].shape, model.given["batch_num_images"]) == ((12, 3, 24, 24), [12])
     whole = processor.image_processor.to_pixels(torch.from_numpy(bank.pixels[48:]))
     assert torch.equal(model.given["pixel_values"], whole)
@@ -229,10 +231,10 @@ def test_the_loss_is_the_mean_over_the_answers_tokens(processor, bank):
 
 
 def test_the_first_task_comes_alone_then_all_in_turn():
-    names = [task_of(step, 4) for step in range(1, 14)]
+    names = [task_of(step, 4, CURRICULUM) for step in range(1, 14)]
     assert names[:4] == [CURRICULUM[0]] * 4
     assert names[4:] == [CURRICULUM[step % 8] for step in range(5, 14)]
-    assert task_of(8, 4) is CURRICULUM[0]
+    assert task_of(8, 4, CURRICULUM) is CURRICULUM[0]
 
 
 def test_the_learning_rate_rises_stays_for_half_the_run_and_falls_to_a_hundredth():
@@ -309,11 +311,11 @@ def test_gradients_do_not_add_up_over_steps():
 
 
 def test_a_row_of_the_log_is_the_mean_since_the_last_row(capsys):
-    log = Log()
+    log = Log(CURRICULUM, ("grid",))
     log.recent["image"] += [1.0, 2.0]
     log.recent["two images"] += [0.12345]
-    log.add(200, 640, 0.5)
-    log.add(400, 1280, 0.75)
+    log.add(200, 640, [0.5])
+    log.add(400, 1280, [0.75])
     heading, first, second = csv.reader(io.StringIO(log.text.getvalue()))
     names = [f"loss: {name}" for name in dict.fromkeys(task.name for task in CURRICULUM)]
     assert heading == ["step", "images_seen", *names, "held_out_scene_accuracy", "seconds"]

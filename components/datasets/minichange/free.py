@@ -39,7 +39,7 @@ SIZES = tuple(WIDTHS["free"])
 TEXTURES = ("plain", "striped", "banded", "chequered", "dotted")
 CLOTHS = ("weave", "checks", "planks", "dots")
 OBJECTS = (7, 8, 9)
-DARK = 0.5  # brightness when the lamp is out
+DARK = 0.58  # brightness when the lamp is out
 CAMERA_MOVES = {"left": (-0.22, 0.0), "right": (0.22, 0.0), "up": (0.0, -0.22), "down": (0.0, 0.22)}
 
 THIRDS = (1 / 3, 2 / 3)
@@ -48,7 +48,7 @@ MARGIN = 0.03
 EDGE = 0.1
 """And this from the frame's border."""
 MARK_WIDTH = 0.17
-SEEN = 0.4
+SEEN = 0.5
 """Share of any object that nothing covers; of its square, of which a form fills less."""
 SEEN_CHANGED = 0.65
 """Share of a changed object, and of its counterpart, that is in the frame and that nothing covers, in both images."""
@@ -145,7 +145,7 @@ def jitter(rng: np.random.Generator, view: View) -> View:
     """The shift of camera, light and noise that is a distractor and never mentioned."""
     while True:
         x, y = (float(value) for value in rng.uniform(-0.06, 0.06, 2))
-        if 0.03**2 <= x * x + y * y <= 0.06**2:
+        if 0.02**2 <= x * x + y * y <= 0.06**2:
             break
     return replace(
         view,
@@ -271,8 +271,9 @@ def _clear(before: Scene, after: Scene, changes: list[Change]) -> bool:
     """Can a person see what changed, and know which object and place a reference means?
 
     Every object is partly open in both scenes and every mark mostly. A changed object and its counterpart are mostly
-    open and in the frame in both images, have a name that no other object at their place has, and are in the same third
-    of both frames, unless the camera is said to have moved. What came and what went are apart.
+    open and in the frame in both images, touch nothing of their own colour, have a name that no other object at their
+    place has, and are in the same third of both frames, unless the camera is said to have moved. What came and what
+    went are apart.
     """
     for scene in (before, after):
         squares = [square(thing) for thing in scene.things]
@@ -298,10 +299,18 @@ def _clear(before: Scene, after: Scene, changes: list[Change]) -> bool:
 
 
 def _stands_out(scene: Scene, thing: Thing, least: float, views: tuple[View, View]) -> bool:
-    """Open enough in both frames, and the only one of its name at its place."""
+    """Open enough in both frames, touching nothing of its colour, and the only one of its name at its place."""
+    others = [each for each in scene.things if each != thing]
+    if any((each.cell, name(each)) == (thing.cell, name(thing)) for each in others):
+        return False
+    if any(_overlap(square(each), square(thing)) for each in others if each.color == thing.color):
+        return False
     above = [square(each) for each in scene.things[scene.things.index(thing) + 1 :]]
-    same = [each for each in scene.things if (each.cell, name(each)) == (thing.cell, name(thing))]
-    return len(same) == 1 and all(seen(square(thing), above, view) >= least for view in views)
+    return all(seen(square(thing), above, view) >= least for view in views)
+
+
+def _overlap(a: Square, b: Square) -> bool:
+    return _distance(a[:2], b[:2]) < (a.width + b.width) / 2
 
 
 def _same_third(thing: Thing, view: View) -> bool:

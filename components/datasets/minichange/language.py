@@ -185,8 +185,8 @@ def _number(state: object) -> str:
 
 
 def grammar(sizes: tuple[str, ...] = SIZES) -> dict:
-    """The references' grammar as JSON, where objects have these sizes: sentences for no change, the separator, per template a regular expression, and
-    what each type becomes where the images are swapped.
+    """The references' grammar as JSON, where objects have these sizes: sentences for no change, the separator, per
+    template a regular expression, and what each type becomes where the images are swapped.
 
     Groups: `object` and `place` (for camera and lamp: the thing and what it did), `before` and `after`: what changed,
     from what to what, as far as the template says it. Where only the object's name says what it was, `before` is in it.
