@@ -131,15 +131,17 @@ def test_the_bytes_of_a_small_benchmark_are_pinned(small):
 DRAW = """
 import hashlib, sys
 import numpy as np
-from components.datasets.minichange.change import sample_pair, sample_types
+from components.datasets.minichange.change import sample_types
+from components.datasets.minichange.levels import LEVELS
 from components.datasets.minichange.render import LOOKS, render
 
 digest = hashlib.sha256()
 for number in range(int(sys.argv[1])):
     rng = np.random.default_rng([2503, number])
-    for domain in LOOKS:
-        for scene in sample_pair(rng, sample_types(rng, number, 0.15))[:3]:
-            digest.update(render(scene, 128, rng, domain).tobytes())
+    for level in LEVELS.values():
+        for domain in LOOKS:
+            for scene in level.sample_pair(rng, sample_types(rng, number, 0.15))[:3]:
+                digest.update(render(scene, 128, rng, domain).tobytes())
 print(digest.hexdigest())
 """
 

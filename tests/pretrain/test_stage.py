@@ -126,7 +126,8 @@ def test_the_folder_is_a_llava_onevision_that_its_processor_can_feed(made):
 
 def test_the_embedded_base_was_made_by_the_recipe_of_params():
     given = yaml.safe_load(Path("params.yaml").read_text())["pretrain"]
-    assert json.loads(Path("data/00_base/recipe.json").read_text()) == given
+    recipe = Pretrain.model_validate_json(Path("data/00_base/recipe.json").read_text())
+    assert recipe == Pretrain.model_validate(given)
     assert Pretrain.model_validate(given).model_dump(mode="json") == given
 
 
@@ -350,6 +351,58 @@ def test_parameters_have_a_least_value(field, least):
     assert getattr(Pretrain.model_validate(CFG.model_dump() | {field: least}), field) == least
     with pytest.raises(ValidationError, match=field):
         Pretrain.model_validate(CFG.model_dump() | {field: least - 1})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("levels", [], "at least 1 item"),
+        ("levels", ["hard"], "'grid' or 'free'"),
+        ("levels", ["free", "free"], "expected each name once, found free, free"),
+        ("tasks", ["sentence"], "expected 'image' among the tasks, found sentence"),
+        ("tasks", ["image", "image"], "expected each name once, found image, image"),
+        ("tasks", ["image", "poem"], "'image', 'asked for in two'"),
+    ],
+)
+def test_levels_and_tasks_that_do_not_fit_are_refused(field, value, message):
+    with pytest.raises(ValidationError, match=message):
+        Pretrain.model_validate(CFG.model_dump() | {field: value})
+
+
+def test_a_recipe_that_names_no_levels_or_tasks_has_the_grid_and_all_tasks():
+    old = {key: value for key, value in CFG.model_dump().items() if key not in ("levels", "tasks")}
+    assert Pretrain.model_validate(old) == CFG
+
+
+def test_scenes_are_of_the_levels_in_turn_and_so_are_steps_and_what_is_held_out(processor):
+    both = CFG.model_copy(update={"levels": ("free", "grid"), "scenes": 20, "held_out": 7})
+    bank = stage._render_bank(both, processor)
+    assert [scene.level for scene in bank.scenes] == ["free", "grid"] * 10
+    rng = np.random.default_rng(0)
+    for turn in range(4):
+        chosen = bank.sample(rng, turn, 5)
+        assert len(set(chosen)) == 5
+        assert chosen.max() < 13
+        assert {bank.scenes[number].level for number in chosen} == {("free", "grid")[turn % 2]}
+    assert bank.held_out_of("free").tolist() == [14, 16, 18]
+    assert bank.held_out_of("grid").tolist() == [13, 15, 17, 19]
+
+
+def test_one_level_is_sampled_as_numpy_samples_all_scenes_that_train(bank):
+    mine = bank.sample(np.random.default_rng(3), 17, 8)
+    assert mine.tolist() == np.random.default_rng(3).choice(48, 8, replace=False).tolist()
+
+
+def test_a_base_of_both_levels_without_two_images_logs_accuracy_by_level(processor, tmp_path, monkeypatch):
+    control = {"levels": ("grid", "free"), "tasks": ("image", "asked for", "sentence"), "steps": 6, "scenes": 44}
+    monkeypatch.setattr(stage, "make_processor", lambda cfg: processor)
+    pretrain(CFG.model_copy(update=control), tmp_path)
+    (row,) = log_of(tmp_path)
+    assert [key for key in row if key.startswith("loss")] == ["loss: image", "loss: asked for", "loss: sentence"]
+    assert [key for key in row if "accuracy" in key] == [
+        "held_out_scene_accuracy: grid",
+        "held_out_scene_accuracy: free",
+    ]
 
 
 def test_a_learning_rate_of_0_is_refused():
