@@ -4,9 +4,9 @@ from typing import Literal, get_args
 
 from pydantic import Field, field_validator
 
-from components.datasets.minichange.scene import Level
 from components.section import Section
 
+Level = Literal["grid", "free"]
 TaskName = Literal["image", "asked for in two", "side by side", "asked for", "two images", "sentence"]
 TASKS: tuple[TaskName, ...] = get_args(TaskName)
 

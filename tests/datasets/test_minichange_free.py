@@ -42,7 +42,7 @@ from components.datasets.minichange.scene import LIT, PLACES, WIDTHS, ZOOMS, Cha
 from components.datasets.minichange.settings import MiniChange
 from components.evaluate.grammar import Clause, Grammar
 from components.files import sha256
-from components.pixel_threshold import DIFFERENCES, roc_auc
+from components.inspect.pixel_threshold import DIFFERENCES, roc_auc
 from components.records import CHANGE_TYPES
 
 SMALL = {

@@ -1,6 +1,7 @@
 """The base's tasks: true answers, never about a difference."""
 
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import yaml
 from components.datasets.minichange.language import describe_cells, describe_scene, describe_things
 from components.datasets.minichange.levels import LEVELS
 from components.datasets.minichange.scene import PLACES, Level, Scene
+from components.pretrain import params
 from components.pretrain.curriculum import ASKED_FOR, QUESTIONS, asked_for, curriculum, side_by_side, whole
 from components.pretrain.params import TASKS
 
@@ -92,3 +94,7 @@ def test_a_curriculum_of_fewer_tasks_keeps_their_order() -> None:
     one_image = curriculum(("grid",), ("image", "asked for", "sentence"))
     assert [task.name for task in one_image] == ["image", "asked for", "sentence"]
     assert max(task.images for task in one_image) == 1
+
+
+def test_a_base_may_learn_the_levels_that_there_are() -> None:
+    assert get_args(params.Level) == tuple(LEVELS)

@@ -5,8 +5,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from components.datasets.minichange import change, free, scene
-from components.datasets.minichange.scene import Change, Scene
+from components.datasets.minichange.change import sample_pair as sample_grid_pair
+from components.datasets.minichange.free import DARK as FREE_DARK
+from components.datasets.minichange.free import sample_pair as sample_free_pair
+from components.datasets.minichange.free import sample_scene as sample_free_scene
+from components.datasets.minichange.scene import DARK, Change, Scene, sample_scene
 
 Pair = tuple[Scene, Scene, Scene, tuple[Change, ...]]
 """Before, after its changes, distractor, and the changes."""
@@ -21,6 +24,6 @@ class Sampler(NamedTuple):
 
 
 LEVELS: dict[str, Sampler] = {
-    "grid": Sampler(scene.sample_scene, change.sample_pair, scene.DARK),
-    "free": Sampler(free.sample_scene, free.sample_pair, free.DARK),
+    "grid": Sampler(sample_scene, sample_grid_pair, DARK),
+    "free": Sampler(sample_free_scene, sample_free_pair, FREE_DARK),
 }

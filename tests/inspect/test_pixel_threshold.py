@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from components.pixel_threshold import mean_difference, roc_auc, window_difference
+from components.inspect.pixel_threshold import mean_difference, roc_auc, window_difference
 
 
 def grey(pixels: np.ndarray) -> Image.Image:
