@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from components.datasets.minichange import SPEC
+from components.datasets.minichange import SPEC, free
 from components.datasets.minichange.change import sample_types
 from components.datasets.minichange.free import (
     CAMERA_MOVES,
@@ -262,6 +262,29 @@ def test_a_mark_that_a_removal_left_is_open_and_apart_from_others(pairs):
         assert seen(square(mark), map(square, after.things), after.view) >= 0.65
         for each in after.marks[:-1]:
             assert max(abs(a - b) for a, b in zip(each.center, mark.center, strict=True)) > 0.17
+
+
+ONE = Thing("ball", "red", "small", 4, dx=-0.1)
+NEAR = Thing("box", "blue", "small", 4, dx=0.1)
+BLUE = replace(ONE, color="blue")
+
+
+@pytest.mark.parametrize(
+    ("others", "clear"),
+    [
+        ((NEAR,), True),
+        ((replace(ONE, dx=0.1),), False),  # a second small red ball in the centre
+        ((replace(ONE, dx=0.1, size="medium"),), True),
+        ((replace(ONE, cell=3),), True),  # one more at the left
+        ((replace(BLUE, dx=0.1),), False),  # the counterpart would be a second small blue ball in the centre
+        ((replace(NEAR, color="red", dx=-0.01),), False),  # red, and touches
+        ((replace(NEAR, color="white", dx=-0.01),), True),
+        ((replace(NEAR, color="white", dx=-0.08),), False),  # covers most of it
+    ],
+)
+def test_a_change_of_what_cannot_be_told_apart_is_not_taken(others, clear):
+    before, after = (Scene((thing, *others), level="free") for thing in (ONE, BLUE))
+    assert free._clear(before, after, [Change("color", ONE, BLUE)]) is clear
 
 
 def test_what_came_and_what_went_in_one_pair_are_apart():
