@@ -277,8 +277,8 @@ BLUE = replace(ONE, color="blue")
         ((replace(ONE, dx=0.1, size="medium"),), True),
         ((replace(ONE, cell=3),), True),  # one more at the left
         ((replace(BLUE, dx=0.1),), False),  # the counterpart would be a second small blue ball in the centre
-        ((replace(NEAR, color="red", dx=-0.01),), False),  # red, and touches
-        ((replace(NEAR, color="white", dx=-0.01),), True),
+        ((replace(NEAR, color="red", dx=0.02),), False),  # red, and touches
+        ((replace(NEAR, color="white", dx=0.02),), True),
         ((replace(NEAR, color="white", dx=-0.08),), False),  # covers most of it
     ],
 )
