@@ -7,12 +7,15 @@ shown a difference. Asking for a thing by its looks teaches the way from looks t
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
-from components.datasets.minichange.change import sample_pair, sample_types
-from components.datasets.minichange.language import describe_cells, describe_scene, references
-from components.datasets.minichange.scene import COLORS, KINDS, PLACES, Scene, pick
+from components.datasets.minichange.change import sample_types
+from components.datasets.minichange.language import describe_cells, describe_scene, describe_things, references
+from components.datasets.minichange.levels import LEVELS
+from components.datasets.minichange.scene import COLORS, KINDS, PLACES, Level, Scene, pick
+from components.pretrain.params import TASKS, TaskName
 
 ASKED_FOR = 4  # things a question names
 QUESTIONS = (
@@ -30,7 +33,7 @@ QUESTIONS = (
 class Task:
     """`images` scenes make one sample: a question and its answer."""
 
-    name: str
+    name: TaskName
     images: int
     ask: Callable[[np.random.Generator, list[Scene]], tuple[str, str]]
 
@@ -52,9 +55,7 @@ def side_by_side(rng: np.random.Generator, scenes: list[Scene]) -> tuple[str, st
 
 def asked_for(rng: np.random.Generator, scenes: list[Scene]) -> tuple[str, str]:
     """Some things, named by looks that at most one thing of the images has: where each is, or that there is none."""
-    here = [
-        (f"{PLACES[cell]} {text}", _looks(text)) for scene in scenes for cell, text in describe_cells(scene).items()
-    ]
+    here = [(f"{PLACES[cell]} {text}", _looks(text)) for scene in scenes for cell, text in describe_things(scene)]
     answers: dict[str, str] = {}
     while len(answers) < ASKED_FOR:
         asked = _question(rng, [looks for _, looks in here])
@@ -81,22 +82,25 @@ def _question(rng: np.random.Generator, here: list[tuple[str, ...]]) -> str:
     return pick(rng, (kind, f"{color} {kind}", f"{size} {kind}", whole_looks, whole_looks))
 
 
-def sentence(rng: np.random.Generator, scenes: list[Scene]) -> tuple[str, str]:
-    """A caption without any image: fine-tuning leaves embeddings and head frozen, so the base must know the words,
-    those of the questions, too."""
+def sentence(levels: tuple[Level, ...], rng: np.random.Generator, scenes: list[Scene]) -> tuple[str, str]:
+    """A caption without any image, of one of the levels: fine-tuning leaves embeddings and head frozen, so the base
+    must know the words, those of the questions, too."""
+    level = levels[0] if len(levels) == 1 else pick(rng, levels)
     types = sample_types(rng, int(rng.integers(12)), multi_change_share=0.3)
-    changes = sample_pair(rng, types)[3] if rng.random() < 0.85 else ()
+    changes = LEVELS[level].sample_pair(rng, types)[3] if rng.random() < 0.85 else ()
     return str(pick(rng, QUESTIONS)), references(changes, 5)[int(rng.integers(5))]
 
 
-CURRICULUM = (
-    Task("image", 1, whole),
-    Task("asked for in two", 2, asked_for),
-    Task("side by side", 2, side_by_side),
-    Task("asked for", 1, asked_for),
-    Task("two images", 2, whole),
-    Task("asked for in two", 2, asked_for),
-    Task("side by side", 2, side_by_side),
-    Task("sentence", 0, sentence),
-)
-"""The tasks in turn, one a step."""
+def curriculum(levels: tuple[Level, ...], tasks: tuple[TaskName, ...] = TASKS) -> tuple[Task, ...]:
+    """The tasks of these names in turn, one a step; what asks of two images comes twice."""
+    every = (
+        Task("image", 1, whole),
+        Task("asked for in two", 2, asked_for),
+        Task("side by side", 2, side_by_side),
+        Task("asked for", 1, asked_for),
+        Task("two images", 2, whole),
+        Task("asked for in two", 2, asked_for),
+        Task("side by side", 2, side_by_side),
+        Task("sentence", 0, partial(sentence, levels)),
+    )
+    return tuple(task for task in every if task.name in tasks)

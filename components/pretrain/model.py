@@ -7,11 +7,11 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
 from transformers import LlavaOnevisionConfig, Qwen2Tokenizer
 
-from components.datasets.minichange.change import sample_pair
 from components.datasets.minichange.language import references
-from components.datasets.minichange.scene import sample_scene
+from components.datasets.minichange.levels import LEVELS
+from components.datasets.minichange.scene import Level
 from components.models.m3diff.processing import M3DiffImageProcessor, M3DiffProcessor
-from components.pretrain.curriculum import CURRICULUM
+from components.pretrain.curriculum import curriculum
 from components.pretrain.params import Pretrain
 from components.records import CHANGE_TYPES
 
@@ -28,7 +28,7 @@ def make_processor(cfg: Pretrain) -> M3DiffProcessor:
     """The processor with a tokenizer of its own."""
     processor = M3DiffProcessor(
         M3DiffImageProcessor(size={"height": cfg.vision_px, "width": cfg.vision_px}),
-        train_tokenizer(cfg.seed),
+        train_tokenizer(cfg.seed, cfg.levels),
         num_image_tokens=(cfg.vision_px // cfg.patch_px) ** 2,
         chat_template=CHAT_TEMPLATE,
     )
@@ -36,15 +36,19 @@ def make_processor(cfg: Pretrain) -> M3DiffProcessor:
     return processor
 
 
-def train_tokenizer(seed: int) -> Qwen2Tokenizer:
-    """A byte-level BPE of Qwen2's kind on MiniChange's sentences: its words are single tokens, all text has tokens."""
+def train_tokenizer(seed: int, levels: tuple[Level, ...]) -> Qwen2Tokenizer:
+    """A byte-level BPE of Qwen2's kind on MiniChange's sentences: its words are single tokens, all text has tokens.
+
+    It is the same whichever tasks the base is taught.
+    """
+    tasks = curriculum(levels)
     rng = np.random.default_rng(seed)
     texts = ["system user assistant"] * 50
     texts += references((), 5) * 50
     for number in range(6_000):
-        task = CURRICULUM[number % len(CURRICULUM)]
-        question, answer = task.ask(rng, [sample_scene(rng) for _ in range(task.images)])
-        changes = sample_pair(rng, (CHANGE_TYPES[number % 12],))[3]
+        task, level = tasks[number % len(tasks)], LEVELS[levels[number // len(tasks) % len(levels)]]
+        question, answer = task.ask(rng, [level.sample_scene(rng) for _ in range(task.images)])
+        changes = level.sample_pair(rng, (CHANGE_TYPES[number % 12],))[3]
         texts += [f"{question} {answer}", references(changes, 5)[number % 5]]
     bpe = Tokenizer(models.BPE())
     stock: Any = Qwen2Tokenizer().backend_tokenizer

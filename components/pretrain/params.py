@@ -1,8 +1,14 @@
 """The section `pretrain`: sizes and schedule of the tiny base model that the embedded run starts from."""
 
-from pydantic import Field
+from typing import Literal, get_args
+
+from pydantic import Field, field_validator
 
 from components.section import Section
+
+Level = Literal["grid", "free"]
+TaskName = Literal["image", "asked for in two", "side by side", "asked for", "two images", "sentence"]
+TASKS: tuple[TaskName, ...] = get_args(TaskName)
 
 
 class Pretrain(Section):
@@ -10,6 +16,8 @@ class Pretrain(Section):
 
     seed: int = Field(ge=0)
     image_px: int = Field(ge=32)  # as MiniChange is drawn
+    levels: tuple[Level, ...] = Field(("grid",), min_length=1)  # of MiniChange, of which scenes are drawn in turn
+    tasks: tuple[TaskName, ...] = TASKS  # of `curriculum.py`; fewer make a control, such as one without two images
     vision_px: int = Field(ge=8)
     patch_px: int = Field(ge=4)  # 24: 9 patches, one to a place of the 3 x 3 grid
     width: int = Field(ge=8)
@@ -25,3 +33,19 @@ class Pretrain(Section):
     warmup_steps: int = Field(ge=1)
     weight_decay: float = Field(ge=0)
     threads: int = Field(ge=1)  # two are a third faster, no more, and the sums then depend on the machine
+
+    @field_validator("levels", "tasks")
+    @classmethod
+    def none_twice(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Each name once."""
+        if len(set(names)) < len(names):
+            raise ValueError(f"expected each name once, found {', '.join(names)}")
+        return names
+
+    @field_validator("tasks")
+    @classmethod
+    def with_first_task(cls, tasks: tuple[TaskName, ...]) -> tuple[TaskName, ...]:
+        """To describe one image is what a base learns first and is measured by."""
+        if "image" not in tasks:
+            raise ValueError(f"expected 'image' among the tasks, found {', '.join(tasks) or 'none'}")
+        return tasks

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 from transformers import LlavaOnevisionForConditionalGeneration
 
+from components.datasets.minichange.levels import LEVELS
 from components.datasets.minichange.render import render
-from components.datasets.minichange.scene import DARK, Scene, sample_scene
+from components.datasets.minichange.scene import Level, Scene
 from components.files import write_atomic
 from components.models.m3diff.processing import M3DiffImageProcessor, M3DiffProcessor
-from components.pretrain.curriculum import CURRICULUM, Task
+from components.pretrain.curriculum import Task, curriculum
 from components.pretrain.model import make_config, make_processor
 from components.pretrain.params import Pretrain
 from components.progress import progress
@@ -42,7 +43,7 @@ def pretrain(cfg: Pretrain, out: Path) -> None:
     bank = _render_bank(cfg, processor)
     model = Model._from_config(make_config(cfg, processor), attn_implementation="sdpa")
     print(f"base: {sum(p.numel() for p in model.parameters()):,} parameters, {len(bank.scenes):,} scenes")
-    log = Log()
+    log = Log(curriculum(cfg.levels, cfg.tasks), cfg.levels)
     _learn(model, processor, bank, cfg, log)
     model.save_pretrained(out)
     processor.save_pretrained(out)
@@ -52,10 +53,28 @@ def pretrain(cfg: Pretrain, out: Path) -> None:
 
 @dataclass(frozen=True)
 class Bank:
-    """Scenes and their images. The last `held_out` of them do not train."""
+    """Scenes, of the levels in turn, and their images. The last `held_out` of them do not train."""
 
     pixels: np.ndarray  # [scenes, side, side, 3] uint8
     scenes: list[Scene]
+    levels: tuple[Level, ...]
+    held_out: int
+
+    @property
+    def kept(self) -> int:
+        """How many scenes train."""
+        return len(self.scenes) - self.held_out
+
+    def sample(self, rng: np.random.Generator, turn: int, count: int) -> np.ndarray:
+        """Numbers of `count` scenes that train, all of the level whose turn it is."""
+        every = len(self.levels)
+        level = turn % every
+        return level + every * rng.choice(len(range(level, self.kept, every)), count, replace=False)
+
+    def held_out_of(self, level: Level) -> np.ndarray:
+        """Numbers of the scenes of a level that do not train."""
+        numbers = np.arange(self.kept, len(self.scenes))
+        return numbers[numbers % len(self.levels) == self.levels.index(level)]
 
 
 def _render_bank(cfg: Pretrain, processor: M3DiffProcessor) -> Bank:
@@ -63,37 +82,38 @@ def _render_bank(cfg: Pretrain, processor: M3DiffProcessor) -> Bank:
     with ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
         made = pool.map(make, range(cfg.scenes), chunksize=250)
         bank = list(progress(made, "render", total=cfg.scenes, unit="scene"))
-    return Bank(np.stack([pixels for pixels, _ in bank]), [scene for _, scene in bank])
+    return Bank(np.stack([pixels for pixels, _ in bank]), [scene for _, scene in bank], cfg.levels, cfg.held_out)
 
 
 def _render_one(cfg: Pretrain, image_processor: M3DiffImageProcessor, number: int) -> tuple[np.ndarray, Scene]:
     """One scene, a fifth of them in the dark; a function of seed and number."""
     rng = np.random.default_rng([cfg.seed, number])
-    scene = sample_scene(rng)
+    level = LEVELS[cfg.levels[number % len(cfg.levels)]]
+    scene = level.sample_scene(rng)
     if rng.random() < 0.2:
-        scene = Scene(scene.things, scene.marks, scene.background, scene.view.dimmed(DARK))
+        scene = replace(scene, view=scene.view.dimmed(level.dark))
     return image_processor.prepare_image(render(scene, cfg.image_px, rng)), scene
 
 
 class Log:
     """The run as CSV, and on the screen: the mean loss of each task since the last row."""
 
-    def __init__(self) -> None:
+    def __init__(self, tasks: tuple[Task, ...], levels: tuple[Level, ...]) -> None:
         self.text, self.start = io.StringIO(), time.monotonic()
-        self.names = list(dict.fromkeys(task.name for task in CURRICULUM))
+        self.names = list(dict.fromkeys(task.name for task in tasks))
         self.recent: dict[str, list[float]] = {name: [] for name in self.names}
-        self._row(
-            "step", "images_seen", *(f"loss: {name}" for name in self.names), "held_out_scene_accuracy", "seconds"
-        )
+        right = "held_out_scene_accuracy"
+        accuracies = [right] if len(levels) == 1 else [f"{right}: {level}" for level in levels]
+        self._row("step", "images_seen", *(f"loss: {name}" for name in self.names), *accuracies, "seconds")
 
     def _row(self, *values: object) -> None:
         csv.writer(self.text, lineterminator="\n").writerow(values)
         print(*values, flush=True)
 
-    def add(self, step: int, images: int, accuracy: float) -> None:
+    def add(self, step: int, images: int, accuracies: list[float]) -> None:
         """Write a row and start the means anew."""
         losses = [round(float(np.mean(losses)), 4) if losses else "" for losses in self.recent.values()]
-        self._row(step, images, *losses, accuracy, round(time.monotonic() - self.start, 1))
+        self._row(step, images, *losses, *accuracies, round(time.monotonic() - self.start, 1))
         self.recent = {name: [] for name in self.names}
 
 
@@ -101,20 +121,20 @@ def _learn(model: Model, processor: M3DiffProcessor, bank: Bank, cfg: Pretrain, 
     """The first task alone, then one task a step, in turn."""
     step_with = _optimizer(model, cfg)
     rng = np.random.default_rng(cfg.seed)
-    kept, seen = len(bank.scenes) - cfg.held_out, 0
+    tasks, seen = curriculum(cfg.levels, cfg.tasks), 0
     for step in progress(range(1, cfg.steps + 1), "base", total=cfg.steps, unit="step"):
-        task = task_of(step, cfg.first_task_steps)
-        chosen = rng.choice(kept, cfg.images_per_batch, replace=False)
+        task = task_of(step, cfg.first_task_steps, tasks)
+        chosen = bank.sample(rng, step // len(tasks), cfg.images_per_batch)
         loss, _ = _loss(model, processor, bank, chosen, task, rng)
         log.recent[task.name].append(step_with(loss))
         seen += len(chosen) if task.images else 0
         if step % LOG_EVERY == 0 or step == cfg.steps:
-            log.add(step, seen, _held_out_accuracy(model, processor, bank, kept))
+            log.add(step, seen, [_held_out_accuracy(model, processor, bank, level) for level in cfg.levels])
 
 
-def task_of(step: int, first_task_steps: int) -> Task:
+def task_of(step: int, first_task_steps: int, tasks: tuple[Task, ...]) -> Task:
     """The task of a step, counted from 1."""
-    return CURRICULUM[step % len(CURRICULUM) if step > first_task_steps else 0]
+    return tasks[step % len(tasks) if step > first_task_steps else 0]
 
 
 def _optimizer(model: Model, cfg: Pretrain) -> Callable[[Tensor], float]:
@@ -190,8 +210,8 @@ def _encode(processor: M3DiffProcessor, asked: list[tuple[str, str]], images: in
 
 
 @torch.no_grad()
-def _held_out_accuracy(model: Model, processor: M3DiffProcessor, bank: Bank, kept: int) -> float:
-    """Share of held-out scenes whose whole description is right, token by token, under teacher forcing."""
-    chosen = np.arange(kept, len(bank.scenes))
-    _, right = _loss(model, processor, bank, chosen, CURRICULUM[0], np.random.default_rng(0))
+def _held_out_accuracy(model: Model, processor: M3DiffProcessor, bank: Bank, level: Level) -> float:
+    """Share of a level's held-out scenes whose whole description is right, token by token, under teacher forcing."""
+    chosen, (first, *_) = bank.held_out_of(level), curriculum((level,))
+    _, right = _loss(model, processor, bank, chosen, first, np.random.default_rng(0))
     return round(float(right.float().mean()), 4)

@@ -38,6 +38,7 @@ from components.datasets.minichange.scene import (
     PLACES,
     ZOOMS,
     Change,
+    Mark,
     Scene,
     Thing,
     View,
@@ -130,15 +131,17 @@ def test_the_bytes_of_a_small_benchmark_are_pinned(small):
 DRAW = """
 import hashlib, sys
 import numpy as np
-from components.datasets.minichange.change import sample_pair, sample_types
+from components.datasets.minichange.change import sample_types
+from components.datasets.minichange.levels import LEVELS
 from components.datasets.minichange.render import LOOKS, render
 
 digest = hashlib.sha256()
 for number in range(int(sys.argv[1])):
     rng = np.random.default_rng([2503, number])
-    for domain in LOOKS:
-        for scene in sample_pair(rng, sample_types(rng, number, 0.15))[:3]:
-            digest.update(render(scene, 128, rng, domain).tobytes())
+    for level in LEVELS.values():
+        for domain in LOOKS:
+            for scene in level.sample_pair(rng, sample_types(rng, number, 0.15))[:3]:
+                digest.update(render(scene, 128, rng, domain).tobytes())
 print(digest.hexdigest())
 """
 
@@ -397,7 +400,7 @@ def test_only_what_the_change_says_differs_between_the_scenes(change_type):
             for view in (before.view, after.view):
                 assert all(VISIBLE < value < 1 - VISIBLE for value in view.project(said.center))
         left = {said.cell} if change_type == "removal" else set()
-        assert set(after.marks) == {*before.marks, *left}
+        assert {mark.cell for mark in after.marks} == {*(mark.cell for mark in before.marks), *left}
         assert list(after.marks) == sorted(after.marks)
         assert [thing.cell for thing in after.things] == sorted(two)
 
@@ -430,7 +433,7 @@ def test_an_object_keeps_all_but_the_property_that_changes(change_type):
 def test_an_addition_stands_where_nothing_was():
     for before, _, _, change in changed_pairs("addition", 40):
         assert change.before is None
-        assert change.after.cell not in {*by_cell(before), *before.marks}
+        assert change.after.cell not in {*by_cell(before), *(mark.cell for mark in before.marks)}
 
 
 def test_an_object_added_beside_another_change_takes_no_cell_that_was_just_freed():
@@ -495,7 +498,7 @@ def test_scenes_hold_three_to_five_objects_each_in_a_cell_of_its_own_and_what_mu
     for scene in scenes:
         cells = [thing.cell for thing in scene.things]
         assert cells == sorted(set(cells))
-        assert not set(cells) & set(scene.marks)
+        assert not set(cells) & {mark.cell for mark in scene.marks}
         assert {"die", "doll"} <= {thing.kind for thing in scene.things}
     assert 0.1 < np.mean([bool(scene.marks) for scene in scenes]) < 0.3
     assert 0.04 < np.mean([scene.view.brightness < 0.7 for scene in scenes]) < 0.2
@@ -598,7 +601,7 @@ def test_a_scene_is_described_cell_by_cell_in_reading_order():
         Thing("doll", "white", "large", 3, "down"),
         Thing("die", "green", "small", 8, 4),
     )
-    scene = Scene(things, marks=(5,))
+    scene = Scene(things, marks=(Mark(5),))
     assert list(describe_cells(scene)) == [0, 1, 2, 3, 5, 7, 8]
     assert describe_scene(scene) == (
         "at the top left a small red arrow pointing up, at the top a large white doll waving, "

@@ -20,11 +20,12 @@ from components.datasets.minichange.scene import DARK, sample_scene
 from components.models.m3diff.processing import M3DiffProcessor
 from components.pretrain import model as tiny
 from components.pretrain import stage
-from components.pretrain.curriculum import CURRICULUM, QUESTIONS
+from components.pretrain.curriculum import QUESTIONS, curriculum
 from components.pretrain.model import make_config, make_processor, train_tokenizer
 from components.pretrain.params import Pretrain
 from components.pretrain.stage import Bank, Log, plateau, pretrain, task_of
 
+CURRICULUM = curriculum(("grid",))
 CFG = Pretrain(
     seed=11,
     image_px=64,
@@ -51,7 +52,9 @@ def processor() -> M3DiffProcessor:
     """With the embedded base's tokenizer: to train one takes seconds, and has a test of its own."""
     tokenizer = M3DiffProcessor.from_pretrained(Path("data/00_base")).tokenizer
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiny, "train_tokenizer", lambda seed: tokenizer if seed == CFG.seed else None)
+        patch.setattr(
+            tiny, "train_tokenizer", lambda seed, levels: tokenizer if (seed, levels) == (CFG.seed, ("grid",)) else None
+        )
         return make_processor(CFG)
 
 
@@ -87,7 +90,7 @@ def test_the_loss_of_the_first_task_falls_and_every_task_is_trained(made):
 
 def test_images_are_counted_as_seen_and_none_for_sentences(made):
     seen = [int(row["images_seen"]) for row in log_of(made / "a")]
-    sentences = [sum(task_of(step, 6).images == 0 for step in range(1, end + 1)) for end in (6, 12, 18, 24)]
+    sentences = [sum(task_of(step, 6, CURRICULUM).images == 0 for step in range(1, end + 1)) for end in (6, 12, 18, 24)]
     assert sentences == [0, 1, 2, 3]
     assert seen == [8 * (end - without) for end, without in zip((6, 12, 18, 24), sentences, strict=True)]
 
@@ -123,7 +126,8 @@ def test_the_folder_is_a_llava_onevision_that_its_processor_can_feed(made):
 
 def test_the_embedded_base_was_made_by_the_recipe_of_params():
     given = yaml.safe_load(Path("params.yaml").read_text())["pretrain"]
-    assert json.loads(Path("data/00_base/recipe.json").read_text()) == given
+    recipe = Pretrain.model_validate_json(Path("data/00_base/recipe.json").read_text())
+    assert recipe == Pretrain.model_validate(given)
     assert Pretrain.model_validate(given).model_dump(mode="json") == given
 
 
@@ -141,7 +145,7 @@ def test_the_embedded_base_has_the_configuration_that_its_recipe_makes():
 
 
 def test_the_tokenizer_is_the_embedded_base_s_for_its_seed(tmp_path):
-    train_tokenizer(2407).save_pretrained(tmp_path)
+    train_tokenizer(2407, ("grid",)).save_pretrained(tmp_path)
     assert (tmp_path / "tokenizer.json").read_bytes() == Path("data/00_base/tokenizer.json").read_bytes()
 
 
@@ -202,10 +206,9 @@ class Answering:
 
 def test_held_out_accuracy_is_the_share_of_descriptions_that_are_right_to_the_last_token(processor, bank):
     size = len(processor.tokenizer)
-    kept = len(bank.scenes) - CFG.held_out
-    assert stage._held_out_accuracy(Answering(5.0, size), processor, bank, kept) == 1.0
+    assert stage._held_out_accuracy(Answering(5.0, size), processor, bank, "grid") == 1.0
     model = Answering(5.0, size, wrong=(2, 7, 11))
-    assert stage._held_out_accuracy(model, processor, bank, kept) == 0.75
+    assert stage._held_out_accuracy(model, processor, bank, "grid") == 0.75
     assert (model.given["pixel_values"].shape, model.given["batch_num_images"]) == ((12, 3, 24, 24), [12])
     whole = processor.image_processor.to_pixels(torch.from_numpy(bank.pixels[48:]))
     assert torch.equal(model.given["pixel_values"], whole)
@@ -229,10 +232,10 @@ def test_the_loss_is_the_mean_over_the_answers_tokens(processor, bank):
 
 
 def test_the_first_task_comes_alone_then_all_in_turn():
-    names = [task_of(step, 4) for step in range(1, 14)]
+    names = [task_of(step, 4, CURRICULUM) for step in range(1, 14)]
     assert names[:4] == [CURRICULUM[0]] * 4
     assert names[4:] == [CURRICULUM[step % 8] for step in range(5, 14)]
-    assert task_of(8, 4) is CURRICULUM[0]
+    assert task_of(8, 4, CURRICULUM) is CURRICULUM[0]
 
 
 def test_the_learning_rate_rises_stays_for_half_the_run_and_falls_to_a_hundredth():
@@ -309,11 +312,11 @@ def test_gradients_do_not_add_up_over_steps():
 
 
 def test_a_row_of_the_log_is_the_mean_since_the_last_row(capsys):
-    log = Log()
+    log = Log(CURRICULUM, ("grid",))
     log.recent["image"] += [1.0, 2.0]
     log.recent["two images"] += [0.12345]
-    log.add(200, 640, 0.5)
-    log.add(400, 1280, 0.75)
+    log.add(200, 640, [0.5])
+    log.add(400, 1280, [0.75])
     heading, first, second = csv.reader(io.StringIO(log.text.getvalue()))
     names = [f"loss: {name}" for name in dict.fromkeys(task.name for task in CURRICULUM)]
     assert heading == ["step", "images_seen", *names, "held_out_scene_accuracy", "seconds"]
@@ -348,6 +351,58 @@ def test_parameters_have_a_least_value(field, least):
     assert getattr(Pretrain.model_validate(CFG.model_dump() | {field: least}), field) == least
     with pytest.raises(ValidationError, match=field):
         Pretrain.model_validate(CFG.model_dump() | {field: least - 1})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("levels", [], "at least 1 item"),
+        ("levels", ["hard"], "'grid' or 'free'"),
+        ("levels", ["free", "free"], "expected each name once, found free, free"),
+        ("tasks", ["sentence"], "expected 'image' among the tasks, found sentence"),
+        ("tasks", ["image", "image"], "expected each name once, found image, image"),
+        ("tasks", ["image", "poem"], "'image', 'asked for in two'"),
+    ],
+)
+def test_levels_and_tasks_that_do_not_fit_are_refused(field, value, message):
+    with pytest.raises(ValidationError, match=message):
+        Pretrain.model_validate(CFG.model_dump() | {field: value})
+
+
+def test_a_recipe_that_names_no_levels_or_tasks_has_the_grid_and_all_tasks():
+    old = {key: value for key, value in CFG.model_dump().items() if key not in ("levels", "tasks")}
+    assert Pretrain.model_validate(old) == CFG
+
+
+def test_scenes_are_of_the_levels_in_turn_and_so_are_steps_and_what_is_held_out(processor):
+    both = CFG.model_copy(update={"levels": ("free", "grid"), "scenes": 20, "held_out": 7})
+    bank = stage._render_bank(both, processor)
+    assert [scene.level for scene in bank.scenes] == ["free", "grid"] * 10
+    rng = np.random.default_rng(0)
+    for turn in range(4):
+        chosen = bank.sample(rng, turn, 5)
+        assert len(set(chosen)) == 5
+        assert chosen.max() < 13
+        assert {bank.scenes[number].level for number in chosen} == {("free", "grid")[turn % 2]}
+    assert bank.held_out_of("free").tolist() == [14, 16, 18]
+    assert bank.held_out_of("grid").tolist() == [13, 15, 17, 19]
+
+
+def test_one_level_is_sampled_as_numpy_samples_all_scenes_that_train(bank):
+    mine = bank.sample(np.random.default_rng(3), 17, 8)
+    assert mine.tolist() == np.random.default_rng(3).choice(48, 8, replace=False).tolist()
+
+
+def test_a_base_of_both_levels_without_two_images_logs_accuracy_by_level(processor, tmp_path, monkeypatch):
+    control = {"levels": ("grid", "free"), "tasks": ("image", "asked for", "sentence"), "steps": 6, "scenes": 44}
+    monkeypatch.setattr(stage, "make_processor", lambda cfg: processor)
+    pretrain(CFG.model_copy(update=control), tmp_path)
+    (row,) = log_of(tmp_path)
+    assert [key for key in row if key.startswith("loss")] == ["loss: image", "loss: asked for", "loss: sentence"]
+    assert [key for key in row if "accuracy" in key] == [
+        "held_out_scene_accuracy: grid",
+        "held_out_scene_accuracy: free",
+    ]
 
 
 def test_a_learning_rate_of_0_is_refused():

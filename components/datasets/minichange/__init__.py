@@ -15,6 +15,11 @@ one file more:
 `change.py` says how each of OmniDiff's twelve change types is drawn, `generate.py` writes the files. The number of
 scenes is a parameter, so no count is published.
 
+Two levels. *Grid*: three to five objects, each in a cell of its own, under a camera that hardly moves; a change shows
+in the pixels. *Free* (`free.py`): seven to nine objects anywhere, overlapping, of three sizes and several textures,
+under a camera and a light that move more between any two images than the smallest changes do. Words and grammar are the
+same but for a third size.
+
 With `domain: shifted` the same scenes, changes and words are drawn in other shades, on darker, chequered tables and by
 a turned and tilted camera (`render.LOOKS`). The embedded run draws such a dataset for tests alone,
 `minichange_shifted`: how far its scores fall says how much of what a model learnt is the look of the training images.

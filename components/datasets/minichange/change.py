@@ -1,4 +1,4 @@
-"""The twelve change types of OmniDiff as edits of a MiniChange scene.
+"""The twelve change types of OmniDiff as edits of a MiniChange scene of the level *grid*; `free.py` has the other.
 
 How each looks:
 
@@ -32,6 +32,7 @@ from components.datasets.minichange.scene import (
     STATES,
     ZOOMS,
     Change,
+    Mark,
     Scene,
     Thing,
     View,
@@ -79,7 +80,11 @@ def sample_pair(rng: np.random.Generator, types: tuple[str, ...]) -> tuple[Scene
 
 def _apply(rng: np.random.Generator, before: Scene, types: tuple[str, ...]) -> tuple[Scene, list[Change]] | None:
     """Apply the types one after another to things not yet touched; None where the scene offers no room."""
-    things, marks, view = {thing.cell: thing for thing in before.things}, set(before.marks), before.view
+    things, marks, view = (
+        {thing.cell: thing for thing in before.things},
+        {mark.cell for mark in before.marks},
+        before.view,
+    )
     untouched = set(things)
     changes: list[Change] = []
     for change_type in types:
@@ -101,7 +106,7 @@ def _apply(rng: np.random.Generator, before: Scene, types: tuple[str, ...]) -> t
     after = replace(
         before,
         things=tuple(things[cell] for cell in sorted(things)),
-        marks=tuple(sorted(marks)),
+        marks=tuple(Mark(cell) for cell in sorted(marks)),
         view=jitter(rng, replace(view, noise=0.0)),
     )
     return (after, changes) if all(_in_frame(change, before.view, after.view) for change in changes) else None

@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from components.datasets.minichange.change import sample_pair, sample_types
+from components.datasets.minichange.change import sample_types
 from components.datasets.minichange.language import grammar, references
+from components.datasets.minichange.levels import LEVELS
 from components.datasets.minichange.render import render
+from components.datasets.minichange.scene import WIDTHS
 from components.datasets.minichange.settings import MiniChange
 from components.files import write_atomic
 from components.progress import progress
@@ -71,7 +73,7 @@ def _write_scene(settings: MiniChange, training: range, number: int) -> Written:
     rng = np.random.default_rng([settings.seed, number])
     deck = CHANGE_TYPES + (settings.oversample_types if number in training else ())
     types = sample_types(rng, number, settings.multi_change_share, deck)
-    before, after, distractor, changes = sample_pair(rng, types)
+    before, after, distractor, changes = LEVELS[settings.level].sample_pair(rng, types)
     for (folder, word), scene in zip(FOLDERS.items(), (before, after, distractor), strict=True):
         path = settings.root / folder / f"CLEVR_{word}_{number:06d}.png"
         render(scene, settings.image_px, rng, settings.domain).save(path, compress_level=4)
@@ -90,5 +92,5 @@ def _annotations(settings: MiniChange, scenes: list[Written], splits: dict[str, 
             change_type: [f"{scene.number:06d}.png" for scene in scenes if change_type in scene.types]
             for change_type in CHANGE_TYPES
         },
-        "grammar.json": grammar(),
+        "grammar.json": grammar(tuple(WIDTHS[settings.level])),
     }

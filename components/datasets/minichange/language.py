@@ -184,15 +184,15 @@ def _number(state: object) -> str:
     return NUMBERS[state] if isinstance(state, int) else ""
 
 
-def grammar() -> dict:
-    """The references' grammar as JSON: sentences for no change, the separator, per template a regular expression, and
-    what each type becomes where the images are swapped.
+def grammar(sizes: tuple[str, ...] = SIZES) -> dict:
+    """The references' grammar as JSON, where objects have these sizes: sentences for no change, the separator, per
+    template a regular expression, and what each type becomes where the images are swapped.
 
     Groups: `object` and `place` (for camera and lamp: the thing and what it did), `before` and `after`: what changed,
     from what to what, as far as the template says it. Where only the object's name says what it was, `before` is in it.
     """
     clauses = [
-        {"type": change_type, "pattern": _pattern(change_type, template)}
+        {"type": change_type, "pattern": _pattern(change_type, template, sizes)}
         for change_type, templates in TEMPLATES.items()
         for template in templates
     ]
@@ -204,32 +204,32 @@ def grammar() -> dict:
     }
 
 
-def _pattern(change_type: str, template: str) -> str:
+def _pattern(change_type: str, template: str, sizes: tuple[str, ...]) -> str:
     words = {
-        "{object}": f"(?P<object>{_object(change_type, says_before='{old_' in template)})",
-        "{new}": f"(?P<{'object' if change_type == 'addition' else 'after'}>{_thing()})",
+        "{object}": f"(?P<object>{_object(change_type, '{old_' in template, sizes)})",
+        "{new}": f"(?P<{'object' if change_type == 'addition' else 'after'}>{_thing(sizes)})",
         "{place}": f"(?P<place>{'|'.join(sorted(PLACES, key=len, reverse=True))})",
         "{camera}": f"(?P<place>(?P<after>{'|'.join(CAMERA.values())}))",
         "{lamp}": f"(?P<place>(?P<after>{'|'.join(LAMP.values())}))",
         "{arms}": f"(?P<after>{'|'.join(ARMS[pose] for pose in POSES)})",
     }
-    values = {"size": SIZES, "color": COLORS, "direction": DIRECTIONS, "glyph": GLYPHS, "count": NUMBERS[2:]}
+    values = {"size": sizes, "color": COLORS, "direction": DIRECTIONS, "glyph": GLYPHS, "count": NUMBERS[2:]}
     for slot, known in values.items():
         words |= {f"{{{slot}}}": f"(?P<after>{'|'.join(known)})", f"{{old_{slot}}}": f"(?P<before>{'|'.join(known)})"}
     pattern = re.sub(r"\{\w+\}", partial(_slot_pattern, words), template)
     return re.sub(r"\b(camera|lamp) (?=\(\?P<place>)", r"(?P<object>\1) ", pattern)
 
 
-def _object(change_type: str, says_before: bool) -> str:
+def _object(change_type: str, says_before: bool, sizes: tuple[str, ...]) -> str:
     """An object's name; what it was stands in `before`, where the change is of its name and no other word says it."""
     if says_before or change_type not in ("size", "color", "substitution"):
-        return _thing()
-    return f"(?P<before>{_thing()})" if change_type == "substitution" else _thing(change_type)
+        return _thing(sizes)
+    return f"(?P<before>{_thing(sizes)})" if change_type == "substitution" else _thing(sizes, change_type)
 
 
-def _thing(before: str = "") -> str:
+def _thing(sizes: tuple[str, ...], before: str = "") -> str:
     """Size, colour and kind, of which the one called `before` is a group of that name."""
-    parts = {"size": SIZES, "color": COLORS, "kind": KINDS}
+    parts = {"size": sizes, "color": COLORS, "kind": KINDS}
     return " ".join(f"({'?P<before>' if part == before else '?:'}{'|'.join(known)})" for part, known in parts.items())
 
 
@@ -239,14 +239,22 @@ def _slot_pattern(words: dict[str, str], slot: re.Match[str]) -> str:
 
 def describe_scene(scene: Scene) -> str:
     """The scene in words, thing by thing in reading order: what the base model learns to say of one image."""
-    return ", ".join(f"{PLACES[cell]} {text}" for cell, text in describe_cells(scene).items())
+    return ", ".join(f"{PLACES[cell]} {text}" for cell, text in describe_things(scene))
+
+
+def describe_things(scene: Scene) -> list[tuple[int, str]]:
+    """Each thing and mark with its place, in reading order: by place, and from left to right within one."""
+    told = [(thing.cell, thing.center[0], _describe_thing(thing)) for thing in scene.things]
+    told += [(mark.cell, mark.center[0], "a mark") for mark in scene.marks]
+    return [(cell, text) for cell, _, text in sorted(told)]
 
 
 def describe_cells(scene: Scene) -> dict[int, str]:
-    """What stands in each cell, in reading order; empty cells are left out."""
-    parts = {thing.cell: _describe_thing(thing) for thing in scene.things}
-    parts |= {cell: "a mark" for cell in scene.marks}
-    return dict(sorted(parts.items()))
+    """What stands at each place, in reading order; empty places are left out."""
+    places: dict[int, str] = {}
+    for cell, text in describe_things(scene):
+        places[cell] = f"{places[cell]} and {text}" if cell in places else text
+    return places
 
 
 def _describe_thing(thing: Thing) -> str:

@@ -6,7 +6,7 @@ domain's: a model trained in one is tried in the other.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -14,10 +14,10 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image, ImageChops, ImageDraw, ImageFilter, ImageFont
 
-from components.datasets.minichange.scene import Scene, cell_center
+from components.datasets.minichange.scene import WIDTHS, Scene
 
 OVERSAMPLING = 3
-SIZE = {"small": 0.185, "large": 0.285}  # width of an object, in frame units
+ROOM = {"grid": 0.0, "free": 0.15}  # of the table, on every side, beyond the domain's, for a camera that moves more
 INK = {"yellow": (60, 44, 10), "white": (48, 48, 58)}  # of dots and letters; near white on the other colours
 
 Color = tuple[int, int, int]
@@ -89,29 +89,33 @@ PIPS = {
 def render(scene: Scene, image_px: int, rng: np.random.Generator, domain: str = "standard") -> Image.Image:
     """Paint a scene as an RGB image of `image_px` x `image_px`; `rng` gives the sensor noise alone."""
     unit = image_px * OVERSAMPLING
-    margin = LOOKS[domain].margin
-    table = _table(domain, scene.background, unit).copy()
+    look = LOOKS[domain]
+    margin = look.margin + ROOM[scene.level]
+    cloth = "checks" if look.checks else scene.cloth
+    table = _table(look.table[scene.background], cloth, unit, margin).copy()
     angle = scene.view.lamp
-    for cell in scene.marks:
-        x, y = cell_center(cell)
-        _paste(table, _mark(unit), ((x + margin) * unit, (y + margin) * unit))
+    for mark in scene.marks:
+        x, y = ((value + margin) * unit for value in mark.center)
+        _paste(table, _mark(unit), (x, y))
     for thing in scene.things:
         x, y = ((value + margin) * unit for value in thing.center)
-        width = SIZE[thing.size] * unit
+        width = WIDTHS[scene.level][thing.size] * unit
         shadow = (x - math.cos(angle) * 0.10 * width, y - math.sin(angle) * 0.10 * width + 0.10 * width)
         _paste(table, _shadow(int(width)), shadow)
-        _paste(table, sprite(domain, thing.kind, thing.color, thing.state, int(width)), (x, y))
-    return _photograph(table, scene, image_px, rng, LOOKS[domain])
+        _paste(table, sprite(domain, thing.kind, thing.color, thing.state, int(width), thing.texture), (x, y))
+    return _photograph(table, scene, image_px, rng, look.tilt, margin)
 
 
-def _photograph(table: Image.Image, scene: Scene, image_px: int, rng: np.random.Generator, look: Look) -> Image.Image:
+def _photograph(
+    table: Image.Image, scene: Scene, image_px: int, rng: np.random.Generator, tilt: Tilt | None, margin: float
+) -> Image.Image:
     """Cut what the camera sees, then light it: brightness, a soft gradient towards the lamp, noise."""
     view, unit = scene.view, image_px * OVERSAMPLING
     half = 0.5 / view.zoom
-    left, top = ((0.5 + shift - half + look.margin) * unit for shift in (view.x, view.y))
+    left, top = ((0.5 + shift - half + margin) * unit for shift in (view.x, view.y))
     box = (left, top, left + 2 * half * unit, top + 2 * half * unit)
-    if look.tilt is not None:
-        table, box = _tilted(table, box, look.tilt, unit), (0, 0, unit, unit)
+    if tilt is not None:
+        table, box = _tilted(table, box, tilt, unit), (0, 0, unit, unit)
     limit = table.width
     assert 0 <= min(box) < max(box) <= limit, f"the camera looks beyond the table: {box}, table {limit}"
     frame: np.ndarray = np.asarray(table.resize((image_px, image_px), Image.Resampling.BOX, box=box), dtype=np.float32)
@@ -144,23 +148,49 @@ def _paste(table: Image.Image, tile: Image.Image, center: tuple[float, float]) -
 
 
 @lru_cache(maxsize=16)
-def _table(domain: str, background: str, unit: int) -> Image.Image:
-    """A plain table with a faint weave, or a chequered one.
-
-    The sine is not NumPy's: in float32 that one differs in its last bit from one kind of CPU to another, and a pixel by
-    a grey level.
-    """
-    look = LOOKS[domain]
-    side = round(unit * (1 + 2 * look.margin))
-    if look.checks:
-        odd = (np.arange(side) * 9 // unit) % 2
-        weave = 9.0 * (odd[None, :] + odd[:, None] - 1).astype(np.float32)
-    else:
-        angles = np.arange(side, dtype=np.float32) * 2 * np.pi / (unit / 24)
-        wave = 2.0 * np.array([math.sin(angle) for angle in angles.tolist()], dtype=np.float32)
-        weave = wave[None, :] + wave[:, None]
-    pixels = np.asarray(look.table[background], dtype=np.float32) + weave[..., None]
+def _table(color: Color, cloth: str, unit: int, margin: float) -> Image.Image:
+    """A table of one colour under a pattern a little lighter and darker."""
+    side = round(unit * (1 + 2 * margin))
+    pattern = CLOTHS[cloth](side, unit)
+    pixels = np.asarray(color, dtype=np.float32) + pattern[..., None]
     return Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
+
+
+def _weave(side: int, unit: int) -> np.ndarray:
+    """A faint weave. The sine is not NumPy's: in float32 that one differs in its last bit from one kind of CPU to
+    another, and a pixel by a grey level."""
+    angles = np.arange(side, dtype=np.float32) * 2 * np.pi / (unit / 24)
+    wave = 2.0 * np.array([math.sin(angle) for angle in angles.tolist()], dtype=np.float32)
+    return wave[None, :] + wave[:, None]
+
+
+def _checks(side: int, unit: int) -> np.ndarray:
+    odd = (np.arange(side) * 9 // unit) % 2
+    return 9.0 * (odd[None, :] + odd[:, None] - 1).astype(np.float32)
+
+
+def _planks(side: int, unit: int) -> np.ndarray:
+    """Boards side by side, each of a shade of its own, with a dark joint."""
+    across = np.arange(side) * 11
+    board, within = across // unit, across % unit
+    shade = (board * 7 % 5 * 4 - 8 - 14 * (within < unit // 10)).astype(np.float32)
+    return np.broadcast_to(shade, (side, side))
+
+
+def _dots(side: int, unit: int) -> np.ndarray:
+    step = unit // 10
+    from_middle = (2 * (np.arange(side) % step) - step) ** 2
+    inside = from_middle[None, :] + from_middle[:, None] < (step * 2 // 5) ** 2
+    return np.where(inside, 14, -2).astype(np.float32)
+
+
+CLOTHS: dict[str, Callable[[int, int], np.ndarray]] = {
+    "weave": _weave,
+    "checks": _checks,
+    "planks": _planks,
+    "dots": _dots,
+}
+"""Patterns of tables: (side, unit) -> what is added to its grey levels [side, side]."""
 
 
 @lru_cache(maxsize=8)
@@ -189,7 +219,7 @@ def _shadow(width: int) -> Image.Image:
 
 
 @lru_cache(maxsize=4096)
-def sprite(domain: str, kind: str, color: str, state: object, width: int) -> Image.Image:
+def sprite(domain: str, kind: str, color: str, state: object, width: int, texture: str = "plain") -> Image.Image:
     """One object as an RGBA tile of `width` pixels, its form drawn flat, then shaded from upper left to lower right."""
     tile = Image.new("RGBA", (width, width), (0, 0, 0, 0))
     painter = {
@@ -202,7 +232,10 @@ def sprite(domain: str, kind: str, color: str, state: object, width: int) -> Ima
         "sign": _sign,
         "die": _die,
     }[kind]
-    painter(ImageDraw.Draw(tile), width, LOOKS[domain].rgb[color], INK.get(color, (250, 248, 240)), state)
+    shade_of = LOOKS[domain].rgb[color]
+    painter(ImageDraw.Draw(tile), width, shade_of, INK.get(color, (250, 248, 240)), state)
+    if texture != "plain":
+        tile = _textured(tile, shade_of, texture)
     ramp = np.linspace(0, 1, width, dtype=np.float32)
     shade = 255 * (1.0 - 0.30 * (ramp[None, :] * 0.4 + ramp[:, None] * 0.6))
     shading = Image.fromarray(shade.astype(np.uint8))
@@ -212,6 +245,21 @@ def sprite(domain: str, kind: str, color: str, state: object, width: int) -> Ima
         lit = Image.composite(Image.new("RGB", lit.size, (255, 255, 255)), lit, _glint(width))
     lit.putalpha(alpha)
     return lit
+
+
+def _textured(tile: Image.Image, color: Color, texture: str) -> Image.Image:
+    """The tile with a pattern in a darker shade where it has exactly this colour: sides, letters and dots stay."""
+    pixels = np.array(tile)
+    across = np.arange(tile.width) * 12 // tile.width
+    x, y = across[None, :], across[:, None]
+    pattern = {
+        "striped": (x + y) % 4 < 2,
+        "banded": (y + 0 * x) % 4 < 2,
+        "chequered": (x // 2 + y // 2) % 2 == 0,
+        "dotted": (x % 3 == 1) & (y % 3 == 1),
+    }[texture]
+    pixels[pattern & (pixels == (*color, 255)).all(-1), :3] = _shift(color, 0.78)
+    return Image.fromarray(pixels)
 
 
 @lru_cache(maxsize=8)

@@ -1,17 +1,25 @@
 """Scenes of MiniChange and what may change in them, as data; `render.py` paints them, `language.py` puts them in words.
 
-A scene is three to five objects on a 3 x 3 grid under a lamp and a camera. Coordinates are in frame units: the resting
-camera sees [0, 1] x [0, 1], x to the right and y down.
+A scene is objects on a table under a lamp and a camera: three to five on a 3 x 3 grid, as this module samples them, or
+more of them anywhere (`free.py`). Coordinates are in frame units: the resting camera sees [0, 1] x [0, 1], x to the
+right and y down.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 KINDS = ("ball", "box", "cone", "star", "arrow", "doll", "sign", "die")
 COLORS = ("red", "green", "blue", "yellow", "purple", "white")
-SIZES = ("small", "large")
+Level = Literal["grid", "free"]
+WIDTHS: dict[str, dict[str, float]] = {
+    "grid": {"small": 0.185, "large": 0.285},
+    "free": {"small": 0.15, "medium": 0.21, "large": 0.29},
+}
+"""How wide an object of each size is, in frame units, by level."""
+
+SIZES = tuple(WIDTHS["grid"])
 DIRECTIONS = ("up", "right", "down", "left")
 POSES = ("down", "up", "waving")
 GLYPHS = tuple("AEKS2479")
@@ -43,13 +51,29 @@ def cell_center(cell: int) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Thing:
-    """One object: `cell` is its place (index of PLACES), `dx`, `dy` its offset from the cell's centre."""
+    """One object: `cell` is its place (index of PLACES), `dx`, `dy` its offset from the cell's centre. No word names
+    its texture."""
 
     kind: str
     color: str
     size: str
     cell: int
     state: object = None
+    dx: float = 0.0
+    dy: float = 0.0
+    texture: str = "plain"
+
+    @property
+    def center(self) -> tuple[float, float]:
+        """In frame units."""
+        x, y = cell_center(self.cell)
+        return x + self.dx, y + self.dy
+
+
+class Mark(NamedTuple):
+    """The print of an object taken away, at a place and an offset from its cell's centre."""
+
+    cell: int
     dx: float = 0.0
     dy: float = 0.0
 
@@ -83,12 +107,15 @@ class View:
 
 @dataclass(frozen=True)
 class Scene:
-    """What stands on the table, on which table, and how it is seen."""
+    """What stands on the table, on which table, and how it is seen. Of two things that overlap, the later covers the
+    earlier."""
 
     things: tuple[Thing, ...]
-    marks: tuple[int, ...] = ()  # cells that hold the print of an object taken away
+    marks: tuple[Mark, ...] = ()
     background: str = "linen"
     view: View = field(default_factory=View)
+    level: Level = "grid"
+    cloth: str = "weave"  # the table's pattern, which no word names
 
 
 @dataclass(frozen=True)
@@ -102,10 +129,13 @@ class Change:
     word: str = ""
 
     @property
-    def order(self) -> int:
-        """References name the camera first, then the lamp, then the things in reading order."""
+    def order(self) -> tuple[int, float]:
+        """References name the camera first, then the lamp, then the things in reading order: by place, and from left to
+        right within one."""
         thing = self.before or self.after
-        return thing.cell if thing else -1 if self.type == "illumination" else -2
+        if thing is None:
+            return (-1 if self.type == "illumination" else -2), 0.0
+        return thing.cell, thing.center[0]
 
 
 def pick(rng: np.random.Generator, options: tuple | list) -> Any:
@@ -132,7 +162,7 @@ def sample_scene(rng: np.random.Generator, must_hold: tuple[str, ...] = ()) -> S
     cells = rng.permutation(9)
     kinds = list(must_hold) + [None] * (count - len(must_hold))
     things = [sample_thing(rng, int(cell), kind) for cell, kind in zip(cells, kinds, strict=False)]
-    marks = (int(cells[count]),) if rng.random() < 0.2 else ()
+    marks = (Mark(int(cells[count])),) if rng.random() < 0.2 else ()
     view = jitter(rng, View(brightness=DARK if rng.random() < 0.1 else LIT))
     things.sort(key=lambda thing: thing.cell)
     return Scene(tuple(things), marks, str(pick(rng, BACKGROUNDS)), view)

@@ -5,6 +5,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
+from components.datasets.minichange.scene import Level
 from components.records import SPLITS, ChangeType
 from components.section import FrozenMap, Section
 
@@ -22,6 +23,7 @@ class MiniChange(Section):
     references: int = Field(ge=1, le=5)  # captions of a pair
     multi_change_share: float = Field(ge=0, le=1)  # of scenes with two or three changes
     oversample_types: tuple[ChangeType, ...]  # twice as often as the others in training; val and test stay even
+    level: Level = "grid"  # free: more objects, anywhere and overlapping, under a camera and light that move more
     domain: Domain = "standard"  # shifted: palette, tables and camera that the standard one does not have
 
     @field_validator("scenes")
