@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 import yaml
 from pydantic import ValidationError
 
-from components.evaluate.bootstrap import Difference, compare, resampled_scores, rows_of
+from components.evaluate.bootstrap import compare, resampled_scores, rows_of
 from components.evaluate.bootstrap import statistics as sums_of
 from components.evaluate.metrics import METRICS
 from components.files import sha256_of_folder, write_atomic
@@ -212,8 +212,8 @@ def summed(tables: Sequence[pa.Table]) -> pa.Table:
     first, *others = [one.sort_by("id") for one in tables]
     columns: dict[str, Any] = {"protocol": first["protocol"], "id": first["id"]}
     for column in {of.column: None for of in resampled_scores(METRICS).values()}:
-        parts = [sums_of(one, column) for one in (first, *others)]
-        if all(part is not None for part in parts):
+        parts = [part for one in (first, *others) if (part := sums_of(one, column)) is not None]
+        if len(parts) == len(tables):
             columns[column] = np.sum(parts, axis=0).tolist()
     return pa.table(columns)
 
@@ -235,8 +235,8 @@ def table(rows: Sequence[Row], compare_with: Sequence[str], protocol: str) -> li
 
 def differ(row: Row, other: Row, protocol: str, score: str) -> dict[str, float] | None:
     """How much more the row has of a score; None where no interval can be given."""
-    pairs = [one.protocols[protocol].pairs for one in (row, other)]
-    found: Difference | None = compare(*pairs, protocol, resampled_scores(METRICS)[score])
+    ours, theirs = (one.protocols[protocol].pairs for one in (row, other))
+    found = compare(ours, theirs, protocol, resampled_scores(METRICS)[score])
     if found is None or found.interval is None:
         return None
     return {"gain": found.gain, "low": found.interval.low, "high": found.interval.high}
