@@ -265,7 +265,7 @@ def markdown(
     """For each protocol a table of the scores, and one of the differences to each row that others are compared with."""
     spread = ", mean ± standard deviation" if seeds > 1 else ""
     for protocol, rows in found.items():
-        scores = list(rows[0]["scores"])
+        scores = shown(rows)
         yield from heading(f"`{protocol}`, {rows[0]['pairs']} pairs, {counted(seeds)}{spread}", scores)
         for row in rows:
             yield in_line(row["row"], [mean_text(score, row["scores"].get(score)) for score in scores])
@@ -277,6 +277,11 @@ def markdown(
                     yield in_line(row["row"], [gain_text(score, row["scores"].get(score), name) for score in scores])
         yield ""
     yield from (f"- {line}" for line in absent.values())
+
+
+def shown(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The scores that any row has, in their order; a row of captions that cannot be read has few."""
+    return [score for score in SCORES if any(score in row["scores"] for row in rows)]
 
 
 def heading(corner: str, scores: Sequence[str]) -> Iterator[str]:
@@ -311,7 +316,7 @@ def plot(found: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "ablation"
     import matplotlib.pyplot as plt
 
-    across = max(len(rows[0]["scores"]) for rows in found.values())
+    across = max(len(shown(rows)) for rows in found.values())
     most = max(len(rows) for rows in found.values())
     size = (2.6 * across + 2.2, (0.32 * most + 1.1) * len(found))
     figure, grid = plt.subplots(len(found), across, figsize=size, sharey="row", squeeze=False)
@@ -319,7 +324,7 @@ def plot(found: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
         places = range(len(rows))[::-1]
         panels[0].set_yticks(list(places), [row["row"] for row in rows])
         panels[0].set_title(protocol, fontsize=10, loc="right", x=-0.04, fontweight="bold")
-        scores = list(rows[0]["scores"])
+        scores = shown(rows)
         for panel, score in zip(panels, scores, strict=False):
             bars(panel, score, [row["scores"].get(score) for row in rows], places)
         for panel in panels[len(scores) :]:
