@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 import yaml
 from pydantic import ValidationError
 
-from components.evaluate.bootstrap import Difference, compare, resampled_scores, rows_of
+from components.evaluate.bootstrap import compare, resampled_scores, rows_of
 from components.evaluate.bootstrap import statistics as sums_of
 from components.evaluate.metrics import METRICS
 from components.files import sha256_of_folder, write_atomic
@@ -212,8 +212,8 @@ def summed(tables: Sequence[pa.Table]) -> pa.Table:
     first, *others = [one.sort_by("id") for one in tables]
     columns: dict[str, Any] = {"protocol": first["protocol"], "id": first["id"]}
     for column in {of.column: None for of in resampled_scores(METRICS).values()}:
-        parts = [sums_of(one, column) for one in (first, *others)]
-        if all(part is not None for part in parts):
+        parts = [part for one in (first, *others) if (part := sums_of(one, column)) is not None]
+        if len(parts) == len(tables):
             columns[column] = np.sum(parts, axis=0).tolist()
     return pa.table(columns)
 
@@ -235,8 +235,8 @@ def table(rows: Sequence[Row], compare_with: Sequence[str], protocol: str) -> li
 
 def differ(row: Row, other: Row, protocol: str, score: str) -> dict[str, float] | None:
     """How much more the row has of a score; None where no interval can be given."""
-    pairs = [one.protocols[protocol].pairs for one in (row, other)]
-    found: Difference | None = compare(*pairs, protocol, resampled_scores(METRICS)[score])
+    ours, theirs = (one.protocols[protocol].pairs for one in (row, other))
+    found = compare(ours, theirs, protocol, resampled_scores(METRICS)[score])
     if found is None or found.interval is None:
         return None
     return {"gain": found.gain, "low": found.interval.low, "high": found.interval.high}
@@ -265,7 +265,7 @@ def markdown(
     """For each protocol a table of the scores, and one of the differences to each row that others are compared with."""
     spread = ", mean ± standard deviation" if seeds > 1 else ""
     for protocol, rows in found.items():
-        scores = list(rows[0]["scores"])
+        scores = shown(rows)
         yield from heading(f"`{protocol}`, {rows[0]['pairs']} pairs, {counted(seeds)}{spread}", scores)
         for row in rows:
             yield in_line(row["row"], [mean_text(score, row["scores"].get(score)) for score in scores])
@@ -277,6 +277,11 @@ def markdown(
                     yield in_line(row["row"], [gain_text(score, row["scores"].get(score), name) for score in scores])
         yield ""
     yield from (f"- {line}" for line in absent.values())
+
+
+def shown(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The scores that any row has, in their order; a row of captions that cannot be read has few."""
+    return [score for score in SCORES if any(score in row["scores"] for row in rows)]
 
 
 def heading(corner: str, scores: Sequence[str]) -> Iterator[str]:
@@ -311,7 +316,7 @@ def plot(found: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "ablation"
     import matplotlib.pyplot as plt
 
-    across = max(len(rows[0]["scores"]) for rows in found.values())
+    across = max(len(shown(rows)) for rows in found.values())
     most = max(len(rows) for rows in found.values())
     size = (2.6 * across + 2.2, (0.32 * most + 1.1) * len(found))
     figure, grid = plt.subplots(len(found), across, figsize=size, sharey="row", squeeze=False)
@@ -319,7 +324,7 @@ def plot(found: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
         places = range(len(rows))[::-1]
         panels[0].set_yticks(list(places), [row["row"] for row in rows])
         panels[0].set_title(protocol, fontsize=10, loc="right", x=-0.04, fontweight="bold")
-        scores = list(rows[0]["scores"])
+        scores = shown(rows)
         for panel, score in zip(panels, scores, strict=False):
             bars(panel, score, [row["scores"].get(score) for row in rows], places)
         for panel in panels[len(scores) :]:

@@ -144,7 +144,7 @@ def test_controls_and_model_of_a_profile_differ_in_the_module_and_its_rates_alon
     assert control.lora == difference.lora == with_module.lora
     assert difference.module.vision_feature_layers == with_module.module.vision_feature_layers
     assert difference.rates == {**with_module.rates, "module": difference.rates["module"]}
-    if not name.startswith("embedded"):  # whose control has rates of its own, found for it
+    if not name.startswith("embedded"):  # whose control may have rates of its own, those that are best for it
         assert dict(control.rates) == {**with_module.rates, "module": None}
 
 

@@ -1,8 +1,8 @@
 """A trained model on disk, of any family, loaded without `params.yaml`.
 
-A checkpoint is one merged model; its folder `adapters/` holds what was trained alone, to be laid over the base it
-names: LoRA in peft's layout and the fully tuned weights. Both are safetensors with a manifest: the family, the base
-with the hash of its content, and the hash of every file.
+A checkpoint is one merged model; its folder `adapters/` holds what the base does not, to be laid over the base it
+names: LoRA in peft's layout, the fully tuned weights and those of a new module. Both are safetensors with a manifest:
+the family, the base with the hash of its content, and the hash of every file.
 """
 
 import hashlib

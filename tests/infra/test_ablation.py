@@ -92,17 +92,17 @@ def test_the_markdown_has_a_table_of_scores_and_one_for_each_row_to_compare_with
 def test_shares_are_written_in_percent_and_what_a_row_has_not_is_left_empty():
     gain = {"gain": 0.051, "low": 0.0104, "high": 0.09}
     cell = {"mean": 0.8614, "sd": None, "values": [0.8614], "differences": {"first": gain}}
-    rows = [{"row": name, "pairs": 9, "scores": of} for name, of in (("one", {"no_change_recall": cell}), ("two", {}))]
+    rows = [{"row": name, "pairs": 9, "scores": of} for name, of in (("two", {}), ("one", {"no_change_recall": cell}))]
     assert list(ablation.markdown({PROTOCOL: rows}, ["first"], 1, {}))[:-1] == [
         "| `toy/total`, 9 pairs, 1 seed | no change seen as such, % |",
         "|---|---|",
-        "| one | 86.1 |",
         "| two |  |",
+        "| one | 86.1 |",
         "",
         "| difference to *first* (95 % interval over pairs) | no change seen as such, % |",
         "|---|---|",
-        "| one | +5.1 (+1.0 to +9.0) |",
         "| two |  |",
+        "| one | +5.1 (+1.0 to +9.0) |",
     ]
 
 

@@ -128,19 +128,21 @@ def module_config(values: Mapping[str, Any]) -> ModuleConfig:
 
 
 class ByKind:
-    """Tells pydantic which settings to read. It asks for this itself, so nothing here imports it."""
+    """Tells pydantic which settings to read. It asks for this itself; its core schemas are plain mappings."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
-        from pydantic_core import core_schema
-
         def tag(values: Any) -> str | None:
             kind = module_type(values)
             return f"[{kind.__name__}]" if kind else None
 
-        schemas: Any = {f"[{kind.__name__}]": handler.generate_schema(kind) for kind in (MDPConfig, DifferenceConfig)}
-        return core_schema.nullable_schema(
-            core_schema.tagged_union_schema(schemas, tag, custom_error_type="module_kind", custom_error_message=KINDS)
-        )
+        union = {
+            "type": "tagged-union",
+            "choices": {f"[{kind.__name__}]": handler.generate_schema(kind) for kind in (MDPConfig, DifferenceConfig)},
+            "discriminator": tag,
+            "custom_error_type": "module_kind",
+            "custom_error_message": KINDS,
+        }
+        return {"type": "nullable", "schema": union}
 
 
 @dataclass(frozen=True, eq=False)
