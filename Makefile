@@ -12,7 +12,7 @@ export LC_ALL := C.UTF-8
 
 .DEFAULT_GOAL := help
 N ?= 3
-.PHONY: help run test test-gpu check up down profile base seeds ablation bench-train bench-data bench-score install check-system
+.PHONY: help run test test-gpu check up down profile base seeds ablation rehearse bench-train bench-data bench-score install check-system
 
 help:           ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -63,6 +63,9 @@ seeds: install  ## the embedded training from N seeds (minutes each), mean and d
 
 ablation: install ## with and without the module and half the pairs, from N seeds -> benchmarks/results/ablation.json, .svg
 	@python -m infra.ablation $(or $(N),1)
+
+rehearse: install ## the paper's start and ratio of rates in small, beside no module -> benchmarks/results/rehearse.json, .svg
+	@python -m infra.rehearse
 
 install: $(READY)
 
