@@ -45,6 +45,7 @@ class Settings:
     seed: int
     steps: int
     measure_every: int
+    caption_every: int
     pairs: int
 
     @classmethod
@@ -64,12 +65,13 @@ class Settings:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--settings", type=Path, default=SETTINGS, help="what is taken beside the profile")
+    parser.add_argument("--profile", type=Path, help="in place of the settings'")
     parser.add_argument("--steps", type=int, help="in place of the settings'")
     parser.add_argument("--out", type=Path, default=RESULTS, help="the curves as JSON; the plot stands beside it")
     args = parser.parse_args(argv)
     try:
-        settings = Settings.read(args.settings)
-        settings = replace(settings, steps=args.steps) if args.steps else settings
+        given = {name: value for name in ("profile", "steps") if (value := getattr(args, name))}
+        settings = replace(Settings.read(args.settings), **given)
         profile, embedded = load_params(settings.profile), load_params(settings.embedded)
         models = recipes(profile, embedded, settings)
         runs = {name: rehearse(name, model, profile, embedded, settings) for name, model in models.items()}
@@ -139,7 +141,7 @@ def rehearse(name: str, model: M3DiffSettings, profile: Params, embedded: Params
     with only_worker(folder.resolve(), "gloo"):
         run = start(job_of(model, profile, embedded, settings, folder), Runtime())
         run.schedule = with_steps(run.schedule, settings.steps)
-        rows = list(measured_steps(run, pairs, settings.measure_every))
+        rows = list(measured_steps(run, pairs, settings))
     return {"rates": dict(model.rates), "rows": rows}
 
 
@@ -148,7 +150,7 @@ def with_steps(schedule: Any, steps: int) -> Any:
     return replace(schedule, epochs=(steps - 0.5) / schedule.steps_per_epoch)
 
 
-def measured_steps(run: Any, pairs: "CaptionedPairs", every: int) -> Iterator[dict[str, Any]]:
+def measured_steps(run: Any, pairs: "CaptionedPairs", settings: Settings) -> Iterator[dict[str, Any]]:
     """Train to the end; a row for each measured step, with the mean loss of the steps since the one before."""
     from components.models.tuning import unwrapped
     from components.train.loop import train_step
@@ -157,7 +159,8 @@ def measured_steps(run: Any, pairs: "CaptionedPairs", every: int) -> Iterator[di
     module = unwrapped(run.engine.module).model.mdp
     started, captioning = time.monotonic(), 0.0
     for step, batches in enumerate(run.loader.stream(run.schedule, 0, 0), start=1):
-        is_measured = step in (1, steps) or step % every == 0
+        is_captioned = step == steps or step % settings.caption_every == 0
+        is_measured = step == 1 or is_captioned or step % settings.measure_every == 0
         with contributions(module if is_measured else None) as found:
             train_step(run, step - 1, batches)
         losses.append(run.curve.last("loss"))
@@ -166,7 +169,7 @@ def measured_steps(run: Any, pairs: "CaptionedPairs", every: int) -> Iterator[di
         row = {"step": step, "loss": sum(losses) / len(losses), "levels": found}
         row["seconds"] = round(time.monotonic() - started - captioning, 1)
         before = time.monotonic()
-        row |= pairs.scores(run) if step > 1 else {}
+        row |= pairs.scores(run) if is_captioned else {}
         captioning += time.monotonic() - before
         losses = []
         print(f"rehearse: {line(row)}", flush=True)
@@ -260,35 +263,38 @@ def lines(runs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 
 
 def plot(runs: Mapping[str, Mapping[str, Any]], path: Path) -> None:
-    """Side by side over the steps: each level's update, the loss, and the scores of both models."""
+    """Side by side over the steps: each level's update and score, and both models' loss and captions."""
     import matplotlib
 
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "rehearse"
     import matplotlib.pyplot as plt
 
-    figure, (updates, loss, accuracy) = plt.subplots(1, 3, figsize=(12, 3.6))
+    figure, (updates, gates, loss, accuracy) = plt.subplots(1, 4, figsize=(15, 3.6))
     colours = {name: colour for name, colour in zip(runs, ("#17455c", "#c2703d"), strict=True)}
     for name, run in runs.items():
         rows: Sequence[Mapping[str, Any]] = run["rows"]
-        for number in range(len(rows[0]["levels"])):
-            values = [row["levels"][number]["update"] for row in rows]
-            updates.plot([row["step"] for row in rows], values, "o-", markersize=3, label=f"level {number + 1}")
         steps = [row["step"] for row in rows]
+        for panel, figure_of in ((updates, "update"), (gates, "score")):
+            for number in range(len(rows[0]["levels"])):
+                values = [row["levels"][number][figure_of] for row in rows]
+                panel.plot(steps, values, "o-", markersize=3, label=f"level {number + 1}")
         loss.plot(steps, [row["loss"] for row in rows], "o-", markersize=3, color=colours[name], label=name)
         for score, style in zip(SCORES, ("-", "--", ":"), strict=True):
             known = [row for row in rows if score in row]
             accuracy.plot([row["step"] for row in known], [row[score] for row in known], style, marker="o",
                           markersize=3, color=colours[name], label=f"{name}: {score}")  # fmt: skip
     updates.set_title("size of the module's update over the features'", fontsize=10)
+    gates.set_title("score of each level, equation (7)", fontsize=10)
     loss.set_title("training loss, mean since the point before", fontsize=10)
     accuracy.set_title("test pairs read right", fontsize=10)
     accuracy.set_ylim(0, 1)
-    for panel in (updates, loss, accuracy):
+    for panel in (updates, gates, loss, accuracy):
         panel.set_xlabel("step")
         panel.legend(fontsize=6)
         panel.spines[["top", "right"]].set_visible(False)
     updates.set_ylim(bottom=0)
+    gates.set_ylim(0, 1)
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
