@@ -12,7 +12,7 @@ export LC_ALL := C.UTF-8
 
 .DEFAULT_GOAL := help
 N ?= 3
-.PHONY: help run test test-gpu check up down profile base base-single seeds ablation bench-train bench-data bench-score install check-system
+.PHONY: help run test test-gpu check up down profile base base-single seeds ablation rehearse bench-train bench-data bench-score install check-system
 
 help:           ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -66,6 +66,9 @@ seeds: install  ## the embedded training from N seeds (minutes each), mean and d
 
 ablation: install ## the module beside its controls, from N seeds (a run each) -> benchmarks/results/ablation.json, .md, .svg
 	@python -m infra.ablation $(or $(N),1)
+
+rehearse: install ## the paper's start and ratio of rates in small, beside no module -> benchmarks/results/rehearse.json, .svg
+	@python -m infra.rehearse
 
 install: $(READY)
 
