@@ -125,6 +125,8 @@ FIGURES: dict[str, Any] = {
     "val_loss_by_dataset": {"toy": 0.7654321},
     "val_cider": float("nan"),
     "exported_step": 4,
+    "module": {"module_update_ratio/2": 0.000123},
+    "warnings": ["the module changes nothing"],
     "seconds": 2.0,
     "captions_per_s": 23.0,
     "waiting_share": 0.12345,
@@ -159,6 +161,8 @@ def test_the_stage_runs_the_loop_where_asked_and_writes_its_report(
         "val_loss_by_dataset": {"toy": 0.76543},
         "val_cider": None,
         "exported_step": 4,
+        "module": {"module_update_ratio/2": 0.000123},
+        "warnings": ["the module changes nothing"],
     }
     speed = json.loads((tmp_path / "runs" / "train_speed.json").read_text())
     assert speed == {"seconds": 2.0, "captions_per_s": 23.0, "waiting_share": 0.1235, "recompilations": 3}
