@@ -42,6 +42,7 @@ class Settings:
     embedded: Path
     heads: int
     llm_rate: float
+    lora_alpha: int
     seed: int
     steps: int
     measure_every: int
@@ -106,7 +107,8 @@ def recipes(profile: Params, embedded: Params, settings: Settings) -> dict[str, 
     last = tuple(range(deepest - levels + 1, deepest + 1))
     module = replace(full.module, vision_feature_layers=last, heads=settings.heads)
     rates = scaled(full.rates, settings.llm_rate)
-    with_module = M3DiffSettings("m3diff", module, small.lora, rates)
+    lora = replace(small.lora, alpha=settings.lora_alpha)
+    with_module = M3DiffSettings("m3diff", module, lora, rates)
     return {"module": with_module, "no module": replace(with_module, module=None, rates=replace(rates, module=None))}
 
 

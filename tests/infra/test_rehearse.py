@@ -21,7 +21,9 @@ from tests.tiny import tiny_base
 from tests.toy import REPOSITORY
 
 PAPER, EMBEDDED = REPOSITORY / "profiles" / "paper.yaml", REPOSITORY / "params.yaml"
-SETTINGS = Settings(PAPER, EMBEDDED, heads=4, llm_rate=1e-3, seed=1, steps=4, measure_every=2, caption_every=4, pairs=2)
+SETTINGS = Settings(
+    PAPER, EMBEDDED, heads=4, llm_rate=1e-3, lora_alpha=640, seed=1, steps=4, measure_every=2, caption_every=4, pairs=2
+)
 
 
 def features(count: int, seed: int = 0) -> list[torch.Tensor]:
@@ -84,7 +86,8 @@ def test_the_profiles_module_start_and_ratio_of_rates_are_rehearsed_on_the_embed
     made = recipes(profile, embedded, SETTINGS)
     module = made["module"].module
     assert module == replace(full.module, vision_feature_layers=(3, 4, 5, 6), heads=4)
-    assert made["module"].lora == embedded.models["m3diff"].lora
+    assert made["module"].lora == replace(embedded.models["m3diff"].lora, alpha=640)
+    assert made["no module"].lora == made["module"].lora
     for part, rate in full.rates.items():
         assert made["module"].rates[part] / 1e-3 == pytest.approx(rate / full.rates.llm)
     assert made["no module"].module is None
@@ -157,10 +160,18 @@ def test_a_small_rehearsal_starts_at_zero_trains_both_models_and_writes_curves_a
         assert m3diff(command) == 0
     profile = {
         "extends": str(PAPER.with_suffix("")),
-        "models": {"m3diff": {"module": {"vision_feature_layers": [5, 9]}}},
+        "models": {"m3diff": {"module": {"vision_feature_layers": [5, 9], "init_gain": 0.0}}},
     }
     Path("small.yaml").write_text(yaml.safe_dump(profile))
-    settings = {"profile": str(PAPER), "embedded": "params.yaml", "heads": 2, "llm_rate": 1e-2, "seed": 3, "steps": 9}
+    settings = {
+        "profile": str(PAPER),
+        "embedded": "params.yaml",
+        "heads": 2,
+        "llm_rate": 1e-2,
+        "lora_alpha": 256,
+        "seed": 3,
+        "steps": 9,
+    }
     Path("rehearse.yaml").write_text(yaml.safe_dump(settings | {"measure_every": 2, "caption_every": 4, "pairs": 3}))
 
     wanted = ["--profile", "small.yaml", "--steps", "5", "--settings", "rehearse.yaml"]
