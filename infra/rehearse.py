@@ -11,7 +11,6 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -22,6 +21,7 @@ from components.evaluate.grammar import Grammar, load_grammars, parse_prediction
 from components.evaluate.metrics.change_accuracy import change_scores
 from components.evaluate.pairs import pair_of, read_test_records
 from components.files import sha256_of_folder, write_atomic
+from components.models.family import MODULE_UPDATE_RATIO
 from components.models.m3diff.settings import M3DiffSettings, Rates
 from components.params import Params, ParamsError, load_params
 from components.train.accelerator import choose_accelerator, only_worker
@@ -45,7 +45,6 @@ class Settings:
     lora_alpha: int
     seed: int
     steps: int
-    measure_every: int
     caption_every: int
     pairs: int
 
@@ -57,7 +56,8 @@ class Settings:
         if not isinstance(raw, dict) or raw.keys() != kinds.keys():
             raise ParamsError(f"{path}: expected the fields {', '.join(kinds)}")
         for name, kind in kinds.items():
-            found, wanted = raw[name], str if kind is Path else kind
+            found: Any = raw[name]
+            wanted = str if kind is Path else kind
             if type(found) is not wanted or (kind is not Path and found <= 0):
                 raise ParamsError(f"{path}: {name}: expected {wanted.__name__} above 0 or a path, found {found!r}")
         return cls(**{name: kind(raw[name]) for name, kind in kinds.items()})
@@ -154,21 +154,17 @@ def with_steps(schedule: Any, steps: int) -> Any:
 
 def measured_steps(run: Any, pairs: "CaptionedPairs", settings: Settings) -> Iterator[dict[str, Any]]:
     """Train to the end; a row for each measured step, with the mean loss of the steps since the one before."""
-    from components.models.tuning import unwrapped
-    from components.train.loop import train_step
+    from components.train.loop import is_measured, train_step
 
     steps, losses = run.schedule.steps, []
-    module = unwrapped(run.engine.module).model.mdp
     started, captioning = time.monotonic(), 0.0
     for step, batches in enumerate(run.loader.stream(run.schedule, 0, 0), start=1):
         is_captioned = step == steps or step % settings.caption_every == 0
-        is_measured = step == 1 or is_captioned or step % settings.measure_every == 0
-        with contributions(module if is_measured else None) as found:
-            train_step(run, step - 1, batches)
+        train_step(run, step - 1, batches)
         losses.append(run.curve.last("loss"))
-        if not is_measured:
+        if not (is_captioned or is_measured(step, steps)):
             continue
-        row = {"step": step, "loss": sum(losses) / len(losses), "levels": found}
+        row = {"step": step, "loss": sum(losses) / len(losses), "levels": contribution(run)}
         row["seconds"] = round(time.monotonic() - started - captioning, 1)
         before = time.monotonic()
         row |= pairs.scores(run) if is_captioned else {}
@@ -178,33 +174,16 @@ def measured_steps(run: Any, pairs: "CaptionedPairs", settings: Settings) -> Ite
         yield row
 
 
-@contextmanager
-def contributions(module: Any) -> Iterator[list[dict[str, float]]]:
-    """Within it, a forward of the MDP module appends a level's `update`, the RMS of what it adds in equation (8) over
-    the RMS of the features that it is added to, and its mean `score`; of no module nothing."""
-    found: list[dict[str, float]] = []
-    if module is None:
-        yield found
-        return
-    updates: list[tuple[Any, Any]] = []
-
-    def of_level(_: Any, given: tuple[Any, ...], result: tuple[Any, Any]) -> None:
-        ft, score = (value.detach() for value in result)
-        change = ft - given[0].detach() if module.cfg.residual else ft
-        updates.append((score.repeat(2, 1, 1) * change, score))
-
-    def of_all(_: Any, given: tuple[Any, ...], __: Any) -> None:
-        size = sum(last.detach().square().sum() for last in given[2:]).sqrt()
-        found.extend({"update": float(u.norm() / size), "score": float(s.mean())} for u, s in updates)
-        updates.clear()
-
-    hooks = [level.register_forward_hook(of_level) for level in module.levels]
-    hooks.append(module.register_forward_hook(of_all))
-    try:
-        yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
+def contribution(run: Any) -> list[dict[str, float]]:
+    """Of each level its `update`, the size of what it adds over the features', and its mean `score`, as training
+    measured them in the last step; nothing where it did not, or there is no module."""
+    names = run.contribution.names
+    known = run.curve.latest(names)
+    layers = [name.split("/")[1] for name in names if name.startswith(MODULE_UPDATE_RATIO)]
+    if known.get("step") != run.curve.last("step"):
+        return []
+    figures = {"update": MODULE_UPDATE_RATIO, "score": "module_score"}
+    return [{name: known[f"{column}/{layer}"] for name, column in figures.items()} for layer in layers]
 
 
 # What it learns
@@ -238,12 +217,12 @@ class CaptionedPairs:
         for at in range(0, len(self.records), CAPTIONED_AT_ONCE):
             rows = self.records[at : at + CAPTIONED_AT_ONCE]
             captions += captioner.caption(
-                [tuple(load_image(row[side], row[f"{side}_sha256"]) for side in ("before", "after")) for row in rows]
+                [(load_image(r["before"], r["before_sha256"]), load_image(r["after"], r["after_sha256"])) for r in rows]
             )
         run.engine.train()
         pairs = [pair_of(row, caption, None) for row, caption in zip(self.records, captions, strict=True)]
         found = change_scores(list(parse_predictions(self.grammars, pairs).values()))
-        return {score: found[score] for score in SCORES if found[score] is not None}
+        return {score: float(value) for score in SCORES if (value := found[score]) is not None}
 
 
 # What is told of it
@@ -277,10 +256,11 @@ def plot(runs: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     for name, run in runs.items():
         rows: Sequence[Mapping[str, Any]] = run["rows"]
         steps = [row["step"] for row in rows]
+        measured = [row for row in rows if row["levels"]]
         for panel, figure_of in ((updates, "update"), (gates, "score")):
             for number in range(len(rows[0]["levels"])):
-                values = [row["levels"][number][figure_of] for row in rows]
-                panel.plot(steps, values, "o-", markersize=3, label=f"level {number + 1}")
+                values = [row["levels"][number][figure_of] for row in measured]
+                panel.plot([row["step"] for row in measured], values, "o-", markersize=3, label=f"level {number + 1}")
         loss.plot(steps, [row["loss"] for row in rows], "o-", markersize=3, color=colours[name], label=name)
         for score, style in zip(SCORES, ("-", "--", ":"), strict=True):
             known = [row for row in rows if score in row]

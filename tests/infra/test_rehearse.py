@@ -1,4 +1,4 @@
-"""`make rehearse`: the module's contribution by hand, what of a profile is rehearsed, and a small rehearsal."""
+"""`make rehearse`: what of a profile is rehearsed, and a small rehearsal."""
 
 import json
 from dataclasses import replace
@@ -6,76 +6,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 import yaml
 
 from components.__main__ import main as m3diff
-from components.models.m3diff.mdp import DifferentialPerception
-from components.models.m3diff.settings import MDPConfig, Rates
+from components.models.m3diff.settings import Rates
 from components.params import ParamsError, load_params
 from components.train.batches import Schedule
 from components.train.samples import Samples
 from infra import rehearse
-from infra.rehearse import Settings, contributions, recipes, scaled
+from infra.rehearse import Settings, recipes, scaled
 from tests.tiny import tiny_base
 from tests.toy import REPOSITORY
 
 PAPER, EMBEDDED = REPOSITORY / "profiles" / "paper.yaml", REPOSITORY / "params.yaml"
-SETTINGS = Settings(
-    PAPER, EMBEDDED, heads=4, llm_rate=1e-3, lora_alpha=640, seed=1, steps=4, measure_every=2, caption_every=4, pairs=2
-)
-
-
-def features(count: int, seed: int = 0) -> list[torch.Tensor]:
-    return list(torch.randn(count, 3, 9, 8, generator=torch.Generator().manual_seed(seed)))
-
-
-def module(gain: float, **fields: object) -> DifferentialPerception:
-    torch.manual_seed(4)
-    made = DifferentialPerception(MDPConfig((1, 2), heads=2, init_gain=gain, **fields), 8)  # type: ignore[arg-type]
-    for level in made.levels:
-        torch.nn.init.normal_(level.score[-1].weight)
-    return made
-
-
-def test_a_module_that_starts_at_zero_adds_nothing():
-    made = DifferentialPerception(MDPConfig((1, 2), heads=2, init_gain=0.0), 8)
-    with contributions(made) as found:
-        made(features(2), features(2, seed=1), *features(2, seed=2))
-    assert found == [{"update": 0.0, "score": 0.5}] * 2
-
-
-@pytest.mark.parametrize("residual", [True, False])
-@pytest.mark.parametrize("share_levels", [True, False])
-def test_a_levels_contribution_is_what_equation_8_adds_over_what_it_adds_to(residual: bool, share_levels: bool):
-    made = module(1.0, residual=residual, share_levels=share_levels)
-    before, after, last = features(2), features(2, seed=1), features(2, seed=2)
-    with contributions(made) as found, torch.no_grad():
-        out = torch.cat(made(before, after, *last))
-    size = torch.cat(last).square().mean().sqrt()
-    added = torch.zeros_like(out)
-    for number in range(2):
-        f = torch.cat([before[number], after[number]])
-        with torch.no_grad():
-            ft, score = made.level(number)(f)
-        update = torch.cat([score, score]) * (ft - f if residual else ft)
-        assert found[number]["update"] == pytest.approx(float(update.square().mean().sqrt() / size))
-        assert found[number]["score"] == pytest.approx(float(score.mean()))
-        added += update
-    torch.testing.assert_close(out - torch.cat(last) if residual else out, added, atol=1e-5, rtol=1e-5)
-    assert found[0] != found[1]
-
-
-def test_each_forward_is_measured_by_itself_and_nothing_after_it():
-    made = module(1.0)
-    given = (features(2), features(2, seed=1), *features(2, seed=2))
-    with contributions(made) as found:
-        made(*given)
-        made(*given)
-    assert len(found) == 4
-    assert found[:2] == found[2:]
-    made(*given)
-    assert len(found) == 4
+SETTINGS = Settings(PAPER, EMBEDDED, heads=4, llm_rate=1e-3, lora_alpha=640, seed=1, steps=4, caption_every=4, pairs=2)
 
 
 def test_the_profiles_module_start_and_ratio_of_rates_are_rehearsed_on_the_embedded_base(tmp_path: Path):
@@ -172,16 +116,16 @@ def test_a_small_rehearsal_starts_at_zero_trains_both_models_and_writes_curves_a
         "seed": 3,
         "steps": 9,
     }
-    Path("rehearse.yaml").write_text(yaml.safe_dump(settings | {"measure_every": 2, "caption_every": 4, "pairs": 3}))
+    Path("rehearse.yaml").write_text(yaml.safe_dump(settings | {"caption_every": 4, "pairs": 3}))
 
     wanted = ["--profile", "small.yaml", "--steps", "5", "--settings", "rehearse.yaml"]
     assert rehearse.main([*wanted, "--out", "out/rehearse.json"]) == 0
     runs = json.loads(Path("out/rehearse.json").read_text())["runs"]
     assert list(runs) == ["module", "no module"]
     for name, run in runs.items():
-        assert [row["step"] for row in run["rows"]] == [1, 2, 4, 5]
-        assert all(len(row["levels"]) == (2 if name == "module" else 0) for row in run["rows"])
-        assert [("change_type_accuracy" in row) for row in run["rows"]] == [False, False, True, True]
+        assert [row["step"] for row in run["rows"]] == [1, 4, 5]
+        assert [len(row["levels"]) for row in run["rows"]] == ([2, 0, 2] if name == "module" else [0, 0, 0])
+        assert [("change_type_accuracy" in row) for row in run["rows"]] == [False, True, True]
     first, *_, last = runs["module"]["rows"]
     assert [level["update"] for level in first["levels"]] == [0, 0]
     assert all(level["update"] > 0 for level in last["levels"])
