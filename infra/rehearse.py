@@ -56,9 +56,8 @@ class Settings:
         if not isinstance(raw, dict) or raw.keys() != kinds.keys():
             raise ParamsError(f"{path}: expected the fields {', '.join(kinds)}")
         for name, kind in kinds.items():
-            found: Any = raw[name]
-            wanted = str if kind is Path else kind
-            if type(found) is not wanted or (kind is not Path and found <= 0):
+            found, wanted = raw[name], str if kind is Path else kind
+            if type(found) is not wanted or (not isinstance(found, str) and found <= 0):
                 raise ParamsError(f"{path}: {name}: expected {wanted.__name__} above 0 or a path, found {found!r}")
         return cls(**{name: kind(raw[name]) for name, kind in kinds.items()})
 
