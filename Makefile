@@ -22,7 +22,7 @@ run: install    ## the whole pipeline on the embedded benchmark, then the scores
 	@python infra/summary.py
 
 test: install   ## every test
-	@OMP_NUM_THREADS=1 python -m pytest -n 2 --dist worksteal
+	@OMP_NUM_THREADS=1 python -m pytest -n 3 --dist worksteal
 
 test-gpu: install ## the tests that need an NVIDIA GPU
 	@python -c 'import sys, torch; torch.cuda.is_available() or sys.exit(f"make test-gpu: torch {torch.__version__} sees no GPU; install a CUDA build of torch and check nvidia-smi")'
