@@ -49,7 +49,7 @@ def kill_worker_after_a_checkpoint(process: subprocess.Popen, folder: Path) -> N
     workers[0].kill()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(200)
 def test_a_run_whose_worker_is_killed_ends_with_the_same_weights(mixture: Path, base: Path, tmp_path: Path) -> None:
     cfg = recipe(base, epochs=24, workers=2, micro_batch=2, zero_stage=1, checkpoint_every_steps=6)
     want = finish(start(cfg, mixture, tmp_path / "whole"), tmp_path / "whole")
