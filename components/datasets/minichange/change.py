@@ -28,7 +28,7 @@ from components.datasets.minichange.scene import (
     DARK,
     KINDS,
     LIT,
-    POSES,
+    SIZES,
     STATES,
     ZOOMS,
     Change,
@@ -144,14 +144,18 @@ def _change_thing(rng: np.random.Generator, thing: Thing, change_type: str) -> C
     if change_type == "substitution":
         kind = str(other(rng, KINDS, thing.kind))
         after = replace(sample_thing(rng, thing.cell, kind), size=thing.size, dx=thing.dx, dy=thing.dy)
-    elif change_type == "size":
-        after = replace(thing, size="large" if thing.size == "small" else "small")
-    elif change_type == "color":
-        after = replace(thing, color=str(other(rng, COLORS, thing.color)))
     else:
-        states = POSES if change_type == "pose" else STATES[thing.kind]
-        after = replace(thing, state=other(rng, states, thing.state))
+        after = changed_looks(rng, thing, change_type, SIZES)
     return Change(change_type, before=thing, after=after)
+
+
+def changed_looks(rng: np.random.Generator, thing: Thing, change_type: str, sizes: tuple[str, ...]) -> Thing:
+    """The object in another size or colour; by any other type, in another state of its kind."""
+    if change_type == "size":
+        return replace(thing, size=str(other(rng, sizes, thing.size)))
+    if change_type == "color":
+        return replace(thing, color=str(other(rng, COLORS, thing.color)))
+    return replace(thing, state=other(rng, STATES[thing.kind], thing.state))
 
 
 def _in_frame(change: Change, *views: View) -> bool:

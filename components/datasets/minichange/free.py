@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from components.datasets.minichange.change import NEEDS
+from components.datasets.minichange.change import NEEDS, changed_looks
 from components.datasets.minichange.language import name
 from components.datasets.minichange.scene import (
     BACKGROUNDS,
@@ -258,12 +258,8 @@ def _change_thing(rng: np.random.Generator, thing: Thing, change_type: str) -> C
         state = pick(rng, STATES[kind]) if kind in STATES else None
         color, texture = str(pick(rng, COLORS)), str(pick(rng, TEXTURES))
         after = replace(thing, kind=kind, state=state, color=color, texture=texture)
-    elif change_type == "size":
-        after = replace(thing, size=str(other(rng, SIZES, thing.size)))
-    elif change_type == "color":
-        after = replace(thing, color=str(other(rng, COLORS, thing.color)))
     else:
-        after = replace(thing, state=other(rng, STATES[thing.kind], thing.state))
+        after = changed_looks(rng, thing, change_type, SIZES)
     return Change(change_type, before=thing, after=after)
 
 
