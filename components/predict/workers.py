@@ -7,8 +7,9 @@ to the others. Threads read, check and resize the images of the next batches whi
 import json
 import textwrap
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
     from components.models.generation import Captioner
 
 AHEAD = 2  # batches whose images are prepared beforehand
-START_S = 60  # within which Ray must have placed every worker
+ROOM_S = 60  # within which Ray must have CPUs and GPUs for every worker
+START_S = 600  # and its processes must have started, which takes minutes where the cores are busy
 
 
 class Batch(NamedTuple):
@@ -184,27 +186,48 @@ def caption_on_ray(job: Job, batches: Sequence[Batch]) -> Iterator[Answered]:
             ray.shutdown()
 
 
-def _place(job: Job, count: int) -> list[Any]:
-    """Raises ParamsError where Ray has no room for as many."""
+@contextmanager
+def _room(job: Job, count: int) -> Iterator[Callable[[int], list[Any]]]:
+    """CPUs and GPUs of the cluster for this many workers; gives what starts up to as many in them.
+
+    Raises ParamsError where Ray has no room. That its processes are slow to start is no lack of room.
+    """
     import ray
+    from ray.util import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     compute = job.compute
+    needs: dict[str, float] = {"CPU": compute.cpus_per_worker} | ({"GPU": 1} if compute.gpu else {})
+    group = placement_group([needs] * count)
     remote = ray.remote(
         num_cpus=compute.cpus_per_worker,
-        num_gpus=1 if compute.gpu else 0,
+        num_gpus=needs.get("GPU", 0),
         runtime_env={"env_vars": environment(compute.gpu)},
+        scheduling_strategy=PlacementGroupSchedulingStrategy(group),
     )(Worker)
-    workers: list[Any] = [remote.remote(job) for _ in range(count)]
-    placed, waiting = ray.wait([worker.ready.remote() for worker in workers], num_returns=count, timeout=START_S)
-    if waiting:
-        has = {name: ray.cluster_resources().get(name, 0) for name in ("CPU", "GPU")}
-        raise ParamsError(
-            f"compute.workers: {count} workers are asked for with {compute.cpus_per_worker} CPUs"
-            f"{' and a GPU' if compute.gpu else ''} each, but Ray placed {len(placed)} within {START_S} s; it has "
-            f"{has['CPU']:g} CPUs and {has['GPU']:g} GPUs; lower compute.workers or compute.cpus_per_worker"
-        )
-    ray.get(placed)
-    return workers
+
+    def start(count: int) -> list[Any]:
+        workers: list[Any] = [remote.remote(job) for _ in range(count)]
+        started, waiting = ray.wait([worker.ready.remote() for worker in workers], num_returns=count, timeout=START_S)
+        if waiting:
+            raise ConnectionError(
+                f"{len(waiting)} of {count} Ray workers did not start within {START_S} s; see how loaded the machine "
+                "is, and run `m3diff predict` again: what is captioned so far is kept"
+            )
+        ray.get(started)
+        return workers
+
+    try:
+        if not group.wait(ROOM_S):
+            has = {name: ray.cluster_resources().get(name, 0) for name in ("CPU", "GPU")}
+            raise ParamsError(
+                f"compute.workers: {count} workers are asked for with {compute.cpus_per_worker} CPUs"
+                f"{' and a GPU' if compute.gpu else ''} each, but Ray had no room for them within {ROOM_S} s; it has "
+                f"{has['CPU']:g} CPUs and {has['GPU']:g} GPUs; lower compute.workers or compute.cpus_per_worker"
+            )
+        yield start
+    finally:
+        remove_placement_group(group)
 
 
 def _as_they_come(job: Job, batches: Sequence[Batch]) -> Iterator[Answered]:
@@ -212,29 +235,31 @@ def _as_they_come(job: Job, batches: Sequence[Batch]) -> Iterator[Answered]:
     ones where none is left."""
     import ray
 
-    workers = _place(job, min(job.compute.workers, len(batches)))
-    parts, deaths = _deal(workers, batches), 0
-    while parts:
-        first: Any = ray.wait([part.answers for part in parts], num_returns=1)[0][0]
-        part = next(part for part in parts if part.answers is first)
-        try:
-            number, answers = ray.get(next(first))
-        except StopIteration:
-            parts.remove(part)
-        except ray.exceptions.RayActorError as error:
-            if deaths == job.compute.max_failures:
-                raise
-            deaths += 1
-            ray.kill(part.worker)  # one that is only out of reach answers nothing twice
-            left = [batch for lost in parts if lost.worker is part.worker for batch in lost.left.values()]
-            parts = [other for other in parts if other.worker is not part.worker]
-            workers.remove(part.worker)
-            _say_death(error, len(left), len(workers), deaths, job.compute.max_failures)
-            workers = workers or _place(job, min(job.compute.workers, len(left)))
-            parts += _deal(workers, left)
-        else:
-            del part.left[number]
-            yield number, answers
+    count = min(job.compute.workers, len(batches))
+    with _room(job, count) as start:
+        workers = start(count)
+        parts, deaths = _deal(workers, batches), 0
+        while parts:
+            first: Any = ray.wait([part.answers for part in parts], num_returns=1)[0][0]
+            part = next(part for part in parts if part.answers is first)
+            try:
+                number, answers = ray.get(next(first))
+            except StopIteration:
+                parts.remove(part)
+            except ray.exceptions.RayActorError as error:
+                if deaths == job.compute.max_failures:
+                    raise
+                deaths += 1
+                ray.kill(part.worker)  # one that is only out of reach answers nothing twice
+                left = [batch for lost in parts if lost.worker is part.worker for batch in lost.left.values()]
+                parts = [other for other in parts if other.worker is not part.worker]
+                workers.remove(part.worker)
+                _say_death(error, len(left), len(workers), deaths, job.compute.max_failures)
+                workers = workers or start(min(count, len(left)))
+                parts += _deal(workers, left)
+            else:
+                del part.left[number]
+                yield number, answers
 
 
 def _deal(workers: Sequence[Any], batches: Sequence[Batch]) -> list[Part]:

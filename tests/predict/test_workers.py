@@ -205,9 +205,30 @@ def test_a_worker_s_data_error_is_the_stage_s(cluster: None, checkpoint: Path, t
 def test_workers_that_find_no_room_are_refused_with_what_ray_has(
     cluster: None, checkpoint: Path, mixture: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "START_S", 2)
-    with pytest.raises(ParamsError, match=r"2 workers .* 1 CPUs and a GPU each, .* placed 0 .* 4 CPUs and 0 GPUs"):
+    monkeypatch.setattr(workers, "ROOM_S", 2)
+    with pytest.raises(ParamsError, match=r"2 workers .* 1 CPUs and a GPU each, .* no room .* 4 CPUs and 0 GPUs"):
         list(caption_on_ray(job(checkpoint, workers=2, gpu=True), in_batches(mixture)))
+
+
+@pytest.mark.slow
+def test_a_worker_s_slow_start_is_no_lack_of_room(
+    cluster: None, checkpoint: Path, mixture: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow(workers.Worker):
+        def __init__(self, job: Job) -> None:
+            time.sleep(3)
+            super().__init__(job)
+
+    monkeypatch.setattr(workers, "Worker", Slow)
+    monkeypatch.setattr(workers, "ROOM_S", 2)
+    [asked, *_] = in_batches(mixture)
+    assert [number for number, _ in caption_on_ray(job(checkpoint, workers=1), [asked])] == [asked.number]
+    monkeypatch.setattr(workers, "START_S", 1)
+    with pytest.raises(ConnectionError, match="1 of 1 Ray workers did not start within 1 s; .* run `m3diff predict`"):
+        list(caption_on_ray(job(checkpoint, workers=1), [asked]))
+    assert ray.util.placement_group_table() == {} or {
+        group["state"] for group in ray.util.placement_group_table().values()
+    } == {"REMOVED"}, "room is given back"
 
 
 def die(graves: Path) -> None:
@@ -303,12 +324,20 @@ def test_each_worker_is_placed_with_its_device_and_its_environment(
         return lambda kind: SimpleNamespace(remote=Actor)
 
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    def room(bundles: list[dict[str, float]]) -> Any:
+        rooms.append(bundles)
+        return SimpleNamespace(wait=lambda timeout: True)
+
+    rooms: list[list[dict[str, float]]] = []
     monkeypatch.setattr(ray, "remote", remote)
+    monkeypatch.setattr(ray.util, "placement_group", room)
+    monkeypatch.setattr(ray.util, "remove_placement_group", lambda group: None)
     monkeypatch.setattr(ray, "wait", lambda refs, num_returns, timeout=None: (refs[:num_returns], refs[num_returns:]))
     monkeypatch.setattr(ray, "get", lambda refs: refs)
     made = list(caption_on_ray(job(checkpoint, workers=2, cpus_per_worker=3, gpu=gpu), in_batches(mixture)))
     assert sorted(made) == [(number, []) for number in range(10, 15)]
     assert (asked["num_cpus"], asked["num_gpus"]) == (3, int(gpu))
+    assert rooms == [[{"CPU": 3, "GPU": 1} if gpu else {"CPU": 3}] * 2]
     assert asked["runtime_env"] == {"env_vars": workers.environment(gpu)}
     assert dealt == [[10, 12, 14], [11, 13]]
     dealt.clear()
@@ -327,7 +356,7 @@ def test_a_worker_that_dies_is_a_reason_to_try_again(
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(workers, "start_ray", lambda compute: ended.append("start"))
     monkeypatch.setattr(ray, "shutdown", lambda: ended.append("shutdown"))
-    monkeypatch.setattr(workers, "_place", died)
+    monkeypatch.setattr(workers, "_as_they_come", died)
     with pytest.raises(ConnectionError, match="a worker died .* run `m3diff predict` again: what is captioned"):
         list(caption_on_ray(job(checkpoint, workers=2), in_batches(mixture)))
     assert ended == ["start", "shutdown"]
