@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from components.datasets.minichange.change import sample_types
 from components.datasets.minichange.levels import LEVELS
 from components.datasets.minichange.render import render
-from components.inspect.pixel_threshold import DIFFERENCES, roc_auc
+from components.evaluate.metrics.pixel_threshold import DIFFERENCES, roc_auc
 
 MULTI_CHANGE_SHARE = 0.15
 

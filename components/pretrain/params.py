@@ -26,6 +26,7 @@ class Pretrain(Section):
     scenes: int = Field(ge=1)
     held_out: int = Field(ge=1)  # scenes that do not train
     images_per_batch: int = Field(ge=1)
+    segmentation_steps: int = Field(0, ge=0)  # of the vision encoder alone, before `steps` of the whole model
     steps: int = Field(ge=1)
     first_task_steps: int = Field(ge=0)  # the first task alone; with all from the start, shapes are not learnt (LOG.md)
     lr_matrices: float = Field(gt=0)

@@ -9,7 +9,7 @@ import io
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,6 +28,7 @@ from components.models.m3diff.processing import M3DiffImageProcessor, M3DiffProc
 from components.pretrain.curriculum import Task, curriculum
 from components.pretrain.model import make_config, make_processor
 from components.pretrain.params import Pretrain
+from components.pretrain.segmentation import Segmentation
 from components.progress import progress
 
 LOG_EVERY = 200  # steps
@@ -43,11 +44,14 @@ def pretrain(cfg: Pretrain, out: Path) -> None:
     bank = _render_bank(cfg, processor)
     model = Model._from_config(make_config(cfg, processor), attn_implementation="sdpa")
     print(f"base: {sum(p.numel() for p in model.parameters()):,} parameters, {len(bank.scenes):,} scenes")
-    log = Log(curriculum(cfg.levels, cfg.tasks), cfg.levels)
-    _learn(model, processor, bank, cfg, log)
+    logs = {}
+    if cfg.segmentation_steps:
+        logs["segmentation_log.csv"] = _learn_to_segment(model.model.vision_tower, processor, bank, cfg)
+    logs["training_log.csv"] = _learn(model, processor, bank, cfg)
     model.save_pretrained(out)
     processor.save_pretrained(out)
-    write_atomic(out / "training_log.csv", log.text.getvalue())
+    for name, log in logs.items():
+        write_atomic(out / name, log.text.getvalue())
     write_atomic(out / "recipe.json", json.dumps(cfg.model_dump(mode="json"), indent=2) + "\n")
 
 
@@ -96,13 +100,13 @@ def _render_one(cfg: Pretrain, image_processor: M3DiffImageProcessor, number: in
 
 
 class Log:
-    """The run as CSV, and on the screen: the mean loss of each task since the last row."""
+    """The run as CSV, and on the screen: the mean loss of each task since the last row, and what is `right` of scenes
+    that do not train, by level."""
 
-    def __init__(self, tasks: tuple[Task, ...], levels: tuple[Level, ...]) -> None:
+    def __init__(self, tasks: Iterable[str], levels: tuple[Level, ...], right: str) -> None:
         self.text, self.start = io.StringIO(), time.monotonic()
-        self.names = list(dict.fromkeys(task.name for task in tasks))
+        self.names = list(dict.fromkeys(tasks))
         self.recent: dict[str, list[float]] = {name: [] for name in self.names}
-        right = "held_out_scene_accuracy"
         accuracies = [right] if len(levels) == 1 else [f"{right}: {level}" for level in levels]
         self._row("step", "images_seen", *(f"loss: {name}" for name in self.names), *accuracies, "seconds")
 
@@ -117,19 +121,43 @@ class Log:
         self.recent = {name: [] for name in self.names}
 
 
-def _learn(model: Model, processor: M3DiffProcessor, bank: Bank, cfg: Pretrain, log: Log) -> None:
-    """The first task alone, then one task a step, in turn."""
-    step_with = _optimizer(model, cfg)
+def _learn_to_segment(encoder: torch.nn.Module, processor: M3DiffProcessor, bank: Bank, cfg: Pretrain) -> Log:
+    """The vision encoder alone (see `segmentation.py`)."""
+    model = Segmentation(encoder, cfg.width)
+    step_with = _optimizer(model, cfg, cfg.segmentation_steps)
+    rng = np.random.default_rng([cfg.seed, 1])
+    log = Log(["segmentation"], cfg.levels, "held_out_kind_accuracy")
+
+    def loss(chosen: np.ndarray) -> tuple[Tensor, float]:
+        pixels = processor.image_processor.to_pixels(torch.from_numpy(bank.pixels[chosen]))
+        return model.loss(pixels, [bank.scenes[number] for number in chosen])
+
+    for step in progress(range(1, cfg.segmentation_steps + 1), "segment", total=cfg.segmentation_steps, unit="step"):
+        log.recent["segmentation"].append(step_with(loss(bank.sample(rng, step, cfg.images_per_batch))[0]))
+        if step % LOG_EVERY == 0 or step == cfg.segmentation_steps:
+            with torch.no_grad():
+                right = [round(loss(bank.held_out_of(level))[1], 4) for level in cfg.levels]
+            log.add(step, step * cfg.images_per_batch, right)
+    return log
+
+
+def _learn(model: Model, processor: M3DiffProcessor, bank: Bank, cfg: Pretrain) -> Log:
+    """The first task alone, then one task a step, in turn. An encoder that can segment is frozen until the language
+    model has learnt to read it."""
+    step_with = _optimizer(model, cfg, cfg.steps)
     rng = np.random.default_rng(cfg.seed)
     tasks, seen = curriculum(cfg.levels, cfg.tasks), 0
+    log = Log((task.name for task in tasks), cfg.levels, "held_out_scene_accuracy")
     for step in progress(range(1, cfg.steps + 1), "base", total=cfg.steps, unit="step"):
         task = task_of(step, cfg.first_task_steps, tasks)
+        model.model.vision_tower.requires_grad_(step > cfg.first_task_steps or not cfg.segmentation_steps)
         chosen = bank.sample(rng, step // len(tasks), cfg.images_per_batch)
         loss, _ = _loss(model, processor, bank, chosen, task, rng)
         log.recent[task.name].append(step_with(loss))
         seen += len(chosen) if task.images else 0
         if step % LOG_EVERY == 0 or step == cfg.steps:
             log.add(step, seen, [_held_out_accuracy(model, processor, bank, level) for level in cfg.levels])
+    return log
 
 
 def task_of(step: int, first_task_steps: int, tasks: tuple[Task, ...]) -> Task:
@@ -137,13 +165,13 @@ def task_of(step: int, first_task_steps: int, tasks: tuple[Task, ...]) -> Task:
     return tasks[step % len(tasks) if step > first_task_steps else 0]
 
 
-def _optimizer(model: Model, cfg: Pretrain) -> Callable[[Tensor], float]:
+def _optimizer(model: torch.nn.Module, cfg: Pretrain, steps: int) -> Callable[[Tensor], float]:
     """Muon for the matrices and AdamW for the rest, with warm-up, a plateau and cosine to the end; returns the function
     that takes one step and gives the loss. From nothing, Muon gets as far in half the steps (see LOG.md)."""
     matrices, rest = _split_parameters(model)
     muon = torch.optim.Muon(matrices, lr=cfg.lr_matrices, weight_decay=cfg.weight_decay, adjust_lr_fn="match_rms_adamw")
     adamw = torch.optim.AdamW(rest, lr=cfg.lr, betas=(0.9, 0.98), weight_decay=cfg.weight_decay)
-    shape = partial(plateau, cfg.warmup_steps, cfg.steps)
+    shape = partial(plateau, cfg.warmup_steps, steps)
     optimizers = (muon, adamw)
     schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, shape) for optimizer in optimizers]
 

@@ -41,8 +41,8 @@ from components.datasets.minichange.render import INK, LOOKS, render, sprite
 from components.datasets.minichange.scene import LIT, PLACES, WIDTHS, ZOOMS, Change, Mark, Scene, Thing, View
 from components.datasets.minichange.settings import MiniChange
 from components.evaluate.grammar import Clause, Grammar
+from components.evaluate.metrics.pixel_threshold import DIFFERENCES, roc_auc
 from components.files import sha256
-from components.inspect.pixel_threshold import DIFFERENCES, roc_auc
 from components.records import CHANGE_TYPES
 
 SMALL = {

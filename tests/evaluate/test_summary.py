@@ -44,6 +44,8 @@ def test_the_file_has_the_names_that_dvc_mlflow_and_the_gate_read(tmp_path: Path
         "false_changes",
         "unreadable",
         "reversal",
+        "pixel_mean_auc",
+        "pixel_window_auc",
     ]
     groups = ["intervals", "change", "multi_change", "distractors", "by_type", "by_changes", "by_length", "absent"]
     assert list(total) == ["pairs", "published_pairs", *captions, "CIDEr_shuffled", *accuracies, *groups]

@@ -324,6 +324,7 @@ def test_each_worker_is_placed_with_its_device_and_its_environment(
         return lambda kind: SimpleNamespace(remote=Actor)
 
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
+
     def room(bundles: list[dict[str, float]]) -> Any:
         rooms.append(bundles)
         return SimpleNamespace(wait=lambda timeout: True)

@@ -282,7 +282,7 @@ def test_a_step_clips_the_gradient_at_1_and_follows_the_schedule(monkeypatch):
         monkeypatch.setattr(torch.optim, kind.__name__, Spy)
     torch.manual_seed(0)
     model = Small()
-    step_with = stage._optimizer(model, CFG)
+    step_with = stage._optimizer(model, CFG, CFG.steps)
     assert [group["betas"] for group in optimizers["AdamW"].param_groups] == [(0.9, 0.98)]
     assert optimizers["Muon"].param_groups[0]["adjust_lr_fn"] == "match_rms_adamw"
     assert all(each.param_groups[0]["weight_decay"] == 0.05 for each in optimizers.values())
@@ -305,14 +305,14 @@ def test_a_step_clips_the_gradient_at_1_and_follows_the_schedule(monkeypatch):
 def test_gradients_do_not_add_up_over_steps():
     torch.manual_seed(0)
     model = Small()
-    step_with = stage._optimizer(model, CFG)
+    step_with = stage._optimizer(model, CFG, CFG.steps)
     for _ in range(2):
         step_with(1e-4 * model.patch.weight.sum())
     assert torch.allclose(model.patch.weight.grad, torch.full_like(model.patch.weight, 1e-4))
 
 
 def test_a_row_of_the_log_is_the_mean_since_the_last_row(capsys):
-    log = Log(CURRICULUM, ("grid",))
+    log = Log((task.name for task in CURRICULUM), ("grid",), "held_out_scene_accuracy")
     log.recent["image"] += [1.0, 2.0]
     log.recent["two images"] += [0.12345]
     log.add(200, 640, [0.5])
@@ -341,6 +341,7 @@ def test_a_row_of_the_log_is_the_mean_since_the_last_row(capsys):
         ("held_out", 1),
         ("images_per_batch", 1),
         ("steps", 1),
+        ("segmentation_steps", 0),
         ("first_task_steps", 0),
         ("warmup_steps", 1),
         ("weight_decay", 0),
@@ -391,6 +392,43 @@ def test_scenes_are_of_the_levels_in_turn_and_so_are_steps_and_what_is_held_out(
 def test_one_level_is_sampled_as_numpy_samples_all_scenes_that_train(bank):
     mine = bank.sample(np.random.default_rng(3), 17, 8)
     assert mine.tolist() == np.random.default_rng(3).choice(48, 8, replace=False).tolist()
+
+
+def test_an_encoder_learns_to_segment_and_is_frozen_while_the_first_task_comes_alone(processor, tmp_path, monkeypatch):
+    weights: list[tuple[str, torch.Tensor]] = []
+    real = stage.task_of
+
+    def task_of(step, first, tasks):
+        weights.append((step, state()))
+        return real(step, first, tasks)
+
+    def state() -> torch.Tensor:
+        return torch.cat([p.detach().flatten().clone() for p in seen[0].parameters()])
+
+    seen: list[torch.nn.Module] = []
+
+    class Spy(stage.Segmentation):
+        def __init__(self, encoder, width) -> None:
+            super().__init__(encoder, width)
+            seen.append(encoder)
+            weights.append((0, state()))
+
+    monkeypatch.setattr(stage, "make_processor", lambda cfg: processor)
+    monkeypatch.setattr(stage, "task_of", task_of)
+    monkeypatch.setattr(stage, "Segmentation", Spy)
+    monkeypatch.setattr(stage, "LOG_EVERY", 20)
+    pretrain(CFG.model_copy(update={"segmentation_steps": 60, "steps": 8, "first_task_steps": 4}), tmp_path)
+    rows = list(csv.DictReader((tmp_path / "segmentation_log.csv").open()))
+    assert [row["step"] for row in rows] == ["20", "40", "60"]
+    assert [row["images_seen"] for row in rows] == ["160", "320", "480"]
+    losses = [float(row["loss: segmentation"]) for row in rows]
+    assert losses[2] < losses[0] - 0.3
+    assert 0 <= float(rows[-1]["held_out_kind_accuracy"]) <= 1
+    at = dict(weights)
+    assert not torch.equal(at[0], at[1]), "the encoder of the model is what learns to segment"
+    assert all(torch.equal(at[1], at[step]) for step in (2, 3, 4, 5)), "frozen for four steps"
+    assert not torch.equal(at[5], at[6])
+    assert [row["step"] for row in log_of(tmp_path)] == ["8"]
 
 
 def test_a_base_of_both_levels_without_two_images_logs_accuracy_by_level(processor, tmp_path, monkeypatch):

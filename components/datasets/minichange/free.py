@@ -22,6 +22,7 @@ from components.datasets.minichange.scene import (
     COLORS,
     KINDS,
     LIT,
+    MARK_WIDTH,
     STATES,
     WIDTHS,
     ZOOMS,
@@ -47,7 +48,6 @@ MARGIN = 0.03
 """The centre of what stands in a scene keeps this distance from the borders of the frame's thirds, in frame units."""
 EDGE = 0.1
 """And this from the frame's border."""
-MARK_WIDTH = 0.17
 SEEN = 0.5
 """Share of any object that nothing covers; of its square, of which a form fills less."""
 SEEN_CHANGED = 0.65

@@ -19,6 +19,7 @@ WIDTHS: dict[str, dict[str, float]] = {
 }
 """How wide an object of each size is, in frame units, by level."""
 
+MARK_WIDTH = 0.17
 SIZES = tuple(WIDTHS["grid"])
 DIRECTIONS = ("up", "right", "down", "left")
 POSES = ("down", "up", "waving")

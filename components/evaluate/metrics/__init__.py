@@ -5,7 +5,7 @@ Light to import: packages that compute are imported inside `compute`.
 
 from collections.abc import Iterable
 
-from components.evaluate.metrics import bleu, change_accuracy, cider, judge, meteor, rouge_l, spice
+from components.evaluate.metrics import bleu, change_accuracy, cider, judge, meteor, pixel_threshold, rouge_l, spice
 from components.evaluate.metrics.metric import Metric
 
 METRICS: dict[str, Metric] = {
@@ -16,6 +16,7 @@ METRICS: dict[str, Metric] = {
     "SPICE": spice.METRIC,
     "change_accuracy": change_accuracy.METRIC,
     "judge": judge.METRIC,
+    "pixel_threshold": pixel_threshold.METRIC,
 }
 """By the name that `evaluate.metrics` gives."""
 

@@ -1,10 +1,15 @@
 """The control that reads nothing: differences by hand, and areas under the curve by counting pairs."""
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 from PIL import Image
 
-from components.inspect.pixel_threshold import mean_difference, roc_auc, window_difference
+from components.evaluate.metrics.metric import ALL
+from components.evaluate.metrics.pixel_threshold import METRIC, ONE_KIND, mean_difference, roc_auc, window_difference
 
 
 def grey(pixels: np.ndarray) -> Image.Image:
@@ -58,3 +63,40 @@ def test_the_area_is_how_often_a_changed_pair_differs_more():
 def test_an_area_needs_pairs_of_both_kinds(changed, unchanged):
     with pytest.raises(ValueError, match=f"found {len(changed)} and {len(unchanged)}"):
         roc_auc(changed, unchanged)
+
+
+def pair(folder: Path, name: str, types: list[str], brighter: int) -> Any:
+    """Two grey images, of which the second is brighter by so much."""
+    for side, value in (("before", 100), ("after", 100 + brighter)):
+        Image.new("RGB", (8, 8), (value,) * 3).save(folder / f"{name}_{side}.png")
+    return SimpleNamespace(
+        id=name,
+        change_types=types,
+        is_distractor=types == ["no_change"],
+        before=folder / f"{name}_before.png",
+        after=folder / f"{name}_after.png",
+    )
+
+
+def test_the_score_is_the_area_over_the_pairs_whose_truth_is_known(tmp_path):
+    pairs = [
+        pair(tmp_path, "a", ["color"], 5),
+        pair(tmp_path, "b", ["no_change"], 3),
+        pair(tmp_path, "c", ["size", "ocr"], 4),
+        pair(tmp_path, "d", ["color"], 1),
+        pair(tmp_path, "unknown", [], 200),
+    ]
+    found = METRIC.compute(pairs, {}, None)
+    assert found.groups == {ALL: {"pixel_mean_auc": pytest.approx(2 / 3), "pixel_window_auc": pytest.approx(2 / 3)}}
+    assert found.pairs["c"] == {"pixel_mean_difference": 4.0, "pixel_window_difference": 4.0}
+    assert "unknown" not in found.pairs
+    assert not found.absent
+
+
+def test_pairs_of_one_kind_and_images_that_cannot_be_compared_give_no_area_but_the_reason(tmp_path):
+    changed, distractor = pair(tmp_path, "a", ["color"], 5), pair(tmp_path, "b", ["no_change"], 3)
+    assert METRIC.compute([changed], {}, None).absent == dict.fromkeys(METRIC.overall, ONE_KIND)
+    Image.new("RGB", (9, 8)).save(distractor.after)
+    assert "b: images of one size expected" in METRIC.compute([changed, distractor], {}, None).absent[METRIC.headline]
+    changed.before.unlink()
+    assert "a: " in METRIC.compute([changed, distractor], {}, None).absent[METRIC.headline]
