@@ -12,7 +12,7 @@ export LC_ALL := C.UTF-8
 
 .DEFAULT_GOAL := help
 N ?= 3
-.PHONY: help run test test-gpu check up down profile base base-single seeds ablation rehearse bench-train bench-data bench-score install check-system
+.PHONY: help run test test-gpu check up down profile base base-single seeds targets ablation rehearse bench-train bench-data bench-score install check-system
 
 help:           ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -63,6 +63,9 @@ bench-score: install ## scoring speed beside pycocoevalcap -> benchmarks/results
 seeds: install  ## the embedded training from N seeds (minutes each), mean and deviation -> benchmarks/results/seeds.json
 	@dvc repro convert
 	@python infra/seeds.py $(N)
+
+targets: install ## the models of `make seeds` on fresh scenes, beside what they should reach -> benchmarks/results/targets.json
+	@python -m infra.targets
 
 ablation: install ## the module beside its controls, from N seeds (a run each) -> benchmarks/results/ablation.json, .md, .svg
 	@python -m infra.ablation $(or $(N),1)

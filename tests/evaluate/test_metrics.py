@@ -453,4 +453,8 @@ def test_the_list_is_light_to_import():
 def test_only_what_has_a_program_of_its_own_waits_beside_the_others_and_some_are_optional():
     assert [name for name, metric in METRICS.items() if metric.program] == ["METEOR", "SPICE"]
     assert [name for name, metric in METRICS.items() if metric.optional] == ["SPICE", "judge", "pixel_threshold"]
-    assert [name for name, metric in METRICS.items() if not metric.java] == ["change_accuracy", "judge", "pixel_threshold"]
+    assert [name for name, metric in METRICS.items() if not metric.java] == [
+        "change_accuracy",
+        "judge",
+        "pixel_threshold",
+    ]
