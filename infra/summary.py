@@ -24,6 +24,7 @@ SCORES = (
     "false_no_change",
     "reversal",
     "CIDEr_shuffled",
+    "pixel_window_auc",
 )
 
 NEXT = """next
