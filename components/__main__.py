@@ -14,6 +14,7 @@ from pathlib import Path
 
 from components.consistency import check_paths, closest
 from components.gpus import GPUS
+from components.guard import unchanged
 from components.models.device import DeviceError
 from components.params import Params, load_params
 from components.records import DataError
@@ -310,7 +311,8 @@ def main(argv: list[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
     die_with_parent()
     try:
-        return COMMANDS[args.command][0](args) or 0
+        with unchanged():
+            return COMMANDS[args.command][0](args) or 0
     except (ParamsError, DeviceError) as error:
         print(f"m3diff: {error}", file=sys.stderr)
         return USAGE

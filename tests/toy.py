@@ -235,9 +235,12 @@ def main(stage: str, *dataset: str) -> None:
     for folder in paths.values():
         folder.mkdir(parents=True, exist_ok=True)
     print(f"toy {stage}", flush=True)
-    globals()[stage](params, paths, *dataset)
-    if stage in WITH_REPORT:
-        (paths[WITH_REPORT[stage]] / "report.json").write_text(json.dumps({"stage": stage}))
+    from components.guard import unchanged
+
+    with unchanged():
+        globals()[stage](params, paths, *dataset)
+        if stage in WITH_REPORT:
+            (paths[WITH_REPORT[stage]] / "report.json").write_text(json.dumps({"stage": stage}))
 
 
 if __name__ == "__main__":
