@@ -7,19 +7,23 @@ The real recipe starts from LLaVA-OneVision, which has seen images but no differ
 import csv
 import io
 import json
+import math
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import LlavaOnevisionForConditionalGeneration
 
+from components.closure import key_of
 from components.datasets.minichange.levels import LEVELS
 from components.datasets.minichange.render import render
 from components.datasets.minichange.scene import Level, Scene
@@ -35,9 +39,11 @@ LOG_EVERY = 200  # steps
 Model = LlavaOnevisionForConditionalGeneration
 
 
-def pretrain(cfg: Pretrain, out: Path) -> None:
+def pretrain(cfg: Pretrain, out: Path, scratch: Path) -> None:
     """Train the base from scratch and write it to `out`: a LLaVA-OneVision directory in Hugging Face layout, with the
-    recipe and the log of the run that made it."""
+    recipe and the log of the run that made it. A killed run goes on from its last row of the log, by what it keeps in
+    `scratch`."""
+    kept = scratch / "pretrain" / key_of({"pretrain": cfg.model_dump(mode="json")}, Path(__file__))
     torch.set_num_threads(cfg.threads)
     torch.manual_seed(cfg.seed)
     processor = make_processor(cfg)
@@ -46,13 +52,14 @@ def pretrain(cfg: Pretrain, out: Path) -> None:
     print(f"base: {sum(p.numel() for p in model.parameters()):,} parameters, {len(bank.scenes):,} scenes")
     logs = {}
     if cfg.segmentation_steps:
-        logs["segmentation_log.csv"] = _learn_to_segment(model.model.vision_tower, processor, bank, cfg)
-    logs["training_log.csv"] = _learn(model, processor, bank, cfg)
+        logs["segmentation_log.csv"] = _learn_to_segment(model.model.vision_tower, processor, bank, cfg, kept)
+    logs["training_log.csv"] = _learn(model, processor, bank, cfg, kept)
     model.save_pretrained(out)
     processor.save_pretrained(out)
     for name, log in logs.items():
-        write_atomic(out / name, log.text.getvalue())
+        write_atomic(out / name, log.text)
     write_atomic(out / "recipe.json", json.dumps(cfg.model_dump(mode="json"), indent=2) + "\n")
+    shutil.rmtree(kept)
 
 
 @dataclass(frozen=True)
@@ -104,27 +111,30 @@ class Log:
     that do not train, by level."""
 
     def __init__(self, tasks: Iterable[str], levels: tuple[Level, ...], right: str) -> None:
-        self.text, self.start = io.StringIO(), time.monotonic()
-        self.names = list(dict.fromkeys(tasks))
+        self.text, self.start, self.images = "", time.monotonic(), 0
+        self.levels, self.names = levels, list(dict.fromkeys(tasks))
         self.recent: dict[str, list[float]] = {name: [] for name in self.names}
         accuracies = [right] if len(levels) == 1 else [f"{right}: {level}" for level in levels]
         self._row("step", "images_seen", *(f"loss: {name}" for name in self.names), *accuracies, "seconds")
 
     def _row(self, *values: object) -> None:
-        csv.writer(self.text, lineterminator="\n").writerow(values)
+        row = io.StringIO()
+        csv.writer(row, lineterminator="\n").writerow(values)
+        self.text += row.getvalue()
         print(*values, flush=True)
 
-    def add(self, step: int, images: int, accuracies: list[float]) -> None:
+    def add(self, step: int, accuracies: list[float]) -> None:
         """Write a row and start the means anew."""
         losses = [round(float(np.mean(losses)), 4) if losses else "" for losses in self.recent.values()]
-        self._row(step, images, *losses, *accuracies, round(time.monotonic() - self.start, 1))
+        self._row(step, self.images, *losses, *accuracies, round(time.monotonic() - self.start, 1))
         self.recent = {name: [] for name in self.names}
 
 
-def _learn_to_segment(encoder: torch.nn.Module, processor: M3DiffProcessor, bank: Bank, cfg: Pretrain) -> Log:
+def _learn_to_segment(
+    encoder: torch.nn.Module, processor: M3DiffProcessor, bank: Bank, cfg: Pretrain, kept: Path
+) -> Log:
     """The vision encoder alone (see `segmentation.py`)."""
     model = Segmentation(encoder, cfg.width)
-    step_with = _optimizer(model, cfg, cfg.segmentation_steps)
     rng = np.random.default_rng([cfg.seed, 1])
     log = Log(["segmentation"], cfg.levels, "held_out_kind_accuracy")
 
@@ -132,32 +142,96 @@ def _learn_to_segment(encoder: torch.nn.Module, processor: M3DiffProcessor, bank
         pixels = processor.image_processor.to_pixels(torch.from_numpy(bank.pixels[chosen]))
         return model.loss(pixels, [bank.scenes[number] for number in chosen])
 
-    for step in progress(range(1, cfg.segmentation_steps + 1), "segment", total=cfg.segmentation_steps, unit="step"):
-        log.recent["segmentation"].append(step_with(loss(bank.sample(rng, step, cfg.images_per_batch))[0]))
-        if step % LOG_EVERY == 0 or step == cfg.segmentation_steps:
-            with torch.no_grad():
-                right = [round(loss(bank.held_out_of(level))[1], 4) for level in cfg.levels]
-            log.add(step, step * cfg.images_per_batch, right)
+    @torch.no_grad()
+    def right(level: Level) -> float:
+        return round(loss(bank.held_out_of(level))[1], 4)
+
+    def work(step: int) -> tuple[str, Tensor, int]:
+        return "segmentation", loss(bank.sample(rng, step, cfg.images_per_batch))[0], cfg.images_per_batch
+
+    optimizer = Optimizer(model, cfg, cfg.segmentation_steps)
+    _run(Phase("segment", cfg.segmentation_steps, kept), model, optimizer, rng, log, work, right)
     return log
 
 
-def _learn(model: Model, processor: M3DiffProcessor, bank: Bank, cfg: Pretrain) -> Log:
+def _learn(model: Model, processor: M3DiffProcessor, bank: Bank, cfg: Pretrain, kept: Path) -> Log:
     """The first task alone, then one task a step, in turn. An encoder that can segment is frozen until the language
     model has learnt to read it."""
-    step_with = _optimizer(model, cfg, cfg.steps)
     rng = np.random.default_rng(cfg.seed)
-    tasks, seen = curriculum(cfg.levels, cfg.tasks), 0
+    tasks = curriculum(cfg.levels, cfg.tasks)
     log = Log((task.name for task in tasks), cfg.levels, "held_out_scene_accuracy")
-    for step in progress(range(1, cfg.steps + 1), "base", total=cfg.steps, unit="step"):
+
+    def work(step: int) -> tuple[str, Tensor, int]:
         task = task_of(step, cfg.first_task_steps, tasks)
         model.model.vision_tower.requires_grad_(step > cfg.first_task_steps or not cfg.segmentation_steps)
         chosen = bank.sample(rng, step // len(tasks), cfg.images_per_batch)
         loss, _ = _loss(model, processor, bank, chosen, task, rng)
-        log.recent[task.name].append(step_with(loss))
-        seen += len(chosen) if task.images else 0
-        if step % LOG_EVERY == 0 or step == cfg.steps:
-            log.add(step, seen, [_held_out_accuracy(model, processor, bank, level) for level in cfg.levels])
+        return task.name, loss, len(chosen) if task.images else 0
+
+    right = partial(_held_out_accuracy, model, processor, bank)
+    _run(Phase("base", cfg.steps, kept), model, Optimizer(model, cfg, cfg.steps), rng, log, work, right)
     return log
+
+
+class Phase(NamedTuple):
+    """A part of the run: its name, its steps, and the folder of what a killed run goes on from."""
+
+    name: str
+    steps: int
+    kept: Path
+
+
+def _run(
+    phase: Phase,
+    model: torch.nn.Module,
+    optimizer: "Optimizer",
+    rng: np.random.Generator,
+    log: Log,
+    work: Callable[[int], tuple[str, Tensor, int]],
+    right: Callable[[Level], float],
+) -> None:
+    """Take the steps that are left. `work` gives of each step the task, the loss and the number of images; `right`,
+    what is right of a level's scenes that do not train."""
+    state = State(phase.kept / f"{phase.name}.pt", model, optimizer, rng, log)
+    first = state.load() + 1
+    for step in progress(range(first, phase.steps + 1), phase.name, total=phase.steps + 1 - first, unit="step"):
+        task, loss, images = work(step)
+        log.recent[task].append(optimizer(loss))
+        log.images += images
+        if step % LOG_EVERY == 0 or step == phase.steps:
+            log.add(step, [right(level) for level in log.levels])
+            state.save(step)
+
+
+class State:
+    """All that a phase goes on from, in one file: weights, moments, rates, random generator and log."""
+
+    def __init__(
+        self, file: Path, model: torch.nn.Module, optimizer: "Optimizer", rng: np.random.Generator, log: Log
+    ) -> None:
+        self.file, self.model, self.rng, self.log = file, model, rng, log
+        self.parts: list[Any] = [model, *optimizer.optimizers, *optimizer.schedules]
+
+    def save(self, step: int) -> None:
+        spent = time.monotonic() - self.log.start
+        facts = {"step": step, "rng": self.rng.bit_generator.state, "log": self.log.text, "spent": spent}
+        buffer = io.BytesIO()
+        torch.save({**facts, "images": self.log.images, "parts": [part.state_dict() for part in self.parts]}, buffer)
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(self.file, buffer.getvalue())
+
+    def load(self) -> int:
+        """Restore what a killed run kept, if any; the step that it was at."""
+        if not self.file.is_file():
+            return 0
+        kept = torch.load(self.file, weights_only=True)
+        for part, state in zip(self.parts, kept["parts"], strict=True):
+            part.load_state_dict(state)
+        self.rng.bit_generator.state = kept["rng"]
+        self.log.text, self.log.images = kept["log"], kept["images"]
+        self.log.start = time.monotonic() - kept["spent"]
+        print(f"pretrain: goes on after step {kept['step']}", flush=True)
+        return int(kept["step"])
 
 
 def task_of(step: int, first_task_steps: int, tasks: tuple[Task, ...]) -> Task:
@@ -165,26 +239,28 @@ def task_of(step: int, first_task_steps: int, tasks: tuple[Task, ...]) -> Task:
     return tasks[step % len(tasks) if step > first_task_steps else 0]
 
 
-def _optimizer(model: torch.nn.Module, cfg: Pretrain, steps: int) -> Callable[[Tensor], float]:
-    """Muon for the matrices and AdamW for the rest, with warm-up, a plateau and cosine to the end; returns the function
-    that takes one step and gives the loss. From nothing, Muon gets as far in half the steps (see LOG.md)."""
-    matrices, rest = _split_parameters(model)
-    muon = torch.optim.Muon(matrices, lr=cfg.lr_matrices, weight_decay=cfg.weight_decay, adjust_lr_fn="match_rms_adamw")
-    adamw = torch.optim.AdamW(rest, lr=cfg.lr, betas=(0.9, 0.98), weight_decay=cfg.weight_decay)
-    shape = partial(plateau, cfg.warmup_steps, steps)
-    optimizers = (muon, adamw)
-    schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, shape) for optimizer in optimizers]
+class Optimizer:
+    """Muon for the matrices and AdamW for the rest, with warm-up, a plateau and cosine to the end. From nothing, Muon
+    gets as far in half the steps (see LOG.md)."""
 
-    def step_with(loss: Tensor) -> float:
-        model.zero_grad(set_to_none=True)
+    def __init__(self, model: torch.nn.Module, cfg: Pretrain, steps: int) -> None:
+        self.model = model
+        matrices, rest = _split_parameters(model)
+        decay, shape = cfg.weight_decay, partial(plateau, cfg.warmup_steps, steps)
+        muon = torch.optim.Muon(matrices, lr=cfg.lr_matrices, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+        adamw = torch.optim.AdamW(rest, lr=cfg.lr, betas=(0.9, 0.98), weight_decay=decay)
+        self.optimizers = (muon, adamw)
+        self.schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, shape) for optimizer in self.optimizers]
+
+    def __call__(self, loss: Tensor) -> float:
+        """Take one step; the loss as a number."""
+        self.model.zero_grad(set_to_none=True)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for optimizer, schedule in zip(self.optimizers, self.schedules, strict=True):
             optimizer.step()
             schedule.step()
         return float(loss.detach())
-
-    return step_with
 
 
 def _split_parameters(model: torch.nn.Module) -> tuple[list[Tensor], list[Tensor]]:
@@ -201,7 +277,7 @@ def plateau(warmup: int, steps: int, step: int) -> float:
     if step < warmup:
         return (step + 1) / warmup
     done = max(0.0, 2 * step / steps - 1)
-    return 0.01 + 0.99 * 0.5 * (1 + np.cos(np.pi * min(done, 1.0)))
+    return 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
 
 
 def _loss(

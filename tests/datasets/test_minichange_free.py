@@ -54,8 +54,8 @@ SMALL = {
     "multi_change_share": 0.3,
     "oversample_types": [],
 }
-SMALL_ANNOTATIONS = "4f1b0137673122f297e10f5c9096f44686a6f7f771df5fd5470fbe76aa39d57b"
-SMALL_IMAGES = "83ce9f663a1b0381957731bf2393da1e03e230bf7a141055a4ab534cf9358b2f"
+SMALL_ANNOTATIONS = "08baeb4cfb07ee30c708a0a50534da59ebd87966f1f60eac49f92bd23216b8b1"
+SMALL_IMAGES = "0d002dddff1f766354ed7b715fbd910fbdf3feb10692a8d2ccd96f4af9f5e0b7"
 
 
 @pytest.fixture(scope="module")
@@ -149,11 +149,11 @@ def test_every_reference_reads_back_to_exactly_the_true_changes(small, scenes):
                 assert clause == truth(change, words[-1]), text
 
 
-def test_scenes_hold_seven_to_nine_objects_of_every_look_and_most_overlap():
+def test_scenes_hold_six_to_eight_objects_of_every_look_and_most_overlap():
     rng = np.random.default_rng(0)
     scenes = [sample_scene(rng, ("die", "doll")) for _ in range(120)]
     things = [thing for scene in scenes for thing in scene.things]
-    assert {len(scene.things) for scene in scenes} == {7, 8, 9}
+    assert {len(scene.things) for scene in scenes} == {6, 7, 8}
     assert {thing.size for thing in things} == {"small", "medium", "large"}
     assert {thing.texture for thing in things} == set(TEXTURES)
     assert {scene.cloth for scene in scenes} == set(CLOTHS)
@@ -165,7 +165,7 @@ def test_scenes_hold_seven_to_nine_objects_of_every_look_and_most_overlap():
     ]
     assert 0.2 < np.mean(covered) < 0.6
     crowded = [max(Counter(thing.cell for thing in scene.things).values()) > 1 for scene in scenes]
-    assert np.mean(crowded) > 0.9
+    assert np.mean(crowded) > 0.75
     assert 0.04 < np.mean([scene.view.brightness < 0.7 for scene in scenes]) < 0.2
     assert {len(scene.marks) for scene in scenes} == {0, 1, 2}
 
@@ -205,7 +205,7 @@ def opened(scene: Scene, thing: Thing, view: View) -> float:
 
 def test_what_changed_is_open_to_view_in_both_images(pairs):
     for scene, thing, before, after, change in changed(pairs):
-        least = 0.8 if change.type in ("orientation", "pose", "ocr", "counting") else 0.6
+        least = 0.8 if change.type in ("orientation", "pose", "ocr", "counting") else 0.58
         for view in (before.view, after.view):
             assert opened(scene, thing, view) >= least, (change, scene)
 
@@ -295,19 +295,19 @@ def test_what_came_and_what_went_in_one_pair_are_apart():
         assert max(abs(a - b) for a, b in zip(went.before.center, came.after.center, strict=True)) >= 0.2
 
 
-def test_a_distractor_moves_camera_and_light_by_less_than_half_of_a_change():
+def test_a_distractor_moves_camera_and_light_by_less_than_a_quarter_of_a_change():
     rng = np.random.default_rng(1)
     views = [jitter(rng, View()) for _ in range(300)]
     shifts = [np.hypot(view.x, view.y) for view in views]
-    assert 0.02 <= min(shifts) < max(shifts) <= 0.06 < min(np.hypot(*move) for move in CAMERA_MOVES.values()) / 3
+    assert 0.02 <= min(shifts) < max(shifts) <= 0.05 < min(np.hypot(*move) for move in CAMERA_MOVES.values()) / 4
     zooms, lights = ([getattr(view, field) for view in views] for field in ("zoom", "brightness"))
-    assert 0.94 <= min(zooms) < 0.95
-    assert 1.05 < max(zooms) <= 1.06
-    assert ZOOMS["out"] * 1.06 < 0.8
-    assert ZOOMS["in"] * 0.94 > 1.3
-    assert LIT * 0.85 <= min(lights) < 0.87
-    assert 1.13 < max(lights) <= LIT * 1.15
-    assert DARK * 1.15 < 0.7
+    assert 0.95 <= min(zooms) < 0.96
+    assert 1.04 < max(zooms) <= 1.05
+    assert ZOOMS["out"] * 1.05 < 0.8
+    assert ZOOMS["in"] * 0.95 > 1.3
+    assert LIT * 0.9 <= min(lights) < 0.91
+    assert 1.09 < max(lights) <= LIT * 1.1
+    assert DARK * 1.1 < 0.65
 
 
 def test_camera_and_lamp_do_what_the_word_says(pairs):
@@ -320,11 +320,11 @@ def test_camera_and_lamp_do_what_the_word_says(pairs):
         if change_type == "illumination":
             assert (ratio < 0.7) if change.word == "out" else (ratio > 1.4)
             continue
-        assert 0.84 < ratio < 1.16
+        assert 0.89 < ratio < 1.11
         x, y = CAMERA_MOVES.get(change.word, (0.0, 0.0))
-        assert abs(after.view.x - before.view.x - x) <= 0.06
-        assert abs(after.view.y - before.view.y - y) <= 0.06
-        assert after.view.zoom / before.view.zoom == pytest.approx(ZOOMS.get(change.word, 1.0), rel=0.061)
+        assert abs(after.view.x - before.view.x - x) <= 0.05
+        assert abs(after.view.y - before.view.y - y) <= 0.05
+        assert after.view.zoom / before.view.zoom == pytest.approx(ZOOMS.get(change.word, 1.0), rel=0.051)
     assert seen_words == {*CAMERA_MOVES, *ZOOMS, "out", "on"}
 
 

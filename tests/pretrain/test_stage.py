@@ -71,7 +71,7 @@ def made(processor, tmp_path_factory) -> Path:
         patch.setattr(stage, "make_processor", lambda cfg: processor)
         patch.setattr(stage, "LOG_EVERY", 6)
         for name in "ab":
-            pretrain(CFG, folder / name)
+            pretrain(CFG, folder / name, folder / "scratch")
     return folder
 
 
@@ -100,6 +100,39 @@ def test_the_same_recipe_gives_the_same_weights(made):
     assert a == b
     rows = [[{k: v for k, v in row.items() if k != "seconds"} for row in log_of(made / name)] for name in "ab"]
     assert rows[0] == rows[1]
+
+
+class KilledError(Exception):
+    """In the place of signal 9."""
+
+
+@pytest.mark.parametrize("after", [7, 30, 41])
+def test_a_killed_run_goes_on_to_the_same_weights_and_log(after, processor, tmp_path, monkeypatch):
+    cfg = CFG.model_copy(update={"segmentation_steps": 18, "scenes": 40})
+    monkeypatch.setattr(stage, "make_processor", lambda cfg: processor)
+    monkeypatch.setattr(stage, "LOG_EVERY", 6)
+    pretrain(cfg, tmp_path / "whole", tmp_path / "scratch")
+    steps, real = [], stage.Optimizer.__call__
+
+    def killed(optimizer, loss):
+        steps.append(1)
+        if len(steps) == after:
+            raise KilledError
+        return real(optimizer, loss)
+
+    monkeypatch.setattr(stage.Optimizer, "__call__", killed)
+    with pytest.raises(KilledError):
+        pretrain(cfg, tmp_path / "killed", tmp_path / "scratch")
+    steps.clear()
+    monkeypatch.setattr(stage.Optimizer, "__call__", lambda *given: (steps.append(1), real(*given))[1])
+    pretrain(cfg, tmp_path / "killed", tmp_path / "scratch")
+    assert len(steps) == 18 + 24 - (after - 1) // 6 * 6, "from the last row of the log"
+    assert not list((tmp_path / "scratch" / "pretrain").iterdir())
+    one, other = (tmp_path / name / "model.safetensors" for name in ("whole", "killed"))
+    assert one.read_bytes() == other.read_bytes()
+    for name in ("segmentation_log.csv", "training_log.csv"):
+        rows = [list(csv.DictReader((tmp_path / run / name).open())) for run in ("whole", "killed")]
+        assert [row | {"seconds": ""} for row in rows[0]] == [row | {"seconds": ""} for row in rows[1]]
 
 
 def test_the_folder_is_a_llava_onevision_that_its_processor_can_feed(made):
@@ -282,7 +315,7 @@ def test_a_step_clips_the_gradient_at_1_and_follows_the_schedule(monkeypatch):
         monkeypatch.setattr(torch.optim, kind.__name__, Spy)
     torch.manual_seed(0)
     model = Small()
-    step_with = stage._optimizer(model, CFG, CFG.steps)
+    step_with = stage.Optimizer(model, CFG, CFG.steps)
     assert [group["betas"] for group in optimizers["AdamW"].param_groups] == [(0.9, 0.98)]
     assert optimizers["Muon"].param_groups[0]["adjust_lr_fn"] == "match_rms_adamw"
     assert all(each.param_groups[0]["weight_decay"] == 0.05 for each in optimizers.values())
@@ -305,7 +338,7 @@ def test_a_step_clips_the_gradient_at_1_and_follows_the_schedule(monkeypatch):
 def test_gradients_do_not_add_up_over_steps():
     torch.manual_seed(0)
     model = Small()
-    step_with = stage._optimizer(model, CFG, CFG.steps)
+    step_with = stage.Optimizer(model, CFG, CFG.steps)
     for _ in range(2):
         step_with(1e-4 * model.patch.weight.sum())
     assert torch.allclose(model.patch.weight.grad, torch.full_like(model.patch.weight, 1e-4))
@@ -315,9 +348,10 @@ def test_a_row_of_the_log_is_the_mean_since_the_last_row(capsys):
     log = Log((task.name for task in CURRICULUM), ("grid",), "held_out_scene_accuracy")
     log.recent["image"] += [1.0, 2.0]
     log.recent["two images"] += [0.12345]
-    log.add(200, 640, [0.5])
-    log.add(400, 1280, [0.75])
-    heading, first, second = csv.reader(io.StringIO(log.text.getvalue()))
+    log.images = 640
+    log.add(200, [0.5])
+    log.add(400, [0.75])
+    heading, first, second = csv.reader(io.StringIO(log.text))
     names = [f"loss: {name}" for name in dict.fromkeys(task.name for task in CURRICULUM)]
     assert heading == ["step", "images_seen", *names, "held_out_scene_accuracy", "seconds"]
     one, two = dict(zip(heading, first, strict=True)), dict(zip(heading, second, strict=True))
@@ -417,7 +451,11 @@ def test_an_encoder_learns_to_segment_and_is_frozen_while_the_first_task_comes_a
     monkeypatch.setattr(stage, "task_of", task_of)
     monkeypatch.setattr(stage, "Segmentation", Spy)
     monkeypatch.setattr(stage, "LOG_EVERY", 20)
-    pretrain(CFG.model_copy(update={"segmentation_steps": 60, "steps": 8, "first_task_steps": 4}), tmp_path)
+    pretrain(
+        CFG.model_copy(update={"segmentation_steps": 60, "steps": 8, "first_task_steps": 4}),
+        tmp_path,
+        tmp_path / "scratch",
+    )
     rows = list(csv.DictReader((tmp_path / "segmentation_log.csv").open()))
     assert [row["step"] for row in rows] == ["20", "40", "60"]
     assert [row["images_seen"] for row in rows] == ["160", "320", "480"]
@@ -434,7 +472,7 @@ def test_an_encoder_learns_to_segment_and_is_frozen_while_the_first_task_comes_a
 def test_a_base_of_both_levels_without_two_images_logs_accuracy_by_level(processor, tmp_path, monkeypatch):
     control = {"levels": ("grid", "free"), "tasks": ("image", "asked for", "sentence"), "steps": 6, "scenes": 44}
     monkeypatch.setattr(stage, "make_processor", lambda cfg: processor)
-    pretrain(CFG.model_copy(update=control), tmp_path)
+    pretrain(CFG.model_copy(update=control), tmp_path, tmp_path / "scratch")
     (row,) = log_of(tmp_path)
     assert [key for key in row if key.startswith("loss")] == ["loss: image", "loss: asked for", "loss: sentence"]
     assert [key for key in row if "accuracy" in key] == [

@@ -1,10 +1,10 @@
-"""The level *free*: seven to nine objects anywhere in the frame, overlapping, of three sizes and several textures.
+"""The level *free*: six to eight objects anywhere in the frame, overlapping, of three sizes and several textures.
 
 Places have the same nine words as on the grid: an object is "at the top" whose centre is in that third of the frame as
 the camera before sees it, and several may be. What tells a change from a distractor is not how many pixels differ: from
-one image to the next the camera shifts by up to 6 % of the frame and zooms by up to 6 %, the light changes by up to
-15 % and the lamp goes round by up to a tenth of a circle. A camera that is said to have moved goes more than twice as
-far, and a lamp that went out leaves less than two thirds of the light.
+one image to the next the camera shifts by up to 5 % of the frame and zooms by up to 5 %, the light changes by up to
+10 % and the lamp goes round by up to 23 degrees. A camera that is said to have moved goes more than four times as far,
+and a lamp that went out leaves less than two thirds of the light.
 
 What a reference speaks of can be seen and told apart in both images: see `_clear`.
 """
@@ -39,7 +39,7 @@ from components.datasets.minichange.scene import (
 SIZES = tuple(WIDTHS["free"])
 TEXTURES = ("plain", "striped", "banded", "chequered", "dotted")
 CLOTHS = ("weave", "checks", "planks", "dots")
-OBJECTS = (7, 8, 9)
+OBJECTS = (6, 7, 8)
 DARK = 0.58  # brightness when the lamp is out
 CAMERA_MOVES = {"left": (-0.22, 0.0), "right": (0.22, 0.0), "up": (0.0, -0.22), "down": (0.0, 0.22)}
 
@@ -68,7 +68,7 @@ class Square(NamedTuple):
 
 
 def sample_scene(rng: np.random.Generator, must_hold: tuple[str, ...] = ()) -> Scene:
-    """A scene of seven to nine things, `must_hold` naming the kinds that have to be among them."""
+    """A scene of six to eight things, `must_hold` naming the kinds that have to be among them."""
     while True:
         scene = _sample_scene(rng, must_hold)
         if scene is not None:
@@ -144,16 +144,16 @@ def _inside_third(value: float, margin: float = MARGIN) -> bool:
 def jitter(rng: np.random.Generator, view: View) -> View:
     """The shift of camera, light and noise that is a distractor and never mentioned."""
     while True:
-        x, y = (float(value) for value in rng.uniform(-0.06, 0.06, 2))
-        if 0.02**2 <= x * x + y * y <= 0.06**2:
+        x, y = (float(value) for value in rng.uniform(-0.05, 0.05, 2))
+        if 0.02**2 <= x * x + y * y <= 0.05**2:
             break
     return replace(
         view,
         x=view.x + x,
         y=view.y + y,
-        zoom=view.zoom * float(rng.uniform(0.94, 1.06)),
-        brightness=view.brightness * float(rng.uniform(0.85, 1.15)),
-        lamp=view.lamp + float(rng.uniform(-0.6, 0.6)),
+        zoom=view.zoom * float(rng.uniform(0.95, 1.05)),
+        brightness=view.brightness * float(rng.uniform(0.9, 1.1)),
+        lamp=view.lamp + float(rng.uniform(-0.4, 0.4)),
         noise=_noise(rng),
     )
 

@@ -15,7 +15,7 @@ COLORS = ("red", "green", "blue", "yellow", "purple", "white")
 Level = Literal["grid", "free"]
 WIDTHS: dict[str, dict[str, float]] = {
     "grid": {"small": 0.185, "large": 0.285},
-    "free": {"small": 0.15, "medium": 0.21, "large": 0.29},
+    "free": {"small": 0.16, "medium": 0.23, "large": 0.32},
 }
 """How wide an object of each size is, in frame units, by level."""
 
