@@ -32,7 +32,7 @@ CALLS: dict[str, tuple[list[str], str, str, dict[str, Any]]] = {
         ["pretrain"],
         "components.pretrain.stage",
         "pretrain",
-        {"cfg": PARAMS.pretrain, "out": DATA / "00_base"},
+        {"cfg": PARAMS.pretrain, "out": DATA / "00_base", "scratch": PARAMS.compute.scratch},
     ),
     "synthesize": (
         ["synthesize", "minichange"],
@@ -518,5 +518,6 @@ def test_under_dvc_a_command_asks_to_be_ended_with_its_parent(monkeypatch):
     main(["predict"])
     assert asked == []
     monkeypatch.setenv("DVC_STAGE", "predict")
+    monkeypatch.chdir(REPOSITORY)
     main(["predict"])
     assert asked == [(1, 15)]

@@ -1,6 +1,7 @@
 """An edit while a stage runs: it fails with what was edited, nothing is recorded, and the run cache stays clean."""
 
 import argparse
+import hashlib
 import subprocess
 import sys
 from pathlib import Path
