@@ -197,7 +197,9 @@ def _room(job: Job, count: int) -> Iterator[Callable[[int], list[Any]]]:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     compute = job.compute
-    needs: dict[str, float] = {"CPU": compute.cpus_per_worker} | ({"GPU": 1} if compute.gpu else {})
+    needs: dict[str, float] = {"CPU": compute.cpus_per_worker}
+    if compute.gpu:
+        needs["GPU"] = 1
     group = placement_group([needs] * count)
     remote = ray.remote(
         num_cpus=compute.cpus_per_worker,
