@@ -259,7 +259,7 @@ def test_a_table_is_copied_and_saved(page: Page):
     assert Path(download.value.path()).read_text().startswith("Protocol,n,CIDEr,")
     tables.locator("button", has_text="copy LaTeX").click()
     assert page.evaluate("getSelection().toString()").startswith("\\begin{tabular}")
-    tables.locator("button", has_text="copied").wait_for(timeout=3000)
+    tables.locator("button", has_text="copied").wait_for(timeout=20000)
 
 
 def test_images_of_the_folder_are_found(browser: Browser, pages: Pages):

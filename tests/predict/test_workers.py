@@ -67,7 +67,7 @@ class Processor:
 
     def wait_for(self, count: int) -> bool:
         with self.changed:
-            return self.changed.wait_for(lambda: self.seen >= count, timeout=10)
+            return self.changed.wait_for(lambda: self.seen >= count, timeout=120)
 
 
 def test_the_images_of_the_next_batches_are_prepared_while_one_is_in_use(mixture: Path) -> None:
@@ -108,7 +108,7 @@ def test_an_image_that_is_refused_ends_the_stream_and_its_threads(mixture: Path,
         list(stream)
     for thread in threading.enumerate():
         if thread.name.startswith("images"):
-            thread.join(timeout=10)
+            thread.join(timeout=120)
             assert not thread.is_alive()
 
 

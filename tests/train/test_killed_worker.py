@@ -33,12 +33,12 @@ def start(made: Recipe, mixture: Path, folder: Path) -> subprocess.Popen:
 
 
 def finish(process: subprocess.Popen, folder: Path) -> dict[str, torch.Tensor]:
-    assert process.wait(timeout=240) == 0, (folder / "log").read_text()[-4000:]
+    assert process.wait(timeout=900) == 0, (folder / "log").read_text()[-4000:]
     return load_file(folder / "out" / "checkpoint" / "model.safetensors")
 
 
 def kill_worker_after_a_checkpoint(process: subprocess.Popen, folder: Path) -> None:
-    for _ in range(2400):
+    for _ in range(12000):
         assert process.poll() is None, (folder / "log").read_text()[-4000:]
         if any(int(manifest.parent.name[-8:]) >= 12 for manifest in folder.glob("runs/train/*/step-*/manifest.json")):
             break  # Ray passes on what a worker prints a second late: a log line would come after the run's end
