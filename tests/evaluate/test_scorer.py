@@ -51,7 +51,7 @@ def quick_score(predictions: dict[str, str], limit_s: int = 20, spice_dir: Path 
 
 
 def is_gone(pid: int) -> bool:
-    """Ended within five seconds: a signal takes its time on a busy machine."""
+    """Ended within a minute: a signal takes its time on a busy machine."""
     deadline = time.monotonic() + 60
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         if time.monotonic() > deadline:
