@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,11 @@ def test_the_control_shows_each_before_with_the_after_of_half_the_list_on(
 def test_saliency_has_one_map_for_each_pair_in_the_same_order(
     written: tuple[Path, PredictReport], captioner: Captioner, mixture: Path
 ) -> None:
+    with zipfile.ZipFile(written[0] / "saliency.npz") as archive:
+        assert [(of.filename, of.extract_version, of.extra) for of in archive.infolist()] == [
+            ("ids.npy", 20, b""),
+            ("maps.npy", 20, b""),
+        ], "no sizes of 64 bits, of which each Python has its own"
     with np.load(written[0] / "saliency.npz") as file:
         ids, maps = file["ids"].tolist(), file["maps"]
     assert ids == IDS
