@@ -196,6 +196,11 @@ def test_a_protocol_that_was_not_scored_is_named():
         ablation.scored([{PROTOCOL: {}}], [scores(BASE, "abcdefghijklmnopqrstuvwxyz")], "toy/hard")
 
 
+def test_the_protocols_of_the_rows_are_of_datasets_that_the_embedded_run_scores():
+    scored = load_params(toy.REPOSITORY / "params.yaml").ingest.datasets
+    assert {name.partition("/")[0] for name in ablation.read_ablation(ablation.ROWS).protocols} <= set(scored)
+
+
 def test_the_control_base_is_the_embedded_one_without_the_tasks_of_two_images():
     folder = toy.REPOSITORY / "profiles"
     values, _ = resolve(toy.REPOSITORY / "infra" / "base-single.yaml")
