@@ -75,23 +75,27 @@ def run_seed(source: Path, folder: Path, seed: int) -> dict[str, Any]:
     key = run_key(params.train, params.models[params.train.model], paths.mixture, sha256_of_folder(params.train.base))
     if not (trained.is_file() and trained.read_text() == key):
         trained.unlink(missing_ok=True)
-        run_stage("train", seed, file)
+        run_stage(f"seed {seed}", file, "train")
         trained.write_text(key)
-    run_stage("predict", seed, file)
-    run_stage("evaluate", seed, file)
+    run_stage(f"seed {seed}", file, "predict")
+    run_stage(f"seed {seed}", file, "evaluate")
     return json.loads((paths.report / "metrics.json").read_text())["protocols"]
 
 
-def run_stage(stage: str, seed: int, file: Path) -> None:
-    print(f"seed {seed}: {stage}", flush=True)
-    subprocess.run([sys.executable, "-m", "components", "--params", str(file), stage], check=True)
+def run_stage(whose: str, file: Path, *stage: str) -> None:
+    """Run a stage, and its dataset where it has one, with a file of parameters; `whose` is said before."""
+    print(f"{whose}: {' '.join(stage)}", flush=True)
+    subprocess.run([sys.executable, "-m", "components", "--params", str(file), *stage], check=True)
 
 
-def write_params(source: Path, folder: Path, seed: int) -> Path:
-    """The parameters of one seed's run, whole: what train, predict and evaluate write goes to `folder`."""
+def write_params(source: Path, folder: Path, seed: int, model: Path | None = None) -> Path:
+    """The parameters of one seed's run, whole: what train, predict and evaluate write goes to `folder`; with `model`,
+    that one is captioned and scored."""
     values, _ = resolve(source)
     values["train"]["seed"] = seed
     values["paths"] |= {name: str(folder / name) for name in ("model", "predictions", "report")}
+    if model is not None:
+        values["paths"]["model"] = str(model)
     values["compute"]["scratch"] = str(folder / "scratch")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "params.yaml").write_text(yaml.safe_dump(values, sort_keys=False))

@@ -15,9 +15,8 @@ import yaml
 
 from components.files import write_atomic
 from components.params import ParamsError, load_params
-from components.profiles import resolve
 from components.section import Section
-from infra.seeds import over_seeds
+from infra.seeds import over_seeds, run_stage, write_params
 
 TARGETS = Path(__file__).with_suffix(".yaml")
 RESULTS = Path("benchmarks/results/targets.json")
@@ -70,30 +69,20 @@ def draw(profile: Path) -> None:
     if (params.paths.mixture / "report.json").is_file():
         return
     for name in params.synthesize:
-        _run(profile, "synthesize", name)
-        _run(profile, "ingest", name)
+        run_stage("fresh scenes", profile, "synthesize", name)
+        run_stage("fresh scenes", profile, "ingest", name)
     for stage in ("validate", "convert"):
-        _run(profile, stage)
+        run_stage("fresh scenes", profile, stage)
 
 
 def caption(profile: Path, seed: int, model: Path) -> dict[str, Any]:
     """The protocols of metrics.json of this seed's model on the fresh scenes."""
     folder = load_params(profile).paths.mixture.parent / str(seed)
-    values, _ = resolve(profile)
-    values["paths"] |= {"model": str(model), **{name: str(folder / name) for name in ("predictions", "report")}}
-    values["compute"]["scratch"] = str(folder / "scratch")
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / "params.yaml"
-    file.write_text(yaml.safe_dump(values, sort_keys=False))
+    file = write_params(profile, folder, seed, model)
     for stage in ("predict", "evaluate"):
-        _run(file, stage)
+        run_stage(f"seed {seed}", file, stage)
     found: dict[str, Any] = json.loads((folder / "report" / "metrics.json").read_text())["protocols"]
     return found
-
-
-def _run(params: Path, *stage: str) -> None:
-    print(f"{params}: {' '.join(stage)}", flush=True)
-    subprocess.run([sys.executable, "-m", "components", "--params", str(params), *stage], check=True)
 
 
 def compare(targets: Targets, runs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
