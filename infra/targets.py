@@ -13,14 +13,16 @@ from typing import Any
 
 import yaml
 
+from components.closure import ROOT, key_of
 from components.files import write_atomic
-from components.params import ParamsError, load_params
+from components.params import Params, ParamsError, load_params
 from components.section import Section
 from infra.seeds import over_seeds, run_stage, write_params
 
 TARGETS = Path(__file__).with_suffix(".yaml")
 RESULTS = Path("benchmarks/results/targets.json")
 SEEDS = Path("runs/seeds")
+STAGES = ("synthesize", "ingest", "validate", "convert")  # that make the scenes and their samples
 
 
 class Targets(Section):
@@ -64,15 +66,25 @@ def trained_models(folder: Path) -> dict[int, Path]:
 
 
 def draw(profile: Path) -> None:
-    """Draw, read and check the scenes, where it is not yet done."""
+    """Draw, read and check the scenes, where this code has not done it yet with these parameters."""
     params = load_params(profile)
-    if (params.paths.mixture / "report.json").is_file():
+    key, drawn = drawing_key(params), params.paths.mixture.parent / "drawn.txt"
+    if drawn.is_file() and drawn.read_text() == key:
         return
+    drawn.unlink(missing_ok=True)
     for name in params.synthesize:
         run_stage("fresh scenes", profile, "synthesize", name)
         run_stage("fresh scenes", profile, "ingest", name)
     for stage in ("validate", "convert"):
         run_stage("fresh scenes", profile, stage)
+    write_atomic(drawn, key)
+
+
+def drawing_key(params: Params) -> str:
+    """Names what decides the scenes and the samples made of them: parameters and code."""
+    sections = {"synthesize", "ingest", "validate_", "convert", "paths"}
+    facts = params.model_dump(mode="json", include=sections)
+    return " ".join(key_of(facts, ROOT / "components" / stage / "stage.py") for stage in STAGES)
 
 
 def caption(profile: Path, seed: int, model: Path) -> dict[str, Any]:

@@ -150,7 +150,7 @@ def _learn_to_segment(
         return "segmentation", loss(bank.sample(rng, step, cfg.images_per_batch))[0], cfg.images_per_batch
 
     optimizer = Optimizer(model, cfg, cfg.segmentation_steps)
-    _run(Phase("segment", cfg.segmentation_steps, kept), model, optimizer, rng, log, work, right)
+    _run(Phase("segment", cfg.segmentation_steps, kept), optimizer, rng, log, work, right)
     return log
 
 
@@ -169,7 +169,7 @@ def _learn(model: Model, processor: M3DiffProcessor, bank: Bank, cfg: Pretrain, 
         return task.name, loss, len(chosen) if task.images else 0
 
     right = partial(_held_out_accuracy, model, processor, bank)
-    _run(Phase("base", cfg.steps, kept), model, Optimizer(model, cfg, cfg.steps), rng, log, work, right)
+    _run(Phase("base", cfg.steps, kept), Optimizer(model, cfg, cfg.steps), rng, log, work, right)
     return log
 
 
@@ -183,7 +183,6 @@ class Phase(NamedTuple):
 
 def _run(
     phase: Phase,
-    model: torch.nn.Module,
     optimizer: "Optimizer",
     rng: np.random.Generator,
     log: Log,
@@ -192,7 +191,7 @@ def _run(
 ) -> None:
     """Take the steps that are left. `work` gives of each step the task, the loss and the number of images; `right`,
     what is right of a level's scenes that do not train."""
-    state = State(phase.kept / f"{phase.name}.pt", model, optimizer, rng, log)
+    state = State(phase.kept / f"{phase.name}.pt", optimizer, rng, log)
     first = state.load() + 1
     for step in progress(range(first, phase.steps + 1), phase.name, total=phase.steps + 1 - first, unit="step"):
         task, loss, images = work(step)
@@ -206,11 +205,9 @@ def _run(
 class State:
     """All that a phase goes on from, in one file: weights, moments, rates, random generator and log."""
 
-    def __init__(
-        self, file: Path, model: torch.nn.Module, optimizer: "Optimizer", rng: np.random.Generator, log: Log
-    ) -> None:
-        self.file, self.model, self.rng, self.log = file, model, rng, log
-        self.parts: list[Any] = [model, *optimizer.optimizers, *optimizer.schedules]
+    def __init__(self, file: Path, optimizer: "Optimizer", rng: np.random.Generator, log: Log) -> None:
+        self.file, self.rng, self.log = file, rng, log
+        self.parts: list[Any] = [optimizer.model, *optimizer.optimizers, *optimizer.schedules]
 
     def save(self, step: int) -> None:
         spent = time.monotonic() - self.log.start

@@ -129,3 +129,8 @@ def test_the_models_of_two_seeds_caption_the_same_fresh_scenes(tmp_path, monkeyp
     ran.clear()
     assert targets.main(Path("targets.yaml"), Path("targets.json")) == 0
     assert [command[2:] for command in ran] == [["predict"], ["evaluate"]] * 2, "drawn once"
+    ran.clear()
+    profile["synthesize"]["fresh_grid"]["seed"] = 5
+    Path("fresh.yaml").write_text(yaml.safe_dump(profile))
+    assert targets.main(Path("targets.yaml"), Path("targets.json")) == 0
+    assert [command[2:] for command in ran][:6] == [*drawn, ["validate"], ["convert"]], "other scenes are drawn"

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image, ImageChops, ImageDraw, ImageFilter, ImageFont
 
-from components.datasets.minichange.scene import WIDTHS, Scene
+from components.datasets.minichange.scene import MARK_WIDTH, WIDTHS, Scene
 
 OVERSAMPLING = 3
 ROOM = {"grid": 0.0, "free": 0.15}  # of the table, on every side, beyond the domain's, for a camera that moves more
@@ -196,7 +196,7 @@ CLOTHS: dict[str, Callable[[int, int], np.ndarray]] = {
 @lru_cache(maxsize=8)
 def _mark(unit: int) -> Image.Image:
     """The print of an object taken away: a pale ring with a cross."""
-    side = round(0.17 * unit)
+    side = round(MARK_WIDTH * unit)
     tile = Image.new("RGBA", (side, side), (255, 255, 255, 0))
     draw = ImageDraw.Draw(tile)
     stroke, pale = max(2, side // 10), (252, 250, 244, 215)
