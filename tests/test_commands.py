@@ -306,7 +306,7 @@ def test_train_without_a_gpu_is_never_refused(monkeypatch):
 
 
 def test_ingest_without_a_name_reads_every_dataset_in_order(monkeypatch):
-    for name in ("pairs_b", "pairs_a", "minichange_shifted"):
+    for name in ("pairs_b", "pairs_a", "minichange_free", "minichange_shifted"):
         Path(f"data/01_raw/{name}").mkdir()
     text = (
         Path("params.yaml")
@@ -322,7 +322,7 @@ def test_ingest_without_a_name_reads_every_dataset_in_order(monkeypatch):
     recorder = Recorder(monkeypatch, "components.ingest.stage", ingest=None)
     assert main(["ingest"]) == 0
     entries = load_params().ingest.datasets
-    names = ["pairs_b", "pairs_a", "minichange", "minichange_shifted"]
+    names = ["pairs_b", "pairs_a", "minichange", "minichange_free", "minichange_shifted"]
     assert [arguments["name"] for _, arguments in recorder.calls] == names
     assert [arguments["entry"] for _, arguments in recorder.calls] == list(entries.values())
 
@@ -458,7 +458,7 @@ def test_a_plan_that_does_not_fit_exits_with_two(monkeypatch):
 
 def test_profile_writes_the_parameters_and_prints_what_changes(capsys):
     assert main(["profile", "paper"]) == 0
-    assert "train.epochs: 5 -> 1\n" in capsys.readouterr().out
+    assert "train.epochs: 3 -> 1\n" in capsys.readouterr().out
     assert load_params() == load_params(Path("profiles/paper.yaml"))
 
 

@@ -40,16 +40,28 @@ def migrated(path: Path) -> dict:
     return yaml.safe_load(path.read_text())
 
 
-def test_the_earlier_embedded_file_becomes_the_committed_parameters(old):
+CHOSEN_ANEW = {  # since the earlier file, for a benchmark of two levels
+    "synthesize.minichange.scenes.train",
+    "train.global_batch",
+    "train.epochs",
+    "compute.micro_batch",
+    "compute.zero_stage",
+    "compute.checkpoint_every_steps",
+}
+
+
+def test_the_earlier_embedded_file_becomes_the_committed_parameters_but_for_values_chosen_anew(old):
     path = old("embedded")
     now = resolve(EMBEDDED)[0]
     for datasets in (now["synthesize"], now["ingest"]["datasets"]):
-        del datasets["minichange_shifted"]  # which was not there then
+        for name in ("minichange_free", "minichange_shifted"):
+            del datasets[name]  # which was not there then
     now["synthesize"]["minichange"].pop("domain")  # what it is where it is not written
-    assert migrated(path) == now
-    path.with_name("now.yaml").write_text(yaml.safe_dump(now))
+    values = migrated(path)
+    found = {line.partition(":")[0] for line in differences(values, now)}
+    assert found == CHOSEN_ANEW
+    path.with_name("now.yaml").write_text(yaml.safe_dump(values))
     assert load_params(path) == load_params(path.with_name("now.yaml"))
-    assert load_params(path).synthesize["minichange"] == load_params(EMBEDDED).synthesize["minichange"]
 
 
 @pytest.mark.parametrize("name", ["paper", "one-gpu"])
@@ -62,6 +74,8 @@ def test_an_earlier_profile_becomes_the_present_one_but_for_its_folders(name, ol
     ]  # rehearsed
     expected += ["promote.guards: {} -> -", "promote.guards.METEOR: - -> 0.01"]  # which migrate leaves to a person
     expected += ["convert.references_per_pair: 12 -> null"]
+    scored = "CIDEr, METEOR, ROUGE-L, BLEU, SPICE, change_accuracy"  # without what is for drawn images
+    expected += [f"evaluate.metrics: [{scored}, pixel_threshold] -> [{scored}]"]
     expected += [f"ingest.datasets.{dataset}.train_on: - -> [train, val]" for dataset in PAPERS]
     values = migrated(path)
     now = resolve(REPOSITORY / "profiles" / f"{name}.yaml")[0]

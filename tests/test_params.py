@@ -207,6 +207,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
             "paths.clean: data/01_raw/minichange/clean lies inside ingest.datasets.minichange.root",
             "paths.mixture: data/02_records is paths.records, too; give each a folder of its own",
             "ingest.datasets.minichange.root: data/01_raw/minichange lies inside compute.scratch (data)",
+            "ingest.datasets.minichange_free.root: data/01_raw/minichange_free lies inside",
             "ingest.datasets.minichange_shifted.root: data/01_raw/minichange_shifted lies inside",
             "paths.base: data/00_base lies inside compute.scratch (data)",
             "paths.records: data/02_records lies inside compute.scratch (data)",
@@ -327,7 +328,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "a batch that does not divide in one process": (
         {"compute.micro_batch": 3, "compute.workers": 0},
-        ["train.global_batch: must be a multiple of compute.micro_batch 3 x 1 worker(s) = 3 (found 16)"],
+        ["train.global_batch: must be a multiple of compute.micro_batch 3 x 1 worker(s) = 3 (found 32)"],
     ),
     "the best checkpoint of none captioned": (
         {"train.export": "best", "compute.caption_val_pairs": 0},
@@ -337,6 +338,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
         {
             "train.export": "best",
             "ingest.datasets.minichange.train_on": ["train", "val"],
+            "ingest.datasets.minichange_free.train_on": ["train", "val"],
             "ingest.datasets.minichange_shifted.train_on": ["train", "val"],
         },
         ["train.export: best is the checkpoint with the highest CIDEr on validation pairs, but every dataset's"],
@@ -387,7 +389,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
         [
             "train.epochs: must be more than 0 (found -1)",
             "train.model: expected one of difference, m3diff, no_module (found 'other')",
-            "train.global_batch: must be a multiple of compute.micro_batch 7 x 2 worker(s) = 14 (found 16)",
+            "train.global_batch: must be a multiple of compute.micro_batch 7 x 2 worker(s) = 14 (found 32)",
             "predict.limit: missing",
             "paths.clean: expected a path (found 3)",
         ],
@@ -499,8 +501,8 @@ def test_a_file_that_is_missing_or_no_mapping_says_so(tmp_path):
 def test_a_key_that_is_written_twice_is_refused_with_both_lines_beside_the_other_faults(tmp_path):
     path = tmp_path / "params.yaml"
     text = (REPOSITORY / "profiles" / "embedded.yaml").read_text()
-    path.write_text(text.replace("  epochs: 5\n", "  epochs: 5\n  epochs: 0\n"))
-    line = text.split("\n").index("  epochs: 5") + 1
+    path.write_text(text.replace("  epochs: 3\n", "  epochs: 3\n  epochs: 0\n"))
+    line = text.split("\n").index("  epochs: 3") + 1
     assert faults_of(path) == [
         f"epochs: written twice, in lines {line} and {line + 1}; remove one of the two",
         "train.epochs: must be more than 0 (found 0)",
@@ -519,7 +521,7 @@ def test_the_committed_parameters_load_with_each_value_in_its_type():
     assert params.models["m3diff"].module.vision_feature_layers == (4,)
     assert params.models["m3diff"].rates["vision"] == 0.0004
     assert params.models["no_module"].module is None
-    assert params.synthesize["minichange"].scenes == {"train": 5000, "val": 60, "test": 240}
+    assert params.synthesize["minichange"].scenes == {"train": 2200, "val": 60, "test": 240}
     assert params.ingest.datasets["minichange"].root == Path("data/01_raw/minichange")
     assert params.ingest.datasets["minichange"].train_on == ("train",)
     assert params.train.max_captions_per_sequence is None
@@ -623,7 +625,7 @@ def test_the_task_of_a_dataset_itself_must_have_questions(write, tmp_path):
     words = "expected one of edit (found 'difference'); tasks stand in"
     assert found == [
         f"the task of dataset {name!r}: {words} {tmp_path}/questions.yaml"
-        for name in ("minichange", "minichange_shifted")
+        for name in ("minichange", "minichange_free", "minichange_shifted")
     ]
 
 

@@ -15,7 +15,8 @@ import pytest
 from tests.register.conftest import store
 from tests.toy import REPOSITORY, load_and_caption
 
-MADE = [f"{stage}@{name}" for stage in ("synthesize", "ingest") for name in ("minichange", "minichange_shifted")]
+DATASETS = ("minichange", "minichange_free", "minichange_shifted")
+MADE = [f"{stage}@{name}" for stage in ("synthesize", "ingest") for name in DATASETS]
 STAGES = [*MADE, "validate", "convert", "train", "predict", "evaluate"]
 TASKS = [*STAGES, "register", "promote"]
 
