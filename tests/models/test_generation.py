@@ -16,7 +16,7 @@ PAIRS = [(colour_image(10 * k), colour_image(10 * k + 1)) for k in range(5)]
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_base(tmp_path_factory.mktemp("generation") / "base")
+    return tiny_base(tmp_path_factory.mktemp("generation") / "base", seed=2)  # which says no token twice
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,13 @@ def captioner(checkpoint: Path) -> Captioner:
 
 
 def by_hand(captioner: Captioner, pair: tuple[Image.Image, Image.Image], question: str, count: int) -> str:
-    """Greedy decoding of one pair without `generate`: the whole sequence again for every token."""
+    """Greedy decoding of one pair without `generate`, as text."""
+    made = tokens_by_hand(captioner, pair, question, count)
+    return captioner.processor.tokenizer.decode(made, skip_special_tokens=True).strip()
+
+
+def tokens_by_hand(captioner: Captioner, pair: tuple[Image.Image, Image.Image], question: str, count: int) -> list[int]:
+    """The whole sequence again for every token."""
     inputs = captioner.processor([pair], [question])
     ids, made = inputs.pop("input_ids"), []
     inputs.pop("attention_mask")
@@ -40,7 +46,7 @@ def by_hand(captioner: Captioner, pair: tuple[Image.Image, Image.Image], questio
             made.append(int(captioner.model(input_ids=step, **inputs).logits[0, -1].argmax()))
         if made[-1] == captioner.processor.end_id:
             break
-    return captioner.processor.tokenizer.decode(made, skip_special_tokens=True).strip()
+    return made
 
 
 def test_a_caption_is_what_greedy_decoding_by_hand_gives(captioner: Captioner) -> None:
@@ -75,9 +81,10 @@ def test_no_more_tokens_than_asked_are_made(checkpoint: Path, captioner: Caption
 
 def test_a_caption_ends_where_the_model_ends_it(captioner: Captioner, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second token of a caption is made the end token."""
-    pair, tokenizer = PAIRS[0], captioner.processor.tokenizer
-    first, second = tokenizer(by_hand(captioner, pair, QUESTION, 6), add_special_tokens=False)["input_ids"][:2]
-    assert first != second
+    tokenizer = captioner.processor.tokenizer
+    begun = {n: tokens_by_hand(captioner, pair, QUESTION, 2) for n, pair in enumerate(PAIRS)}
+    number, (first, second) = next((n, tokens) for n, tokens in begun.items() if len(set(tokens)) == 2)
+    pair = PAIRS[number]
     monkeypatch.setattr(captioner.processor, "end_id", second)
     text = captioner.caption([pair])[0]
     assert text == tokenizer.decode([first, second]).strip()
