@@ -209,7 +209,7 @@ def migrate(args: argparse.Namespace) -> None:
 
 
 COMMANDS: dict[str, tuple[Command, str]] = {
-    "pretrain": (pretrain, "train the tiny base model from scratch (an hour and a half of one core)"),
+    "pretrain": (pretrain, "train the tiny base model from scratch (about two hours of one core)"),
     "synthesize": (synthesize, "make a synthetic dataset, such as MiniChange"),
     "ingest": (ingest, "read a dataset's own layout into records: image pairs with their references"),
     "validate": (validate, "check records and images; what fails goes to quarantine with its reason"),
