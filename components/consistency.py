@@ -164,6 +164,9 @@ def model_rates(params: "Params") -> Iterator[str]:
         for part in settings.rates:
             if part not in parts:
                 yield f"models.{name}.rates.{part}: no such part; {closest(part, parts, of='keys')}"
+        for part in settings.delays:
+            if part not in parts:
+                yield f"models.{name}.delays.{part}: no such part; {closest(part, parts, of='keys')}"
         for part in parts:
             if part not in settings.rates:
                 yield f"models.{name}.rates.{part}: missing; write the learning rate of this part, or null to freeze it"

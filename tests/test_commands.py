@@ -458,7 +458,7 @@ def test_a_plan_that_does_not_fit_exits_with_two(monkeypatch):
 
 def test_profile_writes_the_parameters_and_prints_what_changes(capsys):
     assert main(["profile", "paper"]) == 0
-    assert "train.epochs: 3 -> 1\n" in capsys.readouterr().out
+    assert "train.epochs: 2.7 -> 1\n" in capsys.readouterr().out
     assert load_params() == load_params(Path("profiles/paper.yaml"))
 
 

@@ -115,12 +115,14 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
         {
             "models.m3diff.module.vision_feature_layer": [4],
             "models.m3diff.lora.rank": "high",
+            "models.m3diff.delays": {"modul": 0.2},
             "models.no_module.rates.encoder": 0.1,
             "models.no_module.rates.llm": REMOVED,
         },
         [
             "models.m3diff.module.vision_feature_layer: unknown key; did you mean 'vision_feature_layers'?",
             "models.m3diff.lora.rank: expected a whole number (found 'high')",
+            "models.m3diff.delays.modul: unknown key; did you mean 'module'?",
             "models.no_module.rates.encoder: unknown key; known keys: llm, module, projector, vision",
             "models.no_module.rates.llm: missing",
         ],
@@ -328,7 +330,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "a batch that does not divide in one process": (
         {"compute.micro_batch": 3, "compute.workers": 0},
-        ["train.global_batch: must be a multiple of compute.micro_batch 3 x 1 worker(s) = 3 (found 32)"],
+        ["train.global_batch: must be a multiple of compute.micro_batch 3 x 1 worker(s) = 3 (found 16)"],
     ),
     "the best checkpoint of none captioned": (
         {"train.export": "best", "compute.caption_val_pairs": 0},
@@ -389,7 +391,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
         [
             "train.epochs: must be more than 0 (found -1)",
             "train.model: expected one of difference, m3diff, no_module (found 'other')",
-            "train.global_batch: must be a multiple of compute.micro_batch 7 x 2 worker(s) = 14 (found 32)",
+            "train.global_batch: must be a multiple of compute.micro_batch 7 x 2 worker(s) = 14 (found 16)",
             "predict.limit: missing",
             "paths.clean: expected a path (found 3)",
         ],
@@ -501,8 +503,8 @@ def test_a_file_that_is_missing_or_no_mapping_says_so(tmp_path):
 def test_a_key_that_is_written_twice_is_refused_with_both_lines_beside_the_other_faults(tmp_path):
     path = tmp_path / "params.yaml"
     text = (REPOSITORY / "profiles" / "embedded.yaml").read_text()
-    path.write_text(text.replace("  epochs: 3\n", "  epochs: 3\n  epochs: 0\n"))
-    line = text.split("\n").index("  epochs: 3") + 1
+    path.write_text(text.replace("  epochs: 2.7\n", "  epochs: 2.7\n  epochs: 0\n"))
+    line = text.split("\n").index("  epochs: 2.7") + 1
     assert faults_of(path) == [
         f"epochs: written twice, in lines {line} and {line + 1}; remove one of the two",
         "train.epochs: must be more than 0 (found 0)",

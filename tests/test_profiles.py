@@ -256,7 +256,7 @@ def test_to_use_a_profile_says_what_changes_and_needs_no_copy_of_another_profile
 
 
 def test_parameters_that_are_no_profile_are_somebodys_work_and_are_kept():
-    text = Path("profiles/embedded.yaml").read_text().replace("epochs: 3", "epochs: 7")
+    text = Path("profiles/embedded.yaml").read_text().replace("epochs: 2.7", "epochs: 7")
     Path("params.yaml").write_text(text)
     said = use_profile("paper", Path("params.yaml"), Path("profiles"))
     (copy,) = Path().glob("params.yaml.bak-*")
@@ -268,7 +268,7 @@ def test_parameters_that_are_no_profile_are_somebodys_work_and_are_kept():
 
 def test_no_copy_replaces_another():
     for epochs in (7, 8):
-        text = Path("profiles/embedded.yaml").read_text().replace("epochs: 3", f"epochs: {epochs}")
+        text = Path("profiles/embedded.yaml").read_text().replace("epochs: 2.7", f"epochs: {epochs}")
         Path("params.yaml").write_text(text)
         use_profile("paper", Path("params.yaml"), Path("profiles"))
     assert len(list(Path().glob("params.yaml.bak-*"))) == 2

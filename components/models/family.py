@@ -53,6 +53,9 @@ class Settings(Protocol):
     @property
     def rates(self) -> Mapping[str, float | None]: ...  # learning rate of each part; None: the part is frozen
 
+    @property
+    def delays(self) -> Mapping[str, float]: ...  # share of the steps before each part begins to train
+
 
 class PairProcessor(Protocol):
     """Pairs of images and texts to what the model takes, and back."""
@@ -201,3 +204,12 @@ def rate_faults(rates: Mapping[str, float | None], module: object) -> list[str]:
     if all(rate is None for rate in rates.values()):
         faults.append("no part trains; give one of them a rate")
     return faults
+
+
+def delay_faults(delays: Mapping[str, float]) -> list[str]:
+    """What is wrong with the shares of the steps before parts begin to train."""
+    return [
+        f"{part} must be 0 or more and under 1, a share of the steps; found {delay}"
+        for part, delay in delays.items()
+        if not 0 <= delay < 1
+    ]

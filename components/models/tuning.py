@@ -14,12 +14,13 @@ from components.models.family import Family, Settings
 
 @dataclass(frozen=True)
 class TrainableGroup:
-    """Parameters of one learning rate, and the parts that they are from."""
+    """Parameters of one learning rate, the parts that they are from, and the share of the steps before they train."""
 
     name: str
     parts: tuple[str, ...]
     lr: float
     parameters: list[nn.Parameter]
+    delay: float = 0.0
 
 
 def prepare(model: Any, family: Family, settings: Settings) -> Any:
@@ -69,23 +70,24 @@ def is_adapter(name: str) -> bool:
 
 
 def trainable_groups(model: nn.Module, family: Family, settings: Settings) -> list[TrainableGroup]:
-    """One group per distinct learning rate, in the order of the family's parts; parameters in the model's order."""
+    """One group per distinct learning rate and delay, in the order of the family's parts; parameters in the model's."""
     named = list(unwrapped(model).named_parameters())
     wrong = [name for name, p in named if p.requires_grad != should_train(name, family, settings)]
     assert not wrong, f"the trainable set is not the intended one: {wrong[:5]}"
-    rates: dict[float, list[str]] = {}
+    alike: dict[tuple[float, float], list[str]] = {}
     for part in family.parts:
         rate = settings.rates[part]
         if rate is not None:
-            rates.setdefault(rate, []).append(part)
+            alike.setdefault((rate, settings.delays.get(part, 0.0)), []).append(part)
     groups = [
         TrainableGroup(
             "+".join(parts),
             tuple(parts),
             rate,
             [p for name, p in named if p.requires_grad and family.part_of(name) in parts],
+            delay,
         )
-        for rate, parts in rates.items()
+        for (rate, delay), parts in alike.items()
     ]
     return [group for group in groups if group.parameters]
 

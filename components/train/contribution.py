@@ -14,7 +14,6 @@ import torch
 from components.models.family import MODULE_UPDATE_RATIO, Family, Settings
 from components.models.tuning import unwrapped
 from components.train.curve import Curve
-from components.train.engine import warmup_steps
 from components.train.loss import sum_over_ranks
 
 NOTHING = 2.0**-8
@@ -49,13 +48,14 @@ class ModuleContribution:
         """The numbers that were measured last; nothing where none was."""
         return {name: value for name, value in curve.latest(self.names).items() if name in self.names}
 
-    def warning(self, curve: Curve, steps: int, warmup_share: float) -> str | None:
-        """In words, where the numbers measured last are of a step after the warm-up and the module changes nothing."""
+    def warning(self, curve: Curve, steps: int, warm: int) -> str | None:
+        """In words, where the numbers measured last are of a step after `warm`, the last of any part's warm-up, and the
+        module changes nothing."""
         latest = curve.latest(self.names)
         ratios = update_ratios(latest)
         if not self.measures or not ratios or max(ratios.values()) >= NOTHING:
             return None
-        if latest["step"] <= warmup_steps(steps, warmup_share):
+        if latest["step"] <= warm:
             return None
         told = ", ".join(f"{name} {value:.2g}" for name, value in ratios.items())
         return (

@@ -4,6 +4,7 @@ DeepSpeed takes its accelerator when it is imported: `accelerator.py` tells it w
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import deepspeed
@@ -71,17 +72,25 @@ def warmup_steps(steps: int, warmup_share: float) -> int:
     return max(1, round(warmup_share * steps))
 
 
-def cosine_with_warmup(step: int, steps: int, warmup_share: float) -> float:
-    """The factor on every group's learning rate at `step` of `steps`: linear up, then a half cosine to zero."""
-    warmup = warmup_steps(steps, warmup_share)
-    if step < warmup:
-        return (step + 1) / warmup
-    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+def delayed_steps(steps: int, delay: float) -> int:
+    """The first step of a part that waits for a share `delay` of `steps`."""
+    return round(delay * steps)
 
 
-def set_learning_rates(engine: deepspeed.DeepSpeedEngine, groups: list[TrainableGroup], factor: float) -> None:
-    for slot, group in zip(engine.optimizer.param_groups, groups, strict=True):
-        slot["lr"] = group.lr * factor
+def cosine_with_warmup(step: int, steps: int, warmup_share: float, delay: float = 0.0) -> float:
+    """The factor on a group's learning rate at `step` of `steps`: linear up, then a half cosine to zero. A group with a
+    `delay` has 0 until then, and its own warm-up under the same cosine."""
+    warmup, own = warmup_steps(steps, warmup_share), step - delayed_steps(steps, delay)
+    if own < 0:
+        return 0.0
+    cosine = 0.5 * (1 + math.cos(math.pi * max(0, step - warmup) / max(1, steps - warmup)))
+    return cosine * min(1.0, (own + 1) / warmup)
+
+
+def set_learning_rates(engine: deepspeed.DeepSpeedEngine, rates: Sequence[float]) -> None:
+    """`rates`: of each of the optimizer's groups, in their order."""
+    for slot, rate in zip(engine.optimizer.param_groups, rates, strict=True):
+        slot["lr"] = rate
 
 
 def apply_step(engine: deepspeed.DeepSpeedEngine) -> float:

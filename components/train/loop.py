@@ -39,7 +39,9 @@ from components.train.engine import (
     apply_step,
     build_engine,
     cosine_with_warmup,
+    delayed_steps,
     set_learning_rates,
+    warmup_steps,
 )
 from components.train.job import Job, Runtime
 from components.train.loss import sum_over_ranks, token_loss
@@ -221,10 +223,10 @@ def check(run: Run) -> None:
 def train_step(run: Run, step: int, batches: list[MicroBatch]) -> None:
     """Step number `step` (from 0) and its row in the curves."""
     cfg, schedule = run.job.cfg, run.schedule
-    factor = cosine_with_warmup(step, schedule.steps, cfg.warmup_share)
-    set_learning_rates(run.engine, run.groups, factor)
-    rates = {f"lr_{part}": group.lr * factor for group in run.groups for part in group.parts}
-    run.rates = {name: rates[name] for name in run.curve.names if name in rates}
+    rates = [group.lr * cosine_with_warmup(step, schedule.steps, cfg.warmup_share, group.delay) for group in run.groups]
+    set_learning_rates(run.engine, rates)
+    of_parts = {f"lr_{part}": rate for group, rate in zip(run.groups, rates, strict=True) for part in group.parts}
+    run.rates = {name: of_parts[name] for name in run.curve.names if name in of_parts}
     known = run.recompilations.count
     measured = run.contribution.measured(run.engine.module, is_measured(step + 1, schedule.steps))
     with graph_limit_explained(), run.recompilations.step(), measured as module:
@@ -296,7 +298,9 @@ def warn(run: Run) -> None:
 
 
 def warnings(run: Run) -> list[str]:
-    found = run.contribution.warning(run.curve, run.schedule.steps, run.job.cfg.warmup_share)
+    steps = run.schedule.steps
+    begun = max(delayed_steps(steps, group.delay) for group in run.groups)
+    found = run.contribution.warning(run.curve, steps, begun + warmup_steps(steps, run.job.cfg.warmup_share))
     return [found] if found else []
 
 

@@ -3,7 +3,7 @@
 import pickle
 import subprocess
 import sys
-from dataclasses import FrozenInstanceError, asdict
+from dataclasses import FrozenInstanceError, asdict, replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,14 @@ from pydantic import TypeAdapter, ValidationError
 
 from components.models import FAMILIES
 from components.models.family import Lora
-from components.models.m3diff.settings import DifferenceConfig, M3DiffSettings, MDPConfig, Rates, module_config
+from components.models.m3diff.settings import (
+    Delays,
+    DifferenceConfig,
+    M3DiffSettings,
+    MDPConfig,
+    Rates,
+    module_config,
+)
 from tests.tiny import MDP, tiny_settings
 
 GOOD = {
@@ -173,6 +180,12 @@ def test_the_list_of_families_loads_nothing_heavy() -> None:
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", script], cwd=root, text=True, capture_output=True, check=True)
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("delay", [-0.1, 1.0])
+def test_a_delay_is_a_share_of_the_steps(delay: float) -> None:
+    with pytest.raises(ValueError, match=f"delays: module must be 0 or more and under 1, .*found {delay}"):
+        replace(tiny_settings(), delays=Delays(module=delay))
 
 
 def test_rates_is_a_mapping_of_its_parts() -> None:

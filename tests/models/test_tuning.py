@@ -7,6 +7,7 @@ import torch
 
 from components.models import FAMILIES
 from components.models.fused import make_fused
+from components.models.m3diff.settings import Delays
 from components.models.tuning import (
     is_adapter,
     merge,
@@ -104,6 +105,17 @@ def test_parts_of_equal_rate_share_a_group(rates: dict, names: list[str]) -> Non
     groups = trainable_groups(model, FAMILY, settings)
     assert [group.name for group in groups] == names
     assert all(group.lr == rates[part] for group in groups for part in group.parts)
+
+
+def test_a_part_that_begins_later_has_a_group_of_its_own() -> None:
+    model, settings = prepared(vision=1.0, module=1.0, projector=1.0, llm=2.0)
+    settings = replace(settings, delays=Delays(module=0.25))
+    groups = trainable_groups(model, FAMILY, settings)
+    assert [(group.name, group.lr, group.delay) for group in groups] == [
+        ("vision+projector", 1.0, 0.0),
+        ("module", 1.0, 0.25),
+        ("llm", 2.0, 0.0),
+    ]
 
 
 def test_without_a_module_there_is_no_group_of_it() -> None:

@@ -151,7 +151,7 @@ def test_a_family_that_measures_nothing_has_no_numbers_and_no_warning() -> None:
     curve = Curve(columns(["llm"], none.names, []))
     curve.add({"step": 1, "loss": 1.0})
     assert none.latest(curve) == {}
-    assert none.warning(curve, 1, 0.0) is None
+    assert none.warning(curve, 1, 0) is None
 
 
 def warning(*rows: tuple[int, float, float], steps: int = 10) -> str | None:
@@ -161,7 +161,7 @@ def warning(*rows: tuple[int, float, float], steps: int = 10) -> str | None:
     for step, one, two in rows:
         curve.add({"step": step, **dict(zip(numbers.names, (one, two, 0.5, 0.5), strict=True))})
     curve.add({"step": rows[-1][0] + 1 if rows else 1})
-    return numbers.warning(curve, steps, 0.3)
+    return numbers.warning(curve, steps, 3)
 
 
 def test_a_module_that_changes_nothing_after_the_warm_up_is_an_alarm() -> None:

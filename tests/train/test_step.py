@@ -1,5 +1,7 @@
 """One optimizer step against AdamW computed by hand, and the gradient's norm against autograd."""
 
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,13 +9,15 @@ import torch
 from torch import Tensor
 
 from components.models import FAMILIES
+from components.models.m3diff.settings import Delays
 from components.models.tuning import TrainableGroup
 from components.params import load_params
-from components.train.engine import build_engine
+from components.train.engine import build_engine, cosine_with_warmup
 from components.train.job import Job, Runtime
 from components.train.loop import Run, prepare_model, start, take_step, train_step
 from components.train.retry import DivergedError
 from components.train.state import MasterState
+from tests.tiny import tiny_settings
 from tests.toy import REPOSITORY
 from tests.train.toy import Recipe, recipe
 
@@ -157,6 +161,33 @@ def test_gradients_in_bf16_are_added_up_in_fp32(stage: int, mixture: Path, base:
     for name, parameter in state.parameters.items():
         first = 0.1 * added[name]  # AdamW's first moment; a sum in bf16 is 2e-3 off
         assert (state.get(parameter, "exp_avg") - first).norm() <= 1e-5 * first.norm(), name
+
+
+def test_the_rate_warms_up_and_falls_as_a_half_cosine_and_a_delayed_part_joins_it() -> None:
+    factors = [cosine_with_warmup(step, 12, 1 / 6) for step in range(12)]
+    assert factors[:3] == [0.5, 1.0, 1.0]
+    assert factors[7] == pytest.approx(0.5)  # half way of the ten steps after the warm-up
+    assert factors[11] == pytest.approx(0.5 * (1 + math.cos(0.9 * math.pi)))
+    delayed = [cosine_with_warmup(step, 12, 1 / 6, 0.25) for step in range(12)]
+    assert delayed[:3] == [0.0, 0.0, 0.0]
+    assert delayed[3] == 0.5 * factors[3]
+    assert delayed[4:] == factors[4:]
+
+
+def test_a_part_that_is_delayed_stays_as_it_is_until_its_step(mixture: Path, base: Path, tmp_path: Path) -> None:
+    model = replace(tiny_settings(), delays=Delays(module=0.5))
+    run = started(recipe(base, model=model, warmup_share=0.0, weight_decay=0.1), mixture, tmp_path)
+    assert run.schedule.steps >= 4
+    begins = round(run.schedule.steps / 2)
+    for step in range(begins + 1):
+        before = {name: p.detach().clone() for name, p in run.engine.module.named_parameters() if p.requires_grad}
+        train_step(run, step, [run.loader.build(batch) for batch in run.schedule.micro_batches(step, 0)])
+        after = dict(run.engine.module.named_parameters())
+        moved = {name: not torch.equal(after[name], weight) for name, weight in before.items()}
+        assert any(moved[name] for name in moved if ".mdp." in name) == (step == begins)
+        assert all(moved[name] for name in moved if "lora_B" in name)
+        assert (run.curve.last("lr_module") > 0) == (step == begins)
+        assert run.curve.last("lr_llm") > 0
 
 
 @pytest.mark.parametrize("profile", ["paper", "paper-letter", "one-gpu", "small"])

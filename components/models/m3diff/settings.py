@@ -1,10 +1,12 @@
 """M3Diff's settings: its entry of the section `models` in `params.yaml`. Imports nothing heavy."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
-from components.models.family import Lora, rate_faults
+from components.models.family import Lora, delay_faults, rate_faults
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ def module_config(values: Mapping[str, Any]) -> ModuleConfig:
     cls = module_type(values)
     if cls is None:
         raise ValueError(f"mdp: {KINDS}, found {values['kind']!r}")
-    known = {field.name for field in fields(cls)}
+    known = {each.name for each in fields(cls)}
     faults = [f"unknown field {name!r}" for name in values if name not in known]
     try:
         made = cls(**{name: value for name, value in values.items() if name in known})
@@ -146,27 +148,42 @@ class ByKind:
 
 
 @dataclass(frozen=True, eq=False)
-class Rates(Mapping[str, float | None]):
-    """Learning rate of each part; None is frozen, which of the module means: as it starts, for ever. A mapping of its
-    fields."""
+class ByPart(Mapping[str, Value], Generic[Value]):
+    """A mapping of the fields of its subclass: a value for each part."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    def __getitem__(self, part: str) -> Value:
+        if part not in self.__dataclass_fields__:
+            raise KeyError(part)
+        return getattr(self, part)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(each.name for each in fields(self))
+
+    def __len__(self) -> int:
+        return len(fields(self))
+
+
+@dataclass(frozen=True, eq=False)
+class Rates(ByPart[float | None]):
+    """Learning rate of each part; None is frozen, which of the module means: as it starts, for ever."""
 
     vision: float | None
     projector: float | None
     module: float | None
     llm: float | None
 
-    def __getitem__(self, part: str) -> float | None:
-        if part not in self.__dataclass_fields__:
-            raise KeyError(part)
-        return getattr(self, part)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(field.name for field in fields(self))
+@dataclass(frozen=True, eq=False)
+class Delays(ByPart[float]):
+    """Share of the steps before a part begins to train, in [0, 1); its warm-up follows. A part that begins at random
+    learns from gradients that mean little until the others can use what it says."""
 
-    def __len__(self) -> int:
-        return len(fields(self))
+    vision: float = 0.0
+    projector: float = 0.0
+    module: float = 0.0
+    llm: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -178,6 +195,7 @@ class M3DiffSettings:
     lora: adapters of the LLM's linears.
     rates: learning rates by part. A module without one is a control, too: what a run reaches with it comes from how
         the module starts, and what one with a rate reaches beyond that is learnt.
+    delays: when each part begins to train; at the first step unless it is named.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
@@ -186,7 +204,10 @@ class M3DiffSettings:
     module: Annotated[ModuleConfig | None, ByKind()]
     lora: Lora
     rates: Rates
+    delays: Delays = field(default_factory=Delays)
 
     def __post_init__(self) -> None:
-        if faults := rate_faults(self.rates, self.module):
-            raise ValueError("; ".join(f"rates: {fault}" for fault in faults))
+        faults = [f"rates: {fault}" for fault in rate_faults(self.rates, self.module)]
+        faults += [f"delays: {fault}" for fault in delay_faults(self.delays)]
+        if faults:
+            raise ValueError("; ".join(faults))
