@@ -68,7 +68,7 @@ targets: install ## the models of `make seeds` on fresh scenes, beside what they
 	@python -m infra.targets
 
 ablation: install ## the module beside its controls, from N seeds (a run each) -> benchmarks/results/ablation.json, .md, .svg
-	@python -m infra.ablation $(or $(N),1)
+	@python -m infra.ablation $(or $(N),1) $(if $(ROWS),--rows $(ROWS) --out benchmarks/results/$(basename $(notdir $(ROWS))).json)
 
 rehearse: install ## the paper's start and ratio of rates in small, beside no module -> benchmarks/results/rehearse.json, .svg
 	@python -m infra.rehearse
