@@ -247,6 +247,7 @@ def _model(old: Any, new: Any, say: Say) -> None:
         for model in models.values():
             model["lora"][part] = value
     models["m3diff"]["rates"].update(rates)
+    models["m3diff"].pop("delays", None)  # all parts began together
     models["no_module"]["rates"].update(rates | {"module": None})
     module, _ = _take(train, "perception")
     for key in list(module or ()):

@@ -52,8 +52,12 @@ def test_the_earlier_embedded_file_becomes_the_committed_parameters_but_for_valu
     for datasets in (now["synthesize"], now["ingest"]["datasets"]):
         for name in ("minichange_free", "minichange_shifted"):
             del datasets[name]  # which was not there then
+    module = now["models"]["m3diff"]
+    assert module.pop("delays")  # likewise
+    module["rates"]["module"] = 0.0001
     scenes = now["synthesize"]["minichange"]
     scenes["scenes"]["train"] = 5000
+    scenes["oversample_types"].remove("viewpoint")
     for section, were in CHOSEN_ANEW.items():
         now[section] |= were
     path.with_name("now.yaml").write_text(yaml.safe_dump(now))
@@ -69,6 +73,7 @@ def test_an_earlier_profile_becomes_the_present_one_but_for_its_folders(name, ol
     expected += [
         "models.m3diff.module.init_gain: - -> 0.5",
         "models.m3diff.module.pos_embed_scale: - -> 3.0",
+        "models.m3diff.delays.module: - -> 0",
     ]  # rehearsed
     expected += ["promote.guards: {} -> -", "promote.guards.METEOR: - -> 0.01"]  # which migrate leaves to a person
     expected += ["convert.references_per_pair: 12 -> null"]

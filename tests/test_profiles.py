@@ -57,6 +57,7 @@ def test_the_paper_profile_is_the_paper_run():
     assert (train.model, str(train.base)) == ("m3diff", "models/llava-onevision-qwen2-7b-ov-hf")
     assert (train.max_captions_per_sequence, train.global_batch, train.epochs) == (1, 256, 1)
     assert (train.warmup_share, train.weight_decay, train.max_grad_norm, train.precision) == (0.03, 0, 1, "bf16")
+    assert not any(params.models["m3diff"].delays.values()), "all parts begin together"
     assert (train.seed, params.convert.seed, params.convert.sources) == (7407, 11093, {})
     assert (params.convert.references_per_pair, params.convert.no_change_share) == (None, 1)
     assert (params.predict.batch_pairs, params.predict.max_new_tokens, params.predict.limit) == (16, 256, 0)

@@ -64,7 +64,7 @@ EMBEDDED = {
     "image_px": 128,
     "references": 5,
     "multi_change_share": 0.15,
-    "oversample_types": ["substitution", "size", "color"],
+    "oversample_types": ["substitution", "size", "color", "viewpoint"],
 }
 SMALL_FILES = {
     "change_captions.json": "c2e94e5507250e7a15c98161c1e899e9c3eb563005bb403fa7a21233965be017",
@@ -90,15 +90,27 @@ EMBEDDED_SCENES = {  # number -> first 16 digits of the digests of before, after
         "counting",
         "at the left the small purple die shows four dots instead of two",
     ),
-    300: ("982b46f7113882a6", "8471915da332e11f", "74d6ce4f818bb364", "viewpoint", "the camera moved to the left"),
-    1111: ("36aea0a611162e55", "6d2391a692a5a6c9", "436512bb09deb9e4", "illumination", "the lamp went out"),
+    300: (
+        "982b46f7113882a6",
+        "a8aa0edd17c567e3",
+        "fa9f3d376ae2c51b",
+        "substitution",
+        "at the top right the large purple cone was replaced by a large yellow die",
+    ),
+    1111: (
+        "36aea0a611162e55",
+        "cdafc46951adbb94",
+        "9f4c5e99b3c10d6b",
+        "color",
+        "at the right the large blue star turned green",
+    ),
     2499: (
-        "4516ca7cfe651f5f",
-        "fd4904f528d484fa",
-        "2b3c9be9d12060b9",
-        "disappearance pose removal",
-        "at the top left the small red doll raised its arms, and at the bottom left the small red sign was removed and "
-        "left a mark, and at the bottom right the large yellow box disappeared",
+        "88364ae145293f9f",
+        "25d82ac16e14a8da",
+        "a3907ea10e2036ed",
+        "disappearance removal substitution",
+        "at the top left the large red doll was replaced by a large yellow cone, and at the bottom left the small red "
+        "star disappeared, and at the bottom right the large yellow box was removed and left a mark",
     ),
 }
 

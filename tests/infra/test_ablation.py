@@ -136,10 +136,13 @@ def test_a_file_of_other_things_than_rows_is_refused(text: str, fault: str, tmp_
         ablation.read_ablation(tmp_path / "rows.yaml")
 
 
-def test_each_row_of_the_file_makes_parameters_that_are_right_and_others_than_the_first(tmp_path: Path):
+@pytest.mark.parametrize(("file", "rows"), [("ablation.yaml", 6), ("ablation-data.yaml", 4)])
+def test_each_row_of_a_file_makes_parameters_that_are_right_and_others_than_those_before(
+    file: str, rows: int, tmp_path: Path
+):
     """As `dvc exp run -S` sets them; a key that is there already is named without a plus."""
     seen = []
-    for changes in ablation.read_ablation(ablation.ROWS).rows.values():
+    for changes in ablation.read_ablation(ablation.ROWS.with_name(file)).rows.values():
         values = yaml.safe_load((toy.REPOSITORY / "params.yaml").read_text())
         for place, value in changes.items():
             *sections, key = place.removeprefix("+").split(".")
@@ -151,7 +154,7 @@ def test_each_row_of_the_file_makes_parameters_that_are_right_and_others_than_th
         (tmp_path / "params.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
         params = load_params(tmp_path / "params.yaml")
         seen.append([params.train, params.models[params.train.model], params.convert])
-    assert len(seen) == 9
+    assert len(seen) == rows
     assert all(one not in seen[:number] for number, one in enumerate(seen))
 
 
