@@ -9,7 +9,7 @@ import math
 import multiprocessing
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -22,6 +22,7 @@ from PIL import Image
 
 from benchmarks.own import serve_own
 from benchmarks.peer import serve_peer
+from components.models.m3diff.settings import Delays, M3DiffSettings
 from components.params import load_params
 from components.records import SAMPLE_SCHEMA
 from components.train.job import Job
@@ -81,7 +82,10 @@ def embedded_job(folder: Path, captions: int | None, batch: tuple[int, int], thr
     one_process = {"workers": 0, "cpus_per_worker": threads, "gpu": False, "zero_stage": 0, "micro_batch": batch[1]}
     compute = params.compute.model_copy(update=one_process | {"val_pairs": 0, "caption_val_pairs": 0})
     run_dir = folder / f"run_{captions or 'all'}"
-    return Job(cfg, params.models[params.train.model], compute, folder, run_dir / "out", run_dir, "")
+    model = params.models[params.train.model]
+    assert isinstance(model, M3DiffSettings)
+    model = replace(model, delays=Delays())  # the stock Trainer has none
+    return Job(cfg, model, compute, folder, run_dir / "out", run_dir, "")
 
 
 @dataclass
