@@ -10,6 +10,7 @@ from torch import Tensor
 
 from components.models import FAMILIES
 from components.models.m3diff import mdp as module_of
+from components.models.m3diff.settings import Delays
 from components.models.tuning import unwrapped
 from components.train import contribution, loop
 from components.train.contribution import NOTHING, ModuleContribution
@@ -197,6 +198,18 @@ def test_a_module_that_never_trains_raises_the_alarm_at_checkpoints_and_in_the_r
     assert done.report.warnings == [told[1].removeprefix("train: warning: ")]
     assert done.report.module["module_update_ratio/1"] < NOTHING
     assert done.report.module["module_score/1"] == pytest.approx(0.5, abs=1e-3)
+
+
+@pytest.mark.usefixtures("every_second")
+def test_a_module_that_begins_later_has_its_own_warm_up_before_the_alarm(
+    mixture: Path, base: Path, tmp_path: Path
+) -> None:
+    """Half of six steps' delay and three of warm-up are the whole run."""
+    settings = tiny_settings(MDP | {"init_gain": 0.0}, module=1e-10)
+    delayed = replace(settings, delays=Delays(module=0.5))
+    done = run(recipe(base, warmup_share=0.5, model=delayed), mixture, tmp_path)
+    assert done.report.warnings == []
+    assert done.report.module["module_update_ratio/1"] < NOTHING
 
 
 @pytest.mark.usefixtures("every_second")
