@@ -158,15 +158,13 @@ def trained_model(params: "Params") -> Iterator[str]:
 
 
 def model_rates(params: "Params") -> Iterator[str]:
-    """Each part of the family has a rate, or null, and nothing else has."""
+    """Each part of the family has a rate, or null; nothing else has one, or a delay."""
     for name, settings in sound(params.models):
         parts = FAMILIES[settings.family].parts
-        for part in settings.rates:
-            if part not in parts:
-                yield f"models.{name}.rates.{part}: no such part; {closest(part, parts, of='keys')}"
-        for part in settings.delays:
-            if part not in parts:
-                yield f"models.{name}.delays.{part}: no such part; {closest(part, parts, of='keys')}"
+        for key, given in (("rates", settings.rates), ("delays", settings.delays)):
+            for part in given:
+                if part not in parts:
+                    yield f"models.{name}.{key}.{part}: no such part; {closest(part, parts, of='keys')}"
         for part in parts:
             if part not in settings.rates:
                 yield f"models.{name}.rates.{part}: missing; write the learning rate of this part, or null to freeze it"

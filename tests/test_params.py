@@ -9,13 +9,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 from pydantic import BaseModel
 
-from components.consistency import check_paths
+from components.consistency import check_paths, model_rates
 from components.params import Params, load_params
 from components.section import FrozenDict, ParamsError
 from tests.toy import REPOSITORY
@@ -673,3 +674,13 @@ def test_the_embedded_base_is_made_where_it_is_missing(write):
     with pytest.raises(ParamsError, match="train.base: data/none/config.json is not there; `make base`"):
         check_paths(params, "train")
     check_paths(load_params(Path("params.yaml")), "train", "convert", "evaluate")
+
+
+def test_a_part_that_a_family_has_not_is_named_in_rates_and_delays_and_a_part_without_a_rate_too():
+    """Of settings that are open mappings; those of M3Diff refuse such a key themselves."""
+    rates = {"vision": 1.0, "projector": 1.0, "module": 1.0, "encoder": 1.0}
+    model = SimpleNamespace(family="m3diff", rates=rates, delays={"modul": 0.5})
+    unknown_rate, unknown_delay, missing = model_rates(SimpleNamespace(models={"m": model}))
+    assert unknown_rate.startswith("models.m.rates.encoder: no such part; ")
+    assert unknown_delay.startswith("models.m.delays.modul: no such part; did you mean 'module'?")
+    assert missing.startswith("models.m.rates.llm: missing; ")
