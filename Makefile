@@ -61,8 +61,7 @@ bench-score: install ## scoring speed beside pycocoevalcap -> benchmarks/results
 	@python benchmarks/score.py
 
 seeds: install  ## the embedded training from N seeds (minutes each), mean and deviation -> benchmarks/results/seeds.json
-	@dvc repro convert
-	@python infra/seeds.py $(N)
+	@python -m infra.seeds $(N)
 
 targets: install ## the models of `make seeds` on fresh scenes, beside what they should reach -> benchmarks/results/targets.json
 	@python -m infra.targets

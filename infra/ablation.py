@@ -27,6 +27,7 @@ from components.evaluate.metrics import METRICS
 from components.files import sha256_of_folder, write_atomic
 from components.params import ParamsError, explain, load_params
 from components.section import Section
+from infra.experiments import read, run_experiment
 from infra.seeds import known, over_seeds
 
 ROWS = Path(__file__).with_suffix(".yaml")
@@ -164,10 +165,18 @@ def run_row(name: str, changes: Mapping[str, Any], seeds: Sequence[int], ablatio
         ParamsError: it has not the protocols.
     """
     given = [folder for folder in ablation.needs if str(folder) in changes.values()]
-    runs = [run_experiment(name, changes, seed, given) for seed in seeds]
+    runs = [run_seed(name, changes, seed, given) for seed in seeds]
     metrics = [json.loads(read(run, report / "metrics.json"))["protocols"] for run in runs]
     tables = [pq.read_table(pa.BufferReader(read(run, report / "scores.parquet"))) for run in runs]
     return Row(name, changes, {protocol: scored(metrics, tables, protocol) for protocol in ablation.protocols})
+
+
+def run_seed(row: str, changes: Mapping[str, Any], seed: int, given: Sequence[Path]) -> str:
+    """The name of the row's experiment, run or restored."""
+    name = f"ablation-{re.sub('[^a-z0-9]+', '-', row.lower())}-{seed}"
+    print(f"{row}, seed {seed}: ", end="")
+    run_experiment(name, {"train.seed": seed} | dict(changes), given)
+    return name
 
 
 def scored(metrics: Sequence[Mapping[str, Any]], tables: Sequence[pa.Table], protocol: str) -> Scored:
@@ -176,35 +185,6 @@ def scored(metrics: Sequence[Mapping[str, Any]], tables: Sequence[pa.Table], pro
         raise ParamsError(f"protocols: {protocol} was not scored; metrics.json has {', '.join(metrics[0])}")
     values = {score: found for score in SCORES if (found := known([one[protocol].get(score) for one in metrics]))}
     return Scored(values, summed([rows_of(one, protocol) for one in tables]))
-
-
-def run_experiment(row: str, changes: Mapping[str, Any], seed: int, given: Sequence[Path] = ()) -> str:
-    """The name of the row's experiment, run or restored.
-
-    Args:
-        given: folders of this checkout that git ignores and the experiment reads.
-    """
-    name = f"ablation-{re.sub('[^a-z0-9]+', '-', row.lower())}-{seed}"
-    changed = ({"train.seed": seed} | dict(changes)).items()
-    settings = [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in changed]
-    print(f"{row}, seed {seed}: dvc exp run --name {name} {' '.join(settings)}", flush=True)
-    chosen = [part for setting in settings for part in ("-S", setting)]
-    copied = [part for folder in given for part in ("--copy-paths", str(folder))]
-    dvc("exp", "remove", "--quiet", name, check=False)  # its stages stay in the run cache
-    dvc("exp", "run", "--temp", "--name", name, *copied, *chosen)
-    return name
-
-
-def dvc(*arguments: str, check: bool = True) -> None:
-    out = None if check else subprocess.DEVNULL
-    subprocess.run([sys.executable, "-m", "dvc", *arguments], check=check, stdout=out, stderr=out)
-
-
-def read(experiment: str, path: Path) -> bytes:
-    from dvc.api import DVCFileSystem
-
-    with DVCFileSystem(rev=experiment).open(path.as_posix(), "rb") as file:
-        return file.read()
 
 
 def summed(tables: Sequence[pa.Table]) -> pa.Table:

@@ -16,12 +16,12 @@ import yaml
 from components.closure import ROOT, key_of
 from components.files import write_atomic
 from components.params import Params, ParamsError, load_params
+from components.profiles import resolve
 from components.section import Section
-from infra.seeds import over_seeds, run_stage, write_params
+from infra.seeds import MODELS, over_seeds
 
 TARGETS = Path(__file__).with_suffix(".yaml")
 RESULTS = Path("benchmarks/results/targets.json")
-SEEDS = Path("runs/seeds")
 STAGES = ("synthesize", "ingest", "validate", "convert")  # that make the scenes and their samples
 
 
@@ -36,7 +36,7 @@ class Targets(Section):
 def main(file: Path = TARGETS, out: Path = RESULTS) -> int:
     try:
         targets = Targets.model_validate(yaml.safe_load(file.read_text()))
-        models = trained_models(SEEDS)
+        models = trained_models(MODELS)
         draw(targets.profile)
         scored = {seed: caption(targets.profile, seed, model) for seed, model in models.items()}
         rows = list(compare(targets, list(scored.values())))
@@ -59,7 +59,7 @@ def trained_models(folder: Path) -> dict[int, Path]:
     Raises:
         FileNotFoundError: it left none.
     """
-    found = {int(each.parent.name): each.parent / "model" for each in sorted(folder.glob("*/trained.txt"))}
+    found = {int(each.parent.name): each for each in sorted(folder.glob("*/model"))}
     if not found:
         raise FileNotFoundError(f"{folder}: no trained model; run `make seeds N=3` first")
     return found
@@ -95,6 +95,23 @@ def caption(profile: Path, seed: int, model: Path) -> dict[str, Any]:
         run_stage(f"seed {seed}", file, stage)
     found: dict[str, Any] = json.loads((folder / "report" / "metrics.json").read_text())["protocols"]
     return found
+
+
+def write_params(source: Path, folder: Path, seed: int, model: Path) -> Path:
+    """The parameters by which a model of a seed is captioned and scored, whole: what comes of it goes to `folder`."""
+    values, _ = resolve(source)
+    values["train"]["seed"] = seed
+    values["paths"] |= {name: str(folder / name) for name in ("predictions", "report")} | {"model": str(model)}
+    values["compute"]["scratch"] = str(folder / "scratch")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "params.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+    return folder / "params.yaml"
+
+
+def run_stage(whose: str, file: Path, *stage: str) -> None:
+    """Run a stage, and its dataset where it has one, with a file of parameters; `whose` is said before."""
+    print(f"{whose}: {' '.join(stage)}", flush=True)
+    subprocess.run([sys.executable, "-m", "components", "--params", str(file), *stage], check=True)
 
 
 def compare(targets: Targets, runs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -12,7 +12,7 @@ import yaml
 from components.files import sha256_of_folder
 from components.params import ParamsError, load_params
 from components.profiles import differences, resolve
-from infra import ablation
+from infra import ablation, experiments
 from tests import toy
 
 PROTOCOL = "toy/total"
@@ -185,8 +185,8 @@ def test_a_row_whose_base_is_not_there_is_left_out_and_says_what_makes_it(tmp_pa
 )
 def test_values_are_set_as_yaml_writes_them(value: object, written: str, monkeypatch):
     calls: list[tuple[str, ...]] = []
-    monkeypatch.setattr(ablation, "dvc", lambda *arguments, check=True: calls.append(arguments))
-    assert ablation.run_experiment("A, row", {"a.b": value}, 3, [Path("data/x")]) == "ablation-a-row-3"
+    monkeypatch.setattr(experiments, "dvc", lambda *arguments, check=True: calls.append(arguments))
+    assert ablation.run_seed("A, row", {"a.b": value}, 3, [Path("data/x")]) == "ablation-a-row-3"
     wanted = ("--copy-paths", "data/x", "-S", "train.seed=3", "-S", f"a.b={written}")
     assert calls == [
         ("exp", "remove", "--quiet", "ablation-a-row-3"),
@@ -263,5 +263,5 @@ def test_rows_are_experiments_beside_the_workspace_and_a_row_that_was_run_is_res
         "ablation-more-7407",
         "ablation-other-7407",
     }
-    checkpoint = ablation.read("ablation-other-7407", Path("data/05_model/checkpoint/manifest.json"))
+    checkpoint = experiments.read("ablation-other-7407", Path("data/05_model/checkpoint/manifest.json"))
     assert json.loads(checkpoint)["base"] == "data/other"

@@ -1,19 +1,16 @@
-"""`make seeds`: the figures by hand, what a run reads and writes, and two seeds of a small model in earnest."""
+"""`make seeds`: the figures by hand, what is asked of DVC, and two seeds of the toy project in earnest."""
 
 import json
+import shutil
 import subprocess
-import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from components.__main__ import main as m3diff
-from components.params import load_params
-from components.profiles import differences, resolve
 from infra import seeds
-from tests.tiny import tiny_base
+from tests import toy
 from tests.toy import REPOSITORY
 
 
@@ -37,125 +34,81 @@ def test_the_table_has_a_line_for_each_score():
     ]
 
 
-def test_a_seeds_run_differs_by_its_seed_and_writes_into_its_own_folder_alone(tmp_path):
-    file = seeds.write_params(REPOSITORY / "profiles" / "embedded-gpu.yaml", tmp_path / "9", 9)
-    found = differences(resolve(REPOSITORY / "profiles" / "embedded-gpu.yaml")[0], resolve(file)[0])
-    assert found == [
-        f"paths.model: data/05_model -> {tmp_path}/9/model",
-        f"paths.predictions: data/06_predictions -> {tmp_path}/9/predictions",
-        f"paths.report: data/07_report -> {tmp_path}/9/report",
-        "train.seed: 7407 -> 9",
-        f"compute.scratch: runs -> {tmp_path}/9/scratch",
-    ]
-    assert load_params(file).train.seed == 9
-
-
 def test_of_one_seed_there_is_no_deviation(capsys):
     with pytest.raises(SystemExit):
         seeds.main(["1"])
     assert "of 1 seed there is no standard deviation; give 2 or more" in capsys.readouterr().err
 
 
+class Experiments:
+    """DVC's experiments, whose score is their seed; `fails` names the one that fails."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: int = 0) -> None:
+        self.calls: list[Any] = []
+        self.fails = fails
+        for name in ("run_experiment", "copy", "read"):
+            monkeypatch.setattr(seeds, name, getattr(self, name))
+
+    def run_experiment(self, name: str, changes: Mapping[str, Any]) -> None:
+        self.calls.append((name, changes))
+        if changes["train.seed"] == self.fails:
+            raise subprocess.CalledProcessError(75, ["dvc", "exp", "run"])
+
+    def copy(self, name: str, path: Path, to: Path) -> None:
+        self.calls.append((name, path, to))
+
+    def read(self, name: str, path: Path) -> bytes:
+        assert path == Path("data/07_report/metrics.json")
+        cider = float(name.removeprefix("seed-"))
+        return json.dumps({"protocols": {"d/p": {"pairs": 2, "CIDEr": cider}}}).encode()
+
+
 @pytest.fixture
-def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Parameters of a small model on a few scenes, its mixture made."""
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copy(REPOSITORY / "params.yaml", tmp_path)
     monkeypatch.chdir(tmp_path)
-    mdp = {"vision_feature_layers": [1, 2], "layers": 1, "heads": 2}
-    profile = {
-        "extends": str(REPOSITORY / "profiles" / "embedded"),
-        "models": {"m3diff": {"module": mdp}},
-        "synthesize": {
-            "minichange": {
-                "root": "data/01_raw/minichange",
-                "seed": 1,
-                "scenes": {"train": 8, "val": 2, "test": 12},
-                "image_px": 64,
-                "references": 2,
-                "multi_change_share": 0.2,
-                "oversample_types": [],
-            }
-        },
-        "ingest": {"datasets": {"minichange": {"reader": "minichange", "root": "data/01_raw/minichange"}}},
-        "validate": {"near_duplicate_max_diff": None, "max_quarantined_share": 0.5},
-        "convert": {"questions": str(REPOSITORY / "profiles" / "questions.yaml")},
-        "train": {"base": str(tiny_base(tmp_path / "base")), "epochs": 1, "global_batch": 8},
-        "predict": {"max_new_tokens": 4, "control_pairs": 0},
-        "evaluate": {"metrics": ["CIDEr", "change_accuracy"]},
-        "compute": {"workers": 0, "micro_batch": 4, "val_pairs": 2, "caption_val_pairs": 0},
-    }
-    Path("params.yaml").write_text(yaml.safe_dump(profile))
-    for command in (["synthesize", "minichange"], ["ingest"], ["validate"], ["convert"]):
-        assert m3diff(command) == 0
     return tmp_path
 
 
-@pytest.fixture
-def one_seed_in_processes(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The commands of stages. Those after the first three run in this process: to import takes longer than to run."""
-    ran: list[list[str]] = []
-    start = subprocess.run
-
-    def run(command: list[str], **given: Any) -> Any:
-        if command[:3] != [sys.executable, "-m", "components"]:
-            return start(command, **given)
-        ran.append(command)
-        if len(ran) > 3:
-            assert m3diff(command[3:]) == 0
-            return subprocess.CompletedProcess(command, 0)
-        return start(command, **given)
-
-    monkeypatch.setattr(subprocess, "run", run)
-    return ran
-
-
-@pytest.mark.slow
-def test_two_seeds_are_trained_captioned_and_scored_beside_the_project_and_not_trained_twice(
-    small, one_seed_in_processes, capfd
-):
+def test_each_seed_is_an_experiment_whose_model_is_kept(folder, monkeypatch, capsys):
+    experiments = Experiments(monkeypatch)
     assert seeds.main(["2", "--out", "seeds.json"]) == 0
+    checkpoint = Path("data/05_model/checkpoint")
+    assert experiments.calls == [
+        call
+        for seed in (7407, 7408)
+        for call in (
+            (f"seed-{seed}", {"train.seed": seed}),
+            (f"seed-{seed}", checkpoint, Path(f"runs/seeds/{seed}/model/checkpoint")),
+        )
+    ]
     written = json.loads(Path("seeds.json").read_text())
     assert (written["seeds"], written["model"], written["command"]) == ([7407, 7408], "m3diff", "make seeds N=2")
-    total = written["protocols"]["minichange/total"]
-    assert total["pairs"] == 24
-    for seed, cider in zip(written["seeds"], total["scores"]["CIDEr"]["values"], strict=True):
-        found = json.loads(Path(f"runs/seeds/{seed}/report/metrics.json").read_text())
-        assert found["protocols"]["minichange/total"]["CIDEr"] == cider
-    weights = [Path(f"runs/seeds/{seed}/model/checkpoint/model.safetensors").read_bytes() for seed in (7407, 7408)]
-    assert weights[0] != weights[1]
-    assert not Path("data/05_model").exists()
-    said = capfd.readouterr().out
-    assert "seed 7407: train\n" in said
-    assert "minichange/total, 24 pairs: mean, standard deviation, each seed's\n  CIDEr " in said
-
-    seeds.main(["2", "--out", "again.json"])
-    assert "seed 7407: train\n" not in capfd.readouterr().out
-    assert json.loads(Path("again.json").read_text())["protocols"] == written["protocols"]
-    stages = ["train", "predict", "evaluate"]
-    assert [command[-1] for command in one_seed_in_processes] == [*stages, *stages, *stages[1:], *stages[1:]]
+    assert written["protocols"]["d/p"]["scores"]["CIDEr"]["values"] == [7407.0, 7408.0]
+    assert "d/p, 2 pairs: mean, standard deviation, each seed's\n  CIDEr " in capsys.readouterr().out
 
 
-def test_a_seed_whose_training_fails_is_trained_again_and_the_code_is_passed_on(small, monkeypatch, capsys):
-    ran: list[str] = []
-
-    def run(command: list[str], check: bool) -> None:
-        ran.append(command[-1])
-        if len(ran) == 1:
-            raise subprocess.CalledProcessError(75, command)
-        if command[-1] == "evaluate":
-            report = load_params(Path(command[-2])).paths.report
-            report.mkdir(parents=True, exist_ok=True)
-            (report / "metrics.json").write_text('{"protocols": {"d/p": {"pairs": 2, "CIDEr": 1.0}}}')
-
-    monkeypatch.setattr(subprocess, "run", run)
-    assert seeds.main(["2", "--out", "seeds.json"]) == 75
-    assert "train` ended with 75" in capsys.readouterr().err
+def test_a_seed_that_fails_ends_it_with_its_code_and_nothing_is_written(folder, monkeypatch, capsys):
+    Experiments(monkeypatch, fails=7408)
+    assert seeds.main(["3", "--out", "seeds.json"]) == 75
+    assert capsys.readouterr().err == "make seeds: `dvc exp run` ended with 75\n"
     assert not Path("seeds.json").exists()
-    assert seeds.main(["2", "--out", "seeds.json"]) == 0
-    stages = ["train", "predict", "evaluate"]
-    assert ran == ["train", *stages, *stages]
-    changed = Path("params.yaml").read_text().replace("epochs: 1", "epochs: 2")
-    Path("params.yaml").write_text(changed)
-    assert seeds.main(["2", "--out", "seeds.json"]) == 0
-    assert ran[7:] == [*stages, *stages], "other parameters are another training"
-    assert seeds.main(["2", "--out", "seeds.json"]) == 0
-    assert ran[13:] == [*stages[1:], *stages[1:]]
+
+
+@pytest.mark.slow(60)
+def test_two_seeds_are_run_beside_the_project_and_their_models_kept(tmp_path, monkeypatch, capfd):
+    for name in ("GIT_AUTHOR", "GIT_COMMITTER"):
+        monkeypatch.setenv(f"{name}_NAME", "toy")
+        monkeypatch.setenv(f"{name}_EMAIL", "toy@localhost")
+    root = toy.build(tmp_path / "toy")
+    toy.run(root, "dvc", "repro", "-q")
+    toy.commit(root, "run")
+    monkeypatch.chdir(root)
+    assert seeds.main(["2", "--out", str(tmp_path / "seeds.json")]) == 0
+    written = json.loads((tmp_path / "seeds.json").read_text())
+    assert written["protocols"][toy.TOTAL]["scores"]["CIDEr"]["values"][0] == pytest.approx(1.24)
+    said = capfd.readouterr().out
+    assert said.count("Running stage 'train'") == 1, "the parameters' own seed is restored"
+    kept = [Path(f"runs/seeds/{seed}/model/checkpoint/manifest.json").read_text() for seed in (7407, 7408)]
+    assert kept[0] == Path("data/05_model/checkpoint/manifest.json").read_text()
+    assert toy.run(root, "git", "status", "--porcelain") == ""

@@ -11,6 +11,7 @@ import yaml
 
 from components.__main__ import main as m3diff
 from components.params import ParamsError, load_params
+from components.profiles import differences, resolve
 from infra import targets
 from infra.targets import Targets, compare, table, value_of
 from tests.tiny import tiny_base, tiny_checkpoint
@@ -76,6 +77,19 @@ def test_the_fresh_scenes_are_of_seeds_that_the_embedded_run_does_not_use():
     assert load_params(REPOSITORY / wanted.profile) == fresh
 
 
+def test_a_seeds_run_differs_by_its_seed_and_writes_into_its_own_folder_alone(tmp_path):
+    file = targets.write_params(REPOSITORY / "profiles" / "embedded-gpu.yaml", tmp_path / "9", 9, Path("of/9"))
+    found = differences(resolve(REPOSITORY / "profiles" / "embedded-gpu.yaml")[0], resolve(file)[0])
+    assert found == [
+        "paths.model: data/05_model -> of/9",
+        f"paths.predictions: data/06_predictions -> {tmp_path}/9/predictions",
+        f"paths.report: data/07_report -> {tmp_path}/9/report",
+        "train.seed: 7407 -> 9",
+        f"compute.scratch: runs -> {tmp_path}/9/scratch",
+    ]
+    assert load_params(file).train.seed == 9
+
+
 def test_without_models_it_is_said_how_to_make_them(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert targets.main() == 1
@@ -103,7 +117,6 @@ def test_the_models_of_two_seeds_caption_the_same_fresh_scenes(tmp_path, monkeyp
     for seed in (8, 7):
         model = Path(f"runs/seeds/{seed}/model")
         tiny_checkpoint(tiny_base(tmp_path / f"base{seed}", seed), model / "checkpoint")
-        (model.parent / "trained.txt").touch()
     ran: list[list[str]] = []
 
     start = subprocess.run

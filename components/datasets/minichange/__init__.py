@@ -16,7 +16,7 @@ one file more:
 scenes is a parameter, so no count is published.
 
 Two levels. *Grid*: three to five objects, each in a cell of its own, under a camera that hardly moves; a change shows
-in the pixels. *Free* (`free.py`): seven to nine objects anywhere, overlapping, of three sizes and several textures,
+in the pixels. *Free* (`free.py`): six to eight objects anywhere, overlapping, of three sizes and several textures,
 under a camera and a light that move more between any two images than the smallest changes do. Words and grammar are the
 same but for a third size.
 
