@@ -1,5 +1,6 @@
 """The tree in README.md is the tree on disk, and its commands are the Makefile's."""
 
+import json
 import re
 import subprocess
 
@@ -71,3 +72,35 @@ def test_every_make_target_that_the_readme_names_is_there(readme):
     targets = set(re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"`make ([a-z-]+)", readme)) <= targets
     assert {"run", "test"} <= set(re.findall(r"\bmake ([a-z-]+)", readme))
+
+
+SCORES = (("CIDEr", 1, 2), ("change_exact_accuracy", 100, 0), ("no_change_recall", 100, 0))
+"""Of each protocol: a score, what it is multiplied by, and its decimals."""
+
+
+def test_the_table_of_the_ablation_is_what_make_ablation_found(readme):
+    found = json.loads((REPOSITORY / "benchmarks/results/ablation.json").read_text())
+    assert found["left_out"] == {}
+    parts = [found["protocols"][protocol] for protocol in ("minichange/total", "minichange_free/total")]
+    for rows in zip(*parts, strict=True):
+        cells = [
+            f"{times * row['scores'][score]['mean']:.{digits}f} ± {times * row['scores'][score]['sd']:.{digits}f}"
+            for row in rows
+            for score, times, digits in SCORES
+        ]
+        assert f"\n| {rows[0]['row']} | {' | '.join(cells)} |\n" in readme
+
+
+def test_the_table_of_fresh_scenes_has_what_make_targets_found(readme):
+    found = json.loads((REPOSITORY / "benchmarks/results/targets.json").read_text())["scores"]
+    means = {(row["protocol"], row["score"]): row["mean"] for row in found}
+    grid, free = "fresh_grid/total", "fresh_free/total"
+    single = ("change_type_accuracy", "change_exact_accuracy", "by_type/*/exact_accuracy")
+    type_, exact, worst = (f"{100 * means[grid, score]:.0f} %" for score in single)
+    assert f"| {type_} / {exact} / {worst} (colour, camera) |" in readme
+    f1, reversal = means[grid, "multi_change_exact_f1"], means[grid, "reversal"]
+    assert f"| {f1:.2f} / {100 * reversal:.0f} % |" in readme
+    right, wrong = means[free, "no_change_recall"], means[free, "false_no_change"]
+    assert f"| {100 * right:.0f} % / {100 * wrong:.1f} % |" in readme
+    assert f"| free: type of a single change | {100 * means[free, 'change_type_accuracy']:.0f} % |" in readme
+    assert f"of the whole | {100 * means[free, 'CIDEr_shuffled/CIDEr']:.0f} % |" in readme
