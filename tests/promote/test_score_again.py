@@ -14,12 +14,45 @@ from components.__main__ import main as m3diff
 from components.params import load_params
 from components.register import stage
 from components.register.lineage import hash_test_set
-from tests.infra.test_seeds import small  # noqa: F401  # a fixture
+from tests.tiny import tiny_base
 from tests.toy import REPOSITORY
 
 
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Parameters of a small model on a few scenes, its mixture made."""
+    monkeypatch.chdir(tmp_path)
+    mdp = {"vision_feature_layers": [1, 2], "layers": 1, "heads": 2}
+    profile = {
+        "extends": str(REPOSITORY / "profiles" / "embedded"),
+        "models": {"m3diff": {"module": mdp}},
+        "synthesize": {
+            "minichange": {
+                "root": "data/01_raw/minichange",
+                "seed": 1,
+                "scenes": {"train": 8, "val": 2, "test": 12},
+                "image_px": 64,
+                "references": 2,
+                "multi_change_share": 0.2,
+                "oversample_types": [],
+            }
+        },
+        "ingest": {"datasets": {"minichange": {"reader": "minichange", "root": "data/01_raw/minichange"}}},
+        "validate": {"near_duplicate_max_diff": None, "max_quarantined_share": 0.5},
+        "convert": {"questions": str(REPOSITORY / "profiles" / "questions.yaml")},
+        "train": {"base": str(tiny_base(tmp_path / "base")), "epochs": 1, "global_batch": 8},
+        "predict": {"max_new_tokens": 4, "control_pairs": 0},
+        "evaluate": {"metrics": ["CIDEr", "change_accuracy"]},
+        "compute": {"workers": 0, "micro_batch": 4, "val_pairs": 2, "caption_val_pairs": 0},
+    }
+    Path("params.yaml").write_text(yaml.safe_dump(profile))
+    for command in (["synthesize", "minichange"], ["ingest"], ["validate"], ["convert"]):
+        assert m3diff(command) == 0
+    return tmp_path
+
+
 @pytest.mark.slow
-def test_a_champions_checkpoint_is_fetched_captions_this_test_set_and_is_compared_pair_by_pair(small, capsys):  # noqa: F811
+def test_a_champions_checkpoint_is_fetched_captions_this_test_set_and_is_compared_pair_by_pair(small, capsys):
     Path("components").symlink_to(REPOSITORY / "components")
     profile = yaml.safe_load(Path("params.yaml").read_text())
     profile |= {"register": {"tracking_uri": "sqlite:///mlflow.db"}, "promote": {"guards": {"unreadable": 0.0}}}
