@@ -218,15 +218,9 @@ def test_the_control_base_is_the_embedded_one_without_the_tasks_of_two_images():
 
 @pytest.mark.slow
 def test_rows_are_experiments_beside_the_workspace_and_a_row_that_was_run_is_restored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    toy_that_ran: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
-    for name in ("GIT_AUTHOR", "GIT_COMMITTER"):
-        monkeypatch.setenv(f"{name}_NAME", "toy")
-        monkeypatch.setenv(f"{name}_EMAIL", "toy@localhost")
-    root = toy.build(tmp_path / "toy")
-    toy.run(root, "dvc", "repro", "-q")
-    toy.commit(root, "run")
-    monkeypatch.chdir(root)
+    root = toy_that_ran
     (root / ".gitignore").write_text((root / ".gitignore").read_text() + "/data/other/\n")
     toy.commit(root, "another base is ignored")
     rows = {

@@ -96,14 +96,8 @@ def test_a_seed_that_fails_ends_it_with_its_code_and_nothing_is_written(folder, 
 
 
 @pytest.mark.slow(60)
-def test_two_seeds_are_run_beside_the_project_and_their_models_kept(tmp_path, monkeypatch, capfd):
-    for name in ("GIT_AUTHOR", "GIT_COMMITTER"):
-        monkeypatch.setenv(f"{name}_NAME", "toy")
-        monkeypatch.setenv(f"{name}_EMAIL", "toy@localhost")
-    root = toy.build(tmp_path / "toy")
-    toy.run(root, "dvc", "repro", "-q")
-    toy.commit(root, "run")
-    monkeypatch.chdir(root)
+def test_two_seeds_are_run_beside_the_project_and_their_models_kept(toy_that_ran, tmp_path, capfd):
+    root = toy_that_ran
     assert seeds.main(["2", "--out", str(tmp_path / "seeds.json")]) == 0
     written = json.loads((tmp_path / "seeds.json").read_text())
     assert written["protocols"][toy.TOTAL]["scores"]["CIDEr"]["values"][0] == pytest.approx(1.24)
