@@ -63,8 +63,13 @@ def status() -> dict[str, Any]:
     return json.loads(ask("status", "--json", *stages()))
 
 
-def ask(*arguments: str) -> str:
-    done = subprocess.run([*DVC, *arguments], env=environment(), capture_output=True, text=True)
+def ask(*arguments: str, cwd: Path | None = None) -> str:
+    """What a command of DVC prints.
+
+    Raises:
+        DvcError: it ended with another code than 0.
+    """
+    done = subprocess.run([*DVC, *arguments], cwd=cwd, env=environment(), capture_output=True, text=True)
     if done.returncode:
         raise DvcError(f"dvc {' '.join(arguments)}", done.returncode, done.stderr.splitlines())
     return done.stdout

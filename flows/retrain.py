@@ -4,37 +4,33 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from prefect import flow, get_run_logger, task
-from prefect.cache_policies import NO_CACHE
-from prefect.states import Completed, State
+from prefect import flow
+from prefect.states import State
 
 from components import tracking
-from components.params import Params, load_params
+from components.params import Params
 from components.register.lineage import LOCK, Lock
 from components.register.stage import CHALLENGER, find_alias
-from flows import dvc
-from flows.tasks import PARAMS, run_pipeline, worth_retrying
+from flows.pipeline import run_pipeline
 
 CODE = "components"
 
 
 @flow(name="m3diff", persist_result=False)
-def retrain() -> State:
-    """Look for changes; none: say so and end. Any: run the whole pipeline."""
-    reasons = look_for_changes()
-    if not reasons:
-        return Completed(
-            name="Skipped", message="neither the data nor the parameters changed since the last registration"
-        )
-    for reason in reasons:
-        get_run_logger().info(reason)
-    return run_pipeline()
+def retrain(ref: str = "HEAD", overrides: list[str] | None = None, reason: str = "") -> State:
+    """Look for changes; none: say so and end. Any: run the whole pipeline.
+
+    Args:
+        ref: what to run; what is not committed is left out.
+        overrides: parameters of this run alone, such as `train.epochs=6`.
+        reason: why it was asked for; by itself no reason to train.
+    """
+    return run_pipeline(ref, overrides or [], dirty=False, reason=reason, worthwhile=look_for_changes)
 
 
-@task(cache_policy=NO_CACHE, retries=3, retry_delay_seconds=[5, 20, 60], retry_condition_fn=worth_retrying)
-def look_for_changes() -> list[str]:
+def look_for_changes(status: dict[str, Any], params: Params) -> list[str]:
     """Why to train again: what DVC calls changed, and what was never registered."""
-    return [*changes(dvc.status()), *unregistered(load_params(PARAMS))]
+    return [*changes(status), *unregistered(params)]
 
 
 def changes(status: dict[str, Any]) -> Iterator[str]:

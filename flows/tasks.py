@@ -1,6 +1,6 @@
 """The tasks of a flow: one for each stage of DVC, and those that act outside the repository.
 
-The name of a task's final state says what happened: Ran, Restored (from DVC's run cache), Skipped, Refused.
+The name of a task's final state says what happened: Ran, Restored (from DVC's run cache), Skipped, Rejected.
 """
 
 from pathlib import Path
@@ -12,17 +12,32 @@ from prefect.client.schemas.objects import TaskRun
 from prefect.states import Completed, State
 
 from components.params import load_params
-from components.promote.promote import promote
-from components.register.stage import register
-from flows import dvc
+from components.preflight import preflight
+from components.promote.promote import Promotion, promote
+from components.register.stage import Registration, register
+from flows import archive, dvc, previous
 
 TRANSIENT = (75, -9, 137)  # try again later; ended by the kernel (out of memory) or by a person
 PARAMS = Path("params.yaml")
+PAUSES_S: list[float] = [5, 20, 60]
 
 
 def worth_retrying(task: Any, run: TaskRun, state: State) -> bool:
     error = state.result(raise_on_failure=False)
     return isinstance(error, ConnectionError) or getattr(error, "code", None) in TRANSIENT
+
+
+@task(name="preflight", task_run_name="preflight", cache_policy=NO_CACHE)
+def look_before(tree: str) -> dict[str, Any]:
+    """See that the run can end well on this machine, and what is out of date: DVC's status, by stage.
+
+    Args:
+        tree: the content that is to run; what an earlier run of it recorded is current.
+    """
+    preflight(load_params(PARAMS))
+    archive.check_remote()
+    status = dvc.status()
+    return dvc.status() if status and previous.take_up(tree, status) else status
 
 
 @task(
@@ -33,10 +48,17 @@ def worth_retrying(task: Any, run: TaskRun, state: State) -> bool:
     retry_delay_seconds=10,
     retry_condition_fn=worth_retrying,
 )
-def reproduce(stage: str) -> State:
-    """Bring one stage up to date through DVC; its log lines are the task's."""
-    outcome = dvc.repro(stage, get_run_logger().info)
+def reproduce(stage: str, current: bool = False) -> State:
+    """Bring one stage up to date through DVC, which is not asked where the stage is known to be current."""
+    outcome = "Skipped" if current else dvc.repro(stage, get_run_logger().info)
     return Completed(name=outcome, message=f"{stage}: {outcome.lower()}", data=outcome)
+
+
+@task(name="push", task_run_name="push", cache_policy=NO_CACHE, retries=3, retry_delay_seconds=PAUSES_S)
+def push_data(record: Path) -> State:
+    """Send what the run made to the DVC remote, and see that it is there. Nothing points to what is not."""
+    outcome, message = archive.push(record, get_run_logger().info)
+    return Completed(name=outcome, message=message, data=outcome)
 
 
 @task(
@@ -44,14 +66,13 @@ def reproduce(stage: str) -> State:
     task_run_name="register",
     cache_policy=NO_CACHE,
     retries=3,
-    retry_delay_seconds=[5, 20, 60],
+    retry_delay_seconds=PAUSES_S,
     retry_condition_fn=worth_retrying,
 )
-def register_model() -> State:
+def register_model() -> State[Registration]:
     """Log the training to MLflow and register its checkpoint."""
     done = register(load_params(PARAMS))
-    outcome = "Skipped" if done.outcome == "unchanged" else "Ran"
-    return Completed(name=outcome, message=str(done), data=outcome)
+    return Completed(name="Skipped" if done.outcome == "unchanged" else "Ran", message=str(done), data=done)
 
 
 @task(
@@ -59,28 +80,11 @@ def register_model() -> State:
     task_run_name="promote",
     cache_policy=NO_CACHE,
     retries=3,
-    retry_delay_seconds=[5, 20, 60],
+    retry_delay_seconds=PAUSES_S,
     retry_condition_fn=worth_retrying,
 )
-def promote_model() -> State:
-    """Let the gate decide. To be refused is no failure."""
-    done = promote(load_params(PARAMS))
-    outcome = {"unchanged": "Skipped", "refused": "Refused"}.get(done.outcome, "Ran")
-    return Completed(name=outcome, message=str(done), data=outcome)
-
-
-def run_pipeline() -> State:
-    """Every stage in DVC's order, then register and promote; the first failure ends the run."""
-    outcomes: dict[str, str] = {}
-    for stage in dvc.stages():
-        outcomes[stage] = finish(reproduce(stage, return_state=True))
-    outcomes["register"] = finish(register_model(return_state=True))
-    outcomes["promote"] = finish(promote_model(return_state=True))
-    return Completed(message=", ".join(f"{name} {outcome.lower()}" for name, outcome in outcomes.items()))
-
-
-def finish(state: State) -> str:
-    """The name of a task's final state, in the log too; raises what failed the task."""
-    state.result()
-    get_run_logger().info(state.message or state.name)
-    return state.name or ""
+def promote_model(version: int) -> State[Promotion]:
+    """Let the gate decide on the version that this flow registered. To be rejected is no failure."""
+    done = promote(load_params(PARAMS), version)
+    outcome = {"unchanged": "Skipped", "refused": "Rejected"}.get(done.outcome, "Ran")
+    return Completed(name=outcome, message=str(done), data=done)

@@ -41,7 +41,7 @@ class Promotion(Verdict):
         return f"{self.model} version {self.challenger} {self.outcome}: {self.reason}"
 
 
-def promote(params: Params) -> Promotion:
+def promote(params: Params, version: int | None = None) -> Promotion:
     """Decide on the challenger and move the aliases.
 
     Raises:

@@ -1,0 +1,109 @@
+"""What a run needs besides right parameters, looked at before hours are spent: room, memory, GPUs, Java, MLflow."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from components import tracking
+from components.params import Params
+from components.section import ParamsError
+
+GIB = 2**30
+LEAST_FREE = 1 * GIB  # what the small stages, logs and the report take
+TRAINED_COPIES = 4  # of the base's size on a CPU: weights, gradients and AdamW's two moments in fp32
+NVIDIA_TIMEOUT_S, JAVA_TIMEOUT_S = 60, 30
+JAVA_METRICS = {"METEOR", "SPICE"}
+
+
+class NotReadyError(ParamsError):
+    """The machine or a server lacks what the run needs; every lack at once, each with its remedy."""
+
+
+def preflight(params: Params) -> None:
+    """See that this machine can run the pipeline.
+
+    Raises:
+        NotReadyError: it cannot.
+    """
+    faults = [*disk(params), *memory(params), *gpus(params), *java(params), *server(params)]
+    if faults:
+        raise NotReadyError("\n  ".join(["this run cannot start here:", *faults]))
+
+
+def disk(params: Params) -> Iterator[str]:
+    """Where the run writes: room for checkpoints in flight, of which a new one and three older exist at once."""
+    base = size_of(params.train.base)
+    needs = {params.compute.scratch: LEAST_FREE + 4 * base, params.paths.model: LEAST_FREE + base}
+    for place, needed in needs.items():
+        free = shutil.disk_usage(existing(place)).free
+        if free < needed:
+            yield f"{place}: {free / GIB:.1f} GiB free, {needed / GIB:.1f} needed; make room or set compute.scratch"
+
+
+def memory(params: Params) -> Iterator[str]:
+    """The base in the machine's memory, for each worker; trained there where there is no GPU."""
+    if os.environ.get("RAY_ADDRESS"):
+        return  # the workers are on other machines
+    copies = 1 if params.compute.gpu else TRAINED_COPIES
+    needed = size_of(params.train.base) * copies * max(params.compute.workers, 1)
+    free = psutil.virtual_memory().available
+    if free < needed:
+        yield (
+            f"memory: {free / GIB:.1f} GiB are free, about {needed / GIB:.1f} needed by {params.compute.workers} "
+            "worker(s); lower compute.workers or end other programs"
+        )
+
+
+def gpus(params: Params) -> Iterator[str]:
+    """As many GPUs as workers, by the driver's own list."""
+    if not params.compute.gpu or os.environ.get("RAY_ADDRESS"):
+        return
+    asked, found = max(params.compute.workers, 1), count_gpus()
+    if found < asked:
+        yield f"compute.gpu: {asked} GPU(s) asked for, {found} found by nvidia-smi -L; lower compute.workers"
+
+
+def count_gpus() -> int:
+    """GPUs that the driver lists; 0 without a driver, or one that does not answer."""
+    try:
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=NVIDIA_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith("GPU ") for line in done.stdout.splitlines()) if done.returncode == 0 else 0
+
+
+def java(params: Params) -> Iterator[str]:
+    """A Java that starts, where a metric is computed by one."""
+    asked = sorted(JAVA_METRICS & set(params.evaluate.metrics))
+    if not asked:
+        return
+    try:
+        works = subprocess.run(["java", "-version"], capture_output=True, timeout=JAVA_TIMEOUT_S).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        works = False
+    if not works:
+        yield f"java: `java -version` does not work, and evaluate.metrics has {', '.join(asked)}; install Java 17"
+
+
+def server(params: Params) -> Iterator[str]:
+    try:
+        tracking.check_alive(tracking.resolve(params.register_.tracking_uri))
+    except (tracking.TrackingUnavailableError, OSError) as error:
+        yield f"register.tracking_uri: {error}"
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of all files below a folder; 0 where there is none."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def existing(place: Path) -> Path:
+    """The nearest folder above that is there already."""
+    place = place.resolve()
+    while not place.exists():
+        place = place.parent
+    return place

@@ -1,0 +1,156 @@
+"""The whole pipeline as one flow run: a worktree, preflight, every stage, push, register, the gate, and a page."""
+
+import os
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from prefect import get_run_logger
+from prefect.runtime import flow_run
+from prefect.states import Completed, State
+
+from components.params import Params, load_params
+from components.promote.promote import Promotion
+from components.register.stage import Registration
+from flows import archive, dvc, previous, report, tasks
+from flows.coalesce import alone, finish
+from flows.git import git
+from flows.workspace import FLOWS, Workspace, workspace
+
+FLOW_RUN = "M3DIFF_FLOW_RUN"
+"""The environment variable by which a version and the record of decisions know their flow run."""
+
+MOST_REASONS = 8  # in a commit message
+NO_REASON = "neither the data nor the parameters changed since the last registration"
+
+Reasons = Callable[[dict[str, Any], Params], list[str]]
+
+
+@dataclass
+class Done:
+    """What a flow run did, for its page."""
+
+    work: Workspace
+    reasons: list[str]
+    started: float = field(default_factory=time.time)
+    outcomes: dict[str, str] = field(default_factory=dict)  # of a task, by name
+    seconds: dict[str, float] = field(default_factory=dict)
+    registration: Registration | None = None
+    decision: Promotion | None = None
+    error: str | None = None
+
+    @property
+    def state(self) -> str:
+        """What the flow run came to, in a word."""
+        if self.error:
+            return "Failed"
+        if self.outcomes.get("promote") == "Rejected":
+            return "Rejected"
+        return "Skipped" if set(self.outcomes.values()) <= {"Skipped"} else "Completed"
+
+
+def run_pipeline(
+    ref: str | None, overrides: Sequence[str], dirty: bool, reason: str, worthwhile: Reasons | None = None
+) -> State:
+    """Every stage in DVC's order, then push, register and promote; the first failure ends the run.
+
+    Args:
+        ref, overrides, dirty: what to run; see `workspace`.
+        reason: why it was asked for; kept with the run.
+        worthwhile: more reasons, from DVC's status and the parameters; where it finds none the run ends.
+    """
+    name = flow_run.get_id() or str(uuid.uuid4())
+    with workspace(name, ref, overrides, dirty) as work, known_as(name):
+        get_run_logger().info(f"commit {work.commit[:12]}, worktree {work.root}, branch {work.branch}")
+        state = in_workspace(Done(work, [reason] if reason else []), worthwhile)
+    if state.name == "Skipped":  # it made nothing, so nothing points to its branch
+        git("branch", "--quiet", "-D", work.branch)
+    return state
+
+
+def in_workspace(done: Done, worthwhile: Reasons | None) -> State:
+    """The run in its worktree, unless another does the same work, or there is no reason for it."""
+    with alone(done.work, get_run_logger().info) as other:
+        if other:
+            return Completed(name="Skipped", message=f"flow run {other} did the same work meanwhile")
+        try:
+            status = tasks.look_before(done.work.tree)
+            if worthwhile:
+                found = worthwhile(status, load_params(tasks.PARAMS))
+                if not found:
+                    return Completed(name="Skipped", message=NO_REASON)
+                done.reasons += found
+            for text in done.reasons:
+                get_run_logger().info(f"because {text}")
+            work_through(done, status)
+        except BaseException as error:
+            done.error = f"{type(error).__name__}: {error}"
+            report.publish(done, message_of(done))
+            raise
+        report.publish(done, message_of(done))
+        finish(done.work)
+    return Completed(name=done.state, message=", ".join(f"{name} {how.lower()}" for name, how in done.outcomes.items()))
+
+
+@contextmanager
+def known_as(name: str) -> Iterator[None]:
+    """Within, this process and what it starts know the flow run that they work for."""
+    before = os.environ.get(FLOW_RUN)
+    os.environ[FLOW_RUN] = name
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[FLOW_RUN]
+        else:
+            os.environ[FLOW_RUN] = before
+
+
+def work_through(done: Done, status: dict[str, Any]) -> None:
+    """The stages, then what acts outside the repository. A stage is current where neither DVC says otherwise nor an
+    earlier one made anything."""
+    made = False
+    for stage in dvc.stages():
+        take(done, stage, tasks.reproduce, stage, not made and stage not in status)
+        made = made or done.outcomes[stage] != "Skipped"
+    take(done, "push", tasks.push_data, done.work.checkout / FLOWS / "pushed.json")
+    archive.commit(message_of(done), done.work.links)
+    done.registration = take(done, "register", tasks.register_model)
+    done.decision = take(done, "promote", tasks.promote_model, done.registration.version)
+
+
+def take(done: Done, name: str, task: Callable[..., Any], *arguments: Any) -> Any:
+    """Run one task, note how it ended and how long it took, and give its result; raises what failed it."""
+    started = time.monotonic()
+    try:
+        state: State[Any] = task(*arguments, return_state=True)
+        result = state.result()
+    except BaseException:
+        done.outcomes[name] = "Failed"
+        raise
+    finally:
+        done.seconds[name] = time.monotonic() - started
+    done.outcomes[name] = state.name or ""
+    get_run_logger().info(state.message or state.name)
+    return result
+
+
+def message_of(done: Done) -> str:
+    """The commit message of a run: what each task did."""
+    how_many = ", ".join(f"{n} {how.lower()}" for how, n in Counter(done.outcomes.values()).items())
+    tasks = [f"{name} {how.lower()}" for name, how in done.outcomes.items()]
+    return "\n".join([f"Run {done.work.flow_run[:8]}: {how_many}", "", *tasks, "", *trailers(done)])
+
+
+def trailers(done: Done) -> Iterator[str]:
+    """What later runs and people look for in the commits of a run."""
+    work = done.work
+    yield f"Flow-Run: {work.flow_run}"
+    yield f"From: {work.commit}"
+    yield f"{previous.TREE}: {work.tree}"
+    yield from (f"{previous.OVERRIDES}: {text}" for text in work.overrides)
+    yield from (f"Reason: {text}" for text in done.reasons[:MOST_REASONS])

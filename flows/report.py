@@ -1,0 +1,160 @@
+"""The page of a flow run: what ran, why, how long, what came out beside the champion, and where to look further.
+
+It is a Prefect artifact (`run-report`), a file in `runs/reports/` of the checkout, and a commit on the run's branch.
+"""
+
+import base64
+import csv
+import io
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prefect import get_run_logger
+from prefect.artifacts import create_markdown_artifact
+
+from components import tracking
+from components.files import write_atomic
+from components.params import Params, load_params
+from flows import archive
+from flows.tasks import PARAMS
+
+if TYPE_CHECKING:
+    from flows.pipeline import Done
+
+KEY = "run-report"
+REPORTS = Path("runs/reports")
+SCORES = ("CIDEr", "METEOR", "BLEU-4", "ROUGE-L", "change_type_accuracy", "change_exact_accuracy", "no_change_recall")
+CURVES = {"loss": "training loss", "val_loss": "validation loss"}
+
+
+def publish(done: "Done", message: str) -> None:
+    """Write the page and keep it. What goes wrong with it is logged, and fails no run.
+
+    Args:
+        message: of the commit that adds it to the run's branch.
+    """
+    log = get_run_logger()
+    try:
+        params = load_params(PARAMS)
+        text = "\n".join(page(done, params, champion_scores(done, params)))
+        create_markdown_artifact(markdown=text, key=KEY, description=f"flow run {done.work.flow_run}: {done.state}")
+        stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(done.started))
+        name = f"{stamp}-{done.work.flow_run[:8]}.md"
+        write_atomic(done.work.checkout / REPORTS / name, text + "\n")
+        if done.state != "Skipped":
+            write_atomic(Path("reports") / name, text + "\n")
+            archive.commit(f"Report: {message}", done.work.links)
+            archive.publish(done.work.branch, log.info)
+    except Exception as error:
+        log.warning(f"the page of this run could not be kept: {type(error).__name__}: {error}")
+
+
+def page(done: "Done", params: Params, champion: Mapping[str, float]) -> Iterator[str]:
+    """The lines of the page, in Markdown.
+
+    Args:
+        champion: the scores of the champion before this run, as MLflow names them; empty without one.
+    """
+    yield f"# {done.state}: run `{done.work.flow_run[:8]}` of commit `{done.work.commit[:12]}`"
+    yield ""
+    yield from (f"- because {text}" for text in done.reasons)
+    began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(done.started))
+    yield f"- began {began}, took {duration(sum(done.seconds.values()))}; branch `{done.work.branch}`"
+    if done.error:
+        yield from ("", "## What failed", "", "```", done.error, "```", "", f"Its worktree is kept: `{done.work.root}`")
+    if done.decision:
+        yield from ("", "## The gate", "", str(done.decision))
+    yield from scores(params, champion)
+    yield from ("", "## What ran", "", *table(("task", "how", "took"), rows(done)))
+    yield from ("", "## Where to look", "", *links(done, params))
+    yield from curves(params.paths.model / "curves.csv")
+
+
+def rows(done: "Done") -> Iterator[tuple[str, str, str]]:
+    for name, outcome in done.outcomes.items():
+        yield name, outcome, duration(done.seconds[name])
+
+
+def duration(seconds: float) -> str:
+    """Such as 1 h 02 min, 3 min 20 s or 4.2 s."""
+    minutes, rest = divmod(seconds, 60)
+    if minutes < 1:
+        return f"{seconds:.1f} s"
+    return f"{minutes:.0f} min {rest:.0f} s" if minutes < 60 else f"{minutes // 60:.0f} h {minutes % 60:02.0f} min"
+
+
+def table(head: Sequence[str], lines: Iterator[tuple[str, ...]]) -> Iterator[str]:
+    yield f"| {' | '.join(head)} |"
+    yield "|---" * len(head) + "|"
+    yield from (f"| {' | '.join(line)} |" for line in lines)
+
+
+def scores(params: Params, champion: Mapping[str, float]) -> Iterator[str]:
+    """The headline scores of each dataset beside the champion's; nothing where this run was not evaluated."""
+    file = params.paths.report / "metrics.json"
+    if not file.is_file():
+        return
+    yield from ("", "## Scores", "")
+    yield from table(
+        ("protocol", "score", "this run", "champion before"), scored(json.loads(file.read_text()), champion)
+    )
+
+
+def scored(metrics: Mapping[str, Any], champion: Mapping[str, float]) -> Iterator[tuple[str, ...]]:
+    for protocol, found in metrics["protocols"].items():
+        for name in SCORES:
+            if isinstance(value := found.get(name), int | float):
+                theirs = champion.get(f"{protocol}/{name}")
+                yield protocol, name, f"{value:.4f}", "" if theirs is None else f"{theirs:.4f}"
+
+
+def champion_scores(done: "Done", params: Params) -> dict[str, float]:
+    """What MLflow holds of the version that was champion before the gate decided; empty without one."""
+    if done.decision is None or done.decision.champion is None:
+        return {}
+    with tracking.connected(params.register_.tracking_uri) as client:
+        version = client.get_model_version(done.decision.model, str(done.decision.champion))
+        return dict(client.get_run(version.run_id).data.metrics) if version.run_id else {}
+
+
+def links(done: "Done", params: Params) -> Iterator[str]:
+    uri = params.register_.tracking_uri
+    if done.registration:
+        made = done.registration
+        yield f"- {made.model} version {made.version}, MLflow run `{made.run_id}`"
+        if uri.startswith("http"):
+            page = f"{uri}/#/models/{made.model}/versions/{made.version}"
+            yield f"- [the version]({page}), the report among the artifacts of its run"
+    yield f"- `git show {done.work.branch}:dvc.lock` has the hash of everything that this run read and wrote"
+    yield f"- `git worktree add FOLDER {done.work.branch}`, then `dvc checkout` there, gives all of it back"
+
+
+def curves(file: Path) -> Iterator[str]:
+    """The training curves as a picture within the page."""
+    if not file.is_file():
+        return
+    picture = base64.b64encode(draw(file)).decode()
+    yield from ("", "## Training", "", f"![loss by step](data:image/png;base64,{picture})")
+
+
+def draw(file: Path) -> bytes:
+    """A PNG of training and validation loss by step."""
+    from matplotlib.figure import Figure
+
+    with file.open(newline="") as opened:
+        points = list(csv.DictReader(opened))
+    figure = Figure(figsize=(7, 3), layout="constrained")
+    axes = figure.subplots()
+    for column, label in CURVES.items():
+        known = [(int(row["step"]), float(row[column])) for row in points if row.get(column)]
+        if known:
+            axes.plot(*zip(*known, strict=True), label=label, marker="." if len(known) < 50 else "")
+    axes.set(xlabel="step", ylabel="loss")
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    written = io.BytesIO()
+    figure.savefig(written, format="png", dpi=100)
+    return written.getvalue()

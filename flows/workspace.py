@@ -1,0 +1,217 @@
+"""A flow run's own place: a git worktree at one commit, on the branch `runs/<flow run>`.
+
+Nobody's edit reaches it, and it touches nobody's files. Data come into it by link, from the cache of the checkout that
+the flow was started in; scratch and the local MLflow store are those of the checkout, so that a training goes on from
+the checkpoints of a killed run. `runs/flows/` holds the worktrees, each with a lock file that its flow's process holds.
+"""
+
+import fcntl
+import io
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import chdir, contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import yaml
+from ruamel.yaml import YAML
+
+from components.consistency import closest
+from components.params import Params, load_params
+from components.section import ParamsError
+from components.tracking import SQLITE
+from flows import dvc
+from flows.git import GitError, git, has_branch
+
+FLOWS = Path("runs/flows")
+WATCHED = ("params.yaml", "dvc.yaml", "profiles", "components", "flows", ":(glob)**/*.dvc")
+"""What decides a run. `dvc.lock` does not: it says what ran."""
+
+LINKS = "reflink,hardlink,symlink"
+KEPT_DAYS = 7  # the worktree of a run that failed
+
+
+class UncommittedError(ParamsError):
+    """What decides the run is not committed, so that no commit could say what ran."""
+
+
+class Workspace(NamedTuple):
+    """Where a flow run works. `commit` is what it starts from, `tree` names its content: equal trees are equal work."""
+
+    flow_run: str
+    root: Path
+    checkout: Path
+    commit: str
+    tree: str
+    overrides: tuple[str, ...]
+    links: tuple[str, ...]  # folders of the checkout
+
+    @property
+    def branch(self) -> str:
+        return f"runs/{self.flow_run}"
+
+
+@contextmanager
+def workspace(flow_run: str, ref: str | None, overrides: Sequence[str], dirty: bool) -> Iterator[Workspace]:
+    """Within, the current directory is a worktree of the flow run's own. It is removed after a success and kept for a
+    week after a failure.
+
+    Args:
+        ref: commit, branch or tag; None for HEAD, which must then be all that decides a run.
+        overrides: parameters as `train.epochs=6`, committed to the run's branch.
+        dirty: commit what is not committed to the run's branch first.
+
+    Raises:
+        UncommittedError: see `ref`.
+        ParamsError: an override or the parameters under it are wrong; every fault at once.
+        GitError: there is no such commit, or git cannot make the worktree.
+    """
+    checkout = Path.cwd()
+    FLOWS.mkdir(parents=True, exist_ok=True)
+    sweep(checkout / FLOWS)
+    with lock(FLOWS / f"{flow_run}.lock"):
+        work = make(checkout, flow_run, ref, overrides, dirty)
+        with chdir(work.root):
+            yield work
+        remove(work.root)
+    (FLOWS / f"{flow_run}.lock").unlink(missing_ok=True)
+
+
+def make(checkout: Path, flow_run: str, ref: str | None, overrides: Sequence[str], dirty: bool) -> Workspace:
+    """The worktree with its data linked in. A flow run that is tried again goes on from its branch, which is made when
+    it is whole."""
+    root, branch = checkout / FLOWS / flow_run, f"runs/{flow_run}"
+    again = has_branch(branch)
+    commit = git("rev-parse", branch) if again else starting_commit(ref, dirty)
+    if root.exists():
+        remove(root)
+    git("worktree", "prune")
+    git("worktree", "add", "--quiet", "--detach", str(root), commit)
+    try:
+        with chdir(root):
+            if overrides and not again:
+                override(Path("params.yaml"), overrides)
+                git("commit", "--quiet", "--all", "--message", f"Parameters of this run: {', '.join(overrides)}")
+            links = share(checkout, load_params(Path("params.yaml")))
+            dvc.ask("checkout", "--allow-missing", "--quiet")
+            git("switch", "--quiet", *([] if again else ["--create"]), branch)
+            tree = git("rev-parse", "HEAD^{tree}")
+    except BaseException:
+        remove(root)
+        raise
+    return Workspace(flow_run, root, checkout, commit, tree, tuple(overrides), links)
+
+
+def starting_commit(ref: str | None, dirty: bool) -> str:
+    """The commit that a run starts from, resolved once."""
+    if ref is not None:
+        try:
+            return git("rev-parse", "--verify", "--quiet", f"{ref}^{{commit}}")
+        except GitError as error:
+            raise ParamsError(f"ref: {ref!r} is no commit, branch or tag of {Path.cwd()}") from error
+    changed = uncommitted()
+    if not changed:
+        return git("rev-parse", "HEAD")
+    if dirty:
+        return committed(changed)
+    raise UncommittedError(
+        f"not committed: {', '.join(changed[:5])}{' and more' if changed[5:] else ''}; what runs must be a commit. "
+        "Commit it, run another one (ref=HEAD: the last commit without it), or ask for dirty=true, which commits it to "
+        "the run's own branch"
+    )
+
+
+def uncommitted() -> list[str]:
+    """Changed and new files of what decides a run, as git names them."""
+    entries = git("status", "--porcelain", "-z", "--untracked-files=all", "--no-renames", "--", *WATCHED).split("\0")
+    return [entry[3:] for entry in entries if entry]
+
+
+def committed(changed: Sequence[str]) -> str:
+    """A commit on top of HEAD that holds these files as they are; no branch, index or file is touched."""
+    with tempfile.TemporaryDirectory() as scratch:
+        index = {"GIT_INDEX_FILE": str(Path(scratch) / "index")}
+        git("read-tree", "HEAD", env=index)
+        git("add", "--all", "--", *changed, env=index)
+        tree = git("write-tree", env=index)
+    return git("commit-tree", tree, "-p", "HEAD", "-m", f"Not committed when the run began: {', '.join(changed)}")
+
+
+def override(file: Path, overrides: Sequence[str]) -> None:
+    """Write parameters, given as `train.epochs=6`, into a parameter file whose comments stay.
+
+    Raises:
+        ParamsError: no `=`, a value that is not YAML, or a section that is not there.
+    """
+    tool = YAML()
+    tool.preserve_quotes, tool.width = True, 4096
+    values = tool.load(file.read_text(encoding="utf-8"))
+    for text in overrides:
+        path, equals, value = text.partition("=")
+        if not equals:
+            raise ParamsError(f"override {text!r}: expected section.parameter=value")
+        *sections, last = path.split(".")
+        place: Any = values
+        for name in sections:
+            if not isinstance(place, dict) or name not in place:
+                known = place if isinstance(place, dict) else {}
+                raise ParamsError(f"override {text!r}: no section {name!r}; {closest(name, known)}")
+            place = place[name]
+        try:
+            place[last] = yaml.safe_load(value)
+        except (yaml.YAMLError, TypeError) as error:
+            raise ParamsError(f"override {text!r}: {error}") from error
+    written = io.StringIO()
+    tool.dump(values, written)
+    file.write_text(written.getvalue(), encoding="utf-8")
+
+
+def share(checkout: Path, params: Params) -> tuple[str, ...]:
+    """Let this worktree use the checkout's DVC cache, by links, its scratch folder and its local MLflow store; the
+    folders that now lead there."""
+    local = checkout / ".dvc" / "config.local"
+    if local.is_file():
+        shutil.copy(local, ".dvc/config.local")
+    cache = dvc.ask("cache", "dir", cwd=checkout).strip()
+    for name, value in (("cache.dir", cache), ("cache.type", LINKS)):
+        dvc.ask("config", "--local", name, value)
+    folders = [params.compute.scratch]
+    if params.register_.tracking_uri.startswith(SQLITE):
+        folders.append(Path(params.register_.tracking_uri.removeprefix(SQLITE)).parent)
+    shared = [folder for folder in folders if not folder.is_absolute()]
+    for folder in shared:
+        (checkout / folder).mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.symlink_to(checkout / folder)
+    return tuple(map(str, shared))
+
+
+def remove(root: Path) -> None:
+    """Take a worktree away; what its links lead to stays."""
+    shutil.rmtree(root, ignore_errors=True)
+    git("worktree", "prune")
+
+
+def sweep(folder: Path) -> None:
+    """Remove the worktrees of runs that ended more than KEPT_DAYS ago."""
+    for root in [path for path in folder.iterdir() if path.is_dir()]:
+        file = root.with_suffix(".lock")
+        if time.time() - root.stat().st_mtime < KEPT_DAYS * 86400:
+            continue
+        with suppress(BlockingIOError), lock(file, wait=False):
+            remove(root)
+            file.unlink()
+
+
+@contextmanager
+def lock(file: Path, wait: bool = True) -> Iterator[IO[str]]:
+    """Hold a lock file; the kernel gives it back when the process ends, however it ends.
+
+    Raises:
+        BlockingIOError: another process holds it, and `wait` is false.
+    """
+    with file.open("a+") as held:
+        fcntl.flock(held, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        yield held
