@@ -1,10 +1,8 @@
 """What a run made, kept: data and checkpoint in the DVC remote, `dvc.lock` and scores on the branch of the run."""
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -30,35 +28,47 @@ def remote() -> str | None:
 
 
 def check_remote() -> None:
-    """See that the remote answers, by asking it for one small object.
+    """See that the remote answers, by asking it for the files that are no folders: they are few.
 
     Raises:
         ParamsError: it does not.
     """
     if remote() is None:
         return
-    smallest = min(outputs(), key=lambda out: out["size"], default=None)
-    if smallest is None:
+    files = [path for path, md5 in stored().items() if not md5.endswith(".dir")]
+    if not files:
         return
     try:
-        dvc.ask("status", "--cloud", "--json", smallest["path"])
+        dvc.ask("status", "--cloud", "--json", *files)
     except dvc.DvcError as error:
         raise ParamsError(f"the DVC remote {remote()!r} does not answer, so nothing could be kept: {error}") from error
 
 
-def outputs() -> Iterator[dict[str, Any]]:
-    """What DVC stores of the stages' outputs, as `dvc.lock` has it."""
-    if not LOCK.is_file():
-        return
-    for entries in yaml.safe_load(LOCK.read_text(encoding="utf-8")).get("stages", {}).values():
-        yield from (out for out in entries.get("outs", []) if Path(out["path"]).exists())
+def stored() -> dict[str, str]:
+    """What DVC keeps of this commit, by path: the hashes of `dvc.lock` and of every `.dvc` file whose object is in the
+    cache. A stage's output in git alone is not."""
+    files = [file for file in (LOCK, *map(Path, git("ls-files", "*.dvc").splitlines())) if file.is_file()]
+    cache = Path(dvc.ask("cache", "dir").strip()) / "files" / "md5"
+    found = {path: md5 for file in files for path, md5 in outputs(file)}
+    return {path: md5 for path, md5 in found.items() if (cache / md5[:2] / md5[2:]).is_file()}
+
+
+def outputs(file: Path) -> Iterator[tuple[str, str]]:
+    """(path from the project's root, md5) of the outputs that a `.dvc` file or `dvc.lock` names."""
+    tree = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+    for entry in tree["stages"].values() if "stages" in tree else [tree]:
+        for out in entry.get("outs", []):
+            if "md5" in out:
+                yield (file.parent / out["path"]).as_posix(), out["md5"]
 
 
 def push(record: Path, log: Callable[[str], None]) -> tuple[str, str]:
-    """Push, then ask the remote whether it has all; (Ran or Skipped, a sentence).
+    """Push, then look for every file of what is new in the remote; (Ran or Skipped, a sentence).
+
+    DVC takes a folder for whole where the remote has its list of files, so that only a look at each file finds a gap.
 
     Args:
-        record: file that says what each remote is known to have.
+        record: file of the hashes that each remote was seen to have.
 
     Raises:
         NotPushedError: something is missing there; what arrived is not sent again.
@@ -66,25 +76,20 @@ def push(record: Path, log: Callable[[str], None]) -> tuple[str, str]:
     name = remote()
     if name is None:
         return "Skipped", NO_REMOTE
-    now, known = tracked(), json.loads(record.read_text()) if record.is_file() else {}
-    if known.get(name) == now:
+    seen: dict[str, list[str]] = json.loads(record.read_text()) if record.is_file() else {}
+    new = {path: md5 for path, md5 in stored().items() if md5 not in seen.get(name, [])}
+    if not new:
         return "Skipped", f"remote {name!r} has all of it already"
     try:
         said = dvc.ask("push").strip()
-        missing = json.loads(dvc.ask("status", "--cloud", "--json"))
+        found = json.loads(dvc.ask("data", "status", "--granular", "--not-in-remote", "--json", *new))
     except dvc.DvcError as error:
         raise NotPushedError(f"remote {name!r}: {error}") from error
-    if missing:
-        raise NotPushedError(f"remote {name!r} is missing {', '.join(list(missing)[:5])} after `dvc push` ({said})")
-    write_atomic(record, json.dumps(known | {name: now}))
+    if missing := found.get("not_in_remote"):
+        raise NotPushedError(f"remote {name!r} is missing {len(missing)} file(s) after `dvc push`: {missing[:5]}")
+    write_atomic(record, json.dumps(seen | {name: sorted({*seen.get(name, []), *new.values()})}))
     log(f"remote {name!r}: {said or 'nothing to send'}")
-    return "Ran", f"remote {name!r} has all of it"
-
-
-def tracked() -> str:
-    """sha256 of what names the data: `dvc.lock` and every `.dvc` file."""
-    files = [LOCK, *map(Path, git("ls-files", "*.dvc").splitlines())]
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    return "Ran", f"remote {name!r} has all of it, {len(new)} new"
 
 
 def commit(message: str, links: Sequence[str]) -> str:

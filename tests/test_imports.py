@@ -27,7 +27,7 @@ SHARED = {
     "datasets",
     "models",
 }
-TOP = {"params", "consistency", "profiles", "migrate", "guard", "__main__"}
+TOP = {"params", "consistency", "profiles", "migrate", "guard", "preflight", "__main__"}
 """The parameters as a whole and the command line: they know the stages' sections, and no stage knows them."""
 
 COMMANDS = {"plan", "inspect", "export", "compare", "score"}

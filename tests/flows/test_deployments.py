@@ -18,12 +18,17 @@ def test_prefect_accepts_the_file():
 
 
 @pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=lambda deployment: deployment["name"])
-def test_each_deployment_is_reached_as_m3diff_and_runs_one_at_a_time_in_the_pool_that_services_makes(deployment):
+def test_each_deployment_is_reached_as_m3diff_in_the_pool_that_services_makes(deployment):
     module, function = deployment["entrypoint"].removesuffix(".py").replace(".py:", ":").split(":")
     flow = getattr(importlib.import_module(module.replace("/", ".")), function)
     assert flow.name == "m3diff"
     assert deployment["work_pool"]["name"] == services.POOL
-    assert deployment["concurrency_limit"] == {"limit": 1, "collision_strategy": "ENQUEUE"}
+    assert set(deployment.get("parameters", {})) <= set(flow.parameters.properties)
+
+
+def test_retraining_is_one_at_a_time_and_other_runs_go_side_by_side():
+    limits = {deployment["name"]: deployment.get("concurrency_limit") for deployment in DEPLOYMENTS}
+    assert limits == {"full": None, "retrain": {"limit": 1, "collision_strategy": "ENQUEUE"}}
 
 
 def test_retrain_has_a_schedule_with_a_name_of_its_own_in_utc():

@@ -109,26 +109,10 @@ def test_what_is_registered_is_no_reason(mlflow_has):
     assert list(unregistered(load_params(PARAMS))) == []
 
 
-# The flow
-
-
 def test_the_reasons_are_what_changed_then_what_was_never_registered(monkeypatch):
-    monkeypatch.setattr(dvc, "status", lambda: {"train": [{"changed outs": {"data/x": "deleted"}}]})
-    monkeypatch.setattr(retrain, "load_params", lambda path: str(path))
     monkeypatch.setattr(retrain, "unregistered", lambda params: [f"unregistered by {params}"])
-    assert retrain.look_for_changes.fn() == ["train: changed outs: data/x deleted", "unregistered by params.yaml"]
-    assert (retrain.look_for_changes.retries, retrain.look_for_changes.retry_delay_seconds) == (3, [5, 20, 60])
-
-
-def test_without_a_reason_the_flow_ends_as_skipped_and_with_one_it_logs_it_and_runs(monkeypatch):
-    logged: list[str] = []
-    monkeypatch.setattr(retrain, "get_run_logger", lambda: SimpleNamespace(info=logged.append))
-    monkeypatch.setattr(retrain, "run_pipeline", lambda: "the pipeline's state")
-    monkeypatch.setattr(retrain, "look_for_changes", list)
-    state = retrain.retrain.fn()
-    assert (state.name, state.is_completed()) == ("Skipped", True)
-    assert state.message == "neither the data nor the parameters changed since the last registration"
-    assert logged == []
-    monkeypatch.setattr(retrain, "look_for_changes", lambda: ["reason 1", "reason 2"])
-    assert retrain.retrain.fn() == "the pipeline's state"
-    assert logged == ["reason 1", "reason 2"]
+    status = {"train": [{"changed outs": {"data/x": "deleted"}}]}
+    assert retrain.look_for_changes(status, "the parameters") == [
+        "train: changed outs: data/x deleted",
+        "unregistered by the parameters",
+    ]

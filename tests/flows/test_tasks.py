@@ -10,7 +10,6 @@ from components.register.stage import Registration
 from components.tracking import TrackingUnavailableError
 from flows import dvc, tasks
 from flows.dvc import DvcError
-from flows.full import full
 
 
 @pytest.fixture
@@ -34,25 +33,60 @@ def test_a_stages_state_is_named_as_what_dvc_did_and_its_lines_are_logged(monkey
     assert logged == ["line of ingest@minichange"]
 
 
+def test_dvc_is_not_asked_for_a_stage_that_is_known_to_be_current(monkeypatch):
+    monkeypatch.setattr(dvc, "repro", lambda stage, log: pytest.fail("asked"))
+    state = tasks.reproduce.fn("train", current=True)
+    assert (state.name, state.message) == ("Skipped", "train: skipped")
+
+
+def test_what_was_sent_to_the_remote_is_said(monkeypatch, logged):
+    monkeypatch.setattr(tasks.archive, "push", lambda record, log: ("Ran", f"all of {record}"))
+    state = tasks.push_data.fn("pushed.json")
+    assert (state.name, state.message, state.result()) == ("Ran", "all of pushed.json", "Ran")
+
+
+@pytest.mark.parametrize(("taken_up", "status"), [(True, "second"), (False, "first")])
+def test_before_anything_runs_the_machine_the_remote_and_earlier_runs_are_looked_at(monkeypatch, taken_up, status):
+    looked: list[str] = []
+    statuses = iter(({"train": "first"}, {"train": "second"}))
+    monkeypatch.setattr(tasks, "load_params", lambda path: f"params of {path}")
+    monkeypatch.setattr(tasks, "preflight", looked.append)
+    monkeypatch.setattr(tasks.archive, "check_remote", lambda: looked.append("remote"))
+    monkeypatch.setattr(dvc, "status", lambda: next(statuses))
+    monkeypatch.setattr(tasks.previous, "take_up", lambda tree, changed: looked.append((tree, [*changed])) or taken_up)
+    assert tasks.look_before.fn("a tree") == {"train": status}
+    assert looked == ["params of params.yaml", "remote", ("a tree", ["train"])]
+
+
+def test_earlier_runs_are_not_looked_at_where_all_is_current(monkeypatch):
+    monkeypatch.setattr(tasks, "load_params", str)
+    monkeypatch.setattr(tasks, "preflight", str)
+    monkeypatch.setattr(tasks.archive, "check_remote", lambda: None)
+    monkeypatch.setattr(dvc, "status", dict)
+    monkeypatch.setattr(tasks.previous, "take_up", lambda tree, changed: pytest.fail("no need"))
+    assert tasks.look_before.fn("a tree") == {}
+
+
 @pytest.mark.parametrize(("outcome", "name"), [("registered", "Ran"), ("updated", "Ran"), ("unchanged", "Skipped")])
 def test_registering_what_is_registered_already_is_skipped(monkeypatch, outcome, name):
     done = Registration(outcome=outcome, model="m", version=3, run_id="r")
     monkeypatch.setattr(tasks, "load_params", lambda path: ("params of", str(path)))
     monkeypatch.setattr(tasks, "register", lambda params: done if params == ("params of", "params.yaml") else None)
     state = tasks.register_model.fn()
-    assert (state.name, state.message, state.result()) == (name, str(done), name)
+    assert (state.name, state.message, state.result()) == (name, str(done), done)
 
 
 @pytest.mark.parametrize(
-    ("outcome", "name"), [("promoted", "Ran"), ("first", "Ran"), ("refused", "Refused"), ("unchanged", "Skipped")]
+    ("outcome", "name"), [("promoted", "Ran"), ("first", "Ran"), ("refused", "Rejected"), ("unchanged", "Skipped")]
 )
-def test_to_be_refused_by_the_gate_is_no_failure(monkeypatch, outcome, name):
+def test_the_gate_judges_the_version_of_this_flow_and_to_be_rejected_is_no_failure(monkeypatch, outcome, name):
     gate = {"protocol": "d/p", "metric": "CIDEr", "min_gain": 0.0, "confidence": 0.95, "reason": "why"}
     done = Promotion(outcome=outcome, model="m", challenger=2, champion=1, **gate)
     monkeypatch.setattr(tasks, "load_params", lambda path: ("params of", str(path)))
-    monkeypatch.setattr(tasks, "promote", lambda params: done if params == ("params of", "params.yaml") else None)
-    state = tasks.promote_model.fn()
-    assert (state.name, state.message, state.result()) == (name, f"m version 2 {outcome}: why", name)
+    asked = (("params of", "params.yaml"), 2)
+    monkeypatch.setattr(tasks, "promote", lambda *arguments: done if arguments == asked else None)
+    state = tasks.promote_model.fn(2)
+    assert (state.name, state.message, state.result()) == (name, f"m version 2 {outcome}: why", done)
     assert state.is_completed()
 
 
@@ -79,67 +113,13 @@ def test_a_completed_task_is_not_tried_again():
 
 def test_stages_are_tried_twice_and_servers_four_times_with_growing_pauses():
     assert (tasks.reproduce.retries, tasks.reproduce.retry_delay_seconds) == (1, 10)
-    for task in (tasks.register_model, tasks.promote_model):
+    for task in (tasks.push_data, tasks.register_model, tasks.promote_model):
         assert (task.retries, task.retry_delay_seconds) == (3, [5, 20, 60])
+    assert tasks.push_data.retry_condition_fn is None, "whatever went wrong with the remote may pass"
     for task in (tasks.reproduce, tasks.register_model, tasks.promote_model):
         assert task.retry_condition_fn is tasks.worth_retrying
 
 
 def test_in_prefects_page_a_task_has_the_name_of_its_stage():
-    assert [task.task_run_name for task in (tasks.reproduce, tasks.register_model, tasks.promote_model)] == [
-        "{stage}",
-        "register",
-        "promote",
-    ]
-
-
-def test_the_end_of_a_task_is_logged_and_its_failure_raised(logged):
-    assert tasks.finish(Completed(name="Restored", message="train: restored", data="Restored")) == "Restored"
-    assert tasks.finish(Completed(name="Ran", data="Ran")) == "Ran"
-    assert logged == ["train: restored", "Ran"]
-    with pytest.raises(DvcError, match="stage train exited with 3"):
-        tasks.finish(Failed(data=DvcError("stage train", 3, [])))
-
-
-class Pipeline:
-    """The tasks, recorded instead of run."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: str = "") -> None:
-        self.done: list[str] = []
-        self.fails = fails
-        monkeypatch.setattr(dvc, "stages", lambda: ["ingest@a", "train"])
-        monkeypatch.setattr(tasks, "reproduce", self.task)
-        monkeypatch.setattr(tasks, "register_model", lambda return_state: self.task("register", return_state))
-        monkeypatch.setattr(tasks, "promote_model", lambda return_state: self.task("promote", return_state))
-
-    def task(self, stage: str, return_state: bool):
-        assert return_state
-        self.done.append(stage)
-        if stage == self.fails:
-            return Failed(data=DvcError(f"stage {stage}", 3, []))
-        outcome = {"train": "Restored", "promote": "Refused"}.get(stage, "Ran")
-        return Completed(name=outcome, data=outcome)
-
-
-def test_the_pipeline_is_every_stage_in_order_then_register_and_promote(monkeypatch, logged):
-    pipeline = Pipeline(monkeypatch)
-    state = tasks.run_pipeline()
-    assert pipeline.done == ["ingest@a", "train", "register", "promote"]
-    assert state.is_completed()
-    assert state.message == "ingest@a ran, train restored, register ran, promote refused"
-
-
-@pytest.mark.parametrize(
-    ("fails", "done"),
-    [("ingest@a", ["ingest@a"]), ("train", ["ingest@a", "train"]), ("register", ["ingest@a", "train", "register"])],
-)
-def test_the_first_failure_ends_the_run(monkeypatch, logged, fails, done):
-    pipeline = Pipeline(monkeypatch, fails)
-    with pytest.raises(DvcError, match=f"stage {fails}"):
-        tasks.run_pipeline()
-    assert pipeline.done == done
-
-
-def test_the_flow_full_is_the_pipeline(monkeypatch):
-    monkeypatch.setattr("flows.full.run_pipeline", lambda: "the pipeline's state")
-    assert full.fn() == "the pipeline's state"
+    named = (tasks.look_before, tasks.reproduce, tasks.push_data, tasks.register_model, tasks.promote_model)
+    assert [task.task_run_name for task in named] == ["preflight", "{stage}", "push", "register", "promote"]

@@ -1,0 +1,125 @@
+"""What a run made is in the remote before anything points to it, and on its branch."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from components.section import ParamsError
+from flows import archive, dvc
+from flows.git import git
+from tests import toy
+
+
+@pytest.fixture
+def remote(project: Path, tmp_path: Path) -> Path:
+    """A folder that is the default DVC remote of the project, in which one dataset was drawn."""
+    folder = tmp_path / "remote"
+    folder.mkdir()
+    toy.run(project, "dvc", "remote", "add", "-d", "store", str(folder))
+    toy.run(project, "dvc", "repro", "-q", "synthesize@minichange")
+    return folder
+
+
+def objects(folder: Path) -> int:
+    return sum(path.is_file() for path in folder.rglob("*"))
+
+
+def test_without_a_remote_nothing_is_sent_and_the_page_says_so(project):
+    assert archive.push(project / "pushed.json", print) == ("Skipped", archive.NO_REMOTE)
+    archive.check_remote()
+
+
+def test_what_was_sent_is_not_sent_again_until_something_new_is_there(project, remote):
+    record = project / "runs" / "pushed.json"
+    assert archive.push(record, print) == ("Ran", "remote 'store' has all of it, 1 new")
+    sent = objects(remote)
+    assert sent >= 8
+    assert archive.push(record, print)[0] == "Skipped"
+    toy.run(project, "dvc", "repro", "-q", "synthesize@minichange_free")
+    assert archive.push(record, print)[0] == "Ran"
+    assert objects(remote) > sent
+
+
+def test_a_new_data_file_of_dvc_is_sent_though_no_stage_ran(project, remote):
+    record = project / "runs" / "pushed.json"
+    archive.push(record, print)
+    (project / "mine.csv").write_text("before,after\n")
+    toy.run(project, "dvc", "add", "-q", "mine.csv")
+    git("add", "mine.csv.dvc")
+    assert archive.push(record, print)[0] == "Ran"
+
+
+def test_a_remote_that_lost_one_file_of_a_folder_is_an_error(project, remote, monkeypatch):
+    asked = dvc.ask
+
+    def loses(*arguments: str, **more: object) -> str:
+        said = asked(*arguments)
+        if arguments == ("push",):
+            next(path for path in remote.rglob("*") if path.is_file() and path.suffix != ".dir").unlink()
+        return said
+
+    monkeypatch.setattr(dvc, "ask", loses)
+    record = project / "runs" / "pushed.json"
+    with pytest.raises(archive.NotPushedError, match="remote 'store' is missing 1 file.*data/01_raw/minichange/"):
+        archive.push(record, print)
+    assert not record.exists()
+
+
+def test_a_push_that_broke_off_is_an_error_that_is_tried_again_and_then_sends_the_rest(project, remote):
+    sealed = remote / "files"
+    sealed.write_text("no folder")
+    record = project / "runs" / "pushed.json"
+    with pytest.raises(archive.NotPushedError, match="remote 'store': dvc push exited"):
+        archive.push(record, print)
+    assert not record.exists()
+    assert issubclass(archive.NotPushedError, ConnectionError)
+    sealed.unlink()
+    assert archive.push(record, print)[0] == "Ran"
+
+
+def test_a_remote_that_cannot_be_reached_is_seen_before_anything_runs(project, remote):
+    toy.run(project, "dvc", "repro", "-q", "validate")
+    archive.check_remote()
+    toy.run(project, "dvc", "remote", "modify", "store", "url", "ssh://nobody@127.0.0.1:1/nowhere")
+    with pytest.raises(ParamsError, match="remote 'store' does not answer"):
+        archive.check_remote()
+
+
+def test_the_commit_holds_the_lock_and_the_metrics_and_no_folder_of_the_checkout(project, tmp_path):
+    (project / ".gitignore").write_text((project / ".gitignore").read_text().replace("/runs\n", "/runs/\n"))
+    (project / "runs").symlink_to(tmp_path)
+    toy.run(project, "dvc", "repro", "-q", "ingest@minichange")
+    commit = archive.commit("what ran", ("runs",))
+    assert commit == git("rev-parse", "HEAD")
+    named = git("show", "--name-only", "--format=%s").split("\n")
+    assert named[0] == "what ran"
+    assert {"dvc.lock", "data/02_records/minichange.json"} <= set(named)
+    assert "runs" not in named
+    assert git("rev-parse", "HEAD^") != archive.commit("nothing new", ("runs",))
+
+
+def test_the_branch_goes_to_the_git_remote_that_is_named_for_it_and_to_no_other(project, tmp_path):
+    said: list[str] = []
+    git("branch", "runs/one")
+    git("init", "--quiet", "--bare", str(tmp_path / "origin"))
+    git("remote", "add", "origin", str(tmp_path / "origin"))
+    archive.publish("runs/one", said.append)
+    assert git("ls-remote", "origin") == ""
+    git("config", "m3diff.runs", "origin")
+    archive.publish("runs/one", said.append)
+    assert git("ls-remote", "origin").split()[1] == "refs/heads/runs/one"
+    assert said == []
+    shutil.rmtree(tmp_path / "origin")
+    archive.publish("runs/one", said.append)
+    assert "runs/one was not pushed to origin" in said[0]
+
+
+def test_the_record_of_what_was_sent_is_kept_by_remote(project, remote, tmp_path):
+    record = project / "runs" / "pushed.json"
+    archive.push(record, print)
+    (tmp_path / "second").mkdir()
+    toy.run(project, "dvc", "remote", "add", "-d", "-f", "other", str(tmp_path / "second"))
+    assert archive.push(record, print) == ("Ran", "remote 'other' has all of it, 1 new")
+    assert set(json.loads(record.read_text())) == {"store", "other"}

@@ -1,0 +1,85 @@
+"""What a later run takes up of an earlier one, and of which."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from flows import dvc, previous
+from flows.git import git
+from tests import toy
+
+
+def run_branch(name: str, tree: str, overrides: str = "") -> str:
+    """Commit what lies here to the branch of a flow run, as a flow does; the commit."""
+    trailers = [f"Tree: {tree}", *([f"Overrides: {overrides}"] if overrides else [])]
+    git("switch", "--quiet", "--create", f"runs/{name}")
+    git("add", "--all")
+    git("commit", "--quiet", "--allow-empty", "--message", "\n".join([f"Run {name}", "", *trailers]))
+    commit = git("rev-parse", "HEAD")
+    git("switch", "--quiet", "-")
+    return commit
+
+
+@pytest.fixture
+def ran(project: Path) -> str:
+    """The commit of a run that made data and clean records; the checkout has none of it in its `dvc.lock`."""
+    made = dvc.stages()[:7]
+    assert made[-1] == "validate"
+    toy.run(project, "dvc", "repro", "-q", *made)
+    return run_branch("first", git("rev-parse", "HEAD^{tree}"))
+
+
+def test_the_entries_of_an_earlier_run_make_its_stages_current_to_the_byte(project, ran):
+    before = dvc.status()
+    assert "validate" in before
+    assert previous.take_up("the same", before)
+    assert set(dvc.status()) == {"convert", "train", "predict", "evaluate"}
+    assert Path("dvc.lock").read_text() == git("show", f"{ran}:dvc.lock") + "\n"
+    assert Path("data/03_clean/report.json").is_file()
+
+
+def test_of_stages_that_are_current_the_own_entry_stays(project, ran):
+    toy.run(project, "dvc", "repro", "-q", "synthesize@minichange")
+    lock = yaml.safe_load(Path("dvc.lock").read_text())
+    lock["stages"]["synthesize@minichange"]["cmd"] = "told apart"
+    Path("dvc.lock").write_text(yaml.safe_dump(lock))
+    assert previous.take_up("the same", {"validate": []})
+    stages = yaml.safe_load(Path("dvc.lock").read_text())["stages"]
+    assert stages["synthesize@minichange"]["cmd"] == "told apart"
+    assert "validate" in stages
+    assert "ingest@minichange" not in stages
+
+
+def test_a_stage_that_reads_something_else_now_is_not_made_current(project, ran):
+    values = yaml.safe_load(Path("params.yaml").read_text())
+    values["validate"]["max_caption_chars"] = 99
+    Path("params.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+    assert previous.take_up("another", dvc.status())
+    assert "validate" in dvc.status()
+    assert "ingest@minichange" not in dvc.status()
+
+
+def test_without_an_earlier_run_or_news_in_it_nothing_is_taken_up(project):
+    lock = Path("dvc.lock").read_bytes()
+    assert not previous.take_up("any", ["validate"])
+    run_branch("first", "any")
+    assert not previous.take_up("any", ["validate"])
+    assert Path("dvc.lock").read_bytes() == lock
+
+
+def test_the_newest_run_of_the_same_content_comes_first_then_the_newest_without_parameters_of_its_own(
+    project, monkeypatch
+):
+    commits = {}
+    runs = [("a", "t1", ""), ("b", "t1", ""), ("c", "t2", ""), ("d", "t3", "train.epochs=6")]
+    for second, (name, tree, overrides) in enumerate(runs):
+        monkeypatch.setenv("GIT_COMMITTER_DATE", f"2026-01-01T00:00:{second:02}Z")
+        commits[name] = run_branch(name, tree, overrides)
+    monkeypatch.setenv("GIT_COMMITTER_DATE", "2026-01-01T00:01:00Z")
+    run_branch("history", "t1")
+    git("branch", "runs/empty")
+    assert previous.best("t1") == commits["b"]
+    assert previous.best("t3") == commits["d"]
+    assert previous.best("unseen") == commits["c"]
+    assert [run["commit"] for run in previous.list_runs()] == [commits[name] for name in "dcba"]

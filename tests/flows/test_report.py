@@ -1,0 +1,137 @@
+"""The page of a run, read; and that a page which cannot be written fails no run."""
+
+import base64
+import io
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from PIL import Image
+
+from components.params import load_params
+from components.register.stage import Registration
+from flows import archive, report
+from flows.pipeline import Done
+from flows.workspace import Workspace
+from tests.flows.test_pipeline import decision
+from tests.toy import REPOSITORY
+
+PARAMS = load_params(REPOSITORY / "params.yaml")
+
+
+@pytest.fixture
+def done(tmp_path, monkeypatch) -> Done:
+    """A run that was evaluated; the current directory holds its files."""
+    monkeypatch.chdir(tmp_path)
+    work = Workspace("0123456789ab", tmp_path, tmp_path / "checkout", "c" * 40, "tree", (), ("runs",))
+    for file, text in {
+        PARAMS.paths.report / "metrics.json": json.dumps({"protocols": {"d/p": {"CIDEr": 1.25, "METEOR": None}}}),
+        PARAMS.paths.model / "curves.csv": "step,loss,val_loss\n1,3.0,\n2,2.0,2.5\n3,1.0,\n",
+    }.items():
+        file.parent.mkdir(parents=True)
+        file.write_text(text)
+    return Done(
+        work,
+        ["new data"],
+        started=0.0,
+        outcomes={"train": "Ran", "promote": "Rejected"},
+        seconds={"train": 3725.0, "promote": 1.25},
+        registration=Registration(outcome="registered", model="m", version=7, run_id="r1"),
+        decision=decision("refused"),
+    )
+
+
+def text(done: Done, champion: dict[str, float] | None = None) -> str:
+    return "\n".join(report.page(done, PARAMS, champion or {}))
+
+
+def test_the_page_says_what_came_out_why_it_ran_and_how_long_it_took(done):
+    found = text(done, {"d/p/CIDEr": 1.3})
+    assert found.startswith(f"# Rejected: run `01234567` of commit `{'c' * 12}`")
+    assert "- because new data" in found
+    assert "began 1970-01-01 00:00:00 UTC, took 1 h 02 min; branch `runs/0123456789ab`" in found
+    assert "m version 7 refused: why" in found
+    assert "| train | Ran | 1 h 02 min |\n| promote | Rejected | 1.2 s |" in found
+    assert "| d/p | CIDEr | 1.2500 | 1.3000 |" in found
+    assert "METEOR" not in found
+    assert "m version 7, MLflow run `r1`" in found
+
+
+def test_without_a_champion_its_column_is_empty_and_without_an_evaluation_there_are_no_scores(done):
+    assert "| d/p | CIDEr | 1.2500 |  |" in text(done)
+    (PARAMS.paths.report / "metrics.json").unlink()
+    assert "## Scores" not in text(done)
+
+
+def test_a_failed_run_shows_the_error_and_its_worktree(done):
+    done.error, done.decision, done.registration = "DvcError: stage train exited with 3", None, None
+    found = text(done)
+    assert found.startswith("# Failed")
+    assert "DvcError: stage train exited with 3" in found
+    assert f"Its worktree is kept: `{done.work.root}`" in found
+
+
+def test_a_server_of_mlflow_is_linked(done):
+    uri = "http://127.0.0.1:5000"
+    params = PARAMS.model_copy(update={"register_": PARAMS.register_.model_copy(update={"tracking_uri": uri})})
+    assert "[the version](http://127.0.0.1:5000/#/models/m/versions/7)" in "\n".join(report.page(done, params, {}))
+
+
+def test_the_curves_are_a_picture_that_is_not_blank(done):
+    data = text(done).split("data:image/png;base64,")[1].split(")")[0]
+    image = Image.open(io.BytesIO(base64.b64decode(data))).convert("L")
+    assert image.width > 600
+    assert image.getextrema()[0] < 100
+    (PARAMS.paths.model / "curves.csv").unlink()
+    assert "## Training" not in text(done)
+
+
+@pytest.fixture
+def kept(monkeypatch) -> dict[str, list]:
+    """Where the page went."""
+    kept: dict[str, list] = {"artifact": [], "commit": [], "branch": [], "log": []}
+    monkeypatch.setattr(report, "load_params", lambda path: PARAMS)
+    monkeypatch.setattr(report, "champion_scores", lambda done, params: {})
+    monkeypatch.setattr(report, "create_markdown_artifact", lambda **artifact: kept["artifact"].append(artifact))
+    monkeypatch.setattr(archive, "commit", lambda message, links: kept["commit"].append((message, links)))
+    monkeypatch.setattr(archive, "publish", lambda branch, log: kept["branch"].append(branch))
+    logger = SimpleNamespace(info=kept["log"].append, warning=kept["log"].append)
+    monkeypatch.setattr(report, "get_run_logger", lambda: logger)
+    return kept
+
+
+def test_the_page_is_an_artifact_a_file_of_the_checkout_and_a_commit(done, kept):
+    report.publish(done, "Run 01234567")
+    (artifact,) = kept["artifact"]
+    assert artifact["key"] == "run-report"
+    (file,) = (done.work.checkout / "runs/reports").iterdir()
+    assert file.name == "19700101-000000-01234567.md"
+    assert file.read_text() == artifact["markdown"] + "\n" == Path("reports", file.name).read_text()
+    assert kept["commit"] == [("Report: Run 01234567", ("runs",))]
+    assert kept["branch"] == ["runs/0123456789ab"]
+    assert kept["log"] == []
+
+
+def test_the_page_of_a_run_that_made_nothing_is_not_committed(done, kept):
+    done.outcomes = dict.fromkeys(done.outcomes, "Skipped")
+    report.publish(done, "Run 01234567")
+    assert len(kept["artifact"]) == 1
+    assert (kept["commit"], kept["branch"]) == ([], [])
+
+
+def test_a_page_that_cannot_be_kept_is_a_warning(done, kept, monkeypatch):
+    def refuses(**artifact: str) -> None:
+        raise ConnectionError("the server is gone")
+
+    monkeypatch.setattr(report, "create_markdown_artifact", refuses)
+    report.publish(done, "Run 01234567")
+    assert kept["log"] == ["the page of this run could not be kept: ConnectionError: the server is gone"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [(0.04, "0.0 s"), (59.94, "59.9 s"), (200, "3 min 20 s"), (3599, "59 min 59 s"), (7260, "2 h 01 min")],
+)
+def test_a_duration_is_told_as_people_do(seconds, told):
+    assert report.duration(seconds) == told

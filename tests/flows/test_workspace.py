@@ -1,0 +1,185 @@
+"""A flow run's worktree: at one commit, out of everybody's reach, with the data linked in, and gone after a success."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from components.section import ParamsError
+from flows.git import git, has_branch
+from flows.workspace import FLOWS, UncommittedError, lock, sweep, workspace
+from tests import toy
+
+SEED = Path("params.yaml")
+
+
+def opened(flow_run="one", ref=None, overrides=(), dirty=False):
+    return workspace(flow_run, ref, overrides, dirty)
+
+
+def worktrees() -> list[str]:
+    return [line.split()[0] for line in git("worktree", "list").splitlines()[1:]]
+
+
+def edit_params(**train: object) -> None:
+    values = yaml.safe_load(SEED.read_text())
+    values["train"] |= train
+    SEED.write_text(yaml.safe_dump(values, sort_keys=False))
+
+
+def test_the_run_is_at_the_commit_in_a_place_of_its_own_which_is_gone_afterwards(project):
+    with opened() as work:
+        assert Path.cwd() == work.root == project / FLOWS / "one"
+        assert git("rev-parse", "HEAD") == work.commit == git("rev-parse", "HEAD", cwd=project)
+        assert git("branch", "--show-current") == work.branch == "runs/one"
+        assert work.tree == git("rev-parse", "HEAD^{tree}", cwd=project)
+        assert git("status", "--porcelain") == ""
+    assert Path.cwd() == project
+    assert worktrees() == []
+    assert not work.root.exists()
+    assert not (project / FLOWS / "one.lock").exists()
+    assert has_branch("runs/one")
+
+
+def test_an_edit_in_the_checkout_does_not_reach_the_run_and_the_runs_files_not_the_checkout(project):
+    with opened():
+        (project / "params.yaml").write_text("half typ")
+        (project / "components" / "files.py").write_text("half typ")
+        assert "half typ" not in Path("params.yaml").read_text() + Path("components/files.py").read_text()
+        Path("dvc.lock").write_text("the run's")
+    assert (project / "params.yaml").read_text() == "half typ"
+    assert "the run's" not in (project / "dvc.lock").read_text()
+
+
+@pytest.mark.parametrize("file", ["params.yaml", "components/files.py", "profiles/new.yaml", "data/raw/mine.dvc"])
+def test_what_decides_a_run_and_is_not_committed_is_named_and_refused(project, file):
+    (project / file).parent.mkdir(parents=True, exist_ok=True)
+    with (project / file).open("a") as opened_file:
+        opened_file.write("\n# new\n")
+    with pytest.raises(UncommittedError, match=f"not committed: {file};.*ref=HEAD.*dirty=true"), opened():
+        pytest.fail("it began")
+    assert worktrees() == []
+    assert not has_branch("runs/one")
+
+
+def test_what_decides_nothing_may_be_uncommitted(project):
+    (project / "notes.txt").write_text("mine")
+    (project / "dvc.lock").write_text((project / "dvc.lock").read_text() + "\n# mine\n")
+    with opened() as work:
+        assert "mine" not in Path("dvc.lock").read_text()
+        assert not Path("notes.txt").exists()
+    assert work.commit == git("rev-parse", "HEAD")
+
+
+def test_a_named_commit_runs_without_what_is_not_committed(project):
+    first = git("rev-parse", "HEAD")
+    edit_params(seed=2)
+    toy.commit(project, "second")
+    edit_params(seed=3)
+    with opened("a", "HEAD"):
+        assert yaml.safe_load(SEED.read_text())["train"]["seed"] == 2
+    with opened("b", first[:9]) as work:
+        assert yaml.safe_load(SEED.read_text())["train"]["seed"] == 7407
+    assert work.commit == first
+    with pytest.raises(ParamsError, match="ref: 'nowhere' is no commit, branch or tag"), opened("c", "nowhere"):
+        pytest.fail("it began")
+
+
+def test_asked_for_what_is_not_committed_is_committed_to_the_runs_branch_alone(project):
+    head, index = git("rev-parse", "HEAD"), git("diff", "--cached", "--name-only")
+    edit_params(seed=3)
+    (project / "profiles" / "new.yaml").write_text("extends: ../params.yaml\n")
+    (project / "notes.txt").write_text("mine")
+    with opened(dirty=True) as work:
+        assert yaml.safe_load(SEED.read_text())["train"]["seed"] == 3
+        assert git("show", "--name-only", "--format=").split() == ["params.yaml", "profiles/new.yaml"]
+        assert git("rev-parse", "HEAD^") == head
+    assert work.commit != head
+    assert (git("rev-parse", "HEAD"), git("diff", "--cached", "--name-only")) == (head, index)
+    assert "params.yaml" in git("status", "--porcelain")
+
+
+def test_overrides_are_committed_and_keep_the_comments(project):
+    with opened(overrides=["train.epochs=6", "promote.guards={CIDEr: 0.5}"]) as work:
+        values = yaml.safe_load(SEED.read_text())
+        assert values["train"]["epochs"] == 6
+        assert values["promote"]["guards"] == {"CIDEr": 0.5}
+        assert "a section per stage" in SEED.read_text(), "the comments are gone"
+        assert (
+            git("show", "--name-only", "--format=%s")
+            .split("\n", 1)[0]
+            .endswith("train.epochs=6, promote.guards={CIDEr: 0.5}")
+        )
+        assert work.tree == git("rev-parse", "HEAD^{tree}") != git("rev-parse", f"{work.commit}^{{tree}}")
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("train.epochs", "expected section.parameter=value"),
+        ("trian.epochs=6", "no section 'trian'; did you mean 'train'"),
+        ("train.epochs=[6", "train.epochs"),
+        ("train.epochs=six", "train.epochs"),
+        ("train.epohcs=6", "epohcs"),
+    ],
+)
+def test_a_wrong_override_is_refused_and_leaves_nothing(project, override, told):
+    with pytest.raises(ParamsError, match=told.replace("[", r"\[")), opened(overrides=[override]):
+        pytest.fail("it began")
+    assert worktrees() == []
+    assert not has_branch("runs/one")
+
+
+def test_data_come_by_link_from_the_checkouts_cache_and_scratch_is_shared(project):
+    toy.run(project, "dvc", "repro", "-q", "synthesize@minichange")
+    toy.commit(project, "drawn")
+    with opened() as work:
+        (image,) = Path("data/01_raw/minichange/images").glob("0.png")
+        assert image.read_bytes() == (project / image).read_bytes()
+        inodes = {file.stat().st_ino for file in (project / ".dvc/cache").rglob("*") if file.is_file()}
+        assert image.stat().st_ino in inodes
+        Path("runs/kept").write_text("a checkpoint")
+        assert set(work.links) == {"runs", "services/mlflow"}
+        assert git("status", "--porcelain") == ""
+    assert (project / "runs/kept").read_text() == "a checkpoint"
+
+
+def test_the_worktree_of_a_failed_run_stays_for_a_week(project):
+    with pytest.raises(RuntimeError, match="failed"), opened() as work:
+        raise RuntimeError("it failed")
+    assert Path.cwd() == project
+    assert work.root.is_dir()
+    sweep(project / FLOWS)
+    assert work.root.is_dir()
+    old = time.time() - 8 * 86400
+    os.utime(work.root, (old, old))
+    with lock(project / FLOWS / "one.lock"):
+        sweep(project / FLOWS)
+        assert work.root.is_dir(), "its process still lives"
+    sweep(project / FLOWS)
+    assert worktrees() == []
+    assert not work.root.exists()
+
+
+def test_a_run_that_is_tried_again_goes_on_from_its_own_branch(project):
+    with opened(overrides=["train.epochs=6"]):
+        Path("done.txt").write_text("first stages")
+        git("add", "done.txt")
+        git("commit", "-q", "-m", "what was done")
+    edit_params(seed=3)
+    toy.commit(project, "meanwhile")
+    with opened(overrides=["train.epochs=6"]):
+        train = yaml.safe_load(SEED.read_text())["train"]
+        assert (train["seed"], train["epochs"]) == (7407, 6)
+        assert Path("done.txt").read_text() == "first stages"
+
+
+def test_one_killed_before_its_branch_was_made_begins_anew(project):
+    root = project / FLOWS / "one"
+    root.parent.mkdir(parents=True)
+    git("worktree", "add", "--quiet", "--detach", str(root), "HEAD")
+    (root / "params.yaml").write_text("half written")
+    with opened(overrides=["train.epochs=6"]):
+        assert yaml.safe_load(SEED.read_text())["train"]["epochs"] == 6

@@ -1,0 +1,141 @@
+"""What is looked at before a run, each lack told with have and need."""
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from components import preflight as looks
+from components.params import Params, load_params
+from components.preflight import GIB, NotReadyError, preflight
+from tests.toy import REPOSITORY
+
+
+@pytest.fixture
+def params(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Params:
+    """The embedded run in a folder of its own, whose base is one GiB, on a machine that has all that it needs."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(looks, "size_of", lambda folder: GIB if folder == Path("data/00_base") else 0)
+    has(monkeypatch, disk=100, memory=100)
+    return load_params(REPOSITORY / "params.yaml")
+
+
+def has(monkeypatch: pytest.MonkeyPatch, disk: float = 100, memory: float = 100) -> None:
+    """GiB that are free."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=int(disk * GIB)))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=int(memory * GIB)))
+
+
+def ask(params: Params, **compute: Any) -> Params:
+    return params.model_copy(update={"compute": params.compute.model_copy(update=compute)})
+
+
+def commands(monkeypatch: pytest.MonkeyPatch, **answers: Callable[[], Any]) -> list[list[str]]:
+    """Programs that answer as given; any other is not installed."""
+    asked: list[list[str]] = []
+
+    def run(command: list[str], **options: Any) -> Any:
+        asked.append(command)
+        if command[0].replace("-", "_") not in answers:
+            raise FileNotFoundError(command[0])
+        return answers[command[0].replace("-", "_")]()
+
+    monkeypatch.setattr(subprocess, "run", run)
+    return asked
+
+
+def java() -> Any:
+    return SimpleNamespace(returncode=0)
+
+
+def faults(params: Params) -> str:
+    with pytest.raises(NotReadyError) as refused:
+        preflight(params)
+    return str(refused.value)
+
+
+def test_a_machine_that_has_everything_is_taken(params, monkeypatch):
+    asked = commands(monkeypatch, java=java)
+    preflight(params)
+    assert asked == [["java", "-version"]]
+
+
+def test_every_lack_is_told_at_once(params, monkeypatch):
+    commands(monkeypatch)
+    has(monkeypatch, disk=1.5, memory=7)
+    assert faults(ask(params, workers=2)).splitlines() == [
+        "this run cannot start here:",
+        "  runs: 1.5 GiB free, 5.0 needed; make room or set compute.scratch",
+        "  data/05_model: 1.5 GiB free, 2.0 needed; make room or set compute.scratch",
+        "  memory: 7.0 GiB are free, about 8.0 needed by 2 worker(s); lower compute.workers or end other programs",
+        "  java: `java -version` does not work, and evaluate.metrics has METEOR, SPICE; install Java 17",
+    ]
+
+
+def test_the_disk_of_the_nearest_folder_that_is_there_is_asked(params, monkeypatch, tmp_path):
+    asked: list[Path] = []
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: asked.append(place) or SimpleNamespace(free=100 * GIB))
+    commands(monkeypatch, java=java)
+    (tmp_path / "data").mkdir()
+    preflight(params)
+    assert asked == [tmp_path, tmp_path / "data"]
+
+
+@pytest.mark.parametrize(("found", "enough"), [(1, False), (2, True), (3, True)])
+def test_as_many_gpus_as_workers(params, monkeypatch, found, enough):
+    listed = "".join(f"GPU {n}: NVIDIA H200 (UUID: x)\n" for n in range(found))
+    commands(monkeypatch, java=java, nvidia_smi=lambda: SimpleNamespace(returncode=0, stdout=listed))
+    has(monkeypatch, memory=2)  # a GPU run holds the base in memory once for each worker
+    asked = ask(params, gpu=True, workers=2)
+    if enough:
+        preflight(asked)
+    else:
+        assert f"compute.gpu: 2 GPU(s) asked for, {found} found by nvidia-smi -L" in faults(asked)
+
+
+def silent() -> Any:
+    raise subprocess.TimeoutExpired("nvidia-smi", 60)
+
+
+def broken() -> Any:
+    return SimpleNamespace(returncode=9, stdout="GPU 0: but the driver failed\n")
+
+
+@pytest.mark.parametrize("answer", [silent, broken])
+def test_a_driver_that_does_not_answer_has_no_gpu(params, monkeypatch, answer):
+    commands(monkeypatch, java=java, nvidia_smi=answer)
+    assert "1 GPU(s) asked for, 0 found" in faults(ask(params, gpu=True, workers=0))
+
+
+def test_memory_and_gpus_of_a_cluster_are_not_those_of_this_machine(params, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
+    commands(monkeypatch, java=java)
+    has(monkeypatch, memory=0)
+    preflight(ask(params, gpu=True, workers=8))
+
+
+def test_without_a_metric_of_java_no_java_is_asked_for(params, monkeypatch):
+    commands(monkeypatch)
+    preflight(params.model_copy(update={"evaluate": params.evaluate.model_copy(update={"metrics": ("CIDEr",)})}))
+
+
+def test_a_server_of_mlflow_that_is_gone_is_named(params, monkeypatch):
+    commands(monkeypatch, java=java)
+    gone = params.register_.model_copy(update={"tracking_uri": "http://127.0.0.1:9"})
+    assert "register.tracking_uri: MLflow at http://127.0.0.1:9 does not answer" in faults(
+        params.model_copy(update={"register_": gone})
+    )
+
+
+def test_the_size_of_a_folder_is_that_of_all_files_below(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "b").write_bytes(b"12345")
+    (tmp_path / "c").write_bytes(b"123")
+    assert looks.size_of(tmp_path) == 8
+    assert looks.size_of(tmp_path / "none") == 0
