@@ -1,7 +1,7 @@
 """A registered model to which a test adds versions that hold nothing but scores, in an MLflow store of its own."""
 
-import json
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,8 +13,10 @@ import pytest
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.tracking import MlflowClient
 
+from components.decisions import Decision, decisions, faults
 from components.params import load_params
 from components.promote.promote import Promotion, promote
+from components.promote.rollback import rollback
 from components.register.stage import CHALLENGER, SCORES
 from tests.register.conftest import empty_store  # noqa: F401  # a fixture
 from tests.toy import REPOSITORY
@@ -63,23 +65,32 @@ class Registry:
         self.client.set_registered_model_alias("m3diff", CHALLENGER, version.version)
         return version
 
-    def decide(self) -> Promotion:
-        return promote(self.params)
+    def decide(self, version: int | None = None, again: bool = False) -> Promotion:
+        return promote(self.params, version, again)
+
+    def rollback(self, to: int | None = None, why: str = "") -> Decision:
+        return rollback(self.params, to, why)
+
+    def point(self, alias: str, version: int) -> None:
+        """By hand, as on MLflow's page."""
+        self.client.set_registered_model_alias("m3diff", alias, str(version))
 
     def aliases(self) -> dict[str, int]:
         return {alias: int(version) for alias, version in self.client.get_registered_model("m3diff").aliases.items()}
 
-    def entries(self) -> list[dict[str, object]]:
-        tags = self.client.get_registered_model("m3diff").tags
-        assert sorted(tags) == [f"audit.{number:04d}" for number in range(1, len(tags) + 1)]
-        return [json.loads(tags[tag]) for tag in sorted(tags)]
+    def entries(self) -> list[Decision]:
+        assert faults() == []
+        return decisions()
 
-    def audit(self) -> list[str]:
-        return [str(entry["outcome"]) for entry in self.entries()]
+    def record(self) -> list[str]:
+        return [entry.outcome for entry in self.entries()]
 
 
 @pytest.fixture
-def registry(empty_store: Path, tmp_path: Path) -> Iterator[Registry]:  # noqa: F811
+def registry(empty_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Registry]:  # noqa: F811
+    """In a git repository without a commit, the current directory."""
     shutil.copy(empty_store, tmp_path / "mlflow.db")
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    monkeypatch.chdir(tmp_path)
     yield Registry(tmp_path)
     mlflow.set_tracking_uri("")
