@@ -369,9 +369,10 @@ def _run(
     config = [word for setting in CONFIG for word in ("-c", setting)]
     environment = os.environ | IDENTITY | {"GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
     command = ["git", "-C", str(repository), *config, *arguments]
+    apart = seconds is not None  # what waits for a remote holds no lock of `alone`
     try:
         return subprocess.run(
-            command, input=stdin, capture_output=True, env=environment, timeout=seconds, close_fds=False
+            command, input=stdin, capture_output=True, env=environment, timeout=seconds, close_fds=apart
         )
     except FileNotFoundError as error:
         raise DataError("git: not installed, but the record of decisions is a branch of the repository") from error
