@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 from collections.abc import Iterator
+from copy import copy
 from pathlib import Path
 
 import mlflow
@@ -14,7 +15,7 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.tracking import MlflowClient
 
 from components.decisions import Decision, decisions, faults
-from components.params import load_params
+from components.params import Params, load_params
 from components.promote.promote import Promotion, promote
 from components.promote.rollback import rollback
 from components.register.stage import CHALLENGER, SCORES
@@ -39,16 +40,29 @@ class Registry:
     def __init__(self, root: Path) -> None:
         self.root, uri = root, f"sqlite:///{root}/mlflow.db"
         self.client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+        self.plain = load_params(REPOSITORY / "params.yaml")
+        self.params = self.of(root)
         self.experiment = self.client.create_experiment("m3diff", artifact_location=(root / "artifacts").as_uri())
         self.client.create_registered_model("m3diff")
-        plain = load_params(REPOSITORY / "params.yaml")
-        self.params = plain.model_copy(
-            update={
-                "register_": plain.register_.model_copy(update={"tracking_uri": uri}),
-                "compute": plain.compute.model_copy(update={"scratch": root / "scratch"}),
-            }
-        )
         self.gate(guards={})
+
+    def of(self, root: Path) -> Params:
+        """Parameters of the store in a folder."""
+        store, scratch = {"tracking_uri": f"sqlite:///{root}/mlflow.db"}, {"scratch": root / "scratch"}
+        register, compute = self.plain.register_, self.plain.compute
+        changes = {"register_": register.model_copy(update=store), "compute": compute.model_copy(update=scratch)}
+        return self.plain.model_copy(update=changes)
+
+    def copy(self, root: Path) -> "Registry":
+        """Store and record once more, for a test to break."""
+        root.mkdir()
+        shutil.copy(self.root / "mlflow.db", root)
+        shutil.copytree(self.root / ".git", root / ".git")
+        made = copy(self)
+        made.root, made.params = root, self.of(root).model_copy(update={"promote": self.params.promote})
+        uri = made.params.register_.tracking_uri
+        made.client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+        return made
 
     def gate(self, **changes: object) -> None:
         cfg = type(self.params.promote).model_validate(self.params.promote.model_dump() | changes)
