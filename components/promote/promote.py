@@ -16,7 +16,7 @@ from components.decisions import Decision, Entry, alone, append, catch_up, champ
 from components.params import Params
 from components.promote.gate import Verdict, can_be_judged, judge, judge_first
 from components.promote.moves import CHAMPION, PREVIOUS, alias_of, check_exists, make_move, settle
-from components.promote.versions import CannotScoreAgain, score_again, stored_scores, test_set
+from components.promote.versions import CannotScoreAgain, stored_scores, test_set
 from components.records import DataError
 from components.register.stage import CHALLENGER, SCORES
 
@@ -201,6 +201,8 @@ def champion_scores(
     stored = stored_scores(client, champion, on)
     if stored is not None and can_be_judged(params.promote, ours, stored):
         return stored, False
+    from components.promote.score_again import score_again  # torch, which takes seconds to import
+
     return score_again(client, params, champion, on), True
 
 

@@ -238,7 +238,7 @@ KILLS = {
 aliases that there may be in the end: of a rollback, those before it where it was killed before it was recorded."""
 
 
-@pytest.mark.slow(60)
+@pytest.mark.slow(20)
 @pytest.mark.parametrize("name", KILLS)
 def test_killed_at_any_durable_write_the_next_promote_leaves_one_champion_that_the_record_names(
     name, registry, tmp_path, monkeypatch

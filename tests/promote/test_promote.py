@@ -11,7 +11,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from components.models.checkpoint import CheckpointError
-from components.promote import moves, promote, versions
+from components.promote import moves, promote, score_again
 from components.records import DataError
 from components.register.lineage import MODEL_CODE, dvc_hash
 from components.register.stage import SCORES
@@ -168,10 +168,10 @@ class Rescoring:
     def __init__(self, registry, monkeypatch: pytest.MonkeyPatch) -> None:
         self.registry, self.calls, self.cider = registry, [], 1.0
         self.here, self.error, self.really = "new", None, mlflow.artifacts.download_artifacts
-        monkeypatch.setattr(versions, "hash_test_set", lambda paths: self.here)
+        monkeypatch.setattr(score_again, "hash_test_set", lambda paths: self.here)
         monkeypatch.setattr(mlflow.artifacts, "download_artifacts", self.download)
-        monkeypatch.setattr(versions, "predict", self.predict)
-        monkeypatch.setattr(versions, "evaluate", self.evaluate)
+        monkeypatch.setattr(score_again, "predict", self.predict)
+        monkeypatch.setattr(score_again, "evaluate", self.evaluate)
 
     def download(self, artifact_uri: str | None = None, *, dst_path: str, **of_run: str) -> str:
         if artifact_uri is None:

@@ -151,13 +151,22 @@ def test_the_record_outlives_the_registered_model(three):
     assert three.record() == ["first", "promoted", "promoted", "rolled back"]
 
 
+def test_decisions_go_to_the_remote_that_git_config_names(three, tmp_path):
+    subprocess.run(["git", "init", "-q", "--bare", "remote.git"], check=True)
+    subprocess.run(["git", "config", "m3diff.runs", str(tmp_path / "remote.git")], check=True)
+    three.rollback()
+    assert decisions(tmp_path / "remote.git") == three.entries()
+    three.decide()
+    assert [entry.outcome for entry in decisions(tmp_path / "remote.git")][3:] == ["rolled back", "refused"]
+
+
 def test_the_command_takes_seconds_and_loads_no_torch(three):
     values = yaml.safe_load((REPOSITORY / "params.yaml").read_text())
     values["register"]["tracking_uri"] = three.params.register_.tracking_uri
     (three.root / "params.yaml").write_text(yaml.safe_dump(values))
     program = (
         "import sys; from components.__main__ import main; code = main(['rollback', '--why', 'too slow']); "
-        "assert 'torch' not in sys.modules; sys.exit(code)"
+        "import components.promote.promote; assert 'torch' not in sys.modules; sys.exit(code)"
     )
     before = os.times()
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
