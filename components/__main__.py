@@ -6,6 +6,7 @@ parameters, 3 data refused, 4 gate refused, 75 try again later, other a bug.
 
 import argparse
 import ctypes
+import json
 import os
 import signal
 import sys
@@ -113,9 +114,25 @@ def promote(args: argparse.Namespace) -> int:
     params = parameters(args)
     from components.promote.promote import promote as run
 
-    decision = run(params)
+    decision = run(params, args.version, args.again)
     print(decision)
     return GATE_REFUSED if decision.outcome == "refused" else 0
+
+
+def rollback(args: argparse.Namespace) -> None:
+    params = parameters(args)
+    from components.promote.rollback import rollback as run
+
+    print(run(params, args.to, args.why))
+
+
+def history(args: argparse.Namespace) -> int:
+    from components.decisions import decisions, faults, table
+
+    found, wrong = decisions(), faults()
+    print(json.dumps([entry.model_dump(by_alias=True) for entry in found], indent=2) if args.json else table(found))
+    print("".join(f"m3diff history: {fault}\n" for fault in wrong), end="", file=sys.stderr)
+    return DATA_REFUSED if wrong else 0
 
 
 def plan(args: argparse.Namespace) -> None:
@@ -219,6 +236,8 @@ COMMANDS: dict[str, tuple[Command, str]] = {
     "evaluate": (evaluate, "score predicted captions against their references and write the report"),
     "register": (register, "log the run to MLflow and register its checkpoint as a model version"),
     "promote": (promote, "make the challenger the champion where it surely beats it on the same test set"),
+    "rollback": (rollback, "make the champion before this one champion again; recorded, and not promoted again"),
+    "history": (history, "every decision on the champion: when, who, from, to, why; and whether the record was edited"),
     "plan": (plan, "what a training run will cost: parameters, tokens, FLOPs, memory, hours; trains nothing"),
     "compare": (compare, "two runs on the same test pairs: differences with their intervals, and a page of the pairs"),
     "data": (data, "look at data: `data check ROOT` before anything is run, `data statistics` after validate"),
@@ -239,6 +258,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands["ingest"].add_argument("name", nargs="?", help="an entry of `ingest.datasets`; all where none is named")
     commands["profile"].add_argument("name", help="a file of profiles/, without .yaml")
     commands["migrate"].add_argument("file", type=Path, help="the file to rewrite; a copy of it is kept")
+    _add_champion(commands["promote"], commands["rollback"], commands["history"])
     _add_compare(commands["compare"])
     _add_export(commands["export"], commands["export-llava"])
     _add_data(commands["data"])
@@ -255,6 +275,16 @@ def _add_export(model: argparse.ArgumentParser, llava: argparse.ArgumentParser) 
     llava.add_argument(
         "--allow-unlicensed", action="store_true", help="also datasets whose licence does not allow to pass them on"
     )
+
+
+def _add_champion(
+    promote: argparse.ArgumentParser, rollback: argparse.ArgumentParser, history: argparse.ArgumentParser
+) -> None:
+    promote.add_argument("--version", type=int, metavar="N", help="the version to judge; else the challenger")
+    promote.add_argument("--again", action="store_true", help="also where it was champion and was rolled back")
+    rollback.add_argument("--to", type=int, metavar="VERSION", help="which version; else the champion before this one")
+    rollback.add_argument("--why", default="", metavar="TEXT", help="the reason, for the record")
+    history.add_argument("--json", action="store_true", help="for machines")
 
 
 def _add_compare(command: argparse.ArgumentParser) -> None:

@@ -70,7 +70,8 @@ def headlines(protocols: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 def main() -> int:
     try:
         params = load_params(Path("params.yaml"))
-        print(summary(params, register(params), promote(params)))
+        registration = register(params)
+        print(summary(params, registration, promote(params, registration.version)))
     except (ParamsError, DataError, ConnectionError) as error:
         print(f"make run: {error}", file=sys.stderr)
         return 1

@@ -108,7 +108,30 @@ CALLS: dict[str, tuple[list[str], str, str, dict[str, Any]]] = {
         },
     ),
     "register": (["register"], "components.register.stage", "register", {"params": PARAMS}),
-    "promote": (["promote"], "components.promote.promote", "promote", {"params": PARAMS}),
+    "promote": (
+        ["promote"],
+        "components.promote.promote",
+        "promote",
+        {"params": PARAMS, "version": None, "again": False},
+    ),
+    "promote a version": (
+        ["promote", "--version", "7", "--again"],
+        "components.promote.promote",
+        "promote",
+        {"params": PARAMS, "version": 7, "again": True},
+    ),
+    "rollback": (
+        ["rollback"],
+        "components.promote.rollback",
+        "rollback",
+        {"params": PARAMS, "to": None, "why": ""},
+    ),
+    "rollback to a version": (
+        ["rollback", "--to", "3", "--why", "it says no"],
+        "components.promote.rollback",
+        "rollback",
+        {"params": PARAMS, "to": 3, "why": "it says no"},
+    ),
     "statistics": (
         ["data", "statistics"],
         "components.inspect.statistics",
@@ -236,7 +259,7 @@ def test_a_command_calls_its_function_with_exactly_its_arguments(name, monkeypat
 
 def test_every_command_is_tried():
     tried = {argv[0] for argv, *_ in CALLS.values()}
-    assert tried | {"plan", "profile", "migrate", "score", "compare"} == COMMANDS.keys()
+    assert tried | {"plan", "profile", "migrate", "score", "compare", "history"} == COMMANDS.keys()
 
 
 def test_compare_takes_two_runs_and_says_each_protocols_table_and_where_the_page_is(monkeypatch, capsys):
@@ -253,8 +276,8 @@ def test_compare_takes_two_runs_and_says_each_protocols_table_and_where_the_page
     assert capsys.readouterr().out == "its lines\n\npair by pair: page.html\n"
 
 
-@pytest.mark.parametrize("command", ["register", "promote"])
-def test_what_register_and_promote_say_is_printed(command, monkeypatch, capsys):
+@pytest.mark.parametrize("command", ["register", "promote", "rollback"])
+def test_what_register_promote_and_rollback_say_is_printed(command, monkeypatch, capsys):
     argv, module, function, _ = CALLS[command]
     Recorder(monkeypatch, module, **{function: RESULT})
     main(argv)

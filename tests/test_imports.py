@@ -24,6 +24,7 @@ SHARED = {
     "image_cache",
     "image_check",
     "tracking",
+    "decisions",
     "datasets",
     "models",
 }
@@ -106,7 +107,7 @@ def test_what_joins_stages_is_known_to_the_command_line_and_its_section_to_the_p
         for module in imports(file)
         if module.startswith(f"components.{folder}.") and file.parent != COMPONENTS / folder
     }
-    assert found == {("__main__.py", folder), ("params.py", "params")}
+    assert found == {("__main__.py", folder), ("__main__.py", "rollback"), ("params.py", "params")}
 
 
 @pytest.mark.parametrize("stage", [*STAGES, *sorted(JOINS)])

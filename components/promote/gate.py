@@ -46,10 +46,13 @@ class Verdict(BaseModel):
 
 
 def judge_first(cfg: Promote, challenger: pa.Table) -> Verdict:
-    """There is no champion: any score is enough."""
+    """There is no champion: any score is enough, but no guarded one that is there may be no number."""
     score = score_of(challenger, cfg.protocol, scores()[cfg.metric])
-    if score is None:
-        return Verdict(outcome="refused", reason=no_score(cfg, cfg.metric))
+    columns = {name: scores()[name].column for name in cfg.guards}
+    held = [name for name, column in columns.items() if column in challenger.column_names]
+    broken = [name for name in held if score_of(challenger, cfg.protocol, scores()[name]) is None]
+    if score is None or broken:
+        return Verdict(outcome="refused", reason=no_score(cfg, *([cfg.metric] if score is None else []), *broken))
     pairs = rows_of(challenger, cfg.protocol).num_rows
     reason = f"there was no champion; {cfg.metric} {score:.4f} over {pairs} pairs of {cfg.protocol}"
     return Verdict(outcome="first", reason=reason, pairs=pairs, challenger_score=score)

@@ -1,24 +1,26 @@
-"""Promote: the challenger becomes champion where it surely beats the champion on the same test set.
+"""Promote: a version becomes champion where it surely beats the champion on the same test set.
 
-Every decision is appended to the registered model's tags (`audit.0001`, ...), since MLflow keeps no history of aliases.
+Every decision is in the record (`components/decisions.py`), since MLflow keeps no history of aliases. The champion may
+be moved while a version is judged: then it is judged again, against the champion of then.
 """
 
 import json
-import time
-from typing import Any
+from pathlib import Path
 
 import pyarrow as pa
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.tracking import MlflowClient
 
 from components import tracking
+from components.decisions import Decision, Entry, alone, append, catch_up, champions, decisions, faults, share, warn
 from components.params import Params
 from components.promote.gate import Verdict, can_be_judged, judge, judge_first
-from components.promote.versions import CannotScoreAgain, score_again, stored_scores, test_set
+from components.promote.moves import CHAMPION, PREVIOUS, alias_of, check_exists, make_move, settle
+from components.promote.versions import CannotScoreAgain, stored_scores, test_set
 from components.records import DataError
-from components.register.stage import CHALLENGER, SCORES, find_alias, set_alias
+from components.register.stage import CHALLENGER, SCORES
 
-CHAMPION, PREVIOUS = "champion", "previous"
+ATTEMPTS = 5  # to judge a version, each time against another champion
 
 
 class Promotion(Verdict):
@@ -41,30 +43,83 @@ class Promotion(Verdict):
         return f"{self.model} version {self.challenger} {self.outcome}: {self.reason}"
 
 
-def promote(params: Params, version: int | None = None) -> Promotion:
-    """Decide on the challenger and move the aliases.
+def promote(params: Params, version: int | None = None, again: bool = False, repository: Path = Path(".")) -> Promotion:
+    """Decide on a version, or on the challenger where none is named, and move the aliases.
+
+    Args:
+        version: the one that the caller registered; the alias `challenger` may name another one's by now.
+        again: also where it was champion and was rolled back.
+        repository: the git repository that keeps the record of decisions.
 
     Raises:
-        DataError: nothing is registered.
+        DataError: nothing is registered, no such version, or no git repository.
         TrackingUnavailableError: MLflow does not answer.
+        BlockingIOError: the champion was moved again and again meanwhile.
     """
-    name = params.register_.model_name
-    with tracking.connected(params.register_.tracking_uri) as client:
-        challenger, champion = (find_alias(client, name, alias) for alias in (CHALLENGER, CHAMPION))
-        if challenger is None:
-            raise DataError(f"model {name!r} has no version with the alias {CHALLENGER!r}; run `m3diff register` first")
-        decision = decide(client, params, challenger, champion)
-        if decision.outcome != "unchanged":
-            append_audit(client, decision)
-        if decision.champion_now == decision.challenger != decision.champion:
-            if champion is not None:
-                set_alias(client, name, PREVIOUS, champion)
-            set_alias(client, name, CHAMPION, challenger)
+    with alone(repository, "promote"), tracking.connected(params.register_.tracking_uri) as client:
+        catch_up(repository)
+        for fault in faults(repository):
+            warn(f"{fault}; see `m3diff history`")
+        decision = next(
+            filter(None, (attempt(client, params, version, again, repository) for _ in range(ATTEMPTS))), None
+        )
+    share(repository)
+    if decision is None:
+        raise BlockingIOError(
+            f"the champion was moved {ATTEMPTS} times while the version was judged, see `m3diff history`; try again"
+        )
     return decision
 
 
-def decide(client: MlflowClient, params: Params, challenger: ModelVersion, champion: ModelVersion | None) -> Promotion:
-    verdict, scored_again = verdict_on(client, params, challenger, champion)
+def attempt(
+    client: MlflowClient, params: Params, version: int | None, again: bool, repository: Path
+) -> Promotion | None:
+    """Judge once. None: the champion was moved meanwhile, or something else decided."""
+    name = params.register_.model_name
+    with alone(repository, "record"):
+        finished = settle(client, repository, name)
+        challenger = asked_for(client, name, version)
+        if finished is not None and finished.action == "promote" and finished.to == int(challenger.version):
+            return promotion_of(finished)
+        seen, known = decisions(repository), alias_of(client, name, CHAMPION)
+    champion = client.get_model_version(name, str(known)) if known is not None else None
+    back = champions(seen, name).taken_back.get(int(challenger.version))
+    if back is not None and not again:
+        decision = promotion(params, challenger, champion, refused(rolled_back(back)))
+    else:
+        verdict, scored_again = verdict_on(client, params, challenger, champion)
+        decision = promotion(params, challenger, champion, verdict, scored_again)
+    with alone(repository, "record"):
+        if alias_of(client, name, CHAMPION) != known or decisions(repository) != seen:
+            return None
+        return decision if recorded(client, repository, decision, seen) else None
+
+
+def asked_for(client: MlflowClient, name: str, version: int | None) -> ModelVersion:
+    """The version of a number, or the challenger."""
+    if version is not None:
+        check_exists(client, name, version)
+        return client.get_model_version(name, str(version))
+    challenger = alias_of(client, name, CHALLENGER)
+    if challenger is None:
+        raise DataError(f"model {name!r} has no version with the alias {CHALLENGER!r}; run `m3diff register` first")
+    return client.get_model_version(name, str(challenger))
+
+
+def rolled_back(decision: Decision) -> str:
+    """Why a version that was taken back is not promoted again."""
+    said = f" ({decision.why})" if decision.why else ""
+    by = f"{decision.who} rolled it back" if decision.action == "rollback" else "it was found rolled back"
+    return f"{by} at {decision.at}{said}; to let the gate judge it all the same: m3diff promote --again"
+
+
+def promotion(
+    params: Params,
+    challenger: ModelVersion,
+    champion: ModelVersion | None,
+    verdict: Verdict,
+    scored_again: bool = False,
+) -> Promotion:
     return Promotion(
         **dict(verdict),
         model=challenger.name,
@@ -73,6 +128,47 @@ def decide(client: MlflowClient, params: Params, challenger: ModelVersion, champ
         scored_again=scored_again,
         **params.promote.model_dump(include={"protocol", "metric", "min_gain", "confidence"}),
     )
+
+
+NAMED = {"outcome": "outcome", "reason": "why", "model": "model", "challenger": "to", "champion": "from_"}
+"""What an entry of the record names itself; the rest of a decision of the gate is its numbers."""
+
+
+def entry_of(client: MlflowClient, decision: Promotion) -> Entry:
+    previous = decision.champion if decision.champion is not None else alias_of(client, decision.model, PREVIOUS)
+    return Entry(
+        action="promote",
+        previous=previous,
+        gate=json.loads(decision.model_dump_json(exclude=set(NAMED))),
+        **{theirs: getattr(decision, ours) for ours, theirs in NAMED.items()},
+    )
+
+
+def promotion_of(decision: Decision) -> Promotion:
+    """A decision of the gate, as the record has it."""
+    return Promotion(**decision.gate, **{ours: getattr(decision, theirs) for ours, theirs in NAMED.items()})
+
+
+def recorded(client: MlflowClient, repository: Path, decision: Promotion, seen: list[Decision]) -> bool:
+    """Record a decision and carry it out; a refusal that is the model's last decision already is not repeated.
+
+    False: the champion was moved meanwhile.
+    """
+    if decision.outcome == "unchanged":
+        return True
+    entry = entry_of(client, decision)
+    if decision.champion_now == decision.challenger:
+        return make_move(client, repository, entry) is not None
+    last = next((known for known in reversed(seen) if known.model == decision.model), None)
+    if last is None or told(last) != told(entry):
+        append(repository, entry)
+    return True
+
+
+def told(entry: Entry) -> tuple[object, ...]:
+    """What makes a decision: not when it was made, nor when the champion was scored."""
+    numbers = {key: value for key, value in entry.gate.items() if key != "scored_again"}
+    return entry.action, entry.from_, entry.to, entry.outcome, entry.why, numbers
 
 
 def verdict_on(
@@ -105,24 +201,10 @@ def champion_scores(
     stored = stored_scores(client, champion, on)
     if stored is not None and can_be_judged(params.promote, ours, stored):
         return stored, False
+    from components.promote.score_again import score_again  # torch, which takes seconds to import
+
     return score_again(client, params, champion, on), True
 
 
 def refused(reason: str) -> Verdict:
     return Verdict(outcome="refused", reason=reason)
-
-
-def append_audit(client: MlflowClient, decision: Promotion) -> None:
-    """Append the decision with its time, unless it is the last one again."""
-    tags = client.get_registered_model(decision.model).tags
-    trail = sorted(tag for tag in tags if tag.startswith("audit."))
-    entry: dict[str, Any] = decision.model_dump()
-    if trail and told(json.loads(tags[trail[-1]])) == told(entry):
-        return
-    entry["at"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    client.set_registered_model_tag(decision.model, f"audit.{len(trail) + 1:04d}", json.dumps(entry))
-
-
-def told(entry: dict[str, Any]) -> dict[str, Any]:
-    """What makes a decision: not when it was made, nor when the champion was scored."""
-    return {key: value for key, value in entry.items() if key not in ("at", "scored_again")}

@@ -1,8 +1,9 @@
 """A registered model to which a test adds versions that hold nothing but scores, in an MLflow store of its own."""
 
-import json
 import shutil
+import subprocess
 from collections.abc import Iterator
+from copy import copy
 from pathlib import Path
 
 import mlflow
@@ -13,8 +14,10 @@ import pytest
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.tracking import MlflowClient
 
-from components.params import load_params
+from components.decisions import Decision, decisions, faults
+from components.params import Params, load_params
 from components.promote.promote import Promotion, promote
+from components.promote.rollback import rollback
 from components.register.stage import CHALLENGER, SCORES
 from tests.register.conftest import empty_store  # noqa: F401  # a fixture
 from tests.toy import REPOSITORY
@@ -37,16 +40,29 @@ class Registry:
     def __init__(self, root: Path) -> None:
         self.root, uri = root, f"sqlite:///{root}/mlflow.db"
         self.client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+        self.plain = load_params(REPOSITORY / "params.yaml")
+        self.params = self.of(root)
         self.experiment = self.client.create_experiment("m3diff", artifact_location=(root / "artifacts").as_uri())
         self.client.create_registered_model("m3diff")
-        plain = load_params(REPOSITORY / "params.yaml")
-        self.params = plain.model_copy(
-            update={
-                "register_": plain.register_.model_copy(update={"tracking_uri": uri}),
-                "compute": plain.compute.model_copy(update={"scratch": root / "scratch"}),
-            }
-        )
         self.gate(guards={})
+
+    def of(self, root: Path) -> Params:
+        """Parameters of the store in a folder."""
+        store, scratch = {"tracking_uri": f"sqlite:///{root}/mlflow.db"}, {"scratch": root / "scratch"}
+        register, compute = self.plain.register_, self.plain.compute
+        changes = {"register_": register.model_copy(update=store), "compute": compute.model_copy(update=scratch)}
+        return self.plain.model_copy(update=changes)
+
+    def copy(self, root: Path) -> "Registry":
+        """Store and record once more, for a test to break."""
+        root.mkdir()
+        shutil.copy(self.root / "mlflow.db", root)
+        shutil.copytree(self.root / ".git", root / ".git")
+        made = copy(self)
+        made.root, made.params = root, self.of(root).model_copy(update={"promote": self.params.promote})
+        uri = made.params.register_.tracking_uri
+        made.client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+        return made
 
     def gate(self, **changes: object) -> None:
         cfg = type(self.params.promote).model_validate(self.params.promote.model_dump() | changes)
@@ -63,23 +79,32 @@ class Registry:
         self.client.set_registered_model_alias("m3diff", CHALLENGER, version.version)
         return version
 
-    def decide(self) -> Promotion:
-        return promote(self.params)
+    def decide(self, version: int | None = None, again: bool = False) -> Promotion:
+        return promote(self.params, version, again)
+
+    def rollback(self, to: int | None = None, why: str = "") -> Decision:
+        return rollback(self.params, to, why)
+
+    def point(self, alias: str, version: int) -> None:
+        """By hand, as on MLflow's page."""
+        self.client.set_registered_model_alias("m3diff", alias, str(version))
 
     def aliases(self) -> dict[str, int]:
         return {alias: int(version) for alias, version in self.client.get_registered_model("m3diff").aliases.items()}
 
-    def entries(self) -> list[dict[str, object]]:
-        tags = self.client.get_registered_model("m3diff").tags
-        assert sorted(tags) == [f"audit.{number:04d}" for number in range(1, len(tags) + 1)]
-        return [json.loads(tags[tag]) for tag in sorted(tags)]
+    def entries(self) -> list[Decision]:
+        assert faults() == []
+        return decisions()
 
-    def audit(self) -> list[str]:
-        return [str(entry["outcome"]) for entry in self.entries()]
+    def record(self) -> list[str]:
+        return [entry.outcome for entry in self.entries()]
 
 
 @pytest.fixture
-def registry(empty_store: Path, tmp_path: Path) -> Iterator[Registry]:  # noqa: F811
+def registry(empty_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Registry]:  # noqa: F811
+    """In a git repository without a commit, the current directory."""
     shutil.copy(empty_store, tmp_path / "mlflow.db")
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    monkeypatch.chdir(tmp_path)
     yield Registry(tmp_path)
     mlflow.set_tracking_uri("")

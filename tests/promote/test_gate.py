@@ -192,3 +192,41 @@ def test_the_first_challenger_needs_a_score_alone(models):
     assert (found.outcome, found.pairs, found.challenger_score) == ("first", 600, pytest.approx(share))
     assert found.reason == f"there was no champion; {EXACT} {share:.4f} over 600 pairs of {PROTOCOL}"
     assert (found.gain, found.champion_score) == (None, None)
+
+
+# What is no number
+
+NO_NUMBERS = [float("nan"), float("inf"), float("-inf"), None]
+
+
+def with_spice(exact: np.ndarray, value: float | None, pairs: int) -> pa.Table:
+    """SPICE 0.5 of every pair, and this value of the first so many."""
+    return scores(exact, SPICE=pa.array([value] * pairs + [0.5] * (len(exact) - pairs), pa.float64()))
+
+
+@pytest.mark.parametrize(
+    ("value", "pairs"), [*((value, 600) for value in NO_NUMBERS), *((v, 1) for v in NO_NUMBERS[:3])]
+)
+@pytest.mark.parametrize("asked", [{"metric": "SPICE"}, {"guards": {"SPICE": 1e9}}])
+@pytest.mark.parametrize("side", ["challenger", "champion", "both"])
+def test_nan_infinity_and_missing_scores_are_refused_of_either_model_as_metric_and_as_guard(
+    models, side, asked, value, pairs
+):
+    tables = [
+        with_spice(exact, value if side in (name, "both") else 0.4 + 0.2 * (name == "challenger"), pairs)
+        for name, exact in zip(("challenger", "champion"), models, strict=True)
+    ]
+    found = judge(gate(**asked), *tables)
+    assert found.outcome == "refused"
+    assert ("it has no SPICE" if side != "champion" else "the champion has no SPICE") in found.reason
+    if side != "challenger":
+        assert not can_be_judged(gate(**asked), *tables), "first it is scored again"
+
+
+@pytest.mark.parametrize("value", NO_NUMBERS[:3])
+def test_the_first_challenger_with_a_score_that_is_no_number_is_refused_as_metric_and_as_guard(models, value):
+    broken = with_spice(models[0], value, 1)
+    for asked in ({"metric": "SPICE"}, {"guards": {"SPICE": 0.1}}):
+        found = judge_first(gate(**asked), broken)
+        assert (found.outcome, found.reason.startswith("it has no SPICE on")) == ("refused", True)
+    assert judge_first(gate(guards={"SPICE": 0.1}), scores(models[0])).outcome == "first"

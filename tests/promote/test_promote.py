@@ -1,6 +1,5 @@
 """Promotion: which alias moves when, what is kept of a decision, and a champion of another test set."""
 
-import json
 import re
 import time
 from pathlib import Path
@@ -12,18 +11,18 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from components.models.checkpoint import CheckpointError
-from components.promote import promote, versions
+from components.promote import moves, promote, score_again
 from components.records import DataError
 from components.register.lineage import MODEL_CODE, dvc_hash
 from components.register.stage import SCORES
 from tests.promote.conftest import PAIRS, PROTOCOL, scores
 
 
-def test_the_first_challenger_is_champion_and_the_trail_says_first(registry):
+def test_the_first_challenger_is_champion_and_the_record_says_first(registry):
     registry.add(scores(0.1))
     assert registry.decide().outcome == "first"
     assert registry.aliases() == {"challenger": 1, "champion": 1}
-    assert registry.audit() == ["first"]
+    assert registry.record() == ["first"]
 
 
 def test_a_better_challenger_takes_over_and_the_old_champion_stays_one_step_away(registry):
@@ -32,7 +31,7 @@ def test_a_better_challenger_takes_over_and_the_old_champion_stays_one_step_away
     registry.add(scores(1.5, seed=1))
     assert registry.decide().outcome == "promoted"
     assert registry.aliases() == {"challenger": 2, "champion": 2, "previous": 1}
-    assert registry.audit() == ["first", "promoted"]
+    assert registry.record() == ["first", "promoted"]
 
 
 @pytest.mark.parametrize(
@@ -59,13 +58,13 @@ def test_protocol_metric_and_guards_are_parameters(registry):
     assert "CIDEr 1.0000 is more than 0.5 worse than 1.6000" in registry.decide().reason
 
 
-def test_deciding_twice_on_the_same_moves_nothing_and_adds_nothing_to_the_trail(registry):
+def test_deciding_twice_on_the_same_moves_nothing_and_adds_nothing_to_the_record(registry):
     registry.add(scores(1.0))
     registry.decide()
     assert registry.decide().outcome == "unchanged"
     registry.add(scores(0.5))
     assert [registry.decide().outcome, registry.decide().outcome] == ["refused", "refused"]
-    assert registry.audit() == ["first", "refused"]
+    assert registry.record() == ["first", "refused"]
 
 
 def test_a_promotion_that_was_cut_off_before_the_alias_moved_is_finished_by_the_next(registry, monkeypatch):
@@ -73,34 +72,31 @@ def test_a_promotion_that_was_cut_off_before_the_alias_moved_is_finished_by_the_
     registry.decide()
     registry.add(scores(2.0))
     with monkeypatch.context() as cut:
-        cut.setattr(promote, "set_alias", lambda *_: (_ for _ in ()).throw(ConnectionError("gone")))
+        cut.setattr(moves, "put_alias", lambda *_: (_ for _ in ()).throw(ConnectionError("gone")))
         with pytest.raises(ConnectionError):
             registry.decide()
     assert registry.decide().outcome == "promoted"
     assert registry.aliases() == {"challenger": 2, "champion": 2, "previous": 1}
-    assert registry.audit() == ["first", "promoted"]
+    assert registry.record() == ["first", "promoted"]
 
 
-def test_the_trail_holds_every_decision_with_scores_gain_interval_pairs_guards_reason_and_time(registry):
+def test_the_record_holds_every_decision_with_scores_gain_interval_pairs_guards_reason_and_time(registry):
     registry.gate(guards={"SPICE": 0.1})
     registry.add(scores(1.0, SPICE=0.5))
     registry.decide()
     registry.add(scores(1.5, seed=1, SPICE=0.45))
     decision = registry.decide()
     first, second = registry.entries()
-    at = second.pop("at")
-    assert second == json.loads(decision.model_dump_json())
-    assert second.pop("reason") == str(decision).removeprefix("m3diff version 2 promoted: ")
-    numbers = {key: second.pop(key) for key in ("challenger_score", "champion_score", "gain", "low", "high")}
-    assert numbers == {
-        key: pytest.approx(value, abs=0.05) for key, value in zip(numbers, (1.5, 1.0, 0.5, 0.5, 0.5), strict=True)
+    assert promote.promotion_of(second) == decision
+    assert (second.number, second.action, second.from_, second.to, second.previous) == (2, "promote", 1, 2, 1)
+    assert (second.model, second.outcome, second.why) == ("m3diff", "promoted", decision.reason)
+    numbers = dict(second.gate)
+    found = {key: numbers.pop(key) for key in ("challenger_score", "champion_score", "gain", "low", "high")}
+    assert found == {
+        key: pytest.approx(value, abs=0.05) for key, value in zip(found, (1.5, 1.0, 0.5, 0.5, 0.5), strict=True)
     }
-    assert numbers["low"] < numbers["gain"] < numbers["high"]
-    assert second == {
-        "outcome": "promoted",
-        "model": "m3diff",
-        "challenger": 2,
-        "champion": 1,
+    assert found["low"] < found["gain"] < found["high"]
+    assert numbers == {
         "protocol": PROTOCOL,
         "metric": "CIDEr",
         "min_gain": 0.0,
@@ -109,10 +105,10 @@ def test_the_trail_holds_every_decision_with_scores_gain_interval_pairs_guards_r
         "guards": {"SPICE": {"challenger": pytest.approx(0.45), "champion": pytest.approx(0.5), "tolerance": 0.1}},
         "scored_again": False,
     }
-    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", str(at))
-    assert at[:10] == time.strftime("%Y-%m-%d", time.gmtime())
-    assert (first["champion"], first["champion_score"]) == (None, None)
-    assert first["reason"] == f"there was no champion; CIDEr 1.0000 over {PAIRS} pairs of {PROTOCOL}"
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", second.at)
+    assert second.at[:10] == time.strftime("%Y-%m-%d", time.gmtime())
+    assert (first.from_, first.previous, first.gate["champion_score"]) == (None, None, None)
+    assert first.why == f"there was no champion; CIDEr 1.0000 over {PAIRS} pairs of {PROTOCOL}"
 
 
 def test_a_decision_that_differs_from_the_last_one_is_appended(registry):
@@ -122,7 +118,7 @@ def test_a_decision_that_differs_from_the_last_one_is_appended(registry):
     registry.decide()
     registry.add(scores(0.5))
     registry.decide()
-    assert [entry["challenger"] for entry in registry.entries()] == [1, 2, 3]
+    assert [entry.to for entry in registry.entries()] == [1, 2, 3]
 
 
 def test_the_old_champion_becomes_previous_before_the_new_one_is_champion(registry, monkeypatch):
@@ -172,10 +168,10 @@ class Rescoring:
     def __init__(self, registry, monkeypatch: pytest.MonkeyPatch) -> None:
         self.registry, self.calls, self.cider = registry, [], 1.0
         self.here, self.error, self.really = "new", None, mlflow.artifacts.download_artifacts
-        monkeypatch.setattr(versions, "hash_test_set", lambda paths: self.here)
+        monkeypatch.setattr(score_again, "hash_test_set", lambda paths: self.here)
         monkeypatch.setattr(mlflow.artifacts, "download_artifacts", self.download)
-        monkeypatch.setattr(versions, "predict", self.predict)
-        monkeypatch.setattr(versions, "evaluate", self.evaluate)
+        monkeypatch.setattr(score_again, "predict", self.predict)
+        monkeypatch.setattr(score_again, "evaluate", self.evaluate)
 
     def download(self, artifact_uri: str | None = None, *, dst_path: str, **of_run: str) -> str:
         if artifact_uri is None:
@@ -250,7 +246,7 @@ def test_the_champions_old_score_counts_for_nothing(registry, rescoring):
     assert (decision.outcome, decision.champion_score) == ("refused", pytest.approx(2.0))
     assert registry.aliases()["champion"] == 1
     registry.decide()
-    assert registry.audit() == ["first", "refused"], "the same decision from the scores that are kept"
+    assert registry.record() == ["first", "refused"], "the same decision from the scores that are kept"
 
 
 @pytest.mark.parametrize(
@@ -284,4 +280,4 @@ def test_what_may_pass_by_itself_is_no_refusal(registry, rescoring, error):
     rescoring.error = error
     with pytest.raises(type(error)):
         registry.decide()
-    assert registry.audit() == ["first"]
+    assert registry.record() == ["first"]

@@ -1,6 +1,7 @@
 """A champion of another test set, in earnest: its checkpoint from MLflow, captions and scores by the real stages."""
 
 import shutil
+import subprocess
 from pathlib import Path
 
 import mlflow
@@ -53,6 +54,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.slow
 def test_a_champions_checkpoint_is_fetched_captions_this_test_set_and_is_compared_pair_by_pair(small, capsys):
+    subprocess.run(["git", "init", "-q"], check=True)
     Path("components").symlink_to(REPOSITORY / "components")
     profile = yaml.safe_load(Path("params.yaml").read_text())
     profile |= {"register": {"tracking_uri": "sqlite:///mlflow.db"}, "promote": {"guards": {"unreadable": 0.0}}}

@@ -1,0 +1,67 @@
+"""Rollback: the champion goes back to the version before it, in seconds and without a question to the gate."""
+
+from pathlib import Path
+
+from mlflow.tracking import MlflowClient
+
+from components import tracking
+from components.decisions import Decision, Entry, alone, catch_up, champions, decisions, share
+from components.params import Params
+from components.promote.moves import CHAMPION, PREVIOUS, alias_of, check_exists, exists, make_move, settle
+from components.records import DataError
+
+
+def rollback(params: Params, to: int | None = None, why: str = "", repository: Path = Path(".")) -> Decision:
+    """Make the previous champion, or the version `to`, champion again; `promote` does not take the other one again.
+
+    Raises:
+        DataError: there is no champion, nothing to go back to, no such version, or no git repository.
+        TrackingUnavailableError: MLflow does not answer.
+        BlockingIOError: the champion was moved meanwhile; try again.
+    """
+    model = params.register_.model_name
+    with alone(repository, "record"), tracking.connected(params.register_.tracking_uri) as client:
+        catch_up(repository)
+        settle(client, repository, model)
+        made = make_move(client, repository, going_back(client, repository, model, to, why))
+    share(repository)
+    if made is None:
+        raise BlockingIOError(f"the champion of {model!r} was moved meanwhile, see `m3diff history`; try again")
+    return made
+
+
+def going_back(client: MlflowClient, repository: Path, model: str, to: int | None, why: str) -> Entry:
+    now = alias_of(client, model, CHAMPION)
+    if now is None:
+        raise DataError(f"model {model!r} has no version with the alias {CHAMPION!r}: there is nothing to roll back")
+    target = to if to is not None else version_before(client, repository, model)
+    check_exists(client, model, target)
+    if target == now:
+        raise DataError(f"version {target} of {model!r} is the champion already")
+    line = champions(decisions(repository), model).line
+    older = line[: line.index(target)] if target in line else [version for version in line if version != now]
+    return Entry(
+        action="rollback",
+        model=model,
+        from_=now,
+        to=target,
+        outcome="rolled back",
+        why=why.encode(errors="replace").decode(),
+        previous=next((version for version in reversed(older) if exists(client, model, version)), None),
+    )
+
+
+def version_before(client: MlflowClient, repository: Path, model: str) -> int:
+    """The version that the alias `previous` names; never one that was taken back."""
+    found = alias_of(client, model, PREVIOUS)
+    if found is None:
+        raise DataError(
+            f"model {model!r} has no version with the alias {PREVIOUS!r}: no earlier champion is known. Name a version "
+            "(`m3diff history` lists them): m3diff rollback --to VERSION"
+        )
+    if (decision := champions(decisions(repository), model).taken_back.get(found)) is not None:
+        raise DataError(
+            f"the alias {PREVIOUS!r} names version {found}, which {decision.who} rolled back at {decision.at}; name a "
+            "version (`m3diff history` lists them): m3diff rollback --to VERSION"
+        )
+    return found

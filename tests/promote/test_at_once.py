@@ -1,0 +1,297 @@
+"""Several decide at once, and processes are killed: one champion, and the record agrees with it."""
+
+import os
+import signal
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+from mlflow.tracking import MlflowClient
+
+from components import decisions as record
+from components.decisions import champions, decisions, faults, pending
+from components.promote import promote
+from components.records import DataError
+from tests.promote.conftest import Registry, scores
+
+WRITES = ("hash-object", "mktree", "commit-tree", "update-ref")
+
+
+def agrees(registry: Registry) -> None:
+    """One champion, which is the record's; nothing is left to do."""
+    assert faults() == []
+    assert pending(Path(".")) is None
+    assert champions(decisions(), "m3diff").line[-1] == registry.aliases()["champion"]
+
+
+def in_child(work: Callable[[], object]) -> int:
+    """A process of its own that does this; its id."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return child
+
+
+def ended(child: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+# The version that a flow registered itself
+
+
+def test_a_flow_promotes_its_own_version_and_not_the_one_that_the_alias_names(registry):
+    """A registers 5.0, B registers 4.0 before A promotes."""
+    registry.add(scores(1.0))
+    registry.decide()
+    a, b = (int(registry.add(scores(score, seed=1)).version) for score in (5.0, 4.0))
+    assert registry.aliases()["challenger"] == b
+    first = registry.decide(version=a)
+    assert (first.outcome, first.challenger, first.champion) == ("promoted", a, 1)
+    second = registry.decide(version=b)
+    assert (second.outcome, second.challenger, second.champion) == ("refused", b, a)
+    assert registry.aliases() == {"challenger": b, "champion": a, "previous": 1}
+
+
+def test_a_version_that_is_not_there_is_named_with_those_that_are(registry):
+    registry.add(scores(1.0))
+    with pytest.raises(DataError, match="model 'm3diff' has no version 7; it has 1"):
+        registry.decide(version=7)
+    assert registry.record() == []
+
+
+# The champion moves while a version is judged
+
+
+def meanwhile(monkeypatch: pytest.MonkeyPatch, act: Callable[[int], object]) -> list[int]:
+    """Do something after each judgement; the champions that were compared with."""
+    real, seen = promote.verdict_on, []
+
+    def verdict_on(client, params, challenger, champion):
+        verdict = real(client, params, challenger, champion)
+        seen.append(int(champion.version))
+        act(len(seen))
+        return verdict
+
+    monkeypatch.setattr(promote, "verdict_on", verdict_on)
+    return seen
+
+
+@pytest.fixture
+def judged(registry) -> Registry:
+    """Champion 1 (1.0); versions 2 (5.0), 3 (4.0) and 4 (3.0) wait."""
+    registry.add(scores(1.0))
+    registry.decide()
+    for score in (5.0, 4.0, 3.0):
+        registry.add(scores(score, seed=1))
+    return registry
+
+
+def test_a_champion_that_another_machine_moved_meanwhile_is_judged_against_anew(judged, monkeypatch):
+    seen = meanwhile(monkeypatch, lambda times: judged.point("champion", 2) if times == 1 else None)
+    decision = judged.decide(version=3)
+    assert seen == [1, 2]
+    assert (decision.outcome, decision.champion) == ("refused", 2)
+    assert judged.aliases()["champion"] == 2
+    assert judged.record() == ["first", "moved elsewhere", "refused"]
+    agrees(judged)
+
+
+def test_a_champion_that_moves_again_and_again_ends_in_try_again(judged, monkeypatch):
+    seen = meanwhile(monkeypatch, lambda times: judged.point("champion", 3 + times % 2))
+    with pytest.raises(BlockingIOError, match="moved 5 times while the version was judged.*try again"):
+        judged.decide(version=2)
+    assert seen == [1, 4, 3, 4, 3]
+
+
+def test_a_rollback_meanwhile_counts_although_the_champion_is_the_same_again(judged, monkeypatch):
+    """Judged against 1; meanwhile another machine promoted it, a person saw that it is bad and went back to 1."""
+
+    def there_and_back(times: int) -> None:
+        if times == 1:
+            with monkeypatch.context() as other:
+                other.setattr(promote, "alone", lambda *_: nullcontext())
+                assert judged.decide(version=2).outcome == "promoted"
+            judged.rollback(why="bad")
+
+    meanwhile(monkeypatch, there_and_back)
+    decision = judged.decide(version=2)
+    assert (decision.outcome, "rolled it back" in decision.reason) == ("refused", True)
+    assert judged.record() == ["first", "promoted", "rolled back", "refused"]
+    agrees(judged)
+
+
+def test_directly_before_the_alias_moves_the_champion_is_read_once_more(judged, monkeypatch):
+    real, moved = MlflowClient.set_registered_model_alias, []
+
+    def overtaken(client, name, alias, version):
+        real(client, name, alias, version)
+        moved.append((alias, int(version)))
+        if moved == [("previous", 1)]:
+            real(client, name, "champion", "2")
+
+    monkeypatch.setattr(MlflowClient, "set_registered_model_alias", overtaken)
+    decision = judged.decide(version=3)
+    assert (decision.outcome, decision.champion) == ("refused", 2)
+    assert ("champion", 3) not in moved
+    assert judged.record() == ["first", "promoted", "not done", "moved elsewhere", "refused"]
+    not_done = judged.entries()[2]
+    assert (not_done.of, not_done.to) == (2, 3)
+    assert not_done.why.startswith("decision 2 was not carried out: it was to follow version 1, and the champion is 2")
+    assert judged.aliases() == {"challenger": 4, "champion": 2}
+    agrees(judged)
+
+
+def test_of_four_processes_at_once_the_best_version_is_champion_in_the_end(judged):
+    judged.add(scores(2.0, seed=1))
+    children = [in_child(lambda version=version: judged.decide(version)) for version in (5, 4, 3, 2)]
+    assert [ended(child) for child in children] == [0, 0, 0, 0]
+    assert judged.aliases()["champion"] == 2
+    assert set(judged.record()[1:]) <= {"promoted", "refused"}
+    assert len(judged.record()) == 5
+    agrees(judged)
+
+
+# Kills
+
+
+def counting(at: int | None) -> Callable[[], int]:
+    """Count every durable write of this process, and kill it in place of the write `at` (0: the first)."""
+    done = 0
+
+    def counted(real):
+        def write(*args, **named):
+            nonlocal done
+            if real.__name__ == "_run" and args[1] not in WRITES:
+                return real(*args, **named)
+            if done == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            done += 1
+            return real(*args, **named)
+
+        return write
+
+    record._run = counted(record._run)
+    for name in ("set_registered_model_alias", "delete_registered_model_alias"):
+        setattr(MlflowClient, name, counted(getattr(MlflowClient, name)))
+    return lambda: done
+
+
+def killed_at(registry: Registry, act: Callable[[Registry], object], at: int | None) -> int:
+    """Do it in a process that is killed before its write `at`; how many writes it made where it ended by itself."""
+
+    def work() -> None:
+        writes = counting(at)
+        act(registry)
+        (registry.root / "writes").write_text(str(writes()))
+
+    code = ended(in_child(work))
+    assert code == (0 if at is None else -signal.SIGKILL)
+    return int((registry.root / "writes").read_text()) if at is None else -1
+
+
+def first(registry: Registry) -> None:
+    registry.add(scores(1.0))
+
+
+def better(registry: Registry) -> None:
+    for score in (1.0, 2.0):
+        registry.add(scores(score))
+        if score == 1.0:
+            registry.decide()
+
+
+def third(registry: Registry) -> None:
+    for score in (1.0, 2.0, 3.0):
+        registry.add(scores(score))
+        registry.decide()
+
+
+def worse(registry: Registry) -> None:
+    better(registry)
+    registry.decide()
+    registry.add(scores(1.5))
+
+
+KILLS = {
+    "first": (first, Registry.decide, 7, [{"challenger": 1, "champion": 1}]),
+    "promoted": (better, Registry.decide, 8, [{"challenger": 2, "champion": 2, "previous": 1}]),
+    "refused": (worse, Registry.decide, 4, [{"challenger": 3, "champion": 2, "previous": 1}]),
+    "rolled back": (
+        third,
+        Registry.rollback,
+        8,
+        [{"challenger": 3, "champion": 3, "previous": 2}, {"challenger": 3, "champion": 2, "previous": 1}],
+    ),
+    "rolled back to the last": (
+        lambda registry: (better(registry), registry.decide()),
+        Registry.rollback,
+        8,
+        [{"challenger": 2, "champion": 2, "previous": 1}, {"challenger": 2, "champion": 1}],
+    ),
+}
+"""What is there, what is killed, how many durable writes it makes (three git objects, the refs, the aliases), and the
+aliases that there may be in the end: of a rollback, those before it where it was killed before it was recorded."""
+
+
+@pytest.mark.slow(20)
+@pytest.mark.parametrize("name", KILLS)
+def test_killed_at_any_durable_write_the_next_promote_leaves_one_champion_that_the_record_names(
+    name, registry, tmp_path, monkeypatch
+):
+    """Before the first write, between any two, and after the last one."""
+    build, act, writes, ends = KILLS[name]
+    build(registry)
+    whole = registry.copy(tmp_path / "whole")
+    monkeypatch.chdir(whole.root)
+    assert killed_at(whole, act, None) == writes
+    assert whole.aliases() == ends[-1]
+    agrees(whole)
+    outcomes = set()
+    for at in range(writes):
+        broken = registry.copy(tmp_path / f"killed-{at}")
+        monkeypatch.chdir(broken.root)
+        killed_at(broken, act, at)
+        decision = broken.decide()
+        assert broken.aliases() in ends, f"killed before write {at}"
+        assert decision.champion_now == broken.aliases()["champion"]
+        assert broken.record().count(name.removesuffix(" to the last")) == (0 if broken.aliases() != ends[-1] else 1)
+        agrees(broken)
+        outcomes.add(decision.outcome)
+        assert broken.decide().outcome in ("unchanged", "refused"), "nothing is left to do"
+        agrees(broken)
+    assert outcomes == {"rolled back": {"unchanged", "refused"}}.get(name.removesuffix(" to the last"), {name})
+
+
+def test_a_killed_promotion_that_somebody_overtook_is_recorded_as_not_done(judged, tmp_path, monkeypatch):
+    """Killed before the aliases moved; then another machine made version 2 champion."""
+    killed_at(judged, lambda registry: registry.decide(version=4), 5)
+    assert [entry.to for entry in decisions()] == [1, 4]
+    judged.point("champion", 2)
+    decision = judged.decide(version=4)
+    assert (decision.outcome, decision.champion) == ("refused", 2)
+    assert judged.record() == ["first", "promoted", "not done", "moved elsewhere", "refused"]
+    agrees(judged)
+
+
+def test_a_killed_promotion_of_a_version_that_was_deleted_is_recorded_as_not_done(judged):
+    killed_at(judged, lambda registry: registry.decide(version=4), 5)
+    judged.client.delete_model_version("m3diff", "4")
+    assert judged.decide(version=3).outcome == "promoted"
+    assert "version 4 is gone" in judged.entries()[2].why
+    assert judged.record() == ["first", "promoted", "not done", "promoted"]
+    agrees(judged)
+
+
+def test_the_next_rollback_too_finishes_what_was_killed(judged):
+    killed_at(judged, lambda registry: registry.decide(version=2), 5)
+    assert judged.aliases()["champion"] == 1
+    judged.rollback()
+    assert judged.record() == ["first", "promoted", "rolled back"]
+    assert judged.aliases()["champion"] == 1
+    agrees(judged)
+    assert judged.decide(version=2).outcome == "refused"
