@@ -21,7 +21,7 @@ def run_local(job: Job) -> dict[str, Any]:
     choose_accelerator(job.compute.gpu)  # before DeepSpeed is imported
     from components.train.loop import run_loop
 
-    with only_worker(job.run_dir, Device(job.compute.gpu, job.cfg.precision).backend):
+    with only_worker(Device(job.compute.gpu, job.cfg.precision).backend):
         return run_loop(job, Runtime())
 
 

@@ -182,18 +182,44 @@ def test_this_process_talks_by_its_device_s_backend(
     assert asked == [backend]
 
 
-def test_the_only_worker_leaves_the_environment_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_only_worker_leaves_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     seen = {}
 
     def run() -> None:
-        with only_worker(tmp_path, "gloo"):
+        with only_worker("gloo"):
             seen.update(rank=os.environ["RANK"], size=torch.distributed.get_world_size())
+            seen.update(interface=os.environ["GLOO_SOCKET_IFNAME"])
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         run()
-    assert seen == {"rank": "0", "size": 1}
+    assert seen == {"rank": "0", "size": 1, "interface": "lo"}
     assert (os.environ["RANK"], os.environ.get("WORLD_SIZE")) == ("3", None)
     assert not torch.distributed.is_initialized()
+
+
+TWO_GROUPS = """
+import os
+import torch.distributed as dist
+from components.train.accelerator import only_worker
+with only_worker("gloo"):
+    first = dist.distributed_c10d._get_default_store()
+    first.set("key", "first")
+with only_worker("gloo"):
+    del first
+    store = dist.distributed_c10d._get_default_store()
+    store.set("key", "second")
+    dist.barrier()
+    dist.barrier(group=dist.new_group([0]))
+    assert store.get("key") == b"second"
+"""
+
+
+def test_a_group_is_not_disturbed_by_one_before_that_is_collected_late(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", TWO_GROUPS]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert list(tmp_path.iterdir()) == []
