@@ -11,8 +11,8 @@ from typing import Any
 
 from components.files import write_atomic
 from components.models.device import Device, environment
-from components.ray_cluster import start_ray
-from components.train.accelerator import choose_accelerator, only_worker
+from components.ray_cluster import on_one_machine, start_ray
+from components.train.accelerator import choose_accelerator, loopback, only_worker
 from components.train.job import Job, Runtime
 
 
@@ -51,13 +51,14 @@ def run_on_ray(job: Job) -> dict[str, Any]:
 
 def _trainer(job: Job) -> Any:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchConfig, TorchTrainer
+    from ray.train.torch import TorchTrainer
 
     compute = job.compute
+    there = environment(compute.gpu) | (loopback() if on_one_machine() else {})
     return TorchTrainer(
         _worker,
         train_loop_config={"job": job},
-        torch_config=TorchConfig(backend=Device(compute.gpu, job.cfg.precision).backend),
+        torch_config=_process_group(job),
         scaling_config=ScalingConfig(
             num_workers=compute.workers,
             use_gpu=compute.gpu,
@@ -67,9 +68,21 @@ def _trainer(job: Job) -> Any:
             name="ray",
             storage_path=str(job.run_dir),
             failure_config=FailureConfig(max_failures=0, controller_failure_limit=2),  # type: ignore[call-arg]  # V2's
-            worker_runtime_env={"env_vars": environment(compute.gpu)},  # type: ignore[call-arg]  # V2's
+            worker_runtime_env={"env_vars": there},  # type: ignore[call-arg]  # V2's
         ),
     )
+
+
+def _process_group(job: Job) -> Any:
+    """How the workers meet: over a file on one machine, else at a port of the first worker's."""
+    from ray.train.torch import TorchConfig
+
+    from components.train.process_group import OneMachineConfig
+
+    backend = Device(job.compute.gpu, job.cfg.precision).backend
+    if on_one_machine():
+        return OneMachineConfig(backend, folder=str(job.run_dir / "ray"))
+    return TorchConfig(backend)
 
 
 def _worker(config: dict[str, Any]) -> None:

@@ -1,10 +1,13 @@
-"""A Ray Train worker killed with signal 9 mid-run: another goes on from the newest checkpoint to the same weights."""
+"""Runs on Ray Train workers: none listens to the network, and one whose worker is killed with signal 9 goes on from the
+newest checkpoint to the same weights."""
 
+import ipaddress
 import pickle
 import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -49,11 +52,55 @@ def kill_worker_after_a_checkpoint(process: subprocess.Popen, folder: Path) -> N
     workers[0].kill()
 
 
+def listening(family: list[psutil.Process]) -> Iterator[tuple[str, str]]:
+    """The name of a process and the address that it listens at, for each of its sockets."""
+    for process in family:
+        try:
+            name = " ".join([process.name(), *process.cmdline()[:1]])
+            found = process.net_connections("inet")
+        except psutil.Error:  # it has ended
+            continue
+        yield from ((name, socket.laddr.ip) for socket in found if socket.status == psutil.CONN_LISTEN)
+
+
+def is_loopback(address: str) -> bool:
+    found = ipaddress.ip_address(address)
+    return (getattr(found, "ipv4_mapped", None) or found).is_loopback
+
+
+@pytest.fixture(scope="module")
+def made(base: Path) -> Recipe:
+    return recipe(base, epochs=24, workers=2, micro_batch=2, zero_stage=1, checkpoint_every_steps=6)
+
+
+Watched = tuple[dict[str, torch.Tensor], set[tuple[str, str]]]
+
+
+@pytest.fixture(scope="module")
+def whole(made: Recipe, mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> Watched:
+    """The weights of an undisturbed run, and where its processes listened meanwhile."""
+    folder, seen = tmp_path_factory.mktemp("killed") / "whole", set()
+    process = start(made, mixture, folder)
+    while process.poll() is None:
+        seen |= set(listening(psutil.Process(process.pid).children(recursive=True)))
+        time.sleep(0.2)
+    return finish(process, folder), seen
+
+
+@pytest.mark.slow(100)
+def test_a_run_on_one_machine_listens_on_its_loopback_interface_alone(whole: Watched) -> None:
+    _, seen = whole
+    for name in ("gcs_server", "raylet", "TrainWorker"):
+        assert any(name in listens for listens, _ in seen), f"{name} was not seen to listen: {seen}"
+    assert not sorted((name, address) for name, address in seen if not is_loopback(address))
+
+
 @pytest.mark.slow(200)
-def test_a_run_whose_worker_is_killed_ends_with_the_same_weights(mixture: Path, base: Path, tmp_path: Path) -> None:
-    cfg = recipe(base, epochs=24, workers=2, micro_batch=2, zero_stage=1, checkpoint_every_steps=6)
-    want = finish(start(cfg, mixture, tmp_path / "whole"), tmp_path / "whole")
-    broken = start(cfg, mixture, tmp_path / "broken")
+def test_a_run_whose_worker_is_killed_ends_with_the_same_weights(
+    made: Recipe, mixture: Path, whole: Watched, tmp_path: Path
+) -> None:
+    want, _ = whole
+    broken = start(made, mixture, tmp_path / "broken")
     kill_worker_after_a_checkpoint(broken, tmp_path / "broken")
     got = finish(broken, tmp_path / "broken")
     resumed = re.search(r"resumed after step (\d+) of", (tmp_path / "broken" / "log").read_text())

@@ -32,6 +32,7 @@ def test_ray_is_asked_for_the_workers_and_their_devices_and_leaves_restarts_to_u
 ) -> None:
     asked: dict[str, Any] = {}
     monkeypatch.setattr(ray.train.torch, "TorchTrainer", lambda worker, **given: asked.update(given, worker=worker))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     made = job(base, tmp_path, gpu=gpu, cpus_per_worker=3, max_failures=5)
     runtimes._trainer(made)
     assert asked["worker"] is runtimes._worker
@@ -42,9 +43,15 @@ def test_ray_is_asked_for_the_workers_and_their_devices_and_leaves_restarts_to_u
     assert scaling.resources_per_worker == {"CPU": 3} | ({"GPU": 1} if gpu else {})
     assert (run.name, run.storage_path) == ("ray", str(tmp_path))
     assert (run.failure_config.max_failures, run.failure_config.controller_failure_limit) == (0, 2)
-    assert run.worker_runtime_env == {
-        "env_vars": {"DS_ACCELERATOR": "cuda"} if gpu else {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    }
+    device = {"DS_ACCELERATOR": "cuda"} if gpu else {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    interface = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    assert run.worker_runtime_env == {"env_vars": device | interface}
+    assert asked["torch_config"].folder == str(tmp_path / "ray")
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    runtimes._trainer(made)
+    assert asked["run_config"].worker_runtime_env == {"env_vars": device}, "workers of several machines"
+    assert type(asked["torch_config"]) is ray.train.torch.TorchConfig
+    assert asked["torch_config"].backend == backend
 
 
 @pytest.mark.parametrize("rank", [0, 1])
