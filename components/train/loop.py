@@ -236,11 +236,11 @@ def train_step(run: Run, step: int, batches: list[MicroBatch]) -> None:
             f"step {step + 1}: torch.compile made {run.recompilations.count - known} graph(s) again, "
             f"{run.recompilations.count} in all after this process's first {WARM_UP} steps"
         )
-    if not math.isfinite(loss):
+    if not (math.isfinite(loss) and math.isfinite(norm)):
         told = ", ".join(f"{name} {rate:.3g}" for name, rate in run.rates.items())
         raise DivergedError(
-            f"step {step + 1}: the loss is {loss} with {told}: training diverged; lower the model's rates or raise "
-            "train.warmup_share"
+            f"step {step + 1}: the loss is {loss:.6g} and the gradient's norm {norm:.6g} with {told}: training "
+            "diverged; lower the model's rates or raise train.warmup_share"
         )
     run.captions += schedule.captions(step, step + 1)
     epoch = round((step + 1) / schedule.steps_per_epoch, 4)

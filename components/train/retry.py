@@ -18,7 +18,7 @@ from components.train.job import Job
 
 
 class DivergedError(ParamsError):
-    """The loss is no finite number any more."""
+    """The loss or the gradient is no finite number any more."""
 
 
 FINAL = (DataError, ParamsError, DeviceError)

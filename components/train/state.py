@@ -1,8 +1,8 @@
 """Checkpoints that a run resumes from, on any number of workers, with any micro-batch and ZeRO stage.
 
 DeepSpeed's own ZeRO checkpoints load on as many workers as wrote them and no other number. These hold whole tensors by
-parameter name: the fp32 master weights and AdamW's two moments, in safetensors, beside the curves and a manifest of
-hashes. The first worker writes, beside the next steps; the frozen base is no part of it. Folders are called
+parameter name: the fp32 master weights and AdamW's two moments, in safetensors, beside AdamW's count of steps, the
+curves and a manifest of hashes. The first worker writes, beside the next steps; the frozen base is no part of it. Folders are called
 `step-<steps done>`.
 """
 
@@ -30,13 +30,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from components.files import write_atomic
-from components.models.checkpoint import CheckpointError, read_manifest, verify_manifest, write_manifest
+from components.models.checkpoint import CheckpointError, verify_manifest, write_manifest
 from components.train.curve import Curve
 
 logger = logging.getLogger(__name__)
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-CURVES, VALIDATION, PREFIX = "curves.csv", "validation.json", "step-"
+CURVES, OPTIMIZER, VALIDATION, PREFIX = "curves.csv", "optimizer.json", "validation.json", "step-"
 
 
 class MasterState:
@@ -191,7 +191,8 @@ def write_state(
     for file, named in tensors.items():
         save_file(dict(named), writing / file)
     curve.write(writing / CURVES)
-    write_manifest(writing, step=step, optimizer_steps=optimizer_steps)
+    write_atomic(writing / OPTIMIZER, json.dumps({"steps": optimizer_steps}) + "\n")
+    write_manifest(writing, step=step)
     for path in (*writing.iterdir(), writing):
         _flush(path)
     shutil.rmtree(folder, ignore_errors=True)
@@ -218,10 +219,10 @@ def load_state(engine: deepspeed.DeepSpeedEngine, folder: Path) -> int:
     """Restore a verified checkpoint on every worker; returns the number of steps it was saved after.
 
     Raises:
-        CheckpointError: it holds other parameters than the model trains.
+        CheckpointError: it holds other parameters than the model trains, or no count of steps.
     """
     state = MasterState(engine)
-    state.start_moments(read_manifest(folder)["optimizer_steps"])
+    state.start_moments(_optimizer_steps(folder))
     for moment in (None, *MOMENTS):
         with safe_open(folder / _file(moment), framework="pt") as file:
             if set(file.keys()) != state.parameters.keys():
@@ -233,6 +234,16 @@ def load_state(engine: deepspeed.DeepSpeedEngine, folder: Path) -> int:
                 if moment is None:
                     _set_weight(parameter, value)
     return step_of(folder)
+
+
+def _optimizer_steps(folder: Path) -> float:
+    file = folder / OPTIMIZER
+    if not file.is_file():
+        raise CheckpointError(
+            f"{folder}: has no {OPTIMIZER}, AdamW's count of steps, so an earlier version of m3diff wrote it; remove "
+            f"{folder.parent}, and the run starts over"
+        )
+    return float(json.loads(file.read_text())["steps"])
 
 
 @torch.no_grad()

@@ -12,7 +12,8 @@ from components.models.checkpoint import CheckpointError, verify_manifest
 from components.train import loop
 from components.train.job import Job, Runtime
 from components.train.loop import is_captioned, is_checkpoint, run_loop
-from components.train.state import checkpoints
+from components.train.retry import DivergedError
+from components.train.state import checkpoints, latest_valid_checkpoint
 from tests.tiny import tiny_settings
 from tests.train.ranks import start
 from tests.train.toy import Recipe, Trained, recipe, run
@@ -192,6 +193,28 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     assert f"{newest.name} is damaged" in caplog.text
     assert f"going on from {before.name}" in caplog.text
     assert_same(got.weights, whole.weights, atol=0)
+
+
+@pytest.mark.parametrize("step", [3, 4])
+def test_a_run_that_diverges_is_tried_once_and_keeps_its_last_good_checkpoint(
+    step: int, mixture: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, losses = loop.take_step, []
+
+    def take_step(*given: Any) -> tuple[float, float]:
+        loss, norm = original(*given)
+        losses.append(loss)
+        return loss, float("nan") if len(losses) == step else norm
+
+    monkeypatch.setattr(loop, "take_step", take_step)
+    with pytest.raises(DivergedError, match=f"step {step}: "):
+        run(recipe(base), mixture, tmp_path)
+    assert len(losses) == step
+    (run_dir,) = (path for path in (tmp_path / "runs" / "train").iterdir() if path.is_dir())
+    newest = latest_valid_checkpoint(run_dir)
+    assert newest is not None
+    assert newest.name == "step-00000002"
+    assert all(torch.isfinite(moment).all() for moment in load_file(newest / "exp_avg.safetensors").values())
 
 
 @pytest.mark.parametrize(("scores", "best"), [([0.2, 0.9, 0.5], 4), ([0.9, 0.2, 0.9], 2), ([0.1, 0.2, 0.3], 6)])
