@@ -1,4 +1,4 @@
-"""m3diff's stages. Importing this package switches every tool's telemetry off, and keeps a Ray of this machine's own off
+"""m3diff's stages. Importing this package switches every tool's telemetry off and keeps a Ray of this machine's own off
 the network, before any tool is imported."""
 
 import os

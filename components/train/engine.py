@@ -95,19 +95,14 @@ def set_learning_rates(engine: deepspeed.DeepSpeedEngine, rates: Sequence[float]
 
 def apply_step(engine: deepspeed.DeepSpeedEngine) -> float:
     """`engine.step()` after the last backward of a step; the gradient's norm over all groups and workers, unclipped.
-    NaN where the gradient is not finite.
 
-    DeepSpeed's optimizers keep the norm that they clip by; where it is not finite they take no step, and the norm they
-    keep is infinite, -1 or that of a step before. With ZeRO 0 in fp32 the optimizer is torch's own, which knows none:
-    there every worker holds the whole gradient, summed over the workers.
+    DeepSpeed's optimizers keep the norm that they clip by, infinite where the gradient is not finite. With ZeRO 0 in
+    fp32 the optimizer is torch's own, which knows none: there every worker holds the whole gradient, summed over the
+    workers.
     """
     plain = isinstance(engine.optimizer, torch.optim.Optimizer)
     if plain:
         gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
         norm = float(torch.nn.utils.get_total_norm(gradients))
     engine.step()
-    if plain:
-        return norm
-    skipped = getattr(engine.optimizer, "overflow", False)
-    norm = math.nan if skipped else float(engine.get_global_grad_norm())
-    return norm if 0 <= norm < math.inf else math.nan
+    return norm if plain else float(engine.get_global_grad_norm())

@@ -1,4 +1,4 @@
-"""The process group of Ray Train's workers on one machine: they meet over a file, where Ray has them meet at a port that
+"""The process group of Ray Train's workers on one machine: they meet over a file. Ray has them meet at a port, which
 torch opens on every interface."""
 
 import os

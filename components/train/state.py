@@ -2,8 +2,8 @@
 
 DeepSpeed's own ZeRO checkpoints load on as many workers as wrote them and no other number. These hold whole tensors by
 parameter name: the fp32 master weights and AdamW's two moments, in safetensors, beside AdamW's count of steps, the
-curves and a manifest of hashes. The first worker writes, beside the next steps; the frozen base is no part of it. Folders are called
-`step-<steps done>`.
+curves and a manifest of hashes. The first worker writes, beside the next steps; the frozen base is no part of it.
+Folders are called `step-<steps done>`.
 """
 
 import json
