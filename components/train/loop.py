@@ -34,6 +34,7 @@ from components.train.compiled import (
 )
 from components.train.contribution import ModuleContribution, update_ratios
 from components.train.curve import Curve, columns
+from components.train.disk import full_disk_explained, require_room
 from components.train.engine import (
     accumulation,
     apply_step,
@@ -49,14 +50,18 @@ from components.train.params import Train
 from components.train.retry import DivergedError
 from components.train.samples import read_samples, read_training_samples
 from components.train.state import (
+    BEST,
     CURVES,
+    NEWEST,
     Writer,
     checkpoint_to_export,
+    checkpoints,
     latest_valid_checkpoint,
     load_state,
     read_validation,
     save_state,
     step_of,
+    trained_names,
     write_validation,
 )
 from components.train.validation import Validation, named
@@ -80,6 +85,7 @@ class Run:
     contribution: ModuleContribution
     curve: Curve
     parameters: dict[str, int]
+    trained: frozenset[str]  # names in the engine's module
     device: Device
     seconds: float = 0.0
     waited: float = 0.0
@@ -100,6 +106,7 @@ def to_the_end(run: Run) -> dict[str, Any]:
     """`run_loop` from where the run stands."""
     job, runtime = run.job, run.runtime
     work = announce(run)
+    see_room(run)
     done = resume(run)
     check(run)
     stream = run.loader.stream(run.schedule, runtime.rank, done)
@@ -113,8 +120,7 @@ def to_the_end(run: Run) -> dict[str, Any]:
         run.seconds = time.monotonic() - started
         log_step(run, work, step + 1, step + 1 - done, peak)
         if is_checkpoint(step + 1, run.schedule.steps, job.compute.checkpoint_every_steps):
-            folder = save_state(run.engine, job.run_dir, step + 1, runtime.rank, run.curve, run.writer)
-            validate(run, folder)
+            validate(run, save(run, step + 1))
             warn(run)
     run.seconds = time.monotonic() - started
     exported = export(run)
@@ -163,6 +169,7 @@ def start(job: Job, runtime: Runtime) -> Run:
         contribution,
         curve,
         parameters,
+        trained_names(engine.module, groups),
         device,
     )
 
@@ -193,6 +200,19 @@ def announce(run: Run) -> Work:
     for line in describe(work, run.schedule, run.parameters):
         run.runtime.say(line)
     return work
+
+
+def see_room(run: Run) -> None:
+    """See that the disk has room for the checkpoints; raises NotWrittenError on the first worker, which writes them."""
+    job = run.job
+    if run.runtime.rank == 0:
+        kept = NEWEST + (BEST if job.compute.caption_val_pairs else 0)
+        require_room(job.run_dir, run.parameters["trainable"], kept, len(checkpoints(job.run_dir)))
+
+
+def save(run: Run, step: int) -> Path:
+    """The folder of the checkpoint after `step` steps, which is being written."""
+    return save_state(run.engine, run.trained, run.job.run_dir, step, run.runtime.rank, run.curve, run.writer)
 
 
 def resume(run: Run) -> int:
@@ -339,16 +359,23 @@ def export(run: Run) -> int:
     partitioned = [p for p in run.engine.module.parameters() if hasattr(p, "ds_id")]
     with deepspeed.zero.GatheredParameters(partitioned, enabled=bool(partitioned)):
         if rank == 0:
-            save_checkpoint(
-                run.engine.module,
-                run.processor,
-                job.out / "checkpoint",
-                family=job.model.family,
-                base=job.cfg.base,
-                base_sha256=job.base_sha256,
-            )
+            write_checkpoint(run)
             run.curve.write(job.out / CURVES)
     return run.schedule.steps if folder is None else step_of(folder)
+
+
+def write_checkpoint(run: Run) -> None:
+    """Write `out/checkpoint` from the engine's weights, which are whole here."""
+    job, model, folder = run.job, run.engine.module, run.job.out / "checkpoint"
+    with full_disk_explained(folder, sum(parameter.nbytes for parameter in model.parameters())):
+        save_checkpoint(
+            model,
+            run.processor,
+            folder,
+            family=job.model.family,
+            base=job.cfg.base,
+            base_sha256=job.base_sha256,
+        )
 
 
 def figures(run: Run, exported: int) -> dict[str, Any]:

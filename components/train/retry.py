@@ -14,6 +14,7 @@ from typing import Any
 from components.models.device import DeviceError
 from components.records import DataError
 from components.section import ParamsError
+from components.train.disk import NotWrittenError, is_disk_full
 from components.train.job import Job
 
 
@@ -21,7 +22,7 @@ class DivergedError(ParamsError):
     """The loss or the gradient is no finite number any more."""
 
 
-FINAL = (DataError, ParamsError, DeviceError)
+FINAL = (DataError, ParamsError, DeviceError, NotWrittenError)
 """What another attempt would meet again."""
 
 NO_MEMORY = ("out of memory", "can't allocate memory", "running low on memory")
@@ -33,6 +34,7 @@ def with_retries(run: Callable[[Job], dict[str, Any]], job: Job) -> dict[str, An
 
     Raises:
         DataError, ParamsError: an attempt, or a worker of it, met one; or one sequence at a time is out of memory.
+        NotWrittenError: a disk is full.
         Exception: of the attempt after which none was left.
     """
     failures = 0
@@ -52,6 +54,9 @@ def _after(error: Exception, job: Job, failures: int) -> tuple[Job, int]:
             raise cause
         if isinstance(cause, FINAL):
             raise cause from error
+    for cause in met:
+        if is_disk_full(cause):
+            raise NotWrittenError(f"{_first_line(cause)}: a disk is full; make room and run again") from error
     if any(is_out_of_memory(cause) for cause in met):
         smaller = with_smaller_micro_batch(job, error)
         _say(

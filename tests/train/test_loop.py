@@ -225,8 +225,8 @@ def test_best_exports_the_checkpoint_with_the_highest_cider(
     monkeypatch.setattr(loop.Validation, "cider", lambda self, engine: {"val_cider": next(given)})
     original = loop.save_state
 
-    def keep(engine: Any, run_dir: Path, step: int, *rest: Any) -> Path:
-        folder = original(engine, run_dir, step, *rest)
+    def keep(engine: Any, trained: Any, run_dir: Path, step: int, *rest: Any) -> Path:
+        folder = original(engine, trained, run_dir, step, *rest)
         rest[-1].finish()
         kept[step] = load_file(folder / "weights.safetensors")
         return folder
