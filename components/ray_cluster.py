@@ -2,6 +2,8 @@
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from components.compute import Compute
 
@@ -22,9 +24,28 @@ def start_ray(compute: Compute) -> None:
     cluster = os.environ.get("RAY_ADDRESS")
     cores = max(os.cpu_count() or 1, compute.workers * compute.cpus_per_worker)  # fewer: slower, not refused
     here = {"address": "local", "num_cpus": cores, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
-    ray.init(
-        **(here if on_one_machine() else {"address": cluster}),
-        log_to_driver=True,
-        logging_level=logging.WARNING,
-        logging_config=ray.LoggingConfig(log_level="ERROR"),  # its cleaners warn of what is no fault
-    )
+    with children_in_a_group_of_their_own():
+        ray.init(
+            **(here if on_one_machine() else {"address": cluster}),
+            log_to_driver=True,
+            logging_level=logging.WARNING,
+            logging_config=ray.LoggingConfig(log_level="ERROR"),  # its cleaners warn of what is no fault
+        )
+
+
+@contextmanager
+def children_in_a_group_of_their_own() -> Iterator[None]:
+    """Within, processes are started outside this one's process group: a signal to the group reaches this process, which
+    ends them when its work is done. They die with it in any case.
+
+    A leader of a group, as what a shell starts by hand, has its children in it.
+    """
+    group = os.getpgrp()
+    if group == os.getpid():
+        yield
+        return
+    os.setpgid(0, 0)
+    try:
+        yield
+    finally:
+        os.setpgid(0, group)

@@ -8,7 +8,7 @@ import math
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import deepspeed
 import torch
@@ -64,6 +64,7 @@ from components.train.state import (
     trained_names,
     write_validation,
 )
+from components.train.stopping import StoppedError, is_asked_to_stop
 from components.train.validation import Validation, named
 
 LOGGED_STEPS = 20
@@ -119,6 +120,8 @@ def to_the_end(run: Run) -> dict[str, Any]:
         train_step(run, step, batches)
         run.seconds = time.monotonic() - started
         log_step(run, work, step + 1, step + 1 - done, peak)
+        if is_stopped(run):
+            end_with_checkpoint(run, step + 1)
         if is_checkpoint(step + 1, run.schedule.steps, job.compute.checkpoint_every_steps):
             validate(run, save(run, step + 1))
             warn(run)
@@ -215,6 +218,22 @@ def save(run: Run, step: int) -> Path:
     return save_state(run.engine, run.trained, run.job.run_dir, step, run.runtime.rank, run.curve, run.writer)
 
 
+def is_stopped(run: Run) -> bool:
+    """Whether the run was asked to end; every worker gets the same answer."""
+    asked = run.runtime.rank == 0 and is_asked_to_stop(run.job.run_dir)
+    return bool(sum_over_ranks(torch.tensor(float(asked)), run.runtime.ranks))
+
+
+def end_with_checkpoint(run: Run, step: int) -> NoReturn:
+    """Raises StoppedError when the checkpoint after `step` steps is written. A run that goes on from it validates it
+    only where an undisturbed one would."""
+    save(run, step)
+    run.writer.finish()
+    raise StoppedError(
+        f"asked to end (SIGTERM) at step {step}, whose checkpoint is written: run again to go on from it"
+    )
+
+
 def resume(run: Run) -> int:
     """Restore the newest valid checkpoint; the number of steps done, 0 without one."""
     newest = latest_valid_checkpoint(run.job.run_dir) if run.runtime.rank == 0 else None
@@ -227,7 +246,8 @@ def resume(run: Run) -> int:
     run.runtime.say(f"resumed after step {done} of {run.schedule.steps}")
     scores = run.runtime.agree(read_validation(folder))
     if scores is None:
-        validate(run, folder)
+        if is_checkpoint(done, run.schedule.steps, run.job.compute.checkpoint_every_steps):
+            validate(run, folder)
     else:
         run.curve.fill({name: value for name, value in scores.items() if name in run.curve.names})
     return done

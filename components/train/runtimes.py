@@ -14,6 +14,7 @@ from components.models.device import Device, environment
 from components.ray_cluster import on_one_machine, start_ray
 from components.train.accelerator import choose_accelerator, loopback, only_worker
 from components.train.job import Job, Runtime
+from components.train.stopping import stop_on_sigterm
 
 
 def run_local(job: Job) -> dict[str, Any]:
@@ -21,7 +22,7 @@ def run_local(job: Job) -> dict[str, Any]:
     choose_accelerator(job.compute.gpu)  # before DeepSpeed is imported
     from components.train.loop import run_loop
 
-    with only_worker(Device(job.compute.gpu, job.cfg.precision).backend):
+    with only_worker(Device(job.compute.gpu, job.cfg.precision).backend), stop_on_sigterm(job.run_dir):
         return run_loop(job, Runtime())
 
 
@@ -42,7 +43,8 @@ def run_on_ray(job: Job) -> dict[str, Any]:
     if own:
         start_ray(job.compute)
     try:
-        trainer.fit()
+        with stop_on_sigterm(job.run_dir):  # here: Ray takes the signal for itself when it starts
+            trainer.fit()
     finally:
         if own:
             ray.shutdown()

@@ -24,6 +24,7 @@ from components.train.job import Job
 from components.train.params import Train
 from components.train.retry import with_retries
 from components.train.runtimes import run_local, run_on_ray
+from components.train.stopping import TERMINATED, StoppedError
 
 if TYPE_CHECKING:
     from components.models.family import Settings
@@ -61,6 +62,8 @@ def train(cfg: Train, model: "Settings", compute: Compute, mixture: Path, out: P
         RunLockedError: the same run is being trained elsewhere.
         DataError: the mixture has no training sample, or an image is not the one that ingest saw.
         ParamsError: the best checkpoint is asked for and none would be scored.
+        NotWrittenError: a disk has no room for the checkpoints.
+        SystemExit: SIGTERM asked the run to end; the next call goes on from where it was.
     """
     if cfg.export == "best" and not compute.caption_val_pairs:
         raise ParamsError(
@@ -73,7 +76,11 @@ def train(cfg: Train, model: "Settings", compute: Compute, mixture: Path, out: P
     run_dir.mkdir(parents=True, exist_ok=True)
     with _only_trainer(run_dir):
         run = run_local if compute.workers == 0 else run_on_ray
-        figures = with_retries(run, Job(cfg, model, compute, mixture, out, run_dir, base_sha256))
+        try:
+            figures = with_retries(run, Job(cfg, model, compute, mixture, out, run_dir, base_sha256))
+        except StoppedError as stopped:
+            print(f"train: {stopped}", flush=True)
+            raise SystemExit(TERMINATED) from stopped
         report = _report(figures).write(out / "report.json")
         told = ("seconds", "captions_per_s", "waiting_share", "recompilations")
         speed = {name: round(figures[name], 4) for name in told}

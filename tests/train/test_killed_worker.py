@@ -1,9 +1,11 @@
-"""Runs on Ray Train workers: none listens to the network, and one whose worker is killed with signal 9 goes on from the
-newest checkpoint to the same weights."""
+"""Runs on Ray Train workers: none listens to the network, and one whose worker is killed with signal 9, or that SIGTERM
+asks to end, goes on from its newest checkpoint to the same weights."""
 
 import ipaddress
+import os
 import pickle
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -27,12 +29,12 @@ train(made.cfg, made.model, made.compute, mixture, folder / "out")
 """
 
 
-def start(made: Recipe, mixture: Path, folder: Path) -> subprocess.Popen:
-    folder.mkdir()
+def start(made: Recipe, mixture: Path, folder: Path, group: int | None = None) -> subprocess.Popen:
+    folder.mkdir(exist_ok=True)
     (folder / "recipe").write_bytes(pickle.dumps(made))
     with (folder / "log").open("w") as log:
         command = [sys.executable, "-c", CODE, str(folder / "recipe"), str(mixture), str(folder)]
-        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, process_group=group)
 
 
 def finish(process: subprocess.Popen, folder: Path) -> dict[str, torch.Tensor]:
@@ -40,12 +42,21 @@ def finish(process: subprocess.Popen, folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "out" / "checkpoint" / "model.safetensors")
 
 
-def kill_worker_after_a_checkpoint(process: subprocess.Popen, folder: Path) -> None:
+def written(folder: Path) -> list[int]:
+    """The steps of the checkpoints that are there."""
+    return sorted(int(manifest.parent.name[-8:]) for manifest in folder.glob("runs/train/*/step-*/manifest.json"))
+
+
+def wait_for_a_checkpoint(process: subprocess.Popen, folder: Path) -> None:
     for _ in range(12000):
         assert process.poll() is None, (folder / "log").read_text()[-4000:]
-        if any(int(manifest.parent.name[-8:]) >= 12 for manifest in folder.glob("runs/train/*/step-*/manifest.json")):
+        if max(written(folder), default=0) >= 12:
             break  # Ray passes on what a worker prints a second late: a log line would come after the run's end
         time.sleep(0.05)
+
+
+def kill_worker_after_a_checkpoint(process: subprocess.Popen, folder: Path) -> None:
+    wait_for_a_checkpoint(process, folder)
     family = psutil.Process(process.pid).children(recursive=True)
     workers = [child for child in family if "TrainWorker" in " ".join([child.name(), *child.cmdline()])]
     assert workers, [child.cmdline() for child in family]
@@ -107,5 +118,27 @@ def test_a_run_whose_worker_is_killed_ends_with_the_same_weights(
     assert resumed, "the run did not go on from a checkpoint"
     assert int(resumed[1]) >= 12
     assert got.keys() == want.keys()
+    for name, weight in want.items():
+        assert torch.equal(got[name], weight), name
+
+
+@pytest.mark.slow(200)
+def test_a_run_whose_group_is_asked_to_end_writes_a_checkpoint_and_goes_on_from_it(
+    made: Recipe, mixture: Path, whole: Watched, tmp_path: Path
+) -> None:
+    want, _ = whole
+    folder, leader = tmp_path / "stopped", subprocess.Popen(["sleep", "600"], process_group=0)
+    process = start(made, mixture, folder, leader.pid)
+    wait_for_a_checkpoint(process, folder)
+    family = psutil.Process(process.pid).children(recursive=True)
+    os.killpg(leader.pid, signal.SIGTERM)
+    leader.wait()
+    assert process.wait(timeout=60) == 143, (folder / "log").read_text()[-4000:]
+    told = re.search(r"asked to end \(SIGTERM\) at step (\d+)", (folder / "log").read_text())
+    assert told, "it did not end by its own"
+    assert written(folder)[-1] == int(told[1])
+    assert not psutil.wait_procs(family, timeout=20)[1], "what it had started is left"
+    got = finish(start(made, mixture, folder), folder)
+    assert f"resumed after step {told[1]} of" in (folder / "log").read_text()
     for name, weight in want.items():
         assert torch.equal(got[name], weight), name
