@@ -44,6 +44,7 @@ from components.train.engine import (
     set_learning_rates,
     warmup_steps,
 )
+from components.train.hours import Spent, read_spent, write_spent
 from components.train.job import Job, Runtime
 from components.train.loss import sum_over_ranks, token_loss
 from components.train.params import Train
@@ -92,6 +93,7 @@ class Run:
     waited: float = 0.0
     captions: int = 0  # of this process, for its speed
     rates: dict[str, float] = field(default_factory=dict)
+    earlier: Spent = field(default_factory=Spent)  # by other attempts
     writer: Writer = field(default_factory=Writer)
     recompilations: Recompilations = field(default_factory=Recompilations)
 
@@ -108,6 +110,7 @@ def to_the_end(run: Run) -> dict[str, Any]:
     job, runtime = run.job, run.runtime
     work = announce(run)
     see_room(run)
+    run.earlier = read_spent(job.run_dir)
     done = resume(run)
     check(run)
     stream = run.loader.stream(run.schedule, runtime.rank, done)
@@ -214,8 +217,17 @@ def see_room(run: Run) -> None:
 
 
 def save(run: Run, step: int) -> Path:
-    """The folder of the checkpoint after `step` steps, which is being written."""
-    return save_state(run.engine, run.trained, run.job.run_dir, step, run.runtime.rank, run.curve, run.writer)
+    """The folder of the checkpoint after `step` steps, which is being written, and after it what the run took."""
+    run_dir, rank = run.job.run_dir, run.runtime.rank
+    folder = save_state(run.engine, run.trained, run_dir, step, rank, run.curve, run.writer)
+    if rank == 0:
+        run.writer.submit(write_spent, run_dir, spent(run))
+    return folder
+
+
+def spent(run: Run) -> Spent:
+    """What the run took, with earlier attempts."""
+    return run.earlier.plus(run.seconds, run.waited, run.runtime.ranks, run.captions)
 
 
 def is_stopped(run: Run) -> bool:
@@ -399,8 +411,9 @@ def write_checkpoint(run: Run) -> None:
 
 
 def figures(run: Run, exported: int) -> dict[str, Any]:
-    """What the report says, and the speed of this process."""
-    curve, seconds = run.curve, max(run.seconds, 1e-9)
+    """What the report says, and what the run took over all its attempts."""
+    curve, took = run.curve, spent(run)
+    seconds = max(took.seconds, 1e-9)
     return {
         "samples": len(run.schedule.samples),
         "captions": run.schedule.captions(0, run.schedule.steps),
@@ -413,8 +426,11 @@ def figures(run: Run, exported: int) -> dict[str, Any]:
         "exported_step": exported,
         "module": run.contribution.latest(curve),
         "warnings": warnings(run),
-        "seconds": run.seconds,
-        "captions_per_s": run.captions / seconds,
-        "waiting_share": run.waited / seconds,
+        "seconds": took.seconds,
+        "captions_per_s": took.captions / seconds,
+        "waiting_share": took.waited / seconds,
         "recompilations": run.recompilations.count,
+        "device": torch.cuda.get_device_name() if run.job.compute.gpu else "cpu",
+        "devices": run.runtime.ranks,
+        "device_hours": took.device_seconds / 3600,
     }

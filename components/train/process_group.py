@@ -28,8 +28,8 @@ class OneMachineConfig(TorchConfig):
 class OneMachineBackend(_TorchBackend):
     """What Ray calls before and after the workers train."""
 
-    def on_start(self, worker_group: Any, backend_config: OneMachineConfig) -> None:
-        """Bring up one group of all workers, over a file that no group before it had."""
+    def on_start(self, worker_group: Any, backend_config: Any) -> None:
+        """Bring up one group of all workers, over a file that no group before it had, as a OneMachineConfig says."""
         folder = Path(backend_config.folder)
         folder.mkdir(parents=True, exist_ok=True)
         file, ranks, seconds = folder / f"group-{uuid4().hex}", len(worker_group), backend_config.timeout_s

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from components.closure import key_of
 from components.compute import Compute
-from components.files import sha256, sha256_of_folder
+from components.files import sha256, sha256_of_folder, write_atomic
 from components.reports import StageReport
 from components.section import ParamsError
 from components.train.job import Job
@@ -28,6 +28,11 @@ from components.train.stopping import TERMINATED, StoppedError
 
 if TYPE_CHECKING:
     from components.models.family import Settings
+
+
+SPEED = ("seconds", "captions_per_s", "waiting_share", "recompilations", "device_hours")
+"""What a run took, over all its attempts (but `recompilations`, of the last). In no report, which a resumed run must
+write as one that was left alone."""
 
 
 class TrainReport(StageReport):
@@ -82,9 +87,10 @@ def train(cfg: Train, model: "Settings", compute: Compute, mixture: Path, out: P
             print(f"train: {stopped}", flush=True)
             raise SystemExit(TERMINATED) from stopped
         report = _report(figures).write(out / "report.json")
-        told = ("seconds", "captions_per_s", "waiting_share", "recompilations")
-        speed = {name: round(figures[name], 4) for name in told}
-        (scratch / "train_speed.json").write_text(json.dumps(speed) + "\n")
+        speed = {name: round(figures[name], 4) for name in SPEED} | {
+            name: figures[name] for name in ("device", "devices")
+        }
+        write_atomic(scratch / "train_speed.json", json.dumps(speed) + "\n")
         print(f"train: {report.steps} steps in {figures['seconds']:.0f} s, {speed['captions_per_s']:.0f} captions/s")
     shutil.rmtree(run_dir)
     return report

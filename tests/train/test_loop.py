@@ -1,6 +1,8 @@
 """The loop's arithmetic: accumulation, workers, ZeRO stages, packing and resumption leave the weights as they are."""
 
+import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from safetensors.torch import load_file
 
 from components.models.checkpoint import CheckpointError, verify_manifest
 from components.train import loop
+from components.train.hours import read_spent, write_spent
 from components.train.job import Job, Runtime
 from components.train.loop import is_captioned, is_checkpoint, run_loop
 from components.train.retry import DivergedError
@@ -162,6 +165,24 @@ def test_a_run_that_resumes_ends_with_the_same_weights_curve_and_report(
     assert_same(got.weights, want.weights, atol=0)
     assert got.curve == want.curve
     assert got.report == want.report
+
+
+def test_what_a_run_took_is_counted_over_all_its_attempts(
+    mixture: Path, base: Path, tmp_path: Path, six_steps: Trained
+) -> None:
+    made = recipe(base)
+    interrupted(made, mixture, tmp_path, saved=2)
+    (hours,) = (tmp_path / "runs" / "train").glob("*/hours.json")
+    first = read_spent(hours.parent)
+    assert first.device_seconds == first.seconds > first.waited > 0
+    write_spent(hours.parent, replace(first, seconds=3600, device_seconds=2 * 3600))
+    got = run(made, mixture, tmp_path)
+    assert got.report == six_steps.report
+    speed = json.loads((tmp_path / "runs" / "train_speed.json").read_text())
+    assert 3600 < speed["seconds"] < 3700
+    assert speed["captions_per_s"] == pytest.approx(got.report.rows_out / speed["seconds"], abs=1e-4)
+    assert 2 < speed["device_hours"] < 2.1
+    assert (speed["device"], speed["devices"]) == ("cpu", 1)
 
 
 @pytest.mark.parametrize(
