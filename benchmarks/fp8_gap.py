@@ -36,7 +36,7 @@ LAST = 20
 def losses(job: Job, steps: int) -> list[float]:
     """The loss of each of the run's first steps, at constant rates."""
     job.run_dir.mkdir(parents=True, exist_ok=True)
-    with only_worker(job.run_dir, Device(job.compute.gpu, job.cfg.precision).backend):
+    with only_worker(Device(job.compute.gpu, job.cfg.precision).backend):
         step = own_step(job)
         return [step() for _ in range(steps)]
 

@@ -302,7 +302,8 @@ def checkpoint_s(bench: Bench, one: Measured) -> float:
 
     def write(folder: Path, tensors: dict[str, dict[str, Tensor]]) -> None:
         try:
-            write_state(folder, 1, tensors, Curve(("step",)), optimizer_steps=1.0)
+            trained = frozenset(tensors["weights.safetensors"])
+            write_state(folder, 1, trained, tensors, Curve(("step",)), optimizer_steps=1.0)
         finally:
             written.set()
 

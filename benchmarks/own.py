@@ -36,7 +36,7 @@ def serve_own(pipe: Connection, job: Job) -> None:
     choose_accelerator(device.gpu)
     logging.disable_progress_bar()
     job.run_dir.mkdir(parents=True, exist_ok=True)
-    with only_worker(job.run_dir, device.backend):
+    with only_worker(device.backend):
         step = own_step(job)
         while asked := pipe.recv():
             pipe.send(operators(step) if asked == "profile" else timed(step, asked, device.gpu))

@@ -1,4 +1,5 @@
-"""m3diff's stages. Importing this package switches every tool's telemetry off, before any tool is imported."""
+"""m3diff's stages. Importing this package switches every tool's telemetry off and keeps a Ray of this machine's own off
+the network, before any tool is imported."""
 
 import os
 
@@ -19,3 +20,6 @@ PRIVACY = {
 
 for _name, _value in PRIVACY.items():
     os.environ.setdefault(_name, _value)
+
+if not os.environ.get("RAY_ADDRESS"):  # as on those systems: Ray then keeps to 127.0.0.1, where it is asked to
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")

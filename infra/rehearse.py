@@ -139,7 +139,7 @@ def rehearse(name: str, model: M3DiffSettings, profile: Params, embedded: Params
     folder.mkdir(parents=True)
     pairs = CaptionedPairs.read(embedded, settings.pairs)
     print(f"rehearse: {name}, {settings.steps} steps", flush=True)
-    with only_worker(folder.resolve(), "gloo"):
+    with only_worker("gloo"):
         run = start(job_of(model, profile, embedded, settings, folder), Runtime())
         run.schedule = with_steps(run.schedule, settings.steps)
         rows = list(measured_steps(run, pairs, settings))

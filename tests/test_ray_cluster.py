@@ -1,5 +1,8 @@
 """Which cluster Ray is asked for."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,3 +34,23 @@ def test_a_cluster_of_the_run_s_own_has_the_cores_that_are_asked_for_and_no_netw
     ray_cluster.start_ray(compute())
     assert asked["address"] == "ray://head:10001"
     assert "num_cpus" not in asked
+
+
+GROUPS = """
+import os, subprocess
+from components.ray_cluster import children_in_a_group_of_their_own
+before = os.getpgrp()
+with children_in_a_group_of_their_own():
+    child = subprocess.Popen(["sleep", "60"])
+assert os.getpgrp() == before
+print(os.getpgid(child.pid) == before)
+child.kill()
+"""
+
+
+@pytest.mark.parametrize(("leads", "together"), [(False, "False"), (True, "True")])
+def test_what_ray_starts_is_not_reached_by_a_signal_to_the_group_of_this_process(leads: bool, together: str) -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", GROUPS]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, process_group=0 if leads else None)
+    assert ended.stdout.split() == [together], ended.stderr

@@ -7,6 +7,7 @@ the family, the base with the hash of its content, and the hash of every file.
 
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -94,6 +96,9 @@ def save_checkpoint(
     """Write the trained model with its adapters folded in and, in `adapters/`, what trained alone.
 
     No adapters are written where the linears that would have them trained in full (rank 0). The model is merged by it.
+
+    Raises:
+        CheckpointError: a weight is not in the files that were written, which have no manifest then.
     """
     folder.mkdir(parents=True, exist_ok=True)
     facts = {"family": family, "base_sha256": base_sha256}
@@ -101,9 +106,12 @@ def save_checkpoint(
         (folder / ADAPTERS).mkdir(exist_ok=True)
         _save_adapters(model, FAMILIES[family], folder / ADAPTERS, base)
         processor.save_pretrained(folder / ADAPTERS)
+        _see_adapters(model, folder / ADAPTERS)
         tuned = sorted({FAMILIES[family].part_of(name) for name in tuned_weights(model, FAMILIES[family])})
         write_manifest(folder / ADAPTERS, base=os.path.relpath(base, folder / ADAPTERS), tuned=tuned, **facts)
-    merge(model).save_pretrained(folder)
+    merged = merge(model)
+    merged.save_pretrained(folder)
+    _see_whole(merged, folder)
     processor.save_pretrained(folder)
     write_manifest(folder, base=os.path.relpath(base, folder), **facts)
 
@@ -132,6 +140,37 @@ def _save_adapters(model: Any, family: Family, folder: Path, base: Path) -> None
         (folder / LORA / "README.md").unlink(missing_ok=True)
     save_file(tuned_weights(model, family), folder / TUNED, {"format": "pt"})
     unwrapped(model).config.save_pretrained(folder)
+
+
+def _see_adapters(model: Any, folder: Path) -> None:
+    """See that what trained is in the folder, by name. Raises CheckpointError."""
+    names = trainable_names(model)
+    lora = {f"base_model.model.{name.replace('.default.', '.')}" for name in names if is_adapter(name)}
+    found = _shapes(folder).keys() | (_shapes(folder / LORA).keys() if lora else set())
+    if missing := sorted(lora.union(name for name in names if not is_adapter(name)) - found):
+        raise CheckpointError(
+            f"{folder}: {len(missing)} of {len(names)} weights that trained are missing: {missing[:3]}"
+        )
+
+
+def _see_whole(merged: Any, folder: Path) -> None:
+    """See that the folder has as many numbers as the model, whose weights may bear other names there. Raises
+    CheckpointError."""
+    distinct = {id(tensor): tensor.numel() for tensor in merged.state_dict(keep_vars=True).values()}  # once where tied
+    want, found = sum(distinct.values()), sum(math.prod(shape) for shape in _shapes(folder).values())
+    if found != want:
+        raise CheckpointError(
+            f"{folder}: {found:,} numbers were written, but the model has {want:,}: a weight is missing"
+        )
+
+
+def _shapes(folder: Path) -> dict[str, list[int]]:
+    """Of each tensor in the folder's own files."""
+    shapes: dict[str, list[int]] = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118  # no mapping
+    return shapes
 
 
 def is_adapters(folder: Path) -> bool:

@@ -1,9 +1,9 @@
 """What a process is set up with before it trains: the accelerator that DeepSpeed takes, and a process group."""
 
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from components.models.device import environment
 
@@ -17,20 +17,25 @@ def choose_accelerator(gpu: bool) -> None:
     assert chosen == os.environ["DS_ACCELERATOR"], f"DeepSpeed took {chosen} before compute.gpu was read"
 
 
+def loopback() -> dict[str, str]:
+    """Environment variables by which torch's workers of one machine listen on its loopback interface alone."""
+    name = next(name for _, name in socket.if_nameindex() if name in ("lo", "lo0"))  # Linux, macOS
+    return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+
+
 @contextmanager
-def only_worker(folder: Path, backend: str) -> Iterator[None]:
-    """Within, `torch.distributed` is up with this process alone, and the environment says so. `folder` must exist."""
+def only_worker(backend: str) -> Iterator[None]:
+    """Within, `torch.distributed` is up with this process alone, and the environment says so."""
     import torch.distributed as dist
 
     from components.train.engine import end_distributed
 
-    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", **loopback()}
     before = {name: os.environ.pop(name, None) for name in place}
     os.environ.update(place)
-    store = folder / "store"
-    store.unlink(missing_ok=True)
     try:
-        dist.init_process_group(backend, init_method=f"file://{store}", rank=0, world_size=1)
+        # in memory: a file's name would be the next group's, and is removed when this group's store is collected
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         try:
             yield
         finally:

@@ -96,8 +96,9 @@ def set_learning_rates(engine: deepspeed.DeepSpeedEngine, rates: Sequence[float]
 def apply_step(engine: deepspeed.DeepSpeedEngine) -> float:
     """`engine.step()` after the last backward of a step; the gradient's norm over all groups and workers, unclipped.
 
-    DeepSpeed's optimizers keep the norm that they clip by. With ZeRO 0 in fp32 the optimizer is torch's own, which
-    knows none: there every worker holds the whole gradient, summed over the workers.
+    DeepSpeed's optimizers keep the norm that they clip by, infinite where the gradient is not finite. With ZeRO 0 in
+    fp32 the optimizer is torch's own, which knows none: there every worker holds the whole gradient, summed over the
+    workers.
     """
     plain = isinstance(engine.optimizer, torch.optim.Optimizer)
     if plain:

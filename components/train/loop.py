@@ -8,7 +8,7 @@ import math
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import deepspeed
 import torch
@@ -34,6 +34,7 @@ from components.train.compiled import (
 )
 from components.train.contribution import ModuleContribution, update_ratios
 from components.train.curve import Curve, columns
+from components.train.disk import full_disk_explained, require_room
 from components.train.engine import (
     accumulation,
     apply_step,
@@ -43,22 +44,28 @@ from components.train.engine import (
     set_learning_rates,
     warmup_steps,
 )
+from components.train.hours import Spent, read_spent, write_spent
 from components.train.job import Job, Runtime
 from components.train.loss import sum_over_ranks, token_loss
 from components.train.params import Train
 from components.train.retry import DivergedError
 from components.train.samples import read_samples, read_training_samples
 from components.train.state import (
+    BEST,
     CURVES,
+    NEWEST,
     Writer,
     checkpoint_to_export,
+    checkpoints,
     latest_valid_checkpoint,
     load_state,
     read_validation,
     save_state,
     step_of,
+    trained_names,
     write_validation,
 )
+from components.train.stopping import StoppedError, is_asked_to_stop
 from components.train.validation import Validation, named
 
 LOGGED_STEPS = 20
@@ -80,11 +87,13 @@ class Run:
     contribution: ModuleContribution
     curve: Curve
     parameters: dict[str, int]
+    trained: frozenset[str]  # names in the engine's module
     device: Device
     seconds: float = 0.0
     waited: float = 0.0
     captions: int = 0  # of this process, for its speed
     rates: dict[str, float] = field(default_factory=dict)
+    earlier: Spent = field(default_factory=Spent)  # by other attempts
     writer: Writer = field(default_factory=Writer)
     recompilations: Recompilations = field(default_factory=Recompilations)
 
@@ -100,6 +109,8 @@ def to_the_end(run: Run) -> dict[str, Any]:
     """`run_loop` from where the run stands."""
     job, runtime = run.job, run.runtime
     work = announce(run)
+    see_room(run)
+    run.earlier = read_spent(job.run_dir)
     done = resume(run)
     check(run)
     stream = run.loader.stream(run.schedule, runtime.rank, done)
@@ -112,9 +123,10 @@ def to_the_end(run: Run) -> dict[str, Any]:
         train_step(run, step, batches)
         run.seconds = time.monotonic() - started
         log_step(run, work, step + 1, step + 1 - done, peak)
+        if is_stopped(run):
+            end_with_checkpoint(run, step + 1)
         if is_checkpoint(step + 1, run.schedule.steps, job.compute.checkpoint_every_steps):
-            folder = save_state(run.engine, job.run_dir, step + 1, runtime.rank, run.curve, run.writer)
-            validate(run, folder)
+            validate(run, save(run, step + 1))
             warn(run)
     run.seconds = time.monotonic() - started
     exported = export(run)
@@ -163,6 +175,7 @@ def start(job: Job, runtime: Runtime) -> Run:
         contribution,
         curve,
         parameters,
+        trained_names(engine.module, groups),
         device,
     )
 
@@ -195,6 +208,44 @@ def announce(run: Run) -> Work:
     return work
 
 
+def see_room(run: Run) -> None:
+    """See that the disk has room for the checkpoints; raises NotWrittenError on the first worker, which writes them."""
+    job = run.job
+    if run.runtime.rank == 0:
+        kept = NEWEST + (BEST if job.compute.caption_val_pairs else 0)
+        require_room(job.run_dir, run.parameters["trainable"], kept, len(checkpoints(job.run_dir)))
+
+
+def save(run: Run, step: int) -> Path:
+    """The folder of the checkpoint after `step` steps, which is being written, and after it what the run took."""
+    run_dir, rank = run.job.run_dir, run.runtime.rank
+    folder = save_state(run.engine, run.trained, run_dir, step, rank, run.curve, run.writer)
+    if rank == 0:
+        run.writer.submit(write_spent, run_dir, spent(run))
+    return folder
+
+
+def spent(run: Run) -> Spent:
+    """What the run took, with earlier attempts."""
+    return run.earlier.plus(run.seconds, run.waited, run.runtime.ranks, run.captions)
+
+
+def is_stopped(run: Run) -> bool:
+    """Whether the run was asked to end; every worker gets the same answer."""
+    asked = run.runtime.rank == 0 and is_asked_to_stop(run.job.run_dir)
+    return bool(sum_over_ranks(torch.tensor(float(asked)), run.runtime.ranks))
+
+
+def end_with_checkpoint(run: Run, step: int) -> NoReturn:
+    """Raises StoppedError when the checkpoint after `step` steps is written. A run that goes on from it validates it
+    only where an undisturbed one would."""
+    save(run, step)
+    run.writer.finish()
+    raise StoppedError(
+        f"asked to end (SIGTERM) at step {step}, whose checkpoint is written: run again to go on from it"
+    )
+
+
 def resume(run: Run) -> int:
     """Restore the newest valid checkpoint; the number of steps done, 0 without one."""
     newest = latest_valid_checkpoint(run.job.run_dir) if run.runtime.rank == 0 else None
@@ -207,7 +258,8 @@ def resume(run: Run) -> int:
     run.runtime.say(f"resumed after step {done} of {run.schedule.steps}")
     scores = run.runtime.agree(read_validation(folder))
     if scores is None:
-        validate(run, folder)
+        if is_checkpoint(done, run.schedule.steps, run.job.compute.checkpoint_every_steps):
+            validate(run, folder)
     else:
         run.curve.fill({name: value for name, value in scores.items() if name in run.curve.names})
     return done
@@ -236,11 +288,11 @@ def train_step(run: Run, step: int, batches: list[MicroBatch]) -> None:
             f"step {step + 1}: torch.compile made {run.recompilations.count - known} graph(s) again, "
             f"{run.recompilations.count} in all after this process's first {WARM_UP} steps"
         )
-    if not math.isfinite(loss):
+    if not (math.isfinite(loss) and math.isfinite(norm)):
         told = ", ".join(f"{name} {rate:.3g}" for name, rate in run.rates.items())
         raise DivergedError(
-            f"step {step + 1}: the loss is {loss} with {told}: training diverged; lower the model's rates or raise "
-            "train.warmup_share"
+            f"step {step + 1}: the loss is {loss:.6g} and the gradient's norm {norm:.6g} with {told}: training "
+            "diverged; lower the model's rates or raise train.warmup_share"
         )
     run.captions += schedule.captions(step, step + 1)
     epoch = round((step + 1) / schedule.steps_per_epoch, 4)
@@ -339,21 +391,29 @@ def export(run: Run) -> int:
     partitioned = [p for p in run.engine.module.parameters() if hasattr(p, "ds_id")]
     with deepspeed.zero.GatheredParameters(partitioned, enabled=bool(partitioned)):
         if rank == 0:
-            save_checkpoint(
-                run.engine.module,
-                run.processor,
-                job.out / "checkpoint",
-                family=job.model.family,
-                base=job.cfg.base,
-                base_sha256=job.base_sha256,
-            )
+            write_checkpoint(run)
             run.curve.write(job.out / CURVES)
     return run.schedule.steps if folder is None else step_of(folder)
 
 
+def write_checkpoint(run: Run) -> None:
+    """Write `out/checkpoint` from the engine's weights, which are whole here."""
+    job, model, folder = run.job, run.engine.module, run.job.out / "checkpoint"
+    with full_disk_explained(folder, sum(parameter.nbytes for parameter in model.parameters())):
+        save_checkpoint(
+            model,
+            run.processor,
+            folder,
+            family=job.model.family,
+            base=job.cfg.base,
+            base_sha256=job.base_sha256,
+        )
+
+
 def figures(run: Run, exported: int) -> dict[str, Any]:
-    """What the report says, and the speed of this process."""
-    curve, seconds = run.curve, max(run.seconds, 1e-9)
+    """What the report says, and what the run took over all its attempts."""
+    curve, took = run.curve, spent(run)
+    seconds = max(took.seconds, 1e-9)
     return {
         "samples": len(run.schedule.samples),
         "captions": run.schedule.captions(0, run.schedule.steps),
@@ -366,8 +426,11 @@ def figures(run: Run, exported: int) -> dict[str, Any]:
         "exported_step": exported,
         "module": run.contribution.latest(curve),
         "warnings": warnings(run),
-        "seconds": run.seconds,
-        "captions_per_s": run.captions / seconds,
-        "waiting_share": run.waited / seconds,
+        "seconds": took.seconds,
+        "captions_per_s": took.captions / seconds,
+        "waiting_share": took.waited / seconds,
         "recompilations": run.recompilations.count,
+        "device": torch.cuda.get_device_name() if run.job.compute.gpu else "cpu",
+        "devices": run.runtime.ranks,
+        "device_hours": took.device_seconds / 3600,
     }

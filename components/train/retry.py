@@ -14,15 +14,17 @@ from typing import Any
 from components.models.device import DeviceError
 from components.records import DataError
 from components.section import ParamsError
+from components.train.disk import NotWrittenError, is_disk_full
 from components.train.job import Job
+from components.train.stopping import StoppedError
 
 
 class DivergedError(ParamsError):
-    """The loss is no finite number any more."""
+    """The loss or the gradient is no finite number any more."""
 
 
-FINAL = (DataError, ParamsError, DeviceError)
-"""What another attempt would meet again."""
+FINAL = (DataError, ParamsError, DeviceError, NotWrittenError, StoppedError)
+"""What another attempt would meet again, or shall not make."""
 
 NO_MEMORY = ("out of memory", "can't allocate memory", "running low on memory")
 """What CUDA and NCCL, torch's allocator on a CPU, and Ray's watch of a node's memory say, in errors of any type."""
@@ -33,6 +35,8 @@ def with_retries(run: Callable[[Job], dict[str, Any]], job: Job) -> dict[str, An
 
     Raises:
         DataError, ParamsError: an attempt, or a worker of it, met one; or one sequence at a time is out of memory.
+        NotWrittenError: a disk is full.
+        StoppedError: the run was asked to end.
         Exception: of the attempt after which none was left.
     """
     failures = 0
@@ -52,6 +56,9 @@ def _after(error: Exception, job: Job, failures: int) -> tuple[Job, int]:
             raise cause
         if isinstance(cause, FINAL):
             raise cause from error
+    for cause in met:
+        if is_disk_full(cause):
+            raise NotWrittenError(f"{_first_line(cause)}: a disk is full; make room and run again") from error
     if any(is_out_of_memory(cause) for cause in met):
         smaller = with_smaller_micro_batch(job, error)
         _say(

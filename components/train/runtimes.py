@@ -11,9 +11,10 @@ from typing import Any
 
 from components.files import write_atomic
 from components.models.device import Device, environment
-from components.ray_cluster import start_ray
-from components.train.accelerator import choose_accelerator, only_worker
+from components.ray_cluster import on_one_machine, start_ray
+from components.train.accelerator import choose_accelerator, loopback, only_worker
 from components.train.job import Job, Runtime
+from components.train.stopping import stop_on_sigterm
 
 
 def run_local(job: Job) -> dict[str, Any]:
@@ -21,7 +22,7 @@ def run_local(job: Job) -> dict[str, Any]:
     choose_accelerator(job.compute.gpu)  # before DeepSpeed is imported
     from components.train.loop import run_loop
 
-    with only_worker(job.run_dir, Device(job.compute.gpu, job.cfg.precision).backend):
+    with only_worker(Device(job.compute.gpu, job.cfg.precision).backend), stop_on_sigterm(job.run_dir):
         return run_loop(job, Runtime())
 
 
@@ -42,7 +43,8 @@ def run_on_ray(job: Job) -> dict[str, Any]:
     if own:
         start_ray(job.compute)
     try:
-        trainer.fit()
+        with stop_on_sigterm(job.run_dir):  # here: Ray takes the signal for itself when it starts
+            trainer.fit()
     finally:
         if own:
             ray.shutdown()
@@ -51,13 +53,14 @@ def run_on_ray(job: Job) -> dict[str, Any]:
 
 def _trainer(job: Job) -> Any:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchConfig, TorchTrainer
+    from ray.train.torch import TorchTrainer
 
     compute = job.compute
+    there = environment(compute.gpu) | (loopback() if on_one_machine() else {})
     return TorchTrainer(
         _worker,
         train_loop_config={"job": job},
-        torch_config=TorchConfig(backend=Device(compute.gpu, job.cfg.precision).backend),
+        torch_config=_process_group(job),
         scaling_config=ScalingConfig(
             num_workers=compute.workers,
             use_gpu=compute.gpu,
@@ -67,9 +70,21 @@ def _trainer(job: Job) -> Any:
             name="ray",
             storage_path=str(job.run_dir),
             failure_config=FailureConfig(max_failures=0, controller_failure_limit=2),  # type: ignore[call-arg]  # V2's
-            worker_runtime_env={"env_vars": environment(compute.gpu)},  # type: ignore[call-arg]  # V2's
+            worker_runtime_env={"env_vars": there},  # type: ignore[call-arg]  # V2's
         ),
     )
+
+
+def _process_group(job: Job) -> Any:
+    """How the workers meet: over a file on one machine, else at a port of the first worker's."""
+    from ray.train.torch import TorchConfig
+
+    from components.train.process_group import OneMachineConfig
+
+    backend = Device(job.compute.gpu, job.cfg.precision).backend
+    if on_one_machine():
+        return OneMachineConfig(backend, folder=str(job.run_dir / "ray"))
+    return TorchConfig(backend)
 
 
 def _worker(config: dict[str, Any]) -> None:

@@ -17,16 +17,22 @@ from typing import TYPE_CHECKING, Any
 
 from components.closure import key_of
 from components.compute import Compute
-from components.files import sha256, sha256_of_folder
+from components.files import sha256, sha256_of_folder, write_atomic
 from components.reports import StageReport
 from components.section import ParamsError
 from components.train.job import Job
 from components.train.params import Train
 from components.train.retry import with_retries
 from components.train.runtimes import run_local, run_on_ray
+from components.train.stopping import TERMINATED, StoppedError
 
 if TYPE_CHECKING:
     from components.models.family import Settings
+
+
+SPEED = ("seconds", "captions_per_s", "waiting_share", "recompilations", "device_hours")
+"""What a run took, over all its attempts (but `recompilations`, of the last). In no report, which a resumed run must
+write as one that was left alone."""
 
 
 class TrainReport(StageReport):
@@ -61,6 +67,8 @@ def train(cfg: Train, model: "Settings", compute: Compute, mixture: Path, out: P
         RunLockedError: the same run is being trained elsewhere.
         DataError: the mixture has no training sample, or an image is not the one that ingest saw.
         ParamsError: the best checkpoint is asked for and none would be scored.
+        NotWrittenError: a disk has no room for the checkpoints.
+        SystemExit: SIGTERM asked the run to end; the next call goes on from where it was.
     """
     if cfg.export == "best" and not compute.caption_val_pairs:
         raise ParamsError(
@@ -73,11 +81,16 @@ def train(cfg: Train, model: "Settings", compute: Compute, mixture: Path, out: P
     run_dir.mkdir(parents=True, exist_ok=True)
     with _only_trainer(run_dir):
         run = run_local if compute.workers == 0 else run_on_ray
-        figures = with_retries(run, Job(cfg, model, compute, mixture, out, run_dir, base_sha256))
+        try:
+            figures = with_retries(run, Job(cfg, model, compute, mixture, out, run_dir, base_sha256))
+        except StoppedError as stopped:
+            print(f"train: {stopped}", flush=True)
+            raise SystemExit(TERMINATED) from stopped
         report = _report(figures).write(out / "report.json")
-        told = ("seconds", "captions_per_s", "waiting_share", "recompilations")
-        speed = {name: round(figures[name], 4) for name in told}
-        (scratch / "train_speed.json").write_text(json.dumps(speed) + "\n")
+        speed = {name: round(figures[name], 4) for name in SPEED} | {
+            name: figures[name] for name in ("device", "devices")
+        }
+        write_atomic(scratch / "train_speed.json", json.dumps(speed) + "\n")
         print(f"train: {report.steps} steps in {figures['seconds']:.0f} s, {speed['captions_per_s']:.0f} captions/s")
     shutil.rmtree(run_dir)
     return report

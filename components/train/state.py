@@ -1,16 +1,16 @@
 """Checkpoints that a run resumes from, on any number of workers, with any micro-batch and ZeRO stage.
 
 DeepSpeed's own ZeRO checkpoints load on as many workers as wrote them and no other number. These hold whole tensors by
-parameter name: the fp32 master weights and AdamW's two moments, in safetensors, beside the curves and a manifest of
-hashes. The first worker writes, beside the next steps; the frozen base is no part of it. Folders are called
-`step-<steps done>`.
+parameter name: the fp32 master weights and AdamW's two moments, in safetensors, beside AdamW's count of steps, the
+curves and a manifest of hashes. The first worker writes, beside the next steps; the frozen base is no part of it.
+Folders are called `step-<steps done>`.
 """
 
 import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import TracebackType
@@ -30,13 +30,15 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from components.files import write_atomic
-from components.models.checkpoint import CheckpointError, read_manifest, verify_manifest, write_manifest
+from components.models.checkpoint import CheckpointError, verify_manifest, write_manifest
+from components.models.tuning import TrainableGroup
 from components.train.curve import Curve
+from components.train.disk import full_disk_explained
 
 logger = logging.getLogger(__name__)
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-CURVES, VALIDATION, PREFIX = "curves.csv", "validation.json", "step-"
+CURVES, OPTIMIZER, VALIDATION, PREFIX = "curves.csv", "optimizer.json", "validation.json", "step-"
 
 
 class MasterState:
@@ -152,8 +154,20 @@ class Writer:
             logger.warning("train: nor was the newest checkpoint written (%s)", self._error)
 
 
+def trained_names(module: nn.Module, groups: Iterable[TrainableGroup]) -> frozenset[str]:
+    """The names of the optimizer's parameters, whatever each says of its own gradient."""
+    trained = {id(parameter) for group in groups for parameter in group.parameters}
+    return frozenset(name for name, parameter in module.named_parameters() if id(parameter) in trained)
+
+
 def save_state(
-    engine: deepspeed.DeepSpeedEngine, run_dir: Path, step: int, rank: int, curve: Curve, writer: Writer
+    engine: deepspeed.DeepSpeedEngine,
+    trained: frozenset[str],
+    run_dir: Path,
+    step: int,
+    rank: int,
+    curve: Curve,
+    writer: Writer,
 ) -> Path:
     """Take the state after `step` steps, whole, and have the first worker's `writer` write it as `write_state` does.
 
@@ -170,35 +184,57 @@ def save_state(
             if rank == 0:  # a copy on a CPU too, where training goes on in place
                 tensors[_file(moment)][name] = whole.to("cpu", copy=True).contiguous()
     if rank == 0:
-        writer.submit(write_state, run_dir, step, tensors, curve.copy(), state.optimizer_steps())
+        writer.submit(write_state, run_dir, step, trained, tensors, curve.copy(), state.optimizer_steps())
     return run_dir / f"{PREFIX}{step:08d}"
 
 
 def write_state(
-    run_dir: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], curve: Curve, optimizer_steps: float
+    run_dir: Path,
+    step: int,
+    trained: frozenset[str],
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    curve: Curve,
+    optimizer_steps: float,
 ) -> None:
     """Write a state, read it back, and only then remove what is older than the checkpoint before.
 
     Args:
+        trained: the names of what trains.
         tensors: by file and by parameter.
 
     Raises:
-        CheckpointError: what was written does not read back; nothing older was removed.
+        CheckpointError: what was written does not read back, or has not the names of what trains; nothing older was
+            removed.
+        NotWrittenError: the disk is full; nothing older was removed.
     """
     folder, writing = run_dir / f"{PREFIX}{step:08d}", run_dir / "writing"
     shutil.rmtree(writing, ignore_errors=True)
-    writing.mkdir(parents=True)
-    for file, named in tensors.items():
-        save_file(dict(named), writing / file)
-    curve.write(writing / CURVES)
-    write_manifest(writing, step=step, optimizer_steps=optimizer_steps)
-    for path in (*writing.iterdir(), writing):
-        _flush(path)
+    with full_disk_explained(writing, sum(t.nbytes for named in tensors.values() for t in named.values())):
+        writing.mkdir(parents=True)
+        for file, named in tensors.items():
+            save_file(dict(named), writing / file)
+        curve.write(writing / CURVES)
+        write_atomic(writing / OPTIMIZER, json.dumps({"steps": optimizer_steps}) + "\n")
+        write_manifest(writing, step=step)
+        for path in (*writing.iterdir(), writing):
+            _flush(path)
     shutil.rmtree(folder, ignore_errors=True)
     writing.rename(folder)
     _flush(run_dir)
     verify_manifest(folder)
+    _check_names(folder, trained)
     remove_older(run_dir)
+
+
+def _check_names(folder: Path, trained: Set[str]) -> None:
+    """Raises CheckpointError where a file has other parameters than those that train."""
+    for moment in (None, *MOMENTS):
+        with safe_open(folder / _file(moment), framework="pt") as file:
+            odd = sorted(set(file.keys()) ^ trained)
+        if odd:
+            raise CheckpointError(
+                f"{folder / _file(moment)}: {len(odd)} parameters are not those that train: {odd[:3]}"
+            )
 
 
 def _flush(path: Path) -> None:
@@ -218,21 +254,29 @@ def load_state(engine: deepspeed.DeepSpeedEngine, folder: Path) -> int:
     """Restore a verified checkpoint on every worker; returns the number of steps it was saved after.
 
     Raises:
-        CheckpointError: it holds other parameters than the model trains.
+        CheckpointError: it holds other parameters than the model trains, or no count of steps.
     """
     state = MasterState(engine)
-    state.start_moments(read_manifest(folder)["optimizer_steps"])
+    _check_names(folder, state.parameters.keys())
+    state.start_moments(_optimizer_steps(folder))
     for moment in (None, *MOMENTS):
         with safe_open(folder / _file(moment), framework="pt") as file:
-            if set(file.keys()) != state.parameters.keys():
-                odd = sorted(set(file.keys()) ^ state.parameters.keys())
-                raise CheckpointError(f"{folder}: {len(odd)} parameters are not those that train: {odd[:3]}")
             for name, parameter in state.parameters.items():
                 value = file.get_tensor(name)
                 state.set(parameter, value.to(state.get(parameter).device), moment)
                 if moment is None:
                     _set_weight(parameter, value)
     return step_of(folder)
+
+
+def _optimizer_steps(folder: Path) -> float:
+    file = folder / OPTIMIZER
+    if not file.is_file():
+        raise CheckpointError(
+            f"{folder}: has no {OPTIMIZER}, AdamW's count of steps, so an earlier version of m3diff wrote it; remove "
+            f"{folder.parent}, and the run starts over"
+        )
+    return float(json.loads(file.read_text())["steps"])
 
 
 @torch.no_grad()
@@ -296,9 +340,13 @@ def best_first(run_dir: Path) -> list[Path]:
     return sorted(scored, key=lambda folder: (-scored[folder], step_of(folder)))
 
 
+NEWEST, BEST = 2, 1
+"""Checkpoints that are kept: the newest, and of those with a CIDEr the best."""
+
+
 def remove_older(run_dir: Path) -> None:
     """Keep the newest two checkpoints and the best."""
-    keep = {*checkpoints(run_dir)[-2:], *best_first(run_dir)[:1]}
+    keep = {*checkpoints(run_dir)[-NEWEST:], *best_first(run_dir)[:BEST]}
     for folder in checkpoints(run_dir):
         if folder not in keep:
             shutil.rmtree(folder)

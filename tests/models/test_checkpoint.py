@@ -6,15 +6,18 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel
 
 from components.files import sha256_of_folder
 from components.models import FAMILIES
+from components.models import checkpoint as checkpoint_module
 from components.models.checkpoint import (
     ADAPTERS,
     CheckpointError,
@@ -247,6 +250,51 @@ def test_a_checkpoint_can_be_written_over_an_older_one(base: Path, tmp_path: Pat
     )
     want = logits(tiny_trained(base, settings, seed=2), base)
     torch.testing.assert_close(logits(load_model(folder)[0], base), want, rtol=1e-4, atol=1e-5)
+
+
+def drop(file: Path, part: str) -> None:
+    """Leave the first weight with `part` in its name out of a file."""
+    weights = load_file(file)
+    weights.pop(next(name for name in weights if part in name))
+    save_file(weights, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("rank", "writer", "file", "part"),
+    [
+        (2, PeftModel, "adapter_model.safetensors", "lora_B"),
+        (2, PreTrainedModel, "model.safetensors", "vision_tower"),
+        (2, PreTrainedModel, "model.safetensors", "k_proj"),
+        (0, PreTrainedModel, "model.safetensors", "k_proj"),
+    ],
+)
+def test_a_checkpoint_without_a_weight_that_trained_is_not_written_to_its_end(
+    rank: int, writer: type, file: str, part: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = writer.save_pretrained
+
+    def save_pretrained(self: Any, folder: Path, **given: Any) -> None:
+        original(self, folder, **given)
+        drop(Path(folder) / file, part)
+
+    monkeypatch.setattr(writer, "save_pretrained", save_pretrained)
+    with pytest.raises(CheckpointError, match=r"weights that trained are missing: |a weight is missing"):
+        tiny_checkpoint(base, tmp_path / "checkpoint", tiny_settings(rank=rank))
+    with pytest.raises(CheckpointError, match="not written to its end"):
+        verify_manifest(tmp_path / "checkpoint")
+
+
+def test_adapters_without_a_weight_that_trained_in_full_are_not_written_to_their_end(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = checkpoint_module.tuned_weights
+
+    def without(model: Any, family: Any) -> dict[str, torch.Tensor]:
+        return dict(list(original(model, family).items())[1:])
+
+    monkeypatch.setattr(checkpoint_module, "tuned_weights", without)
+    with pytest.raises(CheckpointError, match="1 of .* weights that trained are missing: "):
+        tiny_checkpoint(base, tmp_path / "checkpoint")
 
 
 LOADERS = (

@@ -23,7 +23,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def alone(tmp_path: Path) -> Iterator[None]:
+def alone() -> Iterator[None]:
     """A process group of this process."""
-    with only_worker(tmp_path, "gloo"):
+    with only_worker("gloo"):
         yield

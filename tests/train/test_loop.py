@@ -1,6 +1,8 @@
 """The loop's arithmetic: accumulation, workers, ZeRO stages, packing and resumption leave the weights as they are."""
 
+import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,11 @@ from safetensors.torch import load_file
 
 from components.models.checkpoint import CheckpointError, verify_manifest
 from components.train import loop
+from components.train.hours import read_spent, write_spent
 from components.train.job import Job, Runtime
 from components.train.loop import is_captioned, is_checkpoint, run_loop
-from components.train.state import checkpoints
+from components.train.retry import DivergedError
+from components.train.state import checkpoints, latest_valid_checkpoint
 from tests.tiny import tiny_settings
 from tests.train.ranks import start
 from tests.train.toy import Recipe, Trained, recipe, run
@@ -163,6 +167,24 @@ def test_a_run_that_resumes_ends_with_the_same_weights_curve_and_report(
     assert got.report == want.report
 
 
+def test_what_a_run_took_is_counted_over_all_its_attempts(
+    mixture: Path, base: Path, tmp_path: Path, six_steps: Trained
+) -> None:
+    made = recipe(base)
+    interrupted(made, mixture, tmp_path, saved=2)
+    (hours,) = (tmp_path / "runs" / "train").glob("*/hours.json")
+    first = read_spent(hours.parent)
+    assert first.device_seconds == first.seconds > first.waited > 0
+    write_spent(hours.parent, replace(first, seconds=3600, device_seconds=2 * 3600))
+    got = run(made, mixture, tmp_path)
+    assert got.report == six_steps.report
+    speed = json.loads((tmp_path / "runs" / "train_speed.json").read_text())
+    assert 3600 < speed["seconds"] < 3700
+    assert speed["captions_per_s"] == pytest.approx(got.report.rows_out / speed["seconds"], abs=1e-4)
+    assert 2 < speed["device_hours"] < 2.1
+    assert (speed["device"], speed["devices"]) == ("cpu", 1)
+
+
 @pytest.mark.parametrize(
     ("changes", "atol"), [({"checkpoint_every_steps": 3}, 0), ({"micro_batch": 2}, 2e-5), ({"zero_stage": 0}, 2e-5)]
 )
@@ -194,6 +216,28 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     assert_same(got.weights, whole.weights, atol=0)
 
 
+@pytest.mark.parametrize("step", [3, 4])
+def test_a_run_that_diverges_is_tried_once_and_keeps_its_last_good_checkpoint(
+    step: int, mixture: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, losses = loop.take_step, []
+
+    def take_step(*given: Any) -> tuple[float, float]:
+        loss, norm = original(*given)
+        losses.append(loss)
+        return loss, float("nan") if len(losses) == step else norm
+
+    monkeypatch.setattr(loop, "take_step", take_step)
+    with pytest.raises(DivergedError, match=f"step {step}: "):
+        run(recipe(base), mixture, tmp_path)
+    assert len(losses) == step
+    (run_dir,) = (path for path in (tmp_path / "runs" / "train").iterdir() if path.is_dir())
+    newest = latest_valid_checkpoint(run_dir)
+    assert newest is not None
+    assert newest.name == "step-00000002"
+    assert all(torch.isfinite(moment).all() for moment in load_file(newest / "exp_avg.safetensors").values())
+
+
 @pytest.mark.parametrize(("scores", "best"), [([0.2, 0.9, 0.5], 4), ([0.9, 0.2, 0.9], 2), ([0.1, 0.2, 0.3], 6)])
 def test_best_exports_the_checkpoint_with_the_highest_cider(
     scores: list[float], best: int, mixture: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -202,8 +246,8 @@ def test_best_exports_the_checkpoint_with_the_highest_cider(
     monkeypatch.setattr(loop.Validation, "cider", lambda self, engine: {"val_cider": next(given)})
     original = loop.save_state
 
-    def keep(engine: Any, run_dir: Path, step: int, *rest: Any) -> Path:
-        folder = original(engine, run_dir, step, *rest)
+    def keep(engine: Any, trained: Any, run_dir: Path, step: int, *rest: Any) -> Path:
+        folder = original(engine, trained, run_dir, step, *rest)
         rest[-1].finish()
         kept[step] = load_file(folder / "weights.safetensors")
         return folder

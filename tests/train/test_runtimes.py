@@ -32,6 +32,7 @@ def test_ray_is_asked_for_the_workers_and_their_devices_and_leaves_restarts_to_u
 ) -> None:
     asked: dict[str, Any] = {}
     monkeypatch.setattr(ray.train.torch, "TorchTrainer", lambda worker, **given: asked.update(given, worker=worker))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     made = job(base, tmp_path, gpu=gpu, cpus_per_worker=3, max_failures=5)
     runtimes._trainer(made)
     assert asked["worker"] is runtimes._worker
@@ -42,9 +43,15 @@ def test_ray_is_asked_for_the_workers_and_their_devices_and_leaves_restarts_to_u
     assert scaling.resources_per_worker == {"CPU": 3} | ({"GPU": 1} if gpu else {})
     assert (run.name, run.storage_path) == ("ray", str(tmp_path))
     assert (run.failure_config.max_failures, run.failure_config.controller_failure_limit) == (0, 2)
-    assert run.worker_runtime_env == {
-        "env_vars": {"DS_ACCELERATOR": "cuda"} if gpu else {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    }
+    device = {"DS_ACCELERATOR": "cuda"} if gpu else {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    interface = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    assert run.worker_runtime_env == {"env_vars": device | interface}
+    assert asked["torch_config"].folder == str(tmp_path / "ray")
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    runtimes._trainer(made)
+    assert asked["run_config"].worker_runtime_env == {"env_vars": device}, "workers of several machines"
+    assert type(asked["torch_config"]) is ray.train.torch.TorchConfig
+    assert asked["torch_config"].backend == backend
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -182,18 +189,44 @@ def test_this_process_talks_by_its_device_s_backend(
     assert asked == [backend]
 
 
-def test_the_only_worker_leaves_the_environment_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_only_worker_leaves_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     seen = {}
 
     def run() -> None:
-        with only_worker(tmp_path, "gloo"):
+        with only_worker("gloo"):
             seen.update(rank=os.environ["RANK"], size=torch.distributed.get_world_size())
+            seen.update(interface=os.environ["GLOO_SOCKET_IFNAME"])
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         run()
-    assert seen == {"rank": "0", "size": 1}
+    assert seen == {"rank": "0", "size": 1, "interface": "lo"}
     assert (os.environ["RANK"], os.environ.get("WORLD_SIZE")) == ("3", None)
     assert not torch.distributed.is_initialized()
+
+
+TWO_GROUPS = """
+import os
+import torch.distributed as dist
+from components.train.accelerator import only_worker
+with only_worker("gloo"):
+    first = dist.distributed_c10d._get_default_store()
+    first.set("key", "first")
+with only_worker("gloo"):
+    del first
+    store = dist.distributed_c10d._get_default_store()
+    store.set("key", "second")
+    dist.barrier()
+    dist.barrier(group=dist.new_group([0]))
+    assert store.get("key") == b"second"
+"""
+
+
+def test_a_group_is_not_disturbed_by_one_before_that_is_collected_late(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", TWO_GROUPS]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert list(tmp_path.iterdir()) == []

@@ -131,6 +131,9 @@ FIGURES: dict[str, Any] = {
     "captions_per_s": 23.0,
     "waiting_share": 0.12345,
     "recompilations": 3,
+    "device": "cpu",
+    "devices": 2,
+    "device_hours": 4 / 3600,
 }
 
 
@@ -165,7 +168,15 @@ def test_the_stage_runs_the_loop_where_asked_and_writes_its_report(
         "warnings": ["the module changes nothing"],
     }
     speed = json.loads((tmp_path / "runs" / "train_speed.json").read_text())
-    assert speed == {"seconds": 2.0, "captions_per_s": 23.0, "waiting_share": 0.1235, "recompilations": 3}
+    assert speed == {
+        "seconds": 2.0,
+        "captions_per_s": 23.0,
+        "waiting_share": 0.1235,
+        "recompilations": 3,
+        "device_hours": 0.0011,
+        "device": "cpu",
+        "devices": 2,
+    }
     (job,) = jobs
     assert job.cfg.base.is_absolute()
     assert job.base_sha256 == sha256_of_folder(base)

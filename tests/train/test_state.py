@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from components.models.checkpoint import CheckpointError, write_manifest
+from components.models.checkpoint import CheckpointError, verify_manifest, write_manifest
 from components.train import state
 from components.train.curve import Curve
 from components.train.job import Job, Runtime
@@ -129,7 +129,7 @@ def take(run: Run, step: int) -> None:
 
 def save(run: Run, run_dir: Path, step: int) -> Path:
     """The checkpoint after `step` steps, written."""
-    saved = save_state(run.engine, run_dir, step, 0, run.curve, run.writer)
+    saved = save_state(run.engine, run.trained, run_dir, step, 0, run.curve, run.writer)
     run.writer.finish()
     return saved
 
@@ -175,6 +175,7 @@ def test_a_checkpoint_of_which_any_file_is_not_whole_is_passed_over(
         "exp_avg.safetensors",
         "exp_avg_sq.safetensors",
         "manifest.json",
+        "optimizer.json",
         "weights.safetensors",
     ]
     for file in files:
@@ -182,7 +183,7 @@ def test_a_checkpoint_of_which_any_file_is_not_whole_is_passed_over(
         if cut is None:
             (newest / file).unlink()
         else:
-            os.truncate(newest / file, cut if file != "curves.csv" else cut // 10)
+            os.truncate(newest / file, min(cut, (newest / file).stat().st_size // 2))
         caplog.clear()
         assert latest_valid_checkpoint(tmp_path) == before, file
         (line,) = caplog.messages
@@ -208,6 +209,31 @@ def test_a_checkpoint_that_does_not_read_back_removes_no_older_one(
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("stage", [0, 1, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_checkpoint_that_leaves_out_a_weight_that_trains_is_an_error_and_removes_no_older_one(
+    stage: int, mixture: Path, base: Path, tmp_path: Path
+) -> None:
+    run = started(recipe(base, val_pairs=0, zero_stage=stage), mixture, tmp_path)
+    take(run, 0)
+    older = [folder(tmp_path, step) for step in (1, 2)]
+    name, parameter = next((n, p) for n, p in run.engine.module.named_parameters() if n in run.trained)
+    parameter.requires_grad = False
+    with pytest.raises(CheckpointError, match=rf"weights\.safetensors: 1 parameters .*{name}"):
+        save(run, tmp_path, 3)
+    assert all(path.is_dir() for path in older)
+
+
+def test_each_file_of_a_checkpoint_has_the_names_of_what_trains(tmp_path: Path) -> None:
+    write_one(tmp_path, 1)
+    with pytest.raises(CheckpointError, match=r"1 parameters are not those that train: \['b'\]"):
+        write_one(tmp_path, 2, trained="ab")
+    (tmp_path / "step-00000001" / "exp_avg.safetensors").unlink()
+    save_file({"a": torch.ones(1), "c": torch.ones(1)}, tmp_path / "step-00000001" / "exp_avg.safetensors")
+    with pytest.raises(CheckpointError, match=r"exp_avg\.safetensors: 1 parameters .*\['c'\]"):
+        state._check_names(tmp_path / "step-00000001", {"a"})
+
+
+@pytest.mark.usefixtures("alone")
 def test_a_checkpoint_of_other_parameters_is_refused(mixture: Path, base: Path, tmp_path: Path) -> None:
     from tests.tiny import tiny_settings
 
@@ -220,11 +246,30 @@ def test_a_checkpoint_of_other_parameters_is_refused(mixture: Path, base: Path, 
 
 
 @pytest.mark.usefixtures("alone")
+def test_adamw_s_count_of_steps_comes_back_and_a_change_of_it_is_noticed(
+    mixture: Path, base: Path, tmp_path: Path
+) -> None:
+    run = started(recipe(base, val_pairs=0), mixture, tmp_path)
+    take(run, 0)
+    take(run, 1)
+    saved = save(run, tmp_path, 2)
+    other = started(recipe(base, val_pairs=0), mixture, tmp_path)
+    load_state(other.engine, saved)
+    assert MasterState(other.engine).optimizer_steps() == MasterState(run.engine).optimizer_steps() == 2
+    (saved / "optimizer.json").write_text('{"steps": 3.0}\n')
+    with pytest.raises(CheckpointError, match=r"optimizer\.json: sha256"):
+        verify_manifest(saved)
+    (saved / "optimizer.json").unlink()
+    with pytest.raises(CheckpointError, match="has no optimizer.json.*an earlier version of m3diff wrote it"):
+        load_state(other.engine, saved)
+
+
+@pytest.mark.usefixtures("alone")
 def test_the_first_worker_alone_writes(mixture: Path, base: Path, tmp_path: Path) -> None:
     run = started(recipe(base, val_pairs=0), mixture, tmp_path)
     take(run, 0)
     run.runtime = Runtime(rank=1, ranks=1)
-    save_state(run.engine, tmp_path, 1, 1, run.curve, run.writer)
+    save_state(run.engine, run.trained, tmp_path, 1, 1, run.curve, run.writer)
     export(run)
     assert checkpoints(tmp_path) == []
     assert not (tmp_path / "checkpoint").exists()
@@ -279,7 +324,7 @@ def test_a_checkpoint_written_beside_the_next_steps_is_the_one_written_at_once(
     want = save(run, tmp_path / "at once", 1)
     begin, original = threading.Event(), state.save_file
     monkeypatch.setattr(state, "save_file", lambda *given: (begin.wait(60), original(*given)))
-    folder = save_state(run.engine, tmp_path / "beside", 1, 0, run.curve, run.writer)
+    folder = save_state(run.engine, run.trained, tmp_path / "beside", 1, 0, run.curve, run.writer)
     run.curve.fill({"val_loss": 7})
     take(run, 1)
     with torch.no_grad():
@@ -310,7 +355,7 @@ def test_the_next_checkpoint_waits_for_the_one_before(
     monkeypatch.setattr(MasterState, "get", count)
     for step in (1, 2):
         held.clear()
-        save_state(run.engine, tmp_path, step, 0, run.curve, run.writer)
+        save_state(run.engine, run.trained, tmp_path, step, 0, run.curve, run.writer)
         assert set(held) == {step - 1}, "a second state was taken while the first was held"
     run.writer.finish()
 
@@ -322,20 +367,28 @@ def test_older_checkpoints_are_removed_after_the_new_one_was_read_back(
         folder(tmp_path, step)
     seen: list[list[int]] = []
 
-    def verify(checkpoint: Path) -> None:
+    def verify(checkpoint: Path, trained: frozenset[str]) -> None:
+        assert trained == {"a"}
         assert checkpoint.name == "step-00000003"
         seen.append([state.step_of(path) for path in checkpoints(tmp_path)])
 
-    monkeypatch.setattr(state, "verify_manifest", verify)
-    state.write_state(tmp_path, 3, {"weights.safetensors": {"a": torch.ones(2)}}, Curve(("step",)), 3.0)
+    monkeypatch.setattr(state, "_check_names", verify)
+    write_one(tmp_path, 3)
     assert seen == [[1, 2, 3]]
     assert [state.step_of(path) for path in checkpoints(tmp_path)] == [2, 3]
 
 
-def write(writer: Writer, run_dir: Path, step: int) -> None:
+FILES = ("weights.safetensors", *(f"{moment}.safetensors" for moment in MOMENTS))
+
+
+def write_one(run_dir: Path, step: int, trained: str = "a") -> None:
     """A state of one tensor, which holds the step."""
-    tensors = {"weights.safetensors": {"a": torch.full((1000,), float(step))}}
-    writer.submit(state.write_state, run_dir, step, tensors, Curve(("step",)), float(step))
+    tensors = {file: {"a": torch.full((1000,), float(step))} for file in FILES}
+    state.write_state(run_dir, step, frozenset(trained), tensors, Curve(("step",)), float(step))
+
+
+def write(writer: Writer, run_dir: Path, step: int) -> None:
+    writer.submit(write_one, run_dir, step)
 
 
 def killed(run_dir: Path, at: str) -> None:

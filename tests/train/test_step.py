@@ -140,8 +140,33 @@ def test_a_loss_that_is_not_finite_stops_with_step_loss_and_rates(mixture: Path,
         for parameter in run.engine.module.parameters():
             parameter.fill_(float("nan"))
     batches = [run.loader.build(batch) for batch in run.schedule.micro_batches(3, 0)]
-    with pytest.raises(DivergedError, match=r"step 4: the loss is nan with lr_vision [\d.e-]+, .*warmup_share"):
+    with pytest.raises(DivergedError, match=r"step 4: the loss is nan and .* with lr_vision [\d.e-]+, .*warmup_share"):
         train_step(run, 3, batches)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    ("stage", "precision", "clipped"),
+    [
+        (0, "fp32", NO_CLIPPING),
+        (0, "fp32", 1.0),
+        (0, "bf16", 1.0),
+        (1, "fp32", NO_CLIPPING),
+        (1, "bf16", 1.0),
+        (2, "bf16", NO_CLIPPING),
+        pytest.param(3, "bf16", 1.0, marks=pytest.mark.slow),
+    ],
+)
+def test_a_gradient_that_is_not_finite_stops_though_the_loss_is(
+    stage: int, precision: str, clipped: float | None, bad: float, mixture: Path, base: Path, tmp_path: Path
+) -> None:
+    run = started(recipe(base, zero_stage=stage, precision=precision, max_grad_norm=clipped), mixture, tmp_path)
+    batches = [[run.loader.build(batch) for batch in run.schedule.micro_batches(step, 0)] for step in (0, 1)]
+    train_step(run, 0, batches[0])
+    parameter = next(p for p in run.engine.module.parameters() if p.requires_grad)
+    parameter.register_hook(lambda gradient: gradient * bad)
+    with pytest.raises(DivergedError, match=r"step 2: the loss is [\d.]+ and the gradient's norm (nan|inf) with lr_"):
+        train_step(run, 1, batches[1])
 
 
 @pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])

@@ -26,7 +26,7 @@ def test_two_workers_save_the_state_of_both_and_go_on_from_the_newest_that_is_wh
     before, newest = checkpoints(two)
     for got, want in zip(checkpoints(two), checkpoints(one), strict=True):
         assert got.name == want.name
-        assert verify_manifest(got)["files"].keys() == FILES | {"curves.csv"}
+        assert verify_manifest(got)["files"].keys() == FILES | {"curves.csv", "optimizer.json"}
         for file in FILES:
             ours, theirs = load_file(got / file), load_file(want / file)
             assert ours.keys() == theirs.keys()
