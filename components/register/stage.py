@@ -71,7 +71,7 @@ def register(params: Params) -> Registration:
         if version is None:
             version, outcome = create_version(client, params, lineage, lock), "registered"
         elif lineage.results().items() - version.tags.items() or not has_artifact(client, run_of(version), SCORES):
-            update_results(client, params.paths, version, lineage.tags())
+            update_results(client, params.paths, version, lineage)
             outcome = "updated"
         set_alias(client, name, CHALLENGER, version)
     return Registration(outcome=outcome, model=name, version=int(version.version), run_id=run_of(version))
@@ -115,10 +115,13 @@ def log_results(client: MlflowClient, run_id: str, paths: Paths) -> None:
         client.log_artifacts(run_id, str(paths.report / "images"), "images")
 
 
-def update_results(client: MlflowClient, paths: Paths, version: ModelVersion, tags: dict[str, str]) -> None:
+def update_results(client: MlflowClient, paths: Paths, version: ModelVersion, lineage: Lineage) -> None:
     """The same checkpoint was evaluated anew: its run gets the new results, run and version the new lineage."""
     log_results(client, run_of(version), paths)
-    for tag, value in tags.items():
+    for tag in lineage.outdated(version.tags):
+        client.delete_tag(run_of(version), tag)
+        client.delete_model_version_tag(version.name, version.version, tag)
+    for tag, value in lineage.tags().items():
         client.set_tag(run_of(version), tag, value)
         client.set_model_version_tag(version.name, version.version, tag, value)
 
