@@ -82,10 +82,11 @@ class Lineage(BaseModel):
 class Lock:
     """`dvc.lock`, read: what each stage saw and wrote when it last ran."""
 
-    def __init__(self, path: Path = LOCK) -> None:
-        if not path.is_file():
+    def __init__(self, path: Path = LOCK, text: bytes | None = None) -> None:
+        """Read the file, or its content where it is another commit's."""
+        if text is None and not path.is_file():
             raise DataError(f"{path}: no such file, so nothing was trained yet; run `dvc repro` first")
-        text = path.read_bytes()
+        text = path.read_bytes() if text is None else text
         try:
             self.stages: dict[str, Any] = yaml.safe_load(text)["stages"]
         except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError) as error:
