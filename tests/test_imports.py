@@ -30,7 +30,7 @@ SHARED = {
 TOP = {"params", "consistency", "profiles", "migrate", "guard", "__main__"}
 """The parameters as a whole and the command line: they know the stages' sections, and no stage knows them."""
 
-COMMANDS = {"plan", "inspect", "export", "compare", "score"}
+COMMANDS = {"plan", "inspect", "export", "compare", "score", "archive"}
 """Folders of commands: no stage imports them."""
 
 JOINS = {"promote"}
