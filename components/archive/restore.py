@@ -53,13 +53,19 @@ def tags_of(cfg: Register, version: str) -> dict[str, str]:
 
 
 def pull(folder: Path) -> str:
-    """Bring back from cache and remote what can be. Gives what DVC could not, in words: each file is checked later."""
+    """Bring back from remote and cache what can be. Gives what DVC could not, in words: each file is checked later."""
     remote = dvc(folder, "remote", "list").strip()
+    said = "" if remote else "there is no DVC remote, and the cache here does not have it"
+    if remote:
+        try:
+            dvc(folder, "fetch", "--quiet")
+        except DataError as error:
+            said = str(error)
     try:
-        dvc(folder, *(["pull", "--quiet"] if remote else ["checkout", "--quiet"]))
+        dvc(folder, "checkout", "--quiet", "--allow-missing")
     except DataError as error:
-        return str(error)
-    return "there is no DVC remote, and the cache here does not have it" if not remote else ""
+        said = said or str(error)
+    return said
 
 
 def verify(folder: Path, commit: str, lock: Lock, tags: dict[str, str]) -> Iterator[Check]:
