@@ -69,6 +69,7 @@ def left(root: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow(30)
 @pytest.mark.parametrize("lock", [True, False], ids=["one machine", "three machines"])
 def test_three_registrations_at_once_make_one_version_of_one_run(warm, root, undisturbed, lock):
     assert warm.register(root, at_once=3, lock=lock) == [0, 0, 0]
@@ -86,7 +87,11 @@ def writes_to_kill_before(writes: list[str], sample: bool) -> list[int]:
     return sorted(random.Random(SEED).sample(every, SAMPLE)) if sample else every
 
 
-@pytest.mark.parametrize("sample", [True, pytest.param(False, marks=pytest.mark.slow(200))], ids=["some", "all"])
+@pytest.mark.parametrize(
+    "sample",
+    [pytest.param(True, marks=pytest.mark.slow(45)), pytest.param(False, marks=pytest.mark.slow(240))],
+    ids=["some", "all"],
+)
 def test_killed_before_any_of_its_writes_it_leaves_nothing_pending_and_the_next_one_ends_it(
     warm, undisturbed, trained_once, empty_store, tmp_path, sample
 ):
