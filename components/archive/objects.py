@@ -69,9 +69,11 @@ def object_file(cache: Path, hash_: str) -> Path:
 
 
 def listing(cache: Path, hash_: str) -> dict[str, str]:
-    """The files of a folder with their md5, as the cache lists them; empty where it has no list."""
+    """The files of a folder with their md5, as the cache lists them; empty where it has no list, or for a file."""
     file = object_file(cache, hash_)
-    return {entry["relpath"]: entry["md5"] for entry in json.loads(file.read_bytes())} if file.is_file() else {}
+    if not hash_.endswith(".dir") or not file.is_file():
+        return {}
+    return {entry["relpath"]: entry["md5"] for entry in json.loads(file.read_bytes())}
 
 
 def ask_remote(commit: str) -> dict[Path, str]:

@@ -17,6 +17,7 @@ import mlflow
 import pandas as pd
 from mlflow.entities import LoggedModelStatus
 from mlflow.entities.model_registry import ModelVersion
+from mlflow.exceptions import MlflowException
 from mlflow.models import ModelSignature
 from mlflow.tracking import MlflowClient
 from mlflow.types.schema import ColSpec, Schema
@@ -35,6 +36,7 @@ from components.register.lineage import MODEL_CODE, Lineage, Lock, captioned_rec
 
 CHALLENGER = "challenger"
 SCORES = "scores.parquet"
+TRIES = 3  # MLflow fails where two machines make the same entry (of an experiment, a data set) at the same moment
 Outcome = Literal["registered", "updated", "unchanged"]
 REQUIREMENTS = ("mlflow", "torch", "transformers", "peft", "tokenizers", "safetensors", "pillow", "pandas")
 SIGNATURE = ModelSignature(
@@ -74,16 +76,29 @@ def register(params: Params) -> Registration:
     lineage = read_lineage(params, lock)
     name = params.register_.model_name
     with tracking.connected(params.register_.tracking_uri) as client, one_at_a_time():
-        remove_leftovers(client, tracking.experiment_id(client, params.register_.experiment), name)
-        version = find_version(client, name, lineage)
-        outcome: Outcome = "unchanged"
-        if version is None:
-            version, outcome = create_version(client, params, lineage, lock), "registered"
-        elif lineage.results().items() - version.tags.items() or not has_artifact(client, run_of(version), SCORES):
-            update_results(client, params.paths, version, lineage)
-            outcome = "updated"
+        for tries_left in reversed(range(TRIES)):
+            try:
+                version, outcome = find_or_create(client, params, lineage, lock)
+                break
+            except MlflowException:
+                if not tries_left:
+                    raise
+                tracking.check_alive(mlflow.get_tracking_uri())
         set_alias(client, name, CHALLENGER, version)
     return Registration(outcome=outcome, model=name, version=int(version.version), run_id=run_of(version))
+
+
+def find_or_create(client: MlflowClient, params: Params, lineage: Lineage, lock: Lock) -> tuple[ModelVersion, Outcome]:
+    """The version of this checkpoint, with the results that lie here. What a call before it began is ended."""
+    cfg = params.register_
+    remove_leftovers(client, tracking.experiment_id(client, cfg.experiment), cfg.model_name)
+    version = find_version(client, cfg.model_name, lineage)
+    if version is None:
+        return create_version(client, params, lineage, lock), "registered"
+    if lineage.results().items() - version.tags.items() or not has_artifact(client, run_of(version), SCORES):
+        update_results(client, params.paths, version, lineage)
+        return version, "updated"
+    return version, "unchanged"
 
 
 def find_version(client: MlflowClient, name: str, lineage: Lineage) -> ModelVersion | None:
