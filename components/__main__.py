@@ -135,6 +135,39 @@ def history(args: argparse.Namespace) -> int:
     return DATA_REFUSED if wrong else 0
 
 
+def lineage(args: argparse.Namespace) -> int:
+    params = parameters(args)
+    from components.archive.check import sound
+    from components.archive.lineage import lineage as run
+
+    checks = run(params.register_, args.version)
+    print("\n".join(str(check) for check in checks))
+    return 0 if sound(checks) else DATA_REFUSED
+
+
+def restore(args: argparse.Namespace) -> int:
+    params = parameters(args)
+    from components.archive.check import sound
+    from components.archive.restore import restore as run
+
+    folder, checks = run(params.register_, args.version, args.into)
+    print("\n".join(str(check) for check in checks))
+    print(f"\n{'restored to' if sound(checks) else 'NOT restored, see above:'} {folder}")
+    return 0 if sound(checks) else DATA_REFUSED
+
+
+def prune(args: argparse.Namespace) -> int:
+    params = parameters(args)
+    from components.archive.prune import prune as run
+
+    made = run(params.register_, args.keep, args.yes and not args.dry_run)
+    print("\n".join(made.lines()))
+    if not made.remove or args.dry_run or args.yes:
+        return 0
+    print("m3diff prune: nothing was removed; look at it, then say --yes", file=sys.stderr)
+    return USAGE
+
+
 def plan(args: argparse.Namespace) -> None:
     params = parameters(args)
     model = params.models[params.train.model]
@@ -238,6 +271,9 @@ COMMANDS: dict[str, tuple[Command, str]] = {
     "promote": (promote, "make the challenger the champion where it surely beats it on the same test set"),
     "rollback": (rollback, "make the champion before this one champion again; recorded, and not promoted again"),
     "history": (history, "every decision on the champion: when, who, from, to, why; and whether the record was edited"),
+    "lineage": (lineage, "the chain behind a version, from raw data to scores, each hash checked"),
+    "restore": (restore, "bring back a version's data, parameters and checkpoint in a working tree of their own"),
+    "prune": (prune, "remove old versions with their weights, branches and data; never what a kept one needs"),
     "plan": (plan, "what a training run will cost: parameters, tokens, FLOPs, memory, hours; trains nothing"),
     "compare": (compare, "two runs on the same test pairs: differences with their intervals, and a page of the pairs"),
     "data": (data, "look at data: `data check ROOT` before anything is run, `data statistics` after validate"),
@@ -262,6 +298,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_compare(commands["compare"])
     _add_export(commands["export"], commands["export-llava"])
     _add_data(commands["data"])
+    _add_archive(commands["lineage"], commands["restore"], commands["prune"])
     _add_plan(commands["plan"])
     _add_score(commands["score"])
     return parser
@@ -291,6 +328,23 @@ def _add_compare(command: argparse.ArgumentParser) -> None:
     for name in ("first", "second"):
         command.add_argument(name, type=Path, help="report folder of a run, which holds scores.parquet")
     command.add_argument("--out", type=Path, default=Path("compare.html"), help="page to write")
+
+
+def _add_archive(
+    lineage: argparse.ArgumentParser, restore: argparse.ArgumentParser, prune: argparse.ArgumentParser
+) -> None:
+    lineage.add_argument("version", help="number or alias, such as champion")
+    restore.add_argument("version", help="number or alias; or a branch runs/<flow run> or a commit, without MLflow")
+    restore.add_argument("--into", type=Path, metavar="FOLDER", help="new folder; by default beside the project")
+    prune.add_argument("--keep", type=_count, default=5, metavar="N", help="how many of the newest stay (default 5)")
+    prune.add_argument("--dry-run", action="store_true", help="only say what would go")
+    prune.add_argument("--yes", action="store_true", help="do it")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a number, 0 or more (found {text!r})")
+    return int(text)
 
 
 def _add_data(data: argparse.ArgumentParser) -> None:

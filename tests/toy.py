@@ -185,7 +185,10 @@ def train(params: dict[str, Any], paths: dict[str, Path]) -> None:
     word = hashlib.sha256(json.dumps([cfg, params["models"][cfg["model"]], seen]).encode()).hexdigest()[:8]
     checkpoint.mkdir()
     (checkpoint / "word.txt").write_text(word)
-    (checkpoint / "manifest.json").write_text(json.dumps({"base": str(base), "base_sha256": seen[2]}))
+    (checkpoint / "model.safetensors").write_text(word)
+    files = {name: hashlib.sha256(word.encode()).hexdigest() for name in ("model.safetensors", "word.txt")}
+    manifest = {"base": str(base), "base_sha256": seen[2], "files": files}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
     with (paths["model"] / "curves.csv").open("w", newline="") as file:
         rows = csv.writer(file, lineterminator="\n")
         rows.writerow(["step", "epoch", "loss", "lr_llm", "grad_norm", "val_loss", "val_loss_minichange", "val_cider"])

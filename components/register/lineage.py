@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import os
+import re
 import subprocess
 from collections.abc import Collection, Iterator
 from operator import itemgetter
@@ -19,6 +21,9 @@ from components.records import DataError
 
 LOCK = Path("dvc.lock")
 MODEL_CODE = Path("components/models")
+RAW, FLOW_RUN = "dvc.raw.", "prefect.flow_run"
+WEIGHTS = ".safetensors"
+FORBIDDEN = re.compile(r"[^\w.\- ]")  # in what a tag names after `hours.`
 
 
 class Lineage(BaseModel):
@@ -38,6 +43,10 @@ class Lineage(BaseModel):
     test_set_sha256: str
     git_commit: str
     git_dirty: bool
+    raw: dict[str, str] = {}  # each dataset's root as ingest read it, by name
+    weights_sha256: str | None = None  # of the checkpoint; None where its manifest lists no weights
+    flow_run: str | None = None  # Prefect's id; None where a person registered
+    hours: dict[str, float] = {}  # of training, by device; empty where no measurement of it is there
 
     def identity(self) -> dict[str, str]:
         """The tags that make two registrations the same version."""
@@ -55,21 +64,29 @@ class Lineage(BaseModel):
             "dvc.metrics": self.metrics,
             "dvc.lock.sha256": self.dvc_lock_sha256,
             "test_set.sha256": self.test_set_sha256,
-        }
+        } | {f"{RAW}{name}": md5 for name, md5 in self.raw.items()}
 
     def tags(self) -> dict[str, str]:
         base = {"dvc.base": self.base, "base.sha256": self.base_sha256}
         commit = {"git.commit": self.git_commit, "git.dirty": str(self.git_dirty).lower()}
-        return self.identity() | self.results() | base | commit
+        known = {"weights.sha256": self.weights_sha256, FLOW_RUN: self.flow_run}
+        known |= {f"hours.{FORBIDDEN.sub('_', kind)}": f"{hours:.4g}" for kind, hours in self.hours.items()}
+        found = {tag: value for tag, value in known.items() if value is not None}
+        return self.identity() | self.results() | base | commit | found
+
+    def outdated(self, tags: Collection[str]) -> list[str]:
+        """Of a version's tags those that an earlier evaluation left and this one does not know."""
+        return [tag for tag in tags if (tag.startswith(RAW) or tag == FLOW_RUN) and tag not in self.tags()]
 
 
 class Lock:
     """`dvc.lock`, read: what each stage saw and wrote when it last ran."""
 
-    def __init__(self, path: Path = LOCK) -> None:
-        if not path.is_file():
+    def __init__(self, path: Path = LOCK, text: bytes | None = None) -> None:
+        """Read the file, or its content where it is another commit's."""
+        if text is None and not path.is_file():
             raise DataError(f"{path}: no such file, so nothing was trained yet; run `dvc repro` first")
-        text = path.read_bytes()
+        text = path.read_bytes() if text is None else text
         try:
             self.stages: dict[str, Any] = yaml.safe_load(text)["stages"]
         except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError) as error:
@@ -79,6 +96,16 @@ class Lock:
     def hashes(self, path: Path) -> dict[str, str]:
         """What each stage recorded of this path: `{"train outs": md5, "predict deps": md5}`."""
         return {where: md5 for where, found, md5 in self._entries() if found == path}
+
+    def recorded(self, path: Path, where: str) -> str:
+        """What one stage recorded of this path (`ingest@minichange deps`), whatever lies there now.
+
+        Raises:
+            DataError: it recorded nothing of it.
+        """
+        if (md5 := self.hashes(path).get(where)) is None:
+            raise DataError(f"{path}: not in {LOCK} ({where}); run `dvc repro` first")
+        return md5
 
     def current(self, path: Path) -> str:
         """DVC's hash of a path whose every recorded part, itself included, lies on disk as the stages recorded it.
@@ -144,8 +171,34 @@ def read_lineage(params: Params, lock: Lock) -> Lineage:
         dvc_lock_sha256=lock.sha256,
         test_set_sha256=hash_test_set(paths),
         git_commit=git("rev-parse", "HEAD"),
-        git_dirty=bool(git("status", "--porcelain", "--", ".", ":!dvc.lock", ":!data")),
+        git_dirty=is_dirty(),
+        raw={name: lock.recorded(entry.root, f"ingest@{name} deps") for name, entry in params.ingest.datasets.items()},
+        weights_sha256=hash_weights(paths.model / "checkpoint"),
+        flow_run=os.environ.get("M3DIFF_FLOW_RUN"),
+        hours=training_hours(params.compute.scratch / "train_speed.json"),
     )
+
+
+def is_dirty() -> bool:
+    """Whether parameters, code or the `.dvc` file of a dataset differ from the commit; what DVC writes may."""
+    code = git("status", "--porcelain", "--", ".", ":!dvc.lock", ":!data")
+    return bool(code or git("status", "--porcelain", "--untracked-files=all", "--", "*.dvc"))
+
+
+def hash_weights(checkpoint: Path) -> str | None:
+    """sha256 over the names and hashes of a checkpoint's weights, as its manifest lists them; None for none."""
+    files = json.loads((checkpoint / "manifest.json").read_text()).get("files", {})
+    weights = {name: digest for name, digest in files.items() if name.endswith(WEIGHTS)}
+    return hashlib.sha256(json.dumps(weights, sort_keys=True).encode()).hexdigest() if weights else None
+
+
+def training_hours(measured: Path) -> dict[str, float]:
+    """Hours of training by kind of device, of all devices together; empty where the stage left no whole measurement."""
+    try:
+        found = json.loads(measured.read_text())
+        return {found["devices"]["kind"]: found["seconds"] / 3600 * found["devices"]["number"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 def read_base_sha256(checkpoint: Path, base: Path) -> str:

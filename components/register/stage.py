@@ -1,7 +1,8 @@
 """Register: one MLflow run for a training, and its checkpoint as a version of the registered model.
 
-The version is known by the DVC hash of its checkpoint, so registering twice gives one version, also after a failure
-half-way: the version is the last thing written. What a later evaluation of the same checkpoint changed is logged anew.
+The version is known by the DVC hash of its checkpoint, so registering twice gives one version, also at the same moment
+and after a kill half-way: the version is the last thing written. What a later evaluation of the same checkpoint changed
+is logged anew.
 """
 
 import base64
@@ -16,6 +17,7 @@ import mlflow
 import pandas as pd
 from mlflow.entities import LoggedModelStatus
 from mlflow.entities.model_registry import ModelVersion
+from mlflow.exceptions import MlflowException
 from mlflow.models import ModelSignature
 from mlflow.tracking import MlflowClient
 from mlflow.types.schema import ColSpec, Schema
@@ -23,10 +25,18 @@ from pydantic import BaseModel, ConfigDict
 
 from components import tracking
 from components.params import Params, Paths
+from components.register.leftovers import (
+    one_at_a_time,
+    remove_leftovers,
+    stored_models,
+    take_back,
+    this_process,
+)
 from components.register.lineage import MODEL_CODE, Lineage, Lock, captioned_records, read_lineage
 
 CHALLENGER = "challenger"
 SCORES = "scores.parquet"
+TRIES = 3  # MLflow fails where two machines make the same entry (of an experiment, a data set) at the same moment
 Outcome = Literal["registered", "updated", "unchanged"]
 REQUIREMENTS = ("mlflow", "torch", "transformers", "peft", "tokenizers", "safetensors", "pillow", "pandas")
 SIGNATURE = ModelSignature(
@@ -65,23 +75,37 @@ def register(params: Params) -> Registration:
     lock = Lock()
     lineage = read_lineage(params, lock)
     name = params.register_.model_name
-    with tracking.connected(params.register_.tracking_uri) as client:
-        version = find_version(client, name, lineage)
-        outcome: Outcome = "unchanged"
-        if version is None:
-            version, outcome = create_version(client, params, lineage, lock), "registered"
-        elif lineage.results().items() - version.tags.items() or not has_artifact(client, run_of(version), SCORES):
-            update_results(client, params.paths, version, lineage.tags())
-            outcome = "updated"
+    with tracking.connected(params.register_.tracking_uri) as client, one_at_a_time():
+        for tries_left in reversed(range(TRIES)):
+            try:
+                version, outcome = find_or_create(client, params, lineage, lock)
+                break
+            except MlflowException:
+                if not tries_left:
+                    raise
+                tracking.check_alive(mlflow.get_tracking_uri())
         set_alias(client, name, CHALLENGER, version)
     return Registration(outcome=outcome, model=name, version=int(version.version), run_id=run_of(version))
 
 
+def find_or_create(client: MlflowClient, params: Params, lineage: Lineage, lock: Lock) -> tuple[ModelVersion, Outcome]:
+    """The version of this checkpoint, with the results that lie here. What a call before it began is ended."""
+    cfg = params.register_
+    remove_leftovers(client, tracking.experiment_id(client, cfg.experiment), cfg.model_name)
+    version = find_version(client, cfg.model_name, lineage)
+    if version is None:
+        return create_version(client, params, lineage, lock), "registered"
+    if lineage.results().items() - version.tags.items() or not has_artifact(client, run_of(version), SCORES):
+        update_results(client, params.paths, version, lineage)
+        return version, "updated"
+    return version, "unchanged"
+
+
 def find_version(client: MlflowClient, name: str, lineage: Lineage) -> ModelVersion | None:
-    """The version that holds this checkpoint and the code that runs it; the newest where a person made several."""
+    """The version that holds this checkpoint and the code that runs it; the first where there are several."""
     same = " and ".join(f"tags.`{tag}` = '{value}'" for tag, value in lineage.identity().items())
     versions = client.search_model_versions(f"name = '{name}' and {same}")
-    return max(versions, key=lambda v: int(v.version), default=None)
+    return min(versions, key=lambda v: int(v.version), default=None)
 
 
 def create_version(client: MlflowClient, params: Params, lineage: Lineage, lock: Lock) -> ModelVersion:
@@ -94,15 +118,23 @@ def create_version(client: MlflowClient, params: Params, lineage: Lineage, lock:
     log_results(client, run_id, paths)
     model_uri = log_model(client, run_id, cfg.model_name, paths, lineage.max_new_tokens)
     client.set_terminated(run_id)
-    return mlflow.register_model(model_uri, cfg.model_name, tags=lineage.tags())
+    made = mlflow.register_model(model_uri, cfg.model_name, tags=lineage.tags())
+    first = find_version(client, cfg.model_name, lineage) or made
+    if first.version != made.version:
+        take_back(client, made, first)
+    return first
 
 
 def open_run(client: MlflowClient, experiment: str, lineage: Lineage) -> tuple[str, int]:
     """Id and start (ms) of this training's run: a new one, or the one that an interrupted registration left."""
     same = " and ".join(f"tags.`{tag}` = '{value}'" for tag, value in lineage.identity().items())
-    for run in client.search_runs([experiment], same, max_results=1):
+    for run in client.search_runs([experiment], same, order_by=["attributes.start_time ASC"], max_results=1):
+        client.update_run(run.info.run_id, "RUNNING")
+        for tag, value in (lineage.tags() | this_process()).items():
+            client.set_tag(run.info.run_id, tag, value)
         return run.info.run_id, run.info.start_time
-    run = client.create_run(experiment, run_name=f"train {lineage.checkpoint[:8]}", tags=lineage.tags())
+    tags = lineage.tags() | this_process()
+    run = client.create_run(experiment, run_name=f"train {lineage.checkpoint[:8]}", tags=tags)
     return run.info.run_id, run.info.start_time
 
 
@@ -115,10 +147,13 @@ def log_results(client: MlflowClient, run_id: str, paths: Paths) -> None:
         client.log_artifacts(run_id, str(paths.report / "images"), "images")
 
 
-def update_results(client: MlflowClient, paths: Paths, version: ModelVersion, tags: dict[str, str]) -> None:
+def update_results(client: MlflowClient, paths: Paths, version: ModelVersion, lineage: Lineage) -> None:
     """The same checkpoint was evaluated anew: its run gets the new results, run and version the new lineage."""
     log_results(client, run_of(version), paths)
-    for tag, value in tags.items():
+    for tag in lineage.outdated(version.tags):
+        client.delete_tag(run_of(version), tag)
+        client.delete_model_version_tag(version.name, version.version, tag)
+    for tag, value in lineage.tags().items():
         client.set_tag(run_of(version), tag, value)
         client.set_model_version_tag(version.name, version.version, tag, value)
 
@@ -126,7 +161,7 @@ def update_results(client: MlflowClient, paths: Paths, version: ModelVersion, ta
 def log_model(client: MlflowClient, run_id: str, name: str, paths: Paths, max_new_tokens: int) -> str:
     """Store checkpoint and code as the run's model and return its URI; a model that is there in full is kept."""
     experiment = client.get_run(run_id).info.experiment_id
-    for model in client.search_logged_models([experiment], f"source_run_id = '{run_id}'"):
+    for model in stored_models(client, experiment, f"source_run_id = '{run_id}'"):
         if model.status == LoggedModelStatus.READY:
             return model.model_uri
     with tempfile.TemporaryDirectory() as scratch, mlflow.start_run(run_id=run_id):
@@ -138,6 +173,7 @@ def log_model(client: MlflowClient, run_id: str, name: str, paths: Paths, max_ne
             code_paths=[str(copy_code(Path(scratch)))],
             signature=SIGNATURE,
             input_example=example(paths),
+            tags=this_process(),
             pip_requirements=[f"{package}=={installed(package).split('+')[0]}" for package in REQUIREMENTS],
         ).model_uri
 

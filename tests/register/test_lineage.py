@@ -20,6 +20,7 @@ from components.register.lineage import (
     hash_test_set,
     read_base_sha256,
     read_lineage,
+    training_hours,
 )
 from tests import toy
 
@@ -47,7 +48,50 @@ def test_every_part_of_the_lineage_is_the_hash_of_what_it_names(trained):
         "base.sha256": hashlib.sha256(f"config.json\0{content}\n".encode()).hexdigest(),
         "git.commit": toy.run(trained, "git", "rev-parse", "HEAD").strip(),
         "git.dirty": "false",
-    }
+        "weights.sha256": hashlib.sha256(json.dumps({"model.safetensors": of_word()}).encode()).hexdigest(),
+    } | {f"dvc.raw.{name}": recorded[f"data/01_raw/{name}"] for name in RAW}
+
+
+RAW = ("minichange", "minichange_free", "minichange_shifted")
+
+
+def of_word() -> str:
+    return hashlib.sha256(Path("data/05_model/checkpoint/word.txt").read_bytes()).hexdigest()
+
+
+def test_a_flow_run_and_the_hours_of_each_device_are_named_where_they_are_known(trained, monkeypatch):
+    monkeypatch.setenv("M3DIFF_FLOW_RUN", "a1b2")
+    Path("runs").mkdir()
+    speed = {"seconds": 5400, "devices": {"kind": "NVIDIA H200 (x)", "number": 4}}
+    Path("runs/train_speed.json").write_text(json.dumps(speed))
+    tags = read_lineage(load_params(), Lock()).tags()
+    assert (tags["prefect.flow_run"], tags["hours.NVIDIA H200 _x_"]) == ("a1b2", "6")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"seconds": 3}', '{"seconds": 3, "devices": {"kind": "cpu"}}'])
+def test_a_measurement_that_is_not_whole_is_none(tmp_path, text):
+    (tmp_path / "speed.json").write_text(text)
+    assert training_hours(tmp_path / "speed.json") == training_hours(tmp_path / "none.json") == {}
+
+
+def test_raw_data_that_changed_after_ingest_do_not_change_what_was_ingested(trained):
+    before = read_lineage(load_params(), Lock()).raw
+    Path("data/01_raw/minichange/images/new.txt").write_text("new")
+    assert read_lineage(load_params(), Lock()).raw == before
+
+
+def test_a_dataset_that_was_never_ingested_has_no_lineage(trained):
+    params = yaml.safe_load(Path("params.yaml").read_text())
+    params["ingest"]["datasets"]["real"] = {"reader": "pairs", "root": "data/01_raw/real"}
+    Path("params.yaml").write_text(yaml.safe_dump(params, sort_keys=False))
+    with pytest.raises(DataError, match=r"data/01_raw/real: not in dvc.lock \(ingest@real deps\)"):
+        read_lineage(load_params(), Lock())
+
+
+def test_tags_of_a_dataset_that_left_and_of_another_flow_run_are_outdated(trained):
+    lineage = read_lineage(load_params(), Lock())
+    others = ["dvc.raw.gone", "prefect.flow_run", "hours.cpu", "dvc.raw.minichange", "mine"]
+    assert lineage.outdated(others) == ["dvc.raw.gone", "prefect.flow_run"]
 
 
 def test_checkpoint_code_and_length_limit_make_two_registrations_one_version(trained):
@@ -59,14 +103,24 @@ def test_checkpoint_code_and_length_limit_make_two_registrations_one_version(tra
         "dvc.metrics",
         "dvc.lock.sha256",
         "test_set.sha256",
+        *(f"dvc.raw.{name}" for name in RAW),
     }
 
 
 @pytest.mark.parametrize(
     ("path", "dirty"),
-    [("toy.py", True), ("components/params.py", True), ("new.py", True), ("dvc.lock", False), ("data/note", False)],
+    [
+        ("toy.py", True),
+        ("components/params.py", True),
+        ("new.py", True),
+        ("data/01_raw/real.dvc", True),
+        ("data/new/folder/real.dvc", True),
+        ("dvc.lock", False),
+        ("data/note", False),
+    ],
 )
 def test_changed_code_makes_the_commit_dirty_and_what_dvc_writes_does_not(trained, path, dirty):
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     with Path(path).open("a") as file:
         file.write("\n# a comment\n")
     assert read_lineage(load_params(), Lock()).git_dirty == dirty

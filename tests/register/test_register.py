@@ -205,8 +205,10 @@ def test_run_and_version_have_all_tags_of_the_lineage_and_a_readable_name(opened
     assert (version.run_id, run.info.status) == (done.run_id, "FINISHED")
 
 
-def test_a_new_evaluation_changes_the_tags_of_run_and_version_and_the_report(opened):
-    opened.register()
+def test_a_new_evaluation_changes_the_tags_of_run_and_version_and_the_report(opened, monkeypatch):
+    with monkeypatch.context() as flow:
+        flow.setenv("M3DIFF_FLOW_RUN", "the first")
+        opened.register()
     change(opened.root, "evaluate", gallery=76)
     toy.run(opened.root, "dvc", "repro", "-q")
     assert opened.register().outcome == "updated"
@@ -214,6 +216,7 @@ def test_a_new_evaluation_changes_the_tags_of_run_and_version_and_the_report(ope
     (run,) = opened.runs()
     assert opened.client.get_model_version("m3diff", "1").tags == tags
     assert tags.items() <= run.data.tags.items()
+    assert "prefect.flow_run" not in run.data.tags
     assert run.data.metrics[f"{toy.TOTAL}/CIDEr"] == 1.76
     (of_pairs,) = pq.read_table(opened.client.download_artifacts(run.info.run_id, "scores.parquet"))["CIDEr"].unique()
     assert of_pairs.as_py() == 1.76

@@ -1,0 +1,141 @@
+"""A commit of this repository: its files, the data and checkpoints that it tracks, and a working tree of it."""
+
+import configparser
+import io
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from components.records import DataError
+from components.register.lineage import LOCK, Lock, dvc_hash, git
+
+RUNS = "runs/"  # branches of flow runs, each with its dvc.lock
+DVC = [sys.executable, "-m", "dvc"]
+
+
+def dvc(folder: Path, *arguments: str) -> str:
+    """What a command of DVC printed, run in a folder.
+
+    Raises:
+        DataError: it failed; with its last lines.
+    """
+    done = subprocess.run([*DVC, *arguments], cwd=folder, capture_output=True, text=True)
+    if done.returncode:
+        said = " ".join(done.stderr.split("\n")[-4:]).strip()
+        raise DataError(f"dvc {' '.join(arguments)} in {folder}: {said or f'exit code {done.returncode}'}")
+    return done.stdout
+
+
+def find_commit(name: str) -> str:
+    """The full hash of a commit or branch; where it is not here, the remotes are asked for their branches runs/*.
+
+    Raises:
+        DataError: neither this clone nor a remote has it.
+    """
+    remotes = git("remote").split()
+    said = []
+    for remote in ["", *remotes]:
+        if remote:
+            fetch = ["git", "fetch", "--quiet", remote, f"+refs/heads/{RUNS}*:refs/remotes/{remote}/{RUNS}*"]
+            done = subprocess.run(fetch, capture_output=True, text=True)
+            said += [f"{remote}: {done.stderr.strip()}"] if done.returncode else []
+        for spelled in (name, *(f"{known}/{name}" for known in remotes)):
+            if commit := resolved(spelled):
+                return commit
+    asked = f"nor has {' or '.join(remotes)}" if remotes else "and there is no remote to ask"
+    raise DataError(
+        f"commit {name}: not in this clone, {asked}; fetch the branch that holds it. {'; '.join(said)}".rstrip()
+    )
+
+
+def resolved(name: str) -> str | None:
+    command = ["git", "rev-parse", "--quiet", "--verify", "--end-of-options", f"{name}^{{commit}}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.stdout.strip() or None
+
+
+def read(commit: str, path: Path) -> bytes | None:
+    """A file of the commit; None where it has none."""
+    done = subprocess.run(["git", "cat-file", "blob", f"{commit}:./{path.as_posix()}"], capture_output=True)
+    return None if done.returncode else done.stdout
+
+
+def read_lock(commit: str) -> Lock:
+    text = read(commit, LOCK)
+    if text is None:
+        raise DataError(f"commit {commit:.12}: has no {LOCK}, so nothing says what was trained")
+    return Lock(LOCK, text)
+
+
+def read_yaml(commit: str, path: str) -> Any:
+    text = read(commit, Path(path))
+    if text is None:
+        raise DataError(f"commit {commit:.12}: has no {path}")
+    return yaml.safe_load(text)
+
+
+def hash_in_git(commit: str, path: Path) -> str | None:
+    """DVC's hash of a file or folder that the commit itself holds; None where it holds none."""
+    done = subprocess.run(["git", "archive", commit, "--", path.as_posix()], capture_output=True)
+    if done.returncode:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
+            archive.extractall(folder, filter="data")
+        return dvc_hash(Path(folder) / path)
+
+
+def tracked(commit: str, lock: Lock) -> dict[Path, str]:
+    """DVC's hash of everything that the commit's stages and `.dvc` files write, by path."""
+    stages = set(current_stages(commit, lock))
+    found = {Path(out["path"]): out["md5"] for stage in stages for out in lock.stages[stage].get("outs", [])}
+    for name in git("ls-tree", "-r", "--name-only", commit).splitlines():
+        if name.endswith(".dvc"):
+            outs = read_yaml(commit, name)["outs"]
+            found |= {Path(name).parent / out["path"]: out["md5"] for out in outs}
+    return dict(sorted(found.items()))
+
+
+def current_stages(commit: str, lock: Lock) -> Iterator[str]:
+    """The stages of the commit's dvc.yaml that ran; dvc.lock keeps those of datasets that were taken out."""
+    graph, values = read_yaml(commit, "dvc.yaml")["stages"], read_yaml(commit, "params.yaml")
+    for stage in lock.stages:
+        name, at, key = stage.partition("@")
+        loop = graph.get(name, {}).get("foreach")
+        if name in graph and (not at or key in entries(values, loop)):
+            yield stage
+
+
+def entries(values: Any, loop: str | None) -> Any:
+    """What a loop of dvc.yaml goes over: the mapping at `${ingest.datasets}`."""
+    for part in (loop or "").strip("${}").split("."):
+        values = values.get(part, {}) if isinstance(values, dict) else {}
+    return values
+
+
+def add_worktree(commit: str, folder: Path) -> None:
+    """A working tree of the commit, with this clone's cache, and its remotes where they are no part of the commit."""
+    git("worktree", "add", "--quiet", "--detach", str(folder), commit)
+    config = configparser.ConfigParser(interpolation=None)
+    config.read(Path(".dvc/config.local"))
+    for section in config.sections():
+        if "url" in config[section]:
+            config[section]["url"] = absolute_url(config[section]["url"])
+    with (folder / ".dvc" / "config.local").open("w") as file:
+        config.write(file)
+    dvc(folder, "cache", "dir", "--local", str(cache_folder()))
+
+
+def absolute_url(url: str) -> str:
+    """A remote that is a folder, named from `.dvc` on, as another working tree can name it."""
+    return url if "://" in url or "@" in url else str((Path(".dvc") / url).resolve())
+
+
+def cache_folder() -> Path:
+    return Path(dvc(Path(), "cache", "dir").strip()).resolve()

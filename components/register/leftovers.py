@@ -1,0 +1,99 @@
+"""Other registrations: at work at the same moment, on this machine or another, or killed half-way.
+
+On one machine a lock lets one register at a time. Of several machines each looks again after it made a version: the
+first one stays, and who made a later one takes it back. What a killed one left is taken up or removed by the next.
+"""
+
+import contextlib
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from mlflow.entities import LoggedModel, LoggedModelStatus, ViewType
+from mlflow.entities.model_registry import ModelVersion
+from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+from mlflow.tracking import MlflowClient
+
+from components.register.lineage import git
+
+PROCESS = "register.process"  # tag of a run and of a stored model: who makes it
+FORGOTTEN_S = 3600  # after which what another machine began, and did not end, is taken for left behind
+
+
+@contextlib.contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Wait until no other process registers from this repository. Its worktrees share the lock; a kill frees it."""
+    with (Path(git("rev-parse", "--git-common-dir")) / "m3diff-register.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("register: waits for another registration of this repository", flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def this_process() -> dict[str, str]:
+    return {PROCESS: f"{socket.gethostname()}:{os.getpid()}"}
+
+
+def is_over(process: str | None, begun_ms: int) -> bool:
+    """Whether what this process (`host:pid`) began will not be ended by it. To be called under the lock."""
+    host, _, pid = (process or "").rpartition(":")
+    if host == socket.gethostname() and pid.isdecimal():
+        return int(pid) == os.getpid() or not is_alive(int(pid))
+    return time.time() - begun_ms / 1000 > FORGOTTEN_S
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def remove_leftovers(client: MlflowClient, experiment: str, name: str) -> None:
+    """What killed registrations of any training left open: stored models that are not whole go, runs end."""
+    for model in stored_models(client, experiment, f"name = '{name}'"):
+        unfinished = model.status != LoggedModelStatus.READY
+        if unfinished and is_over(model.tags.get(PROCESS), model.creation_timestamp):
+            delete_model(client, model)
+    for run in client.search_runs([experiment], "attributes.status = 'RUNNING'", ViewType.ACTIVE_ONLY):
+        process = run.data.tags.get(PROCESS)
+        if process is not None and is_over(process, run.info.start_time):
+            client.set_terminated(run.info.run_id, "KILLED")
+
+
+def stored_models(client: MlflowClient, experiment: str, where: str) -> Iterator[LoggedModel]:
+    token: str | None = None
+    while True:
+        page = client.search_logged_models([experiment], where, page_token=token)
+        yield from page
+        if not (token := page.token):
+            return
+
+
+def delete_model(client: MlflowClient, model: LoggedModel) -> None:
+    """Its files, then its entry, so that a kill in between leaves an entry to be found again."""
+    get_artifact_repository(model.artifact_location).delete_artifacts()
+    client.delete_logged_model(model.model_id)
+
+
+def take_back(client: MlflowClient, made: ModelVersion, first: ModelVersion) -> None:
+    """Remove a version that was made at the same moment as an earlier one, with what the earlier one does not use."""
+    client.delete_model_version(made.name, made.version)
+    if made.source != first.source:
+        delete_model(client, model_of(client, made))
+    if made.run_id is not None and made.run_id != first.run_id:
+        client.delete_run(made.run_id)
+
+
+def model_of(client: MlflowClient, version: ModelVersion) -> LoggedModel:
+    """The stored model behind a version."""
+    assert version.source is not None
+    return client.get_logged_model(version.source.removeprefix("models:/"))
