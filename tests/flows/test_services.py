@@ -12,13 +12,17 @@ from typing import Any
 import httpx
 import pytest
 
+from components.decisions import decisions
+from flows import dvc
+from flows.git import git
 from tests.register.conftest import store
 from tests.toy import REPOSITORY, load_and_caption
 
 DATASETS = ("minichange", "minichange_free", "minichange_shifted")
 MADE = [f"{stage}@{name}" for stage in ("synthesize", "ingest") for name in DATASETS]
 STAGES = [*MADE, "validate", "convert", "train", "predict", "evaluate"]
-TASKS = [*STAGES, "register", "promote"]
+RAN = {"preflight": "Completed", **dict.fromkeys(STAGES, "Ran"), "push": "Skipped", "register": "Ran", "promote": "Ran"}
+SKIPPED = {name: state if state == "Completed" else "Skipped" for name, state in RAN.items()}
 
 
 def free_port() -> int:
@@ -77,18 +81,34 @@ def test_the_deployment_runs_the_pipeline_and_a_second_run_skips_every_stage_and
     assert elsewhere.returncode == 1
     assert f"prefect is up already, on port {machine.prefect}; `make down` first" in elsewhere.stderr
 
-    assert machine.run_deployment("m3diff/full", "first") == ("Completed", dict.fromkeys(TASKS, "Ran"))
-    lock = (machine.root / "dvc.lock").read_bytes()
-    assert machine.run_deployment("m3diff/full", "second") == ("Completed", dict.fromkeys(TASKS, "Skipped"))
+    before = git("status", "--porcelain", cwd=machine.root)
+    assert machine.run_deployment("m3diff/full", "first") == ("Completed", RAN)
+    (run,) = machine.ask("flow_runs", {"flow_runs": {"name": {"any_": ["first"]}}})
+    branch = f"runs/{run['id']}"
+    assert machine.run_deployment("m3diff/full", "second") == ("Skipped", SKIPPED)
     assert machine.run_deployment("m3diff/retrain", "third")[0] == "Skipped"
 
-    assert (machine.root / "dvc.lock").read_bytes() == lock
+    assert git("status", "--porcelain", cwd=machine.root) == before
+    branches = git("for-each-ref", "--format=%(refname:short)", "refs/heads/runs/", cwd=machine.root).split()
+    assert set(branches) == {"runs/history", branch}
     (version,) = store(machine.root).search_model_versions("name = 'm3diff'")
-    assert version.tags["dvc.checkpoint"] in lock.decode()
-    images = [machine.root / "data/01_raw/minichange" / folder / "2.png" for folder in ("images", "sc_images")]
+    assert version.tags["dvc.checkpoint"] in git("show", f"{branch}:dvc.lock", cwd=machine.root)
+    assert version.tags["git.commit"] == git("rev-parse", f"{branch}^", cwd=machine.root)
+    assert version.tags["git.dirty"] == "false"
+    assert version.tags["prefect.flow_run"] == run["id"]
+    (decision,) = decisions(machine.root)
+    assert (decision.to, decision.flow_run) == (1, run["id"])
+    pages = machine.ask("artifacts", {"artifacts": {"key": {"any_": ["run-report"]}}})
+    assert sorted(page["data"].split(":")[0] for page in pages) == ["# Completed", "# Skipped"]
+
+    back = tmp_path / "back"
+    git("worktree", "add", "--quiet", str(back), branch, cwd=machine.root)
+    dvc.ask("config", "--local", "cache.dir", str(machine.root / ".dvc/cache"), cwd=back)
+    dvc.ask("checkout", "--quiet", cwd=back)
+    images = [back / "data/01_raw/minichange" / folder / "2.png" for folder in ("images", "sc_images")]
     rows = [dict(zip(("before", "after"), map(str, images), strict=True))]
     _, captions = load_and_caption(f"http://127.0.0.1:{machine.mlflow}", rows, tmp_path)
-    wrote = json.loads((machine.root / "data/06_predictions/predictions.json").read_text())
+    wrote = json.loads((back / "data/06_predictions/predictions.json").read_text())
     assert captions == [wrote[0]["caption"]]
     page = httpx.get(
         f"http://127.0.0.1:{machine.mlflow}/api/2.0/mlflow/registered-models/get", params={"name": "m3diff"}
