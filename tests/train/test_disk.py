@@ -99,7 +99,7 @@ def full_after(original: Callable[..., Any], calls: int) -> Callable[..., Any]:
 
 
 def test_a_run_is_refused_before_its_first_step_where_its_checkpoints_have_no_room(
-    mixture: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mixture: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
     needed = 3 * TRAINABLE * 12
     monkeypatch.setattr(loop, "train_step", lambda *given: pytest.fail("a step was taken"))
@@ -109,6 +109,7 @@ def test_a_run_is_refused_before_its_first_step_where_its_checkpoints_have_no_ro
     free(monkeypatch, 4 * TRAINABLE * 12 - 1)
     with pytest.raises(NotWrittenError, match="keeps 3 checkpoints"):
         run(recipe(base, caption_val_pairs=1), mixture, tmp_path)
+    assert "goes on from the newest checkpoint" not in capfd.readouterr().out, "tried again, though the disk is full"
 
 
 @pytest.mark.parametrize("where", ["checkpoint", "scores", "export"])

@@ -78,10 +78,13 @@ def test_a_step_that_takes_longer_than_the_grace_time_is_not_waited_for(
 
 def test_what_asked_an_earlier_run_to_end_does_not_ask_the_next(tmp_path: Path) -> None:
     (tmp_path / STOP).touch()
-    with stop_on_sigterm(tmp_path):
+    with stop_on_sigterm(tmp_path, grace_s=10):
         assert not is_asked_to_stop(tmp_path)
         os.kill(os.getpid(), signal.SIGTERM)
         assert is_asked_to_stop(tmp_path)
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] < 9.95, "a second signal gives no more time"
     assert not is_asked_to_stop(tmp_path)
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
 
