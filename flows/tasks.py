@@ -16,6 +16,7 @@ from components.preflight import preflight
 from components.promote.promote import Promotion, promote
 from components.register.stage import Registration, register
 from flows import archive, dvc, previous
+from flows.progress import StageProgress
 
 TRANSIENT = (75, -9, 137)  # try again later; ended by the kernel (out of memory) or by a person
 PARAMS = Path("params.yaml")
@@ -50,7 +51,7 @@ def look_before(tree: str) -> dict[str, Any]:
 )
 def reproduce(stage: str, current: bool = False) -> State:
     """Bring one stage up to date through DVC, which is not asked where the stage is known to be current."""
-    outcome = "Skipped" if current else dvc.repro(stage, get_run_logger().info)
+    outcome = "Skipped" if current else dvc.repro(stage, StageProgress(stage, get_run_logger().info).line)
     return Completed(name=outcome, message=f"{stage}: {outcome.lower()}", data=outcome)
 
 
