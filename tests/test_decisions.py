@@ -436,3 +436,10 @@ def test_a_remote_that_does_not_answer_keeps_nobody_waiting(here, monkeypatch, c
     assert catch_up(here)
     assert time.monotonic() - started < 3
     assert "no answer in 0.5 s" in capsys.readouterr().err
+    append(here, moved(1, why=""))
+    monkeypatch.setattr(record, "PUSH_S", 0.6)
+    monkeypatch.setattr(record, "FETCH_S", 30)
+    started = time.monotonic()
+    share(here)
+    assert time.monotonic() - started < 3, "it is not asked a second time"
+    assert "not pushed to 'ext::sleep 30' (no answer in 0.6 s)" in capsys.readouterr().err
