@@ -127,11 +127,13 @@ def rollback(args: argparse.Namespace) -> None:
 
 
 def history(args: argparse.Namespace) -> int:
-    from components.decisions import decisions, faults, table
+    from components.decisions import decisions, faults, pending, table
 
-    found, wrong = decisions(), faults()
+    found, wrong, left = decisions(), faults(), pending(Path("."))
     print(json.dumps([entry.model_dump(by_alias=True) for entry in found], indent=2) if args.json else table(found))
     print("".join(f"m3diff history: {fault}\n" for fault in wrong), end="", file=sys.stderr)
+    if left is not None:
+        print(f"m3diff history: decision {left.number} may still be under way; promote ends it", file=sys.stderr)
     return DATA_REFUSED if wrong else 0
 
 

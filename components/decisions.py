@@ -27,7 +27,7 @@ NAME, FILE = "runs/history", "decisions.jsonl"
 BRANCH, PENDING, THEIRS = f"refs/heads/{NAME}", "refs/m3diff/pending", "refs/m3diff/theirs"
 REMOTE = "m3diff.runs"  # git's setting that names the remote which keeps the branch; none by default
 NO_COMMIT, NO_LINE = "0" * 40, "0" * 64  # what stands in the place of a hash
-FETCH_S, PUSH_S = 4, 60  # a rollback does not wait for a remote that is gone
+FETCH_S, PUSH_S = 4, 10  # a rollback does not wait for a remote that is gone
 ATTEMPTS = 20
 STALE_S = 10  # git holds the lock of a ref for milliseconds: an older one was left by a killed process
 CONFIG = ("core.hooksPath=/dev/null", "core.fsync=all", "gc.auto=0", "user.name=m3diff", "user.email=m3diff@localhost")
@@ -69,7 +69,8 @@ class Decision(Entry):
     before: str  # sha256 of the line before; of the first line 64 zeros
 
     def __str__(self) -> str:
-        return f"{self.model}: version {self.to} {self.outcome}: {self.why}"
+        why = f": {self.why}" if self.why else ""
+        return f"{self.model}: champion {self.from_ or '-'} -> {self.to or '-'}, {self.outcome}{why}"
 
 
 class Champions(NamedTuple):
@@ -207,7 +208,7 @@ def share(repository: Path) -> None:
     done = _run(repository, "push", "--no-verify", "--quiet", remote, f"{BRANCH}:{BRANCH}", seconds=PUSH_S)
     if done.returncode == 0:
         return
-    if catch_up(repository):
+    if b"rejected" not in done.stderr or catch_up(repository):
         warn(f"not pushed to {remote!r} ({_words(done)}); the next decision tries again")
 
 

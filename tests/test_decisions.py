@@ -283,12 +283,14 @@ def test_a_writer_that_is_overtaken_again_and_again_asks_to_try_again(here, monk
         append(here, moved(1))
 
 
-def test_a_move_is_pending_from_before_it_is_recorded_until_it_is_settled(here, monkeypatch):
+def test_a_move_is_pending_from_before_it_is_recorded_until_it_is_settled(here, monkeypatch, capsys):
     assert pending(here) is None
     written = append(here, moved(1), pending=True)
     assert pending(here) == written
     append(here, moved(2, outcome="refused"))
     assert pending(here) == written, "the entry, not the newest"
+    assert main(["history"]) == 0
+    assert "m3diff history: decision 1 may still be under way; promote ends it" in capsys.readouterr().err
     settled(here)
     settled(here)
     assert pending(here) is None
@@ -434,3 +436,10 @@ def test_a_remote_that_does_not_answer_keeps_nobody_waiting(here, monkeypatch, c
     assert catch_up(here)
     assert time.monotonic() - started < 3
     assert "no answer in 0.5 s" in capsys.readouterr().err
+    append(here, moved(1, why=""))
+    monkeypatch.setattr(record, "PUSH_S", 0.6)
+    monkeypatch.setattr(record, "FETCH_S", 30)
+    started = time.monotonic()
+    share(here)
+    assert time.monotonic() - started < 3, "it is not asked a second time"
+    assert "not pushed to 'ext::sleep 30' (no answer in 0.6 s)" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """Several decide at once, and processes are killed: one champion, and the record agrees with it."""
 
+import fcntl
 import os
 import signal
 from collections.abc import Callable
@@ -144,6 +145,33 @@ def test_directly_before_the_alias_moves_the_champion_is_read_once_more(judged, 
     assert not_done.why.startswith("decision 2 was not carried out: it was to follow version 1, and the champion is 2")
     assert judged.aliases() == {"challenger": 4, "champion": 2}
     agrees(judged)
+
+
+def held(registry: Registry, lock: str) -> bool:
+    with (registry.root / ".git" / "m3diff" / f"{lock}.lock").open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def test_one_promote_at_a_time_judges_while_a_rollback_need_not_wait_and_nobody_moves_beside_a_move(
+    judged, monkeypatch
+):
+    locks = []
+    meanwhile(monkeypatch, lambda times: locks.append((held(judged, "promote"), held(judged, "record"))))
+    real = MlflowClient.set_registered_model_alias
+
+    def move(*args):
+        locks.append(held(judged, "record"))
+        real(*args)
+
+    monkeypatch.setattr(MlflowClient, "set_registered_model_alias", move)
+    judged.decide(version=2)
+    assert locks == [(True, False), True, True]
+    judged.rollback()
+    assert locks[3:] == [True], "of a rollback too"
 
 
 def test_of_four_processes_at_once_the_best_version_is_champion_in_the_end(judged):

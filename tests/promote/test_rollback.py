@@ -29,7 +29,7 @@ def test_the_previous_champion_is_champion_again_and_the_record_says_who_when_an
     assert three.entries()[-1] == done
     assert (done.action, done.from_, done.to, done.previous) == ("rollback", 3, 2, 1)
     assert (done.who, done.why) == (who(), "it says no to every pair")
-    assert str(done) == "m3diff: version 2 rolled back: it says no to every pair"
+    assert str(done) == "m3diff: champion 3 -> 2, rolled back: it says no to every pair"
 
 
 def test_a_second_rollback_goes_further_back_and_never_forward_to_the_bad_version(three):
@@ -171,6 +171,6 @@ def test_the_command_takes_seconds_and_loads_no_torch(three):
     before = os.times()
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     after = os.times()
-    assert (done.returncode, done.stdout) == (0, "m3diff: version 2 rolled back: too slow\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "m3diff: champion 3 -> 2, rolled back: too slow\n"), done.stderr
     assert after.children_user + after.children_system - before.children_user - before.children_system < 10
     assert three.aliases()["champion"] == 2
