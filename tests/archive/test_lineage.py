@@ -42,6 +42,7 @@ def test_the_chain_goes_from_raw_data_to_the_commit_and_holds(project, capsys):
     assert recorded[:12] in next(line for line in lines if "checkpoint" in line)
 
 
+@pytest.mark.slow(12)
 def test_what_only_the_remote_has_is_found_there(project, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(project.clone(tmp_path))
     said = [check for check in chain() if check.what == "checkpoint"]

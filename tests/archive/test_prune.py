@@ -47,6 +47,7 @@ def of_version(team: Team, number: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow(100)
 def test_old_versions_go_with_all_that_is_theirs_alone_and_what_an_alias_names_stays(three, monkeypatch, capsys):
     monkeypatch.chdir(three.project)
     first, second = of_version(three, 1), of_version(three, 2)
@@ -82,6 +83,7 @@ def test_old_versions_go_with_all_that_is_theirs_alone_and_what_an_alias_names_s
     assert main(["prune", "--keep", "1"]) == 0, "nothing is left to remove"
 
 
+@pytest.mark.slow(100)
 def test_data_stay_where_no_branch_says_which_a_kept_version_needs(three, monkeypatch, capsys):
     monkeypatch.chdir(three.project)
     client = three.client

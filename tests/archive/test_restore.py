@@ -14,6 +14,9 @@ from tests.archive.conftest import Team
 PARTS = ("data/01_raw/minichange", "data/02_records/minichange", "data/04_mixture/test", "data/05_model/checkpoint")
 
 
+pytestmark = pytest.mark.slow(15)
+
+
 @pytest.fixture
 def clone(team: Team, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     clone = team.clone(tmp_path)

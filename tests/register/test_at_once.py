@@ -98,6 +98,7 @@ def test_killed_before_any_of_its_writes_it_leaves_nothing_pending_and_the_next_
     """Killed after a write is killed before the next one: nothing durable is between the two."""
     expected, writes = undisturbed
     assert len(writes) > 20
+    print(f"{len(writes)} durable writes")
     for needed in (
         "INTO runs",
         "INTO logged_models",
