@@ -12,7 +12,7 @@ export LC_ALL := C.UTF-8
 
 .DEFAULT_GOAL := help
 N ?= 3
-.PHONY: help run test test-gpu check up down profile base base-single seeds targets ablation rehearse bench-train bench-data bench-score install check-system
+.PHONY: help run test test-gpu test-team check up down status install-services uninstall-services upgrade audit profile base base-single seeds targets ablation rehearse bench-train bench-data bench-score install check-system
 
 help:           ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -39,6 +39,15 @@ up: install     ## Prefect server, MLflow server and a worker on this machine
 
 down:           ## end what `up` started
 	@python infra/services.py down
+
+status:         ## each service: up or not, where, since when, its log; the last runs of the flows
+	@python infra/services.py status
+
+install-services: install ## have systemd run the services of `up`, on a machine that stays on
+	@python -m infra.units install
+
+uninstall-services: ## end and remove what `install-services` wrote
+	@python -m infra.units uninstall
 
 profile: install ## make PROFILE (paper, one-gpu, small, ...) the parameters of the next run, once it is seen to fit
 	@m3diff --params profiles/$(PROFILE).yaml plan
