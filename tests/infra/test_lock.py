@@ -39,10 +39,10 @@ def test_the_lock_has_the_tested_versions_each_with_hashes():
 def test_the_lock_has_all_that_the_project_and_a_team_ask_for_and_nothing_that_is_only_for_tests():
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    asked = [Requirement(text) for text in [*project["dependencies"], *extras["team"]]]
+    asked = [Requirement(text) for text in [*project["dependencies"], *extras["team"], *extras["cluster"]]]
     found = locked()
     assert [str(need) for need in asked if not need.specifier.contains(found[canonicalize_name(need.name)][0])] == []
-    assert {"psycopg2-binary", "asyncpg", "boto3", "dvc-s3", "dvc-ssh", "flask-wtf"} <= found.keys()
+    assert {"psycopg2-binary", "asyncpg", "boto3", "dvc-s3", "dvc-ssh", "flask-wtf", "aiohttp-cors"} <= found.keys()
     assert found.keys().isdisjoint({canonicalize_name(Requirement(text).name) for text in extras["dev"]} | {"moto"})
 
 
