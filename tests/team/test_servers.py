@@ -124,3 +124,17 @@ def test_both_servers_keep_what_they_know_in_postgresql_and_answer_only_with_a_t
     httpx.post(create, json={"name": "of the team"}, auth=("admin", PASSWORD)).raise_for_status()
     assert rows(postgres, "mlflow", "experiments") == 2  # MLflow makes one, `Default`
     assert list((machine.root / "services").glob("*/*.db")) == [machine.root / "services/mlflow/users.db"]
+
+
+@pytest.mark.slow(20)
+def test_a_teams_stores_are_made_once_and_a_second_time_changes_nothing(postgres, tmp_path):
+    with servers.s3("other") as store:
+        settings = store.environment | {
+            "M3DIFF_MLFLOW_STORE": postgres.url("mlflow"),
+            "M3DIFF_MLFLOW_ARTIFACTS": "s3://m3diff/mlflow",
+            "PYTHONPATH": str(toy.REPOSITORY),
+        }
+        said = [run(tmp_path, sys.executable, "-m", "infra.prepare_team", **settings) for _ in range(2)]
+    assert said == ["database mlflow: made\nbucket m3diff: made\n", ""]
+    psycopg2.connect(postgres.url("mlflow")).close()
+    assert (tmp_path / "services" / "mlflow" / "auth.ini").exists()
