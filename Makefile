@@ -12,7 +12,7 @@ export LC_ALL := C.UTF-8
 
 .DEFAULT_GOAL := help
 N ?= 3
-.PHONY: help run test test-gpu check up down profile base base-single seeds targets ablation rehearse bench-train bench-data bench-score install check-system
+.PHONY: help run test test-gpu test-team check up down status install-services uninstall-services upgrade audit install-team profile base base-single seeds targets ablation rehearse bench-train bench-data bench-score install check-system
 
 help:           ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -28,6 +28,9 @@ test-gpu: install ## the tests that need an NVIDIA GPU
 	@python -c 'import sys, torch; torch.cuda.is_available() or sys.exit(f"make test-gpu: torch {torch.__version__} sees no GPU; install a CUDA build of torch and check nvidia-smi")'
 	@python -m pytest tests/gpu -m gpu
 
+test-team: install-team ## the tests that start PostgreSQL, an SSH server and an S3-compatible one on this machine
+	@OMP_NUM_THREADS=1 python -m pytest -m team
+
 check: install  ## lint, formatting, types and the design rules
 	@ruff check .
 	@ruff format --check .
@@ -39,6 +42,15 @@ up: install     ## Prefect server, MLflow server and a worker on this machine
 
 down:           ## end what `up` started
 	@python infra/services.py down
+
+status:         ## each service: up or not, where, since when, its log; the last runs of the flows
+	@python infra/services.py status
+
+install-services: install ## have systemd run the services of `up`, on a machine that stays on
+	@python -m infra.units install
+
+uninstall-services: ## end and remove what `install-services` wrote
+	@python -m infra.units uninstall
 
 profile: install ## make PROFILE (paper, one-gpu, small, ...) the parameters of the next run, once it is seen to fit
 	@m3diff --params profiles/$(PROFILE).yaml plan
@@ -72,7 +84,16 @@ ablation: install ## the module beside its controls, from N seeds (a run each) -
 rehearse: install ## the paper's start and ratio of rates in small, beside no module -> benchmarks/results/rehearse.json, .svg
 	@python -m infra.rehearse
 
+upgrade:        ## the newest versions that pyproject.toml allows -> constraints.txt, infra/lock.txt
+	@$(PYTHON) -m infra.lock upgrade
+
+audit:          ## known vulnerabilities of what infra/lock.txt names; needs pypi.org
+	@$(PYTHON) -m infra.lock audit
+
 install: $(READY)
+
+install-team: install ## what PostgreSQL, S3, SSH and logins need, and the tests of them
+	@pip install -q -c constraints.txt -e '.[team,team-test]'
 
 check-system:
 	@$(PYTHON) infra/check_system.py

@@ -196,7 +196,7 @@ def training_hours(measured: Path) -> dict[str, float]:
     """Hours of training by kind of device, of all devices together; empty where the stage left no whole measurement."""
     try:
         found = json.loads(measured.read_text())
-        return {found["devices"]["kind"]: found["seconds"] / 3600 * found["devices"]["number"]}
+        return {str(found["device"]): float(found["device_hours"])}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
 

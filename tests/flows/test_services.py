@@ -1,20 +1,26 @@
 """The servers and the worker for real: up, the deployment twice, down."""
 
+import contextlib
 import json
 import os
+import shlex
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from components.decisions import decisions
 from flows import dvc
 from flows.git import git
+from infra import units
 from tests.register.conftest import store
 from tests.toy import REPOSITORY, load_and_caption
 
@@ -53,6 +59,9 @@ class Machine:
         (flow_run,) = self.ask("flow_runs", {"flow_runs": {"name": {"any_": [name]}}})
         tasks = self.ask("task_runs", {"flow_runs": {"name": {"any_": [name]}}})
         return flow_run["state_name"], {task["name"]: task["state_name"] for task in tasks}
+
+    def process(self, service: str) -> psutil.Process:
+        return psutil.Process(json.loads((self.root / "services" / f"{service}.json").read_text())["pid"])
 
     def ask(self, what: str, condition: dict[str, Any]) -> list[dict[str, Any]]:
         return (
@@ -116,8 +125,56 @@ def test_the_deployment_runs_the_pipeline_and_a_second_run_skips_every_stage_and
     assert {alias["alias"] for alias in page.json()["registered_model"]["aliases"]} == {"challenger", "champion"}
     assert machine.scheduled(), "the scheduler made no run of m3diff/retrain"
 
+    machine.process("worker").kill()
+    status = machine.make("status")
+    assert status.returncode == 1
+    assert "worker is not up" in status.stderr
+    assert "last successful run:  third, " in status.stdout
+    assert machine.make("up").returncode == 0
+    assert machine.make("status").returncode == 0
+    log = (machine.root / "services" / "worker.log").read_text()
+    assert log.count("--- worker started ") == 2, "the log of the worker that died is gone"
+
     assert machine.make("down").stdout.count("ended") == 3
     assert machine.make("down").stdout.count("not up") == 3
+
+
+@pytest.mark.slow(60)
+def test_what_a_unit_has_systemd_start_comes_up_with_the_environment_that_systemd_gives(project):
+    """systemd itself does not run in a test: its part is played by a process with a unit's folder and command."""
+    machine = Machine(project)
+    settings = project / "services" / "environment"
+    settings.parent.mkdir()
+    settings.write_text(f"M3DIFF_PREFECT_PORT={machine.prefect}\nM3DIFF_MLFLOW_PORT={machine.mlflow}\n")
+    settings.chmod(0o600)
+    given = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": str(Path.home()), "INVOCATION_ID": "0"}
+    running = []
+    try:
+        for name in ("prefect", "mlflow", "worker"):  # at once, as with the machine: the worker waits for the server
+            text = units.unit(name, None, 252)
+            (line,) = [line for line in text.splitlines() if line.startswith("ExecStart=")]
+            assert f"WorkingDirectory={project}" in text.splitlines()
+            command = shlex.split(line.removeprefix("ExecStart="))
+            running.append(subprocess.Popen(command, cwd=project, env=given, start_new_session=True))
+        status, deadline = machine.make("status"), time.monotonic() + 200
+        while status.returncode:
+            assert time.monotonic() < deadline, status.stdout + status.stderr
+            assert [child.poll() for child in running] == [None] * 3
+            time.sleep(1)
+            status = machine.make("status")
+        assert [machine.process(name).pid for name in ("prefect", "mlflow", "worker")] == [p.pid for p in running]
+        assert machine.make("down").stdout.count("runs as a unit") == 3
+        assert machine.make("status").returncode == 0
+        assert machine.scheduled(), "the worker's unit made no deployments known"
+    finally:
+        for child in reversed(running):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(40)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
 
 
 def test_a_port_that_something_else_holds_is_named_with_the_way_out(project):

@@ -1,0 +1,372 @@
+"""What `make up` and the units of systemd share: settings, environment, logs, the texts of the units. Only small
+processes are started here; tests/flows/test_services.py has the servers for real."""
+
+import configparser
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import psutil
+import pytest
+
+from infra import services, units
+from infra.services import Service, ServiceError
+
+TOKENS = {"PREFECT_SERVER_API_AUTH_STRING": "m3diff:" + "a" * 16, "MLFLOW_AUTH_ADMIN_PASSWORD": "b" * 16}
+OURS = ("M3DIFF_", "PREFECT_", "MLFLOW_")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """services/ of a checkout of its own, the current folder; no variable of the tools is set."""
+    kept = tmp_path / "services"
+    kept.mkdir()
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith(OURS)]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # what is read into it ends with the test
+    monkeypatch.setattr(services, "SERVICES", kept)
+    monkeypatch.setattr(services, "SETTINGS", kept / "environment")
+    return kept
+
+
+def by_name() -> dict[str, Service]:
+    return {service.name: service for service in services.services()}
+
+
+def write_settings(folder: Path, text: str, mode: int = 0o600) -> None:
+    (folder / "environment").write_text(text)
+    (folder / "environment").chmod(mode)
+
+
+def test_settings_are_read_from_the_file_and_a_shells_own_win(folder, monkeypatch):
+    monkeypatch.setenv("M3DIFF_PREFECT_PORT", "4300")
+    write_settings(
+        folder, "# ports\n\nM3DIFF_PREFECT_PORT=1\nM3DIFF_MLFLOW_PORT=5100\nM3DIFF_MLFLOW_STORE='postgresql://a b'\n"
+    )
+    services.read_settings()
+    assert [service.port for service in services.services()] == [4300, 5100, None]
+    assert os.environ["M3DIFF_MLFLOW_STORE"] == "postgresql://a b"
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604])
+def test_settings_that_others_can_read_are_refused(mode, folder):
+    write_settings(folder, "A=1\n", mode)
+    with pytest.raises(ServiceError, match=f"chmod 600 {folder}/environment"):
+        services.read_settings()
+    assert "A" not in os.environ
+
+
+@pytest.mark.parametrize("line", ["A", "A=1 B=2", "1A=2", "A='b", "export A=1"])
+def test_a_line_of_the_settings_that_a_shell_would_read_otherwise_is_named(line, folder):
+    write_settings(folder, f"B=1\n{line}\n")
+    with pytest.raises(ServiceError, match="environment, line 2: expected NAME=value"):
+        services.read_settings()
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0", "192.168.1.2", "server.example"])
+def test_a_server_that_others_reach_needs_both_tokens_and_the_refusal_says_so(address, monkeypatch):
+    monkeypatch.setenv("M3DIFF_BIND", address)
+    with pytest.raises(ServiceError, match="2 setting.s. to correct") as refused:
+        services.up()
+    for name in TOKENS:
+        assert f"set {name} in" in str(refused.value)
+    monkeypatch.setenv("PREFECT_SERVER_API_AUTH_STRING", TOKENS["PREFECT_SERVER_API_AUTH_STRING"])
+    with pytest.raises(ServiceError, match="1 setting.s. to correct.*\n.*set MLFLOW_AUTH_ADMIN_PASSWORD"):
+        services.run("prefect")
+    monkeypatch.setenv("MLFLOW_AUTH_ADMIN_PASSWORD", TOKENS["MLFLOW_AUTH_ADMIN_PASSWORD"])
+    services.check_settings()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2", "localhost", None])
+def test_on_loopback_no_token_is_asked_for(address, monkeypatch):
+    if address:
+        monkeypatch.setenv("M3DIFF_BIND", address)
+    services.check_settings()
+    assert all(
+        address in (None, service.command[service.command.index("--host") + 1]) for service in services.services()[:2]
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("PREFECT_API_DATABASE_CONNECTION_URL", "postgresql://a:b@c/d", "Prefect takes postgresql.asyncpg://"),
+        ("M3DIFF_MLFLOW_STORE", "postgresql+asyncpg://a:b@c/d", "give postgresql://"),
+        ("M3DIFF_MLFLOW_ARTIFACTS", "artifacts", "M3DIFF_MLFLOW_ARTIFACTS=artifacts: give s3://"),
+        ("PREFECT_SERVER_API_AUTH_STRING", "m3diff:short", "16 characters at least"),
+        ("PREFECT_SERVER_API_AUTH_STRING", "c" * 20, "expected user:token"),
+        ("MLFLOW_AUTH_ADMIN_PASSWORD", "short", "16 characters at least"),
+        ("M3DIFF_BIND", "::", "give an IPv4 address"),
+        ("M3DIFF_PREFECT_PORT", "http", "M3DIFF_PREFECT_PORT=http is no port"),
+    ],
+)
+def test_a_setting_that_its_server_cannot_use_is_refused_before_anything_starts(
+    name, value, words, folder, monkeypatch
+):
+    monkeypatch.setenv(name, value)
+    for what in (["up"], ["run", "mlflow"]):
+        with pytest.raises(ServiceError, match=words):
+            services.COMMANDS[what[0]](*what[1:])
+    assert list(folder.iterdir()) == []
+
+
+def test_a_package_that_a_team_needs_and_that_is_missing_is_named_with_the_command(monkeypatch):
+    monkeypatch.setenv("M3DIFF_MLFLOW_STORE", "postgresql://a:b@c/d")
+    monkeypatch.setenv("M3DIFF_MLFLOW_ARTIFACTS", "s3://bucket")
+    monkeypatch.setattr(services.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ServiceError, match=r"psycopg2, boto3: not installed; pip install .*\[team\]"):
+        services.check_settings()
+
+
+def test_secrets_reach_the_servers_by_environment_never_by_command_and_the_worker_has_its_own_only(monkeypatch):
+    given = TOKENS | {
+        "M3DIFF_MLFLOW_STORE": "postgresql://u:sesame@h/d",
+        "PREFECT_API_DATABASE_CONNECTION_URL": "postgresql+asyncpg://u:sesame@h/d",
+        "M3DIFF_MLFLOW_ARTIFACTS": "s3://bucket/runs",
+    }
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    prefect, mlflow, worker = services.services()
+    commands = " ".join(word for service in services.services() for word in service.command)
+    assert not any(secret in commands for secret in ("sesame", "a" * 16, "b" * 16))
+    assert "--app-name basic-auth" in " ".join(mlflow.command)
+    environment = services.environment(mlflow)
+    assert environment["MLFLOW_BACKEND_STORE_URI"] == "postgresql://u:sesame@h/d"
+    assert environment["MLFLOW_DEFAULT_ARTIFACT_ROOT"] == "s3://bucket/runs"
+    assert services.environment(prefect)["PREFECT_API_DATABASE_CONNECTION_URL"].startswith(
+        "postgresql+asyncpg://u:sesame"
+    )
+    seen = services.environment(worker)
+    assert not [name for name, value in seen.items() if "sesame" in value or name in services.SERVERS_ONLY]
+    assert seen["PREFECT_API_AUTH_STRING"] == TOKENS["PREFECT_SERVER_API_AUTH_STRING"]
+    assert (seen["MLFLOW_TRACKING_USERNAME"], seen["MLFLOW_TRACKING_PASSWORD"]) == ("admin", "b" * 16)
+
+
+def test_the_environment_sends_nothing_out_whatever_the_shell_says(monkeypatch):
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "false")
+    for service in services.services():
+        assert services.PRIVACY.items() <= services.environment(service).items()
+
+
+def test_mlflows_rules_for_users_are_ones_that_mlflow_can_read(folder):
+    services.prepare(by_name()["mlflow"])
+    read = configparser.ConfigParser()
+    read.read(folder / "mlflow" / "auth.ini")
+    assert read["mlflow"]["database_uri"] == f"sqlite:///{folder}/mlflow/users.db"
+    shipped = configparser.ConfigParser()
+    from mlflow.server import auth
+
+    shipped.read(Path(auth.__file__).with_name("basic_auth.ini"))
+    assert set(shipped["mlflow"]) == set(read["mlflow"])
+
+
+def small(folder: Path, code: str) -> Service:
+    return Service("small", [sys.executable, "-c", code], None)
+
+
+def wait_for_end(service: Service) -> None:
+    while service.process() is not None:
+        time.sleep(0.05)
+
+
+def test_a_restart_adds_to_the_log_and_takes_nothing_from_it(folder, monkeypatch):
+    service = small(folder, "print('a line')")
+    monkeypatch.setattr(services, "environment", lambda service: dict(os.environ))
+    for _ in range(2):
+        services.start(service)
+        wait_for_end(service)
+    lines = service.log.read_text().splitlines()
+    assert [line for line in lines if line == "a line"] == ["a line"] * 2
+    assert [line[:18] for line in lines[::2]] == ["--- small started "] * 2
+
+
+def test_a_log_that_has_grown_is_moved_on_while_it_is_written_and_a_few_are_kept(folder, monkeypatch):
+    monkeypatch.setattr(services, "LOG_BYTES", 10)
+    log = folder / "small.log"
+    with log.open("a") as writer:
+        for number in range(services.LOGS_KEPT + 2):
+            print(f"long line {number}", file=writer, flush=True)
+            services.rotate(log)
+        assert log.read_bytes() == b""
+        print("after", file=writer, flush=True)
+        services.rotate(log)  # not long enough
+    assert log.read_text() == "after\n"
+    kept = {path.name: path.read_text() for path in folder.iterdir() if path != log}
+    newest = services.LOGS_KEPT + 1
+    assert kept == {f"small.log.{age + 1}": f"long line {newest - age}\n" for age in range(services.LOGS_KEPT)}
+
+
+def test_a_service_that_runs_becomes_the_very_process_that_systemd_started(folder, monkeypatch):
+    """`run` under systemd: the process keeps its number, so that systemd watches the service itself."""
+    code = (
+        "import sys; from infra import services;"
+        "services.services = lambda: [services.Service('small', [sys.executable, '-c',"
+        " 'import os, time; print(os.getpid(), flush=True); time.sleep(60)'], 1)];"
+        "services.check_port = services.prepare = services.check_settings = lambda *any: None;"
+        "services.environment = lambda service: {'PATH': '/usr/bin'}; services.run('small')"
+    )
+    from tests.toy import REPOSITORY
+
+    environment = os.environ | {"INVOCATION_ID": "1", "PYTHONPATH": str(REPOSITORY)}
+    child = subprocess.Popen([sys.executable, "-c", code], env=environment)
+    try:
+        service, deadline = Service("small", [], 1), time.monotonic() + 30
+        while not (service.log.exists() and service.log.read_text().endswith(f"{child.pid}\n")):
+            assert time.monotonic() < deadline, "it did not become the service"
+            time.sleep(0.1)
+        assert service.process() == psutil.Process(child.pid)
+        assert service.by_systemd()
+        monkeypatch.setattr(services, "services", lambda: [service])
+        services.down()
+        assert child.poll() is None, "`make down` ended what systemd would start again"
+        assert service.record.exists()
+    finally:
+        child.kill()
+        child.wait()
+    assert not service.by_systemd()
+
+
+def test_status_says_what_is_up_what_is_not_and_what_does_not_answer(folder, monkeypatch, capsys):
+    here = psutil.Process()
+    for name in ("prefect", "mlflow"):
+        kept = {"pid": here.pid, "started": here.create_time(), "port": 1}
+        (folder / f"{name}.json").write_text(json.dumps(kept))
+    monkeypatch.setattr(Service, "healthy", lambda service: service.name == "prefect")
+    answers = {
+        "EXPECTED_START_TIME_DESC": {
+            "name": "late-owl",
+            "expected_start_time": "2026-11-21T02:00:00Z",
+            "state_name": "Late",
+        },
+        "END_TIME_DESC": {"name": "red-fox", "end_time": "2026-11-20T03:10:00+00:00", "state_name": "Completed"},
+    }
+    monkeypatch.setattr(services, "ask", lambda path, body: [answers[body["sort"]]])
+    assert services.main("status") == 1
+    said = capsys.readouterr()
+    prefect, mlflow, worker, scheduled, successful = said.out.splitlines()
+    since = datetime.fromtimestamp(here.create_time(), UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    assert prefect.split("  ")[0] == "prefect"
+    assert f" up             http://127.0.0.1:4200    since {since}" in prefect
+    assert str(folder / "prefect.log") in prefect
+    assert " not answering  http://127.0.0.1:5000" in mlflow
+    assert " not up " in worker
+    assert "since" not in worker
+    assert scheduled.endswith("late-owl, 2026-11-21 02:00:00 UTC, Late")
+    assert successful.endswith("red-fox, 2026-11-20 03:10:00 UTC, Completed")
+    assert "mlflow is not answering, worker is not up" in said.err
+
+
+@pytest.mark.parametrize(
+    ("name", "ago", "heard"),
+    [(services.WORKER, 10, True), (services.WORKER, services.SILENCE_S + 10, False), ("another", 1, False)],
+)
+def test_a_worker_answers_where_the_server_has_heard_this_one_lately(name, ago, heard, monkeypatch):
+    when = datetime.fromtimestamp(time.time() - ago, UTC).isoformat()
+    monkeypatch.setattr(services, "ask", lambda path, body: [{"name": name, "last_heartbeat_time": when}])
+    assert services.is_heard(time.time() - 3600) == heard
+    assert not services.is_heard(time.time()), "heard before this start"
+
+
+def exec_start(text: str) -> list[str]:
+    (line,) = [line for line in text.splitlines() if line.startswith("ExecStart=")]
+    return shlex.split(line.removeprefix("ExecStart="))
+
+
+@pytest.mark.parametrize(("user", "version"), [(None, 252), ("postgres", 252), ("postgres", 256)])
+def test_a_unit_for_each_service_runs_it_by_the_command_of_make_up_and_starts_it_again(user, version, tmp_path):
+    texts = units.units(user, version)
+    expected = {f"m3diff-{name}" for name in by_name()} | {"m3diff-logs"}
+    assert {name.removesuffix(".service") for name in texts} - {"m3diff-logs.timer"} == expected
+    for name in by_name():
+        text = texts[f"m3diff-{name}.service"]
+        assert exec_start(text) == [sys.executable, services.__file__, "run", name]
+        lines = set(text.splitlines())
+        asked = {"Restart=always", "KillMode=control-group", "NoNewPrivileges=yes", "StartLimitIntervalSec=0"}
+        assert asked | {f"WorkingDirectory={tmp_path}", "OOMPolicy=continue"} <= lines
+        assert (f"User={user}" in lines) == (user is not None)
+        assert ("RestartMaxDelaySec=300" in lines) == (version >= 254)
+    assert exec_start(texts["m3diff-logs.service"])[-1] == "rotate"
+    stop = {line for line in texts["m3diff-worker.service"].splitlines() if line.startswith("TimeoutStopSec=")}
+    assert int(stop.pop().partition("=")[2]) > services.GRACE_S, "a stage's grace would be cut short"
+
+
+def verify(folder: Path, user: str | None) -> str:
+    texts = units.units(user, 252)
+    folder.mkdir()
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    command = ["systemd-analyze", "verify", *([] if user else ["--user"]), *(str(folder / name) for name in texts)]
+    done = subprocess.run(command, env=os.environ | {"XDG_RUNTIME_DIR": str(folder)}, capture_output=True, text=True)
+    return done.stderr + ("" if done.returncode == 0 else f"{done.returncode}")
+
+
+@pytest.mark.parametrize("user", [None, "daemon"])
+def test_systemd_itself_has_nothing_to_say_against_the_units(user, tmp_path, monkeypatch):
+    """Where the machine has systemd-analyze; the units' lines are compared above on every machine."""
+    if not Path("/usr/bin/systemd-analyze").exists():
+        pytest.skip("no systemd-analyze")
+    place = tmp_path / "a checkout, 100 %"
+    place.mkdir()
+    monkeypatch.chdir(place)
+    assert verify(tmp_path / "units", user) == ""
+
+
+def test_a_path_that_systemd_would_read_otherwise_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "a$b").mkdir()
+    monkeypatch.chdir(tmp_path / "a$b")
+    with pytest.raises(ServiceError, match="move the checkout"):
+        units.units(None, 252)
+
+
+@pytest.fixture
+def systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A person's systemd that answers; what it was told."""
+    told: list[str] = []
+    monkeypatch.setattr(units, "manager", lambda: units.Manager(tmp_path / "user", None))
+    monkeypatch.setattr(units, "systemd_version", lambda: 252)
+    monkeypatch.setattr(units, "tell", lambda chosen, *words: told.append(" ".join(words)))
+    return told
+
+
+def test_units_are_written_started_with_the_machine_and_removed_again(systemd, tmp_path):
+    units.install()
+    assert sorted(path.name for path in (tmp_path / "user").iterdir()) == sorted(units.units(None, 252))
+    names = "m3diff-prefect.service m3diff-mlflow.service m3diff-worker.service m3diff-logs.timer"
+    assert systemd == ["daemon-reload", f"enable {names}", f"restart {names}"]
+    units.install()  # again is allowed
+    systemd.clear()
+    units.uninstall()
+    assert list((tmp_path / "user").iterdir()) == []
+    assert systemd[0].startswith("disable --now m3diff-prefect.service")
+
+
+def test_units_of_another_checkout_or_hand_are_left_alone(systemd, tmp_path, monkeypatch):
+    units.install()
+    systemd.clear()
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    for action in (units.install, units.uninstall):
+        with pytest.raises(ServiceError, match="m3diff-prefect.service is not of this checkout"):
+            action()
+    assert systemd == []
+
+
+def test_units_are_not_installed_beside_services_that_make_up_started(systemd, folder, tmp_path):
+    here = psutil.Process()
+    (folder / "mlflow.json").write_text(json.dumps({"pid": here.pid, "started": here.create_time(), "port": 1}))
+    with pytest.raises(ServiceError, match="mlflow: up already by `make up`"):
+        units.install()
+    assert not (tmp_path / "user").exists()
+
+
+def test_a_machine_without_systemd_is_told_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(units, "manager", lambda: units.Manager(tmp_path / "user", None))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ServiceError, match="no systemd; `make up` works without"):
+        units.install()

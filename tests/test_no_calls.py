@@ -1,0 +1,121 @@
+"""The default run makes no call off the machine: every Python process of it runs under a guard of sockets."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from components import PRIVACY
+from tests import toy
+from tests.toy import REPOSITORY
+
+SET_ELSEWHERE = {*PRIVACY, "CI", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"}
+"""What would keep a tool quiet without the project having done anything: the run has none of it."""
+
+
+class Guard:
+    """A folder to put on PYTHONPATH, and what the processes under it tried."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+        shutil.copy(REPOSITORY / "tests" / "socket_guard.py", folder / "sitecustomize.py")
+        self.environment = {name: value for name, value in os.environ.items() if name not in SET_ELSEWHERE}
+        paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self.environment |= {"PYTHONPATH": os.pathsep.join(paths), "SOCKET_GUARD": str(folder)}
+
+    def run(self, root: Path, *command: str) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            [sys.executable, *command], cwd=root, env=self.environment, capture_output=True, text=True
+        )
+
+    def succeed(self, root: Path, *command: str) -> None:
+        done = self.run(root, *command)
+        assert done.returncode == 0, f"{command}: {done.stdout[-3000:]}{done.stderr[-3000:]}"
+
+    def lines(self, file: str) -> list[str]:
+        return (self.folder / file).read_text().splitlines() if (self.folder / file).exists() else []
+
+    def watched(self, words: str) -> bool:
+        return any(words in line for line in self.lines("loaded"))
+
+
+@pytest.fixture
+def guard(tmp_path: Path) -> Guard:
+    return Guard(tmp_path / "guard")
+
+
+CALLS = {
+    "a connection": "socket.create_connection(('192.0.2.1', 80), timeout=5)",
+    "a connection whose failure is a number": "socket.socket().connect_ex(('192.0.2.1', 80))",
+    "a datagram": "socket.socket(type=socket.SOCK_DGRAM).sendto(b'', ('192.0.2.1', 80))",
+    "a name": "socket.getaddrinfo('example.org', 80)",
+    "a request": "import urllib.request; urllib.request.urlopen('http://example.org')",
+    "a client of its own": "import httpx; httpx.get('http://192.0.2.1')",
+    "an event loop": "import asyncio; asyncio.run(asyncio.open_connection('192.0.2.1', 80))",
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_the_guard_sees_and_refuses_what_leaves_the_machine(call, guard, tmp_path):
+    ended = guard.run(tmp_path, "-c", f"import socket; {call}")
+    assert ended.returncode == 1
+    assert "socket guard: " in ended.stderr
+    assert len(guard.lines("attempts")) == 1
+
+
+def test_the_guard_lets_pass_what_stays_on_the_machine(guard, tmp_path):
+    code = (
+        "import socket\n"
+        "server = socket.create_server(('127.0.0.1', 0))\n"
+        "for host in ('127.0.0.1', 'localhost'): socket.create_connection((host, server.getsockname()[1])).close()\n"
+        "socket.gethostbyname(socket.gethostname())\n"
+        "one, other = socket.socketpair(); one.sendall(b'')"
+    )
+    guard.succeed(tmp_path, "-c", code)
+    assert guard.lines("attempts") == []
+
+
+@pytest.mark.slow(60)
+def test_the_pipeline_register_and_promote_call_nobody(guard, tmp_path):
+    root = toy.build(tmp_path / "toy")
+    shutil.copy(REPOSITORY / ".dvc" / "config", root / ".dvc" / "config")
+    toy.commit(root, "the project's own settings of DVC")
+    guard.succeed(root, "-m", "dvc", "repro")
+    guard.succeed(root, "-m", "components", "register")
+    guard.succeed(root, "-m", "components", "promote")
+    time.sleep(3)  # DVC would ask for a newer version, and report, from a process that outlives it
+    assert guard.lines("attempts") == []
+    for words in ("-m dvc repro", "toy.py train", "toy.py evaluate", "-m components register", "-m components promote"):
+        assert guard.watched(words), f"{words} was not under the guard"
+    assert (root / "services" / "mlflow" / "mlflow.db").exists()
+
+
+@pytest.mark.slow(40)
+def test_the_real_stages_up_to_the_checks_of_great_expectations_call_nobody(guard, tmp_path):
+    settings = {
+        "seed": 1,
+        "scenes": {"train": 12, "val": 4, "test": 4},
+        "image_px": 128,
+        "references": 2,
+        "domain": "standard",
+    }
+    settings |= {"multi_change_share": 0.1, "oversample_types": [], "root": str(tmp_path / "raw")}
+    names = ("base", "records", "clean", "mixture", "model", "predictions", "report")
+    profile = {
+        "extends": str(REPOSITORY / "profiles" / "embedded"),
+        "paths": {name: str(tmp_path / "data" / name) for name in names},
+        "synthesize": {"minichange": settings},
+        "ingest": {"datasets": {"minichange": {"reader": "minichange", "root": str(tmp_path / "raw")}}},
+        "convert": {"questions": str(REPOSITORY / "profiles" / "questions.yaml")},
+    }
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(profile))
+    for stage in (["synthesize", "minichange"], ["ingest"], ["validate"], ["convert"]):
+        guard.succeed(tmp_path, "-m", "components", "--params", "small.yaml", *stage)
+        assert guard.watched(" ".join(stage))
+    assert guard.lines("attempts") == []
