@@ -125,8 +125,20 @@ def services() -> list[Service]:
             mlflow,
             "M3DIFF_MLFLOW_PORT",
         ),
-        Service("worker", [f"{BIN}/prefect", "worker", "start", "--pool", POOL, "--name", WORKER], None),
+        Service(
+            "worker",
+            [f"{BIN}/prefect", "worker", "start", "--pool", POOL, "--name", WORKER, "--limit", flows_at_once()],
+            None,
+        ),
     ]
+
+
+def flows_at_once() -> str:
+    """How many flow runs this machine works on side by side; of equal ones all but one wait anyway."""
+    given = os.environ.get("M3DIFF_FLOWS", "2")
+    if not (given.isdecimal() and int(given) > 0):
+        raise ServiceError(f"M3DIFF_FLOWS={given} is no number of flow runs; give 1 or more")
+    return given
 
 
 def port(variable: str, usual: int) -> int:
@@ -501,7 +513,7 @@ def deploy() -> None:
 
 
 def prepare_prefect() -> None:
-    """The work pool, one run at a time; and what ends a run whose machine died, which would keep its place for ever."""
+    """The work pool; and what ends a run whose machine died, which would keep its place for ever."""
     from prefect.automations import Automation
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.actions import WorkPoolCreate
@@ -513,7 +525,7 @@ def prepare_prefect() -> None:
 
     with get_client(sync_client=True) as client:
         template = ProcessWorker.get_default_base_job_template()
-        pool = WorkPoolCreate(name=POOL, type="process", base_job_template=template, concurrency_limit=1)
+        pool = WorkPoolCreate(name=POOL, type="process", base_job_template=template)
         client.create_work_pool(pool, overwrite=True)
         known = client.read_automations_by_name("end runs without a heartbeat")
     if known:

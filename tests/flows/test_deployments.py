@@ -36,3 +36,14 @@ def test_retrain_has_a_schedule_with_a_name_of_its_own_in_utc():
     assert schedule["slug"]
     assert schedule["timezone"] == "UTC"
     assert len(schedule["cron"].split()) == 5
+
+
+def test_a_worker_takes_two_runs_at_once_or_as_many_as_it_is_told(monkeypatch):
+    monkeypatch.delenv("M3DIFF_FLOWS", raising=False)
+    assert services.services()[-1].command[-2:] == ["--limit", "2"]
+    monkeypatch.setenv("M3DIFF_FLOWS", "7")
+    assert services.services()[-1].command[-2:] == ["--limit", "7"]
+    for wrong in ("0", "many", "-1", ""):
+        monkeypatch.setenv("M3DIFF_FLOWS", wrong)
+        with pytest.raises(services.ServiceError, match=f"M3DIFF_FLOWS={wrong} is no number of flow runs"):
+            services.services()

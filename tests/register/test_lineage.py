@@ -62,13 +62,16 @@ def of_word() -> str:
 def test_a_flow_run_and_the_hours_of_each_device_are_named_where_they_are_known(trained, monkeypatch):
     monkeypatch.setenv("M3DIFF_FLOW_RUN", "a1b2")
     Path("runs").mkdir()
-    speed = {"seconds": 5400, "devices": {"kind": "NVIDIA H200 (x)", "number": 4}}
+    speed = {"seconds": 5400, "device_hours": 6.0, "device": "NVIDIA H200 (x)", "devices": 4}
     Path("runs/train_speed.json").write_text(json.dumps(speed))
     tags = read_lineage(load_params(), Lock()).tags()
     assert (tags["prefect.flow_run"], tags["hours.NVIDIA H200 _x_"]) == ("a1b2", "6")
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"seconds": 3}', '{"seconds": 3, "devices": {"kind": "cpu"}}'])
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", '{"seconds": 3}', '{"device_hours": 3, "devices": 1}', '{"device_hours": "x", "device": "cpu"}'],
+)
 def test_a_measurement_that_is_not_whole_is_none(tmp_path, text):
     (tmp_path / "speed.json").write_text(text)
     assert training_hours(tmp_path / "speed.json") == training_hours(tmp_path / "none.json") == {}
