@@ -13,9 +13,12 @@ from prefect import get_run_logger
 from prefect.runtime import flow_run
 from prefect.states import Completed, State
 
+from components import tracking
 from components.params import Params, load_params
+from components.promote.moves import CHAMPION
 from components.promote.promote import Promotion
-from components.register.stage import Registration
+from components.register.lineage import Lock
+from components.register.stage import Registration, find_alias
 from flows import archive, dvc, previous, report, tasks
 from flows.coalesce import alone, finish
 from flows.git import git
@@ -112,15 +115,30 @@ def known_as(name: str) -> Iterator[None]:
 
 def work_through(done: Done, status: dict[str, Any]) -> None:
     """The stages, then what acts outside the repository. A stage is current where neither DVC says otherwise nor an
-    earlier one made anything."""
+    earlier one made anything. Of a champion that is current nothing is looked at but its version."""
+    known = None if status else current_champion(load_params(tasks.PARAMS))
+    if known is None and not status:
+        dvc.link_data()
     made = False
     for stage in dvc.stages():
         take(done, stage, tasks.reproduce, stage, not made and stage not in status)
         made = made or done.outcomes[stage] != "Skipped"
     take(done, "push", tasks.push_data, done.work.checkout / FLOWS / "pushed.json")
     archive.commit(message_of(done), done.work.links)
-    done.registration = take(done, "register", tasks.register_model)
+    done.registration = take(done, "register", tasks.register_model, known)
     done.decision = take(done, "promote", tasks.promote_model, done.registration.version)
+
+
+def current_champion(params: Params) -> Registration | None:
+    """The champion, where it is what `dvc.lock` has; None where register and the gate have something to do."""
+    lock = Lock()
+    with tracking.connected(params.register_.tracking_uri) as client:
+        version = find_alias(client, params.register_.model_name, CHAMPION)
+    if version is None or version.tags.get("dvc.lock.sha256") != lock.sha256:
+        return None
+    return Registration(
+        outcome="unchanged", model=version.name, version=int(version.version), run_id=version.run_id or ""
+    )
 
 
 def take(done: Done, name: str, task: Callable[..., Any], *arguments: Any) -> Any:

@@ -30,13 +30,17 @@ def worth_retrying(task: Any, run: TaskRun, state: State) -> bool:
 
 @task(name="preflight", task_run_name="preflight", cache_policy=NO_CACHE)
 def look_before(tree: str) -> dict[str, Any]:
-    """See that the run can end well on this machine, and what is out of date: DVC's status, by stage.
+    """See that the run can end well on this machine, and what is out of date: DVC's status, by stage. Where something
+    is, the data are linked in.
 
     Args:
         tree: the content that is to run; what an earlier run of it recorded is current.
     """
     preflight(load_params(PARAMS))
     archive.check_remote()
+    if dvc.is_current() or previous.take_over(tree):
+        return {}
+    dvc.link_data()
     status = dvc.status()
     return dvc.status() if status and previous.take_up(tree, status) else status
 
@@ -70,9 +74,9 @@ def push_data(record: Path) -> State:
     retry_delay_seconds=PAUSES_S,
     retry_condition_fn=worth_retrying,
 )
-def register_model() -> State[Registration]:
-    """Log the training to MLflow and register its checkpoint."""
-    done = register(load_params(PARAMS))
+def register_model(known: Registration | None) -> State[Registration]:
+    """Log the training to MLflow and register its checkpoint, where it is not `known` already."""
+    done = known or register(load_params(PARAMS))
     return Completed(name="Skipped" if done.outcome == "unchanged" else "Ran", message=str(done), data=done)
 
 

@@ -1,8 +1,9 @@
 """A flow run's own place: a git worktree at one commit, on the branch `runs/<flow run>`.
 
-Nobody's edit reaches it, and it touches nobody's files. Data come into it by link, from the cache of the checkout that
-the flow was started in; scratch and the local MLflow store are those of the checkout, so that a training goes on from
-the checkpoints of a killed run. `runs/flows/` holds the worktrees, each with a lock file that its flow's process holds.
+Nobody's edit reaches it, and it touches nobody's files. Where data are needed they come by link, from the cache of the
+checkout that the flow was started in. Scratch and the local MLflow store are the checkout's, so that a training goes on
+from the checkpoints of a killed run. `runs/flows/` holds the worktrees, each with a lock file that its flow's process
+holds.
 """
 
 import fcntl
@@ -80,8 +81,8 @@ def workspace(flow_run: str, ref: str | None, overrides: Sequence[str], dirty: b
 
 
 def make(checkout: Path, flow_run: str, ref: str | None, overrides: Sequence[str], dirty: bool) -> Workspace:
-    """The worktree with its data linked in. A flow run that is tried again goes on from its branch, which is made when
-    it is whole."""
+    """The worktree, without its data. A flow run that is tried again goes on from its branch, which is made when it is
+    whole."""
     root, branch = checkout / FLOWS / flow_run, f"runs/{flow_run}"
     again = has_branch(branch)
     commit = git("rev-parse", branch) if again else starting_commit(ref, dirty)
@@ -95,7 +96,6 @@ def make(checkout: Path, flow_run: str, ref: str | None, overrides: Sequence[str
                 override(Path("params.yaml"), overrides)
                 git("commit", "--quiet", "--all", "--message", f"Parameters of this run: {', '.join(overrides)}")
             links = share(checkout, load_params(Path("params.yaml")))
-            dvc.ask("checkout", "--allow-missing", "--quiet")
             git("switch", "--quiet", *([] if again else ["--create"]), branch)
             tree = git("rev-parse", "HEAD^{tree}")
     except BaseException:

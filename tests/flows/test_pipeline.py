@@ -43,11 +43,14 @@ class Pipeline:
         monkeypatch.setattr(dvc, "stages", lambda: ["ingest@a", "ingest@b", "train"])
         monkeypatch.setattr(pipeline, "workspace", self.workspace)
         monkeypatch.setattr(pipeline, "git", lambda *arguments: self.deleted.append(arguments))
+        self.champion: Registration | None = None
         monkeypatch.setattr(pipeline, "load_params", lambda path: "the parameters")
+        monkeypatch.setattr(pipeline, "current_champion", lambda params: self.champion)
+        monkeypatch.setattr(dvc, "link_data", lambda: self.done.append("link"))
         monkeypatch.setattr(tasks, "look_before", lambda tree: self.status if tree == "tree" else None)
         monkeypatch.setattr(tasks, "reproduce", self.reproduce)
         monkeypatch.setattr(tasks, "push_data", lambda record, return_state: self.task("push"))
-        monkeypatch.setattr(tasks, "register_model", lambda return_state: self.task("register", REGISTRATION))
+        monkeypatch.setattr(tasks, "register_model", self.register)
         monkeypatch.setattr(tasks, "promote_model", self.promote)
         monkeypatch.setattr(archive, "commit", lambda message, links: self.done.append(message.split("\n")[0]))
         monkeypatch.setattr(report, "publish", lambda done, message: self.pages.append((done.state, done.error)))
@@ -60,6 +63,10 @@ class Pipeline:
 
     def reproduce(self, stage: str, current: bool, return_state: bool):
         return self.task((stage, current), name=stage)
+
+    def register(self, known: Registration | None, return_state: bool):
+        self.known = known
+        return self.task("register", REGISTRATION)
 
     def promote(self, version: int, return_state: bool):
         outcome = {"Rejected": "refused", "Skipped": "unchanged"}.get(self.outcomes.get("promote", ""), "promoted")
@@ -108,6 +115,28 @@ def test_dvc_is_not_asked_for_a_stage_that_is_current_until_one_made_something(r
     assert recorded.done[:3] == [("ingest@a", True), ("ingest@b", False), ("train", False)]
 
 
+def test_where_all_is_current_and_champion_no_data_are_linked(recorded):
+    recorded.status, recorded.champion = {}, REGISTRATION
+    recorded.outcomes = dict.fromkeys(("ingest@a", "ingest@b", "train"), "Skipped")
+    run()
+    assert recorded.done[:3] == [("ingest@a", True), ("ingest@b", True), ("train", True)]
+    assert recorded.known == REGISTRATION
+
+
+def test_where_all_is_current_and_no_champion_the_data_are_linked_for_register_and_the_gate(recorded):
+    recorded.status = {}
+    run()
+    assert recorded.done[:2] == ["link", ("ingest@a", True)]
+    assert recorded.known is None
+
+
+def test_a_champion_is_not_asked_for_where_a_stage_is_out_of_date(recorded):
+    recorded.champion = REGISTRATION
+    run()
+    assert recorded.known is None
+    assert "link" not in recorded.done, "they are linked already"
+
+
 def test_a_run_that_made_nothing_is_skipped_and_leaves_no_branch(recorded):
     recorded.outcomes = dict.fromkeys(("ingest@a", "ingest@b", "train", "push", "register", "promote"), "Skipped")
     state = run()
@@ -147,7 +176,7 @@ def test_what_fails_before_any_stage_is_on_the_page_too(recorded, monkeypatch):
 
 def test_the_version_and_the_record_know_the_flow_run(recorded, monkeypatch):
     seen: list[str | None] = []
-    monkeypatch.setattr(tasks, "register_model", lambda return_state: seen.append(os.environ.get(FLOW_RUN)))
+    monkeypatch.setattr(tasks, "register_model", lambda known, return_state: seen.append(os.environ.get(FLOW_RUN)))
     with pytest.raises(AttributeError):
         run()
     assert seen == [recorded.opened[0][0]]

@@ -1,5 +1,6 @@
 """What a later run takes up of an earlier one, and of which."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,26 @@ def test_the_entries_of_an_earlier_run_make_its_stages_current_to_the_byte(proje
     assert set(dvc.status()) == {"convert", "train", "predict", "evaluate"}
     assert Path("dvc.lock").read_text() == git("show", f"{ran}:dvc.lock") + "\n"
     assert Path("data/03_clean/report.json").is_file()
+
+
+def test_the_lock_of_an_earlier_run_is_taken_whole_where_nothing_is_left_to_do_then(project):
+    toy.run(project, "dvc", "repro", "-q")
+    ran = run_branch("first", "the tree")
+    shutil.rmtree(project / "data")
+    git("checkout", "--", "data")
+    assert not dvc.is_current()
+    assert previous.take_over("the tree")
+    assert Path("dvc.lock").read_text() == git("show", f"{ran}:dvc.lock") + "\n"
+    assert Path("data/07_report/metrics.json").is_file()
+    assert not Path("data/07_report/report.html").exists(), "data are not needed for it"
+    assert dvc.is_current()
+
+
+def test_where_something_is_left_to_do_nothing_is_taken_over(project, ran):
+    lock = Path("dvc.lock").read_bytes()
+    assert not previous.take_over(git("rev-parse", "HEAD^{tree}"))
+    assert Path("dvc.lock").read_bytes() == lock
+    assert git("status", "--porcelain") == ""
 
 
 def test_of_stages_that_are_current_the_own_entry_stays(project, ran):

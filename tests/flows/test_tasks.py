@@ -45,26 +45,53 @@ def test_what_was_sent_to_the_remote_is_said(monkeypatch, logged):
     assert (state.name, state.message, state.result()) == ("Ran", "all of pushed.json", "Ran")
 
 
+class Looked:
+    """What is looked at before a run, in order; DVC's answers are given."""
+
+    def __init__(self, monkeypatch, current: bool, taken_over: bool, taken_up: bool) -> None:
+        self.seen: list[object] = []
+        statuses = iter(({"train": "first"}, {"train": "second"}))
+        monkeypatch.setattr(tasks, "load_params", lambda path: f"params of {path}")
+        monkeypatch.setattr(tasks, "preflight", self.seen.append)
+        monkeypatch.setattr(tasks.archive, "check_remote", lambda: self.seen.append("remote"))
+        monkeypatch.setattr(dvc, "is_current", lambda: self.note("is it current", current))
+        monkeypatch.setattr(dvc, "link_data", lambda: self.seen.append("link"))
+        monkeypatch.setattr(dvc, "status", lambda: next(statuses))
+        monkeypatch.setattr(tasks.previous, "take_over", lambda tree: self.note(f"over {tree}", taken_over))
+        monkeypatch.setattr(tasks.previous, "take_up", lambda tree, new: self.note(f"up {tree} {[*new]}", taken_up))
+
+    def note(self, what: str, answer: bool) -> bool:
+        self.seen.append(what)
+        return answer
+
+
+BEFORE = ["params of params.yaml", "remote", "is it current"]
+
+
 @pytest.mark.parametrize(("taken_up", "status"), [(True, "second"), (False, "first")])
 def test_before_anything_runs_the_machine_the_remote_and_earlier_runs_are_looked_at(monkeypatch, taken_up, status):
-    looked: list[str] = []
-    statuses = iter(({"train": "first"}, {"train": "second"}))
-    monkeypatch.setattr(tasks, "load_params", lambda path: f"params of {path}")
-    monkeypatch.setattr(tasks, "preflight", looked.append)
-    monkeypatch.setattr(tasks.archive, "check_remote", lambda: looked.append("remote"))
-    monkeypatch.setattr(dvc, "status", lambda: next(statuses))
-    monkeypatch.setattr(tasks.previous, "take_up", lambda tree, changed: looked.append((tree, [*changed])) or taken_up)
+    looked = Looked(monkeypatch, current=False, taken_over=False, taken_up=taken_up)
     assert tasks.look_before.fn("a tree") == {"train": status}
-    assert looked == ["params of params.yaml", "remote", ("a tree", ["train"])]
+    assert looked.seen == [*BEFORE, "over a tree", "link", "up a tree ['train']"]
 
 
-def test_earlier_runs_are_not_looked_at_where_all_is_current(monkeypatch):
-    monkeypatch.setattr(tasks, "load_params", str)
-    monkeypatch.setattr(tasks, "preflight", str)
-    monkeypatch.setattr(tasks.archive, "check_remote", lambda: None)
-    monkeypatch.setattr(dvc, "status", dict)
-    monkeypatch.setattr(tasks.previous, "take_up", lambda tree, changed: pytest.fail("no need"))
+def test_where_all_is_current_no_data_are_linked_and_no_earlier_run_is_looked_at(monkeypatch):
+    looked = Looked(monkeypatch, current=True, taken_over=False, taken_up=False)
     assert tasks.look_before.fn("a tree") == {}
+    assert looked.seen == BEFORE
+
+
+def test_where_all_is_current_with_the_lock_of_an_earlier_run_no_data_are_linked(monkeypatch):
+    looked = Looked(monkeypatch, current=False, taken_over=True, taken_up=False)
+    assert tasks.look_before.fn("a tree") == {}
+    assert looked.seen == [*BEFORE, "over a tree"]
+
+
+def test_what_is_registered_already_is_not_registered_again(monkeypatch):
+    known = Registration(outcome="unchanged", model="m", version=3, run_id="r")
+    monkeypatch.setattr(tasks, "register", lambda params: pytest.fail("no need"))
+    state = tasks.register_model.fn(known)
+    assert (state.name, state.result()) == ("Skipped", known)
 
 
 @pytest.mark.parametrize(("outcome", "name"), [("registered", "Ran"), ("updated", "Ran"), ("unchanged", "Skipped")])
@@ -72,7 +99,7 @@ def test_registering_what_is_registered_already_is_skipped(monkeypatch, outcome,
     done = Registration(outcome=outcome, model="m", version=3, run_id="r")
     monkeypatch.setattr(tasks, "load_params", lambda path: ("params of", str(path)))
     monkeypatch.setattr(tasks, "register", lambda params: done if params == ("params of", "params.yaml") else None)
-    state = tasks.register_model.fn()
+    state = tasks.register_model.fn(None)
     assert (state.name, state.message, state.result()) == (name, str(done), done)
 
 

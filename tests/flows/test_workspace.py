@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from components.section import ParamsError
+from flows import dvc
 from flows.git import git, has_branch
 from flows.workspace import FLOWS, UncommittedError, lock, sweep, workspace
 from tests import toy
@@ -136,6 +137,8 @@ def test_data_come_by_link_from_the_checkouts_cache_and_scratch_is_shared(projec
     toy.run(project, "dvc", "repro", "-q", "synthesize@minichange")
     toy.commit(project, "drawn")
     with opened() as work:
+        assert not Path("data/01_raw/minichange").exists(), "nothing needs it yet"
+        dvc.link_data()
         (image,) = Path("data/01_raw/minichange/images").glob("0.png")
         assert image.read_bytes() == (project / image).read_bytes()
         inodes = {file.stat().st_ino for file in (project / ".dvc/cache").rglob("*") if file.is_file()}
