@@ -28,7 +28,7 @@ def retrain(ref: str = "HEAD", overrides: list[str] | None = None, reason: str =
         reason: why it was asked for; by itself no reason to train.
     """
     why = "; ".join(dict.fromkeys(filter(None, [reason, *coalesce_late()])))
-    return run_pipeline(ref, overrides or [], False, why, worthwhile=look_for_changes, data=ref == "HEAD")
+    return run_pipeline(ref, overrides or [], dirty=False, reason=why, worthwhile=look_for_changes, data=ref == "HEAD")
 
 
 def look_for_changes(status: dict[str, Any], params: Params) -> list[str]:
