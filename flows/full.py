@@ -3,10 +3,11 @@
 from prefect import flow
 from prefect.states import State
 
+from flows import notices
 from flows.pipeline import run_pipeline
 
 
-@flow(name="m3diff", persist_result=False)
+@flow(name="m3diff", persist_result=False, on_failure=[notices.failed], on_crashed=[notices.failed])
 def full(
     ref: str | None = None, overrides: list[str] | None = None, dirty: bool = False, reason: str = "asked for"
 ) -> State:

@@ -19,7 +19,7 @@ from components.promote.moves import CHAMPION
 from components.promote.promote import Promotion
 from components.register.lineage import Lock
 from components.register.stage import Registration, find_alias
-from flows import archive, dvc, previous, report, tasks
+from flows import archive, dvc, notices, previous, report, tasks
 from flows.coalesce import alone, finish
 from flows.git import git
 from flows.workspace import FLOWS, Workspace, workspace
@@ -57,18 +57,24 @@ class Done:
 
 
 def run_pipeline(
-    ref: str | None, overrides: Sequence[str], dirty: bool, reason: str, worthwhile: Reasons | None = None
+    ref: str | None,
+    overrides: Sequence[str],
+    dirty: bool,
+    reason: str,
+    worthwhile: Reasons | None = None,
+    data: bool = False,
 ) -> State:
     """Every stage in DVC's order, then push, register and promote; the first failure ends the run.
 
     Args:
-        ref, overrides, dirty: what to run; see `workspace`.
+        ref, overrides, dirty, data: what to run; see `workspace`.
         reason: why it was asked for; kept with the run.
         worthwhile: more reasons, from DVC's status and the parameters; where it finds none the run ends.
     """
     name = flow_run.get_id() or str(uuid.uuid4())
-    with workspace(name, ref, overrides, dirty) as work, known_as(name):
-        get_run_logger().info(f"commit {work.commit[:12]}, worktree {work.root}, branch {work.branch}")
+    with workspace(name, ref, overrides, dirty, data) as work, known_as(name):
+        for text in (f"commit {work.commit[:12]}, worktree {work.root}, branch {work.branch}", *work.data):
+            get_run_logger().info(text)
         state = in_workspace(Done(work, [reason] if reason else []), worthwhile)
     if state.name == "Skipped":  # it made nothing, so nothing points to its branch
         git("branch", "--quiet", "-D", work.branch)
@@ -95,6 +101,7 @@ def in_workspace(done: Done, worthwhile: Reasons | None) -> State:
             report.publish(done, message_of(done))
             raise
         report.publish(done, message_of(done))
+        notices.decided(done, get_run_logger().warning)
         finish(done.work)
     return Completed(name=done.state, message=", ".join(f"{name} {how.lower()}" for name, how in done.outcomes.items()))
 

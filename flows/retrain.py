@@ -11,21 +11,24 @@ from components import tracking
 from components.params import Params
 from components.register.lineage import LOCK, Lock
 from components.register.stage import CHALLENGER, find_alias
+from flows import notices
 from flows.pipeline import run_pipeline
+from flows.schedule import coalesce_late
 
 CODE = "components"
 
 
-@flow(name="m3diff", persist_result=False)
+@flow(name="m3diff", persist_result=False, on_failure=[notices.failed], on_crashed=[notices.failed])
 def retrain(ref: str = "HEAD", overrides: list[str] | None = None, reason: str = "") -> State:
     """Look for changes; none: say so and end. Any: run the whole pipeline.
 
     Args:
-        ref: what to run; what is not committed is left out.
+        ref: what to run; what is not committed is left out. With HEAD go the data that `m3diff/watch` found since.
         overrides: parameters of this run alone, such as `train.epochs=6`.
         reason: why it was asked for; by itself no reason to train.
     """
-    return run_pipeline(ref, overrides or [], dirty=False, reason=reason, worthwhile=look_for_changes)
+    why = "; ".join(dict.fromkeys(filter(None, [reason, *coalesce_late()])))
+    return run_pipeline(ref, overrides or [], dirty=False, reason=why, worthwhile=look_for_changes, data=ref == "HEAD")
 
 
 def look_for_changes(status: dict[str, Any], params: Params) -> list[str]:

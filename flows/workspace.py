@@ -32,6 +32,8 @@ WATCHED = ("params.yaml", "dvc.yaml", "profiles", "components", "flows", ":(glob
 
 LINKS = "reflink,hardlink,symlink"
 KEPT_DAYS = 7  # the worktree of a run that failed
+DATA = "runs/data"
+"""The branch of the `.dvc` files that `m3diff/watch` changed: one commit, on top of the one that it began with."""
 
 
 class UncommittedError(ParamsError):
@@ -48,6 +50,7 @@ class Workspace(NamedTuple):
     tree: str
     overrides: tuple[str, ...]
     links: tuple[str, ...]  # folders of the checkout
+    data: tuple[str, ...] = ()  # what was done with the branch runs/data, in words
 
     @property
     def branch(self) -> str:
@@ -55,7 +58,9 @@ class Workspace(NamedTuple):
 
 
 @contextmanager
-def workspace(flow_run: str, ref: str | None, overrides: Sequence[str], dirty: bool) -> Iterator[Workspace]:
+def workspace(
+    flow_run: str, ref: str | None, overrides: Sequence[str], dirty: bool, data: bool = False
+) -> Iterator[Workspace]:
     """Within, the current directory is a worktree of the flow run's own. It is removed after a success and kept for a
     week after a failure.
 
@@ -63,6 +68,7 @@ def workspace(flow_run: str, ref: str | None, overrides: Sequence[str], dirty: b
         ref: commit, branch or tag; None for HEAD, which must then be all that decides a run.
         overrides: parameters as `train.epochs=6`, committed to the run's branch.
         dirty: commit what is not committed to the run's branch first.
+        data: take up the data that `m3diff/watch` found, where nobody changed them by hand since.
 
     Raises:
         UncommittedError: see `ref`.
@@ -73,14 +79,16 @@ def workspace(flow_run: str, ref: str | None, overrides: Sequence[str], dirty: b
     FLOWS.mkdir(parents=True, exist_ok=True)
     sweep(checkout / FLOWS)
     with lock(FLOWS / f"{flow_run}.lock"):
-        work = make(checkout, flow_run, ref, overrides, dirty)
+        work = make(checkout, flow_run, ref, overrides, dirty, data)
         with chdir(work.root):
             yield work
         remove(work.root)
     (FLOWS / f"{flow_run}.lock").unlink(missing_ok=True)
 
 
-def make(checkout: Path, flow_run: str, ref: str | None, overrides: Sequence[str], dirty: bool) -> Workspace:
+def make(
+    checkout: Path, flow_run: str, ref: str | None, overrides: Sequence[str], dirty: bool, data: bool
+) -> Workspace:
     """The worktree, without its data. A flow run that is tried again goes on from its branch, which is made when it is
     whole."""
     root, branch = checkout / FLOWS / flow_run, f"runs/{flow_run}"
@@ -92,6 +100,7 @@ def make(checkout: Path, flow_run: str, ref: str | None, overrides: Sequence[str
     git("worktree", "add", "--quiet", "--detach", str(root), commit)
     try:
         with chdir(root):
+            taken = take_up_data() if data and not again else ()
             if overrides and not again:
                 override(Path("params.yaml"), overrides)
                 git("commit", "--quiet", "--all", "--message", f"Parameters of this run: {', '.join(overrides)}")
@@ -101,7 +110,7 @@ def make(checkout: Path, flow_run: str, ref: str | None, overrides: Sequence[str
     except BaseException:
         remove(root)
         raise
-    return Workspace(flow_run, root, checkout, commit, tree, tuple(overrides), links)
+    return Workspace(flow_run, root, checkout, commit, tree, tuple(overrides), links, taken)
 
 
 def starting_commit(ref: str | None, dirty: bool) -> str:
@@ -137,6 +146,32 @@ def committed(changed: Sequence[str]) -> str:
         git("add", "--all", "--", *changed, env=index)
         tree = git("write-tree", env=index)
     return git("commit-tree", tree, "-p", "HEAD", "-m", f"Not committed when the run began: {', '.join(changed)}")
+
+
+def take_up_data() -> tuple[str, ...]:
+    """Commit the `.dvc` files of the branch runs/data here, each where it is as it was when `watch` changed it; what
+    was done with each, in words."""
+    if not has_branch(DATA):
+        return ()
+    paths = git("diff", "--name-only", "-z", f"{DATA}^", DATA, "--", "*.dvc").split("\0")
+    changed = [path for path in paths if path and blob("HEAD", path) != blob(DATA, path)]
+    taken = [path for path in changed if blob("HEAD", path) == blob(f"{DATA}^", path)]
+    if taken:
+        git("checkout", "--quiet", DATA, "--", *taken)
+        git("commit", "--quiet", "--message", f"Data of {DATA}: {', '.join(taken)}")
+    left = [path for path in changed if path not in taken]
+    return (
+        *(f"{path}: as on {DATA}, {git('rev-parse', '--short', DATA)}" for path in taken),
+        *(f"{path}: as committed by hand; what {DATA} has of it is older and left out" for path in left),
+    )
+
+
+def blob(commit: str, path: str) -> str | None:
+    """The hash by which git knows a file of a commit; None where there is none."""
+    try:
+        return git("rev-parse", "--verify", "--quiet", f"{commit}:{path}")
+    except GitError:
+        return None
 
 
 def override(file: Path, overrides: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ DEPLOYMENTS = yaml.safe_load((REPOSITORY / "prefect.yaml").read_text())["deploym
 
 def test_prefect_accepts_the_file():
     made = PrefectYamlModel.model_validate(yaml.safe_load((REPOSITORY / "prefect.yaml").read_text()))
-    assert [deployment.name for deployment in made.deployments] == ["full", "retrain"]
+    assert [deployment.name for deployment in made.deployments] == ["full", "retrain", "watch"]
 
 
 @pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=lambda deployment: deployment["name"])
@@ -28,7 +28,8 @@ def test_each_deployment_is_reached_as_m3diff_in_the_pool_that_services_makes(de
 
 def test_retraining_is_one_at_a_time_and_other_runs_go_side_by_side():
     limits = {deployment["name"]: deployment.get("concurrency_limit") for deployment in DEPLOYMENTS}
-    assert limits == {"full": None, "retrain": {"limit": 1, "collision_strategy": "ENQUEUE"}}
+    one = {"limit": 1, "collision_strategy": "ENQUEUE"}
+    assert limits == {"full": None, "retrain": one, "watch": one | {"collision_strategy": "CANCEL_NEW"}}
 
 
 def test_retrain_has_a_schedule_with_a_name_of_its_own_in_utc():
@@ -47,3 +48,10 @@ def test_a_worker_takes_two_runs_at_once_or_as_many_as_it_is_told(monkeypatch):
         monkeypatch.setenv("M3DIFF_FLOWS", wrong)
         with pytest.raises(services.ServiceError, match=f"M3DIFF_FLOWS={wrong} is no number of flow runs"):
             services.services()
+
+
+def test_watch_looks_every_quarter_of_an_hour_by_a_schedule_with_a_name_of_its_own():
+    (schedule,) = DEPLOYMENTS[2]["schedules"]
+    assert schedule["slug"] != DEPLOYMENTS[1]["schedules"][0]["slug"]
+    assert schedule["interval"] == 900
+    assert schedule["active"]

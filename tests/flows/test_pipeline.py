@@ -11,7 +11,7 @@ from prefect.states import Completed, Failed
 
 from components.promote.promote import Promotion
 from components.register.stage import Registration
-from flows import archive, dvc, pipeline, report, tasks
+from flows import archive, dvc, notices, pipeline, report, tasks
 from flows.dvc import DvcError
 from flows.full import full
 from flows.pipeline import FLOW_RUN, Done, run_pipeline
@@ -37,7 +37,7 @@ class Pipeline:
         self.deleted: list[tuple[str, ...]] = []
         self.opened: list[Any] = []
         self.logged: list[str] = []
-        self.root = root
+        self.root, self.data = root, ()
         logger = SimpleNamespace(info=self.logged.append, warning=self.logged.append)
         monkeypatch.setattr(pipeline, "get_run_logger", lambda: logger)
         monkeypatch.setattr(dvc, "stages", lambda: ["ingest@a", "ingest@b", "train"])
@@ -53,13 +53,17 @@ class Pipeline:
         monkeypatch.setattr(tasks, "register_model", self.register)
         monkeypatch.setattr(tasks, "promote_model", self.promote)
         monkeypatch.setattr(archive, "commit", lambda message, links: self.done.append(message.split("\n")[0]))
+        self.told: list[str] = []
+        monkeypatch.setattr(notices, "decided", lambda done, log: self.told.append(done.state))
         monkeypatch.setattr(report, "publish", lambda done, message: self.pages.append((done.state, done.error)))
 
     @contextmanager
     def workspace(self, *arguments: Any):
         self.opened.append(arguments)
         (self.root / "runs/flows").mkdir(parents=True, exist_ok=True)
-        yield Workspace(arguments[0], self.root / "tree", self.root, "commit", "tree", tuple(arguments[2]), ())
+        yield Workspace(
+            arguments[0], self.root / "tree", self.root, "commit", "tree", tuple(arguments[2]), (), self.data
+        )
 
     def reproduce(self, stage: str, current: bool, return_state: bool):
         return self.task((stage, current), name=stage)
@@ -217,6 +221,23 @@ def test_without_a_reason_nothing_runs_and_with_one_it_is_kept(recorded):
     found = ["new data"]
     assert run(reason="the schedule", worthwhile=reasons).name == "Rejected"
     assert recorded.logged.count("because the schedule") == recorded.logged.count("because new data") == 1
+
+
+def test_the_data_that_watch_found_are_taken_up_where_asked_and_the_log_says_so(recorded):
+    recorded.data = ("a.dvc: as on runs/data",)
+    run()
+    run(data=True)
+    assert [arguments[4] for arguments in recorded.opened] == [False, True]
+    assert recorded.logged.count("a.dvc: as on runs/data") == 2
+
+
+def test_a_decision_of_the_gate_is_told_and_a_failure_is_left_to_the_hook_of_the_flow(recorded):
+    run()
+    assert recorded.told == ["Rejected"]
+    recorded.fails = "train"
+    with pytest.raises(DvcError):
+        run()
+    assert recorded.told == ["Rejected"]
 
 
 def test_the_commit_says_what_ran_from_what_and_why(recorded):

@@ -10,14 +10,14 @@ import yaml
 from components.section import ParamsError
 from flows import dvc
 from flows.git import git, has_branch
-from flows.workspace import FLOWS, UncommittedError, lock, sweep, workspace
+from flows.workspace import DATA, FLOWS, UncommittedError, lock, sweep, workspace
 from tests import toy
 
 SEED = Path("params.yaml")
 
 
-def opened(flow_run="one", ref=None, overrides=(), dirty=False):
-    return workspace(flow_run, ref, overrides, dirty)
+def opened(flow_run="one", ref=None, overrides=(), dirty=False, **more):
+    return workspace(flow_run, ref, overrides, dirty, **more)
 
 
 def worktrees() -> list[str]:
@@ -186,3 +186,80 @@ def test_one_killed_before_its_branch_was_made_begins_anew(project):
     (root / "params.yaml").write_text("half written")
     with opened(overrides=["train.epochs=6"]):
         assert yaml.safe_load(SEED.read_text())["train"]["epochs"] == 6
+
+
+# The data that watch found
+
+
+def written(project: Path, **files: str) -> None:
+    """Write `.dvc` files and commit them to main: a word stands for their content."""
+    for name, word in files.items():
+        (project / f"{name}.dvc").write_text(f"outs:\n- path: {name}\n  desc: {word}\n")
+    toy.commit(project, f"data {files}")
+
+
+def found_by_watch(project: Path, **files: str) -> None:
+    """What watch does: a commit on top of main's, on a branch of its own."""
+    head = git("rev-parse", "HEAD")
+    written(project, **files)
+    git("update-ref", f"refs/heads/{DATA}", "HEAD")
+    git("reset", "--quiet", "--hard", head)
+
+
+def word_of(name: str) -> str:
+    return yaml.safe_load(Path(f"{name}.dvc").read_text())["outs"][0]["desc"]
+
+
+def test_data_that_watch_found_are_taken_up_where_asked_and_are_part_of_the_content(project):
+    written(project, a="old", b="old")
+    found_by_watch(project, a="new")
+    with opened("plain", "HEAD") as plain:
+        assert (word_of("a"), plain.data) == ("old", ())
+    with opened("with", "HEAD", data=True) as work:
+        assert (word_of("a"), word_of("b")) == ("new", "old")
+        assert work.data == (f"a.dvc: as on {DATA}, {git('rev-parse', '--short', DATA)}",)
+        assert git("log", "-1", "--format=%s") == f"Data of {DATA}: a.dvc"
+        assert git("status", "--porcelain") == ""
+        assert work.tree == git("rev-parse", "HEAD^{tree}") != plain.tree
+    assert work.commit == git("rev-parse", "HEAD")
+    assert word_of("a") == "old"
+
+
+def test_main_may_move_on_and_what_a_person_changed_there_meanwhile_wins(project):
+    written(project, a="old", b="old", c="old")
+    found_by_watch(project, a="new", b="new", c="new")
+    written(project, b="by hand", c="new", d="another")
+    with opened(ref="HEAD", data=True) as work:
+        assert [word_of(name) for name in "abcd"] == ["new", "by hand", "new", "another"]
+    assert [line.split(",")[0] for line in work.data] == [
+        f"a.dvc: as on {DATA}",
+        f"b.dvc: as committed by hand; what {DATA} has of it is older and left out",
+    ]
+
+
+def test_a_file_that_main_gave_up_stays_away(project):
+    written(project, a="old")
+    found_by_watch(project, a="new")
+    git("rm", "-q", "a.dvc")
+    toy.commit(project, "without a")
+    with opened(ref="HEAD", data=True):
+        assert not Path("a.dvc").exists()
+
+
+def test_data_that_are_in_main_already_change_nothing(project):
+    written(project, a="old")
+    found_by_watch(project, a="new")
+    written(project, a="new")
+    with opened(ref="HEAD", data=True) as work:
+        assert work.data == ()
+        assert git("rev-parse", "HEAD") == work.commit
+
+
+def test_a_run_that_is_tried_again_keeps_the_data_that_it_began_with(project):
+    written(project, a="old")
+    found_by_watch(project, a="new")
+    with pytest.raises(RuntimeError), opened(ref="HEAD", data=True):
+        raise RuntimeError("killed")
+    found_by_watch(project, a="newer")
+    with opened(ref="HEAD", data=True):
+        assert word_of("a") == "new"

@@ -1,0 +1,87 @@
+"""Late runs of a deployment are one run: the first that starts cancels the others that are due and ask for the same."""
+
+import inspect
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+import httpx
+from prefect import get_run_logger
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterDeploymentId,
+    FlowRunFilterExpectedStartTime,
+    FlowRunFilterState,
+    FlowRunFilterStateName,
+)
+from prefect.client.schemas.objects import FlowRun
+from prefect.context import FlowRunContext
+from prefect.exceptions import PrefectException
+from prefect.flows import Flow
+from prefect.states import Cancelled, State
+
+WAITING = ["Scheduled", "Late", "AwaitingConcurrencySlot"]
+"""The states of a run that did not begin. AwaitingRetry is not among them: a person or Prefect asked for that one."""
+
+
+def deployed_run() -> FlowRun | None:
+    """The flow run that this is, where a deployment made it; None for a flow that was called as a function."""
+    context = FlowRunContext.get()
+    run = context.flow_run if context else None
+    return run if run and run.deployment_id else None
+
+
+def coalesce_late() -> list[str]:
+    """Cancel the other runs of this deployment that are due by now and ask for the same as this one.
+
+    Call it before anything is read, so that this run sees what those would have seen. That the server does not answer
+    is logged: the others then follow one by one, and find nothing to do.
+
+    Returns:
+        the reasons that they had.
+    """
+    run = deployed_run()
+    if run is None:
+        return []
+    reasons, log = [], get_run_logger()
+    try:
+        for other in due(run):
+            if take_over(run, other):
+                log.info(
+                    f"flow run {other.name}, due at {other.expected_start_time}, is coalesced: this one does its work"
+                )
+                reasons.append(other.parameters.get("reason") or "")
+    except (httpx.HTTPError, PrefectException) as error:
+        log.warning(f"late runs were not coalesced: {type(error).__name__}: {error}")
+    return [text for text in dict.fromkeys(reasons) if text]
+
+
+def due(run: FlowRun) -> list[FlowRun]:
+    """The other runs of the deployment of `run` that wait, are due, and ask for the same."""
+    context = FlowRunContext.get()
+    assert context is not None
+    assert context.flow is not None
+    assert run.deployment_id is not None
+    condition = FlowRunFilter(
+        deployment_id=FlowRunFilterDeploymentId(any_=[run.deployment_id]),
+        state=FlowRunFilterState(name=FlowRunFilterStateName(any_=WAITING)),
+        expected_start_time=FlowRunFilterExpectedStartTime.model_validate({"before_": datetime.now(UTC)}),
+    )
+    with get_client(sync_client=True) as client:
+        found = client.read_flow_runs(flow_run_filter=condition)
+    ours = asked(context.flow, run.parameters)
+    return [other for other in found if other.id != run.id and asked(context.flow, other.parameters) == ours]
+
+
+def asked(flow: Flow[..., Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run is asked to do, its reason aside; what it does not say is the flow's default."""
+    defaults = {name: value.default for name, value in inspect.signature(flow.fn).parameters.items()}
+    return {name: value or None for name, value in (defaults | dict(parameters)).items() if name != "reason"}
+
+
+def take_over(run: FlowRun, other: FlowRun) -> bool:
+    """Cancel `other`; false where it began meanwhile."""
+    state: State[Any] = Cancelled(name="Coalesced", message=f"flow run {run.name} ({run.id}) does this work")
+    with get_client(sync_client=True) as client:
+        return client.set_flow_run_state(other.id, state).status.value == "ACCEPT"
