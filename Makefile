@@ -12,7 +12,7 @@ export LC_ALL := C.UTF-8
 
 .DEFAULT_GOAL := help
 N ?= 3
-.PHONY: help run test test-gpu check up down profile base base-single seeds targets ablation rehearse bench-train bench-data bench-score install check-system
+.PHONY: help run test test-gpu faults check up down profile base base-single seeds targets ablation rehearse bench-train bench-data bench-score install check-system
 
 help:           ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -27,6 +27,9 @@ test: install   ## every test
 test-gpu: install ## the tests that need an NVIDIA GPU
 	@python -c 'import sys, torch; torch.cuda.is_available() or sys.exit(f"make test-gpu: torch {torch.__version__} sees no GPU; install a CUDA build of torch and check nvidia-smi")'
 	@python -m pytest tests/gpu -m gpu
+
+faults: install ## every fault of tests/faults/table.py, an hour at most; SEED=N for the points of an earlier run
+	@OMP_NUM_THREADS=1 timeout 3600 python -m pytest -n 2 --dist worksteal -m 'fault and not gpu' $(if $(SEED),--faults-seed $(SEED))
 
 check: install  ## lint, formatting, types and the design rules
 	@ruff check .
