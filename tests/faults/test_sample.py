@@ -1,4 +1,4 @@
-"""Which tests of faults a run takes: all where they are asked for, else the quick ones and three minutes of the rest."""
+"""Which tests of faults a run takes: all where they are asked for, else the quick ones and some of the rest."""
 
 from pathlib import Path
 from types import SimpleNamespace
