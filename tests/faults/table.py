@@ -78,11 +78,7 @@ ROWS = (
 )
 
 NO_TEST_YET: dict[str, str] = {
-    "07": "a flow's worktree has a new one; to be shown",
-    "20": "needs Prefect's server, killed in mid-run; to be written",
     "S5": "needs the units of systemd, which are not here yet",
     "S6": "needs the deployment that watches data, which is not here yet",
-    "m8": "register reads every byte; to be shown in a run",
-    "m9": "checkpoints are safetensors; to be shown with a pickle in one",
 }
 """Rows that nothing shows yet, and why."""

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -91,8 +92,17 @@ def test_a_lock_that_is_held_as_a_stage_ends_is_waited_for_and_the_stage_recorde
     assert recorded["params"]["params.yaml"]["evaluate"]["gallery"] == 7
 
 
-def left_by_a_killed_dvc(root: Path, kind: str) -> None:
-    mine = {"pid": os.getpid(), "cmd": "dvc repro"}
+@pytest.fixture
+def stranger() -> Iterator[int]:
+    """The number of a process that is no DVC."""
+    process = subprocess.Popen(["sleep", "600"])
+    yield process.pid
+    process.kill()
+    process.wait()
+
+
+def left_by_a_killed_dvc(root: Path, kind: str, pid: int = 0) -> None:
+    mine = {"pid": pid, "cmd": "dvc repro"}
     reused = {
         "write": {str(root / "data" / "07_report"): mine},
         "read": {str(root / "data" / "06_predictions"): [mine]},
@@ -104,18 +114,18 @@ def left_by_a_killed_dvc(root: Path, kind: str) -> None:
 @pytest.mark.fault("07")
 @pytest.mark.slow(15)
 @pytest.mark.parametrize("kind", ["empty", "half", "reused"])
-def test_what_a_killed_dvc_left_of_its_rwlock_is_removed_with_a_word(project, kind):
+def test_what_a_killed_dvc_left_of_its_rwlock_is_removed_with_a_word(project, stranger, kind):
     set_gallery(7)
-    left_by_a_killed_dvc(project, kind)
+    left_by_a_killed_dvc(project, kind, stranger)
     said: list[str] = []
     assert dvc.repro(STAGE, said.append) == "Ran"
     assert said[0].startswith("removed .dvc/tmp/rwlock, which a killed process left: ")
 
 
 @pytest.mark.fault("07")
-def test_the_rwlock_of_a_dvc_at_work_stays(project, monkeypatch):
+def test_the_rwlock_of_a_dvc_at_work_stays(project, monkeypatch, stranger):
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    left_by_a_killed_dvc(project, "reused")
+    left_by_a_killed_dvc(project, "reused", stranger)
     monkeypatch.setattr(dvc, "command_of", lambda pid: "python -m dvc repro")
     dvc.repair_rwlock(pytest.fail)
     monkeypatch.setattr(dvc, "command_of", lambda pid: "")

@@ -18,7 +18,7 @@ from tests.register.conftest import change
 STAGES = {"ingest@minichange", "validate", "convert", "train", "predict", "evaluate"}
 
 
-@pytest.mark.fault("24", "25")
+@pytest.mark.fault("24", "25", "see")
 @pytest.mark.slow(60)
 def test_a_second_run_skips_all_and_a_parameter_of_evaluate_runs_evaluate_alone(flow):
     state, done = flow.run()
@@ -26,6 +26,12 @@ def test_a_second_run_skips_all_and_a_parameter_of_evaluate_runs_evaluate_alone(
     assert {how for name, how in done.items() if name not in ("register", "promote")} == {"Skipped"}
     assert done.keys() > STAGES
     (version,) = flow.versions
+    assert version.tags["prefect.flow_run"] == "run1"
+    (page,) = flow.pages
+    for text in ("- because a test", "| minichange/total | CIDEr |", "m3diff version 1", "git show runs/run1:dvc.lock"):
+        assert text in page, text
+    (kept,) = (flow.root / "runs" / "reports").glob("*.md")
+    assert kept.read_text() == page + "\n"
     state, done = flow.run()
     assert state.name == "Skipped"
     assert set(done.values()) == {"Skipped"}
@@ -68,17 +74,18 @@ def test_a_bit_that_flipped_in_the_cache_is_found_before_anything_is_registered(
 @pytest.mark.slow(30)
 def test_damaged_bytes_are_not_sent_to_the_remote_and_the_file_is_named_with_both_hashes(flow, rng, tmp_path):
     remote = with_remote(flow.root, tmp_path)
-    file, copy, hash_ = flip_a_bit(rng, flow.root, flow.root / "data/05_model/checkpoint")
+    _, copy, hash_ = flip_a_bit(rng, flow.root, flow.root / "data/05_model/checkpoint")
     with pytest.raises(DataError) as refused:
         flow.run()
     told = str(refused.value)
-    assert f"data/05_model/checkpoint: {file.name}: damaged in the cache: {copy} has md5 {md5(copy)}" in told
+    assert "data/05_model/checkpoint: " in told
+    assert f"damaged in the cache: {copy} has md5 {md5(copy)}; remove it" in told
     assert f"{hash_[:2]}/{hash_[2:]}" in told
     assert not any(path.is_file() for path in remote.rglob("*"))
     assert flow.versions == []
     copy.unlink()
-    toy.run(flow.root, "dvc", "commit", "--quiet", "--force", "train")
     assert flow.run()[1]["push"] == "Ran"
+    assert md5(copy) == hash_
     assert len(flow.versions) == 1
 
 
@@ -95,8 +102,9 @@ def with_remote(root: Path, tmp_path: Path) -> Path:
 def test_a_remote_that_fails_half_way_leaves_nothing_registered_and_the_next_run_sends_the_rest(flow, rng, tmp_path):
     remote = with_remote(flow.root, tmp_path)
     (remote / "files" / "md5").mkdir(parents=True)
-    objects = sorted(path.name for path in (flow.root / ".dvc/cache/files/md5").iterdir())
-    sealed = [remote / "files" / "md5" / name for name in rng.sample(objects, len(objects) // 3)]
+    looked_at_before = {hash_[:2] for hash_ in archive.stored().values()}
+    objects = {path.name for path in (flow.root / ".dvc/cache/files/md5").iterdir()} - looked_at_before
+    sealed = [remote / "files" / "md5" / name for name in rng.sample(sorted(objects), len(objects) // 2)]
     for place in sealed:
         place.write_text("no folder: what belongs here cannot be written")
     with pytest.raises(archive.NotPushedError, match="remote 'store'"):
@@ -171,21 +179,3 @@ def test_a_training_that_diverges_is_neither_tried_again_nor_registered(flow):
     assert flow.versions == []
     train = [line for line in flow.logged if line == "train: step 7: loss nan at rate 0.001"]
     assert len(train) == 1
-
-
-@pytest.mark.fault("see")
-@pytest.mark.slow(30)
-def test_the_page_of_a_run_names_reasons_tasks_scores_and_where_to_look(flow):
-    flow.run()
-    (page,) = flow.pages
-    for text in (
-        "- because a test",
-        "| minichange/total | CIDEr |",
-        "| register |",
-        "models",
-        "git show runs/run1:dvc.lock",
-    ):
-        assert text in page, text
-    (kept,) = (flow.root / "runs" / "reports").glob("*.md")
-    assert kept.read_text() == page + "\n"
-    assert flow.versions[0].tags["prefect.flow_run"] == "run1"
