@@ -12,12 +12,13 @@ export LC_ALL := C.UTF-8
 
 .DEFAULT_GOAL := help
 N ?= 3
-.PHONY: help run test test-gpu test-team check up down status install-services uninstall-services upgrade audit install-team profile base base-single seeds targets ablation rehearse bench-train bench-data bench-score install check-system
+.PHONY: help run test test-gpu test-team faults check up down status install-services uninstall-services upgrade audit install-team profile base base-single seeds targets ablation rehearse bench-train bench-data bench-score install check-system
 
 help:           ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
 
 run: install    ## the whole pipeline on the embedded benchmark, then the scores and where everything is
+	@python -c 'from flows.dvc import repair_rwlock; repair_rwlock(print)'
 	@dvc repro
 	@python infra/summary.py
 
@@ -30,6 +31,9 @@ test-gpu: install ## the tests that need an NVIDIA GPU
 
 test-team: install-team ## the tests that start PostgreSQL, an SSH server and an S3-compatible one on this machine
 	@OMP_NUM_THREADS=1 python -m pytest -m team
+
+faults: install ## every fault of tests/faults/table.py, an hour at most; SEED=N for the points of an earlier run
+	@OMP_NUM_THREADS=1 timeout 3600 python -m pytest -n 2 --dist worksteal -m 'fault and not gpu and not team' $(if $(SEED),--faults-seed $(SEED))
 
 check: install  ## lint, formatting, types and the design rules
 	@ruff check .

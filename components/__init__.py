@@ -1,7 +1,9 @@
 """m3diff's stages. Importing this package switches every tool's telemetry off and keeps a Ray of this machine's own off
-the network, before any tool is imported."""
+the network, before any tool is imported. A user without a home, as containers have them, gets one for caches."""
 
 import os
+import tempfile
+from pathlib import Path
 
 PRIVACY = {
     "DO_NOT_TRACK": "true",
@@ -23,3 +25,10 @@ for _name, _value in PRIVACY.items():
 
 if not os.environ.get("RAY_ADDRESS"):  # as on those systems: Ray then keeps to 127.0.0.1, where it is asked to
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+
+try:
+    Path.home()
+except RuntimeError:  # no HOME, and a number that the system has no name for; libraries fail then as they are imported
+    _home = Path(tempfile.gettempdir()) / f"m3diff-{os.getuid()}"
+    _home.mkdir(mode=0o700, exist_ok=True)
+    os.environ["HOME"] = str(_home)

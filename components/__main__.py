@@ -6,6 +6,7 @@ parameters, 3 data refused, 4 gate refused, 75 try again later, other a bug.
 
 import argparse
 import ctypes
+import errno
 import json
 import os
 import signal
@@ -22,6 +23,7 @@ from components.records import DataError
 from components.section import ParamsError
 
 USAGE, DATA_REFUSED, GATE_REFUSED, TRY_AGAIN = 2, 3, 4, 75
+FULL = (errno.ENOSPC, errno.EDQUOT)
 PROFILES = Path("profiles")
 
 Command = Callable[[argparse.Namespace], int | None]
@@ -407,6 +409,11 @@ def main(argv: list[str] | None = None) -> int:
         return DATA_REFUSED
     except (ConnectionError, BlockingIOError, ChildProcessError) as error:
         print(f"m3diff {args.command}: {error}", file=sys.stderr)
+        return TRY_AGAIN
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        print(f"m3diff {args.command}: {error}; make room and run it again", file=sys.stderr)
         return TRY_AGAIN
 
 

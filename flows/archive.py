@@ -1,12 +1,14 @@
 """What a run made, kept: data and checkpoint in the DVC remote, `dvc.lock` and scores on the branch of the run."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import yaml
 
+from components.archive.objects import in_cache
 from components.files import write_atomic
+from components.records import DataError
 from components.section import ParamsError
 from flows import dvc
 from flows.git import GitError, git
@@ -71,6 +73,7 @@ def push(record: Path, log: Callable[[str], None]) -> tuple[str, str]:
         record: file of the hashes that each remote was seen to have.
 
     Raises:
+        DataError: a file in the cache is damaged; nothing was sent.
         NotPushedError: something is missing there; what arrived is not sent again.
     """
     name = remote()
@@ -80,6 +83,7 @@ def push(record: Path, log: Callable[[str], None]) -> tuple[str, str]:
     new = {path: md5 for path, md5 in stored().items() if md5 not in seen.get(name, [])}
     if not new:
         return "Skipped", f"remote {name!r} has all of it already"
+    check_cache(new)
     try:
         said = dvc.ask("push").strip()
         found = json.loads(dvc.ask("data", "status", "--granular", "--not-in-remote", "--json", *new))
@@ -90,6 +94,21 @@ def push(record: Path, log: Callable[[str], None]) -> tuple[str, str]:
     write_atomic(record, json.dumps(seen | {name: sorted({*seen.get(name, []), *new.values()})}))
     log(f"remote {name!r}: {said or 'nothing to send'}")
     return "Ran", f"remote {name!r} has all of it, {len(new)} new"
+
+
+def check_cache(hashes: Mapping[str, str]) -> None:
+    """See that what is to be sent is what its name says: DVC would send damaged bytes under the right name.
+
+    Args:
+        hashes: DVC's, by path.
+
+    Raises:
+        DataError: it is not; every damaged file is named.
+    """
+    cache = Path(dvc.ask("cache", "dir").strip())
+    found = {path: in_cache(cache, md5, read=True) for path, md5 in hashes.items()}
+    if bad := [f"{path}: {note}" for path, (outcome, note) in found.items() if outcome == "differs"]:
+        raise DataError("; ".join(bad))
 
 
 def commit(message: str, links: Sequence[str]) -> str:

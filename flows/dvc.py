@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 import yaml
 
 Outcome = Literal["Ran", "Restored", "Skipped"]
@@ -85,7 +86,8 @@ def ask(*arguments: str, cwd: Path | None = None) -> str:
     """
     done = subprocess.run([*DVC, *arguments], cwd=cwd, env=environment(), capture_output=True, text=True)
     if done.returncode:
-        raise DvcError(f"dvc {' '.join(arguments)}", done.returncode, done.stderr.splitlines())
+        said = [*done.stderr.splitlines(), *broken_lock(cwd or Path())]
+        raise DvcError(f"dvc {' '.join(arguments)}", done.returncode, said)
     return done.stdout
 
 
@@ -95,6 +97,7 @@ def repro(stage: str, log: Callable[[str], None]) -> Outcome:
     Raises:
         DvcError: the stage failed; its processes are gone.
     """
+    repair_rwlock(log)
     said: deque[str] = deque(maxlen=12)
     outcome: Outcome | None = None
     process = subprocess.Popen(
@@ -113,11 +116,63 @@ def repro(stage: str, log: Callable[[str], None]) -> Outcome:
             said.append(line)
             outcome = next((word for words, word in WORDS.items() if words.format(stage) in line), outcome)
         if process.wait():
-            raise DvcError(f"stage {stage}", stage_code(said, process.returncode), said)
+            raise DvcError(f"stage {stage}", stage_code(said, process.returncode), [*said, *broken_lock(Path())])
     finally:
         end_group(process)
     assert outcome is not None, f"none of {list(WORDS)} in what DVC said: {list(said)}"
     return outcome
+
+
+def broken_lock(folder: Path) -> list[str]:
+    """What to do about a `dvc.lock` that is none, of which DVC says too little; nothing where it is whole."""
+    file = folder / "dvc.lock"
+    try:
+        whole = not file.is_file() or "stages" in yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError, TypeError):
+        whole = False
+    return (
+        []
+        if whole
+        else [
+            f"{file} is not DVC's lock file (empty, cut short, or with the marks of a merge conflict); restore it: "
+            "`git log --oneline -- dvc.lock` lists its commits, `git checkout COMMIT -- dvc.lock` takes it from one"
+        ]
+    )
+
+
+def repair_rwlock(log: Callable[[str], None]) -> None:
+    """Remove DVC's list of who reads and writes what, where a killed process left half of it, or one that names a
+    process which has the number by now and is no DVC: with it every `dvc repro` fails, however long it waits."""
+    file = Path(".dvc/tmp/rwlock")
+    if not rwlock_fault(file):
+        return
+    time.sleep(1)  # DVC writes it in place: what is half now is whole in a moment
+    if fault := rwlock_fault(file):
+        file.unlink(missing_ok=True)
+        log(f"removed {file}, which a killed process left: {fault}")
+
+
+def rwlock_fault(file: Path) -> str | None:
+    """Why DVC could not use this file; None where it can, or where one that it names is a DVC at work."""
+    try:
+        entries = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        return "it is no JSON"
+    holders = [*entries.get("write", {}).values(), *(who for all_ in entries.get("read", {}).values() for who in all_)]
+    alive = {who["pid"]: command for who in holders if (command := command_of(who["pid"]))}
+    if not alive or any("dvc" in command for command in alive.values()):
+        return None
+    return ", ".join(f"process {pid} is `{command}` now" for pid, command in alive.items())
+
+
+def command_of(pid: int) -> str:
+    """How a process was started; empty where there is none."""
+    try:
+        return " ".join(psutil.Process(pid).cmdline())
+    except psutil.Error:
+        return ""
 
 
 def environment() -> dict[str, str]:

@@ -1,16 +1,75 @@
-"""The order of the tests."""
+"""The order of the tests, and which of the long tests of faults a run of all tests takes."""
+
+import os
+import random
+import time
+from pathlib import Path
 
 import pytest
 
+FAULTS = Path(__file__).parent / "faults"
+SAMPLE_S = 180
+"""What the long tests in `tests/faults` may take in a run of all tests; `make faults` runs each of them."""
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    today = int(time.time() // 86400)
+    parser.addoption(
+        "--faults-seed", type=int, default=today, help="seed of the faults and of their sample; else the day"
+    )
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say how to run the same faults again."""
+    terminalreporter.write_line(f"faults were sampled with --faults-seed {config.option.faults_seed}")
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> random.Random:
+    """Random numbers of this test alone; the same again with the same `--faults-seed`."""
+    seed = request.config.option.faults_seed
+    print(f"--faults-seed {seed}")
+    return random.Random(f"{seed} {request.node.name}")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The files with the longest tests first: a long test that begins last keeps all cores waiting.
 
     A mark `slow(200)` says how many seconds a test takes, `slow` alone that it is over ten; the rest keeps its order.
     """
+    if is_run_of_all(config):
+        left_out = beyond_sample(items, config.option.faults_seed)
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
+        items[:] = [item for item in items if item.nodeid not in left_out]
     longest: dict[object, float] = {}
     for item in items:
-        if mark := item.get_closest_marker("slow"):
-            seconds = mark.args[0] if mark.args else 10
+        if seconds := seconds_of(item):
             longest[item.path] = max(seconds, longest.get(item.path, 0))
     items.sort(key=lambda item: -longest.get(item.path, 0))
+
+
+def is_run_of_all(config: pytest.Config) -> bool:
+    """Whether nobody asked for faults: neither by their mark nor by their folder or a test of it."""
+    places = [Path(os.path.abspath(place.partition("::")[0])) for place in config.option.file_or_dir]
+    named = any(place.is_relative_to(FAULTS) for place in places)
+    return not named and "fault" not in config.option.markexpr
+
+
+def beyond_sample(items: list[pytest.Item], seed: int) -> set[str]:
+    """The long tests of faults that are left out this time."""
+    long = sorted(item.nodeid for item in items if item.path.is_relative_to(FAULTS) and seconds_of(item))
+    seconds = {item.nodeid: seconds_of(item) for item in items}
+    random.Random(seed).shuffle(long)
+    spent, left_out = 0.0, set()
+    for test in long:
+        if spent + seconds[test] > SAMPLE_S:
+            left_out.add(test)
+        else:
+            spent += seconds[test]
+    return left_out
+
+
+def seconds_of(item: pytest.Item) -> float:
+    """How long a test takes by its mark `slow`; 0 without one."""
+    mark = item.get_closest_marker("slow")
+    return (mark.args[0] if mark.args else 10) if mark else 0

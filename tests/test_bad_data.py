@@ -305,6 +305,7 @@ def test_every_layout_is_sound_before_it_is_damaged(tmp_path, layout):
     assert report.quarantined == report.leaks
 
 
+@pytest.mark.fault("14")
 @pytest.mark.parametrize(("layout", "change", "message"), [c[1:] for c in REFUSED], ids=[c[0] for c in REFUSED])
 def test_what_cannot_be_read_is_refused_by_name(tmp_path, layout, change, message):
     ingest = build(tmp_path, layout, change)
@@ -313,6 +314,7 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path, layout, change, messag
     assert str(tmp_path / "raw") in str(refused.value)
 
 
+@pytest.mark.fault("14", "31")
 @pytest.mark.parametrize(("layout", "change", "message"), [c[1:] for c in QUARANTINED], ids=[c[0] for c in QUARANTINED])
 def test_bad_rows_are_quarantined_and_none_is_lost(tmp_path, layout, change, message, quick_suite):
     read = build(tmp_path, layout, change)()
@@ -327,6 +329,7 @@ def test_bad_rows_are_quarantined_and_none_is_lost(tmp_path, layout, change, mes
     assert quarantine["reason"].str.contains(message).any(), quarantine["reason"].to_list()
 
 
+@pytest.mark.fault("17")
 @pytest.mark.parametrize(("layout", "change"), [c[1:] for c in TAKEN], ids=[c[0] for c in TAKEN])
 def test_harmless_forms_are_read_as_they_were_meant(tmp_path, layout, change, quick_suite):
     build(tmp_path, layout, change)()

@@ -5,6 +5,7 @@ arguments from the function's own file: what a command passes must be what the f
 """
 
 import ast
+import errno
 import shutil
 import sys
 import types
@@ -398,6 +399,7 @@ def test_evaluate_is_refused_where_the_jars_of_spice_are_not_there(monkeypatch, 
         (DataError("records: no"), 3, "m3diff validate: records: no\n"),
         (ConnectionError("no server"), 75, "m3diff validate: no server\n"),
         (BlockingIOError("locked"), 75, "m3diff validate: locked\n"),
+        (OSError(errno.ENOSPC, "full"), 75, "m3diff validate: [Errno 28] full; make room and run it again\n"),
     ],
 )
 def test_each_kind_of_error_has_its_exit_code_and_one_line(error, code, words, monkeypatch, capsys):

@@ -142,6 +142,7 @@ def edited(lines: list[bytes], number: int, old: bytes, new: bytes) -> list[byte
     return [line.replace(old, new) if at == number else line for at, line in enumerate(lines, start=1)]
 
 
+@pytest.mark.fault("S2")
 @pytest.mark.parametrize(
     ("edit", "found"),
     [

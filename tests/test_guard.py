@@ -48,6 +48,7 @@ def set_seed(seed: int) -> str:
     return f"p = Path('params.yaml'); p.write_text(p.read_text().replace('seed: 7407', 'seed: {seed}'))"
 
 
+@pytest.mark.fault("B1")
 @pytest.mark.slow
 def test_a_parameter_edited_during_training_fails_the_stage_and_is_not_recorded(project: Path):
     assert repro("convert")[0] == 0
@@ -81,6 +82,7 @@ def fails(stage: str, monkeypatch: pytest.MonkeyPatch, edit: str) -> str:
     return str(said.value)
 
 
+@pytest.mark.fault("B1")
 def test_code_is_named_with_both_hashes_and_what_comes_or_goes_too(project: Path, monkeypatch: pytest.MonkeyPatch):
     file = Path("components/train/loop.py")
     before = guard.sha256(file)[:12]

@@ -44,12 +44,14 @@ def png_with(width: int, height: int, pixels: bytes) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(pixels)) + chunk(b"IEND", b"")
 
 
+@pytest.mark.fault("15")
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "P", "1", "LA"])
 def test_every_png_mode_is_sound(tmp_path, mode):
     save_picture(tmp_path / "a.png", 3, mode=mode)
     assert verdicts(tmp_path, "a.png") == ["ok"]
 
 
+@pytest.mark.fault("15")
 def test_broken_files_are_told_apart(tmp_path):
     noise = encoded("PNG")
     cases = {
@@ -68,6 +70,7 @@ def test_broken_files_are_told_apart(tmp_path):
     assert [verdict[: len(want)] for verdict, want in zip(found, wanted, strict=True)] == wanted
 
 
+@pytest.mark.fault("15")
 def test_what_is_no_file_is_never_opened(tmp_path):
     os.mkfifo(tmp_path / "pipe.png")
     (tmp_path / "folder.png").mkdir()

@@ -455,6 +455,7 @@ def faults_of(path: Path) -> list[str]:
     return [line.strip() for line in lines]
 
 
+@pytest.mark.fault("m5")
 @pytest.mark.parametrize("name", WRONG)
 def test_every_fault_of_a_wrong_file_is_said_at_once(name, write):
     changes, expected = WRONG[name]

@@ -66,6 +66,7 @@ def test_a_machine_that_has_everything_is_taken(params, monkeypatch):
     assert asked == [["java", "-version"]]
 
 
+@pytest.mark.fault("10")
 def test_every_lack_is_told_at_once(params, monkeypatch):
     commands(monkeypatch)
     has(monkeypatch, disk=1.5, memory=7)
@@ -87,6 +88,7 @@ def test_the_disk_of_the_nearest_folder_that_is_there_is_asked(params, monkeypat
     assert asked == [tmp_path, tmp_path / "data"]
 
 
+@pytest.mark.fault("11", "m3")
 @pytest.mark.parametrize(("found", "enough"), [(1, False), (2, True), (3, True)])
 def test_as_many_gpus_as_workers(params, monkeypatch, found, enough):
     listed = "".join(f"GPU {n}: NVIDIA H200 (UUID: x)\n" for n in range(found))
@@ -107,12 +109,14 @@ def broken() -> Any:
     return SimpleNamespace(returncode=9, stdout="GPU 0: but the driver failed\n")
 
 
+@pytest.mark.fault("11", "m3")
 @pytest.mark.parametrize("answer", [silent, broken])
 def test_a_driver_that_does_not_answer_has_no_gpu(params, monkeypatch, answer):
     commands(monkeypatch, java=java, nvidia_smi=answer)
     assert "1 GPU(s) asked for, 0 found" in faults(ask(params, gpu=True, workers=0))
 
 
+@pytest.mark.fault("m7")
 def test_memory_and_gpus_of_a_cluster_are_not_those_of_this_machine(params, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
     commands(monkeypatch, java=java)
@@ -125,6 +129,7 @@ def test_without_a_metric_of_java_no_java_is_asked_for(params, monkeypatch):
     preflight(params.model_copy(update={"evaluate": params.evaluate.model_copy(update={"metrics": ("CIDEr",)})}))
 
 
+@pytest.mark.fault("19")
 def test_a_server_of_mlflow_that_is_gone_is_named(params, monkeypatch):
     commands(monkeypatch, java=java)
     gone = params.register_.model_copy(update={"tracking_uri": "http://127.0.0.1:9"})

@@ -18,6 +18,7 @@ def compute(**changes: Any) -> Compute:
     return Compute(**{**COMPUTE, "workers": 2, "scratch": Path("runs"), **changes})
 
 
+@pytest.mark.fault("S7")
 @pytest.mark.parametrize(("cores", "want"), [(16, 16), (2, 6), (None, 6)])
 def test_a_cluster_of_the_run_s_own_has_the_cores_that_are_asked_for_and_no_network(
     cores: int | None, want: int, monkeypatch: pytest.MonkeyPatch

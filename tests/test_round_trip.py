@@ -28,6 +28,7 @@ PAIR = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.fault("17")
 @pytest.mark.slow
 @settings(
     max_examples=30,

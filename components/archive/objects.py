@@ -54,8 +54,8 @@ def in_cache(cache: Path, hash_: str, read: bool) -> tuple[Outcome, str]:
     file = object_file(cache, hash_)
     if not file.is_file():
         return "missing", "neither in the cache nor in the remote"
-    if (read or hash_.endswith(".dir")) and md5(file) != hash_.removesuffix(".dir"):
-        return "differs", f"damaged in the cache: {file}; remove it and run `dvc pull`"
+    if (read or hash_.endswith(".dir")) and (found := md5(file)) != hash_.removesuffix(".dir"):
+        return "differs", f"damaged in the cache: {file} has md5 {found}; remove it and run `dvc pull` or `dvc repro`"
     if hash_.endswith(".dir"):
         for entry in json.loads(file.read_bytes()):
             outcome, note = in_cache(cache, entry["md5"], read)

@@ -120,7 +120,9 @@ class Lock:
         for where, part, md5 in recorded:
             if md5 != on_disk[part]:
                 raise DataError(
-                    f"{part}: {LOCK} has {md5} ({where}), on disk is {on_disk[part]}; run `dvc repro` first"
+                    f"{part}: {LOCK} has {md5} ({where}), on disk is {on_disk[part]}; run `dvc repro` first; "
+                    f"where that calls it up to date, bytes of {part} were damaged: remove it and its copy in DVC's "
+                    "cache, then `dvc pull` or `dvc repro`"
                 )
         return on_disk[path]
 

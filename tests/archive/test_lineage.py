@@ -69,6 +69,7 @@ def in_cache(path: str, of: Team) -> Path:
     return of.project / ".dvc/cache/files/md5" / hash_[:2] / hash_[2:]
 
 
+@pytest.mark.fault("09")
 def test_a_damaged_object_of_the_cache_is_named(project):
     place = in_cache("data/06_predictions/predictions.json", project)
     back = cut(place)

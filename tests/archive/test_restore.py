@@ -25,6 +25,7 @@ def clone(team: Team, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return clone
 
 
+@pytest.mark.fault("S1")
 def test_a_version_comes_back_in_a_fresh_clone_with_the_same_hashes(team, clone, tmp_path, capsys):
     assert main(["restore", "1", "--into", "../out"]) == 0
     out = tmp_path / "out"
@@ -51,6 +52,7 @@ def test_an_alias_names_a_version_and_a_branch_needs_no_mlflow(team, clone, tmp_
     capsys.readouterr()
 
 
+@pytest.mark.fault("09")
 def test_a_remote_that_lost_a_file_or_holds_another_restores_the_rest_and_says_so(team, clone, tmp_path, capsys):
     broken = tmp_path / "remote"
     shutil.copytree(team.remote, broken)

@@ -16,6 +16,7 @@ def test_the_installed_java_is_found():
     assert require_java() >= 8
 
 
+@pytest.mark.fault("18")
 def test_no_java_names_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(JavaMissing, match="not found on PATH.*apt-get install openjdk-17"):
@@ -35,6 +36,7 @@ def test_versions_old_and_new_are_read(line: str, version: int, tmp_path: Path, 
     assert require_java() == version
 
 
+@pytest.mark.fault("18")
 def test_java_7_is_too_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     put_java(tmp_path, "echo 'java version \"1.7.0\"' >&2", monkeypatch)
     with pytest.raises(JavaMissing, match="too old"):

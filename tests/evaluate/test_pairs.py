@@ -138,6 +138,7 @@ def test_no_test_pair_is_refused(folders: tuple[Path, Path]):
         load_pairs(*folders)
 
 
+@pytest.mark.fault("17")
 def test_a_lone_surrogate_does_not_reach_the_report(folders: tuple[Path, Path]):
     (folders[1] / "predictions.json").write_text(json.dumps(GOOD).replace("nothing changed", "a \\ud800 cube"))
     assert load_pairs(*folders)[0][4].prediction == "a ? cube"

@@ -86,6 +86,7 @@ def test_composed_and_decomposed_letters_are_one():
     assert sanitise("cafe\u0301") == sanitise("caf\u00e9")
 
 
+@pytest.mark.fault("17")
 def test_line_ends_inside_captions_move_no_other_caption():
     captions = ["a cube\u2028turned red", "", "The ball, is\r\ngone.", "nothing\vchanged", "  ", "last \f one"]
     found = tokenise(captions, 60)
@@ -113,6 +114,7 @@ ODD = {
 }
 
 
+@pytest.mark.fault("17")
 def test_an_odd_caption_moves_no_other_one_to_the_wrong_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Every score of every other pair stays when the odd captions are replaced."""
     monkeypatch.setenv("PYTHONPATH", bench.small_table(tmp_path))
@@ -143,6 +145,7 @@ def test_a_tokenizer_that_fails_is_said_and_not_scored(tmp_path: Path, monkeypat
         tokenise(["a cube"], 60)
 
 
+@pytest.mark.fault("18", "30")
 def test_a_package_that_cannot_be_written_serves_as_well_in_a_german_locale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -165,6 +168,7 @@ def test_a_package_that_cannot_be_written_serves_as_well_in_a_german_locale(
     assert {path: path.stat().st_mtime_ns for path in folders} == before  # nothing was made or taken away
 
 
+@pytest.mark.fault("18")
 def test_a_meteor_that_is_killed_is_absent_and_the_reason_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PYTHONPATH", bench.small_table(tmp_path))
     monkeypatch.setenv("PATH", fake_java(tmp_path / "bin", "meteor", "read line; kill -9 $$"))
@@ -183,6 +187,7 @@ def test_a_meteor_that_dies_costs_only_its_own_score(tmp_path: Path, monkeypatch
     assert found.groups[ALL]["BLEU-4"] is not None
 
 
+@pytest.mark.fault("18")
 def test_a_meteor_that_hangs_is_killed_with_all_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PYTHONPATH", bench.small_table(tmp_path))
     monkeypatch.setenv("PATH", fake_java(tmp_path / "bin", "meteor", f"echo $$ >> {tmp_path}/pid; sleep 1000"))
@@ -202,6 +207,7 @@ def test_a_worker_whose_parent_is_gone_ends_itself_and_its_children(tmp_path: Pa
     assert is_gone(int((tmp_path / "pid").read_text()))
 
 
+@pytest.mark.fault("18")
 def test_spice_without_its_files_is_absent_and_says_how_to_get_them(tmp_path: Path):
     with pytest.raises(ScorerFailed, match="^needs stanford-corenlp-3.6.0.jar and .*compute.spice_dir$"):
         find_jars(None)
@@ -212,6 +218,7 @@ def test_spice_without_its_files_is_absent_and_says_how_to_get_them(tmp_path: Pa
     assert find_jars(tmp_path) == [tmp_path / name for name in JARS]
 
 
+@pytest.mark.fault("18")
 def test_a_spice_that_dies_is_absent_downloads_nothing_and_leaves_the_package_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -51,6 +51,7 @@ def test_a_new_data_file_of_dvc_is_sent_though_no_stage_ran(project, remote):
     assert archive.push(record, print)[0] == "Ran"
 
 
+@pytest.mark.fault("21")
 def test_a_remote_that_lost_one_file_of_a_folder_is_an_error(project, remote, monkeypatch):
     asked = dvc.ask
 
@@ -67,6 +68,7 @@ def test_a_remote_that_lost_one_file_of_a_folder_is_an_error(project, remote, mo
     assert not record.exists()
 
 
+@pytest.mark.fault("21")
 def test_a_push_that_broke_off_is_an_error_that_is_tried_again_and_then_sends_the_rest(project, remote):
     sealed = remote / "files"
     sealed.write_text("no folder")
@@ -79,6 +81,7 @@ def test_a_push_that_broke_off_is_an_error_that_is_tried_again_and_then_sends_th
     assert archive.push(record, print)[0] == "Ran"
 
 
+@pytest.mark.fault("21")
 def test_a_remote_that_cannot_be_reached_is_seen_before_anything_runs(project, remote):
     toy.run(project, "dvc", "repro", "-q", "validate")
     archive.check_remote()

@@ -39,6 +39,7 @@ class Second:
         return self.thread.is_alive()
 
 
+@pytest.mark.fault("22")
 def test_one_waits_for_the_other_and_then_has_nothing_to_do(checkout):
     first = work(checkout, "first")
     with alone(first, print) as other:
@@ -52,6 +53,7 @@ def test_one_waits_for_the_other_and_then_has_nothing_to_do(checkout):
     assert second.logged == ["flow run first does the same work; this one waits for it"]
 
 
+@pytest.mark.fault("22")
 def test_one_that_waited_for_a_run_that_failed_does_the_work(checkout):
     with alone(work(checkout, "first"), print):
         second = Second(work(checkout, "second"))

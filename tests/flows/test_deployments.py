@@ -26,12 +26,14 @@ def test_each_deployment_is_reached_as_m3diff_in_the_pool_that_services_makes(de
     assert set(deployment.get("parameters", {})) <= set(flow.parameters.properties)
 
 
+@pytest.mark.fault("22", "m6")
 def test_retraining_is_one_at_a_time_and_other_runs_go_side_by_side():
     limits = {deployment["name"]: deployment.get("concurrency_limit") for deployment in DEPLOYMENTS}
     one = {"limit": 1, "collision_strategy": "ENQUEUE"}
     assert limits == {"full": None, "retrain": one, "watch": one | {"collision_strategy": "CANCEL_NEW"}}
 
 
+@pytest.mark.fault("29")
 def test_retrain_has_a_schedule_with_a_name_of_its_own_in_utc():
     (schedule,) = DEPLOYMENTS[1]["schedules"]
     assert schedule["slug"]

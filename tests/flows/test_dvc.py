@@ -60,6 +60,7 @@ def test_a_misspelt_stage_is_dvcs_error(project):
         dvc.repro("sinthesize", lambda line: None)
 
 
+@pytest.mark.fault("03")
 def test_an_interrupt_ends_the_stage_and_dvc(project):
     slow_down(project)
 
@@ -73,6 +74,7 @@ def test_an_interrupt_ends_the_stage_and_dvc(project):
     assert family(project) == []
 
 
+@pytest.mark.fault("02", "04")
 def test_killing_the_flow_leaves_no_stage_running(project):
     slow_down(project)
     code = "from flows import dvc; dvc.repro('synthesize@minichange', print)"
@@ -88,6 +90,7 @@ def test_killing_the_flow_leaves_no_stage_running(project):
     wait_until(lambda: family(project) == [], seconds=60)
 
 
+@pytest.mark.fault("06")
 def test_a_lock_that_another_dvc_command_holds_is_waited_for(project):
     held = (
         "import time; from dvc.repo import Repo; r = Repo('.')\nwith r.lock: print('held', flush=True); time.sleep(8)"

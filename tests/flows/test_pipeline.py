@@ -153,6 +153,7 @@ def test_what_is_promoted_is_a_completed_run(recorded):
     assert run().name == "Completed"
 
 
+@pytest.mark.fault("21")
 @pytest.mark.parametrize(
     ("fails", "last"), [("ingest@a", ("ingest@a", False)), ("push", "push"), ("register", "register")]
 )

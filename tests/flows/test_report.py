@@ -46,6 +46,7 @@ def text(done: Done, champion: dict[str, float] | None = None) -> str:
     return "\n".join(report.page(done, PARAMS, champion or {}))
 
 
+@pytest.mark.fault("see")
 def test_the_page_says_what_came_out_why_it_ran_and_how_long_it_took(done):
     found = text(done, {"d/p/CIDEr": 1.3})
     assert found.startswith(f"# Rejected: run `01234567` of commit `{'c' * 12}`")
@@ -64,6 +65,7 @@ def test_without_a_champion_its_column_is_empty_and_without_an_evaluation_there_
     assert "## Scores" not in text(done)
 
 
+@pytest.mark.fault("see")
 def test_a_failed_run_shows_the_error_and_its_worktree(done):
     done.error, done.decision, done.registration = "DvcError: stage train exited with 3", None, None
     found = text(done)

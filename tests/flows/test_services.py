@@ -81,6 +81,7 @@ def machine(project: Path) -> Iterator[Machine]:
     machine.make("down")
 
 
+@pytest.mark.fault("24", "32", "S1", "see")
 @pytest.mark.slow(90)
 def test_the_deployment_runs_the_pipeline_and_a_second_run_skips_every_stage_and_retrain_has_no_reason(
     machine, tmp_path

@@ -44,6 +44,7 @@ def test_the_run_is_at_the_commit_in_a_place_of_its_own_which_is_gone_afterwards
     assert has_branch("runs/one")
 
 
+@pytest.mark.fault("B1", "S4")
 def test_an_edit_in_the_checkout_does_not_reach_the_run_and_the_runs_files_not_the_checkout(project):
     with opened():
         (project / "params.yaml").write_text("half typ")
@@ -54,6 +55,7 @@ def test_an_edit_in_the_checkout_does_not_reach_the_run_and_the_runs_files_not_t
     assert "the run's" not in (project / "dvc.lock").read_text()
 
 
+@pytest.mark.fault("B1")
 @pytest.mark.parametrize("file", ["params.yaml", "components/files.py", "profiles/new.yaml", "data/raw/mine.dvc"])
 def test_what_decides_a_run_and_is_not_committed_is_named_and_refused(project, file):
     (project / file).parent.mkdir(parents=True, exist_ok=True)
@@ -179,6 +181,7 @@ def test_a_run_that_is_tried_again_goes_on_from_its_own_branch(project):
         assert Path("done.txt").read_text() == "first stages"
 
 
+@pytest.mark.fault("04")
 def test_one_killed_before_its_branch_was_made_begins_anew(project):
     root = project / FLOWS / "one"
     root.parent.mkdir(parents=True)

@@ -196,6 +196,7 @@ def test_an_option_that_the_reader_does_not_know_is_refused_and_the_old_records_
     assert outputs(raw.parent) == first
 
 
+@pytest.mark.fault("14")
 def test_a_dataset_without_a_pair_is_refused(raw):
     write_json(raw / "splits.json", {"train": [], "val": [], "test": []})
     write_json(raw / "change_captions.json", {})
@@ -204,6 +205,7 @@ def test_a_dataset_without_a_pair_is_refused(raw):
         run_ingest(raw)
 
 
+@pytest.mark.fault("15")
 def test_an_image_too_large_to_decode_here_is_hashed_all_the_same(raw, monkeypatch):
     monkeypatch.setattr(stage, "MAX_DECODED_PIXELS", 1)
     report = run_ingest(raw)
@@ -253,6 +255,7 @@ def test_paths_with_dots_in_a_name_are_inside_the_root(tmp_path):
     assert table["before"].to_pylist() == [f"{tmp_path}/a..b/c..png"]
 
 
+@pytest.mark.fault("31")
 def test_links_out_of_the_root_are_faults_unless_they_may_be_followed(tmp_path):
     root, outside = tmp_path / "root", save_picture(tmp_path / "outside/o.png", 1)
     save_picture(root / "x.png", 1)

@@ -129,6 +129,7 @@ def test_adapters_hold_what_trained_and_nothing_else(
         torch.testing.assert_close(logits(load_model(source)[0], base), want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.fault("28")
 def test_what_trained_is_what_is_saved(base: Path, kept: Path) -> None:
     names = set(trainable_names(tiny_trained(base, tiny_settings())))
     folder = kept / ADAPTERS
@@ -161,6 +162,7 @@ def test_adapters_are_not_laid_over_another_base(checkpoint: Path) -> None:
     load_model(checkpoint)  # the merged model needs no base
 
 
+@pytest.mark.fault("28")
 def test_a_missing_tuned_weight_is_an_error_though_the_manifest_agrees(checkpoint: Path) -> None:
     folder = checkpoint / ADAPTERS
     facts = {name: value for name, value in read_manifest(folder).items() if name != "files"}
@@ -201,6 +203,7 @@ def change_family(folder: Path) -> None:
     (folder / "manifest.json").write_text(json.dumps(manifest | {"family": "m4diff"}))
 
 
+@pytest.mark.fault("09")
 @pytest.mark.parametrize(
     ("damage", "text"),
     [
@@ -259,6 +262,7 @@ def drop(file: Path, part: str) -> None:
     save_file(weights, file, {"format": "pt"})
 
 
+@pytest.mark.fault("28")
 @pytest.mark.parametrize(
     ("rank", "writer", "file", "part"),
     [

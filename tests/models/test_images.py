@@ -37,6 +37,7 @@ def test_a_changed_image_is_refused_with_both_digests_and_the_remedy(file: Path)
     assert "changed since ingest; run `dvc repro`" in text
 
 
+@pytest.mark.fault("15")
 def test_a_photograph_is_turned_as_its_exif_says(tmp_path: Path) -> None:
     image, exif = noise_image(1, (6, 4)), Image.Exif()
     exif[274] = 6  # turn by 270 degrees
@@ -46,6 +47,7 @@ def test_a_photograph_is_turned_as_its_exif_says(tmp_path: Path) -> None:
     assert np.array_equal(np.asarray(turned), np.rot90(np.asarray(image), -1))
 
 
+@pytest.mark.fault("15")
 def test_the_first_frame_is_taken_as_rgb(tmp_path: Path) -> None:
     frames = [Image.new("RGB", (3, 3), colour) for colour in ((255, 0, 0), (0, 255, 0))]
     frames[0].save(tmp_path / "moving.gif", save_all=True, append_images=frames[1:])
@@ -65,6 +67,7 @@ def test_an_unreadable_file_is_named(fault: str, file: Path) -> None:
         load_image(file)
 
 
+@pytest.mark.fault("15")
 def test_a_decompression_bomb_is_refused(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
     with pytest.raises(ImageError, match="decompression bomb"):

@@ -58,6 +58,7 @@ def same_bytes(one: Path, other: Path) -> None:
         assert (one / name).read_bytes() == (other / name).read_bytes(), name
 
 
+@pytest.mark.fault("04")
 @pytest.mark.parametrize("done", range(BATCHES))
 def test_a_killed_run_captions_each_batch_once_and_writes_what_an_undisturbed_one_does(
     done: int, folders: tuple[Path, Path], undisturbed: Path, counted: dict[str, Any], tmp_path: Path

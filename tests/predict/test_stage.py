@@ -358,6 +358,7 @@ def test_an_image_that_is_gone_or_changed_is_refused(
     assert not (tmp_path / "out" / "predictions.json").exists()
 
 
+@pytest.mark.fault("09")
 def test_a_damaged_checkpoint_is_refused_as_data(mixture: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"checkpoint: no manifest.json"):
         run(settings(), mixture, tmp_path / "model", tmp_path / "out")

@@ -133,6 +133,7 @@ def test_a_checkpoint_captions_in_the_precision_of_its_own_weights(
     assert answer.saliency.dtype == np.float16
 
 
+@pytest.mark.fault("11")
 def test_a_gpu_that_is_asked_for_and_not_there_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(DeviceError, match="compute.gpu: true, but torch .* sees no GPU"):

@@ -18,6 +18,7 @@ from components.register.stage import SCORES
 from tests.promote.conftest import PAIRS, PROTOCOL, scores
 
 
+@pytest.mark.fault("23")
 def test_the_first_challenger_is_champion_and_the_record_says_first(registry):
     registry.add(scores(0.1))
     assert registry.decide().outcome == "first"
@@ -146,6 +147,7 @@ def test_a_refused_challenger_leaves_the_champion_and_a_third_version_moves_prev
     assert str(registry.decide()) == "m3diff version 3 unchanged: it is the champion already"
 
 
+@pytest.mark.fault("23")
 def test_a_challenger_without_scores_or_without_those_of_the_gate_is_refused(registry):
     registry.add()
     assert registry.decide().reason == "MLflow has no scores.parquet of it; run `m3diff register` again"
@@ -209,6 +211,7 @@ def rescoring(registry, monkeypatch) -> Rescoring:
     return Rescoring(registry, monkeypatch)
 
 
+@pytest.mark.fault("23", "S2")
 def test_a_champion_of_another_test_set_is_captioned_and_scored_again_and_its_scores_kept(registry, rescoring, capsys):
     decision = registry.decide()
     assert (decision.outcome, decision.scored_again) == ("promoted", True)

@@ -42,6 +42,7 @@ def test_a_second_rollback_goes_further_back_and_never_forward_to_the_bad_versio
     assert three.record()[-2:] == ["rolled back", "rolled back"]
 
 
+@pytest.mark.fault("S2")
 def test_a_rolled_back_version_is_not_promoted_again_unless_asked(three):
     done = three.rollback(why="it says no to every pair")
     refused = three.decide()
@@ -125,6 +126,7 @@ def test_a_champion_from_before_the_record_is_rolled_back_too(registry):
     assert registry.decide().reason.startswith(f"{who()} rolled it back")
 
 
+@pytest.mark.fault("S2")
 def test_a_rollback_by_hand_is_noticed_and_holds(three):
     three.point("champion", 2)
     refused = three.decide()

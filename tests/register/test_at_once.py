@@ -69,6 +69,7 @@ def left(root: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.fault("m1")
 @pytest.mark.slow(30)
 @pytest.mark.parametrize("lock", [True, False], ids=["one machine", "three machines"])
 def test_three_registrations_at_once_make_one_version_of_one_run(warm, root, undisturbed, lock):
@@ -87,6 +88,7 @@ def writes_to_kill_before(writes: list[str], sample: bool) -> list[int]:
     return sorted(random.Random(SEED).sample(every, SAMPLE)) if sample else every
 
 
+@pytest.mark.fault("m2")
 @pytest.mark.parametrize(
     "sample",
     [pytest.param(True, marks=pytest.mark.slow(45)), pytest.param(False, marks=pytest.mark.slow(240))],

@@ -259,6 +259,7 @@ def test_the_places_of_the_images_and_the_order_of_the_predictions_are_no_part_o
 # dvc.lock
 
 
+@pytest.mark.fault("08")
 @pytest.mark.parametrize("text", ["", "<<<<<<< HEAD\nstages: {}\n", "stages", "\udcff"])
 def test_a_lock_file_that_is_no_lock_file_says_how_to_restore_it(tmp_path, text):
     (tmp_path / "dvc.lock").write_text(text, errors="surrogateescape")

@@ -78,6 +78,7 @@ def test_the_version_names_the_very_hashes_in_dvc_lock_and_the_commit(registered
     assert version.tags["git.dirty"] == "false"
 
 
+@pytest.mark.fault("24")
 def test_registering_again_changes_nothing(registered):
     again = m3diff(registered, "register")
     assert again.stdout.startswith("models:/m3diff/1 unchanged")
@@ -114,6 +115,7 @@ def test_a_new_evaluation_of_the_same_checkpoint_renews_the_scores_and_adds_no_v
     assert version.tags["dvc.lock.sha256"] == Lock(trained / "dvc.lock").sha256
 
 
+@pytest.mark.fault("19")
 def test_a_server_that_is_gone_is_named_with_the_remedy_and_nothing_is_lost(trained):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -127,6 +129,7 @@ def test_a_server_that_is_gone_is_named_with_the_remedy_and_nothing_is_lost(trai
     assert toy.status(trained) == {}
 
 
+@pytest.mark.fault("09")
 def test_what_differs_from_dvc_lock_is_not_registered(trained):
     (trained / "data/07_report/metrics.json").write_text("something else")
     refused = m3diff(trained, "register")

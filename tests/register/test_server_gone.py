@@ -65,6 +65,7 @@ def server(trained: Path) -> Iterator[Server]:
         mlflow.set_tracking_uri("")
 
 
+@pytest.mark.fault("19")
 @pytest.mark.slow
 def test_a_server_killed_in_the_middle_leaves_one_run_and_one_version_when_register_runs_again(server, monkeypatch):
     log_model = stage.log_model

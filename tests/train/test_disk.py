@@ -69,6 +69,7 @@ def half_written(folder: Path, fault: Exception) -> None:
         raise fault
 
 
+@pytest.mark.fault("10")
 @pytest.mark.parametrize("at", ["save_file", "write_manifest", "_flush"])
 def test_a_checkpoint_that_finds_the_disk_full_leaves_the_older_ones(
     at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -98,6 +99,7 @@ def full_after(original: Callable[..., Any], calls: int) -> Callable[..., Any]:
     return full
 
 
+@pytest.mark.fault("10")
 def test_a_run_is_refused_before_its_first_step_where_its_checkpoints_have_no_room(
     mixture: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
@@ -112,6 +114,7 @@ def test_a_run_is_refused_before_its_first_step_where_its_checkpoints_have_no_ro
     assert "goes on from the newest checkpoint" not in capfd.readouterr().out, "tried again, though the disk is full"
 
 
+@pytest.mark.fault("10")
 @pytest.mark.parametrize("where", ["checkpoint", "scores", "export"])
 def test_a_run_that_finds_the_disk_full_ends_at_once_and_goes_on_when_there_is_room(
     where: str, mixture: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any

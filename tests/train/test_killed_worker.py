@@ -98,6 +98,7 @@ def whole(made: Recipe, mixture: Path, tmp_path_factory: pytest.TempPathFactory)
     return finish(process, folder), seen
 
 
+@pytest.mark.fault("S7")
 @pytest.mark.slow(100)
 def test_a_run_on_one_machine_listens_on_its_loopback_interface_alone(whole: Watched) -> None:
     _, seen = whole
@@ -106,6 +107,7 @@ def test_a_run_on_one_machine_listens_on_its_loopback_interface_alone(whole: Wat
     assert not sorted((name, address) for name, address in seen if not is_loopback(address))
 
 
+@pytest.mark.fault("01")
 @pytest.mark.slow(200)
 def test_a_run_whose_worker_is_killed_ends_with_the_same_weights(
     made: Recipe, mixture: Path, whole: Watched, tmp_path: Path
@@ -122,6 +124,7 @@ def test_a_run_whose_worker_is_killed_ends_with_the_same_weights(
         assert torch.equal(got[name], weight), name
 
 
+@pytest.mark.fault("03")
 @pytest.mark.slow(200)
 def test_a_run_whose_group_is_asked_to_end_writes_a_checkpoint_and_goes_on_from_it(
     made: Recipe, mixture: Path, whole: Watched, tmp_path: Path

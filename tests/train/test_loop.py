@@ -152,6 +152,7 @@ def interrupted(made: Recipe, mixture: Path, folder: Path, saved: int) -> None:
             run(made, mixture, folder)
 
 
+@pytest.mark.fault("S3")
 @pytest.mark.parametrize(
     "stage", [1, 0, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
 )
@@ -167,6 +168,7 @@ def test_a_run_that_resumes_ends_with_the_same_weights_curve_and_report(
     assert got.report == want.report
 
 
+@pytest.mark.fault("S3")
 def test_what_a_run_took_is_counted_over_all_its_attempts(
     mixture: Path, base: Path, tmp_path: Path, six_steps: Trained
 ) -> None:
@@ -200,6 +202,7 @@ def test_a_run_goes_on_after_how_it_is_computed_was_changed(
     assert len(got.curve) == 9
 
 
+@pytest.mark.fault("05")
 @pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     mixture: Path, base: Path, tmp_path: Path, whole: Trained, caplog: pytest.LogCaptureFixture
@@ -216,6 +219,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     assert_same(got.weights, whole.weights, atol=0)
 
 
+@pytest.mark.fault("13", "m4")
 @pytest.mark.parametrize("step", [3, 4])
 def test_a_run_that_diverges_is_tried_once_and_keeps_its_last_good_checkpoint(
     step: int, mixture: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -329,6 +333,7 @@ def test_two_workers_train_validate_and_caption_as_one(
             assert not want[name] or float(got[name]) == pytest.approx(float(want[name]), rel=1e-3), name
 
 
+@pytest.mark.fault("26")
 @pytest.mark.slow
 @pytest.mark.parametrize(("first", "stage"), [(2, 1), (1, 3)])
 def test_a_run_goes_on_with_another_number_of_workers(

@@ -114,6 +114,7 @@ def test_out_of_memory_leaves_the_failures_that_are_allowed(base: Path) -> None:
         with_retries(Attempts(OSError("one"), OUT_OF_MEMORY[0], OSError("two")), job(base, max_failures=1))
 
 
+@pytest.mark.fault("12")
 def test_one_sequence_that_does_not_fit_is_refused_with_what_to_change(base: Path) -> None:
     made = job(base, micro_batch=1, zero_stage=1, activation_checkpointing="selective", max_captions_per_sequence=5)
     with pytest.raises(ParamsError) as refused:
@@ -152,6 +153,7 @@ def test_causes_are_those_of_workers_and_those_before_and_a_circle_ends() -> Non
     assert len(found) == 4
 
 
+@pytest.mark.fault("12")
 def test_a_run_that_is_out_of_memory_ends_with_the_weights_of_one_that_is_not(
     mixture: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:

@@ -85,6 +85,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
+@pytest.mark.fault("27")
 def test_a_run_on_ray_gives_the_figures_and_drops_ray_s_old_snapshot(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: list[str]
 ) -> None:

@@ -34,6 +34,7 @@ def test_how_a_run_is_computed_and_where_its_files_are_does_not_name_it(
     assert key(recipe(base), mixture) == key(recipe(base), moved / "mixture")
 
 
+@pytest.mark.fault("27")
 def test_what_decides_the_weights_names_a_run(base: Path, mixture: Path, tmp_path: Path) -> None:
     shutil.copytree(base, tmp_path / "base")
     (tmp_path / "base" / "config.json").write_text("{}")
@@ -55,6 +56,7 @@ def test_what_decides_the_weights_names_a_run(base: Path, mixture: Path, tmp_pat
     assert len(set(keys.values())) == len(keys), keys
 
 
+@pytest.mark.fault("27")
 def test_the_code_of_the_import_closure_names_a_run(
     base: Path, mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,6 +98,7 @@ def test_training_imports_neither_other_stages_nor_all_parameters() -> None:
     assert not folders & {"params.py", "plan", "predict", "evaluate", "convert", "register", "tracking.py"}
 
 
+@pytest.mark.fault("02")
 def test_a_second_trainer_of_the_same_run_is_turned_away(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with (
@@ -185,6 +188,7 @@ def test_the_stage_runs_the_loop_where_asked_and_writes_its_report(
     assert not job.run_dir.exists(), "nothing is left of a run that ended"
 
 
+@pytest.mark.fault("09")
 def test_an_image_that_changed_since_ingest_stops_training(base: Path, tmp_path: Path) -> None:
     from components.records import DataError
 

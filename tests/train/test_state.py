@@ -161,6 +161,7 @@ def test_every_weight_and_moment_comes_back_and_the_next_step_is_the_same(
             assert torch.equal(got.parameters[name], parameter), name
 
 
+@pytest.mark.fault("05", "B2")
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("cut", [None, 0, 100], ids=["missing", "empty", "cut"])
 def test_a_checkpoint_of_which_any_file_is_not_whole_is_passed_over(
@@ -191,6 +192,7 @@ def test_a_checkpoint_of_which_any_file_is_not_whole_is_passed_over(
         assert "going on from step-00000001" in line
 
 
+@pytest.mark.fault("05", "B2")
 @pytest.mark.usefixtures("alone")
 def test_a_checkpoint_that_does_not_read_back_removes_no_older_one(
     mixture: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -208,6 +210,7 @@ def test_a_checkpoint_that_does_not_read_back_removes_no_older_one(
     assert all(path.is_dir() for path in older)
 
 
+@pytest.mark.fault("28")
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("stage", [0, 1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_checkpoint_that_leaves_out_a_weight_that_trains_is_an_error_and_removes_no_older_one(
@@ -233,6 +236,7 @@ def test_each_file_of_a_checkpoint_has_the_names_of_what_trains(tmp_path: Path) 
         state._check_names(tmp_path / "step-00000001", {"a"})
 
 
+@pytest.mark.fault("27")
 @pytest.mark.usefixtures("alone")
 def test_a_checkpoint_of_other_parameters_is_refused(mixture: Path, base: Path, tmp_path: Path) -> None:
     from tests.tiny import tiny_settings
@@ -409,6 +413,7 @@ def killed(run_dir: Path, at: str) -> None:
         write(writer, run_dir, 6)
 
 
+@pytest.mark.fault("04", "05")
 @pytest.mark.parametrize(("at", "step"), [("save_file", 4), ("write_manifest", 4), ("verify_manifest", 6)])
 def test_a_run_killed_while_writing_goes_on_from_the_newest_whole_checkpoint(
     at: str, step: int, tmp_path: Path

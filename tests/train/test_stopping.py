@@ -34,6 +34,7 @@ def terminated_in_step(step: int, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(loop, "take_step", take_step)
 
 
+@pytest.mark.fault("03", "S3")
 @pytest.mark.parametrize("step", [1, 3, 4, 6])
 def test_the_step_is_finished_and_saved_and_the_run_goes_on_from_it(
     step: int, mixture: Path, base: Path, tmp_path: Path, whole: Trained, capfd: pytest.CaptureFixture
@@ -58,6 +59,7 @@ def test_the_step_is_finished_and_saved_and_the_run_goes_on_from_it(
         assert torch.equal(got.weights[name], weight), name
 
 
+@pytest.mark.fault("03")
 def test_a_step_that_takes_longer_than_the_grace_time_is_not_waited_for(
     mixture: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

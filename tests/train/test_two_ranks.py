@@ -14,6 +14,7 @@ from tests.train.toy import recipe
 FILES = {"weights.safetensors", *(f"{moment}.safetensors" for moment in MOMENTS)}
 
 
+@pytest.mark.fault("B2")
 @pytest.mark.slow
 def test_two_workers_save_the_state_of_both_and_go_on_from_the_newest_that_is_whole(
     mixture: Path, base: Path, tmp_path: Path, capfd: pytest.CaptureFixture

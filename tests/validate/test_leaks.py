@@ -51,6 +51,7 @@ def quarantined(folder: Path, *roots: Path, **changes) -> dict[str, str]:
 HELD_OUT = {str(n): (scene(n), scene(n, moved=True), "test") for n in range(3)}
 
 
+@pytest.mark.fault("16")
 def test_the_same_files_under_other_names_in_another_dataset_do_not_train(tmp_path):
     official = write_own(tmp_path / "official", HELD_OUT)
     mine = write_own(
@@ -62,12 +63,14 @@ def test_the_same_files_under_other_names_in_another_dataset_do_not_train(tmp_pa
     }
 
 
+@pytest.mark.fault("16")
 def test_the_direction_does_not_hide_a_pair(tmp_path):
     official = write_own(tmp_path / "official", HELD_OUT)
     mine = write_own(tmp_path / "mine", {"back": (scene(2, moved=True), scene(2), "train")})
     assert quarantined(tmp_path, mine, official).keys() == {"mine/back"}
 
 
+@pytest.mark.fault("16")
 @pytest.mark.parametrize(("suffix", "size", "save"), [("jpg", (160, 120), {"quality": 75}), ("png", (107, 80), {})])
 def test_a_pair_encoded_or_resized_anew_is_found_by_its_look(tmp_path, suffix, size, save):
     official = write_own(tmp_path / "official", HELD_OUT)

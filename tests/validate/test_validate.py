@@ -64,6 +64,7 @@ def test_sound_data_passes_whole_with_the_record_schema(raw):
     assert table.to_pylist() == before.to_pylist()
 
 
+@pytest.mark.fault("15")
 def test_a_missing_image_is_quarantined_with_its_path(raw):
     (raw / "sc_images/CLEVR_semantic_000008.png").unlink()
     reasons = ingest_and_validate(raw)
@@ -71,6 +72,7 @@ def test_a_missing_image_is_quarantined_with_its_path(raw):
     assert reasons["mini/000008.png"].endswith("sc_images/CLEVR_semantic_000008.png is missing; restore the file")
 
 
+@pytest.mark.fault("15")
 @pytest.mark.parametrize("keep", [0, 20, 60, -13, -1])
 def test_a_truncated_png_is_quarantined_with_every_pair_it_serves(raw, keep):
     path = raw / "images" / KEY
@@ -80,6 +82,7 @@ def test_a_truncated_png_is_quarantined_with_every_pair_it_serves(raw, keep):
     assert all(f"{KEY} " in reason and "restore the file" in reason for reason in reasons.values())
 
 
+@pytest.mark.fault("17")
 def test_an_empty_reference_is_kept(raw):
     edit_json(raw / "change_captions.json", lambda references: references[KEY].append(""))
     assert ingest_and_validate(raw) == {}
@@ -87,6 +90,7 @@ def test_an_empty_reference_is_kept(raw):
     assert clean["references"].to_list() == [["the cube of 000005 turned red", "it became red", ""]]
 
 
+@pytest.mark.fault("17")
 @pytest.mark.parametrize(
     "separator", ["\u2028", "\u2029", "\r\n", "\v", "\f", "\x85", "\x1c", "\x00", "\ufeff", " \t "]
 )
@@ -102,6 +106,7 @@ def test_a_separator_in_a_reference_becomes_one_space(raw, separator):
     assert clean["references"].to_list() == [["the cube", "fine"]]
 
 
+@pytest.mark.fault("16")
 def test_a_scene_in_two_splits_stays_in_the_test_set_only(raw):
     edit_json(raw / "splits.json", lambda splits: splits["train"].append(12))
     reasons = ingest_and_validate(raw)
@@ -111,6 +116,7 @@ def test_a_scene_in_two_splits_stays_in_the_test_set_only(raw):
     assert clean["split"].to_list() == ["test", "test"]
 
 
+@pytest.mark.fault("17")
 def test_markup_and_endless_references_are_quarantined(raw):
     edit_json(
         raw / "change_captions.json",
@@ -135,6 +141,7 @@ def test_rows_of_no_split_are_a_share_of_their_dataset():
     assert line.startswith("mini without a split: 1 of 6 rows are bad, more than validate.max_quarantined_share = 0.16")
 
 
+@pytest.mark.fault("14")
 def test_above_the_threshold_the_data_is_refused_and_the_quarantine_is_there(raw):
     (raw / "sc_images/CLEVR_semantic_000008.png").unlink()
     run_ingest(raw)
@@ -219,6 +226,7 @@ def test_a_lost_test_pair_is_named_with_its_reason_and_refused_unless_allowed(ra
         expect("published", COUNTS | {"test": 5})
 
 
+@pytest.mark.fault("16")
 def test_a_repeated_row_of_a_test_pair_that_stays_is_no_lost_pair(raw):
     edit_json(raw / "splits.json", lambda splits: splits["test"].append(12))
     run_ingest(raw)
@@ -226,6 +234,7 @@ def test_a_repeated_row_of_a_test_pair_that_stays_is_no_lost_pair(raw):
     assert (report.quarantined, report.datasets["mini"].lost_test_pairs) == (2, [])
 
 
+@pytest.mark.fault("14")
 def test_each_split_of_each_dataset_is_judged_by_its_own_share_of_bad_rows(raw):
     write_clevr(raw.parent / "more", {"train": list(range(20, 60)), "val": [], "test": [70]})
     (raw / "nsc_images/CLEVR_nonsemantic_000009.png").unlink()
@@ -279,6 +288,7 @@ def test_a_dataset_without_records_is_named(raw):
         run_validate(raw.parent, {"gone": make_entry("pairs", raw)})
 
 
+@pytest.mark.fault("14")
 def test_a_dataset_with_no_record_at_all_is_refused(raw):
     run_ingest(raw)
     path = raw.parent / "records/mini/records.parquet"
@@ -287,6 +297,7 @@ def test_a_dataset_with_no_record_at_all_is_refused(raw):
         run_validate(raw.parent)
 
 
+@pytest.mark.fault("09")
 @pytest.mark.parametrize("cached", [True, False])
 @pytest.mark.parametrize("side", ["images/CLEVR_default_000005.png", "nsc_images/CLEVR_nonsemantic_000005.png"])
 def test_an_image_that_changed_since_ingest_is_refused(raw, side, cached):
@@ -361,6 +372,7 @@ def test_every_count_of_the_report(raw):
     assert json.loads((raw.parent / "clean/report.json").read_text()) == report.model_dump()
 
 
+@pytest.mark.fault("14")
 def test_a_row_that_breaks_every_rule_names_all_of_them_and_both_engines_agree(tmp_path):
     """One dataset with a row for each rule; great-expectations must find the very rules that polars finds."""
     save_picture(tmp_path / "raw/a.png", 1)
@@ -405,6 +417,7 @@ def test_a_row_that_breaks_every_rule_names_all_of_them_and_both_engines_agree(t
     assert (report.quarantined, report.leaks, report.bad_images) == (9, 1, 1)
 
 
+@pytest.mark.fault("14")
 def test_records_of_another_program_are_refused(raw):
     run_ingest(raw)
     path = raw.parent / "records/mini/records.parquet"

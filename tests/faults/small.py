@@ -1,0 +1,45 @@
+"""The real stages on a dozen drawn scenes with a model of a few thousand weights: a folder that holds all of it."""
+
+from pathlib import Path
+
+import yaml
+
+from tests.tiny import tiny_base
+from tests.toy import REPOSITORY
+
+MADE = (["synthesize", "minichange"], ["ingest"], ["validate"], ["convert"], ["train"], ["predict"], ["evaluate"])
+"""The stages in order, as the command line is asked for them."""
+
+
+def write_params(folder: Path) -> None:
+    """Parameters of the small run, its base beside them; every path is relative."""
+    tiny_base(folder / "base")
+    scenes = {"train": 8, "val": 2, "test": 4}
+    drawn = {"root": "data/01_raw/minichange", "seed": 1, "scenes": scenes, "image_px": 64, "references": 2}
+    profile = {
+        "extends": str(REPOSITORY / "profiles" / "embedded"),
+        "models": {"m3diff": {"module": {"vision_feature_layers": [1, 2], "layers": 1, "heads": 2}}},
+        "synthesize": {"minichange": drawn | {"multi_change_share": 0.2, "oversample_types": []}},
+        "ingest": {"datasets": {"minichange": {"reader": "minichange", "root": "data/01_raw/minichange"}}},
+        "validate": {"near_duplicate_max_diff": None, "max_quarantined_share": 0.5},
+        "convert": {"questions": str(REPOSITORY / "profiles" / "questions.yaml")},
+        "train": {"base": "base", "epochs": 1, "global_batch": 8},
+        "predict": {"max_new_tokens": 4, "control_pairs": 0},
+        "evaluate": {"metrics": ["CIDEr", "change_accuracy"]},
+        "compute": {
+            "workers": 0,
+            "micro_batch": 4,
+            "val_pairs": 2,
+            "caption_val_pairs": 0,
+            "checkpoint_every_steps": 1,
+        },
+    }
+    (folder / "params.yaml").write_text(yaml.safe_dump(profile))
+
+
+def change(section: str, **values: object) -> None:
+    """Set parameters of the run in the current directory."""
+    file = Path("params.yaml")
+    params = yaml.safe_load(file.read_text())
+    params[section] |= values
+    file.write_text(yaml.safe_dump(params))

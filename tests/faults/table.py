@@ -1,0 +1,84 @@
+"""What breaks, and what must then happen: one row for each fault. Tests anywhere in `tests/` show a row by the marker
+`@pytest.mark.fault("05")`; `make faults` runs them all, and `tests/faults/test_table.py` sees that no row is without.
+
+Rows 01 to 32 are faults of machines, tools and data; B, S and m were found broken here once, by people who tried.
+"""
+
+from typing import NamedTuple
+
+
+class Row(NamedTuple):
+    """One fault and what must happen."""
+
+    key: str
+    fault: str
+    then: str
+
+
+ROWS = (
+    Row("01", "a Ray worker is killed in the middle of an epoch", "goes on from a checkpoint to the same weights"),
+    Row("02", "`dvc repro` is killed while a stage runs", "the stage ends too; the next run needs no hand"),
+    Row("03", "SIGTERM, as a cancelled flow sends it", "a checkpoint in the grace time, and no process is left"),
+    Row("04", "everything is killed at once: the host is gone", "the next run does the work from what was kept"),
+    Row("05", "the newest checkpoint is cut short by a loss of power", "the one before is used; a warning names both"),
+    Row("06", "another dvc command holds DVC's lock as a stage ends", "it is waited for, and the stage is recorded"),
+    Row("07", "DVC's rwlock is empty, or names a number that another process has now", "a flow run does not meet it"),
+    Row("08", "dvc.lock is empty, or has the marks of a merge conflict", "a sentence with git's command, no traceback"),
+    Row(
+        "09", "a bit flips in a cache object or in the checkpoint", "named with both hashes; not scored, not registered"
+    ),
+    Row("10", "the disk is full at a checkpoint, in convert or in push", "what was whole stays; try again, room named"),
+    Row("11", "fewer GPUs are there than were asked for", "refused within a minute with have and need"),
+    Row("12", "out of memory", "once more with half the micro-batch and equal weights, else advice"),
+    Row("13", "a loss or gradient is not finite", "stopped at that step, the last good checkpoint kept"),
+    Row("14", "data are empty, or columns, types or rows are bad", "exit 3 with rule and ids, or quarantine; a report"),
+    Row("15", "images are missing, cut off, huge, turned, or no images", "counted by kind; no reader dies"),
+    Row("16", "ids twice, or test pairs in training", "refused or left out, and counted"),
+    Row("17", "text is empty, endless, or holds line ends, markers or other alphabets", "no caption shifts to another"),
+    Row("18", "Java is missing or old, or a program of a metric dies", "null with the reason; the gate refuses a null"),
+    Row("19", "MLflow is gone at the start, in the middle or at register", "refused at once, or done when it is back"),
+    Row("20", "Prefect's server is gone in mid-run", "the stage ends well, and the next run does not repeat it"),
+    Row("21", "the DVC remote fails half-way", "tried again; nothing points to what is not there"),
+    Row("22", "two runs of the same work at once", "one works, the other waits and has nothing to do"),
+    Row(
+        "23",
+        "a challenger is worse, equal or without scores; no champion, or one of another test set",
+        "as the gate says",
+    ),
+    Row("24", "a run again with nothing changed", "every stage is skipped, no new version"),
+    Row("25", "only a parameter of evaluate changed", "evaluate alone runs"),
+    Row("26", "a run is resumed with another number of workers", "it goes on; it never starts at 0 without a word"),
+    Row("27", "other data, parameters or code under the same name of a run", "another run, by its key"),
+    Row("28", "a checkpoint lacks a weight that trained", "refused as it is saved"),
+    Row("29", "the clock jumps, or summer time begins", "durations and schedules are unmoved"),
+    Row("30", "packages cannot be written, no HOME, a path with spaces, a user without a name", "it runs"),
+    Row("31", "a pickle in a checkpoint, paths out of the data, tags in YAML", "none of it is followed or executed"),
+    Row("32", "an environment as the lock file makes it", "Prefect's server answers"),
+    Row(
+        "B1", "parameters or code are edited while a stage runs", "the stage fails, or the edit does not reach the run"
+    ),
+    Row("B2", "a bit flips in the checkpoint of the second worker", "found; the one before is used"),
+    Row("S1", "a run is to be brought back elsewhere", "a fresh clone and the remote are enough"),
+    Row("S2", "NaN, noise, another test set or a rollback before the gate", "no champion by mistake"),
+    Row("S3", "a run was interrupted", "its report, and so dvc.lock, is that of an undisturbed one"),
+    Row("S4", "a person works in the checkout of a flow", "neither disturbs the other"),
+    Row("S5", "a server or worker dies", "it comes back, and its log is kept"),
+    Row("S6", "data change outside the folders of the run", "they are seen"),
+    Row("S7", "Ray is asked for this machine alone", "it listens on loopback and nowhere else"),
+    Row("m1", "three registrations at once", "one version of one run"),
+    Row("m2", "register is killed in mid-write", "nothing is left pending"),
+    Row("m3", "no GPU is there though asked for", "said before anything starts"),
+    Row("m4", "a loss of NaN", "met once, with its step"),
+    Row("m5", "a model name that MLflow refuses", "refused before training"),
+    Row("m6", "runs of the schedule pile up", "one runs"),
+    Row("m7", "a machine of a cluster and RAY_ADDRESS", "its memory and GPUs are not this machine's"),
+    Row("m8", "a bit flips in a file whose time is kept, so that DVC calls it current", "it is not registered"),
+    Row("m9", "a checkpoint that is to be resumed holds pickles", "none is loaded"),
+    Row("see", "a person wants to see what ran", "page, links, progress, hours and scores"),
+)
+
+NO_TEST_YET: dict[str, str] = {
+    "S5": "needs the units of systemd, which are not here yet",
+    "S6": "needs the deployment that watches data, which is not here yet",
+}
+"""Rows that nothing shows yet, and why."""

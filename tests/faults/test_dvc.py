@@ -1,0 +1,171 @@
+"""Faults of DVC's own files and processes: the next run needs no hand, or a sentence says what to do."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from flows import dvc
+from flows.workspace import workspace
+from tests import toy
+
+STAGE = "evaluate"
+WAIT = "def evaluate(params, paths):\n    import time\n    time.sleep(120)\n\n\ndef old("
+HOLD = """def evaluate(params, paths):
+    import subprocess
+    held = "import time; from dvc.repo import Repo\\n"
+    held += "with Repo('.').lock: print('held', flush=True); time.sleep(8)"
+    other = subprocess.Popen([sys.executable, "-c", held], stdout=subprocess.PIPE, text=True)
+    assert other.stdout.readline() == "held\\n"
+    old(params, paths)
+
+
+def old("""
+
+
+def replace_stage(code: str) -> str:
+    """Another body of the toy's last stage; the text before."""
+    file = Path("toy.py")
+    text = file.read_text()
+    file.write_text(text.replace("def evaluate(", code, 1))
+    return text
+
+
+def set_gallery(pairs: int) -> None:
+    """A parameter that puts the last stage out of date."""
+    params = yaml.safe_load(Path("params.yaml").read_text())
+    params["evaluate"]["gallery"] = pairs
+    Path("params.yaml").write_text(yaml.safe_dump(params, sort_keys=False))
+
+
+def of_stage(root: Path) -> list[psutil.Process]:
+    return [
+        process
+        for process in psutil.process_iter(["cmdline", "cwd"])
+        if process.info["cwd"] == str(root) and "toy.py" in (process.info["cmdline"] or [])
+    ]
+
+
+def wait_for(condition, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+@pytest.mark.fault("02")
+@pytest.mark.slow(30)
+def test_a_killed_dvc_takes_its_stage_with_it_and_the_next_run_needs_no_hand(project, rng):
+    text = replace_stage(f"from components.__main__ import die_with_parent\n\n\n{WAIT}")
+    text_of_stage = Path("toy.py").read_text()
+    Path("toy.py").write_text(
+        text_of_stage.replace("    time.sleep(120)", "    die_with_parent()\n    time.sleep(120)")
+    )
+    set_gallery(7)
+    process = subprocess.Popen([*dvc.DVC, "repro", "-s", STAGE], env=dvc.environment(), start_new_session=True)
+    wait_for(lambda: of_stage(project), 120)
+    time.sleep(2 + 2 * rng.random())
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    wait_for(lambda: not of_stage(project), 5)
+    Path("toy.py").write_text(text)
+    assert dvc.repro(STAGE, print) == "Ran"
+    assert toy.status(project) == {}
+
+
+@pytest.mark.fault("06")
+@pytest.mark.slow(30)
+def test_a_lock_that_is_held_as_a_stage_ends_is_waited_for_and_the_stage_recorded(project):
+    set_gallery(7)
+    replace_stage(HOLD)
+    said: list[str] = []
+    assert dvc.repro(STAGE, said.append) == "Ran", said
+    recorded = yaml.safe_load(Path("dvc.lock").read_text())["stages"][STAGE]
+    assert recorded["params"]["params.yaml"]["evaluate"]["gallery"] == 7
+
+
+@pytest.fixture
+def stranger() -> Iterator[int]:
+    """The number of a process that is no DVC."""
+    process = subprocess.Popen(["sleep", "600"])
+    yield process.pid
+    process.kill()
+    process.wait()
+
+
+def left_by_a_killed_dvc(root: Path, kind: str, pid: int = 0) -> None:
+    mine = {"pid": pid, "cmd": "dvc repro"}
+    reused = {
+        "write": {str(root / "data" / "07_report"): mine},
+        "read": {str(root / "data" / "06_predictions"): [mine]},
+    }
+    text = {"empty": "", "half": json.dumps(reused)[:40], "reused": json.dumps(reused)}[kind]
+    (root / ".dvc" / "tmp" / "rwlock").write_text(text)
+
+
+@pytest.mark.fault("07")
+@pytest.mark.slow(15)
+@pytest.mark.parametrize("kind", ["empty", "half", "reused"])
+def test_what_a_killed_dvc_left_of_its_rwlock_is_removed_with_a_word(project, stranger, kind):
+    set_gallery(7)
+    left_by_a_killed_dvc(project, kind, stranger)
+    said: list[str] = []
+    assert dvc.repro(STAGE, said.append) == "Ran"
+    assert said[0].startswith("removed .dvc/tmp/rwlock, which a killed process left: ")
+
+
+@pytest.mark.fault("07")
+def test_the_rwlock_of_a_dvc_at_work_stays(project, monkeypatch, stranger):
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    left_by_a_killed_dvc(project, "reused", stranger)
+    monkeypatch.setattr(dvc, "command_of", lambda pid: "python -m dvc repro")
+    dvc.repair_rwlock(pytest.fail)
+    monkeypatch.setattr(dvc, "command_of", lambda pid: "")
+    dvc.repair_rwlock(pytest.fail)
+    assert (project / ".dvc" / "tmp" / "rwlock").is_file(), "of a process that is gone DVC itself takes care"
+
+
+@pytest.mark.fault("07", "S4")
+@pytest.mark.slow(15)
+def test_a_flows_worktree_has_a_rwlock_of_its_own(project):
+    left_by_a_killed_dvc(project, "empty")
+    said: list[str] = []
+    with workspace("one", "HEAD", ["evaluate.gallery=7"], False):
+        assert dvc.repro(STAGE, said.append) == "Ran"
+    assert not any("rwlock" in line for line in said)
+    assert (project / ".dvc" / "tmp" / "rwlock").read_text() == "", "the checkout is a person's"
+
+
+CONFLICT = """<<<<<<< HEAD
+schema: '2.0'
+stages: {}
+=======
+schema: '2.0'
+>>>>>>> theirs
+"""
+
+
+@pytest.mark.fault("08")
+@pytest.mark.parametrize("text", ["", "schema: '2", CONFLICT], ids=["empty", "cut", "conflict"])
+def test_a_dvc_lock_that_is_none_is_told_with_gits_command(project, text):
+    (project / "dvc.lock").write_text(text)
+    with pytest.raises(dvc.DvcError, match=r"restore it: `git log.*`git checkout COMMIT -- dvc\.lock`"):
+        dvc.repro(STAGE, print)
+    toy.commit(project, "broken")
+    with (
+        pytest.raises(dvc.DvcError, match=r"dvc\.lock is not DVC's lock file.*`git checkout COMMIT -- dvc\.lock`"),
+        workspace("one", None, [], False),
+    ):
+        pytest.fail("it began")
+    done = subprocess.run([sys.executable, "-m", "components", "register"], capture_output=True, text=True)
+    assert done.returncode == 3
+    assert "git checkout -- dvc.lock" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,181 @@
+"""Faults of what a flow's run needs: where it ends, that nothing wrong is registered, and that the next run goes on."""
+
+import os
+import stat
+import time
+from pathlib import Path
+
+import pytest
+
+from components import tracking
+from components.preflight import NotReadyError
+from components.records import DataError
+from components.register.lineage import md5
+from flows import archive, tasks
+from tests import toy
+from tests.register.conftest import change
+
+STAGES = {"ingest@minichange", "validate", "convert", "train", "predict", "evaluate"}
+
+
+@pytest.mark.fault("24", "25", "see")
+@pytest.mark.slow(60)
+def test_a_second_run_skips_all_and_a_parameter_of_evaluate_runs_evaluate_alone(flow):
+    state, done = flow.run()
+    assert (state.name, flow.branches) == ("Completed", {"runs/run1", "runs/history"})
+    assert {how for name, how in done.items() if name not in ("register", "promote")} == {"Skipped"}
+    assert done.keys() > STAGES
+    (version,) = flow.versions
+    assert version.tags["prefect.flow_run"] == "run1"
+    (page,) = flow.pages
+    for text in ("- because a test", "| minichange/total | CIDEr |", "m3diff version 1", "git show runs/run1:dvc.lock"):
+        assert text in page, text
+    (kept,) = (flow.root / "runs" / "reports").glob("*.md")
+    assert kept.read_text() == page + "\n"
+    state, done = flow.run()
+    assert state.name == "Skipped"
+    assert set(done.values()) == {"Skipped"}
+    state, done = flow.run("evaluate.gallery=7")
+    assert [name for name, how in done.items() if how == "Ran"] == ["evaluate", "register"]
+    assert [found.version for found in flow.versions] == [version.version]
+
+
+def flip_a_bit(rng, root: Path, folder: Path) -> tuple[Path, Path, str]:
+    """In the cache's copy of one file of `folder`, its size and time kept: the file, the copy and the hash it had."""
+    file = rng.choice(sorted(path for path in folder.rglob("*") if path.is_file()))
+    hash_ = md5(file)
+    copy = root / ".dvc/cache/files/md5" / hash_[:2] / hash_[2:]
+    was, data = copy.stat(), bytearray(copy.read_bytes())
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    copy.chmod(was.st_mode | stat.S_IWUSR)
+    copy.write_bytes(data)
+    copy.chmod(was.st_mode)
+    os.utime(copy, ns=(was.st_atime_ns, was.st_mtime_ns))
+    return file, copy, hash_
+
+
+@pytest.mark.fault("09", "m8")
+@pytest.mark.slow(30)
+@pytest.mark.parametrize("part", ["05_model/checkpoint", "04_mixture/train", "06_predictions"])
+def test_a_bit_that_flipped_in_the_cache_is_found_before_anything_is_registered(flow, rng, part):
+    file, copy, _ = flip_a_bit(rng, flow.root, flow.root / "data" / part)
+    with pytest.raises(DataError) as refused:
+        flow.run()
+    told = str(refused.value)
+    assert f"data/{part}" in told
+    assert "dvc.lock has " in told
+    assert "on disk is " in told
+    assert "remove it and its copy in DVC's cache" in told
+    assert flow.versions == []
+    assert md5(file) != md5(copy), "the checkout's own file is whole"
+
+
+@pytest.mark.fault("09", "21")
+@pytest.mark.slow(30)
+def test_damaged_bytes_are_not_sent_to_the_remote_and_the_file_is_named_with_both_hashes(flow, rng, tmp_path):
+    remote = with_remote(flow.root, tmp_path)
+    _, copy, hash_ = flip_a_bit(rng, flow.root, flow.root / "data/05_model/checkpoint")
+    with pytest.raises(DataError) as refused:
+        flow.run()
+    told = str(refused.value)
+    assert "data/05_model/checkpoint: " in told
+    assert f"damaged in the cache: {copy} has md5 {md5(copy)}; remove it" in told
+    assert f"{hash_[:2]}/{hash_[2:]}" in told
+    assert not any(path.is_file() for path in remote.rglob("*"))
+    assert flow.versions == []
+    copy.unlink()
+    assert flow.run()[1]["push"] == "Ran"
+    assert md5(copy) == hash_
+    assert len(flow.versions) == 1
+
+
+def with_remote(root: Path, tmp_path: Path) -> Path:
+    remote = tmp_path / "remote"
+    remote.mkdir()
+    toy.run(root, "dvc", "remote", "add", "--quiet", "--default", "store", str(remote))
+    toy.commit(root, "a remote")
+    return remote
+
+
+@pytest.mark.fault("21", "10")
+@pytest.mark.slow(60)
+def test_a_remote_that_fails_half_way_leaves_nothing_registered_and_the_next_run_sends_the_rest(flow, rng, tmp_path):
+    remote = with_remote(flow.root, tmp_path)
+    (remote / "files" / "md5").mkdir(parents=True)
+    looked_at_before = {hash_[:2] for hash_ in archive.stored().values()}
+    objects = {path.name for path in (flow.root / ".dvc/cache/files/md5").iterdir()} - looked_at_before
+    sealed = [remote / "files" / "md5" / name for name in rng.sample(sorted(objects), len(objects) // 2)]
+    for place in sealed:
+        place.write_text("no folder: what belongs here cannot be written")
+    with pytest.raises(archive.NotPushedError, match="remote 'store'"):
+        flow.run()
+    assert flow.tries.count("push") == 4
+    assert flow.versions == []
+    sent = {path for path in remote.rglob("*") if path.is_file() and path not in sealed}
+    assert sent, "what can be sent is sent"
+    times = {path: path.stat().st_mtime_ns for path in sent}
+    for place in sealed:
+        place.unlink()
+    _, done = flow.run()
+    assert done["push"] == "Ran"
+    assert {done[stage] for stage in STAGES} == {"Skipped"}
+    assert {path: path.stat().st_mtime_ns for path in sent} == times, "sent once"
+    assert len(flow.versions) == 1
+
+
+@pytest.mark.fault("11", "m3")
+def test_a_gpu_that_is_not_there_is_told_with_have_and_need_before_anything_runs(flow, tmp_path, monkeypatch):
+    driver = tmp_path / "bin" / "nvidia-smi"
+    driver.parent.mkdir()
+    driver.write_text("#!/bin/sh\necho 'No devices were found'\nexit 6\n")
+    driver.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{driver.parent}:{os.environ['PATH']}")
+    began = time.monotonic()
+    with pytest.raises(NotReadyError, match=r"compute.gpu: 2 GPU\(s\) asked for, 0 found"):
+        flow.run("compute.gpu=true", "compute.workers=2")
+    assert time.monotonic() - began < 60
+    assert flow.tries == ["preflight"]
+    assert "2 GPU(s) asked for, 0 found" in flow.pages[-1]
+
+
+@pytest.mark.fault("19")
+def test_a_server_of_mlflow_that_is_gone_ends_a_run_before_its_first_stage(flow):
+    with pytest.raises(NotReadyError, match="MLflow at http://127.0.0.1:9 does not answer"):
+        flow.run("register.tracking_uri=http://127.0.0.1:9", "train.seed=3")
+    assert flow.tries == ["preflight"]
+
+
+@pytest.mark.fault("19")
+@pytest.mark.slow(60)
+def test_mlflow_that_goes_after_the_preflight_costs_no_stage_and_the_next_run_registers(flow, monkeypatch):
+    change(flow.root, "register", tracking_uri="http://127.0.0.1:9")
+    toy.commit(flow.root, "a server that is gone")
+    with monkeypatch.context() as there:
+        there.setattr(tasks, "preflight", lambda params: None)
+        with pytest.raises(tracking.TrackingUnavailableError):
+            flow.run("evaluate.gallery=7")
+    assert flow.tries.count("register") == 4
+    change(flow.root, "register", tracking_uri="sqlite:///services/mlflow/mlflow.db")
+    toy.commit(flow.root, "it is back")
+    _, done = flow.run("evaluate.gallery=7")
+    assert done["evaluate"] in ("Skipped", "Restored"), "what was made while MLflow was gone is not made again"
+    assert (done["register"], len(flow.versions)) == ("Ran", 1)
+
+
+@pytest.mark.fault("13", "m4")
+@pytest.mark.slow(30)
+def test_a_training_that_diverges_is_neither_tried_again_nor_registered(flow):
+    text = (flow.root / "toy.py").read_text()
+    ends = "\n    print('train: step 7: loss nan at rate 0.001', flush=True)\n    sys.exit(1)\n"
+    changed = text.replace(
+        "def train(params: dict[str, Any], paths: dict[str, Path]) -> None:", f"def train(p, q):{ends}\n\ndef o():"
+    )
+    assert changed != text
+    (flow.root / "toy.py").write_text(changed)
+    toy.commit(flow.root, "diverges")
+    with pytest.raises(Exception, match="step 7: loss nan"):
+        flow.run("train.seed=3")
+    assert "step 7: loss nan" in flow.pages[-1]
+    assert flow.versions == []
+    train = [line for line in flow.logged if line == "train: step 7: loss nan at rate 0.001"]
+    assert len(train) == 1

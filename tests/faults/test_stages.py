@@ -1,0 +1,193 @@
+"""Faults in the midst of the real stages, on a small run: exit code, what is said, what is left, and the next try."""
+
+import ast
+import errno
+import json
+import pickle
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from safetensors.torch import load_file
+
+from components.__main__ import main as m3diff
+from components.files import sha256, sha256_of_folder
+from components.train import loop
+from tests.faults.small import MADE, change, write_params
+from tests.toy import REPOSITORY
+
+
+@pytest.fixture(scope="session")
+def small_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every stage ran."""
+    folder = tmp_path_factory.mktemp("small") / "run"
+    folder.mkdir()
+    with pytest.MonkeyPatch.context() as there:
+        there.chdir(folder)
+        write_params(folder)
+        for command in MADE:
+            assert m3diff(command) == 0
+    return folder
+
+
+@pytest.fixture
+def small(small_once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of it, current directory."""
+    folder = tmp_path / "run"
+    shutil.copytree(small_once, folder)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+CHECKPOINT, MIXTURE = Path("data/05_model/checkpoint"), Path("data/04_mixture")
+
+
+@pytest.mark.fault("09")
+def test_a_bit_that_flipped_in_the_weights_ends_predict_with_the_file_and_both_hashes(small, rng, capsys):
+    weights = CHECKPOINT / "model.safetensors"
+    wanted, data = sha256(weights), bytearray(weights.read_bytes())
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    weights.write_bytes(data)
+    before = sha256_of_folder(Path("data/06_predictions"))
+    assert m3diff(["predict"]) == 3
+    told = capsys.readouterr().err
+    for text in ("model.safetensors", wanted[:12], sha256(weights)[:12]):
+        assert text in told, told
+    assert sha256_of_folder(Path("data/06_predictions")) == before
+
+
+@pytest.mark.fault("10")
+def test_convert_on_a_full_disk_asks_to_try_again_and_then_writes_the_same(small, rng, monkeypatch, capsys):
+    whole = sha256_of_folder(MIXTURE)
+    left, write_table = rng.randrange(3), pq.write_table
+
+    def full(*given: Any, **named: Any) -> None:
+        nonlocal left
+        if not left:
+            raise OSError(errno.ENOSPC, "No space left on device", str(given[1]))
+        left -= 1
+        write_table(*given, **named)
+
+    with monkeypatch.context() as disk:
+        disk.setattr(pq, "write_table", full)
+        assert m3diff(["convert"]) == 75
+    told = capsys.readouterr().err
+    assert "No space left on device" in told
+    assert str(MIXTURE) in told
+    assert "make room" in told
+    assert m3diff(["convert"]) == 0
+    assert sha256_of_folder(MIXTURE) == whole
+
+
+@pytest.mark.fault("29")
+def test_a_clock_that_jumps_changes_neither_weights_nor_durations(small, rng, monkeypatch):
+    weights = load_file(CHECKPOINT / "model.safetensors")
+    report = (CHECKPOINT.parent / "report.json").read_bytes()
+    shutil.rmtree(CHECKPOINT.parent)
+    shutil.rmtree("runs")
+    clock = time.time
+    with monkeypatch.context() as jumping:
+        jumping.setattr(time, "time", lambda: clock() + rng.uniform(-86400, 86400))
+        assert m3diff(["train"]) == 0
+    again = load_file(CHECKPOINT / "model.safetensors")
+    assert all(again[name].equal(value) for name, value in weights.items())
+    assert (CHECKPOINT.parent / "report.json").read_bytes() == report
+    assert 0 < json.loads(Path("runs/train_speed.json").read_text())["seconds"] < 900
+
+
+class Payload:
+    """What a malicious pickle does as it is loaded."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.mark,)
+
+
+def replace_listed(folder: Path, name: str, content: bytes) -> None:
+    """Replace a file of a checkpoint, and its hash in the manifest too."""
+    manifest = folder / "manifest.json"
+    was = sha256(folder / name)
+    (folder / name).write_bytes(content)
+    text = manifest.read_text()
+    assert was in text
+    manifest.write_text(text.replace(was, sha256(folder / name)))
+
+
+@pytest.mark.fault("31")
+def test_a_pickle_in_the_place_of_weights_is_not_loaded_by_predict(small):
+    mark = small / "executed"
+    replace_listed(CHECKPOINT, "model.safetensors", pickle.dumps(Payload(mark)))
+    with pytest.raises(Exception, match=r"(?i)safetensors|header"):
+        m3diff(["predict"])
+    assert not mark.exists()
+    pickle.loads(pickle.dumps(Payload(mark)))
+    assert mark.exists(), "the payload does what it is feared for"
+
+
+@pytest.mark.fault("31", "m9")
+def test_a_pickle_in_a_checkpoint_that_is_resumed_is_not_loaded(small, monkeypatch):
+    take_step, taken = loop.take_step, []
+
+    def interrupt(*given: Any) -> Any:
+        taken.append(1)
+        if len(taken) == 3:
+            raise KeyboardInterrupt
+        return take_step(*given)
+
+    change("train", epochs=3)
+    with monkeypatch.context() as cut:
+        cut.setattr(loop, "take_step", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            m3diff(["train"])
+    newest = sorted(Path("runs/train").glob("*/step-*"))[-1]
+    mark = small / "executed"
+    for file in sorted(newest.glob("*.safetensors")):
+        replace_listed(newest, file.name, pickle.dumps(Payload(mark)))
+    with pytest.raises(Exception, match=r"(?i)safetensors|header"):
+        m3diff(["train"])
+    assert not mark.exists()
+
+
+@pytest.mark.fault("31")
+def test_tags_in_yaml_are_refused_and_not_executed(small, capsys):
+    tag = '!!python/object/apply:os.system ["touch executed"]'
+    params = Path("params.yaml").read_text()
+    Path("params.yaml").write_text(f"{params}\npromote: {tag}\n")
+    assert m3diff(["convert"]) == 2
+    Path("params.yaml").write_text(params)
+    Path("questions.yaml").write_text(f"describe: {tag}\n")
+    change("convert", questions="questions.yaml")
+    assert m3diff(["convert"]) == 2
+    assert capsys.readouterr().err.count("could not determine a constructor for the tag") == 2
+    assert not Path("executed").exists()
+
+
+@pytest.mark.fault("31", "m9")
+def test_nothing_unpickles_what_a_stage_reads():
+    own = {"components/evaluate/metrics/worker.py"}  # what its own child process wrote a moment before
+    for folder in ("components", "flows"):
+        for file in sorted((REPOSITORY / folder).rglob("*.py")):
+            for call in (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)):
+                name, given = ast.unparse(call.func), {word.arg: ast.unparse(word.value) for word in call.keywords}
+                place = f"{file.relative_to(REPOSITORY)}:{call.lineno}"
+                assert given.get("allow_pickle", "False") == "False", place
+                assert name not in ("yaml.load", "yaml.unsafe_load", "yaml.full_load"), place
+                if name in ("pickle.load", "pickle.loads"):
+                    assert str(file.relative_to(REPOSITORY)) in own, place
+                if name == "torch.load":
+                    assert given.get("weights_only") == "True", place
+
+
+@pytest.mark.fault("19")
+def test_training_and_captions_do_not_need_mlflow(small):
+    weights = sha256(CHECKPOINT / "model.safetensors")
+    with Path("params.yaml").open("a") as params:
+        params.write("register: {tracking_uri: 'http://127.0.0.1:9'}\n")
+    for stage in ("train", "predict"):
+        assert m3diff([stage]) == 0
+    assert sha256(CHECKPOINT / "model.safetensors") == weights
