@@ -76,7 +76,7 @@ class Told:
         self.say(f"BROKEN {self.broken[-1]}")
 
 
-def project(root: Path) -> Path:
+def one_dataset(root: Path) -> Path:
     """The toy with one dataset, whose scores follow from the captions."""
     toy.build(root)
     code = (root / "toy.py").read_text()
@@ -295,7 +295,7 @@ def tail(log: Path) -> str:
 
 def run(folder: Path, kills: int, seed: int) -> Told:
     """Kill so many times in a new project in `folder`; stops at the first thing that does not hold."""
-    root = project(folder / "toy")
+    root = one_dataset(folder / "toy")
     with ExitStack() as stack:
         environment = stack.enter_context(prefect_server(folder / "prefect"))
         killer = Killer(root, stack.enter_context(starter(root, environment)), seed)

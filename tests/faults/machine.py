@@ -2,12 +2,12 @@
 imported what they need.
 
 Run as a script inside a project this file is that process: it reads a request a line (the flow's arguments, a file for
-what it prints, a mark), forks, answers with the fork's pid, and when it ended with its exit code.
+what it prints, a mark) and forks. Beside the file come one with the flow's pid and, when it ended, one with its exit
+code.
 """
 
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -70,16 +70,20 @@ class Flow:
         code: its exit code; None while it runs.
     """
 
-    def __init__(self, starter: "Starter", pid: int, mark: str, log: Path) -> None:
-        self.starter, self.pid, self.mark, self.log = starter, pid, mark, log
+    def __init__(self, pid: int, mark: str, log: Path) -> None:
+        self.pid, self.mark, self.log = pid, mark, log
         self.process = psutil.Process(pid)
         self.code: int | None = None
 
     def ended(self, seconds: float) -> bool:
         """Whether it ended, by itself or killed, within this time."""
-        if self.code is None and (answer := self.starter.answer(seconds)) is not None:
-            self.code = answer
+        if self.code is None:
+            self.code = number_in(self.log.with_suffix(".code"), seconds)
         return self.code is not None
+
+    def state(self) -> str:
+        """The name of its final state."""
+        return self.log.read_text().splitlines()[-1]
 
     def processes(self) -> list[psutil.Process]:
         """All that lives of it, itself first."""
@@ -103,20 +107,14 @@ class Flow:
 
 
 class Starter:
-    """The process that flow runs of a project are forked from, one at a time."""
+    """The process that flow runs of a project are forked from."""
 
     def __init__(self, project: Path, environment: dict[str, str]) -> None:
         self.project, self.number = project, 0
-        command = [sys.executable, "-u", __file__]
-        pipe = subprocess.PIPE
+        environment = environment | {"PYTHONPATH": str(project)}
+        command, pipe = [sys.executable, __file__], subprocess.PIPE
         self.process = subprocess.Popen(
-            command,
-            cwd=project,
-            env=environment | {"PYTHONPATH": str(project)},
-            stdin=pipe,
-            stdout=pipe,
-            text=True,
-            start_new_session=True,
+            command, cwd=project, env=environment, stdin=pipe, text=True, start_new_session=True
         )
 
     def start(self, **arguments: Any) -> Flow:
@@ -126,14 +124,9 @@ class Starter:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"arguments": arguments, "log": str(log), "mark": mark}) + "\n")
         self.process.stdin.flush()
-        pid = self.answer(START_S)
+        pid = number_in(log.with_suffix(".pid"), START_S)
         assert pid is not None, "the process that flows are forked from is gone"
-        return Flow(self, pid, mark, log)
-
-    def answer(self, seconds: float) -> int | None:
-        assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], seconds)
-        return int(self.process.stdout.readline()) if ready else None
+        return Flow(pid, mark, log)
 
     def close(self) -> None:
         self.process.communicate()
@@ -146,6 +139,16 @@ def starter(project: Path, environment: dict[str, str]) -> Iterator[Starter]:
         yield opened
     finally:
         opened.close()
+
+
+def number_in(file: Path, seconds: float) -> int | None:
+    """What the file says, once it is there."""
+    deadline = time.monotonic() + seconds
+    while not file.is_file():
+        if time.monotonic() >= deadline:
+            return None
+        time.sleep(0.05)
+    return int(file.read_text())
 
 
 def describe(process: psutil.Process) -> str:
@@ -165,18 +168,24 @@ def kind(process: psutil.Process) -> str:
 
 
 def serve() -> None:
-    """Fork a flow run for every line; its exit code is that of a command: 0 where it did not fail."""
+    """Fork a flow run for every line, and a process that waits for it. Exit codes are those of a command."""
     import mlflow.pyfunc  # noqa: F401  what register would import, as much as the rest together
 
+    from components.files import write_atomic
     from flows.full import full
 
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in sys.stdin:
-        asked = json.loads(line)
-        pid = os.fork()
-        if pid == 0:
-            os._exit(work(full, asked))
-        print(pid)
-        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            asked = json.loads(line)
+            pid = os.fork()
+            if pid == 0:
+                os._exit(work(full, asked))
+            log = Path(asked["log"])
+            write_atomic(log.with_suffix(".pid"), str(pid))
+            write_atomic(log.with_suffix(".code"), str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
+            os._exit(0)
 
 
 def work(flow: Any, asked: dict[str, Any]) -> int:
