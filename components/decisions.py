@@ -26,6 +26,7 @@ from components.records import DataError
 NAME, FILE = "runs/history", "decisions.jsonl"
 BRANCH, PENDING, THEIRS = f"refs/heads/{NAME}", "refs/m3diff/pending", "refs/m3diff/theirs"
 REMOTE = "m3diff.runs"  # git's setting that names the remote which keeps the branch; none by default
+FOLDER = "040000"  # git's mode of one
 NO_COMMIT, NO_LINE = "0" * 40, "0" * 64  # what stands in the place of a hash
 FETCH_S, PUSH_S = 4, 10  # a rollback does not wait for a remote that is gone
 ATTEMPTS = 20
@@ -180,10 +181,24 @@ def append(repository: Path, entry: Entry, pending: bool = False) -> Decision:
 def _commit(repository: Path, tip: str | None, lines: Sequence[bytes], message: str) -> str:
     """A commit on top of `tip` with these lines; other files of the branch stay."""
     blob = git(repository, "hash-object", "-w", "--stdin", stdin=b"".join(line + b"\n" for line in lines))
-    others = git(repository, "ls-tree", tip).splitlines() if tip else []
-    tree = [*(row for row in others if row.partition("\t")[2] != FILE), f"100644 blob {blob}\t{FILE}"]
-    made = git(repository, "mktree", stdin="\n".join(tree).encode())
+    files = {FILE: ("100644", blob)}
+    for row in git(repository, "ls-tree", "-z", tip).split("\0")[:-1] if tip else []:
+        facts, _, name = row.partition("\t")
+        mode, _, content = facts.split()
+        files.setdefault(name, (mode, content))
+    made = git(repository, "hash-object", "-w", "-t", "tree", "--stdin", stdin=_tree(files))
     return git(repository, "commit-tree", made, *(("-p", tip) if tip else ()), stdin=message.encode(errors="replace"))
+
+
+def _tree(files: dict[str, tuple[str, str]]) -> bytes:
+    """git's own form of a folder, name -> (mode, hash). `git mktree` would not flush it to disk, whatever is asked."""
+
+    def place(entry: tuple[str, tuple[str, str]]) -> bytes:
+        name, (mode, _) = entry
+        return f"{name}{'/' if mode == FOLDER else ''}".encode()
+
+    rows = sorted(files.items(), key=place)
+    return b"".join(f"{mode.lstrip('0')} {name}\0".encode() + bytes.fromhex(content) for name, (mode, content) in rows)
 
 
 def pending(repository: Path) -> Decision | None:
@@ -354,8 +369,28 @@ def git(repository: Path, *arguments: str, stdin: bytes = b"") -> str:
 
 
 def _lines(repository: Path, commit: str) -> list[bytes]:
-    git(repository, "rev-parse", "--git-dir")
-    return _run(repository, "cat-file", "blob", f"{commit}:{FILE}").stdout.split(b"\n")[:-1]
+    """Of a commit or of BRANCH; none where there is no such branch yet.
+
+    Raises:
+        DataError: a part of it is missing or damaged, as after a power loss: that is no empty record.
+    """
+    if commit == BRANCH and not _has_branch(repository):
+        return []
+    if not git(repository, "ls-tree", commit, FILE):
+        return []
+    done = _run(repository, "cat-file", "blob", f"{commit}:{FILE}")
+    if done.returncode:
+        raise DataError(
+            f"{NAME}:{FILE}: cannot be read ({_words(done)}); the record of decisions is damaged: see `git fsck`, and "
+            f"put the branch back to its last good commit: git update-ref {BRANCH} COMMIT"
+        )
+    return done.stdout.split(b"\n")[:-1]
+
+
+def _has_branch(repository: Path) -> bool:
+    """Whether there is a branch of the record, be it a damaged one."""
+    file = common_dir(repository) / BRANCH  # git takes an empty one for none
+    return file.exists() or _run(repository, "show-ref", "--verify", "--quiet", BRANCH).returncode != 1
 
 
 def _holds(repository: Path, tip: str, commit: str) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 from components.datasets import DATASETS
 from components.evaluate.protocols import protocols_of
+from components.files import write_atomic
 from components.profiles import (
     EXTENDS,
     NEW_KEYS,
@@ -68,7 +69,7 @@ def migrate(path: Path, embedded: Path, say: Say) -> None:
     else:
         text = migrated(path.read_text(encoding="utf-8"), embedded.read_text(encoding="utf-8"), say)
     say(f"a copy of the file as it was: {keep_copy(path)}")
-    path.write_text(text, encoding="utf-8")
+    write_atomic(path, text)
     return None
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from components.files import write_atomic
 from components.section import ParamsError
 
 EXTENDS = "extends"
@@ -265,7 +266,7 @@ def use_profile(name: str, target: Path, folder: Path) -> list[str]:
             said.append(f"{target} differs from every profile; a copy of it is {keep_copy(target)}")
     said += differences(before, values) if before else [f"{target} is written"]
     said += [] if before != values else [f"{target} has these values already"]
-    target.write_text(written(source), encoding="utf-8")
+    write_atomic(target, written(source))
     return said
 
 
@@ -281,7 +282,7 @@ def keep_copy(path: Path) -> Path:
     """A copy beside the file, with the time in its name; no copy replaces another."""
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f")
     copy = path.with_name(f"{path.name}.bak-{stamp}")
-    copy.write_bytes(path.read_bytes())
+    write_atomic(copy, path.read_bytes())
     return copy
 
 

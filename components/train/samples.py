@@ -148,6 +148,9 @@ def _write(files: list[Path], out: Path) -> None:
             for file in files:
                 for batch in pq.ParquetFile(file).iter_batches(BATCH_ROWS, columns=SCHEMA.names, use_threads=False):
                     stream.write_batch(_encoded(batch))
+            stream.close()
+            sink.flush()
+            os.fsync(sink.fileno())  # who finds the file takes it as it is
         os.chmod(temporary, 0o644)
         os.replace(temporary, out)
     except BaseException:

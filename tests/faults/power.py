@@ -1,0 +1,117 @@
+"""A disk that forgets: what a folder would hold had the power gone at some moment, by what was flushed until then.
+
+A kill never tests this, since the kernel still writes what a dead process left. `Disk` watches the calls of this
+process that flush or that change names, and keeps beside what the files show what fsync has made last. It knows files
+by their inode, so that what Rust or C writes counts too, as long as Python flushes it.
+"""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, NamedTuple, Self
+
+CHANGES = ("replace", "rename", "unlink", "remove", "rmdir", "mkdir", "link", "symlink")
+FLUSHES = ("fsync", "fdatasync")
+
+Lost = Literal["names", "contents"]
+"""`names`: of what was not flushed nothing is left, new names too are gone and old ones back. `contents`: the names
+are there, as a file system writes them by itself, but a file that was not flushed is empty."""
+
+LOST: tuple[Lost, ...] = ("names", "contents")
+
+
+class Image(NamedTuple):
+    """What the folder holds when the machine is up again; folders end in `/`."""
+
+    before: str  # which call
+    lost: Lost
+    files: dict[str, bytes]
+
+    def write(self, folder: Path) -> Path:
+        folder.mkdir(parents=True)
+        for name, content in self.files.items():
+            if name.endswith("/"):
+                (folder / name).mkdir(parents=True, exist_ok=True)
+            else:
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_bytes(content)
+        return folder
+
+
+class Disk:
+    """Within, every moment at which power may go is kept: before each call that flushes or changes names, and the end.
+
+    Args:
+        root: the folder, all of which is on the disk in the beginning.
+
+    Attributes:
+        images: what there would be, two for each moment.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.images = root, list[Image]()
+        self.contents: dict[int, bytes] = {}  # by inode
+        self.names: dict[int, dict[str, int]] = {}  # of a folder's inode
+        self.held: dict[int, int] = {}  # open, so that no inode's number is given to another file
+        self.real: dict[str, Callable[..., Any]] = {}
+
+    def __enter__(self) -> Self:
+        for path in [self.root, *self.root.rglob("*")]:
+            self.flushed(path)
+        for name in (*CHANGES, *FLUSHES):
+            self.real[name] = getattr(os, name)
+            setattr(os, name, self.watched(name))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for name, real in self.real.items():
+            setattr(os, name, real)
+        self.power_goes("the end")
+        for handle in self.held.values():
+            os.close(handle)
+
+    def watched(self, name: str) -> Callable[..., Any]:
+        real = self.real[name]
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            self.power_goes(f"{len(self.images) // 2}: {name}")
+            result = real(*arguments, **named)
+            if name in FLUSHES:
+                self.flushed(Path(os.readlink(f"/proc/self/fd/{arguments[0]}")))
+            return result
+
+        return call
+
+    def flushed(self, path: Path) -> None:
+        inode = self.hold(path)
+        if path.is_dir():
+            self.names[inode] = {entry.name: self.hold(Path(entry.path)) for entry in os.scandir(path)}
+        else:
+            self.contents[inode] = path.read_bytes()
+
+    def hold(self, path: Path) -> int:
+        inode = path.stat().st_ino
+        if inode not in self.held:
+            self.held[inode] = os.open(path, os.O_RDONLY)
+        return inode
+
+    def power_goes(self, before: str) -> None:
+        shown = {self.hold(path): path for path in [self.root, *self.root.rglob("*")]}
+        visible = {inode: self.shown(path) for inode, path in shown.items() if path.is_dir()}
+        for lost, names in (("names", self.names), ("contents", visible)):
+            self.images.append(Image(before, lost, dict(self.tree(self.root.stat().st_ino, names, ""))))
+
+    def shown(self, folder: Path) -> dict[str, int]:
+        return {entry.name: entry.inode() for entry in os.scandir(folder)}
+
+    def tree(self, folder: int, names: dict[int, dict[str, int]], prefix: str) -> list[tuple[str, bytes]]:
+        found = []
+        for name, inode in names.get(folder, {}).items():
+            if os.path.isdir(f"/proc/self/fd/{self.held[inode]}"):
+                found += [(f"{prefix}{name}/", b""), *self.tree(inode, names, f"{prefix}{name}/")]
+            else:
+                found.append((prefix + name, self.contents.get(inode, b"")))
+        return found

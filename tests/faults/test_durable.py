@@ -1,0 +1,449 @@
+"""Every write that something later trusts: killed before each of its steps, and with what was not flushed dropped."""
+
+import ast
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from components import decisions as record
+from components import files
+from components.decisions import Entry, append, decisions
+from components.files import write_atomic
+from components.models import checkpoint
+from components.models.checkpoint import CheckpointError, verify_manifest, write_manifest
+from components.predict.journal import Answer, Journal
+from components.records import DataError
+from components.train import curve, samples, state
+from components.train.curve import Curve
+from components.train.state import MOMENTS, latest_valid_checkpoint, write_state
+from tests.faults.power import Disk
+from tests.toy import REPOSITORY
+from tests.train.toy import write_mixture
+
+# Every write, listed
+
+ATOMIC = {
+    "components/compare/compare.py compare",
+    "components/datasets/minichange/generate.py generate",
+    "components/evaluate/report/report.py write_report",
+    "components/evaluate/stage.py write_parquet",
+    "components/image_cache.py _store",
+    "components/ingest/stage.py ingest",
+    "components/inspect/statistics.py write_statistics",
+    "components/migrate.py migrate",
+    "components/predict/stage.py _write_captions",
+    "components/predict/stage.py _write_saliency",
+    "components/pretrain/stage.py State.save",
+    "components/pretrain/stage.py pretrain",
+    "components/profiles.py keep_copy",
+    "components/profiles.py use_profile",
+    "components/reports.py StageReport.write",
+    "components/train/curve.py Curve.write",
+    "components/train/hours.py write_spent",
+    "components/train/runtimes.py _worker",
+    "components/train/stage.py train",
+    "components/train/state.py write_state",
+    "components/train/state.py write_validation",
+    "flows/archive.py push",
+    "flows/coalesce.py finish",
+    "flows/report.py publish",
+}
+"""Through `write_atomic`."""
+
+RENAMED = {
+    "components/evaluate/metrics/worker.py main": "in a temporary folder of the process that waits for it",
+    "components/files.py write_atomic": "here",
+    "components/models/checkpoint.py write_manifest": "here, with the checkpoint that it ends",
+    "components/promote/score_again.py download_checkpoint": "in a temporary folder",
+    "components/train/samples.py _write": "here",
+    "components/train/state.py write_state": "here",
+}
+"""With a rename of their own, and where that is tested."""
+
+PLAIN = {
+    "components/archive/commit.py add_worktree": "in a worktree of its own, made anew after a failure",
+    "components/archive/lineage.py of_stored": "in a temporary folder",
+    "components/convert/stage.py _write_shards": "DVC",
+    "components/datasets/minichange/generate.py _write_scene": "DVC",
+    "components/decisions.py alone": "a lock",
+    "components/evaluate/metrics/judge.py Judge._keep": "a line appended; a torn one is read as none",
+    "components/evaluate/metrics/scorer.py Scorer.__init__": "a log",
+    "components/evaluate/metrics/worker.py ask_meteor": "a log",
+    "components/evaluate/metrics/worker.py each_in_a_process": "in a temporary folder",
+    "components/evaluate/metrics/worker.py link_tree": "links, in a temporary folder",
+    "components/evaluate/metrics/worker.py main": "see RENAMED",
+    "components/evaluate/metrics/worker.py meteor.compute": "in a temporary folder",
+    "components/evaluate/report/images.py ImageStore._write": "DVC",
+    "components/evaluate/stage.py write_parquet": "into memory, and then see ATOMIC",
+    "components/export/llava.py _write": "a command's output: the next one writes it anew",
+    "components/export/llava.py export_llava": "a command's output: the next one writes it anew",
+    "components/files.py write_atomic": "see RENAMED",
+    "components/ingest/stage.py ingest": "DVC",
+    "components/models/checkpoint.py _save_adapters": "DVC, and the manifest is last",
+    "components/models/checkpoint.py export_checkpoint": "a command's output, and the manifest is last",
+    "components/models/checkpoint.py save_checkpoint": "DVC, and the manifest is last",
+    "components/models/checkpoint.py write_manifest": "see RENAMED",
+    "components/predict/journal.py Journal.__enter__": "here: lines appended, each flushed",
+    "components/pretrain/stage.py pretrain": "DVC",
+    "components/register/leftovers.py one_at_a_time": "a lock",
+    "components/register/stage.py copy_code": "in a temporary folder",
+    "components/train/samples.py _write": "see RENAMED",
+    "components/train/stage.py _only_trainer": "a lock",
+    "components/train/state.py write_state": "see RENAMED",
+    "components/validate/pages.py write_pages": "DVC",
+    "components/validate/stage.py _write": "DVC",
+    "flows/previous.py take_up": "in a worktree, made anew after a kill",
+    "flows/workspace.py lock": "a lock",
+    "flows/workspace.py override": "in a worktree whose branch is not made yet, so it is made anew after a kill",
+    "flows/workspace.py share": "in a worktree whose branch is not made yet, so it is made anew after a kill",
+}
+"""In place, and why no half of it is ever trusted. DVC: an output, which DVC removes before the stage and takes note of
+after it has ended well."""
+
+WRITERS = {"write_text", "write_bytes", "write_table", "save_file", "save_pretrained", "copytree", "copyfile"}
+ALSO = {"shutil.copy", "shutil.move", "path.save"}
+
+
+def calls() -> Iterator[tuple[str, ast.Call]]:
+    """Every call of the project with its file and function."""
+
+    def visit(node: ast.AST, file: str, names: tuple[str, ...]) -> Iterator[tuple[str, ast.Call]]:
+        for child in ast.iter_child_nodes(node):
+            inner = (*names, child.name) if isinstance(child, ast.FunctionDef | ast.ClassDef) else names
+            if isinstance(child, ast.Call):
+                yield f"{file} {'.'.join(inner)}", child
+            yield from visit(child, file, inner)
+
+    for top in ("components", "flows"):
+        for file in sorted((REPOSITORY / top).rglob("*.py")):
+            yield from visit(ast.parse(file.read_text()), file.relative_to(REPOSITORY).as_posix(), ())
+
+
+def how(call: ast.Call) -> str | None:
+    """Whether a call writes: `atomic`, `renamed` or `plain`."""
+    called = ast.unparse(call.func)
+    last = called.rpartition(".")[2]
+    texts = [word.value for word in [*call.args, *(named.value for named in call.keywords)] if is_text(word)]
+    if called == "write_atomic":
+        return "atomic"
+    one_path = len(call.args) == 1 and not call.keywords and not isinstance(call.args[0], ast.Dict)
+    if called in ("os.replace", "os.rename", "os.link") or (last in ("rename", "replace") and one_path):
+        return None if is_of_a_table(call) else "renamed"
+    opened = last in ("open", "fdopen") and any(len(text) <= 3 and set(text) & set("wax+") for text in texts)
+    saved = last == "save" and any(ast.unparse(word) == "path" for word in call.args)
+    return "plain" if opened or saved or last in WRITERS or called in ALSO else None
+
+
+def is_text(word: ast.expr) -> bool:
+    return isinstance(word, ast.Constant) and isinstance(word.value, str)
+
+
+def is_of_a_table(call: ast.Call) -> bool:
+    """polars' `replace` of values by a dictionary."""
+    return bool(call.args) and isinstance(call.args[0], ast.Dict)
+
+
+@pytest.mark.parametrize(("kind", "listed"), [("atomic", ATOMIC), ("renamed", set(RENAMED)), ("plain", set(PLAIN))])
+def test_every_write_of_the_project_is_listed_here_with_why_a_kill_in_it_harms_nothing(kind, listed):
+    assert {where for where, call in calls() if how(call) == kind} == listed
+
+
+# Kills: before each line of what writes
+
+
+def killed_before_line(number: int | None, modules: tuple[Any, ...], work: Callable[[], object]) -> int | None:
+    """Do it in a process of its own that dies by signal 9 before it runs the line `number` (0: the first) of these
+    modules; how many lines there are where it is None, and None where it died."""
+    ours, done = {module.__file__ for module in modules}, 0
+    read, write = os.pipe()
+
+    def lines(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal done
+        if frame.f_code.co_filename not in ours:
+            return None
+        if event == "line":
+            if done == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            done += 1
+        return lines
+
+    child = os.fork()
+    if child == 0:
+        sys.settrace(lines)
+        try:
+            work()
+            os.write(write, str(done).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as answer:
+        told = answer.read()
+    os.waitpid(child, 0)
+    return int(told) if told else None
+
+
+def each_kill(modules: tuple[Any, ...], work: Callable[[], object], before: Callable[[], object]) -> Iterator[int]:
+    """Have it killed before each of its lines, every time after `before`; N of N."""
+    before()
+    lines = killed_before_line(None, modules, work)
+    assert lines is not None
+    for number in range(lines):
+        before()
+        assert killed_before_line(number, modules, work) is None
+        yield number
+
+
+OLD, NEW = b"old" * 100_000, b"new!" * 100_000
+
+
+def test_a_file_that_is_killed_while_it_is_written_is_the_old_or_the_new_one(tmp_path: Path) -> None:
+    target, seen = tmp_path / "metrics.json", []
+    for _ in each_kill((files,), lambda: write_atomic(target, NEW), lambda: target.write_bytes(OLD)):
+        seen.append(target.read_bytes())
+        assert not [path for path in tmp_path.glob("*.json") if path != target], "a reader takes a half for a file"
+    assert seen == sorted(seen, key=lambda content: content == NEW), "old until it is new"
+    assert set(seen) == {OLD, NEW} or set(seen) == {OLD}
+    assert len(seen) > 8
+    write_atomic(target, NEW)
+    assert target.read_bytes() == NEW
+
+
+def test_one_that_dies_in_the_middle_of_its_bytes_leaves_the_old_one(tmp_path: Path) -> None:
+    target = tmp_path / "metrics.json"
+    target.write_bytes(OLD)
+    child = os.fork()
+    if child == 0:
+        real = os.fdopen
+
+        def half(handle: int, mode: str) -> Any:
+            file = real(handle, mode, 0)
+            file.write(NEW[: len(NEW) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        os.fdopen = half
+        write_atomic(target, NEW)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert target.read_bytes() == OLD
+    (half_written,) = [path for path in tmp_path.iterdir() if path != target]
+    assert half_written.stat().st_size == len(NEW) // 2
+    assert half_written.name.startswith(".")
+
+
+STEPS = (2, 4)
+
+
+def write_checkpoint(run_dir: Path, step: int) -> None:
+    """A state of one tensor, which holds the step."""
+    names = ("weights.safetensors", *(f"{moment}.safetensors" for moment in MOMENTS))
+    tensors = {file: {"a": torch.full((64,), float(step))} for file in names}
+    write_state(run_dir, step, frozenset("a"), tensors, Curve(("step",)), float(step))
+
+
+def taken(run_dir: Path) -> int:
+    """The step of the checkpoint that a run goes on from, which is whole."""
+    found = latest_valid_checkpoint(run_dir)
+    assert found is not None, f"the run starts over: {sorted(path.name for path in run_dir.iterdir())}"
+    step = state.step_of(found)
+    for moment in ("weights", *MOMENTS):
+        assert set(load_file(found / f"{moment}.safetensors")["a"].tolist()) == {float(step)}
+    assert json.loads((found / state.OPTIMIZER).read_text()) == {"steps": float(step)}
+    return step
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """Two checkpoints, and the folder in which a third is to be written."""
+    torch.set_num_threads(1)
+    folder = tmp_path / "run"
+    for step in STEPS:
+        write_checkpoint(folder, step)
+    return folder
+
+
+def test_a_checkpoint_that_is_killed_while_it_is_written_is_the_one_before_or_the_new_one(run_dir, tmp_path):
+    place, seen = tmp_path / "killed", []
+
+    def anew() -> None:
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(run_dir, place)
+
+    for _ in each_kill((state, checkpoint, files, curve), lambda: write_checkpoint(place, 6), anew):
+        seen.append(taken(place))
+        write_checkpoint(place, 8)
+        assert sorted(path.name for path in place.iterdir()) == [f"step-{seen[-1]:08d}", "step-00000008"]
+    assert seen == sorted(seen)
+    assert set(seen) == {4, 6}
+    assert len(seen) > 60
+
+
+# Power: what was not flushed is gone
+
+
+def after(disk: Disk, folder: Path) -> Iterator[tuple[str, Path]]:
+    """What each image holds, in a folder."""
+    for number, image in enumerate(disk.images):
+        yield f"{image.lost} lost, before {image.before}", image.write(folder / f"{number:03d}")
+
+
+def test_the_disk_forgets_what_was_not_flushed_and_keeps_what_was(tmp_path: Path) -> None:
+    """The shim itself: without fsync a renamed file is gone or empty; with it the content stays, and with the folder's
+    the name too."""
+    root = tmp_path / "disk"
+    root.mkdir()
+    (root / "a").write_text("old")
+    with Disk(root) as disk:
+        (root / "b").write_text("new")
+        os.replace(root / "b", root / "a")
+    assert [image.files for image in disk.images[-2:]] == [{"a": b"old"}, {"a": b""}]
+    with Disk(root) as disk:
+        with (root / "b").open("w") as file:
+            file.write("newer")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(root / "b", root / "a")
+        handle = os.open(root, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
+    found = {(image.before, image.lost): image.files for image in disk.images}
+    assert found["1: replace", "names"] == {"a": b"new"}
+    assert found["2: fsync", "names"] == {"a": b"new"}
+    assert found["2: fsync", "contents"] == {"a": b"newer"}
+    assert found["the end", "names"] == found["the end", "contents"] == {"a": b"newer"}
+
+
+def test_a_file_is_the_old_or_the_new_one_whenever_power_goes(tmp_path: Path) -> None:
+    """Which of them after a rename, the disk decides: what must be there is flushed with its folder by its writer."""
+    root = tmp_path / "disk"
+    root.mkdir()
+    (root / "metrics.json").write_bytes(OLD)
+    with Disk(root) as disk:
+        write_atomic(root / "metrics.json", NEW)
+    seen = [(place / "metrics.json").read_bytes() for _, place in after(disk, tmp_path / "after")]
+    assert set(seen) == {OLD, NEW}
+    assert seen[-1] == NEW
+    assert len(seen) >= 6
+
+
+def test_a_checkpoint_is_the_one_before_or_the_new_one_whenever_power_goes_and_the_new_one_once_it_is_written(
+    run_dir, tmp_path
+):
+    with Disk(run_dir) as disk:
+        write_checkpoint(run_dir, 6)
+    seen = []
+    for said, place in after(disk, tmp_path / "after"):
+        try:
+            seen.append(taken(place))
+        except AssertionError as error:
+            raise AssertionError(f"{said}: {error}") from error
+    assert set(seen) == {4, 6}
+    assert seen[-2:] == [6, 6], "the training went on from it, and it is gone"
+    assert len(seen) > 20
+
+
+def test_the_newest_checkpoint_is_on_the_disk_before_an_older_one_is_removed(run_dir, tmp_path):
+    with Disk(run_dir) as disk:
+        for step in (6, 8):
+            write_checkpoint(run_dir, step)
+    assert {taken(place) for _, place in after(disk, tmp_path / "after")} == {4, 6, 8}
+
+
+def test_a_manifest_whose_files_were_not_flushed_is_refused_in_words(tmp_path: Path) -> None:
+    folder = tmp_path / "disk" / "checkpoint"
+    folder.mkdir(parents=True)
+    with Disk(tmp_path / "disk") as disk:
+        (folder / "model.safetensors").write_bytes(b"weights")
+        write_manifest(folder, step=1)
+    for said, place in after(disk, tmp_path / "after"):
+        if (place / "checkpoint").is_dir():
+            with pytest.raises(CheckpointError, match="written to its end|not JSON|missing|sha256"):
+                print(said, verify_manifest(place / "checkpoint"))
+
+
+def test_samples_mapped_for_training_are_whole_or_absent_whenever_power_goes(tmp_path: Path) -> None:
+    """The file is named by its content, so that one that is there is taken as it is."""
+    folder = write_mixture(tmp_path / "mixture", {"train": {"toy": 10}}) / "train"
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    with Disk(scratch) as disk:
+        expected = len(samples.read_samples(folder, scratch))
+    for said, place in after(disk, tmp_path / "after"):
+        assert len(samples.read_samples(folder, place)) == expected, said
+
+
+def test_captions_that_were_flushed_are_there_whenever_power_goes(tmp_path: Path) -> None:
+    root = tmp_path / "disk"
+    root.mkdir()
+    with Journal(root / "journal.jsonl") as journal:
+        journal.add([(("predictions", "0"), Answer("one", None))])
+    with Disk(root) as disk, Journal(root / "journal.jsonl") as journal:
+        for number in (1, 2):
+            journal.add([(("predictions", str(number)), Answer(f"caption {number}", None))])
+    seen = []
+    for _, place in after(disk, tmp_path / "after"):
+        with Journal(place / "journal.jsonl") as journal:
+            seen.append([pair for _, pair in journal.answers])
+    assert seen == sorted(seen)
+    assert seen[0] == ["0"]
+    assert seen[-1] == ["0", "1", "2"]
+
+
+# The record of decisions, which git writes
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    root = tmp_path / "clone"
+    root.mkdir()
+    record.git(root, "init", "-q")
+    monkeypatch.chdir(root)
+    for number in (1, 2):
+        append(Path("."), moved(number))
+    return root
+
+
+def moved(to: int) -> Entry:
+    return Entry(action="promote", model="m", from_=to - 1 or None, to=to, outcome="promoted", why="better")
+
+
+def test_git_flushes_every_object_and_every_ref_of_the_record(repository, tmp_path, monkeypatch):
+    """git counts its own flushes: of each of its commands that writes there must be one."""
+    trace = tmp_path / "trace"
+    monkeypatch.setenv("GIT_TRACE2_EVENT", str(trace))
+    append(Path("."), moved(3), pending=True)
+    events = [json.loads(line) for line in trace.read_text().splitlines()]
+    command = {event["sid"]: event["name"] for event in events if event["event"] == "cmd_name"}
+    writers = ("hash-object", "mktree", "commit-tree", "update-ref")
+    wrote = [sid for sid, name in command.items() if name in writers]
+    assert len(wrote) == 5
+    older_git = {event["sid"]: int(event["value"]) for event in events if event.get("key") == "fsync/hardware-flush"}
+    flushed = older_git | {event["sid"]: event["count"] for event in events if event.get("name") == "hardware-flush"}
+    assert {command[sid] for sid in wrote if flushed.get(sid, 0) < 1} == set()
+
+
+def test_a_record_whose_objects_are_gone_is_no_empty_record(repository):
+    """Taken for empty, the next decision would begin it anew, and what was decided would be lost without a word."""
+    blob = record.git(repository, "rev-parse", f"{record.BRANCH}:{record.FILE}")
+    (repository / ".git/objects" / blob[:2] / blob[2:]).unlink()
+    with pytest.raises(DataError, match="record of decisions"):
+        decisions()
+    with pytest.raises(DataError, match="record of decisions"):
+        append(Path("."), moved(3))
+
+
+def test_a_record_whose_branch_was_written_and_not_flushed_is_no_empty_record(repository):
+    (repository / ".git" / record.BRANCH).write_bytes(b"")
+    with pytest.raises(DataError, match=record.NAME):
+        decisions()
+    with pytest.raises(DataError, match=record.NAME):
+        append(Path("."), moved(3))
