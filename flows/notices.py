@@ -116,13 +116,13 @@ def forget(prefix: str, checkout: Path) -> None:
                 del group[key]
 
 
-def failed(flow: Flow[..., Any], run: FlowRun, state: State) -> None:
+def failed(flow: Flow[..., Any], flow_run: FlowRun, state: State) -> None:
     """A hook of the flows, for failures and crashes. A look that fails again and again is told once."""
     what, why = flow.fn.__name__, reason_of(state)
     tell(
-        f"watch {why}" if what == "watch" else str(run.id),
+        f"watch {why}" if what == "watch" else str(flow_run.id),
         f"m3diff/{what} {'crashed' if state.is_crashed() else 'failed'}",
-        failure(what, run, state),
+        failure(what, flow_run, state),
         get_logger("m3diff").warning,
     )
 
