@@ -2,10 +2,19 @@
 
 import logging
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from components.compute import Compute
+
+JOIN_S = 60
+"""Seconds that a cluster is given to bring a node back, or another one."""
+
+
+class NoRoomError(BlockingIOError):
+    """The nodes of the cluster cannot take the workers; try again when they can."""
 
 
 def on_one_machine() -> bool:
@@ -31,6 +40,53 @@ def start_ray(compute: Compute) -> None:
             logging_level=logging.WARNING,
             logging_config=ray.LoggingConfig(log_level="ERROR"),  # its cleaners warn of what is no fault
         )
+
+
+def wait_for_room(compute: Compute, seconds: float) -> None:
+    """Return when the nodes of the Ray that this process is connected to are large enough for the workers. Ray itself
+    would wait for minutes and not say for what.
+
+    Raises:
+        NoRoomError: they are not within `seconds`; what they have, and what a worker needs.
+    """
+    deadline, said = time.monotonic() + seconds, False
+    while (found := places(compute)) < compute.workers:
+        lack = f"the nodes of Ray have room for {found} of {compute.workers} workers: {have_and_need(compute)}"
+        if time.monotonic() >= deadline:
+            raise NoRoomError(f"{lack}; start another node and run again, or lower compute.workers or what each needs")
+        if not said:
+            print(f"{lack}; waiting {seconds:.0f} s for a node to join", flush=True)
+            said = True
+        time.sleep(min(1, seconds))
+
+
+def places(compute: Compute) -> int:
+    """How many workers the nodes take when nothing else runs there."""
+    return sum(
+        min(int(node["Resources"].get(name, 0) // amount) for name, amount in per_worker(compute).items())
+        for node in live_nodes()
+    )
+
+
+def have_and_need(compute: Compute) -> str:
+    """`a worker needs 2 CPU; 10.0.0.7 has 1 CPU`."""
+    needs = per_worker(compute)
+    nodes = [
+        f"{node['NodeManagerAddress']} has " + ", ".join(f"{node['Resources'].get(name, 0):g} {name}" for name in needs)
+        for node in live_nodes()
+    ]
+    return f"a worker needs {', '.join(f'{amount} {name}' for name, amount in needs.items())}; {', '.join(nodes)}"
+
+
+def live_nodes() -> list[dict[str, Any]]:
+    import ray
+
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def per_worker(compute: Compute) -> dict[str, int]:
+    """What Ray sets aside for each worker."""
+    return {"CPU": compute.cpus_per_worker} | ({"GPU": 1} if compute.gpu else {})
 
 
 @contextmanager

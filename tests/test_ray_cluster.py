@@ -37,6 +37,54 @@ def test_a_cluster_of_the_run_s_own_has_the_cores_that_are_asked_for_and_no_netw
     assert "num_cpus" not in asked
 
 
+HEAD = {"Alive": True, "NodeManagerAddress": "10.0.0.1", "Resources": {}}
+
+
+def node(last: int, alive: bool = True, **resources: float) -> dict[str, Any]:
+    return {"Alive": alive, "NodeManagerAddress": f"10.0.0.{last}", "Resources": resources}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "changes", "want"),
+    [
+        ([HEAD, node(2, CPU=1), node(3, CPU=1)], {}, 2),
+        ([HEAD, node(2, CPU=1), node(3, alive=False, CPU=1)], {}, 1),
+        ([node(2, CPU=3.0), node(3, CPU=1)], {"cpus_per_worker": 2}, 1),
+        ([node(2, CPU=8, GPU=1), node(3, CPU=8)], {"gpu": True}, 1),
+    ],
+)
+def test_nodes_have_room_for_the_workers_that_each_of_them_can_hold_whole(
+    nodes: list[dict[str, Any]], changes: dict[str, Any], want: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    assert ray_cluster.places(compute(**changes)) == want
+
+
+def test_a_node_that_joins_in_time_ends_the_wait_and_one_that_does_not_is_asked_for_in_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    nodes, clock = [HEAD, node(2, CPU=1)], [0.0]
+
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds
+        if clock[0] == joins:
+            nodes.append(node(3, CPU=1))
+
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(ray_cluster.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(ray_cluster.time, "sleep", sleep)
+    joins = -1.0
+    with pytest.raises(ray_cluster.NoRoomError) as refused:
+        ray_cluster.wait_for_room(compute(), 60)
+    assert clock[0] == 60
+    said = "the nodes of Ray have room for 1 of 2 workers: a worker needs 1 CPU; 10.0.0.1 has 0 CPU, 10.0.0.2 has 1 CPU"
+    assert str(refused.value).startswith(f"{said}; start another node")
+    assert capsys.readouterr().out == f"{said}; waiting 60 s for a node to join\n"
+    joins = 70.0
+    ray_cluster.wait_for_room(compute(), 60)
+    assert clock[0] == 70
+
+
 GROUPS = """
 import os, subprocess
 from components.ray_cluster import children_in_a_group_of_their_own

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from components.models.device import DeviceError
+from components.ray_cluster import NoRoomError
 from components.records import DataError
 from components.section import ParamsError
 from components.train.disk import NotWrittenError, is_disk_full
@@ -23,7 +24,7 @@ class DivergedError(ParamsError):
     """The loss or the gradient is no finite number any more."""
 
 
-FINAL = (DataError, ParamsError, DeviceError, NotWrittenError, StoppedError)
+FINAL = (DataError, ParamsError, DeviceError, NotWrittenError, StoppedError, NoRoomError)
 """What another attempt would meet again, or shall not make."""
 
 NO_MEMORY = ("out of memory", "can't allocate memory", "running low on memory")
@@ -37,6 +38,7 @@ def with_retries(run: Callable[[Job], dict[str, Any]], job: Job) -> dict[str, An
         DataError, ParamsError: an attempt, or a worker of it, met one; or one sequence at a time is out of memory.
         NotWrittenError: a disk is full.
         StoppedError: the run was asked to end.
+        NoRoomError: Ray's nodes cannot take the workers.
         Exception: of the attempt after which none was left.
     """
     failures = 0

@@ -11,7 +11,7 @@ from typing import Any
 
 from components.files import write_atomic
 from components.models.device import Device, environment
-from components.ray_cluster import on_one_machine, start_ray
+from components.ray_cluster import JOIN_S, on_one_machine, per_worker, start_ray, wait_for_room
 from components.train.accelerator import choose_accelerator, loopback, only_worker
 from components.train.job import Job, Runtime
 from components.train.stopping import stop_on_sigterm
@@ -30,6 +30,7 @@ def run_on_ray(job: Job) -> dict[str, Any]:
     """The loop in `compute.workers` workers of Ray Train.
 
     Raises:
+        NoRoomError: the nodes cannot take the workers.
         ray.train.TrainingFailedError: a worker raised or died; its `worker_failures` say what each met.
     """
     os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")
@@ -43,6 +44,7 @@ def run_on_ray(job: Job) -> dict[str, Any]:
     if own:
         start_ray(job.compute)
     try:
+        wait_for_room(job.compute, 0 if on_one_machine() else JOIN_S)
         with stop_on_sigterm(job.run_dir):  # here: Ray takes the signal for itself when it starts
             trainer.fit()
     finally:
@@ -64,7 +66,7 @@ def _trainer(job: Job) -> Any:
         scaling_config=ScalingConfig(
             num_workers=compute.workers,
             use_gpu=compute.gpu,
-            resources_per_worker={"CPU": compute.cpus_per_worker} | ({"GPU": 1} if compute.gpu else {}),
+            resources_per_worker=per_worker(compute),
         ),
         run_config=RunConfig(
             name="ray",

@@ -68,6 +68,7 @@ def train(cfg: Train, model: "Settings", compute: Compute, mixture: Path, out: P
         DataError: the mixture has no training sample, or an image is not the one that ingest saw.
         ParamsError: the best checkpoint is asked for and none would be scored.
         NotWrittenError: a disk has no room for the checkpoints.
+        NoRoomError: Ray's nodes have no room for the workers.
         SystemExit: SIGTERM asked the run to end; the next call goes on from where it was.
     """
     if cfg.export == "best" and not compute.caption_val_pairs:

@@ -15,9 +15,11 @@ import ray.train
 import ray.train.torch
 import torch
 
+from components.ray_cluster import NoRoomError
 from components.train import loop, runtimes
 from components.train.accelerator import only_worker
 from components.train.job import Job
+from components.train.retry import with_retries
 from tests.train.toy import recipe
 
 
@@ -82,6 +84,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(runtimes, "start_ray", lambda compute: calls.append("start"))
     monkeypatch.setattr(ray, "shutdown", lambda: calls.append("shutdown"))
+    monkeypatch.setattr(runtimes, "wait_for_room", lambda compute, seconds: None)
     return calls
 
 
@@ -98,6 +101,28 @@ def test_a_run_on_ray_gives_the_figures_and_drops_ray_s_old_snapshot(
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     runtimes.run_on_ray(job(base, tmp_path))
     assert ended == ["start", "shutdown"], "a cluster that was there stays"
+
+
+@pytest.mark.parametrize(("cluster", "seconds"), [(None, 0), ("head:6379", 60)])
+def test_nodes_without_room_end_the_run_before_ray_is_asked_and_a_cluster_gets_time_to_bring_one_back(
+    cluster: str | None,
+    seconds: int,
+    base: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ended: list[str],
+) -> None:
+    def refuse(compute: Any, seconds: float) -> None:
+        ended.append(f"room for {compute.workers} within {seconds} s")
+        raise NoRoomError("no room")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if cluster:
+        monkeypatch.setenv("RAY_ADDRESS", cluster)
+    monkeypatch.setattr(runtimes, "wait_for_room", refuse)
+    with pytest.raises(NoRoomError):
+        with_retries(runtimes.run_on_ray, job(base, tmp_path))
+    assert ended == ["start", f"room for 2 within {seconds} s", "shutdown"], "it is not tried again at once"
 
 
 def test_what_a_worker_met_leaves_no_ray_behind(

@@ -1,0 +1,97 @@
+"""A Ray cluster on this machine alone, as an operator starts one: a head that computes nothing, and nodes that join it.
+
+Each is `ray start` with an address of its own among those of the loopback interface (Linux), and the cluster's token.
+"""
+
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+HEAD = "127.0.0.2"
+PATIENCE_S = 180
+STORE_BYTES = 80_000_000  # the least that Ray takes is 75 MB
+
+
+class Cluster:
+    """A running cluster. Its nodes are known by their numbers, from 3 on: the last part of their addresses."""
+
+    def __init__(self, folder: Path) -> None:
+        with socket.socket() as free:
+            free.bind((HEAD, 0))
+            self.address = f"{HEAD}:{free.getsockname()[1]}"
+        token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
+        self.folder = folder
+        self.environment = os.environ | token | {"DS_ACCELERATOR": "cpu"}
+        self.nodes: dict[int, subprocess.Popen] = {}
+        port = self.address.rpartition(":")[2]
+        head = ["--head", "--node-ip-address", HEAD, "--port", port, "--include-dashboard", "false"]
+        self._start(2, [*head, "--num-cpus", "0", "--temp-dir", str(folder / "ray")])
+
+    @property
+    def of_a_driver(self) -> dict[str, str]:
+        """The environment of what connects to it."""
+        return self.environment | {"RAY_ADDRESS": self.address}
+
+    def add(self, number: int, cpus: int = 1) -> None:
+        """A node joins."""
+        place = ["--address", self.address, "--node-ip-address", f"127.0.0.{number}"]
+        self._start(number, [*place, "--num-cpus", str(cpus)])
+
+    def _start(self, number: int, arguments: list[str]) -> None:
+        """Start a node; again where it ends, as its supervisor would: Ray gives it 30 s, on cores that may be busy."""
+        log, deadline = self.folder / f"node-{number}.log", time.monotonic() + PATIENCE_S
+        while "Ray runtime started" not in (log.read_text() if log.exists() else ""):
+            assert time.monotonic() < deadline, f"node {number} does not start: {log.read_text()[-3000:]}"
+            if number not in self.nodes or self.nodes[number].poll() is not None:
+                self.nodes[number] = self._launch(log, arguments)
+            time.sleep(0.2)
+
+    def _launch(self, log: Path, arguments: list[str]) -> subprocess.Popen:
+        ray = str(Path(sys.executable).with_name("ray"))
+        command = [ray, "start", *arguments, "--block", "--object-store-memory", str(STORE_BYTES)]
+        with log.open("w") as out:
+            return subprocess.Popen(
+                command, env=self.environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def kill(self, number: int) -> None:
+        """A node is gone, with everything on it, as when its power fails."""
+        node = self.nodes.pop(number)
+        family = [psutil.Process(node.pid), *psutil.Process(node.pid).children(recursive=True)]
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGKILL)
+        psutil.wait_procs(family, timeout=20)
+
+    def workers(self) -> dict[int, list[psutil.Process]]:
+        """The processes that train, by node."""
+        found: dict[int, list[psutil.Process]] = {}
+        for number, node in self.nodes.items():
+            for process in psutil.Process(node.pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if "TrainWorker" in " ".join([process.name(), *process.cmdline()]):
+                        found.setdefault(number, []).append(process)
+        return found
+
+
+@contextlib.contextmanager
+def cluster() -> Iterator[Cluster]:
+    """A cluster with its head alone; within, nodes join and die."""
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as place:  # a socket's path has at most 107 characters
+        made = Cluster(Path(place))
+        try:
+            yield made
+        finally:
+            for number in sorted(made.nodes, reverse=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    made.kill(number)
