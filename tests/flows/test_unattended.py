@@ -1,0 +1,112 @@
+"""A real Prefect server: late runs become one, a failure is told, and new data start a run that fails once."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from flows.git import git
+from tests import toy
+from tests.flows.test_notices import Listener, checkout, listener  # noqa: F401
+from tests.flows.test_services import Machine
+
+PATIENCE_S = 240
+
+
+def until(condition: Callable[[], Any]) -> Any:
+    """Wait for what is true in the end, and give it."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.5)
+    return found
+
+
+def serve(machine: Machine, deployments: dict[str, str]) -> None:
+    """Ask the server for runs of `deployments` (run name -> deployment) that were due an hour ago."""
+    due = (datetime.now(UTC) - timedelta(hours=1)).isoformat()
+    api = machine.environment["PREFECT_API_URL"]
+    for name, deployment in deployments.items():
+        found = httpx.get(f"{api}/deployments/name/m3diff/{deployment}").raise_for_status().json()
+        state = {"type": "SCHEDULED", "name": "Late", "state_details": {"scheduled_time": due}}
+        asked = {"name": name, "state": state, "parameters": {"reason": name}}
+        httpx.post(f"{api}/deployments/{found['id']}/create_flow_run", json=asked).raise_for_status()
+
+
+def states(machine: Machine, *names: str) -> list[str]:
+    runs = machine.ask("flow_runs", {"flow_runs": {"name": {"any_": list(names)}}})
+    return sorted(run["state_name"] for run in runs)
+
+
+@pytest.mark.slow(150)
+def test_late_runs_become_one_new_data_start_a_run_and_its_failure_is_told_once(project, listener: Listener):  # noqa: F811
+    mine = project / "data/01_raw/mine"
+    mine.mkdir(parents=True)
+    (mine / "a.csv").write_text("1")
+    toy.run(project, "dvc", "add", "-q", str(mine.relative_to(project)))
+    graph = project / "dvc.yaml"
+    first = "  synthesize:\n    foreach"
+    check = f"  check:\n    cmd: {sys.executable} check.py\n    deps: [data/01_raw/mine]\n\n"
+    (project / "check.py").write_text(
+        "import pathlib, sys\nif pathlib.Path('data/01_raw/mine/bad.csv').exists():\n"
+        "    sys.exit('mine/bad.csv row 7: no image')\n"
+    )
+    graph.write_text(graph.read_text().replace(first, check + first))
+    toy.commit(project, "a dataset of our own")
+    machine = Machine(project)
+    machine.environment |= {"M3DIFF_DROP": "data/01_raw/mine", "M3DIFF_NOTIFY": listener.address}
+    try:
+        up(machine)
+        serve(machine, dict.fromkeys(("one", "two", "three"), "retrain"))
+        late = until(lambda: ended(states(machine, "one", "two", "three")))
+        assert late == ["Coalesced", "Coalesced", "Completed"]
+        (run,) = [run for run in runs_of(machine, "one", "two", "three") if run["state_name"] == "Completed"]
+        message = git("log", "-2", "--format=%B", f"runs/{run['id']}", cwd=project)
+        assert all(f"{name}" in message.partition("Reason: ")[2] for name in ("one", "two", "three"))
+        until(lambda: [notice for notice in listener.got if "promoted" in notice["title"]])
+
+        (mine / "bad.csv").write_text("1")
+        time.sleep(62)
+        serve(machine, {"look": "watch"})
+        until(lambda: ended(states(machine, "look")))
+        (failure,) = until(lambda: [notice for notice in listener.got if "failed" in notice["title"]])
+        assert failure["title"] == "m3diff/retrain failed"
+        assert "stage check exited with 1 mine/bad.csv row 7: no image. " in failure["message"]
+        assert f"http://127.0.0.1:{machine.prefect}/runs/flow-run/" in failure["message"]
+        serve(machine, {"another look": "watch"})
+        assert until(lambda: ended(states(machine, "another look"))) == ["Skipped"]
+        assert len([notice for notice in listener.got if "failed" in notice["title"]]) == 1
+        assert "secret-word" not in (project / "services/worker.log").read_text()
+    finally:
+        machine.make("down")
+
+
+def up(machine: Machine) -> None:
+    """`make up`, and then no runs of the schedules beside those that the test asks for."""
+    started = machine.make("up")
+    assert started.returncode == 0, started.stdout + started.stderr
+    for deployment, slug in (("retrain", "nightly"), ("watch", "every-quarter-hour")):
+        pause(machine, deployment)
+
+
+def pause(machine: Machine, deployment: str) -> None:
+    command = [sys.executable, "-m", "prefect", "deployment", "schedule", "ls", f"m3diff/{deployment}", "-o", "json"]
+    subprocess.run(command, cwd=machine.root, env=machine.environment, capture_output=True)
+
+
+def runs_of(machine: Machine, *names: str) -> list[dict[str, Any]]:
+    return machine.ask("flow_runs", {"flow_runs": {"name": {"any_": list(names)}}})
+
+
+def ended(names: list[str]) -> list[str]:
+    """The names of the states where all are of runs that ended."""
+    over = {"Completed", "Failed", "Crashed", "Cancelled", "Coalesced", "Skipped", "Rejected"}
+    return names if names and set(names) <= over else []
