@@ -92,7 +92,9 @@ def test_a_run_whose_host_was_killed_is_told_by_the_key_that_its_own_hook_would_
 @pytest.mark.parametrize(
     ("days", "last", "silent"), [("3", 4, True), ("3", 2, False), ("", 400, False), ("0.5", 0.6, True)]
 )
-def test_silence_is_told_where_nothing_ended_well_for_so_many_days(server, told, tmp_path, monkeypatch, days, last, silent):
+def test_silence_is_told_where_nothing_ended_well_for_so_many_days(
+    server, told, tmp_path, monkeypatch, days, last, silent
+):
     monkeypatch.setenv("M3DIFF_SILENCE_DAYS", days)
     server.add("COMPLETED", last)
     server.add("COMPLETED", last + 1)
