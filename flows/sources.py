@@ -79,7 +79,7 @@ def update(file: str) -> str:
     Raises:
         DvcError: the source cannot be reached.
     """
-    dvc.ask("update", "--quiet", file)
+    dvc.ask("update", file)
     source = yaml.safe_load(Path(file).read_text(encoding="utf-8"))["deps"][0]
     repository = source.get("repo", {}).get("url")
     place = f"{source['path']} in {repository}" if repository else source["path"]
@@ -93,9 +93,9 @@ def take_up(folder: str, checkout: Path) -> str:
         DvcError: DVC refuses.
         OSError: the disk is full, or a file cannot be read.
     """
-    dvc.ask("checkout", "--allow-missing", "--quiet", f"{folder}.dvc")
+    dvc.ask("checkout", "--allow-missing", f"{folder}.dvc")
     changes = bring(checkout / folder, Path(folder))
-    dvc.ask("add", "--quiet", folder)
+    dvc.ask("add", folder)
     counts = ", ".join(f"{len(names)} {how}" for how, names in changes.items() if names)
     names = [name for found in changes.values() for name in found]
     return f"{folder}: {counts} ({', '.join(names[:MOST_NAMES])}{', ...' if names[MOST_NAMES:] else ''})"

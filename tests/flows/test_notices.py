@@ -177,8 +177,8 @@ def test_a_failure_says_which_run_why_where_to_look_and_what_to_do(told):
     ((key, title, text),) = told
     assert (key, title) == ("0123", "m3diff/retrain failed")
     assert text.startswith(
-        "Run 'quiet-owl' of m3diff/retrain failed: DvcError: stage validate exited with 3 rows 7, 9: reference is "
-        "empty. "
+        "Run 'quiet-owl' of m3diff/retrain failed: DvcError: stage validate exited with 3 "
+        "rows 7, 9: reference is empty. "
         "http://ui:4200/runs/flow-run/0123 . "
     )
     assert f"worktree {FLOWS}/0123" in text

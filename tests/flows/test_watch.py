@@ -71,6 +71,7 @@ def test_with_no_source_a_look_is_over_at_once(look, monkeypatch):
     assert not has_branch(DATA)
 
 
+@pytest.mark.slow(20)
 def test_a_new_file_in_a_drop_folder_starts_retrain_once_with_a_reason_and_touches_nothing(project, look, drop):
     assert look().name == "Skipped"
     before = (git("status", "--porcelain"), git("rev-parse", "HEAD"), (project / "data/mine.dvc").read_text())
@@ -85,7 +86,7 @@ def test_a_new_file_in_a_drop_folder_starts_retrain_once_with_a_reason_and_touch
     assert nothing_left(project)
     assert look().name == "Skipped"
     assert len(look.started) == 1
-    with workspace("a run", "HEAD", [], dirty=False, data=True):
+    with workspace("a-run", "HEAD", [], dirty=False, data=True):
         assert sorted(path.name for path in Path("data/mine").iterdir()) == ["a.csv", "b.csv"]
         assert dvc.ask("status", "--json", "data/mine.dvc").strip() == "{}"
 
@@ -96,6 +97,7 @@ def test_a_folder_that_did_not_change_costs_no_worktree(look, drop, monkeypatch)
     assert look().name == "Skipped"
 
 
+@pytest.mark.slow(20)
 def test_a_change_a_removal_and_a_second_drop_follow_on_each_other(look, drop):
     (drop / "b.csv").write_text("2")
     look()
@@ -122,6 +124,7 @@ def test_a_file_that_is_still_written_waits_for_the_next_look(look, drop):
     assert look.started == ["data/mine: 1 new (b.csv)"]
 
 
+@pytest.mark.slow(20)
 def test_a_file_that_comes_while_others_are_copied_waits_with_them(project, look, drop, monkeypatch):
     copied = sources.take_up
 
@@ -145,6 +148,7 @@ def test_a_folder_that_is_not_there_was_not_emptied(project, look, drop):
     assert "data/mine is not there, and is not looked at; `dvc checkout data/mine.dvc` brings it" in look.logged
 
 
+@pytest.mark.slow(20)
 def test_one_that_was_killed_before_it_started_retrain_does_so_at_the_next_look(look, drop):
     (drop / "b.csv").write_text("2")
     look.fails = True
@@ -156,6 +160,7 @@ def test_one_that_was_killed_before_it_started_retrain_does_so_at_the_next_look(
     assert look.started == ["data/mine: 1 new (b.csv)"]
 
 
+@pytest.mark.slow(20)
 def test_a_branch_that_a_person_removed_is_made_anew(look, drop):
     (drop / "b.csv").write_text("2")
     look()
@@ -164,6 +169,7 @@ def test_a_branch_that_a_person_removed_is_made_anew(look, drop):
     assert look.started == ["data/mine: 1 new (b.csv)"] * 2
 
 
+@pytest.mark.slow(20)
 def test_a_person_who_adds_the_same_by_hand_starts_nothing(project, look, drop):
     (drop / "b.csv").write_text("2")
     toy.run(project, "dvc", "add", "-q", "data/mine")
@@ -172,6 +178,7 @@ def test_a_person_who_adds_the_same_by_hand_starts_nothing(project, look, drop):
     assert not has_branch(DATA)
 
 
+@pytest.mark.slow(20)
 def test_an_imported_source_that_changed_starts_retrain(project, look, imported):  # noqa: F811
     assert look().name == "Skipped"
     assert not has_branch(DATA)
@@ -185,6 +192,7 @@ def test_an_imported_source_that_changed_starts_retrain(project, look, imported)
     assert nothing_left(project)
 
 
+@pytest.mark.slow(20)
 def test_a_source_that_is_gone_fails_the_look_after_the_others_had_theirs(project, look, drop, imported):  # noqa: F811
     imported.rename(imported.with_name("elsewhere"))
     (drop / "b.csv").write_text("2")
