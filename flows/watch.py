@@ -136,7 +136,7 @@ def tip() -> str:
 def reason_of(commit: str) -> str:
     """Why this commit of runs/data was made."""
     lines = git("log", "-1", "--format=%(trailers:key=Reason,valueonly,unfold)", commit).splitlines()
-    return "; ".join(line for line in lines if line)
+    return "; ".join(line for line in lines if line) or git("log", "-1", "--format=%s", commit)
 
 
 def start(reason: str, commit: str) -> None:

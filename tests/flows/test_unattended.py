@@ -2,8 +2,9 @@
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -41,47 +42,55 @@ def states(machine: Machine, *names: str) -> list[str]:
     return sorted(run["state_name"] for run in runs)
 
 
-@pytest.mark.slow(150)
-def test_late_runs_become_one_new_data_start_a_run_and_its_failure_is_told_once(project, listener: Listener):  # noqa: F811
+@pytest.fixture
+def machine(project: Path, listener: Listener) -> Iterator[Machine]:  # noqa: F811
+    """A project with a folder that people put files into, which its first stage checks; one file is bad."""
     mine = project / "data/01_raw/mine"
     mine.mkdir(parents=True)
-    (mine / "a.csv").write_text("1")
-    toy.run(project, "dvc", "add", "-q", str(mine.relative_to(project)))
-    graph = project / "dvc.yaml"
+    (mine / "bad.csv").write_text("1")
+    toy.run(project, "dvc", "add", "-q", "data/01_raw/mine")
+    (project / "check.py").write_text(
+        "import pathlib, sys\n"
+        "for path in pathlib.Path('data/01_raw/mine').glob('bad*'):\n"
+        "    sys.exit(f'{path.name} row 7: no image')\n"
+    )
     first = "  synthesize:\n    foreach"
     check = f"  check:\n    cmd: {sys.executable} check.py\n    deps: [data/01_raw/mine]\n\n"
-    (project / "check.py").write_text(
-        "import pathlib, sys\nif pathlib.Path('data/01_raw/mine/bad.csv').exists():\n"
-        "    sys.exit('mine/bad.csv row 7: no image')\n"
-    )
+    graph = project / "dvc.yaml"
     graph.write_text(graph.read_text().replace(first, check + first))
     toy.commit(project, "a dataset of our own")
-    (mine / "bad.csv").write_text("1")  # in the checkout alone, until a look takes it up
     machine = Machine(project)
     machine.environment |= {"M3DIFF_DROP": "data/01_raw/mine", "M3DIFF_NOTIFY": listener.address}
-    try:
-        up(machine)
-        missed(machine, "retrain", "one", "two", "three")
-        late = until(lambda: ended(states(machine, "one", "two", "three")))
-        assert late == ["Coalesced", "Coalesced", "Completed"]
-        (run,) = [run for run in runs_of(machine, "one", "two", "three") if run["state_name"] == "Completed"]
-        message = git("log", "-2", "--format=%B", f"runs/{run['id']}", cwd=project)
-        (reason,) = [line for line in message.splitlines() if line.startswith("Reason: ") and "one" in line][:1]
-        assert set(reason.removeprefix("Reason: ").split("; ")) == {"one", "two", "three"}
-        until(lambda: [notice for notice in listener.got if "promoted" in notice["title"]])
+    up(machine)
+    yield machine
+    machine.make("down")
 
-        missed(machine, "watch", "look")
-        until(lambda: ended(states(machine, "look")))
-        (failure,) = until(lambda: [notice for notice in listener.got if "failed" in notice["title"]])
-        assert failure["title"] == "m3diff/retrain failed"
-        assert "stage check exited with 1 mine/bad.csv row 7: no image. " in failure["message"]
-        assert f"http://127.0.0.1:{machine.prefect}/runs/flow-run/" in failure["message"]
-        missed(machine, "watch", "another look")
-        assert until(lambda: ended(states(machine, "another look"))) == ["Skipped"]
-        assert len([notice for notice in listener.got if "failed" in notice["title"]]) == 1
-        assert "secret-word" not in (project / "services/worker.log").read_text()
-    finally:
-        machine.make("down")
+
+@pytest.mark.slow(120)
+def test_late_runs_become_one_and_new_data_start_one_and_each_failure_is_told_once(machine, listener):  # noqa: F811
+    mine = machine.root / "data/01_raw/mine"
+    (mine / "bad.csv").rename(mine / "bad2.csv")  # in the checkout alone, until a look takes it up
+
+    missed(machine, "retrain", "one", "two", "three")
+    assert until(lambda: ended(states(machine, "one", "two", "three"))) == ["Coalesced", "Coalesced", "Failed"]
+    (first,) = until(lambda: listener.got)
+    (run,) = [run for run in runs_of(machine, "one", "two", "three") if run["state_name"] == "Failed"]
+    assert first["title"] == "m3diff/retrain failed"
+    assert "stage check exited with 1 bad.csv row 7: no image. " in first["message"]
+    assert f"http://127.0.0.1:{machine.prefect}/runs/flow-run/{run['id']} " in first["message"]
+    (page,) = (machine.root / "runs/reports").iterdir()
+    (why,) = [line for line in page.read_text().splitlines() if line.startswith("- because ") and "one" in line]
+    assert set(why.removeprefix("- because ").split("; ")) == {"one", "two", "three"}
+
+    missed(machine, "watch", "look")
+    assert until(lambda: ended(states(machine, "look"))) == ["Completed"]
+    assert git("diff", "--name-only", "HEAD", "runs/data", cwd=machine.root) == "data/01_raw/mine.dvc"
+    second = until(lambda: listener.got[1:])[0]
+    assert "stage check exited with 1 bad2.csv row 7: no image. " in second["message"]
+    missed(machine, "watch", "another look")
+    assert until(lambda: ended(states(machine, "another look"))) == ["Skipped"]
+    assert len(listener.got) == 2
+    assert "secret-word" not in (machine.root / "services/worker.log").read_text()
 
 
 def up(machine: Machine) -> None:

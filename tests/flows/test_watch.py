@@ -196,7 +196,7 @@ def test_an_imported_source_that_changed_starts_retrain(project, look, imported)
 def test_a_source_that_is_gone_fails_the_look_after_the_others_had_theirs(project, look, drop, imported):  # noqa: F811
     imported.rename(imported.with_name("elsewhere"))
     (drop / "b.csv").write_text("2")
-    with pytest.raises(DataError, match=r"data/theirs.dvc: dvc update.*does not exist"):
+    with pytest.raises(DataError, match=r"(?s)data/theirs.dvc: dvc update.*does not exist"):
         look()
     assert look.started == ["data/mine: 1 new (b.csv)"]
     assert nothing_left(project)
