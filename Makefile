@@ -12,7 +12,7 @@ export LC_ALL := C.UTF-8
 
 .DEFAULT_GOAL := help
 N ?= 3
-.PHONY: help run test test-gpu check up down profile base base-single seeds targets ablation rehearse bench-train bench-data bench-score install check-system
+.PHONY: help run test test-gpu kills check up down profile base base-single seeds targets ablation rehearse bench-train bench-data bench-score install check-system
 
 help:           ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -27,6 +27,9 @@ test: install   ## every test
 test-gpu: install ## the tests that need an NVIDIA GPU
 	@python -c 'import sys, torch; torch.cuda.is_available() or sys.exit(f"make test-gpu: torch {torch.__version__} sees no GPU; install a CUDA build of torch and check nvidia-smi")'
 	@python -m pytest tests/gpu -m gpu
+
+kills: install  ## N random kills of a pipeline's processes (about 20 s each), replayable by SEED, and what must hold after them
+	@python -m tests.faults.kills $(if $(filter file,$(origin N)),200,$(N)) $(if $(SEED),--seed $(SEED))
 
 check: install  ## lint, formatting, types and the design rules
 	@ruff check .

@@ -7,7 +7,11 @@ from pathlib import Path
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write to a temporary neighbour, flush to disk, rename: a reader sees the old file or the new, never a half."""
+    """Write to a temporary neighbour, flush to disk, rename: a reader sees the old file or the new, never a half.
+
+    So it is after a kill and after a power loss, too. Which of the two a power loss leaves, the disk decides: who needs
+    the new one there flushes the folder as well. A kill may leave the neighbour, which no name ends like.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     data = content.encode() if isinstance(content, str) else content
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

@@ -69,7 +69,14 @@ def ask(*arguments: str, cwd: Path | None = None) -> str:
     Raises:
         DvcError: it ended with another code than 0.
     """
-    done = subprocess.run([*DVC, *arguments], cwd=cwd, env=environment(), capture_output=True, text=True)
+    done = subprocess.run(
+        [*DVC, *arguments],
+        cwd=cwd,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        preexec_fn=die_with_parent,
+    )
     if done.returncode:
         raise DvcError(f"dvc {' '.join(arguments)}", done.returncode, done.stderr.splitlines())
     return done.stdout
