@@ -28,7 +28,7 @@ test-gpu: install ## the tests that need an NVIDIA GPU
 	@python -c 'import sys, torch; torch.cuda.is_available() or sys.exit(f"make test-gpu: torch {torch.__version__} sees no GPU; install a CUDA build of torch and check nvidia-smi")'
 	@python -m pytest tests/gpu -m gpu
 
-kills: install  ## N random kills of a pipeline's processes (about 20 s each), replayable by SEED, and what must hold after them
+kills: install  ## N random kills of a pipeline's processes, replayable by SEED, and what must hold after them
 	@python -m tests.faults.kills $(if $(filter file,$(origin N)),200,$(N)) $(if $(SEED),--seed $(SEED))
 
 check: install  ## lint, formatting, types and the design rules
