@@ -4,6 +4,7 @@ One process writes, rank 0: the local store is sqlite, which takes one writer at
 """
 
 import csv
+import fcntl
 import json
 import logging
 import os
@@ -65,11 +66,22 @@ def connected(tracking_uri: str) -> Iterator[MlflowClient]:
     check_alive(uri)
     logging.getLogger("mlflow").setLevel(logging.WARNING)
     mlflow.set_tracking_uri(uri)
+    client = MlflowClient()
+    make_tables(client, uri)
     try:
-        yield MlflowClient()
+        yield client
     except Exception:
         check_alive(uri)
         raise
+
+
+def make_tables(client: MlflowClient, uri: str) -> None:
+    """Have a sqlite store make its tables while no other process does: two at once leave one with an error."""
+    if not uri.startswith(SQLITE):
+        return
+    with Path(f"{uri.removeprefix(SQLITE)}.lock").open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        client.search_experiments(max_results=1)
 
 
 def experiment_id(client: MlflowClient, name: str) -> str:

@@ -84,7 +84,14 @@ def ask(*arguments: str, cwd: Path | None = None) -> str:
     Raises:
         DvcError: it ended with another code than 0.
     """
-    done = subprocess.run([*DVC, *arguments], cwd=cwd, env=environment(), capture_output=True, text=True)
+    done = subprocess.run(
+        [*DVC, *arguments],
+        cwd=cwd,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        preexec_fn=die_with_parent,
+    )
     if done.returncode:
         said = [*done.stderr.splitlines(), *broken_lock(cwd or Path())]
         raise DvcError(f"dvc {' '.join(arguments)}", done.returncode, said)
