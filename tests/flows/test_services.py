@@ -64,9 +64,10 @@ class Machine:
         return psutil.Process(json.loads((self.root / "services" / f"{service}.json").read_text())["pid"])
 
     def ask(self, what: str, condition: dict[str, Any]) -> list[dict[str, Any]]:
-        return (
-            httpx.post(f"{self.environment['PREFECT_API_URL']}/{what}/filter", json=condition).raise_for_status().json()
-        )
+        token = self.environment.get("PREFECT_API_AUTH_STRING")
+        login = tuple(token.split(":", 1)) if token else None
+        asked = httpx.post(f"{self.environment['PREFECT_API_URL']}/{what}/filter", json=condition, auth=login)
+        return asked.raise_for_status().json()
 
     def scheduled(self) -> list[dict[str, Any]]:
         return self.ask("flow_runs", {"flow_runs": {"state": {"type": {"any_": ["SCHEDULED"]}}}})
