@@ -3,6 +3,8 @@
 import json
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -205,3 +207,20 @@ def test_an_error_inside_is_the_servers_absence_where_it_went_away_and_itself_wh
 
 def test_a_store_that_is_no_server_is_not_asked_for_its_health():
     tracking.check_alive("sqlite:///nowhere/mlflow.db")
+
+
+MAKES_TABLES = """
+import sys
+from components import tracking
+with tracking.connected(sys.argv[1]) as client:
+    print(len(client.search_experiments()))
+"""
+
+
+@pytest.mark.slow(15)
+def test_two_processes_at_once_find_a_new_store_whole(tmp_path):
+    command = [sys.executable, "-c", MAKES_TABLES, f"sqlite:///{tmp_path}/new/mlflow.db"]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    for process in both:
+        out, err = process.communicate()
+        assert (process.returncode, out) == (0, "1\n"), err

@@ -72,6 +72,7 @@ def test_with_no_source_a_look_is_over_at_once(look, monkeypatch):
 
 
 @pytest.mark.slow(20)
+@pytest.mark.fault("S6")
 def test_a_new_file_in_a_drop_folder_starts_retrain_once_with_a_reason_and_touches_nothing(project, look, drop):
     assert look().name == "Skipped"
     before = (git("status", "--porcelain"), git("rev-parse", "HEAD"), (project / "data/mine.dvc").read_text())

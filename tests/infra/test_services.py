@@ -175,6 +175,7 @@ def wait_for_end(service: Service) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.fault("S5")
 def test_a_restart_adds_to_the_log_and_takes_nothing_from_it(folder, monkeypatch):
     service = small(folder, "print('a line')")
     monkeypatch.setattr(services, "environment", lambda service: dict(os.environ))
@@ -278,6 +279,7 @@ def exec_start(text: str) -> list[str]:
     return shlex.split(line.removeprefix("ExecStart="))
 
 
+@pytest.mark.fault("S5")
 @pytest.mark.parametrize(("user", "version"), [(None, 252), ("postgres", 252), ("postgres", 256)])
 def test_a_unit_for_each_service_runs_it_by_the_command_of_make_up_and_starts_it_again(user, version, tmp_path):
     texts = units.units(user, version)
