@@ -4,13 +4,16 @@ import ast
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from components.__main__ import COMMANDS
 from components.params import Params
-from flows import dvc, tasks
+from flows import archive, dvc, pipeline
+from flows.pipeline import Done
+from flows.workspace import Workspace
 from tests.toy import REPOSITORY
 
 GRAPH = yaml.safe_load((REPOSITORY / "dvc.yaml").read_text())["stages"]
@@ -70,21 +73,20 @@ def test_every_folder_with_a_stage_is_one_of_them():
     assert folders == {*STAGES, "register"}
 
 
-def test_the_flow_has_a_task_for_each_stage_that_dvc_runs_then_register_and_promote(monkeypatch):
+def test_the_flow_has_a_task_for_each_stage_that_dvc_runs_then_push_register_and_promote(monkeypatch):
     monkeypatch.chdir(REPOSITORY)
-    done: list[str] = []
+    names: list[str] = []
 
-    def fake(name: str):
-        def task(stage: str = name, return_state: bool = False) -> None:
-            done.append(stage)
+    def take(done: Done, name: str, *task: object) -> object:
+        names.append(name)
+        done.outcomes[name] = "Ran"
+        return SimpleNamespace(version=1)
 
-        return task
-
-    for task, name in (("reproduce", ""), ("register_model", "register"), ("promote_model", "promote")):
-        monkeypatch.setattr(tasks, task, fake(name))
-    monkeypatch.setattr(tasks, "finish", lambda state: "Ran")
-    tasks.run_pipeline()
-    assert done == [*dvc.stages(), *ACTIONS]
+    monkeypatch.setattr(pipeline, "take", take)
+    monkeypatch.setattr(archive, "commit", lambda message, links: names.append("commit"))
+    work = Workspace("id", REPOSITORY, REPOSITORY, "commit", "tree", (), ())
+    pipeline.work_through(Done(work, []), {"train": []})
+    assert names == [*dvc.stages(), "push", "commit", *ACTIONS]
     run = list(dict.fromkeys(stage.partition("@")[0] for stage in dvc.stages()))
     assert run == [stage for stage in STAGES if stage != "pretrain"], "a frozen stage is not run"
 
