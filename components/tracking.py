@@ -66,8 +66,7 @@ def connected(tracking_uri: str) -> Iterator[MlflowClient]:
     check_alive(uri)
     logging.getLogger("mlflow").setLevel(logging.WARNING)
     mlflow.set_tracking_uri(uri)
-    client = MlflowClient()
-    make_tables(client, uri)
+    client = make_client(uri)
     try:
         yield client
     except Exception:
@@ -75,13 +74,15 @@ def connected(tracking_uri: str) -> Iterator[MlflowClient]:
         raise
 
 
-def make_tables(client: MlflowClient, uri: str) -> None:
-    """Have a sqlite store make its tables while no other process does: two at once leave one with an error."""
+def make_client(uri: str) -> MlflowClient:
+    """A client, which makes the tables of a new sqlite store; one process at a time, for two leave one with an error."""
     if not uri.startswith(SQLITE):
-        return
+        return MlflowClient()
     with Path(f"{uri.removeprefix(SQLITE)}.lock").open("a") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
+        client = MlflowClient()
         client.search_experiments(max_results=1)
+        return client
 
 
 def experiment_id(client: MlflowClient, name: str) -> str:

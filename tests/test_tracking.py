@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import mlflow
 import pytest
+from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 from mlflow.utils.validation import _validate_metric_name
 
@@ -168,9 +169,8 @@ def test_a_sqlite_store_is_made_absolute_and_its_folder_is_made(tmp_path, monkey
 
 def test_inside_connected_mlflows_own_functions_use_the_store_and_few_retries(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(tracking, "MlflowClient", lambda: "the client")
     with connected("sqlite:///x.db") as client:
-        assert client == "the client"
+        assert isinstance(client, MlflowClient)
         assert mlflow.get_tracking_uri() == f"sqlite:///{tmp_path}/x.db"
         assert os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] == "2"
         assert os.environ["MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR"] == "false"
@@ -189,19 +189,18 @@ def test_a_server_that_does_not_answer_is_named_with_the_remedy():
     assert f"MLflow at {uri} does not answer" in str(refused.value)
 
 
-def test_an_error_inside_is_the_servers_absence_where_it_went_away_and_itself_where_it_is_there(monkeypatch):
+def test_an_error_inside_is_the_servers_absence_where_it_went_away_and_itself_where_it_is_there(tmp_path, monkeypatch):
     def gone(uri: str) -> None:
         if checks.append(uri) or len(checks) == 2:
             raise TrackingUnavailableError("gone")
 
     checks: list[str] = []
-    monkeypatch.setattr(tracking, "MlflowClient", lambda: "the client")
     with monkeypatch.context() as patched:
         patched.setattr(tracking, "check_alive", gone)
         with pytest.raises(TrackingUnavailableError, match="gone"), connected("http://127.0.0.1:1"):
             raise KeyError("what mlflow raises when a connection breaks")
     assert checks == ["http://127.0.0.1:1"] * 2
-    with pytest.raises(KeyError), connected("sqlite:///nowhere.db"):
+    with pytest.raises(KeyError), connected(f"sqlite:///{tmp_path}/mlflow.db"):
         raise KeyError("a bug")
 
 

@@ -56,7 +56,10 @@ ATOMIC = {
     "components/train/state.py write_validation",
     "flows/archive.py push",
     "flows/coalesce.py finish",
+    "flows/notices.py kept",
     "flows/report.py publish",
+    "flows/watch.py look",
+    "flows/watch.py watch",
 }
 """Through `write_atomic`."""
 
@@ -99,10 +102,12 @@ PLAIN = {
     "components/register/stage.py copy_code": "in a temporary folder",
     "components/train/samples.py _write": "see RENAMED",
     "components/train/stage.py _only_trainer": "a lock",
+    "components/tracking.py make_client": "a lock",
     "components/train/state.py write_state": "see RENAMED",
     "components/validate/pages.py write_pages": "DVC",
     "components/validate/stage.py _write": "DVC",
     "flows/previous.py take_up": "in a worktree, made anew after a kill",
+    "flows/sources.py bring": "in a worktree, of which only the `.dvc` files are kept, committed when all is copied",
     "flows/workspace.py lock": "a lock",
     "flows/workspace.py override": "in a worktree whose branch is not made yet, so it is made anew after a kill",
     "flows/workspace.py share": "in a worktree whose branch is not made yet, so it is made anew after a kill",

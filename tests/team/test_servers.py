@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-import psycopg2
 import pytest
 
 from tests import servers, toy
@@ -100,6 +99,8 @@ def machine(postgres: servers.Postgres, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def rows(postgres: servers.Postgres, database: str, table: str) -> int:
+    import psycopg2  # an extra's
+
     connection = psycopg2.connect(postgres.url(database))
     with connection, connection.cursor() as cursor:
         cursor.execute(f"SELECT count(*) FROM {table}")
@@ -136,5 +137,7 @@ def test_a_teams_stores_are_made_once_and_a_second_time_changes_nothing(postgres
         }
         said = [run(tmp_path, sys.executable, "-m", "infra.prepare_team", **settings) for _ in range(2)]
     assert said == ["database mlflow: made\nbucket m3diff: made\n", ""]
+    import psycopg2
+
     psycopg2.connect(postgres.url("mlflow")).close()
     assert (tmp_path / "services" / "mlflow" / "auth.ini").exists()
