@@ -12,7 +12,7 @@ export LC_ALL := C.UTF-8
 
 .DEFAULT_GOAL := help
 N ?= 3
-.PHONY: help run test test-gpu test-team faults kills check up down status install-services uninstall-services upgrade audit install-team profile base base-single seeds targets ablation rehearse bench-train bench-data bench-score install check-system
+.PHONY: help run test test-long test-gpu test-team faults kills check up down status install-services uninstall-services upgrade audit install-team profile base base-single seeds targets ablation rehearse bench-train bench-data bench-score install check-system
 
 help:           ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -31,6 +31,9 @@ test-gpu: install ## the tests that need an NVIDIA GPU
 
 test-team: install-team ## the tests that start PostgreSQL, an SSH server and an S3-compatible one on this machine
 	@OMP_NUM_THREADS=1 python -m pytest -m team
+
+test-long: install ## the tests of which `make test` takes three minutes a day: the longest, and the slow ones of faults
+	@OMP_NUM_THREADS=1 python -m pytest -n 2 --dist worksteal --long
 
 faults: install ## every fault of tests/faults/table.py, an hour at most; SEED=N for the points of an earlier run
 	@OMP_NUM_THREADS=1 timeout 3600 python -m pytest -n 2 --dist worksteal -m 'fault and not gpu and not team' $(if $(SEED),--faults-seed $(SEED))

@@ -75,7 +75,7 @@ def connected(tracking_uri: str) -> Iterator[MlflowClient]:
 
 
 def make_client(uri: str) -> MlflowClient:
-    """A client, which makes the tables of a new sqlite store; one process at a time, for two leave one with an error."""
+    """A client, which makes the tables of a new sqlite store; one process at a time, since of two one would fail."""
     if not uri.startswith(SQLITE):
         return MlflowClient()
     with Path(f"{uri.removeprefix(SQLITE)}.lock").open("a") as held:

@@ -1,12 +1,12 @@
 """What a run made, kept: data and checkpoint in the DVC remote, `dvc.lock` and scores on the branch of the run."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import yaml
 
-from components.archive.objects import in_cache
+from components.archive.objects import in_cache, listing
 from components.files import write_atomic
 from components.records import DataError
 from components.section import ParamsError
@@ -67,7 +67,8 @@ def outputs(file: Path) -> Iterator[tuple[str, str]]:
 def push(record: Path, log: Callable[[str], None]) -> tuple[str, str]:
     """Push, then look for every file of what is new in the remote; (Ran or Skipped, a sentence).
 
-    DVC takes a folder for whole where the remote has its list of files, so that only a look at each file finds a gap.
+    DVC takes a folder for whole where the remote has its list of files, so that only a look at each file finds a gap,
+    as a push that was cut off leaves one, and only a push of that file closes it.
 
     Args:
         record: file of the hashes that each remote was seen to have.
@@ -86,14 +87,31 @@ def push(record: Path, log: Callable[[str], None]) -> tuple[str, str]:
     check_cache(new)
     try:
         said = dvc.ask("push").strip()
-        found = json.loads(dvc.ask("data", "status", "--granular", "--not-in-remote", "--json", *new))
+        missing = not_in_remote(new)
+        if missing:
+            dvc.push_objects(hashes_of(missing, new))
+            missing = not_in_remote(new)
     except dvc.DvcError as error:
         raise NotPushedError(f"remote {name!r}: {error}") from error
-    if missing := found.get("not_in_remote"):
+    if missing:
         raise NotPushedError(f"remote {name!r} is missing {len(missing)} file(s) after `dvc push`: {missing[:5]}")
     write_atomic(record, json.dumps(seen | {name: sorted({*seen.get(name, []), *new.values()})}))
     log(f"remote {name!r}: {said or 'nothing to send'}")
     return "Ran", f"remote {name!r} has all of it, {len(new)} new"
+
+
+def not_in_remote(paths: Iterable[str]) -> list[str]:
+    """The files of these outputs that the remote does not have."""
+    found = dvc.ask("data", "status", "--granular", "--not-in-remote", "--json", *paths)
+    return json.loads(found).get("not_in_remote", [])
+
+
+def hashes_of(files: Iterable[str], outputs: Mapping[str, str]) -> list[str]:
+    """The hashes of files that are outputs, or lie in folders that are."""
+    cache = Path(dvc.ask("cache", "dir").strip())
+    within = {f"{path}/{name}": md5 for path, hash_ in outputs.items() for name, md5 in listing(cache, hash_).items()}
+    known = outputs | within
+    return [known[file] for file in files if file in known]
 
 
 def check_cache(hashes: Mapping[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""The order of the tests, and which of the long tests of faults a run of all tests takes."""
+"""The order of the tests, and which of the long ones a run of all tests takes."""
 
 import os
 import random
@@ -8,12 +8,15 @@ from pathlib import Path
 import pytest
 
 FAULTS = Path(__file__).parent / "faults"
+LONG_S = 90
 SAMPLE_S = 180
-"""What the long tests in `tests/faults` may take in a run of all tests; `make faults` runs each of them."""
+"""What may be taken, in a run of all tests, by those of LONG_S seconds and more and by the slow ones of faults, all
+together; `make test-long` runs each of them."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     today = int(time.time() // 86400)
+    parser.addoption("--long", action="store_true", help="the tests alone of which a run of all takes a sample")
     parser.addoption(
         "--faults-seed", type=int, default=today, help="seed of the faults and of their sample; else the day"
     )
@@ -37,7 +40,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     A mark `slow(200)` says how many seconds a test takes, `slow` alone that it is over ten; the rest keeps its order.
     """
-    if is_run_of_all(config):
+    if config.option.long:
+        items[:] = [item for item in items if is_sampled(item)]
+    elif is_run_of_all(config):
         left_out = beyond_sample(items, config.option.faults_seed)
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
         items[:] = [item for item in items if item.nodeid not in left_out]
@@ -56,17 +61,23 @@ def is_run_of_all(config: pytest.Config) -> bool:
 
 
 def beyond_sample(items: list[pytest.Item], seed: int) -> set[str]:
-    """The long tests of faults that are left out this time."""
-    long = sorted(item.nodeid for item in items if item.path.is_relative_to(FAULTS) and seconds_of(item))
-    seconds = {item.nodeid: seconds_of(item) for item in items}
-    random.Random(seed).shuffle(long)
+    """The long tests, and the slow ones of faults, that are left out this time."""
+    seconds = {item.nodeid: seconds_of(item) for item in items if is_sampled(item)}
+    tests = sorted(seconds)
+    random.Random(seed).shuffle(tests)
     spent, left_out = 0.0, set()
-    for test in long:
+    for test in tests:
         if spent + seconds[test] > SAMPLE_S:
             left_out.add(test)
         else:
             spent += seconds[test]
     return left_out
+
+
+def is_sampled(item: pytest.Item) -> bool:
+    """Whether a run of all tests takes this one on some days only."""
+    of_faults = item.get_closest_marker("fault") is not None or item.path.is_relative_to(FAULTS)
+    return seconds_of(item) >= LONG_S or (of_faults and seconds_of(item) > 0)
 
 
 def seconds_of(item: pytest.Item) -> float:

@@ -372,7 +372,7 @@ def test_the_trainer_and_both_ways_of_the_project_train_to_the_same_losses(tmp_p
     assert not result["not_run"]
 
 
-@pytest.mark.slow(90)
+@pytest.mark.slow(200)
 def test_all_that_a_gpu_would_measure_runs_on_a_cpu(tmp_path: Path) -> None:
     result = run(tmp_path, "train.py", "--pairs", "2", "--repeats", "1", "--precision", "bf16", "--device", "cpu")
     names = {row["name"] for row in result["ablation"]} | set(result["not_run"])

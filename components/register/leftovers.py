@@ -93,6 +93,19 @@ def take_back(client: MlflowClient, made: ModelVersion, first: ModelVersion) -> 
         client.delete_run(made.run_id)
 
 
+def remove_other_runs(client: MlflowClient, experiment: str, same: str, version: ModelVersion) -> None:
+    """Remove the runs of the same training that its version does not use: `take_back` of another registration was cut
+    off, or the store refused it in the middle. One that is still written to belongs to whom writes it."""
+    for run in client.search_runs([experiment], same, ViewType.ACTIVE_ONLY):
+        ours = run.info.run_id == version.run_id
+        written_to = run.info.status == "RUNNING"
+        if ours or (written_to and not is_over(run.data.tags.get(PROCESS), run.info.start_time)):
+            continue
+        for model in stored_models(client, experiment, f"source_run_id = '{run.info.run_id}'"):
+            delete_model(client, model)
+        client.delete_run(run.info.run_id)
+
+
 def model_of(client: MlflowClient, version: ModelVersion) -> LoggedModel:
     """The stored model behind a version."""
     assert version.source is not None

@@ -156,7 +156,7 @@ def read_lineage(params: Params, lock: Lock) -> Lineage:
     paths = params.paths
     results = ("report.html", "scores.parquet")
     for seen in (
-        paths.predictions / "predictions.json",
+        paths.predictions,
         paths.model / "curves.csv",
         *(paths.report / name for name in results),
     ):

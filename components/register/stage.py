@@ -28,6 +28,7 @@ from components.params import Params, Paths
 from components.register.leftovers import (
     one_at_a_time,
     remove_leftovers,
+    remove_other_runs,
     stored_models,
     take_back,
     this_process,
@@ -91,10 +92,12 @@ def register(params: Params) -> Registration:
 def find_or_create(client: MlflowClient, params: Params, lineage: Lineage, lock: Lock) -> tuple[ModelVersion, Outcome]:
     """The version of this checkpoint, with the results that lie here. What a call before it began is ended."""
     cfg = params.register_
-    remove_leftovers(client, tracking.experiment_id(client, cfg.experiment), cfg.model_name)
+    experiment = tracking.experiment_id(client, cfg.experiment)
+    remove_leftovers(client, experiment, cfg.model_name)
     version = find_version(client, cfg.model_name, lineage)
     if version is None:
         return create_version(client, params, lineage, lock), "registered"
+    remove_other_runs(client, experiment, same_as(lineage), version)
     if lineage.results().items() - version.tags.items() or not has_artifact(client, run_of(version), SCORES):
         update_results(client, params.paths, version, lineage)
         return version, "updated"
@@ -103,9 +106,13 @@ def find_or_create(client: MlflowClient, params: Params, lineage: Lineage, lock:
 
 def find_version(client: MlflowClient, name: str, lineage: Lineage) -> ModelVersion | None:
     """The version that holds this checkpoint and the code that runs it; the first where there are several."""
-    same = " and ".join(f"tags.`{tag}` = '{value}'" for tag, value in lineage.identity().items())
-    versions = client.search_model_versions(f"name = '{name}' and {same}")
+    versions = client.search_model_versions(f"name = '{name}' and {same_as(lineage)}")
     return min(versions, key=lambda v: int(v.version), default=None)
+
+
+def same_as(lineage: Lineage) -> str:
+    """MLflow's filter for what was made of the same checkpoint with the same code."""
+    return " and ".join(f"tags.`{tag}` = '{value}'" for tag, value in lineage.identity().items())
 
 
 def create_version(client: MlflowClient, params: Params, lineage: Lineage, lock: Lock) -> ModelVersion:
@@ -127,8 +134,9 @@ def create_version(client: MlflowClient, params: Params, lineage: Lineage, lock:
 
 def open_run(client: MlflowClient, experiment: str, lineage: Lineage) -> tuple[str, int]:
     """Id and start (ms) of this training's run: a new one, or the one that an interrupted registration left."""
-    same = " and ".join(f"tags.`{tag}` = '{value}'" for tag, value in lineage.identity().items())
-    for run in client.search_runs([experiment], same, order_by=["attributes.start_time ASC"], max_results=1):
+    for run in client.search_runs(
+        [experiment], same_as(lineage), order_by=["attributes.start_time ASC"], max_results=1
+    ):
         client.update_run(run.info.run_id, "RUNNING")
         for tag, value in (lineage.tags() | this_process()).items():
             client.set_tag(run.info.run_id, tag, value)

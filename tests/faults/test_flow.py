@@ -106,12 +106,12 @@ def test_a_remote_that_fails_half_way_leaves_nothing_registered_and_the_next_run
     objects = {path.name for path in (flow.root / ".dvc/cache/files/md5").iterdir()} - looked_at_before
     sealed = [remote / "files" / "md5" / name for name in rng.sample(sorted(objects), len(objects) // 2)]
     for place in sealed:
-        place.write_text("no folder: what belongs here cannot be written")
+        place.symlink_to("away")  # a volume that is not mounted: what belongs there cannot be written
     with pytest.raises(archive.NotPushedError, match="remote 'store'"):
         flow.run()
     assert flow.tries.count("push") == 4
     assert flow.versions == []
-    sent = {path for path in remote.rglob("*") if path.is_file() and path not in sealed}
+    sent = {path for path in remote.rglob("*") if path.is_file()}
     assert sent, "what can be sent is sent"
     times = {path: path.stat().st_mtime_ns for path in sent}
     for place in sealed:

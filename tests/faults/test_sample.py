@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import FAULTS, SAMPLE_S, beyond_sample, is_run_of_all
+from tests.conftest import FAULTS, LONG_S, SAMPLE_S, beyond_sample, is_run_of_all, is_sampled
 
-SECONDS = {f"{FAULTS}/test_a.py::test_{number}": 50 + number for number in range(10)}
+SECONDS = {
+    f"{FAULTS if number % 2 else FAULTS.parent}/test_a.py::test_{number}": (50 if number % 2 else LONG_S) + number
+    for number in range(10)
+}
 
 
 def item(nodeid: str, seconds: float) -> Any:
@@ -18,11 +21,20 @@ def item(nodeid: str, seconds: float) -> Any:
 
 
 def taken(seed: int) -> set[str]:
-    others = {f"{FAULTS}/test_a.py::test_quick": 0, f"{FAULTS.parent}/flows/test_b.py::test_long": 900}
+    others = {f"{FAULTS}/test_a.py::test_quick": 0, f"{FAULTS.parent}/flows/test_b.py::test_slow": LONG_S - 1}
     items = [item(*entry) for entry in (SECONDS | others).items()]
     left_out = beyond_sample(items, seed)
     assert not left_out & others.keys()
     return SECONDS.keys() - left_out
+
+
+def test_the_longest_and_the_slow_ones_of_faults_are_sampled():
+    flows = FAULTS.parent / "flows/test_b.py"
+    of_faults = item(f"{flows}::test_fault", 10)
+    of_faults.get_closest_marker = lambda name: pytest.mark.slow(10).mark
+    assert is_sampled(of_faults)
+    assert is_sampled(item(f"{flows}::test_long", LONG_S))
+    assert not is_sampled(item(f"{flows}::test_slow", LONG_S - 1))
 
 
 def test_a_sample_lasts_three_minutes_at_most_and_is_the_same_for_a_seed():

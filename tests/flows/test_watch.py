@@ -88,6 +88,7 @@ def test_a_new_file_in_a_drop_folder_starts_retrain_once_with_a_reason_and_touch
     assert look().name == "Skipped"
     assert len(look.started) == 1
     with workspace("a-run", "HEAD", [], dirty=False, data=True):
+        dvc.link_data()
         assert sorted(path.name for path in Path("data/mine").iterdir()) == ["a.csv", "b.csv"]
         assert dvc.ask("status", "--json", "data/mine.dvc").strip() == "{}"
 

@@ -344,4 +344,4 @@ def test_recording_the_contribution_changes_no_number_and_reads_none() -> None:
     assert not recorded[0].requires_grad
     with mdp.to("meta").recorded_contribution() as recorded:  # where reading a number is an error, as on a GPU a wait
         mdp(*([x.to("meta") for x in xs] if isinstance(xs, list) else xs.to("meta") for xs in given))
-    assert (recorded[0].shape, recorded[0].dtype) == ((4, 2), torch.float32)
+    assert (recorded[0].shape, recorded[0].dtype) == ((4, 2), torch.float64)

@@ -273,7 +273,7 @@ def test_what_a_dead_worker_has_not_answered_is_answered_once_by_others(
     assert f"unanswered batches go to {'1 other worker(s)' if count == 2 else 'new workers'} (failure 1 of 1 " in said
 
 
-@pytest.mark.slow(100)
+@pytest.mark.slow(20)
 def test_too_many_deaths_end_the_run_and_what_was_captioned_is_kept(
     cluster: None, checkpoint: Path, mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -188,8 +188,9 @@ class DifferentialLevel(nn.Module):
 
 @torch.no_grad()
 def sums_of(x: Tensor, score: Tensor) -> Tensor:
-    """The sum of the squares of a feature map and the sum of the scores, [2], in fp32 where they are."""
-    return torch.stack([x.float().square().sum(), score.float().sum()])
+    """The sum of the squares of a feature map and the sum of the scores, [2], in fp64, where the order in which threads
+    add changes no digit that is reported; on the device where they are."""
+    return torch.stack([x.double().square().sum(), score.double().sum()])
 
 
 def contribution(sums: Tensor) -> tuple[list[float], list[float]]:
@@ -254,7 +255,7 @@ class DifferentialPerception(nn.Module):
 
     @contextmanager
     def recorded_contribution(self) -> Iterator[list[Tensor]]:
-        """Within it, each forward adds a tensor [levels + 1, 2], fp32, without waiting for the device: of each level
+        """Within it, each forward adds a tensor [levels + 1, 2], fp64, without waiting for the device: of each level
         the sum of the squares of its update in (8) and the sum of its scores; last, the sum of the squares of the
         encoder's last features and the number of scores. They add up over forwards."""
         self._sums = []
