@@ -76,7 +76,7 @@ def tell_of_crashes(client: SyncPrefectClient, now: datetime, checkout: Path, lo
         what = names.get(run.deployment_id)
         if what is not None and run.state is not None:
             text = notices.failure(what, run, run.state)
-            notices.tell(str(run.id), f"m3diff/{what} crashed", text, log, checkout)
+            notices.tell(f"{run.id} crashed", f"m3diff/{what} crashed", text, log, checkout)
 
 
 def tell_of_silence(

@@ -119,9 +119,10 @@ def forget(prefix: str, checkout: Path) -> None:
 def failed(flow: Flow[..., Any], flow_run: FlowRun, state: State) -> None:
     """A hook of the flows, for failures and crashes. A look that fails again and again is told once."""
     what, why = flow.fn.__name__, reason_of(state)
+    how = "crashed" if state.is_crashed() else "failed"
     tell(
-        f"watch {why}" if what == "watch" else str(flow_run.id),
-        f"m3diff/{what} {'crashed' if state.is_crashed() else 'failed'}",
+        f"watch {why}" if what == "watch" else f"{flow_run.id} {how}",
+        f"m3diff/{what} {how}",
         failure(what, flow_run, state),
         get_logger("m3diff").warning,
     )
@@ -136,7 +137,7 @@ def failure(what: str, run: FlowRun, state: State) -> str:
     if what == "watch":
         then = "It looks again by its schedule; what it could read was taken up."
     elif state.is_crashed():
-        then = f"Nothing is lost: `prefect deployment run m3diff/{what}` goes on where it was killed."
+        then = "It is started again by itself and goes on where it was killed, unless it crashed three times in a row."
     else:
         then = (
             f"Its page says what failed, its worktree {FLOWS}/{run.id} stays for {KEPT_DAYS} days. Once the cause is "

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from prefect import get_run_logger
@@ -22,6 +23,7 @@ from components.register.stage import Registration, find_alias
 from flows import archive, dvc, notices, previous, report, tasks
 from flows.coalesce import alone, finish
 from flows.git import git
+from flows.schedule import count_crashes
 from flows.workspace import FLOWS, Workspace, workspace
 
 FLOW_RUN = "M3DIFF_FLOW_RUN"
@@ -72,6 +74,7 @@ def run_pipeline(
         worthwhile: more reasons, from DVC's status and the parameters; where it finds none the run ends.
     """
     name = flow_run.get_id() or str(uuid.uuid4())
+    count_crashes(Path.cwd())
     with workspace(name, ref, overrides, dirty, data) as work, known_as(name):
         for text in (f"commit {work.commit[:12]}, worktree {work.root}, branch {work.branch}", *work.data):
             get_run_logger().info(text)

@@ -1,8 +1,11 @@
-"""Late runs of a deployment are one run: the first that starts cancels the others that are due and ask for the same."""
+"""Late runs of a deployment are one run: the first that starts cancels the others that are due and ask for the same.
+And a run that crashes is started again by itself (`infra/services.py`), but not for ever."""
 
 import inspect
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,6 +24,10 @@ from prefect.exceptions import PrefectException
 from prefect.flows import Flow
 from prefect.states import Cancelled, State
 
+from components.records import DataError
+from flows import notices
+
+MOST_CRASHES = 3
 WAITING = ["Scheduled", "Late", "AwaitingConcurrencySlot"]
 """The states of a run that did not begin. AwaitingRetry is not among them: a person or Prefect asked for that one."""
 
@@ -30,6 +37,35 @@ def deployed_run() -> FlowRun | None:
     context = FlowRunContext.get()
     run = context.flow_run if context else None
     return run if run and run.deployment_id else None
+
+
+def count_crashes(checkout: Path) -> None:
+    """Tell of the crash that this run was started again after; so often in a row, it is the run's own fault.
+
+    Raises:
+        DataError: it crashed MOST_CRASHES times in a row, with nothing else in between.
+    """
+    run = deployed_run()
+    if run is None:
+        return
+    try:
+        with get_client(sync_client=True) as client:
+            ended = [state for state in client.read_flow_run_states(run.id) if state.is_final()]
+    except (httpx.HTTPError, PrefectException) as error:
+        get_run_logger().warning(f"crashes of this run were not counted: {type(error).__name__}: {error}")
+        return
+    crashes = [*takewhile(lambda state: state.is_crashed(), reversed(ended))]
+    if len(crashes) >= MOST_CRASHES:
+        raise DataError(
+            f"crashed {len(crashes)} times in a row, the last time: {crashes[0].message}; look at services/worker.log "
+            "and at the memory of this machine, then run it again"
+        )
+    if crashes:
+        assert (context := FlowRunContext.get()) is not None
+        assert context.flow is not None
+        what = context.flow.fn.__name__
+        text = notices.failure(what, run, crashes[0])
+        notices.tell(f"{run.id} crashed", f"m3diff/{what} crashed", text, get_run_logger().warning, checkout)
 
 
 def coalesce_late() -> list[str]:

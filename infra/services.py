@@ -32,7 +32,7 @@ import psutil
 from components import PRIVACY
 
 HOST = "127.0.0.1"
-POOL = "m3diff"
+POOL = FLOW = "m3diff"
 WORKER = socket.gethostname()
 PATIENCE_S = 300  # a first start creates two databases, on cores that may be busy
 GRACE_S = 40  # a stage in progress has its own grace inside
@@ -507,43 +507,67 @@ def last(question: dict[str, Any], time_of: str) -> str:
 
 
 def deploy() -> None:
-    """Make the pool, the automation and the deployments of prefect.yaml known to the server at PREFECT_API_URL."""
+    """Make the pool, the automations and the deployments of prefect.yaml known to the server at PREFECT_API_URL."""
     prepare_prefect()
     subprocess.run([f"{BIN}/prefect", "--no-prompt", "deploy", "--all"], check=True, stdout=subprocess.DEVNULL)
 
 
 def prepare_prefect() -> None:
-    """The work pool; and what ends a run whose machine died, which would keep its place for ever."""
-    from prefect.automations import Automation
+    """The work pool and the automations."""
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.actions import WorkPoolCreate
-    from prefect.client.schemas.objects import StateType
-    from prefect.events.actions import ChangeFlowRunState
-    from prefect.events.schemas.automations import EventTrigger, Posture
-    from prefect.events.schemas.events import ResourceSpecification
     from prefect.workers.process import ProcessWorker
 
     with get_client(sync_client=True) as client:
         template = ProcessWorker.get_default_base_job_template()
         pool = WorkPoolCreate(name=POOL, type="process", base_job_template=template)
         client.create_work_pool(pool, overwrite=True)
-        known = client.read_automations_by_name("end runs without a heartbeat")
-    if known:
-        return
+        for automation in automations():
+            if not client.read_automations_by_name(automation.name):
+                automation.create()
+
+
+def automations() -> list[Any]:
+    """What ends a run whose machine died, which would keep its place for ever, and what starts a crashed run again
+    (`flows/schedule.py` says how often)."""
+    from prefect.automations import Automation
+    from prefect.client.schemas.objects import StateType
+    from prefect.events.actions import ChangeFlowRunState
+    from prefect.events.schemas.automations import EventTrigger, Posture
+    from prefect.events.schemas.events import ResourceSpecification
+
+    runs = ResourceSpecification({"prefect.resource.id": "prefect.flow-run.*"})
+    of_a_deployment = ResourceSpecification(
+        {"prefect.resource.role": "deployment", "prefect.resource.name": ["full", "retrain"]}
+    )
+    ours = ResourceSpecification({"prefect.resource.role": "flow", "prefect.resource.name": FLOW})
     ended = {f"prefect.flow-run.{state}" for state in ("Completed", "Failed", "Cancelled", "Crashed")}
-    Automation(
-        name="end runs without a heartbeat",
-        trigger=EventTrigger(
-            after={"prefect.flow-run.heartbeat"},
-            expect={"prefect.flow-run.heartbeat", *ended},
-            match=ResourceSpecification({"prefect.resource.id": "prefect.flow-run.*"}),
-            for_each={"prefect.resource.id"},
-            posture=Posture.Proactive,
-            threshold=1,
-            within=timedelta(seconds=90),
-        ),
-        actions=[ChangeFlowRunState(name=None, state=StateType.CRASHED, force=False, message="no heartbeat for 90 s")],
-    ).create()
+    silent = EventTrigger(
+        after={"prefect.flow-run.heartbeat"},
+        expect={"prefect.flow-run.heartbeat", *ended},
+        match=runs,
+        for_each={"prefect.resource.id"},
+        posture=Posture.Proactive,
+        threshold=1,
+        within=timedelta(seconds=90),
+    )
+    crashed = EventTrigger(
+        expect={"prefect.flow-run.Crashed"},
+        match=runs,
+        match_related=[ours, of_a_deployment],
+        for_each={"prefect.resource.id"},
+        posture=Posture.Reactive,
+        threshold=1,
+        within=timedelta(0),
+    )
+    end = ChangeFlowRunState(name=None, state=StateType.CRASHED, force=False, message="no heartbeat for 90 s")
+    again = ChangeFlowRunState(
+        name="AwaitingRetry", state=StateType.SCHEDULED, force=False, message="it crashed, and goes on where it was"
+    )
+    return [
+        Automation(name="end runs without a heartbeat", trigger=silent, actions=[end]),
+        Automation(name="start crashed runs of m3diff again", trigger=crashed, actions=[again]),
+    ]
 
 
 def down() -> None:

@@ -55,7 +55,7 @@ def test_every_test_has_its_turn():
         ([], "fault and not gpu", False),
         (["tests/faults"], "not gpu", False),
         (["tests/faults/test_a.py::test_1"], "not gpu", False),
-        (["tests/flows"], "not gpu", True),
+        (["tests/flows"], "not gpu", False),
     ],
 )
 def test_who_asks_for_faults_gets_all(monkeypatch, places, marks, all_of_them):

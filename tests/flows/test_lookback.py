@@ -85,7 +85,7 @@ def test_a_run_whose_host_was_killed_is_told_by_the_key_that_its_own_hook_would_
     server.add("FAILED", 0.5)
     look_back(tmp_path, print)
     ((key, title, text),) = told
-    assert (key, title) == (crashed, "m3diff/retrain crashed")
+    assert (key, title) == (f"{crashed} crashed", "m3diff/retrain crashed")
     assert "no heartbeat for 90 s" in text
 
 

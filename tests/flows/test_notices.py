@@ -175,7 +175,7 @@ def test_a_failure_says_which_run_why_where_to_look_and_what_to_do(told):
     with temporary_settings({PREFECT_UI_URL: "http://ui:4200", PREFECT_API_URL: "http://api:4200/api"}):
         failed(retrain, RUN, STAGE)
     ((key, title, text),) = told
-    assert (key, title) == ("0123", "m3diff/retrain failed")
+    assert (key, title) == ("0123 failed", "m3diff/retrain failed")
     assert text.startswith(
         "Run 'quiet-owl' of m3diff/retrain failed: DvcError: stage validate exited with 3 "
         "rows 7, 9: reference is empty. "
@@ -189,9 +189,9 @@ def test_a_failure_says_which_run_why_where_to_look_and_what_to_do(told):
 def test_a_crash_says_that_nothing_is_lost(told):
     failed(full, RUN, Crashed(message="no heartbeat for 90 s"))
     ((key, title, text),) = told
-    assert (key, title) == ("0123", "m3diff/full crashed")
+    assert (key, title) == ("0123 crashed", "m3diff/full crashed")
     assert "crashed: no heartbeat for 90 s. " in text
-    assert "`prefect deployment run m3diff/full` goes on" in text
+    assert "started again by itself and goes on where it was killed" in text
 
 
 def test_looks_that_fail_for_the_same_reason_are_one_notice_and_for_another_one_more(told):

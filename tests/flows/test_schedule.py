@@ -7,10 +7,12 @@ from typing import Any
 
 import httpx
 import pytest
+from prefect.states import Crashed, Failed, Pending, Running
 
+from components.records import DataError
 from flows import schedule
 from flows.retrain import retrain
-from flows.schedule import coalesce_late
+from flows.schedule import coalesce_late, count_crashes
 
 DEPLOYMENT = uuid.uuid4()
 
@@ -21,6 +23,7 @@ class Server:
     def __init__(self, runs: list[Any]) -> None:
         self.runs, self.states, self.began = runs, {}, set()
         self.gone = False
+        self.history: list[Any] = []
 
     def __enter__(self) -> "Server":
         return self
@@ -39,6 +42,11 @@ class Server:
             and run.state_name in wanted.state.name.any_
             and run.expected_start_time <= wanted.expected_start_time.before_
         ]
+
+    def read_flow_run_states(self, flow_run_id: uuid.UUID) -> list[Any]:
+        if self.gone:
+            raise httpx.ConnectError("no answer")
+        return self.history
 
     def set_flow_run_state(self, flow_run_id: uuid.UUID, state: Any) -> Any:
         (run,) = [run for run in self.runs if run.id == flow_run_id]
@@ -156,3 +164,41 @@ def test_retrain_looks_for_late_runs_first_and_runs_for_their_reasons_too(monkey
     assert steps[0] == steps[2] == "coalesced"
     assert (head, first["reason"], first["data"]) == ("HEAD", "asked for; new data", True)
     assert (ref, second["reason"], second["data"]) == ("main", "new data; asked for", False)
+
+
+CRASHED, FAILED = Crashed(message="no heartbeat for 90 s"), Failed()
+
+
+@pytest.fixture
+def told(monkeypatch) -> list[tuple[str, str]]:
+    notes: list[tuple[str, str]] = []
+    monkeypatch.setattr(schedule.notices, "tell", lambda key, title, *_: notes.append((key, title)))
+    return notes
+
+
+@pytest.mark.parametrize("history", [[], [FAILED], [CRASHED, FAILED], [CRASHED, CRASHED, CRASHED, FAILED]])
+def test_a_run_that_did_not_crash_last_is_no_news(monkeypatch, tmp_path, logged, told, history):
+    begins(monkeypatch, run("ours")).history = [Running(), *history, Pending(), Running()]
+    count_crashes(tmp_path)
+    assert told == []
+
+
+@pytest.mark.parametrize("history", [[CRASHED], [CRASHED, CRASHED], [CRASHED, CRASHED, FAILED, CRASHED]])
+def test_a_crash_is_told_when_the_run_goes_on(monkeypatch, tmp_path, logged, told, history):
+    ours = run("ours")
+    begins(monkeypatch, ours).history = [*history, Running()]
+    count_crashes(tmp_path)
+    assert told == [(f"{ours.id} crashed", "m3diff/retrain crashed")]
+
+
+def test_three_crashes_in_a_row_are_the_end(monkeypatch, tmp_path, logged, told):
+    begins(monkeypatch, run("ours")).history = [FAILED, Running(), CRASHED, Running(), CRASHED, Pending(), CRASHED]
+    with pytest.raises(DataError, match="crashed 3 times in a row, the last time: no heartbeat for 90 s"):
+        count_crashes(tmp_path)
+    assert told == []
+
+
+def test_a_server_that_does_not_answer_keeps_no_run_from_going_on(monkeypatch, tmp_path, logged, told):
+    begins(monkeypatch, run("ours")).gone = True
+    count_crashes(tmp_path)
+    assert "crashes of this run were not counted: ConnectError" in logged[0]

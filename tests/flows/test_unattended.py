@@ -34,7 +34,8 @@ def missed(machine: Machine, name: str, *runs: str) -> None:
     for run in runs:
         state = {"type": "SCHEDULED", "name": "Late", "state_details": {"scheduled_time": due}}
         asked = {} if name == "watch" else {"reason": run}
-        httpx.post(api, json={"name": run, "state": state, "parameters": asked}).raise_for_status()
+        body = {"name": run, "state": state, "parameters": asked}
+        until(lambda body=body: is_done(httpx.post(api, json=body)))
 
 
 def states(machine: Machine, *names: str) -> list[str]:
@@ -101,7 +102,15 @@ def up(machine: Machine) -> None:
         found = deployment(machine, name)
         (schedule,) = found["schedules"]
         api = f"{machine.environment['PREFECT_API_URL']}/deployments/{found['id']}/schedules/{schedule['id']}"
-        httpx.patch(api, json={"active": False}).raise_for_status()
+        until(lambda api=api: is_done(httpx.patch(api, json={"active": False})))
+
+
+def is_done(answer: httpx.Response) -> bool:
+    """Whether the server did it; not where it says that it is busy."""
+    if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE:
+        return False
+    answer.raise_for_status()
+    return True
 
 
 def deployment(machine: Machine, name: str) -> dict[str, Any]:
