@@ -18,6 +18,9 @@ from pathlib import Path
 import psutil
 
 HEAD = "127.0.0.2"
+ONE_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""What `components` sets where a process has a Ray of its own; no shell of an operator has it."""
+
 PATIENCE_S = 180
 STORE_BYTES = 80_000_000  # the least that Ray takes is 75 MB
 
@@ -31,7 +34,8 @@ class Cluster:
             self.address = f"{HEAD}:{free.getsockname()[1]}"
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
         self.folder = folder
-        self.environment = os.environ | token | {"DS_ACCELERATOR": "cpu"}
+        shell = {name: value for name, value in os.environ.items() if name != ONE_MACHINE}
+        self.environment = shell | token | {"DS_ACCELERATOR": "cpu"}
         self.nodes: dict[int, subprocess.Popen] = {}
         port = self.address.rpartition(":")[2]
         head = ["--head", "--node-ip-address", HEAD, "--port", port, "--include-dashboard", "false"]
