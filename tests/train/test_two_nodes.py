@@ -66,7 +66,7 @@ def test_two_nodes_with_a_worker_each_write_what_one_node_with_both_writes(
     assert trained_on == {3: 1, 4: 1}
 
 
-@pytest.mark.slow(250)
+@pytest.mark.slow(400)
 def test_a_run_whose_node_dies_goes_on_when_another_joins_and_one_that_gets_none_says_what_is_missing(
     made: Recipe, mixture: Path, on_one_node: dict[str, bytes], two_nodes: Cluster, tmp_path: Path
 ) -> None:
@@ -87,7 +87,7 @@ def test_a_run_whose_node_dies_goes_on_when_another_joins_and_one_that_gets_none
     two_nodes.kill(5)
     began = time.monotonic()
     assert process.wait(PATIENCE_S) == 1
-    assert time.monotonic() - began < 180
+    assert time.monotonic() - began < 400  # Ray takes minutes to call a node dead
     said = (folder / "log").read_text()
     assert "the nodes of Ray have room for 1 of 2 workers: a worker needs 1 CPU;" in said
     assert "127.0.0.3 has 1 CPU" in said
