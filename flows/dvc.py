@@ -139,7 +139,8 @@ def ask(*arguments: str, cwd: Path | None = None) -> str:
 
 
 def push_objects(hashes: Iterable[str]) -> None:
-    """Send single files from the cache to the default remote. `dvc push` sends none of a folder whose list is there.
+    """Send single files from the cache to the default remote, whatever DVC remembers of what is there: `dvc push` sends
+    nothing of a folder whose list the remote has, and no file that it once saw in it.
 
     Raises:
         DvcError: the remote refused.
@@ -147,10 +148,12 @@ def push_objects(hashes: Iterable[str]) -> None:
     from dvc.exceptions import DvcException  # seconds to import, and hardly ever needed
     from dvc.repo import Repo
     from dvc_data.hashfile.hash_info import HashInfo
+    from dvc_data.hashfile.transfer import transfer
 
     try:
         with Repo() as repo:
-            failed = repo.cloud.push([HashInfo("md5", md5) for md5 in hashes]).failed
+            remote = repo.cloud.get_remote_odb(None, "push")
+            failed = transfer(repo.cache.local, remote, {HashInfo("md5", md5) for md5 in hashes}).failed
     except (DvcException, OSError) as error:
         raise DvcError("dvc push of single files", 255, [str(error)]) from error
     if failed:
