@@ -110,7 +110,7 @@ def hashes_of(files: Iterable[str], outputs: Mapping[str, str]) -> list[str]:
     """The hashes of files that are outputs, or lie in folders that are."""
     cache = Path(dvc.ask("cache", "dir").strip())
     within = {f"{path}/{name}": md5 for path, hash_ in outputs.items() for name, md5 in listing(cache, hash_).items()}
-    known = outputs | within
+    known = {**outputs, **within}
     return [known[file] for file in files if file in known]
 
 
