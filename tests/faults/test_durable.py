@@ -106,6 +106,7 @@ PLAIN = {
     "components/train/state.py write_state": "see RENAMED",
     "components/validate/pages.py write_pages": "DVC",
     "components/validate/stage.py _write": "DVC",
+    "flows/dvc.py without_outputs_in_git": "in a worktree, made anew after a kill",
     "flows/previous.py take_up": "in a worktree, made anew after a kill",
     "flows/sources.py bring": "in a worktree, of which only the `.dvc` files are kept, committed when all is copied",
     "flows/workspace.py lock": "a lock",
