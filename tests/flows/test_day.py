@@ -3,7 +3,6 @@
 The supervisor's part (systemd starts again what died) is played by `make up`; time is given by the runs that are due.
 """
 
-import os
 import re
 import subprocess
 import sys
@@ -19,6 +18,7 @@ import yaml
 
 from components.decisions import decisions
 from flows.git import git
+from flows.sources import SETTLED_S
 from tests import toy
 from tests.faults.kills import one_dataset
 from tests.flows.test_host_dies import CRASHED_S, GOES_ON_S
@@ -87,11 +87,11 @@ def machine(tmp_path: Path, listener: Listener, monkeypatch: pytest.MonkeyPatch)
 
 
 def drop(machine: Machine, text: str) -> None:
-    """Somebody put a file there a while ago."""
+    """Somebody put a file there, so long ago that it is whole."""
     new = machine.root / "services" / "score.txt"
     new.write_text(text)
-    os.utime(new, (time.time() - 600,) * 2)
     new.replace(machine.root / MINE / "score.txt")
+    time.sleep(SETTLED_S + 1)
 
 
 def retrainings(machine: Machine) -> list[dict[str, Any]]:
@@ -150,8 +150,8 @@ def test_a_day_of_looks_leaves_the_record_that_it_should_and_nobody_did_anything
         (4, runs[5]["id"]),
     ]
     client = store(machine.root)
-    assert client.get_model_version_by_alias("m3diff", "champion").version == "4"
-    assert client.get_model_version_by_alias("m3diff", "previous").version == "2"
+    assert int(client.get_model_version_by_alias("m3diff", "champion").version) == 4
+    assert int(client.get_model_version_by_alias("m3diff", "previous").version) == 2
     assert len(client.search_model_versions("name = 'm3diff'")) == 4
     told = Counter(note["title"] for note in listener.got)
     assert told == {
