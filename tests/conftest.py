@@ -62,10 +62,8 @@ def is_run_of_all(config: pytest.Config) -> bool:
 def beyond_sample(items: list[pytest.Item], seed: int) -> set[str]:
     """The long tests, and the slow ones of faults, that are left out this time."""
     seconds = {item.nodeid: seconds_of(item) for item in items if is_sampled(item)}
-    tests = sorted(seconds)
-    random.Random(seed).shuffle(tests)
     spent, left_out = 0.0, set()
-    for test in tests:
+    for test in sorted(seconds, key=lambda test: random.Random(f"{seed} {test}").random()):  # a new one moves no other
         if spent + seconds[test] > SAMPLE_S:
             left_out.add(test)
         else:
