@@ -80,8 +80,7 @@ def push(record: Path, log: Callable[[str], None]) -> tuple[str, str]:
     name = remote()
     if name is None:
         return "Skipped", NO_REMOTE
-    seen: dict[str, list[str]] = json.loads(record.read_text()) if record.is_file() else {}
-    new = {path: md5 for path, md5 in stored().items() if md5 not in seen.get(name, [])}
+    seen, new = sent(record), unsent(record, name)
     if not new:
         return "Skipped", f"remote {name!r} has all of it already"
     check_cache(new)
@@ -98,6 +97,25 @@ def push(record: Path, log: Callable[[str], None]) -> tuple[str, str]:
     write_atomic(record, json.dumps(seen | {name: sorted({*seen.get(name, []), *new.values()})}))
     log(f"remote {name!r}: {said or 'nothing to send'}")
     return "Ran", f"remote {name!r} has all of it, {len(new)} new"
+
+
+def sent(record: Path) -> dict[str, list[str]]:
+    """The hashes that each remote was seen to have."""
+    return json.loads(record.read_text()) if record.is_file() else {}
+
+
+def unsent(record: Path, name: str) -> dict[str, str]:
+    """What DVC keeps of this commit and the remote was not seen to have: hashes by path."""
+    return {path: md5 for path, md5 in stored().items() if md5 not in sent(record).get(name, [])}
+
+
+def can_be_sent(record: Path) -> bool:
+    """Whether the cache has every file of what is still to be sent; else a stage has to make it again."""
+    name = remote()
+    if name is None:
+        return True
+    cache = Path(dvc.ask("cache", "dir").strip())
+    return all(in_cache(cache, md5, read=False)[0] == "ok" for md5 in unsent(record, name).values())
 
 
 def not_in_remote(paths: Iterable[str]) -> list[str]:

@@ -49,6 +49,11 @@ class Done:
     error: str | None = None
 
     @property
+    def pushed(self) -> Path:
+        """The record of what the remotes were seen to have."""
+        return self.work.checkout / FLOWS / "pushed.json"
+
+    @property
     def state(self) -> str:
         """What the flow run came to, in a word."""
         if self.error:
@@ -90,7 +95,7 @@ def in_workspace(done: Done, worthwhile: Reasons | None) -> State:
         if other:
             return Completed(name="Skipped", message=f"flow run {other} did the same work meanwhile")
         try:
-            status = tasks.look_before(done.work.tree)
+            status = tasks.look_before(done.work.tree, done.pushed)
             if worthwhile:
                 found = worthwhile(status, load_params(tasks.PARAMS))
                 if not found:
@@ -133,7 +138,7 @@ def work_through(done: Done, status: dict[str, Any]) -> None:
     for stage in dvc.stages():
         take(done, stage, tasks.reproduce, stage, not made and stage not in status)
         made = made or done.outcomes[stage] != "Skipped"
-    take(done, "push", tasks.push_data, done.work.checkout / FLOWS / "pushed.json")
+    take(done, "push", tasks.push_data, done.pushed)
     archive.commit(message_of(done), done.work.links)
     done.registration = take(done, "register", tasks.register_model, known)
     done.decision = take(done, "promote", tasks.promote_model, done.registration.version)

@@ -29,16 +29,17 @@ def worth_retrying(task: Any, run: TaskRun, state: State) -> bool:
 
 
 @task(name="preflight", task_run_name="preflight", cache_policy=NO_CACHE)
-def look_before(tree: str) -> dict[str, Any]:
+def look_before(tree: str, record: Path) -> dict[str, Any]:
     """See that the run can end well on this machine, and what is out of date: DVC's status, by stage. Where something
     is, the data are linked in.
 
     Args:
         tree: the content that is to run; what an earlier run of it recorded is current.
+        record: file of the hashes that each remote was seen to have.
     """
     preflight(load_params(PARAMS))
     archive.check_remote()
-    if dvc.is_current() or previous.take_over(tree):
+    if (dvc.is_current() or previous.take_over(tree)) and archive.can_be_sent(record):
         return {}
     dvc.link_data()
     status = dvc.status()
