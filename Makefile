@@ -22,7 +22,7 @@ run: install    ## the whole pipeline on the embedded benchmark, then the scores
 	@dvc repro
 	@python infra/summary.py
 
-test: install   ## every test
+test: install   ## the tests; of those that take minutes, three minutes a day
 	@OMP_NUM_THREADS=1 python -m pytest -n 3 --dist worksteal
 
 test-gpu: install ## the tests that need an NVIDIA GPU

@@ -50,7 +50,7 @@ def stored() -> dict[str, str]:
     """What DVC keeps of this commit, by path: the hashes of `dvc.lock` and of every `.dvc` file whose object is in the
     cache. A stage's output in git alone is not."""
     files = [file for file in (LOCK, *map(Path, git("ls-files", "*.dvc").splitlines())) if file.is_file()]
-    cache = Path(dvc.ask("cache", "dir").strip()) / "files" / "md5"
+    cache = cache_folder() / "files" / "md5"
     found = {path: md5 for file in files for path, md5 in outputs(file)}
     return {path: md5 for path, md5 in found.items() if (cache / md5[:2] / md5[2:]).is_file()}
 
@@ -80,7 +80,8 @@ def push(record: Path, log: Callable[[str], None]) -> tuple[str, str]:
     name = remote()
     if name is None:
         return "Skipped", NO_REMOTE
-    seen, new = sent(record), unsent(record, name)
+    seen = sent(record)
+    new = unsent(seen.get(name, []))
     if not new:
         return "Skipped", f"remote {name!r} has all of it already"
     check_cache(new)
@@ -104,18 +105,23 @@ def sent(record: Path) -> dict[str, list[str]]:
     return json.loads(record.read_text()) if record.is_file() else {}
 
 
-def unsent(record: Path, name: str) -> dict[str, str]:
-    """What DVC keeps of this commit and the remote was not seen to have: hashes by path."""
-    return {path: md5 for path, md5 in stored().items() if md5 not in sent(record).get(name, [])}
+def unsent(seen: Sequence[str]) -> dict[str, str]:
+    """What DVC keeps of this commit, but for the hashes that the remote was seen to have: hashes by path."""
+    return {path: md5 for path, md5 in stored().items() if md5 not in seen}
 
 
 def can_be_sent(record: Path) -> bool:
     """Whether the cache has every file of what is still to be sent; else a stage has to make it again."""
     name = remote()
-    if name is None:
+    new = unsent(sent(record).get(name, [])) if name else {}
+    if not new:
         return True
-    cache = Path(dvc.ask("cache", "dir").strip())
-    return all(in_cache(cache, md5, read=False)[0] == "ok" for md5 in unsent(record, name).values())
+    cache = cache_folder()
+    return all(in_cache(cache, md5, read=False)[0] == "ok" for md5 in new.values())
+
+
+def cache_folder() -> Path:
+    return Path(dvc.ask("cache", "dir").strip())
 
 
 def not_in_remote(paths: Iterable[str]) -> list[str]:
@@ -126,7 +132,7 @@ def not_in_remote(paths: Iterable[str]) -> list[str]:
 
 def hashes_of(files: Iterable[str], outputs: Mapping[str, str]) -> list[str]:
     """The hashes of files that are outputs, or lie in folders that are."""
-    cache = Path(dvc.ask("cache", "dir").strip())
+    cache = cache_folder()
     within = {f"{path}/{name}": md5 for path, hash_ in outputs.items() for name, md5 in listing(cache, hash_).items()}
     known = {**outputs, **within}
     return [known[file] for file in files if file in known]
@@ -141,7 +147,7 @@ def check_cache(hashes: Mapping[str, str]) -> None:
     Raises:
         DataError: it is not; every damaged file is named.
     """
-    cache = Path(dvc.ask("cache", "dir").strip())
+    cache = cache_folder()
     found = {path: in_cache(cache, md5, read=True) for path, md5 in hashes.items()}
     if bad := [f"{path}: {note}" for path, (outcome, note) in found.items() if outcome == "differs"]:
         raise DataError("; ".join(bad))

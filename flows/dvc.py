@@ -5,7 +5,6 @@ DVC decides whether a stage runs; this module starts it, passes on what it print
 
 import contextlib
 import ctypes
-import hashlib
 import json
 import os
 import re
@@ -85,6 +84,8 @@ def without_outputs_in_git(names: Iterable[str]) -> Iterator[bool]:
 
     DVC passes over a folder that is missing, and takes one with only its file of counts for one that was changed.
     """
+    from components.register.lineage import md5  # with pyarrow, which `make run` does not wait for
+
     of_git = set(git("ls-files", "-z").split("\0"))
     lock = locked()
     outputs = [out for name in names for out in lock.get(name, {}).get("outs", []) if out["path"] in of_git]
@@ -104,13 +105,14 @@ def without_outputs_in_git(names: Iterable[str]) -> Iterator[bool]:
 
 
 def locked() -> dict[str, Any]:
-    """The stages of `dvc.lock` by name."""
+    """The stages of `dvc.lock` by name; none where there is no such file."""
     file = Path("dvc.lock")
-    return (yaml.safe_load(file.read_text(encoding="utf-8")) or {}).get("stages", {}) if file.is_file() else {}
+    return entries(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
-def md5(file: Path) -> str:
-    return hashlib.md5(file.read_bytes(), usedforsecurity=False).hexdigest()
+def entries(text: str) -> dict[str, Any]:
+    """The stages of the text of a `dvc.lock`; none of an empty one."""
+    return (yaml.safe_load(text) or {}).get("stages", {})
 
 
 def link_data() -> None:

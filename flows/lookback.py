@@ -75,8 +75,7 @@ def tell_of_crashes(client: SyncPrefectClient, now: datetime, checkout: Path, lo
     for run in client.read_flow_runs(flow_filter=OURS, flow_run_filter=crashed, sort=FlowRunSort.END_TIME_DESC):
         what = names.get(run.deployment_id)
         if what is not None and run.state is not None:
-            text = notices.failure(what, run, run.state)
-            notices.tell(f"{run.id} crashed", f"m3diff/{what} crashed", text, log, checkout)
+            notices.tell_of_crash(what, run, run.state, log, checkout)
 
 
 def tell_of_silence(

@@ -128,6 +128,11 @@ def failed(flow: Flow[..., Any], flow_run: FlowRun, state: State) -> None:
     )
 
 
+def tell_of_crash(what: str, run: FlowRun, state: State, log: Callable[[str], None], checkout: Path) -> None:
+    """What the run's own hook would have told, where it could not: its host was gone."""
+    tell(f"{run.id} crashed", f"m3diff/{what} crashed", failure(what, run, state), log, checkout)
+
+
 def failure(what: str, run: FlowRun, state: State) -> str:
     """One paragraph: what, which run, why, where to look, what to do.
 

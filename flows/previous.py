@@ -26,7 +26,7 @@ def take_over(tree: str) -> bool:
         return False
     before = LOCK.read_bytes() if LOCK.is_file() else None
     git("checkout", run, "--", str(LOCK))
-    there = metrics(run, entries(LOCK.read_text(encoding="utf-8")))
+    there = metrics(run, dvc.locked())
     git("checkout", run, "--", *there)
     if dvc.is_current():
         return True
@@ -40,8 +40,8 @@ def take_up(tree: str, changed: Collection[str]) -> bool:
     run = best(tree)
     if run is None:
         return False
-    ours = entries(LOCK.read_text(encoding="utf-8") if LOCK.is_file() else "")
-    theirs = entries(git("show", f"{run}:{LOCK}"))
+    ours = dvc.locked()
+    theirs = dvc.entries(git("show", f"{run}:{LOCK}"))
     found = {stage: theirs[stage] for stage in changed if stage in theirs and theirs[stage] != ours.get(stage)}
     if not found:
         return False
@@ -72,11 +72,6 @@ def list_runs() -> list[dict[str, str]]:
     lines = git("log", "--no-walk=sorted", f"--format={form}", *runs).splitlines()
     found = [dict(zip(("commit", *keys), line.split("\0"), strict=True)) for line in lines]
     return [run for run in found if run[TREE]]
-
-
-def entries(text: str) -> dict[str, Any]:
-    """The stages of a `dvc.lock`; none of an empty one."""
-    return (yaml.safe_load(text) or {}).get("stages", {})
 
 
 def metrics(run: str, stages: dict[str, Any]) -> list[str]:

@@ -63,9 +63,7 @@ def count_crashes(checkout: Path) -> None:
     if crashes:
         assert (context := FlowRunContext.get()) is not None
         assert context.flow is not None
-        what = context.flow.fn.__name__
-        text = notices.failure(what, run, crashes[0])
-        notices.tell(f"{run.id} crashed", f"m3diff/{what} crashed", text, get_run_logger().warning, checkout)
+        notices.tell_of_crash(context.flow.fn.__name__, run, crashes[0], get_run_logger().warning, checkout)
 
 
 def coalesce_late() -> list[str]:

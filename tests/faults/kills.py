@@ -26,8 +26,9 @@ import psutil
 import yaml
 
 from components.decisions import champions, decisions, faults, pending
+from components.evaluate.bootstrap import MIN_PAIRS
+from flows.dvc import entries
 from flows.git import git
-from flows.previous import entries
 from flows.workspace import override
 from tests import toy
 from tests.faults.machine import Flow, Starter, describe, kind, prefect_server, starter
@@ -37,6 +38,9 @@ SCORE = 'params["evaluate"]["gallery"] / 100'
 SCORE_OF_CAPTIONS = (
     'int(hashlib.sha256((paths["predictions"] / "predictions.json").read_bytes()).hexdigest()[:6], 16) / 2**24'
 )
+
+PAIRS, ENOUGH_PAIRS = '("train", "val", "test", "test")', f'("train", "val", *["test"] * {MIN_PAIRS})'
+"""Of fewer the gate makes no interval, and the first champion stays."""
 
 TO_THE_END = 5  # after so many kills a run is let end
 HANGS_S = 600
@@ -81,7 +85,8 @@ def one_dataset(root: Path) -> Path:
     toy.build(root)
     code = (root / "toy.py").read_text()
     assert SCORE in code
-    (root / "toy.py").write_text(code.replace(SCORE, SCORE_OF_CAPTIONS))
+    assert PAIRS in code
+    (root / "toy.py").write_text(code.replace(SCORE, SCORE_OF_CAPTIONS).replace(PAIRS, ENOUGH_PAIRS))
     values = yaml.safe_load((root / "params.yaml").read_text())
     for places in (values["synthesize"], values["ingest"]["datasets"]):
         for name in [name for name in places if name != "minichange"]:

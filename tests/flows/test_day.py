@@ -3,7 +3,6 @@
 The supervisor's part (systemd starts again what died) is played by `make up`; time is given by the runs that are due.
 """
 
-import re
 import subprocess
 import sys
 import time
@@ -12,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import yaml
 
@@ -20,18 +18,14 @@ from components.decisions import decisions
 from flows.git import git
 from flows.sources import SETTLED_S
 from tests import toy
-from tests.faults.kills import one_dataset
-from tests.flows.test_host_dies import CRASHED_S, GOES_ON_S
-from tests.flows.test_host_dies import states as states_of
+from tests.faults.kills import SCORE_OF_CAPTIONS, one_dataset
+from tests.flows.test_host_dies import host_dies
 from tests.flows.test_notices import Listener, listener  # noqa: F401
 from tests.flows.test_services import Machine
 from tests.flows.test_unattended import ended, missed, states, until, up
 from tests.register.conftest import store
 
 MINE = Path("data/01_raw/mine")
-SCORES = "int(hashlib.sha256("
-"""How the toy's score begins, which here is what the dropped file says."""
-
 CHECK = """import pathlib, sys
 if pathlib.Path("data/01_raw/mine/score.txt").read_text() == "bad":
     sys.exit("score.txt row 1, field reference: is empty; write a caption or leave the row out")
@@ -64,8 +58,9 @@ def machine(tmp_path: Path, listener: Listener, monkeypatch: pytest.MonkeyPatch)
     code = code.replace(
         "    word = hashlib.sha256(json.dumps([cfg,", "    word = hashlib.sha256(json.dumps([mine, cfg,"
     )
-    code = re.sub(r"cider = .*", 'cider = float(Path("data/01_raw/mine/score.txt").read_text())', code)
-    assert SCORES not in code
+    score = f"1.0 + {SCORE_OF_CAPTIONS}"
+    assert score in code
+    code = code.replace(score, 'float(Path("data/01_raw/mine/score.txt").read_text())')
     (root / "toy.py").write_text(code)
     (root / "check.py").write_text(CHECK)
     graph = yaml.safe_load((root / "dvc.yaml").read_text())
@@ -101,24 +96,6 @@ def retrainings(machine: Machine) -> list[dict[str, Any]]:
     return sorted(ours, key=lambda run: run["created"])
 
 
-def host_dies(machine: Machine, marks: Path) -> None:
-    until((marks / "began").exists)
-    run = retrainings(machine)[-1]["id"]
-    worker = machine.process("worker")
-    family = [worker, *worker.children(recursive=True)]
-    died = time.monotonic()
-    for process in family:
-        process.kill()
-    psutil.wait_procs(family, timeout=20)
-    (marks / "began").unlink()
-    assert machine.make("up").returncode == 0
-    until(lambda: "Crashed" in states_of(machine, run))
-    assert time.monotonic() - died < CRASHED_S
-    until((marks / "began").exists)
-    assert time.monotonic() - died < GOES_ON_S
-    (marks / "go").touch()
-
-
 @pytest.mark.fault("04", "S5", "S6", "see")
 @pytest.mark.slow(900)
 @pytest.mark.timeout(2400)
@@ -133,7 +110,8 @@ def test_a_day_of_looks_leaves_the_record_that_it_should_and_nobody_did_anything
         missed(machine, "watch", f"look {hour}")
         until(lambda hour=hour: ended(states(machine, f"look {hour}")))
         if hour == HOST_DIES:
-            host_dies(machine, tmp_path)
+            run = until(lambda: [run for run in retrainings(machine) if run["state_name"] == "Running"])[-1]
+            host_dies(machine, run["id"], tmp_path)
         until(lambda: all(ended([run["state_name"]]) for run in retrainings(machine)))
     missed(machine, "retrain", "at night")
     assert until(lambda: ended(states(machine, "at night"))) == ["Skipped"]
