@@ -1,7 +1,7 @@
 """What a run made, kept: data and checkpoint in the DVC remote, `dvc.lock` and scores on the branch of the run."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import yaml
@@ -21,21 +21,14 @@ class NotPushedError(ConnectionError):
     """The DVC remote does not have all of it."""
 
 
-def remote() -> str | None:
-    """The name of the default DVC remote."""
-    try:
-        return dvc.ask("config", "core.remote").strip() or None
-    except dvc.DvcError:  # of a key that is not set
-        return None
-
-
 def check_remote() -> None:
     """See that the remote answers, by asking it for the files that are no folders: they are few.
 
     Raises:
         ParamsError: it does not.
     """
-    if remote() is None:
+    name = dvc.remote()
+    if name is None:
         return
     files = [path for path, md5 in stored().items() if not md5.endswith(".dir")]
     if not files:
@@ -43,14 +36,14 @@ def check_remote() -> None:
     try:
         dvc.ask("status", "--cloud", "--json", *files)
     except dvc.DvcError as error:
-        raise ParamsError(f"the DVC remote {remote()!r} does not answer, so nothing could be kept: {error}") from error
+        raise ParamsError(f"the DVC remote {name!r} does not answer, so nothing could be kept: {error}") from error
 
 
 def stored() -> dict[str, str]:
     """What DVC keeps of this commit, by path: the hashes of `dvc.lock` and of every `.dvc` file whose object is in the
     cache. A stage's output in git alone is not."""
     files = [file for file in (LOCK, *map(Path, git("ls-files", "*.dvc").splitlines())) if file.is_file()]
-    cache = cache_folder() / "files" / "md5"
+    cache = dvc.cache_folder() / "files" / "md5"
     found = {path: md5 for file in files for path, md5 in outputs(file)}
     return {path: md5 for path, md5 in found.items() if (cache / md5[:2] / md5[2:]).is_file()}
 
@@ -77,7 +70,7 @@ def push(record: Path, log: Callable[[str], None]) -> tuple[str, str]:
         DataError: a file in the cache is damaged; nothing was sent.
         NotPushedError: something is missing there; what arrived is not sent again.
     """
-    name = remote()
+    name = dvc.remote()
     if name is None:
         return "Skipped", NO_REMOTE
     seen = sent(record)
@@ -86,15 +79,18 @@ def push(record: Path, log: Callable[[str], None]) -> tuple[str, str]:
         return "Skipped", f"remote {name!r} has all of it already"
     check_cache(new)
     try:
-        said = dvc.ask("push").strip()
-        missing = not_in_remote(new)
+        said = dvc.ask("push", *new).strip()
+        files = files_of(new)
+        missing = dvc.not_in_remote(files)
         if missing:
-            dvc.push_objects(hashes_of(missing, new))
-            missing = not_in_remote(new)
+            dvc.push_objects(missing.values())
+            missing = dvc.not_in_remote(missing)
     except dvc.DvcError as error:
         raise NotPushedError(f"remote {name!r}: {error}") from error
     if missing:
-        raise NotPushedError(f"remote {name!r} is missing {len(missing)} file(s) after `dvc push`: {missing[:5]}")
+        raise NotPushedError(
+            f"remote {name!r} is missing {len(missing)} file(s) after `dvc push`: {sorted(missing)[:5]}"
+        )
     write_atomic(record, json.dumps(seen | {name: sorted({*seen.get(name, []), *new.values()})}))
     log(f"remote {name!r}: {said or 'nothing to send'}")
     return "Ran", f"remote {name!r} has all of it, {len(new)} new"
@@ -112,30 +108,19 @@ def unsent(seen: Sequence[str]) -> dict[str, str]:
 
 def can_be_sent(record: Path) -> bool:
     """Whether the cache has every file of what is still to be sent; else a stage has to make it again."""
-    name = remote()
+    name = dvc.remote()
     new = unsent(sent(record).get(name, [])) if name else {}
     if not new:
         return True
-    cache = cache_folder()
+    cache = dvc.cache_folder()
     return all(in_cache(cache, md5, read=False)[0] == "ok" for md5 in new.values())
 
 
-def cache_folder() -> Path:
-    return Path(dvc.ask("cache", "dir").strip())
-
-
-def not_in_remote(paths: Iterable[str]) -> list[str]:
-    """The files of these outputs that the remote does not have."""
-    found = dvc.ask("data", "status", "--granular", "--not-in-remote", "--json", *paths)
-    return json.loads(found).get("not_in_remote", [])
-
-
-def hashes_of(files: Iterable[str], outputs: Mapping[str, str]) -> list[str]:
-    """The hashes of files that are outputs, or lie in folders that are."""
-    cache = cache_folder()
+def files_of(outputs: Mapping[str, str]) -> dict[str, str]:
+    """These outputs, and the files of those that are folders: hashes by path."""
+    cache = dvc.cache_folder()
     within = {f"{path}/{name}": md5 for path, hash_ in outputs.items() for name, md5 in listing(cache, hash_).items()}
-    known = {**outputs, **within}
-    return [known[file] for file in files if file in known]
+    return {**outputs, **within}
 
 
 def check_cache(hashes: Mapping[str, str]) -> None:
@@ -147,7 +132,7 @@ def check_cache(hashes: Mapping[str, str]) -> None:
     Raises:
         DataError: it is not; every damaged file is named.
     """
-    cache = cache_folder()
+    cache = dvc.cache_folder()
     found = {path: in_cache(cache, md5, read=True) for path, md5 in hashes.items()}
     if bad := [f"{path}: {note}" for path, (outcome, note) in found.items() if outcome == "differs"]:
         raise DataError("; ".join(bad))

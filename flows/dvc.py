@@ -6,6 +6,7 @@ DVC decides whether a stage runs; this module starts it, passes on what it print
 import contextlib
 import ctypes
 import json
+import logging
 import os
 import re
 import signal
@@ -13,15 +14,20 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
 import yaml
 
 from flows.git import git
+
+if TYPE_CHECKING:
+    from dvc.output import Output
+    from dvc.repo import Repo
+    from dvc.stage import PipelineStage
 
 Outcome = Literal["Ran", "Restored", "Skipped"]
 
@@ -37,7 +43,6 @@ PROGRESS_EVERY_S = 5.0
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 PROGRESS_BAR = re.compile(r"\d+%\|")
 EXIT_CODE = re.compile(r"exited with (-?\d+)")
-NOTHING_TO_DO = "Data and pipelines are up to date."
 WORDS: dict[str, Outcome] = {
     "Running stage '{}':": "Ran",
     "Stage '{}' is cached - skipping run": "Restored",
@@ -53,29 +58,112 @@ class DvcError(RuntimeError):
         self.code = code
 
 
-def stages() -> list[str]:
+@contextmanager
+def repository(folder: Path | None = None) -> Iterator["Repo"]:
+    """DVC in this process, for what takes it a moment: a process of its own takes a second to start, and a flow asks a
+    dozen times.
+
+    Raises:
+        DvcError: DVC refused.
+    """
+    from dvc.exceptions import DvcException  # half a second to import
+    from dvc.repo import Repo
+
+    try:
+        with Repo(folder, _wait_for_lock=True) as opened:
+            yield opened
+    except DvcException as error:
+        causes = chain_of(error)
+        raise DvcError("dvc", 255, [*causes, *broken_lock(folder or Path())]) from error
+
+
+def chain_of(error: BaseException | None) -> Iterator[str]:
+    """What an error and those behind it say."""
+    while error is not None:
+        yield str(error)
+        error = error.__cause__
+
+
+def of_pipeline(repo: "Repo") -> list["PipelineStage"]:
     """The stages of `dvc.yaml` in its order, one for each dataset where it has a loop (`ingest@minichange`).
 
     Frozen ones are left out: DVC never runs them.
     """
-    graph = yaml.safe_load(Path("dvc.yaml").read_text(encoding="utf-8"))["stages"]
-    frozen = {name for name, entry in graph.items() if entry.get("do", entry).get("frozen")}
-    return [name for name in ask("stage", "list", "--name-only").split() if name.partition("@")[0] not in frozen]
+    from dvc.stage import PipelineStage
+
+    return [stage for stage in repo.index.stages if isinstance(stage, PipelineStage) and not stage.frozen]
+
+
+def stages() -> dict[str, set[str]]:
+    """The stages that DVC may run, in the order of `dvc.yaml`, each with all those that it follows from."""
+    import networkx  # with DVC
+
+    with repository() as repo:
+        ours, graph = of_pipeline(repo), repo.index.graph
+        names = {stage: stage.addressing for stage in ours}
+        return {
+            name: {names[before] for before in networkx.descendants(graph, stage) if before in names}
+            for stage, name in names.items()
+        }
+
+
+def raw_data() -> dict[Path, tuple[str, set[str]]]:
+    """The folders of datasets that `.dvc` files track: the hash of each, and the stages that read it."""
+    here = Path.cwd()
+    with repository() as repo:
+        readers = {out: {stage.addressing for stage in of_pipeline(repo) if reads(stage, out)} for out in raw_of(repo)}
+        return {Path(out.fs_path).relative_to(here): (out.hash_info.value, names) for out, names in readers.items()}
+
+
+def raw_of(repo: "Repo") -> list["Output"]:
+    """The folders that `.dvc` files track and the stage ingest reads."""
+    from dvc.stage import PipelineStage
+
+    imported = [stage for stage in repo.index.stages if not isinstance(stage, PipelineStage)]
+    ingest = [stage for stage in of_pipeline(repo) if stage.name.partition("@")[0] == "ingest"]
+    folders = [out for stage in imported for out in stage.outs if out.hash_info.isdir]
+    return [out for out in folders if any(reads(stage, out) for stage in ingest)]
+
+
+def reads(stage: "PipelineStage", out: "Output") -> bool:
+    return any(dep.fs_path == out.fs_path for dep in stage.deps)
 
 
 def status() -> dict[str, Any]:
-    """What is out of date, by stage, in DVC's own words; empty where nothing is. Frozen stages are not looked at."""
-    return json.loads(ask("status", "--json", *stages()))
+    """What is out of date, by stage, in DVC's own words; empty where nothing is. Frozen stages are not looked at.
+
+    Raw data need not be there: the hash in their `.dvc` file is compared.
+    """
+    found: dict[str, Any] = {}
+    with repository() as repo, repo.lock:
+        ours = of_pipeline(repo)
+        for stage in ours:
+            found |= stage.status(check_updates=True)
+        hashes = {out.fs_path: out.hash_info for out in raw_of(repo)}
+        for stage in ours:
+            for entry in [entry for entry in found.get(stage.addressing, []) if isinstance(entry, dict)]:
+                said = entry.get("changed deps", {})
+                for dep in stage.deps:
+                    if said.get(str(dep)) == "deleted" and dep.fs_path in hashes:
+                        said[str(dep)] = "modified"
+                        if dep.hash_info == hashes[dep.fs_path]:
+                            del said[str(dep)]
+        return {name: left for name, entries in found.items() if (left := [entry for entry in entries if says(entry)])}
+
+
+def says(entry: Any) -> bool:
+    """Whether an entry of DVC's status names anything."""
+    return not isinstance(entry, dict) or any(entry.values())
 
 
 def is_current() -> bool:
     """Whether DVC would run no stage, as far as `dvc.lock` and what lies in git tell. Data need not be there: to link
     them in takes a minute for 300,000 files, and to look at them as long."""
-    names = stages()
-    with without_outputs_in_git(names) as whole:
-        command = [*DVC, "repro", "--dry", "--allow-missing", *names]
-        done = subprocess.run(command, env=environment(), capture_output=True, text=True)
-    return whole and done.returncode == 0 and NOTHING_TO_DO in done.stdout
+    with repository() as repo, repo.lock:
+        ours = of_pipeline(repo)
+        with without_outputs_in_git(stage.addressing for stage in ours) as whole:
+            all_ = repo.index.stages
+            return whole and not any(stage.changed(allow_missing=True, upstream=all_) for stage in ours)
 
 
 @contextmanager
@@ -115,9 +203,56 @@ def entries(text: str) -> dict[str, Any]:
     return (yaml.safe_load(text) or {}).get("stages", {})
 
 
-def link_data() -> None:
-    """Bring what `dvc.lock` and the `.dvc` files name into place, as far as the cache has it."""
-    ask("checkout", "--allow-missing", "--quiet")
+def link_data(folder: Path | None = None) -> None:
+    """Bring what `dvc.lock` and the `.dvc` files name into place, as far as the cache has it: this folder, else all but
+    raw data, which are many files (`flows/raw.py`)."""
+    with repository() as repo, without_warnings():
+        raw = raw_of(repo)
+        files = {stage.relpath for stage in repo.index.stages if not any(out in raw for out in stage.outs)}
+        repo.checkout([str(folder)] if folder else sorted(files), allow_missing=True)
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Within, DVC does not warn of each output that was never made."""
+    logger = logging.getLogger("dvc_data")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def remember(hashes: Mapping[Path, str]) -> None:
+    """Tell DVC the hashes of files of the current project, which it then does not read."""
+    from dvc_data.hashfile.hash_info import HashInfo
+
+    with repository() as repo:
+        facts = ((path.absolute(), path.stat(), md5) for path, md5 in hashes.items())
+        known = (
+            (str(path), HashInfo("md5", md5), {"ino": stat.st_ino, "mtime": stat.st_mtime, "size": stat.st_size})
+            for path, stat, md5 in facts
+        )
+        repo.state.save_many(known, repo.fs)
+
+
+def cache_folder(folder: Path | None = None) -> Path:
+    """The cache of the project in this folder, else in the current one."""
+    with repository(folder) as repo:
+        return Path(repo.cache.local_cache_dir)
+
+
+def use_cache(cache: Path, links: str) -> None:
+    """Let the project in the current folder, on this machine alone, use this cache by links of these kinds."""
+    with repository() as repo, repo.config.edit("local") as settings:
+        settings.setdefault("cache", {}).update(dir=str(cache), type=links)
+
+
+def remote() -> str | None:
+    """The name of the default remote."""
+    with repository() as repo:
+        return repo.config["core"].get("remote")
 
 
 def ask(*arguments: str, cwd: Path | None = None) -> str:
@@ -140,6 +275,20 @@ def ask(*arguments: str, cwd: Path | None = None) -> str:
     return done.stdout
 
 
+def not_in_remote(files: Mapping[str, str]) -> dict[str, str]:
+    """Of these files, hashes by path, those whose content the default remote does not have.
+
+    Raises:
+        DvcError: the remote does not answer.
+    """
+    try:
+        with repository() as repo:
+            there = set(repo.cloud.get_remote_odb(None, "status").oids_exist(sorted(set(files.values()))))
+    except OSError as error:
+        raise DvcError("dvc status --cloud", 255, [str(error)]) from error
+    return {path: md5 for path, md5 in files.items() if md5 not in there}
+
+
 def push_objects(hashes: Iterable[str]) -> None:
     """Send single files from the cache to the default remote, whatever DVC remembers of what is there: `dvc push` sends
     nothing of a folder whose list the remote has, and no file that it once saw in it.
@@ -147,16 +296,14 @@ def push_objects(hashes: Iterable[str]) -> None:
     Raises:
         DvcError: the remote refused.
     """
-    from dvc.exceptions import DvcException  # seconds to import, and hardly ever needed
-    from dvc.repo import Repo
     from dvc_data.hashfile.hash_info import HashInfo
     from dvc_data.hashfile.transfer import transfer
 
     try:
-        with Repo() as repo:
+        with repository() as repo:
             remote = repo.cloud.get_remote_odb(None, "push")
             failed = transfer(repo.cache.local, remote, {HashInfo("md5", md5) for md5 in hashes}).failed
-    except (DvcException, OSError) as error:
+    except OSError as error:
         raise DvcError("dvc push of single files", 255, [str(error)]) from error
     if failed:
         raise DvcError("dvc push of single files", 255, [f"{len(failed)} of them were refused"])

@@ -5,7 +5,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,11 @@ from components.promote.moves import CHAMPION
 from components.promote.promote import Promotion
 from components.register.lineage import Lock
 from components.register.stage import Registration, find_alias
-from flows import archive, dvc, notices, previous, report, tasks
+from flows import archive, dvc, notices, previous, raw, report, tasks
 from flows.coalesce import alone, finish
 from flows.git import git
 from flows.schedule import count_crashes
+from flows.warm import NothingNewError
 from flows.workspace import FLOWS, Workspace, workspace
 
 FLOW_RUN = "M3DIFF_FLOW_RUN"
@@ -70,20 +71,24 @@ def run_pipeline(
     reason: str,
     worthwhile: Reasons | None = None,
     data: bool = False,
+    replay: float | None = None,
 ) -> State:
     """Every stage in DVC's order, then push, register and promote; the first failure ends the run.
 
     Args:
-        ref, overrides, dirty, data: what to run; see `workspace`.
+        ref, overrides, dirty, data, replay: what to run; see `workspace`.
         reason: why it was asked for; kept with the run.
         worthwhile: more reasons, from DVC's status and the parameters; where it finds none the run ends.
     """
     name = flow_run.get_id() or str(uuid.uuid4())
     count_crashes(Path.cwd())
-    with workspace(name, ref, overrides, dirty, data) as work, known_as(name):
-        for text in (f"commit {work.commit[:12]}, worktree {work.root}, branch {work.branch}", *work.data):
-            get_run_logger().info(text)
-        state = in_workspace(Done(work, [reason] if reason else []), worthwhile)
+    try:
+        with workspace(name, ref, overrides, dirty, data, replay) as work, known_as(name):
+            for text in (f"commit {work.commit[:12]}, worktree {work.root}, branch {work.branch}", *work.data):
+                get_run_logger().info(text)
+            state = in_workspace(Done(work, [reason] if reason else []), worthwhile)
+    except NothingNewError as error:
+        return Completed(name="Skipped", message=str(error))
     if state.name == "Skipped":  # it made nothing, so nothing points to its branch
         git("branch", "--quiet", "-D", work.branch)
     return state
@@ -129,19 +134,21 @@ def known_as(name: str) -> Iterator[None]:
 
 
 def work_through(done: Done, status: dict[str, Any]) -> None:
-    """The stages, then what acts outside the repository. A stage is current where neither DVC says otherwise nor an
-    earlier one made anything. Of a champion that is current nothing is looked at but its version."""
+    """The stages, then what acts outside the repository. A stage is current where neither DVC says otherwise nor one
+    that it follows from made anything. Of a champion that is current nothing is looked at but its version."""
     known = None if status else current_champion(load_params(tasks.PARAMS))
     if known is None and not status:
         dvc.link_data()
-    made = False
-    for stage in dvc.stages():
-        take(done, stage, tasks.reproduce, stage, not made and stage not in status)
-        made = made or done.outcomes[stage] != "Skipped"
-    take(done, "push", tasks.push_data, done.pushed)
-    archive.commit(message_of(done), done.work.links)
-    done.registration = take(done, "register", tasks.register_model, known)
-    done.decision = take(done, "promote", tasks.promote_model, done.registration.version)
+    with raw.in_place(done.work.checkout, status) if known is None else nullcontext():
+        made: set[str] = set()
+        for stage, before in dvc.stages().items():
+            take(done, stage, tasks.reproduce, stage, stage not in status and not made & before)
+            if done.outcomes[stage] != "Skipped":
+                made.add(stage)
+        take(done, "push", tasks.push_data, done.pushed)
+        archive.commit(message_of(done), done.work.links)
+        done.registration = take(done, "register", tasks.register_model, known)
+        done.decision = take(done, "promote", tasks.promote_model, done.registration.version)
 
 
 def current_champion(params: Params) -> Registration | None:

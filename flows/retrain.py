@@ -19,16 +19,32 @@ CODE = "components"
 
 
 @flow(name="m3diff", persist_result=False, on_failure=[notices.failed], on_crashed=[notices.failed])
-def retrain(ref: str = "HEAD", overrides: list[str] | None = None, reason: str = "") -> State:
+def retrain(
+    ref: str = "HEAD",
+    overrides: list[str] | None = None,
+    reason: str = "",
+    warm_start: bool = False,
+    replay: float = 0.25,
+) -> State:
     """Look for changes; none: say so and end. Any: run the whole pipeline.
 
     Args:
         ref: what to run; what is not committed is left out. With HEAD go the data that `m3diff/watch` found since.
         overrides: parameters of this run alone, such as `train.epochs=6`.
         reason: why it was asked for; by itself no reason to train.
+        warm_start: begin with the champion instead of the base, where data changed since it was trained.
+        replay: with `warm_start`, the share of the pairs of unchanged datasets that trains again.
     """
     why = "; ".join(dict.fromkeys(filter(None, [reason, *coalesce_late()])))
-    return run_pipeline(ref, overrides or [], dirty=False, reason=why, worthwhile=look_for_changes, data=ref == "HEAD")
+    return run_pipeline(
+        ref,
+        overrides or [],
+        dirty=False,
+        reason=why,
+        worthwhile=look_for_changes,
+        data=ref == "HEAD",
+        replay=replay if warm_start else None,
+    )
 
 
 def look_for_changes(status: dict[str, Any], params: Params) -> list[str]:

@@ -23,7 +23,7 @@ from components.consistency import closest
 from components.params import Params, load_params
 from components.section import ParamsError
 from components.tracking import SQLITE
-from flows import dvc
+from flows import dvc, warm
 from flows.git import GitError, git, has_branch
 
 FLOWS = Path("runs/flows")
@@ -59,7 +59,12 @@ class Workspace(NamedTuple):
 
 @contextmanager
 def workspace(
-    flow_run: str, ref: str | None, overrides: Sequence[str], dirty: bool, data: bool = False
+    flow_run: str,
+    ref: str | None,
+    overrides: Sequence[str],
+    dirty: bool,
+    data: bool = False,
+    replay: float | None = None,
 ) -> Iterator[Workspace]:
     """Within, the current directory is a worktree of the flow run's own. It is removed after a success and kept for a
     week after a failure.
@@ -69,9 +74,12 @@ def workspace(
         overrides: parameters as `train.epochs=6`, committed to the run's branch.
         dirty: commit what is not committed to the run's branch first.
         data: take up the data that `m3diff/watch` found, where nobody changed them by hand since.
+        replay: begin with the champion, and train this share of the pairs of unchanged datasets again; None: begin with
+            the base.
 
     Raises:
         UncommittedError: see `ref`.
+        NothingNewError: see `flows.warm.from_champion`.
         ParamsError: an override or the parameters under it are wrong; every fault at once.
         GitError: there is no such commit, or git cannot make the worktree.
     """
@@ -79,7 +87,7 @@ def workspace(
     FLOWS.mkdir(parents=True, exist_ok=True)
     sweep(checkout / FLOWS)
     with lock(FLOWS / f"{flow_run}.lock"):
-        work = make(checkout, flow_run, ref, overrides, dirty, data)
+        work = make(checkout, flow_run, ref, overrides, dirty, data, replay)
         with chdir(work.root):
             yield work
         remove(work.root)
@@ -87,7 +95,13 @@ def workspace(
 
 
 def make(
-    checkout: Path, flow_run: str, ref: str | None, overrides: Sequence[str], dirty: bool, data: bool
+    checkout: Path,
+    flow_run: str,
+    ref: str | None,
+    overrides: Sequence[str],
+    dirty: bool,
+    data: bool,
+    replay: float | None,
 ) -> Workspace:
     """The worktree, without its data. A flow run that is tried again goes on from its branch, which is made when it is
     whole."""
@@ -102,15 +116,26 @@ def make(
         with chdir(root):
             taken = take_up_data() if data and not again else ()
             if overrides and not again:
-                override(Path("params.yaml"), overrides)
-                git("commit", "--quiet", "--all", "--message", f"Parameters of this run: {', '.join(overrides)}")
+                commit_parameters(overrides)
             links = share(checkout, load_params(Path("params.yaml")))
+            if replay is not None:
+                start = warm.again() if again else warm.from_champion(replay)
+                if not again and start.overrides:
+                    commit_parameters(start.overrides)
+                    load_params(Path("params.yaml"))
+                overrides, taken = (*overrides, *start.overrides), (*taken, start.said)
+                warm.bring_base()
             git("switch", "--quiet", *([] if again else ["--create"]), branch)
             tree = git("rev-parse", "HEAD^{tree}")
     except BaseException:
         remove(root)
         raise
     return Workspace(flow_run, root, checkout, commit, tree, tuple(overrides), links, taken)
+
+
+def commit_parameters(overrides: Sequence[str]) -> None:
+    override(Path("params.yaml"), overrides)
+    git("commit", "--quiet", "--all", "--message", f"Parameters of this run: {', '.join(overrides)}")
 
 
 def starting_commit(ref: str | None, dirty: bool) -> str:
@@ -209,9 +234,7 @@ def share(checkout: Path, params: Params) -> tuple[str, ...]:
     local = checkout / ".dvc" / "config.local"
     if local.is_file():
         shutil.copy(local, ".dvc/config.local")
-    cache = dvc.ask("cache", "dir", cwd=checkout).strip()
-    for name, value in (("cache.dir", cache), ("cache.type", LINKS)):
-        dvc.ask("config", "--local", name, value)
+    dvc.use_cache(dvc.cache_folder(checkout), LINKS)
     folders = [params.compute.scratch]
     if params.register_.tracking_uri.startswith(SQLITE):
         folders.append(Path(params.register_.tracking_uri.removeprefix(SQLITE)).parent)

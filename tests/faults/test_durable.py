@@ -70,6 +70,7 @@ RENAMED = {
     "components/promote/score_again.py download_checkpoint": "in a temporary folder",
     "components/train/samples.py _write": "here",
     "components/train/state.py write_state": "here",
+    "flows/raw.py linked": "links, all flushed first; half a folder is made anew (tests/flows/test_raw.py)",
 }
 """With a rename of their own, and where that is tested."""
 
@@ -108,7 +109,10 @@ PLAIN = {
     "components/validate/stage.py _write": "DVC",
     "flows/dvc.py without_outputs_in_git": "in a worktree, made anew after a kill",
     "flows/previous.py take_up": "in a worktree, made anew after a kill",
+    "flows/raw.py held": "a lock",
     "flows/sources.py bring": "in a worktree, of which only the `.dvc` files are kept, committed when all is copied",
+    "flows/warm.py changed_datasets": "in a worktree whose branch is not made yet, so it is made anew after a kill",
+    "flows/warm.py track": "in a worktree whose branch is not made yet, so it is made anew after a kill",
     "flows/workspace.py lock": "a lock",
     "flows/workspace.py override": "in a worktree whose branch is not made yet, so it is made anew after a kill",
     "flows/workspace.py share": "in a worktree whose branch is not made yet, so it is made anew after a kill",

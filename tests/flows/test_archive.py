@@ -58,7 +58,7 @@ def test_a_remote_that_lost_one_file_of_a_folder_gets_it_or_it_is_an_error(proje
 
     def loses(*arguments: str, **more: object) -> str:
         said = asked(*arguments)
-        if arguments == ("push",):
+        if arguments[0] == "push":
             lost.append(next(path for path in remote.rglob("*") if path.is_file() and path.suffix != ".dir"))
             lost[0].unlink()
         return said
@@ -80,7 +80,7 @@ def test_a_push_that_broke_off_is_an_error_that_is_tried_again_and_then_sends_th
     sealed = remote / "files"
     sealed.write_text("no folder")
     record = project / "runs" / "pushed.json"
-    with pytest.raises(archive.NotPushedError, match="remote 'store': dvc push exited"):
+    with pytest.raises(archive.NotPushedError, match="remote 'store': dvc push .*exited"):
         archive.push(record, print)
     assert not record.exists()
     assert issubclass(archive.NotPushedError, ConnectionError)

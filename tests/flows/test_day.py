@@ -122,10 +122,11 @@ def test_a_day_of_looks_leaves_the_record_that_it_should_and_nobody_did_anything
     how = ["Completed", "Completed", "Failed", "Rejected", "Failed", "Completed"]
     assert [run["state_name"] for run in runs] == how
     assert [run["run_count"] for run in runs] == [1, 1, 1, 1, 1, 2]
-    assert [(entry.to, entry.flow_run) for entry in decisions(machine.root) if entry.to is not None] == [
-        (1, runs[0]["id"]),
-        (2, runs[1]["id"]),
-        (4, runs[5]["id"]),
+    assert [(entry.outcome, entry.from_, entry.to, entry.flow_run) for entry in decisions(machine.root)] == [
+        ("first", None, 1, runs[0]["id"]),
+        ("promoted", 1, 2, runs[1]["id"]),
+        ("refused", 2, 3, runs[3]["id"]),
+        ("promoted", 2, 4, runs[5]["id"]),
     ]
     client = store(machine.root)
     assert int(client.get_model_version_by_alias("m3diff", "champion").version) == 4

@@ -1,6 +1,7 @@
 """A flow run as a whole: the order of its tasks, what each is given, where it ends, and what it leaves behind."""
 
 import os
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,11 +12,12 @@ from prefect.states import Completed, Failed
 
 from components.promote.promote import Promotion
 from components.register.stage import Registration
-from flows import archive, dvc, notices, pipeline, report, tasks
+from flows import archive, dvc, notices, pipeline, raw, report, tasks
 from flows.dvc import DvcError
 from flows.full import full
 from flows.pipeline import FLOW_RUN, Done, run_pipeline
 from flows.retrain import retrain
+from flows.warm import NothingNewError
 from flows.workspace import Workspace
 
 REGISTRATION = Registration(outcome="registered", model="m", version=7, run_id="r")
@@ -40,7 +42,9 @@ class Pipeline:
         self.root, self.data = root, ()
         logger = SimpleNamespace(info=self.logged.append, warning=self.logged.append)
         monkeypatch.setattr(pipeline, "get_run_logger", lambda: logger)
-        monkeypatch.setattr(dvc, "stages", lambda: ["ingest@a", "ingest@b", "train"])
+        stages = {"ingest@a": set(), "ingest@b": set(), "train": {"ingest@a", "ingest@b"}}
+        monkeypatch.setattr(dvc, "stages", lambda: stages)
+        monkeypatch.setattr(raw, "in_place", self.in_place)
         monkeypatch.setattr(pipeline, "workspace", self.workspace)
         monkeypatch.setattr(pipeline, "git", lambda *arguments: self.deleted.append(arguments))
         self.champion: Registration | None = None
@@ -64,6 +68,13 @@ class Pipeline:
         yield Workspace(
             arguments[0], self.root / "tree", self.root, "commit", "tree", tuple(arguments[2]), (), self.data
         )
+
+    @contextmanager
+    def in_place(self, checkout: Path, changed: Any):
+        assert checkout == self.root
+        self.done.append(("raw data for", *changed))
+        yield
+        self.done.append("raw data no more")
 
     def reproduce(self, stage: str, current: bool, return_state: bool):
         return self.task((stage, current), name=stage)
@@ -97,6 +108,7 @@ def run(**changes: Any):
 def test_every_stage_in_order_then_push_then_the_commit_then_register_and_the_gate_on_that_version(recorded):
     state = run()
     assert recorded.done == [
+        ("raw data for", "ingest@a", "ingest@b", "train"),
         ("ingest@a", False),
         ("ingest@b", False),
         ("train", False),
@@ -104,6 +116,7 @@ def test_every_stage_in_order_then_push_then_the_commit_then_register_and_the_ga
         f"Run {recorded.opened[0][0][:8]}: 3 ran, 1 restored",
         "register",
         ("promote", 7),
+        "raw data no more",
     ]
     assert state.is_completed()
     assert state.name == "Rejected"
@@ -112,11 +125,18 @@ def test_every_stage_in_order_then_push_then_the_commit_then_register_and_the_ga
     assert recorded.deleted == []
 
 
-def test_dvc_is_not_asked_for_a_stage_that_is_current_until_one_made_something(recorded):
-    recorded.status = {"ingest@b": []}
-    recorded.outcomes |= {"ingest@a": "Skipped"}
+def test_dvc_is_not_asked_for_a_stage_that_is_current_unless_one_before_it_made_something(recorded):
+    recorded.status = {"ingest@a": []}
+    recorded.outcomes |= {"ingest@b": "Skipped"}
     run()
-    assert recorded.done[:3] == [("ingest@a", True), ("ingest@b", False), ("train", False)]
+    assert recorded.done[1:4] == [("ingest@a", False), ("ingest@b", True), ("train", False)]
+
+
+def test_a_stage_after_one_that_made_nothing_is_current(recorded):
+    recorded.status = {"ingest@a": []}
+    recorded.outcomes = {"ingest@a": "Skipped", "ingest@b": "Skipped", "train": "Skipped"}
+    run()
+    assert recorded.done[1:4] == [("ingest@a", False), ("ingest@b", True), ("train", True)]
 
 
 def test_where_all_is_current_and_champion_no_data_are_linked(recorded):
@@ -130,8 +150,34 @@ def test_where_all_is_current_and_champion_no_data_are_linked(recorded):
 def test_where_all_is_current_and_no_champion_the_data_are_linked_for_register_and_the_gate(recorded):
     recorded.status = {}
     run()
-    assert recorded.done[:2] == ["link", ("ingest@a", True)]
+    assert recorded.done[:3] == ["link", ("raw data for",), ("ingest@a", True)]
     assert recorded.known is None
+
+
+def test_a_run_from_the_champion_that_has_seen_all_data_is_skipped(recorded, monkeypatch):
+    @contextmanager
+    def refuse(*arguments: Any):
+        recorded.opened.append(arguments)
+        raise NothingNewError("no dataset changed")
+        yield
+
+    monkeypatch.setattr(pipeline, "workspace", refuse)
+    state = run(replay=0.5)
+    assert (state.name, state.message, state.is_completed()) == ("Skipped", "no dataset changed", True)
+    assert recorded.opened[0][5] == 0.5
+    assert recorded.done == recorded.deleted == recorded.pages == []
+
+
+@pytest.mark.parametrize("flow", [full, retrain])
+@pytest.mark.parametrize(("asked", "replay"), [({}, None), ({"warm_start": True}, 0.25), ({"replay": 0.5}, None)])
+def test_a_flow_begins_with_the_base_unless_it_is_asked_for_the_champion(monkeypatch, flow, asked, replay):
+    got: dict[str, Any] = {}
+    module = sys.modules[flow.fn.__module__]
+    monkeypatch.setattr(module, "run_pipeline", lambda *_, **more: got.update(more))
+    if flow is retrain:
+        monkeypatch.setattr(module, "coalesce_late", list)
+    flow.fn(**asked)
+    assert got["replay"] == replay
 
 
 def test_a_champion_is_not_asked_for_where_a_stage_is_out_of_date(recorded):
@@ -265,7 +311,10 @@ def test_the_flows_hand_on_what_they_are_asked(monkeypatch):
     full.fn()
     full.fn("main", ["train.epochs=6"], True, "why")
     retrain.fn()
-    assert asked[:2] == [((None, [], False, "asked for"), {}), (("main", ["train.epochs=6"], True, "why"), {})]
+    assert [arguments for arguments, _ in asked[:2]] == [
+        (None, [], False, "asked for"),
+        ("main", ["train.epochs=6"], True, "why"),
+    ]
     (arguments, named) = asked[2]
     assert arguments == ("HEAD", [])
     assert named["reason"] == ""

@@ -25,7 +25,7 @@ def run_branch(name: str, tree: str, overrides: str = "") -> str:
 @pytest.fixture
 def ran(project: Path) -> str:
     """The commit of a run that made data and clean records; the checkout has none of it in its `dvc.lock`."""
-    made = dvc.stages()[:7]
+    made = list(dvc.stages())[:7]
     assert made[-1] == "validate"
     toy.run(project, "dvc", "repro", "-q", *made)
     return run_branch("first", git("rev-parse", "HEAD^{tree}"))

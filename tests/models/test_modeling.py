@@ -6,9 +6,10 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor, LlavaOnevisionForConditionalGeneration
 
+from components.models import FAMILIES
 from components.models.m3diff.modeling import M3DiffForConditionalGeneration
 from components.models.m3diff.processing import M3DiffProcessor
-from tests.tiny import MDP, SIDE, noise_image, tiny_base, tiny_config, tiny_model
+from tests.tiny import MDP, SIDE, noise_image, tiny_base, tiny_config, tiny_model, tiny_settings
 
 PATCHES = (SIDE // 8) ** 2
 
@@ -79,6 +80,16 @@ def test_save_and_load_keep_every_logit(tmp_path: Path) -> None:
         want = model(**inputs).logits
         assert torch.equal(loaded(**inputs).logits, want)
         assert torch.equal(auto(**inputs).logits, want)
+
+
+def test_a_base_that_was_trained_brings_the_weights_of_its_module(tmp_path: Path) -> None:
+    trained = tiny_model(MDP)
+    trained.save_pretrained(tmp_path)
+    torch.manual_seed(1)
+    base = FAMILIES["m3diff"].load_base(tmp_path, tiny_settings(MDP), torch.float32, "sdpa")
+    ours, theirs = base.model.mdp.state_dict(), trained.model.mdp.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 def test_missing_weights_are_an_error(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """M3Diff's settings: what `params.yaml` may say of a model, and every fault of what it may not."""
 
+import json
 import pickle
 import subprocess
 import sys
@@ -20,6 +21,9 @@ from components.models.m3diff.settings import (
     module_config,
 )
 from tests.tiny import MDP, tiny_settings
+
+TRAINED = json.loads(json.dumps(asdict(MDPConfig(**MDP))))
+"""A module as the config.json of a trained model has it."""
 
 GOOD = {
     "family": "m3diff",
@@ -163,6 +167,10 @@ def test_a_wrong_field_in_a_configuration_is_named(fields: dict, fault: str) -> 
         ({"vision_feature_layers": [27], "heads": 7}, {}, ["27 lies beyond the 26 layers", "7 does not divide 1152"]),
         (None, {"vision_config": {"num_hidden_layers": 0}}, []),
         ({"kind": "difference", "vision_feature_layers": [27]}, {}, ["27 lies beyond the 26 layers"]),
+        (MDP, {"mdp": None, "vision_config": {"num_hidden_layers": 2, "hidden_size": 16}}, []),
+        (MDP, {"mdp": TRAINED, "vision_config": {"num_hidden_layers": 2, "hidden_size": 16}}, []),
+        (MDP, {"mdp": TRAINED | {"heads": 4}}, ["which it keeps; set heads to 4 instead of 2"]),
+        (None, {"mdp": {"heads": 4}}, ["which it keeps; set {'heads': 4} instead of null"]),
     ],
 )
 def test_what_the_base_cannot_give_is_a_fault(module: dict | None, base: dict | None, faults: list[str]) -> None:

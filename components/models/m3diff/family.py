@@ -121,7 +121,10 @@ def blank_images(config: M3DiffConfig, device: torch.device | str) -> dict[str, 
 
 
 def faults(settings: M3DiffSettings, base: Mapping[str, Any] | None) -> list[str]:
-    """What the base's vision encoder cannot give to the module; nothing where the base is not known."""
+    """What the base's vision encoder cannot give to the module, and what of the module of a base that was trained is
+    another; nothing where the base is not known."""
+    if base is not None and base.get("mdp") is not None and (differs := other_fields(base["mdp"], _module(settings))):
+        return [f"module: the base was trained with another one, which it keeps; {differs}"]
     if settings.module is None or base is None:
         return []
     encoder = SIGLIP_SO400M | base.get("vision_config", {})
@@ -133,6 +136,15 @@ def faults(settings: M3DiffSettings, base: Mapping[str, Any] | None) -> list[str
     if isinstance(settings.module, MDPConfig) and width % settings.module.heads:
         found.append(f"module.heads: {settings.module.heads} does not divide {width}, the width of the vision encoder")
     return found
+
+
+def other_fields(theirs: Mapping[str, Any], ours: Mapping[str, Any] | None) -> str:
+    """What two modules differ in, in words; nothing where they are the same."""
+    if ours is None:
+        return f"set {dict(theirs)} instead of null"
+    here = {name: list(value) if isinstance(value, tuple) else value for name, value in ours.items()}
+    names = [name for name in sorted(theirs.keys() | here.keys()) if theirs.get(name) != here.get(name)]
+    return ", ".join(f"set {name} to {theirs.get(name)} instead of {here.get(name)}" for name in names)
 
 
 def contribution_names(settings: M3DiffSettings) -> tuple[str, ...]:

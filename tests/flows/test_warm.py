@@ -1,0 +1,189 @@
+"""Training that goes on from the champion: what it begins with, what trains whole, and what trains again in part."""
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from components.files import sha256_of_folder
+from components.params import load_params
+from components.section import ParamsError
+from flows import dvc, warm
+from flows.git import git, has_branch
+from flows.warm import BASE, NothingNewError, changed_datasets, from_champion, weighted
+from flows.workspace import workspace
+from tests import toy
+
+MINE = Path("data/01_raw/mine")
+CHECKPOINT = Path("data/05_model/checkpoint")
+
+
+def set_params(section: str, **values: Any) -> None:
+    params = yaml.safe_load(Path("params.yaml").read_text())
+    params[section] |= values
+    Path("params.yaml").write_text(yaml.safe_dump(params, sort_keys=False))
+
+
+@pytest.fixture
+def trained(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The toy with a dataset of its own, trained, and the checkpoint champion."""
+    toy.write_dataset(project / MINE, toy.SPLITS)
+    datasets = yaml.safe_load(Path("params.yaml").read_text())["ingest"]["datasets"]
+    set_params("ingest", datasets=datasets | {"mine": {"reader": "pairs", "root": str(MINE)}})
+    set_params("convert", sources={"minichange": {"weight": 0.5, "samples": "one"}})
+    toy.run(project, "dvc", "config", "cache.type", "hardlink")
+    toy.run(project, "dvc", "add", "-q", str(MINE))
+    toy.commit(project, "mine")
+    toy.run(project, "dvc", "repro", "-q", "train")
+    toy.commit(project, "trained")
+    md5 = {out["path"]: out["md5"] for out in dvc.locked()["train"]["outs"]}[str(CHECKPOINT)]
+    tags = {"git.commit": git("rev-parse", "HEAD"), "dvc.checkpoint": md5}
+    champion = SimpleNamespace(name="m3diff", version="3", tags=tags)
+    monkeypatch.setattr(warm, "champion_of", lambda params: champion)
+    return project
+
+
+def change_mine(root: Path) -> None:
+    toy.write_dataset(root / MINE, toy.SPLITS, seed=1)
+    toy.run(root, "dvc", "add", "-q", str(MINE))
+    toy.commit(root, "mine grew")
+
+
+def others() -> list[str]:
+    return [name for name in load_params(Path("params.yaml")).ingest.datasets if name != "mine"]
+
+
+def test_a_run_begins_with_the_champion_trains_what_changed_whole_and_a_share_of_the_rest(trained):
+    champion = sha256_of_folder(CHECKPOINT)
+    change_mine(trained)
+    toy.run(trained, "dvc", "gc", "-q", "-f", "--workspace", "--all-commits")
+    with workspace("one", "HEAD", ["train.epochs=6"], False, replay=0.25) as work:
+        params = load_params(Path("params.yaml"))
+        assert (params.train.base, params.train.epochs) == (BASE, 6)
+        weights = {name: params.convert.sources[name].weight for name in others()}
+        assert weights == dict.fromkeys(others(), 0.25) | {"minichange": 0.125}
+        assert params.convert.sources["minichange"].samples == "one", "what else is set stays"
+        assert "mine" not in params.convert.sources
+        assert sha256_of_folder(BASE) == champion
+        assert git("status", "--porcelain") == ""
+        assert git("show", "--name-only", "--format=", "HEAD").split() == [f"{BASE}.dvc", "params.yaml"]
+        assert work.overrides[0] == "train.epochs=6"
+        assert work.overrides[1] == f"train.base={BASE}"
+        (said,) = work.data
+        assert said.startswith("begins with m3diff version 3; mine changed since and trains whole; of minichange")
+        assert said.endswith("a share of 0.25 trains again")
+        dvc.link_data()
+        manifest = yaml.safe_load((CHECKPOINT / "manifest.json").read_text()) if CHECKPOINT.exists() else {}
+        assert manifest.get("base_sha256") != champion
+        for stage in ("synthesize@minichange", "convert", "train"):
+            dvc.repro(stage, print)
+        assert yaml.safe_load((CHECKPOINT / "manifest.json").read_text())["base_sha256"] == champion
+
+
+def test_where_no_data_changed_there_is_nothing_to_go_on_with(trained):
+    set_params("train", epochs=9)
+    toy.commit(trained, "other parameters")
+    with (
+        pytest.raises(NothingNewError, match="since m3diff version 3, the champion, was trained"),
+        workspace("one", "HEAD", [], False, replay=0.25),
+    ):
+        pytest.fail("it began")
+    assert not has_branch("runs/one")
+    assert not Path(f"{BASE}.dvc").exists()
+
+
+def test_without_a_champion_a_run_begins_with_the_base(trained, monkeypatch):
+    monkeypatch.setattr(warm, "champion_of", lambda params: None)
+    with workspace("one", "HEAD", [], False, replay=0.25) as work:
+        assert load_params(Path("params.yaml")).train.base == Path("data/00_base")
+        assert work.overrides == ()
+        assert "no champion" in work.data[0]
+
+
+def test_other_raw_data_or_parameters_of_data_are_a_change_and_code_and_other_sections_are_none(trained):
+    commit = git("rev-parse", "HEAD")
+    names = ["mine", *others()]
+    lock = Path("dvc.lock").read_bytes()
+    stage = trained / "components/ingest/stage.py"
+    stage.write_text(stage.read_text() + "\n# a comment\n")
+    set_params("train", epochs=9)
+    shutil.rmtree("data/01_raw")
+    toy.run(trained, "git", "checkout", "-q", "data/01_raw")
+    assert changed_datasets(commit, names) == set()
+    assert changed_datasets(commit, [*names, "new"]) == {"new"}
+    synthesized = yaml.safe_load(Path("params.yaml").read_text())["synthesize"]
+    set_params("synthesize", minichange=synthesized["minichange"] | {"seed": 5})
+    assert changed_datasets(commit, names) == {"minichange"}
+    toy.write_dataset(trained / MINE, toy.SPLITS, seed=1)
+    toy.run(trained, "dvc", "add", "-q", str(MINE))
+    shutil.rmtree(MINE)
+    assert changed_datasets(commit, names) == {"minichange", "mine"}
+    assert Path("dvc.lock").read_bytes() == lock
+
+
+def test_weights_that_are_set_are_multiplied_and_nothing_else_is_touched(trained):
+    params = load_params(Path("params.yaml"))
+    assert weighted(params, ["minichange", "mine"], 0.5) == {
+        "minichange": {"weight": 0.25, "samples": "one"},
+        "mine": {"weight": 0.5},
+    }
+    assert weighted(params, [], 0.5) == {"minichange": {"weight": 0.5, "samples": "one"}}
+
+
+def test_a_run_that_is_tried_again_goes_on_from_its_branch_whoever_is_champion_then(trained, monkeypatch):
+    change_mine(trained)
+    with workspace("one", "HEAD", [], False, replay=0.25) as work:
+        began = git("rev-parse", "HEAD")
+        content = sha256_of_folder(BASE)
+    monkeypatch.setattr(warm, "champion_of", lambda params: pytest.fail("asked"))
+    with workspace("one", "HEAD", [], False, replay=0.25) as work:
+        assert git("rev-parse", "HEAD") == began
+        assert sha256_of_folder(BASE) == content
+        assert work.overrides == (f"train.base={BASE}",), "its commits must not look like those of plain runs"
+
+
+@pytest.mark.parametrize("replay", [-0.1, 1.5])
+def test_replay_is_a_share(trained, replay):
+    with pytest.raises(ParamsError, match=f"replay: expected a share from 0 to 1, found {replay}"):
+        from_champion(replay)
+
+
+@pytest.mark.parametrize(
+    ("tag", "value", "told"),
+    [("git.commit", "0" * 40, "not in this clone"), ("dvc.checkpoint", None, "does not say what it was trained from")],
+)
+def test_a_champion_that_cannot_be_found_again_is_told(trained, tag, value, told):
+    tags = warm.champion_of(None).tags
+    if value is None:
+        del tags[tag]
+    else:
+        tags[tag] = value
+    change_mine(trained)
+    with pytest.raises(ParamsError, match=told):
+        from_champion(0.25)
+    assert not Path(f"{BASE}.dvc").exists()
+
+
+@pytest.mark.parametrize("remote", [True, False])
+def test_a_checkpoint_that_the_cache_lost_comes_from_the_remote_else_the_run_is_refused(trained, remote):
+    content = sha256_of_folder(CHECKPOINT)
+    if remote:
+        toy.run(trained, "dvc", "remote", "add", "-q", "--default", "shelf", str(trained.parent / "shelf"))
+        toy.run(trained, "dvc", "push", "-q")
+    change_mine(trained)
+    md5 = warm.champion_of(None).tags["dvc.checkpoint"]
+    (trained / ".dvc/cache/files/md5" / md5[:2] / md5[2:]).unlink()
+    if remote:
+        toy.commit(trained, "a remote")
+        with workspace("one", "HEAD", [], False, replay=0.25):
+            assert sha256_of_folder(BASE) == content
+        return
+    with (
+        pytest.raises(ParamsError, match="neither DVC's cache nor its remote has the champion's checkpoint"),
+        workspace("one", "HEAD", [], False, replay=0.25),
+    ):
+        pytest.fail("it began")
+    assert not has_branch("runs/one")
