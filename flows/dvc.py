@@ -224,17 +224,18 @@ def without_warnings() -> Iterator[None]:
         logger.setLevel(before)
 
 
-def remember(hashes: Mapping[Path, str]) -> None:
-    """Tell DVC the hashes of files of the current project, which it then does not read."""
+def remember(folder: Path, hashes: Mapping[str, str]) -> None:
+    """Tell DVC the hashes of the files of a folder, by name: it then does not read them."""
     from dvc_data.hashfile.hash_info import HashInfo
 
+    root = folder.absolute()
+    paths = {f"{root}/{name}": md5 for name, md5 in hashes.items()}
+    facts = ((path, HashInfo("md5", md5), os.stat(path)) for path, md5 in paths.items())
     with repository() as repo:
-        facts = ((path.absolute(), path.stat(), md5) for path, md5 in hashes.items())
-        known = (
-            (str(path), HashInfo("md5", md5), {"ino": stat.st_ino, "mtime": stat.st_mtime, "size": stat.st_size})
-            for path, stat, md5 in facts
+        repo.state.save_many(
+            ((path, md5, {"ino": at.st_ino, "mtime": at.st_mtime, "size": at.st_size}) for path, md5, at in facts),
+            repo.fs,
         )
-        repo.state.save_many(known, repo.fs)
 
 
 def cache_folder(folder: Path | None = None) -> Path:

@@ -48,7 +48,7 @@ def in_place(checkout: Path, changed: Collection[str]) -> Iterator[None]:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.symlink_to(folder)
             if readers & set(changed):
-                dvc.remember({path / name: hash_ for name, hash_ in listing(cache, md5).items()})
+                dvc.remember(path, listing(cache, md5))
         yield
 
 
