@@ -151,6 +151,17 @@ def test_data_come_by_link_from_the_checkouts_cache_and_scratch_is_shared(projec
     assert (project / "runs/kept").read_text() == "a checkpoint"
 
 
+def test_what_dvc_remembers_of_a_worktree_goes_with_it(project, monkeypatch):
+    monkeypatch.delenv("DVC_SITE_CACHE_DIR", raising=False)
+    with opened() as work:
+        dvc.link_data()
+        with dvc.repository() as repo:
+            memory = Path(repo.site_cache_dir)
+        assert memory.is_relative_to(work.root)
+        assert list(memory.rglob("*.db"))
+        assert git("status", "--porcelain") == ""
+
+
 def test_the_worktree_of_a_failed_run_stays_for_a_week(project):
     with pytest.raises(RuntimeError, match="failed"), opened() as work:
         raise RuntimeError("it failed")
