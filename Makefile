@@ -12,7 +12,7 @@ export LC_ALL := C.UTF-8
 
 .DEFAULT_GOAL := help
 N ?= 3
-.PHONY: help run test test-long test-gpu test-team faults kills check up down status install-services uninstall-services upgrade audit install-team profile base base-single seeds targets ablation rehearse bench-train bench-data bench-score install check-system
+.PHONY: help run test test-long test-gpu test-team faults kills check up down status install-services uninstall-services upgrade audit install-team profile base base-single seeds targets ablation rehearse bench-train bench-data bench-score bench-flow install check-system
 
 help:           ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -81,6 +81,9 @@ bench-data: install  ## data speed at 896k samples -> benchmarks/results/data.js
 
 bench-score: install ## scoring speed beside pycocoevalcap -> benchmarks/results/score.json
 	@python benchmarks/score.py
+
+bench-flow: install ## what a flow run costs besides its stages, beside 290,000 images (20 minutes) -> benchmarks/results/flow.json
+	@PYTHONPATH=. python benchmarks/flow.py
 
 seeds: install  ## the embedded training from N seeds (minutes each), mean and deviation -> benchmarks/results/seeds.json
 	@python -m infra.seeds $(N)

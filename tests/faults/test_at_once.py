@@ -53,7 +53,7 @@ def ended(flow: Flow) -> str:
     return flow.state()
 
 
-@pytest.mark.slow(300)
+@pytest.mark.slow(60)
 def test_of_ten_runs_of_a_commit_one_trains_and_a_person_works_on_meanwhile(place):
     root = place.root
     flows = [place.start() for _ in range(AT_ONCE)]
@@ -79,7 +79,7 @@ def test_of_ten_runs_of_a_commit_one_trains_and_a_person_works_on_meanwhile(plac
     assert f"runs/{version.tags['prefect.flow_run']}" == branch
 
 
-@pytest.mark.slow(200)
+@pytest.mark.slow(80)
 def test_two_runs_with_other_parameters_go_side_by_side_each_judged_by_its_own_version(place, monkeypatch):
     flows = [place.start(f"train.seed={seed}") for seed in (1, 2)]
     assert {ended(flow) for flow in flows} <= {"Completed", "Rejected"}

@@ -99,7 +99,7 @@ def whole(made: Recipe, mixture: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.mark.fault("S7")
-@pytest.mark.slow(100)
+@pytest.mark.slow(70)
 def test_a_run_on_one_machine_listens_on_its_loopback_interface_alone(whole: Watched) -> None:
     _, seen = whole
     for name in ("gcs_server", "raylet", "TrainWorker"):
@@ -108,7 +108,7 @@ def test_a_run_on_one_machine_listens_on_its_loopback_interface_alone(whole: Wat
 
 
 @pytest.mark.fault("01")
-@pytest.mark.slow(200)
+@pytest.mark.slow(100)
 def test_a_run_whose_worker_is_killed_ends_with_the_same_weights(
     made: Recipe, mixture: Path, whole: Watched, tmp_path: Path
 ) -> None:
@@ -125,7 +125,7 @@ def test_a_run_whose_worker_is_killed_ends_with_the_same_weights(
 
 
 @pytest.mark.fault("03")
-@pytest.mark.slow(200)
+@pytest.mark.slow(120)
 def test_a_run_whose_group_is_asked_to_end_writes_a_checkpoint_and_goes_on_from_it(
     made: Recipe, mixture: Path, whole: Watched, tmp_path: Path
 ) -> None:
