@@ -38,6 +38,7 @@ def objects(root: Path) -> dict[int, Path]:
     return {file.stat().st_ino: file for file in (root / ".dvc/cache/files").rglob("*") if file.is_file()}
 
 
+@pytest.mark.timeout(60)
 def test_the_folder_of_a_dataset_is_a_link_to_links_into_the_cache_that_all_runs_share(tracked):
     with in_worktree() as work, in_place(work.checkout, []):
         assert MINE.is_symlink()
@@ -116,8 +117,8 @@ def test_a_folder_that_is_there_stays(tracked):
 
 
 def test_what_no_run_used_for_a_week_goes_and_what_one_uses_stays(tracked):
-    def age(path: Path) -> None:
-        os.utime(path, (time.time() - 8 * 86400,) * 2)
+    def age(path: Path, days: float = 8) -> None:
+        os.utime(path, (time.time() - days * 86400,) * 2)
 
     with in_worktree() as work, in_place(work.checkout, []):
         folder = MINE.resolve()
@@ -125,6 +126,7 @@ def test_what_no_run_used_for_a_week_goes_and_what_one_uses_stays(tracked):
         age(folder)
         sweep(tracked / FOLDERS)
         assert folder.is_dir(), "in use"
+        age(folder, days=6)
     with in_worktree("two") as work, in_place(work.checkout, []):
         pass
     assert time.time() - folder.stat().st_mtime < 3600, "used just now"
