@@ -149,7 +149,8 @@ class Opened:
         self.root, self.client, self.logged = root, store(root), []
         monkeypatch.setattr(stage, "log_model", self.log_model)
 
-    def log_model(self, client, run_id: str, name: str, paths, max_new_tokens: int) -> str:
+    def log_model(self, client, run_id: str, cfg, paths, max_new_tokens: int, base: Path) -> str:
+        name = cfg.model_name
         self.logged.append((name, max_new_tokens))
         experiment = client.get_run(run_id).info.experiment_id
         return mlflow.create_external_model(name=name, source_run_id=run_id, experiment_id=experiment).model_uri
