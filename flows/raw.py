@@ -10,7 +10,6 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -19,8 +18,6 @@ from flows import dvc
 
 FOLDERS = Path("runs/linked")
 KEPT_DAYS = 7
-THREADS = 4
-"""They wait for the disk more than they work."""
 
 
 @contextmanager
@@ -82,25 +79,17 @@ def linked(folder: Path, cache: Path, md5: str) -> bool:
 
 
 def link_all(folder: Path, cache: Path, files: Mapping[str, str]) -> None:
-    """Hard links, or symbolic ones where the cache is on another disk."""
+    """Hard links; symbolic ones from where the disk refuses: the cache is on another one, or a file has too many."""
     for parent in {os.path.dirname(name) for name in files}:
         (folder / parent).mkdir(parents=True, exist_ok=True)
-    names = list(files)
-    link: Callable[[str | Path, str | Path], None] = os.link
-    try:
-        link(object_file(cache, files[names[0]]), folder / names[0])
-    except OSError:
-        link = os.symlink
-        link(object_file(cache, files[names[0]]), folder / names[0])
     root, target = f"{cache}/files/md5", str(folder)
-
-    def some(first: int) -> None:
-        for name in names[1 + first :: THREADS]:
-            md5 = files[name]
+    link: Callable[[str, str], None] = os.link
+    for name, md5 in files.items():
+        try:
             link(f"{root}/{md5[:2]}/{md5[2:]}", f"{target}/{name}")
-
-    with ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(some, range(THREADS)))
+        except OSError:
+            link = os.symlink
+            link(f"{root}/{md5[:2]}/{md5[2:]}", f"{target}/{name}")
 
 
 def sweep(place: Path) -> None:

@@ -138,7 +138,7 @@ class Killer:
     def __init__(self, root: Path, flows: Starter, seed: int) -> None:
         self.root, self.flows, self.told = root, flows, Told(seed)
         self.round = Round(0, [])
-        self.champion = 0.0  # its score
+        self.scores: dict[int, float] = {}  # of each version
         self.flow: Flow | None = None
         self.killed = False  # anything of the flow that runs
         self.first_run()
@@ -263,8 +263,8 @@ class Killer:
         ours = [int(version.version) for version in versions if version.tags.get("dvc.checkpoint") == checkpoint]
         if len(ours) != 1:
             return [f"the weights of this round are versions {ours}, of {len(versions)}"]
-        if better := score > self.champion:
-            self.champion = score
+        self.scores[ours[0]] = score
+        best = max(self.scores, key=lambda version: (self.scores[version], -version))
         experiment = client.get_experiment_by_name("m3diff").experiment_id
         for model in client.search_logged_models([experiment]):
             if model.status != LoggedModelStatus.READY:
@@ -273,8 +273,8 @@ class Killer:
             if run.info.status == "RUNNING":
                 found.append(f"MLflow run {run.info.run_id} is still RUNNING")
         champion = int(client.get_registered_model("m3diff").aliases["champion"])
-        if better != (champion == ours[0]):
-            found.append(f"champion is {champion}, this round's version {ours[0]}, {'' if better else 'not '}better")
+        if champion != best:
+            found.append(f"champion is {champion}, but of the scores {self.scores} that of {best} is best")
         with chdir(self.root):
             named, wrong, left = champions(decisions(), "m3diff").line[-1], faults(), pending(Path("."))
         if named != champion or wrong or left:
