@@ -26,6 +26,8 @@ from pydantic import BaseModel, ConfigDict
 from components import tracking
 from components.params import Params, Paths
 from components.register.leftovers import (
+    PROCESS,
+    is_over,
     one_at_a_time,
     remove_leftovers,
     remove_other_runs,
@@ -135,9 +137,9 @@ def create_version(client: MlflowClient, params: Params, lineage: Lineage, lock:
 
 def open_run(client: MlflowClient, experiment: str, lineage: Lineage) -> tuple[str, int]:
     """Id and start (ms) of this training's run: a new one, or the one that an interrupted registration left."""
-    for run in client.search_runs(
-        [experiment], same_as(lineage), order_by=["attributes.start_time ASC"], max_results=1
-    ):
+    for run in client.search_runs([experiment], same_as(lineage), order_by=["attributes.start_time ASC"]):
+        if run.info.status == "RUNNING" and not is_over(run.data.tags.get(PROCESS), run.info.start_time):
+            continue  # another machine writes to it
         client.update_run(run.info.run_id, "RUNNING")
         for tag, value in (lineage.tags() | this_process()).items():
             client.set_tag(run.info.run_id, tag, value)

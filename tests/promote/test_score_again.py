@@ -80,7 +80,7 @@ def test_a_champions_checkpoint_is_fetched_captions_this_test_set_and_is_compare
         experiment = tracking.experiment_id(client, "m3diff")
         runs = [client.create_run(experiment).info.run_id for _ in range(2)]
         model = stage.log_model(client, runs[0], params.register_, paths, 4, params.train.base)
-        kept = Path(mlflow.artifacts.download_artifacts(f"{model}/artifacts/checkpoint"))
+        kept = Path(mlflow.artifacts.download_artifacts(model)) / "artifacts/checkpoint"
         assert is_adapters(kept) == (keeps == "adapters")
         assert (kept / "model.safetensors").is_file() == (keeps == "merged")
         loaded = mlflow.pyfunc.load_model(model)
