@@ -138,7 +138,6 @@ def test_another_checkpoint_in_mlflow_than_in_dvc_is_named(project):
         back()
 
 
-@pytest.mark.slow(30)
 @pytest.mark.parametrize("tag", ["right", "wrong"])
 def test_a_version_that_keeps_adapters_alone_is_compared_with_those_of_the_checkpoint(tmp_path, tag, monkeypatch):
     checkpoint = tmp_path / "checkpoint"
