@@ -19,7 +19,7 @@ from components.archive.commit import find_commit, read, read_lock
 from components.archive.objects import Objects, listing, object_file
 from components.archive.version import commit_of, download_checkpoint, find
 from components.records import DataError
-from components.register.lineage import LOCK, MODEL_CODE, RAW, Lock, dvc_hash, hash_weights
+from components.register.lineage import ADAPTERS, LOCK, MODEL_CODE, RAW, Lock, dvc_hash, hash_of_list, hash_weights
 from components.register.params import Register
 
 NAMED = (
@@ -116,12 +116,20 @@ def of_training(tags: Mapping[str, str], objects: Objects, lock: Lock) -> Iterat
 
 
 def of_stored(version: ModelVersion, objects: Objects, checkpoint: str) -> Iterator[Check]:
-    """The checkpoint that MLflow keeps against DVC's, and its manifest against the version's tags."""
+    """The checkpoint that MLflow keeps, or its adapters alone, against DVC's, and its manifest against the version's
+    tags."""
+    kept = version.tags.get("dvc.adapters")
     with tempfile.TemporaryDirectory() as scratch:
         stored = download_checkpoint(version, Path(scratch))
         whole = None if stored is None else dvc_hash(stored)
-        yield compared("stored model", f"models:/{version.name}/{version.version}", checkpoint, whole, "MLflow's copy")
-    manifest = object_file(objects.cache, listing(objects.cache, checkpoint).get("manifest.json", "none"))
+        note = "MLflow's copy" if kept is None else "MLflow's copy, adapters alone"
+        yield compared("stored model", f"models:/{version.name}/{version.version}", kept or checkpoint, whole, note)
+    files = listing(objects.cache, checkpoint)
+    if kept is not None and files:
+        within = f"{ADAPTERS}/"
+        inside = {name.removeprefix(within): md5 for name, md5 in files.items() if name.startswith(within)}
+        yield compared("adapters", "the checkpoint's folder", kept, hash_of_list(inside))
+    manifest = object_file(objects.cache, files.get("manifest.json", "none"))
     if manifest.is_file():
         with tempfile.TemporaryDirectory() as scratch:
             (Path(scratch) / "manifest.json").write_bytes(manifest.read_bytes())

@@ -230,6 +230,12 @@ def _base(folder: Path, manifest: Mapping[str, Any], base: Path | None) -> Path:
     return base
 
 
+def place_on_base(adapters: Path, base: Path) -> None:
+    """Let the manifest of a folder of adapters, which lies elsewhere now, lead to their base."""
+    facts = {name: value for name, value in verify_manifest(adapters).items() if name not in ("files", "base")}
+    write_manifest(adapters, **facts, base=os.path.relpath(base, adapters))
+
+
 def export_checkpoint(checkpoint: Path, out: Path, adapters: bool) -> None:
     """Copy a checkpoint out of the project: the merged model, or its adapters with the way to their base.
 

@@ -60,17 +60,20 @@ class Captioner:
         return self.processor.decode(tokens), None if maps is None else maps.float().cpu().numpy().astype(np.float16)
 
 
-def load_captioner(checkpoint: Path, max_new_tokens: int = 64, device: Device | None = None) -> Captioner:
-    """Load a checkpoint folder of any family.
+def load_captioner(
+    checkpoint: Path, max_new_tokens: int = 64, device: Device | None = None, base: Path | None = None
+) -> Captioner:
+    """Load a checkpoint, or a folder of adapters, of any family.
 
     Args:
         device: where it computes; by default a GPU in bfloat16 where there is one, else the CPU in float32.
+        base: where the base of adapters is; by default where their manifest says.
 
     Raises:
-        CheckpointError: the folder is incomplete or damaged; names the file.
+        CheckpointError: the folder is incomplete or damaged, or the base is not there or another; names the file.
         DeviceError: a GPU is asked for and there is none.
     """
     if device is None:
         device = Device(gpu=True, precision="bf16") if torch.cuda.is_available() else Device(False, "fp32")
-    model, family = load_model(checkpoint, device.dtype)
+    model, family = load_model(checkpoint, device.dtype, base)
     return Captioner(model.to(device.torch), family.load_processor(checkpoint), family, max_new_tokens)

@@ -15,6 +15,7 @@ from mlflow.tracking import MlflowClient
 
 from components.evaluate.metrics.scorer import ScorerFailed
 from components.evaluate.stage import evaluate
+from components.models.checkpoint import is_adapters, place_on_base
 from components.params import Params
 from components.predict.stage import predict
 from components.promote.versions import CannotScoreAgain, scored_again
@@ -51,6 +52,8 @@ def caption_and_score(client: MlflowClient, params: Params, version: ModelVersio
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         model, predictions, report = (Path(folder) / name for name in ("model", "predictions", "report"))
         download_checkpoint(version, model)
+        if is_adapters(model / "checkpoint"):
+            place_on_base(model / "checkpoint", params.train.base)
         cfg = params.predict.model_copy(update=length_limit(version))
         predict(cfg, params.compute, paths.mixture, model, predictions)
         evaluate(params.evaluate, params.compute, paths.records, paths.clean, predictions, model, report)

@@ -5,8 +5,7 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Collection, Iterator
-from operator import itemgetter
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,14 @@ from pydantic import BaseModel, ConfigDict
 from components.files import sha256_of_folder
 from components.params import Params, Paths
 from components.records import DataError
+from components.register.params import Register
 
 LOCK = Path("dvc.lock")
 MODEL_CODE = Path("components/models")
 RAW, FLOW_RUN = "dvc.raw.", "prefect.flow_run"
 WEIGHTS = ".safetensors"
+ADAPTERS = "adapters"
+"""The folder in a checkpoint that holds what trained alone."""
 FORBIDDEN = re.compile(r"[^\w.\- ]")  # in what a tag names after `hours.`
 
 
@@ -45,6 +47,7 @@ class Lineage(BaseModel):
     git_dirty: bool
     raw: dict[str, str] = {}  # each dataset's root as ingest read it, by name
     weights_sha256: str | None = None  # of the checkpoint; None where its manifest lists no weights
+    adapters: str | None = None  # of the checkpoint, where MLflow keeps them alone
     flow_run: str | None = None  # Prefect's id; None where a person registered
     hours: dict[str, float] = {}  # of training, by device; empty where no measurement of it is there
 
@@ -69,7 +72,7 @@ class Lineage(BaseModel):
     def tags(self) -> dict[str, str]:
         base = {"dvc.base": self.base, "base.sha256": self.base_sha256}
         commit = {"git.commit": self.git_commit, "git.dirty": str(self.git_dirty).lower()}
-        known = {"weights.sha256": self.weights_sha256, FLOW_RUN: self.flow_run}
+        known = {"weights.sha256": self.weights_sha256, "dvc.adapters": self.adapters, FLOW_RUN: self.flow_run}
         known |= {f"hours.{FORBIDDEN.sub('_', kind)}": f"{hours:.4g}" for kind, hours in self.hours.items()}
         found = {tag: value for tag, value in known.items() if value is not None}
         return self.identity() | self.results() | base | commit | found
@@ -154,6 +157,7 @@ def read_lineage(params: Params, lock: Lock) -> Lineage:
         DataError: the working tree is not what `dvc.lock` says, or is no git repository.
     """
     paths = params.paths
+    adapters = kept_alone(params.register_, paths.model / "checkpoint")
     results = ("report.html", "scores.parquet")
     for seen in (
         paths.predictions,
@@ -176,9 +180,16 @@ def read_lineage(params: Params, lock: Lock) -> Lineage:
         git_dirty=is_dirty(),
         raw={name: lock.recorded(entry.root, f"ingest@{name} deps") for name, entry in params.ingest.datasets.items()},
         weights_sha256=hash_weights(paths.model / "checkpoint"),
+        adapters=dvc_hash(adapters) if adapters else None,
         flow_run=os.environ.get("M3DIFF_FLOW_RUN"),
         hours=training_hours(params.compute.scratch / "train_speed.json"),
     )
+
+
+def kept_alone(cfg: Register, checkpoint: Path) -> Path | None:
+    """The adapters, where a version keeps no more; None where it keeps the whole checkpoint, or there are none."""
+    folder = checkpoint / ADAPTERS
+    return folder if cfg.keeps == "adapters" and folder.is_dir() else None
 
 
 def is_dirty() -> bool:
@@ -226,9 +237,12 @@ def dvc_hash(path: Path) -> str:
     if path.is_file():
         return md5(path)
     files = [file for file in path.rglob("*") if file.is_file() and file.suffix != ".pyc"]
-    listing = sorted(
-        ({"md5": md5(file), "relpath": file.relative_to(path).as_posix()} for file in files), key=itemgetter("relpath")
-    )
+    return hash_of_list({file.relative_to(path).as_posix(): md5(file) for file in files})
+
+
+def hash_of_list(files: Mapping[str, str]) -> str:
+    """DVC's hash of a folder of these files, md5 by name."""
+    listing = [{"md5": files[name], "relpath": name} for name in sorted(files)]
     return hashlib.md5(json.dumps(listing, sort_keys=True).encode()).hexdigest() + ".dir"
 
 

@@ -1,5 +1,7 @@
 """The section `register`: where versions are kept."""
 
+from typing import Literal
+
 from pydantic import Field, field_validator
 
 from components.section import Section
@@ -12,6 +14,7 @@ class Register(Section):
     tracking_uri: str
     experiment: str = Field(min_length=1, max_length=500)
     model_name: str = Field(min_length=1)
+    keeps: Literal["merged", "adapters"]  # what a version holds: all weights, or those that trained, beside the base
 
     @field_validator("experiment", "model_name")
     @classmethod

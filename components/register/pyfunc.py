@@ -1,7 +1,8 @@
 """The registered model: `mlflow.pyfunc.load_model("models:/m3diff@champion").predict([{"before": ..., "after": ...}])`.
 
 This file travels with the model (MLflow's models from code), together with `components/models` and the checkpoint,
-so it loads in a fresh process outside the checkout.
+so it loads in a fresh process outside the checkout. A version that keeps adapters alone needs its base where it lay as
+it was registered, or `load_model(..., model_config={"base": FOLDER})`; its sha256 is compared.
 """
 
 import base64
@@ -23,8 +24,11 @@ class PyfuncCaptioner(PythonModel):
     def load_context(self, context: PythonModelContext) -> None:
         from components.models.generation import load_captioner
 
-        checkpoint = Path(context.artifacts["checkpoint"])
-        self.captioner = load_captioner(checkpoint, context.model_config["max_new_tokens"])
+        checkpoint, cfg = Path(context.artifacts["checkpoint"]), context.model_config
+        if cfg.get("base"):
+            self.captioner = load_captioner(checkpoint, cfg["max_new_tokens"], base=Path(cfg["base"]))
+        else:
+            self.captioner = load_captioner(checkpoint, cfg["max_new_tokens"])
 
     def predict(self, context: PythonModelContext, model_input: pd.DataFrame, params: dict | None = None) -> list[str]:
         """One caption for each row.

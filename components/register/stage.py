@@ -26,6 +26,8 @@ from pydantic import BaseModel, ConfigDict
 from components import tracking
 from components.params import Params, Paths
 from components.register.leftovers import (
+    PROCESS,
+    is_over,
     one_at_a_time,
     remove_leftovers,
     remove_other_runs,
@@ -33,7 +35,8 @@ from components.register.leftovers import (
     take_back,
     this_process,
 )
-from components.register.lineage import MODEL_CODE, Lineage, Lock, captioned_records, read_lineage
+from components.register.lineage import MODEL_CODE, Lineage, Lock, captioned_records, kept_alone, read_lineage
+from components.register.params import Register
 
 CHALLENGER = "challenger"
 SCORES = "scores.parquet"
@@ -123,7 +126,7 @@ def create_version(client: MlflowClient, params: Params, lineage: Lineage, lock:
     tracking.log_curves(client, run_id, paths.model / "curves.csv", started_ms)
     tracking.log_dataset(client, run_id, paths.mixture.name, paths.mixture / "train", lineage.data)
     log_results(client, run_id, paths)
-    model_uri = log_model(client, run_id, cfg.model_name, paths, lineage.max_new_tokens)
+    model_uri = log_model(client, run_id, cfg, paths, lineage.max_new_tokens, params.train.base)
     client.set_terminated(run_id)
     made = mlflow.register_model(model_uri, cfg.model_name, tags=lineage.tags())
     first = find_version(client, cfg.model_name, lineage) or made
@@ -134,9 +137,9 @@ def create_version(client: MlflowClient, params: Params, lineage: Lineage, lock:
 
 def open_run(client: MlflowClient, experiment: str, lineage: Lineage) -> tuple[str, int]:
     """Id and start (ms) of this training's run: a new one, or the one that an interrupted registration left."""
-    for run in client.search_runs(
-        [experiment], same_as(lineage), order_by=["attributes.start_time ASC"], max_results=1
-    ):
+    for run in client.search_runs([experiment], same_as(lineage), order_by=["attributes.start_time ASC"]):
+        if run.info.status == "RUNNING" and not is_over(run.data.tags.get(PROCESS), run.info.start_time):
+            continue  # another machine writes to it
         client.update_run(run.info.run_id, "RUNNING")
         for tag, value in (lineage.tags() | this_process()).items():
             client.set_tag(run.info.run_id, tag, value)
@@ -166,18 +169,22 @@ def update_results(client: MlflowClient, paths: Paths, version: ModelVersion, li
         client.set_model_version_tag(version.name, version.version, tag, value)
 
 
-def log_model(client: MlflowClient, run_id: str, name: str, paths: Paths, max_new_tokens: int) -> str:
+def log_model(client: MlflowClient, run_id: str, cfg: Register, paths: Paths, max_new_tokens: int, base: Path) -> str:
     """Store checkpoint and code as the run's model and return its URI; a model that is there in full is kept."""
     experiment = client.get_run(run_id).info.experiment_id
     for model in stored_models(client, experiment, f"source_run_id = '{run_id}'"):
         if model.status == LoggedModelStatus.READY:
             return model.model_uri
+    checkpoint, where = paths.model / "checkpoint", {}
     with tempfile.TemporaryDirectory() as scratch, mlflow.start_run(run_id=run_id):
+        if adapters := kept_alone(cfg, checkpoint):
+            where = {"base": str(base.resolve())}
+            checkpoint = Path(shutil.copytree(adapters, Path(scratch) / "checkpoint"))
         return mlflow.pyfunc.log_model(
-            name=name,
+            name=cfg.model_name,
             python_model=str(Path(__file__).with_name("pyfunc.py")),
-            artifacts={"checkpoint": str(paths.model / "checkpoint")},
-            model_config={"max_new_tokens": max_new_tokens},
+            artifacts={"checkpoint": str(checkpoint)},
+            model_config={"max_new_tokens": max_new_tokens} | where,
             code_paths=[str(copy_code(Path(scratch)))],
             signature=SIGNATURE,
             input_example=example(paths),

@@ -1,16 +1,20 @@
 """The chain behind a version: every link is there, and a fault in any of them is named."""
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import mlflow
 import pytest
 
 from components.__main__ import main
+from components.archive import lineage as of_version
 from components.archive.check import compared, sound
-from components.archive.lineage import lineage
+from components.archive.lineage import lineage, of_stored
 from components.params import load_params
-from components.register.lineage import Lock
+from components.register.lineage import Lock, dvc_hash, hash_weights, md5
 from tests import toy
 from tests.archive.conftest import Team
 
@@ -132,6 +136,33 @@ def test_another_checkpoint_in_mlflow_than_in_dvc_is_named(project):
         assert faults() == [("differs", "stored model", "models:/m3diff/1")]
     finally:
         back()
+
+
+@pytest.mark.parametrize("tag", ["right", "wrong"])
+def test_a_version_that_keeps_adapters_alone_is_compared_with_those_of_the_checkpoint(tmp_path, tag, monkeypatch):
+    checkpoint = tmp_path / "checkpoint"
+    (checkpoint / "adapters" / "lora").mkdir(parents=True)
+    for name in ("model.safetensors", "adapters/tuned.safetensors", "adapters/lora/adapter.safetensors"):
+        (checkpoint / name).write_text(name)
+    (checkpoint / "manifest.json").write_text(json.dumps({"base_sha256": "b", "files": {"model.safetensors": "w"}}))
+    files = {path.relative_to(checkpoint).as_posix(): path for path in checkpoint.rglob("*") if path.is_file()}
+    cache = tmp_path / "cache"
+    entries = [{"md5": md5(files[name]), "relpath": name} for name in sorted(files)]
+    for entry in entries:
+        place = cache / "files/md5" / entry["md5"][:2] / entry["md5"][2:]
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(files[entry["relpath"]], place)
+    whole = dvc_hash(checkpoint)
+    place = cache / "files/md5" / whole[:2] / whole[2:]
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_text(json.dumps(entries))
+    named = dvc_hash(checkpoint / "adapters") if tag == "right" else "0" * 32
+    tags = {"dvc.adapters": named, "weights.sha256": hash_weights(checkpoint), "base.sha256": "b"}
+    version = SimpleNamespace(name="m3diff", version="1", tags=tags)
+    monkeypatch.setattr(of_version, "download_checkpoint", lambda version, into: checkpoint / "adapters")
+    found = {check.what: check.outcome for check in of_stored(version, SimpleNamespace(cache=cache), whole)}
+    outcome = "ok" if tag == "right" else "differs"
+    assert found == {"stored model": outcome, "adapters": outcome, "weights": "ok", "base": "ok"}
 
 
 def test_two_hashes_agree_differ_or_are_missing():

@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 import mlflow
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -12,6 +13,9 @@ import yaml
 
 from components import tracking
 from components.__main__ import main as m3diff
+from components.models.checkpoint import is_adapters
+from components.models.generation import load_captioner
+from components.models.images import load_image
 from components.params import load_params
 from components.register import stage
 from components.register.lineage import hash_test_set
@@ -54,11 +58,15 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.fault("23")
 @pytest.mark.slow
-def test_a_champions_checkpoint_is_fetched_captions_this_test_set_and_is_compared_pair_by_pair(small, capsys):
+@pytest.mark.parametrize("keeps", ["merged", "adapters"])
+def test_a_champions_checkpoint_is_fetched_captions_this_test_set_and_is_compared_pair_by_pair(small, capsys, keeps):
     subprocess.run(["git", "init", "-q"], check=True)
     Path("components").symlink_to(REPOSITORY / "components")
     profile = yaml.safe_load(Path("params.yaml").read_text())
-    profile |= {"register": {"tracking_uri": "sqlite:///mlflow.db"}, "promote": {"guards": {"unreadable": 0.0}}}
+    profile |= {
+        "register": {"tracking_uri": "sqlite:///mlflow.db", "keeps": keeps},
+        "promote": {"guards": {"unreadable": 0.0}},
+    }
     Path("params.yaml").write_text(yaml.safe_dump(profile))
     for command in ("train", "predict", "evaluate"):
         assert m3diff([command]) == 0
@@ -71,7 +79,15 @@ def test_a_champions_checkpoint_is_fetched_captions_this_test_set_and_is_compare
     with tracking.connected(params.register_.tracking_uri) as client:
         experiment = tracking.experiment_id(client, "m3diff")
         runs = [client.create_run(experiment).info.run_id for _ in range(2)]
-        model = stage.log_model(client, runs[0], "m3diff", paths, 4)
+        model = stage.log_model(client, runs[0], params.register_, paths, 4, params.train.base)
+        kept = Path(mlflow.artifacts.download_artifacts(model)) / "artifacts/checkpoint"
+        assert is_adapters(kept) == (keeps == "adapters")
+        assert (kept / "model.safetensors").is_file() == (keeps == "merged")
+        loaded = mlflow.pyfunc.load_model(model)
+        pair = {side: str(next(Path("data/01_raw").rglob("*.png"))) for side in ("before", "after")}
+        whole = load_captioner(paths.model / "checkpoint", 4)
+        images = (load_image(pair["before"]), load_image(pair["after"]))
+        assert loaded.predict(pd.DataFrame([pair])) == whole.caption([images])
         mlflow.register_model(model, "m3diff", tags={"test_set.sha256": "old", "predict.max_new_tokens": "4"})
         pq.write_table(challenger, "scores.parquet")
         client.log_artifact(runs[1], "scores.parquet")

@@ -18,11 +18,23 @@ from components.register.lineage import (
     captioned_records,
     dvc_hash,
     hash_test_set,
+    kept_alone,
     read_base_sha256,
     read_lineage,
     training_hours,
 )
+from components.register.params import Register
 from tests import toy
+
+
+@pytest.mark.parametrize(
+    ("keeps", "trained", "alone"), [("adapters", True, True), ("adapters", False, False), ("merged", True, False)]
+)
+def test_adapters_are_kept_alone_where_asked_and_where_there_are_some(tmp_path, keeps, trained, alone):
+    if trained:
+        (tmp_path / "adapters").mkdir()
+    cfg = Register(tracking_uri="sqlite:///mlflow.db", experiment="m3diff", model_name="m3diff", keeps=keeps)
+    assert kept_alone(cfg, tmp_path) == (tmp_path / "adapters" if alone else None)
 
 
 def test_every_part_of_the_lineage_is_the_hash_of_what_it_names(trained):

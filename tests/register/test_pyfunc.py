@@ -70,6 +70,13 @@ def test_the_checkpoint_is_loaded_with_the_limit_that_predict_had(monkeypatch):
     assert model.captioner == (Path("some/where"), 7)
 
 
+def test_adapters_are_laid_over_the_base_that_the_configuration_names(monkeypatch):
+    monkeypatch.setattr(generation, "load_captioner", lambda *arguments, **more: (arguments, more))
+    model, cfg = PyfuncCaptioner(), {"max_new_tokens": 7, "base": "over/here"}
+    model.load_context(SimpleNamespace(artifacts={"checkpoint": "some/where"}, model_config=cfg))
+    assert model.captioner == ((Path("some/where"), 7), {"base": Path("over/here")})
+
+
 @pytest.mark.parametrize("value", ["no/such.png", "####", base64.b64encode(b"no image").decode(), "A" * 5000])
 def test_what_is_neither_a_path_nor_an_image_in_base64_is_named(value):
     with pytest.raises(ValueError, match="neither the path of an image nor an image in base64") as refused:

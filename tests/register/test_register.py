@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,8 +16,10 @@ import pytest
 import yaml
 from mlflow.tracking import MlflowClient
 
+from components import tracking
 from components.params import load_params
 from components.register import stage
+from components.register.leftovers import PROCESS
 from components.register.lineage import Lock, read_lineage
 from tests import toy
 from tests.register.conftest import change, store
@@ -149,7 +152,8 @@ class Opened:
         self.root, self.client, self.logged = root, store(root), []
         monkeypatch.setattr(stage, "log_model", self.log_model)
 
-    def log_model(self, client, run_id: str, name: str, paths, max_new_tokens: int) -> str:
+    def log_model(self, client, run_id: str, cfg, paths, max_new_tokens: int, base: Path) -> str:
+        name = cfg.model_name
         self.logged.append((name, max_new_tokens))
         experiment = client.get_run(run_id).info.experiment_id
         return mlflow.create_external_model(name=name, source_run_id=run_id, experiment_id=experiment).model_uri
@@ -256,6 +260,19 @@ def test_a_run_that_an_interrupted_registration_left_is_used_again(opened, monke
     assert opened.register().run_id == left.info.run_id
     (run,) = opened.runs()
     assert len(opened.client.get_metric_history(run.info.run_id, "train/loss")) == 3
+
+
+@pytest.mark.parametrize(
+    ("process", "begun", "taken_up"),
+    [("{host}:1", 0, False), ("another:7", 0, False), ("another:7", -2 * 3600_000, True)],
+)
+def test_a_run_that_another_process_writes_to_is_its_own(opened, process, begun, taken_up):
+    lineage = read_lineage(load_params(), Lock())
+    experiment = tracking.experiment_id(opened.client, "m3diff")
+    tags = lineage.tags() | {PROCESS: process.format(host=socket.gethostname())}
+    now = int(time.time() * 1000)
+    other = opened.client.create_run(experiment, tags=tags, start_time=now + begun).info.run_id
+    assert (opened.register().run_id == other) == taken_up
 
 
 def test_of_several_versions_of_one_checkpoint_the_first_is_found(opened):
