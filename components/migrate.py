@@ -147,7 +147,7 @@ def migrated(text: str, embedded: str, say: Say) -> str:
     _generator(old, minichange, say)
     _model(old, new, say)
     _same_value(old, new, say)
-    for section in (*NEW_SECTIONS, "paths", "validate", "train", "predict", "evaluate"):
+    for section in (*NEW_SECTIONS, "paths", "validate", "train", "predict", "evaluate", "register"):
         _fill(old, new, section)
     _gate(old, new, say)
     return dump_commented(_in_order(old))

@@ -76,7 +76,7 @@ def test_an_earlier_profile_becomes_the_present_one_but_for_its_folders(name, ol
         "models.m3diff.delays.module: - -> 0",
     ]  # rehearsed
     expected += ["promote.guards: {} -> -", "promote.guards.METEOR: - -> 0.01"]  # which migrate leaves to a person
-    expected += ["convert.references_per_pair: 12 -> null"]
+    expected += ["convert.references_per_pair: 12 -> null", "register.keeps: merged -> adapters"]
     scored = "CIDEr, METEOR, ROUGE-L, BLEU, SPICE, change_accuracy"  # without what is for drawn images
     expected += [f"evaluate.metrics: [{scored}, pixel_threshold] -> [{scored}]"]
     expected += [f"ingest.datasets.{dataset}.train_on: - -> [train, val]" for dataset in PAPERS]

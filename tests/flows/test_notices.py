@@ -79,6 +79,13 @@ def test_a_notice_goes_to_an_address_of_apprise_and_is_told_once(checkout, liste
     assert said == []
 
 
+def test_the_latest_notices_are_those_that_are_remembered(checkout, listener, monkeypatch):
+    monkeypatch.setattr(notices, "REMEMBERED", 2)
+    for key in ("a", "b", "c", "c", "b"):
+        tell(key, key, "text", print)
+    assert [notice["title"] for notice in listener.got] == ["a", "b", "c"]
+
+
 def test_without_an_address_nobody_is_told_and_nothing_is_kept(checkout):
     said: list[str] = []
     tell("a", "the title", "the text", said.append)
