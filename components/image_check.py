@@ -1,17 +1,18 @@
 """One image file read once and checked strictly, in a worker process: this module imports nothing heavy."""
 
 import hashlib
-import io
 import os
 import stat
 import warnings
 from typing import NamedTuple
 
 import PIL
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
+
+from components.images import open_image, to_rgb
 
 OK = "ok"
-DECODER = f"Pillow {PIL.__version__}, thumbnail 8x8 Hamming"
+DECODER = f"Pillow {PIL.__version__}, RGB, thumbnail 8x8 Hamming"
 """Verdicts are cached under this name: another decoder judges anew."""
 
 PNG_END = b"\0\0\0\0IEND\xaeB`\x82"
@@ -64,7 +65,7 @@ def _decode(path: str, digest: bytes, data: bytes, max_pixels: int) -> ImageChec
     if not data:
         return ImageCheck(path, digest, "is empty (0 bytes)")
     try:
-        with Image.open(io.BytesIO(data)) as image:
+        with open_image(data) as image:
             kind, (width, height) = image.format, image.size
             if width * height > max_pixels:
                 too_large = f"has {width}x{height} pixels, more than {max_pixels}"
@@ -73,11 +74,8 @@ def _decode(path: str, digest: bytes, data: bytes, max_pixels: int) -> ImageChec
                 image.verify()
                 if PNG_END not in data:
                     return ImageCheck(path, digest, "does not decode: PNG ends before its last chunk")
-        with Image.open(io.BytesIO(data)) as image:
-            image.load()
-            thumb = image.convert("L").resize((8, 8), Image.Resampling.HAMMING).tobytes()
-    except UnidentifiedImageError:  # its message holds a memory address
-        return ImageCheck(path, digest, "does not decode: is of no known image format")
+        with open_image(data) as image:
+            thumb = to_rgb(image).convert("L").resize((8, 8), Image.Resampling.HAMMING).tobytes()
     except Exception as error:  # Pillow raises some ten kinds for broken files, SyntaxError and struct.error among them
         told = (str(error) or type(error).__name__).replace("\n", " ")
         return ImageCheck(path, digest, f"does not decode: {told}"[:200])

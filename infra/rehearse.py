@@ -207,8 +207,8 @@ class CaptionedPairs:
 
     def scores(self, run: Any) -> dict[str, float]:
         """What the grammar says of the captions that the run's model gives now."""
+        from components.images import load_image
         from components.models.generation import Captioner
-        from components.models.images import load_image
         from components.models.tuning import unwrapped
 
         captioner = Captioner(unwrapped(run.engine.module), run.processor, run.family, max_new_tokens=64)

@@ -23,6 +23,7 @@ SHARED = {
     "ray_cluster",
     "image_cache",
     "image_check",
+    "images",
     "tracking",
     "decisions",
     "datasets",

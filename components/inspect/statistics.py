@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 
 import polars as pl
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from PIL import Image, ImageOps
+from PIL import Image
 from pydantic import BaseModel
 
 from components.datasets import DATASETS
 from components.datasets.spec import DatasetSpec, check_licence
 from components.files import write_atomic
+from components.images import load_image
 from components.progress import progress
 from components.records import SPLITS, DataError
 
@@ -166,8 +167,7 @@ def _shown_pairs(records: pl.DataFrame) -> list[ShownPair]:
 
 def _thumb(path: str) -> str:
     """The image upright and small, as a data URI."""
-    with Image.open(path) as file:
-        image = ImageOps.exif_transpose(file).convert("RGB")
+    image = load_image(path)
     image.thumbnail((2 * THUMB_PX, 2 * THUMB_PX), Image.Resampling.LANCZOS)
     buffer = io.BytesIO()
     image.save(buffer, "WEBP", quality=80)

@@ -127,7 +127,7 @@ def _files(pair: PairSample) -> list[tuple[str, bytes | None]]:
 
 
 def _prepared(path: str, sha256: bytes | None, processor: "PairProcessor") -> "np.ndarray":
-    from components.models.images import load_image
+    from components.images import load_image
 
     try:
         return processor.prepare_image(load_image(path, sha256))

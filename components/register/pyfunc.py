@@ -55,7 +55,7 @@ def read(value: str) -> Image.Image:
     Raises:
         ValueError: it is neither.
     """
-    from components.models.images import load_image
+    from components.images import load_image
 
     try:
         if len(value) <= LONGEST_PATH and Path(value).is_file():

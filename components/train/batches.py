@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from components.images import ImageError, load_image
 from components.models.attention import RECURRING, Layout
 from components.models.device import Device
-from components.models.images import ImageError, load_image
 from components.records import DataError
 from components.train.packing import Packed, pack
 from components.train.samples import RowGroups, Samples

@@ -17,7 +17,7 @@ from components.evaluate.report.figures import (
     Line,
     SaliencyMaps,
     chart,
-    load_image,
+    load_small,
     log_ticks,
     overlay,
     short,
@@ -83,9 +83,9 @@ def test_a_large_image_is_shown_small_and_upright(tmp_path: Path):
     exif[0x0112] = 6  # turned by a quarter
     Image.new("RGB", (1000, 500)).save(tmp_path / "large.jpg", exif=exif)
     path = tmp_path / "large.jpg"
-    assert load_image(path, bench.digest(path)).size == (MAX_PX // 2, MAX_PX)
+    assert load_small(path, bench.digest(path)).size == (MAX_PX // 2, MAX_PX)
     path = bench.paint(tmp_path / "small.png", (1, 2, 3))
-    assert load_image(path, bench.digest(path)).getpixel((0, 0)) == (1, 2, 3)
+    assert load_small(path, bench.digest(path)).getpixel((0, 0)) == (1, 2, 3)
 
 
 def test_an_image_that_changed_since_ingest_is_refused(tmp_path: Path):
@@ -93,14 +93,14 @@ def test_an_image_that_changed_since_ingest_is_refused(tmp_path: Path):
     known = bench.digest(path)
     bench.paint(path, (1, 2, 4))
     with pytest.raises(DataError, match=r"a.png: changed since ingest .*run `dvc repro`"):
-        load_image(path, known)
+        load_small(path, known)
 
 
 def test_an_image_that_cannot_be_shown_is_named(tmp_path: Path):
     (tmp_path / "broken.png").write_bytes(b"\x89PNG")
     for name in ("broken.png", "missing.png"):
         with pytest.raises(DataError, match=name):
-            load_image(tmp_path / name, bench.digest(tmp_path / name))
+            load_small(tmp_path / name, bench.digest(tmp_path / name))
 
 
 @pytest.mark.parametrize(

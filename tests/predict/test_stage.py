@@ -16,8 +16,8 @@ from pydantic import ValidationError
 
 from components.compute import Compute
 from components.evaluate.report.figures import SaliencyMaps
+from components.images import load_image
 from components.models.generation import Captioner, load_captioner
-from components.models.images import load_image
 from components.predict import stage
 from components.predict.pairs import PairSample, control_pairs, read_test_pairs, reversed_pairs, shuffle_after
 from components.predict.params import Predict

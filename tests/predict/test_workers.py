@@ -16,10 +16,10 @@ import pytest
 import ray
 import torch
 
+from components.images import load_image
 from components.models.device import DeviceError
 from components.models.fused import FusedMLP, FusedRMSNorm
 from components.models.generation import load_captioner
-from components.models.images import load_image
 from components.models.m3diff.processing import M3DiffImageProcessor
 from components.predict import stage, workers
 from components.predict.pairs import batches, read_test_pairs

@@ -13,9 +13,9 @@ import yaml
 
 from components import tracking
 from components.__main__ import main as m3diff
+from components.images import load_image
 from components.models.checkpoint import is_adapters
 from components.models.generation import load_captioner
-from components.models.images import load_image
 from components.params import load_params
 from components.register import stage
 from components.register.lineage import hash_test_set

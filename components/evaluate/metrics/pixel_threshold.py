@@ -11,6 +11,7 @@ import numpy as np
 
 from components.evaluate.metrics.metric import ALL, Groups, Metric, MetricScores, Tools
 from components.evaluate.pairs import EvalPair
+from components.images import load_image
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -79,8 +80,6 @@ ONE_KIND = "a threshold tells pairs with a change from those without, and these 
 def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores:
     """The areas over all pairs of which it is known whether something changed; a property of the images, not of the
     model. Absent where images cannot be compared."""
-    from PIL import Image
-
     del groups, tools
     known = [pair for pair in pairs if pair.change_types]
     if len({pair.is_distractor for pair in known}) < 2:
@@ -88,9 +87,9 @@ def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores
     found: dict[str, dict[str, float]] = {}
     for pair in known:
         try:
-            with Image.open(pair.before) as before, Image.open(pair.after) as after:
-                found[pair.id] = {_column(name): differ(before, after) for name, differ in DIFFERENCES.items()}
-        except (OSError, ValueError) as error:
+            before, after = load_image(pair.before), load_image(pair.after)
+            found[pair.id] = {_column(name): differ(before, after) for name, differ in DIFFERENCES.items()}
+        except ValueError as error:
             return _absent(f"{pair.id}: {error}")
     areas = {
         _score(name): roc_auc(

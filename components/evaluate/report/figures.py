@@ -1,7 +1,5 @@
 """What the report draws: images made small, a saliency map as heat over the after-image, and training curves."""
 
-import hashlib
-import io
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageOps
 
+from components.images import ImageError, load_image
 from components.records import DataError
 
 MAX_PX = 384
@@ -19,20 +18,16 @@ MAX_POINTS = 400
 STYLES = ("main", "second", "third", "fourth", "fifth")
 
 
-def load_image(path: Path, sha256: bytes) -> Image.Image:
+def load_small(path: Path, sha256: bytes) -> Image.Image:
     """The image upright, in RGB, its longer side at most `MAX_PX`.
 
     Raises:
         DataError: the file is missing, is no image, or is not the one of this digest.
     """
     try:
-        content = path.read_bytes()
-        if hashlib.sha256(content).digest() != sha256:
-            raise DataError(f"{path}: changed since ingest (its SHA-256 is not the record's); run `dvc repro`")
-        with Image.open(io.BytesIO(content)) as file:
-            image = ImageOps.exif_transpose(file).convert("RGB")
-    except OSError as error:
-        raise DataError(f"{path}: the report cannot show this image: {error}") from error
+        image = load_image(path, sha256)
+    except ImageError as error:
+        raise DataError(f"the report cannot show an image: {error}") from error
     image.thumbnail((MAX_PX, MAX_PX), Image.Resampling.LANCZOS)
     return image
 

@@ -12,7 +12,7 @@ from PIL import Image
 
 from components.datasets.spec import DatasetSpec, check_licence
 from components.evaluate.pairs import EvalPair
-from components.evaluate.report.figures import SaliencyMaps, load_image, overlay
+from components.evaluate.report.figures import SaliencyMaps, load_small, overlay
 from components.records import DataError
 
 BASE64 = 4 / 3
@@ -104,9 +104,9 @@ def draw_images(
 
 
 def draw_pair(pair: EvalPair, saliency: SaliencyMaps | None) -> PairImages:
-    after = load_image(pair.after, pair.after_sha256)
+    after = load_small(pair.after, pair.after_sha256)
     heat = saliency.heat(pair.id, after.size) if saliency else None
-    before = load_image(pair.before, pair.before_sha256)
+    before = load_small(pair.before, pair.before_sha256)
     return PairImages(as_webp(before), as_webp(after), None if heat is None else as_webp(overlay(after, heat)))
 
 
