@@ -31,7 +31,9 @@ NEXT = """next
   look at the report in a browser, and at the model's versions:   make up
   caption a pair:                                                 see README.md, "Use the model"
   try another setting beside this one:                            dvc exp run -S train.epochs=6
-  run on your own pairs:                                          params.yaml, section ingest"""
+  run on your own pairs:                                          params.yaml, section ingest
+
+Commands are in .venv: ./m3diff works as it is, and after `. .venv/bin/activate` so do all those of README.md"""
 
 
 def summary(params: Params, registration: Registration, decision: Promotion) -> str:
