@@ -1,6 +1,8 @@
 """m3diff's stages. Importing this package switches every tool's telemetry off and keeps a Ray of this machine's own off
-the network, before any tool is imported. A user without a home, as containers have them, gets one for caches."""
+the network, before any tool is imported. A user without a home or a name, as containers have them, gets one: tools keep
+caches there, and DVC names a folder by it."""
 
+import getpass
 import os
 import tempfile
 from pathlib import Path
@@ -32,3 +34,8 @@ except RuntimeError:  # no HOME, and a number that the system has no name for; l
     _home = Path(tempfile.gettempdir()) / f"m3diff-{os.getuid()}"
     _home.mkdir(mode=0o700, exist_ok=True)
     os.environ["HOME"] = str(_home)
+
+try:
+    getpass.getuser()
+except (KeyError, OSError):
+    os.environ["USER"] = f"uid-{os.getuid()}"

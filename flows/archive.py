@@ -145,7 +145,8 @@ def commit(message: str, links: Sequence[str]) -> str:
         links: folders of the checkout, which are no part of it.
     """
     git("add", "--all", "--", ".")
-    git("rm", "--cached", "--quiet", "--ignore-unmatch", "--", *links)  # where an older commit's .gitignore misses one
+    if links:  # where an older commit's .gitignore misses one
+        git("rm", "--cached", "--quiet", "--ignore-unmatch", "--", *links)
     git("commit", "--quiet", "--allow-empty", "--message", message)
     return git("rev-parse", "HEAD")
 

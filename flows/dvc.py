@@ -247,9 +247,12 @@ def cache_folder(folder: Path | None = None) -> Path:
 def use_cache(cache: Path, links: str) -> None:
     """Let the project in the current folder, on this machine alone, use this cache by links of these kinds. What DVC
     remembers of its files goes with it, and does not stay in a folder of the machine for ever."""
-    with repository() as repo, repo.config.edit("local") as settings:
-        settings.setdefault("cache", {}).update(dir=str(cache), type=links)
-        settings.setdefault("core", {}).update(site_cache_dir=str(Path(".dvc/tmp/memory").absolute()))
+    from configobj import ConfigObj
+
+    settings = ConfigObj(".dvc/config.local", encoding="utf-8")  # DVC itself writes ASCII alone
+    settings.setdefault("cache", {}).update({"dir": str(cache), "type": links})
+    settings.setdefault("core", {}).update({"site_cache_dir": str(Path(".dvc/tmp/memory").absolute())})
+    settings.write()
 
 
 def remote() -> str | None:

@@ -45,6 +45,7 @@ class Done:
     started: float = field(default_factory=time.time)
     outcomes: dict[str, str] = field(default_factory=dict)  # of a task, by name
     seconds: dict[str, float] = field(default_factory=dict)
+    whole: bool = False  # every stage was gone through, so that `dvc.lock` has them all
     registration: Registration | None = None
     decision: Promotion | None = None
     error: str | None = None
@@ -145,6 +146,7 @@ def work_through(done: Done, status: dict[str, Any]) -> None:
             take(done, stage, tasks.reproduce, stage, stage not in status and not made & before)
             if done.outcomes[stage] != "Skipped":
                 made.add(stage)
+        done.whole = True
         take(done, "push", tasks.push_data, done.pushed)
         archive.commit(message_of(done), done.work.links)
         done.registration = take(done, "register", tasks.register_model, known)
@@ -191,6 +193,7 @@ def trailers(done: Done) -> Iterator[str]:
     work = done.work
     yield f"Flow-Run: {work.flow_run}"
     yield f"From: {work.commit}"
-    yield f"{previous.TREE}: {work.tree}"
+    if done.whole:
+        yield f"{previous.TREE}: {work.tree}"
     yield from (f"{previous.OVERRIDES}: {text}" for text in work.overrides)
     yield from (f"Reason: {text}" for text in done.reasons[:MOST_REASONS])

@@ -16,7 +16,7 @@ from flows.archive import LOCK
 from flows.git import git
 
 TREE, OVERRIDES = "Tree", "Overrides"
-"""Trailers of the commits of a run: the content that it ran, and its own parameters."""
+"""Trailers of the commits of a run: the content of which it made everything, and its own parameters."""
 
 
 def take_over(tree: str) -> bool:

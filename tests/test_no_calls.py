@@ -119,3 +119,18 @@ def test_the_real_stages_up_to_the_checks_of_great_expectations_call_nobody(guar
         guard.succeed(tmp_path, "-m", "components", "--params", "small.yaml", *stage)
         assert guard.watched(" ".join(stage))
     assert guard.lines("attempts") == []
+
+
+@pytest.mark.fault("30")
+def test_a_user_without_home_and_name_gets_both():
+    names = ("HOME", "LOGNAME", "USER", "LNAME", "USERNAME")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    code = (
+        "import pwd\n"
+        "def nobody(uid): raise KeyError(uid)\n"
+        "pwd.getpwuid = nobody\n"
+        "import components, getpass, os, pathlib\n"
+        "print(getpass.getuser() == f'uid-{os.getuid()}', pathlib.Path.home().is_dir())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+    assert done.stdout.split() == ["True", "True"], done.stderr

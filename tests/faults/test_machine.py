@@ -41,6 +41,7 @@ from flows import archive, dvc
 from flows.git import git
 from flows.workspace import workspace
 with workspace("one", "HEAD", ["evaluate.gallery=7"], False):
+    dvc.link_data()
     assert dvc.repro("evaluate", print) == "Ran"
     archive.commit("what ran", ())
     assert git("log", "-1", "--format=%s") == "what ran"

@@ -108,6 +108,8 @@ def test_the_commit_holds_the_lock_and_the_metrics_and_no_folder_of_the_checkout
     assert {"dvc.lock", "data/02_records/minichange.json"} <= set(named)
     assert "runs" not in named
     assert git("rev-parse", "HEAD^") != archive.commit("nothing new", ("runs",))
+    archive.commit("nothing shared", ())
+    assert git("log", "-1", "--format=%s") == "nothing shared"
 
 
 def test_the_branch_goes_to_the_git_remote_that_is_named_for_it_and_to_no_other(project, tmp_path):

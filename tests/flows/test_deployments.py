@@ -1,6 +1,8 @@
 """prefect.yaml, against Prefect's own model and against the flows that it names."""
 
 import importlib
+import subprocess
+import sys
 
 import pytest
 import yaml
@@ -19,11 +21,22 @@ def test_prefect_accepts_the_file():
 
 @pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=lambda deployment: deployment["name"])
 def test_each_deployment_is_reached_as_m3diff_in_the_pool_that_services_makes(deployment):
-    module, function = deployment["entrypoint"].removesuffix(".py").replace(".py:", ":").split(":")
-    flow = getattr(importlib.import_module(module.replace("/", ".")), function)
+    module, _, function = deployment["entrypoint"].rpartition(".")
+    flow = getattr(importlib.import_module(module), function)
     assert flow.name == "m3diff"
     assert deployment["work_pool"]["name"] == services.POOL
     assert set(deployment.get("parameters", {})) <= set(flow.parameters.properties)
+
+
+def test_a_flow_loaded_as_prefect_does_finds_dvc_itself_and_not_the_module_of_its_name_beside_it():
+    code = (
+        "from prefect.flows import load_flow_from_entrypoint as load\n"
+        f"for entrypoint in {[deployment['entrypoint'] for deployment in DEPLOYMENTS]}: assert load(entrypoint).name\n"
+        "from flows import dvc\n"
+        "with dvc.repository() as repo: print(repo.root_dir)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.stdout.strip() == str(REPOSITORY), done.stderr
 
 
 @pytest.mark.fault("22", "m6")

@@ -201,10 +201,20 @@ def test_what_is_promoted_is_a_completed_run(recorded):
 
 @pytest.mark.fault("21")
 @pytest.mark.parametrize(
-    ("fails", "last"), [("ingest@a", ("ingest@a", False)), ("push", "push"), ("register", "register")]
+    ("fails", "last", "whole"),
+    [
+        ("ingest@a", ("ingest@a", False), False),
+        ("train", ("train", False), False),
+        ("push", "push", True),
+        ("register", "register", True),
+    ],
 )
-def test_the_first_failure_ends_the_run_with_a_page_that_says_why(recorded, fails, last):
+def test_the_first_failure_ends_the_run_with_a_page_that_says_why(recorded, monkeypatch, fails, last, whole):
+    """Later runs take up a lock only where it has every stage."""
     recorded.fails = fails
+    messages: list[str] = []
+    publish = report.publish
+    monkeypatch.setattr(report, "publish", lambda done, message: publish(done, message) or messages.append(message))
     with pytest.raises(DvcError, match=f"stage {fails}"):
         run()
     assert recorded.done[-1] == last
@@ -212,6 +222,7 @@ def test_the_first_failure_ends_the_run_with_a_page_that_says_why(recorded, fail
     assert state == "Failed"
     assert error is not None
     assert error.startswith(f"DvcError: stage {fails} exited with 3")
+    assert ("\nTree: tree\n" in messages[0] + "\n") == whole
 
 
 def test_what_fails_before_any_stage_is_on_the_page_too(recorded, monkeypatch):
@@ -289,7 +300,7 @@ def test_a_decision_of_the_gate_is_told_and_a_failure_is_left_to_the_hook_of_the
 
 def test_the_commit_says_what_ran_from_what_and_why(recorded):
     work = Workspace("0123456789", Path("w"), Path("c"), "abc", "tree", ("train.epochs=6",), ())
-    done = Done(work, ["new data"], outcomes={"ingest@a": "Skipped", "train": "Ran"})
+    done = Done(work, ["new data"], outcomes={"ingest@a": "Skipped", "train": "Ran"}, whole=True)
     assert pipeline.message_of(done).split("\n") == [
         "Run 01234567: 1 skipped, 1 ran",
         "",
