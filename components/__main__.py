@@ -203,6 +203,11 @@ def data(args: argparse.Namespace) -> int:
         write_statistics(params.paths.clean)
         print(f"written to {params.paths.clean / 'statistics.html'}")
         return 0
+    if args.action == "unpack":
+        from components.inspect.unpack import unpack
+
+        print(unpack(args.root))
+        return 0
     from components.inspect.check import check
 
     found = check(args.root, params.ingest.datasets)
@@ -358,6 +363,10 @@ def _add_data(data: argparse.ArgumentParser) -> None:
     )
     check = actions.add_parser("check", help="layout, missing files, counts against the published ones, problems")
     check.add_argument("root", type=Path, help="folder of one dataset")
+    unpack = actions.add_parser(
+        "unpack", help="write images that lie in a dataset's Parquet files as files beside them"
+    )
+    unpack.add_argument("root", type=Path, help="folder of one dataset")
 
 
 def _add_plan(plan: argparse.ArgumentParser) -> None:

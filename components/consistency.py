@@ -89,6 +89,14 @@ def dataset_counts(params: "Params", name: str, entry: DatasetEntry) -> Iterator
         yield f"ingest.datasets.{name}.expected_pairs: no counts of {name!r} are published; {remedy}"
 
 
+def dataset_splits(params: "Params", name: str, entry: DatasetEntry) -> Iterator[str]:
+    if entry.reader in DATASETS:
+        for split in DATASETS[entry.reader].never_train:
+            if split in entry.train_on:
+                title = DATASETS[entry.reader].title
+                yield f"ingest.datasets.{name}.train_on: {title}'s authors ask that {split} never trains; write [train]"
+
+
 def dataset_task(params: "Params", name: str, entry: DatasetEntry) -> Iterator[str]:
     """The questions of a pair: its source's task, or the dataset's own."""
     tasks = known_tasks(params.convert.questions)
@@ -341,6 +349,7 @@ DATASET_RULES: tuple[Callable[["Params", str, DatasetEntry], Iterator[str]], ...
     dataset_reader,
     dataset_options,
     dataset_counts,
+    dataset_splits,
     dataset_task,
 )
 

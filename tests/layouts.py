@@ -1,11 +1,14 @@
 """Datasets in their exact layouts on disk, as small as a test wants them."""
 
 import csv
+import io
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 from PIL import Image
 
 from components.ingest.params import DatasetEntry
@@ -157,3 +160,140 @@ def write_birds(path: Path, rows: list[tuple[str, str, str, str]]) -> None:
 
 
 SITE = "https://www.inaturalist.org/photos"
+
+SAME = [
+    "the scene is the same as before",
+    "there is no difference",
+    "the two scenes seem identical",
+    "no change has occurred",
+    "almost nothing has changed",
+]
+
+
+def levir_record(split: str, number: int, texts: Sequence[str]) -> dict[str, Any]:
+    """A record of LevirCCcaptions.json: `raw` begins with a space and ends with a full stop, `tokens` have neither."""
+    sentences = [
+        {"raw": f" {text} .", "tokens": text.split(), "imgid": number, "sentid": 5 * number + n}
+        for n, text in enumerate(texts)
+    ]
+    ids = [sentence["sentid"] for sentence in sentences]
+    about = {"filepath": split, "filename": f"{split}_{number:06d}.png", "imgid": number, "split": split}
+    return about | {"changeflag": int(list(texts) != SAME), "sentids": ids, "sentences": sentences}
+
+
+def write_levir(root: Path) -> Path:
+    """LEVIR-CC: a pair that changed in train and test, one that did not in val and test."""
+    records = [
+        levir_record("train", 1, [f"{n} villas are built" for n in range(5)]),
+        levir_record("val", 1, SAME),
+        levir_record("test", 4, ["trees are removed", "an arc road is built", "a road", "villas", "a villa"]),
+        levir_record("test", 5, SAME),
+    ]
+    for shade, record in enumerate(records):
+        for number, side in enumerate("AB"):
+            save_picture(
+                root / f"images/{record['split']}/{side}/{record['filename']}", shade, 40 * shade + 20 * number
+            )
+    write_json(root / "LevirCCcaptions.json", {"images": records})
+    return root
+
+
+def stored(number: int, kind: str = "PNG") -> dict[str, Any]:
+    """An image as the Hugging Face hub stores it in Parquet."""
+    image = Image.new("RGB", (16, 16), (37 * number % 256, 40, 5 * number % 256))
+    data = io.BytesIO()
+    image.save(data, kind)
+    return {"bytes": data.getvalue(), "path": None}
+
+
+def write_shards(root: Path, split: str, rows: Sequence[Mapping[str, Any]], count: int = 1) -> None:
+    """`data/<split>-NNNNN-of-NNNNN.parquet`, the rows shared out over so many files."""
+    (root / "data").mkdir(parents=True, exist_ok=True)
+    table = pa.Table.from_pylist([dict(row) for row in rows])
+    for number in range(count):
+        part = table.slice(number * len(rows) // count, (number + 1) * len(rows) // count - number * len(rows) // count)
+        pq.write_table(part, root / f"data/{split}-{number:05d}-of-{count:05d}-2f1a.parquet")
+
+
+def emu_row(split: str, idx: int, instruction: str, edited: bool = True, number: int = 0) -> dict[str, Any]:
+    """A row of emu_edit_test_set_generations; of emu_edit_test_set, which has no edits, if not `edited`."""
+    row = {"instruction": instruction, "image": stored(number), "task": "add", "split": split, "idx": idx, "hash": "a1"}
+    row |= {"input_caption": "a fence", "output_caption": "a goat"}
+    return row | ({"edited_image": stored(number + 1, "JPEG"), "model": "emu"} if edited else {})
+
+
+def write_emu(root: Path) -> Path:
+    """Emu Edit as it is downloaded: `idx` counts in each split from 0; the images lie in the Parquet files alone."""
+    texts = {"validation": ["make it night", " add a rainbow", "add a spatula"], "test": ["add a goat", "add a fork"]}
+    for place, (split, found) in enumerate(texts.items()):
+        rows = [emu_row(split, n, text, number=10 * place + 2 * n) for n, text in enumerate(found)]
+        write_shards(root, split, rows[::-1], 2 - place)
+    return root
+
+
+def brush_row(img_id: str, turn: int, instruction: str, number: int) -> dict[str, Any]:
+    """A turn of MagicBrush's train or dev: it begins with the image that the turn before it ended with."""
+    row = {"img_id": img_id, "turn_index": turn, "source_img": stored(number), "mask_img": stored(200)}
+    return row | {"instruction": instruction, "target_img": stored(number + 1)}
+
+
+def write_magicbrush(root: Path) -> Path:
+    """MagicBrush: two turns of a photo in train, one in dev, and the unpacked zip of test with two turns."""
+    turns = [brush_row("242679", 1, "add a cat", 1), brush_row("242679", 2, "make it black", 2)]
+    write_shards(root, "train", turns, 2)
+    write_shards(root, "dev", [brush_row("17", 1, "remove the cup", 10)])
+    session = [
+        {"input": "139306-input.png", "mask": "139306-mask1.png", "instruction": "add a dog"},
+        {"input": "139306-output1.png", "mask": "139306-mask2.png", "instruction": "put a hat on it"},
+    ]
+    for number, end in enumerate(("input", "output1", "output2")):
+        save_picture(root / f"test/images/139306/139306-{end}.png", number, 60 * number)
+    write_json(root / "test/edit_sessions.json", {"139306": session})
+    return root
+
+
+def write_syned(root: Path) -> Path:
+    """Syned: lines sorted as text, stray spaces, keys that end with one, none to five paraphrases."""
+    train = ["0 <INSTRUCT>  make the sky night", "10 <INSTRUCT> add a duck. ", "2 <INSTRUCT> zip it up", ""]
+    test = ["0 <INSTRUCT> add a goat", "10 <INSTRUCT>  add a bag ", "2 <INSTRUCT> add a fork", ""]
+    root.mkdir(parents=True, exist_ok=True)
+    (root / "instructions_with_idx_train_split.txt").write_text("\n".join(train))
+    (root / "instructions_with_idx_test_split.txt").write_text("\n".join(test))
+    write_json(root / "splits.json", {"train": [2, 0], "validation": [10]})
+    variants = {
+        "0 ": ["a goat", "I'm just an AI, I cannot"],
+        "2 ": ["a fork", "a fork by it", "f", "g", "h"],
+        "10 ": [],
+    }
+    write_json(root / "gt_augmented_test_clean.json", variants)
+    for number, (part, idx) in enumerate((part, idx) for part in ("validation", "test") for idx in (0, 10, 2)):
+        save_picture(root / f"images/{part}-{idx}-image.png", number, 10)
+        save_picture(root / f"images/{part}-{idx}-edited_image.png", number, 120)
+    return root
+
+
+def nlvr_line(identifier: str, sentence: str, label: Any, **more: Any) -> dict[str, Any]:
+    """A line of NLVR2; the label is text."""
+    line = {"sentence": sentence, "left_url": "http://a/1.jpg", "right_url": "http://a/2.jpg", "label": label}
+    split = {"directory": 38} if identifier.startswith("train") else {"extra_validations": {"w1": label}}
+    named = {"identifier": identifier, "validation": {"w2": label}, "writer": "w3", "synset": "dog", "query": "dogs7"}
+    return line | named | split | more
+
+
+def write_nlvr(root: Path) -> Path:
+    """NLVR2: pairs with two true sentences, with one, and with none, whose images are not needed; a JPEG as .png."""
+    lines = {
+        "train": [("train-1-0-0", "two dogs", "True"), ("train-1-1-0", "a cat", "False")],
+        "dev": [("dev-850-0-0", "a bus", "True"), ("dev-850-0-1", "two buses", "False")],
+        "test1": [("test1-0-1-0", "a cup", "True"), ("test1-7-0-0", "x", "True"), ("test1-0-1-1", "a mug", "True")],
+    }
+    (root / "data").mkdir(parents=True, exist_ok=True)
+    for part, found in lines.items():
+        told = "".join(json.dumps(nlvr_line(*line)) + "\n" for line in found)
+        (root / f"data/{part}.json").write_text(told, encoding="utf-8")
+    for number, pair in enumerate(("train/38/train-1-0", "dev/dev-850-0", "test1/test1-0-1", "test1/test1-7-0")):
+        for side in (0, 1):
+            save_picture(root / f"images/{pair}-img{side}.png", number, 100 * side)
+    with Image.open(root / "images/dev/dev-850-0-img0.png") as image:
+        image.save(root / "images/dev/dev-850-0-img0.png", "JPEG")
+    return root

@@ -266,7 +266,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "a task that the questions have not": (
         {"convert.sources.minichange": {"task": "diference"}},
-        ["convert.sources.minichange.task: did you mean 'difference'? expected one of birds, detail, difference, e"],
+        ["convert.sources.minichange.task: did you mean 'difference'? expected one of birds, ccexpert, detail, di"],
     ),
     "metrics": (
         {"evaluate.metrics": ["CIDer", "METEOR", "METEOR"], "promote.guards": {}},

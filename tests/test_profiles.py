@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import yaml
 
-from components.datasets import DATASETS
+from components.datasets import DATASETS, levir_cc
 from components.params import load_params
 from components.profiles import differences, find_profile, lay_over, profiles, resolve, use_profile, written
 from components.section import ParamsError
 from tests.toy import REPOSITORY
 
 PROFILES = REPOSITORY / "profiles"
-ALL = ["embedded-gpu", "embedded", "one-gpu", "paper-letter", "paper", "small"]
+ALL = ["embedded-gpu", "embedded", "levir-cc", "one-gpu", "paper-letter", "paper", "small"]
 SEVEN = ["omnidiff_real", "omnidiff_render", "spot_the_diff", "iedit", "birds_to_words", "clevr_change", "clevr_dc"]
 
 
@@ -127,6 +127,36 @@ def test_small_is_the_run_of_one_gpu_on_the_small_base_but_for_lora_and_gpu():
     ]
 
 
+def test_levir_cc_is_the_paper_run_on_that_dataset_selected_on_its_validation_split():
+    paper, levir = (resolve(Path("profiles") / f"{name}.yaml")[0] for name in ("paper", "levir-cc"))
+    found = [line for line in differences(paper, levir) if not line.startswith("ingest.datasets.")]
+    assert sorted(found) == sorted(
+        [
+            "convert.sources: {} -> -",
+            "convert.sources.levir_cc.task: - -> ccexpert",
+            "train.epochs: 1 -> 10",
+            "train.export: last -> best",
+            "promote.protocol: omnidiff_real/real -> levir_cc/total",
+            "compute.checkpoint_every_steps: 200 -> 134",
+            "compute.caption_every_checkpoints: 2 -> 1",
+            "compute.caption_val_pairs: 32 -> 1333",
+        ]
+    )
+    params = load_params(Path("profiles/levir-cc.yaml"))
+    ((name, entry),) = params.ingest.datasets.items()
+    assert (name, entry.reader, entry.train_on, entry.expected_pairs) == (
+        "levir_cc",
+        "levir_cc",
+        ("train",),
+        "published",
+    )
+    published = levir_cc.PUBLISHED
+    assert params.compute.caption_val_pairs == published.val.pairs, "the whole validation split selects"
+    assert params.train.epochs * published.train.references == 50 * published.train.pairs, "CCExpert's 50 epochs"
+    steps = -(-published.train.references // params.train.global_batch)
+    assert params.compute.checkpoint_every_steps == steps, "a checkpoint after each epoch"
+
+
 def test_the_embedded_run_on_a_gpu_differs_in_where_it_is_computed_alone():
     cpu, gpu = (resolve(Path("profiles") / f"{name}.yaml")[0] for name in ("embedded", "embedded-gpu"))
     assert [line.split(":")[0] for line in differences(cpu, gpu)] == [
@@ -214,13 +244,14 @@ def test_a_key_written_twice_below_is_said_with_its_file(folder):
 
 def test_an_unknown_profile_is_refused_with_those_there_are():
     with pytest.raises(
-        ParamsError, match="profile 'papr': profiles has embedded-gpu, embedded, one-gpu, paper-letter, paper, small"
+        ParamsError,
+        match="profile 'papr': profiles has embedded-gpu, embedded, levir-cc, one-gpu, paper-letter, paper, small",
     ):
         find_profile("papr", Path("profiles"))
     assert find_profile("paper", Path("profiles")) == Path("profiles/paper.yaml")
 
 
-@pytest.mark.parametrize("name", ["paper", "paper-letter", "one-gpu", "small"])
+@pytest.mark.parametrize("name", ["paper", "paper-letter", "one-gpu", "small", "levir-cc"])
 def test_a_profile_is_written_with_the_values_it_resolves_to_and_with_comments(name):
     source = Path("profiles") / f"{name}.yaml"
     text = written(source)

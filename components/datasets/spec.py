@@ -112,13 +112,15 @@ class DatasetSpec:
     paper: str | None
     licence: Licence
     read: Callable[..., Iterator[Row]]  # root and the reader's own options -> one Row per pair
-    files: tuple[str, ...]  # annotation files, relative to the root: `m3diff data check` knows the layout by them
+    files: tuple[str, ...]  # annotation files or patterns of them in the root: `m3diff data check` knows the layout so
     task: str = "difference"  # what its pairs are asked: a task of the file `convert.questions`
     published: tuple[Published, ...] = ()
     table: TableRow | None = None
     protocols: tuple[Protocol, ...] = ()
     grammar: Callable[[Path], Mapping[str, Any]] | None = None  # root -> rules that read a caption back into changes
     generate: Generator | None = None
+    never_train: tuple[Literal["val"], ...] = ()  # splits beside test that its authors ask to keep out of training
+    unpack: Callable[[Path], int] | None = None  # root -> images written out of its Parquet files, and how many
 
     def part(self, name: str) -> Published | None:
         """The published counts for a dataset called `name` in `params.yaml`; None where there are none for it."""

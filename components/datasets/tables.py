@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ Found = tuple[str, dict[str, Any], str | None]
 """Where a row stands, its values by column (None where absent), and what is wrong with it."""
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
+SHARD = re.compile(r"-(\d{5})-of-(\d{5})\b")
+"""Which of how many files a split of the Hugging Face hub lies in: data/train-00003-of-00032-<hash>.parquet."""
 
 
 def read_table(path: Path, required: Sequence[str]) -> Iterator[Found]:
@@ -35,6 +38,12 @@ def read_table(path: Path, required: Sequence[str]) -> Iterator[Found]:
         raise DataError(f"{path}: unknown kind of manifest; use .csv, .tsv, .json, .jsonl or .parquet")
     for where, value in rows:
         yield _row(where, value, required)
+
+
+def read_json_lines(path: Path) -> Iterator[Found]:
+    """Every line of a file of JSON objects that may be called otherwise than .jsonl."""
+    for where, value in _json_lines(path):
+        yield _row(where, value, ())
 
 
 def _row(where: str, value: Any, required: Sequence[str]) -> Found:
@@ -82,16 +91,63 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
                 yield f"{path.name}, line {number}", error
 
 
-def _parquet(path: Path, required: Sequence[str]) -> Iterator[tuple[str, Any]]:
+def shards(root: Path, pattern: str) -> list[Path]:
+    """The files of a split of the Hugging Face hub, in order.
+
+    Raises:
+        DataError: there is none, or one of them is missing.
+    """
+    paths = sorted(root.glob(pattern))
+    if not paths:
+        raise DataError(
+            f"{root / pattern}: no such file; the dataset is incomplete, fetch it again or correct the root"
+        )
+    found = [SHARD.search(path.name) for path in paths]
+    numbers = [(int(part[1]), int(part[2])) for part in found if part]
+    if numbers and numbers != [(n, numbers[0][1]) for n in range(numbers[0][1])]:
+        names = ", ".join(f"{number} of {total}" for number, total in numbers)
+        raise DataError(f"{root / pattern}: not each file of one release is there once, but {names}; fetch it again")
+    return paths
+
+
+def read_shards(root: Path, pattern: str, columns: Sequence[str]) -> Iterator[Found]:
+    """Every row of a split of the Hugging Face hub, by these columns alone: the others hold the images' bytes.
+
+    Raises:
+        DataError: a file is missing or cannot be read, or has not the columns.
+    """
+    for path in shards(root, pattern):
+        for where, value in _parquet(path, columns, columns):
+            yield _row(where, value, columns)
+
+
+def column_names(path: Path) -> list[str]:
+    """The columns of a Parquet file.
+
+    Raises:
+        DataError: it cannot be read.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        table = pq.read_table(path)
-        _check_header(path, table.column_names, required)
-        rows = table.to_pylist()
+        return list(pq.read_schema(path).names)
     except FileNotFoundError as error:
         raise DataError(f"{path}: no such file; correct `manifest` or the root") from error
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{path}: cannot be read as Parquet: {error}; write it again") from error
+
+
+def _parquet(
+    path: Path, required: Sequence[str], columns: Sequence[str] | None = None
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Rows by `columns`, or by all that there are."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    _check_header(path, column_names(path), required)
+    try:
+        rows = pq.read_table(path, columns=columns and list(columns)).to_pylist()
     except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read as Parquet: {error}; write it again") from error
     yield from ((f"{path.name}, row {number}", row) for number, row in enumerate(rows))

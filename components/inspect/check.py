@@ -59,8 +59,8 @@ def check(root: Path, entries: Mapping[str, DatasetEntry]) -> Finding:
     files = _annotation_files(entry)
     lines = [f"{root} is {name} ({entry.reader})" if known else f"{root} looks like {entry.reader}"]
     lines.append(_licence(spec))
-    lines += [f"  {'found  ' if (root / file).is_file() else 'MISSING'} {file}" for file in files]
-    if any(not (root / file).is_file() for file in files):
+    lines += [f"  {'found  ' if _is_there(root, file) else 'MISSING'} {file}" for file in files]
+    if not all(_is_there(root, file) for file in files):
         return Finding([*lines, "  fetch the missing files again; nothing was read"], sound=False)
     found, sound = _read(name, entry)
     if not known:
@@ -72,13 +72,18 @@ def recognise(root: Path) -> tuple[str, DatasetEntry]:
     """Name and entry of the layout with the largest share of its annotation files in `root`, of equals the one with
     more files; else of a manifest with columns that could be pairs'."""
     present = {
-        reader: (sum((root / file).is_file() for file in spec.files) / len(spec.files), len(spec.files))
+        reader: (sum(_is_there(root, file) for file in spec.files) / len(spec.files), len(spec.files))
         for reader, spec in DATASETS.items()
     }
     best = max(present, key=lambda reader: present[reader])
     if best in TABLES or not present[best][0]:
         return _recognise_manifest(root)
     return best, DatasetEntry(reader=best, root=root)
+
+
+def _is_there(root: Path, file: str) -> bool:
+    """Whether a file, or one of the files of a pattern, is there."""
+    return any(path.is_file() for path in root.glob(file))
 
 
 def _recognise_manifest(root: Path) -> tuple[str, DatasetEntry]:

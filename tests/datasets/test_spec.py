@@ -25,21 +25,31 @@ EXAMPLES = {  # a row or entry as it stands in the annotation files
     "birds_to_words": "https://www.inaturalist.org/photos/13985343 <tab>",
     "clevr_change": '"CLEVR_default_000123.png": ["the tiny cylinder changed to brown"',
     "clevr_dc": '"123": ["the small cyan cube has been added"',
+    "emu_edit": '{"instruction": "Add a goat outside the fence", "image": ..., "task": "add"',
     "iedit": '"uid": "Reddit_1012"',
+    "levir_cc": '{"filepath": "val", "filename": "val_000001.png", "imgid": 6815, "split": "val", "changeflag": 1',
+    "magicbrush": '{"img_id": "242679", "turn_index": 1, "source_img": ..., "mask_img": ..., "instruction": "Put a cat',
     "minichange": '"CLEVR_default_000123.png": ["at the top the small red box turned blue"',
+    "nlvr2": '"label": "True", "identifier":',
     "omnidiff": '{"image1": "s1/a.jpg", "image2": "s1/b.jpg", "caption": "The mug ..."',
     "pairs": "a/1.png,b/1.png,the lamp is out,train",
     "spot_the_diff": '{"img_id": "235", "sentences": [',
+    "syned": "183 <INSTRUCT> Add a duck on the box of food.",
 }
 PERMISSIONS = {  # train, redistribute, show
     "birds_to_words": "conditions conditions conditions",
     "clevr_change": "unstated unstated unstated",
     "clevr_dc": "unstated unstated unstated",
+    "emu_edit": "conditions conditions conditions",
     "iedit": "unstated unstated unstated",
+    "levir_cc": "unstated unstated unstated",
+    "magicbrush": "conditions conditions conditions",
     "minichange": "yes yes yes",
+    "nlvr2": "conditions conditions conditions",
     "omnidiff": "unstated unstated unstated",
     "pairs": "yes yes yes",
     "spot_the_diff": "unstated unstated unstated",
+    "syned": "conditions conditions conditions",
 }
 
 
@@ -75,7 +85,8 @@ def test_licences_are_typed_and_complete(name):
     licence = DATASETS[name].licence
     assert isinstance(licence, Licence)
     assert licence.name
-    assert (licence.url is None) == (name not in ("birds_to_words", "minichange"))
+    stated = ("birds_to_words", "emu_edit", "magicbrush", "minichange", "nlvr2", "syned")
+    assert (licence.url is None) == (name not in stated)
     for use in USES:
         permission = getattr(licence, use)
         assert isinstance(permission, Permission)
@@ -125,8 +136,12 @@ def test_every_task_is_one_of_the_questions_file():
     assert set(tasks.values()) <= set(yaml.safe_load(Path("profiles/questions.yaml").read_text()))
     assert {name: task for name, task in tasks.items() if task != "difference"} == {
         "birds_to_words": "birds",
+        "emu_edit": "edit",
         "iedit": "edit",
+        "magicbrush": "edit",
+        "nlvr2": "statement",
         "omnidiff": "detail",
+        "syned": "edit",
     }
 
 
@@ -136,10 +151,13 @@ def test_published_pairs_of_every_part():
         "birds_to_words": (2_685, 325, 337),
         "clevr_change": (67_660, 3_976, 7_970),
         "clevr_dc": (40_800, 2_400, 4_800),
+        "emu_edit": (0, 3_589, 2_022),
         "iedit": (3_061, 383, 495),
+        "levir_cc": (6_815, 1_333, 1_929),
         "omnidiff_real": (7_007, 799, 803),
         "omnidiff_render": (5_445, 777, 767),
         "spot_the_diff": (8_566, 1_493, 1_270),
+        "syned": (3_050, 539, 2_022),
     }
     assert all(list(part.pairs()) == ["train", "val", "test"] for part in parts.values())
     counted = {
@@ -149,10 +167,13 @@ def test_published_pairs_of_every_part():
         "birds_to_words": (12_890, 1_556, 1_604),
         "clevr_change": (None, None, None),
         "clevr_dc": (None, None, None),
+        "emu_edit": (0, 3_589, 2_022),
         "iedit": (3_061, 1_149, 1_485),
+        "levir_cc": (34_075, 6_665, 9_645),
         "omnidiff_real": (7_007, 799, 803),
         "omnidiff_render": (5_445, 777, 767),
         "spot_the_diff": (17_676, 3_310, 2_107),
+        "syned": (3_050, 539, 10_053),
     }
 
 
@@ -163,6 +184,7 @@ def test_the_row_of_each_dataset_is_that_of_the_paper_s_table():
         "clevr_change": (79_606, 8, 0.0, False, True),
         "spot_the_diff": (13_192, 19, 0.19, True, False),
         "iedit": (3_939, 8, 0.02, True, False),
+        "levir_cc": (10_077, 8, 0.01, True, True),
         "birds_to_words": (3_347, 32, 0.25, True, False),
         "omnidiff": (15_598, 60, 0.37, True, True),
     }
@@ -206,9 +228,11 @@ def test_protocols_name_pairs_that_papers_score(tmp_path):
             published = spec.part(protocol.part or name)
             assert protocol.headline in protocol.metrics
             assert protocol.split == "test"
-            if protocol.ids == ".*":
-                assert protocol.n == (published.test.pairs if published else None)
-            assert (protocol.source is None) == (published is None)
+            if protocol.ids == ".*" and not protocol.change_types:
+                assert protocol.n == (published.test.pairs if published and protocol.source else None)
+            assert (protocol.source is None) == (protocol.n is None)
+    own = {name for name, spec in DATASETS.items() if not any(protocol.source for protocol in spec.protocols)}
+    assert own == {"emu_edit", "magicbrush", "minichange", "nlvr2", "pairs"}
     names = [row.name for row in clevr_change.read(write_clevr(tmp_path)) if row.split == "test"]
     scored = {
         protocol.name: [name for name in names if re.fullmatch(protocol.ids, name)]
@@ -236,7 +260,8 @@ def test_the_settings_of_each_protocol_that_is_not_the_plain_one():
     joined = {key for key, one in protocols.items() if (one.references, one.max_words) == ("joined", 60)}
     assert joined == {("spot_the_diff", "multi-change")}
     assert {key for key, one in protocols.items() if one.tokenizer == "whitespace"} == {
-        ("birds_to_words", "whitespace")
+        ("birds_to_words", "whitespace"),
+        *(("levir_cc", name) for name in ("total", "change", "no_change")),
     }
     assert {name for (name, _), one in protocols.items() if "SPICE" in one.metrics} == {
         "spot_the_diff",
@@ -250,17 +275,17 @@ def test_the_settings_of_each_protocol_that_is_not_the_plain_one():
         ("add",),
         ("drop",),
         ("move",),
+        ("change",),
+        ("none",),
     }
-    assert [spec.protocols[0].name for spec in DATASETS.values()] == [
-        "test",
-        "total",
-        "test",
-        "test",
-        "total",
-        "real",
-        "test",
-        "single-change",
-    ]
+    headlines = {name: spec.protocols[0].name for name, spec in DATASETS.items()}
+    assert {name: one for name, one in headlines.items() if one != "test"} == {
+        "clevr_change": "total",
+        "levir_cc": "total",
+        "minichange": "total",
+        "omnidiff": "real",
+        "spot_the_diff": "single-change",
+    }
 
 
 @pytest.mark.skipif(not REAL.is_dir(), reason="the real annotations are not beside the project")
@@ -284,6 +309,8 @@ def test_annotation_files_tell_the_layouts_apart():
     assert all(count == 1 for count in Counter(spec.files for spec in DATASETS.values()).values())
     assert [name for name, spec in DATASETS.items() if spec.grammar] == ["minichange"]
     assert [name for name, spec in DATASETS.items() if spec.generate] == ["minichange"]
+    assert [name for name, spec in DATASETS.items() if spec.unpack] == ["emu_edit", "magicbrush"]
+    assert {name: spec.never_train for name, spec in DATASETS.items() if spec.never_train} == {"magicbrush": ("val",)}
 
 
 def test_the_list_is_light_to_import():

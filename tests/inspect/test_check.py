@@ -11,6 +11,7 @@ from components.datasets.minichange.language import grammar
 from components.datasets.spec import SplitCount
 from components.ingest.params import DatasetEntry
 from components.inspect.check import Finding, check, recognise
+from components.inspect.unpack import unpack
 from components.records import DataError
 from tests.layouts import (
     edit_json,
@@ -18,9 +19,14 @@ from tests.layouts import (
     write_birds,
     write_clevr,
     write_clevr_dc,
+    write_emu,
     write_iedit,
     write_json,
+    write_levir,
+    write_magicbrush,
+    write_nlvr,
     write_spot,
+    write_syned,
 )
 
 
@@ -48,12 +54,22 @@ def write_minichange(root: Path) -> Path:
     return root
 
 
+def unpacked(root: Path) -> Path:
+    unpack(root)
+    return root
+
+
 WRITERS = {
     "minichange": write_minichange,
     "clevr_change": write_clevr,
     "clevr_dc": write_clevr_dc,
     "spot_the_diff": write_spot,
     "iedit": write_iedit,
+    "emu_edit": lambda root: unpacked(write_emu(root)),
+    "levir_cc": write_levir,
+    "magicbrush": lambda root: unpacked(write_magicbrush(root)),
+    "nlvr2": write_nlvr,
+    "syned": write_syned,
     "birds_to_words": write_bird_folder,
     "omnidiff": lambda root: write_manifest(root, "annotations.json"),
     "pairs": lambda root: write_manifest(root, "pairs.csv"),
@@ -105,7 +121,8 @@ def test_a_layout_is_known_though_an_annotation_file_is_missing(tmp_path, reader
     if (reader, file) == ("minichange", "grammar.json"):
         pytest.skip("without its grammar MiniChange is CLEVR-Change's layout")
     root = WRITERS[reader](tmp_path / "raw")
-    (root / file).unlink()
+    for path in root.glob(file):
+        path.unlink()
     lines, sound = look(root)
     assert not sound
     assert lines[0] == f"{root} looks like {reader}"
@@ -268,3 +285,17 @@ def test_a_folder_above_or_without_data_is_refused_with_the_place_to_look(tmp_pa
         look(tmp_path / "empty")
     with pytest.raises(DataError, match="no such folder; name the folder that holds a dataset's annotation files"):
         look(tmp_path / "nowhere")
+
+
+def test_images_in_parquet_are_missing_until_they_are_unpacked(tmp_path):
+    root = write_emu(tmp_path / "raw")
+    assert "  images 10, of them 10 missing and 0 empty" in look(root).lines
+    assert unpack(root) == f"Emu Edit: 10 images in {root / 'images'}"
+    assert look(root).sound
+
+
+def test_unpack_says_where_nothing_is_packed(tmp_path):
+    with pytest.raises(DataError, match=r"raw: looks like spot_the_diff, whose images are files already; `m3diff data"):
+        unpack(write_spot(tmp_path / "raw"))
+    with pytest.raises(DataError, match=r"gone: no such folder"):
+        unpack(tmp_path / "gone")

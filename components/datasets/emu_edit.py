@@ -1,0 +1,93 @@
+"""Emu Edit's test set with Emu Edit's own edits: a photo, its edit, and the instruction that asked for it.
+
+Page: https://huggingface.co/datasets/facebook/emu_edit_test_set_generations (Sheynin et al., CVPR 2024), CC BY-NC 4.0.
+
+    data/validation-*.parquet, data/test-*.parquet    a row for each edit; `image` and `edited_image` hold the images
+    images/validation-0-image.png                     before, as `m3diff data unpack ROOT` writes it from there
+    images/validation-0-edited_image.png              after
+
+    {"instruction": "Add a goat outside the fence", "image": ..., "task": "add", "split": ..., "idx": 0, "hash": ...,
+     "input_caption": ..., "output_caption": ..., "edited_image": ..., "model": ...}
+
+The split is the one of the file's name, 3,589 of validation and 2,022 of test: in the dataset without edits,
+emu_edit_test_set, the two words are swapped, and it is refused. `idx` counts within a split, so a pair is called
+"validation-0". Nothing trains: it is a benchmark. Syned divides the validation split into one that trains and one that
+validates. No paper's scores of these pairs as they are here are known, so the protocol is the project's own.
+"""
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from components.datasets.rows import Row, fault_in
+from components.datasets.spec import DatasetSpec, Licence, Permission, Protocol, Published, SplitCount
+from components.datasets.tables import column_names, read_shards, shards
+from components.datasets.unpack import image_path, unpack_shards
+from components.records import DataError
+
+FILES = {"val": "data/validation-*.parquet", "test": "data/test-*.parquet"}
+FIELDS = {"idx": int, "instruction": str}
+BEFORE, AFTER = "image", "edited_image"
+
+
+def read(root: Path) -> Iterator[Row]:
+    """One row per edit."""
+    for split, pattern in FILES.items():
+        _refuse_without_edits(root, pattern)
+        for where, row, fault in read_shards(root, pattern, tuple(FIELDS)):
+            if fault := fault or fault_in(row, FIELDS):
+                yield Row(None, split, None, None, None, [], [], where, fault)
+                continue
+            name = _name(split, row)
+            pair = image_path(name, BEFORE), image_path(name, AFTER)
+            yield Row(name, split, name, *pair, [row["instruction"]], [], where)
+
+
+def unpack(root: Path) -> int:
+    """Write the images of all edits, as `read` expects them; how many there are."""
+    return sum(
+        unpack_shards(root, pattern, ("idx",), (BEFORE, AFTER), partial(_name, split))
+        for split, pattern in FILES.items()
+    )
+
+
+def _name(split: str, row: Mapping[str, Any]) -> str:
+    return f"{'validation' if split == 'val' else split}-{row['idx']}"
+
+
+def _refuse_without_edits(root: Path, pattern: str) -> None:
+    for path in shards(root, pattern):
+        if AFTER not in column_names(path):
+            raise DataError(
+                f"{path}: no column {AFTER}: it is of emu_edit_test_set, in which validation and test are swapped; "
+                "fetch emu_edit_test_set_generations"
+            )
+
+
+PUBLISHED = Published(
+    part="emu_edit",
+    title="Emu Edit",
+    train=SplitCount(0, 0),
+    val=SplitCount(3_589, 3_589),
+    test=SplitCount(2_022, 2_022),
+)
+NOT_SOLD = Permission("conditions", "credit the authors; no commercial use")
+SPEC = DatasetSpec(
+    title="Emu Edit",
+    page="https://huggingface.co/datasets/facebook/emu_edit_test_set_generations",
+    paper="Emu Edit: Precise Image Editing via Recognition and Generation Tasks (Sheynin et al., CVPR 2024)",
+    licence=Licence(
+        name="CC BY-NC 4.0",
+        url="https://creativecommons.org/licenses/by-nc/4.0/",
+        train=NOT_SOLD,
+        redistribute=NOT_SOLD,
+        show=NOT_SOLD,
+    ),
+    read=read,
+    files=tuple(FILES.values()),
+    task="edit",
+    published=(PUBLISHED,),
+    protocols=(Protocol("test", n=None),),
+    unpack=unpack,
+)

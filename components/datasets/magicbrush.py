@@ -1,0 +1,105 @@
+"""MagicBrush: photos edited by people, instruction after instruction; a pair is one turn of such a session.
+
+Page: https://github.com/OSU-NLP-Group/MagicBrush (Zhang et al., NeurIPS 2023), CC BY 4.0; two downloads into one root:
+
+    data/train-*.parquet, data/dev-*.parquet    osunlp/MagicBrush on the Hugging Face hub: a row for each turn
+    images/242679-1-source_img.png              before, as `m3diff data unpack ROOT` writes it from there
+    images/242679-1-target_img.png              after
+    test/edit_sessions.json                     the zip of the test split, unpacked (option `test`; null: left out)
+    test/images/242679/242679-input.png         before the first turn
+    test/images/242679/242679-output1.png       after it, and before the second
+
+    {"img_id": "242679", "turn_index": 1, "source_img": ..., "mask_img": ..., "instruction": "Put a cat on the seat.",
+     "target_img": ...}
+    {"242679": [{"input": "242679-input.png", "instruction": "Put a cat on the seat.", ...}, ...], ...}
+
+A turn begins with what the turn before it made, so pairs of one photo share images, and `img_id` is their scene: they
+must share a split. dev is the validation split. The authors ask that benchmark data never appear in what a model is
+trained on, so neither dev nor test may train. Masks and the descriptions in local_captions.json are not read. How many
+turns there are is given as "10K" and, elsewhere, as 10,308: no count is held against the files.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from components.datasets.files import describe, read_json
+from components.datasets.rows import Row, fault_in
+from components.datasets.spec import DatasetSpec, Licence, Permission, Protocol
+from components.datasets.tables import read_shards
+from components.datasets.unpack import image_path, unpack_shards
+
+FILES = {"train": "data/train-*.parquet", "val": "data/dev-*.parquet"}
+FIELDS = {"img_id": str, "turn_index": int, "instruction": str}
+BEFORE, AFTER = "source_img", "target_img"
+SESSIONS = "edit_sessions.json"
+TURN_FIELDS = {"input": str, "instruction": str}
+
+
+def read(root: Path, test: str | None = "test") -> Iterator[Row]:
+    """One row per turn."""
+    for split, pattern in FILES.items():
+        for where, row, fault in read_shards(root, pattern, tuple(FIELDS)):
+            if fault := fault or fault_in(row, FIELDS):
+                yield Row(None, split, None, None, None, [], [], where, fault)
+                continue
+            name = _name(row)
+            pair = image_path(name, BEFORE), image_path(name, AFTER)
+            yield Row(name, split, row["img_id"], *pair, [row["instruction"]], [], where)
+    if test is not None:
+        for img_id, turns in read_json(root / test / SESSIONS, dict).items():
+            yield from _session(test, img_id, turns)
+
+
+def _session(test: str, img_id: str, turns: Any) -> Iterator[Row]:
+    """One row per turn of a test session; each must begin with what the one before it made."""
+    source = f"{test}/{SESSIONS}, {img_id}"
+    if not isinstance(turns, list):
+        wrong = f"turns: expected a list, found {describe(turns)}"
+        yield Row(None, "test", img_id, None, None, [], [], source, wrong)
+        return
+    expected = f"{img_id}-input.png"
+    for number, turn in enumerate(turns, 1):
+        made = f"{img_id}-output{number}.png"
+        where, fault = f"{source}, turn {number}", fault_in(turn, TURN_FIELDS)
+        if not fault and turn["input"] != expected:
+            fault = f"input: expected {expected!r}, what the turn before it made, found {turn['input']!r}"
+        if fault:
+            yield Row(None, "test", img_id, None, None, [], [], where, fault)
+        else:
+            folder = f"{test}/images/{img_id}"
+            pair = f"{folder}/{expected}", f"{folder}/{made}"
+            yield Row(f"{img_id}-{number}", "test", img_id, *pair, [turn["instruction"]], [], where)
+        expected = made
+
+
+def unpack(root: Path) -> int:
+    """Write the images of the turns of train and dev, as `read` expects them; how many there are."""
+    return sum(
+        unpack_shards(root, pattern, ("img_id", "turn_index"), (BEFORE, AFTER), _name) for pattern in FILES.values()
+    )
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    return f"{row['img_id']}-{row['turn_index']}"
+
+
+CITED = Permission("conditions", "credit the authors; dev and test must not appear in what a model is trained on")
+SPEC = DatasetSpec(
+    title="MagicBrush",
+    page="https://github.com/OSU-NLP-Group/MagicBrush",
+    paper="MagicBrush: A Manually Annotated Dataset for Instruction-Guided Image Editing (Zhang et al., NeurIPS 2023)",
+    licence=Licence(
+        name="CC BY 4.0",
+        url="https://creativecommons.org/licenses/by/4.0/",
+        train=CITED,
+        redistribute=Permission("conditions", "credit the authors; the unzipped test files must not be put online"),
+        show=Permission("conditions", "credit the authors"),
+    ),
+    read=read,
+    files=(*FILES.values(), f"test/{SESSIONS}"),
+    task="edit",
+    never_train=("val",),
+    protocols=(Protocol("test", n=None),),
+    unpack=unpack,
+)

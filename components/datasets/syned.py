@@ -1,0 +1,125 @@
+"""Syned: Emu Edit's photos and instructions, divided for training, with paraphrases as further test references.
+
+Page: https://github.com/gautierevn/BLIP2IDC, folder code_release/Syned (Evennou et al., WACV 2025). Licence: MIT; the
+instructions and images are Emu Edit's, CC BY-NC 4.0. `root` holds that folder's files and Emu Edit's images:
+
+    splits.json                              {"train": [296, ...], "validation": [...]}: `idx` of Emu's validation split
+    instructions_with_idx_train_split.txt    a line for each of Emu's validation pairs, which train and validate here
+    instructions_with_idx_test_split.txt     a line for each of Emu's test pairs
+    gt_augmented_test_clean.json             {"0 ": ["Place a goat near the fence", ...], ...}: a space ends each key
+    images/validation-0-image.png            before, as `m3diff data unpack` writes it from Emu Edit
+    images/validation-0-edited_image.png     after: Emu's own edit
+
+    183 <INSTRUCT> Add a duck on the box of food.
+
+Lines are sorted as text (0, 180, 360, ...): a pair's number is the one that its line begins with. A test pair's
+references are its paraphrases, by a language model, and the instruction, as the authors score them. There are none to
+eight paraphrases, mostly four; those that are a refusal ("I'm just an AI ...") or end too early stay, since they count
+in every published score. Train and validation have the instruction alone. The edits that the authors made themselves,
+eight to a photo, are not in the repository; the images here are Emu Edit's own. The paper says 3,590 pairs train and
+validate, the files hold 3,589.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from components.datasets.files import describe, read_json, read_text
+from components.datasets.rows import Row, is_scene
+from components.datasets.spec import DatasetSpec, Licence, Permission, Protocol, Published, SplitCount
+from components.datasets.unpack import image_path
+from components.records import DataError
+
+PARTS = {"train": "train", "validation": "val"}
+MARK = "<INSTRUCT>"
+VARIANTS = "gt_augmented_test_clean.json"
+
+
+def read(root: Path) -> Iterator[Row]:
+    """One row per line of the two files of instructions, then the numbers of `splits.json` that have no line."""
+    splits = _splits(root / "splits.json")
+    file, seen = "instructions_with_idx_train_split.txt", set[int]()
+    for source, idx, text, fault in _lines(root, file):
+        if idx is None:
+            yield Row(None, None, None, None, None, [], [], source, fault)
+            continue
+        seen.add(idx)
+        fault = None if idx in splits else "split: the number is in no list of splits.json"
+        yield _row("validation", idx, splits.get(idx), [text], source, fault)
+    for idx in sorted(splits.keys() - seen):
+        yield _row("validation", idx, splits[idx], [], f"splits.json, {idx}", f"instruction: {file} has no line for it")
+    variants = read_json(root / VARIANTS, dict)
+    for source, idx, text, fault in _lines(root, "instructions_with_idx_test_split.txt"):
+        if idx is None:
+            yield Row(None, "test", None, None, None, [], [], source, fault)
+            continue
+        found = variants.get(f"{idx} ")
+        wrong = (
+            None if isinstance(found, list) else f"{VARIANTS} {f'{idx} '!r}: expected a list, found {describe(found)}"
+        )
+        yield _row("test", idx, "test", [*found, text] if isinstance(found, list) else [], source, wrong)
+
+
+def _row(part: str, idx: int, split: str | None, texts: list[Any], source: str, fault: str | None) -> Row:
+    """A pair by the name that Emu Edit has for it."""
+    name = f"{part}-{idx}"
+    pair = image_path(name, "image"), image_path(name, "edited_image")
+    return Row(name, split, name, *pair, texts, [], source, fault)
+
+
+def _splits(path: Path) -> dict[int, str]:
+    """Number -> split of each pair that trains or validates."""
+    found = read_json(path, dict)
+    splits: dict[int, str] = {}
+    for word, split in PARTS.items():
+        if not isinstance(found.get(word), list):
+            raise DataError(f"{path}: no list {word}; expected train and validation; fetch it again")
+        for position, idx in enumerate(found[word]):
+            if not is_scene(idx):
+                raise DataError(f"{path}: {word}[{position}]: expected a number from 0, found {describe(idx)}")
+            if idx in splits:
+                raise DataError(f"{path}: {word}[{position}]: {idx} stands there twice; keep one")
+            splits[idx] = split
+    return splits
+
+
+def _lines(root: Path, file: str) -> Iterator[tuple[str, int | None, str, str | None]]:
+    """Where each line stands, its number (None where it has none), its instruction, and what is wrong with it."""
+    for number, line in enumerate(read_text(root / file).split("\n"), 1):
+        if line.strip():
+            idx, mark, text = line.partition(MARK)
+            usable = mark and idx.strip().isdecimal()
+            fault = None if usable else f"line: expected '<number> {MARK} <text>', found {describe(line)}"
+            yield f"{file}, line {number}", int(idx) if usable else None, text.strip(), fault
+
+
+PUBLISHED = Published(
+    part="syned",
+    title="Syned",
+    train=SplitCount(3_050, 3_050),
+    val=SplitCount(539, 539),
+    test=SplitCount(2_022, 10_053),
+)
+NOT_SOLD = Permission("conditions", "credit the authors of Syned and of Emu Edit; no commercial use")
+SPEC = DatasetSpec(
+    title="Syned",
+    page="https://github.com/gautierevn/BLIP2IDC",
+    paper="Reframing Image Difference Captioning with BLIP2IDC and Synthetic Augmentation (Evennou et al., WACV 2025)",
+    licence=Licence(
+        name="MIT",
+        url="https://github.com/gautierevn/BLIP2IDC/blob/main/LICENSE",
+        train=NOT_SOLD,
+        redistribute=NOT_SOLD,
+        show=NOT_SOLD,
+    ),
+    read=read,
+    files=(
+        "splits.json",
+        "instructions_with_idx_train_split.txt",
+        "instructions_with_idx_test_split.txt",
+        VARIANTS,
+    ),
+    task="edit",
+    published=(PUBLISHED,),
+    protocols=(Protocol("test", n=PUBLISHED.test.pairs, source="gautierevn/BLIP2IDC: code_release/train_BLIP2IDC.py"),),
+)
