@@ -116,15 +116,22 @@ def _files(root: Path, manifest: Manifest, split: Split | None) -> Iterator[tupl
         ((split, manifest),) if isinstance(manifest, str) else manifest.items()
     )
     for own_split, name in by_split:
-        if any(letter in name for letter in "*?[") and not (root / name).exists():
-            paths = sorted(root.glob(name))
-            if not paths:
-                raise DataError(f"{root / name}: no file is called so; correct `manifest` or the root")
-            for path in paths:
-                folder = path.relative_to(root).parent
-                yield path, "" if folder == Path() else f"{folder}/", own_split
-        else:
-            yield root / name, "", own_split
+        for path in files_called(root, name):
+            folder = path.relative_to(root).parent if path != root / name else Path()
+            yield path, "" if folder == Path() else f"{folder}/", own_split
+
+
+def files_called(root: Path, name: str) -> list[Path]:
+    """The file, or those that a pattern stands for.
+
+    Raises:
+        DataError: no file has the pattern.
+    """
+    if (root / name).exists() or not any(letter in name for letter in "*?["):
+        return [root / name]
+    if found := sorted(root.glob(name)):
+        return found
+    raise DataError(f"{root / name}: no file is called so; correct `manifest` or the root")
 
 
 def _needed(named: Mapping[str, str | None], split: str | None) -> list[str]:
