@@ -22,6 +22,9 @@ marks a pair without a change. Other layouts are read by options, which `m3diff 
     where      rows to take: {label: "True", lang: [en, de]}; others are passed over
     no_change  rows without a change: {changeflag: 0}
     delimiter  of a CSV file, where it is no comma
+
+Images may stand in the Parquet file itself, as `datasets` writes them (`Image`, or a list of them); ingest writes them
+as files beside its records.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -30,6 +33,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, Discriminator, Field, Tag
 
+from components.datasets.embedded import Embedded
 from components.datasets.files import describe
 from components.datasets.rows import Row
 from components.datasets.spec import DatasetSpec, Licence, Permission, Protocol
@@ -190,7 +194,8 @@ def _entry(where: str, value: dict[str, Any], split: str | None, splits: Mapping
     before, after = value["before"], value["after"]
     name = value["id"]
     if name in (None, ""):
-        name = f"{before}|{after}" if isinstance(before, str) and isinstance(after, str) else None
+        images = [image.name if isinstance(image, Embedded) else image for image in (before, after)]
+        name = "|".join(images) if all(isinstance(image, str) for image in images) else None
     name = str(name) if isinstance(name, int) else name
     scene = value["scene"] if value["scene"] not in (None, "") else name
     types = texts(value["change_types"] or [])

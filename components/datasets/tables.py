@@ -4,10 +4,14 @@ import csv
 import io
 import json
 import string
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from components.datasets.embedded import has_images, rows_of
 from components.datasets.files import describe, parse_json, read_json, read_text
 from components.records import DataError
 
@@ -115,18 +119,19 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _parquet(path: Path, required: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     try:
-        table = pq.read_table(path)
-        _check_header(path, table.column_names, required)
-        rows = table.to_pylist()
+        if path.is_file() and has_images(schema := pq.read_schema(path)):
+            _check_header(path, schema.names, required)
+            rows: Iterable[dict[str, Any]] = rows_of(path)
+        else:
+            table = pq.read_table(path)
+            _check_header(path, table.column_names, required)
+            rows = table.to_pylist()
+        yield from ((f"{path.name}, row {number}", row) for number, row in enumerate(rows))
     except FileNotFoundError as error:
         raise DataError(f"{path}: no such file; correct `manifest` or the root") from error
     except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read as Parquet: {error}; write it again") from error
-    yield from ((f"{path.name}, row {number}", row) for number, row in enumerate(rows))
 
 
 def texts(value: Any) -> Any:

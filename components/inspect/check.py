@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from components.datasets import DATASETS
+from components.datasets.embedded import Embedded
 from components.datasets.pairs import files_called
 from components.datasets.rows import Row
 from components.datasets.spec import DatasetSpec, Published
@@ -29,6 +30,9 @@ from components.records import SPLITS, DataError
 
 FIRST = 5
 """Problems of one kind that are shown."""
+
+INSIDE = "#bytes="
+"""Between a manifest and the name of an image that stands in it."""
 
 TABLES = ("omnidiff", "pairs")
 """Readers of one table whose columns are named in the options; their layout is known by the columns."""
@@ -181,17 +185,18 @@ def _read(name: str, entry: DatasetEntry) -> tuple[list[str], bool]:
     try:
         own_splits = entry.model_copy(update={"train_on": ("train",)})
         read = list(DATASETS[entry.reader].read(entry.root, **entry.options))
-        table, _ = to_table(name, own_splits, read)
+        table, _ = to_table(name, own_splits, map(_place, read))
     except DataError as error:
-        files = [entry.root / file for file in _annotation_files(entry) if not file.endswith(".parquet")]
-        reason = next(filter(None, map(unreadable, files)), error)
+        tables = [entry.root / file for file in _annotation_files(entry) if not file.endswith(".parquet")]
+        reason = next(filter(None, map(unreadable, tables)), error)
         return [f"  CANNOT BE READ {reason}"], False
     rows = table.select(["split", "references", "before", "after", "source", "fault"]).to_pylist()
     faults = [f"{row['source']}: {row['fault']}" for row in rows if row["fault"]]
     images = dict.fromkeys(row[side] for row in rows for side in ("before", "after") if row[side])
-    missing = [path for path in images if not os.path.isfile(path)]
-    empty = [path for path in images if os.path.isfile(path) and not os.path.getsize(path)]
-    others = list(mistakes.no_images(path for path in images if path not in {*missing, *empty}))
+    files = [path for path in images if INSIDE not in path]
+    missing = [path for path in files if not os.path.isfile(path)]
+    empty = [path for path in files if os.path.isfile(path) and not os.path.getsize(path)]
+    others = list(mistakes.no_images(path for path in files if path not in {*missing, *empty}))
     doubts = list(mistakes.of_rows(read))
     unknown = [
         f"{row['source']}: split {row['split']!r}" for row in rows if row["split"] and row["split"] not in SPLITS
@@ -210,6 +215,15 @@ def _read(name: str, entry: DatasetEntry) -> tuple[list[str], bool]:
     if not rows:
         lines.append("  NO PAIR at all; fetch the dataset again")
     return lines, bool(rows) and not (faults or unknown or missing or empty or others or doubts)
+
+
+def _place(row: Row) -> Row:
+    """The row with embedded images as places in their manifest."""
+    before, after = (
+        Path(f"{image.manifest}{INSIDE}{image.name}") if isinstance(image, Embedded) else image
+        for image in (row.before, row.after)
+    )
+    return row._replace(before=before, after=after)
 
 
 def _remedies(

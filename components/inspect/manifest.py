@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from components.datasets import pairs
+from components.datasets.embedded import Embedded, rows_of
 from components.datasets.files import parse_json, read_text
 from components.datasets.tables import DELIMITERS, read_values
 from components.records import SPLITS, DataError
@@ -165,10 +166,9 @@ def _first_row(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _first_of_parquet(path: Path) -> dict[str, Any]:
     try:
-        batch = next(pq.ParquetFile(path).iter_batches(1), None)
+        return next(rows_of(path), None) or dict.fromkeys(pq.read_schema(path).names)
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{path}: cannot be read as Parquet: {error}; write it again") from error
-    return batch.to_pylist()[0] if batch is not None else dict.fromkeys(pq.read_schema(path).names)
 
 
 def _is_rows(value: Any) -> bool:
@@ -257,7 +257,7 @@ def _images(values: Mapping[str, Any]) -> dict[str, str]:
     for name in NAMES["images"]:
         if isinstance(values.get(plain.get(name, "")), list):
             return {"images": plain[name]}
-    named = [name for name, value in values.items() if is_image(value)]
+    named = [name for name, value in values.items() if is_image(value) or isinstance(value, Embedded)]
     return dict(zip(("before", "after"), named, strict=True)) if len(named) == 2 else {}
 
 

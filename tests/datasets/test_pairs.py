@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
@@ -14,7 +16,7 @@ from components.datasets.tables import columns_in, look_up, pick
 from components.params import load_params
 from components.records import DataError
 from components.section import ParamsError
-from tests.layouts import write_json
+from tests.layouts import run_ingest, run_validate, save_picture, write_json
 
 Write = Callable[[Path], Any]
 
@@ -335,3 +337,79 @@ def test_templates_are_filled_and_numbers_padded():
     assert columns_in("{m.s}/{n:06}.png") == ["m.s", "n"]
     with pytest.raises(DataError, match=r"columns: text 'val' cannot be written as \{:06d\}; correct the template"):
         look_up(row, "{m.s:06d}")
+
+
+def write_embedded(root: Path, pairs_of: list[tuple[int, int, str]], **columns: Any) -> Path:
+    """What `datasets` writes of pairs of images, two pairs to a row group."""
+
+    def picture(number: int) -> bytes:
+        return save_picture(root.parent / "pictures" / f"{number}.png", number).read_bytes()
+
+    image = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    values = {
+        "before": pa.array([{"bytes": picture(before), "path": None} for before, _, _ in pairs_of], image),
+        "after": pa.array([{"bytes": picture(after), "path": "x.png"} for _, after, _ in pairs_of], image),
+        "caption": pa.array([caption for _, _, caption in pairs_of]),
+    }
+    root.mkdir(exist_ok=True)
+    pq.write_table(pa.table(values | columns), root / "p.parquet", row_group_size=2)
+    return root
+
+
+EMBEDDED = {"manifest": "p.parquet", "columns": {"captions": "caption"}, "split": "train"}
+
+
+def test_images_inside_parquet_are_written_beside_the_records_and_are_the_same_bytes(tmp_path):
+    root = write_embedded(tmp_path / "raw", [(1, 2, "a"), (3, 4, "b"), (1, 2, "c"), (5, 1, "d"), (6, 7, "e")])
+    rows = read(root, **EMBEDDED)
+    assert [(row.references, row.fault) for row in rows] == [
+        (["a", "c"], None),
+        (["b"], None),
+        (["d"], None),
+        (["e"], None),
+    ]
+    run_ingest(root, "pairs", "own", **EMBEDDED)
+    records = pl.read_parquet(tmp_path / "records/own/records.parquet")
+    assert records["fault"].to_list() == [None] * 4
+    found = [[Path(path).read_bytes() for path in pair] for pair in records.select("before", "after").rows()]
+    numbers = [(1, 2), (3, 4), (5, 1), (6, 7)]
+    assert found == [[(tmp_path / f"pictures/{n}.png").read_bytes() for n in pair] for pair in numbers]
+    images = sorted((tmp_path / "records/own/images").iterdir())
+    assert len(images) == 7
+    assert {path.suffix for path in images} == {".png"}
+    before = [(path.name, path.read_bytes()) for path in images]
+    run_ingest(root, "pairs", "own", **EMBEDDED)
+    assert [(path.name, path.read_bytes()) for path in sorted((tmp_path / "records/own/images").iterdir())] == before
+    assert run_validate(tmp_path, max_quarantined_share=0).quarantined == 0
+
+
+def test_a_list_of_embedded_images_is_a_pair_and_an_image_without_bytes_is_its_path(tmp_path):
+    image = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    data = save_picture(tmp_path / "1.png", 1).read_bytes()
+    both = [{"bytes": data, "path": None}, {"bytes": None, "path": "b/2.png"}]
+    table = {"images": pa.array([both], pa.list_(image)), "captions": ["it fell"], "split": ["val"]}
+    pq.write_table(pa.table(table), tmp_path / "p.parquet")
+    (row,) = read(tmp_path, manifest="p.parquet", columns={"images": "images"})
+    assert (row.before.read(), row.after, row.fault) == (data, "b/2.png", None)
+
+
+def test_what_datasets_writes_is_what_is_read(tmp_path):
+    from datasets import Dataset, Features, Image, Value
+    from PIL import Image as Pillow
+
+    images = [Pillow.open(save_picture(tmp_path / f"{number}.png", number)).copy() for number in range(2)]
+    features = Features({"before": Image(), "after": Image(), "captions": Value("string"), "split": Value("string")})
+    rows = {"before": images[:1], "after": images[1:], "captions": ["it fell"], "split": ["test"]}
+    (tmp_path / "raw").mkdir()
+    Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "raw/p.parquet")
+    run_ingest(tmp_path / "raw", "pairs", "own", manifest="p.parquet")
+    record = pl.read_parquet(tmp_path / "records/own/records.parquet").row(0, named=True)
+    assert Pillow.open(record["after"]).tobytes() == images[1].tobytes()
+
+
+def test_a_parquet_file_with_images_that_is_cut_short_is_named(tmp_path):
+    root = write_embedded(tmp_path / "raw", [(1, 2, "a")] * 9)
+    data = (root / "p.parquet").read_bytes()
+    (root / "p.parquet").write_bytes(data[:4] + bytes(300) + data[304:])
+    with pytest.raises(DataError, match=r"(?s)p\.parquet: cannot be read as Parquet: .*; write it again"):
+        read(root, **EMBEDDED)

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
@@ -110,6 +112,15 @@ def deeper(root: Path) -> None:
 def above(root: Path) -> None:
     images(root)
     put("pairs.csv", f"{HEADER}\n".encode())(root.parent)
+
+
+def embedded(root: Path) -> None:
+    """As `datasets` writes MagicBrush."""
+    images(root.parent)
+    image = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    sides = [{"bytes": (root.parent / name).read_bytes(), "path": name} for name in ("0.png", "0_2.png")]
+    columns = dict(zip(("source_img", "target_img"), (pa.array([side], image) for side in sides), strict=True))
+    pq.write_table(pa.table(columns | {"instruction": ["let it fall"]}), root / "train.parquet")
 
 
 TALK = [{"from": "human", "value": "<image><image>\nWhat changed?"}, {"from": "gpt", "value": "it fell"}]
@@ -382,6 +393,11 @@ MISTAKES: dict[str, tuple[Write, int, list[str]]] = {
         rows([{"sample_id": 0} | {key: EXPORT[key] for key in ("image", "conversations", "metadata")}]),
         OK,
         ["columns: {images: image, captions: conversations, split: metadata.split}"],
+    ),
+    "images inside Parquet": (
+        embedded,
+        OK,
+        ["images 2, of them 0 missing", "columns: {before: source_img, after: target_img, captions: instruction}"],
     ),
     "the project's own export": (
         after(rows([EXPORT], "train.json"), lambda root: write_json(root / "dataset_info.json", {"m3diff_train": {}})),
