@@ -37,7 +37,7 @@ NAMES = {name: name for name in (*CHANGE_TYPES, NO_CHANGE)} | {
 
 def read(
     root: Path,
-    manifest: str = "annotations.json",
+    manifest: pairs.Manifest = "annotations.json",
     columns: pairs.Columns | None = None,
     split: pairs.Split | None = None,
 ) -> Iterator[Row]:

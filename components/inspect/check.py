@@ -6,6 +6,7 @@ references by split beside the published counts, rows that cannot be read, missi
 their first bytes read, not decoded; that is for ingest and validate. What mends a mistake says `mistakes.py`.
 """
 
+import inspect
 import json
 import os
 import re
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from components.datasets import DATASETS
+from components.datasets import DATASETS, omnidiff
 from components.datasets.embedded import Embedded
 from components.datasets.pairs import files_called
 from components.datasets.rows import Row
@@ -54,16 +55,7 @@ def check(root: Path, entries: Mapping[str, DatasetEntry], reader: str | None = 
     Raises:
         DataError: the folder is missing, or looks like none of the layouts.
     """
-    if root.is_file():
-        raise DataError(f"{root}: is a file; name its folder: `m3diff data check {root.parent}`")
-    try:
-        empty = not root.is_dir() or not list(root.iterdir())
-    except OSError as error:
-        raise DataError(
-            f"{root}: cannot be read: {error.strerror}; check its permissions: `chmod u+rx {root}`"
-        ) from error
-    if empty and not root.is_dir():
-        raise DataError(f"{root}: no such folder; name the folder that holds a dataset's annotation files")
+    _check_folder(root)
     known = next(((name, entry) for name, entry in entries.items() if entry.root.resolve() == root.resolve()), None)
     if known and reader in (None, known[1].reader):
         (name, entry), notes = known, list[str]()
@@ -82,6 +74,17 @@ def check(root: Path, entries: Mapping[str, DatasetEntry], reader: str | None = 
     if not known:
         found += ["the entry for ingest.datasets in params.yaml:", f"    {_as_yaml(name, entry)}"]
     return Finding(lines + found, sound)
+
+
+def _check_folder(root: Path) -> None:
+    if root.is_file():
+        raise DataError(f"{root}: is a file; name its folder: `m3diff data check {root.parent}`")
+    if not root.is_dir():
+        raise DataError(f"{root}: no such folder; name the folder that holds a dataset's annotation files")
+    try:
+        list(root.iterdir())
+    except OSError as error:
+        raise DataError(f"{root}: cannot be read: {error.strerror}; check its rights: `chmod u+rx {root}`") from error
 
 
 class Recognised(NamedTuple):
@@ -131,10 +134,13 @@ def _recognise_manifest(root: Path, taken: Container[str], reader: str | None) -
         options, notes = guess(root)
     except DataError as error:
         raise DataError(_unknown(root, str(error))) from error
-    reader = reader or ("omnidiff" if options["manifest"] == "annotations.json" else "pairs")
+    more = [option for option in options if option not in inspect.signature(omnidiff.read).parameters]
+    if reader is None:
+        reader = "omnidiff" if options["manifest"] == "annotations.json" and more in ([], ["splits"]) else "pairs"
+    if reader == "omnidiff":
+        options = {option: value for option, value in options.items() if option not in more}
+        notes.extend(f"the reader omnidiff has no option `{option}`; the reader pairs has" for option in more)
     name = _free(reader if reader != "pairs" else _word(root), root, taken)
-    if options["manifest"] == "annotations.json" and reader == "omnidiff":
-        options = {key: value for key, value in options.items() if key in ("manifest", "columns", "split")}
     return Recognised(name, DatasetEntry(reader=reader, root=root, options=options), notes)
 
 
@@ -158,7 +164,7 @@ def _unknown(root: Path, reasons: str) -> str:
     hint = f" Perhaps you mean {deeper[0].removesuffix('/annotations')}." if deeper else ""
     found = [*filter(None, reasons.split("\n")), *mistakes.in_folder(root)]
     listed = "".join(f"\n  {reason}" for reason in found)
-    end = "\nOr say what it is by --reader;" if found else ""
+    end = "\nOr say what it is by --reader." if found else ""
     return f"{root}: looks like none of the layouts; it holds {seen}.{hint}{listed}{end} Expected one of: {wanted}"
 
 

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -206,7 +207,7 @@ def of_faults(faults: list[str]) -> Iterator[str]:
 
 def no_images(paths: Iterable[str]) -> Iterator[str]:
     """Of the first files, those that no image format begins like, with what they are instead."""
-    for path in list(paths)[:LOOKED]:
+    for path in islice(paths, LOOKED):
         try:
             with Image.open(path):
                 pass

@@ -144,6 +144,24 @@ LAYOUTS: dict[str, tuple[Write, dict[str, Any]]] = {
             "where": {"metadata.dataset": "Spot-the-Diff"},
         },
     ),
+    "the project's own export": (
+        as_json(
+            "p.json",
+            two(
+                lambda a, b, s: {
+                    "id": f"mini/{a}#0",
+                    "image": [a, b],
+                    "images": [a, b],
+                    "conversations": talk("human", "gpt", "from", "value"),
+                    "metadata": {"dataset": "mini", "split": s},
+                }
+            ),
+        ),
+        {
+            "manifest": "p.json",
+            "columns": {"images": "images", "captions": "conversations", "split": "metadata.split", "id": None},
+        },
+    ),
     "LLaMA-Factory, Alpaca": (
         as_json("p.json", two(lambda a, b, s: {"instruction": "?", "output": "it fell", "images": [a, b], "split": s})),
         {"manifest": "p.json", "columns": IMAGES | {"captions": "output"}},

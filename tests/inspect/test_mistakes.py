@@ -499,7 +499,7 @@ def test_a_file_in_place_of_a_folder_and_a_folder_that_may_not_be_read_are_named
     with monkeypatch.context() as patch:
         patch.setattr(Path, "iterdir", refuse)
         code, text = say(capsys, tmp_path)
-    assert (code, "cannot be read: Permission denied; check its permissions: `chmod u+rx " in text) == (
+    assert (code, "cannot be read: Permission denied; check its rights: `chmod u+rx " in text) == (
         DATA_REFUSED,
         True,
     )
