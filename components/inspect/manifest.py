@@ -4,6 +4,7 @@ A guess is a suggestion, never taken without being shown. What cannot be guessed
 holds, what is wrong with it, and what mends it.
 """
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -95,6 +96,9 @@ def _guess(root: Path, path: Path) -> Guess:
     files = _of_splits(root, path)
     options: dict[str, Any] = {"manifest": files or path.name}
     notes = [f"{', '.join(files.values())}: a file for each split"] if files else []
+    read = {path.name} if not files else {each.name for name in files.values() for each in root.glob(name)}
+    if others := [each.name for each in manifests(root) if each.name not in read]:
+        notes.append(f"not read: {', '.join(others)} (a pattern reads several: manifest: '*{path.suffix}')")
     reading, first = _first_row(path)
     if "delimiter" in reading:
         notes.append(f"{path.name}: its columns are separated by {reading['delimiter']!r}: option `delimiter`")
@@ -123,15 +127,22 @@ def _guess(root: Path, path: Path) -> Guess:
 
 
 def _of_splits(root: Path, path: Path) -> dict[str, str]:
-    """The manifest's siblings by split, where they are called train, dev, ...: none where it is alone."""
+    """The manifest and its siblings by split, where they are called train, dev, ...; a pattern for several of a split.
+    Nothing where the manifest is alone."""
     found: dict[str, list[str]] = {}
     for each in manifests(root):
         if each.suffix == path.suffix and (split := split_called(each.stem)):
             found.setdefault(split, []).append(each.name)
-    alone = (
-        len(found) < 2 or path.name not in sum(found.values(), []) or any(len(names) > 1 for names in found.values())
-    )
-    return {} if alone else {split: found[split][0] for split in SPLITS if split in found}
+    together = [name for names in found.values() for name in names]
+    if len(together) < 2 or path.name not in together:
+        return {}
+    files = {split: _pattern(found[split]) for split in SPLITS if split in found}
+    exact = all(sorted(each.name for each in root.glob(files[split])) == found[split] for split in files)
+    return files if exact else {}
+
+
+def _pattern(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{os.path.commonprefix(names)}*{Path(names[0]).suffix}"
 
 
 def _first_row(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -213,6 +213,22 @@ MISTAKES: dict[str, tuple[Write, int, list[str]]] = {
         OK,
         ["train.csv, dev.csv: a file for each split", "manifest: {train: train.csv, val: dev.csv}"],
     ),
+    "several files for each split": (
+        after(
+            images,
+            *(
+                put(f"{name}.jsonl", json.dumps(ROW | {"id": name}).encode())
+                for name in ("train-0", "train-1", "val-0")
+            ),
+        ),
+        OK,
+        ["manifest: {train: train-*.jsonl, val: val-0.jsonl}", "train         2           2"],
+    ),
+    "several tables": (
+        after(images, *(put(f"part-{n}.jsonl", json.dumps(ROW).encode()) for n in range(2))),
+        OK,
+        ["not read: part-1.jsonl (a pattern reads several: manifest: '*.jsonl')"],
+    ),
     "an empty table": (put("pairs.csv", b""), DATA_REFUSED, ["pairs.csv: the file is empty; fetch it again"]),
     "a header alone": (table(HEADER), DATA_REFUSED, ["NO PAIR at all"]),
     "a zip": (archive, DATA_REFUSED, ["pairs.zip: is an archive, which is not read; unpack it: `unzip "]),
