@@ -104,7 +104,7 @@ def _guess(root: Path, path: Path) -> Guess:
         notes.append(f"{path.name}: its columns are separated by {reading['delimiter']!r}: option `delimiter`")
     if "rows" in reading:
         notes.append(f"{path.name}: its rows stand under {reading['rows']!r}: option `rows`")
-    values = dict(_flat(first))
+    values = {name: value for name, value in _flat(first) if not set("{}") & set(name)}  # braces are of templates
     columns = _columns(root, path, values)
     if len({field: name for field, name in columns.items() if field == name}) < len(columns):
         named = ", ".join(f"{field} is {name}" for field, name in columns.items() if field != name)
@@ -278,7 +278,7 @@ def _templates(root: Path, values: Mapping[str, Any]) -> dict[str, str]:
     for name, value in values.items():
         if folders and isinstance(value, str | int):
             for end in ("", *IMAGES):
-                if all((root / folder / f"{value}{end}").is_file() for folder in folders):
+                if all(os.path.isfile(root / folder / f"{value}{end}") for folder in folders):
                     return {
                         side: f"{folder}/{{{name}}}{end}"
                         for side, folder in zip(("before", "after"), folders, strict=True)

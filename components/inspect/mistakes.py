@@ -145,9 +145,9 @@ def of_images(root: Path, manifest: str, rows: Iterable[Row], missing: list[str]
 def _where_it_is(root: Path, manifest: str, name: str) -> str:
     """What is there in place of one missing image."""
     path = root / name
-    if path.is_symlink():
+    if os.path.islink(path):
         return f"{name}: is a symbolic link to {os.readlink(path)}, which leads to no file; copy the file there"
-    if (root.resolve().parent / name).is_file():
+    if os.path.isfile(root.resolve().parent / name):
         above, to = root.resolve().parent, root.resolve().name
         return f"{name}: is found from the folder above; take {above} as root: options: {{manifest: {to}/{manifest}}}"
     there = list(_below(root))

@@ -320,6 +320,12 @@ MISTAKES: dict[str, tuple[Write, int, list[str]]] = {
         DATA_REFUSED,
         ["https://x.example/0.png: is an address; download the images into"],
     ),
+    "a path of 5,000 letters": (row(before="a" * 5_000), DATA_REFUSED, ["missing images: 1", "is nowhere below"]),
+    "braces in the header": (
+        table("{x},y}", "0.png,0_2.png"),
+        DATA_REFUSED,
+        ["pairs.csv: has the columns nothing; none names two images"],
+    ),
     "backslashes": (
         table(HEADER, r"a\0.png,0_2.png,it fell,train"),
         DATA_REFUSED,
