@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -161,9 +162,8 @@ def pick(value: Any, path: str) -> Any:
         return None
     if head == "*":
         return [pick(each, rest) for each in value]
-    return (
-        pick(value[int(head)], rest) if head.lstrip("-").isdecimal() and -len(value) <= int(head) < len(value) else None
-    )
+    place = int(head) if re.fullmatch(r"-?\d+", head) else len(value)
+    return pick(value[place], rest) if -len(value) <= place < len(value) else None
 
 
 def columns_in(column: str) -> list[str]:

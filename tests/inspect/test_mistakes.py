@@ -544,6 +544,14 @@ def test_the_reader_is_what_the_user_says(tmp_path, capsys):
     assert "invalid choice: 'pears'" in capsys.readouterr().err
 
 
+def test_the_reader_that_is_said_goes_before_the_one_of_the_parameters(tmp_path):
+    root = write_iedit(tmp_path / "raw")
+    entries = {"mine": DatasetEntry(reader="iedit", root=root)}
+    assert check(root, entries).lines[0] == f"{root} is mine (iedit)"
+    assert check(root, entries, "iedit").lines[0] == f"{root} is mine (iedit)"
+    assert check(root, entries, "pairs").lines[0] == f"{root} is read as pairs"
+
+
 def test_collections_of_ones_own_get_names_of_their_own(tmp_path):
     entries: dict[str, DatasetEntry] = {}
     for folder in ("kitchen/raw", "garden/raw", "my street"):
