@@ -289,4 +289,5 @@ def _as_yaml(name: str, entry: DatasetEntry) -> str:
     """The entry on one line, as it goes into `params.yaml`."""
     options = {"options": json.loads(json.dumps(entry.options))} if entry.options else {}
     value = {"reader": entry.reader, "root": str(entry.root)} | options
-    return f"{name}: {yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000).strip()}"
+    line = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000, allow_unicode=True)
+    return f"{name}: {line.strip()}"
