@@ -134,7 +134,7 @@ def of_images(root: Path, manifest: str, rows: Iterable[Row], missing: list[str]
         yield f"{links[0]}: is an address; download the images into {root} and write their paths"
         return
     if slashes := [value for value in gone if "\\" in value]:
-        pattern = r"\\\\\\\\" if file.suffix.startswith(".json") else r"\\\\"
+        pattern = r"\\\\" if file.suffix.startswith(".json") else r"\\"
         yield f"{slashes[0]}: has backslashes; paths have slashes: `sed -i 's#{pattern}#/#g' {file}`"
     elif blanks := [value for value in gone if value != value.strip()]:
         yield f"{blanks[0]!r}: begins or ends in a blank; remove it: `sed -i -E 's/ *, */,/g' {file}`"
