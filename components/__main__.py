@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from components.consistency import check_paths, closest
+from components.datasets import DATASETS
 from components.gpus import GPUS
 from components.guard import unchanged
 from components.models.device import DeviceError
@@ -210,7 +211,7 @@ def data(args: argparse.Namespace) -> int:
         return 0
     from components.inspect.check import check
 
-    found = check(args.root, params.ingest.datasets)
+    found = check(args.root, params.ingest.datasets, args.reader)
     print("\n".join(found.lines))
     return 0 if found.sound else DATA_REFUSED
 
@@ -363,6 +364,7 @@ def _add_data(data: argparse.ArgumentParser) -> None:
     )
     check = actions.add_parser("check", help="layout, missing files, counts against the published ones, problems")
     check.add_argument("root", type=Path, help="folder of one dataset")
+    check.add_argument("--reader", choices=sorted(DATASETS), metavar="NAME", help=f"what it is: {', '.join(DATASETS)}")
     unpack = actions.add_parser(
         "unpack", help="write images that lie in a dataset's Parquet files as files beside them"
     )

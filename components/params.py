@@ -6,8 +6,9 @@ another is checked in `components/consistency.py`; a profile is resolved in `com
 """
 
 import dataclasses
+import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -94,6 +95,7 @@ def load_params(path: Path = Path("params.yaml")) -> Params:
     raw = _typed_entries(raw, faults)
     params = _validate(raw, faults, moved)
     faults.update(dict.fromkeys(inconsistencies(params, complete=not faults)))
+    faults.update(dict.fromkeys(_untyped_options(params)))
     if faults:
         advice = f"\n  this is a file of an earlier version: run `m3diff migrate {path}`" if renamed else ""
         raise ParamsError(f"{path}: {len(faults)} fault(s)\n" + "\n".join(f"  {line}" for line in faults) + advice)
@@ -170,6 +172,20 @@ def _typed(where: str, entry: Any, type_of: Any, raw: Mapping[str, Any], faults:
     except ValidationError as error:
         faults.update(dict.fromkeys(explain(fault, where, settings) for fault in error.errors()))
         return None
+
+
+def _untyped_options(params: Params) -> Iterator[str]:
+    """Options of readers that have not the type of their argument."""
+    datasets = getattr(getattr(params, "ingest", None), "datasets", {})
+    for name, entry in datasets.items():
+        spec = DATASETS.get(getattr(entry, "reader", ""))
+        arguments = inspect.signature(spec.read).parameters if spec else {}
+        for option, value in getattr(entry, "options", {}).items():
+            where = f"ingest.datasets.{name}.options.{option}"
+            try:
+                TypeAdapter(arguments[option].annotation if option in arguments else Any).validate_python(value)
+            except ValidationError as error:
+                yield from (explain(fault, where) for fault in error.errors())
 
 
 def _settings_of_family(where: str, entry: Mapping[str, Any], raw: Mapping[str, Any]) -> type[Any] | str:

@@ -140,10 +140,10 @@ CALLS: dict[str, tuple[list[str], str, str, dict[str, Any]]] = {
         {"clean": DATA / "03_clean"},
     ),
     "check": (
-        ["data", "check", "somewhere"],
+        ["data", "check", "somewhere", "--reader", "pairs"],
         "components.inspect.check",
         "check",
-        {"root": Path("somewhere"), "entries": PARAMS.ingest.datasets},
+        {"root": Path("somewhere"), "entries": PARAMS.ingest.datasets, "reader": "pairs"},
     ),
     "unpack": (
         ["data", "unpack", "somewhere"],

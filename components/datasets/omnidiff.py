@@ -36,7 +36,10 @@ NAMES = {name: name for name in (*CHANGE_TYPES, NO_CHANGE)} | {
 
 
 def read(
-    root: Path, manifest: str = "annotations.json", columns: dict[str, str] | None = None, split: str | None = None
+    root: Path,
+    manifest: pairs.Manifest = "annotations.json",
+    columns: pairs.Columns | None = None,
+    split: pairs.Split | None = None,
 ) -> Iterator[Row]:
     """As `pairs` reads it, with the change types checked against the paper's twelve."""
     for row in pairs.read(root, manifest, columns, split):

@@ -7,20 +7,62 @@
     {"before": "a/1.png", "after": "b/1.png", "captions": ["the lamp is out", "it is dark"], "split": "train"}
 
 `captions` is a list, a JSON list in a text field, or one caption. Further columns are used where they exist: `id` (else
-the two paths name the pair), `scene` (pairs of one scene must share a split) and `change_types`. The option `columns`
-names columns that are called otherwise, e.g. {before: img_a}; a manifest without splits takes the option `split`.
+the two paths name the pair), `scene` (pairs of one scene must share a split) and `change_types`, of which `none` alone
+marks a pair without a change. Other layouts are read by options, which `m3diff data check ROOT` suggests:
+
+    manifest   a file, a pattern (`part-*.jsonl`), or one of these by split: {train: train.csv, val: dev.csv}
+    columns    what columns are called: {before: img_a}; {id: null}: there is none. Also a path into nested values
+               (`meta.split`, `images.0`, `sentences.*.raw`) or a template of these (`B/{name}.png`, `{number:06}.png`).
+               `images` names a list of both images. Of a conversation (LLaVA, M4-Instruct, LLaMA-Factory, ms-swift)
+               the answer is the caption: {images: image, captions: conversations}, {images: images, captions: messages}
+    split      of every pair, where the manifest has none
+    splits     the manifest's names of splits: {validation: val, dev: val}
+    rows       where in a JSON file the rows stand: `data`. They may be an object: {"7": ["it fell"]} has the columns
+               `key` and `value`
+    where      rows to take: {label: "True", lang: [en, de]}; others are passed over
+    no_change  rows without a change: {changeflag: 0}
+    delimiter  of a CSV file, where it is no comma
+
+Images may stand in the Parquet file itself, as `datasets` writes them (`Image`, or a list of them); ingest writes them
+as files beside its records.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
+from pydantic import AfterValidator, Discriminator, Field, Tag
+
+from components.datasets.embedded import Embedded
+from components.datasets.files import describe
 from components.datasets.rows import Row
 from components.datasets.spec import DatasetSpec, Licence, Permission, Protocol
-from components.datasets.tables import read_table, texts
+from components.datasets.tables import columns_in, look_up, pick, read_values, texts
+from components.records import NO_CHANGE, DataError
 
 REQUIRED = ("before", "after", "captions", "split")
 OPTIONAL = ("id", "scene", "change_types")
+ANSWERS = ("gpt", "assistant")
+"""Who answers in a conversation."""
+
+Split = Literal["train", "val", "test"]
+Manifest = Annotated[
+    Annotated[str, Tag("[file]")] | Annotated[Mapping[Split, str], Tag("[files]")],
+    Discriminator(lambda value: "[files]" if isinstance(value, Mapping) else "[file]"),
+]
+
+
+def _template(column: str) -> str:
+    columns_in(column)
+    return column
+
+
+Columns = Mapping[
+    Literal["before", "after", "images", "captions", "split", "id", "scene", "change_types"],
+    Annotated[str, AfterValidator(_template)] | None,
+]
+Values = Mapping[str, Any]
+"""By column, the value that a row must have, or several of which it must have one; compared as text."""
 
 
 class Entry(NamedTuple):
@@ -37,35 +79,129 @@ class Entry(NamedTuple):
 
 
 def read(
-    root: Path, manifest: str = "pairs.csv", columns: dict[str, str] | None = None, split: str | None = None
+    root: Path,
+    manifest: Manifest = "pairs.csv",
+    columns: Columns | None = None,
+    split: Split | None = None,
+    splits: Mapping[str, Split] | None = None,
+    rows: str = "",
+    where: Values | None = None,
+    no_change: Values | None = None,
+    delimiter: Annotated[str, Field(min_length=1, max_length=1)] | None = None,
 ) -> Iterator[Row]:
     """One row per pair, at the place of its first row; rows that contradict an earlier one of their id stand alone."""
-    named = {field: (columns or {}).get(field, field) for field in REQUIRED + OPTIONAL}
-    required = [named[field] for field in REQUIRED if field != "split" or split is None]
+    named = {field: field for field in REQUIRED + OPTIONAL} | dict(columns or {})
     merged: dict[Any, list[Entry]] = {}
-    for where, value, fault in read_table(root / manifest, required):
-        entry = _entry(where, {field: value.get(column) for field, column in named.items()}, split)
-        if fault or not isinstance(entry.captions, list) or not isinstance(entry.name, str):
-            yield _row([entry], fault)
-            continue
-        same = merged.setdefault(entry.name, [])
-        if same and entry[1:6] != same[0][1:6]:
-            yield _row([entry], f"id: {same[0].where} has the same id, but other images, split or scene")
-        else:
-            same.append(entry)
+    for path, place, own_split in _files(root, manifest, split):
+        needed = _needed(named, own_split)
+        header = [column for field in needed for column in columns_in(named[field] or field)]
+        for at, value in read_values(path, header, delimiter, rows):
+            if where and isinstance(value, dict) and not _matches(value, where):
+                continue
+            found, fault = _fields(value, named, needed)
+            if no_change and isinstance(value, dict) and _matches(value, no_change):
+                found["change_types"] = [NO_CHANGE]
+            entry = _entry(place + at, found, own_split, splits or {})
+            if fault or not isinstance(entry.captions, list) or not isinstance(entry.name, str):
+                yield _row([entry], fault)
+                continue
+            same = merged.setdefault(entry.name, [])
+            if same and entry[1:6] != same[0][1:6]:
+                yield _row([entry], f"id: {same[0].where} has the same id, but other images, split or scene")
+            else:
+                same.append(entry)
     for entries in merged.values():
         yield _row(entries, None)
 
 
-def _entry(where: str, value: dict[str, Any], split: str | None) -> Entry:
+def _files(root: Path, manifest: Manifest, split: Split | None) -> Iterator[tuple[Path, str, Split | None]]:
+    """The files of the manifest, what goes before their names in a message, and the split of their pairs if known."""
+    by_split: Iterable[tuple[Split | None, str]] = (
+        ((split, manifest),) if isinstance(manifest, str) else manifest.items()
+    )
+    for own_split, name in by_split:
+        for path in files_called(root, name):
+            folder = path.relative_to(root).parent if path != root / name else Path()
+            yield path, "" if folder == Path() else f"{folder}/", own_split
+
+
+def files_called(root: Path, name: str) -> list[Path]:
+    """The file, or those that a pattern stands for.
+
+    Raises:
+        DataError: no file has the pattern.
+    """
+    if (root / name).exists() or not any(letter in name for letter in "*?["):
+        return [root / name]
+    if found := sorted(root.glob(name)):
+        return found
+    raise DataError(f"{root / name}: no file is called so; correct `manifest` or the root")
+
+
+def _needed(named: Mapping[str, str | None], split: str | None) -> list[str]:
+    """Fields that each row must have."""
+    images = ["images"] if named.get("images") else ["before", "after"]
+    return [*images, "captions", *([] if split else ["split"])]
+
+
+def _fields(value: Any, named: Mapping[str, str | None], needed: list[str]) -> tuple[dict[str, Any], str | None]:
+    """A row's values by field, None where absent, and what is wrong with it."""
+    found: dict[str, Any] = dict.fromkeys((*REQUIRED, *OPTIONAL))
+    if isinstance(value, DataError):
+        return found, str(value)
+    if not isinstance(value, dict):
+        return found, f"row: expected an object, found {describe(value)}"
+    try:
+        found |= {field: look_up(value, column) for field, column in named.items() if column}
+        found["captions"] = _answer(found["captions"])
+    except DataError as error:
+        return found, str(error)
+    if missing := [named[field] or field for field in needed if found[field] is None]:
+        return found, f"{', '.join(missing)}: is missing"
+    if "images" in needed:
+        images = found["images"]
+        if not isinstance(images, list) or len(images) != 2:
+            count = f"a list of {len(images)}" if isinstance(images, list) else describe(images)
+            return found, f"{named['images']}: expected a list of two images, found {count}; take others out by `where`"
+        found["before"], found["after"] = images
+    return found, None
+
+
+def _answer(captions: Any) -> Any:
+    """Of a conversation, what is answered; anything else as it is."""
+    if not isinstance(captions, list) or not captions or not all(isinstance(turn, dict) for turn in captions):
+        return captions
+    turns = [turn for turn in captions if turn.get("from", turn.get("role")) in ANSWERS]
+    if len(turns) != 1:
+        raise DataError(
+            f"captions: expected a conversation with one answer, found {len(turns)}; take it out by `where`"
+        )
+    answer = turns[0].get("value", turns[0].get("content"))
+    if isinstance(answer, list):  # parts, of which some are text
+        return " ".join(str(pick(part, "text")) for part in answer if pick(part, "text"))
+    return answer
+
+
+def _matches(row: Mapping[str, Any], wanted: Values) -> bool:
+    """Whether each column has the value, or one of the values."""
+    return all(
+        str(pick(row, column)) in map(str, values if isinstance(values, list | tuple) else [values])
+        for column, values in wanted.items()
+    )
+
+
+def _entry(where: str, value: dict[str, Any], split: str | None, splits: Mapping[str, str]) -> Entry:
     before, after = value["before"], value["after"]
     name = value["id"]
     if name in (None, ""):
-        name = f"{before}|{after}" if isinstance(before, str) and isinstance(after, str) else None
+        images = [image.name if isinstance(image, Embedded) else image for image in (before, after)]
+        name = "|".join(images) if all(isinstance(image, str) for image in images) else None
     name = str(name) if isinstance(name, int) else name
     scene = value["scene"] if value["scene"] not in (None, "") else name
     types = texts(value["change_types"] or [])
-    return Entry(where, name, split or value["split"], scene, before, after, texts(value["captions"]), types)
+    split = split or value["split"]
+    split = splits.get(split, split) if isinstance(split, str) else split
+    return Entry(where, name, split, scene, before, after, texts(value["captions"]), types)
 
 
 def _row(entries: list[Entry], fault: str | None) -> Row:

@@ -4,10 +4,15 @@ import csv
 import io
 import json
 import re
-from collections.abc import Iterator, Sequence
+import string
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from components.datasets.embedded import has_images, rows_of
 from components.datasets.files import describe, parse_json, read_json, read_text
 from components.records import DataError
 
@@ -25,19 +30,50 @@ def read_table(path: Path, required: Sequence[str]) -> Iterator[Found]:
     Raises:
         DataError: the file cannot be read, or a required column is missing from its header.
     """
+    for where, value in read_values(path, required):
+        yield _row(where, value, required)
+
+
+def read_values(
+    path: Path, required: Sequence[str], delimiter: str | None = None, rows: str | None = None
+) -> Iterator[tuple[str, Any]]:
+    """The place and the value of every row; a DataError stands for a row that cannot be read.
+
+    Args:
+        required: columns that a header must have.
+        delimiter: of a CSV or TSV file, where it is another than the suffix tells.
+        rows: where in a JSON file the rows stand (a path, as of `pick`); they may be an object, too, whose keys are the
+            column `key`. None: the file is a list.
+
+    Raises:
+        DataError: the file cannot be read, or a required column is missing from its header.
+    """
     suffix = path.suffix.lower()
     if suffix in DELIMITERS:
-        rows = _delimited(path, DELIMITERS[suffix], required)
-    elif suffix == ".jsonl":
-        rows = _json_lines(path)
-    elif suffix == ".json":
-        rows = ((f"{path.name}, record {n}", value) for n, value in enumerate(read_json(path, list)))
-    elif suffix == ".parquet":
-        rows = _parquet(path, required)
-    else:
-        raise DataError(f"{path}: unknown kind of manifest; use .csv, .tsv, .json, .jsonl or .parquet")
-    for where, value in rows:
-        yield _row(where, value, required)
+        return _delimited(path, delimiter or DELIMITERS[suffix], required)
+    if suffix == ".jsonl":
+        return _json_lines(path)
+    if suffix == ".json":
+        return _numbered(path, read_json(path, list)) if rows is None else _json_rows(path, rows)
+    if suffix == ".parquet":
+        return _parquet(path, required)
+    raise DataError(f"{path}: unknown kind of manifest; use .csv, .tsv, .json, .jsonl or .parquet")
+
+
+def _numbered(path: Path, values: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    return ((f"{path.name}, record {number}", value) for number, value in enumerate(values))
+
+
+def _json_rows(path: Path, rows: str) -> Iterator[tuple[str, Any]]:
+    """The rows below `rows`: a list, or an object with a row per key, whose other values are `value` if they have no
+    names of their own."""
+    found = pick(parse_json(read_text(path), str(path)), rows)
+    if isinstance(found, list):
+        return _numbered(path, found)
+    if not isinstance(found, dict):
+        raise DataError(f"{path}: rows: expected a list or an object at {rows!r}, found {describe(found)}")
+    named = ((key, value if isinstance(value, dict) else {"value": value}) for key, value in found.items())
+    return ((f"{path.name}, {key}", {"key": key} | value) for key, value in named)
 
 
 def read_json_lines(path: Path) -> Iterator[Found]:
@@ -75,7 +111,7 @@ def _delimited(path: Path, delimiter: str, required: Sequence[str]) -> Iterator[
 
 
 def _check_header(path: Path, header: Sequence[str], required: Sequence[str]) -> None:
-    if missing := [column for column in required if column not in header]:
+    if missing := [column for column in required if column not in header and column.split(".")[0] not in header]:
         raise DataError(f"{path}: no column {', '.join(missing)}; found {', '.join(header)[:200]}")
     if twice := [column for column in set(header) if header.count(column) > 1]:
         raise DataError(f"{path}: column {', '.join(sorted(twice))} occurs twice; rename one")
@@ -127,9 +163,6 @@ def column_names(path: Path) -> list[str]:
     Raises:
         DataError: it cannot be read.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     try:
         return list(pq.read_schema(path).names)
     except FileNotFoundError as error:
@@ -138,19 +171,17 @@ def column_names(path: Path) -> list[str]:
         raise DataError(f"{path}: cannot be read as Parquet: {error}; write it again") from error
 
 
-def _parquet(
-    path: Path, required: Sequence[str], columns: Sequence[str] | None = None
-) -> Iterator[tuple[str, dict[str, Any]]]:
+def _parquet(path: Path, required: Sequence[str], columns: Sequence[str] | None = None) -> Iterator[tuple[str, Any]]:
     """Rows by `columns`, or by all that there are."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     _check_header(path, column_names(path), required)
     try:
-        rows = pq.read_table(path, columns=columns and list(columns)).to_pylist()
+        if columns is None and has_images(pq.read_schema(path)):
+            rows: Iterable[dict[str, Any]] = rows_of(path)
+        else:
+            rows = pq.read_table(path, columns=columns and list(columns)).to_pylist()
+        yield from ((f"{path.name}, row {number}", row) for number, row in enumerate(rows))
     except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read as Parquet: {error}; write it again") from error
-    yield from ((f"{path.name}, row {number}", row) for number, row in enumerate(rows))
 
 
 def texts(value: Any) -> Any:
@@ -164,3 +195,50 @@ def texts(value: Any) -> Any:
             return listed if isinstance(listed, list) else [value]
         return [value]
     return value
+
+
+def pick(value: Any, path: str) -> Any:
+    """What stands at a path, None where nothing does: `meta.split`, `images.0`, `turns.-1.text`; `sentences.*.raw` is
+    the list of each one's. A column whose whole name is the path comes first; an empty path is the value itself."""
+    if not path or value is None:
+        return value
+    if isinstance(value, Mapping) and path in value:
+        return value[path]
+    head, _, rest = path.partition(".")
+    if isinstance(value, Mapping):
+        return pick(value.get(head), rest)
+    if not isinstance(value, list):
+        return None
+    if head == "*":
+        return [pick(each, rest) for each in value]
+    place = int(head) if re.fullmatch(r"-?\d+", head) else len(value)
+    return pick(value[place], rest) if -len(value) <= place < len(value) else None
+
+
+def columns_in(column: str) -> list[str]:
+    """The columns of a template such as `images/{split}/{name}.png`; a column without braces is itself."""
+    fields = [field for _, field, _, _ in string.Formatter().parse(column) if field is not None]
+    return fields if "{" in column else [column]
+
+
+def look_up(row: Mapping[str, Any], column: str) -> Any:
+    """A row's value of a column, a path or a template of them; None where one of these is missing.
+
+    Raises:
+        DataError: a value has not the form that the template asks for, such as `{number:06}`.
+    """
+    if "{" not in column or column in row:
+        return pick(row, column)
+    parts = [(text, field, form) for text, field, form, _ in string.Formatter().parse(column)]
+    values = {field: pick(row, field) for _, field, _ in parts if field is not None}
+    if None in values.values():
+        return None
+    return "".join(text + ("" if field is None else _formatted(values[field], form)) for text, field, form in parts)
+
+
+def _formatted(value: Any, form: str | None) -> str:
+    number = int(value) if form and isinstance(value, str) and value.isdecimal() else value
+    try:
+        return format(number, form or "")
+    except (TypeError, ValueError) as error:
+        raise DataError(f"columns: {describe(value)} cannot be written as {{:{form}}}; correct the template") from error

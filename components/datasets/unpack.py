@@ -47,7 +47,7 @@ def unpack_shards(
 def _write(root: Path, shard: Path, name: str, column: str, image: Mapping[str, Any] | None) -> int:
     if not image or not image.get("bytes"):
         raise DataError(f"{shard}: pair {name}, {column}: no bytes of an image; fetch it again")
-    if Path(name).name != name:
+    if Path(name).name != name or not name:
         raise DataError(f"{shard}: {name!r} would be a path and not the name of a file; fetch it again")
     target = root / image_path(name, column)
     if not target.exists():

@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from components.datasets import DATASETS
+from components.datasets.embedded import unpacked
 from components.datasets.rows import Row
 from components.files import write_atomic
 from components.image_cache import check_images
@@ -45,7 +46,8 @@ class IngestReport(StageReport):
 def ingest(name: str, entry: DatasetEntry, image_cache: Path, out: Path) -> IngestReport:
     """Write `out/<name>/records.parquet` (RAW_SCHEMA, every annotation row kept) and `out/<name>.json`, the report.
 
-    A dataset with a grammar gets it as `out/<name>/grammar.json`. The folder is made anew.
+    A dataset with a grammar gets it as `out/<name>/grammar.json`, one whose images stand in its manifest gets them in
+    `out/<name>/images`. The folder is made anew.
 
     Args:
         name: of the dataset in `params.yaml`; the namespace of its ids.
@@ -58,11 +60,11 @@ def ingest(name: str, entry: DatasetEntry, image_cache: Path, out: Path) -> Inge
     read = _rows(name, entry)
     folder = out / name
     shutil.rmtree(folder, ignore_errors=True)
-    table, annotation_rows = to_table(name, entry, read)
+    table, annotation_rows = to_table(name, entry, unpacked(read, folder / "images"))
     if not table.num_rows:
         raise DataError(f"ingest.datasets {name!r}: {entry.root} holds no pair; fetch the dataset again")
     table, images, unread = _with_digests(table, image_cache, f"ingest {name}")
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     pq.write_table(table, folder / "records.parquet", compression="zstd")
     if grammar := DATASETS[entry.reader].grammar:
         write_atomic(folder / "grammar.json", json.dumps(grammar(entry.root), indent=1) + "\n")

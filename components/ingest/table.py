@@ -77,7 +77,9 @@ def _references(value: Any, faults: list[str]) -> list[str]:
 
 
 def _image(field: str, root: Path, value: Any, faults: list[str]) -> str | None:
-    """`root/value`, refused where it would lead out of the root."""
+    """`root/value`, refused where it would lead out of the root; a path as it is, which ingest itself has written."""
+    if isinstance(value, Path):
+        return str(value)
     name = _text(field, value, faults)
     if name is None:
         return None
@@ -90,7 +92,9 @@ def _image(field: str, root: Path, value: Any, faults: list[str]) -> str | None:
 def _refuse_leaving(root: Path, records: list[dict[str, Any]]) -> None:
     """Fault every record with an image that a symbolic link leads out of the root. Each folder is listed once."""
     real_root = os.path.realpath(root)
-    folders = {os.path.dirname(r[field]) for r in records for field in ("before", "after") if r[field]}
+    below = os.path.join(root, "")
+    named = {r[field] for r in records for field in ("before", "after") if r[field]}
+    folders = {os.path.dirname(path) for path in named if path.startswith(below)}
     leaving = {path for folder in folders for path in _links_out(folder, real_root)}
     gone = {folder for folder in folders if not _inside(folder, real_root)}
     if not leaving and not gone:

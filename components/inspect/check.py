@@ -1,41 +1,42 @@
 """What is wrong with a dataset's folder, before anything is run: `m3diff data check ROOT`.
 
-The layout is known by the annotation files that are there. Then the dataset's own reader reads the folder, and what it
-finds is counted: pairs and references by split beside the published counts, rows that cannot be read, missing images.
-Images are looked for, not decoded; that is for ingest and validate.
+The layout is known by the annotation files that are there, or said by `--reader`; how a table of one's own is read,
+`manifest.py` guesses. Then the dataset's own reader reads the folder, and what it finds is counted: pairs and
+references by split beside the published counts, rows that cannot be read, missing images. Images are looked for and
+their first bytes read, not decoded; that is for ingest and validate. What mends a mistake says `mistakes.py`.
 """
 
+import inspect
 import json
 import os
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pyarrow.parquet as pq
 import yaml
 
-from components.datasets import DATASETS
+from components.datasets import DATASETS, omnidiff
+from components.datasets.embedded import Embedded
+from components.datasets.pairs import files_called
+from components.datasets.rows import Row
 from components.datasets.spec import DatasetSpec, Published
-from components.datasets.tables import read_table
 from components.ingest.params import DatasetEntry
 from components.ingest.table import to_table
+from components.inspect import mistakes
+from components.inspect.manifest import guess, unreadable
 from components.records import SPLITS, DataError
 
 FIRST = 5
 """Problems of one kind that are shown."""
 
+INSIDE = "#bytes="
+"""Between a manifest and the name of an image that stands in it."""
+
 TABLES = ("omnidiff", "pairs")
 """Readers of one table whose columns are named in the options; their layout is known by the columns."""
-
-MANIFESTS = ("*.csv", "*.tsv", "*.jsonl", "*.json", "*.parquet")
-COLUMNS = {
-    "before": ("before", "image1", "img1", "image_before", "source", "a"),
-    "after": ("after", "image2", "img2", "image_after", "target", "b"),
-    "captions": ("captions", "caption", "description", "sentences", "text"),
-    "split": ("split", "subset"),
-}
-"""What a manifest's columns are often called; a suggestion, never taken without being shown."""
 
 
 class Finding(NamedTuple):
@@ -45,21 +46,28 @@ class Finding(NamedTuple):
     sound: bool
 
 
-def check(root: Path, entries: Mapping[str, DatasetEntry]) -> Finding:
+def check(root: Path, entries: Mapping[str, DatasetEntry], reader: str | None = None) -> Finding:
     """Look at one dataset's folder. A dataset of `entries` (`ingest.datasets`) with this root is read as it says there.
+
+    Args:
+        reader: what the folder is, where that is not to be found out.
 
     Raises:
         DataError: the folder is missing, or looks like none of the layouts.
     """
-    if not root.is_dir():
-        raise DataError(f"{root}: no such folder; name the folder that holds a dataset's annotation files")
+    _check_folder(root)
     known = next(((name, entry) for name, entry in entries.items() if entry.root.resolve() == root.resolve()), None)
-    name, entry = known or recognise(root)
-    spec = DATASETS[entry.reader]
+    if known and reader in (None, known[1].reader):
+        (name, entry), notes = known, list[str]()
+        lines = [f"{root} is {name} ({entry.reader})"]
+    else:
+        known = None
+        name, entry, notes = recognise(root, entries, reader)
+        lines = [f"{root} {'is read as' if reader else 'looks like'} {entry.reader}"]
+    lines.append(_licence(DATASETS[entry.reader]))
     files = _annotation_files(entry)
-    lines = [f"{root} is {name} ({entry.reader})" if known else f"{root} looks like {entry.reader}"]
-    lines.append(_licence(spec))
     lines += [f"  {'found  ' if _is_there(root, file) else 'MISSING'} {file}" for file in files]
+    lines += [f"  {note}" for note in notes]
     if not all(_is_there(root, file) for file in files):
         return Finding([*lines, "  fetch the missing files again; nothing was read"], sound=False)
     found, sound = _read(name, entry)
@@ -68,17 +76,48 @@ def check(root: Path, entries: Mapping[str, DatasetEntry]) -> Finding:
     return Finding(lines + found, sound)
 
 
-def recognise(root: Path) -> tuple[str, DatasetEntry]:
-    """Name and entry of the layout with the largest share of its annotation files in `root`, of equals the one with
-    more files; else of a manifest with columns that could be pairs'."""
+def _check_folder(root: Path) -> None:
+    if root.is_file():
+        raise DataError(f"{root}: is a file; name its folder: `m3diff data check {root.parent}`")
+    if not root.is_dir():
+        raise DataError(f"{root}: no such folder; name the folder that holds a dataset's annotation files")
+    try:
+        list(root.iterdir())
+    except OSError as error:
+        raise DataError(f"{root}: cannot be read: {error.strerror}; check its rights: `chmod u+rx {root}`") from error
+
+
+class Recognised(NamedTuple):
+    """An entry for `ingest.datasets`, a name for it, and what is to be said of how it was found."""
+
+    name: str
+    entry: DatasetEntry
+    notes: list[str]
+
+
+def recognise(root: Path, taken: Container[str] = (), reader: str | None = None) -> Recognised:
+    """The layout with the largest share of its annotation files in `root`, of equals the one with more files; else a
+    table of pairs.
+
+    Args:
+        taken: names that other datasets have.
+        reader: the layout that it is.
+
+    Raises:
+        DataError: it is none.
+    """
+    if reader and reader not in TABLES:
+        return Recognised(_free(reader, root, taken), DatasetEntry(reader=reader, root=root), [])
+    if not reader and (other := mistakes.foreign(root)):
+        raise DataError(f"{root}: {other}")
     present = {
-        reader: (sum(_is_there(root, file) for file in spec.files) / len(spec.files), len(spec.files))
-        for reader, spec in DATASETS.items()
+        name: (sum(_is_there(root, file) for file in spec.files) / len(spec.files), len(spec.files))
+        for name, spec in DATASETS.items()
     }
-    best = max(present, key=lambda reader: present[reader])
-    if best in TABLES or not present[best][0]:
-        return _recognise_manifest(root)
-    return best, DatasetEntry(reader=best, root=root)
+    best = max(present, key=lambda name: present[name])
+    if not reader and best not in TABLES and present[best][0] and not _is_training_file(root, present[best][0]):
+        return Recognised(_free(best, root, taken), DatasetEntry(reader=best, root=root), [])
+    return _recognise_manifest(root, taken, reader)
 
 
 def _is_there(root: Path, file: str) -> bool:
@@ -86,45 +125,64 @@ def _is_there(root: Path, file: str) -> bool:
     return any(path.is_file() for path in root.glob(file))
 
 
-def _recognise_manifest(root: Path) -> tuple[str, DatasetEntry]:
+def _is_training_file(root: Path, share: float) -> bool:
+    """Whether the files of a layout that is not whole are records for training, with a list of images each."""
+    try:
+        return share < 1 and "images" in guess(root).options.get("columns", {})
+    except DataError:
+        return False
+
+
+def _recognise_manifest(root: Path, taken: Container[str], reader: str | None) -> Recognised:
     """A table of one's own, or OmniDiff's, which has change types and one caption a row."""
-    for path in sorted(path for pattern in MANIFESTS for path in root.glob(pattern)):
-        columns = _columns(path)
-        named = {field: next((name for name in names if name in columns), None) for field, names in COLUMNS.items()}
-        if not all(named[field] for field in ("before", "after", "captions")):
-            continue
-        options: dict[str, Any] = {"manifest": path.name}
-        if renamed := {field: name for field, name in named.items() if name and name != field}:
-            options["columns"] = renamed
-        if not named["split"]:
-            options["split"] = "train"
-        reader = "omnidiff" if path.name == "annotations.json" else "pairs"
-        return reader, DatasetEntry(reader=reader, root=root, options=options)
-    raise DataError(_unknown(root))
+    try:
+        options, notes = guess(root)
+    except DataError as error:
+        raise DataError(_unknown(root, str(error))) from error
+    more = [option for option in options if option not in inspect.signature(omnidiff.read).parameters]
+    if reader is None:
+        reader = "omnidiff" if options["manifest"] == "annotations.json" and more in ([], ["splits"]) else "pairs"
+    if reader == "omnidiff":
+        options = {option: value for option, value in options.items() if option not in more}
+        notes.extend(f"the reader omnidiff has no option `{option}`; the reader pairs has" for option in more)
+    name = _free(reader if reader != "pairs" else _word(root), root, taken)
+    return Recognised(name, DatasetEntry(reader=reader, root=root, options=options), notes)
 
 
-def _unknown(root: Path) -> str:
-    """What the folder holds, what the layouts want, and a folder below that looks like one of them."""
+def _word(root: Path) -> str:
+    """The folder's name as a dataset may be called."""
+    return re.sub(r"[^A-Za-z0-9_-]+", "_", root.resolve().name).strip("_") or "pairs"
+
+
+def _free(name: str, root: Path, taken: Container[str]) -> str:
+    """The name, the folder's where it is taken, or that with a number."""
+    folder = _word(root)
+    numbered = (f"{folder}_{number}" for number in count(2))
+    return next(each for each in chain((name, folder), numbered) if each not in taken)
+
+
+def _unknown(root: Path, reasons: str) -> str:
+    """What the folder holds, why it cannot be read, what the layouts want, and a folder below that looks like one."""
     deeper = [str(path.parent) for file in ("annotations/train.json", "train.json") for path in root.glob(f"*/{file}")]
     seen = ", ".join(sorted(entry.name for entry in root.iterdir())[:8]) or "nothing"
     wanted = "; ".join(f"{reader}: {', '.join(spec.files)}" for reader, spec in DATASETS.items())
     hint = f" Perhaps you mean {deeper[0].removesuffix('/annotations')}." if deeper else ""
-    return f"{root}: looks like none of the layouts; it holds {seen}.{hint} Expected one of: {wanted}"
+    found = [*filter(None, reasons.split("\n")), *mistakes.in_folder(root)]
+    listed = "".join(f"\n  {reason}" for reason in found)
+    end = "\nOr say what it is by --reader." if found else ""
+    return f"{root}: looks like none of the layouts; it holds {seen}.{hint}{listed}{end} Expected one of: {wanted}"
 
 
-def _columns(path: Path) -> set[str]:
-    """Column names of a manifest, from its first usable row; none where it cannot be read."""
-    try:
-        if path.suffix == ".parquet":
-            return set(pq.read_schema(path).names)
-        return set(next((row for _, row, fault in read_table(path, ()) if not fault and row), {}))
-    except (DataError, OSError, ValueError):
-        return set()
-
-
-def _annotation_files(entry: DatasetEntry) -> tuple[str, ...]:
+def _annotation_files(entry: DatasetEntry) -> list[str]:
+    """The files that the reader reads; a pattern of `manifest` as what it stands for."""
     manifest = entry.options.get("manifest")
-    return (manifest,) if manifest else DATASETS[entry.reader].files
+    if manifest is None:
+        return list(DATASETS[entry.reader].files)
+    names = [manifest] if isinstance(manifest, str) else [*manifest.values()]
+    try:
+        return [os.path.relpath(path, entry.root) for name in names for path in files_called(entry.root, name)]
+    except DataError:
+        return names
 
 
 def _licence(spec: DatasetSpec) -> str:
@@ -137,14 +195,20 @@ def _read(name: str, entry: DatasetEntry) -> tuple[list[str], bool]:
     """Counts and problems of a folder whose annotation files are all there."""
     try:
         own_splits = entry.model_copy(update={"train_on": ("train",)})
-        table, _ = to_table(name, own_splits, DATASETS[entry.reader].read(entry.root, **entry.options))
+        read = list(DATASETS[entry.reader].read(entry.root, **entry.options))
+        table, _ = to_table(name, own_splits, map(_place, read))
     except DataError as error:
-        return [f"  CANNOT BE READ {error}"], False
+        tables = [entry.root / file for file in _annotation_files(entry) if not file.endswith(".parquet")]
+        reason = next(filter(None, map(unreadable, tables)), error)
+        return [f"  CANNOT BE READ {reason}"], False
     rows = table.select(["split", "references", "before", "after", "source", "fault"]).to_pylist()
     faults = [f"{row['source']}: {row['fault']}" for row in rows if row["fault"]]
     images = dict.fromkeys(row[side] for row in rows for side in ("before", "after") if row[side])
-    missing = [path for path in images if not os.path.isfile(path)]
-    empty = [path for path in images if os.path.isfile(path) and not os.path.getsize(path)]
+    files = [path for path in images if INSIDE not in path]
+    missing = [path for path in files if not os.path.isfile(path)]
+    empty = [path for path in files if os.path.isfile(path) and not os.path.getsize(path)]
+    others = list(mistakes.no_images(path for path in files if path not in {*missing, *empty}))
+    doubts = list(mistakes.of_rows(read))
     unknown = [
         f"{row['source']}: split {row['split']!r}" for row in rows if row["split"] and row["split"] not in SPLITS
     ]
@@ -155,10 +219,37 @@ def _read(name: str, entry: DatasetEntry) -> tuple[list[str], bool]:
         *_first("splits that are none of train, val, test", unknown),
         *_first("missing images", missing),
         *_first("images without a byte", empty),
+        *_first("files that are no images", others),
+        *_first("captions and pairs to look at", doubts),
+        *_remedies(entry, read, faults, missing, unknown),
     ]
     if not rows:
         lines.append("  NO PAIR at all; fetch the dataset again")
-    return lines, bool(rows) and not (faults or unknown or missing or empty)
+    return lines, bool(rows) and not (faults or unknown or missing or empty or others or doubts)
+
+
+def _place(row: Row) -> Row:
+    """The row with embedded images as places in their manifest."""
+    before, after = (
+        Path(f"{image.manifest}{INSIDE}{image.name}") if isinstance(image, Embedded) else image
+        for image in (row.before, row.after)
+    )
+    return row._replace(before=before, after=after)
+
+
+def _remedies(
+    entry: DatasetEntry, read: list[Row], faults: list[str], missing: list[str], unknown: list[str]
+) -> list[str]:
+    """What mends the problems, a line each."""
+    found = list(mistakes.of_faults(faults))
+    if faults or missing:
+        found += mistakes.of_images(entry.root, _annotation_files(entry)[0], read, missing)
+    if unknown:
+        names = sorted({str(row.split) for row in read} - {*SPLITS, "None"})
+        found.append(
+            f"say which splits {', '.join(names)} are: options: {{splits: {{{names[0]}: val}}}} (reader pairs)"
+        )
+    return ["  what mends it:", *(f"    {line}" for line in found)] if found else []
 
 
 def _nearest(name: str, spec: DatasetSpec, pairs: int) -> Published | None:
@@ -203,4 +294,5 @@ def _as_yaml(name: str, entry: DatasetEntry) -> str:
     """The entry on one line, as it goes into `params.yaml`."""
     options = {"options": json.loads(json.dumps(entry.options))} if entry.options else {}
     value = {"reader": entry.reader, "root": str(entry.root)} | options
-    return f"{name}: {yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000).strip()}"
+    line = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000, allow_unicode=True)
+    return f"{name}: {line.strip()}"

@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 from components.datasets.emu_edit import PUBLISHED, read, unpack
+from components.datasets.unpack import unpack_shards
 from components.records import DataError
 from tests.layouts import emu_row, run_ingest, run_validate, stored, write_emu, write_shards
 
@@ -105,6 +106,14 @@ def test_an_image_without_bytes_is_named(tmp_path):
     wanted = r"test-00000-of-00001-2f1a\.parquet: pair test-0, edited_image: no bytes of an image; fetch it again"
     with pytest.raises(DataError, match=wanted):
         unpack(root)
+
+
+@pytest.mark.parametrize("name", ["../validation-0", "/tmp/a", "a/b", ""])
+def test_a_name_that_would_leave_the_folder_is_refused(tmp_path, name):
+    root = write_emu(tmp_path / "root")
+    with pytest.raises(DataError, match="would be a path and not the name of a file"):
+        unpack_shards(root, "data/test-*.parquet", ("idx",), ("image",), lambda row: name)
+    assert list((root / "images").iterdir()) == []
 
 
 def test_it_is_ingested_and_validated_whole_and_trains_nothing(tmp_path):

@@ -94,9 +94,9 @@ def test_every_layout_is_known_by_its_files_and_found_sound_with_an_entry_for_pa
     assert [line for line in lines if "found   " in line] == [f"  found   {file}" for file in DATASETS[reader].files]
     assert any(line.endswith("of them 0 missing and 0 empty") for line in lines)
     assert lines[-2] == "the entry for ingest.datasets in params.yaml:"
-    assert lines[-1].startswith(f"    {reader}: {{")
+    assert lines[-1].startswith(f"    {'raw' if reader == 'pairs' else reader}: {{")
     ((name, entry),) = yaml.safe_load(lines[-1]).items()
-    assert (name, DatasetEntry.model_validate(entry)) == recognise(root)
+    assert (name, DatasetEntry.model_validate(entry)) == recognise(root)[:2]
 
 
 @pytest.mark.parametrize("reader", sorted(DATASETS))
@@ -209,15 +209,15 @@ def test_a_folder_without_a_pair_is_not_sound(tmp_path):
 
 
 def test_columns_with_other_names_are_suggested_as_options(tmp_path):
-    root = write_manifest(tmp_path, "mine.json", before="image1", after="image2", captions="caption")
-    name, entry = recognise(root)
+    root = write_manifest(tmp_path / "mine", "mine.json", before="image1", after="image2", captions="caption")
+    name, entry, _ = recognise(root)
     columns = {"before": "image1", "after": "image2", "captions": "caption"}
-    assert (name, entry.reader, entry.root) == ("pairs", "pairs", root)
+    assert (name, entry.reader, entry.root) == ("mine", "pairs", root)
     assert entry.options == {"manifest": "mine.json", "columns": columns}
     lines, sound = look(root)
     assert sound
     assert "  found   mine.json" in lines
-    assert yaml.safe_load(lines[-1])["pairs"]["options"] == {"manifest": "mine.json", "columns": columns}
+    assert yaml.safe_load(lines[-1])["mine"]["options"] == {"manifest": "mine.json", "columns": columns}
 
 
 def test_a_manifest_without_a_split_is_suggested_for_training_and_one_without_captions_is_no_manifest(tmp_path):
@@ -225,7 +225,7 @@ def test_a_manifest_without_a_split_is_suggested_for_training_and_one_without_ca
     with pytest.raises(DataError, match="looks like none of the layouts"):
         recognise(tmp_path)
     write_json(tmp_path / "list.json", [{"source": "a.png", "target": "b.png", "text": "it fell"}])
-    _, entry = recognise(tmp_path)
+    _, entry, _ = recognise(tmp_path)
     assert entry.options["split"] == "train"
     assert entry.options["columns"] == {"before": "source", "after": "target", "captions": "text"}
 
@@ -236,17 +236,17 @@ def test_a_parquet_manifest_is_known_by_its_schema_and_a_broken_file_is_passed_o
     pl.DataFrame({"img1": ["a"], "img2": ["b"], "caption": ["c"], "subset": ["val"]}).write_parquet(
         tmp_path / "m.parquet"
     )
-    _, entry = recognise(tmp_path)
+    _, entry, _ = recognise(tmp_path)
     assert entry.options["manifest"] == "m.parquet"
     assert entry.options["columns"]["split"] == "subset"
 
 
 def test_odd_names_come_out_as_exact_yaml(tmp_path):
     root = write_manifest(tmp_path / "it's: #1", "yes.json", captions="text")
-    _, entry = recognise(root)
+    _, entry, _ = recognise(root)
     ((name, given),) = yaml.safe_load(look(root).lines[-1]).items()
     assert DatasetEntry.model_validate(given) == entry
-    assert name == "pairs"
+    assert name == "it_s_1"
 
 
 def test_a_split_that_is_none_of_three_is_shown(tmp_path):
@@ -263,8 +263,7 @@ def test_a_dataset_of_params_is_read_with_its_own_options_and_its_own_splits(tmp
     root = write_manifest(tmp_path, "list.json", before="first", after="second")
     edit_json(root / "list.json", lambda rows: rows[0].update(split="val"))
     options = {"manifest": "list.json", "columns": {"before": "first", "after": "second"}}
-    with pytest.raises(DataError, match="looks like none of the layouts"):
-        look(root)
+    assert look(root).lines[0] == f"{root} looks like pairs"
     entry = DatasetEntry(reader="pairs", root=Path(os.path.relpath(root)), options=options, train_on=("train", "val"))
     other = DatasetEntry(reader="iedit", root=tmp_path / "elsewhere")
     lines, sound = check(root, {"other": other, "own": entry})

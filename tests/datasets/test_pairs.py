@@ -1,0 +1,433 @@
+"""The options of the reader `pairs`: each layout is read as the same two pairs."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from components.datasets import pairs
+from components.datasets.tables import columns_in, look_up, pick
+from components.params import load_params
+from components.records import DataError
+from components.section import ParamsError
+from tests.layouts import run_ingest, run_validate, save_picture, write_json
+
+Write = Callable[[Path], Any]
+
+
+def as_json(name: str, value: Any) -> Write:
+    return lambda root: write_json(root / name, value)
+
+
+def as_lines(name: str, rows: list[Any]) -> Write:
+    def write(root: Path) -> None:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    return write
+
+
+def as_text(**files: str) -> Write:
+    """Files by name, __ for a dot."""
+    return lambda root: [(root / name.replace("__", ".")).write_text(text) for name, text in files.items()]
+
+
+def both(*writes: Write) -> Write:
+    return lambda root: [write(root) for write in writes]
+
+
+def talk(asks: str, answers: str, who: str, says: str) -> list[dict[str, str]]:
+    """A conversation in the keys of a format."""
+    return [{who: asks, says: "<image><image>\nWhat changed?"}, {who: answers, says: "it fell"}]
+
+
+def two(make: Callable[[str, str, str], dict[str, Any]]) -> list[dict[str, Any]]:
+    return [make("a/1.png", "b/1.png", "train"), make("a/2.png", "b/2.png", "val")]
+
+
+PLAIN = two(lambda before, after, split: {"before": before, "after": after, "captions": "it fell", "split": split})
+DEV = [row | {"split": {"train": "Train", "val": "validation"}[row["split"]]} for row in PLAIN]
+IMAGES = {"images": "images", "split": "split", "id": None}
+
+LAYOUTS: dict[str, tuple[Write, dict[str, Any]]] = {
+    "a pattern": (both(as_lines("p-0.jsonl", PLAIN[:1]), as_lines("p-1.jsonl", PLAIN[1:])), {"manifest": "p-*.jsonl"}),
+    "a pattern over folders": (
+        both(as_lines("x/p.jsonl", PLAIN[:1]), as_lines("y/p.jsonl", PLAIN[1:])),
+        {"manifest": "*/p.jsonl"},
+    ),
+    "a file for each split": (
+        as_text(
+            train__csv="before,after,captions\na/1.png,b/1.png,it fell\n",
+            dev__csv="before,after,captions\na/2.png,b/2.png,it fell\n",
+        ),
+        {"manifest": {"train": "train.csv", "val": "dev.csv"}},
+    ),
+    "splits of other names": (
+        as_json("p.json", DEV),
+        {"manifest": "p.json", "splits": {"Train": "train", "validation": "val"}},
+    ),
+    "templates": (
+        as_text(p__csv="number,captions,split\n1,it fell,train\n2,it fell,val\n"),
+        {"manifest": "p.csv", "columns": {"before": "a/{number}.png", "after": "b/{number}.png"}},
+    ),
+    "captions by key": (
+        as_json("p.json", {"1": ["it fell"], "2": ["it fell"]}),
+        {
+            "manifest": "p.json",
+            "columns": {"before": "a/{key}.png", "after": "b/{key}.png", "captions": "value"},
+            "split": "test",
+        },
+    ),
+    "records by key": (
+        as_json("p.json", {row["before"]: {k: v for k, v in row.items() if k != "before"} for row in PLAIN}),
+        {"manifest": "p.json", "columns": {"before": "key"}},
+    ),
+    "rows below a key, nested": (
+        as_json(
+            "p.json",
+            {
+                "info": {},
+                "data": {
+                    "rows": two(lambda a, b, s: {"x": {"files": [a, b]}, "m": {"s": s}, "t": [{"raw": "it fell"}]})
+                },
+            },
+        ),
+        {
+            "manifest": "p.json",
+            "rows": "data.rows",
+            "columns": {"before": "x.files.0", "after": "x.files.-1", "captions": "t.*.raw", "split": "m.s"},
+        },
+    ),
+    "a filter": (
+        as_json("p.json", [PLAIN[0], {"lang": "fr", "split": "train"}, PLAIN[1]]),
+        {"manifest": "p.json", "where": {"lang": [None, "en"]}},
+    ),
+    "semicolons": (
+        as_text(p__csv="before;after;captions;split\na/1.png;b/1.png;it fell;train\na/2.png;b/2.png;it fell;val\n"),
+        {"manifest": "p.csv", "delimiter": ";"},
+    ),
+    "LLaVA": (
+        as_json(
+            "p.json",
+            two(
+                lambda a, b, s: {
+                    "id": f"{a}#0",
+                    "image": [a, b],
+                    "conversations": talk("human", "gpt", "from", "value"),
+                }
+            ),
+        ),
+        {"manifest": "p.json", "columns": IMAGES | {"images": "image", "captions": "conversations"}, "split": "train"},
+    ),
+    "M4-Instruct": (
+        as_json(
+            "p.json",
+            two(
+                lambda a, b, s: {
+                    "sample_id": 7,
+                    "image": [a, b],
+                    "conversations": talk("human", "gpt", "from", "value"),
+                    "metadata": {"dataset": "Spot-the-Diff", "split": s, "question_type": "open-ended"},
+                }
+            )
+            + [{"sample_id": 8, "image": ["c.png"], "conversations": [], "metadata": {"dataset": "VQA"}}],
+        ),
+        {
+            "manifest": "p.json",
+            "columns": {"images": "image", "captions": "conversations", "split": "metadata.split"},
+            "where": {"metadata.dataset": "Spot-the-Diff"},
+        },
+    ),
+    "the project's own export": (
+        as_json(
+            "p.json",
+            two(
+                lambda a, b, s: {
+                    "id": f"mini/{a}#0",
+                    "image": [a, b],
+                    "images": [a, b],
+                    "conversations": talk("human", "gpt", "from", "value"),
+                    "metadata": {"dataset": "mini", "split": s},
+                }
+            ),
+        ),
+        {
+            "manifest": "p.json",
+            "columns": {"images": "images", "captions": "conversations", "split": "metadata.split", "id": None},
+        },
+    ),
+    "LLaMA-Factory, Alpaca": (
+        as_json("p.json", two(lambda a, b, s: {"instruction": "?", "output": "it fell", "images": [a, b], "split": s})),
+        {"manifest": "p.json", "columns": IMAGES | {"captions": "output"}},
+    ),
+    "LLaMA-Factory, ShareGPT": (
+        as_json(
+            "p.json",
+            two(lambda a, b, s: {"images": [a, b], "conversations": talk("human", "gpt", "from", "value"), "split": s}),
+        ),
+        {"manifest": "p.json", "columns": IMAGES | {"captions": "conversations"}},
+    ),
+    "ms-swift": (
+        as_lines(
+            "p.jsonl",
+            two(
+                lambda a, b, s: {"images": [a, b], "messages": talk("user", "assistant", "role", "content"), "split": s}
+            ),
+        ),
+        {"manifest": "p.jsonl", "columns": IMAGES | {"captions": "messages"}},
+    ),
+    "messages in parts": (
+        as_lines(
+            "p.jsonl",
+            two(
+                lambda a, b, s: {
+                    "images": [a, b],
+                    "messages": [
+                        {"role": "system", "content": "be brief"},
+                        {"role": "user", "content": [{"type": "image"}, {"type": "image"}]},
+                        {"role": "assistant", "content": [{"type": "text", "text": "it fell"}]},
+                    ],
+                    "split": s,
+                }
+            ),
+        ),
+        {"manifest": "p.jsonl", "columns": IMAGES | {"captions": "messages"}},
+    ),
+    "nested Parquet": (
+        lambda root: pl.DataFrame(
+            two(lambda a, b, s: {"images": [a, b], "meta": {"s": s}, "sentences": [{"raw": "it fell"}]})
+        ).write_parquet(root / "p.parquet"),
+        {
+            "manifest": "p.parquet",
+            "columns": {"images": "images", "captions": "sentences.*.raw", "split": "meta.s"},
+        },
+    ),
+}
+
+
+def read(root: Path, **options: Any) -> list[Any]:
+    return list(pairs.read(root, **options))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_is_read_as_the_same_two_pairs(tmp_path, name):
+    write, options = LAYOUTS[name]
+    write(tmp_path)
+    rows = read(tmp_path, **options)
+    assert [(row.before, row.after, row.references, row.fault) for row in rows] == [
+        ("a/1.png", "b/1.png", ["it fell"], None),
+        ("a/2.png", "b/2.png", ["it fell"], None),
+    ]
+    assert [row.split for row in rows] == ([options["split"]] * 2 if "split" in options else ["train", "val"])
+    assert len({row.name for row in rows}) == 2
+
+
+def test_the_columns_of_one_layout_stand_in_params_as_they_are_given(tmp_path):
+    """What the tests hand to the reader is also what params.yaml takes."""
+    raw = yaml.safe_load(Path("params.yaml").read_text())
+    for number, (_, options) in enumerate(LAYOUTS.values()):
+        raw["ingest"]["datasets"][f"own{number}"] = {"reader": "pairs", "root": f"data/own{number}", "options": options}
+    (tmp_path / "p.yaml").write_text(yaml.safe_dump(raw))
+    assert load_params(tmp_path / "p.yaml").ingest.datasets["own0"].options == {"manifest": "p-*.jsonl"}
+
+
+def test_options_of_the_wrong_kind_are_refused_before_anything_runs(tmp_path):
+    raw = yaml.safe_load(Path("params.yaml").read_text())
+    options = {
+        "splits": {"dev": "valid"},
+        "columns": {"befor": "x", "after": "{x"},
+        "manifest": {"dev": "a"},
+        "rows": 3,
+    }
+    raw["ingest"]["datasets"]["own"] = {"reader": "pairs", "root": "data/own", "options": options}
+    (tmp_path / "p.yaml").write_text(yaml.safe_dump(raw))
+    with pytest.raises(ParamsError) as error:
+        load_params(tmp_path / "p.yaml")
+    found = [line.removeprefix("  ingest.datasets.own.options.") for line in str(error.value).split("\n")[1:]]
+    assert sorted(found) == [
+        "columns.after: expected '}' before end of string (found '{x')",
+        "columns.befor: expected 'before', 'after', 'images', 'captions', 'split', 'id', 'scene' or 'change_types' "
+        "(found 'befor')",
+        "manifest.dev: expected 'train', 'val' or 'test' (found 'dev')",
+        "rows: expected text (found 3)",
+        "splits.dev: expected 'train', 'val' or 'test' (found 'valid')",
+    ]
+
+
+def test_a_pair_without_a_change_is_marked_by_its_type_or_by_a_column_of_ones_own(tmp_path):
+    write_json(tmp_path / "m.json", [PLAIN[0] | {"change_types": "none"}, PLAIN[1] | {"changeflag": 0}])
+    marked, other = read(tmp_path, manifest="m.json")
+    assert (marked.change_types, other.change_types) == (["none"], [])
+    marked, other = read(tmp_path, manifest="m.json", no_change={"changeflag": 0})
+    assert (marked.change_types, other.change_types) == (["none"], ["none"])
+
+
+def test_rows_of_one_pair_are_one_pair_where_the_column_id_is_passed_over(tmp_path):
+    write_json(tmp_path / "m.json", [PLAIN[0] | {"id": "1#0"}, PLAIN[0] | {"id": "1#1", "captions": "it broke"}])
+    assert len(read(tmp_path, manifest="m.json")) == 2
+    (row,) = read(tmp_path, manifest="m.json", columns={"id": None})
+    assert (row.name, row.references, row.raw_rows) == ("a/1.png|b/1.png", ["it fell", "it broke"], 2)
+
+
+@pytest.mark.parametrize(
+    ("row", "fault"),
+    [
+        (
+            {"images": ["a", "b", "c"], "x": "t"},
+            "images: expected a list of two images, found a list of 3; take others",
+        ),
+        ({"images": "a", "x": "t"}, "images: expected a list of two images, found text 'a'"),
+        ({"x": "t"}, "images: is missing"),
+        ({"images": ["a", "b"]}, "x: is missing"),
+        (
+            {"images": ["a", "b"], "x": [{"from": "human", "value": "?"}]},
+            "captions: expected a conversation with one ans",
+        ),
+        (
+            {"images": ["a", "b"], "x": [{"from": "gpt", "value": "y"}] * 2},
+            "captions: expected a conversation with one ",
+        ),
+    ],
+)
+def test_a_row_that_is_no_pair_stands_alone_with_what_is_wrong(tmp_path, row, fault):
+    write_json(tmp_path / "m.json", [row])
+    (found,) = read(tmp_path, manifest="m.json", columns={"images": "images", "captions": "x"}, split="train")
+    assert found.fault.startswith(fault)
+
+
+def test_files_of_a_pattern_are_named_with_their_folder_and_a_pattern_without_a_file_is_refused(tmp_path):
+    write, options = LAYOUTS["a pattern over folders"]
+    write(tmp_path)
+    assert [row.source for row in read(tmp_path, **options)] == ["x/p.jsonl, line 1", "y/p.jsonl, line 1"]
+    with pytest.raises(DataError, match=r"\*\.tsv: no file is called so; correct `manifest` or the root"):
+        read(tmp_path, manifest="*.tsv")
+    (tmp_path / "p[1].jsonl").write_text(json.dumps(PLAIN[0]))
+    assert len(read(tmp_path, manifest="p[1].jsonl")) == 1
+
+
+def test_the_same_pair_in_two_files_of_different_splits_is_a_contradiction(tmp_path):
+    for name in ("a.jsonl", "b.jsonl"):
+        as_lines(name, PLAIN[:1])(tmp_path)
+    rows = read(tmp_path, manifest={"train": "a.jsonl", "test": "b.jsonl"})
+    assert [row.fault for row in rows if row.fault] == [
+        "id: a.jsonl, line 1 has the same id, but other images, split or scene"
+    ]
+
+
+def test_a_header_must_have_what_a_template_or_a_path_begins_with(tmp_path):
+    (tmp_path / "m.csv").write_text("number,captions,split\n1,x,train\n")
+    with pytest.raises(DataError, match=r"m\.csv: no column name; found number, captions, split"):
+        read(tmp_path, manifest="m.csv", columns={"before": "a/{name}.png", "after": "{number}"})
+
+
+def test_a_row_that_cannot_be_parsed_is_no_row_that_a_filter_passes_over(tmp_path):
+    (tmp_path / "m.jsonl").write_text(json.dumps(PLAIN[0] | {"lang": "en"}) + '\n{"lang": \n')
+    bad, good = read(tmp_path, manifest="m.jsonl", where={"lang": "en"})
+    assert (bad.source, good.fault) == ("m.jsonl, line 2", None)
+
+
+def test_rows_that_are_neither_a_list_nor_an_object_are_refused(tmp_path):
+    write_json(tmp_path / "m.json", {"data": 3})
+    with pytest.raises(
+        DataError, match=r"m\.json: rows: expected a list or an object at 'data', found a whole number 3"
+    ):
+        read(tmp_path, manifest="m.json", rows="data")
+
+
+def test_paths_lead_into_nested_values_and_a_column_of_the_whole_name_comes_first():
+    row = {"a.b": 1, "a": {"b": 2, "c": [{"d": 3}, {"d": 4}]}}
+    paths = ("a.b", "a.c.0.d", "a.c.-1.d", "a.c.*.d", "a.c.2.d", "a.c.--1", "z.y", "a.b.c")
+    assert [pick(row, path) for path in paths] == [1, 3, 4, [3, 4], None, None, None, None]
+    assert pick(row, "") == row
+
+
+def test_templates_are_filled_and_numbers_padded():
+    row = {"n": "7", "m": {"s": "val"}, "k": 12}
+    assert look_up(row, "{m.s}/{n:06}_{k:03}.png") == "val/000007_012.png"
+    assert look_up(row, "{m.s}/{gone}.png") is None
+    assert look_up({"{x}": 1}, "{x}") == 1
+    assert columns_in("{m.s}/{n:06}.png") == ["m.s", "n"]
+    with pytest.raises(DataError, match=r"columns: text 'val' cannot be written as \{:06d\}; correct the template"):
+        look_up(row, "{m.s:06d}")
+
+
+def write_embedded(root: Path, pairs_of: list[tuple[int, int, str]], **columns: Any) -> Path:
+    """What `datasets` writes of pairs of images, two pairs to a row group."""
+
+    def picture(number: int) -> bytes:
+        return save_picture(root.parent / "pictures" / f"{number}.png", number).read_bytes()
+
+    image = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    values = {
+        "before": pa.array([{"bytes": picture(before), "path": None} for before, _, _ in pairs_of], image),
+        "after": pa.array([{"bytes": picture(after), "path": "x.png"} for _, after, _ in pairs_of], image),
+        "caption": pa.array([caption for _, _, caption in pairs_of]),
+    }
+    root.mkdir(exist_ok=True)
+    pq.write_table(pa.table(values | columns), root / "p.parquet", row_group_size=2)
+    return root
+
+
+EMBEDDED = {"manifest": "p.parquet", "columns": {"captions": "caption"}, "split": "train"}
+
+
+def test_images_inside_parquet_are_written_beside_the_records_and_are_the_same_bytes(tmp_path):
+    root = write_embedded(tmp_path / "raw", [(1, 2, "a"), (3, 4, "b"), (5, 1, "d"), (1, 2, "c"), (6, 7, "e")])
+    rows = read(root, **EMBEDDED)
+    assert [(row.references, row.fault) for row in rows] == [
+        (["a", "c"], None),
+        (["b"], None),
+        (["d"], None),
+        (["e"], None),
+    ]
+    run_ingest(root, "pairs", "own", **EMBEDDED)
+    records = pl.read_parquet(tmp_path / "records/own/records.parquet")
+    assert records["fault"].to_list() == [None] * 4
+    found = [[Path(path).read_bytes() for path in pair] for pair in records.select("before", "after").rows()]
+    numbers = [(1, 2), (3, 4), (5, 1), (6, 7)]
+    assert found == [[(tmp_path / f"pictures/{n}.png").read_bytes() for n in pair] for pair in numbers]
+    images = sorted((tmp_path / "records/own/images").iterdir())
+    assert len(images) == 7
+    assert {path.suffix for path in images} == {".png"}
+    before = [(path.name, path.read_bytes()) for path in images]
+    run_ingest(root, "pairs", "own", **EMBEDDED)
+    assert [(path.name, path.read_bytes()) for path in sorted((tmp_path / "records/own/images").iterdir())] == before
+    assert run_validate(tmp_path, max_quarantined_share=0).quarantined == 0
+
+
+def test_a_list_of_embedded_images_is_a_pair_and_an_image_without_bytes_is_its_path(tmp_path):
+    image = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    data = save_picture(tmp_path / "1.png", 1).read_bytes()
+    both = [{"bytes": data, "path": None}, {"bytes": None, "path": "b/2.png"}]
+    table = {"images": pa.array([both], pa.list_(image)), "captions": ["it fell"], "split": ["val"]}
+    pq.write_table(pa.table(table), tmp_path / "p.parquet")
+    (row,) = read(tmp_path, manifest="p.parquet", columns={"images": "images"})
+    assert (row.before.read(), row.after, row.fault) == (data, "b/2.png", None)
+
+
+def test_what_datasets_writes_is_what_is_read(tmp_path):
+    from datasets import Dataset, Features, Image, Value
+    from PIL import Image as Pillow
+
+    images = [Pillow.open(save_picture(tmp_path / f"{number}.png", number)).copy() for number in range(2)]
+    features = Features({"before": Image(), "after": Image(), "captions": Value("string"), "split": Value("string")})
+    rows = {"before": images[:1], "after": images[1:], "captions": ["it fell"], "split": ["test"]}
+    (tmp_path / "raw").mkdir()
+    Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "raw/p.parquet")
+    run_ingest(tmp_path / "raw", "pairs", "own", manifest="p.parquet")
+    record = pl.read_parquet(tmp_path / "records/own/records.parquet").row(0, named=True)
+    assert Pillow.open(record["after"]).tobytes() == images[1].tobytes()
+
+
+def test_a_parquet_file_with_images_that_is_cut_short_is_named(tmp_path):
+    root = write_embedded(tmp_path / "raw", [(1, 2, "a")] * 9)
+    data = (root / "p.parquet").read_bytes()
+    (root / "p.parquet").write_bytes(data[:4] + bytes(300) + data[304:])
+    with pytest.raises(DataError, match=r"(?s)p\.parquet: cannot be read as Parquet: .*; write it again"):
+        read(root, **EMBEDDED)
