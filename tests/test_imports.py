@@ -24,6 +24,7 @@ SHARED = {
     "image_cache",
     "image_check",
     "images",
+    "saliency",
     "tracking",
     "decisions",
     "datasets",

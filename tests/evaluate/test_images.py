@@ -8,9 +8,10 @@ from PIL import Image
 
 from components.datasets import DATASETS
 from components.datasets.spec import Licence, Permission
-from components.evaluate.report.figures import SaliencyMaps, load_small, overlay
+from components.evaluate.report.figures import SaliencyMaps, load_small
 from components.evaluate.report.images import ImageRights, ImageStore, as_webp, draw_images, rights_of
 from components.records import DataError
+from components.saliency import outlined
 from tests.evaluate import bench
 
 OPEN = {"toy": ImageRights(True, None)}
@@ -52,12 +53,12 @@ def test_each_pair_has_its_own_images_in_order(tmp_path: Path):
     maps = SaliencyMaps(tmp_path / "predictions" / "saliency.npz")
     for pair, drawn in zip(pairs, draw_images(pairs, OPEN, maps), strict=True):
         after = load_small(pair.after, pair.after_sha256)
-        heat = maps.heat(pair.id, after.size)
-        assert heat is not None
+        grid = maps.of(pair.id)
+        assert grid is not None
         assert drawn == (
             as_webp(load_small(pair.before, pair.before_sha256)),
             as_webp(after),
-            as_webp(overlay(after, heat)),
+            as_webp(outlined(after, grid)),
         )
 
 

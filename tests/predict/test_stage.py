@@ -257,7 +257,7 @@ def test_a_family_without_maps_leaves_an_empty_file_of_them(
     assert len(json.loads((tmp_path / "predictions.json").read_text())) == 5
     maps = SaliencyMaps(tmp_path / "saliency.npz")
     assert len(maps) == 0
-    assert maps.heat(IDS[0], (40, 40)) is None
+    assert maps.of(IDS[0]) is None
 
 
 @pytest.mark.parametrize(("limit", "count"), [(1, 1), (3, 3), (5, 5), (9, 5)])

@@ -1,4 +1,4 @@
-"""What the report draws: images made small, a saliency map as heat over the after-image, and training curves."""
+"""What the report draws: images made small, saliency maps, and training curves."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -6,14 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image
 
 from components.images import ImageError, load_image
 from components.records import DataError
 
 MAX_PX = 384
-HEAT_RGB = np.array([[255, 205, 90], [240, 90, 40], [190, 20, 60]], dtype=np.float32)  # from little to much
-HEAT_OPACITY = 0.85
 MAX_POINTS = 400
 STYLES = ("main", "second", "third", "fourth", "fifth")
 
@@ -33,43 +31,19 @@ def load_small(path: Path, sha256: bytes) -> Image.Image:
 
 
 class SaliencyMaps:
-    """Where the model finds the two images different: a map to each pair id, on one scale for the whole report."""
+    """Where the model looks for the difference: a map to each pair id."""
 
     def __init__(self, path: Path) -> None:
         with np.load(path) as arrays:
-            maps = arrays["maps"].astype(np.float32)
+            self.maps = arrays["maps"].astype(np.float32)
             self.rows = {str(i): row for row, i in enumerate(arrays["ids"])}
-        if self.rows:
-            maps = maps - np.median(maps, axis=(1, 2), keepdims=True)
-        self.maps = maps
-        self.typical_peak = (float(np.median(maps.max(axis=(1, 2)))) if self.rows else 0.0) or 1.0
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def heat(self, pair: str, size: tuple[int, int]) -> np.ndarray | None:
-        """Values 0 to 1 [height, width] for an image of `size` (width, height); None where the pair has no map.
-
-        The model sees an image padded to a square, so the map covers that. A map without a peak stays cool.
-        """
-        if pair not in self.rows:
-            return None
-        grid = self.maps[self.rows[pair]]
-        grid = grid / max(float(grid.max()), self.typical_peak / 2)
-        (width, height), side = size, max(size)
-        square = Image.fromarray(grid).resize((side, side), Image.Resampling.BICUBIC)
-        left, top = (side - width) // 2, (side - height) // 2
-        return np.asarray(square.crop((left, top, left + width, top + height))).clip(0, 1)
-
-
-def overlay(image: Image.Image, heat: np.ndarray) -> Image.Image:
-    """The image, greyed, under its heat [height, width]."""
-    grey = np.asarray(ImageOps.grayscale(image), dtype=np.float32)[..., None].repeat(3, axis=2)
-    calm = 0.15 * np.asarray(image, dtype=np.float32) + 0.6 * grey + 0.25 * 235
-    place = heat * (len(HEAT_RGB) - 1)
-    colour = np.stack([np.interp(place, range(len(HEAT_RGB)), HEAT_RGB[:, c]) for c in range(3)], axis=2)
-    opacity = HEAT_OPACITY * (heat * heat * (3 - 2 * heat))[..., None] ** 0.75
-    return Image.fromarray((calm * (1 - opacity) + colour * opacity).round().astype(np.uint8))
+    def of(self, pair: str) -> np.ndarray | None:
+        """[rows, columns], sums to 1; None where the pair has no map."""
+        return self.maps[self.rows[pair]] if pair in self.rows else None
 
 
 @dataclass(frozen=True)

@@ -175,7 +175,7 @@ function card(pair, place) {
   if (pair.images) {
     const [before, after, heat] = pair.images;
     made.append(make("div", {className: heat ? "trio" : "trio two"}, picture(before, "before", "before"), picture(after, "after", "after"),
-      heat ? picture(heat, "saliency map", "after, under its saliency map") : null));
+      heat ? picture(heat, "saliency map", "after, with the outlines of its saliency map") : null));
   } else made.append(forbidden(pair));
   PAGE.runs.forEach((_, run) => made.append(...captionOf(pair, run)));
   const others = pair.references.length - 1;

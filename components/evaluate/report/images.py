@@ -12,8 +12,9 @@ from PIL import Image
 
 from components.datasets.spec import DatasetSpec, check_licence
 from components.evaluate.pairs import EvalPair
-from components.evaluate.report.figures import SaliencyMaps, load_small, overlay
+from components.evaluate.report.figures import SaliencyMaps, load_small
 from components.records import DataError
+from components.saliency import outlined
 
 BASE64 = 4 / 3
 """Bytes in the page to a byte of an image."""
@@ -80,7 +81,7 @@ class ImageStore:
 
 
 class PairImages(NamedTuple):
-    """WebP files; `saliency` is the after-image under its map, None where there is none."""
+    """WebP files; `saliency` is the after-image with the outlines of its map, None where there is none."""
 
     before: bytes
     after: bytes
@@ -105,9 +106,9 @@ def draw_images(
 
 def draw_pair(pair: EvalPair, saliency: SaliencyMaps | None) -> PairImages:
     after = load_small(pair.after, pair.after_sha256)
-    heat = saliency.heat(pair.id, after.size) if saliency else None
+    grid = saliency.of(pair.id) if saliency else None
     before = load_small(pair.before, pair.before_sha256)
-    return PairImages(as_webp(before), as_webp(after), None if heat is None else as_webp(overlay(after, heat)))
+    return PairImages(as_webp(before), as_webp(after), None if grid is None else as_webp(outlined(after, grid)))
 
 
 def as_webp(image: Image.Image) -> bytes:

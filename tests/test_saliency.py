@@ -1,0 +1,100 @@
+"""Outlines of a saliency map: around the right cells, on one scale, with the image under them as it was."""
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from components.saliency import LEVELS, borders, fitted, outlined
+
+GREY = (90, 120, 90)
+THIN, SOME, THICK = LEVELS.values()
+
+
+def even(rows: int = 5, columns: int = 5) -> np.ndarray:
+    return np.full((rows, columns), 1 / (rows * columns))
+
+
+def with_shares(row: int, column: int, shares: float) -> np.ndarray:
+    grid = even()
+    grid[row, column] *= shares
+    return grid
+
+
+def drawn(grid: np.ndarray, size: tuple[int, int] = (100, 100)) -> np.ndarray:
+    return np.asarray(outlined(Image.new("RGB", size, GREY), grid))
+
+
+def has(picture: np.ndarray, colour: tuple[int, int, int]) -> bool:
+    return bool((picture == colour).all(axis=-1).any())
+
+
+def extent(picture: np.ndarray) -> tuple[int, int, int, int]:
+    """Left, top, right and bottom of what is not the image."""
+    rows, columns = np.nonzero((picture != GREY).any(axis=-1))
+    return columns.min(), rows.min(), columns.max(), rows.max()
+
+
+def test_a_map_that_is_even_outlines_nothing():
+    assert (drawn(even()) == GREY).all()
+    assert (drawn(with_shares(1, 3, 1.9)) == GREY).all()
+
+
+def test_the_outline_is_around_its_cell_and_the_image_stays_inside_and_outside():
+    picture = drawn(with_shares(1, 3, 2.5))
+    left, top, right, bottom = extent(picture)
+    assert (left, top, right, bottom) == pytest.approx((60, 20, 80, 40), abs=3)
+    assert (picture[24:36, 64:76] == GREY).all()
+
+
+@pytest.mark.parametrize(
+    ("shares", "colours"), [(2.0, {THIN}), (2.9, {THIN}), (3.1, {SOME}), (4.0, {THICK}), (9.0, {THICK})]
+)
+def test_the_colour_says_how_many_shares_a_cell_has(shares, colours):
+    picture = drawn(with_shares(2, 2, shares))
+    assert {colour for colour in LEVELS.values() if has(picture, colour)} - colours <= {THIN, SOME}
+    assert all(has(picture, colour) for colour in colours)
+    assert has(picture, THICK) == (THICK in colours)
+
+
+def test_the_scale_is_the_same_for_a_finer_map():
+    coarse, fine = even(5, 5), even(10, 10)
+    coarse[1, 3] *= 3.5
+    fine[2:4, 6:8] *= 3.5
+    assert (drawn(coarse) == drawn(fine)).all()
+
+
+def test_neighbours_share_one_outline():
+    grid = even()
+    grid[1, 1:3] *= 2.5
+    sides = list(borders(grid * grid.size >= 2))
+    assert len(sides) == 6
+    assert ((0.4, 0.2), (0.4, 0.4)) not in sides
+
+
+def test_sides_of_a_cell_in_the_corner():
+    inside = np.zeros((2, 4), bool)
+    inside[1, 3] = True
+    assert set(borders(inside)) == {
+        ((0.75, 0.5), (1.0, 0.5)),
+        ((0.75, 1.0), (1.0, 1.0)),
+        ((0.75, 0.5), (0.75, 1.0)),
+        ((1.0, 0.5), (1.0, 1.0)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("size", "cell", "wanted"), [((100, 50), (2, 4), (80, 15, 100, 35)), ((50, 100), (4, 2), (15, 80, 35, 100))]
+)
+def test_the_map_covers_the_square_that_the_image_is_padded_to(size, cell, wanted):
+    assert extent(drawn(with_shares(*cell, 2.5), size)) == pytest.approx(wanted, abs=3)
+
+
+def test_at_the_edge_the_whole_line_is_seen():
+    assert fitted(((0.0, 0.0), (0.2, 0.0)), (100, 100), 3) == ((2, 2), (20, 2))
+    assert fitted(((0.8, 1.0), (1.0, 1.0)), (100, 100), 3) == ((80, 97), (97, 97))
+
+
+def test_the_image_that_is_given_is_not_drawn_on():
+    image = Image.new("RGB", (20, 20), GREY)
+    outlined(image, with_shares(0, 0, 5))
+    assert (np.asarray(image) == GREY).all()
