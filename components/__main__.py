@@ -196,6 +196,27 @@ def compare(args: argparse.Namespace) -> None:
     print(f"\npair by pair: {args.out}")
 
 
+def caption(args: argparse.Namespace) -> int:
+    params = parameters(args)
+    from components.caption.caption import caption_pairs
+    from components.caption.model import load
+    from components.caption.pairs import find_pairs
+
+    pairs = find_pairs(args.before, args.after)
+    captioner = load(params.register_, args.model, args.base or params.train.base, params.predict.max_new_tokens)
+    sound = True
+    for answer in caption_pairs(captioner, pairs, args.question, args.overlay):
+        sound &= answer.fault is None
+        if args.json:
+            print(json.dumps(answer.as_dict(), ensure_ascii=False), flush=True)
+        elif answer.fault:
+            print(f"m3diff caption: {answer.fault}", file=sys.stderr)
+        else:
+            text = " ".join((answer.caption or "").split())  # a line, whatever an untrained model says
+            print(text if len(pairs) == 1 else f"{answer.pair.name}\t{text}", flush=True)
+    return 0 if sound else DATA_REFUSED
+
+
 def data(args: argparse.Namespace) -> int:
     params = parameters(args)
     if args.action == "statistics":
@@ -286,6 +307,7 @@ COMMANDS: dict[str, tuple[Command, str]] = {
     "prune": (prune, "remove old versions with their weights, branches and data; never what a kept one needs"),
     "plan": (plan, "what a training run will cost: parameters, tokens, FLOPs, memory, hours; trains nothing"),
     "compare": (compare, "two runs on the same test pairs: differences with their intervals, and a page of the pairs"),
+    "caption": (caption, "say what changed between two images, or between many; no server is needed"),
     "data": (data, "look at data: `data check ROOT` before anything is run, `data statistics` after validate"),
     "score": (score, "score anyone's captions by a benchmark's protocol; no images, model or parameters file"),
     "export": (export, "copy the trained model out: merged, or its adapters with the path to their base"),
@@ -305,6 +327,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands["profile"].add_argument("name", help="a file of profiles/, without .yaml")
     commands["migrate"].add_argument("file", type=Path, help="the file to rewrite; a copy of it is kept")
     _add_champion(commands["promote"], commands["rollback"], commands["history"])
+    _add_caption(commands["caption"])
     _add_compare(commands["compare"])
     _add_export(commands["export"], commands["export-llava"])
     _add_data(commands["data"])
@@ -312,6 +335,19 @@ def make_parser() -> argparse.ArgumentParser:
     _add_plan(commands["plan"])
     _add_score(commands["score"])
     return parser
+
+
+def _add_caption(command: argparse.ArgumentParser) -> None:
+    command.add_argument("before", type=Path, help="an image, a folder of images, or a CSV file (before, after)")
+    command.add_argument("after", type=Path, nargs="?", help="an image, or a folder of images with the same names")
+    command.add_argument(
+        "--model", default="champion", help="a version by number or alias, or a checkpoint's folder (default: champion)"
+    )
+    command.add_argument("--base", type=Path, metavar="FOLDER", help="the base of adapters; else that of train.base")
+    command.add_argument("--question", metavar="TEXT", help="what is asked of each pair, else what changed")
+    drawn = "both images, what the model looked at outlined; for many pairs, a folder"
+    command.add_argument("--overlay", type=Path, metavar="PNG", help=drawn)
+    command.add_argument("--json", action="store_true", help="one JSON object a line")
 
 
 def _add_export(model: argparse.ArgumentParser, llava: argparse.ArgumentParser) -> None:

@@ -18,7 +18,11 @@ from typing import Any
 
 import mlflow
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param
+from mlflow.entities.model_registry import ModelVersion
+from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
+
+from components.records import DataError
 
 SQLITE = "sqlite:///"
 FORBIDDEN = re.compile(r"[^\w.\- :/]")  # in the name of a metric
@@ -95,6 +99,31 @@ def experiment_id(client: MlflowClient, name: str) -> str:
         return client.create_experiment(name)
     root = Path(store.removeprefix(SQLITE)).parent / "artifacts"
     return client.create_experiment(name, artifact_location=(root / name).as_uri())
+
+
+def find_version(client: MlflowClient, name: str, version: str) -> ModelVersion:
+    """The version of a number or alias.
+
+    Raises:
+        DataError: there is none; lists those that are there.
+    """
+    try:
+        if version.isdecimal():
+            return client.get_model_version(name, version)
+        return client.get_model_version_by_alias(name, version)
+    except MlflowException as error:
+        there = sorted((int(v.version) for v in client.search_model_versions(f"name = '{name}'")), reverse=True)
+        raise DataError(f"model {name!r} has no version {version!r}; there are {there or 'none'}") from error
+
+
+def download_checkpoint(version: ModelVersion, into: Path | None = None) -> Path | None:
+    """The checkpoint as MLflow keeps it, in `into`, else where it lies if that is on this machine; None where it keeps
+    none."""
+    place = f"models:/{version.name}/{version.version}/artifacts/checkpoint"
+    try:
+        return Path(mlflow.artifacts.download_artifacts(artifact_uri=place, dst_path=str(into) if into else None))
+    except (MlflowException, OSError):
+        return None
 
 
 def flatten(tree: Any, prefix: str = "", separator: str = ".") -> dict[str, Any]:

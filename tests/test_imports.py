@@ -33,7 +33,7 @@ SHARED = {
 TOP = {"params", "consistency", "profiles", "migrate", "guard", "preflight", "__main__"}
 """The parameters as a whole and the command line: they know the stages' sections, and no stage knows them."""
 
-COMMANDS = {"plan", "inspect", "export", "compare", "score", "archive"}
+COMMANDS = {"plan", "inspect", "export", "compare", "score", "archive", "caption"}
 """Folders of commands: no stage imports them."""
 
 JOINS = {"promote"}

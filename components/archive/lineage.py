@@ -17,7 +17,7 @@ from components import tracking
 from components.archive.check import Check, compared
 from components.archive.commit import find_commit, read, read_lock
 from components.archive.objects import Objects, listing, object_file
-from components.archive.version import commit_of, download_checkpoint, find
+from components.archive.version import commit_of
 from components.records import DataError
 from components.register.lineage import ADAPTERS, LOCK, MODEL_CODE, RAW, Lock, dvc_hash, hash_of_list, hash_weights
 from components.register.params import Register
@@ -42,7 +42,7 @@ def lineage(cfg: Register, version: str) -> list[Check]:
         TrackingUnavailableError: MLflow does not answer.
     """
     with tracking.connected(cfg.tracking_uri) as client:
-        found = find(client, cfg.model_name, version)
+        found = tracking.find_version(client, cfg.model_name, version)
         try:
             commit = find_commit(commit_of(found))
             lock = read_lock(commit)
@@ -120,7 +120,7 @@ def of_stored(version: ModelVersion, objects: Objects, checkpoint: str) -> Itera
     tags."""
     kept = version.tags.get("dvc.adapters")
     with tempfile.TemporaryDirectory() as scratch:
-        stored = download_checkpoint(version, Path(scratch))
+        stored = tracking.download_checkpoint(version, Path(scratch))
         whole = None if stored is None else dvc_hash(stored)
         note = "MLflow's copy" if kept is None else "MLflow's copy, adapters alone"
         yield compared("stored model", f"models:/{version.name}/{version.version}", kept or checkpoint, whole, note)

@@ -11,7 +11,7 @@ from components import tracking
 from components.archive.check import Check, compared
 from components.archive.commit import add_worktree, current_stages, dvc, find_commit, read_lock, tracked
 from components.archive.lineage import NAMED, output
-from components.archive.version import commit_of, find
+from components.archive.version import commit_of
 from components.records import DataError
 from components.register.lineage import LOCK, MODEL_CODE, Lock, dvc_hash
 from components.register.params import Register
@@ -48,7 +48,7 @@ def restore(cfg: Register, version: str, into: Path | None) -> tuple[Path, list[
 
 def tags_of(cfg: Register, version: str) -> dict[str, str]:
     with tracking.connected(cfg.tracking_uri) as client:
-        found = find(client, cfg.model_name, version)
+        found = tracking.find_version(client, cfg.model_name, version)
         return found.tags | {"git.commit": commit_of(found)}
 
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import mlflow
 import pytest
 
+from components import tracking
 from components.__main__ import main
-from components.archive import lineage as of_version
 from components.archive.check import compared, sound
 from components.archive.lineage import lineage, of_stored
 from components.params import load_params
@@ -159,7 +159,7 @@ def test_a_version_that_keeps_adapters_alone_is_compared_with_those_of_the_check
     named = dvc_hash(checkpoint / "adapters") if tag == "right" else "0" * 32
     tags = {"dvc.adapters": named, "weights.sha256": hash_weights(checkpoint), "base.sha256": "b"}
     version = SimpleNamespace(name="m3diff", version="1", tags=tags)
-    monkeypatch.setattr(of_version, "download_checkpoint", lambda version, into: checkpoint / "adapters")
+    monkeypatch.setattr(tracking, "download_checkpoint", lambda version, into: checkpoint / "adapters")
     found = {check.what: check.outcome for check in of_stored(version, SimpleNamespace(cache=cache), whole)}
     outcome = "ok" if tag == "right" else "differs"
     assert found == {"stored model": outcome, "adapters": outcome, "weights": "ok", "base": "ok"}
