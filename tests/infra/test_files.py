@@ -43,7 +43,12 @@ def test_env_offline_switches_off_what_the_package_switches_off_and_the_network(
     lines = [line for line in (INFRA / "env.offline").read_text().splitlines() if line and not line.startswith("#")]
     values = dict(line.split("=", 1) for line in lines)
     assert PRIVACY.items() <= values.items()
-    assert set(values) - set(PRIVACY) == {"HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"}
+    assert set(values) - set(PRIVACY) == {
+        "HF_HUB_OFFLINE",
+        "TRANSFORMERS_OFFLINE",
+        "HF_DATASETS_OFFLINE",
+        "PREFECT_SERVER_UI_V2_ENABLED",
+    }
 
 
 def test_compose_shows_its_servers_to_this_machine_alone_and_sends_nothing_out():

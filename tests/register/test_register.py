@@ -297,14 +297,16 @@ def test_an_alias_that_is_right_already_is_not_written_again(opened, monkeypatch
         stage.set_alias(opened.client, "m3diff", "another", version)
 
 
-def test_the_code_that_travels_with_a_version_is_the_models_package_and_nothing_compiled(trained, tmp_path):
+def test_the_code_that_travels_with_a_version_is_the_models_package_and_the_opener_of_images_nothing_compiled(
+    trained, tmp_path
+):
     (trained / "components/models/__pycache__").mkdir(exist_ok=True)
     package = stage.copy_code(tmp_path)
     assert package == tmp_path / "components"
     files = {str(path.relative_to(package)) for path in package.rglob("*") if path.is_file()}
     models = trained / "components" / "models"
     here = {str(path.relative_to(models.parent)) for path in models.rglob("*") if path.suffix != ".pyc"}
-    assert files == {"__init__.py"} | {path for path in here if (models.parent / path).is_file()}
+    assert files == {"__init__.py", "images.py"} | {path for path in here if (models.parent / path).is_file()}
 
 
 def test_the_example_of_a_version_is_the_first_captioned_pair(trained):
