@@ -347,7 +347,7 @@ def test_scores_that_differ_are_not_equal() -> None:
     assert not are_equal(differences(one, one | {"pairs": {"ROUGE-L": [0.25, 0.75 + 1e-15], "CIDEr": [0.0, 2.0]}}))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(80)
 def test_both_ways_of_scoring_give_every_score_alike(tmp_path: Path) -> None:
     result = run(tmp_path, "score.py", "--pairs", "40")
     assert result["equal"]

@@ -266,7 +266,7 @@ def test_a_command_calls_its_function_with_exactly_its_arguments(name, monkeypat
 
 def test_every_command_is_tried():
     tried = {argv[0] for argv, *_ in CALLS.values()}
-    apart = {"plan", "profile", "migrate", "score", "compare", "history", "lineage", "restore", "prune"}
+    apart = {"plan", "profile", "migrate", "caption", "score", "compare", "history", "lineage", "restore", "prune"}
     assert tried | apart == COMMANDS.keys()
 
 

@@ -283,8 +283,9 @@ def test_a_run_that_ended_in_the_middle_goes_on_to_the_same_weights(short: Path)
     assert_same(resumed.weights, whole.weights)
 
 
-@pytest.mark.slow(60)
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(
+    "stage", [pytest.param(1, marks=pytest.mark.slow(70)), pytest.param(3, marks=pytest.mark.slow(130))]
+)
 def test_a_run_is_killed_resumed_exported_and_its_captions_are_scored(stage: int, place: Place) -> None:
     """Thirty steps, a checkpoint each seventh, the first worker killed by signal 9 after seventeen."""
     how = {"zero_stage": stage, "checkpoint_every_steps": 7}

@@ -153,7 +153,7 @@ print(digest.hexdigest())
 """
 
 
-@pytest.mark.parametrize("scenes", [8, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scenes", [8, pytest.param(200, marks=pytest.mark.slow(90))])
 def test_the_bytes_are_the_same_on_a_cpu_without_the_newest_vector_instructions(scenes):
     from numpy._core._multiarray_umath import __cpu_dispatch__, __cpu_features__
 

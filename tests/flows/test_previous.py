@@ -1,6 +1,7 @@
 """What a later run takes up of an earlier one, and of which."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,12 +24,17 @@ def run_branch(name: str, tree: str, overrides: str = "") -> str:
 
 
 @pytest.fixture
-def ran(project: Path) -> str:
+def ran(project: Path, kept: Callable[[Path, Callable[[], None]], None]) -> str:
     """The commit of a run that made data and clean records; the checkout has none of it in its `dvc.lock`."""
+    kept(project, lambda: run_to_validate(project))
+    return git("rev-parse", "runs/first")
+
+
+def run_to_validate(project: Path) -> None:
     made = list(dvc.stages())[:7]
     assert made[-1] == "validate"
     toy.run(project, "dvc", "repro", "-q", *made)
-    return run_branch("first", git("rev-parse", "HEAD^{tree}"))
+    run_branch("first", git("rev-parse", "HEAD^{tree}"))
 
 
 def test_the_entries_of_an_earlier_run_make_its_stages_current_to_the_byte(project, ran):

@@ -1,6 +1,7 @@
 """Training that goes on from the champion: what it begins with, what trains whole, and what trains again in part."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,8 +29,17 @@ def set_params(section: str, **values: Any) -> None:
 
 
 @pytest.fixture
-def trained(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def trained(project: Path, kept: Callable[[Path, Callable[[], None]], None], monkeypatch: pytest.MonkeyPatch) -> Path:
     """The toy with a dataset of its own, trained, and the checkpoint champion."""
+    kept(project, lambda: train_with_mine(project))
+    md5 = {out["path"]: out["md5"] for out in dvc.locked()["train"]["outs"]}[str(CHECKPOINT)]
+    tags = {"git.commit": git("rev-parse", "HEAD"), "dvc.checkpoint": md5}
+    champion = SimpleNamespace(name="m3diff", version="3", tags=tags)
+    monkeypatch.setattr(warm, "champion_of", lambda params: champion)
+    return project
+
+
+def train_with_mine(project: Path) -> None:
     toy.write_dataset(project / MINE, toy.SPLITS)
     datasets = yaml.safe_load(Path("params.yaml").read_text())["ingest"]["datasets"]
     set_params("ingest", datasets=datasets | {"mine": {"reader": "pairs", "root": str(MINE)}})
@@ -39,11 +49,6 @@ def trained(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     toy.commit(project, "mine")
     toy.run(project, "dvc", "repro", "-q", "train")
     toy.commit(project, "trained")
-    md5 = {out["path"]: out["md5"] for out in dvc.locked()["train"]["outs"]}[str(CHECKPOINT)]
-    tags = {"git.commit": git("rev-parse", "HEAD"), "dvc.checkpoint": md5}
-    champion = SimpleNamespace(name="m3diff", version="3", tags=tags)
-    monkeypatch.setattr(warm, "champion_of", lambda params: champion)
-    return project
 
 
 def change_mine(root: Path) -> None:

@@ -179,7 +179,7 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(50)
 def test_two_ray_workers_give_what_one_process_gives(cluster: None, checkpoint: Path, mixture: Path) -> None:
     asked = in_batches(mixture)
     want = dict(caption_here(job(checkpoint), asked))

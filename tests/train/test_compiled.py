@@ -56,10 +56,13 @@ def pixels(pairs: int) -> torch.Tensor:
     return torch.randn(2 * pairs, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(pairs))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernel", "adapters", "checkpointing"),
-    [("sdpa", "folded", "none"), ("flex", "added", "none"), ("flex", "added", "full")],
+    [
+        pytest.param("sdpa", "folded", "none", marks=pytest.mark.slow(90)),
+        pytest.param("flex", "added", "none", marks=pytest.mark.slow(90)),
+        pytest.param("flex", "added", "full", marks=pytest.mark.slow(50)),
+    ],
 )
 def test_loss_and_gradients_are_those_of_plain_layers_and_fifty_lengths_make_no_graph(
     kernel: str, adapters: str, checkpointing: str
@@ -144,7 +147,7 @@ def test_more_graphs_than_the_limit_are_an_error_that_ends_the_run() -> None:
     assert issubclass(TooManyGraphsError, FINAL)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(95)
 def test_a_compiled_run_trains_alike_and_says_its_recompilations(mixture: Path, base: Path, tmp_path: Path) -> None:
     import json
 
