@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from components import tracking
 from components.records import DataError
 from components.register.params import Register
 
@@ -26,9 +25,12 @@ def load(cfg: Register, model: str, base: Path, max_new_tokens: int) -> "Caption
         CheckpointError: the checkpoint is incomplete, or its base is not there or another.
         TrackingUnavailableError: MLflow does not answer.
     """
+    from transformers.utils import logging
+
     from components.models.checkpoint import is_adapters
     from components.models.generation import load_captioner
 
+    logging.disable_progress_bar()  # a second at most, and its line would stand beside the caption
     folder = Path(model)
     if not folder.is_dir():
         folder, max_new_tokens = _download(cfg, model, max_new_tokens)
@@ -39,6 +41,8 @@ def load(cfg: Register, model: str, base: Path, max_new_tokens: int) -> "Caption
 
 def _download(cfg: Register, model: str, max_new_tokens: int) -> tuple[Path, int]:
     """The checkpoint of a version, where MLflow keeps it if that is on this machine, and its limit of tokens."""
+    from components import tracking  # MLflow takes seconds to import, and a folder needs none of it
+
     with tracking.connected(cfg.tracking_uri) as client:
         try:
             version = tracking.find_version(client, cfg.model_name, model)
