@@ -8,6 +8,7 @@ and tests take the same lines.
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,11 +40,20 @@ def compile_layers(model: nn.Module, family: Family, gpu: bool) -> None:
 
 
 def _while_training(module: nn.Module, backend: str) -> Callable[..., Any]:
-    """What calls the module: its compiled forward where a backward follows, else the plain one."""
+    """What calls the module: its compiled forward where a backward follows, else the plain one.
+
+    Activation checkpointing stays outside the graph: around attention's choice of kernels inside, dynamo would give up
+    the whole layer without a word.
+    """
     compiled = torch.compile(module._call_impl, backend=backend, dynamic=True)
+    checkpoint = module._gradient_checkpointing_func if getattr(module, "gradient_checkpointing", False) else None
+    if checkpoint:
+        module.gradient_checkpointing = False  # type: ignore[assignment]
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return (compiled if module.training and torch.is_grad_enabled() else module._call_impl)(*args, **kwargs)
+        if not (module.training and torch.is_grad_enabled()):
+            return module._call_impl(*args, **kwargs)
+        return checkpoint(partial(compiled, **kwargs), *args) if checkpoint else compiled(*args, **kwargs)
 
     return call
 

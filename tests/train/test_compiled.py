@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from components.models import FAMILIES
 from components.models.fused import make_fused
@@ -33,6 +34,7 @@ SMALL_MDP = {"vision_feature_layers": [1], "layers": 1, "heads": 2}
 def fresh_compiler() -> Any:
     """Graphs of other tests would count against the limit."""
     torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
     limit_graphs()
     yield
     torch.compiler.reset()
@@ -50,6 +52,11 @@ def model(mdp: dict, checkpointing: str, adapters: str) -> nn.Module:
                 parameter.add_(0.05 * torch.randn_like(parameter))
     make_fused(made, checkpointing, adapters=adapters)
     return adapted.train()
+
+
+def given_up() -> list[str]:
+    """Why dynamo left layers, but for attention's choice of kernels, which is called outside the graphs on purpose."""
+    return [why for why in torch._dynamo.utils.counters["graph_break"] if "torch.compiler.disable()" not in why]
 
 
 def pixels(pairs: int) -> torch.Tensor:
@@ -89,8 +96,21 @@ def test_loss_and_gradients_are_those_of_plain_layers_and_fifty_lengths_make_no_
             if not name.endswith("k_proj.bias"):  # zero but for rounding
                 assert float((found[name] - gradient).norm()) <= 1e-5 * float(gradient.norm()), name
     assert graphs() >= 4, "encoder, module, layers that keep all tokens and the last one"
+    assert not given_up()
     assert len(lengths) > (40 if steps == 52 else 10)
     assert counted.count == 0
+
+
+@pytest.mark.slow(25)
+def test_layers_whose_activations_are_recomputed_are_compiled_too() -> None:
+    compiled = model(SMALL_MDP, "full", "added")
+    compile_layers(compiled, M3DIFF, gpu=False)
+    packed = pack([group(2, 1), group(3, 2)])
+    gradients(compiled, summed_loss(compiled, packed, pixels(2), "sdpa"))
+    assert graphs() >= 4
+    assert not given_up()
+    layers = [module for module in compiled.modules() if isinstance(module, GradientCheckpointingLayer)]
+    assert not any(layer.gradient_checkpointing for layer in layers if layer._compiled_call_impl), "once, outside"
 
 
 def test_a_name_that_no_module_has_is_refused() -> None:
