@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from components.consistency import check_paths, closest
@@ -21,6 +22,7 @@ from components.guard import unchanged
 from components.models.device import DeviceError
 from components.params import Params, load_params
 from components.records import DataError
+from components.runs import Description, completed, followed
 from components.section import ParamsError
 
 USAGE, DATA_REFUSED, GATE_REFUSED, TRY_AGAIN = 2, 3, 4, 75
@@ -32,6 +34,15 @@ Command = Callable[[argparse.Namespace], int | None]
 
 def parameters(args: argparse.Namespace) -> Params:
     return load_params(args.params)
+
+
+def described(params: Params) -> Description:
+    """What the training's MLflow run says of itself."""
+    sections = params.model_dump(mode="json", by_alias=True)
+    shown = {name: sections[name] for name in ("convert", "train", "predict", "evaluate")}
+    model, cfg = params.train.model, params.register_
+    shown["models"] = {model: sections["models"][model]}
+    return Description(cfg.tracking_uri, cfg.experiment, model, shown, params.predict.max_new_tokens)
 
 
 def pretrain(args: argparse.Namespace) -> None:
@@ -87,7 +98,8 @@ def train(args: argparse.Namespace) -> None:
     from components.train.stage import train as run
 
     check_memory(params.train, model, params.compute, params.ingest.datasets, params.convert, mixture)
-    run(params.train, model, params.compute, mixture, params.paths.model)
+    follow = partial(followed, described(params), params.paths.model)
+    run(params.train, model, params.compute, mixture, params.paths.model, follow)
 
 
 def predict(args: argparse.Namespace) -> None:
@@ -104,6 +116,7 @@ def evaluate(args: argparse.Namespace) -> None:
     from components.evaluate.stage import evaluate as run
 
     run(params.evaluate, params.compute, paths.records, paths.clean, paths.predictions, paths.model, paths.report)
+    completed(described(params), paths.model, paths.report / "metrics.json")
 
 
 def register(args: argparse.Namespace) -> None:

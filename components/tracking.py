@@ -3,15 +3,16 @@
 One process writes, rank 0: the local store is sqlite, which takes one writer at a time. Values go in batches.
 """
 
-import csv
 import fcntl
 import json
 import logging
 import os
 import re
+import socket
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,10 @@ from mlflow.tracking import MlflowClient
 from components.records import DataError
 
 SQLITE = "sqlite:///"
+CURVE = "train/"  # before the name of a curve's column
+EXPERIMENTS = (".dvc", "tmp", "exps")  # where DVC runs queued experiments, within the project
+PROCESS = "register.process"  # tag of a run and of a stored model: who makes it
+FORGOTTEN_S = 3600  # after which what another machine began, and did not end, is taken for left behind
 FORBIDDEN = re.compile(r"[^\w.\- :/]")  # in the name of a metric
 PARAMS_BATCH, METRICS_BATCH = 100, 1000  # what MLflow takes in one request
 REMEDY = "start it (`make up`) or correct register.tracking_uri, then run `m3diff register` again: nothing was lost"
@@ -35,12 +40,22 @@ class TrackingUnavailableError(ConnectionError):
 
 
 def resolve(tracking_uri: str) -> str:
-    """The store's address with a relative sqlite file made absolute against the project, its folder made."""
+    """The store's address with a relative sqlite file made absolute against the project, its folder made. Experiments
+    that DVC runs in a copy of the project share the project's store."""
     if not tracking_uri.startswith(SQLITE):
         return tracking_uri
-    database = Path(tracking_uri.removeprefix(SQLITE)).resolve()
+    database = (project(Path.cwd()) / tracking_uri.removeprefix(SQLITE)).resolve()
     database.parent.mkdir(parents=True, exist_ok=True)
     return f"{SQLITE}{database}"
+
+
+def project(folder: Path) -> Path:
+    """The project whose queued experiment runs in this folder, else the folder."""
+    parts, length = folder.parts, len(EXPERIMENTS)
+    for start in range(len(parts) - length + 1):
+        if parts[start : start + length] == EXPERIMENTS:
+            return Path(*parts[:start])
+    return folder
 
 
 def check_alive(uri: str) -> None:
@@ -55,6 +70,28 @@ def check_alive(uri: str) -> None:
         urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=5).close()
     except (urllib.error.URLError, OSError) as error:
         raise TrackingUnavailableError(f"MLflow at {uri} does not answer ({error}); {REMEDY}") from error
+
+
+def this_process() -> dict[str, str]:
+    return {PROCESS: f"{socket.gethostname()}:{os.getpid()}"}
+
+
+def is_over(process: str | None, begun_ms: int) -> bool:
+    """Whether what this process (`host:pid`) began will not be ended by it. To be called under the lock."""
+    host, _, pid = (process or "").rpartition(":")
+    if host == socket.gethostname() and pid.isdecimal():
+        return int(pid) == os.getpid() or not is_alive(int(pid))
+    return time.time() - begun_ms / 1000 > FORGOTTEN_S
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 @contextmanager
@@ -142,22 +179,36 @@ def flatten(tree: Any, prefix: str = "", separator: str = ".") -> dict[str, Any]
 
 
 def log_params(client: MlflowClient, run_id: str, tree: Mapping[str, Any]) -> None:
-    params = [Param(name, str(value)) for name, value in flatten(tree).items()]
+    """Nested parameters by their path; what the run has stays, since MLflow takes a parameter once."""
+    known = client.get_run(run_id).data.params
+    params = [Param(name, str(value)) for name, value in flatten(tree).items() if name not in known]
     for start in range(0, len(params), PARAMS_BATCH):
         client.log_batch(run_id, params=params[start : start + PARAMS_BATCH])
 
 
-def log_curves(client: MlflowClient, run_id: str, curves: Path, timestamp_ms: int) -> None:
-    """Each column of `curves.csv` as a metric by step. One time for all points: logging them twice adds none."""
-    with curves.open(newline="") as file:
-        points = [
-            Metric(f"train/{name}", float(value), timestamp_ms, int(row["step"]))
-            for row in csv.DictReader(file)
-            for name, value in row.items()
-            if name != "step" and value
-        ]
-    for start in range(0, len(points), METRICS_BATCH):
-        client.log_batch(run_id, metrics=points[start : start + METRICS_BATCH])
+def logged_points(client: MlflowClient, run_id: str) -> set[tuple[str, int]]:
+    """The points of the training's curves that the run has: metric and step."""
+    names = [name for name in client.get_run(run_id).data.metrics if name.startswith(CURVE)]
+    return {(name, point.step) for name in names for point in client.get_metric_history(run_id, name)}
+
+
+def log_rows(
+    client: MlflowClient, run_id: str, rows: Iterable[Mapping[str, Any]], logged: set[tuple[str, int]]
+) -> None:
+    """Each column of a training's rows as a metric by `step`, but for the points that are `logged`, to which they are
+    added."""
+    now = int(time.time() * 1000)
+    points = {
+        (f"{CURVE}{name}", int(row["step"])): float(value)
+        for row in rows
+        for name, value in row.items()
+        if name != "step"
+    }
+    new = [(at, value) for at, value in points.items() if at not in logged]
+    for start in range(0, len(new), METRICS_BATCH):
+        batch = new[start : start + METRICS_BATCH]
+        client.log_batch(run_id, metrics=[Metric(name, value, now, step) for (name, step), value in batch])
+        logged.update(at for at, _ in batch)
 
 
 def log_scores(client: MlflowClient, run_id: str, metrics: Path, timestamp_ms: int) -> None:

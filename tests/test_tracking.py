@@ -15,6 +15,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.utils.validation import _validate_metric_name
 
 from components import tracking
+from components.runs import curve_rows
 from components.tracking import TrackingUnavailableError, connected, flatten
 
 
@@ -27,6 +28,9 @@ class Client:
     def log_batch(self, run_id: str, **values) -> None:
         assert run_id == "run"
         self.requests.append(values)
+
+    def get_run(self, run_id: str) -> SimpleNamespace:
+        return SimpleNamespace(data=SimpleNamespace(params={"section.known": "as it was"}))
 
     def log_inputs(self, run_id: str, datasets) -> None:
         assert run_id == "run"
@@ -56,7 +60,7 @@ def test_nested_values_become_one_level():
 
 
 def test_params_go_in_batches_that_mlflow_takes(client):
-    tracking.log_params(client, "run", {"section": {str(number): number for number in range(250)}})
+    tracking.log_params(client, "run", {"section": {"known": 1} | {str(number): number for number in range(250)}})
     assert [len(request["params"]) for request in client.requests] == [100, 100, 50]
     assert [(p.key, p.value) for p in client.logged("params")] == [(f"section.{n}", str(n)) for n in range(250)]
 
@@ -65,25 +69,35 @@ def test_every_column_of_the_curves_is_a_metric_by_step_and_an_empty_cell_is_no_
     curves = tmp_path / "curves.csv"
     names = "step,epoch,loss,lr_vision,module_score/17,val_cider"
     curves.write_text(f"{names}\n1,0.5,2.5,0.1,0.5,\n2,1.0,1.5,0.2,,0.7\n")
-    tracking.log_curves(client, "run", curves, 1234)
-    assert [(m.key, m.value, m.timestamp, m.step) for m in client.logged("metrics")] == [
-        ("train/epoch", 0.5, 1234, 1),
-        ("train/loss", 2.5, 1234, 1),
-        ("train/lr_vision", 0.1, 1234, 1),
-        ("train/module_score/17", 0.5, 1234, 1),
-        ("train/epoch", 1.0, 1234, 2),
-        ("train/loss", 1.5, 1234, 2),
-        ("train/lr_vision", 0.2, 1234, 2),
-        ("train/val_cider", 0.7, 1234, 2),
+    logged = {("train/loss", 1)}
+    tracking.log_rows(client, "run", curve_rows(curves), logged)
+    assert [(m.key, m.value, m.step) for m in client.logged("metrics")] == [
+        ("train/epoch", 0.5, 1),
+        ("train/lr_vision", 0.1, 1),
+        ("train/module_score/17", 0.5, 1),
+        ("train/epoch", 1.0, 2),
+        ("train/loss", 1.5, 2),
+        ("train/lr_vision", 0.2, 2),
+        ("train/val_cider", 0.7, 2),
     ]
+    tracking.log_rows(client, "run", curve_rows(curves), logged)
+    assert len(client.logged("metrics")) == 7, "a point is logged once"
 
 
-def test_long_curves_go_in_batches_that_mlflow_takes(client, tmp_path):
-    curves = tmp_path / "curves.csv"
-    curves.write_text("step,loss\n" + "".join(f"{step},{step / 10}\n" for step in range(1, 2502)))
-    tracking.log_curves(client, "run", curves, 0)
+def test_long_curves_go_in_batches_that_mlflow_takes(client):
+    tracking.log_rows(client, "run", [{"step": step, "loss": step / 10} for step in range(1, 2502)], set())
     assert [len(request["metrics"]) for request in client.requests] == [1000, 1000, 501]
     assert [metric.step for metric in client.logged("metrics")] == list(range(1, 2502))
+
+
+@pytest.mark.parametrize("folder", ["standalone/tmpabc", "tmpabc"])
+def test_an_experiment_that_dvc_runs_in_a_copy_shares_the_project_s_store(folder, tmp_path, monkeypatch):
+    copy = tmp_path / ".dvc" / "tmp" / "exps" / folder
+    copy.mkdir(parents=True)
+    monkeypatch.chdir(copy)
+    assert tracking.resolve("sqlite:///services/mlflow/mlflow.db") == f"sqlite:///{tmp_path}/services/mlflow/mlflow.db"
+    assert tracking.resolve("sqlite:////elsewhere/mlflow.db") == "sqlite:////elsewhere/mlflow.db"
+    assert not (copy / "services").exists()
 
 
 def test_scores_are_metrics_and_what_is_no_number_is_left_out(client, tmp_path):

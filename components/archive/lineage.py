@@ -19,8 +19,9 @@ from components.archive.commit import find_commit, read, read_lock
 from components.archive.objects import Objects, listing, object_file
 from components.archive.version import commit_of
 from components.records import DataError
-from components.register.lineage import ADAPTERS, LOCK, MODEL_CODE, RAW, Lock, dvc_hash, hash_of_list, hash_weights
+from components.register.lineage import ADAPTERS, LOCK, MODEL_CODE, RAW, Lock, dvc_hash, hash_of_list
 from components.register.params import Register
+from components.runs import weights_sha256
 
 NAMED = (
     ("mixture", "convert", "train", "dvc.data"),
@@ -133,7 +134,7 @@ def of_stored(version: ModelVersion, objects: Objects, checkpoint: str) -> Itera
     if manifest.is_file():
         with tempfile.TemporaryDirectory() as scratch:
             (Path(scratch) / "manifest.json").write_bytes(manifest.read_bytes())
-            weights = hash_weights(Path(scratch))
+            weights = weights_sha256(Path(scratch))
         base = json.loads(manifest.read_text()).get("base_sha256")
         yield compared("weights", "the checkpoint's manifest", version.tags.get("weights.sha256"), weights)
         yield compared("base", "the checkpoint's manifest", version.tags.get("base.sha256"), base)

@@ -6,9 +6,6 @@ first one stays, and who made a later one takes it back. What a killed one left 
 
 import contextlib
 import fcntl
-import os
-import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,9 +15,7 @@ from mlflow.store.artifact.artifact_repository_registry import get_artifact_repo
 from mlflow.tracking import MlflowClient
 
 from components.register.lineage import git
-
-PROCESS = "register.process"  # tag of a run and of a stored model: who makes it
-FORGOTTEN_S = 3600  # after which what another machine began, and did not end, is taken for left behind
+from components.tracking import PROCESS, is_over
 
 
 @contextlib.contextmanager
@@ -33,28 +28,6 @@ def one_at_a_time() -> Iterator[None]:
             print("register: waits for another registration of this repository", flush=True)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def this_process() -> dict[str, str]:
-    return {PROCESS: f"{socket.gethostname()}:{os.getpid()}"}
-
-
-def is_over(process: str | None, begun_ms: int) -> bool:
-    """Whether what this process (`host:pid`) began will not be ended by it. To be called under the lock."""
-    host, _, pid = (process or "").rpartition(":")
-    if host == socket.gethostname() and pid.isdecimal():
-        return int(pid) == os.getpid() or not is_alive(int(pid))
-    return time.time() - begun_ms / 1000 > FORGOTTEN_S
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def remove_leftovers(client: MlflowClient, experiment: str, name: str) -> None:

@@ -18,11 +18,11 @@ from components.files import sha256_of_folder
 from components.params import Params, Paths
 from components.records import DataError
 from components.register.params import Register
+from components.runs import FLOW_RUN, TOKENS, VERSION, WEIGHTS, weights_sha256
 
 LOCK = Path("dvc.lock")
 MODEL_CODE = Path("components/models")
-RAW, FLOW_RUN = "dvc.raw.", "prefect.flow_run"
-WEIGHTS = ".safetensors"
+RAW = "dvc.raw."
 ADAPTERS = "adapters"
 """The folder in a checkpoint that holds what trained alone."""
 FORBIDDEN = re.compile(r"[^\w.\- ]")  # in what a tag names after `hours.`
@@ -54,9 +54,9 @@ class Lineage(BaseModel):
     def identity(self) -> dict[str, str]:
         """The tags that make two registrations the same version."""
         return {
-            "dvc.checkpoint": self.checkpoint,
+            VERSION: self.checkpoint,
             "dvc.code": self.code,
-            "predict.max_new_tokens": str(self.max_new_tokens),
+            TOKENS: str(self.max_new_tokens),
         }
 
     def results(self) -> dict[str, str]:
@@ -72,7 +72,7 @@ class Lineage(BaseModel):
     def tags(self) -> dict[str, str]:
         base = {"dvc.base": self.base, "base.sha256": self.base_sha256}
         commit = {"git.commit": self.git_commit, "git.dirty": str(self.git_dirty).lower()}
-        known = {"weights.sha256": self.weights_sha256, "dvc.adapters": self.adapters, FLOW_RUN: self.flow_run}
+        known = {WEIGHTS: self.weights_sha256, "dvc.adapters": self.adapters, FLOW_RUN: self.flow_run}
         known |= {f"hours.{FORBIDDEN.sub('_', kind)}": f"{hours:.4g}" for kind, hours in self.hours.items()}
         found = {tag: value for tag, value in known.items() if value is not None}
         return self.identity() | self.results() | base | commit | found
@@ -179,7 +179,7 @@ def read_lineage(params: Params, lock: Lock) -> Lineage:
         git_commit=git("rev-parse", "HEAD"),
         git_dirty=is_dirty(),
         raw={name: lock.recorded(entry.root, f"ingest@{name} deps") for name, entry in params.ingest.datasets.items()},
-        weights_sha256=hash_weights(paths.model / "checkpoint"),
+        weights_sha256=weights_sha256(paths.model / "checkpoint"),
         adapters=dvc_hash(adapters) if adapters else None,
         flow_run=os.environ.get("M3DIFF_FLOW_RUN"),
         hours=training_hours(params.compute.scratch / "train_speed.json"),
@@ -196,13 +196,6 @@ def is_dirty() -> bool:
     """Whether parameters, code or the `.dvc` file of a dataset differ from the commit; what DVC writes may."""
     code = git("status", "--porcelain", "--", ".", ":!dvc.lock", ":!data")
     return bool(code or git("status", "--porcelain", "--untracked-files=all", "--", "*.dvc"))
-
-
-def hash_weights(checkpoint: Path) -> str | None:
-    """sha256 over the names and hashes of a checkpoint's weights, as its manifest lists them; None for none."""
-    files = json.loads((checkpoint / "manifest.json").read_text()).get("files", {})
-    weights = {name: digest for name, digest in files.items() if name.endswith(WEIGHTS)}
-    return hashlib.sha256(json.dumps(weights, sort_keys=True).encode()).hexdigest() if weights else None
 
 
 def training_hours(measured: Path) -> dict[str, float]:

@@ -9,6 +9,7 @@ import base64
 import shutil
 import tempfile
 import time
+from collections.abc import Mapping
 from importlib.metadata import version as installed
 from pathlib import Path
 from typing import Literal
@@ -26,17 +27,16 @@ from pydantic import BaseModel, ConfigDict
 from components import tracking
 from components.params import Params, Paths
 from components.register.leftovers import (
-    PROCESS,
-    is_over,
     one_at_a_time,
     remove_leftovers,
     remove_other_runs,
     stored_models,
     take_back,
-    this_process,
 )
 from components.register.lineage import MODEL_CODE, Lineage, Lock, captioned_records, kept_alone, read_lineage
 from components.register.params import Register
+from components.runs import VERSION, curve_rows, of_weights
+from components.tracking import PROCESS
 
 CHALLENGER = "challenger"
 SCORES = "scores.parquet"
@@ -121,9 +121,10 @@ def same_as(lineage: Lineage) -> str:
 def create_version(client: MlflowClient, params: Params, lineage: Lineage, lock: Lock) -> ModelVersion:
     """Run, results and model; then the version, with its tags in the same request."""
     cfg, paths = params.register_, params.paths
-    run_id, started_ms = open_run(client, tracking.experiment_id(client, cfg.experiment), lineage)
+    run_id = open_run(client, tracking.experiment_id(client, cfg.experiment), lineage)
     tracking.log_params(client, run_id, lock.params(params.ingest.datasets))
-    tracking.log_curves(client, run_id, paths.model / "curves.csv", started_ms)
+    logged = tracking.logged_points(client, run_id)
+    tracking.log_rows(client, run_id, curve_rows(paths.model / "curves.csv"), logged)
     tracking.log_dataset(client, run_id, paths.mixture.name, paths.mixture / "train", lineage.data)
     log_results(client, run_id, paths)
     model_uri = log_model(client, run_id, cfg, paths, lineage.max_new_tokens, params.train.base)
@@ -135,18 +136,26 @@ def create_version(client: MlflowClient, params: Params, lineage: Lineage, lock:
     return first
 
 
-def open_run(client: MlflowClient, experiment: str, lineage: Lineage) -> tuple[str, int]:
-    """Id and start (ms) of this training's run: a new one, or the one that an interrupted registration left."""
+def open_run(client: MlflowClient, experiment: str, lineage: Lineage) -> str:
+    """Id of this training's run: the one that an interrupted registration left, the one that the training opened, or a
+    new one."""
+    tags = lineage.tags() | tracking.this_process()
     for run in client.search_runs([experiment], same_as(lineage), order_by=["attributes.start_time ASC"]):
-        if run.info.status == "RUNNING" and not is_over(run.data.tags.get(PROCESS), run.info.start_time):
+        if run.info.status == "RUNNING" and not tracking.is_over(run.data.tags.get(PROCESS), run.info.start_time):
             continue  # another machine writes to it
-        client.update_run(run.info.run_id, "RUNNING")
-        for tag, value in (lineage.tags() | this_process()).items():
-            client.set_tag(run.info.run_id, tag, value)
-        return run.info.run_id, run.info.start_time
-    tags = lineage.tags() | this_process()
-    run = client.create_run(experiment, run_name=f"train {lineage.checkpoint[:8]}", tags=tags)
-    return run.info.run_id, run.info.start_time
+        return taken_up(client, run.info.run_id, tags)
+    trained = of_weights(client, experiment, lineage.weights_sha256 or "", lineage.max_new_tokens)
+    if trained and VERSION not in client.get_run(trained).data.tags:
+        return taken_up(client, trained, tags)
+    return client.create_run(experiment, run_name=f"train {lineage.checkpoint[:8]}", tags=tags).info.run_id
+
+
+def taken_up(client: MlflowClient, run_id: str, tags: Mapping[str, str]) -> str:
+    """The run, written to again under these tags."""
+    client.update_run(run_id, "RUNNING")
+    for tag, value in tags.items():
+        client.set_tag(run_id, tag, value)
+    return run_id
 
 
 def log_results(client: MlflowClient, run_id: str, paths: Paths) -> None:
@@ -188,7 +197,7 @@ def log_model(client: MlflowClient, run_id: str, cfg: Register, paths: Paths, ma
             code_paths=[str(copy_code(Path(scratch)))],
             signature=SIGNATURE,
             input_example=example(paths),
-            tags=this_process(),
+            tags=tracking.this_process(),
             pip_requirements=[f"{package}=={installed(package).split('+')[0]}" for package in REQUIREMENTS],
         ).model_uri
 

@@ -46,8 +46,9 @@ def _while_training(module: nn.Module, backend: str) -> Callable[..., Any]:
     the whole layer without a word.
     """
     compiled = torch.compile(module._call_impl, backend=backend, dynamic=True)
-    checkpoint = module._gradient_checkpointing_func if getattr(module, "gradient_checkpointing", False) else None
-    if checkpoint:
+    checkpoint: Callable[..., Any] | None = None
+    if getattr(module, "gradient_checkpointing", False):
+        checkpoint = getattr(module, "_gradient_checkpointing_func")  # noqa: B009  # nn.Module's own types know tensors
         module.gradient_checkpointing = False  # type: ignore[assignment]
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -17,10 +18,15 @@ def columns(parts: Iterable[str], module: Iterable[str], datasets: Iterable[str]
 
 class Curve:
     """Rows of text by column; what a step does not have stays empty. They travel with each checkpoint, so that a
-    resumed run loses none."""
+    resumed run loses none.
 
-    def __init__(self, names: tuple[str, ...]) -> None:
+    Args:
+        told: a file that each value is appended to as it comes, as a line of JSON with its `step`, for who follows.
+    """
+
+    def __init__(self, names: tuple[str, ...], told: Path | None = None) -> None:
         self.names = names
+        self.told = told
         self.rows: list[dict[str, str]] = []
 
     def add(self, values: Mapping[str, float | None]) -> None:
@@ -32,7 +38,11 @@ class Curve:
         """More values of the last row."""
         unknown = values.keys() - set(self.names)
         assert not unknown, f"no such columns: {sorted(unknown)}"
-        self.rows[-1] |= {name: f"{value:.6g}" for name, value in values.items() if value is not None}
+        new = {name: f"{value:.6g}" for name, value in values.items() if value is not None}
+        self.rows[-1] |= new
+        if self.told is not None:
+            with self.told.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(new | {"step": self.rows[-1]["step"]}) + "\n")
 
     def copy(self) -> "Curve":
         """The curves as they are: what is added or filled in later is not in them."""

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from components.models.family import Settings
 
 
+TOLD = "curves.jsonl"
+"""In the run's folder: the curves as they come, for who follows the training."""
+
+
 @dataclass(frozen=True)
 class Job:
     """What a worker is sent. `run_dir` is on storage that every worker sees."""

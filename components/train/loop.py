@@ -45,7 +45,7 @@ from components.train.engine import (
     warmup_steps,
 )
 from components.train.hours import Spent, read_spent, write_spent
-from components.train.job import Job, Runtime
+from components.train.job import TOLD, Job, Runtime
 from components.train.loss import sum_over_ranks, token_loss
 from components.train.params import Train
 from components.train.retry import DivergedError
@@ -161,7 +161,8 @@ def start(job: Job, runtime: Runtime) -> Run:
     validation = Validation(val, processor, family, compute, cfg.seed, place, device)
     loader = Loader(samples, processor, threads=compute.cpus_per_worker, device=device)
     contribution = ModuleContribution(family, job.model, runtime.ranks)
-    curve = Curve(columns(family.parts, contribution.names, validation.datasets))
+    told = job.run_dir / TOLD if runtime.rank == 0 else None
+    curve = Curve(columns(family.parts, contribution.names, validation.datasets), told)
     return Run(
         job,
         runtime,

@@ -9,8 +9,8 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from components.compute import Compute
 from components.files import sha256, sha256_of_folder, write_atomic
 from components.reports import StageReport
 from components.section import ParamsError
-from components.train.job import Job
+from components.train.job import TOLD, Job
 from components.train.params import Train
 from components.train.retry import with_retries
 from components.train.runtimes import run_local, run_on_ray
@@ -60,8 +60,21 @@ class RunLockedError(BlockingIOError):
     """A second process trains the same run; try again when it has ended."""
 
 
-def train(cfg: Train, model: "Settings", compute: Compute, mixture: Path, out: Path) -> TrainReport:
+Follow = Callable[[str, Path], AbstractContextManager[object]]
+"""Given a run's key and the file of its curves as they come; entered around the training."""
+
+
+def unfollowed(key: str, told: Path) -> AbstractContextManager[object]:
+    return nullcontext()
+
+
+def train(
+    cfg: Train, model: "Settings", compute: Compute, mixture: Path, out: Path, follow: Follow = unfollowed
+) -> TrainReport:
     """Train on `mixture`/train and write `out`: checkpoint/, curves.csv, report.json.
+
+    Args:
+        follow: who shows the curves while it trains.
 
     Raises:
         RunLockedError: the same run is being trained elsewhere.
@@ -80,7 +93,7 @@ def train(cfg: Train, model: "Settings", compute: Compute, mixture: Path, out: P
     base_sha256 = sha256_of_folder(cfg.base)
     run_dir = scratch / "train" / run_key(cfg, model, mixture, base_sha256)
     run_dir.mkdir(parents=True, exist_ok=True)
-    with _only_trainer(run_dir):
+    with _only_trainer(run_dir), follow(run_dir.name, run_dir / TOLD):
         run = run_local if compute.workers == 0 else run_on_ray
         try:
             figures = with_retries(run, Job(cfg, model, compute, mixture, out, run_dir, base_sha256))

@@ -14,7 +14,8 @@ from components.__main__ import main
 from components.archive.check import compared, sound
 from components.archive.lineage import lineage, of_stored
 from components.params import load_params
-from components.register.lineage import Lock, dvc_hash, hash_weights, md5
+from components.register.lineage import Lock, dvc_hash, md5
+from components.runs import weights_sha256
 from tests import toy
 from tests.archive.conftest import Team
 
@@ -157,7 +158,7 @@ def test_a_version_that_keeps_adapters_alone_is_compared_with_those_of_the_check
     place.parent.mkdir(parents=True, exist_ok=True)
     place.write_text(json.dumps(entries))
     named = dvc_hash(checkpoint / "adapters") if tag == "right" else "0" * 32
-    tags = {"dvc.adapters": named, "weights.sha256": hash_weights(checkpoint), "base.sha256": "b"}
+    tags = {"dvc.adapters": named, "weights.sha256": weights_sha256(checkpoint), "base.sha256": "b"}
     version = SimpleNamespace(name="m3diff", version="1", tags=tags)
     monkeypatch.setattr(tracking, "download_checkpoint", lambda version, into: checkpoint / "adapters")
     found = {check.what: check.outcome for check in of_stored(version, SimpleNamespace(cache=cache), whole)}

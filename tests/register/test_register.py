@@ -19,8 +19,9 @@ from mlflow.tracking import MlflowClient
 from components import tracking
 from components.params import load_params
 from components.register import stage
-from components.register.leftovers import PROCESS
 from components.register.lineage import Lock, read_lineage
+from components.runs import Description, completed, followed
+from components.tracking import PROCESS
 from tests import toy
 from tests.register.conftest import change, store
 
@@ -260,6 +261,30 @@ def test_a_run_that_an_interrupted_registration_left_is_used_again(opened, monke
     assert opened.register().run_id == left.info.run_id
     (run,) = opened.runs()
     assert len(opened.client.get_metric_history(run.info.run_id, "train/loss")) == 3
+
+
+def test_the_run_that_the_training_opened_becomes_the_version_s(opened):
+    params = load_params()
+    limit, model = params.predict.max_new_tokens, params.paths.model
+    opened_by_train = Description(params.register_.tracking_uri, "m3diff", "m3diff", {"train": {"seed": 5}}, limit)
+    with followed(opened_by_train, model, "key", model / "curves.jsonl"):
+        pass
+    completed(opened_by_train, model, params.paths.report / "metrics.json")
+    (trained,) = opened.runs()
+    assert opened.register().run_id == trained.info.run_id
+    (run,) = opened.runs()
+    assert run.info.run_name == trained.info.run_name
+    assert len(opened.client.get_metric_history(run.info.run_id, "train/loss")) == 3
+    assert run.data.params["train.seed"] == "5", "MLflow takes a parameter once"
+    assert run.data.params["evaluate.gallery"], "what the training did not know"
+
+
+def test_a_run_that_a_version_is_made_of_is_no_other_version_s(opened):
+    first = opened.register()
+    client = opened.client
+    lineage = read_lineage(load_params(), Lock())
+    other = stage.open_run(client, tracking.experiment_id(client, "m3diff"), lineage.model_copy(update={"code": "c"}))
+    assert other != first.run_id
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -144,16 +146,24 @@ FIGURES: dict[str, Any] = {
 def test_the_stage_runs_the_loop_where_asked_and_writes_its_report(
     workers: int, runtime: str, base: Path, mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    jobs = []
+    jobs, followed = [], []
+
+    @contextmanager
+    def follow(key: str, told: Path) -> Iterator[None]:
+        yield
+        assert told.parent.is_dir(), "its end reads what is there"
+        assert (tmp_path / "out" / "report.json").is_file()
+        followed.append((key, told))
 
     def loop(job: Any) -> dict[str, Any]:
         assert job.run_dir.is_dir()
+        assert not followed
         jobs.append(job)
         return FIGURES
 
     monkeypatch.setattr(stage, runtime, loop)
     made = recipe(base, workers=workers, micro_batch=2, scratch=tmp_path / "runs")
-    train(made.cfg, made.model, made.compute, mixture, tmp_path / "out")
+    train(made.cfg, made.model, made.compute, mixture, tmp_path / "out", follow)
     assert json.loads((tmp_path / "out" / "report.json").read_text()) == {
         "stage": "train",
         "rows_in": 23,
@@ -185,6 +195,7 @@ def test_the_stage_runs_the_loop_where_asked_and_writes_its_report(
     assert job.base_sha256 == sha256_of_folder(base)
     assert (job.mixture, job.out) == (mixture, tmp_path / "out")
     assert job.run_dir == tmp_path / "runs" / "train" / run_key(job.cfg, job.model, mixture, job.base_sha256)
+    assert followed == [(job.run_dir.name, job.run_dir / "curves.jsonl")]
     assert not job.run_dir.exists(), "nothing is left of a run that ended"
 
 

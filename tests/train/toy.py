@@ -2,7 +2,9 @@
 
 import csv
 import hashlib
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,6 +116,7 @@ class Trained:
     report: TrainReport
     weights: dict[str, torch.Tensor]
     curve: list[dict[str, str]]
+    told: list[dict[str, str]]  # to who followed
 
     def column(self, name: str) -> list[float | None]:
         return [float(row[name]) if row[name] else None for row in self.curve]
@@ -122,8 +125,16 @@ class Trained:
 def run(made: Recipe, mixture: Path, folder: Path) -> Trained:
     """Train in `folder`, with its scratch there."""
     made = made.changed(scratch=folder / "runs")
-    report = train(made.cfg, made.model, made.compute, mixture, folder / "out")
-    return Trained(report, load_file(folder / "out" / "checkpoint" / "model.safetensors"), read_curve(folder / "out"))
+    told: list[dict[str, str]] = []
+
+    @contextmanager
+    def follow(key: str, file: Path) -> Iterator[None]:
+        yield
+        told.extend(json.loads(line) for line in file.read_text().splitlines())
+
+    report = train(made.cfg, made.model, made.compute, mixture, folder / "out", follow)
+    weights = load_file(folder / "out" / "checkpoint" / "model.safetensors")
+    return Trained(report, weights, read_curve(folder / "out"), told)
 
 
 def read_curve(out: Path) -> list[dict[str, str]]:
