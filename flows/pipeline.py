@@ -136,16 +136,18 @@ def known_as(name: str) -> Iterator[None]:
 
 def work_through(done: Done, status: dict[str, Any]) -> None:
     """The stages, then what acts outside the repository. A stage is current where neither DVC says otherwise nor one
-    that it follows from made anything. Of a champion that is current nothing is looked at but its version."""
+    that it follows from had to be asked for, which may have made its files and recorded them before its command was
+    killed. Of a champion that is current nothing is looked at but its version."""
     known = None if status else current_champion(load_params(tasks.PARAMS))
     if known is None and not status:
         dvc.link_data()
     with raw.in_place(done.work.checkout, status) if known is None else nullcontext():
-        made: set[str] = set()
+        asked: set[str] = set()
         for stage, before in dvc.stages().items():
-            take(done, stage, tasks.reproduce, stage, stage not in status and not made & before)
-            if done.outcomes[stage] != "Skipped":
-                made.add(stage)
+            current = stage not in status and not asked & before
+            take(done, stage, tasks.reproduce, stage, current)
+            if not current:
+                asked.add(stage)
         done.whole = True
         take(done, "push", tasks.push_data, done.pushed)
         archive.commit(message_of(done), done.work.links)
