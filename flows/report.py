@@ -99,7 +99,7 @@ def scores(params: Params, champion: Mapping[str, float]) -> Iterator[str]:
         return
     yield from ("", "## Scores", "")
     yield from table(
-        ("protocol", "score", "this run", "champion before"), scored(json.loads(file.read_text()), champion)
+        ("protocol", "score, times 100", "this run", "champion before"), scored(json.loads(file.read_text()), champion)
     )
 
 
@@ -108,7 +108,7 @@ def scored(metrics: Mapping[str, Any], champion: Mapping[str, float]) -> Iterato
         for name in SCORES:
             if isinstance(value := found.get(name), int | float):
                 theirs = champion.get(f"{protocol}/{name}")
-                yield protocol, name, f"{value:.4f}", "" if theirs is None else f"{theirs:.4f}"
+                yield protocol, name, f"{100 * value:.1f}", "" if theirs is None else f"{100 * theirs:.1f}"
 
 
 def champion_scores(done: "Done", params: Params) -> dict[str, float]:

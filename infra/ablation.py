@@ -36,13 +36,13 @@ PARAMS = Path("params.yaml")
 
 
 class Column(NamedTuple):
-    """How a score is written: its title, and its unit, in which a share of 1 is 100 %."""
+    """How a score is written, times 100: its title, and whether it is a share."""
 
     title: str
     percent: bool = False
 
     def text(self, value: float, sign: str = "") -> str:
-        return f"{100 * value:{sign}.1f}" if self.percent else f"{value:{sign}.3f}"
+        return f"{100 * value:{sign}.1f}"
 
     @property
     def heading(self) -> str:
@@ -224,15 +224,16 @@ def differ(row: Row, other: Row, protocol: str, score: str) -> dict[str, float] 
 
 def lines(found: Sequence[Mapping[str, Any]], protocol: str, seeds: int) -> Iterator[str]:
     """The table as text; differences with their 95 % intervals over pairs."""
-    yield f"{protocol}, {found[0]['pairs']} pairs, {counted(seeds)}"
+    yield f"{protocol}, {found[0]['pairs']} pairs, {counted(seeds)}, times 100"
     for row in found:
         yield row["row"]
         for score, cell in row["scores"].items():
-            sd = f"  sd {cell['sd']:.4f}" if cell["sd"] is not None else ""
-            yield f"  {score:<24} {cell['mean']:8.4f}{sd}"
+            sd = f"  sd {100 * cell['sd']:.1f}" if cell["sd"] is not None else ""
+            yield f"  {score:<24} {100 * cell['mean']:6.1f}{sd}"
             for name, other in cell["differences"].items():
                 if other:
-                    yield f"    {other['gain']:+.4f}  ({other['low']:+.4f} to {other['high']:+.4f})  to {name}"
+                    low, high = 100 * other["low"], 100 * other["high"]
+                    yield f"    {100 * other['gain']:+.1f}  ({low:+.1f} to {high:+.1f})  to {name}"
 
 
 def counted(seeds: int) -> str:
@@ -246,7 +247,7 @@ def markdown(
     spread = ", mean ± standard deviation" if seeds > 1 else ""
     for protocol, rows in found.items():
         scores = shown(rows)
-        yield from heading(f"`{protocol}`, {rows[0]['pairs']} pairs, {counted(seeds)}{spread}", scores)
+        yield from heading(f"`{protocol}`, {rows[0]['pairs']} pairs, {counted(seeds)}{spread}, times 100", scores)
         for row in rows:
             yield in_line(row["row"], [mean_text(score, row["scores"].get(score)) for score in scores])
         for name in [name for name in compare_with if name not in absent]:

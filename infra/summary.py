@@ -60,12 +60,12 @@ def headlines(protocols: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         shown.add(dataset)
         published = found.get("published_pairs")
         of = "" if published in (None, found["pairs"]) else f" of {published} that papers score"
-        yield f"scores on {name}, {found['pairs']} pairs{of}; 95 % intervals over pairs"
+        yield f"scores on {name}, {found['pairs']} pairs{of}; times 100, with 95 % intervals over pairs"
         for score in SCORES:
             if isinstance(value := found.get(score), int | float):
                 interval = found["intervals"].get(score)
-                bounds = f"   {interval['low']:.4f} to {interval['high']:.4f}" if interval else ""
-                yield f"  {score:<22} {value:8.4f}{bounds}"
+                bounds = f"   {100 * interval['low']:.1f} to {100 * interval['high']:.1f}" if interval else ""
+                yield f"  {score:<22} {100 * value:6.1f}{bounds}"
         yield ""
 
 

@@ -54,13 +54,13 @@ def test_the_page_says_what_came_out_why_it_ran_and_how_long_it_took(done):
     assert "began 1970-01-01 00:00:00 UTC, took 1 h 02 min; branch `runs/0123456789ab`" in found
     assert "m version 7 refused: why" in found
     assert "| train | Ran | 1 h 02 min |\n| promote | Rejected | 1.2 s |" in found
-    assert "| d/p | CIDEr | 1.2500 | 1.3000 |" in found
+    assert "| d/p | CIDEr | 125.0 | 130.0 |" in found
     assert "METEOR" not in found
     assert "m version 7, MLflow run `r1`" in found
 
 
 def test_without_a_champion_its_column_is_empty_and_without_an_evaluation_there_are_no_scores(done):
-    assert "| d/p | CIDEr | 1.2500 |  |" in text(done)
+    assert "| d/p | CIDEr | 125.0 |  |" in text(done)
     (PARAMS.paths.report / "metrics.json").unlink()
     assert "## Scores" not in text(done)
 

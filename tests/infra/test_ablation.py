@@ -67,23 +67,23 @@ def test_a_row_has_mean_and_deviation_over_seeds_and_its_difference_to_each_name
 def test_the_text_names_what_a_difference_is_to(found):
     text = "\n".join(ablation.lines(found, PROTOCOL, 2))
     assert text.startswith(
-        "toy/total, 26 pairs, 2 seeds\nfirst\n  CIDEr                      2.0000  sd 0.7071\n"
-        "    -2.0000  (-2.0000 to -2.0000)  to second\n"
-        "second\n  CIDEr                      4.0000  sd 0.7071\n    +2.0000  (+2.0000 to +2.0000)  to first\nthird\n"
+        "toy/total, 26 pairs, 2 seeds, times 100\nfirst\n  CIDEr                     200.0  sd 70.7\n"
+        "    -200.0  (-200.0 to -200.0)  to second\n"
+        "second\n  CIDEr                     400.0  sd 70.7\n    +200.0  (+200.0 to +200.0)  to first\nthird\n"
     )
 
 
 def test_the_markdown_has_a_table_of_scores_and_one_for_each_row_to_compare_with(found):
     absent = {"fourth": "left out: fourth: there is no base"}
     assert list(ablation.markdown({PROTOCOL: found[:2]}, ["first", "fourth"], 2, absent)) == [
-        "| `toy/total`, 26 pairs, 2 seeds, mean ± standard deviation | CIDEr |",
+        "| `toy/total`, 26 pairs, 2 seeds, mean ± standard deviation, times 100 | CIDEr |",
         "|---|---|",
-        "| first | 2.000 ± 0.707 |",
-        "| second | 4.000 ± 0.707 |",
+        "| first | 200.0 ± 70.7 |",
+        "| second | 400.0 ± 70.7 |",
         "",
         "| difference to *first* (95 % interval over pairs) | CIDEr |",
         "|---|---|",
-        "| second | +2.000 (+2.000 to +2.000) |",
+        "| second | +200.0 (+200.0 to +200.0) |",
         "",
         "- left out: fourth: there is no base",
     ]
@@ -94,7 +94,7 @@ def test_shares_are_written_in_percent_and_what_a_row_has_not_is_left_empty():
     cell = {"mean": 0.8614, "sd": None, "values": [0.8614], "differences": {"first": gain}}
     rows = [{"row": name, "pairs": 9, "scores": of} for name, of in (("two", {}), ("one", {"no_change_recall": cell}))]
     assert list(ablation.markdown({PROTOCOL: rows}, ["first"], 1, {}))[:-1] == [
-        "| `toy/total`, 9 pairs, 1 seed | no change seen as such, % |",
+        "| `toy/total`, 9 pairs, 1 seed, times 100 | no change seen as such, % |",
         "|---|---|",
         "| two |  |",
         "| one | 86.1 |",
@@ -110,7 +110,7 @@ def test_the_plot_names_every_row_protocol_and_score_and_is_the_same_twice(tmp_p
     for name in ("a.svg", "b.svg"):
         ablation.plot({PROTOCOL: found, "toy/hard": found[:2]}, tmp_path / name)
     text = (tmp_path / "a.svg").read_text()
-    for word in ("first", "second", "third", "CIDEr", "2.000", "4.000", "toy/total", "toy/hard"):
+    for word in ("first", "second", "third", "CIDEr", "200.0", "400.0", "toy/total", "toy/hard"):
         assert f"<!-- {word} -->" in text
     assert text.count("<!-- third -->") == 1
     assert (tmp_path / "b.svg").read_text() == text
@@ -247,7 +247,7 @@ def test_rows_are_experiments_beside_the_workspace_and_a_row_that_was_run_is_res
         assert found["made"] == {"data/other": sha256_of_folder(root / "data/other")}
         assert found["left_out"] == {"gone": "left out: gone: data/gone is not there; make it with `make gone`"}
         assert written.count(found["left_out"]["gone"]) == 2, "before the hours, and with the table"
-        assert "| more | 1.740 |" in out.with_suffix(".md").read_text()
+        assert "| more | 174.0 |" in out.with_suffix(".md").read_text()
         assert "dvc exp run --name ablation-more-7407 train.seed=7407 evaluate.gallery=74" in written
         assert out.with_suffix(".svg").is_file()
     assert "Stage 'evaluate' is cached" in written  # the second time nothing runs

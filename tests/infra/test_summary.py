@@ -19,12 +19,12 @@ OTHER = {"pairs": 240, "published_pairs": 3985, "CIDEr": 6.6, "intervals": {}}
 def test_the_headline_protocol_of_each_dataset_is_shown_with_its_intervals():
     lines = list(headlines({"a/total": TOTAL, "a/semantic": OTHER, "b/semantic": OTHER}))
     assert lines == [
-        "scores on a/total, 480 pairs; 95 % intervals over pairs",
-        "  CIDEr                    4.6704   4.5000 to 4.8100",
-        "  no_change_recall         1.0000",
+        "scores on a/total, 480 pairs; times 100, with 95 % intervals over pairs",
+        "  CIDEr                   467.0   450.0 to 481.0",
+        "  no_change_recall        100.0",
         "",
-        "scores on b/semantic, 240 pairs of 3985 that papers score; 95 % intervals over pairs",
-        "  CIDEr                    6.6000",
+        "scores on b/semantic, 240 pairs of 3985 that papers score; times 100, with 95 % intervals over pairs",
+        "  CIDEr                   660.0",
         "",
     ]
 
@@ -42,7 +42,7 @@ def summary_of(folder, report):
 
 def test_the_summary_says_scores_places_and_the_gates_words(tmp_path):
     text = summary_of(tmp_path, '{"warnings": []}')
-    assert "  CIDEr                    1.5000\n" in text
+    assert "  CIDEr                   150.0\n" in text
     assert f"report       {tmp_path}/report.html\n" in text
     assert "model        models:/m/2 (registered) in store\n" in text
     assert "gate         m version 2 refused: why\n" in text
