@@ -18,8 +18,7 @@ help:           ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
 
 run: install    ## the whole pipeline on the embedded benchmark, then the scores and where everything is
-	@python -c 'from flows.dvc import repair_rwlock; repair_rwlock(print)'
-	@dvc repro
+	@python -m infra.run
 	@python infra/summary.py
 
 test: install   ## the tests; of those that take minutes, three minutes a day

@@ -95,9 +95,12 @@ def train(args: argparse.Namespace) -> None:
     check_paths(params, "train")
     model, mixture = params.models[params.train.model], params.paths.mixture
     from components.plan.plan import check_memory
+    from components.plan.words import count_words
     from components.train.stage import train as run
 
     check_memory(params.train, model, params.compute, params.ingest.datasets, params.convert, mixture)
+    if (words := count_words(params.train.base, mixture)) and (warning := words.warning()):
+        print(f"train: warning: {warning}", flush=True)
     follow = partial(followed, described(params), params.paths.model)
     run(params.train, model, params.compute, mixture, params.paths.model, follow)
 
@@ -190,11 +193,14 @@ def plan(args: argparse.Namespace) -> None:
     params = parameters(args)
     model = params.models[params.train.model]
     from components.plan.plan import check_fits, make_plan, print_plan
+    from components.plan.words import count_words
 
     made = make_plan(params.train, model, params.compute, params.ingest.datasets, params.convert, params.paths.mixture)
     kind = args.gpu or params.compute.gpu_kind
     gpu = GPUS[kind] if kind else None
     print_plan(params.train, params.compute, made, gpu, args.utilisation)
+    if (words := count_words(params.train.base, params.paths.mixture)) and (warning := words.warning()):
+        print(f"\nwarning: {warning}")
     if params.compute.gpu and gpu:
         check_fits(params.compute, made, gpu.memory_gb)
 

@@ -27,11 +27,13 @@ SCORES = (
     "pixel_window_auc",
 )
 
+REAL_VOCABULARY = 10_000  # tokens; of a language, tens of thousands
+
 NEXT = """next
   look at the report in a browser, and at the model's versions:   make up
   caption a pair:                                                 see README.md, "Use the model"
   try another setting beside this one:                            dvc exp run -S train.epochs=6
-  run on your own pairs:                                          params.yaml, section ingest
+  look at your own pairs:                                         m3diff data check FOLDER
 
 Commands are in .venv: ./m3diff works as it is, and after `. .venv/bin/activate` so do all those of README.md"""
 
@@ -47,7 +49,18 @@ def summary(params: Params, registration: Registration, decision: Promotion) -> 
         ("gate", decision),
     ]
     rows = [*places, *(("warning", f"training: {text}") for text in trained.get("warnings", []))]
-    return "\n".join(["", *headlines(protocols), *(f"{name:<12} {value}" for name, value in rows), "", NEXT])
+    told = [*headlines(protocols), *(f"{name:<12} {value}" for name, value in rows)]
+    return "\n".join(["", *told, *limits(params.train.base), "", NEXT])
+
+
+def limits(base: Path) -> Iterator[str]:
+    """What a model from this base is for, where the base is one of drawn scenes."""
+    config = json.loads((base / "config.json").read_text())
+    vocabulary, side = config["text_config"]["vocab_size"], config["vision_config"]["image_size"]
+    if vocabulary < REAL_VOCABULARY:
+        yield f"good for     showing that the pipeline works: it describes MiniChange's scenes, drawn at {side} px"
+        yield f"not good for other images or words: its base knows {vocabulary} tokens. Your pairs need a real one:"
+        yield "             `m3diff profile small` (0.5 B parameters), `one-gpu` or `paper` (7 B) name one"
 
 
 def headlines(protocols: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:

@@ -1,8 +1,9 @@
 """What `make run` prints at its end."""
 
+import json
 from types import SimpleNamespace
 
-from infra.summary import headlines, summary
+from infra.summary import headlines, limits, summary
 
 TOTAL = {
     "pairs": 480,
@@ -29,11 +30,26 @@ def test_the_headline_protocol_of_each_dataset_is_shown_with_its_intervals():
     ]
 
 
+def write_base(folder, vocabulary):
+    config = {"text_config": {"vocab_size": vocabulary}, "vision_config": {"image_size": 100}}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_model_of_the_embedded_base_is_said_to_be_for_drawn_scenes_alone(tmp_path):
+    text = "\n".join(limits(write_base(tmp_path, 597)))
+    assert "MiniChange's scenes, drawn at 100 px" in text
+    assert "its base knows 597 tokens. Your pairs need a real one" in text
+    assert list(limits(write_base(tmp_path, 152_000))) == []
+
+
 def summary_of(folder, report):
+    write_base(folder, 597)
     (folder / "metrics.json").write_text('{"protocols": {"a/total": {"pairs": 3, "CIDEr": 1.5, "intervals": {}}}}')
     (folder / "report.json").write_text(report)
     params = SimpleNamespace(
         paths=SimpleNamespace(report=folder, predictions=folder, model=folder),
+        train=SimpleNamespace(base=folder),
         register_=SimpleNamespace(tracking_uri="store"),
     )
     registration = SimpleNamespace(uri="models:/m/2", outcome="registered")
@@ -47,6 +63,7 @@ def test_the_summary_says_scores_places_and_the_gates_words(tmp_path):
     assert "model        models:/m/2 (registered) in store\n" in text
     assert "gate         m version 2 refused: why\n" in text
     assert "warning" not in text
+    assert "good for     showing that" in text
 
 
 def test_the_summary_says_what_training_warned_of(tmp_path):
