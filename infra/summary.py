@@ -6,26 +6,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from components.evaluate.summary import HEADLINE
 from components.params import Params, ParamsError, load_params
 from components.promote.promote import Promotion, promote
 from components.records import DataError
 from components.register.stage import Registration, register
-
-SCORES = (
-    "BLEU-4",
-    "METEOR",
-    "ROUGE-L",
-    "CIDEr",
-    "change_type_accuracy",
-    "change_place_accuracy",
-    "change_exact_accuracy",
-    "multi_change_exact_f1",
-    "no_change_recall",
-    "false_no_change",
-    "reversal",
-    "CIDEr_shuffled",
-    "pixel_window_auc",
-)
 
 REAL_VOCABULARY = 10_000  # tokens; of a language, tens of thousands
 
@@ -74,7 +59,7 @@ def headlines(protocols: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         published = found.get("published_pairs")
         of = "" if published in (None, found["pairs"]) else f" of {published} that papers score"
         yield f"scores on {name}, {found['pairs']} pairs{of}; times 100, with 95 % intervals over pairs"
-        for score in SCORES:
+        for score in HEADLINE:
             if isinstance(value := found.get(score), int | float):
                 interval = found["intervals"].get(score)
                 bounds = f"   {100 * interval['low']:.1f} to {100 * interval['high']:.1f}" if interval else ""

@@ -219,6 +219,7 @@ def evaluate(params: dict[str, Any], paths: dict[str, Path]) -> None:
     scores = {"CIDEr": cider, "SPICE": None, "intervals": {"CIDEr": {"low": 0.5, "high": 1.5}}}
     protocol = {"pairs": len(pairs), **scores, "by_type": {"color": {"CIDEr": 2.0}}}
     (paths["report"] / "metrics.json").write_text(json.dumps({"rows_out": len(pairs), "protocols": {TOTAL: protocol}}))
+    (paths["report"] / "headline.json").write_text(json.dumps({TOTAL: {"CIDEr": round(100 * cider, 2)}}))
 
 
 WITH_REPORT = {"validate": "clean", "convert": "mixture", "train": "model", "predict": "predictions"}

@@ -1,9 +1,10 @@
 """evaluate: score the predictions for the test pairs, each dataset by its own protocols, and draw the report.
 
-Predictions and references -> metrics.json (scores by protocol), scores.parquet (one row per protocol and pair),
-report.html and its images.
+Predictions and references -> metrics.json (scores by protocol), headline.json (those that runs are compared by),
+scores.parquet (one row per protocol and pair), report.html and its images.
 """
 
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from components.evaluate.pairs import load_pairs
 from components.evaluate.params import Evaluate
 from components.evaluate.protocols import ProtocolPairs, load_specs, select
 from components.evaluate.report.report import Evidence, write_report
-from components.evaluate.summary import EvaluateReport, summarise
+from components.evaluate.summary import EvaluateReport, headline, summarise
 from components.files import write_atomic
 from components.records import DataError
 
@@ -52,6 +53,7 @@ def evaluate(
     table = score_table(metrics, protocols, scores)
     certain = {one.name: intervals(table, metrics, one.name) for one in protocols}
     report = summarise(test_pairs, len(pairs), protocols, scores, certain).write(out / "metrics.json")
+    write_atomic(out / "headline.json", json.dumps(headline(report), indent=1) + "\n")
     write_parquet(table, out / "scores.parquet")
     evidence = Evidence(
         metrics=metrics,

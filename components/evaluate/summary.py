@@ -1,4 +1,4 @@
-"""metrics.json: what evaluate measured, by protocol and by group of pairs."""
+"""What evaluate measured: metrics.json, all of it by protocol and group of pairs; headline.json, the few to compare."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -11,6 +11,24 @@ from components.reports import StageReport
 
 FOLDERS = ("by_type", "by_changes", "by_length")
 """Groups called "<folder>/<name>" stand in the file as an object of objects."""
+
+
+HEADLINE = (
+    "BLEU-4",
+    "METEOR",
+    "ROUGE-L",
+    "CIDEr",
+    "change_type_accuracy",
+    "change_place_accuracy",
+    "change_exact_accuracy",
+    "multi_change_exact_f1",
+    "no_change_recall",
+    "false_no_change",
+    "reversal",
+    "CIDEr_shuffled",
+    "pixel_window_auc",
+)
+"""The scores that runs are compared by, in the order in which they are shown."""
 
 
 class Interval(BaseModel):
@@ -90,3 +108,16 @@ def _scores_of(one: ProtocolPairs, scores: MetricScores, intervals: Mapping[str,
         },
         absent=dict(scores.absent),
     )
+
+
+def headline(report: EvaluateReport) -> dict[str, dict[str, float]]:
+    """Of each dataset's first protocol the scores of HEADLINE that it has, times 100: what `dvc metrics diff` and
+    `dvc exp show` list."""
+    first: dict[str, str] = {}
+    for name in report.protocols:
+        first.setdefault(name.partition("/")[0], name)
+    scores = {name: report.protocols[name].scores for name in first.values()}
+    return {
+        protocol: {name: round(100 * value, 2) for name in HEADLINE if (value := found.get(name)) is not None}
+        for protocol, found in scores.items()
+    }

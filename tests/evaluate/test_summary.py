@@ -6,7 +6,7 @@ from components.evaluate.metrics import choose_metrics
 from components.evaluate.metrics.metric import MetricScores
 from components.evaluate.metrics.run import compute_metrics, merge
 from components.evaluate.protocols import ProtocolPairs
-from components.evaluate.summary import EvaluateReport, Interval, summarise
+from components.evaluate.summary import HEADLINE, EvaluateReport, Interval, headline, summarise
 from tests.evaluate import bench
 
 TOY = ProtocolPairs("toy", Protocol("total", n=8), bench.pairs())
@@ -98,3 +98,17 @@ def test_without_any_type_the_object_of_types_is_empty():
     written = summarise(1, 1, [toy], {"toy/test": scores}, {}).model_dump()["protocols"]["toy/test"]
     assert (written["pairs"], written["by_type"], written["intervals"]) == (1, {}, {})
     assert (written["by_changes"], written["by_length"]) == ({}, {})
+
+
+def test_the_scores_to_compare_runs_by_are_those_of_each_dataset_s_first_protocol_times_100():
+    first, second = report().protocols["toy/total"], report(replace(TOY, protocol=Protocol("other", n=8)))
+    both = EvaluateReport(
+        stage="evaluate", rows_in=9, rows_out=6, protocols={"toy/total": first, **second.protocols, "more/all": first}
+    )
+    found = headline(both)
+    assert list(found) == ["toy/total", "more/all"]
+    assert found["toy/total"]["CIDEr"] == 50.0
+    assert found["toy/total"]["change_type_accuracy"] == round(100 * first.scores["change_type_accuracy"], 2)
+    assert "SPICE" not in found["toy/total"]
+    assert "reversal" not in found["toy/total"], "a score that is absent"
+    assert set(found["toy/total"]) <= set(HEADLINE)
