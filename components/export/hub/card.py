@@ -67,11 +67,21 @@ def write_card(facts: Facts) -> str:
         hashes=list(hashes(facts)),
         trained=sorted({each.spec.title for each in facts.datasets if each.trains}),
         drawn=all(each.spec.generate is not None for each in facts.datasets if each.trains),
+        control=control(facts.config),
         vision=facts.config["vision_config"],
         versions={name: version(name) for name in ("torch", "transformers")},
         confidence=f"{CONFIDENCE:.0%}".replace("%", " %"),
         resamples=f"{RESAMPLES:,}",
     )
+
+
+def control(config: Mapping[str, Any]) -> str:
+    """What to say of a model that has another module, or none."""
+    if config.get("mdp") is None:
+        return " This one is a control without that module: LLaVA-OneVision itself."
+    if config["mdp"].get("kind") == "difference":
+        return " This one is a control with the features' bare difference in that module's place."
+    return ""
 
 
 def front_matter(facts: Facts) -> str:

@@ -13,6 +13,7 @@ Needed to use it: torch, transformers, safetensors, pillow.
 import json
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from components.export.hub.run import (
     read_report,
     read_scores,
 )
-from components.export.hub.sources import standalone
+from components.export.hub.sources import PROCESSING, ROOTS, standalone
 from components.records import DataError
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
@@ -56,7 +57,7 @@ def export_hub(run: Run, out: Path, allow_unlicensed: bool = False) -> list[str]
         folder = Path(scratch) / out.name
         folder.mkdir()
         weights = write_model(checkpoint, folder, run.max_new_tokens)
-        for file, text in standalone().items():
+        for file, text in standalone(needed_roots(json.loads((folder / "config.json").read_text()))).items():
             (folder / file).write_text(text, encoding="utf-8")
         _write_example(example, folder)
         facts = Facts(
@@ -91,7 +92,8 @@ def write_model(checkpoint: Path, folder: Path, max_new_tokens: int) -> list[str
     for file in files:
         shutil.copyfile(file, folder / file.name)
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
-    (folder / "config.json").write_text(json.dumps(config | {"auto_map": AUTO_MAP}, indent=2) + "\n")
+    own = {"auto_map": AUTO_MAP} if has_module(config) else {}
+    (folder / "config.json").write_text(json.dumps(config | own, indent=2) + "\n")
     known = M3DiffProcessor.from_pretrained(checkpoint)
     template = known.chat_template
     assert isinstance(template, str), "one template"
@@ -107,6 +109,16 @@ def write_model(checkpoint: Path, folder: Path, max_new_tokens: int) -> list[str
     decoding |= {"eos_token_id": known.end_id, "pad_token_id": known.pad_id}
     GenerationConfig(**decoding).save_pretrained(folder)
     return [file.name for file in files if file.suffix == ".safetensors"]
+
+
+def has_module(config: Mapping[str, Any]) -> bool:
+    """Whether the model is more than LLaVA-OneVision, whose own classes load it where it is not."""
+    return config.get("mdp") is not None
+
+
+def needed_roots(config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """The classes that `auto_map` names: of a model without a module the processor's alone."""
+    return {module: names for module, names in ROOTS.items() if has_module(config) or module == PROCESSING}
 
 
 def _question() -> str:

@@ -16,17 +16,19 @@ from pathlib import Path
 PROJECT = "components"
 WIDTH = 120
 
+PROCESSING = "components.export.hub.processing"
+
 ROOTS: dict[str, tuple[str, ...]] = {
     "components.models.m3diff.configuration": ("M3DiffConfig",),
     "components.export.hub.modeling": ("M3DiffForConditionalGeneration",),
-    "components.export.hub.processing": ("ImagePairProcessor", "M3DiffImageProcessor"),
+    PROCESSING: ("ImagePairProcessor", "M3DiffImageProcessor"),
 }
 """What `auto_map` names, by module."""
 
 FILES = {
     "components.models.m3diff.configuration": "configuration_m3diff",
     "components.export.hub.modeling": "modeling_m3diff",
-    "components.export.hub.processing": "processing_m3diff",
+    PROCESSING: "processing_m3diff",
 }
 """Files of other names than their module's."""
 
@@ -189,11 +191,11 @@ def _text(source: Source, sources: Mapping[str, Source], cut: list[ast.stmt]) ->
     ]
     origin = f"# {'From' if whole else 'Part of'} {place} of m3diff, by `m3diff export --hub`. Licence: Apache-2.0"
     head = [origin, *_docstring(source), "", *future, ""]
-    text = "\n".join([*head, *_imports(source, sources)])
+    text = re.sub(r"\n{3,}", "\n\n", "\n".join([*head, *_imports(source, sources)]).rstrip())
     for before, statement in zip([None, *kept], kept, strict=False):
         apart = isinstance(statement, STANDS_APART) or isinstance(before, STANDS_APART)
         text += "\n" * (3 if apart else 2) + "\n".join(_lines(source, statement, cut))
-    return re.sub(r"\n{3,}(?=(from|import) )", "\n\n", text) + "\n"
+    return text + "\n"
 
 
 def _docstring(source: Source) -> list[str]:
