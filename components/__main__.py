@@ -27,6 +27,11 @@ USAGE, DATA_REFUSED, GATE_REFUSED, TRY_AGAIN = 2, 3, 4, 75
 FULL = (errno.ENOSPC, errno.EDQUOT)
 PROFILES = Path("profiles")
 
+FOUND_OF_LLAVA = (
+    "Found by running them: ms-swift reads the file as it is, but crops each image at any resolution (3,672 visual "
+    "tokens a pair for 1,460): another recipe. LLaMA-Factory 0.9.5 takes the data and has no LLaVA-OneVision."
+)
+
 Command = Callable[[argparse.Namespace], int | None]
 
 
@@ -300,7 +305,7 @@ def export_llava(args: argparse.Namespace) -> None:
     params = parameters(args)
     from components.export.llava import export_llava as run
 
-    run(params.ingest.datasets, params.paths.mixture, args.out, args.lines, args.allow_unlicensed)
+    run(params.ingest.datasets, params.paths.mixture, args.out, args.lines, args.allow_unlicensed, args.absolute)
 
 
 def profile(args: argparse.Namespace) -> None:
@@ -390,6 +395,8 @@ def _add_export(model: argparse.ArgumentParser, llava: argparse.ArgumentParser) 
     model.add_argument(
         "--allow-unlicensed", action="store_true", help="with --hub: also of data that no licence allows to pass on"
     )
+    llava.epilog = FOUND_OF_LLAVA
+    llava.add_argument("--absolute", action="store_true", help="absolute image paths; else relative to the project")
     llava.add_argument("--lines", action="store_true", help="JSON Lines instead of one JSON array")
     llava.add_argument(
         "--allow-unlicensed", action="store_true", help="also datasets whose licence does not allow to pass them on"
