@@ -174,6 +174,7 @@ def answers(shared: Shared, tmp_path_factory: pytest.TempPathFactory) -> Callabl
     return dict(zip(requests, told["answers"], strict=True)).__getitem__
 
 
+@pytest.mark.slow(20)
 def test_without_the_project_the_tokens_are_the_projects(shared: Shared, answers: Callable[[str], Any]) -> None:
     want = wanted(shared.run, shared.pairs, QUESTION)
     assert answers("all") == {"tokens": want}
@@ -218,6 +219,7 @@ def test_what_was_loaded_is_saved_with_its_code_and_loads_again(answers: Callabl
     assert answers("saved, all") == answers("all")
 
 
+@pytest.mark.slow(20)
 def test_a_model_without_a_module_is_shared_too(tmp_path: Path) -> None:
     run = make_run(tmp_path, mdp=None)
     export_hub(run, tmp_path / "control")
@@ -228,6 +230,7 @@ def test_a_model_without_a_module_is_shared_too(tmp_path: Path) -> None:
     assert found == [{"tokens": wanted(run, pairs, question)} for question in (QUESTION, OTHER_QUESTION)]
 
 
+@pytest.mark.slow(15)
 def test_the_code_of_the_card_runs_as_it_stands(shared: Shared, tmp_path: Path) -> None:
     card = (shared.folder / "README.md").read_text()
     (block,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
@@ -362,7 +365,7 @@ def test_an_example_that_changed_since_ingest_is_refused(shared: Shared, tmp_pat
         export_hub(replace(shared.run, clean=tmp_path / "clean"), tmp_path / "out")
 
 
-@pytest.mark.slow(60)
+@pytest.mark.slow(40)
 def test_a_hundred_drawn_pairs_have_the_projects_tokens(tmp_path: Path) -> None:
     """With the embedded base, whose captions are sentences, and a module that has moved."""
     from components.datasets.minichange.levels import LEVELS
