@@ -29,6 +29,11 @@ USAGE, DATA_REFUSED, GATE_REFUSED, TRY_AGAIN = 2, 3, 4, 75
 FULL = (errno.ENOSPC, errno.EDQUOT)
 PROFILES = Path("profiles")
 
+FOUND_OF_LLAVA = (
+    "Found by running them: ms-swift reads the file as it is, but crops each image at any resolution (3,672 visual "
+    "tokens a pair for 1,460): another recipe. LLaMA-Factory 0.9.5 takes the data and has no LLaVA-OneVision."
+)
+
 Command = Callable[[argparse.Namespace], int | None]
 
 
@@ -283,16 +288,43 @@ def score(args: argparse.Namespace) -> int:
 
 def export(args: argparse.Namespace) -> None:
     params = parameters(args)
+    if args.hub:
+        export_hub(params, args)
+        return
     from components.export.checkpoint import export_model
 
     export_model(params.paths.model, args.out, args.adapters)
+
+
+def export_hub(params: Params, args: argparse.Namespace) -> None:
+    paths = params.paths
+    from components.export.hub.folder import export_hub as run
+    from components.export.hub.run import Run, Trace
+    from components.register.lineage import Lock, read_lineage
+
+    def trace() -> Trace:
+        lock = Lock()
+        return Trace(read_lineage(params, lock), lock.params(params.ingest.datasets))
+
+    told = Run(
+        entries=params.ingest.datasets,
+        base=params.train.base,
+        max_new_tokens=params.predict.max_new_tokens,
+        mixture=paths.mixture,
+        clean=paths.clean,
+        model=paths.model,
+        predictions=paths.predictions,
+        report=paths.report,
+        trace=trace,
+    )
+    print("".join(f"{notice}\n" for notice in run(told, args.out, args.allow_unlicensed)), end="")
 
 
 def export_llava(args: argparse.Namespace) -> None:
     params = parameters(args)
     from components.export.llava import export_llava as run
 
-    run(params.ingest.datasets, params.paths.mixture, args.out, args.lines, args.allow_unlicensed)
+    run(params.ingest.datasets, params.paths.mixture, args.out, args.lines, args.allow_unlicensed, args.absolute)
 
 
 def profile(args: argparse.Namespace) -> None:
@@ -329,7 +361,7 @@ COMMANDS: dict[str, tuple[Command, str]] = {
     "caption": (caption, "say what changed between two images, or between many; no server is needed"),
     "data": (data, "look at data: `data check ROOT` before anything is run, `data statistics` after validate"),
     "score": (score, "score anyone's captions by a benchmark's protocol; no images, model or parameters file"),
-    "export": (export, "copy the trained model out: merged, or its adapters with the path to their base"),
+    "export": (export, "copy the trained model out: merged, its adapters, or a folder that others load (--hub)"),
     "export-llava": (export_llava, "write the mixture as LLaVA records, for LLaVA-NeXT, LLaMA-Factory and ms-swift"),
     "profile": (profile, "make a profile the parameters of the next run; prints what changes"),
     "migrate": (migrate, "rewrite a parameter file of an earlier version, its comments kept"),
@@ -372,7 +404,18 @@ def _add_caption(command: argparse.ArgumentParser) -> None:
 def _add_export(model: argparse.ArgumentParser, llava: argparse.ArgumentParser) -> None:
     for command in (model, llava):
         command.add_argument("out", type=Path, help="folder to write")
-    model.add_argument("--adapters", action="store_true", help="what trained, not merged into the base")
+    form = model.add_mutually_exclusive_group()
+    form.add_argument("--adapters", action="store_true", help="what trained, not merged into the base")
+    form.add_argument(
+        "--hub",
+        action="store_true",
+        help="a folder that others load without this project, with its code and card",
+    )
+    model.add_argument(
+        "--allow-unlicensed", action="store_true", help="with --hub: also of data that no licence allows to pass on"
+    )
+    llava.epilog = FOUND_OF_LLAVA
+    llava.add_argument("--absolute", action="store_true", help="absolute image paths; else relative to the project")
     llava.add_argument("--lines", action="store_true", help="JSON Lines instead of one JSON array")
     llava.add_argument(
         "--allow-unlicensed", action="store_true", help="also datasets whose licence does not allow to pass them on"

@@ -173,6 +173,20 @@ CALLS: dict[str, tuple[list[str], str, str, dict[str, Any]]] = {
             "out": Path("out"),
             "lines": False,
             "allow_unlicensed": False,
+            "absolute": False,
+        },
+    ),
+    "export-llava absolute": (
+        ["export-llava", "out", "--absolute"],
+        "components.export.llava",
+        "export_llava",
+        {
+            "entries": PARAMS.ingest.datasets,
+            "mixture": DATA / "04_mixture",
+            "out": Path("out"),
+            "lines": False,
+            "allow_unlicensed": False,
+            "absolute": True,
         },
     ),
     "export-llava lines": (
@@ -185,6 +199,7 @@ CALLS: dict[str, tuple[list[str], str, str, dict[str, Any]]] = {
             "out": Path("out"),
             "lines": True,
             "allow_unlicensed": False,
+            "absolute": False,
         },
     ),
     "export-llava unlicensed": (
@@ -197,6 +212,7 @@ CALLS: dict[str, tuple[list[str], str, str, dict[str, Any]]] = {
             "out": Path("out"),
             "lines": False,
             "allow_unlicensed": True,
+            "absolute": False,
         },
     ),
 }
@@ -268,6 +284,36 @@ def test_every_command_is_tried():
     tried = {argv[0] for argv, *_ in CALLS.values()}
     apart = {"plan", "profile", "migrate", "caption", "score", "compare", "history", "lineage", "restore", "prune"}
     assert tried | apart == COMMANDS.keys()
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_a_folder_to_share_is_written_of_what_the_parameters_name(allowed, monkeypatch, capsys):
+    recorder = Recorder(monkeypatch, "components.export.hub.folder", export_hub=["a condition", "another"])
+    assert main(["export", "--hub", "out", *(["--allow-unlicensed"] if allowed else [])]) == 0
+    ((function, arguments),) = recorder.calls
+    run = arguments.pop("run")
+    assert (function, arguments) == ("export_hub", {"out": Path("out"), "allow_unlicensed": allowed})
+    assert (run.entries, run.base, run.max_new_tokens) == (PARAMS.ingest.datasets, DATA / "00_base", 64)
+    assert (run.mixture, run.clean, run.model) == (DATA / "04_mixture", DATA / "03_clean", DATA / "05_model")
+    assert (run.predictions, run.report) == (DATA / "06_predictions", DATA / "07_report")
+    with pytest.raises(DataError, match="dvc.lock: no such file"):
+        run.trace()
+    assert capsys.readouterr().out == "a condition\nanother\n"
+
+
+def test_a_folder_to_share_holds_merged_weights(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["export", "--hub", "--adapters", "out"])
+    assert ended.value.code == 2
+    assert "not allowed with" in capsys.readouterr().err
+
+
+def test_the_help_of_export_llava_says_what_the_readers_make_of_it(capsys):
+    with pytest.raises(SystemExit):
+        main(["export-llava", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "3,672 visual tokens a pair for 1,460" in said
+    assert "LLaMA-Factory 0.9.5 takes the data and has no LLaVA-OneVision" in said
 
 
 def test_compare_takes_two_runs_and_says_each_protocols_table_and_where_the_page_is(monkeypatch, capsys):

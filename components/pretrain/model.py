@@ -1,6 +1,7 @@
 """The tiny base's sizes: tokenizer, processor and configuration of a LLaVA-OneVision of 1.4 M parameters."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,24 @@ def make_processor(cfg: Pretrain) -> M3DiffProcessor:
     )
     processor.tokenizer.chat_template = CHAT_TEMPLATE
     return processor
+
+
+def write_processor(processor: M3DiffProcessor, config: LlavaOnevisionConfig, folder: Path) -> None:
+    """Tokenizer, chat template, and the files of LLaVA-OneVision's own processor, which `AutoProcessor` then finds; the
+    project's reads the same files."""
+    processor.tokenizer.save_pretrained(folder)
+    images = processor.image_processor
+    pixels = {"size": images.size, "image_mean": images.image_mean, "image_std": images.image_std}
+    grid = {"image_grid_pinpoints": config.image_grid_pinpoints}
+    tokens = {"num_image_tokens": processor.num_image_tokens, "vision_feature_select_strategy": "full"}
+    files: dict[str, dict[str, Any]] = {
+        "preprocessor_config.json": {"image_processor_type": "LlavaOnevisionImageProcessor", **grid, **pixels},
+        "video_preprocessor_config.json": {"video_processor_type": "LlavaOnevisionVideoProcessor", **pixels},
+        "processor_config.json": tokens,
+    }
+    for name, content in files.items():
+        content["processor_class"] = "LlavaOnevisionProcessor"
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
 
 
 def train_tokenizer(seed: int, levels: tuple[Level, ...]) -> Qwen2Tokenizer:

@@ -30,7 +30,7 @@ from components.datasets.minichange.scene import Level, Scene
 from components.files import write_atomic
 from components.models.m3diff.processing import M3DiffImageProcessor, M3DiffProcessor
 from components.pretrain.curriculum import Task, curriculum
-from components.pretrain.model import make_config, make_processor
+from components.pretrain.model import make_config, make_processor, write_processor
 from components.pretrain.params import Pretrain
 from components.pretrain.segmentation import Segmentation
 from components.progress import progress
@@ -55,7 +55,7 @@ def pretrain(cfg: Pretrain, out: Path, scratch: Path) -> None:
         logs["segmentation_log.csv"] = _learn_to_segment(model.model.vision_tower, processor, bank, cfg, kept)
     logs["training_log.csv"] = _learn(model, processor, bank, cfg, kept)
     model.save_pretrained(out)
-    processor.save_pretrained(out)
+    write_processor(processor, model.config, out)
     for name, log in logs.items():
         write_atomic(out / name, log.text)
     write_atomic(out / "recipe.json", json.dumps(cfg.model_dump(mode="json"), indent=2) + "\n")

@@ -33,6 +33,16 @@ def test_records_have_the_form_of_llava_next(tmp_path, lines):
     assert first["metadata"] == {"dataset": "d", "split": "train"}
 
 
+def test_image_paths_are_absolute_where_that_is_asked_for(tmp_path, monkeypatch):
+    mixture = build(tmp_path)
+    (tmp_path / "project").mkdir()
+    monkeypatch.chdir(tmp_path / "project")
+    export_llava(OWN, mixture, tmp_path / "llava", absolute=True)
+    (first, *_) = json.loads((tmp_path / "llava/train.json").read_text("utf-8"))
+    root = str(tmp_path / "project")
+    assert first["image"] == first["images"] == [f"{root}/a.png", f"{root}/a_2.png"]
+
+
 def test_dataset_info_tells_llama_factory_the_columns(tmp_path):
     export_llava(OWN, build(tmp_path), tmp_path / "llava")
     info = json.loads((tmp_path / "llava/dataset_info.json").read_text())

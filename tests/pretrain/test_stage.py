@@ -13,7 +13,13 @@ import pytest
 import torch
 import yaml
 from pydantic import ValidationError
-from transformers import LlavaOnevisionForConditionalGeneration
+from transformers import (
+    AutoImageProcessor,
+    AutoProcessor,
+    LlavaOnevisionForConditionalGeneration,
+    LlavaOnevisionProcessor,
+)
+from transformers.utils import is_torchvision_available
 
 from components.datasets.minichange.render import render
 from components.datasets.minichange.scene import DARK, sample_scene
@@ -142,11 +148,13 @@ def test_the_folder_is_a_llava_onevision_that_its_processor_can_feed(made):
         "config.json",
         "generation_config.json",
         "model.safetensors",
+        "preprocessor_config.json",
         "processor_config.json",
         "recipe.json",
         "tokenizer.json",
         "tokenizer_config.json",
         "training_log.csv",
+        "video_preprocessor_config.json",
     }
     model = LlavaOnevisionForConditionalGeneration.from_pretrained(folder)
     own = M3DiffProcessor.from_pretrained(folder)
@@ -155,6 +163,27 @@ def test_the_folder_is_a_llava_onevision_that_its_processor_can_feed(made):
     assert inputs["pixel_values"].shape == (2, 3, 24, 24)
     assert (inputs["input_ids"] == model.config.image_token_id).sum() == 2 * (9 + 1)
     assert Pretrain.model_validate_json((folder / "recipe.json").read_text()) == CFG
+
+
+def test_transformers_own_processor_is_found_in_the_folder_and_takes_images_alike(made):
+    """Its video part needs torchvision: where that is missing, transformers says so instead of giving a tokenizer."""
+    folder = made / "a"
+    own = M3DiffProcessor.from_pretrained(folder)
+    picture = render(sample_scene(np.random.default_rng(0)), 64, np.random.default_rng(0))
+    ours = own([(picture, picture)], [QUESTIONS[0]])
+    theirs = AutoImageProcessor.from_pretrained(folder)([[picture, picture]], return_tensors="pt")
+    pixels = theirs["pixel_values"].reshape(2, 3, 24, 24)
+    assert (pixels - ours["pixel_values"]).abs().max() < 0.016  # two grey levels, as in tests/models/test_modeling.py
+    if not is_torchvision_available():
+        with pytest.raises(ImportError, match="LlavaOnevisionVideoProcessor requires the Torchvision library"):
+            AutoProcessor.from_pretrained(folder)
+        return
+    stock = AutoProcessor.from_pretrained(folder)
+    content = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": QUESTIONS[0]}]
+    prompt = stock.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+    asked = stock(images=[[picture, picture]], text=[prompt], return_tensors="pt")
+    assert isinstance(stock, LlavaOnevisionProcessor)
+    assert asked["input_ids"].tolist() == ours["input_ids"].tolist()
 
 
 def test_the_embedded_base_was_made_by_the_recipe_of_params():

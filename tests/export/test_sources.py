@@ -1,0 +1,131 @@
+"""The code of a shared folder is the project's own, and needs nothing of the project."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from components.export.hub import sources
+from components.export.hub.sources import OMITTED, ROOTS, SourceError, read_source, standalone
+
+ALLOWED = {"torch", "transformers", "numpy", "PIL", "pillow_heif"}
+"""pillow_heif only where an image is HEIC; it is not there, and the message says so."""
+
+
+@pytest.fixture(scope="module")
+def files() -> dict[str, str]:
+    return standalone()
+
+
+def test_the_files_import_what_is_always_there_and_each_other(files: dict[str, str]) -> None:
+    for name, text in files.items():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Import):
+                found = {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                found = {(node.module or "").partition(".")[0]}
+            elif isinstance(node, ast.ImportFrom):
+                assert f"{node.module}.py" in files, f"{name}: .{node.module}"
+                continue
+            else:
+                continue
+            assert found <= ALLOWED | set(sys.stdlib_module_names), name
+
+
+def test_no_name_is_undefined_unused_or_out_of_order(files: dict[str, str], tmp_path: Path) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    rules = ["--isolated", "--select", "F,E,I", "--line-length", "120"]
+    checked = subprocess.run([sys.executable, "-m", "ruff", "check", *rules, tmp_path], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout
+    form = [sys.executable, "-m", "ruff", "format", "--isolated", "--check", "--line-length", "120", tmp_path]
+    assert subprocess.run(form, capture_output=True).returncode == 0
+
+
+def test_every_definition_is_the_projects_own(files: dict[str, str]) -> None:
+    """But for the methods that are named as left out."""
+    origins = {
+        source.file: source
+        for module in [*ROOTS, *OMITTED, *(f"components.models.m3diff.{n}" for n in ("mdp", "difference", "settings"))]
+        for source in [read_source(module)]
+    }
+    origins |= {name: read_source(f"components.{place}") for name, place in OTHERS.items()}
+    assert {f"{name}.py" for name in origins} == set(files)
+    for name, text in files.items():
+        source = origins[name.removesuffix(".py")]
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                own = source.definitions[node.name]
+                assert without(node, source.module) == without(own, source.module), f"{name}: {node.name}"
+
+
+OTHERS = {"fused": "models.fused", "images": "images"}
+
+
+def without(node: ast.AST, module: str) -> str:
+    """A definition as text, without the methods of its class that are left out."""
+    omitted = [name.partition(".")[2] for name in OMITTED.get(module, ()) if name.startswith(f"{node.name}.")]  # type: ignore[attr-defined]
+    return "\n".join(
+        ast.dump(each)
+        for each in [*getattr(node, "decorator_list", []), *node.body]  # type: ignore[attr-defined]
+        if getattr(each, "name", None) not in omitted
+    )
+
+
+def test_methods_that_are_left_out_are_in_no_file(files: dict[str, str]) -> None:
+    for module, names in OMITTED.items():
+        text = files[f"{read_source(module).file}.py"]
+        for name in names:
+            cls, _, method = name.partition(".")
+            (node,) = (each for each in ast.parse(text).body if getattr(each, "name", None) == cls)
+            assert method not in [getattr(each, "name", None) for each in node.body]  # type: ignore[attr-defined]
+
+
+def test_nothing_registers_itself_where_auto_map_does(files: dict[str, str]) -> None:
+    assert "Auto" not in "".join(text.replace("AUTO_MAP", "") for text in files.values()).replace('"Auto', "")
+
+
+def test_a_method_that_is_no_longer_there_is_named() -> None:
+    with pytest.raises(SourceError, match=r"modeling\.py: has no M3DiffModel\.gone, which is named as left out"):
+        standalone(omitted={"components.models.m3diff.modeling": ("M3DiffModel.gone",)})
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("import components.files\n\ndef f():\n    return components.files\n", "can be shared"),
+        ("def f():\n    from components.files import sha256\n    return sha256\n", "inside a function"),
+        ("def g():\n    return 1\n", "neither defines nor imports f"),
+    ],
+)
+def test_code_that_cannot_be_followed_is_named(
+    text: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "components_of_a_test.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(SourceError, match=told):
+        standalone({"components_of_a_test": ("f",)}, {})
+
+
+def test_a_part_of_a_file_brings_what_it_uses_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "PROJECT", "a_project")
+    package = tmp_path / "a_project"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "one.py").write_text(
+        '"""First."""\n\nimport json\nimport os\nfrom a_project.two import helper as help_, other\n\nLIMIT = 3\n'
+        '"""Of what."""\n\n\ndef f(x: int) -> str:\n    return json.dumps(help_(x)) * LIMIT\n\n\ndef g():\n'
+        "    return os.sep, other()\n"
+    )
+    (package / "two.py").write_text("def helper(x):\n    return x\n\n\ndef other():\n    return 2\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made = standalone({"a_project.one": ("f",)}, {})
+    assert made == {
+        "one.py": "# Part of a_project/one.py of m3diff, by `m3diff export --hub`. Licence: Apache-2.0\n"
+        '"""First."""\n\nimport json\n\nfrom .two import helper as help_\n\nLIMIT = 3\n"""Of what."""\n\n\n'
+        "def f(x: int) -> str:\n    return json.dumps(help_(x)) * LIMIT\n",
+        "two.py": "# Part of a_project/two.py of m3diff, by `m3diff export --hub`. Licence: Apache-2.0\n\n\n"
+        "def helper(x):\n    return x\n",
+    }
