@@ -92,7 +92,7 @@ def _decode(name: str, data: bytes) -> Image.Image:
 
 
 def _unreadable(name: str, error: Exception) -> ImageError:
-    return ImageError(f"{name}: cannot be read as an image ({error}); run `m3diff validate` again")
+    return ImageError(f"{name}: cannot be read as an image ({error}); restore it or save it anew")
 
 
 def _check_digest(name: str, data: bytes, want: bytes) -> None:

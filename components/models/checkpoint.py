@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from components.models import FAMILIES
 from components.models.family import Family, PairProcessor
-from components.models.tuning import is_adapter, merge, trainable_names, unwrapped
+from components.models.tuning import is_adapted, is_adapter, merge, trainable_names, unwrapped
 
 MANIFEST = "manifest.json"
 ADAPTERS, LORA, TUNED = "adapters", "lora", "tuned.safetensors"
@@ -133,7 +132,7 @@ def tuned_weights(model: Any, family: Family) -> dict[str, Tensor]:
 
 def _save_adapters(model: Any, family: Family, folder: Path, base: Path) -> None:
     """`lora/` as peft writes it, `tuned.safetensors` and the configuration."""
-    if isinstance(model, PeftModel):
+    if is_adapted(model):
         for lora in model.peft_config.values():
             lora.base_model_name_or_path = os.path.relpath(base, folder)
         model.save_pretrained(str(folder / LORA), save_embedding_layers=False)
@@ -215,6 +214,8 @@ def _load_adapters(
     model.load_state_dict(tuned, strict=False)
     if not (folder / LORA).is_dir():
         return model
+    from peft import PeftModel
+
     return merge(PeftModel.from_pretrained(model, str(folder / LORA), autocast_adapter_dtype=False))
 
 

@@ -1,4 +1,7 @@
-"""What of a model trains: its parts by their learning rates, LoRA adapters, the optimizer's groups. Names no family."""
+"""What of a model trains: its parts by their learning rates, LoRA adapters, the optimizer's groups. Names no family.
+
+peft takes seconds to import, and is where adapters are: a merged checkpoint captions without it.
+"""
 
 import re
 from collections.abc import Iterator
@@ -6,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
 from components.models.family import Family, Settings
@@ -34,6 +36,8 @@ def prepare(model: Any, family: Family, settings: Settings) -> Any:
             raise ValueError(f"LoRA targets of the part {part} match 0 linears: {target}")
     adapted = model
     if targets:
+        from peft import LoraConfig, get_peft_model
+
         lora = LoraConfig(
             r=settings.lora.rank,
             lora_alpha=settings.lora.alpha,
@@ -94,7 +98,14 @@ def trainable_groups(model: nn.Module, family: Family, settings: Settings) -> li
 
 def unwrapped(model: nn.Module) -> Any:
     """The model without peft's wrapper around it; its adapters stay."""
-    return model.get_base_model() if isinstance(model, PeftModel) else model
+    return model.get_base_model() if is_adapted(model) else model  # type: ignore[operator]
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Whether peft's wrapper is around the model."""
+    from peft import PeftModel
+
+    return isinstance(model, PeftModel)
 
 
 def trainable_names(model: nn.Module) -> list[str]:
@@ -119,4 +130,4 @@ def _sizes(model: nn.Module) -> Iterator[tuple[str, int, bool]]:
 @torch.no_grad()
 def merge(model: nn.Module) -> Any:
     """Fold the adapters into the weights; the model then needs no peft."""
-    return unwrapped(model.merge_and_unload() if isinstance(model, PeftModel) else model)
+    return unwrapped(model.merge_and_unload() if is_adapted(model) else model)  # type: ignore[operator]

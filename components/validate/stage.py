@@ -22,6 +22,7 @@ from components.ingest.params import DatasetEntry
 from components.records import RAW_SCHEMA, RECORD_SCHEMA, DataError
 from components.reports import StageReport
 from components.validate.leaks import find_twins, sound_pairs
+from components.validate.pages import write_summary
 from components.validate.params import Validate
 from components.validate.rules import LEAK, bad_rows, facts, rules
 from components.validate.suite import run_suite
@@ -96,6 +97,7 @@ def validate(
     report = _report(clean, quarantine, images, references_respaced=respaced, overlaps=overlaps)
     assert report.rows_in == table.height == report.rows_out + report.quarantined, report
     report.write(out / "report.json")
+    write_summary(report, quarantine, out / "docs")
     _refuse(cfg, report, clean, quarantine, miscounts, out)
     return report
 

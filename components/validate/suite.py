@@ -18,7 +18,7 @@ from components.validate.pages import write_pages
 from components.validate.rules import Rule
 
 RUN_TIME = datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC)
-"""Data Docs show the time of the run; a fixed one, so that equal inputs give equal bytes."""
+"""Data Docs show the time of the run; a fixed one, so that equal inputs give equal bytes; `pages.py` removes it."""
 
 
 ExpectedPairs = Mapping[str, Mapping[Any, int]]

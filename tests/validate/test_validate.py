@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from PIL import Image
 from components.datasets import DATASETS
 from components.datasets.spec import Published, SplitCount
 from components.records import RECORD_SCHEMA, DataError
+from components.validate import pages
 from components.validate.params import Validate
 from components.validate.stage import ValidateReport, expected_pairs, too_many_bad
 from tests.layouts import (
@@ -434,9 +436,44 @@ def test_pages_are_private_without_time_path_or_random_id(raw):
     ingest_and_validate(raw)
     for page in (raw.parent / "clean/docs").iterdir():
         text = page.read_text("utf-8")
-        for foreign in ("//", "<script", "<img", "src=", "great_expectations.io", str(raw.parent)):
+        for foreign in ("//", "<script", "<img", "src=", "great_expectations.io", "2000-01-01"):
             assert foreign not in text, (page.name, foreign)
+        assert page.name == "quarantine.html" or str(raw.parent) not in text, "a reason names its file as the record does"
+        assert "DATAFRAME" not in text
+        assert not re.search(r"Batch|Run (Time|Name)", text), page.name
     assert "does not decode" in (raw.parent / "clean/docs/results.html").read_text("utf-8")
+
+
+def test_the_pages_say_what_there_is_and_link_the_rows_in_quarantine_by_the_rule_that_they_break(raw):
+    (raw / "sc_images/CLEVR_semantic_000008.png").unlink()
+    edit_json(raw / "change_captions.json", lambda references: references.update({KEY: ["see <b>this</b>"]}))
+    run_ingest(raw)
+    report = run_validate(raw.parent)
+    docs = raw.parent / "clean/docs"
+    index, page = (docs / "index.html").read_text("utf-8"), (docs / "quarantine.html").read_text("utf-8")
+    assert '<a href="quarantine.html">2 in quarantine</a>' in index
+    pairs = ", ".join(f"{split} {n}" for split, n in report.datasets["mini"].pairs.items())
+    assert f"<tr><td>mini</td><td>{pairs}</td>" in index
+    broken = report.datasets["mini"].broken_rules
+    assert len(broken) == 2
+    for rule, rows in broken.items():
+        assert f'<a href="quarantine.html#{rule}">{rule}</a> {rows}' in index
+        assert f'<h2 id="{rule}">{rule}</h2><p>{rows} rows</p>' in page
+    assert "<td>mini/000008.png</td><td>mini</td><td>train</td>" in page
+    assert "references: 1 hold HTML or a special token; write plain text" in page
+
+
+def test_of_a_rule_that_many_rows_break_the_page_shows_the_first(tmp_path):
+    row = {"id": "a<b", "dataset": "d", "split": None, "source": "f", "reason": "r & s", "rules": ["long", "image"]}
+    text = "\n".join(pages._quarantine(pl.DataFrame([row] * 201)))
+    assert text.count("<td>a&lt;b</td><td>d</td><td>–</td><td>f</td><td>r &amp; s</td>") == 2 * 200
+    assert text.count("<p>201 rows, the first 200</p>") == 2
+
+
+def test_where_nothing_is_in_quarantine_nothing_is_linked(raw):
+    run_ingest(raw)
+    run_validate(raw.parent)
+    assert "with their reasons: none." in (raw.parent / "clean/docs/index.html").read_text("utf-8")
 
 
 def test_every_output_is_equal_in_another_process_with_and_without_cache(raw):
