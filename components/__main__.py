@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from components.consistency import check_paths, closest
+from components.counts import told, told_of_clean, told_of_samples
 from components.datasets import DATASETS
 from components.gpus import GPUS
 from components.guard import unchanged
@@ -76,7 +77,7 @@ def ingest(args: argparse.Namespace) -> None:
     from components.ingest.stage import ingest as run
 
     for name in names:
-        run(name, datasets[name], params.compute.image_cache, params.paths.records)
+        print(told(run(name, datasets[name], params.compute.image_cache, params.paths.records)))
 
 
 def validate(args: argparse.Namespace) -> None:
@@ -84,7 +85,8 @@ def validate(args: argparse.Namespace) -> None:
     paths = params.paths
     from components.validate.stage import validate as run
 
-    run(params.validate_, params.ingest.datasets, params.compute.image_cache, paths.records, paths.clean)
+    report = run(params.validate_, params.ingest.datasets, params.compute.image_cache, paths.records, paths.clean)
+    print("\n".join(told_of_clean(report, paths.clean)))
 
 
 def convert(args: argparse.Namespace) -> None:
@@ -92,7 +94,8 @@ def convert(args: argparse.Namespace) -> None:
     check_paths(params, "convert")
     from components.convert.stage import convert as run
 
-    run(params.convert, params.ingest.datasets, params.paths.clean, params.paths.mixture)
+    report = run(params.convert, params.ingest.datasets, params.paths.clean, params.paths.mixture)
+    print("\n".join(told_of_samples(report)))
 
 
 def train(args: argparse.Namespace) -> None:
