@@ -38,6 +38,7 @@ ORDER = (
     "evaluate",
     "register",
     "promote",
+    "serve",
     "compute",
 )
 MOVED_FILES = {
