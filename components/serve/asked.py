@@ -194,17 +194,12 @@ def check_image(side: str, data: bytes, max_mpx: float) -> None:
 
 
 def check_question(question: str, most: int) -> None:
-    """Raises RequestRefusedError (422) where it is empty, too long, or not text."""
+    """Raises RequestRefusedError (422) where it is empty or too long."""
     if not question.strip():
         raise unprocessable("empty_question", "an empty text", "a question", "ask, or leave it out", "question")
     if len(question) > most:
         limit = f"at most {most} characters (serve.max_question_chars)"
         raise unprocessable("question_too_long", f"{len(question)} characters", limit, "ask in fewer words", "question")
-    try:
-        question.encode()
-    except UnicodeEncodeError as error:
-        remedy = "send whole characters in UTF-8"
-        raise unprocessable("not_text", "half a character", "text in Unicode", remedy, "question") from error
 
 
 def check_tokens(question: str | None, special_tokens: Iterable[str]) -> None:

@@ -1,7 +1,7 @@
 """One process that holds the model: it decodes images, gathers pairs into batches and captions them.
 
-Ray Serve runs it as the replicas of a deployment; without Ray it is a plain object with `async` methods, which batches
-alike. Decoding has threads of its own, so that the next batch is ready when the model is.
+Ray Serve runs it as the replicas of a deployment. Decoding has threads of its own, so that the next batch is ready when
+the model is.
 """
 
 import asyncio
@@ -102,8 +102,8 @@ class Replica:
         self.name = source.name
         self.captioner = load(source)
         self.decoders, self.computer = ThreadPoolExecutor(DECODERS), ThreadPoolExecutor(1)
-        self.batched.set_max_batch_size(batch_pairs)  # type: ignore[attr-defined]
-        self.batched.set_batch_wait_timeout_s(batch_wait_s)  # type: ignore[attr-defined]
+        together = serve.batch(max_batch_size=batch_pairs, batch_wait_timeout_s=batch_wait_s)
+        self.batched = together(self._batched)  # a queue of this object's own
 
     async def facts(self) -> Facts:
         tokenizer: Any = self.captioner.processor.tokenizer  # type: ignore[attr-defined]  # every family has one
@@ -124,8 +124,7 @@ class Replica:
         lengths = len(processor.encode_prompt(prepared.question)), len(processor.encode_reference(caption))
         return Answer(caption, self.name, overlay, *lengths, batch)
 
-    @serve.batch(max_batch_size=1, batch_wait_timeout_s=0)  # both are set in __init__
-    async def batched(self, pairs: list[Prepared]) -> list[tuple[str, np.ndarray | None, int]]:
+    async def _batched(self, pairs: list[Prepared]) -> list[tuple[str, np.ndarray | None, int]]:
         """(caption, saliency map, size of the batch) of each pair, in order."""
         loop = asyncio.get_running_loop()
         found = await loop.run_in_executor(self.computer, captions, self.captioner, pairs)
