@@ -154,7 +154,7 @@ def listening(host: str, port: int) -> socket.socket:
         return socket.create_server(address[:2], family=family, backlog=BACKLOG)  # type: ignore[arg-type]
     except OSError as error:
         raise ParamsError(
-            f"serve: cannot listen on {host} port {port} ({error.strerror or error}); end the program that does, or "
+            f"serve: cannot listen on {host} port {port} ({os.strerror(error.errno or 0)}); end the program that does, or "
             f"choose another: m3diff serve --port {port % 65535 + 1}"
         ) from error
 
