@@ -104,6 +104,8 @@ class Replica:
         self.decoders, self.computer = ThreadPoolExecutor(DECODERS), ThreadPoolExecutor(1)
         together = serve.batch(max_batch_size=batch_pairs, batch_wait_timeout_s=batch_wait_s)
         self.batched = together(self._batched)  # a queue of this object's own
+        self.free = asyncio.Event()
+        self.free.set()
 
     async def facts(self) -> Facts:
         tokenizer: Any = self.captioner.processor.tokenizer  # type: ignore[attr-defined]  # every family has one
@@ -116,6 +118,7 @@ class Replica:
             prepared = await loop.run_in_executor(self.decoders, prepare, self.captioner, asked)
         except (ImageError, MemoryError) as error:
             return Undecodable(str(error).partition(";")[0])
+        await self.free.wait()  # else Serve makes a small batch of each moment while the model computes
         caption, grid, batch = await self.batched(prepared)
         overlay = None
         if prepared.shown is not None and grid is not None:
@@ -127,7 +130,11 @@ class Replica:
     async def _batched(self, pairs: list[Prepared]) -> list[tuple[str, np.ndarray | None, int]]:
         """(caption, saliency map, size of the batch) of each pair, in order."""
         loop = asyncio.get_running_loop()
-        found = await loop.run_in_executor(self.computer, captions, self.captioner, pairs)
+        self.free.clear()
+        try:
+            found = await loop.run_in_executor(self.computer, captions, self.captioner, pairs)
+        finally:
+            self.free.set()
         return [(caption, grid, len(pairs)) for caption, grid in found]
 
 
