@@ -51,7 +51,7 @@ def find_examples(clean: Path, entries: Mapping[str, DatasetEntry], count: int) 
     for number, part in enumerate(parts):
         wanted = (count + number) // len(parts)  # the shares of all add up to count
         for place in range(min(wanted, len(part))):
-            row = part.row(place * len(part) // wanted, named=True)
+            row = part.row((2 * place + 1) * len(part) // (2 * wanted), named=True)
             example = Example(row["id"], Path(row["before"]), Path(row["after"]), (row["references"] or [""])[0])
             if example.before.is_file() and example.after.is_file():
                 found.append(example)

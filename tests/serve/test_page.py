@@ -125,9 +125,9 @@ def test_the_images_are_swapped_and_a_question_is_asked(page, images):
 @pytest.mark.slow(20)
 def test_an_example_is_one_press_away_and_shows_what_its_dataset_says(page):
     expect(page.locator("#pairs button")).to_have_count(4)
-    page.get_by_label("pair 1, minichange/1").click()
+    page.get_by_label("pair 1, minichange/2").click()
     expect(page.locator("#caption")).to_have_text(WANT)
-    expect(page.locator("#reference q")).to_have_text("what minichange says of 1")
+    expect(page.locator("#reference q")).to_have_text("what minichange says of 2")
 
 
 @pytest.mark.slow(20)
@@ -157,7 +157,7 @@ def test_the_policy_of_the_page_names_no_host_and_allows_no_other_script():
 
 def test_examples_are_of_the_test_split_of_what_may_be_shown_and_none_where_there_is_no_run(images, tmp_path):
     found = find_examples(images, PARAMS.ingest.datasets, 3)
-    assert [example.id for example in found] == ["minichange/1", "minichange_free/1", "minichange_free/3"]
+    assert [example.id for example in found] == ["minichange/3", "minichange_free/2", "minichange_free/4"]
     assert found[0].as_dict(0)["before"] == "/examples/0/before"
     assert find_examples(tmp_path, PARAMS.ingest.datasets, 3) == find_examples(images, {}, 3) == []
     assert find_examples(images, PARAMS.ingest.datasets, 0) == []
