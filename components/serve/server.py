@@ -153,9 +153,10 @@ def listening(host: str, port: int) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family, backlog=BACKLOG)  # type: ignore[arg-type]
     except OSError as error:
+        why = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
         raise ParamsError(
-            f"serve: cannot listen on {host} port {port} ({os.strerror(error.errno or 0)}); end the program that does, or "
-            f"choose another: m3diff serve --port {port % 65535 + 1}"
+            f"serve: cannot listen on {host} port {port} ({why}); end the program that does, or choose another: "
+            f"m3diff serve --port {port % 65535 + 1}"
         ) from error
 
 
