@@ -34,7 +34,9 @@ class Local:
 
     async def ask(self, asked: Asked) -> Answer | Undecodable:
         assert not self.removed, "asked after it was removed"
-        return await self.replica(asked)
+        answer = await self.replica(asked)
+        assert not self.removed, "removed before it gave its last answer"
+        return answer
 
     async def remove(self) -> None:
         self.removed = True
