@@ -187,7 +187,7 @@ def test_the_alias_moves_while_requests_run_none_is_lost_and_each_answer_names_w
     print(f"{len(found)} answers, none lost")
 
 
-@pytest.mark.slow(30)
+@pytest.mark.slow(50)
 @pytest.mark.parametrize(("sign", "to"), [(signal.SIGTERM, os.kill), (signal.SIGINT, os.killpg)])
 def test_at_a_signal_what_was_asked_is_answered_and_nothing_is_left_behind(sign, to, tmp_path):
     """SIGINT reaches Ray's processes too, as Ctrl-C in a shell does."""
