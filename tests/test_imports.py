@@ -24,6 +24,7 @@ SHARED = {
     "image_cache",
     "image_check",
     "images",
+    "model_source",
     "saliency",
     "runs",
     "tracking",
@@ -34,7 +35,7 @@ SHARED = {
 TOP = {"params", "counts", "consistency", "profiles", "migrate", "guard", "preflight", "__main__"}
 """The parameters as a whole and the command line: they know the stages' sections, and no stage knows them."""
 
-COMMANDS = {"plan", "inspect", "export", "compare", "score", "archive", "caption"}
+COMMANDS = {"plan", "inspect", "export", "compare", "score", "archive", "caption", "serve"}
 """Folders of commands: no stage imports them."""
 
 JOINS = {"promote"}
