@@ -164,6 +164,20 @@ def history(args: argparse.Namespace) -> int:
     return DATA_REFUSED if wrong else 0
 
 
+def models(args: argparse.Namespace) -> None:
+    params = parameters(args)
+    gate = params.promote
+    from components.archive.models import models as run
+    from components.archive.models import table
+
+    scores = list(dict.fromkeys((gate.metric, *gate.guards)))
+    found = run(params.register_, gate.protocol, scores)
+    if args.json:
+        print(json.dumps([one.model_dump() for one in found], indent=2))
+    else:
+        print(table(found, gate.protocol, scores))
+
+
 def lineage(args: argparse.Namespace) -> int:
     params = parameters(args)
     from components.archive.check import sound
@@ -375,6 +389,7 @@ COMMANDS: dict[str, tuple[Command, str]] = {
     "promote": (promote, "make the challenger the champion where it surely beats it on the same test set"),
     "rollback": (rollback, "make the champion before this one champion again; recorded, and not promoted again"),
     "history": (history, "every decision on the champion: when, who, from, to, why; and whether the record was edited"),
+    "models": (models, "the versions: aliases, scores, size of the weights, commit and run of each"),
     "lineage": (lineage, "the chain behind a version, from raw data to scores, each hash checked"),
     "restore": (restore, "bring back a version's data, parameters and checkpoint in a working tree of their own"),
     "prune": (prune, "remove old versions with their weights, branches and data; never what a kept one needs"),
@@ -401,6 +416,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands["profile"].add_argument("name", help="a file of profiles/, without .yaml")
     commands["migrate"].add_argument("file", type=Path, help="the file to rewrite; a copy of it is kept")
     _add_champion(commands["promote"], commands["rollback"], commands["history"])
+    commands["models"].add_argument("--json", action="store_true", help="all that is known of each, as JSON")
     _add_caption(commands["caption"])
     _add_serve(commands["serve"])
     _add_compare(commands["compare"])
