@@ -12,7 +12,7 @@ export LC_ALL := C.UTF-8
 
 .DEFAULT_GOAL := help
 N ?= 3
-.PHONY: help run test test-long test-gpu test-team faults kills check up down status install-services uninstall-services upgrade audit install-team profile base base-single seeds targets ablation rehearse bench-train bench-data bench-score bench-flow install check-system
+.PHONY: help run test test-long test-gpu test-team faults kills check up down status serve install-services uninstall-services upgrade audit install-team profile base base-single seeds targets ablation rehearse bench-train bench-data bench-score bench-flow install check-system
 
 help:           ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -54,6 +54,9 @@ down:           ## end what `up` started
 
 status:         ## each service: up or not, where, since when, its log; the last runs of the flows
 	@python infra/services.py status
+
+serve: install  ## captions over HTTP with the champion, and a page, at http://127.0.0.1:8000; MODEL=FOLDER or a version for another
+	@m3diff serve $(if $(MODEL),--model $(MODEL))
 
 install-services: install ## have systemd run the services of `up`, on a machine that stays on
 	@python -m infra.units install
@@ -117,5 +120,5 @@ $(READY): pyproject.toml constraints.txt | check-system
 	@echo "install 2/3: torch"
 	@pip install -q -c constraints.txt "$$(grep '^torch==' constraints.txt)"
 	@echo "install 3/3: the other $$(grep -c '==' constraints.txt) packages, as tested (constraints.txt)"
-	@pip install -c constraints.txt -e '.[dev]' | awk '/^ *(Collecting|Building|Installing)/ {n++; if (n % 25 == 0) {printf "  %d collected\n", n; fflush()}}'
+	@pip install -c constraints.txt -e '.[dev,serve]' | awk '/^ *(Collecting|Building|Installing)/ {n++; if (n % 25 == 0) {printf "  %d collected\n", n; fflush()}}'
 	@touch $@

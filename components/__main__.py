@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from components.consistency import check_paths, closest
+from components.counts import told, told_of_clean, told_of_samples
 from components.datasets import DATASETS
 from components.gpus import GPUS
 from components.guard import unchanged
@@ -76,7 +77,7 @@ def ingest(args: argparse.Namespace) -> None:
     from components.ingest.stage import ingest as run
 
     for name in names:
-        run(name, datasets[name], params.compute.image_cache, params.paths.records)
+        print(told(run(name, datasets[name], params.compute.image_cache, params.paths.records)))
 
 
 def validate(args: argparse.Namespace) -> None:
@@ -84,7 +85,8 @@ def validate(args: argparse.Namespace) -> None:
     paths = params.paths
     from components.validate.stage import validate as run
 
-    run(params.validate_, params.ingest.datasets, params.compute.image_cache, paths.records, paths.clean)
+    report = run(params.validate_, params.ingest.datasets, params.compute.image_cache, paths.records, paths.clean)
+    print("\n".join(told_of_clean(report, paths.clean)))
 
 
 def convert(args: argparse.Namespace) -> None:
@@ -92,7 +94,8 @@ def convert(args: argparse.Namespace) -> None:
     check_paths(params, "convert")
     from components.convert.stage import convert as run
 
-    run(params.convert, params.ingest.datasets, params.paths.clean, params.paths.mixture)
+    report = run(params.convert, params.ingest.datasets, params.paths.clean, params.paths.mixture)
+    print("\n".join(told_of_samples(report)))
 
 
 def train(args: argparse.Namespace) -> None:
@@ -161,6 +164,20 @@ def history(args: argparse.Namespace) -> int:
     return DATA_REFUSED if wrong else 0
 
 
+def models(args: argparse.Namespace) -> None:
+    params = parameters(args)
+    gate = params.promote
+    from components.archive.models import models as run
+    from components.archive.models import table
+
+    scores = list(dict.fromkeys((gate.metric, *gate.guards)))
+    found = run(params.register_, gate.protocol, scores)
+    if args.json:
+        print(json.dumps([one.model_dump() for one in found], indent=2))
+    else:
+        print(table(found, gate.protocol, scores))
+
+
 def lineage(args: argparse.Namespace) -> int:
     params = parameters(args)
     from components.archive.check import sound
@@ -223,11 +240,12 @@ def compare(args: argparse.Namespace) -> None:
 def caption(args: argparse.Namespace) -> int:
     params = parameters(args)
     from components.caption.caption import caption_pairs
-    from components.caption.model import load
     from components.caption.pairs import find_pairs
+    from components.model_source import find, load
 
     pairs = find_pairs(args.before, args.after)
-    captioner = load(params.register_, args.model, args.base or params.train.base, params.predict.max_new_tokens)
+    cfg, base = params.register_, args.base or params.train.base
+    captioner = load(find(cfg.tracking_uri, cfg.model_name, args.model, base, params.predict.max_new_tokens))
     sound = True
     for answer in caption_pairs(captioner, pairs, args.question, args.overlay):
         sound &= answer.fault is None
@@ -239,6 +257,24 @@ def caption(args: argparse.Namespace) -> int:
             text = " ".join((answer.caption or "").split())  # a line, whatever an untrained model says
             print(text if len(pairs) == 1 else f"{answer.pair.name}\t{text}", flush=True)
     return 0 if sound else DATA_REFUSED
+
+
+def serve(args: argparse.Namespace) -> None:
+    params = parameters(args)
+    from components.serve.server import serve as run
+
+    run(
+        params.serve,
+        params.register_,
+        params.compute,
+        params.ingest.datasets,
+        params.paths.clean,
+        args.model,
+        args.base or params.train.base,
+        params.predict.max_new_tokens,
+        args.host,
+        args.port or params.serve.port,
+    )
 
 
 def data(args: argparse.Namespace) -> int:
@@ -353,12 +389,14 @@ COMMANDS: dict[str, tuple[Command, str]] = {
     "promote": (promote, "make the challenger the champion where it surely beats it on the same test set"),
     "rollback": (rollback, "make the champion before this one champion again; recorded, and not promoted again"),
     "history": (history, "every decision on the champion: when, who, from, to, why; and whether the record was edited"),
+    "models": (models, "the versions: aliases, scores, size of the weights, commit and run of each"),
     "lineage": (lineage, "the chain behind a version, from raw data to scores, each hash checked"),
     "restore": (restore, "bring back a version's data, parameters and checkpoint in a working tree of their own"),
     "prune": (prune, "remove old versions with their weights, branches and data; never what a kept one needs"),
     "plan": (plan, "what a training run will cost: parameters, tokens, FLOPs, memory, hours; trains nothing"),
     "compare": (compare, "two runs on the same test pairs: differences with their intervals, and a page of the pairs"),
     "caption": (caption, "say what changed between two images, or between many; no server is needed"),
+    "serve": (serve, "answer over HTTP what changed between two images, with the champion; a page for people"),
     "data": (data, "look at data: `data check ROOT` before anything is run, `data statistics` after validate"),
     "score": (score, "score anyone's captions by a benchmark's protocol; no images, model or parameters file"),
     "export": (export, "copy the trained model out: merged, its adapters, or a folder that others load (--hub)"),
@@ -378,7 +416,9 @@ def make_parser() -> argparse.ArgumentParser:
     commands["profile"].add_argument("name", help="a file of profiles/, without .yaml")
     commands["migrate"].add_argument("file", type=Path, help="the file to rewrite; a copy of it is kept")
     _add_champion(commands["promote"], commands["rollback"], commands["history"])
+    commands["models"].add_argument("--json", action="store_true", help="all that is known of each, as JSON")
     _add_caption(commands["caption"])
+    _add_serve(commands["serve"])
     _add_compare(commands["compare"])
     _add_export(commands["export"], commands["export-llava"])
     _add_data(commands["data"])
@@ -391,14 +431,34 @@ def make_parser() -> argparse.ArgumentParser:
 def _add_caption(command: argparse.ArgumentParser) -> None:
     command.add_argument("before", type=Path, help="an image, a folder of images, or a CSV file (before, after)")
     command.add_argument("after", type=Path, nargs="?", help="an image, or a folder of images with the same names")
-    command.add_argument(
-        "--model", default="champion", help="a version by number or alias, or a checkpoint's folder (default: champion)"
-    )
-    command.add_argument("--base", type=Path, metavar="FOLDER", help="the base of adapters; else that of train.base")
+    _add_model(command)
     command.add_argument("--question", metavar="TEXT", help="what is asked of each pair, else what changed")
     drawn = "both images, what the model looked at outlined; for many pairs, a folder"
     command.add_argument("--overlay", type=Path, metavar="PNG", help=drawn)
     command.add_argument("--json", action="store_true", help="one JSON object a line")
+
+
+def _add_model(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--model", default="champion", help="a version by number or alias, or a checkpoint's folder (default: champion)"
+    )
+    command.add_argument("--base", type=Path, metavar="FOLDER", help="the base of adapters; else that of train.base")
+
+
+def _add_serve(command: argparse.ArgumentParser) -> None:
+    _add_model(command)
+    command.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on; other than this machine's own only with M3DIFF_SERVE_TOKEN (default: 127.0.0.1)",
+    )
+    command.add_argument("--port", type=_port, metavar="N", help="else serve.port")
+
+
+def _port(text: str) -> int:
+    if not (text.isdecimal() and 0 < int(text) < 65536):
+        raise argparse.ArgumentTypeError(f"expected a port, 1 to 65535 (found {text!r})")
+    return int(text)
 
 
 def _add_export(model: argparse.ArgumentParser, llava: argparse.ArgumentParser) -> None:

@@ -38,6 +38,7 @@ ORDER = (
     "evaluate",
     "register",
     "promote",
+    "serve",
     "compute",
 )
 MOVED_FILES = {
@@ -86,7 +87,11 @@ def renamed(text: str, embedded: str, say: Say) -> str:
         memory = held["gpu_memory_gb"]
         _rename(held, "gpu_memory_gb", "gpu_kind", gpu_kind(memory))
         say(f"compute.gpu_memory_gb: {memory} -> compute.gpu_kind: {_kind_said(memory)}")
-    _gate(values, load_commented(embedded), say)
+    new = load_commented(embedded)
+    _gate(values, new, say)
+    if EXTENDS not in values and "serve" not in values:
+        values.insert(list(values).index("compute"), "serve", new["serve"])
+        say("serve: new, as in the embedded profile")
     return dump_commented(values)
 
 

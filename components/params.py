@@ -27,6 +27,7 @@ from components.profiles import renamed_keys, resolve, unusable_numbers
 from components.promote.params import Promote
 from components.register.params import Register
 from components.section import FrozenMap, ParamsError, Section, freeze
+from components.serve.params import Serve
 from components.train.params import Train
 from components.validate.params import Validate
 
@@ -75,6 +76,7 @@ class Params(Section):
     evaluate: Evaluate
     register_: Register = Field(alias="register")
     promote: Promote
+    serve: Serve
     compute: Compute
 
 

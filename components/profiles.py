@@ -74,7 +74,7 @@ RENAMED_SINCE = {
 }
 """The same for files that have the sections of today."""
 
-NEW_SECTIONS = ("models", "pretrain", "promote", "compute")
+NEW_SECTIONS = ("models", "pretrain", "promote", "serve", "compute")
 NEW_KEYS = ("paths.base", "train.model", "train.export", "evaluate.metrics")
 """What the earlier files did not have: in such a file it is not reported as missing."""
 

@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 CONSTRAINTS, LOCK = ROOT / "constraints.txt", ROOT / "infra" / "lock.txt"
 UV, PIP_AUDIT = "uv==0.13.9", "pip-audit==2.10.1"
-TESTED, TEAM = ("dev", "team", "cluster", "team-test"), ("team", "cluster")
+TESTED, TEAM = ("dev", "serve", "team", "cluster", "team-test"), ("team", "cluster")
 OF_CUDA = ("nvidia-", "cuda-", "triton==")  # torch's own, where its build is for CUDA
 PLATFORM = ("--python-version", "3.11", "--python-platform", "x86_64-manylinux_2_28")
 HEAD = "# The tested versions and the hashes of PyPI's files, extras `team` and `cluster`; written by infra/lock.py.\n"

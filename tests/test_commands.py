@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from components import __main__ as command_line
 from components.__main__ import COMMANDS, main
 from components.gpus import GPUS
 from components.params import load_params
+from components.plan.words import Words
 from components.records import DataError
 from components.section import ParamsError
 from tests.toy import REPOSITORY
@@ -132,6 +134,40 @@ CALLS: dict[str, tuple[list[str], str, str, dict[str, Any]]] = {
         "components.promote.rollback",
         "rollback",
         {"params": PARAMS, "to": 3, "why": "it says no"},
+    ),
+    "serve": (
+        ["serve"],
+        "components.serve.server",
+        "serve",
+        {
+            "cfg": PARAMS.serve,
+            "register": PARAMS.register_,
+            "compute": PARAMS.compute,
+            "entries": PARAMS.ingest.datasets,
+            "clean": DATA / "03_clean",
+            "model": "champion",
+            "base": DATA / "00_base",
+            "max_new_tokens": PARAMS.predict.max_new_tokens,
+            "host": "127.0.0.1",
+            "port": 8000,
+        },
+    ),
+    "serve a folder elsewhere": (
+        ["serve", "--model", "somewhere", "--base", "base", "--host", "0.0.0.0", "--port", "81"],
+        "components.serve.server",
+        "serve",
+        {
+            "cfg": PARAMS.serve,
+            "register": PARAMS.register_,
+            "compute": PARAMS.compute,
+            "entries": PARAMS.ingest.datasets,
+            "clean": DATA / "03_clean",
+            "model": "somewhere",
+            "base": Path("base"),
+            "max_new_tokens": PARAMS.predict.max_new_tokens,
+            "host": "0.0.0.0",
+            "port": 81,
+        },
     ),
     "statistics": (
         ["data", "statistics"],
@@ -274,15 +310,64 @@ RESULT = Result(outcome="promoted", sound=True, lines=["a line", "another"])
 def test_a_command_calls_its_function_with_exactly_its_arguments(name, monkeypatch):
     argv, module, function, expected = CALLS[name]
     recorder = Recorder(monkeypatch, module, **{function: RESULT})
+    for said in ("told", "told_of_clean", "told_of_samples", "completed"):
+        monkeypatch.setattr(command_line, said, lambda *report: "")
     assert main(argv) == 0
+    for _, arguments in recorder.calls:
+        arguments.pop("follow", None)
     assert recorder.calls == [(function, expected)]
     for argument, value in expected.items():
         assert type(recorder.calls[0][1][argument]) is type(value), argument
 
 
+@pytest.mark.parametrize(
+    ("name", "teller", "rest"),
+    [("ingest", "told", ()), ("validate", "told_of_clean", (DATA / "03_clean",)), ("convert", "told_of_samples", ())],
+)
+def test_what_a_stage_counted_is_printed(name, teller, rest, monkeypatch, capsys):
+    argv, module, function, _ = CALLS[name]
+    Recorder(monkeypatch, module, **{function: RESULT})
+    given = []
+    monkeypatch.setattr(command_line, teller, lambda *report: given.append(report) or "ab")
+    assert main(argv) == 0
+    assert given == [(RESULT, *rest)]
+    assert capsys.readouterr().out == ("ab\n" if name == "ingest" else "a\nb\n")
+
+
+def test_training_is_followed_in_mlflow_and_its_run_completed_by_evaluate(monkeypatch):
+    made = []
+    monkeypatch.setattr(command_line, "followed", lambda *given: made.append(given))
+    monkeypatch.setattr(command_line, "completed", lambda *given: made.append(given))
+    recorder = Recorder(monkeypatch, "components.train.stage", train=None)
+    assert main(["train"]) == 0
+    recorder.calls[0][1]["follow"]("the key", Path("rows"))
+    Recorder(monkeypatch, "components.evaluate.stage", evaluate=None)
+    assert main(["evaluate"]) == 0
+    (described, model, key, rows), (again, of, metrics) = made
+    assert (model, key, rows) == (DATA / "05_model", "the key", Path("rows"))
+    assert (of, metrics) == (DATA / "05_model", DATA / "07_report/metrics.json")
+    assert described == again
+    assert (described.tracking_uri, described.experiment) == (PARAMS.register_.tracking_uri, "m3diff")
+    assert (described.model, described.max_new_tokens) == ("m3diff", PARAMS.predict.max_new_tokens)
+    params = yaml.safe_load(Path("params.yaml").read_text())
+    assert described.params["train"] == params["train"]
+    assert described.params["models"]["m3diff"]["rates"] == params["models"]["m3diff"]["rates"]
+    assert list(described.params["models"]) == ["m3diff"]
+
+
+def test_before_training_words_that_the_base_does_not_know_are_named(monkeypatch, capsys):
+    Recorder(monkeypatch, "components.train.stage", train=None)
+    Recorder(monkeypatch, "components.plan.words", count_words=Words(597, 10, 5, ("villa",)))
+    assert main(["train"]) == 0
+    assert (
+        "train: warning: the base does not know 50% of the words of the references (villa)" in capsys.readouterr().out
+    )
+
+
 def test_every_command_is_tried():
     tried = {argv[0] for argv, *_ in CALLS.values()}
-    apart = {"plan", "profile", "migrate", "caption", "score", "compare", "history", "lineage", "restore", "prune"}
+    apart = {"plan", "profile", "migrate", "caption", "score", "compare", "history", "models", "lineage", "restore"}
+    apart |= {"prune"}
     assert tried | apart == COMMANDS.keys()
 
 
@@ -397,6 +482,7 @@ def test_ingest_without_a_name_reads_every_dataset_in_order(monkeypatch):
     )
     Path("params.yaml").write_text(text)
     recorder = Recorder(monkeypatch, "components.ingest.stage", ingest=None)
+    monkeypatch.setattr(command_line, "told", str)
     assert main(["ingest"]) == 0
     entries = load_params().ingest.datasets
     names = ["pairs_b", "pairs_a", "minichange", "minichange_free", "minichange_shifted"]

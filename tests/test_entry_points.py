@@ -29,9 +29,9 @@ def functions(file: Path) -> dict[str, ast.FunctionDef]:
     return {node.name: node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)}
 
 
-def test_the_sections_of_params_yaml_are_paths_models_the_stages_in_order_the_actions_and_compute():
+def test_the_sections_of_params_yaml_are_paths_models_the_stages_in_order_the_actions_serve_and_compute():
     sections = list(yaml.safe_load((REPOSITORY / "params.yaml").read_text()))
-    assert sections == ["paths", "models", *STAGES, *ACTIONS, "compute"]
+    assert sections == ["paths", "models", *STAGES, *ACTIONS, "serve", "compute"]
     assert [field.alias or name for name, field in Params.model_fields.items()] == sections
 
 
@@ -53,7 +53,7 @@ def test_each_stage_of_dvc_calls_its_command_with_its_section_and_watches_its_fo
 def test_dvc_watches_nothing_of_how_a_run_is_computed():
     for entry in GRAPH.values():
         assert not any(
-            key.partition(".")[0] in ("compute", "paths", *ACTIONS) for key in entry.get("do", entry)["params"]
+            key.partition(".")[0] in ("compute", "paths", "serve", *ACTIONS) for key in entry.get("do", entry)["params"]
         )
 
 

@@ -24,6 +24,7 @@ SHARED = {
     "image_cache",
     "image_check",
     "images",
+    "model_source",
     "saliency",
     "runs",
     "tracking",
@@ -31,10 +32,10 @@ SHARED = {
     "datasets",
     "models",
 }
-TOP = {"params", "consistency", "profiles", "migrate", "guard", "preflight", "__main__"}
+TOP = {"params", "counts", "consistency", "profiles", "migrate", "guard", "preflight", "__main__"}
 """The parameters as a whole and the command line: they know the stages' sections, and no stage knows them."""
 
-COMMANDS = {"plan", "inspect", "export", "compare", "score", "archive", "caption"}
+COMMANDS = {"plan", "inspect", "export", "compare", "score", "archive", "caption", "serve"}
 """Folders of commands: no stage imports them."""
 
 JOINS = {"promote"}

@@ -46,10 +46,7 @@ def training_samples(
     references = _explode(asked)
     full = references.filter(pl.col("reference") != "")
     distinct = full.filter(pl.struct("row", "copy", "reference").is_first_distinct())
-    if source.samples == "joined":
-        kept = _join(distinct)
-    else:
-        kept = _cap(distinct, 1 if source.samples == "one" else cfg.references_per_pair)
+    kept = _join(distinct) if source.samples == "joined" else _cap(distinct, cfg.most_references(source))
     left_out = LeftOut(
         pairs_not_sampled=pairs.height - sampled["row"].n_unique(),
         pairs_without_reference=sampled["row"].n_unique() - kept["row"].n_unique(),

@@ -186,7 +186,7 @@ def published_workload(entries: Mapping[str, DatasetEntry], convert: Convert) ->
         pairs = sum(map(_with_words, counts.values()))
         each = sum(_references(spec, count) for count in counts.values()) / pairs
         source = convert.sources.get(name, Source())
-        used = _used(pairs, each, source, convert.references_per_pair)
+        used = _used(pairs, each, source, convert.most_references(source))
         if used.references:
             sources[name] = used
             splits += _by_split(name, spec, counts, used)

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from components import tracking
+from components import model_source, tracking
 from components.__main__ import DATA_REFUSED, main
-from components.caption import model as asked_model
 from components.caption.caption import BATCH, GAP_PX, caption_pairs
 from components.caption.pairs import AskedPair
 from components.models.generation import load_captioner
@@ -136,8 +135,9 @@ def test_a_version_brings_its_checkpoint_and_its_own_limit_of_tokens(checkpoint,
     there = {"3": version}
     monkeypatch.setattr(tracking, "find_version", lambda client, name, model: there[model])
     monkeypatch.setattr(tracking, "download_checkpoint", lambda found: checkpoint if found is version else None)
-    cfg = SimpleNamespace(tracking_uri="sqlite:///:memory:", model_name="m3diff")
     monkeypatch.setattr(tracking, "make_client", lambda uri: None)
-    found = asked_model.load(cfg, "3", Path("base"), 64)  # type: ignore[arg-type]
-    assert found.max_new_tokens == 5
-    assert asked_model.load(cfg, str(checkpoint), Path("base"), 64).max_new_tokens == 64  # type: ignore[arg-type]
+    store = ("sqlite:///:memory:", "m3diff")
+    found = model_source.find(*store, "3", Path("base"), 64)
+    assert (found.name, found.max_new_tokens) == ("m3diff/3", 5)
+    assert model_source.load(found).max_new_tokens == 5
+    assert model_source.find(*store, str(checkpoint), Path("base"), 64).max_new_tokens == 64

@@ -97,6 +97,22 @@ def test_without_a_cap_every_reference_trains(tmp_path):
     assert report.datasets["d"].left_out["references_over_cap"] == 0
 
 
+def test_a_source_may_have_a_limit_of_references_of_its_own(tmp_path):
+    names, references = ("all", "three", "one", "plain"), tuple(f"r{n}" for n in range(6))
+    records = [record(f"{name}/{n}", references=references, dataset=name) for name in names for n in range(4)]
+    own = {"all": {"references_per_pair": "all"}, "three": {"references_per_pair": 3}}
+    sources = own | {"one": {"samples": "one", "references_per_pair": 5}}
+    _, report = run(tmp_path, records, references_per_pair=2, sources=sources)
+    assert {name: of.samples["train"] for name, of in report.datasets.items()} == {
+        "all": 24,
+        "three": 12,
+        "one": 4,
+        "plain": 8,
+    }
+    assert report.datasets["three"].left_out["references_over_cap"] == 12
+    assert report.datasets["all"].left_out["references_over_cap"] == 0
+
+
 def test_no_change_pairs_are_thinned_in_training_only(tmp_path):
     records = [record(f"{split}{n}", split, types=(NO_CHANGE,)) for split in ("train", "test") for n in range(400)]
     records += [record(f"change{n}") for n in range(100)]

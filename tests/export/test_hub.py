@@ -201,7 +201,7 @@ def test_the_first_image_is_the_one_before(shared: Shared, answers: Callable[[st
         ("three images", "ValueError: images: one pair [before, after] or a list of such pairs; found a list of 3"),
         ("no images", "ValueError: images: one pair [before, after] or a list of such pairs; found list"),
         ("two questions", "ValueError: text: one question, or one for each pair; found 2 for 4 pairs"),
-        ("a prompt", "ValueError: text: the question alone; the processor adds images and turns"),
+        ("a prompt", "ValueError: text: the question alone, without special tokens"),
         ("numpy", "ValueError: return_tensors: 'np'; the model takes PyTorch tensors: 'pt'"),
         ("stock", "'vision_feature_select_strategy' expected one of ('default', 'full'), got mdp"),
         ("stock, no head", "'vision_feature_select_strategy' expected one of ('default', 'full'), got mdp"),

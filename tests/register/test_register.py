@@ -91,6 +91,25 @@ def test_registering_again_changes_nothing(registered):
     assert len(client.search_runs([client.get_experiment_by_name("m3diff").experiment_id])) == 1
 
 
+def test_the_versions_are_listed_with_their_aliases_scores_and_origin(registered):
+    told = m3diff(registered, "models").stdout.splitlines()
+    assert told[0].split() == ["version", "aliases", "registered", "CIDEr", *GUARDS, "weights", "commit", "run"]
+    commit = toy.run(registered, "git", "rev-parse", "HEAD").strip()
+    number, alias, _, _, cider, *guards = told[1].split()
+    assert (number, alias, cider, guards[:2]) == ("1", "challenger", "124.0", ["–", "–"])
+    assert f"  {commit[:8]}  train " in told[1]
+    assert told[-1].startswith(f"scores on {toy.TOTAL}, times 100")
+    (listed,) = json.loads(m3diff(registered, "models", "--json").stdout)
+    (version,) = store(registered).search_model_versions("name = 'm3diff'")
+    assert (listed["version"], listed["aliases"], listed["scores"]) == (1, ["challenger"], {"CIDEr": 1.24})
+    assert (listed["checkpoint"], listed["commit"]) == (version.tags["dvc.checkpoint"], commit)
+    assert listed["weights_bytes"] > 8
+    assert not listed["dirty"]
+
+
+GUARDS = ["change_exact_accuracy", "no_change_recall"]
+
+
 @pytest.mark.parametrize("form", ["path", "base64"])
 def test_in_a_fresh_process_outside_the_checkout_the_version_says_what_predict_wrote(registered, tmp_path, form):
     wrote = {

@@ -438,7 +438,9 @@ def test_pages_are_private_without_time_path_or_random_id(raw):
         text = page.read_text("utf-8")
         for foreign in ("//", "<script", "<img", "src=", "great_expectations.io", "2000-01-01"):
             assert foreign not in text, (page.name, foreign)
-        assert page.name == "quarantine.html" or str(raw.parent) not in text, "a reason names its file as the record does"
+        assert page.name == "quarantine.html" or str(raw.parent) not in text, (
+            "a reason names its file as the record does"
+        )
         assert "DATAFRAME" not in text
         assert not re.search(r"Batch|Run (Time|Name)", text), page.name
     assert "does not decode" in (raw.parent / "clean/docs/results.html").read_text("utf-8")

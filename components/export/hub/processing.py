@@ -59,7 +59,16 @@ class ImagePairProcessor(M3DiffProcessor):
             raise ValueError(f"return_tensors: {return_tensors!r}; the model takes PyTorch tensors: 'pt'")
         pairs = _as_pairs(images)
         opened = [(_opened(before), _opened(after)) for before, after in pairs]
-        return BatchFeature(super().__call__(opened, _as_questions(text, len(pairs), self.question)))
+        return BatchFeature(super().__call__(opened, self._questions(text, len(pairs))))
+
+    def _questions(self, text: str | list[str] | None, pairs: int) -> list[str]:
+        """One for each pair; a question with a special token would be read as more images, or as another turn."""
+        questions = _as_questions(text, pairs, self.question)
+        special = [str(token) for token in self.tokenizer.all_special_tokens]
+        for question in questions:
+            if found := [token for token in special if token in question]:
+                raise ValueError(f"text: the question alone, without special tokens; found {found[0]} in {question!r}")
+        return questions
 
 
 def _as_pairs(images: Any) -> list[Any]:
@@ -77,9 +86,6 @@ def _as_questions(text: str | list[str] | None, pairs: int, default: str | None)
     questions = [asked] * pairs if isinstance(asked, str) else list(asked or [])
     if len(questions) != pairs:
         raise ValueError(f"text: one question, or one for each pair; found {len(questions)} for {pairs} pairs")
-    for question in questions:
-        if "<image>" in question or "<|im_start|>" in question:
-            raise ValueError(f"text: the question alone; the processor adds images and turns; found {question!r}")
     return questions
 
 

@@ -1,0 +1,271 @@
+"""What a request asks: two images as bytes and a question. Three forms come to the same: a form, JSON, a chat.
+
+Images come as bytes and never as paths or addresses: the server fetches and opens nothing that a client names.
+"""
+
+import base64
+import binascii
+import json
+import re
+import unicodedata
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from components.images import open_image
+from components.serve.params import Serve
+from components.serve.refused import RequestRefusedError, unprocessable
+
+SIDES = ("before", "after")
+FORMATS = frozenset({"PNG", "JPEG", "MPO", "WEBP", "BMP", "GIF", "TIFF", "AVIF", "HEIF"})
+"""What is decoded. Pillow knows more: for some it starts other programs (EPS: Ghostscript)."""
+
+DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,")
+ADDRESS = re.compile(r"\s*(https?|file|ftp|s3|gs):", re.IGNORECASE)
+SHOWN_CHARS = 60
+AS_BYTES = "send the image itself: `data:image/png;base64,...`"
+MODEL_DECIDES = "leave it out: decoding is greedy and gives one caption"
+
+Unset = Annotated[float, Field(ge=0, le=0)] | None
+
+
+class Asked(NamedTuple):
+    """One question about one pair.
+
+    Attributes:
+        before, after: bytes of image files whose headers were checked.
+        question: None: what changed.
+        overlay: whether the outlines of the saliency map are wanted, too.
+    """
+
+    before: bytes
+    after: bytes
+    question: str | None
+    overlay: bool = False
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class PairBody(Strict):
+    """JSON of `POST /caption`."""
+
+    before: str
+    after: str
+    question: str | None = None
+    overlay: bool = False
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class ImageAddress(Strict):
+    url: str
+    detail: Literal["auto", "low", "high"] = "auto"  # all the same: the model has one size
+
+
+class ImagePart(Strict):
+    type: Literal["image_url"]
+    image_url: ImageAddress
+
+
+class Message(Strict):
+    role: Literal["user"]
+    content: list[Annotated[TextPart | ImagePart, Field(discriminator="type")]]
+
+
+class ChatBody(Strict):
+    """JSON of `POST /v1/chat/completions`. What greedy decoding of one caption satisfies anyway may be asked for."""
+
+    model: str
+    messages: list[Message] = Field(min_length=1, max_length=1)
+    temperature: Unset = None
+    frequency_penalty: Unset = None
+    presence_penalty: Unset = None
+    top_p: float | None = None
+    n: Literal[1] | None = None
+    stream: Literal[False] | None = None
+    seed: int | None = None
+    user: str | None = None
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+
+B = TypeVar("B", bound=Strict)
+
+
+def of_json(body: bytes, limits: Serve) -> Asked:
+    """The pair of `{"before": base64, "after": base64, "question": ..., "overlay": ...}`."""
+    given = _parsed(PairBody, body)
+    images = [_from_base64(side, getattr(given, side)) for side in SIDES]
+    return checked(Asked(images[0], images[1], given.question, given.overlay), limits)
+
+
+def of_form(fields: Iterable[tuple[str, str | bytes]], limits: Serve) -> Asked:
+    """The pair of a multipart form: files `before` and `after`; texts `question` and `overlay`."""
+    given: dict[str, str | bytes] = {}
+    for name, value in fields:
+        if name not in (*SIDES, "question", "overlay"):
+            raise unprocessable(
+                "unknown_field", "an unknown field", "before, after, question, overlay", "leave it out", _short(name)
+            )
+        if name in given:
+            raise unprocessable("repeated_field", "given twice", "one of each", "send each field once", name)
+        given[name] = value
+    for side in SIDES:
+        if not isinstance(given.get(side), bytes):
+            found = "not there" if side not in given else "a text"
+            raise unprocessable(
+                "wrong_images", found, "two files, before and after", f"curl -F {side}=@{side}.png", side
+            )
+    overlay = given.get("overlay", "false")
+    if overlay not in ("true", "false"):
+        raise unprocessable("invalid_field", _short(overlay), "true or false", "write one of the two", "overlay")
+    return checked(
+        Asked(given["before"], given["after"], _text(given.get("question")), overlay == "true"),  # type: ignore[arg-type]
+        limits,
+    )
+
+
+def of_chat(body: bytes, limits: Serve) -> tuple[Asked, ChatBody]:
+    """The pair of a chat of OpenAI's form: one message of the user with at most one text and two images."""
+    given = _parsed(ChatBody, body)
+    parts = given.messages[0].content
+    texts = [part.text for part in parts if isinstance(part, TextPart)]
+    urls = [part.image_url.url for part in parts if isinstance(part, ImagePart)]
+    where = "messages.0.content"
+    if len(urls) != 2:
+        remedy = "send the image before, then the image after, as two parts `image_url`"
+        raise unprocessable("wrong_images", f"{len(urls)} image(s)", "exactly 2 images", remedy, where)
+    if len(texts) > 1:
+        raise unprocessable("wrong_texts", f"{len(texts)} texts", "one text at most", "join them into one part", where)
+    images = [_from_data_url(f"{where}: {side}", url) for side, url in zip(SIDES, urls, strict=True)]
+    return checked(Asked(images[0], images[1], texts[0] if texts else None), limits), given
+
+
+def checked(asked: Asked, limits: Serve) -> Asked:
+    """What is asked, its images seen to be images within the limit and its question to be a text.
+
+    Raises:
+        RequestRefusedError: 422.
+    """
+    for side in SIDES:
+        check_image(side, getattr(asked, side), limits.max_image_mpx)
+    if asked.question is not None:
+        check_question(asked.question, limits.max_question_chars)
+    return asked
+
+
+def check_image(side: str, data: bytes, max_mpx: float) -> None:
+    """See by its header that these bytes are an image of at most so many million pixels; none is decoded.
+
+    Raises:
+        RequestRefusedError: 422.
+    """
+    from PIL import Image
+
+    formats = f"an image ({', '.join(sorted(FORMATS - {'MPO'}))})"
+    if not data:
+        raise unprocessable("not_an_image", "0 bytes", formats, "send the file's bytes", side)
+    too_large = f"at most {max_mpx:g} million pixels (serve.max_image_mpx)"
+    try:
+        with open_image(data) as image:
+            kind, (width, height) = image.format, image.size
+    except Image.DecompressionBombError as error:
+        raise unprocessable("too_many_pixels", _short(error), too_large, "make it smaller", side) from error
+    except Exception as error:  # a decoder stumbles over hostile bytes in any way
+        remedy = "save it as PNG or JPEG and send that file's bytes"
+        raise unprocessable(
+            "not_an_image", f"{len(data)} bytes, {_short(str(error))}", formats, remedy, side
+        ) from error
+    if kind not in FORMATS:
+        raise unprocessable("not_an_image", f"a file of the format {kind}", formats, "save it as PNG or JPEG", side)
+    if width * height > max_mpx * 1e6:
+        found = f"{width} x {height}, {width * height / 1e6:.1f} million pixels"
+        raise unprocessable("too_many_pixels", found, too_large, "make it smaller", side)
+
+
+def check_question(question: str, most: int) -> None:
+    """Raises RequestRefusedError (422) where it is empty or too long."""
+    if not question.strip():
+        raise unprocessable("empty_question", "an empty text", "a question", "ask, or leave it out", "question")
+    if len(question) > most:
+        limit = f"at most {most} characters (serve.max_question_chars)"
+        raise unprocessable("question_too_long", f"{len(question)} characters", limit, "ask in fewer words", "question")
+
+
+def check_tokens(question: str | None, special_tokens: Iterable[str]) -> None:
+    """A question is data: what the tokenizer takes for a mark of the prompt, such as another image's place, is refused,
+    since the model would not read it as text. Nothing is changed in what a user asks.
+
+    Raises:
+        RequestRefusedError: 422.
+    """
+    spelled = unicodedata.normalize("NFC", question or "")  # as tokenizers do
+    for token in special_tokens:
+        if token in spelled:
+            limit = "plain text: this is a mark of the model's prompt"
+            remedy = "write it another way, such as with blanks between its letters"
+            raise unprocessable("special_token", f"{token!r}", limit, remedy, "question")
+
+
+def _parsed(kind: type[B], body: bytes) -> B:
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in fault["loc"]) or None
+        raise _explained(kind, where, fault) from error
+
+
+def _explained(kind: type[Strict], where: str | None, fault: Any) -> RequestRefusedError:
+    if fault["type"] == "json_invalid":
+        return unprocessable("not_json", "no JSON", fault["msg"], "send JSON with Content-Type: application/json")
+    if fault["type"] == "extra_forbidden":
+        known = ", ".join(kind.model_fields)
+        return unprocessable("unknown_field", "an unknown field", f"known here: {known}", "leave it out", where)
+    if fault["type"] == "missing":
+        return unprocessable("missing_field", "not there", "this field is needed", "add it", where)
+    top = (where or "").split(".")[0]
+    remedy = "see docs/serving.md" if top in ("messages", *PairBody.model_fields) else MODEL_DECIDES
+    return unprocessable("invalid_field", _short(json.dumps(fault["input"], default=str)), fault["msg"], remedy, where)
+
+
+def _from_data_url(field: str, url: str) -> bytes:
+    match = DATA_URL.match(url)
+    if match is None:
+        found = f"an address, {_short(url)}" if ADDRESS.match(url) else _short(url)
+        raise unprocessable("not_bytes", found, "a data URL of an image; no address is fetched", AS_BYTES, field)
+    return _from_base64(field, url[match.end() :])
+
+
+def _from_base64(field: str, text: str) -> bytes:
+    if ADDRESS.match(text):
+        remedy = "send the image itself in base64"
+        raise unprocessable("not_bytes", f"an address, {_short(text)}", "base64; no address is fetched", remedy, field)
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        found = f"{_short(text)} ({error})"
+        raise unprocessable(
+            "not_base64", found, "bytes in base64", "encode the file's bytes: base64 -w0", field
+        ) from error
+
+
+def _text(value: str | bytes | None) -> str | None:
+    if isinstance(value, bytes):
+        raise unprocessable("invalid_field", "a file", "a text", "curl -F question=TEXT", "question")
+    return value
+
+
+def _short(text: object) -> str:
+    shown = str(text)
+    return shown if len(shown) <= SHOWN_CHARS else f"{shown[:SHOWN_CHARS]}..."

@@ -1,0 +1,77 @@
+"""What ingest, validate and convert print of their reports."""
+
+from pathlib import Path
+
+from components.convert.stage import ConvertCounts, ConvertReport
+from components.counts import LEFT_OUT, told, told_of_clean, told_of_samples
+from components.ingest.stage import IngestReport
+from components.validate.stage import ValidateCounts, ValidateReport
+
+INGESTED = {
+    "stage": "ingest",
+    "rows_in": 9,
+    "rows_out": 9,
+    "dataset": "mini",
+    "reader": "pairs",
+    "pairs": {"train": 7000, "val": 0, "test": 500},
+    "references": {"train": 9000, "val": 0, "test": 500},
+    "empty_references": 0,
+    "faults": 0,
+    "images": 15000,
+    "unread_images": 0,
+}
+
+
+def test_ingest_says_what_it_read_and_what_it_could_not():
+    counts = "7,500 (train 7,000, test 500) pairs, 9,500 (train 9,000, test 500) references, 15,000 images"
+    assert told(IngestReport(**INGESTED)) == f"ingest: mini: {counts}"
+    bad = IngestReport(**INGESTED | {"faults": 2, "unread_images": 3, "empty_references": 1})
+    missing = "2 rows cannot be read, 3 images are missing or cannot be read, 1 references are empty"
+    assert told(bad) == f"ingest: mini: {counts}; {missing}"
+
+
+def test_validate_says_what_is_clean_and_which_rules_were_broken():
+    counts = {"pairs": {"train": 8}, "references": {"train": 16}, "lost_test_pairs": []}
+    mini = ValidateCounts(**counts, quarantined=3, broken_rules={"no_leak": 2, "unique": 1})
+    report = ValidateReport(
+        stage="validate",
+        rows_in=19,
+        rows_out=16,
+        quarantined=3,
+        leaks=2,
+        overlaps={},
+        references_respaced=0,
+        images=38,
+        bad_images=0,
+        mislabelled_images=0,
+        datasets={"mini": mini, "other": ValidateCounts(**counts, quarantined=0, broken_rules={})},
+    )
+    assert list(told_of_clean(report, Path("clean"))) == [
+        "validate: 16 of 19 pairs are clean; the pages: clean/docs/index.html",
+        "validate: mini: 8 (train 8) pairs, 16 (train 16) references",
+        "validate: mini: 3 in quarantine, by the rule that they break: no_leak 2, unique 1",
+        "validate: other: 8 (train 8) pairs, 16 (train 16) references",
+        "validate: 2 of them only because they are in a test set, too (leaks)",
+    ]
+
+
+def test_convert_says_what_did_not_enter_the_mixture_and_why():
+    none = dict.fromkeys(LEFT_OUT, 0)
+    counts = {"pairs": {"train": 3}, "samples": {"train": 6}}
+    report = ConvertReport(
+        stage="convert",
+        rows_in=9,
+        rows_out=12,
+        pairs={"train": 6},
+        samples={"train": 12},
+        datasets={
+            "a": ConvertCounts(**counts, left_out=none | {"references_over_cap": 6, "empty_references": 1}),
+            "b": ConvertCounts(**counts, left_out=none),
+        },
+        published={},
+    )
+    assert list(told_of_samples(report)) == [
+        "convert: 12 (train 12) samples of 6 (train 6) pairs",
+        "convert: a: 6 (train 6) samples; left out: 1 empty references, 6 references over references_per_pair",
+        "convert: b: 6 (train 6) samples",
+    ]

@@ -1,0 +1,114 @@
+"""The six steps of docs/your-data.md, each command as it stands there, on sixty pairs of a user's own.
+
+In the place of the real base and its GPU stand the embedded ones; all else is as the page has it.
+"""
+
+import csv
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image, ImageDraw
+
+from components.profiles import dump_commented, load_commented
+from tests.toy import REPOSITORY
+
+PAGE = (REPOSITORY / "docs" / "your-data.md").read_text()
+BLOCKS = re.findall(r"^```(bash|yaml)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+HERE = ("components", "flows", "profiles", "data/00_base", "dvc.yaml", "params.yaml", ".gitignore", "pyproject.toml")
+
+
+def write_pairs(root: Path) -> None:
+    """Sixty pairs as the page shows them: a square that moves or stays."""
+    for side in ("before", "after"):
+        (root / side).mkdir(parents=True)
+    rows = [["before", "after", "caption", "split"]]
+    for number in range(60):
+        name = f"{number:04}.png"
+        for side, left in (("before", 20), ("after", 60 if number % 3 else 20)):
+            image = room(number)
+            ImageDraw.Draw(image).rectangle((left, 20, left + 30, 50), fill="red")
+            image.save(root / side / name)
+        caption = "the red square moved to the right" if number % 3 else "nothing changed"
+        split = "train" if number < 48 else "val" if number < 52 else "test"
+        rows.append([f"before/{name}", f"after/{name}", caption, split])
+    with (root / "pairs.csv").open("w", newline="") as file:
+        csv.writer(file).writerows(rows)
+
+
+def room(number: int) -> Image.Image:
+    """A background unlike every other: two that look alike in two splits would be a leak."""
+    draw, image = random.Random(number), Image.new("RGB", (120, 90), "white")
+    for _ in range(12):
+        x, y, color = draw.randrange(120), draw.randrange(90), tuple(draw.randrange(256) for _ in range(3))
+        ImageDraw.Draw(image).rectangle((x - 25, y - 25, x + 25, y + 25), fill=color)
+    return image
+
+
+def use_the_embedded_base(params: Path) -> None:
+    """Model, training and machine of the embedded profile, two epochs of it; the data stay the user's."""
+    values, embedded = (load_commented(path.read_text()) for path in (params, params.parent / "profiles/embedded.yaml"))
+    for section in ("models", "train", "compute"):
+        values[section] = embedded[section]
+    values["train"]["epochs"] = 2
+    params.write_text(dump_commented(values))
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    for name in HERE:
+        copy = shutil.copytree if (REPOSITORY / name).is_dir() else shutil.copy
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        copy(REPOSITORY / name, tmp_path / name)
+    run(tmp_path, "git init -q && git add -A && git commit -qm start && dvc init -q && dvc config core.analytics false")
+    write_pairs(tmp_path / "data" / "01_raw" / "my-pairs")
+    return tmp_path
+
+
+def run(project: Path, commands: str) -> str:
+    """What the commands print; they see this checkout's code, and the tools of its environment."""
+    names = {f"GIT_{who}_{what}": "a@b.example" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    path = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(project)}
+    done = subprocess.run(
+        ["bash", "-euc", commands], cwd=project, env=os.environ | path | names, capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"{commands}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done.stdout + done.stderr
+
+
+@pytest.mark.slow(170)
+def test_the_six_steps_lead_from_a_folder_of_pairs_to_a_caption_and_a_folder_to_share(project: Path) -> None:
+    assert [kind for kind, _ in BLOCKS] == ["bash", "yaml", "bash", "bash", "bash", "bash", "bash"]
+    (check, profile, read, look, train, caption, share) = (text for _, text in BLOCKS)
+
+    said = run(project, check)
+    entry = re.search(r"^    (my-pairs: .*)$", said, re.MULTILINE)
+    assert entry is not None
+    assert entry[1] in profile, "the page has the entry that the check suggests"
+    assert re.search(r"train +48 +48\n +val +4 +4\n +test +8 +8\n", said)
+
+    (project / "profiles" / "mine.yaml").write_text(profile)
+    said = run(project, read)
+    assert "validate: 60 of 60 pairs are clean" in said
+    assert (project / "data/01_raw/my-pairs.dvc").is_file()
+    run(project, look)
+    assert "my-pairs" in (project / "data/03_clean/statistics.html").read_text()
+
+    use_the_embedded_base(project / "params.yaml")
+    said = run(project, train)
+    assert "tokens" in said
+    assert "val_loss" in said
+    assert "the red square moved" in (project / "data/07_report/report.html").read_text()
+    said = run(project, caption)
+    assert len(said.strip().splitlines()[-1]) > 0
+    with Image.open(project / "seen.png") as seen:
+        assert seen.width > 2 * 120
+    run(project, share)
+    assert {"README.md", "config.json", "model.safetensors", "modeling_m3diff.py"} <= {
+        file.name for file in (project / "shared/my-model").iterdir()
+    }
