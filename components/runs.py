@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -125,9 +125,12 @@ class Follower:
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    """The rows that are whole by now."""
-    lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.is_file() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    """The rows that are whole; one that a kill cut short is none, and `curves.csv` has it at the end."""
+    found = []
+    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else []:
+        with suppress(json.JSONDecodeError):
+            found.append(json.loads(line))
+    return found
 
 
 def curve_rows(curves: Path) -> Iterable[dict[str, Any]]:

@@ -128,6 +128,15 @@ def test_a_run_that_was_ended_goes_on_as_the_same_run_and_logs_no_point_twice(
     assert points(one(), "train/loss") == [(1, 2.5), (2, 1.5), (3, 1.25)]
 
 
+def test_a_row_that_a_kill_cut_short_hides_no_later_one(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(
+        '{"step": "1", "loss": "2"}\n{"step": "2", "lo{"step": "2", "loss": "1"}\n{"step": "3", "loss": "0.5"}\n'
+    )
+    assert [row["step"] for row in runs.read_rows(rows)] == ["1", "3"]
+    assert runs.read_rows(tmp_path / "none") == []
+
+
 def test_another_training_is_another_run(project: Path) -> None:
     for key in ("one", "other"):
         with followed(description(), project / "model", key, project / "rows.jsonl"):
