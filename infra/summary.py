@@ -15,10 +15,11 @@ from components.register.stage import Registration, register
 REAL_VOCABULARY = 10_000  # tokens; of a language, tens of thousands
 
 NEXT = """next
-  look at the report in a browser, and at the model's versions:   make up
-  caption a pair:                                                 see README.md, "Use the model"
-  try another setting beside this one:                            dvc exp run -S train.epochs=6
-  look at your own pairs:                                         m3diff data check FOLDER
+  compare runs and versions in a browser:     make up
+  try the model on a page, over HTTP:         make serve
+  caption two images:                         m3diff caption BEFORE AFTER
+  try another setting beside this one:        dvc exp run -S train.epochs=6
+  your own pairs, in six steps:               docs/your-data.md
 
 Commands are in .venv: ./m3diff works as it is, and after `. .venv/bin/activate` so do all those of README.md"""
 
