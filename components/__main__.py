@@ -123,6 +123,16 @@ def predict(args: argparse.Namespace) -> None:
 def evaluate(args: argparse.Namespace) -> None:
     params = parameters(args)
     check_paths(params, "evaluate")
+    if args.model is None and (args.out or args.base):
+        raise ParamsError("evaluate: --out and --base are of another model; name it: --model VERSION or FOLDER")
+    if args.model is not None:
+        from components.promote.score_model import score_model
+
+        folder, scores = score_model(params, args.model, args.base or params.train.base, args.out)
+        for protocol, found in scores.items():
+            print(f"{protocol}, times 100: " + ", ".join(f"{name} {value:.1f}" for name, value in found.items()))
+        print(f"report: {folder / 'report' / 'report.html'}")
+        return
     paths = params.paths
     from components.evaluate.stage import evaluate as run
 
@@ -419,6 +429,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands["models"].add_argument("--json", action="store_true", help="all that is known of each, as JSON")
     _add_caption(commands["caption"])
     _add_serve(commands["serve"])
+    _add_evaluate(commands["evaluate"])
     _add_compare(commands["compare"])
     _add_export(commands["export"], commands["export-llava"])
     _add_data(commands["data"])
@@ -443,6 +454,13 @@ def _add_model(command: argparse.ArgumentParser) -> None:
         "--model", default="champion", help="a version by number or alias, or a checkpoint's folder (default: champion)"
     )
     command.add_argument("--base", type=Path, metavar="FOLDER", help="the base of adapters; else that of train.base")
+
+
+def _add_evaluate(command: argparse.ArgumentParser) -> None:
+    named = "another model than the run's own: a version by number or alias, or a checkpoint's folder; it captions the "
+    command.add_argument("--model", help=f"{named}test set first, and the run's files stay as they are")
+    command.add_argument("--base", type=Path, metavar="FOLDER", help="with --model: the base of adapters")
+    command.add_argument("--out", type=Path, metavar="FOLDER", help="with --model: where captions and report go")
 
 
 def _add_serve(command: argparse.ArgumentParser) -> None:

@@ -111,7 +111,8 @@ def test_what_joins_stages_is_known_to_the_command_line_and_its_section_to_the_p
         for module in imports(file)
         if module.startswith(f"components.{folder}.") and file.parent != COMPONENTS / folder
     }
-    assert found == {("__main__.py", folder), ("__main__.py", "rollback"), ("params.py", "params")}
+    commands = {("__main__.py", name) for name in (folder, "rollback", "score_model")}
+    assert found == commands | {("params.py", "params")}
 
 
 @pytest.mark.parametrize("stage", [*STAGES, *sorted(JOINS)])

@@ -104,6 +104,14 @@ def test_a_champions_checkpoint_is_fetched_captions_this_test_set_and_is_compare
         assert "gain +1.0000, 95 % interval +1.0000 to +1.0000 over 24 pairs; the lower bound exceeds 0" in said
         place = f"scored_again/{hash_test_set(paths):.12}/scores.parquet"
         assert pq.read_table(client.download_artifacts(runs[0], place)).equals(table)
+        client.set_registered_model_alias("m3diff", "old", "1")
+        assert m3diff(["evaluate", "--model", "old", "--out", "old"]) == 0
+        said = capsys.readouterr().out
+        assert "minichange/total, times 100: CIDEr " in said
+        assert said.endswith("report: old/report/report.html\n")
+        assert pq.read_table("old/report/scores.parquet").equals(table)
+        assert (paths.report / "report.html").is_file()
+        assert not paths.model.exists(), "what the run left is as it was"
         aliases = client.get_registered_model("m3diff").aliases
         assert {alias: int(version) for alias, version in aliases.items()} == {
             "challenger": 2,
