@@ -62,7 +62,6 @@ def write_pages(built: Path, site: Path) -> None:
     """From GX's site in `built`, write `results.html` and `suite.html` to `site`."""
     (results,) = (built / "validations").rglob("*.html")
     (suite,) = (built / "expectations").rglob("*.html")
-    site.mkdir(parents=True)
     _write(site, "results", _body(results))
     _write(site, "suite", _body(suite))
 
@@ -110,6 +109,7 @@ def _row(*cells: str, tag: str = "td") -> str:
 
 
 def _write(site: Path, name: str, body: str) -> None:
+    site.mkdir(parents=True, exist_ok=True)
     page = f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>Records: {name}</title>'
     text = f"{page}<style>{STYLE}</style></head>\n<body>{body}</body></html>\n"
     (site / f"{name}.html").write_text(text, "utf-8")

@@ -1,6 +1,7 @@
 """Several decide at once, and processes are killed: one champion, and the record agrees with it."""
 
 import fcntl
+import gc
 import os
 import signal
 from collections.abc import Callable
@@ -27,9 +28,11 @@ def agrees(registry: Registry) -> None:
 
 
 def in_child(work: Callable[[], object]) -> int:
-    """A process of its own that does this; its id."""
+    """A process of its own that does this; its id. It collects no garbage: what tests of training left in this process
+    (torch's process groups) waits for threads that a fork does not have."""
     child = os.fork()
     if child == 0:
+        gc.disable()
         try:
             work()
             os._exit(0)

@@ -9,6 +9,7 @@ folder of artifacts the first file is a write of its own, so that a folder can b
 import contextlib
 import functools
 import json
+import gc
 import os
 import subprocess
 import sys
@@ -136,6 +137,7 @@ def fork(work: Callable[[], None]) -> int:
     pid = os.fork()
     if pid:
         return pid
+    gc.disable()  # what tests of training left here waits for threads that a fork does not have
     sys.stdout = sys.stderr
     try:
         work()
