@@ -8,8 +8,8 @@ folder of artifacts the first file is a write of its own, so that a folder can b
 
 import contextlib
 import functools
-import json
 import gc
+import json
 import os
 import subprocess
 import sys
