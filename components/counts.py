@@ -4,6 +4,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from components.records import SPLITS
+
 if TYPE_CHECKING:
     from components.convert.stage import ConvertReport
     from components.ingest.stage import IngestReport
@@ -19,8 +21,8 @@ LEFT_OUT = {
 
 
 def by_split(counts: Mapping[str, int]) -> str:
-    """`7,500 (train 7,000, test 500)`."""
-    parts = ", ".join(f"{split} {count:,}" for split, count in counts.items() if count)
+    """`7,500 (train 7,000, test 500)`: in the order of SPLITS, without the empty ones."""
+    parts = ", ".join(f"{split} {counts[split]:,}" for split in SPLITS if counts.get(split))
     return f"{sum(counts.values()):,}" + (f" ({parts})" if parts else "")
 
 

@@ -13,7 +13,7 @@ INGESTED = {
     "rows_out": 9,
     "dataset": "mini",
     "reader": "pairs",
-    "pairs": {"train": 7000, "val": 0, "test": 500},
+    "pairs": {"test": 500, "train": 7000, "val": 0},
     "references": {"train": 9000, "val": 0, "test": 500},
     "empty_references": 0,
     "faults": 0,
