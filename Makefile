@@ -12,7 +12,7 @@ export LC_ALL := C.UTF-8
 
 .DEFAULT_GOAL := help
 N ?= 3
-.PHONY: help run test test-long test-gpu test-team faults kills check up down status serve install-services uninstall-services upgrade audit install-team profile base base-single seeds targets ablation rehearse bench-train bench-data bench-score bench-flow install check-system
+.PHONY: help run test test-all test-long test-gpu test-team faults kills check docs up down status serve install-services uninstall-services upgrade audit install-team profile base base-single seeds targets ablation rehearse bench-train bench-data bench-score bench-flow install check-system
 
 help:           ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -21,8 +21,11 @@ run: install    ## the whole pipeline on the embedded benchmark, then the scores
 	@python -m infra.run
 	@python infra/summary.py
 
-test: install   ## the tests; of those that take minutes, three minutes a day
-	@OMP_NUM_THREADS=1 python -m pytest -n 3 --dist worksteal
+test: install   ## the quick tests, and of the slow ones three minutes a day
+	@OMP_NUM_THREADS=1 python -m pytest -n 4 --dist worksteal
+
+test-all: install ## every test, as CI runs it; of those that take a minute or more five minutes a day
+	@OMP_NUM_THREADS=1 python -m pytest -n 4 --dist worksteal --all
 
 test-gpu: install ## the tests that need an NVIDIA GPU
 	@python -c 'import sys, torch; torch.cuda.is_available() or sys.exit(f"make test-gpu: torch {torch.__version__} sees no GPU; install a CUDA build of torch and check nvidia-smi")'
@@ -31,7 +34,7 @@ test-gpu: install ## the tests that need an NVIDIA GPU
 test-team: install-team ## the tests that start PostgreSQL, an SSH server and an S3-compatible one on this machine
 	@OMP_NUM_THREADS=1 python -m pytest -m team
 
-test-long: install ## the tests of which `make test` takes three minutes a day: the longest, and the slow ones of faults
+test-long: install ## the tests of which `make test-all` takes a sample: the longest, and the slow ones of faults
 	@OMP_NUM_THREADS=1 python -m pytest -n 2 --dist worksteal --long
 
 faults: install ## every fault of tests/faults/table.py, an hour at most; SEED=N for the points of an earlier run
@@ -45,6 +48,9 @@ check: install  ## lint, formatting, types and the design rules
 	@ruff format --check .
 	@mypy
 	@python -m pytest tests/test_entry_points.py tests/test_imports.py tests/test_dependencies.py tests/test_readme.py -m 'not slow'
+
+docs: install   ## the Markdown of this repository as pages -> runs/docs/index.html
+	@python -m infra.pages
 
 up: install     ## Prefect server, MLflow server and a worker on this machine
 	@python infra/services.py up
@@ -120,5 +126,5 @@ $(READY): pyproject.toml constraints.txt | check-system
 	@echo "install 2/3: torch"
 	@pip install -q -c constraints.txt "$$(grep '^torch==' constraints.txt)"
 	@echo "install 3/3: the other $$(grep -c '==' constraints.txt) packages, as tested (constraints.txt)"
-	@pip install -c constraints.txt -e '.[dev,serve]' | awk '/^ *(Collecting|Building|Installing)/ {n++; if (n % 25 == 0) {printf "  %d collected\n", n; fflush()}}'
+	@pip install -c constraints.txt -e '.[dev]' | awk '/^ *(Collecting|Building|Installing)/ {n++; if (n % 25 == 0) {printf "  %d collected\n", n; fflush()}}'
 	@touch $@

@@ -8,15 +8,18 @@ from pathlib import Path
 import pytest
 
 FAULTS = Path(__file__).parent / "faults"
-LONG_S = 90
+LONG_S = 45
 SAMPLE_S = 180
-"""What may be taken, in a run of all tests, by those of LONG_S seconds and more and by the slow ones of faults, all
-together; `make test-long` runs each of them."""
+"""What `make test` takes of the slow tests, in seconds by their marks."""
+SAMPLE_OF_ALL_S = 300
+"""What `make test-all` takes of those of LONG_S seconds and more and of the slow ones of faults; `make test-long` runs
+each of them."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     today = int(time.time() // 86400)
-    parser.addoption("--long", action="store_true", help="the tests alone of which a run of all takes a sample")
+    parser.addoption("--all", action="store_true", help="every slow test too, and a larger sample of the longest")
+    parser.addoption("--long", action="store_true", help="the tests alone of which --all takes a sample")
     parser.addoption(
         "--faults-seed", type=int, default=today, help="seed of the faults and of their sample; else the day"
     )
@@ -43,7 +46,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.option.long:
         items[:] = [item for item in items if is_sampled(item)]
     elif is_run_of_all(config):
-        left_out = beyond_sample(items, config.option.faults_seed)
+        left_out = beyond_sample(items, config.option.faults_seed, config.option.all)
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
         items[:] = [item for item in items if item.nodeid not in left_out]
     longest: dict[object, float] = {}
@@ -59,12 +62,13 @@ def is_run_of_all(config: pytest.Config) -> bool:
     return places <= {FAULTS.parent} and "fault" not in config.option.markexpr
 
 
-def beyond_sample(items: list[pytest.Item], seed: int) -> set[str]:
-    """The long tests, and the slow ones of faults, that are left out this time."""
-    seconds = {item.nodeid: seconds_of(item) for item in items if is_sampled(item)}
+def beyond_sample(items: list[pytest.Item], seed: int, every: bool) -> set[str]:
+    """The tests that are left out this time: the slow ones beyond a sample; with `every` the sampled ones beyond it."""
+    part = [item for item in items if (is_sampled(item) if every else seconds_of(item))]
+    seconds = {item.nodeid: seconds_of(item) for item in part}
     spent, left_out = 0.0, set()
     for test in sorted(seconds, key=lambda test: random.Random(f"{seed} {test}").random()):  # a new one moves no other
-        if spent + seconds[test] > SAMPLE_S:
+        if spent + seconds[test] > (SAMPLE_OF_ALL_S if every else SAMPLE_S):
             left_out.add(test)
         else:
             spent += seconds[test]
@@ -72,7 +76,7 @@ def beyond_sample(items: list[pytest.Item], seed: int) -> set[str]:
 
 
 def is_sampled(item: pytest.Item) -> bool:
-    """Whether a run of all tests takes this one on some days only."""
+    """Whether even `--all` takes this one on some days only."""
     of_faults = item.get_closest_marker("fault") is not None or item.path.is_relative_to(FAULTS)
     return seconds_of(item) >= LONG_S or (of_faults and seconds_of(item) > 0)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import FAULTS, LONG_S, SAMPLE_S, beyond_sample, is_run_of_all, is_sampled
+from tests.conftest import FAULTS, LONG_S, SAMPLE_OF_ALL_S, SAMPLE_S, beyond_sample, is_run_of_all, is_sampled
 
 SECONDS = {
     f"{FAULTS if number % 2 else FAULTS.parent}/test_a.py::test_{number}": (50 if number % 2 else LONG_S) + number
@@ -20,12 +20,14 @@ def item(nodeid: str, seconds: float) -> Any:
     return SimpleNamespace(nodeid=nodeid, path=path, get_closest_marker=lambda name: mark if name == "slow" else None)
 
 
-def taken(seed: int) -> set[str]:
-    others = {f"{FAULTS}/test_a.py::test_quick": 0, f"{FAULTS.parent}/flows/test_b.py::test_slow": LONG_S - 1}
-    items = [item(*entry) for entry in (SECONDS | others).items()]
-    left_out = beyond_sample(items, seed)
-    assert not left_out & others.keys()
-    return SECONDS.keys() - left_out
+QUICK, SLOW = f"{FAULTS}/test_a.py::test_quick", f"{FAULTS.parent}/flows/test_b.py::test_slow"
+
+
+def taken(seed: int, every: bool) -> set[str]:
+    items = [item(*entry) for entry in (SECONDS | {QUICK: 0, SLOW: LONG_S - 1}).items()]
+    left_out = beyond_sample(items, seed, every)
+    assert QUICK not in left_out
+    return {one.nodeid for one in items} - left_out - {QUICK}
 
 
 def test_the_longest_and_the_slow_ones_of_faults_are_sampled():
@@ -37,14 +39,18 @@ def test_the_longest_and_the_slow_ones_of_faults_are_sampled():
     assert not is_sampled(item(f"{flows}::test_slow", LONG_S - 1))
 
 
-def test_a_sample_lasts_three_minutes_at_most_and_is_the_same_for_a_seed():
+def test_a_sample_lasts_as_long_as_it_may_at_most_and_is_the_same_for_a_seed():
+    seconds = SECONDS | {SLOW: LONG_S - 1}
     for seed in range(20):
-        assert 0 < sum(SECONDS[test] for test in taken(seed)) <= SAMPLE_S
-        assert taken(seed) == taken(seed)
+        assert 0 < sum(seconds[test] for test in taken(seed, every=False)) <= SAMPLE_S
+        assert 0 < sum(seconds[test] for test in taken(seed, every=True) - {SLOW}) <= SAMPLE_OF_ALL_S
+        assert SLOW in taken(seed, every=True)
+        assert taken(seed, every=False) == taken(seed, every=False)
 
 
-def test_every_test_has_its_turn():
-    assert set().union(*(taken(seed) for seed in range(100))) == set(SECONDS)
+@pytest.mark.parametrize("every", [False, True])
+def test_every_test_has_its_turn(every):
+    assert set().union(*(taken(seed, every) for seed in range(100))) == {*SECONDS, SLOW}
 
 
 @pytest.mark.parametrize(
