@@ -182,6 +182,7 @@ def test_the_row_in_fp8_computes_so_and_leaves_the_others_as_they_are():
     assert losses[1] == pytest.approx(losses[0], rel=SAME_LOSS["bf16"])
 
 
+@pytest.mark.slow(30)
 def test_the_gap_of_fp8_is_measured_on_the_loops_own_steps(job, tmp_path):
     from dataclasses import replace
 
@@ -357,7 +358,7 @@ def test_both_ways_of_scoring_give_every_score_alike(tmp_path: Path) -> None:
     assert result["ours_s"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.slow(65)
 def test_the_trainer_and_both_ways_of_the_project_train_to_the_same_losses(tmp_path: Path) -> None:
     result = run(tmp_path, "train.py", "--pairs", "2", "--repeats", "1", "--device", "cpu", "--threads", "1")
     assert {"peer", "peer_prepared", "unpacked", "packed"} <= result.keys()
@@ -386,7 +387,7 @@ def test_all_that_a_gpu_would_measure_runs_on_a_cpu(tmp_path: Path) -> None:
     assert flex["planned_gb"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.slow(30)
 def test_the_generation_benchmark_runs_on_a_bare_machine_and_batches_change_no_token(tmp_path: Path) -> None:
     """An interpreter that has torch, transformers and peft, and nothing else."""
     from tests.models.test_fused import bare_machine

@@ -292,6 +292,7 @@ CHANGES: dict[str, tuple[Callable[[Path], None], list[str], list[str]]] = {
 }
 
 
+@pytest.mark.slow(15)
 @pytest.mark.fault("25", "27")
 @pytest.mark.parametrize("change", CHANGES)
 def test_after_a_change_dvc_names_and_reruns_what_depends_on_it_and_nothing_else(current, change):

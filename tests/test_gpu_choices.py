@@ -234,6 +234,7 @@ def short(place: Place) -> Path:
     return place.root
 
 
+@pytest.mark.slow(110)
 def test_every_mask_is_our_own_and_every_length_recurs_in_training_and_in_validation(short: Path) -> None:
     for name in ("zero 0", "zero 1", "zero 2", "zero 3", "fp32", "plain"):
         expected = {"training": [CHOSEN], "validation": [CHOSEN] if name != "fp32" else []}

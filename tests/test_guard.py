@@ -130,6 +130,7 @@ def test_a_stage_by_hand_and_another_command_are_not_watched(tmp_path: Path, mon
         pass
 
 
+@pytest.mark.slow(15)
 def test_the_stages_error_is_its_own(project: Path, monkeypatch: pytest.MonkeyPatch):
     def fail() -> None:
         Path("params.yaml").write_text("{}")

@@ -490,7 +490,7 @@ def test_a_wrong_file_is_refused_in_under_a_second_and_loads_no_heavy_library(wr
 
 def test_a_file_that_is_missing_or_no_mapping_says_so(tmp_path):
     path = tmp_path / "params.yaml"
-    with pytest.raises(ParamsError, match="no such file; run from the project's root or pass --params"):
+    with pytest.raises(ParamsError, match="no such file; run from the project's root, pass --params"):
         load_params(path)
     for text, words in {
         "a: [1": "not valid YAML",

@@ -159,6 +159,7 @@ def test_a_wrong_key_or_model_costs_the_judge_alone_and_names_the_parameter(
         judge(server, tmp_path).ask(["a?"])
 
 
+@pytest.mark.slow(15)
 def test_without_a_server_the_score_is_absent_and_the_others_are_there(tmp_path: Path):
     cfg = {"url": "http://127.0.0.1:9/v1", "model": "m", "timeout_s": 1}
     found = bench.run(bench.write(tmp_path), tmp_path / "out", metrics=["judge", "change_accuracy"], judge=cfg)

@@ -114,6 +114,7 @@ ODD = {
 }
 
 
+@pytest.mark.slow(15)
 @pytest.mark.fault("17")
 def test_an_odd_caption_moves_no_other_one_to_the_wrong_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Every score of every other pair stays when the odd captions are replaced."""

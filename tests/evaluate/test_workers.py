@@ -70,6 +70,7 @@ def by_hand(words: int, references: int) -> float:
     return mean * (1 - 0.6 * (words / ((words + references) / 2)) ** 0.2)
 
 
+@pytest.mark.slow(15)
 def test_meteor_of_a_group_is_that_of_its_summed_statistics_and_not_a_mean(
     meteor_found: tuple[MetricScores, list[str]],
 ):

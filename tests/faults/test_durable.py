@@ -71,7 +71,7 @@ RENAMED = {
     "components/files.py write_atomic": "here",
     "components/models/checkpoint.py write_manifest": "here, with the checkpoint that it ends",
     "components/promote/score_again.py download_checkpoint": "in a temporary folder",
-    "components/promote/score_model.py score_model": "a command's output, whole or not there; the next one makes it anew",
+    "components/promote/score_model.py score_model": "a command's output, whole or not there, made anew by the next",
     "components/train/samples.py _write": "here",
     "components/train/state.py write_state": "here",
     "flows/raw.py linked": "links, all flushed first; half a folder is made anew (tests/flows/test_raw.py)",
@@ -293,6 +293,7 @@ def run_dir(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow(35)
 def test_a_checkpoint_that_is_killed_while_it_is_written_is_the_one_before_or_the_new_one(run_dir, tmp_path):
     place, seen = tmp_path / "killed", []
 

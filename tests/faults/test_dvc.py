@@ -122,6 +122,7 @@ def test_what_a_killed_dvc_left_of_its_rwlock_is_removed_with_a_word(project, st
     assert said[0].startswith("removed .dvc/tmp/rwlock, which a killed process left: ")
 
 
+@pytest.mark.slow(40)
 @pytest.mark.fault("07")
 def test_the_rwlock_of_a_dvc_at_work_stays(project, monkeypatch, stranger):
     monkeypatch.setattr(time, "sleep", lambda seconds: None)

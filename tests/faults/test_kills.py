@@ -15,7 +15,7 @@ from tests.faults.machine import number_in
 KILLS, SEED = 5, 20261122
 
 
-@pytest.mark.slow(180)
+@pytest.mark.slow(280)
 def test_whatever_process_of_a_flow_is_killed_the_next_run_leaves_all_as_if_none_had_been(tmp_path: Path) -> None:
     told = run(tmp_path, KILLS, SEED)
     assert told.broken == []

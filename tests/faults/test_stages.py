@@ -45,6 +45,7 @@ def small(small_once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 CHECKPOINT, MIXTURE = Path("data/05_model/checkpoint"), Path("data/04_mixture")
 
 
+@pytest.mark.slow(20)
 @pytest.mark.fault("09")
 def test_a_bit_that_flipped_in_the_weights_ends_predict_with_the_file_and_both_hashes(small, rng, capsys):
     weights = CHECKPOINT / "model.safetensors"

@@ -31,6 +31,7 @@ def test_without_a_remote_nothing_is_sent_and_the_page_says_so(project):
     archive.check_remote()
 
 
+@pytest.mark.slow(20)
 def test_what_was_sent_is_not_sent_again_until_something_new_is_there(project, remote):
     record = project / "runs" / "pushed.json"
     assert archive.push(record, print) == ("Ran", "remote 'store' has all of it, 1 new")
@@ -42,6 +43,7 @@ def test_what_was_sent_is_not_sent_again_until_something_new_is_there(project, r
     assert objects(remote) > sent
 
 
+@pytest.mark.slow(15)
 def test_a_new_data_file_of_dvc_is_sent_though_no_stage_ran(project, remote):
     record = project / "runs" / "pushed.json"
     archive.push(record, print)
@@ -75,6 +77,7 @@ def test_a_remote_that_lost_one_file_of_a_folder_gets_it_or_it_is_an_error(proje
     assert not record.exists()
 
 
+@pytest.mark.slow(15)
 @pytest.mark.fault("21")
 def test_a_push_that_broke_off_is_an_error_that_is_tried_again_and_then_sends_the_rest(project, remote):
     sealed = remote / "files"
@@ -88,6 +91,7 @@ def test_a_push_that_broke_off_is_an_error_that_is_tried_again_and_then_sends_th
     assert archive.push(record, print)[0] == "Ran"
 
 
+@pytest.mark.slow(30)
 @pytest.mark.fault("21")
 def test_a_remote_that_cannot_be_reached_is_seen_before_anything_runs(project, remote):
     toy.run(project, "dvc", "repro", "-q", "validate")
@@ -128,6 +132,7 @@ def test_the_branch_goes_to_the_git_remote_that_is_named_for_it_and_to_no_other(
     assert "runs/one was not pushed to origin" in said[0]
 
 
+@pytest.mark.slow(10)
 def test_the_record_of_what_was_sent_is_kept_by_remote(project, remote, tmp_path):
     record = project / "runs" / "pushed.json"
     archive.push(record, print)

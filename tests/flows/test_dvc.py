@@ -91,6 +91,7 @@ def test_killing_the_flow_leaves_no_stage_running(project):
     wait_until(lambda: family(project) == [], seconds=60)
 
 
+@pytest.mark.slow(15)
 @pytest.mark.fault("06")
 def test_a_lock_that_another_dvc_command_holds_is_waited_for(project):
     held = (

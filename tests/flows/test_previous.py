@@ -37,6 +37,7 @@ def run_to_validate(project: Path) -> None:
     run_branch("first", git("rev-parse", "HEAD^{tree}"))
 
 
+@pytest.mark.slow(25)
 def test_the_entries_of_an_earlier_run_make_its_stages_current_to_the_byte(project, ran):
     before = dvc.status()
     assert "validate" in before
@@ -46,6 +47,7 @@ def test_the_entries_of_an_earlier_run_make_its_stages_current_to_the_byte(proje
     assert Path("data/03_clean/report.json").is_file()
 
 
+@pytest.mark.slow(30)
 def test_the_lock_of_an_earlier_run_is_taken_whole_where_nothing_is_left_to_do_then(project):
     toy.run(project, "dvc", "repro", "-q")
     ran = run_branch("first", "the tree")

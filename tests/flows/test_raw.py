@@ -76,6 +76,7 @@ def test_what_a_killed_run_left_half_is_linked_anew(tracked):
         assert not half.exists()
 
 
+@pytest.mark.slow(15)
 def test_a_stage_with_raw_data_by_link_records_what_one_in_the_checkout_records(tracked):
     with in_worktree() as work:
         with in_place(work.checkout, ["ingest@mine"]):
@@ -137,6 +138,7 @@ def test_what_no_run_used_for_a_week_goes_and_what_one_uses_stays(tracked):
     assert not folder.exists()
 
 
+@pytest.mark.slow(15)
 def test_the_status_compares_hashes_of_raw_data_that_are_not_there(tracked):
     toy.run(tracked, "dvc", "repro", "-q", "ingest@mine")
     toy.commit(tracked, "ingested")

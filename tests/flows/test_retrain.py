@@ -44,6 +44,7 @@ def test_a_changed_parameter_and_changed_data_are_named():
     ]
 
 
+@pytest.mark.slow(25)
 def test_dvcs_own_words_are_understood_and_how_a_run_is_computed_is_no_reason(project):
     toy.run(project, "dvc", "repro", "-q")
     assert list(changes(dvc.status())) == []

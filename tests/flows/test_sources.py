@@ -135,6 +135,7 @@ def test_imports_are_the_data_with_a_source(project, dropped, imported):
     assert imports() == ["data/theirs.dvc"]
 
 
+@pytest.mark.slow(15)
 def test_what_is_in_a_drop_folder_is_added_and_said(project, dropped, tmp_path):
     theirs = tmp_path / "checkout"
     (theirs / "data/mine").mkdir(parents=True)

@@ -61,6 +61,7 @@ def others() -> list[str]:
     return [name for name in load_params(Path("params.yaml")).ingest.datasets if name != "mine"]
 
 
+@pytest.mark.slow(45)
 def test_a_run_begins_with_the_champion_trains_what_changed_whole_and_a_share_of_the_rest(trained):
     champion = sha256_of_folder(CHECKPOINT)
     change_mine(trained)

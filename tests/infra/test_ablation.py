@@ -216,7 +216,7 @@ def test_the_control_base_is_the_embedded_one_without_the_tasks_of_two_images():
     assert "m3diff --params infra/base-single.yaml pretrain\n" in makes
 
 
-@pytest.mark.slow
+@pytest.mark.slow(105)
 def test_rows_are_experiments_beside_the_workspace_and_a_row_that_was_run_is_restored(
     toy_that_ran: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-from infra import lock
+from infra import check_system, lock
 from infra.lock import LockError
 from tests.toy import REPOSITORY
 
@@ -29,6 +30,16 @@ def constrained() -> dict[str, str]:
     return {canonicalize_name(name): version for name, version in (line.split("==") for line in lines)}
 
 
+def with_extras(asked: str) -> list[Requirement]:
+    """What the project, or one of its extras, asks for, without its own name."""
+    need = Requirement(asked)
+    if need.name != "m3diff":
+        return [need]
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    lists = [project["dependencies"], *(project["optional-dependencies"][extra] for extra in sorted(need.extras))]
+    return [found for texts in lists for text in texts for found in with_extras(text)]
+
+
 def test_the_lock_has_the_tested_versions_each_with_hashes():
     tested = constrained()
     for name, (version, hashes) in locked().items():
@@ -39,11 +50,12 @@ def test_the_lock_has_the_tested_versions_each_with_hashes():
 def test_the_lock_has_all_that_the_project_and_a_team_ask_for_and_nothing_that_is_only_for_tests():
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    asked = [Requirement(text) for text in [*project["dependencies"], *extras["team"], *extras["cluster"]]]
+    asked = [*with_extras("m3diff[team]"), *with_extras("m3diff[cluster]")]
     found = locked()
     assert [str(need) for need in asked if not need.specifier.contains(found[canonicalize_name(need.name)][0])] == []
     assert {"psycopg2-binary", "asyncpg", "boto3", "dvc-s3", "dvc-ssh", "flask-wtf", "aiohttp-cors"} <= found.keys()
-    assert found.keys().isdisjoint({canonicalize_name(Requirement(text).name) for text in extras["dev"]} | {"moto"})
+    only_here = {canonicalize_name(Requirement(text).name) for text in extras["dev"]} - {"m3diff", "markdown-it-py"}
+    assert found.keys().isdisjoint(only_here | {"moto"})
 
 
 def test_the_tested_set_is_names_and_versions_without_what_only_cuda_brings():
@@ -65,25 +77,26 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_an_upgrade_names_what_changed_and_locks_just_that(files, monkeypatch, capsys):
     asked = []
 
-    def resolve(tools: Path, extras: tuple[str, ...], *options: str) -> str:
+    def resolve(tools: Path, extras: tuple[str, ...], *options: str, python: str = "3.11") -> str:
         asked.append((extras, options, Path(options[-1]).read_text() if options else ""))
-        return "attrs==2\nflask-wtf==1\n"
+        return "attrs==2\nflask-wtf==1\n" + ("yarl==1\n" if python == "3.13" else "")
 
     monkeypatch.setattr(lock, "resolve", resolve)
     lock.upgrade(files)
-    assert capsys.readouterr().out.startswith("1 version(s) changed: attrs==2\n")
-    assert (files / "CONSTRAINTS").read_text() == "attrs==2\nflask-wtf==1\n"
+    assert capsys.readouterr().out.startswith("2 version(s) changed: attrs==2 yarl==1\n")
+    assert (files / "CONSTRAINTS").read_text() == "attrs==2\nflask-wtf==1\nyarl==1\n"
     assert (files / "LOCK").read_text() == lock.HEAD + "attrs==2\nflask-wtf==1\n"
-    tested, team = asked
+    tested, *newer, team = asked
     assert tested == (lock.TESTED, (), "")
+    assert [constraints for *_, constraints in newer] == ["attrs==2\nflask-wtf==1\n"] * 2
     assert team[0] == lock.TEAM
     assert "--generate-hashes" in team[1]
-    assert team[2] == "attrs==2\nflask-wtf==1\n"
+    assert team[2] == "attrs==2\nflask-wtf==1\nyarl==1\n"
 
 
 def test_an_upgrade_that_cannot_lock_changes_neither_file(files, monkeypatch):
-    def resolve(tools: Path, extras: tuple[str, ...], *options: str) -> str:
-        if options:
+    def resolve(tools: Path, extras: tuple[str, ...], *options: str, python: str = "3.11") -> str:
+        if "--generate-hashes" in options:
             raise LockError("no")
         return "attrs==2\n"
 
@@ -112,3 +125,27 @@ def test_an_audit_without_an_answer_fails_in_words(monkeypatch, capsys, tmp_path
     monkeypatch.setattr(lock.subprocess, "run", lambda *command, **options: answer)
     assert lock.main("audit") == 1
     assert "make audit: pip-audit had no answer, so nothing is known" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tools")
+
+
+@pytest.mark.slow(15)
+@pytest.mark.parametrize("platform", lock.PLATFORMS)
+@pytest.mark.parametrize("python", lock.PYTHONS)
+def test_the_tested_versions_are_there_for_each_python_and_machine(tools, python, platform):
+    asked = ("--constraints", str(lock.CONSTRAINTS))
+    found = lock.pins(lock.resolve(tools, ("all",), *asked, python=python, platform=platform)).split()
+    tested = {lock.canonical(line) for line in lock.CONSTRAINTS.read_text().split()}
+    assert [line for line in found if lock.canonical(line) not in tested] == []
+    assert len(found) > 200
+
+
+def test_the_pythons_that_are_resolved_are_those_that_the_project_says_it_takes():
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    takes = SpecifierSet(project["requires-python"])
+    minor = [f"3.{number}" for number in range(9, 20)]
+    assert [version for version in minor if takes.contains(version)] == list(lock.PYTHONS)
+    assert f"Python {lock.PYTHONS[0]} to {lock.PYTHONS[-1]}" == check_system.PYTHON

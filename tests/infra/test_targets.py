@@ -96,7 +96,7 @@ def test_without_models_it_is_said_how_to_make_them(tmp_path, monkeypatch, capsy
     assert capsys.readouterr().err.endswith("runs/seeds: no trained model; run `make seeds N=3` first\n")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(30)
 def test_the_models_of_two_seeds_caption_the_same_fresh_scenes(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     scenes = {"scenes": {"train": 0, "val": 0, "test": 12}, "image_px": 64, "references": 2}

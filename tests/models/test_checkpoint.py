@@ -329,6 +329,7 @@ assert not any(name.startswith("components") for name in sys.modules)
 """
 
 
+@pytest.mark.slow(15)
 def test_transformers_alone_refuses_a_module_that_it_would_drop_and_computes_alike_where_there_is_none(
     kept: Path, base: Path, tmp_path: Path
 ) -> None:

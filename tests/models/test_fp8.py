@@ -157,7 +157,7 @@ def test_recomputation_changes_nothing(way: str, kernel: str) -> None:
         torch.testing.assert_close(got[name], gradient, rtol=2e-2, atol=1e-2 * float(gradient.abs().max()))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(45)
 def test_compiled_layers_give_the_same() -> None:
     packed, pixels = batch(torch.bfloat16)
     model = fp8_model()

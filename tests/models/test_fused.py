@@ -190,7 +190,7 @@ def bare_machine(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.slow(25)
 def test_the_model_needs_torch_transformers_and_peft_alone(tmp_path: Path) -> None:
     repository = str(Path(__file__).parents[2])
     script = (

@@ -179,7 +179,7 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-@pytest.mark.slow(50)
+@pytest.mark.slow(95)
 def test_two_ray_workers_give_what_one_process_gives(cluster: None, checkpoint: Path, mixture: Path) -> None:
     asked = in_batches(mixture)
     want = dict(caption_here(job(checkpoint), asked))
@@ -192,7 +192,7 @@ def test_two_ray_workers_give_what_one_process_gives(cluster: None, checkpoint: 
     assert ray.is_initialized(), "a cluster that was there stays"
 
 
-@pytest.mark.slow
+@pytest.mark.slow(85)
 def test_a_worker_s_data_error_is_the_stage_s(cluster: None, checkpoint: Path, tmp_path: Path) -> None:
     broken = write_test_split(tmp_path / "mixture")
     (broken / "3_after.png").write_bytes(b"no image")
@@ -211,7 +211,7 @@ def test_workers_that_find_no_room_are_refused_with_what_ray_has(
         list(caption_on_ray(job(checkpoint, workers=2, gpu=True), in_batches(mixture)))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(80)
 def test_a_worker_s_slow_start_is_no_lack_of_room(
     cluster: None, checkpoint: Path, mixture: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,7 +238,7 @@ def die(graves: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(65)
 @pytest.mark.parametrize(("count", "at"), [(2, 12), (1, 13)])
 def test_what_a_dead_worker_has_not_answered_is_answered_once_by_others(
     count: int,
@@ -273,7 +273,7 @@ def test_what_a_dead_worker_has_not_answered_is_answered_once_by_others(
     assert f"unanswered batches go to {'1 other worker(s)' if count == 2 else 'new workers'} (failure 1 of 1 " in said
 
 
-@pytest.mark.slow(20)
+@pytest.mark.slow(65)
 def test_too_many_deaths_end_the_run_and_what_was_captioned_is_kept(
     cluster: None, checkpoint: Path, mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -112,6 +112,7 @@ class KilledError(Exception):
     """In the place of signal 9."""
 
 
+@pytest.mark.slow(10)
 @pytest.mark.parametrize("after", [7, 30, 41])
 def test_a_killed_run_goes_on_to_the_same_weights_and_log(after, processor, tmp_path, monkeypatch):
     cfg = CFG.model_copy(update={"segmentation_steps": 18, "scenes": 40})
@@ -206,6 +207,7 @@ def test_the_embedded_base_has_the_configuration_that_its_recipe_makes():
         assert made.get(key) == given.get(key), key
 
 
+@pytest.mark.slow(45)
 def test_the_tokenizer_is_the_embedded_base_s_for_its_seed(tmp_path):
     train_tokenizer(2417, ("grid", "free")).save_pretrained(tmp_path)
     assert (tmp_path / "tokenizer.json").read_bytes() == Path("data/00_base/tokenizer.json").read_bytes()

@@ -162,6 +162,7 @@ def test_decisions_go_to_the_remote_that_git_config_names(three, tmp_path):
     assert [entry.outcome for entry in decisions(tmp_path / "remote.git")][3:] == ["rolled back", "refused"]
 
 
+@pytest.mark.slow(15)
 def test_the_command_takes_seconds_and_loads_no_torch(three):
     values = yaml.safe_load((REPOSITORY / "params.yaml").read_text())
     values["register"]["tracking_uri"] = three.params.register_.tracking_uri

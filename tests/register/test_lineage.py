@@ -37,6 +37,7 @@ def test_adapters_are_kept_alone_where_asked_and_where_there_are_some(tmp_path, 
     assert kept_alone(cfg, tmp_path) == (tmp_path / "adapters" if alone else None)
 
 
+@pytest.mark.slow(35)
 def test_every_part_of_the_lineage_is_the_hash_of_what_it_names(trained):
     stages = yaml.safe_load(Path("dvc.lock").read_text())["stages"]
     recorded = {entry["path"]: entry["md5"] for stage in stages.values() for entry in stage["outs"]}

@@ -42,6 +42,7 @@ def registered(trained_once: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return root
 
 
+@pytest.mark.slow(20)
 def test_one_training_leaves_one_run_with_parameters_curves_scores_report_and_data(registered):
     client = store(registered)
     (run,) = client.search_runs([client.get_experiment_by_name("m3diff").experiment_id])
@@ -82,6 +83,7 @@ def test_the_version_names_the_very_hashes_in_dvc_lock_and_the_commit(registered
     assert version.tags["git.dirty"] == "false"
 
 
+@pytest.mark.slow(10)
 @pytest.mark.fault("24")
 def test_registering_again_changes_nothing(registered):
     again = m3diff(registered, "register")
@@ -91,6 +93,7 @@ def test_registering_again_changes_nothing(registered):
     assert len(client.search_runs([client.get_experiment_by_name("m3diff").experiment_id])) == 1
 
 
+@pytest.mark.slow(20)
 def test_the_versions_are_listed_with_their_aliases_scores_and_origin(registered):
     told = m3diff(registered, "models").stdout.splitlines()
     assert told[0].split() == ["version", "aliases", "registered", "CIDEr", *GUARDS, "weights", "commit", "run"]
@@ -110,6 +113,7 @@ def test_the_versions_are_listed_with_their_aliases_scores_and_origin(registered
 GUARDS = ["change_exact_accuracy", "no_change_recall"]
 
 
+@pytest.mark.slow(15)
 @pytest.mark.parametrize("form", ["path", "base64"])
 def test_in_a_fresh_process_outside_the_checkout_the_version_says_what_predict_wrote(registered, tmp_path, form):
     wrote = {
@@ -127,6 +131,7 @@ def test_in_a_fresh_process_outside_the_checkout_the_version_says_what_predict_w
     assert "services/mlflow/artifacts" in code
 
 
+@pytest.mark.slow(30)
 def test_a_new_evaluation_of_the_same_checkpoint_renews_the_scores_and_adds_no_version(trained):
     assert m3diff(trained, "register").returncode == 0
     change(trained, "evaluate", gallery=76)
@@ -198,6 +203,7 @@ def opened(trained, monkeypatch) -> Iterator[Opened]:
     mlflow.set_tracking_uri("")
 
 
+@pytest.mark.slow(20)
 def test_the_challenger_is_the_version_of_the_checkpoint_that_is_there(opened):
     first = opened.register()
     assert (first.outcome, first.version, str(first)) == (

@@ -101,7 +101,7 @@ def test_loss_and_gradients_are_those_of_plain_layers_and_fifty_lengths_make_no_
     assert counted.count == 0
 
 
-@pytest.mark.slow(25)
+@pytest.mark.slow(70)
 def test_layers_whose_activations_are_recomputed_are_compiled_too() -> None:
     compiled = model(SMALL_MDP, "full", "added")
     compile_layers(compiled, M3DIFF, gpu=False)

@@ -107,6 +107,7 @@ def test_out_of_memory_is_tried_again_at_half_the_micro_batch_and_is_no_failure(
     assert len(lines) == 2
 
 
+@pytest.mark.slow(15)
 def test_out_of_memory_leaves_the_failures_that_are_allowed(base: Path) -> None:
     attempts = Attempts(OSError("one"), OUT_OF_MEMORY[0], OSError("two"))
     with_retries(attempts, job(base, max_failures=2))

@@ -152,6 +152,7 @@ print("computed on", get_accelerator().device_name())
 """
 
 
+@pytest.mark.slow(30)
 def test_a_machine_s_gpu_is_left_alone_where_the_parameters_ask_for_none(
     mixture: Path, base: Path, tmp_path: Path
 ) -> None:
@@ -250,6 +251,7 @@ with only_worker("gloo"):
 """
 
 
+@pytest.mark.slow(15)
 def test_a_group_is_not_disturbed_by_one_before_that_is_collected_late(tmp_path: Path) -> None:
     command = [sys.executable, "-c", TWO_GROUPS]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

@@ -62,6 +62,7 @@ def write_split(folder: Path, count: int, captions_per_pair: int = 6) -> Path:
     return folder
 
 
+@pytest.mark.slow(15)
 def test_a_million_captions_take_less_than_a_tenth_of_a_gigabyte(tmp_path: Path) -> None:
     split = write_split(tmp_path / "large", 200_000)
     args = [write_split(tmp_path / "small", 20_000), split, tmp_path / "scratch"]

@@ -34,6 +34,7 @@ def terminated_in_step(step: int, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(loop, "take_step", take_step)
 
 
+@pytest.mark.slow(15)
 @pytest.mark.fault("03", "S3")
 @pytest.mark.parametrize("step", [1, 3, 4, 6])
 def test_the_step_is_finished_and_saved_and_the_run_goes_on_from_it(

@@ -478,6 +478,7 @@ def test_where_nothing_is_in_quarantine_nothing_is_linked(raw):
     assert "with their reasons: none." in (raw.parent / "clean/docs/index.html").read_text("utf-8")
 
 
+@pytest.mark.slow(25)
 def test_every_output_is_equal_in_another_process_with_and_without_cache(raw):
     (raw / "sc_images/CLEVR_semantic_000008.png").write_bytes(b"no image")
     ingest_and_validate(raw)

@@ -1,0 +1,74 @@
+"""The help of each command, and what a command says where a package that it needs is not installed."""
+
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from components import __main__ as command_line
+from components import usage
+from components.__main__ import COMMANDS, main, make_parser
+from tests.toy import REPOSITORY
+
+
+def test_every_command_has_examples_that_are_right():
+    assert list(usage.EXAMPLES) == list(COMMANDS)
+    for command, lines in usage.EXAMPLES.items():
+        for line in lines:
+            program, *argv = shlex.split(line)
+            args = make_parser().parse_args(argv)
+            assert (program, args.command) == ("m3diff", command)
+            if args.params != Path("params.yaml"):
+                assert (REPOSITORY / args.params).is_file()
+
+
+def test_the_help_of_a_command_shows_its_examples_line_by_line(capsys):
+    with pytest.raises(SystemExit):
+        main(["score", "--help"])
+    shown = capsys.readouterr().out
+    assert shown.endswith("examples:\n" + "".join(f"  {line}\n" for line in usage.EXAMPLES["score"]))
+
+
+@pytest.mark.parametrize(
+    ("command", "extra"), [("score", "score"), ("caption", "serve"), ("serve", "serve"), ("train", "train")]
+)
+def test_where_a_package_is_not_installed_the_extra_that_brings_it_is_named(command, extra, monkeypatch, capsys):
+    def run(args):
+        raise ModuleNotFoundError("No module named 'pycocoevalcap'", name="pycocoevalcap.cider")
+
+    monkeypatch.setitem(command_line.COMMANDS, command, (run, ""))
+    given = {"score": ["predictions.json"], "caption": ["a.png", "b.png"]}.get(command, [])
+    assert main([command, *given]) == 2
+    said = f"the package 'pycocoevalcap' is not installed here; pip install 'm3diff[{extra}]' ({sys.executable})"
+    assert capsys.readouterr().err == f"m3diff {command}: {said}\n"
+
+
+@pytest.mark.parametrize("name", ["components.no_such", "flows", None])
+def test_a_module_of_the_project_that_is_missing_is_a_fault_of_the_project(name, monkeypatch):
+    def run(args):
+        raise ModuleNotFoundError("missing", name=name)
+
+    monkeypatch.setitem(command_line.COMMANDS, "train", (run, ""))
+    with pytest.raises(ModuleNotFoundError):
+        main(["train"])
+
+
+def test_outside_a_checkout_the_profiles_of_the_wheel_are_taken(tmp_path, monkeypatch, capsys):
+    asked = Path("params.yaml")
+    monkeypatch.chdir(tmp_path)
+    assert usage.parameter_file(asked) == asked, "a checkout's code has none inside"
+    assert usage.profiles_folder() == Path("profiles")
+    assert main(["train"]) == 2
+    assert "`m3diff profile embedded` writes one" in capsys.readouterr().err
+    shipped = tmp_path / "installed"
+    shipped.mkdir()
+    (shipped / "embedded.yaml").write_bytes((REPOSITORY / "profiles" / "embedded.yaml").read_bytes())
+    monkeypatch.setattr(usage, "SHIPPED", shipped)
+    assert usage.parameter_file(asked) == shipped / "embedded.yaml"
+    assert usage.parameter_file(Path("other.yaml")) == Path("other.yaml")
+    assert main(["profile", "embedded"]) == 0
+    assert asked.read_bytes() == (shipped / "embedded.yaml").read_bytes()
+    assert usage.parameter_file(asked) == asked
+    (tmp_path / "profiles").mkdir()
+    assert usage.profiles_folder() == Path("profiles")

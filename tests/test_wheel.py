@@ -1,0 +1,131 @@
+"""What pip builds of the project, installed with one extra into an environment that has nothing else."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+from components.models.generation import load_captioner
+from tests.serve.local import form, png
+from tests.serve.process import Running
+from tests.servers import free_port
+from tests.tiny import noise_image, tiny_base, tiny_checkpoint
+from tests.toy import REPOSITORY
+
+BUILT_OF = ("components", "flows", "profiles", "pyproject.toml", "setup.py", "README.md", "LICENSE")
+
+
+def tracked(*places: str) -> list[str]:
+    """What git tracks, or would, under these places."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *places]
+    listed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.split("\n")
+    return [path for path in listed if path and (REPOSITORY / path).is_file()]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("wheel")
+    for path in tracked(*BUILT_OF):
+        (root / "source" / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPOSITORY / path, root / "source" / path)
+    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(root)]
+    subprocess.run([*build, str(root / "source")], check=True)
+    (made,) = root.glob("*.whl")
+    return made
+
+
+Install = Callable[[str], Path]
+
+
+@pytest.fixture
+def install(wheel: Path, tmp_path: Path) -> Install:
+    """Makes an environment with the wheel and an extra, in the tested versions; gives its `m3diff`."""
+
+    def make(extra: str) -> Path:
+        subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
+        pip = [str(tmp_path / "venv/bin/pip"), "install", "-q", "-c", str(REPOSITORY / "constraints.txt")]
+        subprocess.run([*pip, f"{wheel}[{extra}]"], check=True, env=environment())
+        return tmp_path / "venv/bin/m3diff"
+
+    return make
+
+
+def environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+
+
+def run(program: Path, folder: Path, *arguments: object) -> subprocess.CompletedProcess:
+    command = [str(program), *map(str, arguments)]
+    return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300)
+
+
+def test_the_wheel_holds_every_file_of_both_packages_and_the_profiles(wheel):
+    inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    profiles = {path.replace("profiles/", "components/_profiles/") for path in tracked("profiles")}
+    assert inside == {*tracked("components", "flows"), *profiles}
+
+
+@pytest.mark.slow(75)
+def test_with_the_extra_score_a_file_is_scored_and_what_more_is_needed_is_named(install, tmp_path):
+    m3diff = install("score")
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    texts = {1: ["the red ball moved left"], 2: ["nothing has changed", "the scene is the same"]}
+    annotations = [{"image_id": image, "caption": text} for image, captions in texts.items() for text in captions]
+    references = {"images": [{"id": image} for image in texts], "annotations": annotations}
+    for number, one in enumerate(annotations):
+        one["id"] = number
+    (folder / "references.json").write_text(json.dumps(references))
+    (folder / "captions.json").write_text(json.dumps({"1": "the red ball moved left", "2": "the scene is the same"}))
+    scored = run(m3diff, folder, "score", "captions.json", "--references", "references.json", "--json")
+    assert scored.returncode == 0, scored.stderr
+    assert json.loads(scored.stdout)["scores"]["BLEU-4"] == pytest.approx(1, abs=1e-6)
+    assert run(m3diff, folder, "profile", "embedded").returncode == 0
+    assert (folder / "params.yaml").read_bytes() == (REPOSITORY / "profiles/embedded.yaml").read_bytes()
+    for command, extra in (("caption a.png b.png --model .", "serve"), ("models", "train")):
+        (folder / "a.png").write_bytes(png(noise_image(1)))
+        (folder / "b.png").write_bytes(png(noise_image(2)))
+        done = run(m3diff, folder, *command.split())
+        assert f"is not installed here; pip install 'm3diff[{extra}]'" in done.stderr, done.stderr
+        assert done.returncode == 2
+
+
+@pytest.mark.slow(180)
+def test_with_the_extra_serve_a_pair_is_captioned_by_the_shell_and_over_http(install, tmp_path):
+    m3diff = install("serve")
+    checkpoint = tiny_checkpoint(tiny_base(tmp_path / "base"), tmp_path / "checkpoint")
+    images = [noise_image(number, (60, 44)) for number in (1, 2)]
+    for name, image in zip("ab", images, strict=True):
+        image.save(tmp_path / f"{name}.png")
+    limit = 12
+    (want,) = load_captioner(checkpoint, limit).caption([(images[0], images[1])])
+    (tmp_path / "extended.yaml").write_text(f"extends: embedded\npredict:\n  max_new_tokens: {limit}\n")
+    shutil.copy(REPOSITORY / "profiles/embedded.yaml", tmp_path)
+    options = ("--params", "extended.yaml")
+    told = run(m3diff, tmp_path, *options, "caption", "a.png", "b.png", "--model", checkpoint, "--json")
+    assert told.returncode == 0, told.stderr
+    assert json.loads(told.stdout)["caption"] == want
+    assert run(m3diff, tmp_path, "caption", "a.png", "b.png", "--model", checkpoint).returncode == 0, (
+        "without parameters"
+    )
+    port, log = free_port(), tmp_path / "serve.log"
+    line = [str(m3diff), *options, "serve", "--model", str(checkpoint), "--port", str(port)]
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            line, cwd=tmp_path, env=environment(), stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    server = Running(process, port, log, tmp_path)
+    try:
+        server.wait_for(" answers with ")
+        answer = httpx.post(f"{server.address}/caption", **form(png(images[0]), png(images[1])), timeout=60)
+        assert (answer.status_code, answer.json()["caption"]) == (200, want)
+        assert "before" in httpx.get(server.address).text, "the page is in the wheel"
+    finally:
+        server.stop()
