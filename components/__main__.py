@@ -25,21 +25,26 @@ from components.params import Params, load_params
 from components.records import DataError
 from components.runs import Description, completed, followed
 from components.section import ParamsError
+from components.usage import examples, not_installed, parameter_file, profiles_folder
 
 USAGE, DATA_REFUSED, GATE_REFUSED, TRY_AGAIN = 2, 3, 4, 75
 FULL = (errno.ENOSPC, errno.EDQUOT)
-PROFILES = Path("profiles")
 
-FOUND_OF_LLAVA = (
-    "Found by running them: ms-swift reads the file as it is, but crops each image at any resolution (3,672 visual "
-    "tokens a pair for 1,460): another recipe. LLaMA-Factory 0.9.5 takes the data and has no LLaVA-OneVision."
-)
+FOUND_OF_LLAVA = """\
+Found by running them: ms-swift reads the file as it is, but crops each image
+at any resolution (3,672 visual tokens a pair for 1,460): another recipe.
+LLaMA-Factory 0.9.5 takes the data and has no LLaVA-OneVision."""
 
 Command = Callable[[argparse.Namespace], int | None]
 
 
 def parameters(args: argparse.Namespace) -> Params:
     return load_params(args.params)
+
+
+def parameters_anywhere(args: argparse.Namespace) -> Params:
+    """The same; outside a checkout the embedded run's."""
+    return load_params(parameter_file(args.params))
 
 
 def described(params: Params) -> Description:
@@ -248,7 +253,7 @@ def compare(args: argparse.Namespace) -> None:
 
 
 def caption(args: argparse.Namespace) -> int:
-    params = parameters(args)
+    params = parameters_anywhere(args)
     from components.caption.caption import caption_pairs
     from components.caption.pairs import find_pairs
     from components.model_source import find, load
@@ -270,7 +275,7 @@ def caption(args: argparse.Namespace) -> int:
 
 
 def serve(args: argparse.Namespace) -> None:
-    params = parameters(args)
+    params = parameters_anywhere(args)
     from components.serve.server import serve as run
 
     run(
@@ -288,7 +293,7 @@ def serve(args: argparse.Namespace) -> None:
 
 
 def data(args: argparse.Namespace) -> int:
-    params = parameters(args)
+    params = parameters_anywhere(args)
     if args.action == "statistics":
         from components.inspect.statistics import write_statistics
 
@@ -376,14 +381,15 @@ def export_llava(args: argparse.Namespace) -> None:
 def profile(args: argparse.Namespace) -> None:
     from components.profiles import find_profile, use_profile
 
-    load_params(find_profile(args.name, PROFILES))
-    print("\n".join(use_profile(args.name, args.params, PROFILES)))
+    folder = profiles_folder()
+    load_params(find_profile(args.name, folder))
+    print("\n".join(use_profile(args.name, args.params, folder)))
 
 
 def migrate(args: argparse.Namespace) -> None:
     from components.migrate import migrate as run
 
-    run(args.file, PROFILES / "embedded.yaml", print)
+    run(args.file, profiles_folder() / "embedded.yaml", print)
 
 
 COMMANDS: dict[str, tuple[Command, str]] = {
@@ -420,7 +426,16 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="m3diff", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--params", type=Path, default=Path("params.yaml"), help="parameter file or profile")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands = {name: subparsers.add_parser(name, help=text, description=text) for name, (_, text) in COMMANDS.items()}
+    commands = {
+        name: subparsers.add_parser(
+            name,
+            help=text,
+            description=text,
+            epilog=examples(name),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        for name, (_, text) in COMMANDS.items()
+    }
     commands["synthesize"].add_argument("name", help="an entry of the section `synthesize`")
     commands["ingest"].add_argument("name", nargs="?", help="an entry of `ingest.datasets`; all where none is named")
     commands["profile"].add_argument("name", help="a file of profiles/, without .yaml")
@@ -492,7 +507,7 @@ def _add_export(model: argparse.ArgumentParser, llava: argparse.ArgumentParser) 
     model.add_argument(
         "--allow-unlicensed", action="store_true", help="with --hub: also of data that no licence allows to pass on"
     )
-    llava.epilog = FOUND_OF_LLAVA
+    llava.epilog = f"{examples('export-llava')}\n\n{FOUND_OF_LLAVA}"
     llava.add_argument("--absolute", action="store_true", help="absolute image paths; else relative to the project")
     llava.add_argument("--lines", action="store_true", help="JSON Lines instead of one JSON array")
     llava.add_argument(
@@ -597,6 +612,11 @@ def main(argv: list[str] | None = None) -> int:
     except (ConnectionError, BlockingIOError, ChildProcessError) as error:
         print(f"m3diff {args.command}: {error}", file=sys.stderr)
         return TRY_AGAIN
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] in ("components", "flows"):
+            raise
+        print(f"m3diff {args.command}: {not_installed(args.command, error.name)}", file=sys.stderr)
+        return USAGE
     except OSError as error:
         if error.errno not in FULL:
             raise

@@ -107,7 +107,9 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], list[str]]:
         ParamsError: there is no such file, or it is no YAML mapping.
     """
     if not path.is_file():
-        raise ParamsError(f"{path}: no such file; run from the project's root or pass --params")
+        raise ParamsError(
+            f"{path}: no such file; run from the project's root, pass --params, or `m3diff profile embedded` writes one"
+        )
     try:
         loader = _Loader(path.read_text(encoding="utf-8"))
         raw = loader.get_single_data()

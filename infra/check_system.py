@@ -10,11 +10,15 @@ import subprocess
 import sys
 import sysconfig
 
+OLDEST, NEWEST = (3, 11), (3, 13)
+PYTHON = "Python {}.{} to {}.{}".format(*OLDEST, *NEWEST)
+VERSION = "{}.{}".format(*sys.version_info)
+
 REMEDY = {
-    "Python 3.11": "Debian/Ubuntu: sudo apt install python3.11 python3.11-venv; macOS: brew install python@3.11; "
+    PYTHON: "Debian/Ubuntu: sudo apt install python3 python3-venv; macOS: brew install python@3.11; "
     "or name one: make PYTHON=/path/to/python3.11",
-    "Python's venv": "Debian/Ubuntu: sudo apt install python3.11-venv",
-    "Python's headers": "Debian/Ubuntu: sudo apt install python3.11-dev",
+    "Python's venv": f"Debian/Ubuntu: sudo apt install python{VERSION}-venv",
+    "Python's headers": f"Debian/Ubuntu: sudo apt install python{VERSION}-dev",
     "Java 17": "Debian/Ubuntu: sudo apt install openjdk-17-jre-headless; macOS: brew install openjdk@17; "
     "then see that `java -version` answers",
     "git": "Debian/Ubuntu: sudo apt install git; macOS: xcode-select --install",
@@ -51,7 +55,7 @@ def missing():
     """What is missing: a list of (name, what was found instead)."""
     major, compiler = java_major(), os.environ.get("CXX", "g++")
     checks = [
-        ("Python 3.11", sys.version_info[:2] == (3, 11), "found " + sys.version.split()[0] + " at " + sys.executable),
+        (PYTHON, OLDEST <= sys.version_info[:2] <= NEWEST, "found " + sys.version.split()[0] + " at " + sys.executable),
         ("Python's venv", has_venv(), "no ensurepip in " + sys.executable),
         ("Python's headers", os.path.isfile(sysconfig.get_path("include") + "/Python.h"), "no Python.h"),
         ("Java 17", major >= 17, "found Java " + str(major) if major else "`java -version` does not answer"),

@@ -9,6 +9,7 @@ it is installed first, pip takes it as given and checks the rest.
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -19,9 +20,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 CONSTRAINTS, LOCK = ROOT / "constraints.txt", ROOT / "infra" / "lock.txt"
 UV, PIP_AUDIT = "uv==0.13.9", "pip-audit==2.10.1"
-TESTED, TEAM = ("dev", "serve", "team", "cluster", "team-test"), ("team", "cluster")
+TESTED, TEAM = ("dev", "team", "cluster", "team-test"), ("team", "cluster")
 OF_CUDA = ("nvidia-", "cuda-", "triton==")  # torch's own, where its build is for CUDA
-PLATFORM = ("--python-version", "3.11", "--python-platform", "x86_64-manylinux_2_28")
+PYTHONS = ("3.11", "3.12", "3.13")
+PLATFORMS = ("x86_64-manylinux_2_28", "aarch64-manylinux_2_28", "aarch64-apple-darwin")
+"""Where the tested versions must resolve; the first of both is what the lock is for."""
+MACOS = {"MACOSX_DEPLOYMENT_TARGET": "14.0"}
+"""The oldest that torch has a build for."""
 HEAD = "# The tested versions and the hashes of PyPI's files, extras `team` and `cluster`; written by infra/lock.py.\n"
 
 
@@ -32,6 +37,8 @@ class LockError(RuntimeError):
 def upgrade(tools: Path) -> None:
     """Take the newest versions that pyproject.toml allows; both files change or neither does."""
     constraints = pins(resolve(tools, TESTED))
+    for python in PYTHONS[1:]:  # a newer one may need packages besides
+        constraints = union(constraints, pins(resolve_with(tools, constraints, python)))
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as tested:
         tested.write(constraints)
         tested.flush()
@@ -41,6 +48,17 @@ def upgrade(tools: Path) -> None:
     LOCK.write_text(locked)
     new = [line for line in constraints.split() if canonical(line) not in old]
     print(f"{len(new)} version(s) changed: {' '.join(new) or 'none'}\nnext: make install test, then commit both files")
+
+
+def resolve_with(tools: Path, constraints: str, python: str) -> str:
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as tested:
+        tested.write(constraints)
+        tested.flush()
+        return resolve(tools, TESTED, "--constraints", tested.name, python=python)
+
+
+def union(first: str, second: str) -> str:
+    return "".join(f"{line}\n" for line in sorted({*first.split(), *second.split()}, key=str.lower))
 
 
 def lock_tested(tools: Path) -> None:
@@ -53,8 +71,13 @@ def lock(tools: Path, constraints: Path) -> str:
     return HEAD + resolve(tools, TEAM, "--generate-hashes", "--constraints", str(constraints))
 
 
-def resolve(tools: Path, extras: tuple[str, ...], *options: str) -> str:
+def resolve(
+    tools: Path, extras: tuple[str, ...], *options: str, python: str = PYTHONS[0], platform: str = PLATFORMS[0]
+) -> str:
     """A requirements file of everything that the project needs with these extras.
+
+    Args:
+        platform: as uv writes it: CPU and C library, or system.
 
     Raises:
         LockError: no set of versions fits, or the index does not answer.
@@ -62,7 +85,8 @@ def resolve(tools: Path, extras: tuple[str, ...], *options: str) -> str:
     command = [install(tools, UV) / "uv", "pip", "compile", "--quiet", "--no-header", "--no-annotate", "--no-config"]
     for extra in extras:
         command += ["--extra", extra]
-    done = subprocess.run([*command, *PLATFORM, *options, "pyproject.toml"], cwd=ROOT, capture_output=True, text=True)
+    command += ["--python-version", python, "--python-platform", platform, *options, "pyproject.toml"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | MACOS)
     if done.returncode:
         raise LockError(f"the versions could not be resolved, nothing is changed:\n{done.stderr.strip()}")
     return done.stdout
@@ -71,7 +95,7 @@ def resolve(tools: Path, extras: tuple[str, ...], *options: str) -> str:
 def pins(requirements: str) -> str:
     """Names and versions alone, without what only a build of torch for CUDA brings."""
     lines = [line.strip() for line in requirements.splitlines() if "==" in line]
-    return "".join(f"{line}\n" for line in sorted(lines) if not line.startswith(OF_CUDA))
+    return "".join(f"{line}\n" for line in sorted(lines, key=str.lower) if not line.startswith(OF_CUDA))
 
 
 def canonical(line: str) -> str:

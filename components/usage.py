@@ -1,0 +1,81 @@
+"""What the help of each command shows, and which extra of the package it needs."""
+
+import sys
+from pathlib import Path
+
+EXAMPLES = {
+    "pretrain": ("m3diff pretrain", "m3diff --params infra/base-single.yaml pretrain"),
+    "synthesize": ("m3diff synthesize minichange",),
+    "ingest": ("m3diff ingest", "m3diff ingest mine"),
+    "validate": ("m3diff validate",),
+    "convert": ("m3diff convert",),
+    "train": ("m3diff train",),
+    "predict": ("m3diff predict",),
+    "evaluate": ("m3diff evaluate", "m3diff evaluate --model champion", "m3diff evaluate --model 12 --out runs/12"),
+    "register": ("m3diff register",),
+    "promote": ("m3diff promote", "m3diff promote --version 12"),
+    "rollback": ("m3diff rollback --why 'worse on the new camera'", "m3diff rollback --to 9 --why 'asked by the team'"),
+    "history": ("m3diff history", "m3diff history --json"),
+    "models": ("m3diff models", "m3diff models --json"),
+    "lineage": ("m3diff lineage champion",),
+    "restore": ("m3diff restore 12", "m3diff restore champion --into ../twelve"),
+    "prune": ("m3diff prune --keep 5 --dry-run", "m3diff prune --keep 5 --yes"),
+    "plan": ("m3diff --params profiles/paper.yaml plan", "m3diff plan --gpu H100-80GB --utilisation 0.4"),
+    "compare": ("m3diff compare runs/a/report data/07_report --out compare.html",),
+    "caption": (
+        "m3diff caption before.png after.png --model data/05_model/checkpoint --overlay out.png",
+        "m3diff caption before/ after/ --json",
+        "m3diff caption pairs.csv --model champion",
+    ),
+    "serve": ("m3diff serve", "m3diff serve --model data/05_model/checkpoint --port 8001"),
+    "data": ("m3diff data check data/01_raw/mine", "m3diff data check mine --reader pairs", "m3diff data statistics"),
+    "score": (
+        "m3diff score captions.json --benchmark spot_the_diff --data spot-the-diff/",
+        "m3diff score captions.csv --references references.json --json",
+    ),
+    "export": ("m3diff export shared/model", "m3diff export shared/hub --hub", "m3diff export small --adapters"),
+    "export-llava": ("m3diff export-llava llava/ --absolute",),
+    "profile": ("m3diff profile one-gpu",),
+    "migrate": ("m3diff migrate params.yaml",),
+}
+"""Of each command, as one types it from the project's root."""
+
+EXTRAS = {"score": "score", "caption": "serve", "serve": "serve"}
+EXTRA = "train"
+"""The extra of a command that EXTRAS does not name."""
+
+SHIPPED = Path(__file__).parent / "_profiles"
+"""The profiles inside an installed wheel."""
+
+
+def examples(command: str) -> str:
+    return "examples:\n" + "\n".join(f"  {line}" for line in EXAMPLES[command])
+
+
+def not_installed(command: str, module: str) -> str:
+    """What to do where a package that a command needs is missing.
+
+    Args:
+        module: as it is imported, such as `pycocoevalcap.cider.cider`.
+    """
+    extra = EXTRAS.get(command, EXTRA)
+    package = module.partition(".")[0]
+    return f"the package {package!r} is not installed here; pip install 'm3diff[{extra}]' ({sys.executable})"
+
+
+def profiles_folder() -> Path:
+    """Where profiles are: in the working directory of a checkout, else in the wheel."""
+    here = Path("profiles")
+    return here if here.is_dir() or not SHIPPED.is_dir() else SHIPPED
+
+
+def parameter_file(asked: Path) -> Path:
+    """The parameter file of a command that runs outside a checkout too.
+
+    Args:
+        asked: what --params names.
+    Returns:
+        `asked`; of `params.yaml`, where it is not there, the embedded run's profile.
+    """
+    shipped = SHIPPED / "embedded.yaml"
+    return asked if asked != Path("params.yaml") or asked.is_file() or not shipped.is_file() else shipped
