@@ -66,7 +66,8 @@ class Machine:
     def ask(self, what: str, condition: dict[str, Any]) -> list[dict[str, Any]]:
         token = self.environment.get("PREFECT_API_AUTH_STRING")
         login = tuple(token.split(":", 1)) if token else None
-        asked = httpx.post(f"{self.environment['PREFECT_API_URL']}/{what}/filter", json=condition, auth=login)
+        address = f"{self.environment['PREFECT_API_URL']}/{what}/filter"
+        asked = httpx.post(address, json=condition, auth=login, timeout=60)
         return asked.raise_for_status().json()
 
     def scheduled(self) -> list[dict[str, Any]]:
