@@ -47,6 +47,15 @@ def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], ato
     assert not odd, f"{len(odd)} of {len(want)} tensors differ by more than {atol}: {odd}"
 
 
+def assert_same_run(got: Trained, want: Trained) -> None:
+    """Equal to the bit; else which rows of the curves differ first, and what each run computed on, is said too."""
+    try:
+        assert_same(got.weights, want.weights, atol=0)
+    except AssertionError as error:
+        rows = [(one, other) for one, other in zip(got.curve, want.curve, strict=False) if one != other][:2]
+        raise AssertionError(f"{got.machine} and {want.machine}; first rows that differ: {rows}\n{error}") from None
+
+
 @pytest.mark.slow
 def test_training_lowers_the_loss_and_moves_every_part(mixture: Path, base: Path, tmp_path: Path) -> None:
     model = tiny_settings(vision=0.01, projector=0.03, module=0.03, llm=0.03)
@@ -75,7 +84,7 @@ def test_the_same_seed_gives_the_same_weights_and_validation_touches_none(
     mixture: Path, base: Path, tmp_path: Path, six_steps: Trained
 ) -> None:
     other = run(recipe(base, val_pairs=0, caption_val_pairs=1, checkpoint_every_steps=3), mixture, tmp_path)
-    assert_same(other.weights, six_steps.weights, atol=0)
+    assert_same_run(other, six_steps)
     assert other.column("loss") == six_steps.column("loss")
     assert other.report.val_loss is None
     assert other.report.val_loss_by_dataset == {}
@@ -175,7 +184,7 @@ def test_a_run_that_resumes_ends_with_the_same_weights_curve_and_report(
     want = whole if stage == 1 else run(made, mixture, tmp_path / "whole")
     interrupted(made, mixture, tmp_path / "broken", saved=2)
     got = run(made, mixture, tmp_path / "broken")
-    assert_same(got.weights, want.weights, atol=0)
+    assert_same_run(got, want)
     assert got.curve == want.curve
     assert got.report == want.report
 
@@ -228,7 +237,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     got = run(made, mixture, tmp_path)
     assert f"{newest.name} is damaged" in caplog.text
     assert f"going on from {before.name}" in caplog.text
-    assert_same(got.weights, whole.weights, atol=0)
+    assert_same_run(got, whole)
 
 
 @pytest.mark.fault("13", "m4")

@@ -3,6 +3,7 @@
 import csv
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -117,6 +118,7 @@ class Trained:
     weights: dict[str, torch.Tensor]
     curve: list[dict[str, str]]
     told: list[dict[str, str]]  # to who followed
+    machine: str  # what it computed on, at its end
 
     def column(self, name: str) -> list[float | None]:
         return [float(row[name]) if row[name] else None for row in self.curve]
@@ -134,7 +136,16 @@ def run(made: Recipe, mixture: Path, folder: Path) -> Trained:
 
     report = train(made.cfg, made.model, made.compute, mixture, folder / "out", follow)
     weights = load_file(folder / "out" / "checkpoint" / "model.safetensors")
-    return Trained(report, weights, read_curve(folder / "out"), told)
+    return Trained(report, weights, read_curve(folder / "out"), told, machine())
+
+
+def machine() -> str:
+    """What decides how sums are ordered: the processor, how many threads, which kernels."""
+    cpu = (
+        re.search("model name.*: (.*)", Path("/proc/cpuinfo").read_text()) if Path("/proc/cpuinfo").is_file() else None
+    )
+    kernels = f"{torch.backends.cpu.get_cpu_capability()}, oneDNN {torch.backends.mkldnn.is_available()}"
+    return f"{cpu and cpu[1]}, {torch.get_num_threads()} thread(s), {kernels}"
 
 
 def read_curve(out: Path) -> list[dict[str, str]]:
