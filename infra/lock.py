@@ -82,7 +82,16 @@ def resolve(
     Raises:
         LockError: no set of versions fits, or the index does not answer.
     """
-    command = [install(tools, UV) / "uv", "pip", "compile", "--quiet", "--no-header", "--no-annotate", "--no-config"]
+    command = [
+        install(tools, UV) / "uv",
+        "pip",
+        "compile",
+        "--quiet",
+        "--no-header",
+        "--no-annotate",
+        "--no-config",
+        "--system-certs",
+    ]
     for extra in extras:
         command += ["--extra", extra]
     command += ["--python-version", python, "--python-platform", platform, *options, "pyproject.toml"]

@@ -51,7 +51,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow(35)
 def test_every_cell_runs_and_gives_captions_an_overlay_and_scores(project):
     notebook = nbformat.read(NOTEBOOK, 4)
-    kernel = AsyncKernelManager(transport="ipc")  # no port is opened
+    kernel = AsyncKernelManager(transport="ipc", ip=str(project / "kernel"))  # sockets there; no port is opened
     NotebookClient(notebook, km=kernel, timeout=200, resources={"metadata": {"path": str(project / "docs")}}).execute()
     said = {cell.id: outputs(cell) for cell in notebook.cells if cell.cell_type == "code"}
     table, scores = (next(text for text in said.values() if word in text) for word in ("first reference", "CIDEr"))
