@@ -1,8 +1,10 @@
 """The end of `make run`: register and promote what was trained, then say what there is and what to do next."""
 
+import io
 import json
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +70,25 @@ def headlines(protocols: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         yield ""
 
 
+@contextmanager
+def hushed() -> Iterator[None]:
+    """What tools say to stderr is shown only where they fail."""
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):
+            yield
+    except BaseException:
+        print(said.getvalue(), end="", file=sys.stderr)
+        raise
+
+
 def main() -> int:
     try:
         params = load_params(Path("params.yaml"))
-        registration = register(params)
-        print(summary(params, registration, promote(params, registration.version)))
+        with hushed():
+            registration = register(params)
+            decision = promote(params, registration.version)
+        print(summary(params, registration, decision))
     except (ParamsError, DataError, ConnectionError) as error:
         print(f"make run: {error}", file=sys.stderr)
         return 1

@@ -1,9 +1,12 @@
 """What `make run` prints at its end."""
 
 import json
+import sys
 from types import SimpleNamespace
 
-from infra.summary import headlines, limits, summary
+import pytest
+
+from infra.summary import headlines, hushed, limits, summary
 
 TOTAL = {
     "pairs": 480,
@@ -73,3 +76,16 @@ def test_the_summary_says_what_training_warned_of(tmp_path):
 
 def test_a_model_trained_before_there_were_warnings_has_none(tmp_path):
     assert "warning" not in summary_of(tmp_path, "{}")
+
+
+def test_what_tools_say_is_shown_only_where_they_fail(capsys):
+    with hushed():
+        print("a bar", file=sys.stderr)
+
+    def fail():
+        print("why", file=sys.stderr)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), hushed():
+        fail()
+    assert capsys.readouterr().err == "why\n"
