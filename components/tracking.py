@@ -4,6 +4,7 @@ One process writes, rank 0: the local store is sqlite, which takes one writer at
 """
 
 import fcntl
+import importlib.util
 import json
 import logging
 import os
@@ -41,9 +42,18 @@ class TrackingUnavailableError(ConnectionError):
 
 def resolve(tracking_uri: str) -> str:
     """The store's address with a relative sqlite file made absolute against the project, its folder made. Experiments
-    that DVC runs in a copy of the project share the project's store."""
+    that DVC runs in a copy of the project share the project's store.
+
+    Raises:
+        DataError: it is a sqlite file, and only MLflow's client is installed (the extra `serve`).
+    """
     if not tracking_uri.startswith(SQLITE):
         return tracking_uri
+    if importlib.util.find_spec("sqlalchemy") is None:
+        raise DataError(
+            f"register.tracking_uri {tracking_uri}: to open it needs pip install 'm3diff[train]'; else name a server "
+            "(http://...) there, or a checkpoint's folder with --model"
+        )
     database = (project(Path.cwd()) / tracking_uri.removeprefix(SQLITE)).resolve()
     database.parent.mkdir(parents=True, exist_ok=True)
     return f"{SQLITE}{database}"

@@ -15,6 +15,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.utils.validation import _validate_metric_name
 
 from components import tracking
+from components.records import DataError
 from components.runs import curve_rows
 from components.tracking import TrackingUnavailableError, connected, flatten
 
@@ -179,6 +180,15 @@ def test_a_sqlite_store_is_made_absolute_and_its_folder_is_made(tmp_path, monkey
     assert tracking.resolve("sqlite:///services/mlflow/mlflow.db") == f"sqlite:///{tmp_path}/services/mlflow/mlflow.db"
     assert (tmp_path / "services" / "mlflow").is_dir()
     assert tracking.resolve("http://host:5000") == "http://host:5000"
+
+
+def test_where_only_mlflows_client_is_installed_a_sqlite_store_is_refused_in_words(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(DataError, match=r"tracking_uri sqlite:///a/b.db: .* 'm3diff\[train\]'; else name a server"):
+        tracking.resolve("sqlite:///a/b.db")
+    assert not (tmp_path / "a").exists()
+    assert tracking.resolve("http://127.0.0.1:5000") == "http://127.0.0.1:5000"
 
 
 def test_inside_connected_mlflows_own_functions_use_the_store_and_few_retries(tmp_path, monkeypatch):
