@@ -24,7 +24,7 @@ run: install    ## the whole pipeline on the embedded benchmark, then the scores
 test: install   ## the quick tests, and of the slow ones three minutes a day
 	@OMP_NUM_THREADS=1 python -m pytest -n 4 --dist worksteal
 
-test-all: install ## every test, as CI runs it; of those that take a minute or more five minutes a day
+test-all: install ## every test, as CI runs it; of those that take 45 seconds or more five minutes a day
 	@OMP_NUM_THREADS=1 python -m pytest -n 4 --dist worksteal --all
 
 test-gpu: install ## the tests that need an NVIDIA GPU

@@ -15,6 +15,8 @@ import subprocess
 import sys
 import tempfile
 import venv
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,10 +41,8 @@ def upgrade(tools: Path) -> None:
     constraints = pins(resolve(tools, TESTED))
     for python in PYTHONS[1:]:  # a newer one may need packages besides
         constraints = union(constraints, pins(resolve_with(tools, constraints, python)))
-    with tempfile.NamedTemporaryFile("w", suffix=".txt") as tested:
-        tested.write(constraints)
-        tested.flush()
-        locked = lock(tools, Path(tested.name))
+    with as_file(constraints) as tested:
+        locked = lock(tools, tested)
     old = {canonical(line) for line in CONSTRAINTS.read_text().split()}
     CONSTRAINTS.write_text(constraints)
     LOCK.write_text(locked)
@@ -51,10 +51,17 @@ def upgrade(tools: Path) -> None:
 
 
 def resolve_with(tools: Path, constraints: str, python: str) -> str:
-    with tempfile.NamedTemporaryFile("w", suffix=".txt") as tested:
-        tested.write(constraints)
-        tested.flush()
-        return resolve(tools, TESTED, "--constraints", tested.name, python=python)
+    with as_file(constraints) as tested:
+        return resolve(tools, TESTED, "--constraints", str(tested), python=python)
+
+
+@contextmanager
+def as_file(text: str) -> Iterator[Path]:
+    """A file that holds this while the block runs."""
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+        file.write(text)
+        file.flush()
+        yield Path(file.name)
 
 
 def union(first: str, second: str) -> str:
