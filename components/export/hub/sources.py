@@ -33,7 +33,7 @@ FILES = {
 """Files of other names than their module's."""
 
 OMITTED = {
-    "components.models.m3diff.modeling": ("M3DiffForConditionalGeneration.forward",),
+    "components.models.llava": ("LlavaOfPairsForGeneration.forward",),
     "components.models.m3diff.processing": ("M3DiffProcessor.from_pretrained", "M3DiffProcessor.decode"),
 }
 """Methods that stay behind: what only the project's training asks of the model, and what transformers' own method does

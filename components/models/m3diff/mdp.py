@@ -8,111 +8,20 @@ What the paper leaves open is a field of `MDPConfig`, with the reason for the ch
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from transformers import initialization as init
 
-from components.models.fused import rms_norm
+from components.models.layers import (
+    Detector,
+    DifferenceProjection,
+    Mlp,
+    MultiHeadAttention,
+    Projection,
+    sincos_positions,
+)
 from components.models.m3diff.settings import MDPConfig
-
-
-class Projection(nn.Linear):
-    """A linear layer of the MDP module; `gain` scales its starting weights, 0 makes it zero-initialised."""
-
-    def __init__(self, width_in: int, width_out: int, gain: float = 1.0) -> None:
-        self.gain = gain
-        super().__init__(width_in, width_out)
-
-    def reset_parameters(self) -> None:
-        init.normal_(self.weight, std=self.gain / self.in_features**0.5)
-        init.zeros_(self.bias)
-
-
-class DifferenceProjection(Projection):
-    """Wp of equation (3): it starts out passing the difference through and a little of both images beside it."""
-
-    def reset_parameters(self) -> None:
-        width = self.out_features
-        start = torch.randn_like(self.weight) * 0.5 / self.in_features**0.5
-        start[:, 2 * width :] += 2 * torch.eye(width, dtype=start.dtype, device=start.device)
-        init.copy_(self.weight, start)
-        init.zeros_(self.bias)
-
-
-class MultiHeadAttention(nn.Module):
-    """Multi-head attention CA(q, kv); self-attention where both are the same. Biased projections, as in SigLIP; with
-    `normed`, queries and keys have size one."""
-
-    def __init__(self, width: int, heads: int, gain: float = 1.0, normed: bool = False) -> None:
-        super().__init__()
-        if width % heads:
-            raise ValueError(f"mdp: width {width} is not divisible by heads {heads}")
-        self.heads, self.normed = heads, normed
-        self.q_proj = Projection(width, width)
-        self.k_proj = Projection(width, width)
-        self.v_proj = Projection(width, width)
-        self.out_proj = Projection(width, width, gain)
-
-    def _split(self, x_BND: Tensor) -> Tensor:
-        return x_BND.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-
-    def _placed(self, x_BND: Tensor, places_ND: Tensor | None) -> Tensor:
-        """Queries or keys with the positions of their places; keys may hold several grids one after another."""
-        if self.normed:
-            x_BND = rms_norm(x_BND)
-        if places_ND is not None:
-            x_BND = x_BND + places_ND.repeat(x_BND.shape[1] // len(places_ND), 1)
-        return self._split(x_BND)
-
-    def forward(self, q_BMD: Tensor, kv_BND: Tensor, places_ND: Tensor | None = None) -> Tensor:
-        q, k = self._placed(self.q_proj(q_BMD), places_ND), self._placed(self.k_proj(kv_BND), places_ND)
-        attention_output = F.scaled_dot_product_attention(q, k, self._split(self.v_proj(kv_BND)))
-        return self.out_proj(attention_output.transpose(1, 2).flatten(2))
-
-    def norm_weighted_attention(self, q_BMD: Tensor, kv_BND: Tensor, places_ND: Tensor | None = None) -> Tensor:
-        """How much of each key's value reaches each query, [B, M, N]: attention times the size of the projected value
-        (Kobayashi et al. 2020, arXiv 2004.10102), summed over heads; for showing, not for training."""
-        q, k = self._placed(self.q_proj(q_BMD), places_ND), self._placed(self.k_proj(kv_BND), places_ND)
-        weights = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).softmax(-1)
-        out = self.out_proj.weight.unflatten(1, (self.heads, -1))
-        sizes = torch.einsum("bhnd,ohd->bhno", self._split(self.v_proj(kv_BND)), out).norm(dim=-1)
-        return (weights * sizes[:, :, None]).sum(1)
-
-
-@lru_cache(maxsize=8)
-def sincos_positions(side: int, width: int, heads: int, amplitude: float) -> Tensor:
-    """Positions of a side x side grid, [side^2, width]: in each head, sines and cosines of x and of y. On the CPU,
-    whatever the device around: they are kept for every later model."""
-    pairs = width // heads // 4
-    frequencies = math.pi * torch.linspace(1, 0, pairs + 1, device="cpu")[:-1]
-    angles = torch.arange(side, device="cpu")[:, None] * frequencies
-    axis = torch.cat([angles.sin(), angles.cos()], dim=-1)
-    grid = torch.cat([axis[None].expand(side, -1, -1), axis[:, None].expand(-1, side, -1)], dim=-1)
-    per_head = F.pad(grid, (0, width // heads - 4 * pairs))
-    return amplitude * per_head.repeat(1, 1, heads).flatten(0, 1)
-
-
-class Mlp(nn.Sequential):
-    """Into the hidden units of `last`, through GELU and out by it."""
-
-    def __init__(self, width_in: int, last: Projection) -> None:
-        super().__init__(Projection(width_in, last.in_features), nn.GELU(approximate="tanh"), last)
-
-
-class Detector(Projection):
-    """The last layer of the MLP of equation (5) where the module begins: besides the rest it adds the sum of all hidden
-    units, which grows with the size of the difference whatever its direction, in one direction of its own."""
-
-    STRENGTH = 24.0
-
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        direction = torch.randn_like(self.weight[:, :1]) * self.STRENGTH / self.in_features
-        init.copy_(self.weight, self.weight.detach() + direction)
 
 
 class DifferentialLayer(nn.Module):
