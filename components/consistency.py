@@ -212,6 +212,29 @@ def batches_divide(params: "Params") -> Iterator[str]:
         )
 
 
+def alignment(params: "Params") -> Iterator[str]:
+    """The phase before the fine-tuning has datasets of its own that train, and leaves some; its steps divide."""
+    settings = dict(sound(params.models)).get(params.train.model)
+    if settings is None or settings.align is None:
+        return
+    align, where = settings.align, f"models.{params.train.model}.align"
+    training = [name for name, entry in params.ingest.datasets.items() if entry.train_on]
+    for name in align.datasets:
+        if name not in training:
+            yield f"{where}.datasets: {closest(name, training)}; ingest.datasets has those that train"
+    if training and set(training) <= set(align.datasets):
+        yield f"{where}.datasets: all that train are in it, and none is left to fine-tune on; take one out"
+    if align.global_batch % (each := sequences_at_a_time(params)):
+        yield (
+            f"{where}.global_batch: must be a multiple of compute.micro_batch x workers = {each} "
+            f"(found {align.global_batch})"
+        )
+
+
+def sequences_at_a_time(params: "Params") -> int:
+    return params.compute.micro_batch * max(params.compute.workers, 1)
+
+
 def best_needs_captions(params: "Params") -> Iterator[str]:
     if params.train.export == "best" and params.compute.caption_val_pairs == 0:
         yield (
@@ -336,6 +359,7 @@ RULES: tuple[Callable[["Params"], Iterator[str]], ...] = (
     model_on_base,
     other_models,
     batches_divide,
+    alignment,
     best_needs_captions,
     compiled_layers,
     fp8_linears,

@@ -2,5 +2,6 @@
 
 from components.models.family import Family
 from components.models.m3diff.family import M3DIFF
+from components.models.onediff.family import ONEDIFF
 
-FAMILIES: dict[str, Family] = {"m3diff": M3DIFF}
+FAMILIES: dict[str, Family] = {"m3diff": M3DIFF, "onediff": ONEDIFF}

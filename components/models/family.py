@@ -7,11 +7,13 @@ are called.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+
+Value = TypeVar("Value")
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,6 +40,73 @@ class Lora:
             raise ValueError("; ".join(faults))
 
 
+@dataclass(frozen=True, eq=False)
+class ByPart(Mapping[str, Value], Generic[Value]):
+    """A mapping of the fields of its subclass: a value for each part."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    def __getitem__(self, part: str) -> Value:
+        if part not in self.__dataclass_fields__:
+            raise KeyError(part)
+        return getattr(self, part)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(each.name for each in fields(self))
+
+    def __len__(self) -> int:
+        return len(fields(self))
+
+
+@dataclass(frozen=True, eq=False)
+class Rates(ByPart[float | None]):
+    """Learning rate of each part; None is frozen, which of the module means: as it starts, for ever."""
+
+    vision: float | None
+    projector: float | None
+    module: float | None
+    llm: float | None
+
+
+@dataclass(frozen=True, eq=False)
+class Delays(ByPart[float]):
+    """Share of the steps before a part begins to train, in [0, 1); its warm-up follows. A part that begins at random
+    learns from gradients that mean little until the others can use what it says."""
+
+    vision: float = 0.0
+    projector: float = 0.0
+    module: float = 0.0
+    llm: float = 0.0
+
+
+@dataclass(frozen=True)
+class Align:
+    """A phase of training before the fine-tuning, on datasets of its own, with rates of its own: OneDiff's stage I,
+    Coupled Sample Training (arXiv 2407.05645, section 4.2), which lets new parts find their way to a frozen LLM. No
+    adapters train in it. The fine-tuning goes on from its weights, on the other datasets.
+
+    datasets: names of `ingest.datasets` whose training samples are this phase's, and no other's.
+    rates: a part with a rate must have one in the fine-tuning, too: adapters hold what the last phase trained.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    datasets: tuple[str, ...]
+    epochs: float
+    global_batch: int
+    rates: Rates
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "datasets", tuple(self.datasets))
+        rules = {
+            "datasets must name at least one dataset": bool(self.datasets),
+            f"epochs must be above 0, found {self.epochs}": self.epochs > 0,
+            f"global_batch must be 1 or more, found {self.global_batch}": self.global_batch >= 1,
+        }
+        if found := [rule for rule, kept in rules.items() if not kept]:
+            raise ValueError("; ".join(found))
+
+
 class Settings(Protocol):
     """What every family's settings have, beside fields of its own. A frozen dataclass of plain values."""
 
@@ -55,6 +124,9 @@ class Settings(Protocol):
 
     @property
     def delays(self) -> Mapping[str, float]: ...  # share of the steps before each part begins to train
+
+    @property
+    def align(self) -> Align | None: ...  # a phase of training before, or None
 
 
 class PairProcessor(Protocol):
@@ -86,6 +158,10 @@ class PairProcessor(Protocol):
         """The texts of generated token ids [B, tokens], without special tokens and outer blanks."""
 
     def save_pretrained(self, folder: Path, /) -> Any: ...
+
+
+ADAPTERS = "LoRA"
+"""Name of the term of a sequence's adapters, which a merged model has not."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +222,7 @@ class Family:
         load_base: (folder of the base, settings, dtype, attn_implementation) -> the base with a new module, whose
             weights follow from torch's random state.
         load: (folder of weights, dtype, folder of the configuration or None: the same) -> model without adapters.
-        load_processor: (folder) -> processor.
+        load_processor: (folder, the model's configuration) -> processor.
         fuse: (model, activation_checkpointing) -> None; makes it compute by fused kernels, in place.
         generate: (model, inputs, saliency, options of transformers' `generate`) -> (tokens, maps): the answers alone,
             ids [pairs, tokens], and where the model looks for the difference, [pairs, rows, columns], each with sum 1.
@@ -154,7 +230,7 @@ class Family:
             `inputs` are those of the processor's `prompt_inputs` and `image_inputs`.
         planned_config: (folder of the base, settings) -> the configuration that would train: the base's where its
             folder is there, else published shapes by the folder's name; `name_or_path` then says whose.
-        flops: (config, tokens, supervised tokens, LoRA rank) -> the terms of one training sequence.
+        flops: (config, tokens, supervised tokens, settings) -> the terms of one training sequence.
         image_tokens: (config) -> visual tokens of a pair.
         blank_images: (config, device) -> image inputs of one pair, as the processor makes them, without content; for
             counting on "meta".
@@ -164,6 +240,7 @@ class Family:
         contribution: what its module contributes while it trains; None: it is not measured.
         new: parts that the base does not have. Adapters hold their weights whether they train or not: a module that is
             frozen as it starts, to see what its training brings, is nowhere else.
+        whole_without_adapters: parts of `lora_targets` that train whole with rank 0, not in those linears alone.
     """
 
     settings: type
@@ -173,23 +250,50 @@ class Family:
     build: Callable[[Any], Any]
     load_base: Callable[[Path, Any, Any, Any], Any]
     load: Callable[[Path, Any, Path | None], Any]
-    load_processor: Callable[[Path], PairProcessor]
+    load_processor: Callable[[Path, Any], PairProcessor]
     fuse: Callable[[Any, str], None]
     generate: Callable[[Any, Mapping[str, Any], bool, Mapping[str, Any]], tuple[Any, Any | None]]
     planned_config: Callable[[Path, Any], Any]
-    flops: Callable[[Any, float, float, int], Sequence[Term]]
+    flops: Callable[[Any, float, float, Settings], Sequence[Term]]
     image_tokens: Callable[[Any], int]
     blank_images: Callable[[Any, Any], dict[str, Any]]
     faults: Callable[[Any, Mapping[str, Any] | None], list[str]]
     compiled: str = ""
     contribution: Contribution | None = None
     new: tuple[str, ...] = ()
+    whole_without_adapters: tuple[str, ...] = ()
 
     def part_of(self, name: str) -> str:
         """The part that a parameter is in."""
         parts = [part for part, prefixes in self.parts.items() if name.startswith(prefixes)]
         assert len(parts) == 1, f"{name}: every parameter is in one part, this one in {parts}"
         return parts[0]
+
+
+def layer_faults(layers: tuple[int, ...]) -> list[str]:
+    """What is wrong with the layers of the vision encoder that a module reads."""
+    if bool(layers) and list(layers) == sorted(set(layers)) and layers[0] >= 0:
+        return []
+    return [f"vision_feature_layers must be distinct, rising and not negative, found {list(layers)}"]
+
+
+def settings_faults(settings: Settings) -> list[str]:
+    """What is wrong with the fields that every family has."""
+    faults = [f"rates: {fault}" for fault in rate_faults(settings.rates, settings.module)]
+    faults += [f"delays: {fault}" for fault in delay_faults(settings.delays)]
+    if settings.align is not None:
+        faults += [f"align: {fault}" for fault in align_faults(settings.align, settings)]
+    return faults
+
+
+def align_faults(align: Align, settings: Settings) -> list[str]:
+    """What is wrong with a first phase beside the second."""
+    faults = [f"rates: {fault}" for fault in rate_faults(align.rates, settings.module)]
+    lost = [part for part, rate in align.rates.items() if rate is not None and settings.rates[part] is None]
+    faults += [f"rates.{part}: trains, so it must have a rate in the fine-tuning, too" for part in lost]
+    if align.rates["llm"] is not None and settings.lora.rank:
+        faults.append("rates.llm must be null: the adapters of the fine-tuning are new and need the base's own weights")
+    return faults
 
 
 def rate_faults(rates: Mapping[str, float | None], module: object) -> list[str]:

@@ -1,4 +1,4 @@
-"""Fused kernels for a Qwen2 LLM with peft's adapters: the same numbers from less work and memory.
+"""Fused kernels for a Qwen2 or Llama LLM with peft's adapters: the same numbers from less work and memory.
 
 `make_fused` changes the classes of modules in place and can be called again with other choices. While training, the
 last layer computes its outputs only where a token is supervised: of the other tokens only keys and values matter there.
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import sdpa_kernel
 from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import (
     Qwen2Attention,
     Qwen2DecoderLayer,
@@ -356,6 +357,12 @@ def folding_pays(model: nn.Module) -> bool:
 
 
 STOCK: tuple[type[nn.Module], ...] = (LoraLinear, Qwen2RMSNorm, Qwen2MLP, Qwen2DecoderLayer, SiglipEncoderLayer)
+ALIKE: dict[type[nn.Module], type[nn.Module]] = {
+    LlamaRMSNorm: Qwen2RMSNorm,
+    LlamaMLP: Qwen2MLP,
+    LlamaDecoderLayer: Qwen2DecoderLayer,
+}
+"""Of Llama, whose modules compute the same on the same parts; biases of the linears are the linears' own."""
 
 
 def make_fused(
@@ -388,10 +395,11 @@ def make_fused(
         elif adapters == "folded":
             chosen |= {Qwen2DecoderLayer: FoldedDecoderLayer, SiglipEncoderLayer: FusedEncoderLayer}
     for module in model.modules():
+        module.__class__ = ALIKE.get(type(module), type(module))
         stock = next((kind for kind in STOCK if isinstance(module, kind)), None)
         if stock:
             module.__class__ = chosen.get(stock, stock)
-        if isinstance(module, Qwen2Attention):
+        if isinstance(module, Qwen2Attention | LlamaAttention):
             module.is_last = module.layer_idx == module.config.num_hidden_layers - 1  # type: ignore[assignment]
     if activation_checkpointing == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})

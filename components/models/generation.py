@@ -76,4 +76,4 @@ def load_captioner(
     if device is None:
         device = Device(gpu=True, precision="bf16") if torch.cuda.is_available() else Device(False, "fp32")
     model, family = load_model(checkpoint, device.dtype, base)
-    return Captioner(model.to(device.torch), family.load_processor(checkpoint), family, max_new_tokens)
+    return Captioner(model.to(device.torch), family.load_processor(checkpoint, model.config), family, max_new_tokens)

@@ -14,6 +14,13 @@ from transformers import initialization as init
 from components.models.fused import rms_norm
 
 
+class OwnStart(nn.Module):
+    """A module that gives its own parameters, not its children's, their first values when transformers asks."""
+
+    def reset_parameters(self) -> None:
+        raise NotImplementedError
+
+
 class Projection(nn.Linear):
     """A linear layer of a new module; `gain` scales its starting weights, 0 makes it zero-initialised."""
 
@@ -73,11 +80,18 @@ class MultiHeadAttention(nn.Module):
     def norm_weighted_attention(self, q_BMD: Tensor, kv_BND: Tensor, places_ND: Tensor | None = None) -> Tensor:
         """How much of each key's value reaches each query, [B, M, N]: attention times the size of the projected value
         (Kobayashi et al. 2020, arXiv 2004.10102), summed over heads; for showing, not for training."""
+        sizes = self.values(kv_BND).norm(dim=-1)
+        return (self.weights(q_BMD, kv_BND, places_ND) * sizes[:, :, None]).sum(1)
+
+    def weights(self, q_BMD: Tensor, kv_BND: Tensor, places_ND: Tensor | None = None) -> Tensor:
+        """How much each query attends to each key, [B, heads, M, N]; sums to 1 over the keys."""
         q, k = self._placed(self.q_proj(q_BMD), places_ND), self._placed(self.k_proj(kv_BND), places_ND)
-        weights = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).softmax(-1)
+        return (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).softmax(-1)
+
+    def values(self, kv_BND: Tensor) -> Tensor:
+        """Each key's value as it leaves the output projection, [B, heads, N, D]."""
         out = self.out_proj.weight.unflatten(1, (self.heads, -1))
-        sizes = torch.einsum("bhnd,ohd->bhno", self._split(self.v_proj(kv_BND)), out).norm(dim=-1)
-        return (weights * sizes[:, :, None]).sum(1)
+        return torch.einsum("bhnd,ohd->bhno", self._split(self.v_proj(kv_BND)), out)
 
 
 @lru_cache(maxsize=8)
@@ -96,8 +110,8 @@ def sincos_positions(side: int, width: int, heads: int, amplitude: float) -> Ten
 class Mlp(nn.Sequential):
     """Into the hidden units of `last`, through GELU and out by it."""
 
-    def __init__(self, width_in: int, last: Projection) -> None:
-        super().__init__(Projection(width_in, last.in_features), nn.GELU(approximate="tanh"), last)
+    def __init__(self, width_in: int, last: Projection, approximate: str = "tanh") -> None:
+        super().__init__(Projection(width_in, last.in_features), nn.GELU(approximate=approximate), last)
 
 
 class Detector(Projection):

@@ -17,17 +17,17 @@ from transformers import logging as transformers_logging
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from components.models.fused import trims
-from components.models.layers import Projection
+from components.models.layers import OwnStart, Projection
 
 logger = logging.getLogger(__name__)
 
 
 class NewModuleInit:
-    """A new module's linears initialise themselves; transformers asks whichever model holds them."""
+    """A new module's parts initialise themselves; transformers asks whichever model holds them."""
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, Projection):
+        if isinstance(module, Projection | OwnStart):
             module.reset_parameters()
         else:
             super()._init_weights(module)  # type: ignore[misc]

@@ -66,7 +66,9 @@ def should_train(name: str, family: Family, settings: Settings) -> bool:
     target = family.lora_targets.get(part)
     if target is None:
         return True
-    return is_adapter(name) if settings.lora.rank else re.fullmatch(rf"({target})\.(weight|bias)", name) is not None
+    if settings.lora.rank:
+        return is_adapter(name)
+    return part in family.whole_without_adapters or re.fullmatch(rf"({target})\.(weight|bias)", name) is not None
 
 
 def is_adapter(name: str) -> bool:

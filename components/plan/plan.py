@@ -12,7 +12,7 @@ from components.convert.params import Convert
 from components.gpus import GPUS, Gpu
 from components.ingest.params import DatasetEntry
 from components.models import FAMILIES
-from components.models.family import Family, Settings, Term
+from components.models.family import ADAPTERS, Family, Settings, Term
 from components.plan.workload import Workload, count_test_pairs, find_workload
 from components.section import ParamsError
 from components.train.params import Train
@@ -103,12 +103,12 @@ def make_plan(
     """
     family = FAMILIES[settings.family]
     config = family.planned_config(train.base, settings)
-    processor = family.load_processor(train.base) if _is_here(train.base) else None
+    processor = family.load_processor(train.base, config) if _is_here(train.base) else None
     load = find_workload(mixture, entries, convert, processor, family.image_tokens(config))
     sequences = load.sequences(train.max_captions_per_sequence)
     branches, prompt = load.references / sequences, family.image_tokens(config) + load.prompt_tokens
     tokens = prompt + branches * load.reference_tokens
-    terms = family.flops(config, tokens, branches * load.reference_tokens, settings.lora.rank)
+    terms = family.flops(config, tokens, branches * load.reference_tokens, settings)
     longest = load.longest(train.max_captions_per_sequence)
     supervised = (longest or branches) * load.reference_tokens
     model = meta_model(config, family, settings, train.precision)
@@ -131,7 +131,7 @@ def make_plan(
         memory_gb=static_memory(train, compute, parameters) | more | {"activations": sum(activations.values())},
         activations_gb=activations,
         test_pairs=count_test_pairs(mixture, entries),
-        caption_flops=sum(term.forward for term in family.flops(config, prompt, 1, 0)),
+        caption_flops=sum(term.forward for term in family.flops(config, prompt, 1, settings) if term.name != ADAPTERS),
         gpus=max(1, compute.workers),
     )
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from components.gpus import gpu_of
-from components.models.family import MODULE_UPDATE_RATIO, Family
+from components.models.family import MODULE_UPDATE_RATIO, Family, Settings
 from components.train.batches import Loader, Schedule
 from components.train.packing import pack
 
@@ -28,7 +28,7 @@ class Work:
     flops: float
 
 
-def measure(schedule: Schedule, loader: Loader, accumulation: int, family: Family, config: Any, lora_rank: int) -> Work:
+def measure(schedule: Schedule, loader: Loader, accumulation: int, family: Family, config: Any, settings: Settings) -> Work:
     """Count the first epoch; of more than COUNTED sequences, the tokens of as many in its order."""
     sequences = schedule.epoch(0)
     lengths = []
@@ -43,7 +43,7 @@ def measure(schedule: Schedule, loader: Loader, accumulation: int, family: Famil
         sequences=len(sequences),
         tokens=tokens,
         supervised=supervised,
-        flops=sum(term.total for term in family.flops(config, tokens, supervised, lora_rank)),
+        flops=sum(term.total for term in family.flops(config, tokens, supervised, settings)),
     )
 
 

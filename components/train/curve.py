@@ -22,11 +22,12 @@ class Curve:
 
     Args:
         told: a file that each value is appended to as it comes, as a line of JSON with its `step`, for who follows.
+        told_before: steps by which those are lower there: all of a phase before the one whose first step is 1.
     """
 
-    def __init__(self, names: tuple[str, ...], told: Path | None = None) -> None:
+    def __init__(self, names: tuple[str, ...], told: Path | None = None, told_before: int = 0) -> None:
         self.names = names
-        self.told = told
+        self.told, self.told_before = told, told_before
         self.rows: list[dict[str, str]] = []
 
     def add(self, values: Mapping[str, float | None]) -> None:
@@ -42,7 +43,8 @@ class Curve:
         self.rows[-1] |= new
         if self.told is not None:
             with self.told.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(new | {"step": self.rows[-1]["step"]}) + "\n")
+                step = int(self.rows[-1]["step"]) - self.told_before
+                file.write(json.dumps(new | {"step": str(step)}) + "\n")
 
     def copy(self) -> "Curve":
         """The curves as they are: what is added or filled in later is not in them."""

@@ -8,18 +8,25 @@ from typing import TYPE_CHECKING, Any
 
 from components.compute import Compute
 from components.train.params import Train
+from components.train.phase import DatasetFilter
 
 if TYPE_CHECKING:
     from components.models.family import Settings
 
 
 TOLD = "curves.jsonl"
-"""In the run's folder: the curves as they come, for who follows the training."""
+"""In the training's folder: the curves as they come, for who follows it."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker is sent. `run_dir` is on storage that every worker sees."""
+    """What a worker is sent: one phase of a training. `run_dir` is on storage that every worker sees.
+
+    Attributes:
+        weights: the folder that the phase begins with; None: the base, `cfg.base`.
+        datasets: whose samples it takes.
+        is_alignment: whether the fine-tuning follows, whose first step is 1: this phase's are told below that.
+    """
 
     cfg: Train
     model: Settings
@@ -28,6 +35,14 @@ class Job:
     out: Path
     run_dir: Path
     base_sha256: str
+    weights: Path | None = None
+    datasets: DatasetFilter = DatasetFilter()
+    is_alignment: bool = False
+
+    @property
+    def told(self) -> Path:
+        """The curves of the whole training as they come."""
+        return (self.run_dir.parent if self.is_alignment else self.run_dir) / TOLD
 
 
 @dataclass(frozen=True)

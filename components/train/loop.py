@@ -17,7 +17,7 @@ from deepspeed import DeepSpeedEngine
 from components.compute import Compute
 from components.models import FAMILIES
 from components.models.attention import KERNELS, attention_of
-from components.models.checkpoint import save_checkpoint
+from components.models.checkpoint import save_checkpoint, verify_manifest
 from components.models.device import Device
 from components.models.family import Family, PairProcessor, Settings
 from components.models.fp8 import use_fp8
@@ -45,7 +45,7 @@ from components.train.engine import (
     warmup_steps,
 )
 from components.train.hours import Spent, read_spent, write_spent
-from components.train.job import TOLD, Job, Runtime
+from components.train.job import Job, Runtime
 from components.train.loss import sum_over_ranks, token_loss
 from components.train.params import Train
 from components.train.retry import DivergedError
@@ -140,14 +140,14 @@ def start(job: Job, runtime: Runtime) -> Run:
     kernel = attention_of(compute.attention, compute.gpu, cfg.max_captions_per_sequence)
     device = Device(compute.gpu, cfg.precision, kernel)
     family = FAMILIES[job.model.family]
-    model, processor = prepare_model(cfg, job.model, compute, family)
+    model, processor = prepare_model(cfg, job.model, compute, family, job.weights)
     groups = trainable_groups(model, family, job.model)
     parameters = parameter_counts(model, family)
     engine = build_engine(cfg, compute, model.to(device.torch), groups, runtime.ranks)
     if cfg.fp8:  # DeepSpeed has brought the weights into their precision
         runtime.say(f"{use_fp8(engine.module, device)} frozen linears compute in FP8")
-    samples = read_training_samples(job.mixture, job.run_dir)
-    val = read_samples(job.mixture / "val", job.run_dir)
+    samples = read_training_samples(job.mixture, job.run_dir, job.datasets)
+    val = read_samples(job.mixture / "val", job.run_dir, job.datasets)
     schedule = Schedule(
         samples=samples,
         max_captions=cfg.max_captions_per_sequence,
@@ -161,8 +161,8 @@ def start(job: Job, runtime: Runtime) -> Run:
     validation = Validation(val, processor, family, compute, cfg.seed, place, device)
     loader = Loader(samples, processor, threads=compute.cpus_per_worker, device=device)
     contribution = ModuleContribution(family, job.model, runtime.ranks)
-    told = job.run_dir / TOLD if runtime.rank == 0 else None
-    curve = Curve(columns(family.parts, contribution.names, validation.datasets), told)
+    told, before = job.told if runtime.rank == 0 else None, schedule.steps if job.is_alignment else 0
+    curve = Curve(columns(family.parts, contribution.names, validation.datasets), told, before)
     return Run(
         job,
         runtime,
@@ -181,11 +181,21 @@ def start(job: Job, runtime: Runtime) -> Run:
     )
 
 
-def prepare_model(cfg: Train, settings: Settings, compute: Compute, family: Family) -> tuple[Any, PairProcessor]:
-    """The base with a new module and LoRA adapters, from the seed, and its processor."""
+def prepare_model(
+    cfg: Train, settings: Settings, compute: Compute, family: Family, weights: Path | None = None
+) -> tuple[Any, PairProcessor]:
+    """The base, or the `weights` of the phase before, with LoRA adapters and, where it has none yet, a new module, from
+    the seed; and its processor.
+
+    Raises:
+        CheckpointError: the weights of the phase before are not whole.
+    """
     torch.manual_seed(cfg.seed)
+    if weights is not None:
+        verify_manifest(weights)
+    folder = weights or cfg.base
     model = family.load_base(
-        cfg.base,
+        folder,
         settings,
         Device(compute.gpu, cfg.precision).dtype,
         KERNELS,
@@ -195,15 +205,15 @@ def prepare_model(cfg: Train, settings: Settings, compute: Compute, family: Fami
     limit_graphs()
     if compute.compile:
         compile_layers(adapted, family, compute.gpu)
-    return adapted.train(), family.load_processor(cfg.base)
+    return adapted.train(), family.load_processor(folder, model.config)
 
 
 def announce(run: Run) -> Work:
     """Print what the run comes to."""
     job = run.job
     micro_batches = accumulation(job.cfg, job.compute, run.runtime.ranks)
-    config, rank = unwrapped(run.engine.module).config, job.model.lora.rank
-    work = measure(run.schedule, run.loader, micro_batches, run.family, config, rank)
+    config = unwrapped(run.engine.module).config
+    work = measure(run.schedule, run.loader, micro_batches, run.family, config, job.model)
     for line in describe(work, run.schedule, run.parameters):
         run.runtime.say(line)
     return work

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 
 from components.files import sha256
 from components.records import DataError
+from components.train.phase import DatasetFilter
 
 T = TypeVar("T")
 
@@ -39,6 +40,8 @@ SCHEMA = pa.schema(
 """The columns of a split that training reads (components/records.py), as they lie in the Arrow file."""
 
 BATCH_ROWS = 1 << 16
+
+ALL = DatasetFilter()
 
 
 class Column(Sequence[T]):
@@ -123,23 +126,24 @@ def _boundaries(names: pa.ChunkedArray) -> np.ndarray:
     return np.concatenate([*starts, [row]]).astype(np.int32)
 
 
-def read_samples(folder: Path, scratch: Path) -> Samples:
+def read_samples(folder: Path, scratch: Path, chosen: DatasetFilter = ALL) -> Samples:
     """The samples of a split: every Parquet file of its folder, in the order of their names.
 
     Args:
         scratch: folder for the Arrow file, which is named by the content: who finds it there reads it, and several
             workers may write it at once.
+        chosen: of which datasets; of all by default.
     """
     files = sorted(folder.glob("*.parquet"))
-    facts = [SCHEMA.to_string(), *(f"{file.name} {sha256(file)}" for file in files)]
+    facts = [SCHEMA.to_string(), str(chosen), *(f"{file.name} {sha256(file)}" for file in files)]
     mapped = scratch / f"{folder.name}-{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.arrow"
     if not mapped.is_file():
-        _write(files, mapped)
+        _write(files, mapped, chosen)
         pa.default_memory_pool().release_unused()
     return Samples(pa.ipc.open_stream(pa.memory_map(str(mapped))).read_all())
 
 
-def _write(files: list[Path], out: Path) -> None:
+def _write(files: list[Path], out: Path, chosen: DatasetFilter) -> None:
     """All rows as one Arrow stream, some at a time, whole or not at all."""
     out.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=out.parent, prefix=f".{out.name}.")
@@ -147,7 +151,7 @@ def _write(files: list[Path], out: Path) -> None:
         with os.fdopen(handle, "wb") as sink, pa.ipc.new_stream(sink, SCHEMA) as stream:
             for file in files:
                 for batch in pq.ParquetFile(file).iter_batches(BATCH_ROWS, columns=SCHEMA.names, use_threads=False):
-                    stream.write_batch(_encoded(batch))
+                    stream.write_batch(_encoded(_taken(batch, chosen)))
             stream.close()
             sink.flush()
             os.fsync(sink.fileno())  # who finds the file takes it as it is
@@ -156,6 +160,14 @@ def _write(files: list[Path], out: Path) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def _taken(batch: pa.RecordBatch, chosen: DatasetFilter) -> pa.RecordBatch:
+    """The rows that a phase takes."""
+    if chosen.takes_all:
+        return batch
+    named = pc.is_in(batch.column("dataset").cast(pa.string()), pa.array(chosen.names, pa.string()))
+    return batch.filter(pc.invert(named) if chosen.others else named)
 
 
 def _encoded(batch: pa.RecordBatch) -> pa.RecordBatch:
@@ -173,13 +185,15 @@ def _encoded(batch: pa.RecordBatch) -> pa.RecordBatch:
     )
 
 
-def read_training_samples(mixture: Path, scratch: Path) -> Samples:
-    """The training split; `scratch` as in `read_samples`.
+def read_training_samples(mixture: Path, scratch: Path, chosen: DatasetFilter = ALL) -> Samples:
+    """The training split; `scratch` and `chosen` as in `read_samples`.
 
     Raises:
         DataError: it has no sample.
     """
-    samples = read_samples(mixture / "train", scratch)
+    samples = read_samples(mixture / "train", scratch, chosen)
     if not len(samples):
-        raise DataError(f"{mixture / 'train'}: no sample of split 'train'; run `m3diff convert` and read its report")
+        raise DataError(
+            f"{mixture / 'train'}: no sample of split 'train' of {chosen}; run `m3diff convert` and read its report"
+        )
     return samples

@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +22,13 @@ from components.reports import StageReport
 from components.section import ParamsError
 from components.train.job import TOLD, Job
 from components.train.params import Train
+from components.train.phase import ALIGNMENT, DONE, DatasetFilter, with_alignment
 from components.train.retry import with_retries
 from components.train.runtimes import run_local, run_on_ray
 from components.train.stopping import TERMINATED, StoppedError
 
 if TYPE_CHECKING:
-    from components.models.family import Settings
+    from components.models.family import Align, Settings
 
 
 SPEED = ("seconds", "captions_per_s", "waiting_share", "recompilations", "device_hours")
@@ -40,7 +41,8 @@ class TrainReport(StageReport):
 
     `parameters` that train by part. `val_cider` is null where nothing was captioned; `exported_step` is the step whose
     weights are the output. `module`: what the family's module contributed when it was measured last, by the names of
-    the curve's columns; empty without one. `warnings`: what the end of the run found wrong, in sentences.
+    the curve's columns; empty without one. `alignment`: steps, samples and final loss of the phase before; empty
+    without one. `warnings`: what the end of the run found wrong, in sentences.
     """
 
     steps: int
@@ -53,6 +55,7 @@ class TrainReport(StageReport):
     val_cider: float | None
     exported_step: int
     module: dict[str, float]
+    alignment: dict[str, float]
     warnings: list[str]
 
 
@@ -94,13 +97,12 @@ def train(
     run_dir = scratch / "train" / run_key(cfg, model, mixture, base_sha256)
     run_dir.mkdir(parents=True, exist_ok=True)
     with _only_trainer(run_dir), follow(run_dir.name, run_dir / TOLD):
-        run = run_local if compute.workers == 0 else run_on_ray
         try:
-            figures = with_retries(run, Job(cfg, model, compute, mixture, out, run_dir, base_sha256))
+            figures, before = run_phases(Job(cfg, model, compute, mixture, out, run_dir, base_sha256))
         except StoppedError as stopped:
             print(f"train: {stopped}", flush=True)
             raise SystemExit(TERMINATED) from stopped
-        report = _report(figures).write(out / "report.json")
+        report = _report(figures, before).write(out / "report.json")
         speed = {name: round(figures[name], 4) for name in SPEED} | {
             name: figures[name] for name in ("device", "devices")
         }
@@ -110,7 +112,44 @@ def train(
     return report
 
 
-def _report(figures: dict[str, Any]) -> TrainReport:
+def run_phases(job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The fine-tuning, and before it the alignment where the model has one; the figures of both, `{}` without it.
+
+    Times and hours are of both. Raises as `with_retries`.
+    """
+    run = run_local if job.compute.workers == 0 else run_on_ray
+    align = job.model.align
+    if align is None:
+        return with_retries(run, job), {}
+    before = aligned(run, job, align)
+    first = job.run_dir / ALIGNMENT / "out"
+    job = replace(job, weights=first / "checkpoint", datasets=DatasetFilter(align.datasets))
+    figures = with_retries(run, job)
+    with_alignment(first / "curves.csv", job.out / "curves.csv")
+    return figures | {name: figures[name] + before[name] for name in ("seconds", "device_hours")}, before
+
+
+def aligned(run: Callable[[Job], dict[str, Any]], job: Job, align: "Align") -> dict[str, Any]:
+    """Train the phase before to its end, where it has not ended yet; its figures."""
+    folder = job.run_dir / ALIGNMENT
+    if not (folder / DONE).is_file():
+        folder.mkdir(exist_ok=True)
+        changes = {"epochs": align.epochs, "global_batch": align.global_batch, "export": "last"}
+        settings = replace(job.model, rates=align.rates, delays=type(job.model.delays)(), align=None)  # type: ignore[type-var]
+        phase = replace(
+            job,
+            cfg=job.cfg.model_copy(update=changes),
+            model=settings,
+            out=folder / "out",
+            run_dir=folder,
+            datasets=DatasetFilter(align.datasets, others=False),
+            is_alignment=True,
+        )
+        write_atomic(folder / DONE, json.dumps(with_retries(run, phase)) + "\n")
+    return json.loads((folder / DONE).read_text(encoding="utf-8"))
+
+
+def _report(figures: dict[str, Any], before: dict[str, Any]) -> TrainReport:
     counts = figures["parameters"]
     return TrainReport(
         stage="train",
@@ -126,6 +165,7 @@ def _report(figures: dict[str, Any]) -> TrainReport:
         val_cider=_known(figures["val_cider"]),
         exported_step=figures["exported_step"],
         module=figures["module"],
+        alignment={name: round(before[name], 5) for name in ("steps", "captions", "loss") if before},
         warnings=figures["warnings"],
     )
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from components.models.family import MODULE_UPDATE_RATIO, Contribution, Family, Term
+from components.models.family import MODULE_UPDATE_RATIO, Contribution, Family, Settings, Term
 from components.models.m3diff.settings import M3DiffSettings, MDPConfig
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def load(folder: Path, dtype: torch.dtype, configuration: Path | None = None) ->
     return M3DiffForConditionalGeneration.from_pretrained(folder, config=config, dtype=dtype)
 
 
-def load_processor(folder: Path) -> M3DiffProcessor:
+def load_processor(folder: Path, config: M3DiffConfig) -> M3DiffProcessor:
     from components.models.m3diff.processing import M3DiffProcessor
 
     return M3DiffProcessor.from_pretrained(folder)
@@ -98,10 +98,10 @@ def planned_config(base: Path, settings: M3DiffSettings) -> M3DiffConfig:
     return config
 
 
-def flops(config: M3DiffConfig, tokens: float, supervised: float, lora_rank: int) -> list[Term]:
+def flops(config: M3DiffConfig, tokens: float, supervised: float, settings: Settings) -> list[Term]:
     from components.models.m3diff.flops import flops
 
-    return flops(config, tokens, supervised, lora_rank)
+    return flops(config, tokens, supervised, settings)
 
 
 def image_tokens(config: M3DiffConfig) -> int:

@@ -100,9 +100,9 @@ class M3DiffProcessor(ProcessorMixin):
     ) -> None:
         super().__init__(image_processor, tokenizer, chat_template=chat_template)
         self.num_image_tokens = num_image_tokens
-        self.end_id = tokenizer.convert_tokens_to_ids("<|im_end|>")
+        self.end_id = _end_id(tokenizer)
         if self.end_id is None or tokenizer.convert_tokens_to_ids("<image>") is None:
-            raise ValueError("the tokenizer has no <|im_end|> or <image>: not LLaVA-OneVision's")
+            raise ValueError("the tokenizer has no end token or no <image>: not LLaVA's")
 
     @classmethod
     def from_pretrained(  # type: ignore[override]  # local directories alone
@@ -117,7 +117,7 @@ class M3DiffProcessor(ProcessorMixin):
             M3DiffImageProcessor.from_pretrained(path),
             tokenizer,
             num_image_tokens=(encoder.image_size // encoder.patch_size) ** 2,
-            chat_template=_chat_template(path) or tokenizer.chat_template,
+            chat_template=chat_template_of(path) or tokenizer.chat_template,
         )
         processor.encode_prompt = lru_cache(maxsize=4096)(processor.encode_prompt)  # type: ignore[method-assign]
         return processor
@@ -127,9 +127,12 @@ class M3DiffProcessor(ProcessorMixin):
         content: list[Any] = [{"type": "image"}] * images + [{"type": "text", "text": question}]
         turn: dict[str, Any] = {"role": "user", "content": content}
         text = self.apply_chat_template([turn], add_generation_prompt=True, tokenize=False)
+        return tuple(self.tokenizer(self.expanded(text), add_special_tokens=False)["input_ids"])
+
+    def expanded(self, text: str) -> str:
+        """The text of a prompt with the places of the images: of each its patches and its newline."""
         assert self.num_image_tokens is not None, "a processor without num_image_tokens encodes no prompt"
-        text = text.replace("<image>", "<image>" * (self.num_image_tokens + 1))
-        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return text.replace("<image>", "<image>" * (self.num_image_tokens + 1))
 
     def encode_reference(self, text: str) -> list[int]:
         """Token ids of a reference with its end token: what the loss is taken on."""
@@ -171,11 +174,17 @@ class M3DiffProcessor(ProcessorMixin):
         }
 
 
+def _end_id(tokenizer: Any) -> int | None:
+    """Of Qwen2's chat <|im_end|>, of another tokenizer its end of a sequence."""
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    return tokenizer.eos_token_id if end in (None, tokenizer.unk_token_id) else end
+
+
 def _stacked(prepared: list[np.ndarray]) -> Tensor:
     return torch.from_numpy(np.stack(prepared))
 
 
-def _chat_template(path: str) -> str | None:
+def chat_template_of(path: str) -> str | None:
     """The processor's template: a file of its own, or, in the first release's layout, one of JSON."""
     own, first = Path(path) / "chat_template.jinja", Path(path) / "chat_template.json"
     if own.is_file():

@@ -1,12 +1,10 @@
 """M3Diff's settings: its entry of the section `models` in `params.yaml`. Imports nothing heavy."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from components.models.family import Lora, delay_faults, rate_faults
-
-Value = TypeVar("Value")
+from components.models.family import Align, Delays, Lora, Rates, layer_faults, settings_faults
 
 
 @dataclass(frozen=True)
@@ -89,12 +87,6 @@ class DifferenceConfig:
             raise ValueError("; ".join(faults))
 
 
-def layer_faults(layers: tuple[int, ...]) -> list[str]:
-    if bool(layers) and list(layers) == sorted(set(layers)) and layers[0] >= 0:
-        return []
-    return [f"vision_feature_layers must be distinct, rising and not negative, found {list(layers)}"]
-
-
 def gain_faults(gain: float) -> list[str]:
     return [] if gain >= 0 else [f"init_gain must be 0 or more, found {gain}"]
 
@@ -147,45 +139,6 @@ class ByKind:
         return {"type": "nullable", "schema": union}
 
 
-@dataclass(frozen=True, eq=False)
-class ByPart(Mapping[str, Value], Generic[Value]):
-    """A mapping of the fields of its subclass: a value for each part."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
-
-    def __getitem__(self, part: str) -> Value:
-        if part not in self.__dataclass_fields__:
-            raise KeyError(part)
-        return getattr(self, part)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(each.name for each in fields(self))
-
-    def __len__(self) -> int:
-        return len(fields(self))
-
-
-@dataclass(frozen=True, eq=False)
-class Rates(ByPart[float | None]):
-    """Learning rate of each part; None is frozen, which of the module means: as it starts, for ever."""
-
-    vision: float | None
-    projector: float | None
-    module: float | None
-    llm: float | None
-
-
-@dataclass(frozen=True, eq=False)
-class Delays(ByPart[float]):
-    """Share of the steps before a part begins to train, in [0, 1); its warm-up follows. A part that begins at random
-    learns from gradients that mean little until the others can use what it says."""
-
-    vision: float = 0.0
-    projector: float = 0.0
-    module: float = 0.0
-    llm: float = 0.0
-
-
 @dataclass(frozen=True)
 class M3DiffSettings:
     """What trains of M3Diff and how.
@@ -196,6 +149,7 @@ class M3DiffSettings:
     rates: learning rates by part. A module without one is a control, too: what a run reaches with it comes from how
         the module starts, and what one with a rate reaches beyond that is learnt.
     delays: when each part begins to train; at the first step unless it is named.
+    align: a phase before, on other data; None for none.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
@@ -205,9 +159,8 @@ class M3DiffSettings:
     lora: Lora
     rates: Rates
     delays: Delays = field(default_factory=Delays)
+    align: Align | None = None
 
     def __post_init__(self) -> None:
-        faults = [f"rates: {fault}" for fault in rate_faults(self.rates, self.module)]
-        faults += [f"delays: {fault}" for fault in delay_faults(self.delays)]
-        if faults:
+        if faults := settings_faults(self):
             raise ValueError("; ".join(faults))

@@ -1,0 +1,131 @@
+"""OneDiff as a model family. Light to import: torch and transformers come with the first call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from components.models.family import Settings, Term
+from components.models.m3diff.family import LARGE_BASE, LORA_TARGETS, M3DIFF, SIGLIP_SO400M, SMALL_BASE, other_fields
+from components.models.onediff.settings import OneDiffSettings
+
+if TYPE_CHECKING:
+    import torch
+
+    from components.models.onediff.configuration import OneDiffConfig
+    from components.models.onediff.modeling import OneDiffForConditionalGeneration
+    from components.models.onediff.processing import OneDiffProcessor
+
+PARTS = {
+    "vision": ("model.vision_tower.",),
+    "module": ("model.vdm.",),
+    "projector": ("model.multi_modal_projector.", "model.image_newline"),
+    "llm": ("model.language_model.", "lm_head."),
+}
+
+COMPILED = r"model\.(language_model\.layers|vision_tower\.encoder\.layers|vdm\.layers)\.\d+"
+
+LLAVA_BASE = "llava-1.5-7b-hf"
+"""The paper's base in all but name; its shapes are known without its folder, as LLaVA-OneVision's are by theirs."""
+
+CLIP_L = {"num_hidden_layers": 24, "hidden_size": 1024, "image_size": 336, "patch_size": 14}
+ENCODERS = {"llava": CLIP_L, "llava_onevision": {"image_size": 384, "patch_size": 14, **SIGLIP_SO400M}}
+"""Of a base's model_type: what its configuration leaves out where it is the default."""
+
+
+def build(config: OneDiffConfig) -> OneDiffForConditionalGeneration:
+    from components.models.onediff.modeling import OneDiffForConditionalGeneration
+
+    return OneDiffForConditionalGeneration(config)
+
+
+def load_base(
+    folder: Path, settings: OneDiffSettings, dtype: torch.dtype, attn_implementation: str | dict[str, str]
+) -> OneDiffForConditionalGeneration:
+    from components.models.onediff.modeling import OneDiffForConditionalGeneration
+
+    return OneDiffForConditionalGeneration.from_pretrained(
+        folder, vdm=_module(settings), dtype=dtype, attn_implementation=attn_implementation
+    )
+
+
+def load(folder: Path, dtype: torch.dtype, configuration: Path | None = None) -> OneDiffForConditionalGeneration:
+    from components.models.onediff.configuration import OneDiffConfig
+    from components.models.onediff.modeling import OneDiffForConditionalGeneration
+
+    config = OneDiffConfig.of_checkpoint(str(configuration)) if configuration else None
+    return OneDiffForConditionalGeneration.from_pretrained(folder, config=config, vdm=None, dtype=dtype)
+
+
+def load_processor(folder: Path, config: OneDiffConfig) -> OneDiffProcessor:
+    from components.models.onediff.processing import OneDiffProcessor
+
+    return OneDiffProcessor.from_pretrained(folder, config)
+
+
+def planned_config(base: Path, settings: OneDiffSettings) -> OneDiffConfig:
+    from components.models.m3diff.configuration import half_b_config, seven_b_config
+    from components.models.onediff.configuration import OneDiffConfig, llava_config
+
+    if (base / "config.json").is_file():
+        return OneDiffConfig.on_base(str(base), _module(settings))
+    shapes = {SMALL_BASE: half_b_config, LARGE_BASE: seven_b_config}.get(base.name)
+    config = OneDiffConfig.on_fields(shapes(None).to_dict(), _module(settings)) if shapes else llava_config(_module(settings))
+    config.name_or_path = f"llava-hf/{base.name if shapes else LLAVA_BASE}"
+    return config
+
+
+def flops(config: OneDiffConfig, tokens: float, supervised: float, settings: Settings) -> list[Term]:
+    from components.models.onediff.flops import flops
+
+    return flops(config, tokens, supervised, settings)
+
+
+def image_tokens(config: OneDiffConfig) -> int:
+    from components.models.onediff.flops import image_tokens
+
+    return image_tokens(config)
+
+
+def faults(settings: OneDiffSettings, base: Mapping[str, Any] | None) -> list[str]:
+    """What the base's vision encoder cannot give to the module, and what of the module of a base that was trained is
+    another; nothing where the base is not known."""
+    if base is not None and base.get("vdm") is not None and (differs := other_fields(base["vdm"], _module(settings))):
+        return [f"module: the base was trained with another one, which it keeps; {differs}"]
+    if settings.module is None or base is None:
+        return []
+    cfg, encoder = settings.module, ENCODERS.get(base.get("model_type", ""), {}) | base.get("vision_config", {})
+    layers, patches = encoder["num_hidden_layers"], (encoder["image_size"] // encoder["patch_size"]) ** 2
+    found = []
+    if (deepest := cfg.vision_feature_layers[-1]) > layers:
+        found.append(f"module.vision_feature_layers: {deepest} lies beyond the {layers} layers of the vision encoder")
+    if cfg.pos_embed_scale and cfg.tokens != patches:
+        found.append(f"module.tokens: pos_embed_scale binds each to a patch, so set them to {patches}, not {cfg.tokens}")
+    return found
+
+
+def _module(settings: OneDiffSettings) -> dict[str, Any] | None:
+    return None if settings.module is None else asdict(settings.module)
+
+
+ONEDIFF = replace(
+    M3DIFF,
+    settings=OneDiffSettings,
+    parts=PARTS,
+    lora_targets=LORA_TARGETS,
+    whole_without_adapters=("llm",),
+    build=build,
+    load_base=load_base,
+    load=load,
+    load_processor=load_processor,
+    planned_config=planned_config,
+    flops=flops,
+    image_tokens=image_tokens,
+    faults=faults,
+    compiled=COMPILED,
+    contribution=None,
+)
+"""What is LLaVA's is M3Diff's: kernels, generation with maps, blank images. Its delta tokens stand beside the images'
+features and change none, so how much the module contributes has no ratio to them."""

@@ -1,0 +1,232 @@
+"""The Visual Delta Module (VDM) of OneDiff (arXiv 2407.05645, section 4.1), in equations of this project's, from the
+paper's words:
+
+    A_k = D_{k-1} + SA_k(D_{k-1})                          k = 1, ..., layers                              (1)
+    B_k = A_k + CA_k(A_k, H1_l(k), H2_l(k))                in the layers that read the images              (2)
+    D_k = B_k + MLP_k(B_k)                                                                                 (3)
+    delta tokens of the LLM = Q(D_layers)                                                                  (4)
+
+D_0 are learnt tokens, H1_l and H2_l the hidden states of the two images at layer l of the vision encoder, after a layer
+norm, as BLIP-2 has one between encoder and Q-Former. What reads two images in (2) is one of two:
+
+    joined     CA(A, [H1 + e1 || H2 + e2])                 e1, e2 learnt
+    separate   J [R1; R2; R1 - R2],  Ri = CA(A, Hi)        J a linear
+
+Norms stand as `VDMConfig.norm` says. What the paper leaves open is a field there, with the reason for the choice.
+Shapes: B pairs, N patches per image, D the vision encoder's width, T delta tokens, V the module's width.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from components.models.layers import (
+    Detector,
+    DifferenceProjection,
+    Mlp,
+    MultiHeadAttention,
+    OwnStart,
+    Projection,
+    sincos_positions,
+)
+from components.models.onediff.settings import VDMConfig
+
+DELTA_STD = 0.02
+"""Of the delta tokens' first values (section 5.1)."""
+
+
+class ImageReading(OwnStart):
+    """CA of equation (2)."""
+
+    def __init__(self, cfg: VDMConfig, vision_width: int) -> None:
+        super().__init__()
+        self.separate = cfg.images == "separate"
+        self.attention = MultiHeadAttention(
+            cfg.width, cfg.heads, normed=cfg.norm == "size", kv_width=vision_width
+        )
+        if self.separate:
+            self.join = (DifferenceProjection if cfg.init_gain else Projection)(3 * cfg.width, cfg.width)
+        else:
+            self.image_embeddings = nn.Parameter(torch.zeros(2, vision_width))
+
+    def reset_parameters(self) -> None:
+        if not self.separate:
+            init.normal_(self.image_embeddings, std=DELTA_STD)
+
+    def forward(self, a_BTV: Tensor, h1_BND: Tensor, h2_BND: Tensor, places_ND: Tensor | None = None) -> Tensor:
+        """[B, T, V]"""
+        if not self.separate:
+            return self.attention(a_BTV, self._both(h1_BND, h2_BND), places_ND)
+        r1, r2 = self.attention(a_BTV, h1_BND, places_ND), self.attention(a_BTV, h2_BND, places_ND)
+        return self.join(torch.cat([r1, r2, r1 - r2], dim=-1))
+
+    def _both(self, h1_BND: Tensor, h2_BND: Tensor) -> Tensor:
+        e1, e2 = self.image_embeddings
+        return torch.cat([h1_BND + e1, h2_BND + e2], dim=1)
+
+    def saliency_map(self, a_BTV: Tensor, h1_BND: Tensor, h2_BND: Tensor, places_ND: Tensor | None = None) -> Tensor:
+        """How much each place brings to what all tokens read, [B, N], sums to 1. Separate: to the difference of both
+        readings; joined: of both images together."""
+        if self.separate:
+            of_1, of_2 = (self._brought(a_BTV, h, places_ND) for h in (h1_BND, h2_BND))
+            sizes = (of_1 - of_2).norm(dim=-1).sum(dim=1)
+        else:
+            both = self.attention.norm_weighted_attention(a_BTV, self._both(h1_BND, h2_BND), places_ND)
+            sizes = both.sum(dim=1).unflatten(1, (2, -1)).sum(dim=1)
+        sizes = sizes + torch.finfo(sizes.dtype).tiny  # equal images: nothing
+        return sizes / sizes.sum(dim=1, keepdim=True)
+
+    def _brought(self, a_BTV: Tensor, h_BND: Tensor, places_ND: Tensor | None) -> Tensor:
+        """What each place brings to each token's reading, [B, T, N, V]; their sum over places is the reading without
+        its bias."""
+        weights, values = self.attention.weights(a_BTV, h_BND, places_ND), self.attention.values(h_BND)
+        return torch.einsum("bhtn,bhno->btno", weights, values)
+
+
+class DeltaLayer(nn.Module):
+    """Equations (1) to (3)."""
+
+    def __init__(self, cfg: VDMConfig, vision_width: int, number: int) -> None:
+        super().__init__()
+        width, detects = cfg.width, cfg.init_gain > 0
+        zero = 0.0 if detects else 1.0
+        self.norm = cfg.norm
+        self.feature_layer = cfg.feature_layer(number)
+        self.self_attention = MultiHeadAttention(width, cfg.heads, zero, cfg.norm == "size")
+        self.reading = None if self.feature_layer is None else ImageReading(cfg, vision_width)
+        hidden = cfg.mlp_ratio * width
+        last = Detector(hidden, width) if detects and number == 0 else Projection(hidden, width, zero)
+        self.mlp = Mlp(width, last, approximate="none")
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3 if cfg.norm != "size" else 0))
+
+    def forward(
+        self, d_BTV: Tensor, h1_BND: Tensor | None, h2_BND: Tensor | None, places_ND: Tensor | None = None
+    ) -> Tensor:
+        """D_k, [B, T, V]. `h1_BND` and `h2_BND` are those of its feature layer, None where it reads none."""
+        d = self._block(0, d_BTV, lambda x: self.self_attention(x, x, places_ND))  # (1)
+        if self.reading is not None:
+            d = self._block(1, d, lambda x: self.reading(x, h1_BND, h2_BND, places_ND))  # (2)
+        return self._block(2, d, self.mlp)  # (3)
+
+    def _block(self, number: int, d_BTV: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        if self.norm == "size":
+            return d_BTV + function(d_BTV)
+        norm = self.norms[number]
+        return norm(d_BTV + function(d_BTV)) if self.norm == "post" else d_BTV + function(norm(d_BTV))
+
+
+class VisualDeltaModule(OwnStart):
+    """Equations (1) to (4).
+
+    Args:
+        vision_width: D.
+        llm_width: what the delta tokens are projected to: the LLM's width, or with `projection` "shared" the vision
+            encoder's.
+    """
+
+    def __init__(self, cfg: VDMConfig, vision_width: int, llm_width: int) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.delta = nn.Parameter(torch.zeros(cfg.tokens, cfg.width))
+        self.feature_norms = nn.ModuleList(nn.LayerNorm(vision_width) for _ in cfg.vision_feature_layers)
+        self.layers = nn.ModuleList(DeltaLayer(cfg, vision_width, number) for number in range(cfg.layers))
+        out_width = vision_width if cfg.projection == "shared" else llm_width
+        self.projection = Projection(cfg.width, out_width, cfg.init_gain or 1.0)
+
+    def reset_parameters(self) -> None:
+        """The delta tokens; the rest starts by itself."""
+        init.normal_(self.delta, std=DELTA_STD)
+
+    def places(self, like_BND: Tensor) -> Tensor | None:
+        if not self.cfg.pos_embed_scale:
+            return None
+        side = math.isqrt(like_BND.shape[1])
+        return sincos_positions(side, self.cfg.width, self.cfg.heads, self.cfg.pos_embed_scale).to(
+            like_BND, non_blocking=True
+        )
+
+    def forward(self, features_1: Sequence[Tensor], features_2: Sequence[Tensor]) -> Tensor:
+        """The delta tokens as `projection` gives them, [B, T, width].
+
+        Args:
+            features_1, features_2: hidden states of images before and after at each feature layer, each [B, N, D].
+        """
+        assert len(features_1) == len(features_2) == len(self.feature_norms), "one feature map per feature layer"
+        places = self.places(features_1[0])
+        normed = [
+            (norm(h1), norm(h2))
+            for norm, h1, h2 in zip(self.feature_norms, features_1, features_2, strict=True)
+        ]
+        d = self.delta.expand(len(features_1[0]), -1, -1)
+        for layer in self.layers:
+            read = layer.feature_layer
+            h1, h2 = (None, None) if read is None else normed[read]
+            d = layer(d, h1, h2, places)
+        return self.projection(d)
+
+    @contextmanager
+    def recorded_maps(self) -> Iterator[list[Tensor]]:
+        """Within it, each layer that reads images adds where it looks for the difference: [B, N], sums to 1."""
+        maps: list[Tensor] = []
+
+        def add(reading: Any, given: tuple[Any, ...], result: Tensor) -> None:
+            maps.append(reading.saliency_map(*given))
+
+        hooks = [layer.reading.register_forward_hook(add) for layer in self.layers if layer.reading is not None]
+        try:
+            yield maps
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @torch.no_grad()
+    def start_as_bert(self, folder: Path) -> None:
+        """Self-attention, MLP and norms of each layer from those of a BERT.
+
+        Args:
+            folder: a BERT as transformers reads it, model.safetensors.
+        Raises:
+            ValueError: there is no BERT, or it is of another width, number of heads or MLP, or has fewer layers.
+        """
+        from transformers import BertModel
+
+        if not (folder / "config.json").is_file():
+            raise ValueError(
+                f"{folder}: no BERT there; module.start: bert takes config.json and model.safetensors of "
+                "bert-base-uncased from this folder of the base, or set module.start to random"
+            )
+        bert = BertModel.from_pretrained(folder, use_safetensors=True, add_pooling_layer=False)
+        theirs, ours = _bert_shape(bert.config), (self.cfg.width, self.cfg.heads, self.cfg.mlp_ratio)
+        if theirs != ours or len(bert.encoder.layer) < len(self.layers):
+            raise ValueError(
+                f"{folder}: {len(bert.encoder.layer)} layers of (width, heads, mlp_ratio) {theirs}, but the module has "
+                f"{len(self.layers)} of {ours}"
+            )
+        for layer, source in zip(self.layers, bert.encoder.layer, strict=False):
+            for mine, its in _pairs_with_bert(layer, source):
+                mine.load_state_dict(its.state_dict())
+
+
+def _bert_shape(config: Any) -> tuple[int, int, float]:
+    return config.hidden_size, config.num_attention_heads, config.intermediate_size / config.hidden_size
+
+
+def _pairs_with_bert(layer: Any, source: Any) -> list[tuple[nn.Module, nn.Module]]:
+    """Modules of a layer with BERT's that they start as."""
+    own, theirs = layer.self_attention, source.attention
+    return [
+        (own.q_proj, theirs.self.query),
+        (own.k_proj, theirs.self.key),
+        (own.v_proj, theirs.self.value),
+        (own.out_proj, theirs.output.dense),
+        (layer.norms[0], theirs.output.LayerNorm),
+        (layer.mlp[0], source.intermediate.dense),
+        (layer.mlp[2], source.output.dense),
+        (layer.norms[2], source.output.LayerNorm),
+    ]
