@@ -394,7 +394,7 @@ def model_flops(size: Size, variant: Variant) -> float:
     batches = list(size.micro_batches(variant))
     lengths = [length for _, sequences in batches for length in sequences]
     supervised = sum(len(batch.packed.labels) for batch, _ in batches) / len(lengths)
-    terms = [term for n in lengths for term in M3DIFF.flops(size.config, n, supervised, size.lora_rank)]
+    terms = [term for n in lengths for term in M3DIFF.flops(size.config, n, supervised, size.settings)]
     return sum(term.total for term in terms)
 
 

@@ -207,6 +207,10 @@ class Contribution:
     remedy: str
 
 
+class LoadProcessor(Protocol):
+    def __call__(self, folder: Path, config: Any = None, /) -> PairProcessor: ...
+
+
 @dataclass(frozen=True)
 class Family:
     """A model family as data and functions. `model` is a transformers PreTrainedModel, `config` its configuration.
@@ -222,7 +226,7 @@ class Family:
         load_base: (folder of the base, settings, dtype, attn_implementation) -> the base with a new module, whose
             weights follow from torch's random state.
         load: (folder of weights, dtype, folder of the configuration or None: the same) -> model without adapters.
-        load_processor: (folder, the model's configuration) -> processor.
+        load_processor: (folder, the model's configuration, by default the folder's) -> processor.
         fuse: (model, activation_checkpointing) -> None; makes it compute by fused kernels, in place.
         generate: (model, inputs, saliency, options of transformers' `generate`) -> (tokens, maps): the answers alone,
             ids [pairs, tokens], and where the model looks for the difference, [pairs, rows, columns], each with sum 1.
@@ -250,7 +254,7 @@ class Family:
     build: Callable[[Any], Any]
     load_base: Callable[[Path, Any, Any, Any], Any]
     load: Callable[[Path, Any, Path | None], Any]
-    load_processor: Callable[[Path, Any], PairProcessor]
+    load_processor: LoadProcessor
     fuse: Callable[[Any, str], None]
     generate: Callable[[Any, Mapping[str, Any], bool, Mapping[str, Any]], tuple[Any, Any | None]]
     planned_config: Callable[[Path, Any], Any]

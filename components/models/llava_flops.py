@@ -63,7 +63,9 @@ def llava_terms(
         Term("LLM linears", 2 * linear_parameters(config) * tokens, linears, recomputed=True),
         Term("LLM attention", 4 * tokens**2 * width * layers / 2, 2, recomputed=True),
         Term(ADAPTERS, 2 * adapters * tokens, 2, recomputed=True),
-        Term("vision encoder", 2 * (2 * encoder_linears * n + encoder_attention), 2 * trains["vision"], recomputed=True),
+        Term(
+            "vision encoder", 2 * (2 * encoder_linears * n + encoder_attention), 2 * trains["vision"], recomputed=True
+        ),
         Term("projector", 2 * (d * width + width * width) * 2 * n, backward_factor(seen, trains["projector"])),
         module,
         Term("head, supervised tokens", 2 * width * text.vocab_size * supervised, backward_factor(True, head_trains)),

@@ -28,7 +28,9 @@ class Work:
     flops: float
 
 
-def measure(schedule: Schedule, loader: Loader, accumulation: int, family: Family, config: Any, settings: Settings) -> Work:
+def measure(
+    schedule: Schedule, loader: Loader, accumulation: int, family: Family, config: Any, settings: Settings
+) -> Work:
     """Count the first epoch; of more than COUNTED sequences, the tokens of as many in its order."""
     sequences = schedule.epoch(0)
     lengths = []

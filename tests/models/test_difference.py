@@ -92,7 +92,7 @@ def test_the_settings_say_which_module_a_model_has() -> None:
 def test_its_flops_are_those_that_torch_counts(share_levels: bool) -> None:
     model = tiny_model({**DIFFERENCE, "vision_feature_layers": [0, 1, 2], "share_levels": share_levels})
     counted = forward_flops(model, **pair_inputs(pairs=1))
-    terms = {term.name: term.forward for term in FAMILY.flops(model.config, 30, 5, 2)}
+    terms = {term.name: term.forward for term in FAMILY.flops(model.config, 30, 5, tiny_settings(DIFFERENCE))}
     assert terms["MDP"] == counted(model.model.mdp) == 3 * 2 * 9 * WIDTH**2
 
 

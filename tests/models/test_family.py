@@ -12,8 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from components.models import FAMILIES
+from components.models.llava_flops import linear_parameters, lora_parameters
 from components.models.m3diff.configuration import seven_b_config
-from components.models.m3diff.flops import linear_parameters, lora_parameters
 from components.models.m3diff.processing import M3DiffImageProcessor
 from components.models.m3diff.settings import MDPConfig
 from components.models.tuning import parameter_counts, prepare
@@ -119,7 +119,9 @@ def test_flops_are_those_that_torch_counts(share_levels: bool) -> None:
     keep = torch.zeros_like(inputs["input_ids"], dtype=torch.bool)
     keep[0, -5:] = True
     counted = forward_flops(model, **inputs, logits_to_keep=keep)
-    terms = {term.name: term.forward for term in FAMILY.flops(model.config, keep.numel(), 5, 2)}
+    terms = {
+        term.name: term.forward for term in FAMILY.flops(model.config, keep.numel(), 5, tiny_settings(fields, rank=2))
+    }
     inner = model.model
     scores = 3 * 2 * (3 * 16 * 4 + 4)  # of three levels, left out of the formula: one token a pair
     assert terms["MDP"] == counted(inner.mdp) - scores
@@ -127,16 +129,16 @@ def test_flops_are_those_that_torch_counts(share_levels: bool) -> None:
     assert terms["head, supervised tokens"] == counted(model.lm_head) == 2 * 16 * 640 * 5
     encoder = inner.vision_tower
     assert terms["vision encoder"] == counted(encoder.embeddings) + sum(map(counted, encoder.encoder.layers))
-    found = sum(map(counted, inner.language_model.layers))
-    assert terms["LLM linears"] + terms["LoRA"] + 2 * terms["LLM attention"] == found, "torch counts the whole square"
+    whole = sum(map(counted, inner.language_model.layers))
+    assert terms["LLM linears"] + terms["LoRA"] + 2 * terms["LLM attention"] == whole, "torch counts the whole square"
 
 
 def test_a_terms_total_is_forward_and_backward() -> None:
-    terms = {term.name: term for term in FAMILY.flops(tiny_config(MDP), 30, 5, 0)}
+    terms = {term.name: term for term in FAMILY.flops(tiny_config(MDP), 30, 5, tiny_settings(rank=0))}
     assert "LoRA" not in terms
-    assert "MDP" not in {term.name for term in FAMILY.flops(tiny_config(), 30, 5, 2)}
+    assert "MDP" not in {term.name for term in FAMILY.flops(tiny_config(), 30, 5, tiny_settings(None))}
     factors = {name: term.backward_factor for name, term in terms.items()}
-    want = {"LLM linears": 1, "LLM attention": 2, "vision encoder": 2, "projector": 2, "MDP": 2}
+    want = {"LLM linears": 2, "LLM attention": 2, "vision encoder": 2, "projector": 2, "MDP": 2}
     assert factors == want | {"head, supervised tokens": 1}
     assert all(term.total == (1 + factors[name]) * term.forward for name, term in terms.items())
 

@@ -65,10 +65,10 @@ class WordProcessor:
         return [0] * (len(text.split()) + 1)
 
 
-def toy_flops(config: object, tokens: float, supervised: float, lora_rank: int) -> list[Term]:
+def toy_flops(config: object, tokens: float, supervised: float, settings: ToySettings) -> list[Term]:
     return [
         Term("linears", 100 * tokens, 1, recomputed=True),
-        Term("LoRA", 10 * lora_rank, 2, recomputed=True),
+        Term("LoRA", 10 * settings.lora.rank, 2, recomputed=True),
         Term("head", 7 * supervised, 1),
     ]
 
@@ -81,7 +81,7 @@ TOY = Family(
     build=lambda config: ToyModel(),
     load_base=None,
     load=None,
-    load_processor=lambda folder: WordProcessor(),
+    load_processor=lambda folder, config=None: WordProcessor(),
     fuse=lambda model, activation_checkpointing: None,
     generate=None,
     planned_config=lambda base, settings: ToyConfig(),

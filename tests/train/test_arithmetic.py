@@ -34,19 +34,19 @@ def loader(mixture: Path, base: Path, tmp_path: Path) -> Loader:
 def test_a_run_is_measured_on_its_own_samples(loader: Loader) -> None:
     asked: list[tuple] = []
 
-    def flops(config: object, tokens: float, supervised: float, rank: int) -> list[Term]:
-        asked.append((config, tokens, supervised, rank))
+    def flops(config: object, tokens: float, supervised: float, settings: str) -> list[Term]:
+        asked.append((config, tokens, supervised, settings))
         return [Term("a", 2.0, 1), Term("b", 3.0, 2)]
 
     plan = Schedule(loader.samples, None, seed=1, global_batch=4, micro_batch=2, epochs=2)
-    work = measure(plan, loader, 2, SimpleNamespace(flops=flops), "config", 8)  # type: ignore[arg-type]
+    work = measure(plan, loader, 2, SimpleNamespace(flops=flops), "config", "settings")  # type: ignore[arg-type]
     processor, held = loader.processor, loader.samples
     ends = [len(processor.encode_reference(text)) for text in held.reference]
     prompt = len(processor.encode_prompt("What changed?"))
     # the prompt less its last token once a pair, that token and all but the last of each reference once a reference
     assert work.tokens == pytest.approx(((prompt - 1) * 10 + sum(ends)) / 10)
     assert work.supervised == pytest.approx(sum(ends) / 10)
-    assert asked == [("config", work.tokens, work.supervised, 8)]
+    assert asked == [("config", work.tokens, work.supervised, "settings")]
     assert (work.pairs, work.references, work.sequences, work.accumulation, work.flops) == (10, 23, 10, 2, 13.0)
 
 

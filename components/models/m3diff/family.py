@@ -67,7 +67,7 @@ def load(folder: Path, dtype: torch.dtype, configuration: Path | None = None) ->
     return M3DiffForConditionalGeneration.from_pretrained(folder, config=config, dtype=dtype)
 
 
-def load_processor(folder: Path, config: M3DiffConfig) -> M3DiffProcessor:
+def load_processor(folder: Path, config: M3DiffConfig | None = None) -> M3DiffProcessor:
     from components.models.m3diff.processing import M3DiffProcessor
 
     return M3DiffProcessor.from_pretrained(folder)

@@ -82,7 +82,9 @@ class OneDiffConfig(LlavaOnevisionConfig):
         if layer > deepest:
             raise ValueError(f"vdm: vision feature layer {layer} lies beyond the vision encoder's {deepest} layers")
         if cfg.pos_embed_scale and cfg.tokens != self.patches:
-            raise ValueError(f"vdm: pos_embed_scale binds tokens to patches: set tokens to {self.patches}, not {cfg.tokens}")
+            raise ValueError(
+                f"vdm: pos_embed_scale binds tokens to patches: set tokens to {self.patches}, not {cfg.tokens}"
+            )
         return cfg
 
     @property

@@ -59,7 +59,7 @@ def load(folder: Path, dtype: torch.dtype, configuration: Path | None = None) ->
     return OneDiffForConditionalGeneration.from_pretrained(folder, config=config, vdm=None, dtype=dtype)
 
 
-def load_processor(folder: Path, config: OneDiffConfig) -> OneDiffProcessor:
+def load_processor(folder: Path, config: OneDiffConfig | None = None) -> OneDiffProcessor:
     from components.models.onediff.processing import OneDiffProcessor
 
     return OneDiffProcessor.from_pretrained(folder, config)
@@ -72,7 +72,11 @@ def planned_config(base: Path, settings: OneDiffSettings) -> OneDiffConfig:
     if (base / "config.json").is_file():
         return OneDiffConfig.on_base(str(base), _module(settings))
     shapes = {SMALL_BASE: half_b_config, LARGE_BASE: seven_b_config}.get(base.name)
-    config = OneDiffConfig.on_fields(shapes(None).to_dict(), _module(settings)) if shapes else llava_config(_module(settings))
+    config = (
+        OneDiffConfig.on_fields(shapes(None).to_dict(), _module(settings))
+        if shapes
+        else llava_config(_module(settings))
+    )
     config.name_or_path = f"llava-hf/{base.name if shapes else LLAVA_BASE}"
     return config
 
@@ -102,7 +106,9 @@ def faults(settings: OneDiffSettings, base: Mapping[str, Any] | None) -> list[st
     if (deepest := cfg.vision_feature_layers[-1]) > layers:
         found.append(f"module.vision_feature_layers: {deepest} lies beyond the {layers} layers of the vision encoder")
     if cfg.pos_embed_scale and cfg.tokens != patches:
-        found.append(f"module.tokens: pos_embed_scale binds each to a patch, so set them to {patches}, not {cfg.tokens}")
+        found.append(
+            f"module.tokens: pos_embed_scale binds each to a patch, so set them to {patches}, not {cfg.tokens}"
+        )
     return found
 
 

@@ -78,7 +78,9 @@ class VDMConfig:
     def _numbers(self) -> list[str]:
         least = {"tokens": 1, "layers": 1, "width": 1, "heads": 1, "mlp_ratio": 1, "init_gain": 0, "pos_embed_scale": 0}
         found = {name: getattr(self, name) for name in least}
-        faults = [f"{name} must be {least[name]} or more, found {found[name]}" for name in least if found[name] < least[name]]
+        faults = [
+            f"{name} must be {least[name]} or more, found {found[name]}" for name in least if found[name] < least[name]
+        ]
         choices = {each.name: each.type.__args__ for each in fields(self) if hasattr(each.type, "__args__")}
         choices.pop("vision_feature_layers")
         for name, allowed in choices.items():

@@ -47,9 +47,7 @@ class ImageReading(OwnStart):
     def __init__(self, cfg: VDMConfig, vision_width: int) -> None:
         super().__init__()
         self.separate = cfg.images == "separate"
-        self.attention = MultiHeadAttention(
-            cfg.width, cfg.heads, normed=cfg.norm == "size", kv_width=vision_width
-        )
+        self.attention = MultiHeadAttention(cfg.width, cfg.heads, normed=cfg.norm == "size", kv_width=vision_width)
         if self.separate:
             self.join = (DifferenceProjection if cfg.init_gain else Projection)(3 * cfg.width, cfg.width)
         else:
@@ -159,10 +157,7 @@ class VisualDeltaModule(OwnStart):
         """
         assert len(features_1) == len(features_2) == len(self.feature_norms), "one feature map per feature layer"
         places = self.places(features_1[0])
-        normed = [
-            (norm(h1), norm(h2))
-            for norm, h1, h2 in zip(self.feature_norms, features_1, features_2, strict=True)
-        ]
+        normed = [(norm(h1), norm(h2)) for norm, h1, h2 in zip(self.feature_norms, features_1, features_2, strict=True)]
         d = self.delta.expand(len(features_1[0]), -1, -1)
         for layer in self.layers:
             read = layer.feature_layer

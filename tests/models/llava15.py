@@ -1,0 +1,135 @@
+"""A miniature of llava-hf/llava-1.5-7b-hf, file by file: its names of weights in shards, CLIP, Llama, its tokenizer."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
+from transformers import LlavaConfig, LlavaForConditionalGeneration
+
+WIDTH, SIDE, PATCH, LAYERS = 16, 28, 14, 4
+TEXTS = "the red ball moved is gone a small blue star appeared at left nothing changed What ? USER: ASSISTANT: : ."
+CHAT = (
+    "{% for message in messages %}{% if message['role'] != 'system' %}{{ message['role'].upper() + ': '}}{% endif %}"
+    "{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>\n' }}{% endfor %}"
+    "{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}{{ content['text'] + ' '}}"
+    "{% endfor %}{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+)
+
+
+def write_tokenizer(folder: Path) -> int:
+    """Bytes, a few words and Llama's marks; the number of its tokens."""
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
+    letters = sorted(set(TEXTS) - {" "})
+    for piece in ["\u2581", *letters]:
+        vocabulary.setdefault(piece, len(vocabulary))
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    special = ("<unk>", "<s>", "</s>", "<image>", "<pad>")
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+    (folder / "special_tokens_map.json").write_text(json.dumps(names))
+    (folder / "tokenizer_config.json").write_text(json.dumps(names | {"tokenizer_class": "LlamaTokenizer"}))
+    return tokenizer.get_vocab_size()
+
+
+def published_config(vocabulary: int, image: int, pad: int) -> dict:
+    """The published config.json's keys, sizes made small."""
+    return {
+        "architectures": ["LlavaForConditionalGeneration"],
+        "ignore_index": -100,
+        "image_token_index": image,
+        "model_type": "llava",
+        "pad_token_id": pad,
+        "projector_hidden_act": "gelu",
+        "text_config": {
+            "_name_or_path": "lmsys/vicuna-7b-v1.5",
+            "architectures": ["LlamaForCausalLM"],
+            "hidden_size": WIDTH,
+            "intermediate_size": 2 * WIDTH,
+            "max_position_embeddings": 4096,
+            "model_type": "llama",
+            "num_attention_heads": 2,
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 2,
+            "rms_norm_eps": 1e-05,
+            "torch_dtype": "float16",
+            "vocab_size": vocabulary,
+        },
+        "tie_word_embeddings": False,
+        "torch_dtype": "float16",
+        "vision_config": {
+            "hidden_size": WIDTH,
+            "image_size": SIDE,
+            "intermediate_size": 2 * WIDTH,
+            "model_type": "clip_vision_model",
+            "num_attention_heads": 2,
+            "num_hidden_layers": LAYERS,
+            "patch_size": PATCH,
+            "projection_dim": 12,
+            "vocab_size": 32000,
+        },
+        "vision_feature_layer": -2,
+        "vision_feature_select_strategy": "default",
+        "vocab_size": vocabulary,
+    }
+
+
+def published_name(name: str) -> str:
+    """The name on the hub of a weight of today's LlavaForConditionalGeneration."""
+    inner = name.removeprefix("model.")
+    if inner.startswith("vision_tower."):
+        return inner.replace("vision_tower.", "vision_tower.vision_model.", 1)
+    if inner.startswith("language_model."):
+        return inner.replace("language_model.", "language_model.model.", 1)
+    return {"lm_head.weight": "language_model.lm_head.weight"}.get(name, inner)
+
+
+def write_llava15(folder: Path) -> Path:
+    """The whole directory, its weights random."""
+    folder.mkdir(parents=True, exist_ok=True)
+    vocabulary = write_tokenizer(folder)
+    token = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+    ids = {each["content"]: each["id"] for each in token}
+    config = published_config(vocabulary, ids["<image>"], ids["<pad>"])
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": 2}))
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": CHAT}))
+    processing = {
+        "crop_size": {"height": SIDE, "width": SIDE},
+        "do_center_crop": True,
+        "do_resize": True,
+        "image_mean": [0.48145466, 0.4578275, 0.40821073],
+        "image_processor_type": "CLIPImageProcessor",
+        "image_std": [0.26862954, 0.26130258, 0.27577711],
+        "processor_class": "LlavaProcessor",
+        "resample": 3,
+        "size": {"shortest_edge": SIDE},
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(processing))
+    names = {"patch_size": PATCH, "vision_feature_select_strategy": "default", "processor_class": "LlavaProcessor"}
+    (folder / "processor_config.json").write_text(json.dumps(names))
+    write_shards(folder, config)
+    return folder
+
+
+def write_shards(folder: Path, config: dict) -> None:
+    torch.manual_seed(0)
+    model = LlavaForConditionalGeneration(LlavaConfig.from_dict(config))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    named = {published_name(name): weight.contiguous() for name, weight in model.state_dict().items()}
+    index: dict[str, str] = {}
+    size = -(-len(named) // 3)
+    for number, start in enumerate(range(0, len(named), size), start=1):
+        part = dict(list(named.items())[start : start + size])
+        file = f"model-0000{number}-of-00003.safetensors"
+        save_file(part, folder / file, {"format": "pt"})
+        index |= dict.fromkeys(part, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
