@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from components.consistency import check_paths, closest
+from components.consistency import absent_paths, check_paths, closest
 from components.counts import told, told_of_clean, told_of_samples
 from components.datasets import DATASETS
 from components.gpus import GPUS
@@ -229,14 +229,15 @@ def prune(args: argparse.Namespace) -> int:
 def plan(args: argparse.Namespace) -> None:
     params = parameters(args)
     model = params.models[params.train.model]
-    from components.plan.plan import check_fits, make_plan, print_plan
+    from components.plan.plan import check_fits, make_plan, print_plan, short_run
     from components.plan.words import count_words
 
     made = make_plan(params.train, model, params.compute, params.ingest.datasets, params.convert, params.paths.mixture)
     kind = args.gpu or params.compute.gpu_kind
     gpu = GPUS[kind] if kind else None
     print_plan(params.train, params.compute, made, gpu, args.utilisation)
-    if (words := count_words(params.train.base, params.paths.mixture)) and (warning := words.warning()):
+    words = count_words(params.train.base, params.paths.mixture)
+    for warning in filter(None, (words.warning() if words else None, short_run(params.train, made))):
         print(f"\nwarning: {warning}")
     if params.compute.gpu and gpu:
         check_fits(params.compute, made, gpu.memory_gb)
@@ -382,8 +383,11 @@ def profile(args: argparse.Namespace) -> None:
     from components.profiles import find_profile, use_profile
 
     folder = profiles_folder()
-    load_params(find_profile(args.name, folder))
+    params = load_params(find_profile(args.name, folder))
     print("\n".join(use_profile(args.name, args.params, folder)))
+    print(f"\n{args.params} has the values of the profile {args.name} now")
+    for place, path, remedy in absent_paths(params, "train"):
+        print(f"not here yet: {place}: {path}; {remedy}")
 
 
 def migrate(args: argparse.Namespace) -> None:

@@ -342,7 +342,7 @@ def gate_metric(params: "Params") -> Iterator[str]:
     known = [score for name in computed for score in METRICS[name].resampled]
     for name in params.promote.guards:
         if name not in known:
-            yield f"promote.guards.{name}: {closest(name, known)}; {why}"
+            yield f"promote.guards.{name}: {closest(name, known)}; {why}. Write promote.guards with those, or {{}}"
 
 
 def has_grammar(reader: str) -> bool:
@@ -387,11 +387,17 @@ def read_paths(params: "Params", stage: str) -> list[tuple[str, Path, str]]:
     if stage == "convert":
         return [("convert.questions", params.convert.questions, "see profiles/questions.yaml")]
     if stage == "train":
-        remedy = "`make base`" if params.train.base == params.paths.base else "fetch the base model or correct the path"
-        return [("train.base", params.train.base / "config.json", remedy)]
+        base = params.train.base
+        fetch = f"fetch the base model (`hf download llava-hf/{base.name} --local-dir {base}`) or correct the path"
+        return [("train.base", base / "config.json", "`make base`" if base == params.paths.base else fetch)]
     if stage == "evaluate" and params.compute.spice_dir is not None:
         return [("compute.spice_dir", params.compute.spice_dir, "fetch the CoreNLP 3.6.0 jars, or write null")]
     return []
+
+
+def absent_paths(params: "Params", *stages: str) -> list[tuple[str, Path, str]]:
+    """What of `read_paths` of these stages is not there."""
+    return [each for stage in stages for each in read_paths(params, stage) if not each[1].exists()]
 
 
 def check_paths(params: "Params", *stages: str) -> None:
@@ -400,11 +406,6 @@ def check_paths(params: "Params", *stages: str) -> None:
     Raises:
         ParamsError: names every path that is not there, with the key and the remedy.
     """
-    absent = [
-        f"  {key}: {path} is not there; {remedy}"
-        for stage in stages
-        for key, path, remedy in read_paths(params, stage)
-        if not path.exists()
-    ]
+    absent = [f"  {key}: {path} is not there; {remedy}" for key, path, remedy in absent_paths(params, *stages)]
     if absent:
         raise ParamsError(f"{len(absent)} path(s) of the parameters are missing\n" + "\n".join(absent))

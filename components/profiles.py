@@ -237,11 +237,24 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     before, after = dict(leaves(old)), dict(leaves(new))
     places = [*before, *(place for place in after if place not in before)]
     absent = object()
-    return [
-        f"{place}: {_shown(before, place)} -> {_shown(after, place)}"
+    lines = {
+        _gone(place, new): f"{place}: {_shown(before, place)} -> {_shown(after, place)}"
         for place in places
         if before.get(place, absent) != after.get(place, absent)
-    ]
+    }
+    return [line if place in before or place in after else f"{place}: removed" for place, line in lines.items()]
+
+
+def _gone(place: str, new: Mapping[str, Any]) -> str:
+    """Of a value whose mapping is not there any more, the mapping's place: `synthesize.minichange` of all that it held.
+    Else the value's own."""
+    at: Any = new
+    keys = place.split(".")
+    for depth, key in enumerate(keys, start=1):
+        if not isinstance(at, Mapping) or not at or key not in at:
+            return ".".join(keys[:depth]) if isinstance(at, Mapping) else place
+        at = at[key]
+    return place
 
 
 def _shown(values: Mapping[str, Any], place: str) -> str:

@@ -571,10 +571,12 @@ def test_data_check_prints_its_lines_and_exits_with_three_where_the_folder_canno
     ("options", "kind", "hfu"),
     [([], "A100-40GB", 0.45), (["--gpu", "H200-141GB", "--utilisation", "0.3"], "H200-141GB", 0.3)],
 )
-def test_plan_counts_prints_then_refuses_what_does_not_fit(options, kind, hfu, monkeypatch):
+def test_plan_counts_prints_then_refuses_what_does_not_fit(options, kind, hfu, monkeypatch, capsys):
     made = Result()
-    recorder = Recorder(monkeypatch, "components.plan.plan", make_plan=made, print_plan=None, check_fits=None)
+    plan = {"make_plan": made, "print_plan": None, "short_run": "too short", "check_fits": None}
+    recorder = Recorder(monkeypatch, "components.plan.plan", **plan)
     assert main(["--params", "profiles/paper.yaml", "plan", *options]) == 0
+    assert capsys.readouterr().out == "\nwarning: too short\n"
     params = load_params(Path("profiles/paper.yaml"))
     shared = {"train": params.train, "compute": params.compute}
     assert recorder.calls == [
@@ -589,13 +591,15 @@ def test_plan_counts_prints_then_refuses_what_does_not_fit(options, kind, hfu, m
             },
         ),
         ("print_plan", {**shared, "plan": made, "gpu": GPUS[kind], "hfu": hfu}),
+        ("short_run", {"train": params.train, "plan": made}),
         ("check_fits", {"compute": params.compute, "plan": made, "memory_gb": GPUS[kind].memory_gb}),
     ]
 
 
 def test_plan_refuses_nothing_without_a_gpu_or_its_kind(monkeypatch):
     made = Result()
-    recorder = Recorder(monkeypatch, "components.plan.plan", make_plan=made, print_plan=None, check_fits=None)
+    plan = {"make_plan": made, "print_plan": None, "short_run": None, "check_fits": None}
+    recorder = Recorder(monkeypatch, "components.plan.plan", **plan)
     for profile, options, gpu in (
         ("embedded", [], None),
         ("embedded", ["--gpu", "A10-24GB"], GPUS["A10-24GB"]),
@@ -603,7 +607,7 @@ def test_plan_refuses_nothing_without_a_gpu_or_its_kind(monkeypatch):
     ):
         recorder.calls.clear()
         assert main(["--params", f"profiles/{profile}.yaml", "plan", *options]) == 0
-        assert [name for name, _ in recorder.calls] == ["make_plan", "print_plan"]
+        assert [name for name, _ in recorder.calls] == ["make_plan", "print_plan", "short_run"]
         assert recorder.calls[1][1]["gpu"] is gpu
 
 
@@ -616,7 +620,7 @@ def test_an_unknown_kind_of_gpu_is_refused_with_those_there_are(capsys):
 
 def test_a_plan_that_does_not_fit_exits_with_two(monkeypatch):
     refusal = ParamsError("needs 90 GB")
-    Recorder(monkeypatch, "components.plan.plan", make_plan=None, print_plan=None, check_fits=refusal)
+    Recorder(monkeypatch, "components.plan.plan", make_plan=None, print_plan=None, short_run=None, check_fits=refusal)
     assert main(["--params", "profiles/paper.yaml", "plan"]) == 2
 
 

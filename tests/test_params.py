@@ -107,8 +107,8 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
     "an unknown family, no family, no mapping": (
         {"models.other": {"family": "m3dif"}, "models.empty": {}, "models.number": 3},
         [
-            "models.other.family: did you mean 'm3diff'? expected one of m3diff (found 'm3dif')",
-            "models.empty.family: missing; add one of m3diff",
+            "models.other.family: did you mean 'm3diff'? expected one of m3diff, onediff (found 'm3dif')",
+            "models.empty.family: missing; add one of m3diff, onediff",
             "models.number: expected a mapping (found 3)",
         ],
     ),
@@ -634,7 +634,7 @@ def test_the_task_of_a_dataset_itself_must_have_questions(write, tmp_path):
 
 
 READS = {
-    "train": ("train.base", {"train.base": "none"}, "fetch the base model or correct the path"),
+    "train": ("train.base", {"train.base": "none"}, "--local-dir none`) or correct the path"),
     "convert": ("convert.questions", {"convert.questions": "none.yaml"}, "see profiles/questions.yaml"),
     "evaluate": ("compute.spice_dir", {"compute.spice_dir": "none"}, "fetch the CoreNLP 3.6.0 jars, or write null"),
     "ingest@extra": (

@@ -402,6 +402,6 @@ def make_fused(
         if isinstance(module, Qwen2Attention | LlamaAttention):
             module.is_last = module.layer_idx == module.config.num_hidden_layers - 1  # type: ignore[assignment]
     if activation_checkpointing == "full":
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
     else:
-        model.gradient_checkpointing_disable()
+        model.activation_checkpointing_disable()

@@ -22,6 +22,10 @@ OPTIMIZER_BYTES, GRADIENT_BYTES = 12, 4  # of a trained parameter: fp32 master a
 RESERVE = 0.08  # of the GPU: context, workspaces, fragmentation
 
 
+FEW_STEPS = 100
+"""Of fewer optimizer steps a model learns little: the embedded run takes 1,097, the paper's 3,500."""
+
+
 class DoesNotFit(ParamsError):
     """The run needs more memory than its GPUs have."""
 
@@ -146,7 +150,9 @@ def activations_of(model: Any, family: Family, compute: Compute, prompt: float, 
 
 
 def _published(config: Any, base: Path) -> str:
-    return f"published shapes of {config.name_or_path}, {base} is not here"
+    name = config.name_or_path
+    fetch = f" (`hf download {name} --local-dir {base}`)" if "/" in name else ""
+    return f"published shapes of {name}, {base} is not here{fetch}"
 
 
 def _is_here(base: Path) -> bool:
@@ -355,9 +361,27 @@ def _time_lines(train: Train, plan: Plan, gpu: Gpu | None, hfu: float) -> list[s
     return [
         f"time on {gpu.name} ({gpu.bf16_tflops:g} TFLOP/s dense bf16) at {hfu:.0%} HFU, which is {plan.mfu(hfu):.1%} "
         "MFU (without recomputation):",
-        f"  {hours:.1f} GPU-hours, {hours / plan.gpus:.1f} h on {plan.gpus} GPU(s), {speed:.1f} captions/s a GPU",
+        f"  {_took(hours, plan.gpus)} on {plan.gpus} GPU(s), {speed:.1f} captions/s a GPU",
         *_caption_lines(plan, gpu, hfu),
     ]
+
+
+def short_run(train: Train, plan: Plan) -> str | None:
+    """In words, where the run takes too few steps to learn from."""
+    if plan.steps >= FEW_STEPS:
+        return None
+    epochs = math.ceil(train.epochs * 3 * FEW_STEPS / plan.steps)
+    return (
+        f"the run takes {plan.steps} optimizer step(s), in which a model learns little; a small collection wants more "
+        f"epochs: train.epochs {epochs} is about {3 * FEW_STEPS} steps"
+    )
+
+
+def _took(hours: float, gpus: int) -> str:
+    """`26.1 GPU-hours, 3.3 h`; of a short run in minutes."""
+    if hours >= 0.1:
+        return f"{hours:.1f} GPU-hours, {hours / gpus:.1f} h"
+    return f"{60 * hours:.2f} GPU-minutes, {60 * hours / gpus:.2f} min"
 
 
 def _caption_lines(plan: Plan, gpu: Gpu, hfu: float) -> list[str]:

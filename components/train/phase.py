@@ -27,8 +27,6 @@ class DatasetFilter:
         return self.others and not self.names
 
     def __str__(self) -> str:
-        if self.takes_all:
-            return "any dataset"
         return f"{'datasets other than ' if self.others else ''}{', '.join(self.names)}"
 
 

@@ -193,7 +193,8 @@ def read_training_samples(mixture: Path, scratch: Path, chosen: DatasetFilter = 
     """
     samples = read_samples(mixture / "train", scratch, chosen)
     if not len(samples):
+        of = "" if chosen.takes_all else f" of {chosen}"
         raise DataError(
-            f"{mixture / 'train'}: no sample of split 'train' of {chosen}; run `m3diff convert` and read its report"
+            f"{mixture / 'train'}: no sample of split 'train'{of}; run `m3diff convert` and read its report"
         )
     return samples

@@ -51,7 +51,7 @@ def test_fusing_passes_the_checkpointing_on() -> None:
     for way in ("none", "full", "selective", "none"):
         FAMILY.fuse(model, way)
         layer = model.model.language_model.layers[0]
-        kinds.append((type(layer).__name__, model.is_gradient_checkpointing))
+        kinds.append((type(layer).__name__, model.is_activation_checkpointing))
     fused, selective = "FusedDecoderLayer", "SelectiveDecoderLayer"
     assert kinds == [(fused, False), (fused, True), (selective, False), (fused, False)]
     with pytest.raises(AssertionError, match="'cheap' is none of"):

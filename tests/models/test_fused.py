@@ -84,7 +84,7 @@ def test_in_bfloat16_no_part_is_farther_from_the_truth_than_stock(part: str) -> 
     def run(seed: int, dtype: torch.dtype, **way: Any) -> list[Tensor]:
         module = parts()[part].bfloat16().to(dtype)
         holder = nn.ModuleList([module])
-        holder.gradient_checkpointing_disable = lambda: None  # type: ignore[assignment]
+        holder.activation_checkpointing_disable = lambda: None  # type: ignore[assignment]
         make_fused(holder, **way)
         torch.manual_seed(seed)
         x, grad = (torch.randn(200, WIDTH).bfloat16().to(dtype) for _ in range(2))

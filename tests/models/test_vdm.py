@@ -202,7 +202,7 @@ def test_a_module_that_starts_as_bert_computes_what_bert_computes(tmp_path: Path
 
 @pytest.mark.parametrize(
     ("changes", "words"),
-    [({"layers": 6}, "5 layers of .12, 3, 2.0., but the module has 6"), ({"mlp_ratio": 3}, r"\(12, 3, 2.0\)")],
+    [({"layers": 6}, "5 layers of .*12, 3, 2.0., but the module has 6"), ({"mlp_ratio": 3}, r"\(12, 3, 2.0\)")],
 )
 def test_another_bert_is_refused(changes: dict, words: str, tmp_path: Path) -> None:
     bert(tmp_path / "bert")

@@ -10,7 +10,16 @@ import pytest
 from components.gpus import GPUS, Gpu
 from components.models import fp8
 from components.models.family import Lora
-from components.plan.plan import DoesNotFit, Plan, check_fits, check_memory, found_memory_gb, make_plan, print_plan
+from components.plan.plan import (
+    DoesNotFit,
+    Plan,
+    check_fits,
+    check_memory,
+    found_memory_gb,
+    make_plan,
+    print_plan,
+    short_run,
+)
 from tests.plan.conftest import ToySettings, compute_section, convert_section, train_section
 from tests.plan.test_workload import entries, write_mixture
 
@@ -288,3 +297,17 @@ def test_without_a_kind_the_plan_says_how_to_name_one_and_without_bf16_it_knows_
 def test_a_number_of_captions_to_a_sequence_is_printed_as_it_is(plan, capsys, tmp_path):
     print_plan(train_section(tmp_path, max_captions_per_sequence=2), compute_section(), plan(), None, 1)
     assert "  max_captions_per_sequence 2: 7 sequences" in capsys.readouterr().out
+
+
+def test_a_run_of_few_steps_is_warned_of_with_the_epochs_that_would_do(plan, tmp_path):
+    cfg = train_section(tmp_path, epochs=2)
+    assert short_run(cfg, replace(plan(), steps=100)) is None
+    said = short_run(cfg, replace(plan(), steps=6))
+    assert said.startswith("the run takes 6 optimizer step(s)")
+    assert said.endswith("train.epochs 100 is about 300 steps")
+
+
+def test_a_short_runs_time_is_in_minutes(plan, capsys, tmp_path):
+    made = replace(plan(), run_flops=0.06 * 3600e12)
+    print_plan(train_section(tmp_path), compute_section(), made, Gpu("A-40GB", 40, 2, None, "nobody"), hfu=0.5)
+    assert "  3.60 GPU-minutes, 0.90 min on 4 GPU(s)" in capsys.readouterr().out

@@ -133,7 +133,7 @@ def test_the_order_of_datasets_does_not_change_which_samples_a_phase_takes(mixtu
     everything = read_samples(mixture / "train", tmp_path)
     assert set(only.dataset) == {"couples"}
     assert set(rest.dataset) == {"toy"}
-    assert (len(only), len(rest), len(everything)) == (11, 23, 34)
+    assert (len(only), len(rest), len(everything)) == (13, 23, 36)
     assert len({path.name for path in tmp_path.glob("*.arrow")}) == 3
     assert len(only.pairs()) == 6
 
@@ -148,7 +148,7 @@ def test_a_phase_without_a_sample_is_refused_by_name(mixture: Path, tmp_path: Pa
 def test_without_an_alignment_nothing_differs(made: Recipe, mixture: Path, tmp_path: Path) -> None:
     done = run(made.changed(model=replace(made.model, align=None)), mixture, tmp_path)
     assert done.report.alignment == {}
-    assert done.report.rows_in == 34, "every dataset"
+    assert done.report.rows_in == 36, "every dataset"
     assert done.curve[0]["step"] == "1"
 
 

@@ -5,6 +5,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -153,9 +154,9 @@ def test_workers_that_write_the_file_at_once_read_the_same(
 ) -> None:
     together, write = threading.Barrier(3, timeout=300), samples._write
 
-    def at_once(files: list[Path], out: Path) -> None:
+    def at_once(*given: Any) -> None:
         together.wait()
-        write(files, out)
+        write(*given)
 
     monkeypatch.setattr(samples, "_write", at_once)
     with ThreadPoolExecutor(3) as pool:
