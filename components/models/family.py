@@ -207,10 +207,6 @@ class Contribution:
     remedy: str
 
 
-class LoadProcessor(Protocol):
-    def __call__(self, folder: Path, config: Any = None, /) -> PairProcessor: ...
-
-
 @dataclass(frozen=True)
 class Family:
     """A model family as data and functions. `model` is a transformers PreTrainedModel, `config` its configuration.
@@ -254,7 +250,7 @@ class Family:
     build: Callable[[Any], Any]
     load_base: Callable[[Path, Any, Any, Any], Any]
     load: Callable[[Path, Any, Path | None], Any]
-    load_processor: LoadProcessor
+    load_processor: Callable[..., PairProcessor]
     fuse: Callable[[Any, str], None]
     generate: Callable[[Any, Mapping[str, Any], bool, Mapping[str, Any]], tuple[Any, Any | None]]
     planned_config: Callable[[Path, Any], Any]

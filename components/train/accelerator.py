@@ -25,14 +25,17 @@ def loopback() -> dict[str, str]:
 
 @contextmanager
 def only_worker(backend: str) -> Iterator[None]:
-    """Within, `torch.distributed` is up with this process alone, and the environment says so."""
+    """Within, `torch.distributed` is up with this process alone, and the environment says so. After it the process
+    computes as before: ZeRO 3 puts a linear of DeepSpeed's in the place of torch's, which rounds otherwise."""
     import torch.distributed as dist
+    from torch.nn import functional
 
     from components.train.engine import end_distributed
 
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", **loopback()}
     before = {name: os.environ.pop(name, None) for name in place}
     os.environ.update(place)
+    linear = functional.linear
     try:
         # in memory: a file's name would be the next group's, and is removed when this group's store is collected
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -41,6 +44,7 @@ def only_worker(backend: str) -> Iterator[None]:
         finally:
             end_distributed()
     finally:
+        functional.linear = linear
         for name, value in before.items():
             os.environ.pop(name)
             if value is not None:

@@ -102,7 +102,9 @@ def test_accumulation_changes_nothing(
 
 @pytest.mark.parametrize("stage", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_zero_stages_train_alike(stage: int, mixture: Path, base: Path, tmp_path: Path, six_steps: Trained) -> None:
+    linear = torch.nn.functional.linear
     got = run(recipe(base, zero_stage=stage), mixture, tmp_path)
+    assert torch.nn.functional.linear is linear, "DeepSpeed's would round what trains next in this process otherwise"
     assert_same(got.weights, six_steps.weights, atol=2e-5)
     for name in ("loss", "val_loss", "grad_norm"):
         for a, b in zip(got.column(name), six_steps.column(name), strict=True):
@@ -204,7 +206,7 @@ def test_what_a_run_took_is_counted_over_all_its_attempts(
     speed = json.loads((tmp_path / "runs" / "train_speed.json").read_text())
     assert 3600 < speed["seconds"] < 3700
     assert speed["captions_per_s"] == pytest.approx(got.report.rows_out / speed["seconds"], abs=1e-4)
-    assert 2 < speed["device_hours"] < 2.1
+    assert 2 <= speed["device_hours"] < 2.1
     assert (speed["device"], speed["devices"]) == ("cpu", 1)
 
 

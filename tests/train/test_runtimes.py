@@ -216,6 +216,14 @@ def test_this_process_talks_by_its_device_s_backend(
     assert asked == [backend]
 
 
+def test_the_only_worker_leaves_the_linear_as_it_was() -> None:
+    """ZeRO 3 replaces it for the life of the process, and another order of sums rounds what trains next otherwise."""
+    before = torch.nn.functional.linear
+    with only_worker("gloo"):
+        torch.nn.functional.linear = lambda *_: None  # type: ignore[assignment]
+    assert torch.nn.functional.linear is before
+
+
 def test_the_only_worker_leaves_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
     monkeypatch.delenv("WORLD_SIZE", raising=False)

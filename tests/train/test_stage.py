@@ -178,6 +178,7 @@ def test_the_stage_runs_the_loop_where_asked_and_writes_its_report(
         "val_cider": None,
         "exported_step": 4,
         "module": {"module_update_ratio/2": 0.000123},
+        "alignment": {},
         "warnings": ["the module changes nothing"],
     }
     speed = json.loads((tmp_path / "runs" / "train_speed.json").read_text())

@@ -100,9 +100,10 @@ class M3DiffProcessor(ProcessorMixin):
     ) -> None:
         super().__init__(image_processor, tokenizer, chat_template=chat_template)
         self.num_image_tokens = num_image_tokens
-        self.end_id = _end_id(tokenizer)
-        if self.end_id is None or tokenizer.convert_tokens_to_ids("<image>") is None:
+        end = _end_id(tokenizer)
+        if end is None or tokenizer.convert_tokens_to_ids("<image>") is None:
             raise ValueError("the tokenizer has no end token or no <image>: not LLaVA's")
+        self.end_id = end
 
     @classmethod
     def from_pretrained(  # type: ignore[override]  # local directories alone

@@ -95,9 +95,8 @@ class DeltaLayer(nn.Module):
         width, detects = cfg.width, cfg.init_gain > 0
         zero = 0.0 if detects else 1.0
         self.norm = cfg.norm
-        self.feature_layer = cfg.feature_layer(number)
         self.self_attention = MultiHeadAttention(width, cfg.heads, zero, cfg.norm == "size")
-        self.reading = None if self.feature_layer is None else ImageReading(cfg, vision_width)
+        self.reading = None if cfg.feature_layer(number) is None else ImageReading(cfg, vision_width)
         hidden = cfg.mlp_ratio * width
         last = Detector(hidden, width) if detects and number == 0 else Projection(hidden, width, zero)
         self.mlp = Mlp(width, last, approximate="none")
@@ -108,8 +107,8 @@ class DeltaLayer(nn.Module):
     ) -> Tensor:
         """D_k, [B, T, V]. `h1_BND` and `h2_BND` are those of its feature layer, None where it reads none."""
         d = self._block(0, d_BTV, lambda x: self.self_attention(x, x, places_ND))  # (1)
-        if self.reading is not None:
-            d = self._block(1, d, lambda x: self.reading(x, h1_BND, h2_BND, places_ND))  # (2)
+        if (reading := self.reading) is not None:
+            d = self._block(1, d, lambda x: reading(x, h1_BND, h2_BND, places_ND))  # (2)
         return self._block(2, d, self.mlp)  # (3)
 
     def _block(self, number: int, d_BTV: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
@@ -134,6 +133,7 @@ class VisualDeltaModule(OwnStart):
         self.delta = nn.Parameter(torch.zeros(cfg.tokens, cfg.width))
         self.feature_norms = nn.ModuleList(nn.LayerNorm(vision_width) for _ in cfg.vision_feature_layers)
         self.layers = nn.ModuleList(DeltaLayer(cfg, vision_width, number) for number in range(cfg.layers))
+        self.reads = [cfg.feature_layer(number) for number in range(cfg.layers)]
         out_width = vision_width if cfg.projection == "shared" else llm_width
         self.projection = Projection(cfg.width, out_width, cfg.init_gain or 1.0)
 
@@ -159,8 +159,7 @@ class VisualDeltaModule(OwnStart):
         places = self.places(features_1[0])
         normed = [(norm(h1), norm(h2)) for norm, h1, h2 in zip(self.feature_norms, features_1, features_2, strict=True)]
         d = self.delta.expand(len(features_1[0]), -1, -1)
-        for layer in self.layers:
-            read = layer.feature_layer
+        for layer, read in zip(self.layers, self.reads, strict=True):
             h1, h2 = (None, None) if read is None else normed[read]
             d = layer(d, h1, h2, places)
         return self.projection(d)
@@ -173,7 +172,8 @@ class VisualDeltaModule(OwnStart):
         def add(reading: Any, given: tuple[Any, ...], result: Tensor) -> None:
             maps.append(reading.saliency_map(*given))
 
-        hooks = [layer.reading.register_forward_hook(add) for layer in self.layers if layer.reading is not None]
+        readings = [module for module in self.modules() if isinstance(module, ImageReading)]
+        hooks = [reading.register_forward_hook(add) for reading in readings]
         try:
             yield maps
         finally:
