@@ -229,13 +229,15 @@ def prune(args: argparse.Namespace) -> int:
 def plan(args: argparse.Namespace) -> None:
     params = parameters(args)
     model = params.models[params.train.model]
-    from components.plan.plan import check_fits, make_plan, print_plan, short_run
+    from components.plan.plan import check_fits, first_phase, make_plan, print_plan, short_run
     from components.plan.words import count_words
 
     made = make_plan(params.train, model, params.compute, params.ingest.datasets, params.convert, params.paths.mixture)
     kind = args.gpu or params.compute.gpu_kind
     gpu = GPUS[kind] if kind else None
     print_plan(params.train, params.compute, made, gpu, args.utilisation)
+    if alignment := first_phase(model):
+        print(f"\n{alignment}")
     words = count_words(params.train.base, params.paths.mixture)
     for warning in filter(None, (words.warning() if words else None, short_run(params.train, made))):
         print(f"\nwarning: {warning}")

@@ -573,7 +573,7 @@ def test_data_check_prints_its_lines_and_exits_with_three_where_the_folder_canno
 )
 def test_plan_counts_prints_then_refuses_what_does_not_fit(options, kind, hfu, monkeypatch, capsys):
     made = Result()
-    plan = {"make_plan": made, "print_plan": None, "short_run": "too short", "check_fits": None}
+    plan = {"make_plan": made, "print_plan": None, "first_phase": None, "short_run": "too short", "check_fits": None}
     recorder = Recorder(monkeypatch, "components.plan.plan", **plan)
     assert main(["--params", "profiles/paper.yaml", "plan", *options]) == 0
     assert capsys.readouterr().out == "\nwarning: too short\n"
@@ -591,6 +591,7 @@ def test_plan_counts_prints_then_refuses_what_does_not_fit(options, kind, hfu, m
             },
         ),
         ("print_plan", {**shared, "plan": made, "gpu": GPUS[kind], "hfu": hfu}),
+        ("first_phase", {"settings": params.models["m3diff"]}),
         ("short_run", {"train": params.train, "plan": made}),
         ("check_fits", {"compute": params.compute, "plan": made, "memory_gb": GPUS[kind].memory_gb}),
     ]
@@ -598,7 +599,7 @@ def test_plan_counts_prints_then_refuses_what_does_not_fit(options, kind, hfu, m
 
 def test_plan_refuses_nothing_without_a_gpu_or_its_kind(monkeypatch):
     made = Result()
-    plan = {"make_plan": made, "print_plan": None, "short_run": None, "check_fits": None}
+    plan = {"make_plan": made, "print_plan": None, "first_phase": None, "short_run": None, "check_fits": None}
     recorder = Recorder(monkeypatch, "components.plan.plan", **plan)
     for profile, options, gpu in (
         ("embedded", [], None),
@@ -607,7 +608,7 @@ def test_plan_refuses_nothing_without_a_gpu_or_its_kind(monkeypatch):
     ):
         recorder.calls.clear()
         assert main(["--params", f"profiles/{profile}.yaml", "plan", *options]) == 0
-        assert [name for name, _ in recorder.calls] == ["make_plan", "print_plan", "short_run"]
+        assert [name for name, _ in recorder.calls] == ["make_plan", "print_plan", "first_phase", "short_run"]
         assert recorder.calls[1][1]["gpu"] is gpu
 
 
@@ -620,7 +621,15 @@ def test_an_unknown_kind_of_gpu_is_refused_with_those_there_are(capsys):
 
 def test_a_plan_that_does_not_fit_exits_with_two(monkeypatch):
     refusal = ParamsError("needs 90 GB")
-    Recorder(monkeypatch, "components.plan.plan", make_plan=None, print_plan=None, short_run=None, check_fits=refusal)
+    Recorder(
+        monkeypatch,
+        "components.plan.plan",
+        make_plan=None,
+        print_plan=None,
+        first_phase=None,
+        short_run=None,
+        check_fits=refusal,
+    )
     assert main(["--params", "profiles/paper.yaml", "plan"]) == 2
 
 

@@ -108,7 +108,8 @@ def make_plan(
     family = FAMILIES[settings.family]
     config = family.planned_config(train.base, settings)
     processor = family.load_processor(train.base, config) if _is_here(train.base) else None
-    load = find_workload(mixture, entries, convert, processor, family.image_tokens(config))
+    first = settings.align.datasets if settings.align else ()
+    load = find_workload(mixture, entries, convert, processor, family.image_tokens(config), first)
     sequences = load.sequences(train.max_captions_per_sequence)
     branches, prompt = load.references / sequences, family.image_tokens(config) + load.prompt_tokens
     tokens = prompt + branches * load.reference_tokens
@@ -364,6 +365,18 @@ def _time_lines(train: Train, plan: Plan, gpu: Gpu | None, hfu: float) -> list[s
         f"  {_took(hours, plan.gpus)} on {plan.gpus} GPU(s), {speed:.1f} captions/s a GPU",
         *_caption_lines(plan, gpu, hfu),
     ]
+
+
+def first_phase(settings: Settings) -> str | None:
+    """In words, what trains before the run that the plan counts."""
+    if settings.align is None:
+        return None
+    align = settings.align
+    rates = ", ".join(f"{part} {rate:g}" for part, rate in align.rates.items() if rate is not None)
+    return (
+        f"before it an alignment, not counted here: {align.epochs:g} epoch(s) of {', '.join(align.datasets)}, "
+        f"{align.global_batch} sequences a step ({rates})"
+    )
 
 
 def short_run(train: Train, plan: Plan) -> str | None:

@@ -106,14 +106,19 @@ def find_workload(
     convert: Convert,
     processor: PairProcessor | None,
     image_tokens: int,
+    left_out: Sequence[str] = (),
 ) -> Workload:
     """The run's mixture where it is there, else the published counts.
 
     The mixture of another run, with datasets that this one has not, is not counted.
+
+    Args:
+        left_out: datasets whose samples another phase takes.
     """
+    entries = {name: entry for name, entry in entries.items() if name not in left_out}
     if not any((mixture / "train").glob("*.parquet")):
         return published_workload(entries, convert)
-    found = counted_workload(mixture / "train", processor, image_tokens)
+    found = counted_workload(mixture / "train", processor, image_tokens, left_out)
     if foreign := found.sources.keys() - {name for name, entry in entries.items() if entry.train_on}:
         load = published_workload(entries, convert)
         return replace(load, counted=f"{load.counted}; {mixture} is of another run ({', '.join(sorted(foreign))})")
@@ -132,13 +137,17 @@ def count_test_pairs(mixture: Path, entries: Mapping[str, DatasetEntry]) -> int 
     return None if None in parts else sum(part.test.pairs for part in parts if part is not None)
 
 
-def counted_workload(folder: Path, processor: PairProcessor | None, image_tokens: int) -> Workload:
-    """The training split of the mixture; token lengths by the processor's tokenizer, where there is one."""
+def counted_workload(
+    folder: Path, processor: PairProcessor | None, image_tokens: int, left_out: Sequence[str] = ()
+) -> Workload:
+    """The training split of the mixture without some datasets; token lengths by the processor's tokenizer, where there
+    is one."""
     import polars as pl
 
     samples = pl.read_parquet(folder / "*.parquet", columns=["pair", "dataset", "question", "reference"])
-    used = pl.col("pair").rle_id().alias("use")  # the samples of a pair are neighbours
-    pairs = samples.group_by(used).agg(pl.len().alias("size"), pl.col("dataset").first(), pl.col("question").first())
+    samples = samples.with_columns(pl.col("pair").rle_id().alias("use"))  # the samples of a pair are neighbours
+    samples = samples.filter(~pl.col("dataset").is_in(list(left_out)))
+    pairs = samples.group_by("use").agg(pl.len().alias("size"), pl.col("dataset").first(), pl.col("question").first())
     by_dataset = pairs.group_by("dataset").agg(pl.len(), pl.col("size").sum()).sort("dataset")
     prompt, reference = PROMPT_TOKENS, REFERENCE_TOKENS
     if processor is not None:
@@ -172,14 +181,19 @@ def published_workload(entries: Mapping[str, DatasetEntry], convert: Convert) ->
 
     What validate will remove (leaks, faults) and `no_change_share` leave out is not known before, so it is counted.
 
+    Where some of the datasets have no published counts, the others are counted, and the text says of which they are.
+
     Raises:
-        ParamsError: a dataset that trains has no published counts, or none trains; names it and the remedy.
+        ParamsError: no dataset that trains has published counts, or none trains; names it and the remedy.
     """
     training = {name: DATASETS[entry.reader] for name, entry in entries.items() if entry.train_on}
-    if unknown := [name for name, spec in training.items() if spec.part(name) is None]:
+    unknown = [name for name, spec in training.items() if spec.part(name) is None]
+    if unknown and len(unknown) == len(training):
         raise ParamsError(
             f"plan: {', '.join(unknown)}: no published counts, and no mixture yet; run `dvc repro convert` first"
         )
+    training = {name: spec for name, spec in training.items() if name not in unknown}
+    without = f"; without {', '.join(unknown)}, of which none are published" if unknown else ""
     sources, splits, tokens = {}, list[SplitUse](), 0.0
     for name, spec in training.items():
         counts: dict[str, SplitCount] = {split: getattr(spec.part(name), split) for split in entries[name].train_on}
@@ -194,7 +208,7 @@ def published_workload(entries: Mapping[str, DatasetEntry], convert: Convert) ->
     if not sources:
         raise ParamsError(f"plan: none of {', '.join(entries)} trains; see ingest.datasets and convert.sources")
     return Workload(
-        counted="published counts of the datasets, lengths estimated",
+        counted=f"published counts of the datasets, lengths estimated{without}",
         sources=sources,
         prompt_tokens=PROMPT_TOKENS,
         reference_tokens=tokens / sum(source.references for source in sources.values()),

@@ -21,6 +21,7 @@ WIDTH, IMAGE_TOKENS = 4, 10
 class ToySettings:
     family: str = "toy"
     module: None = None
+    align: None = None
     lora: Lora = Lora(rank=2, alpha=4)
     rates: Mapping[str, float | None] = field(default_factory=lambda: {"vision": 1e-3, "projector": None, "llm": 1e-3})
 

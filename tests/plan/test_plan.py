@@ -15,6 +15,7 @@ from components.plan.plan import (
     Plan,
     check_fits,
     check_memory,
+    first_phase,
     found_memory_gb,
     make_plan,
     print_plan,
@@ -311,3 +312,13 @@ def test_a_short_runs_time_is_in_minutes(plan, capsys, tmp_path):
     made = replace(plan(), run_flops=0.06 * 3600e12)
     print_plan(train_section(tmp_path), compute_section(), made, Gpu("A-40GB", 40, 2, None, "nobody"), hfu=0.5)
     assert "  3.60 GPU-minutes, 0.90 min on 4 GPU(s)" in capsys.readouterr().out
+
+
+def test_an_alignment_before_the_run_is_named_with_what_it_trains():
+    rates = {"vision": None, "projector": 1e-3, "module": 3e-4, "llm": None}
+    align = SimpleNamespace(datasets=("couples", "more"), epochs=1.0, global_batch=256, rates=rates)
+    assert first_phase(SimpleNamespace(align=None)) is None
+    assert first_phase(SimpleNamespace(align=align)) == (
+        "before it an alignment, not counted here: 1 epoch(s) of couples, more, 256 sequences a step (projector 0.001, "
+        "module 0.0003)"
+    )

@@ -147,9 +147,13 @@ def test_joined_references_are_as_long_as_all_of_a_pair_together():
     assert both.reference_tokens == pytest.approx((joined + single) / (2_685 + 3_061))
 
 
-def test_a_dataset_without_published_counts_is_named_with_the_remedy():
+def test_datasets_without_published_counts_are_named_and_with_none_other_the_remedy_too():
+    readers = {"mine": "pairs", "iedit": "iedit", "minichange": "minichange"}
+    load = published_workload(entries(readers), convert_section())
+    assert load.counted.endswith("; without mine, minichange, of which none are published")
+    assert load.sources.keys() == {"iedit"}
     with pytest.raises(ParamsError, match="plan: mine, minichange: no published .*run `dvc repro convert` first"):
-        published_workload(entries({"mine": "pairs", "iedit": "iedit", "minichange": "minichange"}), convert_section())
+        published_workload(entries({"mine": "pairs", "minichange": "minichange"}), convert_section())
 
 
 def test_a_dataset_that_does_not_train_is_not_counted_and_needs_no_count():
@@ -177,8 +181,21 @@ def test_the_mixture_of_another_run_is_not_counted_and_the_plan_says_so(tmp_path
     assert load.sources == {"iedit": SourceCount(3_061, 3_061)}
     assert load.counted.endswith(f"lengths estimated; {mixture} is of another run (a, b)")
     tested = entries({"iedit": "iedit", "a": "pairs"}) | entries({"b": "pairs"}, train_on=())
+    load = find_workload(mixture, tested, convert_section(), None, IMAGE_TOKENS)
+    assert load.sources.keys() == {"iedit"}
+    assert "; without a, of which none are published; " in load.counted
     with pytest.raises(ParamsError, match="plan: a: no published counts"):
-        find_workload(mixture, tested, convert_section(), None, IMAGE_TOKENS)
+        find_workload(mixture, entries({"a": "pairs"}), convert_section(), None, IMAGE_TOKENS)
+
+
+def test_datasets_of_another_phase_are_not_counted(tmp_path: Path) -> None:
+    mixture, both = write_mixture(tmp_path / "mixture"), entries({"a": "pairs", "b": "pairs"})
+    whole = find_workload(mixture, both, convert_section(), None, IMAGE_TOKENS)
+    rest = find_workload(mixture, both, convert_section(), None, IMAGE_TOKENS, ("b",))
+    assert rest.sources == {"a": whole.sources["a"]}
+    assert rest.counted.startswith(str(mixture))
+    published = find_workload(tmp_path, entries({"iedit": "iedit", "b": "pairs"}), convert_section(), None, 9, ("b",))
+    assert published.sources.keys() == {"iedit"}
 
 
 def test_test_pairs_are_the_run_s_own_else_the_published(tmp_path: Path) -> None:
