@@ -55,6 +55,8 @@ SCORES = {
     "change_exact_accuracy": Column("all correct", percent=True),
     "no_change_recall": Column("no change seen as such", percent=True),
     "multi_change_exact_f1": Column("several changes, F1"),
+    "reversal": Column("swapped, inverse named", percent=True),
+    "CIDEr_shuffled": Column("CIDEr, shuffled"),
 }
 
 
@@ -173,10 +175,14 @@ def run_row(name: str, changes: Mapping[str, Any], seeds: Sequence[int], ablatio
 
 def run_seed(row: str, changes: Mapping[str, Any], seed: int, given: Sequence[Path]) -> str:
     """The name of the row's experiment, run or restored."""
-    name = f"ablation-{re.sub('[^a-z0-9]+', '-', row.lower())}-{seed}"
+    name = experiment_of(row, seed)
     print(f"{row}, seed {seed}: ", end="")
     run_experiment(name, {"train.seed": seed} | dict(changes), given)
     return name
+
+
+def experiment_of(row: str, seed: int) -> str:
+    return f"ablation-{re.sub('[^a-z0-9]+', '-', row.lower())}-{seed}"
 
 
 def scored(metrics: Sequence[Mapping[str, Any]], tables: Sequence[pa.Table], protocol: str) -> Scored:

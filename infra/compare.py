@@ -14,10 +14,10 @@ import argparse
 import csv
 import io
 import json
+import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,14 +28,12 @@ from pydantic import Field
 from components.files import write_atomic
 from components.params import Params, ParamsError, load_params
 from components.section import Section
-from infra.ablation import Ablation, Row, in_line, markdown, plot, run_row, table
+from infra.ablation import Ablation, Row, experiment_of, in_line, markdown, plot, run_row, table
 from infra.experiments import copy, read
 
 SETTINGS = Path(__file__).with_suffix(".yaml")
 RESULTS = Path("benchmarks/results/compare.json")
 PARAMS = Path("params.yaml")
-STEPS, CAPTIONS = 60, 96
-"""Of a training and of a captioning that are timed."""
 
 
 class Comparison(Section):
@@ -57,3 +55,220 @@ class Measured(NamedTuple):
     step_s: float
     no_change_auc: dict[str, float]  # by protocol
     curve: list[dict[str, str]]  # of its training
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--settings", type=Path, default=SETTINGS, help="file of the comparison")
+    parser.add_argument("--models", nargs="+", help="names of `models:`; by default all")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="the table as JSON; page and plots stand beside it")
+    args = parser.parse_args(argv)
+    try:
+        params = load_params(PARAMS)
+        cfg = read_comparison(args.settings, params)
+        found = compare(cfg, params, args.models or list(params.models))
+    except (ParamsError, OSError) as error:
+        print(f"make compare: {error}", file=sys.stderr)
+        return 1
+    except subprocess.CalledProcessError as error:
+        print(f"make compare: `{' '.join(error.cmd)}` ended with {error.returncode}", file=sys.stderr)
+        return error.returncode
+    write(found, cfg, args.out)
+    return 0
+
+
+def read_comparison(path: Path, params: Params) -> Comparison:
+    """Raises ParamsError where the file names a model or has a field that is not there."""
+    try:
+        cfg = Comparison.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise ParamsError(f"{path}: {error}") from error
+    for name in (cfg.beside, *cfg.bases):
+        if name not in params.models:
+            raise ParamsError(f"{path}: no model is called {name!r}; `models` has {', '.join(params.models)}")
+    return cfg
+
+
+def changes_of(name: str, cfg: Comparison) -> dict[str, Any]:
+    """What of params.yaml makes this model the one that trains."""
+    base = {"train.base": str(cfg.bases[name])} if name in cfg.bases else {}
+    return {"train.model": name} | base
+
+
+def compare(cfg: Comparison, params: Params, names: Sequence[str]) -> dict[str, Any]:
+    """Run and measure every model.
+
+    Raises:
+        CalledProcessError: an experiment failed.
+        ParamsError: it has not the protocols.
+    """
+    names = [cfg.beside, *(name for name in names if name != cfg.beside)]
+    absent = {name: line for name in names if (line := left_out(name, cfg))}
+    print("\n".join(absent.values()), end="\n" * bool(absent), flush=True)
+    equal_pairs = {name: changes_of(name, cfg) for name in names if name not in absent}
+    rows = [run(name, changes, cfg, params) for name, changes in equal_pairs.items()]
+    measured = {row.name: measure(row, cfg, params) for row in rows}
+    epochs = shorter_epochs({name: one.step_s for name, one in measured.items()}, cfg, params.train.epochs)
+    again = [
+        run(f"{name}, equal seconds", equal_pairs[name] | {"train.epochs": each}, cfg, params)
+        for name, each in epochs.items()
+    ]
+    tables = {protocol: table([*rows, *again], [cfg.beside], protocol) for protocol in cfg.protocols}
+    return {
+        "command": "make compare",
+        "seed": params.train.seed,
+        "beside": cfg.beside,
+        "epochs": {"equal pairs": params.train.epochs, "equal seconds": epochs},
+        "left_out": absent,
+        "measured": {name: one._asdict() for name, one in measured.items()},
+        "protocols": tables,
+    }
+
+
+def left_out(name: str, cfg: Comparison) -> str | None:
+    """In words, where the model's base is not here and git does not hold it."""
+    base = cfg.bases.get(name)
+    if base is None or base.is_dir():
+        return None
+    return f"left out: {name}: {base} is not there; make it with `{cfg.needs.get(base, 'make base')}`"
+
+
+def run(title: str, changes: Mapping[str, Any], cfg: Comparison, params: Params) -> Row:
+    """The model's experiment, run or restored; `ablation-<title>-<seed>` names it."""
+    ablation = Ablation(protocols=cfg.protocols, compare_with=(), rows={}, needs=cfg.needs)
+    return run_row(title, changes, [params.train.seed], ablation, params.paths.report)
+
+
+def shorter_epochs(steps_s: Mapping[str, float], cfg: Comparison, epochs: float) -> dict[str, float]:
+    """By model, the epochs that take as long as those of the model that the others are compared with; of those alone
+    that take longer."""
+    own = steps_s[cfg.beside]
+    return {
+        name: round(epochs * own / seconds, 3)
+        for name, seconds in steps_s.items()
+        if seconds > (1 + cfg.equal_seconds) * own
+    }
+
+
+def measure(row: Row, cfg: Comparison, params: Params) -> Measured:
+    """What the trained model takes and says, on this machine."""
+    experiment = experiment_of(row.name, params.train.seed)
+    report = json.loads(read(experiment, params.paths.model / "report.json"))
+    curve = list(csv.DictReader(io.StringIO(read(experiment, params.paths.model / "curves.csv").decode())))
+    with tempfile.TemporaryDirectory() as folder:
+        copy(experiment, params.paths.model / "checkpoint", Path(folder) / "checkpoint")
+        told = json.loads(in_a_process(["captions", f"{folder}/checkpoint"]))
+        step_s = float(in_a_process(["step", json.dumps(dict(row.changes)), folder]))
+    return Measured(
+        parameters=report["parameters_trainable"],
+        caption_gflop=caption_flops(row.changes, params) / 1e9,
+        captions_per_s=told["captions_per_s"],
+        step_s=step_s,
+        no_change_auc={protocol: told["no_change_auc"][protocol.partition("/")[0]] for protocol in cfg.protocols},
+        curve=curve,
+    )
+
+
+def in_a_process(arguments: Sequence[str]) -> str:
+    """The last line that this file's measurement says in a process of its own, on one thread."""
+    command = [sys.executable, "-m", "infra.compare_speed", *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    said = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
+    return said.strip().splitlines()[-1]
+
+
+def caption_flops(changes: Mapping[str, Any], params: Params) -> float:
+    """Of a pair's images and prompt, as `m3diff plan` counts them."""
+    from components.plan.plan import make_plan
+
+    train = params.train.model_copy(update={"base": Path(changes.get("train.base", params.train.base))})
+    settings = params.models[changes["train.model"]]
+    return make_plan(
+        train, settings, params.compute, params.ingest.datasets, params.convert, params.paths.mixture
+    ).caption_flops
+
+
+def write(found: Mapping[str, Any], cfg: Comparison, out: Path) -> None:
+    """The figures, the page and the plots, and the page on the screen."""
+    text = "\n".join(page(found, cfg, out)) + "\n"
+    print(text)
+    write_atomic(out, json.dumps(found, indent=1) + "\n")
+    write_atomic(out.with_suffix(".md"), text)
+    plot(found["protocols"], out.with_suffix(".svg"))
+    plot_curves(found["measured"], out.with_name(f"{out.stem}_curves.svg"))
+    print(f"written to {out}, {out.with_suffix('.md')} and two plots beside it")
+
+
+def page(found: Mapping[str, Any], cfg: Comparison, out: Path) -> Iterator[str]:
+    """The comparison in Markdown."""
+    epochs = found["epochs"]
+    yield "# The models beside each other"
+    yield ""
+    yield (
+        f"`{found['command']}`: the same pairs in the same order, {epochs['equal pairs']:g} epochs, seed "
+        f"{found['seed']}; a model whose step takes longer once more on fewer epochs, for as many seconds. A short "
+        "budget on drawn scenes: it says what these models learn of them in minutes, not what they learn of "
+        "photographs in days."
+    )
+    yield ""
+    yield from measured_table(found["measured"], epochs, cfg.protocols)
+    yield ""
+    yield f"![Scores]({out.stem}.svg)"
+    yield ""
+    yield f"![Loss on validation pairs while they train]({out.stem}_curves.svg)"
+    yield ""
+    yield from markdown(found["protocols"], [cfg.beside], 1, found["left_out"])
+
+
+def measured_table(
+    measured: Mapping[str, Mapping[str, Any]], epochs: Mapping[str, Any], protocols: Sequence[str]
+) -> Iterator[str]:
+    """What each model takes, and how surely it tells that nothing changed."""
+    heads = ["parameters that train", "GFLOP a caption", "captions/s", "s a step", "epochs in equal seconds"]
+    heads += [f"ROC area of no change, {protocol}" for protocol in protocols]
+    yield in_line("model", heads)
+    yield "|---" * (1 + len(heads)) + "|"
+    for name, one in measured.items():
+        cells = [f"{one['parameters']:,}", f"{one['caption_gflop']:.2f}", f"{one['captions_per_s']:.0f}"]
+        cells += [f"{one['step_s']:.3f}", f"{epochs['equal seconds'].get(name, epochs['equal pairs']):g}"]
+        cells += [f"{100 * one['no_change_auc'][protocol]:.1f}" for protocol in protocols]
+        yield in_line(name, cells)
+
+
+def plot_curves(measured: Mapping[str, Mapping[str, Any]], path: Path) -> None:
+    """Training loss, smoothed, by steps and by seconds; the loss on validation pairs as dots."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "compare"
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
+    for panel, unit in zip(panels, ("steps", "seconds"), strict=True):
+        for number, (name, one) in enumerate(measured.items()):
+            scale = one["step_s"] if unit == "seconds" else 1.0
+            draw_curve(panel, name, one["curve"], scale, f"C{number}")
+        panel.set_xlabel(unit)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("loss a token")
+    panels[0].set_ylim(0, 1)
+    panels[1].legend(frameon=False, fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
+def draw_curve(panel: Any, name: str, curve: Sequence[Mapping[str, str]], scale: float, colour: str) -> None:
+    """One model's line and dots."""
+    steps, losses = [int(row["step"]) for row in curve], [float(row["loss"]) for row in curve]
+    means, mean = [], losses[0]
+    for loss in losses:
+        mean += 0.03 * (loss - mean)
+        means.append(mean)
+    panel.plot([scale * step for step in steps], means, color=colour, label=name, linewidth=1.2)
+    dots = [(scale * int(row["step"]), float(row["val_loss"])) for row in curve if row["val_loss"]]
+    panel.plot(*zip(*dots, strict=True), "o", color=colour, markersize=4)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
