@@ -46,7 +46,7 @@ def step_seconds(changes: Mapping[str, Any], folder: Path) -> float:
 
 def epochs_of(steps: int, mixture: Path, cfg: Any) -> float:
     """Epochs that are so many steps."""
-    pairs = sum(pq.read_table(file, columns=["pair"])["pair"].value_counts().length() for file in train_files(mixture))
+    pairs = sum(len(pq.read_table(file, columns=["pair"])["pair"].unique()) for file in train_files(mixture))
     return steps / -(-pairs // cfg.global_batch)
 
 
