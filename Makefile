@@ -12,7 +12,7 @@ export LC_ALL := C.UTF-8
 
 .DEFAULT_GOAL := help
 N ?= 3
-.PHONY: help run test test-all test-long test-gpu test-team faults kills check docs up down status serve install-services uninstall-services upgrade audit install-team profile base base-single seeds targets ablation rehearse bench-train bench-data bench-score bench-flow install check-system
+.PHONY: help run test test-all test-long test-gpu test-team faults kills check docs up down status serve install-services uninstall-services upgrade audit install-team profile base base-single seeds targets ablation compare rehearse bench-train bench-data bench-score bench-flow install check-system
 
 help:           ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -101,6 +101,9 @@ targets: install ## the models of `make seeds` on fresh scenes, beside what they
 
 ablation: install ## the module beside its controls, from N seeds (a run each) -> benchmarks/results/ablation.json, .md, .svg
 	@python -m infra.ablation $(or $(N),1) $(if $(ROWS),--rows $(ROWS) --out benchmarks/results/$(basename $(notdir $(ROWS))).json)
+
+compare: install  ## every model of params.yaml on the same pairs: scores, cost, learning curves -> benchmarks/results/compare.md
+	@python -m infra.compare $(if $(MODELS),--models $(MODELS))
 
 rehearse: install ## the paper's start and ratio of rates in small, beside no module -> benchmarks/results/rehearse.json, .svg
 	@python -m infra.rehearse

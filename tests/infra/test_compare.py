@@ -1,0 +1,166 @@
+"""`make compare`: which models run with what, how seconds are made equal, and what is measured of a model."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from components.params import ParamsError, load_params
+from components.records import NO_CHANGE
+from infra import ablation, compare, compare_speed
+from tests.infra.test_ablation import PROTOCOL, found, plus, row
+from tests.tiny import noise_image
+from tests.toy import REPOSITORY
+
+assert found  # a fixture
+
+CFG = compare.Comparison(protocols=(PROTOCOL,), beside="m3diff", bases={"other": Path("bases/other")})
+
+
+def params() -> Any:
+    return load_params(REPOSITORY / "params.yaml")
+
+
+def test_the_committed_file_names_models_and_protocols_that_are_there() -> None:
+    cfg = compare.read_comparison(compare.SETTINGS, params())
+    assert cfg.beside in params().models
+    assert {protocol.partition("/")[0] for protocol in cfg.protocols} <= set(params().ingest.datasets)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("protocols: [a]\nbeside: nobody\n", "no model is called 'nobody'; `models` has m3diff, no_module"),
+        ("protocols: [a]\nbeside: m3diff\nbases: {nobody: x}\n", "no model is called 'nobody'"),
+        ("protocols: [a]\nbeside: m3diff\nwith: 1\n", "with"),
+    ],
+)
+def test_a_file_that_is_wrong_is_refused(text: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "compare.yaml").write_text(text)
+    with pytest.raises(ParamsError, match=words):
+        compare.read_comparison(tmp_path / "compare.yaml", params())
+
+
+def test_a_model_trains_on_its_base_and_is_left_out_where_that_is_not_here(tmp_path: Path) -> None:
+    assert compare.changes_of("m3diff", CFG) == {"train.model": "m3diff"}
+    assert compare.changes_of("other", CFG) == {"train.model": "other", "train.base": "bases/other"}
+    assert compare.left_out("m3diff", CFG) is None
+    assert compare.left_out("other", CFG) == "left out: other: bases/other is not there; make it with `make base`"
+    there = CFG.model_copy(update={"bases": {"other": tmp_path}})
+    assert compare.left_out("other", there) is None
+
+
+def test_what_takes_longer_gets_fewer_epochs_and_what_is_about_as_quick_is_not_trained_again() -> None:
+    steps = {"m3diff": 0.2, "quick": 0.1, "alike": 0.219, "slow": 0.4}
+    assert compare.shorter_epochs(steps, CFG, 3.0) == {"slow": 1.5}
+
+
+def test_every_model_runs_the_compared_one_first_and_the_slow_one_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[tuple[str, dict[str, Any]]] = []
+
+    def run_row(name: str, changes: dict[str, Any], seeds: list[int], cfg: Any, report: Path) -> ablation.Row:
+        ran.append((name, dict(changes)))
+        assert (seeds, cfg.protocols) == ([params().train.seed], CFG.protocols)
+        return row(name, [plus(len(ran))])
+
+    seconds = {"m3diff": 0.2, "no_module": 0.1, "onediff": 0.4}
+
+    def measure(one: ablation.Row, cfg: Any, params: Any) -> compare.Measured:
+        return compare.Measured(5, 1.5, 70.0, seconds[one.name], {PROTOCOL: 0.9}, CURVE)
+
+    monkeypatch.setattr(compare, "run_row", run_row)
+    monkeypatch.setattr(compare, "measure", measure)
+    made = compare.compare(CFG, params(), ["no_module", "m3diff", "onediff"])
+    half = {"train.epochs": params().train.epochs / 2}
+    assert ran == [
+        ("m3diff", {"train.model": "m3diff"}),
+        ("no_module", {"train.model": "no_module"}),
+        ("onediff", {"train.model": "onediff"}),
+        ("onediff, equal seconds", {"train.model": "onediff"} | half),
+    ]
+    rows = made["protocols"][PROTOCOL]
+    assert [one["row"] for one in rows] == [name for name, _ in ran]
+    assert rows[2]["scores"]["CIDEr"]["differences"]["m3diff"]["gain"] == pytest.approx(2)
+    assert made["epochs"] == {"equal pairs": params().train.epochs, "equal seconds": {"onediff": half["train.epochs"]}}
+
+
+CURVE = [{"step": str(step), "loss": str(2 / step), "val_loss": "0.5" if step == 3 else ""} for step in range(1, 5)]
+
+
+def test_the_page_has_what_each_model_takes_the_scores_and_both_plots(found: list[dict], tmp_path: Path) -> None:
+    one = compare.Measured(1_234_567, 0.5, 71.6, 0.25, {PROTOCOL: 0.9876}, CURVE)
+    facts = {
+        "command": "make compare",
+        "seed": 7,
+        "epochs": {"equal pairs": 2.7, "equal seconds": {"second": 1.35}},
+        "left_out": {},
+        "measured": {"first": one._asdict(), "second": one._asdict()},
+        "protocols": {PROTOCOL: found},
+    }
+    cfg = CFG.model_copy(update={"beside": "first"})
+    compare.write(facts, cfg, tmp_path / "compare.json")
+    text = (tmp_path / "compare.md").read_text()
+    assert "| first | 1,234,567 | 0.50 | 72 | 0.250 | 2.7 | 98.8 |" in text
+    assert "| second | 1,234,567 | 0.50 | 72 | 0.250 | 1.35 | 98.8 |" in text
+    assert "difference to *first* (95 % interval over pairs)" in text
+    for plot in ("compare.svg", "compare_curves.svg"):
+        assert plot in text
+        assert (tmp_path / plot).stat().st_size > 1000
+    assert json.loads((tmp_path / "compare.json").read_text())["measured"]["first"]["curve"] == CURVE
+
+
+class Words:
+    """A processor whose tokens are letters and whose images are their mean."""
+
+    def encode_reference(self, text: str) -> list[int]:
+        return [ord(letter) - ord("a") for letter in text]
+
+    def prepare_image(self, image: Any) -> np.ndarray:
+        return np.asarray(image.resize((1, 1)), dtype=np.uint8)
+
+    def prompt_inputs(self, questions: list[str]) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.zeros(len(questions), 3, dtype=torch.long)}
+
+    def image_inputs(self, prepared: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"pixels": prepared.float().mean(dim=(1, 2, 3))}
+
+
+def test_the_probability_of_no_change_is_of_how_its_references_begin(tmp_path: Path) -> None:
+    """Of 4 references with a first token `n` three say so, of 2 with `s` one: 0.75 P(n) + 0.5 P(s)."""
+    texts = [("no", NO_CHANGE), ("none", NO_CHANGE), ("nil", NO_CHANGE), ("new", "addition")]
+    texts += [("same", NO_CHANGE), ("star", "removal"), ("ball", "removal")]
+    rows = [{"references": [text], "change_types": [kind]} for text, kind in texts]
+    captioner: Any = SimpleNamespace(processor=Words())
+    shares = compare_speed.no_change_shares(captioner, rows)
+    assert shares == {13: 0.75, 18: 0.5}
+
+    images = []
+    for number, grey in enumerate((10, 10, 200, 60)):
+        noise_image(number).point(lambda _, grey=grey: grey).save(tmp_path / f"{number}.png")
+        images.append(str(tmp_path / f"{number}.png"))
+    pairs = [(0, 1, NO_CHANGE), (0, 2, "color"), (1, 3, "color"), (2, 2, NO_CHANGE)]
+    test = [{"before": images[a], "after": images[b], "change_types": [kind]} for a, b, kind in pairs]
+
+    def model(input_ids: torch.Tensor, pixels: torch.Tensor, use_cache: bool) -> SimpleNamespace:
+        """Says `n` of equal images, `b` of others; the more they differ, the surer."""
+        logits = torch.zeros(len(input_ids), 3, 26)
+        logits[:, -1, 1] = (pixels[1::2] - pixels[0::2]).abs() / 10
+        logits[:, -1, 13] = 2.0
+        return SimpleNamespace(logits=logits)
+
+    captioner.model = model
+    assert compare_speed.area(captioner, test, shares) == 1.0
+    swapped = [one | {"change_types": ["color"] if one["change_types"] == [NO_CHANGE] else [NO_CHANGE]} for one in test]
+    assert compare_speed.area(captioner, swapped, shares) == 0.0
+
+
+def test_so_many_steps_are_that_share_of_an_epoch(tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    pq.write_table(pa.table({"pair": ["a", "a", "b", "c", "d", "e"]}), tmp_path / "train" / "0.parquet")
+    assert compare_speed.epochs_of(6, tmp_path, SimpleNamespace(global_batch=2)) == 2.0
