@@ -1,5 +1,6 @@
 """`make docs`: every Markdown file is a page, and every link of a page leads to something that is there."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -31,7 +32,7 @@ class Links(HTMLParser):
 
 @pytest.fixture(scope="module")
 def built() -> dict[Path, Links]:
-    out = REPOSITORY / "runs" / "docs-of-a-test"
+    out = REPOSITORY / "runs" / f"docs-of-a-test-{os.getpid()}"  # several workers may build at once
     try:
         first = pages.build(out)
         assert first == out / "index.html"
