@@ -7,6 +7,7 @@ global batch, over all micro-batches and workers, so that neither changes the gr
 import math
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -159,7 +160,8 @@ def start(job: Job, runtime: Runtime) -> Run:
     )
     place = (runtime.rank, runtime.ranks)
     validation = Validation(val, processor, family, compute, cfg.seed, place, device)
-    loader = Loader(samples, processor, threads=compute.cpus_per_worker, device=device)
+    augment = partial(family.augment, job.model) if family.augment else None
+    loader = Loader(samples, processor, threads=compute.cpus_per_worker, device=device, augment=augment)
     contribution = ModuleContribution(family, job.model, runtime.ranks)
     told = job.run_dir / TOLD if runtime.rank == 0 else None
     curve = Curve(columns(family.parts, contribution.names, validation.datasets), told)
