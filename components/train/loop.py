@@ -37,10 +37,10 @@ from components.train.contribution import ModuleContribution, update_ratios
 from components.train.curve import Curve, columns
 from components.train.disk import full_disk_explained, require_room
 from components.train.engine import (
+    SCHEDULES,
     accumulation,
     apply_step,
     build_engine,
-    cosine_with_warmup,
     delayed_steps,
     set_learning_rates,
     warmup_steps,
@@ -278,7 +278,8 @@ def check(run: Run) -> None:
 def train_step(run: Run, step: int, batches: list[MicroBatch]) -> None:
     """Step number `step` (from 0) and its row in the curves."""
     cfg, schedule = run.job.cfg, run.schedule
-    rates = [group.lr * cosine_with_warmup(step, schedule.steps, cfg.warmup_share, group.delay) for group in run.groups]
+    factor = SCHEDULES[cfg.schedule]
+    rates = [group.lr * factor(step, schedule.steps, cfg.warmup_share, group.delay) for group in run.groups]
     set_learning_rates(run.engine, rates)
     of_parts = {f"lr_{part}": rate for group, rate in zip(run.groups, rates, strict=True) for part in group.parts}
     run.rates = {name: of_parts[name] for name in run.curve.names if name in of_parts}
