@@ -107,7 +107,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
     "an unknown family, no family, no mapping": (
         {"models.other": {"family": "m3dif"}, "models.empty": {}, "models.number": 3},
         [
-            "models.other.family: did you mean 'm3diff'? expected one of m3diff (found 'm3dif')",
+            "models.other.family: did you mean 'm3diff'? expected one of blip2idc, m3diff (found 'm3dif')",
             "models.empty.family: missing; add one of m3diff",
             "models.number: expected a mapping (found 3)",
         ],
