@@ -15,7 +15,12 @@ from components.profiles import differences, resolve
 from tests.toy import REPOSITORY
 
 PAGE = REPOSITORY / "docs" / "deviations.md"
-PROFILES = {"The profile paper": "paper", "By the letter": "paper-letter", "The embedded run": "embedded"}
+PROFILES = {
+    "The profile paper": "paper",
+    "By the letter": "paper-letter",
+    "The embedded run": "embedded",
+    "BLIP2IDC": "blip2idc",
+}
 SECTIONS = ("paths", "models", "pretrain", "ingest", "validate", "convert", "train", "predict", "evaluate", "compute")
 
 

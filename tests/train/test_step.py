@@ -234,7 +234,7 @@ def test_a_part_that_is_delayed_stays_as_it_is_until_its_step(mixture: Path, bas
         assert run.curve.last("lr_llm") > 0
 
 
-@pytest.mark.parametrize("profile", ["paper", "paper-letter", "one-gpu", "small", "levir-cc"])
+@pytest.mark.parametrize("profile", ["paper", "paper-letter", "one-gpu", "small", "levir-cc", "blip2idc"])
 def test_a_profile_in_bf16_loses_no_small_gradient_of_many_micro_batches(profile: str) -> None:
     """1 + 256 * 2**-9 is 1.5; added up in bf16, each of the 256 would be rounded away."""
     params = load_params(REPOSITORY / "profiles" / f"{profile}.yaml")
