@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from components.models.family import Lora
+from components.models.family import Lora, Rates
 from components.models.m3diff.configuration import M3DiffConfig, seven_b_config
-from components.models.m3diff.settings import M3DiffSettings, Rates
+from components.models.m3diff.settings import M3DiffSettings
 from components.train.packing import pack
 
 if TYPE_CHECKING:

@@ -22,7 +22,8 @@ from PIL import Image
 
 from benchmarks.own import serve_own
 from benchmarks.peer import serve_peer
-from components.models.m3diff.settings import Delays, M3DiffSettings
+from components.models.family import Delays
+from components.models.m3diff.settings import M3DiffSettings
 from components.params import load_params
 from components.records import SAMPLE_SCHEMA
 from components.train.job import Job

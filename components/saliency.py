@@ -21,7 +21,8 @@ def outlined(image: Image.Image, grid: np.ndarray) -> Image.Image:
 
     Args:
         image: RGB.
-        grid: [rows, columns] over the square that the model pads the image to.
+        grid: [rows, columns]. A square one lies over the square that the model pads the image to; any other over the
+            image itself, which the model stretches.
     """
     drawn = image.copy()
     pen = ImageDraw.Draw(drawn)
@@ -29,7 +30,8 @@ def outlined(image: Image.Image, grid: np.ndarray) -> Image.Image:
     shares = grid * grid.size
     for number, (share, colour) in enumerate(LEVELS.items()):
         width = thin * (1 + number)
-        segments = [fitted(segment, image.size, width) for segment in borders(shares >= share)]
+        is_padded = grid.shape[0] == grid.shape[1]
+        segments = [fitted(segment, image.size, width, is_padded) for segment in borders(shares >= share)]
         for ink, extra in ((HALO, 2), (colour, 0)):
             for segment in segments:
                 pen.line(segment, fill=ink, width=width + extra)
@@ -37,7 +39,7 @@ def outlined(image: Image.Image, grid: np.ndarray) -> Image.Image:
 
 
 def borders(inside: np.ndarray) -> Iterator[Segment]:
-    """The sides between cells inside and outside, as ((x, y), (x, y)) in shares of the square."""
+    """The sides between cells inside and outside, as ((x, y), (x, y)) in shares of the grid."""
     rows, columns = inside.shape
     framed = np.pad(inside, 1)
     for row, column in np.argwhere(framed[1:, 1:] != framed[:-1, 1:]):  # between a row and the one above it
@@ -48,13 +50,13 @@ def borders(inside: np.ndarray) -> Iterator[Segment]:
             yield (column / columns, row / rows), (column / columns, (row + 1) / rows)
 
 
-def fitted(segment: Segment, size: tuple[int, int], width: int) -> Segment:
+def fitted(segment: Segment, size: tuple[int, int], width: int, is_padded: bool = True) -> Segment:
     """A segment in pixels of the image, moved inwards where it would be cut by its edge."""
-    side, inset = max(size), (width + 1) / 2
-    left, top = (side - size[0]) // 2, (side - size[1]) // 2
+    across, down = (max(size), max(size)) if is_padded else size
+    left, top, inset = (across - size[0]) // 2, (down - size[1]) // 2, (width + 1) / 2
 
     def place(point: tuple[float, float]) -> tuple[float, float]:
-        x, y = point[0] * side - left, point[1] * side - top
+        x, y = point[0] * across - left, point[1] * down - top
         return min(max(x, inset), size[0] - 1 - inset), min(max(y, inset), size[1] - 1 - inset)
 
     return place(segment[0]), place(segment[1])

@@ -21,8 +21,8 @@ from components.evaluate.grammar import Grammar, load_grammars, parse_prediction
 from components.evaluate.metrics.change_accuracy import change_scores
 from components.evaluate.pairs import pair_of, read_test_records
 from components.files import sha256_of_folder, write_atomic
-from components.models.family import MODULE_UPDATE_RATIO
-from components.models.m3diff.settings import M3DiffSettings, Rates
+from components.models.family import MODULE_UPDATE_RATIO, Rates
+from components.models.m3diff.settings import M3DiffSettings
 from components.params import Params, ParamsError, load_params
 from components.train.accelerator import choose_accelerator, only_worker
 from components.train.job import Job, Runtime

@@ -19,6 +19,7 @@ PROFILES = {
     "The profile paper": "paper",
     "By the letter": "paper-letter",
     "OneDiff": "onediff",
+    "BLIP2IDC": "blip2idc",
     "The embedded run": "embedded",
 }
 SECTIONS = ("paths", "models", "pretrain", "ingest", "validate", "convert", "train", "predict", "evaluate", "compute")

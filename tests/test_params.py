@@ -110,8 +110,8 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
     "an unknown family, no family, no mapping": (
         {"models.other": {"family": "m3dif"}, "models.empty": {}, "models.number": 3},
         [
-            "models.other.family: did you mean 'm3diff'? expected one of m3diff, onediff (found 'm3dif')",
-            "models.empty.family: missing; add one of m3diff, onediff",
+            "models.other.family: did you mean 'm3diff'? expected one of blip2idc, m3diff, onediff (found 'm3dif')",
+            "models.empty.family: missing; add one of m3diff, onediff, blip2idc",
             "models.number: expected a mapping (found 3)",
         ],
     ),

@@ -89,6 +89,14 @@ def test_the_map_covers_the_square_that_the_image_is_padded_to(size, cell, wante
     assert extent(drawn(with_shares(*cell, 2.5), size)) == pytest.approx(wanted, abs=3)
 
 
+@pytest.mark.parametrize("size", [(100, 50), (50, 100), (80, 80)])
+def test_a_map_that_is_no_square_covers_the_image_itself(size):
+    grid = even(2, 4)
+    grid[1, 3] *= 2.5
+    wanted = (0.75 * size[0], 0.5 * size[1], size[0], size[1])
+    assert extent(drawn(grid, size)) == pytest.approx(wanted, abs=3)
+
+
 def test_at_the_edge_the_whole_line_is_seen():
     assert fitted(((0.0, 0.0), (0.2, 0.0)), (100, 100), 3) == ((2, 2), (20, 2))
     assert fitted(((0.8, 1.0), (1.0, 1.0)), (100, 100), 3) == ((80, 97), (97, 97))

@@ -12,11 +12,11 @@ from transformers import LlavaOnevisionForConditionalGeneration
 from components.models import FAMILIES
 from components.models.attention import KERNELS
 from components.models.checkpoint import folder_sha256, save_checkpoint
-from components.models.family import Lora
+from components.models.family import Lora, Rates
 from components.models.m3diff.configuration import M3DiffConfig
 from components.models.m3diff.modeling import M3DiffForConditionalGeneration
 from components.models.m3diff.processing import M3DiffImageProcessor, M3DiffProcessor
-from components.models.m3diff.settings import M3DiffSettings, Rates, module_config
+from components.models.m3diff.settings import M3DiffSettings, module_config
 from components.models.tuning import prepare
 
 MDP = {"vision_feature_layers": [1, 2], "layers": 2, "heads": 2}

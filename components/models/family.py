@@ -145,11 +145,11 @@ class PairProcessor(Protocol):
         """Token ids of a reference with its end token: what the loss is taken on."""
 
     def prepare_image(self, image: Image.Image) -> np.ndarray:
-        """One image as uint8 [side, side, 3]."""
+        """One image as uint8 [rows, columns, 3], of the same shape whatever its size."""
 
     def image_inputs(self, prepared: Tensor) -> dict[str, Tensor]:
-        """Model inputs of prepared images, uint8 [2 B, side, side, 3]: before, after, before, after, ... On a GPU where
-        the images are; normalising is done there."""
+        """Model inputs of prepared images, uint8 [2 B, rows, columns, 3]: before, after, before, after, ... On a GPU
+        where the images are; normalising is done there."""
 
     def prompt_inputs(self, questions: list[str]) -> dict[str, Tensor]:
         """Model inputs of the prompts of generation, one for each pair, left-padded."""
@@ -241,6 +241,9 @@ class Family:
         new: parts that the base does not have. Adapters hold their weights whether they train or not: a module that is
             frozen as it starts, to see what its training brings, is nowhere else.
         whole_without_adapters: parts of `lora_targets` that train whole with rank 0, not in those linears alone.
+        augment: (settings, a pair of prepared images [2, rows, columns, 3], random numbers) -> the pair as it trains, a
+            new array of the same shape. The random numbers follow from seed, epoch and sequence alone, so a run that
+            resumes, on any number of workers, sees the same. Never at validation or prediction. None: as it is.
     """
 
     settings: type
@@ -262,6 +265,7 @@ class Family:
     contribution: Contribution | None = None
     new: tuple[str, ...] = ()
     whole_without_adapters: tuple[str, ...] = ()
+    augment: Callable[[Any, np.ndarray, np.random.Generator], np.ndarray] | None = None
 
     def part_of(self, name: str) -> str:
         """The part that a parameter is in."""

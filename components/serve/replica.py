@@ -69,7 +69,7 @@ class Prepared(NamedTuple):
     """A pair as the model takes it.
 
     Attributes:
-        inputs: before, after, each uint8 [side, side, 3].
+        inputs: before, after, each as the processor prepares it.
         shown: both images no larger than an overlay; None where none is asked for.
     """
 

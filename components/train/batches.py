@@ -1,13 +1,14 @@
 """Samples to micro-batches: which reference trains when, packed how; decoded and tokenised ahead of the step.
 
 The schedule follows from the seed alone, so a run that resumes at step n sees what an undisturbed one would, and any
-number of workers or micro-batches sees the same global batches. Each reference comes once per epoch. A micro-batch
-leaves the threads complete: the step copies it to its device, and waits for nothing.
+number of workers or micro-batches sees the same global batches; what a family changes of a pair's images while it
+trains follows from seed, epoch and sequence in the same way. Each reference comes once per epoch. A micro-batch leaves
+the threads complete: the step copies it to its device, and waits for nothing.
 """
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -34,6 +35,11 @@ PREFETCHED = 4  # micro-batches made ahead
 
 Weighted = tuple[np.ndarray, int]
 """A sequence (row numbers of one pair) and its weight: 0 only fills up a batch."""
+
+Visit = tuple[int, int]
+"""Seed and epoch: with a sequence's first row, what the random numbers of its images follow from."""
+
+AUGMENTED = 1  # other random numbers than those of an epoch's order
 
 
 def plan_epoch(samples: Samples, max_captions: int | None, seed: int, epoch: int) -> RowGroups:
@@ -137,7 +143,7 @@ class MicroBatch:
 
     Attributes:
         packed: the text.
-        images: [2 B, side, side, 3] uint8, before and after by turns.
+        images: [2 B, rows, columns, 3] uint8, before and after by turns.
         weights: [supervised tokens]; 0 on sequences that only fill up the batch.
         layout: of the text, for SDPA; None for FlexAttention, and before the micro-batch is complete.
     """
@@ -166,10 +172,18 @@ class Loader:
 
     Args:
         device: what the micro-batches are made complete for.
+        augment: what the images of a pair [2, rows, columns, 3] become in a visit; None: they stay.
     """
 
-    def __init__(self, samples: Samples, processor: "PairProcessor", threads: int, device: Device) -> None:
-        self.samples, self.processor, self.device = samples, processor, device
+    def __init__(
+        self,
+        samples: Samples,
+        processor: "PairProcessor",
+        threads: int,
+        device: Device,
+        augment: Callable[[np.ndarray, np.random.Generator], np.ndarray] | None = None,
+    ) -> None:
+        self.samples, self.processor, self.device, self.augment = samples, processor, device, augment
         self.pool = ThreadPoolExecutor(max_workers=max(1, threads), thread_name_prefix="load")
         bytes_each = self._prepared(*samples.images(0)[0]).nbytes if len(samples) else CACHED_BYTES
         self.prepared = lru_cache(maxsize=max(2, CACHED_BYTES // bytes_each))(self._prepared)
@@ -183,22 +197,28 @@ class Loader:
         samples, encode_prompt = self.samples, self.processor.encode_prompt
         return [(encode_prompt(samples.question[row]), self.reference(samples.reference[row])) for row in rows]
 
-    def build(self, micro_batch: list[Weighted]) -> MicroBatch:
+    def images_of(self, row: int, visit: Visit | None) -> list[np.ndarray]:
+        """The images of a row's pair, before and after; without a visit as they are."""
+        pair = [self.prepared(*file) for file in self.samples.images(row)]
+        if visit is None or self.augment is None:
+            return pair
+        return list(self.augment(np.stack(pair), np.random.default_rng([*visit, row, AUGMENTED])))
+
+    def build(self, micro_batch: list[Weighted], visit: Visit | None = None) -> MicroBatch:
         """A complete micro-batch."""
-        return self.complete(self.read(micro_batch))
+        return self.complete(self.read(micro_batch, visit))
 
     def complete(self, batch: MicroBatch) -> MicroBatch:
         return complete(batch, self.device, self.processor.pad_id)
 
-    def read(self, micro_batch: list[Weighted]) -> MicroBatch:
+    def read(self, micro_batch: list[Weighted], visit: Visit | None = None) -> MicroBatch:
         """Decoded and tokenised, not yet complete: what takes least memory to keep."""
         groups = [self.pairs_of(rows) for rows, _ in micro_batch]
         weights: list[int] = []
         for group, (_, weight) in zip(groups, micro_batch, strict=True):
             weights += [weight] * sum(len(reference) for _, reference in group)
-        files = [file for rows, _ in micro_batch for file in self.samples.images(int(rows[0]))]
-        images = torch.from_numpy(np.stack([self.prepared(*file) for file in files]))
-        return MicroBatch(pack(groups), images, torch.tensor(weights, dtype=torch.float32))
+        images = [image for rows, _ in micro_batch for image in self.images_of(int(rows[0]), visit)]
+        return MicroBatch(pack(groups), torch.from_numpy(np.stack(images)), torch.tensor(weights, dtype=torch.float32))
 
     def completed(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
         """What was read, made complete by the threads a few ahead."""
@@ -216,8 +236,8 @@ class Loader:
         ahead = max(1, PREFETCHED * schedule.micro_batch * schedule.ranks // schedule.global_batch)
         for step in range(first_step, schedule.steps + ahead):
             if step < schedule.steps:
-                mine = schedule.micro_batches(step, rank)
-                waiting.append([self.pool.submit(self.build, micro_batch) for micro_batch in mine])
+                mine, visit = schedule.micro_batches(step, rank), (schedule.seed, step // schedule.steps_per_epoch)
+                waiting.append([self.pool.submit(self.build, micro_batch, visit) for micro_batch in mine])
             if step >= first_step + ahead and waiting:
                 yield [future.result() for future in waiting.pop(0)]
         while waiting:

@@ -80,11 +80,18 @@ def delayed_steps(steps: int, delay: float) -> int:
 def cosine_with_warmup(step: int, steps: int, warmup_share: float, delay: float = 0.0) -> float:
     """The factor on a group's learning rate at `step` of `steps`: linear up, then a half cosine to zero. A group with a
     `delay` has 0 until then, and its own warm-up under the same cosine."""
-    warmup, own = warmup_steps(steps, warmup_share), step - delayed_steps(steps, delay)
-    if own < 0:
-        return 0.0
+    warmup = warmup_steps(steps, warmup_share)
     cosine = 0.5 * (1 + math.cos(math.pi * max(0, step - warmup) / max(1, steps - warmup)))
-    return cosine * min(1.0, (own + 1) / warmup)
+    return cosine * constant_with_warmup(step, steps, warmup_share, delay)
+
+
+def constant_with_warmup(step: int, steps: int, warmup_share: float, delay: float = 0.0) -> float:
+    """The same without the cosine: 0 until the delay is over, linear up, then 1."""
+    own = step - delayed_steps(steps, delay)
+    return 0.0 if own < 0 else min(1.0, (own + 1) / warmup_steps(steps, warmup_share))
+
+
+SCHEDULES = {"cosine": cosine_with_warmup, "constant": constant_with_warmup}
 
 
 def set_learning_rates(engine: deepspeed.DeepSpeedEngine, rates: Sequence[float]) -> None:

@@ -7,6 +7,7 @@ global batch, over all micro-batches and workers, so that neither changes the gr
 import math
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -36,10 +37,10 @@ from components.train.contribution import ModuleContribution, update_ratios
 from components.train.curve import Curve, columns
 from components.train.disk import full_disk_explained, require_room
 from components.train.engine import (
+    SCHEDULES,
     accumulation,
     apply_step,
     build_engine,
-    cosine_with_warmup,
     delayed_steps,
     set_learning_rates,
     warmup_steps,
@@ -159,7 +160,8 @@ def start(job: Job, runtime: Runtime) -> Run:
     )
     place = (runtime.rank, runtime.ranks)
     validation = Validation(val, processor, family, compute, cfg.seed, place, device)
-    loader = Loader(samples, processor, threads=compute.cpus_per_worker, device=device)
+    augment = partial(family.augment, job.model) if family.augment else None
+    loader = Loader(samples, processor, threads=compute.cpus_per_worker, device=device, augment=augment)
     contribution = ModuleContribution(family, job.model, runtime.ranks)
     told, before = job.told if runtime.rank == 0 else None, schedule.steps if job.is_alignment else 0
     curve = Curve(columns(family.parts, contribution.names, validation.datasets), told, before)
@@ -286,7 +288,8 @@ def check(run: Run) -> None:
 def train_step(run: Run, step: int, batches: list[MicroBatch]) -> None:
     """Step number `step` (from 0) and its row in the curves."""
     cfg, schedule = run.job.cfg, run.schedule
-    rates = [group.lr * cosine_with_warmup(step, schedule.steps, cfg.warmup_share, group.delay) for group in run.groups]
+    factor = SCHEDULES[cfg.schedule]
+    rates = [group.lr * factor(step, schedule.steps, cfg.warmup_share, group.delay) for group in run.groups]
     set_learning_rates(run.engine, rates)
     of_parts = {f"lr_{part}": rate for group, rate in zip(run.groups, rates, strict=True) for part in group.parts}
     run.rates = {name: of_parts[name] for name in run.curve.names if name in of_parts}

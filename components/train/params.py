@@ -16,6 +16,7 @@ class Train(Section):
     global_batch: int = Field(ge=1)  # sequences a step, over all workers
     epochs: float = Field(gt=0)
     warmup_share: float = Field(ge=0, le=1)
+    schedule: Literal["cosine", "constant"]  # of the rates after the warm-up: to zero, or as they are
     weight_decay: float = Field(ge=0)
     max_grad_norm: float | None = Field(gt=0)  # to which a step's gradient is clipped; null: never
     precision: Literal["fp32", "bf16"]

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from components.__main__ import main as m3diff
-from components.models.m3diff.settings import Rates
+from components.models.family import Rates
 from components.params import ParamsError, load_params
 from components.train.batches import Schedule
 from components.train.samples import Samples

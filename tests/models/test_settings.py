@@ -11,15 +11,8 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from components.models import FAMILIES
-from components.models.family import Lora
-from components.models.m3diff.settings import (
-    Delays,
-    DifferenceConfig,
-    M3DiffSettings,
-    MDPConfig,
-    Rates,
-    module_config,
-)
+from components.models.family import Delays, Lora, Rates
+from components.models.m3diff.settings import DifferenceConfig, M3DiffSettings, MDPConfig, module_config
 from tests.tiny import MDP, tiny_settings
 
 TRAINED = json.loads(json.dumps(asdict(MDPConfig(**MDP))))

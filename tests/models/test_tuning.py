@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from components.models import FAMILIES
+from components.models.family import Delays
 from components.models.fused import make_fused
-from components.models.m3diff.settings import Delays
 from components.models.tuning import (
     is_adapter,
     merge,

@@ -108,6 +108,7 @@ def train_section(base: Path, **changes: object) -> Train:
         "global_batch": 4,
         "epochs": 1,
         "warmup_share": 0,
+        "schedule": "cosine",
         "weight_decay": 0,
         "max_grad_norm": 1,
         "precision": "bf16",

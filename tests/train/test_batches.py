@@ -181,6 +181,41 @@ def test_the_stream_gives_each_step_from_the_first_asked_to_the_last(loader: Loa
         assert [b.packed.input_ids.tolist() for b in batches] == [b.packed.input_ids.tolist() for b in want]
 
 
+def shifted(pair: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """The pair with one number added, so that a picture tells what was drawn for it."""
+    return pair + rng.integers(1, 200, dtype=np.uint8)
+
+
+def test_what_trains_is_augmented_by_seed_epoch_and_row_and_what_is_built_alone_is_not(loader: Loader) -> None:
+    fed = Loader(loader.samples, loader.processor, 2, loader.device, shifted)
+    chosen = [(rows, 1) for rows in loader.samples.pairs()]
+    plain = loader.build(chosen).images
+    assert torch.equal(fed.build(chosen).images, plain), "for validation and the check of packing"
+    assert torch.equal(loader.build(chosen, (1, 0)).images, plain), "a family without augmentation"
+
+    def added(visit: tuple[int, int]) -> list[int]:
+        by_image = (fed.build(chosen, visit).images - plain).flatten(1)
+        assert bool((by_image == by_image[:, :1]).all())
+        assert torch.equal(by_image[::2, 0], by_image[1::2, 0]), "both images of a pair together"
+        return by_image[::2, 0].tolist()
+
+    drawn = [added(visit) for visit in ((1, 0), (1, 0), (1, 1), (2, 0))]
+    assert drawn[0] == drawn[1]
+    assert len({tuple(numbers) for numbers in drawn}) == 3
+    assert len(set(drawn[0])) > len(chosen) / 2, "another number for each row"
+    want = [np.random.default_rng([1, 0, int(rows[0]), 1]).integers(1, 200, dtype=np.uint8) for rows, _ in chosen]
+    assert drawn[0] == want
+
+
+def test_each_step_of_the_stream_is_augmented_as_its_epoch_says(loader: Loader) -> None:
+    fed = Loader(loader.samples, loader.processor, 2, loader.device, shifted)
+    plan = Schedule(loader.samples, None, seed=5, global_batch=4, micro_batch=2, epochs=2)
+    for step, batches in enumerate(fed.stream(plan, rank=0, first_step=1), start=1):
+        visit = (5, 0 if step < plan.steps_per_epoch else 1)
+        for batch, rows in zip(batches, plan.micro_batches(step, 0), strict=True):
+            assert torch.equal(batch.images, fed.build(rows, visit).images)
+
+
 def tensors_of(batch: MicroBatch) -> list[torch.Tensor]:
     found = [getattr(batch.packed, field.name) for field in fields(batch.packed)]
     if batch.layout:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from components.models import FAMILIES
+from components.models.family import Delays
 from components.models.m3diff import mdp as module_of
-from components.models.m3diff.settings import Delays
 from components.models.tuning import unwrapped
 from components.train import contribution, loop
 from components.train.contribution import NOTHING, ModuleContribution

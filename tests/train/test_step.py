@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from components.models import FAMILIES
-from components.models.m3diff.settings import Delays
+from components.models.family import Delays
 from components.models.tuning import TrainableGroup
 from components.params import load_params
-from components.train.engine import build_engine, cosine_with_warmup
+from components.train.engine import build_engine, constant_with_warmup, cosine_with_warmup
 from components.train.job import Job, Runtime
 from components.train.loop import Run, prepare_model, start, take_step, train_step
 from components.train.retry import DivergedError
@@ -201,6 +201,23 @@ def test_the_rate_warms_up_and_falls_as_a_half_cosine_and_a_delayed_part_joins_i
     assert delayed[4:] == factors[4:]
 
 
+def test_a_constant_rate_stays_after_its_warm_up_and_its_delay() -> None:
+    assert [constant_with_warmup(step, 12, 1 / 6) for step in range(12)] == [0.5] + 11 * [1.0]
+    assert [constant_with_warmup(step, 12, 0.0, 0.25) for step in range(12)] == 3 * [0.0] + 9 * [1.0]
+
+
+@pytest.mark.parametrize(("schedule", "last"), [("constant", 1.0), ("cosine", 0.5 * (1 + math.cos(0.8 * math.pi)))])
+def test_the_schedule_of_the_parameters_is_the_one_of_the_steps(
+    schedule: str, last: float, mixture: Path, base: Path, tmp_path: Path
+) -> None:
+    run = started(recipe(base, schedule=schedule, warmup_share=0.0), mixture, tmp_path)
+    assert run.schedule.steps == 6
+    train_step(run, 5, [run.loader.build(batch) for batch in run.schedule.micro_batches(5, 0)])
+    for part, rate in tiny_settings().rates.items():
+        assert rate is not None
+        assert run.rates[f"lr_{part}"] == pytest.approx(last * rate)
+
+
 def test_a_part_that_is_delayed_stays_as_it_is_until_its_step(mixture: Path, base: Path, tmp_path: Path) -> None:
     model = replace(tiny_settings(), delays=Delays(module=0.5))
     run = started(recipe(base, model=model, warmup_share=0.0, weight_decay=0.1), mixture, tmp_path)
@@ -217,7 +234,7 @@ def test_a_part_that_is_delayed_stays_as_it_is_until_its_step(mixture: Path, bas
         assert run.curve.last("lr_llm") > 0
 
 
-@pytest.mark.parametrize("profile", ["paper", "paper-letter", "one-gpu", "small", "levir-cc"])
+@pytest.mark.parametrize("profile", ["paper", "paper-letter", "one-gpu", "small", "levir-cc", "blip2idc"])
 def test_a_profile_in_bf16_loses_no_small_gradient_of_many_micro_batches(profile: str) -> None:
     """1 + 256 * 2**-9 is 1.5; added up in bf16, each of the 256 would be rounded away."""
     params = load_params(REPOSITORY / "profiles" / f"{profile}.yaml")

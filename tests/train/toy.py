@@ -59,6 +59,7 @@ TRAIN: dict[str, Any] = {
     "global_batch": 4,
     "epochs": 2,
     "warmup_share": 0.1,
+    "schedule": "cosine",
     "weight_decay": 0.01,
     "max_grad_norm": 1.0,
     "precision": "fp32",

@@ -1,0 +1,154 @@
+"""BLIP2IDC against its equations in float64, written out from the papers: a ViT, BLIP-2's Q-Former, OPT, LoRA.
+
+x is [tokens, width] of one pair throughout. Weights are read by the names of the published files.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from components.models import FAMILIES
+from components.models.tuning import prepare, unwrapped
+from tests.tiny import noise_image
+from tests.tiny_blip2 import PATCH, QUERIES, SIDE, blip2_settings
+
+FAMILY = FAMILIES["blip2idc"]
+Weights = Mapping[str, Tensor]
+
+
+def linear(w: Weights, name: str, x: Tensor) -> Tensor:
+    """W x + b, and beside an adapter alpha / r B A x."""
+    if f"{name}.lora_A.default.weight" not in w:
+        return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0)
+    a, b = w[f"{name}.lora_A.default.weight"], w[f"{name}.lora_B.default.weight"]
+    return linear(w, f"{name}.base_layer", x) + 2 * (x @ a.T) @ b.T  # alpha is twice the rank
+
+
+def norm(w: Weights, name: str, x: Tensor, epsilon: float) -> Tensor:
+    centred = x - x.mean(-1, keepdim=True)
+    scaled = centred / ((centred**2).mean(-1, keepdim=True) + epsilon) ** 0.5
+    return scaled * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+
+def gelu(x: Tensor) -> Tensor:
+    return x * (1 + torch.erf(x / 2**0.5)) / 2
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, heads: int, causal: bool = False) -> Tensor:
+    """softmax(Q K' / sqrt(d)) V of each head, side by side."""
+    out = []
+    for head in torch.arange(q.shape[1]).chunk(heads):
+        scores = q[:, head] @ k[:, head].T / len(head) ** 0.5
+        if causal:
+            scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), float("-inf"))
+        out.append(torch.exp(scores - scores.logsumexp(1, keepdim=True)) @ v[:, head])
+    return torch.cat(out, dim=1)
+
+
+def vision(w: Weights, picture: Tensor, layers: int = 2, heads: int = 2) -> Tensor:
+    """A pre-norm transformer over patches and a class token, with learnt positions and a norm at the end."""
+    name, rows = "vision_model.embeddings", range(0, SIDE, PATCH)
+    patches = [picture[:, top : top + PATCH, left : left + PATCH].flatten() for top in rows for left in rows]
+    kernel = w[f"{name}.patch_embedding.weight"].flatten(1)
+    x = torch.stack(patches) @ kernel.T + w[f"{name}.patch_embedding.bias"]
+    x = torch.cat([w[f"{name}.class_embedding"][0], x]) + w[f"{name}.position_embedding"][0]
+    for number in range(layers):
+        at = f"vision_model.encoder.layers.{number}"
+        q, k, v = linear(w, f"{at}.self_attn.qkv", norm(w, f"{at}.layer_norm1", x, 1e-6)).chunk(3, dim=1)
+        x = x + linear(w, f"{at}.self_attn.projection", attention(q, k, v, heads))
+        x = x + linear(w, f"{at}.mlp.fc2", gelu(linear(w, f"{at}.mlp.fc1", norm(w, f"{at}.layer_norm2", x, 1e-6))))
+    return norm(w, "vision_model.post_layernorm", x, 1e-6)
+
+
+def added(w: Weights, name: str, change: Tensor, x: Tensor) -> Tensor:
+    """BERT's block: a linear, the residual, then the norm."""
+    return norm(w, f"{name}.LayerNorm", linear(w, f"{name}.dense", change) + x, 1e-12)
+
+
+def qformer(w: Weights, patches: Tensor, layers: int = 3, heads: int = 4) -> Tensor:
+    """BERT on the learnt queries; in every second layer, from the first, they read the patches too."""
+    x = norm(w, "qformer.layernorm", w["query_tokens"][0], 1e-12)
+    for number in range(layers):
+        at = f"qformer.encoder.layer.{number}"
+        for block, read in (("attention", None), ("crossattention", patches))[: 2 - number % 2]:
+            of = x if read is None else read
+            own = f"{at}.{block}.attention"
+            q, k, v = linear(w, f"{own}.query", x), linear(w, f"{own}.key", of), linear(w, f"{own}.value", of)
+            x = added(w, f"{at}.{block}.output", attention(q, k, v, heads), x)
+        x = added(w, f"{at}.output_query", gelu(linear(w, f"{at}.intermediate_query.dense", x)), x)
+    return x
+
+
+def opt(w: Weights, x: Tensor, layers: int = 2, heads: int = 2) -> Tensor:
+    """A pre-norm decoder with learnt positions, the first two of which are no places; its head is its embeddings."""
+    at = "language_model.model.decoder"
+    x = x + w[f"{at}.embed_positions.weight"][2 : 2 + len(x)]
+    for number in range(layers):
+        own = f"{at}.layers.{number}"
+        before = norm(w, f"{own}.self_attn_layer_norm", x, 1e-5)
+        q, k, v = (linear(w, f"{own}.self_attn.{name}_proj", before) for name in "qkv")
+        x = x + linear(w, f"{own}.self_attn.out_proj", attention(q, k, v, heads, causal=True))
+        wide = linear(w, f"{own}.fc1", norm(w, f"{own}.final_layer_norm", x, 1e-5))
+        x = x + linear(w, f"{own}.fc2", wide.clamp(min=0))
+    return norm(w, f"{at}.final_layer_norm", x, 1e-5) @ w[f"{at}.embed_tokens.weight"].T
+
+
+def answers(w: Weights, picture: Tensor, ids: list[int]) -> Tensor:
+    """Logits [tokens, vocabulary] of a prompt of queries, start token and caption."""
+    visual = linear(w, "language_projection", qformer(w, vision(w, picture)))
+    words = w["language_model.model.decoder.embed_tokens.weight"][ids[QUERIES:]]
+    return opt(w, torch.cat([visual, words]))
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["published", "adapted"])
+def model(request: pytest.FixtureRequest, base: Path) -> torch.nn.Module:
+    made = FAMILY.load(base, torch.float64, None)
+    if request.param:
+        torch.manual_seed(4)
+        made = prepare(made, FAMILY, blip2_settings())
+        with torch.no_grad():
+            for name, parameter in made.named_parameters():
+                if "lora_" in name:
+                    parameter.normal_(std=0.2)
+    return made.eval()
+
+
+@pytest.mark.parametrize("is_fused", [False, True], ids=["stock", "fused, training"])
+def test_the_logits_are_those_of_the_equations(is_fused: bool, model: torch.nn.Module, base: Path) -> None:
+    processor = FAMILY.load_processor(base)
+    if is_fused:
+        FAMILY.fuse(unwrapped(model), "none")
+    model.train(is_fused)
+    images = np.stack([processor.prepare_image(noise_image(seed, (40, 30))) for seed in range(4)])
+    inputs = processor.image_inputs(torch.from_numpy(images))
+    pixels = inputs["pixel_values"].double()
+    captions = [processor.encode_reference(text) for text in ("the red ball moved", "the star is gone")]
+    w = dict(unwrapped(model).named_parameters())
+    for number, caption in enumerate(captions):
+        ids = [*processor.encode_prompt("What changed?"), *caption]
+        with torch.no_grad():
+            got = model(
+                pixel_values=pixels[number : number + 1],
+                input_ids=torch.tensor([ids]),
+                attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+            ).logits[0]
+            want = answers(w, pixels[number], ids)
+            other = answers(w, pixels[number].roll(SIDE // 2, dims=1), ids)  # after above before
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+        assert (other - want).abs().max() > 1e-2, "which image is on top shows"
+    model.eval()
+
+
+def test_the_picture_is_the_image_before_over_the_image_after(base: Path) -> None:
+    processor = FAMILY.load_processor(base)
+    images = torch.stack([torch.full((SIDE // 2, SIDE, 3), value, dtype=torch.uint8) for value in (10, 200, 30, 250)])
+    pixels = processor.image_inputs(images)["pixel_values"]
+    mean, std = torch.tensor([0.48145466, 0.4578275, 0.40821073]), torch.tensor([0.26862954, 0.26130258, 0.27577711])
+    grey = (pixels * std[:, None, None] + mean[:, None, None]) * 255
+    for picture, (before, after) in zip(grey, ((10, 200), (30, 250)), strict=True):
+        torch.testing.assert_close(picture[:, : SIDE // 2], torch.full((3, SIDE // 2, SIDE), float(before)))
+        torch.testing.assert_close(picture[:, SIDE // 2 :], torch.full((3, SIDE // 2, SIDE), float(after)))

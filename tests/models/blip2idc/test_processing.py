@@ -1,0 +1,170 @@
+"""What BLIP2IDC makes of images and words, against the authors' order of resizing and BLIP-2's own processor."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoProcessor, Blip2Processor
+from transformers.models.blip.image_processing_pil_blip import BlipImageProcessorPil
+
+from components.models import FAMILIES
+from components.models.blip2idc.processing import Blip2IDCImageProcessor, Blip2IDCProcessor, first_of
+from tests.tiny import noise_image
+from tests.tiny_blip2 import CLIP_MEAN, CLIP_STD, QUERIES, SIDE
+
+HALF = SIDE // 2
+
+
+@pytest.fixture(scope="module")
+def processor(base: Path) -> Blip2IDCProcessor:
+    return FAMILIES["blip2idc"].load_processor(base)  # type: ignore[return-value]
+
+
+def smooth(seed: int, size: tuple[int, int]) -> Image.Image:
+    """An image of few details, as a photograph is: what the bicubic filter does at its edges shows, noise does not."""
+    return noise_image(seed, (5, 4)).resize(size, Image.Resampling.BICUBIC)
+
+
+def the_authors(before: Image.Image, after: Image.Image) -> np.ndarray:
+    """Their picture before it is normalised: the one before in the size of the one after, stacked, stretched."""
+    stacked = Image.new("RGB", (after.width, 2 * after.height))
+    stacked.paste(before.resize(after.size, Image.Resampling.BICUBIC), (0, 0))
+    stacked.paste(after, (0, after.height))
+    return np.asarray(stacked.resize((SIDE, SIDE), Image.Resampling.BICUBIC)).astype(int)
+
+
+def ours(processor: Blip2IDCProcessor, before: Image.Image, after: Image.Image) -> np.ndarray:
+    return np.concatenate([processor.prepare_image(image) for image in (before, after)]).astype(int)
+
+
+@pytest.mark.parametrize("size", [(64, 48), (40, 90), (200, 200), (SIDE, HALF)])
+def test_of_images_of_one_size_it_is_the_authors_picture_but_for_two_rows_beside_the_seam(
+    size: tuple[int, int], processor: Blip2IDCProcessor
+) -> None:
+    before, after = smooth(1, size), smooth(2, size)
+    difference = np.abs(ours(processor, before, after) - the_authors(before, after))
+    assert difference[: HALF - 2].max() <= 1
+    assert difference[HALF + 2 :].max() <= 1
+    if size[1] != HALF:
+        assert difference[HALF - 1 : HALF + 1].max() > 3, "there the authors' filter mixes the two images"
+    else:
+        assert difference.max() == 0, "nothing is resized in height"
+
+
+def test_images_that_are_made_larger_are_mixed_over_as_many_rows_as_two_pixels_become(
+    processor: Blip2IDCProcessor,
+) -> None:
+    before, after = smooth(1, (8, 8)), smooth(2, (8, 8))
+    difference = np.abs(ours(processor, before, after) - the_authors(before, after))
+    reach = SIDE // 8
+    assert difference[: HALF - reach].max() <= 1
+    assert difference[HALF + reach :].max() <= 1
+    assert difference[HALF - reach : HALF + reach].max() > 3
+
+
+def test_of_images_of_two_sizes_the_one_after_is_the_authors_and_the_one_before_near_it(
+    processor: Blip2IDCProcessor,
+) -> None:
+    before, after = smooth(1, (60, 90)), smooth(2, (64, 48))
+    difference = np.abs(ours(processor, before, after) - the_authors(before, after))
+    assert difference[HALF + 2 :].max() <= 1
+    assert difference[2 : HALF - 2].mean() < 1
+    assert difference[2 : HALF - 2].max() > 0, "resized twice there"
+
+
+def test_the_pixels_are_those_of_blip2s_own_processor(processor: Blip2IDCProcessor) -> None:
+    before, after = smooth(3, (80, 64)), smooth(4, (80, 64))
+    stacked = Image.new("RGB", (80, 128))
+    stacked.paste(before, (0, 0))
+    stacked.paste(after, (0, 64))
+    stock = BlipImageProcessorPil(size={"height": SIDE, "width": SIDE}, image_mean=CLIP_MEAN, image_std=CLIP_STD)
+    want = torch.as_tensor(np.asarray(stock(stacked, return_tensors="np")["pixel_values"]))
+    prepared = torch.from_numpy(np.stack([processor.prepare_image(image) for image in (before, after)]))
+    assert (prepared.shape, prepared.dtype) == ((2, HALF, SIDE, 3), torch.uint8)
+    got = processor.image_inputs(prepared)["pixel_values"]
+    assert (got.shape, got.dtype) == ((1, 3, SIDE, SIDE), torch.float32)
+    away = torch.cat([torch.arange(HALF - 2), torch.arange(HALF + 2, SIDE)])
+    grey = 1 / 255 / min(CLIP_STD)
+    torch.testing.assert_close(got[:, :, away], want[:, :, away].float(), rtol=0, atol=1.01 * grey)
+    assert (got - want).abs()[:, :, away].mean() < 0.05 * grey
+
+
+def test_pairs_follow_each_other_before_first(processor: Blip2IDCProcessor) -> None:
+    images = torch.randint(0, 256, (6, HALF, SIDE, 3), dtype=torch.uint8)
+    pixels = processor.image_inputs(images)["pixel_values"]
+    alone = [processor.image_inputs(images[at : at + 2])["pixel_values"] for at in (0, 2, 4)]
+    assert torch.equal(pixels, torch.cat(alone))
+
+
+def test_the_prompt_is_the_queries_and_the_start_token_whatever_is_asked(processor: Blip2IDCProcessor) -> None:
+    image = processor.tokenizer.convert_tokens_to_ids("<image>")
+    assert processor.encode_prompt("What changed?") == processor.encode_prompt("") == (image,) * QUERIES + (2,)
+    inputs = processor.prompt_inputs(["What changed?", "And now, in a longer question?"])
+    assert inputs["input_ids"].tolist() == [[image] * QUERIES + [2]] * 2
+    assert inputs["attention_mask"].tolist() == [[1] * (QUERIES + 1)] * 2
+
+
+def test_a_text_ends_with_the_line_break_that_opt_stops_at(processor: Blip2IDCProcessor) -> None:
+    reference = processor.encode_reference("the red ball moved")
+    assert reference[-1] == processor.end_id == processor.tokenizer.convert_tokens_to_ids("Ċ")
+    assert processor.start_id not in reference
+    assert processor.tokenizer.decode(reference) == "the red ball moved\n"
+    padded = torch.tensor([[*reference, processor.pad_id], [*reference[:-2], processor.end_id, processor.pad_id, 1]])
+    assert processor.decode(padded) == ["the red ball moved", "the red ball"]
+    assert processor.decode(torch.tensor([processor.encode_reference("Ünknown ✓ words")])) == ["Ünknown ✓ words"]
+
+
+def test_with_another_llm_it_is_that_ones_end_token(bases: dict[str, Path]) -> None:
+    other = FAMILIES["blip2idc"].load_processor(bases["qwen2"])
+    assert (other.end_id, other.encode_prompt("")[-1], other.pad_id) == (2, 2, 1)
+
+
+@pytest.mark.parametrize(("configured", "tokenizers", "found"), [([7, 8], 2, 7), (None, 2, 2), (0, 2, 0)])
+def test_the_first_token_of_the_configuration_counts_and_else_the_tokenizers(
+    configured: int | list[int] | None, tokenizers: int, found: int
+) -> None:
+    assert first_of(configured, tokenizers) == found
+
+
+def test_without_start_and_end_token_it_is_refused() -> None:
+    with pytest.raises(ValueError, match="names a start and an end token"):
+        first_of(None, None)
+
+
+@pytest.mark.parametrize("size", [{"height": 31, "width": 31}, {"height": 32, "width": 64}])
+def test_a_square_that_two_images_cannot_share_is_refused(size: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=f"square of an even side, found .*{size['height']}"):
+        Blip2IDCImageProcessor(size, CLIP_MEAN, CLIP_STD)
+
+
+def test_a_release_without_a_token_for_images_is_refused(base: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(base, tmp_path / "early"))
+    config = json.loads((folder / "config.json").read_text())
+    del config["image_token_index"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="no image_token_index: a release from before <image>"):
+        FAMILIES["blip2idc"].load_processor(folder)
+
+
+def test_what_is_saved_is_blip2s_own_and_gives_the_same(
+    processor: Blip2IDCProcessor, base: Path, tmp_path: Path
+) -> None:
+    processor.save_pretrained(tmp_path)
+    told = json.loads((tmp_path / "processor_config.json").read_text())
+    assert (told["processor_class"], told["num_query_tokens"]) == ("Blip2Processor", QUERIES)
+    (tmp_path / "config.json").write_text((base / "config.json").read_text())
+    again = FAMILIES["blip2idc"].load_processor(tmp_path)
+    assert again.encode_reference("the ball") == processor.encode_reference("the ball")
+    assert again.encode_prompt("") == processor.encode_prompt("")
+    image = smooth(1, (30, 20))
+    assert np.array_equal(again.prepare_image(image), processor.prepare_image(image))
+    stock = AutoProcessor.from_pretrained(tmp_path)
+    assert isinstance(stock, Blip2Processor)
+    picture = Image.fromarray(np.concatenate([processor.prepare_image(image)] * 2))
+    pixels = stock(images=picture, return_tensors="pt")["pixel_values"]
+    prepared = torch.from_numpy(np.stack([processor.prepare_image(image)] * 2))
+    torch.testing.assert_close(pixels, processor.image_inputs(prepared)["pixel_values"], rtol=0, atol=1e-5)

@@ -1,0 +1,200 @@
+"""A BLIP-2 small enough for a test, with OPT or with Qwen2, in a directory as the published ones are."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import Blip2ForConditionalGeneration, PreTrainedTokenizerFast
+
+from components.models.blip2idc.configuration import Blip2IDCConfig
+from components.models.blip2idc.settings import Augment, Blip2IDCSettings
+from components.models.family import Lora, Rates
+
+WIDTH, SIDE, PATCH, QUERIES = 16, 32, 8, 5
+RATES = {"vision": 3e-3, "projector": None, "module": 3e-3, "llm": 3e-3}
+CLIP_MEAN, CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
+WORDS = ("Ġthe", "Ġred", "Ġball", "Ġmoved", "Ġis", "Ġgone", "the", "Ġa", "Ġblue", "Ġstar", "nothing", "Ġchanged")
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """OPT's in small: bytes and a few words, GPT-2's way; <pad> is 1, </s> 2 starts and ends, <image> is the last."""
+    specials = ["<s>", "<pad>", "</s>", "<unk>"]
+    names = [*specials, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    merges: list[tuple[str, str]] = []
+    for word in WORDS:
+        for end in range(2, len(word) + 1):
+            if word[:end] not in names:
+                names.append(word[:end])
+                merges.append((word[: end - 1], word[end - 1]))
+    made = Tokenizer(models.BPE({name: number for number, name in enumerate(names)}, merges))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.post_processor = processors.TemplateProcessing("</s> $A", "</s> $A $B", [("</s>", 2)])
+    made.add_special_tokens([AddedToken(name, special=True) for name in (*specials, "<image>")])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="</s>", eos_token="</s>", unk_token="</s>", pad_token="<pad>"
+    )
+
+
+def opt_text(tokenizer: Any) -> dict[str, Any]:
+    """As published: no field beside OPT's defaults that the published configuration leaves out, but for sizes."""
+    return {
+        "_name_or_path": "facebook/opt-2.7b",
+        "activation_dropout": 0.0,
+        "architectures": ["OPTForCausalLM"],
+        "eos_token_id": tokenizer.convert_tokens_to_ids("Ċ"),
+        "ffn_dim": 2 * WIDTH,
+        "hidden_size": WIDTH,
+        "max_position_embeddings": 128,
+        "model_type": "opt",
+        "num_attention_heads": 2,
+        "num_hidden_layers": 2,
+        "prefix": "</s>",
+        "torch_dtype": "float16",
+        "vocab_size": -(-len(tokenizer) // 32) * 32,
+        "word_embed_proj_dim": WIDTH,
+    }
+
+
+def qwen2_text(tokenizer: Any) -> dict[str, Any]:
+    return {
+        "bos_token_id": 2,
+        "eos_token_id": 2,
+        "pad_token_id": 1,
+        "hidden_size": WIDTH,
+        "intermediate_size": 2 * WIDTH,
+        "max_position_embeddings": 128,
+        "model_type": "qwen2",
+        "num_attention_heads": 2,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": -(-len(tokenizer) // 32) * 32,
+    }
+
+
+TEXTS = {"opt": opt_text, "qwen2": qwen2_text}
+
+
+def published_config(llm: str = "opt") -> dict[str, Any]:
+    """The keys of Salesforce/blip2-opt-2.7b's config.json; sizes made small, and the Q-Former's dropout kept."""
+    tokenizer = tiny_tokenizer()
+    return {
+        "architectures": ["Blip2ForConditionalGeneration"],
+        "image_text_hidden_size": 256,
+        "image_token_index": tokenizer.convert_tokens_to_ids("<image>"),
+        "initializer_factor": 1.0,
+        "initializer_range": 0.02,
+        "model_type": "blip-2",
+        "num_query_tokens": QUERIES,
+        "qformer_config": {
+            "classifier_dropout": None,
+            "hidden_size": 2 * WIDTH,
+            "intermediate_size": 4 * WIDTH,
+            "model_type": "blip_2_qformer",
+            "num_attention_heads": 4,
+            "num_hidden_layers": 3,
+        },
+        "text_config": TEXTS[llm](tokenizer),
+        "torch_dtype": "float32",
+        "transformers_version": "4.47.0.dev0",
+        "use_decoder_only_language_model": True,
+        "vision_config": {
+            "dropout": 0.0,
+            "hidden_size": WIDTH,
+            "image_size": SIDE,
+            "initializer_factor": 1.0,
+            "intermediate_size": 2 * WIDTH,
+            "model_type": "blip_2_vision_model",
+            "num_attention_heads": 2,
+            "num_channels": 3,
+            "num_hidden_layers": 2,
+            "patch_size": PATCH,
+            "projection_dim": 512,
+        },
+    }
+
+
+def tiny_config(llm: str = "opt") -> Blip2IDCConfig:
+    fields = {name: value for name, value in published_config(llm).items() if name not in ("model_type", "torch_dtype")}
+    return Blip2IDCConfig(**fields)
+
+
+def randomised(model: torch.nn.Module) -> torch.nn.Module:
+    """Weights of a size at which every one of them shows; transformers starts a vision encoder at 1e-10."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            norm = "norm" in name.lower() and name.endswith("weight")
+            parameter.copy_(norm + torch.randn_like(parameter) * (0.1 if parameter.dim() < 2 else 0.25))
+        if hasattr(model, "language_model"):
+            model.language_model.tie_weights()
+    return model
+
+
+def tiny_blip2(folder: Path, llm: str = "opt", seed: int = 0) -> Path:
+    """A BLIP-2 with random weights as it is published: two shards with their index, and every other file's name."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(published_config(llm), indent=2))
+    torch.manual_seed(seed)
+    model = randomised(Blip2ForConditionalGeneration(tiny_config(llm)))
+    write_shards(model, folder)
+    write_processor(folder)
+    eos = published_config(llm)["text_config"]["eos_token_id"]
+    generation = {"_from_model_config": True, "bos_token_id": 2, "eos_token_id": eos, "pad_token_id": 1}
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    return folder
+
+
+def write_shards(model: torch.nn.Module, folder: Path) -> None:
+    weights: dict[str, torch.Tensor] = {}
+    for name, weight in model.named_parameters():  # a head that is the embeddings is there once
+        weights[name] = weight.detach().contiguous()
+    names = sorted(weights)
+    index: dict[str, str] = {}
+    for number, chosen in enumerate((names[: len(names) // 2], names[len(names) // 2 :]), start=1):
+        file = f"model-0000{number}-of-00002.safetensors"
+        save_file({name: weights[name] for name in chosen}, folder / file, {"format": "pt"})
+        index |= dict.fromkeys(chosen, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+
+
+def write_processor(folder: Path) -> None:
+    """preprocessor_config.json, processor_config.json and the tokenizer's files."""
+    preprocessor = {
+        "do_convert_rgb": True,
+        "do_normalize": True,
+        "do_rescale": True,
+        "do_resize": True,
+        "image_mean": CLIP_MEAN,
+        "image_processor_type": "BlipImageProcessor",
+        "image_std": CLIP_STD,
+        "processor_class": "Blip2Processor",
+        "resample": 3,
+        "rescale_factor": 0.00392156862745098,
+        "size": {"height": SIDE, "width": SIDE},
+    }
+    image = {"__type": "AddedToken", "content": "<image>", "lstrip": False, "normalized": False, "rstrip": False}
+    processor = {
+        "image_token": image | {"single_word": False, "special": True},
+        "num_query_tokens": QUERIES,
+        "processor_class": "Blip2Processor",
+    }
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(folder)
+    bpe = json.loads((folder / "tokenizer.json").read_text())["model"]
+    (folder / "vocab.json").write_text(json.dumps(bpe["vocab"]))
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *(" ".join(pair) for pair in bpe["merges"])]))
+    specials = {"bos_token": "</s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "</s>"}
+    (folder / "special_tokens_map.json").write_text(json.dumps(specials))
+    told = json.loads((folder / "tokenizer_config.json").read_text())
+    told |= {"processor_class": "Blip2Processor", "tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False}
+    (folder / "tokenizer_config.json").write_text(json.dumps(told))
+    (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor))
+    (folder / "processor_config.json").write_text(json.dumps(processor))
+
+
+def blip2_settings(rank: int = 2, augment: Augment | None = None, **rates: float | None) -> Blip2IDCSettings:
+    """The settings of a tiny BLIP2IDC; `rates` changes the learning rate of a part."""
+    return Blip2IDCSettings("blip2idc", Lora(rank, 2 * rank or 1), Rates(**RATES | rates), augment=augment)
