@@ -122,7 +122,7 @@ class Edits(Made):
     editor: Editor
     writer: Writer
     edits: int = Field(ge=1)  # of each original, by seeds of their own
-    paraphrases: int = Field(ge=0)  # further references of each pair
+    paraphrases: FrozenMap[Split, Annotated[int, Field(ge=0)]]  # further references of a pair, by split; else none
 
 
 class Neighbours(Made):
