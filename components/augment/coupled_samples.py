@@ -20,7 +20,7 @@ def make_coupled_samples(cfg: CoupledSamples, captioned: list[Captioned], reject
     for split in SPLITS:
         images = [each for each in captioned if each.split == split]
         random.Random(seed_of(cfg.seed, split)).shuffle(images)
-        rejected["no partner is left"] += len(images) % 2
+        rejected.update({"no partner is left": 1} if len(images) % 2 else {})
         for first, second in zip(images[::2], images[1::2], strict=False):
             if first.scene == second.scene:
                 rejected["both are of one scene"] += 1

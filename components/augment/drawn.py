@@ -140,12 +140,12 @@ def _lit(scene: Scene, word: str) -> View | None:
 def _new_thing(scene: Scene, wanted: Thing | None, seen_by: View, rng: np.random.Generator) -> Thing | None:
     """An object of this name somewhere at its place; None where there is no room."""
     assert wanted is not None
-    looks = {"color": wanted.color, "size": wanted.size}
     if scene.level == "grid":
-        taken = any(other.cell == wanted.cell for other in (*scene.things, *scene.marks))
-        return None if taken else replace(sample_thing(rng, wanted.cell, wanted.kind), **looks)
+        taken = {thing.cell for thing in scene.things} | {mark.cell for mark in scene.marks}
+        new = replace(sample_thing(rng, wanted.cell, wanted.kind), color=wanted.color, size=wanted.size)
+        return None if wanted.cell in taken else new
     for _ in range(TRIES):
-        thing = replace(free.sample_thing(rng, seen_by, wanted.kind), **looks)
+        thing = replace(free.sample_thing(rng, seen_by, wanted.kind), color=wanted.color, size=wanted.size)
         squares = [free.square(each) for each in (*scene.things, thing)]
         seen = all(free.seen(each, squares[at + 1 :]) >= free.SEEN for at, each in enumerate(squares))
         if thing.cell == wanted.cell and seen:

@@ -71,7 +71,7 @@ class EncoderFeatures:
         model = LlavaOnevisionForConditionalGeneration.from_pretrained(
             self.folder, dtype=self.device.dtype, local_files_only=True, use_safetensors=True
         )
-        layer: int = model.config.vision_feature_layer
+        layer: Any = model.config.vision_feature_layer
         encoder: Any = model.model.vision_tower.to(self.device.torch).eval()
 
         def embed(images: list[Image.Image]) -> Tensor:

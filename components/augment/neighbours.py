@@ -59,7 +59,7 @@ def _of_split(
     """Each image's nearest others, those that pass; the reasons of the rest are counted."""
     images = [each for each in captioned if each.split == split]
     if len(images) < 2:
-        rejected["alone in its split"] += len(images)
+        rejected.update({"alone in its split": 1} if images else {})
         return []
     cosines, numbers = nearest(features.features([each.image for each in images]), cfg.candidates, cfg.search)
     taken: dict[frozenset, Candidate] = {}

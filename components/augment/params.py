@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator
 
-from components.records import SPLITS
 from components.section import FrozenMap, Section
 
 MANIFEST = "pairs.jsonl"
@@ -31,7 +30,7 @@ class Source(Section):
     reader: str  # one of components.datasets.DATASETS
     root: Path
     options: FrozenMap[str, Any] = Field(default_factory=dict, validate_default=True)  # the reader's own
-    splits: tuple[Split, ...] = SPLITS  # of which something is made; it stays in its split
+    splits: tuple[Split, ...] = ("train", "val", "test")  # of which something is made; it stays in its split
 
 
 class LocalModel(Section):

@@ -1,6 +1,6 @@
 """The nearest neighbours of each image by the cosine of features: exact, in blocks, or by FAISS for many images."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +42,7 @@ def _faiss(features: Matrix, count: int) -> tuple[Matrix, NDArray[np.int64]]:
     import faiss
 
     cells = max(1, int(len(features) ** 0.5))
-    index = faiss.index_factory(features.shape[1], f"IVF{cells},Flat", faiss.METRIC_INNER_PRODUCT)
+    index: Any = faiss.index_factory(features.shape[1], f"IVF{cells},Flat", faiss.METRIC_INNER_PRODUCT)
     index.train(features)
     index.add(features)
     index.nprobe = max(1, round(cells * PROBED))

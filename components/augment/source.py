@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import polars as pl
 
-from components.augment.params import Source
+from components.augment.params import Source, Split
 from components.compute import Compute
 from components.datasets import DATASETS
 from components.datasets.embedded import unpacked
@@ -32,7 +32,7 @@ class Original(NamedTuple):
     """An image with the instruction to edit it by."""
 
     name: str
-    split: str
+    split: Split
     scene: str
     image: Path
     digest: str  # of the image file
@@ -68,12 +68,11 @@ def read_originals(source: Source, compute: Compute, rejected: Rejected) -> list
             rejected["no instruction"] += 1
         else:
             found.append((row, image, text))
-    digests = _digests((image for _, image, _ in found), compute)
-    rejected["image cannot be read"] += sum(image not in digests for _, image, _ in found)
+    digests = _digests([image for _, image, _ in found], compute, rejected)
     return [
         Original(row.name, row.split, row.scene, image, digests[image], text, row.change_types, captions.get(image))
         for row, image, text in found
-        if image in digests
+        if image and image in digests
     ]
 
 
@@ -97,12 +96,11 @@ def read_captioned(source: Source, compute: Compute, rejected: Rejected) -> list
             found.append((single, image, text))
         else:
             rejected["no caption"] += 1
-    digests = _digests((image for _, image, _ in found), compute)
-    rejected["image cannot be read"] += sum(image not in digests for _, image, _ in found)
+    digests = _digests([image for _, image, _ in found], compute, rejected)
     return [
         Captioned(single.name, single.split, single.scene, image, digests[image], text)
         for single, image, text in found
-        if image in digests
+        if image and image in digests
     ]
 
 
@@ -158,11 +156,13 @@ def place_of(source: Source, image: Any) -> Path | None:
     return source.root / image if inside else None
 
 
-def _digests(images: Iterable[Path | None], compute: Compute) -> dict[Any, str]:
-    """The digest of each image that can be read to its end."""
+def _digests(images: list[Path | None], compute: Compute, rejected: Rejected) -> dict[Any, str]:
+    """The digest of each image that can be read to its end; rows whose image cannot are counted."""
     paths = pl.Series([str(image) for image in images if image], dtype=pl.String)
     checked = check_images(paths, MAX_PIXELS, compute.image_cache, "augment").filter(verdict=OK)
-    return {Path(path): digest.hex() for path, digest in checked.select("path", "digest").iter_rows()}
+    digests = {Path(path): digest.hex() for path, digest in checked.select("path", "digest").iter_rows()}
+    rejected.update("image cannot be read" for image in images if image not in digests)
+    return digests
 
 
 def _first(texts: Any) -> str:

@@ -203,7 +203,7 @@ class LocalLanguageModel:
 
         options: dict[str, Any] = {"local_files_only": True}
         self.tokenizer = AutoTokenizer.from_pretrained(str(self.cfg.model), **options)
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             str(self.cfg.model), dtype=self.device.dtype, use_safetensors=True, **options
         )
         self.model = model.to(self.device.torch).eval()
