@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import polars as pl
 
 from components.augment.params import Source, Split
-from components.compute import Compute
 from components.datasets import DATASETS
 from components.datasets.embedded import unpacked
 from components.datasets.rows import Row, Single
@@ -52,15 +51,19 @@ class Captioned(NamedTuple):
     caption: str
 
 
-def read_originals(source: Source, compute: Compute, rejected: Rejected) -> list[Original]:
+def read_originals(source: Source, unpack_to: Path, image_cache: Path, rejected: Rejected) -> list[Original]:
     """The usable originals, one for each row of the source's splits; of each other row a reason is counted.
+
+    Args:
+        unpack_to: the folder for images that stand in a Parquet file.
+        image_cache: what is known of images by content; it changes nothing of what is found.
 
     Raises:
         DataError: the source is not there, or its annotation files cannot be used.
     """
     captions = {place_of(source, each.image): _first(each.captions) for each in _singles(source)}
     found = []
-    for row in _usable(_rows(source, compute), source, rejected):
+    for row in _usable(_rows(source, unpack_to), source, rejected):
         image, text = place_of(source, row.before), _first(row.references)
         if row.change_types == [NO_CHANGE]:
             rejected["nothing is to change"] += 1
@@ -68,7 +71,7 @@ def read_originals(source: Source, compute: Compute, rejected: Rejected) -> list
             rejected["no instruction"] += 1
         else:
             found.append((row, image, text))
-    digests = _digests([image for _, image, _ in found], compute, rejected)
+    digests = _digests([image for _, image, _ in found], image_cache, rejected)
     return [
         Original(row.name, row.split, row.scene, image, digests[image], text, row.change_types, captions.get(image))
         for row, image, text in found
@@ -76,14 +79,14 @@ def read_originals(source: Source, compute: Compute, rejected: Rejected) -> list
     ]
 
 
-def read_captioned(source: Source, compute: Compute, rejected: Rejected) -> list[Captioned]:
+def read_captioned(source: Source, unpack_to: Path, image_cache: Path, rejected: Rejected) -> list[Captioned]:
     """The usable images with their first captions: those that the source's dataset describes, else its pairs of an
     image with itself (the reader `pairs` with one column for both images). Of each other a reason is counted.
 
     Raises:
         DataError: the source is not there, its annotation files cannot be used, or it has no captions of single images.
     """
-    singles = list(_singles(source)) or _same_twice(_rows(source, compute))
+    singles = list(_singles(source)) or _same_twice(_rows(source, unpack_to))
     if not singles:
         raise DataError(
             f"{source.root}: has no captions of single images; read a list of images with captions by the reader pairs "
@@ -96,7 +99,7 @@ def read_captioned(source: Source, compute: Compute, rejected: Rejected) -> list
             found.append((single, image, text))
         else:
             rejected["no caption"] += 1
-    digests = _digests([image for _, image, _ in found], compute, rejected)
+    digests = _digests([image for _, image, _ in found], image_cache, rejected)
     return [
         Captioned(single.name, single.split, single.scene, image, digests[image], text)
         for single, image, text in found
@@ -104,17 +107,16 @@ def read_captioned(source: Source, compute: Compute, rejected: Rejected) -> list
     ]
 
 
-def known_pairs(source: Source, compute: Compute) -> set[frozenset[Path]]:
+def known_pairs(source: Source, unpack_to: Path) -> set[frozenset[Path]]:
     """The two images of each pair that the source has already."""
-    pairs = ((place_of(source, row.before), place_of(source, row.after)) for row in _rows(source, compute))
+    pairs = ((place_of(source, row.before), place_of(source, row.after)) for row in _rows(source, unpack_to))
     return {frozenset((before, after)) for before, after in pairs if before and after and before != after}
 
 
-def _rows(source: Source, compute: Compute) -> Iterator[Row]:
+def _rows(source: Source, unpack_to: Path) -> Iterator[Row]:
     if not source.root.is_dir():
         raise DataError(f"{source.root}: is no folder; fetch the source or correct its root")
-    images = compute.scratch / "augment" / "unpacked"
-    return unpacked(DATASETS[source.reader].read(source.root, **source.options), images)
+    return unpacked(DATASETS[source.reader].read(source.root, **source.options), unpack_to)
 
 
 def _singles(source: Source) -> Iterator[Single]:
@@ -156,10 +158,10 @@ def place_of(source: Source, image: Any) -> Path | None:
     return source.root / image if inside else None
 
 
-def _digests(images: list[Path | None], compute: Compute, rejected: Rejected) -> dict[Any, str]:
+def _digests(images: list[Path | None], image_cache: Path, rejected: Rejected) -> dict[Any, str]:
     """The digest of each image that can be read to its end; rows whose image cannot are counted."""
     paths = pl.Series([str(image) for image in images if image], dtype=pl.String)
-    checked = check_images(paths, MAX_PIXELS, compute.image_cache, "augment").filter(verdict=OK)
+    checked = check_images(paths, MAX_PIXELS, image_cache, "augment").filter(verdict=OK)
     digests = {Path(path): digest.hex() for path, digest in checked.select("path", "digest").iter_rows()}
     rejected.update("image cannot be read" for image in images if image not in digests)
     return digests

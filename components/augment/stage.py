@@ -34,6 +34,7 @@ from components.records import SPLITS, DataError
 from components.reports import StageReport
 
 IMAGES = "images"
+UNPACKED = "unpacked"  # images that the source has in a Parquet file
 
 
 class AugmentReport(StageReport):
@@ -61,6 +62,7 @@ def augment(name: str, cfg: Edits | Neighbours | CoupledSamples, compute: Comput
         print(f"augment: {name}: made from {notice}", flush=True)
     _see_ours(cfg.root)
     scratch = compute.scratch / "augment" / name
+    shutil.rmtree(scratch / UNPACKED, ignore_errors=True)  # a kill may have left half an image
     made = _make(cfg, compute, scratch)
     if not made.pairs:
         raise DataError(f"augment.{name}: no pair could be made; rejected: {dict(made.rejected)}")
@@ -72,22 +74,22 @@ def augment(name: str, cfg: Edits | Neighbours | CoupledSamples, compute: Comput
 
 def _make(cfg: Edits | Neighbours | CoupledSamples, compute: Compute, scratch: Path) -> Made:
     device = Device(gpu=compute.gpu, precision="bf16" if compute.gpu else "fp32")
-    answers = compute.scratch / "answers.jsonl"
+    answers, images, cache = compute.scratch / "answers.jsonl", scratch / UNPACKED, compute.image_cache
     rejected = Rejected()
     match cfg:
         case Edits():
-            originals = read_originals(cfg.source, compute, rejected)
+            originals = read_originals(cfg.source, images, cache, rejected)
             editor = load_editor(cfg.editor, cfg.source, device)
             writer = load_writer(cfg.writer, cfg.seed, answers, device)
             how = {"editor": cfg.editor.model_dump(mode="json"), "model": editor.identity}
             return make_edits(cfg, originals, rejected, editor, writer, scratch / key_of(how, Path(__file__)))
         case Neighbours():
-            captioned = read_captioned(cfg.source, compute, rejected)
+            captioned = read_captioned(cfg.source, images, cache, rejected)
             writer = load_writer(cfg.writer, cfg.seed, answers, device)
-            known = known_pairs(cfg.source, compute)
+            known = known_pairs(cfg.source, images)
             return make_neighbours(cfg, captioned, known, rejected, load_features(cfg.features, device), writer)
         case CoupledSamples():
-            return make_coupled_samples(cfg, read_captioned(cfg.source, compute, rejected), rejected)
+            return make_coupled_samples(cfg, read_captioned(cfg.source, images, cache, rejected), rejected)
 
 
 def _see_ours(root: Path) -> None:

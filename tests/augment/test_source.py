@@ -14,7 +14,7 @@ from components.datasets.minichange.language import describe_scene
 from components.datasets.minichange.scenes import image_paths, read_scenes
 from components.files import sha256
 from components.records import DataError
-from tests.augment.small import SCENES, compute, draw
+from tests.augment.small import SCENES, draw
 
 ONE_IMAGE = {"manifest": "pairs.jsonl", "columns": {"before": "image", "after": "image", "captions": "caption"}}
 
@@ -27,6 +27,10 @@ def write(root: Path, rows: list[dict[str, Any]], **options: Any) -> Source:
     (root / "none.png").write_text("none")
     (root / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return Source(reader="pairs", root=root, options={"manifest": "pairs.jsonl"} | options)
+
+
+def places(folder: Path) -> tuple[Path, Path]:
+    return folder / "unpacked", folder / "image_cache.parquet"
 
 
 def row(number: int, **changes: Any) -> dict[str, Any]:
@@ -52,7 +56,7 @@ ROWS = [
 
 def test_usable_rows_are_originals_and_every_other_row_has_its_reason(tmp_path: Path):
     source, rejected = write(tmp_path / "raw", ROWS), Counter[str]()
-    found = read_originals(source, compute(tmp_path / "runs"), rejected)
+    found = read_originals(source, *places(tmp_path), rejected)
     assert [(each.name, each.split, each.scene, each.instruction) for each in found] == [
         ("p0", "train", "s0", "add a cat"),
         ("p1", "train", "p1", "make it red"),
@@ -75,7 +79,7 @@ def test_usable_rows_are_originals_and_every_other_row_has_its_reason(tmp_path: 
 def test_splits_that_are_not_asked_for_are_left_out_and_still_keep_their_scenes(tmp_path: Path):
     source = write(tmp_path / "raw", ROWS).model_copy(update={"splits": ("train",)})
     rejected = Counter[str]()
-    found = read_originals(source, compute(tmp_path / "runs"), rejected)
+    found = read_originals(source, *places(tmp_path), rejected)
     assert [each.name for each in found] == ["p0", "p1"]
     assert rejected["scene is in a higher split"] == 1, "p7 is a test scene"
 
@@ -86,38 +90,38 @@ def test_a_list_of_images_with_captions_is_read_by_the_reader_of_pairs(tmp_path:
         for number, (image, text) in enumerate([("a.png", "a cat"), ("b.png", ""), ("none.png", "x"), ("c.png", "c")])
     ]
     source, rejected = write(tmp_path / "raw", rows, **ONE_IMAGE), Counter[str]()
-    found = read_captioned(source, compute(tmp_path / "runs"), rejected)
+    found = read_captioned(source, *places(tmp_path), rejected)
     assert [(each.name, each.image.name, each.caption) for each in found] == [
         ("0", "a.png", "a cat"),
         ("3", "c.png", "c"),
     ]
     assert rejected == {"no caption": 1, "image cannot be read": 1}
-    assert known_pairs(source, compute(tmp_path / "runs")) == set()
+    assert known_pairs(source, tmp_path / "unpacked") == set()
 
 
 def test_pairs_of_two_images_have_no_captions_of_single_ones(tmp_path: Path):
     source = write(tmp_path / "raw", [row(0)])
     with pytest.raises(DataError, match="no captions of single images; .*columns: {before: image, after: image"):
-        read_captioned(source, compute(tmp_path / "runs"), Counter())
+        read_captioned(source, *places(tmp_path), Counter())
 
 
 def test_a_source_that_is_not_there_is_told(tmp_path: Path):
     source = Source(reader="pairs", root=tmp_path / "gone")
     with pytest.raises(DataError, match="gone: is no folder; fetch the source or correct its root"):
-        read_originals(source, compute(tmp_path / "runs"), Counter())
+        read_originals(source, *places(tmp_path), Counter())
 
 
 def test_minichange_gives_originals_with_what_they_show_and_every_image_with_its_description(tmp_path: Path):
     source, rejected = Source(reader="minichange", root=draw(tmp_path / "raw")), Counter[str]()
-    originals = read_originals(source, compute(tmp_path / "runs"), rejected)
+    originals = read_originals(source, *places(tmp_path), rejected)
     scenes = read_scenes(source.root).of
     assert len(originals) == SCENES
     assert rejected == {"nothing is to change": SCENES}
     for each in originals:
         assert each.caption == describe_scene(scenes[each.image.relative_to(source.root).as_posix()])
-    images = read_captioned(source, compute(tmp_path / "runs"), rejected)
+    images = read_captioned(source, *places(tmp_path), rejected)
     assert len(images) == 3 * SCENES
-    pairs = known_pairs(source, compute(tmp_path / "runs"))
+    pairs = known_pairs(source, tmp_path / "unpacked")
     first, second, third = (source.root / path for path in image_paths(0))
     assert len(pairs) == 2 * SCENES
     assert {frozenset((first, second)), frozenset((first, third))} < pairs
