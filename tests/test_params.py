@@ -350,7 +350,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "a task that the questions have not": (
         {"convert.sources.minichange": {"task": "diference"}},
-        ["convert.sources.minichange.task: did you mean 'difference'? expected one of birds, ccexpert, detail, di"],
+        ["convert.sources.minichange.task: did you mean 'difference'? expected one of birds, ccexpert, describe, de"],
     ),
     "metrics": (
         {"evaluate.metrics": ["CIDer", "METEOR", "METEOR"], "promote.guards": {}},

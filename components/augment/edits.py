@@ -11,11 +11,10 @@ import io
 from collections import Counter
 from pathlib import Path
 
-from components.augment.editors import Editor
 from components.augment.pair import Made, Pair, seed_of
 from components.augment.params import Edits
+from components.augment.parts import Editor, Writer, Written
 from components.augment.source import Original, Rejected
-from components.augment.writers import Writer, Written
 from components.files import write_atomic
 from components.images import load_image
 from components.progress import progress

@@ -1,4 +1,4 @@
-"""What two images are compared by. A new kind is a class here and a line in `load_features`.
+"""What two images are compared by.
 
 A base's own encoder gives the features of all places, joined. Their mean would not do: on MiniChange it calls any two
 scenes alike (cosine of the nearest other scene 0.93 in the mean), joined they are not (0.58), and OneDiff's band of
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,23 +26,6 @@ if TYPE_CHECKING:
     from components.models.device import Device
 
 BATCH = 32
-
-
-class Features(Protocol):
-    @property
-    def identity(self) -> str:
-        """Digest of what decides the features."""
-
-    def features(self, images: Sequence[Path]) -> Matrix:
-        """[images, width], float32, rows of length 1. Raises ImageError where an image cannot be read."""
-
-
-def load_features(cfg: Encoder | Clip, device: Device) -> Features:
-    match cfg:
-        case Encoder():
-            return EncoderFeatures(cfg, device)
-        case Clip():
-            return ClipFeatures(cfg, device)
 
 
 def _in_batches(images: Sequence[Path], embed: Callable[[list[Image.Image]], Tensor]) -> Matrix:

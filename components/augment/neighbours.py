@@ -8,12 +8,11 @@ from texts alone: what no caption tells (on MiniChange camera and lamp) is not i
 import re
 from collections import Counter
 
-from components.augment.features import Features
 from components.augment.pair import Made, Pair
 from components.augment.params import Neighbours
+from components.augment.parts import Features, Writer
 from components.augment.search import nearest
 from components.augment.source import Captioned, Rejected
-from components.augment.writers import Writer
 from components.records import SPLITS
 
 Candidate = tuple[Captioned, Captioned, float]

@@ -15,14 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from components.augment.coupled_samples import make_coupled_samples
-from components.augment.editors import load_editor
 from components.augment.edits import make_edits
-from components.augment.features import load_features
+from components.augment.load import load_editor, load_features, load_writer
 from components.augment.neighbours import make_neighbours
 from components.augment.pair import Made, Pair
 from components.augment.params import MANIFEST, CoupledSamples, Edits, Neighbours
 from components.augment.source import Rejected, known_pairs, read_captioned, read_originals
-from components.augment.writers import load_writer
 from components.closure import key_of
 from components.compute import Compute
 from components.datasets import DATASETS

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from components.augment.editors import Pix2PixEditor, fitted, load_editor
+from components.augment.instruct_pix2pix import Pix2PixEditor, fitted
+from components.augment.load import load_editor
 from components.augment.params import Drawn, InstructPix2Pix, Source
 from components.images import ImageError
 from components.models.device import Device

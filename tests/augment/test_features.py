@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from components.augment import features as module
-from components.augment.features import load_features
+from components.augment.load import load_features
 from components.augment.params import Clip, Encoder
 from components.datasets.minichange.scenes import image_paths
 from components.images import ImageError

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from components.augment.language_model import read_texts, usable
+from components.augment.load import load_writer
+from components.augment.local_model import LocalModel
 from components.augment.params import Grammar, Local, Remote
-from components.augment.writers import LocalLanguageModel, Writer, load_writer, read_texts, usable
+from components.augment.parts import Writer
 from components.endpoint import Answer, Question
 from components.models.device import Device
 from components.section import ParamsError
@@ -119,24 +122,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return causal_lm(tmp_path_factory.mktemp("lm") / "model")
 
 
-def local(folder: Path, store: Path, **changes: Any) -> LocalLanguageModel:
+def local(folder: Path, store: Path, **changes: Any) -> LocalModel:
     cfg = Local(**({"kind": "local", "model": folder, "max_tokens": 8} | changes))
-    return LocalLanguageModel(cfg, store / "answers.jsonl", CPU)
+    return LocalModel(cfg, store / "answers.jsonl", CPU)
 
 
 def test_a_local_model_answers_the_same_again_and_its_answers_are_kept(folder: Path, tmp_path: Path):
     questions = [Question("the red ball", system="say it"), Question("the lamp", system="say it")]
-    found = local(folder, tmp_path).ask(questions)
+    found = local(folder, tmp_path).ask(questions, "test")
     assert len(found) == 2
     assert {answer.kind for answer in found} <= {"text", "cut", "empty"}
     again = local(folder, tmp_path)
-    assert again.ask(questions) == found
+    assert again.ask(questions, "test") == found
     assert again.model is None, "nothing was asked, so nothing was loaded"
-    assert local(folder, tmp_path / "else").ask(questions[::-1]) == found[::-1]
+    assert local(folder, tmp_path / "else").ask(questions[::-1], "test") == found[::-1]
 
 
 def test_an_answer_that_reaches_the_limit_of_tokens_is_cut(folder: Path, tmp_path: Path):
-    (answer,) = local(folder, tmp_path, max_tokens=1).ask([Question("the red ball")])
+    (answer,) = local(folder, tmp_path, max_tokens=1).ask([Question("the red ball")], "test")
     assert answer.kind == "cut"
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from components.augment.parts import Written
 from components.augment.source import Captioned, Original
-from components.augment.writers import Written
 
 
 class ToyEditor:

@@ -1,16 +1,14 @@
-"""Editors: an image and an instruction -> the edited image. A new one is a class here and a line in `load_editor`.
+"""InstructPix2Pix (Brooks et al., CVPR 2023) as diffusers has it, without a safety checker.
 
-InstructPix2Pix (Brooks et al., CVPR 2023) runs as diffusers has it, without a safety checker, from one random state an
-edit: the same seed gives the same edit, whatever was edited before.
+Each edit has a random state of its own: the same seed gives the same edit, whatever was edited before.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from components.augment.drawn import DrawnEditor
-from components.augment.params import Drawn, InstructPix2Pix, Source
+from components.augment.params import InstructPix2Pix
 from components.augment.weights import identity
 from components.images import load_image
 
@@ -20,27 +18,6 @@ if TYPE_CHECKING:
     from components.models.device import Device
 
 MULTIPLE = 8  # of the sides that a latent diffusion model takes, in pixels
-
-
-class Editor(Protocol):
-    @property
-    def identity(self) -> str:
-        """Digest of what decides its edits beside the parameters."""
-
-    def edit(self, image: Path, instruction: str, seed: int) -> Image.Image | None:
-        """The edited image, RGB, of the original's size; None where it cannot carry the instruction out.
-
-        Raises:
-            ImageError: the image cannot be read.
-        """
-
-
-def load_editor(cfg: Drawn | InstructPix2Pix, source: Source, device: Device) -> Editor:
-    match cfg:
-        case Drawn():
-            return DrawnEditor(source.root)
-        case InstructPix2Pix():
-            return Pix2PixEditor(cfg, device)
 
 
 class Pix2PixEditor:
