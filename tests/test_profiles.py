@@ -14,7 +14,7 @@ from components.section import ParamsError
 from tests.toy import REPOSITORY
 
 PROFILES = REPOSITORY / "profiles"
-ALL = ["embedded-gpu", "embedded", "levir-cc", "one-gpu", "paper-letter", "paper", "small"]
+ALL = ["embedded-gpu", "embedded", "levir-cc", "made-data", "one-gpu", "paper-letter", "paper", "small"]
 SEVEN = ["omnidiff_real", "omnidiff_render", "spot_the_diff", "iedit", "birds_to_words", "clevr_change", "clevr_dc"]
 
 
@@ -245,7 +245,7 @@ def test_a_key_written_twice_below_is_said_with_its_file(folder):
 def test_an_unknown_profile_is_refused_with_those_there_are():
     with pytest.raises(
         ParamsError,
-        match="profile 'papr': profiles has embedded-gpu, embedded, levir-cc, one-gpu, paper-letter, paper, small",
+        match="profile 'papr': profiles has embedded-gpu, embedded, levir-cc, made-data, one-gpu, paper-letter, paper,",
     ):
         find_profile("papr", Path("profiles"))
     assert find_profile("paper", Path("profiles")) == Path("profiles/paper.yaml")
