@@ -92,6 +92,16 @@ def test_what_an_earlier_run_has_edited_is_not_edited_again(tmp_path: Path):
     assert len(changed.asked) == 9
 
 
+@pytest.mark.parametrize("change", [{"instruction": "make it blue"}, {"digest": "of another image"}])
+def test_another_instruction_or_image_is_edited_anew(change: dict[str, str], tmp_path: Path):
+    one = original(tmp_path, "one", "make it red")
+    cfg = edits(tmp_path, tmp_path / "out", edits=2, paraphrases={})
+    for each, edited in ((one, 2), (one, 0), (one._replace(**change), 2)):
+        editor = ToyEditor()
+        make_edits(cfg, [each], Counter(), editor, ToyWriter(), tmp_path / "into")
+        assert len(editor.asked) == edited
+
+
 # Neighbours
 
 

@@ -138,6 +138,15 @@ def test_a_local_model_answers_the_same_again_and_its_answers_are_kept(folder: P
     assert local(folder, tmp_path / "else").ask(questions[::-1], "test") == found[::-1]
 
 
+def test_a_local_models_answers_come_in_the_order_of_the_questions(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(LocalModel, "_answer", lambda self, question: Answer("text", question.text))
+    for texts in (["a", "b"], ["c", "b", "a", "c"]):
+        found = local(folder, tmp_path).ask([Question(text) for text in texts], "test")
+        assert [answer.text for answer in found] == texts
+
+
 def test_an_answer_that_reaches_the_limit_of_tokens_is_cut(folder: Path, tmp_path: Path):
     (answer,) = local(folder, tmp_path, max_tokens=1).ask([Question("the red ball")], "test")
     assert answer.kind == "cut"
