@@ -106,7 +106,9 @@ def test_the_seed_decides_what_the_instruction_leaves_open(root: Path):
     assert thing in scenes[path].things
 
 
-def test_the_scenes_that_are_written_draw_the_images_that_are_written(root: Path):
+@pytest.mark.parametrize("changes", [{}, {"level": "free"}, {"domain": "shifted"}])
+def test_the_scenes_that_are_written_draw_the_images_that_are_written(changes: dict[str, str], tmp_path: Path):
+    root = draw(tmp_path / "raw", **changes)
     scenes, same = read_scenes(root), 0
     for path, scene in scenes.of.items():
         if not scene.view.noise:

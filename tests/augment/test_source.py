@@ -56,6 +56,7 @@ ROWS = [
 
 def test_usable_rows_are_originals_and_every_other_row_has_its_reason(tmp_path: Path):
     source, rejected = write(tmp_path / "raw", ROWS), Counter[str]()
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")  # outside the root, where p6 leads
     found = read_originals(source, *places(tmp_path), rejected)
     assert [(each.name, each.split, each.scene, each.instruction) for each in found] == [
         ("p0", "train", "s0", "add a cat"),
