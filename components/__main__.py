@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from components.consistency import absent_paths, check_paths, closest
-from components.counts import told, told_of_clean, told_of_samples
+from components.counts import told, told_of_clean, told_of_made, told_of_samples
 from components.datasets import DATASETS
 from components.gpus import GPUS
 from components.guard import unchanged
@@ -70,6 +70,16 @@ def synthesize(args: argparse.Namespace) -> None:
     from components.synthesize.stage import synthesize as run
 
     run(args.name, params.ingest.datasets[args.name].reader, params.synthesize[args.name])
+
+
+def augment(args: argparse.Namespace) -> None:
+    params = parameters(args)
+    if args.name not in params.augment:
+        raise ParamsError(f"augment: no entry {args.name!r}; {closest(args.name, params.augment)}")
+    check_paths(params, f"augment@{args.name}")
+    from components.augment.stage import augment as run
+
+    print("\n".join(told_of_made(run(args.name, params.augment[args.name], params.compute))))
 
 
 def ingest(args: argparse.Namespace) -> None:
@@ -401,6 +411,7 @@ def migrate(args: argparse.Namespace) -> None:
 COMMANDS: dict[str, tuple[Command, str]] = {
     "pretrain": (pretrain, "train the tiny base model from scratch (about two hours of one core)"),
     "synthesize": (synthesize, "make a synthetic dataset, such as MiniChange"),
+    "augment": (augment, "make pairs from a raw dataset: edits, neighbours, coupled samples"),
     "ingest": (ingest, "read a dataset's own layout into records: image pairs with their references"),
     "validate": (validate, "check records and images; what fails goes to quarantine with its reason"),
     "convert": (convert, "turn clean records into question-answer samples, the training mixture"),
@@ -443,6 +454,7 @@ def make_parser() -> argparse.ArgumentParser:
         for name, (_, text) in COMMANDS.items()
     }
     commands["synthesize"].add_argument("name", help="an entry of the section `synthesize`")
+    commands["augment"].add_argument("name", help="an entry of the section `augment`")
     commands["ingest"].add_argument("name", nargs="?", help="an entry of `ingest.datasets`; all where none is named")
     commands["profile"].add_argument("name", help="a file of profiles/, without .yaml")
     commands["migrate"].add_argument("file", type=Path, help="the file to rewrite; a copy of it is kept")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from components.augment.params import MANIFEST, Drawn, Edits
 from components.datasets import DATASETS
 from components.evaluate.metrics import METRICS, gate_metrics
 from components.evaluate.protocols import protocols_of
@@ -70,16 +71,19 @@ def dataset_reader(params: "Params", name: str, entry: DatasetEntry) -> Iterator
 
 def dataset_options(params: "Params", name: str, entry: DatasetEntry) -> Iterator[str]:
     """Options are arguments of the reader's function beside `root`."""
-    if entry.reader not in DATASETS:
-        return
-    arguments = list(inspect.signature(DATASETS[entry.reader].read).parameters.values())[1:]
+    if entry.reader in DATASETS:
+        yield from wrong_options(f"ingest.datasets.{name}", entry.reader, entry.options)
+
+
+def wrong_options(where: str, reader: str, options: Mapping[str, Any]) -> Iterator[str]:
+    arguments = list(inspect.signature(DATASETS[reader].read).parameters.values())[1:]
     known = [argument.name for argument in arguments]
-    for option in entry.options:
+    for option in options:
         if option not in known:
-            yield f"ingest.datasets.{name}.options.{option}: unknown option; {closest(option, known, of='keys')}"
+            yield f"{where}.options.{option}: unknown option; {closest(option, known, of='keys')}"
     for argument in arguments:
-        if argument.default is inspect.Parameter.empty and argument.name not in entry.options:
-            yield f"ingest.datasets.{name}.options.{argument.name}: missing; the reader {entry.reader!r} needs it"
+        if argument.default is inspect.Parameter.empty and argument.name not in options:
+            yield f"{where}.options.{argument.name}: missing; the reader {reader!r} needs it"
 
 
 def dataset_counts(params: "Params", name: str, entry: DatasetEntry) -> Iterator[str]:
@@ -139,6 +143,25 @@ def generator_roots(params: "Params") -> Iterator[str]:
                 f"synthesize.{name}.root: must be the root of the dataset that ingest reads, {root} "
                 f"(found {settings.root}); write one of the two in both places"
             )
+
+
+def made_datasets(params: "Params") -> Iterator[str]:
+    """A made dataset is read by ingest, as what it is; its source has a known reader, which knows its options."""
+    for name, entry in sound(params.augment):
+        where = f"augment.{name}"
+        ingested = params.ingest.datasets.get(name)
+        if ingested is None:
+            yield f"{where}: no dataset of `ingest.datasets` has this name; remove the entry or ingest the dataset"
+        elif (ingested.reader, ingested.options.get("manifest"), ingested.root) != ("pairs", MANIFEST, entry.root):
+            wanted = f"{{reader: pairs, root: {entry.root}, options: {{manifest: {MANIFEST}}}}}"
+            yield f"{where}: ingest reads another dataset under this name; write ingest.datasets.{name}: {wanted}"
+        reader = entry.source.reader
+        if reader not in DATASETS:
+            yield f"{where}.source.reader: {closest(reader, DATASETS)}"
+        else:
+            yield from wrong_options(f"{where}.source", reader, entry.source.options)
+        if isinstance(entry, Edits) and isinstance(entry.editor, Drawn) and reader != "minichange":
+            yield f"{where}.editor.kind: drawn edits what the reader minichange reads alone; write instruct_pix2pix"
 
 
 def separate_folders(params: "Params") -> Iterator[str]:
@@ -353,6 +376,7 @@ def has_grammar(reader: str) -> bool:
 RULES: tuple[Callable[["Params"], Iterator[str]], ...] = (
     separate_folders,
     generator_roots,
+    made_datasets,
     source_names,
     trained_model,
     model_rates,
@@ -383,7 +407,11 @@ def read_paths(params: "Params", stage: str) -> list[tuple[str, Path, str]]:
     if stage.startswith("ingest@"):
         name = stage.removeprefix("ingest@")
         remedy = f"`m3diff synthesize {name}`" if name in params.synthesize else "fetch the dataset or correct the path"
+        remedy = f"`m3diff augment {name}`" if name in params.augment else remedy
         return [(f"ingest.datasets.{name}.root", params.ingest.datasets[name].root, remedy)]
+    if stage.startswith("augment@"):
+        name = stage.removeprefix("augment@")
+        return [(f"augment.{name}.source.root", params.augment[name].source.root, "fetch the source, or make it first")]
     if stage == "convert":
         return [("convert.questions", params.convert.questions, "see profiles/questions.yaml")]
     if stage == "train":

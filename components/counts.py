@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from components.records import SPLITS
 
 if TYPE_CHECKING:
+    from components.augment.stage import AugmentReport
     from components.convert.stage import ConvertReport
     from components.ingest.stage import IngestReport
     from components.validate.stage import ValidateReport
@@ -24,6 +25,19 @@ def by_split(counts: Mapping[str, int]) -> str:
     """`7,500 (train 7,000, test 500)`: in the order of SPLITS, without the empty ones."""
     parts = ", ".join(f"{split} {counts[split]:,}" for split in SPLITS if counts.get(split))
     return f"{sum(counts.values()):,}" + (f" ({parts})" if parts else "")
+
+
+def told_of_made(report: "AugmentReport") -> Iterator[str]:
+    """What augment made, and of what it made none."""
+    yield (
+        f"augment: {report.dataset}: {by_split(report.pairs)} pairs of {report.rows_in:,} tried, "
+        f"{by_split(report.references)} references"
+    )
+    for reason, count in report.rejected.items():
+        yield f"augment: {report.dataset}: rejected: {count:,}: {reason}"
+    if report.dropped_texts:
+        dropped = ", ".join(f"{reason} {count:,}" for reason, count in report.dropped_texts.items())
+        yield f"augment: {report.dataset}: texts of the writer that are not used: {dropped}"
 
 
 def told(report: "IngestReport") -> str:

@@ -30,6 +30,7 @@ ORDER = (
     "models",
     "pretrain",
     "synthesize",
+    "augment",
     "ingest",
     "validate",
     "convert",
@@ -89,9 +90,10 @@ def renamed(text: str, embedded: str, say: Say) -> str:
         say(f"compute.gpu_memory_gb: {memory} -> compute.gpu_kind: {_kind_said(memory)}")
     new = load_commented(embedded)
     _gate(values, new, say)
-    if EXTENDS not in values and "serve" not in values:
-        values.insert(list(values).index("compute"), "serve", new["serve"])
-        say("serve: new, as in the embedded profile")
+    for section, before in (("augment", "ingest"), ("serve", "compute")):
+        if EXTENDS not in values and section not in values:
+            values.insert(list(values).index(before), section, new[section])
+            say(f"{section}: new, as in the embedded profile")
     return dump_commented(values)
 
 

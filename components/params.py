@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
+from components.augment.params import MadeDataset
 from components.compute import Compute
 from components.consistency import closest, inconsistencies, shown
 from components.convert.params import Convert
@@ -68,6 +69,7 @@ class Params(Section):
     models: FrozenMap[str, Any]  # by name: the settings of a model family, as its `settings` says
     pretrain: Pretrain
     synthesize: FrozenMap[str, Any]  # by dataset name: the settings of its generator, as the dataset's file says
+    augment: FrozenMap[str, MadeDataset]  # by dataset name: what is made of which raw dataset, and how
     ingest: Ingest
     validate_: Validate = Field(alias="validate")
     convert: Convert

@@ -1,8 +1,9 @@
 """Parameter files on disk: read without a surprise, laid over what they extend, and written as the next run's.
 
 A profile is a file of `profiles/` that names what it `extends` and the few values that differ. Sections are laid over
-each other key by key; a collection by name (`ingest.datasets`, `convert.sources`, `synthesize`, `promote.guards`) is
-replaced whole where a profile names it. An inherited `synthesize` keeps only the datasets that the profile ingests.
+each other key by key; a collection by name (`ingest.datasets`, `convert.sources`, `synthesize`, `augment`,
+`promote.guards`) is replaced whole where a profile names it. An inherited `synthesize` or `augment` keeps only the
+datasets that the profile ingests.
 """
 
 import datetime
@@ -20,7 +21,7 @@ from components.files import write_atomic
 from components.section import ParamsError
 
 EXTENDS = "extends"
-REPLACED = (("ingest", "datasets"), ("convert", "sources"), ("synthesize",), ("promote", "guards"))
+REPLACED = (("ingest", "datasets"), ("convert", "sources"), ("synthesize",), ("augment",), ("promote", "guards"))
 """Collections by name: a profile that names one replaces it."""
 
 RENAMED: dict[str, str] = {
@@ -74,7 +75,7 @@ RENAMED_SINCE = {
 }
 """The same for files that have the sections of today."""
 
-NEW_SECTIONS = ("models", "pretrain", "promote", "serve", "compute")
+NEW_SECTIONS = ("models", "pretrain", "augment", "promote", "serve", "compute")
 NEW_KEYS = ("paths.base", "train.model", "train.export", "evaluate.metrics")
 """What the earlier files did not have: in such a file it is not reported as missing."""
 
@@ -157,14 +158,15 @@ def resolve(path: Path) -> tuple[dict[str, Any], list[str]]:
 def lay_over(below: dict[str, Any], overlay: dict[str, Any]) -> dict[str, Any]:
     """What a profile says on top of what it extends."""
     merged = _merge(below, overlay)
-    if "synthesize" not in overlay and isinstance(merged.get("synthesize"), dict):
-        ingest = merged.get("ingest")
-        datasets = ingest.get("datasets") if isinstance(ingest, dict) else None
-        ingested = datasets if isinstance(datasets, dict) else {}
-        made = merged["synthesize"]
-        for name in [name for name in made if name not in ingested]:
-            del made[name]
-        merged["synthesize"] = made or {}
+    ingest = merged.get("ingest")
+    datasets = ingest.get("datasets") if isinstance(ingest, dict) else None
+    ingested = datasets if isinstance(datasets, dict) else {}
+    for section in ("synthesize", "augment"):
+        if section not in overlay and isinstance(merged.get(section), dict):
+            made = merged[section]
+            for name in [name for name in made if name not in ingested]:
+                del made[name]
+            merged[section] = made or {}
     return merged
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 EXAMPLES = {
     "pretrain": ("m3diff pretrain", "m3diff --params infra/base-single.yaml pretrain"),
     "synthesize": ("m3diff synthesize minichange",),
+    "augment": ("m3diff augment minichange_edits",),
     "ingest": ("m3diff ingest", "m3diff ingest mine"),
     "validate": ("m3diff validate",),
     "convert": ("m3diff convert",),
@@ -40,7 +41,7 @@ EXAMPLES = {
 }
 """Of each command, as one types it from the project's root."""
 
-EXTRAS = {"score": "score", "caption": "serve", "serve": "serve"}
+EXTRAS = {"score": "score", "augment": "augment", "caption": "serve", "serve": "serve"}
 EXTRA = "train"
 """The extra of a command that EXTRAS does not name."""
 

@@ -25,7 +25,7 @@ BASE = Path("data/00_champion")
 """Where the champion's checkpoint lies as a base. `data/00_champion.dvc` tracks it."""
 
 LOCK = Path("dvc.lock")
-OF_DATASETS = ("synthesize", "ingest")
+OF_DATASETS = ("synthesize", "augment", "ingest")
 """Stages that there are once for each dataset, by whose name after the `@` it is known."""
 
 

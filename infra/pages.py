@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = {
     "README.md": "m3diff",
     "docs/your-data.md": "Your data in six steps",
+    "docs/made-data.md": "Made data",
     "docs/serving.md": "Captions over HTTP",
     "docs/sharing.md": "Share a model",
     "docs/extending.md": "Extend",

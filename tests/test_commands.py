@@ -367,8 +367,54 @@ def test_before_training_words_that_the_base_does_not_know_are_named(monkeypatch
 def test_every_command_is_tried():
     tried = {argv[0] for argv, *_ in CALLS.values()}
     apart = {"plan", "profile", "migrate", "caption", "score", "compare", "history", "models", "lineage", "restore"}
-    apart |= {"prune"}
+    apart |= {"prune", "augment"}
     assert tried | apart == COMMANDS.keys()
+
+
+MADE = """\
+augment:
+  made:
+    kind: edits
+    source: {reader: minichange, root: data/01_raw/minichange}
+    root: data/01_raw/made
+    seed: 1
+    editor: {kind: drawn}
+    writer: {kind: grammar}
+    edits: 2
+    paraphrases: {}
+"""
+
+
+def add_made(project: Path) -> None:
+    text = (project / "params.yaml").read_text()
+    assert "\naugment: {} " in text
+    text = "\n".join(MADE if line.startswith("augment: {}") else line for line in text.split("\n"))
+    ingested = "    made: {reader: pairs, root: data/01_raw/made, options: {manifest: pairs.jsonl}}"
+    text = text.replace(
+        "\n    minichange: {reader: minichange", f"\n{ingested}\n    minichange: {{reader: minichange", 1
+    )
+    (project / "params.yaml").write_text(text)
+
+
+def test_augment_makes_the_entry_that_is_named_and_prints_what_it_made(monkeypatch, project, capsys):
+    add_made(project)
+    recorder = Recorder(monkeypatch, "components.augment.stage", augment=RESULT)
+    monkeypatch.setattr(command_line, "told_of_made", lambda report: [str(report), "a reason"])
+    assert main(["augment", "made"]) == 0
+    params = load_params()
+    assert recorder.calls == [("augment", {"name": "made", "cfg": params.augment["made"], "compute": params.compute})]
+    assert capsys.readouterr().out == "what the stage said\na reason\n"
+
+
+def test_augment_is_refused_before_it_starts_where_its_source_is_not_there(monkeypatch, project, capsys):
+    add_made(project)
+    recorder = Recorder(monkeypatch, "components.augment.stage", augment=RESULT)
+    Path("data/01_raw/minichange").rmdir()
+    assert main(["augment", "made"]) == 2
+    assert "augment.made.source.root: data/01_raw/minichange is not there; fetch the source" in capsys.readouterr().err
+    assert main(["ingest", "made"]) == 2
+    assert "ingest.datasets.made.root: data/01_raw/made is not there; `m3diff augment made`" in capsys.readouterr().err
+    assert recorder.calls == []
 
 
 @pytest.mark.parametrize("allowed", [False, True])
@@ -494,6 +540,7 @@ def test_ingest_without_a_name_reads_every_dataset_in_order(monkeypatch):
     ("argv", "words"),
     [
         (["ingest", "minichang"], "ingest.datasets: no entry 'minichang'; did you mean 'minichange'?"),
+        (["augment", "made"], "augment: no entry 'made'; expected one of none"),
         (["synthesize", "minichang"], "synthesize: no entry 'minichang'; did you mean 'minichange'?"),
     ],
 )

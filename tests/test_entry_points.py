@@ -18,7 +18,7 @@ from tests.toy import REPOSITORY
 
 GRAPH = yaml.safe_load((REPOSITORY / "dvc.yaml").read_text())["stages"]
 STAGES = list(GRAPH)
-LOOPS = {"synthesize": "synthesize.${key}", "ingest": "ingest.datasets.${key}"}
+LOOPS = {"synthesize": "synthesize.${key}", "augment": "augment.${key}", "ingest": "ingest.datasets.${key}"}
 """Stages that run once for each dataset (`ingest@minichange`), with the parameters of one run."""
 
 ACTIONS = ["register", "promote"]  # act outside the repository: no stages of DVC
@@ -38,6 +38,7 @@ def test_the_sections_of_params_yaml_are_paths_models_the_stages_in_order_the_ac
 def test_a_stage_of_dvc_has_a_loop_where_it_runs_once_for_each_dataset():
     assert {stage for stage, entry in GRAPH.items() if "foreach" in entry} == LOOPS.keys()
     assert GRAPH["synthesize"]["foreach"] == "${synthesize}"
+    assert GRAPH["augment"]["foreach"] == "${augment}"
     assert GRAPH["ingest"]["foreach"] == "${ingest.datasets}"
 
 
@@ -88,7 +89,9 @@ def test_the_flow_has_a_task_for_each_stage_that_dvc_runs_then_push_register_and
     pipeline.work_through(Done(work, []), {"train": []})
     assert names == [*dvc.stages(), "push", "commit", *ACTIONS]
     run = list(dict.fromkeys(stage.partition("@")[0] for stage in dvc.stages()))
-    assert run == [stage for stage in STAGES if stage != "pretrain"], "a frozen stage is not run"
+    empty = {stage for stage, section in yaml.safe_load(Path("params.yaml").read_text()).items() if section == {}}
+    assert run == [stage for stage in STAGES if stage not in {"pretrain"} | empty], "a frozen stage is not run"
+    assert empty == {"augment"}, "off by default"
 
 
 def test_help_loads_no_heavy_library():

@@ -16,6 +16,7 @@ SHARED = {
     "section",
     "closure",
     "compute",
+    "endpoint",
     "gpus",
     "files",
     "reports",

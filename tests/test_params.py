@@ -26,12 +26,23 @@ QUESTIONS = REPOSITORY / "profiles" / "questions.yaml"
 REMOVED = object()
 NAN, INFINITE = float("nan"), float("inf")
 
+INGESTED = {"reader": "pairs", "root": "data/01_raw/made", "options": {"manifest": "pairs.jsonl"}}
+EDITS = {
+    "kind": "edits",
+    "source": {"reader": "minichange", "root": "data/01_raw/minichange"},
+    "root": "data/01_raw/made",
+    "seed": 1,
+    "editor": {"kind": "drawn"},
+    "writer": {"kind": "grammar"},
+    "edits": 2,
+    "paraphrases": {"test": 4},
+}
 OMNIDIFF = {"reader": "omnidiff", "root": "data/01_raw/omnidiff"}
 EXTRA = "ingest.datasets.extra"
 
 WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
     "a misspelt key": ({"train.epoch": 5}, ["train.epoch: unknown key; did you mean 'epochs'? known keys: base, ep"]),
-    "an unknown section": ({"tuning": {}}, ["tuning: unknown key; known keys: compute, convert, evaluate"]),
+    "an unknown section": ({"tuning": {}}, ["tuning: unknown key; known keys: augment, compute, convert"]),
     "a key misspelt where the other is missing": (
         {"predict.limits": 0, "predict.limit": REMOVED},
         [
@@ -255,6 +266,79 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
             "synthesize.minichange.oversample_types.0: expected 'viewpoint'",
         ],
     ),
+    "a made dataset that is not ingested, or as another": (
+        {
+            "augment.other": EDITS,
+            "augment.minichange": EDITS,
+            "augment.made": EDITS,
+            EXTRA: {"reader": "pairs", "root": "x"},
+        }
+        | {"ingest.datasets.made": {"reader": "pairs", "root": "data/01_raw/made"}},
+        [
+            "augment.other: no dataset of `ingest.datasets` has this name; remove the entry or ingest the dataset",
+            "augment.minichange: ingest reads another dataset under this name; write ingest.datasets.minichange: "
+            "{reader: pairs, root: data/01_raw/made, options: {manifest: pairs.jsonl}}",
+            "augment.made: ingest reads another dataset under this name; write",
+        ],
+    ),
+    "a made dataset's own settings": (
+        {
+            "ingest.datasets.made": INGESTED,
+            "augment.made": EDITS | {"kind": "edit"},
+        },
+        ["augment.made: expected a mapping with kind: edits, neighbours, coupled_samples"],
+    ),
+    "parts of made datasets": (
+        {
+            "ingest.datasets.made": INGESTED,
+            "augment.made": EDITS
+            | {
+                "edits": 0,
+                "edit": 3,
+                "editor": {"kind": "drawn", "steps": 3},
+                "writer": {"kind": "endpoint", "url": "ftp://x", "model": "m"},
+                "paraphrases": {"tset": 2},
+            },
+            "augment.second": {
+                "kind": "neighbours",
+                "root": "data/01_raw/second",
+                "seed": 1,
+                "features": {"kind": "cilp"},
+                "band": [0.9, 0.7],
+                "candidates": 3,
+                "max_text_similarity": 0.7,
+                "references": 1,
+            },
+            "augment.third": 3,
+        },
+        [
+            "augment.made.edits: must be 1 or more (found 0)",
+            "augment.made.edit: unknown key; did you mean 'edits'?",
+            "augment.made.editor.steps: unknown key; known keys: kind",
+            "augment.made.writer.url: expected text (found 'ftp://x')",
+            "augment.made.paraphrases.tset: expected 'train', 'val' or 'test' (found 'tset')",
+            "augment.second.features: expected a mapping with kind: encoder, clip (found {'kind': 'cilp'})",
+            "augment.second.band: expected two numbers of -1 to 1, the lower first, found [0.9, 0.7]",
+            "augment.second.source: missing; add it as in profiles/embedded.yaml",
+            "augment.second.writer: missing",
+            "augment.third: expected a mapping with kind: edits, neighbours, coupled_samples (found 3)",
+        ],
+    ),
+    "a source that cannot be read so": (
+        {
+            "ingest.datasets.made": INGESTED,
+            "augment.made": EDITS | {"source": {"reader": "magicbrus", "root": "x"}},
+            "ingest.datasets.second": INGESTED | {"root": "data/01_raw/second"},
+            "augment.second": EDITS
+            | {"root": "data/01_raw/second", "source": {"reader": "magicbrush", "root": "x", "options": {"tst": None}}}
+            | {"editor": {"kind": "instruct_pix2pix", "model": "models/ip2p"}},
+        },
+        [
+            "augment.made.source.reader: did you mean 'magicbrush'?",
+            "augment.made.editor.kind: drawn edits what the reader minichange reads alone; write instruct_pix2pix",
+            "augment.second.source.options.tst: unknown option; did you mean 'test'? known keys: test",
+        ],
+    ),
     "sources and tasks": (
         {
             "convert.sources.minichang": {},
@@ -269,7 +353,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "a task that the questions have not": (
         {"convert.sources.minichange": {"task": "diference"}},
-        ["convert.sources.minichange.task: did you mean 'difference'? expected one of birds, ccexpert, detail, di"],
+        ["convert.sources.minichange.task: did you mean 'difference'? expected one of birds, ccexpert, describe, de"],
     ),
     "metrics": (
         {"evaluate.metrics": ["CIDer", "METEOR", "METEOR"], "promote.guards": {}},

@@ -14,7 +14,18 @@ from components.section import ParamsError
 from tests.toy import REPOSITORY
 
 PROFILES = REPOSITORY / "profiles"
-ALL = ["blip2idc", "embedded-gpu", "embedded", "levir-cc", "one-gpu", "onediff", "paper-letter", "paper", "small"]
+ALL = [
+    "blip2idc",
+    "embedded-gpu",
+    "embedded",
+    "levir-cc",
+    "made-data",
+    "one-gpu",
+    "onediff",
+    "paper-letter",
+    "paper",
+    "small",
+]
 SEVEN = ["omnidiff_real", "omnidiff_render", "spot_the_diff", "iedit", "birds_to_words", "clevr_change", "clevr_dc"]
 
 

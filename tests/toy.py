@@ -127,6 +127,13 @@ def synthesize(params: dict[str, Any], paths: dict[str, Path], name: str) -> Non
     (Path(settings["root"]) / "grammar.json").write_text(json.dumps({"clause_separator": ", and "}))
 
 
+def augment(params: dict[str, Any], paths: dict[str, Path], name: str) -> None:
+    entry = params["augment"][name]
+    splits = json.loads((Path(entry["source"]["root"]) / "pairs.json").read_text())
+    write_dataset(Path(entry["root"]), tuple(splits), entry["seed"])
+    Path(f"{entry['root']}.json").write_text(json.dumps({"rows": len(splits)}))
+
+
 def ingest(params: dict[str, Any], paths: dict[str, Path], name: str) -> None:
     root, out = Path(params["ingest"]["datasets"][name]["root"]), paths["records"] / name
     out.mkdir(parents=True)

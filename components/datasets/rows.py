@@ -1,4 +1,4 @@
-"""What a reader yields. A row that cannot be read stays, with a `fault`."""
+"""What a reader yields: pairs, or single images. A row that cannot be read stays, with a `fault`."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -19,6 +19,18 @@ class Row(NamedTuple):
     source: str  # file and row or key, relative to the root
     fault: str | None = None  # what the reader itself found wrong
     raw_rows: int = 1  # rows of the annotation file that were merged into this one
+
+
+class Single(NamedTuple):
+    """One image with captions of its own, unchecked. Its path is relative to the dataset's root."""
+
+    name: Any
+    split: Any
+    scene: Any  # what is made of images of one scene must stay in its split
+    image: Any
+    captions: Any
+    source: str  # file and row or key, relative to the root
+    fault: str | None = None  # what the reader itself found wrong
 
 
 def is_scene(value: Any) -> bool:

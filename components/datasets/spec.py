@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from components.datasets.rows import Row
+from components.datasets.rows import Row, Single
 from components.records import DataError
 
 Use = Literal["train", "redistribute", "show"]
@@ -120,6 +120,7 @@ class DatasetSpec:
     grammar: Callable[[Path], Mapping[str, Any]] | None = None  # root -> rules that read a caption back into changes
     generate: Generator | None = None
     never_train: tuple[Literal["val"], ...] = ()  # splits beside test that its authors ask to keep out of training
+    singles: Callable[[Path], Iterator[Single]] | None = None  # root -> its images with captions of their own
     unpack: Callable[[Path], int] | None = None  # root -> images written out of its Parquet files, and how many
 
     def part(self, name: str) -> Published | None:

@@ -70,6 +70,7 @@ SMALL_FILES = {
     "change_captions.json": "c2e94e5507250e7a15c98161c1e899e9c3eb563005bb403fa7a21233965be017",
     "grammar.json": "7b20d538bbb9dd0f637d5acbe9a08249913d00cb0bb8a169bae0d21700e24ac1",
     "no_change_captions.json": "cb4f98273204f8c2c3231be108e6b0cfed598234ea0574b26dea1161e758377c",
+    "scenes.json": "590f6703064b1208cf55100ef75bfe0e38a15f5b33f536f7a84602c86d0d2c1d",
     "splits.json": "b9468a60a433da70dd02510cdff900e6a9566b29a97bd362e65d556b4bfffa16",
     "type_mapping.json": "27a3e0228dd80decea5d82e588a89772fffce47f4cc94dde42338079d0b1fd0d",
 }

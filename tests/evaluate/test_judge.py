@@ -1,10 +1,7 @@
 """The judge against a server on 127.0.0.1 that speaks the protocol: verdicts, refusals, 429, cut JSON, no server."""
 
 import json
-import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -16,60 +13,17 @@ from components.evaluate.metrics.judge import Judge, question, sample
 from components.evaluate.metrics.scorer import ScorerFailed
 from components.evaluate.params import JudgeSettings
 from components.evaluate.stage import evaluate
+from tests.chat import Server, chat_server
 from tests.evaluate import bench
 
 RIGHT, WRONG = '{"right": true, "reason": "the same"}', 'Sure! {"right": false, "reason": "other object"} Bye.'
 
 
-@dataclass
-class Server:
-    """What it answers to a question, by a word in it: a list of replies, the last one for ever."""
-
-    url: str = ""
-    replies: dict[str, list[Any]] = field(default_factory=dict)
-    asked: list[dict[str, Any]] = field(default_factory=list)
-    keys: set[str] = field(default_factory=set)
-
-    def reply(self, text: str) -> Any:
-        for word, replies in self.replies.items():
-            if word in text:
-                return replies.pop(0) if len(replies) > 1 else replies[0]
-        return RIGHT
-
-
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    known, lock = Server(), threading.Lock()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            with lock:
-                known.asked.append(body)
-                known.keys.add(self.headers["Authorization"])
-                reply = known.reply(body["messages"][0]["content"])
-            status, message = (reply, None) if isinstance(reply, int) else (200, reply)
-            if isinstance(message, str):
-                message = {"role": "assistant", "content": message}
-            choices = [] if message is None else [{"index": 0, "finish_reason": "stop", "message": message}]
-            answer = {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": choices}
-            sent = json.dumps(answer).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Retry-After", "0")
-            self.send_header("Content-Length", str(len(sent)))
-            self.end_headers()
-            self.wfile.write(sent)
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=http.serve_forever, daemon=True).start()
-    known.url = f"http://127.0.0.1:{http.server_port}/v1"
     monkeypatch.setenv("JUDGE_KEY", "secret")
-    yield known
-    http.shutdown()
+    with chat_server(RIGHT) as known:
+        yield known
 
 
 def settings(server: Server, **changes: Any) -> JudgeSettings:

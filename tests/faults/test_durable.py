@@ -18,6 +18,8 @@ from safetensors.torch import load_file
 from components import decisions as record
 from components import files
 from components.decisions import Entry, append, decisions
+from components.endpoint import Answer as Reply
+from components.endpoint import Answers
 from components.files import write_atomic
 from components.models import checkpoint
 from components.models.checkpoint import CheckpointError, verify_manifest, write_manifest
@@ -33,6 +35,8 @@ from tests.train.toy import write_mixture
 # Every write, listed
 
 ATOMIC = {
+    "components/augment/edits.py _edit",
+    "components/augment/stage.py _write",
     "components/compare/compare.py compare",
     "components/datasets/minichange/generate.py generate",
     "components/evaluate/report/report.py write_report",
@@ -83,11 +87,12 @@ RENAMED = {
 PLAIN = {
     "components/archive/commit.py add_worktree": "in a worktree of its own, made anew after a failure",
     "components/archive/lineage.py of_stored": "in a temporary folder",
+    "components/augment/stage.py _write": "DVC",
     "components/convert/stage.py _write_shards": "DVC",
     "components/datasets/minichange/generate.py _write_scene": "DVC",
     "components/decisions.py alone": "a lock",
     "components/datasets/embedded.py _unpacked": "DVC",
-    "components/evaluate/metrics/judge.py Judge._keep": "a line appended; a torn one is read as none",
+    "components/endpoint.py Answers.keep": "here: a line appended and flushed; a torn one is read as none",
     "components/evaluate/metrics/scorer.py Scorer.__init__": "a log",
     "components/evaluate/metrics/worker.py ask_meteor": "a log",
     "components/evaluate/metrics/worker.py each_in_a_process": "in a temporary folder",
@@ -418,6 +423,20 @@ def test_captions_that_were_flushed_are_there_whenever_power_goes(tmp_path: Path
     for _, place in after(disk, tmp_path / "after"):
         with Journal(place / "journal.jsonl") as journal:
             seen.append([pair for _, pair in journal.answers])
+    assert seen == sorted(seen)
+    assert seen[0] == ["0"]
+    assert seen[-1] == ["0", "1", "2"]
+
+
+def test_answers_of_an_endpoint_are_there_whenever_power_goes(tmp_path: Path) -> None:
+    root = tmp_path / "disk"
+    root.mkdir()
+    Answers(root / "answers.jsonl").keep("0", {}, Reply("text", "one"))
+    with Disk(root) as disk:
+        answers = Answers(root / "answers.jsonl")
+        for number in (1, 2):
+            answers.keep(str(number), {}, Reply("text", f"answer {number}"))
+    seen = [list(Answers(place / "answers.jsonl").known) for _, place in after(disk, tmp_path / "after")]
     assert seen == sorted(seen)
     assert seen[0] == ["0"]
     assert seen[-1] == ["0", "1", "2"]

@@ -144,7 +144,8 @@ def test_the_stages_come_after_all_that_they_read_and_frozen_ones_are_left_out(p
     assert len(edges) >= 6
     written = list(yaml.safe_load((project / "dvc.yaml").read_text())["stages"])
     assert written[0] == "pretrain"
-    assert list(dict.fromkeys(name.partition("@")[0] for name in order)) == written[1:]
+    run = [stage for stage in written[1:] if stage != "augment"]  # of which the embedded run has no entry
+    assert list(dict.fromkeys(name.partition("@")[0] for name in order)) == run
     assert {"synthesize@minichange", "ingest@minichange", "ingest@minichange_shifted"} < set(order)
     assert all(order.index(before) < order.index(after) for before, after in edges)
     assert all(before in stages[after] for before, after in edges)

@@ -1,7 +1,7 @@
 """MiniChange: the embedded benchmark, which draws itself: small scenes on a table, one to three changes or none.
 
 Page: this folder. Licence: Apache-2.0, as the project's. Written in CLEVR-Change's layout and read by its reader, with
-one file more:
+two files more:
 
     images/CLEVR_default_000123.png           before
     sc_images/CLEVR_semantic_000123.png       after: the changes, and a small move of camera and light
@@ -11,6 +11,7 @@ one file more:
     splits.json               {"train": [123, ...], "val": [...], "test": [...]}
     type_mapping.json         {"color": ["000123.png", ...], ...}; a pair with several changes stands under each
     grammar.json              rules that read a caption back into changes: type, object, place, what it was and became
+    scenes.json               what each image shows (`scenes.py`): for who edits an image or describes it
 
 `change.py` says how each of OmniDiff's twelve change types is drawn, `generate.py` writes the files. The number of
 scenes is a parameter, so no count is published.
@@ -25,13 +26,14 @@ a turned and tilted camera (`render.LOOKS`). The embedded run draws such a datas
 `minichange_shifted`: how far its scores fall says how much of what a model learnt is the look of the training images.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from components.datasets.clevr_change import read
 from components.datasets.files import read_json
 from components.datasets.minichange.settings import MiniChange
+from components.datasets.rows import Single
 from components.datasets.spec import DatasetSpec, Generator, Licence, Permission, Protocol
 
 
@@ -44,6 +46,12 @@ def _generate(settings: MiniChange) -> None:
     from components.datasets.minichange.generate import generate
 
     generate(settings)
+
+
+def _singles(root: Path) -> Iterator[Single]:
+    from components.datasets.minichange.scenes import read_singles
+
+    return read_singles(root)
 
 
 ALLOWED = Permission("yes", "drawn by this project, under its licence")
@@ -62,5 +70,6 @@ SPEC = DatasetSpec(
         Protocol("distractor", n=None, ids=r"\d+\.png_n"),
     ),
     grammar=read_grammar,
+    singles=_singles,
     generate=Generator(settings=MiniChange, generate=_generate),
 )

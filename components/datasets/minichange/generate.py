@@ -18,13 +18,13 @@ from components.datasets.minichange.change import sample_types
 from components.datasets.minichange.language import grammar, references
 from components.datasets.minichange.levels import LEVELS
 from components.datasets.minichange.render import render
-from components.datasets.minichange.scene import WIDTHS
+from components.datasets.minichange.scene import WIDTHS, Scene
+from components.datasets.minichange.scenes import FILE, FOLDERS, as_json, image_paths
 from components.datasets.minichange.settings import MiniChange
 from components.files import write_atomic
 from components.progress import progress
 from components.records import CHANGE_TYPES, DataError
 
-FOLDERS = {"images": "default", "sc_images": "semantic", "nsc_images": "nonsemantic"}
 ANNOTATIONS = ("change_captions.json", "no_change_captions.json", "splits.json", "type_mapping.json", "grammar.json")
 
 
@@ -34,6 +34,7 @@ class Written(NamedTuple):
     number: int
     types: tuple[str, ...]
     references: list[str]
+    shown: tuple[Scene, ...]  # before, after, distractor
 
 
 def generate(settings: MiniChange) -> None:
@@ -50,11 +51,13 @@ def generate(settings: MiniChange) -> None:
         scenes = list(progress(written, "synthesize", total=total, unit="scene"))
     for name, content in _annotations(settings, scenes, splits).items():
         write_atomic(settings.root / name, json.dumps(content, indent=1) + "\n")
+    shown = ((path, scene) for each in scenes for path, scene in zip(image_paths(each.number), each.shown, strict=True))
+    write_atomic(settings.root / FILE, as_json(settings, shown))
 
 
 def _empty(root: Path) -> None:
     """Make the folder with nothing but empty image folders in it."""
-    ours = {*FOLDERS, *ANNOTATIONS}
+    ours = {*FOLDERS, *ANNOTATIONS, FILE}
     if strange := sorted(path.name for path in root.glob("[!.]*") if path.name not in ours):
         raise DataError(f"{root}: holds {strange[0]!r}, which MiniChange does not write; name another root")
     shutil.rmtree(root, ignore_errors=True)
@@ -74,10 +77,11 @@ def _write_scene(settings: MiniChange, training: range, number: int) -> Written:
     deck = CHANGE_TYPES + (settings.oversample_types if number in training else ())
     types = sample_types(rng, number, settings.multi_change_share, deck)
     before, after, distractor, changes = LEVELS[settings.level].sample_pair(rng, types)
-    for (folder, word), scene in zip(FOLDERS.items(), (before, after, distractor), strict=True):
-        path = settings.root / folder / f"CLEVR_{word}_{number:06d}.png"
+    shown = (before, after, distractor)
+    for name, scene in zip(image_paths(number), shown, strict=True):
+        path = settings.root / name
         render(scene, settings.image_px, rng, settings.domain).save(path, compress_level=4)
-    return Written(number, types, references(changes, settings.references))
+    return Written(number, types, references(changes, settings.references), shown)
 
 
 def _annotations(settings: MiniChange, scenes: list[Written], splits: dict[str, range]) -> dict[str, Any]:

@@ -8,12 +8,11 @@ its answer, so that no text is judged twice and anyone can read why a caption wa
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
+from components.endpoint import Answer, Endpoint, Question
 from components.evaluate.metrics.metric import (
     ALL,
     Groups,
@@ -27,7 +26,7 @@ from components.evaluate.metrics.metric import (
 from components.evaluate.metrics.scorer import ScorerFailed
 from components.evaluate.pairs import EvalPair
 from components.evaluate.params import JudgeSettings
-from components.progress import progress
+from components.section import ParamsError
 
 NO_VERDICT = "the judge gave no verdict that could be read; its answers stand in scores.parquet"
 PROMPT = """Below are descriptions of what changed from one image to another.
@@ -41,8 +40,6 @@ Written by a model:
 Does the model's description name the same change or changes as the people's, and nothing that did not happen? Wording
 does not count. Answer with JSON alone: {{"right": true or false, "reason": "one short sentence"}}"""
 ATTEMPTS = 2  # at an answer that is JSON
-RETRIES = 5  # of a request that the server puts off (429) or fails (5xx); the client waits as the server asks
-CONCURRENT = 8
 
 
 class Verdict(NamedTuple):
@@ -52,20 +49,19 @@ class Verdict(NamedTuple):
     answer: str
 
 
+UNKNOWN = Verdict(None, "")
+
+
 def question(prediction: str, references: Sequence[str]) -> str:
     return PROMPT.format(prediction=prediction, references="\n".join(f"- {reference}" for reference in references))
 
 
 class Judge:
-    """The endpoint, with what it has answered so far in `store`, a line of JSON for each question."""
+    """The endpoint, with what it has answered so far in `store`."""
 
     def __init__(self, settings: JudgeSettings, store: Path) -> None:
-        self.settings, self.store = settings, store
-        self.known: dict[str, Verdict] = {}
-        for line in store.read_text(encoding="utf-8").splitlines() if store.is_file() else ():
-            entry = json.loads(line)
-            if entry["model"] == settings.model and entry["url"] == settings.url:
-                self.known[entry["question"]] = Verdict(entry["right"], entry["answer"])
+        self.settings = settings
+        self.endpoint = Endpoint(settings.url, settings.model, settings.key_variable, settings.timeout_s, store)
 
     @classmethod
     def in_folder(cls, settings: JudgeSettings, folder: Path) -> Self:
@@ -77,56 +73,23 @@ class Judge:
         Raises:
             ScorerFailed: the endpoint cannot be reached, or refuses the key or the model.
         """
-        import openai
-
-        new = list(dict.fromkeys(text for text in questions if text not in self.known))
-        if new:
-            client = openai.OpenAI(
-                base_url=self.settings.url,
-                api_key=os.environ.get(self.settings.key_variable) or "none",
-                max_retries=RETRIES,
-                timeout=self.settings.timeout_s,
-            )
-            with client, ThreadPoolExecutor(CONCURRENT) as pool:
-                try:
-                    asked = pool.map(lambda text: self._verdict(client, text), new)
-                    for text, verdict in zip(new, progress(asked, "evaluate: judge", len(new), "pair"), strict=True):
-                        self._keep(text, verdict)
-                except openai.OpenAIError as error:
-                    pool.shutdown(cancel_futures=True)
-                    raise ScorerFailed(
-                        f"{self.settings.url}, model {self.settings.model!r}: {type(error).__name__}: {error}; see "
-                        f"evaluate.judge and the environment variable {self.settings.key_variable}"
-                    ) from error
-        return [self.known[text] for text in questions]
-
-    def _keep(self, text: str, verdict: Verdict) -> None:
-        self.known[text] = verdict
-        self.store.parent.mkdir(parents=True, exist_ok=True)
-        entry = {"url": self.settings.url, "model": self.settings.model, "question": text, **verdict._asdict()}
-        with self.store.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry, ensure_ascii=False) + "\n")
-
-    def _verdict(self, client: Any, text: str) -> Verdict:
-        verdict = Verdict(None, "")
-        for _ in range(ATTEMPTS):
-            reply = client.chat.completions.create(
-                model=self.settings.model, messages=[{"role": "user", "content": text}], temperature=0
-            )
-            verdict = read_verdict(reply)
-            if verdict.right is not None:
-                break
-        return verdict
+        verdicts: dict[str, Verdict] = {}
+        try:
+            for attempt in range(ATTEMPTS):
+                texts = [text for text in dict.fromkeys(questions) if verdicts.get(text, UNKNOWN).right is None]
+                answers = self.endpoint.ask([Question(text, n=attempt) for text in texts], "evaluate: judge")
+                verdicts |= {text: read_verdict(answer) for text, answer in zip(texts, answers, strict=True)}
+        except (ParamsError, ConnectionError) as error:
+            told = f"see evaluate.judge and the environment variable {self.settings.key_variable}"
+            raise ScorerFailed(f"{error}; {told}") from error
+        return [verdicts[text] for text in questions]
 
 
-def read_verdict(reply: Any) -> Verdict:
-    """What a chat completion says; a refusal and anything but the JSON asked for is no verdict."""
-    if not reply.choices:
-        return Verdict(None, "no answer")
-    message = reply.choices[0].message
-    if getattr(message, "refusal", None):
-        return Verdict(None, f"refused: {message.refusal}")
-    said = message.content or ""
+def read_verdict(answer: Answer) -> Verdict:
+    """What the judge says; a refusal and anything but the JSON asked for is no verdict."""
+    if answer.kind == "refused":
+        return Verdict(None, f"refused: {answer.text}")
+    said = answer.text
     start, end = said.find("{"), said.rfind("}")
     try:
         right = json.loads(said[start : end + 1])["right"]

@@ -1,0 +1,87 @@
+"""What two images are compared by.
+
+A base's own encoder gives the features of all places, joined. Their mean would not do: on MiniChange it calls any two
+scenes alike (cosine of the nearest other scene 0.93 in the mean), joined they are not (0.58), and OneDiff's band of
+0.75 to 0.94 holds what has changed. CLIP and SigLIP give the embedding that they were trained for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from components.augment.params import Clip, Encoder
+from components.augment.search import Matrix
+from components.augment.weights import identity
+from components.images import load_image
+from components.progress import progress
+
+if TYPE_CHECKING:
+    from PIL import Image
+    from torch import Tensor
+
+    from components.models.device import Device
+
+BATCH = 32
+
+
+def _in_batches(images: Sequence[Path], embed: Callable[[list[Image.Image]], Tensor]) -> Matrix:
+    """What `embed` makes of all images, each flattened and of length 1."""
+    import torch
+
+    found = []
+    starts = range(0, len(images), BATCH)
+    for start in progress(starts, "augment: features", len(starts), "batch"):
+        with torch.inference_mode():
+            batch = embed([load_image(path) for path in images[start : start + BATCH]]).flatten(1).float()
+        found.append(torch.nn.functional.normalize(batch, dim=1).cpu().numpy())
+    return np.concatenate(found)
+
+
+class EncoderFeatures:
+    def __init__(self, cfg: Encoder, device: Device) -> None:
+        self.folder, self.device, self.identity = str(cfg.model), device, identity(cfg)
+
+    def features(self, images: Sequence[Path]) -> Matrix:
+        from transformers import LlavaOnevisionForConditionalGeneration
+
+        from components.models.m3diff.processing import M3DiffImageProcessor
+
+        processor = M3DiffImageProcessor.from_pretrained(self.folder)
+        model = LlavaOnevisionForConditionalGeneration.from_pretrained(
+            self.folder, dtype=self.device.dtype, local_files_only=True, use_safetensors=True
+        )
+        layer: Any = model.config.vision_feature_layer
+        encoder: Any = model.model.vision_tower.to(self.device.torch).eval()
+
+        def embed(images: list[Image.Image]) -> Tensor:
+            """[images, places, width] of the layer that the base's LLM is shown."""
+            pixels = processor.preprocess(images)["pixel_values"].to(self.device.torch, self.device.dtype)
+            return encoder(pixels, output_hidden_states=True).hidden_states[layer]
+
+        return _in_batches(images, embed)
+
+
+class ClipFeatures:
+    def __init__(self, cfg: Clip, device: Device) -> None:
+        self.folder, self.device, self.identity = str(cfg.model), device, identity(cfg)
+
+    def features(self, images: Sequence[Path]) -> Matrix:
+        from transformers import AutoImageProcessor, AutoModel
+
+        processor: Any = AutoImageProcessor.from_pretrained(self.folder, local_files_only=True)
+        loaded: Any = AutoModel.from_pretrained(
+            self.folder, dtype=self.device.dtype, local_files_only=True, use_safetensors=True
+        )
+        model = loaded.to(self.device.torch).eval()
+
+        def embed(images: list[Image.Image]) -> Tensor:
+            """[images, width] of the space that images and texts share."""
+            pixels = processor(images=images, return_tensors="pt")["pixel_values"]
+            found = model.get_image_features(pixel_values=pixels.to(self.device.torch, self.device.dtype))
+            return getattr(found, "pooler_output", found)
+
+        return _in_batches(images, embed)

@@ -1,0 +1,173 @@
+"""What a dataset is made from: the rows of a raw dataset, checked as far as making needs; what is not usable is
+counted by its reason.
+
+A made pair stays in the split of what it is made from. Where a source has a scene in two splits, the higher one (test,
+val, train) keeps it, as validate decides.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import polars as pl
+
+from components.augment.params import Source, Split
+from components.datasets import DATASETS
+from components.datasets.embedded import unpacked
+from components.datasets.rows import Row, Single
+from components.image_cache import check_images
+from components.image_check import OK
+from components.records import NO_CHANGE, SPLITS, DataError
+
+MAX_PIXELS = 50_000_000
+"""A larger image is not used."""
+
+Rejected = Counter[str]
+"""How many pairs were not made, by reason."""
+
+
+class Original(NamedTuple):
+    """An image with the instruction to edit it by."""
+
+    name: str
+    split: Split
+    scene: str
+    image: Path
+    digest: str  # of the image file
+    instruction: str
+    change_types: list[str]
+    caption: str | None  # of the image, where the source has one
+
+
+class Captioned(NamedTuple):
+    """An image with a caption of its own."""
+
+    name: str
+    split: str
+    scene: str
+    image: Path
+    digest: str
+    caption: str
+
+
+def read_originals(source: Source, unpack_to: Path, image_cache: Path, rejected: Rejected) -> list[Original]:
+    """The usable originals, one for each row of the source's splits; of each other row a reason is counted.
+
+    Args:
+        unpack_to: the folder for images that stand in a Parquet file.
+        image_cache: what is known of images by content; it changes nothing of what is found.
+
+    Raises:
+        DataError: the source is not there, or its annotation files cannot be used.
+    """
+    captions = {place_of(source, each.image): _first(each.captions) for each in _singles(source)}
+    found = []
+    for row in _usable(_rows(source, unpack_to), source, rejected):
+        image, text = place_of(source, row.before), _first(row.references)
+        if row.change_types == [NO_CHANGE]:
+            rejected["nothing is to change"] += 1
+        elif not text:
+            rejected["no instruction"] += 1
+        else:
+            found.append((row, image, text))
+    digests = _digests([image for _, image, _ in found], image_cache, rejected)
+    return [
+        Original(row.name, row.split, row.scene, image, digests[image], text, row.change_types, captions.get(image))
+        for row, image, text in found
+        if image and image in digests
+    ]
+
+
+def read_captioned(source: Source, unpack_to: Path, image_cache: Path, rejected: Rejected) -> list[Captioned]:
+    """The usable images with their first captions: those that the source's dataset describes, else its pairs of an
+    image with itself (the reader `pairs` with one column for both images). Of each other a reason is counted.
+
+    Raises:
+        DataError: the source is not there, its annotation files cannot be used, or it has no captions of single images.
+    """
+    singles = list(_singles(source)) or _same_twice(_rows(source, unpack_to))
+    if not singles:
+        raise DataError(
+            f"{source.root}: has no captions of single images; read a list of images with captions by the reader pairs "
+            "with options {columns: {before: image, after: image, captions: caption}}"
+        )
+    found = []
+    for single in _usable(singles, source, rejected):
+        image, text = place_of(source, single.image), _first(single.captions)
+        if text:
+            found.append((single, image, text))
+        else:
+            rejected["no caption"] += 1
+    digests = _digests([image for _, image, _ in found], image_cache, rejected)
+    return [
+        Captioned(single.name, single.split, single.scene, image, digests[image], text)
+        for single, image, text in found
+        if image and image in digests
+    ]
+
+
+def known_pairs(source: Source, unpack_to: Path) -> set[frozenset[Path]]:
+    """The two images of each pair that the source has already."""
+    pairs = ((place_of(source, row.before), place_of(source, row.after)) for row in _rows(source, unpack_to))
+    return {frozenset((before, after)) for before, after in pairs if before and after and before != after}
+
+
+def _rows(source: Source, unpack_to: Path) -> Iterator[Row]:
+    if not source.root.is_dir():
+        raise DataError(f"{source.root}: is no folder; fetch the source or correct its root")
+    return unpacked(DATASETS[source.reader].read(source.root, **source.options), unpack_to)
+
+
+def _singles(source: Source) -> Iterator[Single]:
+    singles = DATASETS[source.reader].singles
+    return singles(source.root) if singles else iter(())
+
+
+def _same_twice(rows: Iterable[Row]) -> list[Single]:
+    return [
+        Single(row.name, row.split, row.scene, row.before, row.references, row.source, row.fault)
+        for row in rows
+        if row.fault or row.before == row.after
+    ]
+
+
+def _usable(rows: Iterable[Any], source: Source, rejected: Rejected) -> Iterator[Any]:
+    """The rows of the source's splits that can be read and whose scene is in no higher split."""
+    rows = list(rows)
+    highest: dict[Any, int] = {}
+    for row in rows:
+        if row.split in SPLITS and isinstance(row.scene, str):
+            highest[row.scene] = max(SPLITS.index(row.split), highest.get(row.scene, 0))
+    for row in rows:
+        if row.split in SPLITS and row.split not in source.splits:
+            continue
+        if row.fault or row.split not in SPLITS or not (isinstance(row.name, str) and isinstance(row.scene, str)):
+            rejected["row cannot be read"] += 1
+        elif SPLITS.index(row.split) < highest[row.scene]:
+            rejected["scene is in a higher split"] += 1
+        else:
+            yield row
+
+
+def place_of(source: Source, image: Any) -> Path | None:
+    """Where an image is; None where it would be outside the root."""
+    if isinstance(image, Path):
+        return image
+    inside = isinstance(image, str) and image and not image.startswith("/") and ".." not in image.split("/")
+    return source.root / image if inside else None
+
+
+def _digests(images: list[Path | None], image_cache: Path, rejected: Rejected) -> dict[Any, str]:
+    """The digest of each image that can be read to its end; rows whose image cannot are counted."""
+    paths = pl.Series([str(image) for image in images if image], dtype=pl.String)
+    checked = check_images(paths, MAX_PIXELS, image_cache, "augment").filter(verdict=OK)
+    digests = {Path(path): digest.hex() for path, digest in checked.select("path", "digest").iter_rows()}
+    rejected.update("image cannot be read" for image in images if image not in digests)
+    return digests
+
+
+def _first(texts: Any) -> str:
+    """The first text that is one."""
+    found = texts if isinstance(texts, list) else []
+    return next((" ".join(text.split()) for text in found if isinstance(text, str) and text.strip()), "")

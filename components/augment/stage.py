@@ -1,0 +1,131 @@
+"""augment: a raw dataset made from another, in the layout that the reader `pairs` reads; what follows knows no other.
+
+    pairs.jsonl    {"id": "000123.png-0", "split": "train", "scene": "000123", "before": "images/1c0f....png", "after":
+                    "images/77ab....png", "captions": ["..."], "change_types": ["color"], "made": {"seed": 7, ...}}
+    images/        originals, copied, and edits; by their content
+
+A run that was killed goes on: edits and writers' answers are kept in `compute.scratch`. Equal settings, sources and
+models give equal bytes; of an endpoint's model that is what its kept answers are.
+"""
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from components.augment.coupled_samples import make_coupled_samples
+from components.augment.edits import make_edits
+from components.augment.load import load_editor, load_features, load_writer
+from components.augment.neighbours import make_neighbours
+from components.augment.pair import Made, Pair
+from components.augment.params import MANIFEST, CoupledSamples, Edits, Neighbours
+from components.augment.source import Rejected, known_pairs, read_captioned, read_originals
+from components.closure import key_of
+from components.compute import Compute
+from components.datasets import DATASETS
+from components.datasets.spec import check_licence
+from components.files import sha256, write_atomic
+from components.models.device import Device
+from components.progress import progress
+from components.records import SPLITS, DataError
+from components.reports import StageReport
+
+IMAGES = "images"
+UNPACKED = "unpacked"  # images that the source has in a Parquet file
+
+
+class AugmentReport(StageReport):
+    """What was made of one source. `rows_in` are the pairs that were tried: those made and those rejected."""
+
+    dataset: str
+    kind: str
+    pairs: dict[str, int]  # by split
+    references: dict[str, int]
+    rejected: dict[str, int]  # pairs, by reason
+    dropped_texts: dict[str, int]  # of a writer's answers, by reason
+    models: dict[str, str]  # digests of the editor's, writer's and encoder's weights; of an endpoint, the model's name
+
+
+def augment(name: str, cfg: Edits | Neighbours | CoupledSamples, compute: Compute) -> AugmentReport:
+    """Write the dataset `name` of `params.yaml` to `cfg.root`, and the report to `<root>.json`.
+
+    Raises:
+        DataError: the source cannot be used, its licence excludes training, no pair could be made, or the root holds
+            files of someone else.
+        ParamsError: a model is not there or not the one that was named, or an endpoint refuses key or model.
+        ConnectionError: an endpoint cannot be reached; the next run goes on from there.
+    """
+    if notice := check_licence(DATASETS[cfg.source.reader], "train"):
+        print(f"augment: {name}: made from {notice}", flush=True)
+    _see_ours(cfg.root)
+    scratch = compute.scratch / "augment" / name
+    shutil.rmtree(scratch / UNPACKED, ignore_errors=True)  # a kill may have left half an image
+    made = _make(cfg, compute, scratch)
+    if not made.pairs:
+        raise DataError(f"augment.{name}: no pair could be made; rejected: {dict(made.rejected)}")
+    _write(cfg.root, made.pairs)
+    report = _report(name, cfg.kind, made).write(Path(f"{cfg.root}.json"))
+    shutil.rmtree(scratch, ignore_errors=True)
+    return report
+
+
+def _make(cfg: Edits | Neighbours | CoupledSamples, compute: Compute, scratch: Path) -> Made:
+    device = Device(gpu=compute.gpu, precision="bf16" if compute.gpu else "fp32")
+    answers, images, cache = compute.scratch / "answers.jsonl", scratch / UNPACKED, compute.image_cache
+    rejected = Rejected()
+    match cfg:
+        case Edits():
+            originals = read_originals(cfg.source, images, cache, rejected)
+            editor = load_editor(cfg.editor, cfg.source, device)
+            writer = load_writer(cfg.writer, cfg.seed, answers, device)
+            how = {"editor": cfg.editor.model_dump(mode="json"), "model": editor.identity}
+            return make_edits(cfg, originals, rejected, editor, writer, scratch / key_of(how, Path(__file__)))
+        case Neighbours():
+            captioned = read_captioned(cfg.source, images, cache, rejected)
+            writer = load_writer(cfg.writer, cfg.seed, answers, device)
+            known = known_pairs(cfg.source, images)
+            return make_neighbours(cfg, captioned, known, rejected, load_features(cfg.features, device), writer)
+        case CoupledSamples():
+            return make_coupled_samples(cfg, read_captioned(cfg.source, images, cache, rejected), rejected)
+
+
+def _see_ours(root: Path) -> None:
+    if strange := sorted(path.name for path in root.glob("[!.]*") if path.name not in (MANIFEST, IMAGES)):
+        raise DataError(f"{root}: holds {strange[0]!r}, which augment does not write; name another root")
+
+
+def _write(root: Path, pairs: list[Pair]) -> None:
+    """The folder anew: each image once, the manifest last."""
+    shutil.rmtree(root, ignore_errors=True)
+    (root / IMAGES).mkdir(parents=True)
+    names: dict[Path, str] = {}
+    lines = []
+    for pair in progress(pairs, "augment: write", len(pairs), "pair"):
+        for path in (pair.before, pair.after):
+            if path not in names:
+                names[path] = f"{IMAGES}/{sha256(path)[:32]}{path.suffix.lower()}"
+                shutil.copyfile(path, root / names[path])
+        row: dict[str, Any] = pair._asdict() | {"before": names[pair.before], "after": names[pair.after]}
+        lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+    write_atomic(root / MANIFEST, "".join(lines))
+
+
+def _report(name: str, kind: str, made: Made) -> AugmentReport:
+    references: Counter[str] = Counter()
+    for pair in made.pairs:
+        references[pair.split] += len(pair.captions)
+    counted = Counter(pair.split for pair in made.pairs)
+    rejected = {reason: count for reason, count in sorted(made.rejected.items()) if count}
+    return AugmentReport(
+        stage="augment",
+        rows_in=len(made.pairs) + sum(rejected.values()),
+        rows_out=len(made.pairs),
+        dataset=name,
+        kind=kind,
+        pairs={split: counted[split] for split in SPLITS if counted[split]},
+        references={split: references[split] for split in SPLITS if counted[split]},
+        rejected=rejected,
+        dropped_texts=dict(sorted(made.dropped_texts.items())),
+        models={part: digest for part, digest in made.models.items() if digest},
+    )

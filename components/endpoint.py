@@ -1,0 +1,229 @@
+"""A client of OpenAI-compatible chat endpoints that asks nothing twice.
+
+Every answer is kept by the content of its question, in a file of JSON Lines that people can read: a second run asks
+nothing, and one that was killed goes on. A server that puts a question off (429) or fails (5xx) is asked again, after
+the time that it names. What it will not say (a refusal), says without a word, or not to its end, is an answer of its
+own kind. The key stands in an environment variable, and in no file.
+"""
+
+import base64
+import hashlib
+import io
+import json
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from components.files import sha256
+from components.images import load_image
+from components.progress import progress
+from components.section import ParamsError
+
+RETRIES = 5  # of a request that the server puts off or fails; the client waits as the server asks
+CONCURRENT = 8
+TYPES = {b"\x89PNG": "image/png", b"\xff\xd8\xff": "image/jpeg", b"GIF8": "image/gif", b"RIFF": "image/webp"}
+"""By the first bytes; an image of another format is sent as PNG."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """One user's message, with the images before the text."""
+
+    text: str
+    images: tuple[Path, ...] = ()
+    system: str = ""
+    seed: int | None = None
+    n: int = 0  # which of several answers to the same question
+
+
+class Answer(NamedTuple):
+    """`kind` says whether `text` is what was asked for; of a refusal it is the reason, of a cut one what there is."""
+
+    kind: Literal["text", "refused", "empty", "cut"]
+    text: str
+
+
+class Answers:
+    """What was answered so far, in a file: a line of JSON for each, on the disk before the next question is asked.
+
+    A line that is torn, of a write that was killed, is read as none.
+
+    Attributes:
+        known: answers by the key of their question.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.lock = path, threading.Lock()
+        self.known: dict[str, Answer] = {}
+        data = path.read_bytes() if path.is_file() else b""
+        self.torn = bool(data) and not data.endswith(b"\n")
+        for line in data.split(b"\n"):
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                continue
+            if "key" in entry:
+                self.known[entry["key"]] = Answer(entry["kind"], entry["answer"])
+
+    def keep(self, key: str, facts: Mapping[str, Any], answer: Answer) -> None:
+        """Write one answer, down to the disk."""
+        entry = {"key": key, **facts, "kind": answer.kind, "answer": answer.text}
+        line = json.dumps(entry, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
+        with self.lock:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("ab") as file:
+                file.write(b"\n" + line if self.torn else line)
+                file.flush()
+                os.fsync(file.fileno())
+            self.torn = False
+            self.known[key] = answer
+
+
+class Endpoint:
+    """One model behind an endpoint, with what it has answered so far.
+
+    Args:
+        url: up to and with `/v1`.
+        key_variable: the environment variable that holds the key; servers of one's own need none.
+        store: the file of the answers; several models may share it.
+        max_tokens: of an answer; None: as the server has it.
+    """
+
+    def __init__(
+        self, url: str, model: str, key_variable: str, timeout_s: float, store: Path, max_tokens: int | None = None
+    ) -> None:
+        self.url, self.model, self.key_variable, self.timeout_s = url, model, key_variable, timeout_s
+        self.max_tokens = max_tokens
+        self.answers = Answers(store)
+
+    def ask(self, questions: Sequence[Question], told: str) -> list[Answer]:
+        """The answer to each question, in order; `told` names the work on the progress bar.
+
+        Raises:
+            ParamsError: the endpoint refuses the key, the model or the form of a question.
+            ConnectionError: it cannot be reached, or goes on failing; what it answered is kept.
+        """
+        facts = [self._facts(question) for question in questions]
+        keys = [key_of(known) for known in facts]
+        new = {
+            key: (question, known)
+            for key, question, known in zip(keys, questions, facts, strict=True)
+            if key not in self.answers.known
+        }
+        if new:
+            self._ask(new, told)
+        return [self.answers.known[key] for key in keys]
+
+    def _facts(self, question: Question) -> dict[str, Any]:
+        """All that decides an answer, and that the store says of it."""
+        return {
+            "model": self.model,
+            "system": question.system,
+            "question": question.text,
+            "images": [sha256(path) for path in question.images],
+            "seed": question.seed,
+            "n": question.n,
+            "max_tokens": self.max_tokens,
+        }
+
+    def _ask(self, new: Mapping[str, tuple[Question, Mapping[str, Any]]], told: str) -> None:
+        """Ask side by side; each answer is kept as it comes."""
+        import openai
+
+        client = openai.OpenAI(
+            base_url=self.url,
+            api_key=os.environ.get(self.key_variable) or "none",
+            max_retries=RETRIES,
+            timeout=self.timeout_s,
+        )
+
+        def ask_one(key: str, question: Question, facts: Mapping[str, Any]) -> None:
+            self.answers.keep(key, facts, self._answer(client, question))
+
+        with client, ThreadPoolExecutor(CONCURRENT) as pool:
+            asked = [pool.submit(ask_one, key, *question) for key, question in new.items()]
+            try:
+                for done in progress(as_completed(asked), told, len(asked), "question"):
+                    done.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+    def _answer(self, client: Any, question: Question) -> Answer:
+        import openai
+
+        request = self._request(question)
+        for _ in range(RETRIES):
+            try:
+                return read_answer(client.chat.completions.create(**request))
+            except openai.BadRequestError as error:
+                if error.code != "content_filter":
+                    raise ParamsError(self._told(error)) from error
+                return Answer("refused", str(error.message))
+            except (
+                openai.AuthenticationError,
+                openai.PermissionDeniedError,
+                openai.NotFoundError,
+                openai.UnprocessableEntityError,
+            ) as error:
+                raise ParamsError(self._told(error)) from error
+            except openai.OpenAIError as error:
+                raise ConnectionError(self._told(error)) from error
+            except json.JSONDecodeError as error:  # the reply was cut on its way
+                torn = error
+        raise ConnectionError(self._told(torn)) from torn
+
+    def _request(self, question: Question) -> dict[str, Any]:
+        """What the endpoint is sent; a text alone where there is no image, which every server takes."""
+        parts = [{"type": "image_url", "image_url": {"url": data_url(path)}} for path in question.images]
+        content: Any = [*parts, {"type": "text", "text": question.text}] if parts else question.text
+        messages = [{"role": "system", "content": question.system}] if question.system else []
+        request = {"model": self.model, "messages": [*messages, {"role": "user", "content": content}], "temperature": 0}
+        optional = {"seed": question.seed, "max_tokens": self.max_tokens}
+        return request | {name: value for name, value in optional.items() if value is not None}
+
+    def _told(self, error: Exception) -> str:
+        return f"{self.url}, model {self.model!r}: {type(error).__name__}: {error}"
+
+
+def key_of(facts: Mapping[str, Any]) -> str:
+    """Names a question by its content."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def data_url(path: Path) -> str:
+    """The image file inside a URL.
+
+    Raises:
+        ImageError: it cannot be read.
+    """
+    data = path.read_bytes()
+    kind = next((kind for start, kind in TYPES.items() if data.startswith(start)), None)
+    if kind is None:
+        made = io.BytesIO()
+        load_image(path).save(made, "PNG")
+        data, kind = made.getvalue(), "image/png"
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def read_answer(reply: Any) -> Answer:
+    """What a chat completion says.
+
+    Raises:
+        ParamsError: it is none.
+    """
+    if not hasattr(reply, "choices"):
+        raise ParamsError(f"the endpoint answers with no chat completion ({str(reply)[:60]!r}); its url ends in /v1")
+    if not reply.choices:
+        return Answer("empty", "")
+    end, message = reply.choices[0].finish_reason, reply.choices[0].message
+    text = message.content or ""
+    if getattr(message, "refusal", None) or end == "content_filter":
+        return Answer("refused", getattr(message, "refusal", None) or text)
+    if end == "length":
+        return Answer("cut", text)
+    return Answer("text", text) if text.strip() else Answer("empty", text)

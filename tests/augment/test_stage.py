@@ -1,0 +1,251 @@
+"""The stage on a small MiniChange: equal bytes twice, every pair counted, no leak past validate, a kill survived."""
+
+import json
+import multiprocessing
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+from components.augment.drawn import DrawnEditor
+from components.augment.stage import augment
+from components.augment.words import difference
+from components.counts import told_of_made
+from components.datasets.minichange.language import describe_scene
+from components.datasets.minichange.scenes import read_scenes
+from components.files import sha256, sha256_of_folder
+from components.records import DataError
+from tests.augment.small import SCENES, compute, draw, edits, entry
+from tests.augment.tiny import BASE
+from tests.chat import CUT_BODY, Server, chat_server
+from tests.layouts import run_ingest, run_validate
+
+NEIGHBOURS = {
+    "features": {"kind": "encoder", "model": BASE},
+    "writer": {"kind": "grammar"},
+    "candidates": 4,
+    "band": (0.75, 0.985),
+    "max_text_similarity": 0.99,
+    "references": 2,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "edits": {"editor": {"kind": "drawn"}, "writer": {"kind": "grammar"}, "edits": 2, "paraphrases": {"test": 4}},
+    "neighbours": NEIGHBOURS,
+    "coupled_samples": {},
+}
+
+
+@pytest.fixture(scope="module")
+def raw(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return draw(tmp_path_factory.mktemp("stage") / "raw")
+
+
+def rows_of(root: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (root / "pairs.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_equal_settings_give_equal_bytes_and_every_pair_that_was_tried_is_made_or_counted(
+    kind: str, raw: Path, tmp_path: Path
+):
+    reports = []
+    for folder in (tmp_path / "one", tmp_path / "two"):
+        cfg = entry(kind, raw, folder / "made", **KINDS[kind])
+        reports.append(augment("made", cfg, compute(folder / "runs")))
+    assert reports[0] == reports[1]
+    assert sha256_of_folder(tmp_path / "one/made") == sha256_of_folder(tmp_path / "two/made")
+    assert (tmp_path / "one/made.json").read_bytes() == (tmp_path / "two/made.json").read_bytes()
+    tried = {"edits": 2 * 2 * SCENES, "neighbours": 4 * 3 * SCENES, "coupled_samples": 3 * SCENES // 2}
+    report, rows = reports[0], rows_of(tmp_path / "one/made")
+    assert report.rows_in == tried[kind]
+    assert report.rows_out == len(rows) == tried[kind] - sum(report.rejected.values())
+    assert report.pairs == Counter(row["split"] for row in rows)
+    assert set(report.pairs) == {"train", "val", "test"}
+    assert sum(report.references.values()) == sum(len(row["captions"]) for row in rows)
+    assert json.loads((tmp_path / "one/made.json").read_text()) == report.model_dump(mode="json")
+    lines = list(told_of_made(report))
+    assert lines[0].startswith(f"augment: made: {len(rows)} (train ")
+    assert len(lines) == 1 + len(report.rejected)
+    assert not (tmp_path / "one/runs/augment/made").exists()
+    other = entry(kind, raw, tmp_path / "other", **(KINDS[kind] | {"seed": 4}))
+    augment("made", other, compute(tmp_path / "runs"))
+    assert (kind == "neighbours") == (sha256_of_folder(tmp_path / "other") == sha256_of_folder(tmp_path / "one/made"))
+
+
+def test_every_image_is_written_once_and_originals_byte_by_byte(raw: Path, tmp_path: Path):
+    augment("made", edits(raw, tmp_path / "made"), compute(tmp_path / "runs"))
+    rows = rows_of(tmp_path / "made")
+    files = {f"images/{path.name}" for path in (tmp_path / "made/images").iterdir()}
+    assert files == {row[side] for row in rows for side in ("before", "after")}
+    for row in rows:
+        number = row["made"]["of"].removesuffix(".png")
+        assert sha256(tmp_path / "made" / row["before"]) == sha256(raw / f"images/CLEVR_default_{number}.png")
+    assert len(files) == SCENES + len(rows)
+
+
+def test_edits_have_one_reference_where_none_is_asked_for_and_five_in_test(raw: Path, tmp_path: Path):
+    augment("made", edits(raw, tmp_path / "made"), compute(tmp_path / "runs"))
+    captions = json.loads((raw / "change_captions.json").read_text())
+    for row in rows_of(tmp_path / "made"):
+        assert len(row["captions"]) == (5 if row["split"] == "test" else 1)
+        assert len(set(row["captions"])) == len(row["captions"])
+        assert row["captions"][0] == captions[f"CLEVR_default_{row['made']['of']}"][0]
+
+
+def test_what_neighbours_say_is_true_of_their_scenes(raw: Path, tmp_path: Path):
+    augment("made", entry("neighbours", raw, tmp_path / "made", **NEIGHBOURS), compute(tmp_path / "runs"))
+    scenes = read_scenes(raw).of
+    told = {}
+    for row in rows_of(tmp_path / "made"):
+        before, after = (scenes[path] for path in row["id"].split("+"))
+        told[row["id"]] = difference(describe_scene(before), describe_scene(after), 2)
+        assert row["captions"] == told[row["id"]]
+        assert 0.75 <= row["made"]["cosine"] <= 0.985
+        assert row["scene"] in row["id"], "of one scene each: other scenes are below the band"
+    assert len(told) > 10
+
+
+# Leaks
+
+
+def check(tmp_path: Path, raw: Path, kind: str) -> Any:
+    """Source and made dataset through ingest and validate, the made one as docs/made-data.md has it ingested."""
+    run_ingest(raw, "minichange", "mini")
+    augment("made", entry(kind, raw, raw.parent / "made", **KINDS[kind]), compute(raw.parent / "runs"))
+    report = run_ingest(raw.parent / "made", "pairs", "made", manifest="pairs.jsonl")
+    assert report.faults == report.unread_images == 0
+    return run_validate(raw.parent)
+
+
+@pytest.mark.slow(15)
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_made_pair_leaks_over_splits(kind: str, tmp_path: Path):
+    raw = draw(tmp_path / "raw")
+    report = check(tmp_path, raw, kind)
+    assert (report.quarantined, report.leaks, sum(report.overlaps.values())) == (0, 0, 0)
+    clean = pl.read_parquet(tmp_path / "clean/records.parquet")
+    assert set(clean["dataset"]) == {"mini", "made"}
+    images = pl.concat([clean.select("split", "dataset", digest=f"{side}_sha256") for side in ("before", "after")])
+    splits = images.group_by("digest").agg(pl.col("split").n_unique(), pl.col("dataset").n_unique())
+    assert splits["split"].max() == 1, "no image is in two splits"
+    assert splits["dataset"].max() == 2
+
+
+@pytest.mark.slow(15)
+def test_edits_of_a_scene_that_is_in_two_splits_are_of_the_higher_one(tmp_path: Path):
+    raw = draw(tmp_path / "raw")
+    splits = json.loads((raw / "splits.json").read_text())
+    twice = splits["test"][:3]
+    splits["train"] += twice
+    (raw / "splits.json").write_text(json.dumps(splits))
+    check(tmp_path, raw, "edits")
+    rows = rows_of(tmp_path / "made")
+    of_them = [row["split"] for row in rows if int(row["scene"]) in twice]
+    assert of_them == ["test"] * 6
+    report = json.loads((tmp_path / "made.json").read_text())
+    assert report["rejected"]["scene is in a higher split"] == 2 * 2 * 3
+    clean = pl.read_parquet(tmp_path / "clean/records.parquet").filter(dataset="made")
+    assert clean.height == len(rows)
+
+
+# Kills and other ends
+
+
+def killed(raw: Path, folder: Path, after: int) -> None:
+    done = 0
+    real = DrawnEditor.edit
+
+    def edit(self: DrawnEditor, *arguments: Any) -> Any:
+        nonlocal done
+        if done == after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        done += 1
+        return real(self, *arguments)
+
+    DrawnEditor.edit = edit  # type: ignore[method-assign]
+    augment("made", edits(raw, folder / "made"), compute(folder / "runs"))
+
+
+@pytest.mark.parametrize("after", [0, 23])
+def test_a_run_that_was_killed_goes_on_and_ends_as_one_that_was_not(
+    after: int, raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    augment("made", edits(raw, tmp_path / "whole"), compute(tmp_path / "else"))
+    process = multiprocessing.get_context("spawn").Process(target=killed, args=(raw, tmp_path, after))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert not (tmp_path / "made").exists()
+    edited, real = [], DrawnEditor.edit
+    monkeypatch.setattr(DrawnEditor, "edit", lambda self, *rest: edited.append(rest) or real(self, *rest))
+    augment("made", edits(raw, tmp_path / "made"), compute(tmp_path / "runs"))
+    assert len(edited) == 2 * SCENES - after
+    assert sha256_of_folder(tmp_path / "made") == sha256_of_folder(tmp_path / "whole")
+
+
+def test_a_folder_of_someone_else_stays_as_it_is(raw: Path, tmp_path: Path):
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made/mine.txt").write_text("mine")
+    with pytest.raises(DataError, match=r"made: holds 'mine\.txt', which augment does not write; name another root"):
+        augment("made", edits(raw, tmp_path / "made"), compute(tmp_path / "runs"))
+    assert (tmp_path / "made/mine.txt").read_text() == "mine"
+
+
+def test_an_earlier_dataset_is_replaced_whole(raw: Path, tmp_path: Path):
+    augment("made", edits(raw, tmp_path / "made", edits=3), compute(tmp_path / "runs"))
+    augment("made", edits(raw, tmp_path / "made"), compute(tmp_path / "runs"))
+    augment("made", edits(raw, tmp_path / "else"), compute(tmp_path / "runs"))
+    assert sha256_of_folder(tmp_path / "made") == sha256_of_folder(tmp_path / "else")
+
+
+def test_where_no_pair_can_be_made_the_reasons_are_told(raw: Path, tmp_path: Path):
+    cfg = entry("neighbours", raw, tmp_path / "made", **(NEIGHBOURS | {"band": (-1, -0.9)}))
+    with pytest.raises(DataError, match=r"augment\.made: no pair could be made; rejected: .*'too alike': 480"):
+        augment("made", cfg, compute(tmp_path / "runs"))
+    assert not (tmp_path / "made").exists()
+
+
+# With an endpoint
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with chat_server('["say it in one way", "or in another"]') as known:
+        yield known
+
+
+def test_a_writer_behind_an_endpoint_loses_nothing_and_is_asked_nothing_twice(
+    server: Server, raw: Path, tmp_path: Path
+):
+    """Refusals, 429, 5xx, cut JSON and empties, each for one kind of object."""
+    server.replies = {
+        "ball": [429, 503, '["first of a ball", "second of a ball"]'],
+        "box": ["I'm sorry, I cannot help"],
+        "cone": [CUT_BODY, '["first of a cone", "second of a cone"]'],
+        "star": ['["half a star", "ano'],
+        "arrow": [""],
+        "doll": [{"content": None, "refusal": "no"}],
+        "die": ['["one alone"]'],
+    }
+    writer = {"kind": "endpoint", "url": server.url, "model": "m"}
+    made, asked = [], []
+    for name in ("one", "two"):
+        cfg = edits(raw, tmp_path / name, writer=writer, paraphrases={"train": 2, "val": 2, "test": 2})
+        made.append(augment("made", cfg, compute(tmp_path / "runs")))
+        asked.append(len(server.asked))
+    assert made[0] == made[1]
+    assert sha256_of_folder(tmp_path / "one") == sha256_of_folder(tmp_path / "two")
+    tries = Counter(server.texts)
+    assert asked == [len(tries) + 3] * 2, "again: what was put off twice and cut once on its way, and nothing else"
+    report = made[0]
+    assert {len(row["captions"]) for row in rows_of(tmp_path / "one")} == {3}
+    assert report.rejected["too few paraphrases"] + report.rows_out == 2 * SCENES
+    assert report.dropped_texts.keys() >= {"refused", "unreadable", "empty"}
+    assert report.models["writer"] == "m"
+    kept = [json.loads(line) for line in (tmp_path / "runs/answers.jsonl").read_text().splitlines()]
+    assert len(kept) == len({entry["key"] for entry in kept}) == len(tries)

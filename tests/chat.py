@@ -1,0 +1,104 @@
+"""A server on 127.0.0.1 that speaks OpenAI's chat completions, good and bad."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+CUT_BODY = b'{"id": "1", "object": "chat.completion", "choi'
+
+
+@dataclass
+class Server:
+    """What it answers to a question, by a word in it: a list of replies, the last one for ever.
+
+    A reply is a text, a message (with `finish_reason` in it where it is not stop), None (no choice), a status, a status
+    with a body, or the bytes of a body.
+    """
+
+    default: Any
+    url: str = ""
+    replies: dict[str, list[Any]] = field(default_factory=dict)
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    keys: set[str] = field(default_factory=set)
+    retry_after: str = "0.01"
+    delay: float = 0.0
+    at_once: int = 0  # most questions at a time
+    now: int = 0
+
+    @property
+    def texts(self) -> list[str]:
+        """What was asked, without images."""
+        return [text_of(body) for body in self.asked]
+
+    def reply(self, text: str) -> Any:
+        for word, replies in self.replies.items():
+            if word in text:
+                return replies.pop(0) if len(replies) > 1 else replies[0]
+        return self.default
+
+
+def text_of(body: dict[str, Any]) -> str:
+    content = body["messages"][-1]["content"]
+    return content if isinstance(content, str) else content[-1]["text"]
+
+
+def as_body(reply: Any) -> tuple[int, bytes]:
+    """Status and body of a reply."""
+    if isinstance(reply, bytes):
+        return 200, reply
+    if isinstance(reply, tuple):
+        return reply[0], json.dumps(reply[1]).encode()
+    if isinstance(reply, int):
+        return reply, b"{}"
+    message = {"role": "assistant", "content": reply} if isinstance(reply, str) else reply
+    choices = []
+    if message is not None:
+        end = message.get("finish_reason", "stop")
+        message = {"role": "assistant", **{key: value for key, value in message.items() if key != "finish_reason"}}
+        choices = [{"index": 0, "finish_reason": end, "message": message}]
+    answer = {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": choices}
+    return 200, json.dumps(answer).encode()
+
+
+@contextmanager
+def chat_server(default: Any = "yes") -> Iterator[Server]:
+    known, lock = Server(default), threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with lock:
+                known.asked.append(body)
+                known.times.append(time.monotonic())
+                known.keys.add(self.headers["Authorization"])
+                known.now += 1
+                known.at_once = max(known.at_once, known.now)
+                reply = known.reply(text_of(body))
+            time.sleep(known.delay)
+            status, sent = as_body(reply)
+            with lock:
+                known.now -= 1
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Retry-After", known.retry_after)
+            self.send_header("Content-Length", str(len(sent)))
+            self.end_headers()
+            self.wfile.write(sent)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=http.serve_forever, daemon=True).start()
+    known.url = f"http://127.0.0.1:{http.server_port}/v1"
+    try:
+        yield known
+    finally:
+        http.shutdown()
+        http.server_close()

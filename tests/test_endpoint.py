@@ -1,0 +1,215 @@
+"""The client of chat endpoints against a server on 127.0.0.1: nothing is lost, nothing is asked twice."""
+
+import base64
+import json
+import multiprocessing
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from components.endpoint import Answer, Endpoint, Question, data_url
+from components.section import ParamsError
+from tests.chat import CUT_BODY, Server, chat_server
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setenv("A_KEY", "secret")
+    with chat_server() as known:
+        yield known
+
+
+def endpoint(server: Server, store: Path, **changes: Any) -> Endpoint:
+    known = {
+        "url": server.url,
+        "model": "m",
+        "key_variable": "A_KEY",
+        "timeout_s": 20,
+        "store": store / "answers.jsonl",
+    }
+    return Endpoint(**(known | changes))
+
+
+def ask(server: Server, store: Path, *texts: str, **changes: Any) -> list[Answer]:
+    return endpoint(server, store, **changes).ask([Question(text) for text in texts], "test")
+
+
+def picture(path: Path, color: str = "red", **options: Any) -> Path:
+    Image.new("RGB", (4, 4), color).save(path, **options)
+    return path
+
+
+def test_answers_come_in_the_order_of_the_questions_whatever_comes_first(server: Server, tmp_path: Path):
+    server.replies = {f"question {number}": [f"answer {number}"] for number in range(9, -1, -1)}
+    server.delay = 0.05
+    found = ask(server, tmp_path, *(f"question {number}" for number in range(10)))
+    assert [answer.text for answer in found] == [f"answer {number}" for number in range(10)]
+    assert server.at_once > 1
+    assert server.keys == {"Bearer secret"}
+    assert {(body["model"], body["temperature"]) for body in server.asked} == {("m", 0)}
+
+
+def test_images_are_sent_before_the_text_in_their_order_byte_by_byte(server: Server, tmp_path: Path):
+    images = picture(tmp_path / "a.png"), picture(tmp_path / "b.jpg", "blue")
+    endpoint(server, tmp_path).ask([Question("what changed?", images, system="be brief", seed=5)], "test")
+    (body,) = server.asked
+    system, user = body["messages"]
+    assert system == {"role": "system", "content": "be brief"}
+    assert user["content"][-1] == {"type": "text", "text": "what changed?"}
+    urls = [part["image_url"]["url"] for part in user["content"][:-1]]
+    assert [url.partition(",")[0] for url in urls] == ["data:image/png;base64", "data:image/jpeg;base64"]
+    assert [base64.b64decode(url.partition(",")[2]) for url in urls] == [image.read_bytes() for image in images]
+    assert body["seed"] == 5
+    assert "max_tokens" not in body
+
+
+def test_an_image_of_another_format_is_sent_as_png(tmp_path: Path):
+    assert data_url(picture(tmp_path / "a.bmp")).startswith("data:image/png;base64,iVBOR")
+
+
+def test_a_question_is_asked_once_in_one_run_and_in_the_next(server: Server, tmp_path: Path):
+    first = ask(server, tmp_path, "a?", "b?", "a?")
+    assert sorted(server.texts) == ["a?", "b?"]
+    assert ask(server, tmp_path, "b?", "a?", "c?")[:2] == [first[1], first[0]]
+    assert sorted(server.texts) == ["a?", "b?", "c?"]
+    assert "secret" not in (tmp_path / "answers.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"text": "b?"}, {"system": "else"}, {"seed": 1}, {"n": 1}, {"images": ("other.png",)}, {"images": ()}],
+)
+def test_another_question_is_asked_anew(change: dict[str, Any], server: Server, tmp_path: Path):
+    picture(tmp_path / "one.png")
+    picture(tmp_path / "other.png", "blue")
+    known = {"text": "a?", "images": ("one.png",)}
+    for values in (known, known | change):
+        question = Question(**(values | {"images": tuple(tmp_path / name for name in values["images"])}))
+        endpoint(server, tmp_path).ask([question], "test")
+    assert len(server.asked) == 2
+
+
+def test_an_answer_is_of_its_model_its_length_and_the_bytes_of_its_images(server: Server, tmp_path: Path):
+    image = picture(tmp_path / "one.png")
+    question = Question("a?", (image,))
+    endpoint(server, tmp_path).ask([question], "test")
+    endpoint(server, tmp_path, model="other").ask([question], "test")
+    endpoint(server, tmp_path, max_tokens=7).ask([question], "test")
+    assert server.asked[-1]["max_tokens"] == 7
+    endpoint(server, tmp_path, url=server.url + "/").ask([question], "test")
+    assert len(server.asked) == 3, "where a model is served decides nothing"
+    picture(image, "blue")
+    endpoint(server, tmp_path).ask([question], "test")
+    assert len(server.asked) == 4
+
+
+def test_a_server_that_puts_off_is_asked_again_after_the_time_it_names(server: Server, tmp_path: Path):
+    server.retry_after = "0.4"
+    server.replies = {"a?": [429, 503, "done"]}
+    assert ask(server, tmp_path, "a?") == [("text", "done")]
+    assert len(server.asked) == 3
+    waited = [later - earlier for earlier, later in zip(server.times, server.times[1:], strict=False)]
+    assert min(waited) >= 0.4
+
+
+def test_a_reply_that_was_cut_on_its_way_is_no_answer_and_asked_for_again(server: Server, tmp_path: Path):
+    server.replies = {"a?": [CUT_BODY, CUT_BODY, "whole"]}
+    assert ask(server, tmp_path, "a?", "b?") == [("text", "whole"), ("text", "yes")]
+    assert len(server.asked) == 4
+
+
+@pytest.mark.parametrize(
+    ("reply", "answer"),
+    [
+        ({"content": None, "refusal": "I cannot"}, ("refused", "I cannot")),
+        ({"content": "", "finish_reason": "content_filter"}, ("refused", "")),
+        ((400, {"error": {"message": "not this", "code": "content_filter"}}), ("refused", None)),
+        ({"content": None}, ("empty", "")),
+        (" \n", ("empty", " \n")),
+        (None, ("empty", "")),
+        ({"content": '["half', "finish_reason": "length"}, ("cut", '["half')),
+    ],
+)
+def test_a_refusal_an_empty_and_a_cut_answer_are_told_apart_and_are_answers(
+    reply: Any, answer: tuple[str, str | None], server: Server, tmp_path: Path
+):
+    server.replies = {"a?": [reply]}
+    (found,) = ask(server, tmp_path, "a?")
+    assert found.kind == answer[0]
+    assert answer[1] in (None, found.text)
+    assert ask(server, tmp_path, "a?") == [found]
+    assert len(server.asked) == 1
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 422])
+def test_a_wrong_key_model_or_form_is_the_users_and_what_was_answered_stays(
+    status: int, server: Server, tmp_path: Path
+):
+    ask(server, tmp_path, "a?")
+    server.replies = {"b?": [status]}
+    with pytest.raises(ParamsError, match=r"/v1, model 'm': "):
+        ask(server, tmp_path, "a?", "b?")
+    server.replies = {}
+    assert ask(server, tmp_path, "a?", "b?") == [("text", "yes")] * 2
+    assert server.texts == ["a?", "b?", "b?"]
+
+
+@pytest.mark.slow(15)
+def test_where_nothing_listens_one_may_try_again(server: Server, tmp_path: Path):
+    with pytest.raises(ConnectionError, match="http://127.0.0.1:9/v1, model 'm'"):
+        ask(server, tmp_path, "a?", url="http://127.0.0.1:9/v1", timeout_s=1)
+
+
+def test_where_every_try_fails_one_may_try_again(server: Server, tmp_path: Path):
+    server.replies = {"a?": [500]}
+    with pytest.raises(ConnectionError, match="InternalServerError"):
+        ask(server, tmp_path, "a?")
+
+
+def test_a_page_that_is_no_endpoint_is_told(server: Server, tmp_path: Path):
+    server.replies = {"a?": [b'"a page"']}
+    with pytest.raises(ParamsError, match="url ends in /v1"):
+        ask(server, tmp_path, "a?")
+
+
+def test_a_line_that_a_kill_has_torn_is_asked_for_again_and_harms_no_other(server: Server, tmp_path: Path):
+    ask(server, tmp_path, "a?", "b?")
+    store = tmp_path / "answers.jsonl"
+    whole = store.read_bytes()
+    torn_text = json.loads(whole.splitlines()[-1])["question"]
+    store.write_bytes(whole[:-9])
+    assert ask(server, tmp_path, "a?", "b?", "c?") == [("text", "yes")] * 3
+    assert sorted(server.texts) == sorted(["a?", "b?", torn_text, "c?"])
+    ask(server, tmp_path, "a?", "b?", "c?")
+    assert len(server.asked) == 4
+
+
+def ask_many(url: str, store: Path) -> None:
+    server = Server("", url=url)
+    ask(server, store, *(f"question {number}." for number in range(60)))
+
+
+def test_after_a_kill_in_the_middle_only_what_has_no_answer_on_the_disk_is_asked(server: Server, tmp_path: Path):
+    server.delay = 0.05
+    asking = multiprocessing.get_context("spawn").Process(target=ask_many, args=(server.url, tmp_path))
+    asking.start()
+    while len(server.asked) < 20:
+        time.sleep(0.01)
+    os.kill(asking.pid or 0, signal.SIGKILL)
+    asking.join()
+    time.sleep(0.2)
+    kept = {json.loads(line)["question"] for line in (tmp_path / "answers.jsonl").read_text().splitlines()}
+    assert 8 <= len(kept) < 60
+    server.delay = 0
+    ask_many(server.url, tmp_path)
+    times = Counter(server.texts)
+    assert len(times) == 60
+    assert {times[text] for text in kept} == {1}
+    assert sum(times.values()) <= 60 + 8, "at most those that were on their way are asked twice"
