@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.ablation import ABLATION, FEED_ROWS, GPU_ROWS, Branches, Size, Variant, seven_b, tiny
+from components.models import llava
 from components.models.attention import KERNELS
 from components.models.device import Device
 from components.models.fp8 import copies_bytes, use_fp8, without_fp8
 from components.models.fused import make_fused
-from components.models.m3diff import modeling
 from components.models.m3diff.family import M3DIFF
 from components.models.m3diff.modeling import M3DiffForConditionalGeneration
 from components.models.m3diff.processing import M3DiffImageProcessor
@@ -149,7 +149,7 @@ class Bench:
     def run(self, variant: Variant) -> float:
         """Forward and backward over every caption, as `take` prepared; the mean loss per supervised token."""
         total = torch.zeros((), device=self.device.torch)
-        with nullcontext() if variant.trimmed else patch.object(modeling, "trims", lambda llm: False):
+        with nullcontext() if variant.trimmed else patch.object(llava, "trims", lambda llm: False):
             for owned, batch in zip(self.size.owned(variant), self.batches, strict=True):
                 loss = self.stock_loss(owned, batch) if variant.stock else self.loss(batch)
                 (loss / self.tokens).backward()

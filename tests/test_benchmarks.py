@@ -254,7 +254,8 @@ def test_the_peer_trains_the_same_tensors_from_the_same_numbers_by_stock_modules
     weights = dict(unwrapped(own).named_parameters())
     assert all(weight.equal(weights[name]) for name, weight in unwrapped(peer).named_parameters())
     kinds = {type(module).__module__ for module in peer.modules()}
-    assert {kind for kind in kinds if kind.startswith("components.")} == {"components.models.m3diff.mdp"}
+    own_kinds = {"components.models.layers", "components.models.m3diff.mdp"}
+    assert {kind for kind in kinds if kind.startswith("components.")} == own_kinds
 
 
 def test_the_peer_reads_the_rows_in_the_order_of_unpacked_training(job) -> None:

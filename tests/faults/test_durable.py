@@ -108,6 +108,7 @@ PLAIN = {
     "components/export/llava.py export_llava": "a command's output: the next one writes it anew",
     "components/files.py write_atomic": "see RENAMED",
     "components/ingest/stage.py ingest": "DVC",
+    "components/models/blip2idc/processing.py Blip2IDCProcessor.save_pretrained": "DVC, and the manifest is last",
     "components/models/checkpoint.py _save_adapters": "DVC, and the manifest is last",
     "components/models/checkpoint.py export_checkpoint": "a command's output, and the manifest is last",
     "components/models/checkpoint.py save_checkpoint": "DVC, and the manifest is last",
