@@ -603,6 +603,8 @@ def _add_zero_shot(command: argparse.ArgumentParser) -> None:
 def _url(text: str) -> str:
     if not text.startswith(("http://", "https://")):
         raise argparse.ArgumentTypeError(f"expected http://... or https://..., up to and with /v1 (found {text!r})")
+    if "@" in text or "?" in text:
+        raise argparse.ArgumentTypeError("expected a URL without a key or a user, which reports would show")
     return text
 
 

@@ -342,6 +342,8 @@ def test_a_model_that_the_endpoint_does_not_know_is_told(server, folders, tmp_pa
         (["--model", "m"], "--url"),
         (["--url", "http://127.0.0.1:1/v1"], "--model"),
         (["--url", "api.example.org/v1", "--model", "m"], "expected http://... or https://..."),
+        (["--url", "https://me:key@api.example.org/v1", "--model", "m"], "without a key or a user"),
+        (["--url", "https://api.example.org/v1?key=5", "--model", "m"], "without a key or a user"),
     ],
 )
 def test_nothing_is_sent_unless_the_user_names_url_and_model(argv, words, capsys):
