@@ -265,6 +265,26 @@ def compare(args: argparse.Namespace) -> None:
     print(f"\npair by pair: {args.out}")
 
 
+def zero_shot(args: argparse.Namespace) -> None:
+    params = parameters(args)
+    check_paths(params, "evaluate")
+    paths = params.paths
+    from components.zero_shot.request import PROMPT, Request
+    from components.zero_shot.zero_shot import zero_shot as run
+
+    request = Request(
+        url=args.url,
+        model=args.model,
+        prompt=args.prompt or PROMPT,
+        key_variable=args.key_variable,
+        max_tokens=args.max_tokens or None,
+        limit=params.predict.limit if args.limit is None else args.limit,
+        allow_unlicensed=args.allow_unlicensed,
+    )
+    found = run(request, params.evaluate, params.compute, paths.mixture, paths.records, paths.clean, args.out)
+    print("\n".join(found.lines))
+
+
 def caption(args: argparse.Namespace) -> int:
     params = parameters_anywhere(args)
     from components.caption.caption import caption_pairs
@@ -428,6 +448,7 @@ COMMANDS: dict[str, tuple[Command, str]] = {
     "prune": (prune, "remove old versions with their weights, branches and data; never what a kept one needs"),
     "plan": (plan, "what a training run will cost: parameters, tokens, FLOPs, memory, hours; trains nothing"),
     "compare": (compare, "two runs on the same test pairs: differences with their intervals, and a page of the pairs"),
+    "zero-shot": (zero_shot, "caption and score the test split by a model behind an endpoint, as it was never trained"),
     "caption": (caption, "say what changed between two images, or between many; no server is needed"),
     "serve": (serve, "answer over HTTP what changed between two images, with the champion; a page for people"),
     "data": (data, "look at data: `data check ROOT` before anything is run, `data statistics` after validate"),
@@ -464,6 +485,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_serve(commands["serve"])
     _add_evaluate(commands["evaluate"])
     _add_compare(commands["compare"])
+    _add_zero_shot(commands["zero-shot"])
     _add_export(commands["export"], commands["export-llava"])
     _add_data(commands["data"])
     _add_archive(commands["lineage"], commands["restore"], commands["prune"])
@@ -547,6 +569,43 @@ def _add_compare(command: argparse.ArgumentParser) -> None:
     for name in ("first", "second"):
         command.add_argument(name, type=Path, help="report folder of a run, which holds scores.parquet")
     command.add_argument("--out", type=Path, default=Path("compare.html"), help="page to write")
+
+
+def _add_zero_shot(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--url", type=_url, required=True, help="OpenAI-compatible, up to and with /v1; images go there"
+    )
+    command.add_argument("--model", required=True, metavar="NAME", help="as the endpoint calls it")
+    command.add_argument(
+        "--limit", type=_count, metavar="N", help="pairs of the test split, 0: all; else predict.limit"
+    )
+    command.add_argument("--out", type=Path, metavar="FOLDER", help="where captions and report go")
+    command.add_argument(
+        "--prompt",
+        metavar="TEXT",
+        help="what is said beside the images, {question} for the pair's own; else the order of the images, the "
+        "question, and that one plain sentence is wanted",
+    )
+    command.add_argument("--max-tokens", type=_count, metavar="N", help="of an answer; else as the server has it")
+    command.add_argument(
+        "--key-variable",
+        default="OPENAI_API_KEY",
+        metavar="NAME",
+        help="the environment variable that holds the key (default: OPENAI_API_KEY)",
+    )
+    command.add_argument(
+        "--allow-unlicensed",
+        action="store_true",
+        help="to another machine, also images that no licence allows to hand on",
+    )
+
+
+def _url(text: str) -> str:
+    if not text.startswith(("http://", "https://")):
+        raise argparse.ArgumentTypeError(f"expected http://... or https://..., up to and with /v1 (found {text!r})")
+    if "@" in text or "?" in text:
+        raise argparse.ArgumentTypeError("expected a URL without a key or a user, which reports would show")
+    return text
 
 
 def _add_archive(

@@ -23,6 +23,10 @@ EXAMPLES = {
     "prune": ("m3diff prune --keep 5 --dry-run", "m3diff prune --keep 5 --yes"),
     "plan": ("m3diff --params profiles/paper.yaml plan", "m3diff plan --gpu H100-80GB --utilisation 0.4"),
     "compare": ("m3diff compare runs/a/report data/07_report --out compare.html",),
+    "zero-shot": (
+        "m3diff zero-shot --url http://127.0.0.1:8000/v1 --model Qwen/Qwen2.5-VL-7B-Instruct --limit 20",
+        "m3diff zero-shot --url https://api.example.org/v1 --model NAME --out runs/name",
+    ),
     "caption": (
         "m3diff caption before.png after.png --model data/05_model/checkpoint --overlay out.png",
         "m3diff caption before/ after/ --json",

@@ -22,6 +22,7 @@ from components.params import load_params
 from components.plan.words import Words
 from components.records import DataError
 from components.section import ParamsError
+from components.zero_shot.request import PROMPT, Request
 from tests.toy import REPOSITORY
 from tests.train.toy import write_mixture
 
@@ -249,6 +250,37 @@ CALLS: dict[str, tuple[list[str], str, str, dict[str, Any]]] = {
             "lines": False,
             "allow_unlicensed": True,
             "absolute": False,
+        },
+    ),
+    "zero-shot": (
+        ["zero-shot", "--url", "http://127.0.0.1:8000/v1", "--model", "m"],
+        "components.zero_shot.zero_shot",
+        "zero_shot",
+        {
+            "request": Request("http://127.0.0.1:8000/v1", "m", PROMPT, "OPENAI_API_KEY", None, PARAMS.predict.limit),
+            "cfg": PARAMS.evaluate,
+            "compute": PARAMS.compute,
+            "mixture": DATA / "04_mixture",
+            "records": DATA / "02_records",
+            "clean": DATA / "03_clean",
+            "out": None,
+        },
+    ),
+    "zero-shot in other words": (
+        [
+            *("zero-shot", "--url", "https://a.example/v1", "--model", "m", "--limit", "9", "--out", "out"),
+            *("--prompt", "P", "--max-tokens", "5", "--key-variable", "K", "--allow-unlicensed"),
+        ],
+        "components.zero_shot.zero_shot",
+        "zero_shot",
+        {
+            "request": Request("https://a.example/v1", "m", "P", "K", 5, 9, allow_unlicensed=True),
+            "cfg": PARAMS.evaluate,
+            "compute": PARAMS.compute,
+            "mixture": DATA / "04_mixture",
+            "records": DATA / "02_records",
+            "clean": DATA / "03_clean",
+            "out": Path("out"),
         },
     ),
 }

@@ -36,7 +36,7 @@ SHARED = {
 TOP = {"params", "counts", "consistency", "profiles", "migrate", "guard", "preflight", "usage", "__main__"}
 """The parameters as a whole and the command line: they know the stages' sections, and no stage knows them."""
 
-COMMANDS = {"plan", "inspect", "export", "compare", "score", "archive", "caption", "serve"}
+COMMANDS = {"plan", "inspect", "export", "compare", "score", "archive", "caption", "serve", "zero_shot"}
 """Folders of commands: no stage imports them."""
 
 JOINS = {"promote"}

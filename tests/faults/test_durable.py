@@ -62,6 +62,7 @@ ATOMIC = {
     "components/train/stage.py train",
     "components/train/state.py write_state",
     "components/train/state.py write_validation",
+    "components/zero_shot/zero_shot.py write_predictions",
     "flows/archive.py push",
     "flows/coalesce.py finish",
     "flows/notices.py kept",
@@ -80,6 +81,7 @@ RENAMED = {
     "components/promote/score_model.py score_model": "a command's output, whole or not there, made anew by the next",
     "components/train/samples.py _write": "here",
     "components/train/state.py write_state": "here",
+    "components/zero_shot/zero_shot.py zero_shot": "a command's output, whole or not there, made anew by the next",
     "flows/raw.py linked": "links, all flushed first; half a folder is made anew (tests/flows/test_raw.py)",
 }
 """With a rename of their own, and where that is tested."""

@@ -1,0 +1,40 @@
+"""What is asked for: which model at which endpoint, in which words, about how many pairs."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+PROMPT = (
+    "The two images come in order: the first was taken before, the second after. {question} "
+    "Answer with one plain sentence of what changed, and nothing else."
+)
+"""The project's own: the paper whose zero-shot scores are published (arXiv 2503.11093 v2) prints none."""
+
+THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True)
+class Request:
+    """A model behind an endpoint as a captioner."""
+
+    url: str  # up to and with /v1
+    model: str
+    prompt: str = PROMPT  # {question} stands for the pair's own, which predict asks
+    key_variable: str = "OPENAI_API_KEY"  # the environment variable that holds the key; no key stands in a file
+    max_tokens: int | None = None  # of an answer; None: as the server has it
+    limit: int = 0  # pairs of the test split; 0: all
+    timeout_s: int = 120  # of one question
+    allow_unlicensed: bool = False
+
+    @property
+    def leaves_the_machine(self) -> bool:
+        """Whether the images go to another machine than this one."""
+        return urlsplit(self.url).hostname not in THIS_MACHINE
+
+    def words(self, question: str) -> str:
+        """What is said beside the images of a pair."""
+        return self.prompt.replace("{question}", question)
+
+    def place(self, scratch: Path) -> Path:
+        """Where the result lies by default."""
+        return scratch / "evaluated" / f"zero-shot-{self.model.replace('/', '-')}"
