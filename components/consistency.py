@@ -21,7 +21,12 @@ from components.evaluate.protocols import protocols_of
 from components.gpus import GPUS
 from components.ingest.params import DatasetEntry
 from components.models import FAMILIES
+from components.models.m3diff.family import LARGE_BASE, SMALL_BASE
+from components.models.onediff.family import LLAVA_BASE
 from components.section import ParamsError
+
+LLAVA_BASES = (SMALL_BASE, LARGE_BASE, LLAVA_BASE)
+"""Folders' names of the bases that llava-hf publishes."""
 
 if TYPE_CHECKING:
     from components.params import Params
@@ -227,11 +232,16 @@ def base_config(base: Path) -> dict[str, Any] | None:
 
 
 def batches_divide(params: "Params") -> Iterator[str]:
+    yield from odd_batch(params, "train", params.train.global_batch)
+
+
+def odd_batch(params: "Params", where: str, global_batch: int) -> Iterator[str]:
+    """Why a step's sequences cannot be dealt to the workers in micro-batches."""
     micro, workers = params.compute.micro_batch, max(params.compute.workers, 1)
-    if params.train.global_batch % (micro * workers):
+    if global_batch % (micro * workers):
         yield (
-            f"train.global_batch: must be a multiple of compute.micro_batch {micro} x {workers} worker(s) = "
-            f"{micro * workers} (found {params.train.global_batch})"
+            f"{where}.global_batch: must be a multiple of compute.micro_batch {micro} x {workers} worker(s) = "
+            f"{micro * workers} (found {global_batch})"
         )
 
 
@@ -247,15 +257,7 @@ def alignment(params: "Params") -> Iterator[str]:
             yield f"{where}.datasets: {closest(name, training)}; ingest.datasets has those that train"
     if training and set(training) <= set(align.datasets):
         yield f"{where}.datasets: all that train are in it, and none is left to fine-tune on; take one out"
-    if align.global_batch % (each := sequences_at_a_time(params)):
-        yield (
-            f"{where}.global_batch: must be a multiple of compute.micro_batch x workers = {each} "
-            f"(found {align.global_batch})"
-        )
-
-
-def sequences_at_a_time(params: "Params") -> int:
-    return params.compute.micro_batch * max(params.compute.workers, 1)
+    yield from odd_batch(params, where, align.global_batch)
 
 
 def best_needs_captions(params: "Params") -> Iterator[str]:
@@ -416,7 +418,8 @@ def read_paths(params: "Params", stage: str) -> list[tuple[str, Path, str]]:
         return [("convert.questions", params.convert.questions, "see profiles/questions.yaml")]
     if stage == "train":
         base = params.train.base
-        fetch = f"fetch the base model (`hf download llava-hf/{base.name} --local-dir {base}`) or correct the path"
+        command = f" (`hf download llava-hf/{base.name} --local-dir {base}`)" if base.name in LLAVA_BASES else ""
+        fetch = f"fetch the base model{command} or correct the path"
         return [("train.base", base / "config.json", "`make base`" if base == params.paths.base else fetch)]
     if stage == "evaluate" and params.compute.spice_dir is not None:
         return [("compute.spice_dir", params.compute.spice_dir, "fetch the CoreNLP 3.6.0 jars, or write null")]

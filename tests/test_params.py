@@ -16,7 +16,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from components.consistency import check_paths, model_rates
+from components.consistency import absent_paths, check_paths, model_rates
 from components.params import Params, load_params
 from components.section import FrozenDict, ParamsError
 from tests.toy import REPOSITORY
@@ -721,7 +721,7 @@ def test_the_task_of_a_dataset_itself_must_have_questions(write, tmp_path):
 
 
 READS = {
-    "train": ("train.base", {"train.base": "none"}, "--local-dir none`) or correct the path"),
+    "train": ("train.base", {"train.base": "none"}, "fetch the base model or correct the path"),
     "convert": ("convert.questions", {"convert.questions": "none.yaml"}, "see profiles/questions.yaml"),
     "evaluate": ("compute.spice_dir", {"compute.spice_dir": "none"}, "fetch the CoreNLP 3.6.0 jars, or write null"),
     "ingest@extra": (
@@ -772,3 +772,23 @@ def test_a_part_that_a_family_has_not_is_named_in_rates_and_delays_and_a_part_wi
     assert unknown_rate.startswith("models.m.rates.encoder: no such part; ")
     assert unknown_delay.startswith("models.m.delays.modul: no such part; did you mean 'module'?")
     assert missing.startswith("models.m.rates.llm: missing; ")
+
+
+@pytest.mark.parametrize(
+    ("base", "words"),
+    [
+        ("models/llava-1.5-7b-hf", "(`hf download llava-hf/llava-1.5-7b-hf --local-dir models/llava-1.5-7b-hf`)"),
+        ("models/blip2-opt-2.7b", "fetch the base model or correct the path"),
+    ],
+)
+def test_a_base_that_is_not_here_is_named_with_the_command_that_fetches_it_where_that_is_known(write, base, words):
+    ((place, path, remedy),) = absent_paths(load_params(write({"train.base": base})), "train")
+    assert (place, path) == ("train.base", Path(base) / "config.json")
+    assert words in remedy
+
+
+def test_the_batches_of_an_alignment_divide_as_those_of_the_fine_tuning_do(write):
+    align = {"datasets": ["minichange_free"], "epochs": 1, "global_batch": 20}
+    align["rates"] = {"vision": None, "projector": 0.001, "module": 0.001, "llm": None}
+    with pytest.raises(ParamsError, match="models.onediff.align.global_batch: must be a multiple .* = 16 .found 20."):
+        load_params(write({"train.model": "onediff", "models.onediff.align": align}))
