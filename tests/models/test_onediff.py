@@ -351,6 +351,11 @@ def test_faults_name_what_the_base_cannot_give(onevision: Path, llava: Path) -> 
     assert FAMILY.faults(deep, None) == []
     published = {"model_type": "llava", "vision_config": {"model_type": "clip_vision_model"}}
     assert FAMILY.faults(settings(asdict(VDMConfig())), published) == []
+    siglip = {"model_type": "onediff", "vision_config": {"model_type": "siglip_vision_model"}}
+    assert FAMILY.faults(deep, siglip) == [], "a trained one may leave out what is the default"
+    for vision, named in (({"model_type": "blip_2_vision_model"}, "blip_2_vision_model"), ({}, "none")):
+        (fault,) = FAMILY.faults(settings(), {"model_type": "blip-2", "vision_config": vision})
+        assert fault.endswith(f"and train.base has {named}")
     own = published | {"vdm": asdict(VDMConfig(tokens=16))}
     assert "set tokens to 16 instead of 32" in FAMILY.faults(settings(asdict(VDMConfig())), own)[0]
 

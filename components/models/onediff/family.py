@@ -31,8 +31,11 @@ LLAVA_BASE = "llava-1.5-7b-hf"
 """The paper's base in all but name; its shapes are known without its folder, as LLaVA-OneVision's are by theirs."""
 
 CLIP_L = {"num_hidden_layers": 24, "hidden_size": 1024, "image_size": 336, "patch_size": 14}
-ENCODERS = {"llava": CLIP_L, "llava_onevision": {"image_size": 384, "patch_size": 14, **SIGLIP_SO400M}}
-"""Of a base's model_type: what its configuration leaves out where it is the default."""
+ENCODERS = {
+    "clip_vision_model": CLIP_L,
+    "siglip_vision_model": {"image_size": 384, "patch_size": 14, **SIGLIP_SO400M},
+}
+"""Of a base's vision encoder: what its configuration leaves out where it is the default."""
 
 
 def build(config: OneDiffConfig) -> OneDiffForConditionalGeneration:
@@ -100,7 +103,12 @@ def faults(settings: OneDiffSettings, base: Mapping[str, Any] | None) -> list[st
         return [f"module: the base was trained with another one, which it keeps; {differs}"]
     if settings.module is None or base is None:
         return []
-    cfg, encoder = settings.module, ENCODERS.get(base.get("model_type", ""), {}) | base.get("vision_config", {})
+    vision = base.get("vision_config", {})
+    if (kind := vision.get("model_type")) not in ENCODERS:
+        return [
+            f"family onediff reads the encoders of LLaVA-1.5 and LLaVA-OneVision, and train.base has {kind or 'none'}"
+        ]
+    cfg, encoder = settings.module, ENCODERS[kind] | vision
     layers, patches = encoder["num_hidden_layers"], (encoder["image_size"] // encoder["patch_size"]) ** 2
     found = []
     if (deepest := cfg.vision_feature_layers[-1]) > layers:
