@@ -2,8 +2,15 @@
 
 Each row is an experiment of DVC in a folder of its own (`dvc exp show` lists them, `dvc exp apply` brings one back), so
 a row that was run before is restored and not trained again. The table has each row's scores, their mean and standard
-deviation over the seeds, and the difference to each row of `compare_with` with its interval over pairs. It is printed
-and written to benchmarks/results/ablation.json, with a plot and the same table in Markdown beside it.
+deviation over the seeds, and the difference to each row of `compare_with`, and to the one it stands beside, with its
+interval over pairs; another what each row trained on: pairs, epochs and optimizer steps. They are printed and written
+to benchmarks/results/ablation.json, with a plot and the same tables in Markdown beside it.
+
+Beside its changes of params.yaml a row may have two keys:
+
+    made: [minichange_edits]   # datasets of profiles/made-data.yaml whose training pairs train, too
+    beside: M3Diff             # a row above it, to which it is compared, on as many optimizer steps: its train.epochs
+                               # follow from how many pairs it has
 """
 
 import argparse
@@ -25,14 +32,17 @@ from components.evaluate.bootstrap import compare, resampled_scores, rows_of
 from components.evaluate.bootstrap import statistics as sums_of
 from components.evaluate.metrics import METRICS
 from components.files import sha256_of_folder, write_atomic
-from components.params import ParamsError, explain, load_params
+from components.params import ParamsError, Paths, explain, load_params
+from components.profiles import resolve
 from components.section import Section
+from infra.budget import Budget, budget_of, epochs_for
 from infra.experiments import read, run_experiment
 from infra.seeds import known, over_seeds
 
 ROWS = Path(__file__).with_suffix(".yaml")
 RESULTS = Path("benchmarks/results/ablation.json")
-PARAMS = Path("params.yaml")
+PARAMS, MADE_DATA = Path("params.yaml"), Path("profiles/made-data.yaml")
+MADE, BESIDE, EPOCHS = "made", "beside", "train.epochs"
 
 
 class Column(NamedTuple):
@@ -64,8 +74,8 @@ class Ablation(Section):
     """A file of rows."""
 
     protocols: tuple[str, ...]  # the parts of metrics.json to show
-    compare_with: tuple[str, ...]  # names of rows
-    rows: dict[str, dict[str, Any]]  # what each changes of params.yaml, by its name
+    compare_with: tuple[str, ...] = ()  # names of rows that every other is compared with
+    rows: dict[str, dict[str, Any]]  # what each changes of params.yaml, by its name; and `made` and `beside`
     needs: dict[Path, str] = {}  # folders that git does not hold, and the command that makes each
 
 
@@ -82,6 +92,8 @@ class Row(NamedTuple):
     name: str
     changes: Mapping[str, Any]
     protocols: dict[str, Scored]
+    budget: Budget | None = None
+    beside: str | None = None
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -98,8 +110,7 @@ def main(argv: list[str] | None = None) -> int:
         absent = left_out(ablation)
         print("\n".join(absent.values()), end="\n" * bool(absent), flush=True)
         seeds = range(params.train.seed, params.train.seed + args.seeds)
-        named = {name: changes for name, changes in ablation.rows.items() if name not in absent}
-        rows = [run_row(name, changes, seeds, ablation, params.paths.report) for name, changes in named.items()]
+        rows = run_rows(ablation, absent, seeds, params.paths)
     except (ParamsError, OSError) as error:
         print(f"make ablation: {error}", file=sys.stderr)
         return 1
@@ -107,21 +118,23 @@ def main(argv: list[str] | None = None) -> int:
         print(f"make ablation: `{' '.join(error.cmd)}` ended with {error.returncode}", file=sys.stderr)
         return error.returncode
     found = {protocol: table(rows, ablation.compare_with, protocol) for protocol in ablation.protocols}
+    budgets = {row.name: row.budget._asdict() for row in rows if row.budget}
+    print("\n".join(budget_table(budgets)))
     for protocol, cells in found.items():
         print("\n".join(lines(cells, protocol, len(seeds))))
     print("\n".join(absent.values()), end="\n" * bool(absent))
     facts = {
-        "command": f"make ablation N={args.seeds}",
+        "command": f"make ablation N={args.seeds}" + (f" ROWS={args.rows}" if args.rows != ROWS else ""),
         "seeds": list(seeds),
         "compare_with": list(ablation.compare_with),
         "left_out": absent,
         "made": {str(folder): sha256_of_folder(folder) for folder in ablation.needs if folder.is_dir()},
+        "budgets": budgets,
         "protocols": found,
     }
     write_atomic(args.out, json.dumps(facts, indent=1) + "\n")
-    write_atomic(
-        args.out.with_suffix(".md"), "\n".join(markdown(found, ablation.compare_with, len(seeds), absent)) + "\n"
-    )
+    page = [*budget_table(budgets), "", *markdown(found, ablation.compare_with, len(seeds), absent)]
+    write_atomic(args.out.with_suffix(".md"), "\n".join(page) + "\n")
     plot(found, args.out.with_suffix(".svg"))
     print(f"written to {args.out}, {args.out.with_suffix('.md')} and {args.out.with_suffix('.svg')}")
     return 0
@@ -131,7 +144,8 @@ def read_ablation(path: Path) -> Ablation:
     """The rows, and what they are compared with.
 
     Raises:
-        ParamsError: the file is no mapping of these fields, has no two rows, or compares with a row that it has not.
+        ParamsError: the file is no mapping of these fields, has no two rows, or compares with a row that it has not, or
+            a row asks for what cannot be.
     """
     values = yaml.safe_load(path.read_text(encoding="utf-8"))
     if not isinstance(values, dict):
@@ -146,31 +160,102 @@ def read_ablation(path: Path) -> Ablation:
     for name in found.compare_with:
         if name not in found.rows:
             raise ParamsError(f"{path}: compare_with: no row is called {name!r}; the rows are {', '.join(found.rows)}")
+    if faults_of_rows := [fault for name in found.rows for fault in row_faults(name, found.rows)]:
+        raise ParamsError(f"{path}: {'; '.join(faults_of_rows)}")
     return found
+
+
+def row_faults(name: str, rows: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """What is wrong with a row's `made` and `beside`."""
+    row, above = rows[name], list(rows)[: list(rows).index(name)]
+    if MADE in row:
+        known = resolve(MADE_DATA)[0]["augment"]
+        if not isinstance(row[MADE], list) or not set(row[MADE]) <= set(known):
+            wanted = f"expected a list of what {MADE_DATA} makes, of {', '.join(known)}"
+            yield f"rows.{name}.made: {wanted}; found {row[MADE]!r}"
+    if BESIDE in row:
+        if row[BESIDE] not in above:
+            known = ", ".join(above) or "of which there is none"
+            yield f"rows.{name}.beside: expected a row above it, {known}; found {row[BESIDE]!r}"
+        if EPOCHS in row:
+            yield f"rows.{name}.{EPOCHS}: follows from the steps of the row beside; leave one of the two out"
+
+
+def changes_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a row changes of params.yaml, its made datasets written out."""
+    changes = {key: value for key, value in row.items() if key not in (MADE, BESIDE)}
+    for name in row.get(MADE, ()):
+        changes |= made_dataset(name)
+    return changes
+
+
+def made_dataset(name: str) -> dict[str, Any]:
+    """What of params.yaml has this dataset made and read, as profiles/made-data.yaml does, of training pairs alone: so
+    every row is validated and tested on the same pairs."""
+    profile = resolve(MADE_DATA)[0]
+    entry = profile["augment"][name]
+    entry["source"]["splits"] = ["train"]
+    changes = {f"+augment.{name}": entry, f"+ingest.datasets.{name}": profile["ingest"]["datasets"][name]}
+    if name in profile["convert"]["sources"]:
+        changes[f"+convert.sources.{name}"] = profile["convert"]["sources"][name]
+    return changes
 
 
 def left_out(ablation: Ablation) -> dict[str, str]:
     """The rows that cannot run here, and why: by name, a line that says what is not there and what makes it."""
-    return {
+    absent = {
         name: f"left out: {name}: {folder} is not there; make it with `{command}`"
         for name, changes in ablation.rows.items()
         for folder, command in ablation.needs.items()
         if str(folder) in changes.values() and not folder.is_dir()
     }
+    for name, row in ablation.rows.items():
+        if row.get(BESIDE) in absent:
+            absent.setdefault(name, f"left out: {name}: {row[BESIDE]}, which it stands beside, is left out")
+    return absent
 
 
-def run_row(name: str, changes: Mapping[str, Any], seeds: Sequence[int], ablation: Ablation, report: Path) -> Row:
+def run_rows(ablation: Ablation, absent: Mapping[str, str], seeds: Sequence[int], paths: Paths) -> list[Row]:
+    """Run the rows that can run, in their order.
+
+    Raises:
+        CalledProcessError: an experiment failed.
+        ParamsError: it has not the protocols.
+    """
+    found: dict[str, Row] = {}
+    for name, row in ablation.rows.items():
+        if name not in absent:
+            changes, beside = changes_of(row), row.get(BESIDE)
+            if beside:
+                changes = changes | {EPOCHS: equal_epochs(name, changes, found[beside], ablation, paths)}
+            found[name] = run_row(name, changes, seeds, ablation, paths)._replace(beside=beside)
+    return list(found.values())
+
+
+def equal_epochs(name: str, changes: Mapping[str, Any], beside: Row, ablation: Ablation, paths: Paths) -> float:
+    """Epochs in which the row takes as many optimizer steps as the one beside. Its data are made for that."""
+    assert beside.budget, "a row that was run has its budget"
+    print(f"{name}, its data: ", end="")
+    return epochs_for(beside.budget.steps, f"{slug(name)}-data", changes, given(changes, ablation), paths)
+
+
+def given(changes: Mapping[str, Any], ablation: Ablation) -> list[Path]:
+    """The folders that git does not hold and these changes name."""
+    return [folder for folder in ablation.needs if str(folder) in changes.values()]
+
+
+def run_row(name: str, changes: Mapping[str, Any], seeds: Sequence[int], ablation: Ablation, paths: Paths) -> Row:
     """Run the row with every seed.
 
     Raises:
         CalledProcessError: an experiment failed.
         ParamsError: it has not the protocols.
     """
-    given = [folder for folder in ablation.needs if str(folder) in changes.values()]
-    runs = [run_seed(name, changes, seed, given) for seed in seeds]
-    metrics = [json.loads(read(run, report / "metrics.json"))["protocols"] for run in runs]
-    tables = [pq.read_table(pa.BufferReader(read(run, report / "scores.parquet"))) for run in runs]
-    return Row(name, changes, {protocol: scored(metrics, tables, protocol) for protocol in ablation.protocols})
+    runs = [run_seed(name, changes, seed, given(changes, ablation)) for seed in seeds]
+    metrics = [json.loads(read(run, paths.report / "metrics.json"))["protocols"] for run in runs]
+    tables = [pq.read_table(pa.BufferReader(read(run, paths.report / "scores.parquet"))) for run in runs]
+    found = {protocol: scored(metrics, tables, protocol) for protocol in ablation.protocols}
+    return Row(name, changes, found, budget_of(runs[0], paths))
 
 
 def run_seed(row: str, changes: Mapping[str, Any], seed: int, given: Sequence[Path]) -> str:
@@ -182,7 +267,11 @@ def run_seed(row: str, changes: Mapping[str, Any], seed: int, given: Sequence[Pa
 
 
 def experiment_of(row: str, seed: int) -> str:
-    return f"ablation-{re.sub('[^a-z0-9]+', '-', row.lower())}-{seed}"
+    return f"{slug(row)}-{seed}"
+
+
+def slug(row: str) -> str:
+    return f"ablation-{re.sub('[^a-z0-9]+', '-', row.lower())}"
 
 
 def scored(metrics: Sequence[Mapping[str, Any]], tables: Sequence[pa.Table], protocol: str) -> Scored:
@@ -205,17 +294,19 @@ def summed(tables: Sequence[pa.Table]) -> pa.Table:
 
 
 def table(rows: Sequence[Row], compare_with: Sequence[str], protocol: str) -> list[dict[str, Any]]:
-    """Each row with its scores' mean, deviation and differences to the rows that are named and were run."""
-    others = [row for row in rows if row.name in compare_with]
+    """Each row with its scores' mean, deviation and differences to the rows that are named and were run, and to the one
+    that it stands beside."""
     found = []
     for row in rows:
         one = row.protocols[protocol]
+        others = [other for other in rows if other is not row and other.name in (*compare_with, row.beside)]
         cells = {
             score: over_seeds(values)
-            | {"differences": {other.name: differ(row, other, protocol, score) for other in others if other is not row}}
+            | {"differences": {other.name: differ(row, other, protocol, score) for other in others}}
             for score, values in one.scores.items()
         }
-        found.append({"row": row.name, "changes": dict(row.changes), "pairs": one.pairs.num_rows, "scores": cells})
+        told = {"row": row.name, "beside": row.beside, "changes": dict(row.changes), "pairs": one.pairs.num_rows}
+        found.append(told | {"scores": cells})
     return found
 
 
@@ -246,10 +337,31 @@ def counted(seeds: int) -> str:
     return f"{seeds} seed{'s' * (seeds > 1)}"
 
 
+BUDGET = {
+    "pairs": "pairs that train",
+    "epochs": "epochs",
+    "steps": "optimizer steps",
+    "captions": "captions trained on",
+    "alignment_pairs": "pairs of the alignment before",
+    "alignment_steps": "its steps",
+}
+"""The columns of `budget_table`, by the fields of a budget."""
+
+
+def budget_table(budgets: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
+    """What each row trained on; of the alignment where any row has one."""
+    fields = [key for key in BUDGET if not key.startswith("alignment") or any(of[key] for of in budgets.values())]
+    yield in_line("trained on", [BUDGET[key] for key in fields])
+    yield "|---" * (1 + len(fields)) + "|"
+    for name, of in budgets.items():
+        yield in_line(name, [f"{of[key]:.3f}" if key == "epochs" else f"{of[key]:,}" for key in fields])
+
+
 def markdown(
     found: Mapping[str, Sequence[Mapping[str, Any]]], compare_with: Sequence[str], seeds: int, absent: Mapping[str, str]
 ) -> Iterator[str]:
-    """For each protocol a table of the scores, and one of the differences to each row that others are compared with."""
+    """For each protocol a table of the scores, one of the differences to each row of `compare_with`, and one of those
+    between rows that stand beside each other."""
     spread = ", mean ± standard deviation" if seeds > 1 else ""
     for protocol, rows in found.items():
         scores = shown(rows)
@@ -262,8 +374,20 @@ def markdown(
             for row in rows:
                 if row["row"] != name:
                     yield in_line(row["row"], [gain_text(score, row["scores"].get(score), name) for score in scores])
+        yield from beside_table(rows, scores)
         yield ""
     yield from (f"- {line}" for line in absent.values())
+
+
+def beside_table(rows: Sequence[Mapping[str, Any]], scores: Sequence[str]) -> Iterator[str]:
+    """How much more each row has than the one that it stands beside; nothing where none does."""
+    pairs = [(row, row["beside"]) for row in rows if row.get("beside")]
+    if pairs:
+        yield ""
+        yield from heading("difference on as many steps (95 % interval over pairs)", scores)
+    for row, name in pairs:
+        cells = [gain_text(score, row["scores"].get(score), name) for score in scores]
+        yield in_line(f"{row['row']}, to *{name}*", cells)
 
 
 def shown(rows: Sequence[Mapping[str, Any]]) -> list[str]:

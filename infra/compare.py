@@ -136,7 +136,7 @@ def left_out(name: str, cfg: Comparison) -> str | None:
 def run(title: str, changes: Mapping[str, Any], cfg: Comparison, params: Params) -> Row:
     """The model's experiment, run or restored; `ablation-<title>-<seed>` names it."""
     ablation = Ablation(protocols=cfg.protocols, compare_with=(), rows={}, needs=cfg.needs)
-    return run_row(title, changes, [params.train.seed], ablation, params.paths.report)
+    return run_row(title, changes, [params.train.seed], ablation, params.paths)
 
 
 def shorter_epochs(steps_s: Mapping[str, float], cfg: Comparison, epochs: float) -> dict[str, float]:

@@ -13,22 +13,44 @@ from pathlib import Path
 from typing import Any
 
 
-def run_experiment(name: str, changes: Mapping[str, Any], given: Sequence[Path] = ()) -> None:
+def run_experiment(
+    name: str, changes: Mapping[str, Any], given: Sequence[Path] = (), targets: Sequence[str] = ()
+) -> None:
     """Run the pipeline with these changes of params.yaml; an experiment of this name is replaced.
 
     Args:
         changes: values by their keys, `{"train.seed": 3}`; a plus before a key adds it.
         given: folders of this checkout that git ignores and the experiment reads.
+        targets: stages that are run, with what they need; none: all.
 
     Raises:
         CalledProcessError: it failed.
     """
-    settings = [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in changes.items()]
-    print(f"dvc exp run --name {name} {' '.join(settings)}", flush=True)
-    chosen = [part for setting in settings for part in ("-S", setting)]
+    settings = [setting(key, value) for key, value in changes.items()]
+    print(f"dvc exp run --name {name} {' '.join([*settings, *targets])}", flush=True)
+    chosen = [part for each in settings for part in ("-S", each)]
     copied = [part for folder in given for part in ("--copy-paths", str(folder))]
-    dvc("exp", "remove", "--quiet", name, check=False)  # its stages stay in the run cache
-    dvc("exp", "run", "--temp", "--name", name, *copied, *chosen)
+    remove(name)
+    dvc("exp", "run", "--temp", "--name", name, *copied, *chosen, *targets)
+
+
+def remove(name: str) -> None:
+    """Forget the experiment where there is one; its stages stay in the run cache."""
+    dvc("exp", "remove", "--quiet", name, check=False)
+
+
+def setting(key: str, value: Any) -> str:
+    """A change of params.yaml as `dvc exp run -S` takes it; a text stands as it is."""
+    return f"{key}={value if isinstance(value, str) else in_hydra(value)}"
+
+
+def in_hydra(value: Any) -> str:
+    """A value in the grammar of Hydra's overrides: JSON, but the keys of a mapping stand without quotes."""
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {in_hydra(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(in_hydra, value))}]"
+    return json.dumps(value, ensure_ascii=False)
 
 
 def dvc(*arguments: str, check: bool = True) -> None:

@@ -7,9 +7,11 @@ stage reads what the real one reads and lets it show in what it writes, so that 
 import csv
 import hashlib
 import json
+import math
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -172,18 +174,20 @@ def validate(params: dict[str, Any], paths: dict[str, Path]) -> None:
     (paths["clean"] / "docs" / "index.html").write_text("clean")
 
 
-def convert(params: dict[str, Any], paths: dict[str, Path]) -> None:
+def convert(params: dict[str, Any], paths: dict[str, Path]) -> dict[str, Any]:
     questions = Path(params["convert"]["questions"]).read_text()
-    columns = ("id", "split", "before", "after", "before_sha256", "after_sha256")
+    columns = ("id", "dataset", "split", "before", "after", "before_sha256", "after_sha256")
     rows = read_rows(paths["clean"] / "records.parquet")
     for split in ("train", "val", "test"):
-        samples = [{name: row[name] for name in columns} for row in rows if row["split"] == split]
+        samples = [{name: row[name] for name in columns} | {"pair": row["id"]} for row in rows if row["split"] == split]
         asked = {"question": questions, "reference": f"sampled with {params['convert']['seed']}"}
         (paths["mixture"] / split).mkdir()
         write_rows(paths["mixture"] / split / "00000.parquet", [sample | asked for sample in samples])
+    train = Counter(row["dataset"] for row in rows if row["split"] == "train")
+    return {"datasets": {name: {"pairs": {"train": train[name]}} for name in params["ingest"]["datasets"]}}
 
 
-def train(params: dict[str, Any], paths: dict[str, Path]) -> None:
+def train(params: dict[str, Any], paths: dict[str, Path]) -> dict[str, Any]:
     from components.files import sha256_of_folder
 
     cfg, base = params["train"], Path(params["train"]["base"])
@@ -200,6 +204,9 @@ def train(params: dict[str, Any], paths: dict[str, Path]) -> None:
         rows = csv.writer(file, lineterminator="\n")
         rows.writerow(["step", "epoch", "loss", "lr_llm", "grad_norm", "val_loss", "val_loss_minichange", "val_cider"])
         rows.writerows([s, s / 2, 1 / s, 0.1, s * 2, *((0.5, 0.6, 1.7) if s == 3 else ("", "", ""))] for s in (1, 2, 3))
+    per_epoch = math.ceil(len(read_rows(paths["mixture"] / "train" / "00000.parquet")) / cfg["global_batch"])
+    steps = math.ceil(cfg["epochs"] * per_epoch)
+    return {"steps": steps, "rows_out": steps * cfg["global_batch"], "alignment": {}}
 
 
 def predict(params: dict[str, Any], paths: dict[str, Path]) -> None:
@@ -249,9 +256,9 @@ def main(stage: str, *dataset: str) -> None:
     from components.guard import unchanged
 
     with unchanged():
-        globals()[stage](params, paths, *dataset)
+        told = globals()[stage](params, paths, *dataset) or {}
         if stage in WITH_REPORT:
-            (paths[WITH_REPORT[stage]] / "report.json").write_text(json.dumps({"stage": stage}))
+            (paths[WITH_REPORT[stage]] / "report.json").write_text(json.dumps({"stage": stage} | told))
 
 
 if __name__ == "__main__":

@@ -2,17 +2,23 @@
 
 import json
 import re
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
 import yaml
+from dvc.exceptions import InvalidArgumentError
+from dvc.utils.hydra import apply_overrides, to_hydra_overrides
 
 from components.files import sha256_of_folder
-from components.params import ParamsError, load_params
+from components.params import Params, ParamsError, load_params
 from components.profiles import differences, resolve
 from infra import ablation, experiments
+from infra.budget import Budget
 from tests import toy
 
 PROTOCOL = "toy/total"
@@ -128,6 +134,24 @@ HEAD = "protocols: [toy/total]\ncompare_with: [one]\n"
         (HEAD + "rows: {uno: {}, two: {}}", "compare_with: no row is called 'one'; the rows are uno, two"),
         ("compare_with: [one]\nrows: {one: {}, two: {}}", "protocols: missing"),
         (HEAD + "rows: {one: {}, two: {}}\nneed: {}", "need: unknown key; did you mean 'needs'"),
+        (
+            HEAD + "rows: {one: {}, two: {made: [edits]}}",
+            "rows.two.made: expected a list of what profiles/made-data.yaml makes, of minichange_edits, "
+            "minichange_neighbours, minichange_coupled; found ['edits']",
+        ),
+        (HEAD + "rows: {one: {}, two: {made: minichange_edits}}", "rows.two.made: expected a list"),
+        (
+            HEAD + "rows: {one: {beside: two}, two: {}}",
+            "rows.one.beside: no row above it is called 'two'; above it: none",
+        ),
+        (
+            HEAD + "rows: {one: {}, two: {beside: three}}",
+            "rows.two.beside: no row above it is called 'three'; above it: one",
+        ),
+        (
+            HEAD + "rows: {one: {}, two: {beside: one, train.epochs: 3}}",
+            "rows.two.train.epochs: follows from the steps of the row beside; leave one of the two out",
+        ),
     ],
 )
 def test_a_file_of_other_things_than_rows_is_refused(text: str, fault: str, tmp_path: Path):
@@ -136,26 +160,127 @@ def test_a_file_of_other_things_than_rows_is_refused(text: str, fault: str, tmp_
         ablation.read_ablation(tmp_path / "rows.yaml")
 
 
-@pytest.mark.parametrize(("file", "rows"), [("ablation.yaml", 6), ("ablation-data.yaml", 4)])
-def test_each_row_of_a_file_makes_parameters_that_are_right_and_others_than_those_before(
-    file: str, rows: int, tmp_path: Path
-):
-    """As `dvc exp run -S` sets them; a key that is there already is named without a plus."""
-    seen = []
-    for changes in ablation.read_ablation(ablation.ROWS.with_name(file)).rows.values():
-        values = yaml.safe_load((toy.REPOSITORY / "params.yaml").read_text())
-        for place, value in changes.items():
-            *sections, key = place.removeprefix("+").split(".")
-            inside = values
-            for section in sections:
-                inside = inside.setdefault(section, {}) if place.startswith("+") else inside[section]
-            assert (key in inside) != place.startswith("+"), place
-            inside[key] = value
-        (tmp_path / "params.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
-        params = load_params(tmp_path / "params.yaml")
-        seen.append([params.train, params.models[params.train.model], params.convert])
-    assert len(seen) == rows
+FILES = {
+    "ablation.yaml": 6,
+    "ablation-data.yaml": 4,
+    "ablation-onediff.yaml": 4,
+    "ablation-diffcap.yaml": 4,
+    "ablation-syned.yaml": 4,
+}
+
+
+def rows_of(file: str) -> ablation.Ablation:
+    return ablation.read_ablation(ablation.ROWS.with_name(file))
+
+
+def params_with(changes: Mapping[str, Any], folder: Path) -> Params:
+    """params.yaml as `dvc exp run -S` changes it, by DVC's own function; a key that is there already has no plus."""
+    file = folder / "params.yaml"
+    shutil.copy(toy.REPOSITORY / "params.yaml", file)
+    apply_overrides(file, [experiments.setting(key, value) for key, value in changes.items()])
+    return load_params(file)
+
+
+def test_every_file_of_rows_is_looked_at_here():
+    assert {path.name for path in ablation.ROWS.parent.glob("ablation*.yaml")} == FILES.keys()
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_file_and_the_texts_say_how_it_is_run(file: str):
+    command = "make ablation" + (f" ROWS=infra/{file}" if file != ablation.ROWS.name else "")
+    texts = [toy.REPOSITORY / name for name in ("README.md", "docs/made-data.md")]
+    assert f"`{command}`" in (ablation.ROWS.parent / file).read_text()
+    assert any(command.removeprefix("make ablation ") in text.read_text() for text in texts)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_each_row_of_a_file_makes_parameters_that_are_right_and_others_than_those_before(file: str, tmp_path: Path):
+    seen: list[Any] = []
+    for row in rows_of(file).rows.values():
+        params = params_with(ablation.changes_of(row) | ({"train.epochs": 1.6} if "beside" in row else {}), tmp_path)
+        seen.append([params.train, params.models[params.train.model], params.convert, params.ingest])
+    assert len(seen) == FILES[file]
     assert all(one not in seen[:number] for number, one in enumerate(seen))
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_the_rows_of_a_file_are_validated_and_tested_on_the_same_pairs(file: str, tmp_path: Path):
+    for row in rows_of(file).rows.values():
+        params = params_with(ablation.changes_of(row), tmp_path)
+        assert all(entry.source.splits == ("train",) for entry in params.augment.values())
+        assert params.predict == load_params(toy.REPOSITORY / "params.yaml").predict
+
+
+def test_a_key_without_its_plus_and_one_with_a_plus_too_many_are_refused(tmp_path: Path):
+    for changes in ({"augment.more": {}}, {"+train.epochs": 1}):
+        with pytest.raises(InvalidArgumentError):
+            params_with(changes, tmp_path)
+
+
+def test_a_made_dataset_is_that_of_the_profile_but_of_training_pairs_alone(tmp_path: Path):
+    profile = load_params(toy.REPOSITORY / ablation.MADE_DATA)
+    made = list(profile.augment)
+    params = params_with(ablation.changes_of({"made": made}), tmp_path)
+    assert made == ["minichange_edits", "minichange_neighbours", "minichange_coupled"]
+    for name in made:
+        ours, theirs = params.augment[name], profile.augment[name]
+        assert ours.source.splits == ("train",)
+        assert ours.model_copy(update={"source": theirs.source}) == theirs
+    assert (params.ingest, params.convert) == (profile.ingest, profile.convert)
+    assert params_with(ablation.changes_of({"made": made[:1]}), tmp_path).convert.sources == {}
+
+
+def test_table_2_of_onediff_has_the_module_or_not_and_the_alignment_or_not(tmp_path: Path):
+    found = {name: params_with(ablation.changes_of(row), tmp_path) for name, row in rows_of(ONEDIFF).rows.items()}
+    models = {name: params.models["onediff"] for name, params in found.items()}
+    assert {params.train.model for params in found.values()} == {"onediff"}
+    assert {name: (model.module is not None, model.align is not None) for name, model in models.items()} == {
+        "neither": (False, False),
+        "CST": (False, True),
+        "VDM": (True, False),
+        "both": (True, True),
+    }
+    for name, params in found.items():
+        align = models[name].align
+        assert params.train == found["neither"].train
+        assert set(params.ingest.datasets) - set(align.datasets if align else ()) == LEVELS, "what is fine-tuned on"
+        if align:
+            trained = {part: rate for part, rate in align.rates.items() if rate is not None}
+            assert trained.keys() == {"projector"} | ({"module"} if models[name].module else set())
+            assert trained.items() <= dict(models[name].rates).items()
+
+
+ONEDIFF, LEVELS = "ablation-onediff.yaml", {"minichange", "minichange_free", "minichange_shifted"}
+SYN, REAL = "minichange_edits", "minichange_neighbours"
+
+
+@pytest.mark.parametrize(
+    ("file", "wanted"),
+    [
+        (
+            "ablation-diffcap.yaml",
+            {
+                "Coll": ("onediff", [], None),
+                "Coll and Syn": ("onediff", [SYN], "Coll"),
+                "Coll and Real": ("onediff", [REAL], "Coll"),
+                "Coll, Syn and Real": ("onediff", [SYN, REAL], "Coll"),
+            },
+        ),
+        (
+            "ablation-syned.yaml",
+            {
+                "m3diff": ("m3diff", [], None),
+                "m3diff with edits": ("m3diff", [SYN], "m3diff"),
+                "onediff": ("onediff", [], None),
+                "onediff with edits": ("onediff", [SYN], "onediff"),
+            },
+        ),
+    ],
+)
+def test_a_row_with_made_data_stands_beside_the_same_model_without(file: str, wanted: dict[str, Any]):
+    rows = rows_of(file).rows
+    assert {name: (row["train.model"], row.get("made", []), row.get("beside")) for name, row in rows.items()} == wanted
+    assert all(row.keys() <= {"train.model", "made", "beside"} for row in rows.values())
 
 
 def test_what_is_said_to_be_learnt_is_a_model_that_differs_from_the_first_in_the_modules_rate_alone():
@@ -180,6 +305,94 @@ def test_a_row_whose_base_is_not_there_is_left_out_and_says_what_makes_it(tmp_pa
     assert ablation.left_out(rows) == {}
 
 
+def test_a_row_beside_one_that_is_left_out_is_left_out(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = ablation.Ablation(
+        protocols=(PROTOCOL,),
+        rows={
+            "plain": {},
+            "single": {"train.base": "data/single"},
+            "more": {"beside": "single"},
+            "x": {"beside": "plain"},
+        },
+        needs={"data/single": "make base-single"},
+    )
+    assert list(ablation.left_out(rows)) == ["single", "more"]
+    assert ablation.left_out(rows)["more"] == "left out: more: single, which it stands beside, is left out"
+
+
+def test_a_row_beside_another_is_run_in_the_epochs_of_as_many_steps_after_it(monkeypatch):
+    """Of 100 steps of the row above; its changes are those of the file, its made data written out, and the epochs."""
+    ran: list[tuple[str, dict[str, Any], list[Path]]] = []
+    asked: list[Any] = []
+
+    def run_row(name: str, changes: dict[str, Any], seeds: Any, ablation_: Any, paths: Any) -> ablation.Row:
+        ran.append((name, changes, ablation.given(changes, ablation_)))
+        return row(name, [BASE])._replace(budget=BUDGET._replace(steps=100 + len(ran) - 1))
+
+    def epochs_for(*arguments: Any) -> float:
+        asked.append(arguments)
+        return 1.25
+
+    monkeypatch.setattr(ablation, "run_row", run_row)
+    monkeypatch.setattr(ablation, "epochs_for", epochs_for)
+    rows = {
+        "plain": {"train.base": "data/other"},
+        "apart": {},
+        "gone": {"train.base": "data/gone"},
+        "More, edits": {"train.base": "data/other", "made": [SYN], "beside": "plain"},
+    }
+    needs = {"data/other": "make other", "data/gone": "make gone"}
+    cfg = ablation.Ablation(protocols=(PROTOCOL,), rows=rows, needs=needs)
+    found = ablation.run_rows(cfg, {"gone": "left out"}, [7], PATHS)
+    made = {"train.base": "data/other"} | ablation.made_dataset(SYN)
+    assert ran == [
+        ("plain", rows["plain"], [Path("data/other")]),
+        ("apart", {}, []),
+        ("More, edits", made | {"train.epochs": 1.25}, [Path("data/other")]),
+    ]
+    (one,) = asked
+    assert one[:2] == (100, "ablation-more-edits-data")
+    assert one[2:] == (made, [Path("data/other")], PATHS)
+    assert [each.beside for each in found] == [None, None, "plain"]
+
+
+BUDGET = Budget(pairs=6484, epochs=2.7, steps=1097, captions=35056, alignment_pairs=0, alignment_steps=0)
+PATHS = load_params(toy.REPOSITORY / "params.yaml").paths
+
+
+def test_the_table_of_budgets_has_the_steps_of_each_phase_where_any_row_has_two():
+    other = BUDGET._replace(pairs=10884, epochs=1.610132, alignment_pairs=3300, alignment_steps=207)
+    assert list(ablation.budget_table({"one": BUDGET._asdict()})) == [
+        "| trained on | pairs that train | epochs | optimizer steps | captions trained on |",
+        "|---|---|---|---|---|",
+        "| one | 6,484 | 2.700 | 1,097 | 35,056 |",
+    ]
+    head, _, *rows = ablation.budget_table({"one": BUDGET._asdict(), "two": other._asdict()})
+    assert head.endswith("| captions trained on | pairs of the alignment before | its steps |")
+    assert rows == [
+        "| one | 6,484 | 2.700 | 1,097 | 35,056 | 0 | 0 |",
+        "| two | 10,884 | 1.610 | 1,097 | 35,056 | 3,300 | 207 |",
+    ]
+
+
+def test_rows_beside_each_other_are_compared_and_no_others():
+    rows = [row("a", [BASE]), row("b", [plus(5)]), row("a+", [plus(1)]), row("b+", [plus(7)])]
+    rows = [*rows[:2], rows[2]._replace(beside="a"), rows[3]._replace(beside="b")]
+    found = ablation.table(rows, [], PROTOCOL)
+    differences = [one["scores"]["CIDEr"]["differences"] for one in found]
+    one, two = pytest.approx(1), pytest.approx(2)
+    of_a, of_b = {"gain": one, "low": one, "high": one}, {"gain": two, "low": two, "high": two}
+    assert differences == [{}, {}, {"a": of_a}, {"b": of_b}]
+    assert list(ablation.markdown({PROTOCOL: found}, [], 1, {}))[-5:] == [
+        "| difference on as many steps (95 % interval over pairs) | CIDEr |",
+        "|---|---|",
+        "| a+, to *a* | +100.0 (+100.0 to +100.0) |",
+        "| b+, to *b* | +200.0 (+200.0 to +200.0) |",
+        "",
+    ]
+
+
 @pytest.mark.parametrize(
     ("value", "written"), [(None, "null"), ([1, 2], "[1, 2]"), ("no_module", "no_module"), (2.5, "2.5"), (True, "true")]
 )
@@ -194,14 +407,36 @@ def test_values_are_set_as_yaml_writes_them(value: object, written: str, monkeyp
     ]
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"kind": "edits", "source": {"root": "data/01_raw/x", "splits": ["train"]}, "band": [0.75, -1], "none": None},
+        {"separator": "; ", "words": ['say "no"', "a, b", "it's", "x: {y}", "", "null", "3"], "on": True, "empty": {}},
+        [[], [1e-05, 2.0, 3]],
+    ],
+)
+def test_a_mapping_is_written_as_hydra_reads_it(value: Any):
+    (read,) = to_hydra_overrides([experiments.setting("+some.key", value)])
+    assert read.value() == value
+    assert not read.is_sweep_override()
+
+
+def test_stages_that_are_asked_for_alone_are_named_behind_the_changes(monkeypatch):
+    calls: list[tuple[str, ...]] = []
+    monkeypatch.setattr(experiments, "dvc", lambda *arguments, check=True: calls.append(arguments))
+    experiments.run_experiment("name", {"a": 1}, targets=["convert"])
+    assert calls[-1] == ("exp", "run", "--temp", "--name", "name", "-S", "a=1", "convert")
+
+
 def test_a_protocol_that_was_not_scored_is_named():
     with pytest.raises(ParamsError, match="protocols: toy/hard was not scored; metrics.json has toy/total"):
         ablation.scored([{PROTOCOL: {}}], [scores(BASE, "abcdefghijklmnopqrstuvwxyz")], "toy/hard")
 
 
-def test_the_protocols_of_the_rows_are_of_datasets_that_the_embedded_run_scores():
+@pytest.mark.parametrize("file", FILES)
+def test_the_protocols_of_the_rows_are_of_datasets_that_the_embedded_run_scores(file: str):
     scored = load_params(toy.REPOSITORY / "params.yaml").ingest.datasets
-    assert {name.partition("/")[0] for name in ablation.read_ablation(ablation.ROWS).protocols} <= set(scored)
+    assert {name.partition("/")[0] for name in rows_of(file).protocols} <= set(scored)
 
 
 def test_the_control_base_is_the_embedded_one_without_the_tasks_of_two_images():
@@ -259,3 +494,30 @@ def test_rows_are_experiments_beside_the_workspace_and_a_row_that_was_run_is_res
     }
     checkpoint = experiments.read("ablation-other-7407", Path("data/05_model/checkpoint/manifest.json"))
     assert json.loads(checkpoint)["base"] == "data/other"
+
+
+@pytest.mark.slow(90)
+def test_a_row_with_made_data_takes_as_many_steps_as_the_one_beside(
+    toy_that_ran: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    """Three pairs, four with the made one, a pair a batch: nine steps are 2.7 epochs of three and 2.125 of four."""
+    root = toy_that_ran
+    overrides = ["train.global_batch=1", "compute.micro_batch=1", "compute.workers=0"]
+    apply_overrides(root / "params.yaml", overrides)
+    toy.run(root, "dvc", "repro", "-q")
+    toy.commit(root, "a batch is a pair")
+    rows = {"plain": {}, "more": {"made": [SYN], "beside": "plain"}}
+    (tmp_path / "rows.yaml").write_text(yaml.safe_dump({"protocols": [toy.TOTAL], "rows": rows}, sort_keys=False))
+    out = tmp_path / "ablation.json"
+    assert ablation.main(["1", "--rows", str(tmp_path / "rows.yaml"), "--out", str(out)]) == 0
+    found = json.loads(out.read_text())
+    plain, more = (found["budgets"][name] for name in rows)
+    assert (plain["pairs"], plain["epochs"], plain["steps"]) == (3, 2.7, 9)
+    assert (more["pairs"], more["epochs"], more["steps"]) == (4, 2.125, 9)
+    assert [one["beside"] for one in found["protocols"][toy.TOTAL]] == [None, "plain"]
+    assert "| more | 4 | 2.125 | 9 | 9 |" in out.with_suffix(".md").read_text()
+    said = capfd.readouterr().out
+    assert "more, its data: dvc exp run --name ablation-more-data " in said
+    assert said.count("Running stage 'augment@minichange_edits'") == 1, "made once, then found in the run cache"
+    assert "ablation-more-data" not in toy.run(root, "dvc", "exp", "list", "--name-only")
+    assert toy.run(root, "git", "status", "--porcelain") == ""

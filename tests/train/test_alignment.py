@@ -145,6 +145,20 @@ def test_a_phase_without_a_sample_is_refused_by_name(mixture: Path, tmp_path: Pa
         read_training_samples(mixture, tmp_path, DatasetFilter(("toy", "couples")))
 
 
+def test_without_a_module_the_projector_is_aligned_alone_and_without_validation_pairs(
+    made: Recipe, tmp_path: Path
+) -> None:
+    mixture = write_mixture(tmp_path / "mixture", SPLITS | {"val": {"toy": 3}})
+    bare = replace(settings(None), align=replace(ALIGN, rates=Rates(None, 1e-2, None, None)))
+    done = run(made.changed(model=bare), mixture, tmp_path)
+    assert (done.report.steps, done.report.alignment["steps"]) == (STEPS, FIRST_STEPS)
+    assert done.report.val_loss_by_dataset.keys() == {"toy"}
+    first = done.curve[:FIRST_STEPS]
+    assert max(float(row["lr_projector"]) for row in first) == pytest.approx(1e-2, rel=0.1)
+    assert not any(row["val_loss"] for row in first)
+    assert all(row.get("lr_module", "") in ("", "0", "0.0") for row in done.curve)
+
+
 def test_without_an_alignment_nothing_differs(made: Recipe, mixture: Path, tmp_path: Path) -> None:
     done = run(made.changed(model=replace(made.model, align=None)), mixture, tmp_path)
     assert done.report.alignment == {}
