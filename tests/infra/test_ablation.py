@@ -142,11 +142,11 @@ HEAD = "protocols: [toy/total]\ncompare_with: [one]\n"
         (HEAD + "rows: {one: {}, two: {made: minichange_edits}}", "rows.two.made: expected a list"),
         (
             HEAD + "rows: {one: {beside: two}, two: {}}",
-            "rows.one.beside: no row above it is called 'two'; above it: none",
+            "rows.one.beside: expected a row above it, of which there is none; found 'two'",
         ),
         (
             HEAD + "rows: {one: {}, two: {beside: three}}",
-            "rows.two.beside: no row above it is called 'three'; above it: one",
+            "rows.two.beside: expected a row above it, one; found 'three'",
         ),
         (
             HEAD + "rows: {one: {}, two: {beside: one, train.epochs: 3}}",
