@@ -131,7 +131,8 @@ def synthesize(params: dict[str, Any], paths: dict[str, Path], name: str) -> Non
 
 def augment(params: dict[str, Any], paths: dict[str, Path], name: str) -> None:
     entry = params["augment"][name]
-    splits = json.loads((Path(entry["source"]["root"]) / "pairs.json").read_text())
+    source = json.loads((Path(entry["source"]["root"]) / "pairs.json").read_text())
+    splits = [split for split in source if split in entry["source"].get("splits", SPLITS)]
     write_dataset(Path(entry["root"]), tuple(splits), entry["seed"])
     Path(f"{entry['root']}.json").write_text(json.dumps({"rows": len(splits)}))
 
