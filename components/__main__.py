@@ -429,7 +429,7 @@ def migrate(args: argparse.Namespace) -> None:
 
 
 COMMANDS: dict[str, tuple[Command, str]] = {
-    "pretrain": (pretrain, "train the tiny base model from scratch (about two hours of one core)"),
+    "pretrain": (pretrain, "train a tiny base model (from scratch: about two hours of one core)"),
     "synthesize": (synthesize, "make a synthetic dataset, such as MiniChange"),
     "augment": (augment, "make pairs from a raw dataset: edits, neighbours, coupled samples"),
     "ingest": (ingest, "read a dataset's own layout into records: image pairs with their references"),

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 EXAMPLES = {
-    "pretrain": ("m3diff pretrain", "m3diff --params infra/base-single.yaml pretrain"),
+    "pretrain": ("m3diff pretrain", "m3diff --params infra/base-blip2idc.yaml pretrain"),
     "synthesize": ("m3diff synthesize minichange",),
     "augment": ("m3diff augment minichange_edits",),
     "ingest": ("m3diff ingest", "m3diff ingest mine"),

@@ -1,6 +1,7 @@
 """Profiles: what differs from the profile they extend, resolved, and written as the next run's with its comments."""
 
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -334,5 +335,16 @@ def test_make_profile_plans_first_and_then_calls_the_command():
 
 
 def test_make_base_trains_the_base_and_then_has_dvc_record_it():
-    recipe = (REPOSITORY / "Makefile").read_text().split("\nbase:")[1].split("\n\n")[0].split("\n")[1:]
-    assert recipe == ["\t@m3diff pretrain", "\t@dvc repro --single-item pretrain"]
+    assert made("base") == ["m3diff pretrain && dvc repro --single-item pretrain"]
+
+
+@pytest.mark.parametrize("family", ["blip2idc", "blip2idc-stacked"])
+def test_make_base_of_a_family_trains_its_recipe(family):
+    assert made("base", f"FAMILY={family}") == [f"m3diff --params infra/base-{family}.yaml pretrain"]
+    assert (REPOSITORY / "infra" / f"base-{family}.yaml").is_file()
+
+
+def made(*arguments: str) -> list[str]:
+    """What make would run, once all is installed."""
+    told = subprocess.run(["make", "-n", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    return [line for line in told.stdout.splitlines() if line.startswith("m3diff")]

@@ -28,6 +28,8 @@ QUESTIONS = (
 )
 """What fine-tuning will ask (profiles/questions.yaml, task `difference`; a test compares the two)."""
 
+DESCRIBE = ("Describe the image.", "Describe both images.")
+
 
 @dataclass(frozen=True)
 class Task:
@@ -41,8 +43,8 @@ class Task:
 def whole(rng: np.random.Generator, scenes: list[Scene]) -> tuple[str, str]:
     """Each image in reading order."""
     if len(scenes) == 1:
-        return "Describe the image.", describe_scene(scenes[0])
-    return "Describe both images.", "; ".join(f"image {k}: {describe_scene(s)}" for k, s in enumerate(scenes, start=1))
+        return DESCRIBE[0], describe_scene(scenes[0])
+    return DESCRIBE[1], "; ".join(f"image {k}: {describe_scene(s)}" for k, s in enumerate(scenes, start=1))
 
 
 def side_by_side(rng: np.random.Generator, scenes: list[Scene]) -> tuple[str, str]:

@@ -1,18 +1,30 @@
 """The section `pretrain`: sizes and schedule of the tiny base model that the embedded run starts from."""
 
-from typing import Literal, get_args
+from pathlib import Path
+from typing import Literal, Self, get_args
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from components.section import Section
 
 Level = Literal["grid", "free"]
 TaskName = Literal["image", "asked for in two", "side by side", "asked for", "two images", "sentence"]
 TASKS: tuple[TaskName, ...] = get_args(TaskName)
+OF_TWO_IMAGES = ("asked for in two", "side by side", "two images")
+
+
+class Blip2(Section):
+    """What a BLIP-2 has beside the sizes of `Pretrain`. Its vision encoder's layers, LLM and tokenizer are those of a
+    LLaVA-OneVision as `pretrain` makes it, its Q-Former is new."""
+
+    start: Path  # the folder of that LLaVA-OneVision
+    queries: int = Field(ge=1)
+    qformer_layers: int = Field(ge=2)  # every second one reads the picture
+    stacked: bool  # two images of a task as one picture, one below the other; false: tasks of one image alone
 
 
 class Pretrain(Section):
-    """A LLaVA-OneVision of 1.4 M parameters."""
+    """A LLaVA-OneVision of 1.4 M parameters, or a BLIP-2 of 2 M."""
 
     seed: int = Field(ge=0)
     image_px: int = Field(ge=32)  # as MiniChange is drawn
@@ -33,6 +45,7 @@ class Pretrain(Section):
     lr: float = Field(gt=0)
     warmup_steps: int = Field(ge=1)
     weight_decay: float = Field(ge=0)
+    blip2: Blip2 | None = None  # null: a LLaVA-OneVision
     threads: int = Field(ge=1)  # two are a third faster, no more, and the sums then depend on the machine
 
     @field_validator("levels", "tasks")
@@ -50,3 +63,17 @@ class Pretrain(Section):
         if "image" not in tasks:
             raise ValueError(f"expected 'image' among the tasks, found {', '.join(tasks) or 'none'}")
         return tasks
+
+    @model_validator(mode="after")
+    def two_images_stacked(self) -> Self:
+        """A BLIP-2 sees one picture."""
+        if self.blip2 is None:
+            return self
+        if not self.blip2.stacked and (two := [name for name in self.tasks if name in OF_TWO_IMAGES]):
+            raise ValueError(f"blip2.stacked: false shows one image, and tasks has {', '.join(two)}; leave them out")
+        if self.vision_px % (2 * self.patch_px):
+            raise ValueError(
+                f"vision_px: a BLIP-2's picture of two images needs an even number of rows of patches of patch_px: "
+                f"{self.patch_px}, found {self.vision_px}"
+            )
+        return self

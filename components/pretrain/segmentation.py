@@ -20,14 +20,14 @@ CLASSES = (MARK + 1, len(COLORS), len(SIZES), len(SHOWN))
 """How many there are of what (0 is nothing, then KINDS, then a mark), of colours, of sizes and of states."""
 
 
-def segment(scene: Scene, side: int) -> np.ndarray:
-    """What the frame shows at side x side points, an object as wide and as high as its size.
+def segment(scene: Scene, rows: int, columns: int) -> np.ndarray:
+    """What the frame shows at rows x columns points, an object as wide and as high as its size.
 
-    Returns: [side, side, 4] int8, the classes of CLASSES, rows from the top; NONE where a class does not apply.
+    Returns: [rows, columns, 4] int8, the classes of CLASSES, rows from the top; NONE where a class does not apply.
     """
-    found = np.full((side, side, len(CLASSES)), NONE, dtype=np.int8)
+    found = np.full((rows, columns, len(CLASSES)), NONE, dtype=np.int8)
     found[..., 0] = 0
-    points = (np.arange(side) + 0.5) / side
+    points = (np.arange(rows) + 0.5) / rows, (np.arange(columns) + 0.5) / columns
     for mark in scene.marks:
         found[_covered(scene, mark.center, MARK_WIDTH, points)] = (MARK, NONE, NONE, NONE)
     for thing in scene.things:
@@ -37,37 +37,44 @@ def segment(scene: Scene, side: int) -> np.ndarray:
     return found
 
 
-def _covered(scene: Scene, center: tuple[float, float], width: float, points: np.ndarray) -> tuple[np.ndarray, ...]:
+def _covered(
+    scene: Scene, center: tuple[float, float], width: float, points: tuple[np.ndarray, np.ndarray]
+) -> tuple[np.ndarray, ...]:
     """Rows and columns of the points inside a square of the table."""
     (left, top), (right, bottom) = (
         scene.view.project((center[0] + half, center[1] + half)) for half in (-width / 2, width / 2)
     )
-    return np.ix_((points > top) & (points < bottom), (points > left) & (points < right))
+    down, across = points
+    return np.ix_((down > top) & (down < bottom), (across > left) & (across < right))
+
+
+def truth_of(scenes: list[Scene], side: int, images: int) -> Tensor:
+    """[pictures, side, side, 4]: the classes of pictures of side x side points, of so many scenes each, stacked."""
+    parts = [segment(scene, side // images, side) for scene in scenes]
+    return torch.from_numpy(np.stack(parts)).long().view(-1, side, side, len(CLASSES))
 
 
 class Segmentation(nn.Module):
-    """The vision encoder and the head."""
+    """The vision encoder, which trains along, and the head on its patches."""
 
     def __init__(self, encoder: nn.Module, width: int) -> None:
         super().__init__()
         self.encoder = encoder
         self.head = nn.Linear(width, POINTS * POINTS * sum(CLASSES))
 
-    def forward(self, pixels: Tensor) -> tuple[Tensor, ...]:
-        """Logits [images, points, points, classes] of each of CLASSES for pixels [images, 3, height, width]."""
-        features = self.encoder(pixel_values=pixels, output_hidden_states=True).hidden_states[
-            -1
-        ]  # as the LLM gets them
-        side = round(features.shape[1] ** 0.5)
-        cells = self.head(features).view(len(features), side, side, POINTS, POINTS, -1)
+    def forward(self, patches: Tensor) -> tuple[Tensor, ...]:
+        """Logits [pictures, points, points, classes] of each of CLASSES for patches [pictures, patches, width]."""
+        side = round(patches.shape[1] ** 0.5)
+        cells = self.head(patches).view(len(patches), side, side, POINTS, POINTS, -1)
         return (
-            cells.permute(0, 1, 3, 2, 4, 5).reshape(len(features), side * POINTS, side * POINTS, -1).split(CLASSES, -1)
+            cells.permute(0, 1, 3, 2, 4, 5).reshape(len(patches), side * POINTS, side * POINTS, -1).split(CLASSES, -1)
         )
 
-    def loss(self, pixels: Tensor, scenes: list[Scene]) -> tuple[Tensor, float]:
-        """The classes' mean losses added up, and the share of points on objects and marks whose kind is right."""
-        logits = self(pixels)
-        truth = torch.from_numpy(np.stack([segment(scene, logits[0].shape[1]) for scene in scenes])).long()
+    def loss(self, patches: Tensor, scenes: list[Scene], images: int = 1) -> tuple[Tensor, float]:
+        """The classes' mean losses added up, and the share of points on objects and marks whose kind is right. Each
+        picture shows so many of the scenes, one below the other."""
+        logits = self(patches)
+        truth = truth_of(scenes, logits[0].shape[1], images)
         losses = [
             nn.functional.cross_entropy(each.flatten(0, 2), truth[..., k].flatten(), ignore_index=NONE)
             for k, each in enumerate(logits)

@@ -1,7 +1,8 @@
-"""pretrain: the tiny base, a LLaVA-OneVision of transformers' own classes that can describe MiniChange images.
+"""pretrain: the tiny base, a LLaVA-OneVision or a BLIP-2 of transformers' own classes that can describe MiniChange
+images.
 
-The real recipe starts from LLaVA-OneVision, which has seen images but no differences. So does the embedded one:
-`curriculum.py` says what the base learns, never a difference. From scratch and deterministic; run: `make base`.
+The real recipes start from models that have seen images but no differences. So do the embedded ones: `curriculum.py`
+says what a base learns, never a difference. Deterministic; run: `make base`, `make base FAMILY=blip2idc`.
 """
 
 import csv
@@ -21,41 +22,37 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import LlavaOnevisionForConditionalGeneration
 
 from components.closure import key_of
 from components.datasets.minichange.levels import LEVELS
 from components.datasets.minichange.render import render
 from components.datasets.minichange.scene import Level, Scene
 from components.files import write_atomic
-from components.models.m3diff.processing import M3DiffImageProcessor, M3DiffProcessor
+from components.pretrain.architecture import Architecture, architecture_of
 from components.pretrain.curriculum import Task, curriculum
-from components.pretrain.model import make_config, make_processor, write_processor
 from components.pretrain.params import Pretrain
 from components.pretrain.segmentation import Segmentation
 from components.progress import progress
 
 LOG_EVERY = 200  # steps
-Model = LlavaOnevisionForConditionalGeneration
 
 
 def pretrain(cfg: Pretrain, out: Path, scratch: Path) -> None:
-    """Train the base from scratch and write it to `out`: a LLaVA-OneVision directory in Hugging Face layout, with the
+    """Train the base and write it to `out`: a LLaVA-OneVision or BLIP-2 directory in Hugging Face layout, with the
     recipe and the log of the run that made it. A killed run goes on from its last row of the log, by what it keeps in
     `scratch`."""
     kept = scratch / "pretrain" / key_of({"pretrain": cfg.model_dump(mode="json")}, Path(__file__))
     torch.set_num_threads(cfg.threads)
     torch.manual_seed(cfg.seed)
-    processor = make_processor(cfg)
-    bank = _render_bank(cfg, processor)
-    model = Model._from_config(make_config(cfg, processor), attn_implementation="sdpa")
+    of = architecture_of(cfg)
+    bank = _render_bank(cfg, of)
+    model = of.make_model()
     print(f"base: {sum(p.numel() for p in model.parameters()):,} parameters, {len(bank.scenes):,} scenes")
     logs = {}
     if cfg.segmentation_steps:
-        logs["segmentation_log.csv"] = _learn_to_segment(model.model.vision_tower, processor, bank, cfg, kept)
-    logs["training_log.csv"] = _learn(model, processor, bank, cfg, kept)
-    model.save_pretrained(out)
-    write_processor(processor, model.config, out)
+        logs["segmentation_log.csv"] = _learn_to_segment(of, model, bank, cfg, kept)
+    logs["training_log.csv"] = _learn(of, model, bank, cfg, kept)
+    of.write(model, out)
     for name, log in logs.items():
         write_atomic(out / name, log.text)
     write_atomic(out / "recipe.json", json.dumps(cfg.model_dump(mode="json"), indent=2) + "\n")
@@ -66,7 +63,7 @@ def pretrain(cfg: Pretrain, out: Path, scratch: Path) -> None:
 class Bank:
     """Scenes, of the levels in turn, and their images. The last `held_out` of them do not train."""
 
-    pixels: np.ndarray  # [scenes, side, side, 3] uint8
+    pixels: np.ndarray  # [scenes, side, side, 3] uint8, as `prepare_image` gives them
     scenes: list[Scene]
     levels: tuple[Level, ...]
     held_out: int
@@ -88,22 +85,22 @@ class Bank:
         return numbers[numbers % len(self.levels) == self.levels.index(level)]
 
 
-def _render_bank(cfg: Pretrain, processor: M3DiffProcessor) -> Bank:
-    make = partial(_render_one, cfg, processor.image_processor)
+def _render_bank(cfg: Pretrain, of: Architecture) -> Bank:
+    make = partial(_render_one, cfg, of)
     with ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
         made = pool.map(make, range(cfg.scenes), chunksize=250)
         bank = list(progress(made, "render", total=cfg.scenes, unit="scene"))
     return Bank(np.stack([pixels for pixels, _ in bank]), [scene for _, scene in bank], cfg.levels, cfg.held_out)
 
 
-def _render_one(cfg: Pretrain, image_processor: M3DiffImageProcessor, number: int) -> tuple[np.ndarray, Scene]:
+def _render_one(cfg: Pretrain, of: Architecture, number: int) -> tuple[np.ndarray, Scene]:
     """One scene, a fifth of them in the dark; a function of seed and number."""
     rng = np.random.default_rng([cfg.seed, number])
     level = LEVELS[cfg.levels[number % len(cfg.levels)]]
     scene = level.sample_scene(rng)
     if rng.random() < 0.2:
         scene = replace(scene, view=scene.view.dimmed(level.dark))
-    return image_processor.prepare_image(render(scene, cfg.image_px, rng)), scene
+    return of.prepare_image(render(scene, cfg.image_px, rng)), scene
 
 
 class Log:
@@ -130,31 +127,31 @@ class Log:
         self.recent = {name: [] for name in self.names}
 
 
-def _learn_to_segment(
-    encoder: torch.nn.Module, processor: M3DiffProcessor, bank: Bank, cfg: Pretrain, kept: Path
-) -> Log:
+def _learn_to_segment(of: Architecture, model: torch.nn.Module, bank: Bank, cfg: Pretrain, kept: Path) -> Log:
     """The vision encoder alone (see `segmentation.py`)."""
-    model = Segmentation(encoder, cfg.width)
+    encoder = of.encoder(model)
+    segmentation = Segmentation(encoder, cfg.width)
     rng = np.random.default_rng([cfg.seed, 1])
     log = Log(["segmentation"], cfg.levels, "held_out_kind_accuracy")
 
-    def loss(chosen: np.ndarray) -> tuple[Tensor, float]:
-        pixels = processor.image_processor.to_pixels(torch.from_numpy(bank.pixels[chosen]))
-        return model.loss(pixels, [bank.scenes[number] for number in chosen])
+    def loss(chosen: np.ndarray, images: int) -> tuple[Tensor, float]:
+        patches = of.patches(encoder, bank.pixels[chosen], images)
+        return segmentation.loss(patches, [bank.scenes[number] for number in chosen], images)
 
     @torch.no_grad()
     def right(level: Level) -> float:
-        return round(loss(bank.held_out_of(level))[1], 4)
+        return round(loss(bank.held_out_of(level), 1)[1], 4)
 
     def work(step: int) -> tuple[str, Tensor, int]:
-        return "segmentation", loss(bank.sample(rng, step, cfg.images_per_batch))[0], cfg.images_per_batch
+        chosen = bank.sample(rng, step, cfg.images_per_batch)
+        return "segmentation", loss(chosen, of.images_of_a_picture(step))[0], len(chosen)
 
-    optimizer = Optimizer(model, cfg, cfg.segmentation_steps)
+    optimizer = Optimizer(segmentation, cfg, cfg.segmentation_steps)
     _run(Phase("segment", cfg.segmentation_steps, kept), optimizer, rng, log, work, right)
     return log
 
 
-def _learn(model: Model, processor: M3DiffProcessor, bank: Bank, cfg: Pretrain, kept: Path) -> Log:
+def _learn(of: Architecture, model: torch.nn.Module, bank: Bank, cfg: Pretrain, kept: Path) -> Log:
     """The first task alone, then one task a step, in turn. An encoder that can segment is frozen until the language
     model has learnt to read it."""
     rng = np.random.default_rng(cfg.seed)
@@ -163,12 +160,12 @@ def _learn(model: Model, processor: M3DiffProcessor, bank: Bank, cfg: Pretrain, 
 
     def work(step: int) -> tuple[str, Tensor, int]:
         task = task_of(step, cfg.first_task_steps, tasks)
-        model.model.vision_tower.requires_grad_(step > cfg.first_task_steps or not cfg.segmentation_steps)
+        of.encoder(model).requires_grad_(step > cfg.first_task_steps or not cfg.segmentation_steps)
         chosen = bank.sample(rng, step // len(tasks), cfg.images_per_batch)
-        loss, _ = _loss(model, processor, bank, chosen, task, rng)
+        loss, _ = _loss(of, model, bank, chosen, task, rng)
         return task.name, loss, len(chosen) if task.images else 0
 
-    right = partial(_held_out_accuracy, model, processor, bank)
+    right = partial(_held_out_accuracy, of, model, bank)
     _run(Phase("base", cfg.steps, kept), Optimizer(model, cfg, cfg.steps), rng, log, work, right)
     return log
 
@@ -278,31 +275,26 @@ def plateau(warmup: int, steps: int, step: int) -> float:
 
 
 def _loss(
-    model: Model, processor: M3DiffProcessor, bank: Bank, chosen: np.ndarray, task: Task, rng: np.random.Generator
+    of: Architecture, model: torch.nn.Module, bank: Bank, chosen: np.ndarray, task: Task, rng: np.random.Generator
 ) -> tuple[Tensor, Tensor]:
     """Mean loss over the answers' tokens, and for each sample whether every token was right under teacher forcing."""
     groups = chosen.reshape(-1, task.images or 1)
     asked = [task.ask(rng, [bank.scenes[number] for number in group]) for group in groups]
-    ids, supervised = _encode(processor, asked, task.images)
-    images: dict[str, object] = {}
-    if task.images:
-        images["pixel_values"] = processor.image_processor.to_pixels(torch.from_numpy(bank.pixels[chosen]))
-        images["image_sizes"] = torch.full((len(chosen), 2), processor.image_processor.side)
-        images["batch_num_images"] = [len(chosen)]  # the multi-image path: one crop an image
-    logits = model(input_ids=ids, logits_to_keep=supervised, use_cache=False, **images).logits
+    ids, supervised = _encode(of, asked, task.images)
+    logits = of.logits(model, bank.pixels[chosen] if task.images else None, task.images, ids, supervised)
     labels = ids.roll(-1, dims=1)[supervised]
     right = torch.ones(len(groups), dtype=torch.bool)
     right[supervised.nonzero()[:, 0][logits.detach().argmax(-1) != labels]] = False
     return torch.nn.functional.cross_entropy(logits, labels), right
 
 
-def _encode(processor: M3DiffProcessor, asked: list[tuple[str, str]], images: int) -> tuple[Tensor, Tensor]:
+def _encode(of: Architecture, asked: list[tuple[str, str]], images: int) -> tuple[Tensor, Tensor]:
     """Token ids [samples, tokens] of questions and answers, padded on the right, and a mask of the places whose next
     token is the answer's."""
-    prompts = [processor.encode_prompt(question, images) for question, _ in asked]
-    answers = [processor.encode_reference(answer) for _, answer in asked]
+    prompts = [of.encode_prompt(question, images) for question, _ in asked]
+    answers = [of.encode_reference(answer) for _, answer in asked]
     length = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
-    ids = torch.full((len(asked), length), processor.pad_id)
+    ids = torch.full((len(asked), length), of.pad_id)
     supervised = torch.zeros((len(asked), length), dtype=torch.bool)
     for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         ids[row, : len(prompt) + len(answer)] = torch.tensor([*prompt, *answer])
@@ -311,8 +303,8 @@ def _encode(processor: M3DiffProcessor, asked: list[tuple[str, str]], images: in
 
 
 @torch.no_grad()
-def _held_out_accuracy(model: Model, processor: M3DiffProcessor, bank: Bank, level: Level) -> float:
+def _held_out_accuracy(of: Architecture, model: torch.nn.Module, bank: Bank, level: Level) -> float:
     """Share of a level's held-out scenes whose whole description is right, token by token, under teacher forcing."""
     chosen, (first, *_) = bank.held_out_of(level), curriculum((level,))
-    _, right = _loss(model, processor, bank, chosen, first, np.random.default_rng(0))
+    _, right = _loss(of, model, bank, chosen, first, np.random.default_rng(0))
     return round(float(right.float().mean()), 4)

@@ -24,10 +24,9 @@ from transformers.utils import is_torchvision_available
 from components.datasets.minichange.render import render
 from components.datasets.minichange.scene import DARK, sample_scene
 from components.models.m3diff.processing import M3DiffProcessor
-from components.pretrain import model as tiny
-from components.pretrain import stage
+from components.pretrain import llava_onevision, stage
 from components.pretrain.curriculum import QUESTIONS, curriculum
-from components.pretrain.model import make_config, make_processor, train_tokenizer
+from components.pretrain.llava_onevision import LlavaOneVision, make_config, make_processor, train_tokenizer
 from components.pretrain.params import Pretrain
 from components.pretrain.stage import Bank, Log, plateau, pretrain, task_of
 
@@ -59,14 +58,21 @@ def processor() -> M3DiffProcessor:
     tokenizer = M3DiffProcessor.from_pretrained(Path("data/00_base")).tokenizer
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            tiny, "train_tokenizer", lambda seed, levels: tokenizer if (seed, levels) == (CFG.seed, ("grid",)) else None
+            llava_onevision,
+            "train_tokenizer",
+            lambda seed, levels: tokenizer if (seed, levels) == (CFG.seed, ("grid",)) else None,
         )
         return make_processor(CFG)
 
 
 @pytest.fixture(scope="module")
-def bank(processor) -> Bank:
-    return stage._render_bank(CFG, processor)
+def llava(processor) -> LlavaOneVision:
+    return LlavaOneVision(CFG, processor)
+
+
+@pytest.fixture(scope="module")
+def bank(llava) -> Bank:
+    return stage._render_bank(CFG, llava)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +80,7 @@ def made(processor, tmp_path_factory) -> Path:
     """Two runs of the same recipe: `a` and `b`."""
     folder = tmp_path_factory.mktemp("base")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stage, "make_processor", lambda cfg: processor)
+        patch.setattr(llava_onevision, "make_processor", lambda cfg: processor)
         patch.setattr(stage, "LOG_EVERY", 6)
         for name in "ab":
             pretrain(CFG, folder / name, folder / "scratch")
@@ -116,7 +122,7 @@ class KilledError(Exception):
 @pytest.mark.parametrize("after", [7, 30, 41])
 def test_a_killed_run_goes_on_to_the_same_weights_and_log(after, processor, tmp_path, monkeypatch):
     cfg = CFG.model_copy(update={"segmentation_steps": 18, "scenes": 40})
-    monkeypatch.setattr(stage, "make_processor", lambda cfg: processor)
+    monkeypatch.setattr(llava_onevision, "make_processor", lambda cfg: processor)
     monkeypatch.setattr(stage, "LOG_EVERY", 6)
     pretrain(cfg, tmp_path / "whole", tmp_path / "scratch")
     steps, real = [], stage.Optimizer.__call__
@@ -220,8 +226,8 @@ def test_words_of_the_benchmark_are_single_tokens_and_all_text_has_tokens(proces
     assert processor.tokenizer.decode(processor.tokenizer("Übung ☃ 42")["input_ids"]) == "Übung ☃ 42"
 
 
-def test_a_scene_is_a_function_of_seed_and_number_and_a_fifth_are_dark(bank, processor):
-    again, scene = stage._render_one(CFG, processor.image_processor, 7)
+def test_a_scene_is_a_function_of_seed_and_number_and_a_fifth_are_dark(bank, llava):
+    again, scene = stage._render_one(CFG, llava, 7)
     assert (again == bank.pixels[7]).all()
     assert scene == bank.scenes[7]
     assert bank.pixels.shape == (60, 24, 24, 3)
@@ -239,9 +245,9 @@ def test_scenes_have_the_pinned_pixels(bank):
     assert hashlib.sha256(bank.pixels.tobytes()).hexdigest()[:16] == "fc5446b29ab98dd1"
 
 
-def test_the_answer_s_tokens_and_its_end_are_supervised_and_nothing_else(processor):
+def test_the_answer_s_tokens_and_its_end_are_supervised_and_nothing_else(llava, processor):
     asked = [("Describe the image.", "at the top a small red box"), ("Describe the ball.", "nothing")]
-    ids, supervised = stage._encode(processor, asked, 1)
+    ids, supervised = stage._encode(llava, asked, 1)
     assert ids.shape == supervised.shape
     labels = ids.roll(-1, dims=1)
     for row, (question, answer) in enumerate(asked):
@@ -268,22 +274,22 @@ class Answering:
         return SimpleNamespace(logits=self.sure * torch.nn.functional.one_hot(labels, self.vocabulary).float())
 
 
-def test_held_out_accuracy_is_the_share_of_descriptions_that_are_right_to_the_last_token(processor, bank):
+def test_held_out_accuracy_is_the_share_of_descriptions_that_are_right_to_the_last_token(llava, processor, bank):
     size = len(processor.tokenizer)
-    assert stage._held_out_accuracy(Answering(5.0, size), processor, bank, "grid") == 1.0
+    assert stage._held_out_accuracy(llava, Answering(5.0, size), bank, "grid") == 1.0
     model = Answering(5.0, size, wrong=(2, 7, 11))
-    assert stage._held_out_accuracy(model, processor, bank, "grid") == 0.75
+    assert stage._held_out_accuracy(llava, model, bank, "grid") == 0.75
     assert (model.given["pixel_values"].shape, model.given["batch_num_images"]) == ((12, 3, 24, 24), [12])
     whole = processor.image_processor.to_pixels(torch.from_numpy(bank.pixels[48:]))
     assert torch.equal(model.given["pixel_values"], whole)
 
 
-def test_the_loss_is_the_mean_over_the_answers_tokens(processor, bank):
+def test_the_loss_is_the_mean_over_the_answers_tokens(llava, processor, bank):
     size = len(processor.tokenizer)
     chosen = np.arange(8)
     for task in CURRICULUM:
         model = Answering(3.0, size)
-        loss, right = stage._loss(model, processor, bank, chosen, task, np.random.default_rng(0))
+        loss, right = stage._loss(llava, model, bank, chosen, task, np.random.default_rng(0))
         assert float(loss) == pytest.approx(math.log(math.exp(3) + size - 1) - 3, rel=1e-4)
         assert right.tolist() == [True] * (8 // (task.images or 1))
         assert ("pixel_values" in model.given) == (task.images > 0)
@@ -440,9 +446,9 @@ def test_a_recipe_that_names_no_levels_or_tasks_has_the_grid_and_all_tasks():
     assert Pretrain.model_validate(old) == CFG
 
 
-def test_scenes_are_of_the_levels_in_turn_and_so_are_steps_and_what_is_held_out(processor):
+def test_scenes_are_of_the_levels_in_turn_and_so_are_steps_and_what_is_held_out(llava):
     both = CFG.model_copy(update={"levels": ("free", "grid"), "scenes": 20, "held_out": 7})
-    bank = stage._render_bank(both, processor)
+    bank = stage._render_bank(both, llava)
     assert [scene.level for scene in bank.scenes] == ["free", "grid"] * 10
     rng = np.random.default_rng(0)
     for turn in range(4):
@@ -478,7 +484,7 @@ def test_an_encoder_learns_to_segment_and_is_frozen_while_the_first_task_comes_a
             seen.append(encoder)
             weights.append((0, state()))
 
-    monkeypatch.setattr(stage, "make_processor", lambda cfg: processor)
+    monkeypatch.setattr(llava_onevision, "make_processor", lambda cfg: processor)
     monkeypatch.setattr(stage, "task_of", task_of)
     monkeypatch.setattr(stage, "Segmentation", Spy)
     monkeypatch.setattr(stage, "LOG_EVERY", 20)
@@ -502,7 +508,7 @@ def test_an_encoder_learns_to_segment_and_is_frozen_while_the_first_task_comes_a
 
 def test_a_base_of_both_levels_without_two_images_logs_accuracy_by_level(processor, tmp_path, monkeypatch):
     control = {"levels": ("grid", "free"), "tasks": ("image", "asked for", "sentence"), "steps": 6, "scenes": 44}
-    monkeypatch.setattr(stage, "make_processor", lambda cfg: processor)
+    monkeypatch.setattr(llava_onevision, "make_processor", lambda cfg: processor)
     pretrain(CFG.model_copy(update=control), tmp_path, tmp_path / "scratch")
     (row,) = log_of(tmp_path)
     assert [key for key in row if key.startswith("loss")] == ["loss: image", "loss: asked for", "loss: sentence"]

@@ -1,12 +1,17 @@
-"""The tiny base's sizes: tokenizer, processor and configuration of a LLaVA-OneVision of 1.4 M parameters."""
+"""The tiny base of M3Diff and OneDiff: a LLaVA-OneVision of 1.4 M parameters, its tokenizer and how it is taught."""
+
+from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
-from transformers import LlavaOnevisionConfig, Qwen2Tokenizer
+from torch import Tensor, nn
+from transformers import LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration, Qwen2Tokenizer
 
 from components.datasets.minichange.language import references
 from components.datasets.minichange.levels import LEVELS
@@ -16,6 +21,9 @@ from components.pretrain.curriculum import curriculum
 from components.pretrain.params import Pretrain
 from components.records import CHANGE_TYPES
 
+if TYPE_CHECKING:
+    from PIL import Image
+
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<image>", "<video>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }} "
@@ -23,6 +31,59 @@ CHAT_TEMPLATE = (
     "{% for part in message['content'] if part['type'] == 'text' %}\n{{ part['text'] }}{% endfor %}"
     "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+@dataclass(frozen=True)
+class LlavaOneVision:
+    """How a LLaVA-OneVision is made, fed and written (`architecture.Architecture`)."""
+
+    cfg: Pretrain
+    processor: M3DiffProcessor
+
+    def make_model(self) -> LlavaOnevisionForConditionalGeneration:
+        config = make_config(self.cfg, self.processor)
+        return LlavaOnevisionForConditionalGeneration._from_config(config, attn_implementation="sdpa")
+
+    def encoder(self, model: Any) -> nn.Module:
+        return model.model.vision_tower
+
+    @property
+    def pad_id(self) -> int:
+        return self.processor.pad_id
+
+    def prepare_image(self, image: Image.Image) -> np.ndarray:
+        """[side, side, 3] uint8."""
+        return self.processor.prepare_image(image)
+
+    def images_of_a_picture(self, step: int) -> int:
+        """Each image is encoded by itself."""
+        return 1
+
+    def patches(self, encoder: nn.Module, prepared: np.ndarray, images: int) -> Tensor:
+        """[pictures, patches, width], as the LLM gets them."""
+        return encoder(pixel_values=self.pixels(prepared), output_hidden_states=True).hidden_states[-1]
+
+    def encode_prompt(self, question: str, images: int) -> tuple[int, ...]:
+        return self.processor.encode_prompt(question, images)
+
+    def encode_reference(self, answer: str) -> list[int]:
+        return self.processor.encode_reference(answer)
+
+    def logits(self, model: Any, prepared: np.ndarray | None, images: int, ids: Tensor, supervised: Tensor) -> Tensor:
+        """[supervised tokens, vocabulary]."""
+        inputs: dict[str, object] = {}
+        if prepared is not None:
+            inputs["pixel_values"] = self.pixels(prepared)
+            inputs["image_sizes"] = torch.full((len(prepared), 2), self.processor.image_processor.side)
+            inputs["batch_num_images"] = [len(prepared)]  # the multi-image path: one crop an image
+        return model(input_ids=ids, logits_to_keep=supervised, use_cache=False, **inputs).logits
+
+    def pixels(self, prepared: np.ndarray) -> Tensor:
+        return self.processor.image_processor.to_pixels(torch.from_numpy(prepared))
+
+    def write(self, model: Any, folder: Path) -> None:
+        model.save_pretrained(folder)
+        write_processor(self.processor, model.config, folder)
 
 
 def make_processor(cfg: Pretrain) -> M3DiffProcessor:
