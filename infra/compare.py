@@ -34,6 +34,7 @@ from infra.experiments import copy, read
 SETTINGS = Path(__file__).with_suffix(".yaml")
 RESULTS = Path("benchmarks/results/compare.json")
 PARAMS = Path("params.yaml")
+METRICS = ("BLEU-4", "METEOR", "ROUGE-L", "CIDEr", "SPICE")
 
 
 class Comparison(Section):
@@ -121,8 +122,25 @@ def compare(cfg: Comparison, params: Params, names: Sequence[str]) -> dict[str, 
         "epochs": {"equal pairs": params.train.epochs, "equal seconds": epochs},
         "left_out": absent,
         "measured": {name: one._asdict() for name, one in measured.items()},
+        "scores": {row.name: scores_of(row.name, cfg, params) for row in [*rows, *again]},
         "protocols": tables,
     }
+
+
+def scores_of(name: str, cfg: Comparison, params: Params) -> dict[str, dict[str, dict[str, float | None]]]:
+    """By protocol and metric the score and its interval over pairs."""
+    metrics = json.loads(read(experiment_of(name, params.train.seed), params.paths.report / "metrics.json"))[
+        "protocols"
+    ]
+    return {protocol: dict(with_intervals(metrics[protocol])) for protocol in cfg.protocols}
+
+
+def with_intervals(scores: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, float | None]]]:
+    """Of each of METRICS that was computed: `score`, and `low` and `high` where there are pairs enough for them."""
+    for metric in METRICS:
+        if scores.get(metric) is not None:
+            interval = scores["intervals"].get(metric) or {"low": None, "high": None}
+            yield metric, {"score": scores[metric]} | interval
 
 
 def left_out(name: str, cfg: Comparison) -> str | None:
@@ -217,7 +235,26 @@ def page(found: Mapping[str, Any], cfg: Comparison, out: Path) -> Iterator[str]:
     yield ""
     yield f"![Loss on validation pairs while they train]({out.stem}_curves.svg)"
     yield ""
+    for protocol in cfg.protocols:
+        yield from scores_table(found["scores"], protocol)
+        yield ""
     yield from markdown(found["protocols"], [cfg.beside], 1, found["left_out"])
+
+
+def scores_table(scores: Mapping[str, Mapping[str, Any]], protocol: str) -> Iterator[str]:
+    """The metrics of one protocol with their intervals."""
+    known = [metric for metric in METRICS if any(metric in one[protocol] for one in scores.values())]
+    yield in_line(f"`{protocol}`, times 100 (95 % interval over pairs)", known)
+    yield "|---" * (1 + len(known)) + "|"
+    for name, one in scores.items():
+        yield in_line(name, [score_text(one[protocol].get(metric)) for metric in known])
+
+
+def score_text(cell: Mapping[str, Any] | None) -> str:
+    if cell is None:
+        return ""
+    score = f"{100 * cell['score']:.1f}"
+    return score if cell["low"] is None else f"{score} ({100 * cell['low']:.1f} to {100 * cell['high']:.1f})"
 
 
 def measured_table(

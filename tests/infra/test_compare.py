@@ -76,6 +76,7 @@ def test_every_model_runs_the_compared_one_first_and_the_slow_one_again(monkeypa
 
     monkeypatch.setattr(compare, "run_row", run_row)
     monkeypatch.setattr(compare, "measure", measure)
+    monkeypatch.setattr(compare, "scores_of", lambda name, cfg, params: {PROTOCOL: {"of": name}})
     made = compare.compare(CFG, params(), ["no_module", "m3diff", "onediff"])
     half = {"train.epochs": params().train.epochs / 2}
     assert ran == [
@@ -87,10 +88,34 @@ def test_every_model_runs_the_compared_one_first_and_the_slow_one_again(monkeypa
     rows = made["protocols"][PROTOCOL]
     assert [one["row"] for one in rows] == [name for name, _ in ran]
     assert rows[2]["scores"]["CIDEr"]["differences"]["m3diff"]["gain"] == pytest.approx(2)
+    assert made["scores"] == {name: {PROTOCOL: {"of": name}} for name, _ in ran}
     assert made["epochs"] == {"equal pairs": params().train.epochs, "equal seconds": {"onediff": half["train.epochs"]}}
 
 
 CURVE = [{"step": str(step), "loss": str(2 / step), "val_loss": "0.5" if step == 3 else ""} for step in range(1, 5)]
+
+
+SCORES = {
+    "METEOR": {"score": 0.6011, "low": None, "high": None},
+    "CIDEr": {"score": 4.411, "low": 4.18, "high": 4.642},
+}
+
+
+def test_a_model_s_scores_are_read_from_its_experiment_with_their_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {
+        "CIDEr": 4.411,
+        "METEOR": 0.6011,
+        "SPICE": None,
+        "change_exact_accuracy": 0.8,
+        "intervals": {"CIDEr": {"low": 4.18, "high": 4.642}},
+    }
+
+    def read(experiment: str, path: Path) -> bytes:
+        assert (experiment, path.name) == (f"ablation-other-equal-seconds-{params().train.seed}", "metrics.json")
+        return json.dumps({"protocols": {PROTOCOL: told, "another": {}}}).encode()
+
+    monkeypatch.setattr(compare, "read", read)
+    assert compare.scores_of("other, equal seconds", CFG, params()) == {PROTOCOL: SCORES}
 
 
 def test_the_page_has_what_each_model_takes_the_scores_and_both_plots(found: list[dict], tmp_path: Path) -> None:
@@ -100,6 +125,7 @@ def test_the_page_has_what_each_model_takes_the_scores_and_both_plots(found: lis
         "seed": 7,
         "epochs": {"equal pairs": 2.7, "equal seconds": {"second": 1.35}},
         "left_out": {},
+        "scores": {"first": {PROTOCOL: SCORES}, "second": {PROTOCOL: {"CIDEr": SCORES["CIDEr"]}}},
         "measured": {"first": one._asdict(), "second": one._asdict()},
         "protocols": {PROTOCOL: found},
     }
@@ -108,6 +134,9 @@ def test_the_page_has_what_each_model_takes_the_scores_and_both_plots(found: lis
     text = (tmp_path / "compare.md").read_text()
     assert "| first | 1,234,567 | 0.50 | 72 | 0.250 | 2.7 | 98.8 |" in text
     assert "| second | 1,234,567 | 0.50 | 72 | 0.250 | 1.35 | 98.8 |" in text
+    assert f"| `{PROTOCOL}`, times 100 (95 % interval over pairs) | METEOR | CIDEr |" in text
+    assert "| first | 60.1 | 441.1 (418.0 to 464.2) |" in text
+    assert "| second |  | 441.1 (418.0 to 464.2) |" in text
     assert "difference to *first* (95 % interval over pairs)" in text
     for plot in ("compare.svg", "compare_curves.svg"):
         assert plot in text
