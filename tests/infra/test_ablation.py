@@ -165,7 +165,7 @@ FILES = {
     "ablation-data.yaml": 4,
     "ablation-onediff.yaml": 4,
     "ablation-diffcap.yaml": 4,
-    "ablation-syned.yaml": 4,
+    "ablation-syned.yaml": 6,
 }
 
 
@@ -273,6 +273,8 @@ SYN, REAL = "minichange_edits", "minichange_neighbours"
                 "m3diff with edits": ("m3diff", [SYN], "m3diff"),
                 "onediff": ("onediff", [], None),
                 "onediff with edits": ("onediff", [SYN], "onediff"),
+                "blip2idc": ("blip2idc", [], None),
+                "blip2idc with edits": ("blip2idc", [SYN], "blip2idc"),
             },
         ),
     ],
@@ -280,7 +282,10 @@ SYN, REAL = "minichange_edits", "minichange_neighbours"
 def test_a_row_with_made_data_stands_beside_the_same_model_without(file: str, wanted: dict[str, Any]):
     rows = rows_of(file).rows
     assert {name: (row["train.model"], row.get("made", []), row.get("beside")) for name, row in rows.items()} == wanted
-    assert all(row.keys() <= {"train.model", "made", "beside"} for row in rows.values())
+    assert all(row.keys() <= {"train.model", "train.base", "made", "beside"} for row in rows.values())
+    bases = {row["train.model"]: row.get("train.base") for row in rows.values()}
+    assert all(row.get("train.base") == bases[row["train.model"]] for row in rows.values())
+    assert set(bases.values()) - {None} == {str(folder) for folder in rows_of(file).needs}
 
 
 def test_what_is_said_to_be_learnt_is_a_model_that_differs_from_the_first_in_the_modules_rate_alone():
