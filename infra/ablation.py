@@ -313,7 +313,8 @@ def table(rows: Sequence[Row], compare_with: Sequence[str], protocol: str) -> li
 def differ(row: Row, other: Row, protocol: str, score: str) -> dict[str, float] | None:
     """How much more the row has of a score; None where no interval can be given."""
     ours, theirs = (one.protocols[protocol].pairs for one in (row, other))
-    found = compare(ours, theirs, protocol, resampled_scores(METRICS)[score])
+    of_sums = resampled_scores(METRICS).get(score)  # of the controls there are no sums over these pairs
+    found = None if of_sums is None else compare(ours, theirs, protocol, of_sums)
     if found is None or found.interval is None:
         return None
     return {"gain": found.gain, "low": found.interval.low, "high": found.interval.high}

@@ -14,11 +14,14 @@ import yaml
 from dvc.exceptions import InvalidArgumentError
 from dvc.utils.hydra import apply_overrides, to_hydra_overrides
 
+from components.evaluate.bootstrap import resampled_scores
+from components.evaluate.metrics import METRICS
 from components.files import sha256_of_folder
 from components.params import Params, ParamsError, load_params
 from components.profiles import differences, resolve
 from infra import ablation, experiments
 from infra.budget import Budget
+from infra.seeds import over_seeds
 from tests import toy
 
 PROTOCOL = "toy/total"
@@ -68,6 +71,20 @@ def test_a_row_has_mean_and_deviation_over_seeds_and_its_difference_to_each_name
     assert to_second["gain"] == pytest.approx(-0.5)
     assert to_second["low"] < -0.5 < to_second["high"] < 0
     assert [one["pairs"] for one in found] == [26] * 3
+
+
+def test_a_score_of_the_controls_stands_in_the_table_without_a_difference():
+    """It is of other captions than the pairs' own, so no sums over these pairs give it."""
+    known = resampled_scores(METRICS)
+    assert [score for score in ablation.SCORES if score not in known] == ["CIDEr_shuffled"]
+    rows = [row("first", [BASE]), row("second", [plus(2)])]
+    for number, one in enumerate(rows):
+        one.protocols[PROTOCOL].scores["CIDEr_shuffled"] = [0.1 + number]
+    made = ablation.table(rows, ["first"], PROTOCOL)
+    assert made[1]["scores"]["CIDEr_shuffled"] == {**over_seeds([1.1]), "differences": {"first": None}}
+    page = "\n".join(ablation.markdown({PROTOCOL: made}, ["first"], 1, {}))
+    assert "| second | 350.0 | 110.0 |" in page
+    assert "| second | +200.0 (+200.0 to +200.0) |  |" in page
 
 
 def test_the_text_names_what_a_difference_is_to(found):
