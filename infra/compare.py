@@ -116,7 +116,7 @@ def compare(cfg: Comparison, params: Params, names: Sequence[str]) -> dict[str, 
     ]
     tables = {protocol: table([*rows, *again], [cfg.beside], protocol) for protocol in cfg.protocols}
     return {
-        "command": "make compare",
+        "command": "make compare" + (f' MODELS="{" ".join(names)}"' if set(names) != set(params.models) else ""),
         "seed": params.train.seed,
         "beside": cfg.beside,
         "epochs": {"equal pairs": params.train.epochs, "equal seconds": epochs},

@@ -85,6 +85,7 @@ def test_every_model_runs_the_compared_one_first_and_the_slow_one_again(monkeypa
         ("onediff", {"train.model": "onediff"}),
         ("onediff, equal seconds", {"train.model": "onediff"} | half),
     ]
+    assert made["command"] == 'make compare MODELS="m3diff no_module onediff"'
     rows = made["protocols"][PROTOCOL]
     assert [one["row"] for one in rows] == [name for name, _ in ran]
     assert rows[2]["scores"]["CIDEr"]["differences"]["m3diff"]["gain"] == pytest.approx(2)
