@@ -442,16 +442,15 @@ def plot(found: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
         for panel in panels[len(scores) :]:
             panel.set_axis_off()
     figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
+    figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")  # a long name of a protocol, too
     plt.close(figure)
 
 
 def bars(panel: Any, score: str, cells: Sequence[Mapping[str, Any] | None], places: Sequence[int]) -> None:
-    """A score's panel; the mean stands right of bar and dots."""
+    """A score's panel, times 100; the mean stands right of bar and dots."""
     column = SCORES[score]
-    scale = 100 if column.percent else 1
-    values = [[scale * value for value in cell["values"]] if cell else [] for cell in cells]
-    panel.barh(places, [scale * cell["mean"] if cell else 0.0 for cell in cells], height=0.62, color="#9db8c9")
+    values = [[100 * value for value in cell["values"]] if cell else [] for cell in cells]
+    panel.barh(places, [100 * cell["mean"] if cell else 0.0 for cell in cells], height=0.62, color="#9db8c9")
     for place, cell, dots in zip(places, cells, values, strict=True):
         if cell:
             panel.plot(dots, [place] * len(dots), "o", color="#17455c", markersize=3)
