@@ -48,7 +48,7 @@ class Architecture(Protocol):
 
 
 def architecture_of(cfg: Pretrain) -> Architecture:
-    """Raises ValueError where a BLIP-2 cannot start from its `start`."""
+    """Raises ParamsError where a BLIP-2 cannot start from its `start`."""
     if cfg.blip2 is None:
         return llava_onevision.LlavaOneVision(cfg, llava_onevision.make_processor(cfg))
     return blip2.load(cfg, cfg.blip2)

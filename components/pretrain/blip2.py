@@ -24,6 +24,7 @@ from components.models.blip2idc.configuration import Blip2IDCConfig
 from components.models.blip2idc.processing import Blip2IDCImageProcessor, Blip2IDCProcessor
 from components.pretrain.curriculum import DESCRIBE, QUESTIONS
 from components.pretrain.params import Blip2, Pretrain
+from components.section import ParamsError
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -115,12 +116,12 @@ class Blip2Base:
 
 
 def load(cfg: Pretrain, own: Blip2) -> Blip2Base:
-    """Raises ValueError where `start` is no LLaVA-OneVision of the recipe's width."""
+    """Raises ParamsError where `start` is no LLaVA-OneVision of the recipe's width."""
     if not (own.start / "config.json").is_file():
-        raise ValueError(f"pretrain.blip2.start: {own.start} has no config.json; name a base as `make base` makes it")
+        raise ParamsError(f"pretrain.blip2.start: {own.start} has no config.json; name a base as `make base` makes it")
     llava: Any = LlavaOnevisionForConditionalGeneration.from_pretrained(own.start)
     if (found := llava.config.text_config.hidden_size) != cfg.width:
-        raise ValueError(f"pretrain.width: {own.start} is {found} wide, found {cfg.width}; write {found}")
+        raise ParamsError(f"pretrain.width: {own.start} is {found} wide, found {cfg.width}; write {found}")
     tokenizer = AutoTokenizer.from_pretrained(own.start)
     means = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     images = Blip2IDCImageProcessor(size={"height": cfg.vision_px, "width": cfg.vision_px}, **means)

@@ -21,7 +21,7 @@ from transformers import (
 from components.datasets.minichange.render import render
 from components.datasets.minichange.scene import sample_scene
 from components.models.blip2idc.processing import Blip2IDCProcessor
-from components.params import load_params
+from components.params import ParamsError, load_params
 from components.pretrain import blip2, stage
 from components.pretrain.architecture import architecture_of
 from components.pretrain.blip2 import Blip2Base, resize_patches, take_vision_encoder
@@ -216,9 +216,9 @@ def test_a_recipe_that_does_not_fit_is_refused(changes: dict[str, Any], message:
 
 def test_a_start_that_is_not_there_or_of_another_width_is_refused(tmp_path: Path) -> None:
     absent = CFG.model_copy(update={"blip2": OWN.model_copy(update={"start": tmp_path})})
-    with pytest.raises(ValueError, match=r"pretrain.blip2.start: .* has no config.json; name a base as `make base`"):
+    with pytest.raises(ParamsError, match=r"pretrain.blip2.start: .* has no config.json; name a base as `make base`"):
         architecture_of(absent)
-    with pytest.raises(ValueError, match=r"pretrain.width: data/00_base is 128 wide, found 64; write 128"):
+    with pytest.raises(ParamsError, match=r"pretrain.width: data/00_base is 128 wide, found 64; write 128"):
         architecture_of(CFG.model_copy(update={"width": 64}))
 
 
