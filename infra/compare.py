@@ -29,7 +29,7 @@ from components.files import write_atomic
 from components.params import Params, ParamsError, load_params
 from components.section import Section
 from infra.ablation import Ablation, Row, experiment_of, in_line, markdown, plot, run_row, table
-from infra.experiments import copy, read
+from infra.experiments import copy, dvc, read
 
 SETTINGS = Path(__file__).with_suffix(".yaml")
 RESULTS = Path("benchmarks/results/compare.json")
@@ -55,7 +55,7 @@ class Measured(NamedTuple):
     captions_per_s: float
     step_s: float
     no_change_auc: dict[str, float]  # by protocol
-    curve: list[dict[str, str]]  # of its training
+    curve: list[dict[str, float | None]]  # of its training: step, loss (smoothed), val_loss
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -106,6 +106,7 @@ def compare(cfg: Comparison, params: Params, names: Sequence[str]) -> dict[str, 
     names = [cfg.beside, *(name for name in names if name != cfg.beside)]
     absent = {name: line for name in names if (line := left_out(name, cfg))}
     print("\n".join(absent.values()), end="\n" * bool(absent), flush=True)
+    dvc("repro", "convert")  # what the measurements read; each experiment has a folder of its own
     equal_pairs = {name: changes_of(name, cfg) for name in names if name not in absent}
     rows = [run(name, changes, cfg, params) for name, changes in equal_pairs.items()]
     measured = {row.name: measure(row, cfg, params) for row in rows}
@@ -172,7 +173,7 @@ def measure(row: Row, cfg: Comparison, params: Params) -> Measured:
     """What the trained model takes and says, on this machine."""
     experiment = experiment_of(row.name, params.train.seed)
     report = json.loads(read(experiment, params.paths.model / "report.json"))
-    curve = list(csv.DictReader(io.StringIO(read(experiment, params.paths.model / "curves.csv").decode())))
+    rows = list(csv.DictReader(io.StringIO(read(experiment, params.paths.model / "curves.csv").decode())))
     with tempfile.TemporaryDirectory() as folder:
         copy(experiment, params.paths.model / "checkpoint", Path(folder) / "checkpoint")
         told = json.loads(in_a_process(["captions", f"{folder}/checkpoint"]))
@@ -183,16 +184,32 @@ def measure(row: Row, cfg: Comparison, params: Params) -> Measured:
         captions_per_s=told["captions_per_s"],
         step_s=step_s,
         no_change_auc={protocol: told["no_change_auc"][protocol.partition("/")[0]] for protocol in cfg.protocols},
-        curve=curve,
+        curve=learning_curve(rows),
     )
+
+
+def learning_curve(rows: Sequence[Mapping[str, str]]) -> list[dict[str, float | None]]:
+    """Of curves.csv every tenth step, the last and those with a validation: the training loss, as a running mean with a
+    weight of 0.03 for each step, and the loss on validation pairs."""
+    found: list[dict[str, float | None]] = []
+    mean = float(rows[0]["loss"])
+    for row in rows:
+        mean += 0.03 * (float(row["loss"]) - mean)
+        step, val_loss = int(row["step"]), float(row["val_loss"]) if row["val_loss"] else None
+        if step % 10 == 0 or row is rows[-1] or val_loss is not None:
+            found.append({"step": step, "loss": round(mean, 4), "val_loss": val_loss})
+    return found
 
 
 def in_a_process(arguments: Sequence[str]) -> str:
     """The last line that this file's measurement says in a process of its own, on one thread."""
     command = [sys.executable, "-m", "infra.compare_speed", *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    said = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
-    return said.strip().splitlines()[-1]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        print(done.stderr, file=sys.stderr)
+    done.check_returncode()
+    return done.stdout.strip().splitlines()[-1]
 
 
 def caption_flops(changes: Mapping[str, Any], params: Params) -> float:
@@ -295,15 +312,11 @@ def plot_curves(measured: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     plt.close(figure)
 
 
-def draw_curve(panel: Any, name: str, curve: Sequence[Mapping[str, str]], scale: float, colour: str) -> None:
+def draw_curve(panel: Any, name: str, curve: Sequence[Mapping[str, Any]], scale: float, colour: str) -> None:
     """One model's line and dots."""
-    steps, losses = [int(row["step"]) for row in curve], [float(row["loss"]) for row in curve]
-    means, mean = [], losses[0]
-    for loss in losses:
-        mean += 0.03 * (loss - mean)
-        means.append(mean)
-    panel.plot([scale * step for step in steps], means, color=colour, label=name, linewidth=1.2)
-    dots = [(scale * int(row["step"]), float(row["val_loss"])) for row in curve if row["val_loss"]]
+    steps, losses = [scale * row["step"] for row in curve], [row["loss"] for row in curve]
+    panel.plot(steps, losses, color=colour, label=name, linewidth=1.2)
+    dots = [(scale * row["step"], row["val_loss"]) for row in curve if row["val_loss"] is not None]
     panel.plot(*zip(*dots, strict=True), "o", color=colour, markersize=4)
 
 

@@ -1,6 +1,7 @@
 """`make compare`: which models run with what, how seconds are made equal, and what is measured of a model."""
 
 import json
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -74,11 +75,14 @@ def test_every_model_runs_the_compared_one_first_and_the_slow_one_again(monkeypa
     def measure(one: ablation.Row, cfg: Any, params: Any) -> compare.Measured:
         return compare.Measured(5, 1.5, 70.0, seconds[one.name], {PROTOCOL: 0.9}, CURVE)
 
+    monkeypatch.setattr(compare, "dvc", lambda *asked: ran.append((" ".join(asked), {})))
     monkeypatch.setattr(compare, "run_row", run_row)
     monkeypatch.setattr(compare, "measure", measure)
     monkeypatch.setattr(compare, "scores_of", lambda name, cfg, params: {PROTOCOL: {"of": name}})
     made = compare.compare(CFG, params(), ["no_module", "m3diff", "onediff"])
     half = {"train.epochs": params().train.epochs / 2}
+    data, *ran = ran
+    assert data == ("repro convert", {}), "the measurements read the data of this checkout"
     assert ran == [
         ("m3diff", {"train.model": "m3diff"}),
         ("no_module", {"train.model": "no_module"}),
@@ -93,7 +97,19 @@ def test_every_model_runs_the_compared_one_first_and_the_slow_one_again(monkeypa
     assert made["epochs"] == {"equal pairs": params().train.epochs, "equal seconds": {"onediff": half["train.epochs"]}}
 
 
-CURVE = [{"step": str(step), "loss": str(2 / step), "val_loss": "0.5" if step == 3 else ""} for step in range(1, 5)]
+CURVE = [{"step": step, "loss": 2 / step, "val_loss": 0.5 if step == 30 else None} for step in range(10, 50, 10)]
+
+
+def test_the_learning_curve_is_a_running_mean_at_every_tenth_step_and_the_validations() -> None:
+    rows = [
+        {"step": str(n), "loss": "1" if n < 20 else "2", "val_loss": "0.7" if n == 13 else ""} for n in range(1, 26)
+    ]
+    assert compare.learning_curve(rows) == [
+        {"step": 10, "loss": 1.0, "val_loss": None},
+        {"step": 13, "loss": 1.0, "val_loss": 0.7},
+        {"step": 20, "loss": 1.03, "val_loss": None},
+        {"step": 25, "loss": round(2 - 0.97**6, 4), "val_loss": None},
+    ]
 
 
 SCORES = {
@@ -188,6 +204,12 @@ def test_the_probability_of_no_change_is_of_how_its_references_begin(tmp_path: P
     assert compare_speed.area(captioner, test, shares) == 1.0
     swapped = [one | {"change_types": ["color"] if one["change_types"] == [NO_CHANGE] else [NO_CHANGE]} for one in test]
     assert compare_speed.area(captioner, swapped, shares) == 0.0
+
+
+def test_a_measurement_that_fails_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(subprocess.CalledProcessError):
+        compare.in_a_process(["captions", str(tmp_path / "no-checkpoint")])
+    assert f"{tmp_path / 'no-checkpoint'}: no manifest.json" in capsys.readouterr().err
 
 
 def test_so_many_steps_are_that_share_of_an_epoch(tmp_path: Path) -> None:
