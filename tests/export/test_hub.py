@@ -36,7 +36,7 @@ OTHER_QUESTION = "Which object is new?"
 PAIRS = 4
 MODULE = MDP | {"init_gain": 1.0}  # so that a tiny model says other tokens of images that are swapped
 SHA256 = ("before_sha256", "after_sha256")
-PROCESSING_FILES = ("images.py", "processing.py", "processing_m3diff.py")
+PROCESSING_FILES = ("called.py", "images.py", "processing.py", "processing_m3diff.py")
 MAX_NEW_TOKENS = 8  # as use_hub.py asks for
 
 
@@ -54,9 +54,14 @@ def untraced() -> Trace:
 
 
 def make_run(root: Path, mdp: Mapping[str, Any] | None = MODULE) -> Run:
-    """What the stages leave: a checkpoint, a mixture's report, records of test pairs and their predictions."""
+    """What the stages leave of an M3Diff."""
     base = tiny_base(root / "base", seed=2)
-    tiny_checkpoint(base, root / "model" / "checkpoint", tiny_settings(None if mdp is None else dict(mdp)))
+    return run_of(root, base, tiny_settings(None if mdp is None else dict(mdp)))
+
+
+def run_of(root: Path, base: Path, settings: Any) -> Run:
+    """What the stages leave: a checkpoint, a mixture's report, records of test pairs and their predictions."""
+    tiny_checkpoint(base, root / "model" / "checkpoint", settings)
     rows = [record(root / "images", number) for number in range(PAIRS)]
     (root / "clean").mkdir()
     pq.write_table(pa.Table.from_pylist(rows, schema=RECORD_SCHEMA), root / "clean" / "records.parquet")
@@ -103,7 +108,8 @@ def wanted(run: Run, pairs: list[tuple[str, str]], question: str) -> list[list[i
     decoding |= {"pad_token_id": processor.pad_id}
     found = []
     for before, after in pairs:
-        inputs = processor([(load_image(before), load_image(after))], [question])
+        prepared = [processor.prepare_image(load_image(path)) for path in (before, after)]
+        inputs = {**processor.prompt_inputs([question]), **processor.image_inputs(torch.from_numpy(np.stack(prepared)))}
         with torch.inference_mode():
             tokens, _ = family.generate(model, inputs, False, decoding)
         found.append([token for token in tokens[0].tolist() if token != processor.pad_id])

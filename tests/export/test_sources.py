@@ -8,15 +8,23 @@ from pathlib import Path
 import pytest
 
 from components.export.hub import sources
-from components.export.hub.sources import OMITTED, ROOTS, SourceError, read_source, standalone
+from components.export.hub.family import SharedFamily
+from components.export.hub.folder import SHARED
+from components.export.hub.m3diff.family import M3DIFF
+from components.export.hub.sources import Source, SourceError, read_source, standalone
 
 ALLOWED = {"torch", "transformers", "numpy", "PIL", "pillow_heif"}
 """pillow_heif only where an image is HEIC; it is not there, and the message says so."""
 
 
+@pytest.fixture(scope="module", params=list(SHARED))
+def family(request: pytest.FixtureRequest) -> SharedFamily:
+    return SHARED[request.param]
+
+
 @pytest.fixture(scope="module")
-def files() -> dict[str, str]:
-    return standalone()
+def files(family: SharedFamily) -> dict[str, str]:
+    return standalone(family.roots({family.module: {}}), family.omitted, family.file_names())  # with its module
 
 
 def test_the_files_import_what_is_always_there_and_each_other(files: dict[str, str]) -> None:
@@ -44,45 +52,54 @@ def test_no_name_is_undefined_unused_or_out_of_order(files: dict[str, str], tmp_
     assert subprocess.run(form, capture_output=True).returncode == 0
 
 
-def test_every_definition_is_the_projects_own(files: dict[str, str]) -> None:
+def test_every_definition_is_the_projects_own(family: SharedFamily, files: dict[str, str]) -> None:
     """But for the methods that are named as left out."""
-    origins = {
-        source.file: source
-        for module in [*ROOTS, *OMITTED, *(f"components.models.m3diff.{n}" for n in ("mdp", "difference", "settings"))]
-        for source in [read_source(module)]
-    }
-    origins |= {name: read_source(f"components.{place}") for name, place in OTHERS.items()}
-    assert {f"{name}.py" for name in origins} == set(files)
     for name, text in files.items():
-        source = origins[name.removesuffix(".py")]
+        source = origin(family, text)
+        assert name == f"{source.file}.py"
         for node in ast.parse(text).body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 own = source.definitions[node.name]
-                assert without(node, source.module) == without(own, source.module), f"{name}: {node.name}"
+                omitted = family.omitted.get(source.module, ())
+                assert without(node, omitted) == without(own, omitted), f"{name}: {node.name}"
 
 
-OTHERS = {
-    "family": "models.family",
-    "fused": "models.fused",
-    "images": "images",
-    "layers": "models.layers",
-    "modeling": "models.m3diff.modeling",
-}
+def origin(family: SharedFamily, text: str) -> Source:
+    """The file of the project that the first line names."""
+    place = text.partition(" of m3diff, by")[0].split()[-1]
+    return read_source(place.removesuffix(".py").replace("/", "."), family.file_names())
 
 
-def without(node: ast.AST, module: str) -> str:
+def without(node: ast.AST, omitted: tuple[str, ...]) -> str:
     """A definition as text, without the methods of its class that are left out."""
-    omitted = [name.partition(".")[2] for name in OMITTED.get(module, ()) if name.startswith(f"{node.name}.")]  # type: ignore[attr-defined]
+    left_out = [name.partition(".")[2] for name in omitted if name.startswith(f"{node.name}.")]  # type: ignore[attr-defined]
     return "\n".join(
         ast.dump(each)
         for each in [*getattr(node, "decorator_list", []), *node.body]  # type: ignore[attr-defined]
-        if getattr(each, "name", None) not in omitted
+        if getattr(each, "name", None) not in left_out
     )
 
 
-def test_methods_that_are_left_out_are_in_no_file(files: dict[str, str]) -> None:
-    for module, names in OMITTED.items():
-        text = files[f"{read_source(module).file}.py"]
+FILES = {
+    "m3diff": {
+        *("called", "configuration_m3diff", "difference", "family", "fused", "images", "layers", "llava", "mdp"),
+        *("modeling", "modeling_m3diff", "processing", "processing_m3diff", "settings", "whole"),
+    },
+    "onediff": {
+        *("called", "configuration_onediff", "family", "fused", "images", "layers", "llava", "modeling"),
+        *("modeling_onediff", "processing", "processing_llava", "processing_onediff", "settings", "vdm", "whole"),
+    },
+    "blip2idc": {"called", "images", "processing", "processing_blip2idc"},
+}
+
+
+def test_the_files_are_those_that_the_classes_need(family: SharedFamily, files: dict[str, str]) -> None:
+    assert {name.removesuffix(".py") for name in files} == FILES[family.name]
+
+
+def test_methods_that_are_left_out_are_in_no_file(family: SharedFamily, files: dict[str, str]) -> None:
+    for module, names in family.omitted.items():
+        text = files[f"{read_source(module, family.file_names()).file}.py"]
         for name in names:
             cls, _, method = name.partition(".")
             (node,) = (each for each in ast.parse(text).body if getattr(each, "name", None) == cls)
@@ -95,7 +112,14 @@ def test_nothing_registers_itself_where_auto_map_does(files: dict[str, str]) -> 
 
 def test_a_method_that_is_no_longer_there_is_named() -> None:
     with pytest.raises(SourceError, match=r"modeling\.py: has no M3DiffModel\.gone, which is named as left out"):
-        standalone(omitted={"components.models.m3diff.modeling": ("M3DiffModel.gone",)})
+        standalone(M3DIFF.roots({"mdp": {}}), {"components.models.m3diff.modeling": ("M3DiffModel.gone",)}, {})
+
+
+def test_two_modules_of_one_name_are_not_one_file() -> None:
+    family = SHARED["onediff"]
+    names = {module: file for module, file in family.file_names().items() if file != "processing_llava"}
+    with pytest.raises(SourceError, match=r"would both be processing\.py; name one otherwise"):
+        standalone(family.roots({}), family.omitted, names)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +136,7 @@ def test_code_that_cannot_be_followed_is_named(
     (tmp_path / "components_of_a_test.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(SourceError, match=told):
-        standalone({"components_of_a_test": ("f",)}, {})
+        standalone({"components_of_a_test": ("f",)}, {}, {})
 
 
 def test_a_part_of_a_file_brings_what_it_uses_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +151,7 @@ def test_a_part_of_a_file_brings_what_it_uses_and_no_more(tmp_path: Path, monkey
     )
     (package / "two.py").write_text("def helper(x):\n    return x\n\n\ndef other():\n    return 2\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    made = standalone({"a_project.one": ("f",)}, {})
+    made = standalone({"a_project.one": ("f",)}, {}, {})
     assert made == {
         "one.py": "# Part of a_project/one.py of m3diff, by `m3diff export --hub`. Licence: Apache-2.0\n"
         '"""First."""\n\nimport json\n\nfrom .two import helper as help_\n\nLIMIT = 3\n"""Of what."""\n\n\n'

@@ -11,8 +11,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from components.datasets.spec import Permission
 from components.evaluate.bootstrap import CONFIDENCE, RESAMPLES
+from components.export.hub.family import SharedFamily
 from components.export.hub.run import Dataset, Example, Trace
-from components.models.m3diff.family import LARGE_BASE, SMALL_BASE
 
 HERE = Path(__file__).parent
 
@@ -37,6 +37,7 @@ class Facts:
     """All that the card is made of."""
 
     name: str  # the folder's
+    family: SharedFamily
     base: Path
     base_sha256: str
     config: Mapping[str, Any]  # config.json
@@ -67,21 +68,19 @@ def write_card(facts: Facts) -> str:
         hashes=list(hashes(facts)),
         trained=sorted({each.spec.title for each in facts.datasets if each.trains}),
         drawn=all(each.spec.generate is not None for each in facts.datasets if each.trains),
-        control=control(facts.config),
-        vision=facts.config["vision_config"],
+        control=facts.family.control(facts.config),
+        images=images(facts),
         versions={name: version(name) for name in ("torch", "transformers")},
         confidence=f"{CONFIDENCE:.0%}".replace("%", " %"),
         resamples=f"{RESAMPLES:,}",
     )
 
 
-def control(config: Mapping[str, Any]) -> str:
-    """What to say of a model that has another module, or none."""
-    if config.get("mdp") is None:
-        return " This one is a control without that module: LLaVA-OneVision itself."
-    if config["mdp"].get("kind") == "difference":
-        return " This one is a control with the features' bare difference in that module's place."
-    return ""
+def images(facts: Facts) -> str:
+    """What happens to an image before the model sees it."""
+    vision = facts.config["vision_config"]
+    side, patch = vision["image_size"], vision["patch_size"]
+    return f"{facts.family.images.format(side=side, half=side // 2)}, in patches of {patch}"
 
 
 def front_matter(facts: Facts) -> str:
@@ -93,9 +92,9 @@ def front_matter(facts: Facts) -> str:
         for use in (each.spec.licence.train, each.spec.licence.redistribute)
     )
     licence = {"license": "apache-2.0"} if free else {"license": "other", "license_name": "see-data-and-licences"}
-    known = facts.base.name in (SMALL_BASE, LARGE_BASE)
-    base = {"base_model": f"llava-hf/{facts.base.name}"} if known else {}
-    tags = ["image-difference-captioning", "change-captioning", "llava-onevision", "m3diff"]
+    known = facts.family.bases.get(facts.base.name)
+    base = {"base_model": known} if known else {}
+    tags = ["image-difference-captioning", "change-captioning", *facts.family.tags]
     head = {"language": "en", "library_name": "transformers", "pipeline_tag": "image-text-to-text", "tags": tags}
     return yaml.safe_dump(licence | base | head, sort_keys=False).strip()
 

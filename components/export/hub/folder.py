@@ -1,7 +1,7 @@
 """The trained model as a folder that others load without this project: `m3diff export --hub FOLDER`.
 
     model.safetensors, config.json, generation_config.json     the weights, and how they are used
-    configuration_m3diff.py, modeling_m3diff.py, ...           the model's code (see sources.py); `auto_map` names it
+    configuration_FAMILY.py, modeling_FAMILY.py, ...           the model's code (see sources.py); `auto_map` names it
     processor_config.json, chat_template.jinja, tokenizer*     images and words as the model takes them
     example_before.png, example_after.png                      a test pair, where its licence lets it be passed on
     README.md                                                  the card (see card.py)
@@ -13,11 +13,14 @@ Needed to use it: torch, transformers, safetensors, pillow.
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from components.export.hub.blip2idc.family import BLIP2IDC
 from components.export.hub.card import Facts, write_card
+from components.export.hub.family import SharedFamily
+from components.export.hub.m3diff.family import M3DIFF
+from components.export.hub.onediff.family import ONEDIFF
 from components.export.hub.run import (
     Example,
     Run,
@@ -28,14 +31,11 @@ from components.export.hub.run import (
     read_report,
     read_scores,
 )
-from components.export.hub.sources import PROCESSING, ROOTS, standalone
+from components.export.hub.sources import standalone
 from components.records import DataError
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
-AUTO_MAP = {
-    "AutoConfig": "configuration_m3diff.M3DiffConfig",
-    "AutoModelForImageTextToText": "modeling_m3diff.M3DiffForConditionalGeneration",
-}
+SHARED = {family.name: family for family in (M3DIFF, ONEDIFF, BLIP2IDC)}
 
 
 def export_hub(run: Run, out: Path, allow_unlicensed: bool = False) -> list[str]:
@@ -49,22 +49,24 @@ def export_hub(run: Run, out: Path, allow_unlicensed: bool = False) -> list[str]
     datasets = read_datasets(run)
     notices = check_licences(datasets, allow_unlicensed)
     checkpoint = run.model / "checkpoint"
-    manifest = _verified(checkpoint)
+    manifest, family = _verified(checkpoint)
     trace, untraced = _traced(run)
     example = find_example(run, datasets)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
         folder = Path(scratch) / out.name
         folder.mkdir()
-        weights = write_model(checkpoint, folder, run.max_new_tokens)
-        for file, text in standalone(needed_roots(json.loads((folder / "config.json").read_text()))).items():
+        weights = write_model(checkpoint, folder, family, run.max_new_tokens)
+        config = json.loads((folder / "config.json").read_text())
+        for file, text in standalone(family.roots(config), family.omitted, family.file_names()).items():
             (folder / file).write_text(text, encoding="utf-8")
         _write_example(example, folder)
         facts = Facts(
             name=out.name,
+            family=family,
             base=run.base,
             base_sha256=manifest["base_sha256"],
-            config=json.loads((folder / "config.json").read_text()),
+            config=config,
             question=_question(),
             max_new_tokens=run.max_new_tokens,
             datasets=datasets,
@@ -81,44 +83,23 @@ def export_hub(run: Run, out: Path, allow_unlicensed: bool = False) -> list[str]
     return notices
 
 
-def write_model(checkpoint: Path, folder: Path, max_new_tokens: int) -> list[str]:
+def write_model(checkpoint: Path, folder: Path, family: SharedFamily, max_new_tokens: int) -> list[str]:
     """Weights, configuration and processor; returns the names of the files of weights."""
     from transformers import GenerationConfig
 
-    from components.export.hub.processing import ImagePairProcessor
-    from components.models.m3diff.processing import M3DiffProcessor
+    from components.models import FAMILIES
 
     files = sorted({file for pattern in WEIGHTS for file in checkpoint.glob(pattern)})
     for file in files:
         shutil.copyfile(file, folder / file.name)
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
-    own = {"auto_map": AUTO_MAP} if has_module(config) else {}
-    (folder / "config.json").write_text(json.dumps(config | own, indent=2) + "\n")
-    known = M3DiffProcessor.from_pretrained(checkpoint)
-    template = known.chat_template
-    assert isinstance(template, str), "one template"
-    shared = ImagePairProcessor(
-        known.image_processor,
-        known.tokenizer,
-        num_image_tokens=known.num_image_tokens,
-        question=_question(),
-        chat_template=template,
-    )
-    shared.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(config | family.auto_map(config), indent=2) + "\n")
+    known = FAMILIES[family.name].load_processor(checkpoint)
+    family.processor(known, _question(), config).save_pretrained(folder)
     decoding: dict[str, Any] = {"do_sample": False, "max_new_tokens": max_new_tokens}
     decoding |= {"eos_token_id": known.end_id, "pad_token_id": known.pad_id}
     GenerationConfig(**decoding).save_pretrained(folder)
     return [file.name for file in files if file.suffix == ".safetensors"]
-
-
-def has_module(config: Mapping[str, Any]) -> bool:
-    """Whether the model is more than LLaVA-OneVision, whose own classes load it where it is not."""
-    return config.get("mdp") is not None
-
-
-def needed_roots(config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """The classes that `auto_map` names: of a model without a module the processor's alone."""
-    return {module: names for module, names in ROOTS.items() if has_module(config) or module == PROCESSING}
 
 
 def _question() -> str:
@@ -127,17 +108,20 @@ def _question() -> str:
     return QUESTION
 
 
-def _verified(checkpoint: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint of M3Diff, every file of which is whole."""
+def _verified(checkpoint: Path) -> tuple[dict[str, Any], SharedFamily]:
+    """The manifest of a checkpoint, every file of which is whole, and the family that it is of."""
     from components.models.checkpoint import CheckpointError, verify_manifest
 
     try:
         manifest = verify_manifest(checkpoint)
     except CheckpointError as error:
         raise DataError(str(error)) from error
-    if (family := manifest.get("family")) != "m3diff":
-        raise DataError(f"{checkpoint}: of the family {family!r}; a folder to share is written of m3diff alone")
-    return manifest
+    if (family := SHARED.get(manifest["family"])) is None:
+        raise DataError(
+            f"{checkpoint}: of the family {manifest['family']!r}; a folder to share is written of {', '.join(SHARED)}; "
+            "`m3diff export FOLDER` copies the checkpoint of any"
+        )
+    return manifest, family
 
 
 def _traced(run: Run) -> tuple[Trace | None, str]:

@@ -16,29 +16,6 @@ from pathlib import Path
 PROJECT = "components"
 WIDTH = 120
 
-PROCESSING = "components.export.hub.processing"
-
-ROOTS: dict[str, tuple[str, ...]] = {
-    "components.models.m3diff.configuration": ("M3DiffConfig",),
-    "components.export.hub.modeling": ("M3DiffForConditionalGeneration",),
-    PROCESSING: ("ImagePairProcessor", "M3DiffImageProcessor"),
-}
-"""What `auto_map` names, by module."""
-
-FILES = {
-    "components.models.m3diff.configuration": "configuration_m3diff",
-    "components.export.hub.modeling": "modeling_m3diff",
-    PROCESSING: "processing_m3diff",
-}
-"""Files of other names than their module's."""
-
-OMITTED = {
-    "components.models.llava": ("LlavaOfPairsForGeneration.forward",),
-    "components.models.m3diff.processing": ("M3DiffProcessor.from_pretrained", "M3DiffProcessor.decode"),
-}
-"""Methods that stay behind: what only the project's training asks of the model, and what transformers' own method does
-where `auto_map` leads to the classes."""
-
 REGISTERED = re.compile(r"Auto\w+")
 """transformers' classes with which the project registers its own; elsewhere `auto_map` does that."""
 
@@ -55,6 +32,7 @@ class Source:
     """One file: what it defines and imports at its top, and what of that is needed."""
 
     module: str
+    file: str  # its name in the shared folder, without .py
     path: Path
     lines: list[str]
     body: list[ast.stmt]
@@ -63,41 +41,52 @@ class Source:
     typing_only: set[str] = field(default_factory=set)
     needed: set[str] = field(default_factory=set)
 
-    @property
-    def file(self) -> str:
-        return FILES.get(self.module, self.module.rpartition(".")[2])
-
 
 def standalone(
-    roots: Mapping[str, Iterable[str]] = ROOTS, omitted: Mapping[str, Iterable[str]] = OMITTED
+    roots: Mapping[str, Iterable[str]], omitted: Mapping[str, Iterable[str]], files: Mapping[str, str]
 ) -> dict[str, str]:
-    """The text of each file, by its name: what `roots` (names by module) need of the project.
+    """The text of each file, by its name: what `roots` need of the project.
+
+    Args:
+        roots: names by module.
+        omitted: methods by module that stay behind, `Class.method`.
+        files: names of files, by module; of others the last part of the module's name.
 
     Raises:
-        SourceError: an omitted method is not there, or an import of the project stands where it is not followed.
+        SourceError: an omitted method is not there, an import of the project stands where it is not followed, or two
+            modules would have one file.
     """
     sources: dict[str, Source] = {}
     wanted = [(module, name) for module, names in roots.items() for name in names]
     while wanted:
         module, name = wanted.pop()
-        source = sources.setdefault(module, sources.get(module) or read_source(module))
+        source = sources.setdefault(module, sources.get(module) or read_source(module, files))
         if name in source.needed:
             continue
         source.needed.add(name)
         wanted += _uses(source, name, _cut(source, omitted))
         if len(source.needed) == 1:
             wanted += [(module, used) for each in _effects(source) for used in _known(source, _names(each))]
+    _check_files(sources.values())
     return {f"{source.file}.py": _text(source, sources, _cut(source, omitted)) for source in sources.values()}
 
 
-def read_source(module: str) -> Source:
+def _check_files(sources: Iterable[Source]) -> None:
+    by_file: dict[str, str] = {}
+    for source in sources:
+        if (other := by_file.setdefault(source.file, source.module)) != source.module:
+            raise SourceError(f"{source.module} and {other} would both be {source.file}.py; name one otherwise")
+
+
+def read_source(module: str, files: Mapping[str, str]) -> Source:
     """A module of the project, parsed, nothing of it needed yet."""
     spec = find_spec(module)
     assert spec is not None
     assert spec.origin is not None
     path = Path(spec.origin)
     text = path.read_text(encoding="utf-8")
-    source = Source(module, path, text.splitlines(), ast.parse(text).body)
+    file = files.get(module, module.rpartition(".")[2])
+    source = Source(module, file, path, text.splitlines(), ast.parse(text).body)
     for statement in source.body:
         if isinstance(statement, ast.If) and ast.unparse(statement.test) == "TYPE_CHECKING":
             for inner in statement.body:

@@ -1,0 +1,1 @@
+"""M3Diff as others load it."""

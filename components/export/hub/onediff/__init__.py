@@ -1,0 +1,1 @@
+"""OneDiff as others load it."""

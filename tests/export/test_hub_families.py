@@ -1,0 +1,142 @@
+"""A shared OneDiff or BLIP2IDC does without the project what the project does with the checkpoint."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from safetensors.torch import load_file, save_file
+
+from components.export.hub.folder import export_hub
+from components.export.hub.run import Run
+from components.models.checkpoint import MANIFEST, read_manifest
+from components.models.generation import QUESTION
+from components.records import DataError
+from tests.export.test_hub import OTHER_QUESTION, PAIRS, ask, bare, read_json, run_of, texts, wanted
+from tests.models.llava15 import write_llava15
+from tests.models.test_onediff import SEPARATE, settings
+from tests.tiny import tiny_base
+from tests.tiny_blip2 import blip2_settings, tiny_blip2
+
+CASES: dict[str, tuple[Callable[[Path], Path], Any]] = {
+    "onediff on LLaVA-OneVision": (lambda folder: tiny_base(folder, seed=3), settings(SEPARATE | {"place": "after"})),
+    "onediff on LLaVA-1.5": (write_llava15, settings(SEPARATE)),
+    "onediff without a module on LLaVA-1.5": (write_llava15, settings(None)),
+    "blip2idc with OPT": (tiny_blip2, blip2_settings()),
+    "blip2idc with Qwen2": (lambda folder: tiny_blip2(folder, "qwen2"), blip2_settings()),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run, its model as a folder to share, and the test pairs."""
+
+    name: str
+    run: Run
+    folder: Path
+    pairs: list[tuple[str, str]]
+
+    @property
+    def reads_question(self) -> bool:
+        return self.name.startswith("onediff")
+
+
+@pytest.fixture(scope="module", params=list(CASES))
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    root = tmp_path_factory.mktemp("run")
+    write_base, chosen = CASES[request.param]
+    run = run_of(root, write_base(root / "base"), chosen)
+    assert export_hub(run, root / "out" / "shared") == []
+    pairs = [(str(root / "images" / f"{n}a.png"), str(root / "images" / f"{n}b.png")) for n in range(PAIRS)]
+    return Case(request.param, run, root / "out" / "shared", pairs)
+
+
+@pytest.mark.slow(40)
+def test_without_the_project_the_tokens_are_the_projects(case: Case, tmp_path: Path) -> None:
+    swapped = [pair[::-1] for pair in case.pairs]
+    again = str(tmp_path / "again")
+    told = ask(
+        tmp_path,
+        [
+            {"folder": str(case.folder), "images": case.pairs},
+            {"folder": str(case.folder), "images": swapped},
+            {"folder": str(case.folder), "images": case.pairs, "text": OTHER_QUESTION},
+            {"folder": str(case.folder), "save": again},
+            {"folder": again, "images": case.pairs},
+        ],
+    )
+    assert told["missing"] == ["components", "peft", "ray", "mlflow", "pyarrow"]
+    given, turned, asked, saved, reloaded = told["answers"]
+    want = wanted(case.run, case.pairs, QUESTION)
+    assert given == reloaded == {"tokens": want}
+    assert turned == {"tokens": wanted(case.run, swapped, QUESTION)}
+    assert turned != given, "the order must show"
+    assert saved == {}
+    if case.reads_question:
+        assert asked == {"tokens": wanted(case.run, case.pairs, OTHER_QUESTION)}
+    else:
+        assert "ValueError: text: BLIP2IDC reads no question" in asked["error"]
+
+
+def test_the_code_is_that_of_the_family_alone(case: Case) -> None:
+    family = case.name.partition(" ")[0]
+    config = read_json(case.folder / "config.json")
+    own = {path.stem for path in case.folder.glob("*.py") if path.stem.endswith(family)}
+    if family == "onediff" and "without" not in case.name:
+        assert own == {"configuration_onediff", "modeling_onediff", "processing_onediff"}
+        assert config["auto_map"]["AutoConfig"] == "configuration_onediff.OneDiffConfig"
+    else:
+        assert own == {f"processing_{family}"}
+        assert "auto_map" not in config
+        assert config["model_type"] == ("llava" if family == "onediff" else "blip-2")
+
+
+@pytest.mark.slow(15)
+def test_the_code_of_the_card_runs_as_it_stands(case: Case, tmp_path: Path) -> None:
+    card = (case.folder / "README.md").read_text()
+    block = card.partition("```python\n")[2].partition("```")[0]
+    (tmp_path / "block.py").write_text(block)
+    said = bare(tmp_path, tmp_path / "block.py", cwd=case.folder.parent)
+    predicted = {row["image_id"]: row["caption"] for row in read_json(case.run.predictions / "predictions.json")}
+    before, after = case.pairs[1]
+    swapped = texts(case.run, wanted(case.run, [(after, before)], QUESTION))
+    assert said == "".join(f"{text}\n" for text in [predicted["toy/1"], predicted["toy/1"], *swapped])
+
+
+def test_the_card_names_the_family_its_paper_and_its_images(case: Case) -> None:
+    _, front, text = (case.folder / "README.md").read_text().split("---\n", 2)
+    title, paper, images = {
+        "onediff": ("OneDiff says in words", "2407.05645", "Each image is padded to a square"),
+        "blip2idc": ("BLIP2IDC says in words", "2412.15939", "Each image is stretched to 32 x 16 pixels, half"),
+    }[case.name.partition(" ")[0]]
+    assert title in text
+    assert f"note = {{arXiv:{paper}}}" in text
+    assert images in " ".join(text.split())
+    assert ("a control without that module" in text) == ("without" in case.name)
+    assert "m3diff" not in yaml.safe_load(front)["tags"]
+    assert "2503.11093" not in text
+
+
+def test_a_folder_without_a_weight_of_the_module_is_refused(case: Case, tmp_path: Path) -> None:
+    if "without" in case.name or not case.reads_question:
+        return  # transformers' own classes
+    folder = shutil.copytree(case.folder, tmp_path / "without-a-weight")
+    weights = load_file(folder / "model.safetensors")
+    del weights[next(name for name in weights if "vdm" in name)]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    (answer,) = ask(tmp_path, [{"folder": str(folder), "images": case.pairs}])["answers"]
+    assert "1 weights are missing, so it is not the model that was trained" in answer["error"]
+
+
+def test_another_family_is_refused_and_the_way_to_copy_it_named(case: Case, tmp_path: Path) -> None:
+    checkpoint = shutil.copytree(case.run.model / "checkpoint", tmp_path / "model" / "checkpoint")
+    manifest = read_manifest(checkpoint) | {"family": "mine"}
+    (checkpoint / MANIFEST).write_text(json.dumps(manifest))
+    told = "of the family 'mine'; a folder to share is written of m3diff, onediff, blip2idc"
+    with pytest.raises(DataError, match=told):
+        export_hub(replace(case.run, model=tmp_path / "model"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
