@@ -239,20 +239,22 @@ def prune(args: argparse.Namespace) -> int:
 def plan(args: argparse.Namespace) -> None:
     params = parameters(args)
     model = params.models[params.train.model]
-    from components.plan.plan import check_fits, first_phase, make_plan, print_plan, short_run
+    from components.plan.plan import alignment_lines, check_fits, make_plan, plan_alignment, print_plan, short_run
     from components.plan.words import count_words
 
-    made = make_plan(params.train, model, params.compute, params.ingest.datasets, params.convert, params.paths.mixture)
+    run = params.train, model, params.compute, params.ingest.datasets, params.convert, params.paths.mixture
+    made, (before, uncounted) = make_plan(*run), plan_alignment(*run)
     kind = args.gpu or params.compute.gpu_kind
     gpu = GPUS[kind] if kind else None
     print_plan(params.train, params.compute, made, gpu, args.utilisation)
-    if alignment := first_phase(model):
-        print(f"\n{alignment}")
+    if lines := alignment_lines(model, before, uncounted, gpu, args.utilisation):
+        print("\n".join(["", *lines]))
     words = count_words(params.train.base, params.paths.mixture)
     for warning in filter(None, (words.warning() if words else None, short_run(params.train, made))):
         print(f"\nwarning: {warning}")
     if params.compute.gpu and gpu:
-        check_fits(params.compute, made, gpu.memory_gb)
+        for phase in filter(None, (before, made)):
+            check_fits(params.compute, phase, gpu.memory_gb)
 
 
 def compare(args: argparse.Namespace) -> None:

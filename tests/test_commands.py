@@ -652,33 +652,32 @@ def test_data_check_prints_its_lines_and_exits_with_three_where_the_folder_canno
 )
 def test_plan_counts_prints_then_refuses_what_does_not_fit(options, kind, hfu, monkeypatch, capsys):
     made = Result()
-    plan = {"make_plan": made, "print_plan": None, "first_phase": None, "short_run": "too short", "check_fits": None}
+    plan = {"make_plan": made, "print_plan": None, "short_run": "too short", "check_fits": None}
+    plan |= {"plan_alignment": (before := Result(), ""), "alignment_lines": ["before it", "  so much"]}
     recorder = Recorder(monkeypatch, "components.plan.plan", **plan)
     assert main(["--params", "profiles/paper.yaml", "plan", *options]) == 0
-    assert capsys.readouterr().out == "\nwarning: too short\n"
+    assert capsys.readouterr().out == "\nbefore it\n  so much\n\nwarning: too short\n"
     params = load_params(Path("profiles/paper.yaml"))
     shared = {"train": params.train, "compute": params.compute}
+    settings = params.models["m3diff"]
+    run = {"settings": settings, "entries": params.ingest.datasets, "convert": params.convert}
+    run |= {**shared, "mixture": DATA / "04_mixture"}
+    memory_gb = GPUS[kind].memory_gb
     assert recorder.calls == [
-        (
-            "make_plan",
-            {
-                **shared,
-                "settings": params.models["m3diff"],
-                "entries": params.ingest.datasets,
-                "convert": params.convert,
-                "mixture": DATA / "04_mixture",
-            },
-        ),
+        ("make_plan", run),
+        ("plan_alignment", run),
         ("print_plan", {**shared, "plan": made, "gpu": GPUS[kind], "hfu": hfu}),
-        ("first_phase", {"settings": params.models["m3diff"]}),
+        ("alignment_lines", {"settings": settings, "plan": before, "uncounted": "", "gpu": GPUS[kind], "hfu": hfu}),
         ("short_run", {"train": params.train, "plan": made}),
-        ("check_fits", {"compute": params.compute, "plan": made, "memory_gb": GPUS[kind].memory_gb}),
+        ("check_fits", {"compute": params.compute, "plan": before, "memory_gb": memory_gb}),
+        ("check_fits", {"compute": params.compute, "plan": made, "memory_gb": memory_gb}),
     ]
 
 
 def test_plan_refuses_nothing_without_a_gpu_or_its_kind(monkeypatch):
     made = Result()
-    plan = {"make_plan": made, "print_plan": None, "first_phase": None, "short_run": None, "check_fits": None}
+    plan = {"make_plan": made, "print_plan": None, "short_run": None, "check_fits": None}
+    plan |= {"plan_alignment": (None, ""), "alignment_lines": []}
     recorder = Recorder(monkeypatch, "components.plan.plan", **plan)
     for profile, options, gpu in (
         ("embedded", [], None),
@@ -687,8 +686,10 @@ def test_plan_refuses_nothing_without_a_gpu_or_its_kind(monkeypatch):
     ):
         recorder.calls.clear()
         assert main(["--params", f"profiles/{profile}.yaml", "plan", *options]) == 0
-        assert [name for name, _ in recorder.calls] == ["make_plan", "print_plan", "first_phase", "short_run"]
-        assert recorder.calls[1][1]["gpu"] is gpu
+        assert [name for name, _ in recorder.calls] == [
+            *("make_plan", "plan_alignment", "print_plan", "alignment_lines", "short_run")
+        ]
+        assert recorder.calls[2][1]["gpu"] is gpu
 
 
 def test_an_unknown_kind_of_gpu_is_refused_with_those_there_are(capsys):
@@ -703,9 +704,10 @@ def test_a_plan_that_does_not_fit_exits_with_two(monkeypatch):
     Recorder(
         monkeypatch,
         "components.plan.plan",
-        make_plan=None,
+        make_plan=Result(),
+        plan_alignment=(None, ""),
         print_plan=None,
-        first_phase=None,
+        alignment_lines=[],
         short_run=None,
         check_fits=refusal,
     )

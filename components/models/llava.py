@@ -117,13 +117,21 @@ class LlavaOfPairsForGeneration(NewModuleInit, LlavaOnevisionForConditionalGener
     """The same with its language-model head: two images and a question in, what changed out.
 
     Attributes:
+        MODEL: the family's class of the model without its head.
         BASES: the models that it is built on, in words.
         NEW: prefix of the names of its new module's weights.
     """
 
     config: Any
+    MODEL: type[LlavaOfPairs] = LlavaOfPairs
     BASES = "LLaVA-OneVision"
     NEW = ""
+
+    def __init__(self, config: Any) -> None:
+        super(LlavaOnevisionForConditionalGeneration, self).__init__(config)  # builds no second LLaVA-OneVision
+        self.model = self.MODEL(config)
+        self.lm_head = nn.Linear(config.text_config.hidden_size, config.text_config.vocab_size, bias=False)
+        self.post_init()
 
     @classmethod
     def load_weights(cls, name: str, *args: Any, **kwargs: Any) -> Any:

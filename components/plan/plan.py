@@ -16,6 +16,7 @@ from components.models.family import ADAPTERS, Family, Settings, Term
 from components.plan.workload import Workload, count_test_pairs, find_workload
 from components.section import ParamsError
 from components.train.params import Train
+from components.train.phase import of_alignment
 
 GIGA, TERA, EXA = 1e9, 1e12, 1e18
 OPTIMIZER_BYTES, GRADIENT_BYTES = 12, 4  # of a trained parameter: fp32 master and AdamW's two moments; fp32 gradient
@@ -95,12 +96,14 @@ def make_plan(
     entries: Mapping[str, DatasetEntry],
     convert: Convert,
     mixture: Path,
+    left_out: Sequence[str] = (),
 ) -> Plan:
-    """Count what the run will read, compute and hold.
+    """Count what the fine-tuning will read, compute and hold; of an alignment before it `plan_alignment` does.
 
     Args:
         settings: of the model family, the entry of the section `models` that `train.model` names.
         entries: the datasets of the run, whose published counts count where `mixture/train` is not there.
+        left_out: datasets that do not count; of a model with an alignment, those that it takes.
 
     Raises:
         ParamsError: there is no mixture, and a dataset has no published counts.
@@ -108,8 +111,8 @@ def make_plan(
     family = FAMILIES[settings.family]
     config = family.planned_config(train.base, settings)
     processor = family.load_processor(train.base, config) if _is_here(train.base) else None
-    first = settings.align.datasets if settings.align else ()
-    load = find_workload(mixture, entries, convert, processor, family.image_tokens(config), first)
+    others = settings.align.datasets if settings.align else left_out
+    load = find_workload(mixture, entries, convert, processor, family.image_tokens(config), others)
     sequences = load.sequences(train.max_captions_per_sequence)
     branches, prompt = load.references / sequences, family.image_tokens(config) + load.prompt_tokens
     tokens = prompt + branches * load.reference_tokens
@@ -139,6 +142,25 @@ def make_plan(
         caption_flops=sum(term.forward for term in family.flops(config, prompt, 1, settings) if term.name != ADAPTERS),
         gpus=max(1, compute.workers),
     )
+
+
+def plan_alignment(
+    train: Train,
+    settings: Settings,
+    compute: Compute,
+    entries: Mapping[str, DatasetEntry],
+    convert: Convert,
+    mixture: Path,
+) -> tuple[Plan | None, str]:
+    """The plan of the phase before the fine-tuning, on its own datasets, or why it has none: they cannot be counted."""
+    if settings.align is None:
+        return None, "the model has no alignment"
+    phase, aligned = of_alignment(train, settings)
+    others = [name for name in entries if name not in settings.align.datasets]
+    try:
+        return make_plan(phase, aligned, compute, entries, convert, mixture, others), ""
+    except ParamsError as error:
+        return None, str(error).removeprefix("plan: ")
 
 
 def activations_of(model: Any, family: Family, compute: Compute, prompt: float, supervised: float) -> dict[str, float]:
@@ -236,7 +258,10 @@ def check_memory(
     if not compute.gpu:
         return
     if room := memory_gb or found_memory_gb() or kind_memory_gb(compute):
-        check_fits(compute, make_plan(train, settings, compute, entries, convert, mixture), room)
+        before, _ = plan_alignment(train, settings, compute, entries, convert, mixture)
+        for plan in (before, make_plan(train, settings, compute, entries, convert, mixture)):
+            if plan is not None:
+                check_fits(compute, plan, room)
 
 
 def found_memory_gb() -> float | None:
@@ -367,16 +392,25 @@ def _time_lines(train: Train, plan: Plan, gpu: Gpu | None, hfu: float) -> list[s
     ]
 
 
-def first_phase(settings: Settings) -> str | None:
-    """In words, what trains before the run that the plan counts."""
+def alignment_lines(settings: Settings, plan: Plan | None, uncounted: str, gpu: Gpu | None, hfu: float) -> list[str]:
+    """What trains before the fine-tuning, and what it costs, or why that is not known; nothing without it."""
     if settings.align is None:
-        return None
+        return []
     align = settings.align
     rates = ", ".join(f"{part} {rate:g}" for part, rate in align.rates.items() if rate is not None)
-    return (
-        f"before it an alignment, not counted here: {align.epochs:g} epoch(s) of {', '.join(align.datasets)}, "
+    what = (
+        f"before it an alignment: {align.epochs:g} epoch(s) of {', '.join(align.datasets)}, "
         f"{align.global_batch} sequences a step ({rates})"
     )
+    if plan is None:
+        return [what, f"  not counted: {uncounted}"]
+    load = plan.workload
+    took = f", {_took(plan.gpu_hours(gpu.bf16_tflops, hfu), plan.gpus)} on {plan.gpus} GPU(s)" if gpu else ""
+    return [
+        what,
+        f"  {load.pairs:,} pairs, {load.references:,} references, {plan.steps:,} steps; "
+        f"{plan.run_flops / EXA:.2f} EFLOP{took}; memory of one GPU {plan.memory_total_gb:.1f} GB",
+    ]
 
 
 def short_run(train: Train, plan: Plan) -> str | None:

@@ -147,6 +147,9 @@ def counted_workload(
     samples = pl.read_parquet(folder / "*.parquet", columns=["pair", "dataset", "question", "reference"])
     samples = samples.with_columns(pl.col("pair").rle_id().alias("use"))  # the samples of a pair are neighbours
     samples = samples.filter(~pl.col("dataset").is_in(list(left_out)))
+    if samples.is_empty():
+        without = f" but of {', '.join(left_out)}" if left_out else ""
+        raise ParamsError(f"plan: {folder} has no samples{without}; run `dvc repro convert` again")
     pairs = samples.group_by("use").agg(pl.len().alias("size"), pl.col("dataset").first(), pl.col("question").first())
     by_dataset = pairs.group_by("dataset").agg(pl.len(), pl.col("size").sum()).sort("dataset")
     prompt, reference = PROMPT_TOKENS, REFERENCE_TOKENS

@@ -6,10 +6,15 @@ goes on by itself where it was killed. The fine-tuning begins with the alignment
 
 import csv
 import io
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from components.files import write_atomic
+
+if TYPE_CHECKING:
+    from components.models.family import Settings
+    from components.train.params import Train
 
 ALIGNMENT, DONE = "alignment", "done.json"
 """In the run's folder the alignment's; in that, what it came to, which says that it has ended."""
@@ -28,6 +33,15 @@ class DatasetFilter:
 
     def __str__(self) -> str:
         return f"{'datasets other than ' if self.others else ''}{', '.join(self.names)}"
+
+
+def of_alignment(cfg: "Train", settings: "Settings") -> tuple["Train", "Settings"]:
+    """The section `train` and the settings of the model with which the alignment of these trains."""
+    align = settings.align
+    assert align is not None, "a model without an alignment"
+    told = {"epochs": align.epochs, "global_batch": align.global_batch, "export": "last"}
+    changes = {"rates": align.rates, "delays": type(settings.delays)(), "align": None}
+    return cfg.model_copy(update=told), replace(settings, **changes)  # type: ignore[type-var]
 
 
 def with_alignment(alignment: Path, curves: Path) -> None:

@@ -22,7 +22,7 @@ from components.reports import StageReport
 from components.section import ParamsError
 from components.train.job import TOLD, Job
 from components.train.params import Train
-from components.train.phase import ALIGNMENT, DONE, DatasetFilter, with_alignment
+from components.train.phase import ALIGNMENT, DONE, DatasetFilter, of_alignment, with_alignment
 from components.train.retry import with_retries
 from components.train.runtimes import run_local, run_on_ray
 from components.train.stopping import TERMINATED, StoppedError
@@ -134,11 +134,10 @@ def aligned(run: Callable[[Job], dict[str, Any]], job: Job, align: "Align") -> d
     folder = job.run_dir / ALIGNMENT
     if not (folder / DONE).is_file():
         folder.mkdir(exist_ok=True)
-        changes = {"epochs": align.epochs, "global_batch": align.global_batch, "export": "last"}
-        settings = replace(job.model, rates=align.rates, delays=type(job.model.delays)(), align=None)  # type: ignore[type-var]
+        cfg, settings = of_alignment(job.cfg, job.model)
         phase = replace(
             job,
-            cfg=job.cfg.model_copy(update=changes),
+            cfg=cfg,
             model=settings,
             out=folder / "out",
             run_dir=folder,

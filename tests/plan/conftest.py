@@ -11,7 +11,7 @@ import torch
 from components.compute import Compute
 from components.convert.params import Convert
 from components.models import FAMILIES
-from components.models.family import Family, Lora, Term
+from components.models.family import Align, Family, Lora, Term
 from components.train.params import Train
 
 WIDTH, IMAGE_TOKENS = 4, 10
@@ -21,7 +21,8 @@ WIDTH, IMAGE_TOKENS = 4, 10
 class ToySettings:
     family: str = "toy"
     module: None = None
-    align: None = None
+    align: Align | None = None
+    delays: Mapping[str, float] = field(default_factory=dict)
     lora: Lora = Lora(rank=2, alpha=4)
     rates: Mapping[str, float | None] = field(default_factory=lambda: {"vision": 1e-3, "projector": None, "llm": 1e-3})
 

@@ -9,15 +9,17 @@ import pytest
 
 from components.gpus import GPUS, Gpu
 from components.models import fp8
-from components.models.family import Lora
+from components.models.family import Align, Lora
 from components.plan.plan import (
+    RESERVE,
     DoesNotFit,
     Plan,
+    alignment_lines,
     check_fits,
     check_memory,
-    first_phase,
     found_memory_gb,
     make_plan,
+    plan_alignment,
     print_plan,
     short_run,
 )
@@ -314,11 +316,71 @@ def test_a_short_runs_time_is_in_minutes(plan, capsys, tmp_path):
     assert "  3.60 GPU-minutes, 0.90 min on 4 GPU(s)" in capsys.readouterr().out
 
 
-def test_an_alignment_before_the_run_is_named_with_what_it_trains():
-    rates = {"vision": None, "projector": 1e-3, "module": 3e-4, "llm": None}
-    align = SimpleNamespace(datasets=("couples", "more"), epochs=1.0, global_batch=256, rates=rates)
-    assert first_phase(SimpleNamespace(align=None)) is None
-    assert first_phase(SimpleNamespace(align=align)) == (
-        "before it an alignment, not counted here: 1 epoch(s) of couples, more, 256 sequences a step (projector 0.001, "
-        "module 0.0003)"
+ALIGN = Align(("b",), epochs=3.0, global_batch=2, rates={"vision": None, "projector": 1e-3, "llm": None})  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def phases(toy_family, tmp_path):
+    """Plans of the fine-tuning and of the alignment of the toy on the datasets a and b."""
+
+    def make(align: Align | None = ALIGN, mixture: Path | None = None) -> tuple[Plan, Plan | None, str]:
+        run = (train_section(tmp_path / "no_base"), ToySettings(align=align), compute_section())
+        data = entries({"a": "pairs", "b": "pairs"}), convert_section(), mixture or tmp_path / "mixture"
+        return make_plan(*run, *data), *plan_alignment(*run, *data)
+
+    write_mixture(tmp_path / "mixture")
+    return make
+
+
+def test_each_phase_is_counted_on_its_own_datasets_with_its_own_rates_batches_and_epochs(phases):
+    made, before, uncounted = phases()
+    assert (set(made.workload.sources), set(before.workload.sources), uncounted) == ({"a"}, {"b"}, "")
+    assert before.parameters == {"vision (frozen)": 28, "projector": 32, "llm (frozen)": 448}
+    assert before.sequences == before.workload.references == 3
+    assert before.steps == 6  # 3 epochs of 2 steps
+    assert before.run_flops == 3 * 3 * sum(term.total for term in before.terms)
+    assert made.parameters["llm"] == 28
+    assert made.steps == 1
+
+
+def test_without_an_alignment_there_is_no_plan_of_one(phases):
+    made, before, _ = phases(align=None)
+    assert set(made.workload.sources) == {"a", "b"}
+    assert before is None
+    assert alignment_lines(ToySettings(), None, "", None, 0.5) == []
+
+
+def test_an_alignment_is_named_with_what_it_trains_and_costs(phases):
+    settings = ToySettings(align=ALIGN)
+    _, before, _ = phases()
+    took = replace(before, run_flops=3600e12)
+    first, second = alignment_lines(settings, took, "", Gpu("A-40GB", 40, 2, None, "nobody"), 0.5)
+    assert first == "before it an alignment: 3 epoch(s) of b, 2 sequences a step (projector 0.001)"
+    assert second.startswith(
+        "  2 pairs, 3 references, 6 steps; 0.00 EFLOP, 1.0 GPU-hours, 0.2 h on 4 GPU(s); memory of"
     )
+    assert "on 4 GPU(s)" not in alignment_lines(settings, took, "", None, 0.5)[1]
+
+
+def test_an_alignment_whose_datasets_cannot_be_counted_says_why(phases, tmp_path):
+    write_mixture(tmp_path / "other", [("a/1", "a", "what", "one")], shards=1)
+    made, before, uncounted = phases(mixture=tmp_path / "other")
+    assert made.workload.references == 1
+    assert before is None
+    assert uncounted == f"{tmp_path}/other/train has no samples but of a; run `dvc repro convert` again"
+    lines = alignment_lines(ToySettings(align=ALIGN), None, uncounted, None, 0.5)
+    assert lines[1] == f"  not counted: {uncounted}"
+
+
+def test_an_alignment_that_does_not_fit_is_refused_before_anything_is_loaded(phases, toy_family, tmp_path):
+    made, before, _ = phases()
+    assert before.memory_total_gb < made.memory_total_gb
+    wide = replace(ALIGN, rates={"vision": 1e-3, "projector": 1e-3, "llm": 1e-3})  # more trains than in the fine-tuning
+    made, before, _ = phases(align=wide)
+    assert before.memory_total_gb > made.memory_total_gb
+    between = (before.memory_total_gb + made.memory_total_gb) / 2 / (1 - RESERVE)
+    data = entries({"a": "pairs", "b": "pairs"}), convert_section(), tmp_path / "mixture"
+    with pytest.raises(DoesNotFit):
+        check_memory(
+            train_section(tmp_path / "no_base"), ToySettings(align=wide), compute_section(), *data, memory_gb=between
+        )

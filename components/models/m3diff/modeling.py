@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import AutoModelForImageTextToText, LlavaOnevisionForConditionalGeneration
+from torch import Tensor
+from transformers import AutoModelForImageTextToText
 
 from components.models.llava import LlavaOfPairs, LlavaOfPairsForGeneration
 from components.models.m3diff.configuration import PAPER, M3DiffConfig
@@ -56,13 +56,8 @@ class M3DiffForConditionalGeneration(LlavaOfPairsForGeneration):
     """M3Diff with its language-model head: two images and a question in, what changed out."""
 
     config: M3DiffConfig
+    MODEL = M3DiffModel
     NEW = "model.mdp."
-
-    def __init__(self, config: M3DiffConfig) -> None:
-        super(LlavaOnevisionForConditionalGeneration, self).__init__(config)  # builds no second LLaVA-OneVision
-        self.model = M3DiffModel(config)
-        self.lm_head = nn.Linear(config.text_config.hidden_size, config.text_config.vocab_size, bias=False)
-        self.post_init()
 
     @classmethod
     def from_pretrained(  # type: ignore[override]  # M3Diff's own configuration and arguments

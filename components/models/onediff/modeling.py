@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import AutoModelForImageTextToText, LlavaOnevisionForConditionalGeneration
+from torch import Tensor
+from transformers import AutoModelForImageTextToText
 
 from components.models.llava import LlavaOfPairs, LlavaOfPairsForGeneration
 from components.models.onediff.configuration import PAPER, OneDiffConfig
@@ -71,14 +71,9 @@ class OneDiffForConditionalGeneration(LlavaOfPairsForGeneration):
     """OneDiff with its language-model head: two images and a question in, what changed out."""
 
     config: OneDiffConfig
+    MODEL = OneDiffModel
     BASES = "LLaVA-OneVision or LLaVA-1.5"
     NEW = "model.vdm."
-
-    def __init__(self, config: OneDiffConfig) -> None:
-        super(LlavaOnevisionForConditionalGeneration, self).__init__(config)  # builds no second LLaVA-OneVision
-        self.model = OneDiffModel(config)
-        self.lm_head = nn.Linear(config.text_config.hidden_size, config.text_config.vocab_size, bias=False)
-        self.post_init()
 
     @classmethod
     def from_pretrained(  # type: ignore[override]  # OneDiff's own configuration and arguments
