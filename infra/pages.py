@@ -29,6 +29,7 @@ PAGES = {
     "CHANGELOG.md": "Changes",
     "LOG.md": "Log of experiments",
     "benchmarks/results/ablation.md": "Ablation, all scores",
+    "benchmarks/results/compare.md": "The models compared",
 }
 """Every Markdown file, in the order of the menu, with its name there."""
 
