@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from components.export.hub.folder import export_hub
 from components.export.hub.run import Run
+from components.models import FAMILIES
 from components.models.checkpoint import MANIFEST, read_manifest
 from components.models.generation import QUESTION
 from components.records import DataError
@@ -55,7 +56,6 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Case(request.param, run, root / "out" / "shared", pairs)
 
 
-@pytest.mark.slow(40)
 def test_without_the_project_the_tokens_are_the_projects(case: Case, tmp_path: Path) -> None:
     swapped = [pair[::-1] for pair in case.pairs]
     again = str(tmp_path / "again")
@@ -67,15 +67,21 @@ def test_without_the_project_the_tokens_are_the_projects(case: Case, tmp_path: P
             {"folder": str(case.folder), "images": case.pairs, "text": OTHER_QUESTION},
             {"folder": str(case.folder), "save": again},
             {"folder": again, "images": case.pairs},
+            {"folder": again, "prompt": case.pairs[0]},
         ],
     )
     assert told["missing"] == ["components", "peft", "ray", "mlflow", "pyarrow"]
-    given, turned, asked, saved, reloaded = told["answers"]
+    given, turned, asked, saved, reloaded, prompt = told["answers"]
     want = wanted(case.run, case.pairs, QUESTION)
     assert given == reloaded == {"tokens": want}
     assert turned == {"tokens": wanted(case.run, swapped, QUESTION)}
     assert turned != given, "the order must show"
     assert saved == {}
+    family = FAMILIES[case.name.partition(" ")[0]]
+    known = family.load_processor(case.run.model / "checkpoint")
+    of_pairs = ["batch_num_images", "image_sizes"] if case.reads_question and "without" not in case.name else []
+    assert prompt["input_ids"] == known.prompt_inputs([QUESTION])["input_ids"].tolist()
+    assert prompt["inputs"] == sorted(["attention_mask", "input_ids", "pixel_values", *of_pairs])
     if case.reads_question:
         assert asked == {"tokens": wanted(case.run, case.pairs, OTHER_QUESTION)}
     else:
@@ -95,7 +101,6 @@ def test_the_code_is_that_of_the_family_alone(case: Case) -> None:
         assert config["model_type"] == ("llava" if family == "onediff" else "blip-2")
 
 
-@pytest.mark.slow(15)
 def test_the_code_of_the_card_runs_as_it_stands(case: Case, tmp_path: Path) -> None:
     card = (case.folder / "README.md").read_text()
     block = card.partition("```python\n")[2].partition("```")[0]

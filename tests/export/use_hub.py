@@ -3,7 +3,8 @@
     use_hub.py REQUESTS ANSWERS
 
 A request is {"folder", "images", "text"}: its answer is {"tokens"} of each pair, without padding, or {"error"}. Other
-requests are {"folder", "load": a class of transformers} and {"folder", "save": a new folder}.
+requests are {"folder", "load": a class of transformers}, {"folder", "save": a new folder} and {"folder", "prompt":
+images}, answered by {"input_ids"} and the names of all "inputs".
 """
 
 import importlib.util
@@ -43,6 +44,9 @@ def answer(request):
             for part in load(folder):
                 part.save_pretrained(request["save"])
             return {}
+        if "prompt" in request:
+            inputs = load(folder)[0](images=request["prompt"])
+            return {"input_ids": inputs["input_ids"].tolist(), "inputs": sorted(inputs)}
         return captions(**request)
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
