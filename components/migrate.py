@@ -253,7 +253,8 @@ def _model(old: Any, new: Any, say: Say) -> None:
     for key, part in (("lora_rank", "rank"), ("lora_alpha", "alpha")):
         value, _ = _take(train, key)
         for model in models.values():
-            model["lora"][part] = value
+            if model["family"] == "m3diff":  # the others were not there yet
+                model["lora"][part] = value
     models["m3diff"]["rates"].update(rates)
     models["m3diff"].pop("delays", None)  # all parts began together
     models["no_module"]["rates"].update(rates | {"module": None})
