@@ -30,6 +30,9 @@ PAGES = {
     "LOG.md": "Log of experiments",
     "benchmarks/results/ablation.md": "Ablation, all scores",
     "benchmarks/results/compare.md": "The models compared",
+    "benchmarks/results/ablation-onediff.md": "Ablation of OneDiff, all scores",
+    "benchmarks/results/ablation-diffcap.md": "Ablation of DiffCap, all scores",
+    "benchmarks/results/ablation-syned.md": "Ablation of Syned, all scores",
 }
 """Every Markdown file, in the order of the menu, with its name there."""
 
