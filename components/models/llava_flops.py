@@ -56,16 +56,15 @@ def llava_terms(
     encoder_linears = encoder.num_hidden_layers * layer + 3 * encoder.patch_size**2 * d
     encoder_attention = 4 * n * n * d * encoder.num_hidden_layers
     trains = {part: settings.rates[part] is not None for part in ("vision", "module", "projector", "llm")}
-    seen = trains["vision"] or trains["module"]
+    seeing = trains["vision"]  # a frozen encoder keeps no activations, so none are recomputed
+    seen = seeing or trains["module"]
     linears = backward_factor(seen or trains["projector"] or trains["llm"], trains["llm"] and rank == 0)
     adapters = lora_parameters(config, rank) if trains["llm"] else 0
     return [
         Term("LLM linears", 2 * linear_parameters(config) * tokens, linears, recomputed=True),
         Term("LLM attention", 4 * tokens**2 * width * layers / 2, 2, recomputed=True),
         Term(ADAPTERS, 2 * adapters * tokens, 2, recomputed=True),
-        Term(
-            "vision encoder", 2 * (2 * encoder_linears * n + encoder_attention), 2 * trains["vision"], recomputed=True
-        ),
+        Term("vision encoder", 2 * (2 * encoder_linears * n + encoder_attention), 2 * seeing, recomputed=seeing),
         Term("projector", 2 * (d * width + width * width) * 2 * n, backward_factor(seen, trains["projector"])),
         module,
         Term("head, supervised tokens", 2 * width * text.vocab_size * supervised, backward_factor(True, head_trains)),

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file, save_file
 
-from components.export.hub.folder import export_hub
+from components.export.hub.folder import SHARED, export_hub, write_model
 from components.export.hub.run import Run
 from components.models import FAMILIES
 from components.models.checkpoint import MANIFEST, read_manifest
@@ -99,6 +99,25 @@ def test_the_code_is_that_of_the_family_alone(case: Case) -> None:
         assert own == {f"processing_{family}"}
         assert "auto_map" not in config
         assert config["model_type"] == ("llava" if family == "onediff" else "blip-2")
+
+
+def test_a_caption_ends_where_the_trained_one_does_with_what_generate_reads(case: Case, tmp_path: Path) -> None:
+    """BLIP-2's `generate` decodes by its language model's configuration, which comes from config.json."""
+    from transformers import AutoModelForImageTextToText
+
+    text = (case.folder / "README.md").read_text()
+    assert ("give it\n`max_new_tokens`" in text) == (not case.reads_question)
+    if not case.reads_question:
+        checkpoint = shutil.copytree(case.run.model / "checkpoint", tmp_path / "checkpoint")
+        config = read_json(checkpoint / "config.json")
+        for name in ("eos_token_id", "pad_token_id"):  # as of an LLM of which only the tokenizer says it
+            config["text_config"].pop(name, None)
+        (checkpoint / "config.json").write_text(json.dumps(config))
+        known = FAMILIES["blip2idc"].load_processor(checkpoint)
+        (tmp_path / "shared").mkdir()
+        write_model(checkpoint, tmp_path / "shared", SHARED["blip2idc"], 8)
+        inner = AutoModelForImageTextToText.from_pretrained(tmp_path / "shared").language_model.generation_config
+        assert (inner.eos_token_id, inner.pad_token_id) == (known.end_id, known.pad_id)
 
 
 def test_the_code_of_the_card_runs_as_it_stands(case: Case, tmp_path: Path) -> None:

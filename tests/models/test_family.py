@@ -1,7 +1,7 @@
 """M3Diff as a family of functions: what it loads, plans and counts."""
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from components.models import FAMILIES
+from components.models.family import Rates
 from components.models.llava_flops import linear_parameters, lora_parameters
 from components.models.m3diff.configuration import seven_b_config
 from components.models.m3diff.processing import M3DiffImageProcessor
@@ -141,6 +142,15 @@ def test_a_terms_total_is_forward_and_backward() -> None:
     want = {"LLM linears": 2, "LLM attention": 2, "vision encoder": 2, "projector": 2, "MDP": 2}
     assert factors == want | {"head, supervised tokens": 1}
     assert all(term.total == (1 + factors[name]) * term.forward for name, term in terms.items())
+
+
+def test_a_frozen_encoder_has_no_backward_and_nothing_to_recompute() -> None:
+    made = tiny_settings(MDP)
+    frozen = replace(made, rates=Rates(**dict(made.rates) | {"vision": None}))
+    every, less = ({t.name: t for t in FAMILY.flops(tiny_config(MDP), 30, 5, each)} for each in (made, frozen))
+    assert (every["vision encoder"].backward_factor, every["vision encoder"].recomputed) == (2, True)
+    assert (less["vision encoder"].backward_factor, less["vision encoder"].recomputed) == (0, False)
+    assert less["LLM linears"].recomputed
 
 
 def test_lora_and_linear_parameters_are_the_models() -> None:

@@ -160,7 +160,12 @@ def test_a_wrong_field_in_a_configuration_is_named(fields: dict, fault: str) -> 
         ({"vision_feature_layers": [27], "heads": 7}, {}, ["27 lies beyond the 26 layers", "7 does not divide 1152"]),
         (None, {"vision_config": {"num_hidden_layers": 0}}, []),
         ({"kind": "difference", "vision_feature_layers": [27]}, {}, ["27 lies beyond the 26 layers"]),
-        (MDP, {"mdp": None, "vision_config": {"num_hidden_layers": 2, "hidden_size": 16}}, []),
+        (
+            MDP,
+            {"mdp": None, "vision_config": {"num_hidden_layers": 2}},
+            ["set null instead of {'vision_feature_layers'"],
+        ),
+        (None, {"mdp": None}, []),
         (MDP, {"mdp": TRAINED, "vision_config": {"num_hidden_layers": 2, "hidden_size": 16}}, []),
         (MDP, {"mdp": TRAINED | {"heads": 4}}, ["which it keeps; set heads to 4 instead of 2"]),
         (None, {"mdp": {"heads": 4}}, ["which it keeps; set {'heads': 4} instead of null"]),

@@ -30,6 +30,7 @@ class SharedFamily:
     refused_by: str = ""  # whose own classes refuse a folder with that module
     files: Mapping[str, str] = field(default_factory=dict)  # names of files that would be another's, by module
     reads_question: bool = True
+    inner_generation: bool = False  # whether `generate` decodes by what config.json says of the language model
 
     def has_module(self, config: Mapping[str, Any]) -> bool:
         """Whether the model of a config.json is more than its base, which transformers' own classes load."""

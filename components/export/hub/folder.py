@@ -93,11 +93,12 @@ def write_model(checkpoint: Path, folder: Path, family: SharedFamily, max_new_to
     for file in files:
         shutil.copyfile(file, folder / file.name)
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
-    (folder / "config.json").write_text(json.dumps(config | family.auto_map(config), indent=2) + "\n")
     known = FAMILIES[family.name].load_processor(checkpoint)
+    ends = {"eos_token_id": known.end_id, "pad_token_id": known.pad_id}
+    inner = {"text_config": config["text_config"] | ends} if family.inner_generation else {}
+    (folder / "config.json").write_text(json.dumps(config | inner | family.auto_map(config), indent=2) + "\n")
     family.processor(known, _question(), config).save_pretrained(folder)
-    decoding: dict[str, Any] = {"do_sample": False, "max_new_tokens": max_new_tokens}
-    decoding |= {"eos_token_id": known.end_id, "pad_token_id": known.pad_id}
+    decoding: dict[str, Any] = {"do_sample": False, "max_new_tokens": max_new_tokens} | ends
     GenerationConfig(**decoding).save_pretrained(folder)
     return [file.name for file in files if file.suffix == ".safetensors"]
 

@@ -3,13 +3,15 @@
 Counting rules: one multiply-add is 2 FLOP. All weights are frozen under adapters in every part, as in the paper: a
 linear takes one more forward's worth in backward (the gradient of its input, which the adapters below need), adapters
 and attention two more. Causal attention counts half its square. Full recomputation is of transformers' layers, in all
-three parts. The vision encoder and the Q-Former work once a pair, on one picture.
+three parts; a frozen vision encoder keeps no activations to recompute. The vision encoder and the
+Q-Former work once a pair, on one picture.
 """
 
 from typing import Any
 
 from components.models.blip2idc.configuration import Blip2IDCConfig
 from components.models.family import ADAPTERS, Settings, Term
+from components.models.llava_flops import backward_factor
 
 
 def visual_tokens(config: Blip2IDCConfig) -> int:
@@ -80,16 +82,21 @@ def flops(config: Blip2IDCConfig, tokens: float, supervised: float, settings: Se
     read = 4 * q * qformer.hidden_size * (qformer.num_hidden_layers * q + crossing * n)
     width, queries, _ = llm_widths(text)
     rank = settings.lora.rank
-    lora = sum(rank * (inputs + outputs) * each for _, inputs, outputs, each in adapted_linears(config, tokens))
+    trains = {part: settings.rates[part] is not None for part in ("vision", "module", "projector", "llm")}
+    adapted = [linear for linear in adapted_linears(config, tokens) if trains[linear[0]]]
+    lora = sum(rank * (inputs + outputs) * each for _, inputs, outputs, each in adapted)
+    seen = trains["vision"]
+    queried = seen or trains["module"]
+    embedded = queried or trains["projector"]
     terms = [
-        Term("LLM linears", 2 * llm_linears(text) * tokens, 1, recomputed=True),
+        Term("LLM linears", 2 * llm_linears(text) * tokens, int(embedded or trains["llm"]), recomputed=True),
         Term("LLM attention", 4 * tokens**2 * queries * text.num_hidden_layers / 2, 2, recomputed=True),
         Term(ADAPTERS, 2 * lora, 2, recomputed=True),
-        Term("vision encoder", 2 * (encoder.num_hidden_layers * layer * n + embedding), 1, recomputed=True),
-        Term("vision encoder attention", 4 * n * n * d * encoder.num_hidden_layers, 2, recomputed=True),
-        Term("Q-Former", 2 * qformer_linears(config), 1, recomputed=True),
-        Term("Q-Former attention", read, 2, recomputed=True),
-        Term("projector", 2 * qformer.hidden_size * width * q, 1),
+        Term("vision encoder", 2 * (encoder.num_hidden_layers * layer * n + embedding), int(seen), recomputed=seen),
+        Term("vision encoder attention", 4 * n * n * d * encoder.num_hidden_layers, 2 * seen, recomputed=seen),
+        Term("Q-Former", 2 * qformer_linears(config), int(queried), recomputed=True),
+        Term("Q-Former attention", read, 2 * queried, recomputed=True),
+        Term("projector", 2 * qformer.hidden_size * width * q, backward_factor(queried, trains["projector"])),
         Term("head, supervised tokens", 2 * width * text.vocab_size * supervised, 1),
     ]
     return [term for term in terms if term.forward]

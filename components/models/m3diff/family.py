@@ -123,7 +123,7 @@ def blank_images(config: M3DiffConfig, device: torch.device | str) -> dict[str, 
 def faults(settings: M3DiffSettings, base: Mapping[str, Any] | None) -> list[str]:
     """What the base's vision encoder cannot give to the module, and what of the module of a base that was trained is
     another; nothing where the base is not known."""
-    if base is not None and base.get("mdp") is not None and (differs := other_fields(base["mdp"], _module(settings))):
+    if base is not None and "mdp" in base and (differs := other_fields(base["mdp"], _module(settings))):
         return [f"module: the base was trained with another one, which it keeps; {differs}"]
     if settings.module is None or base is None:
         return []
@@ -138,10 +138,12 @@ def faults(settings: M3DiffSettings, base: Mapping[str, Any] | None) -> list[str
     return found
 
 
-def other_fields(theirs: Mapping[str, Any], ours: Mapping[str, Any] | None) -> str:
-    """What two modules differ in, in words; nothing where they are the same."""
-    if ours is None:
-        return f"set {dict(theirs)} instead of null"
+def other_fields(theirs: Mapping[str, Any] | None, ours: Mapping[str, Any] | None) -> str:
+    """What the module of a trained base and that of the settings differ in, in words; nothing where they are the same.
+    None is none: a base that was trained without one takes none up either."""
+    if theirs is None or ours is None:
+        words = ["null" if fields is None else str(dict(fields)) for fields in (theirs, ours)]
+        return "" if theirs is ours else f"set {words[0]} instead of {words[1]}"
     here = {name: list(value) if isinstance(value, tuple) else value for name, value in ours.items()}
     names = [name for name in sorted(theirs.keys() | here.keys()) if theirs.get(name) != here.get(name)]
     return ", ".join(f"set {name} to {theirs.get(name)} instead of {here.get(name)}" for name in names)

@@ -99,7 +99,7 @@ def image_tokens(config: OneDiffConfig) -> int:
 def faults(settings: OneDiffSettings, base: Mapping[str, Any] | None) -> list[str]:
     """What the base's vision encoder cannot give to the module, and what of the module of a base that was trained is
     another; nothing where the base is not known."""
-    if base is not None and base.get("vdm") is not None and (differs := other_fields(base["vdm"], _module(settings))):
+    if base is not None and "vdm" in base and (differs := other_fields(base["vdm"], _module(settings))):
         return [f"module: the base was trained with another one, which it keeps; {differs}"]
     if settings.module is None or base is None:
         return []

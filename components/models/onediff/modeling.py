@@ -87,17 +87,20 @@ class OneDiffForConditionalGeneration(LlavaOfPairsForGeneration):
         """Load OneDiff, or a LLaVA-OneVision or LLaVA-1.5 to which a new VDM is added, and log which of them it was.
 
         Args:
+            config: of a trained OneDiff; without it the folder's own.
             vdm: fields of the module new to a LLaVA directory; the paper's by default, None for none. Where it begins
                 as a BERT, this lies in the folder `bert` of the directory.
         Raises ValueError where weights other than the new module's are missing, none match, or there is no such BERT.
         Safetensors only.
         """
         name = str(pretrained_model_name_or_path)
-        found, _ = OneDiffConfig.get_config_dict(name)
+        new = False
         if config is None:
-            config = OneDiffConfig.on_fields(found, found.get("vdm") if "vdm" in found else vdm)
+            found, _ = OneDiffConfig.get_config_dict(name)
+            new = "vdm" not in found
+            config = OneDiffConfig.on_fields(found, vdm if new else found["vdm"])
         loaded = cls.load_weights(name, *args, config=config, **kwargs)
-        if config.vdm is not None and "vdm" not in found and config.vdm_config().start == "bert":  # type: ignore[union-attr]
+        if new and config.vdm is not None and config.vdm_config().start == "bert":  # type: ignore[union-attr]
             model = loaded[0] if isinstance(loaded, tuple) else loaded
             model.model.vdm.start_as_bert(Path(name) / "bert")
         return loaded

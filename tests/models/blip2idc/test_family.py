@@ -139,6 +139,22 @@ def test_frozen_linears_cost_two_of_three_and_the_pictures_do_not_grow_with_the_
     assert {name for name, term in short.items() if not term.recomputed} == {"projector", "head, supervised tokens"}
 
 
+def test_a_part_that_does_not_train_has_no_adapters_and_no_backward_that_nothing_needs() -> None:
+    def terms(**rates: float | None) -> dict:
+        return {term.name: term for term in FAMILY.flops(tiny_config(), 20, 5, blip2_settings(2, **rates))}
+
+    every, frozen = terms(), terms(vision=None)
+    encoder = {"vision encoder", "vision encoder attention"}
+    assert {name for name in every if every[name].total != frozen[name].total} == {"LoRA", *encoder}
+    assert not any(frozen[name].backward_factor or frozen[name].recomputed for name in encoder)
+    counts = lora_parameters(tiny_config(), 2)
+    assert set(counts) == {"vision", "module", "llm"}
+    alone = terms(vision=None, module=None)  # the LLM's adapters alone
+    names = ("Q-Former", "Q-Former attention", "projector", "LLM linears", "LoRA")
+    assert [alone[name].backward_factor for name in names] == [0, 0, 0, 1, 2]
+    assert alone["LoRA"].forward == 2 * counts["llm"] * 20
+
+
 @pytest.mark.parametrize("llm", TEXTS)
 def test_fusing_changes_classes_and_no_number(llm: str) -> None:
     model = tiny_model(llm)

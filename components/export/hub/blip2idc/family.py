@@ -46,4 +46,5 @@ BLIP2IDC = SharedFamily(
         )
     },
     reads_question=False,
+    inner_generation=True,
 )
