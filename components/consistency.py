@@ -160,6 +160,10 @@ def made_datasets(params: "Params") -> Iterator[str]:
         elif (ingested.reader, ingested.options.get("manifest"), ingested.root) != ("pairs", MANIFEST, entry.root):
             wanted = f"{{reader: pairs, root: {entry.root}, options: {{manifest: {MANIFEST}}}}}"
             yield f"{where}: ingest reads another dataset under this name; write ingest.datasets.{name}: {wanted}"
+        root, source = (Path(os.path.abspath(folder)) for folder in (entry.root, entry.source.root))
+        if root.is_relative_to(source) or source.is_relative_to(root):
+            other = f"its source lies in {entry.source.root}; name another folder"
+            yield f"{where}.root: {entry.root} is written anew, and {other}"
         reader = entry.source.reader
         if reader not in DATASETS:
             yield f"{where}.source.reader: {closest(reader, DATASETS)}"

@@ -214,9 +214,12 @@ def read_answer(reply: Any) -> Answer:
     """What a chat completion says.
 
     Raises:
+        ConnectionError: it is an error that came as if it were an answer.
         ParamsError: it is none.
     """
-    if not hasattr(reply, "choices"):
+    if error := getattr(reply, "error", None):
+        raise ConnectionError(f"the endpoint answers with an error in place of a chat completion: {str(error)[:200]}")
+    if getattr(reply, "choices", None) is None:
         raise ParamsError(f"the endpoint answers with no chat completion ({str(reply)[:60]!r}); its url ends in /v1")
     if not reply.choices:
         return Answer("empty", "")

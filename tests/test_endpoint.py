@@ -179,6 +179,22 @@ def test_a_page_that_is_no_endpoint_is_told(server: Server, tmp_path: Path):
         ask(server, tmp_path, "a?")
 
 
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ({"error": {"message": "rate limited", "code": 429}}, (ConnectionError, "error in place of .*rate limited")),
+        ({"detail": "Not Found"}, (ParamsError, "url ends in /v1")),
+    ],
+)
+def test_an_object_that_is_no_completion_is_not_kept_as_an_empty_answer(
+    body: Any, told: tuple[type[Exception], str], server: Server, tmp_path: Path
+):
+    server.replies = {"a?": [(200, body), "yes"]}
+    with pytest.raises(told[0], match=told[1]):
+        ask(server, tmp_path, "a?")
+    assert ask(server, tmp_path, "a?") == [("text", "yes")]
+
+
 def test_a_line_that_a_kill_has_torn_is_asked_for_again_and_harms_no_other(server: Server, tmp_path: Path):
     ask(server, tmp_path, "a?", "b?")
     store = tmp_path / "answers.jsonl"

@@ -27,6 +27,7 @@ REMOVED = object()
 NAN, INFINITE = float("nan"), float("inf")
 
 INGESTED = {"reader": "pairs", "root": "data/01_raw/made", "options": {"manifest": "pairs.jsonl"}}
+MADE = {"manifest": "pairs.jsonl"}
 EDITS = {
     "kind": "edits",
     "source": {"reader": "minichange", "root": "data/01_raw/minichange"},
@@ -281,6 +282,15 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
             "augment.made: ingest reads another dataset under this name; write",
         ],
     ),
+    **{
+        f"a made dataset {where} its source": (
+            {"augment.made": EDITS | {"source": {"reader": "minichange", "root": source}}}
+            | {EXTRA: {"reader": "pairs", "root": "x"}}
+            | {"ingest.datasets.made": {"reader": "pairs", "root": EDITS["root"], "options": MADE}},
+            [f"augment.made.root: data/01_raw/made is written anew, and its source lies in {source}; name another"],
+        )
+        for where, source in (("over", "data/01_raw/made"), ("in", "data/01_raw"), ("around", "data/01_raw/made/a"))
+    },
     "a made dataset's own settings": (
         {
             "ingest.datasets.made": INGESTED,

@@ -9,6 +9,7 @@ models give equal bytes; of an endpoint's model that is what its kept answers ar
 """
 
 import json
+import re
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -32,6 +33,7 @@ from components.records import SPLITS, DataError
 from components.reports import StageReport
 
 IMAGES = "images"
+OURS = re.compile(r"[0-9a-f]{32}\.\w+").fullmatch  # an image's name: by its content
 UNPACKED = "unpacked"  # images that the source has in a Parquet file
 
 
@@ -91,8 +93,26 @@ def _make(cfg: Edits | Neighbours | CoupledSamples, compute: Compute, scratch: P
 
 
 def _see_ours(root: Path) -> None:
+    """Raises DataError where the folder, which is written anew, may be another's: a collection may have our names."""
     if strange := sorted(path.name for path in root.glob("[!.]*") if path.name not in (MANIFEST, IMAGES)):
         raise DataError(f"{root}: holds {strange[0]!r}, which augment does not write; name another root")
+    if not root.is_dir():
+        return
+    if theirs := next((path.name for path in sorted((root / IMAGES).glob("[!.]*")) if not OURS(path.name)), None):
+        raise DataError(f"{root / IMAGES}: holds {theirs!r}, which augment does not write; name another root")
+    if (root / MANIFEST).exists() and not _is_made(root / MANIFEST):
+        raise DataError(f"{root / MANIFEST}: its rows say nothing of how they were made; name another root")
+
+
+def _is_made(manifest: Path) -> bool:
+    """Whether the first row is one that augment writes."""
+    with manifest.open(encoding="utf-8", errors="replace") as file:
+        line = file.readline()
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError:
+        return False
+    return isinstance(row, dict) and "made" in row
 
 
 def _write(root: Path, pairs: list[Pair]) -> None:

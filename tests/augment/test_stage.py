@@ -196,6 +196,31 @@ def test_a_folder_of_someone_else_stays_as_it_is(raw: Path, tmp_path: Path):
     assert (tmp_path / "made/mine.txt").read_text() == "mine"
 
 
+@pytest.mark.parametrize(
+    ("files", "named"),
+    [
+        ({"pairs.jsonl": '{"id": "1", "before": "images/a.png"}\n'}, r"made/pairs\.jsonl: its rows say nothing"),
+        ({"pairs.jsonl": "before,after\n"}, r"made/pairs\.jsonl: its rows say nothing"),
+        ({"images/a.png": "an image"}, r"made/images: holds 'a\.png'"),
+        ({f"images/{'0' * 32}.png": "ours", "images/2024/a.png": "an image"}, r"made/images: holds '2024'"),
+    ],
+)
+def test_a_collection_with_the_same_names_is_not_ours(files: dict[str, str], named: str, raw: Path, tmp_path: Path):
+    for name, text in files.items():
+        (tmp_path / "made" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "made" / name).write_text(text)
+    with pytest.raises(DataError, match=f"{named}.*name another root"):
+        augment("made", edits(raw, tmp_path / "made"), compute(tmp_path / "runs"))
+    assert all((tmp_path / "made" / name).read_text() == text for name, text in files.items())
+
+
+def test_a_run_that_was_killed_while_it_wrote_is_made_anew(raw: Path, tmp_path: Path):
+    (tmp_path / "made/images").mkdir(parents=True)
+    (tmp_path / f"made/images/{'0' * 32}.png").write_text("half")
+    augment("made", edits(raw, tmp_path / "made"), compute(tmp_path / "runs"))
+    assert not (tmp_path / f"made/images/{'0' * 32}.png").exists()
+
+
 def test_an_earlier_dataset_is_replaced_whole(raw: Path, tmp_path: Path):
     augment("made", edits(raw, tmp_path / "made", edits=3), compute(tmp_path / "runs"))
     augment("made", edits(raw, tmp_path / "made"), compute(tmp_path / "runs"))
