@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from components.consistency import absent_paths, check_paths, closest
+from components.consistency import absent_paths, check_paths, closest, licensed
 from components.counts import told, told_of_clean, told_of_made, told_of_samples
 from components.datasets import DATASETS
 from components.gpus import GPUS
@@ -317,7 +317,7 @@ def serve(args: argparse.Namespace) -> None:
         params.serve,
         params.register_,
         params.compute,
-        params.ingest.datasets,
+        licensed(params),
         params.paths.clean,
         args.model,
         args.base or params.train.base,
@@ -393,7 +393,7 @@ def export_hub(params: Params, args: argparse.Namespace) -> None:
         return Trace(read_lineage(params, lock), lock.params(params.ingest.datasets))
 
     told = Run(
-        entries=params.ingest.datasets,
+        entries=licensed(params),
         base=params.train.base,
         max_new_tokens=params.predict.max_new_tokens,
         mixture=paths.mixture,
@@ -410,7 +410,7 @@ def export_llava(args: argparse.Namespace) -> None:
     params = parameters(args)
     from components.export.llava import export_llava as run
 
-    run(params.ingest.datasets, params.paths.mixture, args.out, args.lines, args.allow_unlicensed, args.absolute)
+    run(licensed(params), params.paths.mixture, args.out, args.lines, args.allow_unlicensed, args.absolute)
 
 
 def profile(args: argparse.Namespace) -> None:

@@ -99,11 +99,32 @@ def dataset_counts(params: "Params", name: str, entry: DatasetEntry) -> Iterator
 
 
 def dataset_splits(params: "Params", name: str, entry: DatasetEntry) -> Iterator[str]:
-    if entry.reader in DATASETS:
-        for split in DATASETS[entry.reader].never_train:
+    reader = origin(params, name)
+    if reader in DATASETS:
+        for split in DATASETS[reader].never_train:
             if split in entry.train_on:
-                title = DATASETS[entry.reader].title
+                title = DATASETS[reader].title
                 yield f"ingest.datasets.{name}.train_on: {title}'s authors ask that {split} never trains; write [train]"
+
+
+def origin(params: "Params", name: str) -> str:
+    """The reader whose licence, and whose authors' wishes, hold for a dataset: its own, or of a made dataset that of
+    what it was made of in the end."""
+    entry = params.ingest.datasets[name]
+    made = {Path(os.path.abspath(each.root)): each.source for _, each in sound(params.augment)}
+    source: Any = entry
+    for _ in range(len(made) + 1):  # entries that are made of each other in a ring end here
+        found = made.get(Path(os.path.abspath(source.root)))
+        if source.reader != "pairs" or found is None:
+            break
+        source = found
+    return source.reader
+
+
+def licensed(params: "Params") -> dict[str, DatasetEntry]:
+    """The datasets of the run for those who pass on what is made of them: each under the reader of `origin`."""
+    entries = params.ingest.datasets
+    return {name: entry.model_copy(update={"reader": origin(params, name)}) for name, entry in entries.items()}
 
 
 def dataset_task(params: "Params", name: str, entry: DatasetEntry) -> Iterator[str]:

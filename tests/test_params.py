@@ -16,7 +16,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from components.consistency import absent_paths, check_paths, model_rates
+from components.consistency import absent_paths, check_paths, licensed, model_rates
 from components.params import Params, load_params
 from components.section import FrozenDict, ParamsError
 from tests.toy import REPOSITORY
@@ -38,6 +38,7 @@ EDITS = {
     "edits": 2,
     "paraphrases": {"test": 4},
 }
+PAINTED = EDITS | {"editor": {"kind": "instruct_pix2pix", "model": "models/ip2p"}}
 OMNIDIFF = {"reader": "omnidiff", "root": "data/01_raw/omnidiff"}
 EXTRA = "ingest.datasets.extra"
 
@@ -116,7 +117,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"train.model": "m3dif"},
         [
             "train.model: did you mean 'm3diff'? expected one of blip2idc, blip2idc_stacked, difference, m3diff, "
-            "no_module, onediff, onediff_paper (found 'm3dif'); mode"
+            "no_module, onediff, onediff_llava, onediff_paper (found 'm3dif'); mode"
         ],
     ),
     "an unknown family, no family, no mapping": (
@@ -349,6 +350,15 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
             "augment.second.source.options.tst: unknown option; did you mean 'test'? known keys: test",
         ],
     ),
+    "made in the end of a split that its authors keep out of training": (
+        {
+            "ingest.datasets.first": INGESTED | {"root": "data/01_raw/first"},
+            "augment.first": PAINTED | {"root": "data/01_raw/first", "source": {"reader": "magicbrush", "root": "x"}},
+            "ingest.datasets.made": INGESTED | {"train_on": ["train", "val"]},
+            "augment.made": PAINTED | {"source": {"reader": "pairs", "root": "data/01_raw/first", "options": MADE}},
+        },
+        ["ingest.datasets.made.train_on: MagicBrush's authors ask that val never trains; write [train]"],
+    ),
     "sources and tasks": (
         {
             "convert.sources.minichang": {},
@@ -489,7 +499,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
         [
             "train.epochs: must be more than 0 (found -1)",
             "train.model: expected one of blip2idc, blip2idc_stacked, difference, m3diff, no_module, onediff, "
-            "onediff_paper (found 'other')",
+            "onediff_llava, onediff_paper (found 'other')",
             "train.global_batch: must be a multiple of compute.micro_batch 7 x 2 worker(s) = 14 (found 16)",
             "predict.limit: missing",
             "paths.clean: expected a path (found 3)",
@@ -598,6 +608,25 @@ def test_a_file_that_is_missing_or_no_mapping_says_so(tmp_path):
         path.write_text(text)
         with pytest.raises(ParamsError, match=words):
             load_params(path)
+
+
+def test_a_made_dataset_is_passed_on_under_the_licence_of_what_it_is_made_of(write):
+    params = load_params(
+        write(
+            {
+                "ingest.datasets.first": INGESTED | {"root": "data/01_raw/first"},
+                "augment.first": PAINTED | {"root": "data/01_raw/first", "source": {"reader": "emu_edit", "root": "x"}},
+                "ingest.datasets.made": INGESTED,
+                "augment.made": PAINTED | {"source": {"reader": "pairs", "root": "data/01_raw/first", "options": MADE}},
+                "ingest.datasets.own": INGESTED | {"root": "data/01_raw/own"},
+            }
+        )
+    )
+    entries = licensed(params)
+    assert {name: entry.reader for name, entry in entries.items()} == {
+        name: "minichange" for name in EMBEDDED["ingest"]["datasets"]
+    } | {"first": "emu_edit", "made": "emu_edit", "own": "pairs"}
+    assert entries["made"].root == Path("data/01_raw/made"), "all else is the dataset's own"
 
 
 def test_a_key_that_is_written_twice_is_refused_with_both_lines_beside_the_other_faults(tmp_path):
