@@ -74,7 +74,7 @@ profile: install ## make PROFILE (paper, one-gpu, small, ...) the parameters of 
 	@m3diff --params profiles/$(PROFILE).yaml plan
 	@m3diff profile $(PROFILE)
 
-base: install   ## pre-train the tiny base from scratch (about two hours of one core); FAMILY=blip2idc: that of BLIP2IDC, from the first
+base: install   ## pre-train the tiny base from scratch (about two hours of one core); FAMILY=onediff, blip2idc: that of the family, from the first
 	@$(if $(FAMILY),m3diff --params infra/base-$(FAMILY).yaml pretrain,m3diff pretrain && dvc repro --single-item pretrain)
 
 base-single: install ## the control of `make ablation` that was taught on single images alone (about two hours) -> data/00_base_single
@@ -104,7 +104,7 @@ ablation: install ## the module beside its controls, from N seeds (a run each) -
 compare: install  ## every model of params.yaml on the same pairs: scores, cost, learning curves -> benchmarks/results/compare.md
 	@python -m infra.compare $(if $(MODELS),--models $(MODELS))
 
-rehearse: install ## the paper's start and ratio of rates in small, beside no module -> benchmarks/results/rehearse.json, .svg
+rehearse: install ## the initialisation and learning-rate ratios of profiles/paper.yaml on MiniChange, with and without the module -> benchmarks/results/rehearse.json, .svg
 	@python -m infra.rehearse
 
 upgrade:        ## the newest versions that pyproject.toml allows -> constraints.txt, infra/lock.txt

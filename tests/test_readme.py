@@ -103,3 +103,35 @@ def test_the_table_of_fresh_scenes_has_what_make_targets_found(readme):
     assert f"| {100 * right:.0f} % / {100 * wrong:.1f} % |" in readme
     assert f"| free: type of a single change | {100 * means[free, 'change_type_accuracy']:.0f} % |" in readme
     assert f"of the whole | {100 * means[free, 'CIDEr_shuffled/CIDEr']:.0f} % |" in readme
+
+
+def test_the_table_of_the_models_has_what_make_compare_found(readme):
+    found = json.loads((REPOSITORY / "benchmarks/results/compare.json").read_text())
+    lines = readme.partition("### Model families")[2].partition("### ")[0].splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")][2:]
+    assert len(rows) == len(found["scores"])
+    grid, free = "minichange/total", "minichange_free/total"
+    measured = iter(found["measured"].values())
+    for cells, scores in zip(in_order_of(rows, found), found["scores"].values(), strict=True):
+        assert cells[1] == interval(scores[grid]["CIDEr"])
+        assert cells[6] == interval(scores[free]["CIDEr"])
+        if cells[7]:  # a row for equal seconds was not measured again
+            one = next(measured)
+            assert cells[5] == f"{100 * one['no_change_auc'][grid]:.1f}"
+            assert cells[7] == f"{one['parameters'] / 1e6:.2f} M"
+            assert cells[8] == f"{one['captions_per_s']:.0f}"
+    assert next(measured, None) is None
+    assert {row["row"]: row["scores"] for row in found["protocols"][grid]}.keys() == found["scores"].keys()
+    for cells, row in zip(in_order_of(rows, found), found["protocols"][grid], strict=True):
+        shown = [f"{100 * row['scores'][name]['mean']:.0f}" for name in ("change_type_accuracy", *SCORES[1:])]
+        assert cells[2:5] == shown, row["row"]
+
+
+def in_order_of(rows: list[list[str]], found: dict) -> list[list[str]]:
+    """README's rows as compare.json has them: those for equal seconds last."""
+    again = [cells for cells in rows if cells[0].startswith("the same")]
+    return [cells for cells in rows if cells not in again] + again
+
+
+def interval(score: dict[str, float]) -> str:
+    return f"{100 * score['score']:.0f} ({100 * score['low']:.0f} to {100 * score['high']:.0f})"
