@@ -23,7 +23,7 @@ from components.ingest.params import DatasetEntry
 from components.models import FAMILIES
 from components.models.m3diff.family import LARGE_BASE, SMALL_BASE
 from components.models.onediff.family import LLAVA_BASE
-from components.section import ParamsError
+from components.section import FrozenDict, ParamsError
 
 LLAVA_BASES = (SMALL_BASE, LARGE_BASE, LLAVA_BASE)
 """Folders' names of the bases that llava-hf publishes."""
@@ -121,10 +121,12 @@ def origin(params: "Params", name: str) -> str:
     return source.reader
 
 
-def licensed(params: "Params") -> dict[str, DatasetEntry]:
+def licensed(params: "Params") -> FrozenDict[str, DatasetEntry]:
     """The datasets of the run for those who pass on what is made of them: each under the reader of `origin`."""
     entries = params.ingest.datasets
-    return {name: entry.model_copy(update={"reader": origin(params, name)}) for name, entry in entries.items()}
+    return FrozenDict(
+        {name: each.model_copy(update={"reader": origin(params, name)}) for name, each in entries.items()}
+    )
 
 
 def dataset_task(params: "Params", name: str, entry: DatasetEntry) -> Iterator[str]:
