@@ -30,6 +30,7 @@ from components.datasets.minichange.scene import Level, Scene
 from components.files import write_atomic
 from components.pretrain.architecture import Architecture, architecture_of
 from components.pretrain.curriculum import Task, curriculum
+from components.pretrain.muon import Muon
 from components.pretrain.params import Pretrain
 from components.pretrain.segmentation import Segmentation
 from components.progress import progress
@@ -241,7 +242,7 @@ class Optimizer:
         self.model = model
         matrices, rest = _split_parameters(model)
         decay, shape = cfg.weight_decay, partial(plateau, cfg.warmup_steps, steps)
-        muon = torch.optim.Muon(matrices, lr=cfg.lr_matrices, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+        muon = Muon(matrices, lr=cfg.lr_matrices, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
         adamw = torch.optim.AdamW(rest, lr=cfg.lr, betas=(0.9, 0.98), weight_decay=decay)
         self.optimizers = (muon, adamw)
         self.schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, shape) for optimizer in self.optimizers]

@@ -101,36 +101,46 @@ def test_the_segmentation_reads_the_last_layer_and_the_llm_the_one_before(
     assert not torch.allclose(before, base.logits(model, prepared[::-1].copy(), 1, ids, every)), "images are read"
 
 
-def test_a_whole_small_run_is_a_llava_that_transformers_and_onediff_read_alike(
-    images: list[Image.Image], tmp_path: Path
+def test_what_is_written_transformers_and_onediff_read_alike(
+    base: LlavaBase, model: Any, images: list[Image.Image], tmp_path: Path
 ) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stage, "LOG_EVERY", 8)
-        for name in "ab":
-            pretrain(CFG, tmp_path / name, tmp_path / "scratch")
-    folder = tmp_path / "a"
-    assert (folder / "model.safetensors").read_bytes() == (tmp_path / "b" / "model.safetensors").read_bytes()
-    rows = list(csv.DictReader((folder / "segmentation_log.csv").open()))
-    assert [row["step"] for row in rows] == ["8"]
-    assert Pretrain.model_validate_json((folder / "recipe.json").read_text()) == CFG
-    config = json.loads((folder / "config.json").read_text())
+    base.write(model, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
     assert (config["model_type"], config["vision_config"]["model_type"]) == ("llava", "clip_vision_model")
     assert (config["vision_feature_layer"], config["vision_feature_select_strategy"]) == (-2, "default")
-
-    stock, theirs = LlavaForConditionalGeneration.from_pretrained(folder).eval(), AutoProcessor.from_pretrained(folder)
+    stock, theirs = LlavaForConditionalGeneration.from_pretrained(tmp_path), AutoProcessor.from_pretrained(tmp_path)
     assert type(theirs).__name__ == "LlavaProcessor"
     without = {"vision": None, "projector": 1e-3, "module": None, "llm": 1e-3}
     settings = OneDiffSettings(family="onediff", module=None, lora=Lora(rank=0, alpha=1), rates=Rates(**without))
-    own = FAMILIES["onediff"].load_base(folder, settings, torch.float32, "sdpa").eval()
-    inputs = FAMILIES["onediff"].load_processor(folder, own.config)([(images[0], images[1])], ["What changed?"])
+    own = FAMILIES["onediff"].load_base(tmp_path, settings, torch.float32, "sdpa").eval()
+    inputs = FAMILIES["onediff"].load_processor(tmp_path, own.config)([(images[0], images[1])], ["What changed?"])
+    assert base.encode_prompt("What changed?", 2) == tuple(inputs["input_ids"][0].tolist())
     content = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "What changed?"}]
     text = theirs.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
     given = theirs(images=images[:2], text=text, return_tensors="pt")
     assert torch.equal(given["input_ids"], inputs["input_ids"])
     torch.testing.assert_close(given["pixel_values"], inputs["pixel_values"])
     with torch.no_grad():
-        want = stock(input_ids=inputs["input_ids"], pixel_values=inputs["pixel_values"]).logits
+        want = stock.eval()(input_ids=inputs["input_ids"], pixel_values=inputs["pixel_values"]).logits
         torch.testing.assert_close(own(**inputs).logits, want)
+    every = torch.ones_like(inputs["input_ids"], dtype=torch.bool)
+    prepared = np.stack([base.prepare_image(image) for image in images[:2]])
+    torch.testing.assert_close(base.logits(model, prepared, 2, inputs["input_ids"], every), want.flatten(0, 1))
+
+
+@pytest.mark.slow(20)
+def test_a_whole_small_run_comes_out_the_same_twice(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stage, "LOG_EVERY", 8)
+        for name in "ab":
+            pretrain(CFG, tmp_path / name, tmp_path / "scratch")
+    one, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in "ab")
+    assert one == other
+    rows = list(csv.DictReader((tmp_path / "a" / "segmentation_log.csv").open()))
+    assert [row["step"] for row in rows] == ["8"]
+    rows = list(csv.DictReader((tmp_path / "a" / "training_log.csv").open()))
+    assert float(rows[1]["loss: image"]) < float(rows[0]["loss: image"])
+    assert Pretrain.model_validate_json((tmp_path / "a" / "recipe.json").read_text()) == CFG
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
