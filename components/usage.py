@@ -65,7 +65,13 @@ def not_installed(command: str, module: str) -> str:
     """
     extra = EXTRAS.get(command, EXTRA)
     package = module.partition(".")[0]
-    return f"the package {package!r} is not installed here; pip install 'm3diff[{extra}]' ({sys.executable})"
+    return f"the package {package!r} is not installed here; {install(extra)} ({sys.executable})"
+
+
+def install(extra: str) -> str:
+    """The command that adds an extra to this installation. The project is on no index: pip takes the checkout, or the
+    wheel that is installed already."""
+    return f"pip install 'm3diff[{extra}]'" if SHIPPED.is_dir() else f"pip install -c constraints.txt -e '.[{extra}]'"
 
 
 def profiles_folder() -> Path:

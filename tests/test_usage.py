@@ -33,15 +33,21 @@ def test_the_help_of_a_command_shows_its_examples_line_by_line(capsys):
 @pytest.mark.parametrize(
     ("command", "extra"), [("score", "score"), ("caption", "serve"), ("serve", "serve"), ("train", "train")]
 )
-def test_where_a_package_is_not_installed_the_extra_that_brings_it_is_named(command, extra, monkeypatch, capsys):
+def test_where_a_package_is_not_installed_the_extra_that_brings_it_is_named(
+    command, extra, monkeypatch, tmp_path, capsys
+):
     def run(args):
         raise ModuleNotFoundError("No module named 'pycocoevalcap'", name="pycocoevalcap.cider")
 
     monkeypatch.setitem(command_line.COMMANDS, command, (run, ""))
     given = {"score": ["predictions.json"], "caption": ["a.png", "b.png"]}.get(command, [])
     assert main([command, *given]) == 2
-    said = f"the package 'pycocoevalcap' is not installed here; pip install 'm3diff[{extra}]' ({sys.executable})"
-    assert capsys.readouterr().err == f"m3diff {command}: {said}\n"
+    missing = f"m3diff {command}: the package 'pycocoevalcap' is not installed here"
+    remedy = f"pip install -c constraints.txt -e '.[{extra}]' ({sys.executable})"
+    assert capsys.readouterr().err == f"{missing}; {remedy}\n"
+    monkeypatch.setattr(usage, "SHIPPED", tmp_path)
+    assert main([command, *given]) == 2
+    assert capsys.readouterr().err == f"{missing}; pip install 'm3diff[{extra}]' ({sys.executable})\n", "in a wheel"
 
 
 @pytest.mark.parametrize("name", ["components.no_such", "flows", None])
