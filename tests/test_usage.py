@@ -23,6 +23,19 @@ def test_every_command_has_examples_that_are_right():
                 assert (REPOSITORY / args.params).is_file()
 
 
+def test_help_lists_every_command_once_in_groups(capsys, monkeypatch):
+    assert " ".join(usage.GROUPS.values()).split() == list(COMMANDS)
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    for title, names in usage.GROUPS.items():
+        listed = shown.partition(f"\n{title}:\n")[2].partition("\n\n")[0]
+        assert [line.split()[0] for line in listed.splitlines() if line[2] != " "] == names.split()
+    assert max(map(len, shown.splitlines())) <= 80
+    assert all(" ".join(text.split()) in " ".join(shown.split()) for _, text in COMMANDS.values())
+
+
 def test_the_help_of_a_command_shows_its_examples_line_by_line(capsys):
     with pytest.raises(SystemExit):
         main(["score", "--help"])
