@@ -25,15 +25,16 @@ from components.params import Params, load_params
 from components.records import DataError
 from components.runs import Description, completed, followed
 from components.section import ParamsError
-from components.usage import examples, not_installed, parameter_file, profiles_folder
+from components.usage import examples, not_installed, overview, parameter_file, profiles_folder
 
 USAGE, DATA_REFUSED, GATE_REFUSED, TRY_AGAIN = 2, 3, 4, 75
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 FOUND_OF_LLAVA = """\
-Found by running them: ms-swift reads the file as it is, but crops each image
-at any resolution (3,672 visual tokens a pair for 1,460): another recipe.
-LLaMA-Factory 0.9.5 takes the data and has no LLaVA-OneVision."""
+Tested by running them: ms-swift reads the file as it is, but crops each image
+at any resolution (3,672 visual tokens per pair instead of 1,460), which is a
+different recipe. LLaMA-Factory 0.9.5 reads the data but does not support
+LLaVA-OneVision."""
 
 Command = Callable[[argparse.Namespace], int | None]
 
@@ -139,7 +140,7 @@ def evaluate(args: argparse.Namespace) -> None:
     params = parameters(args)
     check_paths(params, "evaluate")
     if args.model is None and (args.out or args.base):
-        raise ParamsError("evaluate: --out and --base are of another model; name it: --model VERSION or FOLDER")
+        raise ParamsError("evaluate: --out and --base need --model VERSION or FOLDER")
     if args.model is not None:
         from components.promote.score_model import score_model
 
@@ -185,7 +186,7 @@ def history(args: argparse.Namespace) -> int:
     print(json.dumps([entry.model_dump(by_alias=True) for entry in found], indent=2) if args.json else table(found))
     print("".join(f"m3diff history: {fault}\n" for fault in wrong), end="", file=sys.stderr)
     if left is not None:
-        print(f"m3diff history: decision {left.number} may still be under way; promote ends it", file=sys.stderr)
+        print(f"m3diff history: decision {left.number} may still be under way; promote finishes it", file=sys.stderr)
     return DATA_REFUSED if wrong else 0
 
 
@@ -232,7 +233,7 @@ def prune(args: argparse.Namespace) -> int:
     print("\n".join(made.lines()))
     if not made.remove or args.dry_run or args.yes:
         return 0
-    print("m3diff prune: nothing was removed; look at it, then say --yes", file=sys.stderr)
+    print("m3diff prune: nothing was removed; check the list, then add --yes", file=sys.stderr)
     return USAGE
 
 
@@ -431,45 +432,54 @@ def migrate(args: argparse.Namespace) -> None:
 
 
 COMMANDS: dict[str, tuple[Command, str]] = {
-    "pretrain": (pretrain, "train a tiny base model (from scratch: about two hours of one core)"),
-    "synthesize": (synthesize, "make a synthetic dataset, such as MiniChange"),
-    "augment": (augment, "make pairs from a raw dataset: edits, neighbours, coupled samples"),
-    "ingest": (ingest, "read a dataset's own layout into records: image pairs with their references"),
-    "validate": (validate, "check records and images; what fails goes to quarantine with its reason"),
-    "convert": (convert, "turn clean records into question-answer samples, the training mixture"),
+    "pretrain": (pretrain, "pre-train a tiny base model (from scratch: about two hours on one core)"),
+    "synthesize": (synthesize, "generate a synthetic dataset, such as MiniChange"),
+    "augment": (augment, "make synthetic pairs from a raw dataset: edits, similar images, coupled samples"),
+    "ingest": (ingest, "read raw datasets into records: image pairs with their references"),
+    "validate": (validate, "check records and images; what fails goes to quarantine with the reason"),
+    "convert": (convert, "turn clean records into the training mixture of question-answer samples"),
     "train": (train, "fine-tune the model on the mixture"),
     "predict": (predict, "caption the pairs of the test split"),
-    "evaluate": (evaluate, "score predicted captions against their references and write the report"),
-    "register": (register, "log the run to MLflow and register its checkpoint as a model version"),
-    "promote": (promote, "make the challenger the champion where it surely beats it on the same test set"),
-    "rollback": (rollback, "make the champion before this one champion again; recorded, and not promoted again"),
-    "history": (history, "every decision on the champion: when, who, from, to, why; and whether the record was edited"),
-    "models": (models, "the versions: aliases, scores, size of the weights, commit and run of each"),
-    "lineage": (lineage, "the chain behind a version, from raw data to scores, each hash checked"),
-    "restore": (restore, "bring back a version's data, parameters and checkpoint in a working tree of their own"),
-    "prune": (prune, "remove old versions with their weights, branches and data; never what a kept one needs"),
-    "plan": (plan, "what a training run will cost: parameters, tokens, FLOPs, memory, hours; trains nothing"),
-    "compare": (compare, "two runs on the same test pairs: differences with their intervals, and a page of the pairs"),
-    "zero-shot": (zero_shot, "caption and score the test split by a model behind an endpoint, as it was never trained"),
-    "caption": (caption, "say what changed between two images, or between many; no server is needed"),
-    "serve": (serve, "answer over HTTP what changed between two images, with the champion; a page for people"),
-    "data": (data, "look at data: `data check ROOT` before anything is run, `data statistics` after validate"),
-    "score": (score, "score anyone's captions by a benchmark's protocol; no images, model or parameters file"),
-    "export": (export, "copy the trained model out: merged, its adapters, or a folder that others load (--hub)"),
+    "evaluate": (evaluate, "score predictions against their references and write the report"),
+    "data": (data, "check a dataset's folder, extract images from Parquet, compute dataset statistics"),
+    "compare": (compare, "compare two runs on the same test pairs: differences with intervals, and a page of pairs"),
+    "score": (score, "score any captions by a benchmark's protocol; needs no images, model or parameter file"),
+    "zero-shot": (zero_shot, "caption and score the test split with a model behind an endpoint, without training"),
     "export-llava": (export_llava, "write the mixture as LLaVA records, for LLaVA-NeXT, LLaMA-Factory and ms-swift"),
+    "caption": (caption, "describe what changed between two images, or in many pairs; needs no server"),
+    "serve": (serve, "serve captions over HTTP, with a web page"),
+    "export": (export, "copy the trained model: merged, only its adapters, or a folder that others load (--hub)"),
+    "register": (register, "log the run to MLflow and register its checkpoint as a model version"),
+    "promote": (promote, "make the challenger champion if it is significantly better on the same test set"),
+    "rollback": (
+        rollback,
+        "restore the previous champion; the decision is recorded and the version not promoted again",
+    ),
+    "history": (history, "list every decision on the champion: when, who, from, to, why; detects an edited record"),
+    "models": (models, "list the versions: aliases, scores, size of the weights, commits, runs"),
+    "lineage": (lineage, "show the chain from raw data to a version's scores, with every hash checked"),
+    "restore": (restore, "restore a version's data, parameters and checkpoint in a separate working tree"),
+    "prune": (prune, "remove old versions, weights, branches and data; keeps whatever a kept version needs"),
     "profile": (profile, "make a profile the parameters of the next run; prints what changes"),
-    "migrate": (migrate, "rewrite a parameter file of an earlier version, its comments kept"),
+    "plan": (plan, "estimate a training run: parameters, tokens, FLOPs, memory, hours; trains nothing"),
+    "migrate": (migrate, "update a parameter file of an earlier version; keeps its comments"),
 }
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="m3diff", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--params", type=Path, default=Path("params.yaml"), help="parameter file or profile")
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parser = argparse.ArgumentParser(
+        prog="m3diff",
+        description=(__doc__ or "").split("\n")[0],
+        epilog=overview({name: text for name, (_, text) in COMMANDS.items()}),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--params", type=Path, default=Path("params.yaml"), help="parameter file or profile (default: params.yaml)"
+    )
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", help="see the list below")
     commands = {
         name: subparsers.add_parser(
             name,
-            help=text,
             description=text,
             epilog=examples(name),
             formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -478,11 +488,11 @@ def make_parser() -> argparse.ArgumentParser:
     }
     commands["synthesize"].add_argument("name", help="an entry of the section `synthesize`")
     commands["augment"].add_argument("name", help="an entry of the section `augment`")
-    commands["ingest"].add_argument("name", nargs="?", help="an entry of `ingest.datasets`; all where none is named")
-    commands["profile"].add_argument("name", help="a file of profiles/, without .yaml")
-    commands["migrate"].add_argument("file", type=Path, help="the file to rewrite; a copy of it is kept")
+    commands["ingest"].add_argument("name", nargs="?", help="an entry of `ingest.datasets`; default: all")
+    commands["profile"].add_argument("name", help="a file in profiles/, without .yaml")
+    commands["migrate"].add_argument("file", type=Path, help="the file to update; a copy is kept")
     _add_champion(commands["promote"], commands["rollback"], commands["history"])
-    commands["models"].add_argument("--json", action="store_true", help="all that is known of each, as JSON")
+    commands["models"].add_argument("--json", action="store_true", help="print JSON, with every detail")
     _add_caption(commands["caption"])
     _add_serve(commands["serve"])
     _add_evaluate(commands["evaluate"])
@@ -497,27 +507,34 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _add_caption(command: argparse.ArgumentParser) -> None:
-    command.add_argument("before", type=Path, help="an image, a folder of images, or a CSV file (before, after)")
+    command.add_argument(
+        "before", type=Path, help="an image, a folder of images, or a CSV file with columns before, after"
+    )
     command.add_argument("after", type=Path, nargs="?", help="an image, or a folder of images with the same names")
     _add_model(command)
-    command.add_argument("--question", metavar="TEXT", help="what is asked of each pair, else what changed")
-    drawn = "both images, what the model looked at outlined; for many pairs, a folder"
+    command.add_argument("--question", metavar="TEXT", help="the question for each pair; default: what changed")
+    drawn = "draw both images with outlines around what the model looked at; for many pairs, a folder"
     command.add_argument("--overlay", type=Path, metavar="PNG", help=drawn)
-    command.add_argument("--json", action="store_true", help="one JSON object a line")
+    command.add_argument("--json", action="store_true", help="print one JSON object per line")
 
 
 def _add_model(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--model", default="champion", help="a version by number or alias, or a checkpoint's folder (default: champion)"
+        "--model", default="champion", help="a version number or alias, or a checkpoint folder (default: champion)"
     )
-    command.add_argument("--base", type=Path, metavar="FOLDER", help="the base of adapters; else that of train.base")
+    command.add_argument("--base", type=Path, metavar="FOLDER", help="base model of adapters; default: train.base")
 
 
 def _add_evaluate(command: argparse.ArgumentParser) -> None:
-    named = "another model than the run's own: a version by number or alias, or a checkpoint's folder; it captions the "
-    command.add_argument("--model", help=f"{named}test set first, and the run's files stay as they are")
-    command.add_argument("--base", type=Path, metavar="FOLDER", help="with --model: the base of adapters")
-    command.add_argument("--out", type=Path, metavar="FOLDER", help="with --model: where captions and report go")
+    command.add_argument(
+        "--model",
+        help="score this version (number or alias) or checkpoint folder instead of the run's model: it captions the "
+        "test set first, and the run's files stay unchanged",
+    )
+    command.add_argument(
+        "--base", type=Path, metavar="FOLDER", help="with --model: base model of adapters; default: train.base"
+    )
+    command.add_argument("--out", type=Path, metavar="FOLDER", help="with --model: folder for captions and report")
 
 
 def _add_serve(command: argparse.ArgumentParser) -> None:
@@ -525,9 +542,9 @@ def _add_serve(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--host",
         default="127.0.0.1",
-        help="address to listen on; other than this machine's own only with M3DIFF_SERVE_TOKEN (default: 127.0.0.1)",
+        help="address to listen on (default: 127.0.0.1); one that other machines can reach needs M3DIFF_SERVE_TOKEN",
     )
-    command.add_argument("--port", type=_port, metavar="N", help="else serve.port")
+    command.add_argument("--port", type=_port, metavar="N", help="default: serve.port")
 
 
 def _port(text: str) -> int:
@@ -540,65 +557,69 @@ def _add_export(model: argparse.ArgumentParser, llava: argparse.ArgumentParser) 
     for command in (model, llava):
         command.add_argument("out", type=Path, help="folder to write")
     form = model.add_mutually_exclusive_group()
-    form.add_argument("--adapters", action="store_true", help="what trained, not merged into the base")
+    form.add_argument("--adapters", action="store_true", help="only the trained weights, not merged into the base")
     form.add_argument(
         "--hub",
         action="store_true",
-        help="a folder that others load without this project, with its code and card",
+        help="a folder that others load without this project, with code and model card",
     )
     model.add_argument(
-        "--allow-unlicensed", action="store_true", help="with --hub: also of data that no licence allows to pass on"
+        "--allow-unlicensed", action="store_true", help="with --hub: even if no licence allows passing the data on"
     )
     llava.epilog = f"{examples('export-llava')}\n\n{FOUND_OF_LLAVA}"
-    llava.add_argument("--absolute", action="store_true", help="absolute image paths; else relative to the project")
+    llava.add_argument("--absolute", action="store_true", help="absolute image paths; default: relative to the project")
     llava.add_argument("--lines", action="store_true", help="JSON Lines instead of one JSON array")
     llava.add_argument(
-        "--allow-unlicensed", action="store_true", help="also datasets whose licence does not allow to pass them on"
+        "--allow-unlicensed", action="store_true", help="include datasets whose licence does not allow passing them on"
     )
 
 
 def _add_champion(
     promote: argparse.ArgumentParser, rollback: argparse.ArgumentParser, history: argparse.ArgumentParser
 ) -> None:
-    promote.add_argument("--version", type=int, metavar="N", help="the version to judge; else the challenger")
-    promote.add_argument("--again", action="store_true", help="also where it was champion and was rolled back")
-    rollback.add_argument("--to", type=int, metavar="VERSION", help="which version; else the champion before this one")
-    rollback.add_argument("--why", default="", metavar="TEXT", help="the reason, for the record")
-    history.add_argument("--json", action="store_true", help="for machines")
+    promote.add_argument("--version", type=int, metavar="N", help="the version to test; default: the challenger")
+    promote.add_argument("--again", action="store_true", help="even if the version was champion and was rolled back")
+    rollback.add_argument(
+        "--to", type=int, metavar="VERSION", help="the version to restore; default: the previous champion"
+    )
+    rollback.add_argument("--why", default="", metavar="TEXT", help="the reason, kept in the record")
+    history.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _add_compare(command: argparse.ArgumentParser) -> None:
     for name in ("first", "second"):
-        command.add_argument(name, type=Path, help="report folder of a run, which holds scores.parquet")
-    command.add_argument("--out", type=Path, default=Path("compare.html"), help="page to write")
+        command.add_argument(name, type=Path, help="report folder of a run, with its scores.parquet")
+    command.add_argument("--out", type=Path, default=Path("compare.html"), help="page to write (default: compare.html)")
 
 
 def _add_zero_shot(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--url", type=_url, required=True, help="OpenAI-compatible, up to and with /v1; images go there"
+        "--url", type=_url, required=True, help="OpenAI-compatible address, including /v1; the images are sent there"
     )
-    command.add_argument("--model", required=True, metavar="NAME", help="as the endpoint calls it")
+    command.add_argument("--model", required=True, metavar="NAME", help="the model's name at the endpoint")
     command.add_argument(
-        "--limit", type=_count, metavar="N", help="pairs of the test split, 0: all; else predict.limit"
+        "--limit", type=_count, metavar="N", help="how many test pairs, 0 for all; default: predict.limit"
     )
-    command.add_argument("--out", type=Path, metavar="FOLDER", help="where captions and report go")
+    command.add_argument("--out", type=Path, metavar="FOLDER", help="folder for captions and report")
     command.add_argument(
         "--prompt",
         metavar="TEXT",
-        help="what is said beside the images, {question} for the pair's own; else the order of the images, the "
-        "question, and that one plain sentence is wanted",
+        help="the text sent with the images, where {question} is the pair's question; default: the order of the "
+        "images, the question, and a request for one plain sentence",
     )
-    command.add_argument("--max-tokens", type=_count, metavar="N", help="of an answer; else as the server has it")
+    command.add_argument(
+        "--max-tokens", type=_count, metavar="N", help="maximum tokens per answer; default: the server's"
+    )
     command.add_argument(
         "--key-variable",
         default="OPENAI_API_KEY",
         metavar="NAME",
-        help="the environment variable that holds the key (default: OPENAI_API_KEY)",
+        help="environment variable that holds the API key (default: OPENAI_API_KEY)",
     )
     command.add_argument(
         "--allow-unlicensed",
         action="store_true",
-        help="to another machine, also images that no licence allows to hand on",
+        help="send images to another machine even if their licence does not allow passing them on",
     )
 
 
@@ -614,11 +635,13 @@ def _add_archive(
     lineage: argparse.ArgumentParser, restore: argparse.ArgumentParser, prune: argparse.ArgumentParser
 ) -> None:
     lineage.add_argument("version", help="number or alias, such as champion")
-    restore.add_argument("version", help="number or alias; or a branch runs/<flow run> or a commit, without MLflow")
-    restore.add_argument("--into", type=Path, metavar="FOLDER", help="new folder; by default beside the project")
-    prune.add_argument("--keep", type=_count, default=5, metavar="N", help="how many of the newest stay (default 5)")
-    prune.add_argument("--dry-run", action="store_true", help="only say what would go")
-    prune.add_argument("--yes", action="store_true", help="do it")
+    restore.add_argument("version", help="number or alias; without MLflow, a branch runs/<flow run> or a commit")
+    restore.add_argument("--into", type=Path, metavar="FOLDER", help="new folder; default: next to the project")
+    prune.add_argument(
+        "--keep", type=_count, default=5, metavar="N", help="how many of the newest to keep (default: 5)"
+    )
+    prune.add_argument("--dry-run", action="store_true", help="only show what would be removed")
+    prune.add_argument("--yes", action="store_true", help="remove it")
 
 
 def _count(text: str) -> int:
@@ -630,24 +653,31 @@ def _count(text: str) -> int:
 def _add_data(data: argparse.ArgumentParser) -> None:
     actions = data.add_subparsers(dest="action", required=True, metavar="ACTION")
     actions.add_parser(
-        "statistics", help="the papers' statistics of the clean records, and a page with plots and pairs"
+        "statistics", help="the papers' statistics for the clean records, and a page with plots and pairs"
     )
-    check = actions.add_parser("check", help="layout, missing files, counts against the published ones, problems")
+    check = actions.add_parser("check", help="layout, missing files, counts compared with the published ones, problems")
     check.add_argument("root", type=Path, help="folder of one dataset")
-    check.add_argument("--reader", choices=sorted(DATASETS), metavar="NAME", help=f"what it is: {', '.join(DATASETS)}")
+    check.add_argument(
+        "--reader",
+        choices=sorted(DATASETS),
+        metavar="NAME",
+        help=f"its layout, if not recognised: {', '.join(DATASETS)}",
+    )
     unpack = actions.add_parser(
-        "unpack", help="write images that lie in a dataset's Parquet files as files beside them"
+        "unpack", help="extract images stored inside a dataset's Parquet files into files next to them"
     )
     unpack.add_argument("root", type=Path, help="folder of one dataset")
 
 
 def _add_plan(plan: argparse.ArgumentParser) -> None:
-    plan.add_argument("--gpu", choices=GPUS, metavar="KIND", help=f"one of {', '.join(GPUS)}; else compute.gpu_kind")
+    plan.add_argument(
+        "--gpu", choices=GPUS, metavar="KIND", help=f"one of {', '.join(GPUS)}; default: compute.gpu_kind"
+    )
     plan.add_argument(
         "--utilisation",
         type=float,
         default=0.45,
-        help="share of the peak that is computed, recomputation counted: hardware FLOPs utilisation (HFU)",
+        help="hardware FLOPs utilisation (HFU): share of the GPU's peak, recomputation included (default: 0.45)",
     )
 
 
@@ -656,18 +686,25 @@ def _add_score(score: argparse.ArgumentParser) -> None:
         "predictions",
         type=Path,
         nargs="?",
-        help="captions: COCO results or {id: caption} as .json, .jsonl, .csv or .tsv; ids as the dataset writes them",
+        help="captions: COCO results or {id: caption} as .json, .jsonl, .csv or .tsv; ids as in the dataset",
     )
-    score.add_argument("--benchmark", metavar="B", help="such as spot_the_diff; any other word lists them")
-    score.add_argument("--protocol", metavar="P", help="one of the benchmark's; any other word lists them")
-    score.add_argument("--references", type=Path, metavar="FILE", help="COCO captions, scored as they stand")
+    score.add_argument("--benchmark", metavar="B", help="such as spot_the_diff; any other word lists all")
+    score.add_argument("--protocol", metavar="P", help="one of the benchmark's protocols; any other word lists all")
     score.add_argument(
-        "--data", type=Path, metavar="FOLDER", help="the dataset's annotation files (no images), or ingest's records"
+        "--references", type=Path, metavar="FILE", help="COCO captions to score against, used as they are"
     )
-    score.add_argument("--spice-dir", type=Path, metavar="FOLDER", help="folder of the CoreNLP jars: SPICE too")
-    score.add_argument("--check-spice", action="store_true", help="what SPICE needs, what is missing and where it goes")
-    score.add_argument("--allow-faults", action="store_true", help="score in spite of faults, and say so")
-    score.add_argument("--json", action="store_true", help="for machines")
+    score.add_argument(
+        "--data",
+        type=Path,
+        metavar="FOLDER",
+        help="the dataset's annotation files (no images needed), or records from ingest",
+    )
+    score.add_argument("--spice-dir", type=Path, metavar="FOLDER", help="folder of the CoreNLP jars; adds SPICE")
+    score.add_argument(
+        "--check-spice", action="store_true", help="show what SPICE needs, what is missing and where to put it"
+    )
+    score.add_argument("--allow-faults", action="store_true", help="score despite faults, and report them")
+    score.add_argument("--json", action="store_true", help="print JSON")
 
 
 def die_with_parent() -> None:

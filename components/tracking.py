@@ -51,8 +51,8 @@ def resolve(tracking_uri: str) -> str:
         return tracking_uri
     if importlib.util.find_spec("sqlalchemy") is None:
         raise DataError(
-            f"register.tracking_uri {tracking_uri}: to open it needs pip install 'm3diff[train]'; else name a server "
-            "(http://...) there, or a checkpoint's folder with --model"
+            f"register.tracking_uri {tracking_uri}: opening it needs the extra train (in a checkout: pip install -c "
+            "constraints.txt -e '.[train]'); else name a server (http://...) there, or a checkpoint folder with --model"
         )
     database = (project(Path.cwd()) / tracking_uri.removeprefix(SQLITE)).resolve()
     database.parent.mkdir(parents=True, exist_ok=True)

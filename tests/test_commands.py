@@ -475,8 +475,8 @@ def test_the_help_of_export_llava_says_what_the_readers_make_of_it(capsys):
     with pytest.raises(SystemExit):
         main(["export-llava", "--help"])
     said = " ".join(capsys.readouterr().out.split())
-    assert "3,672 visual tokens a pair for 1,460" in said
-    assert "LLaMA-Factory 0.9.5 takes the data and has no LLaVA-OneVision" in said
+    assert "3,672 visual tokens per pair instead of 1,460" in said
+    assert "LLaMA-Factory 0.9.5 reads the data but does not support LLaVA-OneVision" in said
 
 
 def test_compare_takes_two_runs_and_says_each_protocols_table_and_where_the_page_is(monkeypatch, capsys):

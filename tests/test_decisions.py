@@ -291,7 +291,7 @@ def test_a_move_is_pending_from_before_it_is_recorded_until_it_is_settled(here, 
     append(here, moved(2, outcome="refused"))
     assert pending(here) == written, "the entry, not the newest"
     assert main(["history"]) == 0
-    assert "m3diff history: decision 1 may still be under way; promote ends it" in capsys.readouterr().err
+    assert "m3diff history: decision 1 may still be under way; promote finishes it" in capsys.readouterr().err
     settled(here)
     settled(here)
     assert pending(here) is None

@@ -185,7 +185,7 @@ def test_a_sqlite_store_is_made_absolute_and_its_folder_is_made(tmp_path, monkey
 def test_where_only_mlflows_client_is_installed_a_sqlite_store_is_refused_in_words(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(DataError, match=r"tracking_uri sqlite:///a/b.db: .* 'm3diff\[train\]'; else name a server"):
+    with pytest.raises(DataError, match=r"tracking_uri sqlite:///a/b.db: .* -e '\.\[train\]'\); else name a server"):
         tracking.resolve("sqlite:///a/b.db")
     assert not (tmp_path / "a").exists()
     assert tracking.resolve("http://127.0.0.1:5000") == "http://127.0.0.1:5000"

@@ -23,6 +23,19 @@ def test_every_command_has_examples_that_are_right():
                 assert (REPOSITORY / args.params).is_file()
 
 
+def test_help_lists_every_command_once_in_groups(capsys, monkeypatch):
+    assert " ".join(usage.GROUPS.values()).split() == list(COMMANDS)
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    for title, names in usage.GROUPS.items():
+        listed = shown.partition(f"\n{title}:\n")[2].partition("\n\n")[0]
+        assert [line.split()[0] for line in listed.splitlines() if line[2] != " "] == names.split()
+    assert max(map(len, shown.splitlines())) <= 80
+    assert all(" ".join(text.split()) in " ".join(shown.split()) for _, text in COMMANDS.values())
+
+
 def test_the_help_of_a_command_shows_its_examples_line_by_line(capsys):
     with pytest.raises(SystemExit):
         main(["score", "--help"])
@@ -33,15 +46,21 @@ def test_the_help_of_a_command_shows_its_examples_line_by_line(capsys):
 @pytest.mark.parametrize(
     ("command", "extra"), [("score", "score"), ("caption", "serve"), ("serve", "serve"), ("train", "train")]
 )
-def test_where_a_package_is_not_installed_the_extra_that_brings_it_is_named(command, extra, monkeypatch, capsys):
+def test_where_a_package_is_not_installed_the_extra_that_brings_it_is_named(
+    command, extra, monkeypatch, tmp_path, capsys
+):
     def run(args):
         raise ModuleNotFoundError("No module named 'pycocoevalcap'", name="pycocoevalcap.cider")
 
     monkeypatch.setitem(command_line.COMMANDS, command, (run, ""))
     given = {"score": ["predictions.json"], "caption": ["a.png", "b.png"]}.get(command, [])
     assert main([command, *given]) == 2
-    said = f"the package 'pycocoevalcap' is not installed here; pip install 'm3diff[{extra}]' ({sys.executable})"
-    assert capsys.readouterr().err == f"m3diff {command}: {said}\n"
+    missing = f"m3diff {command}: the package 'pycocoevalcap' is not installed here"
+    remedy = f"pip install -c constraints.txt -e '.[{extra}]' ({sys.executable})"
+    assert capsys.readouterr().err == f"{missing}; {remedy}\n"
+    monkeypatch.setattr(usage, "SHIPPED", tmp_path)
+    assert main([command, *given]) == 2
+    assert capsys.readouterr().err == f"{missing}; pip install 'm3diff[{extra}]' ({sys.executable})\n", "in a wheel"
 
 
 @pytest.mark.parametrize("name", ["components.no_such", "flows", None])

@@ -119,4 +119,4 @@ def test_scores_are_kept_where_the_version_was_registered_with_another_test_set(
 
 def test_a_place_without_a_model_is_refused(capsys):
     assert main(["--params", str(REPOSITORY / "profiles/embedded.yaml"), "evaluate", "--out", "mine"]) == 2
-    assert "--out and --base are of another model" in capsys.readouterr().err
+    assert "--out and --base need --model" in capsys.readouterr().err
