@@ -4,8 +4,9 @@
                     "images/77ab....png", "captions": ["..."], "change_types": ["color"], "made": {"seed": 7, ...}}
     images/        originals, copied, and edits; by their content
 
-A run that was killed goes on: edits and writers' answers are kept in `compute.scratch`. Equal settings, sources and
-models give equal bytes; of an endpoint's model that is what its kept answers are.
+Edits and writers' answers are kept in `compute.scratch` by what decides them, for the run that goes on after a kill and
+for every later one. Equal settings, sources and models give equal bytes; of an endpoint's model that is what its kept
+answers are.
 """
 
 import json
@@ -21,8 +22,8 @@ from components.augment.load import load_editor, load_features, load_writer
 from components.augment.neighbours import make_neighbours
 from components.augment.pair import Made, Pair
 from components.augment.params import MANIFEST, CoupledSamples, Edits, Neighbours
+from components.augment.scratch import kept_edits, own_folder
 from components.augment.source import Rejected, known_pairs, read_captioned, read_originals
-from components.closure import key_of
 from components.compute import Compute
 from components.datasets import DATASETS
 from components.datasets.spec import check_licence
@@ -34,7 +35,6 @@ from components.reports import StageReport
 
 IMAGES = "images"
 OURS = re.compile(r"[0-9a-f]{32}\.\w+").fullmatch  # an image's name: by its content
-UNPACKED = "unpacked"  # images that the source has in a Parquet file
 
 
 class AugmentReport(StageReport):
@@ -61,28 +61,26 @@ def augment(name: str, cfg: Edits | Neighbours | CoupledSamples, compute: Comput
     if notice := check_licence(DATASETS[cfg.source.reader], "train"):
         print(f"augment: {name}: made from {notice}", flush=True)
     _see_ours(cfg.root)
-    scratch = compute.scratch / "augment" / name
-    shutil.rmtree(scratch / UNPACKED, ignore_errors=True)  # a kill may have left half an image
-    made = _make(cfg, compute, scratch)
-    if not made.pairs:
-        raise DataError(f"augment.{name}: no pair could be made; rejected: {dict(made.rejected)}")
-    _write(cfg.root, made.pairs)
-    report = _report(name, cfg.kind, made).write(Path(f"{cfg.root}.json"))
-    shutil.rmtree(scratch, ignore_errors=True)
-    return report
+    with own_folder(compute.scratch) as images:
+        made = _make(cfg, compute, images)
+        if not made.pairs:
+            raise DataError(f"augment.{name}: no pair could be made; rejected: {dict(made.rejected)}")
+        _write(cfg.root, made.pairs)
+    return _report(name, cfg.kind, made).write(Path(f"{cfg.root}.json"))
 
 
-def _make(cfg: Edits | Neighbours | CoupledSamples, compute: Compute, scratch: Path) -> Made:
+def _make(cfg: Edits | Neighbours | CoupledSamples, compute: Compute, images: Path) -> Made:
+    """The pairs; `images`: the folder for those that the source has in a Parquet file."""
     device = Device(gpu=compute.gpu, precision="bf16" if compute.gpu else "fp32")
-    answers, images, cache = compute.scratch / "answers.jsonl", scratch / UNPACKED, compute.image_cache
+    answers, cache = compute.scratch / "answers.jsonl", compute.image_cache
     rejected = Rejected()
     match cfg:
         case Edits():
             originals = read_originals(cfg.source, images, cache, rejected)
             editor = load_editor(cfg.editor, cfg.source, device)
             writer = load_writer(cfg.writer, cfg.seed, answers, device)
-            how = {"editor": cfg.editor.model_dump(mode="json"), "model": editor.identity}
-            return make_edits(cfg, originals, rejected, editor, writer, scratch / key_of(how, Path(__file__)))
+            kept = kept_edits(cfg.editor, editor, compute.scratch)
+            return make_edits(cfg, originals, rejected, editor, writer, kept)
         case Neighbours():
             captioned = read_captioned(cfg.source, images, cache, rejected)
             writer = load_writer(cfg.writer, cfg.seed, answers, device)

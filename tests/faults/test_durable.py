@@ -89,6 +89,7 @@ RENAMED = {
 PLAIN = {
     "components/archive/commit.py add_worktree": "in a worktree of its own, made anew after a failure",
     "components/archive/lineage.py of_stored": "in a temporary folder",
+    "components/augment/scratch.py own_folder": "a lock",
     "components/augment/stage.py _write": "DVC",
     "components/convert/stage.py _write_shards": "DVC",
     "components/datasets/minichange/generate.py _write_scene": "DVC",
