@@ -134,7 +134,7 @@ def _same_twice(rows: Iterable[Row]) -> list[Single]:
 
 def _usable(rows: Iterable[Any], source: Source, rejected: Rejected) -> Iterator[Any]:
     """The rows of the source's splits that can be read and whose scene is in no higher split."""
-    rows = list(rows)
+    rows = [_with_whole_names(row) for row in rows]
     highest: dict[Any, int] = {}
     for row in rows:
         if row.split in SPLITS and isinstance(row.scene, str):
@@ -151,10 +151,11 @@ def _usable(rows: Iterable[Any], source: Source, rejected: Rejected) -> Iterator
 
 
 def place_of(source: Source, image: Any) -> Path | None:
-    """Where an image is; None where it would be outside the root."""
+    """Where an image is; None where it would be outside the root, or no file can be called so."""
     if isinstance(image, Path):
         return image
-    inside = isinstance(image, str) and image and not image.startswith("/") and ".." not in image.split("/")
+    named = isinstance(image, str) and image and image == _whole(image)
+    inside = named and not image.startswith("/") and ".." not in image.split("/")
     return source.root / image if inside else None
 
 
@@ -170,4 +171,17 @@ def _digests(images: list[Path | None], image_cache: Path, rejected: Rejected) -
 def _first(texts: Any) -> str:
     """The first text that is one."""
     found = texts if isinstance(texts, list) else []
-    return next((" ".join(text.split()) for text in found if isinstance(text, str) and text.strip()), "")
+    return next((_whole(" ".join(text.split())) for text in found if isinstance(text, str) and text.strip()), "")
+
+
+def _whole(text: str) -> str:
+    """The text with ? for half a character, as a cut JSON escape leaves it ("\\ud83d"): no file can hold that."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def _with_whole_names(row: Any) -> Any:
+    names = {field: getattr(row, field) for field in ("name", "scene")}
+    whole: dict[str, Any] = {field: _whole(name) for field, name in names.items() if isinstance(name, str)}
+    if isinstance(row, Row):
+        whole["change_types"] = [_whole(kind) for kind in row.change_types]
+    return row._replace(**whole)

@@ -126,7 +126,7 @@ def _write(root: Path, pairs: list[Pair]) -> None:
                 shutil.copyfile(path, root / names[path])
         row: dict[str, Any] = pair._asdict() | {"before": names[pair.before], "after": names[pair.after]}
         lines.append(json.dumps(row, ensure_ascii=False) + "\n")
-    write_atomic(root / MANIFEST, "".join(lines))
+    write_atomic(root / MANIFEST, "".join(lines).encode("utf-8", "replace"))  # a writer's half characters too
 
 
 def _report(name: str, kind: str, made: Made) -> AugmentReport:

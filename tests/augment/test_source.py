@@ -100,6 +100,22 @@ def test_a_list_of_images_with_captions_is_read_by_the_reader_of_pairs(tmp_path:
     assert known_pairs(source, tmp_path / "unpacked") == set()
 
 
+HALF = "\ud83d"
+"""Half a character, as a cut JSON escape leaves it; no file can hold it."""
+
+
+def test_half_a_character_is_a_question_mark_wherever_a_row_has_it(tmp_path: Path):
+    whole = row(0, id=f"p{HALF}", scene=f"s{HALF}", captions=[f"add a cup {HALF}"], change_types=[f"add{HALF}"])
+    source, rejected = write(tmp_path / "raw", [whole, row(1, before=f"{HALF}.png")]), Counter[str]()
+    (found,) = read_originals(source, *places(tmp_path), rejected)
+    assert (found.name, found.scene, found.instruction, found.change_types) == ("p?", "s?", "add a cup ?", ["add?"])
+    assert rejected == {"image cannot be read": 1}
+    assert len(known_pairs(source, tmp_path / "unpacked")) == 1
+    single = {"id": f"p{HALF}", "split": "train", "image": "a.png", "caption": f"a cup {HALF}"}
+    (image,) = read_captioned(write(tmp_path / "one", [single], **ONE_IMAGE), *places(tmp_path), rejected)
+    assert (image.name, image.caption) == ("p?", "a cup ?")
+
+
 def test_pairs_of_two_images_have_no_captions_of_single_ones(tmp_path: Path):
     source = write(tmp_path / "raw", [row(0)])
     with pytest.raises(DataError, match="no captions of single images; .*columns: {before: image, after: image"):

@@ -5,14 +5,16 @@ import multiprocessing
 import os
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 import pytest
 
+from components.augment import stage
 from components.augment.drawn import DrawnEditor
+from components.augment.parts import Written
 from components.augment.stage import augment
 from components.augment.words import difference
 from components.counts import told_of_made
@@ -22,6 +24,7 @@ from components.files import sha256, sha256_of_folder
 from components.records import DataError
 from tests.augment.small import SCENES, compute, draw, edits, entry
 from tests.augment.tiny import BASE
+from tests.augment.toys import ToyWriter
 from tests.chat import CUT_BODY, Server, chat_server
 from tests.layouts import run_ingest, run_validate
 
@@ -233,6 +236,19 @@ def test_where_no_pair_can_be_made_the_reasons_are_told(raw: Path, tmp_path: Pat
     with pytest.raises(DataError, match=r"augment\.made: no pair could be made; rejected: .*'too alike': 480"):
         augment("made", cfg, compute(tmp_path / "runs"))
     assert not (tmp_path / "made").exists()
+
+
+def test_half_a_character_that_a_writer_says_is_a_question_mark(
+    raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    class Half(ToyWriter):
+        def write(self, task: str, facts: Sequence[Mapping[str, str]], n: int) -> list[Written]:
+            return [Written((f"a cup \ud83d {number}",), Counter()) for number, _ in enumerate(facts)]
+
+    monkeypatch.setattr(stage, "load_writer", lambda *_: Half())
+    augment("made", edits(raw, tmp_path / "made", paraphrases={"val": 1}), compute(tmp_path / "runs"))
+    said = {text for row in rows_of(tmp_path / "made") for text in row["captions"][1:]}
+    assert said == {f"a cup ? {number}" for number in range(4)}
 
 
 # With an endpoint
