@@ -91,7 +91,14 @@ def _make(cfg: Edits | Neighbours | CoupledSamples, compute: Compute, images: Pa
 
 
 def _see_ours(root: Path) -> None:
-    """Raises DataError where the folder, which is written anew, may be another's: a collection may have our names."""
+    """Raises DataError where the folder, which is written anew, may be another's: a collection may have our names; or
+    where none can be written."""
+    if root.is_symlink():
+        raise DataError(
+            f"{root}: is a link, whose place a folder would take; name the folder that it leads to"
+        )
+    if taken := next((place for place in (root, *root.parents) if place.exists() and not place.is_dir()), None):
+        raise DataError(f"{taken}: is no folder; name another root")
     if strange := sorted(path.name for path in root.glob("[!.]*") if path.name not in (MANIFEST, IMAGES)):
         raise DataError(f"{root}: holds {strange[0]!r}, which augment does not write; name another root")
     if not root.is_dir():
@@ -114,19 +121,42 @@ def _is_made(manifest: Path) -> bool:
 
 
 def _write(root: Path, pairs: list[Pair]) -> None:
-    """The folder anew: each image once, the manifest last."""
-    shutil.rmtree(root, ignore_errors=True)
-    (root / IMAGES).mkdir(parents=True)
+    """The folder anew, beside the old one until it is whole: each image once, the manifest last."""
+    new = root.with_name(f".{root.name}.new")
+    if new.exists():
+        shutil.rmtree(new)  # of a run that was killed
+    try:
+        _fill(new, pairs)
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)  # the error is told, and a full disk may be its reason
+        raise
+    _swap(new, root)
+
+
+def _fill(folder: Path, pairs: list[Pair]) -> None:
+    (folder / IMAGES).mkdir(parents=True)
     names: dict[Path, str] = {}
     lines = []
     for pair in progress(pairs, "augment: write", len(pairs), "pair"):
         for path in (pair.before, pair.after):
             if path not in names:
                 names[path] = f"{IMAGES}/{sha256(path)[:32]}{path.suffix.lower()}"
-                shutil.copyfile(path, root / names[path])
+                shutil.copyfile(path, folder / names[path])
         row: dict[str, Any] = pair._asdict() | {"before": names[pair.before], "after": names[pair.after]}
         lines.append(json.dumps(row, ensure_ascii=False) + "\n")
-    write_atomic(root / MANIFEST, "".join(lines).encode("utf-8", "replace"))  # a writer's half characters too
+    write_atomic(folder / MANIFEST, "".join(lines).encode("utf-8", "replace"))  # a writer's half characters too
+
+
+def _swap(new: Path, root: Path) -> None:
+    """The new folder in the place of the old one, which goes last: also one that a kill between the renames left."""
+    old = root.with_name(f".{root.name}.old")
+    if root.exists():
+        if old.exists():
+            shutil.rmtree(old)
+        root.rename(old)
+    new.rename(root)
+    if old.exists():
+        shutil.rmtree(old)
 
 
 def _report(name: str, kind: str, made: Made) -> AugmentReport:

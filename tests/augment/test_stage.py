@@ -1,8 +1,10 @@
 """The stage on a small MiniChange: equal bytes twice, every pair counted, no leak past validate, a kill survived."""
 
+import errno
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -229,6 +231,57 @@ def test_an_earlier_dataset_is_replaced_whole(raw: Path, tmp_path: Path):
     augment("made", edits(raw, tmp_path / "made"), compute(tmp_path / "runs"))
     augment("made", edits(raw, tmp_path / "else"), compute(tmp_path / "runs"))
     assert sha256_of_folder(tmp_path / "made") == sha256_of_folder(tmp_path / "else")
+
+
+def test_an_error_while_the_new_dataset_is_written_leaves_the_earlier_one(
+    raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    augment("made", edits(raw, tmp_path / "made"), compute(tmp_path / "runs"))
+    before, copied, real = sha256_of_folder(tmp_path / "made"), [], shutil.copyfile
+
+    def copyfile(path: Path, to: Path) -> None:
+        copied.append(path)
+        if len(copied) == 9:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(path, to)
+
+    monkeypatch.setattr(shutil, "copyfile", copyfile)
+    with pytest.raises(OSError, match="No space left"):
+        augment("made", edits(raw, tmp_path / "made", seed=4), compute(tmp_path / "runs"))
+    assert sha256_of_folder(tmp_path / "made") == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["made", "made.json", "runs"]
+
+
+def test_what_runs_that_were_killed_left_beside_the_root_is_gone_when_the_dataset_is_there(raw: Path, tmp_path: Path):
+    for name in (".made.new", ".made.old"):
+        (tmp_path / name / "images").mkdir(parents=True)
+        (tmp_path / name / "images" / f"{'0' * 32}.png").write_text("of a killed run")
+    for _ in range(2):
+        augment("made", edits(raw, tmp_path / "made"), compute(tmp_path / "runs"))
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["made", "made.json", "runs"]
+        assert not (tmp_path / f"made/images/{'0' * 32}.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "root", "told"),
+    [
+        ("a link", "made", "made: is a link, .*; name the folder that it leads to"),
+        ("a link to nothing", "made", "made: is a link, .*; name the folder that it leads to"),
+        ("a file", "made", "made: is no folder; name another root"),
+        ("a file", "made/inner", "made: is no folder; name another root"),
+    ],
+)
+def test_a_root_that_is_a_link_or_a_file_is_refused_before_any_work(
+    kind: str, root: str, told: str, raw: Path, tmp_path: Path
+):
+    if kind == "a file":
+        (tmp_path / "made").write_text("mine")
+    else:
+        (tmp_path / "made").symlink_to(tmp_path / "else")
+        (tmp_path / "else").mkdir() if kind == "a link" else None
+    with pytest.raises(DataError, match=told):
+        augment("made", edits(raw, tmp_path / root), compute(tmp_path / "runs"))
+    assert not (tmp_path / "runs").exists()
 
 
 def test_where_no_pair_can_be_made_the_reasons_are_told(raw: Path, tmp_path: Path):
