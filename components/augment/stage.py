@@ -13,6 +13,7 @@ import json
 import re
 import shutil
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,10 @@ from components.augment.neighbours import make_neighbours
 from components.augment.pair import Made, Pair
 from components.augment.params import MANIFEST, CoupledSamples, Edits, Neighbours
 from components.augment.scratch import kept_edits, own_folder
-from components.augment.source import Rejected, known_pairs, read_captioned, read_originals
+from components.augment.source import Captioned, Original, Rejected, known_pairs, read_captioned, read_originals
 from components.compute import Compute
 from components.datasets import DATASETS
+from components.datasets.embedded import SUFFIXES
 from components.datasets.spec import check_licence
 from components.files import sha256, write_atomic
 from components.models.device import Device
@@ -34,7 +36,8 @@ from components.records import SPLITS, DataError
 from components.reports import StageReport
 
 IMAGES = "images"
-OURS = re.compile(r"[0-9a-f]{32}\.\w+").fullmatch  # an image's name: by its content
+OURS = re.compile(r"[0-9a-f]{32}(\..*)?").fullmatch  # an image's name, of earlier versions too: by its content
+PLAIN = re.compile(r"\.\w+").fullmatch  # a suffix that stays
 
 
 class AugmentReport(StageReport):
@@ -62,15 +65,16 @@ def augment(name: str, cfg: Edits | Neighbours | CoupledSamples, compute: Comput
         print(f"augment: {name}: made from {notice}", flush=True)
     _see_ours(cfg.root)
     with own_folder(compute.scratch) as images:
-        made = _make(cfg, compute, images)
+        made, digests = _make(cfg, compute, images)
         if not made.pairs:
             raise DataError(f"augment.{name}: no pair could be made; rejected: {dict(made.rejected)}")
-        _write(cfg.root, made.pairs)
+        _write(cfg.root, made.pairs, digests)
     return _report(name, cfg.kind, made).write(Path(f"{cfg.root}.json"))
 
 
-def _make(cfg: Edits | Neighbours | CoupledSamples, compute: Compute, images: Path) -> Made:
-    """The pairs; `images`: the folder for those that the source has in a Parquet file."""
+def _make(cfg: Edits | Neighbours | CoupledSamples, compute: Compute, images: Path) -> tuple[Made, Mapping[Path, str]]:
+    """The pairs, and the digests of the images that they are made of; `images`: the folder for those that the source
+    has in a Parquet file."""
     device = Device(gpu=compute.gpu, precision="bf16" if compute.gpu else "fp32")
     answers, cache = compute.scratch / "answers.jsonl", compute.image_cache
     rejected = Rejected()
@@ -80,23 +84,26 @@ def _make(cfg: Edits | Neighbours | CoupledSamples, compute: Compute, images: Pa
             editor = load_editor(cfg.editor, cfg.source, device)
             writer = load_writer(cfg.writer, cfg.seed, answers, device)
             kept = kept_edits(cfg.editor, editor, compute.scratch)
-            return make_edits(cfg, originals, rejected, editor, writer, kept)
+            return make_edits(cfg, originals, rejected, editor, writer, kept), _digests(originals)
         case Neighbours():
             captioned = read_captioned(cfg.source, images, cache, rejected)
             writer = load_writer(cfg.writer, cfg.seed, answers, device)
-            known = known_pairs(cfg.source, images)
-            return make_neighbours(cfg, captioned, known, rejected, load_features(cfg.features, device), writer)
+            features, known = load_features(cfg.features, device), known_pairs(cfg.source, images)
+            return make_neighbours(cfg, captioned, known, rejected, features, writer), _digests(captioned)
         case CoupledSamples():
-            return make_coupled_samples(cfg, read_captioned(cfg.source, images, cache, rejected), rejected)
+            captioned = read_captioned(cfg.source, images, cache, rejected)
+            return make_coupled_samples(cfg, captioned, rejected), _digests(captioned)
+
+
+def _digests(images: Sequence[Original | Captioned]) -> dict[Path, str]:
+    return {each.image: each.digest for each in images}
 
 
 def _see_ours(root: Path) -> None:
     """Raises DataError where the folder, which is written anew, may be another's: a collection may have our names; or
     where none can be written."""
     if root.is_symlink():
-        raise DataError(
-            f"{root}: is a link, whose place a folder would take; name the folder that it leads to"
-        )
+        raise DataError(f"{root}: is a link, whose place a folder would take; name the folder that it leads to")
     if taken := next((place for place in (root, *root.parents) if place.exists() and not place.is_dir()), None):
         raise DataError(f"{taken}: is no folder; name another root")
     if strange := sorted(path.name for path in root.glob("[!.]*") if path.name not in (MANIFEST, IMAGES)):
@@ -120,31 +127,41 @@ def _is_made(manifest: Path) -> bool:
     return isinstance(row, dict) and "made" in row
 
 
-def _write(root: Path, pairs: list[Pair]) -> None:
+def _write(root: Path, pairs: list[Pair], digests: Mapping[Path, str]) -> None:
     """The folder anew, beside the old one until it is whole: each image once, the manifest last."""
     new = root.with_name(f".{root.name}.new")
     if new.exists():
         shutil.rmtree(new)  # of a run that was killed
     try:
-        _fill(new, pairs)
+        _fill(new, pairs, digests)
     except BaseException:
         shutil.rmtree(new, ignore_errors=True)  # the error is told, and a full disk may be its reason
         raise
     _swap(new, root)
 
 
-def _fill(folder: Path, pairs: list[Pair]) -> None:
+def _fill(folder: Path, pairs: list[Pair], digests: Mapping[Path, str]) -> None:
     (folder / IMAGES).mkdir(parents=True)
     names: dict[Path, str] = {}
     lines = []
     for pair in progress(pairs, "augment: write", len(pairs), "pair"):
         for path in (pair.before, pair.after):
             if path not in names:
-                names[path] = f"{IMAGES}/{sha256(path)[:32]}{path.suffix.lower()}"
+                names[path] = f"{IMAGES}/{(digests.get(path) or sha256(path))[:32]}{_suffix(path)}"
                 shutil.copyfile(path, folder / names[path])
         row: dict[str, Any] = pair._asdict() | {"before": names[pair.before], "after": names[pair.after]}
         lines.append(json.dumps(row, ensure_ascii=False) + "\n")
     write_atomic(folder / MANIFEST, "".join(lines).encode("utf-8", "replace"))  # a writer's half characters too
+
+
+def _suffix(image: Path) -> str:
+    """The suffix of its name where that is a plain one, else by its first bytes."""
+    suffix = image.suffix.lower()
+    if PLAIN(suffix):
+        return suffix
+    with image.open("rb") as file:
+        data = file.read(4)
+    return next((known for start, known in SUFFIXES.items() if data.startswith(start)), "")
 
 
 def _swap(new: Path, root: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import polars as pl
 import pytest
+from PIL import Image
 
 from components.augment import stage
 from components.augment.drawn import DrawnEditor
@@ -80,6 +81,41 @@ def test_equal_settings_give_equal_bytes_and_every_pair_that_was_tried_is_made_o
     other = entry(kind, raw, tmp_path / "other", **(KINDS[kind] | {"seed": 4}))
     augment("made", other, compute(tmp_path / "runs"))
     assert (kind == "neighbours") == (sha256_of_folder(tmp_path / "other") == sha256_of_folder(tmp_path / "one/made"))
+
+
+NAMES = {"a.jpg?w=600": ".jpg", "b.v1-2": ".png", "c": ".png", "D.JPEG": ".jpeg", "e.png": ".png", "f.": ""}
+"""Names of images, by which reader and server know nothing, and the suffix that each is written with."""
+
+
+def test_images_of_any_name_are_written_by_content_and_known_as_ours_in_the_next_run(tmp_path: Path):
+    (tmp_path / "raw").mkdir()
+    rows = []
+    for number, (name, suffix) in enumerate(NAMES.items()):
+        kind = {".png": "PNG", "": "TIFF"}.get(suffix, "JPEG")
+        Image.new("RGB", (8, 8), (number * 40, 0, 0)).save(tmp_path / "raw" / name, kind)
+        rows.append({"id": name, "split": "train", "image": name, "caption": f"text {number}"})
+    (tmp_path / "raw/pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    columns = {"before": "image", "after": "image", "captions": "caption"}
+    source = {"reader": "pairs", "root": tmp_path / "raw", "options": {"manifest": "pairs.jsonl", "columns": columns}}
+    for _ in range(2):
+        cfg = entry("coupled_samples", tmp_path, tmp_path / "made", source=source)
+        augment("made", cfg, compute(tmp_path / "runs"))
+    of = {sha256(tmp_path / "raw" / name)[:32]: suffix for name, suffix in NAMES.items()}
+    assert sorted(path.name for path in (tmp_path / "made/images").iterdir()) == sorted(map("".join, of.items()))
+    for stem in of:  # as an earlier version called them
+        (tmp_path / "made/images" / f"{stem}.jpg?w=600").write_text("an image")
+    augment("made", cfg, compute(tmp_path / "runs"))
+    assert len(list((tmp_path / "made/images").iterdir())) == len(NAMES)
+
+
+@pytest.mark.parametrize(("kind", "hashed"), [("edits", 2 * SCENES), ("coupled_samples", 0)])
+def test_no_image_is_hashed_again_whose_digest_is_known(
+    kind: str, hashed: int, raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    asked: list[Path] = []
+    monkeypatch.setattr(stage, "sha256", lambda path: asked.append(path) or sha256(path))
+    augment("made", entry(kind, raw, tmp_path / "made", **KINDS[kind]), compute(tmp_path / "runs"))
+    assert len(asked) == hashed
 
 
 def test_every_image_is_written_once_and_originals_byte_by_byte(raw: Path, tmp_path: Path):
