@@ -13,9 +13,11 @@ import json
 import re
 import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from pydantic import Field
 
 from components.augment.coupled_samples import make_coupled_samples
 from components.augment.edits import make_edits
@@ -50,6 +52,13 @@ class AugmentReport(StageReport):
     rejected: dict[str, int]  # pairs, by reason
     dropped_texts: dict[str, int]  # of a writer's answers, by reason
     models: dict[str, str]  # digests of the editor's, writer's and encoder's weights; of an endpoint, the model's name
+    examples: dict[str, str] = Field(default_factory=dict, exclude=True)  # by reason; for people, and in no file
+
+    def reasons(self) -> Iterator[str]:
+        """How many pairs were rejected, why, and, where that lies in the source, the first row and what it has."""
+        for reason, count in self.rejected.items():
+            first = f"; the first: {self.examples[reason]}" if reason in self.examples else ""
+            yield f"{count:,}: {reason}{first}"
 
 
 def augment(name: str, cfg: Edits | Neighbours | CoupledSamples, compute: Compute) -> AugmentReport:
@@ -66,10 +75,12 @@ def augment(name: str, cfg: Edits | Neighbours | CoupledSamples, compute: Comput
     _see_ours(cfg.root)
     with own_folder(compute.scratch) as images:
         made, digests = _make(cfg, compute, images)
+        report = _report(name, cfg.kind, made)
         if not made.pairs:
-            raise DataError(f"augment.{name}: no pair could be made; rejected: {dict(made.rejected)}")
+            told = "".join(f"\n  rejected: {reason}" for reason in report.reasons())
+            raise DataError(f"augment.{name}: no pair could be made of {cfg.source.root}{told}")
         _write(cfg.root, made.pairs, digests)
-    return _report(name, cfg.kind, made).write(Path(f"{cfg.root}.json"))
+    return report.write(Path(f"{cfg.root}.json"))
 
 
 def _make(cfg: Edits | Neighbours | CoupledSamples, compute: Compute, images: Path) -> tuple[Made, Mapping[Path, str]]:
@@ -193,4 +204,5 @@ def _report(name: str, kind: str, made: Made) -> AugmentReport:
         rejected=rejected,
         dropped_texts=dict(sorted(made.dropped_texts.items())),
         models={part: digest for part, digest in made.models.items() if digest},
+        examples={reason: first for reason, first in made.rejected.examples.items() if reason in rejected},
     )

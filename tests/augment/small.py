@@ -33,7 +33,7 @@ def entry(kind: str, source: Path, root: Path, /, **changes: Any) -> Any:
     return TypeAdapter(MadeDataset).validate_python(values)
 
 
-def edits(source: Path, root: Path, **changes: Any) -> Any:
+def edits(source: Path, root: Path, /, **changes: Any) -> Any:
     defaults = {
         "editor": {"kind": "drawn"},
         "writer": {"kind": "grammar"},

@@ -29,7 +29,7 @@ from tests.augment.small import SCENES, compute, draw, edits, entry
 from tests.augment.tiny import BASE
 from tests.augment.toys import ToyWriter
 from tests.chat import CUT_BODY, Server, chat_server
-from tests.layouts import run_ingest, run_validate
+from tests.layouts import run_ingest, run_validate, write_emu
 
 NEIGHBOURS = {
     "features": {"kind": "encoder", "model": BASE},
@@ -322,7 +322,7 @@ def test_a_root_that_is_a_link_or_a_file_is_refused_before_any_work(
 
 def test_where_no_pair_can_be_made_the_reasons_are_told(raw: Path, tmp_path: Path):
     cfg = entry("neighbours", raw, tmp_path / "made", **(NEIGHBOURS | {"band": (-1, -0.9)}))
-    with pytest.raises(DataError, match=r"augment\.made: no pair could be made; rejected: .*'too alike': 480"):
+    with pytest.raises(DataError, match=r"augment\.made: no pair could be made of .*raw\n  rejected: 480: too alike"):
         augment("made", cfg, compute(tmp_path / "runs"))
     assert not (tmp_path / "made").exists()
 
@@ -338,6 +338,35 @@ def test_half_a_character_that_a_writer_says_is_a_question_mark(
     augment("made", edits(raw, tmp_path / "made", paraphrases={"val": 1}), compute(tmp_path / "runs"))
     said = {text for row in rows_of(tmp_path / "made") for text in row["captions"][1:]}
     assert said == {f"a cup ? {number}" for number in range(4)}
+
+
+def test_the_first_row_of_a_reason_is_told_and_stands_in_no_file(raw: Path, tmp_path: Path):
+    rows = [
+        {"id": str(number), "split": "train", "image": f"images/{name}", "caption": f"text {number}"}
+        for number, name in enumerate(["CLEVR_default_000000.png", "gone.png", "CLEVR_default_000001.png"])
+    ]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "images").symlink_to(raw / "images")
+    columns = {"before": "image", "after": "image", "captions": "caption"}
+    source = {"reader": "pairs", "root": tmp_path, "options": {"manifest": "pairs.jsonl", "columns": columns}}
+    cfg = entry("coupled_samples", tmp_path, tmp_path / "made", source=source)
+    report = augment("made", cfg, compute(tmp_path / "runs"))
+    assert list(told_of_made(report))[1:] == [
+        "augment: made: rejected: 1: image cannot be read; the first: "
+        f"pairs.jsonl, line 2: {tmp_path}/images/gone.png: is missing; fetch it"
+    ]
+    assert "examples" not in json.loads((tmp_path / "made.json").read_text())
+
+
+def test_where_no_pair_can_be_made_the_first_row_and_its_remedy_are_told(tmp_path: Path):
+    emu = write_emu(tmp_path / "emu")
+    source = {"reader": "emu_edit", "root": emu}
+    (tmp_path / "config.json").write_text("{}")
+    editor = {"kind": "instruct_pix2pix", "model": tmp_path}
+    told = f"rejected: 10: image cannot be read; the first: .*: is missing; run `m3diff data unpack {emu}`"
+    cfg = edits(emu, tmp_path / "made", source=source, editor=editor, paraphrases={})
+    with pytest.raises(DataError, match=rf"augment\.made: no pair could be made of {emu}\n  {told}"):
+        augment("made", cfg, compute(tmp_path / "runs"))
 
 
 # With an endpoint
