@@ -24,6 +24,9 @@ from components.records import NO_CHANGE, SPLITS, DataError
 MAX_PIXELS = 50_000_000
 """A larger image is not used."""
 
+TWO = object()
+"""In the place of the one image of a row that has two."""
+
 
 class Rejected(Counter[str]):
     """How many pairs were not made, by reason. `examples`: of each reason that lies in the source the first row or
@@ -104,15 +107,17 @@ def read_captioned(source: Source, unpack_to: Path, image_cache: Path, rejected:
     Raises:
         DataError: the source is not there, its annotation files cannot be used, or it has no captions of single images.
     """
-    singles = list(_singles(source)) or _same_twice(_rows(source, unpack_to))
-    if not singles:
+    rows: list[Any] = list(_singles(source)) or [_single(row) for row in _rows(source, unpack_to)]
+    if all(row.image is TWO for row in rows):
         raise DataError(
             f"{source.root}: has no captions of single images; read a list of images with captions by the reader pairs "
             "with options {columns: {before: image, after: image, captions: caption}}"
         )
     found = []
-    for single in _usable(singles, source, rejected):
-        if text := _first(single.captions):
+    for single in _usable(rows, source, rejected):
+        if single.image is TWO:
+            rejected.add("is a pair of two images", single.source)
+        elif text := _first(single.captions):
             found.append((single, place_of(source, single.image), text))
         else:
             rejected.add("no caption", single.source)
@@ -141,12 +146,10 @@ def _singles(source: Source) -> Iterator[Single]:
     return singles(source.root) if singles else iter(())
 
 
-def _same_twice(rows: Iterable[Row]) -> list[Single]:
-    return [
-        Single(row.name, row.split, row.scene, row.before, row.references, row.source, row.fault)
-        for row in rows
-        if row.fault or row.before == row.after
-    ]
+def _single(row: Row) -> Single:
+    """A pair of an image with itself as that image; of another pair the image is TWO."""
+    image = row.before if row.fault or row.before == row.after else TWO
+    return Single(row.name, row.split, row.scene, image, row.references, row.source, row.fault)
 
 
 def _usable(rows: Iterable[Any], source: Source, rejected: Rejected) -> Iterator[Any]:

@@ -139,6 +139,14 @@ def test_where_images_are_not_unpacked_the_command_that_does_it_is_told(tmp_path
     assert len(read_originals(source, *places(tmp_path), Rejected())) == 5
 
 
+def test_a_pair_of_two_images_between_single_ones_is_counted(tmp_path: Path):
+    rows = [row(0, after="a.png"), row(1), row(2, scene="p0", split="test")]
+    source, rejected = write(tmp_path / "raw", rows), Rejected()
+    assert read_captioned(source, *places(tmp_path), rejected) == []
+    assert rejected == {"is a pair of two images": 2, "scene is in a higher split": 1}
+    assert rejected.examples["is a pair of two images"] == "pairs.jsonl, line 2"
+
+
 HALF = "\ud83d"
 """Half a character, as a cut JSON escape leaves it; no file can hold it."""
 
