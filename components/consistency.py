@@ -183,10 +183,6 @@ def made_datasets(params: "Params") -> Iterator[str]:
         elif (ingested.reader, ingested.options.get("manifest"), ingested.root) != ("pairs", MANIFEST, entry.root):
             wanted = f"{{reader: pairs, root: {entry.root}, options: {{manifest: {MANIFEST}}}}}"
             yield f"{where}: ingest reads another dataset under this name; write ingest.datasets.{name}: {wanted}"
-        root, source = (Path(os.path.abspath(folder)) for folder in (entry.root, entry.source.root))
-        if root.is_relative_to(source) or source.is_relative_to(root):
-            other = f"its source lies in {entry.source.root}; name another folder"
-            yield f"{where}.root: {entry.root} is written anew, and {other}"
         reader = entry.source.reader
         if reader not in DATASETS:
             yield f"{where}.source.reader: {closest(reader, DATASETS)}"
@@ -194,6 +190,30 @@ def made_datasets(params: "Params") -> Iterator[str]:
             yield from wrong_options(f"{where}.source", reader, entry.source.options)
         if isinstance(entry, Edits) and isinstance(entry.editor, Drawn) and reader != "minichange":
             yield f"{where}.editor.kind: drawn edits what the reader minichange reads alone; write instruct_pix2pix"
+
+
+def made_roots(params: "Params") -> Iterator[str]:
+    """A made dataset's root is written anew, and DVC removes it before the stage could refuse: nothing that an entry
+    reads lies in it or around it, but a made dataset that another is made of."""
+    entries = sound(params.augment)
+    for name, entry in entries:
+        root = Path(os.path.realpath(entry.root))
+        for other, reading in entries:
+            of = "its" if other == name else f"augment.{other}'s"
+            for what, folder in read_by(reading):
+                there = Path(os.path.realpath(folder))
+                made = other != name and there == root and reading.source.options.get("manifest") == MANIFEST
+                if (there.is_relative_to(root) or root.is_relative_to(there)) and not (made and what == "source"):
+                    lies = f"{of} {what} lies in {folder}; name another folder"
+                    yield f"augment.{name}.root: {entry.root} is written anew, and {lies}"
+
+
+def read_by(entry: Any) -> Iterator[tuple[str, Path]]:
+    """The folders that an entry of `augment` reads: its source, and the models of its parts."""
+    yield "source", entry.source.root
+    for part in ("editor", "writer", "features"):
+        if (model := getattr(getattr(entry, part, None), "model", None)) and isinstance(model, Path):
+            yield "model", model
 
 
 def separate_folders(params: "Params") -> Iterator[str]:
@@ -406,6 +426,7 @@ RULES: tuple[Callable[["Params"], Iterator[str]], ...] = (
     separate_folders,
     generator_roots,
     made_datasets,
+    made_roots,
     source_names,
     trained_model,
     model_rates,

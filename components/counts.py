@@ -33,8 +33,8 @@ def told_of_made(report: "AugmentReport") -> Iterator[str]:
         f"augment: {report.dataset}: {by_split(report.pairs)} pairs of {report.rows_in:,} tried, "
         f"{by_split(report.references)} references"
     )
-    for reason, count in report.rejected.items():
-        yield f"augment: {report.dataset}: rejected: {count:,}: {reason}"
+    for reason in report.reasons():
+        yield f"augment: {report.dataset}: rejected: {reason}"
     if report.dropped_texts:
         dropped = ", ".join(f"{reason} {count:,}" for reason, count in report.dropped_texts.items())
         yield f"augment: {report.dataset}: texts of the writer that are not used: {dropped}"

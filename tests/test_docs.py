@@ -148,16 +148,15 @@ def test_the_metric_of_the_page_is_scored_by_evaluate(code, blocks, monkeypatch,
 
 
 def test_the_editor_of_the_page_makes_pairs(code, tmp_path):
-    from collections import Counter
-
     from components.augment.edits import make_edits
+    from components.augment.source import Rejected
     from tests.augment.small import edits
     from tests.augment.toys import ToyWriter, original
 
     originals = [original(tmp_path, "one", "make it grey"), original(tmp_path, "two", "add a cat")]
     cfg = edits(tmp_path, tmp_path / "out", edits=1, paraphrases={})
     editor = code("components/augment/faded.py").FadedEditor()
-    made = make_edits(cfg, originals, Counter(), editor, ToyWriter(), tmp_path / "into")
+    made = make_edits(cfg, originals, Rejected(), editor, ToyWriter(), tmp_path / "into")
     assert [pair.id for pair in made.pairs] == ["one-0"]
     assert made.rejected == {"cannot be carried out": 1}
 

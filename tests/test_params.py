@@ -292,6 +292,24 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
         )
         for where, source in (("over", "data/01_raw/made"), ("in", "data/01_raw"), ("around", "data/01_raw/made/a"))
     },
+    "a made dataset over what another entry reads": (
+        {
+            "ingest.datasets.made": INGESTED,
+            "augment.made": EDITS,
+            "ingest.datasets.second": INGESTED | {"root": "data/01_raw/second"},
+            "augment.second": EDITS
+            | {"root": "data/01_raw/second", "source": {"reader": "magicbrush", "root": "data/01_raw/made"}}
+            | {"editor": {"kind": "instruct_pix2pix", "model": "data/01_raw/made/ip2p"}},
+            "ingest.datasets.third": INGESTED | {"root": "data/01_raw/third"},
+            "augment.third": EDITS
+            | {"root": "data/01_raw/third", "source": {"reader": "pairs", "root": "data/01_raw/made", "options": MADE}}
+            | {"editor": {"kind": "instruct_pix2pix", "model": "models/ip2p"}},
+        },
+        [
+            "augment.made.root: data/01_raw/made is written anew, and augment.second's source lies in data/01_raw/ma",
+            "augment.made.root: data/01_raw/made is written anew, and augment.second's model lies in data/01_raw/mad",
+        ],
+    ),
     "a made dataset's own settings": (
         {
             "ingest.datasets.made": INGESTED,

@@ -15,7 +15,7 @@ from components.records import SPLITS
 
 def make_coupled_samples(cfg: CoupledSamples, captioned: list[Captioned], rejected: Rejected) -> Made:
     """The pairs of all splits. What is not usable counts as a pair that is not made, as does a last odd image."""
-    rejected = Counter(rejected)
+    rejected = Rejected(rejected)
     pairs: list[Pair] = []
     for split in SPLITS:
         images = [each for each in captioned if each.split == split]

@@ -27,9 +27,9 @@ def make_edits(
 
     Args:
         rejected: rows of the source that are not usable; each stands for all the edits that it would have given.
-        into: the folder of edited images. What an earlier run has left there is not edited again.
+        into: the folder of this editor's edits. What another run has left there is not edited again.
     """
-    rejected = Counter({reason: count * cfg.edits for reason, count in rejected.items()})
+    rejected = rejected.times(cfg.edits)
     dropped: Counter[str] = Counter()
     pairs: list[Pair] = []
     texts = _paraphrases(cfg, originals, writer)

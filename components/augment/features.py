@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import psutil
 
 from components.augment.params import Clip, Encoder
 from components.augment.search import Matrix
 from components.augment.weights import identity
 from components.images import load_image
 from components.progress import progress
+from components.section import ParamsError
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -26,19 +28,35 @@ if TYPE_CHECKING:
     from components.models.device import Device
 
 BATCH = 32
+GIB = 2**30
 
 
 def _in_batches(images: Sequence[Path], embed: Callable[[list[Image.Image]], Tensor]) -> Matrix:
     """What `embed` makes of all images, each flattened and of length 1."""
     import torch
 
-    found = []
+    found: Matrix | None = None
     starts = range(0, len(images), BATCH)
     for start in progress(starts, "augment: features", len(starts), "batch"):
         with torch.inference_mode():
             batch = embed([load_image(path) for path in images[start : start + BATCH]]).flatten(1).float()
-        found.append(torch.nn.functional.normalize(batch, dim=1).cpu().numpy())
-    return np.concatenate(found)
+        if found is None:
+            found = _room(len(images), batch.shape[1])
+        found[start : start + BATCH] = torch.nn.functional.normalize(batch, dim=1).cpu().numpy()
+    assert found is not None, "of no image nobody asks for features"
+    return found
+
+
+def _room(images: int, width: int) -> Matrix:
+    """An empty matrix. Raises ParamsError where the memory would not hold it, as is known of the first batch."""
+    needed, free = images * width * 4, psutil.virtual_memory().available
+    if needed > free:
+        raise ParamsError(
+            f"augment: features: {images:,} images of a split, {width:,} numbers each, are {needed / GIB:.1f} GiB, and "
+            f"{free / GIB:.1f} GiB of memory are free; write kind: clip, whose features are short, or make of fewer "
+            "images (source.splits), or free memory"
+        )
+    return np.empty((images, width), np.float32)
 
 
 class EncoderFeatures:

@@ -32,7 +32,7 @@ def make_neighbours(
     Args:
         known: pairs of image paths that the source has already.
     """
-    rejected, dropped = Counter(rejected), Counter[str]()
+    rejected, dropped = Rejected(rejected), Counter[str]()
     chosen: list[Candidate] = []
     for split in SPLITS:
         chosen += _of_split(cfg, captioned, split, known, rejected, features)

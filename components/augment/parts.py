@@ -60,4 +60,9 @@ class Features(Protocol):
         """Digest of what decides the features."""
 
     def features(self, images: Sequence[Path]) -> Matrix:
-        """[images, width], float32, rows of length 1. Raises ImageError where an image cannot be read."""
+        """[images, width], float32, rows of length 1.
+
+        Raises:
+            ImageError: an image cannot be read.
+            ParamsError: the memory would not hold them.
+        """

@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 Matrix = NDArray[np.float32]
 """[images, width], rows of length 1."""
 
-BLOCK = 1024  # images whose similarities to all others are held at once
+BLOCK = 1024  # images whose similarities to all others are held at once, at most
+CELLS = 2**25  # similarities that are held at once, of 12 bytes each
 PROBED = 0.1  # share of FAISS's cells that are searched
 
 
@@ -23,15 +24,16 @@ def nearest(features: Matrix, count: int, search: Literal["exact", "faiss"]) -> 
 
 def _exact(features: Matrix, count: int) -> tuple[Matrix, NDArray[np.int64]]:
     similarities, numbers = [], []
-    for start in range(0, len(features), BLOCK):
-        block = features[start : start + BLOCK]
-        cosines = block @ features.T
+    size = min(BLOCK, max(1, CELLS // len(features)))
+    for start in range(0, len(features), size):
+        block = features[start : start + size]
+        negative = -block @ features.T  # the nearest have the least, so that no copy of all is made
         rows = np.arange(len(block))
-        cosines[rows, rows + start] = -np.inf
-        best = np.argpartition(-cosines, count - 1, axis=1)[:, :count]
-        found = np.take_along_axis(cosines, best, axis=1)
-        order = np.lexsort((best, -found), axis=1)
-        similarities.append(np.take_along_axis(found, order, axis=1))
+        negative[rows, rows + start] = np.inf
+        best = np.argpartition(negative, count - 1, axis=1)[:, :count]
+        found = np.take_along_axis(negative, best, axis=1)
+        order = np.lexsort((best, found), axis=1)
+        similarities.append(-np.take_along_axis(found, order, axis=1))
         numbers.append(np.take_along_axis(best, order, axis=1))
     return np.concatenate(similarities), np.concatenate(numbers)
 

@@ -6,7 +6,7 @@ val, train) keeps it, as validate decides.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ import polars as pl
 from components.augment.params import Source, Split
 from components.datasets import DATASETS
 from components.datasets.embedded import unpacked
+from components.datasets.files import describe
 from components.datasets.rows import Row, Single
 from components.image_cache import check_images
 from components.image_check import OK
@@ -23,8 +24,28 @@ from components.records import NO_CHANGE, SPLITS, DataError
 MAX_PIXELS = 50_000_000
 """A larger image is not used."""
 
-Rejected = Counter[str]
-"""How many pairs were not made, by reason."""
+TWO = object()
+"""In the place of the one image of a row that has two."""
+
+
+class Rejected(Counter[str]):
+    """How many pairs were not made, by reason. `examples`: of each reason that lies in the source the first row or
+    image, and what is wrong with it."""
+
+    def __init__(self, counts: Mapping[str, int] | None = None) -> None:
+        super().__init__(counts)
+        self.examples: dict[str, str] = dict(getattr(counts, "examples", {}))
+
+    def add(self, reason: str, example: str) -> None:
+        self[reason] += 1
+        self.examples.setdefault(reason, example)
+
+    def times(self, pairs: int) -> "Rejected":
+        """The same, where each stands for so many pairs."""
+        found = Rejected(self)
+        for reason in found:
+            found[reason] *= pairs
+        return found
 
 
 class Original(NamedTuple):
@@ -64,14 +85,14 @@ def read_originals(source: Source, unpack_to: Path, image_cache: Path, rejected:
     captions = {place_of(source, each.image): _first(each.captions) for each in _singles(source)}
     found = []
     for row in _usable(_rows(source, unpack_to), source, rejected):
-        image, text = place_of(source, row.before), _first(row.references)
+        text = _first(row.references)
         if row.change_types == [NO_CHANGE]:
-            rejected["nothing is to change"] += 1
+            rejected.add("nothing is to change", row.source)
         elif not text:
-            rejected["no instruction"] += 1
+            rejected.add("no instruction", row.source)
         else:
-            found.append((row, image, text))
-    digests = _digests([image for _, image, _ in found], image_cache, rejected)
+            found.append((row, place_of(source, row.before), text))
+    digests = _digests([(row.source, row.before, image) for row, image, _ in found], source, image_cache, rejected)
     return [
         Original(row.name, row.split, row.scene, image, digests[image], text, row.change_types, captions.get(image))
         for row, image, text in found
@@ -86,20 +107,21 @@ def read_captioned(source: Source, unpack_to: Path, image_cache: Path, rejected:
     Raises:
         DataError: the source is not there, its annotation files cannot be used, or it has no captions of single images.
     """
-    singles = list(_singles(source)) or _same_twice(_rows(source, unpack_to))
-    if not singles:
+    rows: list[Any] = list(_singles(source)) or [_single(row) for row in _rows(source, unpack_to)]
+    if all(row.image is TWO for row in rows):
         raise DataError(
             f"{source.root}: has no captions of single images; read a list of images with captions by the reader pairs "
             "with options {columns: {before: image, after: image, captions: caption}}"
         )
     found = []
-    for single in _usable(singles, source, rejected):
-        image, text = place_of(source, single.image), _first(single.captions)
-        if text:
-            found.append((single, image, text))
+    for single in _usable(rows, source, rejected):
+        if single.image is TWO:
+            rejected.add("is a pair of two images", single.source)
+        elif text := _first(single.captions):
+            found.append((single, place_of(source, single.image), text))
         else:
-            rejected["no caption"] += 1
-    digests = _digests([image for _, image, _ in found], image_cache, rejected)
+            rejected.add("no caption", single.source)
+    digests = _digests([(each.source, each.image, image) for each, image, _ in found], source, image_cache, rejected)
     return [
         Captioned(single.name, single.split, single.scene, image, digests[image], text)
         for single, image, text in found
@@ -124,17 +146,15 @@ def _singles(source: Source) -> Iterator[Single]:
     return singles(source.root) if singles else iter(())
 
 
-def _same_twice(rows: Iterable[Row]) -> list[Single]:
-    return [
-        Single(row.name, row.split, row.scene, row.before, row.references, row.source, row.fault)
-        for row in rows
-        if row.fault or row.before == row.after
-    ]
+def _single(row: Row) -> Single:
+    """A pair of an image with itself as that image; of another pair the image is TWO."""
+    image = row.before if row.fault or row.before == row.after else TWO
+    return Single(row.name, row.split, row.scene, image, row.references, row.source, row.fault)
 
 
 def _usable(rows: Iterable[Any], source: Source, rejected: Rejected) -> Iterator[Any]:
     """The rows of the source's splits that can be read and whose scene is in no higher split."""
-    rows = list(rows)
+    rows = [_with_whole_names(row) for row in rows]
     highest: dict[Any, int] = {}
     for row in rows:
         if row.split in SPLITS and isinstance(row.scene, str):
@@ -142,32 +162,72 @@ def _usable(rows: Iterable[Any], source: Source, rejected: Rejected) -> Iterator
     for row in rows:
         if row.split in SPLITS and row.split not in source.splits:
             continue
-        if row.fault or row.split not in SPLITS or not (isinstance(row.name, str) and isinstance(row.scene, str)):
-            rejected["row cannot be read"] += 1
+        if fault := row.fault or _fault(row):
+            rejected.add("row cannot be read", f"{row.source}: {fault}")
         elif SPLITS.index(row.split) < highest[row.scene]:
-            rejected["scene is in a higher split"] += 1
+            rejected.add("scene is in a higher split", f"{row.source}: {row.scene} is in {SPLITS[highest[row.scene]]}")
         else:
             yield row
 
 
+def _fault(row: Any) -> str | None:
+    """What a reader leaves to ingest to look at."""
+    if row.split not in SPLITS:
+        return f"split: expected one of {', '.join(SPLITS)}, found {describe(row.split)}"
+    wrong = (field for field in ("name", "scene") if not isinstance(getattr(row, field), str))
+    return next((f"{field}: expected a text, found {describe(getattr(row, field))}" for field in wrong), None)
+
+
 def place_of(source: Source, image: Any) -> Path | None:
-    """Where an image is; None where it would be outside the root."""
+    """Where an image is; None where it would be outside the root, or no file can be called so."""
     if isinstance(image, Path):
         return image
-    inside = isinstance(image, str) and image and not image.startswith("/") and ".." not in image.split("/")
+    named = isinstance(image, str) and image and image == _whole(image)
+    inside = named and not image.startswith("/") and ".." not in image.split("/")
     return source.root / image if inside else None
 
 
-def _digests(images: list[Path | None], image_cache: Path, rejected: Rejected) -> dict[Any, str]:
-    """The digest of each image that can be read to its end; rows whose image cannot are counted."""
-    paths = pl.Series([str(image) for image in images if image], dtype=pl.String)
-    checked = check_images(paths, MAX_PIXELS, image_cache, "augment").filter(verdict=OK)
-    digests = {Path(path): digest.hex() for path, digest in checked.select("path", "digest").iter_rows()}
-    rejected.update("image cannot be read" for image in images if image not in digests)
+def _digests(
+    images: list[tuple[str, Any, Path | None]], source: Source, image_cache: Path, rejected: Rejected
+) -> dict[Any, str]:
+    """The digest of each image that can be read to its end; rows whose image cannot are counted.
+
+    Args:
+        images: of each row where it stands, its image as it names it, and where that is.
+    """
+    paths = pl.Series([str(image) for *_, image in images if image], dtype=pl.String)
+    checked = check_images(paths, MAX_PIXELS, image_cache, "augment").select("path", "verdict", "digest")
+    verdicts = {Path(path): verdict for path, verdict, _ in checked.iter_rows()}
+    digests = {Path(path): digest.hex() for path, verdict, digest in checked.iter_rows() if verdict == OK}
+    for where, named, image in images:
+        if image not in digests:
+            fault = f"{image}: {verdicts[image]}" if image else f"{describe(named)} is no path inside {source.root}"
+            rejected.add("image cannot be read", f"{where}: {fault}; {_remedy(source, image)}")
     return digests
+
+
+def _remedy(source: Source, image: Path | None) -> str:
+    if image is None:
+        return "correct the path"
+    if image.exists():
+        return "restore it or save it anew"
+    return f"run `m3diff data unpack {source.root}`" if DATASETS[source.reader].unpack else "fetch it"
 
 
 def _first(texts: Any) -> str:
     """The first text that is one."""
     found = texts if isinstance(texts, list) else []
-    return next((" ".join(text.split()) for text in found if isinstance(text, str) and text.strip()), "")
+    return next((_whole(" ".join(text.split())) for text in found if isinstance(text, str) and text.strip()), "")
+
+
+def _whole(text: str) -> str:
+    """The text with ? for half a character, as a cut JSON escape leaves it ("\\ud83d"): no file can hold that."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def _with_whole_names(row: Any) -> Any:
+    names = {field: getattr(row, field) for field in ("name", "scene")}
+    whole: dict[str, Any] = {field: _whole(name) for field, name in names.items() if isinstance(name, str)}
+    if isinstance(row, Row):
+        whole["change_types"] = [_whole(kind) for kind in row.change_types]
+    return row._replace(**whole)

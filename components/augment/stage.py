@@ -4,16 +4,20 @@
                     "images/77ab....png", "captions": ["..."], "change_types": ["color"], "made": {"seed": 7, ...}}
     images/        originals, copied, and edits; by their content
 
-A run that was killed goes on: edits and writers' answers are kept in `compute.scratch`. Equal settings, sources and
-models give equal bytes; of an endpoint's model that is what its kept answers are.
+Edits and writers' answers are kept in `compute.scratch` by what decides them, for the run that goes on after a kill and
+for every later one. Equal settings, sources and models give equal bytes; of an endpoint's model that is what its kept
+answers are.
 """
 
 import json
 import re
 import shutil
 from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from pydantic import Field
 
 from components.augment.coupled_samples import make_coupled_samples
 from components.augment.edits import make_edits
@@ -21,10 +25,11 @@ from components.augment.load import load_editor, load_features, load_writer
 from components.augment.neighbours import make_neighbours
 from components.augment.pair import Made, Pair
 from components.augment.params import MANIFEST, CoupledSamples, Edits, Neighbours
-from components.augment.source import Rejected, known_pairs, read_captioned, read_originals
-from components.closure import key_of
+from components.augment.scratch import kept_edits, own_folder
+from components.augment.source import Captioned, Original, Rejected, known_pairs, read_captioned, read_originals
 from components.compute import Compute
 from components.datasets import DATASETS
+from components.datasets.embedded import SUFFIXES
 from components.datasets.spec import check_licence
 from components.files import sha256, write_atomic
 from components.models.device import Device
@@ -33,8 +38,8 @@ from components.records import SPLITS, DataError
 from components.reports import StageReport
 
 IMAGES = "images"
-OURS = re.compile(r"[0-9a-f]{32}\.\w+").fullmatch  # an image's name: by its content
-UNPACKED = "unpacked"  # images that the source has in a Parquet file
+OURS = re.compile(r"[0-9a-f]{32}(\..*)?").fullmatch  # an image's name, of earlier versions too: by its content
+PLAIN = re.compile(r"\.\w+").fullmatch  # a suffix that stays
 
 
 class AugmentReport(StageReport):
@@ -47,6 +52,13 @@ class AugmentReport(StageReport):
     rejected: dict[str, int]  # pairs, by reason
     dropped_texts: dict[str, int]  # of a writer's answers, by reason
     models: dict[str, str]  # digests of the editor's, writer's and encoder's weights; of an endpoint, the model's name
+    examples: dict[str, str] = Field(default_factory=dict, exclude=True)  # by reason; for people, and in no file
+
+    def reasons(self) -> Iterator[str]:
+        """How many pairs were rejected, why, and, where that lies in the source, the first row and what it has."""
+        for reason, count in self.rejected.items():
+            first = f"; the first: {self.examples[reason]}" if reason in self.examples else ""
+            yield f"{count:,}: {reason}{first}"
 
 
 def augment(name: str, cfg: Edits | Neighbours | CoupledSamples, compute: Compute) -> AugmentReport:
@@ -61,39 +73,50 @@ def augment(name: str, cfg: Edits | Neighbours | CoupledSamples, compute: Comput
     if notice := check_licence(DATASETS[cfg.source.reader], "train"):
         print(f"augment: {name}: made from {notice}", flush=True)
     _see_ours(cfg.root)
-    scratch = compute.scratch / "augment" / name
-    shutil.rmtree(scratch / UNPACKED, ignore_errors=True)  # a kill may have left half an image
-    made = _make(cfg, compute, scratch)
-    if not made.pairs:
-        raise DataError(f"augment.{name}: no pair could be made; rejected: {dict(made.rejected)}")
-    _write(cfg.root, made.pairs)
-    report = _report(name, cfg.kind, made).write(Path(f"{cfg.root}.json"))
-    shutil.rmtree(scratch, ignore_errors=True)
-    return report
+    with own_folder(compute.scratch) as images:
+        made, digests = _make(cfg, compute, images)
+        report = _report(name, cfg.kind, made)
+        if not made.pairs:
+            told = "".join(f"\n  rejected: {reason}" for reason in report.reasons())
+            raise DataError(f"augment.{name}: no pair could be made of {cfg.source.root}{told}")
+        _write(cfg.root, made.pairs, digests)
+    return report.write(Path(f"{cfg.root}.json"))
 
 
-def _make(cfg: Edits | Neighbours | CoupledSamples, compute: Compute, scratch: Path) -> Made:
+def _make(cfg: Edits | Neighbours | CoupledSamples, compute: Compute, images: Path) -> tuple[Made, Mapping[Path, str]]:
+    """The pairs, and the digests of the images that they are made of; `images`: the folder for those that the source
+    has in a Parquet file."""
     device = Device(gpu=compute.gpu, precision="bf16" if compute.gpu else "fp32")
-    answers, images, cache = compute.scratch / "answers.jsonl", scratch / UNPACKED, compute.image_cache
+    answers, cache = compute.scratch / "answers.jsonl", compute.image_cache
     rejected = Rejected()
     match cfg:
         case Edits():
             originals = read_originals(cfg.source, images, cache, rejected)
             editor = load_editor(cfg.editor, cfg.source, device)
             writer = load_writer(cfg.writer, cfg.seed, answers, device)
-            how = {"editor": cfg.editor.model_dump(mode="json"), "model": editor.identity}
-            return make_edits(cfg, originals, rejected, editor, writer, scratch / key_of(how, Path(__file__)))
+            kept = kept_edits(cfg.editor, editor, compute.scratch)
+            return make_edits(cfg, originals, rejected, editor, writer, kept), _digests(originals)
         case Neighbours():
             captioned = read_captioned(cfg.source, images, cache, rejected)
             writer = load_writer(cfg.writer, cfg.seed, answers, device)
-            known = known_pairs(cfg.source, images)
-            return make_neighbours(cfg, captioned, known, rejected, load_features(cfg.features, device), writer)
+            features, known = load_features(cfg.features, device), known_pairs(cfg.source, images)
+            return make_neighbours(cfg, captioned, known, rejected, features, writer), _digests(captioned)
         case CoupledSamples():
-            return make_coupled_samples(cfg, read_captioned(cfg.source, images, cache, rejected), rejected)
+            captioned = read_captioned(cfg.source, images, cache, rejected)
+            return make_coupled_samples(cfg, captioned, rejected), _digests(captioned)
+
+
+def _digests(images: Sequence[Original | Captioned]) -> dict[Path, str]:
+    return {each.image: each.digest for each in images}
 
 
 def _see_ours(root: Path) -> None:
-    """Raises DataError where the folder, which is written anew, may be another's: a collection may have our names."""
+    """Raises DataError where the folder, which is written anew, may be another's: a collection may have our names; or
+    where none can be written."""
+    if root.is_symlink():
+        raise DataError(f"{root}: is a link, whose place a folder would take; name the folder that it leads to")
+    if taken := next((place for place in (root, *root.parents) if place.exists() and not place.is_dir()), None):
+        raise DataError(f"{taken}: is no folder; name another root")
     if strange := sorted(path.name for path in root.glob("[!.]*") if path.name not in (MANIFEST, IMAGES)):
         raise DataError(f"{root}: holds {strange[0]!r}, which augment does not write; name another root")
     if not root.is_dir():
@@ -115,20 +138,53 @@ def _is_made(manifest: Path) -> bool:
     return isinstance(row, dict) and "made" in row
 
 
-def _write(root: Path, pairs: list[Pair]) -> None:
-    """The folder anew: each image once, the manifest last."""
-    shutil.rmtree(root, ignore_errors=True)
-    (root / IMAGES).mkdir(parents=True)
+def _write(root: Path, pairs: list[Pair], digests: Mapping[Path, str]) -> None:
+    """The folder anew, beside the old one until it is whole: each image once, the manifest last."""
+    new = root.with_name(f".{root.name}.new")
+    if new.exists():
+        shutil.rmtree(new)  # of a run that was killed
+    try:
+        _fill(new, pairs, digests)
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)  # the error is told, and a full disk may be its reason
+        raise
+    _swap(new, root)
+
+
+def _fill(folder: Path, pairs: list[Pair], digests: Mapping[Path, str]) -> None:
+    (folder / IMAGES).mkdir(parents=True)
     names: dict[Path, str] = {}
     lines = []
     for pair in progress(pairs, "augment: write", len(pairs), "pair"):
         for path in (pair.before, pair.after):
             if path not in names:
-                names[path] = f"{IMAGES}/{sha256(path)[:32]}{path.suffix.lower()}"
-                shutil.copyfile(path, root / names[path])
+                names[path] = f"{IMAGES}/{(digests.get(path) or sha256(path))[:32]}{_suffix(path)}"
+                shutil.copyfile(path, folder / names[path])
         row: dict[str, Any] = pair._asdict() | {"before": names[pair.before], "after": names[pair.after]}
         lines.append(json.dumps(row, ensure_ascii=False) + "\n")
-    write_atomic(root / MANIFEST, "".join(lines))
+    write_atomic(folder / MANIFEST, "".join(lines).encode("utf-8", "replace"))  # a writer's half characters too
+
+
+def _suffix(image: Path) -> str:
+    """The suffix of its name where that is a plain one, else by its first bytes."""
+    suffix = image.suffix.lower()
+    if PLAIN(suffix):
+        return suffix
+    with image.open("rb") as file:
+        data = file.read(4)
+    return next((known for start, known in SUFFIXES.items() if data.startswith(start)), "")
+
+
+def _swap(new: Path, root: Path) -> None:
+    """The new folder in the place of the old one, which goes last: also one that a kill between the renames left."""
+    old = root.with_name(f".{root.name}.old")
+    if root.exists():
+        if old.exists():
+            shutil.rmtree(old)
+        root.rename(old)
+    new.rename(root)
+    if old.exists():
+        shutil.rmtree(old)
 
 
 def _report(name: str, kind: str, made: Made) -> AugmentReport:
@@ -148,4 +204,5 @@ def _report(name: str, kind: str, made: Made) -> AugmentReport:
         rejected=rejected,
         dropped_texts=dict(sorted(made.dropped_texts.items())),
         models={part: digest for part, digest in made.models.items() if digest},
+        examples={reason: first for reason, first in made.rejected.examples.items() if reason in rejected},
     )

@@ -27,13 +27,13 @@ def draw(root: Path, **changes: Any) -> Path:
     return root
 
 
-def entry(kind: str, source: Path, root: Path, **changes: Any) -> Any:
+def entry(kind: str, source: Path, root: Path, /, **changes: Any) -> Any:
     """An entry of the section, typed."""
     values = {"kind": kind, "source": {"reader": "minichange", "root": source}, "root": root, "seed": 3} | changes
     return TypeAdapter(MadeDataset).validate_python(values)
 
 
-def edits(source: Path, root: Path, **changes: Any) -> Any:
+def edits(source: Path, root: Path, /, **changes: Any) -> Any:
     defaults = {
         "editor": {"kind": "drawn"},
         "writer": {"kind": "grammar"},

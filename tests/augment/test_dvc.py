@@ -58,6 +58,40 @@ def test_a_made_dataset_follows_its_source_and_its_entry(project: Path):
     assert toy.status(project) == {}
 
 
+MADE_ALONE = ("repro", "--single-item", "augment@made")
+
+
+@pytest.mark.slow(15)
+def test_a_made_dataset_comes_from_the_run_cache_and_its_folder_is_dvcs_alone(project: Path):
+    """Why the stage's output is not `persist`, by which DVC would leave the folder and never restore it."""
+    root = project / "data/01_raw/made"
+    toy.run(project, "dvc", "repro", "augment@made")
+    made = sorted(path.name for path in root.rglob("*"))
+    set_params(project, "augment.made.seed", 4)
+    assert "Running stage 'augment@made'" in toy.run(project, "dvc", *MADE_ALONE)
+    set_params(project, "augment.made.seed", MADE["seed"])
+    assert "Stage 'augment@made' is cached - skipping run" in toy.run(project, "dvc", *MADE_ALONE)
+    assert sorted(path.name for path in root.rglob("*")) == made
+    (root / "mine.txt").write_text("mine")
+    set_params(project, "augment.made.seed", 5)
+    assert "Running stage 'augment@made'" in toy.run(project, "dvc", *MADE_ALONE)
+    assert not (root / "mine.txt").exists(), "as docs/made-data.md warns"
+
+
+@pytest.mark.slow(15)
+def test_dvc_itself_replaces_no_folder_that_dvc_add_tracks(tmp_path: Path):
+    project = toy.build(tmp_path / "toy")
+    mine = project / "data/01_raw/made/mine.txt"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    toy.run(project, "dvc", "add", "data/01_raw/made")
+    set_params(project, "augment.made", MADE)
+    set_params(project, "ingest.datasets.made", INGESTED)
+    with pytest.raises(AssertionError, match=r"output 'data/01_raw/made' is specified in:"):
+        toy.run(project, "dvc", "repro", "augment@made")
+    assert mine.read_text() == "mine"
+
+
 def outs(root: Path) -> dict[str, Any]:
     lock = yaml.safe_load((root / "dvc.lock").read_text())
     return {out["path"]: out for out in lock["stages"]["augment@made"]["outs"]}

@@ -1,6 +1,7 @@
 """Features: of length 1, in the order of the images, and such that OneDiff's band holds what has changed."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -59,3 +60,21 @@ def test_a_model_of_another_content_and_an_unreadable_image_are_refused(tmp_path
     (tmp_path / "no.png").write_text("no image")
     with pytest.raises(ImageError):
         load_features(Encoder(kind="encoder", model=BASE), CPU).features([tmp_path / "no.png"])
+
+
+def test_features_that_the_memory_would_not_hold_are_refused_after_the_first_batch(
+    images: list[list[Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    read: list[Path] = []
+    real = module.load_image
+    monkeypatch.setattr(module, "load_image", lambda path: read.append(path) or real(path))
+    monkeypatch.setattr(module, "BATCH", 2)
+    paths = [path for each in images for path in each]
+    folder = clip(tmp_path / "model")
+    features = load_features(Clip(kind="clip", model=folder), CPU)
+    monkeypatch.setattr(module.psutil, "virtual_memory", lambda: SimpleNamespace(available=120 * 12 * 4 - 1))
+    with pytest.raises(ParamsError, match=r"120 images of a split, 12 numbers each, .* GiB of memory are free; .*clip"):
+        features.features(paths)
+    assert len(read) == 2
+    monkeypatch.setattr(module.psutil, "virtual_memory", lambda: SimpleNamespace(available=120 * 12 * 4))
+    assert features.features(paths).shape == (120, 12)

@@ -11,7 +11,7 @@ from components.augment.coupled_samples import make_coupled_samples
 from components.augment.edits import make_edits
 from components.augment.neighbours import make_neighbours, text_similarity
 from components.augment.pair import Made
-from components.augment.source import Captioned
+from components.augment.source import Captioned, Rejected
 from tests.augment.small import edits, entry
 from tests.augment.toys import ToyEditor, ToyFeatures, ToyWriter, captioned, original
 
@@ -25,7 +25,7 @@ def made_edits(tmp_path: Path, editor: ToyEditor, writer: ToyWriter, **changes: 
         original(tmp_path, "three", "add a dog", "val"),
     ]
     cfg = edits(tmp_path, tmp_path / "out", **({"edits": 3} | changes))
-    return make_edits(cfg, originals, Counter({"no instruction": 2}), editor, writer, tmp_path / "into")
+    return make_edits(cfg, originals, Rejected({"no instruction": 2}), editor, writer, tmp_path / "into")
 
 
 def test_each_original_is_edited_by_its_own_instruction_and_keeps_scene_split_and_types(tmp_path: Path):
@@ -98,7 +98,7 @@ def test_another_instruction_or_image_is_edited_anew(change: dict[str, str], tmp
     cfg = edits(tmp_path, tmp_path / "out", edits=2, paraphrases={})
     for each, edited in ((one, 2), (one, 0), (one._replace(**change), 2)):
         editor = ToyEditor()
-        make_edits(cfg, [each], Counter(), editor, ToyWriter(), tmp_path / "into")
+        make_edits(cfg, [each], Rejected(), editor, ToyWriter(), tmp_path / "into")
         assert len(editor.asked) == edited
 
 
@@ -115,7 +115,7 @@ def made_neighbours(images: list[Captioned], known: set[frozenset] = frozenset()
         "references": 1,
     }
     cfg = entry("neighbours", Path("source"), Path("out"), **(values | changes))
-    return make_neighbours(cfg, images, set(known), Counter({"no caption": 1}), ToyFeatures(), ToyWriter(short="dog"))
+    return make_neighbours(cfg, images, set(known), Rejected({"no caption": 1}), ToyFeatures(), ToyWriter(short="dog"))
 
 
 def names(made: Made) -> list[str]:
@@ -195,7 +195,7 @@ def test_the_similarity_of_texts_is_the_share_of_their_words(first: str, second:
 
 def made_coupled(images: list[Captioned], **changes: Any) -> Made:
     cfg = entry("coupled_samples", Path("source"), Path("out"), **changes)
-    return make_coupled_samples(cfg, images, Counter({"no caption": 1}))
+    return make_coupled_samples(cfg, images, Rejected({"no caption": 1}))
 
 
 def test_each_image_is_in_one_couple_of_its_split_and_the_caption_is_both_captions():

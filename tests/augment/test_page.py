@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import yaml
 from PIL import Image
 
 from components.augment.params import Edits, Source
-from components.augment.source import read_captioned
+from components.augment.source import Rejected, read_captioned
 from components.params import load_params
 from tests.toy import REPOSITORY
 
@@ -40,7 +39,7 @@ def picture(path: Path) -> None:
 
 
 def captions(source: Source, folder: Path) -> dict[str, str]:
-    rejected = Counter[str]()
+    rejected = Rejected()
     found = read_captioned(source, folder / "unpacked", folder / "cache.parquet", rejected)
     assert not rejected
     return {each.image.relative_to(source.root).as_posix(): each.caption for each in found}

@@ -1,5 +1,7 @@
 """Neighbours: the exact ones, whatever the blocks; FAISS finds the same but for a few."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -24,6 +26,22 @@ def test_the_exact_search_finds_the_nearest_others_in_order(block: int, monkeypa
     best = np.argsort(-whole, axis=1, kind="stable")[:, :5]
     assert (numbers == best).mean() > 0.999
     np.testing.assert_allclose(cosines, np.take_along_axis(whole, best, axis=1), atol=1e-6)
+
+
+def test_the_exact_search_holds_so_many_similarities_at_once_and_no_more(monkeypatch: pytest.MonkeyPatch):
+    """numpy tells tracemalloc what it takes: a block's similarities and, of 8 bytes each, their order."""
+    features = points(4000)
+    whole = nearest(features, 8, "exact")
+    monkeypatch.setattr(search, "CELLS", 100_000)
+    tracemalloc.start()
+    try:
+        cosines, numbers = nearest(features, 8, "exact")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 100_000 * 14 + 3 * (cosines.nbytes + numbers.nbytes)
+    assert (numbers == whole[1]).all()
+    np.testing.assert_allclose(cosines, whole[0], atol=1e-6)
 
 
 def test_equal_ones_come_by_their_number_and_no_image_is_its_own_neighbour():

@@ -1,7 +1,6 @@
 """What a source gives: usable originals and images, each in the split of its scene; all else is counted."""
 
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +8,14 @@ import pytest
 from PIL import Image
 
 from components.augment.params import Source
-from components.augment.source import known_pairs, read_captioned, read_originals
+from components.augment.source import Rejected, known_pairs, read_captioned, read_originals
+from components.datasets.emu_edit import unpack
 from components.datasets.minichange.language import describe_scene
 from components.datasets.minichange.scenes import image_paths, read_scenes
 from components.files import sha256
 from components.records import DataError
 from tests.augment.small import SCENES, draw
+from tests.layouts import write_emu
 
 ONE_IMAGE = {"manifest": "pairs.jsonl", "columns": {"before": "image", "after": "image", "captions": "caption"}}
 
@@ -55,7 +56,7 @@ ROWS = [
 
 
 def test_usable_rows_are_originals_and_every_other_row_has_its_reason(tmp_path: Path):
-    source, rejected = write(tmp_path / "raw", ROWS), Counter[str]()
+    source, rejected = write(tmp_path / "raw", ROWS), Rejected()
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")  # outside the root, where p6 leads
     found = read_originals(source, *places(tmp_path), rejected)
     assert [(each.name, each.split, each.scene, each.instruction) for each in found] == [
@@ -75,11 +76,19 @@ def test_usable_rows_are_originals_and_every_other_row_has_its_reason(tmp_path: 
         "row cannot be read": 2,
     }
     assert len(found) + rejected.total() == len(ROWS)
+    root = source.root
+    assert rejected.examples == {
+        "no instruction": "pairs.jsonl, line 3",
+        "nothing is to change": "pairs.jsonl, line 4",
+        "image cannot be read": f"pairs.jsonl, line 5: {root}/gone.png: is missing; fetch it",
+        "scene is in a higher split": "pairs.jsonl, line 8: s7 is in test",
+        "row cannot be read": "pairs.jsonl, line 12: before, after, captions: is missing",
+    }
 
 
 def test_splits_that_are_not_asked_for_are_left_out_and_still_keep_their_scenes(tmp_path: Path):
     source = write(tmp_path / "raw", ROWS).model_copy(update={"splits": ("train",)})
-    rejected = Counter[str]()
+    rejected = Rejected()
     found = read_originals(source, *places(tmp_path), rejected)
     assert [each.name for each in found] == ["p0", "p1"]
     assert rejected["scene is in a higher split"] == 1, "p7 is a test scene"
@@ -90,7 +99,7 @@ def test_a_list_of_images_with_captions_is_read_by_the_reader_of_pairs(tmp_path:
         {"id": str(number), "image": image, "caption": text, "split": "train"}
         for number, (image, text) in enumerate([("a.png", "a cat"), ("b.png", ""), ("none.png", "x"), ("c.png", "c")])
     ]
-    source, rejected = write(tmp_path / "raw", rows, **ONE_IMAGE), Counter[str]()
+    source, rejected = write(tmp_path / "raw", rows, **ONE_IMAGE), Rejected()
     found = read_captioned(source, *places(tmp_path), rejected)
     assert [(each.name, each.image.name, each.caption) for each in found] == [
         ("0", "a.png", "a cat"),
@@ -100,20 +109,74 @@ def test_a_list_of_images_with_captions_is_read_by_the_reader_of_pairs(tmp_path:
     assert known_pairs(source, tmp_path / "unpacked") == set()
 
 
+@pytest.mark.parametrize(
+    ("named", "told"),
+    [
+        ("none.png", "{root}/none.png: does not decode: is of no known image format; restore it or save it anew"),
+        ("../a.png", "text '../a.png' is no path inside {root}; correct the path"),
+    ],
+)
+def test_an_image_that_cannot_be_read_is_named_with_a_remedy(named: str, told: str, tmp_path: Path):
+    source, rejected = write(tmp_path / "raw", [row(0, before=named)]), Rejected()
+    assert read_originals(source, *places(tmp_path), rejected) == []
+    assert rejected.examples["image cannot be read"] == f"pairs.jsonl, line 1: {told.format(root=source.root)}"
+
+
+def test_a_row_of_no_known_split_is_named(tmp_path: Path):
+    source, rejected = write(tmp_path / "raw", [row(0, split="dev")]), Rejected()
+    assert read_originals(source, *places(tmp_path), rejected) == []
+    told = "pairs.jsonl, line 1: split: expected one of train, val, test, found text 'dev'"
+    assert rejected.examples == {"row cannot be read": told}
+
+
+def test_where_images_are_not_unpacked_the_command_that_does_it_is_told(tmp_path: Path):
+    source, rejected = Source(reader="emu_edit", root=write_emu(tmp_path / "emu")), Rejected()
+    assert read_originals(source, *places(tmp_path), rejected) == []
+    assert rejected == {"image cannot be read": 5}
+    remedy = f"is missing; run `m3diff data unpack {source.root}`"
+    assert rejected.examples["image cannot be read"].endswith(remedy)
+    unpack(source.root)
+    assert len(read_originals(source, *places(tmp_path), Rejected())) == 5
+
+
+def test_a_pair_of_two_images_between_single_ones_is_counted(tmp_path: Path):
+    rows = [row(0, after="a.png"), row(1), row(2, scene="p0", split="test")]
+    source, rejected = write(tmp_path / "raw", rows), Rejected()
+    assert read_captioned(source, *places(tmp_path), rejected) == []
+    assert rejected == {"is a pair of two images": 2, "scene is in a higher split": 1}
+    assert rejected.examples["is a pair of two images"] == "pairs.jsonl, line 2"
+
+
+HALF = "\ud83d"
+"""Half a character, as a cut JSON escape leaves it; no file can hold it."""
+
+
+def test_half_a_character_is_a_question_mark_wherever_a_row_has_it(tmp_path: Path):
+    whole = row(0, id=f"p{HALF}", scene=f"s{HALF}", captions=[f"add a cup {HALF}"], change_types=[f"add{HALF}"])
+    source, rejected = write(tmp_path / "raw", [whole, row(1, before=f"{HALF}.png")]), Rejected()
+    (found,) = read_originals(source, *places(tmp_path), rejected)
+    assert (found.name, found.scene, found.instruction, found.change_types) == ("p?", "s?", "add a cup ?", ["add?"])
+    assert rejected == {"image cannot be read": 1}
+    assert len(known_pairs(source, tmp_path / "unpacked")) == 1
+    single = {"id": f"p{HALF}", "split": "train", "image": "a.png", "caption": f"a cup {HALF}"}
+    (image,) = read_captioned(write(tmp_path / "one", [single], **ONE_IMAGE), *places(tmp_path), rejected)
+    assert (image.name, image.caption) == ("p?", "a cup ?")
+
+
 def test_pairs_of_two_images_have_no_captions_of_single_ones(tmp_path: Path):
     source = write(tmp_path / "raw", [row(0)])
     with pytest.raises(DataError, match="no captions of single images; .*columns: {before: image, after: image"):
-        read_captioned(source, *places(tmp_path), Counter())
+        read_captioned(source, *places(tmp_path), Rejected())
 
 
 def test_a_source_that_is_not_there_is_told(tmp_path: Path):
     source = Source(reader="pairs", root=tmp_path / "gone")
     with pytest.raises(DataError, match="gone: is no folder; fetch the source or correct its root"):
-        read_originals(source, *places(tmp_path), Counter())
+        read_originals(source, *places(tmp_path), Rejected())
 
 
 def test_minichange_gives_originals_with_what_they_show_and_every_image_with_its_description(tmp_path: Path):
-    source, rejected = Source(reader="minichange", root=draw(tmp_path / "raw")), Counter[str]()
+    source, rejected = Source(reader="minichange", root=draw(tmp_path / "raw")), Rejected()
     originals = read_originals(source, *places(tmp_path), rejected)
     scenes = read_scenes(source.root).of
     assert len(originals) == SCENES

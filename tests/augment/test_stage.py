@@ -1,18 +1,23 @@
 """The stage on a small MiniChange: equal bytes twice, every pair counted, no leak past validate, a kill survived."""
 
+import errno
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 import pytest
+from PIL import Image
 
+from components.augment import stage
 from components.augment.drawn import DrawnEditor
+from components.augment.parts import Written
 from components.augment.stage import augment
 from components.augment.words import difference
 from components.counts import told_of_made
@@ -22,8 +27,9 @@ from components.files import sha256, sha256_of_folder
 from components.records import DataError
 from tests.augment.small import SCENES, compute, draw, edits, entry
 from tests.augment.tiny import BASE
+from tests.augment.toys import ToyWriter
 from tests.chat import CUT_BODY, Server, chat_server
-from tests.layouts import run_ingest, run_validate
+from tests.layouts import run_ingest, run_validate, write_emu
 
 NEIGHBOURS = {
     "features": {"kind": "encoder", "model": BASE},
@@ -71,10 +77,45 @@ def test_equal_settings_give_equal_bytes_and_every_pair_that_was_tried_is_made_o
     lines = list(told_of_made(report))
     assert lines[0].startswith(f"augment: made: {len(rows)} (train ")
     assert len(lines) == 1 + len(report.rejected)
-    assert not (tmp_path / "one/runs/augment/made").exists()
+    assert [path.name for path in (tmp_path / "one/runs/augment").iterdir()] == ["0.lock"], "nothing is left there"
     other = entry(kind, raw, tmp_path / "other", **(KINDS[kind] | {"seed": 4}))
     augment("made", other, compute(tmp_path / "runs"))
     assert (kind == "neighbours") == (sha256_of_folder(tmp_path / "other") == sha256_of_folder(tmp_path / "one/made"))
+
+
+NAMES = {"a.jpg?w=600": ".jpg", "b.v1-2": ".png", "c": ".png", "D.JPEG": ".jpeg", "e.png": ".png", "f.": ""}
+"""Names of images, by which reader and server know nothing, and the suffix that each is written with."""
+
+
+def test_images_of_any_name_are_written_by_content_and_known_as_ours_in_the_next_run(tmp_path: Path):
+    (tmp_path / "raw").mkdir()
+    rows = []
+    for number, (name, suffix) in enumerate(NAMES.items()):
+        kind = {".png": "PNG", "": "TIFF"}.get(suffix, "JPEG")
+        Image.new("RGB", (8, 8), (number * 40, 0, 0)).save(tmp_path / "raw" / name, kind)
+        rows.append({"id": name, "split": "train", "image": name, "caption": f"text {number}"})
+    (tmp_path / "raw/pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    columns = {"before": "image", "after": "image", "captions": "caption"}
+    source = {"reader": "pairs", "root": tmp_path / "raw", "options": {"manifest": "pairs.jsonl", "columns": columns}}
+    for _ in range(2):
+        cfg = entry("coupled_samples", tmp_path, tmp_path / "made", source=source)
+        augment("made", cfg, compute(tmp_path / "runs"))
+    of = {sha256(tmp_path / "raw" / name)[:32]: suffix for name, suffix in NAMES.items()}
+    assert sorted(path.name for path in (tmp_path / "made/images").iterdir()) == sorted(map("".join, of.items()))
+    for stem in of:  # as an earlier version called them
+        (tmp_path / "made/images" / f"{stem}.jpg?w=600").write_text("an image")
+    augment("made", cfg, compute(tmp_path / "runs"))
+    assert len(list((tmp_path / "made/images").iterdir())) == len(NAMES)
+
+
+@pytest.mark.parametrize(("kind", "hashed"), [("edits", 2 * SCENES), ("coupled_samples", 0)])
+def test_no_image_is_hashed_again_whose_digest_is_known(
+    kind: str, hashed: int, raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    asked: list[Path] = []
+    monkeypatch.setattr(stage, "sha256", lambda path: asked.append(path) or sha256(path))
+    augment("made", entry(kind, raw, tmp_path / "made", **KINDS[kind]), compute(tmp_path / "runs"))
+    assert len(asked) == hashed
 
 
 def test_every_image_is_written_once_and_originals_byte_by_byte(raw: Path, tmp_path: Path):
@@ -228,11 +269,104 @@ def test_an_earlier_dataset_is_replaced_whole(raw: Path, tmp_path: Path):
     assert sha256_of_folder(tmp_path / "made") == sha256_of_folder(tmp_path / "else")
 
 
+def test_an_error_while_the_new_dataset_is_written_leaves_the_earlier_one(
+    raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    augment("made", edits(raw, tmp_path / "made"), compute(tmp_path / "runs"))
+    before, copied, real = sha256_of_folder(tmp_path / "made"), [], shutil.copyfile
+
+    def copyfile(path: Path, to: Path) -> None:
+        copied.append(path)
+        if len(copied) == 9:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(path, to)
+
+    monkeypatch.setattr(shutil, "copyfile", copyfile)
+    with pytest.raises(OSError, match="No space left"):
+        augment("made", edits(raw, tmp_path / "made", seed=4), compute(tmp_path / "runs"))
+    assert sha256_of_folder(tmp_path / "made") == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["made", "made.json", "runs"]
+
+
+def test_what_runs_that_were_killed_left_beside_the_root_is_gone_when_the_dataset_is_there(raw: Path, tmp_path: Path):
+    for name in (".made.new", ".made.old"):
+        (tmp_path / name / "images").mkdir(parents=True)
+        (tmp_path / name / "images" / f"{'0' * 32}.png").write_text("of a killed run")
+    for _ in range(2):
+        augment("made", edits(raw, tmp_path / "made"), compute(tmp_path / "runs"))
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["made", "made.json", "runs"]
+        assert not (tmp_path / f"made/images/{'0' * 32}.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "root", "told"),
+    [
+        ("a link", "made", "made: is a link, .*; name the folder that it leads to"),
+        ("a link to nothing", "made", "made: is a link, .*; name the folder that it leads to"),
+        ("a file", "made", "made: is no folder; name another root"),
+        ("a file", "made/inner", "made: is no folder; name another root"),
+    ],
+)
+def test_a_root_that_is_a_link_or_a_file_is_refused_before_any_work(
+    kind: str, root: str, told: str, raw: Path, tmp_path: Path
+):
+    if kind == "a file":
+        (tmp_path / "made").write_text("mine")
+    else:
+        (tmp_path / "made").symlink_to(tmp_path / "else")
+        (tmp_path / "else").mkdir() if kind == "a link" else None
+    with pytest.raises(DataError, match=told):
+        augment("made", edits(raw, tmp_path / root), compute(tmp_path / "runs"))
+    assert not (tmp_path / "runs").exists()
+
+
 def test_where_no_pair_can_be_made_the_reasons_are_told(raw: Path, tmp_path: Path):
     cfg = entry("neighbours", raw, tmp_path / "made", **(NEIGHBOURS | {"band": (-1, -0.9)}))
-    with pytest.raises(DataError, match=r"augment\.made: no pair could be made; rejected: .*'too alike': 480"):
+    with pytest.raises(DataError, match=r"augment\.made: no pair could be made of .*raw\n  rejected: 480: too alike"):
         augment("made", cfg, compute(tmp_path / "runs"))
     assert not (tmp_path / "made").exists()
+
+
+def test_half_a_character_that_a_writer_says_is_a_question_mark(
+    raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    class Half(ToyWriter):
+        def write(self, task: str, facts: Sequence[Mapping[str, str]], n: int) -> list[Written]:
+            return [Written((f"a cup \ud83d {number}",), Counter()) for number, _ in enumerate(facts)]
+
+    monkeypatch.setattr(stage, "load_writer", lambda *_: Half())
+    augment("made", edits(raw, tmp_path / "made", paraphrases={"val": 1}), compute(tmp_path / "runs"))
+    said = {text for row in rows_of(tmp_path / "made") for text in row["captions"][1:]}
+    assert said == {f"a cup ? {number}" for number in range(4)}
+
+
+def test_the_first_row_of_a_reason_is_told_and_stands_in_no_file(raw: Path, tmp_path: Path):
+    rows = [
+        {"id": str(number), "split": "train", "image": f"images/{name}", "caption": f"text {number}"}
+        for number, name in enumerate(["CLEVR_default_000000.png", "gone.png", "CLEVR_default_000001.png"])
+    ]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "images").symlink_to(raw / "images")
+    columns = {"before": "image", "after": "image", "captions": "caption"}
+    source = {"reader": "pairs", "root": tmp_path, "options": {"manifest": "pairs.jsonl", "columns": columns}}
+    cfg = entry("coupled_samples", tmp_path, tmp_path / "made", source=source)
+    report = augment("made", cfg, compute(tmp_path / "runs"))
+    assert list(told_of_made(report))[1:] == [
+        "augment: made: rejected: 1: image cannot be read; the first: "
+        f"pairs.jsonl, line 2: {tmp_path}/images/gone.png: is missing; fetch it"
+    ]
+    assert "examples" not in json.loads((tmp_path / "made.json").read_text())
+
+
+def test_where_no_pair_can_be_made_the_first_row_and_its_remedy_are_told(tmp_path: Path):
+    emu = write_emu(tmp_path / "emu")
+    source = {"reader": "emu_edit", "root": emu}
+    (tmp_path / "config.json").write_text("{}")
+    editor = {"kind": "instruct_pix2pix", "model": tmp_path}
+    told = f"rejected: 10: image cannot be read; the first: .*: is missing; run `m3diff data unpack {emu}`"
+    cfg = edits(emu, tmp_path / "made", source=source, editor=editor, paraphrases={})
+    with pytest.raises(DataError, match=rf"augment\.made: no pair could be made of {emu}\n  {told}"):
+        augment("made", cfg, compute(tmp_path / "runs"))
 
 
 # With an endpoint

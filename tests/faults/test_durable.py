@@ -36,7 +36,7 @@ from tests.train.toy import write_mixture
 
 ATOMIC = {
     "components/augment/edits.py _edit",
-    "components/augment/stage.py _write",
+    "components/augment/stage.py _fill",
     "components/compare/compare.py compare",
     "components/datasets/minichange/generate.py generate",
     "components/evaluate/report/report.py write_report",
@@ -73,6 +73,7 @@ ATOMIC = {
 """Through `write_atomic`."""
 
 RENAMED = {
+    "components/augment/stage.py _swap": "DVC; the next run removes what a kill left (tests/augment/test_stage.py)",
     "components/evaluate/metrics/worker.py main": "in a temporary folder of the process that waits for it",
     "components/export/hub/folder.py export_hub": "a command's output, whole or not there; the next one writes it anew",
     "components/files.py write_atomic": "here",
@@ -89,7 +90,8 @@ RENAMED = {
 PLAIN = {
     "components/archive/commit.py add_worktree": "in a worktree of its own, made anew after a failure",
     "components/archive/lineage.py of_stored": "in a temporary folder",
-    "components/augment/stage.py _write": "DVC",
+    "components/augment/scratch.py own_folder": "a lock",
+    "components/augment/stage.py _fill": "see RENAMED",
     "components/convert/stage.py _write_shards": "DVC",
     "components/datasets/minichange/generate.py _write_scene": "DVC",
     "components/decisions.py alone": "a lock",
