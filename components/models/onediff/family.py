@@ -120,6 +120,14 @@ def faults(settings: OneDiffSettings, base: Mapping[str, Any] | None) -> list[st
     return found
 
 
+def base_files(settings: OneDiffSettings, base: Mapping[str, Any] | None) -> dict[str, str]:
+    """The BERT that a new module starts as; a base that was trained has its module already."""
+    if settings.module is None or settings.module.start != "bert" or (base is not None and "vdm" in base):
+        return {}
+    source = "copy it from bert-base-uncased, or set module.start to random"
+    return {f"bert/{file}": source for file in ("config.json", "model.safetensors")}
+
+
 def _module(settings: OneDiffSettings) -> dict[str, Any] | None:
     return None if settings.module is None else asdict(settings.module)
 
@@ -140,6 +148,7 @@ ONEDIFF = replace(
     faults=faults,
     compiled=COMPILED,
     contribution=None,
+    base_files=base_files,
 )
 """What is LLaVA's is M3Diff's: kernels, generation with maps, blank images. Its delta tokens stand beside the images'
 features and change none, so how much the module contributes has no ratio to them."""
