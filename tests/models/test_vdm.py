@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import BertConfig, BertModel
 
@@ -208,6 +209,15 @@ def test_another_bert_is_refused(changes: dict, words: str, tmp_path: Path) -> N
     bert(tmp_path / "bert")
     with pytest.raises(ValueError, match=words):
         VisualDeltaModule(VDMConfig(**FIELDS | changes), D, W).start_as_bert(tmp_path / "bert")
+
+
+def test_a_bert_without_some_of_its_weights_is_refused_by_their_names(tmp_path: Path) -> None:
+    bert(tmp_path / "bert")
+    weights = load_file(tmp_path / "bert" / "model.safetensors")
+    lost = "encoder.layer.1.output.dense.weight"
+    save_file({name: value for name, value in weights.items() if name != lost}, tmp_path / "bert" / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"1 weights of the BERT .* are missing, \['{lost}'\]; take both files"):
+        VisualDeltaModule(VDMConfig(**FIELDS), D, W).start_as_bert(tmp_path / "bert")
 
 
 def test_no_bert_is_refused_with_the_remedy(tmp_path: Path) -> None:
