@@ -353,14 +353,43 @@ def test_faults_name_what_the_base_cannot_give(onevision: Path, llava: Path) -> 
     assert FAMILY.faults(settings(asdict(VDMConfig())), published) == []
     siglip = {"model_type": "onediff", "vision_config": {"model_type": "siglip_vision_model"}}
     assert FAMILY.faults(deep, siglip) == [], "a trained one may leave out what is the default"
-    for vision, named in (({"model_type": "blip_2_vision_model"}, "blip_2_vision_model"), ({}, "none")):
-        (fault,) = FAMILY.faults(settings(), {"model_type": "blip-2", "vision_config": vision})
+    for vision, named in (({"model_type": "dinov2"}, "dinov2"), ({}, "none")):
+        (fault,) = FAMILY.faults(settings(), {"model_type": "llava", "vision_config": vision})
         assert fault.endswith(f"and train.base has {named}")
     own = published | {"vdm": asdict(VDMConfig(tokens=16))}
     assert "set tokens to 16 instead of 32" in FAMILY.faults(settings(asdict(VDMConfig())), own)[0]
     (fault,) = FAMILY.faults(settings(), published | {"vdm": None})
     assert "set null instead of {" in fault, "a control would train without the module and say nothing"
     assert FAMILY.faults(settings(None), published | {"vdm": None}) == []
+
+
+@pytest.mark.parametrize("module", [JOINED, None], ids=["module", "none"])
+@pytest.mark.parametrize("kind", ["blip-2", "m3diff", "llava_next"])
+def test_a_base_of_another_kind_is_a_fault_with_a_module_and_without(
+    kind: str, module: dict[str, Any] | None, onevision: Path
+) -> None:
+    config = json.loads((onevision / "config.json").read_text()) | {"model_type": kind}
+    (fault,) = FAMILY.faults(settings(module), config)
+    assert fault == (
+        f"family onediff needs a LLaVA-1.5 or LLaVA-OneVision in train.base, or a OneDiff, and it has a {kind}"
+    )
+
+
+@pytest.mark.parametrize("module", [JOINED, None], ids=["module", "none"])
+def test_what_is_read_of_a_clip_is_one_layer_without_its_class_token(
+    module: dict[str, Any] | None, llava: Path, tmp_path: Path
+) -> None:
+    config = json.loads((llava / "config.json").read_text())
+    for layer in (-5, 0, 4):
+        assert FAMILY.faults(settings(module), config | {"vision_feature_layer": layer}) == []
+    for layer in ([-2, -1], -6, 5):
+        (fault,) = FAMILY.faults(settings(module), config | {"vision_feature_layer": layer})
+        assert f"vision_feature_layer must be one whole number from -5 to 4, found {layer}" in fault
+    (fault,) = FAMILY.faults(settings(module), config | {"vision_feature_select_strategy": "full"})
+    assert "vision_feature_select_strategy is full, which keeps CLIP's class token" in fault
+    FAMILY.load_base(llava, settings(module), torch.float32, "sdpa").save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert FAMILY.faults(settings(module), written) == [], "what was trained on it is a base again"
 
 
 def test_the_published_shapes_give_the_published_number_of_parameters(tmp_path: Path) -> None:
