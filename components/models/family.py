@@ -248,6 +248,7 @@ class Family:
             own files, each with where it comes from. None: nothing.
         checkpointing_faults: (activation_checkpointing, the base's config.json or None) -> why the base's LLM cannot be
             recomputed so, in words. None: every one can.
+        prompt_tokens: of every prompt, without the images, where no question is asked. None: as the question is long.
     """
 
     settings: type
@@ -272,6 +273,7 @@ class Family:
     augment: Callable[[Any, np.ndarray, np.random.Generator], np.ndarray] | None = None
     base_files: Callable[[Any, Mapping[str, Any] | None], Mapping[str, str]] | None = None
     checkpointing_faults: Callable[[str, Mapping[str, Any] | None], list[str]] | None = None
+    prompt_tokens: float | None = None
 
     def part_of(self, name: str) -> str:
         """The part that a parameter is in."""

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,8 @@ def make_plan(
     processor = family.load_processor(train.base, config) if _is_here(train.base) else None
     others = settings.align.datasets if settings.align else left_out
     load = find_workload(mixture, entries, convert, processor, family.image_tokens(config), others)
+    if processor is None and family.prompt_tokens is not None:
+        load = replace(load, prompt_tokens=family.prompt_tokens)
     sequences = load.sequences(train.max_captions_per_sequence)
     branches, prompt = load.references / sequences, family.image_tokens(config) + load.prompt_tokens
     tokens = prompt + branches * load.reference_tokens

@@ -172,4 +172,6 @@ BLIP2IDC = Family(
     compiled=COMPILED,
     augment=augment,
     checkpointing_faults=checkpointing_faults,
+    prompt_tokens=1.0,
 )
+"""Its prompt is the token that BLIP-2 begins texts with, and no question."""
