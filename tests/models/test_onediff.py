@@ -34,6 +34,7 @@ from components.train.batches import MicroBatch, complete
 from components.train.loss import token_loss
 from components.train.packing import pack
 from tests.models.llava15 import write_llava15
+from tests.models.test_vdm import bert, maps_by_hand
 from tests.tiny import RATES, noise_image, scale_features, tiny_base
 
 FAMILY = FAMILIES["onediff"]
@@ -319,8 +320,6 @@ def test_a_trained_base_keeps_its_module(base: Path, tmp_path: Path) -> None:
 
 
 def test_the_module_starts_as_the_bert_in_the_bases_folder(onevision: Path, tmp_path: Path) -> None:
-    from tests.models.test_vdm import bert
-
     folder = shutil.copytree(onevision, tmp_path / "base")
     made = settings(JOINED | {"start": "bert", "heads": 3})
     with pytest.raises(ValueError, match="no BERT there"):
@@ -450,11 +449,22 @@ def test_maps_come_from_the_pass_that_captions(base: Path) -> None:
     model = trained(base, settings(SEPARATE)).get_base_model()
     inputs = pair_inputs(base, model)
     given = {name: inputs[name] for name in ("input_ids", "attention_mask", "pixel_values", "batch_num_images")}
+    runs: list[int] = []
+    hook = model.model.vision_tower.embeddings.register_forward_hook(lambda *_: runs.append(1))
     tokens, maps = FAMILY.generate(model, given, True, {"max_new_tokens": 2, "do_sample": False})
     side = int(model.config.patches**0.5)
     assert maps.shape == (2, side, side)
-    torch.testing.assert_close(maps.sum((1, 2)), torch.ones(2))
-    torch.testing.assert_close(maps, model.saliency_map(inputs["pixel_values"]))
+    assert len(runs) == 1, "the images are encoded once for both"
+    hook.remove()
+    with torch.no_grad():
+        states = model.model.vision_hidden_states(inputs["pixel_values"])
+        taps = [states[layer] for layer in SEPARATE["vision_feature_layers"]]
+        by_hand = maps_by_hand(model.model.vdm, [tap[0::2] for tap in taps], [tap[1::2] for tap in taps])
+    assert len(by_hand) == 2
+    want = ((by_hand[0] + by_hand[1]) / 2).reshape(2, side, side)
+    torch.testing.assert_close(maps, want, rtol=1e-3, atol=1e-5)
+    assert (maps - 1 / side**2).abs().max() > 1e-3
+    torch.testing.assert_close(model.saliency_map(inputs["pixel_values"]), want, rtol=1e-3, atol=1e-5)
     assert tokens.shape[0] == 2
     plain = FAMILY.load_base(base, settings(None), torch.float32, "sdpa")
     torch.testing.assert_close(plain.saliency_map(inputs["pixel_values"]), torch.full((2, side, side), 1 / side**2))

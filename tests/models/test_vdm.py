@@ -147,16 +147,55 @@ def test_tokens_are_bound_to_places_by_the_positions() -> None:
         assert int((vdm([h], [changed]) - still).norm(dim=-1).argmax()) == place
 
 
+def brought(q: Tensor, kv: Tensor, module: torch.nn.Module, sized: bool) -> list[Tensor]:
+    """Of one sample, what each key's value adds to each query's reading, [T, keys, V], head by head."""
+    queries, keys, values = linear(q, module.q_proj), linear(kv, module.k_proj), linear(kv, module.v_proj)
+    if sized:
+        queries, keys = unit(queries), unit(keys)
+    width, parts = queries.shape[1] // module.heads, []
+    for cut in (slice(h * width, (h + 1) * width) for h in range(module.heads)):
+        weights = torch.exp(queries[:, cut] @ keys[:, cut].T / math.sqrt(width))
+        weights = weights / weights.sum(1, keepdim=True)
+        parts.append(weights[:, :, None] * (values[:, cut] @ module.out_proj.weight[:, cut].T)[None])
+    return parts
+
+
+def map_by_hand(reading: torch.nn.Module, tokens: Tensor, h1: Tensor, h2: Tensor) -> Tensor:
+    """Of one sample, [N]: the share of each place in what all tokens read, by the sizes of what it brings."""
+    sized = reading.attention.normed
+    if reading.separate:
+        first, second = (sum(brought(tokens, h, reading.attention, sized)) for h in (h1, h2))
+        sizes = (first - second).pow(2).sum(-1).sqrt().sum(0)
+    else:
+        keys = torch.cat([h1 + reading.image_embeddings[0], h2 + reading.image_embeddings[1]])
+        both = sum(part.pow(2).sum(-1).sqrt() for part in brought(tokens, keys, reading.attention, sized)).sum(0)
+        sizes = both[: len(h1)] + both[len(h1) :]
+    return sizes / sizes.sum()
+
+
+def maps_by_hand(vdm: VisualDeltaModule, before: list[Tensor], after: list[Tensor]) -> list[Tensor]:
+    """The map of each layer that reads the images, [B, N], from what the layer was given."""
+    given: list[tuple[torch.nn.Module, tuple[Tensor, ...]]] = []
+    readings = [layer.reading for layer in vdm.layers if layer.reading is not None]
+    hooks = [reading.register_forward_pre_hook(lambda one, inputs: given.append((one, inputs))) for reading in readings]
+    vdm(before, after)
+    for hook in hooks:
+        hook.remove()
+    return [torch.stack([map_by_hand(one, *each) for each in zip(*inputs[:3], strict=True)]) for one, inputs in given]
+
+
+@pytest.mark.parametrize("norm", ["post", "size"])
 @pytest.mark.parametrize("images", ["joined", "separate"])
-def test_the_saliency_map_is_of_the_places_that_bring_the_difference(images: str) -> None:
-    vdm = random_module(images=images, cross_attention="every", layers=2)
+def test_the_saliency_map_is_of_the_places_that_bring_the_difference(images: str, norm: str) -> None:
+    vdm = random_module(images=images, cross_attention="every", layers=2, norm=norm)
     before, after = features()
     with vdm.recorded_maps() as maps:
         vdm(before, after)
     assert [one.shape for one in maps] == [(B, N)] * 2
-    for one in maps:
+    for one, want in zip(maps, maps_by_hand(vdm, before, after), strict=True):
+        torch.testing.assert_close(one, want, rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(one.sum(1), torch.ones(B, dtype=torch.float64))
-        assert (one > 0).all()
+        assert (one - 1 / N).abs().max() > 1e-3, "a map that is everywhere alike would show nothing"
     vdm(before, after)
     assert len(maps) == 2, "nothing is recorded any more"
 
