@@ -135,6 +135,13 @@ def test_the_prompt_is_llavas_own(llava: Path) -> None:
     assert processor.decode(torch.tensor([reference])) == ["the ball is gone"]
 
 
+@pytest.mark.parametrize("family", ["onediff", "m3diff"])
+def test_a_question_with_the_mark_of_an_image_is_refused_in_words(family: str, onevision: Path) -> None:
+    processor = FAMILIES[family].load_processor(onevision)
+    with pytest.raises(ValueError, match="the question has <image>, the mark of an image's place in a prompt"):
+        processor.encode_prompt("What is new in <image>?")
+
+
 @pytest.mark.parametrize(("place", "extra"), [("after", (0, 3)), ("between", (3, 0)), ("before", (3, 0))])
 def test_delta_tokens_have_places_of_their_own(place: str, extra: tuple[int, int], base: Path) -> None:
     config = FAMILY.planned_config(base, settings(JOINED | {"place": place}))
