@@ -100,7 +100,8 @@ class DeltaLayer(nn.Module):
         hidden = cfg.mlp_ratio * width
         last = Detector(hidden, width) if detects and number == 0 else Projection(hidden, width, zero)
         self.mlp = Mlp(width, last, approximate="none")
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3 if cfg.norm != "size" else 0))
+        run = (True, self.reading is not None, True) if cfg.norm != "size" else ()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) if used else nn.Identity() for used in run)
 
     def forward(
         self, d_BTV: Tensor, h1_BND: Tensor | None, h2_BND: Tensor | None, places_ND: Tensor | None = None
