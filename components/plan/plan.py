@@ -394,7 +394,9 @@ def _time_lines(train: Train, plan: Plan, gpu: Gpu | None, hfu: float) -> list[s
     ]
 
 
-def alignment_lines(settings: Settings, plan: Plan | None, uncounted: str, gpu: Gpu | None, hfu: float) -> list[str]:
+def alignment_lines(
+    train: Train, settings: Settings, plan: Plan | None, uncounted: str, gpu: Gpu | None, hfu: float
+) -> list[str]:
     """What trains before the fine-tuning, and what it costs, or why that is not known; nothing without it."""
     if settings.align is None:
         return []
@@ -407,7 +409,9 @@ def alignment_lines(settings: Settings, plan: Plan | None, uncounted: str, gpu: 
     if plan is None:
         return [what, f"  not counted: {uncounted}"]
     load = plan.workload
-    took = f", {_took(plan.gpu_hours(gpu.bf16_tflops, hfu), plan.gpus)} on {plan.gpus} GPU(s)" if gpu else ""
+    took = ""
+    if gpu and train.precision == "bf16":  # no other peak is known
+        took = f", {_took(plan.gpu_hours(gpu.bf16_tflops, hfu), plan.gpus)} on {plan.gpus} GPU(s)"
     return [
         what,
         f"  {load.pairs:,} pairs, {load.references:,} references, {plan.steps:,} steps; "
