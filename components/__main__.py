@@ -248,7 +248,7 @@ def plan(args: argparse.Namespace) -> None:
     kind = args.gpu or params.compute.gpu_kind
     gpu = GPUS[kind] if kind else None
     print_plan(params.train, params.compute, made, gpu, args.utilisation)
-    if lines := alignment_lines(model, before, uncounted, gpu, args.utilisation):
+    if lines := alignment_lines(params.train, model, before, uncounted, gpu, args.utilisation):
         print("\n".join(["", *lines]))
     words = count_words(params.train.base, params.paths.mixture)
     for warning in filter(None, (words.warning() if words else None, short_run(params.train, made))):

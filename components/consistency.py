@@ -261,6 +261,15 @@ def model_on_base(params: "Params") -> Iterator[str]:
             yield f"models.{params.train.model}: {fault}"
 
 
+def recomputed_layers(params: "Params") -> Iterator[str]:
+    """`compute.activation_checkpointing` is one that the family has for the base's LLM."""
+    settings = dict(sound(params.models)).get(params.train.model)
+    told = None if settings is None else FAMILIES[settings.family].checkpointing_faults
+    if told is not None:
+        for fault in told(params.compute.activation_checkpointing, base_config(params.train.base)):
+            yield f"compute.activation_checkpointing: {fault}"
+
+
 def other_models(params: "Params") -> Iterator[str]:
     """A model that is not trained need not fit the base."""
     for name, settings in sound(params.models):
@@ -431,6 +440,7 @@ RULES: tuple[Callable[["Params"], Iterator[str]], ...] = (
     trained_model,
     model_rates,
     model_on_base,
+    recomputed_layers,
     other_models,
     batches_divide,
     alignment,
@@ -468,10 +478,18 @@ def read_paths(params: "Params", stage: str) -> list[tuple[str, Path, str]]:
         base = params.train.base
         command = f" (`hf download llava-hf/{base.name} --local-dir {base}`)" if base.name in LLAVA_BASES else ""
         fetch = f"fetch the base model{command} or correct the path"
-        return [("train.base", base / "config.json", "`make base`" if base == params.paths.base else fetch)]
+        own = ("train.base", base / "config.json", "`make base`" if base == params.paths.base else fetch)
+        return [own, *(("train.base", base / file, remedy) for file, remedy in base_files(params).items())]
     if stage == "evaluate" and params.compute.spice_dir is not None:
         return [("compute.spice_dir", params.compute.spice_dir, "fetch the CoreNLP 3.6.0 jars, or write null")]
     return []
+
+
+def base_files(params: "Params") -> Mapping[str, str]:
+    """What the model that trains needs in the base's folder beside the base's own files, each with where it is from."""
+    settings = params.models[params.train.model]
+    needed = FAMILIES[settings.family].base_files
+    return {} if needed is None else needed(settings, base_config(params.train.base))
 
 
 def absent_paths(params: "Params", *stages: str) -> list[tuple[str, Path, str]]:

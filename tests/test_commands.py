@@ -667,7 +667,10 @@ def test_plan_counts_prints_then_refuses_what_does_not_fit(options, kind, hfu, m
         ("make_plan", run),
         ("plan_alignment", run),
         ("print_plan", {**shared, "plan": made, "gpu": GPUS[kind], "hfu": hfu}),
-        ("alignment_lines", {"settings": settings, "plan": before, "uncounted": "", "gpu": GPUS[kind], "hfu": hfu}),
+        (
+            "alignment_lines",
+            {"train": params.train, "settings": settings, "plan": before, "uncounted": "", "gpu": GPUS[kind], "hfu": hfu},
+        ),
         ("short_run", {"train": params.train, "plan": made}),
         ("check_fits", {"compute": params.compute, "plan": before, "memory_gb": memory_gb}),
         ("check_fits", {"compute": params.compute, "plan": made, "memory_gb": memory_gb}),

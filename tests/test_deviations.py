@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from components.models.m3diff.settings import MDPConfig
+from components.models.onediff.settings import VDMConfig
 from components.params import Params, load_params
 from components.plan.workload import published_workload
 from components.profiles import differences, resolve
@@ -59,9 +60,12 @@ def test_every_parameter_that_the_page_names_has_its_value_in_the_profile(title:
     assert len(found) >= 2
 
 
-def test_every_field_of_the_module_is_in_the_table() -> None:
-    told = {path.removeprefix("models.m3diff.module.") for path, _ in named("The profile paper")}
-    assert [field.name for field in fields(MDPConfig) if field.name not in told] == []
+@pytest.mark.parametrize(
+    ("title", "model", "module"), [("The profile paper", "m3diff", MDPConfig), ("OneDiff", "onediff", VDMConfig)]
+)
+def test_every_field_of_the_module_is_in_the_table(title: str, model: str, module: type) -> None:
+    told = {path.removeprefix(f"models.{model}.module.") for path, _ in named(title)}
+    assert [field.name for field in fields(module) if field.name not in told] == []
 
 
 def test_every_training_parameter_of_the_profile_is_in_the_table() -> None:

@@ -845,6 +845,33 @@ def test_a_base_that_is_not_here_is_named_with_the_command_that_fetches_it_where
     assert words in remedy
 
 
+@pytest.mark.parametrize(("module", "missing"), [({}, 2), ({"vdm": {}}, 0)], ids=["new", "trained"])
+def test_the_bert_that_a_new_module_starts_as_is_asked_for_before_anything_runs(module, missing, write, tmp_path):
+    base = {"model_type": "llava", "vision_config": {"model_type": "clip_vision_model"}} | module
+    changes = {"train.model": "onediff_paper", "models.onediff_paper.module.start": "bert"}
+    params = load_params(write(changes | {"train.base": str(tmp_path)}))
+    (tmp_path / "config.json").write_text(json.dumps(base))
+    found = absent_paths(params, "train")
+    assert [str(path.relative_to(tmp_path)) for _, path, _ in found] == [
+        "bert/config.json",
+        "bert/model.safetensors",
+    ][:missing]
+    assert all(remedy == "copy it from bert-base-uncased, or set module.start to random" for *_, remedy in found)
+
+
+@pytest.mark.parametrize(("llm", "refused"), [({}, "opt"), ({"model_type": "qwen2"}, None)], ids=["opt", "qwen2"])
+def test_recomputation_that_the_bases_llm_has_not_is_refused_before_anything_runs(llm, refused, write, tmp_path):
+    base = {"model_type": "blip-2", "image_token_index": 7, "text_config": llm}
+    (tmp_path / "config.json").write_text(json.dumps(base))
+    changes = {"train.model": "blip2idc", "train.base": str(tmp_path), "compute.activation_checkpointing": "selective"}
+    if refused is None:
+        load_params(write(changes))
+        return
+    (fault,) = faults_of(write(changes))
+    assert fault.startswith("compute.activation_checkpointing: selective recomputes the norms and products of a Qwen2")
+    assert f"this one is {refused}" in fault
+
+
 def test_the_batches_of_an_alignment_divide_as_those_of_the_fine_tuning_do(write):
     align = {"datasets": ["minichange_free"], "epochs": 1, "global_batch": 20}
     align["rates"] = {"vision": None, "projector": 0.001, "module": 0.001, "llm": None}

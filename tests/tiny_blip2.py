@@ -102,6 +102,7 @@ def published_config(llm: str = "opt") -> dict[str, Any]:
         "transformers_version": "4.47.0.dev0",
         "use_decoder_only_language_model": True,
         "vision_config": {
+            "attention_dropout": 0.1,
             "dropout": 0.0,
             "hidden_size": WIDTH,
             "image_size": SIDE,

@@ -11,6 +11,7 @@ from components.images import ImageError, load_image
 from components.progress import progress
 from components.records import DataError
 from components.saliency import outlined
+from components.section import ParamsError
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -45,7 +46,9 @@ def caption_pairs(
 
     Raises:
         DataError: an overlay is asked for, and the model has no saliency maps.
+        ParamsError: the model cannot be asked this question.
     """
+    check_question(captioner, question)
     batches = [pairs[start : start + BATCH] for start in range(0, len(pairs), BATCH)]
     for batch in progress(batches, "caption", unit="batch") if len(batches) > 1 else batches:
         loaded = [_load(pair) for pair in batch]
@@ -60,6 +63,16 @@ def caption_pairs(
             if overlay is not None:
                 _draw(images, grid, overlay if len(pairs) == 1 else overlay / f"{pair.name}.png")
             yield Answer(pair, text)
+
+
+def check_question(captioner: "Captioner", question: str | None) -> None:
+    """Raises ParamsError where the model cannot be asked this."""
+    if question is None:
+        return
+    try:
+        captioner.processor.encode_prompt(question)
+    except ValueError as error:
+        raise ParamsError(f"--question {question!r}: {error}") from error
 
 
 def _load(pair: AskedPair) -> "tuple[Image.Image, Image.Image] | ImageError":

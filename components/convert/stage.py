@@ -37,6 +37,9 @@ ROW_GROUP = 16_384
 NOTHING_TRAINS = Source(weight=0)
 """How a dataset enters whose `train_on` is empty, though it has a training split."""
 
+IMAGE = "<image>"
+"""The place of an image in a prompt, which a question would give a second one."""
+
 Questions = TypeAdapter(dict[str, Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]])
 
 
@@ -124,12 +127,21 @@ def load_questions(path: Path) -> dict[str, list[str]]:
     """Questions by task.
 
     Raises:
-        ParamsError: the file is missing, no YAML, or not lists of questions by task.
+        ParamsError: the file is missing, no YAML, or not lists of questions by task, or a question has the mark of an
+            image's place.
     """
     try:
-        return Questions.validate_python(yaml.safe_load(path.read_text("utf-8")))
+        questions = Questions.validate_python(yaml.safe_load(path.read_text("utf-8")))
     except (OSError, UnicodeDecodeError, yaml.YAMLError, ValidationError) as error:
         raise ParamsError(f"convert.questions {path}: expected questions by task: {error}") from error
+    for task, asked in questions.items():
+        for question in asked:
+            if IMAGE in question:
+                raise ParamsError(
+                    f"convert.questions {path}: {task}: {question!r} has {IMAGE}, the mark of an image's place in a "
+                    "prompt; write it without: both images come before the question by themselves"
+                )
+    return questions
 
 
 def _load(path: Path, entries: Mapping[str, DatasetEntry]) -> pl.DataFrame:

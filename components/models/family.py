@@ -244,6 +244,11 @@ class Family:
         augment: (settings, a pair of prepared images [2, rows, columns, 3], random numbers) -> the pair as it trains, a
             new array of the same shape. The random numbers follow from seed, epoch and sequence alone, so a run that
             resumes, on any number of workers, sees the same. Never at validation or prediction. None: as it is.
+        base_files: (settings, the base's config.json or None) -> what must lie in the base's folder beside the base's
+            own files, each with where it comes from. None: nothing.
+        checkpointing_faults: (activation_checkpointing, the base's config.json or None) -> why the base's LLM cannot be
+            recomputed so, in words. None: every one can.
+        prompt_tokens: of every prompt, without the images, where no question is asked. None: as the question is long.
     """
 
     settings: type
@@ -266,6 +271,9 @@ class Family:
     new: tuple[str, ...] = ()
     whole_without_adapters: tuple[str, ...] = ()
     augment: Callable[[Any, np.ndarray, np.random.Generator], np.ndarray] | None = None
+    base_files: Callable[[Any, Mapping[str, Any] | None], Mapping[str, str]] | None = None
+    checkpointing_faults: Callable[[str, Mapping[str, Any] | None], list[str]] | None = None
+    prompt_tokens: float | None = None
 
     def part_of(self, name: str) -> str:
         """The part that a parameter is in."""

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,8 @@ def make_plan(
     processor = family.load_processor(train.base, config) if _is_here(train.base) else None
     others = settings.align.datasets if settings.align else left_out
     load = find_workload(mixture, entries, convert, processor, family.image_tokens(config), others)
+    if processor is None and family.prompt_tokens is not None:
+        load = replace(load, prompt_tokens=family.prompt_tokens)
     sequences = load.sequences(train.max_captions_per_sequence)
     branches, prompt = load.references / sequences, family.image_tokens(config) + load.prompt_tokens
     tokens = prompt + branches * load.reference_tokens
@@ -392,7 +394,9 @@ def _time_lines(train: Train, plan: Plan, gpu: Gpu | None, hfu: float) -> list[s
     ]
 
 
-def alignment_lines(settings: Settings, plan: Plan | None, uncounted: str, gpu: Gpu | None, hfu: float) -> list[str]:
+def alignment_lines(
+    train: Train, settings: Settings, plan: Plan | None, uncounted: str, gpu: Gpu | None, hfu: float
+) -> list[str]:
     """What trains before the fine-tuning, and what it costs, or why that is not known; nothing without it."""
     if settings.align is None:
         return []
@@ -405,7 +409,9 @@ def alignment_lines(settings: Settings, plan: Plan | None, uncounted: str, gpu: 
     if plan is None:
         return [what, f"  not counted: {uncounted}"]
     load = plan.workload
-    took = f", {_took(plan.gpu_hours(gpu.bf16_tflops, hfu), plan.gpus)} on {plan.gpus} GPU(s)" if gpu else ""
+    took = ""
+    if gpu and train.precision == "bf16":  # no other peak is known
+        took = f", {_took(plan.gpu_hours(gpu.bf16_tflops, hfu), plan.gpus)} on {plan.gpus} GPU(s)"
     return [
         what,
         f"  {load.pairs:,} pairs, {load.references:,} references, {plan.steps:,} steps; "

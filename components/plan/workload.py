@@ -16,7 +16,8 @@ from components.models.family import PairProcessor
 from components.section import ParamsError
 
 PROMPT_TOKENS, REFERENCE_TOKENS = 29.0, 15.0
-"""Estimates where no tokenizer is at hand: chat template and question without images; a reference with its end."""
+"""Estimates where no tokenizer is at hand: chat template and question without images, but of a family that asks none; a
+reference with its end."""
 
 
 @dataclass(frozen=True)

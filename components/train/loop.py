@@ -18,11 +18,13 @@ from deepspeed import DeepSpeedEngine
 from components.compute import Compute
 from components.models import FAMILIES
 from components.models.attention import KERNELS, attention_of
-from components.models.checkpoint import save_checkpoint, verify_manifest
+from components.models.checkpoint import CheckpointError, save_checkpoint, verify_manifest
 from components.models.device import Device
 from components.models.family import Family, PairProcessor, Settings
 from components.models.fp8 import use_fp8
 from components.models.tuning import TrainableGroup, parameter_counts, prepare, trainable_groups, unwrapped
+from components.records import DataError
+from components.section import ParamsError
 from components.train.arithmetic import Work, describe, measure, mfu, peak_flops, progress_line
 from components.train.batches import Loader, MicroBatch, Schedule
 from components.train.check import check_packing
@@ -190,24 +192,33 @@ def prepare_model(
     the seed; and its processor.
 
     Raises:
-        CheckpointError: the weights of the phase before are not whole.
+        DataError: the weights of the phase before are not whole.
+        ParamsError: the base, the settings and `compute` cannot be together.
     """
     torch.manual_seed(cfg.seed)
     if weights is not None:
-        verify_manifest(weights)
+        see_weights(weights)
     folder = weights or cfg.base
-    model = family.load_base(
-        folder,
-        settings,
-        Device(compute.gpu, cfg.precision).dtype,
-        KERNELS,
-    )
-    adapted = prepare(model, family, settings)
-    family.fuse(model, compute.activation_checkpointing)
+    dtype = Device(compute.gpu, cfg.precision).dtype
+    try:
+        model = family.load_base(folder, settings, dtype, KERNELS)
+        adapted = prepare(model, family, settings)
+        family.fuse(model, compute.activation_checkpointing)
+    except ValueError as error:
+        raise ParamsError(f"train: models.{cfg.model} on train.base {cfg.base}: {error}") from error
     limit_graphs()
     if compute.compile:
         compile_layers(adapted, family, compute.gpu)
     return adapted.train(), family.load_processor(folder, model.config)
+
+
+def see_weights(folder: Path) -> None:
+    """Raises DataError where the output of the phase before is damaged."""
+    try:
+        verify_manifest(folder)
+    except CheckpointError as error:
+        fault = str(error).partition(";")[0]
+        raise DataError(f"{fault}; run again, which writes the alignment's output anew") from error
 
 
 def announce(run: Run) -> Work:

@@ -130,8 +130,12 @@ def run_phases(job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def aligned(run: Callable[[Job], dict[str, Any]], job: Job, align: "Align") -> dict[str, Any]:
-    """Train the phase before to its end, where it has not ended yet; its figures."""
+    """Train the phase before to its end, where it has not ended yet; its figures.
+
+    Where its output is damaged, it is written again from the newest step checkpoint.
+    """
     folder = job.run_dir / ALIGNMENT
+    _forget_damaged(folder)
     if not (folder / DONE).is_file():
         folder.mkdir(exist_ok=True)
         cfg, settings = of_alignment(job.cfg, job.model)
@@ -146,6 +150,21 @@ def aligned(run: Callable[[Job], dict[str, Any]], job: Job, align: "Align") -> d
         )
         write_atomic(folder / DONE, json.dumps(with_retries(run, phase)) + "\n")
     return json.loads((folder / DONE).read_text(encoding="utf-8"))
+
+
+def _forget_damaged(folder: Path) -> None:
+    """Let an alignment that has ended end again, where its checkpoint is not as its manifest says."""
+    if not (folder / DONE).is_file():
+        return
+    from components.models.checkpoint import CheckpointError, verify_manifest
+
+    try:
+        verify_manifest(folder / "out" / "checkpoint")
+    except CheckpointError as error:
+        fault = str(error).partition(";")[0]
+        print(f"train: {fault}; the alignment's output is written again from its newest step checkpoint", flush=True)
+        (folder / DONE).unlink()
+        shutil.rmtree(folder / "out", ignore_errors=True)
 
 
 def _report(figures: dict[str, Any], before: dict[str, Any]) -> TrainReport:

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from components import model_source, tracking
-from components.__main__ import DATA_REFUSED, main
+from components.__main__ import DATA_REFUSED, USAGE, main
 from components.caption.caption import BATCH, GAP_PX, caption_pairs
 from components.caption.pairs import AskedPair
 from components.models.generation import load_captioner
@@ -72,6 +72,15 @@ def test_a_pair_that_cannot_be_read_is_said_and_the_others_are_captioned(checkpo
     assert " ".join(third["caption"].split()) == said.out.splitlines()[1].split("\t")[1]
 
 
+def test_a_question_with_the_mark_of_an_image_is_refused_before_any_caption(checkpoint, images, capsys):
+    asked = (images / "0.png", images / "1.png", "--question")
+    assert caption(checkpoint, *asked, "What is new in <image>?") == USAGE
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "--question 'What is new in <image>?': the question has <image>, the mark of an image's place" in said.err
+    assert caption(checkpoint, *asked, "What is new?") == 0
+
+
 def test_the_overlay_shows_both_images_side_by_side(checkpoint, images, tmp_path):
     file = tmp_path / "made" / "out.png"
     noise_image(5, (60, 30)).save(images / "wide.png")
@@ -109,7 +118,7 @@ def test_a_model_without_maps_says_so(images):
 def test_a_question_is_asked_and_without_one_what_changed(images):
     asked = []
     model = SimpleNamespace(
-        processor=SimpleNamespace(prepare_image=np.asarray),
+        processor=SimpleNamespace(prepare_image=np.asarray, encode_prompt=lambda question: ()),
         answer=lambda prepared, question, saliency: asked.append(question) or (["a"], None),
     )
     for question in (None, "Is a cup gone?"):

@@ -384,6 +384,13 @@ def test_joined_references_end_their_sentences_once(tmp_path):
                       for use in ("", "x1")}  # fmt: skip
 
 
+def test_a_question_with_the_mark_of_an_image_is_refused_with_its_task(tmp_path):
+    (tmp_path / "questions.yaml").write_text("difference:\n- What changed?\nedit:\n- What is new in <image>?\n")
+    words = "questions.yaml: edit: 'What is new in <image>\\?' has <image>, the mark of an image's place"
+    with pytest.raises(ParamsError, match=words):
+        load_questions(tmp_path / "questions.yaml")
+
+
 def test_the_dataset_s_own_task_is_asked_unless_the_source_names_one(tmp_path):
     records = [record(str(n), dataset=name) for name in ("edits", "birds", "own") for n in range(30)]
     samples, _ = run(tmp_path, records, sources={"birds": {"task": "detail"}})

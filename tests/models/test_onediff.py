@@ -34,6 +34,7 @@ from components.train.batches import MicroBatch, complete
 from components.train.loss import token_loss
 from components.train.packing import pack
 from tests.models.llava15 import write_llava15
+from tests.models.test_vdm import bert, maps_by_hand
 from tests.tiny import RATES, noise_image, scale_features, tiny_base
 
 FAMILY = FAMILIES["onediff"]
@@ -132,6 +133,13 @@ def test_the_prompt_is_llavas_own(llava: Path) -> None:
     reference = processor.encode_reference("the ball is gone")
     assert reference[-1] == 2
     assert processor.decode(torch.tensor([reference])) == ["the ball is gone"]
+
+
+@pytest.mark.parametrize("family", ["onediff", "m3diff"])
+def test_a_question_with_the_mark_of_an_image_is_refused_in_words(family: str, onevision: Path) -> None:
+    processor = FAMILIES[family].load_processor(onevision)
+    with pytest.raises(ValueError, match="the question has <image>, the mark of an image's place in a prompt"):
+        processor.encode_prompt("What is new in <image>?")
 
 
 @pytest.mark.parametrize(("place", "extra"), [("after", (0, 3)), ("between", (3, 0)), ("before", (3, 0))])
@@ -319,8 +327,6 @@ def test_a_trained_base_keeps_its_module(base: Path, tmp_path: Path) -> None:
 
 
 def test_the_module_starts_as_the_bert_in_the_bases_folder(onevision: Path, tmp_path: Path) -> None:
-    from tests.models.test_vdm import bert
-
     folder = shutil.copytree(onevision, tmp_path / "base")
     made = settings(JOINED | {"start": "bert", "heads": 3})
     with pytest.raises(ValueError, match="no BERT there"):
@@ -353,14 +359,43 @@ def test_faults_name_what_the_base_cannot_give(onevision: Path, llava: Path) -> 
     assert FAMILY.faults(settings(asdict(VDMConfig())), published) == []
     siglip = {"model_type": "onediff", "vision_config": {"model_type": "siglip_vision_model"}}
     assert FAMILY.faults(deep, siglip) == [], "a trained one may leave out what is the default"
-    for vision, named in (({"model_type": "blip_2_vision_model"}, "blip_2_vision_model"), ({}, "none")):
-        (fault,) = FAMILY.faults(settings(), {"model_type": "blip-2", "vision_config": vision})
+    for vision, named in (({"model_type": "dinov2"}, "dinov2"), ({}, "none")):
+        (fault,) = FAMILY.faults(settings(), {"model_type": "llava", "vision_config": vision})
         assert fault.endswith(f"and train.base has {named}")
     own = published | {"vdm": asdict(VDMConfig(tokens=16))}
     assert "set tokens to 16 instead of 32" in FAMILY.faults(settings(asdict(VDMConfig())), own)[0]
     (fault,) = FAMILY.faults(settings(), published | {"vdm": None})
     assert "set null instead of {" in fault, "a control would train without the module and say nothing"
     assert FAMILY.faults(settings(None), published | {"vdm": None}) == []
+
+
+@pytest.mark.parametrize("module", [JOINED, None], ids=["module", "none"])
+@pytest.mark.parametrize("kind", ["blip-2", "m3diff", "llava_next"])
+def test_a_base_of_another_kind_is_a_fault_with_a_module_and_without(
+    kind: str, module: dict[str, Any] | None, onevision: Path
+) -> None:
+    config = json.loads((onevision / "config.json").read_text()) | {"model_type": kind}
+    (fault,) = FAMILY.faults(settings(module), config)
+    assert fault == (
+        f"family onediff needs a LLaVA-1.5 or LLaVA-OneVision in train.base, or a OneDiff, and it has a {kind}"
+    )
+
+
+@pytest.mark.parametrize("module", [JOINED, None], ids=["module", "none"])
+def test_what_is_read_of_a_clip_is_one_layer_without_its_class_token(
+    module: dict[str, Any] | None, llava: Path, tmp_path: Path
+) -> None:
+    config = json.loads((llava / "config.json").read_text())
+    for layer in (-5, 0, 4):
+        assert FAMILY.faults(settings(module), config | {"vision_feature_layer": layer}) == []
+    for layer in ([-2, -1], -6, 5):
+        (fault,) = FAMILY.faults(settings(module), config | {"vision_feature_layer": layer})
+        assert f"vision_feature_layer must be one whole number from -5 to 4, found {layer}" in fault
+    (fault,) = FAMILY.faults(settings(module), config | {"vision_feature_select_strategy": "full"})
+    assert "vision_feature_select_strategy is full, which keeps CLIP's class token" in fault
+    FAMILY.load_base(llava, settings(module), torch.float32, "sdpa").save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert FAMILY.faults(settings(module), written) == [], "what was trained on it is a base again"
 
 
 def test_the_published_shapes_give_the_published_number_of_parameters(tmp_path: Path) -> None:
@@ -421,11 +456,22 @@ def test_maps_come_from_the_pass_that_captions(base: Path) -> None:
     model = trained(base, settings(SEPARATE)).get_base_model()
     inputs = pair_inputs(base, model)
     given = {name: inputs[name] for name in ("input_ids", "attention_mask", "pixel_values", "batch_num_images")}
+    runs: list[int] = []
+    hook = model.model.vision_tower.embeddings.register_forward_hook(lambda *_: runs.append(1))
     tokens, maps = FAMILY.generate(model, given, True, {"max_new_tokens": 2, "do_sample": False})
     side = int(model.config.patches**0.5)
     assert maps.shape == (2, side, side)
-    torch.testing.assert_close(maps.sum((1, 2)), torch.ones(2))
-    torch.testing.assert_close(maps, model.saliency_map(inputs["pixel_values"]))
+    assert len(runs) == 1, "the images are encoded once for both"
+    hook.remove()
+    with torch.no_grad():
+        states = model.model.vision_hidden_states(inputs["pixel_values"])
+        taps = [states[layer] for layer in SEPARATE["vision_feature_layers"]]
+        by_hand = maps_by_hand(model.model.vdm, [tap[0::2] for tap in taps], [tap[1::2] for tap in taps])
+    assert len(by_hand) == 2
+    want = ((by_hand[0] + by_hand[1]) / 2).reshape(2, side, side)
+    torch.testing.assert_close(maps, want, rtol=1e-3, atol=1e-5)
+    assert (maps - 1 / side**2).abs().max() > 1e-3
+    torch.testing.assert_close(model.saliency_map(inputs["pixel_values"]), want, rtol=1e-3, atol=1e-5)
     assert tokens.shape[0] == 2
     plain = FAMILY.load_base(base, settings(None), torch.float32, "sdpa")
     torch.testing.assert_close(plain.saliency_map(inputs["pixel_values"]), torch.full((2, side, side), 1 / side**2))

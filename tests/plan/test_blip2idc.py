@@ -1,5 +1,7 @@
 """The plan of the profile blip2idc, and what a step of BLIP2IDC keeps, against a real one."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ from components.plan.memory import LOGITS, ONE_LAYER, count_activations
 from components.plan.plan import Plan, meta_model, print_plan
 from tests.plan.test_memory import NormInOneKernel, saved
 from tests.plan.test_profiles import TERA, plan_of
-from tests.tiny_blip2 import QUERIES, TEXTS, blip2_settings, tiny_config
+from tests.tiny_blip2 import QUERIES, TEXTS, blip2_settings, tiny_blip2, tiny_config
 from tests.toy import REPOSITORY
 
 FAMILY = FAMILIES["blip2idc"]
@@ -31,6 +33,17 @@ def test_the_plan_is_of_the_published_shapes_and_of_the_papers_adapters(plan: Pl
     assert trained == {"vision": 1_757_184, "module": 577_536, "llm": 3_932_160}
 
 
+def test_a_sequence_is_the_queries_a_start_token_and_a_reference_without_a_question(plan: Plan) -> None:
+    assert plan.workload.prompt_tokens == 1
+    assert plan.tokens == 32 + 1 + 15
+
+
+def test_the_prompt_that_is_planned_is_the_processors(tmp_path: Path) -> None:
+    base = tiny_blip2(tmp_path / "base", "opt")
+    prompt = FAMILY.load_processor(base).encode_prompt("What has changed from the first image to the second?")
+    assert FAMILY.prompt_tokens == len(prompt) - FAMILY.image_tokens(FAMILY.planned_config(base, blip2_settings()))
+
+
 def test_the_flops_of_the_vision_encoder_are_those_counted_by_hand(plan: Plan) -> None:
     terms = {term.name: term for term in plan.terms}
     linears = 39 * (4 * 1408**2 + 2 * 1408 * 6144) * 257 + 3 * 14 * 14 * 1408 * 256
@@ -45,6 +58,7 @@ def test_it_fits_its_gpu_with_a_margin_and_is_printed(plan: Plan, capsys: pytest
     from components.gpus import GPUS
 
     params = load_params(REPOSITORY / "profiles" / "blip2idc.yaml")
+    assert plan.memory_total_gb == pytest.approx(14.5, abs=0.05), "the profile says so"
     assert 0.5 < plan.memory_total_gb / 24 < 0.75
     assert plan.gpus == 1
     assert plan.steps == 20 * 368 == 20 * params.compute.checkpoint_every_steps

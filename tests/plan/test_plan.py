@@ -347,19 +347,22 @@ def test_without_an_alignment_there_is_no_plan_of_one(phases):
     made, before, _ = phases(align=None)
     assert set(made.workload.sources) == {"a", "b"}
     assert before is None
-    assert alignment_lines(ToySettings(), None, "", None, 0.5) == []
+    assert alignment_lines(train_section(Path("base")), ToySettings(), None, "", None, 0.5) == []
 
 
 def test_an_alignment_is_named_with_what_it_trains_and_costs(phases):
     settings = ToySettings(align=ALIGN)
     _, before, _ = phases()
     took = replace(before, run_flops=3600e12)
-    first, second = alignment_lines(settings, took, "", Gpu("A-40GB", 40, 2, None, "nobody"), 0.5)
+    first, second = alignment_lines(train_section(Path("base")), settings, took, "", Gpu("A-40GB", 40, 2, None, "nobody"), 0.5)
     assert first == "before it an alignment: 3 epoch(s) of b, 2 sequences a step (projector 0.001)"
     assert second.startswith(
         "  2 pairs, 3 references, 6 steps; 0.00 EFLOP, 1.0 GPU-hours, 0.2 h on 4 GPU(s); memory of"
     )
-    assert "on 4 GPU(s)" not in alignment_lines(settings, took, "", None, 0.5)[1]
+    assert "on 4 GPU(s)" not in alignment_lines(train_section(Path("base")), settings, took, "", None, 0.5)[1]
+    whole = train_section(Path("base"), precision="fp32")
+    gpu = Gpu("A-40GB", 40, 2, None, "nobody")
+    assert "GPU-hours" not in alignment_lines(whole, settings, took, "", gpu, 0.5)[1], "no peak is known for fp32"
 
 
 def test_an_alignment_whose_datasets_cannot_be_counted_says_why(phases, tmp_path):
@@ -368,7 +371,7 @@ def test_an_alignment_whose_datasets_cannot_be_counted_says_why(phases, tmp_path
     assert made.workload.references == 1
     assert before is None
     assert uncounted == f"{tmp_path}/other/train has no samples but of a; run `dvc repro convert` again"
-    lines = alignment_lines(ToySettings(align=ALIGN), None, uncounted, None, 0.5)
+    lines = alignment_lines(train_section(Path("base")), ToySettings(align=ALIGN), None, uncounted, None, 0.5)
     assert lines[1] == f"  not counted: {uncounted}"
 
 

@@ -2,6 +2,7 @@
 it was killed."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from components.models.checkpoint import CheckpointError, load_model
+from components.models.checkpoint import load_model
 from components.models.family import Align, Rates
 from components.records import DataError
 from components.train import stage
@@ -106,14 +107,29 @@ def test_the_alignment_trains_its_parts_alone_and_the_fine_tuning_begins_there(a
     assert any(".vdm." in name for name in after.keys() - base.keys())
 
 
-def test_damaged_weights_of_the_alignment_are_refused(
-    aligned: Path, made: Recipe, mixture: Path, tmp_path: Path
-) -> None:
-    data = bytearray((aligned / "model.safetensors").read_bytes())
+def damage(file: Path) -> None:
+    data = bytearray(file.read_bytes())
     data[-3] ^= 1
-    (aligned / "model.safetensors").write_bytes(data)
-    with pytest.raises(CheckpointError, match="model.safetensors: sha256"):
-        run(made.changed(max_failures=0), mixture, tmp_path)
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["damaged", "lost"])
+def test_a_damaged_output_of_the_alignment_is_written_again_and_the_run_ends_the_same(
+    lost: bool, aligned: Path, made: Recipe, mixture: Path, whole: Trained, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    assert (aligned.parents[1] / "done.json").is_file()
+    if lost:
+        shutil.rmtree(aligned)
+    else:
+        damage(aligned / "model.safetensors")
+    capfd.readouterr()
+    again = run(made.changed(max_failures=0), mixture, tmp_path)
+    assert_same_run(again, whole)
+    assert (again.curve, again.report) == (whole.curve, whole.report)
+    told = capfd.readouterr().out
+    assert f"resumed after step {FIRST_STEPS} of {FIRST_STEPS}" in told, "the alignment is not trained again"
+    assert "the alignment's output is written again from its newest step checkpoint" in told
+    assert "dvc checkout" not in told
 
 
 def test_adapters_lie_on_the_base_that_was_trained_on(made: Recipe, mixture: Path, tmp_path: Path) -> None:

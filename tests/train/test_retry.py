@@ -12,11 +12,15 @@ import torch
 from ray.exceptions import WorkerCrashedError
 from ray.train.v2._internal.exceptions import UserExceptionWithTraceback
 
+from components.models import FAMILIES
 from components.records import DataError
 from components.section import ParamsError
 from components.train import loop
 from components.train.job import Job
+from components.train.loop import prepare_model
 from components.train.retry import DivergedError, causes, is_out_of_memory, with_retries, with_smaller_micro_batch
+from tests.models.test_onediff import JOINED, settings
+from tests.tiny_blip2 import blip2_settings, tiny_blip2
 from tests.train.toy import recipe, run
 
 OUT_OF_MEMORY = (
@@ -88,6 +92,38 @@ def test_what_another_attempt_would_meet_again_ends_the_run_as_itself(
     assert met.value is fault
     assert len(attempts.jobs) == 1
     assert capfd.readouterr().out == ""
+
+
+BERT = settings(JOINED | {"start": "bert"})
+
+
+@pytest.mark.parametrize(
+    ("model", "checkpointing", "words"),
+    [
+        (BERT, "none", "train: models.tiny on train.base .*base/bert: no BERT there"),
+        (blip2_settings(), "selective", "compute.activation_checkpointing: selective .* this one is opt"),
+        (settings(JOINED | {"vision_feature_layers": (1, 9)}), "none", "9 lies beyond the vision encoder's 2 layers"),
+    ],
+    ids=["BERT", "checkpointing", "layers"],
+)
+def test_a_base_that_does_not_fit_ends_the_run_at_once_as_a_fault_of_parameters(
+    model: Any, checkpointing: str, words: str, mixture: Path, base: Path, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    if model.family == "blip2idc":
+        base = tiny_blip2(tmp_path / "blip2", "opt")
+    made = recipe(base, model=model, max_failures=2, activation_checkpointing=checkpointing)
+    with pytest.raises(ParamsError, match=words):
+        run(made, mixture, tmp_path)
+    assert "failure" not in capfd.readouterr().out
+
+
+def test_weights_that_are_damaged_after_the_alignment_ended_are_a_fault_of_data_with_what_to_do(
+    base: Path, tmp_path: Path
+) -> None:
+    made = job(base)
+    with pytest.raises(DataError, match="run again, which writes the alignment's output anew") as refused:
+        prepare_model(made.cfg, made.model, made.compute, FAMILIES["m3diff"], tmp_path)
+    assert "train again" not in str(refused.value)
 
 
 @pytest.mark.parametrize("fault", OUT_OF_MEMORY, ids=lambda fault: type(fault).__name__)

@@ -25,9 +25,10 @@ class Blip2IDCConfig(Blip2Config):
         super().__post_init__(**kwargs)
         self.qformer_config.hidden_dropout_prob = 0.0
         self.qformer_config.attention_probs_dropout_prob = 0.0
-        for name in DROPOUTS:
-            if hasattr(self.text_config, name):
-                setattr(self.text_config, name, 0.0)
+        for part in (self.text_config, self.vision_config):
+            for name in DROPOUTS:
+                if hasattr(part, name):
+                    setattr(part, name, 0.0)
 
     def to_dict(self) -> dict[str, Any]:
         return super().to_dict() | {"architectures": [BLIP2]}

@@ -79,16 +79,10 @@ def load_processor(folder: Path, config: Blip2IDCConfig | None = None) -> Blip2I
 def fuse(model: Blip2IDCForConditionalGeneration, activation_checkpointing: str) -> None:
     """Fused adapters in all parts, and the kernels of a Qwen2 LLM. Raises ValueError for `selective` with another LLM:
     it is of these kernels."""
-    from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
-
-    from components.models.blip2idc.modeling import decoder_of
     from components.models.fused import make_fused
 
-    if activation_checkpointing == "selective" and not isinstance(decoder_of(model).layers[-1], Qwen2DecoderLayer):
-        raise ValueError(
-            "compute.activation_checkpointing: selective recomputes the norms and products of a Qwen2 LLM, and this "
-            f"one is {model.config.text_config.model_type}; write none or full"
-        )
+    if found := checkpointing_faults(activation_checkpointing, model.config.to_dict()):
+        raise ValueError(f"compute.activation_checkpointing: {found[0]}")
     make_fused(model, activation_checkpointing)
 
 
@@ -145,6 +139,14 @@ def faults(settings: Blip2IDCSettings, base: Mapping[str, Any] | None) -> list[s
     return found
 
 
+def checkpointing_faults(activation_checkpointing: str, base: Mapping[str, Any] | None) -> list[str]:
+    """Why the base's LLM cannot be recomputed so; the published one's where the base is not known."""
+    kind = (base or {}).get("text_config", {}).get("model_type", "opt")
+    if activation_checkpointing != "selective" or kind == "qwen2":
+        return []
+    return [f"selective recomputes the norms and products of a Qwen2 LLM, and this one is {kind}; write none or full"]
+
+
 def augment(settings: Blip2IDCSettings, pair: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     from components.models.blip2idc.augmentation import augmented
 
@@ -169,4 +171,7 @@ BLIP2IDC = Family(
     faults=faults,
     compiled=COMPILED,
     augment=augment,
+    checkpointing_faults=checkpointing_faults,
+    prompt_tokens=1.0,
 )
+"""Its prompt is the token that BLIP-2 begins texts with, and no question."""

@@ -30,6 +30,9 @@ LORA_TARGETS = {"llm": r"model\.language_model\.layers\.\d+\.(self_attn\.(q|k|v|
 """The seven linears of every LLM layer; the paper does not name its targets. A full path, because SigLIP's projections
 have the same short names."""
 
+BASES = ("llava_onevision", "m3diff")
+"""What the config.json of a base may call itself; the first where it is silent."""
+
 COMPILED = r"model\.(language_model\.layers|vision_tower\.encoder\.layers|mdp\.levels)\.\d+"
 
 NEVER_RUN = ("model.vision_tower.post_layernorm.", "model.vision_tower.head.")
@@ -121,21 +124,35 @@ def blank_images(config: M3DiffConfig, device: torch.device | str) -> dict[str, 
 
 
 def faults(settings: M3DiffSettings, base: Mapping[str, Any] | None) -> list[str]:
-    """What the base's vision encoder cannot give to the module, and what of the module of a base that was trained is
-    another; nothing where the base is not known."""
-    if base is not None and "mdp" in base and (differs := other_fields(base["mdp"], _module(settings))):
-        return [f"module: the base was trained with another one, which it keeps; {differs}"]
-    if settings.module is None or base is None:
+    """That the base is of another kind, what its vision encoder cannot give, and what of the module of a base that was
+    trained is another; nothing where the base is not known."""
+    if base is None:
         return []
+    if (kind := base.get("model_type", BASES[0])) not in BASES:
+        return [f"family m3diff needs a LLaVA-OneVision in train.base, or an M3Diff, and it has a {kind}"]
+    if "mdp" in base and (differs := other_fields(base["mdp"], _module(settings))):
+        return [f"module: the base was trained with another one, which it keeps; {differs}"]
     encoder = SIGLIP_SO400M | base.get("vision_config", {})
     layers, width = encoder["num_hidden_layers"], encoder["hidden_size"]
-    deepest = settings.module.vision_feature_layers[-1]
-    found = []
-    if deepest > layers:
+    found = feature_layer_faults(base, layers)
+    if settings.module is None:
+        return found
+    if (deepest := settings.module.vision_feature_layers[-1]) > layers:
         found.append(f"module.vision_feature_layers: {deepest} lies beyond the {layers} layers of the vision encoder")
     if isinstance(settings.module, MDPConfig) and width % settings.module.heads:
         found.append(f"module.heads: {settings.module.heads} does not divide {width}, the width of the vision encoder")
     return found
+
+
+def feature_layer_faults(base: Mapping[str, Any], layers: int) -> list[str]:
+    """What is wrong with the hidden state that the base's projector reads, of a vision encoder of so many layers."""
+    layer = base.get("vision_feature_layer", -1)
+    if isinstance(layer, int) and -layers - 1 <= layer <= layers:
+        return []
+    return [
+        f"its base's vision_feature_layer must be one whole number from {-layers - 1} to {layers}, found {layer}: "
+        "a LLaVA whose projector reads several layers is not known here; take another base"
+    ]
 
 
 def other_fields(theirs: Mapping[str, Any] | None, ours: Mapping[str, Any] | None) -> str:

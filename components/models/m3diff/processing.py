@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from PIL import Image
 
 
+IMAGE = "<image>"
+"""The place of an image in a prompt."""
+
+
 class M3DiffImageProcessor(BaseImageProcessor):
     """Pad to a square, resize, normalise.
 
@@ -101,7 +105,7 @@ class M3DiffProcessor(ProcessorMixin):
         super().__init__(image_processor, tokenizer, chat_template=chat_template)
         self.num_image_tokens = num_image_tokens
         end = _end_id(tokenizer)
-        if end is None or tokenizer.convert_tokens_to_ids("<image>") is None:
+        if end is None or tokenizer.convert_tokens_to_ids(IMAGE) is None:
             raise ValueError("the tokenizer has no end token or no <image>: not LLaVA's")
         self.end_id = end
 
@@ -124,7 +128,10 @@ class M3DiffProcessor(ProcessorMixin):
         return processor
 
     def encode_prompt(self, question: str, images: int = 2) -> tuple[int, ...]:
-        """Token ids of the chat prompt up to the assistant's turn, images first, their placeholders expanded."""
+        """Token ids of the chat prompt up to the assistant's turn, images first, their placeholders expanded. Raises
+        ValueError where the question has a placeholder of its own."""
+        if IMAGE in question:
+            raise ValueError(f"the question has {IMAGE}, the mark of an image's place in a prompt: write it without")
         content: list[Any] = [{"type": "image"}] * images + [{"type": "text", "text": question}]
         turn: dict[str, Any] = {"role": "user", "content": content}
         text = self.apply_chat_template([turn], add_generation_prompt=True, tokenize=False)
@@ -133,7 +140,7 @@ class M3DiffProcessor(ProcessorMixin):
     def expanded(self, text: str) -> str:
         """The text of a prompt with the places of the images: of each its patches and its newline."""
         assert self.num_image_tokens is not None, "a processor without num_image_tokens encodes no prompt"
-        return text.replace("<image>", "<image>" * (self.num_image_tokens + 1))
+        return text.replace(IMAGE, IMAGE * (self.num_image_tokens + 1))
 
     def encode_reference(self, text: str) -> list[int]:
         """Token ids of a reference with its end token: what the loss is taken on."""

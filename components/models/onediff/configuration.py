@@ -18,8 +18,6 @@ ARCHITECTURES = {
     LlavaConfig.model_type: "LlavaForConditionalGeneration",
 }
 STRATEGY, NAME = "vision_feature_select_strategy", "vdm"
-CLASS_TOKEN_DROPPED = "default"
-"""The strategy of LLaVA-1.5, whose CLIP has a class token; it is left out of every hidden state here."""
 
 
 class OneDiffConfig(LlavaOnevisionConfig):

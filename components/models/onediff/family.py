@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from components.models.family import Settings, Term
-from components.models.m3diff.family import LARGE_BASE, LORA_TARGETS, M3DIFF, SIGLIP_SO400M, SMALL_BASE, other_fields
+from components.models.m3diff.family import (
+    LARGE_BASE,
+    LORA_TARGETS,
+    M3DIFF,
+    SIGLIP_SO400M,
+    SMALL_BASE,
+    feature_layer_faults,
+    other_fields,
+)
 from components.models.onediff.settings import OneDiffSettings
 
 if TYPE_CHECKING:
@@ -30,9 +38,17 @@ COMPILED = r"model\.(language_model\.layers|vision_tower\.encoder\.layers|vdm\.l
 LLAVA_BASE = "llava-1.5-7b-hf"
 """The paper's base in all but name; its shapes are known without its folder, as LLaVA-OneVision's are by theirs."""
 
+BASES = ("llava_onevision", "llava", "onediff")
+"""What the config.json of a base may call itself; the first where it is silent."""
+
+CLASS_TOKEN_DROPPED, VDM = "default", "vdm"
+"""Strategies of a base with a CLIP, which has a class token: LLaVA-1.5's, which leaves it out of every hidden state, as
+is done here; and what a OneDiff with a module is written with."""
+
+CLIP = "clip_vision_model"
 CLIP_L = {"num_hidden_layers": 24, "hidden_size": 1024, "image_size": 336, "patch_size": 14}
 ENCODERS = {
-    "clip_vision_model": CLIP_L,
+    CLIP: CLIP_L,
     "siglip_vision_model": {"image_size": 384, "patch_size": 14, **SIGLIP_SO400M},
 }
 """Of a base's vision encoder: what its configuration leaves out where it is the default."""
@@ -97,12 +113,14 @@ def image_tokens(config: OneDiffConfig) -> int:
 
 
 def faults(settings: OneDiffSettings, base: Mapping[str, Any] | None) -> list[str]:
-    """What the base's vision encoder cannot give to the module, and what of the module of a base that was trained is
-    another; nothing where the base is not known."""
-    if base is not None and "vdm" in base and (differs := other_fields(base["vdm"], _module(settings))):
-        return [f"module: the base was trained with another one, which it keeps; {differs}"]
-    if settings.module is None or base is None:
+    """That the base is of another kind, what its vision encoder cannot give, and what of the module of a base that was
+    trained is another; nothing where the base is not known."""
+    if base is None:
         return []
+    if (kind := base.get("model_type", BASES[0])) not in BASES:
+        return [f"family onediff needs a LLaVA-1.5 or LLaVA-OneVision in train.base, or a OneDiff, and it has a {kind}"]
+    if "vdm" in base and (differs := other_fields(base["vdm"], _module(settings))):
+        return [f"module: the base was trained with another one, which it keeps; {differs}"]
     vision = base.get("vision_config", {})
     if (kind := vision.get("model_type")) not in ENCODERS:
         return [
@@ -110,7 +128,15 @@ def faults(settings: OneDiffSettings, base: Mapping[str, Any] | None) -> list[st
         ]
     cfg, encoder = settings.module, ENCODERS[kind] | vision
     layers, patches = encoder["num_hidden_layers"], (encoder["image_size"] // encoder["patch_size"]) ** 2
-    found = []
+    found = feature_layer_faults(base, layers)
+    strategy = base.get("vision_feature_select_strategy", CLASS_TOKEN_DROPPED)
+    if kind == CLIP and strategy not in (CLASS_TOKEN_DROPPED, VDM):
+        found.append(
+            f"its base's vision_feature_select_strategy is {strategy}, which keeps CLIP's class token; family onediff "
+            f"leaves it out, as a base of strategy {CLASS_TOKEN_DROPPED} does"
+        )
+    if cfg is None:
+        return found
     if (deepest := cfg.vision_feature_layers[-1]) > layers:
         found.append(f"module.vision_feature_layers: {deepest} lies beyond the {layers} layers of the vision encoder")
     if cfg.pos_embed_scale and cfg.tokens != patches:
@@ -118,6 +144,14 @@ def faults(settings: OneDiffSettings, base: Mapping[str, Any] | None) -> list[st
             f"module.tokens: pos_embed_scale binds each to a patch, so set them to {patches}, not {cfg.tokens}"
         )
     return found
+
+
+def base_files(settings: OneDiffSettings, base: Mapping[str, Any] | None) -> dict[str, str]:
+    """The BERT that a new module starts as; a base that was trained has its module already."""
+    if settings.module is None or settings.module.start != "bert" or (base is not None and "vdm" in base):
+        return {}
+    source = "copy it from bert-base-uncased, or set module.start to random"
+    return {f"bert/{file}": source for file in ("config.json", "model.safetensors")}
 
 
 def _module(settings: OneDiffSettings) -> dict[str, Any] | None:
@@ -140,6 +174,7 @@ ONEDIFF = replace(
     faults=faults,
     compiled=COMPILED,
     contribution=None,
+    base_files=base_files,
 )
 """What is LLaVA's is M3Diff's: kernels, generation with maps, blank images. Its delta tokens stand beside the images'
 features and change none, so how much the module contributes has no ratio to them."""

@@ -12,10 +12,8 @@ from typing import Any
 
 from transformers import AutoProcessor, AutoTokenizer
 
-from components.models.m3diff.processing import M3DiffImageProcessor, M3DiffProcessor, chat_template_of
+from components.models.m3diff.processing import IMAGE, M3DiffImageProcessor, M3DiffProcessor, chat_template_of
 from components.models.onediff.configuration import OneDiffConfig
-
-IMAGE = "<image>"
 
 
 class OneDiffProcessor(M3DiffProcessor):

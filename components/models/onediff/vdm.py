@@ -100,7 +100,8 @@ class DeltaLayer(nn.Module):
         hidden = cfg.mlp_ratio * width
         last = Detector(hidden, width) if detects and number == 0 else Projection(hidden, width, zero)
         self.mlp = Mlp(width, last, approximate="none")
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3 if cfg.norm != "size" else 0))
+        run = (True, self.reading is not None, True) if cfg.norm != "size" else ()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) if used else nn.Identity() for used in run)
 
     def forward(
         self, d_BTV: Tensor, h1_BND: Tensor | None, h2_BND: Tensor | None, places_ND: Tensor | None = None
@@ -187,7 +188,8 @@ class VisualDeltaModule(OwnStart):
         Args:
             folder: a BERT as transformers reads it, model.safetensors.
         Raises:
-            ValueError: there is no BERT, or it is of another width, number of heads or MLP, or has fewer layers.
+            ValueError: there is no BERT, or it is of another width, number of heads or MLP, or has fewer layers, or
+                weights of these are missing.
         """
         from transformers import BertModel
 
@@ -196,7 +198,14 @@ class VisualDeltaModule(OwnStart):
                 f"{folder}: no BERT there; module.start: bert takes config.json and model.safetensors of "
                 "bert-base-uncased from this folder of the base, or set module.start to random"
             )
-        bert = BertModel.from_pretrained(folder, use_safetensors=True, add_pooling_layer=False)
+        bert, info = BertModel.from_pretrained(
+            folder, use_safetensors=True, add_pooling_layer=False, output_loading_info=True
+        )
+        if lost := sorted(name for name in info["missing_keys"] if name.startswith("encoder.")):
+            raise ValueError(
+                f"{folder / 'model.safetensors'}: {len(lost)} weights of the BERT that config.json names are missing, "
+                f"{lost[:3]}; take both files from bert-base-uncased, or set module.start to random"
+            )
         theirs, ours = _bert_shape(bert.config), (self.cfg.width, self.cfg.heads, self.cfg.mlp_ratio)
         if theirs != ours or len(bert.encoder.layer) < len(self.layers):
             raise ValueError(

@@ -78,7 +78,9 @@ def test_no_dropout_is_left_though_the_directory_has_some(base: Path) -> None:
     stock = Blip2ForConditionalGeneration.from_pretrained(base)
     assert stock.config.qformer_config.hidden_dropout_prob == 0.1
     assert stock.config.text_config.dropout == 0.1
+    assert stock.config.vision_config.attention_dropout == 0.1
     model = FAMILY.load_base(base, blip2_settings(), torch.float32, "sdpa").train()
+    assert model.config.vision_config.attention_dropout == 0.0
     rates = [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)]
     assert set(rates) == {0.0}
     own = ("dropout", "attention_dropout", "layerdrop")
