@@ -32,7 +32,7 @@ from components.evaluate.bootstrap import compare, resampled_scores, rows_of
 from components.evaluate.bootstrap import statistics as sums_of
 from components.evaluate.metrics import METRICS
 from components.files import sha256_of_folder, write_atomic
-from components.params import ParamsError, Paths, explain, load_params
+from components.params import Params, ParamsError, Paths, explain, load_params
 from components.profiles import resolve
 from components.section import Section
 from infra.budget import Budget, budget_of, epochs_for
@@ -107,6 +107,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         params = load_params(PARAMS)
         ablation = read_ablation(args.rows)
+        check_made(ablation, params, args.rows)
         absent = left_out(ablation)
         print("\n".join(absent.values()), end="\n" * bool(absent), flush=True)
         seeds = range(params.train.seed, params.train.seed + args.seeds)
@@ -179,6 +180,17 @@ def row_faults(name: str, rows: Mapping[str, Mapping[str, Any]]) -> Iterator[str
             yield f"rows.{name}.beside: expected a row above it, {known}; found {row[BESIDE]!r}"
         if EPOCHS in row:
             yield f"rows.{name}.{EPOCHS}: follows from the steps of the row beside; leave one of the two out"
+
+
+def check_made(ablation: Ablation, params: Params, rows: Path) -> None:
+    """Raises ParamsError where params.yaml makes a dataset of a row already: the rows without it would train on it."""
+    for name, row in ablation.rows.items():
+        for made in row.get(MADE, ()):
+            if made in params.ingest.datasets or made in params.augment:
+                raise ParamsError(
+                    f"{rows}: rows.{name}.made: {PARAMS} has {made!r} already, so that the rows without it would train "
+                    "on it, too; start from parameters without it: `m3diff profile embedded`"
+                )
 
 
 def changes_of(row: Mapping[str, Any]) -> dict[str, Any]:
