@@ -141,14 +141,22 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+def read_yaml(path: Path) -> Any:
+    """Raises ParamsError where the file is no YAML."""
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ParamsError(f"{path}: not valid YAML: {error}") from error
+
+
 def read_ablation(path: Path) -> Ablation:
     """The rows, and what they are compared with.
 
     Raises:
-        ParamsError: the file is no mapping of these fields, has no two rows, or compares with a row that it has not, or
-            a row asks for what cannot be.
+        ParamsError: the file is no YAML, no mapping of these fields, has no two rows, or compares with a row that it
+            has not, or a row asks for what cannot be.
     """
-    values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    values = read_yaml(path)
     if not isinstance(values, dict):
         raise ParamsError(f"{path}: expected a mapping of protocols, compare_with, rows and needs")
     try:

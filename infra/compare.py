@@ -22,13 +22,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
 from pydantic import Field
 
 from components.files import write_atomic
 from components.params import Params, ParamsError, load_params
 from components.section import Section
-from infra.ablation import Ablation, Row, experiment_of, in_line, markdown, plot, run_row, table
+from infra.ablation import Ablation, Row, experiment_of, in_line, markdown, plot, read_yaml, run_row, table
 from infra.experiments import copy, dvc, read
 
 SETTINGS = Path(__file__).with_suffix(".yaml")
@@ -79,9 +78,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def read_comparison(path: Path, params: Params) -> Comparison:
-    """Raises ParamsError where the file names a model or has a field that is not there."""
+    """Raises ParamsError where the file is no YAML, or names a model or has a field that is not there."""
+    values = read_yaml(path)
     try:
-        cfg = Comparison.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+        cfg = Comparison.model_validate(values)
     except ValueError as error:
         raise ParamsError(f"{path}: {error}") from error
     for name in (cfg.beside, *cfg.bases):

@@ -146,6 +146,7 @@ HEAD = "protocols: [toy/total]\ncompare_with: [one]\n"
     ("text", "fault"),
     [
         ("", "expected a mapping"),
+        (HEAD + "rows: {one: {}, two: [}", "not valid YAML: while parsing"),
         (HEAD + "rows: {one: {}}", "rows: expected two or more, found 1"),
         (HEAD + "rows: {one: {}, two: 3}", "rows.two: expected a mapping"),
         (HEAD + "rows: {uno: {}, two: {}}", "compare_with: no row is called 'one'; the rows are uno, two"),

@@ -40,6 +40,7 @@ def test_the_committed_file_names_models_and_protocols_that_are_there() -> None:
         ("protocols: [a]\nbeside: nobody\n", "no model is called 'nobody'; `models` has m3diff, no_module"),
         ("protocols: [a]\nbeside: m3diff\nbases: {nobody: x}\n", "no model is called 'nobody'"),
         ("protocols: [a]\nbeside: m3diff\nwith: 1\n", "with"),
+        ("protocols: [a\nbeside: m3diff\n", r"^\S+compare\.yaml: not valid YAML: while parsing"),
     ],
 )
 def test_a_file_that_is_wrong_is_refused(text: str, words: str, tmp_path: Path) -> None:
