@@ -53,7 +53,7 @@ class Measured(NamedTuple):
     caption_gflop: float
     captions_per_s: float
     step_s: float
-    no_change_auc: dict[str, float]  # by protocol
+    no_change_auc: dict[str, float | None]  # by protocol; None where it has none
     curve: list[dict[str, float | None]]  # of its training: step, loss (smoothed), val_loss
 
 
@@ -172,18 +172,19 @@ def shorter_epochs(steps_s: Mapping[str, float], cfg: Comparison, epochs: float)
 def measure(row: Row, cfg: Comparison, params: Params) -> Measured:
     """What the trained model takes and says, on this machine."""
     experiment = experiment_of(row.name, params.train.seed)
+    datasets = {protocol: protocol.partition("/")[0] for protocol in cfg.protocols}
     report = json.loads(read(experiment, params.paths.model / "report.json"))
     rows = list(csv.DictReader(io.StringIO(read(experiment, params.paths.model / "curves.csv").decode())))
     with tempfile.TemporaryDirectory() as folder:
         copy(experiment, params.paths.model / "checkpoint", Path(folder) / "checkpoint")
-        told = json.loads(in_a_process(["captions", f"{folder}/checkpoint"]))
+        told = json.loads(in_a_process(["captions", f"{folder}/checkpoint", *dict.fromkeys(datasets.values())]))
         step_s = float(in_a_process(["step", json.dumps(dict(row.changes)), folder]))
     return Measured(
         parameters=report["parameters_trainable"],
         caption_gflop=caption_flops(row.changes, params) / 1e9,
         captions_per_s=told["captions_per_s"],
         step_s=step_s,
-        no_change_auc={protocol: told["no_change_auc"][protocol.partition("/")[0]] for protocol in cfg.protocols},
+        no_change_auc={protocol: told["no_change_auc"][dataset] for protocol, dataset in datasets.items()},
         curve=learning_curve(rows),
     )
 
@@ -285,7 +286,8 @@ def measured_table(
     for name, one in measured.items():
         cells = [f"{one['parameters']:,}", f"{one['caption_gflop']:.2f}", f"{one['captions_per_s']:.0f}"]
         cells += [f"{one['step_s']:.3f}", f"{epochs['equal seconds'].get(name, epochs['equal pairs']):g}"]
-        cells += [f"{100 * one['no_change_auc'][protocol]:.1f}" for protocol in protocols]
+        areas = [one["no_change_auc"][protocol] for protocol in protocols]
+        cells += ["" if area is None else f"{100 * area:.1f}" for area in areas]
         yield in_line(name, cells)
 
 
