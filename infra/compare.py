@@ -18,12 +18,13 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pydantic import Field
 
+from components.consistency import closest
 from components.files import write_atomic
 from components.params import Params, ParamsError, load_params
 from components.section import Section
@@ -66,7 +67,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         params = load_params(PARAMS)
         cfg = read_comparison(args.settings, params)
-        found = compare(cfg, params, args.models or list(params.models))
+        names = args.models or list(params.models)
+        check_models(names, params, "--models")
+        found = compare(cfg, params, names)
     except (ParamsError, OSError) as error:
         print(f"make compare: {error}", file=sys.stderr)
         return 1
@@ -84,10 +87,15 @@ def read_comparison(path: Path, params: Params) -> Comparison:
         cfg = Comparison.model_validate(values)
     except ValueError as error:
         raise ParamsError(f"{path}: {error}") from error
-    for name in (cfg.beside, *cfg.bases):
-        if name not in params.models:
-            raise ParamsError(f"{path}: no model is called {name!r}; `models` has {', '.join(params.models)}")
+    check_models((cfg.beside, *cfg.bases), params, str(path))
     return cfg
+
+
+def check_models(names: Iterable[str], params: Params, where: str) -> None:
+    """Raises ParamsError where no model of params.yaml has one of these names."""
+    for name in names:
+        if name not in params.models:
+            raise ParamsError(f"{where}: no model is called {name!r}; {closest(name, params.models)}")
 
 
 def changes_of(name: str, cfg: Comparison) -> dict[str, Any]:

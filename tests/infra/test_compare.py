@@ -37,7 +37,7 @@ def test_the_committed_file_names_models_and_protocols_that_are_there() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("protocols: [a]\nbeside: nobody\n", "no model is called 'nobody'; `models` has m3diff, no_module"),
+        ("protocols: [a]\nbeside: nobody\n", "no model is called 'nobody'; expected one of blip2idc, .*m3diff"),
         ("protocols: [a]\nbeside: m3diff\nbases: {nobody: x}\n", "no model is called 'nobody'"),
         ("protocols: [a]\nbeside: m3diff\nwith: 1\n", "with"),
         ("protocols: [a\nbeside: m3diff\n", r"^\S+compare\.yaml: not valid YAML: while parsing"),
@@ -47,6 +47,16 @@ def test_a_file_that_is_wrong_is_refused(text: str, words: str, tmp_path: Path) 
     (tmp_path / "compare.yaml").write_text(text)
     with pytest.raises(ParamsError, match=words):
         compare.read_comparison(tmp_path / "compare.yaml", params())
+
+
+def test_a_model_that_is_asked_for_by_a_wrong_name_is_refused_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    monkeypatch.setattr(compare, "compare", lambda *_: pytest.fail("models were run"))
+    assert compare.main(["--models", "m3diff", "onedif"]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("make compare: --models: no model is called 'onedif'; did you mean 'onediff'? ")
 
 
 def test_a_model_trains_on_its_base_and_is_left_out_where_that_is_not_here(tmp_path: Path) -> None:
