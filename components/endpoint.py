@@ -16,7 +16,10 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator
 
 from components.files import sha256
 from components.images import load_image
@@ -27,6 +30,32 @@ RETRIES = 5  # of a request that the server puts off or fails; the client waits 
 CONCURRENT = 8
 TYPES = {b"\x89PNG": "image/png", b"\xff\xd8\xff": "image/jpeg", b"GIF8": "image/gif", b"RIFF": "image/webp"}
 """By the first bytes; an image of another format is sent as PNG."""
+
+
+def endpoint_url(text: str) -> str:
+    """The URL of an endpoint as parameters and the command line may have it; reports show it, so it holds no key.
+
+    Raises:
+        ValueError: it is none; the message does not repeat what may be a key.
+    """
+    if "@" in text or "?" in text or "#" in text:
+        raise ValueError(
+            "expected a URL without a key or a user, found one with '@', '?' or '#'; the key belongs into the "
+            "environment variable that key_variable names"
+        )
+    wanted = f"expected http://... or https://..., up to and with /v1, found {text!r}"
+    try:
+        parts = urlsplit(text)
+        known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError as error:
+        raise ValueError(wanted) from error
+    if not known or any(letter.isspace() for letter in text):
+        raise ValueError(wanted)
+    return text
+
+
+EndpointUrl = Annotated[str, AfterValidator(endpoint_url)]
+"""A field of a section."""
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,12 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from pydantic import ValidationError
 
-from components.endpoint import Answer, Endpoint, Question, data_url
+from components.augment.params import Remote
+from components.endpoint import Answer, Endpoint, Question, data_url, endpoint_url
+from components.evaluate.params import JudgeSettings
+from components.params import explain
 from components.section import ParamsError
 from tests.chat import CUT_BODY, Server, chat_server
 
@@ -44,6 +48,37 @@ def ask(server: Server, store: Path, *texts: str, **changes: Any) -> list[Answer
 def picture(path: Path, color: str = "red", **options: Any) -> Path:
     Image.new("RGB", (4, 4), color).save(path, **options)
     return path
+
+
+def by_writer(url: str) -> None:
+    Remote(kind="endpoint", url=url, model="m")
+
+
+def by_judge(url: str) -> None:
+    JudgeSettings(url=url, model="m")
+
+
+@pytest.mark.parametrize("take", [endpoint_url, by_writer, by_judge])
+def test_a_url_with_a_key_or_a_user_or_of_no_server_is_refused_by_one_rule_wherever_it_stands(take: Any):
+    for url in ("http://127.0.0.1:8000/v1", "https://api.example.org/v1", "http://[::1]:8000/v1"):
+        take(url)
+    for url in ("https://me:sk-123@host/v1", "https://host/v1?key=sk-123", "https://host/v1#sk-123"):
+        with pytest.raises(ValueError, match="without a key or a user") as refused:
+            take(url)
+        message = refused.value.errors()[0]["msg"] if isinstance(refused.value, ValidationError) else refused.value
+        assert "sk-123" not in str(message)
+    for url in ("ftp://host/v1", "host/v1", "http:///v1", "http://host:port/v1", "http://host/ v1", "http://[::1/v1"):
+        with pytest.raises(ValueError, match="expected http://... or https://..., up to and with /v1, found"):
+            take(url)
+
+
+def test_a_key_in_the_url_of_the_parameters_is_not_repeated():
+    with pytest.raises(ValidationError) as refused:
+        Remote(kind="endpoint", url="https://me:sk-123@host/v1", model="m")
+    (fault,) = refused.value.errors()
+    told = explain(fault)
+    assert told.startswith("url: expected a URL without a key or a user, found one with '@'")
+    assert "sk-123" not in told
 
 
 def test_answers_come_in_the_order_of_the_questions_whatever_comes_first(server: Server, tmp_path: Path):
