@@ -57,6 +57,13 @@ def endpoint_url(text: str) -> str:
 EndpointUrl = Annotated[str, AfterValidator(endpoint_url)]
 """A field of a section."""
 
+THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
+
+
+def on_this_machine(url: str) -> bool:
+    """Whether what is sent there stays on this machine; no proxy of the environment gets it then."""
+    return urlsplit(url).hostname in THIS_MACHINE
+
 
 @dataclass(frozen=True)
 class Question:
@@ -168,6 +175,7 @@ class Endpoint:
             api_key=os.environ.get(self.key_variable) or "none",
             max_retries=RETRIES,
             timeout=self.timeout_s,
+            http_client=openai.DefaultHttpxClient(trust_env=False) if on_this_machine(self.url) else None,
         )
 
         def ask_one(key: str, question: Question, facts: Mapping[str, Any]) -> None:

@@ -15,6 +15,7 @@ import pytest
 from PIL import Image
 from pydantic import ValidationError
 
+from components import endpoint as module
 from components.augment.params import Remote
 from components.endpoint import Answer, Endpoint, Question, data_url, endpoint_url
 from components.evaluate.params import JudgeSettings
@@ -79,6 +80,22 @@ def test_a_key_in_the_url_of_the_parameters_is_not_repeated():
     told = explain(fault)
     assert told.startswith("url: expected a URL without a key or a user, found one with '@'")
     assert "sk-123" not in told
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_proxy_of_the_environment_gets_nothing_that_stays_on_this_machine(
+    elsewhere: bool, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The same URL as if it were another machine's goes through the proxy, as everywhere."""
+    for name in ("NO_PROXY", "no_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    if elsewhere:
+        monkeypatch.setattr(module, "THIS_MACHINE", ())
+    with chat_server("by the proxy") as proxy:
+        for name in ("HTTP_PROXY", "http_proxy"):
+            monkeypatch.setenv(name, proxy.url.removesuffix("/v1"))
+        assert ask(server, tmp_path, "a?") == [("text", "by the proxy" if elsewhere else "yes")]
+        assert len(proxy.asked) == elsewhere
 
 
 def test_answers_come_in_the_order_of_the_questions_whatever_comes_first(server: Server, tmp_path: Path):

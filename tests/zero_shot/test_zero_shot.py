@@ -283,7 +283,7 @@ def test_images_that_no_licence_allows_to_hand_on_go_to_this_machine_alone(url, 
 
 def test_a_licence_that_refuses_has_nothing_sent(server, tmp_path, monkeypatch):
     prepared(tmp_path, "omnidiff")
-    monkeypatch.setattr("components.zero_shot.request.THIS_MACHINE", ())
+    monkeypatch.setattr("components.endpoint.THIS_MACHINE", ())
     with pytest.raises(DataError, match="none stated"):
         run(tmp_path, asked_of(server))
     assert server.asked == []
