@@ -1,6 +1,7 @@
 """The client of chat endpoints against a server on 127.0.0.1: nothing is lost, nothing is asked twice."""
 
 import base64
+import io
 import json
 import multiprocessing
 import os
@@ -11,17 +12,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageCms
+from PIL.PngImagePlugin import PngInfo
 from pydantic import ValidationError
 
 from components import endpoint as module
 from components.augment.params import Remote
-from components.endpoint import Answer, Endpoint, Question, data_url, endpoint_url
+from components.endpoint import Answer, Endpoint, Question, data_url, endpoint_url, is_plain_png
 from components.evaluate.params import JudgeSettings
+from components.images import ImageError, load_image
 from components.params import explain
 from components.section import ParamsError
 from tests.chat import CUT_BODY, Server, chat_server
+from tests.test_images import png
+from tests.tiny import noise_image
 
 
 @pytest.fixture
@@ -108,7 +114,7 @@ def test_answers_come_in_the_order_of_the_questions_whatever_comes_first(server:
     assert {(body["model"], body["temperature"]) for body in server.asked} == {("m", 0)}
 
 
-def test_images_are_sent_before_the_text_in_their_order_byte_by_byte(server: Server, tmp_path: Path):
+def test_images_are_sent_before_the_text_in_their_order_plain_ones_byte_by_byte(server: Server, tmp_path: Path):
     images = picture(tmp_path / "a.png"), picture(tmp_path / "b.jpg", "blue")
     endpoint(server, tmp_path).ask([Question("what changed?", images, system="be brief", seed=5)], "test")
     (body,) = server.asked
@@ -122,8 +128,96 @@ def test_images_are_sent_before_the_text_in_their_order_byte_by_byte(server: Ser
     assert "max_tokens" not in body
 
 
-def test_an_image_of_another_format_is_sent_as_png(tmp_path: Path):
-    assert data_url(picture(tmp_path / "a.bmp")).startswith("data:image/png;base64,iVBOR")
+def sent(path: Path) -> tuple[str, bytes, Image.Image]:
+    """What of an image is sent: its type, its bytes, and the picture in them as any server reads it."""
+    kind, _, text = data_url(path).partition(";base64,")
+    data = base64.b64decode(text)
+    return kind.removeprefix("data:image/"), data, Image.open(io.BytesIO(data))
+
+
+def taken(orientation: int) -> Image.Exif:
+    """What a camera writes."""
+    exif = Image.Exif()
+    exif[0x010F], exif[0x0112] = "A camera", orientation
+    exif.get_ifd(0x8825).update({1: "N", 2: (52.0, 31.0, 12.0)})
+    return exif
+
+
+def smooth(size: tuple[int, int] = (96, 64)) -> Image.Image:
+    return noise_image(3, (6, 4)).resize(size)
+
+
+@pytest.mark.parametrize("orientation", [1, 6])
+def test_a_photograph_is_sent_upright_and_without_what_the_camera_wrote_at_its_own_size(
+    orientation: int, tmp_path: Path
+):
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    smooth((960, 640)).save(
+        tmp_path / "a.jpg", quality=85, exif=taken(orientation), comment="at home", icc_profile=profile
+    )
+    kind, data, image = sent(tmp_path / "a.jpg")
+    seen = load_image(tmp_path / "a.jpg")
+    assert seen.size == ((960, 640) if orientation == 1 else (640, 960))
+    assert (kind, image.size, image.mode) == ("jpeg", seen.size, "RGB")
+    assert [name for name, _ in image.applist] == ["APP0"]
+    assert not any(word in data for word in (b"A camera", b"at home", b"Exif", b"ICC"))
+    off = np.abs(np.asarray(image, dtype=int) - np.asarray(seen, dtype=int))
+    assert off.mean() < 1
+    assert len(data) < 1.1 * (tmp_path / "a.jpg").stat().st_size
+
+
+def saved(name: str, path: Path) -> None:
+    """An image that is no plain RGB of 8 bits, or holds more than its picture."""
+    text = PngInfo()
+    text.add_text("place", "at home")
+    deep = (np.arange(48, dtype=np.uint16).reshape(4, 4, 3) * 1000).astype(">u2")
+    rows = [row.tobytes() for row in deep]
+    makes: dict[str, Any] = {
+        "text.png": lambda: smooth().save(path, pnginfo=text),
+        "exif.png": lambda: smooth().save(path, exif=taken(6)),
+        "tail.png": lambda: (smooth().save(path), path.write_bytes(path.read_bytes() + b"at home")),
+        "16_bits.png": lambda: path.write_bytes(png(16, 2, rows)),
+        "grey.png": lambda: smooth().convert("L").save(path),
+        "palette.png": lambda: smooth().convert("P").save(path),
+        "see_through.png": lambda: smooth().convert("RGBA").save(path),
+        "grey.jpg": lambda: smooth().convert("L").save(path),
+        "cmyk.jpg": lambda: smooth().convert("CMYK").save(path),
+        "a.bmp": lambda: smooth().save(path),
+        "a.gif": lambda: smooth().save(path, save_all=True, append_images=[smooth().rotate(180)]),
+        "a.webp": lambda: smooth().save(path, exif=taken(3)),
+    }
+    makes[name]()
+
+
+OTHERS = ["text.png", "exif.png", "tail.png", "16_bits.png", "grey.png", "palette.png", "see_through.png"]
+OTHERS += ["grey.jpg", "cmyk.jpg", "a.bmp", "a.gif", "a.webp"]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_no_plain_picture_is_sent_as_png_just_as_the_projects_models_see_it(name: str, tmp_path: Path):
+    saved(name, tmp_path / name)
+    kind, data, image = sent(tmp_path / name)
+    assert (kind, image.mode) == ("png", "RGB")
+    np.testing.assert_array_equal(np.asarray(image), np.asarray(load_image(tmp_path / name)))
+    assert is_plain_png(data)
+    assert b"home" not in data
+
+
+def test_a_jpeg_with_something_behind_its_end_is_sent_without_it(tmp_path: Path):
+    smooth().save(tmp_path / "a.jpg")
+    plain = (tmp_path / "a.jpg").read_bytes()
+    assert sent(tmp_path / "a.jpg")[1] == plain
+    (tmp_path / "a.jpg").write_bytes(plain + b"a film")
+    kind, data, _ = sent(tmp_path / "a.jpg")
+    assert kind == "jpeg"
+    assert b"a film" not in data
+
+
+def test_a_file_that_is_no_image_is_not_sent(tmp_path: Path):
+    for data in (b"no image", b"", (picture(tmp_path / "b.png").read_bytes())[:50]):
+        (tmp_path / "a.png").write_bytes(data)
+        with pytest.raises(ImageError, match=r"a\.png: cannot be read as an image"):
+            data_url(tmp_path / "a.png")
 
 
 def test_a_question_is_asked_once_in_one_run_and_in_the_next(server: Server, tmp_path: Path):
