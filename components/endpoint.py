@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator
@@ -77,17 +77,20 @@ class Question:
     n: int = 0  # which of several answers to the same question
 
 
+Kind = Literal["text", "refused", "empty", "cut"]
+
+
 class Answer(NamedTuple):
     """`kind` says whether `text` is what was asked for; of a refusal it is the reason, of a cut one what there is."""
 
-    kind: Literal["text", "refused", "empty", "cut"]
+    kind: Kind
     text: str
 
 
 class Answers:
     """What was answered so far, in a file: a line of JSON for each, on the disk before the next question is asked.
 
-    A line that is torn, of a write that was killed, is read as none.
+    A line that is no answer, such as one that is torn by a kill, is read as none.
 
     Attributes:
         known: answers by the key of their question.
@@ -99,11 +102,7 @@ class Answers:
         data = path.read_bytes() if path.is_file() else b""
         self.torn = bool(data) and not data.endswith(b"\n")
         for line in data.split(b"\n"):
-            try:
-                entry = json.loads(line)
-            except ValueError:
-                continue
-            if "key" in entry:
+            if entry := read_entry(line):
                 self.known[entry["key"]] = Answer(entry["kind"], entry["answer"])
 
     def keep(self, key: str, facts: Mapping[str, Any], answer: Answer) -> None:
@@ -118,6 +117,17 @@ class Answers:
                 os.fsync(file.fileno())
             self.torn = False
             self.known[key] = answer
+
+
+def read_entry(line: bytes) -> dict[str, Any] | None:
+    """What `Answers.keep` wrote; None where the line is no answer."""
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(entry, dict) or entry.get("kind") not in get_args(Kind):
+        return None
+    return entry if all(isinstance(entry.get(name), str) for name in ("key", "answer")) else None
 
 
 class Endpoint:

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from components import endpoint as module
 from components.augment.params import Remote
-from components.endpoint import Answer, Endpoint, Question, data_url, endpoint_url, is_plain_png
+from components.endpoint import Answer, Answers, Endpoint, Question, data_url, endpoint_url, is_plain_png
 from components.evaluate.params import JudgeSettings
 from components.images import ImageError, load_image
 from components.params import explain
@@ -351,6 +351,20 @@ def test_a_line_that_a_kill_has_torn_is_asked_for_again_and_harms_no_other(serve
     assert sorted(server.texts) == sorted(["a?", "b?", torn_text, "c?"])
     ask(server, tmp_path, "a?", "b?", "c?")
     assert len(server.asked) == 4
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["5", "[]", "null", '"a"', '{"key": "a"}', '{"key": "a", "kind": "text", "answer": null}']
+    + ['{"key": [1], "kind": "text", "answer": "b"}', '{"key": "a", "kind": "other", "answer": "b"}'],
+)
+def test_a_line_that_is_no_answer_is_read_as_none(line: str, server: Server, tmp_path: Path):
+    ask(server, tmp_path, "a?")
+    store = tmp_path / "answers.jsonl"
+    store.write_text(f"{line}\n{store.read_text()}")
+    assert ask(server, tmp_path, "a?", "b?") == [("text", "yes")] * 2
+    assert server.texts == ["a?", "b?"]
+    assert len(Answers(store).known) == 2
 
 
 def ask_many(url: str, store: Path) -> None:
