@@ -12,11 +12,12 @@ import io
 import json
 import os
 import threading
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator
@@ -26,8 +27,10 @@ from components.images import load_image, open_image
 from components.progress import progress
 from components.section import ParamsError
 
+T, R = TypeVar("T"), TypeVar("R")
 RETRIES = 5  # of a request that the server puts off or fails; the client waits as the server asks
 CONCURRENT = 8
+WINDOW = 4 * CONCURRENT  # questions that wait for a thread or are asked
 PNG, PLAIN_CHUNKS = b"\x89PNG\r\n\x1a\n", {b"IHDR", b"IDAT", b"IEND", b"sRGB", b"pHYs"}
 RGB_OF_8_BITS = b"\x08\x02"
 """Bytes 24 and 25 of a PNG."""
@@ -154,16 +157,15 @@ class Endpoint:
             ParamsError: the endpoint refuses the key, the model or the form of a question.
             ConnectionError: it cannot be reached, or goes on failing; what it answered is kept.
         """
-        facts = [self._facts(question) for question in questions]
-        keys = [key_of(known) for known in facts]
-        new = {
-            key: (question, known)
-            for key, question, known in zip(keys, questions, facts, strict=True)
-            if key not in self.answers.known
-        }
+        keys = [self.key(question) for question in questions]
+        new = {key: one for key, one in zip(keys, questions, strict=True) if key not in self.answers.known}
         if new:
             self._ask(new, told)
         return [self.answers.known[key] for key in keys]
+
+    def key(self, question: Question) -> str:
+        """Names the question by its content."""
+        return key_of(self._facts(question))
 
     def _facts(self, question: Question) -> dict[str, Any]:
         """All that decides an answer, and that the store says of it."""
@@ -177,7 +179,7 @@ class Endpoint:
             "max_tokens": self.max_tokens,
         }
 
-    def _ask(self, new: Mapping[str, tuple[Question, Mapping[str, Any]]], told: str) -> None:
+    def _ask(self, new: Mapping[str, Question], told: str) -> None:
         """Ask side by side; each answer is kept as it comes."""
         import openai
 
@@ -189,13 +191,13 @@ class Endpoint:
             http_client=openai.DefaultHttpxClient(trust_env=False) if on_this_machine(self.url) else None,
         )
 
-        def ask_one(key: str, question: Question, facts: Mapping[str, Any]) -> None:
-            self.answers.keep(key, facts, self._answer(client, question))
+        def ask_one(asked: tuple[str, Question]) -> None:
+            key, question = asked
+            self.answers.keep(key, self._facts(question), self._answer(client, question))
 
         with client, ThreadPoolExecutor(CONCURRENT) as pool:
-            asked = [pool.submit(ask_one, key, *question) for key, question in new.items()]
             try:
-                for done in progress(as_completed(asked), told, len(asked), "question"):
+                for done in progress(in_window(pool, ask_one, new.items()), told, len(new), "question"):
                     done.result()
             except BaseException:
                 pool.shutdown(cancel_futures=True)
@@ -236,6 +238,17 @@ class Endpoint:
 
     def _told(self, error: Exception) -> str:
         return f"{self.url}, model {self.model!r}: {type(error).__name__}: {error}"
+
+
+def in_window(pool: Executor, work: Callable[[T], R], items: Iterable[T]) -> Iterator[Future[R]]:
+    """The work on each item as it is done, in no order. At most WINDOW of it waits or runs: a future takes 2 kB."""
+    left, waiting = iter(items), set[Future[R]]()
+    while True:
+        waiting |= {pool.submit(work, item) for item in islice(left, WINDOW - len(waiting))}
+        if not waiting:
+            return
+        done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+        yield from done
 
 
 def key_of(facts: Mapping[str, Any]) -> str:

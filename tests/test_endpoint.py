@@ -9,6 +9,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +219,26 @@ def test_a_file_that_is_no_image_is_not_sent(tmp_path: Path):
         (tmp_path / "a.png").write_bytes(data)
         with pytest.raises(ImageError, match=r"a\.png: cannot be read as an image"):
             data_url(tmp_path / "a.png")
+
+
+def test_of_many_questions_a_window_alone_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Half a million that wait at once took 1.3 GB."""
+    waiting: list[Any] = []
+    most = 0
+
+    class Pool(ThreadPoolExecutor):
+        def submit(self, *work: Any) -> Any:
+            nonlocal most
+            waiting[:] = [each for each in waiting if not each.done()] + [super().submit(*work)]
+            most = max(most, len(waiting))
+            return waiting[-1]
+
+    monkeypatch.setattr(module, "ThreadPoolExecutor", Pool)
+    monkeypatch.setattr(Endpoint, "_answer", lambda self, client, question: Answer("text", question.text))
+    texts = [f"question {number}" for number in range(500)]
+    found = endpoint(Server("", url="http://127.0.0.1:9/v1"), tmp_path).ask([Question(text) for text in texts], "test")
+    assert [answer.text for answer in found] == texts
+    assert module.CONCURRENT <= most <= module.WINDOW < 100
 
 
 def test_a_question_is_asked_once_in_one_run_and_in_the_next(server: Server, tmp_path: Path):
