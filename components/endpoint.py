@@ -2,8 +2,9 @@
 
 Every answer is kept by the content of its question, in a file of JSON Lines that people can read: a second run asks
 nothing, and one that was killed goes on. A server that puts a question off (429) or fails (5xx) is asked again, after
-the time that it names. What it will not say (a refusal), says without a word, or not to its end, is an answer of its
-own kind. The key stands in an environment variable, and in no file.
+the time that it names. What it will not say (a refusal) or take (400, 413, 422, though it took others of the same
+form), says without a word, or not to its end, is an answer of its own kind. The key stands in an environment variable,
+and in no file.
 """
 
 import base64
@@ -17,7 +18,7 @@ from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExec
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, get_args
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator
@@ -27,10 +28,16 @@ from components.images import load_image, open_image
 from components.progress import progress
 from components.section import ParamsError
 
-T, R = TypeVar("T"), TypeVar("R")
+if TYPE_CHECKING:
+    import openai
+
+T = TypeVar("T")
+R = TypeVar("R")
 RETRIES = 5  # of a request that the server puts off or fails; the client waits as the server asks
 CONCURRENT = 8
 WINDOW = 4 * CONCURRENT  # questions that wait for a thread or are asked
+NOT_TAKEN, PUT_OFF = (400, 413, 422), (408, 409, 425, 429)
+"""States of a reply: the question is at fault, or its form; and: later."""
 PNG, PLAIN_CHUNKS = b"\x89PNG\r\n\x1a\n", {b"IHDR", b"IDAT", b"IEND", b"sRGB", b"pHYs"}
 RGB_OF_8_BITS = b"\x08\x02"
 """Bytes 24 and 25 of a PNG."""
@@ -97,16 +104,19 @@ class Answers:
 
     Attributes:
         known: answers by the key of their question.
+        forms: of the questions that were answered.
     """
 
     def __init__(self, path: Path) -> None:
         self.path, self.lock = path, threading.Lock()
         self.known: dict[str, Answer] = {}
+        self.forms: set[Form] = set()
         data = path.read_bytes() if path.is_file() else b""
         self.torn = bool(data) and not data.endswith(b"\n")
         for line in data.split(b"\n"):
             if entry := read_entry(line):
                 self.known[entry["key"]] = Answer(entry["kind"], entry["answer"])
+                self.forms.add(form_of(entry))
 
     def keep(self, key: str, facts: Mapping[str, Any], answer: Answer) -> None:
         """Write one answer, down to the disk."""
@@ -120,6 +130,7 @@ class Answers:
                 os.fsync(file.fileno())
             self.torn = False
             self.known[key] = answer
+            self.forms.add(form_of(facts))
 
 
 def read_entry(line: bytes) -> dict[str, Any] | None:
@@ -131,6 +142,24 @@ def read_entry(line: bytes) -> dict[str, Any] | None:
     if not isinstance(entry, dict) or entry.get("kind") not in get_args(Kind):
         return None
     return entry if all(isinstance(entry.get(name), str) for name in ("key", "answer")) else None
+
+
+Form = tuple[Any, ...]
+
+
+def form_of(facts: Mapping[str, Any]) -> Form:
+    """What a server takes or does not, whatever the words: the model, and which parts the question has."""
+    has = [bool(facts.get("system")), facts.get("seed") is not None, len(facts.get("images") or ())]
+    return (facts.get("model"), facts.get("max_tokens"), *has)
+
+
+class NotTaken(NamedTuple):
+    """A question that the server did not take, and what it said: in its own words, and for people."""
+
+    key: str
+    facts: Mapping[str, Any]
+    reason: str
+    told: str
 
 
 class Endpoint:
@@ -154,7 +183,7 @@ class Endpoint:
         """The answer to each question, in order; `told` names the work on the progress bar.
 
         Raises:
-            ParamsError: the endpoint refuses the key, the model or the form of a question.
+            ParamsError: the endpoint refuses the key, the model or the form of the questions.
             ConnectionError: it cannot be reached, or goes on failing; what it answered is kept.
         """
         keys = [self.key(question) for question in questions]
@@ -191,41 +220,61 @@ class Endpoint:
             http_client=openai.DefaultHttpxClient(trust_env=False) if on_this_machine(self.url) else None,
         )
 
-        def ask_one(asked: tuple[str, Question]) -> None:
+        def ask_one(asked: tuple[str, Question]) -> NotTaken | None:
             key, question = asked
-            self.answers.keep(key, self._facts(question), self._answer(client, question))
+            facts, answer = self._facts(question), self._answer(client, question)
+            if isinstance(answer, Answer):
+                self.answers.keep(key, facts, answer)
+                return None
+            return NotTaken(key, facts, answer.message, self._told(answer, question))
 
+        not_taken: list[NotTaken] = []
         with client, ThreadPoolExecutor(CONCURRENT) as pool:
             try:
                 for done in progress(in_window(pool, ask_one, new.items()), told, len(new), "question"):
-                    done.result()
+                    if one := done.result():
+                        not_taken.append(one)
+                    not_taken = self._refused(not_taken)
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
+        if not_taken:
+            raise ParamsError(not_taken[0].told)
 
-    def _answer(self, client: Any, question: Question) -> Answer:
+    def _refused(self, not_taken: list[NotTaken]) -> list[NotTaken]:
+        """Keep as refused each question of whose form another was answered; the rest, of which it is not known yet.
+
+        Raises:
+            ParamsError: these are so many that it is their form.
+        """
+        left = [one for one in not_taken if form_of(one.facts) not in self.answers.forms]
+        for one in not_taken:
+            if one not in left:
+                self.answers.keep(one.key, one.facts, Answer("refused", one.reason))
+        if len(left) >= CONCURRENT:
+            raise ParamsError(left[0].told)
+        return left
+
+    def _answer(self, client: Any, question: Question) -> "Answer | openai.APIStatusError":
+        """What is answered, or the error by which the server does not take the question."""
         import openai
 
         request = self._request(question)
         for _ in range(RETRIES):
             try:
                 return read_answer(client.chat.completions.create(**request))
-            except openai.BadRequestError as error:
-                if error.code != "content_filter":
-                    raise ParamsError(self._told(error)) from error
-                return Answer("refused", str(error.message))
-            except (
-                openai.AuthenticationError,
-                openai.PermissionDeniedError,
-                openai.NotFoundError,
-                openai.UnprocessableEntityError,
-            ) as error:
-                raise ParamsError(self._told(error)) from error
+            except openai.APIStatusError as error:
+                if error.code == "content_filter":
+                    return Answer("refused", error.message)
+                if error.status_code in NOT_TAKEN:
+                    return error
+                later = error.status_code >= 500 or error.status_code in PUT_OFF
+                raise (ConnectionError if later else ParamsError)(self._told(error, question)) from error
             except openai.OpenAIError as error:
-                raise ConnectionError(self._told(error)) from error
+                raise ConnectionError(self._told(error, question)) from error
             except json.JSONDecodeError as error:  # the reply was cut on its way
                 torn = error
-        raise ConnectionError(self._told(torn)) from torn
+        raise ConnectionError(self._told(torn, question)) from torn
 
     def _request(self, question: Question) -> dict[str, Any]:
         """What the endpoint is sent; a text alone where there is no image, which every server takes."""
@@ -236,8 +285,9 @@ class Endpoint:
         optional = {"seed": question.seed, "max_tokens": self.max_tokens}
         return request | {name: value for name, value in optional.items() if value is not None}
 
-    def _told(self, error: Exception) -> str:
-        return f"{self.url}, model {self.model!r}: {type(error).__name__}: {error}"
+    def _told(self, error: Exception, question: Question) -> str:
+        about = ", ".join(map(str, question.images)) or repr(question.text[:60])
+        return f"{self.url}, model {self.model!r}: {type(error).__name__}: {error}; asked about {about}"
 
 
 def in_window(pool: Executor, work: Callable[[T], R], items: Iterable[T]) -> Iterator[Future[R]]:

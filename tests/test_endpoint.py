@@ -315,17 +315,60 @@ def test_a_refusal_an_empty_and_a_cut_answer_are_told_apart_and_are_answers(
     assert len(server.asked) == 1
 
 
-@pytest.mark.parametrize("status", [400, 401, 403, 404, 422])
-def test_a_wrong_key_model_or_form_is_the_users_and_what_was_answered_stays(
+@pytest.mark.parametrize("status", [401, 402, 403, 404, 405, 415, 451])
+def test_a_wrong_key_model_or_address_is_the_users_and_what_was_answered_stays(
     status: int, server: Server, tmp_path: Path
 ):
     ask(server, tmp_path, "a?")
     server.replies = {"b?": [status]}
-    with pytest.raises(ParamsError, match=r"/v1, model 'm': "):
+    with pytest.raises(ParamsError, match=r"/v1, model 'm': .*; asked about 'b\?'$"):
         ask(server, tmp_path, "a?", "b?")
     server.replies = {}
     assert ask(server, tmp_path, "a?", "b?") == [("text", "yes")] * 2
     assert server.texts == ["a?", "b?", "b?"]
+
+
+@pytest.mark.parametrize("status", [400, 413, 422])
+def test_a_form_that_the_server_takes_of_no_question_is_the_users(status: int, server: Server, tmp_path: Path):
+    """It ends at the first of one question, and of many before all of them are asked."""
+    server.replies = {"?": [(status, {"error": {"message": "no such field"}})]}
+    with pytest.raises(ParamsError, match=rf"Error code: {status} .*no such field.*; asked about 'a\?'$"):
+        ask(server, tmp_path, "a?")
+    with pytest.raises(ParamsError, match="no such field"):
+        ask(server, tmp_path, *(f"{number}?" for number in range(200)))
+    assert len(server.asked) < 1 + 2 * module.WINDOW
+    assert not (tmp_path / "answers.jsonl").exists()
+
+
+@pytest.mark.parametrize("first", ["a?", "b?"])
+@pytest.mark.parametrize("status", [400, 413, 422])
+def test_a_question_that_alone_is_not_taken_is_refused_by_the_server_and_ends_no_run(
+    first: str, status: int, server: Server, tmp_path: Path
+):
+    """Whichever is answered first: the other of a second in this run, or a third in an earlier one."""
+    server.replies = {"b?": [(status, {"error": {"message": "too long"}})]}
+    server.delays = {first: 0.2}
+    taken, refused = ask(server, tmp_path, "a?", "b?")
+    assert taken == ("text", "yes")
+    assert refused.kind == "refused"
+    assert "too long" in refused.text
+    assert ask(server, tmp_path, "b?", "a?") == [refused, taken]
+    assert len(server.asked) == 2
+    server.replies["c?"] = [status]
+    assert ask(server, tmp_path, "c?")[0].kind == "refused"
+
+
+@pytest.mark.parametrize("changes", [{"max_tokens": 10**6}, {"model": "other"}])
+def test_an_answer_to_a_question_of_another_form_does_not_make_a_wrong_one_right(
+    changes: dict[str, Any], server: Server, tmp_path: Path
+):
+    ask(server, tmp_path, "a?")
+    server.replies = {"?": [400]}
+    with pytest.raises(ParamsError, match="BadRequestError"):
+        ask(server, tmp_path, "a?", **changes)
+    images = picture(tmp_path / "one.png"), picture(tmp_path / "two.png")
+    with pytest.raises(ParamsError, match="asked about .*one.png, .*two.png"):
+        endpoint(server, tmp_path).ask([Question("a?", images)], "test")
 
 
 @pytest.mark.slow(15)
