@@ -279,8 +279,9 @@ class Endpoint:
     def _request(self, question: Question) -> dict[str, Any]:
         """What the endpoint is sent; a text alone where there is no image, which every server takes."""
         parts = [{"type": "image_url", "image_url": {"url": data_url(path)}} for path in question.images]
-        content: Any = [*parts, {"type": "text", "text": question.text}] if parts else question.text
-        messages = [{"role": "system", "content": question.system}] if question.system else []
+        text, system = in_unicode(question.text), in_unicode(question.system)
+        content: Any = [*parts, {"type": "text", "text": text}] if parts else text
+        messages = [{"role": "system", "content": system}] if system else []
         request = {"model": self.model, "messages": [*messages, {"role": "user", "content": content}], "temperature": 0}
         optional = {"seed": question.seed, "max_tokens": self.max_tokens}
         return request | {name: value for name, value in optional.items() if value is not None}
@@ -299,6 +300,11 @@ def in_window(pool: Executor, work: Callable[[T], R], items: Iterable[T]) -> Ite
             return
         done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
         yield from done
+
+
+def in_unicode(text: str) -> str:
+    """The text with a question mark for each half of a character (a lone surrogate), which no file or server takes."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def key_of(facts: Mapping[str, Any]) -> str:

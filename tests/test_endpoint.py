@@ -241,6 +241,14 @@ def test_of_many_questions_a_window_alone_waits(tmp_path: Path, monkeypatch: pyt
     assert module.CONCURRENT <= most <= module.WINDOW < 100
 
 
+def test_half_a_character_in_a_question_is_asked_as_a_question_mark(server: Server, tmp_path: Path):
+    texts = [Question("the cup \ud83d went", system="say \udc00")]
+    assert endpoint(server, tmp_path).ask(texts, "test") == [("text", "yes")]
+    assert [part["content"] for part in server.asked[0]["messages"]] == ["say ?", "the cup ? went"]
+    assert endpoint(server, tmp_path).ask(texts, "test") == [("text", "yes")]
+    assert len(server.asked) == 1
+
+
 def test_a_question_is_asked_once_in_one_run_and_in_the_next(server: Server, tmp_path: Path):
     first = ask(server, tmp_path, "a?", "b?", "a?")
     assert sorted(server.texts) == ["a?", "b?"]
