@@ -18,6 +18,7 @@ from pathlib import Path
 from components.consistency import absent_paths, check_paths, closest, licensed
 from components.counts import told, told_of_clean, told_of_made, told_of_samples
 from components.datasets import DATASETS
+from components.endpoint import endpoint_url
 from components.gpus import GPUS
 from components.guard import unchanged
 from components.models.device import DeviceError
@@ -624,11 +625,10 @@ def _add_zero_shot(command: argparse.ArgumentParser) -> None:
 
 
 def _url(text: str) -> str:
-    if not text.startswith(("http://", "https://")):
-        raise argparse.ArgumentTypeError(f"expected http://... or https://..., up to and with /v1 (found {text!r})")
-    if "@" in text or "?" in text:
-        raise argparse.ArgumentTypeError("expected a URL without a key or a user, which reports would show")
-    return text
+    try:
+        return endpoint_url(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _add_archive(

@@ -2,8 +2,9 @@
 
 Every answer is kept by the content of its question, in a file of JSON Lines that people can read: a second run asks
 nothing, and one that was killed goes on. A server that puts a question off (429) or fails (5xx) is asked again, after
-the time that it names. What it will not say (a refusal), says without a word, or not to its end, is an answer of its
-own kind. The key stands in an environment variable, and in no file.
+the time that it names. What it will not say (a refusal) or take (400, 413, 422, though it took others of the same
+form), says without a word, or not to its end, is an answer of its own kind. The key stands in an environment variable,
+and in no file.
 """
 
 import base64
@@ -12,21 +13,67 @@ import io
 import json
 import os
 import threading
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, get_args
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator
 
 from components.files import sha256
-from components.images import load_image
+from components.images import load_image, open_image
 from components.progress import progress
 from components.section import ParamsError
 
+if TYPE_CHECKING:
+    import openai
+
+T = TypeVar("T")
+R = TypeVar("R")
 RETRIES = 5  # of a request that the server puts off or fails; the client waits as the server asks
 CONCURRENT = 8
-TYPES = {b"\x89PNG": "image/png", b"\xff\xd8\xff": "image/jpeg", b"GIF8": "image/gif", b"RIFF": "image/webp"}
-"""By the first bytes; an image of another format is sent as PNG."""
+WINDOW = 4 * CONCURRENT  # questions that wait for a thread or are asked
+NOT_TAKEN, PUT_OFF = (400, 413, 422), (408, 409, 425, 429)
+"""States of a reply: the question is at fault, or its form; and: later."""
+PNG, PLAIN_CHUNKS = b"\x89PNG\r\n\x1a\n", {b"IHDR", b"IDAT", b"IEND", b"sRGB", b"pHYs"}
+RGB_OF_8_BITS = b"\x08\x02"
+"""Bytes 24 and 25 of a PNG."""
+
+
+def endpoint_url(text: str) -> str:
+    """The URL of an endpoint as parameters and the command line may have it; reports show it, so it holds no key.
+
+    Raises:
+        ValueError: it is none; the message does not repeat what may be a key.
+    """
+    if "@" in text or "?" in text or "#" in text:
+        raise ValueError(
+            "expected a URL without a key or a user, found one with '@', '?' or '#'; the key belongs into the "
+            "environment variable that key_variable names"
+        )
+    wanted = f"expected http://... or https://..., up to and with /v1, found {text!r}"
+    try:
+        parts = urlsplit(text)
+        known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError as error:
+        raise ValueError(wanted) from error
+    if not known or any(letter.isspace() for letter in text):
+        raise ValueError(wanted)
+    return text
+
+
+EndpointUrl = Annotated[str, AfterValidator(endpoint_url)]
+"""A field of a section."""
+
+THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
+
+
+def on_this_machine(url: str) -> bool:
+    """Whether what is sent there stays on this machine; no proxy of the environment gets it then."""
+    return urlsplit(url).hostname in THIS_MACHINE
 
 
 @dataclass(frozen=True)
@@ -40,34 +87,36 @@ class Question:
     n: int = 0  # which of several answers to the same question
 
 
+Kind = Literal["text", "refused", "empty", "cut"]
+
+
 class Answer(NamedTuple):
     """`kind` says whether `text` is what was asked for; of a refusal it is the reason, of a cut one what there is."""
 
-    kind: Literal["text", "refused", "empty", "cut"]
+    kind: Kind
     text: str
 
 
 class Answers:
     """What was answered so far, in a file: a line of JSON for each, on the disk before the next question is asked.
 
-    A line that is torn, of a write that was killed, is read as none.
+    A line that is no answer, such as one that is torn by a kill, is read as none.
 
     Attributes:
         known: answers by the key of their question.
+        forms: of the questions that were answered.
     """
 
     def __init__(self, path: Path) -> None:
         self.path, self.lock = path, threading.Lock()
         self.known: dict[str, Answer] = {}
+        self.forms: set[Form] = set()
         data = path.read_bytes() if path.is_file() else b""
         self.torn = bool(data) and not data.endswith(b"\n")
         for line in data.split(b"\n"):
-            try:
-                entry = json.loads(line)
-            except ValueError:
-                continue
-            if "key" in entry:
+            if entry := read_entry(line):
                 self.known[entry["key"]] = Answer(entry["kind"], entry["answer"])
+                self.forms.add(form_of(entry))
 
     def keep(self, key: str, facts: Mapping[str, Any], answer: Answer) -> None:
         """Write one answer, down to the disk."""
@@ -81,6 +130,36 @@ class Answers:
                 os.fsync(file.fileno())
             self.torn = False
             self.known[key] = answer
+            self.forms.add(form_of(facts))
+
+
+def read_entry(line: bytes) -> dict[str, Any] | None:
+    """What `Answers.keep` wrote; None where the line is no answer."""
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(entry, dict) or entry.get("kind") not in get_args(Kind):
+        return None
+    return entry if all(isinstance(entry.get(name), str) for name in ("key", "answer")) else None
+
+
+Form = tuple[Any, ...]
+
+
+def form_of(facts: Mapping[str, Any]) -> Form:
+    """What a server takes or does not, whatever the words: the model, and which parts the question has."""
+    has = [bool(facts.get("system")), facts.get("seed") is not None, len(facts.get("images") or ())]
+    return (facts.get("model"), facts.get("max_tokens"), *has)
+
+
+class NotTaken(NamedTuple):
+    """A question that the server did not take, and what it said: in its own words, and for people."""
+
+    key: str
+    facts: Mapping[str, Any]
+    reason: str
+    told: str
 
 
 class Endpoint:
@@ -104,19 +183,18 @@ class Endpoint:
         """The answer to each question, in order; `told` names the work on the progress bar.
 
         Raises:
-            ParamsError: the endpoint refuses the key, the model or the form of a question.
+            ParamsError: the endpoint refuses the key, the model or the form of the questions.
             ConnectionError: it cannot be reached, or goes on failing; what it answered is kept.
         """
-        facts = [self._facts(question) for question in questions]
-        keys = [key_of(known) for known in facts]
-        new = {
-            key: (question, known)
-            for key, question, known in zip(keys, questions, facts, strict=True)
-            if key not in self.answers.known
-        }
+        keys = [self.key(question) for question in questions]
+        new = {key: one for key, one in zip(keys, questions, strict=True) if key not in self.answers.known}
         if new:
             self._ask(new, told)
         return [self.answers.known[key] for key in keys]
+
+    def key(self, question: Question) -> str:
+        """Names the question by its content."""
+        return key_of(self._facts(question))
 
     def _facts(self, question: Question) -> dict[str, Any]:
         """All that decides an answer, and that the store says of it."""
@@ -130,7 +208,7 @@ class Endpoint:
             "max_tokens": self.max_tokens,
         }
 
-    def _ask(self, new: Mapping[str, tuple[Question, Mapping[str, Any]]], told: str) -> None:
+    def _ask(self, new: Mapping[str, Question], told: str) -> None:
         """Ask side by side; each answer is kept as it comes."""
         import openai
 
@@ -139,55 +217,94 @@ class Endpoint:
             api_key=os.environ.get(self.key_variable) or "none",
             max_retries=RETRIES,
             timeout=self.timeout_s,
+            http_client=openai.DefaultHttpxClient(trust_env=False) if on_this_machine(self.url) else None,
         )
 
-        def ask_one(key: str, question: Question, facts: Mapping[str, Any]) -> None:
-            self.answers.keep(key, facts, self._answer(client, question))
+        def ask_one(asked: tuple[str, Question]) -> NotTaken | None:
+            key, question = asked
+            facts, answer = self._facts(question), self._answer(client, question)
+            if isinstance(answer, Answer):
+                self.answers.keep(key, facts, answer)
+                return None
+            return NotTaken(key, facts, answer.message, self._told(answer, question))
 
+        not_taken: list[NotTaken] = []
         with client, ThreadPoolExecutor(CONCURRENT) as pool:
-            asked = [pool.submit(ask_one, key, *question) for key, question in new.items()]
             try:
-                for done in progress(as_completed(asked), told, len(asked), "question"):
-                    done.result()
+                for done in progress(in_window(pool, ask_one, new.items()), told, len(new), "question"):
+                    if one := done.result():
+                        not_taken.append(one)
+                    not_taken = self._refused(not_taken)
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
+        if not_taken:
+            raise ParamsError(not_taken[0].told)
 
-    def _answer(self, client: Any, question: Question) -> Answer:
+    def _refused(self, not_taken: list[NotTaken]) -> list[NotTaken]:
+        """Keep as refused each question of whose form another was answered; the rest, of which it is not known yet.
+
+        Raises:
+            ParamsError: these are so many that it is their form.
+        """
+        left = [one for one in not_taken if form_of(one.facts) not in self.answers.forms]
+        for one in not_taken:
+            if one not in left:
+                self.answers.keep(one.key, one.facts, Answer("refused", one.reason))
+        if len(left) >= CONCURRENT:
+            raise ParamsError(left[0].told)
+        return left
+
+    def _answer(self, client: Any, question: Question) -> "Answer | openai.APIStatusError":
+        """What is answered, or the error by which the server does not take the question."""
         import openai
 
         request = self._request(question)
         for _ in range(RETRIES):
             try:
                 return read_answer(client.chat.completions.create(**request))
-            except openai.BadRequestError as error:
-                if error.code != "content_filter":
-                    raise ParamsError(self._told(error)) from error
-                return Answer("refused", str(error.message))
-            except (
-                openai.AuthenticationError,
-                openai.PermissionDeniedError,
-                openai.NotFoundError,
-                openai.UnprocessableEntityError,
-            ) as error:
-                raise ParamsError(self._told(error)) from error
+            except openai.APIStatusError as error:
+                if error.code == "content_filter":
+                    return Answer("refused", error.message)
+                if error.status_code in NOT_TAKEN:
+                    return error
+                later = error.status_code >= 500 or error.status_code in PUT_OFF
+                raise (ConnectionError if later else ParamsError)(self._told(error, question)) from error
             except openai.OpenAIError as error:
-                raise ConnectionError(self._told(error)) from error
+                raise ConnectionError(self._told(error, question)) from error
             except json.JSONDecodeError as error:  # the reply was cut on its way
                 torn = error
-        raise ConnectionError(self._told(torn)) from torn
+        raise ConnectionError(self._told(torn, question)) from torn
 
     def _request(self, question: Question) -> dict[str, Any]:
         """What the endpoint is sent; a text alone where there is no image, which every server takes."""
         parts = [{"type": "image_url", "image_url": {"url": data_url(path)}} for path in question.images]
-        content: Any = [*parts, {"type": "text", "text": question.text}] if parts else question.text
-        messages = [{"role": "system", "content": question.system}] if question.system else []
+        text, system = in_unicode(question.text), in_unicode(question.system)
+        content: Any = [*parts, {"type": "text", "text": text}] if parts else text
+        messages = [{"role": "system", "content": system}] if system else []
         request = {"model": self.model, "messages": [*messages, {"role": "user", "content": content}], "temperature": 0}
         optional = {"seed": question.seed, "max_tokens": self.max_tokens}
         return request | {name: value for name, value in optional.items() if value is not None}
 
-    def _told(self, error: Exception) -> str:
-        return f"{self.url}, model {self.model!r}: {type(error).__name__}: {error}"
+    def _told(self, error: Exception, question: Question) -> str:
+        about = ", ".join(map(str, question.images)) or repr(question.text[:60])
+        return f"{self.url}, model {self.model!r}: {type(error).__name__}: {error}; asked about {about}"
+
+
+def in_window(pool: Executor, work: Callable[[T], R], items: Iterable[T]) -> Iterator[Future[R]]:
+    """The work on each item as it is done, in no order. At most WINDOW of it waits or runs: a future takes 2 kB."""
+    left, waiting = iter(items), set[Future[R]]()
+    while True:
+        waiting |= {pool.submit(work, item) for item in islice(left, WINDOW - len(waiting))}
+        if not waiting:
+            return
+        done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+        yield from done
+
+
+def in_unicode(text: str) -> str:
+    """The text with a question mark for each half of a character (a lone surrogate), which no file or server takes."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def key_of(facts: Mapping[str, Any]) -> str:
@@ -196,18 +313,44 @@ def key_of(facts: Mapping[str, Any]) -> str:
 
 
 def data_url(path: Path) -> str:
-    """The image file inside a URL.
+    """The image inside a URL, as the project's own models see it: upright RGB, and nothing of where and how it was
+    taken.
+
+    A PNG or JPEG that is that already goes as it is. Any other JPEG in colour is encoded anew by its own tables: it
+    keeps its size and is off by less than a grey level in the mean, while a photograph as PNG has some nine times as
+    many bytes, more than servers take. All else goes as PNG.
 
     Raises:
         ImageError: it cannot be read.
     """
-    data = path.read_bytes()
-    kind = next((kind for start, kind in TYPES.items() if data.startswith(start)), None)
-    if kind is None:
-        made = io.BytesIO()
-        load_image(path).save(made, "PNG")
-        data, kind = made.getvalue(), "image/png"
-    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+    from PIL.JpegImagePlugin import JpegImageFile, get_sampling
+
+    image, data, kind, made = load_image(path), path.read_bytes(), "png", io.BytesIO()
+    image.info.clear()  # Pillow would write a comment and a colour profile anew
+    with open_image(data) as file:
+        if isinstance(file, JpegImageFile) and file.mode == "RGB":
+            kind = "jpeg"
+            if not is_plain_jpeg(data, file.applist):
+                image.save(made, "JPEG", qtables=file.quantization, subsampling=get_sampling(file))
+        elif not is_plain_png(data):
+            image.save(made, "PNG")
+    return f"data:image/{kind};base64,{base64.b64encode(made.getvalue() or data).decode()}"
+
+
+def is_plain_jpeg(data: bytes, parts: Sequence[tuple[str, bytes]]) -> bool:
+    """Whether a JPEG holds its picture and nothing else; `parts` are its markers with what they hold."""
+    known = all(name == "APP14" or (name == "APP0" and held.startswith(b"JFIF")) for name, held in parts)
+    return known and data.endswith(b"\xff\xd9")
+
+
+def is_plain_png(data: bytes) -> bool:
+    """Whether a file is a PNG in RGB of 8 bits that holds its picture and nothing else."""
+    if not data.startswith(PNG) or data[24:26] != RGB_OF_8_BITS:
+        return False
+    at = len(PNG)
+    while at < len(data) and data[at + 4 : at + 8] in PLAIN_CHUNKS:
+        at += 12 + int.from_bytes(data[at : at + 4])
+    return at == len(data)
 
 
 def read_answer(reply: Any) -> Answer:

@@ -32,7 +32,7 @@ from components.evaluate.bootstrap import compare, resampled_scores, rows_of
 from components.evaluate.bootstrap import statistics as sums_of
 from components.evaluate.metrics import METRICS
 from components.files import sha256_of_folder, write_atomic
-from components.params import ParamsError, Paths, explain, load_params
+from components.params import Params, ParamsError, Paths, explain, load_params
 from components.profiles import resolve
 from components.section import Section
 from infra.budget import Budget, budget_of, epochs_for
@@ -107,6 +107,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         params = load_params(PARAMS)
         ablation = read_ablation(args.rows)
+        check_made(ablation, params, args.rows)
         absent = left_out(ablation)
         print("\n".join(absent.values()), end="\n" * bool(absent), flush=True)
         seeds = range(params.train.seed, params.train.seed + args.seeds)
@@ -140,14 +141,22 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+def read_yaml(path: Path) -> Any:
+    """Raises ParamsError where the file is no YAML."""
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ParamsError(f"{path}: not valid YAML: {error}") from error
+
+
 def read_ablation(path: Path) -> Ablation:
     """The rows, and what they are compared with.
 
     Raises:
-        ParamsError: the file is no mapping of these fields, has no two rows, or compares with a row that it has not, or
-            a row asks for what cannot be.
+        ParamsError: the file is no YAML, no mapping of these fields, has no two rows, or compares with a row that it
+            has not, or a row asks for what cannot be.
     """
-    values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    values = read_yaml(path)
     if not isinstance(values, dict):
         raise ParamsError(f"{path}: expected a mapping of protocols, compare_with, rows and needs")
     try:
@@ -179,6 +188,17 @@ def row_faults(name: str, rows: Mapping[str, Mapping[str, Any]]) -> Iterator[str
             yield f"rows.{name}.beside: expected a row above it, {known}; found {row[BESIDE]!r}"
         if EPOCHS in row:
             yield f"rows.{name}.{EPOCHS}: follows from the steps of the row beside; leave one of the two out"
+
+
+def check_made(ablation: Ablation, params: Params, rows: Path) -> None:
+    """Raises ParamsError where params.yaml makes a dataset of a row already: the rows without it would train on it."""
+    for name, row in ablation.rows.items():
+        for made in row.get(MADE, ()):
+            if made in params.ingest.datasets or made in params.augment:
+                raise ParamsError(
+                    f"{rows}: rows.{name}.made: {PARAMS} has {made!r} already, so that the rows without it would train "
+                    "on it, too; start from parameters without it: `m3diff profile embedded`"
+                )
 
 
 def changes_of(row: Mapping[str, Any]) -> dict[str, Any]:

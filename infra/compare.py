@@ -18,17 +18,17 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
 from pydantic import Field
 
+from components.consistency import closest
 from components.files import write_atomic
 from components.params import Params, ParamsError, load_params
 from components.section import Section
-from infra.ablation import Ablation, Row, experiment_of, in_line, markdown, plot, run_row, table
+from infra.ablation import Ablation, Row, experiment_of, in_line, markdown, plot, read_yaml, run_row, table
 from infra.experiments import copy, dvc, read
 
 SETTINGS = Path(__file__).with_suffix(".yaml")
@@ -54,7 +54,7 @@ class Measured(NamedTuple):
     caption_gflop: float
     captions_per_s: float
     step_s: float
-    no_change_auc: dict[str, float]  # by protocol
+    no_change_auc: dict[str, float | None]  # by protocol; None where it has none
     curve: list[dict[str, float | None]]  # of its training: step, loss (smoothed), val_loss
 
 
@@ -67,7 +67,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         params = load_params(PARAMS)
         cfg = read_comparison(args.settings, params)
-        found = compare(cfg, params, args.models or list(params.models))
+        names = args.models or list(params.models)
+        check_models(names, params, "--models")
+        found = compare(cfg, params, names)
     except (ParamsError, OSError) as error:
         print(f"make compare: {error}", file=sys.stderr)
         return 1
@@ -79,15 +81,21 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def read_comparison(path: Path, params: Params) -> Comparison:
-    """Raises ParamsError where the file names a model or has a field that is not there."""
+    """Raises ParamsError where the file is no YAML, or names a model or has a field that is not there."""
+    values = read_yaml(path)
     try:
-        cfg = Comparison.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+        cfg = Comparison.model_validate(values)
     except ValueError as error:
         raise ParamsError(f"{path}: {error}") from error
-    for name in (cfg.beside, *cfg.bases):
-        if name not in params.models:
-            raise ParamsError(f"{path}: no model is called {name!r}; `models` has {', '.join(params.models)}")
+    check_models((cfg.beside, *cfg.bases), params, str(path))
     return cfg
+
+
+def check_models(names: Iterable[str], params: Params, where: str) -> None:
+    """Raises ParamsError where no model of params.yaml has one of these names."""
+    for name in names:
+        if name not in params.models:
+            raise ParamsError(f"{where}: no model is called {name!r}; {closest(name, params.models)}")
 
 
 def changes_of(name: str, cfg: Comparison) -> dict[str, Any]:
@@ -172,18 +180,19 @@ def shorter_epochs(steps_s: Mapping[str, float], cfg: Comparison, epochs: float)
 def measure(row: Row, cfg: Comparison, params: Params) -> Measured:
     """What the trained model takes and says, on this machine."""
     experiment = experiment_of(row.name, params.train.seed)
+    datasets = {protocol: protocol.partition("/")[0] for protocol in cfg.protocols}
     report = json.loads(read(experiment, params.paths.model / "report.json"))
     rows = list(csv.DictReader(io.StringIO(read(experiment, params.paths.model / "curves.csv").decode())))
     with tempfile.TemporaryDirectory() as folder:
         copy(experiment, params.paths.model / "checkpoint", Path(folder) / "checkpoint")
-        told = json.loads(in_a_process(["captions", f"{folder}/checkpoint"]))
+        told = json.loads(in_a_process(["captions", f"{folder}/checkpoint", *dict.fromkeys(datasets.values())]))
         step_s = float(in_a_process(["step", json.dumps(dict(row.changes)), folder]))
     return Measured(
         parameters=report["parameters_trainable"],
         caption_gflop=caption_flops(row.changes, params) / 1e9,
         captions_per_s=told["captions_per_s"],
         step_s=step_s,
-        no_change_auc={protocol: told["no_change_auc"][protocol.partition("/")[0]] for protocol in cfg.protocols},
+        no_change_auc={protocol: told["no_change_auc"][dataset] for protocol, dataset in datasets.items()},
         curve=learning_curve(rows),
     )
 
@@ -285,7 +294,8 @@ def measured_table(
     for name, one in measured.items():
         cells = [f"{one['parameters']:,}", f"{one['caption_gflop']:.2f}", f"{one['captions_per_s']:.0f}"]
         cells += [f"{one['step_s']:.3f}", f"{epochs['equal seconds'].get(name, epochs['equal pairs']):g}"]
-        cells += [f"{100 * one['no_change_auc'][protocol]:.1f}" for protocol in protocols]
+        areas = [one["no_change_auc"][protocol] for protocol in protocols]
+        cells += ["" if area is None else f"{100 * area:.1f}" for area in areas]
         yield in_line(name, cells)
 
 

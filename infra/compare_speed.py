@@ -28,7 +28,7 @@ def main(asked: str, *arguments: str) -> str:
     torch.set_num_threads(1)
     if asked == "step":
         return f"{step_seconds(json.loads(arguments[0]), Path(arguments[1])):.4f}"
-    return json.dumps(of_captions(Path(arguments[0])))
+    return json.dumps(of_captions(Path(arguments[0]), arguments[1:]))
 
 
 def step_seconds(changes: Mapping[str, Any], folder: Path) -> float:
@@ -54,8 +54,9 @@ def train_files(mixture: Path) -> list[Path]:
     return sorted((mixture / "train").glob("*.parquet"))
 
 
-def of_captions(checkpoint: Path) -> dict[str, Any]:
-    """Captions a second, and by dataset the area under the ROC curve of the probability that nothing changed."""
+def of_captions(checkpoint: Path, datasets: Sequence[str]) -> dict[str, Any]:
+    """Captions a second, and of each of the datasets the area under the ROC curve of the probability that nothing
+    changed."""
     params = load_params(PARAMS)
     captioner = load_captioner(checkpoint, params.predict.max_new_tokens)
     records = pq.read_table(params.paths.clean / "records.parquet").to_pylist()
@@ -66,19 +67,12 @@ def of_captions(checkpoint: Path) -> dict[str, Any]:
         captioner.answer([image for pair in images[at : at + BATCH] for image in pair], QUESTION)
     speed = min(CAPTIONS, len(test)) / (time.monotonic() - started)
     shares = no_change_shares(captioner, [row for row in records if row["split"] == "train"])
-    areas = {name: area(captioner, rows, shares) for name, rows in by_dataset(test).items()}
+    areas = {name: area(captioner, [row for row in test if row["dataset"] == name], shares) for name in datasets}
     return {"captions_per_s": speed, "no_change_auc": areas}
 
 
 def pixels(captioner: Captioner, row: Mapping[str, Any]) -> list[np.ndarray]:
     return [captioner.processor.prepare_image(load_image(Path(row[side]))) for side in ("before", "after")]
-
-
-def by_dataset(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    found: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        found.setdefault(row["dataset"], []).append(row)
-    return found
 
 
 def no_change_shares(captioner: Captioner, rows: Sequence[Mapping[str, Any]]) -> dict[int, float]:
@@ -91,8 +85,12 @@ def no_change_shares(captioner: Captioner, rows: Sequence[Mapping[str, Any]]) ->
 
 
 @torch.inference_mode()
-def area(captioner: Captioner, rows: Sequence[Mapping[str, Any]], shares: Mapping[int, float]) -> float:
-    """Of the probability that the caption begins as one that says that nothing changed."""
+def area(captioner: Captioner, rows: Sequence[Mapping[str, Any]], shares: Mapping[int, float]) -> float | None:
+    """Of the probability that the caption begins as one that says that nothing changed; None where no pair is without
+    a change, all are, or no reference that trained says so."""
+    unchanged = [row["change_types"] == [NO_CHANGE] for row in rows]
+    if len(set(unchanged)) < 2 or not shares:
+        return None
     tokens, weights = list(shares), torch.tensor(list(shares.values()))
     said: list[float] = []
     for at in range(0, len(rows), BATCH):
@@ -101,7 +99,6 @@ def area(captioner: Captioner, rows: Sequence[Mapping[str, Any]], shares: Mappin
         inputs = captioner.processor.prompt_inputs([QUESTION] * len(chosen)) | captioner.processor.image_inputs(images)
         logits = captioner.model(**inputs, use_cache=False).logits[:, -1]
         said += (logits.softmax(-1)[:, tokens] @ weights).tolist()
-    unchanged = [row["change_types"] == [NO_CHANGE] for row in rows]
     of = {state: [1 - p for p, one in zip(said, unchanged, strict=True) if one is state] for state in (True, False)}
     return roc_auc(of[False], of[True])
 

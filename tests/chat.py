@@ -28,6 +28,7 @@ class Server:
     keys: set[str] = field(default_factory=set)
     retry_after: str = "0.01"
     delay: float = 0.0
+    delays: dict[str, float] = field(default_factory=dict)  # of single questions, by a word in them
     at_once: int = 0  # most questions at a time
     now: int = 0
 
@@ -80,7 +81,7 @@ def chat_server(default: Any = "yes") -> Iterator[Server]:
                 known.now += 1
                 known.at_once = max(known.at_once, known.now)
                 reply = known.reply(text_of(body))
-            time.sleep(known.delay)
+            time.sleep(next((s for word, s in known.delays.items() if word in text_of(body)), known.delay))
             status, sent = as_body(reply)
             with lock:
                 known.now -= 1

@@ -1,6 +1,7 @@
 """The client of chat endpoints against a server on 127.0.0.1: nothing is lost, nothing is asked twice."""
 
 import base64
+import io
 import json
 import multiprocessing
 import os
@@ -8,15 +9,26 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageCms
+from PIL.PngImagePlugin import PngInfo
+from pydantic import ValidationError
 
-from components.endpoint import Answer, Endpoint, Question, data_url
+from components import endpoint as module
+from components.augment.params import Remote
+from components.endpoint import Answer, Answers, Endpoint, Question, data_url, endpoint_url, is_plain_png
+from components.evaluate.params import JudgeSettings
+from components.images import ImageError, load_image
+from components.params import explain
 from components.section import ParamsError
 from tests.chat import CUT_BODY, Server, chat_server
+from tests.test_images import png
+from tests.tiny import noise_image
 
 
 @pytest.fixture
@@ -46,6 +58,53 @@ def picture(path: Path, color: str = "red", **options: Any) -> Path:
     return path
 
 
+def by_writer(url: str) -> None:
+    Remote(kind="endpoint", url=url, model="m")
+
+
+def by_judge(url: str) -> None:
+    JudgeSettings(url=url, model="m")
+
+
+@pytest.mark.parametrize("take", [endpoint_url, by_writer, by_judge])
+def test_a_url_with_a_key_or_a_user_or_of_no_server_is_refused_by_one_rule_wherever_it_stands(take: Any):
+    for url in ("http://127.0.0.1:8000/v1", "https://api.example.org/v1", "http://[::1]:8000/v1"):
+        take(url)
+    for url in ("https://me:sk-123@host/v1", "https://host/v1?key=sk-123", "https://host/v1#sk-123"):
+        with pytest.raises(ValueError, match="without a key or a user") as refused:
+            take(url)
+        message = refused.value.errors()[0]["msg"] if isinstance(refused.value, ValidationError) else refused.value
+        assert "sk-123" not in str(message)
+    for url in ("ftp://host/v1", "host/v1", "http:///v1", "http://host:port/v1", "http://host/ v1", "http://[::1/v1"):
+        with pytest.raises(ValueError, match="expected http://... or https://..., up to and with /v1, found"):
+            take(url)
+
+
+def test_a_key_in_the_url_of_the_parameters_is_not_repeated():
+    with pytest.raises(ValidationError) as refused:
+        Remote(kind="endpoint", url="https://me:sk-123@host/v1", model="m")
+    (fault,) = refused.value.errors()
+    told = explain(fault)
+    assert told.startswith("url: expected a URL without a key or a user, found one with '@'")
+    assert "sk-123" not in told
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_proxy_of_the_environment_gets_nothing_that_stays_on_this_machine(
+    elsewhere: bool, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The same URL as if it were another machine's goes through the proxy, as everywhere."""
+    for name in ("NO_PROXY", "no_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    if elsewhere:
+        monkeypatch.setattr(module, "THIS_MACHINE", ())
+    with chat_server("by the proxy") as proxy:
+        for name in ("HTTP_PROXY", "http_proxy"):
+            monkeypatch.setenv(name, proxy.url.removesuffix("/v1"))
+        assert ask(server, tmp_path, "a?") == [("text", "by the proxy" if elsewhere else "yes")]
+        assert len(proxy.asked) == elsewhere
+
+
 def test_answers_come_in_the_order_of_the_questions_whatever_comes_first(server: Server, tmp_path: Path):
     server.replies = {f"question {number}": [f"answer {number}"] for number in range(9, -1, -1)}
     server.delay = 0.05
@@ -56,7 +115,7 @@ def test_answers_come_in_the_order_of_the_questions_whatever_comes_first(server:
     assert {(body["model"], body["temperature"]) for body in server.asked} == {("m", 0)}
 
 
-def test_images_are_sent_before_the_text_in_their_order_byte_by_byte(server: Server, tmp_path: Path):
+def test_images_are_sent_before_the_text_in_their_order_plain_ones_byte_by_byte(server: Server, tmp_path: Path):
     images = picture(tmp_path / "a.png"), picture(tmp_path / "b.jpg", "blue")
     endpoint(server, tmp_path).ask([Question("what changed?", images, system="be brief", seed=5)], "test")
     (body,) = server.asked
@@ -70,8 +129,124 @@ def test_images_are_sent_before_the_text_in_their_order_byte_by_byte(server: Ser
     assert "max_tokens" not in body
 
 
-def test_an_image_of_another_format_is_sent_as_png(tmp_path: Path):
-    assert data_url(picture(tmp_path / "a.bmp")).startswith("data:image/png;base64,iVBOR")
+def sent(path: Path) -> tuple[str, bytes, Image.Image]:
+    """What of an image is sent: its type, its bytes, and the picture in them as any server reads it."""
+    kind, _, text = data_url(path).partition(";base64,")
+    data = base64.b64decode(text)
+    return kind.removeprefix("data:image/"), data, Image.open(io.BytesIO(data))
+
+
+def taken(orientation: int) -> Image.Exif:
+    """What a camera writes."""
+    exif = Image.Exif()
+    exif[0x010F], exif[0x0112] = "A camera", orientation
+    exif.get_ifd(0x8825).update({1: "N", 2: (52.0, 31.0, 12.0)})
+    return exif
+
+
+def smooth(size: tuple[int, int] = (96, 64)) -> Image.Image:
+    return noise_image(3, (6, 4)).resize(size)
+
+
+@pytest.mark.parametrize("orientation", [1, 6])
+def test_a_photograph_is_sent_upright_and_without_what_the_camera_wrote_at_its_own_size(
+    orientation: int, tmp_path: Path
+):
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    smooth((960, 640)).save(
+        tmp_path / "a.jpg", quality=85, exif=taken(orientation), comment="at home", icc_profile=profile
+    )
+    kind, data, image = sent(tmp_path / "a.jpg")
+    seen = load_image(tmp_path / "a.jpg")
+    assert seen.size == ((960, 640) if orientation == 1 else (640, 960))
+    assert (kind, image.size, image.mode) == ("jpeg", seen.size, "RGB")
+    assert [name for name, _ in image.applist] == ["APP0"]
+    assert not any(word in data for word in (b"A camera", b"at home", b"Exif", b"ICC"))
+    off = np.abs(np.asarray(image, dtype=int) - np.asarray(seen, dtype=int))
+    assert off.mean() < 1
+    assert len(data) < 1.1 * (tmp_path / "a.jpg").stat().st_size
+
+
+def saved(name: str, path: Path) -> None:
+    """An image that is no plain RGB of 8 bits, or holds more than its picture."""
+    text = PngInfo()
+    text.add_text("place", "at home")
+    deep = (np.arange(48, dtype=np.uint16).reshape(4, 4, 3) * 1000).astype(">u2")
+    rows = [row.tobytes() for row in deep]
+    makes: dict[str, Any] = {
+        "text.png": lambda: smooth().save(path, pnginfo=text),
+        "exif.png": lambda: smooth().save(path, exif=taken(6)),
+        "tail.png": lambda: (smooth().save(path), path.write_bytes(path.read_bytes() + b"at home")),
+        "16_bits.png": lambda: path.write_bytes(png(16, 2, rows)),
+        "grey.png": lambda: smooth().convert("L").save(path),
+        "palette.png": lambda: smooth().convert("P").save(path),
+        "see_through.png": lambda: smooth().convert("RGBA").save(path),
+        "grey.jpg": lambda: smooth().convert("L").save(path),
+        "cmyk.jpg": lambda: smooth().convert("CMYK").save(path),
+        "a.bmp": lambda: smooth().save(path),
+        "a.gif": lambda: smooth().save(path, save_all=True, append_images=[smooth().rotate(180)]),
+        "a.webp": lambda: smooth().save(path, exif=taken(3)),
+    }
+    makes[name]()
+
+
+OTHERS = ["text.png", "exif.png", "tail.png", "16_bits.png", "grey.png", "palette.png", "see_through.png"]
+OTHERS += ["grey.jpg", "cmyk.jpg", "a.bmp", "a.gif", "a.webp"]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_no_plain_picture_is_sent_as_png_just_as_the_projects_models_see_it(name: str, tmp_path: Path):
+    saved(name, tmp_path / name)
+    kind, data, image = sent(tmp_path / name)
+    assert (kind, image.mode) == ("png", "RGB")
+    np.testing.assert_array_equal(np.asarray(image), np.asarray(load_image(tmp_path / name)))
+    assert is_plain_png(data)
+    assert b"home" not in data
+
+
+def test_a_jpeg_with_something_behind_its_end_is_sent_without_it(tmp_path: Path):
+    smooth().save(tmp_path / "a.jpg")
+    plain = (tmp_path / "a.jpg").read_bytes()
+    assert sent(tmp_path / "a.jpg")[1] == plain
+    (tmp_path / "a.jpg").write_bytes(plain + b"a film")
+    kind, data, _ = sent(tmp_path / "a.jpg")
+    assert kind == "jpeg"
+    assert b"a film" not in data
+
+
+def test_a_file_that_is_no_image_is_not_sent(tmp_path: Path):
+    for data in (b"no image", b"", (picture(tmp_path / "b.png").read_bytes())[:50]):
+        (tmp_path / "a.png").write_bytes(data)
+        with pytest.raises(ImageError, match=r"a\.png: cannot be read as an image"):
+            data_url(tmp_path / "a.png")
+
+
+def test_of_many_questions_a_window_alone_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Half a million that wait at once took 1.3 GB."""
+    waiting: list[Any] = []
+    most = 0
+
+    class Pool(ThreadPoolExecutor):
+        def submit(self, *work: Any) -> Any:
+            nonlocal most
+            waiting[:] = [each for each in waiting if not each.done()] + [super().submit(*work)]
+            most = max(most, len(waiting))
+            return waiting[-1]
+
+    monkeypatch.setattr(module, "ThreadPoolExecutor", Pool)
+    monkeypatch.setattr(Endpoint, "_answer", lambda self, client, question: Answer("text", question.text))
+    texts = [f"question {number}" for number in range(500)]
+    found = endpoint(Server("", url="http://127.0.0.1:9/v1"), tmp_path).ask([Question(text) for text in texts], "test")
+    assert [answer.text for answer in found] == texts
+    assert module.CONCURRENT <= most <= module.WINDOW < 100
+
+
+def test_half_a_character_in_a_question_is_asked_as_a_question_mark(server: Server, tmp_path: Path):
+    texts = [Question("the cup \ud83d went", system="say \udc00")]
+    assert endpoint(server, tmp_path).ask(texts, "test") == [("text", "yes")]
+    assert [part["content"] for part in server.asked[0]["messages"]] == ["say ?", "the cup ? went"]
+    assert endpoint(server, tmp_path).ask(texts, "test") == [("text", "yes")]
+    assert len(server.asked) == 1
 
 
 def test_a_question_is_asked_once_in_one_run_and_in_the_next(server: Server, tmp_path: Path):
@@ -148,17 +323,60 @@ def test_a_refusal_an_empty_and_a_cut_answer_are_told_apart_and_are_answers(
     assert len(server.asked) == 1
 
 
-@pytest.mark.parametrize("status", [400, 401, 403, 404, 422])
-def test_a_wrong_key_model_or_form_is_the_users_and_what_was_answered_stays(
+@pytest.mark.parametrize("status", [401, 402, 403, 404, 405, 415, 451])
+def test_a_wrong_key_model_or_address_is_the_users_and_what_was_answered_stays(
     status: int, server: Server, tmp_path: Path
 ):
     ask(server, tmp_path, "a?")
     server.replies = {"b?": [status]}
-    with pytest.raises(ParamsError, match=r"/v1, model 'm': "):
+    with pytest.raises(ParamsError, match=r"/v1, model 'm': .*; asked about 'b\?'$"):
         ask(server, tmp_path, "a?", "b?")
     server.replies = {}
     assert ask(server, tmp_path, "a?", "b?") == [("text", "yes")] * 2
     assert server.texts == ["a?", "b?", "b?"]
+
+
+@pytest.mark.parametrize("status", [400, 413, 422])
+def test_a_form_that_the_server_takes_of_no_question_is_the_users(status: int, server: Server, tmp_path: Path):
+    """It ends at the first of one question, and of many before all of them are asked."""
+    server.replies = {"?": [(status, {"error": {"message": "no such field"}})]}
+    with pytest.raises(ParamsError, match=rf"Error code: {status} .*no such field.*; asked about 'a\?'$"):
+        ask(server, tmp_path, "a?")
+    with pytest.raises(ParamsError, match="no such field"):
+        ask(server, tmp_path, *(f"{number}?" for number in range(200)))
+    assert len(server.asked) < 1 + 2 * module.WINDOW
+    assert not (tmp_path / "answers.jsonl").exists()
+
+
+@pytest.mark.parametrize("first", ["a?", "b?"])
+@pytest.mark.parametrize("status", [400, 413, 422])
+def test_a_question_that_alone_is_not_taken_is_refused_by_the_server_and_ends_no_run(
+    first: str, status: int, server: Server, tmp_path: Path
+):
+    """Whichever is answered first: the other of a second in this run, or a third in an earlier one."""
+    server.replies = {"b?": [(status, {"error": {"message": "too long"}})]}
+    server.delays = {first: 0.2}
+    taken, refused = ask(server, tmp_path, "a?", "b?")
+    assert taken == ("text", "yes")
+    assert refused.kind == "refused"
+    assert "too long" in refused.text
+    assert ask(server, tmp_path, "b?", "a?") == [refused, taken]
+    assert len(server.asked) == 2
+    server.replies["c?"] = [status]
+    assert ask(server, tmp_path, "c?")[0].kind == "refused"
+
+
+@pytest.mark.parametrize("changes", [{"max_tokens": 10**6}, {"model": "other"}])
+def test_an_answer_to_a_question_of_another_form_does_not_make_a_wrong_one_right(
+    changes: dict[str, Any], server: Server, tmp_path: Path
+):
+    ask(server, tmp_path, "a?")
+    server.replies = {"?": [400]}
+    with pytest.raises(ParamsError, match="BadRequestError"):
+        ask(server, tmp_path, "a?", **changes)
+    images = picture(tmp_path / "one.png"), picture(tmp_path / "two.png")
+    with pytest.raises(ParamsError, match="asked about .*one.png, .*two.png"):
+        endpoint(server, tmp_path).ask([Question("a?", images)], "test")
 
 
 @pytest.mark.slow(15)
@@ -205,6 +423,20 @@ def test_a_line_that_a_kill_has_torn_is_asked_for_again_and_harms_no_other(serve
     assert sorted(server.texts) == sorted(["a?", "b?", torn_text, "c?"])
     ask(server, tmp_path, "a?", "b?", "c?")
     assert len(server.asked) == 4
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["5", "[]", "null", '"a"', '{"key": "a"}', '{"key": "a", "kind": "text", "answer": null}']
+    + ['{"key": [1], "kind": "text", "answer": "b"}', '{"key": "a", "kind": "other", "answer": "b"}'],
+)
+def test_a_line_that_is_no_answer_is_read_as_none(line: str, server: Server, tmp_path: Path):
+    ask(server, tmp_path, "a?")
+    store = tmp_path / "answers.jsonl"
+    store.write_text(f"{line}\n{store.read_text()}")
+    assert ask(server, tmp_path, "a?", "b?") == [("text", "yes")] * 2
+    assert server.texts == ["a?", "b?"]
+    assert len(Answers(store).known) == 2
 
 
 def ask_many(url: str, store: Path) -> None:

@@ -122,7 +122,15 @@ def test_the_parameters_of_a_stage_are_its_section_and_import_nothing_heavy(stag
     if stage == "synthesize":  # each generator has settings of its own, beside its dataset
         assert not file.exists()
         return
-    light = ("components.records", "components.section", "pydantic", "pathlib", "typing", "collections")
+    light = (
+        "components.records",
+        "components.section",
+        "components.endpoint",
+        "pydantic",
+        "pathlib",
+        "typing",
+        "collections",
+    )
     assert [module for module in imports(file) if not module.startswith(light)] == []
 
 

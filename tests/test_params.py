@@ -344,7 +344,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
             "augment.made.edits: must be 1 or more (found 0)",
             "augment.made.edit: unknown key; did you mean 'edits'?",
             "augment.made.editor.steps: unknown key; known keys: kind",
-            "augment.made.writer.url: expected text (found 'ftp://x')",
+            "augment.made.writer.url: expected http://... or https://..., up to and with /v1, found 'ftp://x'",
             "augment.made.paraphrases.tset: expected 'train', 'val' or 'test' (found 'tset')",
             "augment.second.features: expected a mapping with kind: encoder, clip (found {'kind': 'cilp'})",
             "augment.second.band: expected two numbers of -1 to 1, the lower first, found [0.9, 0.7]",

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from components.augment.parts import Facts, Task, Written
-from components.endpoint import Answer, Question
+from components.endpoint import Answer, Question, in_unicode
 
 SYSTEM: dict[Task, str] = {
     "paraphrase": (
@@ -69,7 +69,7 @@ def usable(answer: Answer, n: int, given: str) -> Written:
         elif len(kept) == n:
             dropped["more than asked for"] += 1
         else:
-            kept[plain] = " ".join(text.split())
+            kept[plain] = " ".join(in_unicode(text).split())
     return Written(tuple(kept.values()), dropped)
 
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator
 
+from components.endpoint import EndpointUrl
 from components.section import FrozenMap, Section
 
 MANIFEST = "pairs.jsonl"
@@ -66,7 +67,7 @@ class Remote(Section):
     """A language model behind an OpenAI-compatible endpoint."""
 
     kind: Literal["endpoint"]
-    url: str = Field(pattern=r"^https?://")  # up to and with /v1
+    url: EndpointUrl  # up to and with /v1
     model: str = Field(min_length=1)
     timeout_s: int = Field(default=60, ge=1)
     max_tokens: int = Field(default=512, ge=1)  # of an answer; one that is cut is not used

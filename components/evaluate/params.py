@@ -2,13 +2,14 @@
 
 from pydantic import Field
 
+from components.endpoint import EndpointUrl
 from components.section import Section
 
 
 class JudgeSettings(Section):
     """Another model that reads captions beside their references, at an OpenAI-compatible endpoint."""
 
-    url: str = Field(pattern=r"^https?://")  # up to and with /v1
+    url: EndpointUrl  # up to and with /v1
     model: str = Field(min_length=1)
     pairs: int = Field(default=200, ge=1)  # of each protocol at most
     timeout_s: int = Field(default=60, ge=1)

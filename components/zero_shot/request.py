@@ -2,15 +2,14 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
+
+from components.endpoint import on_this_machine
 
 PROMPT = (
     "The two images come in order: the first was taken before, the second after. {question} "
     "Answer with one plain sentence of what changed, and nothing else."
 )
 """The project's own: the paper whose zero-shot scores are published (arXiv 2503.11093 v2) prints none."""
-
-THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Request:
     @property
     def leaves_the_machine(self) -> bool:
         """Whether the images go to another machine than this one."""
-        return urlsplit(self.url).hostname not in THIS_MACHINE
+        return not on_this_machine(self.url)
 
     def words(self, question: str) -> str:
         """What is said beside the images of a pair."""

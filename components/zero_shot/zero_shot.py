@@ -17,7 +17,7 @@ from pathlib import Path
 
 from components.compute import Compute
 from components.datasets.spec import DatasetSpec, check_licence
-from components.endpoint import Answer, Endpoint, Question
+from components.endpoint import Answer, Endpoint, Question, in_unicode
 from components.evaluate.metrics import choose_metrics
 from components.evaluate.metrics.java import require_java
 from components.evaluate.metrics.run import needs_java
@@ -208,7 +208,7 @@ def write_predictions(
 
 def caption_of(answer: Answer) -> str:
     """An answer on one line; nothing of one that is no caption."""
-    return " ".join(answer.text.encode("utf-8", "replace").decode().split()) if answer.kind == "text" else ""
+    return " ".join(in_unicode(answer.text).split()) if answer.kind == "text" else ""
 
 
 def zero_shot_rows(dataset: str) -> list[PublishedRow]:

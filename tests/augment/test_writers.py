@@ -98,6 +98,12 @@ def test_of_the_texts_of_an_answer_empty_repeated_refusing_and_surplus_ones_are_
     assert written.dropped == {"repeated": 2, "empty": 1, "refused": 1, "more than asked for": 1}
 
 
+def test_half_a_character_in_an_answer_is_written_as_a_question_mark(server: Server, tmp_path: Path):
+    server.replies = {"add a cat": ['["put a cat \\ud83d there"]']}
+    (written,) = remote(server, tmp_path).write("paraphrase", [{"text": "add a cat"}], 1)
+    assert written.texts == ("put a cat ? there",)
+
+
 def test_a_refused_key_is_the_users(server: Server, tmp_path: Path):
     server.replies = {"add": [401]}
     with pytest.raises(ParamsError, match="AuthenticationError"):

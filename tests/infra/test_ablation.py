@@ -146,6 +146,7 @@ HEAD = "protocols: [toy/total]\ncompare_with: [one]\n"
     ("text", "fault"),
     [
         ("", "expected a mapping"),
+        (HEAD + "rows: {one: {}, two: [}", "not valid YAML: while parsing"),
         (HEAD + "rows: {one: {}}", "rows: expected two or more, found 1"),
         (HEAD + "rows: {one: {}, two: 3}", "rows.two: expected a mapping"),
         (HEAD + "rows: {uno: {}, two: {}}", "compare_with: no row is called 'one'; the rows are uno, two"),
@@ -245,6 +246,22 @@ def test_a_made_dataset_is_that_of_the_profile_but_of_training_pairs_alone(tmp_p
         assert ours.model_copy(update={"source": theirs.source}) == theirs
     assert (params.ingest, params.convert) == (profile.ingest, profile.convert)
     assert params_with(ablation.changes_of({"made": made[:1]}), tmp_path).convert.sources == {}
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if "made" in str(rows_of(file).rows)])
+def test_rows_are_refused_where_the_parameters_make_what_only_some_of_them_train_on(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """As after `m3diff profile made-data`; before anything runs."""
+    rows = ablation.ROWS.with_name(file)
+    made = load_params(toy.REPOSITORY / ablation.MADE_DATA)
+    monkeypatch.setattr(ablation, "load_params", lambda path: made)
+    monkeypatch.setattr(ablation, "run_rows", lambda *_: pytest.fail("rows were run"))
+    assert ablation.main(["1", "--rows", str(rows), "--out", str(tmp_path / "out.json")]) == 1
+    told = capsys.readouterr().err
+    assert re.search(r"\.made: params.yaml has 'minichange_\w+' already, so that the rows without it would train", told)
+    assert "`m3diff profile embedded`" in told
+    ablation.check_made(ablation.read_ablation(ablation.ROWS), made, ablation.ROWS)
 
 
 def test_table_2_of_onediff_has_the_module_or_not_and_the_alignment_or_not(tmp_path: Path):

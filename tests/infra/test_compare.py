@@ -37,15 +37,26 @@ def test_the_committed_file_names_models_and_protocols_that_are_there() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("protocols: [a]\nbeside: nobody\n", "no model is called 'nobody'; `models` has m3diff, no_module"),
+        ("protocols: [a]\nbeside: nobody\n", "no model is called 'nobody'; expected one of blip2idc, .*m3diff"),
         ("protocols: [a]\nbeside: m3diff\nbases: {nobody: x}\n", "no model is called 'nobody'"),
         ("protocols: [a]\nbeside: m3diff\nwith: 1\n", "with"),
+        ("protocols: [a\nbeside: m3diff\n", r"^\S+compare\.yaml: not valid YAML: while parsing"),
     ],
 )
 def test_a_file_that_is_wrong_is_refused(text: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "compare.yaml").write_text(text)
     with pytest.raises(ParamsError, match=words):
         compare.read_comparison(tmp_path / "compare.yaml", params())
+
+
+def test_a_model_that_is_asked_for_by_a_wrong_name_is_refused_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    monkeypatch.setattr(compare, "compare", lambda *_: pytest.fail("models were run"))
+    assert compare.main(["--models", "m3diff", "onedif"]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("make compare: --models: no model is called 'onedif'; did you mean 'onediff'? ")
 
 
 def test_a_model_trains_on_its_base_and_is_left_out_where_that_is_not_here(tmp_path: Path) -> None:
@@ -204,6 +215,49 @@ def test_the_probability_of_no_change_is_of_how_its_references_begin(tmp_path: P
     assert compare_speed.area(captioner, test, shares) == 1.0
     swapped = [one | {"change_types": ["color"] if one["change_types"] == [NO_CHANGE] else [NO_CHANGE]} for one in test]
     assert compare_speed.area(captioner, swapped, shares) == 0.0
+    for alike in ([test[0], test[3]], test[1:3], []):
+        assert compare_speed.area(captioner, alike, shares) is None, "no pair without a change, or none with one"
+    assert compare_speed.area(captioner, test, {}) is None, "no reference says that nothing changed"
+
+
+def test_the_area_is_measured_of_the_protocols_datasets_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    noise_image(0).save(tmp_path / "0.png")
+    image = str(tmp_path / "0.png")
+    rows = [
+        {"dataset": name, "split": "test", "before": image, "after": image, "references": [], "change_types": []}
+        for name in ("a", "b", "c", "b")
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "records.parquet")
+    params = SimpleNamespace(paths=SimpleNamespace(clean=tmp_path), predict=SimpleNamespace(max_new_tokens=8))
+    captioner = SimpleNamespace(processor=Words(), answer=lambda images, question: [""])
+    monkeypatch.setattr(compare_speed, "load_params", lambda path: params)
+    monkeypatch.setattr(compare_speed, "load_captioner", lambda checkpoint, tokens: captioner)
+    monkeypatch.setattr(compare_speed, "area", lambda captioner, rows, shares: len(rows))
+    told = json.loads(compare_speed.main("captions", str(tmp_path), "b", "a", "none"))
+    assert told["no_change_auc"] == {"b": 2, "a": 1, "none": 0}
+
+
+def test_a_model_is_measured_on_the_datasets_of_the_protocols(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def in_a_process(arguments: list[str]) -> str:
+        asked.append(arguments)
+        told = {"captions_per_s": 7, "no_change_auc": {"toy": None, "more": 0.5}}
+        return json.dumps(told) if arguments[0] == "captions" else "0.1"
+
+    files = {"report.json": b'{"parameters_trainable": 5}', "curves.csv": b"step,loss,val_loss\n1,2,\n"}
+    monkeypatch.setattr(compare, "read", lambda experiment, path: files[path.name])
+    monkeypatch.setattr(compare, "copy", lambda *_: None)
+    monkeypatch.setattr(compare, "in_a_process", in_a_process)
+    monkeypatch.setattr(compare, "caption_flops", lambda changes, params: 1e9)
+    cfg = CFG.model_copy(update={"protocols": ("toy/total", "toy/hard", "more/total")})
+    one = compare.measure(row("m3diff", [plus(0)]), cfg, params())
+    assert asked[0][0] == "captions"
+    assert asked[0][2:] == ["toy", "more"]
+    assert one.no_change_auc == {"toy/total": None, "toy/hard": None, "more/total": 0.5}
+    told = one._asdict() | {"curve": []}
+    line = list(compare.measured_table({"one": told}, {"equal pairs": 1, "equal seconds": {}}, cfg.protocols))[-1]
+    assert line.endswith("| 1 |  |  | 50.0 |"), "an empty cell where there is no area"
 
 
 def test_a_measurement_that_fails_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -204,6 +204,17 @@ def test_what_is_put_off_is_asked_again_and_what_is_no_caption_is_scored_as_empt
     ]
 
 
+@pytest.mark.parametrize("status", [400, 413, 422])
+def test_a_pair_that_the_server_does_not_take_is_refused_by_it_and_named(status, server, folders, tmp_path):
+    server.replies["pair 2?"] = [(status, {"error": {"message": "too many tokens"}})]
+    result = run(tmp_path, asked_of(server))
+    assert result.lines[0] == "1 of 6 answers refused, scored as an empty caption: toy/2"
+    assert result.scored.protocols["toy/test"].pairs == 6
+    asked = len(server.asked)
+    assert run(tmp_path, asked_of(server)).lines == result.lines
+    assert len(server.asked) == asked
+
+
 def test_every_metric_takes_the_captions_of_a_model_that_says_nothing(server, folders, tmp_path):
     server.replies = {"pair": [None]}
     result = run(tmp_path, asked_of(server), metrics=["BLEU", "METEOR", "ROUGE-L", "CIDEr", "change_accuracy"])
@@ -283,7 +294,7 @@ def test_images_that_no_licence_allows_to_hand_on_go_to_this_machine_alone(url, 
 
 def test_a_licence_that_refuses_has_nothing_sent(server, tmp_path, monkeypatch):
     prepared(tmp_path, "omnidiff")
-    monkeypatch.setattr("components.zero_shot.request.THIS_MACHINE", ())
+    monkeypatch.setattr("components.endpoint.THIS_MACHINE", ())
     with pytest.raises(DataError, match="none stated"):
         run(tmp_path, asked_of(server))
     assert server.asked == []
