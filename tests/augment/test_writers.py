@@ -163,6 +163,16 @@ def test_a_local_models_answers_come_in_the_order_of_the_questions(
         assert [answer.text for answer in found] == texts
 
 
+def test_what_a_local_model_thinks_aloud_is_not_its_answer(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    asked = local(folder, tmp_path)
+    asked._load()
+    monkeypatch.setattr(asked.tokenizer, "decode", lambda *_, **__: '<think>\n["x"]?</think>\n\n["a", "b"]')
+    monkeypatch.setattr(asked, "_ends", lambda: set(range(10**6)))
+    assert asked.ask([Question("the red ball")], "test") == [("text", '["a", "b"]')]
+
+
 def test_an_answer_that_reaches_the_limit_of_tokens_is_cut(folder: Path, tmp_path: Path):
     (answer,) = local(folder, tmp_path, max_tokens=1).ask([Question("the red ball")], "test")
     assert answer.kind == "cut"
