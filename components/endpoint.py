@@ -307,6 +307,14 @@ def in_unicode(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
+def without_thoughts(text: str) -> str:
+    """What a model says after it has thought aloud, `<think>...</think>`; servers may leave the first mark out."""
+    before, end, said = text.partition("</think>")
+    if end:
+        return said.lstrip()
+    return "" if before.lstrip().startswith("<think>") else text
+
+
 def key_of(facts: Mapping[str, Any]) -> str:
     """Names a question by its content."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
@@ -367,7 +375,7 @@ def read_answer(reply: Any) -> Answer:
     if not reply.choices:
         return Answer("empty", "")
     end, message = reply.choices[0].finish_reason, reply.choices[0].message
-    text = message.content or ""
+    text = without_thoughts(message.content or "")
     if getattr(message, "refusal", None) or end == "content_filter":
         return Answer("refused", getattr(message, "refusal", None) or text)
     if end == "length":

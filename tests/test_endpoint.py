@@ -323,6 +323,24 @@ def test_a_refusal_an_empty_and_a_cut_answer_are_told_apart_and_are_answers(
     assert len(server.asked) == 1
 
 
+@pytest.mark.parametrize(
+    ("said", "answer"),
+    [
+        ("<think>\nIs it [the] cup?\n</think>\n\nThe cup went.", ("text", "The cup went.")),
+        ("Is it the cup?\n</think>\n\nThe cup went.", ("text", "The cup went.")),
+        ("<think>\n\n</think>\n\n", ("empty", "")),
+        ("<think>\nIs it the cup?", ("empty", "")),
+        ({"content": "<think>\nIs it", "finish_reason": "length"}, ("cut", "")),
+        ("They think the cup < 3 went.", ("text", "They think the cup < 3 went.")),
+    ],
+)
+def test_what_a_model_thinks_aloud_is_not_its_answer(
+    said: Any, answer: tuple[str, str], server: Server, tmp_path: Path
+):
+    server.replies = {"a?": [said]}
+    assert ask(server, tmp_path, "a?") == [answer]
+
+
 @pytest.mark.parametrize("status", [401, 402, 403, 404, 405, 415, 451])
 def test_a_wrong_key_model_or_address_is_the_users_and_what_was_answered_stays(
     status: int, server: Server, tmp_path: Path

@@ -79,15 +79,17 @@ def _plain(text: str) -> str:
 
 
 def read_texts(said: str, n: int) -> list[str] | None:
-    """A JSON list of texts, wherever it stands; else the lines of a numbered list; of one text, also the text itself.
-    None where it is none of these."""
-    start, end = said.find("["), said.rfind("]")
-    if start >= 0:
+    """The first list of texts in JSON, wherever it stands; else the lines of a numbered list; of one text, also the
+    text itself. None where it is none of these."""
+    for bracket in re.finditer(r"\[", said):
         try:
-            found = json.loads(said[start : end + 1])
-        except ValueError:
-            return None
-        return found if isinstance(found, list) and all(isinstance(text, str) for text in found) else None
+            found, _ = json.JSONDecoder().raw_decode(said, bracket.start())
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(found, list) and found and all(isinstance(text, str) for text in found):
+            return found
     if lines := NUMBERED.findall(said):
         return [line.strip('"') for line in lines]
-    return [said.strip()] if n == 1 and "\n" not in said.strip() and not REFUSAL.search(said) else None
+    plain = said.strip()
+    is_text = n == 1 and "\n" not in plain and not plain.startswith(("[", "{"))
+    return [plain] if is_text and not REFUSAL.search(said) else None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from components.augment.params import Local
 from components.augment.weights import identity
-from components.endpoint import Answer, Answers, Question, key_of
+from components.endpoint import Answer, Answers, Question, key_of, without_thoughts
 from components.progress import progress
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class LocalModel:
                 max_new_tokens=self.cfg.max_tokens,
                 pad_token_id=self.tokenizer.pad_token_id or 0,
             )[0, ids.shape[1] :]
-        text = self.tokenizer.decode(made, skip_special_tokens=True).strip()
+        text = without_thoughts(self.tokenizer.decode(made, skip_special_tokens=True)).strip()
         if len(made) == self.cfg.max_tokens and int(made[-1]) not in self._ends():
             return Answer("cut", text)
         return Answer("text", text) if text else Answer("empty", "")

@@ -80,11 +80,21 @@ def test_the_facts_of_each_task_and_how_many_are_asked_for_are_in_the_question(s
         ('Sure! ```json\n["a"]\n```', 2, ["a"]),
         ("1. Put it there\n2) Or here\n", 2, ["Put it there", "Or here"]),
         ('Here:\n- "a b"\n* c', 2, ["a b", "c"]),
+        ("1. Add a [red] hat\n2. Add a hat", 2, ["Add a [red] hat", "Add a hat"]),
+        ("Sure [as asked]:\n1. a\n2. b", 2, ["a", "b"]),
+        ('Here [2]:\n```json\n["a", "b [c]"]\n```\nAll are neutral [as asked].', 2, ["a", "b [c]"]),
+        ('{"variations": ["a", "b"]}', 2, ["a", "b"]),
         ("Put it there.", 1, ["Put it there."]),
+        ("Put a [red] hat there.", 1, ["Put a [red] hat there."]),
         ("Put it there.", 2, None),
         ("a\nb", 1, None),
         ("I cannot do that", 1, None),
         ('["a", ', 2, None),
+        ('["a", ', 1, None),
+        ('{"text": "a"}', 1, None),
+        ("[1, 2]", 1, None),
+        ("[]", 2, None),
+        ("[" * 3000, 2, None),
     ],
 )
 def test_texts_are_read_from_a_list_in_json_or_lines(said: str, n: int, texts: list[str] | None):
@@ -151,6 +161,16 @@ def test_a_local_models_answers_come_in_the_order_of_the_questions(
     for texts in (["a", "b"], ["c", "b", "a", "c"]):
         found = local(folder, tmp_path).ask([Question(text) for text in texts], "test")
         assert [answer.text for answer in found] == texts
+
+
+def test_what_a_local_model_thinks_aloud_is_not_its_answer(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    asked = local(folder, tmp_path)
+    asked._load()
+    monkeypatch.setattr(asked.tokenizer, "decode", lambda *_, **__: '<think>\n["x"]?</think>\n\n["a", "b"]')
+    monkeypatch.setattr(asked, "_ends", lambda: set(range(10**6)))
+    assert asked.ask([Question("the red ball")], "test") == [("text", '["a", "b"]')]
 
 
 def test_an_answer_that_reaches_the_limit_of_tokens_is_cut(folder: Path, tmp_path: Path):
