@@ -669,7 +669,14 @@ def test_plan_counts_prints_then_refuses_what_does_not_fit(options, kind, hfu, m
         ("print_plan", {**shared, "plan": made, "gpu": GPUS[kind], "hfu": hfu}),
         (
             "alignment_lines",
-            {"train": params.train, "settings": settings, "plan": before, "uncounted": "", "gpu": GPUS[kind], "hfu": hfu},
+            {
+                "train": params.train,
+                "settings": settings,
+                "plan": before,
+                "uncounted": "",
+                "gpu": GPUS[kind],
+                "hfu": hfu,
+            },
         ),
         ("short_run", {"train": params.train, "plan": made}),
         ("check_fits", {"compute": params.compute, "plan": before, "memory_gb": memory_gb}),

@@ -67,8 +67,12 @@ def caption_pairs(
 
 def check_question(captioner: "Captioner", question: str | None) -> None:
     """Raises ParamsError where the model cannot be asked this."""
-    if question is None:
+    if not question:
         return
+    if not captioner.family.reads_question:
+        raise ParamsError(
+            f"--question {question!r}: this model reads no question and says of every pair what changed; leave it out"
+        )
     try:
         captioner.processor.encode_prompt(question)
     except ValueError as error:

@@ -275,6 +275,11 @@ class Family:
     checkpointing_faults: Callable[[str, Mapping[str, Any] | None], list[str]] | None = None
     prompt_tokens: float | None = None
 
+    @property
+    def reads_question(self) -> bool:
+        """Whether what the model says depends on what it is asked."""
+        return self.prompt_tokens is None
+
     def part_of(self, name: str) -> str:
         """The part that a parameter is in."""
         parts = [part for part, prefixes in self.parts.items() if name.startswith(prefixes)]

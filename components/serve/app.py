@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from components.serve.asked import Asked, ChatBody, check_tokens, of_chat, of_form, of_json
+from components.serve.asked import Asked, ChatBody, check_read, check_tokens, of_chat, of_form, of_json
 from components.serve.examples import Example
 from components.serve.http import Body, ClientGoneError, Gate, refusal_response
 from components.serve.metrics import Metrics
@@ -114,7 +114,9 @@ class Server:
         self.ready()
         with self.room():
             asked = await parse(await body.read())
-            check_tokens(asked.question, self.ready().facts.special_tokens)
+            facts = self.ready().facts
+            check_read(asked.question, facts.reads_question)
+            check_tokens(asked.question, facts.special_tokens)
             answer = await self.within(self.ready().ask(asked), body)
         if isinstance(answer, Undecodable):
             remedy = "save it as PNG or JPEG and send that file's bytes"

@@ -202,6 +202,14 @@ def check_question(question: str, most: int) -> None:
         raise unprocessable("question_too_long", f"{len(question)} characters", limit, "ask in fewer words", "question")
 
 
+def check_read(question: str | None, reads_question: bool) -> None:
+    """Raises RequestRefusedError (422) where a question is asked of a model that reads none: it would answer another
+    one."""
+    if question is not None and not reads_question:
+        limit = "none: this model says of every pair what changed"
+        raise unprocessable("question_not_read", "a question", limit, "leave it out", "question")
+
+
 def check_tokens(question: str | None, special_tokens: Iterable[str]) -> None:
     """A question is data: what the tokenizer takes for a mark of the prompt, such as another image's place, is refused,
     since the model would not read it as text. Nothing is changed in what a user asks.

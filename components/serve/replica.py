@@ -33,11 +33,13 @@ class Facts(NamedTuple):
 
     Attributes:
         special_tokens: marks of the prompt, which no question may hold.
+        reads_question: whether it reads a question at all.
     """
 
     name: str
     max_new_tokens: int
     special_tokens: tuple[str, ...]
+    reads_question: bool
 
 
 class Answer(NamedTuple):
@@ -110,7 +112,8 @@ class Replica:
     async def facts(self) -> Facts:
         tokenizer: Any = self.captioner.processor.tokenizer  # type: ignore[attr-defined]  # every family has one
         tokens = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
-        return Facts(self.name, self.captioner.max_new_tokens, tuple(sorted(tokens)))
+        reads = self.captioner.family.reads_question
+        return Facts(self.name, self.captioner.max_new_tokens, tuple(sorted(tokens)), reads)
 
     async def __call__(self, asked: Asked) -> Answer | Undecodable:
         loop = asyncio.get_running_loop()

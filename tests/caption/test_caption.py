@@ -12,7 +12,9 @@ from components import model_source, tracking
 from components.__main__ import DATA_REFUSED, USAGE, main
 from components.caption.caption import BATCH, GAP_PX, caption_pairs
 from components.caption.pairs import AskedPair
+from components.models import FAMILIES
 from components.models.generation import load_captioner
+from components.section import ParamsError
 from tests.tiny import noise_image, tiny_base, tiny_checkpoint
 from tests.toy import REPOSITORY
 
@@ -81,6 +83,14 @@ def test_a_question_with_the_mark_of_an_image_is_refused_before_any_caption(chec
     assert caption(checkpoint, *asked, "What is new?") == 0
 
 
+def test_a_question_is_refused_by_a_model_that_reads_none(images):
+    model = SimpleNamespace(family=FAMILIES["blip2idc"])
+    with pytest.raises(
+        ParamsError, match="--question 'Is a cup gone\\?': this model reads no question .* leave it out"
+    ):
+        next(caption_pairs(model, pairs(images, 1), "Is a cup gone?", None))  # type: ignore[arg-type]
+
+
 def test_the_overlay_shows_both_images_side_by_side(checkpoint, images, tmp_path):
     file = tmp_path / "made" / "out.png"
     noise_image(5, (60, 30)).save(images / "wide.png")
@@ -119,6 +129,7 @@ def test_a_question_is_asked_and_without_one_what_changed(images):
     asked = []
     model = SimpleNamespace(
         processor=SimpleNamespace(prepare_image=np.asarray, encode_prompt=lambda question: ()),
+        family=SimpleNamespace(reads_question=True),
         answer=lambda prepared, question, saliency: asked.append(question) or (["a"], None),
     )
     for question in (None, "Is a cup gone?"):

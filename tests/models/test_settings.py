@@ -168,7 +168,11 @@ def test_a_wrong_field_in_a_configuration_is_named(fields: dict, fault: str) -> 
         (None, {"mdp": None}, []),
         (MDP, {"mdp": TRAINED, "vision_config": {"num_hidden_layers": 2, "hidden_size": 16}}, []),
         (MDP, {"mdp": TRAINED | {"heads": 4}}, ["which it keeps; set heads to 4 instead of 2"]),
-        (MDP, {"model_type": "onediff", "vdm": {}}, ["needs a LLaVA-OneVision in train.base, or an M3Diff, and it has"]),
+        (
+            MDP,
+            {"model_type": "onediff", "vdm": {}},
+            ["needs a LLaVA-OneVision in train.base, or an M3Diff, and it has"],
+        ),
         (None, {"model_type": "llava"}, ["or an M3Diff, and it has a llava"]),
         (None, {"model_type": "m3diff"}, []),
         (None, {"vision_feature_layer": [1, 2], "vision_config": {"num_hidden_layers": 2}}, ["found [1, 2]"]),

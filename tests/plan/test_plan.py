@@ -354,7 +354,9 @@ def test_an_alignment_is_named_with_what_it_trains_and_costs(phases):
     settings = ToySettings(align=ALIGN)
     _, before, _ = phases()
     took = replace(before, run_flops=3600e12)
-    first, second = alignment_lines(train_section(Path("base")), settings, took, "", Gpu("A-40GB", 40, 2, None, "nobody"), 0.5)
+    first, second = alignment_lines(
+        train_section(Path("base")), settings, took, "", Gpu("A-40GB", 40, 2, None, "nobody"), 0.5
+    )
     assert first == "before it an alignment: 3 epoch(s) of b, 2 sequences a step (projector 0.001)"
     assert second.startswith(
         "  2 pairs, 3 references, 6 steps; 0.00 EFLOP, 1.0 GPU-hours, 0.2 h on 4 GPU(s); memory of"

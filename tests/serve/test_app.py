@@ -15,10 +15,11 @@ import httpx
 import pytest
 from PIL import Image
 
+from components.models import FAMILIES
 from components.models.generation import QUESTION
 from components.serve.replica import OVERLAY_PX
 from tests.serve.local import PARAMS, Service, base64_of, chat, form, png, source
-from tests.serve.toy import COMPUTE_S, plain, said, write_toy
+from tests.serve.toy import COMPUTE_S, ToyCaptioner, plain, said, write_toy
 
 TOKEN = "0123456789abcdef0123"
 BEFORE, AFTER = png(plain(10, 20)), png(plain(30, 40))
@@ -214,6 +215,26 @@ def test_what_is_no_question_about_two_images_is_refused_with_what_was_found_the
         assert found["limit"]
         assert found["remedy"]
         assert service.server.under_way == 0
+
+    talk(conversation)
+
+
+def test_a_question_to_a_model_that_reads_none_is_refused_and_without_one_it_answers(talk, monkeypatch):
+    monkeypatch.setattr(ToyCaptioner, "family", FAMILIES["blip2idc"])
+
+    async def conversation(service: Service, client: httpx.AsyncClient) -> None:
+        asked = [
+            ("/caption", form(BEFORE, AFTER, question="Is a cup gone?")),
+            (CHAT, {"json": parts(TEXT, IMAGE, IMAGE)}),
+        ]
+        for route, request in asked:
+            answer = await client.post(route, **request)
+            assert answer.status_code == 422
+            assert "question_not_read" in answer.text
+            assert "this model says of every pair what changed" in answer.text
+            assert "leave it out" in answer.text
+        for route, request in (("/caption", form(BEFORE, AFTER)), (CHAT, {"json": parts(IMAGE, IMAGE)})):
+            assert (await client.post(route, **request)).status_code == 200
 
     talk(conversation)
 

@@ -39,6 +39,7 @@ class ToyProcessor:
 
 class ToyCaptioner:
     processor = ToyProcessor()
+    family = SimpleNamespace(reads_question=True)
     max_new_tokens = 64
 
     def __init__(self, word: str) -> None:

@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from components.models import FAMILIES
+
 
 @dataclass(frozen=True)
 class SharedFamily:
@@ -29,8 +31,11 @@ class SharedFamily:
     model_class: str = ""
     refused_by: str = ""  # whose own classes refuse a folder with that module
     files: Mapping[str, str] = field(default_factory=dict)  # names of files that would be another's, by module
-    reads_question: bool = True
     inner_generation: bool = False  # whether `generate` decodes by what config.json says of the language model
+
+    @property
+    def reads_question(self) -> bool:
+        return FAMILIES[self.name].reads_question
 
     def has_module(self, config: Mapping[str, Any]) -> bool:
         """Whether the model of a config.json is more than its base, which transformers' own classes load."""

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -133,6 +134,29 @@ def test_the_first_token_of_the_configuration_counts_and_else_the_tokenizers(
 def test_without_start_and_end_token_it_is_refused() -> None:
     with pytest.raises(ValueError, match="names a start and an end token"):
         first_of(None, None)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"size": None},
+        {"size": {"shortest_edge": 32}},
+        {"size": {"height": 32}},
+        {"image_mean": None},
+        {"image_std": None},
+    ],
+)
+def test_a_file_without_a_square_or_its_colours_is_refused_in_words(
+    values: dict[str, Any], base: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(base, tmp_path / "base")
+    known = json.loads((base / "preprocessor_config.json").read_text()) | values
+    written = {name: value for name, value in known.items() if value is not None}
+    (folder / "preprocessor_config.json").write_text(json.dumps(written))
+    with pytest.raises(
+        ValueError, match=r"preprocessor_config.json: size must be a square .* take the file of a BLIP-2"
+    ):
+        FAMILIES["blip2idc"].load_processor(folder)
 
 
 @pytest.mark.parametrize("size", [{"height": 31, "width": 31}, {"height": 32, "width": 64}])

@@ -45,6 +45,5 @@ BLIP2IDC = SharedFamily(
             "Blip2IDCProcessor.decode",
         )
     },
-    reads_question=False,
     inner_generation=True,
 )
