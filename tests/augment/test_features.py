@@ -59,3 +59,11 @@ def test_a_model_of_another_content_and_an_unreadable_image_are_refused(tmp_path
     (tmp_path / "no.png").write_text("no image")
     with pytest.raises(ImageError):
         load_features(Encoder(kind="encoder", model=BASE), CPU).features([tmp_path / "no.png"])
+
+
+def test_a_folder_of_another_model_or_without_safetensors_is_no_clip(images: list[list[Path]], tmp_path: Path):
+    pickled = clip(tmp_path / "pickled")
+    (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
+    for folder in (BASE, pickled):
+        with pytest.raises(ParamsError, match=rf"^{folder}: is no CLIP or SigLIP .*`kind: encoder`"):
+            load_features(Clip(kind="clip", model=folder), CPU).features(images[0])
