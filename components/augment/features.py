@@ -88,12 +88,19 @@ class ClipFeatures:
         self.folder, self.device, self.identity = str(cfg.model), device, identity(cfg)
 
     def features(self, images: Sequence[Path]) -> Matrix:
-        from transformers import AutoImageProcessor, AutoModel
+        from transformers import AutoImageProcessor, AutoModelForZeroShotImageClassification
 
-        processor: Any = AutoImageProcessor.from_pretrained(self.folder, local_files_only=True)
-        loaded: Any = AutoModel.from_pretrained(
-            self.folder, dtype=self.device.dtype, local_files_only=True, use_safetensors=True
-        )
+        try:
+            processor: Any = AutoImageProcessor.from_pretrained(self.folder, local_files_only=True)
+            loaded: Any = AutoModelForZeroShotImageClassification.from_pretrained(
+                self.folder, dtype=self.device.dtype, local_files_only=True, use_safetensors=True
+            )
+        except (OSError, ValueError) as error:
+            why = str(error).partition("\n")[0]
+            raise ParamsError(
+                f"{self.folder}: is no CLIP or SigLIP of transformers with its weights as safetensors ({why}); name "
+                "one, or take `kind: encoder` for a LLaVA-OneVision"
+            ) from error
         model = loaded.to(self.device.torch).eval()
 
         def embed(images: list[Image.Image]) -> Tensor:

@@ -10,6 +10,7 @@ from components.augment.params import Local
 from components.augment.weights import identity
 from components.endpoint import Answer, Answers, Question, key_of, without_thoughts
 from components.progress import progress
+from components.section import ParamsError
 
 if TYPE_CHECKING:
     from components.models.device import Device
@@ -59,10 +60,17 @@ class LocalModel:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         options: dict[str, Any] = {"local_files_only": True}
-        self.tokenizer = AutoTokenizer.from_pretrained(str(self.cfg.model), **options)
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            str(self.cfg.model), dtype=self.device.dtype, use_safetensors=True, **options
-        )
+        try:
+            self.tokenizer = AutoTokenizer.from_pretrained(str(self.cfg.model), **options)
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                str(self.cfg.model), dtype=self.device.dtype, use_safetensors=True, **options
+            )
+        except (OSError, ValueError) as error:
+            why = str(error).partition("\n")[0]
+            raise ParamsError(
+                f"{self.cfg.model}: is no causal language model of transformers with its tokenizer and its weights as "
+                f"safetensors ({why}); save it anew with save_pretrained, or name another"
+            ) from error
         self.model = model.to(self.device.torch).eval()
 
     def _prompt(self, question: Question) -> Any:

@@ -1,5 +1,8 @@
 """What is asked for: which model at which endpoint, in which words, about how many pairs."""
 
+import hashlib
+import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,5 +38,7 @@ class Request:
         return self.prompt.replace("{question}", question)
 
     def place(self, scratch: Path) -> Path:
-        """Where the result lies by default."""
-        return scratch / "evaluated" / f"zero-shot-{self.model.replace('/', '-')}"
+        """Where the result lies by default: named by the model, and by a hash of all that decides it."""
+        decides = [self.model, self.url, self.prompt, self.max_tokens, self.limit]
+        digest = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:8]
+        return scratch / "evaluated" / f"zero-shot-{re.sub(r'[^A-Za-z0-9_.]+', '-', self.model)[:80]}-{digest}"

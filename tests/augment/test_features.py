@@ -78,3 +78,11 @@ def test_features_that_the_memory_would_not_hold_are_refused_after_the_first_bat
     assert len(read) == 2
     monkeypatch.setattr(module.psutil, "virtual_memory", lambda: SimpleNamespace(available=120 * 12 * 4))
     assert features.features(paths).shape == (120, 12)
+
+
+def test_a_folder_of_another_model_or_without_safetensors_is_no_clip(images: list[list[Path]], tmp_path: Path):
+    pickled = clip(tmp_path / "pickled")
+    (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
+    for folder in (BASE, pickled):
+        with pytest.raises(ParamsError, match=rf"^{folder}: is no CLIP or SigLIP .*`kind: encoder`"):
+            load_features(Clip(kind="clip", model=folder), CPU).features(images[0])

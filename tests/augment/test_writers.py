@@ -15,7 +15,7 @@ from components.augment.parts import Writer
 from components.endpoint import Answer, Question
 from components.models.device import Device
 from components.section import ParamsError
-from tests.augment.tiny import causal_lm
+from tests.augment.tiny import causal_lm, clip
 from tests.chat import CUT_BODY, Server, chat_server
 
 CPU = Device(gpu=False, precision="fp32")
@@ -187,3 +187,11 @@ def test_a_local_writer_is_known_by_its_weights(folder: Path, tmp_path: Path):
     local(folder, tmp_path, sha256=writer.identity)
     with pytest.raises(ParamsError, match=r"holds no config\.json"):
         local(tmp_path, tmp_path)
+
+
+def test_a_folder_of_another_model_or_without_safetensors_is_no_writer(tmp_path: Path):
+    pickled = causal_lm(tmp_path / "pickled")
+    (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
+    for folder in (clip(tmp_path / "clip"), pickled):
+        with pytest.raises(ParamsError, match=rf"^{folder}: is no causal language model .*; save it anew"):
+            local(folder, tmp_path).ask([Question("the red ball")], "test")

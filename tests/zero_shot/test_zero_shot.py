@@ -126,10 +126,11 @@ def test_the_scores_are_those_that_evaluate_gives_to_the_same_captions(server, f
 def test_the_result_lies_in_the_scratch_folder_made_anew_or_where_it_is_asked_for(server, folders, tmp_path, capsys):
     before = sorted(path for path in tmp_path.rglob("*") if "scratch" not in path.parts)
     first = run(tmp_path, asked_of(server))
-    assert first.folder == tmp_path / "scratch/evaluated/zero-shot-a-model"
+    assert first.folder == asked_of(server).place(tmp_path / "scratch")
+    assert re.fullmatch(r"scratch/evaluated/zero-shot-a-model-[0-9a-f]{8}", str(first.folder.relative_to(tmp_path)))
     (first.folder / "older").touch()
     run(tmp_path, asked_of(server))
-    assert [path.name for path in first.folder.parent.iterdir()] == ["zero-shot-a-model"]
+    assert list(first.folder.parent.iterdir()) == [first.folder]
     assert sorted(path.name for path in first.folder.iterdir()) == ["predictions", "report"]
     assert sorted(path for path in tmp_path.rglob("*") if "scratch" not in path.parts) == before
     asked = len(server.asked)
@@ -139,6 +140,18 @@ def test_the_result_lies_in_the_scratch_folder_made_anew_or_where_it_is_asked_fo
     assert f"6 test pairs: both images and the question of each that is not answered yet go to {server.url}" in (
         capsys.readouterr().out
     )
+
+
+def test_another_model_url_prompt_length_or_limit_leaves_a_result_where_it_is():
+    first = Request("http://127.0.0.1:8000/v1", "a/model")
+    others: list[dict[str, Any]] = [{"model": "a-model"}, {"url": "http://127.0.0.1:8001/v1"}, {"prompt": "{question}"}]
+    others += [{"max_tokens": 7}, {"limit": 20}, {"model": "a:model"}, {"model": "../" * 99}]
+    places = [replace(first, **changes).place(Path("runs")) for changes in ({}, *others)]
+    assert len(set(places)) == len(places)
+    assert {place.parent for place in places} == {Path("runs/evaluated")}
+    assert max(len(place.name) for place in places) < 120
+    waits = replace(first, timeout_s=7, key_variable="B", allow_unlicensed=True)
+    assert waits.place(Path("runs")) == places[0]
 
 
 def test_it_says_where_the_images_go_before_the_first_is_sent(server, folders, tmp_path, capsys, monkeypatch):
