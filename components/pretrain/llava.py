@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -25,8 +25,9 @@ from components.pretrain.llava_onevision import LlavaOneVision
 from components.pretrain.params import Llava, Pretrain
 from components.section import ParamsError
 
-PENULTIMATE, CLASS_TOKEN_DROPPED = -2, "default"
-"""What the LLM of a LLaVA-1.5 reads of its encoder."""
+PENULTIMATE = -2
+CLASS_TOKEN_DROPPED: Literal["default"] = "default"
+"""What the LLM of a LLaVA-1.5 reads of its encoder: that hidden state, by that strategy."""
 
 
 class Processor(M3DiffProcessor):
@@ -120,11 +121,12 @@ def take_vision_encoder(mine: Any, theirs: Any, images: M3DiffImageProcessor) ->
 def write_processor(processor: M3DiffProcessor, config: LlavaConfig, folder: Path) -> None:
     """Tokenizer, chat template, and the files of LLaVA-1.5's own processor, which `AutoProcessor` then finds."""
     processor.tokenizer.save_pretrained(folder)
-    images, px = processor.image_processor, config.vision_config.image_size
+    encoder: Any = config.vision_config
+    images, px = processor.image_processor, encoder.image_size
     resized = {"do_resize": True, "size": {"shortest_edge": px}, "resample": 3}
     cropped = {"do_center_crop": True, "crop_size": {"height": px, "width": px}}
     pixels = {"image_mean": list(images.image_mean), "image_std": list(images.image_std)}
-    tokens = {"patch_size": config.vision_config.patch_size, "num_additional_image_tokens": 1, "image_token": "<image>"}
+    tokens = {"patch_size": encoder.patch_size, "num_additional_image_tokens": 1, "image_token": "<image>"}
     files: dict[str, dict[str, Any]] = {
         "preprocessor_config.json": {"image_processor_type": "CLIPImageProcessor"} | resized | cropped | pixels,
         "processor_config.json": tokens | {"vision_feature_select_strategy": config.vision_feature_select_strategy},

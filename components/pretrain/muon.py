@@ -34,7 +34,7 @@ class Muon(torch.optim.Muon):
             super().step()
             return
         own = theirs._zeropower_via_newtonschulz
-        theirs._zeropower_via_newtonschulz = orthogonalised
+        theirs._zeropower_via_newtonschulz = orthogonalised  # type: ignore[assignment]  # its parameters' names
         try:
             super().step()
         finally:

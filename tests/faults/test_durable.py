@@ -119,6 +119,8 @@ PLAIN = {
     "components/models/checkpoint.py write_manifest": "see RENAMED",
     "components/predict/journal.py Journal.__enter__": "here: lines appended, each flushed",
     "components/pretrain/blip2.py Blip2Base.write": "DVC",
+    "components/pretrain/llava.py LlavaBase.write": "DVC",
+    "components/pretrain/llava.py write_processor": "DVC",
     "components/pretrain/llava_onevision.py LlavaOneVision.write": "DVC",
     "components/pretrain/llava_onevision.py write_processor": "DVC",
     "components/promote/score_model.py lay": "in a temporary folder",

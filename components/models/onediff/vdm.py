@@ -198,9 +198,10 @@ class VisualDeltaModule(OwnStart):
                 f"{folder}: no BERT there; module.start: bert takes config.json and model.safetensors of "
                 "bert-base-uncased from this folder of the base, or set module.start to random"
             )
-        bert, info = BertModel.from_pretrained(
+        loaded: Any = BertModel.from_pretrained(
             folder, use_safetensors=True, add_pooling_layer=False, output_loading_info=True
         )
+        bert, info = loaded
         if lost := sorted(name for name in info["missing_keys"] if name.startswith("encoder.")):
             raise ValueError(
                 f"{folder / 'model.safetensors'}: {len(lost)} weights of the BERT that config.json names are missing, "
