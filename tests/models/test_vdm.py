@@ -126,11 +126,10 @@ def test_three_feature_layers_are_read_by_every_second_of_six_layers_and_twice_b
 @pytest.mark.parametrize("images", ["joined", "separate"])
 def test_swapped_images_and_another_pair_give_other_tokens(images: str) -> None:
     vdm = random_module(images=images)
-    before, after = features()
+    before, after = features(4)
     forward, backward = vdm(before, after), vdm(after, before)
-    # float64 rounds at about 1e-15 here
-    assert (forward - backward).abs().max() > 1e-4
-    assert (forward[0] - forward[1]).abs().max() > 1e-4
+    assert (forward - backward).abs().max() > 1e-3
+    assert (forward[0] - forward[1]).abs().max() > 1e-3
 
 
 def test_a_module_that_starts_as_a_detector_says_more_of_a_larger_difference() -> None:
