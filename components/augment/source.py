@@ -138,7 +138,8 @@ def known_pairs(source: Source, unpack_to: Path) -> set[frozenset[Path]]:
 def _rows(source: Source, unpack_to: Path) -> Iterator[Row]:
     if not source.root.is_dir():
         raise DataError(f"{source.root}: is no folder; fetch the source or correct its root")
-    return unpacked(DATASETS[source.reader].read(source.root, **source.options), unpack_to)
+    rows = DATASETS[source.reader].read(source.root, **source.options)
+    return unpacked((row for row in rows if not row.without_caption), unpack_to)
 
 
 def _singles(source: Source) -> Iterator[Single]:

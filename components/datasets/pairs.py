@@ -15,6 +15,13 @@ marks a pair without a change. Other layouts are read by options, which `m3diff 
                (`meta.split`, `images.0`, `sentences.*.raw`) or a template of these (`B/{name}.png`, `{number:06}.png`).
                `images` names a list of both images. Of a conversation (LLaVA, M4-Instruct, LLaMA-Factory, ms-swift)
                the answer is the caption: {images: image, captions: conversations}, {images: images, captions: messages}
+               A list names several columns of captions: {captions: [caption_1, caption_2]}. `question` names the
+               column that holds what the caption answers
+    all_ask_what_changed  true: the questions of a conversation, or of the column `question`, all ask what changed. They
+               are not kept: without this option, questions that are not known to ask so are refused
+    no_caption texts that stand for no caption: [nan, n/a, "-"]; a pair without any other is passed over. []: such texts
+               are captions. Without this option they are refused
+    separator  between the captions of one text: "|". "": it separates nothing
     split      of every pair, where the manifest has none
     splits     the manifest's names of splits: {validation: val, dev: val}
     rows       where in a JSON file the rows stand: `data`. They may be an object: {"7": ["it fell"]} has the columns
@@ -27,7 +34,7 @@ Images may stand in the Parquet file itself, as `datasets` writes them (`Image`,
 as files beside its records.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -35,7 +42,7 @@ from pydantic import AfterValidator, Discriminator, Field, Tag
 
 from components.datasets.embedded import Embedded
 from components.datasets.files import describe
-from components.datasets.rows import Row
+from components.datasets.rows import Question, Row
 from components.datasets.spec import DatasetSpec, Licence, Permission, Protocol
 from components.datasets.tables import columns_in, look_up, pick, read_values, texts
 from components.records import NO_CHANGE, DataError
@@ -44,6 +51,7 @@ REQUIRED = ("before", "after", "captions", "split")
 OPTIONAL = ("id", "scene", "change_types")
 ANSWERS = ("gpt", "assistant")
 """Who answers in a conversation."""
+ASKERS = ("human", "user")
 
 Split = Literal["train", "val", "test"]
 Manifest = Annotated[
@@ -57,9 +65,13 @@ def _template(column: str) -> str:
     return column
 
 
+Column = Annotated[str, AfterValidator(_template)]
 Columns = Mapping[
-    Literal["before", "after", "images", "captions", "split", "id", "scene", "change_types"],
-    Annotated[str, AfterValidator(_template)] | None,
+    Literal["before", "after", "images", "captions", "split", "id", "scene", "change_types", "question"],
+    Annotated[
+        Annotated[Column | None, Tag("[column]")] | Annotated[Sequence[Column], Tag("[columns]")],
+        Discriminator(lambda value: "[columns]" if isinstance(value, list | tuple) else "[column]"),
+    ],
 ]
 Values = Mapping[str, Any]
 """By column, the value that a row must have, or several of which it must have one; compared as text."""
@@ -76,6 +88,7 @@ class Entry(NamedTuple):
     after: Any
     captions: Any
     change_types: Any
+    questions: tuple[Question, ...]
 
 
 def read(
@@ -88,20 +101,27 @@ def read(
     where: Values | None = None,
     no_change: Values | None = None,
     delimiter: Annotated[str, Field(min_length=1, max_length=1)] | None = None,
+    all_ask_what_changed: bool = False,
+    no_caption: Sequence[str] | None = None,
+    separator: str | None = None,
 ) -> Iterator[Row]:
-    """One row per pair, at the place of its first row; rows that contradict an earlier one of their id stand alone."""
+    """One row per pair, at the place of its first row; rows that contradict an earlier one of their id stand alone.
+
+    `all_ask_what_changed` changes nothing here: ingest and `data check` ask for it where a row has `questions`.
+    """
     named = {field: field for field in REQUIRED + OPTIONAL} | dict(columns or {})
+    nothing = {text.strip().casefold() for text in no_caption or ()}
     merged: dict[Any, list[Entry]] = {}
     for path, place, own_split in _files(root, manifest, split):
         needed = _needed(named, own_split)
-        header = [column for field in needed for column in columns_in(named[field] or field)]
+        header = [column for field in needed for each in _several(named[field]) for column in columns_in(each or field)]
         for at, value in read_values(path, header, delimiter, rows):
             if where and isinstance(value, dict) and not _matches(value, where):
                 continue
             found, fault = _fields(value, named, needed)
             if no_change and isinstance(value, dict) and _matches(value, no_change):
                 found["change_types"] = [NO_CHANGE]
-            entry = _entry(place + at, found, own_split, splits or {})
+            entry = _entry(place + at, found, own_split, splits or {}, separator)
             if fault or not isinstance(entry.captions, list) or not isinstance(entry.name, str):
                 yield _row([entry], fault)
                 continue
@@ -111,7 +131,17 @@ def read(
             else:
                 same.append(entry)
     for entries in merged.values():
-        yield _row(entries, None)
+        row = _row(entries, None)
+        if nothing:
+            told = [
+                text for text in row.references if not (isinstance(text, str) and text.strip().casefold() in nothing)
+            ]
+            row = row._replace(references=told, without_caption=bool(row.references) and not told)
+        yield row
+
+
+def _several(column: Any) -> Sequence[Any]:
+    return column if isinstance(column, list | tuple) else [column]
 
 
 def _files(root: Path, manifest: Manifest, split: Split | None) -> Iterator[tuple[Path, str, Split | None]]:
@@ -138,25 +168,31 @@ def files_called(root: Path, name: str) -> list[Path]:
     raise DataError(f"{root / name}: no file is called so; correct `manifest` or the root")
 
 
-def _needed(named: Mapping[str, str | None], split: str | None) -> list[str]:
-    """Fields that each row must have."""
+def _needed(named: Mapping[str, Any], split: str | None) -> list[str]:
+    """The fields that every row must have."""
     images = ["images"] if named.get("images") else ["before", "after"]
     return [*images, "captions", *([] if split else ["split"])]
 
 
-def _fields(value: Any, named: Mapping[str, str | None], needed: list[str]) -> tuple[dict[str, Any], str | None]:
+def _fields(value: Any, named: Mapping[str, Any], needed: list[str]) -> tuple[dict[str, Any], str | None]:
     """A row's values by field, None where absent, and what is wrong with it."""
-    found: dict[str, Any] = dict.fromkeys((*REQUIRED, *OPTIONAL))
+    found: dict[str, Any] = dict.fromkeys((*REQUIRED, *OPTIONAL, "question")) | {"questions": ()}
     if isinstance(value, DataError):
         return found, str(value)
     if not isinstance(value, dict):
         return found, f"row: expected an object, found {describe(value)}"
     try:
-        found |= {field: look_up(value, column) for field, column in named.items() if column}
-        found["captions"] = _answer(found["captions"])
+        found |= {
+            field: look_up(value, column) for field, column in named.items() if isinstance(column, str) and column
+        }
+        if not isinstance(named["captions"], str | None):
+            found["captions"] = _of_columns([look_up(value, column) for column in named["captions"]])
+        found["captions"], found["questions"] = _answer(found["captions"], str(named["captions"]))
     except DataError as error:
         return found, str(error)
-    if missing := [named[field] or field for field in needed if found[field] is None]:
+    if isinstance(found["question"], str) and found["question"].strip():
+        found["questions"] = (Question(named["question"], found["question"]),)
+    if missing := [_named_columns(named[field] or field) for field in needed if found[field] is None]:
         return found, f"{', '.join(missing)}: is missing"
     if "images" in needed:
         images = found["images"]
@@ -167,19 +203,39 @@ def _fields(value: Any, named: Mapping[str, str | None], needed: list[str]) -> t
     return found, None
 
 
-def _answer(captions: Any) -> Any:
-    """Of a conversation, what is answered; anything else as it is."""
+def _named_columns(column: Any) -> str:
+    return ", ".join(_several(column))
+
+
+def _of_columns(values: Sequence[Any]) -> list[Any] | None:
+    """The captions of several columns, whose empty fields are none; None where every one is missing."""
+    found = [caption for value in values if value not in (None, "") for caption in _several(texts(value))]
+    return found or (None if all(value is None for value in values) else [""])
+
+
+def _answer(captions: Any, column: str) -> tuple[Any, tuple[Question, ...]]:
+    """Of a conversation, what is answered and asked; anything else as it is."""
     if not isinstance(captions, list) or not captions or not all(isinstance(turn, dict) for turn in captions):
-        return captions
-    turns = [turn for turn in captions if turn.get("from", turn.get("role")) in ANSWERS]
-    if len(turns) != 1:
-        raise DataError(
-            f"captions: expected a conversation with one answer, found {len(turns)}; take it out by `where`"
-        )
-    answer = turns[0].get("value", turns[0].get("content"))
-    if isinstance(answer, list):  # parts, of which some are text
-        return " ".join(str(pick(part, "text")) for part in answer if pick(part, "text"))
-    return answer
+        return captions, ()
+    who = [turn.get("from", turn.get("role")) for turn in captions]
+    if (count := sum(each in ANSWERS for each in who)) != 1:
+        raise DataError(f"captions: expected a conversation with one answer, found {count}; take it out by `where`")
+    said = [turn.get("value", turn.get("content")) for turn in captions]
+    answer = next(text for text, each in zip(said, who, strict=True) if each in ANSWERS)
+    key = "value" if "value" in captions[0] else "content"
+    questions = (
+        Question(f"{column}.{place}.{key}", asked)
+        for place, each in enumerate(who)
+        if each in ASKERS and (asked := _text_of(said[place])) and isinstance(asked, str)
+    )
+    return _text_of(answer), tuple(questions)
+
+
+def _text_of(content: Any) -> Any:
+    """The texts of a turn in parts; a turn that is a text as it is."""
+    if isinstance(content, list):
+        return " ".join(str(pick(part, "text")) for part in content if pick(part, "text"))
+    return content
 
 
 def _matches(row: Mapping[str, Any], wanted: Values) -> bool:
@@ -190,7 +246,9 @@ def _matches(row: Mapping[str, Any], wanted: Values) -> bool:
     )
 
 
-def _entry(where: str, value: dict[str, Any], split: str | None, splits: Mapping[str, str]) -> Entry:
+def _entry(
+    where: str, value: dict[str, Any], split: str | None, splits: Mapping[str, str], separator: str | None
+) -> Entry:
     before, after = value["before"], value["after"]
     name = value["id"]
     if name in (None, ""):
@@ -201,7 +259,16 @@ def _entry(where: str, value: dict[str, Any], split: str | None, splits: Mapping
     types = texts(value["change_types"] or [])
     split = split or value["split"]
     split = splits.get(split, split) if isinstance(split, str) else split
-    return Entry(where, name, split, scene, before, after, texts(value["captions"]), types)
+    captions = texts(value["captions"])
+    if separator and isinstance(captions, list):
+        captions = [
+            part for text in captions for part in (_parts(text, separator) if isinstance(text, str) else [text])
+        ]
+    return Entry(where, name, split, scene, before, after, captions, types, value["questions"])
+
+
+def _parts(text: str, separator: str) -> list[str]:
+    return [part.strip() for part in text.split(separator) if part.strip()] or [""]
 
 
 def _row(entries: list[Entry], fault: str | None) -> Row:
@@ -214,9 +281,9 @@ def _row(entries: list[Entry], fault: str | None) -> Row:
     if not isinstance(types, list) or not all(isinstance(each, str) for each in types):
         types, fault = [], fault or "change_types: expected a list of names"
     where = " and ".join(entry.where for entry in entries)
-    return Row(
-        first.name, first.split, first.scene, first.before, first.after, captions, types, where, fault, len(entries)
-    )
+    questions = tuple(question for entry in entries for question in entry.questions)
+    pair = first.name, first.split, first.scene, first.before, first.after
+    return Row(*pair, captions, types, where, fault, len(entries), questions)
 
 
 OWN = Permission("yes", "a collection of one's own: whoever writes the manifest decides")

@@ -6,6 +6,13 @@ from typing import Any, NamedTuple
 from components.datasets.files import describe, describe_kind
 
 
+class Question(NamedTuple):
+    """A question that a pair's captions answer, and the column (or path) that holds it."""
+
+    column: str
+    text: str
+
+
 class Row(NamedTuple):
     """One pair as the reader found it, unchecked. Image paths are relative to the dataset's root."""
 
@@ -19,6 +26,8 @@ class Row(NamedTuple):
     source: str  # file and row or key, relative to the root
     fault: str | None = None  # what the reader itself found wrong
     raw_rows: int = 1  # rows of the annotation file that were merged into this one
+    questions: tuple[Question, ...] = ()  # that the references answer, where the annotations hold any
+    without_caption: bool = False  # the dataset's entry says that its texts stand for no caption: it is passed over
 
 
 class Single(NamedTuple):

@@ -20,6 +20,7 @@ from components.datasets.embedded import unpacked
 from components.datasets.rows import Row
 from components.files import write_atomic
 from components.image_cache import check_images
+from components.ingest.doubts import as_yaml, doubts
 from components.ingest.params import DatasetEntry
 from components.ingest.table import to_table
 from components.records import RAW_SCHEMA, DataError
@@ -54,10 +55,12 @@ def ingest(name: str, entry: DatasetEntry, image_cache: Path, out: Path) -> Inge
         image_cache: what is known of images by content; it changes no output.
 
     Raises:
-        DataError: the root is no folder, an annotation file cannot be used, or there is no pair.
+        DataError: the root is no folder, an annotation file cannot be used, there is no pair, or the meaning of
+            captions is in doubt.
         ParamsError: the reader does not know one of the options.
     """
-    read = _rows(name, entry)
+    read = list(_rows(name, entry))
+    _refuse_doubts(name, entry, read)
     folder = out / name
     shutil.rmtree(folder, ignore_errors=True)
     table, annotation_rows = to_table(name, entry, unpacked(read, folder / "images"))
@@ -84,6 +87,21 @@ def _rows(name: str, entry: DatasetEntry) -> Iterator[Row]:
     except TypeError as error:
         raise ParamsError(f"ingest.datasets {name!r}: options of reader {entry.reader}: {error}") from error
     return read(entry.root, **entry.options)
+
+
+def _refuse_doubts(name: str, entry: DatasetEntry, rows: list[Row]) -> None:
+    found = [
+        doubt.question + "".join(f"\n    options: {as_yaml(answer)}" for answer in doubt.answers)
+        for doubt in doubts(rows, entry.options, entry.reader == "pairs")
+    ]
+    if found:
+        told = "\n  ".join(found)
+        raise DataError(
+            f"ingest.datasets {name!r}: {entry.root}: captions are in doubt:\n  {told}\n"
+            f"put the right options into the entry, or mend the file; `m3diff data check {entry.root}` says more"
+        )
+    if left_out := [row for row in rows if row.without_caption]:
+        print(f"ingest {name}: {len(left_out):,} pairs without a caption are passed over, first {left_out[0].source}")
 
 
 def _with_digests(table: pa.Table, image_cache: Path, stage: str) -> tuple[pa.Table, int, int]:

@@ -14,12 +14,13 @@ from components.records import RAW_SCHEMA
 
 
 def to_table(name: str, entry: DatasetEntry, rows: Iterable[Row]) -> tuple[pa.Table, int]:
-    """All rows as records, in the reader's order, and the number of annotation rows they came from.
+    """All rows as records, in the reader's order, and the number of annotation rows. Rows that have no caption by the
+    dataset's entry are left out.
 
     The records have RAW_SCHEMA and no digests yet: images are read later, over all cores.
     """
     rows = list(rows)
-    records = [_record(name, entry, row) for row in rows]
+    records = [_record(name, entry, row) for row in rows if not row.without_caption]
     if not entry.follow_links:
         _refuse_leaving(entry.root, records)
     return pa.Table.from_pylist(records, schema=RAW_SCHEMA), sum(row.raw_rows for row in rows)

@@ -7,7 +7,6 @@ their first bytes read, not decoded; that is for ingest and validate. What mends
 """
 
 import inspect
-import json
 import os
 import re
 from collections import Counter
@@ -16,17 +15,16 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from components.datasets import DATASETS, omnidiff
 from components.datasets.embedded import Embedded
 from components.datasets.pairs import files_called
 from components.datasets.rows import Row
 from components.datasets.spec import DatasetSpec, Published
+from components.ingest.doubts import Doubt, as_yaml, doubts
 from components.ingest.params import DatasetEntry
 from components.ingest.table import to_table
 from components.inspect import mistakes
-from components.inspect.manifest import guess, unreadable
+from components.inspect.manifest import Guess, guess, unreadable
 from components.records import SPLITS, DataError
 
 FIRST = 5
@@ -58,11 +56,11 @@ def check(root: Path, entries: Mapping[str, DatasetEntry], reader: str | None = 
     _check_folder(root)
     known = next(((name, entry) for name, entry in entries.items() if entry.root.resolve() == root.resolve()), None)
     if known and reader in (None, known[1].reader):
-        (name, entry), notes = known, list[str]()
+        (name, entry), notes, guessed = known, list[str](), list[Doubt]()
         lines = [f"{root} is {name} ({entry.reader})"]
     else:
         known = None
-        name, entry, notes = recognise(root, entries, reader)
+        name, entry, notes, guessed = recognise(root, entries, reader)
         lines = [f"{root} {'is read as' if reader else 'looks like'} {entry.reader}"]
     lines.append(_licence(DATASETS[entry.reader]))
     files = _annotation_files(entry)
@@ -70,10 +68,19 @@ def check(root: Path, entries: Mapping[str, DatasetEntry], reader: str | None = 
     lines += [f"  {note}" for note in notes]
     if not all(_is_there(root, file) for file in files):
         return Finding([*lines, "  fetch the missing files again; nothing was read"], sound=False)
-    found, sound = _read(name, entry)
-    if not known:
-        found += ["the entry for ingest.datasets in params.yaml:", f"    {_as_yaml(name, entry)}"]
-    return Finding(lines + found, sound)
+    found, sound, asked = ([], True, guessed) if guessed else _read(name, entry)
+    open_ones = [doubt for doubt in asked if doubt.answers and (known or not doubt.sure)]
+    lines += [*found, *(f"  ASK {line}" for doubt in open_ones for line in doubt.question.split("\n"))]
+    if known:
+        lines += [f"    options: {as_yaml(answer)}" for doubt in open_ones for answer in doubt.answers]
+        return Finding(lines, sound and not open_ones)
+    answered = [doubt if doubt in open_ones else doubt._replace(answers=doubt.answers[:1]) for doubt in asked]
+    possible = Guess(entry.options, [], [doubt for doubt in answered if doubt.answers]).entries()
+    lines.append(f"{'one of these is ' if len(possible) > 1 else ''}the entry for ingest.datasets in params.yaml:")
+    lines += [f"    {name}: {as_yaml(_plain(entry, options))}" for options in possible]
+    if open_ones:
+        lines.append("put the one that is right into params.yaml or into a profile, and check again")
+    return Finding(lines, sound and not open_ones)
 
 
 def _check_folder(root: Path) -> None:
@@ -88,11 +95,12 @@ def _check_folder(root: Path) -> None:
 
 
 class Recognised(NamedTuple):
-    """An entry for `ingest.datasets`, a name for it, and what is to be said of how it was found."""
+    """An entry for `ingest.datasets`, a name for it, notes on how it was found, and what is to be asked before."""
 
     name: str
     entry: DatasetEntry
     notes: list[str]
+    doubts: list[Doubt]
 
 
 def recognise(root: Path, taken: Container[str] = (), reader: str | None = None) -> Recognised:
@@ -107,7 +115,7 @@ def recognise(root: Path, taken: Container[str] = (), reader: str | None = None)
         DataError: it is none.
     """
     if reader and reader not in TABLES:
-        return Recognised(_free(reader, root, taken), DatasetEntry(reader=reader, root=root), [])
+        return Recognised(_free(reader, root, taken), DatasetEntry(reader=reader, root=root), [], [])
     if not reader and (other := mistakes.foreign(root)):
         raise DataError(f"{root}: {other}")
     present = {
@@ -116,7 +124,7 @@ def recognise(root: Path, taken: Container[str] = (), reader: str | None = None)
     }
     best = max(present, key=lambda name: present[name])
     if not reader and best not in TABLES and present[best][0] and not _is_training_file(root, present[best][0]):
-        return Recognised(_free(best, root, taken), DatasetEntry(reader=best, root=root), [])
+        return Recognised(_free(best, root, taken), DatasetEntry(reader=best, root=root), [], [])
     return _recognise_manifest(root, taken, reader)
 
 
@@ -136,7 +144,7 @@ def _is_training_file(root: Path, share: float) -> bool:
 def _recognise_manifest(root: Path, taken: Container[str], reader: str | None) -> Recognised:
     """A table of one's own, or OmniDiff's, which has change types and one caption a row."""
     try:
-        options, notes = guess(root)
+        options, notes, doubts = guess(root)
     except DataError as error:
         raise DataError(_unknown(root, str(error))) from error
     more = [option for option in options if option not in inspect.signature(omnidiff.read).parameters]
@@ -146,7 +154,7 @@ def _recognise_manifest(root: Path, taken: Container[str], reader: str | None) -
         options = {option: value for option, value in options.items() if option not in more}
         notes.extend(f"the reader omnidiff has no option `{option}`; the reader pairs has" for option in more)
     name = _free(reader if reader != "pairs" else _word(root), root, taken)
-    return Recognised(name, DatasetEntry(reader=reader, root=root, options=options), notes)
+    return Recognised(name, DatasetEntry(reader=reader, root=root, options=options), notes, doubts)
 
 
 def _word(root: Path) -> str:
@@ -191,8 +199,8 @@ def _licence(spec: DatasetSpec) -> str:
     return f"  licence: {spec.licence.name} ({uses})"
 
 
-def _read(name: str, entry: DatasetEntry) -> tuple[list[str], bool]:
-    """Counts and problems of a folder whose annotation files are all there."""
+def _read(name: str, entry: DatasetEntry) -> tuple[list[str], bool, list[Doubt]]:
+    """Counts and problems of a folder whose annotation files are all there, whether there are none, and doubts."""
     try:
         own_splits = entry.model_copy(update={"train_on": ("train",)})
         read = list(DATASETS[entry.reader].read(entry.root, **entry.options))
@@ -200,7 +208,7 @@ def _read(name: str, entry: DatasetEntry) -> tuple[list[str], bool]:
     except DataError as error:
         tables = [entry.root / file for file in _annotation_files(entry) if not file.endswith(".parquet")]
         reason = next(filter(None, map(unreadable, tables)), error)
-        return [f"  CANNOT BE READ {reason}"], False
+        return [f"  CANNOT BE READ {reason}"], False, []
     rows = table.select(["split", "references", "before", "after", "source", "fault"]).to_pylist()
     faults = [f"{row['source']}: {row['fault']}" for row in rows if row["fault"]]
     images = dict.fromkeys(row[side] for row in rows for side in ("before", "after") if row[side])
@@ -208,7 +216,11 @@ def _read(name: str, entry: DatasetEntry) -> tuple[list[str], bool]:
     missing = [path for path in files if not os.path.isfile(path)]
     empty = [path for path in files if os.path.isfile(path) and not os.path.getsize(path)]
     others = list(mistakes.no_images(path for path in files if path not in {*missing, *empty}))
-    doubts = list(mistakes.of_rows(read))
+    asked = list(doubts(read, entry.options, entry.reader == "pairs"))
+    faulty = [*(doubt.question for doubt in asked if not doubt.answers), *mistakes.of_rows(read)]
+    noted = [f"  {doubt.question}; the entry takes the first" for doubt in asked if doubt.sure]
+    passed = [row.source for row in read if row.without_caption]
+    empty_ones = sum(not str(text).strip() for row in rows for text in row["references"])
     unknown = [
         f"{row['source']}: split {row['split']!r}" for row in rows if row["split"] and row["split"] not in SPLITS
     ]
@@ -220,12 +232,15 @@ def _read(name: str, entry: DatasetEntry) -> tuple[list[str], bool]:
         *_first("missing images", missing),
         *_first("images without a byte", empty),
         *_first("files that are no images", others),
-        *_first("captions and pairs to look at", doubts),
+        *_first("captions and pairs to look at", faulty),
+        *noted,
+        *_first("pairs without a caption, which are passed over", passed),
+        *([f"  empty captions: {empty_ones:,}, which train nothing"] if empty_ones else []),
         *_remedies(entry, read, faults, missing, unknown),
     ]
     if not rows:
         lines.append("  NO PAIR at all; fetch the dataset again")
-    return lines, bool(rows) and not (faults or unknown or missing or empty or others or doubts)
+    return lines, bool(rows) and not (faults or unknown or missing or empty or others or faulty), asked
 
 
 def _place(row: Row) -> Row:
@@ -290,9 +305,6 @@ def _first(what: str, problems: list[str]) -> list[str]:
     return [f"  {what}: {len(problems):,}", *(f"    {problem}" for problem in problems[:FIRST]), *more]
 
 
-def _as_yaml(name: str, entry: DatasetEntry) -> str:
-    """The entry on one line, as it goes into `params.yaml`."""
-    options = {"options": json.loads(json.dumps(entry.options))} if entry.options else {}
-    value = {"reader": entry.reader, "root": str(entry.root)} | options
-    line = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000, allow_unicode=True)
-    return f"{name}: {line.strip()}"
+def _plain(entry: DatasetEntry, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The entry with these options as it goes into `params.yaml`."""
+    return {"reader": entry.reader, "root": str(entry.root)} | ({"options": options} if options else {})

@@ -6,7 +6,8 @@ holds, what is wrong with it, and what mends it.
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from itertools import chain, islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,41 +17,41 @@ import pyarrow.parquet as pq
 from components.datasets import pairs
 from components.datasets.embedded import Embedded, rows_of
 from components.datasets.files import parse_json, read_text
+from components.datasets.pairs import files_called
 from components.datasets.tables import DELIMITERS, read_values
+from components.ingest.doubts import Doubt
+from components.inspect.sides import RANK, called_as_sides, choose, order_of_columns, words_in
 from components.records import SPLITS, DataError
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm")
 SEPARATORS = (",", ";", "\t", "|")
-SIDES = (
-    ("before", "after"),
-    ("image1", "image2"),
-    ("img1", "img2"),
-    ("image0", "image1"),
-    ("img0", "img1"),
-    ("imagebefore", "imageafter"),
-    ("beforeimage", "afterimage"),
-    ("source", "target"),
-    ("sourceimage", "targetimage"),
-    ("sourceimg", "targetimg"),
-    ("originalimage", "editedimage"),
-    ("inputimage", "outputimage"),
-    ("imagea", "imageb"),
-    ("imga", "imgb"),
-    ("first", "second"),
-    ("left", "right"),
-    ("old", "new"),
-    ("a", "b"),
-    ("bef", "aft"),
-)
-"""What columns and folders of both images are often called, in small letters and digits alone."""
-
 NAMES = {
     "images": ("images", "image", "imgs", "imagepaths"),
-    "captions": ("captions", "caption", "description", "sentences", "text", "conversations", "messages", "answer")
-    + ("differences", "difference", "output", "response", "sents", "label", "value"),
     "split": ("split", "subset", "partition"),
 }
+CAPTIONS = {
+    *("captions", "caption", "description", "descriptions", "desc", "sentences", "sentence", "sents", "text", "texts"),
+    *("differences", "difference", "conversations", "messages", "answer", "answers", "output", "response"),
+    *("completion", "reference", "references", "target"),
+}
+"""Words in the names of columns that hold captions."""
+WEAK = {"label", "value", "instruction", "prompt", "edit", "annotation", "transcription"}
+"""Those that do so where no other column does."""
+QUESTIONS = {"question", "query", "instruction", "prompt", "input", "user", "human"}
+"""Words in the names of columns that hold what a caption answers."""
+DATA = {
+    *("id", "ids", "key", "type", "types", "count", "num", "number", "len", "length", "score", "lang", "language"),
+    *("model", "source", "date", "time", "index", "tokens"),
+}
+"""Last words in the names of columns that tell something of a caption and are none."""
+SAMPLE = 200
+"""Rows that a guess looks at."""
+ENTRIES = 8
+"""Entries that are shown of those that doubts leave open."""
+DOCUMENTED = ("pairs.csv", "annotations.json")
+"""Tables that are taken before others where their columns have the documented names."""
+PARTS = {"part", "shard", "chunk"}
 ALIASES = {
     "train": ("train", "training"),
     "val": ("val", "valid", "validation", "dev", "development", "eval"),
@@ -59,25 +60,58 @@ ALIASES = {
 
 
 class Guess(NamedTuple):
-    """`options` for the reader `pairs`, and `notes` on what was found that is not as it is by default."""
+    """`options` for the reader `pairs`, `notes` on what was found that is not as it is by default, and `doubts`: what
+    a person must say first. Of a doubt, `options` hold the first answer."""
 
     options: dict[str, Any]
     notes: list[str]
+    doubts: list[Doubt]
+
+    def entries(self) -> list[dict[str, Any]]:
+        """The options under each combination of answers: the first of these."""
+        found = []
+        for chosen in islice(product(*(doubt.answers for doubt in self.doubts)), ENTRIES):
+            options = self.options
+            for answer in chosen:
+                columns = {**options.get("columns", {}), **answer.get("columns", {})}
+                options = options | answer | ({"columns": columns} if columns else {})
+            found.append(options)
+        return found
 
 
 def guess(root: Path) -> Guess:
-    """How the first manifest in a folder that is a table of pairs can be read.
+    """How the table of pairs in a folder can be read. Several tables are a doubt, unless one has the documented name
+    and columns.
 
     Raises:
         DataError: no manifest is; a line for each says why.
     """
-    faults = []
-    for path in manifests(root):
+    faults, found, read = [], dict[str, Guess](), set[str]()
+    for path in sorted(manifests(root), key=lambda path: path.name not in DOCUMENTED):
+        if path.name in read:
+            continue
         try:
-            return _guess(root, path)
+            manifest = _manifest(root, path)
+            found[path.name] = guessed = _guess(root, path, manifest)
         except DataError as error:
             faults.append(str(error))
-    raise DataError("\n".join(faults))
+            continue
+        names = [manifest] if isinstance(manifest, str) else manifest.values()
+        read |= {each.name for name in names for each in files_called(root, name)}
+        if path.name in DOCUMENTED and not {"before", "after", "images"} & guessed.options.get("columns", {}).keys():
+            break
+    if not found:
+        raise DataError("\n".join(faults))
+    if len(found) > 1:
+        which = f"{', '.join(found)}: each could be the table of pairs; which one is?"
+        notes = [note for each in found.values() for note in each.notes]
+        inner = [doubt.question for each in found.values() for doubt in each.doubts]
+        answers = [options for each in found.values() for options in each.entries()]
+        return Guess(answers[0], notes, [Doubt("\n".join([which, *inner]), answers)])
+    (chosen,) = found.values()
+    if rest := [each.name for each in manifests(root) if each.name not in read]:
+        chosen.notes.append(f"not read: {', '.join(rest)}")
+    return chosen
 
 
 def manifests(root: Path) -> list[Path]:
@@ -92,65 +126,87 @@ def split_called(name: str) -> str | None:
     return found.pop() if len(found) == 1 else None
 
 
-def _guess(root: Path, path: Path) -> Guess:
-    files = _of_splits(root, path)
-    options: dict[str, Any] = {"manifest": files or path.name}
-    notes = [f"{', '.join(files.values())}: a file for each split"] if files else []
-    read = {path.name} if not files else {each.name for name in files.values() for each in root.glob(name)}
-    if others := [each.name for each in manifests(root) if each.name not in read]:
-        notes.append(f"not read: {', '.join(others)} (a pattern reads several: manifest: '*{path.suffix}')")
-    reading, first = _first_row(path)
+def _guess(root: Path, path: Path, manifest: str | dict[str, str]) -> Guess:
+    """How one table is read, or those of several splits, of which it is one."""
+    options: dict[str, Any] = {"manifest": manifest}
+    notes, by_split = [], not isinstance(manifest, str)
+    if not isinstance(manifest, str):
+        notes.append(f"{', '.join(manifest.values())}: a file for each split")
+    elif manifest != path.name:
+        notes.append(f"{manifest}: numbered parts of one table")
+    reading, rows = _sample(path)
     if "delimiter" in reading:
         notes.append(f"{path.name}: its columns are separated by {reading['delimiter']!r}: option `delimiter`")
     if "rows" in reading:
         notes.append(f"{path.name}: its rows stand under {reading['rows']!r}: option `rows`")
-    values = {name: value for name, value in _flat(first) if not set("{}") & set(name)}  # braces are of templates
-    columns = _columns(root, path, values)
-    if len({field: name for field, name in columns.items() if field == name}) < len(columns):
-        named = ", ".join(f"{field} is {name}" for field, name in columns.items() if field != name)
-        notes.append(f"{path.name}: has the columns {', '.join(first)}, read as: {named}")
+    values = _by_column(rows)
+    columns, told, doubts = _columns(root, path, values)
+    if any(field != name for field, name in columns.items()):
+        named = ", ".join(f"{field} is {_listed(name)}" for field, name in columns.items() if field != name)
+        notes.append(f"{path.name}: has the columns {', '.join(rows[0])}, read as: {named}")
+    notes += told
     split = next((name for name in values if _plain(name.split(".")[-1]) in NAMES["split"]), None)
-    if split not in (None, "split") and not files:
+    if split not in (None, "split") and not by_split:
         columns["split"] = split
-    if isinstance(values.get(str(columns.get("captions", "captions"))), list) and "images" in columns and "id" in first:
+    captions = columns["captions"]
+    if "images" in columns and "id" in values and any(isinstance(each, list) for each in values.get(str(captions), [])):
         columns["id"] = None
     if renamed := {field: name for field, name in columns.items() if field != name or field == "images"}:
         options["columns"] = renamed
     options |= reading
-    if not split and not files:
+    if not split and not by_split:
         options["split"] = split_called(path.stem) or "train"
         notes.append(f"{path.name}: no column tells the split, so all pairs are {options['split']}: option `split`")
-    if aliases := {} if files or "split" in options else _aliases(root, options):
+    if aliases := {} if by_split or "split" in options else _aliases(root, options):
         options["splits"] = aliases
         notes.append(f"{path.name}: its splits have other names: option `splits`")
-    return Guess(options, notes)
+    return Guess(options, notes, doubts)
 
 
-def _of_splits(root: Path, path: Path) -> dict[str, str]:
-    """The manifest and its siblings by split, where they are called train, dev, ...; a pattern for several of a split.
-    Nothing where the manifest is alone."""
-    found: dict[str, list[str]] = {}
+def _listed(name: Any) -> str:
+    return " and ".join(name) if isinstance(name, list) else str(name)
+
+
+def _manifest(root: Path, path: Path) -> str | dict[str, str]:
+    """The file's name; with siblings that are called alike but for the split, those of each split, a pattern for the
+    numbered parts of one; a pattern for numbered parts that name no split."""
+    kind, own = _kind(path), split_called(path.stem)
+    groups: dict[str, list[str]] = {}
     for each in manifests(root):
-        if each.suffix == path.suffix and (split := split_called(each.stem)):
-            found.setdefault(split, []).append(each.name)
-    together = [name for names in found.values() for name in names]
-    if len(together) < 2 or path.name not in together:
-        return {}
-    files = {split: _pattern(found[split]) for split in SPLITS if split in found}
-    exact = all(sorted(each.name for each in root.glob(files[split])) == found[split] for split in files)
-    return files if exact else {}
+        split = split_called(each.stem)
+        if _kind(each) == kind and (split is None) == (own is None):
+            groups.setdefault(split or "all", []).append(each.name)
+    several = any(len(names) > 1 for names in groups.values())
+    if sum(map(len, groups.values())) < 2 or (several and not kind.numbered) or (not own and not PARTS & {*kind.words}):
+        return path.name
+    files = {split: _pattern(names) for split, names in groups.items()}
+    if any(sorted(each.name for each in files_called(root, files[split])) != groups[split] for split in groups):
+        return path.name
+    return {split: files[split] for split in SPLITS if split in files} if own else files["all"]
+
+
+class _Kind(NamedTuple):
+    words: tuple[str, ...]  # of a file's name, without the split's
+    numbered: bool
+    suffix: str
+
+
+def _kind(path: Path) -> _Kind:
+    words = re.findall(r"[^\W\d_]+|[^\w\s.-]", path.stem.lower())
+    splits = {alias for aliases in ALIASES.values() for alias in aliases}
+    return _Kind(tuple(word for word in words if word not in splits), bool(re.search(r"\d", path.stem)), path.suffix)
 
 
 def _pattern(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{os.path.commonprefix(names)}*{Path(names[0]).suffix}"
 
 
-def _first_row(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Options that say how the file is cut into rows, and its first row that can be read; a header's names where none
-    can."""
+def _sample(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Options that say how the file is cut into rows, and its first rows that can be read; where none can, one of a
+    header's names."""
     suffix, reading, header = path.suffix.lower(), dict[str, Any](), list[str]()
     if suffix == ".parquet":
-        return reading, _first_of_parquet(path)
+        return reading, _sample_of_parquet(path)
     if reason := unreadable(path):
         raise DataError(reason)
     if suffix in DELIMITERS:
@@ -165,19 +221,22 @@ def _first_row(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         lists = {key: rows for key, rows in value.items() if _is_rows(rows)} if isinstance(value, dict) else {}
         if lists:
             reading["rows"] = max(lists, key=lambda key: len(lists[key]))
-    wrong = f"{path}: has no row that is an object with before, after, captions and split"
+    wrong, rows = f"{path}: has no row that is an object with before, after, captions and split", list[dict[str, Any]]()
     for where, row in read_values(path, (), reading.get("delimiter"), reading.get("rows", "")):
         if isinstance(row, dict):
-            return reading, row
-        wrong = f"{path.parent / where}: {row}" if isinstance(row, DataError) else wrong
-    if not header:
+            rows.append(row)
+        elif isinstance(row, DataError):
+            wrong = f"{path.parent / where}: {row}"
+        if len(rows) == SAMPLE:
+            break
+    if not rows and not header:
         raise DataError(wrong)
-    return reading, dict.fromkeys(header)
+    return reading, rows or [dict.fromkeys(header)]
 
 
-def _first_of_parquet(path: Path) -> dict[str, Any]:
+def _sample_of_parquet(path: Path) -> list[dict[str, Any]]:
     try:
-        return next(rows_of(path), None) or dict.fromkeys(pq.read_schema(path).names)
+        return list(islice(rows_of(path), SAMPLE)) or [dict.fromkeys(pq.read_schema(path).names)]
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{path}: cannot be read as Parquet: {error}; write it again") from error
 
@@ -233,76 +292,197 @@ def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
-def _flat(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The row's values by column, then those of its objects by path."""
-    yield from row.items()
-    for name, value in row.items():
-        if isinstance(value, dict):
-            yield from ((f"{name}.{key}", inner) for key, inner in value.items())
+def _by_column(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """What the rows hold by column, then by path into objects; nulls and names with braces, which are of templates, are
+    left out."""
+    found: dict[str, list[Any]] = {}
+    for row in rows:
+        for name, value in row.items():
+            found.setdefault(name, []).append(value)
+    for name, column in list(found.items()):
+        for value in column:
+            for key, inner in value.items() if isinstance(value, dict) else ():
+                found.setdefault(f"{name}.{key}", []).append(inner)
+    return {
+        name: [value for value in column if value is not None]
+        for name, column in found.items()
+        if not set("{}") & set(name)
+    }
 
 
-def _columns(root: Path, path: Path, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Which columns hold the images and the captions."""
-    images = _images(values) or _templates(root, values)
-    captions = _captions({name: value for name, value in values.items() if name not in images.values()})
+def _columns(root: Path, path: Path, values: Mapping[str, list[Any]]) -> tuple[dict[str, Any], list[str], list[Doubt]]:
+    """Which columns hold the images, the captions and what these answer; notes and doubts."""
+    images, doubts = _images(values)
+    if not images:
+        images, doubts = _templates(root, values)
     found = ", ".join(values) or "nothing"
     if not images:
         raise DataError(
             f"{path}: has the columns {found}; none names two images: add `before` and `after` with their paths, or "
             "say which columns do: options: {columns: {before: ..., after: ..., captions: ...}}"
         )
+    used = {name.split(".")[0] for name in images.values()} | {*images.values()}
+    rest = {name: column for name, column in values.items() if name not in used and not _holds_images(column)}
+    captions = _captions(rest)
     if not captions:
         raise DataError(
             f"{path}: has the columns {found}; none holds captions: add a column `captions` with a text or a list of "
             "texts for each pair (captions that stand in another file belong in this one)"
         )
-    return images | {"captions": captions}
+    if len(captions) > 1:
+        names = [name for name in map(_listed, captions) if " and " not in name]
+        question = f"{path.name}: the columns {', '.join(names)} could each hold the captions; which do?"
+        doubts = [*doubts, Doubt(question, [{"columns": {"captions": name}} for name in captions])]
+    columns: dict[str, Any] = images | {"captions": captions[0]}
+    taken = {*captions} if len(captions) > 1 and isinstance(captions[0], str) else {captions[0]}
+    asked = _question({name: column for name, column in rest.items() if name not in taken and name not in captions[0]})
+    if asked and "*" not in captions[0] and _words(captions[0]) & CAPTIONS:
+        columns["question"] = asked
+    others = [n for n, column in rest.items() if _is_text(column) and n not in taken and n not in captions[0]]
+    others = [
+        name for name in others if name not in (asked or "") and _plain(name) not in (*NAMES["split"], "id", "scene")
+    ]
+    notes = [f"{path.name}: text that is not read: {', '.join(others)}"] if others and len(captions) == 1 else []
+    return columns, notes, doubts
 
 
-def _images(values: Mapping[str, Any]) -> dict[str, str]:
-    """The columns of both images: by their names, else one with a list of them, else by what stands in them."""
-    plain = {_plain(name.split(".")[-1]): name for name in reversed(list(values))}
-    for before, after in SIDES:
-        if before in plain and after in plain:
-            return {"before": plain[before], "after": plain[after]}
-    for name in NAMES["images"]:
-        if isinstance(values.get(plain.get(name, "")), list):
-            return {"images": plain[name]}
-    named = [name for name, value in values.items() if is_image(value) or isinstance(value, Embedded)]
-    return dict(zip(("before", "after"), named, strict=True)) if len(named) == 2 else {}
+def _images(values: Mapping[str, list[Any]]) -> tuple[dict[str, str], list[Doubt]]:
+    """The columns of both images: those that hold images, one with a list of them, or two that are called so."""
+    named = [name for name, column in values.items() if _holds_images(column)]
+    listed = [name for plain in NAMES["images"] for name in values if _plain(name.split(".")[-1]) == plain]
+    lists = [name for name in listed if any(isinstance(value, list) for value in values[name])]
+    pairs = choose(named, [values[name] for name in named])
+    if lists and len(pairs) != 1:
+        return _list_of_images(lists[0], values[lists[0]])
+    if not pairs:
+        likely = {name: column for name, column in values.items() if all(_may_name_an_image(each) for each in column)}
+        pairs = called_as_sides(list(likely))
+    if not pairs:
+        return {}, []
+    answers = [dict(zip(("before", "after"), pair, strict=True)) for pair in pairs]
+    if len(pairs) == 1:
+        return answers[0], []
+    columns = ", ".join(dict.fromkeys(name for pair in pairs for name in pair))
+    question = f"the columns {columns} hold images, and their names do not tell which is before and which is after"
+    return answers[0], [Doubt(question, [{"columns": answer} for answer in answers])]
 
 
-def _templates(root: Path, values: Mapping[str, Any]) -> dict[str, str]:
+def _list_of_images(name: str, column: list[Any]) -> tuple[dict[str, str], list[Doubt]]:
+    """The list as it is; a doubt where its first images are called as images after are."""
+    two = [value for value in column if isinstance(value, list) and len(value) == 2]
+    told = order_of_columns("", "", ([value[0] for value in two], [value[1] for value in two]))
+    if not (told and told.sure and not told.first):
+        return {"images": name}, []
+    question = f"the lists of the column {name} begin with an image that is called as one after the change is"
+    turned = {"before": f"{name}.1", "after": f"{name}.0"}
+    return {"images": name}, [Doubt(question, [{"columns": turned}, {"columns": {"images": name}}])]
+
+
+def _holds_images(column: list[Any]) -> bool:
+    """Whether half of the values or more name images."""
+    images = sum(is_image(value) or isinstance(value, Embedded) for value in column)
+    return images > 0 and 2 * images >= len(column)
+
+
+def _may_name_an_image(value: Any) -> bool:
+    return isinstance(value, Embedded) or (
+        isinstance(value, str) and " " not in value.strip() and not _is_number(value)
+    )
+
+
+def _is_number(text: str) -> bool:
+    return bool(re.fullmatch(r"[-+\d.,:\s]+", text))
+
+
+def _templates(root: Path, values: Mapping[str, list[Any]]) -> tuple[dict[str, str], list[Doubt]]:
     """`before/{name}.png` and `after/{name}.png`, where a column names an image in each of two folders."""
-    folders = two_folders(root)
-    for name, value in values.items():
-        if folders and isinstance(value, str | int):
-            for end in ("", *IMAGES):
-                if all(os.path.isfile(root / folder / f"{value}{end}") for folder in folders):
-                    return {
-                        side: f"{folder}/{{{name}}}{end}"
-                        for side, folder in zip(("before", "after"), folders, strict=True)
-                    }
-    return {}
+    folders = sorted(path.name for path in root.iterdir() if path.is_dir() and path.name[0] != ".")
+    pairs = choose(folders, [[] for _ in folders]) if len(folders) < 9 else []
+    for name, column in values.items():
+        value = next((value for value in column if isinstance(value, str | int)), "")
+        for end in ("", *IMAGES):
+            holding = [p for p in pairs if all(os.path.isfile(root / folder / f"{value}{end}") for folder in p)]
+            answers = [
+                {side: f"{folder}/{{{name}}}{end}" for side, folder in zip(("before", "after"), pair, strict=True)}
+                for pair in holding
+            ]
+            if len(answers) == 1:
+                return answers[0], []
+            if answers:
+                question = (
+                    f"the folders {', '.join(sorted({*chain(*holding)}))} do not tell by their names which is before"
+                )
+                return answers[0], [Doubt(question, [{"columns": answer} for answer in answers])]
+    return {}, []
 
 
 def two_folders(root: Path) -> tuple[str, str] | None:
     """The two folders in `root` that are called as the sides of a pair are."""
-    plain = {_plain(path.name): path.name for path in sorted(root.iterdir()) if path.is_dir()}
-    return next(((plain[before], plain[after]) for before, after in SIDES if before in plain and after in plain), None)
+    found = called_as_sides(sorted(path.name for path in root.iterdir() if path.is_dir()))
+    return found[0] if len(found) == 1 else None
 
 
-def _captions(values: Mapping[str, Any]) -> str | None:
-    """The column of captions: by its name, else the longest text of several words."""
-    plain = {_plain(name.split(".")[-1]): name for name in reversed(list(values))}
-    named = [plain[name] for name in NAMES["captions"] if name in plain]
-    texts = [name for name, value in values.items() if isinstance(value, str) and " " in value.strip()]
-    name = next(iter(named), max(texts, key=lambda name: len(values[name]), default=None))
-    value = values.get(name or "")
-    if _is_rows(value) and isinstance(value, list):  # sentences in objects of their own; a conversation stays as it is
-        inside = next((key for key in ("raw", "text", "caption", "sentence") if key in value[0]), None)
-        return f"{name}.*.{inside}" if inside else name
-    return name
+def _words(name: str) -> set[str]:
+    return {*words_in(name.removesuffix(".*.raw"))}
+
+
+def _captions(values: Mapping[str, list[Any]]) -> list[Any]:
+    """The columns that could hold the captions, each or several at once; one where that is clear."""
+    named = [
+        n for n, column in values.items() if words_in(n)[-1:] and words_in(n)[-1] not in DATA and _is_texts(column)
+    ]
+    strong = [name for name in named if _words(name) & CAPTIONS]
+    if "captions" in values and not any(isinstance(value, dict) for value in values["captions"]):
+        strong = ["captions"]
+    single = [name for name in strong if {*words_in(name)} & {*RANK} - CAPTIONS]  # captions of one image
+    strong = [name for name in strong if name not in single] or strong
+    texts = [name for name in named if _is_text(values[name])]
+    weak = [name for name in named if _words(name) & WEAK]
+    pool = strong or texts or weak
+    pool = [_inner(name, values[name]) for name in pool]
+    words = {tuple(word for word in words_in(name) if not word.isdecimal()) for name in pool}
+    if len(pool) > 1 and len(words) == 1 and all(_is_text(values[name]) for name in pool):
+        return [sorted(pool, key=lambda name: [int(number) for number in re.findall(r"\d+", name)])]
+    plain = [name for name in pool if name in values and all(isinstance(value, str) for value in values[name])]
+    return [*pool, *([plain] if len(plain) == len(pool) > 1 else [])]
+
+
+def _inner(name: str, column: list[Any]) -> str:
+    """The texts of sentences in objects of their own; a conversation stays as it is."""
+    value = next(iter(column), None)
+    if not isinstance(value, list) or not _is_rows(value):
+        return name
+    inside = next((key for key in ("raw", "text", "caption", "sentence") if key in value[0]), None)
+    return f"{name}.*.{inside}" if inside else name
+
+
+def _question(values: Mapping[str, list[Any]]) -> str | None:
+    """The column that asks what a caption answers, or a template of several."""
+    asked = [name for name, column in values.items() if _words(name) & QUESTIONS and any(map(str, column))]
+    asked = [
+        name
+        for name in asked
+        if words_in(name)[-1] not in DATA and any(isinstance(v, str) and v.strip() for v in values[name])
+    ]
+    if len(asked) < 2:
+        return asked[0] if asked else None
+    return " ".join(f"{{{name}}}" for name in asked)
+
+
+def _is_texts(column: list[Any]) -> bool:
+    """Whether a column may hold captions: texts or lists, of which not all are numbers; an empty one may."""
+    values = [value for value in column if value != ""]
+    usable = (isinstance(v, list) and not all(isinstance(e, int | float) for e in v) for v in values)
+    return not values or any(usable) or any(isinstance(v, str) and not _is_number(v) for v in values)
+
+
+def _is_text(column: list[Any]) -> bool:
+    """Whether a column holds a text of several words, or lists of these."""
+    return any(
+        isinstance(text, str) and " " in text.strip() and not _is_number(text)
+        for value in column
+        for text in (value if isinstance(value, list) else [value])
+    )
 
 
 def _aliases(root: Path, options: dict[str, Any]) -> dict[str, str]:

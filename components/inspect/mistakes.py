@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from PIL import Image, UnidentifiedImageError
 
@@ -173,17 +172,9 @@ def of_rows(rows: Iterable[Row]) -> Iterator[str]:
     same = [row for row in rows if row.before and row.before == row.after and row.change_types != [NO_CHANGE]]
     if same:
         yield f"{same[0].source}: both images are {same[0].before} ({len(same):,} such pairs); name both"
-    quoted = [row for row in rows if isinstance(row.references, list) and any(map(_python_list, row.references))]
-    if quoted:
-        text = str(quoted[0].references[0])[:40]
-        yield f"{quoted[0].source}: captions are a list in Python's form ({text}); write JSON: `json.dumps(captions)`"
     untyped = [row for row in rows if not isinstance(row.references, list) and row.references is not None]
     if untyped:
         yield f"{untyped[0].source}: captions are a text, a list of texts, or a JSON list in a field of a table"
-
-
-def _python_list(text: Any) -> bool:
-    return isinstance(text, str) and text.startswith("['") and text.endswith("']")
 
 
 FAULTS: dict[str, str] = {

@@ -15,7 +15,7 @@ def unpack(root: Path) -> str:
     """
     if not root.is_dir():
         raise DataError(f"{root}: no such folder; name the folder that holds a dataset's Parquet files")
-    name, entry, _ = recognise(root)
+    name, entry, *_ = recognise(root)
     spec = DATASETS[entry.reader]
     if spec.unpack is None:
         raise DataError(f"{root}: looks like {name}, whose images are files already; `m3diff data check {root}`")

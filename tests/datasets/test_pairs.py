@@ -252,8 +252,8 @@ def test_options_of_the_wrong_kind_are_refused_before_anything_runs(tmp_path):
     found = [line.removeprefix("  ingest.datasets.own.options.") for line in str(error.value).split("\n")[1:]]
     assert sorted(found) == [
         "columns.after: expected '}' before end of string (found '{x')",
-        "columns.befor: expected 'before', 'after', 'images', 'captions', 'split', 'id', 'scene' or 'change_types' "
-        "(found 'befor')",
+        "columns.befor: expected 'before', 'after', 'images', 'captions', 'split', 'id', 'scene', 'change_types' or "
+        "'question' (found 'befor')",
         "manifest.dev: expected 'train', 'val' or 'test' (found 'dev')",
         "rows: expected text (found 3)",
         "splits.dev: expected 'train', 'val' or 'test' (found 'valid')",

@@ -210,7 +210,7 @@ def test_a_folder_without_a_pair_is_not_sound(tmp_path):
 
 def test_columns_with_other_names_are_suggested_as_options(tmp_path):
     root = write_manifest(tmp_path / "mine", "mine.json", before="image1", after="image2", captions="caption")
-    name, entry, _ = recognise(root)
+    name, entry, *_ = recognise(root)
     columns = {"before": "image1", "after": "image2", "captions": "caption"}
     assert (name, entry.reader, entry.root) == ("mine", "pairs", root)
     assert entry.options == {"manifest": "mine.json", "columns": columns}
@@ -225,7 +225,7 @@ def test_a_manifest_without_a_split_is_suggested_for_training_and_one_without_ca
     with pytest.raises(DataError, match="looks like none of the layouts"):
         recognise(tmp_path)
     write_json(tmp_path / "list.json", [{"source": "a.png", "target": "b.png", "text": "it fell"}])
-    _, entry, _ = recognise(tmp_path)
+    _, entry, *_ = recognise(tmp_path)
     assert entry.options["split"] == "train"
     assert entry.options["columns"] == {"before": "source", "after": "target", "captions": "text"}
 
@@ -236,14 +236,14 @@ def test_a_parquet_manifest_is_known_by_its_schema_and_a_broken_file_is_passed_o
     pl.DataFrame({"img1": ["a"], "img2": ["b"], "caption": ["c"], "subset": ["val"]}).write_parquet(
         tmp_path / "m.parquet"
     )
-    _, entry, _ = recognise(tmp_path)
+    _, entry, *_ = recognise(tmp_path)
     assert entry.options["manifest"] == "m.parquet"
     assert entry.options["columns"]["split"] == "subset"
 
 
 def test_odd_names_come_out_as_exact_yaml(tmp_path):
     root = write_manifest(tmp_path / "it's: #1", "yes.json", captions="text")
-    _, entry, _ = recognise(root)
+    _, entry, *_ = recognise(root)
     ((name, given),) = yaml.safe_load(look(root).lines[-1]).items()
     assert DatasetEntry.model_validate(given) == entry
     assert name == "it_s_1"

@@ -227,7 +227,7 @@ MISTAKES: dict[str, tuple[Write, int, list[str]]] = {
     "several tables": (
         after(images, *(put(f"part-{n}.jsonl", json.dumps(ROW).encode()) for n in range(2))),
         OK,
-        ["not read: part-1.jsonl (a pattern reads several: manifest: '*.jsonl')"],
+        ["part-*.jsonl: numbered parts of one table", "manifest: part-*.jsonl", "train         1           2"],
     ),
     "an empty table": (put("pairs.csv", b""), DATA_REFUSED, ["pairs.csv: the file is empty; fetch it again"]),
     "a header alone": (table(HEADER), DATA_REFUSED, ["NO PAIR at all"]),
@@ -353,7 +353,7 @@ MISTAKES: dict[str, tuple[Write, int, list[str]]] = {
     "a list in Python's form": (
         table(HEADER, "0.png,0_2.png,\"['it fell', 'it broke']\",train"),
         DATA_REFUSED,
-        ["line 2: captions are a list in Python's form", "write JSON: `json.dumps(captions)`"],
+        ["line 2: captions are a list written as text", "write JSON: `json.dumps(captions)`"],
     ),
     "a JSON list in quotes": (
         table(HEADER, '0.png,0_2.png,"[""it fell"", ""it broke""]",train'),
