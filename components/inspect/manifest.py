@@ -52,6 +52,8 @@ ENTRIES = 8
 DOCUMENTED = ("pairs.csv", "annotations.json")
 """Tables that are taken before others where their columns have the documented names."""
 PARTS = {"part", "shard", "chunk"}
+KEPT = ("images", "question")
+"""Fields without a column of their own name unless an entry names one."""
 ALIASES = {
     "train": ("train", "training"),
     "val": ("val", "valid", "validation", "dev", "development", "eval"),
@@ -151,7 +153,7 @@ def _guess(root: Path, path: Path, manifest: str | dict[str, str]) -> Guess:
     captions = columns["captions"]
     if "images" in columns and "id" in values and any(isinstance(each, list) for each in values.get(str(captions), [])):
         columns["id"] = None
-    if renamed := {field: name for field, name in columns.items() if field != name or field == "images"}:
+    if renamed := {field: name for field, name in columns.items() if field != name or field in KEPT}:
         options["columns"] = renamed
     options |= reading
     if not split and not by_split:
@@ -323,26 +325,24 @@ def _columns(root: Path, path: Path, values: Mapping[str, list[Any]]) -> tuple[d
         )
     used = {name.split(".")[0] for name in images.values()} | {*images.values()}
     rest = {name: column for name, column in values.items() if name not in used and not _holds_images(column)}
-    captions = _captions(rest)
-    if not captions:
+    candidates = _captions(rest)
+    if not candidates:
         raise DataError(
             f"{path}: has the columns {found}; none holds captions: add a column `captions` with a text or a list of "
             "texts for each pair (captions that stand in another file belong in this one)"
         )
-    if len(captions) > 1:
-        names = [name for name in map(_listed, captions) if " and " not in name]
-        question = f"{path.name}: the columns {', '.join(names)} could each hold the captions; which do?"
-        doubts = [*doubts, Doubt(question, [{"columns": {"captions": name}} for name in captions])]
-    columns: dict[str, Any] = images | {"captions": captions[0]}
-    taken = {*captions} if len(captions) > 1 and isinstance(captions[0], str) else {captions[0]}
-    asked = _question({name: column for name, column in rest.items() if name not in taken and name not in captions[0]})
-    if asked and "*" not in captions[0] and _words(captions[0]) & CAPTIONS:
+    answers = [{"captions": names[0] if len(names) == 1 else names} for names in candidates]
+    taken = dict.fromkeys(name.split(".*.")[0] for names in candidates for name in names)
+    if len(candidates) > 1:
+        question = f"{path.name}: the columns {', '.join(taken)} could each hold the captions; which do?"
+        doubts = [*doubts, Doubt(question, [{"columns": answer} for answer in answers])]
+    columns: dict[str, Any] = images | answers[0]
+    rest = {name: column for name, column in rest.items() if name not in taken}
+    asked = _question(rest) if any(_words(name) & CAPTIONS for name in taken) else None
+    if asked:
         columns["question"] = asked
-    others = [n for n, column in rest.items() if _is_text(column) and n not in taken and n not in captions[0]]
-    others = [
-        name for name in others if name not in (asked or "") and _plain(name) not in (*NAMES["split"], "id", "scene")
-    ]
-    notes = [f"{path.name}: text that is not read: {', '.join(others)}"] if others and len(captions) == 1 else []
+    others = [name for name, column in rest.items() if _is_text(column) and name not in (asked or "")]
+    notes = [f"{path.name}: text that is not read: {', '.join(others)}"] if others else []
     return columns, notes, doubts
 
 
@@ -423,28 +423,27 @@ def two_folders(root: Path) -> tuple[str, str] | None:
 
 
 def _words(name: str) -> set[str]:
-    return {*words_in(name.removesuffix(".*.raw"))}
+    return {*words_in(name)}
 
 
-def _captions(values: Mapping[str, list[Any]]) -> list[Any]:
-    """The columns that could hold the captions, each or several at once; one where that is clear."""
+def _captions(values: Mapping[str, list[Any]]) -> list[list[str]]:
+    """The columns that could hold the captions, alone or several together; one such list where that is clear."""
     named = [
         n for n, column in values.items() if words_in(n)[-1:] and words_in(n)[-1] not in DATA and _is_texts(column)
     ]
     strong = [name for name in named if _words(name) & CAPTIONS]
     if "captions" in values and not any(isinstance(value, dict) for value in values["captions"]):
         strong = ["captions"]
-    single = [name for name in strong if {*words_in(name)} & {*RANK} - CAPTIONS]  # captions of one image
-    strong = [name for name in strong if name not in single] or strong
+    of_pair = [name for name in strong if not _words(name) & {*RANK} - CAPTIONS]  # others caption one image
     texts = [name for name in named if _is_text(values[name])]
-    weak = [name for name in named if _words(name) & WEAK]
-    pool = strong or texts or weak
-    pool = [_inner(name, values[name]) for name in pool]
+    pool = of_pair or strong or texts or [name for name in named if _words(name) & WEAK]
+    if len(pool) < 2:
+        return [[_inner(name, values[name])] for name in pool]
     words = {tuple(word for word in words_in(name) if not word.isdecimal()) for name in pool}
-    if len(pool) > 1 and len(words) == 1 and all(_is_text(values[name]) for name in pool):
+    if len(words) == 1:  # caption_1, caption_2
         return [sorted(pool, key=lambda name: [int(number) for number in re.findall(r"\d+", name)])]
-    plain = [name for name in pool if name in values and all(isinstance(value, str) for value in values[name])]
-    return [*pool, *([plain] if len(plain) == len(pool) > 1 else [])]
+    together = [pool] if all(isinstance(value, str) for name in pool for value in values[name]) else []
+    return [*([_inner(name, values[name])] for name in pool), *together]
 
 
 def _inner(name: str, column: list[Any]) -> str:
@@ -458,11 +457,10 @@ def _inner(name: str, column: list[Any]) -> str:
 
 def _question(values: Mapping[str, list[Any]]) -> str | None:
     """The column that asks what a caption answers, or a template of several."""
-    asked = [name for name, column in values.items() if _words(name) & QUESTIONS and any(map(str, column))]
     asked = [
         name
-        for name in asked
-        if words_in(name)[-1] not in DATA and any(isinstance(v, str) and v.strip() for v in values[name])
+        for name, column in values.items()
+        if _words(name) & QUESTIONS and words_in(name)[-1] not in DATA and any(str(v).strip() for v in column)
     ]
     if len(asked) < 2:
         return asked[0] if asked else None
