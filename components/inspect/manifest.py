@@ -374,7 +374,7 @@ def _list_of_images(name: str, column: list[Any]) -> tuple[dict[str, str], list[
     if not (told and told.sure and not told.first):
         return {"images": name}, []
     question = f"the lists of the column {name} begin with an image that is called as one after the change is"
-    turned = {"before": f"{name}.1", "after": f"{name}.0"}
+    turned = {"images": None, "before": f"{name}.1", "after": f"{name}.0"}
     return {"images": name}, [Doubt(question, [{"columns": turned}, {"columns": {"images": name}}])]
 
 
