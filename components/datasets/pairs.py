@@ -13,23 +13,29 @@ marks a pair without a change. Other layouts are read by options, which `m3diff 
     manifest   a file, a pattern (`part-*.jsonl`), or one of these by split: {train: train.csv, val: dev.csv}
     columns    what columns are called: {before: img_a}; {id: null}: there is none. Also a path into nested values
                (`meta.split`, `images.0`, `sentences.*.raw`) or a template of these (`B/{name}.png`, `{number:06}.png`).
-               `images` names a list of both images. Of a conversation (LLaVA, M4-Instruct, LLaMA-Factory, ms-swift)
+               `images` names a list of both images. Of several names a row's first is taken, where files differ:
+               {captions: [instruction, prompt]}. Of a conversation (LLaVA, M4-Instruct, LLaMA-Factory, ms-swift)
                the answer is the caption: {images: image, captions: conversations}, {images: images, captions: messages}
     split      of every pair, where the manifest has none
     splits     the manifest's names of splits: {validation: val, dev: val}
     rows       where in a JSON file the rows stand: `data`. They may be an object: {"7": ["it fell"]} has the columns
                `key` and `value`
     where      rows to take: {label: "True", lang: [en, de]}; others are passed over
+    pairs_only true: rows that have not two images and one answer are passed over; `data check` counts them
     no_change  rows without a change: {changeflag: 0}
     delimiter  of a CSV file, where it is no comma
 
-Images may stand in the Parquet file itself, as `datasets` writes them (`Image`, or a list of them); ingest writes them
+A path is relative to the root; an absolute one, or a file:// address, that leads into it is read as such. Images may
+stand in the Parquet file itself, as `datasets` writes them (`Image`, or a list of them); ingest writes them
 as files beside its records.
 """
 
+import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
+from urllib.parse import unquote
 
 from pydantic import AfterValidator, Discriminator, Field, Tag
 
@@ -42,6 +48,9 @@ from components.records import NO_CHANGE, DataError
 
 REQUIRED = ("before", "after", "captions", "split")
 OPTIONAL = ("id", "scene", "change_types")
+NO_PAIR = re.compile(r"two images, found (\d+)|one answer, found (\d+)")
+"""In the fault of a row that has another number of images or of answers than a pair."""
+
 ANSWERS = ("gpt", "assistant")
 """Who answers in a conversation."""
 
@@ -57,9 +66,14 @@ def _template(column: str) -> str:
     return column
 
 
+Column = Annotated[str, AfterValidator(_template)]
 Columns = Mapping[
     Literal["before", "after", "images", "captions", "split", "id", "scene", "change_types"],
-    Annotated[str, AfterValidator(_template)] | None,
+    Annotated[
+        Annotated[Column, Tag("[column]")] | Annotated[tuple[Column, ...], Tag("[columns]")],
+        Discriminator(lambda value: "[columns]" if isinstance(value, list | tuple) else "[column]"),
+    ]
+    | None,
 ]
 Values = Mapping[str, Any]
 """By column, the value that a row must have, or several of which it must have one; compared as text."""
@@ -88,19 +102,25 @@ def read(
     where: Values | None = None,
     no_change: Values | None = None,
     delimiter: Annotated[str, Field(min_length=1, max_length=1)] | None = None,
+    pairs_only: bool = False,
 ) -> Iterator[Row]:
     """One row per pair, at the place of its first row; rows that contradict an earlier one of their id stand alone."""
-    named = {field: field for field in REQUIRED + OPTIONAL} | dict(columns or {})
+    called = {field: field for field in REQUIRED + OPTIONAL} | dict(columns or {})
+    named = {field: (name,) if isinstance(name, str) else tuple(name or ()) for field, name in called.items()}
+    tops = (f"{root.absolute()}/", f"{root.resolve()}/")
     merged: dict[Any, list[Entry]] = {}
     for path, place, own_split in _files(root, manifest, split):
         needed = _needed(named, own_split)
-        header = [column for field in needed for column in columns_in(named[field] or field)]
+        header = [each for field in needed if len(named[field]) < 2 for each in columns_in((*named[field], field)[0])]
         for at, value in read_values(path, header, delimiter, rows):
             if where and isinstance(value, dict) and not _matches(value, where):
                 continue
             found, fault = _fields(value, named, needed)
+            if pairs_only and fault and NO_PAIR.search(fault):
+                continue
             if no_change and isinstance(value, dict) and _matches(value, no_change):
                 found["change_types"] = [NO_CHANGE]
+            found |= {side: _relative(found[side], tops) for side in ("before", "after")}
             entry = _entry(place + at, found, own_split, splits or {})
             if fault or not isinstance(entry.captions, list) or not isinstance(entry.name, str):
                 yield _row([entry], fault)
@@ -138,13 +158,22 @@ def files_called(root: Path, name: str) -> list[Path]:
     raise DataError(f"{root / name}: no file is called so; correct `manifest` or the root")
 
 
-def _needed(named: Mapping[str, str | None], split: str | None) -> list[str]:
+def _relative(image: Any, tops: tuple[str, str]) -> Any:
+    """The image's path below one of the two names of the root, where it is absolute or a file:// address."""
+    path = image
+    if isinstance(image, str) and (uri := re.match("file:(//(localhost)?)?(?=/)", image, re.IGNORECASE)):
+        path = unquote(image[uri.end() :])
+    top = next((top for top in tops if isinstance(path, str) and path.startswith(top)), None)
+    return path.removeprefix(top) if top else image
+
+
+def _needed(named: Mapping[str, tuple[str, ...]], split: str | None) -> list[str]:
     """Fields that each row must have."""
     images = ["images"] if named.get("images") else ["before", "after"]
     return [*images, "captions", *([] if split else ["split"])]
 
 
-def _fields(value: Any, named: Mapping[str, str | None], needed: list[str]) -> tuple[dict[str, Any], str | None]:
+def _fields(value: Any, named: Mapping[str, tuple[str, ...]], needed: list[str]) -> tuple[dict[str, Any], str | None]:
     """A row's values by field, None where absent, and what is wrong with it."""
     found: dict[str, Any] = dict.fromkeys((*REQUIRED, *OPTIONAL))
     if isinstance(value, DataError):
@@ -152,18 +181,23 @@ def _fields(value: Any, named: Mapping[str, str | None], needed: list[str]) -> t
     if not isinstance(value, dict):
         return found, f"row: expected an object, found {describe(value)}"
     try:
-        found |= {field: look_up(value, column) for field, column in named.items() if column}
+        for field, names in named.items():
+            values = (look_up(value, column) for column in names)
+            found[field] = next((each for each in values if each is not None), None)
         found["captions"] = _answer(found["captions"])
     except DataError as error:
         return found, str(error)
-    if missing := [named[field] or field for field in needed if found[field] is None]:
-        return found, f"{', '.join(missing)}: is missing"
     if "images" in needed:
         images = found["images"]
         if not isinstance(images, list) or len(images) != 2:
-            count = f"a list of {len(images)}" if isinstance(images, list) else describe(images)
-            return found, f"{named['images']}: expected a list of two images, found {count}; take others out by `where`"
+            if images is None:
+                return found, f"{' or '.join(named['images'])}: is missing; expected two images, found 0"
+            count = len(images) if isinstance(images, list) else 1
+            shown = "" if isinstance(images, list) else f": {describe(images)}"
+            return found, f"{' or '.join(named['images'])}: expected a list of two images, found {count}{shown}"
         found["before"], found["after"] = images
+    if missing := [" or ".join(named[field]) or field for field in needed if found[field] is None]:
+        return found, f"{', '.join(missing)}: is missing"
     return found, None
 
 
@@ -173,9 +207,7 @@ def _answer(captions: Any) -> Any:
         return captions
     turns = [turn for turn in captions if turn.get("from", turn.get("role")) in ANSWERS]
     if len(turns) != 1:
-        raise DataError(
-            f"captions: expected a conversation with one answer, found {len(turns)}; take it out by `where`"
-        )
+        raise DataError(f"captions: expected a conversation with one answer, found {len(turns)}")
     answer = turns[0].get("value", turns[0].get("content"))
     if isinstance(answer, list):  # parts, of which some are text
         return " ".join(str(pick(part, "text")) for part in answer if pick(part, "text"))
@@ -192,16 +224,25 @@ def _matches(row: Mapping[str, Any], wanted: Values) -> bool:
 
 def _entry(where: str, value: dict[str, Any], split: str | None, splits: Mapping[str, str]) -> Entry:
     before, after = value["before"], value["after"]
-    name = value["id"]
+    name = _named(value["id"])
     if name in (None, ""):
         images = [image.name if isinstance(image, Embedded) else image for image in (before, after)]
         name = "|".join(images) if all(isinstance(image, str) for image in images) else None
-    name = str(name) if isinstance(name, int) else name
-    scene = value["scene"] if value["scene"] not in (None, "") else name
+    scene = _named(value["scene"])
+    scene = scene if scene not in (None, "") else name
     types = texts(value["change_types"] or [])
-    split = split or value["split"]
+    split = split or _named(value["split"])
     split = splits.get(split, split) if isinstance(split, str) else split
     return Entry(where, name, split, scene, before, after, texts(value["captions"]), types)
+
+
+def _named(value: Any) -> Any:
+    """A number as the text that it is as a name, 1.0 as 1; pandas makes whole numbers floats where one is missing."""
+    if isinstance(value, float) and math.isnan(value):
+        return None
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return str(value) if isinstance(value, int) else value
 
 
 def _row(entries: list[Entry], fault: str | None) -> Row:

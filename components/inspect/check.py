@@ -26,7 +26,7 @@ from components.datasets.spec import DatasetSpec, Published
 from components.ingest.params import DatasetEntry
 from components.ingest.table import to_table
 from components.inspect import mistakes
-from components.inspect.manifest import guess, unreadable
+from components.inspect.manifest import guess
 from components.records import SPLITS, DataError
 
 FIRST = 5
@@ -122,7 +122,7 @@ def recognise(root: Path, taken: Container[str] = (), reader: str | None = None)
 
 def _is_there(root: Path, file: str) -> bool:
     """Whether a file, or one of the files of a pattern, is there."""
-    return any(path.is_file() for path in root.glob(file))
+    return (root / file).is_file() or any(path.is_file() for path in root.glob(file))
 
 
 def _is_training_file(root: Path, share: float) -> bool:
@@ -198,9 +198,7 @@ def _read(name: str, entry: DatasetEntry) -> tuple[list[str], bool]:
         read = list(DATASETS[entry.reader].read(entry.root, **entry.options))
         table, _ = to_table(name, own_splits, map(_place, read))
     except DataError as error:
-        tables = [entry.root / file for file in _annotation_files(entry) if not file.endswith(".parquet")]
-        reason = next(filter(None, map(unreadable, tables)), error)
-        return [f"  CANNOT BE READ {reason}"], False
+        return [f"  CANNOT BE READ {error}"], False
     rows = table.select(["split", "references", "before", "after", "source", "fault"]).to_pylist()
     faults = [f"{row['source']}: {row['fault']}" for row in rows if row["fault"]]
     images = dict.fromkeys(row[side] for row in rows for side in ("before", "after") if row[side])

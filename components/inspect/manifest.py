@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from components.datasets import pairs
 from components.datasets.embedded import Embedded, rows_of
 from components.datasets.files import parse_json, read_text
-from components.datasets.tables import DELIMITERS, read_values
+from components.datasets.tables import DELIMITERS, read_values, sep_line
 from components.records import SPLITS, DataError
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
@@ -52,7 +52,7 @@ NAMES = {
     "split": ("split", "subset", "partition"),
 }
 ALIASES = {
-    "train": ("train", "training"),
+    "train": ("train", "training", "restval"),
     "val": ("val", "valid", "validation", "dev", "development", "eval"),
     "test": ("test", "testing"),
 }
@@ -151,12 +151,11 @@ def _first_row(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     suffix, reading, header = path.suffix.lower(), dict[str, Any](), list[str]()
     if suffix == ".parquet":
         return reading, _first_of_parquet(path)
-    if reason := unreadable(path):
-        raise DataError(reason)
     if suffix in DELIMITERS:
-        line = read_text(path).lstrip().split("\n", 1)[0]
-        best = max(SEPARATORS, key=line.count)
-        if line.count(best) and best != DELIMITERS[suffix]:
+        named, text = sep_line(read_text(path))
+        line = text.lstrip().splitlines()[0]
+        best = named or max(SEPARATORS, key=line.count)
+        if not named and line.count(best) and best != DELIMITERS[suffix]:
             reading["delimiter"] = best
         header = [name.strip().strip('"') for name in line.split(best)]
         _check_header(path, header, best)
@@ -197,31 +196,6 @@ def _check_header(path: Path, header: list[str], delimiter: str) -> None:
             f"{path}: has no header, its first line is a pair already; "
             f"write one above it: `sed -i '1i {delimiter.join(named)}' {path}`"
         )
-
-
-def unreadable(path: Path) -> str | None:
-    """Why a table's bytes are no UTF-8 text, and the command that mends it; None where they are."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        return f"{path}: cannot be read: {error.strerror}; check its permissions: `chmod u+r {path}`"
-    if not data.strip():
-        return f"{path}: the file is empty; fetch it again"
-    if data.startswith(b"version https://git-lfs"):
-        return f"{path}: is a pointer of Git LFS, not the file; fetch it: `git lfs pull`"
-    if data.startswith((b"PK\3\4", b"\xd0\xcf\x11\xe0")):
-        return f"{path}: is an archive or a spreadsheet by its content; unpack it, or save it as CSV (UTF-8)"
-    if data.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in data[:200]:
-        return f"{path}: is UTF-16, not UTF-8; {_convert(path, 'UTF-16')}"
-    try:
-        data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        return f"{path}: is not UTF-8 (byte {error.start}), probably Latin-1; {_convert(path, 'WINDOWS-1252')}"
-    return None
-
-
-def _convert(path: Path, encoding: str) -> str:
-    return f"convert it: `iconv -f {encoding} -t UTF-8 {path} > {path}.new && mv {path}.new {path}`"
 
 
 def is_image(value: Any) -> bool:

@@ -143,7 +143,7 @@ MISTAKES: dict[str, tuple[Write, int, list[str]]] = {
         table(HEADER, "0.png,0_2.png,die Tür ist zu,train", encoding="latin-1"),
         DATA_REFUSED,
         [
-            "pairs.csv: is not UTF-8 (byte 47), probably Latin-1",
+            "pairs.csv: byte 47 is not UTF-8, probably Latin-1",
             "`iconv -f WINDOWS-1252 -t UTF-8 ",
             "pairs.csv.new && mv",
         ],
@@ -151,7 +151,7 @@ MISTAKES: dict[str, tuple[Write, int, list[str]]] = {
     "UTF-16": (
         table(HEADER, PAIR, encoding="utf-16"),
         DATA_REFUSED,
-        ["pairs.csv: is UTF-16, not UTF-8", "`iconv -f UTF-16 -t UTF-8 "],
+        ["pairs.csv: byte 0 is not UTF-8, it begins as UTF-16", "`iconv -f UTF-16 -t UTF-8 "],
     ),
     "a byte order mark": (table(HEADER, PAIR, encoding="utf-8-sig"), OK, ["train         1           1"]),
     "capitals in the header": (
@@ -249,7 +249,7 @@ MISTAKES: dict[str, tuple[Write, int, list[str]]] = {
     "a table that Git LFS keeps": (
         put("pairs.csv", b"version https://git-lfs.github.com/spec/v1\n"),
         DATA_REFUSED,
-        ["pairs.csv: is a pointer of Git LFS, not the file; fetch it: `git lfs pull`"],
+        ["pairs.csv: is a pointer of Git LFS, not the file; fetch it: `git -C ", "lfs pull`"],
     ),
     "one folder of images": (
         lambda root: images(root / "images"),
