@@ -6,6 +6,8 @@ holds, what is wrong with it, and what mends it.
 
 import os
 import re
+import shlex
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +17,7 @@ import pyarrow.parquet as pq
 
 from components.datasets import pairs
 from components.datasets.embedded import Embedded, rows_of
-from components.datasets.files import parse_json, read_text
+from components.datasets.files import parse_json, quoted, read_text
 from components.datasets.tables import DELIMITERS, read_values, sep_line
 from components.records import SPLITS, DataError
 
@@ -157,6 +159,8 @@ def _first_row(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         best = named or max(SEPARATORS, key=line.count)
         if not named and line.count(best) and best != DELIMITERS[suffix]:
             reading["delimiter"] = best
+        if comments := re.match(r"(#.*\n)+", text):
+            _check_comments(path, comments[0].count("\n"), text)
         header = [name.strip().strip('"') for name in line.split(best)]
         _check_header(path, header, best)
     elif suffix == ".json":
@@ -185,6 +189,13 @@ def _is_rows(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
 
 
+def _check_comments(path: Path, count: int, text: str) -> None:
+    """Refuse lines of comments above the header; one line with as many columns as the next is a header itself."""
+    first, *rest = text.splitlines()
+    if count > 1 or not any(first.count(each) and first.count(each) == rest[0].count(each) for each in SEPARATORS):
+        raise DataError(f"{path}: begins with a comment; remove it: `sed -i.bak '1,{count}d' {quoted(path)}`")
+
+
 def _check_header(path: Path, header: list[str], delimiter: str) -> None:
     """Refuse a table whose first line is a pair, with the command that writes a header above it."""
     sides = iter(("before", "after"))
@@ -192,9 +203,11 @@ def _check_header(path: Path, header: list[str], delimiter: str) -> None:
         next(sides, "unused") if is_image(name) else "split" if split_called(name) else "captions" for name in header
     ]
     if "after" in named:
+        new, rest = quoted(f"{path}.new"), "tail -c +4" if path.read_bytes().startswith(BOM_UTF8) else "cat"
+        header_line = shlex.quote(delimiter.join(named))
         raise DataError(
-            f"{path}: has no header, its first line is a pair already; "
-            f"write one above it: `sed -i '1i {delimiter.join(named)}' {path}`"
+            f"{path}: has no header, its first line is a pair already; write one above it: "
+            f"`(echo {header_line}; {rest} {quoted(path)}) > {new} && mv {new} {quoted(path)}`"
         )
 
 
