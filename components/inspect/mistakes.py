@@ -185,9 +185,10 @@ FAR = re.compile(r"/|~|\$|[A-Za-z]:/|[A-Za-z][A-Za-z0-9+]*:/|\.\./")
 """What a path begins with that does not lead into the root."""
 
 START = r"^|[^[:alnum:]_./-]"
-NAME = r"[^,;|\"]*\.(png|PNG|jpe?g|JPE?G|webp|tiff?|bmp)"
-BLANKS = rf"s/(^|[,;|\"]) *({NAME}) *([,;|\"]|$)/\1\2\4/g; s/(^|[,;|\"]) *({NAME}) *([,;|\"]|$)/\1\2\4/g"
-"""For sed: blanks around the name of an image that fills its field; twice, since neighbours share a comma."""
+END = r"[,;|\"[:cntrl:]]"
+NAME = r"[^,;|\"[:cntrl:]]*\.(png|PNG|jpe?g|JPE?G|webp|gif|tiff?|bmp)"
+BLANKS = f"s/(^|{END}) +({NAME})/\\1\\2/g; s/({NAME}) +({END}|$)/\\1\\3/g"
+"""For sed: blanks around the name of an image that fills its field."""
 
 
 def _from_afar(root: Path, files: list[str], value: str) -> str:
