@@ -24,9 +24,11 @@ import yaml
 
 from components.__main__ import DATA_REFUSED
 from components.ingest.params import DatasetEntry
+from components.ingest.stage import ingest
 from components.inspect.check import check
+from components.records import DataError
 from tests.inspect.test_mistakes import HEADER, LLAVA, PAIR, ROW, images, put, row, rows, say, table
-from tests.layouts import save_picture, write_json
+from tests.layouts import save_picture, write_iedit, write_json
 
 Write = Callable[[Path], Any]
 AWKWARD = "it's #1 & 100% Köln [x] $HOME"
@@ -286,3 +288,170 @@ def test_a_remedy_that_is_printed_mends_the_folder_as_printed(tmp_path, capsys, 
     code, printed = say(capsys, root)
     assert (code, words in printed) == (DATA_REFUSED, True), printed
     assert follow(printed.strip(), root), (printed, capsys.readouterr())
+
+
+IMAGE = pa.struct([("bytes", pa.large_binary()), ("path", pa.null())])
+
+
+def inside(kind: Callable[[pa.DataType], pa.DataType], listed: bool = True) -> Write:
+    """Images in a Parquet file, as a column of this type holds them."""
+
+    def write(root: Path) -> None:
+        images(root.parent)
+        found = [{"bytes": (root.parent / name).read_bytes(), "path": None} for name in ("0.png", "0_2.png")]
+        sides = {"images": pa.array([found], kind(IMAGE))} if listed else {}
+        for side, image in zip(() if listed else ("before", "after"), found, strict=not listed):
+            sides[side] = pa.array([image["bytes"]], kind(IMAGE))
+        rest = {"captions": pa.array(["it fell"], pa.large_string()), "split": pa.array(["train"]).dictionary_encode()}
+        pq.write_table(pa.table(sides | rest), root / "data.parquet")
+
+    return write
+
+
+def numbered(*numbers: Any, suffix: str = "") -> Write:
+    """A table whose column `id` pandas has made floats."""
+    sides = {side: [f"{n}{end}.png" for n in (0, 1)] for side, end in (("before", ""), ("after", "_2"))}
+    return parquet("p.parquet", sides | {"id": [*numbers], "captions": ["it fell"] * 2, "split": ["train"] * 2})
+
+
+def from_top(form: str) -> Write:
+    return lambda root: moved(form.format(root=root, quoted=root.as_uri()))(root)
+
+
+READ: dict[str, Write] = {
+    "sep=;": text("pairs.csv", f"sep=;\r\n{TEXT.replace(',', ';')}"),
+    "sep=; behind a mark": text("pairs.csv", f"\ufeffsep=;\n{TEXT.replace(',', ';')}"),
+    "sep=; between quotes": text("pairs.csv", f'"SEP=;"\r\n{TEXT.replace(",", ";")}'),
+    "sep= and a tab": text("pairs.csv", "sep=\t\n" + TEXT.replace(",", "\t")),
+    "sep=, in a .tsv": text("pairs.tsv", f"sep=,\n{TEXT}"),
+    "decimal commas": text("p.csv", "before;after;score;captions;split\n0.png;0_2.png;0,5;it fell, then;train\n"),
+    "blank lines above": text("pairs.csv", f"\n\n{TEXT}"),
+    "lines of an old Macintosh": text("pairs.csv", TEXT.replace("\n", "\r")),
+    "brackets": text("pairs[final].csv", TEXT),
+    "a question mark": text("pairs?.csv", TEXT),
+    "large lists": inside(pa.large_list),
+    "lists of a fixed size": inside(lambda each: pa.list_(each, 2)),
+    "lists": inside(pa.list_),
+    "bytes alone": inside(lambda _: pa.binary(), listed=False),
+    "large bytes alone": inside(lambda _: pa.large_binary(), listed=False),
+    "ids as floats": numbered(1.0, None),
+    "ids as floats and NaN": numbered(1.0, float("nan")),
+    "absolute, into the root": from_top("{root}/a b/0.png"),
+    "file:///": from_top("{quoted}/a%20b/0.png"),
+    "file:///, not escaped": from_top("file://{root}/a b/0.png"),
+    "file://localhost": from_top("file://localhost{root}/a b/0.png"),
+    "file:/": from_top("file:{root}/a b/0.png"),
+    "restval": splits("train", "restval", "val", "test"),
+    "splits in other letters": splits("Train ", "TRAIN", "validation_1", "dev-clean", "test-other", "val2017"),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_programs_really_write_is_read(tmp_path, capsys, name):
+    root = tmp_path / "up" / "raw"
+    root.mkdir(parents=True)
+    READ[name](root)
+    code, printed = say(capsys, root)
+    assert (code, " 0 missing and 0 empty" in printed) == (0, True), printed
+
+
+def names(root: Path) -> list[Any]:
+    """Ids as ingest has them, in the table's order."""
+    ((_, entry),) = yaml.safe_load(check(root, {}).lines[-1]).items()
+    ingest("mine", DatasetEntry.model_validate(entry), root.parent / "cache", root.parent / "out")
+    return [
+        each.removeprefix("mine/") for each in pq.read_table(root.parent / "out/mine/records.parquet")["id"].to_pylist()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("write", "ids"),
+    [
+        (numbered(1.0, None), ["1", "1.png|1_2.png"]),
+        (numbered(2.0**53, 3.0), ["9007199254740992", "3"]),
+        (numbered(0.5, 1.0), [None, "1"]),
+        (numbered("1.0", "2"), ["1.0", "2"]),
+        (from_top("{quoted}/a%20b/0.png"), ["a b/0.png|0_2.png"]),
+        (text("pairs.csv", f"sep=,\n{TEXT}"), ["0.png|0_2.png"]),
+    ],
+)
+def test_names_are_those_of_the_same_table_in_plain_form(tmp_path, write, ids):
+    root = tmp_path / "raw"
+    root.mkdir()
+    write(root)
+    if None in ids:
+        assert "id: expected text, found a number 0.5" in "\n".join(check(root, {}).lines)
+    else:
+        assert names(root) == ids
+
+
+@pytest.mark.parametrize("number", [7, 7.0, "7", "7.0"])
+def test_a_number_in_a_template_is_whole(tmp_path, number):
+    save_picture(tmp_path / "000007.png", 1)
+    save_picture(tmp_path / "b/7.png", 2)
+    write_json(tmp_path / "m.json", [{"n": number, "captions": "it fell"}])
+    options = {"manifest": "m.json", "split": "train", "columns": {"before": "{n:06}.png", "after": "b/{n:d}.png"}}
+    assert check(tmp_path, {"mine": DatasetEntry(reader="pairs", root=tmp_path, options=options)}).sound
+
+
+def test_rows_that_are_no_pair_are_counted_when_they_are_passed_over(tmp_path):
+    rows(COUNTS, "sft.json")(tmp_path)
+    columns = {"images": "image", "captions": "conversations", "id": None}
+    options = {"manifest": "sft.json", "split": "train", "columns": columns, "pairs_only": True}
+    found = check(tmp_path, {"mine": DatasetEntry(reader="pairs", root=tmp_path, options=options)})
+    line = "  passed over by pairs_only: 2 with 0 images, 2 with 1 images, 1 with 2 answers, 1 with 3 images"
+    assert (found.sound, line in found.lines) == (True, True), found.lines
+    assert any(re.match(r"  train +1 +1$", each) for each in found.lines)
+
+
+def test_a_partly_fetched_dataset_stays_what_it_is(tmp_path):
+    root = write_iedit(tmp_path)
+    (root / "test.json").unlink()
+    assert check(root, {}).lines[0].endswith("looks like iedit")
+
+
+@pytest.mark.parametrize("where", ["recognised", "given", "second of two"])
+@pytest.mark.parametrize("kept", [0, 3, 4, 11, 300, -1, -8, -40])
+def test_a_parquet_file_that_is_cut_short_is_named(tmp_path, capsys, kept, where):
+    root = tmp_path / "raw"
+    root.mkdir()
+    inside(pa.list_)(root)
+    data = (root / "data.parquet").read_bytes()
+    (root / "data.parquet").rename(root / "whole.parquet")
+    name = "zcut.parquet" if where == "second of two" else "cut.parquet"
+    (root / name).write_bytes(data[:kept])
+    if where != "second of two":
+        (root / "whole.parquet").unlink()
+    options = {"manifest": "*.parquet", "columns": {"images": "images"}}
+    entry = DatasetEntry(reader="pairs", root=root, options=options)
+    if where == "recognised":
+        assert say(capsys, root)[0] == DATA_REFUSED
+        printed = say(capsys, root)[1]
+    else:
+        found = check(root, {"mine": entry})
+        printed = "\n".join(found.lines)
+        assert not found.sound
+    assert name in printed
+    assert "fetch it again" in printed or "write it again" in printed
+    with pytest.raises(DataError, match=name):
+        ingest("mine", entry, tmp_path / "cache", tmp_path / "out")
+
+
+def test_a_parquet_file_that_is_damaged_inside_is_named(tmp_path, capsys):
+    """Each part of the file in turn is written over: it is read as before, or refused by name."""
+    root = tmp_path / "raw"
+    root.mkdir()
+    inside(pa.list_)(root)
+    data = (root / "data.parquet").read_bytes()
+    for start in range(4, len(data) - 8, len(data) // 24):
+        (root / "data.parquet").write_bytes(data[:start] + b"\xff" * 8 + data[start + 8 :])
+        code, printed = say(capsys, root)
+        assert code in (0, DATA_REFUSED)
+        assert "data.parquet" in printed
+        entry = DatasetEntry(
+            reader="pairs", root=root, options={"manifest": "data.parquet", "columns": {"images": "images"}}
+        )
+        try:
+            ingest("mine", entry, tmp_path / "cache", tmp_path / "out")
+        except DataError as error:
+            assert "data.parquet" in str(error)  # noqa: PT017
