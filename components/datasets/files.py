@@ -25,7 +25,7 @@ CONTENTS = {
     b"version https://git-lfs": "is a pointer of Git LFS, not the file; fetch it: `git -C {folder} lfs pull`",
     b"PK\3\4": "is an archive or a spreadsheet by its content; unpack it, or save it as CSV (UTF-8)",
     b"\xd0\xcf\x11\xe0": "is a spreadsheet by its content; save it as CSV (UTF-8)",
-    b"PAR1": "is Parquet by its content; call it so: `mv {name} {name}.parquet`",
+    b"PAR1": "is Parquet by its content; save it as text, or call it so where it is read: `mv {name} {name}.parquet`",
     b"\x1f\x8b": "is compressed by gzip; unpack it: `mv {name} {name}.gz && gunzip {name}.gz`",
 }
 """What a file is that begins so, and what mends it."""
