@@ -34,7 +34,8 @@ class Embedded:
     def read(self) -> bytes:
         """The bytes."""
         value = _column(self.manifest, self.group, self.column)[self.row]
-        found: bytes = (value if self.item is None else value[self.item])["bytes"]
+        image = value if self.item is None else value[self.item]
+        found: bytes = image["bytes"] if isinstance(image, dict) else image
         return found
 
 
@@ -45,9 +46,16 @@ def _column(manifest: Path, group: int, column: str) -> Any:
 
 
 def has_images(schema: pa.Schema) -> bool:
-    """Whether a column holds images, or lists of them."""
-    types = [column.type.value_type if pa.types.is_list(column.type) else column.type for column in schema]
-    return any(pa.types.is_struct(each) and {part.name for part in each} == {"bytes", "path"} for each in types)
+    """Whether a column holds images or other bytes, or lists of them, whatever kind of list."""
+    types = [getattr(column.type, "value_type", column.type) for column in schema]
+    return any(
+        {part.name for part in each} == {"bytes", "path"} if pa.types.is_struct(each) else _is_binary(each)
+        for each in types
+    )
+
+
+def _is_binary(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind))
 
 
 def rows_of(path: Path) -> Iterator[dict[str, Any]]:
@@ -59,15 +67,19 @@ def rows_of(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _detached(value: Any, path: Path, group: int, row: int, column: str, item: int | None = None) -> Any:
-    """The place of an image in place of its bytes; its path where it has no bytes; other values as they are."""
+    """The place of an image in place of its bytes; its path where it has no bytes; other values as they are.
+
+    Bytes without a path are an image, too, if they begin as one.
+    """
     if isinstance(value, list):
         return [_detached(each, path, group, row, column, number) for number, each in enumerate(value)]
-    if not isinstance(value, dict) or value.keys() != {"bytes", "path"}:
-        return value
-    if value["bytes"] is None:
+    image = isinstance(value, dict) and value.keys() == {"bytes", "path"}
+    if image and value["bytes"] is None:
         return value["path"]
-    data: bytes = value["bytes"]
-    suffix = next((suffix for start, suffix in SUFFIXES.items() if data.startswith(start)), "")
+    data = value["bytes"] if image else value
+    suffix = next((end for start, end in SUFFIXES.items() if isinstance(data, bytes) and data.startswith(start)), "")
+    if not image and not suffix:
+        return value
     return Embedded(hashlib.sha256(data).hexdigest()[:32] + suffix, path, group, row, column, item)
 
 

@@ -1,6 +1,9 @@
 """Annotation files, read strictly: a file that cannot be trusted is a DataError naming file, place, rule and remedy."""
 
+import codecs
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -18,25 +21,60 @@ KINDS = {
 }
 
 
+CONTENTS = {
+    b"version https://git-lfs": "is a pointer of Git LFS, not the file; fetch it: `git -C {folder} lfs pull`",
+    b"PK\3\4": "is an archive or a spreadsheet by its content; unpack it, or save it as CSV (UTF-8)",
+    b"\xd0\xcf\x11\xe0": "is a spreadsheet by its content; save it as CSV (UTF-8)",
+    b"PAR1": "is Parquet by its content; save it as text, or call it so where it is read: `mv {name} {name}.parquet`",
+    b"\x1f\x8b": "is compressed by gzip; unpack it: `mv {name} {name}.gz && gunzip {name}.gz`",
+}
+"""What a file is that begins so, and what mends it."""
+
+UNUSED = re.compile(b"[\x81\x8d\x8f\x90\x9d]")
+"""Bytes that Windows-1252 leaves unused."""
+
+
 def read_text(path: Path) -> str:
     """The file's text, UTF-8 with or without a byte order mark.
 
     Raises:
-        DataError: missing, unreadable, empty or not UTF-8.
+        DataError: missing, unreadable, empty or not UTF-8; it says what the file is instead.
     """
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        data = path.read_bytes()
     except FileNotFoundError as error:
         raise DataError(
             f"{path}: no such file; the dataset is incomplete, fetch it again or correct the root"
         ) from error
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}; check its permissions") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: byte {error.start} is not UTF-8; convert the file with `iconv -t UTF-8`") from error
-    if not text.strip():
+        raise DataError(
+            f"{path}: cannot be read: {error.strerror}; check its permissions: `chmod u+r {quoted(path)}`"
+        ) from error
+    if not data.removeprefix(codecs.BOM_UTF8).strip():
         raise DataError(f"{path}: the file is empty; fetch it again")
-    return text
+    if what := next((what for start, what in CONTENTS.items() if data.startswith(start)), None):
+        raise DataError(f"{path}: {what.format(name=quoted(path), folder=quoted(path.parent))}")
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise DataError(f"{path}: byte 0 is not UTF-8, it begins as UTF-16; {_convert(path, 'UTF-16')}")
+    if 3 * data[:200].count(0) > len(data[:200]):
+        raise DataError(f"{path}: is UTF-16, not UTF-8; {_convert(path, 'UTF-16LE' if data[0] else 'UTF-16BE')}")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        encoding = "LATIN1" if UNUSED.search(data) else "WINDOWS-1252"
+        raise DataError(
+            f"{path}: byte {error.start} is not UTF-8, probably Latin-1; {_convert(path, encoding)}"
+        ) from error
+
+
+def quoted(path: Path | str) -> str:
+    """A path as a word of a shell's command."""
+    return shlex.quote(f"./{path}" if str(path).startswith("-") else str(path))
+
+
+def _convert(path: Path, encoding: str) -> str:
+    name, new = quoted(path), quoted(f"{path}.new")
+    return f"convert it: `iconv -f {encoding} -t UTF-8 {name} > {new} && mv {new} {name}`"
 
 
 def read_json(path: Path, kind: type[T]) -> T:

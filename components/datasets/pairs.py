@@ -13,10 +13,9 @@ marks a pair without a change. Other layouts are read by options, which `m3diff 
     manifest   a file, a pattern (`part-*.jsonl`), or one of these by split: {train: train.csv, val: dev.csv}
     columns    what columns are called: {before: img_a}; {id: null}: there is none. Also a path into nested values
                (`meta.split`, `images.0`, `sentences.*.raw`) or a template of these (`B/{name}.png`, `{number:06}.png`).
-               `images` names a list of both images. Of a conversation (LLaVA, M4-Instruct, LLaMA-Factory, ms-swift)
+               `images` names a list of both images. Of several names a row's first is taken, where files differ:
+               {captions: [instruction, prompt]}. Of a conversation (LLaVA, M4-Instruct, LLaMA-Factory, ms-swift)
                the answer is the caption: {images: image, captions: conversations}, {images: images, captions: messages}
-               A list names several columns of captions: {captions: [caption_1, caption_2]}. `question` names the
-               column that holds what the caption answers
     all_ask_what_changed  true: the questions of a conversation, or of the column `question`, all ask what changed. They
                are not kept: without this option, questions that are not known to ask so are refused
     no_caption texts that stand for no caption: [nan, n/a, "-"]; a pair without any other is passed over. []: such texts
@@ -27,16 +26,21 @@ marks a pair without a change. Other layouts are read by options, which `m3diff 
     rows       where in a JSON file the rows stand: `data`. They may be an object: {"7": ["it fell"]} has the columns
                `key` and `value`
     where      rows to take: {label: "True", lang: [en, de]}; others are passed over
+    pairs_only true: rows that have not two images and one answer are passed over; `data check` counts them
     no_change  rows without a change: {changeflag: 0}
     delimiter  of a CSV file, where it is no comma
 
-Images may stand in the Parquet file itself, as `datasets` writes them (`Image`, or a list of them); ingest writes them
+A path is relative to the root; an absolute one, or a file:// address, that leads into it is read as such. Images may
+stand in the Parquet file itself, as `datasets` writes them (`Image`, or a list of them); ingest writes them
 as files beside its records.
 """
 
+import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
+from urllib.parse import unquote
 
 from pydantic import AfterValidator, Discriminator, Field, Tag
 
@@ -49,6 +53,9 @@ from components.records import NO_CHANGE, DataError
 
 REQUIRED = ("before", "after", "captions", "split")
 OPTIONAL = ("id", "scene", "change_types")
+NO_PAIR = re.compile(r"two images, found (\d+)|one answer, found (\d+)")
+"""In the fault of a row that has another number of images or of answers than a pair."""
+
 ANSWERS = ("gpt", "assistant")
 """Who answers in a conversation."""
 ASKERS = ("human", "user")
@@ -69,9 +76,10 @@ Column = Annotated[str, AfterValidator(_template)]
 Columns = Mapping[
     Literal["before", "after", "images", "captions", "split", "id", "scene", "change_types", "question"],
     Annotated[
-        Annotated[Column | None, Tag("[column]")] | Annotated[Sequence[Column], Tag("[columns]")],
+        Annotated[Column, Tag("[column]")] | Annotated[tuple[Column, ...], Tag("[columns]")],
         Discriminator(lambda value: "[columns]" if isinstance(value, list | tuple) else "[column]"),
-    ],
+    ]
+    | None,
 ]
 Values = Mapping[str, Any]
 """By column, the value that a row must have, or several of which it must have one; compared as text."""
@@ -101,6 +109,7 @@ def read(
     where: Values | None = None,
     no_change: Values | None = None,
     delimiter: Annotated[str, Field(min_length=1, max_length=1)] | None = None,
+    pairs_only: bool = False,
     all_ask_what_changed: bool = False,
     no_caption: Sequence[str] | None = None,
     separator: str | None = None,
@@ -109,18 +118,23 @@ def read(
 
     `all_ask_what_changed` changes nothing here: ingest and `data check` ask for it where a row has `questions`.
     """
-    named = {field: field for field in REQUIRED + OPTIONAL} | dict(columns or {})
+    called = {field: field for field in REQUIRED + OPTIONAL} | dict(columns or {})
+    named = {field: (name,) if isinstance(name, str) else tuple(name or ()) for field, name in called.items()}
+    tops = (f"{root.absolute()}/", f"{root.resolve()}/")
     nothing = {text.strip().casefold() for text in no_caption or ()}
     merged: dict[Any, list[Entry]] = {}
     for path, place, own_split in _files(root, manifest, split):
         needed = _needed(named, own_split)
-        header = [column for field in needed for each in _several(named[field]) for column in columns_in(each or field)]
+        header = [each for field in needed if len(named[field]) < 2 for each in columns_in((*named[field], field)[0])]
         for at, value in read_values(path, header, delimiter, rows):
             if where and isinstance(value, dict) and not _matches(value, where):
                 continue
             found, fault = _fields(value, named, needed)
+            if pairs_only and fault and NO_PAIR.search(fault):
+                continue
             if no_change and isinstance(value, dict) and _matches(value, no_change):
                 found["change_types"] = [NO_CHANGE]
+            found |= {side: _relative(found[side], tops) for side in ("before", "after")}
             entry = _entry(place + at, found, own_split, splits or {}, separator)
             if fault or not isinstance(entry.captions, list) or not isinstance(entry.name, str):
                 yield _row([entry], fault)
@@ -138,10 +152,6 @@ def read(
             ]
             row = row._replace(references=told, without_caption=bool(row.references) and not told)
         yield row
-
-
-def _several(column: Any) -> Sequence[Any]:
-    return column if isinstance(column, list | tuple) else [column]
 
 
 def _files(root: Path, manifest: Manifest, split: Split | None) -> Iterator[tuple[Path, str, Split | None]]:
@@ -168,13 +178,22 @@ def files_called(root: Path, name: str) -> list[Path]:
     raise DataError(f"{root / name}: no file is called so; correct `manifest` or the root")
 
 
-def _needed(named: Mapping[str, Any], split: str | None) -> list[str]:
+def _relative(image: Any, tops: tuple[str, str]) -> Any:
+    """The image's path below one of the two names of the root, where it is absolute or a file:// address."""
+    path = image
+    if isinstance(image, str) and (uri := re.match("file:(//(localhost)?)?(?=/)", image, re.IGNORECASE)):
+        path = unquote(image[uri.end() :])
+    top = next((top for top in tops if isinstance(path, str) and path.startswith(top)), None)
+    return path.removeprefix(top) if top else image
+
+
+def _needed(named: Mapping[str, tuple[str, ...]], split: str | None) -> list[str]:
     """The fields that every row must have."""
     images = ["images"] if named.get("images") else ["before", "after"]
     return [*images, "captions", *([] if split else ["split"])]
 
 
-def _fields(value: Any, named: Mapping[str, Any], needed: list[str]) -> tuple[dict[str, Any], str | None]:
+def _fields(value: Any, named: Mapping[str, tuple[str, ...]], needed: list[str]) -> tuple[dict[str, Any], str | None]:
     """A row's values by field, None where absent, and what is wrong with it."""
     found: dict[str, Any] = dict.fromkeys((*REQUIRED, *OPTIONAL, "question")) | {"questions": ()}
     if isinstance(value, DataError):
@@ -182,35 +201,32 @@ def _fields(value: Any, named: Mapping[str, Any], needed: list[str]) -> tuple[di
     if not isinstance(value, dict):
         return found, f"row: expected an object, found {describe(value)}"
     try:
-        found |= {
-            field: look_up(value, column) for field, column in named.items() if isinstance(column, str) and column
-        }
-        if not isinstance(named["captions"], str | None):
-            found["captions"] = _of_columns([look_up(value, column) for column in named["captions"]])
-        found["captions"], found["questions"] = _answer(found["captions"], str(named["captions"]))
+        for field, names in named.items():
+            values = [each for each in (look_up(value, column) for column in names) if each is not None]
+            found[field] = _all_captions(values) if field == "captions" and values[1:] else next(iter(values), None)
+        found["captions"], found["questions"] = _answer(found["captions"], "".join(named["captions"][:1]))
     except DataError as error:
         return found, str(error)
     if isinstance(found["question"], str) and found["question"].strip():
-        found["questions"] = (Question(named["question"], found["question"]),)
-    if missing := [_named_columns(named[field] or field) for field in needed if found[field] is None]:
-        return found, f"{', '.join(missing)}: is missing"
+        found["questions"] = (Question(named["question"][0], found["question"]),)
     if "images" in needed:
         images = found["images"]
         if not isinstance(images, list) or len(images) != 2:
-            count = f"a list of {len(images)}" if isinstance(images, list) else describe(images)
-            return found, f"{named['images']}: expected a list of two images, found {count}; take others out by `where`"
+            if images is None:
+                return found, f"{' or '.join(named['images'])}: is missing; expected two images, found 0"
+            count = len(images) if isinstance(images, list) else 1
+            shown = "" if isinstance(images, list) else f": {describe(images)}"
+            return found, f"{' or '.join(named['images'])}: expected a list of two images, found {count}{shown}"
         found["before"], found["after"] = images
+    if missing := [" or ".join(named[field]) or field for field in needed if found[field] is None]:
+        return found, f"{', '.join(missing)}: is missing"
     return found, None
 
 
-def _named_columns(column: Any) -> str:
-    return ", ".join(_several(column))
-
-
-def _of_columns(values: Sequence[Any]) -> list[Any] | None:
-    """The captions of several columns, whose empty fields are none; None where every one is missing."""
-    found = [caption for value in values if value not in (None, "") for caption in _several(texts(value))]
-    return found or (None if all(value is None for value in values) else [""])
+def _all_captions(values: Sequence[Any]) -> list[Any]:
+    """The captions of several columns, whose empty fields are none."""
+    texts_of = [texts(value) for value in values if value != ""]
+    return [text for each in texts_of for text in (each if isinstance(each, list) else [each])] or [""]
 
 
 def _answer(captions: Any, column: str) -> tuple[Any, tuple[Question, ...]]:
@@ -219,7 +235,7 @@ def _answer(captions: Any, column: str) -> tuple[Any, tuple[Question, ...]]:
         return captions, ()
     who = [turn.get("from", turn.get("role")) for turn in captions]
     if (count := sum(each in ANSWERS for each in who)) != 1:
-        raise DataError(f"captions: expected a conversation with one answer, found {count}; take it out by `where`")
+        raise DataError(f"captions: expected a conversation with one answer, found {count}")
     said = [turn.get("value", turn.get("content")) for turn in captions]
     answer = next(text for text, each in zip(said, who, strict=True) if each in ANSWERS)
     key = "value" if "value" in captions[0] else "content"
@@ -250,25 +266,32 @@ def _entry(
     where: str, value: dict[str, Any], split: str | None, splits: Mapping[str, str], separator: str | None
 ) -> Entry:
     before, after = value["before"], value["after"]
-    name = value["id"]
+    name = _named(value["id"])
     if name in (None, ""):
         images = [image.name if isinstance(image, Embedded) else image for image in (before, after)]
         name = "|".join(images) if all(isinstance(image, str) for image in images) else None
-    name = str(name) if isinstance(name, int) else name
-    scene = value["scene"] if value["scene"] not in (None, "") else name
+    scene = _named(value["scene"])
+    scene = scene if scene not in (None, "") else name
     types = texts(value["change_types"] or [])
-    split = split or value["split"]
+    split = split or _named(value["split"])
     split = splits.get(split, split) if isinstance(split, str) else split
     captions = texts(value["captions"])
-    if separator and isinstance(captions, list):
-        captions = [
-            part for text in captions for part in (_parts(text, separator) if isinstance(text, str) else [text])
-        ]
+    if separator and isinstance(captions, list) and all(isinstance(text, str) for text in captions):
+        captions = [part for text in captions for part in _parts(text, separator)]
     return Entry(where, name, split, scene, before, after, captions, types, value["questions"])
 
 
 def _parts(text: str, separator: str) -> list[str]:
     return [part.strip() for part in text.split(separator) if part.strip()] or [""]
+
+
+def _named(value: Any) -> Any:
+    """A number as the text that it is as a name, 1.0 as 1; pandas makes whole numbers floats where one is missing."""
+    if isinstance(value, float) and math.isnan(value):
+        return None
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return str(value) if isinstance(value, int) else value
 
 
 def _row(entries: list[Entry], fault: str | None) -> Row:

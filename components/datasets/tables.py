@@ -20,6 +20,9 @@ Found = tuple[str, dict[str, Any], str | None]
 """Where a row stands, its values by column (None where absent), and what is wrong with it."""
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
+SEP_LINE = re.compile(r'"?sep=(.)"?(\r\n|\r|\n)', re.IGNORECASE)
+"""The line above the header by which Excel tells itself the delimiter."""
+
 SHARD = re.compile(r"-(\d{5})-of-(\d{5})\b")
 """Which of how many files a split of the Hugging Face hub lies in: data/train-00003-of-00032-<hash>.parquet."""
 
@@ -50,7 +53,7 @@ def read_values(
     """
     suffix = path.suffix.lower()
     if suffix in DELIMITERS:
-        return _delimited(path, delimiter or DELIMITERS[suffix], required)
+        return _delimited(path, delimiter, required)
     if suffix == ".jsonl":
         return _json_lines(path)
     if suffix == ".json":
@@ -92,22 +95,32 @@ def _row(where: str, value: Any, required: Sequence[str]) -> Found:
     return where, nothing | value, f"{', '.join(missing)}: is missing" if missing else None
 
 
-def _delimited(path: Path, delimiter: str, required: Sequence[str]) -> Iterator[tuple[str, Any]]:
+def sep_line(text: str) -> tuple[str | None, str]:
+    """The delimiter that Excel's line `sep=;` names, None without that line, and the text below it."""
+    line = SEP_LINE.match(text)
+    return (line[1], text[line.end() :]) if line else (None, text)
+
+
+def _delimited(path: Path, given: str | None, required: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """Rows of a CSV or TSV file; the line is the one where the row ends."""
     csv.field_size_limit(2**31 - 1)
-    reader = csv.reader(io.StringIO(read_text(path), newline=""), delimiter=delimiter, strict=True)
+    named, text = sep_line(read_text(path))
+    delimiter, above = given or named or DELIMITERS[path.suffix.lower()], int(named is not None)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     try:
-        header = next(reader)
+        header: list[str] = next(filter(None, reader), [])
         _check_header(path, header, required)
         for fields in reader:
-            where = f"{path.name}, line {reader.line_num}"
+            where = f"{path.name}, line {reader.line_num + above}"
             if len(fields) == len(header):
                 yield where, dict(zip(header, fields, strict=True))
             elif fields:
                 wrong = f"row: has {len(fields)} fields, the header {len(header)}; quote fields that hold {delimiter!r}"
                 yield where, DataError(wrong)
     except csv.Error as error:
-        raise DataError(f"{path}: line {reader.line_num}: not valid CSV: {error}; correct the quotes there") from error
+        raise DataError(
+            f"{path}: line {reader.line_num + above}: not valid CSV: {error}; correct the quotes there"
+        ) from error
 
 
 def _check_header(path: Path, header: Sequence[str], required: Sequence[str]) -> None:
@@ -237,7 +250,8 @@ def look_up(row: Mapping[str, Any], column: str) -> Any:
 
 
 def _formatted(value: Any, form: str | None) -> str:
-    number = int(value) if form and isinstance(value, str) and value.isdecimal() else value
+    whole = re.fullmatch(r"(\d+)(\.0+)?", str(value)) if form else None  # pandas writes 1.0 where a number is missing
+    number = int(whole[1]) if whole else value
     try:
         return format(number, form or "")
     except (TypeError, ValueError) as error:

@@ -139,8 +139,9 @@ def _separators(rows: Sequence[Row]) -> Iterator[Doubt]:
     """The first sign that stands between texts: anywhere where it is none of language, else in many captions."""
     texts = [(row, text) for row in rows for text in row.references if isinstance(text, str)]
     for sign in SEPARATORS:
-        found = [(row, text) for row, text in texts if sum(bool(part.strip()) for part in text.split(sign)) > 1]
-        if found and (sign not in (";", "\n", "\t") or len(found) >= MANY * len(texts)):
+        of_language = sign in (";", "\n", "\t")
+        found = [(row, text) for row, text in texts if _parts_at(sign, text, 2 if of_language else 1)]
+        if found and (not of_language or len(found) >= MANY * len(texts)):
             row, text = found[0]
             yield Doubt(
                 f"{place(row)}: {sign!r} stands between words of {len(found):,} captions ({text[:60]!r}); does it "
@@ -148,6 +149,12 @@ def _separators(rows: Sequence[Row]) -> Iterator[Doubt]:
                 [{"separator": sign}, {"separator": ""}],
             )
             return
+
+
+def _parts_at(sign: str, text: str, words: int) -> bool:
+    """Whether a sign cuts a text into several parts of at least so many words."""
+    parts = [part.split() for part in text.split(sign) if part.strip()]
+    return len(parts) > 1 and all(len(part) >= words for part in parts)
 
 
 def _nothing(rows: Sequence[Row], known: Sequence[str] | None) -> Iterator[Doubt]:

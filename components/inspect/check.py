@@ -11,12 +11,14 @@ import os
 import re
 from collections import Counter
 from collections.abc import Container, Mapping
-from itertools import chain, count
+from contextlib import suppress
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from components.datasets import DATASETS, omnidiff
 from components.datasets.embedded import Embedded
+from components.datasets.files import quoted
 from components.datasets.pairs import files_called
 from components.datasets.rows import Row
 from components.datasets.spec import DatasetSpec, Published
@@ -24,7 +26,7 @@ from components.ingest.doubts import Doubt, as_yaml, doubts
 from components.ingest.params import DatasetEntry
 from components.ingest.table import to_table
 from components.inspect import mistakes
-from components.inspect.manifest import Guess, guess, unreadable
+from components.inspect.manifest import Guess, guess
 from components.records import SPLITS, DataError
 
 FIRST = 5
@@ -85,13 +87,15 @@ def check(root: Path, entries: Mapping[str, DatasetEntry], reader: str | None = 
 
 def _check_folder(root: Path) -> None:
     if root.is_file():
-        raise DataError(f"{root}: is a file; name its folder: `m3diff data check {root.parent}`")
+        raise DataError(f"{root}: is a file; name its folder: `m3diff data check {quoted(root.parent)}`")
     if not root.is_dir():
         raise DataError(f"{root}: no such folder; name the folder that holds a dataset's annotation files")
     try:
         list(root.iterdir())
     except OSError as error:
-        raise DataError(f"{root}: cannot be read: {error.strerror}; check its rights: `chmod u+rx {root}`") from error
+        raise DataError(
+            f"{root}: cannot be read: {error.strerror}; check its rights: `chmod u+rx {quoted(root)}`"
+        ) from error
 
 
 class Recognised(NamedTuple):
@@ -123,22 +127,26 @@ def recognise(root: Path, taken: Container[str] = (), reader: str | None = None)
         for name, spec in DATASETS.items()
     }
     best = max(present, key=lambda name: present[name])
-    if not reader and best not in TABLES and present[best][0] and not _is_training_file(root, present[best][0]):
+    if not reader and best not in TABLES and present[best][0] and not _is_own(root, best):
         return Recognised(_free(best, root, taken), DatasetEntry(reader=best, root=root), [], [])
     return _recognise_manifest(root, taken, reader)
 
 
 def _is_there(root: Path, file: str) -> bool:
     """Whether a file, or one of the files of a pattern, is there."""
-    return any(path.is_file() for path in root.glob(file))
+    return (root / file).is_file() or any(path.is_file() for path in root.glob(file))
 
 
-def _is_training_file(root: Path, share: float) -> bool:
-    """Whether the files of a layout that is not whole are records for training, with a list of images each."""
-    try:
-        return share < 1 and "images" in guess(root).options.get("columns", {})
-    except DataError:
+def _is_own(root: Path, reader: str) -> bool:
+    """Whether files that are called as a layout's hold none of its first rows, and are a table of pairs."""
+    rows: list[Row] = []
+    with suppress(DataError):
+        rows.extend(islice(DATASETS[reader].read(root), FIRST))
+    if not rows or not all(row.fault for row in rows):
         return False
+    with suppress(DataError):
+        return bool(guess(root))
+    return False
 
 
 def _recognise_manifest(root: Path, taken: Container[str], reader: str | None) -> Recognised:
@@ -206,9 +214,9 @@ def _read(name: str, entry: DatasetEntry) -> tuple[list[str], bool, list[Doubt]]
         read = list(DATASETS[entry.reader].read(entry.root, **entry.options))
         table, _ = to_table(name, own_splits, map(_place, read))
     except DataError as error:
-        tables = [entry.root / file for file in _annotation_files(entry) if not file.endswith(".parquet")]
-        reason = next(filter(None, map(unreadable, tables)), error)
-        return [f"  CANNOT BE READ {reason}"], False, []
+        header = re.fullmatch(r"(.+): no column (.+); found .*", str(error), re.DOTALL)
+        fault = header and f"{os.path.relpath(header[1], entry.root)}, header: {header[2]}: is missing"
+        return [f"  CANNOT BE READ {error}", *_remedies(entry, [], [fault] if fault else [], [], [])], False, []
     rows = table.select(["split", "references", "before", "after", "source", "fault"]).to_pylist()
     faults = [f"{row['source']}: {row['fault']}" for row in rows if row["fault"]]
     images = dict.fromkeys(row[side] for row in rows for side in ("before", "after") if row[side])
@@ -217,7 +225,8 @@ def _read(name: str, entry: DatasetEntry) -> tuple[list[str], bool, list[Doubt]]
     empty = [path for path in files if os.path.isfile(path) and not os.path.getsize(path)]
     others = list(mistakes.no_images(path for path in files if path not in {*missing, *empty}))
     asked = list(doubts(read, entry.options, entry.reader == "pairs"))
-    faulty = [*(doubt.question for doubt in asked if not doubt.answers), *mistakes.of_rows(read)]
+    odd = [*mistakes.of_rows(read), *mistakes.of_flags(entry, read)]
+    faulty = [*(doubt.question for doubt in asked if not doubt.answers), *odd]
     noted = [f"  {doubt.question}; the entry takes the first" for doubt in asked if doubt.sure]
     passed = [row.source for row in read if row.without_caption]
     empty_ones = sum(not str(text).strip() for row in rows for text in row["references"])
@@ -227,6 +236,7 @@ def _read(name: str, entry: DatasetEntry) -> tuple[list[str], bool, list[Doubt]]
     lines = [
         *_counts(_nearest(name, DATASETS[entry.reader], len(rows)), rows),
         f"  images {len(images):,}, of them {len(missing):,} missing and {len(empty):,} empty",
+        *_passed_over(entry),
         *_first("rows that cannot be read", faults),
         *_first("splits that are none of train, val, test", unknown),
         *_first("missing images", missing),
@@ -243,6 +253,14 @@ def _read(name: str, entry: DatasetEntry) -> tuple[list[str], bool, list[Doubt]]
     return lines, bool(rows) and not (faults or unknown or missing or empty or others or faulty), asked
 
 
+def _passed_over(entry: DatasetEntry) -> list[str]:
+    """How many rows the option `pairs_only` leaves out, by what they have."""
+    if not entry.options.get("pairs_only"):
+        return []
+    rows = DATASETS[entry.reader].read(entry.root, **(entry.options | {"pairs_only": False}))
+    return [f"  passed over by pairs_only: {mistakes.counted(row.fault or '' for row in rows) or 'no row'}"]
+
+
 def _place(row: Row) -> Row:
     """The row with embedded images as places in their manifest."""
     before, after = (
@@ -256,14 +274,13 @@ def _remedies(
     entry: DatasetEntry, read: list[Row], faults: list[str], missing: list[str], unknown: list[str]
 ) -> list[str]:
     """What mends the problems, a line each."""
-    found = list(mistakes.of_faults(faults))
+    files = _annotation_files(entry)
+    found = [*mistakes.of_faults(faults), *mistakes.of_columns(entry, files, faults)]
     if faults or missing:
-        found += mistakes.of_images(entry.root, _annotation_files(entry)[0], read, missing)
+        found += mistakes.of_images(entry, files, read, missing)
     if unknown:
-        names = sorted({str(row.split) for row in read} - {*SPLITS, "None"})
-        found.append(
-            f"say which splits {', '.join(names)} are: options: {{splits: {{{names[0]}: val}}}} (reader pairs)"
-        )
+        names = {str(row.split) for row in read} - {"None"}
+        found.append(mistakes.of_splits(names - {*SPLITS}, names & {*SPLITS}))
     return ["  what mends it:", *(f"    {line}" for line in found)] if found else []
 
 

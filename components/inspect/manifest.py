@@ -6,6 +6,8 @@ holds, what is wrong with it, and what mends it.
 
 import os
 import re
+import shlex
+from codecs import BOM_UTF8
 from collections.abc import Mapping
 from itertools import chain, islice, product
 from pathlib import Path
@@ -16,9 +18,9 @@ import pyarrow.parquet as pq
 
 from components.datasets import pairs
 from components.datasets.embedded import Embedded, rows_of
-from components.datasets.files import parse_json, read_text
+from components.datasets.files import parse_json, quoted, read_text
 from components.datasets.pairs import files_called
-from components.datasets.tables import DELIMITERS, read_values
+from components.datasets.tables import DELIMITERS, read_values, sep_line
 from components.ingest.doubts import Doubt
 from components.inspect.sides import RANK, called_as_sides, choose, order_of_columns, words_in
 from components.records import SPLITS, DataError
@@ -55,7 +57,7 @@ PARTS = {"part", "shard", "chunk"}
 KEPT = ("images", "question")
 """Fields without a column of their own name unless an entry names one."""
 ALIASES = {
-    "train": ("train", "training"),
+    "train": ("train", "training", "restval"),
     "val": ("val", "valid", "validation", "dev", "development", "eval"),
     "test": ("test", "testing"),
 }
@@ -209,13 +211,14 @@ def _sample(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     suffix, reading, header = path.suffix.lower(), dict[str, Any](), list[str]()
     if suffix == ".parquet":
         return reading, _sample_of_parquet(path)
-    if reason := unreadable(path):
-        raise DataError(reason)
     if suffix in DELIMITERS:
-        line = read_text(path).lstrip().split("\n", 1)[0]
-        best = max(SEPARATORS, key=line.count)
-        if line.count(best) and best != DELIMITERS[suffix]:
+        named, text = sep_line(read_text(path))
+        line = text.lstrip().splitlines()[0]
+        best = named or max(SEPARATORS, key=line.count)
+        if not named and line.count(best) and best != DELIMITERS[suffix]:
             reading["delimiter"] = best
+        if comments := re.match(r"(#.*\n)+", text):
+            _check_comments(path, comments[0].count("\n"), text)
         header = [name.strip().strip('"') for name in line.split(best)]
         _check_header(path, header, best)
     elif suffix == ".json":
@@ -247,6 +250,13 @@ def _is_rows(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
 
 
+def _check_comments(path: Path, count: int, text: str) -> None:
+    """Refuse lines of comments above the header; one line with as many columns as the next is a header itself."""
+    first, *rest = text.splitlines()
+    if count > 1 or not any(first.count(each) and first.count(each) == rest[0].count(each) for each in SEPARATORS):
+        raise DataError(f"{path}: begins with a comment; remove it: `sed -i.bak '1,{count}d' {quoted(path)}`")
+
+
 def _check_header(path: Path, header: list[str], delimiter: str) -> None:
     """Refuse a table whose first line is a pair, with the command that writes a header above it."""
     sides = iter(("before", "after"))
@@ -254,35 +264,12 @@ def _check_header(path: Path, header: list[str], delimiter: str) -> None:
         next(sides, "unused") if is_image(name) else "split" if split_called(name) else "captions" for name in header
     ]
     if "after" in named:
+        new, rest = quoted(f"{path}.new"), "tail -c +4" if path.read_bytes().startswith(BOM_UTF8) else "cat"
+        header_line = shlex.quote(delimiter.join(named))
         raise DataError(
-            f"{path}: has no header, its first line is a pair already; "
-            f"write one above it: `sed -i '1i {delimiter.join(named)}' {path}`"
+            f"{path}: has no header, its first line is a pair already; write one above it: "
+            f"`(echo {header_line}; {rest} {quoted(path)}) > {new} && mv {new} {quoted(path)}`"
         )
-
-
-def unreadable(path: Path) -> str | None:
-    """Why a table's bytes are no UTF-8 text, and the command that mends it; None where they are."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        return f"{path}: cannot be read: {error.strerror}; check its permissions: `chmod u+r {path}`"
-    if not data.strip():
-        return f"{path}: the file is empty; fetch it again"
-    if data.startswith(b"version https://git-lfs"):
-        return f"{path}: is a pointer of Git LFS, not the file; fetch it: `git lfs pull`"
-    if data.startswith((b"PK\3\4", b"\xd0\xcf\x11\xe0")):
-        return f"{path}: is an archive or a spreadsheet by its content; unpack it, or save it as CSV (UTF-8)"
-    if data.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in data[:200]:
-        return f"{path}: is UTF-16, not UTF-8; {_convert(path, 'UTF-16')}"
-    try:
-        data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        return f"{path}: is not UTF-8 (byte {error.start}), probably Latin-1; {_convert(path, 'WINDOWS-1252')}"
-    return None
-
-
-def _convert(path: Path, encoding: str) -> str:
-    return f"convert it: `iconv -f {encoding} -t UTF-8 {path} > {path}.new && mv {path}.new {path}`"
 
 
 def is_image(value: Any) -> bool:

@@ -280,9 +280,9 @@ def test_rows_of_one_pair_are_one_pair_where_the_column_id_is_passed_over(tmp_pa
     [
         (
             {"images": ["a", "b", "c"], "x": "t"},
-            "images: expected a list of two images, found a list of 3; take others",
+            "images: expected a list of two images, found 3",
         ),
-        ({"images": "a", "x": "t"}, "images: expected a list of two images, found text 'a'"),
+        ({"images": "a", "x": "t"}, "images: expected a list of two images, found 1: text 'a'"),
         ({"x": "t"}, "images: is missing"),
         ({"images": ["a", "b"]}, "x: is missing"),
         (
