@@ -1,3 +1,4 @@
+import json
 import subprocess
 import sys
 import time
@@ -8,6 +9,7 @@ import polars as pl
 import pytest
 from PIL import Image, ImageFilter
 
+from components.records import DataError
 from components.validate.leaks import find_twins, sound_pairs
 from tests.layouts import run_ingest, run_validate, write_json
 
@@ -104,6 +106,29 @@ def test_leaks_may_be_kept_and_are_counted_all_the_same(tmp_path):
     report = run_validate(tmp_path, allow_test_leakage=True)
     assert (report.quarantined, report.leaks) == (0, 0)
     assert report.overlaps == {"train in test": 1, "val in test": 1, "train in val": 1}
+
+
+@pytest.mark.parametrize(("leaked", "split", "train_on"), [(1, "train", ["train"]), (1, "val", ["train", "val"])])
+def test_above_their_own_share_leaked_pairs_stop_the_stage_with_one_remedy(leaked, split, train_on, tmp_path):
+    """A share of what trains, whatever the files call it; what the limit of bad rows lets through is no excuse."""
+    own = {f"own{n}": (scene(9 + n), scene(9 + n, moved=True), "train") for n in range(4 - leaked)}
+    copies = {f"copy{n}": HELD_OUT[str(n)][:2] + (split,) for n in range(leaked)}
+    mine = write_own(tmp_path / "mine", HELD_OUT | own | copies)
+    run_ingest(mine, "pairs", "mine", manifest="pairs.json", train_on=train_on)
+    assert run_validate(tmp_path, max_leaked_share=0.25, max_quarantined_share=0).leaks == 1
+    with pytest.raises(DataError) as refused:
+        run_validate(tmp_path, max_leaked_share=0.24)
+    told = str(refused.value)
+    assert "mine: 1 of 4 training pairs are in a test set, more than validate.max_leaked_share = 0.24" in told
+    assert "remove these pairs from its training split" in told
+    assert "test pair mine/0 has the same images" in told
+    assert "allow_test_leakage" not in told
+    assert pl.read_parquet(tmp_path / "clean/quarantine.parquet")["id"].to_list() == ["mine/copy0"]
+    write_json(
+        mine / "pairs.json", [row for row in json.loads((mine / "pairs.json").read_text()) if row["id"] != "copy0"]
+    )
+    run_ingest(mine, "pairs", "mine", manifest="pairs.json", train_on=train_on)
+    assert run_validate(tmp_path, max_leaked_share=0).rows_out == 6
 
 
 def test_validation_pairs_may_be_in_test(tmp_path):

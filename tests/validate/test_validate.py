@@ -496,6 +496,8 @@ def test_every_output_is_equal_in_another_process_with_and_without_cache(raw):
     [
         ("max_quarantined_share", 0, -0.1),
         ("max_quarantined_share", 1, 1.1),
+        ("max_leaked_share", 0, -0.1),
+        ("max_leaked_share", 1, 1.1),
         ("max_caption_chars", 1, 0),
         ("max_image_pixels", 1, 0),
         ("near_duplicate_max_diff", 0, -1),
@@ -504,7 +506,7 @@ def test_every_output_is_equal_in_another_process_with_and_without_cache(raw):
 )
 def test_the_section_s_limits_are_kept(field, least, too_little):
     fields = {"max_quarantined_share": 0, "max_caption_chars": 9, "max_image_pixels": 9, "allow_test_leakage": False}
-    fields |= {"near_duplicate_max_diff": None, "allow_lost_test_pairs": False}
+    fields |= {"near_duplicate_max_diff": None, "allow_lost_test_pairs": False, "max_leaked_share": 0}
     assert getattr(Validate.model_validate(fields | {field: least}), field) == least
     with pytest.raises(ValueError, match=field):
         Validate.model_validate(fields | {field: too_little})
