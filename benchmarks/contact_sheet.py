@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from components.datasets import DATASETS
 from components.datasets.rows import Row
+from components.images import load_image
 
 GAP, LINE, LINES = 6, 13, 3
 Shown = tuple[str, Image.Image, Image.Image]
@@ -42,7 +43,7 @@ def main() -> None:
 
 def shown(root: Path, row: Row) -> Shown:
     """Caption, image before and image after of a row."""
-    before, after = (Image.open(root / str(path)).convert("RGB") for path in (row.before, row.after))
+    before, after = (load_image(root / str(path)) for path in (row.before, row.after))
     return f"{row.name}: {row.references[0]}", before, after
 
 

@@ -7,6 +7,7 @@ row-wise `datasets.map` in one process over the clean references; it converts on
 samples.
 """
 
+import argparse
 import hashlib
 import json
 import os
@@ -37,14 +38,19 @@ def main() -> None:
     sys.path.insert(0, str(Path(__file__).parent.parent))
     from benchmarks.synthetic_mixture import write_synthetic_mixture
 
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="samples of each mixture")
+    parser.add_argument("--runs", type=int, default=WARM_RUNS, help="warm ones of each size")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
     load = os.getloadavg()[0]
     print(f"{_machine()}; load before the start {load:.1f}")
     print(f"{'samples':>9} {'pairs':>8} {'cold s':>7} {'warm s':>7} {'peak MB':>8} {'warm us/sample':>15}")
     measured = []
     with tempfile.TemporaryDirectory() as folder:
-        for size in SIZES:
+        for size in args.sizes:
             params = write_synthetic_mixture(Path(folder) / str(size), size)
-            measured.append(measure(params))
+            measured.append(measure(params, args.runs))
             one = measured[-1]
             each = 1e6 * one["warm_s"] / one["rows"]
             print(
@@ -66,18 +72,18 @@ def main() -> None:
         "sizes": measured,
         "targets": TARGETS,
     }
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(result, indent=2) + "\n", "utf-8")
-    print(f"written to {RESULTS}")
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=2) + "\n", "utf-8")
+    print(f"written to {args.out}")
 
 
-def measure(params: Path) -> dict[str, Any]:
+def measure(params: Path, runs: int) -> dict[str, Any]:
     """Cold and warm seconds of validate + convert on one mixture, its rows, and the peak of memory in MB."""
     from components.__main__ import main as m3diff
 
     for name in yaml.safe_load(params.read_text("utf-8"))["ingest"]["datasets"]:
         assert m3diff(["--params", str(params), "ingest", name]) == 0
-    found = _child("run", params)
+    found = _child("run", params, str(runs))
     assert len(set(found["digests"])) == 1, "the same input gave different bytes"
     report = json.loads((params.parent / "04_mixture/report.json").read_text("utf-8"))
     return {
@@ -91,11 +97,11 @@ def measure(params: Path) -> dict[str, Any]:
     }
 
 
-def _child(task: str, params: Path) -> dict[str, Any]:
+def _child(task: str, params: Path, *given: str) -> dict[str, Any]:
     """Run this file's `task` in a fresh process; what it prints last, and the peak of memory of it and its workers."""
     peak, done = [0.0], threading.Event()
     started = time.time()
-    command = [sys.executable, __file__, task, str(params), str(started)]
+    command = [sys.executable, __file__, task, str(params), str(started), *given]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     watch = threading.Thread(target=_watch, args=(process.pid, peak, done))
     watch.start()
@@ -118,7 +124,7 @@ def _watch(pid: int, peak: list[float], done: threading.Event) -> None:
             continue
 
 
-def run(params: Path, started: float) -> dict[str, Any]:
+def run(params: Path, started: float, runs: str) -> dict[str, Any]:
     """In a fresh process: the command line's validate and convert, once cold and then warm."""
     from components.__main__ import main as m3diff
 
@@ -131,7 +137,7 @@ def run(params: Path, started: float) -> dict[str, Any]:
     both()
     cold = time.time() - started
     digests, warm, validate = [_digest(params.parent)], [], []
-    for _ in range(WARM_RUNS):
+    for _ in range(int(runs)):
         before = time.time()
         validate.append(both() - before)
         warm.append(time.time() - before)
@@ -206,9 +212,9 @@ def _machine() -> str:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 1:
+    task = {"run": run, "anchor": anchor}.get(sys.argv[1] if len(sys.argv) > 1 else "")
+    if task is None:
         main()
     else:
         sys.path.insert(0, str(Path(__file__).parent.parent))
-        task = {"run": run, "anchor": anchor}[sys.argv[1]]
-        print(json.dumps(task(Path(sys.argv[2]), float(sys.argv[3]))))
+        print(json.dumps(task(Path(sys.argv[2]), float(sys.argv[3]), *sys.argv[4:])))

@@ -14,6 +14,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,29 +35,26 @@ OTHERS = ("preflight", "push", "register", "promote")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=290_000)
+    parser.add_argument("--runs", type=int, default=4, help="the first so many of the four")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--keep", type=Path, help="work here, and leave it")
     asked = parser.parse_args()
     place = asked.keep or Path(tempfile.mkdtemp(prefix="m3diff-flow-"))
     try:
-        result = measure(place, asked.images)
+        result = measure(place, asked.images, asked.runs)
     finally:
         if not asked.keep:
             shutil.rmtree(place, ignore_errors=True)
-    RESULTS.write_text(json.dumps(result, indent=2) + "\n")
+    asked.out.write_text(json.dumps(result, indent=2) + "\n")
 
 
-def measure(place: Path, images: int) -> dict[str, Any]:
+def measure(place: Path, images: int, runs: int) -> dict[str, Any]:
     root = place / "project"
     if not root.exists():
         build(root, images)
     made: dict[str, Any] = {"images": images, "cores": os.cpu_count(), "runs": {}}
     with prefect_server(place / "prefect") as environment:
-        for name, overrides, before in (
-            ("the first", (), None),
-            ("another parameter of training", ("train.epochs=3",), None),
-            ("another image", (), another_image),
-            ("nothing to do", (), None),
-        ):
+        for name, overrides, before in RUNS[:runs]:
             if before:
                 before(root)
             made["runs"][name] = run(root, environment, overrides)
@@ -86,6 +84,15 @@ def another_image(root: Path) -> None:
     (root / MINE / "images" / "one_more.png").write_bytes(b"one more")
     toy.run(root, "dvc", "add", "-q", str(MINE))
     toy.commit(root, "one image more")
+
+
+RUNS: tuple[tuple[str, tuple[str, ...], Callable[[Path], None] | None], ...] = (
+    ("the first", (), None),
+    ("another parameter of training", ("train.epochs=3",), None),
+    ("another image", (), another_image),
+    ("nothing to do", (), None),
+)
+"""Name, overrides of parameters, and what is done before."""
 
 
 def run(root: Path, environment: dict[str, str], overrides: tuple[str, ...]) -> dict[str, Any]:

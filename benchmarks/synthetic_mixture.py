@@ -234,6 +234,7 @@ def _write_params(root: Path, parts: dict[str, Part]) -> Path:
     params, profile = (yaml.safe_load(path.read_text("utf-8")) for path in (PARAMS, PROFILE))
     params["paths"] |= {name: str(root / Path(path).name) for name, path in params["paths"].items() if name != "base"}
     params["synthesize"], params["convert"] = {}, params["convert"] | profile["convert"]
+    params["promote"] |= profile["promote"]  # a gate on these datasets
     params["compute"]["scratch"] = str(root / "runs")
     params["ingest"]["datasets"] = {
         name: {

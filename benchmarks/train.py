@@ -30,7 +30,7 @@ def compared(args: argparse.Namespace) -> dict[str, Any]:
 
     quick = {"rounds": 3, "round_s": 1.5, "compared_steps": 4} if args.quick else {}
     given = {"pairs": args.pairs, "unpacked": args.micro, "packed": args.micro_packed, "rounds": args.repeats or 5}
-    sizes = Sizes(**given | quick)
+    sizes = Sizes(**given | {"compared_steps": args.steps, "round_s": args.round_s} | quick)
     with tempfile.TemporaryDirectory() as folder:
         sides = embedded_sides(Path(folder), sizes, args.threads, prepared=not args.quick)
         figures = compare(sides, sizes, args.profile)
@@ -57,6 +57,8 @@ def main() -> None:
     parser.add_argument("--micro", type=int, default=80, help="captions at a time, of the peer too")
     parser.add_argument("--micro-packed", type=int, default=16, help="pairs at a time")
     parser.add_argument("--repeats", type=int, help="rounds; 5 on a CPU, 2 on a GPU")
+    parser.add_argument("--steps", type=int, default=10, help="whose losses are compared")
+    parser.add_argument("--round-s", type=float, default=2.0, help="seconds of a round")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--quick", action="store_true", help="three short rounds beside the peer alone; writes nothing")
     parser.add_argument("--profile", action="store_true", help="where a step's time goes, by operator")

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import PIL
 from PIL import Image
 
-from components.images import open_image, to_rgb
+from components.images import ImageError, open_image, to_rgb
 
 OK = "ok"
-DECODER = f"Pillow {PIL.__version__}, RGB, thumbnail 8x8 Hamming"
+DECODER = f"Pillow {PIL.__version__}, RGB by its bands, thumbnail 8x8 Hamming"
 """Verdicts are cached under this name: another decoder judges anew."""
 
 PNG_END = b"\0\0\0\0IEND\xaeB`\x82"
@@ -76,6 +76,8 @@ def _decode(path: str, digest: bytes, data: bytes, max_pixels: int) -> ImageChec
                     return ImageCheck(path, digest, "does not decode: PNG ends before its last chunk")
         with open_image(data) as image:
             thumb = to_rgb(image).convert("L").resize((8, 8), Image.Resampling.HAMMING).tobytes()
+    except ImageError as error:
+        return ImageCheck(path, digest, str(error), kind, width, height)
     except Exception as error:  # Pillow raises some ten kinds for broken files, SyntaxError and struct.error among them
         told = (str(error) or type(error).__name__).replace("\n", " ")
         return ImageCheck(path, digest, f"does not decode: {told}"[:200])

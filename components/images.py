@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import struct
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -12,6 +13,15 @@ if TYPE_CHECKING:
 
 HEIF = (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1")
 """Brands of files that need a plugin; iPhones write them."""
+
+
+BITS, SAMPLES_PER_PIXEL, COLOR_MAP, EXTRA_SAMPLES = 258, 277, 320, 338
+"""Tags of a TIFF."""
+
+BLANK, FAINT = 4, 26
+"""The standard deviation in levels below which a picture shows nothing, and the alpha below which no pixel does."""
+
+FEW_BITS = "is nearly black once decoded: no value is above {:,} of {:,}; save it with 8 bits, all images by one scale"
 
 
 class ImageError(ValueError):
@@ -56,29 +66,101 @@ def open_image(data: bytes) -> Image.Image:
     try:
         return Image.open(io.BytesIO(data))
     except UnidentifiedImageError:  # its message holds a memory address
-        raise UnidentifiedImageError("is of no known image format") from None
+        raise UnidentifiedImageError(_told_of_tiff(data) or "is of no known image format") from None
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
     """The first frame in RGB of 8 bits, turned as its EXIF says. 16 bits are scaled, what is transparent is white.
 
-    Raises:
-        ValueError: its numbers have no known scale.
-    """
-    from PIL import Image, ImageOps
+    A band of a TIFF or JPEG 2000 that its writer took for transparency, though it holds measured values (near
+    infrared, a second polarisation), is left out.
 
+    Raises:
+        ImageError: its numbers have no known scale; or it is blank once decoded though the file is not.
+    """
+    import numpy as np
+    from PIL import ImageOps
+
+    tags = getattr(image, "tag_v2", {})  # of a TIFF
+    bits = tags.get(BITS, (8,))
+    raw = str(getattr(image, "tile", None) or "")
+    deep = image.mode[0] != "I" and (";16" in raw or COLOR_MAP in tags)
+    # where colours premultiplied by alpha are declared, Pillow divides them, so their alpha must be right
+    may_measure = image.format in ("TIFF", "JPEG2000") and tags.get(EXTRA_SAMPLES, (0,))[0] != 1
     image = ImageOps.exif_transpose(image)
     if image.mode in ("I", "F"):
         kind = "32-bit integers" if image.mode == "I" else "floating-point numbers"
-        raise ValueError(f"its pixels are {kind}, whose black and white are not known; save it with 8 or 16 bits")
+        raise ImageError(f"holds {kind}, whose black and white are not known; save it with 8 or 16 bits")
+    if image.mode in ("RGB", "RGBA") and bits[0] == 16 and raw and not deep:
+        raise ImageError("holds bands of 16 bits one after another, which Pillow misreads; save it with 8 bits")
     if image.mode.startswith("I;16"):
-        import numpy as np
+        image = _grey(image, 4095 if bits == (12,) else 65535)
+    if image.has_transparency_data or image.mode == "La":
+        image = _on_white(image, may_measure)
+    image = image.convert("RGB")
+    if deep and (most := int(np.asarray(image).max(initial=0))) < 16:
+        raise ImageError(FEW_BITS.format(256 * most + 255, 65535))
+    return image
 
-        image = Image.fromarray(((np.asarray(image).astype(np.uint32) + 128) // 257).astype(np.uint8))
-    if image.has_transparency_data:
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return image.convert("RGB")
+
+def _grey(image: Image.Image, white: int) -> Image.Image:
+    """Grey of more than 8 bits in 8.
+
+    Raises:
+        ImageError: black once decoded, though in the range of its own values it is not.
+    """
+    import numpy as np
+    from PIL import Image
+
+    values = np.asarray(image).astype(np.uint32)
+    most = int(values.max(initial=0))
+    if 16 * most <= white and 255 * values.std() > BLANK * most:
+        raise ImageError(FEW_BITS.format(most, white))
+    return Image.fromarray(((255 * values + white // 2) // white).astype(np.uint8))
+
+
+def _on_white(image: Image.Image, may_measure: bool) -> Image.Image:
+    """What is transparent in white.
+
+    Raises:
+        ImageError: nearly nothing of the picture is left.
+    """
+    from PIL import Image, ImageStat
+
+    band = {"RGBA": "fourth band", "LA": "second band", "La": "second band"}.get(image.mode, "transparency")
+    image = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
+    alpha = image.getchannel("A")
+    counts = alpha.histogram()
+    if may_measure and 4 * counts[255] < sum(counts[1:]):  # most of what alpha shows, it shows whole
+        return image.convert("RGB")
+    shown = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    most, stored = max(value for value in range(256) if counts[value]), ImageStat.Stat(image)
+    faint = most < FAINT and (most > 0 or max(stored.stddev[:3]) >= 1)
+    mostly_hidden = stored.mean[3] < 128 and max(stored.stddev) > 8 * BLANK
+    if faint or (mostly_hidden and max(ImageStat.Stat(shown).stddev) < BLANK):
+        raise ImageError(
+            f"is blank once decoded: its {band} is read as transparency (at most {most} of 255), which hides the "
+            "picture; save it without"
+        )
+    return shown
+
+
+def _told_of_tiff(data: bytes) -> str | None:
+    """What the first picture of a TIFF holds that Pillow cannot read; None where the bytes are no TIFF's."""
+    from PIL import TiffImagePlugin
+
+    if data[:4] not in (b"II*\0", b"MM\0*"):
+        return None
+    file = io.BytesIO(data)
+    tags = TiffImagePlugin.ImageFileDirectory_v2(file.read(8))
+    try:
+        file.seek(tags.next)
+        tags.load(file)
+        bands, bits = tags.get(SAMPLES_PER_PIXEL, 1), tags.get(BITS, (1,))[0]
+    except (OSError, SyntaxError, ValueError, KeyError, IndexError, TypeError, struct.error):
+        return None
+    kind = f"{bands} band{'s'[: bands > 1]} of {bits} bits"
+    return f"is a TIFF of {kind}, which Pillow does not read; save it with three bands, red, green, blue, of 8 bits"
 
 
 def _decode(name: str, data: bytes) -> Image.Image:

@@ -75,12 +75,13 @@ def run_ingest(root: Path, reader: str = "clevr_change", name: str = "mini", **f
 def run_validate(
     folder: Path, entries: Mapping[str, DatasetEntry] | None = None, cache: Path | None = None, **changes: Any
 ) -> ValidateReport:
-    """Check `folder/records` into `folder/clean`, every share of bad rows allowed unless said.
+    """Check `folder/records` into `folder/clean`, every share of bad and of leaked rows allowed unless said.
 
     Without `entries`, the datasets that were ingested, by name.
     """
     fields = {
         "max_quarantined_share": 1.0,
+        "max_leaked_share": 1.0,
         "allow_lost_test_pairs": True,
         "max_caption_chars": 2000,
         "max_image_pixels": 1_000_000,

@@ -1,16 +1,21 @@
 """The benchmarks run and compare the same work: the same rows, trainable tensors and losses on every side."""
 
 import json
+import os
 import re
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
+from components.__main__ import main
+from tests.layouts import write_clevr
 from tests.tiny import one_thread  # noqa: F401  # pytest finds it by its name
 
 REPOSITORY = Path(__file__).parents[1]
@@ -349,14 +354,85 @@ def test_scores_that_differ_are_not_equal() -> None:
     assert not are_equal(differences(one, one | {"pairs": {"ROUGE-L": [0.25, 0.75 + 1e-15], "CIDEr": [0.0, 2.0]}}))
 
 
-@pytest.mark.slow(80)
-def test_both_ways_of_scoring_give_every_score_alike(tmp_path: Path) -> None:
-    result = run(tmp_path, "score.py", "--pairs", "40")
-    assert result["equal"]
-    assert result["scores"].keys() == {"BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "ROUGE-L", "METEOR", "CIDEr"}
-    assert 0.2 < result["scores"]["METEOR"] < 0.6
-    assert result["stock_s"] > 0
-    assert result["ours_s"] > 0
+def sheets(out: Path, printed: str) -> None:
+    assert Image.open(out / "0000.png").size[0] > 16
+    assert printed.strip().endswith("0000.png")
+
+
+def data(out: Path, printed: str) -> None:
+    found = json.loads(out.read_text())
+    assert found["rows"] == found["anchor_rows"] > 900
+    assert len(found["warm_runs_s"]) == 1
+
+
+def flow(out: Path, printed: str) -> None:
+    ((name, found),) = json.loads(out.read_text())["runs"].items()
+    assert (name, found["tasks"]["promote"][0]) == ("the first", "Ran")
+    assert 0 < found["overhead_s"] < found["wall_s"]
+
+
+def fp8_gap(out: Path, printed: str) -> None:
+    assert {"fp32", "bf16", "bf16 + fp8"} <= json.loads(out.read_text()).keys()
+
+
+def generate(out: Path, printed: str) -> None:
+    assert json.loads(out.read_text())["batched"]["same_tokens"] == 1
+
+
+def thresholds(out: Path, printed: str) -> None:
+    assert "free: 20 pairs with a change" in printed
+
+
+def score(out: Path, printed: str) -> None:
+    found = json.loads(out.read_text())
+    assert found["equal"]
+    assert found["scores"].keys() == {"BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "ROUGE-L", "METEOR", "CIDEr"}
+    assert 0.2 < found["scores"]["METEOR"] < 0.6
+
+
+def train(out: Path, printed: str) -> None:
+    found = json.loads(out.read_text())
+    assert found["packed"]["losses"] == pytest.approx(found["peer"]["losses"], rel=2e-4)
+    assert not found["not_run"]
+
+
+IN_SMALL: dict[str, tuple[int, str, Callable[[Path, str], None]]] = {
+    "contact_sheet": (0, "{raw} --reader clevr_change --split train --count 2", sheets),
+    "data": (20, "--sizes 1000 --runs 1", data),
+    "flow": (60, "--images 3 --runs 1", flow),
+    "fp8_gap": (15, "--steps 1 --seeds 1 --pairs 2 --batch 1", fp8_gap),
+    "generate": (12, "--repeats 1 --batch 2 --shapes tiny --device cpu", generate),
+    "pixel_threshold": (0, "--scenes 20", thresholds),
+    "score": (20, "--pairs 40 --runs 1", score),
+    "train": (25, "--pairs 2 --repeats 1 --steps 1 --round-s 0.01 --device cpu --threads 1", train),
+}
+"""Every benchmark: its seconds in small, with which arguments, and what then holds of its file and what it prints."""
+
+
+def test_every_benchmark_has_a_small_run() -> None:
+    scripts = {file.stem for file in (REPOSITORY / "benchmarks").glob("*.py") if "\ndef main(" in file.read_text()}
+    assert scripts == IN_SMALL.keys()
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow(of[0])] * (of[0] > 10)) for name, of in IN_SMALL.items()]
+)
+def test_every_benchmark_runs_in_small(name: str, tmp_path: Path) -> None:
+    _, arguments, check = IN_SMALL[name]
+    raw, out = write_clevr(tmp_path / "raw"), tmp_path / "out"
+    command = [sys.executable, "-Wignore", f"benchmarks/{name}.py", *arguments.format(raw=raw).split()]
+    command += ["--out", str(out)] * (name != "pixel_threshold")
+    environment = os.environ | {"PYTHONPATH": "."}
+    done = subprocess.run(command, env=environment, text=True, capture_output=True, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stderr
+    check(out, done.stdout)
+
+
+def test_the_mixture_of_the_data_benchmark_is_one_that_every_command_takes(tmp_path: Path) -> None:
+    from benchmarks.synthetic_mixture import write_synthetic_mixture
+
+    params = write_synthetic_mixture(tmp_path, 3000)
+    assert main(["--params", str(params), "ingest", "omnidiff_real"]) == 0
 
 
 @pytest.mark.slow(65)

@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import re
 import struct
 import sys
 import zlib
@@ -120,7 +121,7 @@ def test_every_kind_of_colour_becomes_rgb(mode: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("mode", "kind"), [("I", "32-bit integers"), ("F", "floating-point numbers")])
 def test_numbers_of_no_known_scale_are_refused_in_words(mode: str, kind: str, tmp_path: Path) -> None:
     Image.new(mode, (2, 2)).save(tmp_path / "a.tif")
-    with pytest.raises(ImageError, match=rf"a\.tif: .*its pixels are {kind}.*save it with 8 or 16 bits"):
+    with pytest.raises(ImageError, match=rf"a\.tif: .*holds {kind}.*save it with 8 or 16 bits"):
         load_image(tmp_path / "a.tif")
     assert kind in (check_image(str(tmp_path / "a.tif"), 100).verdict or "")
 
@@ -170,3 +171,135 @@ def test_a_decompression_bomb_is_refused(file: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
     with pytest.raises(ImageError, match="decompression bomb"):
         load_image(file)
+
+
+SEEN = np.random.default_rng(4).integers(20, 230, (12, 12, 3))
+"""A picture."""
+
+
+def tiff(bands: np.ndarray, *extra: int, **tags: list[int]) -> bytes:
+    """A TIFF by hand of bands [height, width, band], in 8 or 16 bits as they are; tags by name, pixel by pixel unless
+    `planar` is 2.
+
+    Args:
+        extra: what it says of the bands beyond the colours. 0: unspecified, 1: premultiplied alpha, 2: alpha.
+    """
+    height, width, count = bands.shape
+    size = bands.dtype.itemsize
+    data = (np.moveaxis(bands, 2, 0) if tags.get("planar") == [2] else bands).astype(bands.dtype.newbyteorder("<"))
+    parts = count if tags.get("planar") == [2] else 1
+    length = height * width * count * size // parts
+    known = {"photometric": 262, "planar": 284, "palette": 320, "width": 256, "bits": 258}
+    fields: dict[int, list[int]] = {256: [width], 257: [height], 258: [8 * size] * count, 259: [1], 277: [count]}
+    fields |= {262: [2 if count > 2 else 1], 278: [height], 279: [length] * parts, 273: [0] * parts}
+    fields |= {known[name]: value for name, value in tags.items()} | ({338: list(extra)} if extra else {})
+    far = {tag: 4 * len(values) for tag, values in fields.items() if len(values) > 1}
+    start = 8 + 2 + 12 * len(fields) + 4
+    pixels = start + sum(far.values())
+    fields[273] = [pixels + number * length for number in range(parts)]
+    entries, after = b"", b""
+    for tag, values in sorted(fields.items()):
+        packed = struct.pack(f"<{len(values)}L", *values)
+        entries += struct.pack("<HHL", tag, 4, len(values))
+        entries += struct.pack("<L", start + len(after)) if tag in far else packed
+        after += packed if tag in far else b""
+    return b"II*\0" + struct.pack("<LH", 8, len(fields)) + entries + bytes(4) + after + data.tobytes()
+
+
+def with_band(band: object, colours: np.ndarray = SEEN, bits: int = 8) -> np.ndarray:
+    band = np.broadcast_to(np.asarray(band), SEEN.shape[:2])[..., None]
+    return np.concatenate([colours, band], axis=2).astype(np.uint8 if bits == 8 else np.uint16)
+
+
+NEAR_INFRARED = np.random.default_rng(5).integers(30, 256, (12, 12))
+CUT_OUT = np.where(np.arange(12) < 8, 255, 0)  # of columns
+CORNER = np.where(np.arange(144).reshape(12, 12), 255, 0)
+WHITE_OUT = np.where(CUT_OUT[:, None] == 255, SEEN, 255)
+GREY = SEEN[..., :1]
+TWO = GREY.reshape(12, 6, 2) * 4095 // 255  # pixels of 12 bits in three bytes
+PACKED = np.stack([TWO[..., 0] >> 4, (TWO[..., 0] & 15) << 4 | TWO[..., 1] >> 8, TWO[..., 1] & 255], axis=2)
+PACKED = PACKED.astype(np.uint8).reshape(12, 18, 1)
+
+
+def saved(kind: str, mode: str, bands: np.ndarray, **options: object) -> bytes:
+    file = io.BytesIO()
+    assert Image.fromarray(bands.astype(np.uint8)).mode == mode
+    Image.fromarray(bands.astype(np.uint8)).save(file, kind, **options)
+    return file.getvalue()
+
+
+READ: dict[str, tuple[bytes, np.ndarray | None]] = {
+    "near infrared without a tag": (tiff(with_band(NEAR_INFRARED)), SEEN),
+    "near infrared said to be unspecified": (tiff(with_band(NEAR_INFRARED), 0), SEEN),
+    "near infrared said to be alpha, as GDAL and tifffile write": (tiff(with_band(NEAR_INFRARED), 2), SEEN),
+    "faint near infrared": (tiff(with_band(3), 2), SEEN),
+    "near infrared, nothing at the edges": (tiff(with_band(NEAR_INFRARED * (CUT_OUT > 0)), 2), SEEN),
+    "near infrared stored apart": (tiff(with_band(NEAR_INFRARED), 2, planar=[2]), SEEN),
+    "near infrared of 16 bits": (tiff(with_band(NEAR_INFRARED, SEEN, 16) * 257, 2), SEEN),
+    "near infrared in JPEG 2000": (saved("JPEG2000", "RGBA", with_band(NEAR_INFRARED)), SEEN),
+    "two polarisations": (tiff(with_band(NEAR_INFRARED, GREY), 2), GREY.repeat(3, axis=2)),
+    "two polarisations, unspecified": (tiff(with_band(NEAR_INFRARED, GREY), 0), GREY.repeat(3, axis=2)),
+    "two bands more": (tiff(np.concatenate([with_band(NEAR_INFRARED), GREY], axis=2).astype(np.uint8), 2, 0), SEEN),
+    "alpha": (tiff(with_band(CUT_OUT), 2), WHITE_OUT),
+    "alpha without a tag": (tiff(with_band(CUT_OUT)), WHITE_OUT),
+    "premultiplied alpha": (tiff(with_band(CUT_OUT, SEEN * (CUT_OUT[:, None] > 0)), 1), WHITE_OUT),
+    "half of it, premultiplied": (tiff(with_band(128, SEEN // 4), 1), SEEN // 4 + 127),
+    "grey with premultiplied alpha": (tiff(with_band(128, GREY // 4), 1), (GREY // 4).repeat(3, axis=2) + 127),
+    "opaque": (tiff(with_band(255), 2), SEEN),
+    "12 bits, packed": (tiff(PACKED, width=[12], bits=[12]), GREY.repeat(3, axis=2)),
+    "a white photograph": (saved("PNG", "RGBA", with_band(255, SEEN * 0 + 255)), SEEN * 0 + 255),
+    "an empty canvas": (saved("PNG", "RGBA", with_band(0, SEEN * 0)), SEEN * 0 + 255),
+    "a page with round corners": (
+        saved("PNG", "RGBA", with_band(CORNER, SEEN * 0 + 255)),
+        None,
+    ),
+    "a mask in alpha": (saved("PNG", "RGBA", with_band(CUT_OUT, SEEN * 0)), np.where(CUT_OUT[:, None], 0, 255)),
+    "a cut-out in WebP": (saved("WEBP", "RGBA", with_band(CUT_OUT), lossless=True), WHITE_OUT),
+    "an even picture of 16 bits": (tiff(GREY.astype(np.uint16) * 0 + 3000), SEEN * 0 + 12),
+    "a dim picture of 16 bits": (tiff(GREY.astype(np.uint16) * 64), None),
+}
+"""Files and how they are seen; None: not refused."""
+
+
+@pytest.mark.parametrize(("data", "wanted"), READ.values(), ids=READ)
+def test_a_picture_is_read_by_its_bands(data: bytes, wanted: np.ndarray | None) -> None:
+    image = np.asarray(load_image(io.BytesIO(data))).astype(int)
+    if wanted is not None:
+        assert np.abs(image - wanted).max() <= 1
+
+
+DEEP = SEEN.astype(np.uint16)
+
+
+LOST: dict[str, tuple[bytes, str]] = {
+    "nothing opaque": (saved("PNG", "RGBA", with_band(0)), "fourth band .* transparency .*at most 0 of 255"),
+    "next to nothing": (saved("PNG", "RGBA", with_band(SEEN[..., 0] % 6)), "fourth band .*at most 5 of 255"),
+    "an even picture": (saved("PNG", "RGBA", with_band(2, SEEN * 0 + 40)), "fourth band .*at most 2 of 255"),
+    "in WebP": (saved("WEBP", "RGBA", with_band(4), exact=True, lossless=True), "fourth band"),
+    "an empty fourth band": (tiff(with_band(0), 2), "fourth band .*at most 0 of 255"),
+    "white on nothing": (saved("PNG", "RGBA", with_band(255 - CUT_OUT, SEEN * 0 + 255)), "fourth band"),
+    "grey": (saved("PNG", "LA", with_band(3, GREY)), "second band .*at most 3 of 255"),
+    "12 bits of 16": (tiff(GREY.astype(np.uint16) * 16), "nearly black.* 3,[0-9]{3} of 65,535"),
+    "8 bits in 16": (tiff(GREY.astype(np.uint16)), "nearly black.* 2[0-9]{2} of 65,535"),
+    "8 bits in 16, PNG": (png(16, 0, [row.astype(">u2").tobytes() for row in DEEP[..., 0]]), "nearly black"),
+    "12 bits of 16 in colour": (tiff(DEEP * 16), "nearly black"),
+    "8 bits in 16 in colour": (tiff(DEEP), "nearly black"),
+    "12 bits of 16 in colour, PNG": (png(16, 2, [(row * 16).astype(">u2").tobytes() for row in DEEP]), "nearly bl"),
+    "12 bits and near infrared": (tiff(with_band(NEAR_INFRARED, SEEN, 16) * 16, 2), "nearly black"),
+    "a palette of 8 bits in 16": (
+        tiff(GREY.astype(np.uint8), photometric=[3], palette=[*range(256)] * 3),
+        "nearly black",
+    ),
+    "six bands of 16 bits": (tiff(np.concatenate([DEEP, DEEP], axis=2), 0, 0, 0), "TIFF of 6 bands of 16 bits"),
+    "four bands of no colour": (tiff(with_band(9), 0, 0, 0, photometric=[1]), "TIFF of 4 bands of 8 bits"),
+    "16 bits stored apart": (tiff(DEEP * 257, planar=[2]), "one after another"),
+}
+"""Files and why they are refused."""
+
+
+@pytest.mark.parametrize(("data", "cause"), LOST.values(), ids=LOST)
+def test_a_picture_that_loses_its_content_is_refused_with_the_cause(data: bytes, cause: str, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(data)
+    with pytest.raises(ImageError, match=rf"a\.png: .*{cause}.*; save it "):
+        load_image(tmp_path / "a.png")
+    assert re.search(f"{cause}.*; save it ", check_image(str(tmp_path / "a.png"), 1000).verdict or "")

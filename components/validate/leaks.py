@@ -16,7 +16,7 @@ Thumbs = NDArray[np.int16]
 """[pairs, 128]: the grey levels of the image before, then of the image after."""
 
 COMPARED_AT_ONCE = 200_000
-"""Candidate pairs whose thumbnails are held side by side; 100 MB."""
+"""Candidate pairs that are held side by side; 150 MB with their thumbnails."""
 
 
 def find_twins(pairs: pl.DataFrame, split: str, other: str, max_diff: int | None) -> pl.DataFrame:
@@ -50,19 +50,30 @@ def _same_content(ours: pl.DataFrame, theirs: pl.DataFrame) -> pl.DataFrame:
 
 
 def _same_look(ours: pl.DataFrame, theirs: pl.DataFrame, max_diff: int) -> pl.DataFrame:
-    """Candidates by the mean levels of the quarters, which differ no more than single levels do; then all levels."""
-    our_thumbs, thumbs = _thumbs(ours), _thumbs(theirs)
+    """Candidates by the mean levels of the quarters, which differ no more than single levels do; then all levels.
+
+    Thumbnails that repeat are compared once, and rows in slices whose candidates number COMPARED_AT_ONCE at most
+    (unless one row has more), so that a fixed camera's memory is bounded.
+    """
+    look = ["thumb", "thumb_after"]
+    some, others = (pairs.unique(look, keep="first", maintain_order=True) for pairs in (ours, theirs))
+    our_thumbs, thumbs = _thumbs(some), _thumbs(others)
     both_ways = np.concatenate([thumbs, np.roll(thumbs, 64, axis=1)])
-    near = cKDTree(_quarters(both_ways)).query_ball_point(_quarters(our_thumbs), max_diff, p=np.inf, return_sorted=True)
-    a = np.repeat(np.arange(len(near)), [len(candidates) for candidates in near])
-    b = np.concatenate([np.asarray(candidates, dtype=np.int64) for candidates in near])
-    close = np.zeros(len(a), dtype=bool)
-    for start in range(0, len(a), COMPARED_AT_ONCE):
-        some = slice(start, start + COMPARED_AT_ONCE)
-        close[some] = np.abs(our_thumbs[a[some]] - both_ways[b[some]]).max(axis=1) <= max_diff
-    found, first = np.unique(a[close], return_index=True)
-    twins = theirs["id"].gather(b[close][first] % theirs.height)
-    return pl.DataFrame({"row": ours["row"].gather(found), "twin": twins}).with_columns(how=pl.lit("looks the same"))
+    tree, quarters = cKDTree(_quarters(both_ways)), _quarters(our_thumbs)
+    counts = tree.query_ball_point(quarters, max_diff, p=np.inf, return_length=True)
+    rows = np.flatnonzero(counts)
+    cuts = np.flatnonzero(np.diff(np.cumsum(counts[rows]) // COMPARED_AT_ONCE)) + 1
+    at: list[int] = []
+    twin: list[int] = []
+    for part in np.split(rows, cuts) if len(rows) else []:
+        near = tree.query_ball_point(quarters[part], max_diff, p=np.inf, return_sorted=True)
+        a, b = np.repeat(part, counts[part]), np.concatenate([np.asarray(one, dtype=np.int64) for one in near])
+        close = np.abs(our_thumbs[a] - both_ways[b]).max(axis=1) <= max_diff
+        found, first = np.unique(a[close], return_index=True)
+        at += found.tolist()
+        twin += (b[close][first] % others.height).tolist()
+    twins = some[at].select(*look, twin=others["id"].gather(twin))
+    return ours.join(twins, on=look).select("row", "twin", how=pl.lit("looks the same")).sort("row")
 
 
 def _thumbs(pairs: pl.DataFrame) -> Thumbs:

@@ -7,6 +7,7 @@ from components.section import Section
 
 class Validate(Section):
     max_quarantined_share: float = Field(ge=0, le=1)  # of any dataset's rows of one split
+    max_leaked_share: float = Field(ge=0, le=1)  # of any dataset's training rows: those that are in a test set
     allow_lost_test_pairs: bool  # go on without the test pairs that are in quarantine; report.json names them
     max_caption_chars: int = Field(ge=1)
     max_image_pixels: int = Field(ge=1)  # a larger image is taken for a decompression bomb

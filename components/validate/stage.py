@@ -73,8 +73,9 @@ def validate(
 
     Raises:
         DataError: an image changed since ingest; or of some dataset's split more than `cfg.max_quarantined_share` of
-            the rows are bad, expected counts do not hold once the bad rows are out, or a test pair is lost. In the
-            latter cases all outputs are written before, so that the pages and the quarantine can be read.
+            the rows are bad, of some dataset's training rows more than `cfg.max_leaked_share` are in a test set,
+            expected counts do not hold once the bad rows are out, or a test pair is lost. In the latter cases all
+            outputs are written before, so that the pages and the quarantine can be read.
     """
     out.mkdir(parents=True, exist_ok=True)
     table = pl.concat([_load(records / name / "records.parquet") for name in entries])
@@ -249,6 +250,7 @@ def _refuse(
 ) -> None:
     faults = [f"{count}; fetch the dataset again or correct its expected_pairs" for count in miscounts]
     faults += too_many_bad(cfg.max_quarantined_share, clean, quarantine)
+    faults += too_many_leaked(cfg.max_leaked_share, clean, quarantine)
     for name, counts in report.datasets.items():
         if counts.lost_test_pairs and not cfg.allow_lost_test_pairs:
             faults.append(
@@ -275,6 +277,22 @@ def too_many_bad(share: float, clean: pl.DataFrame, quarantine: pl.DataFrame) ->
             yield (
                 f"{dataset} {split or 'without a split'}: {some.height} of {total} rows are bad, more than "
                 f"validate.max_quarantined_share = {share}; the first:\n" + _first(reasons)
+            )
+
+
+def too_many_leaked(share: float, clean: pl.DataFrame, quarantine: pl.DataFrame) -> Iterator[str]:
+    """A sentence for every dataset of whose training rows, whatever split its files call them, more than this share
+    are in a test set."""
+    leaked = quarantine.filter(pl.col("rules").list.contains(LEAK))
+    train = pl.concat([clean["dataset", "split"], quarantine["dataset", "split"]]).filter(split="train")
+    for (dataset,), some in leaked.group_by("dataset", maintain_order=True):
+        total = train.filter(dataset=dataset).height
+        if some.height > share * total:
+            reasons = [f"{row['source']}: {row['reason']}" for row in some.iter_rows(named=True)]
+            yield (
+                f"{dataset}: {some.height} of {total} training pairs are in a test set, more than "
+                f"validate.max_leaked_share = {share}, so its splits do not hold; remove these pairs from its training "
+                "split and run `m3diff ingest` again; the first:\n" + _first(reasons)
             )
 
 

@@ -1,3 +1,6 @@
+import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -6,6 +9,7 @@ import polars as pl
 import pytest
 from PIL import Image, ImageFilter
 
+from components.records import DataError
 from components.validate.leaks import find_twins, sound_pairs
 from tests.layouts import run_ingest, run_validate, write_json
 
@@ -104,9 +108,90 @@ def test_leaks_may_be_kept_and_are_counted_all_the_same(tmp_path):
     assert report.overlaps == {"train in test": 1, "val in test": 1, "train in val": 1}
 
 
+@pytest.mark.parametrize(("leaked", "split", "train_on"), [(1, "train", ["train"]), (1, "val", ["train", "val"])])
+def test_above_their_own_share_leaked_pairs_stop_the_stage_with_one_remedy(leaked, split, train_on, tmp_path):
+    """A share of what trains, whatever the files call it; what the limit of bad rows lets through is no excuse."""
+    own = {f"own{n}": (scene(9 + n), scene(9 + n, moved=True), "train") for n in range(4 - leaked)}
+    copies = {f"copy{n}": HELD_OUT[str(n)][:2] + (split,) for n in range(leaked)}
+    mine = write_own(tmp_path / "mine", HELD_OUT | own | copies)
+    run_ingest(mine, "pairs", "mine", manifest="pairs.json", train_on=train_on)
+    assert run_validate(tmp_path, max_leaked_share=0.25, max_quarantined_share=0).leaks == 1
+    with pytest.raises(DataError) as refused:
+        run_validate(tmp_path, max_leaked_share=0.24)
+    told = str(refused.value)
+    assert "mine: 1 of 4 training pairs are in a test set, more than validate.max_leaked_share = 0.24" in told
+    assert "remove these pairs from its training split" in told
+    assert "test pair mine/0 has the same images" in told
+    assert "allow_test_leakage" not in told
+    assert pl.read_parquet(tmp_path / "clean/quarantine.parquet")["id"].to_list() == ["mine/copy0"]
+    write_json(
+        mine / "pairs.json", [row for row in json.loads((mine / "pairs.json").read_text()) if row["id"] != "copy0"]
+    )
+    run_ingest(mine, "pairs", "mine", manifest="pairs.json", train_on=train_on)
+    assert run_validate(tmp_path, max_leaked_share=0).rows_out == 6
+
+
 def test_validation_pairs_may_be_in_test(tmp_path):
     official = write_own(tmp_path / "official", HELD_OUT | {"v": HELD_OUT["1"][:2] + ("val",)})
     assert quarantined(tmp_path, official) == {}
+
+
+def pairs_of(thumbs: np.ndarray, tests: int) -> pl.DataFrame:
+    """Sound pairs of these thumbnails [pairs, 128], all of different content; the first are the test pairs."""
+    halves = [half.tobytes() for pair in thumbs.astype(np.uint8) for half in (pair[:64], pair[64:])]
+    paths = [f"{n}.png" for n in range(len(halves))]
+    digests = [n.to_bytes(4) for n in range(len(halves))]
+    images = pl.DataFrame({"path": paths, "digest": digests, "thumb": halves, "verdict": ["ok"] * len(halves)})
+    split = ["test" if n < tests else "train" for n in range(len(thumbs))]
+    records = pl.DataFrame({"id": paths[::2], "split": split, "before": paths[::2], "after": paths[1::2]})
+    return sound_pairs(records, images)
+
+
+def fixed_camera(pairs: int, noise: int) -> np.ndarray:
+    """Thumbnails of a scene that differ by this noise alone, so that nearly all pairs are candidates."""
+    random = np.random.default_rng(0)
+    return np.tile(random.integers(60, 200, 64), 2) + random.integers(-noise, noise + 1, (pairs, 128))
+
+
+@pytest.mark.parametrize("at_once", [1, 50, 200_000])
+@pytest.mark.parametrize("kind", ["a fixed camera", "all alike", "scenes, some of them turned round"])
+def test_each_row_has_the_first_test_pair_that_looks_the_same(kind, at_once, monkeypatch):
+    """Compared with every pair against every other, whatever the number of candidates that are held at once."""
+    monkeypatch.setattr("components.validate.leaks.COMPARED_AT_ONCE", at_once)
+    random = np.random.default_rng(1)
+    if kind == "scenes, some of them turned round":
+        scenes = random.integers(0, 200, (9, 128))
+        thumbs = scenes[random.integers(0, 9, 200)] + random.integers(0, 2, (200, 128))
+        thumbs[::3] = np.roll(thumbs[::3], 64, axis=1)
+    else:
+        thumbs = fixed_camera(200, noise=0 if kind == "all alike" else 1)
+        thumbs[::4] += random.integers(0, 2, (50, 128))
+    tests = thumbs[:60]
+    wanted = []
+    for row in range(60, 200):
+        for turned in (tests, np.roll(tests, 64, axis=1)):
+            close = np.flatnonzero(np.abs(turned - thumbs[row]).max(axis=1) <= 2)
+            if len(close):
+                wanted.append((row, f"{2 * close[0]}.png", "looks the same"))
+                break
+    assert 20 < len(wanted) <= 140
+    assert find_twins(pairs_of(thumbs, 60), "train", "test", 2).rows() == wanted
+
+
+@pytest.mark.parametrize("noise", [0, 2])
+def test_the_pairs_of_a_fixed_camera_are_compared_in_little_memory(noise):
+    """Eight million candidates: in one piece they take a gigabyte."""
+    code = (
+        "import resource\nfrom tests.validate.test_leaks import find_twins, fixed_camera, pairs_of\n"
+        f"pairs = pairs_of(fixed_camera(5_000, {noise}), 1_000)\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "found = find_twins(pairs, 'train', 'test', 2).height\n"
+        "print(found, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    found, megabytes = map(int, done.stdout.split())
+    assert found == (0 if noise else 4_000)
+    assert megabytes < 300
 
 
 def test_hundred_thousand_pairs_are_compared_in_seconds():

@@ -84,6 +84,23 @@ def test_a_truncated_png_is_quarantined_with_every_pair_it_serves(raw, keep):
     assert all(f"{KEY} " in reason and "restore the file" in reason for reason in reasons.values())
 
 
+def test_near_infrared_is_no_transparency_and_what_hides_a_picture_is_named(raw):
+    """Each white picture would also be near to every other: a training pair would be lost as a test pair's double."""
+    for folder, kind in (("images", "default"), ("nsc_images", "nonsemantic")):
+        for scene in (5, 8, 12):
+            path = raw / f"{folder}/CLEVR_{kind}_{scene:06d}.png"
+            image = Image.open(path).convert("RGB")
+            image.putalpha(scene)
+            image.save(path, "PNG" if scene == 5 else "TIFF")
+    reasons = ingest_and_validate(raw)
+    assert reasons.keys() == {"mini/000005.png", "mini/000005.png_n"}
+    for reason in reasons.values():
+        assert re.search(
+            r"000005\.png is blank once decoded: its fourth band .*at most 5 of 255.*; save it without", reason
+        )
+        assert "restore" not in reason
+
+
 @pytest.mark.fault("17")
 def test_an_empty_reference_is_kept(raw):
     edit_json(raw / "change_captions.json", lambda references: references[KEY].append(""))
@@ -496,6 +513,8 @@ def test_every_output_is_equal_in_another_process_with_and_without_cache(raw):
     [
         ("max_quarantined_share", 0, -0.1),
         ("max_quarantined_share", 1, 1.1),
+        ("max_leaked_share", 0, -0.1),
+        ("max_leaked_share", 1, 1.1),
         ("max_caption_chars", 1, 0),
         ("max_image_pixels", 1, 0),
         ("near_duplicate_max_diff", 0, -1),
@@ -504,7 +523,7 @@ def test_every_output_is_equal_in_another_process_with_and_without_cache(raw):
 )
 def test_the_section_s_limits_are_kept(field, least, too_little):
     fields = {"max_quarantined_share": 0, "max_caption_chars": 9, "max_image_pixels": 9, "allow_test_leakage": False}
-    fields |= {"near_duplicate_max_diff": None, "allow_lost_test_pairs": False}
+    fields |= {"near_duplicate_max_diff": None, "allow_lost_test_pairs": False, "max_leaked_share": 0}
     assert getattr(Validate.model_validate(fields | {field: least}), field) == least
     with pytest.raises(ValueError, match=field):
         Validate.model_validate(fields | {field: too_little})
