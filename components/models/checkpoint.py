@@ -197,8 +197,8 @@ def _unknown(folder: Path) -> str:
         return f"half of a folder of adapters; name the whole: {folder.parent}"
     if (folder / "adapter_config.json").is_file():
         return (
-            f"adapters in peft's layout without {MANIFEST}, which m3diff does not load; load their base by transformers "
-            f"and lay them over it: peft.PeftModel.from_pretrained(base, {str(folder)!r})"
+            f"adapters in peft's layout without {MANIFEST}, which m3diff does not load; load their base by "
+            f"transformers and lay them over it: peft.PeftModel.from_pretrained(base, {str(folder)!r})"
         )
     lost = f"no {MANIFEST}, so it is no checkpoint or was not written to its end"
     if tracked := _tracked(folder):

@@ -1,4 +1,4 @@
-"""A copied folder of a model is loaded whatever people do to its card; what is loaded is checked, and said in a line."""
+"""A copied model is loaded whatever people do to its card; what is loaded is checked, and a fault is one line."""
 
 import json
 import re
@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from components.__main__ import DATA_REFUSED, main
 from components.export.hub.folder import export_hub
 from components.models.checkpoint import export_checkpoint
-from tests.export.test_hub import bare, make_run
-from tests.tiny import BASE, colour_image, tiny_checkpoint
+from tests.export.test_hub import make_run
+from tests.tiny import BASE, colour_image
 from tests.toy import REPOSITORY
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 193820\n"
