@@ -70,8 +70,9 @@ class CalledWithPairs:
         for question in questions:
             if found := [token for token in special if token in question]:
                 raise ValueError(
-                    "text: the question alone, without special tokens, or what `apply_chat_template` makes of one turn of "
-                    f"the user with two images and a question, add_generation_prompt=True; found {found[0]} in {question!r}"
+                    "text: the question alone, without special tokens, or what `apply_chat_template` makes of one turn "
+                    "of the user with two images and a question, add_generation_prompt=True; found "
+                    f"{found[0]} in {question!r}"
                 )
         return questions
 
