@@ -553,7 +553,7 @@ def test_a_version_takes_over_while_requests_run_and_none_is_lost(tmp_path, talk
 
 
 def test_the_alias_is_followed_and_a_version_that_cannot_be_loaded_leaves_the_one_before(tmp_path, talk, capsys):
-    names = {2: "broken", 3: "third"}
+    names = {2: "broken", 3: "cut off", 4: "third"}
     folders = {number: write_toy(tmp_path / word, word) for number, word in names.items()}
     alias = [1]
 
@@ -562,14 +562,16 @@ def test_the_alias_is_followed_and_a_version_that_cannot_be_loaded_leaves_the_on
             return source(folders[alias[0]], alias[0])
 
         following = asyncio.create_task(service.models.follow(lambda: f"m3diff/{alias[0]}", find, 0.02))
-        for number, want in ((2, "m3diff/1"), (3, "m3diff/3")):
+        for number, want in ((2, "m3diff/1"), (3, "m3diff/1"), (4, "m3diff/4")):
             alias[0] = number
             await asyncio.sleep(0.3)
             assert (await client.post("/caption", **form(BEFORE, AFTER))).json()["model"] == want
         following.cancel()
         said = capsys.readouterr()
-        assert said.err.count("goes on with m3diff/1; the next version could not be had: model.safetensors") == 1
-        assert said.out == "m3diff serve: answers now with m3diff/3\n"
+        for told in ("model.safetensors: sha256 differs", "model.safetensors: cut off; fetch"):
+            assert said.err.count(f"goes on with m3diff/1; the next version could not be had: {told}") == 1
+        assert said.out == "m3diff serve: answers now with m3diff/4\n"
+        assert {each.removed for each in service.made[:-1]} == {True}, "no damaged one is left in memory"
 
     talk(conversation)
 
