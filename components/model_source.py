@@ -73,6 +73,20 @@ def load(source: Source) -> "Captioner":
         raise DataError(str(error)) from error
 
 
+def see_base(folder: Path) -> None:
+    """See that the files of a base can be read; nothing where it is not there.
+
+    Raises:
+        DataError: weights are cut off or a file is no JSON; names the file.
+    """
+    from components.models.checkpoint import CheckpointError, see_whole_files
+
+    try:
+        see_whole_files(folder)
+    except CheckpointError as error:
+        raise DataError(str(error)) from error
+
+
 def version_of(tracking_uri: str, model_name: str, alias: str) -> str:
     """`<model>/<version>` that an alias names at the moment.
 

@@ -92,10 +92,30 @@ def _see_file(folder: Path, name: str, want: str | None) -> None:
     if want is not None and (got := _sha256(path)) != want:
         raise CheckpointError(f"{path}: sha256 {got[:12]} but the manifest says {want[:12]}; {_remedy(folder, name)}")
     if want is None and name.endswith(".json"):
-        try:
-            json.loads(path.read_bytes())
-        except ValueError as error:
-            raise CheckpointError(f"{path}: not JSON ({error}); {_remedy(folder, name)}") from error
+        _see_json(path, _remedy(folder, name))
+
+
+def _see_json(path: Path, remedy: str) -> None:
+    """Raises CheckpointError for a file that is no JSON."""
+    _see_no_pointer(path)
+    try:
+        json.loads(path.read_bytes())
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not JSON ({error}); {remedy}") from error
+
+
+def see_whole_files(folder: Path) -> None:
+    """See that weights and JSON below the folder of a base, which has no manifest, can be read.
+
+    Raises:
+        CheckpointError: one is cut off, a pointer of Git LFS or no JSON; names the file.
+    """
+    found = [path for path in _files(folder) if not is_hidden(path, folder)]
+    for path in found:
+        if path.suffix == ".json":
+            _see_json(path, "fetch it again")
+    for place in sorted({path.parent for path in found if path.suffix == WEIGHTS}):
+        _shapes(place)
 
 
 def _see_no_pointer(path: Path) -> None:

@@ -304,8 +304,12 @@ def _explained(kind: type[Strict], where: str | None, fault: Any) -> RequestRefu
 
 def _place(kind: type[Strict], loc: tuple[int | str, ...]) -> type[Strict]:
     """What the field at the end of a path is a field of: messages.0.content.1.image_url.image_url.detail."""
-    parts: dict[Any, type[Strict]] = {"text": TextPart, "image_url": ImagePart}
-    return {1: kind, 3: Message, 6: parts.get(loc[4], kind) if len(loc) > 4 else kind}.get(len(loc), ImageAddress)
+    if len(loc) == 1:
+        return kind
+    if len(loc) == 3:
+        return Message
+    parts: dict[int | str, type[Strict]] = {"text": TextPart, "image_url": ImagePart}
+    return parts.get(loc[4], kind) if len(loc) == 6 else ImageAddress
 
 
 def _from_data_url(field: str, url: str) -> bytes:
