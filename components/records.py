@@ -6,9 +6,6 @@ read by column and any tool (DuckDB, polars, `datasets`) can open them. Both car
 depends on a sample depends on the bytes of its images, and on nothing else in their folder.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Literal, get_args
 
 import pyarrow as pa
@@ -78,19 +75,3 @@ SAMPLE_SCHEMA = pa.schema(
 
 class DataError(ValueError):
     """Something in the user's data is wrong. The text names file, row, field, rule, value and remedy."""
-
-
-@contextmanager
-def readable(path: Path, remedy: str = "run `dvc repro`, which writes it again") -> Iterator[None]:
-    """Around the reading of one file, and of nothing else.
-
-    Raises:
-        DataError: it is cut off, empty or of another kind, which each library says in its own way.
-    """
-    try:
-        yield
-    except (DataError, MemoryError):
-        raise
-    except Exception as error:
-        said = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise DataError(f"{path}: cannot be read ({said}); {remedy}") from error

@@ -22,7 +22,8 @@ from components.evaluate.report.images import ImageStore, rights_of
 from components.evaluate.report.report import templates
 from components.evaluate.report.tables import Row, Table, difference, in_papers_units, plain
 from components.files import write_atomic
-from components.records import DataError, readable
+from components.readable import readable
+from components.records import DataError
 
 INSIDE_MB = 24
 """Of images; of more, all stand in a folder beside the page."""

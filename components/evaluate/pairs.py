@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from components.records import NO_CHANGE, DataError, readable
+from components.readable import readable
+from components.records import NO_CHANGE, DataError
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ from components.datasets import DATASETS
 from components.datasets.spec import check_licence
 from components.ingest.params import DatasetEntry
 from components.progress import progress
-from components.records import SPLITS, DataError, readable
+from components.readable import readable
+from components.records import SPLITS, DataError
 
 
 def export_llava(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from components.plan.workload import read_columns
-from components.records import readable
+from components.readable import readable
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -13,7 +13,7 @@ from components.datasets import DATASETS
 from components.datasets.spec import DatasetSpec, SplitCount
 from components.ingest.params import DatasetEntry
 from components.models.family import PairProcessor
-from components.records import readable
+from components.readable import readable
 from components.section import ParamsError
 
 if TYPE_CHECKING:

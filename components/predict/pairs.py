@@ -7,7 +7,8 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow.parquet as pq
 
-from components.records import DataError, readable
+from components.readable import readable
+from components.records import DataError
 
 CONTROL_SEED = 0
 

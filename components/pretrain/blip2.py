@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer, Blip2ForConditionalGeneration, LlavaOnevisionForConditionalGeneration
 
-from components.model_source import see_base
 from components.models.blip2idc.configuration import Blip2IDCConfig
 from components.models.blip2idc.processing import Blip2IDCImageProcessor, Blip2IDCProcessor
 from components.pretrain.curriculum import DESCRIBE, QUESTIONS
@@ -120,7 +119,6 @@ def load(cfg: Pretrain, own: Blip2) -> Blip2Base:
     """Raises ParamsError where `start` is no LLaVA-OneVision of the recipe's width."""
     if not (own.start / "config.json").is_file():
         raise ParamsError(f"pretrain.blip2.start: {own.start} has no config.json; name a base as `make base` makes it")
-    see_base(own.start)
     llava: Any = LlavaOnevisionForConditionalGeneration.from_pretrained(own.start)
     if (found := llava.config.text_config.hidden_size) != cfg.width:
         raise ParamsError(f"pretrain.width: {own.start} is {found} wide, found {cfg.width}; write {found}")

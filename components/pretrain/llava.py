@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from transformers import LlavaConfig, LlavaForConditionalGeneration, LlavaOnevisionForConditionalGeneration
 from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
-from components.model_source import see_base
 from components.models.m3diff.processing import M3DiffImageProcessor, M3DiffProcessor
 from components.pretrain.llava_onevision import LlavaOneVision
 from components.pretrain.params import Llava, Pretrain
@@ -72,7 +71,6 @@ def load(cfg: Pretrain, own: Llava) -> LlavaBase:
     """Raises ParamsError where `start` is no LLaVA-OneVision of the recipe's sizes."""
     if not (own.start / "config.json").is_file():
         raise ParamsError(f"pretrain.llava.start: {own.start} has no config.json; name a base as `make base` makes it")
-    see_base(own.start)
     start: Any = LlavaOnevisionForConditionalGeneration.from_pretrained(own.start)
     vision = start.config.vision_config
     sizes = {"width": vision.hidden_size, "vision_px": vision.image_size, "patch_px": vision.patch_size}

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.tracking import MlflowClient
 
-from components.records import readable
+from components.readable import readable
 from components.register.stage import SCORES, has_artifact, run_of
 
 

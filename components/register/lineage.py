@@ -16,7 +16,8 @@ from pydantic import BaseModel, ConfigDict
 
 from components.files import sha256_of_folder
 from components.params import Params, Paths
-from components.records import DataError, readable
+from components.readable import readable
+from components.records import DataError
 from components.register.params import Register
 from components.runs import FLOW_RUN, TOKENS, VERSION, WEIGHTS, weights_sha256
 

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from components.datasets import DATASETS
 from components.datasets.spec import check_licence
 from components.ingest.params import DatasetEntry
-from components.records import DataError, readable
+from components.readable import readable
+from components.records import DataError
 
 
 class Example(NamedTuple):

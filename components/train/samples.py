@@ -17,7 +17,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from components.files import sha256
-from components.records import DataError, readable
+from components.readable import readable
+from components.records import DataError
 from components.train.phase import DatasetFilter
 
 T = TypeVar("T")

@@ -12,7 +12,8 @@ from components.datasets import DATASETS
 from components.datasets.spec import DatasetSpec, check_licence
 from components.files import sha256
 from components.ingest.params import DatasetEntry
-from components.records import NO_CHANGE, DataError, readable
+from components.readable import readable
+from components.records import NO_CHANGE, DataError
 from components.register.lineage import Lineage
 
 
