@@ -119,10 +119,12 @@ def train(args: argparse.Namespace) -> None:
     params = parameters(args)
     check_paths(params, "train")
     model, mixture = params.models[params.train.model], params.paths.mixture
+    from components.model_source import see_base
     from components.plan.plan import check_memory
     from components.plan.words import count_words
     from components.train.stage import train as run
 
+    see_base(params.train.base)
     check_memory(params.train, model, params.compute, params.ingest.datasets, params.convert, mixture)
     if (words := count_words(params.train.base, mixture)) and (warning := words.warning()):
         print(f"train: warning: {warning}", flush=True)
@@ -241,9 +243,11 @@ def prune(args: argparse.Namespace) -> int:
 def plan(args: argparse.Namespace) -> None:
     params = parameters(args)
     model = params.models[params.train.model]
+    from components.model_source import see_base
     from components.plan.plan import alignment_lines, check_fits, make_plan, plan_alignment, print_plan, short_run
     from components.plan.words import count_words
 
+    see_base(params.train.base)
     run = params.train, model, params.compute, params.ingest.datasets, params.convert, params.paths.mixture
     made, (before, uncounted) = make_plan(*run), plan_alignment(*run)
     kind = args.gpu or params.compute.gpu_kind

@@ -1,6 +1,7 @@
 """The model that is asked for: a version of the registry by number or alias, or a folder that holds a checkpoint."""
 
 import hashlib
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -35,17 +36,20 @@ def find(tracking_uri: str, model_name: str, model: str, base: Path, max_new_tok
         max_new_tokens: of a folder; a version knows its own.
 
     Raises:
-        DataError: there is no such folder or version, or MLflow has lost its checkpoint.
-        CheckpointError: the folder was not written to its end.
+        DataError: there is no such folder or version, MLflow has lost its checkpoint, or the folder holds no model.
         TrackingUnavailableError: MLflow does not answer.
     """
-    from components.models.checkpoint import MANIFEST, is_adapters, read_manifest
+    from components.models.checkpoint import CheckpointError, is_adapters, read_manifest
 
     folder = Path(model)
     if folder.is_dir():
         folder = folder / "checkpoint" if (folder / "checkpoint").is_dir() else folder
-        read_manifest(folder)
-        name = f"sha256-{hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()[:12]}"
+        try:
+            manifest = read_manifest(folder)
+        except CheckpointError as error:
+            raise DataError(str(error)) from error
+        as_written = f"{json.dumps(manifest, indent=2)}\n".encode()
+        name = f"sha256-{hashlib.sha256(as_written).hexdigest()[:12]}"
     else:
         name, folder, max_new_tokens = _download(tracking_uri, model_name, model, max_new_tokens)
     return Source(f"{model_name}/{name}", folder, max_new_tokens, base if is_adapters(folder) else None)
@@ -55,14 +59,32 @@ def load(source: Source) -> "Captioner":
     """Load it.
 
     Raises:
-        CheckpointError: the checkpoint is incomplete, or its base is not there or another.
+        DataError: the checkpoint is incomplete or damaged, or its base is not there or another; names the file.
     """
     from transformers.utils import logging
 
+    from components.models.checkpoint import CheckpointError
     from components.models.generation import load_captioner
 
     logging.disable_progress_bar()  # a second at most, and its line would stand beside the caption
-    return load_captioner(source.folder, source.max_new_tokens, base=source.base)
+    try:
+        return load_captioner(source.folder, source.max_new_tokens, base=source.base)
+    except CheckpointError as error:
+        raise DataError(str(error)) from error
+
+
+def see_base(folder: Path) -> None:
+    """See that the files of a base can be read; nothing where it is not there.
+
+    Raises:
+        DataError: weights are cut off or a file is no JSON; names the file.
+    """
+    from components.models.checkpoint import CheckpointError, see_whole_files
+
+    try:
+        see_whole_files(folder)
+    except CheckpointError as error:
+        raise DataError(str(error)) from error
 
 
 def version_of(tracking_uri: str, model_name: str, alias: str) -> str:

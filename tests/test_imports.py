@@ -26,6 +26,7 @@ SHARED = {
     "image_check",
     "images",
     "model_source",
+    "readable",
     "saliency",
     "runs",
     "tracking",

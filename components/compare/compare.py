@@ -22,6 +22,7 @@ from components.evaluate.report.images import ImageStore, rights_of
 from components.evaluate.report.report import templates
 from components.evaluate.report.tables import Row, Table, difference, in_papers_units, plain
 from components.files import write_atomic
+from components.readable import readable
 from components.records import DataError
 
 INSIDE_MB = 24
@@ -73,7 +74,8 @@ def compare(first: Path, second: Path, records: Path, clean: Path, out: Path) ->
 def read_scores(path: Path) -> pa.Table:
     if not path.is_file():
         raise DataError(f"{path}: no such file; name the folder that evaluate wrote for a run, such as data/07_report")
-    table = pq.read_table(path)
+    with readable(path, "fetch it again, or run `m3diff evaluate` there"):
+        table = pq.read_table(path)
     missing = [name for name in ("protocol", "id", "prediction") if name not in table.column_names]
     if missing:
         raise DataError(

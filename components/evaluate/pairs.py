@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from components.readable import readable
 from components.records import NO_CHANGE, DataError
 
 
@@ -83,7 +84,8 @@ def read_test_records(path: Path) -> list[dict[str, Any]]:
     """
     import pyarrow.parquet as pq
 
-    rows: list[dict[str, Any]] = pq.read_table(path, filters=[("split", "=", "test")]).to_pylist()
+    with readable(path):
+        rows: list[dict[str, Any]] = pq.read_table(path, filters=[("split", "=", "test")]).to_pylist()
     if not rows:
         raise DataError(f"{path}: no record of the split 'test', so there is nothing to score")
     return rows
@@ -136,7 +138,8 @@ def read_predictions(path: Path, known: set[str]) -> dict[str, str]:
 
 def _report(path: Path) -> dict[str, Any]:
     """How many predictions predict says that it wrote, so that none was lost since; nothing without a report."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    with readable(path):
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def _refuse_missing(path: Path, ids: set[str]) -> None:

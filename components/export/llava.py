@@ -23,6 +23,7 @@ from components.datasets import DATASETS
 from components.datasets.spec import check_licence
 from components.ingest.params import DatasetEntry
 from components.progress import progress
+from components.readable import readable
 from components.records import SPLITS, DataError
 
 
@@ -62,8 +63,11 @@ def export_llava(
 
 def _check_licences(shards: list[Path], entries: Mapping[str, DatasetEntry], allow_unlicensed: bool) -> None:
     """Print what the licences ask for; raises DataError for a dataset that may not be passed on or is unknown."""
-    names = sorted({name for shard in shards for name in pl.read_parquet(shard, columns=["dataset"])["dataset"]})
-    for name in names:
+    names: set[str] = set()
+    for shard in shards:
+        with readable(shard):
+            names |= set(pl.read_parquet(shard, columns=["dataset"])["dataset"])
+    for name in sorted(names):
         if name not in entries:
             raise DataError(f"{name}: in the samples, but not in ingest.datasets; run `m3diff convert` again")
         if notice := check_licence(DATASETS[entries[name].reader], "redistribute", allow_unlicensed):

@@ -7,15 +7,17 @@ the family, the base with the hash of its content, and the hash of every file.
 
 import hashlib
 import json
+import logging
 import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -25,6 +27,12 @@ from components.models.tuning import is_adapted, is_adapter, merge, trainable_na
 
 MANIFEST = "manifest.json"
 ADAPTERS, LORA, TUNED = "adapters", "lora", "tuned.safetensors"
+WEIGHTS = ".safetensors"
+READ = (".json", ".jinja", ".txt", ".model")
+"""What is read of a model beside its weights; its card, code and pictures are not."""
+GIT_LFS = b"version https://git-lfs"
+
+logger = logging.getLogger(__name__)
 
 
 class CheckpointError(ValueError):
@@ -41,43 +49,202 @@ def write_manifest(folder: Path, **facts: Any) -> None:
 
 
 def verify_manifest(folder: Path) -> dict[str, Any]:
-    """Check a checkpoint folder against its manifest and return it.
+    """Check every file of a checkpoint folder against its manifest and return it.
 
     Raises:
         CheckpointError: no manifest (half written), or a file is missing or differs; names the file.
     """
     manifest = read_manifest(folder)
     for name, want in manifest["files"].items():
-        path = folder / name
-        if not path.is_file():
-            raise CheckpointError(f"{path}: missing, though the manifest names it; restore it with `dvc checkout`")
-        if (got := _sha256(path)) != want:
-            raise CheckpointError(
-                f"{path}: sha256 {got[:12]} but the manifest says {want[:12]}; restore it with `dvc checkout`"
-            )
+        _see_file(folder, name, want)
     return manifest
+
+
+def verify_loaded(folder: Path) -> dict[str, Any]:
+    """Check the files that a model is loaded from against its manifest and return it.
+
+    The weights must be the manifest's. Configuration and tokenizer may have been edited, of which a warning tells. The
+    card and the code may be edited or absent.
+
+    Raises:
+        CheckpointError: weights are missing or differ, another file is missing or cannot be read; names the file.
+    """
+    manifest = read_manifest(folder)
+    for name, want in _loaded(manifest).items():
+        _see_file(folder, name, want if name.endswith(WEIGHTS) else None)
+    if edited := [name for name in edited_files(folder) if (folder / MANIFEST).is_file()]:
+        logger.warning("%s: edited since it was written, used as it is now: %s", folder, ", ".join(edited))
+    return manifest
+
+
+def _loaded(manifest: Mapping[str, Any]) -> dict[str, str]:
+    """Files that a model is loaded from. A whole model's adapters are not read beside it."""
+    files = manifest["files"].items()
+    return {name: sha for name, sha in files if name.endswith((WEIGHTS, *READ)) and not name.startswith(f"{ADAPTERS}/")}
+
+
+def _see_file(folder: Path, name: str, want: str | None) -> None:
+    """Raises CheckpointError where a file is missing, is a pointer, or has not the digest that is wanted."""
+    path = folder / name
+    if not path.is_file():
+        raise CheckpointError(f"{path}: missing, though the manifest names it; {_remedy(folder, name)}")
+    _see_no_pointer(path)
+    if want is not None and (got := _sha256(path)) != want:
+        raise CheckpointError(f"{path}: sha256 {got[:12]} but the manifest says {want[:12]}; {_remedy(folder, name)}")
+    if want is None and name.endswith(".json"):
+        _see_json(path, _remedy(folder, name))
+
+
+def _see_json(path: Path, remedy: str) -> None:
+    """Raises CheckpointError for a file that is no JSON."""
+    _see_no_pointer(path)
+    try:
+        json.loads(path.read_bytes())
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not JSON ({error}); {remedy}") from error
+
+
+def see_whole_files(folder: Path) -> None:
+    """See that weights and JSON below the folder of a base, which has no manifest, can be read.
+
+    Raises:
+        CheckpointError: one is cut off, a pointer of Git LFS or no JSON; names the file.
+    """
+    found = [path for path in _files(folder) if not is_hidden(path, folder)]
+    for path in found:
+        if path.suffix == ".json":
+            _see_json(path, "fetch it again")
+    for place in sorted({path.parent for path in found if path.suffix == WEIGHTS}):
+        _shapes(place)
+
+
+def _see_no_pointer(path: Path) -> None:
+    """Raises CheckpointError for what git leaves in a file's place where Git LFS was not there."""
+    with path.open("rb") as file:
+        if file.read(len(GIT_LFS)) == GIT_LFS:
+            raise CheckpointError(
+                f"{path}: a Git LFS pointer, not the file itself; run `git lfs install && git lfs pull` in "
+                f"{path.parent}, or download the folder again"
+            )
+
+
+def _remedy(folder: Path, name: str) -> str:
+    """How a file can be had again: from DVC where it tracks the folder, else from where the folder came."""
+    if tracked := _tracked(folder):
+        return f"restore it with `dvc checkout {tracked}`"
+    saved = "; if you saved the model here again on purpose, delete manifest.json" if name.endswith(WEIGHTS) else ""
+    return f"fetch the folder again from where it came, or export it again{saved}"
+
+
+def _tracked(folder: Path) -> str | None:
+    """The output of a stage that a folder is or lies in, as dvc.lock of its checkout names it; None without one."""
+    place = folder.resolve()
+    for root in place.parents:
+        lock = root / "dvc.lock"
+        if (root / ".dvc").is_dir() and lock.is_file():
+            text, inner = lock.read_text(encoding="utf-8"), place.relative_to(root)
+            return next((str(out) for out in (inner, *inner.parents) if f"- path: {out}\n" in text), None)
+    return None
+
+
+def edited_files(folder: Path) -> list[str]:
+    """Of the files that are read beside the weights those that differ from the manifest, line ends aside; all of them
+    where there is no manifest."""
+    manifest = read_manifest(folder)
+    read = {name: want for name, want in _loaded(manifest).items() if name.endswith(READ)}
+    if not (folder / MANIFEST).is_file():
+        return sorted(read)
+    plain = {name: (folder / name).read_bytes().replace(b"\r\n", b"\n") for name in read if (folder / name).is_file()}
+    return sorted(name for name, data in plain.items() if hashlib.sha256(data).hexdigest() != read[name])
+
+
+@contextmanager
+def edits_named(folder: Path) -> Iterator[None]:
+    """Raises CheckpointError for any error of reading a model within it where its folder has files that were edited,
+    and names them; elsewhere the error is a bug and passes."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        if not (edited := edited_files(folder)):
+            raise
+        said = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise CheckpointError(
+            f"{folder}: cannot be loaded ({said}); restore what was edited since it was written: {', '.join(edited)}"
+        ) from error
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest, its files not looked at. Raises CheckpointError where it is missing or is none."""
+    """The manifest, its files not looked at. A shared folder that transformers saved again has none: of it the family
+    and the hashes as they are.
+
+    Raises:
+        CheckpointError: it is missing or is none.
+    """
     file = folder / MANIFEST
     if not file.is_file():
-        raise CheckpointError(f"{folder}: no {MANIFEST}, so it was not written to its end; delete it and train again")
+        return _saved_again(folder)
+    _see_no_pointer(file)
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise CheckpointError(f"{file}: not JSON ({error}); restore it with `dvc checkout`") from error
+        raise CheckpointError(f"{file}: not JSON ({error}); {_remedy(folder, MANIFEST)}") from error
     if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
-        raise CheckpointError(f"{file}: has no list of files; restore it with `dvc checkout`")
+        raise CheckpointError(f"{file}: has no list of files; {_remedy(folder, MANIFEST)}")
     return manifest
+
+
+def _saved_again(folder: Path) -> dict[str, Any]:
+    """Family and files of a folder without a manifest, whose processor is a shared one's.
+
+    Raises:
+        CheckpointError: it has no such processor, so that nothing says what it holds.
+    """
+    try:
+        config = json.loads((folder / "processor_config.json").read_bytes())
+        processor = config["auto_map"]["AutoProcessor"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise CheckpointError(f"{folder}: {_unknown(folder)}") from None
+    family = next((name for name in FAMILIES if f"processing_{name}." in processor), None)
+    files = (path for path in _files(folder) if path.parent == folder and path.name.endswith((WEIGHTS, *READ)))
+    return {"family": family, "files": {path.name: _sha256(path) for path in files if path.name[0] != "."}}
+
+
+def _unknown(folder: Path) -> str:
+    """Why a folder without a manifest cannot be loaded, and what to do."""
+    if folder.name == LORA and (folder.parent / TUNED).is_file():
+        return f"half of a folder of adapters; name the whole: {folder.parent}"
+    if (folder / "adapter_config.json").is_file():
+        return (
+            f"adapters in peft's layout without {MANIFEST}, which m3diff does not load; load their base by "
+            f"transformers and lay them over it: peft.PeftModel.from_pretrained(base, {str(folder)!r})"
+        )
+    lost = f"no {MANIFEST}, so it is no checkpoint or was not written to its end"
+    if tracked := _tracked(folder):
+        return f"{lost}; restore it with `dvc checkout {tracked}`, or delete it and train again"
+    return (
+        f"{lost}; name a folder that training, `m3diff export` or `m3diff export --hub` wrote, or fetch it again from "
+        "where it came. A shared model that was saved again needs its processor, too: AutoProcessor.from_pretrained("
+        f"SHARED_FOLDER, trust_remote_code=True).save_pretrained({str(folder)!r})"
+    )
 
 
 def folder_sha256(folder: Path) -> str:
     """Hex digest over the names and contents of all files below a folder: names a base by what is in it."""
+    return _sha256_of(folder, _files(folder))
+
+
+def _sha256_of(folder: Path, files: Iterable[Path]) -> str:
     digest = hashlib.sha256()
-    for path in _files(folder):
+    for path in files:
         digest.update(f"{path.relative_to(folder).as_posix()}\0{_sha256(path)}\n".encode())
     return digest.hexdigest()
+
+
+def is_hidden(path: Path, folder: Path) -> bool:
+    """Whether other programs left it below a folder: .DS_Store, ._model.safetensors, .git, .cache."""
+    return any(part.startswith(".") for part in path.relative_to(folder).parts)
 
 
 def _files(folder: Path) -> list[Path]:
@@ -158,17 +325,19 @@ def _see_whole(merged: Any, folder: Path) -> None:
     distinct = {id(tensor): tensor.numel() for tensor in merged.state_dict(keep_vars=True).values()}  # once where tied
     want, found = sum(distinct.values()), sum(math.prod(shape) for shape in _shapes(folder).values())
     if found != want:
-        raise CheckpointError(
-            f"{folder}: {found:,} numbers were written, but the model has {want:,}: a weight is missing"
-        )
+        raise CheckpointError(f"{folder}: holds {found:,} numbers, but the model has {want:,}: a weight is missing")
 
 
 def _shapes(folder: Path) -> dict[str, list[int]]:
-    """Of each tensor in the folder's own files."""
+    """Of each tensor in the folder's own files. Raises CheckpointError for a file that holds none."""
     shapes: dict[str, list[int]] = {}
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118  # no mapping
+    for path in folder.glob(f"[!.]*{WEIGHTS}"):
+        _see_no_pointer(path)
+        try:
+            with safe_open(path, framework="pt") as file:
+                shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118  # no mapping
+        except SafetensorError as error:
+            raise CheckpointError(f"{path}: not a whole safetensors file ({error}); fetch it again") from error
     return shapes
 
 
@@ -186,17 +355,23 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32, base: Path | No
         CheckpointError: the folder is incomplete, damaged or of an unknown family, or the base is not where or what
             its manifest says.
     """
-    manifest = verify_manifest(folder)
+    manifest = verify_loaded(folder)
     family = _family(folder, manifest)
-    if is_adapters(folder):
-        return _load_adapters(folder, manifest, family, dtype, base), family
-    return family.load(folder, dtype, None), family
+    with edits_named(folder):
+        if is_adapters(folder):
+            return _load_adapters(folder, manifest, family, dtype, base), family
+        if (folder / MANIFEST).is_file():
+            return family.load(folder, dtype, None), family
+        _shapes(folder)  # names a damaged file
+        model = family.load(folder, dtype, None)
+        _see_whole(model, folder)
+        return model, family
 
 
 def _family(folder: Path, manifest: Mapping[str, Any]) -> Family:
     name = manifest.get("family")
     if name not in FAMILIES:
-        raise CheckpointError(f"{folder / MANIFEST}: family {name!r} is none of {', '.join(FAMILIES)}; train again")
+        raise CheckpointError(f"{folder / MANIFEST}: family {name!r} is none of {', '.join(FAMILIES)}; update m3diff")
     return FAMILIES[name]
 
 
@@ -221,19 +396,23 @@ def _load_adapters(
 
 def _base(folder: Path, manifest: Mapping[str, Any], base: Path | None) -> Path:
     base = base or (folder / manifest["base"]).resolve()
+    named = "name it with `--base FOLDER` (in Python base=)"
     if not (base / "config.json").is_file():
-        raise CheckpointError(f"{folder}: its base is not at {base}; pass base= to say where it is")
-    if (got := folder_sha256(base)) != manifest["base_sha256"]:
+        raise CheckpointError(f"{folder}: holds adapters, whose base is not at {base}; {named}")
+    for path in base.glob(f"[!.]*{WEIGHTS}"):
+        _see_no_pointer(path)
+    want, got = manifest["base_sha256"], folder_sha256(base)
+    if want not in (got, _sha256_of(base, [path for path in _files(base) if not is_hidden(path, base)])):
         raise CheckpointError(
-            f"{folder}: was trained on a base of sha256 {manifest['base_sha256'][:12]}, but {base} has {got[:12]}; "
-            "pass base= to name the right one"
+            f"{folder}: was trained on a base of sha256 {want[:12]}, but {base} has {got[:12]}; fetch that base as it "
+            f"was published, every file unchanged, and {named}"
         )
     return base
 
 
 def place_on_base(adapters: Path, base: Path) -> None:
     """Let the manifest of a folder of adapters, which lies elsewhere now, lead to their base."""
-    facts = {name: value for name, value in verify_manifest(adapters).items() if name not in ("files", "base")}
+    facts = {name: value for name, value in verify_loaded(adapters).items() if name not in ("files", "base")}
     write_manifest(adapters, **facts, base=os.path.relpath(base, adapters))
 
 
@@ -250,6 +429,6 @@ def export_checkpoint(checkpoint: Path, out: Path, adapters: bool) -> None:
     manifest = verify_manifest(source)
     if out.exists():
         raise CheckpointError(f"{out}: exists; name a folder that does not")
-    shutil.copytree(source, out, ignore=shutil.ignore_patterns(ADAPTERS, MANIFEST))
+    shutil.copytree(source, out, ignore=shutil.ignore_patterns(ADAPTERS, MANIFEST, ".*"))
     facts = {name: value for name, value in manifest.items() if name not in ("files", "base")}
     write_manifest(out, **facts, base=os.path.relpath(source / manifest["base"], out))

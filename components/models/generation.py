@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from components.models.checkpoint import load_model
+from components.models.checkpoint import edits_named, load_model
 from components.models.device import Device
 from components.models.family import Family, PairProcessor
 
@@ -76,4 +76,6 @@ def load_captioner(
     if device is None:
         device = Device(gpu=True, precision="bf16") if torch.cuda.is_available() else Device(False, "fp32")
     model, family = load_model(checkpoint, device.dtype, base)
-    return Captioner(model.to(device.torch), family.load_processor(checkpoint, model.config), family, max_new_tokens)
+    with edits_named(checkpoint):
+        processor = family.load_processor(checkpoint, model.config)
+    return Captioner(model.to(device.torch), processor, family, max_new_tokens)

@@ -5,6 +5,9 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from components.plan.workload import read_columns
+from components.readable import readable
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
@@ -41,15 +44,16 @@ class Words(NamedTuple):
 
 def count_words(base: Path, mixture: Path) -> Words | None:
     """Count over the training samples; None where there are none, or the base has no `tokenizer.json`."""
-    import polars as pl
     from tokenizers import Tokenizer
 
     shards = sorted((mixture / "train").glob("*.parquet"))
     if not shards or not (base / "tokenizer.json").is_file():
         return None
-    tokenizer = Tokenizer.from_file(str(base / "tokenizer.json"))
+    with readable(base / "tokenizer.json", "fetch it again"):
+        tokenizer = Tokenizer.from_file(str(base / "tokenizer.json"))
     counts: Counter[str] = Counter()
-    for reference, times in pl.read_parquet(shards, columns=["reference"])["reference"].value_counts().iter_rows():
+    references = read_columns(shards, "reference")["reference"]
+    for reference, times in references.value_counts().iter_rows():
         for word in WORD.findall(reference):
             counts[word] += times
     found = [word for word, _ in counts.most_common() if is_spelled(tokenizer, word)]

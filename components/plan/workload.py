@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Siz
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from components.convert.paper_mixture import SAMPLES, training_counts
 from components.convert.params import Convert, Source
@@ -13,7 +13,11 @@ from components.datasets import DATASETS
 from components.datasets.spec import DatasetSpec, SplitCount
 from components.ingest.params import DatasetEntry
 from components.models.family import PairProcessor
+from components.readable import readable
 from components.section import ParamsError
+
+if TYPE_CHECKING:
+    import polars as pl
 
 PROMPT_TOKENS, REFERENCE_TOKENS = 29.0, 15.0
 """Estimates where no tokenizer is at hand: chat template and question without images, but of a family that asks none; a
@@ -128,14 +132,24 @@ def find_workload(
 
 def count_test_pairs(mixture: Path, entries: Mapping[str, DatasetEntry]) -> int | None:
     """Pairs to caption: the run's mixture's, counted, else the published ones; None where neither is known."""
-    import polars as pl
 
     if files := sorted((mixture / "test").glob("*.parquet")):
-        samples = pl.read_parquet(files, columns=["pair", "dataset"])
+        samples = read_columns(files, "pair", "dataset")
         if set(samples["dataset"].unique()) <= entries.keys():
             return samples["pair"].n_unique()
     parts = [DATASETS[entry.reader].part(name) for name, entry in entries.items()]
     return None if None in parts else sum(part.test.pairs for part in parts if part is not None)
+
+
+def read_columns(shards: Sequence[Path], *columns: str) -> "pl.DataFrame":
+    """These columns of the mixture's files, in their order. Raises DataError for a file that cannot be read."""
+    import polars as pl
+
+    parts = []
+    for shard in shards:
+        with readable(shard):
+            parts.append(pl.read_parquet(shard, columns=list(columns)))
+    return pl.concat(parts)
 
 
 def counted_workload(
@@ -145,7 +159,7 @@ def counted_workload(
     is one."""
     import polars as pl
 
-    samples = pl.read_parquet(folder / "*.parquet", columns=["pair", "dataset", "question", "reference"])
+    samples = read_columns(sorted(folder.glob("*.parquet")), "pair", "dataset", "question", "reference")
     samples = samples.with_columns(pl.col("pair").rle_id().alias("use"))  # the samples of a pair are neighbours
     samples = samples.filter(~pl.col("dataset").is_in(list(left_out)))
     if samples.is_empty():

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow.parquet as pq
 
+from components.readable import readable
 from components.records import DataError
 
 CONTROL_SEED = 0
@@ -35,7 +36,8 @@ def read_test_pairs(mixture: Path) -> list[PairSample]:
     """
     pairs: dict[str, PairSample] = {}
     for file in sorted((mixture / "test").glob("*.parquet")):
-        table = pq.read_table(file, columns=COLUMNS).to_pydict()
+        with readable(file):
+            table = pq.read_table(file, columns=COLUMNS).to_pydict()
         for row in zip(*(table[column] for column in COLUMNS), strict=True):
             pairs.setdefault(row[0], PairSample(*row))
     if not pairs:

@@ -1,12 +1,14 @@
 """The scores of a registered version, pair by pair, as MLflow keeps them."""
 
 import tempfile
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.tracking import MlflowClient
 
+from components.readable import readable
 from components.register.stage import SCORES, has_artifact, run_of
 
 
@@ -25,7 +27,9 @@ def stored_scores(client: MlflowClient, version: ModelVersion, on: str) -> pa.Ta
     for place in [*places, f"{scored_again(on)}/{SCORES}"]:
         if has_artifact(client, run_of(version), place):
             with tempfile.TemporaryDirectory() as scratch:
-                return pq.read_table(client.download_artifacts(run_of(version), place, scratch))
+                file = Path(client.download_artifacts(run_of(version), place, scratch))
+                with readable(file, f"MLflow's copy in run {run_of(version)} is damaged: evaluate and register again"):
+                    return pq.read_table(file)
     return None
 
 

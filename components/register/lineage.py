@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict
 
 from components.files import sha256_of_folder
 from components.params import Params, Paths
+from components.readable import readable
 from components.records import DataError
 from components.register.params import Register
 from components.runs import FLOW_RUN, TOKENS, VERSION, WEIGHTS, weights_sha256
@@ -216,7 +217,9 @@ def read_base_sha256(checkpoint: Path, base: Path) -> str:
     manifest = checkpoint / "manifest.json"
     if not manifest.is_file():
         raise DataError(f"{manifest}: no such file, so the checkpoint is incomplete; run `dvc repro --force train`")
-    trained_from, on_disk = json.loads(manifest.read_text())["base_sha256"], sha256_of_folder(base)
+    with readable(manifest, "run `dvc repro --force train`"):
+        trained_from = json.loads(manifest.read_text())["base_sha256"]
+    on_disk = sha256_of_folder(base)
     if trained_from != on_disk:
         raise DataError(
             f"{base}: its sha256 is {on_disk:.12}, but {manifest} was trained from {trained_from:.12}; "
@@ -255,9 +258,11 @@ def hash_test_set(paths: Paths) -> str:
 
 def captioned_records(paths: Paths) -> Iterator[dict[str, Any]]:
     """The clean records that `predict` captioned, by id."""
-    predictions = json.loads((paths.predictions / "predictions.json").read_text())
+    with readable(paths.predictions / "predictions.json"):
+        predictions = json.loads((paths.predictions / "predictions.json").read_text())
     columns = ["id", "before", "after", "before_sha256", "after_sha256", "references"]
-    table = pq.read_table(paths.clean / "records.parquet", columns=columns).sort_by("id")
+    with readable(paths.clean / "records.parquet"):
+        table = pq.read_table(paths.clean / "records.parquet", columns=columns).sort_by("id")
     captioned = pc.is_in(table["id"], pc.cast([row["image_id"] for row in predictions], "string"))
     yield from table.filter(captioned).to_pylist()
 

@@ -11,7 +11,7 @@ import unicodedata
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from components.images import open_image
 from components.serve.params import Serve
@@ -25,6 +25,26 @@ DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,")
 ADDRESS = re.compile(r"\s*(https?|file|ftp|s3|gs):", re.IGNORECASE)
 SHOWN_CHARS = 60
 AS_BYTES = "send the image itself: `data:image/png;base64,...`"
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "echo": (False,),
+    "logprobs": (False,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "skip_special_tokens": (True,),
+    "store": (False,),
+    "tool_choice": ("auto", "none"),
+    "top_k": (-1, 0, 1),
+    "top_logprobs": (0,),
+    "use_beam_search": (False,),
+}
+"""Values of fields that clients send, which ask for nothing but one caption as text; as do nulls and empty lists."""
+
 MODEL_DECIDES = "leave it out: decoding is greedy and gives one caption"
 
 Unset = Annotated[float, Field(ge=0, le=0)] | None
@@ -49,6 +69,18 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
+class OfClients(Strict):
+    """Leaves out what clients send and what changes nothing."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def without_what_changes_nothing(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        asked = {name: value for name, value in given.items() if value is not None and value not in ([], {})}
+        return {name: value for name, value in asked.items() if value not in NEUTRAL.get(name, ())}
+
+
 class PairBody(Strict):
     """JSON of `POST /caption`."""
 
@@ -58,31 +90,32 @@ class PairBody(Strict):
     overlay: bool = False
 
 
-class TextPart(Strict):
+class TextPart(OfClients):
     type: Literal["text"]
     text: str
 
 
-class ImageAddress(Strict):
+class ImageAddress(OfClients):
     url: str
     detail: Literal["auto", "low", "high"] = "auto"  # all the same: the model has one size
 
 
-class ImagePart(Strict):
+class ImagePart(OfClients):
     type: Literal["image_url"]
     image_url: ImageAddress
 
 
-class Message(Strict):
+class Message(OfClients):
     role: Literal["user"]
+    name: str | None = None
     content: list[Annotated[TextPart | ImagePart, Field(discriminator="type")]]
 
 
-class ChatBody(Strict):
+class ChatBody(OfClients):
     """JSON of `POST /v1/chat/completions`. What greedy decoding of one caption satisfies anyway may be asked for."""
 
     model: str
-    messages: list[Message] = Field(min_length=1, max_length=1)
+    messages: list[Message]
     temperature: Unset = None
     frequency_penalty: Unset = None
     presence_penalty: Unset = None
@@ -93,6 +126,26 @@ class ChatBody(Strict):
     user: str | None = None
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
+
+    @field_validator("messages", mode="before")
+    @classmethod
+    def one_of_the_user(cls, messages: Any) -> Any:
+        """Raises RequestRefusedError for another's message that says something, and where the user's is not one."""
+        if not isinstance(messages, list):
+            return messages
+        said = [message for message in messages if isinstance(message, dict) and message.get("content")]
+        for message in said:
+            role, where = message.get("role"), f"messages.{messages.index(message)}.role"
+            if isinstance(role, str) and role != "user":
+                remedy = "leave it out; what the model is to be asked stands in the user's message"
+                limit = "the user's message alone: the model was trained on a pair and a question, and reads no other"
+                raise unprocessable(
+                    "wrong_messages", f"a message of the role {_short(repr(role))}", limit, remedy, where
+                )
+        if len(said) != 1:
+            limit, remedy = "one, with both images: no earlier one is read", "send each pair in a request of its own"
+            raise unprocessable("wrong_messages", f"{len(said)} messages of the user", limit, remedy, "messages")
+        return said
 
     @property
     def most_tokens(self) -> int | None:
@@ -237,14 +290,26 @@ def _parsed(kind: type[B], body: bytes) -> B:
 def _explained(kind: type[Strict], where: str | None, fault: Any) -> RequestRefusedError:
     if fault["type"] == "json_invalid":
         return unprocessable("not_json", "no JSON", fault["msg"], "send JSON with Content-Type: application/json")
+    if isinstance(refusal := fault.get("ctx", {}).get("error"), RequestRefusedError):
+        return refusal
     if fault["type"] == "extra_forbidden":
-        known = ", ".join(kind.model_fields)
+        known = ", ".join(_place(kind, fault["loc"]).model_fields)
         return unprocessable("unknown_field", "an unknown field", f"known here: {known}", "leave it out", where)
     if fault["type"] == "missing":
         return unprocessable("missing_field", "not there", "this field is needed", "add it", where)
     top = (where or "").split(".")[0]
     remedy = "see docs/serving.md" if top in ("messages", *PairBody.model_fields) else MODEL_DECIDES
     return unprocessable("invalid_field", _short(json.dumps(fault["input"], default=str)), fault["msg"], remedy, where)
+
+
+def _place(kind: type[Strict], loc: tuple[int | str, ...]) -> type[Strict]:
+    """What the field at the end of a path is a field of: messages.0.content.1.image_url.image_url.detail."""
+    if len(loc) == 1:
+        return kind
+    if len(loc) == 3:
+        return Message
+    parts: dict[int | str, type[Strict]] = {"text": TextPart, "image_url": ImagePart}
+    return parts.get(loc[4], kind) if len(loc) == 6 else ImageAddress
 
 
 def _from_data_url(field: str, url: str) -> bytes:
@@ -260,11 +325,11 @@ def _from_base64(field: str, text: str) -> bytes:
         remedy = "send the image itself in base64"
         raise unprocessable("not_bytes", f"an address, {_short(text)}", "base64; no address is fetched", remedy, field)
     try:
-        return base64.b64decode(text, validate=True)
+        return base64.b64decode("".join(text.split()), validate=True)  # lines are a matter of the writer
     except (binascii.Error, ValueError) as error:
         found = f"{_short(text)} ({error})"
         raise unprocessable(
-            "not_base64", found, "bytes in base64", "encode the file's bytes: base64 -w0", field
+            "not_base64", found, "bytes in base64", "encode the file's bytes: base64 FILE", field
         ) from error
 
 

@@ -13,7 +13,7 @@ from components.model_source import Source
 from components.ray_cluster import on_one_machine, start_ray
 from components.serve.asked import Asked
 from components.serve.params import Serve
-from components.serve.replica import Answer, Facts, Replica, Undecodable
+from components.serve.replica import Answer, Facts, Replica, Undecodable, Unloadable
 
 GPU_SHARE = 0.5
 """Of a GPU a replica: while a version takes over, both are loaded."""
@@ -25,7 +25,7 @@ class RayDeployed:
     def __init__(self, app: str, handle: Any) -> None:
         self.app, self.handle = app, handle
 
-    async def facts(self) -> Facts:
+    async def facts(self) -> Facts | Unloadable:
         return await self.handle.facts.remote()
 
     async def ask(self, asked: Asked) -> Answer | Undecodable:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from components.datasets import DATASETS
 from components.datasets.spec import check_licence
 from components.ingest.params import DatasetEntry
+from components.readable import readable
 from components.records import DataError
 
 
@@ -47,7 +48,8 @@ def find_examples(clean: Path, entries: Mapping[str, DatasetEntry], count: int) 
     columns = ["id", "dataset", "before", "after", "references"]
     rows = pl.scan_parquet(table).filter(pl.col("split") == "test", pl.col("dataset").is_in(shown)).select(columns)
     found: list[Example] = []
-    parts = rows.sort("id").collect().partition_by("dataset", maintain_order=True)
+    with readable(table):
+        parts = rows.sort("id").collect().partition_by("dataset", maintain_order=True)
     for number, part in enumerate(parts):
         wanted = (count + number) // len(parts)  # the shares of all add up to count
         for place in range(min(wanted, len(part))):

@@ -7,15 +7,16 @@ from collections.abc import Callable
 from typing import Protocol
 
 from components.model_source import Source
+from components.records import DataError
 from components.serve.asked import Asked
 from components.serve.metrics import Metrics
-from components.serve.replica import Answer, Facts, Undecodable
+from components.serve.replica import Answer, Facts, Undecodable, Unloadable
 
 
 class Deployed(Protocol):
     """A model that is loaded, in replicas or in this process."""
 
-    async def facts(self) -> Facts: ...
+    async def facts(self) -> Facts | Unloadable: ...
 
     async def ask(self, asked: Asked) -> Answer | Undecodable: ...
 
@@ -55,9 +56,17 @@ class Models:
         self.removing: set[asyncio.Task[None]] = set()
 
     async def switch(self, source: Source) -> None:
-        """Load a model, let it answer from now on, and remove the one before when it is idle."""
+        """Load a model, let it answer from now on, and remove the one before when it is idle.
+
+        Raises:
+            DataError: its checkpoint is damaged; the one before stays.
+        """
         deployed = await asyncio.to_thread(self.deploy, source)
-        before, self.current = self.current, Served(deployed, await deployed.facts())
+        facts = await deployed.facts()
+        if isinstance(facts, Unloadable):
+            await deployed.remove()
+            raise DataError(facts.why)
+        before, self.current = self.current, Served(deployed, facts)
         self.metrics.serves(self.current.facts.name)
         if before is not None:
             task = asyncio.create_task(_retire(before))

@@ -15,6 +15,7 @@ from ray import serve
 
 from components.images import ImageError, load_image
 from components.model_source import Source, load
+from components.records import DataError
 from components.saliency import outlined
 from components.serve.asked import Asked
 
@@ -67,6 +68,12 @@ class Undecodable(NamedTuple):
     why: str
 
 
+class Unloadable(NamedTuple):
+    """A checkpoint that is damaged. A value, since Ray would start the replica again and bury what is raised."""
+
+    why: str
+
+
 class Prepared(NamedTuple):
     """A pair as the model takes it.
 
@@ -101,15 +108,20 @@ class Replica:
         if before_listening is not None:
             before_listening()
         torch.set_num_threads(threads)
-        self.name = source.name
-        self.captioner = load(source)
+        self.name, self.fault = source.name, ""
+        try:
+            self.captioner = load(source)
+        except DataError as error:
+            self.fault = str(error)
         self.decoders, self.computer = ThreadPoolExecutor(DECODERS), ThreadPoolExecutor(1)
         together = serve.batch(max_batch_size=batch_pairs, batch_wait_timeout_s=batch_wait_s)
         self.batched = together(self._batched)  # a queue of this object's own
         self.free = asyncio.Event()
         self.free.set()
 
-    async def facts(self) -> Facts:
+    async def facts(self) -> Facts | Unloadable:
+        if self.fault:
+            return Unloadable(self.fault)
         tokenizer: Any = self.captioner.processor.tokenizer  # type: ignore[attr-defined]  # every family has one
         tokens = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
         reads = self.captioner.family.reads_question

@@ -43,7 +43,7 @@ def serve(
 
     Raises:
         ParamsError: the address is taken, or others could reach it without a token.
-        DataError: there is no such model.
+        DataError: there is no such model, or its checkpoint is damaged.
     """
     token = take_token(host)
     with listening(host, port) as listener:

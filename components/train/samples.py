@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from components.files import sha256
+from components.readable import readable
 from components.records import DataError
 from components.train.phase import DatasetFilter
 
@@ -150,7 +151,9 @@ def _write(files: list[Path], out: Path, chosen: DatasetFilter) -> None:
     try:
         with os.fdopen(handle, "wb") as sink, pa.ipc.new_stream(sink, SCHEMA) as stream:
             for file in files:
-                for batch in pq.ParquetFile(file).iter_batches(BATCH_ROWS, columns=SCHEMA.names, use_threads=False):
+                with readable(file):
+                    table = pq.ParquetFile(file)
+                for batch in table.iter_batches(BATCH_ROWS, columns=SCHEMA.names, use_threads=False):
                     stream.write_batch(_encoded(_taken(batch, chosen)))
             stream.close()
             sink.flush()

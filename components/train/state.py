@@ -309,7 +309,8 @@ def latest_valid_checkpoint(run_dir: Path) -> Path | None:
         damaged.append((folder, fault))
     then = f"going on from {valid.name}" if valid else "no older one is there, so the run starts over"
     for folder, fault in damaged:
-        logger.warning("train: checkpoint %s is damaged and removed (%s); %s", folder.name, fault, then)
+        why = str(fault).partition(";")[0]  # a remedy is of no use for what is removed
+        logger.warning("train: checkpoint %s is damaged and removed (%s); %s", folder.name, why, then)
         shutil.rmtree(folder)
     return valid
 

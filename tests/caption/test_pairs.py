@@ -29,6 +29,16 @@ def test_two_folders_are_pairs_by_name_whatever_the_format(here):
     ]
 
 
+@pytest.mark.parametrize("sides", [("one",), ("one", "other")])
+def test_hidden_files_are_no_images(here, sides):
+    want = find_pairs(here / "one", here / "other")
+    for side in sides:
+        for name in ("._a.png", "._b.JPG", ".thumbnail.png"):
+            (here / side / name).write_bytes(b"\0\5\26\7")
+        (here / side / ".hidden").mkdir()
+    assert find_pairs(here / "one", here / "other") == want
+
+
 def test_one_name_in_two_formats_is_two_images(here):
     for folder in ("one", "other"):
         (here / folder / "c.png").touch()

@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
+from components.__main__ import DATA_REFUSED, main
 from components.export.hub.folder import export_hub
 from components.export.hub.run import Run, Trace
 from components.files import sha256
@@ -34,6 +35,7 @@ from tests.toy import REPOSITORY
 HERE = Path(__file__).parent
 OTHER_QUESTION = "Which object is new?"
 PAIRS = 4
+EMBEDDED = str(REPOSITORY / "profiles/embedded.yaml")
 MODULE = MDP | {"init_gain": 1.0}  # so that a tiny model says other tokens of images that are swapped
 SHA256 = ("before_sha256", "after_sha256")
 PROCESSING_FILES = ("called.py", "images.py", "processing.py", "processing_m3diff.py")
@@ -148,6 +150,11 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Shared:
     return Shared(run, root / "out" / "tiny-model", pairs)
 
 
+def chat(images: Sequence[str], question: str) -> list[dict[str, Any]]:
+    parts = [{"type": "image", "image": image} for image in images]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": question}]}]
+
+
 @pytest.fixture(scope="module")
 def answers(shared: Shared, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
     """What the folder answers in a bare environment, by the name of the request."""
@@ -171,13 +178,23 @@ def answers(shared: Shared, tmp_path_factory: pytest.TempPathFactory) -> Callabl
         "stock": {"load": "LlavaOnevisionForConditionalGeneration"},
         "stock, no head": {"load": "LlavaOnevisionModel"},
         "untrusted": {"load": "AutoModelForImageTextToText"},
+        "options that change nothing": {"images": pairs[0], "videos": None, "padding": True, "truncation": False},
+        "padded to a length": {"images": pairs[0], "padding": "max_length"},
+        "a video": {"images": pairs[0], "videos": ["a.mp4"]},
+        "tensors": {"images": pairs[0], "tensors": True},
+        "a chat": {"chat": chat(pairs[0], OTHER_QUESTION)},
+        "chats": {"chat": [chat(pair, OTHER_QUESTION) for pair in pairs]},
+        "a pipeline": {"pipeline": chat(pairs[0], OTHER_QUESTION)},
+        "a system's message": {"chat": [{"role": "system", "content": "Be brief."}, *chat(pairs[0], QUESTION)]},
+        "a chat about one image": {"chat": chat(pairs[0][:1], QUESTION)},
         "saved": {"save": str(tmp / "again")},
+        "saved in parts": {"save": str(tmp / "parts"), "options": {"max_shard_size": "50KB"}},
         "saved, all": {"folder": str(tmp / "again"), "images": pairs},
         "without a weight": {"folder": str(without), "images": pairs},
     }
     told = ask(tmp, [{"folder": folder} | request for request in requests.values()])
     assert told["missing"] == ["components", "peft", "ray", "mlflow", "pyarrow"]
-    return dict(zip(requests, told["answers"], strict=True)).__getitem__
+    return dict(zip(requests, told["answers"], strict=True), at=tmp).__getitem__
 
 
 @pytest.mark.slow(20)
@@ -195,6 +212,29 @@ def test_a_question_is_asked_as_the_project_asks_it(shared: Shared, answers: Cal
     assert answers("each asked") == {"tokens": [default[0], other[1], other[2], default[3]]}
 
 
+def test_the_calls_of_the_cards_tag_are_answered_as_the_projects(shared: Shared, answers: Callable[[str], Any]) -> None:
+    want = wanted(shared.run, shared.pairs, OTHER_QUESTION)
+    assert yaml.safe_load((shared.folder / "README.md").read_text().split("---\n")[1])["pipeline_tag"]
+    assert answers("a chat") == {"tokens": want[:1]}
+    assert answers("chats") == {"tokens": want}
+    assert answers("a pipeline")["generated_text"].strip() == texts(shared.run, want)[0]
+    assert answers("options that change nothing") == answers("tensors") == answers("one")
+
+
+def test_the_project_reads_what_transformers_saved_again(
+    shared: Shared, answers: Callable[[str], Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = {}
+    for folder in (shared.folder, answers("at") / "again", answers("at") / "parts"):
+        assert main(["--params", EMBEDDED, "caption", *shared.pairs[0], "--model", str(folder)]) == 0
+        said[folder.name] = capsys.readouterr().out
+    assert len(set(said.values())) == 1
+    assert len(list((answers("at") / "parts").glob("*.safetensors"))) > 1
+    next((answers("at") / "parts").glob("*.safetensors")).unlink()
+    assert main(["--params", EMBEDDED, "caption", *shared.pairs[0], "--model", str(folder)]) == DATA_REFUSED
+    assert "parts" in capsys.readouterr().err
+
+
 def test_the_first_image_is_the_one_before(shared: Shared, answers: Callable[[str], Any]) -> None:
     swapped = wanted(shared.run, [pair[::-1] for pair in shared.pairs], QUESTION)
     assert answers("swapped") == {"tokens": swapped}
@@ -209,6 +249,10 @@ def test_the_first_image_is_the_one_before(shared: Shared, answers: Callable[[st
         ("two questions", "ValueError: text: one question, or one for each pair; found 2 for 4 pairs"),
         ("a prompt", "ValueError: text: the question alone, without special tokens"),
         ("numpy", "ValueError: return_tensors: 'np'; the model takes PyTorch tensors: 'pt'"),
+        ("padded to a length", "ValueError: padding: 'max_length'; leave it out"),
+        ("a video", "ValueError: videos: ['a.mp4']; leave it out"),
+        ("a system's message", "ValueError: text: .*apply_chat_template.* one turn of the user with two images"),
+        ("a chat about one image", "ValueError: images: one pair [before, after]"),
         ("stock", "'vision_feature_select_strategy' expected one of ('default', 'full'), got mdp"),
         ("stock, no head", "'vision_feature_select_strategy' expected one of ('default', 'full'), got mdp"),
         ("untrusted", "trust_remote_code=True"),

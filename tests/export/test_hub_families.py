@@ -17,7 +17,7 @@ from components.models import FAMILIES
 from components.models.checkpoint import MANIFEST, read_manifest
 from components.models.generation import QUESTION
 from components.records import DataError
-from tests.export.test_hub import OTHER_QUESTION, PAIRS, ask, bare, read_json, run_of, texts, wanted
+from tests.export.test_hub import OTHER_QUESTION, PAIRS, ask, bare, chat, read_json, run_of, texts, wanted
 from tests.models.llava15 import write_llava15
 from tests.models.test_onediff import SEPARATE, settings
 from tests.tiny import tiny_base
@@ -68,10 +68,11 @@ def test_without_the_project_the_tokens_are_the_projects(case: Case, tmp_path: P
             {"folder": str(case.folder), "save": again},
             {"folder": again, "images": case.pairs},
             {"folder": again, "prompt": case.pairs[0]},
+            {"folder": str(case.folder), "chat": [chat(pair, OTHER_QUESTION) for pair in case.pairs]},
         ],
     )
     assert told["missing"] == ["components", "peft", "ray", "mlflow", "pyarrow"]
-    given, turned, asked, saved, reloaded, prompt = told["answers"]
+    given, turned, asked, saved, reloaded, prompt, talked = told["answers"]
     want = wanted(case.run, case.pairs, QUESTION)
     assert given == reloaded == {"tokens": want}
     assert turned == {"tokens": wanted(case.run, swapped, QUESTION)}
@@ -83,7 +84,7 @@ def test_without_the_project_the_tokens_are_the_projects(case: Case, tmp_path: P
     assert prompt["input_ids"] == known.prompt_inputs([QUESTION])["input_ids"].tolist()
     assert prompt["inputs"] == sorted(["attention_mask", "input_ids", "pixel_values", *of_pairs])
     if case.reads_question:
-        assert asked == {"tokens": wanted(case.run, case.pairs, OTHER_QUESTION)}
+        assert asked == talked == {"tokens": wanted(case.run, case.pairs, OTHER_QUESTION)}
     else:
         assert "ValueError: text: BLIP2IDC reads no question" in asked["error"]
 
@@ -142,6 +143,8 @@ def test_the_card_names_the_family_its_paper_and_its_images(case: Case) -> None:
     assert images in " ".join(text.split())
     assert ("a control without that module" in text) == ("without" in case.name)
     assert "m3diff" not in yaml.safe_load(front)["tags"]
+    assert ("pipeline_tag" in yaml.safe_load(front)) == case.reads_question
+    assert ("Chats and pipelines of transformers are not supported" in text) != case.reads_question
     assert "2503.11093" not in text
 
 

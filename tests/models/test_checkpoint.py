@@ -148,7 +148,7 @@ def test_what_trained_is_what_is_saved(base: Path, kept: Path) -> None:
 
 def test_a_base_that_moved_must_be_named(checkpoint: Path, base: Path) -> None:
     (checkpoint.parent / "base").rename(checkpoint.parent / "moved")
-    with pytest.raises(CheckpointError, match="its base is not at .*base; pass base="):
+    with pytest.raises(CheckpointError, match="whose base is not at .*base; name it with `--base FOLDER`"):
         load_model(checkpoint / ADAPTERS)
     loaded, _ = load_model(checkpoint / ADAPTERS, base=checkpoint.parent / "moved")
     torch.testing.assert_close(logits(loaded, base), logits(load_model(checkpoint)[0], base), rtol=1e-4, atol=1e-5)
@@ -157,7 +157,9 @@ def test_a_base_that_moved_must_be_named(checkpoint: Path, base: Path) -> None:
 def test_adapters_are_not_laid_over_another_base(checkpoint: Path) -> None:
     other = tiny_base(checkpoint.parent / "other", seed=5)
     hashes = [folder_sha256(folder)[:12] for folder in (checkpoint.parent / "base", other)]
-    with pytest.raises(CheckpointError, match=rf"base of sha256 {hashes[0]}, but .*other has {hashes[1]}; pass base="):
+    with pytest.raises(
+        CheckpointError, match=rf"base of sha256 {hashes[0]}, but .*other has {hashes[1]}; .*`--base FOLDER`"
+    ):
         load_model(checkpoint / ADAPTERS, base=other)
     load_model(checkpoint)  # the merged model needs no base
 
@@ -207,11 +209,11 @@ def change_family(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "text"),
     [
-        (remove_manifest, r"checkpoint: no manifest.json, .*delete it and train again"),
-        (cut_manifest, r"manifest.json: not JSON .*dvc checkout"),
-        (empty_manifest, r"manifest.json: has no list of files; restore it"),
-        (remove_weights, r"model.safetensors: missing, though the manifest names it; restore it"),
-        (change_weights, r"model.safetensors: sha256 [0-9a-f]{12} but the manifest says [0-9a-f]{12}; restore it"),
+        (remove_manifest, r"checkpoint: no manifest.json, .*not written to its end; name a folder"),
+        (cut_manifest, r"manifest.json: not JSON .*fetch the folder again"),
+        (empty_manifest, r"manifest.json: has no list of files; fetch"),
+        (remove_weights, r"model.safetensors: missing, though the manifest names it; fetch"),
+        (change_weights, r"model.safetensors: sha256 [0-9a-f]{12} but the manifest says [0-9a-f]{12}; fetch"),
         (change_family, r"manifest.json: family 'm4diff' is none of m3diff"),
     ],
 )

@@ -15,7 +15,7 @@ from components.serve.app import Server, make_app
 from components.serve.asked import Asked
 from components.serve.metrics import Metrics
 from components.serve.models import Models
-from components.serve.replica import Answer, Facts, Replica, Undecodable
+from components.serve.replica import Answer, Facts, Replica, Undecodable, Unloadable
 from tests.serve.toy import ToyReplica
 from tests.toy import REPOSITORY
 
@@ -29,7 +29,7 @@ class Local:
     def __init__(self, replica: Replica) -> None:
         self.replica, self.removed = replica, False
 
-    async def facts(self) -> Facts:
+    async def facts(self) -> Facts | Unloadable:
         return await self.replica.facts()
 
     async def ask(self, asked: Asked) -> Answer | Undecodable:

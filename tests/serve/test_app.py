@@ -243,12 +243,18 @@ def parts(*given: Any, **more: Any) -> dict[str, Any]:
     return {"model": "m3diff", "messages": [{"role": "user", "content": list(given)}]} | more
 
 
-IMAGE, TEXT = chat(BEFORE, AFTER)["messages"][0]["content"][0], {"type": "text", "text": "What?"}
+IMAGE, OTHER = chat(BEFORE, AFTER)["messages"][0]["content"]
+TEXT = {"type": "text", "text": "What?"}
 FROM = "messages.0.content: before"
 
 
 def at(url: str) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
+
+
+def beside(role: str) -> dict[str, Any]:
+    """A chat whose first message is another's than the user's."""
+    return {"model": "m3diff", "messages": [{"role": role, "content": "Be brief."}, *parts(IMAGE, IMAGE)["messages"]]}
 
 
 REFUSED_CHATS: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -258,16 +264,57 @@ REFUSED_CHATS: dict[str, tuple[dict[str, Any], str, str]] = {
     "an address": (parts(at("https://example.com/a.png"), IMAGE), "not_bytes", f"{FROM}: an address, https://ex"),
     "a file's address": (parts(at("file:///etc/passwd"), IMAGE), "not_bytes", f"{FROM}: an address, file:///etc"),
     "a path": (parts(at("/etc/passwd"), IMAGE), "not_bytes", f"{FROM}: /etc/passwd"),
-    "two messages": (parts(IMAGE) | {"messages": parts(IMAGE)["messages"] * 2}, "invalid_field", "messages: "),
+    "two messages": (
+        parts(IMAGE) | {"messages": parts(IMAGE)["messages"] * 2},
+        "wrong_messages",
+        "messages: 2 messages of the user; one",
+    ),
     "a system's message": (
+        beside("system"),
+        "wrong_messages",
+        "messages.0.role: a message of the role 'system'; the user's",
+    ),
+    "a system's message of parts": (
         {"model": "m3diff", "messages": [{"role": "system", "content": [TEXT]}]},
-        "invalid_field",
-        "role",
+        "wrong_messages",
+        "messages.0.role: a message of the role 'system'",
+    ),
+    "a developer's message": (
+        beside("developer"),
+        "wrong_messages",
+        "messages.0.role: a message of the role 'developer'",
+    ),
+    "an earlier answer": (beside("assistant"), "wrong_messages", "messages.0.role: a message of the role 'assistant'"),
+    "no message": ({"model": "m3diff", "messages": []}, "missing_field", "messages"),
+    "a message that is none": ({"model": "m3diff", "messages": ["What?"]}, "wrong_messages", "messages: 0 messages"),
+    "no role": ({"model": "m3diff", "messages": [{"content": [IMAGE, IMAGE]}]}, "missing_field", "messages.0.role"),
+    "a field of the chat": (
+        parts(IMAGE, IMAGE, colour=1),
+        "unknown_field",
+        "colour: an unknown field; known here: model",
+    ),
+    "a field of a message": (
+        {"model": "m3diff", "messages": [{"role": "user", "content": [IMAGE, IMAGE], "weight": 1}]},
+        "unknown_field",
+        "known here: role, name, content; leave",
+    ),
+    "a field of a text": (parts(TEXT | {"lang": "en"}, IMAGE, IMAGE), "unknown_field", "known here: type, text; leave"),
+    "a field of an image": (
+        parts(IMAGE | {"uuid": "a"}, IMAGE),
+        "unknown_field",
+        "known here: type, image_url; leave",
+    ),
+    "a field of an address": (
+        parts({"type": "image_url", "image_url": IMAGE["image_url"] | {"min_pixels": 9}}, IMAGE),
+        "unknown_field",
+        "known here: url, detail; leave",
     ),
     "text alone": ({"model": "m3diff", "messages": [{"role": "user", "content": "What?"}]}, "invalid_field", "content"),
     "a stream": (parts(IMAGE, IMAGE, stream=True), "invalid_field", "stream: "),
     "some temperature": (parts(IMAGE, IMAGE, temperature=0.7), "invalid_field", "temperature: 0.7"),
-    "a tool": (parts(IMAGE, IMAGE, tools=[]), "unknown_field", "tools: an unknown field"),
+    "a tool": (parts(IMAGE, IMAGE, tools=[{"type": "function"}]), "unknown_field", "tools: an unknown field"),
+    "JSON": (parts(IMAGE, IMAGE, response_format={"type": "json_object"}), "unknown_field", "response_format"),
+    "where to stop": (parts(IMAGE, IMAGE, stop=["."]), "unknown_field", "stop: an unknown field"),
     "few tokens": (parts(IMAGE, IMAGE, max_tokens=3), "invalid_field", "max_tokens: 3; 64 or more"),
     "a special token": (parts({"type": "text", "text": "<image>"}, IMAGE, IMAGE), "special_token", "'<image>'"),
 }
@@ -283,6 +330,41 @@ def test_a_chat_that_is_no_question_about_two_images_is_refused_in_openais_shape
         error = answer.json()["error"]
         assert (error["code"], error["type"]) == (code, "invalid_request_error")
         assert words in error["message"]
+
+    talk(conversation)
+
+
+def wrapped(part: dict[str, Any], end: str) -> dict[str, Any]:
+    """An image whose base64 has lines."""
+    url = part["image_url"]["url"]
+    return at(url[:60] + end + url[60:] + end)
+
+
+NOTHING_ELSE: dict[str, dict[str, Any]] = {
+    "nulls": parts(IMAGE, OTHER, stop=None, tools=None, response_format=None, n=None, colour=None),
+    "nothing in lists": parts(IMAGE, OTHER, stop=[], tools=[], logit_bias={}, metadata={}),
+    "defaults of OpenAI": parts(
+        IMAGE, OTHER, response_format={"type": "text"}, tool_choice="none", store=False, logprobs=False, n=1
+    ),
+    "defaults of vLLM": parts(IMAGE, OTHER, top_k=-1, min_p=0.0, repetition_penalty=1.0, skip_special_tokens=True),
+    "a detail of null": parts(
+        at(IMAGE["image_url"]["url"]) | {"image_url": IMAGE["image_url"] | {"detail": None}}, OTHER
+    ),
+    "a name": {"model": "m3diff", "messages": [{"role": "user", "name": "ann", "content": [IMAGE, OTHER]}]},
+    "an empty system message": {
+        "model": "m3diff",
+        "messages": [{"role": "system", "content": ""}, *parts(IMAGE, OTHER)["messages"]],
+    },
+    "lines": parts(wrapped(IMAGE, "\n"), wrapped(OTHER, "\r\n")),
+}
+
+
+@pytest.mark.parametrize("name", NOTHING_ELSE)
+def test_what_changes_nothing_is_answered_as_if_it_were_not_there(name, talk):
+    async def conversation(service: Service, client: httpx.AsyncClient) -> None:
+        answer = await client.post(CHAT, json=NOTHING_ELSE[name])
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["message"]["content"] == said("one", QUESTION, "10/20/0", "30/40/0")
 
     talk(conversation)
 
@@ -471,7 +553,7 @@ def test_a_version_takes_over_while_requests_run_and_none_is_lost(tmp_path, talk
 
 
 def test_the_alias_is_followed_and_a_version_that_cannot_be_loaded_leaves_the_one_before(tmp_path, talk, capsys):
-    names = {2: "broken", 3: "third"}
+    names = {2: "broken", 3: "cut off", 4: "third"}
     folders = {number: write_toy(tmp_path / word, word) for number, word in names.items()}
     alias = [1]
 
@@ -480,14 +562,16 @@ def test_the_alias_is_followed_and_a_version_that_cannot_be_loaded_leaves_the_on
             return source(folders[alias[0]], alias[0])
 
         following = asyncio.create_task(service.models.follow(lambda: f"m3diff/{alias[0]}", find, 0.02))
-        for number, want in ((2, "m3diff/1"), (3, "m3diff/3")):
+        for number, want in ((2, "m3diff/1"), (3, "m3diff/1"), (4, "m3diff/4")):
             alias[0] = number
             await asyncio.sleep(0.3)
             assert (await client.post("/caption", **form(BEFORE, AFTER))).json()["model"] == want
         following.cancel()
         said = capsys.readouterr()
-        assert said.err.count("goes on with m3diff/1; the next version could not be had: model.safetensors") == 1
-        assert said.out == "m3diff serve: answers now with m3diff/3\n"
+        for told in ("model.safetensors: sha256 differs", "model.safetensors: cut off; fetch"):
+            assert said.err.count(f"goes on with m3diff/1; the next version could not be had: {told}") == 1
+        assert said.out == "m3diff serve: answers now with m3diff/4\n"
+        assert {each.removed for each in service.made[:-1]} == {True}, "no damaged one is left in memory"
 
     talk(conversation)
 

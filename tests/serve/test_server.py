@@ -229,6 +229,20 @@ def test_a_trained_model_answers_as_it_does_alone_and_an_image_with_another_part
 
 
 @pytest.mark.slow
+def test_a_damaged_checkpoint_ends_the_server_with_one_line(tmp_path):
+    folder = tiny_checkpoint(tiny_base(tmp_path / "base"), tmp_path / "checkpoint")
+    (folder / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    options = ("--model", str(folder))
+    done = subprocess.run(
+        command(tmp_path, *options, toy=False), cwd=tmp_path, env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 3
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith(f"m3diff serve: {folder}/model.safetensors: a Git LFS pointer")
+    assert "git lfs pull" in done.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "token", "words"),
     [

@@ -16,6 +16,7 @@ from PIL import Image
 
 from components.model_source import Source
 from components.models.generation import QUESTION
+from components.records import DataError
 from components.serve import replica
 from components.serve.replica import Replica
 
@@ -82,6 +83,8 @@ def load_toy(source: Source) -> Any:
     word = (source.folder / "word.txt").read_text()
     if word == "broken":
         raise ValueError("model.safetensors: sha256 differs")
+    if word == "cut off":
+        raise DataError("model.safetensors: cut off; fetch the folder again")
     return ToyCaptioner(word)
 
 

@@ -95,8 +95,9 @@ def front_matter(facts: Facts) -> str:
     known = facts.family.bases.get(facts.base.name)
     base = {"base_model": known} if known else {}
     tags = ["image-difference-captioning", "change-captioning", *facts.family.tags]
-    head = {"language": "en", "library_name": "transformers", "pipeline_tag": "image-text-to-text", "tags": tags}
-    return yaml.safe_dump(licence | base | head, sort_keys=False).strip()
+    head = {"language": "en", "library_name": "transformers"}
+    head |= {"pipeline_tag": "image-text-to-text"} if facts.family.reads_question else {}  # a pipeline sends a text
+    return yaml.safe_dump(licence | base | head | {"tags": tags}, sort_keys=False).strip()
 
 
 def score_table(protocols: Mapping[str, Any]) -> list[list[str]]:

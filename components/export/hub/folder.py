@@ -34,7 +34,7 @@ from components.export.hub.run import (
 from components.export.hub.sources import standalone
 from components.records import DataError
 
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+WEIGHTS = ("[!.]*.safetensors", "[!.]*.safetensors.index.json")
 SHARED = {family.name: family for family in (M3DIFF, ONEDIFF, BLIP2IDC)}
 
 

@@ -12,6 +12,7 @@ from components.datasets import DATASETS
 from components.datasets.spec import DatasetSpec, check_licence
 from components.files import sha256
 from components.ingest.params import DatasetEntry
+from components.readable import readable
 from components.records import NO_CHANGE, DataError
 from components.register.lineage import Lineage
 
@@ -68,7 +69,8 @@ def read_datasets(run: Run) -> list[Dataset]:
     file = run.mixture / "report.json"
     if not file.is_file():
         raise DataError(f"{file}: no such file, so what trained the model is unknown; run `m3diff convert` first")
-    found = json.loads(file.read_text(encoding="utf-8"))["datasets"]
+    with readable(file):
+        found = json.loads(file.read_text(encoding="utf-8"))["datasets"]
     for name in found:
         if name not in run.entries:
             raise DataError(f"{name}: in the mixture, but not in ingest.datasets; run `m3diff convert` again")
@@ -97,13 +99,15 @@ def check_licences(datasets: list[Dataset], allow_unlicensed: bool) -> list[str]
 def read_scores(report: Path) -> dict[str, Any]:
     """Evaluate's scores by protocol; none where there is no report."""
     file = report / "metrics.json"
-    return json.loads(file.read_text(encoding="utf-8"))["protocols"] if file.is_file() else {}
+    with readable(file):
+        return json.loads(file.read_text(encoding="utf-8"))["protocols"] if file.is_file() else {}
 
 
 def read_report(model: Path) -> dict[str, Any]:
     """Train's report: steps, parameters, losses; nothing where there is none."""
     file = model / "report.json"
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    with readable(file):
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def find_example(run: Run, datasets: list[Dataset]) -> Example | None:
@@ -116,8 +120,10 @@ def find_example(run: Run, datasets: list[Dataset]) -> Example | None:
     predictions, records = run.predictions / "predictions.json", run.clean / "records.parquet"
     if not (predictions.is_file() and records.is_file()):
         return None
-    captions = {row["image_id"]: row["caption"] for row in json.loads(predictions.read_text(encoding="utf-8"))}
-    rows = pq.read_table(records, filters=[("split", "=", "test")]).to_pylist()
+    with readable(predictions):
+        captions = {row["image_id"]: row["caption"] for row in json.loads(predictions.read_text(encoding="utf-8"))}
+    with readable(records):
+        rows = pq.read_table(records, filters=[("split", "=", "test")]).to_pylist()
     for dataset in datasets:
         if dataset.spec.licence.redistribute.answer != "yes":
             continue

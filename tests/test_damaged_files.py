@@ -1,0 +1,89 @@
+"""A file that is cut off or of another kind ends a command with one line: its name and what to do, and no traceback."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from components.__main__ import DATA_REFUSED, main
+from components.records import SAMPLE_SCHEMA
+from tests.tiny import BASE
+from tests.toy import REPOSITORY
+
+TRAIN, TEST = Path("data/04_mixture/train/0.parquet"), Path("data/04_mixture/test/0.parquet")
+SCORES = Path("data/07_report/scores.parquet")
+HERE = Path("data/00_base")
+WEIGHTS, CONFIG, TOKENIZER = HERE / "model.safetensors", HERE / "config.json", HERE / "tokenizer.json"
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n"
+Damage = Callable[[bytes], bytes]
+REPRO, FETCH = "dvc repro", "fetch it again"
+
+
+def cut(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+def nothing(data: bytes) -> bytes:
+    return b""
+
+
+def page(data: bytes) -> bytes:
+    return b"<!DOCTYPE html><html>404: not found</html>"
+
+
+def pointer(data: bytes) -> bytes:
+    return POINTER
+
+
+CASES: dict[str, tuple[str, Path, Damage, str]] = {
+    f"{command}: {file} {damage.__name__}": (command, file, damage, remedy)
+    for command, file, damages, remedy in (
+        ("plan", TRAIN, (cut, nothing, page), REPRO),
+        ("plan", TEST, (cut,), REPRO),
+        ("export-llava out", TRAIN, (cut, page), REPRO),
+        ("predict", TEST, (cut, nothing), REPRO),
+        ("compare data/07_report data/07_report", SCORES, (cut, page), "m3diff evaluate"),
+        ("plan", WEIGHTS, (cut, nothing, page), FETCH),
+        ("train", WEIGHTS, (cut, page), FETCH),
+        ("train", CONFIG, (cut, nothing, page), FETCH),
+        ("train", TOKENIZER, (cut,), FETCH),
+        ("train", TOKENIZER, (lambda data: b"{}",), FETCH),
+        ("train", TOKENIZER, (pointer,), "git lfs pull"),
+        ("plan", WEIGHTS, (pointer,), "git lfs pull"),
+    )
+    for damage in damages
+}
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A base, and tables with one row, as the stages leave them."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(BASE, HERE)
+    sample = {"id": "minichange/0#0", "pair": "minichange/0", "dataset": "minichange", "split": "train"}
+    sample |= {"question": "What has changed?", "reference": "a cup is gone", "before": "a.png", "after": "b.png"}
+    rows = pl.DataFrame([sample | {f"{side}_sha256": bytes(32) for side in ("before", "after")}])
+    for file, schema in ((TRAIN, SAMPLE_SCHEMA), (TEST, SAMPLE_SCHEMA), (SCORES, SAMPLE_SCHEMA)):
+        file.parent.mkdir(parents=True)
+        rows.select(schema.names).write_parquet(file)
+    (tmp_path / "data/04_mixture/val").mkdir()
+    shutil.copytree(REPOSITORY / "profiles", "profiles")
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_damaged_file_is_named_in_one_line_with_a_remedy(
+    name: str, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, file, damage, remedy = CASES[name]
+    file.write_bytes(damage(file.read_bytes()))
+    if command == "predict":
+        checkpoint = project / "data/05_model/checkpoint"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "manifest.json").write_text('{"files": {}}')
+    assert main(["--params", "profiles/embedded.yaml", *command.split()]) == DATA_REFUSED
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert str(file) in said
+    assert remedy in said
