@@ -61,7 +61,7 @@ MARKS = {
   | \[\d{1,3}(?:;\d{1,3})*m | \\[nrt"'/\\] | \\u[0-9a-fA-F]{4} | \\x[0-9a-fA-F]{2} | \#\#\#\s*$ | â€ | Ã[\x80-\xbf]
 """,
     "a label": r"""
-    ^\W*(?:(?:final|short|generated|predicted|image|change|difference|new|output|my|one-sentence)\s)*
+    ^[^\w{(\[]*(?:(?:final|short|generated|predicted|image|change|difference|new|output|my|one-sentence)\s)*
     (?:caption|answer|output|response|result|prediction|description|summary|conclusion|differences?|changes?|a|note
     |explanation|rationale)
     (?:\s(?:caption|detected|description))?\W{0,3}:(?!\d)
@@ -152,9 +152,11 @@ def notes_of_marks(
             for caption in marked:
                 count(kind, caption, 0)
     notes = [
-        f"{number:,} of {len(captions):,} {what} hold {kind}, such as {shown}; scored as it is"
+        f"{number:,} of {len(captions):,} {what} hold {kind}, such as {shown}; scored unchanged"
         for kind, (number, shown) in found.items()
     ]
+    if any(number > SAME * len(captions) for number, _ in found.values()):
+        return notes
     return [*notes, *notes_of_habits(captions, references, what)]
 
 
