@@ -188,7 +188,7 @@ def too_long(captions: Mapping[str, str]) -> list[str]:
         return []
     return [
         f"{len(longer):,} captions have more than {WORDS:,} words or {8 * WORDS:,} characters, such as {longer[0]!r} "
-        f"with {words[longer[0]]:,} words: METEOR may fail on them, and then no pair has a METEOR. Shorten or empty them"
+        f"with {words[longer[0]]:,} words: METEOR may fail on them, and then no pair has any. Shorten or empty them"
     ]
 
 
