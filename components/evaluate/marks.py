@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-MOST, SOME = 0.5, 0.02
+MOST, SOME = 0.5, 0.05
 """Shares of captions above which a mark that an ordinary caption may hold is reported."""
 SAME, OPENER = 0.8, 3
 """Share of captions that are the same, or begin with the same words; and how many words these are."""
@@ -98,7 +98,7 @@ MARKS = {
     ^\W*(?:\w*(?:Error|Exception)\b|ERROR\b|Traceback\b|error\s?:) | \bout\ of\ memory\b | \berror\ code\b
   | \brate\ limit\b | \bHTTP(?:S|/\d\S*)?\ ?[45]\d\d\b | ^\W*(?:request\ )?time(?:d\ |-)?out\W*$
 """,
-    "no caption": r"""
+    "a placeholder": r"""
     \A\W*(?:(?-i:nan|NaN|None|NONE|null|NULL|N/A|NA)|nil|n\s?/\s?a|undefined|tbd|todo
     |<\ ?none\ ?>|no\ (?:caption|answer|output|response|prediction|text)(?:\ \w+)?)\W*\Z | \A(?=.*\S)[\W_]+\Z
 """,
@@ -110,7 +110,7 @@ MARKS = {
 USUAL = {
     "quotation marks around them": (MOST, r"""\A\s*(?:["'“‘«`]|'')(?!s\b).*(?:["'”’»`]|'')\s*[.]?\s*\Z"""),
     "a role at their start": (MOST, r"\A\s*(?:assistant|user|model|system|answer|caption|output|response)\s"),
-    "no caption": (SOME, r"\A\W*(?:none|na|error|failed|failure|true|false|string|empty|missing|[\d\W]+)\W*\Z"),
+    "a placeholder": (SOME, r"\A\W*(?:none|na|error|failed|failure|true|false|string|empty|missing|[\d\W]+)\W*\Z"),
 }
 """Kind -> a share of captions, and what an ordinary caption may hold: reported above that share."""
 
@@ -147,7 +147,8 @@ def notes_of_marks(
         if (place := loop(caption.split())) is not None:
             count("a phrase over and over", caption, place)
     for kind, (share, pattern) in USUAL_PATTERNS.items():
-        marked = [caption for caption in times if pattern.search(caption)]
+        counted = PATTERNS.get(kind)
+        marked = [text for text in times if pattern.search(text) and not (counted and counted.search(text))]
         if sum(times[caption] for caption in marked) > share * len(captions):
             for caption in marked:
                 count(kind, caption, 0)
