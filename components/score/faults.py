@@ -211,16 +211,17 @@ def notes_of_file(pairs: Mapping[str, Reference], known: Iterable[Benchmark]) ->
     texts = [text for reference in pairs.values() for text in reference.texts]
     notes = []
     for benchmark in known:
-        found: list[list[str]] = []
-        for protocol in benchmark.protocols:
-            counts = published_counts(benchmark, protocol)
-            pairs_of = {counts.pairs, counts.records, counts.image_pairs, (counts.pairs or 0) - (counts.wordless or 0)}
-            if counts.references is not None and len(pairs) in pairs_of:
-                found.append(faults_of_references(pairs, counts, protocol))
-        if found and all(found):
-            notes.append(
-                f"if these are {benchmark.name}'s (score them with --benchmark {benchmark.name}): {found[0][0]}"
-            )
+        protocol = benchmark.protocol(None)
+        counts = published_counts(benchmark, protocol)
+        if counts.references is None or counts.pairs is None:
+            continue
+        wordless = counts.pairs - (counts.wordless or 0)
+        if len(pairs) in {counts.pairs, counts.records, counts.image_pairs, wordless}:
+            notes += [
+                f"if these are {benchmark.name}'s, as under protocol {protocol.name!r}: {fault}; --benchmark "
+                f"{benchmark.name} checks it"
+                for fault in faults_of_references(pairs, counts, protocol)
+            ]
     if len(texts) == len(pairs) and share(SENTENCES, texts) > MANY:
         notes.append(
             f"{sum(bool(SENTENCES.search(text)) for text in texts):,} of {len(pairs):,} pairs have one reference of "
