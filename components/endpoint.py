@@ -88,10 +88,12 @@ class Question:
 
 
 Kind = Literal["text", "refused", "empty", "cut"]
+FORGOTTEN = "forgotten"
 
 
 class Answer(NamedTuple):
-    """`kind` says whether `text` is what was asked for; of a refusal it is the reason, of a cut one what there is."""
+    """`kind` says whether `text` is what was asked for; of a refusal it is the reason, of a cut one what there is, of
+    an empty one what the model said as reasoning."""
 
     kind: Kind
     text: str
@@ -101,6 +103,8 @@ class Answers:
     """What was answered so far, in a file: a line of JSON for each, on the disk before the next question is asked.
 
     A line that is no answer, such as one that is torn by a kill, is read as none.
+
+    A line of the kind "forgotten" takes the earlier answer to its question back.
 
     Attributes:
         known: answers by the key of their question.
@@ -114,13 +118,27 @@ class Answers:
         data = path.read_bytes() if path.is_file() else b""
         self.torn = bool(data) and not data.endswith(b"\n")
         for line in data.split(b"\n"):
-            if entry := read_entry(line):
+            if not (entry := read_entry(line)):
+                continue
+            if entry["kind"] == FORGOTTEN:
+                self.known.pop(entry["key"], None)
+            else:
                 self.known[entry["key"]] = Answer(entry["kind"], entry["answer"])
                 self.forms.add(form_of(entry))
 
     def keep(self, key: str, facts: Mapping[str, Any], answer: Answer) -> None:
         """Write one answer, down to the disk."""
-        entry = {"key": key, **facts, "kind": answer.kind, "answer": answer.text}
+        self._append({"key": key, **facts, "kind": answer.kind, "answer": answer.text})
+        with self.lock:
+            self.known[key] = answer
+            self.forms.add(form_of(facts))
+
+    def forget(self, key: str) -> None:
+        """Take an answer back, so that its question is asked again."""
+        self._append({"key": key, "kind": FORGOTTEN, "answer": ""})
+        self.known.pop(key, None)
+
+    def _append(self, entry: Mapping[str, Any]) -> None:
         line = json.dumps(entry, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
         with self.lock:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -129,17 +147,15 @@ class Answers:
                 file.flush()
                 os.fsync(file.fileno())
             self.torn = False
-            self.known[key] = answer
-            self.forms.add(form_of(facts))
 
 
 def read_entry(line: bytes) -> dict[str, Any] | None:
-    """What `Answers.keep` wrote; None where the line is no answer."""
+    """What `Answers` wrote; None where the line is no answer."""
     try:
         entry = json.loads(line)
     except ValueError:
         return None
-    if not isinstance(entry, dict) or entry.get("kind") not in get_args(Kind):
+    if not isinstance(entry, dict) or entry.get("kind") not in (*get_args(Kind), FORGOTTEN):
         return None
     return entry if all(isinstance(entry.get(name), str) for name in ("key", "answer")) else None
 
@@ -191,6 +207,11 @@ class Endpoint:
         if new:
             self._ask(new, told)
         return [self.answers.known[key] for key in keys]
+
+    def forget(self, questions: Iterable[Question]) -> None:
+        """Take the answers back, so that the next run asks again."""
+        for question in questions:
+            self.answers.forget(self.key(question))
 
     def key(self, question: Question) -> str:
         """Names the question by its content."""
@@ -375,9 +396,15 @@ def read_answer(reply: Any) -> Answer:
     if not reply.choices:
         return Answer("empty", "")
     end, message = reply.choices[0].finish_reason, reply.choices[0].message
-    text = without_thoughts(message.content or "")
+    said = message.content or ""
+    if isinstance(said, list):  # parts, as some servers send them
+        said = "".join(str(part.get("text", "")) for part in said if isinstance(part, dict))
+    text = without_thoughts(said)
     if getattr(message, "refusal", None) or end == "content_filter":
         return Answer("refused", getattr(message, "refusal", None) or text)
     if end == "length":
         return Answer("cut", text)
-    return Answer("text", text) if text.strip() else Answer("empty", text)
+    if text.strip():
+        return Answer("text", text)
+    reasoning = getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None)
+    return Answer("empty", reasoning if isinstance(reasoning, str) else text)

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 from components.compute import Compute
 from components.evaluate.bootstrap import intervals
 from components.evaluate.grammar import load_grammars, parse_predictions
+from components.evaluate.marks import notes_of_marks
 from components.evaluate.metrics import choose_metrics
 from components.evaluate.metrics.java import require_java
 from components.evaluate.metrics.judge import Judge
@@ -48,6 +49,9 @@ def evaluate(
     protocols = select(pairs, specs)
     if not cfg.allow_fewer_pairs:
         check_complete(protocols)
+    notes = notes_of_marks([pair.prediction for pair in pairs], [pair.references for pair in pairs])
+    for note in notes:
+        print(f"evaluate: note: {note}", flush=True)
     judge = Judge.in_folder(cfg.judge, compute.scratch) if cfg.judge and "judge" in metrics else None
     scores = compute_metrics(metrics, protocols, parsed, compute.spice_dir, compute.scorer_timeout_s, judge)
     table = score_table(metrics, protocols, scores)
@@ -64,6 +68,7 @@ def evaluate(
         specs=specs,
         saliency=existing(predictions / "saliency.npz"),
         curves=existing(model / "curves.csv"),
+        notes=notes,
     )
     write_report(evidence, out, cfg.gallery)
     return report

@@ -1,14 +1,16 @@
 """Captions laid beside the references by their ids, and what such files typically show: each fault by its name."""
 
 import re
+import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from components.datasets.spec import Protocol
 from components.records import DataError
 from components.score.predictions import Prediction
-from components.score.references import Counts, Reference
+from components.score.references import Benchmark, Counts, Reference, published_counts
 
 EXTENSION = re.compile(r"\.(?:png|jpe?g|gif|webp)", re.IGNORECASE)
 SCENE = re.compile(r"(?:CLEVR_(?P<kind>semantic|nonsemantic)_)?0*(?P<number>\d+)(?P<distractor>_n)?")
@@ -16,6 +18,8 @@ TOKENISED = re.compile(r"\w (?:[.,;:!?]|'s|n't)(?: |$)")
 SENTENCES = re.compile(r"\w\. +\w")
 MANY = 0.2
 """Share of captions from which on a way of writing is the file's."""
+WORDS = 5_000
+"""Words of a caption above which METEOR may fail, and every pair's score with it; they have up to 8 characters."""
 
 
 class Matched(NamedTuple):
@@ -28,12 +32,38 @@ class Matched(NamedTuple):
 
 def plain(name: str) -> str:
     """An id without folder, extension, padding and the words of CLEVR-Change's file names: "235" of "a/000235.png"."""
-    bare = EXTENSION.sub("", name.rsplit("/", 1)[-1])
+    bare = EXTENSION.sub("", re.split(r"[/\\]", name)[-1])
     found = SCENE.fullmatch(bare)
     if not found:
         return bare
     distractor = found["distractor"] or ("_n" if found["kind"] == "nonsemantic" else "")
     return found["number"] + distractor
+
+
+nfc = partial(unicodedata.normalize, "NFC")
+
+
+def finder(known: Iterable[str], dataset: str) -> Callable[[str], str | None]:
+    """The references' id that an id means, None where it means none. Unicode forms of the same letters are equal.
+
+    Raises:
+        DataError: two of the references' ids differ in their Unicode form alone.
+    """
+    ids: dict[str, str] = {}
+    for name in known:
+        if (other := ids.setdefault(nfc(name), name)) != name:
+            raise DataError(
+                f"references: the ids {ascii(other)} and {ascii(name)} are the same letters in two Unicode forms; "
+                "rename one of them"
+            )
+    names = Counter(map(plain, ids))
+    by_plain = {plain(form): name for form, name in ids.items() if names[plain(form)] == 1}
+
+    def find(given: str) -> str | None:
+        form = nfc(given)
+        return ids.get(form) or ids.get(form.removeprefix(f"{nfc(dataset)}/")) or by_plain.get(plain(form))
+
+    return find
 
 
 def match(rows: Sequence[Prediction], known: Iterable[str], dataset: str, counts: Counts) -> Matched:
@@ -42,19 +72,18 @@ def match(rows: Sequence[Prediction], known: Iterable[str], dataset: str, counts
     Raises:
         DataError: two captions of one id, or none of the ids is known.
     """
-    ids = {name: name for name in known}
-    names = Counter(map(plain, ids))
-    by_plain = {plain(name): name for name in ids if names[plain(name)] == 1}
+    ids = list(known)
+    find = finder(ids, dataset)
     captions: dict[str, str] = {}
     unknown: list[str] = []
     renamed, times = None, Counter[str]()
     for given, caption in rows:
-        name = ids.get(given) or ids.get(given.removeprefix(f"{dataset}/")) or by_plain.get(plain(given))
+        name = find(given)
         times[name or given] += 1
         if name is None:
             unknown.append(given)
             continue
-        if name != given and renamed is None:
+        if nfc(name) != nfc(given) and renamed is None:
             renamed = given, name
         captions[name] = caption
     if len(times) < len(rows):
@@ -76,8 +105,34 @@ def repeated(rows: Sequence[Prediction], times: Counter[str], records: int | Non
 
 
 def not_known(unknown: Sequence[str], rows: int, known: Iterable[str], counts: Counts) -> str:
-    found = f"{len(unknown):,} of {rows:,} ids are unknown: {some(unknown)}; valid ones are {some(list(known))}"
-    return found + level(rows, counts)
+    ids = list(known)
+    found = f"{len(unknown):,} of {rows:,} ids are unknown: {some(unknown)}; valid ones are {some(ids)}"
+    return found + alike(unknown, ids) + level(rows, counts)
+
+
+def alike(unknown: Sequence[str], known: Sequence[str]) -> str:
+    """How an unknown id differs from the known one that has its letters and digits."""
+    by_letters = {letters(name): name for name in known}
+    for given in unknown:
+        if name := by_letters.get(letters(given)):
+            differ = next((what for what, same in SAME.items() if same(given) == same(name)), "in punctuation")
+            return f". {given!r} and {name!r} differ {differ}: write the ids as the references do"
+    return ""
+
+
+def letters(name: str) -> str:
+    """The id's letters and digits, whatever their case and form."""
+    form = unicodedata.normalize("NFKC", name).casefold().strip()
+    return re.sub(r"[\W_]+", "", EXTENSION.sub("", form.removesuffix(".0")))
+
+
+SAME: dict[str, Callable[[str], str]] = {
+    "in upper and lower case alone": str.casefold,
+    "in spaces alone": lambda name: "".join(name.split()),
+    "by the .0 of a number with a point": lambda name: name.removesuffix(".0"),
+    "in the Unicode form of letters that look the same": partial(unicodedata.normalize, "NFKC"),
+}
+"""How two ids differ -> what is the same of both then."""
 
 
 def some(names: Sequence[str]) -> str:
@@ -123,6 +178,56 @@ def level(ids: int, counts: Counts) -> str:
             "same; key by the id"
         )
     return ""
+
+
+def too_long(captions: Mapping[str, str]) -> list[str]:
+    """Captions of so many words that a scorer may die of them."""
+    words = {name: len(caption.split()) for name, caption in captions.items()}
+    longer = [name for name, caption in captions.items() if words[name] > WORDS or len(caption) > 8 * WORDS]
+    if not longer:
+        return []
+    return [
+        f"{len(longer):,} captions have more than {WORDS:,} words or {8 * WORDS:,} characters, such as {longer[0]!r} "
+        f"with {words[longer[0]]:,} words: METEOR may fail on them, and then no pair has any. Shorten or empty them"
+    ]
+
+
+def split_references(pairs: Mapping[str, Reference]) -> list[str]:
+    """References that are the words, or the characters, of one."""
+    texts = {name: reference.texts for name, reference in pairs.items()}
+    split = [name for name, found in texts.items() if len(found) > 2 and all(len(text.split()) < 2 for text in found)]
+    if len(split) <= MANY * len(pairs):
+        return []
+    return [
+        f"references: those of {len(split):,} of {len(pairs):,} pairs are single words, such as {split[0]!r} with "
+        f"{some(texts[split[0]])}: a list of tokens, or one text, was read as a list of texts; join the words of each "
+        "reference by spaces"
+    ]
+
+
+def notes_of_file(pairs: Mapping[str, Reference], known: Iterable[Benchmark]) -> list[str]:
+    """What a file of references without a benchmark tells by itself: joined text, and the faults of those whose
+    numbers it has."""
+    texts = [text for reference in pairs.values() for text in reference.texts]
+    notes = []
+    for benchmark in known:
+        protocol = benchmark.protocol(None)
+        counts = published_counts(benchmark, protocol)
+        if counts.references is None or counts.pairs is None:
+            continue
+        wordless = counts.pairs - (counts.wordless or 0)
+        if len(pairs) in {counts.pairs, counts.records, counts.image_pairs, wordless}:
+            notes += [
+                f"if these are {benchmark.name}'s, as under protocol {protocol.name!r}: {fault}; --benchmark "
+                f"{benchmark.name} checks it"
+                for fault in faults_of_references(pairs, counts, protocol)
+            ]
+    if len(texts) == len(pairs) and share(SENTENCES, texts) > MANY:
+        notes.append(
+            f"{sum(bool(SENTENCES.search(text)) for text in texts):,} of {len(pairs):,} pairs have one reference of "
+            "several sentences: joined text? Most protocols score each sentence as a reference of its own"
+        )
+    return notes
 
 
 def faults_of_references(pairs: Mapping[str, Reference], counts: Counts, protocol: Protocol) -> list[str]:

@@ -14,6 +14,7 @@ from components.datasets.rows import Row
 from components.datasets.spec import DatasetSpec, Protocol, Published
 from components.evaluate.grammar import Grammar
 from components.records import DataError
+from components.score.predictions import as_text
 
 
 class Benchmark(NamedTuple):
@@ -91,7 +92,8 @@ def from_coco(path: Path) -> References:
         where = f"{path}, annotation {number}"
         name = _field(row, "image_id", where)
         if not isinstance(row.get("caption"), str):
-            raise DataError(f"{where}: caption: expected text, found {describe(row.get('caption'))}")
+            found = row.get("caption")
+            raise DataError(f"{where}: caption: expected text, found {describe(found)}; {as_text(found)}")
         texts.setdefault(name, []).append(row["caption"])
     if bare := [name for name, found in texts.items() if not found]:
         raise DataError(
@@ -156,6 +158,9 @@ def _from_records(benchmark: Benchmark, path: Path) -> References:
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{path}: not records of ingest: {error}; run `m3diff ingest` again") from error
     rows = [row for row in rows if row["id"] is not None]
+    for row in rows:
+        if not isinstance(row["references"], list | None):
+            raise DataError(f"{path}: {row['id']}: references: expected a list, found {describe(row['references'])}")
     if not rows:
         raise DataError(f"{path}: has no record of the split 'test'")
     pairs = {

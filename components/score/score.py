@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ from pydantic import BaseModel, ConfigDict
 from components.datasets.spec import Protocol
 from components.evaluate.bootstrap import intervals
 from components.evaluate.grammar import parse_predictions
+from components.evaluate.marks import notes_of_marks
 from components.evaluate.metrics import METRICS, choose_metrics
 from components.evaluate.metrics.java import require_java
 from components.evaluate.metrics.metric import ALL, Metric, Value
 from components.evaluate.metrics.run import compute_metrics
-from components.evaluate.metrics.scorer import ScorerFailed
+from components.evaluate.metrics.scorer import ScorerFailed, sanitise
 from components.evaluate.metrics.spice import find_jars
 from components.evaluate.pairs import EvalPair
 from components.evaluate.protocols import ProtocolPairs, apply, takes
@@ -22,7 +24,16 @@ from components.evaluate.published.published import PublishedRow, published_rows
 from components.evaluate.stage import score_table
 from components.evaluate.summary import Interval
 from components.records import DataError
-from components.score.faults import faults_of_predictions, faults_of_references, match, notes_of_captions
+from components.score.faults import (
+    faults_of_predictions,
+    faults_of_references,
+    finder,
+    match,
+    notes_of_captions,
+    notes_of_file,
+    split_references,
+    too_long,
+)
 from components.score.predictions import read_predictions
 from components.score.references import (
     Benchmark,
@@ -157,7 +168,7 @@ def score_captions(
     spice_dir: Path | None,
     allow_faults: bool,
 ) -> ScoreReport:
-    found = read_predictions(path)
+    found = read_predictions(path, finder(references.pairs, dataset))
     taken = {name: references.pairs[name] for name in taken_by(protocol, dataset, references)}
     if not taken:
         raise DataError(f"{dataset}: no pair of the references is one of protocol {protocol.name!r}")
@@ -166,9 +177,10 @@ def score_captions(
     except DataError as error:
         raise DataError(f"{path}: {error}") from None
     faults = faults_of_references(taken, counts, protocol) if references.as_scored else []
+    faults += split_references(taken)
     faults += faults_of_predictions(len(found.rows), matched, taken, references.pairs, counts)
     captions = {name: matched.captions[name] for name in taken if name in matched.captions}
-    faults += too_few(len(captions), protocol)
+    faults += too_few(len(captions), protocol) + (too_long(captions) if protocol.max_words is None else [])
     if faults and not allow_faults:
         raise DataError("\n  ".join([f"{path}: no score of {dataset}/{protocol.name}:", *faults, AS_IT_IS]))
     if not captions:
@@ -178,9 +190,11 @@ def score_captions(
         notes.append("ids such as {!r} were taken for {!r}".format(*matched.renamed))
     if rest := len(matched.captions) - len(captions):
         notes.append(f"{rest:,} captions of pairs that {protocol.name!r} does not take were left out")
-    notes += notes_of_captions(
-        list(captions.values()), [text for name in captions for text in taken[name].texts], protocol
-    )
+    said, texts = list(captions.values()), [taken[name].texts for name in captions]
+    notes += notes_of_captions(said, list(chain(*texts)), protocol)
+    notes += notes_of_marks(said, texts) + notes_of_marks(list(chain(*texts)), what="references")
+    if benchmark is None:
+        notes += notes_of_file(taken, benchmarks().values())
     pairs = [as_pair(dataset, name, references, caption) for name, caption in captions.items()]
     one = ProtocolPairs(dataset, protocol, apply(as_it_stands(protocol, references), pairs))
     return compute(one, references, benchmark, spice_dir, faults, notes)
@@ -211,6 +225,8 @@ def compute(
     metrics = metrics_of(one.protocol, references, spice_dir)
     parsed = parse_predictions({one.dataset: references.grammar}, one.pairs) if references.grammar else {}
     scores = compute_metrics(metrics, [one], parsed, spice_dir, LIMIT_S)[one.name]
+    if len(one.pairs) > 1 and len({frozenset(map(sanitise, pair.references)) for pair in one.pairs}) == 1:
+        notes = [*notes, SAME_REFERENCES]
     wanted = {name for metric in metrics.values() for name in metric.scores + metric.overall} - {"CIDEr_shuffled"}
     return ScoreReport(
         dataset=one.dataset,
@@ -233,6 +249,12 @@ def compute(
         notes=notes,
         published=[row.__dict__ for row in published_beside(benchmark, one.protocol)],
     )
+
+
+SAME_REFERENCES = (
+    "all pairs have the same references, so CIDEr is 0: it weighs a word by how few pairs' references hold it; score "
+    "them together with pairs that have others"
+)
 
 
 def metrics_of(protocol: Protocol, references: References, spice_dir: Path | None) -> Mapping[str, Metric]:

@@ -11,6 +11,7 @@ content in the scratch folder: a second run asks nothing, and one that was kille
 import json
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,7 +98,8 @@ def zero_shot(
 
     Raises:
         DataError: before anything is sent: there is no test set, a protocol lacks pairs, a licence does not allow to
-            hand images on, an image is not the one that ingest saw, or `out` exists.
+            hand images on, an image is not the one that ingest saw, or `out` exists. Afterwards: no answer is a
+            caption; these answers are forgotten.
         ParamsError: the endpoint refuses the key, the model or the form of a question.
         ConnectionError: it cannot be reached, or goes on failing; what it answered is kept.
     """
@@ -179,9 +181,43 @@ def ask(request: Request, pairs: Sequence[PairSample], scratch: Path) -> list[An
     )
     questions = [Question(request.words(pair.question), (Path(pair.before), Path(pair.after))) for pair in pairs]
     try:
-        return endpoint.ask(questions, "zero-shot")
+        answers = endpoint.ask(questions, "zero-shot")
     except ConnectionError as error:
         raise ConnectionError(f"{error}; what it answered is kept: run the command again") from error
+    if told := without_captions(answers):
+        if any(answer.kind == "text" for answer in answers):
+            print(f"zero-shot: note: {told}", flush=True)
+        else:
+            endpoint.forget(questions)
+            raise DataError(f"{request.url}, model {request.model!r}: {told}; run the command again: it asks anew")
+    return answers
+
+
+def without_captions(answers: Sequence[Answer]) -> str:
+    """Why most answers are no caption; "" where most are one."""
+    kinds = Counter(answer.kind for answer in answers)
+    without = len(answers) - kinds["text"]
+    if without <= len(answers) / 2:
+        return ""
+    told = [f"{without:,} of {len(answers):,} answers are no caption"]
+    if reasoned := sum(answer.kind == "empty" and bool(answer.text.strip()) for answer in answers):
+        told.append(
+            f"the text of {reasoned:,} came as reasoning_content: start the server without its reasoning parser, or "
+            "with the model's thinking switched off"
+        )
+    if silent := kinds["empty"] - reasoned:
+        told.append(f"{silent:,} are empty, or thoughts alone (<think>): does the model take two images?")
+    if kinds["cut"]:
+        told.append(
+            f"{kinds['cut']:,} reached the token limit (finish_reason=length): pass a larger --max-tokens, or switch "
+            "the model's thinking off"
+        )
+    if kinds["refused"]:
+        reason = next(answer.text for answer in answers if answer.kind == "refused")
+        told.append(
+            f"{kinds['refused']:,} are refused, such as with {reason[:200]!r}: pass another --prompt or --model"
+        )
+    return "; ".join(told)
 
 
 def write_predictions(

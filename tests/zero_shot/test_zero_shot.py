@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -14,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from components import endpoint
-from components.__main__ import main
+from components.__main__ import DATA_REFUSED, main
 from components.compare.compare import compare
 from components.datasets import DATASETS
 from components.datasets.spec import Protocol
@@ -229,11 +230,86 @@ def test_a_pair_that_the_server_does_not_take_is_refused_by_it_and_named(status,
 
 
 def test_every_metric_takes_the_captions_of_a_model_that_says_nothing(server, folders, tmp_path):
-    server.replies = {"pair": [None]}
+    server.replies = {"pair 5?": ["zzz"], "pair": [None]}
     result = run(tmp_path, asked_of(server), metrics=["BLEU", "METEOR", "ROUGE-L", "CIDEr", "change_accuracy"])
-    assert result.captioned.without_caption["empty"] == [f"toy/{n}" for n in range(5, -1, -1)]
+    assert result.captioned.without_caption["empty"] == [f"toy/{n}" for n in range(4, -1, -1)]
     scores = result.scored.protocols["toy/test"].scores
     assert [scores[name] for name in ("BLEU-4", "METEOR", "ROUGE-L", "CIDEr")] == pytest.approx([0] * 4, abs=1e-6)
+
+
+REASONED = {"content": None, "reasoning_content": "The cup is new."}
+
+
+@pytest.mark.parametrize(
+    ("reply", "told"),
+    [
+        (None, "6 are empty"),
+        ({"content": ""}, "6 are empty"),
+        ("<think>Is it the cup", "thoughts alone"),
+        (REASONED, "the text of 6 came as reasoning_content: start the server without its reasoning parser"),
+        ({"content": " ", "reasoning": "The cup is new."}, "the text of 6 came as reasoning_content"),
+        ({"content": None, "tool_calls": []}, "6 are empty"),
+        (CUT, "6 reached the token limit (finish_reason=length): pass a larger --max-tokens"),
+        ({**REASONED, "finish_reason": "length"}, "6 reached the token limit"),
+        (REFUSED, "6 are refused, such as with 'I will not say.'"),
+        ({"content": None, "finish_reason": "content_filter"}, "6 are refused"),
+    ],
+)
+def test_answers_without_a_caption_are_an_error_with_its_reason_and_are_asked_for_again(
+    reply, told, server, folders, tmp_path, monkeypatch, capsys
+):
+    replies, server.replies = server.replies, {"pair": [reply]}
+    monkeypatch.setattr("components.__main__.parameters", lambda _: toy_params(tmp_path))
+    monkeypatch.setattr("components.__main__.check_paths", lambda *_: None)
+    typed = ["zero-shot", "--url", server.url, "--model", "a/model", "--key-variable", "A_KEY"]
+    assert main(typed) == DATA_REFUSED
+    printed = capsys.readouterr().err
+    assert "6 of 6 answers are no caption" in printed
+    assert told in printed
+    assert not list(tmp_path.glob("scratch/evaluated/zero*"))
+    server.replies = replies  # the server is mended
+    assert main(typed) == 0, "run the command again"
+    assert "note:" not in capsys.readouterr().out
+    asked = len(server.asked)
+    assert main(typed) == 0
+    assert (asked, len(server.asked)) == (12, 12), "what was said then is kept"
+
+
+def toy_params(root: Path) -> Any:
+    paths = SimpleNamespace(mixture=root / "mixture", records=root / "records", clean=root / "clean")
+    cfg = bench.config(metrics=["change_accuracy"])
+    return SimpleNamespace(
+        paths=paths, evaluate=cfg, compute=bench.compute(scratch=root / "scratch"), predict=SimpleNamespace(limit=0)
+    )
+
+
+def test_most_answers_without_a_caption_are_a_note_and_few_are_none(server, folders, tmp_path, capsys):
+    server.replies |= {f"pair {n}?": [REASONED] for n in range(4)}
+    assert len(run(tmp_path, asked_of(server)).captioned.without_caption["empty"]) == 4
+    told = "zero-shot: note: 4 of 6 answers are no caption; the text of 4 came as reasoning_content"
+    assert told in capsys.readouterr().out
+    run(tmp_path, asked_of(server))
+    assert told in capsys.readouterr().out, "of kept answers too"
+    server.replies |= {f"pair {n}?": ["the lamp went out"] for n in range(2)}
+    run(tmp_path, asked_of(server, model="other"))
+    assert "note:" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("mark", ["{}<|im_end|>", "<|begin_of_box|>{}<|end_of_box|>", "assistant\n{}", "```\n{}\n```"])
+def test_marks_in_captions_are_counted_and_shown(mark, server, folders, tmp_path, capsys):
+    server.replies = {pair: [mark.format(texts[0])] for pair, texts in server.replies.items()}
+    result = run(tmp_path, asked_of(server))
+    told = capsys.readouterr().out
+    assert re.search(r"note: 6 of 6 captions hold .*, such as '.*the red cube", told)
+    page = (result.folder / "report/report.html").read_text()
+    assert "6 of 6 captions hold" in page
+
+
+def test_an_answer_in_parts_is_their_text(server, folders, tmp_path):
+    server.replies["pair 0?"] = [
+        {"content": [{"type": "text", "text": "nothing "}, {"type": "text", "text": "changed"}]}
+    ]
+    assert predictions(run(tmp_path, asked_of(server)))["toy/0"] == "nothing changed"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from components.evaluate.metrics.ngrams import Shared, table
 from components.evaluate.pairs import EvalPair
 
 NO_SHUFFLED = "there are no predictions of shuffled pairs (predictions_shuffled.json), or only one pair"
+ONE_PAIR = "there is one pair: CIDEr weighs a word by how few of the pairs' references hold it"
 SIGMA = 6.0
 
 
@@ -31,7 +32,9 @@ def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores
     return MetricScores(
         scores,
         {pair: {"CIDEr": value} for pair, value in zip(groups[ALL], of_pairs.tolist(), strict=True)},
-        {} if control is not None else {"CIDEr_shuffled": NO_SHUFFLED},
+        {}
+        if control is not None
+        else {"CIDEr_shuffled": NO_SHUFFLED} | ({"CIDEr": ONE_PAIR} if len(pairs) == 1 else {}),
     )
 
 

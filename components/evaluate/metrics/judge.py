@@ -89,6 +89,8 @@ def read_verdict(answer: Answer) -> Verdict:
     """What the judge says; a refusal and anything but the JSON asked for is no verdict."""
     if answer.kind == "refused":
         return Verdict(None, f"refused: {answer.text}")
+    if answer.kind == "empty":
+        return Verdict(None, "no answer")
     said = answer.text
     start, end = said.find("{"), said.rfind("}")
     try:

@@ -3,7 +3,7 @@ templates."""
 
 import csv
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
@@ -40,6 +40,7 @@ class Evidence:
     specs: Mapping[str, DatasetSpec]  # by dataset
     saliency: Path | None
     curves: Path | None
+    notes: Sequence[str] = ()  # on the predictions' text
 
 
 def write_report(evidence: Evidence, out: Path, inside_mb: int) -> None:
@@ -80,7 +81,7 @@ def render(evidence: Evidence, store: ImageStore) -> str:
             first=scores[first.name],
             columns=columns,
             without_rare_words=any(of.groups.get("distractors", {}).get("CIDEr") == 0 for of in scores.values()),
-            overview=tables.overview(scores, columns),
+            overview=tables.overview(scores, columns, evidence.notes),
             parts=protocol_parts(evidence, all_columns, columns),
             alarms=alarms(parsed),
             confusion=confusion_table(parsed),

@@ -94,8 +94,8 @@ def partial_note(scores: Iterable[ProtocolScores]) -> list[str]:
     return []
 
 
-def overview(protocols: dict[str, ProtocolScores], columns: Sequence[str]) -> Table:
-    """A row to each protocol, its scores with their intervals."""
+def overview(protocols: dict[str, ProtocolScores], columns: Sequence[str], notes: Sequence[str] = ()) -> Table:
+    """A row to each protocol, its scores with their intervals; `notes` below."""
     rows = [
         Row(
             name,
@@ -105,7 +105,7 @@ def overview(protocols: dict[str, ProtocolScores], columns: Sequence[str]) -> Ta
         )
         for name, of in protocols.items()
     ]
-    return Table("scores", ("Protocol", "n", *columns), rows, partial_note(protocols.values()))
+    return Table("scores", ("Protocol", "n", *columns), rows, [*partial_note(protocols.values()), *notes])
 
 
 def group_table(protocol: str, scores: ProtocolScores, columns: Sequence[str]) -> Table:
