@@ -36,7 +36,7 @@ from components.score.references import (
 )
 
 LIMIT_S = 3600
-"""Seconds that a Java scorer may take."""
+"""Seconds that a Java scorer may take; SPICE has more, by its captions."""
 
 
 class ScoreReport(BaseModel):
@@ -81,12 +81,13 @@ def score(
 
     Raises:
         JavaMissing: there is no Java; said before anything is read, as is a folder without SPICE's jars.
-        DataError: a file cannot be used; or a fault was found and `allow_faults` does not allow it.
+        DataError: a file cannot be used; a fault was found and `allow_faults` does not allow it; or `spice_dir` is
+            given and SPICE gave no score.
         ScorerFailed: the tokenizer gave up.
     """
-    require_java()
+    java = require_java()
     if spice_dir is not None:
-        require_spice(spice_dir)
+        require_spice(spice_dir, java)
     known = None if benchmark is None else find_benchmark(benchmark)
     chosen = known.protocol(protocol) if known else Protocol("as given", n=None)
     if known is None and (references is None or protocol or data):
@@ -96,11 +97,11 @@ def score(
     return score_captions(predictions, dataset, chosen, scored, counts, known, spice_dir, allow_faults)
 
 
-def require_spice(folder: Path) -> None:
+def require_spice(folder: Path, java: int) -> None:
     try:
-        find_jars(folder)
+        find_jars(folder, java)
     except ScorerFailed as missing:
-        raise DataError(f"--spice-dir {missing}; `m3diff score --check-spice` says where they belong") from None
+        raise DataError(f"--spice-dir {missing}") from None
 
 
 def find_benchmark(name: str) -> Benchmark:
@@ -211,6 +212,8 @@ def compute(
     metrics = metrics_of(one.protocol, references, spice_dir)
     parsed = parse_predictions({one.dataset: references.grammar}, one.pairs) if references.grammar else {}
     scores = compute_metrics(metrics, [one], parsed, spice_dir, LIMIT_S)[one.name]
+    if spice_dir is not None and "SPICE" in scores.absent:
+        raise DataError(f"--spice-dir {spice_dir}: SPICE gave no score: {scores.absent['SPICE']}")
     wanted = {name for metric in metrics.values() for name in metric.scores + metric.overall} - {"CIDEr_shuffled"}
     return ScoreReport(
         dataset=one.dataset,
