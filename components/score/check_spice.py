@@ -31,9 +31,7 @@ def check_spice(spice_dir: Path | None) -> Found:
     ]
     if missing := [name for name, jar in jars.items() if jar is None]:
         lines += how_to_fetch(missing, spice_dir or Path("spice"))
-        lines.append(
-            f"name {spice_dir or 'the folder'} by --spice-dir, and for `m3diff evaluate` as compute.spice_dir in params.yaml"
-        )
+        lines.append("name the folder by --spice-dir, and for `m3diff evaluate` as compute.spice_dir in params.yaml")
     if missing or lines[0].startswith("MISSING"):
         return Found(lines, works=False)
     try:

@@ -85,9 +85,9 @@ def score(
             given and SPICE gave no score.
         ScorerFailed: the tokenizer gave up.
     """
-    java = require_java()
+    require_java()
     if spice_dir is not None:
-        require_spice(spice_dir, java)
+        require_spice(spice_dir)
     known = None if benchmark is None else find_benchmark(benchmark)
     chosen = known.protocol(protocol) if known else Protocol("as given", n=None)
     if known is None and (references is None or protocol or data):
@@ -97,9 +97,9 @@ def score(
     return score_captions(predictions, dataset, chosen, scored, counts, known, spice_dir, allow_faults)
 
 
-def require_spice(folder: Path, java: int) -> None:
+def require_spice(folder: Path) -> None:
     try:
-        find_jars(folder, java)
+        find_jars(folder)
     except ScorerFailed as missing:
         raise DataError(f"--spice-dir {missing}") from None
 

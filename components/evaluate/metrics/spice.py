@@ -31,7 +31,7 @@ from components.evaluate.metrics.scorer import Scorer, ScorerFailed
 from components.evaluate.pairs import EvalPair
 from components.progress import progress
 
-CORENLP = ("stanford-corenlp-3.6.0.jar", "stanford-corenlp-3.6.0-models.jar")
+JARS = ("stanford-corenlp-3.6.0.jar", "stanford-corenlp-3.6.0-models.jar")
 ASM = tuple(f"asm{part}-7.3.1.jar" for part in ("", "-analysis", "-commons", "-tree", "-util"))
 NASHORN = ("nashorn-core-15.4.jar", *ASM)
 """The JavaScript with which SPICE writes its answer, and what it needs; Java had its own until 14."""
@@ -41,17 +41,18 @@ ARTIFACTS = (
     "org.openjdk.nashorn:nashorn-core:15.4",
     *(f"org.ow2.asm:{name.removesuffix('-7.3.1.jar')}:7.3.1" for name in ASM),
 )
-"""Of `CORENLP` and `NASHORN`, as Maven calls them."""
+"""Of `JARS` and `NASHORN`, as Maven calls them."""
 MAVEN_CENTRAL = "https://repo1.maven.org/maven2"
 FIRST_WITHOUT_JAVASCRIPT = 15
 REMEDY = (
-    f"needs {CORENLP[0]} and {CORENLP[1]}, which nothing here downloads: take them from "
+    f"needs {JARS[0]} and {JARS[1]}, which nothing here downloads: take them from "
     "http://nlp.stanford.edu/software/stanford-corenlp-full-2015-12-09.zip (384 MB) and name their folder in "
     "compute.spice_dir"
 )
 """Where no folder is named at all."""
-SECONDS_A_CAPTION = 0.25
-"""What the time limit allows for each caption beside its fixed part. Two cores parse 50 short ones a second."""
+SECONDS_A_CAPTION = 1
+"""What the time limit allows for each caption beside its fixed part. Two idle cores parse 50 short ones a second, two
+that other work shares 4."""
 PART = 2500
 """Captions that one process parses: it takes 6 s to load its models, and shows nothing until it ends."""
 TRIAL: Item = ("the red cube turned blue", ("the red cube became blue",))
@@ -64,7 +65,7 @@ def program(of: Program) -> dict[Item, float | None]:
     Raises:
         ScorerFailed: the jars are missing, or the program gave no result.
     """
-    jars = find_jars(of.spice_dir, require_java())
+    jars = find_jars(of.spice_dir)
     items = of.items()
     return dict(zip(items, score(of.start, jars, items, kept_file(jars)), strict=True))
 
@@ -75,7 +76,7 @@ def try_spice(spice_dir: Path | None, limit_s: int) -> float:
     Raises:
         ScorerFailed: SPICE cannot be computed here; the text says why.
     """
-    jars = find_jars(spice_dir, require_java())
+    jars = find_jars(spice_dir)
     with ExitStack() as workers:
         (value,) = score(lambda name, more: workers.enter_context(Scorer(name, limit_s + more)), jars, [TRIAL], None)
     if value is None:
@@ -124,8 +125,8 @@ def ask(
     worker.send(
         {
             "items": items,
-            "jars": [str(jar) for jar in jars if jar.name in CORENLP],
-            "modules": [str(jar) for jar in jars if jar.name not in CORENLP],
+            "jars": [str(jar) for jar in jars if jar.name in JARS],
+            "modules": [str(jar) for jar in jars if jar.name not in JARS],
             "cache": cache and str(cache),
             "parses": parsed > 0,
         }
@@ -165,7 +166,7 @@ def mean(values: Iterable[float | None]) -> float | None:
 
 def needed(java: int) -> tuple[str, ...]:
     """Names of the jars that SPICE needs with this Java."""
-    return CORENLP + NASHORN if java >= FIRST_WITHOUT_JAVASCRIPT else CORENLP
+    return JARS + NASHORN if java >= FIRST_WITHOUT_JAVASCRIPT else JARS
 
 
 def look(folder: Path | None, java: int) -> dict[str, Path | None]:
@@ -178,14 +179,15 @@ def look(folder: Path | None, java: int) -> dict[str, Path | None]:
     return found
 
 
-def find_jars(spice_dir: Path | None, java: int) -> list[Path]:
-    """The jars that this Java needs, absolute.
+def find_jars(spice_dir: Path | None) -> list[Path]:
+    """The jars that the Java on PATH needs, absolute.
 
     Raises:
         ScorerFailed: no folder is named, or a jar is missing in it; the text says how to get them.
     """
     if spice_dir is None:
         raise ScorerFailed(REMEDY)
+    java = require_java()
     found = look(spice_dir, java)
     if missing := [name for name, jar in found.items() if jar is None]:
         why = f"with Java {java}, which has no JavaScript engine, " if missing[-1] in NASHORN else ""
@@ -198,7 +200,7 @@ def find_jars(spice_dir: Path | None, java: int) -> list[Path]:
 
 def how_to_fetch(missing: Iterable[str], folder: Path) -> Iterator[str]:
     """Commands for a shell that put the missing jars into the folder, and their addresses."""
-    artifacts = [ARTIFACTS[(CORENLP + NASHORN).index(name)] for name in missing]
+    artifacts = [ARTIFACTS[(JARS + NASHORN).index(name)] for name in missing]
     place = shlex.quote(str(folder))
     yield "nothing here downloads them; with Maven:"
     yield f"    for a in {' '.join(artifacts)}; do mvn -q dependency:copy -Dartifact=$a -DoutputDirectory={place}; done"

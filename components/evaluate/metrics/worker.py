@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from importlib.util import find_spec
 from itertools import chain, compress
 from pathlib import Path
 from types import ModuleType
@@ -232,14 +233,14 @@ def spice(folder: Path) -> Callable[[Job], list[float | None]]:
 
     A pair without a single tuple on either side has no F: None. The command is the package's own.
     """
-    from pycocoevalcap.spice import spice as module
-
-    program = Path(str(module.__file__)).parent / module.SPICE_JAR
-    move_to(folder, module)
+    package = find_spec("pycocoevalcap.spice")
+    assert package is not None
+    assert package.origin is not None
+    program = Path(package.origin).with_name("spice-1.0.jar")
 
     def compute(job: Job) -> list[float | None]:
-        (folder / program.name).unlink()
         shutil.copy(program, folder)  # Java looks for its libraries beside the file that a link points to
+        link_tree(program.with_name("lib"), folder / "lib")
         for jar in job["jars"]:
             (folder / "lib" / Path(jar).name).symlink_to(jar)
         items = [{"image_id": f"{i:09}", "test": test, "refs": refs} for i, (test, refs) in enumerate(job["items"])]
