@@ -28,8 +28,8 @@ class Compute(Section):
     val_pairs: int = Field(ge=0)  # validation pairs of each dataset behind val_loss
     caption_val_pairs: int = Field(ge=0)  # validation pairs of each dataset that are captioned and scored; 0: none
     caption_every_checkpoints: int = Field(ge=1)
-    spice_dir: Path | None  # folder with the CoreNLP 3.6.0 jars
-    scorer_timeout_s: int = Field(ge=1)
+    spice_dir: Path | None  # folder with the jars that `m3diff score --check-spice` names
+    scorer_timeout_s: int = Field(ge=1)  # of each program; SPICE has more, by its captions
 
     @property
     def image_cache(self) -> Path:

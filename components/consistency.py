@@ -481,7 +481,13 @@ def read_paths(params: "Params", stage: str) -> list[tuple[str, Path, str]]:
         own = ("train.base", base / "config.json", "`make base`" if base == params.paths.base else fetch)
         return [own, *(("train.base", base / file, remedy) for file, remedy in base_files(params).items())]
     if stage == "evaluate" and params.compute.spice_dir is not None:
-        return [("compute.spice_dir", params.compute.spice_dir, "fetch the CoreNLP 3.6.0 jars, or write null")]
+        return [
+            (
+                "compute.spice_dir",
+                params.compute.spice_dir,
+                "fetch the CoreNLP 3.6.0 jars, or write null; `m3diff score --check-spice` names all",
+            )
+        ]
     return []
 
 

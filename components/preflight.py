@@ -1,4 +1,5 @@
-"""What a run needs besides right parameters, looked at before hours are spent: room, memory, GPUs, Java, MLflow."""
+"""What a run needs besides right parameters, looked at before hours are spent: room, memory, GPUs, Java,
+SPICE, MLflow."""
 
 import os
 import shutil
@@ -9,14 +10,18 @@ from pathlib import Path
 import psutil
 
 from components import tracking
+from components.evaluate.metrics import choose_metrics
+from components.evaluate.metrics.java import JavaMissing, require_java
+from components.evaluate.metrics.run import needs_java
+from components.evaluate.metrics.scorer import ScorerFailed
+from components.evaluate.metrics.spice import try_spice
 from components.params import Params
 from components.section import ParamsError
 
 GIB = 2**30
 LEAST_FREE = 1 * GIB  # what the small stages, logs and the report take
 TRAINED_COPIES = 4  # of the base's size on a CPU: weights, gradients and AdamW's two moments in fp32
-NVIDIA_TIMEOUT_S, JAVA_TIMEOUT_S = 60, 30
-JAVA_METRICS = {"METEOR", "SPICE"}
+NVIDIA_TIMEOUT_S = 60
 
 
 class NotReadyError(ParamsError):
@@ -77,16 +82,18 @@ def count_gpus() -> int:
 
 
 def java(params: Params) -> Iterator[str]:
-    """A Java that starts, where a metric is computed by one."""
-    asked = sorted(JAVA_METRICS & set(params.evaluate.metrics))
-    if not asked:
+    """A Java that starts, where a metric needs one, and a SPICE that scores where its jars are named."""
+    metrics, folder = choose_metrics(params.evaluate.metrics), params.compute.spice_dir
+    if not needs_java(metrics):
         return
     try:
-        works = subprocess.run(["java", "-version"], capture_output=True, timeout=JAVA_TIMEOUT_S).returncode == 0
-    except (OSError, subprocess.TimeoutExpired):
-        works = False
-    if not works:
-        yield f"java: `java -version` does not work, and evaluate.metrics has {', '.join(asked)}; install Java 17"
+        require_java()
+        if folder is not None and "SPICE" in metrics:
+            try_spice(folder, params.compute.scorer_timeout_s)
+    except JavaMissing as missing:
+        yield f"evaluate.metrics: {', '.join(name for name in metrics if metrics[name].java)} need Java; {missing}"
+    except ScorerFailed as failure:
+        yield f"compute.spice_dir: no SPICE from {folder}: {failure}; or write null, and SPICE is absent"
 
 
 def server(params: Params) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """What is looked at before a run, each lack told with have and need."""
 
+import os
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -11,6 +12,8 @@ import psutil
 import pytest
 
 from components import preflight as looks
+from components.evaluate.metrics import METRICS
+from components.evaluate.metrics.spice import JARS, NASHORN
 from components.params import Params, load_params
 from components.preflight import GIB, NotReadyError, preflight
 from tests.toy import REPOSITORY
@@ -26,6 +29,17 @@ def params(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Params:
     return load_params(REPOSITORY / "params.yaml")
 
 
+@pytest.fixture(autouse=True)
+def java(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A Java on PATH, which answers with its version."""
+    program = tmp_path / "bin" / "java"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\necho 'openjdk version \"17.0.1\"' >&2\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    return program
+
+
 def has(monkeypatch: pytest.MonkeyPatch, disk: float = 100, memory: float = 100) -> None:
     """GiB that are free."""
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=int(disk * GIB)))
@@ -39,9 +53,12 @@ def ask(params: Params, **compute: Any) -> Params:
 def commands(monkeypatch: pytest.MonkeyPatch, **answers: Callable[[], Any]) -> list[list[str]]:
     """Programs that answer as given; any other is not installed."""
     asked: list[list[str]] = []
+    run_program = subprocess.run
 
     def run(command: list[str], **options: Any) -> Any:
         asked.append(command)
+        if Path(command[0]).name == "java":
+            return run_program(command, **options)
         if command[0].replace("-", "_") not in answers:
             raise FileNotFoundError(command[0])
         return answers[command[0].replace("-", "_")]()
@@ -50,39 +67,38 @@ def commands(monkeypatch: pytest.MonkeyPatch, **answers: Callable[[], Any]) -> l
     return asked
 
 
-def java() -> Any:
-    return SimpleNamespace(returncode=0)
-
-
 def faults(params: Params) -> str:
     with pytest.raises(NotReadyError) as refused:
         preflight(params)
     return str(refused.value)
 
 
-def test_a_machine_that_has_everything_is_taken(params, monkeypatch):
-    asked = commands(monkeypatch, java=java)
+def test_a_machine_that_has_everything_is_taken(params, monkeypatch, java):
+    asked = commands(monkeypatch)
     preflight(params)
-    assert asked == [["java", "-version"]]
+    assert asked == [[str(java), "-version"]]
 
 
 @pytest.mark.fault("10")
-def test_every_lack_is_told_at_once(params, monkeypatch):
+def test_every_lack_is_told_at_once(params, monkeypatch, java):
+    java.write_text("#!/bin/sh\nexit 1\n")
     commands(monkeypatch)
     has(monkeypatch, disk=1.5, memory=7)
-    assert faults(ask(params, workers=2)).splitlines() == [
+    *told, of_java = faults(ask(params, workers=2)).splitlines()
+    assert told == [
         "this run cannot start here:",
         "  runs: 1.5 GiB free, 5.0 needed; make room or set compute.scratch",
         "  data/05_model: 1.5 GiB free, 2.0 needed; make room or set compute.scratch",
         "  memory: 7.0 GiB are free, about 8.0 needed by 2 worker(s); lower compute.workers or end other programs",
-        "  java: `java -version` does not work, and evaluate.metrics has METEOR, SPICE; install Java 17",
     ]
+    assert of_java.startswith("  evaluate.metrics: CIDEr, METEOR, ROUGE-L, BLEU, SPICE need Java; ")
+    assert f"{java}: does not start" in of_java
 
 
 def test_the_disk_of_the_nearest_folder_that_is_there_is_asked(params, monkeypatch, tmp_path):
     asked: list[Path] = []
     monkeypatch.setattr(shutil, "disk_usage", lambda place: asked.append(place) or SimpleNamespace(free=100 * GIB))
-    commands(monkeypatch, java=java)
+    commands(monkeypatch)
     (tmp_path / "data").mkdir()
     preflight(params)
     assert asked == [tmp_path, tmp_path / "data"]
@@ -92,7 +108,7 @@ def test_the_disk_of_the_nearest_folder_that_is_there_is_asked(params, monkeypat
 @pytest.mark.parametrize(("found", "enough"), [(1, False), (2, True), (3, True)])
 def test_as_many_gpus_as_workers(params, monkeypatch, found, enough):
     listed = "".join(f"GPU {n}: NVIDIA H200 (UUID: x)\n" for n in range(found))
-    commands(monkeypatch, java=java, nvidia_smi=lambda: SimpleNamespace(returncode=0, stdout=listed))
+    commands(monkeypatch, nvidia_smi=lambda: SimpleNamespace(returncode=0, stdout=listed))
     has(monkeypatch, memory=2)  # a GPU run holds the base in memory once for each worker
     asked = ask(params, gpu=True, workers=2)
     if enough:
@@ -112,26 +128,56 @@ def broken() -> Any:
 @pytest.mark.fault("11", "m3")
 @pytest.mark.parametrize("answer", [silent, broken])
 def test_a_driver_that_does_not_answer_has_no_gpu(params, monkeypatch, answer):
-    commands(monkeypatch, java=java, nvidia_smi=answer)
+    commands(monkeypatch, nvidia_smi=answer)
     assert "1 GPU(s) asked for, 0 found" in faults(ask(params, gpu=True, workers=0))
 
 
 @pytest.mark.fault("m7")
 def test_memory_and_gpus_of_a_cluster_are_not_those_of_this_machine(params, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
-    commands(monkeypatch, java=java)
+    commands(monkeypatch)
     has(monkeypatch, memory=0)
     preflight(ask(params, gpu=True, workers=8))
 
 
-def test_without_a_metric_of_java_no_java_is_asked_for(params, monkeypatch):
+def scored_by(params: Params, *metrics: str) -> Params:
+    return params.model_copy(update={"evaluate": params.evaluate.model_copy(update={"metrics": metrics})})
+
+
+@pytest.mark.fault("18")
+@pytest.mark.parametrize("metric", [name for name, metric in METRICS.items() if metric.java])
+def test_each_metric_that_evaluate_refuses_without_java_is_refused_here(params, monkeypatch, java, metric):
     commands(monkeypatch)
-    preflight(params.model_copy(update={"evaluate": params.evaluate.model_copy(update={"metrics": ("CIDEr",)})}))
+    java.write_text("#!/bin/sh\necho 'java version \"1.7.0\"' >&2\n")
+    assert f"evaluate.metrics: {metric} need Java; {java}: version not understood or too old" in faults(
+        scored_by(params, metric)
+    )
+
+
+def test_without_a_metric_of_java_no_java_is_asked_for(params, monkeypatch):
+    asked = commands(monkeypatch)
+    preflight(scored_by(params, "pixel_threshold"))
+    assert asked == []
+
+
+@pytest.mark.fault("18")
+def test_spice_is_tried_where_its_folder_is_named_and_evaluate_computes_it(params, monkeypatch, tmp_path, java):
+    commands(monkeypatch)
+    folder = tmp_path / "jars"
+    named = ask(params, spice_dir=folder)
+    preflight(scored_by(named, "CIDEr"))
+    assert f"compute.spice_dir: no SPICE from {folder}: {folder}: has no {JARS[0]} and no " in faults(named)
+    folder.mkdir()
+    for name in JARS + NASHORN:
+        (folder / name).touch()
+    java.write_text(java.read_text() + 'case "$*" in *-jar*) echo no models >&2; exit 1;; esac\n')
+    assert "its last words: " in faults(named)
+    assert "no models" in faults(named)
 
 
 @pytest.mark.fault("19")
 def test_a_server_of_mlflow_that_is_gone_is_named(params, monkeypatch):
-    commands(monkeypatch, java=java)
+    commands(monkeypatch)
     gone = params.register_.model_copy(update={"tracking_uri": "http://127.0.0.1:9"})
     assert "register.tracking_uri: MLflow at http://127.0.0.1:9 does not answer" in faults(
         params.model_copy(update={"register_": gone})

@@ -18,6 +18,7 @@ HEADLINE = (
     "METEOR",
     "ROUGE-L",
     "CIDEr",
+    "SPICE",
     "change_type_accuracy",
     "change_place_accuracy",
     "change_exact_accuracy",

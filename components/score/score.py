@@ -47,7 +47,7 @@ from components.score.references import (
 )
 
 LIMIT_S = 3600
-"""Seconds that a Java scorer may take."""
+"""Seconds that a Java scorer may take; SPICE has more, by its captions."""
 
 
 class ScoreReport(BaseModel):
@@ -92,7 +92,8 @@ def score(
 
     Raises:
         JavaMissing: there is no Java; said before anything is read, as is a folder without SPICE's jars.
-        DataError: a file cannot be used; or a fault was found and `allow_faults` does not allow it.
+        DataError: a file cannot be used; a fault was found and `allow_faults` does not allow it; or `spice_dir` is
+            given and SPICE gave no score.
         ScorerFailed: the tokenizer gave up.
     """
     require_java()
@@ -111,7 +112,7 @@ def require_spice(folder: Path) -> None:
     try:
         find_jars(folder)
     except ScorerFailed as missing:
-        raise DataError(f"--spice-dir {missing}; `m3diff score --check-spice` says where they belong") from None
+        raise DataError(f"--spice-dir {missing}") from None
 
 
 def find_benchmark(name: str) -> Benchmark:
@@ -227,6 +228,8 @@ def compute(
     scores = compute_metrics(metrics, [one], parsed, spice_dir, LIMIT_S)[one.name]
     if len(one.pairs) > 1 and len({frozenset(map(sanitise, pair.references)) for pair in one.pairs}) == 1:
         notes = [*notes, SAME_REFERENCES]
+    if spice_dir is not None and "SPICE" in scores.absent:
+        raise DataError(f"--spice-dir {spice_dir}: SPICE gave no score: {scores.absent['SPICE']}")
     wanted = {name for metric in metrics.values() for name in metric.scores + metric.overall} - {"CIDEr_shuffled"}
     return ScoreReport(
         dataset=one.dataset,

@@ -16,7 +16,7 @@ from components.evaluate.metrics import METRICS, choose_metrics
 from components.evaluate.metrics.metric import ALL, Metric, MetricScores, Tokens
 from components.evaluate.metrics.run import compute_metrics, tokenise_protocols
 from components.evaluate.metrics.scorer import Scorer, ScorerFailed, sanitise, tokenise
-from components.evaluate.metrics.spice import JARS, find_jars
+from components.evaluate.metrics.spice import JARS, NASHORN, find_jars
 from components.evaluate.pairs import EvalPair
 from tests.evaluate import bench
 from tests.evaluate.bench import fake_java
@@ -212,11 +212,12 @@ def test_a_worker_whose_parent_is_gone_ends_itself_and_its_children(tmp_path: Pa
 def test_spice_without_its_files_is_absent_and_says_how_to_get_them(tmp_path: Path):
     with pytest.raises(ScorerFailed, match="^needs stanford-corenlp-3.6.0.jar and .*compute.spice_dir$"):
         find_jars(None)
-    (tmp_path / JARS[0]).touch()
+    for name in (JARS[0], *NASHORN):
+        (tmp_path / name).touch()
     with pytest.raises(ScorerFailed, match=f"{tmp_path}: has no {JARS[1]}; SPICE needs"):
         find_jars(tmp_path)
     (tmp_path / JARS[1]).touch()
-    assert find_jars(tmp_path) == [tmp_path / name for name in JARS]
+    assert find_jars(tmp_path) == [tmp_path / name for name in JARS + NASHORN]
 
 
 @pytest.mark.fault("18")
@@ -224,13 +225,13 @@ def test_a_spice_that_dies_is_absent_downloads_nothing_and_leaves_the_package_al
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("PATH", fake_java(tmp_path / "bin", "meteor", "exit 1"))
-    for name in JARS:
+    for name in JARS + NASHORN:
         (tmp_path / name).touch()  # no jars at all, so the real SPICE starts and ends
     package = Path(spice.__file__).parent
     before = sorted(os.listdir(package)), sorted(os.listdir(package / "lib"))
     found = quick_score({"a": "a red cube", "b": "a blue ball"}, spice_dir=tmp_path)
     assert found.groups[ALL]["SPICE"] is None
-    assert "CalledProcessError" in found.absent["SPICE"]
+    assert "status 1; its last words: " in found.absent["SPICE"]
     assert found.groups[ALL]["CIDEr"] is not None
     assert (sorted(os.listdir(package)), sorted(os.listdir(package / "lib"))) == before
 

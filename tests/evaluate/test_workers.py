@@ -15,7 +15,7 @@ from components.evaluate.metrics import METRICS, meteor, worker
 from components.evaluate.metrics.metric import ALL, Item, MetricScores
 from components.evaluate.metrics.run import compute_metrics
 from components.evaluate.metrics.scorer import Scorer
-from components.evaluate.metrics.spice import JARS
+from components.evaluate.metrics.spice import JARS, NASHORN
 from tests.evaluate import bench
 
 FAKE_METEOR = """
@@ -107,7 +107,8 @@ def test_intervals_of_meteor_come_from_the_statistics_of_scores_parquet(meteor_f
 
 
 def test_spice_of_a_group_is_the_mean_of_the_pairs_that_have_a_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    for name in JARS:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name in JARS + NASHORN:
         (tmp_path / name).touch()
     found = run("SPICE", "spice", FAKE_SPICE, tmp_path, monkeypatch)
     mean = pytest.approx((0.31 + 0.22) / 2)

@@ -103,6 +103,8 @@ PLAIN = {
     "components/evaluate/metrics/worker.py link_tree": "links, in a temporary folder",
     "components/evaluate/metrics/worker.py main": "see RENAMED",
     "components/evaluate/metrics/worker.py meteor.compute": "in a temporary folder",
+    "components/evaluate/metrics/worker.py spice.compute": "in a temporary folder",
+    "components/evaluate/metrics/worker.py spice_environment": "links, in a temporary folder",
     "components/evaluate/report/images.py ImageStore._write": "DVC",
     "components/evaluate/stage.py write_parquet": "into memory, and then see ATOMIC",
     "components/export/hub/folder.py _write_example": "see RENAMED",

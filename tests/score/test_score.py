@@ -10,6 +10,7 @@ import pytest
 from components.__main__ import DATA_REFUSED, TRY_AGAIN, main
 from components.datasets import DATASETS
 from components.evaluate.metrics.java import JavaMissing
+from components.evaluate.metrics.spice import JARS, NASHORN
 from components.evaluate.summary import Interval
 from components.records import DataError
 from components.score.check_spice import check_spice
@@ -243,7 +244,7 @@ def test_spice_that_is_not_there_is_told_with_what_is_missing_and_where_it_belon
 
 
 def test_spice_whose_jars_are_no_jars_fails_in_the_trial(tmp_path):
-    for name in ("stanford-corenlp-3.6.0.jar", "stanford-corenlp-3.6.0-models.jar"):
+    for name in JARS + NASHORN:
         (tmp_path / name).touch()
     found = check_spice(tmp_path)
     assert (found.works, found.lines[-1][:7]) == (False, "FAILED ")

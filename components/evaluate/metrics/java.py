@@ -25,7 +25,7 @@ def require_java() -> int:
     """
     java = shutil.which("java")
     if java is None:
-        raise JavaMissing(f"java: not found on PATH; METEOR and the tokenizer of the caption scores need it: {REMEDY}")
+        raise JavaMissing(f"java: not found on PATH; the caption scores and their tokenizer need it: {REMEDY}")
     try:
         answer = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=60, check=True).stderr
     except (OSError, subprocess.SubprocessError) as error:

@@ -29,7 +29,7 @@ MAX_PROCESSES = 4
 
 def program(of: Program) -> dict[Item, list[float]]:
     """The 23 statistics of each item, of its best reference, ready to be summed."""
-    worker = of.start("METEOR")  # before the tokens are there: it has a large table to read
+    worker = of.start("METEOR", 0)  # before the tokens are there: it has a large table to read
     items = {item: without_needless_references(item) for item in of.items()}
     asked = list(dict.fromkeys(items.values()))
     worker.send({"items": asked, "shards": min(MAX_PROCESSES, len(os.sched_getaffinity(0)))})

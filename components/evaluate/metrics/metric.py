@@ -54,7 +54,7 @@ class Tokens:
 class Program:
     """What a metric's program in a process of its own is started with."""
 
-    start: Callable[[str], Scorer]  # a worker by name; killed when the metrics are done
+    start: Callable[[str, float], Scorer]  # a worker by name, with more seconds; killed when the metrics are done
     items: Callable[[], list[Item]]  # the distinct ones of every protocol; waits for the tokenizer
     spice_dir: Path | None
 

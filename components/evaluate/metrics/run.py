@@ -5,6 +5,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
+from threading import Event
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from components.evaluate.grammar import ParsedCaption
@@ -48,10 +49,16 @@ def compute_metrics(
     scored = {one.name: one for one in protocols}
     tokens: Future[dict[str, Tokens]] = Future()
     programs = {name: metric.program for name, metric in metrics.items() if metric.program}
-    with ThreadPoolExecutor(max_workers=max(1, len(programs))) as pool, ExitStack() as workers:
+    stopped = Event()
+    with ThreadPoolExecutor(max_workers=max(1, len(programs))) as pool, ExitStack() as workers, ExitStack() as first:
+        first.callback(stopped.set)
 
-        def start(name: str) -> Scorer:
-            return workers.enter_context(Scorer(name, limit_s))
+        def start(name: str, more_s: float) -> Scorer:
+            started = workers.enter_context(Scorer(name, limit_s + more_s))
+            if stopped.is_set():
+                started.__exit__()
+                raise ScorerFailed("stopped")
+            return started
 
         program = Program(start, lambda: distinct_items(tokens.result().values()), spice_dir)
         answers = {name: pool.submit(run, program) for name, run in programs.items()}  # they take long to start

@@ -19,11 +19,6 @@ from typing import Any, Self
 
 from components.evaluate.metrics import worker
 
-ADD_OPENS = " ".join(
-    f"--add-opens=java.base/java.{package}=ALL-UNNAMED"
-    for package in ("lang", "math", "util", "util.concurrent", "net", "text")
-)  # SPICE's serialiser looks into these, which Java 16 and later forbid
-
 
 class ScorerFailed(ChildProcessError):
     """A metric, or the tokenizer, gave no result; the text says why."""
@@ -32,19 +27,16 @@ class ScorerFailed(ChildProcessError):
 class Scorer:
     """A worker process for one Java scorer. Leaving the context kills its whole process group."""
 
-    def __init__(self, name: str, limit_s: int) -> None:
+    def __init__(self, name: str, limit_s: float) -> None:
         self.name, self.limit_s = name, limit_s
         self.folder = tempfile.TemporaryDirectory(prefix=f"m3diff-{name.lower()}-")
         home = Path(self.folder.name)
         self.result_path, self.log = home / "result.json", home / "stderr"
-        command = [sys.executable, "-P", worker.__file__, name, str(limit_s + 5), str(home)]
-        quick = () if name == "SPICE" else worker.QUICK  # SPICE takes minutes and gigabytes
-        environment = {
-            **os.environ,
-            "LC_ALL": "C.UTF-8",
-            "JAVA_TOOL_OPTIONS": " ".join(("-Duser.language=en -Dfile.encoding=UTF-8", *quick)),
-            "JDK_JAVA_OPTIONS": ADD_OPENS,
-        }
+        command = [sys.executable, "-P", worker.__file__, name, str(int(limit_s) + 5), str(home)]
+        options = "-Duser.language=en -Dfile.encoding=UTF-8"
+        environment = {**os.environ, "LC_ALL": "C.UTF-8", "JAVA_TOOL_OPTIONS": options}
+        if name != "SPICE":  # which takes minutes and gigabytes, and adds to the user's options
+            environment |= {"JAVA_TOOL_OPTIONS": " ".join((options, *worker.QUICK)), "JDK_JAVA_OPTIONS": ""}
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, process_group=0
@@ -75,13 +67,13 @@ class Scorer:
         try:
             status = self.process.wait(timeout=max(0.0, self.deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            raise ScorerFailed(f"no answer within {self.limit_s} s (compute.scorer_timeout_s)") from None
+            raise ScorerFailed(f"no answer within {self.limit_s:.0f} s (compute.scorer_timeout_s)") from None
         if not self.result_path.is_file():
-            words = self.log.read_text(errors="replace").strip().splitlines()
-            raise ScorerFailed(f"its process ended with status {status}: {words[-1] if words else 'no message'}")
+            raise ScorerFailed(f"its process ended with status {status}; its last words: {worker.last_words(self.log)}")
         answer = json.loads(self.result_path.read_text(encoding="utf-8"))
         if "error" in answer:
-            raise ScorerFailed(answer["error"])
+            words = worker.last_words(self.log)
+            raise ScorerFailed(answer["error"] + (f"; its last words: {words}" if words != "none" else ""))
         return answer["value"]
 
 

@@ -5,6 +5,7 @@ file; `__file__` is pointed at FOLDER, with links to the jars, so that a read-on
 Run by `scorer.Scorer`; imports nothing of the project.
 """
 
+import ctypes
 import gzip
 import io
 import json
@@ -17,6 +18,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from importlib.util import find_spec
 from itertools import chain, compress
 from pathlib import Path
 from types import ModuleType
@@ -37,6 +40,11 @@ MARKED = bytes(byte if byte in USUAL else MARK[0] for byte in range(256))
 NORMAL = re.compile("[a-z0-9 ]*")
 WORD = re.compile(rb"[a-z0-9]+")
 ENTITY = re.compile("&(quot|apos|lt|gt|amp);")
+NOT_WORDS = re.compile(r"at \S+\(|\.\.\. \d+ more|(NOTE: )?Picked up |$")
+"""Starts of the lines of Java's output that say nothing of a failure: frames of a stack, options."""
+PACKAGES = ("lang", "math", "util", "util.concurrent", "net", "text")
+"""Of java.base: SPICE's serialiser looks into them, which Java 16 and later forbid."""
+GIB = 1 << 30
 Job = dict[str, Any]
 Item = tuple[str, list[str]]
 
@@ -209,33 +217,76 @@ def ask_meteor(folder: Path, number: int, items: list[Item]) -> list[list[float]
         if len(found) != len(lines) or any(len(numbers) != STATISTICS for numbers in found):
             raise ValueError(f"{len(found)} answers to {len(lines)} captions")
     except ValueError as error:
-        words = log.read_text(errors="replace").strip().splitlines()
-        raise RuntimeError(f"METEOR gave up ({error}); its last words: {words[-1] if words else 'none'}") from error
+        raise RuntimeError(f"METEOR gave up ({error}); its last words: {last_words(log)}") from error
     return found
 
 
+def last_words(log: Path) -> str:
+    """The last three lines of a program's output that tell of its failure."""
+    lines = (line.strip() for line in log.read_text(errors="replace").splitlines())
+    return " / ".join([line for line in lines if not NOT_WORDS.match(line)][-3:])[-600:] or "none"
+
+
 def spice(folder: Path) -> Callable[[Job], list[float | None]]:
-    """Job {"items": [[prediction, [reference]]], "jars": the CoreNLP files} -> F of each.
+    """Job {"items": [[prediction, [reference]]], "jars": the CoreNLP files, "modules": of Nashorn, "cache": a folder
+    for parsed captions or null, "parses": whether a caption is not in it} -> F of each.
 
-    A pair without a single tuple on either side has no F (NaN in the package): None.
+    A pair without a single tuple on either side has no F: None. The command is the package's own.
     """
-    from pycocoevalcap.spice import spice as module
-
-    move_to(folder, module)
-    module.get_stanford_models = lambda: None  # it would download 384 MB
+    package = find_spec("pycocoevalcap.spice")
+    assert package is not None
+    assert package.origin is not None
+    program = Path(package.origin).with_name("spice-1.0.jar")
 
     def compute(job: Job) -> list[float | None]:
+        shutil.copy(program, folder)  # Java looks for its libraries beside the file that a link points to
+        link_tree(program.with_name("lib"), folder / "lib")
         for jar in job["jars"]:
             (folder / "lib" / Path(jar).name).symlink_to(jar)
-        names = [f"{i:09}" for i in range(len(job["items"]))]  # the package sorts them
-        _, found = module.Spice().compute_score(
-            {name: references for name, (_, references) in zip(names, job["items"], strict=True)},
-            {name: [prediction] for name, (prediction, _) in zip(names, job["items"], strict=True)},
-        )
-        values = [score["All"]["f"] for score in found]
-        return [f if f == f else None for f in values]
+        items = [{"image_id": f"{i:09}", "test": test, "refs": refs} for i, (test, refs) in enumerate(job["items"])]
+        (folder / "items.json").write_text(json.dumps(items), encoding="utf-8")
+        cache = ["-cache", job["cache"]] if job["cache"] else []
+        files = [str(folder / "items.json"), *cache, "-out", str(folder / "scores.json")]
+        command = ["java", "-jar", f"-Xmx{heap()}G", program.name, *files, "-subset", "-silent"]
+        environment = spice_environment(folder, job)
+        done = subprocess.run(command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=sys.stderr)
+        (folder / program.name).unlink()
+        if done.returncode != 0:
+            killed = " (killed, as for lack of memory)" if done.returncode == -signal.SIGKILL else ""
+            raise RuntimeError(f"SPICE ended with status {done.returncode}{killed}")
+        scores = json.loads((folder / "scores.json").read_text(encoding="utf-8"))
+        values = {one["image_id"]: one["scores"]["All"]["f"] for one in scores}
+        return [None if (f := values[item["image_id"]]) is None or f != f else float(f) for item in items]
 
     return compute
+
+
+def spice_environment(folder: Path, job: Job) -> dict[str, str]:
+    """With Nashorn as modules, each by its name: a folder that holds CoreNLP too would be two modules of one name.
+
+    Identity hashes are counted, so that they come in the same order each time where nothing is parsed in threads.
+    """
+    own = os.environ.get("JDK_JAVA_OPTIONS", "")
+    options = [own, *(f"--add-opens=java.base/java.{package}=ALL-UNNAMED" for package in PACKAGES)]
+    if job["modules"]:
+        (folder / "modules").mkdir()
+        links = [Path("modules") / Path(jar).name for jar in job["modules"]]
+        for jar, link in zip(job["modules"], links, strict=True):
+            (folder / link).symlink_to(jar)
+        options += ["--module-path", os.pathsep.join(map(str, links)), "--add-modules", "org.openjdk.nashorn"]
+    virtual_machine = [os.environ["JAVA_TOOL_OPTIONS"], "-XX:+UnlockExperimentalVMOptions", "-XX:hashCode=3"]
+    if not job["parses"]:
+        collector = "-XX:+UseSerialGC"
+        virtual_machine += [option for option in QUICK if option != collector or "GC" not in own]
+    return {**os.environ, "JAVA_TOOL_OPTIONS": " ".join(virtual_machine), "JDK_JAVA_OPTIONS": " ".join(options)}
+
+
+def heap() -> int:
+    """GiB that SPICE may take: 8, or three quarters of a smaller memory, of a container's where this is one."""
+    size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with suppress(OSError, ValueError):
+        size = min(size, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return max(1, min(8, size * 3 // 4 // GIB))
 
 
 def main() -> None:
@@ -244,8 +295,11 @@ def main() -> None:
         folder
     )  # METEOR's JVM starts here, before its job is known
     job = json.load(sys.stdin)
-    signal.signal(signal.SIGALRM, lambda *_: os.killpg(0, signal.SIGKILL))
+    for number in (signal.SIGALRM, signal.SIGTERM):
+        signal.signal(number, lambda *_: os.killpg(0, signal.SIGKILL))
     signal.alarm(seconds)  # the parent kills the group earlier; this is for a parent that was itself killed
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: at once
     try:
         answer = {"value": run(job)}
     except Exception as error:
