@@ -457,6 +457,16 @@ def test_a_line_that_is_no_answer_is_read_as_none(line: str, server: Server, tmp
     assert len(Answers(store).known) == 2
 
 
+def test_an_answer_that_is_forgotten_is_asked_for_again_and_no_other(server: Server, tmp_path: Path):
+    one, questions = endpoint(server, tmp_path), [Question("a?"), Question("b?")]
+    server.replies = {"a?": [{"content": None, "reasoning_content": "thought"}, "said"]}
+    assert one.ask(questions, "test") == [("empty", "thought"), ("text", "yes")]
+    one.forget(questions[:1])
+    assert one.ask(questions, "test") == [("text", "said"), ("text", "yes")]
+    assert ask(server, tmp_path, "a?", "b?") == [("text", "said"), ("text", "yes")]
+    assert server.texts == ["a?", "b?", "a?"] or server.texts == ["b?", "a?", "a?"]
+
+
 def ask_many(url: str, store: Path) -> None:
     server = Server("", url=url)
     ask(server, store, *(f"question {number}." for number in range(60)))

@@ -30,10 +30,9 @@ def params(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Params:
 
 
 @pytest.fixture(autouse=True)
-def java(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def java(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A Java on PATH, which answers with its version."""
-    program = tmp_path / "bin" / "java"
-    program.parent.mkdir()
+    program = tmp_path_factory.mktemp("bin") / "java"
     program.write_text("#!/bin/sh\necho 'openjdk version \"17.0.1\"' >&2\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")

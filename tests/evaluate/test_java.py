@@ -25,8 +25,8 @@ def test_no_java_names_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_java_that_does_not_start_names_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    put_java(tmp_path, "exit 1", monkeypatch)
-    with pytest.raises(JavaMissing, match="does not start.*install a Java runtime"):
+    put_java(tmp_path, "echo Unrecognized option: -Dx >&2; exit 1", monkeypatch)
+    with pytest.raises(JavaMissing, match="does not start.*Unrecognized option: -Dx.*install a Java runtime"):
         require_java()
 
 

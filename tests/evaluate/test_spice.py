@@ -13,14 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pyarrow.parquet as pq
 import pytest
 
 from components.__main__ import DATA_REFUSED, main
 from components.datasets.spec import Protocol
-from components.evaluate.metrics import METRICS, parses, spice
+from components.evaluate.bootstrap import score_of
+from components.evaluate.metrics import METRICS, gate_metrics, parses, spice
 from components.evaluate.metrics.metric import ALL, MetricScores
 from components.evaluate.metrics.run import compute_metrics
 from components.evaluate.protocols import ProtocolPairs
+from components.evaluate.stage import evaluate
 from tests.evaluate import bench
 
 SHARED = Path(__file__).parents[3] / "shared" / "real"
@@ -42,7 +45,7 @@ with open(LOG, "a") as file:
 value = lambda item: len(item["test"]) / 100
 exec(open(FAULT).read())
 if cache:
-    cache.write_text(json.dumps(sorted(known | captions)))
+    cache.write_text(json.dumps([text for text in sorted(known | captions) if len(text) <= 508]))
 scores = [{"image_id": item["image_id"], "scores": {"All": {"f": value(item)}}} for item in items]
 pathlib.Path(option("-out")).write_text(json.dumps(scores))
 """
@@ -84,10 +87,10 @@ class Bench:
         files = [str(self.folder / "p.json"), "--references", str(self.folder / "r.json")]
         return main(["score", *files, "--spice-dir", str(self.jars), "--json"])
 
-    def alone(self, limit_s: int = 60) -> MetricScores:
+    def alone(self, limit_s: int = 60, words: str = "a red cube") -> MetricScores:
         """SPICE and CIDEr of six captions, as evaluate computes them."""
         chosen = {name: METRICS[name] for name in ("CIDEr", "SPICE")}
-        pairs = [bench.pair(f"a red cube {i}", [f"the cube {i}"], [], i) for i in range(3)]
+        pairs = [bench.pair(f"{words if i == 0 else 'a ball'} {i}", [f"the cube {i}"], [], i) for i in range(3)]
         one = ProtocolPairs("toy", Protocol("test", n=None, tokenizer="whitespace"), pairs)
         return compute_metrics(chosen, [one], {}, self.jars, limit_s)["toy/test"]
 
@@ -221,6 +224,13 @@ def test_many_captions_are_parsed_in_parts_that_are_kept_and_shown(toy: Bench, c
     assert toy.parsed[3:] == [2, 0]  # of the run that failed the first parts were kept
 
 
+def test_a_caption_that_is_too_long_for_the_cache_is_parsed_in_the_run_that_scores(toy: Bench):
+    long = "red " * 150
+    for _ in range(2):
+        assert toy.alone(words=long).groups[ALL]["SPICE"] is not None
+    assert toy.parsed == [5, 1, 1]
+
+
 def test_other_jars_parse_for_themselves(toy: Bench):
     assert toy.spice()
     (toy.jars / JARS[0]).write_text("another CoreNLP")
@@ -305,10 +315,11 @@ def test_a_cache_that_has_grown_too_large_is_made_anew(toy: Bench):
     assert toy.parsed == [6, 0, 6, 0]
 
 
-def test_the_time_limit_of_spice_counts_captions(toy: Bench):
+def test_the_time_limit_of_spice_counts_captions_and_the_cube_of_long_ones(toy: Bench):
     toy.fails("time.sleep(5) if run['new'] else None")
-    toy.monkeypatch.setattr(spice, "SECONDS_A_CAPTION", 0)
-    assert toy.alone(limit_s=4).absent["SPICE"].startswith("no answer within 4 s")
+    toy.monkeypatch.setattr(spice, "SECONDS_A_CAPTION", 0.1)
+    found = toy.alone(limit_s=1, words=" ".join(["red"] * 59))  # and a number
+    assert found.absent["SPICE"].startswith("no answer within 4 s")  # 1 + 0.1 * (5 + 3 ** 3)
     toy.monkeypatch.setattr(spice, "SECONDS_A_CAPTION", 5)
     assert toy.spice(limit_s=4) > 0
 
@@ -316,6 +327,21 @@ def test_the_time_limit_of_spice_counts_captions(toy: Bench):
 def test_captions_of_which_none_has_a_score_are_absent_with_the_reason(toy: Bench):
     toy.fails("value = lambda item: None")
     assert toy.alone().absent["SPICE"].startswith("no caption names an object")
+
+
+def test_evaluate_shows_spice_like_any_other_score(toy: Bench):
+    folders = bench.write(toy.folder / "run")
+    out = toy.folder / "out"
+    cfg = bench.config(metrics=["CIDEr", "SPICE"], gallery=0)
+    report = evaluate(cfg, bench.compute(spice_dir=toy.jars), *folders, out)
+    (name,) = report.protocols
+    value = report.protocols[name].scores["SPICE"]
+    assert value is not None
+    assert json.loads((out / "headline.json").read_text())[name]["SPICE"] == pytest.approx(100 * value, abs=0.01)
+    table = pq.read_table(out / "scores.parquet")
+    assert score_of(table, name, METRICS["SPICE"].resampled["SPICE"]) == pytest.approx(value)
+    assert f"{100 * value:.1f}" in (out / "report.html").read_text()
+    assert "SPICE" in gate_metrics(["SPICE"])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the worker ends by its limit")

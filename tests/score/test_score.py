@@ -157,10 +157,11 @@ def test_a_tokenizer_that_dies_is_an_exit_code_and_a_sentence(capsys, monkeypatc
     caption = {"image_id": 1, "caption": "a cube"}
     write_json(references, {"images": [{"id": 1}], "annotations": [caption | {"id": 1}]})
     write_json(predictions, [caption])
-    monkeypatch.setenv("PATH", fake_java(tmp_path / "bin", "PTBTokenizer", "exit 1"))
+    monkeypatch.setenv("PATH", fake_java(tmp_path / "bin", "PTBTokenizer", "echo no room left >&2; exit 1"))
     assert main(["score", str(predictions), "--references", str(references)]) == TRY_AGAIN
     said = capsys.readouterr().err
     assert "m3diff score: the PTB tokenizer, without which there is no score: " in said
+    assert "its last words: no room left" in said
     assert "Traceback" not in said
 
 

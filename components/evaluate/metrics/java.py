@@ -28,6 +28,9 @@ def require_java() -> int:
         raise JavaMissing(f"java: not found on PATH; the caption scores and their tokenizer need it: {REMEDY}")
     try:
         answer = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=60, check=True).stderr
+    except subprocess.CalledProcessError as error:
+        said = " / ".join(error.stderr.strip().splitlines()[-3:]) or error
+        raise JavaMissing(f"{java}: does not start ({said}); {REMEDY}") from error
     except (OSError, subprocess.SubprocessError) as error:
         raise JavaMissing(f"{java}: does not start ({error}); {REMEDY}") from error
     found = re.search(r'version "(?:1\.)?(\d+)', answer)

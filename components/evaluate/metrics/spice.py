@@ -51,8 +51,10 @@ REMEDY = (
 )
 """Where no folder is named at all."""
 SECONDS_A_CAPTION = 1
-"""What the time limit allows for each caption beside its fixed part. Two idle cores parse 50 short ones a second, two
-that other work shares 4."""
+"""What the time limit allows for each caption of up to 20 words beside its fixed part; of a longer one the cube of its
+length, up to LONGEST_S. Two idle cores parse 50 of 10 words a second, two that other work shares 4."""
+LONGEST_S = 900
+LONGEST_KEPT = 500  # bytes; LMDB takes no longer key
 PART = 2500
 """Captions that one process parses: it takes 6 s to load its models, and shows nothing until it ends."""
 TRIAL: Item = ("the red cube turned blue", ("the red cube became blue",))
@@ -98,19 +100,22 @@ def score(start: Start, jars: Sequence[Path], items: Sequence[Item], kept: Path 
         except CacheFailed as failure:
             parses.drop()
             print(f"SPICE: parses {len(captions):,} captions without a cache: {failure}", file=sys.stderr, flush=True)
-    return ask(start, jars, items, len(captions))
+    return ask(start, jars, items, captions)
 
 
 def score_with(
     parses: Parses, start: Start, jars: Sequence[Path], items: Sequence[Item], captions: Sequence[str]
 ) -> list[float | None]:
-    new = [caption for caption in captions if caption not in parses.known]
+    """Parse what is not known, in parts of which each is kept, and then score."""
+    long = [caption for caption in captions if len(caption.encode()) > LONGEST_KEPT]
+    new = [caption for caption in captions if caption not in parses.known and len(caption.encode()) <= LONGEST_KEPT]
     count = -(-len(new) // PART)
     parts = [new[place::count] for place in range(count)]
     for part in progress(parts, f"evaluate: SPICE parses {len(new):,} captions", unit="part") if parts else ():
-        found = ask(start, jars, items if part is parts[-1] else as_items(part), len(part), parses.folder)
+        whole = part is parts[-1] and not long
+        found = ask(start, jars, items if whole else as_items(part), part, parses.folder)
         parses.keep(part)
-    return found if parts and not parses.known else ask(start, jars, items, 0, parses.folder)
+    return found if parts and whole and not parses.known else ask(start, jars, items, long, parses.folder)
 
 
 class CacheFailed(ScorerFailed):
@@ -118,17 +123,18 @@ class CacheFailed(ScorerFailed):
 
 
 def ask(
-    start: Start, jars: Sequence[Path], items: Sequence[Item], parsed: int, cache: Path | None = None
+    start: Start, jars: Sequence[Path], items: Sequence[Item], new: Sequence[str], cache: Path | None = None
 ) -> list[float | None]:
-    """The program's answer to items of which so many captions are not parsed yet."""
-    worker = start("SPICE", parsed * SECONDS_A_CAPTION)
+    """The program's answer to items of which these captions are not parsed yet."""
+    lengths = (len(caption.split()) / 20 for caption in new)
+    worker = start("SPICE", sum(SECONDS_A_CAPTION * min(max(1, length**3), LONGEST_S) for length in lengths))
     worker.send(
         {
             "items": items,
             "jars": [str(jar) for jar in jars if jar.name in JARS],
             "modules": [str(jar) for jar in jars if jar.name not in JARS],
             "cache": cache and str(cache),
-            "parses": parsed > 0,
+            "parses": bool(new),
         }
     )
     try:
