@@ -208,7 +208,7 @@ def _fields(value: Any, named: Mapping[str, tuple[str, ...]], needed: list[str])
     except DataError as error:
         return found, str(error)
     if isinstance(found["question"], str) and found["question"].strip():
-        found["questions"] = (Question(named["question"][0], found["question"]),)
+        found["questions"] = (*found["questions"], Question(named["question"][0], found["question"]))
     if "images" in needed:
         images = found["images"]
         if not isinstance(images, list) or len(images) != 2:

@@ -15,6 +15,8 @@ CUT = 0.15
 """Share of captions ending in an article, a preposition or a comma above which they were truncated."""
 FEW = 5
 """Captions that a file needs before its habits are judged."""
+ENDS = 1_000
+"""Characters at either end of a long caption that are looked at, so that none takes long."""
 COPIES, PHRASE_COPIES, LONGEST_PHRASE = 5, 4, 40
 """Consecutive copies that make a loop: of one word, and of a phrase of up to 40 words."""
 
@@ -110,7 +112,10 @@ MARKS = {
 USUAL = {
     "quotation marks around them": (MOST, r"""\A\s*(?:["'“‘«`]|'')(?!s\b).*(?:["'”’»`]|'')\s*[.]?\s*\Z"""),
     "a role at their start": (MOST, r"\A\s*(?:assistant|user|model|system|answer|caption|output|response)\s"),
-    "a placeholder": (SOME, r"\A\W*(?:none|na|error|failed|failure|true|false|string|empty|missing|[\d\W]+)\W*\Z"),
+    "a placeholder": (
+        SOME,
+        r"\A\W*+(?:(?:none|na|error|failed|failure|true|false|string|empty|missing)\W*+|[\d\W]++)\Z",
+    ),
 }
 """Kind -> a share of captions, and what an ordinary caption may hold: reported above that share."""
 
@@ -139,7 +144,8 @@ def notes_of_marks(
         before = found.get(kind) or (0, excerpt(caption, place))
         found[kind] = before[0] + times[caption], before[1]
 
-    times = Counter(captions)
+    ends = (text if len(text) <= 2 * ENDS else f"{text[:ENDS]} {text[-ENDS:]}" for text in captions)
+    times = Counter(ends)
     for caption in times:
         for kind, pattern in PATTERNS.items():
             if mark := pattern.search(caption):

@@ -18,19 +18,35 @@ SAY_NOTHING = {
     *("nan", "none", "null", "nil", "n/a", "na", "<na>", "nat", "undefined", "missing", "empty", "blank", "unknown"),
     *("tbd", "todo", "to do", "fixme", "xxx", "test", "caption", "no caption", "no captions", "no description"),
     *("not available", "not applicable", "no text", "without caption", "skip", "skipped", "true", "false"),
-    *("#n/a", "#ref!", "#value!", "#name?", "#null!", "#div/0!", "no answer", "not annotated", "unlabeled", "string"),
+    *(
+        "no answer",
+        "not annotated",
+        "unlabeled",
+        "string",
+        "n.a",
+        "k.a",
+        "keine angabe",
+        "keine",
+        "aucun",
+        "ninguno",
+        "нет",
+    ),
+    *("无", "なし", "없음", "\\n"),
 }
 LIST = re.compile(
     r"""\s*(
-        (?:np\.|numpy\.|pd\.)?(?:array|list|tuple|set|frozenset|dict|Series|Index|OrderedDict)\s*\(.*\)
-        | \[.*\] | \{.*\} | \(\s*[bur]*["'].*["']\s*,?\s*\)
+        [A-Za-z_][\w.]*\(.*[,"'].*\)                       # array(["..."]), c("..."), WrappedArray(..., ...)
+        | \(?1[.):]\s.*\s\(?2[.):]\s.*                     # 1. ... 2. ...
+        | \[\s*(?:[bur]*["']|\[|\{).* | \[.*,.*\]         # [ '..., cut off or not; [a, b]
+        | <(?:ul|ol|li|p|div)\b.* | [•▪‣]\s.*[•▪‣]\s.*
+        | \{.*\} | \(\s*[bur]*["'].*["']\s*,?\s*\) | b(["']).*\2
     )\s*""",
     re.VERBOSE | re.DOTALL,
 )
 """A list, tuple, set or object as a programming language prints it."""
-SEPARATORS = ("<sep>", "[SEP]", "|", "##", "\n", "\\n", ";", "\t")
+SEPARATORS = ("<sep>", "[SEP]", "<br>", "|", "##", "\n", "\\n", ";", "；", "\t", " / ")
 MANY = 0.2
-"""Share of captions from which on a sign that also occurs in sentences (a semicolon, a line break) separates."""
+"""Share of captions from which on a sign may separate; below it, it belongs to a sentence."""
 PLACEHOLDER = re.compile(
     r"<[^<>]*(?:image|img|vision|video)[^<>]*>|\[/?(?:IMG|INST)\]|\b(?:image|picture|img)[- ]?\d+:", re.I
 )
@@ -67,6 +83,25 @@ ASK_WHAT_CHANGED = {
     "describe the differences between the two images",
     "describe the differences between these two images",
     "describe in detail every change from the first image to the second",
+    "what is different between the two images",
+    "what is different between these two images",
+    "what differs between the two images",
+    "what differs between these two images",
+    "what has been changed",
+    "find the difference",
+    "find the differences",
+    "find the differences between the two images",
+    "spot the difference",
+    "spot the differences",
+    "identify the changes between the two images",
+    "identify the differences between the two images",
+    "list the changes",
+    "list the differences",
+    "list the differences between the two images",
+    "compare the two images and describe the changes",
+    "compare the two images and describe the differences",
+    "please describe the changes between the two images",
+    "please describe the differences between the two images",
     "compare the two images and say what changed",
     "look at the image before and the image after what changed",
     "say in words how the second image differs from the first",
@@ -110,7 +145,8 @@ def says_nothing(text: Any) -> bool:
     if not isinstance(text, str):
         return False
     bare = text.strip().strip("\"'`()[]{}<>.!* ").casefold()
-    return text.strip().casefold() in SAY_NOTHING or bare in SAY_NOTHING or not re.search(r"[^\W\d_]", bare)
+    error = re.fullmatch(r"\s*#[A-ZÄÖÜ0-9/_]+[!?]?\s*", text)  # of a spreadsheet: #N/A, #WERT!
+    return bool(error) or {text.strip().casefold(), bare} & SAY_NOTHING != set() or not re.search(r"[^\W\d_]", bare)
 
 
 def _lists(rows: Sequence[Row]) -> Iterator[Doubt]:
@@ -119,11 +155,13 @@ def _lists(rows: Sequence[Row]) -> Iterator[Doubt]:
     found = [(row, text.strip()) for row, text in texts if LIST.fullmatch(text) and not says_nothing(text)]
     if found:
         (row, text), many = found[0], len({row.source for row, _ in found})
-        kind = {"{": "an object", "[": "a list"}.get(text[0], "a list in Python's form")
+        is_object = text[0] == "{"
+        kind = "an object" if is_object else "a list" if text[0] in "[(1" else "a list in a programming language's form"
+        remedy = (
+            "write the one of its values that is the caption" if is_object else "write JSON: `json.dumps(captions)`"
+        )
         yield Doubt(
-            f"{place(row)}: captions are {kind} written as text ({text[:60]}), so in {many:,} rows; write JSON: "
-            "`json.dumps(captions)`",
-            [],
+            f"{place(row)}: captions are {kind} written as text ({text[:60]}), so in {many:,} rows; {remedy}", []
         )
     cut = [row for row in rows if len(row.references) > 3 and all(" " not in str(text) for text in row.references)]
     if 2 * len(cut) > len(rows):
@@ -136,12 +174,12 @@ def _lists(rows: Sequence[Row]) -> Iterator[Doubt]:
 
 
 def _separators(rows: Sequence[Row]) -> Iterator[Doubt]:
-    """The first sign that stands between texts: anywhere where it is none of language, else in many captions."""
+    """The first sign that stands between texts in many captions."""
     texts = [(row, text) for row in rows for text in row.references if isinstance(text, str)]
     for sign in SEPARATORS:
-        of_language = sign in (";", "\n", "\t")
+        of_language = sign in (";", "\n", "\t", " / ")
         found = [(row, text) for row, text in texts if _parts_at(sign, text, 2 if of_language else 1)]
-        if found and (not of_language or len(found) >= MANY * len(texts)):
+        if found and len(found) >= MANY * len(texts):
             row, text = found[0]
             yield Doubt(
                 f"{place(row)}: {sign!r} stands between words of {len(found):,} captions ({text[:60]!r}); does it "

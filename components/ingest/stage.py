@@ -65,7 +65,8 @@ def ingest(name: str, entry: DatasetEntry, image_cache: Path, out: Path) -> Inge
     shutil.rmtree(folder, ignore_errors=True)
     table, annotation_rows = to_table(name, entry, unpacked(read, folder / "images"))
     if not table.num_rows:
-        raise DataError(f"ingest.datasets {name!r}: {entry.root} holds no pair; fetch the dataset again")
+        why = "no pair with a caption; see `no_caption` in its options" if read else "no pair; fetch the dataset again"
+        raise DataError(f"ingest.datasets {name!r}: {entry.root} holds {why}")
     table, images, unread = _with_digests(table, image_cache, f"ingest {name}")
     folder.mkdir(parents=True, exist_ok=True)
     pq.write_table(table, folder / "records.parquet", compression="zstd")

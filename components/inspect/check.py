@@ -138,15 +138,18 @@ def _is_there(root: Path, file: str) -> bool:
 
 
 def _is_own(root: Path, reader: str) -> bool:
-    """Whether files that are called as a layout's hold none of its first rows, and are a table of pairs."""
+    """Whether files that are called as a layout's are a table of pairs: with the documented columns, or such that none
+    of the first rows is one of the layout."""
+    try:
+        table = guess(root)
+    except DataError:
+        return False
+    if not {"before", "after", "images"} & table.options.get("columns", {}).keys():
+        return True
     rows: list[Row] = []
     with suppress(DataError):
         rows.extend(islice(DATASETS[reader].read(root), FIRST))
-    if not rows or not all(row.fault for row in rows):
-        return False
-    with suppress(DataError):
-        return bool(guess(root))
-    return False
+    return bool(rows) and all(row.fault for row in rows)
 
 
 def _recognise_manifest(root: Path, taken: Container[str], reader: str | None) -> Recognised:

@@ -22,7 +22,7 @@ from components.datasets.files import parse_json, quoted, read_text
 from components.datasets.pairs import files_called
 from components.datasets.tables import DELIMITERS, read_values, sep_line
 from components.ingest.doubts import Doubt
-from components.inspect.sides import RANK, called_as_sides, choose, order_of_columns, words_in
+from components.inspect.sides import NOUNS, RANK, called_as_sides, choose, order_of_columns, words_in
 from components.records import SPLITS, DataError
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
@@ -38,7 +38,7 @@ CAPTIONS = {
     *("completion", "reference", "references", "target"),
 }
 """Words in the names of columns that hold captions."""
-WEAK = {"label", "value", "instruction", "prompt", "edit", "annotation", "transcription"}
+WEAK = {"label", "value", "instruction", "prompt", "edit", "annotation", "transcription", "change", "diff"}
 """Those that do so where no other column does."""
 QUESTIONS = {"question", "query", "instruction", "prompt", "input", "user", "human"}
 """Words in the names of columns that hold what a caption answers."""
@@ -54,6 +54,7 @@ ENTRIES = 8
 DOCUMENTED = ("pairs.csv", "annotations.json")
 """Tables that are taken before others where their columns have the documented names."""
 PARTS = {"part", "shard", "chunk"}
+UNSPACED = re.compile(r"[\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff]{4}")
 KEPT = ("images", "question")
 """Fields without a column of their own name unless an entry names one."""
 ALIASES = {
@@ -221,11 +222,8 @@ def _sample(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
             _check_comments(path, comments[0].count("\n"), text)
         header = [name.strip().strip('"') for name in line.split(best)]
         _check_header(path, header, best)
-    elif suffix == ".json":
-        value = parse_json(read_text(path), str(path))
-        lists = {key: rows for key, rows in value.items() if _is_rows(rows)} if isinstance(value, dict) else {}
-        if lists:
-            reading["rows"] = max(lists, key=lambda key: len(lists[key]))
+    elif suffix == ".json" and (rows_at := _rows_in(path)):
+        reading["rows"] = rows_at
     wrong, rows = f"{path}: has no row that is an object with before, after, captions and split", list[dict[str, Any]]()
     for where, row in read_values(path, (), reading.get("delimiter"), reading.get("rows", "")):
         if isinstance(row, dict):
@@ -237,6 +235,23 @@ def _sample(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     if not rows and not header:
         raise DataError(wrong)
     return reading, rows or [dict.fromkeys(header)]
+
+
+def _rows_in(path: Path) -> str | None:
+    """The key of a JSON object whose value is the list of rows; None where the file is no such object.
+
+    Raises:
+        DataError: several are; names them.
+    """
+    value = parse_json(read_text(path), str(path))
+    lists = [key for key, rows in value.items() if _is_rows(rows)] if isinstance(value, dict) else []
+    if len(lists) > 1:
+        entries = "; ".join(f"options: {{manifest: {path.name}, rows: {key}}}" for key in lists)
+        raise DataError(
+            f"{path}: holds several lists of rows, {', '.join(lists)}; write those that are pairs into a file each "
+            f"(train.json, val.json), or say which one is read: {entries}"
+        )
+    return lists[0] if lists else None
 
 
 def _sample_of_parquet(path: Path) -> list[dict[str, Any]]:
@@ -310,7 +325,7 @@ def _columns(root: Path, path: Path, values: Mapping[str, list[Any]]) -> tuple[d
             f"{path}: has the columns {found}; none names two images: add `before` and `after` with their paths, or "
             "say which columns do: options: {columns: {before: ..., after: ..., captions: ...}}"
         )
-    used = {name.split(".")[0] for name in images.values()} | {*images.values()}
+    used = {*images.values()} | {name.split(".")[0] for name in images.values() if name.count(".") < 2}
     rest = {name: column for name, column in values.items() if name not in used and not _holds_images(column)}
     candidates = _captions(rest)
     if not candidates:
@@ -323,6 +338,11 @@ def _columns(root: Path, path: Path, values: Mapping[str, list[Any]]) -> tuple[d
     if len(candidates) > 1:
         question = f"{path.name}: the columns {', '.join(taken)} could each hold the captions; which do?"
         doubts = [*doubts, Doubt(question, [{"columns": answer} for answer in answers])]
+    for name, column in rest.items():
+        tasks = list(dict.fromkeys(value for value in column if isinstance(value, str)))
+        if "task" in _words(name) and 1 < len(tasks) < ENTRIES:
+            question = f"{path.name}: the column {name} names several tasks; the rows of which say what changed?"
+            doubts = [*doubts, Doubt(question, [*({"where": {name: task}} for task in tasks), {}])]
     columns: dict[str, Any] = images | answers[0]
     rest = {name: column for name, column in rest.items() if name not in taken}
     asked = _question(rest) if any(_words(name) & CAPTIONS for name in taken) else None
@@ -339,6 +359,8 @@ def _images(values: Mapping[str, list[Any]]) -> tuple[dict[str, str], list[Doubt
     listed = [name for plain in NAMES["images"] for name in values if _plain(name.split(".")[-1]) == plain]
     lists = [name for name in listed if any(isinstance(value, list) for value in values[name])]
     pairs = choose(named, [values[name] for name in named])
+    if not named and not lists and (parts := _in_parts(values)):
+        return parts, []
     if lists and len(pairs) != 1:
         return _list_of_images(lists[0], values[lists[0]])
     if not pairs:
@@ -352,6 +374,23 @@ def _images(values: Mapping[str, list[Any]]) -> tuple[dict[str, str], list[Doubt
     columns = ", ".join(dict.fromkeys(name for pair in pairs for name in pair))
     question = f"the columns {columns} hold images, and their names do not tell which is before and which is after"
     return answers[0], [Doubt(question, [{"columns": answer} for answer in answers])]
+
+
+def _in_parts(values: Mapping[str, list[Any]]) -> dict[str, str]:
+    """The paths of two images among the parts of a message: {"type": "image", "image": "a.png"}."""
+    for name, column in values.items():
+        for place, turn in enumerate(column[0] if column and isinstance(column[0], list) else []):
+            parts = turn.get("content", turn.get("value")) if isinstance(turn, dict) else None
+            key = "content" if isinstance(turn, dict) and "content" in turn else "value"
+            found = [
+                f"{name}.{place}.{key}.{number}.{kind}"
+                for number, part in enumerate(parts if isinstance(parts, list) else [])
+                for kind, value in (part.items() if isinstance(part, dict) else ())
+                if is_image(value)
+            ]
+            if len(found) == 2:
+                return dict(zip(("before", "after"), found, strict=True))
+    return {}
 
 
 def _list_of_images(name: str, column: list[Any]) -> tuple[dict[str, str], list[Doubt]]:
@@ -421,16 +460,24 @@ def _captions(values: Mapping[str, list[Any]]) -> list[list[str]]:
     strong = [name for name in named if _words(name) & CAPTIONS]
     if "captions" in values and not any(isinstance(value, dict) for value in values["captions"]):
         strong = ["captions"]
-    of_pair = [name for name in strong if not _words(name) & {*RANK} - CAPTIONS]  # others caption one image
+    of_pair = [name for name in strong if not _captions_one_image(name)]
     texts = [name for name in named if _is_text(values[name])]
-    pool = of_pair or strong or texts or [name for name in named if _words(name) & WEAK]
+    pool = of_pair or [*dict.fromkeys(strong + texts)] or [name for name in named if _words(name) & WEAK]
     if len(pool) < 2:
         return [[_inner(name, values[name])] for name in pool]
     words = {tuple(word for word in words_in(name) if not word.isdecimal()) for name in pool}
-    if len(words) == 1:  # caption_1, caption_2
+    if of_pair and len(words) == 1:  # caption_1, caption_2
         return [sorted(pool, key=lambda name: [int(number) for number in re.findall(r"\d+", name)])]
     together = [pool] if all(isinstance(value, str) for name in pool for value in values[name]) else []
     return [*([_inner(name, values[name])] for name in pool), *together]
+
+
+def _captions_one_image(name: str) -> bool:
+    """Whether a column of captions is called as those of one of the two images: source_caption, image1_text."""
+    words = _words(name)
+    return bool(words & {*RANK} and words & CAPTIONS - {*RANK}) or bool(
+        words & {*NOUNS} and re.search(r"\d|_[ab]_", name)
+    )
 
 
 def _inner(name: str, column: list[Any]) -> str:
@@ -462,9 +509,9 @@ def _is_texts(column: list[Any]) -> bool:
 
 
 def _is_text(column: list[Any]) -> bool:
-    """Whether a column holds a text of several words, or lists of these."""
+    """Whether a column holds a text of several words, or lists of these; some scripts put no spaces between words."""
     return any(
-        isinstance(text, str) and " " in text.strip() and not _is_number(text)
+        isinstance(text, str) and not _is_number(text) and (" " in text.strip() or UNSPACED.search(text) is not None)
         for value in column
         for text in (value if isinstance(value, list) else [value])
     )
