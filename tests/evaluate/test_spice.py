@@ -303,7 +303,8 @@ def test_of_two_at_once_the_one_that_parsed_more_is_kept(toy: Bench):
         file.writestr("captions", "\n".join(str(i) for i in range(20)))
     toy.kept.unlink()
     name = parses.kept_file([toy.jars / name for name in JARS]).name
-    toy.fails(f"import shutil; shutil.copy({str(others)!r}, {str(toy.cache / 'm3diff' / name)!r})")
+    place = toy.cache / "m3diff" / name
+    toy.fails(f"if run['new']: pathlib.Path({str(place)!r}).write_bytes(pathlib.Path({str(others)!r}).read_bytes())")
     assert toy.spice()
     assert toy.kept.read_bytes() == others.read_bytes() != mine
 
@@ -348,6 +349,8 @@ def test_evaluate_shows_spice_like_any_other_score(toy: Bench):
 def test_no_program_outlives_a_killed_parent(toy: Bench):
     toy.fails(f"open({str(toy.folder / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(300)")
     files = [str(toy.folder / name) for name in ("p.json", "r.json")]
+    (toy.folder / "temporary").mkdir()
+    toy.monkeypatch.setenv("TMPDIR", str(toy.folder / "temporary"))
     command = [sys.executable, "-m", "components", "score", files[0], "--references", files[1]]
     with subprocess.Popen([*command, "--spice-dir", str(toy.jars)], stderr=subprocess.DEVNULL) as process:
         pid = toy.folder / "pid"
@@ -359,6 +362,7 @@ def test_no_program_outlives_a_killed_parent(toy: Bench):
     while psutil.pid_exists(int(pid.read_text())):
         assert time.monotonic() < deadline
         time.sleep(0.1)
+    assert not list((toy.folder / "temporary").glob("m3diff-spice-*/spice-1.0.jar"))
 
 
 real = pytest.mark.skipif(not (SHARED / "spice").is_dir(), reason="the jars are not here")

@@ -107,8 +107,8 @@ def score_with(
     parses: Parses, start: Start, jars: Sequence[Path], items: Sequence[Item], captions: Sequence[str]
 ) -> list[float | None]:
     """Parse what is not known, in parts of which each is kept, and then score."""
-    long = [caption for caption in captions if len(caption.encode()) > LONGEST_KEPT]
-    new = [caption for caption in captions if caption not in parses.known and len(caption.encode()) <= LONGEST_KEPT]
+    long = [caption for caption in captions if is_long(caption)]
+    new = [caption for caption in captions if caption not in parses.known and not is_long(caption)]
     count = -(-len(new) // PART)
     parts = [new[place::count] for place in range(count)]
     for part in progress(parts, f"evaluate: SPICE parses {len(new):,} captions", unit="part") if parts else ():
@@ -116,6 +116,11 @@ def score_with(
         found = ask(start, jars, items if whole else as_items(part), part, parses.folder)
         parses.keep(part)
     return found if parts and whole and not parses.known else ask(start, jars, items, long, parses.folder)
+
+
+def is_long(caption: str) -> bool:
+    """Whether a caption is too long a key for LMDB, which gets a byte of each letter of Latin-1, else three or six."""
+    return sum(1 if letter < "\xff" else 3 if letter <= "\uffff" else 6 for letter in caption) > LONGEST_KEPT
 
 
 class CacheFailed(ScorerFailed):

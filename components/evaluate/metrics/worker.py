@@ -295,9 +295,15 @@ def main() -> None:
         folder
     )  # METEOR's JVM starts here, before its job is known
     job = json.load(sys.stdin)
+
+    def end(*_: object) -> None:
+        """For a parent that was itself killed: otherwise it ends the group, and earlier."""
+        shutil.rmtree(folder, ignore_errors=True)
+        os.killpg(0, signal.SIGKILL)
+
     for number in (signal.SIGALRM, signal.SIGTERM):
-        signal.signal(number, lambda *_: os.killpg(0, signal.SIGKILL))
-    signal.alarm(seconds)  # the parent kills the group earlier; this is for a parent that was itself killed
+        signal.signal(number, end)
+    signal.alarm(seconds)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: at once
     try:
