@@ -13,10 +13,10 @@ SAME, OPENER = 0.8, 3
 """Share of captions that are the same, or begin with the same words; and how many words these are."""
 CUT = 0.15
 """Share of captions ending in an article, a preposition or a comma above which they were truncated."""
+READ = 1_000
+"""Characters at each end of a caption that are searched."""
 FEW = 5
 """Captions that a file needs before its habits are judged."""
-ENDS = 1_000
-"""Characters at either end of a long caption that are looked at, so that none takes long."""
 COPIES, PHRASE_COPIES, LONGEST_PHRASE = 5, 4, 40
 """Consecutive copies that make a loop: of one word, and of a phrase of up to 40 words."""
 
@@ -112,10 +112,7 @@ MARKS = {
 USUAL = {
     "quotation marks around them": (MOST, r"""\A\s*(?:["'“‘«`]|'')(?!s\b).*(?:["'”’»`]|'')\s*[.]?\s*\Z"""),
     "a role at their start": (MOST, r"\A\s*(?:assistant|user|model|system|answer|caption|output|response)\s"),
-    "a placeholder": (
-        SOME,
-        r"\A\W*+(?:(?:none|na|error|failed|failure|true|false|string|empty|missing)\W*+|[\d\W]++)\Z",
-    ),
+    "a placeholder": (SOME, r"\A\W*(?:none|na|error|failed|failure|true|false|string|empty|missing|[\d\W]+)\W*\Z"),
 }
 """Kind -> a share of captions, and what an ordinary caption may hold: reported above that share."""
 
@@ -144,8 +141,7 @@ def notes_of_marks(
         before = found.get(kind) or (0, excerpt(caption, place))
         found[kind] = before[0] + times[caption], before[1]
 
-    ends = (text if len(text) <= 2 * ENDS else f"{text[:ENDS]} {text[-ENDS:]}" for text in captions)
-    times = Counter(ends)
+    times = Counter(map(ends, captions))
     for caption in times:
         for kind, pattern in PATTERNS.items():
             if mark := pattern.search(caption):
@@ -165,6 +161,12 @@ def notes_of_marks(
     if any(number > SAME * len(captions) for number, _ in found.values()):
         return notes
     return [*notes, *notes_of_habits(captions, references, what)]
+
+
+def ends(caption: str) -> str:
+    """Begin and end of a caption, runs of white space as one, so that no pattern takes long."""
+    text = caption if len(caption) <= 2 * READ else caption[:READ] + caption[-READ:]
+    return re.sub(r"\s+", lambda space: "\n" if "\n" in space[0] else " ", text)
 
 
 def excerpt(caption: str, place: int, width: int = 70) -> str:

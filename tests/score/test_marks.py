@@ -1,6 +1,7 @@
 """Captions as tokenizers, tuners and chat models really leave them: counted and shown, scored as they are."""
 
 import json
+import time
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +33,7 @@ MARKS = {
     ],
     "marks of subwords": ["{} ##ing", "▁{}", "the Ġlamp {}", "{}Ċ", "the la@@ mp {}", "{} ⁇", "{} \ufffd"],
     "a role or a prompt": [
-        "USER: \n\nWhat has changed? ASSISTANT: {}", "assistant\n{}", "Question: What changed? Answer: {}",
+        "USER: What has changed? ASSISTANT: {}", "assistant\n{}", "Question: What changed? Answer: {}",
         "### Response: {}", "What has changed between the two images? {}", "{}\nHuman: and now",
         "Describe the difference between the two images. {}", "Q: what changed? A: {}",
         "You are a helpful assistant. {}",
@@ -95,6 +96,13 @@ def test_what_most_captions_of_a_file_share_and_references_do_not_is_noted(comma
     assert "6 of 6 captions end within a sentence, such as 'the lamp on the table is gone and the'" in told
     _, told = command({name: f'"{texts[0]}"' for name, texts in REFERENCES.items()}, REFERENCES)
     assert "6 of 6 captions hold quotation marks around them, such as '\"the lamp" in told
+
+
+@pytest.mark.parametrize("text", ["\n", " ", "!", ". ", "a ", "* a ", "`a ", "<a ", "a: ", "| ", "{a: ", "what image "])
+def test_a_long_caption_takes_no_time(text: str):
+    begin = time.process_time()
+    notes_of_marks([text * 30_000])
+    assert time.process_time() - begin < 2
 
 
 def test_marks_in_references_are_noted_as_theirs(command: Run):
