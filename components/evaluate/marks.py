@@ -112,7 +112,10 @@ MARKS = {
 USUAL = {
     "quotation marks around them": (MOST, r"""\A\s*(?:["'“‘«`]|'')(?!s\b).*(?:["'”’»`]|'')\s*[.]?\s*\Z"""),
     "a role at their start": (MOST, r"\A\s*(?:assistant|user|model|system|answer|caption|output|response)\s"),
-    "a placeholder": (SOME, r"\A\W*(?:none|na|error|failed|failure|true|false|string|empty|missing|[\d\W]+)\W*\Z"),
+    "a placeholder": (
+        SOME,
+        r"\A\W*+(?:(?:none|na|error|failed|failure|true|false|string|empty|missing)\W*+|[\d\W]++)\Z",
+    ),
 }
 """Kind -> a share of captions, and what an ordinary caption may hold: reported above that share."""
 
