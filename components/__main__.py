@@ -703,7 +703,7 @@ def _add_score(score: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="the dataset's annotation files (no images needed), or records from ingest",
     )
-    score.add_argument("--spice-dir", type=Path, metavar="FOLDER", help="folder of the CoreNLP jars; adds SPICE")
+    score.add_argument("--spice-dir", type=Path, metavar="FOLDER", help="folder of the jars of SPICE; adds it")
     score.add_argument(
         "--check-spice", action="store_true", help="show what SPICE needs, what is missing and where to put it"
     )
