@@ -165,6 +165,21 @@ def test_a_step_of_deepspeed_never_waits_for_the_device(
     assert not waits
 
 
+@pytest.mark.slow(20)
+def test_what_the_profiles_recompute_changes_no_loss_where_the_weights_are_shared_out(
+    mixture: Path, tmp_path: Path
+) -> None:
+    """OneDiff's profile: a whole Llama trains, in bf16, with ZeRO 3."""
+    losses = []
+    for kept in ("none", "selective"):
+        made = BASES["onediff"](tmp_path / kept).changed(model=onediff_settings(rank=0), micro_batch=2, epochs=1)
+        done = run(
+            made.changed(precision="bf16", zero_stage=3, activation_checkpointing=kept), mixture, tmp_path / kept
+        )
+        losses.append(done.column("loss"))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
 @pytest.fixture
 def one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """SwiGLU is compiled, as on a GPU; without a backend's minutes."""
