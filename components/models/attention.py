@@ -167,7 +167,7 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling
 def flex(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scaling: float | None) -> Tensor:
     """FlexAttention [1, heads, T, d], with fewer key and value heads than queries."""
     if query.is_cuda:  # within a compiled layer it is a part of that graph
-        kernel = flex_attention if torch.compiler.is_compiling() else _compiled_flex()
+        kernel: Any = flex_attention if torch.compiler.is_compiling() else _compiled_flex()
         return kernel(query, key, value, block_mask=mask, scale=scaling, enable_gqa=True)
     tokens = query.shape[2]
     dense = create_mask(mask.mask_mod, None, None, tokens, tokens, device=str(query.device))

@@ -5,6 +5,7 @@ Shapes: B pairs, M queries, N keys, D a width.
 
 import math
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,6 @@ from torch.nn import functional as F
 from transformers import initialization as init
 
 from components.models.fused import rms_norm
-
 
 CPU = torch.device("cpu")
 
@@ -120,14 +120,14 @@ def sincos_positions(
     return amplitude * per_head.repeat(1, 1, heads).flatten(0, 1)
 
 
-def with_visual_tokens(embeds: Tensor, visual: Tensor, tokens: Tensor, image_token: int) -> Tensor:
+def with_visual_tokens(embeds: Tensor, visual: Tensor, tokens: Tensor, image_token: Any) -> Tensor:
     """The embeddings [., T, W] with the rows of `visual` [V, W] in the places of the image token: as `masked_scatter`,
     whose backward would wait for a GPU.
 
     Args:
         tokens: the token ids, [., T], on the CPU, which therefore knows the places.
     """
-    places = (tokens.flatten() == image_token).nonzero().flatten().to(embeds.device, non_blocking=True)
+    places = tokens.flatten().eq(image_token).nonzero().flatten().to(embeds.device, non_blocking=True)
     return embeds.flatten(0, -2).index_copy(0, places, visual.to(embeds)).view_as(embeds)
 
 

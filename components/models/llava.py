@@ -75,7 +75,9 @@ class LlavaOfPairs(NewModuleInit, LlavaOnevisionModel):
         return BaseModelOutputWithPooling(last_hidden_state=projected, pooler_output=tokens)  # type: ignore[arg-type]
 
     @wraps(LlavaOnevisionModel.forward)  # transformers reads the arguments off the signature
-    def forward(self, input_ids: Any = None, pixel_values: Any = None, **kwargs: Any) -> Any:
+    def forward(  # type: ignore[override]
+        self, input_ids: Any = None, pixel_values: Any = None, **kwargs: Any
+    ) -> Any:
         """As LLaVA-OneVision's. With `tokens`, the ids of `input_ids` on the CPU, nothing waits for a GPU."""
         tokens = kwargs.pop("tokens", None)
         if tokens is None:

@@ -1,7 +1,6 @@
 """What tests/gpu asks of a GPU, forced on a CPU: its own tests where `compute.gpu: true` computes on the CPU, and the
 branches that a CPU never takes, on tensors without storage."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,14 +16,14 @@ from torch.utils._pytree import tree_leaves
 from components.models import FAMILIES, attention, fused
 from components.models.device import Device, environment
 from components.models.tuning import unwrapped
-from components.train import accelerator, engine
+from components.train import accelerator
 from components.train.compiled import TooManyGraphsError, graphs
 from components.train.loop import prepare_model
 from components.train.loss import token_loss
 from components.train.retry import FINAL
 from components.train.state import MOMENTS, MasterState
 from tests.gpu import test_gpu
-from tests.gpu.choices import first_batch, small
+from tests.gpu.choices import first_batch
 from tests.models.llava15 import write_llava15
 from tests.models.test_onediff import settings as onediff_settings
 from tests.tiny import MDP, tiny_base, tiny_settings
@@ -64,9 +63,7 @@ def test_a_run_beside_one_on_the_cpu(mixture: Path, tmp_path: Path, forced: None
 
 @pytest.mark.slow(60)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_resume(
-    precision: str, mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forced: None
-) -> None:
+def test_a_resume(precision: str, mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forced: None) -> None:
     test_gpu.test_a_killed_run_resumes_with_the_same_weights(precision, mixture, tmp_path, monkeypatch)
 
 
