@@ -68,7 +68,7 @@ class ServiceError(RuntimeError):
 class Service:
     name: str
     command: list[str]
-    port: int | None  # None: it listens nowhere
+    port: int | None  # None: it serves nobody
     port_variable: str = ""
     token: str = ""  # the variable of its secret
 
