@@ -47,7 +47,9 @@ class Guard:
             await self.app(scope, receive, send)
             return
         name, value = found
-        said = f"{name.capitalize()}: {value[:100]!r} is not this server's own; without a token it answers this machine's "
+        said = (
+            f"{name.capitalize()}: {value[:100]!r} is not this server's own; without a token it answers this machine's "
+        )
         await PlainTextResponse(f"{said}programs and its own page alone\n", 403)(scope, receive, send)
 
 

@@ -52,7 +52,12 @@ OURS: dict[str, dict[str, str]] = {
     "its page by name, the API by address": {"Origin": "http://localhost:{port}"},
     "in capitals": {"Host": "LOCALHOST:{port}"},
 }
-UPGRADE = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13", "Sec-WebSocket-Key": "A" * 22 + "=="}
+UPGRADE = {
+    "Connection": "Upgrade",
+    "Upgrade": "websocket",
+    "Sec-WebSocket-Version": "13",
+    "Sec-WebSocket-Key": "A" * 22 + "==",
+}
 
 
 class Answer:
@@ -230,7 +235,9 @@ def test_a_page_of_another_site_is_refused_on_every_route_and_the_machines_own_p
 def test_a_job_takes_no_command_no_environment_and_no_folder_from_who_asks_for_it(machine):
     run = f"/api/deployments/{deployment(machine)['id']}/create_flow_run"
     for variables in HARM:
-        refused = Answer(machine.prefect, "POST", run, {"job_variables": variables}, **{"Content-Type": "application/json"})
+        refused = Answer(
+            machine.prefect, "POST", run, {"job_variables": variables}, **{"Content-Type": "application/json"}
+        )
         assert refused.status == 422, refused.text
         assert next(iter(variables)) in refused.text
 
@@ -328,7 +335,9 @@ def test_the_ports_that_listen_while_everything_runs_are_those_of_the_table_and_
     write_registry(tmp_path, "one")
     (tmp_path / "train").mkdir()
     with running(tmp_path) as server:
-        found = {each for name in ("prefect", "mlflow", "worker") for each in listening(name, machine.process(name), asks)}
+        found = {
+            each for name in ("prefect", "mlflow", "worker") for each in listening(name, machine.process(name), asks)
+        }
         for name, port in listening("m3diff", psutil.Process(server.process.pid), asks):
             found.add(("m3diff serve" if port == server.port else name, port))
         seen, training = set(), train(tmp_path / "train")
@@ -341,7 +350,9 @@ def test_the_ports_that_listen_while_everything_runs_are_those_of_the_table_and_
         assert {("prefect", machine.prefect), ("mlflow", machine.mlflow), ("m3diff serve", server.port)} <= found
         for name, port in found:
             answers = {asked_plainly(port, method, "/", Host="evil.example") for method in ("GET", "POST")}
-            wanted = {"Host": {403}, "Ray's": {401, None}, "the": {None}, "nothing": {200, 405}}[re.split("[ ;]", asks[name])[0]]
+            wanted = {"Host": {403}, "Ray's": {401, None}, "the": {None}, "nothing": {200, 405}}[
+                re.split("[ ;]", asks[name])[0]
+            ]
             if "counters" in asks[name]:
                 wanted |= {200, 405}
             assert answers <= wanted, (name, port, answers)
