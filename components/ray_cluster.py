@@ -27,8 +27,7 @@ def start_ray(compute: Compute) -> None:
     """Connect to the cluster that RAY_ADDRESS names; without one, start one whose servers listen on 127.0.0.1 alone.
 
     Ray takes any name of this machine for its address in the network, 127.0.0.1 too; components/__init__.py says it
-    shall not. Ray of our own asks for a token, which this process and those under it have in memory; Ray itself would write
-    one into the user's home.
+    shall not. It asks for a token and would write a new one into the user's home; given one, it keeps that in memory.
     """
     import ray
 

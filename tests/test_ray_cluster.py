@@ -13,7 +13,6 @@ from components import ray_cluster
 from components.compute import Compute
 from tests.train.toy import COMPUTE
 
-
 TOKEN = "RAY_AUTH_TOKEN"
 
 

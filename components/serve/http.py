@@ -135,8 +135,8 @@ class Gate:
     def _refusal(self, path: str, headers: Headers) -> RequestRefusedError | None:
         """Why this request is not let in; None where it is."""
         if self.token is None:
-            found = foreign(headers.raw)
-            return _of_another_site(*found) if found else None
+            site = foreign(headers.raw)
+            return _of_another_site(*site) if site else None
         if path in OPEN_ROUTES:
             return None
         scheme, _, given = headers.get("authorization", "").partition(" ")

@@ -47,13 +47,11 @@ class Guard:
             await self.app(scope, receive, send)
             return
         name, value = found
-        said = (
-            f"{name.capitalize()}: {value[:100]!r} is not this server's own; without a token it answers this machine's "
-        )
-        await PlainTextResponse(f"{said}programs and its own page alone\n", 403)(scope, receive, send)
+        said = f"{name.capitalize()}: {value[:100]!r} is another site's; without a token this server answers programs of "
+        await PlainTextResponse(f"{said}this machine and its own page alone\n", 403)(scope, receive, send)
 
 
-class Guarded(AutoHTTPProtocol):
+class Guarded(AutoHTTPProtocol):  # type: ignore[misc]  # a class, chosen as uvicorn is imported
     """uvicorn's protocol, with the guard around whatever application it serves."""
 
     def __init__(self, config: Config, *others: Any, **named: Any) -> None:

@@ -12,7 +12,6 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
 
-
 import psutil
 import pytest
 import yaml
@@ -58,6 +57,7 @@ UPGRADE = {
     "Sec-WebSocket-Version": "13",
     "Sec-WebSocket-Key": "A" * 22 + "==",
 }
+JSON = {"Content-Type": "application/json"}
 
 
 class Answer:
@@ -275,7 +275,7 @@ def test_the_server_that_prefect_starts_for_a_flow_without_one_refuses_them_too(
     for headers in FOREIGN.values():
         for method, path in (("GET", "/api/health"), ("POST", "/api/flow_runs/filter"), ("POST", "/api/flow_runs/")):
             assert Answer(port, method, path, {}, **headers).status == 403, (path, headers)
-    assert Answer(port, "POST", "/api/flow_runs/filter", {}, **{"Content-Type": "application/json"}).status == 200
+    assert Answer(port, "POST", "/api/flow_runs/filter", {}, **JSON).status == 200
     flow.communicate("\n")
     assert flow.returncode == 0
 
