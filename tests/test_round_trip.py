@@ -42,7 +42,7 @@ def test_any_records_come_through_the_pipeline(pairs):
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_manifest(folder / "raw", pairs)
-        run_ingest(folder / "raw", "pairs", manifest="pairs.jsonl")
+        run_ingest(folder / "raw", "pairs", manifest="pairs.jsonl", no_caption=[], separator="")
         report = run_validate(folder, near_duplicate_max_diff=None)
         clean = pl.read_parquet(folder / "clean/records.parquet")
         quarantine = pl.read_parquet(folder / "clean/quarantine.parquet")

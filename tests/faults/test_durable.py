@@ -97,7 +97,7 @@ PLAIN = {
     "components/datasets/minichange/generate.py _write_scene": "DVC",
     "components/decisions.py alone": "a lock",
     "components/datasets/embedded.py _unpacked": "DVC",
-    "components/endpoint.py Answers.keep": "here: a line appended and flushed; a torn one is read as none",
+    "components/endpoint.py Answers._append": "here: a line appended and flushed; a torn one is read as none",
     "components/evaluate/metrics/scorer.py Scorer.__init__": "a log",
     "components/evaluate/metrics/worker.py ask_meteor": "a log",
     "components/evaluate/metrics/worker.py each_in_a_process": "in a temporary folder",

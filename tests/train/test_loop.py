@@ -302,7 +302,7 @@ def test_the_checkpoint_names_its_family_and_base_and_a_changed_file_is_refused(
     assert (checkpoint / manifest["base"]).resolve() == base.resolve()
     weights = checkpoint / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
-    with pytest.raises(CheckpointError, match=r"model.safetensors: sha256 .* restore it"):
+    with pytest.raises(CheckpointError, match=r"model.safetensors: sha256 .* fetch the folder again"):
         verify_manifest(checkpoint)
 
 
