@@ -2,6 +2,7 @@
 
 import logging
 import os
+import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,12 +27,14 @@ def start_ray(compute: Compute) -> None:
     """Connect to the cluster that RAY_ADDRESS names; without one, start one whose servers listen on 127.0.0.1 alone.
 
     Ray takes any name of this machine for its address in the network, 127.0.0.1 too; components/__init__.py says it
-    shall not.
+    shall not. It asks for a token and would write a new one into the user's home; given one, it keeps that in memory.
     """
     import ray
 
     cluster = os.environ.get("RAY_ADDRESS")
     cores = max(os.cpu_count() or 1, compute.workers * compute.cpus_per_worker)  # fewer: slower, not refused
+    if on_one_machine():
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex())
     here = {"address": "local", "num_cpus": cores, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
     with children_in_a_group_of_their_own():
         ray.init(

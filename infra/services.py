@@ -30,6 +30,7 @@ from typing import Any
 import psutil
 
 from components import PRIVACY
+from flows import GUARD
 
 HOST = "127.0.0.1"
 POOL = FLOW = "m3diff"
@@ -67,8 +68,9 @@ class ServiceError(RuntimeError):
 class Service:
     name: str
     command: list[str]
-    port: int | None  # None: it listens nowhere
+    port: int | None  # None: it serves nobody
     port_variable: str = ""
+    token: str = ""  # the variable of its secret
 
     @property
     def address(self) -> str:
@@ -114,9 +116,11 @@ def services() -> list[Service]:
     return [
         Service(
             "prefect",
-            [f"{BIN}/prefect", "server", "start", "--host", bind(), "--port", str(prefect)],
+            [f"{BIN}/uvicorn", "--factory", "prefect.server.api.server:create_app", "--log-level", "warning"]
+            + ["--host", bind(), "--port", str(prefect)],  # `prefect server start` takes no GUARD
             prefect,
             "M3DIFF_PREFECT_PORT",
+            TOKENS[0],
         ),
         Service(
             "mlflow",
@@ -124,6 +128,7 @@ def services() -> list[Service]:
             + ["--no-serve-artifacts", *login],
             mlflow,
             "M3DIFF_MLFLOW_PORT",
+            TOKENS[1],
         ),
         Service(
             "worker",
@@ -171,8 +176,10 @@ def environment(service: Service) -> dict[str, str]:
     given = os.environ | PRIVACY
     if service.name == "worker":
         given = {name: value for name, value in given.items() if name not in SERVERS_ONLY}
+    pages = ",".join(f"http://{name}:{prefect.port}" for name in (HOST, "localhost"))
     return (
         logins()
+        | {"PREFECT_SERVER_CORS_ALLOWED_ORIGINS": pages}
         | given
         | (mlflow_store() if service.name == "mlflow" else {})
         | {
@@ -180,6 +187,7 @@ def environment(service: Service) -> dict[str, str]:
             "PREFECT_API_URL": f"{prefect.address}/api",
             "PATH": f"{BIN}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
             "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # eight processes for jobs that nothing here asks for
+            "UVICORN_HTTP": "auto" if service.token in os.environ else GUARD,
             "LC_ALL": "C.UTF-8",
             "PYTHONUNBUFFERED": "1",
         }
@@ -513,13 +521,15 @@ def deploy() -> None:
 
 
 def prepare_prefect() -> None:
-    """The work pool and the automations."""
+    """The work pool, whose jobs take nothing from who asks for a flow run (a command, say), and the automations."""
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.actions import WorkPoolCreate
-    from prefect.workers.process import ProcessWorker
 
     with get_client(sync_client=True) as client:
-        template = ProcessWorker.get_default_base_job_template()
+        template = {
+            "job_configuration": {"env": {"DO_NOT_TRACK": "true", "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30"}},
+            "variables": {"type": "object", "properties": {}, "additionalProperties": False},
+        }
         pool = WorkPoolCreate(name=POOL, type="process", base_job_template=template)
         client.create_work_pool(pool, overwrite=True)
         for automation in automations():

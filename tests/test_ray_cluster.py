@@ -13,6 +13,8 @@ from components import ray_cluster
 from components.compute import Compute
 from tests.train.toy import COMPUTE
 
+TOKEN = "RAY_AUTH_TOKEN"
+
 
 def compute(**changes: Any) -> Compute:
     return Compute(**{**COMPUTE, "workers": 2, "scratch": Path("runs"), **changes})
@@ -35,6 +37,26 @@ def test_a_cluster_of_the_run_s_own_has_the_cores_that_are_asked_for_and_no_netw
     ray_cluster.start_ray(compute())
     assert asked["address"] == "ray://head:10001"
     assert "num_cpus" not in asked
+
+
+@pytest.mark.parametrize(
+    ("address", "given", "want"),
+    [(None, None, "a new one"), (None, "mine", "mine"), ("head:6379", None, None), ("head:6379", "mine", "mine")],
+)
+def test_a_cluster_of_the_run_s_own_has_a_token_of_its_own_and_a_team_s_the_one_that_is_set(
+    address: str | None, given: str | None, want: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray writes one into the user's home where it is given none."""
+    seen: list[str | None] = []
+    monkeypatch.setattr(ray, "init", lambda **given: seen.append(os.environ.get(TOKEN)))
+    for name, value in ((TOKEN, given), ("RAY_ADDRESS", address)):
+        monkeypatch.setenv(name, value or "")
+        if value is None:
+            monkeypatch.delenv(name)
+    for _ in range(2):
+        ray_cluster.start_ray(compute())
+    assert seen[0] == seen[1], "Ray has read the first one, for good"
+    assert seen[0] == want or (want == "a new one" and len(seen[0] or "") == 64)
 
 
 HEAD = {"Alive": True, "NodeManagerAddress": "10.0.0.1", "Resources": {}}

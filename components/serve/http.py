@@ -2,9 +2,7 @@
 
 import asyncio
 import hmac
-import re
 import time
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
@@ -13,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from components.serve.metrics import Metrics
 from components.serve.params import Serve
 from components.serve.refused import RequestRefusedError
+from components.serve.same_origin import foreign
 
 OPEN_ROUTES = ("/healthz", "/readyz")
 """For probes, which have no token; they say nothing but whether the server is there."""
@@ -20,7 +19,6 @@ OPEN_ROUTES = ("/healthz", "/readyz")
 DISCARDED_BYTES = 64_000_000
 """Of a body that is refused, so that a client that is still sending reads the answer."""
 
-LOCAL = re.compile(r"(127(\.\d+){3}|localhost|\[::1\])(:\d+)?", re.IGNORECASE)
 SAFE = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
@@ -136,10 +134,11 @@ class Gate:
 
     def _refusal(self, path: str, headers: Headers) -> RequestRefusedError | None:
         """Why this request is not let in; None where it is."""
+        if self.token is None:
+            site = foreign(headers.raw)
+            return _of_another_site(*site) if site else None
         if path in OPEN_ROUTES:
             return None
-        if self.token is None:
-            return _foreign(headers)
         scheme, _, given = headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), self.token):
             return None
@@ -155,13 +154,9 @@ def refusal_response(path: str, refusal: RequestRefusedError) -> Response:
     return JSONResponse(said, refusal.status, headers=refusal.headers)
 
 
-def _foreign(headers: Headers) -> RequestRefusedError | None:
-    """Of a request that a page of another site makes in the browser of someone on this machine."""
-    host, origin = headers.get("host", ""), headers.get("origin")
-    if not LOCAL.fullmatch(host):
-        limit, remedy = "127.0.0.1 or localhost", "ask by that name; other names need M3DIFF_SERVE_TOKEN"
-        return RequestRefusedError(421, "wrong_host", f"the host {host[:100]!r}", limit, remedy, "host")
-    if origin is not None and urlsplit(origin).netloc != host:
-        limit, remedy = "this server's own page", "ask from a program, or set M3DIFF_SERVE_TOKEN"
-        return RequestRefusedError(403, "other_site", f"a page of {origin[:100]!r}", limit, remedy, "origin")
-    return None
+def _of_another_site(header: str, value: str) -> RequestRefusedError:
+    code, limit, remedy = {
+        "host": ("wrong_host", "127.0.0.1 or localhost", "ask by that name; other names need M3DIFF_SERVE_TOKEN"),
+        "origin": ("other_site", "this server's own page", "ask from a program, or set M3DIFF_SERVE_TOKEN"),
+    }[header]
+    return RequestRefusedError(403, code, f"{header} {value[:100]!r}", limit, remedy, header)

@@ -95,6 +95,26 @@ def test_on_loopback_no_token_is_asked_for(address, monkeypatch):
     )
 
 
+@pytest.mark.parametrize("given", [[], ["prefect"], ["mlflow"], ["prefect", "mlflow"]])
+def test_a_server_without_a_token_is_guarded_whatever_the_shell_and_the_other_server_have(given, monkeypatch):
+    """What the guard refuses: tests/flows/test_foreign_sites.py."""
+    monkeypatch.setenv("UVICORN_HTTP", "h11")
+    tokens = dict(zip(("prefect", "mlflow"), TOKENS.items(), strict=True))
+    for name in given:
+        monkeypatch.setenv(*tokens[name])
+    for service in services.services():
+        guarded = services.environment(service)["UVICORN_HTTP"] == services.GUARD
+        assert guarded == (service.name not in given)
+
+
+def test_only_its_own_page_may_read_prefects_answers_unless_a_team_names_others(monkeypatch):
+    monkeypatch.setenv("M3DIFF_PREFECT_PORT", "4300")
+    name = "PREFECT_SERVER_CORS_ALLOWED_ORIGINS"
+    assert services.environment(by_name()["prefect"])[name] == "http://127.0.0.1:4300,http://localhost:4300"
+    monkeypatch.setenv(name, "https://flows.example")
+    assert services.environment(by_name()["prefect"])[name] == "https://flows.example"
+
+
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [

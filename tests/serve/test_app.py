@@ -472,8 +472,8 @@ def test_a_token_is_needed_for_all_but_the_probes(talk):
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
-        ({"Host": "evil.example.com"}, 421),
-        ({"Host": "127.0.0.1.example.com:8000"}, 421),
+        ({"Host": "evil.example.com"}, 403),
+        ({"Host": "127.0.0.1.example.com:8000"}, 403),
         ({"Origin": "https://evil.example.com"}, 403),
         ({"Origin": "null"}, 403),
         ({"Origin": "http://127.0.0.1:8000"}, 200),

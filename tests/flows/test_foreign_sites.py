@@ -1,0 +1,367 @@
+"""Requests of other sites' pages, as browsers send them, to every server that runs; and where each listens."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from flows import GUARD
+from tests.flows.test_services import Machine
+from tests.servers import free_port
+from tests.toy import REPOSITORY
+
+FOREIGN = {
+    "another site": {"Origin": "http://evil.example"},
+    "another site on the port": {"Origin": "https://evil.example:{port}"},
+    "another server of this machine": {"Origin": "http://127.0.0.1:1"},
+    "a name that begins as ours": {"Origin": "http://127.0.0.1.evil.example:{port}"},
+    "no site": {"Origin": "null"},
+    "an empty origin": {"Origin": ""},
+    "a broken origin": {"Origin": "http://[::1"},
+    "a login in the origin": {"Origin": "http://127.0.0.1:{port}@evil.example"},
+    "a rebound name": {"Host": "evil.example:{port}"},
+    "a rebound name and its own page": {"Host": "evil.example:{port}", "Origin": "http://evil.example:{port}"},
+    "a rebound name like a private address": {"Host": "10.evil.example:{port}"},
+    "a rebound name that begins as ours": {"Host": "localhost.evil.example:{port}"},
+    "an address of the network": {"Host": "192.168.1.7:{port}"},
+    "an address that means all": {"Host": "0.0.0.0:{port}"},
+    "an empty host": {"Host": ""},
+    "a host with a path": {"Host": "127.0.0.1:{port}/@evil.example"},
+    "our page from another's name": {"Host": "evil.example:{port}", "Origin": "http://127.0.0.1:{port}"},
+}
+OURS: dict[str, dict[str, str]] = {
+    "a program": {},
+    "by name": {"Host": "localhost:{port}"},
+    "by the other address": {"Host": "[::1]:{port}"},
+    "another loopback address": {"Host": "127.0.0.2:{port}"},
+    "a tunnel from another port": {"Host": "localhost:9999", "Origin": "http://localhost:9999"},
+    "its page": {"Origin": "http://127.0.0.1:{port}"},
+    "its page by name": {"Host": "localhost:{port}", "Origin": "http://localhost:{port}"},
+    "its page by name, the API by address": {"Origin": "http://localhost:{port}"},
+    "in capitals": {"Host": "LOCALHOST:{port}"},
+}
+UPGRADE = {
+    "Connection": "Upgrade",
+    "Upgrade": "websocket",
+    "Sec-WebSocket-Version": "13",
+    "Sec-WebSocket-Key": "A" * 22 + "==",
+}
+JSON = {"Content-Type": "application/json"}
+
+
+class Answer:
+    """What a server says to a request whose headers are these alone, besides those that HTTP needs."""
+
+    def __init__(self, port: int, method: str, path: str, body: Any = None, **headers: str) -> None:
+        connection = HTTPConnection("127.0.0.1", port, timeout=60)
+        connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
+        content = b"" if body is None else json.dumps(body).encode()
+        given = {"Host": f"127.0.0.1:{port}", "Content-Length": str(len(content))} | headers
+        for name, value in given.items():
+            connection.putheader(name, value.format(port=port))
+        connection.endheaders(content)
+        answer = connection.getresponse()
+        self.status, self.headers = answer.status, {name.lower(): value for name, value in answer.getheaders()}
+        self.text = "" if self.status == 101 else answer.read().decode(errors="replace")
+        connection.close()
+
+
+ECHO = """
+async def app(scope, receive, send):
+    if scope["type"] == "http":
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"access-control-allow-origin", b"*")]})
+        await send({"type": "http.response.body", "body": b"answered"})
+    elif scope["type"] == "websocket":
+        await send({"type": "websocket.accept"})
+        await send({"type": "websocket.close"})
+"""
+
+
+@pytest.fixture(scope="module")
+def echo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """The port of a small application under uvicorn, guarded as the servers are."""
+    folder, port = tmp_path_factory.mktemp("echo"), free_port()
+    (folder / "echo.py").write_text(ECHO)
+    command = [sys.executable, "-m", "uvicorn", "echo:app", "--port", str(port), "--lifespan", "off"]
+    environment = os.environ | {"UVICORN_HTTP": GUARD, "PYTHONPATH": str(REPOSITORY)}
+    server = subprocess.Popen(command, cwd=folder, env=environment)
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            Answer(port, "GET", "/")
+            break
+        except OSError:
+            assert server.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    yield port
+    server.kill()
+    server.wait()
+
+
+@pytest.mark.parametrize("headers", FOREIGN.values(), ids=FOREIGN)
+def test_what_is_foreign_is_refused_by_any_method_and_as_a_web_socket(headers, echo):
+    for method in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"):
+        answer = Answer(echo, method, "/", **headers)
+        assert (answer.status, answer.headers.get("access-control-allow-origin")) == (403, None), method
+    assert Answer(echo, "GET", "/", **UPGRADE | headers).status == 403
+
+
+@pytest.mark.parametrize("headers", OURS.values(), ids=OURS)
+def test_programs_of_this_machine_and_the_servers_own_page_are_answered(headers, echo):
+    assert Answer(echo, "POST", "/", **headers).text == "answered"
+    assert Answer(echo, "GET", "/", **UPGRADE | headers).status == 101
+
+
+def test_two_hosts_or_none_are_refused(echo):
+    for head in ("Host: 127.0.0.1\r\nHost: evil.example\r\n", ""):
+        with psutil.socket.create_connection(("127.0.0.1", echo)) as plain:
+            plain.sendall(f"POST / HTTP/1.{'1' if head else '0'}\r\n{head}Content-Length: 0\r\n\r\n".encode())
+            assert plain.recv(100).split()[1] in (b"400", b"403")
+
+
+@pytest.fixture(scope="module")
+def machine(built_once: Path) -> Iterator[Machine]:
+    """The servers and the worker of `make up`, in a folder of their own."""
+    machine = Machine(built_once)
+    started = machine.make("up")
+    assert started.returncode == 0, started.stdout + started.stderr
+    yield machine
+    machine.make("down")
+
+
+def deployment(machine: Machine) -> dict[str, Any]:
+    return json.loads(Answer(machine.prefect, "GET", "/api/deployments/name/m3diff/full").text)
+
+
+HARM: list[dict[str, Any]] = [
+    {"command": "touch harm"},
+    {"env": {"LD_PRELOAD": "/tmp/harm.so"}},
+    {"working_dir": "/tmp"},
+    {"image": "harm"},
+]
+
+
+def asked_of_prefect(full: dict[str, Any]) -> list[tuple[str, str, Any]]:
+    """What a page would ask to run a command on the worker, and to learn what it needs for that."""
+    run = f"/api/deployments/{full['id']}/create_flow_run"
+    steps = [{"prefect.deployments.steps.run_shell_script": {"script": "touch harm"}}]
+    made = {"name": "harm", "flow_id": full["flow_id"], "work_pool_name": "m3diff", "pull_steps": steps}
+    template = {"job_configuration": {"command": "touch harm"}, "variables": {"type": "object", "properties": {}}}
+    return [
+        ("GET", "/", None),
+        ("GET", "/ui-settings", None),
+        ("GET", "/api/health", None),
+        ("GET", "/api/deployments/name/m3diff/full", None),
+        ("GET", "/no/such/route", None),
+        ("OPTIONS", run, None),
+        *(("POST", run, {"job_variables": variables}) for variables in HARM),
+        ("POST", run, {}),
+        ("POST", "/api/deployments/", made),
+        ("PATCH", f"/api/deployments/{full['id']}", {"pull_steps": steps}),
+        ("DELETE", f"/api/deployments/{full['id']}", None),
+        ("POST", f"/api/deployments/{full['id']}/pause_deployment", None),
+        ("PATCH", "/api/work_pools/m3diff", {"base_job_template": template}),
+        ("DELETE", "/api/work_pools/m3diff", None),
+        ("POST", "/api/admin/database/clear", {"confirm": True}),
+    ]
+
+
+ASKED_OF_MLFLOW: list[tuple[str, str, Any]] = [
+    ("GET", "/", None),
+    ("GET", "/health", None),
+    ("GET", "/version", None),
+    ("GET", "/get-artifact?path=model&run_uuid=0", None),
+    ("GET", "/model-versions/get-artifact?path=model&name=m3diff&version=1", None),
+    ("GET", "/api/2.0/mlflow-artifacts/artifacts", None),
+    ("PUT", "/api/2.0/mlflow-artifacts/artifacts/harm", {}),
+    ("POST", "/graphql", {"query": "{ __typename }"}),
+    ("POST", "/api/2.0/mlflow/experiments/create", {"name": "harm"}),
+    ("POST", "/ajax-api/2.0/mlflow/experiments/create", {"name": "harm"}),
+    ("POST", "/ajax-api/3.0/mlflow/assistant/message", {"message": "harm"}),
+    ("OPTIONS", "/api/2.0/mlflow/experiments/create", None),
+    ("GET", "/api/2.0/mlflow/registered-models/search", None),
+]
+
+
+def state(machine: Machine) -> list[Any]:
+    """What a page would have changed."""
+    pool = json.loads(Answer(machine.prefect, "GET", "/api/work_pools/m3diff").text)
+    search = Answer(machine.mlflow, "GET", "/api/2.0/mlflow/experiments/search?max_results=100")
+    return [
+        {item["name"]: item["pull_steps"] for item in machine.ask("deployments", {})},
+        [run["name"] for run in machine.ask("flow_runs", {"flow_runs": {"tags": {"is_null_": True}}})],
+        (pool["base_job_template"], deployment(machine)["paused"]),
+        [experiment["name"] for experiment in json.loads(search.text)["experiments"]],
+    ]
+
+
+@pytest.mark.slow(60)
+def test_a_page_of_another_site_is_refused_on_every_route_and_the_machines_own_programs_are_answered(machine):
+    before = state(machine)
+    asked = [(machine.prefect, *request) for request in asked_of_prefect(deployment(machine))]
+    asked += [(machine.mlflow, *request) for request in ASKED_OF_MLFLOW]
+    for headers in FOREIGN.values():
+        for port, method, path, body in asked:
+            for kind in ("application/json", "text/plain"):  # the second needs no leave of the server
+                answer = Answer(port, method, path, body, **{"Content-Type": kind} | headers)
+                assert answer.status == 403, (method, path, kind, headers)
+                assert "access-control-allow-origin" not in answer.headers
+    for path in ("/api/events/in", "/api/events/out", "/api/logs/out"):
+        assert Answer(machine.prefect, "GET", path, **UPGRADE | FOREIGN["another site"]).status == 403, path
+    assert state(machine) == before
+
+    for headers in OURS.values():
+        if headers != OURS["another loopback address"]:  # MLflow has a list of its own, without it
+            for port, path in ((machine.prefect, "/api/work_pools/m3diff"), (machine.mlflow, "/")):
+                assert Answer(port, "GET", path, **headers).status == 200, (path, headers)
+    allowed = Answer(machine.prefect, "GET", "/api/health", Origin="http://localhost:{port}").headers
+    assert allowed["access-control-allow-origin"] == f"http://localhost:{machine.prefect}"
+    assert machine.make("status").returncode == 0, "the worker is not heard"
+
+
+@pytest.mark.slow(10)
+def test_a_job_takes_no_command_no_environment_and_no_folder_from_who_asks_for_it(machine):
+    run = f"/api/deployments/{deployment(machine)['id']}/create_flow_run"
+    for variables in HARM:
+        refused = Answer(
+            machine.prefect, "POST", run, {"job_variables": variables}, **{"Content-Type": "application/json"}
+        )
+        assert refused.status == 422, refused.text
+        assert next(iter(variables)) in refused.text
+
+
+TEMPORARY = """
+import json, sys
+import flows.full
+from prefect import flow
+from prefect.client.orchestration import get_client
+
+@flow
+def ask():
+    with get_client(sync_client=True) as client:
+        print("asked", client.api_url.port, flush=True)
+        sys.stdin.readline()
+
+ask()
+"""
+
+
+@pytest.mark.slow(30)
+def test_the_server_that_prefect_starts_for_a_flow_without_one_refuses_them_too(tmp_path):
+    given = {"PREFECT_HOME": str(tmp_path), "PREFECT_API_URL": "", "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "true"}
+    flow = subprocess.Popen(
+        [sys.executable, "-c", TEMPORARY],
+        cwd=REPOSITORY,
+        env=os.environ | given,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert flow.stdout is not None
+    assert flow.stdin is not None
+    port = int(next(line for line in iter(flow.stdout.readline, "") if line.startswith("asked")).split()[1])
+    for headers in FOREIGN.values():
+        for method, path in (("GET", "/api/health"), ("POST", "/api/flow_runs/filter"), ("POST", "/api/flow_runs/")):
+            assert Answer(port, method, path, {}, **headers).status == 403, (path, headers)
+    assert Answer(port, "POST", "/api/flow_runs/filter", {}, **JSON).status == 200
+    flow.communicate("\n")
+    assert flow.returncode == 0
+
+
+Port = tuple[str, int]
+"""The process that listens, by the word that SECURITY.md has for it, and where."""
+
+
+def table() -> dict[str, str]:
+    """What a port asks for, by the process that listens, as SECURITY.md has it."""
+    text = (REPOSITORY / "SECURITY.md").read_text().partition("\n## Ports\n")[2].partition("\n## ")[0]
+    rows = [re.split(r" *\| *", line.strip("| ")) for line in text.splitlines() if line.startswith("| `")]
+    assert all(reached == "this machine" for _, _, reached, _ in rows)
+    return {name.strip("`"): asks for name, _, _, asks in rows}
+
+
+def listening(own: str, root: psutil.Process, names: Iterable[str]) -> Iterator[Port]:
+    """Each port that this process or one under it listens at; `own` is the row of the process itself.
+
+    Raises AssertionError where it is not an address of this machine alone, or has no row.
+    """
+    for process in [root, *root.children(recursive=True)]:
+        try:
+            words = [process.name(), *(Path(word).name for word in process.cmdline()[:4] if word[:1] != "-")]
+            found = [each.laddr for each in process.net_connections("inet") if each.status == psutil.CONN_LISTEN]
+        except psutil.Error:  # it has ended
+            continue
+        row = own if process == root else next((name for name in names if any(name in word for word in words)), own)
+        for address in found:
+            assert row in names, f"{words} listens at {address}, of which SECURITY.md says nothing"
+            assert address.ip.removeprefix("::ffff:") in ("127.0.0.1", "::1"), f"{words} listens at {address}"
+            yield row, address.port
+
+
+def train(folder: Path) -> subprocess.Popen:
+    """A training of two workers of Ray, begun."""
+    from tests.faults import small
+
+    small.write_params(folder)
+    params = yaml.safe_load((folder / "params.yaml").read_text())
+    params["compute"]["workers"], params["train"]["epochs"] = 2, 8
+    (folder / "params.yaml").write_text(yaml.safe_dump(params))
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "HOME": str(folder / "home")}
+    (folder / "home").mkdir()
+    for stage in small.MADE[:4]:
+        subprocess.run([sys.executable, "-m", "components", *stage], cwd=folder, env=environment, check=True)
+    with (folder / "log").open("w") as log:
+        command = [sys.executable, "-m", "components", "train"]
+        return subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
+
+
+@pytest.mark.slow(120)
+def test_the_ports_that_listen_while_everything_runs_are_those_of_the_table_and_ask_what_it_says(machine, tmp_path):
+    from tests.serve.process import running, write_registry
+
+    asks = table()
+    write_registry(tmp_path, "one")
+    (tmp_path / "train").mkdir()
+    with running(tmp_path) as server:
+        found = {
+            each for name in ("prefect", "mlflow", "worker") for each in listening(name, machine.process(name), asks)
+        }
+        for name, port in listening("m3diff", psutil.Process(server.process.pid), asks):
+            found.add(("m3diff serve" if port == server.port else name, port))
+        seen, training = set(), train(tmp_path / "train")
+        while training.poll() is None:
+            with suppress(psutil.NoSuchProcess):
+                seen |= set(listening("m3diff", psutil.Process(training.pid), asks))
+            time.sleep(0.2)
+        assert training.returncode == 0, (tmp_path / "train" / "log").read_text()[-3000:]
+        assert {name for name, _ in found | seen} == set(asks)
+        assert {("prefect", machine.prefect), ("mlflow", machine.mlflow), ("m3diff serve", server.port)} <= found
+        for name, port in found:
+            answers = {asked_plainly(port, method, "/", Host="evil.example") for method in ("GET", "POST")}
+            wanted = {"Host": {403}, "Ray's": {401, None}, "the": {None}, "nothing": {200, 405}}[
+                re.split("[ ;]", asks[name])[0]
+            ]
+            if "counters" in asks[name]:
+                wanted |= {200, 405}
+            assert answers <= wanted, (name, port, answers)
+    assert [path for path in (tmp_path / "train" / "home").rglob("*") if path.is_file()] == []
+
+
+def asked_plainly(port: int, *words: str, **headers: str) -> int | None:
+    """The status of an answer; None from what speaks another protocol than HTTP/1."""
+    try:
+        return Answer(port, *words, **headers).status
+    except (HTTPException, OSError):
+        return None
