@@ -12,7 +12,7 @@ export LC_ALL := C.UTF-8
 
 .DEFAULT_GOAL := help
 N ?= 3
-.PHONY: help run test test-all test-long test-gpu test-team faults kills check docs up down status serve install-services uninstall-services upgrade audit install-team profile base base-single seeds targets ablation compare rehearse bench-train bench-data bench-score bench-flow install check-system
+.PHONY: help run test test-all test-long test-gpu test-team faults kills check docs up down status serve install-services uninstall-services upgrade audit install-team profile base base-single seeds targets ablation compare rehearse bench-train bench-gpu bench-data bench-score bench-flow install check-system
 
 help:           ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -80,8 +80,11 @@ base: install   ## pre-train the tiny base from scratch (about two hours of one 
 base-single: install ## the control of `make ablation` that was taught on single images alone (about two hours) -> data/00_base_single
 	@m3diff --params infra/base-single.yaml pretrain
 
-bench-train: install ## training speed -> benchmarks/results/train.json
-	@python benchmarks/train.py
+bench-train: install ## training speed -> benchmarks/results/train.json, a line a row in train.jsonl; ROWS='"packed" "unpacked"' for some
+	@python benchmarks/train.py $(if $(ROWS),--rows $(ROWS))
+
+bench-gpu: install ## the first hour on a GPU, in slices of BUDGET seconds that go on where the last one ended -> benchmarks/results/gpu.jsonl
+	@python benchmarks/gpu.py --budget $(or $(BUDGET),480)
 
 bench-data: install  ## data speed at 896k samples -> benchmarks/results/data.json
 	@python benchmarks/data.py

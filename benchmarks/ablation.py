@@ -103,6 +103,13 @@ GPU_ROWS = (
         Variant(f"packed, {attention}, compiled", packed=True, attention=attention, compiled=True)
         for attention in ("sdpa", "flex")
     ),
+    Variant(
+        "packed, flex, selective, compiled",
+        packed=True,
+        attention="flex",
+        activation_checkpointing="selective",
+        compiled=True,
+    ),
     *(Variant(f"packed, fp8{', compiled' * more}", packed=True, compiled=more, fp8=True) for more in (False, True)),
 )
 """What a GPU chooses between: the attention kernel, what backward recomputes, compiled layers, frozen products in FP8.

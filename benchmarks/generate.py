@@ -66,6 +66,7 @@ class Bench:
     dtype: torch.dtype
     pairs: int
     new_tokens: int
+    cache: str | None = None  # of the keys and values, as `generate` calls it; None: it grows
 
     def __post_init__(self) -> None:
         torch.manual_seed(0)
@@ -100,6 +101,7 @@ class Bench:
                 min_new_tokens=self.new_tokens,
                 do_sample=False,
                 pad_token_id=0,
+                cache_implementation=self.cache if fused else None,
             )
             generated.append(tokens[:, ids.shape[1] :].cpu())  # waits for the GPU
         return torch.cat(generated)
@@ -112,13 +114,14 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if gpu else "cpu")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--cache", choices=["static"], help="keys and values in room for all that comes; else it grows")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     facts = machine(torch.device(args.device))
     print(f"{facts['device']}, {args.shapes} shapes; load {facts['load_before']}", flush=True)
     dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
     size = seven_b(pairs=args.batch) if args.shapes == "7b" else tiny(pairs=args.batch)
-    bench = Bench(size, torch.device(args.device), dtype, pairs=args.batch, new_tokens=15)
+    bench = Bench(size, torch.device(args.device), dtype, pairs=args.batch, new_tokens=15, cache=args.cache)
     ways = {"baseline": (1, False), "one by one, fused": (1, True), "batched": (args.batch, True)}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     tokens = {name: bench.caption(*way) for name, way in ways.items()}  # also the warm-up

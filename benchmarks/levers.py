@@ -9,6 +9,7 @@ small for 7B shapes, the LLM has as many layers as fit, and the result says how 
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -271,8 +272,8 @@ def measure_compiled(bench: Bench, variant: Variant, repeats: int) -> tuple[list
 
 def check_losses(measured: list[Measured], precision: str) -> None:
     """Every variant's loss is the first one's."""
-    first = measured[0]
     for one in measured:
+        first = measured[0]
         off = abs(one.loss / first.loss - 1)  # without MDP too: a new module is zero-initialised, or nearly
         assert off < (SAME_LOSS[precision] if one.variant.mdp else 0.05), (
             f"{one.variant.name}: loss {one.loss}, of {first.variant.name} {first.loss}"
@@ -418,10 +419,35 @@ def compiles(variant: Variant, gpu: bool) -> bool:
     return variant.compiled or (gpu and variant.attention == "flex")
 
 
+def chosen_variants(rows: Sequence[str] | None, gpu: bool, precision: str) -> tuple[Variant, ...]:
+    """The rows of these names, in their order; all that the device chooses between without names.
+
+    Raises:
+        ValueError: a name is no row's.
+    """
+    every = {variant.name: variant for variant in ABLATION + FEED_ROWS + GPU_ROWS}
+    if rows is None:
+        return ABLATION + (FEED_ROWS + GPU_ROWS if gpu or precision == "bf16" else ())
+    if unknown := [name for name in rows if name not in every]:
+        raise ValueError(f"no row is called {unknown[0]!r}; rows: {'; '.join(every)}")
+    return tuple(every[name] for name in rows)
+
+
 def measured_levers(
-    shapes: str, gpu: bool, precision: str, pairs: int, repeats: int | None, chip: str
+    shapes: str,
+    gpu: bool,
+    precision: str,
+    pairs: int,
+    repeats: int | None,
+    chip: str,
+    variants: tuple[Variant, ...],
+    tell: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
-    """The table of the levers, printed, as the result's keys."""
+    """The table of the levers, printed, as the result's keys; `tell` is given each row once it is measured.
+
+    A GPU is nobody else's, so that its rows are measured one after another. On a CPU what is not compiled is measured
+    in turn.
+    """
     size = (
         tiny(pairs) if shapes == "tiny" else seven_b(fitting_layers(torch.cuda.mem_get_info()[0] / 1e9) if gpu else 28)
     )
@@ -431,20 +457,23 @@ def measured_levers(
             f"{layers} of the LLM's {SEVEN_B_LAYERS} layers: more do not fit; its figures are not those of a 7B model"
         )
     bench = Bench(size, gpu, precision)
-    variants = ABLATION + (FEED_ROWS + GPU_ROWS if gpu or precision == "bf16" else ())
     repeats = repeats or (2 if gpu else 5)
-    measured, failed = measure(bench, tuple(v for v in variants if not compiles(v, gpu)), repeats)
-    for variant in variants:
-        if compiles(variant, gpu):
-            more, not_run = measure_compiled(bench, variant, repeats)
-            measured, failed = measured + more, failed | not_run
-    check_losses(measured, precision)
+    plain = tuple(v for v in variants if not compiles(v, gpu))
+    together = [(variant,) for variant in plain] if gpu or not plain else [plain]
     flops = peak_flops(chip, precision)
     peak = flops / 1e12 if flops else None
-    rows = [one.figures(size, peak) | planned(size, one, precision, peak) for one in measured]
+    measured, rows, failed = list[Measured](), list[dict[str, Any]](), dict[str, str]()
+    for turn in (*together, *((variant,) for variant in variants if compiles(variant, gpu))):
+        found = measure_compiled(bench, *turn, repeats) if compiles(turn[0], gpu) else measure(bench, turn, repeats)
+        more = [one.figures(size, peak) | planned(size, one, precision, peak) for one in found[0]]
+        for row in (*more, *({"name": name, "not_run": reason} for name, reason in found[1].items())):
+            tell(row | {"llm_layers": layers})
+        measured, rows, failed = measured + found[0], rows + more, failed | found[1]
+    check_losses(measured, precision)
     print_table(rows, failed)
     exact = [row for row, one in zip(rows, measured, strict=True) if not one.variant.fp8]
-    best = {kind: max((row for row in exact if row["name"].startswith(kind)), key=speed_of) for kind in BEST}
+    of_kind = {kind: [row for row in exact if row["name"].startswith(kind)] for kind in BEST}
+    best = {kind: max(found, key=speed_of) for kind, found in of_kind.items() if found}
     return best | {
         "ablation": rows,
         "not_run": failed,
@@ -459,7 +488,8 @@ def speed_of(row: dict[str, Any]) -> float:
 
 
 def print_table(rows: list[dict[str, Any]], failed: dict[str, str]) -> None:
-    first = max(speed_of(row) for row in rows if row["name"] in ("stock", "stock, full checkpointing"))
+    stock = [row for row in rows if row["name"] in ("stock", "stock, full checkpointing")] or rows[:1]
+    first = max(map(speed_of, stock), default=1.0)
     columns = f"{'captions/s':>10} {'(plan)':>7} {'x':>6} {'sequences/s':>12} {'spread':>7} {'MFU':>6}"
     print(f"{'':<34} {columns} {'peak GB':>8} {'(plan)':>7} {'graphs':>7} {'loss':>9}")
     for row in rows:

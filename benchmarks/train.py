@@ -3,7 +3,8 @@
 On a CPU: the project's step beside transformers' Trainer with peft (benchmarks/peer.py) on the embedded shapes, round
 by round, then what each lever brings. On a GPU: what each lever brings at 7B shapes with random weights, with as many
 of the LLM's layers as fit, beside what the plan counts. The same lines run in both places: `--device cpu --shapes tiny
---precision bf16` takes all that a GPU would take.
+--precision bf16` takes all that a GPU would take. Each row is a line of JSON beside the result as soon as it is
+measured.
 """
 
 import argparse
@@ -40,11 +41,21 @@ def compared(args: argparse.Namespace) -> dict[str, Any]:
 
 def ablation(args: argparse.Namespace, facts: dict[str, Any]) -> dict[str, Any]:
     """What each lever brings; printed."""
-    from benchmarks.levers import measured_levers
+    from benchmarks.levers import chosen_variants, measured_levers
 
-    return measured_levers(
-        args.shapes, args.device == "cuda", args.precision, args.pairs, args.repeats, facts["device"]
-    )
+    gpu, lines = args.device == "cuda", args.out.with_suffix(".jsonl")
+    try:
+        variants = chosen_variants(args.rows, gpu, args.precision)
+    except ValueError as error:
+        sys.exit(f"--rows: {error}")
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    lines.write_text("")
+
+    def tell(row: dict[str, Any]) -> None:
+        with lines.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    return measured_levers(args.shapes, gpu, args.precision, args.pairs, args.repeats, facts["device"], variants, tell)
 
 
 def main() -> None:
@@ -59,6 +70,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, help="rounds; 5 on a CPU, 2 on a GPU")
     parser.add_argument("--steps", type=int, default=10, help="whose losses are compared")
     parser.add_argument("--round-s", type=float, default=2.0, help="seconds of a round")
+    parser.add_argument("--rows", nargs="+", metavar="NAME", help="these rows of the levers alone; all by default")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--quick", action="store_true", help="three short rounds beside the peer alone; writes nothing")
     parser.add_argument("--profile", action="store_true", help="where a step's time goes, by operator")
@@ -67,14 +79,13 @@ def main() -> None:
     os.environ.update(environment(args.device == "cuda"))  # before DeepSpeed is imported
     facts = machine(torch.device(args.device))
     print(f"{facts['device']}, {args.shapes} shapes, {args.precision}; load {facts['load_before']}", flush=True)
-    sides = compared(args) if args.device == "cpu" and args.precision == "fp32" else {}
+    sides = compared(args) if args.device == "cpu" and args.precision == "fp32" and not args.rows else {}
     if args.quick:
         return
     command = f"python benchmarks/train.py {' '.join(sys.argv[1:])}".strip()
     ratios = {name: row["captions_per_s"] / sides["peer"]["captions_per_s"] for name, row in sides.items()}
     told = {"shapes": args.shapes, "precision": args.precision, **facts, "command": command}
     result = ablation(args, facts) | sides | {"ratios": ratios} | told
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=2) + "\n")
     print(f"-> {args.out}")
 

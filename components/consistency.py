@@ -330,19 +330,12 @@ def best_needs_captions(params: "Params") -> Iterator[str]:
 
 
 def compiled_layers(params: "Params") -> Iterator[str]:
-    """`compute.compile` beside what torch.compile cannot trace or does itself."""
+    """`compute.compile` beside what torch.compile cannot trace."""
     compute = params.compute
-    if not compute.compile:
-        return
-    if compute.zero_stage == 3:
+    if compute.compile and compute.zero_stage == 3:
         yield (
             "compute.compile: with compute.zero_stage 3 the layers' weights come and go while they compute, which "
             "cannot be compiled; write false, or a lower stage"
-        )
-    if compute.activation_checkpointing == "selective":
-        yield (
-            "compute.compile: chooses itself which norms and products of a layer it computes again, in the place of "
-            "compute.activation_checkpointing selective; write none there (or full), or compile: false"
         )
 
 

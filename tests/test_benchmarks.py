@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import threading
@@ -411,7 +412,7 @@ IN_SMALL: dict[str, tuple[int, str, Callable[[Path, str], None]]] = {
 
 def test_every_benchmark_has_a_small_run() -> None:
     scripts = {file.stem for file in (REPOSITORY / "benchmarks").glob("*.py") if "\ndef main(" in file.read_text()}
-    assert scripts == IN_SMALL.keys()
+    assert scripts - {"gpu"} == IN_SMALL.keys(), "the ladder of benchmarks/gpu.py has a test of its own"
 
 
 @pytest.mark.parametrize(
@@ -475,6 +476,127 @@ def test_the_generation_benchmark_runs_on_a_bare_machine_and_batches_change_no_t
     result = run(tmp_path, "generate.py", *options, bare=bare)
     assert result["pillow"] is False
     assert result["batched"]["same_tokens"] == 1.0
+
+
+def levers_of(tmp_path: Path, *rows: str) -> subprocess.CompletedProcess[str]:
+    script, out = str(REPOSITORY / "benchmarks" / "train.py"), str(tmp_path / "out.json")
+    how = ("--pairs", "1", "--repeats", "1", "--device", "cpu", "--threads", "1")
+    command = [sys.executable, "-Wignore", script, *how, "--rows", *rows, "--out", out]
+    return subprocess.run(command, text=True, capture_output=True, cwd=tmp_path)
+
+
+@pytest.mark.slow(30)
+def test_rows_by_name_are_a_line_of_json_each(tmp_path: Path) -> None:
+    rows = ["packed, flex, selective", "unpacked"]
+    done = levers_of(tmp_path, *rows)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [line["name"] for line in lines] == rows
+    assert [line["captions_per_s"] for line in lines] == [
+        row["captions_per_s"] for row in json.loads((tmp_path / "out.json").read_text())["ablation"]
+    ]
+
+
+def test_a_row_is_written_before_the_next_is_measured_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import levers
+
+    monkeypatch.setattr(levers, "Bench", lambda size, gpu, precision: None)
+    monkeypatch.setattr(levers, "seven_b", lambda layers: levers.tiny(pairs=1))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (80e9, 80e9))
+    monkeypatch.setattr(levers.Measured, "figures", lambda one, *_: {"name": one.variant.name})
+    told: list[str] = []
+
+    def measured(bench: None, variants: tuple, repeats: int) -> tuple[list, dict]:
+        (variant,) = variants
+        assert told == names[: names.index(variant.name)]
+        if variant.name == names[-1]:
+            raise KeyboardInterrupt
+        return [levers.Measured(variant, 1.0)], {}
+
+    monkeypatch.setattr(levers, "measure", measured)
+    names = ["packed", "unpacked", "stock"]
+    with pytest.raises(KeyboardInterrupt):
+        levers.measured_levers(
+            "7b",
+            True,
+            "fp32",
+            1,
+            1,
+            "",
+            levers.chosen_variants(names, True, "fp32"),
+            lambda row: told.append(row["name"]),
+        )
+    assert told == names[:2]
+
+
+def test_a_row_that_is_none_is_refused_with_those_that_are(tmp_path: Path) -> None:
+    done = levers_of(tmp_path, "packed, flx, none")
+    assert done.returncode != 0
+    assert "'packed, flx, none'" in done.stderr
+    assert "packed, flex, none" in done.stderr
+
+
+def test_the_ladder_names_every_gpu_test_and_rows_that_exist() -> None:
+    from benchmarks.gpu import ladder
+    from benchmarks.levers import chosen_variants
+
+    rows = ladder("cuda")
+    assert len({row.name for row in rows}) == len(rows)
+    tests = (REPOSITORY / "tests" / "gpu" / "test_gpu.py").read_text().count("\ndef test_")
+    assert sum(row.name.startswith("tests/gpu ") for row in rows) == tests
+    levers = [shlex.split(row.command) for row in rows if "--rows" in row.command]
+    assert chosen_variants([command[command.index("--rows") + 1] for command in levers], True, "bf16")
+    assert {"TORCH_CUDNN_SDPA_DEPRIORITIZED", "PYTORCH_ALLOC_CONF"} == {
+        name for row in rows for name in row.environment
+    }
+
+
+def test_a_slice_goes_on_where_the_last_one_ended_and_a_row_that_fails_or_hangs_ends_none(tmp_path: Path) -> None:
+    from benchmarks.gpu import Row, climb
+
+    results = tmp_path / "results" / "gpu.jsonl"
+    write = "-c \"import pathlib; pathlib.Path('{out}').write_text('[7]')\""
+    wait = '-c "import time; time.sleep(60)"'
+    rows = [Row("writes", write, 60), Row("fails", "-c 1/0", 60), Row("hangs", wait, 1), Row("long", wait, 60)]
+    assert climb(rows, results, 12, "cpu") == 1
+    assert climb(rows, results, 2, "cpu") == 0, "a row that had the whole slice is not begun for ever"
+    with results.open("a") as file:
+        file.write('{"name": "to')  # a kill in the midst of a line
+    assert climb([*rows, Row("torn", write, 60)], results, 12, "cpu") == 0
+    lines = [json.loads(line) for line in results.read_text().splitlines()]
+    assert [(line["name"], line["rc"]) for line in lines] == [
+        ("writes", 0),
+        ("fails", 1),
+        ("hangs", 9),
+        ("long", 9),
+        ("torn", 0),
+    ]
+    assert lines[0]["figures"] == lines[4]["figures"] == [7]
+    assert "ZeroDivisionError" in lines[1]["printed"]
+
+
+@pytest.mark.slow(120)
+def test_the_ladder_is_climbed_in_small_killed_once_and_continued(tmp_path: Path) -> None:
+    """A row of each kind: the GPU's tests, a lever, the loop that is stopped and resumed, generation."""
+    names = "^tests|packed, flex, none$|ZeRO 2|batch 16"
+    command = [sys.executable, "-Wignore", str(REPOSITORY / "benchmarks" / "gpu.py"), "--device", "cpu"]
+    command += ["--rows", names, "--out", str(tmp_path / "gpu.jsonl"), "--budget"]
+    first = subprocess.Popen([*command, "900"], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert first.stdout is not None
+    assert first.stdout.readline().startswith("tests/gpu")
+    first.kill()
+    first.wait()
+    known = (tmp_path / "gpu.jsonl").read_text()
+    done = subprocess.run([*command, "900"], text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "gpu.jsonl").read_text().startswith(known)
+    rows = [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()]
+    assert [row["name"].partition(":")[0].split()[0] for row in rows] == ["tests/gpu", "train", "loop", "generate"]
+    assert [row["rc"] for row in rows] == [0] * 4, [row["printed"] for row in rows if row["rc"]]
+    assert rows[1]["rows"][0]["captions_per_s"] > 0
+    loop = rows[2]["figures"]
+    assert (loop["stopped"]["exit"], loop["resumed"]["exit"], loop["steps"]) == (143, 0, 20)
+    assert rows[3]["figures"]["batched"]["same_tokens"] == 1
 
 
 def run(folder: Path, script: str, *arguments: str, bare: tuple[str, dict[str, str]] | None = None) -> dict:

@@ -475,10 +475,6 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"compute.compile": True, "compute.zero_stage": 3},
         ["compute.compile: with compute.zero_stage 3 the layers' weights come and go while they compute"],
     ),
-    "compiled layers and selective recomputation": (
-        {"compute.compile": True, "compute.activation_checkpointing": "selective"},
-        ["compute.compile: chooses itself which norms and products of a layer it computes again, in the place of"],
-    ),
     "FP8 where it cannot be": (
         {
             "train.fp8": True,

@@ -72,9 +72,9 @@ def test_the_paper_profile_is_the_paper_run():
     assert not any(params.models["m3diff"].delays.values()), "all parts begin together"
     assert (train.seed, params.convert.seed, params.convert.sources) == (7407, 11093, {})
     assert (params.convert.references_per_pair, params.convert.no_change_share) == (None, 1)
-    assert (params.predict.batch_pairs, params.predict.max_new_tokens, params.predict.limit) == (16, 256, 0)
-    assert (compute.workers, compute.cpus_per_worker, compute.micro_batch, compute.zero_stage) == (8, 12, 4, 2)
-    assert (compute.gpu, compute.gpu_kind, compute.activation_checkpointing) == (True, "A100-40GB", "full")
+    assert (params.predict.batch_pairs, params.predict.max_new_tokens, params.predict.limit) == (32, 256, 0)
+    assert (compute.workers, compute.cpus_per_worker, compute.micro_batch, compute.zero_stage) == (8, 12, 2, 2)
+    assert (compute.gpu, compute.gpu_kind, compute.activation_checkpointing) == (True, "A100-40GB", "selective")
     assert (compute.checkpoint_every_steps, compute.max_failures, compute.val_pairs) == (200, 3, 512)
 
 
@@ -117,10 +117,11 @@ def test_one_gpu_is_the_paper_run_but_for_packing_batch_and_memory():
     assert differences(paper, one) == [
         "train.max_captions_per_sequence: 1 -> null",
         "train.global_batch: 256 -> 42",
+        "predict.batch_pairs: 32 -> 48",
         "compute.workers: 8 -> 1",
         "compute.gpu_kind: A100-40GB -> H100-80GB",
-        "compute.micro_batch: 4 -> 3",
-        "compute.activation_checkpointing: full -> none",
+        "compute.micro_batch: 2 -> 3",
+        "compute.activation_checkpointing: selective -> none",
     ]
 
 
@@ -134,6 +135,7 @@ def test_small_is_the_run_of_one_gpu_on_the_small_base_but_for_lora_and_gpu():
         "models.difference.lora.rank: 128 -> 64",
         "models.difference.lora.alpha: 256 -> 128",
         "train.base: models/llava-onevision-qwen2-7b-ov-hf -> models/llava-onevision-qwen2-0.5b-ov-hf",
+        "predict.batch_pairs: 48 -> 32",
         "compute.gpu_kind: H100-80GB -> RTX-4090-24GB",
         "compute.micro_batch: 3 -> 2",
     ]
@@ -294,7 +296,7 @@ def test_to_use_a_profile_says_what_changes_and_needs_no_copy_of_another_profile
     Path("params.yaml").write_text(written(Path("profiles/paper.yaml")))
     said = use_profile("one-gpu", Path("params.yaml"), Path("profiles"))
     assert said[:2] == ["train.max_captions_per_sequence: 1 -> null", "train.global_batch: 256 -> 42"]
-    assert len(said) == 6
+    assert len(said) == 7
     assert list(Path().glob("params.yaml.bak-*")) == []
     assert use_profile("one-gpu", Path("params.yaml"), Path("profiles")) == ["params.yaml has these values already"]
 

@@ -155,7 +155,8 @@ def attend_rows(
 def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
     """[B, heads, S, d] each to [B, S, heads, d]; without a mask causal."""
     groups = query.shape[1] // key.shape[1]
-    if mask is not None and query.is_cuda:  # its fused kernels take no mask together with fewer key heads
+    # on a GPU no fused kernel takes a mask, or fp32, together with fewer key heads
+    if query.is_cuda and (mask is not None or query.dtype == torch.float32):
         key, value, groups = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), 1
     out = scaled_dot_product_attention(
         query, key, value, mask, is_causal=mask is None, scale=scaling, enable_gqa=groups > 1
@@ -165,8 +166,9 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling
 
 def flex(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scaling: float | None) -> Tensor:
     """FlexAttention [1, heads, T, d], with fewer key and value heads than queries."""
-    if query.is_cuda:
-        return _compiled_flex()(query, key, value, block_mask=mask, scale=scaling, enable_gqa=True)
+    if query.is_cuda:  # within a compiled layer it is a part of that graph
+        kernel: Any = flex_attention if torch.compiler.is_compiling() else _compiled_flex()
+        return kernel(query, key, value, block_mask=mask, scale=scaling, enable_gqa=True)
     tokens = query.shape[2]
     dense = create_mask(mask.mask_mod, None, None, tokens, tokens, device=str(query.device))
     return sdpa(query, key, value, dense, scaling).transpose(1, 2)

@@ -5,6 +5,7 @@ A machine with a GPU gives the same run as one without unless `compute.gpu` asks
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -88,6 +89,10 @@ def environment(gpu: bool) -> dict[str, str]:
     """Environment variables of a process that computes there, to be set before it imports torch or DeepSpeed.
 
     DeepSpeed takes the first accelerator that it finds, and Ray no longer hides the GPUs from a worker that asked for
-    none, so both are told.
+    none, so both are told. Lengths vary from step to step, so that a GPU's memory would fall into pieces: its segments
+    grow instead, unless torch's allocator is told otherwise already.
     """
-    return {"DS_ACCELERATOR": "cuda"} if gpu else {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    if not gpu:
+        return {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    told = (os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    return {"DS_ACCELERATOR": "cuda", "PYTORCH_ALLOC_CONF": next(filter(None, told), "expandable_segments:True")}

@@ -144,8 +144,9 @@ def _compiled(function: Callable) -> Callable:
 
 
 def fused_on_gpu(function: Callable, tensor: Tensor) -> Callable:
-    """One kernel on a GPU. On a CPU compiling takes minutes and the plain operations are as fast."""
-    return _compiled(function) if tensor.is_cuda else function
+    """One kernel on a GPU; within a compiled layer it is a part of that graph. On a CPU compiling takes minutes and the
+    plain operations are as fast."""
+    return _compiled(function) if tensor.is_cuda and not torch.compiler.is_compiling() else function
 
 
 class SwiGLU(torch.autograd.Function):
@@ -163,8 +164,11 @@ class SwiGLU(torch.autograd.Function):
 
 
 class FusedMLP(Qwen2MLP):
+    """While training alone: the shapes of validation and captions would each take one of the compiler's few graphs."""
+
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(SwiGLU.apply(self.gate_proj(x), self.up_proj(x)))
+        product = SwiGLU.apply if self.training else swiglu
+        return self.down_proj(product(self.gate_proj(x), self.up_proj(x)))
 
 
 @contextmanager
@@ -236,7 +240,9 @@ class FusedDecoderLayer(Qwen2DecoderLayer):
             return middle + self.mlp.down_proj(product)
 
     def keeping(self, output: Tensor, function: Callable[..., Tensor], *inputs: Tensor) -> AbstractContextManager[None]:
-        return recomputing(output, function, *inputs) if self.selective else nullcontext()
+        """What backward computes again. Of a compiled layer the compiler chooses it: hooks would break its graph."""
+        chosen = self.selective and not torch.compiler.is_compiling()
+        return recomputing(output, function, *inputs) if chosen else nullcontext()
 
 
 class SelectiveDecoderLayer(FusedDecoderLayer):

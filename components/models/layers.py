@@ -5,6 +5,7 @@ Shapes: B pairs, M queries, N keys, D a width.
 
 import math
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,8 @@ from torch.nn import functional as F
 from transformers import initialization as init
 
 from components.models.fused import rms_norm
+
+CPU = torch.device("cpu")
 
 
 class OwnStart(nn.Module):
@@ -95,9 +98,19 @@ class MultiHeadAttention(nn.Module):
 
 
 @lru_cache(maxsize=8)
-def sincos_positions(side: int, width: int, heads: int, amplitude: float) -> Tensor:
-    """Positions of a side x side grid, [side^2, width]: in each head, sines and cosines of x and of y. On the CPU,
-    whatever the device around: they are kept for every later model."""
+def sincos_positions(
+    side: int,
+    width: int,
+    heads: int,
+    amplitude: float,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = CPU,
+) -> Tensor:
+    """Positions of a side x side grid, [side^2, width]: in each head, sines and cosines of x and of y. Computed in fp32
+    on the CPU, whatever the device around: they are kept for every later model, as each precision and device takes
+    them."""
+    if (dtype, device) != (torch.float32, CPU):
+        return sincos_positions(side, width, heads, amplitude).to(device, dtype)
     pairs = width // heads // 4
     frequencies = math.pi * torch.linspace(1, 0, pairs + 1, device="cpu")[:-1]
     angles = torch.arange(side, device="cpu")[:, None] * frequencies
@@ -105,6 +118,17 @@ def sincos_positions(side: int, width: int, heads: int, amplitude: float) -> Ten
     grid = torch.cat([axis[None].expand(side, -1, -1), axis[:, None].expand(-1, side, -1)], dim=-1)
     per_head = F.pad(grid, (0, width // heads - 4 * pairs))
     return amplitude * per_head.repeat(1, 1, heads).flatten(0, 1)
+
+
+def with_visual_tokens(embeds: Tensor, visual: Tensor, tokens: Tensor, image_token: Any) -> Tensor:
+    """The embeddings [., T, W] with the rows of `visual` [V, W] in the places of the image token: as `masked_scatter`,
+    whose backward would wait for a GPU.
+
+    Args:
+        tokens: the token ids, [., T], on the CPU, which therefore knows the places.
+    """
+    places = tokens.flatten().eq(image_token).nonzero().flatten().to(embeds.device, non_blocking=True)
+    return embeds.flatten(0, -2).index_copy(0, places, visual.to(embeds)).view_as(embeds)
 
 
 class Mlp(nn.Sequential):

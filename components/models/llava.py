@@ -17,7 +17,7 @@ from transformers import logging as transformers_logging
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from components.models.fused import trims
-from components.models.layers import OwnStart, Projection
+from components.models.layers import OwnStart, Projection, with_visual_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +73,20 @@ class LlavaOfPairs(NewModuleInit, LlavaOnevisionModel):
             )
         projected, tokens = self.visual_tokens(pixel_values)
         return BaseModelOutputWithPooling(last_hidden_state=projected, pooler_output=tokens)  # type: ignore[arg-type]
+
+    @wraps(LlavaOnevisionModel.forward)  # transformers reads the arguments off the signature
+    def forward(  # type: ignore[override]
+        self, input_ids: Any = None, pixel_values: Any = None, **kwargs: Any
+    ) -> Any:
+        """As LLaVA-OneVision's. With `tokens`, the ids of `input_ids` on the CPU, nothing waits for a GPU."""
+        tokens = kwargs.pop("tokens", None)
+        if tokens is None:
+            return super().forward(input_ids, pixel_values, **kwargs)
+        found = self.get_image_features(pixel_values, batch_num_images=kwargs.pop("batch_num_images"))
+        visual: Any = torch.cat(list(found.pooler_output))  # type: ignore[arg-type]
+        embeds = self.get_input_embeddings()(input_ids)
+        embeds = with_visual_tokens(embeds, visual, tokens, self.config.image_token_id)
+        return super().forward(**kwargs | {"inputs_embeds": embeds})
 
     def get_placeholder_mask(
         self, input_ids: Any, inputs_embeds: Tensor, image_features: Any = None, video_features: Any = None

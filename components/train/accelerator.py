@@ -9,8 +9,10 @@ from components.models.device import environment
 
 
 def choose_accelerator(gpu: bool) -> None:
-    """Tell DeepSpeed in this process where it computes; it must not have chosen another before."""
-    os.environ["DS_ACCELERATOR"] = environment(gpu)["DS_ACCELERATOR"]
+    """Tell DeepSpeed in this process where it computes, and a GPU's allocator how; DeepSpeed must not have chosen
+    another before."""
+    there = environment(gpu)
+    os.environ.update(there if gpu else {"DS_ACCELERATOR": there["DS_ACCELERATOR"]})
     from deepspeed.accelerator import get_accelerator
 
     chosen = get_accelerator().device_name()

@@ -36,6 +36,7 @@ def deepspeed_config(cfg: Train, compute: Compute, ranks: int) -> dict[str, Any]
         "zero_force_ds_cpu_optimizer": False,
         "data_types": {"grad_accum_dtype": "fp32" if accumulates_in_fp32(cfg, compute) else None},
         "steps_per_print": 2**31,
+        "timers": {"throughput": {"enabled": False}},  # it would wait for the GPU twice a micro-batch
     }
 
 

@@ -104,7 +104,7 @@ class Run:
 def run_loop(job: Job, runtime: Runtime) -> dict[str, Any]:
     """Train to the end and, on the first worker, write `out/checkpoint` and `out/curves.csv`; returns the figures."""
     run = start(job, runtime)
-    with run.writer:
+    with run.writer, graph_limit_explained():
         return to_the_end(run)
 
 
@@ -306,7 +306,7 @@ def train_step(run: Run, step: int, batches: list[MicroBatch]) -> None:
     run.rates = {name: of_parts[name] for name in run.curve.names if name in of_parts}
     known = run.recompilations.count
     measured = run.contribution.measured(run.engine.module, is_measured(step + 1, schedule.steps))
-    with graph_limit_explained(), run.recompilations.step(), measured as module:
+    with run.recompilations.step(), measured as module:
         loss, norm = take_step(run.engine, batches, run.processor, run.device, run.runtime.ranks)
     if run.recompilations.count > known:
         run.runtime.say(

@@ -24,7 +24,8 @@ def token_loss(model: nn.Module, batch: MicroBatch, processor: PairProcessor, de
         logits = model(
             input_ids=device.move(packed.input_ids),
             position_ids=device.move(packed.position_ids),
-            logits_to_keep=packed.supervised,  # on the CPU: its places are known without waiting for a GPU
+            tokens=packed.input_ids,  # on the CPU, as the next: places are known without waiting for a GPU
+            logits_to_keep=packed.supervised,
             use_cache=False,
             **attention_inputs(batch, device),
             **images,

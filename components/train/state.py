@@ -88,10 +88,12 @@ class MasterState:
         return float(next(iter(self.engine.basic_optimizer.state.values()))["step"])
 
     def start_moments(self, steps: float) -> None:
-        """Moments of zero, as AdamW makes them at its first step, and its count of steps."""
+        """Moments of zero, as AdamW makes them at its first step, and its count of steps: fused, it reads the count on
+        the weights' device."""
         for flat in self._flat_masters():
             moments = {name: torch.zeros_like(flat) for name in MOMENTS}
-            self.engine.basic_optimizer.state[flat] = {"step": torch.tensor(steps), **moments}
+            count = torch.tensor(steps, dtype=torch.float32, device=flat.device)
+            self.engine.basic_optimizer.state[flat] = {"step": count, **moments}
         self.link()
 
     def _flat_masters(self) -> list[Tensor]:

@@ -36,6 +36,14 @@ def exact_products() -> Iterator[None]:
     torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, convolution
 
 
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    """The compiler's limit of graphs counts those of the whole process."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
 @pytest.fixture(scope="session")
 def cpu() -> Device:
     return Device(gpu=False, precision="fp32")

@@ -1,5 +1,6 @@
 """What no CPU can show: real kernels, memory, recompilations, pinned copies, NCCL. `make test-gpu`, in minutes."""
 
+import json
 import os
 import subprocess
 import sys
@@ -173,14 +174,16 @@ def test_captions_in_bf16(tmp_path: Path) -> None:
     checkpoint = tiny_checkpoint(tiny_base(tmp_path / "base"), tmp_path / "checkpoint")
     captioner = load_captioner(checkpoint, 6, Device(gpu=True, precision="bf16"))
     captions = captioner.caption(PAIRS)
-    assert captions == [captioner.caption([pair])[0] for pair in PAIRS]
     images = [captioner.processor.prepare_image(image) for pair in PAIRS for image in pair]
     same, maps = captioner.answer(images, saliency=True)
     assert same == captions
     assert maps is not None
     assert maps.astype(float).sum((1, 2)) == pytest.approx(1.0, abs=1e-2)
-    exact = load_captioner(checkpoint, 6, Device(gpu=True, precision="fp32")).caption(PAIRS)
-    assert exact == load_captioner(checkpoint, 6, Device(gpu=False, precision="fp32")).caption(PAIRS)
+    # a batch and a CPU change no token in fp32; in bf16, whose spacing is wider than what parts two tokens, they may
+    exact = load_captioner(checkpoint, 6, Device(gpu=True, precision="fp32"))
+    alike = exact.caption(PAIRS)
+    assert alike == [exact.caption([pair])[0] for pair in PAIRS]
+    assert alike == load_captioner(checkpoint, 6, Device(gpu=False, precision="fp32")).caption(PAIRS)
 
 
 def trained(mixture: Path, folder: Path, gpu: bool = True, **changes: Any) -> Trained:
@@ -191,9 +194,15 @@ def trained(mixture: Path, folder: Path, gpu: bool = True, **changes: Any) -> Tr
 
 
 def test_a_run_on_the_gpu_trains_as_one_on_the_cpu(mixture: Path, tmp_path: Path) -> None:
-    there, here = trained(mixture, tmp_path / "gpu"), trained(mixture, tmp_path / "cpu", gpu=False)
-    assert there.column("loss") == pytest.approx(here.column("loss"), rel=1e-3)
-    assert there.report.parameters == here.report.parameters
+    there = trained(mixture, tmp_path / "gpu")
+    here = (  # in a process of its own: DeepSpeed keeps the accelerator that it took first
+        "import json\nfrom pathlib import Path\nfrom tests.gpu.test_gpu import trained\n"
+        f"run = trained(Path({str(mixture)!r}), Path({str(tmp_path / 'cpu')!r}), gpu=False)\n"
+        "print(json.dumps([run.column('loss'), run.report.parameters]))"
+    )
+    losses, parameters = json.loads(said(here, gpu=False))
+    assert there.column("loss") == pytest.approx(losses, rel=1e-3)
+    assert there.report.parameters == parameters
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -69,6 +69,7 @@ def pixels(pairs: int) -> torch.Tensor:
         pytest.param("sdpa", "folded", "none", marks=pytest.mark.slow(90)),
         pytest.param("flex", "added", "none", marks=pytest.mark.slow(90)),
         pytest.param("flex", "added", "full", marks=pytest.mark.slow(50)),
+        pytest.param("sdpa", "added", "selective", marks=pytest.mark.slow(50)),
     ],
 )
 def test_loss_and_gradients_are_those_of_plain_layers_and_fifty_lengths_make_no_graph(

@@ -17,6 +17,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from components.models.blip2idc.configuration import Blip2IDCConfig
 from components.models.fused import trims
+from components.models.layers import with_visual_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class Blip2IDCForConditionalGeneration(Blip2ForConditionalGeneration):
         input_ids: Tensor | None = None,
         attention_mask: Any = None,
         logits_to_keep: int | Tensor = 0,
+        tokens: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
         """What BLIP-2 answers, [B, T, vocabulary]; without `input_ids` the visual tokens alone.
@@ -69,11 +71,13 @@ class Blip2IDCForConditionalGeneration(Blip2ForConditionalGeneration):
             pixel_values: [B, 3, side, side].
             input_ids: [B, T], or [1, T] of B sequences end to end; each with Q places of its picture.
             logits_to_keep: or a mask of the logits to keep, [1, T] bool: they are [tokens kept, vocabulary] then.
+            tokens: the ids of `input_ids` on the CPU: with them nothing waits for a GPU.
         """
         features = self.get_image_features(pixel_values)
         if input_ids is None:
             return features
-        asked = {"inputs_embeds": self.embeds(input_ids, features.pooler_output), "attention_mask": attention_mask}
+        embeds = self.embeds(input_ids, features.pooler_output, tokens)
+        asked = {"inputs_embeds": embeds, "attention_mask": attention_mask}
         if isinstance(logits_to_keep, int):
             return self.language_model(**asked, logits_to_keep=logits_to_keep, **kwargs)
         places = logits_to_keep.flatten().nonzero().flatten().to(pixel_values.device, non_blocking=True)
@@ -82,9 +86,11 @@ class Blip2IDCForConditionalGeneration(Blip2ForConditionalGeneration):
         output.logits = output.logits.flatten(0, 1)
         return output
 
-    def embeds(self, input_ids: Tensor, visual: Any) -> Tensor:
+    def embeds(self, input_ids: Tensor, visual: Any, tokens: Tensor | None = None) -> Tensor:
         """The LLM's inputs [., T, D]: embeddings of the tokens, with the visual tokens [B, Q, D] at their places."""
         embeddings = self.get_input_embeddings()(input_ids)
+        if tokens is not None:
+            return with_visual_tokens(embeddings, visual.flatten(0, 1), tokens, self.config.image_token_index)
         places: Tensor = input_ids == self.config.image_token_index  # type: ignore[assignment]
         return embeddings.masked_scatter(places[..., None], visual.to(embeddings.dtype))
 

@@ -127,8 +127,8 @@ class DifferentialPerception(nn.Module):
         if not self.cfg.pos_embed_scale:
             return None
         side = math.isqrt(like_BND.shape[1])
-        places = sincos_positions(side, self.width, self.cfg.heads, self.cfg.pos_embed_scale)
-        return places.to(like_BND, non_blocking=True)
+        scale = self.cfg.pos_embed_scale
+        return sincos_positions(side, self.width, self.cfg.heads, scale, like_BND.dtype, like_BND.device)
 
     def level(self, number: int) -> DifferentialLevel:
         module = self.levels[0 if self.cfg.share_levels else number]

@@ -146,9 +146,8 @@ class VisualDeltaModule(OwnStart):
         if not self.cfg.pos_embed_scale:
             return None
         side = math.isqrt(like_BND.shape[1])
-        return sincos_positions(side, self.cfg.width, self.cfg.heads, self.cfg.pos_embed_scale).to(
-            like_BND, non_blocking=True
-        )
+        cfg = self.cfg
+        return sincos_positions(side, cfg.width, cfg.heads, cfg.pos_embed_scale, like_BND.dtype, like_BND.device)
 
     def forward(self, features_1: Sequence[Tensor], features_2: Sequence[Tensor]) -> Tensor:
         """The delta tokens as `projection` gives them, [B, T, width].

@@ -1,0 +1,261 @@
+"""What tests/gpu asks of a GPU, forced on a CPU: its own tests where `compute.gpu: true` computes on the CPU, and the
+branches that a CPU never takes, on tensors without storage."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from components.models import FAMILIES, attention, fused
+from components.models.device import Device, environment
+from components.models.tuning import unwrapped
+from components.train import accelerator
+from components.train.compiled import TooManyGraphsError, graphs
+from components.train.loop import prepare_model
+from components.train.loss import token_loss
+from components.train.retry import FINAL
+from components.train.state import MOMENTS, MasterState
+from tests.gpu import test_gpu
+from tests.gpu.choices import first_batch
+from tests.models.llava15 import write_llava15
+from tests.models.test_onediff import settings as onediff_settings
+from tests.tiny import MDP, tiny_base, tiny_settings
+from tests.tiny_blip2 import blip2_settings, tiny_blip2
+from tests.train.toy import recipe, run
+
+
+@pytest.fixture
+def forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU is asked for, and the CPU computes."""
+    monkeypatch.setattr(Device, "torch", torch.device("cpu"))
+    monkeypatch.setattr(Device, "backend", "gloo")
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "no GPU")
+    monkeypatch.setattr(accelerator, "environment", lambda gpu: environment(gpu=False))
+
+
+@pytest.mark.parametrize("attention", test_gpu.ATTENTION)
+@pytest.mark.parametrize("captions", [None, 1])
+def test_loss_and_gradients(attention: Any, captions: int | None, mixture: Path, cpu: Device, forced: None) -> None:
+    test_gpu.test_loss_and_gradients_are_the_cpus(attention, "none", captions, mixture, cpu)
+
+
+@pytest.mark.parametrize("attention", test_gpu.ATTENTION)
+def test_bf16(attention: Any, mixture: Path, cpu: Device, forced: None) -> None:
+    test_gpu.test_bf16_is_close_to_fp32(attention, "selective", mixture, cpu)
+
+
+def test_captions(tmp_path: Path, forced: None) -> None:
+    test_gpu.test_captions_in_bf16(tmp_path)
+
+
+@pytest.mark.slow(60)
+def test_a_run_beside_one_on_the_cpu(mixture: Path, tmp_path: Path, forced: None) -> None:
+    test_gpu.test_a_run_on_the_gpu_trains_as_one_on_the_cpu(mixture, tmp_path)
+
+
+@pytest.mark.slow(60)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_resume(precision: str, mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forced: None) -> None:
+    test_gpu.test_a_killed_run_resumes_with_the_same_weights(precision, mixture, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_what_a_resume_gives_adamw_lies_where_its_fused_kernel_reads_it(device: str) -> None:
+    weight = torch.nn.Parameter(torch.zeros(3))
+    adamw = torch.optim.AdamW([weight], fused=True)
+    adamw.param_groups[0]["params"] = [weight.to(device)]
+    state: Any = MasterState.__new__(MasterState)
+    state.optimizer, state.engine = SimpleNamespace(), SimpleNamespace(basic_optimizer=adamw)
+    state.start_moments(7)
+    ((_, held),) = adamw.state.items()
+    assert {name: (held[name].device.type, held[name].dtype) for name in ("step", *MOMENTS)} == dict.fromkeys(
+        ("step", *MOMENTS), (device, torch.float32)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("masked", [False, True])
+def test_no_kernel_gets_fewer_key_heads_in_fp32_or_with_a_mask(
+    dtype: torch.dtype, masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads: list[tuple[int, int, bool]] = []
+
+    def kernel(query: Any, key: Any, value: Any, mask: Any, **how: Any) -> Any:
+        heads.append((key.shape[1], value.shape[1], how["enable_gqa"]))
+        return F.scaled_dot_product_attention(query, key, value, mask, **how)
+
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", kernel)
+    with FakeTensorMode():
+        query, key = (torch.empty(2, n, 5, 8, dtype=dtype, device="cuda") for n in (4, 2))
+        mask = torch.empty(2, 1, 5, 5, dtype=torch.bool, device="cuda") if masked else None
+        assert attention.sdpa(query, key, key, mask, None).shape == (2, 5, 4, 8)
+    assert heads == [(2, 2, True) if dtype == torch.bfloat16 and not masked else (4, 4, False)]
+
+
+class Waits(TorchDispatchMode):
+    """Raises where a CPU would wait for what a device computes: to read a value, or to know a size."""
+
+    OPERATIONS = ("_local_scalar_dense", "nonzero", "masked_select", "masked_scatter_backward", "equal", "bincount")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        there = any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in tree_leaves((args, kwargs)))
+        assert not (there and func.overloadpacket.__name__ in self.OPERATIONS), f"{func} waits for the device"
+        return func(*args, **kwargs or {})
+
+
+BASES: dict[str, Callable[[Path], Any]] = {
+    "m3diff": lambda folder: recipe(tiny_base(folder), model=tiny_settings(MDP | {"pos_embed_scale": 3.0})),
+    "onediff": lambda folder: recipe(write_llava15(folder / "llava-1.5-7b-hf"), model=onediff_settings()),
+    "blip2idc": lambda folder: recipe(tiny_blip2(folder, "qwen2"), model=blip2_settings()),
+}
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_a_micro_batch_waits_for_nothing(
+    name: str, mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward and backward on a device without values, while the module's contribution is recorded too."""
+    made, family, device = BASES[name](tmp_path / "base"), FAMILIES[name], Device(gpu=False, precision="bf16")
+    made = made.changed(precision="bf16", micro_batch=4)
+    model, processor = prepare_model(made.cfg, made.model, made.compute, family)
+    batch = first_batch(made, mixture, processor, device)
+    model.to("meta")
+    monkeypatch.setattr(Device, "torch", torch.device("meta"))
+    monkeypatch.setattr(Device, "move", lambda self, tensor: tensor.to("meta"))
+    for recorded in (False, True):
+        recording = family.contribution.recorded(unwrapped(model)) if recorded and family.contribution else Waits()
+        with recording, Waits():
+            token_loss(model, batch, processor, device).backward()
+    assert all(p.grad is not None for n, p in model.named_parameters() if p.requires_grad and "lora_" in n)
+
+
+def test_visual_tokens_are_where_masked_scatter_has_them_to_the_bit() -> None:
+    from components.models.layers import with_visual_tokens
+
+    torch.manual_seed(0)
+    ids, visual = torch.tensor([[3, 9, 9, 1, 9, 3], [9, 3, 9, 9, 1, 1]]), torch.randn(6, 4, requires_grad=True)
+    embeds, weight = torch.randn(2, 6, 4, requires_grad=True), torch.randn(2, 6, 4)
+    found = with_visual_tokens(embeds, visual, ids, 9)
+    wanted = embeds.masked_scatter((ids == 9)[..., None], visual)
+    assert found.equal(wanted)
+    given = (embeds, visual)
+    both = (torch.autograd.grad((made * weight).sum(), given) for made in (found, wanted))
+    assert all(ours.equal(theirs) for ours, theirs in zip(*both, strict=True))
+
+
+def test_a_step_of_deepspeed_never_waits_for_the_device(
+    mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    waits: list[int] = []
+    monkeypatch.setattr(type(get_accelerator()), "synchronize", lambda *_: waits.append(1))
+    run(recipe(tmp_path / "base", zero_stage=2, precision="bf16", micro_batch=1, epochs=2), mixture, tmp_path)
+    assert not waits
+
+
+@pytest.mark.slow(20)
+def test_what_the_profiles_recompute_changes_no_loss_where_the_weights_are_shared_out(
+    mixture: Path, tmp_path: Path
+) -> None:
+    """OneDiff's profile: a whole Llama trains, in bf16, with ZeRO 3."""
+    losses = []
+    for kept in ("none", "selective"):
+        made = BASES["onediff"](tmp_path / kept).changed(model=onediff_settings(rank=0), micro_batch=2, epochs=1)
+        done = run(
+            made.changed(precision="bf16", zero_stage=3, activation_checkpointing=kept), mixture, tmp_path / kept
+        )
+        losses.append(done.column("loss"))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
+@pytest.fixture
+def one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SwiGLU is compiled, as on a GPU; without a backend's minutes."""
+    made: dict[Any, Any] = {}
+
+    def compiled(function: Any, _: Any) -> Any:
+        return made.setdefault(function, torch.compile(function, dynamic=True, backend="eager"))
+
+    monkeypatch.setattr(fused, "fused_on_gpu", compiled)
+
+
+@pytest.mark.slow(30)
+def test_validation_and_captions_use_up_no_graph(
+    mixture: Path, tmp_path: Path, one_kernel: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run without them makes as many."""
+    counted = []
+    for pairs in (0, 2):
+        torch.compiler.reset()
+        before = graphs()
+        how = {"attention": "flex", "val_pairs": pairs, "caption_val_pairs": pairs, "precision": "bf16"}
+        (tmp_path / str(pairs)).mkdir()
+        run(recipe(tmp_path / "base", epochs=1, **how), mixture, tmp_path / str(pairs))
+        counted.append(graphs() - before)
+    assert 0 < counted[0] == counted[1] <= 4
+
+
+@pytest.mark.parametrize("where", ["train_step", "check", "validate", "export"])
+def test_the_limit_of_graphs_is_explained_wherever_it_is_met_and_not_met_again(
+    where: str, mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from components.train import loop
+
+    met = []
+
+    def fails(*_: Any) -> None:
+        met.append(where)
+        raise torch._dynamo.exc.FailOnRecompileLimitHit("of swiglu")
+
+    monkeypatch.setattr(loop, where, fails)
+    with pytest.raises(TooManyGraphsError, match=r"compute\.compile .* compute\.attention to sdpa"):
+        run(recipe(tmp_path / "base", epochs=1), mixture, tmp_path)
+    assert met == [where]
+    assert issubclass(TooManyGraphsError, FINAL)
+
+
+def test_nothing_is_compiled_within_a_compiled_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeTensorMode():
+        tensor = torch.empty(2, device="cuda")
+    assert fused.fused_on_gpu(fused.swiglu, tensor) is not fused.swiglu
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert fused.fused_on_gpu(fused.swiglu, tensor) is fused.swiglu
+    monkeypatch.setattr(attention, "_compiled_flex", lambda: pytest.fail("compiled within a compiled layer"))
+    monkeypatch.setattr(attention, "flex_attention", lambda query, *_, **__: query)
+    wide: Any = SimpleNamespace(is_cuda=True)
+    assert attention.flex(wide, wide, wide, None, None) is wide  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_a_gpus_memory_grows_in_segments_unless_its_allocator_is_told_otherwise(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(variable, raising=False)
+    assert environment(gpu=True)["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert "PYTORCH_ALLOC_CONF" not in environment(gpu=False)
+    monkeypatch.setenv(name, "max_split_size_mb:64")
+    assert environment(gpu=True)["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:64"
+
+
+def test_positions_are_computed_and_copied_once_for_a_precision_and_a_device() -> None:
+    from components.models.m3diff.mdp import DifferentialPerception
+    from components.models.m3diff.settings import MDPConfig
+
+    mdp = DifferentialPerception(MDPConfig(vision_feature_layers=(1,), heads=3, pos_embed_scale=2.0), 12)
+    for dtype in (torch.float32, torch.bfloat16):
+        for device in ("cpu", "meta"):
+            like = torch.zeros(1, 9, 12, dtype=dtype, device=device)
+            found = mdp.places(like)
+            assert found is not None
+            assert (found.dtype, found.device.type) == (dtype, device)
+            assert mdp.places(like) is found
