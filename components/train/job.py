@@ -26,6 +26,7 @@ class Job:
         weights: the folder that the phase begins with; None: the base, `cfg.base`.
         datasets: whose samples it takes.
         is_alignment: whether the fine-tuning follows, whose first step is 1: this phase's are told below that.
+        generation: the attempt's number, as `generation.py` has it.
     """
 
     cfg: Train
@@ -38,6 +39,7 @@ class Job:
     weights: Path | None = None
     datasets: DatasetFilter = DatasetFilter()
     is_alignment: bool = False
+    generation: int = 0
 
     @property
     def told(self) -> Path:

@@ -47,6 +47,7 @@ from components.train.engine import (
     set_learning_rates,
     warmup_steps,
 )
+from components.train.generation import require_newest
 from components.train.hours import Spent, read_spent, write_spent
 from components.train.job import Job, Runtime
 from components.train.loss import sum_over_ranks, token_loss
@@ -92,12 +93,12 @@ class Run:
     parameters: dict[str, int]
     trained: frozenset[str]  # names in the engine's module
     device: Device
+    writer: Writer
     seconds: float = 0.0
     waited: float = 0.0
     captions: int = 0  # of this process, for its speed
     rates: dict[str, float] = field(default_factory=dict)
     earlier: Spent = field(default_factory=Spent)  # by other attempts
-    writer: Writer = field(default_factory=Writer)
     recompilations: Recompilations = field(default_factory=Recompilations)
 
 
@@ -182,6 +183,7 @@ def start(job: Job, runtime: Runtime) -> Run:
         parameters,
         trained_names(engine.module, groups),
         device,
+        Writer(partial(require_newest, job.run_dir, job.generation)),
     )
 
 
@@ -423,6 +425,7 @@ def export(run: Run) -> int:
 
 def write_checkpoint(run: Run) -> None:
     """Write `out/checkpoint` from the engine's weights, which are whole here."""
+    require_newest(run.job.run_dir, run.job.generation)
     job, model, folder = run.job, run.engine.module, run.job.out / "checkpoint"
     with full_disk_explained(folder, sum(parameter.nbytes for parameter in model.parameters())):
         save_checkpoint(

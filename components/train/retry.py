@@ -16,6 +16,7 @@ from components.ray_cluster import NoRoomError
 from components.records import DataError
 from components.section import ParamsError
 from components.train.disk import NotWrittenError, is_disk_full
+from components.train.generation import SupersededError, begin
 from components.train.job import Job
 from components.train.stopping import StoppedError
 
@@ -24,7 +25,7 @@ class DivergedError(ParamsError):
     """The loss or the gradient is no finite number any more."""
 
 
-FINAL = (DataError, ParamsError, DeviceError, NotWrittenError, StoppedError, NoRoomError)
+FINAL = (DataError, ParamsError, DeviceError, NotWrittenError, StoppedError, SupersededError, NoRoomError)
 """What another attempt would meet again, or shall not make."""
 
 NO_MEMORY = ("out of memory", "can't allocate memory", "running low on memory")
@@ -38,13 +39,14 @@ def with_retries(run: Callable[[Job], dict[str, Any]], job: Job) -> dict[str, An
         DataError, ParamsError: an attempt, or a worker of it, met one; or one sequence at a time is out of memory.
         NotWrittenError: a disk is full.
         StoppedError: the run was asked to end.
+        SupersededError: another process makes a later attempt.
         NoRoomError: Ray's nodes cannot take the workers.
         Exception: of the attempt after which none was left.
     """
     failures = 0
     while True:
         try:
-            return run(job)
+            return run(replace(job, generation=begin(job.run_dir)))
         except Exception as error:
             job, failures = _after(error, job, failures)
         _free(job)  # not before the error is gone: it holds the frames that hold the model

@@ -13,6 +13,7 @@ from components.files import write_atomic
 from components.models.device import Device, environment
 from components.ray_cluster import JOIN_S, on_one_machine, per_worker, start_ray, wait_for_room
 from components.train.accelerator import choose_accelerator, loopback, only_worker
+from components.train.generation import ended_when_superseded, require_newest
 from components.train.job import Job, Runtime
 from components.train.stopping import stop_on_sigterm
 
@@ -98,6 +99,8 @@ def _worker(config: dict[str, Any]) -> None:
 
     context = ray.train.get_context()
     runtime = Runtime(context.get_world_rank(), context.get_world_size())
-    figures = run_loop(job, runtime)
+    with ended_when_superseded(job.run_dir, job.generation):
+        figures = run_loop(job, runtime)
     if runtime.rank == 0:
+        require_newest(job.run_dir, job.generation)
         write_atomic(job.run_dir / "figures.json", json.dumps(figures))

@@ -116,9 +116,13 @@ class Writer:
     """One thread that writes beside the next steps, in the order of what was submitted.
 
     After an error nothing more is written, and every later call raises it. Leaving a `with` waits for what is left.
+
+    Args:
+        require: called before each work; what it raises is such an error.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, require: Callable[[], object] = lambda: None) -> None:
+        self._require = require
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="writer")
         self._submitted: list[Future[None]] = []
         self._error: BaseException | None = None
@@ -137,6 +141,7 @@ class Writer:
     def _do(self, work: Callable[..., object], *arguments: Any) -> None:
         if self._error is None:
             try:
+                self._require()
                 work(*arguments)
             except BaseException as error:
                 self._error = error

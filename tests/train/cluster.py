@@ -35,7 +35,8 @@ class Cluster:
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
         self.folder = folder
         shell = {name: value for name, value in os.environ.items() if name != ONE_MACHINE}
-        self.environment = shell | token | {"DS_ACCELERATOR": "cpu"}
+        heard = {"RAY_health_check_period_ms": "500", "RAY_health_check_timeout_ms": "2000"}  # by the head, of a node
+        self.environment = shell | token | heard | {"DS_ACCELERATOR": "cpu"}
         self.nodes: dict[int, subprocess.Popen] = {}
         port = self.address.rpartition(":")[2]
         head = ["--head", "--node-ip-address", HEAD, "--port", port, "--include-dashboard", "false"]
@@ -76,6 +77,12 @@ class Cluster:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGKILL)
         psutil.wait_procs(family, timeout=20)
+
+    def cut_off(self, number: int) -> None:
+        """The others do not hear of a node any more, while what trains there lives on."""
+        for process in psutil.Process(self.nodes[number].pid).children(recursive=True):
+            if process.name() == "raylet":
+                process.suspend()
 
     def workers(self) -> dict[int, list[psutil.Process]]:
         """The processes that train, by node."""

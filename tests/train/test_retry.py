@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,11 @@ OUT_OF_MEMORY = (
     ray.exceptions.OutOfMemoryError("Task was killed due to the node running low on memory."),
     MemoryError(),
 )
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
 
 
 def job(base: Path, **changes: Any) -> Job:
@@ -62,7 +68,7 @@ def test_what_another_attempt_may_not_meet_is_tried_again_as_often_as_said(
     made = job(base, max_failures=2)
     attempts = Attempts(OSError("the network is gone\nfor now"), on_ray(WorkerCrashedError()))
     assert with_retries(attempts, made) == {"steps": 6}
-    assert attempts.jobs == [made] * 3
+    assert attempts.jobs == [replace(made, generation=number) for number in (1, 2, 3)]
     lines = capfd.readouterr().out.splitlines()
     assert lines[0].startswith(
         "train: OSError: the network is gone; goes on from the newest checkpoint (failure 1 of 2 "
@@ -134,7 +140,9 @@ def test_out_of_memory_is_tried_again_at_half_the_micro_batch_and_is_no_failure(
     made = job(base, max_failures=0, micro_batch=4)
     attempts = Attempts(wrap(fault), wrap(fault))
     assert with_retries(attempts, made) == {"steps": 6}
-    assert attempts.jobs == [made, job(base, max_failures=0, micro_batch=2), job(base, max_failures=0, micro_batch=1)]
+    assert [each.compute for each in attempts.jobs] == [
+        made.compute.model_copy(update={"micro_batch": size}) for size in (made.compute.micro_batch, 2, 1)
+    ]
     lines = capfd.readouterr().out.splitlines()
     assert lines[0] == (
         "train: out of memory with 4 sequences a micro-batch; goes on from the newest checkpoint with 2 and the same "

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.train.cluster import Cluster, cluster
@@ -92,3 +93,24 @@ def test_a_run_whose_node_dies_goes_on_when_another_joins_and_one_that_gets_none
     assert "the nodes of Ray have room for 1 of 2 workers: a worker needs 1 CPU;" in said
     assert "127.0.0.3 has 1 CPU" in said
     assert written(folder), "its checkpoints are kept for the next start"
+
+
+@pytest.mark.slow(300)
+def test_what_trains_on_a_host_that_is_cut_off_ends_when_the_run_goes_on_elsewhere(
+    made: Recipe, mixture: Path, tmp_path: Path
+) -> None:
+    """The older workers would train to the end, beside the new ones and into the same folder."""
+    longer = made.changed(epochs=150, checkpoint_every_steps=12, val_pairs=0)
+    undisturbed = finish(start(longer, mixture, tmp_path / "one", dict(os.environ)), tmp_path / "one")
+    folder = tmp_path / "cut"
+    with cluster() as hosts:
+        hosts.add(3, cpus=2)
+        process = start(longer, mixture, folder, hosts.of_a_driver)
+        wait_for_a_checkpoint(process, folder)
+        older = hosts.workers()[3]
+        hosts.add(4, cpus=2)
+        hosts.cut_off(3)
+        alive = psutil.wait_procs(older, timeout=PATIENCE_S)[1]
+        assert (alive, process.poll()) == ([], None), "the run ended before its older workers"
+        assert finish(process, folder) == undisturbed
+    assert "resumed after step" in (folder / "log").read_text()
