@@ -1,11 +1,9 @@
-"""m3diff's stages. Importing this package switches every tool's telemetry off and keeps a Ray of this machine's own off
-the network, before any tool is imported. A user without a home or a name, as containers have them, gets one: tools keep
-caches there, and DVC names a folder by it."""
+"""m3diff's stages. Importing this package switches every tool's telemetry off, keeps a Ray of this machine's own off
+the network, and sees to paths and environment (`place.py`), before any tool is imported."""
 
-import getpass
 import os
-import tempfile
-from pathlib import Path
+
+from components.place import settle
 
 PRIVACY = {
     "DO_NOT_TRACK": "true",
@@ -16,6 +14,7 @@ PRIVACY = {
     "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_USAGE_STATS_PROMPT_ENABLED": "0",
+    "RAY_USAGE_STATS_REPORT_URL": "http://127.0.0.1:9/",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "HF_HUB_DISABLE_UPDATE_CHECK": "1",
@@ -28,14 +27,4 @@ for _name, _value in PRIVACY.items():
 if not os.environ.get("RAY_ADDRESS"):  # as on those systems: Ray then keeps to 127.0.0.1, where it is asked to
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 
-try:
-    Path.home()
-except RuntimeError:  # no HOME, and a number that the system has no name for; libraries fail then as they are imported
-    _home = Path(tempfile.gettempdir()) / f"m3diff-{os.getuid()}"
-    _home.mkdir(mode=0o700, exist_ok=True)
-    os.environ["HOME"] = str(_home)
-
-try:
-    getpass.getuser()
-except (KeyError, OSError):
-    os.environ["USER"] = f"uid-{os.getuid()}"
+settle()

@@ -1,7 +1,7 @@
 """What breaks, and what must then happen: one row for each fault. Tests anywhere in `tests/` show a row by the marker
 `@pytest.mark.fault("05")`; `make faults` runs them all, and `tests/faults/test_table.py` sees that no row is without.
 
-Rows 01 to 32 are faults of machines, tools and data; B, S and m were found broken here once, by people who tried.
+Rows 01 to 46 are faults of machines, tools, data and places; B, S and m were found broken here once, by people who tried.
 """
 
 from typing import NamedTuple
