@@ -44,8 +44,10 @@ def start_ray(compute: Compute) -> None:
     if on_one_machine():
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex())
     here = {"address": "local", "num_cpus": cores, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
-    require_head(ANSWER_S)
-    os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "5")  # attempts of 5 s each; its own 20 are asked thrice
+    if not on_one_machine():
+        require_head(ANSWER_S)
+        os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "1")  # attempts, of which Ray makes 20 in three places
+        os.environ.setdefault("RAY_py_gcs_connect_timeout_s", "10")
     with children_in_a_group_of_their_own(), without_dashboard():
         try:
             ray.init(

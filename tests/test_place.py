@@ -27,7 +27,7 @@ def run(code: str, folder: Path, environment: Mapping[str, str], python: str | P
     return done.stdout.splitlines()
 
 
-@pytest.mark.fault("33")
+@pytest.mark.fault("P1")
 def test_no_variable_leads_git_or_mlflow_elsewhere(tmp_path):
     """Those by which CI gives git settings, such as safe.directory, stay."""
     listed = subprocess.run(["git", "rev-parse", "--local-env-vars"], capture_output=True, text=True).stdout.split()
@@ -40,7 +40,7 @@ OWN, OTHER = ("127.0.0.1", "localhost", "::1"), ("example.org", "10.0.0.7")
 ASK = "import components, urllib.request as u; print(*[bool(u.proxy_bypass(h)) for h in {}], u.getproxies().get('no'))"
 
 
-@pytest.mark.fault("34")
+@pytest.mark.fault("P2")
 @pytest.mark.parametrize(
     ("given", "no_proxy"),
     [
@@ -73,7 +73,7 @@ print(os.environ["RAY_TMPDIR"])
 """
 
 
-@pytest.mark.fault("35")
+@pytest.mark.fault("P3")
 @pytest.mark.parametrize("name", ["d" * LONGEST, "d/" * 60, *NAMES])
 def test_a_folder_for_temporary_files_takes_sockets_whatever_its_path(name, tmp_path):
     folder = tmp_path / name
@@ -85,7 +85,7 @@ def test_a_folder_for_temporary_files_takes_sockets_whatever_its_path(name, tmp_
     assert Path(other).parent.stat().st_mode & 0o077 == 0
 
 
-@pytest.mark.fault("36")
+@pytest.mark.fault("P4")
 def test_a_home_that_cannot_be_made_or_written_is_replaced_as_far_as_it_must_be(tmp_path):
     code = "import components, os; print(os.environ['HOME'], os.environ.get('XDG_CACHE_HOME'))"
     home, caches = run(code, tmp_path, {"HOME": "/proc/nonexistent"})[0].split()
@@ -106,7 +106,7 @@ def environment_at(folder: Path, code: Path = REPOSITORY) -> Path:
     return folder / ".venv" / "bin" / "python"
 
 
-@pytest.mark.fault("37")
+@pytest.mark.fault("P5")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_shell_starts_this_python_by_its_path_without_quotes_as_ray_does(name, tmp_path):
     python = environment_at(tmp_path / name)
@@ -140,7 +140,7 @@ def project(folder: Path, *files: str) -> Path:
 CODE = ("components/__init__.py", "components/__main__.py")
 
 
-@pytest.mark.fault("38")
+@pytest.mark.fault("P6")
 @pytest.mark.parametrize(
     ("files", "at", "refused"),
     [
@@ -164,7 +164,7 @@ def test_the_code_that_runs_is_the_project_s_own_where_it_has_any(files, at, ref
         assert all(text in line for text in (str(REPOSITORY), str(place), f"`make install` in {place}"))
 
 
-@pytest.mark.fault("38")
+@pytest.mark.fault("P6")
 def test_a_virtual_environment_runs_the_code_of_the_checkout_that_it_lies_in(tmp_path):
     copy = project(tmp_path / "copy", *CODE, "params.yaml")
     python = environment_at(copy)
@@ -172,7 +172,7 @@ def test_a_virtual_environment_runs_the_code_of_the_checkout_that_it_lies_in(tmp
     assert (code, f"`make install` in {copy}" in said) == (3, True), said
 
 
-@pytest.mark.fault("39")
+@pytest.mark.fault("P7")
 @pytest.mark.parametrize("safe", ["", "1"])
 def test_a_worktree_s_stage_runs_the_worktree_s_code_under_pythonsafepath_too(safe, tmp_path):
     tree = project(tmp_path / "tree", *CODE, "params.yaml")
@@ -183,7 +183,7 @@ def test_a_worktree_s_stage_runs_the_worktree_s_code_under_pythonsafepath_too(sa
     assert done.stdout == "code of the tree ingest a b\n", done.stderr
 
 
-@pytest.mark.fault("38")
+@pytest.mark.fault("P6")
 @pytest.mark.parametrize("how", ["copied", "moved"])
 @pytest.mark.parametrize("name", ["there", "my projects", "o'neill & sons"])
 def test_a_checkout_that_was_copied_or_moved_is_adopted_by_make_install_and_refused_before(name, how, tmp_path):
@@ -237,7 +237,7 @@ esac
 """
 
 
-@pytest.mark.fault("40")
+@pytest.mark.fault("P8")
 @pytest.mark.parametrize(("offline", "asks"), [("0", 1), ("1", 3)])
 def test_make_install_asks_no_index_where_what_is_installed_is_enough(offline, asks, tmp_path):
     checkout = project(tmp_path / "checkout", "infra/check_system.py")
@@ -263,7 +263,7 @@ def test_make_install_asks_no_index_where_what_is_installed_is_enough(offline, a
     assert (checkout / ".venv/.ready").exists()
 
 
-@pytest.mark.fault("41")
+@pytest.mark.fault("P9")
 def test_a_checkout_and_a_run_s_worktree_have_the_bytes_of_the_commit_whatever_autocrlf_says(tmp_path, monkeypatch):
     from flows.workspace import git as flow_git  # noqa: F401  # the module that makes worktrees
 

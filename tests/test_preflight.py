@@ -141,7 +141,7 @@ def test_memory_and_gpus_of_a_cluster_are_not_those_of_this_machine(params, monk
         preflight(ask(params, gpu=True, workers=8))
 
 
-@pytest.mark.fault("42")
+@pytest.mark.fault("P10")
 @pytest.mark.parametrize("address", ["127.0.0.1:9", "ray://127.0.0.1:9", "[::1]:9", "head.invalid:6379", "a:99999"])
 def test_a_cluster_that_is_gone_is_named_where_workers_would_go_there(params, monkeypatch, address):
     commands(monkeypatch)

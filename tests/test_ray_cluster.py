@@ -61,7 +61,7 @@ def test_a_cluster_of_the_run_s_own_has_a_token_of_its_own_and_a_team_s_the_one_
     assert seen[0] == want or (want == "a new one" and len(seen[0] or "") == 64)
 
 
-@pytest.mark.fault("42")
+@pytest.mark.fault("P10")
 def test_a_head_is_given_a_moment_and_then_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "init", lambda **given: pytest.fail("Ray would ask for most of an hour"))
     monkeypatch.setattr(ray_cluster, "ANSWER_S", 1)
@@ -70,7 +70,7 @@ def test_a_head_is_given_a_moment_and_then_named_once(monkeypatch: pytest.Monkey
         ray_cluster.start_ray(compute())
 
 
-@pytest.mark.fault("43")
+@pytest.mark.fault("P11")
 @pytest.mark.parametrize("error", [ConnectionError("no raylet"), RuntimeError("no GCS\nlog"), Exception("timed out")])
 def test_a_ray_that_does_not_start_is_told_in_a_line_with_the_place_of_its_logs(
     error: Exception, monkeypatch: pytest.MonkeyPatch
@@ -86,7 +86,7 @@ def test_a_ray_that_does_not_start_is_told_in_a_line_with_the_place_of_its_logs(
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.fault("44")
+@pytest.mark.fault("P12")
 def test_a_ray_of_the_run_s_own_starts_no_dashboard_that_asks_clouds_where_it_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -253,7 +253,7 @@ def test_two_processes_at_once_find_a_new_store_whole(tmp_path):
         assert (process.returncode, out) == (0, "1\n"), err
 
 
-@pytest.mark.fault("46")
+@pytest.mark.fault("P14")
 @pytest.mark.parametrize("how", ["copied", "moved"])
 def test_a_store_that_came_here_with_its_checkout_has_its_artifacts_here_and_none_of_the_original_s(
     how: str,

@@ -46,7 +46,7 @@ ODD = {
 }
 
 
-@pytest.mark.fault("45")
+@pytest.mark.fault("P13")
 @pytest.mark.parametrize(("script", "at"), ODD.values(), ids=ODD)
 def test_a_run_is_refused_before_it_begins(script, at, tmp_path, monkeypatch):
     place = made(tmp_path, script) / at
@@ -68,7 +68,7 @@ def test_a_run_is_refused_before_it_begins(script, at, tmp_path, monkeypatch):
     assert not isinstance(met.value, DataError) or "repository" not in str(met.value), "the remedy works as printed"
 
 
-@pytest.mark.fault("41")
+@pytest.mark.fault("P9")
 def test_a_run_s_worktree_has_the_bytes_of_the_commit_whatever_autocrlf_says(tmp_path, monkeypatch):
     place = made(tmp_path, "cp -r base other") / "other"
     (tmp_path / "settings").write_text("[core]\n\tautocrlf = true\n")

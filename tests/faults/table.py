@@ -1,7 +1,7 @@
 """What breaks, and what must then happen: one row for each fault. Tests anywhere in `tests/` show a row by the marker
 `@pytest.mark.fault("05")`; `make faults` runs them all, and `tests/faults/test_table.py` sees that no row is without.
 
-Rows 01 to 46 are faults of machines, tools, data and places; B, S and m were found broken here once, by people who tried.
+Rows 01 to 32 are faults of machines, tools and data; B, S and m were found broken here once, by people who tried.
 """
 
 from typing import NamedTuple
@@ -65,6 +65,20 @@ ROWS = (
     Row("S5", "a server or worker dies", "it comes back, and its log is kept"),
     Row("S6", "data change outside the folders of the run", "they are seen"),
     Row("S7", "Ray is asked for this machine alone", "it listens on loopback and nowhere else"),
+    Row("P1", "git's or MLflow's variables name another repository or registry", "the project's own is used"),
+    Row("P2", "a proxy is set, and not for loopback alone", "this machine is asked directly, others by the proxy"),
+    Row("P3", "TMPDIR is long, or has letters that shells read", "sockets fit, and files lie where it says"),
+    Row("P4", "HOME cannot be made or written", "caches go elsewhere; its settings are read"),
+    Row("P5", "the checkout's path has spaces, quotes, brackets, & or $", "Ray's workers start"),
+    Row("P6", "a checkout was copied or moved with its .venv", "its own code runs, or a line says `make install`"),
+    Row("P7", "PYTHONSAFEPATH is set", "a worktree's stage runs the worktree's code"),
+    Row("P8", "no network, and a newer time of pyproject.toml", "`make install` needs no index"),
+    Row("P9", "core.autocrlf is true", "a checkout and a run's worktree have the commit's bytes"),
+    Row("P10", "RAY_ADDRESS names a cluster that is gone", "said in a line, within a minute and once"),
+    Row("P11", "Ray or its workers do not start", "one attempt, and where the logs are"),
+    Row("P12", "Ray would ask clouds where it runs, and report that nothing is reported", "nobody is asked"),
+    Row("P13", "the project is a folder or a submodule of another repository", "refused first, with what to type"),
+    Row("P14", "MLflow's store was copied or moved with its checkout", "artifacts here, none of the original's"),
     Row("m1", "three registrations at once", "one version of one run"),
     Row("m2", "register is killed in mid-write", "nothing is left pending"),
     Row("m3", "no GPU is there though asked for", "said before anything starts"),

@@ -225,7 +225,7 @@ def test_a_run_that_is_out_of_memory_ends_with_the_weights_of_one_that_is_not(
             torch.testing.assert_close(got.weights[name], weight, rtol=0, atol=2e-5, msg=name)
 
 
-@pytest.mark.fault("43")
+@pytest.mark.fault("P11")
 @pytest.mark.parametrize("error", [WorkerGroupStartupTimeoutError(2), WorkerGroupStartupFailedError("gone")])
 @pytest.mark.parametrize("wrapped", [True, False])
 def test_workers_that_do_not_start_here_are_no_failure_to_go_on_from(
