@@ -721,7 +721,8 @@ def main(argv: list[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
     die_with_parent()
     try:
-        require_own_code()
+        if argv is None:
+            require_own_code()
         with unchanged():
             return COMMANDS[args.command][0](args) or 0
     except (ParamsError, DeviceError) as error:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from components.place import LONGEST
+from components import LONGEST
 from tests.toy import REPOSITORY
 
 NAMES = ("my projects", "o'neill", "a & b", "$x", "copy(1)", "[x]", 'so "said"', "müller", "a;b", "5% #1?", "`w`", "*")
@@ -119,7 +119,7 @@ def test_a_shell_starts_this_python_by_its_path_without_quotes_as_ray_does(name,
     assert Path(prefix).samefile(tmp_path / name / ".venv")
 
 
-SCRIPT = "import sys; from components.__main__ import main; sys.exit(main(['score']))"  # `m3diff`, in a word
+SCRIPT = "import sys; from components.__main__ import main; sys.argv = ['m3diff', 'score']; sys.exit(main())"
 
 
 def asked(folder: Path, script: Path, python: Path | str = sys.executable, **environment: str) -> tuple[int, str]:
