@@ -9,6 +9,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export LC_ALL := C.UTF-8
+unexport PYTHONSAFEPATH
 
 .DEFAULT_GOAL := help
 N ?= 3
@@ -53,13 +54,13 @@ docs: install   ## the Markdown of this repository as pages -> runs/docs/index.h
 	@python -m infra.pages
 
 up: install     ## Prefect server, MLflow server and a worker on this machine
-	@python infra/services.py up
+	@python -m infra.services up
 
 down:           ## end what `up` started
-	@python infra/services.py down
+	@python -m infra.services down
 
 status:         ## each service: up or not, where, since when, its log; the last runs of the flows
-	@python infra/services.py status
+	@python -m infra.services status
 
 serve: install  ## captions over HTTP with the champion, and a page, at http://127.0.0.1:8000; MODEL=FOLDER or a version for another
 	@m3diff serve $(if $(MODEL),--model $(MODEL))
@@ -116,20 +117,24 @@ upgrade:        ## the newest versions that pyproject.toml allows -> constraints
 audit:          ## known vulnerabilities of what infra/lock.txt names; needs pypi.org
 	@$(PYTHON) -m infra.lock audit
 
-install: $(READY)
+install: check-system
+	@$(MAKE) --silent $(READY)
 
 install-team: install ## what PostgreSQL, S3, SSH and logins need, and the tests of them
-	@pip install -q -c constraints.txt -e '.[team,team-test]'
+	@python -m pip install -q -c constraints.txt -e '.[team,team-test]'
 
 check-system:
 	@$(PYTHON) infra/check_system.py
 
-# torch first and by itself: where a CPU build is offered it is taken, and nothing later replaces it.
-$(READY): pyproject.toml constraints.txt | check-system
+# First without an index, which is enough where only a time changed or the folder. Then torch by itself: where a CPU build
+# is offered it is taken, and nothing later replaces it.
+$(READY): pyproject.toml constraints.txt
 	@echo "install 1/3: virtual environment in .venv"
 	@$(PYTHON) -m venv .venv
-	@echo "install 2/3: torch"
-	@pip install -q -c constraints.txt "$$(grep '^torch==' constraints.txt)"
-	@echo "install 3/3: the other $$(grep -c '==' constraints.txt) packages, as tested (constraints.txt)"
-	@pip install -c constraints.txt -e '.[dev]' | awk '/^ *(Collecting|Building|Installing)/ {n++; if (n % 25 == 0) {printf "  %d collected\n", n; fflush()}}'
+	@if ! python -m pip install -q --no-index --no-build-isolation -c constraints.txt -e '.[dev]' 2>/dev/null; then \
+	  echo "install 2/3: torch"; \
+	  python -m pip install -q -c constraints.txt "$$(grep '^torch==' constraints.txt)"; \
+	  echo "install 3/3: the other $$(grep -c '==' constraints.txt) packages, as tested (constraints.txt)"; \
+	  python -m pip install -c constraints.txt -e '.[dev]' | awk '/^ *(Collecting|Building|Installing)/ {n++; if (n % 25 == 0) {printf "  %d collected\n", n; fflush()}}'; \
+	fi
 	@touch $@

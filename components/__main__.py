@@ -20,7 +20,7 @@ from components.counts import told, told_of_clean, told_of_made, told_of_samples
 from components.datasets import DATASETS
 from components.endpoint import endpoint_url
 from components.gpus import GPUS
-from components.guard import unchanged
+from components.guard import ENTRY, require_own_code, unchanged
 from components.models.device import DeviceError
 from components.params import Params, load_params
 from components.records import DataError
@@ -721,6 +721,8 @@ def main(argv: list[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
     die_with_parent()
     try:
+        if argv is None:
+            require_own_code()
         with unchanged():
             return COMMANDS[args.command][0](args) or 0
     except (ParamsError, DeviceError) as error:
@@ -745,4 +747,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    if sys.flags.safe_path and ENTRY.is_file() and not Path(__file__).samefile(ENTRY):
+        # `python -m components` is the code of the current directory, which PYTHONSAFEPATH leaves out
+        os.environ.pop("PYTHONSAFEPATH", None)
+        os.execv(sys.executable, [sys.executable, "-m", "components", *sys.argv[1:]])
     sys.exit(main())

@@ -1,12 +1,14 @@
 """What DVC records is what ran: a stage's parameters and code are read before its work and compared after it.
 
 DVC hashes what a stage depends on when the command is over. What was edited meanwhile would be recorded as what ran,
-and be restored for ever from the run cache. A stage that fails is recorded nowhere.
+and be restored for ever from the run cache. A stage that fails is recorded nowhere. Nor is the code of one project run
+for another.
 """
 
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,9 +17,11 @@ from typing import Any, NamedTuple
 import yaml
 
 from components.files import sha256
+from components.records import DataError
 from components.section import ParamsError
 
 PARAMS, GRAPH = Path("params.yaml"), Path("dvc.yaml")
+ENTRY = Path("components/__main__.py")
 OURS = ("components", "profiles")
 """Folders of code and of files beside the parameters; data may be large, and is hashed by DVC alone."""
 
@@ -29,6 +33,25 @@ class Watched(NamedTuple):
 
     params: dict[str, Any]
     files: dict[str, str]
+
+
+def require_own_code() -> None:
+    """See that the code which runs is that of the current directory's project, where that has code of its own, else
+    that of the checkout which the virtual environment lies in. An installed wheel is the code of any other folder.
+
+    Raises:
+        DataError: it is another's, as in a checkout that was copied with its .venv.
+    """
+    code, here = Path(__file__).resolve().parents[1], Path.cwd()
+    project = next((at for at in (here, *here.parents) if (at / PARAMS).is_file() or (at / GRAPH).is_file()), here)
+    for folder in (project, Path(sys.prefix).resolve().parent):
+        if (folder / ENTRY).is_file():
+            if not code.samefile(folder):
+                raise DataError(
+                    f"the code of {code} would run for {folder}, which has its own; run `make install` in {folder}, "
+                    "then ./m3diff there"
+                )
+            return
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from components.evaluate.metrics.run import needs_java
 from components.evaluate.metrics.scorer import ScorerFailed
 from components.evaluate.metrics.spice import try_spice
 from components.params import Params
+from components.ray_cluster import NoRoomError, require_head
 from components.section import ParamsError
 
 GIB = 2**30
@@ -34,7 +35,7 @@ def preflight(params: Params) -> None:
     Raises:
         NotReadyError: it cannot.
     """
-    faults = [*disk(params), *memory(params), *gpus(params), *java(params), *server(params)]
+    faults = [*disk(params), *memory(params), *gpus(params), *cluster(params), *java(params), *server(params)]
     if faults:
         raise NotReadyError("\n  ".join(["this run cannot start here:", *faults]))
 
@@ -70,6 +71,15 @@ def gpus(params: Params) -> Iterator[str]:
     asked, found = max(params.compute.workers, 1), count_gpus()
     if found < asked:
         yield f"compute.gpu: {asked} GPU(s) asked for, {found} found by nvidia-smi -L; lower compute.workers"
+
+
+def cluster(params: Params) -> Iterator[str]:
+    """The head of the cluster that RAY_ADDRESS names."""
+    try:
+        if params.compute.workers:
+            require_head(0)
+    except NoRoomError as error:
+        yield str(error)
 
 
 def count_gpus() -> int:

@@ -2,7 +2,9 @@
 
 import logging
 import os
+import re
 import secrets
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,9 +15,12 @@ from components.compute import Compute
 JOIN_S = 60
 """Seconds that a cluster is given to bring a node back, or another one."""
 
+ANSWER_S = 15
+"""Seconds that its head is given to answer."""
+
 
 class NoRoomError(BlockingIOError):
-    """The nodes of the cluster cannot take the workers; try again when they can."""
+    """Ray, or the nodes of the cluster, cannot take the workers; try again when they can."""
 
 
 def on_one_machine() -> bool:
@@ -28,6 +33,9 @@ def start_ray(compute: Compute) -> None:
 
     Ray takes any name of this machine for its address in the network, 127.0.0.1 too; components/__init__.py says it
     shall not. It asks for a token and would write a new one into the user's home; given one, it keeps that in memory.
+
+    Raises:
+        NoRoomError: Ray does not start, or the cluster does not answer.
     """
     import ray
 
@@ -36,13 +44,63 @@ def start_ray(compute: Compute) -> None:
     if on_one_machine():
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex())
     here = {"address": "local", "num_cpus": cores, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
-    with children_in_a_group_of_their_own():
-        ray.init(
-            **(here if on_one_machine() else {"address": cluster}),
-            log_to_driver=True,
-            logging_level=logging.WARNING,
-            logging_config=ray.LoggingConfig(log_level="ERROR"),  # its cleaners warn of what is no fault
-        )
+    if not on_one_machine():
+        require_head(ANSWER_S)
+        os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "1")  # attempts, of which Ray makes 20 in three places
+        os.environ.setdefault("RAY_py_gcs_connect_timeout_s", "10")
+    with children_in_a_group_of_their_own(), without_dashboard():
+        try:
+            ray.init(
+                **(here if on_one_machine() else {"address": cluster}),
+                log_to_driver=True,
+                logging_level=logging.WARNING,
+                logging_config=ray.LoggingConfig(log_level="ERROR"),  # its cleaners warn of what is no fault
+            )
+        except Exception as error:  # Ray raises what comes, a bare Exception too
+            said = str(error).strip().partition("\n")[0]
+            place = f"see {logs()}" if on_one_machine() else f"RAY_ADDRESS={cluster}; correct it, or unset it"
+            raise NoRoomError(f"Ray does not start: {said}; {place}") from error
+
+
+def logs() -> str:
+    """Where a Ray of this machine's own writes why a process of it ended."""
+    return f"{os.environ.get('RAY_TMPDIR') or os.environ.get('TMPDIR') or '/tmp'}/ray/session_latest/logs"
+
+
+def require_head(seconds: float) -> None:
+    """See that something answers at RAY_ADDRESS, where that names a port; Ray itself would ask for most of an hour.
+
+    Raises:
+        NoRoomError: nothing does within `seconds`.
+    """
+    address = os.environ.get("RAY_ADDRESS", "")
+    named = re.fullmatch(r"(?:ray://)?\[?(.+?)\]?:(\d+)", address)
+    deadline = time.monotonic() + seconds
+    while named:
+        try:
+            socket.create_connection((named[1], int(named[2])), timeout=5).close()
+            return
+        except (OSError, OverflowError) as error:
+            if time.monotonic() >= deadline:
+                raise NoRoomError(
+                    f"RAY_ADDRESS={address}: no cluster answers there ({error}); start its head, or "
+                    "`unset RAY_ADDRESS` to compute on this machine"
+                ) from error
+        time.sleep(1)
+
+
+@contextmanager
+def without_dashboard() -> Iterator[None]:
+    """Within, a Ray that starts has no process of its dashboard, which even without pages asks the metadata addresses
+    of three clouds where it runs."""
+    from ray._private import services
+
+    start = services.start_api_server
+    services.start_api_server = lambda *_, **__: (None, None)
+    try:
+        yield
+    finally:
+        services.start_api_server = start
 
 
 def wait_for_room(compute: Compute, seconds: float) -> None:

@@ -10,11 +10,13 @@ import logging
 import os
 import re
 import socket
+import sqlite3
+import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,13 @@ CURVE = "train/"  # before the name of a curve's column
 EXPERIMENTS = (".dvc", "tmp", "exps")  # where DVC runs queued experiments, within the project
 PROCESS = "register.process"  # tag of a run and of a stored model: who makes it
 FORGOTTEN_S = 3600  # after which what another machine began, and did not end, is taken for left behind
+PLACES = {
+    "experiments": ("artifact_location",),
+    "runs": ("artifact_uri",),
+    "logged_models": ("artifact_location",),
+    "model_versions": ("source", "storage_location"),
+}
+"""Where MLflow's tables have the absolute places of artifacts."""
 FORBIDDEN = re.compile(r"[^\w.\- :/]")  # in the name of a metric
 PARAMS_BATCH, METRICS_BATCH = 100, 1000  # what MLflow takes in one request
 REMEDY = "start it (`make up`) or correct register.tracking_uri, then run `m3diff register` again: nothing was lost"
@@ -133,7 +142,26 @@ def make_client(uri: str) -> MlflowClient:
         fcntl.flock(held, fcntl.LOCK_EX)
         client = MlflowClient()
         client.search_experiments(max_results=1)
+        anchor(Path(uri.removeprefix(SQLITE)))
         return client
+
+
+def anchor(database: Path) -> None:
+    """Let the artifacts of a store that was copied or moved with its folder be those beside it, and none of the
+    original's: MLflow keeps absolute places. One that artifacts have elsewhere stays."""
+    here = f"{(database.parent / 'artifacts').as_uri()}/"
+    name = "/".join(["", *here.split("/")[-4:]])  # /services/mlflow/artifacts/
+    with closing(sqlite3.connect(database, timeout=20)) as store, store:
+        kept = [place for (place,) in store.execute("SELECT artifact_location FROM experiments") if place]
+        other = {place.partition(name)[0] + name for place in kept if place.startswith("file:") and name in place}
+        for root in sorted(other - {here}):
+            for table, columns in PLACES.items():
+                for column in columns:
+                    store.execute(
+                        f"UPDATE {table} SET {column} = ? || substr({column}, ?) WHERE substr({column}, 1, ?) = ?",
+                        (here, len(root) + 1, len(root), root),
+                    )
+            print(f"{database}: came from {root}; its artifacts are those beside it now", file=sys.stderr)
 
 
 def experiment_id(client: MlflowClient, name: str) -> str:

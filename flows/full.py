@@ -3,6 +3,7 @@
 from prefect import flow
 from prefect.states import State
 
+from components.guard import require_own_code
 from flows import notices
 from flows.pipeline import run_pipeline
 
@@ -26,4 +27,5 @@ def full(
         warm_start: begin with the champion instead of the base, where data changed since it was trained.
         replay: with `warm_start`, the share of the pairs of unchanged datasets that trains again.
     """
+    require_own_code()
     return run_pipeline(ref, overrides or [], dirty, reason, replay=replay if warm_start else None)

@@ -9,7 +9,7 @@ from components.records import DataError
 
 AS_FLOW = (
     *("-c", "user.name=m3diff", "-c", "user.email=m3diff@localhost"),
-    *("-c", "commit.gpgsign=false", "-c", "core.hooksPath=/dev/null"),
+    *("-c", "commit.gpgsign=false", "-c", "core.hooksPath=/dev/null", "-c", "core.quotePath=off"),
 )
 
 

@@ -8,6 +8,7 @@ from prefect import flow
 from prefect.states import State
 
 from components import tracking
+from components.guard import require_own_code
 from components.params import Params
 from components.register.lineage import LOCK, Lock
 from components.register.stage import CHALLENGER, find_alias
@@ -35,6 +36,7 @@ def retrain(
         warm_start: begin with the champion instead of the base, where data changed since it was trained.
         replay: with `warm_start`, the share of the pairs of unchanged datasets that trains again.
     """
+    require_own_code()
     why = "; ".join(dict.fromkeys(filter(None, [reason, *coalesce_late()])))
     return run_pipeline(
         ref,

@@ -17,6 +17,7 @@ from prefect.runtime import flow_run
 from prefect.states import Completed, State
 
 from components.files import write_atomic
+from components.guard import require_own_code
 from components.records import DataError
 from flows import dvc, lookback, notices, sources
 from flows.git import git
@@ -31,6 +32,7 @@ NOTHING = "no source changed"
 @flow(name="m3diff", persist_result=False, on_failure=[notices.failed], on_crashed=[notices.failed])
 def watch() -> State:
     """Look once. New data: start retrain. A source that cannot be asked fails the look, after the others had theirs."""
+    require_own_code()
     log, checkout = get_run_logger(), Path.cwd()
     coalesce_late()
     notices.send_again(checkout, log.warning)

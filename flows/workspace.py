@@ -19,6 +19,7 @@ from typing import IO, Any, NamedTuple
 import yaml
 from ruamel.yaml import YAML
 
+from components.archive.commit import AS_COMMITTED, require_own_repository
 from components.consistency import closest
 from components.params import Params, load_params
 from components.section import ParamsError
@@ -83,6 +84,7 @@ def workspace(
         ParamsError: an override or the parameters under it are wrong; every fault at once.
         GitError: there is no such commit, or git cannot make the worktree.
     """
+    require_own_repository()
     checkout = Path.cwd()
     FLOWS.mkdir(parents=True, exist_ok=True)
     sweep(checkout / FLOWS)
@@ -111,7 +113,7 @@ def make(
     if root.exists():
         remove(root)
     git("worktree", "prune")
-    git("worktree", "add", "--quiet", "--detach", str(root), commit)
+    git(*AS_COMMITTED, "worktree", "add", "--quiet", "--detach", str(root), commit)
     try:
         with chdir(root):
             taken = take_up_data() if data and not again else ()
@@ -182,7 +184,7 @@ def take_up_data() -> tuple[str, ...]:
     changed = [path for path in paths if path and blob("HEAD", path) != blob(DATA, path)]
     taken = [path for path in changed if blob("HEAD", path) == blob(f"{DATA}^", path)]
     if taken:
-        git("checkout", "--quiet", DATA, "--", *taken)
+        git(*AS_COMMITTED, "checkout", "--quiet", DATA, "--", *taken)
         git("commit", "--quiet", "--message", f"Data of {DATA}: {', '.join(taken)}")
     left = [path for path in changed if path not in taken]
     return (

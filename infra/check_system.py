@@ -1,10 +1,12 @@
-"""What a run needs of the machine, checked before a minute is spent: `python3 infra/check_system.py`.
+"""What a run needs of the machine, checked before a minute is spent: `python3 infra/check_system.py`. A .venv that came
+here with a copied or moved checkout is made this folder's own.
 
 Standard library only and old syntax: it runs with whatever Python there is, to say which one is missing.
 """
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -65,12 +67,47 @@ def missing():
     return [(name, found) for name, fine, found in checks if not fine]
 
 
+def adopt(venv):
+    """Let the programs of a virtual environment that was made in another folder start the Python of this one, and have
+    it installed again. Returns the other folder; None where it was made here."""
+    try:
+        with open(os.path.join(venv, "pyvenv.cfg"), encoding="utf-8") as file:
+            made = re.search("^command = .* -m venv (?:--[a-z-]+ )*(.+)$", file.read(), re.MULTILINE)
+    except OSError:
+        return None
+    if made is None or made.group(1) == venv:
+        return None
+    old = re.escape(os.fsencode(os.path.join(made.group(1), "bin")))
+    first = re.compile(rb"#!(?:/bin/sh\n'''exec' )?[\"']?" + old + rb"/(python[0-9.]*)[^\n]*\n(?:' '''\n)?")
+    for entry in list(os.scandir(os.path.join(venv, "bin"))):
+        if entry.is_symlink() or not entry.is_file():
+            continue
+        with open(entry.path, "rb") as file:
+            text = file.read()
+        found = first.match(text)
+        if found:
+            python = shlex.quote(os.path.join(venv, "bin", found.group(1).decode()))
+            head = f"#!/bin/sh\n'''exec' {python} \"$0\" \"$@\"\n' '''\n"  # as pip writes it where a path has a space
+            with open(entry.path + ".new", "wb") as file:
+                file.write(os.fsencode(head) + text[found.end() :])
+            shutil.copymode(entry.path, entry.path + ".new")
+            os.replace(entry.path + ".new", entry.path)
+    if os.path.exists(os.path.join(venv, ".ready")):
+        os.remove(os.path.join(venv, ".ready"))
+    return made.group(1)
+
+
 def main():
     faults = missing()
     for name, found in faults:
         why = " (" + WHY[name] + ")" if name in WHY else ""
         print("check_system: needs " + name + why + ": " + found + "\n    " + REMEDY[name], file=sys.stderr)
-    return 1 if faults else 0
+    if faults:
+        return 1
+    other = adopt(os.path.join(os.getcwd(), ".venv"))
+    if other:
+        print("check_system: .venv was made in " + other + "; it is this folder's own now")
+    return 0
 
 
 if __name__ == "__main__":

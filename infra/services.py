@@ -91,6 +91,7 @@ class Service:
             kept = json.loads(self.record.read_text())
             process = psutil.Process(kept["pid"])
             same = process.create_time() == kept["started"] and process.status() != psutil.STATUS_ZOMBIE
+            same = same and kept.get("of", str(SERVICES)) == str(SERVICES)  # a copied checkout has its original's
         except (FileNotFoundError, json.JSONDecodeError, psutil.NoSuchProcess):
             return None
         return process if same else None
@@ -357,7 +358,7 @@ def check_port(service: Service) -> None:
 
 def write_record(service: Service, pid: int) -> None:
     """Who runs as this service: the process by number and time of start, and whether systemd watches over it."""
-    kept = {"pid": pid, "started": psutil.Process(pid).create_time(), "port": service.port}
+    kept = {"pid": pid, "started": psutil.Process(pid).create_time(), "port": service.port, "of": str(SERVICES)}
     service.record.write_text(json.dumps(kept | {"unit": "INVOCATION_ID" in os.environ and pid == os.getpid()}))
 
 

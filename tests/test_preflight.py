@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -133,10 +134,22 @@ def test_a_driver_that_does_not_answer_has_no_gpu(params, monkeypatch, answer):
 
 @pytest.mark.fault("m7")
 def test_memory_and_gpus_of_a_cluster_are_not_those_of_this_machine(params, monkeypatch):
-    monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
     commands(monkeypatch)
     has(monkeypatch, memory=0)
-    preflight(ask(params, gpu=True, workers=8))
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        monkeypatch.setenv("RAY_ADDRESS", f"ray://127.0.0.1:{head.getsockname()[1]}")
+        preflight(ask(params, gpu=True, workers=8))
+
+
+@pytest.mark.fault("P10")
+@pytest.mark.parametrize("address", ["127.0.0.1:9", "ray://127.0.0.1:9", "[::1]:9", "head.invalid:6379", "a:99999"])
+def test_a_cluster_that_is_gone_is_named_where_workers_would_go_there(params, monkeypatch, address):
+    commands(monkeypatch)
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    said = faults(ask(params, workers=2))
+    assert f"RAY_ADDRESS={address}" in said
+    assert "unset RAY_ADDRESS" in said
+    preflight(ask(params, workers=0))
 
 
 def scored_by(params: Params, *metrics: str) -> Params:

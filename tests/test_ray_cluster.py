@@ -33,6 +33,7 @@ def test_a_cluster_of_the_run_s_own_has_the_cores_that_are_asked_for_and_no_netw
     assert (asked["address"], asked["num_cpus"], asked["_node_ip_address"]) == ("local", want, "127.0.0.1")
     assert asked["include_dashboard"] is False
     asked.clear()
+    monkeypatch.setattr(ray_cluster, "require_head", lambda seconds: None)
     monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
     ray_cluster.start_ray(compute())
     assert asked["address"] == "ray://head:10001"
@@ -47,6 +48,7 @@ def test_a_cluster_of_the_run_s_own_has_a_token_of_its_own_and_a_team_s_the_one_
     address: str | None, given: str | None, want: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ray writes one into the user's home where it is given none."""
+    monkeypatch.setattr(ray_cluster, "require_head", lambda seconds: None)
     seen: list[str | None] = []
     monkeypatch.setattr(ray, "init", lambda **given: seen.append(os.environ.get(TOKEN)))
     for name, value in ((TOKEN, given), ("RAY_ADDRESS", address)):
@@ -57,6 +59,45 @@ def test_a_cluster_of_the_run_s_own_has_a_token_of_its_own_and_a_team_s_the_one_
         ray_cluster.start_ray(compute())
     assert seen[0] == seen[1], "Ray has read the first one, for good"
     assert seen[0] == want or (want == "a new one" and len(seen[0] or "") == 64)
+
+
+@pytest.mark.fault("P10")
+def test_a_head_is_given_a_moment_and_then_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "init", lambda **given: pytest.fail("Ray would ask for most of an hour"))
+    monkeypatch.setattr(ray_cluster, "ANSWER_S", 1)
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
+    with pytest.raises(ray_cluster.NoRoomError, match="RAY_ADDRESS=127.0.0.1:9"):
+        ray_cluster.start_ray(compute())
+
+
+@pytest.mark.fault("P11")
+@pytest.mark.parametrize("error", [ConnectionError("no raylet"), RuntimeError("no GCS\nlog"), Exception("timed out")])
+def test_a_ray_that_does_not_start_is_told_in_a_line_with_the_place_of_its_logs(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def init(**given: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ray_cluster.NoRoomError, match="/ray/session_latest/logs") as refused:
+        ray_cluster.start_ray(compute())
+    assert str(error).partition("\n")[0] in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.fault("P12")
+def test_a_ray_of_the_run_s_own_starts_no_dashboard_that_asks_clouds_where_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from ray._private import services
+
+    before, started = services.start_api_server, []
+    monkeypatch.setattr(ray, "init", lambda **given: started.append(services.start_api_server(False)))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    ray_cluster.start_ray(compute())
+    assert started == [(None, None)]
+    assert services.start_api_server is before
 
 
 HEAD = {"Alive": True, "NodeManagerAddress": "10.0.0.1", "Resources": {}}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -18,6 +19,9 @@ from components import tracking
 from components.records import DataError
 from components.runs import curve_rows
 from components.tracking import TrackingUnavailableError, connected, flatten
+from tests.register.conftest import empty_store  # noqa: F401  # a fixture
+
+URI = "sqlite:///services/mlflow/mlflow.db"
 
 
 class Client:
@@ -247,3 +251,40 @@ def test_two_processes_at_once_find_a_new_store_whole(tmp_path):
     for process in both:
         out, err = process.communicate()
         assert (process.returncode, out) == (0, "1\n"), err
+
+
+@pytest.mark.fault("P14")
+@pytest.mark.parametrize("how", ["copied", "moved"])
+def test_a_store_that_came_here_with_its_checkout_has_its_artifacts_here_and_none_of_the_original_s(
+    how: str,
+    empty_store: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    first, there = tmp_path / "first", tmp_path / "there & 50%"
+    (first / "services/mlflow").mkdir(parents=True)
+    shutil.copy(empty_store, first / "services/mlflow/mlflow.db")
+    monkeypatch.chdir(first)
+    with tracking.connected(URI) as client:
+        run = client.create_run(tracking.experiment_id(client, "m3diff"))
+        elsewhere = client.create_experiment("team", artifact_location=(tmp_path / "shared/artifacts").as_uri())
+    kept = first / "services/mlflow/artifacts/m3diff" / run.info.run_id / "artifacts"
+    assert run.info.artifact_uri == kept.as_uri()
+    kept.mkdir(parents=True)
+    (kept / "scores.json").write_text("1.1")
+    assert capsys.readouterr().err == ""
+    (shutil.copytree(first, there) if how == "copied" else first.rename(there))
+    monkeypatch.chdir(there)
+    with tracking.connected(URI) as client:
+        said = capsys.readouterr().err
+        client.log_text(run.info.run_id, "1.9", "scores.json")
+        assert client.get_experiment(elsewhere).artifact_location == (tmp_path / "shared/artifacts").as_uri()
+        assert client.get_experiment_by_name("m3diff").artifact_location.startswith(there.as_uri())
+    assert (str(first), said.count("\n")) == (str(first), 1)
+    written = {file.read_text() for file in (there / "services").rglob("scores.json")}
+    assert written == {"1.9"}
+    if how == "copied":
+        assert {file.read_text() for file in (first / "services").rglob("scores.json")} == {"1.1"}
+    with tracking.connected(URI):
+        assert "came from" not in capsys.readouterr().err

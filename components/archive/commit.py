@@ -1,7 +1,7 @@
 """A commit of this repository: its files, the data and checkpoints that it tracks, and a working tree of it."""
 
-import configparser
 import io
+import shlex
 import subprocess
 import sys
 import tarfile
@@ -16,6 +16,9 @@ from components.records import DataError
 from components.register.lineage import LOCK, Lock, dvc_hash, git
 
 RUNS = "runs/"  # branches of flow runs, each with its dvc.lock
+AS_COMMITTED = ("-c", "core.autocrlf=false")
+"""git's files byte for byte, whatever the person's settings say of line ends: another byte is another hash."""
+
 DVC = [sys.executable, "-m", "dvc"]
 
 
@@ -30,6 +33,29 @@ def dvc(folder: Path, *arguments: str) -> str:
         said = " ".join(done.stderr.split("\n")[-4:]).strip()
         raise DataError(f"dvc {' '.join(arguments)} in {folder}: {said or f'exit code {done.returncode}'}")
     return done.stdout
+
+
+def require_own_repository() -> None:
+    """See that git and DVC can make working trees of this project with branches runs/*.
+
+    Raises:
+        DataError: it is a folder or a submodule of a larger repository, or a branch is in the way.
+    """
+    here, inside = Path.cwd(), git("rev-parse", "--show-prefix").rstrip("/")
+    if inside:
+        raise DataError(
+            f"{here}: is the folder {inside} of a larger repository, and a run needs one of its own; at its top: `git "
+            f"subtree split --prefix={shlex.quote(inside)} --branch=alone && git clone --branch=alone . FOLDER`"
+        )
+    if git("rev-parse", "--show-superproject-working-tree"):
+        raise DataError(
+            f"{here}: is a submodule, whose working trees DVC cannot read; `git clone {shlex.quote(str(here))} FOLDER` "
+            "makes a repository of its own"
+        )
+    if git("rev-parse", "--show-object-format") != "sha1":
+        raise DataError(f"{here}: DVC reads no repository of sha256; make one with `git init --object-format=sha1`")
+    if resolved("refs/heads/runs"):
+        raise DataError("the branch `runs` is in the way of branches runs/*; `git branch -m runs OTHER` renames it")
 
 
 def find_commit(name: str) -> str:
@@ -82,7 +108,7 @@ def read_yaml(commit: str, path: str) -> Any:
 
 def hash_in_git(commit: str, path: Path) -> str | None:
     """DVC's hash of a file or folder that the commit itself holds; None where it holds none."""
-    done = subprocess.run(["git", "archive", commit, "--", path.as_posix()], capture_output=True)
+    done = subprocess.run(["git", *AS_COMMITTED, "archive", commit, "--", path.as_posix()], capture_output=True)
     if done.returncode:
         return None
     with tempfile.TemporaryDirectory() as folder:
@@ -123,15 +149,17 @@ def entries(values: Any, loop: str | None) -> Any:
 
 def add_worktree(commit: str, folder: Path) -> None:
     """A working tree of the commit, with this clone's cache, and its remotes where they are no part of the commit."""
-    git("worktree", "add", "--quiet", "--detach", str(folder), commit)
-    config = configparser.ConfigParser(interpolation=None)
-    config.read(Path(".dvc/config.local"))
-    for section in config.sections():
+    require_own_repository()
+    from configobj import ConfigObj  # with DVC, which itself writes ASCII alone
+
+    git(*AS_COMMITTED, "worktree", "add", "--quiet", "--detach", str(folder), commit)
+    config = ConfigObj(".dvc/config.local", encoding="utf-8")
+    for section in config.sections:
         if "url" in config[section]:
             config[section]["url"] = absolute_url(config[section]["url"])
-    with (folder / ".dvc" / "config.local").open("w") as file:
-        config.write(file)
-    dvc(folder, "cache", "dir", "--local", str(cache_folder()))
+    config.setdefault("cache", {})["dir"] = str(cache_folder())
+    config.filename = str(folder / ".dvc" / "config.local")
+    config.write()
 
 
 def absolute_url(url: str) -> str:

@@ -16,7 +16,7 @@ from mlflow.tracking import MlflowClient
 from pydantic import BaseModel, ConfigDict
 
 from components import tracking
-from components.archive.commit import RUNS, cache_folder, dvc, read_lock, resolved, tracked
+from components.archive.commit import RUNS, cache_folder, dvc, read_lock, require_own_repository, resolved, tracked
 from components.archive.objects import listing, object_file
 from components.records import DataError
 from components.register.leftovers import delete_model, model_of
@@ -60,6 +60,7 @@ def prune(cfg: Register, keep: int = KEEP, yes: bool = False) -> Plan:
         DataError: git or DVC refused; what is left is removed by the next call.
         TrackingUnavailableError: MLflow does not answer.
     """
+    require_own_repository()
     with tracking.connected(cfg.tracking_uri) as client:
         versions = all_versions(client, cfg.model_name)
         plan = make_plan(client, versions, keep)

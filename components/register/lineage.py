@@ -268,7 +268,7 @@ def captioned_records(paths: Paths) -> Iterator[dict[str, Any]]:
 
 
 def git(*arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], capture_output=True, text=True)
+    done = subprocess.run(["git", "-c", "core.quotePath=off", *arguments], capture_output=True, text=True)
     if done.returncode:
         raise DataError(f"git {' '.join(arguments)}: {done.stderr.strip()}; a version's lineage names its commit")
     return done.stdout.strip()

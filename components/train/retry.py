@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from components.models.device import DeviceError
-from components.ray_cluster import NoRoomError
+from components.ray_cluster import NoRoomError, logs, on_one_machine
 from components.records import DataError
 from components.section import ParamsError
 from components.train.disk import NotWrittenError, is_disk_full
@@ -28,6 +28,9 @@ class DivergedError(ParamsError):
 FINAL = (DataError, ParamsError, DeviceError, NotWrittenError, StoppedError, SupersededError, NoRoomError)
 """What another attempt would meet again, or shall not make."""
 
+NOT_STARTED = ("WorkerGroupStartupTimeoutError", "WorkerGroupStartupFailedError")
+"""What Ray raises where its workers do not start: on one machine the next attempt's would not either."""
+
 NO_MEMORY = ("out of memory", "can't allocate memory", "running low on memory")
 """What CUDA and NCCL, torch's allocator on a CPU, and Ray's watch of a node's memory say, in errors of any type."""
 
@@ -40,7 +43,7 @@ def with_retries(run: Callable[[Job], dict[str, Any]], job: Job) -> dict[str, An
         NotWrittenError: a disk is full.
         StoppedError: the run was asked to end.
         SupersededError: another process makes a later attempt.
-        NoRoomError: Ray's nodes cannot take the workers.
+        NoRoomError: Ray's nodes cannot take the workers, or these do not start.
         Exception: of the attempt after which none was left.
     """
     failures = 0
@@ -63,6 +66,8 @@ def _after(error: Exception, job: Job, failures: int) -> tuple[Job, int]:
     for cause in met:
         if is_disk_full(cause):
             raise NotWrittenError(f"{_first_line(cause)}: a disk is full; make room and run again") from error
+    if on_one_machine() and any(type(cause).__name__ in NOT_STARTED for cause in met):
+        raise NoRoomError(f"Ray's workers do not start: {_first_line(met[-1])}; see {logs()}/worker-*.err") from error
     if any(is_out_of_memory(cause) for cause in met):
         smaller = with_smaller_micro_batch(job, error)
         _say(
@@ -89,6 +94,7 @@ def causes(error: BaseException) -> list[BaseException]:
         if cause is not None and all(cause is not other for other in found):
             found.append(cause)
             waiting += getattr(cause, "worker_failures", {}).values()
+            waiting.append(getattr(cause, "controller_failure", None))
             waiting.append(getattr(cause, "_base_exc", None))  # Ray wraps an exception with its traceback
             waiting.append(cause.__cause__ or cause.__context__)
     return found

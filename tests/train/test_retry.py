@@ -11,9 +11,14 @@ import ray.exceptions
 import ray.train
 import torch
 from ray.exceptions import WorkerCrashedError
-from ray.train.v2._internal.exceptions import UserExceptionWithTraceback
+from ray.train.v2._internal.exceptions import (
+    UserExceptionWithTraceback,
+    WorkerGroupStartupFailedError,
+    WorkerGroupStartupTimeoutError,
+)
 
 from components.models import FAMILIES
+from components.ray_cluster import NoRoomError
 from components.records import DataError
 from components.section import ParamsError
 from components.train import loop
@@ -226,3 +231,21 @@ def test_a_run_that_is_out_of_memory_ends_with_the_weights_of_one_that_is_not(
     for name, weight in want.weights.items():
         if not name.endswith("k_proj.bias"):  # its gradient is rounding alone
             torch.testing.assert_close(got.weights[name], weight, rtol=0, atol=2e-5, msg=name)
+
+
+@pytest.mark.fault("P11")
+@pytest.mark.parametrize("error", [WorkerGroupStartupTimeoutError(2), WorkerGroupStartupFailedError("gone")])
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_workers_that_do_not_start_here_are_no_failure_to_go_on_from(
+    error: Exception, wrapped: bool, base: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    """On a cluster a node may have died, and another takes its place."""
+    met = ray.train.ControllerError(error) if wrapped else error
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    attempts = Attempts(met)
+    with pytest.raises(NoRoomError, match="session_latest/logs/worker-"):
+        with_retries(attempts, job(base, max_failures=2))
+    assert len(attempts.jobs) == 1
+    assert "goes on" not in capfd.readouterr().out
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    assert with_retries(Attempts(met), job(base, max_failures=2)) == {"steps": 6}

@@ -1,0 +1,286 @@
+"""Where people work: paths with any letter, environments that lead elsewhere, checkouts that were copied or moved."""
+
+import os
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from components import LONGEST
+from tests.toy import REPOSITORY
+
+NAMES = ("my projects", "o'neill", "a & b", "$x", "copy(1)", "[x]", 'so "said"', "müller", "a;b", "5% #1?", "`w`", "*")
+
+
+def run(code: str, folder: Path, environment: Mapping[str, str], python: str | Path = sys.executable) -> list[str]:
+    """The lines that code prints in a process of its own, whose `components` is this repository's."""
+    paths = os.pathsep.join([str(REPOSITORY), *(path for path in sys.path if "site-packages" in path)])
+    clean = {name: os.environ[name] for name in ("PATH", "HOME", "LC_ALL") if name in os.environ}
+    given = {"PYTHONPATH": paths} | clean | environment
+    done = subprocess.run([python, "-c", code], cwd=folder, env=given, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.fault("P1")
+def test_no_variable_leads_git_or_mlflow_elsewhere(tmp_path):
+    """Those by which CI gives git settings, such as safe.directory, stay."""
+    listed = subprocess.run(["git", "rev-parse", "--local-env-vars"], capture_output=True, text=True).stdout.split()
+    given = dict.fromkeys([*listed, "MLFLOW_REGISTRY_URI"], "0")
+    print_left = f"import os, components; print(*[name for name in {list(given)} if name in os.environ])"
+    assert set(run(print_left, tmp_path, given)[0].split()) == {"GIT_CONFIG_PARAMETERS", "GIT_CONFIG_COUNT"}
+
+
+OWN, OTHER = ("127.0.0.1", "localhost", "::1"), ("example.org", "10.0.0.7")
+ASK = "import components, urllib.request as u; print(*[bool(u.proxy_bypass(h)) for h in {}], u.getproxies().get('no'))"
+
+
+@pytest.mark.fault("P2")
+@pytest.mark.parametrize(
+    ("given", "no_proxy"),
+    [
+        ({"http_proxy": "http://p:1"}, "127.0.0.1,localhost,::1"),
+        ({"https_proxy": "http://p:1", "no_proxy": "a.org"}, "a.org,127.0.0.1,localhost,::1"),
+        ({"HTTP_PROXY": "http://p:1", "NO_PROXY": "localhost, .b.org"}, "localhost,.b.org,127.0.0.1,::1"),
+        (
+            {"ALL_PROXY": "socks5://p:1", "no_proxy": "a.org", "NO_PROXY": "b.org"},
+            "a.org,b.org,127.0.0.1,localhost,::1",
+        ),
+    ],
+)
+def test_loopback_is_asked_without_a_proxy_and_other_machines_with_it(given, no_proxy, tmp_path):
+    (said,) = run(ASK.format(OWN + OTHER), tmp_path, given)
+    assert said == f"True True True False False {no_proxy}"
+
+
+@pytest.mark.parametrize("given", [{}, {"no_proxy": "a.org"}, {"http_proxy": "http://p:1", "no_proxy": "*"}])
+def test_without_a_proxy_or_with_none_for_anybody_nothing_is_set(given, tmp_path):
+    (said,) = run("import os, components; print(os.environ.get('no_proxy'), 'NO_PROXY' in os.environ)", tmp_path, given)
+    assert said == f"{given.get('no_proxy')} False"
+
+
+BIND = """
+import components, os, socket, tempfile
+deep = tempfile.gettempdir() + "/ray/session_2026-11-25_07-06-17_512035_4194304/sockets"
+os.makedirs(deep)
+socket.socket(socket.AF_UNIX).bind(deep + "/plasma_store")
+print(os.environ["RAY_TMPDIR"])
+"""
+
+
+@pytest.mark.fault("P3")
+@pytest.mark.parametrize("name", ["d" * LONGEST, "d/" * 60, *NAMES])
+def test_a_folder_for_temporary_files_takes_sockets_whatever_its_path(name, tmp_path):
+    folder = tmp_path / name
+    folder.mkdir(parents=True)
+    (other,) = run(BIND, tmp_path, dict.fromkeys(("TMPDIR", "RAY_TMPDIR"), str(folder)))
+    (made,) = folder.rglob("plasma_store")
+    assert stat.S_ISSOCK(made.stat().st_mode)
+    assert Path(other).samefile(folder)
+    assert Path(other).parent.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.fault("P4")
+def test_a_home_that_cannot_be_made_or_written_is_replaced_as_far_as_it_must_be(tmp_path):
+    code = "import components, os; print(os.environ['HOME'], os.environ.get('XDG_CACHE_HOME'))"
+    home, caches = run(code, tmp_path, {"HOME": "/proc/nonexistent"})[0].split()
+    assert os.access(home, os.W_OK)
+    assert caches == "None"
+    read_only = f"import os; os.access = lambda *_: False\n{code}"
+    home, caches = run(read_only, tmp_path, {"HOME": str(tmp_path)})[0].split()
+    assert home == str(tmp_path), "keys and settings are read there"
+    assert not Path(caches).is_relative_to(tmp_path)
+
+
+def environment_at(folder: Path, code: Path = REPOSITORY) -> Path:
+    """The Python of a virtual environment below `folder` that has this one's packages, and `components` of `code`."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / ".venv"], check=True)
+    (packages,) = (folder / ".venv").glob("lib/python3*/site-packages")
+    shared = [path for path in sys.path if "site-packages" in path]
+    (packages / "ours.pth").write_text("\n".join([str(code), *shared]), encoding="utf-8")
+    return folder / ".venv" / "bin" / "python"
+
+
+@pytest.mark.fault("P5")
+@pytest.mark.parametrize("name", NAMES)
+def test_a_shell_starts_this_python_by_its_path_without_quotes_as_ray_does(name, tmp_path):
+    python = environment_at(tmp_path / name)
+    code = (
+        "import components, os, sys\n"
+        "ask = 'import yaml, sys; print(sys.prefix)'\n"
+        "os.execlp('bash', 'bash', '-c', f'exec {sys.executable} -c \"{ask}\"')"
+    )
+    (prefix,) = run(code, tmp_path, {"PYTHONPATH": ""}, python)
+    assert Path(prefix).samefile(tmp_path / name / ".venv")
+
+
+SCRIPT = "import sys; from components.__main__ import main; sys.argv = ['m3diff', 'score']; sys.exit(main())"
+
+
+def asked(folder: Path, script: Path, python: Path | str = sys.executable, **environment: str) -> tuple[int, str]:
+    script.write_text(SCRIPT)
+    paths = {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path])} if python == sys.executable else {}
+    given = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | paths | environment
+    done = subprocess.run([python, script], cwd=folder, env=given, capture_output=True, text=True)
+    return done.returncode, done.stderr
+
+
+def project(folder: Path, *files: str) -> Path:
+    for file in files:
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_text("")
+    return folder
+
+
+CODE = ("components/__init__.py", "components/__main__.py")
+
+
+@pytest.mark.fault("P6")
+@pytest.mark.parametrize(
+    ("files", "at", "refused"),
+    [
+        ((*CODE, "params.yaml"), ".", True),
+        ((*CODE, "dvc.yaml"), ".", True),
+        ((*CODE, "params.yaml", "data/a"), "data", True),
+        (CODE, ".", True),
+        (("params.yaml",), ".", False),
+        (("params.yaml", "dvc.yaml", "data/a"), "data", False),
+        (("a",), ".", False),
+        (("components/button.js", "params.yaml"), ".", False),
+        ((*CODE, "params.yaml", "mine/params.yaml"), "mine", False),
+    ],
+)
+def test_the_code_that_runs_is_the_project_s_own_where_it_has_any(files, at, refused, tmp_path):
+    place = project(tmp_path / "copy", *files)
+    code, said = asked(place / at, tmp_path / "m3diff")
+    assert (code == 3) is refused, said
+    if refused:
+        (line,) = said.splitlines()
+        assert all(text in line for text in (str(REPOSITORY), str(place), f"`make install` in {place}"))
+
+
+@pytest.mark.fault("P6")
+def test_a_virtual_environment_runs_the_code_of_the_checkout_that_it_lies_in(tmp_path):
+    copy = project(tmp_path / "copy", *CODE, "params.yaml")
+    python = environment_at(copy)
+    code, said = asked(tmp_path, tmp_path / "m3diff", python)
+    assert (code, f"`make install` in {copy}" in said) == (3, True), said
+
+
+@pytest.mark.fault("P7")
+@pytest.mark.parametrize("safe", ["", "1"])
+def test_a_worktree_s_stage_runs_the_worktree_s_code_under_pythonsafepath_too(safe, tmp_path):
+    tree = project(tmp_path / "tree", *CODE, "params.yaml")
+    (tree / CODE[1]).write_text("import sys; print('code of the tree', *sys.argv[1:])")
+    given = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path]), "PYTHONSAFEPATH": safe}
+    command = [sys.executable, "-m", "components", "ingest", "a b"]
+    done = subprocess.run(command, cwd=tree, env=given, capture_output=True, text=True)
+    assert done.stdout == "code of the tree ingest a b\n", done.stderr
+
+
+@pytest.mark.fault("P6")
+@pytest.mark.parametrize("how", ["copied", "moved"])
+@pytest.mark.parametrize("name", ["there", "my projects", "o'neill & sons"])
+def test_a_checkout_that_was_copied_or_moved_is_adopted_by_make_install_and_refused_before(name, how, tmp_path):
+    first, there = project(tmp_path / "first", "stand-in"), tmp_path / name
+    python = environment_at(first)
+    shutil.copy(REPOSITORY / "m3diff", first)
+    script = f"#!{python}\nimport sys\nprint('by', sys.prefix, *sys.argv[1:])\n"
+    long = f"#!/bin/sh\n'''exec' \"{python}\" \"$0\" \"$@\"\n' '''\n" + script.partition("\n")[2]
+    for tool, text in (("m3diff", script), ("dvc", long), ("other", "#!/bin/sh\necho mine\n")):
+        (first / ".venv/bin" / tool).write_text(text)
+        (first / ".venv/bin" / tool).chmod(0o755)
+    (first / ".venv/.ready").touch()
+    assert launched(first) == (0, f"by {first / '.venv'} models", "")
+    (shutil.copytree(first, there, symlinks=True) if how == "copied" else first.rename(there))
+    code, _, said = launched(there)
+    assert (code, said.count("\n"), f"`make install` in {there}" in said) == (3, 1, True), said
+    environment = {"PATH": str(only(tmp_path / "bin"))}
+    check = [sys.executable, str(REPOSITORY / "infra" / "check_system.py")]
+    done = subprocess.run(check, cwd=there, env=environment, capture_output=True, text=True)
+    assert (done.returncode, str(first) in done.stdout) == (0, True), done.stderr
+    assert not (there / ".venv/.ready").exists(), "so that make installs the project again"
+    for tool in ("m3diff", "dvc"):
+        done = subprocess.run([there / ".venv/bin" / tool, "a b"], capture_output=True, text=True)
+        assert done.stdout == f"by {there / '.venv'} a b\n", done.stderr
+    assert (there / ".venv/bin/other").read_text() == "#!/bin/sh\necho mine\n"
+    if how == "copied":
+        assert (first / ".venv/bin/m3diff").read_text() == script
+        assert (first / ".venv/.ready").exists()
+
+
+def launched(checkout: Path) -> tuple[int, str, str]:
+    done = subprocess.run([checkout / "m3diff", "models"], capture_output=True, text=True)
+    return done.returncode, done.stdout.strip(), done.stderr
+
+
+def only(folder: Path) -> Path:
+    """A PATH with what check_system asks for, and nothing else."""
+    folder.mkdir()
+    for name, text in (("java", "echo 'openjdk version \"17.0.15\"' >&2"), ("git", ""), ("g++", "")):
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    return folder
+
+
+PIP = """#!/bin/sh
+case "$*" in
+  "-m venv"*) mkdir -p .venv/bin; cp "$0" .venv/bin/python;;
+  *--no-index*) echo "$*" >> asked; exit ${OFFLINE:-0};;
+  *pip*) echo "$*" >> asked; exit ${ONLINE:-0};;
+esac
+"""
+
+
+@pytest.mark.fault("P8")
+@pytest.mark.parametrize(("offline", "asks"), [("0", 1), ("1", 3)])
+def test_make_install_asks_no_index_where_what_is_installed_is_enough(offline, asks, tmp_path):
+    checkout = project(tmp_path / "checkout", "infra/check_system.py")
+    for file in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(REPOSITORY / file, checkout)
+    (tmp_path / "python").write_text(PIP)
+    (tmp_path / "python").chmod(0o755)
+    given = os.environ | {"OFFLINE": offline, "ONLINE": "0"}
+    for _ in range(2):
+        done = subprocess.run(
+            ["make", "install", f"PYTHON={tmp_path / 'python'}"],
+            cwd=checkout,
+            env=given,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+    asked = (checkout / "asked").read_text().splitlines()
+    assert len(asked) == asks, "the second time nothing is installed"
+    assert "--no-index" in asked[0]
+    assert not any("--no-index" in line for line in asked[1:])
+    os.utime(checkout / "pyproject.toml", None)
+    assert (checkout / ".venv/.ready").exists()
+
+
+@pytest.mark.fault("P9")
+def test_a_checkout_and_a_run_s_worktree_have_the_bytes_of_the_commit_whatever_autocrlf_says(tmp_path, monkeypatch):
+    from flows.workspace import git as flow_git  # noqa: F401  # the module that makes worktrees
+
+    (tmp_path / "settings").write_text("[core]\n\tautocrlf = true\n[user]\n\tname = a\n\temail = a@localhost\n")
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(tmp_path / "settings"))
+    origin = tmp_path / "origin"
+    subprocess.run(["git", "init", "-q", origin], check=True)
+    shutil.copy(REPOSITORY / ".gitattributes", origin)
+    (origin / "m3diff").write_bytes(b"#!/bin/sh\necho ran\n")
+    (origin / "windows.csv").write_bytes(b"a,b\r\n")
+    subprocess.run("git add -A && git commit -qm one", shell=True, cwd=origin, check=True)
+    subprocess.run(["git", "clone", "-q", origin, tmp_path / "clone"], check=True)
+    for name in ("m3diff", "windows.csv"):
+        assert (tmp_path / "clone" / name).read_bytes() == (origin / name).read_bytes()
+
+
+def test_sockets_of_this_machine_have_107_bytes():
+    """The limit that LONGEST counts with."""
+    with socket.socket(socket.AF_UNIX) as one, pytest.raises(OSError, match="too long"):
+        one.bind("/tmp/" + "d" * 103)
