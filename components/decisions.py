@@ -40,7 +40,23 @@ IDENTITY = {
 
 Action = Literal["promote", "rollback", "noticed"]
 Outcome = Literal["promoted", "first", "refused", "rolled back", "moved elsewhere", "not done"]
+BEGUN_AGAIN = "(another registry: version numbers begin again) "
 MOVES = ("promoted", "first", "rolled back", "moved elsewhere")
+
+
+class Identity(BaseModel):
+    """A version beyond its number, which MLflow gives again where its store or the registered model is made anew."""
+
+    model_config = ConfigDict(frozen=True)
+
+    run: str | None  # MLflow's id of the run that it was made by
+    content: str | None  # what `components.register.lineage` knows the same version by; None: register did not make it
+
+    def is_of(self, other: "Identity") -> bool:
+        """Whether both are the same model, be it registered twice."""
+        return (self.run is not None and self.run == other.run) or (
+            self.content is not None and self.content == other.content
+        )
 
 
 class Entry(BaseModel):
@@ -57,6 +73,8 @@ class Entry(BaseModel):
     previous: int | None = None  # which version the alias `previous` names after the move
     of: int | None = None  # of the outcome `not done`: the number of the entry that did not take place
     gate: dict[str, Any] = {}  # the numbers behind it
+    registry: int | None = None  # when MLflow made the registered model, in ms; None in lines of earlier releases
+    versions: dict[int, Identity] = {}  # of each version that is named here
 
 
 class Decision(Entry):
@@ -134,13 +152,31 @@ def champions(found: Iterable[Decision], model: str) -> Champions:
         if move.from_ is not None and line[-1:] != [move.from_]:
             line.append(move.from_)
         if goes_back(move):
-            kept = line.index(move.to) if move.to in line else len(line) - 1
+            left = 0 if move.from_ is None else 1  # none where the alias was gone
+            kept = line.index(move.to) if move.to in line else len(line) - left
             taken_back |= {version: move for version in line[kept:]}
             line = line[:kept]
         if move.to is not None:
             line = [*(version for version in line if version != move.to), move.to]
             taken_back.pop(move.to, None)
     return Champions(line, taken_back)
+
+
+def taken_back(found: Iterable[Decision], model: str, version: Identity) -> Decision | None:
+    """The decision by which a version was taken back, whatever its number was and in whichever registry it was."""
+    registries: dict[int | None, list[Decision]] = {}
+    for decision in found:
+        if decision.model == model:
+            registries.setdefault(decision.registry, []).append(decision)
+    for registry in reversed(registries.values()):
+        named = {number: identity for decision in registry for number, identity in decision.versions.items()}
+        same = [number for number, identity in named.items() if identity.is_of(version)]
+        line, back = champions(registry, model)
+        if any(number in line for number in same):
+            return None
+        if decisions_on := [back[number] for number in same if number in back]:
+            return decisions_on[-1]
+    return None
 
 
 def goes_back(move: Decision) -> bool:
@@ -291,9 +327,19 @@ def table(found: Sequence[Decision]) -> str:
                 decision.flow_run or "-",
             )
         )
+    registries: dict[str, int] = {}
+    begun = []  # the decisions with which version numbers begin again
+    for decision in found:
+        if decision.registry is not None:
+            if registries.get(decision.model, decision.registry) != decision.registry:
+                begun.append(decision.number)
+            registries[decision.model] = decision.registry
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    whys = [f"{' ' * widths[0]}  {decision.why or 'no reason was given'}" for decision in found]
+    whys = [
+        f"{' ' * widths[0]}  {BEGUN_AGAIN if decision.number in begun else ''}{decision.why or 'no reason was given'}"
+        for decision in found
+    ]
     return "\n".join([lines[0], *(text for pair in zip(lines[1:], whys, strict=True) for text in pair)])
 
 

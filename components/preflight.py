@@ -8,15 +8,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
+from mlflow.exceptions import MlflowException
 
 from components import tracking
+from components.decisions import decisions
 from components.evaluate.metrics import choose_metrics
 from components.evaluate.metrics.java import JavaMissing, require_java
 from components.evaluate.metrics.run import needs_java
 from components.evaluate.metrics.scorer import ScorerFailed
 from components.evaluate.metrics.spice import try_spice
 from components.params import Params
+from components.promote.moves import CHAMPION, alias_of, champion_lost
 from components.ray_cluster import NoRoomError, require_head
+from components.records import DataError
 from components.section import ParamsError
 
 GIB = 2**30
@@ -107,9 +111,21 @@ def java(params: Params) -> Iterator[str]:
 
 
 def server(params: Params) -> Iterator[str]:
+    """MLflow, and what somebody deleted there that register or the gate would miss hours later."""
+    cfg = params.register_
     try:
-        tracking.check_alive(tracking.resolve(params.register_.tracking_uri))
-    except (tracking.TrackingUnavailableError, OSError) as error:
+        store = tracking.resolve(cfg.tracking_uri)
+        tracking.check_alive(store)
+        if store.startswith(tracking.SQLITE) and not Path(store.removeprefix(tracking.SQLITE)).is_file():
+            return  # nothing was registered yet
+        with tracking.connected(cfg.tracking_uri) as client:
+            try:
+                tracking.known_experiment(client, cfg.experiment)
+            except DataError as deleted:
+                yield str(deleted)
+            if alias_of(client, cfg.model_name, CHAMPION) is None:
+                yield from filter(None, [champion_lost(client, decisions(), cfg.model_name)])
+    except (DataError, MlflowException, OSError) as error:
         yield f"register.tracking_uri: {error}"
 
 

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import socket
 import sqlite3
 import sys
@@ -18,7 +19,7 @@ import urllib.request
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import mlflow
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param
@@ -29,6 +30,8 @@ from mlflow.tracking import MlflowClient
 from components.records import DataError
 
 SQLITE = "sqlite:///"
+DELETED = "deleted"  # MLflow's word for an experiment or a run in its bin
+GONE = "RESOURCE_DOES_NOT_EXIST"  # MLflow's error of what is not there
 CURVE = "train/"  # before the name of a curve's column
 EXPERIMENTS = (".dvc", "tmp", "exps")  # where DVC runs queued experiments, within the project
 PROCESS = "register.process"  # tag of a run and of a stored model: who makes it
@@ -165,15 +168,52 @@ def anchor(database: Path) -> None:
 
 
 def experiment_id(client: MlflowClient, name: str) -> str:
-    """The experiment's id, made where there is none; beside a sqlite store its artifacts lie in `artifacts/`."""
-    known = client.get_experiment_by_name(name)
-    if known is not None:
-        return known.experiment_id
+    """The experiment's id, made where there is none; beside a sqlite store its artifacts lie in `artifacts/`.
+
+    Raises:
+        DataError: somebody deleted it.
+    """
+    if (known := known_experiment(client, name)) is not None:
+        return known
     store = mlflow.get_tracking_uri()
     if not store.startswith(SQLITE):
         return client.create_experiment(name)
     root = Path(store.removeprefix(SQLITE)).parent / "artifacts"
     return client.create_experiment(name, artifact_location=(root / name).as_uri())
+
+
+def known_experiment(client: MlflowClient, name: str) -> str | None:
+    """The experiment's id; None where there is none yet.
+
+    Raises:
+        DataError: somebody deleted it.
+    """
+    known = client.get_experiment_by_name(name)
+    if known is not None and known.lifecycle_stage == DELETED:
+        raise DataError(
+            f"register.experiment: {name!r} was deleted in MLflow, which takes nothing of it until it is restored: "
+            f"{restore('experiments', known.experiment_id)}, then `m3diff register` (nothing was lost)"
+        )
+    return known.experiment_id if known is not None else None
+
+
+def restore(what: Literal["experiments", "runs"], key: str) -> str:
+    """MLflow's command that brings back what somebody deleted."""
+    store = re.sub(r"//[^/@]*@", "//USER:PASSWORD@", mlflow.get_tracking_uri())
+    option = {"experiments": "--experiment-id", "runs": "--run-id"}[what]
+    return f"MLFLOW_TRACKING_URI={shlex.quote(store)} mlflow {what} restore {option} {key}"
+
+
+def lifecycle(client: MlflowClient, run_id: str | None) -> str | None:
+    """Whether a run is `active` or `deleted`; None where MLflow has none, as after `mlflow gc`."""
+    if not run_id:
+        return None
+    try:
+        return str(client.get_run(run_id).info.lifecycle_stage)
+    except MlflowException as error:
+        if error.error_code != GONE:
+            raise
+        return None
 
 
 def find_version(client: MlflowClient, name: str, version: str) -> ModelVersion:

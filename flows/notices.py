@@ -173,6 +173,8 @@ def decided(done: "Done", log: Callable[[str], None]) -> None:
     number = decision.champion if decision.champion is not None else "none"
     if decision.outcome == "refused":
         word, then = "rejected", f"The champion is as before (version {number}); there is nothing to do."
+        if decision.champion is None:
+            then = "There is no champion: choose one as said above."
     else:
         word, then = "promoted", f"The champion before was {number}; `m3diff rollback --why TEXT` brings it back."
     because = f"Run because {'; '.join(done.reasons)}. " if done.reasons else ""

@@ -79,6 +79,8 @@ def test_an_entry_says_who_when_what_why_from_which_flow_run_and_at_which_commit
         "previous": 1,
         "of": None,
         "gate": {"gain": 0.5},
+        "registry": None,
+        "versions": {},
         "flow_run": "f-1",
         "commit": git(here, "rev-parse", "HEAD"),
         "before": "0" * 64,

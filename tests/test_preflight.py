@@ -1,22 +1,30 @@
 """What is looked at before a run, each lack told with have and need."""
 
 import os
+import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import mlflow
 import psutil
 import pytest
+from click.testing import CliRunner
+from mlflow.cli import cli
+from mlflow.tracking import MlflowClient
 
 from components import preflight as looks
+from components.decisions import Entry, append
 from components.evaluate.metrics import METRICS
 from components.evaluate.metrics.spice import JARS, NASHORN
 from components.params import Params, load_params
 from components.preflight import GIB, NotReadyError, preflight
+from components.promote.rollback import rollback
+from tests.register.conftest import empty_store, store  # noqa: F401  # a fixture
 from tests.toy import REPOSITORY
 
 
@@ -194,6 +202,53 @@ def test_a_server_of_mlflow_that_is_gone_is_named(params, monkeypatch):
     assert "register.tracking_uri: MLflow at http://127.0.0.1:9 does not answer" in faults(
         params.model_copy(update={"register_": gone})
     )
+
+
+@pytest.fixture
+def mlflow_store(params, empty_store, tmp_path) -> Iterator[MlflowClient]:  # noqa: F811
+    """The embedded run's store with a first champion, in a git repository."""
+    (tmp_path / "services" / "mlflow").mkdir(parents=True)
+    shutil.copy(empty_store, tmp_path / "services" / "mlflow" / "mlflow.db")
+    subprocess.run(["git", "init", "-q"], check=True)
+    client = store(tmp_path)
+    run = client.create_run(client.create_experiment("m3diff")).info.run_id
+    client.create_registered_model("m3diff")
+    client.create_model_version("m3diff", "file:///nowhere", run)
+    move = Entry(action="promote", model="m3diff", from_=None, to=1, outcome="first", why="it is the first")
+    append(Path("."), move)
+    client.set_registered_model_alias("m3diff", "champion", "1")
+    yield client
+    mlflow.set_tracking_uri("")
+
+
+@pytest.mark.fault("T10")
+def test_an_experiment_that_was_deleted_is_said_with_the_command_that_restores_it(params, monkeypatch, mlflow_store):
+    preflight(params)
+    mlflow_store.delete_experiment(mlflow_store.get_experiment_by_name("m3diff").experiment_id)
+    (said,) = faults(params).splitlines()[1:]
+    assert said.startswith("  register.experiment: 'm3diff' was deleted in MLflow")
+    address, command = re.search(r"MLFLOW_TRACKING_URI=(\S+) mlflow (experiments restore \S+ \d+)", said).groups()
+    done = CliRunner().invoke(cli, command.split(), env={"MLFLOW_TRACKING_URI": address})
+    assert done.exit_code == 0, done.output
+    preflight(params)
+
+
+@pytest.mark.fault("T10")
+def test_a_champion_whose_alias_was_taken_away_is_said_with_the_command_that_sets_it_again(params, mlflow_store):
+    mlflow_store.delete_registered_model_alias("m3diff", "champion")
+    (said,) = faults(params).splitlines()[1:]
+    assert "the alias 'champion' is gone from model 'm3diff'" in said
+    assert "m3diff rollback --to 1 --why" in said
+    rollback(params, 1, "the alias was gone")
+    preflight(params)
+    mlflow_store.delete_registered_model("m3diff")
+    preflight(params)  # the next registration is the first of another registry
+
+
+@pytest.mark.fault("T10", "19")
+def test_a_file_that_is_no_store_of_mlflow_is_said(params, mlflow_store, tmp_path):
+    (tmp_path / "services" / "mlflow" / "mlflow.db").write_text("no database")
+    assert "register.tracking_uri: " in faults(params)
 
 
 def test_the_size_of_a_folder_is_that_of_all_files_below(tmp_path):

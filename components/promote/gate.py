@@ -5,13 +5,14 @@ what was measured, not by a bound: of a small group of pairs the bound alone wou
 of about twice the score's standard error.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Literal
 
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict
 
-from components.evaluate.bootstrap import Difference, compare, resampled_scores, rows_of, score_of
+from components.evaluate.bootstrap import DECIMALS, Difference, compare, resampled_scores, rows_of, score_of
 from components.evaluate.metrics import METRICS
 from components.evaluate.metrics.metric import Resampled
 from components.promote.params import Promote
@@ -68,6 +69,8 @@ def judge(cfg: Promote, challenger: pa.Table, champion: pa.Table) -> Verdict:
     missing = [name for name in asked if score_of(challenger, cfg.protocol, scores()[name]) is None]
     if missing:
         return Verdict(outcome="refused", reason=no_score(cfg, *missing))
+    if odd := [*unlike(cfg, challenger, champion)]:
+        return Verdict(outcome="refused", reason="; ".join([*odd, "evaluate and register again"]))
     found = compare(challenger, champion, cfg.protocol, scores()[cfg.metric], cfg.confidence)
     if found is None:
         return Verdict(outcome="refused", reason=f"the champion has no {cfg.metric} on {cfg.protocol}")
@@ -99,11 +102,34 @@ def no_score(cfg: Promote, *names: str) -> str:
     )
 
 
+def unlike(cfg: Promote, challenger: pa.Table, champion: pa.Table) -> Iterator[str]:
+    """A line for each reason why means over the two files are no means over the same pairs: a pair that one of them
+    lists twice, or that has a value in one of them alone."""
+    for whose, table in (("it", challenger), ("the champion", champion)):
+        ids = Counter(rows_of(table, cfg.protocol)["id"].to_pylist())
+        if twice := [pair for pair, times in ids.items() if times > 1]:
+            yield f"{whose} lists {len(twice)} pairs of {cfg.protocol} twice, such as {twice[0]}"
+    for name in (cfg.metric, *cfg.guards):
+        ours, theirs = (without_value(cfg, name, table) for table in (challenger, champion))
+        for whose, lacks in (("it", ours - theirs), ("the champion", theirs - ours)):
+            if lacks:
+                yield f"{whose} has no {name} of {len(lacks)} pairs that the other model has, such as {min(lacks)}"
+
+
+def without_value(cfg: Promote, name: str, table: pa.Table) -> set[str]:
+    """The pairs whose value of a score is null; none of a file that does not have the score."""
+    rows, column = rows_of(table, cfg.protocol), scores()[name].column
+    return set(rows.filter(rows[column].is_null())["id"].to_pylist()) if column in rows.column_names else set()
+
+
 def can_be_judged(cfg: Promote, challenger: pa.Table, champion: pa.Table) -> bool:
     """Whether the champion's file holds the challenger's pairs, and for them every score that the gate asks for."""
     ours, theirs = (sorted(rows_of(table, cfg.protocol)["id"].to_pylist()) for table in (challenger, champion))
-    asked = (cfg.metric, *cfg.guards)
-    return ours == theirs and all(score_of(champion, cfg.protocol, scores()[name]) is not None for name in asked)
+    return ours == theirs and all(
+        score_of(champion, cfg.protocol, scores()[name]) is not None
+        and without_value(cfg, name, champion) <= without_value(cfg, name, challenger)
+        for name in (cfg.metric, *cfg.guards)
+    )
 
 
 def guarded(cfg: Promote, name: str, challenger: pa.Table, champion: pa.Table) -> Guarded:
@@ -124,7 +150,7 @@ def worse(cfg: Promote, guards: dict[str, Guarded]) -> Iterator[str]:
     for name, guard in guards.items():
         if guard.champion is None or guard.challenger is None:
             yield f"the champion has no {name}, which is guarded"
-        elif loss(name, guard.challenger, guard.champion) > guard.tolerance:
+        elif round(loss(name, guard.challenger, guard.champion), DECIMALS) > guard.tolerance:
             yield f"{name} {guard.challenger:.4f} is more than {guard.tolerance:g} worse than {guard.champion:.4f}"
 
 

@@ -12,10 +12,31 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.tracking import MlflowClient
 
 from components import tracking
-from components.decisions import Decision, Entry, alone, append, catch_up, champions, decisions, faults, share, warn
+from components.decisions import (
+    Decision,
+    Entry,
+    alone,
+    append,
+    catch_up,
+    decisions,
+    faults,
+    share,
+    warn,
+)
 from components.params import Params
 from components.promote.gate import Verdict, can_be_judged, judge, judge_first
-from components.promote.moves import CHAMPION, PREVIOUS, alias_of, check_exists, make_move, settle
+from components.promote.moves import (
+    CHAMPION,
+    PREVIOUS,
+    alias_of,
+    champion_lost,
+    check_exists,
+    identified,
+    make_move,
+    of_registry,
+    rolled_back_by,
+    settle,
+)
 from components.promote.versions import CannotScoreAgain, stored_scores, test_set
 from components.records import DataError
 from components.register.stage import CHALLENGER, SCORES
@@ -83,9 +104,12 @@ def attempt(
             return promotion_of(finished)
         seen, known = decisions(repository), alias_of(client, name, CHAMPION)
     champion = client.get_model_version(name, str(known)) if known is not None else None
-    back = champions(seen, name).taken_back.get(int(challenger.version))
+    back = rolled_back_by(client, seen, challenger)
     if back is not None and not again:
         decision = promotion(params, challenger, champion, refused(rolled_back(back)))
+    elif lost := champion_lost(client, seen, name):
+        unseen = f"; or make this version champion without a comparison: {accept(challenger)}"
+        decision = promotion(params, challenger, None, refused(f"there is nothing to compare with: {lost}{unseen}"))
     else:
         verdict, scored_again = verdict_on(client, params, challenger, champion)
         decision = promotion(params, challenger, champion, verdict, scored_again)
@@ -104,6 +128,11 @@ def asked_for(client: MlflowClient, name: str, version: int | None) -> ModelVers
     if challenger is None:
         raise DataError(f"model {name!r} has no version with the alias {CHALLENGER!r}; run `m3diff register` first")
     return client.get_model_version(name, str(challenger))
+
+
+def accept(version: ModelVersion) -> str:
+    """The command that makes a version champion without the gate."""
+    return f"m3diff rollback --to {version.version} --why 'accepted without a comparison'"
 
 
 def rolled_back(decision: Decision) -> str:
@@ -159,9 +188,9 @@ def recorded(client: MlflowClient, repository: Path, decision: Promotion, seen: 
     entry = entry_of(client, decision)
     if decision.champion_now == decision.challenger:
         return make_move(client, repository, entry) is not None
-    last = next((known for known in reversed(seen) if known.model == decision.model), None)
-    if last is None or told(last) != told(entry):
-        append(repository, entry)
+    ours = of_registry(client, seen, decision.model)
+    if not ours or told(ours[-1]) != told(entry):
+        append(repository, identified(client, entry))
     return True
 
 
@@ -189,8 +218,7 @@ def verdict_on(
     except (CannotScoreAgain, ValueError) as error:
         return refused(
             f"champion {champion.version} has no scores on its test set ({test_set(challenger):.12}) and cannot be "
-            f"scored there: {error}. To accept the challenger unseen, take the alias {CHAMPION!r} away on the model's "
-            "MLflow page and promote again"
+            f"scored there: {error}. To accept the challenger unseen: {accept(challenger)}"
         ), False
 
 
@@ -198,7 +226,11 @@ def champion_scores(
     client: MlflowClient, params: Params, champion: ModelVersion, ours: pa.Table, on: str
 ) -> tuple[pa.Table, bool]:
     """The champion's scores on the test set `on`, and whether they were made now."""
-    stored = stored_scores(client, champion, on)
+    try:
+        stored = stored_scores(client, champion, on)
+    except DataError as damaged:
+        print(f"promote: champion {champion.version}: {damaged}", flush=True)
+        stored = None
     if stored is not None and can_be_judged(params.promote, ours, stored):
         return stored, False
     from components.promote.score_again import score_again  # torch, which takes seconds to import

@@ -7,12 +7,24 @@ from mlflow.tracking import MlflowClient
 from components import tracking
 from components.decisions import Decision, Entry, alone, catch_up, champions, decisions, share
 from components.params import Params
-from components.promote.moves import CHAMPION, PREVIOUS, alias_of, check_exists, exists, make_move, settle
+from components.promote.moves import (
+    CHAMPION,
+    PREVIOUS,
+    alias_of,
+    champion_lost,
+    check_exists,
+    exists,
+    make_move,
+    of_registry,
+    rolled_back_by,
+    settle,
+)
 from components.records import DataError
 
 
 def rollback(params: Params, to: int | None = None, why: str = "", repository: Path = Path(".")) -> Decision:
-    """Make the previous champion, or the version `to`, champion again; `promote` does not take the other one again.
+    """Make the previous champion, or the version `to`, champion; `promote` does not take the other one again. With `to`
+    the alias may be gone: then the version gets it.
 
     Raises:
         DataError: there is no champion, nothing to go back to, no such version, or no git repository.
@@ -31,14 +43,15 @@ def rollback(params: Params, to: int | None = None, why: str = "", repository: P
 
 
 def going_back(client: MlflowClient, repository: Path, model: str, to: int | None, why: str) -> Entry:
-    now = alias_of(client, model, CHAMPION)
-    if now is None:
-        raise DataError(f"model {model!r} has no version with the alias {CHAMPION!r}: there is nothing to roll back")
+    now, seen = alias_of(client, model, CHAMPION), decisions(repository)
+    if now is None and to is None:
+        lost = champion_lost(client, seen, model) or f"model {model!r} has no version with the alias {CHAMPION!r}"
+        raise DataError(f"there is nothing to roll back: {lost}")
     target = to if to is not None else version_before(client, repository, model)
     check_exists(client, model, target)
     if target == now:
         raise DataError(f"version {target} of {model!r} is the champion already")
-    line = champions(decisions(repository), model).line
+    line = champions(of_registry(client, seen, model), model).line
     older = line[: line.index(target)] if target in line else [version for version in line if version != now]
     return Entry(
         action="rollback",
@@ -59,9 +72,10 @@ def version_before(client: MlflowClient, repository: Path, model: str) -> int:
             f"model {model!r} has no version with the alias {PREVIOUS!r}: no earlier champion is known. Name a version "
             "(`m3diff history` lists them): m3diff rollback --to VERSION"
         )
-    if (decision := champions(decisions(repository), model).taken_back.get(found)) is not None:
+    version = client.get_model_version(model, str(found))
+    if (back := rolled_back_by(client, decisions(repository), version)) is not None:
         raise DataError(
-            f"the alias {PREVIOUS!r} names version {found}, which {decision.who} rolled back at {decision.at}; name a "
+            f"the alias {PREVIOUS!r} names version {found}, which {back.who} rolled back at {back.at}; name a "
             "version (`m3diff history` lists them): m3diff rollback --to VERSION"
         )
     return found

@@ -13,6 +13,7 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
+from components import tracking
 from components.evaluate.metrics.scorer import ScorerFailed
 from components.evaluate.stage import evaluate
 from components.models.checkpoint import is_adapters, place_on_base
@@ -57,6 +58,9 @@ def caption_and_score(client: MlflowClient, params: Params, version: ModelVersio
         cfg = params.predict.model_copy(update=length_limit(version))
         predict(cfg, params.compute, paths.mixture, model, predictions)
         evaluate(params.evaluate, params.compute, paths.records, paths.clean, predictions, model, report)
+        if tracking.lifecycle(client, version.run_id) is None:
+            print(f"promote: MLflow has lost the run of version {version.version}; its scores are not kept", flush=True)
+            return pq.read_table(report / SCORES)
         for name in (SCORES, "metrics.json"):
             client.log_artifact(run_of(version), str(report / name), scored_again(on))
         return pq.read_table(report / SCORES)

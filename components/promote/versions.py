@@ -22,14 +22,22 @@ def test_set(version: ModelVersion) -> str:
 
 
 def stored_scores(client: MlflowClient, version: ModelVersion, on: str) -> pa.Table | None:
-    """scores.parquet of a version on the test set `on`; None where MLflow has none."""
+    """scores.parquet of a version on the test set `on`; None where MLflow has none, or has lost the version's run.
+
+    Raises:
+        DataError: MLflow's copy is damaged, or no scores.parquet.
+    """
+    if not version.run_id:  # made by hand, not by register
+        return None
     places = [SCORES] if test_set(version) == on else []
     for place in [*places, f"{scored_again(on)}/{SCORES}"]:
         if has_artifact(client, run_of(version), place):
             with tempfile.TemporaryDirectory() as scratch:
                 file = Path(client.download_artifacts(run_of(version), place, scratch))
                 with readable(file, f"MLflow's copy in run {run_of(version)} is damaged: evaluate and register again"):
-                    return pq.read_table(file)
+                    table = pq.read_table(file)
+                    assert {"protocol", "id"} <= {*table.column_names}, "it has no columns protocol and id"
+                    return table
     return None
 
 

@@ -24,6 +24,7 @@ from components.runs import FLOW_RUN, TOKENS, VERSION, WEIGHTS, weights_sha256
 LOCK = Path("dvc.lock")
 MODEL_CODE = Path("components/models")
 RAW = "dvc.raw."
+CODE = "dvc.code"
 ADAPTERS = "adapters"
 """The folder in a checkpoint that holds what trained alone."""
 FORBIDDEN = re.compile(r"[^\w.\- ]")  # in what a tag names after `hours.`
@@ -56,7 +57,7 @@ class Lineage(BaseModel):
         """The tags that make two registrations the same version."""
         return {
             VERSION: self.checkpoint,
-            "dvc.code": self.code,
+            CODE: self.code,
             TOKENS: str(self.max_new_tokens),
         }
 
@@ -81,6 +82,13 @@ class Lineage(BaseModel):
     def outdated(self, tags: Collection[str]) -> list[str]:
         """Of a version's tags those that an earlier evaluation left and this one does not know."""
         return [tag for tag in tags if (tag.startswith(RAW) or tag == FLOW_RUN) and tag not in self.tags()]
+
+
+def content_of(tags: Mapping[str, str]) -> str | None:
+    """What a version is, from its tags, in one word: the same for the same checkpoint, code and length limit in any
+    registry. None where register did not make it."""
+    parts = [tags.get(tag) for tag in (VERSION, CODE, TOKENS)]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest() if parts[0] else None
 
 
 class Lock:

@@ -26,6 +26,7 @@ from pydantic import BaseModel, ConfigDict
 
 from components import tracking
 from components.params import Params, Paths
+from components.records import DataError
 from components.register.leftovers import (
     one_at_a_time,
     remove_leftovers,
@@ -108,9 +109,11 @@ def find_or_create(client: MlflowClient, params: Params, lineage: Lineage, lock:
 
 
 def find_version(client: MlflowClient, name: str, lineage: Lineage) -> ModelVersion | None:
-    """The version that holds this checkpoint and the code that runs it; the first where there are several."""
+    """The version that holds this checkpoint and the code that runs it; the first where there are several. One whose
+    run MLflow has lost does not count: nothing can be logged to it."""
     versions = client.search_model_versions(f"name = '{name}' and {same_as(lineage)}")
-    return min(versions, key=lambda v: int(v.version), default=None)
+    whole = [version for version in versions if tracking.lifecycle(client, version.run_id)]
+    return min(whole, key=lambda v: int(v.version), default=None)
 
 
 def same_as(lineage: Lineage) -> str:
@@ -168,7 +171,16 @@ def log_results(client: MlflowClient, run_id: str, paths: Paths) -> None:
 
 
 def update_results(client: MlflowClient, paths: Paths, version: ModelVersion, lineage: Lineage) -> None:
-    """The same checkpoint was evaluated anew: its run gets the new results, run and version the new lineage."""
+    """The same checkpoint was evaluated anew: its run gets the new results, run and version the new lineage.
+
+    Raises:
+        DataError: somebody deleted the run.
+    """
+    if tracking.lifecycle(client, run_of(version)) == tracking.DELETED:
+        raise DataError(
+            f"{version.name} version {version.version}: its run was deleted in MLflow, which takes nothing of it until "
+            f"it is restored: {tracking.restore('runs', run_of(version))}, then `m3diff register` (nothing was lost)"
+        )
     log_results(client, run_of(version), paths)
     for tag in lineage.outdated(version.tags):
         client.delete_tag(run_of(version), tag)
@@ -228,7 +240,12 @@ def run_of(version: ModelVersion) -> str:
 
 def has_artifact(client: MlflowClient, run_id: str, path: str) -> bool:
     folder = path.rpartition("/")[0] or None
-    return any(artifact.path == path for artifact in client.list_artifacts(run_id, folder))
+    try:
+        return any(artifact.path == path for artifact in client.list_artifacts(run_id, folder))
+    except MlflowException as error:
+        if error.error_code != tracking.GONE:
+            raise
+        return False  # the run itself
 
 
 def find_alias(client: MlflowClient, name: str, alias: str) -> ModelVersion | None:

@@ -7,6 +7,7 @@ follows from the records alone, so DVC watches them and no image folder.
 import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -272,7 +273,7 @@ def too_many_bad(share: float, clean: pl.DataFrame, quarantine: pl.DataFrame) ->
     for (dataset, split), some in bad.group_by(of_split, maintain_order=True):
         known = rows.filter(pl.col("dataset") == dataset)
         total = int(known.filter(split is None or pl.col("own_split") == split)["rows"].sum())
-        if some.height > share * total:
+        if some.height > Fraction(str(share)) * total:
             reasons = [f"{row['source']}: {row['reason']}" for row in some.iter_rows(named=True)]
             yield (
                 f"{dataset} {split or 'without a split'}: {some.height} of {total} rows are bad, more than "
@@ -287,7 +288,7 @@ def too_many_leaked(share: float, clean: pl.DataFrame, quarantine: pl.DataFrame)
     train = pl.concat([clean["dataset", "split"], quarantine["dataset", "split"]]).filter(split="train")
     for (dataset,), some in leaked.group_by("dataset", maintain_order=True):
         total = train.filter(dataset=dataset).height
-        if some.height > share * total:
+        if some.height > Fraction(str(share)) * total:
             reasons = [f"{row['source']}: {row['reason']}" for row in some.iter_rows(named=True)]
             yield (
                 f"{dataset}: {some.height} of {total} training pairs are in a test set, more than "

@@ -88,6 +88,13 @@ ROWS = (
     Row("m7", "a machine of a cluster and RAY_ADDRESS", "its memory and GPUs are not this machine's"),
     Row("m8", "a bit flips in a file whose time is kept, so that DVC calls it current", "it is not registered"),
     Row("m9", "a checkpoint that is to be resumed holds pickles", "none is loaded"),
+    Row("T9", "MLflow's store or registered model begins anew, or is put back to a backup", "no version for another"),
+    Row(
+        "T10",
+        "experiment, run, alias, version or scores are deleted on MLflow's page",
+        "said before the first step with the remedy; no champion by mistake; registered when mended",
+    ),
+    Row("T13", "score files with unlike nulls or pairs twice; a guard at its tolerance", "refused; accepted"),
     Row("see", "a person wants to see what ran", "page, links, progress, hours and scores"),
 )
 

@@ -13,7 +13,7 @@ from components.records import DataError
 from components.register.lineage import md5
 from flows import archive, tasks
 from tests import toy
-from tests.register.conftest import change
+from tests.register.conftest import change, store
 
 STAGES = {"ingest@minichange", "validate", "convert", "train", "predict", "evaluate"}
 
@@ -38,6 +38,30 @@ def test_a_second_run_skips_all_and_a_parameter_of_evaluate_runs_evaluate_alone(
     state, done = flow.run("evaluate.gallery=7")
     assert [name for name, how in done.items() if how == "Ran"] == ["evaluate", "register"]
     assert [found.version for found in flow.versions] == [version.version]
+
+
+@pytest.mark.fault("T10")
+@pytest.mark.slow(60)
+def test_a_deleted_experiment_is_met_before_the_first_step_and_what_was_trained_is_registered_when_it_is_mended(
+    flow, monkeypatch
+):
+    flow.run()
+    client = store(flow.root)
+    experiment = client.get_experiment_by_name("m3diff").experiment_id
+    client.delete_experiment(experiment)
+    flow.tries.clear()
+    with pytest.raises(NotReadyError, match=f"mlflow experiments restore --experiment-id {experiment}"):
+        flow.run("train.seed=1")
+    assert flow.tries == ["preflight"]
+    client.restore_experiment(experiment)
+    with monkeypatch.context() as later:
+        later.setattr(tasks, "preflight", lambda params: client.delete_experiment(experiment))
+        with pytest.raises(DataError, match=f"mlflow experiments restore --experiment-id {experiment}"):
+            flow.run("train.seed=1")
+    client.restore_experiment(experiment)
+    state, done = flow.run("train.seed=1")
+    assert (done["train"], done["evaluate"], done["register"]) == ("Skipped", "Skipped", "Ran")
+    assert len(flow.versions) == 2
 
 
 def flip_a_bit(rng, root: Path, folder: Path) -> tuple[Path, Path, str]:

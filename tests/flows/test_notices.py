@@ -236,6 +236,14 @@ def test_a_decision_of_the_gate_is_told_with_its_numbers_and_the_reason_of_the_r
     assert then in text
 
 
+@pytest.mark.fault("T10")
+def test_of_a_rejection_without_a_champion_it_is_not_said_that_there_is_nothing_to_do(told):
+    decided(done("refused", None), print)
+    ((_, _, text),) = told
+    assert "There is no champion" in text
+    assert "nothing to do" not in text
+
+
 def test_of_a_run_that_decided_nothing_there_is_nothing_to_tell(told):
     decided(done("unchanged"), print)
     decided(Done(done("first").work, []), print)

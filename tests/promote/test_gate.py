@@ -199,6 +199,86 @@ def test_the_first_challenger_needs_a_score_alone(models):
     assert (found.gain, found.champion_score) == (None, None)
 
 
+@pytest.mark.fault("T13")
+@pytest.mark.parametrize(
+    ("ours", "theirs", "tolerance", "outcome"),
+    [
+        (0.87, 0.90, 0.03, "promoted"),  # 0.03 and a little, as floats
+        (0.67, 0.70, 0.03, "promoted"),
+        (0.1, 0.3, 0.2, "promoted"),
+        (1.07, 1.1, 0.03, "promoted"),
+        (0.57, 0.58, 0.01, "promoted"),
+        (0.29, 0.29, 0.0, "promoted"),
+        (0.86999, 0.90, 0.03, "refused"),
+        (0.869998, 0.90, 0.03, "refused"),
+    ],
+)
+def test_a_guard_at_exactly_its_tolerance_is_held(models, ours, theirs, tolerance, outcome):
+    assert with_guard(models, ours, theirs, tolerance).outcome == outcome
+
+
+@pytest.mark.fault("T13")
+@pytest.mark.parametrize("pairs", [10, 100, 600])
+def test_a_guard_that_is_better_where_it_is_smaller_may_grow_by_exactly_its_tolerance(models, pairs):
+    more, less = (scores(exact) for exact in models)
+    silent = np.array(more["change_statistics"].to_pylist())
+    silent[:pairs, NAMES.index("changed_unchanged")] = 1
+    more = more.set_column(2, "change_statistics", pa.array(silent.tolist()))
+    exactly = pairs / 600
+    assert judge(gate(guards={"false_no_change": round(exactly, 6)}), more, less).outcome == "promoted"
+    assert judge(gate(guards={"false_no_change": round(exactly, 6) - 0.001}), more, less).outcome == "refused"
+
+
+# Files that are not over the same pairs
+
+
+def spice(values: list[float | None], ids: list[int] | None = None) -> pa.Table:
+    names = [f"minichange/{n:06d}" for n in ids or range(len(values))]
+    column = pa.array(values, pa.float64())
+    return pa.table({"protocol": [PROTOCOL] * len(values), "id": names, "SPICE": column})
+
+
+SPREAD = [n / 200 for n in range(200)]
+WORST_NULL = [None] * 40 + SPREAD[40:]
+UNLIKE = {
+    "itself with its worst scores null": (spice(WORST_NULL), spice(SPREAD), "it has no SPICE of 40 pairs"),
+    "the champion's are null": (spice(SPREAD), spice(WORST_NULL), "the champion has no SPICE of 40 pairs"),
+    "as many nulls of other pairs": (spice(WORST_NULL), spice(SPREAD[:160] + [None] * 40), "it has no SPICE of 40"),
+    "one null": (spice([None, *SPREAD[1:]]), spice([0.0] * 200), "such as minichange/000000"),
+    "a good pair many times": (
+        spice([*SPREAD, *[1.0] * 50], [*range(200), *[199] * 50]),
+        spice([*SPREAD, *[0.5] * 50], [*range(200), *[199] * 50]),
+        "it lists 1 pairs of minichange/total twice, such as minichange/000199",
+    ),
+}
+
+
+@pytest.mark.fault("T13", "S2")
+@pytest.mark.parametrize("case", UNLIKE)
+def test_scores_that_are_not_over_the_same_pairs_are_refused(case):
+    ours, theirs, words = UNLIKE[case]
+    found = judge(gate(metric="SPICE"), ours, theirs)
+    assert (found.outcome, words in found.reason) == ("refused", True), found.reason
+    guarded = [table.append_column("CIDEr", pa.array([v] * len(table))) for table, v in ((ours, 2.0), (theirs, 1.0))]
+    assert judge(gate(metric="CIDEr", guards={"SPICE": 1.0}), *guarded).outcome == "refused"
+    assert can_be_judged(gate(metric="SPICE"), ours, theirs) == ("the champion has" not in found.reason)
+
+
+@pytest.mark.fault("T13")
+def test_nulls_of_the_same_pairs_and_pairs_in_another_order_are_compared():
+    better = [value and value + 0.1 for value in WORST_NULL]
+    order = np.random.default_rng(7).permutation(200)
+    found = judge(gate(metric="SPICE"), spice(better).take(order), spice(WORST_NULL))
+    assert (found.outcome, found.gain) == ("promoted", pytest.approx(0.1))
+    assert judge(gate(metric="SPICE"), spice(WORST_NULL), spice(WORST_NULL)).outcome == "refused"
+
+
+@pytest.mark.fault("T13")
+@pytest.mark.parametrize("pairs", [0, 1])
+def test_of_no_pair_or_one_nothing_is_promoted(pairs):
+    assert judge(gate(metric="SPICE"), spice([1.0] * pairs), spice([0.0] * pairs)).outcome == "refused"
+
+
 # What is no number
 
 NO_NUMBERS = [float("nan"), float("inf"), float("-inf"), None]

@@ -266,7 +266,7 @@ def test_where_it_cannot_be_scored_again_the_challenger_is_refused_with_reason_a
     refused = registry.decide()
     assert refused.outcome == "refused"
     assert f"champion 1 has no scores on its test set (new) and cannot be scored there: {error}" in refused.reason
-    assert "take the alias 'champion' away" in refused.reason
+    assert "m3diff rollback --to 2 --why" in refused.reason
     assert registry.aliases() == {"challenger": 2, "champion": 1}
 
 

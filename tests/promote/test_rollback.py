@@ -139,14 +139,6 @@ def test_a_rollback_by_hand_is_noticed_and_holds(three):
     assert three.record()[3:] == ["moved elsewhere", "refused"]
 
 
-def test_the_champion_taken_away_by_hand_is_noticed_and_the_challenger_is_the_first_again(three):
-    three.client.delete_registered_model_alias("m3diff", "champion")
-    three.add(scores(0.5))
-    assert three.decide().outcome == "first"
-    assert three.record()[3:] == ["moved elsewhere", "first"]
-    assert three.aliases() == {"challenger": 4, "champion": 4, "previous": 2}
-
-
 def test_the_record_outlives_the_registered_model(three):
     three.rollback()
     three.client.delete_registered_model("m3diff")

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -14,9 +15,12 @@ import mlflow
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from click.testing import CliRunner
+from mlflow.cli import cli
 from mlflow.tracking import MlflowClient
 
 from components import tracking
+from components.__main__ import main
 from components.params import load_params
 from components.register import stage
 from components.register.lineage import Lock, read_lineage
@@ -265,6 +269,56 @@ def test_a_version_of_before_scores_were_kept_pair_by_pair_gets_them(opened, mon
     (run,) = opened.runs()
     assert {"report.html", "scores.parquet"} <= {found.path for found in opened.client.list_artifacts(run.info.run_id)}
     assert opened.register().outcome == "unchanged"
+
+
+@pytest.mark.fault("T10")
+@pytest.mark.parametrize("what", ["experiment", "run"])
+def test_what_was_deleted_in_mlflow_is_said_and_registered_when_it_is_mended(opened, capsys, what):
+    if what == "run":
+        opened.client.delete_run(opened.register().run_id)
+        change(opened.root, "evaluate", gallery=76)
+        toy.run(opened.root, "dvc", "repro", "-q")
+    else:
+        opened.client.delete_experiment(tracking.experiment_id(opened.client, "m3diff"))
+    capsys.readouterr()
+    assert main(["register"]) == 3
+    (said,) = capsys.readouterr().err.splitlines()
+    address, command = re.search(r"MLFLOW_TRACKING_URI=(\S+) mlflow (\w+ restore \S+ \w+), then", said).groups()
+    done = CliRunner().invoke(cli, command.split(), env={"MLFLOW_TRACKING_URI": address})
+    assert done.exit_code == 0, done.output
+    assert main(["register"]) == 0
+    assert f"models:/m3diff/1 {'updated' if what == 'run' else 'registered'}" in capsys.readouterr().out
+
+
+@pytest.mark.fault("T10")
+def test_a_version_whose_run_is_gone_for_good_is_registered_once_more(opened):
+    run = opened.register().run_id
+    opened.client.delete_run(run)
+    store = mlflow.get_tracking_uri()
+    done = CliRunner().invoke(cli, ["gc", "--backend-store-uri", store], env={"MLFLOW_TRACKING_URI": store})
+    assert done.exit_code == 0, done.output
+    again = opened.register()
+    assert (again.outcome, again.version, again.run_id != run) == ("registered", 2, True)
+    assert opened.register().outcome == "unchanged"
+
+
+@pytest.mark.fault("T10")
+@pytest.mark.parametrize("delete", ["version", "model", "scores"])
+def test_a_deleted_version_model_or_score_file_is_made_again(opened, delete):
+    run = opened.register().run_id
+    if delete == "scores":
+        place = opened.client.get_run(run).info.artifact_uri.removeprefix("file://")
+        Path(place, "scores.parquet").unlink()
+    elif delete == "version":
+        opened.client.delete_model_version("m3diff", "1")
+    else:
+        opened.client.delete_registered_model("m3diff")
+    done = opened.register()
+    told = {"scores": ("updated", 1), "version": ("registered", 2), "model": ("registered", 1)}
+    assert (done.outcome, done.version) == told[delete]
+    assert done.run_id == run
+    assert opened.challenger() == done.version
+    assert stage.has_artifact(opened.client, run, "scores.parquet")
 
 
 def test_an_artifact_is_found_in_its_folder_and_another_of_like_name_is_none(opened):

@@ -11,6 +11,8 @@ from PIL import Image, ImageFilter
 
 from components.records import DataError
 from components.validate.leaks import find_twins, sound_pairs
+from components.validate.rules import LEAK
+from components.validate.stage import too_many_bad, too_many_leaked
 from tests.layouts import run_ingest, run_validate, write_json
 
 
@@ -106,6 +108,15 @@ def test_leaks_may_be_kept_and_are_counted_all_the_same(tmp_path):
     report = run_validate(tmp_path, allow_test_leakage=True)
     assert (report.quarantined, report.leaks) == (0, 0)
     assert report.overlaps == {"train in test": 1, "val in test": 1, "train in val": 1}
+
+
+def test_exactly_the_share_of_leaked_or_bad_rows_is_allowed_where_floats_round_it_down():
+    for share, count in ((0.29, 29), (0.07, 7), (0.57, 57), (0.58, 58)):
+        rows = [{"dataset": "a", "split": "train", "own_split": "train", "source": "", "reason": ""}] * 100
+        for rule, faults in (("leak", too_many_leaked), ("empty", too_many_bad)):
+            quarantine = pl.DataFrame(rows[:count]).with_columns(rules=pl.lit([LEAK if rule == "leak" else rule]))
+            assert [*faults(share, pl.DataFrame(rows[count:]), quarantine)] == []
+            assert len([*faults(share - 0.001, pl.DataFrame(rows[count:]), quarantine)]) == 1
 
 
 @pytest.mark.parametrize(("leaked", "split", "train_on"), [(1, "train", ["train"]), (1, "val", ["train", "val"])])
