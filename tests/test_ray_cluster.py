@@ -141,6 +141,7 @@ open("ended", "w").write("well")
 """
 
 
+@pytest.mark.fault("W5")
 @pytest.mark.parametrize(
     "start",
     [
