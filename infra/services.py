@@ -24,6 +24,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -352,6 +353,7 @@ def start(service: Service) -> None:
                 )
             print(f"{service.name}: already up")
             return
+        end_orphans(service)
         check_port(service)
         with open_log(service) as log:
             child = subprocess.Popen(
@@ -364,6 +366,26 @@ def start(service: Service) -> None:
             )
         write_record(service, child.pid)
     print(f"{service.name}: starting")
+
+
+def end_orphans(service: Service) -> None:
+    """End what a server that was killed left of itself, such as a child that holds its port. A worker's flows are no
+    part of it."""
+    if service.port is None or not service.record.exists():
+        return
+    kept = json.loads(service.record.read_text())
+    with suppress(psutil.Error):
+        if psutil.Process(kept["pid"]).create_time() != kept["started"]:
+            return  # the number, and so the session, is another's by now
+    left = []
+    for process in psutil.process_iter():
+        with suppress(OSError):
+            if os.getsid(process.pid) == kept["pid"] != process.pid:
+                left.append(process)
+    for process in left:
+        with suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(left, timeout=10)
 
 
 def check_port(service: Service) -> None:
@@ -619,6 +641,7 @@ def down() -> None:
             print(f"{service.name}: runs as a unit; `make uninstall-services`, or systemctl stop m3diff-{service.name}")
             continue
         if process is None:
+            end_orphans(service)
             print(f"{service.name}: not up")
         else:
             end([process] if service.name == "keeper" else [process, *process.children(recursive=True)])

@@ -90,7 +90,7 @@ class Unattended(Killer):
     def victims(self, victim: str, run: str) -> list[psutil.Process]:
         """The processes to kill; none where the flow has no such at this moment."""
         if victim in SERVICES:
-            return [self.machine.process(name) for name in SERVICES[victim]]
+            return self.services(SERVICES[victim])
         ours: dict[str, list[psutil.Process]] = {"dvc": [], "stage": [], "flow": []}
         for process in psutil.process_iter():
             with suppress(psutil.Error, OSError):
@@ -98,13 +98,25 @@ class Unattended(Killer):
                     ours["flow" if (what := kind(process)) not in ours else what].append(process)
         if victim != "all":
             return ours[victim]
-        services = [self.machine.process(name) for name in ("keeper", "worker", "prefect", "mlflow")]
+        services = self.services(["keeper", "worker", "prefect", "mlflow"])
         under = [child for service in services for child in service.children(recursive=True)]
         return [*services, *under, *(process for found in ours.values() for process in found)]
+
+    def services(self, names: list[str]) -> list[psutil.Process]:
+        """Those that are up; one that was killed may not be yet."""
+        found = []
+        for name in names:
+            with suppress(psutil.Error):
+                found.append(self.machine.process(name))
+        return found
 
     def kill_one(self, number: int) -> dict[str, Any]:
         draw = random.Random(f"{self.told.seed} kill {number}")
         victim, wait = draw.choice(VICTIMS), draw.random() * self.run_s
+        deadline = time.monotonic() + ENDS_S
+        while (status := self.machine.make("status")).stdout.count(" up  ") < 4:  # the keeper is at it
+            assert time.monotonic() < deadline, status.stdout
+            time.sleep(2)
         run, started = self.begin(number), time.monotonic()
         time.sleep(wait)
         while not (alive := self.victims(victim, run)) and not self.is_over(run):

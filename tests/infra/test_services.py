@@ -19,6 +19,7 @@ import pytest
 
 from infra import services, units
 from infra.services import Service, ServiceError
+from tests.servers import free_port
 
 TOKENS = {"PREFECT_SERVER_API_AUTH_STRING": "m3diff:" + "a" * 16, "MLFLOW_AUTH_ADMIN_PASSWORD": "b" * 16}
 OURS = ("M3DIFF_", "PREFECT_", "MLFLOW_")
@@ -207,6 +208,42 @@ def test_a_restart_adds_to_the_log_and_takes_nothing_from_it(folder, monkeypatch
     lines = service.log.read_text().splitlines()
     assert [line for line in lines if line == "a line"] == ["a line"] * 2
     assert [line[:18] for line in lines[::2]] == ["--- small started "] * 2
+
+
+LISTENS = """
+import os, socket, sys, time
+if os.fork() == 0:
+    with socket.create_server(("127.0.0.1", int(sys.argv[1]))):
+        print("listens", flush=True)
+        time.sleep(60)
+time.sleep(60)
+"""
+
+
+@pytest.mark.fault("S5")
+@pytest.mark.parametrize("again", ["start", "down"])
+def test_what_a_killed_server_left_of_itself_does_not_keep_its_port_from_the_next(again, folder, monkeypatch):
+    """MLflow's own process starts the one that listens."""
+    port = free_port()
+    service = Service("small", [sys.executable, "-c", LISTENS, str(port)], port)
+    monkeypatch.setattr(services, "environment", lambda service: dict(os.environ))
+    monkeypatch.setattr(services, "services", lambda: [service])
+    services.start(service)
+    deadline = time.monotonic() + 20
+    while "listens" not in service.log.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    killed = service.process()
+    killed.kill()
+    wait_for_end(service)
+    try:
+        assert services.is_taken(port)
+        getattr(services, again)(*([service] if again == "start" else []))
+        assert (service.process() is not None) == (again == "start")
+        assert again == "start" or not services.is_taken(port)
+    finally:
+        services.down()
+    assert not services.is_taken(port)
 
 
 def test_a_log_that_has_grown_is_moved_on_while_it_is_written_and_a_few_are_kept(folder, monkeypatch):
