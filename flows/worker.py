@@ -21,6 +21,7 @@ from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.client.schemas.responses import WorkerFlowRunResponse
 from prefect.client.schemas.sorting import FlowRunSort
+from prefect.events.filters import EventFilter
 from prefect.exceptions import PrefectException
 from prefect.states import AwaitingRetry, Cancelled, Crashed, Failed, State
 from prefect.workers.process import ProcessWorker
@@ -30,8 +31,8 @@ from flows.lookback import OURS
 from flows.processes import at_work
 from flows.schedule import MOST_CRASHES
 
-BEGINS_S = 60
-"""A run that no worker has put its name to yet, and that still did not begin after this time, lost its worker."""
+BEGINS_S, SILENCE_S = 60, 90
+"""At most: from the moment that a worker took a run to its process; from one heartbeat of that to the next."""
 AGAIN = ("full", "retrain")
 AGAIN_DAYS = 1
 """Older crashes are left to a person."""
@@ -85,21 +86,33 @@ class Worker(ProcessWorker):
         wanted = FlowRunFilter.model_validate({"state": {"type": {"any_": states}}})
         newest = FlowRunSort.EXPECTED_START_TIME_DESC
         runs = await self.client.read_flow_runs(flow_filter=OURS, flow_run_filter=wanted, sort=newest)
-        lost = [run for run in runs if run.deployment_id in names and run.id not in before and self.is_lost(run)]
-        here = await self.held(lost)
-        for run in [run for run in lost if run.id not in here]:
-            state = await self.next_state(run, names[run.deployment_id])
+        runs = [run for run in runs if run.deployment_id in names and run.id not in before]
+        here = await self.held(runs)
+        for run in [run for run in runs if run.id not in here]:
+            state = await self.next_state(run, names[run.deployment_id]) if await self.is_lost(run) else None
             if state and (await self.client.set_flow_run_state(run.id, state)).status.value == "ACCEPT":
                 await self.tell(run, names[run.deployment_id], state)
 
-    def is_lost(self, run: FlowRun) -> bool:
-        """Whether a run that no process here works for is this worker's to look after."""
+    async def is_lost(self, run: FlowRun) -> bool:
+        """Whether a run that no process here works for is this worker's to look after. Another worker may have the same
+        name, on another machine or in another container."""
         assert run.state is not None
+        whose, age = run.labels.get("prefect.worker.name"), datetime.now(UTC) - run.state.timestamp
         if run.state_type == CRASHED:
-            return datetime.now(UTC) - run.state.timestamp < timedelta(days=AGAIN_DAYS)
-        whose = run.labels.get("prefect.worker.name")
-        began = datetime.now(UTC) - run.state.timestamp > timedelta(seconds=BEGINS_S)
-        return whose == self.name or (whose is None and run.state_type == PENDING and began)
+            return age < timedelta(days=AGAIN_DAYS) and (whose == self.name or not await self.is_heard(run))
+        if run.state_type == PENDING:
+            return whose in (None, self.name) and age > timedelta(seconds=BEGINS_S)
+        return whose == self.name and age > timedelta(seconds=SILENCE_S) and not await self.is_heard(run)
+
+    async def is_heard(self, run: FlowRun) -> bool:
+        """Whether a process somewhere still tells the server that it works for this run."""
+        since = datetime.now(UTC) - timedelta(seconds=SILENCE_S)
+        asked = {
+            "event": {"name": ["prefect.flow-run.heartbeat"]},
+            "resource": {"id": [f"prefect.flow-run.{run.id}"]},
+            "occurred": {"since": since},
+        }
+        return bool((await self.client.read_events(EventFilter.model_validate(asked), limit=1)).events)
 
     async def next_state(self, run: FlowRun, what: str) -> State[Any] | None:
         """The state of a lost run from now on; None where it stays as it is."""

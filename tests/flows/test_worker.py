@@ -26,13 +26,19 @@ HERE, OTHER = {"prefect.worker.name": "here"}, {"prefect.worker.name": "another"
 
 
 class Server:
-    """Prefect's API with one run in this state."""
+    """Prefect's API with one run, in this state for so many minutes. `heard`: its process tells that it works."""
 
     def __init__(
-        self, state: State[Any], deployment: str, labels: dict[str, Any], minutes: float, crashes: int
+        self,
+        state: State[Any],
+        deployment: str,
+        labels: dict[str, Any],
+        minutes: float,
+        crashes: int,
+        heard: bool = False,
     ) -> None:
         self.set: list[State[Any]] = []
-        self.crashes, self.gone = crashes, False
+        self.crashes, self.gone, self.heard = crashes, False, heard
         self.run = FlowRun(
             id=uuid.uuid4(),
             flow_id=uuid.uuid4(),
@@ -49,6 +55,10 @@ class Server:
 
     async def read_flow_runs(self, flow_filter: Any, flow_run_filter: Any, sort: Any) -> list[FlowRun]:
         return [self.run] if self.run.state_type in flow_run_filter.state.type.any_ else []
+
+    async def read_events(self, asked: Any, limit: int) -> Any:
+        assert asked.resource.id == [f"prefect.flow-run.{self.run.id}"]
+        return SimpleNamespace(events=[1] * self.heard)
 
     async def read_flow_run_states(self, flow_run_id: uuid.UUID) -> list[State[Any]]:
         return [*([Running(), Crashed()] * self.crashes)]
@@ -102,18 +112,24 @@ def process() -> Iterator[Callable[[uuid.UUID], None]]:
 
 
 LOST = {
-    "killed before it began": (Pending(), "watch", HERE, 0, 0, "CRASHED"),
-    "killed as it began": (Submitting(), "retrain", HERE, 0, 0, "CRASHED"),
-    "killed at work": (Running(), "full", HERE, 0, 0, "CRASHED"),
+    "killed before it began": (Pending(), "watch", HERE, 2, 0, "CRASHED"),
+    "killed as it began": (Submitting(), "retrain", HERE, 2, 0, "CRASHED"),
+    "killed at work": (Running(), "full", HERE, 2, 0, "CRASHED"),
     "killed at once, before it put its name to it": (Pending(), "retrain", {}, 2, 0, "CRASHED"),
-    "killed while it was cancelled": (Cancelling(), "full", HERE, 0, 0, "CANCELLED"),
+    "killed while it was cancelled": (Cancelling(), "full", HERE, 2, 0, "CANCELLED"),
     "crashed": (Crashed(), "full", HERE, 0, 1, "SCHEDULED"),
+    "crashed a moment after it told that it works": (Crashed(), "full", HERE, 0, 1, True, "SCHEDULED"),
     "crashed on another machine": (Crashed(), "retrain", OTHER, 30, 1, "SCHEDULED"),
     "crashed thrice: the flow itself says so": (Crashed(), "full", HERE, 0, 3, "SCHEDULED"),
     "crashed again before the flow could say so": (Crashed(), "full", HERE, 0, 4, "FAILED"),
 }
 LEFT = {
     "another may be about to begin it": (Pending(), "retrain", {}, 0.5, 0),
+    "one of the same name is about to begin it": (Submitting(), "retrain", HERE, 0.5, 0),
+    "one of the same name has just begun it": (Running(), "full", HERE, 0.5, 0),
+    "one of the same name is at work on it": (Running(), "full", HERE, 600, 0, True),
+    "one of the same name ends it": (Cancelling(), "full", HERE, 10, 0, True),
+    "crashed, and its machine slept only": (Crashed(), "full", OTHER, 10, 1, True),
     "another machine's, about to begin": (Submitting(), "watch", OTHER, 30, 0),
     "another machine's, at work": (Running(), "full", OTHER, 600, 0),
     "another machine's, being cancelled": (Cancelling(), "full", OTHER, 30, 0),
