@@ -41,8 +41,8 @@ test-long: install ## the tests of which `make test-all` takes a sample: the lon
 faults: install ## every fault of tests/faults/table.py, an hour at most; SEED=N for the points of an earlier run
 	@OMP_NUM_THREADS=1 timeout 3600 python -m pytest -n 2 --dist worksteal -m 'fault and not gpu and not team' $(if $(SEED),--faults-seed $(SEED))
 
-kills: install  ## N random kills of a pipeline's processes, replayable by SEED, and what must hold after them
-	@python -m tests.faults.kills $(if $(filter file,$(origin N)),200,$(N)) $(if $(SEED),--seed $(SEED))
+kills: install  ## N random kills of services and flows -> runs/kills/kills.jsonl; a second call goes on
+	@python -m tests.faults.unattended $(if $(filter file,$(origin N)),200,$(N)) $(if $(SEED),--seed $(SEED))
 
 check: install  ## lint, formatting, types and the design rules
 	@ruff check .
@@ -53,13 +53,13 @@ check: install  ## lint, formatting, types and the design rules
 docs: install   ## the Markdown of this repository as pages -> runs/docs/index.html
 	@python -m infra.pages
 
-up: install     ## Prefect server, MLflow server and a worker on this machine
+up: install     ## Prefect server, MLflow server and a worker on this machine, and a keeper that starts them again
 	@python -m infra.services up
 
 down:           ## end what `up` started
 	@python -m infra.services down
 
-status:         ## each service: up or not, where, since when, its log; the last runs of the flows
+status:         ## each service: up or not, where, since when, its log; the last runs of the flows, and what hangs
 	@python -m infra.services status
 
 serve: install  ## captions over HTTP with the champion, and a page, at http://127.0.0.1:8000; MODEL=FOLDER or a version for another

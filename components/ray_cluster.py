@@ -7,7 +7,7 @@ import secrets
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from components.compute import Compute
@@ -155,7 +155,9 @@ def children_in_a_group_of_their_own() -> Iterator[None]:
     """Within, processes are started outside this one's process group: a signal to the group reaches this process, which
     ends them when its work is done. They die with it in any case.
 
-    A leader of a group, as what a shell starts by hand, has its children in it.
+    A leader of a group, as what a shell starts by hand, has its children in it. A group whose other members ended
+    meanwhile, as that of a script which started this process in the background, is gone: this process then stays in
+    the new one.
     """
     group = os.getpgrp()
     if group == os.getpid():
@@ -165,4 +167,5 @@ def children_in_a_group_of_their_own() -> Iterator[None]:
     try:
         yield
     finally:
-        os.setpgid(0, group)
+        with suppress(PermissionError):  # there is no such group in this session any more
+            os.setpgid(0, group)

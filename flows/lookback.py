@@ -75,7 +75,7 @@ def tell_of_crashes(client: SyncPrefectClient, now: datetime, checkout: Path, lo
     for run in client.read_flow_runs(flow_filter=OURS, flow_run_filter=crashed, sort=FlowRunSort.END_TIME_DESC):
         what = names.get(run.deployment_id)
         if what is not None and run.state is not None:
-            notices.tell_of_crash(what, run, run.state, log, checkout)
+            notices.tell_of_end(what, run, run.state, log, checkout)
 
 
 def tell_of_silence(

@@ -128,9 +128,10 @@ def failed(flow: Flow[..., Any], flow_run: FlowRun, state: State) -> None:
     )
 
 
-def tell_of_crash(what: str, run: FlowRun, state: State, log: Callable[[str], None], checkout: Path) -> None:
-    """What the run's own hook would have told, where it could not: its host was gone."""
-    tell(f"{run.id} crashed", f"m3diff/{what} crashed", failure(what, run, state), log, checkout)
+def tell_of_end(what: str, run: FlowRun, state: State, log: Callable[[str], None], checkout: Path) -> None:
+    """What the run's own hook would have told, where it could not: its process or its host was gone."""
+    how = "crashed" if state.is_crashed() else "failed"
+    tell(f"{run.id} {how}", f"m3diff/{what} {how}", failure(what, run, state), log, checkout)
 
 
 def failure(what: str, run: FlowRun, state: State) -> str:

@@ -1,5 +1,5 @@
 """Late runs of a deployment are one run: the first that starts cancels the others that are due and ask for the same.
-And a run that crashes is started again by itself (`infra/services.py`), but not for ever."""
+And a run that crashes is started again by itself (`flows/worker.py`), but not for ever."""
 
 import inspect
 from collections.abc import Mapping
@@ -63,7 +63,7 @@ def count_crashes(checkout: Path) -> None:
     if crashes:
         assert (context := FlowRunContext.get()) is not None
         assert context.flow is not None
-        notices.tell_of_crash(context.flow.fn.__name__, run, crashes[0], get_run_logger().warning, checkout)
+        notices.tell_of_end(context.flow.fn.__name__, run, crashes[0], get_run_logger().warning, checkout)
 
 
 def coalesce_late() -> list[str]:

@@ -1,5 +1,6 @@
-"""The services of one machine: `make up` starts a Prefect server, an MLflow server and a worker, `make status` says how
-they are, `make down` ends them. infra/units.py has systemd run the same commands where the machine stays on.
+"""The services of one machine: `make up` starts a Prefect server, an MLflow server, a worker and a keeper that starts
+these again, `make status` says how they are, `make down` ends them. infra/units.py has systemd run the same commands,
+without the keeper, where the machine stays on.
 
 Everything they keep lies under services/. Ports: M3DIFF_PREFECT_PORT (4200) and M3DIFF_MLFLOW_PORT (5000). The MLflow
 server serves the store that `m3diff register` writes without it, so both show the same runs and versions.
@@ -9,6 +10,7 @@ its owner may read; infra/README.md lists them.
 """
 
 import base64
+import fcntl
 import importlib.util
 import ipaddress
 import json
@@ -22,6 +24,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -31,13 +34,17 @@ import psutil
 
 from components import PRIVACY
 from flows import GUARD
+from flows.processes import at_work
+from infra.deployments import FLOW, POOL, deploy
 
 HOST = "127.0.0.1"
-POOL = FLOW = "m3diff"
 WORKER = socket.gethostname()
 PATIENCE_S = 300  # a first start creates two databases, on cores that may be busy
 GRACE_S = 40  # a stage in progress has its own grace inside
 SILENCE_S = 90  # a worker is heard every 30 s
+KEEP_S, MOST_PAUSE_S = 5, 300  # the keeper's look, and its longest wait before what ends again and again
+AT_WORK, ENDED_BADLY = ("PENDING", "RUNNING", "CANCELLING"), ("CRASHED", "FAILED")
+HANGS_S = 180  # the worker looks after its runs every 30 s, and the server ends what it did not hear of for 90 s
 LOG_BYTES, LOGS_KEPT = 10_000_000, 5
 SERVICES = Path("services").resolve()
 BIN = Path(sys.executable).parent
@@ -100,6 +107,8 @@ class Service:
         return self.process() is not None and json.loads(self.record.read_text()).get("unit", False)
 
     def healthy(self) -> bool:
+        if self.name == "keeper":
+            return self.process() is not None
         if self.port is None:
             return (process := self.process()) is not None and is_heard(process.create_time())
         path = "/api/health" if self.name == "prefect" else "/health"
@@ -133,10 +142,15 @@ def services() -> list[Service]:
         ),
         Service(
             "worker",
-            [f"{BIN}/prefect", "worker", "start", "--pool", POOL, "--name", WORKER, "--limit", flows_at_once()],
+            [sys.executable, "-m", "flows.worker", "worker", "start", "--pool", POOL, "--name", WORKER]
+            + ["--limit", flows_at_once()],
             None,
         ),
     ]
+
+
+def keeper() -> Service:
+    return Service("keeper", [sys.executable, str(Path(__file__).resolve()), "keep"], None)
 
 
 def flows_at_once() -> str:
@@ -314,6 +328,8 @@ def up() -> None:
     deploy()
     start(worker)
     wait(worker)
+    if not worker.by_systemd():
+        start(keeper())
     print(
         f"\nPrefect   {prefect.address}\nMLflow    {mlflow.address}\n\nnext, here or in a second shell in this folder:"
     )
@@ -328,24 +344,49 @@ def start(service: Service) -> None:
     Raises:
         ServiceError: something else listens on its port.
     """
-    if service.process() is not None:
-        if (port := json.loads(service.record.read_text())["port"]) != service.port:
-            raise ServiceError(f"{service.name} is up already, on port {port}; `make down` first, or name that port")
-        print(f"{service.name}: already up")
-        return
-    check_port(service)
     prepare(service)
-    with open_log(service) as log:
-        child = subprocess.Popen(
-            service.command,
-            env=environment(service),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    write_record(service, child.pid)
+    with (SERVICES / "start.lock").open("a") as lock:  # `up` and the keeper may find it missing at once
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if service.process() is not None:
+            if (port := json.loads(service.record.read_text())["port"]) != service.port:
+                raise ServiceError(
+                    f"{service.name} is up already, on port {port}; `make down` first, or name that port"
+                )
+            print(f"{service.name}: already up")
+            return
+        end_orphans(service)
+        check_port(service)
+        with open_log(service) as log:
+            child = subprocess.Popen(
+                service.command,
+                env=environment(service),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        write_record(service, child.pid)
     print(f"{service.name}: starting")
+
+
+def end_orphans(service: Service) -> None:
+    """End what a server that was killed left of itself, such as a child that holds its port. A worker's flows are no
+    part of it."""
+    if service.port is None or not service.record.exists():
+        return
+    kept = json.loads(service.record.read_text())
+    with suppress(psutil.Error):
+        if psutil.Process(kept["pid"]).create_time() != kept["started"]:
+            return  # the number, and so the session, is another's by now
+    left = []
+    for process in psutil.process_iter():
+        with suppress(OSError):
+            if os.getsid(process.pid) == kept["pid"] != process.pid:
+                left.append(process)
+    for process in left:
+        with suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(left, timeout=10)
 
 
 def check_port(service: Service) -> None:
@@ -416,6 +457,29 @@ def run(name: str) -> None:
     os.execve(service.command[0], service.command, environment(service))
 
 
+def keep() -> None:
+    """Start again what `up` started and what ended since, the worker once the server answers. What ends again and again
+    is waited with for longer each time, up to MOST_PAUSE_S."""
+    pauses, due = dict.fromkeys((service.name for service in services()), 0.0), dict[str, float]()
+    while True:
+        time.sleep(KEEP_S)
+        for service in services():
+            now, process = time.monotonic(), service.process()
+            if process is not None and time.time() - process.create_time() > MOST_PAUSE_S:
+                pauses[service.name] = 0
+            if process is not None or not service.record.exists() or now < due.get(service.name, 0):
+                continue
+            if service.port is None and not services()[0].healthy():
+                continue
+            pauses[service.name] = min(max(KEEP_S, 2 * pauses[service.name]), MOST_PAUSE_S)
+            due[service.name] = now + pauses[service.name]
+            print(f"{moment(time.time())}: {service.name} ended, and is started again", flush=True)
+            try:
+                start(service)
+            except ServiceError as error:
+                print(f"{moment(time.time())}: {error}", flush=True)
+
+
 def wait_for_server() -> None:
     prefect = services()[0]
     deadline = time.monotonic() + PATIENCE_S
@@ -445,13 +509,14 @@ def wait(service: Service) -> None:
     print(f"{service.name}: up")
 
 
-def ask(path: str, body: dict[str, Any]) -> Any:
-    """What Prefect's server answers to a question of its API.
+def ask(path: str, body: dict[str, Any] | None = None) -> Any:
+    """What Prefect's server answers to a question of its API; without a body to a GET.
 
     Raises:
         OSError: it does not answer, or refuses.
     """
-    asked = urllib.request.Request(f"{services()[0].address}/api{path}", json.dumps(body).encode())
+    sent = None if body is None else json.dumps(body).encode()
+    asked = urllib.request.Request(f"{services()[0].address}/api{path}", sent)
     asked.add_header("Content-Type", "application/json")
     if token := (logins() | dict(os.environ)).get("PREFECT_API_AUTH_STRING"):
         asked.add_header("Authorization", f"Basic {base64.b64encode(token.encode()).decode()}")
@@ -471,21 +536,71 @@ def is_heard(since: float) -> bool:
 
 
 def status() -> None:
-    """Say of each service whether it is up, where and since when, and of the flow the last runs.
+    """Say of each service whether it is up, where and since when, and of the flow the last runs, what waits since it is
+    paused, and what hangs.
 
     Raises:
-        ServiceError: one is not up or does not answer.
+        ServiceError: one is not up or does not answer, or a run hangs.
     """
-    found = {service.name: state(service) for service in services()}
-    for service in services():
+    shown = [*services(), *([] if any(service.by_systemd() for service in services()) else [keeper()])]
+    found = {service.name: state(service) for service in shown}
+    for service in shown:
         process = service.process()
         since = f"since {moment(process.create_time())}" if process else ""
-        place = service.address if service.port else f"pool {POOL}"
+        place = service.address if service.port else f"pool {POOL}" if service.name == "worker" else ""
         print(f"{service.name:<9} {found[service.name]:<14} {place:<24} {since:<32} {service.log}")
+    faults = []
+    if down := [f"{name} is {word}" for name, word in found.items() if word != "up"]:
+        faults.append(f"{', '.join(down)}; `make up`, or the end of its log says why")
     if found["prefect"] == "up":
         print(f"last scheduled run:   {last_scheduled()}\nlast successful run:  {last_successful()}")
-    if down := [f"{name} is {word}" for name, word in found.items() if word != "up"]:
-        raise ServiceError(f"{', '.join(down)}; `make up`, or the end of its log says why")
+        faults += hanging()
+    if faults:
+        raise ServiceError("\n  ".join(faults))
+
+
+def hanging() -> list[str]:
+    """What hangs, each with what to do: runs of the last week that the server calls at work and that have no process
+    here, runs that are due and that nobody takes, and trainings that ended badly with none that ended well since."""
+    ours, now = {"flows": {"name": {"any_": [FLOW]}}}, datetime.now(UTC)
+    week = {"after_": (now - timedelta(days=7)).isoformat(), "before_": now.isoformat()}
+    wanted = {"state": {"type": {"any_": [*AT_WORK, *ENDED_BADLY, "SCHEDULED"]}}, "expected_start_time": week}
+    asked = ours | {"flow_runs": wanted, "sort": "EXPECTED_START_TIME_DESC"}
+    names = {one["id"]: one["name"] for one in ask("/deployments/filter", ours)}
+    runs = [run for run in ask("/flow_runs/filter", asked) if run["deployment_id"] in names]
+    here = at_work([run["id"] for run in runs])
+    busy = here or any(run["state_type"] in AT_WORK for run in runs)
+    found = []
+    for run in [run for run in runs if run["id"] not in here]:
+        kind, what = run["state_type"], names[run["deployment_id"]]
+        since = datetime.fromisoformat(run["expected_start_time"] if kind == "SCHEDULED" else run["state"]["timestamp"])
+        named = f"{run['name']} of m3diff/{what} is {run['state_name']} since {moment(since.timestamp())}"
+        mine = run["labels"].get("prefect.worker.name", WORKER) == WORKER
+        if now - since < timedelta(seconds=HANGS_S) and kind != "FAILED":
+            continue
+        if kind in AT_WORK and mine:
+            found.append(f"{named}, and no process works for it: `make down`, `make up`")
+        elif kind == "SCHEDULED" and not busy and not is_paused():
+            found.append(f"{named}, and nobody takes it: `make down`, `make up`")
+        elif kind in ENDED_BADLY and what != "watch" and not went_well(since):
+            why = (run["state"]["message"] or "").partition("\n")[0]
+            found.append(f"{named}: {why} Once the cause is gone: .venv/bin/prefect deployment run m3diff/{what}")
+    return found
+
+
+def is_paused() -> bool:
+    """Whether a person paused the work pool on Prefect's page, which is said."""
+    paused = ask(f"/work_pools/{POOL}")["is_paused"]
+    if paused:
+        print(f"work pool {POOL} is paused on Prefect's page, and no run begins")
+    return paused
+
+
+def went_well(since: datetime) -> bool:
+    """Whether a training completed since this time."""
+    done = {"state": {"type": {"any_": ["COMPLETED"]}}, "end_time": {"after_": since.isoformat()}}
+    trains = {"name": {"any_": ["full", "retrain"]}}
+    return bool(ask("/flow_runs/filter", {"flow_runs": done, "deployments": trains, "limit": 1}))
 
 
 def state(service: Service) -> str:
@@ -515,100 +630,36 @@ def last(question: dict[str, Any], time_of: str) -> str:
     return f"{runs[0]['name']}, {when}, {runs[0]['state_name']}"
 
 
-def deploy() -> None:
-    """Make the pool, the automations and the deployments of prefect.yaml known to the server at PREFECT_API_URL."""
-    prepare_prefect()
-    subprocess.run([f"{BIN}/prefect", "--no-prompt", "deploy", "--all"], check=True, stdout=subprocess.DEVNULL)
-
-
-def prepare_prefect() -> None:
-    """The work pool, whose jobs take nothing from who asks for a flow run (a command, say), and the automations."""
-    from prefect.client.orchestration import get_client
-    from prefect.client.schemas.actions import WorkPoolCreate
-
-    with get_client(sync_client=True) as client:
-        template = {
-            "job_configuration": {"env": {"DO_NOT_TRACK": "true", "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30"}},
-            "variables": {"type": "object", "properties": {}, "additionalProperties": False},
-        }
-        pool = WorkPoolCreate(name=POOL, type="process", base_job_template=template)
-        client.create_work_pool(pool, overwrite=True)
-        for automation in automations():
-            if not client.read_automations_by_name(automation.name):
-                automation.create()
-
-
-def automations() -> list[Any]:
-    """What ends a run whose machine died, which would keep its place for ever, and what starts a crashed run again
-    (`flows/schedule.py` says how often)."""
-    from prefect.automations import Automation
-    from prefect.client.schemas.objects import StateType
-    from prefect.events.actions import ChangeFlowRunState
-    from prefect.events.schemas.automations import EventTrigger, Posture
-    from prefect.events.schemas.events import ResourceSpecification
-
-    runs = ResourceSpecification({"prefect.resource.id": "prefect.flow-run.*"})
-    of_a_deployment = ResourceSpecification(
-        {"prefect.resource.role": "deployment", "prefect.resource.name": ["full", "retrain"]}
-    )
-    ours = ResourceSpecification({"prefect.resource.role": "flow", "prefect.resource.name": FLOW})
-    ended = {f"prefect.flow-run.{state}" for state in ("Completed", "Failed", "Cancelled", "Crashed")}
-    silent = EventTrigger(
-        after={"prefect.flow-run.heartbeat"},
-        expect={"prefect.flow-run.heartbeat", *ended},
-        match=runs,
-        for_each={"prefect.resource.id"},
-        posture=Posture.Proactive,
-        threshold=1,
-        within=timedelta(seconds=90),
-    )
-    crashed = EventTrigger(
-        expect={"prefect.flow-run.Crashed"},
-        match=runs,
-        match_related=[ours, of_a_deployment],
-        for_each={"prefect.resource.id"},
-        posture=Posture.Reactive,
-        threshold=1,
-        within=timedelta(0),
-    )
-    end = ChangeFlowRunState(name=None, state=StateType.CRASHED, force=False, message="no heartbeat for 90 s")
-    again = ChangeFlowRunState(
-        name="AwaitingRetry", state=StateType.SCHEDULED, force=False, message="it crashed, and goes on where it was"
-    )
-    return [
-        Automation(name="end runs without a heartbeat", trigger=silent, actions=[end]),
-        Automation(name="start crashed runs of m3diff again", trigger=crashed, actions=[again]),
-    ]
-
-
 def down() -> None:
-    """End what `up` started, the worker first, with everything under it; records of what is gone are removed.
+    """End what `up` started, the keeper first, then the worker, with everything under it; records of what is gone are
+    removed.
 
     What systemd runs is left to it: it would be started again.
     """
-    for service in reversed(services()):
+    for service in (keeper(), *reversed(services())):
         process = service.process()
         if service.by_systemd():
             print(f"{service.name}: runs as a unit; `make uninstall-services`, or systemctl stop m3diff-{service.name}")
             continue
         if process is None:
+            end_orphans(service)
             print(f"{service.name}: not up")
         else:
-            end(process)
+            end([process] if service.name == "keeper" else [process, *process.children(recursive=True)])
             print(f"{service.name}: ended")
         service.record.unlink(missing_ok=True)
 
 
-def end(process: psutil.Process) -> None:
-    family = [process, *process.children(recursive=True)]
-    process.terminate()
+def end(family: list[psutil.Process]) -> None:
+    """End the first of these, and with it the others, which it started."""
+    family[0].terminate()
     _, alive = psutil.wait_procs(family, timeout=GRACE_S)
     for member in alive:
         member.kill()
     psutil.wait_procs(alive, timeout=10)
 
 
-COMMANDS = {"up": up, "down": down, "status": status, "deploy": deploy, "run": run, "rotate": rotate_all}
+COMMANDS = {"up": up, "down": down, "status": status, "deploy": deploy, "run": run, "keep": keep, "rotate": rotate_all}
 
 
 def main(what: str, *names: str) -> int:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import ray
 
 from components import ray_cluster
 from components.compute import Compute
+from tests.toy import REPOSITORY
 from tests.train.toy import COMPUTE
 
 TOKEN = "RAY_AUTH_TOKEN"
@@ -166,3 +168,43 @@ def test_what_ray_starts_is_not_reached_by_a_signal_to_the_group_of_this_process
     command = [sys.executable, "-c", GROUPS]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, process_group=0 if leads else None)
     assert ended.stdout.split() == [together], ended.stderr
+
+
+IN_BACKGROUND = """
+import os, subprocess, sys, time
+from components.ray_cluster import children_in_a_group_of_their_own
+with children_in_a_group_of_their_own():
+    child = subprocess.Popen(["sleep", "60"])
+    while os.getppid() == int(sys.argv[1]):
+        time.sleep(0.01)
+child.kill()
+open("ended", "w").write("well")
+"""
+
+
+@pytest.mark.fault("W5")
+@pytest.mark.parametrize(
+    "start",
+    [
+        "nohup {} $$ > said 2>&1 &",
+        "{} $$ > said 2>&1 &",
+        "(trap '' HUP; exec {} $$) > said 2>&1 &",
+        "setsid {} $$ > said 2>&1 &",
+        "{} $$ < /dev/null > said 2>&1 & disown",
+        "{} $$ <&- > said 2>&1 &",
+        "{} $$ 2>&1 | cat > said &",
+        "set -m; {} $$ > said 2>&1 &",
+    ],
+)
+def test_what_a_script_leaves_in_the_background_goes_on_when_the_script_and_its_group_are_gone(
+    start: str, tmp_path: Path
+) -> None:
+    """No terminal, no session of its own: as by cron, CI, ssh or `docker exec`."""
+    (tmp_path / "serve.py").write_text(IN_BACKGROUND)
+    script = f"{start.format(f'{sys.executable} serve.py')}\nsleep 0.3"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path])}
+    subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, process_group=0, check=True)
+    deadline = time.monotonic() + 20
+    while not (tmp_path / "ended").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert (tmp_path / "ended").exists(), (tmp_path / "said").read_text()

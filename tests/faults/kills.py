@@ -116,9 +116,11 @@ def of_person(root: Path) -> dict[str, Any]:
 class Undisturbed:
     """A copy of the project in which nothing is killed, and `dvc repro` alone works."""
 
-    def __init__(self, root: Path, place: Path, branch: str) -> None:
+    def __init__(self, root: Path, place: Path, branch: str = "") -> None:
         self.root = place
-        shutil.copytree(root, place, symlinks=True, ignore=shutil.ignore_patterns("flows-*"))
+        if place.exists():
+            return
+        shutil.copytree(root, place, symlinks=True, ignore=shutil.ignore_patterns("flows-*", "services"))
         toy.run(place, "git", "worktree", "prune")
         toy.run(place, "git", "checkout", "-q", "-f", "--detach", branch)
         toy.run(place, "dvc", "checkout", "-q", "--force")

@@ -1,7 +1,7 @@
 """What breaks, and what must then happen: one row for each fault. Tests anywhere in `tests/` show a row by the marker
 `@pytest.mark.fault("05")`; `make faults` runs them all, and `tests/faults/test_table.py` sees that no row is without.
 
-Rows 01 to 32 are faults of machines, tools and data; B, S and m were found broken here once, by people who tried.
+Rows 01 to 32 are faults of machines, tools and data; B, S, m and W were found broken here once, by people who tried.
 """
 
 from typing import NamedTuple
@@ -95,6 +95,15 @@ ROWS = (
         "said before the first step with the remedy; no champion by mistake; registered when mended",
     ),
     Row("T13", "score files with unlike nulls or pairs twice; a guard at its tolerance", "refused; accepted"),
+    Row(
+        "W1",
+        "the worker's machine sleeps, and the server calls its runs crashed",
+        "it goes on with what it has in hand",
+    ),
+    Row("W2", "a worker is killed before a run that it took began", "the run crashes, is told, and keeps no place"),
+    Row("W3", "a person pauses or limits something on Prefect's page", "it stays so at `make up`, and is said"),
+    Row("W4", "server, worker, MLflow or the flow's process is killed", "each comes back, and each run has an end"),
+    Row("W5", "a script that started a server in the background ends", "the server goes on"),
     Row("see", "a person wants to see what ran", "page, links, progress, hours and scores"),
 )
 

@@ -44,4 +44,5 @@ def test_the_table_has_the_32_faults_and_what_was_broken_here_each_once():
     numbers = [f"{number:02}" for number in range(1, 33)]
     found_here = ["B1", "B2", *(f"S{number}" for number in range(1, 8)), *(f"P{number}" for number in range(1, 15))]
     found_here += [*(f"m{number}" for number in range(1, 10)), *(f"T{number}" for number in (9, 10, 13))]
+    found_here += [f"W{number}" for number in range(1, 6)]
     assert [*numbers, *found_here, "see"] == KEYS

@@ -88,7 +88,7 @@ def machine(project: Path) -> Iterator[Machine]:
 def test_the_deployment_runs_the_pipeline_and_a_second_run_skips_every_stage_and_retrain_has_no_reason(
     machine, tmp_path
 ):
-    assert machine.make("up").stdout.count("already up") == 3
+    assert machine.make("up").stdout.count("already up") == 4
     elsewhere = Machine(machine.root).make("up")
     assert elsewhere.returncode == 1
     assert f"prefect is up already, on port {machine.prefect}; `make down` first" in elsewhere.stderr
@@ -128,18 +128,19 @@ def test_the_deployment_runs_the_pipeline_and_a_second_run_skips_every_stage_and
     assert {alias["alias"] for alias in page.json()["registered_model"]["aliases"]} == {"challenger", "champion"}
     assert machine.scheduled(), "the scheduler made no run of m3diff/retrain"
 
+    machine.process("keeper").kill()
     machine.process("worker").kill()
     status = machine.make("status")
     assert status.returncode == 1
-    assert "worker is not up" in status.stderr
+    assert "worker is not up, keeper is not up" in status.stderr
     assert "last successful run:  third, " in status.stdout
     assert machine.make("up").returncode == 0
     assert machine.make("status").returncode == 0
     log = (machine.root / "services" / "worker.log").read_text()
     assert log.count("--- worker started ") == 2, "the log of the worker that died is gone"
 
-    assert machine.make("down").stdout.count("ended") == 3
-    assert machine.make("down").stdout.count("not up") == 3
+    assert machine.make("down").stdout.count("ended") == 4
+    assert machine.make("down").stdout.count("not up") == 4
 
 
 @pytest.mark.slow(60)

@@ -8,8 +8,10 @@ import shlex
 import subprocess
 import sys
 import time
-from datetime import UTC, datetime
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import mlflow
 import psutil
@@ -17,6 +19,7 @@ import pytest
 
 from infra import services, units
 from infra.services import Service, ServiceError
+from tests.servers import free_port
 
 TOKENS = {"PREFECT_SERVER_API_AUTH_STRING": "m3diff:" + "a" * 16, "MLFLOW_AUTH_ADMIN_PASSWORD": "b" * 16}
 OURS = ("M3DIFF_", "PREFECT_", "MLFLOW_")
@@ -207,6 +210,42 @@ def test_a_restart_adds_to_the_log_and_takes_nothing_from_it(folder, monkeypatch
     assert [line[:18] for line in lines[::2]] == ["--- small started "] * 2
 
 
+LISTENS = """
+import os, socket, sys, time
+if os.fork() == 0:
+    with socket.create_server(("127.0.0.1", int(sys.argv[1]))):
+        print("listens", flush=True)
+        time.sleep(60)
+time.sleep(60)
+"""
+
+
+@pytest.mark.fault("S5")
+@pytest.mark.parametrize("again", ["start", "down"])
+def test_what_a_killed_server_left_of_itself_does_not_keep_its_port_from_the_next(again, folder, monkeypatch):
+    """MLflow's own process starts the one that listens."""
+    port = free_port()
+    service = Service("small", [sys.executable, "-c", LISTENS, str(port)], port)
+    monkeypatch.setattr(services, "environment", lambda service: dict(os.environ))
+    monkeypatch.setattr(services, "services", lambda: [service])
+    services.start(service)
+    deadline = time.monotonic() + 20
+    while "listens" not in service.log.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    killed = service.process()
+    killed.kill()
+    wait_for_end(service)
+    try:
+        assert services.is_taken(port)
+        getattr(services, again)(*([service] if again == "start" else []))
+        assert (service.process() is not None) == (again == "start")
+        assert again == "start" or not services.is_taken(port)
+    finally:
+        services.down()
+    assert not services.is_taken(port)
+
+
 def test_a_log_that_has_grown_is_moved_on_while_it_is_written_and_a_few_are_kept(folder, monkeypatch):
     monkeypatch.setattr(services, "LOG_BYTES", 10)
     log = folder / "small.log"
@@ -268,19 +307,145 @@ def test_status_says_what_is_up_what_is_not_and_what_does_not_answer(folder, mon
         "END_TIME_DESC": {"name": "red-fox", "end_time": "2026-11-20T03:10:00+00:00", "state_name": "Completed"},
     }
     monkeypatch.setattr(services, "ask", lambda path, body: [answers[body["sort"]]])
+    monkeypatch.setattr(services, "hanging", lambda: [])
     assert services.main("status") == 1
     said = capsys.readouterr()
-    prefect, mlflow, worker, scheduled, successful = said.out.splitlines()
+    prefect, mlflow, worker, keeper, scheduled, successful = said.out.splitlines()
     since = datetime.fromtimestamp(here.create_time(), UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     assert prefect.split("  ")[0] == "prefect"
     assert f" up             http://127.0.0.1:4200    since {since}" in prefect
     assert str(folder / "prefect.log") in prefect
     assert " not answering  http://127.0.0.1:5000" in mlflow
-    assert " not up " in worker
-    assert "since" not in worker
+    for line in (worker, keeper):
+        assert " not up " in line
+        assert "since" not in line
     assert scheduled.endswith("late-owl, 2026-11-21 02:00:00 UTC, Late")
     assert successful.endswith("red-fox, 2026-11-20 03:10:00 UTC, Completed")
-    assert "mlflow is not answering, worker is not up" in said.err
+    assert "mlflow is not answering, worker is not up, keeper is not up" in said.err
+
+
+HANGS = {
+    "pending": ("PENDING", "watch", 10, "no process works for it: `make down`"),
+    "running": ("RUNNING", "full", 10, "no process works for it: `make down`"),
+    "cancelling": ("CANCELLING", "retrain", 10, "no process works for it: `make down`"),
+    "late": ("SCHEDULED", "retrain", 10, "nobody takes it: `make down`"),
+    "crashed": ("CRASHED", "full", 10, "prefect deployment run m3diff/full"),
+    "failed": ("FAILED", "retrain", 0, "row 7: no image Once the cause is gone: .venv/bin/prefect deployment run"),
+}
+GOES = {
+    "pending since a moment": ("PENDING", "watch", 1, {}),
+    "running, on another machine": ("RUNNING", "full", 600, {"labels": {"prefect.worker.name": "another"}}),
+    "crashed a moment ago": ("CRASHED", "full", 1, {}),
+    "a look that failed, and looks again": ("FAILED", "watch", 10, {}),
+    "no deployment's": ("RUNNING", "", 600, {}),
+    "late, in a pool that is paused": ("SCHEDULED", "full", 600, {"paused": True}),
+    "failed, and another ended well since": ("FAILED", "full", 600, {"since": ["well"]}),
+    "crashed, and another ended well since": ("CRASHED", "full", 600, {"since": ["well"]}),
+}
+
+
+def server_says(kind: str, what: str, minutes: float, **more: Any) -> Callable[..., Any]:
+    """Prefect's answers about one run that is in this state for so many minutes."""
+    time_of = (datetime.now(UTC) - timedelta(minutes=minutes)).isoformat()
+    state = {"timestamp": time_of, "message": "row 7: no image\nmore"}
+    run = {"id": "1", "name": "owl", "deployment_id": what, "state_type": kind, "state_name": kind.title()}
+    run |= {"state": state, "expected_start_time": time_of, "end_time": time_of, "labels": more.get("labels", {})}
+
+    def ask(path: str, body: dict[str, Any] | None = None) -> Any:
+        if path == "/deployments/filter":
+            return [{"id": name, "name": name} for name in ("full", "retrain", "watch")]
+        if path == "/work_pools/m3diff":
+            return {"is_paused": more.get("paused", False)}
+        assert body is not None
+        if body.get("sort") == "EXPECTED_START_TIME_DESC" and "flows" in body:
+            return [run]
+        return more.get("since", []) if "deployments" in body else []
+
+    return ask
+
+
+@pytest.mark.fault("W2", "W4")
+@pytest.mark.parametrize("case", HANGS)
+def test_status_names_a_run_that_hangs_with_what_to_do_and_exits_with_1(case, monkeypatch, capsys):
+    kind, what, minutes, words = HANGS[case]
+    monkeypatch.setattr(services, "ask", server_says(kind, what, minutes))
+    monkeypatch.setattr(services, "state", lambda service: "up")
+    assert services.main("status") == 1
+    said = capsys.readouterr().err
+    assert f"owl of m3diff/{what} is {kind.title()} since " in said
+    assert words in said
+
+
+@pytest.mark.parametrize("case", GOES)
+def test_status_has_nothing_to_say_of_a_run_that_goes_or_is_made_good(case, monkeypatch, capsys):
+    kind, what, minutes, more = GOES[case]
+    monkeypatch.setattr(services, "ask", server_says(kind, what, minutes, **more))
+    monkeypatch.setattr(services, "state", lambda service: "up")
+    assert services.main("status") == 0, capsys.readouterr().err
+    assert ("is paused on Prefect's page" in capsys.readouterr().out) == ("paused" in more)
+
+
+KEEP = """
+import sys, threading, time
+from pathlib import Path
+from infra import services
+services.SERVICES, services.KEEP_S = Path(sys.argv[1]), 0.1
+def small(name, code, port=None):
+    return services.Service(name, [sys.executable, "-c", code], port)
+sleeps = "import time; time.sleep(60)"
+mine = [small("mlflow", sleeps, 1), small("never", "", 2), small("short", ""), small("worker", sleeps)]
+services.services = lambda: mine
+services.environment, services.check_port, services.prepare = lambda service: {}, print, print
+services.Service.healthy = lambda service: Path(sys.argv[2]).exists()
+services.keep()
+"""
+
+
+@pytest.mark.fault("S5", "W4")
+def test_the_keeper_starts_what_ended_and_nothing_that_nobody_started_and_waits_before_what_ends_again(
+    folder, tmp_path
+):
+    gone = json.dumps({"pid": 2**22 - 1, "started": 0.0, "port": None})
+    for name in ("mlflow", "short", "worker"):
+        (folder / f"{name}.json").write_text(gone)
+    from tests.toy import REPOSITORY
+
+    command = [sys.executable, "-c", KEEP, str(folder), str(tmp_path / "answers")]
+    with (tmp_path / "keeper.log").open("w") as log:
+        keeper = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, stdout=log)
+    pids: set[int] = set()
+
+    def starts_of(name: str) -> int:
+        log = folder / f"{name}.log"
+        return log.read_text().count(f"--- {name} started ") if log.exists() else 0
+
+    def wait_for(name: str, starts: int) -> None:
+        deadline = time.monotonic() + 30
+        while starts_of(name) < starts:
+            assert time.monotonic() < deadline, (tmp_path / "keeper.log").read_text()
+            time.sleep(0.05)
+        while json.loads((folder / f"{name}.json").read_text())["pid"] in (2**22 - 1, *pids):
+            time.sleep(0.05)
+        pids.add(json.loads((folder / f"{name}.json").read_text())["pid"])
+
+    try:
+        wait_for("mlflow", 1)
+        psutil.Process(json.loads((folder / "mlflow.json").read_text())["pid"]).kill()
+        wait_for("mlflow", 2)
+        assert starts_of("worker") == starts_of("short") == 0, "the server does not answer yet"
+        (tmp_path / "answers").touch()
+        wait_for("worker", 1)
+        wait_for("short", 2)
+        time.sleep(2)
+        assert starts_of("worker") == 1
+        assert not (folder / "never.log").exists()
+        assert 2 <= starts_of("short") <= 7, "it ended 20 times a second"
+    finally:
+        keeper.kill()
+        keeper.wait()
+        for pid in pids:
+            if psutil.pid_exists(pid):
+                psutil.Process(pid).kill()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,187 @@
+"""What the worker makes of the runs that the server names, beside the processes that are here.
+tests/flows/test_host_dies.py has a real server and worker."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Coroutine, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+from prefect.client.schemas.objects import FlowRun
+from prefect.states import Cancelling, Completed, Crashed, Pending, Running, State, Submitting
+
+from flows import notices
+from flows.worker import Worker
+
+DEPLOYED = {name: SimpleNamespace(id=uuid.uuid4(), name=name) for name in ("full", "retrain", "watch")}
+HERE, OTHER = {"prefect.worker.name": "here"}, {"prefect.worker.name": "another"}
+
+
+class Server:
+    """Prefect's API with one run, in this state for so many minutes. `heard`: its process tells that it works."""
+
+    def __init__(
+        self,
+        state: State[Any],
+        deployment: str,
+        labels: dict[str, Any],
+        minutes: float,
+        crashes: int,
+        heard: bool = False,
+    ) -> None:
+        self.set: list[State[Any]] = []
+        self.crashes, self.gone, self.heard = crashes, False, heard
+        self.run = FlowRun(
+            id=uuid.uuid4(),
+            flow_id=uuid.uuid4(),
+            name="one",
+            state=state.model_copy(update={"timestamp": datetime.now(UTC) - timedelta(minutes=minutes)}),
+            state_type=state.type,
+            state_name=state.name,
+            labels=labels,
+            deployment_id=DEPLOYED[deployment].id if deployment else None,
+        )
+
+    async def read_deployments(self, flow_filter: Any) -> list[Any]:
+        return [*DEPLOYED.values()]
+
+    async def read_flow_runs(self, flow_filter: Any, flow_run_filter: Any, sort: Any) -> list[FlowRun]:
+        return [self.run] if self.run.state_type in flow_run_filter.state.type.any_ else []
+
+    async def read_events(self, asked: Any, limit: int) -> Any:
+        assert asked.resource.id == [f"prefect.flow-run.{self.run.id}"]
+        return SimpleNamespace(events=[1] * self.heard)
+
+    async def read_flow_run_states(self, flow_run_id: uuid.UUID) -> list[State[Any]]:
+        return [*([Running(), Crashed()] * self.crashes)]
+
+    async def set_flow_run_state(self, flow_run_id: uuid.UUID, state: State[Any]) -> Any:
+        self.set.append(state)
+        return SimpleNamespace(status=SimpleNamespace(value="ACCEPT"))
+
+    async def get_scheduled_flow_runs_for_work_pool(self, **asked: Any) -> list[Any]:
+        if self.gone:
+            raise httpx.ConnectError("no answer")
+        return [SimpleNamespace(flow_run=self.run)]
+
+
+def ask(server: Server, what: Callable[[Worker], Coroutine[Any, Any, Any]], in_hand: bool = False) -> Any:
+    """What a worker does that has the run in hand, or not."""
+
+    async def work() -> Any:
+        worker = Worker(work_pool_name="m3diff", name="here", limit=2)
+        worker._client, worker._limiter = server, anyio.CapacityLimiter(2)  # type: ignore[assignment]
+        worker._has_successfully_synced, worker._runs_task_group = True, SimpleNamespace(start_soon=print)  # type: ignore[assignment]
+        if in_hand:
+            worker._limiter.acquire_on_behalf_of_nowait(server.run.id)
+        return await what(worker)
+
+    return asyncio.run(work())
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    found: list[str] = []
+    monkeypatch.setattr(notices, "tell", lambda key, title, *rest: found.append(title))
+    return found
+
+
+@pytest.fixture
+def process() -> Iterator[Callable[[uuid.UUID], None]]:
+    """Starts a process that works for a run."""
+    running = []
+
+    def start(run: uuid.UUID) -> None:
+        code = "print(1, flush=True); import time; time.sleep(60)"
+        given = os.environ | {"PREFECT__FLOW_RUN_ID": str(run)}
+        running.append(subprocess.Popen([sys.executable, "-c", code], env=given, stdout=subprocess.PIPE))
+        assert running[-1].stdout.readline()
+
+    yield start
+    for one in running:
+        one.kill()
+        one.communicate()
+
+
+LOST = {
+    "killed before it began": (Pending(), "watch", HERE, 2, 0, "CRASHED"),
+    "killed as it began": (Submitting(), "retrain", HERE, 2, 0, "CRASHED"),
+    "killed at work": (Running(), "full", HERE, 2, 0, "CRASHED"),
+    "killed at once, before it put its name to it": (Pending(), "retrain", {}, 2, 0, "CRASHED"),
+    "killed while it was cancelled": (Cancelling(), "full", HERE, 2, 0, "CANCELLED"),
+    "crashed": (Crashed(), "full", HERE, 0, 1, "SCHEDULED"),
+    "crashed a moment after it told that it works": (Crashed(), "full", HERE, 0, 1, True, "SCHEDULED"),
+    "crashed on another machine": (Crashed(), "retrain", OTHER, 30, 1, "SCHEDULED"),
+    "crashed thrice: the flow itself says so": (Crashed(), "full", HERE, 0, 3, "SCHEDULED"),
+    "crashed again before the flow could say so": (Crashed(), "full", HERE, 0, 4, "FAILED"),
+}
+LEFT = {
+    "another may be about to begin it": (Pending(), "retrain", {}, 0.5, 0),
+    "one of the same name is about to begin it": (Submitting(), "retrain", HERE, 0.5, 0),
+    "one of the same name has just begun it": (Running(), "full", HERE, 0.5, 0),
+    "one of the same name is at work on it": (Running(), "full", HERE, 600, 0, True),
+    "one of the same name ends it": (Cancelling(), "full", HERE, 10, 0, True),
+    "crashed, and its machine slept only": (Crashed(), "full", OTHER, 10, 1, True),
+    "another machine's, about to begin": (Submitting(), "watch", OTHER, 30, 0),
+    "another machine's, at work": (Running(), "full", OTHER, 600, 0),
+    "another machine's, being cancelled": (Cancelling(), "full", OTHER, 30, 0),
+    "its schedule starts it again": (Crashed(), "watch", HERE, 0, 1),
+    "of the day before": (Crashed(), "full", HERE, 1500, 1),
+    "no deployment's: a person's own process": (Running(), "", {}, 0, 0),
+    "at an end": (Completed(), "full", HERE, 0, 0),
+}
+
+
+@pytest.mark.fault("W2", "W4")
+@pytest.mark.parametrize("case", LOST)
+def test_a_run_whose_process_is_gone_has_an_end_or_begins_again_and_somebody_is_told(
+    case: str, told: list[str], process: Callable[[uuid.UUID], None]
+) -> None:
+    *given, want = LOST[case]
+    server = Server(*given)
+    for in_hand in (True, False):
+        assert server.set == [], "it is in hand"
+        ask(server, Worker.look_after_runs, in_hand)
+    assert [state.type.value for state in server.set] == [want]
+    assert told == ([f"m3diff/{given[1]} {want.lower()}"] if want in ("CRASHED", "FAILED") else [])
+    process(server.run.id)
+    ask(server, Worker.look_after_runs)
+    assert len(server.set) == 1, "a process of it is at work"
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_a_run_that_is_not_lost_is_left_alone(case: str, told: list[str]) -> None:
+    server = Server(*LEFT[case])
+    ask(server, Worker.look_after_runs)
+    assert server.set == told == []
+
+
+@pytest.mark.fault("W1")
+@pytest.mark.parametrize("how", ["free", "in hand", "a process of it is left", "the server is gone"])
+def test_a_run_that_is_here_still_is_not_begun_again_and_the_worker_goes_on(
+    how: str, process: Callable[[uuid.UUID], None]
+) -> None:
+    server = Server(Pending(), "full", {}, 0, 0)
+    server.gone = how == "the server is gone"
+    if how == "a process of it is left":
+        process(server.run.id)
+    begun = ask(server, Worker.get_and_submit_flow_runs, in_hand=how == "in hand")
+    assert [run.id for run in begun] == ([server.run.id] if how == "free" else [])
+
+
+def test_prefects_own_command_starts_this_worker(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "flows.worker", "worker", "start", "--help"]
+    done = subprocess.run(command, env=os.environ | {"PREFECT_HOME": str(tmp_path)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--limit" in done.stdout
+    from prefect.cli._worker_utils import _load_worker_class
+
+    assert _load_worker_class("process") is Worker
