@@ -220,7 +220,8 @@ def share(repository: Path) -> None:
     """Push the record to the remote that `git config m3diff.runs` names. A failure is said, and the next time tried."""
     if (remote := remote_of(repository)) is None or tip_of(repository, BRANCH) is None:
         return
-    done = _run(repository, "push", "--no-verify", "--quiet", remote, f"{BRANCH}:{BRANCH}", seconds=PUSH_S)
+    push = ("push", "--no-verify", "--quiet", remote, f"{BRANCH}:{BRANCH}")
+    done = _run(main_tree(repository), *push, seconds=PUSH_S)
     if done.returncode == 0:
         return
     if b"rejected" not in done.stderr or catch_up(repository):
@@ -231,8 +232,8 @@ def catch_up(repository: Path) -> bool:
     """Take over what other clones decided, from the remote of `m3diff.runs`. False: warned that both have new lines."""
     if (remote := remote_of(repository)) is None:
         return True
-    refspec = f"+{BRANCH}:{THEIRS}"
-    done = _run(repository, "fetch", "--quiet", "--no-tags", "--no-write-fetch-head", remote, refspec, seconds=FETCH_S)
+    fetch = ("fetch", "--quiet", "--no-tags", "--no-write-fetch-head", remote, f"+{BRANCH}:{THEIRS}")
+    done = _run(main_tree(repository), *fetch, seconds=FETCH_S)
     if done.returncode:
         if b"couldn't find remote ref" not in done.stderr:
             warn(f"not fetched from {remote!r} ({_words(done)}); going on with what this clone knows")
@@ -349,6 +350,13 @@ def _wait_for_ref(repository: Path, ref: str) -> None:
 def common_dir(repository: Path) -> Path:
     """The folder `.git` that all worktrees of a repository share."""
     return Path(git(repository, "rev-parse", "--path-format=absolute", "--git-common-dir"))
+
+
+def main_tree(repository: Path) -> Path:
+    """The first working tree of a repository: from there a remote's relative path is meant, which git takes from
+    whichever it runs in."""
+    common = common_dir(repository)
+    return common.parent if common.name == ".git" else repository
 
 
 def git(repository: Path, *arguments: str, stdin: bytes = b"") -> str:

@@ -25,7 +25,7 @@ from prefect.utilities.urls import url_for
 from pydantic import SecretStr
 
 from components.files import write_atomic
-from flows.workspace import FLOWS, KEPT_DAYS, lock
+from flows.workspace import FLOWS, KEPT_DAYS, lock, read_json
 
 if TYPE_CHECKING:
     from flows.pipeline import Done
@@ -58,7 +58,7 @@ def kept(checkout: Path) -> Iterator[dict[str, dict[str, Any]]]:
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "notices.json"
     with lock(folder / "notices.lock"):
-        notices = json.loads(file.read_text()) if file.is_file() else {"told": {}, "waiting": {}}
+        notices = read_json(file) or {"told": {}, "waiting": {}}
         before = json.dumps(notices)
         yield notices
         notices["told"] = dict([*notices["told"].items()][-REMEMBERED:])

@@ -74,6 +74,12 @@ ROWS = (
     Row("m7", "a machine of a cluster and RAY_ADDRESS", "its memory and GPUs are not this machine's"),
     Row("m8", "a bit flips in a file whose time is kept, so that DVC calls it current", "it is not registered"),
     Row("m9", "a checkpoint that is to be resumed holds pickles", "none is loaded"),
+    Row(
+        "T5",
+        "remotes, stores and git's own settings have relative paths",
+        "as in the checkout, and the remote is asked",
+    ),
+    Row("T12", "a kill leaves dvc.lock or a flow's own file empty or cut short", "never committed; read as if none"),
     Row("see", "a person wants to see what ran", "page, links, progress, hours and scores"),
 )
 
