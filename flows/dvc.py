@@ -22,7 +22,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import psutil
 import yaml
 
+from components.archive.objects import listing, object_file, whole
 from components.files import write_atomic
+from components.records import DataError
+from components.redact import redacted
 from flows.git import git
 
 if TYPE_CHECKING:
@@ -55,7 +58,7 @@ class DvcError(RuntimeError):
     """DVC or the stage under it failed. `code` is the stage's exit code (`components/__main__.py` lists them)."""
 
     def __init__(self, what: str, code: int, said: Iterable[str]) -> None:
-        super().__init__(f"{what} exited with {code}\n" + "\n".join(said))
+        super().__init__(redacted(f"{what} exited with {code}\n" + "\n".join(said)))
         self.code = code
 
 
@@ -337,9 +340,12 @@ def repro(stage: str, log: Callable[[str], None]) -> Outcome:
     """Bring one stage up to date and say what DVC did.
 
     Raises:
+        DataError: the cache holds damaged bytes of what the stage reads, which DVC does not see.
         DvcError: the stage failed; its processes are gone, and `dvc.lock` is as before.
     """
     repair_rwlock(log)
+    if damage := damaged(stage):
+        raise DataError(f"stage {stage} was not begun: {'; '.join(damage)}")
     said: deque[str] = deque(maxlen=12)
     outcome: Outcome | None = None
     lock = Path("dvc.lock")
@@ -379,6 +385,22 @@ def is_lock(text: str) -> bool:
         return "stages" in yaml.safe_load(text)
     except (yaml.YAMLError, TypeError):
         return False
+
+
+def damaged(name: str) -> list[str]:
+    """What of a stage's inputs is damaged in the cache, to which DVC's links lead: it believes its own files."""
+    with repository() as repo:
+        cache = Path(repo.cache.local_cache_dir)
+        read = [dep.fs_path for stage in of_pipeline(repo) if stage.addressing == name for dep in stage.deps]
+        outs = {out.fs_path: out.hash_info.value for out in repo.index.outs if out.use_cache and out.hash_info}
+    found = []
+    for path, hash_ in outs.items():
+        if any(Path(path).is_relative_to(dep) or Path(dep).is_relative_to(path) for dep in read):
+            for part, md5 in {"": hash_, **listing(cache, hash_)}.items():
+                file = object_file(cache, md5)
+                if file.is_file() and (note := whole(file, md5)):
+                    found.append(f"{os.path.relpath(os.path.join(path, part))}: {note}")
+    return found
 
 
 def broken_lock(folder: Path) -> list[str]:
@@ -449,7 +471,7 @@ def readable(lines: Iterable[str]) -> Iterator[str]:
                 continue
             shown = time.monotonic()
         if text:
-            yield text
+            yield redacted(text)
 
 
 def stage_code(said: Iterable[str], dvc_code: int) -> int:

@@ -25,6 +25,7 @@ from prefect.utilities.urls import url_for
 from pydantic import SecretStr
 
 from components.files import write_atomic
+from components.redact import redacted
 from flows.workspace import FLOWS, KEPT_DAYS, lock, read_json
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def tell(key: str, title: str, text: str, log: Callable[[str], None], checkout: 
     try:
         with kept(checkout or Path.cwd()) as notices:
             if key not in notices["told"]:
-                notices["waiting"][key] = [title, text]
+                notices["waiting"][key] = [title, redacted(text)]
             send_waiting(notices, log)
     except Exception as error:
         log(f"warning: a notice was not sent: {type(error).__name__}")

@@ -16,6 +16,7 @@ from configobj import ConfigObj
 
 from components.decisions import main_tree
 from components.records import DataError
+from components.redact import redacted
 from components.register.lineage import LOCK, Lock, dvc_hash, git
 
 PATHS = (
@@ -37,7 +38,7 @@ def dvc(folder: Path, *arguments: str) -> str:
     done = subprocess.run([*DVC, *arguments], cwd=folder, capture_output=True, text=True)
     if done.returncode:
         said = " ".join(done.stderr.split("\n")[-4:]).strip()
-        raise DataError(f"dvc {' '.join(arguments)} in {folder}: {said or f'exit code {done.returncode}'}")
+        raise DataError(redacted(f"dvc {' '.join(arguments)} in {folder}: {said or f'exit code {done.returncode}'}"))
     return done.stdout
 
 
@@ -53,7 +54,7 @@ def find_commit(name: str) -> str:
         if remote:
             fetch = ["git", "fetch", "--quiet", remote, f"+refs/heads/{RUNS}*:refs/remotes/{remote}/{RUNS}*"]
             done = subprocess.run(fetch, cwd=main_tree(Path()), capture_output=True, text=True)
-            said += [f"{remote}: {done.stderr.strip()}"] if done.returncode else []
+            said += [redacted(f"{remote}: {done.stderr.strip()}")] if done.returncode else []
         for spelled in (name, *(f"{known}/{name}" for known in remotes)):
             if commit := resolved(spelled):
                 return commit

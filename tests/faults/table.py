@@ -80,6 +80,10 @@ ROWS = (
         "as in the checkout, and the remote is asked",
     ),
     Row("T12", "a kill leaves dvc.lock or a flow's own file empty or cut short", "never committed; read as if none"),
+    Row("T14", "the record of decisions loses its branch or its last commits", "fetched, else nothing is decided"),
+    Row(
+        "T17", "cache objects, clocks, hooks and passwords in addresses", "seen before training; never told to anybody"
+    ),
     Row("see", "a person wants to see what ran", "page, links, progress, hours and scores"),
 )
 

@@ -72,6 +72,19 @@ def test_a_bit_that_flipped_in_the_cache_is_found_before_anything_is_registered(
     assert md5(file) != md5(copy), "the checkout's own file is whole"
 
 
+@pytest.mark.fault("09", "T17")
+@pytest.mark.slow(30)
+def test_a_bit_that_flipped_in_what_a_stage_reads_is_found_before_it_begins(flow, rng):
+    file, copy, hash_ = flip_a_bit(rng, flow.root, flow.root / "data/04_mixture/train")
+    with pytest.raises(DataError, match="stage train was not begun") as refused:
+        flow.run("train.seed=3")
+    assert f"data/04_mixture/train/{file.name}: damaged in the cache: {copy} has md5 {md5(copy)}" in str(refused.value)
+    assert "toy train" not in flow.logged
+    copy.unlink()
+    assert flow.run("train.seed=3")[1]["train"] == "Ran"
+    assert md5(copy) == hash_, "the stage that made it made it again"
+
+
 @pytest.mark.fault("09", "21")
 @pytest.mark.slow(30)
 def test_damaged_bytes_are_not_sent_to_the_remote_and_the_file_is_named_with_both_hashes(flow, rng, tmp_path):
