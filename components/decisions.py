@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from components.records import DataError
+from components.redact import redacted
 
 NAME, FILE = "runs/history", "decisions.jsonl"
 BRANCH, PENDING, THEIRS = f"refs/heads/{NAME}", "refs/m3diff/pending", "refs/m3diff/theirs"
@@ -256,19 +257,21 @@ def share(repository: Path) -> None:
     """Push the record to the remote that `git config m3diff.runs` names. A failure is said, and the next time tried."""
     if (remote := remote_of(repository)) is None or tip_of(repository, BRANCH) is None:
         return
-    done = _run(repository, "push", "--no-verify", "--quiet", remote, f"{BRANCH}:{BRANCH}", seconds=PUSH_S)
+    push = ("push", "--no-verify", "--quiet", remote, f"{BRANCH}:{BRANCH}")
+    done = _run(main_tree(repository), *push, seconds=PUSH_S)
     if done.returncode == 0:
         return
     if b"rejected" not in done.stderr or catch_up(repository):
         warn(f"not pushed to {remote!r} ({_words(done)}); the next decision tries again")
 
 
-def catch_up(repository: Path) -> bool:
-    """Take over what other clones decided, from the remote of `m3diff.runs`. False: warned that both have new lines."""
-    if (remote := remote_of(repository)) is None:
+def catch_up(repository: Path, remote: str | None = None) -> bool:
+    """Take over what other clones decided, by default from the remote of `m3diff.runs`. False: warned that both have
+    new lines."""
+    if (remote := remote or remote_of(repository)) is None:
         return True
-    refspec = f"+{BRANCH}:{THEIRS}"
-    done = _run(repository, "fetch", "--quiet", "--no-tags", "--no-write-fetch-head", remote, refspec, seconds=FETCH_S)
+    fetch = ("fetch", "--quiet", "--no-tags", "--no-write-fetch-head", remote, f"+{BRANCH}:{THEIRS}")
+    done = _run(main_tree(repository), *fetch, seconds=FETCH_S)
     if done.returncode:
         if b"couldn't find remote ref" not in done.stderr:
             warn(f"not fetched from {remote!r} ({_words(done)}); going on with what this clone knows")
@@ -353,7 +356,7 @@ def who() -> str:
 
 
 def warn(text: str) -> None:
-    print(f"warning: record of decisions: {text}", file=sys.stderr, flush=True)
+    print(f"warning: record of decisions: {redacted(text)}", file=sys.stderr, flush=True)
 
 
 def remote_of(repository: Path) -> str | None:
@@ -386,7 +389,7 @@ def write_ref(repository: Path, ref: str, *change: str) -> bool:
 def _wait_for_ref(repository: Path, ref: str) -> None:
     """Another process holds git's lock of a ref, or was killed while it did: then the lock is taken away."""
     lock = common_dir(repository) / f"{ref}.lock"
-    if lock.exists() and time.time() - lock.stat().st_mtime > STALE_S:
+    if lock.exists() and abs(time.time() - lock.stat().st_mtime) > STALE_S:  # of the future: the clock was set back
         warn(f"{lock} was left by a process that was killed; removed")
         lock.unlink(missing_ok=True)
     time.sleep(1)
@@ -395,6 +398,13 @@ def _wait_for_ref(repository: Path, ref: str) -> None:
 def common_dir(repository: Path) -> Path:
     """The folder `.git` that all worktrees of a repository share."""
     return Path(git(repository, "rev-parse", "--path-format=absolute", "--git-common-dir"))
+
+
+def main_tree(repository: Path) -> Path:
+    """The first working tree of a repository: from there a remote's relative path is meant, which git takes from
+    whichever it runs in."""
+    common = common_dir(repository)
+    return common.parent if common.name == ".git" else repository
 
 
 def git(repository: Path, *arguments: str, stdin: bytes = b"") -> str:
@@ -439,6 +449,12 @@ def _has_branch(repository: Path) -> bool:
     return file.exists() or _run(repository, "show-ref", "--verify", "--quiet", BRANCH).returncode != 1
 
 
+def holds(repository: Path, ref: str, commit: str) -> bool:
+    """Whether a ref is there and its history has this commit."""
+    tip = tip_of(repository, ref)
+    return tip is not None and _holds(repository, tip, commit)
+
+
 def _holds(repository: Path, tip: str, commit: str) -> bool:
     """Whether a commit is part of the history of another."""
     return _run(repository, "merge-base", "--is-ancestor", commit, tip).returncode == 0
@@ -463,7 +479,7 @@ def _run(
 
 
 def _words(done: subprocess.CompletedProcess[bytes]) -> str:
-    return " ".join(done.stderr.decode(errors="replace").split()) or f"exit code {done.returncode}"
+    return redacted(" ".join(done.stderr.decode(errors="replace").split())) or f"exit code {done.returncode}"
 
 
 def _sha256(line: bytes) -> str:

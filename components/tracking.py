@@ -28,6 +28,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from components.records import DataError
+from components.redact import redacted
 
 SQLITE = "sqlite:///"
 DELETED = "deleted"  # MLflow's word for an experiment or a run in its bin
@@ -91,7 +92,7 @@ def check_alive(uri: str) -> None:
     try:
         urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=5).close()
     except (urllib.error.URLError, OSError) as error:
-        raise TrackingUnavailableError(f"MLflow at {uri} does not answer ({error}); {REMEDY}") from error
+        raise TrackingUnavailableError(redacted(f"MLflow at {uri} does not answer ({error}); {REMEDY}")) from error
 
 
 def this_process() -> dict[str, str]:

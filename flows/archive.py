@@ -1,19 +1,18 @@
 """What a run made, kept: data and checkpoint in the DVC remote, `dvc.lock` and scores on the branch of the run."""
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-import yaml
-
-from components.archive.objects import in_cache, listing
-from components.files import write_atomic
+from components.archive.objects import listing, object_file, whole
+from components.decisions import main_tree
 from components.records import DataError
 from components.section import ParamsError
-from flows import dvc
+from flows import dvc, raw
 from flows.git import GitError, git
 
 LOCK = Path("dvc.lock")
+LOOKED_BACK = 20  # commits that changed it, for a whole one
 NO_REMOTE = "no DVC remote is set, so data and checkpoint stay on this machine (`dvc remote add -d NAME URL`)"
 
 
@@ -22,98 +21,80 @@ class NotPushedError(ConnectionError):
 
 
 def check_remote() -> None:
-    """See that the remote answers, by asking it for the files that are no folders: they are few.
+    """See that each remote answers, by asking it for the files that are no folders: they are few.
 
     Raises:
-        ParamsError: it does not.
+        ParamsError: one does not.
     """
-    name = dvc.remote()
-    if name is None:
-        return
-    files = [path for path, md5 in stored().items() if not md5.endswith(".dir")]
-    if not files:
-        return
-    try:
-        dvc.ask("status", "--cloud", "--json", *files)
-    except dvc.DvcError as error:
-        raise ParamsError(f"the DVC remote {name!r} does not answer, so nothing could be kept: {error}") from error
+    for name, stored in by_remote().items():
+        files = {path: md5 for path, md5 in stored.items() if not md5.endswith(".dir")}
+        try:
+            if files:
+                dvc.not_in_remote(files, name)
+        except dvc.DvcError as error:
+            raise ParamsError(f"the DVC remote {name!r} does not answer, so nothing could be kept: {error}") from error
 
 
-def stored() -> dict[str, str]:
-    """What DVC keeps of this commit, by path: the hashes of `dvc.lock` and of every `.dvc` file whose object is in the
-    cache. A stage's output in git alone is not."""
-    files = [file for file in (LOCK, *map(Path, git("ls-files", "*.dvc").splitlines())) if file.is_file()]
-    cache = dvc.cache_folder() / "files" / "md5"
-    found = {path: md5 for file in files for path, md5 in outputs(file)}
-    return {path: md5 for path, md5 in found.items() if (cache / md5[:2] / md5[2:]).is_file()}
+def by_remote() -> dict[str, dict[str, str]]:
+    """What the cache holds of what DVC keeps of this commit: hashes by path, by the remote that they belong in."""
+    cache = dvc.cache_folder()
+    found: dict[str, dict[str, str]] = {}
+    for path, (md5, remote) in dvc.kept().items():
+        if remote is not None and object_file(cache, md5).is_file():
+            found.setdefault(remote, {})[path] = md5
+    return found
 
 
-def outputs(file: Path) -> Iterator[tuple[str, str]]:
-    """(path from the project's root, md5) of the outputs that a `.dvc` file or `dvc.lock` names."""
-    tree = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
-    for entry in tree["stages"].values() if "stages" in tree else [tree]:
-        for out in entry.get("outs", []):
-            if "md5" in out:
-                yield (file.parent / out["path"]).as_posix(), out["md5"]
+def push(log: Callable[[str], None]) -> tuple[str, str]:
+    """Push what the remotes miss, then look for each of these files there; (Ran or Skipped, a sentence).
 
-
-def push(record: Path, log: Callable[[str], None]) -> tuple[str, str]:
-    """Push, then look for every file of what is new in the remote; (Ran or Skipped, a sentence).
-
-    DVC takes a folder for whole where the remote has its list of files, so that only a look at each file finds a gap,
-    as a push that was cut off leaves one, and only a push of that file closes it.
-
-    Args:
-        record: file of the hashes that each remote was seen to have.
+    Every remote is asked for every file, in every run: what it was seen to have may be gone. DVC takes a folder for
+    whole where the remote has its list of files, so that only a look at each file finds a gap, as a push that was cut
+    off leaves one, and only a push of that file closes it.
 
     Raises:
         DataError: a file in the cache is damaged; nothing was sent.
         NotPushedError: something is missing there; what arrived is not sent again.
     """
-    name = dvc.remote()
-    if name is None:
+    remotes = by_remote()
+    if not remotes:
         return "Skipped", NO_REMOTE
-    seen = sent(record)
-    new = unsent(seen.get(name, []))
-    if not new:
-        return "Skipped", f"remote {name!r} has all of it already"
-    check_cache(new)
+    new = {name: send(name, stored, log) for name, stored in sorted(remotes.items())}
+    said = ", ".join(f"remote {name!r} has all of it{f', {count} new' if count else ''}" for name, count in new.items())
+    return ("Ran", said) if any(new.values()) else ("Skipped", f"{said} already")
+
+
+def send(name: str, stored: Mapping[str, str], log: Callable[[str], None]) -> int:
+    """Let a remote have these outputs, hashes by path; of how many it missed something."""
+    files = files_of(stored)
     try:
+        missing = dvc.not_in_remote(files, name)
+        if not missing:
+            return 0
+        check_cache(missing)
+        new = [path for path in stored if any(file == path or file.startswith(f"{path}/") for file in missing)]
         said = dvc.ask("push", *new).strip()
-        files = files_of(new)
-        missing = dvc.not_in_remote(files)
-        if missing:
-            dvc.push_objects(missing.values())
-            missing = dvc.not_in_remote(missing)
+        if left := dvc.not_in_remote(missing, name):
+            dvc.push_objects(left.values(), name)
+            left = dvc.not_in_remote(left, name)
     except dvc.DvcError as error:
         raise NotPushedError(f"remote {name!r}: {error}") from error
-    if missing:
-        raise NotPushedError(
-            f"remote {name!r} is missing {len(missing)} file(s) after `dvc push`: {sorted(missing)[:5]}"
-        )
-    write_atomic(record, json.dumps(seen | {name: sorted({*seen.get(name, []), *new.values()})}))
+    if left:
+        raise NotPushedError(f"remote {name!r} is missing {len(left)} file(s) after `dvc push`: {sorted(left)[:5]}")
     log(f"remote {name!r}: {said or 'nothing to send'}")
-    return "Ran", f"remote {name!r} has all of it, {len(new)} new"
+    return len(new)
 
 
-def sent(record: Path) -> dict[str, list[str]]:
-    """The hashes that each remote was seen to have."""
-    return json.loads(record.read_text()) if record.is_file() else {}
-
-
-def unsent(seen: Sequence[str]) -> dict[str, str]:
-    """What DVC keeps of this commit, but for the hashes that the remote was seen to have: hashes by path."""
-    return {path: md5 for path, md5 in stored().items() if md5 not in seen}
-
-
-def can_be_sent(record: Path) -> bool:
-    """Whether the cache has every file of what is still to be sent; else a stage has to make it again."""
-    name = dvc.remote()
-    new = unsent(sent(record).get(name, [])) if name else {}
-    if not new:
-        return True
+def can_be_sent() -> bool:
+    """Whether cache or remote has every file of what DVC keeps; else a stage has to make it again."""
     cache = dvc.cache_folder()
-    return all(in_cache(cache, md5, read=False)[0] == "ok" for md5 in new.values())
+    for name, stored in by_remote().items():
+        files = files_of(stored)
+        if not raw.all_there(cache, files.values()):
+            lacking = {path: md5 for path, md5 in files.items() if not object_file(cache, md5).is_file()}
+            if dvc.not_in_remote(lacking, name):
+                return False
+    return True
 
 
 def files_of(outputs: Mapping[str, str]) -> dict[str, str]:
@@ -127,28 +108,59 @@ def check_cache(hashes: Mapping[str, str]) -> None:
     """See that what is to be sent is what its name says: DVC would send damaged bytes under the right name.
 
     Args:
-        hashes: DVC's, by path.
+        hashes: DVC's, by path, of files and of folders' lists.
 
     Raises:
         DataError: it is not; every damaged file is named.
     """
     cache = dvc.cache_folder()
-    found = {path: in_cache(cache, md5, read=True) for path, md5 in hashes.items()}
-    if bad := [f"{path}: {note}" for path, (outcome, note) in found.items() if outcome == "differs"]:
+    found = {path: whole(object_file(cache, md5), md5) for path, md5 in hashes.items()}
+    if bad := [f"{path}: {note}" for path, note in found.items() if note]:
         raise DataError("; ".join(bad))
 
 
 def commit(message: str, links: Sequence[str]) -> str:
-    """Commit `dvc.lock` and what stages write beside DVC to the current branch; the commit.
+    """Commit `dvc.lock`, where it is whole, and what stages write beside DVC to the current branch; the commit.
 
     Args:
         links: folders of the checkout, which are no part of it.
     """
+    mend_lock()
     git("add", "--all", "--", ".")
     if links:  # where an older commit's .gitignore misses one
         git("rm", "--cached", "--quiet", "--ignore-unmatch", "--", *links)
     git("commit", "--quiet", "--allow-empty", "--message", message)
     return git("rev-parse", "HEAD")
+
+
+def mend_lock() -> str | None:
+    """Replace a `dvc.lock` that a kill left empty or cut short by the newest whole one of this branch; which commit's
+    that is, None where nothing was wrong."""
+    commit, before = last_whole()
+    text = LOCK.read_text(encoding="utf-8", errors="replace") if LOCK.is_file() else None
+    if text is None and commit is None:
+        return None
+    if text is not None and dvc.is_lock(text):
+        ours = dvc.entries(text)
+        if not any(ours.get(stage) != before.get(stage) for stage in dvc.unfinished()):
+            return None
+    if commit is not None:
+        git("checkout", commit, "--", str(LOCK))
+        return commit
+    LOCK.unlink()
+    return "no commit"
+
+
+def last_whole() -> tuple[str | None, dict[str, Any]]:
+    """The newest commit of this branch whose `dvc.lock` is whole, and its stages: one that lost stages of those before
+    it is not."""
+    best, stages = None, dict[str, Any]()
+    there = git("ls-tree", "HEAD", "--", str(LOCK))
+    for commit in reversed(git("log", f"-{LOOKED_BACK}", "--format=%H", "--", str(LOCK)).splitlines() if there else []):
+        text = dvc.lock_of(commit)
+        if dvc.is_lock(text) and not set(stages) - set(dvc.entries(text)):
+            best, stages = commit, dvc.entries(text)
+    return best, stages
 
 
 def publish(branch: str, log: Callable[[str], None]) -> None:
@@ -158,6 +170,6 @@ def publish(branch: str, log: Callable[[str], None]) -> None:
     except GitError:
         return
     try:
-        git("push", "--quiet", name, f"refs/heads/{branch}:refs/heads/{branch}")
+        git("push", "--quiet", name, f"refs/heads/{branch}:refs/heads/{branch}", cwd=main_tree(Path()))
     except GitError as error:
         log(f"warning: {branch} was not pushed to {name}: {error}; it is sent with the next run")

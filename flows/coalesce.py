@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from components.files import write_atomic
-from flows.workspace import FLOWS, Workspace, lock
+from flows.workspace import FLOWS, Workspace, lock, read_json
 
 POLL_S, SAY_EVERY_S = 1.0, 60.0
 
@@ -53,12 +53,8 @@ def finish(work: Workspace) -> None:
 
 
 def finished_by(file: Path) -> str | None:
-    done = file.with_suffix(".json")
-    return json.loads(done.read_text())["flow_run"] if done.is_file() else None
+    return (read_json(file.with_suffix(".json")) or {}).get("flow_run")
 
 
 def worker_of(file: Path) -> str:
-    try:
-        return json.loads(file.read_text())["flow_run"]
-    except (OSError, ValueError, KeyError):
-        return "(starting)"
+    return (read_json(file) or {}).get("flow_run", "(starting)")

@@ -17,11 +17,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import psutil
 import yaml
 
+from components.archive.objects import listing, object_file, whole
+from components.files import write_atomic
+from components.records import DataError
+from components.redact import redacted
 from flows.git import git
 
 if TYPE_CHECKING:
@@ -54,7 +58,7 @@ class DvcError(RuntimeError):
     """DVC or the stage under it failed. `code` is the stage's exit code (`components/__main__.py` lists them)."""
 
     def __init__(self, what: str, code: int, said: Iterable[str]) -> None:
-        super().__init__(f"{what} exited with {code}\n" + "\n".join(said))
+        super().__init__(redacted(f"{what} exited with {code}\n" + "\n".join(said)))
         self.code = code
 
 
@@ -203,6 +207,17 @@ def entries(text: str) -> dict[str, Any]:
     return (yaml.safe_load(text) or {}).get("stages", {})
 
 
+def lock_of(commit: str) -> str:
+    """The text of a commit's `dvc.lock`; empty where it has none."""
+    return git("show", f"{commit}:./dvc.lock") if git("ls-tree", commit, "--", "dvc.lock") else ""
+
+
+def unfinished() -> set[str]:
+    """The stages of which `dvc.lock` does not know every output."""
+    with repository() as repo:
+        return {stage.addressing for stage in of_pipeline(repo) if not all(out.hash_info for out in stage.outs)}
+
+
 def link_data(folder: Path | None = None) -> None:
     """Bring what `dvc.lock` and the `.dvc` files name into place, as far as the cache has it: this folder, else all but
     raw data, which are many files (`flows/raw.py`)."""
@@ -244,21 +259,23 @@ def cache_folder(folder: Path | None = None) -> Path:
         return Path(repo.cache.local_cache_dir)
 
 
-def use_cache(cache: Path, links: str) -> None:
-    """Let the project in the current folder, on this machine alone, use this cache by links of these kinds. What DVC
-    remembers of its files goes with it, and does not stay in a folder of the machine for ever."""
-    from configobj import ConfigObj
+class Kept(NamedTuple):
+    """An output that DVC keeps: its hash, and the remote that it belongs in."""
 
-    settings = ConfigObj(".dvc/config.local", encoding="utf-8")  # DVC itself writes ASCII alone
-    settings.setdefault("cache", {}).update({"dir": str(cache), "type": links})
-    settings.setdefault("core", {}).update({"site_cache_dir": str(Path(".dvc/tmp/memory").absolute())})
-    settings.write()
+    md5: str
+    remote: str | None
 
 
-def remote() -> str | None:
-    """The name of the default remote."""
+def kept() -> dict[str, Kept]:
+    """What DVC keeps of this commit, by path: what stages and `.dvc` files wrote, but for what git holds and what is
+    marked `push: false`."""
     with repository() as repo:
-        return repo.config["core"].get("remote")
+        default = repo.config["core"].get("remote")
+        return {
+            os.path.relpath(out.fs_path, repo.root_dir): Kept(out.hash_info.value, out.remote or default)
+            for out in repo.index.outs
+            if out.use_cache and out.can_push and out.hash_info and out.hash_info.name == "md5"
+        }
 
 
 def ask(*arguments: str, cwd: Path | None = None) -> str:
@@ -281,23 +298,20 @@ def ask(*arguments: str, cwd: Path | None = None) -> str:
     return done.stdout
 
 
-def not_in_remote(files: Mapping[str, str]) -> dict[str, str]:
-    """Of these files, hashes by path, those whose content the default remote does not have.
+def not_in_remote(files: Mapping[str, str], name: str) -> dict[str, str]:
+    """Of these files, hashes by path, those whose content a remote does not have.
 
     Raises:
         DvcError: the remote does not answer.
     """
-    try:
-        with repository() as repo:
-            there = set(repo.cloud.get_remote_odb(None, "status").oids_exist(sorted(set(files.values()))))
-    except OSError as error:
-        raise DvcError("dvc status --cloud", 255, [str(error)]) from error
+    with repository() as repo, of_remote(f"dvc status --cloud --remote {name}"):
+        there = set(repo.cloud.get_remote_odb(name, "status").oids_exist(sorted(set(files.values()))))
     return {path: md5 for path, md5 in files.items() if md5 not in there}
 
 
-def push_objects(hashes: Iterable[str]) -> None:
-    """Send single files from the cache to the default remote, whatever DVC remembers of what is there: `dvc push` sends
-    nothing of a folder whose list the remote has, and no file that it once saw in it.
+def push_objects(hashes: Iterable[str], name: str) -> None:
+    """Send single files from the cache to a remote, whatever DVC remembers of what is there: `dvc push` sends nothing
+    of a folder whose list the remote has, and no file that it once saw in it.
 
     Raises:
         DvcError: the remote refused.
@@ -305,25 +319,38 @@ def push_objects(hashes: Iterable[str]) -> None:
     from dvc_data.hashfile.hash_info import HashInfo
     from dvc_data.hashfile.transfer import transfer
 
-    try:
-        with repository() as repo:
-            remote = repo.cloud.get_remote_odb(None, "push")
-            failed = transfer(repo.cache.local, remote, {HashInfo("md5", md5) for md5 in hashes}).failed
-    except OSError as error:
-        raise DvcError("dvc push of single files", 255, [str(error)]) from error
+    what = f"dvc push --remote {name} of single files"
+    with repository() as repo, of_remote(what):
+        remote = repo.cloud.get_remote_odb(name, "push")
+        failed = transfer(repo.cache.local, remote, {HashInfo("md5", md5) for md5 in hashes}).failed
     if failed:
-        raise DvcError("dvc push of single files", 255, [f"{len(failed)} of them were refused"])
+        raise DvcError(what, 255, [f"{len(failed)} of them were refused"])
+
+
+@contextmanager
+def of_remote(what: str) -> Iterator[None]:
+    """Within, whatever the library of a remote raises is a DvcError: each has exceptions of its own."""
+    try:
+        yield
+    except Exception as error:
+        raise DvcError(what, 255, chain_of(error)) from error
 
 
 def repro(stage: str, log: Callable[[str], None]) -> Outcome:
     """Bring one stage up to date and say what DVC did.
 
     Raises:
-        DvcError: the stage failed; its processes are gone.
+        DataError: the cache holds damaged bytes of what the stage reads, which DVC does not see.
+        DvcError: the stage failed; its processes are gone, and `dvc.lock` is as before.
     """
     repair_rwlock(log)
+    if damage := damaged(stage):
+        raise DataError(f"stage {stage} was not begun: {'; '.join(damage)}")
     said: deque[str] = deque(maxlen=12)
     outcome: Outcome | None = None
+    lock = Path("dvc.lock")
+    before = lock.read_bytes() if lock.is_file() else None
+    done = False
     process = subprocess.Popen(
         [*DVC, "repro", "--single-item", stage],
         env=environment(),
@@ -341,27 +368,50 @@ def repro(stage: str, log: Callable[[str], None]) -> Outcome:
             outcome = next((word for words, word in WORDS.items() if words.format(stage) in line), outcome)
         if process.wait():
             raise DvcError(f"stage {stage}", stage_code(said, process.returncode), [*said, *broken_lock(Path())])
+        done = True
     finally:
-        end_group(process)
+        try:
+            end_group(process)
+        finally:
+            if not done and lock.is_file() and lock.read_bytes() != before:  # killed as it wrote: perhaps a part
+                write_atomic(lock, before) if before is not None else lock.unlink()
     assert outcome is not None, f"none of {list(WORDS)} in what DVC said: {list(said)}"
     return outcome
+
+
+def is_lock(text: str) -> bool:
+    """Whether a `dvc.lock` is one, and not empty or cut short: DVC writes it in place, and a kill leaves a part."""
+    try:
+        return "stages" in yaml.safe_load(text)
+    except (yaml.YAMLError, TypeError):
+        return False
+
+
+def damaged(name: str) -> list[str]:
+    """What of a stage's inputs is damaged in the cache, to which DVC's links lead: it believes its own files."""
+    with repository() as repo:
+        cache = Path(repo.cache.local_cache_dir)
+        read = [dep.fs_path for stage in of_pipeline(repo) if stage.addressing == name for dep in stage.deps]
+        outs = {out.fs_path: out.hash_info.value for out in repo.index.outs if out.use_cache and out.hash_info}
+    found = []
+    for path, hash_ in outs.items():
+        if any(Path(path).is_relative_to(dep) or Path(dep).is_relative_to(path) for dep in read):
+            for part, md5 in {"": hash_, **listing(cache, hash_)}.items():
+                file = object_file(cache, md5)
+                if file.is_file() and (note := whole(file, md5)):
+                    found.append(f"{os.path.relpath(os.path.join(path, part))}: {note}")
+    return found
 
 
 def broken_lock(folder: Path) -> list[str]:
     """What to do about a `dvc.lock` that is none, of which DVC says too little; nothing where it is whole."""
     file = folder / "dvc.lock"
-    try:
-        whole = not file.is_file() or "stages" in yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError, TypeError):
-        whole = False
-    return (
-        []
-        if whole
-        else [
-            f"{file} is not DVC's lock file (empty, cut short, or with the marks of a merge conflict); restore it: "
-            "`git log --oneline -- dvc.lock` lists its commits, `git checkout COMMIT -- dvc.lock` takes it from one"
-        ]
-    )
+    if not file.is_file() or is_lock(file.read_text(encoding="utf-8", errors="replace")):
+        return []
+    return [
+        f"{file} is not DVC's lock file (empty, cut short, or with the marks of a merge conflict); restore it: "
+        "`git log --oneline -- dvc.lock` lists its commits, `git checkout COMMIT -- dvc.lock` takes it from one"
+    ]
 
 
 def repair_rwlock(log: Callable[[str], None]) -> None:
@@ -421,7 +471,7 @@ def readable(lines: Iterable[str]) -> Iterator[str]:
                 continue
             shown = time.monotonic()
         if text:
-            yield text
+            yield redacted(text)
 
 
 def stage_code(said: Iterable[str], dvc_code: int) -> int:

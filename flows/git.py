@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from components.records import DataError
+from components.redact import redacted
 
 AS_FLOW = (
     *("-c", "user.name=m3diff", "-c", "user.email=m3diff@localhost"),
@@ -27,7 +28,7 @@ def git(*arguments: str, cwd: Path | None = None, env: Mapping[str, str] | None 
         ["git", *AS_FLOW, *arguments], cwd=cwd, env=os.environ | (env or {}), capture_output=True, text=True
     )
     if done.returncode:
-        raise GitError(f"git {' '.join(arguments)}: {done.stderr.strip() or done.stdout.strip()}")
+        raise GitError(redacted(f"git {' '.join(arguments)}: {done.stderr.strip() or done.stdout.strip()}"))
     return done.stdout.rstrip("\n")
 
 

@@ -25,7 +25,8 @@ from prefect.utilities.urls import url_for
 from pydantic import SecretStr
 
 from components.files import write_atomic
-from flows.workspace import FLOWS, KEPT_DAYS, lock
+from components.redact import redacted
+from flows.workspace import FLOWS, KEPT_DAYS, lock, read_json
 
 if TYPE_CHECKING:
     from flows.pipeline import Done
@@ -45,7 +46,7 @@ def tell(key: str, title: str, text: str, log: Callable[[str], None], checkout: 
     try:
         with kept(checkout or Path.cwd()) as notices:
             if key not in notices["told"]:
-                notices["waiting"][key] = [title, text]
+                notices["waiting"][key] = [title, redacted(text)]
             send_waiting(notices, log)
     except Exception as error:
         log(f"warning: a notice was not sent: {type(error).__name__}")
@@ -58,7 +59,7 @@ def kept(checkout: Path) -> Iterator[dict[str, dict[str, Any]]]:
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "notices.json"
     with lock(folder / "notices.lock"):
-        notices = json.loads(file.read_text()) if file.is_file() else {"told": {}, "waiting": {}}
+        notices = read_json(file) or {"told": {}, "waiting": {}}
         before = json.dumps(notices)
         yield notices
         notices["told"] = dict([*notices["told"].items()][-REMEMBERED:])

@@ -25,7 +25,7 @@ from flows.coalesce import alone, finish
 from flows.git import git
 from flows.schedule import count_crashes
 from flows.warm import NothingNewError
-from flows.workspace import FLOWS, Workspace, workspace
+from flows.workspace import Workspace, workspace
 
 FLOW_RUN = "M3DIFF_FLOW_RUN"
 """The environment variable by which a version and the record of decisions know their flow run."""
@@ -49,11 +49,6 @@ class Done:
     registration: Registration | None = None
     decision: Promotion | None = None
     error: str | None = None
-
-    @property
-    def pushed(self) -> Path:
-        """The record of what the remotes were seen to have."""
-        return self.work.checkout / FLOWS / "pushed.json"
 
     @property
     def state(self) -> str:
@@ -101,7 +96,7 @@ def in_workspace(done: Done, worthwhile: Reasons | None) -> State:
         if other:
             return Completed(name="Skipped", message=f"flow run {other} did the same work meanwhile")
         try:
-            status = tasks.look_before(done.work.tree, done.pushed)
+            status = tasks.look_before(done.work.tree)
             if worthwhile:
                 found = worthwhile(status, load_params(tasks.PARAMS))
                 if not found:
@@ -149,7 +144,7 @@ def work_through(done: Done, status: dict[str, Any]) -> None:
             if not current:
                 asked.add(stage)
         done.whole = True
-        take(done, "push", tasks.push_data, done.pushed)
+        take(done, "push", tasks.push_data)
         archive.commit(message_of(done), done.work.links)
         done.registration = take(done, "register", tasks.register_model, known)
         done.decision = take(done, "promote", tasks.promote_model, done.registration.version)

@@ -41,7 +41,7 @@ def take_up(tree: str, changed: Collection[str]) -> bool:
     if run is None:
         return False
     ours = dvc.locked()
-    theirs = dvc.entries(git("show", f"{run}:{LOCK}"))
+    theirs = dvc.entries(dvc.lock_of(run))
     found = {stage: theirs[stage] for stage in changed if stage in theirs and theirs[stage] != ours.get(stage)}
     if not found:
         return False
@@ -57,11 +57,13 @@ def take_up(tree: str, changed: Collection[str]) -> bool:
 
 
 def best(tree: str) -> str | None:
-    """The commit of the newest run of the same content; else of the newest that had no parameters of its own."""
+    """The commit of the newest run of the same content; else of the newest that had no parameters of its own. One
+    whose `dvc.lock` a kill cut short is passed over."""
     runs = list_runs()
     same = [run for run in runs if run[TREE] == tree]
     plain = [run for run in runs if not run[OVERRIDES]]
-    return next((run["commit"] for run in [*same, *plain]), None)
+    found = (run["commit"] for run in [*same, *plain])
+    return next((commit for commit in found if dvc.is_lock(dvc.lock_of(commit))), None)
 
 
 def list_runs() -> list[dict[str, str]]:

@@ -18,6 +18,7 @@ from prefect.artifacts import create_markdown_artifact
 from components import tracking
 from components.files import write_atomic
 from components.params import Params, load_params
+from components.redact import redacted
 from flows import archive
 from flows.tasks import PARAMS
 
@@ -39,7 +40,7 @@ def publish(done: "Done", message: str) -> None:
     log = get_run_logger()
     try:
         params = load_params(PARAMS)
-        text = "\n".join(page(done, params, champion_scores(done, params)))
+        text = redacted("\n".join(page(done, params, champion_scores(done, params))))
         create_markdown_artifact(markdown=text, key=KEY, description=f"flow run {done.work.flow_run}: {done.state}")
         stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(done.started))
         name = f"{stamp}-{done.work.flow_run[:8]}.md"

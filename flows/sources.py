@@ -70,7 +70,7 @@ def content(folder: Path) -> Content:
                 digest.update(f"{name}\0{found.st_size} {found.st_mtime_ns} {found.st_ino}\n".encode())
     except FileNotFoundError:  # it went away meanwhile
         return Content("", settled=False)
-    return Content(digest.hexdigest(), time.time() - newest / 1e9 > SETTLED_S)
+    return Content(digest.hexdigest(), abs(time.time() - newest / 1e9) > SETTLED_S)  # also where the clock was set back
 
 
 def update(file: str) -> str:

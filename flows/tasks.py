@@ -29,17 +29,16 @@ def worth_retrying(task: Any, run: TaskRun, state: State) -> bool:
 
 
 @task(name="preflight", task_run_name="preflight", cache_policy=NO_CACHE)
-def look_before(tree: str, record: Path) -> dict[str, Any]:
+def look_before(tree: str) -> dict[str, Any]:
     """See that the run can end well on this machine, and what is out of date: DVC's status, by stage. Where something
     is, the data are linked in.
 
     Args:
         tree: the content that is to run; what an earlier run of it recorded is current.
-        record: file of the hashes that each remote was seen to have.
     """
     preflight(load_params(PARAMS))
     archive.check_remote()
-    if (dvc.is_current() or previous.take_over(tree)) and archive.can_be_sent(record):
+    if (dvc.is_current() or previous.take_over(tree)) and archive.can_be_sent():
         return {}
     dvc.link_data()
     status = dvc.status()
@@ -61,9 +60,9 @@ def reproduce(stage: str, current: bool = False) -> State:
 
 
 @task(name="push", task_run_name="push", cache_policy=NO_CACHE, retries=3, retry_delay_seconds=PAUSES_S)
-def push_data(record: Path) -> State:
+def push_data() -> State:
     """Send what the run made to the DVC remote, and see that it is there. Nothing points to what is not."""
-    outcome, message = archive.push(record, get_run_logger().info)
+    outcome, message = archive.push(get_run_logger().info)
     return Completed(name=outcome, message=message, data=outcome)
 
 

@@ -23,7 +23,7 @@ from flows import dvc, lookback, notices, sources
 from flows.git import git
 from flows.retrain import retrain
 from flows.schedule import coalesce_late, deployed_run
-from flows.workspace import DATA, FLOWS, Workspace, workspace
+from flows.workspace import DATA, FLOWS, Workspace, read_json, workspace
 
 STATE = FLOWS / "watch.json"
 NOTHING = "no source changed"
@@ -38,7 +38,7 @@ def watch() -> State:
     notices.send_again(checkout, log.warning)
     if deployed_run():
         lookback.look_back(checkout, log.warning)
-    kept = json.loads(STATE.read_text()) if STATE.is_file() else {}
+    kept = read_json(STATE) or {}
     failures = look(kept, log.info)
     found, reason = tip(), ""
     if found and found != kept.get("started"):

@@ -8,6 +8,7 @@ holds.
 
 import fcntl
 import io
+import json
 import shutil
 import tempfile
 import time
@@ -19,12 +20,12 @@ from typing import IO, Any, NamedTuple
 import yaml
 from ruamel.yaml import YAML
 
-from components.archive.commit import AS_COMMITTED, require_own_repository
+from components.archive.commit import AS_COMMITTED, require_own_repository, write_settings
 from components.consistency import closest
 from components.params import Params, load_params
 from components.section import ParamsError
 from components.tracking import SQLITE
-from flows import dvc, warm
+from flows import archive, dvc, warm
 from flows.git import GitError, git, has_branch
 
 FLOWS = Path("runs/flows")
@@ -116,6 +117,10 @@ def make(
     git(*AS_COMMITTED, "worktree", "add", "--quiet", "--detach", str(root), commit)
     try:
         with chdir(root):
+            if again:
+                git("switch", "--quiet", branch)
+                if mended := archive.mend_lock():
+                    archive.commit(f"dvc.lock is that of {mended:.12}: this branch's is empty or cut short", ())
             taken = take_up_data() if data and not again else ()
             if overrides and not again:
                 commit_parameters(overrides)
@@ -127,7 +132,8 @@ def make(
                     load_params(Path("params.yaml"))
                 overrides, taken = (*overrides, *start.overrides), (*taken, start.said)
                 warm.bring_base()
-            git("switch", "--quiet", *([] if again else ["--create"]), branch)
+            if not again:
+                git("switch", "--quiet", "--create", branch)
             tree = git("rev-parse", "HEAD^{tree}")
     except BaseException:
         remove(root)
@@ -233,18 +239,29 @@ def override(file: Path, overrides: Sequence[str]) -> None:
 def share(checkout: Path, params: Params) -> tuple[str, ...]:
     """Let this worktree use the checkout's DVC cache, by links, its scratch folder and its local MLflow store; the
     folders that now lead there."""
-    local = checkout / ".dvc" / "config.local"
-    if local.is_file():
-        shutil.copy(local, ".dvc/config.local")
-    dvc.use_cache(dvc.cache_folder(checkout), LINKS)
-    folders = [params.compute.scratch]
+    cache = {"dir": str(dvc.cache_folder(checkout)), "type": LINKS}
+    memory = Path(".dvc/tmp/memory").absolute()  # what DVC remembers of files, which would stay on the machine for ever
+    write_settings(Path(), checkout, cache=cache, core={"site_cache_dir": str(memory)})
+    folders, files = [params.compute.scratch], []
     if params.register_.tracking_uri.startswith(SQLITE):
-        folders.append(Path(params.register_.tracking_uri.removeprefix(SQLITE)).parent)
-    shared = [folder for folder in folders if not folder.is_absolute()]
-    for folder in shared:
-        (checkout / folder).mkdir(parents=True, exist_ok=True)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.symlink_to(checkout / folder)
+        database = Path(params.register_.tracking_uri.removeprefix(SQLITE))
+        if database.parent.exists() and not database.parent.is_symlink():  # a folder of the commit, as `.` is
+            files.append(database)
+        else:
+            folders.append(database.parent)
+    shared = [path for path in (*folders, *files) if not path.is_absolute()]
+    for path in shared:
+        target = checkout / path
+        (target.parent if path in files else target).mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_symlink() and path.readlink() == target:  # outside the worktree: an earlier run's
+            continue
+        try:
+            path.symlink_to(target)
+        except FileExistsError as error:
+            raise ParamsError(
+                f"{path}: the commit has it, but runs share the checkout's; name another place"
+            ) from error
     return tuple(map(str, shared))
 
 
@@ -255,14 +272,22 @@ def remove(root: Path) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Remove the worktrees of runs that ended more than KEPT_DAYS ago."""
-    for root in [path for path in folder.iterdir() if path.is_dir()]:
-        file = root.with_suffix(".lock")
-        if time.time() - root.stat().st_mtime < KEPT_DAYS * 86400:
+    """Remove the worktrees of runs that ended more than KEPT_DAYS ago; what else lies here is a person's."""
+    for file in [path for path in folder.glob("*.lock") if (path.with_suffix("") / ".git").is_file()]:
+        root = file.with_suffix("")
+        if root.is_symlink() or time.time() - root.stat().st_mtime < KEPT_DAYS * 86400:
             continue
         with suppress(BlockingIOError), lock(file, wait=False):
             remove(root)
             file.unlink()
+
+
+def read_json(file: Path) -> Any:
+    """The content of a flow's own file; None without one, and where a loss of power left it empty or cut short."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None
 
 
 @contextmanager

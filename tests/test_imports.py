@@ -27,6 +27,7 @@ SHARED = {
     "images",
     "model_source",
     "readable",
+    "redact",
     "saliency",
     "runs",
     "tracking",

@@ -1,19 +1,30 @@
 """A commit of this repository: its files, the data and checkpoints that it tracks, and a working tree of it."""
 
 import io
+import os
+import re
 import shlex
 import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
+from configobj import ConfigObj
 
+from components.decisions import main_tree
 from components.records import DataError
+from components.redact import redacted
 from components.register.lineage import LOCK, Lock, dvc_hash, git
+
+PATHS = (
+    *("url", "credentialpath", "configpath", "keyfile", "cert_path", "key_path"),
+    *("gdrive_user_credentials_file", "gdrive_service_account_json_file_path"),
+)
+"""Settings of a remote in which DVC reads a relative path from the folder of the file that has it."""
 
 RUNS = "runs/"  # branches of flow runs, each with its dvc.lock
 AS_COMMITTED = ("-c", "core.autocrlf=false")
@@ -31,7 +42,7 @@ def dvc(folder: Path, *arguments: str) -> str:
     done = subprocess.run([*DVC, *arguments], cwd=folder, capture_output=True, text=True)
     if done.returncode:
         said = " ".join(done.stderr.split("\n")[-4:]).strip()
-        raise DataError(f"dvc {' '.join(arguments)} in {folder}: {said or f'exit code {done.returncode}'}")
+        raise DataError(redacted(f"dvc {' '.join(arguments)} in {folder}: {said or f'exit code {done.returncode}'}"))
     return done.stdout
 
 
@@ -69,8 +80,8 @@ def find_commit(name: str) -> str:
     for remote in ["", *remotes]:
         if remote:
             fetch = ["git", "fetch", "--quiet", remote, f"+refs/heads/{RUNS}*:refs/remotes/{remote}/{RUNS}*"]
-            done = subprocess.run(fetch, capture_output=True, text=True)
-            said += [f"{remote}: {done.stderr.strip()}"] if done.returncode else []
+            done = subprocess.run(fetch, cwd=main_tree(Path()), capture_output=True, text=True)
+            said += [redacted(f"{remote}: {done.stderr.strip()}")] if done.returncode else []
         for spelled in (name, *(f"{known}/{name}" for known in remotes)):
             if commit := resolved(spelled):
                 return commit
@@ -148,23 +159,41 @@ def entries(values: Any, loop: str | None) -> Any:
 
 
 def add_worktree(commit: str, folder: Path) -> None:
-    """A working tree of the commit, with this clone's cache, and its remotes where they are no part of the commit."""
+    """A working tree of the commit, with this clone's cache and remotes. No hook runs: DVC's own would check out."""
     require_own_repository()
-    from configobj import ConfigObj  # with DVC, which itself writes ASCII alone
-
-    git(*AS_COMMITTED, "worktree", "add", "--quiet", "--detach", str(folder), commit)
-    config = ConfigObj(".dvc/config.local", encoding="utf-8")
-    for section in config.sections:
-        if "url" in config[section]:
-            config[section]["url"] = absolute_url(config[section]["url"])
-    config.setdefault("cache", {})["dir"] = str(cache_folder())
-    config.filename = str(folder / ".dvc" / "config.local")
-    config.write()
+    cache = cache_folder()
+    hooks = ("-c", "core.hooksPath=/dev/null")
+    git(*AS_COMMITTED, *hooks, "worktree", "add", "--quiet", "--force", "--detach", str(folder), commit)
+    write_settings(folder, Path.cwd(), cache={"dir": str(cache)})
 
 
-def absolute_url(url: str) -> str:
-    """A remote that is a folder, named from `.dvc` on, as another working tree can name it."""
-    return url if "://" in url or "@" in url else str((Path(".dvc") / url).resolve())
+def write_settings(tree: Path, checkout: Path, **sections: Mapping[str, str]) -> None:
+    """Write `.dvc/config.local` of a working tree: the checkout's own, then `sections`.
+
+    A relative path, there or in the tree's `.dvc/config`, means what DVC takes it for in the checkout.
+    """
+    settings = ConfigObj(encoding="utf-8", interpolation=False)  # DVC itself writes ASCII alone
+    committed = ConfigObj(str(tree / ".dvc" / "config"), encoding="utf-8", interpolation=False)
+    local = ConfigObj(str(checkout / ".dvc" / "config.local"), encoding="utf-8", interpolation=False)
+    for section, values in [*absolute(committed, checkout), *local.items(), *absolute(local, checkout)]:
+        settings.setdefault(section, {}).update(values)
+    for section, own in sections.items():
+        settings.setdefault(section, {}).update(own)
+    settings.filename = str(tree / ".dvc" / "config.local")
+    settings.write()
+
+
+def absolute(settings: ConfigObj, checkout: Path) -> Iterator[tuple[str, dict[str, str]]]:
+    """(section, settings) of the remotes' relative paths, as absolute ones: DVC reads them from `.dvc`, and libraries
+    read a certificate's from the current directory."""
+    for section in [name for name in settings.sections if name.strip("'").startswith("remote ")]:
+        found = {}
+        for name, value in settings[section].items():
+            base = checkout if name == "ssl_verify" else checkout / ".dvc"
+            path = os.path.abspath(base / value) if isinstance(value, str) else ""
+            if name in PATHS and not re.match(r"\w+://|~", value) or name == "ssl_verify" and os.path.isfile(path):
+                found[name] = path
+        yield section, found
 
 
 def cache_folder() -> Path:

@@ -54,14 +54,22 @@ def in_cache(cache: Path, hash_: str, read: bool) -> tuple[Outcome, str]:
     file = object_file(cache, hash_)
     if not file.is_file():
         return "missing", "neither in the cache nor in the remote"
-    if (read or hash_.endswith(".dir")) and (found := md5(file)) != hash_.removesuffix(".dir"):
-        return "differs", f"damaged in the cache: {file} has md5 {found}; remove it and run `dvc pull` or `dvc repro`"
+    if (read or hash_.endswith(".dir")) and (note := whole(file, hash_)):
+        return "differs", note
     if hash_.endswith(".dir"):
         for entry in json.loads(file.read_bytes()):
             outcome, note = in_cache(cache, entry["md5"], read)
             if outcome != "ok":
                 return outcome, f"{entry['relpath']}: {note}"
     return "ok", "in the cache"
+
+
+def whole(file: Path, hash_: str) -> str:
+    """What is wrong with an object of the cache; empty where its content is that of its hash."""
+    found = md5(file)
+    if found == hash_.removesuffix(".dir"):
+        return ""
+    return f"damaged in the cache: {file} has md5 {found}; remove it and run `dvc pull` or `dvc repro`"
 
 
 def object_file(cache: Path, hash_: str) -> Path:

@@ -20,7 +20,7 @@ from components.archive.commit import RUNS, cache_folder, dvc, read_lock, requir
 from components.archive.objects import listing, object_file
 from components.records import DataError
 from components.register.leftovers import delete_model, model_of
-from components.register.lineage import FLOW_RUN, git
+from components.register.lineage import FLOW_RUN, LOCK, Lock, git
 from components.register.params import Register
 
 STORED = "models:/m-"  # the source of a version whose files register stored
@@ -101,7 +101,7 @@ def make_plan(client: MlflowClient, versions: list[ModelVersion], keep: int) -> 
         weights_bytes=sum(stored_bytes(client, version) for version in own.values()),
         branches=branches,
         data_bytes=0 if hindrances else data_bytes(commits(removed), {*commits(kept), "HEAD"}),
-        gc=[] if hindrances or not removed else ["gc", "--workspace", "--all-commits", *other_projects()],
+        gc=[] if hindrances or not removed else ["gc", "--workspace", "--all-commits", *past_torn(), *other_projects()],
         kept_data=hindrances,
     )
 
@@ -171,6 +171,9 @@ def hindering(kept: Iterable[ModelVersion], branches: Collection[str]) -> Iterat
             yield f"the commit of {named} is on no branch: git branch kept-{version.version} {commit:.12}"
         elif lock_sha256(commit) != version.tags.get("dvc.lock.sha256"):
             yield f"{named} was registered before its dvc.lock was committed, so no commit says which data are its own"
+    for tree in torn_trees():
+        if not tree.with_name(f"{tree.name}.lock").is_file():  # a flow run's, of which all that counts is committed
+            yield f"the dvc.lock of {tree} is empty or cut short: git -C {tree} checkout HEAD -- dvc.lock"
 
 
 def lock_sha256(commit: str) -> str | None:
@@ -180,11 +183,35 @@ def lock_sha256(commit: str) -> str | None:
         return None
 
 
-def other_projects() -> list[str]:
-    """The other working trees of this repository, whose data stay too."""
+def past_torn() -> list[str]:
+    """What lets `dvc gc` pass over a commit or flow run whose `dvc.lock` a kill cut short, and which names no data."""
+    commits = git("log", "--all", "--format=%H", "--diff-filter=AM", "--", str(LOCK)).splitlines()
+    torn = any(lock_sha256(commit) is None for commit in commits) or torn_trees()
+    return ["--skip-failed"] if torn else []
+
+
+def torn_trees() -> list[Path]:
+    """The working trees of this repository whose `dvc.lock` is none."""
+    return [tree for tree in working_trees() if (tree / LOCK).is_file() and not is_lock(tree / LOCK)]
+
+
+def is_lock(file: Path) -> bool:
+    try:
+        Lock(file)
+    except DataError:
+        return False
+    return True
+
+
+def working_trees() -> list[Path]:
     lines = git("worktree", "list", "--porcelain").splitlines()
     trees = [Path(line.removeprefix("worktree ")) for line in lines if line.startswith("worktree ")]
-    others = [str(tree) for tree in trees if (tree / ".dvc").is_dir() and tree.resolve() != Path.cwd()]
+    return [tree for tree in trees if (tree / ".dvc").is_dir()]
+
+
+def other_projects() -> list[str]:
+    """The other working trees of this repository, whose data stay too."""
+    others = [str(tree) for tree in working_trees() if tree.resolve() != Path.cwd()]
     return ["--projects", *others] if others else []
 
 

@@ -25,6 +25,7 @@ from components.decisions import (
 )
 from components.params import Params
 from components.promote.gate import Verdict, can_be_judged, judge, judge_first
+from components.promote.known import agree, let_know
 from components.promote.moves import (
     CHAMPION,
     PREVIOUS,
@@ -73,7 +74,7 @@ def promote(params: Params, version: int | None = None, again: bool = False, rep
         repository: the git repository that keeps the record of decisions.
 
     Raises:
-        DataError: nothing is registered, no such version, or no git repository.
+        DataError: nothing is registered, no such version, no git repository, or decisions are missing there.
         TrackingUnavailableError: MLflow does not answer.
         BlockingIOError: the champion was moved again and again meanwhile.
     """
@@ -84,6 +85,7 @@ def promote(params: Params, version: int | None = None, again: bool = False, rep
         decision = next(
             filter(None, (attempt(client, params, version, again, repository) for _ in range(ATTEMPTS))), None
         )
+        let_know(client, repository, params.register_.model_name)
     share(repository)
     if decision is None:
         raise BlockingIOError(
@@ -98,6 +100,7 @@ def attempt(
     """Judge once. None: the champion was moved meanwhile, or something else decided."""
     name = params.register_.model_name
     with alone(repository, "record"):
+        agree(client, repository, name)
         finished = settle(client, repository, name)
         challenger = asked_for(client, name, version)
         if finished is not None and finished.action == "promote" and finished.to == int(challenger.version):

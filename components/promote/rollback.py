@@ -7,6 +7,7 @@ from mlflow.tracking import MlflowClient
 from components import tracking
 from components.decisions import Decision, Entry, alone, catch_up, champions, decisions, share
 from components.params import Params
+from components.promote.known import agree, let_know
 from components.promote.moves import (
     CHAMPION,
     PREVIOUS,
@@ -27,15 +28,18 @@ def rollback(params: Params, to: int | None = None, why: str = "", repository: P
     the alias may be gone: then the version gets it.
 
     Raises:
-        DataError: there is no champion, nothing to go back to, no such version, or no git repository.
+        DataError: there is no champion, nothing to go back to, no such version, no git repository, or decisions are
+            missing there.
         TrackingUnavailableError: MLflow does not answer.
         BlockingIOError: the champion was moved meanwhile; try again.
     """
     model = params.register_.model_name
     with alone(repository, "record"), tracking.connected(params.register_.tracking_uri) as client:
         catch_up(repository)
+        agree(client, repository, model)
         settle(client, repository, model)
         made = make_move(client, repository, going_back(client, repository, model, to, why))
+        let_know(client, repository, model)
     share(repository)
     if made is None:
         raise BlockingIOError(f"the champion of {model!r} was moved meanwhile, see `m3diff history`; try again")

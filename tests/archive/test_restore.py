@@ -41,6 +41,16 @@ def test_a_version_comes_back_in_a_fresh_clone_with_the_same_hashes(team, clone,
     assert "missing" not in said
 
 
+@pytest.mark.fault("T17")
+def test_it_comes_back_past_dvcs_own_hooks_and_again_where_a_person_removed_the_folder(team, clone, tmp_path, capsys):
+    toy.run(clone, "dvc", "install")
+    out = tmp_path / "out"
+    for _ in range(2):
+        assert main(["restore", "1", "--into", str(out)]) == 0, capsys.readouterr().err
+        assert dvc_hash(out / PARTS[-1]) == dvc_hash(team.project / PARTS[-1])
+        shutil.rmtree(out)
+
+
 def test_an_alias_names_a_version_and_a_branch_needs_no_mlflow(team, clone, tmp_path, capsys):
     assert main(["restore", "challenger", "--into", str(tmp_path / "a")]) == 0
     params = yaml.safe_load(Path("params.yaml").read_text())

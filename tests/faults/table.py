@@ -104,6 +104,16 @@ ROWS = (
     Row("W3", "a person pauses or limits something on Prefect's page", "it stays so at `make up`, and is said"),
     Row("W4", "server, worker, MLflow or the flow's process is killed", "each comes back, and each run has an end"),
     Row("W5", "a script that started a server in the background ends", "the server goes on"),
+    Row(
+        "T5",
+        "remotes, stores and git's own settings have relative paths",
+        "as in the checkout, and the remote is asked",
+    ),
+    Row("T12", "a kill leaves dvc.lock or a flow's own file empty or cut short", "never committed; read as if none"),
+    Row("T14", "the record of decisions loses its branch or its last commits", "fetched, else nothing is decided"),
+    Row(
+        "T17", "cache objects, clocks, hooks and passwords in addresses", "seen before training; never told to anybody"
+    ),
     Row("see", "a person wants to see what ran", "page, links, progress, hours and scores"),
 )
 

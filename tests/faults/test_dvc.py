@@ -13,8 +13,9 @@ import psutil
 import pytest
 import yaml
 
-from flows import dvc
-from flows.workspace import workspace
+from flows import archive, coalesce, dvc, notices, watch
+from flows.git import git
+from flows.workspace import FLOWS, workspace
 from tests import toy
 
 STAGE = "evaluate"
@@ -171,3 +172,80 @@ def test_a_dvc_lock_that_is_none_is_told_with_gits_command(project, text):
     assert done.returncode == 3
     assert "git checkout -- dvc.lock" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+# What a kill leaves of dvc.lock itself, which DVC writes in place
+
+
+def cut_lock(how: str) -> None:
+    """Leave of `dvc.lock` what a kill may: nothing, half of it, or whole lines without those of the last stage."""
+    text = Path("dvc.lock").read_text()
+    last = text.rindex("\n  ", 0, text.rindex("\n    cmd:")) + 1
+    Path("dvc.lock").write_text({"empty": "", "half": text[: len(text) // 2 + 3], "short": text[:last]}[how])
+
+
+CUT = pytest.mark.parametrize("how", ["empty", "half", "short"])
+
+
+@pytest.mark.fault("T12")
+@CUT
+def test_a_dvc_that_is_killed_as_it_writes_its_lock_leaves_the_one_before(project, monkeypatch, how):
+    before = Path("dvc.lock").read_bytes()
+    cut_lock(how)
+    cut = Path("dvc.lock").read_bytes()
+    Path("dvc.lock").write_bytes(before)
+    killed = f"import os; open('dvc.lock', 'wb').write({cut!r}); os.kill(os.getpid(), 9)"
+    monkeypatch.setattr(dvc, "DVC", [sys.executable, "-c", killed])
+    with pytest.raises(dvc.DvcError, match="stage evaluate"):
+        dvc.repro(STAGE, print)
+    assert Path("dvc.lock").read_bytes() == before
+    Path("dvc.lock").unlink()
+    with pytest.raises(dvc.DvcError, match="stage evaluate"):
+        dvc.repro(STAGE, print)
+    assert not Path("dvc.lock").exists()
+
+
+@pytest.mark.fault("T12")
+@pytest.mark.slow(20)
+@CUT
+def test_a_lock_that_is_cut_short_is_not_committed_and_one_that_is_on_a_branch_is_mended_by_its_next_run(project, how):
+    before = Path("dvc.lock").read_bytes()
+    cut_lock(how)
+    Path("beside.json").write_text("{}")
+    archive.commit("what a killed run left", ())
+    assert git("show", "--name-only", "--format=").split() == ["beside.json"]
+    assert Path("dvc.lock").read_bytes() == before
+    with workspace("one", "HEAD", [], False):
+        cut_lock(how)
+        git("commit", "--quiet", "--all", "--message", "as an earlier version of m3diff did")
+    tip = git("rev-parse", "runs/one")
+    with workspace("one", "HEAD", [], False):
+        assert Path("dvc.lock").read_bytes() == before
+        assert dvc.is_current()
+        assert git("rev-parse", "HEAD^") == tip, "the branch is pushed without force"
+
+
+@pytest.mark.fault("T12")
+def test_a_lock_that_was_cut_short_before_anything_was_recorded_is_left_out(project):
+    git("rm", "--quiet", "--cached", "dvc.lock")
+    git("commit", "--quiet", "--amend", "--no-edit")
+    for text in ("", "schema: '2"):
+        Path("dvc.lock").write_text(text)
+        Path("beside.json").write_text(text)
+        archive.commit("what a killed run left", ())
+        assert "dvc.lock" not in git("ls-tree", "--name-only", "HEAD").split()
+
+
+@pytest.mark.fault("T12")
+@pytest.mark.parametrize("text", ["", "{", '{"told": {'], ids=["empty", "half", "cut"])
+def test_what_flows_keep_beside_their_runs_may_be_damaged(project, text, monkeypatch):
+    """A loss of power leaves an empty file on some disks; then it is as if there were none."""
+    flows = project / FLOWS
+    flows.mkdir(parents=True)
+    for name in ("watch.json", "notices.json", "tree-x.json"):
+        (flows / name).write_text(text)
+    assert watch.read_json(watch.STATE) is None
+    monkeypatch.setenv("M3DIFF_NOTIFY", "")
+    notices.send_again(project, print)
+    notices.tell("key", "title", "text", pytest.fail, project)
+    assert coalesce.finished_by(flows / "tree-x.lock") is None

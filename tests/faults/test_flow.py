@@ -1,6 +1,7 @@
 """Faults of what a flow's run needs: where it ends, that nothing wrong is registered, and that the next run goes on."""
 
 import os
+import shutil
 import stat
 import time
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from components import tracking
+from components.__main__ import main
 from components.preflight import NotReadyError
 from components.records import DataError
 from components.register.lineage import md5
@@ -94,6 +96,19 @@ def test_a_bit_that_flipped_in_the_cache_is_found_before_anything_is_registered(
     assert md5(file) != md5(copy), "the checkout's own file is whole"
 
 
+@pytest.mark.fault("09", "T17")
+@pytest.mark.slow(30)
+def test_a_bit_that_flipped_in_what_a_stage_reads_is_found_before_it_begins(flow, rng):
+    file, copy, hash_ = flip_a_bit(rng, flow.root, flow.root / "data/04_mixture/train")
+    with pytest.raises(DataError, match="stage train was not begun") as refused:
+        flow.run("train.seed=3")
+    assert f"data/04_mixture/train/{file.name}: damaged in the cache: {copy} has md5 {md5(copy)}" in str(refused.value)
+    assert "toy train" not in flow.logged
+    copy.unlink()
+    assert flow.run("train.seed=3")[1]["train"] == "Ran"
+    assert md5(copy) == hash_, "the stage that made it made it again"
+
+
 @pytest.mark.fault("09", "21")
 @pytest.mark.slow(30)
 def test_damaged_bytes_are_not_sent_to_the_remote_and_the_file_is_named_with_both_hashes(flow, rng, tmp_path):
@@ -102,7 +117,7 @@ def test_damaged_bytes_are_not_sent_to_the_remote_and_the_file_is_named_with_bot
     with pytest.raises(DataError) as refused:
         flow.run()
     told = str(refused.value)
-    assert "data/05_model/checkpoint: " in told
+    assert "data/05_model/checkpoint/" in told
     assert f"damaged in the cache: {copy} has md5 {md5(copy)}; remove it" in told
     assert f"{hash_[:2]}/{hash_[2:]}" in told
     assert not any(path.is_file() for path in remote.rglob("*"))
@@ -121,12 +136,37 @@ def with_remote(root: Path, tmp_path: Path) -> Path:
     return remote
 
 
+@pytest.mark.fault("T5")
+@pytest.mark.slow(60)
+@pytest.mark.parametrize("local", ["--local", "--project"])
+def test_a_remote_with_a_relative_path_is_the_one_that_a_person_named_and_a_clone_restores_from_it(
+    flow, tmp_path, capsys, monkeypatch, local
+):
+    remote, stray = tmp_path / "dvc-store", flow.root / "runs" / "flows" / "dvc-store"
+    toy.run(flow.root, "dvc", "remote", "add", local, "--default", "store", "../dvc-store")
+    toy.commit(flow.root, "a remote")
+    assert flow.run()[1]["push"] == "Ran"
+    assert not stray.exists()
+    stray.mkdir()
+    (stray / "kept").write_text("a person's")
+    os.utime(stray, (0, 0))
+    shutil.rmtree(remote)
+    assert flow.run()[1]["push"] == "Ran", "the remote is asked in each run, not a record"
+    assert (stray / "kept").is_file()
+    toy.run(tmp_path, "git", "clone", "-q", str(flow.root), "clone")
+    monkeypatch.chdir(tmp_path / "clone")
+    if local == "--local":
+        toy.run(tmp_path / "clone", "dvc", "remote", "add", "--local", "--default", "store", "../dvc-store")
+    assert main(["restore", "runs/run1", "--into", "../elsewhere/back"]) == 0, capsys.readouterr()
+    assert toy.status(tmp_path / "elsewhere" / "back") == {}
+
+
 @pytest.mark.fault("21", "10")
 @pytest.mark.slow(60)
 def test_a_remote_that_fails_half_way_leaves_nothing_registered_and_the_next_run_sends_the_rest(flow, rng, tmp_path):
     remote = with_remote(flow.root, tmp_path)
     (remote / "files" / "md5").mkdir(parents=True)
-    looked_at_before = {hash_[:2] for hash_ in archive.stored().values()}
+    looked_at_before = {hash_[:2] for found in archive.by_remote().values() for hash_ in found.values()}
     objects = {path.name for path in (flow.root / ".dvc/cache/files/md5").iterdir()} - looked_at_before
     sealed = [remote / "files" / "md5" / name for name in rng.sample(sorted(objects), len(objects) // 2)]
     for place in sealed:

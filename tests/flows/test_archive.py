@@ -1,14 +1,15 @@
 """What a run made is in the remote before anything points to it, and on its branch."""
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 
 from components.section import ParamsError
 from flows import archive, dvc
 from flows.git import git
+from flows.workspace import workspace
 from tests import toy
 
 
@@ -27,30 +28,28 @@ def objects(folder: Path) -> int:
 
 
 def test_without_a_remote_nothing_is_sent_and_the_page_says_so(project):
-    assert archive.push(project / "pushed.json", print) == ("Skipped", archive.NO_REMOTE)
+    assert archive.push(print) == ("Skipped", archive.NO_REMOTE)
     archive.check_remote()
 
 
 @pytest.mark.slow(20)
 def test_what_was_sent_is_not_sent_again_until_something_new_is_there(project, remote):
-    record = project / "runs" / "pushed.json"
-    assert archive.push(record, print) == ("Ran", "remote 'store' has all of it, 1 new")
+    assert archive.push(print) == ("Ran", "remote 'store' has all of it, 1 new")
     sent = objects(remote)
     assert sent >= 8
-    assert archive.push(record, print)[0] == "Skipped"
+    assert archive.push(print)[0] == "Skipped"
     toy.run(project, "dvc", "repro", "-q", "synthesize@minichange_free")
-    assert archive.push(record, print)[0] == "Ran"
+    assert archive.push(print)[0] == "Ran"
     assert objects(remote) > sent
 
 
 @pytest.mark.slow(15)
 def test_a_new_data_file_of_dvc_is_sent_though_no_stage_ran(project, remote):
-    record = project / "runs" / "pushed.json"
-    archive.push(record, print)
+    archive.push(print)
     (project / "mine.csv").write_text("before,after\n")
     toy.run(project, "dvc", "add", "-q", "mine.csv")
     git("add", "mine.csv.dvc")
-    assert archive.push(record, print)[0] == "Ran"
+    assert archive.push(print)[0] == "Ran"
 
 
 @pytest.mark.fault("21")
@@ -66,15 +65,13 @@ def test_a_remote_that_lost_one_file_of_a_folder_gets_it_or_it_is_an_error(proje
         return said
 
     monkeypatch.setattr(dvc, "ask", loses)
-    record = project / "runs" / "pushed.json"
     if again:
-        assert archive.push(record, print)[0] == "Ran"
+        assert archive.push(print)[0] == "Ran"
         assert lost[0].is_file()
         return
-    monkeypatch.setattr(dvc, "push_objects", lambda hashes: None)
+    monkeypatch.setattr(dvc, "push_objects", lambda hashes, name: None)
     with pytest.raises(archive.NotPushedError, match="remote 'store' is missing 1 file.*data/01_raw/minichange/"):
-        archive.push(record, print)
-    assert not record.exists()
+        archive.push(print)
 
 
 @pytest.mark.slow(15)
@@ -82,13 +79,11 @@ def test_a_remote_that_lost_one_file_of_a_folder_gets_it_or_it_is_an_error(proje
 def test_a_push_that_broke_off_is_an_error_that_is_tried_again_and_then_sends_the_rest(project, remote):
     sealed = remote / "files"
     sealed.write_text("no folder")
-    record = project / "runs" / "pushed.json"
-    with pytest.raises(archive.NotPushedError, match="remote 'store': dvc push .*exited"):
-        archive.push(record, print)
-    assert not record.exists()
+    with pytest.raises(archive.NotPushedError, match="remote 'store': dvc .*exited"):
+        archive.push(print)
     assert issubclass(archive.NotPushedError, ConnectionError)
     sealed.unlink()
-    assert archive.push(record, print)[0] == "Ran"
+    assert archive.push(print)[0] == "Ran"
 
 
 @pytest.mark.slow(30)
@@ -116,6 +111,18 @@ def test_the_commit_holds_the_lock_and_the_metrics_and_no_folder_of_the_checkout
     assert git("log", "-1", "--format=%s") == "nothing shared"
 
 
+@pytest.mark.fault("T5")
+def test_a_git_remote_with_a_relative_path_is_meant_from_the_checkout(project, tmp_path):
+    said: list[str] = []
+    git("init", "--quiet", "--bare", str(tmp_path / "origin"))
+    git("remote", "add", "origin", "../origin")
+    git("config", "m3diff.runs", "origin")
+    with workspace("one", "HEAD", [], False):
+        archive.publish("runs/one", said.append)
+    assert said == []
+    assert git("ls-remote", str(tmp_path / "origin")).split()[1] == "refs/heads/runs/one"
+
+
 def test_the_branch_goes_to_the_git_remote_that_is_named_for_it_and_to_no_other(project, tmp_path):
     said: list[str] = []
     git("branch", "runs/one")
@@ -133,10 +140,32 @@ def test_the_branch_goes_to_the_git_remote_that_is_named_for_it_and_to_no_other(
 
 
 @pytest.mark.slow(10)
-def test_the_record_of_what_was_sent_is_kept_by_remote(project, remote, tmp_path):
-    record = project / "runs" / "pushed.json"
-    archive.push(record, print)
-    (tmp_path / "second").mkdir()
-    toy.run(project, "dvc", "remote", "add", "-d", "-f", "other", str(tmp_path / "second"))
-    assert archive.push(record, print) == ("Ran", "remote 'other' has all of it, 1 new")
-    assert set(json.loads(record.read_text())) == {"store", "other"}
+def test_each_output_is_in_the_remote_that_it_names_and_one_that_is_not_to_be_pushed_in_none(project, remote, tmp_path):
+    other = tmp_path / "second"
+    toy.run(project, "dvc", "remote", "add", "other", str(other))
+    for name, more in (("mine", {"remote": "other"}), ("secret", {"push": False})):
+        (project / f"{name}.csv").write_text(f"{name}\n")
+        toy.run(project, "dvc", "add", "-q", f"{name}.csv")
+        file = project / f"{name}.csv.dvc"
+        entry = yaml.safe_load(file.read_text())
+        entry["outs"][0] |= more
+        file.write_text(yaml.safe_dump(entry))
+    assert archive.push(print) == ("Ran", "remote 'other' has all of it, 1 new, remote 'store' has all of it, 1 new")
+    assert objects(other) == 1
+    assert "secret\n" not in {path.read_text(errors="replace") for path in remote.rglob("*") if path.is_file()}
+    assert archive.push(print)[0] == "Skipped"
+
+
+@pytest.mark.fault("21", "T5")
+@pytest.mark.slow(10)
+def test_what_the_remote_lost_since_it_was_pushed_is_sent_again(project, remote):
+    archive.push(print)
+    lost = sorted(path for path in remote.rglob("*") if path.is_file())
+    kept = {path: path.read_bytes() for path in lost}
+    for gone in (lost[:1], [path for path in lost if path.suffix == ".dir"], lost):
+        for path in gone:
+            path.chmod(0o644)
+            path.unlink()
+        assert archive.push(print)[0] == "Ran"
+        assert {path: path.read_bytes() for path in remote.rglob("*") if path.is_file()} == kept
+    assert archive.push(print)[0] == "Skipped"

@@ -12,7 +12,6 @@ import pytest
 import yaml
 
 from flows import dvc
-from tests import toy
 
 SLOW = "def synthesize(params, paths, name):\n    import time\n    time.sleep(120)\n\n\ndef old("
 
@@ -156,13 +155,3 @@ def test_the_stages_come_after_all_that_they_read_and_frozen_ones_are_left_out(p
 def test_the_status_names_the_stages_of_the_flow_alone(project):
     (project / "data/00_base/config.json").write_text("another base")
     assert list(dvc.status()) == list(dvc.stages())
-
-
-def test_a_cache_whose_path_is_not_ascii_is_used_and_other_settings_stay(project, tmp_path):
-    toy.run(project, "dvc", "config", "--local", "core.autostage", "false")
-    dvc.use_cache(tmp_path / "Ümläut, 空白 'x'", "hardlink")
-    assert dvc.cache_folder() == tmp_path / "Ümläut, 空白 'x'"
-    with dvc.repository() as repo:
-        assert repo.config["core"]["autostage"] is False
-        assert repo.config["core"]["site_cache_dir"] == str(project / ".dvc/tmp/memory")
-        assert repo.config["cache"]["type"] == ["hardlink"]

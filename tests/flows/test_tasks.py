@@ -1,6 +1,5 @@
 """The tasks of a flow: what each outcome is called, what is tried again, in which order and where a run ends."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -41,9 +40,9 @@ def test_dvc_is_not_asked_for_a_stage_that_is_known_to_be_current(monkeypatch):
 
 
 def test_what_was_sent_to_the_remote_is_said(monkeypatch, logged):
-    monkeypatch.setattr(tasks.archive, "push", lambda record, log: ("Ran", f"all of {record}"))
-    state = tasks.push_data.fn("pushed.json")
-    assert (state.name, state.message, state.result()) == ("Ran", "all of pushed.json", "Ran")
+    monkeypatch.setattr(tasks.archive, "push", lambda log: ("Ran", "all of it"))
+    state = tasks.push_data.fn()
+    assert (state.name, state.message, state.result()) == ("Ran", "all of it", "Ran")
 
 
 class Looked:
@@ -55,7 +54,7 @@ class Looked:
         monkeypatch.setattr(tasks, "load_params", lambda path: f"params of {path}")
         monkeypatch.setattr(tasks, "preflight", self.seen.append)
         monkeypatch.setattr(tasks.archive, "check_remote", lambda: self.seen.append("remote"))
-        monkeypatch.setattr(tasks.archive, "can_be_sent", lambda record: self.note(f"send {record}", whole))
+        monkeypatch.setattr(tasks.archive, "can_be_sent", lambda: self.note("send", whole))
         monkeypatch.setattr(dvc, "is_current", lambda: self.note("is it current", current))
         monkeypatch.setattr(dvc, "link_data", lambda: self.seen.append("link"))
         monkeypatch.setattr(dvc, "status", lambda: next(statuses))
@@ -73,26 +72,26 @@ BEFORE = ["params of params.yaml", "remote", "is it current"]
 @pytest.mark.parametrize(("taken_up", "status"), [(True, "second"), (False, "first")])
 def test_before_anything_runs_the_machine_the_remote_and_earlier_runs_are_looked_at(monkeypatch, taken_up, status):
     looked = Looked(monkeypatch, current=False, taken_over=False, taken_up=taken_up)
-    assert tasks.look_before.fn("a tree", Path("pushed.json")) == {"train": status}
+    assert tasks.look_before.fn("a tree") == {"train": status}
     assert looked.seen == [*BEFORE, "over a tree", "link", "up a tree ['train']"]
 
 
 def test_where_all_is_current_no_data_are_linked_and_no_earlier_run_is_looked_at(monkeypatch):
     looked = Looked(monkeypatch, current=True, taken_over=False, taken_up=False)
-    assert tasks.look_before.fn("a tree", Path("pushed.json")) == {}
-    assert looked.seen == [*BEFORE, "send pushed.json"]
+    assert tasks.look_before.fn("a tree") == {}
+    assert looked.seen == [*BEFORE, "send"]
 
 
 def test_where_the_cache_lost_what_the_remote_needs_the_stages_are_looked_at(monkeypatch):
     looked = Looked(monkeypatch, current=True, taken_over=False, taken_up=False, whole=False)
-    assert tasks.look_before.fn("a tree", Path("pushed.json")) == {"train": "first"}
-    assert looked.seen[3:5] == ["send pushed.json", "link"]
+    assert tasks.look_before.fn("a tree") == {"train": "first"}
+    assert looked.seen[3:5] == ["send", "link"]
 
 
 def test_where_all_is_current_with_the_lock_of_an_earlier_run_no_data_are_linked(monkeypatch):
     looked = Looked(monkeypatch, current=False, taken_over=True, taken_up=False)
-    assert tasks.look_before.fn("a tree", Path("pushed.json")) == {}
-    assert looked.seen == [*BEFORE, "over a tree", "send pushed.json"]
+    assert tasks.look_before.fn("a tree") == {}
+    assert looked.seen == [*BEFORE, "over a tree", "send"]
 
 
 def test_what_is_registered_already_is_not_registered_again(monkeypatch):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from components import tracking
 from components.section import ParamsError
 from flows import dvc
 from flows.git import git, has_branch
@@ -149,6 +150,92 @@ def test_data_come_by_link_from_the_checkouts_cache_and_scratch_is_shared(projec
         assert set(work.links) == {"runs", "services/mlflow"}
         assert git("status", "--porcelain") == ""
     assert (project / "runs/kept").read_text() == "a checkpoint"
+
+
+REMOTES = """
+['remote "folder"']
+    url = ../../store
+['remote "here"']
+    url = 'store, with a comma'
+['remote "home"']
+    url = ~/store
+['remote "absolute"']
+    url = /mnt/Ümläut 'x'
+['remote "aws"']
+    url = s3://bucket/dvc
+    credentialpath = ../keys/aws
+    configpath = ../../aws.ini
+    ssl_verify = certs/ca.pem
+['remote "login"']
+    url = ssh://user@host:22/dvc
+    keyfile = ../keys/id
+    port = 22
+['remote "drive"']
+    url = gdrive://id
+    gdrive_user_credentials_file = tmp/me.json
+    gdrive_service_account_json_file_path = ../service.json
+['remote "dav"']
+    url = webdavs://host/dvc
+    cert_path = ../certs/me.pem
+    key_path = ../certs/me.key
+    ssl_verify = false
+['remote "part"']
+    url = remote://folder/sub
+"""
+
+
+@pytest.mark.fault("T5")
+@pytest.mark.parametrize("file", ["config", "config.local", "both"])
+def test_every_setting_of_a_remote_means_in_a_run_what_it_means_in_the_checkout(project, file):
+    (project / "certs").mkdir()
+    (project / "certs" / "ca.pem").write_text("uncommitted")
+    for name in ("config", "config.local") if file == "both" else [file]:
+        with (project / ".dvc" / name).open("a", encoding="utf-8") as opened_file:
+            opened_file.write(REMOTES)
+    with (project / ".dvc" / "config.local").open("a", encoding="utf-8") as opened_file:
+        opened_file.write("[cache]\n    dir = '../Ümläut, 空白'\n    slow_link_warning = false\n")
+    toy.commit(project, "remotes")
+    with dvc.repository() as repo:
+        meant, cache = repo.config["remote"], repo.cache.local_cache_dir
+    with opened(ref="HEAD"), dvc.repository() as repo:
+        found = repo.config["remote"]
+        assert found["aws"].pop("ssl_verify") == str(project / "certs" / "ca.pem")
+        assert meant["aws"].pop("ssl_verify") == "certs/ca.pem"
+        assert found == meant
+        assert repo.cache.local_cache_dir == cache
+        assert repo.config["cache"]["slow_link_warning"] is False
+        assert Path(repo.config["core"]["site_cache_dir"]).is_relative_to(Path.cwd())
+
+
+@pytest.mark.fault("T5")
+@pytest.mark.parametrize("uri", ["sqlite:///mlflow.db", "sqlite:///data/store.db", "sqlite:///../beside/mlflow.db"])
+def test_a_relative_store_or_scratch_folder_is_the_checkouts_wherever_it_lies(project, uri):
+    values = yaml.safe_load(SEED.read_text())
+    values["register"]["tracking_uri"], values["compute"]["scratch"] = uri, "../scratch"
+    SEED.write_text(yaml.safe_dump(values, sort_keys=False))
+    toy.commit(project, "places")
+    meant = tracking.resolve(uri)
+    for name in ("one", "two"):
+        with opened(name):
+            assert tracking.resolve(uri) == meant
+            (Path("../scratch") / name).write_text("a checkpoint")
+            assert (project.parent / "scratch" / name).is_file()
+
+
+@pytest.mark.fault("T5")
+def test_a_sweep_takes_nothing_but_the_worktrees_of_runs(project):
+    theirs = project / FLOWS / "dvc-store" / "files"
+    theirs.mkdir(parents=True)
+    git("worktree", "add", "--quiet", "--detach", str(project / FLOWS / "mine"), "HEAD")
+    (project / FLOWS / "link").symlink_to(project / "components")
+    (project / FLOWS / "link.lock").touch()
+    (project / FLOWS / "dvc-store.lock").touch()
+    for path in (theirs.parent, project / FLOWS / "mine", project / "components"):
+        os.utime(path, (0, 0))
+    sweep(project / FLOWS)
+    assert theirs.is_dir()
+    assert (project / FLOWS / "mine" / ".git").is_file()
+    assert (project / FLOWS / "link").is_symlink()
 
 
 def test_what_dvc_remembers_of_a_worktree_goes_with_it(project, monkeypatch):

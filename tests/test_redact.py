@@ -1,0 +1,54 @@
+"""What is told, logged or kept names no password."""
+
+import pytest
+
+from components.redact import redacted
+from components.tracking import TrackingUnavailableError, check_alive
+from flows import dvc, notices
+from flows.git import GitError, git
+
+pytestmark = pytest.mark.fault("T17")
+SECRET = "hunter2-s3cret"
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        (f"fatal: 'https://me:{SECRET}@host/x.git/' is gone", "fatal: 'https://***@host/x.git/' is gone"),
+        (f"https://{SECRET}@host/x", "https://***@host/x"),
+        (f"ssh://me:{SECRET}@host:22/dvc", "ssh://***@host:22/dvc"),
+        (f"postgresql+asyncpg://me:a@{SECRET}@host/db", "postgresql+asyncpg://***@host/db"),
+        (f"http://host/x?a=1&X-Amz-Signature={SECRET}&b=2", "http://host/x?a=1&X-Amz-Signature=***&b=2"),
+        (f"http://host/x?access_token={SECRET} gone", "http://host/x?access_token=*** gone"),
+        (f"login with {SECRET}-of-the-environment failed", "login with *** failed"),
+    ],
+)
+def test_an_address_keeps_its_host_and_loses_its_password(monkeypatch, text, left):
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", f"{SECRET}-of-the-environment")
+    assert redacted(text) == left
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["ssh://git@host/x", "s3://bucket/me@x", "mail me@host", "http://host:5000/a:b@c", "file:///a:b@c", "a: b@c"],
+)
+def test_what_holds_no_password_is_told_as_it_is(monkeypatch, text):
+    monkeypatch.setenv("SHORT_TOKEN", "a")
+    assert redacted(text) == text
+
+
+def test_errors_lines_and_notices_name_none(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    address = f"https://me:{SECRET}@127.0.0.1:9"
+    with pytest.raises(TrackingUnavailableError) as gone:
+        check_alive(address)
+    git("init", "--quiet")
+    with pytest.raises(GitError) as refused:
+        git("fetch", "--quiet", f"{address}/x.git")
+    told = [str(gone.value), str(refused.value), str(dvc.DvcError("dvc pull", 1, [f"{address} is gone"]))]
+    told += dvc.readable([f"{address}\n"])
+    monkeypatch.setenv(notices.NOTIFY, "json://127.0.0.1:9")
+    monkeypatch.setattr(notices, "send", lambda where, title, text: told.append(text))
+    notices.tell("key", "title", f"{address} is gone", pytest.fail, tmp_path)
+    assert len(told) == 5
+    assert all("127.0.0.1" in text and SECRET not in text for text in told), told
