@@ -115,7 +115,8 @@ def test_what_joins_stages_is_known_to_the_command_line_and_its_section_to_the_p
         if module.startswith(f"components.{folder}.") and file.parent != COMPONENTS / folder
     }
     commands = {("__main__.py", name) for name in (folder, "rollback", "score_model")}
-    assert found == commands | {("params.py", "params")}
+    looked_at = {("preflight.py", "moves")}  # before a run: is the champion that the record names still there
+    assert found == commands | {("params.py", "params")} | looked_at
 
 
 @pytest.mark.parametrize("stage", [*STAGES, *sorted(JOINS)])
