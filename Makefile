@@ -5,6 +5,7 @@ SHELL := /bin/bash
 ifndef PYTHON
 PYTHON := $(shell command -v python3.11 || command -v python3 || echo python3.11)
 endif
+export PYTHON
 BIN := .venv/bin
 READY := .venv/.ready
 export PATH := $(CURDIR)/$(BIN):$(PATH)
@@ -112,10 +113,10 @@ rehearse: install ## the initialisation and learning-rate ratios of profiles/pap
 	@python -m infra.rehearse
 
 upgrade:        ## the newest versions that pyproject.toml allows -> constraints.txt, infra/lock.txt
-	@$(PYTHON) -m infra.lock upgrade
+	@"$$PYTHON" -m infra.lock upgrade
 
 audit:          ## known vulnerabilities of what infra/lock.txt names; needs pypi.org
-	@$(PYTHON) -m infra.lock audit
+	@"$$PYTHON" -m infra.lock audit
 
 install: check-system
 	@$(MAKE) --silent $(READY)
@@ -124,13 +125,13 @@ install-team: install ## what PostgreSQL, S3, SSH and logins need, and the tests
 	@python -m pip install -q -c constraints.txt -e '.[team,team-test]'
 
 check-system:
-	@$(PYTHON) infra/check_system.py
+	@"$$PYTHON" infra/check_system.py
 
 # First without an index, which is enough where only a time changed or the folder. Then torch by itself: where a CPU build
 # is offered it is taken, and nothing later replaces it.
 $(READY): pyproject.toml constraints.txt
 	@echo "install 1/3: virtual environment in .venv"
-	@$(PYTHON) -m venv .venv
+	@"$$PYTHON" -m venv .venv
 	@if ! python -m pip install -q --no-index --no-build-isolation -c constraints.txt -e '.[dev]' 2>/dev/null; then \
 	  echo "install 2/3: torch"; \
 	  python -m pip install -q -c constraints.txt "$$(grep '^torch==' constraints.txt)"; \

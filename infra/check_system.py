@@ -16,7 +16,10 @@ OLDEST, NEWEST = (3, 11), (3, 13)
 PYTHON = "Python {}.{} to {}.{}".format(*OLDEST, *NEWEST)
 VERSION = "{}.{}".format(*sys.version_info)
 
+PLACE = "a path without : and $"
+
 REMEDY = {
+    PLACE: "move the checkout to another folder",
     PYTHON: "Debian/Ubuntu: sudo apt install python3 python3-venv; macOS: brew install python@3.11; "
     "or name one: make PYTHON=/path/to/python3.11",
     "Python's venv": f"Debian/Ubuntu: sudo apt install python{VERSION}-venv",
@@ -28,6 +31,7 @@ REMEDY = {
 }
 
 WHY = {
+    PLACE: "PATH ends at the one, and setuptools reads a variable at the other",
     "Python's headers": "DeepSpeed builds its CPU communication on first use",
     "Java 17": "METEOR and the PTB tokenizer of the scores are Java programs",
     "git": "DVC and the lineage of a model need it",
@@ -57,6 +61,7 @@ def missing():
     """What is missing: a list of (name, what was found instead)."""
     major, compiler = java_major(), os.environ.get("CXX", "g++")
     checks = [
+        (PLACE, not re.search("[:$]", os.getcwd()), "found " + os.getcwd()),
         (PYTHON, OLDEST <= sys.version_info[:2] <= NEWEST, "found " + sys.version.split()[0] + " at " + sys.executable),
         ("Python's venv", has_venv(), "no ensurepip in " + sys.executable),
         ("Python's headers", os.path.isfile(sysconfig.get_path("include") + "/Python.h"), "no Python.h"),
@@ -77,16 +82,19 @@ def adopt(venv):
         return None
     if made is None or made.group(1) == venv:
         return None
-    old = re.escape(os.fsencode(os.path.join(made.group(1), "bin")))
-    first = re.compile(rb"#!(?:/bin/sh\n'''exec' )?[\"']?" + old + rb"/(python[0-9.]*)[^\n]*\n(?:' '''\n)?")
-    for entry in list(os.scandir(os.path.join(venv, "bin"))):
+    old, new = os.path.join(made.group(1), "bin"), os.path.join(venv, "bin")
+    first = re.compile(rb"#!(?:/bin/sh\n'''exec' (.+) \"\$0\" \"\$@\"\n' '''\n|([^\n]+)\n)")
+    for entry in list(os.scandir(new)):
         if entry.is_symlink() or not entry.is_file():
             continue
         with open(entry.path, "rb") as file:
             text = file.read()
         found = first.match(text)
-        if found:
-            python = shlex.quote(os.path.join(venv, "bin", found.group(1).decode()))
+        if not found:
+            continue
+        python = shlex.split(os.fsdecode(found.group(1)))[0] if found.group(1) else os.fsdecode(found.group(2))
+        if os.path.dirname(python) == old:
+            python = shlex.quote(os.path.join(new, os.path.basename(python)))
             head = f"#!/bin/sh\n'''exec' {python} \"$0\" \"$@\"\n' '''\n"  # as pip writes it where a path has a space
             with open(entry.path + ".new", "wb") as file:
                 file.write(os.fsencode(head) + text[found.end() :])

@@ -208,6 +208,13 @@ def test_a_checkout_that_was_copied_or_moved_is_adopted_by_make_install_and_refu
     for tool in ("m3diff", "dvc"):
         done = subprocess.run([there / ".venv/bin" / tool, "a b"], capture_output=True, text=True)
         assert done.stdout == f"by {there / '.venv'} a b\n", done.stderr
+    again = tmp_path / "another o'clock"
+    shutil.copytree(there, again, symlinks=True)
+    config = again / ".venv/pyvenv.cfg"
+    config.write_text(config.read_text(encoding="utf-8").replace(f"{first}/.venv", f"{there}/.venv"), encoding="utf-8")
+    subprocess.run(check, cwd=again, env=environment, check=True)
+    done = subprocess.run([again / ".venv/bin/dvc", "a b"], capture_output=True, text=True)
+    assert done.stdout == f"by {again / '.venv'} a b\n", done.stderr
     assert (there / ".venv/bin/other").read_text() == "#!/bin/sh\necho mine\n"
     if how == "copied":
         assert (first / ".venv/bin/m3diff").read_text() == script

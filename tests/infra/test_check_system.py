@@ -49,6 +49,17 @@ def test_java_that_is_broken_or_too_old_is_named_with_the_package_to_install(tmp
     assert "apt install openjdk-17-jre-headless" in done.stderr
 
 
+@pytest.mark.fault("P5")
+@pytest.mark.parametrize("name", ["a:b", "$x", "US$"])
+def test_a_path_that_no_virtual_environment_takes_is_named_before_anything_is_installed(name, tmp_path, monkeypatch):
+    (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / name)
+    done = check_system(machine(tmp_path / "bin", java=JAVA, git="", gxx=""))
+    assert done.returncode == 1
+    assert str(tmp_path / name) in done.stderr
+    assert "move the checkout" in done.stderr
+
+
 def test_everything_that_is_missing_is_named_at_once(tmp_path):
     done = check_system(machine(tmp_path / "bin"))
     assert done.returncode == 1
