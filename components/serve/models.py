@@ -11,6 +11,7 @@ from components.records import DataError
 from components.serve.asked import Asked
 from components.serve.metrics import Metrics
 from components.serve.replica import Answer, Facts, Undecodable, Unloadable
+from components.serve.server import say
 
 
 class Deployed(Protocol):
@@ -89,13 +90,13 @@ class Models:
                 if await asyncio.to_thread(version) != self.current.facts.name:
                     source = await asyncio.to_thread(find)
                     await self.switch(source)
-                    print(f"m3diff serve: answers now with {source.name}", flush=True)
+                    say(f"answers now with {source.name}")
                 failed = ""
             except Exception as error:  # of MLflow, of a checkpoint, of Ray
                 self.metrics.poll_failures.inc()
                 if str(error) != failed:
                     told = f"goes on with {self.current.facts.name}; the next version could not be had: {error}"
-                    print(f"m3diff serve: {told}", file=sys.stderr, flush=True)
+                    say(told, sys.stderr)
                 failed = str(error)
 
     async def close(self) -> None:

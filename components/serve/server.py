@@ -5,9 +5,10 @@ import ipaddress
 import os
 import signal
 import socket
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from components.compute import Compute
 from components.ingest.params import DatasetEntry
@@ -34,7 +35,8 @@ def serve(
     host: str,
     port: int,
 ) -> None:
-    """Answer requests until SIGTERM or SIGINT; then take no new one and answer those that are there.
+    """Answer requests until SIGTERM, SIGINT or, unless nohup started it, SIGHUP; then take no new one and answer those
+    that are there.
 
     Args:
         clean: validate's folder, for examples on the page; it need not be there.
@@ -97,7 +99,8 @@ async def run(
     )
     server, stopped = uvicorn.Server(config), asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    hang_up = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+    for number in (signal.SIGTERM, signal.SIGINT, *hang_up):
         loop.add_signal_handler(number, stopped.set)
     listens = asyncio.create_task(server._serve([listener]))  # `serve` would raise the signal again when it is done
     works = asyncio.create_task(work(models, source, follow, cfg.poll_s, address_of(listener)))
@@ -107,7 +110,7 @@ async def run(
     if works.done():
         await listens
         works.result()  # the first model could not be loaded
-    print("m3diff serve: stops; answers what was asked", flush=True)
+    say("stops; answers what was asked")
     works.cancel()
     await listens
     await models.close()
@@ -116,11 +119,20 @@ async def run(
 async def work(models: Any, source: Source, follow: Any, poll_s: float, address: str) -> None:
     """Load the first model, then follow the alias, or wait for ever."""
     await models.switch(source)
-    print(f"m3diff serve: {address} answers with {source.name}", flush=True)
+    say(f"{address} answers with {source.name}")
     if follow is None:
         await asyncio.Event().wait()
     else:
         await models.follow(*follow, poll_s)
+
+
+def say(text: str, to: TextIO | None = None) -> None:
+    """Print a line to the output, else to `to`; where nobody reads that any more (`m3diff serve | head`), to nobody."""
+    out = to or sys.stdout
+    try:
+        print(f"m3diff serve: {text}", file=out, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
 
 
 def take_token(host: str) -> str | None:

@@ -185,3 +185,23 @@ def test_prefects_own_command_starts_this_worker(tmp_path: Path) -> None:
     from prefect.cli._worker_utils import _load_worker_class
 
     assert _load_worker_class("process") is Worker
+
+
+@pytest.mark.fault("W4")
+@pytest.mark.parametrize("set_up", [True, False])
+def test_a_server_that_does_not_answer_ends_no_worker_that_has_begun(
+    set_up: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(self: Any) -> None:
+        raise httpx.ConnectError("no answer")
+
+    async def report(worker: Worker) -> str:
+        worker.is_setup = set_up
+        try:
+            await worker.sync_with_backend()
+        except httpx.ConnectError:
+            return "ended"
+        return "goes on"
+
+    monkeypatch.setattr("prefect.workers.base.BaseWorker.sync_with_backend", refuse)
+    assert ask(Server(Running(), "full", HERE, 0, 0), report) == ("goes on" if set_up else "ended")

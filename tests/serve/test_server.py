@@ -7,6 +7,7 @@ import signal
 import socket
 import statistics
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -188,7 +189,9 @@ def test_the_alias_moves_while_requests_run_none_is_lost_and_each_answer_names_w
 
 
 @pytest.mark.slow(50)
-@pytest.mark.parametrize(("sign", "to"), [(signal.SIGTERM, os.kill), (signal.SIGINT, os.killpg)])
+@pytest.mark.parametrize(
+    ("sign", "to"), [(signal.SIGTERM, os.kill), (signal.SIGHUP, os.kill), (signal.SIGINT, os.killpg)]
+)
 def test_at_a_signal_what_was_asked_is_answered_and_nothing_is_left_behind(sign, to, tmp_path):
     """SIGINT reaches Ray's processes too, as Ctrl-C in a shell does."""
     write_registry(tmp_path, "one")
@@ -206,6 +209,30 @@ def test_at_a_signal_what_was_asked_is_answered_and_nothing_is_left_behind(sign,
         assert answers == [200]
         assert psutil.wait_procs(family, 20)[1] == []
         assert "Traceback" not in server.said
+
+
+SAYS = """
+import sys
+from components.serve.server import say
+say("one")
+sys.stdin.read()
+say("two")
+say("three", sys.stderr)
+sys.exit(3)
+"""
+
+
+@pytest.mark.fault("W5")
+def test_a_server_whose_output_nobody_reads_any_more_goes_on():
+    """`m3diff serve 2>&1 | head -1`."""
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        [sys.executable, "-c", SAYS], env=environment(), stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT
+    )
+    assert process.stdout.readline() == b"m3diff serve: one\n"
+    process.stdout.close()
+    process.stdin.close()
+    assert process.wait(30) == 3
 
 
 @pytest.mark.slow(60)
