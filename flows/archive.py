@@ -114,8 +114,8 @@ def check_cache(hashes: Mapping[str, str]) -> None:
         DataError: it is not; every damaged file is named.
     """
     cache = dvc.cache_folder()
-    found = {path: whole(object_file(cache, md5), md5) for path, md5 in hashes.items()}
-    if bad := [f"{path}: {note}" for path, note in found.items() if note]:
+    files = {path: (object_file(cache, md5), md5) for path, md5 in hashes.items()}
+    if bad := [f"{path}: {note}" for path, (file, md5) in files.items() if file.is_file() and (note := whole(file, md5))]:
         raise DataError("; ".join(bad))
 
 

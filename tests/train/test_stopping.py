@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from components.train import loop, runtimes, stopping
+from components.train import loop, runtimes, state, stopping
 from components.train.state import checkpoints
 from components.train.stopping import STOP, TERMINATED, is_asked_to_stop, stop_on_sigterm
 from tests.train.toy import Trained, recipe, run
@@ -56,6 +56,36 @@ def test_the_step_is_finished_and_saved_and_the_run_goes_on_from_it(
     assert f"resumed after step {step} of 6" in capfd.readouterr().out
     assert got.report == whole.report
     assert got.curve == whole.curve
+    for name, weight in whole.weights.items():
+        assert torch.equal(got.weights[name], weight), name
+
+
+@pytest.mark.slow(15)
+@pytest.mark.fault("03", "T17")
+@pytest.mark.parametrize("part", ["save_file", "write_manifest", "verify_manifest", "remove_older"])
+def test_a_signal_while_a_checkpoint_is_written_loses_none(
+    part: str, mixture: Path, base: Path, tmp_path: Path, whole: Trained, capfd: pytest.CaptureFixture
+) -> None:
+    made = recipe(base, export="best", caption_val_pairs=1)
+    original, asked = getattr(state, part), []
+
+    def write(*given: Any, **more: Any) -> Any:
+        if not asked:
+            asked.append(1)
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.2)
+        return original(*given, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state, part, write)
+        with pytest.raises(SystemExit) as ended:
+            run(made, mixture, tmp_path)
+    assert ended.value.code == TERMINATED
+    (run_dir,) = (path for path in (tmp_path / "runs" / "train").iterdir() if path.is_dir())
+    assert [state.latest_valid_checkpoint(run_dir)] == checkpoints(run_dir)[-1:]
+    got = run(made, mixture, tmp_path)
+    assert "resumed after step" in capfd.readouterr().out
+    assert got.report == whole.report
     for name, weight in whole.weights.items():
         assert torch.equal(got.weights[name], weight), name
 
