@@ -303,7 +303,7 @@ def caption(args: argparse.Namespace) -> int:
     cfg, base = params.register_, args.base or params.train.base
     captioner = load(find(cfg.tracking_uri, cfg.model_name, args.model, base, params.predict.max_new_tokens))
     sound = True
-    for answer in caption_pairs(captioner, pairs, args.question, args.overlay):
+    for answer in caption_pairs(captioner, pairs, args.question, args.overlay, params.validate_.max_image_pixels):
         sound &= answer.fault is None
         if args.json:
             print(json.dumps(answer.as_dict(), ensure_ascii=False), flush=True)

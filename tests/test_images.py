@@ -139,7 +139,7 @@ def test_heic_without_its_plugin_names_the_plugin(tmp_path: Path, monkeypatch: p
 
 def test_heic_is_opened_by_its_plugin_where_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def register() -> None:
-        monkeypatch.setattr(Image, "open", lambda _: noise_image(1, (6, 4)))
+        monkeypatch.setattr(Image, "open", lambda _, formats: noise_image(1, (6, 4)))
 
     monkeypatch.setitem(sys.modules, "pillow_heif", SimpleNamespace(register_heif_opener=register))
     (tmp_path / "a.heic").write_bytes(HEIC)
@@ -188,8 +188,10 @@ def tiff(bands: np.ndarray, *extra: int, **tags: list[int]) -> bytes:
     size = bands.dtype.itemsize
     data = (np.moveaxis(bands, 2, 0) if tags.get("planar") == [2] else bands).astype(bands.dtype.newbyteorder("<"))
     parts = count if tags.get("planar") == [2] else 1
+    tags |= {"tile_length": tags["tile"]} if "tile" in tags else {}
     length = height * width * count * size // parts
     known = {"photometric": 262, "planar": 284, "palette": 320, "width": 256, "bits": 258}
+    known |= {"tile": 322, "tile_length": 323}
     fields: dict[int, list[int]] = {256: [width], 257: [height], 258: [8 * size] * count, 259: [1], 277: [count]}
     fields |= {262: [2 if count > 2 else 1], 278: [height], 279: [length] * parts, 273: [0] * parts}
     fields |= {known[name]: value for name, value in tags.items()} | ({338: list(extra)} if extra else {})

@@ -23,6 +23,7 @@ from components.datasets.files import quoted, read_json
 from components.datasets.pairs import NO_PAIR
 from components.datasets.rows import Row
 from components.datasets.tables import read_values
+from components.images import known_formats
 from components.ingest.params import DatasetEntry
 from components.inspect.manifest import is_image, manifests, two_folders
 from components.records import NO_CHANGE, SPLITS
@@ -413,7 +414,7 @@ def no_images(paths: Iterable[str]) -> Iterator[str]:
     """Of the first files, those that no image format begins like, with what they are instead."""
     for path in islice(paths, LOOKED):
         try:
-            with Image.open(path):
+            with Image.open(path, formats=known_formats()):
                 pass
         except UnidentifiedImageError:
             yield f"{path}: {_instead(Path(path).read_bytes()[:200])}"
