@@ -20,7 +20,7 @@ from components.models.generation import QUESTION
 from components.serve.replica import OVERLAY_PX
 from tests.serve.local import PARAMS, Service, base64_of, chat, form, png, source
 from tests.serve.toy import COMPUTE_S, ToyCaptioner, plain, said, write_toy
-from tests.test_images import SEEN, tiff
+from tests.test_images import COMPRESSIONS, DAMAGES, KINDS, SEEN, damaged, tiff
 from tests.tiny import noise_image
 
 TOKEN = "0123456789abcdef0123"
@@ -234,6 +234,16 @@ def test_what_is_no_question_about_two_images_is_refused_with_what_was_found_the
         assert service.server.under_way == 0
 
     talk(conversation)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", [*KINDS, *COMPRESSIONS])
+def test_a_damaged_image_of_any_format_is_refused_or_read_and_no_fault_of_the_server(kind, talk):
+    async def conversation(service: Service, client: httpx.AsyncClient) -> None:
+        answers = await asyncio.gather(*(client.post("/caption", **form(data, AFTER)) for data in damaged(kind)))
+        assert {answer.status_code for answer in answers} <= {200, 422}
+
+    talk(conversation, max_queue=DAMAGES)
 
 
 def test_a_question_to_a_model_that_reads_none_is_refused_and_without_one_it_answers(talk, monkeypatch):
