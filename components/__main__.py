@@ -299,11 +299,11 @@ def caption(args: argparse.Namespace) -> int:
     from components.caption.pairs import find_pairs
     from components.model_source import find, load
 
-    pairs = find_pairs(args.before, args.after)
+    pairs = find_pairs(args.before, args.after, args.image_root)
     cfg, base = params.register_, args.base or params.train.base
     captioner = load(find(cfg.tracking_uri, cfg.model_name, args.model, base, params.predict.max_new_tokens))
     sound = True
-    for answer in caption_pairs(captioner, pairs, args.question, args.overlay):
+    for answer in caption_pairs(captioner, pairs, args.question, args.overlay, params.validate_.max_image_pixels):
         sound &= answer.fault is None
         if args.json:
             print(json.dumps(answer.as_dict(), ensure_ascii=False), flush=True)
@@ -518,6 +518,9 @@ def _add_caption(command: argparse.ArgumentParser) -> None:
     command.add_argument("after", type=Path, nargs="?", help="an image, or a folder of images with the same names")
     _add_model(command)
     command.add_argument("--question", metavar="TEXT", help="the question for each pair; default: what changed")
+    command.add_argument(
+        "--image-root", type=Path, metavar="FOLDER", help="a folder outside the CSV file's that its paths may lead into"
+    )
     drawn = "draw both images with outlines around what the model looked at; for many pairs, a folder"
     command.add_argument("--overlay", type=Path, metavar="PNG", help=drawn)
     command.add_argument("--json", action="store_true", help="print one JSON object per line")

@@ -48,7 +48,7 @@ def check_images(paths: pl.Series, max_pixels: int, cache: Path, stage: str) -> 
 
     Args:
         paths: of image files; nulls and repeats are passed over.
-        max_pixels: an image with more is not decoded; its verdict says so.
+        max_pixels: an image whose padded square has more is not decoded; its verdict says so.
         cache: Parquet file, read and written anew; it may be missing or damaged.
         stage: who asks, for the progress line.
     """
@@ -133,7 +133,7 @@ def _load(cache: Path, max_pixels: int) -> pl.DataFrame:
         known = pl.read_parquet(cache).select(*CACHE).match_to_schema(CACHE)
     except (pl.exceptions.PolarsError, OSError):
         return nothing  # half written or of another version: it is only a cache
-    sound = (pl.col("decoder") == DECODER) & (pl.col("width") * pl.col("height") <= max_pixels)
+    sound = (pl.col("decoder") == DECODER) & (pl.max_horizontal("width", "height").pow(2) <= max_pixels)
     return known.filter(sound).drop("decoder")
 
 

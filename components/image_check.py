@@ -9,10 +9,10 @@ from typing import NamedTuple
 import PIL
 from PIL import Image
 
-from components.images import ImageError, open_image, to_rgb
+from components.images import ImageError, open_image, to_rgb, too_large
 
 OK = "ok"
-DECODER = f"Pillow {PIL.__version__}, RGB by its bands, thumbnail 8x8 Hamming"
+DECODER = f"Pillow {PIL.__version__}, listed formats, RGB by its bands, thumbnail 8x8 Hamming"
 """Verdicts are cached under this name: another decoder judges anew."""
 
 PNG_END = b"\0\0\0\0IEND\xaeB`\x82"
@@ -64,12 +64,12 @@ def _decode(path: str, digest: bytes, data: bytes, max_pixels: int) -> ImageChec
     """PNG: the checksum of every chunk, then all pixels; others: all pixels. A GIF is judged by its first frame."""
     if not data:
         return ImageCheck(path, digest, "is empty (0 bytes)")
+    kind = width = height = None
     try:
         with open_image(data) as image:
             kind, (width, height) = image.format, image.size
-            if width * height > max_pixels:
-                too_large = f"has {width}x{height} pixels, more than {max_pixels}"
-                return ImageCheck(path, digest, too_large, kind, width, height)
+            if fault := too_large(image, max_pixels):
+                return ImageCheck(path, digest, fault, kind, width, height)
             if kind == "PNG":
                 image.verify()
                 if PNG_END not in data:

@@ -11,15 +11,23 @@ from typing import IO, TYPE_CHECKING
 if TYPE_CHECKING:
     from PIL import Image
 
+FORMATS = ("AVIF", "BMP", "DIB", "GIF", "HEIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
+"""The formats that are read, by any part. Pillow knows more: for some it starts other programs (EPS: Ghostscript)."""
+
+MAX_PIXELS = 178_956_970
+"""Pillow refuses an image of more pixels; here the padded square counts."""
+
 HEIF = (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1")
 """Brands of files that need a plugin; iPhones write them."""
 
 
-BITS, SAMPLES_PER_PIXEL, COLOR_MAP, EXTRA_SAMPLES = 258, 277, 320, 338
+BITS, SAMPLES_PER_PIXEL, COLOR_MAP, TILE_WIDTH, TILE_LENGTH, EXTRA_SAMPLES = 258, 277, 320, 322, 323, 338
 """Tags of a TIFF."""
 
 BLANK, FAINT = 4, 26
 """The standard deviation in levels below which a picture shows nothing, and the alpha below which no pixel does."""
+
+NO_IMAGE = f"is of no known image format ({', '.join(FORMATS)})"
 
 FEW_BITS = "is nearly black once decoded: no value is above {:,} of {:,}; save it with 8 bits, all images by one scale"
 
@@ -28,15 +36,18 @@ class ImageError(ValueError):
     """An image file that is missing, cannot be read, or is not the one that was meant; names it with a remedy."""
 
 
-def load_image(source: str | Path | IO[bytes], sha256: bytes | None = None) -> Image.Image:
+def load_image(
+    source: str | Path | IO[bytes], sha256: bytes | None = None, max_pixels: int = MAX_PIXELS
+) -> Image.Image:
     """An image file as `to_rgb` makes it. Its bytes are read once.
 
     Args:
         source: a path, or a stream of the file's bytes.
-        sha256: the digest (32 bytes) that the file must have.
+        sha256: the digest (32 bytes) that the file must have; `validate` has judged the size of such a file.
+        max_pixels: of the padded square of a file without a digest.
 
     Raises:
-        ImageError: unreadable, or the digest differs.
+        ImageError: unreadable or too large, or the digest differs.
     """
     name = str(source) if isinstance(source, str | Path) else "image"
     try:
@@ -45,14 +56,22 @@ def load_image(source: str | Path | IO[bytes], sha256: bytes | None = None) -> I
         raise _unreadable(name, error) from error
     if sha256 is not None:
         _check_digest(name, data, sha256)
-    return _decode(name, data)
+    try:
+        with open_image(data) as image:
+            fault = None if sha256 else too_large(image, max_pixels)
+            if fault is None:
+                return to_rgb(image)
+    except Exception as error:  # Pillow raises some ten kinds for broken files, KeyError and struct.error among them
+        raise _unreadable(name, error) from error
+    raise ImageError(f"{name}: {fault}")
 
 
 def open_image(data: bytes) -> Image.Image:
     """The file of these bytes, known by its header; no pixel is decoded yet.
 
     Raises:
-        UnidentifiedImageError: of no known format; or HEIC, and the plugin is not there: names it.
+        UnidentifiedImageError: none of FORMATS; or HEIC, and the plugin is not there: names it.
+        ImageError: it has no pixels.
     """
     from PIL import Image, UnidentifiedImageError
 
@@ -64,9 +83,35 @@ def open_image(data: bytes) -> Image.Image:
             raise UnidentifiedImageError(told) from None
         register_heif_opener()
     try:
-        return Image.open(io.BytesIO(data))
+        image = Image.open(io.BytesIO(data), formats=known_formats())
     except UnidentifiedImageError:  # its message holds a memory address
-        raise UnidentifiedImageError(_told_of_tiff(data) or "is of no known image format") from None
+        raise UnidentifiedImageError(_told_of_tiff(data) or NO_IMAGE) from None
+    if not all(image.size):
+        raise ImageError(f"has {image.width}x{image.height} pixels, so it shows nothing")
+    return image
+
+
+def known_formats() -> list[str]:
+    """Those of FORMATS that this Pillow can open."""
+    from PIL import Image
+
+    Image.init()
+    return [kind for kind in FORMATS if kind in Image.OPEN]
+
+
+def too_large(image: Image.Image, max_pixels: float) -> str | None:
+    """What keeps an image, of which only the header was read, from being decoded; None for at most `max_pixels`.
+
+    The padded square counts, since that is what models take; so does a tile of a TIFF, which is decoded as a whole.
+    """
+    width, height = image.size
+    tags = getattr(image, "tag_v2", {})
+    tile = tags.get(TILE_WIDTH, 1) * tags.get(TILE_LENGTH, 1)
+    if tile > max_pixels:
+        return f"has tiles of {tile:,} pixels, more than {max_pixels:,.0f}; save it without tiles"
+    pixels = max(width, height) ** 2
+    padded = f"has {width}x{height} pixels, {pixels:,} padded to a square, more than {max_pixels:,.0f}; save it smaller"
+    return padded if pixels > max_pixels else None
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -97,7 +142,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
         image = _grey(image, 4095 if bits == (12,) else 65535)
     if image.has_transparency_data or image.mode == "La":
         image = _on_white(image, may_measure)
-    image = image.convert("RGB")
+    image = image if image.mode == "RGB" else image.convert("RGB")  # already a copy: `exif_transpose` makes one
     if deep and (most := int(np.asarray(image).max(initial=0))) < 16:
         raise ImageError(FEW_BITS.format(256 * most + 255, 65535))
     return image
@@ -128,7 +173,8 @@ def _on_white(image: Image.Image, may_measure: bool) -> Image.Image:
     from PIL import Image, ImageStat
 
     band = {"RGBA": "fourth band", "LA": "second band", "La": "second band"}.get(image.mode, "transparency")
-    image = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
+    image = image.convert("LA") if image.mode == "La" else image
+    image = image if image.mode == "RGBA" else image.convert("RGBA")
     alpha = image.getchannel("A")
     counts = alpha.histogram()
     if may_measure and 4 * counts[255] < sum(counts[1:]):  # most of what alpha shows, it shows whole
@@ -163,18 +209,9 @@ def _told_of_tiff(data: bytes) -> str | None:
     return f"is a TIFF of {kind}, which Pillow does not read; save it with three bands, red, green, blue, of 8 bits"
 
 
-def _decode(name: str, data: bytes) -> Image.Image:
-    from PIL import Image
-
-    try:
-        with open_image(data) as image:
-            return to_rgb(image)
-    except (OSError, EOFError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise _unreadable(name, error) from error
-
-
 def _unreadable(name: str, error: Exception) -> ImageError:
-    return ImageError(f"{name}: cannot be read as an image ({error}); restore it or save it anew")
+    told = error if isinstance(error, OSError | SyntaxError | ValueError) and str(error) else repr(error)
+    return ImageError(f"{name}: cannot be read as an image ({told}); restore it or save it anew")
 
 
 def _check_digest(name: str, data: bytes, want: bytes) -> None:

@@ -63,7 +63,9 @@ def edit_json(path: Path, change: Callable[[Any], Any]) -> None:
 
 def make_entry(reader: str, root: Path, **fields: Any) -> DatasetEntry:
     """An entry of `ingest.datasets`; what is no field of DatasetEntry is an option of the reader."""
-    own = {key: fields.pop(key) for key in ("train_on", "follow_links", "expected_pairs") if key in fields}
+    own = {
+        key: fields.pop(key) for key in ("train_on", "follow_links", "image_root", "expected_pairs") if key in fields
+    }
     return DatasetEntry.model_validate({"reader": reader, "root": root, "options": fields} | own)
 
 

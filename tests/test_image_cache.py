@@ -61,7 +61,10 @@ def test_broken_files_are_told_apart(tmp_path):
         "half.gif": (encoded("GIF")[:900], "does not decode"),
         "flipped.png": (noise[:200] + bytes([noise[200] ^ 1]) + noise[201:], "does not decode: broken PNG file"),
         "short.png": (png_with(16, 16, b"\0" * 100), "does not decode: image file is truncated"),
-        "bomb.png": (png_with(60_000, 60_000, b"\0" * 100), "has 60000x60000 pixels, more than 10000"),
+        "bomb.png": (
+            png_with(60_000, 60_000, b"\0" * 100),
+            "has 60000x60000 pixels, 3,600,000,000 padded to a square, more than 10,000",
+        ),
     }
     for name, (data, _) in cases.items():
         (tmp_path / name).write_bytes(data)
@@ -96,12 +99,13 @@ def test_a_check_has_digest_format_size_and_thumbnail_of_the_file(tmp_path):
     image = Image.linear_gradient("L").resize((40, 24)).rotate(180)
     image.save(tmp_path / "a.jpg", quality=90)
     data = (tmp_path / "a.jpg").read_bytes()
-    check = check_image(str(tmp_path / "a.jpg"), 960)
+    check = check_image(str(tmp_path / "a.jpg"), 1600)
     assert check[:6] == (str(tmp_path / "a.jpg"), hashlib.sha256(data).digest(), "ok", "JPEG", 40, 24)
     assert check.thumb == Image.open(tmp_path / "a.jpg").convert("L").resize((8, 8), Image.Resampling.HAMMING).tobytes()
     assert check.thumb[0] > 200 > 50 > check.thumb[63]
-    too_large = check_image(str(tmp_path / "a.jpg"), 959)
-    assert too_large == (*check[:2], "has 40x24 pixels, more than 959", "JPEG", 40, 24, None)
+    too_large = check_image(str(tmp_path / "a.jpg"), 1599)
+    told = "has 40x24 pixels, 1,600 padded to a square, more than 1,599; save it smaller"
+    assert too_large == (*check[:2], told, "JPEG", 40, 24, None)
 
 
 def test_a_known_content_is_hashed_and_not_decoded(tmp_path, monkeypatch):
@@ -185,7 +189,9 @@ def test_bad_files_are_not_cached_since_a_limit_may_change(tmp_path):
 def test_a_lower_limit_of_pixels_holds_for_cached_images(tmp_path):
     save_picture(tmp_path / "a.png", 1)
     assert verdicts(tmp_path, "a.png", max_pixels=256) == ["ok"]
-    assert verdicts(tmp_path, "a.png", max_pixels=255) == ["has 16x16 pixels, more than 255"]
+    assert verdicts(tmp_path, "a.png", max_pixels=255) == [
+        "has 16x16 pixels, 256 padded to a square, more than 255; save it smaller"
+    ]
     assert verdicts(tmp_path, "a.png", max_pixels=256) == ["ok"]
 
 

@@ -1,21 +1,26 @@
 """An image file is opened upright, and only where its bytes are the ones that were meant."""
 
+import ast
+import contextlib
 import hashlib
 import io
+import random
 import re
 import struct
 import sys
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import EpsImagePlugin, Image
 
 from components.image_check import check_image
 from components.images import ImageError, load_image
 from tests.tiny import noise_image
+from tests.toy import REPOSITORY
 
 
 @pytest.fixture
@@ -139,7 +144,7 @@ def test_heic_without_its_plugin_names_the_plugin(tmp_path: Path, monkeypatch: p
 
 def test_heic_is_opened_by_its_plugin_where_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def register() -> None:
-        monkeypatch.setattr(Image, "open", lambda _: noise_image(1, (6, 4)))
+        monkeypatch.setattr(Image, "open", lambda _, formats: noise_image(1, (6, 4)))
 
     monkeypatch.setitem(sys.modules, "pillow_heif", SimpleNamespace(register_heif_opener=register))
     (tmp_path / "a.heic").write_bytes(HEIC)
@@ -188,8 +193,10 @@ def tiff(bands: np.ndarray, *extra: int, **tags: list[int]) -> bytes:
     size = bands.dtype.itemsize
     data = (np.moveaxis(bands, 2, 0) if tags.get("planar") == [2] else bands).astype(bands.dtype.newbyteorder("<"))
     parts = count if tags.get("planar") == [2] else 1
+    tags |= {"tile_length": tags["tile"]} if "tile" in tags else {}
     length = height * width * count * size // parts
     known = {"photometric": 262, "planar": 284, "palette": 320, "width": 256, "bits": 258}
+    known |= {"tile": 322, "tile_length": 323}
     fields: dict[int, list[int]] = {256: [width], 257: [height], 258: [8 * size] * count, 259: [1], 277: [count]}
     fields |= {262: [2 if count > 2 else 1], 278: [height], 279: [length] * parts, 273: [0] * parts}
     fields |= {known[name]: value for name, value in tags.items()} | ({338: list(extra)} if extra else {})
@@ -303,3 +310,73 @@ def test_a_picture_that_loses_its_content_is_refused_with_the_cause(data: bytes,
     with pytest.raises(ImageError, match=rf"a\.png: .*{cause}.*; save it "):
         load_image(tmp_path / "a.png")
     assert re.search(f"{cause}.*; save it ", check_image(str(tmp_path / "a.png"), 1000).verdict or "")
+
+
+KINDS = ("AVIF", "BMP", "DIB", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
+COMPRESSIONS = ("jpeg", "packbits", "tiff_lzw", "tiff_adobe_deflate")
+DAMAGES = 60
+
+
+def damaged(kind: str) -> Iterator[bytes]:
+    """One picture's file in a format or a compression of TIFF, cut off or with other bytes, mostly in its header."""
+    options = {"compression": kind} if kind in COMPRESSIONS else {}
+    whole, rng = io.BytesIO(), random.Random(kind)
+    noise_image(1, (24, 20)).save(whole, "TIFF" if options else kind, **options)
+    for number in range(DAMAGES):
+        data = bytearray(whole.getvalue())
+        if number % 3 == 0:
+            del data[rng.randrange(len(data)) :]
+        for _ in range(1 + number % 4 if number % 3 else 0):
+            data[rng.randrange(min(len(data), 200 if number % 3 == 1 else len(data)))] = rng.randrange(256)
+        yield bytes(data)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", [*KINDS, *COMPRESSIONS])
+def test_a_damaged_file_is_told_whatever_its_decoder_raises(kind: str, tmp_path: Path) -> None:
+    for data in damaged(kind):
+        (tmp_path / "a.png").write_bytes(data)
+        assert check_image(str(tmp_path / "a.png"), 1_000_000).verdict
+        with contextlib.suppress(ImageError):
+            load_image(tmp_path / "a.png")
+
+
+POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n/x 1 def\nshowpage\n%%EOF\n"
+
+
+def test_postscript_that_is_called_png_starts_no_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *_: pytest.fail("Ghostscript was started"))
+    (tmp_path / "a.png").write_bytes(POSTSCRIPT)
+    assert "is of no known image format (AVIF, BMP" in (check_image(str(tmp_path / "a.png"), 1000).verdict or "")
+    with pytest.raises(ImageError, match=r"a\.png: .*is of no known image format \(AVIF, BMP"):
+        load_image(tmp_path / "a.png")
+
+
+def test_no_file_is_opened_without_the_formats_that_it_may_have() -> None:
+    """Pillow alone takes any format that it knows, and starts other programs for some."""
+    opened = {}
+    for folder in ("components", "benchmarks", "flows", "infra", "m3diff"):
+        for path in (REPOSITORY / folder).rglob("*.py"):
+            calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+            for call in calls:
+                if ast.unparse(call.func).endswith("Image.open"):
+                    opened[f"{path}:{call.lineno}"] = any(keyword.arg == "formats" for keyword in call.keywords)
+            assert "from PIL.Image import open" not in path.read_text(), path
+    assert opened
+    assert [place for place, named in opened.items() if not named] == []
+
+
+@pytest.mark.parametrize(("size", "limit"), [((1, 300), 89_999), ((300, 1), 89_999), ((300, 300), 89_999)])
+def test_the_square_that_an_image_is_padded_to_counts_and_is_seen_before_a_pixel_is_decoded(
+    size: tuple[int, int], limit: int, tmp_path: Path
+) -> None:
+    Image.new("1", size).save(tmp_path / "a.png")
+    data = (tmp_path / "a.png").read_bytes()
+    (tmp_path / "a.png").write_bytes(data[: data.index(b"IDAT") + 6])  # nothing of a pixel is there
+    told = f"has {size[0]}x{size[1]} pixels, 90,000 padded to a square, more than 89,999; save it smaller"
+    assert check_image(str(tmp_path / "a.png"), limit).verdict == told
+    with pytest.raises(ImageError, match=re.escape(f"a.png: {told}")):
+        load_image(tmp_path / "a.png", max_pixels=limit)
+    (tmp_path / "a.png").write_bytes(data)
+    assert load_image(tmp_path / "a.png", max_pixels=limit + 1).size == size
+    assert load_image(tmp_path / "a.png", hashlib.sha256(data).digest(), limit).size == size, "validate has judged it"

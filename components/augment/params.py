@@ -31,6 +31,7 @@ class Source(Section):
     reader: str  # one of components.datasets.DATASETS
     root: Path
     options: FrozenMap[str, Any] = Field(default_factory=dict, validate_default=True)  # the reader's own
+    follow_links: bool = False  # images may be symbolic links that leave the root (a shared DVC cache)
     splits: tuple[Split, ...] = ("train", "val", "test")  # of which something is made; it stays in its split
 
 

@@ -15,7 +15,7 @@ import polars as pl
 from components.augment.params import Source, Split
 from components.datasets import DATASETS
 from components.datasets.embedded import unpacked
-from components.datasets.files import describe
+from components.datasets.files import describe, fault_of_path, is_inside
 from components.datasets.rows import Row, Single
 from components.image_cache import check_images
 from components.image_check import OK
@@ -184,8 +184,10 @@ def place_of(source: Source, image: Any) -> Path | None:
     if isinstance(image, Path):
         return image
     named = isinstance(image, str) and image and image == _whole(image)
-    inside = named and not image.startswith("/") and ".." not in image.split("/")
-    return source.root / image if inside else None
+    if not named or fault_of_path(image, source.root):
+        return None
+    path = source.root / image
+    return path if source.follow_links or is_inside(path, source.root) else None
 
 
 def _digests(
@@ -209,7 +211,7 @@ def _digests(
 
 def _remedy(source: Source, image: Path | None) -> str:
     if image is None:
-        return "correct the path"
+        return "correct the path; a link out of the root needs follow_links in the source"
     if image.exists():
         return "restore it or save it anew"
     return f"run `m3diff data unpack {source.root}`" if DATASETS[source.reader].unpack else "fetch it"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from components.caption.pairs import AskedPair
-from components.images import ImageError, load_image
+from components.images import MAX_PIXELS, ImageError, load_image
 from components.progress import progress
 from components.records import DataError
 from components.saliency import outlined
@@ -35,7 +35,11 @@ class Answer(NamedTuple):
 
 
 def caption_pairs(
-    captioner: "Captioner", pairs: Sequence[AskedPair], question: str | None, overlay: Path | None
+    captioner: "Captioner",
+    pairs: Sequence[AskedPair],
+    question: str | None,
+    overlay: Path | None,
+    max_pixels: int = MAX_PIXELS,
 ) -> Iterator[Answer]:
     """An answer to each pair, in order; one whose images cannot be read keeps no other from its caption.
 
@@ -43,6 +47,7 @@ def caption_pairs(
         question: None: what has changed.
         overlay: where both images are drawn with what the model looked at outlined: a file for one pair, a folder for
             several.
+        max_pixels: of the padded square of an image.
 
     Raises:
         DataError: an overlay is asked for, and the model has no saliency maps.
@@ -51,7 +56,7 @@ def caption_pairs(
     check_question(captioner, question)
     batches = [pairs[start : start + BATCH] for start in range(0, len(pairs), BATCH)]
     for batch in progress(batches, "caption", unit="batch") if len(batches) > 1 else batches:
-        loaded = [_load(pair) for pair in batch]
+        loaded = [_load(pair, max_pixels) for pair in batch]
         read = [images for images in loaded if not isinstance(images, ImageError)]
         captions, maps = _answer(captioner, read, question, overlay is not None)
         answers = iter(zip(read, captions, maps, strict=True))
@@ -79,9 +84,9 @@ def check_question(captioner: "Captioner", question: str | None) -> None:
         raise ParamsError(f"--question {question!r}: {error}") from error
 
 
-def _load(pair: AskedPair) -> "tuple[Image.Image, Image.Image] | ImageError":
+def _load(pair: AskedPair, max_pixels: int) -> "tuple[Image.Image, Image.Image] | ImageError":
     try:
-        return load_image(pair.before), load_image(pair.after)
+        return load_image(pair.before, max_pixels=max_pixels), load_image(pair.after, max_pixels=max_pixels)
     except ImageError as error:
         return error
 

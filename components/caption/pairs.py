@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from components.datasets.files import read_text
+from components.datasets.files import describe, fault_of_path, is_inside, read_text
 from components.records import DataError
 
 SIDES = ("before", "after")
@@ -23,8 +23,11 @@ class AskedPair(NamedTuple):
     after: Path
 
 
-def find_pairs(before: Path, after: Path | None) -> list[AskedPair]:
+def find_pairs(before: Path, after: Path | None, image_root: Path | None = None) -> list[AskedPair]:
     """The pairs that two paths, or one of a table, stand for.
+
+    Args:
+        image_root: a folder beside the table's own that paths in the table may lead into.
 
     Raises:
         DataError: a path is missing, the two do not fit each other, or a row of the table says too little.
@@ -35,7 +38,7 @@ def find_pairs(before: Path, after: Path | None) -> list[AskedPair]:
     if after is None:
         if before.is_dir():
             raise DataError(f"{before}: one folder; {WANTED}")
-        return list(_of_table(before))
+        return list(_of_table(before, [before.parent, *([image_root] if image_root else [])]))
     if before.is_dir() and after.is_dir():
         return _of_folders(before, after)
     if before.is_dir() or after.is_dir():
@@ -62,8 +65,8 @@ def _images(folder: Path) -> dict[str, Path]:
     return {(stem if len(paths) == 1 else path.name): path for stem, paths in found.items() for path in paths}
 
 
-def _of_table(table: Path) -> Iterator[AskedPair]:
-    """Rows of a CSV file; paths are relative to its folder."""
+def _of_table(table: Path, roots: list[Path]) -> Iterator[AskedPair]:
+    """Rows of a CSV file; paths are relative to its folder and stay in the roots."""
     rows = csv.DictReader(io.StringIO(read_text(table).removeprefix("\ufeff"), newline=""))
     columns = rows.fieldnames or []
     if missing := [side for side in SIDES if side not in columns]:
@@ -73,6 +76,11 @@ def _of_table(table: Path) -> Iterator[AskedPair]:
         for side in SIDES:
             if not row[side]:
                 raise DataError(f"{table} row {number}: {side} is empty; write the path of an image")
+            fault = fault_of_path(row[side], table.parent, roots, "--image-root")
+            if not fault and not is_inside(table.parent / row[side], *roots):
+                fault = "is a symbolic link out of the table's folder; name the folder that it leads to by --image-root"
+            if fault:
+                raise DataError(f"{table} row {number}: {side}: {describe(row[side])} {fault}")
         yield AskedPair(f"{number:05}", *(table.parent / row[side] for side in SIDES))
     if not number:
         raise DataError(f"{table}: no row; {WANTED}")

@@ -2,8 +2,10 @@
 
 import codecs
 import json
+import os
 import re
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -32,6 +34,33 @@ CONTENTS = {
 
 UNUSED = re.compile(b"[\x81\x8d\x8f\x90\x9d]")
 """Bytes that Windows-1252 leaves unused."""
+
+ADDRESS = re.compile(r"(?!file:)([a-z][a-z0-9+.-]+://|data:)", re.IGNORECASE)
+ELSEWHERE = re.compile(r"\\\\|[a-z]:[/\\]|file:|.*\0", re.IGNORECASE | re.DOTALL)
+"""What paths of Windows and of other forms begin with, or what no path holds."""
+
+
+def fault_of_path(name: str, root: Path, opened: Iterable[Path] = (), option: str = "image_root") -> str | None:
+    """What is wrong with the path of an image in a data row, with the remedy; None where it stays inside its root.
+
+    Args:
+        opened: other folders that it may lead into. Links are not followed: see `is_inside`.
+        option: by which the user names such a folder.
+    """
+    if ADDRESS.match(name):
+        return f"is an address, and nothing is fetched; download the image into {root} and write its path"
+    path, out = name.replace("\\", "/"), bool(ELSEWHERE.match(name))
+    if not out and (path.startswith("/") or ".." in path.split("/")):
+        out = not any(Path(os.path.abspath(root / path)).is_relative_to(os.path.abspath(each)) for each in opened)
+    if out:
+        return f"leads out of the dataset's root; copy the image into it, or name the image's folder by {option}"
+    return None
+
+
+def is_inside(path: Path | str, *roots: Path) -> bool:
+    """Whether a path leads into one of the folders once every link is followed."""
+    real = Path(os.path.realpath(path))
+    return any(real.is_relative_to(os.path.realpath(root)) for root in roots)
 
 
 def read_text(path: Path) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from components.datasets.files import describe
+from components.datasets.files import describe, fault_of_path, is_inside
 from components.datasets.rows import Row
 from components.ingest.params import DatasetEntry
 from components.records import RAW_SCHEMA
@@ -22,7 +22,7 @@ def to_table(name: str, entry: DatasetEntry, rows: Iterable[Row]) -> tuple[pa.Ta
     rows = list(rows)
     records = [_record(name, entry, row) for row in rows if not row.without_caption]
     if not entry.follow_links:
-        _refuse_leaving(entry.root, records)
+        _refuse_leaving(_roots(entry), records)
     return pa.Table.from_pylist(records, schema=RAW_SCHEMA), sum(row.raw_rows for row in rows)
 
 
@@ -38,8 +38,8 @@ def _record(dataset: str, entry: DatasetEntry, row: Row) -> dict[str, Any]:
         "split": "train" if split in entry.train_on else split,
         "own_split": split,
         "scene": scene and f"{dataset}/{scene}",
-        "before": _image("before", entry.root, row.before, faults),
-        "after": _image("after", entry.root, row.after, faults),
+        "before": _image("before", entry, row.before, faults),
+        "after": _image("after", entry, row.after, faults),
         "references": _references(row.references, faults),
         "change_types": row.change_types,
         "source": _printable(row.source),
@@ -77,27 +77,33 @@ def _references(value: Any, faults: list[str]) -> list[str]:
     return kept
 
 
-def _image(field: str, root: Path, value: Any, faults: list[str]) -> str | None:
-    """`root/value`, refused where it would lead out of the root; a path as it is, which ingest itself has written."""
+def _image(field: str, entry: DatasetEntry, value: Any, faults: list[str]) -> str | None:
+    """`root/value`, refused where it would lead out of the entry's roots; a path as it is, which ingest itself has
+    written."""
     if isinstance(value, Path):
         return str(value)
     name = _text(field, value, faults)
     if name is None:
         return None
-    if name.startswith("/") or ".." in name.split("/") or "\0" in name:
-        faults.append(f"{field}: {describe(value)} leads out of the dataset's root, which is refused")
+    if fault := fault_of_path(name, entry.root, _roots(entry)[1:]):
+        faults.append(f"{field}: {describe(value)} {fault}")
         return None
-    return os.path.join(root, name)
+    path = os.path.join(entry.root, name)
+    return os.path.normpath(path) if entry.image_root else path
 
 
-def _refuse_leaving(root: Path, records: list[dict[str, Any]]) -> None:
-    """Fault every record with an image that a symbolic link leads out of the root. Each folder is listed once."""
-    real_root = os.path.realpath(root)
-    below = os.path.join(root, "")
-    named = {r[field] for r in records for field in ("before", "after") if r[field]}
-    folders = {os.path.dirname(path) for path in named if path.startswith(below)}
-    leaving = {path for folder in folders for path in _links_out(folder, real_root)}
-    gone = {folder for folder in folders if not _inside(folder, real_root)}
+def _roots(entry: DatasetEntry) -> list[Path]:
+    """The folders that images may lie in."""
+    return [entry.root, *([entry.image_root] if entry.image_root else [])]
+
+
+def _refuse_leaving(roots: list[Path], records: list[dict[str, Any]]) -> None:
+    """Fault every record with an image that a symbolic link leads out of the roots. Each folder is listed once."""
+    tops = [os.path.abspath(root) for root in roots]
+    named = {os.path.dirname(record[side]) for record in records for side in ("before", "after") if record[side]}
+    folders = [folder for folder in named if any(Path(os.path.abspath(folder)).is_relative_to(top) for top in tops)]
+    leaving = {path for folder in folders for path in _links_out(folder, roots)}
+    gone = {folder for folder in folders if not is_inside(folder, *roots)}
     if not leaving and not gone:
         return
     for record in records:
@@ -111,18 +117,13 @@ def _refuse_leaving(root: Path, records: list[dict[str, Any]]) -> None:
                 record[field] = None
 
 
-def _links_out(folder: str, real_root: str) -> list[str]:
+def _links_out(folder: str, roots: list[Path]) -> list[str]:
     try:
         with os.scandir(folder) as entries:
             links = [entry.path for entry in entries if entry.is_symlink()]
     except OSError:
         return []  # a missing folder: validate names each missing image
-    return [link for link in links if not _inside(link, real_root)]
-
-
-def _inside(path: str, real_root: str) -> bool:
-    real = os.path.realpath(path)
-    return real == real_root or real.startswith(real_root + os.sep)
+    return [link for link in links if not is_inside(link, *roots)]
 
 
 def _encodes(value: str) -> bool:

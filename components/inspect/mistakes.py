@@ -23,6 +23,7 @@ from components.datasets.files import quoted, read_json
 from components.datasets.pairs import NO_PAIR
 from components.datasets.rows import Row
 from components.datasets.tables import read_values
+from components.images import known_formats
 from components.ingest.params import DatasetEntry
 from components.inspect.manifest import is_image, manifests, two_folders
 from components.records import NO_CHANGE, SPLITS
@@ -181,7 +182,7 @@ def _values(rows: Iterable[Row]) -> list[str]:
     return list(dict.fromkeys(value for value in found if isinstance(value, str) and value))
 
 
-FAR = re.compile(r"/|~|\$|[A-Za-z]:/|[A-Za-z][A-Za-z0-9+]*:/|\.\./")
+FAR = re.compile(r"/|~|\$|\\\\|[A-Za-z]:\\|[A-Za-z][A-Za-z0-9+.-]*:/|\.\.[/\\]")
 """What a path begins with that does not lead into the root."""
 
 START = r"^|[^[:alnum:]_./-]"
@@ -202,7 +203,10 @@ def _from_afar(root: Path, files: list[str], value: str) -> str:
         return f"{value}: is {end} in {root}; paths are relative to it: {_replace(root, files, start, new, START)}"
     if "://" in value and not value.startswith("file:"):
         return f"{value}: is an address; download the images into {root} and write their paths"
-    return f"{value}: leads out of the root; copy the images into {root} and write their paths, relative to it"
+    return (
+        f"{value}: leads out of the root; copy the images into {root} and write their paths, relative to it, or, where "
+        "the file says the right place, name the images' folder in the entry: image_root"
+    )
 
 
 def _replace(root: Path, files: list[str], old: str, new: str, start: str = "") -> str:
@@ -413,7 +417,7 @@ def no_images(paths: Iterable[str]) -> Iterator[str]:
     """Of the first files, those that no image format begins like, with what they are instead."""
     for path in islice(paths, LOOKED):
         try:
-            with Image.open(path):
+            with Image.open(path, formats=known_formats()):
                 pass
         except UnidentifiedImageError:
             yield f"{path}: {_instead(Path(path).read_bytes()[:200])}"

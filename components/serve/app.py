@@ -4,9 +4,10 @@ import asyncio
 import base64
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
@@ -31,7 +32,11 @@ from components.serve.replica import Answer, Undecodable
 CHAT = "/v1/chat/completions"
 VERSION_HEADER = "X-Model-Version"
 FORM_FIELDS = 16
+COPIES = 4
+"""Of a request that are in memory at most: received, read, on the way to a replica and there."""
+
 Handler = Callable[[Request], Awaitable[Response]]
+B, T = TypeVar("B"), TypeVar("T")
 
 
 class Server:
@@ -45,7 +50,8 @@ class Server:
     def __init__(self, limits: Serve, models: Models, metrics: Metrics, name: str, examples: list[Example]) -> None:
         self.limits, self.models, self.metrics, self.name = limits, models, metrics, name
         self.examples, self.page = examples, Page()
-        self.under_way = 0
+        self.under_way = self.held = 0  # requests, and bytes that are set aside for them
+        self.reader = ThreadPoolExecutor(1)  # what a request becomes while it is read is in memory once
 
     async def index(self, request: Request) -> Response:
         return Response(self.page.html, media_type="text/html", headers={"content-security-policy": self.page.policy})
@@ -75,13 +81,13 @@ class Server:
         return Response(data, media_type=kind)
 
     async def caption(self, request: Request) -> Response:
-        async def parse(body: bytes) -> Asked:
+        async def parse(body: Body) -> Asked:
             kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind == "multipart/form-data":
-                fields = await form_fields(request, body, int(self.limits.max_request_mb * 1e6))
-                return await asyncio.to_thread(of_form, fields, self.limits)
+                return await self.aside(of_form, await form_fields(request, body))
+            text = await body.read()
             if kind == "application/json":
-                return await asyncio.to_thread(of_json, body, self.limits)
+                return await self.aside(of_json, text)
             found, limit = f"Content-Type {kind!r}", "multipart/form-data or application/json"
             raise unprocessable("wrong_type", found, limit, "curl -F before=@a.png -F after=@b.png", "content-type")
 
@@ -93,8 +99,8 @@ class Server:
         return JSONResponse(said, headers={VERSION_HEADER: answer.model})
 
     async def chat(self, request: Request) -> Response:
-        async def parse(body: bytes) -> Asked:
-            asked, given = await asyncio.to_thread(of_chat, body, self.limits)
+        async def parse(body: Body) -> Asked:
+            asked, given = await self.aside(of_chat, await body.read())
             check_model(given, self.ready(), self.name)
             return asked
 
@@ -103,7 +109,11 @@ class Server:
         cut = served is not None and answer.completion_tokens > served.facts.max_new_tokens
         return JSONResponse(completion(answer, cut), headers={VERSION_HEADER: answer.model})
 
-    async def answered(self, request: Request, parse: Callable[[bytes], Awaitable[Asked]]) -> Answer:
+    async def aside(self, read: Callable[[B, Serve], T], body: B) -> T:
+        """What is made of a request's body, one at a time."""
+        return await asyncio.get_running_loop().run_in_executor(self.reader, read, body, self.limits)
+
+    async def answered(self, request: Request, parse: Callable[[Body], Awaitable[Asked]]) -> Answer:
         """Read, check, ask, and wait for the answer; each within its limit.
 
         Raises:
@@ -112,8 +122,8 @@ class Server:
         """
         body: Body = request.scope["body"]
         self.ready()
-        with self.room():
-            asked = await parse(await body.read())
+        with self.room(body):
+            asked = await parse(body)
             facts = self.ready().facts
             check_read(asked.question, facts.reads_question)
             check_tokens(asked.question, facts.special_tokens)
@@ -146,18 +156,29 @@ class Server:
         return self.models.current
 
     @contextmanager
-    def room(self) -> Iterator[None]:
-        """A place in the queue. Raises RequestRefusedError (429) where there is none."""
+    def room(self, body: Body) -> Iterator[None]:
+        """A place in the queue and memory for COPIES of the body, which is not read yet.
+
+        Raises:
+            RequestRefusedError: there is no place (429) or no memory (503).
+        """
         most = self.limits.max_queue
         if self.under_way >= most:
             found, limit = f"{self.under_way} requests under way", f"at most {most} at a time (serve.max_queue)"
             raise RequestRefusedError(429, "queue_full", found, limit, "try again later", None, {"retry-after": "1"})
+        needed, allowed = COPIES * body.at_most, max(most, COPIES) * body.most
+        if self.held + needed > allowed:
+            found = f"{self.held / 1e6:.0f} MB are taken and {needed / 1e6:.0f} MB needed, {COPIES} times the request"
+            limit = f"at most {allowed / 1e6:.0f} MB at a time (serve.max_queue x serve.max_request_mb)"
+            raise unavailable("memory_full", found, limit, "try again later, or send smaller images")
         self.under_way += 1
+        self.held += needed
         self.metrics.queue.set(self.under_way)
         try:
             yield
         finally:
             self.under_way -= 1
+            self.held -= needed
             self.metrics.queue.set(self.under_way)
 
     def routes(self) -> list[Route]:
@@ -214,18 +235,16 @@ def completion(answer: Answer, cut: bool) -> dict[str, Any]:
     }
 
 
-async def form_fields(request: Request, body: bytes, most: int) -> list[tuple[str, str | bytes]]:
+async def form_fields(request: Request, body: Body) -> list[tuple[str, str | bytes]]:
     """The parts of a multipart form, files as bytes. Raises RequestRefusedError (422) where it is none."""
-
-    async def stream() -> AsyncGenerator[bytes, None]:
-        yield body
-
     parser = MultiPartParser(
-        request.headers, stream(), max_files=FORM_FIELDS, max_fields=FORM_FIELDS, max_part_size=most
+        request.headers, body.parts(), max_files=FORM_FIELDS, max_fields=FORM_FIELDS, max_part_size=body.most
     )
-    parser.spool_max_size = most  # in memory: nothing of a client is written to a disk
+    parser.spool_max_size = body.most  # in memory: nothing of a client is written to a disk
     try:
         form = await parser.parse()
+    except RequestRefusedError:
+        raise
     except (MultiPartException, KeyError, ValueError, UnicodeError) as error:
         limit, remedy = "a multipart form", "curl -F before=@a.png -F after=@b.png"
         raise unprocessable("not_a_form", str(error)[:100], limit, remedy) from error

@@ -7,23 +7,24 @@ import base64
 import binascii
 import json
 import re
+import string
 import unicodedata
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from components.images import open_image
+from components.images import FORMATS, open_image, too_large
 from components.serve.params import Serve
 from components.serve.refused import RequestRefusedError, unprocessable
 
 SIDES = ("before", "after")
-FORMATS = frozenset({"PNG", "JPEG", "MPO", "WEBP", "BMP", "GIF", "TIFF", "AVIF", "HEIF"})
-"""What is decoded. Pillow knows more: for some it starts other programs (EPS: Ghostscript)."""
-
 DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,")
 ADDRESS = re.compile(r"\s*(https?|file|ftp|s3|gs):", re.IGNORECASE)
 SHOWN_CHARS = 60
+MOST_VALUES = 10_000
+"""In the JSON of a request: millions of empty lists, or a fault in each, would take a hundred times its bytes."""
+
 AS_BYTES = "send the image itself: `data:image/png;base64,...`"
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
@@ -135,13 +136,12 @@ class ChatBody(OfClients):
             return messages
         said = [message for message in messages if isinstance(message, dict) and message.get("content")]
         for message in said:
-            role, where = message.get("role"), f"messages.{messages.index(message)}.role"
+            role = message.get("role")
             if isinstance(role, str) and role != "user":
                 remedy = "leave it out; what the model is to be asked stands in the user's message"
                 limit = "the user's message alone: the model was trained on a pair and a question, and reads no other"
-                raise unprocessable(
-                    "wrong_messages", f"a message of the role {_short(repr(role))}", limit, remedy, where
-                )
+                found, where = f"a message of the role {_short(repr(role))}", f"messages.{messages.index(message)}.role"
+                raise unprocessable("wrong_messages", found, limit, remedy, where)
         if len(said) != 1:
             limit, remedy = "one, with both images: no earlier one is read", "send each pair in a request of its own"
             raise unprocessable("wrong_messages", f"{len(said)} messages of the user", limit, remedy, "messages")
@@ -155,7 +155,7 @@ class ChatBody(OfClients):
 B = TypeVar("B", bound=Strict)
 
 
-def of_json(body: bytes, limits: Serve) -> Asked:
+def of_json(body: bytes | bytearray, limits: Serve) -> Asked:
     """The pair of `{"before": base64, "after": base64, "question": ..., "overlay": ...}`."""
     given = _parsed(PairBody, body)
     images = [_from_base64(side, getattr(given, side)) for side in SIDES]
@@ -188,7 +188,7 @@ def of_form(fields: Iterable[tuple[str, str | bytes]], limits: Serve) -> Asked:
     )
 
 
-def of_chat(body: bytes, limits: Serve) -> tuple[Asked, ChatBody]:
+def of_chat(body: bytes | bytearray, limits: Serve) -> tuple[Asked, ChatBody]:
     """The pair of a chat of OpenAI's form: one message of the user with at most one text and two images."""
     given = _parsed(ChatBody, body)
     parts = given.messages[0].content
@@ -218,32 +218,29 @@ def checked(asked: Asked, limits: Serve) -> Asked:
 
 
 def check_image(side: str, data: bytes, max_mpx: float) -> None:
-    """See by its header that these bytes are an image of at most so many million pixels; none is decoded.
+    """See by its header that these bytes are an image of at most so many million pixels as a square; none is decoded.
 
     Raises:
         RequestRefusedError: 422.
     """
     from PIL import Image
 
-    formats = f"an image ({', '.join(sorted(FORMATS - {'MPO'}))})"
+    formats = f"an image ({', '.join(FORMATS)})"
     if not data:
         raise unprocessable("not_an_image", "0 bytes", formats, "send the file's bytes", side)
-    too_large = f"at most {max_mpx:g} million pixels (serve.max_image_mpx)"
+    limit = f"at most {max_mpx:g} million pixels, padded to a square (serve.max_image_mpx)"
     try:
         with open_image(data) as image:
-            kind, (width, height) = image.format, image.size
+            large = too_large(image, max_mpx * 1e6)
     except Image.DecompressionBombError as error:
-        raise unprocessable("too_many_pixels", _short(error), too_large, "make it smaller", side) from error
+        raise unprocessable("too_many_pixels", _short(error), limit, "make it smaller", side) from error
     except Exception as error:  # a decoder stumbles over hostile bytes in any way
         remedy = "save it as PNG or JPEG and send that file's bytes"
         raise unprocessable(
             "not_an_image", f"{len(data)} bytes, {_short(str(error))}", formats, remedy, side
         ) from error
-    if kind not in FORMATS:
-        raise unprocessable("not_an_image", f"a file of the format {kind}", formats, "save it as PNG or JPEG", side)
-    if width * height > max_mpx * 1e6:
-        found = f"{width} x {height}, {width * height / 1e6:.1f} million pixels"
-        raise unprocessable("too_many_pixels", found, too_large, "make it smaller", side)
+    if large:
+        raise unprocessable("too_many_pixels", large.partition(", more than")[0], limit, "make it smaller", side)
 
 
 def check_question(question: str, most: int) -> None:
@@ -278,12 +275,15 @@ def check_tokens(question: str | None, special_tokens: Iterable[str]) -> None:
             raise unprocessable("special_token", f"{token!r}", limit, remedy, "question")
 
 
-def _parsed(kind: type[B], body: bytes) -> B:
+def _parsed(kind: type[B], body: bytes | bytearray) -> B:
+    if sum(body.count(mark) for mark in (b",", b"[", b"{")) > MOST_VALUES:
+        limit, remedy = f"at most {MOST_VALUES:,} values", "send the two images and the question alone"
+        raise unprocessable("not_json", "no JSON of a caption's request: too many values", limit, remedy)
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in fault["loc"]) or None
+        where = ".".join(_short(part) for part in fault["loc"]) or None
         raise _explained(kind, where, fault) from error
 
 
@@ -299,7 +299,9 @@ def _explained(kind: type[Strict], where: str | None, fault: Any) -> RequestRefu
         return unprocessable("missing_field", "not there", "this field is needed", "add it", where)
     top = (where or "").split(".")[0]
     remedy = "see docs/serving.md" if top in ("messages", *PairBody.model_fields) else MODEL_DECIDES
-    return unprocessable("invalid_field", _short(json.dumps(fault["input"], default=str)), fault["msg"], remedy, where)
+    given = fault["input"]
+    found = json.dumps(given[:SHOWN_CHARS] if isinstance(given, str) else given, default=str)
+    return unprocessable("invalid_field", _short(found), fault["msg"], remedy, where)
 
 
 def _place(kind: type[Strict], loc: tuple[int | str, ...]) -> type[Strict]:
@@ -325,7 +327,8 @@ def _from_base64(field: str, text: str) -> bytes:
         remedy = "send the image itself in base64"
         raise unprocessable("not_bytes", f"an address, {_short(text)}", "base64; no address is fetched", remedy, field)
     try:
-        return base64.b64decode("".join(text.split()), validate=True)  # lines are a matter of the writer
+        lines = text.encode("ascii")  # `split` would make an object of each
+        return base64.b64decode(lines.translate(None, string.whitespace.encode()), validate=True)
     except (binascii.Error, ValueError) as error:
         found = f"{_short(text)} ({error})"
         raise unprocessable(

@@ -1,12 +1,12 @@
 """Pairs of the test split for the page, where a run has them; the page works without."""
 
-import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from components.datasets import DATASETS
 from components.datasets.spec import check_licence
+from components.images import open_image
 from components.ingest.params import DatasetEntry
 from components.readable import readable
 from components.records import DataError
@@ -28,7 +28,7 @@ class Example(NamedTuple):
         from PIL import Image
 
         data = (self.before if side == "before" else self.after).read_bytes()
-        with Image.open(io.BytesIO(data)) as image:
+        with open_image(data) as image:
             return data, Image.MIME.get(image.format or "", "application/octet-stream")
 
 

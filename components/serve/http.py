@@ -3,6 +3,7 @@
 import asyncio
 import hmac
 import time
+from collections.abc import AsyncGenerator
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
@@ -32,7 +33,11 @@ class ClientGoneError(ConnectionError):
 
 
 class Body:
-    """The body of one request; read once. The clock starts with the object."""
+    """The body of one request; read once. The clock starts with the object.
+
+    Attributes:
+        at_most: how many bytes are read of it: as many as it announces, or the limit.
+    """
 
     def __init__(self, receive: Receive, headers: Headers, limits: Serve) -> None:
         self.receive, self.limits = receive, limits
@@ -40,10 +45,19 @@ class Body:
         self.deadline = time.monotonic() + limits.upload_s
         length = headers.get("content-length", "0")
         self.announced = int(length) if length.isdecimal() else 0
-        self.ended = not self.announced and "transfer-encoding" not in headers
+        chunked = "transfer-encoding" in headers
+        self.ended = not self.announced and not chunked
+        self.at_most = self.most if chunked else min(self.announced, self.most)
 
-    async def read(self) -> bytes:
-        """All of it.
+    async def read(self) -> bytearray:
+        """All of it. Raises as `parts` does."""
+        body = bytearray()
+        async for part in self.parts():
+            body += part
+        return body
+
+    async def parts(self) -> AsyncGenerator[bytes, None]:
+        """What is received, as it arrives.
 
         Raises:
             RequestRefusedError: 413, it is or says that it is too large; 408, it takes too long.
@@ -51,13 +65,13 @@ class Body:
         """
         if self.announced > self.most:
             raise self._too_large(self.announced)
-        parts, size = [], 0
+        size = 0
         while not self.ended:
-            parts.append(await self._part())
-            size += len(parts[-1])
+            part = await self._part()
+            size += len(part)
             if size > self.most:
                 raise self._too_large(size)
-        return b"".join(parts)
+            yield part
 
     async def discard(self) -> None:
         """Read what is left, within the time, and keep nothing."""

@@ -154,16 +154,20 @@ class Replica:
 
 
 def prepare(captioner: "Captioner", asked: Asked) -> Prepared:
-    """Raises ImageError where an image cannot be decoded."""
+    """Raises ImageError where an image cannot be decoded. One image of the pair is in memory at a time."""
     from components.models.generation import QUESTION
 
-    images = load_image(io.BytesIO(asked.before)), load_image(io.BytesIO(asked.after))
-    inputs = captioner.processor.prepare_image(images[0]), captioner.processor.prepare_image(images[1])
-    if not asked.overlay:
-        return Prepared(asked.question or QUESTION, inputs, None)
-    for image in images:
-        image.thumbnail((OVERLAY_PX, OVERLAY_PX))
-    return Prepared(asked.question or QUESTION, inputs, images)
+    inputs: list[np.ndarray] = []
+    shown: list[Image.Image] = []
+    for data in (asked.before, asked.after):
+        image = load_image(io.BytesIO(data))
+        inputs.append(captioner.processor.prepare_image(image))
+        if asked.overlay:
+            image.thumbnail((OVERLAY_PX, OVERLAY_PX))
+            shown.append(image)
+        del image
+    before, after = inputs
+    return Prepared(asked.question or QUESTION, (before, after), (shown[0], shown[1]) if shown else None)
 
 
 def captions(captioner: "Captioner", pairs: Sequence[Prepared]) -> list[tuple[str, np.ndarray | None]]:

@@ -90,7 +90,13 @@ def _reference_rules(max_chars: int) -> list[Rule]:
 def _image_rule(side: str) -> Rule:
     verdict = pl.col(f"{side}_image")
     given = pl.col(side).is_not_null()
-    remedy = pl.when(verdict.str.contains("; save it ")).then(pl.lit("")).otherwise(pl.lit("; restore the file"))
+    remedy = (
+        pl.when(verdict.str.contains(" padded to a square, "))
+        .then(pl.lit(", or raise validate.max_image_pixels"))
+        .when(verdict.str.contains("; save it "))
+        .then(pl.lit(""))
+        .otherwise(pl.lit("; restore the file"))
+    )
     told = pl.format(f"{side}: {{}} {{}}{{}}", side, verdict, remedy)
     words = pl.when(given).then(told).otherwise(_alone(f"{side}: is not given"))
     return Rule(f"{side}_decodes", f"{side}_image", verdict != OK, words, *_in_set(OK))

@@ -13,6 +13,7 @@ from components.datasets.emu_edit import unpack
 from components.datasets.minichange.language import describe_scene
 from components.datasets.minichange.scenes import image_paths, read_scenes
 from components.files import sha256
+from components.images import NO_IMAGE
 from components.records import DataError
 from tests.augment.small import SCENES, draw
 from tests.layouts import write_emu
@@ -86,6 +87,18 @@ def test_usable_rows_are_originals_and_every_other_row_has_its_reason(tmp_path: 
     }
 
 
+@pytest.mark.parametrize("path", ["../a.png", "{top}/a.png", "..\\a.png", "http://127.0.0.1/a.png", "link.png"])
+def test_an_image_outside_the_source_is_not_used(path: str, tmp_path: Path):
+    rejected = Rejected()
+    source = write(tmp_path / "raw", [row(0, before=path.format(top=tmp_path))])
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    (tmp_path / "raw/link.png").symlink_to(tmp_path / "a.png")
+    assert read_originals(source, *places(tmp_path), rejected) == []
+    assert "is no path inside" in rejected.examples["image cannot be read"]
+    linked = source.model_copy(update={"follow_links": True})
+    assert len(read_originals(linked, *places(tmp_path), Rejected())) == (path == "link.png")
+
+
 def test_splits_that_are_not_asked_for_are_left_out_and_still_keep_their_scenes(tmp_path: Path):
     source = write(tmp_path / "raw", ROWS).model_copy(update={"splits": ("train",)})
     rejected = Rejected()
@@ -112,8 +125,12 @@ def test_a_list_of_images_with_captions_is_read_by_the_reader_of_pairs(tmp_path:
 @pytest.mark.parametrize(
     ("named", "told"),
     [
-        ("none.png", "{root}/none.png: does not decode: is of no known image format; restore it or save it anew"),
-        ("../a.png", "text '../a.png' is no path inside {root}; correct the path"),
+        ("none.png", f"{{root}}/none.png: does not decode: {NO_IMAGE}; restore it or save it anew"),
+        (
+            "../a.png",
+            "text '../a.png' is no path inside {root}; correct the path; a link out of the root needs follow_links in "
+            "the source",
+        ),
     ],
 )
 def test_an_image_that_cannot_be_read_is_named_with_a_remedy(named: str, told: str, tmp_path: Path):

@@ -48,6 +48,15 @@ def test_two_images_give_the_caption_and_nothing_else(checkpoint, images, capsys
     assert capsys.readouterr().out == f"{' '.join(want[0].split())}\n"
 
 
+def test_an_image_whose_square_is_too_large_is_told_and_the_other_pairs_are_captioned(checkpoint, images, capsys):
+    Image.new("1", (1, 30_000)).save(images / "thin.png")
+    (images / "pairs.csv").write_text("before,after\n0.png,1.png\nthin.png,1.png\n")
+    assert caption(checkpoint, images / "pairs.csv") == DATA_REFUSED
+    printed = capsys.readouterr()
+    assert printed.out.startswith("00001\t")
+    assert "thin.png: has 1x30000 pixels, 900,000,000 padded to a square, more than 50,000,000" in printed.err
+
+
 def test_every_pair_has_its_own_answer_in_order_over_the_batches(checkpoint, images):
     captioner = load_captioner(checkpoint)
     asked = pairs(images, BATCH + 3)

@@ -78,6 +78,29 @@ def test_what_is_no_pair_is_said_with_what_to_give(here, before, after, table, s
         find_pairs(here / before, after and here / after)
 
 
+@pytest.mark.parametrize("named", ["../x.png", "{here}/x.png", "one/../../x.png", "link.png", "..\\x.png"])
+def test_paths_in_a_table_stay_in_its_folder_unless_another_is_opened(here, named):
+    folder = here / "table"
+    (folder / "one").mkdir(parents=True)
+    (folder / "link.png").symlink_to(here / "x.png")
+    (folder / "in.png").touch()
+    (folder / "pairs.csv").write_text(f"before,after\nin.png,{named.format(here=here)}\n")
+    with pytest.raises(DataError, match=r"pairs\.csv row 1: after: text .* out of the .*--image-root"):
+        find_pairs(folder / "pairs.csv", None)
+    if "\\" not in named:
+        (found,) = find_pairs(folder / "pairs.csv", None, here)
+        assert found.after.resolve() == here / "x.png"
+        assert found.before == folder / "in.png"
+    with pytest.raises(DataError, match="--image-root"):
+        find_pairs(folder / "pairs.csv", None, here / "other")
+
+
+def test_an_address_in_a_table_is_never_fetched(here):
+    (here / "pairs.csv").write_text("before,after\nx.png,http://127.0.0.1/y.png\n")
+    with pytest.raises(DataError, match=r"pairs\.csv row 1: after: .*is an address, and nothing is fetched"):
+        find_pairs(here / "pairs.csv", None, here)
+
+
 def test_of_many_names_a_few_are_told(here):
     for number in range(9):
         (here / "one" / f"n{number}.png").touch()

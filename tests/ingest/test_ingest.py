@@ -1,11 +1,15 @@
+import csv
 import hashlib
 import json
 import os
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -218,6 +222,9 @@ def row(**fields) -> Row:
     return sound._replace(**fields)
 
 
+LEADS_OUT = "leads out of the dataset's root; copy the image into it, or name the image's folder by image_root"
+
+
 @pytest.mark.parametrize(
     ("fields", "fault"),
     [
@@ -225,8 +232,8 @@ def row(**fields) -> Row:
         ({"name": ""}, "id: is empty"),
         ({"scene": 7}, "scene: expected text, found a whole number 7"),
         ({"split": "\ud83d"}, "split: holds half a surrogate pair, which is no character: text '\\ud83d'"),
-        ({"before": "/x.png"}, "before: text '/x.png' leads out of the dataset's root, which is refused"),
-        ({"after": "a/../../x.png"}, "after: text 'a/../../x.png' leads out of the dataset's root, which is refused"),
+        ({"before": "/x.png"}, f"before: text '/x.png' {LEADS_OUT}"),
+        ({"after": "a/../../x.png"}, f"after: text 'a/../../x.png' {LEADS_OUT}"),
         ({"references": "it fell"}, "references: expected a list of text, found text 'it fell'"),
         ({"references": None}, "references: expected a list of text, found null"),
         ({"references": ["a", 3, "b"]}, "reference 1: expected text, found a whole number 3"),
@@ -243,6 +250,108 @@ def test_what_cannot_be_typed_is_named_in_the_fault(tmp_path, fields, fault):
     assert annotation_rows == 4
     for field, value in {"name": "id", "scene": "scene", "before": "before", "after": "after"}.items():
         assert (bad[value] is None) == (field in fields)
+
+
+OUTSIDE = {
+    "../images/o.png": LEADS_OUT,
+    "a/../../images/o.png": LEADS_OUT,
+    "..": LEADS_OUT,
+    "/etc/passwd": LEADS_OUT,
+    "{images}/o.png": LEADS_OUT,
+    "file://{images}/o.png": LEADS_OUT,
+    "file:///etc/passwd": LEADS_OUT,
+    "FILE:/etc/passwd": LEADS_OUT,
+    "..\\images\\o.png": LEADS_OUT,
+    "C:\\images\\o.png": LEADS_OUT,
+    "C:/images/o.png": LEADS_OUT,
+    "\\\\server\\o.png": LEADS_OUT,
+    "x.png\0.png": LEADS_OUT,
+    "http://127.0.0.1/o.png": "is an address, and nothing is fetched; download the image into",
+    "s3://bucket/o.png": "is an address, and nothing is fetched",
+    "data:image/png;base64,AAAA": "is an address, and nothing is fetched",
+}
+"""Paths in rows, and why each is refused."""
+
+MANIFESTS: dict[str, Callable[[Path, str], dict[str, Any]]] = {}
+
+
+def manifest(write: Callable[[Path, str], dict[str, Any]]) -> Callable[[Path, str], dict[str, Any]]:
+    """Kinds of manifest by the name of the function that writes one of a row and returns its options."""
+    MANIFESTS[write.__name__] = write
+    return write
+
+
+@manifest
+def table(root: Path, before: str) -> dict[str, Any]:
+    with (root / "pairs.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["before", "after", "captions", "split"], [before, "x.png", "it fell", "test"]])
+    return {}
+
+
+@manifest
+def lines(root: Path, before: str) -> dict[str, Any]:
+    found = {"images": [before, "x.png"], "captions": "it fell", "split": "test"}
+    (root / "pairs.jsonl").write_text(json.dumps(found))
+    return {"manifest": "pairs.jsonl", "columns": {"images": "images"}}
+
+
+@manifest
+def chat(root: Path, before: str) -> dict[str, Any]:
+    turns = [{"from": "human", "value": "What changed?"}, {"from": "gpt", "value": "it fell"}]
+    (root / "a.json").write_text(json.dumps([{"image": [before, "x.png"], "conversations": turns}]))
+    return {"manifest": "a.json", "columns": {"images": "image", "captions": "conversations"}, "split": "test"}
+
+
+@manifest
+def parquet(root: Path, before: str) -> dict[str, Any]:
+    images = [{"bytes": None, "path": path} for path in (before, "x.png")]
+    found = {"before": [images[0]], "after": [images[1]], "captions": ["it fell"], "split": ["test"]}
+    pq.write_table(pa.table(found), root / "a.parquet")
+    return {"manifest": "a.parquet"}
+
+
+@manifest
+def template(root: Path, before: str) -> dict[str, Any]:
+    return table(root, before) | {"columns": {"before": "{before}"}}
+
+
+@pytest.mark.parametrize("kind", MANIFESTS)
+@pytest.mark.parametrize("path", OUTSIDE)
+def test_a_path_that_leads_out_of_the_root_is_a_fault_of_its_row_in_every_kind_of_manifest(kind, path, tmp_path):
+    root, images = tmp_path / "root", tmp_path / "images"
+    save_picture(root / "x.png", 1)
+    save_picture(images / "o.png", 2)
+    before = path.format(images=images)
+    options = MANIFESTS[kind](root, before)
+    run_ingest(root, "pairs", "mine", **options)
+    (found,) = pq.read_table(tmp_path / "records/mine/records.parquet").to_pylist()
+    assert found["before"] is found["before_sha256"] is None
+    assert found["fault"].startswith("before: text ")
+    assert OUTSIDE[path] in found["fault"]
+
+
+@pytest.mark.parametrize("named", ["../images/o.png", "../images/a/../o.png", "{images}/o.png"])
+def test_the_entry_opens_another_folder_for_images_and_no_third(named, tmp_path):
+    root, images = tmp_path / "root", tmp_path / "images"
+    save_picture(root / "x.png", 1)
+    outside = save_picture(tmp_path / "third/t.png", 2)
+    save_picture(images / "o.png", 3)
+    (images / "link.png").symlink_to(outside)
+    (root / "into.png").symlink_to(images / "o.png")
+    for path, fault in (
+        (named, None),
+        ("into.png", None),
+        ("../third/t.png", LEADS_OUT),
+        ("../images/../third/t.png", LEADS_OUT),
+        ("../images/link.png", "is a symbolic link out of the dataset's root"),
+    ):
+        table(root, path.format(images=images))
+        run_ingest(root, "pairs", "mine", image_root=f"{images}/../images")
+        (found,) = pq.read_table(tmp_path / "records/mine/records.parquet").to_pylist()
+        assert (found["fault"] is None) == (fault is None), (path, found["fault"])
+        assert fault is None or fault in found["fault"]
+        assert (found["before_sha256"] is None) == (fault is not None)
+    assert found["after"] == f"{root}/x.png"
 
 
 def test_references_that_are_text_are_kept_beside_those_that_are_not(tmp_path):

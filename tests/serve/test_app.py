@@ -20,6 +20,8 @@ from components.models.generation import QUESTION
 from components.serve.replica import OVERLAY_PX
 from tests.serve.local import PARAMS, Service, base64_of, chat, form, png, source
 from tests.serve.toy import COMPUTE_S, ToyCaptioner, plain, said, write_toy
+from tests.test_images import COMPRESSIONS, DAMAGES, KINDS, SEEN, damaged, tiff
+from tests.tiny import noise_image
 
 TOKEN = "0123456789abcdef0123"
 BEFORE, AFTER = png(plain(10, 20)), png(plain(30, 40))
@@ -135,12 +137,27 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "PostScript": (
         form(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n", AFTER),
         "not_an_image",
-        "a file of the format EPS",
+        "is of no known image format",
     ),
     "a bomb": (
         form(bomb(9000, 9000), AFTER),
         "too_many_pixels",
-        "9000 x 9000, 81.0 million pixels; at most 40 million",
+        "9000x9000 pixels, 81,000,000 padded to a square; at most 40 million",
+    ),
+    "a line of a bit a pixel": (
+        form(png(Image.new("1", (1, 30_000))), AFTER),
+        "too_many_pixels",
+        "before: has 1x30000 pixels, 900,000,000 padded to a square; at most 40 million",
+    ),
+    "a tile larger than its picture": (
+        form(tiff(SEEN.astype("uint8"), tile=[30_000]), AFTER),
+        "too_many_pixels",
+        "has tiles of 900,000,000 pixels",
+    ),
+    "too many values": (
+        {"content": b"[" + b"{}," * 9_999 + b"{}]", "headers": {"content-type": "application/json"}},
+        "not_json",
+        "at most 10,000 values",
     ),
     "a bomb that Pillow refuses": (form(BEFORE, bomb(60000, 60000)), "too_many_pixels", "after: "),
     "one image": ({"files": {"before": ("a.png", BEFORE)}}, "wrong_images", "after: not there; two files"),
@@ -217,6 +234,16 @@ def test_what_is_no_question_about_two_images_is_refused_with_what_was_found_the
         assert service.server.under_way == 0
 
     talk(conversation)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", [*KINDS, *COMPRESSIONS])
+def test_a_damaged_image_of_any_format_is_refused_or_read_and_no_fault_of_the_server(kind, talk):
+    async def conversation(service: Service, client: httpx.AsyncClient) -> None:
+        answers = await asyncio.gather(*(client.post("/caption", **form(data, AFTER)) for data in damaged(kind)))
+        assert {answer.status_code for answer in answers} <= {200, 422}
+
+    talk(conversation, max_queue=DAMAGES)
 
 
 def test_a_question_to_a_model_that_reads_none_is_refused_and_without_one_it_answers(talk, monkeypatch):
@@ -423,6 +450,38 @@ def test_a_full_queue_refuses_at_once_says_when_to_come_again_and_loses_nobody(t
         assert (await client.post("/caption", **form(BEFORE, AFTER))).status_code == 200
 
     talk(conversation, max_queue=3)
+
+
+def test_requests_that_need_more_memory_than_is_left_are_told_to_come_again_before_they_are_read(talk):
+    large = png(noise_image(1, (500, 500)))  # 0.75 MB, of which a quarter of the limit is one
+
+    async def chunked() -> Any:
+        yield json.dumps({"before": base64_of(BEFORE), "after": base64_of(AFTER)}).encode()
+
+    async def conversation(service: Service, client: httpx.AsyncClient) -> None:
+        answers = await asyncio.gather(*(client.post("/caption", **form(large, BEFORE)) for _ in range(6)))
+        assert sorted(answer.status_code for answer in answers) == [200, 200, 503, 503, 503, 503]
+        refused = next(answer for answer in answers if answer.status_code == 503)
+        assert refused.headers["retry-after"]
+        assert refused.json()["error"] == "memory_full"
+        assert "max_queue x serve.max_request_mb" in refused.json()["limit"]
+        small = [client.post("/caption", **form(BEFORE, AFTER)) for _ in range(6)]
+        assert {answer.status_code for answer in await asyncio.gather(*small)} == {200}
+        headers = {"content-type": "application/json"}
+        unsized = [client.post("/caption", content=chunked(), headers=headers) for _ in range(4)]
+        answers = await asyncio.gather(*unsized)
+        assert sorted(answer.status_code for answer in answers) == [200, 503, 503, 503], "they may be of any size"
+        assert service.server.held == 0
+
+    talk(conversation, max_queue=7, max_request_mb=1)
+
+
+def test_a_request_of_the_largest_size_is_answered_whatever_the_queue_is(talk):
+    async def conversation(service: Service, client: httpx.AsyncClient) -> None:
+        large = png(noise_image(1, (500, 500)))
+        assert (await client.post("/caption", **form(large, BEFORE))).status_code == 200
+
+    talk(conversation, max_queue=1, max_request_mb=1)
 
 
 def test_an_answer_that_takes_too_long_is_given_up(talk):

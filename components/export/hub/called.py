@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from transformers.image_processing_utils import BatchFeature
 
-from components.images import open_image, to_rgb
+from components.images import load_image, to_rgb
 
 CHANGES_NOTHING = {"padding": (True, "longest"), "padding_side": ("left",), "truncation": (False,)}
 CHANGES_NOTHING |= {"add_special_tokens": (False,)}
@@ -109,8 +109,7 @@ def as_questions(text: str | list[str] | None, pairs: int, default: str | None) 
 def opened_image(image: Any) -> Image.Image:
     """One image in RGB, upright."""
     if isinstance(image, str | Path):
-        with open_image(Path(image).read_bytes()) as file:
-            return to_rgb(file)
+        return load_image(image)
     if isinstance(image, torch.Tensor):
         if image.dtype != torch.uint8 or image.ndim != 3 or image.shape[0] != 3:
             raise ValueError(f"images: a tensor is uint8 [3, height, width]; found {image.dtype} {list(image.shape)}")

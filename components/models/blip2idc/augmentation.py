@@ -39,4 +39,4 @@ def compressed(picture: np.ndarray, quality: int) -> np.ndarray:
 
     file = io.BytesIO()
     Image.fromarray(picture).save(file, "JPEG", quality=quality)
-    return np.asarray(Image.open(file).convert("RGB"))
+    return np.asarray(Image.open(file, formats=["JPEG"]).convert("RGB"))
