@@ -36,7 +36,8 @@ COPIES = 4
 """Of a request that are in memory at most: received, read, on the way to a replica and there."""
 
 Handler = Callable[[Request], Awaitable[Response]]
-B, T = TypeVar("B"), TypeVar("T")
+B = TypeVar("B")
+T = TypeVar("T")
 
 
 class Server:
