@@ -54,7 +54,7 @@ class Guard:
         await PlainTextResponse(said, 403)(scope, receive, send)
 
 
-class Guarded(AutoHTTPProtocol):  # type: ignore[misc]  # a class, chosen as uvicorn is imported
+class Guarded(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # chosen as uvicorn is imported
     """uvicorn's protocol, with the guard around whatever application it serves."""
 
     def __init__(self, config: Config, *others: Any, **named: Any) -> None:
