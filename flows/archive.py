@@ -115,7 +115,9 @@ def check_cache(hashes: Mapping[str, str]) -> None:
     """
     cache = dvc.cache_folder()
     files = {path: (object_file(cache, md5), md5) for path, md5 in hashes.items()}
-    if bad := [f"{path}: {note}" for path, (file, md5) in files.items() if file.is_file() and (note := whole(file, md5))]:
+    if bad := [
+        f"{path}: {note}" for path, (file, md5) in files.items() if file.is_file() and (note := whole(file, md5))
+    ]:
         raise DataError("; ".join(bad))
 
 
