@@ -21,7 +21,7 @@ from components.image_cache import check_images
 from components.image_check import OK
 from components.records import NO_CHANGE, SPLITS, DataError
 
-MAX_PIXELS = 50_000_000
+MAX_PIXELS = 100_000_000
 """A larger image is not used."""
 
 TWO = object()

@@ -27,7 +27,7 @@ from components.records import RAW_SCHEMA, DataError
 from components.reports import StageReport
 from components.section import ParamsError
 
-MAX_DECODED_PIXELS = 50_000_000
+MAX_DECODED_PIXELS = 100_000_000
 """A larger image is hashed and not decoded here; validate decides with its own limit."""
 
 

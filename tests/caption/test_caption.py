@@ -54,7 +54,7 @@ def test_an_image_whose_square_is_too_large_is_told_and_the_other_pairs_are_capt
     assert caption(checkpoint, images / "pairs.csv") == DATA_REFUSED
     printed = capsys.readouterr()
     assert printed.out.startswith("00001\t")
-    assert "thin.png: has 1x30000 pixels, 900,000,000 padded to a square, more than 50,000,000" in printed.err
+    assert "thin.png: has 1x30000 pixels, 900,000,000 padded to a square, more than 100,000,000" in printed.err
 
 
 def test_every_pair_has_its_own_answer_in_order_over_the_batches(checkpoint, images):
