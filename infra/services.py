@@ -571,7 +571,7 @@ def hanging() -> list[str]:
     here = at_work([run["id"] for run in runs])
     busy = here or any(run["state_type"] in AT_WORK for run in runs)
     found = []
-    for run in [run for run in runs if run["id"] not in here]:
+    for run in [run for run in runs if run["id"] not in here or run["state_type"] == "FAILED"]:
         kind, what = run["state_type"], names[run["deployment_id"]]
         since = datetime.fromisoformat(run["expected_start_time"] if kind == "SCHEDULED" else run["state"]["timestamp"])
         named = f"{run['name']} of m3diff/{what} is {run['state_name']} since {moment(since.timestamp())}"

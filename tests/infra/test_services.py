@@ -368,6 +368,8 @@ def server_says(kind: str, what: str, minutes: float, **more: Any) -> Callable[.
 @pytest.mark.parametrize("case", HANGS)
 def test_status_names_a_run_that_hangs_with_what_to_do_and_exits_with_1(case, monkeypatch, capsys):
     kind, what, minutes, words = HANGS[case]
+    here = {"1": 5} if kind == "FAILED" else {}  # a run that failed has its end, though its process is about to
+    monkeypatch.setattr(services, "at_work", lambda runs: here)
     monkeypatch.setattr(services, "ask", server_says(kind, what, minutes))
     monkeypatch.setattr(services, "state", lambda service: "up")
     assert services.main("status") == 1
