@@ -145,8 +145,7 @@ def bring_base() -> None:
     if not Path(file).is_file():
         return
     dvc.link_data(BASE)
-    kept = dvc.kept().get(str(BASE))
-    if not BASE.is_dir() and kept is not None and kept.remote is not None:
+    if not BASE.is_dir() and dvc.kept()[str(BASE)].remote is not None:
         dvc.ask("pull", file)
     if not BASE.is_dir():
         raise ParamsError(f"warm_start: neither DVC's cache nor its remote has the champion's checkpoint ({file})")

@@ -1,6 +1,5 @@
 """Storage ends somewhere: what goes with an old version, and what stays whatever is asked."""
 
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -98,38 +97,6 @@ def test_data_stay_where_no_branch_says_which_a_kept_version_needs(three, monkey
         assert "dvc gc" not in said
     finally:
         client.set_model_version_tag("m3diff", "1", "dvc.lock.sha256", before)
-
-
-@pytest.mark.fault("T12")
-@pytest.mark.slow(100)
-def test_a_lock_that_a_kill_cut_short_hinders_no_prune_unless_a_person_works_there(
-    three, tmp_path, monkeypatch, capsys
-):
-    clone = tmp_path / "project"
-    shutil.copytree(three.project, clone, symlinks=True)
-    monkeypatch.chdir(clone)
-    flow, person = clone / "runs" / "flows" / "one", tmp_path / "person"
-    flow.parent.mkdir(parents=True)
-    flow.with_name("one.lock").touch()
-    for tree in (flow, person):
-        toy.run(clone, "git", "worktree", "add", "--quiet", "--detach", str(tree), "HEAD")
-    (flow / "dvc.lock").write_text("")
-    (person / "dvc.lock").write_text("schema: '2")
-    main(["prune", "--keep", "0", "--dry-run"])
-    said = capsys.readouterr().out
-    assert "dvc gc" not in said
-    assert f"data    stay, since the dvc.lock of {person} is empty or cut short" in said
-    remedy = next(line for line in said.splitlines() if str(person) in line).partition("cut short: ")[2]
-    toy.run(clone, *remedy.split())
-    toy.run(clone, "git", "switch", "--quiet", "--create", "runs/torn")
-    (clone / "dvc.lock").write_text("")
-    toy.commit(clone, "a lock of no bytes, as an earlier version of m3diff committed it")
-    toy.run(clone, "git", "switch", "--quiet", "runs/third")
-    main(["prune", "--keep", "0", "--dry-run"])
-    command = next(line for line in capsys.readouterr().out.splitlines() if "dvc gc" in line).split()[1:]
-    toy.run(clone, *command, "--force")
-    ours = [clone / file.relative_to(three.project) for file in of_version(three, 1)["cached"]]
-    assert all(file.is_file() for file in ours)
 
 
 def version(number: int, **tags: str) -> Any:

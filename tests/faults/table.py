@@ -110,6 +110,7 @@ ROWS = (
         "as in the checkout, and the remote is asked",
     ),
     Row("T12", "a kill leaves dvc.lock or a flow's own file empty or cut short", "never committed; read as if none"),
+    Row("T15", "a host of a cluster is cut off, and what trains there lives on", "it ends, and writes nothing more"),
     Row("T14", "the record of decisions loses its branch or its last commits", "fetched, else nothing is decided"),
     Row(
         "T17", "cache objects, clocks, hooks and passwords in addresses", "seen before training; never told to anybody"

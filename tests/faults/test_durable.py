@@ -57,6 +57,7 @@ ATOMIC = {
     "components/reports.py StageReport.write",
     "components/train/curve.py Curve.write",
     "components/train/hours.py write_spent",
+    "components/train/generation.py begin",
     "components/train/phase.py with_alignment",
     "components/train/runtimes.py _worker",
     "components/train/stage.py aligned",
@@ -64,7 +65,7 @@ ATOMIC = {
     "components/train/state.py write_state",
     "components/train/state.py write_validation",
     "components/zero_shot/zero_shot.py write_predictions",
-    "flows/archive.py push",
+    "flows/dvc.py repro",
     "flows/coalesce.py finish",
     "flows/notices.py kept",
     "flows/report.py publish",
@@ -89,7 +90,6 @@ RENAMED = {
 """With a rename of their own, and where that is tested."""
 
 PLAIN = {
-    "components/archive/commit.py add_worktree": "in a worktree of its own, made anew after a failure",
     "components/archive/lineage.py of_stored": "in a temporary folder",
     "components/augment/scratch.py own_folder": "a lock",
     "components/augment/stage.py _fill": "see RENAMED",
@@ -144,7 +144,6 @@ PLAIN = {
     "flows/warm.py track": "in a worktree whose branch is not made yet, so it is made anew after a kill",
     "flows/workspace.py lock": "a lock",
     "flows/workspace.py override": "in a worktree whose branch is not made yet, so it is made anew after a kill",
-    "flows/workspace.py share": "in a worktree whose branch is not made yet, so it is made anew after a kill",
 }
 """In place, and why no half of it is ever trusted. DVC: an output, which DVC removes before the stage and takes note of
 after it has ended well."""

@@ -13,6 +13,7 @@ import psutil
 import pytest
 import yaml
 
+from components.archive import prune
 from flows import archive, coalesce, dvc, notices, watch
 from flows.git import git
 from flows.workspace import FLOWS, workspace
@@ -249,3 +250,27 @@ def test_what_flows_keep_beside_their_runs_may_be_damaged(project, text, monkeyp
     notices.send_again(project, print)
     notices.tell("key", "title", "text", pytest.fail, project)
     assert coalesce.finished_by(flows / "tree-x.lock") is None
+
+
+@pytest.mark.fault("T12")
+@pytest.mark.slow(20)
+def test_a_lock_that_is_cut_short_hinders_no_prune_unless_a_person_works_there(project, tmp_path):
+    toy.run(project, "dvc", "gc", "--workspace", "--all-commits", "-f")
+    assert [*prune.hindering((), ())] == prune.past_torn() == []
+    flow, person = project / FLOWS / "one", tmp_path / "person"
+    flow.parent.mkdir(parents=True)
+    flow.with_name("one.lock").touch()
+    for tree in (flow, person):
+        git("worktree", "add", "--quiet", "--detach", str(tree))
+        (tree / "dvc.lock").write_text("")
+    (hindrance,) = prune.hindering((), ())
+    assert f"the dvc.lock of {person} is empty or cut short: git -C {person} checkout HEAD -- dvc.lock" == hindrance
+    subprocess.run(hindrance.partition("cut short: ")[2].split(), check=True)
+    assert [*prune.hindering((), ())] == []
+    before = Path("dvc.lock").read_bytes()
+    for text in (b"", before):
+        Path("dvc.lock").write_bytes(text)
+        toy.commit(project, "a lock of no bytes, as an earlier version of m3diff committed it, and the next")
+    objects = sorted(path for path in Path(".dvc/cache/files").rglob("*") if path.is_file())
+    toy.run(project, "dvc", "gc", "--workspace", "--all-commits", *prune.past_torn(), *prune.other_projects(), "-f")
+    assert sorted(path for path in Path(".dvc/cache/files").rglob("*") if path.is_file()) == objects != []

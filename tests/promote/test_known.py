@@ -13,8 +13,6 @@ from components.promote.moves import make_move
 from components.records import DataError
 from tests.promote.conftest import Registry, scores
 
-pytestmark = pytest.mark.fault("T14")
-
 
 @pytest.fixture
 def rolled_back(registry: Registry) -> Registry:
@@ -52,12 +50,14 @@ LOST: dict[str, Callable[[], None]] = {
 CASES = pytest.mark.parametrize("lose", LOST.values(), ids=LOST)
 
 
+@pytest.mark.fault("T14")
 def test_the_tag_follows_each_decision(rolled_back):
     assert tag(rolled_back) == f"3 {here()}"
     rolled_back.decide()
     assert tag(rolled_back) == f"4 {here()}"
 
 
+@pytest.mark.fault("T14")
 @CASES
 def test_nothing_is_decided_by_a_record_that_lost_decisions_and_the_remedy_brings_them_back(rolled_back, lose):
     before, aliases, known = here(), rolled_back.aliases(), tag(rolled_back)
@@ -75,6 +75,7 @@ def test_nothing_is_decided_by_a_record_that_lost_decisions_and_the_remedy_bring
     assert (again.outcome, "rolled it back" in again.reason) == ("refused", True)
 
 
+@pytest.mark.fault("T14")
 @CASES
 def test_it_is_fetched_from_gits_remote_where_that_has_it(rolled_back, tmp_path, lose):
     subprocess.run(["git", "clone", "-q", "--bare", ".", str(tmp_path / "origin.git")], check=True)
@@ -88,6 +89,7 @@ def test_it_is_fetched_from_gits_remote_where_that_has_it(rolled_back, tmp_path,
     assert len(rolled_back.entries()) == 4
 
 
+@pytest.mark.fault("T14")
 def test_where_no_clone_has_it_any_more_a_person_lets_the_gate_begin_anew(rolled_back, tmp_path):
     move_branch("-d", BRANCH)
     shutil.rmtree(tmp_path / ".git")
@@ -99,6 +101,7 @@ def test_where_no_clone_has_it_any_more_a_person_lets_the_gate_begin_anew(rolled
     assert tag(rolled_back) == f"{len(rolled_back.entries())} {here()}"
 
 
+@pytest.mark.fault("T14")
 @pytest.mark.parametrize("known", [None, "", "by hand", "2", "2 3f2a", "killed"])
 def test_mlflow_is_brought_up_where_it_knows_less_or_nothing(rolled_back, known):
     if known == "killed":  # between the record and the tag
@@ -112,6 +115,7 @@ def test_mlflow_is_brought_up_where_it_knows_less_or_nothing(rolled_back, known)
     assert tag(rolled_back) == f"{len(rolled_back.entries())} {here()}"
 
 
+@pytest.mark.fault("T14")
 def test_a_record_that_is_lost_while_a_version_is_judged_decides_nothing(rolled_back, monkeypatch):
     rolled_back.add(scores(3.0))
     from components.promote import promote as module

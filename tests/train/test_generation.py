@@ -23,6 +23,7 @@ with ended_when_superseded(Path(sys.argv[1]), 1):
 """
 
 
+@pytest.mark.fault("T15")
 @pytest.mark.parametrize("supersede", [begin, lambda folder: (folder / GENERATION).unlink()], ids=["later", "ended"])
 def test_a_worker_that_waits_for_others_ends_when_a_later_attempt_begins_or_the_run_is_over(supersede, tmp_path):
     assert begin(tmp_path) == 1

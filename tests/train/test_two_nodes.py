@@ -95,6 +95,7 @@ def test_a_run_whose_node_dies_goes_on_when_another_joins_and_one_that_gets_none
     assert written(folder), "its checkpoints are kept for the next start"
 
 
+@pytest.mark.fault("T15")
 @pytest.mark.slow(300)
 def test_what_trains_on_a_host_that_is_cut_off_ends_when_the_run_goes_on_elsewhere(
     made: Recipe, mixture: Path, tmp_path: Path
