@@ -32,6 +32,7 @@ from typing import Any
 
 import psutil
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also as a script, as units and the keeper start it
 from components import PRIVACY
 from flows import GUARD
 from flows.processes import at_work

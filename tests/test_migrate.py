@@ -43,6 +43,7 @@ def migrated(path: Path) -> dict:
 CHOSEN_ANEW = {  # since the earlier file, for a benchmark of two levels: what they were
     "train": {"epochs": 5},
     "compute": {"zero_stage": 1},
+    "validate": {"max_image_pixels": 50_000_000},
 }
 
 
@@ -75,6 +76,12 @@ def test_an_earlier_profile_becomes_the_present_one_but_for_its_folders(name, ol
         "models.m3diff.module.pos_embed_scale: - -> 3.0",
         "models.m3diff.delays.module: - -> 0",
     ]  # rehearsed
+    expected += ["validate.max_image_pixels: 50000000 -> 100000000"]
+    if name == "one-gpu":
+        expected += ["predict.batch_pairs: 16 -> 48"]
+    else:
+        expected += ["predict.batch_pairs: 16 -> 32", "compute.micro_batch: 4 -> 2"]
+        expected += ["compute.activation_checkpointing: full -> selective"]
     expected += ["promote.guards: {} -> -", "promote.guards.METEOR: - -> 0.01"]  # which migrate leaves to a person
     expected += ["convert.references_per_pair: 12 -> null", "register.keeps: merged -> adapters"]
     scored = "CIDEr, METEOR, ROUGE-L, BLEU, SPICE, change_accuracy"  # without what is for drawn images

@@ -155,7 +155,7 @@ class Experiments:
         self.known, self.created = known, []
 
     def get_experiment_by_name(self, name: str):
-        return SimpleNamespace(experiment_id=self.known) if self.known else None
+        return SimpleNamespace(experiment_id=self.known, lifecycle_stage="active") if self.known else None
 
     def create_experiment(self, name: str, **options: str) -> str:
         self.created.append((name, options))

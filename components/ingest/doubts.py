@@ -44,6 +44,7 @@ LIST = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 """A list, tuple, set or object as a programming language prints it."""
+WORD = re.compile(r"[^\W\d_]+[.,;:!?]*|[.,;:!?]")
 SEPARATORS = ("<sep>", "[SEP]", "<br>", "|", "##", "\n", "\\n", ";", "；", "\t", " / ")
 MANY = 0.2
 """Share of captions from which on a sign may separate; below it, it belongs to a sentence."""
@@ -163,7 +164,7 @@ def _lists(rows: Sequence[Row]) -> Iterator[Doubt]:
         yield Doubt(
             f"{place(row)}: captions are {kind} written as text ({text[:60]}), so in {many:,} rows; {remedy}", []
         )
-    cut = [row for row in rows if len(row.references) > 3 and all(" " not in str(text) for text in row.references)]
+    cut = [row for row in rows if len(row.references) > 3 and all(WORD.fullmatch(str(text)) for text in row.references)]
     if 2 * len(cut) > len(rows):
         words = ", ".join(map(str, cut[0].references[:4]))
         yield Doubt(

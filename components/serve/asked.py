@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from components.images import FORMATS, open_image, too_large
+from components.images import FORMATS, NO_IMAGE, open_image, too_large
 from components.serve.params import Serve
 from components.serve.refused import RequestRefusedError, unprocessable
 
@@ -236,9 +236,8 @@ def check_image(side: str, data: bytes, max_mpx: float) -> None:
         raise unprocessable("too_many_pixels", _short(error), limit, "make it smaller", side) from error
     except Exception as error:  # a decoder stumbles over hostile bytes in any way
         remedy = "save it as PNG or JPEG and send that file's bytes"
-        raise unprocessable(
-            "not_an_image", f"{len(data)} bytes, {_short(str(error))}", formats, remedy, side
-        ) from error
+        told = "is of no known image format" if str(error) == NO_IMAGE else _short(str(error))
+        raise unprocessable("not_an_image", f"{len(data)} bytes, {told}", formats, remedy, side) from error
     if large:
         raise unprocessable("too_many_pixels", large.partition(", more than")[0], limit, "make it smaller", side)
 

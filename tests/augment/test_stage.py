@@ -348,7 +348,8 @@ def test_the_first_row_of_a_reason_is_told_and_stands_in_no_file(raw: Path, tmp_
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "images").symlink_to(raw / "images")
     columns = {"before": "image", "after": "image", "captions": "caption"}
-    source = {"reader": "pairs", "root": tmp_path, "options": {"manifest": "pairs.jsonl", "columns": columns}}
+    options = {"manifest": "pairs.jsonl", "columns": columns}
+    source = {"reader": "pairs", "root": tmp_path, "options": options, "follow_links": True}
     cfg = entry("coupled_samples", tmp_path, tmp_path / "made", source=source)
     report = augment("made", cfg, compute(tmp_path / "runs"))
     assert list(told_of_made(report))[1:] == [

@@ -51,9 +51,9 @@ class Pipeline:
         monkeypatch.setattr(pipeline, "load_params", lambda path: "the parameters")
         monkeypatch.setattr(pipeline, "current_champion", lambda params: self.champion)
         monkeypatch.setattr(dvc, "link_data", lambda: self.done.append("link"))
-        monkeypatch.setattr(tasks, "look_before", lambda tree, record: self.status if tree == "tree" else None)
+        monkeypatch.setattr(tasks, "look_before", lambda tree: self.status if tree == "tree" else None)
         monkeypatch.setattr(tasks, "reproduce", self.reproduce)
-        monkeypatch.setattr(tasks, "push_data", lambda record, return_state: self.task("push"))
+        monkeypatch.setattr(tasks, "push_data", lambda return_state: self.task("push"))
         monkeypatch.setattr(tasks, "register_model", self.register)
         monkeypatch.setattr(tasks, "promote_model", self.promote)
         monkeypatch.setattr(archive, "commit", lambda message, links: self.done.append(message.split("\n")[0]))
@@ -227,7 +227,7 @@ def test_the_first_failure_ends_the_run_with_a_page_that_says_why(recorded, monk
 
 
 def test_what_fails_before_any_stage_is_on_the_page_too(recorded, monkeypatch):
-    def refuses(tree: str, record: Path) -> None:
+    def refuses(tree: str) -> None:
         raise ValueError("no room")
 
     monkeypatch.setattr(tasks, "look_before", refuses)

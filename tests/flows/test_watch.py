@@ -30,6 +30,7 @@ class Looks:
         logger = SimpleNamespace(info=self.logged.append, warning=self.logged.append)
         monkeypatch.setattr(watch, "get_run_logger", lambda: logger)
         monkeypatch.setattr(watch, "start", self.start)
+        monkeypatch.setattr(watch, "require_own_code", lambda: None)  # the toy project has code of its own
         monkeypatch.setattr(sources.time, "time", lambda: now() + self.later)
 
     def start(self, reason: str, commit: str) -> None:

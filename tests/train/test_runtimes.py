@@ -45,7 +45,8 @@ def test_ray_is_asked_for_the_workers_and_their_devices_and_leaves_restarts_to_u
     assert scaling.resources_per_worker == {"CPU": 3} | ({"GPU": 1} if gpu else {})
     assert (run.name, run.storage_path) == ("ray", str(tmp_path))
     assert (run.failure_config.max_failures, run.failure_config.controller_failure_limit) == (0, 2)
-    device = {"DS_ACCELERATOR": "cuda"} if gpu else {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    grows = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    device = {"DS_ACCELERATOR": "cuda"} | grows if gpu else {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     interface = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     assert run.worker_runtime_env == {"env_vars": device | interface}
     assert asked["torch_config"].folder == str(tmp_path / "ray")
