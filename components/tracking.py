@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import mlflow
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param
-from mlflow.entities.model_registry import ModelVersion
+from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
@@ -215,6 +215,11 @@ def lifecycle(client: MlflowClient, run_id: str | None) -> str | None:
         if error.error_code != GONE:
             raise
         return None
+
+
+def registered(client: MlflowClient, name: str) -> RegisteredModel | None:
+    """The registered model with its aliases and tags; None where there is none."""
+    return next(iter(client.search_registered_models(f"name = '{name}'")), None)
 
 
 def find_version(client: MlflowClient, name: str, version: str) -> ModelVersion:

@@ -6,10 +6,12 @@ record that does not hold the tag's commit lacks decisions, and a version that w
 
 from pathlib import Path
 
+from mlflow.entities.model_registry import RegisteredModel
 from mlflow.tracking import MlflowClient
 
 from components.decisions import BRANCH, NAME, catch_up, decisions, git, holds, tip_of
 from components.records import DataError
+from components.tracking import registered
 
 TAG = "decisions"  # `12 3f2a...`: twelve, and the commit of the twelfth
 
@@ -21,7 +23,7 @@ def agree(client: MlflowClient, repository: Path, model: str) -> None:
     Raises:
         DataError: decisions are missing; both ends are named.
     """
-    known = known_tip(client, model)
+    known = tip_known(registered(client, model))
     if known is not None and not holds(repository, BRANCH, known[1]):
         for remote in git(repository, "remote").split():
             catch_up(repository, remote)
@@ -32,22 +34,18 @@ def agree(client: MlflowClient, repository: Path, model: str) -> None:
 
 def let_know(client: MlflowClient, repository: Path, model: str) -> None:
     """Write the tag."""
-    tip = tip_of(repository, BRANCH)
-    known = known_tip(client, model)
-    if tip is None or known == (len(decisions(repository)), tip) or not client.search_registered_models(named(model)):
+    tip, there = tip_of(repository, BRANCH), registered(client, model)
+    if tip is None or there is None:
         return
-    client.set_registered_model_tag(model, TAG, f"{len(decisions(repository))} {tip}")
+    number = len(decisions(repository))
+    if tip_known(there) != (number, tip):
+        client.set_registered_model_tag(model, TAG, f"{number} {tip}")
 
 
-def known_tip(client: MlflowClient, model: str) -> tuple[int, str] | None:
+def tip_known(model: RegisteredModel | None) -> tuple[int, str] | None:
     """What the tag says; None where there is no model, no tag, or one that a person wrote."""
-    found = client.search_registered_models(named(model))
-    number, _, commit = (found[0].tags.get(TAG, "") if found else "").partition(" ")
+    number, _, commit = (model.tags.get(TAG, "") if model else "").partition(" ")
     return (int(number), commit) if number.isdecimal() and len(commit) == 40 else None
-
-
-def named(model: str) -> str:
-    return f"name = '{model}'"
 
 
 def missing(repository: Path, model: str, number: int, commit: str) -> str:

@@ -22,7 +22,7 @@ from components.decisions import (
 )
 from components.records import DataError
 from components.register.lineage import content_of
-from components.tracking import GONE
+from components.tracking import GONE, registered
 
 CHAMPION, PREVIOUS = "champion", "previous"
 
@@ -59,8 +59,8 @@ def identity_of(version: ModelVersion) -> Identity:
 
 def made_at(client: MlflowClient, model: str) -> int | None:
     """When MLflow made the registered model, in ms: with it version numbers begin. None: there is none."""
-    found = client.search_registered_models(f"name = '{model}'")
-    return int(found[0].creation_timestamp) if found else None
+    found = registered(client, model)
+    return int(found.creation_timestamp) if found else None
 
 
 def versions_of(client: MlflowClient, model: str) -> list[ModelVersion]:
@@ -161,8 +161,8 @@ def not_done(client: MlflowClient, decision: Decision) -> Entry:
 
 def alias_of(client: MlflowClient, model: str, alias: str) -> int | None:
     """Which version an alias names."""
-    found = client.search_registered_models(f"name = '{model}'")
-    version = found[0].aliases.get(alias) if found else None
+    found = registered(client, model)
+    version = found.aliases.get(alias) if found else None
     return int(version) if version is not None else None
 
 
@@ -192,5 +192,5 @@ def check_exists(client: MlflowClient, model: str, version: int) -> None:
         DataError: the model has no such version.
     """
     if not exists(client, model, version):
-        known = sorted(int(found.version) for found in client.search_model_versions(f"name = '{model}'"))
+        known = sorted(int(found.version) for found in versions_of(client, model))
         raise DataError(f"model {model!r} has no version {version}; it has {', '.join(map(str, known)) or 'none'}")

@@ -12,17 +12,7 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.tracking import MlflowClient
 
 from components import tracking
-from components.decisions import (
-    Decision,
-    Entry,
-    alone,
-    append,
-    catch_up,
-    decisions,
-    faults,
-    share,
-    warn,
-)
+from components.decisions import Decision, Entry, alone, append, catch_up, decisions, faults, share, warn
 from components.params import Params
 from components.promote.gate import Verdict, can_be_judged, judge, judge_first
 from components.promote.known import agree, let_know

@@ -249,8 +249,8 @@ def has_artifact(client: MlflowClient, run_id: str, path: str) -> bool:
 
 
 def find_alias(client: MlflowClient, name: str, alias: str) -> ModelVersion | None:
-    models = client.search_registered_models(f"name = '{name}'")
-    version = models[0].aliases.get(alias) if models else None
+    model = tracking.registered(client, name)
+    version = model.aliases.get(alias) if model else None
     return client.get_model_version(name, str(version)) if version is not None else None
 
 
