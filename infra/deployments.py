@@ -8,6 +8,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from components.files import write_atomic
+
 POOL = FLOW = "m3diff"
 RECORD = Path("services/deployed.json")
 """The settings of the deployments as prefect.yaml had them last. What differs from these, a person changed."""
@@ -36,8 +38,7 @@ def deploy() -> None:
             if name in before:
                 keep_changes(client, name, deployment, before[name], ours, last.get(name, {}))
             last[name] = ours
-        RECORD.parent.mkdir(exist_ok=True)
-        RECORD.write_text(json.dumps(last, indent=1))
+        write_atomic(RECORD, json.dumps(last, indent=1))
 
 
 def prepare_pool(client: Any) -> None:

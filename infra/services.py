@@ -34,6 +34,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also as a script, as units and the keeper start it
 from components import PRIVACY
+from components.files import write_atomic
 from flows import GUARD
 from flows.processes import at_work
 from infra.deployments import FLOW, POOL, deploy
@@ -401,7 +402,8 @@ def check_port(service: Service) -> None:
 def write_record(service: Service, pid: int) -> None:
     """Who runs as this service: the process by number and time of start, and whether systemd watches over it."""
     kept = {"pid": pid, "started": psutil.Process(pid).create_time(), "port": service.port, "of": str(SERVICES)}
-    service.record.write_text(json.dumps(kept | {"unit": "INVOCATION_ID" in os.environ and pid == os.getpid()}))
+    unit = "INVOCATION_ID" in os.environ and pid == os.getpid()
+    write_atomic(service.record, json.dumps(kept | {"unit": unit}))  # `status` and the keeper read it at any moment
 
 
 def open_log(service: Service) -> Any:

@@ -261,6 +261,7 @@ ask()
 @pytest.mark.slow(30)
 def test_the_server_that_prefect_starts_for_a_flow_without_one_refuses_them_too(tmp_path):
     given = {"PREFECT_HOME": str(tmp_path), "PREFECT_API_URL": "", "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "true"}
+    given["PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS"] = "300"  # 20 s are too few beside other tests
     flow = subprocess.Popen(
         [sys.executable, "-c", TEMPORARY],
         cwd=REPOSITORY,
