@@ -1,9 +1,43 @@
 """The flows. Importing this package guards the server that Prefect starts for a flow where it knows of none, from pages
-of other sites."""
+of other sites, and lets a flow run outlive the worker that reads what it prints."""
 
 import os
+import sys
+from typing import Any, TextIO
 
 GUARD = "components.serve.same_origin:Guarded"
 """A protocol of uvicorn, for a server that asks for no token."""
 
 os.environ.setdefault("UVICORN_HTTP", GUARD)
+
+
+class Outliving:
+    """A standard stream of a process whose reader may be killed: from then on what is printed goes nowhere."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except BrokenPipeError:
+            self._leave()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            self._leave()
+
+    def _leave(self) -> None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())
+        os.close(nowhere)
+
+
+if "PREFECT__FLOW_RUN_ID" in os.environ and not isinstance(sys.stdout, Outliving):
+    sys.stdout, sys.stderr = Outliving(sys.stdout), Outliving(sys.stderr)  # type: ignore[assignment]

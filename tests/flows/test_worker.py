@@ -20,6 +20,7 @@ from prefect.states import Cancelling, Completed, Crashed, Pending, Running, Sta
 
 from flows import notices
 from flows.worker import Worker
+from tests.toy import REPOSITORY
 
 DEPLOYED = {name: SimpleNamespace(id=uuid.uuid4(), name=name) for name in ("full", "retrain", "watch")}
 HERE, OTHER = {"prefect.worker.name": "here"}, {"prefect.worker.name": "another"}
@@ -205,3 +206,27 @@ def test_a_server_that_does_not_answer_ends_no_worker_that_has_begun(
 
     monkeypatch.setattr("prefect.workers.base.BaseWorker.sync_with_backend", refuse)
     assert ask(Server(Running(), "full", HERE, 0, 0), report) == ("goes on" if set_up else "ended")
+
+
+PRINTS = """
+import sys
+import flows
+sys.stdin.readline()
+for number in range(3):
+    print("printed", number)
+    print("told", number, file=sys.stderr, flush=True)
+open(sys.argv[1], "w").close()
+"""
+
+
+@pytest.mark.fault("W4")
+def test_a_flow_goes_on_where_the_worker_that_reads_what_it_prints_was_killed(tmp_path: Path) -> None:
+    given = os.environ | {"PREFECT__FLOW_RUN_ID": str(uuid.uuid4())}
+    command, end = [sys.executable, "-c", PRINTS, str(tmp_path / "end")], subprocess.PIPE
+    flow = subprocess.Popen(command, env=given, cwd=REPOSITORY, stdin=end, stdout=end, stderr=subprocess.STDOUT)
+    assert flow.stdin is not None
+    assert flow.stdout is not None
+    flow.stdout.close()
+    flow.stdin.write(b"\n")
+    flow.stdin.close()
+    assert (flow.wait(60), (tmp_path / "end").exists()) == (0, True)
