@@ -14,7 +14,7 @@ unexport PYTHONSAFEPATH
 
 .DEFAULT_GOAL := help
 N ?= 3
-.PHONY: help run test test-all test-long test-gpu test-team faults kills check docs up down status serve install-services uninstall-services upgrade audit install-team profile base base-single seeds targets ablation compare rehearse bench-train bench-gpu bench-data bench-score bench-flow install check-system
+.PHONY: help run test test-all test-long test-gpu test-team faults kills check up down status serve install-services uninstall-services upgrade audit install-team profile base base-single seeds targets ablation compare rehearse bench-train bench-gpu bench-data bench-score bench-flow install check-system
 
 help:           ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -50,9 +50,6 @@ check: install  ## lint, formatting, types and the design rules
 	@ruff format --check .
 	@mypy
 	@python -m pytest tests/test_entry_points.py tests/test_imports.py tests/test_dependencies.py tests/test_readme.py -m 'not slow'
-
-docs: install   ## the Markdown of this repository as pages -> runs/docs/index.html
-	@python -m infra.pages
 
 up: install     ## Prefect server, MLflow server and a worker on this machine, and a keeper that starts them again
 	@python -m infra.services up

@@ -3,6 +3,7 @@
 import json
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -135,3 +136,33 @@ def in_order_of(rows: list[list[str]], found: dict) -> list[list[str]]:
 
 def interval(score: dict[str, float]) -> str:
     return f"{100 * score['score']:.0f} ({100 * score['low']:.0f} to {100 * score['high']:.0f})"
+
+
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def prose(file: Path) -> str:
+    """A Markdown file without its blocks of code."""
+    return re.sub(r"^```.*?^```$", "", file.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(file: Path) -> set[str]:
+    """The headings of a Markdown file, as GitHub names them in links."""
+    headings = re.findall(r"^#+ (.+)$", prose(file), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_link_of_a_markdown_file_leads_to_a_file_and_a_heading():
+    listed = subprocess.run(["git", "ls-files", "*.md"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    broken, seen = [], 0
+    for name in listed.stdout.split():
+        file = REPOSITORY / name
+        for link in LINK.findall(prose(file)):
+            if re.match(r"[a-z]+:", link):
+                continue
+            path, _, heading = link.partition("#")
+            target, seen = (file.parent / path).resolve() if path else file, seen + 1
+            if not target.exists() or (heading and heading not in anchors(target)):
+                broken.append((name, link))
+    assert broken == []
+    assert seen > 40
