@@ -109,11 +109,19 @@ compare: install  ## every model of params.yaml on the same pairs: scores, cost,
 rehearse: install ## the initialisation and learning-rate ratios of profiles/paper.yaml on MiniChange, with and without the module -> benchmarks/results/rehearse.json, .svg
 	@python -m infra.rehearse
 
-upgrade:        ## the newest versions that pyproject.toml allows -> constraints.txt, infra/lock.txt
-	@"$$PYTHON" -m infra.lock upgrade
+RESOLVE := uv pip compile --quiet --system-certs --no-annotate --custom-compile-command 'make upgrade' --python-version 3.11 pyproject.toml
 
-audit:          ## known vulnerabilities of what infra/lock.txt names; needs pypi.org
-	@"$$PYTHON" -m infra.lock audit
+# constraints.txt: every extra, any system, without what only torch's build for CUDA brings. lock.txt: that of an image.
+upgrade: install $(BIN)/uv ## the newest versions that pyproject.toml allows -> constraints.txt, infra/lock.txt
+	@$(RESOLVE) --universal --fork-strategy fewest --no-header --extra dev --extra team --extra cluster --extra team-test | sed -E '/^(nvidia-|cuda-|triton=)/d; s/ ;.*//' > .venv/constraints.txt
+	@$(RESOLVE) --generate-hashes --python-platform x86_64-manylinux_2_28 --extra team --extra cluster -c .venv/constraints.txt -o .venv/lock.txt
+	@mv .venv/constraints.txt constraints.txt; mv .venv/lock.txt infra/lock.txt; git diff --stat constraints.txt infra/lock.txt
+
+audit: install $(BIN)/uv ## known vulnerabilities of what infra/lock.txt names; needs pypi.org
+	@uvx --system-certs pip-audit==2.10.1 --strict --disable-pip --require-hashes -r infra/lock.txt
+
+$(BIN)/uv:
+	@python -m pip install -q uv==0.13.9
 
 install: check-system
 	@$(MAKE) --silent $(READY)
