@@ -21,7 +21,6 @@ help:           ## list the targets
 
 run: install    ## the whole pipeline on the embedded benchmark, then the scores and where everything is
 	@python -m infra.run
-	@python infra/summary.py
 
 test: install   ## the quick tests, and of the slow ones three minutes a day
 	@OMP_NUM_THREADS=1 python -m pytest -n 4 --dist worksteal
