@@ -1,4 +1,4 @@
-"""`make run`: the pipeline with a line for each stage and the tools' output in a log; then register, promote, a summary."""
+"""`make run`: the pipeline with a line for each stage and all output in a log; then register, promote, a summary."""
 
 import io
 import json
