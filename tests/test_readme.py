@@ -78,7 +78,7 @@ def test_every_make_target_that_the_readme_names_is_there(readme):
 SCORES = ("CIDEr", "change_exact_accuracy", "no_change_recall")
 
 
-def test_the_table_of_the_ablation_is_what_make_ablation_found(readme):
+def test_the_table_of_the_ablation_is_what_the_ablation_found(readme):
     found = json.loads((REPOSITORY / "benchmarks/results/ablation.json").read_text())
     assert found["left_out"] == {}
     parts = [found["protocols"][protocol] for protocol in ("minichange/total", "minichange_free/total")]
@@ -91,8 +91,8 @@ def test_the_table_of_the_ablation_is_what_make_ablation_found(readme):
         assert f"\n| {rows[0]['row']} | {' | '.join(cells)} |\n" in readme
 
 
-def test_the_table_of_fresh_scenes_has_what_make_targets_found(readme):
-    found = json.loads((REPOSITORY / "benchmarks/results/targets.json").read_text())["scores"]
+def test_the_table_of_fresh_scenes_has_what_was_found(readme):
+    found = json.loads((REPOSITORY / "benchmarks/results/targets.json").read_text())["targets"]
     means = {(row["protocol"], row["score"]): row["mean"] for row in found}
     grid, free = "fresh_grid/total", "fresh_free/total"
     single = ("change_type_accuracy", "change_exact_accuracy", "by_type/*/exact_accuracy")
@@ -106,7 +106,7 @@ def test_the_table_of_fresh_scenes_has_what_make_targets_found(readme):
     assert f"of the whole | {100 * means[free, 'CIDEr_shuffled/CIDEr']:.0f} % |" in readme
 
 
-def test_the_table_of_the_models_has_what_make_compare_found(readme):
+def test_the_table_of_the_models_has_what_the_comparison_found(readme):
     found = json.loads((REPOSITORY / "benchmarks/results/compare.json").read_text())
     lines = readme.partition("### Model families")[2].partition("### ")[0].splitlines()
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")][2:]

@@ -1,7 +1,12 @@
-"""What `make compare` measures of one model, in a process of its own, which says it in its last line."""
+"""The cost of a trained variant on this machine: steps and captions, timed in processes of their own on one thread."""
 
+import csv
+import io
 import json
+import os
+import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,16 +17,72 @@ import numpy as np
 import pyarrow.parquet as pq
 import torch
 
+from benchmarks.experiments.runs import PARAMS, copy, read
 from components.evaluate.metrics.pixel_threshold import roc_auc
 from components.images import load_image
 from components.models.generation import QUESTION, Captioner, load_captioner
-from components.params import load_params
+from components.params import Params, Paths, load_params
 from components.records import NO_CHANGE
 from components.train.stage import train
 
-PARAMS = Path("params.yaml")
 STEPS, CAPTIONS, BATCH = 60, 96, 48
-"""Of a training and of a captioning that are timed; pairs that are captioned at once."""
+"""Timed steps and captions; pairs that are captioned at once."""
+
+
+def learning_curve(experiment: str, paths: Paths) -> list[dict[str, Any]]:
+    """Of curves.csv every tenth step, the last, and those with a validation or a measurement of the module: training
+    loss as a running mean with a weight of 0.03 for each step, val_loss, and the module's columns."""
+    rows = list(csv.DictReader(io.StringIO(read(experiment, paths.model / "curves.csv").decode())))
+    found: list[dict[str, Any]] = []
+    mean = float(rows[0]["loss"])
+    for row in rows:
+        mean += 0.03 * (float(row["loss"]) - mean)
+        extra = {key: float(value) for key, value in row.items() if value and key.startswith(("val_loss", "module_"))}
+        step = int(row["step"])
+        if step % 10 == 0 or row is rows[-1] or extra:
+            found.append({"step": step, "loss": round(mean, 4)} | extra)
+    return found
+
+
+def measure(experiment: str, changes: Mapping[str, Any], protocols: Sequence[str], params: Params) -> dict[str, Any]:
+    """Trained parameters, FLOPs of a caption, captions/s, seconds a step, ROC area of "no change" by protocol."""
+    datasets = {protocol: protocol.partition("/")[0] for protocol in protocols}
+    report = json.loads(read(experiment, params.paths.model / "report.json"))
+    with tempfile.TemporaryDirectory() as folder:
+        copy(experiment, params.paths.model / "checkpoint", Path(folder) / "checkpoint")
+        told = json.loads(in_a_process(["captions", f"{folder}/checkpoint", *dict.fromkeys(datasets.values())]))
+        step_s = float(in_a_process(["step", json.dumps(dict(changes)), folder]))
+    return {
+        "parameters": report["parameters_trainable"],
+        "caption_gflop": caption_flops(changes, params) / 1e9,
+        "captions_per_s": told["captions_per_s"],
+        "step_s": step_s,
+        "no_change_auc": {protocol: told["no_change_auc"][dataset] for protocol, dataset in datasets.items()},
+    }
+
+
+def in_a_process(arguments: Sequence[str]) -> str:
+    """The last line that this module prints in a process of its own, on one thread."""
+    command = [sys.executable, "-m", "benchmarks.experiments.cost", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    if done.returncode:
+        print(done.stderr, file=sys.stderr)
+    done.check_returncode()
+    return done.stdout.strip().splitlines()[-1]
+
+
+def changed(changes: Mapping[str, Any], params: Params) -> tuple[Any, Any]:
+    """The sections `train` and of the model, of a variant that changes model and base alone."""
+    base = Path(changes.get("train.base", params.train.base))
+    return params.train.model_copy(update={"base": base}), params.models[changes["train.model"]]
+
+
+def caption_flops(changes: Mapping[str, Any], params: Params) -> float:
+    """FLOPs of a pair's images and prompt, as `m3diff plan` counts them."""
+    from components.plan.plan import make_plan
+
+    datasets, mixture = params.ingest.datasets, params.paths.mixture
+    return make_plan(*changed(changes, params), params.compute, datasets, params.convert, mixture).caption_flops
 
 
 def main(asked: str, *arguments: str) -> str:
@@ -34,11 +95,10 @@ def main(asked: str, *arguments: str) -> str:
 def step_seconds(changes: Mapping[str, Any], folder: Path) -> float:
     """Seconds of a training step with these changes of params.yaml: of STEPS of them, without start and end."""
     params = load_params(PARAMS)
-    base = Path(changes.get("train.base", params.train.base))
-    settings = params.models[changes["train.model"]]
+    cfg, settings = changed(changes, params)
     how = {"workers": 0, "val_pairs": 0, "caption_val_pairs": 0, "checkpoint_every_steps": 10**6, "scratch": folder}
     compute = params.compute.model_copy(update=how)
-    cfg = params.train.model_copy(update={"base": base, "epochs": epochs_of(STEPS, params.paths.mixture, params.train)})
+    cfg = cfg.model_copy(update={"epochs": epochs_of(STEPS, params.paths.mixture, cfg)})
     report = train(cfg, settings, compute, params.paths.mixture, folder / "out")
     seconds: float = json.loads((folder / "train_speed.json").read_text())["seconds"]
     return seconds / report.steps
@@ -46,12 +106,9 @@ def step_seconds(changes: Mapping[str, Any], folder: Path) -> float:
 
 def epochs_of(steps: int, mixture: Path, cfg: Any) -> float:
     """Epochs that are so many steps."""
-    pairs = sum(len(pq.read_table(file, columns=["pair"])["pair"].unique()) for file in train_files(mixture))
+    files = sorted((mixture / "train").glob("*.parquet"))
+    pairs = sum(len(pq.read_table(file, columns=["pair"])["pair"].unique()) for file in files)
     return steps / -(-pairs // cfg.global_batch)
-
-
-def train_files(mixture: Path) -> list[Path]:
-    return sorted((mixture / "train").glob("*.parquet"))
 
 
 def of_captions(checkpoint: Path, datasets: Sequence[str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a run trained on, by hand, and the epochs of as many steps."""
+"""What is asked of DVC, what a run trained on, and the epochs of as many steps."""
 
 import json
 import math
@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dvc.utils.hydra import apply_overrides
+from dvc.utils.hydra import apply_overrides, to_hydra_overrides
 
+from benchmarks.experiments import runs
 from components.params import load_params
-from infra import budget
-from infra.experiments import setting
 from tests.toy import REPOSITORY
 from tests.train.toy import write_mixture
 
@@ -26,7 +25,7 @@ def experiment(changes: dict[str, Any], folder: Path, monkeypatch: pytest.Monkey
     """An experiment `name` with these changes, whose files stand in the folder."""
     file = folder / "params.yaml"
     shutil.copy(REPOSITORY / "params.yaml", file)
-    apply_overrides(file, [setting(key, value) for key, value in changes.items()])
+    apply_overrides(file, [runs.setting(key, value) for key, value in changes.items()])
 
     def read(name: str, path: Path) -> bytes:
         assert name == "name"
@@ -36,8 +35,8 @@ def experiment(changes: dict[str, Any], folder: Path, monkeypatch: pytest.Monkey
         assert name == "name"
         shutil.copytree(folder / path, to)
 
-    monkeypatch.setattr(budget, "read", read)
-    monkeypatch.setattr(budget, "copy", copy)
+    monkeypatch.setattr(runs, "read", read)
+    monkeypatch.setattr(runs, "copy", copy)
 
 
 def write_reports(folder: Path, alignment: dict[str, float]) -> None:
@@ -52,13 +51,13 @@ def write_reports(folder: Path, alignment: dict[str, float]) -> None:
 def test_a_budget_is_of_the_fine_tuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     experiment({"train.epochs": 2.5}, tmp_path, monkeypatch)
     write_reports(tmp_path, {})
-    assert budget.budget_of("name", PATHS) == (530, 2.5, 90, 2700, 0, 0)
+    assert runs.budget_of("name", PATHS) == (530, 2.5, 90, 2700, 0, 0)
 
 
 def test_and_beside_it_of_the_alignment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     experiment({"train.model": "onediff", "+models.onediff.align": ALIGN}, tmp_path, monkeypatch)
     write_reports(tmp_path, {"steps": 8.0, "captions": 60, "loss": 0.5})
-    found = budget.budget_of("name", PATHS)
+    found = runs.budget_of("name", PATHS)
     assert found == (500, 2.7, 90, 2700, 30, 8)
     assert f"{found.alignment_steps:,}" == "8"
 
@@ -76,7 +75,7 @@ def test_steps_are_counted_as_the_training_loop_does(
 ) -> None:
     experiment(SMALL | changes, tmp_path, monkeypatch)
     write_mixture(tmp_path / PATHS.mixture, {"train": {"minichange": 11, "minichange_free": 6}, "val": {}, "test": {}})
-    assert budget.steps_per_epoch("name", PATHS) == steps
+    assert runs.steps_per_epoch("name", PATHS) == steps
 
 
 @pytest.mark.parametrize("per_epoch", [1, 3, 10, 406, 566, 681, 841, 99_991])
@@ -86,10 +85,35 @@ def test_in_these_epochs_the_loop_takes_so_many_steps(per_epoch: int, monkeypatc
     def run(name: str, changes: dict[str, Any], given: Sequence[Path], targets: Sequence[str]) -> None:
         said.append((name, changes, given, targets))
 
-    monkeypatch.setattr(budget, "run_experiment", run)
-    monkeypatch.setattr(budget, "steps_per_epoch", lambda name, paths: per_epoch)
-    monkeypatch.setattr(budget, "remove", said.append)
+    monkeypatch.setattr(runs, "run", run)
+    monkeypatch.setattr(runs, "steps_per_epoch", lambda name, paths: per_epoch)
+    monkeypatch.setattr(runs, "remove", said.append)
     for steps in (1, 11, 1097, 4060, 123_457):
-        epochs = budget.epochs_for(steps, "name", {"a": 1}, [Path("b")], PATHS)
+        epochs = runs.epochs_for(steps, "name", {"a": 1}, [Path("b")], PATHS)
         assert math.ceil(epochs * per_epoch) == steps
     assert said[:2] == [("name", {"a": 1}, [Path("b")], ["convert"]), "name"]
+
+
+@pytest.mark.parametrize(
+    ("value", "written"), [(None, "null"), ([1, 2], "[1, 2]"), ("no_module", "no_module"), (2.5, "2.5"), (True, "true")]
+)
+def test_changes_folders_and_stages_are_given_to_dvc(value: object, written: str, monkeypatch) -> None:
+    calls: list[tuple[str, ...]] = []
+    monkeypatch.setattr(runs, "dvc", lambda *arguments, check=True: calls.append(arguments))
+    runs.run("name", {"train.seed": 3, "a.b": value}, [Path("data/x")], ["convert"])
+    wanted = ("--copy-paths", "data/x", "-S", "train.seed=3", "-S", f"a.b={written}", "convert")
+    assert calls == [("exp", "remove", "--quiet", "name"), ("exp", "run", "--temp", "--name", "name", *wanted)]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"kind": "edits", "source": {"root": "data/01_raw/x", "splits": ["train"]}, "band": [0.75, -1], "none": None},
+        {"separator": "; ", "words": ['say "no"', "a, b", "it's", "x: {y}", "", "null", "3"], "on": True, "empty": {}},
+        [[], [1e-05, 2.0, 3]],
+    ],
+)
+def test_a_mapping_is_written_as_hydra_reads_it(value: Any) -> None:
+    (read,) = to_hydra_overrides([runs.setting("+some.key", value)])
+    assert read.value() == value
+    assert not read.is_sweep_override()
