@@ -139,6 +139,8 @@ def faults_of(cfg: Experiment) -> Iterator[str]:
             yield f"variants.{name}.{SYNTHETIC}: {wanted}; found {synthetic!r}"
         if entry.get(SAME_STEPS, name) not in (*above, name) or entry.get(SAME_STEPS) == name:
             yield f"variants.{name}.{SAME_STEPS}: {closest(entry[SAME_STEPS], above, 'expected a variant above it:')}"
+        if cfg.equal_seconds is not None and not entry.keys() <= cost.MEASURED:
+            yield f"variants.{name}: with equal_seconds only {' and '.join(sorted(cost.MEASURED))} may change"
         if SAME_STEPS in entry and EPOCHS in entry:
             yield f"variants.{name}: {EPOCHS} follows from {SAME_STEPS}; leave one of the two out"
 
@@ -323,15 +325,14 @@ def differ(one: Run, other: Run, protocol: str, score: str) -> dict[str, float] 
 
 def with_intervals(metrics: Mapping[str, Any], protocols: Sequence[str]) -> dict[str, dict[str, Any]]:
     """By protocol the metrics that were computed: `score`, `low` and `high` (None for too few pairs)."""
-    return {
-        protocol: {
-            name: {"score": scores[name]} | (scores["intervals"].get(name) or {"low": None, "high": None})
-            for name in page.METRICS
-            if scores.get(name) is not None
-        }
-        for protocol in protocols
-        for scores in [metrics[protocol]]
-    }
+    found: dict[str, dict[str, Any]] = {protocol: {} for protocol in protocols}
+    for protocol, shown in found.items():
+        scores = metrics[protocol]
+        for name in page.METRICS:
+            if scores.get(name) is not None:
+                bounds = scores["intervals"].get(name) or {"low": None, "high": None}
+                shown[name] = {"score": scores[name]} | bounds
+    return found
 
 
 if __name__ == "__main__":

@@ -27,6 +27,8 @@ from components.train.stage import train
 
 STEPS, CAPTIONS, BATCH = 60, 96, 48
 """Timed steps and captions; pairs that are captioned at once."""
+MEASURED = {"train.model", "train.base"}
+"""The parameters that a measured variant may change."""
 
 
 def learning_curve(experiment: str, paths: Paths) -> list[dict[str, Any]]:
@@ -74,7 +76,7 @@ def in_a_process(arguments: Sequence[str]) -> str:
 def changed(changes: Mapping[str, Any], params: Params) -> tuple[Any, Any]:
     """The sections `train` and of the model, of a variant that changes model and base alone."""
     base = Path(changes.get("train.base", params.train.base))
-    return params.train.model_copy(update={"base": base}), params.models[changes["train.model"]]
+    return params.train.model_copy(update={"base": base}), params.models[changes.get("train.model", params.train.model)]
 
 
 def caption_flops(changes: Mapping[str, Any], params: Params) -> float:

@@ -229,6 +229,7 @@ FAULTS = {
     HEAD + "variants: {one: {}, two: {same_steps_as: two}}": "variants.two.same_steps_as: expected a variant above it:",
     HEAD + "variants: {one: {}, two: {same_steps_as: one, train.epochs: 3}}": "variants.two: train.epochs follows from",
     HEAD + "variants: {one: {}, two: {}}\ntargets: {profile: x}": "targets: expected one variant, found 2",
+    HEAD + "variants: {one: {}, two: {train.seed: 3}}\nequal_seconds: 0.1": "variants.two: with equal_seconds only ",
     "title: T\nprotocols: [a]\nvariants: {one: {}}\nequal_seconds: 0.1": "equal_seconds: compare_with names no variant",
 }
 
@@ -473,13 +474,15 @@ def test_slower_variants_run_once_more_in_as_many_seconds(monkeypatch):
     runs = Runs(monkeypatch)
     seconds = {"m3diff": 0.2, "quick": 0.1, "alike": 0.219, "slow": 0.4}
     monkeypatch.setattr(cost, "measure", lambda name, changes, *_: {"step_s": seconds[name.split("-")[1]]})
-    cfg = experiment(variants={name: {"a": name} for name in seconds}, compare_with=("m3diff",), equal_seconds=0.1)
+    cfg = experiment(
+        variants={name: {"train.model": name} for name in seconds}, compare_with=("m3diff",), equal_seconds=0.1
+    )
     found = engine.conduct("toy", cfg, PARAMS)
     half = PARAMS.train.epochs / 2
     assert ("repro", "convert") in runs.calls, "the measurements read the data of this checkout"
     assert runs.calls[-1] == (
         "toy-slow-equal-seconds-7407",
-        {"train.seed": 7407, "a": "slow", "train.epochs": half},
+        {"train.seed": 7407, "train.model": "slow", "train.epochs": half},
         [],
     )
     assert found["epochs"] == {"equal pairs": PARAMS.train.epochs, "equal seconds": {"slow": half}}
