@@ -15,7 +15,6 @@ Next to its changes of params.yaml a variant may have two keys:
 import argparse
 import json
 import re
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +29,7 @@ from pydantic import Field, ValidationError
 
 from benchmarks.experiments import cost, fresh, page
 from benchmarks.experiments.page import SCORES
-from benchmarks.experiments.runs import PARAMS, Budget, budget_of, dvc, epochs_for, read, run
+from benchmarks.experiments.runs import PARAMS, Budget, budget_of, dvc, epochs_for, over_seeds, read, run
 from components.consistency import closest
 from components.evaluate.bootstrap import compare, resampled_scores, rows_of
 from components.evaluate.bootstrap import statistics as sums_of
@@ -269,12 +268,6 @@ def measured(experiment: str, cfg: Experiment, params: Params, runs: list[Run]) 
 
 
 # The table
-
-
-def over_seeds(values: Sequence[float]) -> dict[str, Any]:
-    """Mean, sample standard deviation (None for one seed) and each seed's value of a score."""
-    sd = statistics.stdev(values) if len(values) > 1 else None
-    return {"mean": statistics.fmean(values), "sd": sd, "values": list(values)}
 
 
 def summed(tables: Sequence[pa.Table]) -> pa.Table:

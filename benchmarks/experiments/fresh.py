@@ -1,7 +1,6 @@
 """The scores of a variant's models on new scenes, which nothing was tuned on, next to their targets."""
 
 import json
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.experiments.runs import copy
+from benchmarks.experiments.runs import copy, over_seeds
 from components.params import ParamsError, Paths, load_params
 from components.profiles import resolve
 from components.section import Section
@@ -79,12 +78,9 @@ def compare(cfg: Targets, runs: Sequence[Mapping[str, Any]]) -> Iterator[dict[st
     for bound, wanted in (("at_least", cfg.at_least), ("at_most", cfg.at_most)):
         for protocol, scores in wanted.items():
             for score, target in scores.items():
-                values = [score_of(run[protocol], score) for run in runs]
-                mean = statistics.fmean(values)
-                sd = statistics.stdev(values) if len(values) > 1 else None
-                over = {"mean": mean, "sd": sd, "values": values}
-                hit = mean >= target if bound == "at_least" else mean <= target
-                yield {"protocol": protocol, "score": score, bound: target, **over, "reached": hit}
+                found = over_seeds([score_of(run[protocol], score) for run in runs])
+                hit = found["mean"] >= target if bound == "at_least" else found["mean"] <= target
+                yield {"protocol": protocol, "score": score, bound: target, **found, "reached": hit}
 
 
 def score_of(scores: Mapping[str, Any], name: str) -> float:

@@ -5,6 +5,7 @@ A stage that ran before with the same data, parameters and code is restored from
 
 import json
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -138,3 +139,9 @@ def steps_per_epoch(experiment: str, paths: Paths) -> int:
         train = params.train
         schedule = Schedule(samples, train.max_captions_per_sequence, train.seed, train.global_batch, 1, train.epochs)
         return schedule.steps_per_epoch
+
+
+def over_seeds(values: Sequence[float]) -> dict[str, Any]:
+    """Mean, sample standard deviation (None for one seed) and each seed's value of a score."""
+    sd = statistics.stdev(values) if len(values) > 1 else None
+    return {"mean": statistics.fmean(values), "sd": sd, "values": list(values)}

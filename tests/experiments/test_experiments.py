@@ -17,7 +17,7 @@ from dvc.utils.hydra import apply_overrides
 
 from benchmarks.experiments import __main__ as engine
 from benchmarks.experiments import cost, page
-from benchmarks.experiments.runs import Budget, read, setting
+from benchmarks.experiments.runs import Budget, over_seeds, read, setting
 from components.evaluate.bootstrap import resampled_scores
 from components.evaluate.metrics import METRICS
 from components.files import sha256_of_folder
@@ -96,7 +96,7 @@ def test_a_score_of_the_controls_has_no_difference():
     assert [score for score in page.SCORES if score not in resampled_scores(METRICS)] == ["CIDEr_shuffled"]
     runs = [ran("first", [BASE], CIDEr_shuffled=0.1), ran("second", [plus(2)], CIDEr_shuffled=1.1)]
     rows = engine.table(runs, ["first"], PROTOCOL)
-    assert rows[1]["scores"]["CIDEr_shuffled"] == engine.over_seeds([1.1]) | {"differences": {"first": None}}
+    assert rows[1]["scores"]["CIDEr_shuffled"] == over_seeds([1.1]) | {"differences": {"first": None}}
     text = list(page.markdown(results(rows, compare_with=["first"]), "toy"))
     assert "| second | 350.0 | 110.0 |" in text
     assert "| second | +200.0 (+200.0 to +200.0) |  |" in text
