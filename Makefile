@@ -13,15 +13,13 @@ export LC_ALL := C.UTF-8
 unexport PYTHONSAFEPATH
 
 .DEFAULT_GOAL := help
-N ?= 3
-.PHONY: help run test test-all test-long test-gpu test-team faults kills check docs up down status serve install-services uninstall-services upgrade audit install-team profile base base-single seeds targets ablation compare rehearse bench-train bench-gpu bench-data bench-score bench-flow install check-system
+.PHONY: help run test test-all test-long test-gpu test-team faults kills check up down status serve install-services uninstall-services upgrade audit install-team profile base base-single experiment bench-train bench-gpu bench-data bench-score bench-flow install check-system
 
 help:           ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
 
 run: install    ## the whole pipeline on the embedded benchmark, then the scores and where everything is
 	@python -m infra.run
-	@python infra/summary.py
 
 test: install   ## the quick tests, and of the slow ones three minutes a day
 	@OMP_NUM_THREADS=1 python -m pytest -n 4 --dist worksteal
@@ -43,16 +41,13 @@ faults: install ## every fault of tests/faults/table.py, an hour at most; SEED=N
 	@OMP_NUM_THREADS=1 timeout 3600 python -m pytest -n 2 --dist worksteal -m 'fault and not gpu and not team' $(if $(SEED),--faults-seed $(SEED))
 
 kills: install  ## N random kills of services and flows -> runs/kills/kills.jsonl; a second call goes on
-	@python -m tests.faults.unattended $(if $(filter file,$(origin N)),200,$(N)) $(if $(SEED),--seed $(SEED))
+	@python -m tests.faults.unattended $(or $(N),200) $(if $(SEED),--seed $(SEED))
 
 check: install  ## lint, formatting, types and the design rules
 	@ruff check .
 	@ruff format --check .
 	@mypy
 	@python -m pytest tests/test_entry_points.py tests/test_imports.py tests/test_dependencies.py tests/test_readme.py -m 'not slow'
-
-docs: install   ## the Markdown of this repository as pages -> runs/docs/index.html
-	@python -m infra.pages
 
 up: install     ## Prefect server, MLflow server and a worker on this machine, and a keeper that starts them again
 	@python -m infra.services up
@@ -79,7 +74,7 @@ profile: install ## make PROFILE (paper, one-gpu, small, ...) the parameters of 
 base: install   ## pre-train the tiny base from scratch (about two hours of one core); FAMILY=onediff, blip2idc: that of the family, from the first
 	@$(if $(FAMILY),m3diff --params infra/base-$(FAMILY).yaml pretrain,m3diff pretrain && dvc repro --single-item pretrain)
 
-base-single: install ## the control of `make ablation` that was taught on single images alone (about two hours) -> data/00_base_single
+base-single: install ## the control of `make experiment NAME=ablation` that was taught on single images alone (about two hours) -> data/00_base_single
 	@m3diff --params infra/base-single.yaml pretrain
 
 bench-train: install ## training speed -> benchmarks/results/train.json, a line a row in train.jsonl; ROWS='"packed" "unpacked"' for some
@@ -97,26 +92,22 @@ bench-score: install ## scoring speed beside pycocoevalcap -> benchmarks/results
 bench-flow: install ## what a flow run costs besides its stages, beside 290,000 images (20 minutes) -> benchmarks/results/flow.json
 	@PYTHONPATH=. python benchmarks/flow.py
 
-seeds: install  ## the embedded training from N seeds (minutes each), mean and deviation -> benchmarks/results/seeds.json
-	@python -m infra.seeds $(N)
+experiment: install ## variants x seeds -> a table in benchmarks/results: NAME=ablation, compare, seeds, targets, rehearse or another file of benchmarks/experiments; N=3 for the number of seeds
+	@python -m benchmarks.experiments $(NAME) $(if $(N),--seeds $(N))
 
-targets: install ## the models of `make seeds` on fresh scenes, beside what they should reach -> benchmarks/results/targets.json
-	@python -m infra.targets
+RESOLVE := uv pip compile --quiet --system-certs --no-annotate --custom-compile-command 'make upgrade' --python-version 3.11 pyproject.toml
 
-ablation: install ## the module beside its controls, from N seeds (a run each) -> benchmarks/results/ablation.json, .md, .svg
-	@python -m infra.ablation $(or $(N),1) $(if $(ROWS),--rows $(ROWS) --out benchmarks/results/$(basename $(notdir $(ROWS))).json)
+# constraints.txt: every extra, any system, without what only torch's build for CUDA brings. lock.txt: that of an image.
+upgrade: install $(BIN)/uv ## the newest versions that pyproject.toml allows -> constraints.txt, infra/lock.txt
+	@$(RESOLVE) --universal --fork-strategy fewest --no-header --extra dev --extra team --extra cluster --extra team-test | sed -E '/^(nvidia-|cuda-|triton=)/d; s/ ;.*//' > .venv/constraints.txt
+	@$(RESOLVE) --generate-hashes --python-platform x86_64-manylinux_2_28 --extra team --extra cluster -c .venv/constraints.txt -o .venv/lock.txt
+	@mv .venv/constraints.txt constraints.txt; mv .venv/lock.txt infra/lock.txt; git diff --stat constraints.txt infra/lock.txt
 
-compare: install  ## every model of params.yaml on the same pairs: scores, cost, learning curves -> benchmarks/results/compare.md
-	@python -m infra.compare $(if $(MODELS),--models $(MODELS))
+audit: install $(BIN)/uv ## known vulnerabilities of what infra/lock.txt names; needs pypi.org
+	@uvx --system-certs pip-audit==2.10.1 --strict --disable-pip --require-hashes -r infra/lock.txt
 
-rehearse: install ## the initialisation and learning-rate ratios of profiles/paper.yaml on MiniChange, with and without the module -> benchmarks/results/rehearse.json, .svg
-	@python -m infra.rehearse
-
-upgrade:        ## the newest versions that pyproject.toml allows -> constraints.txt, infra/lock.txt
-	@"$$PYTHON" -m infra.lock upgrade
-
-audit:          ## known vulnerabilities of what infra/lock.txt names; needs pypi.org
-	@"$$PYTHON" -m infra.lock audit
+$(BIN)/uv:
+	@python -m pip install -q uv==0.13.9
 
 install: check-system
 	@$(MAKE) --silent $(READY)

@@ -1,14 +1,20 @@
-"""`make run`: the pipeline, with one line for each stage; what the tools say besides stands in a log that is named."""
+"""`make run`: the pipeline with a line for each stage and all output in a log; then register, promote, a summary."""
 
+import io
+import json
 import re
 import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
+from components.evaluate.summary import HEADLINE
+from components.params import Params, ParamsError, load_params
+from components.records import DataError
 from flows.dvc import environment, readable, repair_rwlock
 
 LOGS = Path("runs/logs")
@@ -21,6 +27,16 @@ STEP = re.compile(r"step (\d+)/(\d+).*?\bloss ([\d.]+).*\bETA (.+)$")
 WARNING = re.compile(r"\bwarning: ")
 EVERY_S = 30.0  # between two lines on how far a stage is, where no line can be written over
 SHOWN = 20  # last lines of the log after a failure
+REAL_VOCABULARY = 10_000  # tokens; of a language, tens of thousands
+
+NEXT = """next
+  compare runs and versions in a browser:     make up
+  try the model on a page, over HTTP:         make serve
+  caption two images:                         m3diff caption BEFORE AFTER
+  try another setting beside this one:        dvc exp run -S train.epochs=6
+  your own pairs, in six steps:               docs/your-data.md
+
+Commands are in .venv: ./m3diff works as it is, and after `. .venv/bin/activate` so do all those of README.md"""
 
 
 class Board:
@@ -50,9 +66,6 @@ class Board:
         if self.stage:
             self.write(f"{self.stage:<28} {how} in {lasted(time.monotonic() - self.began)}")
             self.stage = ""
-
-    def note(self, text: str) -> None:
-        self.write(text)
 
     def write(self, text: str, end: str = "\n") -> None:
         self.out.write(f"\r\x1b[K{text[:160]}{end}" if self.over else f"{text}{end}")
@@ -96,7 +109,7 @@ def run(command: Sequence[str], log: Path, out: TextIO) -> int:
             raise
     board.end("failed" if code else "ran")
     if code:
-        board.note("\n".join(["", *(f"  {line}" for line in last), "", f"make run: failed; all that was said: {log}"]))
+        board.write("\n".join(["", *(f"  {line}" for line in last), "", f"make run: failed; all that was said: {log}"]))
     return code
 
 
@@ -105,11 +118,79 @@ def show(board: Board, line: str) -> None:
         board.begin(found[1])
     elif found := SKIPPED.search(line):
         board.end()
-        board.note(f"{found[1]:<28} {'restored' if 'cached' in found[2] else 'unchanged'}")
+        board.write(f"{found[1]:<28} {'restored' if 'cached' in found[2] else 'unchanged'}")
     elif WARNING.search(line):
-        board.note(f"  {line}")
+        board.write(f"  {line}")
     elif text := how_far(line):
         board.progress(text)
+
+
+def summary(params: Params, registration: Any, decision: object) -> str:
+    """Scores, places, the gate's decision, training's warnings, what the model is for, and what to do next."""
+    paths = params.paths
+    protocols = json.loads((paths.report / "metrics.json").read_text())["protocols"]
+    trained = json.loads((paths.model / "report.json").read_text())
+    places = [
+        ("report", (paths.report / "report.html").resolve()),
+        ("predictions", (paths.predictions / "predictions.json").resolve()),
+        ("model", f"{registration.uri} ({registration.outcome}) in {params.register_.tracking_uri}"),
+        ("gate", decision),
+    ]
+    rows = [*places, *(("warning", f"training: {text}") for text in trained.get("warnings", []))]
+    told = [*headlines(protocols), *(f"{name:<12} {value}" for name, value in rows)]
+    return "\n".join(["", *told, *limits(params.train.base), "", NEXT])
+
+
+def limits(base: Path) -> Iterator[str]:
+    """What a model from this base is for, where the base is one of drawn scenes."""
+    config = json.loads((base / "config.json").read_text())
+    vocabulary, side = config["text_config"]["vocab_size"], config["vision_config"]["image_size"]
+    if vocabulary < REAL_VOCABULARY:
+        yield f"good for     showing that the pipeline works: it describes MiniChange's scenes, drawn at {side} px"
+        yield f"not good for other images or words: its base knows {vocabulary} tokens. Your pairs need a real one:"
+        yield "             `m3diff profile small` (0.5 B parameters), `one-gpu` or `paper` (7 B) name one"
+
+
+def headlines(protocols: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """The scores of each dataset's first protocol, which is its headline, with their intervals."""
+    shown: set[str] = set()
+    for name, found in protocols.items():
+        dataset = name.partition("/")[0]
+        if dataset in shown:
+            continue
+        shown.add(dataset)
+        published = found.get("published_pairs")
+        of = "" if published in (None, found["pairs"]) else f" of {published} that papers score"
+        yield f"scores on {name}, {found['pairs']} pairs{of}; times 100, with 95 % intervals over pairs"
+        for score in HEADLINE:
+            if isinstance(value := found.get(score), int | float):
+                interval = found["intervals"].get(score)
+                bounds = f"   {100 * interval['low']:.1f} to {100 * interval['high']:.1f}" if interval else ""
+                yield f"  {score:<22} {100 * value:6.1f}{bounds}"
+        yield ""
+
+
+@contextmanager
+def hushed() -> Iterator[None]:
+    """What tools say to stderr is shown only where they fail."""
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):
+            yield
+    except BaseException:
+        print(said.getvalue(), end="", file=sys.stderr)
+        raise
+
+
+def finish(params: Params) -> str:
+    """Register and promote the trained model; the summary."""
+    with hushed():
+        from components.promote.promote import promote
+        from components.register.stage import register
+
+        registration = register(params)
+        decision = promote(params, registration.version)
+    return summary(params, registration, decision)
 
 
 def main() -> int:
@@ -117,10 +198,16 @@ def main() -> int:
     log = LOGS / f"run-{time.strftime('%Y%m%d-%H%M%S')}.log"
     print(f"the pipeline, stage by stage; all that its tools say: {log}\n", flush=True)
     try:
-        return run(DVC, log, sys.stdout)
+        if code := run(DVC, log, sys.stdout):
+            return code
+        print(finish(load_params(Path("params.yaml"))))
     except KeyboardInterrupt:
         print("make run: stopped; run it again to go on from the last checkpoint", file=sys.stderr)
         return 130
+    except (ParamsError, DataError, ConnectionError) as error:
+        print(f"make run: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import json
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -77,7 +78,7 @@ def test_every_make_target_that_the_readme_names_is_there(readme):
 SCORES = ("CIDEr", "change_exact_accuracy", "no_change_recall")
 
 
-def test_the_table_of_the_ablation_is_what_make_ablation_found(readme):
+def test_the_table_of_the_ablation_is_what_the_ablation_found(readme):
     found = json.loads((REPOSITORY / "benchmarks/results/ablation.json").read_text())
     assert found["left_out"] == {}
     parts = [found["protocols"][protocol] for protocol in ("minichange/total", "minichange_free/total")]
@@ -90,8 +91,8 @@ def test_the_table_of_the_ablation_is_what_make_ablation_found(readme):
         assert f"\n| {rows[0]['row']} | {' | '.join(cells)} |\n" in readme
 
 
-def test_the_table_of_fresh_scenes_has_what_make_targets_found(readme):
-    found = json.loads((REPOSITORY / "benchmarks/results/targets.json").read_text())["scores"]
+def test_the_table_of_fresh_scenes_has_what_was_found(readme):
+    found = json.loads((REPOSITORY / "benchmarks/results/targets.json").read_text())["targets"]
     means = {(row["protocol"], row["score"]): row["mean"] for row in found}
     grid, free = "fresh_grid/total", "fresh_free/total"
     single = ("change_type_accuracy", "change_exact_accuracy", "by_type/*/exact_accuracy")
@@ -105,7 +106,7 @@ def test_the_table_of_fresh_scenes_has_what_make_targets_found(readme):
     assert f"of the whole | {100 * means[free, 'CIDEr_shuffled/CIDEr']:.0f} % |" in readme
 
 
-def test_the_table_of_the_models_has_what_make_compare_found(readme):
+def test_the_table_of_the_models_has_what_the_comparison_found(readme):
     found = json.loads((REPOSITORY / "benchmarks/results/compare.json").read_text())
     lines = readme.partition("### Model families")[2].partition("### ")[0].splitlines()
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")][2:]
@@ -135,3 +136,33 @@ def in_order_of(rows: list[list[str]], found: dict) -> list[list[str]]:
 
 def interval(score: dict[str, float]) -> str:
     return f"{100 * score['score']:.0f} ({100 * score['low']:.0f} to {100 * score['high']:.0f})"
+
+
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def prose(file: Path) -> str:
+    """A Markdown file without its blocks of code."""
+    return re.sub(r"^```.*?^```$", "", file.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(file: Path) -> set[str]:
+    """The headings of a Markdown file, as GitHub names them in links."""
+    headings = re.findall(r"^#+ (.+)$", prose(file), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_link_of_a_markdown_file_leads_to_a_file_and_a_heading():
+    listed = subprocess.run(["git", "ls-files", "*.md"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    broken, seen = [], 0
+    for name in listed.stdout.split():
+        file = REPOSITORY / name
+        for link in LINK.findall(prose(file)):
+            if re.match(r"[a-z]+:", link):
+                continue
+            path, _, heading = link.partition("#")
+            target, seen = (file.parent / path).resolve() if path else file, seen + 1
+            if not target.exists() or (heading and heading not in anchors(target)):
+                broken.append((name, link))
+    assert broken == []
+    assert seen > 40

@@ -1,24 +1,22 @@
-"""The files of infra/ that no test can bring up, held against the rest of the project."""
+"""The files of infra/ that no test runs agree with the rest of the project."""
 
 import re
 import tomllib
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import yaml
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import best_match
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from components import PRIVACY
 from components.params import load_params
-from infra import services
 from tests.toy import REPOSITORY
 
 INFRA = REPOSITORY / "infra"
-
-
-def load(name: str) -> Any:
-    return yaml.safe_load((INFRA / name).read_text())
 
 
 def constrained(package: str) -> str:
@@ -51,88 +49,71 @@ def test_env_offline_switches_off_what_the_package_switches_off_and_the_network(
     }
 
 
-def test_compose_shows_its_servers_to_this_machine_alone_and_sends_nothing_out():
-    composed = load("compose.yaml")["services"]
-    ports = [port for service in composed.values() for port in service.get("ports", [])]
-    assert len(ports) == 3
-    assert all(port.startswith("127.0.0.1:") for port in ports)
-    assert all(composed[name]["env_file"] == ["env.offline"] for name in ("prefect", "mlflow", "worker"))
-
-
-def test_composes_commands_are_those_of_make_up_on_its_ports(monkeypatch):
-    for name in ("M3DIFF_PREFECT_PORT", "M3DIFF_MLFLOW_PORT", "M3DIFF_BIND"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("MLFLOW_AUTH_ADMIN_PASSWORD", "set")
-    composed = load("compose.yaml")["services"]
-    for service in services.services():
-        here = {"127.0.0.1": "0.0.0.0", services.WORKER: "compose"}
-        program = Path(service.command[0]).name.rstrip(".0123456789")  # python3.11
-        wanted = [program, *(here.get(word, word) for word in service.command[1:])]
-        words = composed[service.name]["command"].strip('"').rpartition("exec ")[2].rstrip('"').split()
-        assert set(wanted) <= set(words), service.name
-        if service.port:
-            assert composed[service.name]["ports"] == [f"127.0.0.1:{service.port}:{service.port}"]
-
-
-def test_composes_servers_stand_on_postgresql_and_ask_for_a_token():
-    composed = {name: entry["environment"] for name, entry in load("compose.yaml")["services"].items()}
-    given = composed["prefect"] | composed["mlflow"]
-    assert set(services.TOKENS) <= given.keys()
-    assert composed["prefect"]["PREFECT_API_DATABASE_CONNECTION_URL"].startswith("postgresql+asyncpg://")
-    assert composed["mlflow"]["MLFLOW_BACKEND_STORE_URI"] == composed["prepare"]["M3DIFF_MLFLOW_STORE"]
-    assert composed["mlflow"]["MLFLOW_DEFAULT_ARTIFACT_ROOT"] == composed["prepare"]["M3DIFF_MLFLOW_ARTIFACTS"]
-    assert composed["worker"].keys().isdisjoint(services.SERVERS_ONLY)
-    assert composed["worker"]["PREFECT_API_AUTH_STRING"] == composed["prefect"]["PREFECT_SERVER_API_AUTH_STRING"]
-
-
-SECRET = re.compile(r"PASSWORD|TOKEN|SECRET|FORM_KEY|AUTH_STRING|CONNECTION_URL|STORE")
-
-
-def test_no_secret_and_no_image_without_a_digest_stands_in_the_files():
-    """Each comes from the environment, and compose refuses to start where one is missing."""
-    for name, entry in load("compose.yaml")["services"].items():
-        for variable, value in entry["environment"].items():
-            if SECRET.search(variable) and variable != "MLFLOW_AUTH_CONFIG_PATH":
-                assert re.search(r"\$\{\w+:\?", value), f"{name}: {variable}"
-        assert entry["image"] == "m3diff" or entry["image"].startswith("${"), name
+def test_the_image_is_built_on_a_digest_and_runs_as_a_user_with_the_python_and_java_that_a_run_needs():
     image = (INFRA / "Dockerfile").read_text()
     assert re.findall(r"^FROM (.*)$", image, re.MULTILINE) == ["${BASE}"]
     assert "*@sha256:*) ;; *)" in image
-    assert "/infra/.env" in (REPOSITORY / ".gitignore").read_text().splitlines()
-    assert "infra/.env" in (REPOSITORY / ".dockerignore").read_text().splitlines()
-
-
-def test_nothing_runs_as_root_in_a_container():
-    image = (INFRA / "Dockerfile").read_text()
     assert image.index("USER m3diff") > image.index("RUN pip install")
-    pod = load("kubernetes/train.yaml")["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
-    assert pod["securityContext"]["runAsNonRoot"]
-    assert load("compose.yaml")["services"]["worker"]["user"] == "${M3DIFF_USER:-1000:1000}"
-
-
-def test_ray_on_kubernetes_asks_for_a_token():
-    assert load("kubernetes/train.yaml")["spec"]["rayClusterSpec"]["authOptions"] == {"mode": "token"}
-
-
-def test_kubernetes_gives_training_the_gpus_and_cores_that_the_papers_profile_asks_for():
-    compute = load_params(REPOSITORY / "profiles" / "paper.yaml").compute
-    job = load("kubernetes/train.yaml")["spec"]["rayClusterSpec"]
-    (group,) = job["workerGroupSpecs"]
-    resources = group["template"]["spec"]["containers"][0]["resources"]
-    assert int(resources["limits"]["nvidia.com/gpu"]) * group["replicas"] == compute.workers
-    assert int(resources["requests"]["cpu"]) * group["replicas"] >= compute.workers * compute.cpus_per_worker
-    assert job["rayVersion"] == constrained("ray")
-
-
-def test_kustomize_names_files_that_are_there():
-    named = load("kustomization.yaml")
-    files = [*named["resources"], *named["configMapGenerator"][0]["envs"]]
-    assert [file for file in files if not (INFRA / file).is_file()] == []
-
-
-def test_the_image_has_the_python_and_the_java_that_check_system_asks_for():
-    image = (INFRA / "Dockerfile").read_text()
     assert "--build-arg BASE=python:3.11-" in image
     assert "pip install --no-cache-dir --require-hashes --no-deps -r infra/lock.txt" in image
     assert "openjdk-17-jre" in image
     assert "python infra/check_system.py" in image
+
+
+def cluster() -> tuple[dict[str, Any], dict[str, Any]]:
+    """The volume claim and the RayJob."""
+    claim, job = yaml.safe_load_all((INFRA / "kubernetes.yaml").read_text())
+    return claim, job
+
+
+def faults_of_cluster(*documents: dict[str, Any]) -> list[str]:
+    schema = yaml.safe_load((REPOSITORY / "tests" / "infra" / "kubernetes.schema.yaml").read_text())
+    return [best_match([fault]).message for one in documents for fault in Draft202012Validator(schema).iter_errors(one)]
+
+
+def test_the_cluster_example_keeps_its_schema():
+    assert faults_of_cluster(*cluster()) == []
+
+
+def drop_name(claim: Any, job: Any) -> None:
+    del claim["metadata"]["name"]
+
+
+def misspell_field(claim: Any, job: Any) -> None:
+    job["spec"]["shutdownAfterJobFinish"] = True
+
+
+def number_for_text(claim: Any, job: Any) -> None:
+    job["spec"]["rayClusterSpec"]["headGroupSpec"]["rayStartParams"]["num-cpus"] = 0
+
+
+def wrong_level(claim: Any, job: Any) -> None:
+    spec = job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["template"]["spec"]
+    spec["resources"] = spec["containers"][0].pop("resources")
+
+
+@pytest.mark.parametrize("fault", [drop_name, misspell_field, number_for_text, wrong_level])
+def test_the_schema_refuses_what_the_cluster_would_refuse(fault: Callable[[Any, Any], None]):
+    documents = cluster()
+    fault(*documents)
+    assert len(faults_of_cluster(*documents)) == 1
+
+
+def test_the_cluster_example_asks_for_a_token_no_root_and_what_the_papers_profile_needs():
+    compute = load_params(REPOSITORY / "profiles" / "paper.yaml").compute
+    claim, document = cluster()
+    job = document["spec"]["rayClusterSpec"]
+    (group,) = job["workerGroupSpecs"]
+    assert job["rayVersion"] == constrained("ray")
+    assert job["authOptions"] == {"mode": "token"}
+    for spec in (job["headGroupSpec"]["template"]["spec"], group["template"]["spec"]):
+        assert spec["securityContext"]["runAsNonRoot"]
+        assert spec["volumes"][0]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    resources = group["template"]["spec"]["containers"][0]["resources"]
+    assert int(resources["limits"]["nvidia.com/gpu"]) * group["replicas"] == compute.workers
+    assert int(resources["requests"]["cpu"]) * group["replicas"] >= compute.workers * compute.cpus_per_worker
+
+
+def test_the_cluster_example_and_the_texts_call_it_not_run():
+    assert "not run by us" in (INFRA / "kubernetes.yaml").read_text()
+    assert "not run by us" in (INFRA / "README.md").read_text().lower()

@@ -1,0 +1,196 @@
+"""An experiment's results as Markdown, and its learning curves as a plot."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from components.files import write_atomic
+
+SCORES = {
+    "CIDEr": "CIDEr",
+    "change_type_accuracy": "type correct, %",
+    "change_exact_accuracy": "all correct, %",
+    "no_change_recall": "no change seen as such, %",
+    "multi_change_exact_f1": "several changes, F1",
+    "reversal": "swapped, inverse named, %",
+    "CIDEr_shuffled": "CIDEr, shuffled",
+}
+"""The scores that are compared, with their headings; all are shown times 100."""
+METRICS = ("BLEU-4", "METEOR", "ROUGE-L", "CIDEr", "SPICE")
+BUDGET = {
+    "pairs": "pairs that train",
+    "epochs": "epochs",
+    "steps": "optimizer steps",
+    "captions": "captions trained on",
+    "alignment_pairs": "pairs of the alignment before",
+    "alignment_steps": "its steps",
+}
+
+Results = Mapping[str, Any]
+Rows = Sequence[Mapping[str, Any]]
+
+
+def write(found: Results, out: Path) -> str:
+    """Write the Markdown, and a plot of the curves, next to the results; the Markdown, and where all is."""
+    text = "\n".join(markdown(found, out.stem)) + "\n"
+    write_atomic(out.with_suffix(".md"), text)
+    if "curves" in found:
+        plot_curves(found, out.with_name(f"{out.stem}_curves.svg"))
+    return f"{text}written to {out} and {out.with_suffix('.md')}"
+
+
+def markdown(found: Results, stem: str) -> Iterator[str]:
+    seeds = f"seed{'s' * (len(found['seeds']) > 1)} {', '.join(map(str, found['seeds']))}"
+    yield from (f"# {found['title']}", "", f"`{found['command']}`, {seeds}. {found['note']}".strip(), "")
+    if found.get("budgets"):
+        yield from (*budgets(found["budgets"]), "")
+    if "measured" in found:
+        yield from (*costs(found), "")
+    if "curves" in found:
+        yield from (f"![Loss on validation pairs while they train]({stem}_curves.svg)", "")
+    for protocol in found["protocols"]:
+        if "scores" in found:
+            yield from (*intervals(found["scores"], protocol), "")
+    for protocol, rows in found["protocols"].items():
+        yield from (*means(protocol, rows, len(found["seeds"])), "")
+        for name in found["compare_with"]:
+            if name not in found["left_out"]:
+                yield from (*differences(rows, name), "")
+        if any(row.get("same_steps_as") for row in rows):
+            yield from (*pairwise(rows), "")
+    if "targets" in found:
+        yield from (*targets(found["targets"]), "")
+    yield from (f"- {line}" for line in found["left_out"].values())
+
+
+def head(*cells: str) -> Iterator[str]:
+    yield line(*cells)
+    yield "|---" * len(cells) + "|"
+
+
+def line(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def hundredfold(value: float | None, sign: str = "") -> str:
+    return "" if value is None else f"{100 * value:{sign}.1f}"
+
+
+def budgets(found: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
+    """What each variant trained on; of the alignment where any has one."""
+    fields = [key for key in BUDGET if not key.startswith("alignment") or any(of[key] for of in found.values())]
+    yield from head("trained on", *(BUDGET[key] for key in fields))
+    for name, of in found.items():
+        yield line(name, *(f"{of[key]:.3f}" if key == "epochs" else f"{of[key]:,}" for key in fields))
+
+
+def costs(found: Results) -> Iterator[str]:
+    """What each variant costs, and how surely it tells that nothing changed."""
+    measured, epochs = found["measured"], found["epochs"]
+    columns = ["parameters that train", "GFLOP a caption", "captions/s", "s a step", "epochs in equal seconds"]
+    yield from head("variant", *columns, *(f"ROC area of no change, {protocol}" for protocol in found["protocols"]))
+    for name, of in measured.items():
+        cells = [f"{of['parameters']:,}", f"{of['caption_gflop']:.2f}", f"{of['captions_per_s']:.0f}"]
+        cells += [f"{of['step_s']:.3f}", f"{epochs['equal seconds'].get(name, epochs['equal pairs']):g}"]
+        yield line(name, *cells, *(hundredfold(of["no_change_auc"][protocol]) for protocol in found["protocols"]))
+
+
+def intervals(scores: Mapping[str, Mapping[str, Any]], protocol: str) -> Iterator[str]:
+    """The metrics of one protocol with their intervals."""
+    shown = [metric for metric in METRICS if any(metric in of[protocol] for of in scores.values())]
+    yield from head(f"`{protocol}`, times 100 (95 % interval over pairs)", *shown)
+    for name, of in scores.items():
+        yield line(name, *(bounded(of[protocol].get(metric), "score") for metric in shown))
+
+
+def bounded(cell: Mapping[str, Any] | None, key: str, sign: str = "") -> str:
+    """A value with its interval, where it has one."""
+    if cell is None:
+        return ""
+    low, high = hundredfold(cell["low"], sign), hundredfold(cell["high"], sign)
+    return hundredfold(cell[key], sign) + (f" ({low} to {high})" if low else "")
+
+
+def shown(rows: Rows) -> list[str]:
+    """The compared scores that any variant has; one whose captions cannot be parsed has few."""
+    return [score for score in SCORES if any(score in row["scores"] for row in rows)]
+
+
+def means(protocol: str, rows: Rows, seeds: int) -> Iterator[str]:
+    spread = ", mean ± standard deviation" if seeds > 1 else ""
+    corner = f"`{protocol}`, {rows[0]['pairs']} pairs, {seeds} seed{'s' * (seeds > 1)}{spread}, times 100"
+    yield from head(corner, *(SCORES[score] for score in shown(rows)))
+    for row in rows:
+        yield line(row["row"], *(mean(row["scores"].get(score)) for score in shown(rows)))
+
+
+def mean(cell: Mapping[str, Any] | None) -> str:
+    if cell is None:
+        return ""
+    return hundredfold(cell["mean"]) + ("" if cell["sd"] is None else f" ± {hundredfold(cell['sd'])}")
+
+
+def differences(rows: Rows, name: str) -> Iterator[str]:
+    yield from head(f"difference to *{name}* (95 % interval over pairs)", *(SCORES[score] for score in shown(rows)))
+    yield from (line(row["row"], *gains(row, name, shown(rows))) for row in rows if row["row"] != name)
+
+
+def pairwise(rows: Rows) -> Iterator[str]:
+    """The difference of each variant to the one that takes as many steps."""
+    yield from head("difference on as many steps (95 % interval over pairs)", *(SCORES[score] for score in shown(rows)))
+    for row in rows:
+        if name := row.get("same_steps_as"):
+            yield line(f"{row['row']}, to *{name}*", *gains(row, name, shown(rows)))
+
+
+def gains(row: Mapping[str, Any], name: str, scores: Sequence[str]) -> Iterator[str]:
+    for score in scores:
+        yield bounded(row["scores"].get(score, {}).get("differences", {}).get(name), "gain", "+")
+
+
+def targets(rows: Rows) -> Iterator[str]:
+    yield from head("new scenes", "score", "mean ± standard deviation", "target", "reached")
+    for row in rows:
+        bound = "at_least" if "at_least" in row else "at_most"
+        spread = "" if row["sd"] is None else f" ± {row['sd']:.3f}"
+        reached = "yes" if row["reached"] else "no"
+        target = f"{bound.replace('_', ' ')} {row[bound]:.2f}"
+        yield line(row["protocol"], f"`{row['score']}`", f"{row['mean']:.3f}{spread}", target, reached)
+
+
+def plot_curves(found: Results, path: Path) -> None:
+    """Training loss (smoothed) and validation loss (dots) by step, and by second where these were measured. Where
+    training measured the module, its columns, level by level."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "experiment"  # the same file for the same figures
+    import matplotlib.pyplot as plt
+
+    seconds = {name: of["step_s"] for name, of in found.get("measured", {}).items()}
+    columns = {key for rows in found["curves"].values() for row in rows for key in row}
+    levels = sorted(key for key in columns if key.startswith("module"))
+    kinds = list(dict.fromkeys(key.partition("/")[0] for key in levels))
+    panels = ["steps", *(["seconds"] if seconds else []), *kinds]
+    figure, axes = plt.subplots(1, len(panels), figsize=(5.5 * len(panels), 4), squeeze=False)
+    for axis, panel in zip(axes[0], panels, strict=True):
+        for number, (name, rows) in enumerate(found["curves"].items()):
+            if panel in kinds:
+                for key in [key for key in levels if key.startswith(f"{panel}/")]:
+                    draw(axis, rows, key, label=f"{name}, {key.partition('/')[2]}")
+            else:
+                scale = seconds[name] if panel == "seconds" else 1.0
+                draw(axis, rows, "loss", scale, color=f"C{number}", label=name, linewidth=1.2)
+                draw(axis, rows, "val_loss", scale, color=f"C{number}", marker="o", markersize=4, linestyle="")
+        axis.set(xlabel="steps" if panel in kinds else panel, ylabel=panel if panel in kinds else "loss a token")
+        axis.set_ylim(0, None if panel in kinds else 1)
+        axis.legend(frameon=False, fontsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
+def draw(axis: Any, rows: Rows, key: str, scale: float = 1.0, **style: Any) -> None:
+    known = [row for row in rows if row.get(key) is not None]
+    axis.plot([scale * row["step"] for row in known], [row[key] for row in known], **style)

@@ -1,0 +1,562 @@
+"""`make experiment`: the files of experiments, the runs of their variants and the table's figures."""
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from dvc.exceptions import InvalidArgumentError
+from dvc.utils.hydra import apply_overrides
+
+from benchmarks.experiments import __main__ as engine
+from benchmarks.experiments import cost, page
+from benchmarks.experiments.runs import Budget, over_seeds, read, setting
+from components.evaluate.bootstrap import resampled_scores
+from components.evaluate.metrics import METRICS
+from components.files import sha256_of_folder
+from components.params import Params, ParamsError, load_params
+from components.profiles import differences, resolve
+from tests import toy
+
+PROTOCOL = "toy/total"
+SYN, REAL = "minichange_edits", "minichange_neighbours"
+LEVELS = {"minichange", "minichange_free", "minichange_shifted"}
+BUDGET = Budget(pairs=6484, epochs=2.7, steps=1097, captions=35056, alignment_pairs=0, alignment_steps=0)
+PARAMS = load_params(toy.REPOSITORY / "params.yaml")
+
+
+# The table
+
+
+def scores(cider: list[float], ids: str) -> pa.Table:
+    """scores.parquet of one protocol."""
+    return pa.table({"protocol": [PROTOCOL] * len(cider), "id": list(ids), "CIDEr": cider})
+
+
+def ran(name: str, seeds: list[list[float]], same_steps_as: str | None = None, **more: float) -> engine.Run:
+    tables = [scores(values, "abcdefghijklmnopqrstuvwxyz") for values in seeds]
+    metrics = [{PROTOCOL: {"pairs": 26, "CIDEr": float(np.mean(values)), "SPICE": None} | more} for values in seeds]
+    return engine.Run(name, {}, [name], metrics, {PROTOCOL: engine.summed(tables)}, BUDGET, same_steps_as)
+
+
+BASE = [1.0, 2.0] * 13
+
+
+def plus(more: float) -> list[float]:
+    return [value + more for value in BASE]
+
+
+def results(rows: list[dict[str, Any]], seeds: int = 1, **more: Any) -> dict[str, Any]:
+    facts = {
+        "title": "Toy",
+        "note": "Small.",
+        "command": "make experiment NAME=toy",
+        "seeds": list(range(7, 7 + seeds)),
+    }
+    return facts | {"compare_with": [], "left_out": {}, "protocols": {PROTOCOL: rows}} | more
+
+
+@pytest.fixture
+def found() -> list[dict]:
+    """Three variants of two seeds: the second is 2 above the first, the third 0.5 below or above the second in turn."""
+    third = [value + (0.5 if number % 2 else -0.5) for number, value in enumerate(plus(2))]
+    runs = [ran("first", [BASE, plus(1)]), ran("second", [plus(2), plus(3)]), ran("third", [third, third])]
+    return engine.table(runs, ["second", "first"], PROTOCOL)
+
+
+def test_the_statistics_of_a_pair_are_added_up_over_the_seeds_whatever_the_order_of_its_rows():
+    summed = engine.summed([scores([1.0, 2.0, 3.0], "abc"), scores([30.0, 10.0, 20.0], "cab")])
+    assert summed["id"].to_pylist() == ["a", "b", "c"]
+    assert summed["CIDEr"].to_pylist() == [[11.0, 2.0], [22.0, 2.0], [33.0, 2.0]]
+    assert summed.column_names == ["protocol", "id", "CIDEr"]
+
+
+def test_a_variant_has_mean_deviation_and_values_and_its_difference_to_each_named_variant_with_an_interval(found):
+    first, second, third = (one["scores"]["CIDEr"] for one in found)
+    assert (second["mean"], second["values"], second["sd"]) == (4.0, [3.5, 4.5], pytest.approx(0.5**0.5))
+    two, minus = pytest.approx(2), pytest.approx(-2)
+    assert second["differences"] == {"first": {"gain": two, "low": two, "high": two}}
+    assert first["differences"]["second"] == {"gain": minus, "low": minus, "high": minus}
+    to_second = third["differences"]["second"]
+    assert to_second["gain"] == pytest.approx(-0.5)
+    assert to_second["low"] < -0.5 < to_second["high"] < 0
+    assert [one["pairs"] for one in found] == [26] * 3
+    assert found[0]["scores"].keys() == {"CIDEr"}, "neither counts nor scores that a seed lacks"
+
+
+def test_a_score_of_the_controls_has_no_difference():
+    """It is of other captions than the pairs' own, so no sums over these pairs give it."""
+    assert [score for score in page.SCORES if score not in resampled_scores(METRICS)] == ["CIDEr_shuffled"]
+    runs = [ran("first", [BASE], CIDEr_shuffled=0.1), ran("second", [plus(2)], CIDEr_shuffled=1.1)]
+    rows = engine.table(runs, ["first"], PROTOCOL)
+    assert rows[1]["scores"]["CIDEr_shuffled"] == over_seeds([1.1]) | {"differences": {"first": None}}
+    text = list(page.markdown(results(rows, compare_with=["first"]), "toy"))
+    assert "| second | 350.0 | 110.0 |" in text
+    assert "| second | +200.0 (+200.0 to +200.0) |  |" in text
+
+
+def test_variants_are_compared_with_those_of_as_many_steps_and_no_others():
+    runs = [ran("a", [BASE]), ran("b", [plus(5)]), ran("a+", [plus(1)], "a"), ran("b+", [plus(7)], "b")]
+    rows = engine.table(runs, [], PROTOCOL)
+    assert [list(one["scores"]["CIDEr"]["differences"]) for one in rows] == [[], [], ["a"], ["b"]]
+    assert list(page.markdown(results(rows), "toy"))[-5:] == [
+        "| difference on as many steps (95 % interval over pairs) | CIDEr |",
+        "|---|---|",
+        "| a+, to *a* | +100.0 (+100.0 to +100.0) |",
+        "| b+, to *b* | +200.0 (+200.0 to +200.0) |",
+        "",
+    ]
+
+
+# The page
+
+
+def test_the_page_has_a_table_of_scores_and_one_for_each_variant_to_compare_with(found):
+    absent = {"fourth": "left out: fourth: there is no base"}
+    facts = results(found[:2], 2, compare_with=["first", "fourth"], left_out=absent)
+    assert list(page.markdown(facts, "toy")) == [
+        "# Toy",
+        "",
+        "`make experiment NAME=toy`, seeds 7, 8. Small.",
+        "",
+        "| `toy/total`, 26 pairs, 2 seeds, mean ± standard deviation, times 100 | CIDEr |",
+        "|---|---|",
+        "| first | 200.0 ± 70.7 |",
+        "| second | 400.0 ± 70.7 |",
+        "",
+        "| difference to *first* (95 % interval over pairs) | CIDEr |",
+        "|---|---|",
+        "| second | +200.0 (+200.0 to +200.0) |",
+        "",
+        "- left out: fourth: there is no base",
+    ]
+
+
+def test_shares_are_percentages_and_a_score_that_a_variant_lacks_is_empty():
+    gain = {"gain": 0.051, "low": 0.0104, "high": 0.09}
+    cell = {"mean": 0.8614, "sd": None, "values": [0.8614], "differences": {"first": gain}}
+    rows = [{"row": name, "pairs": 9, "scores": of} for name, of in (("two", {}), ("one", {"no_change_recall": cell}))]
+    text = list(page.markdown(results(rows, compare_with=["first"]), "toy"))
+    assert text[4:] == [
+        "| `toy/total`, 9 pairs, 1 seed, times 100 | no change seen as such, % |",
+        "|---|---|",
+        "| two |  |",
+        "| one | 86.1 |",
+        "",
+        "| difference to *first* (95 % interval over pairs) | no change seen as such, % |",
+        "|---|---|",
+        "| two |  |",
+        "| one | +5.1 (+1.0 to +9.0) |",
+        "",
+    ]
+
+
+def test_the_table_of_budgets_has_the_steps_of_each_phase_where_any_variant_has_two():
+    other = BUDGET._replace(pairs=10884, epochs=1.610132, alignment_pairs=3300, alignment_steps=207)
+    assert list(page.budgets({"one": BUDGET._asdict()})) == [
+        "| trained on | pairs that train | epochs | optimizer steps | captions trained on |",
+        "|---|---|---|---|---|",
+        "| one | 6,484 | 2.700 | 1,097 | 35,056 |",
+    ]
+    head, _, *rows = page.budgets({"one": BUDGET._asdict(), "two": other._asdict()})
+    assert head.endswith("| captions trained on | pairs of the alignment before | its steps |")
+    assert rows[1] == "| two | 10,884 | 1.610 | 1,097 | 35,056 | 3,300 | 207 |"
+
+
+CURVE = [{"step": step, "loss": 2 / step} | ({"val_loss": 0.5} if step == 30 else {}) for step in range(10, 50, 10)]
+
+
+def test_the_page_has_costs_metrics_with_intervals_and_curves_that_are_the_same_twice(found, tmp_path: Path):
+    one = {"parameters": 1_234_567, "caption_gflop": 0.5, "captions_per_s": 71.6, "step_s": 0.25}
+    auc, none = {"no_change_auc": {PROTOCOL: 0.9876}}, {"no_change_auc": {PROTOCOL: None}}
+    metrics = {
+        "METEOR": {"score": 0.6011, "low": None, "high": None},
+        "CIDEr": {"score": 4.411, "low": 4.18, "high": 4.642},
+    }
+    module = [row | {"module_update_ratio/4": 0.1, "module_score/4": 0.5} for row in CURVE]
+    facts = results(
+        found,
+        epochs={"equal pairs": 2.7, "equal seconds": {"second": 1.35}},
+        measured={"first": one | auc, "second": one | none},
+        scores={"first": {PROTOCOL: metrics}, "second": {PROTOCOL: {"CIDEr": metrics["CIDEr"]}}},
+        curves={"first": CURVE, "second": module},
+    )
+    for name in ("a", "b"):
+        page.write(facts, tmp_path / f"{name}.json")
+    text = (tmp_path / "a.md").read_text().splitlines()
+    assert "| first | 1,234,567 | 0.50 | 72 | 0.250 | 2.7 | 98.8 |" in text
+    assert "| second | 1,234,567 | 0.50 | 72 | 0.250 | 1.35 |  |" in text
+    assert f"| `{PROTOCOL}`, times 100 (95 % interval over pairs) | METEOR | CIDEr |" in text
+    assert "| first | 60.1 | 441.1 (418.0 to 464.2) |" in text
+    assert "| second |  | 441.1 (418.0 to 464.2) |" in text
+    assert "![Loss on validation pairs while they train](a_curves.svg)" in text
+    plot = (tmp_path / "a_curves.svg").read_text()
+    for word in ("first", "second", "steps", "seconds", "second, 4", "module_update_ratio", "module_score"):
+        assert f"<!-- {word} -->" in plot
+    assert (tmp_path / "b_curves.svg").read_text() == plot
+
+
+@pytest.mark.parametrize("file", sorted((toy.REPOSITORY / engine.RESULTS).glob("*.md")), ids=lambda file: file.stem)
+def test_a_committed_page_is_that_of_the_committed_results(file: Path):
+    found = json.loads(file.with_suffix(".json").read_text())
+    assert "\n".join(page.markdown(found, file.stem)) + "\n" == file.read_text()
+    cfg = engine.read_experiment(file.stem)
+    assert (found["title"], found["note"], found["compare_with"]) == (cfg.title, cfg.note, list(cfg.compare_with))
+
+
+# The files
+
+HEAD = "title: T\nprotocols: [toy/total]\ncompare_with: [one]\n"
+FAULTS = {
+    "": "not a valid YAML mapping",
+    HEAD + "variants: {one: {}, two: [}": "not a valid YAML mapping: while parsing",
+    HEAD + "variants: {}": "variants: ",
+    HEAD + "variants: {one: {}, two: 3}": "variants.two: expected a mapping",
+    HEAD + "variants: {uno: {}, two: {}}": "compare_with: expected one of two, uno (found 'one')",
+    "title: T\ncompare_with: [one]\nvariants: {one: {}}": "protocols: missing",
+    HEAD + "variants: {one: {}}\nneed: {}": "need: unknown key; did you mean 'needs'",
+    HEAD + "variants: {one: {}, two: {synthetic: [edits]}}": "variants.two.synthetic: expected a list of datasets of "
+    "profiles/made-data.yaml: minichange_edits, minichange_neighbours, minichange_coupled; found ['edits']",
+    HEAD + "variants: {one: {}, two: {synthetic: minichange_edits}}": "variants.two.synthetic: expected a list",
+    HEAD + "variants: {one: {same_steps_as: two}, two: {}}": "variants.one.same_steps_as: expected a variant above it:",
+    HEAD + "variants: {one: {}, two: {same_steps_as: two}}": "variants.two.same_steps_as: expected a variant above it:",
+    HEAD + "variants: {one: {}, two: {same_steps_as: one, train.epochs: 3}}": "variants.two: train.epochs follows from",
+    HEAD + "variants: {one: {}, two: {}}\ntargets: {profile: x}": "targets: expected one variant, found 2",
+    HEAD + "variants: {one: {}, two: {train.seed: 3}}\nequal_seconds: 0.1": "variants.two: with equal_seconds only ",
+    "title: T\nprotocols: [a]\nvariants: {one: {}}\nequal_seconds: 0.1": "equal_seconds: compare_with names no variant",
+}
+
+
+@pytest.mark.parametrize("text", FAULTS)
+def test_a_file_that_is_no_experiment_is_refused(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "rows.yaml").write_text(text)
+    monkeypatch.setattr(engine, "HERE", tmp_path)
+    with pytest.raises(ParamsError, match=f"rows.yaml: {re.escape(FAULTS[text])}"):
+        engine.read_experiment("rows")
+
+
+def test_an_experiment_of_no_file_is_refused_with_the_nearest_and_nothing_runs(monkeypatch, capsys):
+    monkeypatch.chdir(toy.REPOSITORY)
+    monkeypatch.setattr(engine, "conduct", lambda *_: pytest.fail("variants were run"))
+    assert engine.main(["compar"]) == 1
+    assert capsys.readouterr().err.startswith("make experiment: NAME: did you mean 'compare'?")
+
+
+def params_with(changes: Mapping[str, Any], folder: Path) -> Params:
+    """params.yaml as `dvc exp run -S` changes it, by DVC's own function."""
+    file = folder / "params.yaml"
+    shutil.copy(toy.REPOSITORY / "params.yaml", file)
+    apply_overrides(file, [setting(key, value) for key, value in changes.items()])
+    return load_params(file)
+
+
+def test_a_key_without_its_plus_and_one_with_a_plus_too_many_are_refused(tmp_path: Path):
+    for changes in ({"augment.more": {}}, {"+train.epochs": 1}):
+        with pytest.raises(InvalidArgumentError):
+            params_with(changes, tmp_path)
+
+
+FILES = {path.stem: engine.read_experiment(path.stem) for path in engine.HERE.glob("*.yaml")}
+
+
+def test_readme_and_guides_name_every_experiment():
+    texts = "".join((toy.REPOSITORY / name).read_text() for name in ("README.md", "docs/made-data.md"))
+    assert [name for name in FILES if not re.search(rf"`(make experiment )?(NAME=)?{name}`", texts)] == []
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_each_variant_makes_valid_parameters_other_than_those_before_and_is_tested_on_the_same_pairs(name, tmp_path):
+    seen: list[Any] = []
+    cfg = FILES[name]
+    for entry in cfg.variants.values():
+        params = params_with(
+            engine.changes_of(entry) | ({"train.epochs": 1.6} if "same_steps_as" in entry else {}), tmp_path
+        )
+        seen.append([params.train, params.models[params.train.model], params.convert, params.ingest])
+        assert all(made.source.splits == ("train",) for made in params.augment.values())
+        assert params.predict == PARAMS.predict
+        assert params.train.base == PARAMS.train.base or params.train.base in cfg.needs
+    assert all(one not in seen[:number] for number, one in enumerate(seen))
+    assert {protocol.partition("/")[0] for protocol in cfg.protocols} <= set(PARAMS.ingest.datasets)
+
+
+def test_a_synthetic_dataset_is_that_of_the_profile_but_of_training_pairs_alone(tmp_path: Path):
+    profile = load_params(toy.REPOSITORY / engine.SYNTHETIC_DATA)
+    made = list(profile.augment)
+    params = params_with(engine.changes_of({"synthetic": made}), tmp_path)
+    assert made == ["minichange_edits", "minichange_neighbours", "minichange_coupled"]
+    for name in made:
+        ours, theirs = params.augment[name], profile.augment[name]
+        assert ours.source.splits == ("train",)
+        assert ours.model_copy(update={"source": theirs.source}) == theirs
+    assert (params.ingest, params.convert) == (profile.ingest, profile.convert)
+    assert params_with(engine.changes_of({"synthetic": made[:1]}), tmp_path).convert.sources == {}
+
+
+@pytest.mark.parametrize("name", [name for name, cfg in FILES.items() if "synthetic" in str(cfg.variants)])
+def test_parameters_that_have_what_only_some_variants_train_on_are_refused(name, monkeypatch, capsys):
+    """As after `m3diff profile made-data`; before anything runs."""
+    made = load_params(toy.REPOSITORY / engine.SYNTHETIC_DATA)
+    monkeypatch.setattr(engine, "load_params", lambda path: made)
+    monkeypatch.setattr(engine, "conduct", lambda *_: pytest.fail("variants were run"))
+    assert engine.main([name]) == 1
+    told = capsys.readouterr().err
+    assert re.search(r"\.synthetic: params.yaml has 'minichange_\w+' already, so that variants without it would", told)
+    assert "`m3diff profile embedded`" in told
+    engine.check_synthetic(FILES["ablation"], made)
+
+
+def test_table_2_of_onediff_has_the_module_or_not_and_the_alignment_or_not(tmp_path: Path):
+    variants = FILES["ablation-onediff"].variants
+    found = {name: params_with(engine.changes_of(entry), tmp_path) for name, entry in variants.items()}
+    models = {name: params.models["onediff"] for name, params in found.items()}
+    assert {params.train.model for params in found.values()} == {"onediff"}
+    assert {name: (model.module is not None, model.align is not None) for name, model in models.items()} == {
+        "neither": (False, False),
+        "CST": (False, True),
+        "VDM": (True, False),
+        "both": (True, True),
+    }
+    for name, params in found.items():
+        align = models[name].align
+        assert params.train == found["neither"].train
+        assert set(params.ingest.datasets) - set(align.datasets if align else ()) == LEVELS, "what is fine-tuned on"
+        if align:
+            trained = {part: rate for part, rate in align.rates.items() if rate is not None}
+            assert trained.keys() == {"projector"} | ({"module"} if models[name].module else set())
+            assert trained.items() <= dict(models[name].rates).items()
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("ablation-diffcap", [("Coll", "onediff", [], None), ("Coll and Syn", "onediff", [SYN], "Coll"),
+                              ("Coll and Real", "onediff", [REAL], "Coll"),
+                              ("Coll, Syn and Real", "onediff", [SYN, REAL], "Coll")]),
+        ("ablation-syned", [row for model in ("m3diff", "onediff", "blip2idc") for row in
+                            ((model, model, [], None), (f"{model} with edits", model, [SYN], model))]),
+    ],
+)  # fmt: skip
+def test_a_variant_with_synthetic_data_is_compared_with_the_same_model_without(name: str, wanted: list[tuple]):
+    cfg = FILES[name]
+    entries = cfg.variants.items()
+    assert [(v, of["train.model"], of.get("synthetic", []), of.get("same_steps_as")) for v, of in entries] == wanted
+    bases = {of["train.model"]: of.get("train.base") for of in cfg.variants.values()}
+    assert all(of.get("train.base") == bases[of["train.model"]] for of in cfg.variants.values())
+    assert set(bases.values()) - {None} == {str(folder) for folder in cfg.needs}
+
+
+def test_the_trained_and_the_never_trained_module_differ_in_the_modules_rate_alone():
+    cfg = FILES["ablation"]
+    assert cfg.compare_with == ("with MDP", "MDP, never trained")
+    assert cfg.variants["with MDP"] == {}
+    assert cfg.variants["MDP, never trained"] == {"models.m3diff.rates.module": None}
+    assert PARAMS.train.model == "m3diff"
+
+
+def test_every_model_of_the_parameters_is_compared():
+    assert {entry["train.model"] for entry in FILES["compare"].variants.values()} == set(PARAMS.models)
+
+
+def test_the_rehearsal_has_the_profiles_module_and_ratios_of_rates_on_the_embedded_base(tmp_path: Path):
+    paper = load_params(toy.REPOSITORY / "profiles" / "paper.yaml")
+    full = paper.models["m3diff"]
+    found = {name: params_with(entry, tmp_path) for name, entry in FILES["rehearse"].variants.items()}
+    module, control = found["module"].models["m3diff"], found["no module"].models["no_module"]
+    layers = json.loads((toy.REPOSITORY / "data/00_base/config.json").read_text())["vision_config"]["num_hidden_layers"]
+    levels = tuple(range(layers - len(full.module.vision_feature_layers) + 1, layers + 1))
+    assert module.module.vision_feature_layers == levels
+    for name in ("layers", "pos_embed_scale", "init_gain", "score", "residual"):
+        assert getattr(module.module, name) == getattr(full.module, name), name
+    for part, rate in full.rates.items():
+        assert module.rates[part] / module.rates.llm == pytest.approx(rate / full.rates.llm)
+        assert control.rates[part] == (None if part == "module" else module.rates[part])
+    assert (module.delays, control.lora, control.module) == (full.delays, module.lora, None)
+    for params in found.values():
+        for name in ("warmup_share", "weight_decay", "max_grad_norm"):
+            assert getattr(params.train, name) == getattr(paper.train, name), name
+
+
+def test_the_control_base_is_the_embedded_one_without_the_tasks_of_two_images():
+    values, _ = resolve(toy.REPOSITORY / "infra" / "base-single.yaml")
+    found = differences(resolve(toy.REPOSITORY / "profiles" / "embedded.yaml")[0], values)
+    assert [line.split(":")[0] for line in found] == ["paths.base", "pretrain.tasks"]
+    assert values["pretrain"]["tasks"] == ["image", "asked for", "sentence"]
+    assert FILES["ablation"].needs == {Path(values["paths"]["base"]): "make base-single"}
+    assert "m3diff --params infra/base-single.yaml pretrain\n" in (toy.REPOSITORY / "Makefile").read_text()
+
+
+# The runs
+
+
+def experiment(**fields: Any) -> engine.Experiment:
+    return engine.Experiment(**({"title": "T", "protocols": (PROTOCOL,)} | fields))
+
+
+def test_a_variant_without_its_base_is_left_out_and_so_is_one_compared_with_it(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    variants = {"plain": {}, "single": {"train.base": "data/single"}, "other": {"train.base": "data/other"}}
+    variants |= {"more": {"same_steps_as": "single"}, "x": {"same_steps_as": "plain"}}
+    cfg = experiment(variants=variants, needs={"data/single": "make base-single"})
+    assert engine.left_out(cfg) == {
+        "single": "left out: single: data/single is not there; make it with `make base-single`",
+        "more": "left out: more: single, with which it is compared, is left out",
+    }
+    (tmp_path / "data/single").mkdir(parents=True)
+    assert engine.left_out(cfg) == {}
+
+
+class Runs:
+    """Fake runs of DVC, whose CIDEr is their seed and whose number of steps grows; `fails` names one that fails."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: str = "") -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.fails = fails
+        for name in ("run", "read", "budget_of", "epochs_for", "dvc"):
+            monkeypatch.setattr(engine, name, getattr(self, name))
+
+    def run(self, name: str, changes: Mapping[str, Any], folders: list[Path]) -> None:
+        self.calls.append((name, dict(changes), folders))
+        if name == self.fails:
+            raise engine.subprocess.CalledProcessError(75, ["dvc", "exp", "run"])
+
+    def read(self, name: str, path: Path) -> bytes:
+        if path.suffix == ".json":
+            of = {"pairs": 26, "CIDEr": float(name.rpartition("-")[2]), "intervals": {}}
+            return json.dumps({"protocols": {PROTOCOL: of}}).encode()
+        sink = pa.BufferOutputStream()
+        pq.write_table(scores(BASE, "abcdefghijklmnopqrstuvwxyz"), sink)
+        return sink.getvalue().to_pybytes()
+
+    def budget_of(self, name: str, paths: Any) -> Budget:
+        return BUDGET._replace(steps=100 + len(self.calls))
+
+    def epochs_for(self, steps: int, name: str, changes: Mapping[str, Any], folders: list[Path], paths: Any) -> float:
+        self.calls.append(("epochs", steps, name, dict(changes), folders))
+        return 1.25
+
+    def dvc(self, *arguments: str) -> None:
+        self.calls.append(arguments)
+
+
+def test_each_variant_runs_with_each_seed_and_one_of_as_many_steps_after_its_data_are_made(monkeypatch, tmp_path):
+    runs = Runs(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    Path("data/other").mkdir(parents=True)
+    variants = {"plain": {"train.base": "data/other"}, "gone": {"train.base": "data/gone"}}
+    variants["More, edits"] = {"train.base": "data/other", "synthetic": [SYN], "same_steps_as": "plain"}
+    needs = {"data/other": "make other", "data/gone": "make gone"}
+    monkeypatch.setattr(engine, "SYNTHETIC_DATA", toy.REPOSITORY / engine.SYNTHETIC_DATA)
+    found = engine.conduct("toy", experiment(variants=variants, needs=needs, seeds=2), PARAMS)
+    other, made = [Path("data/other")], engine.changes_of(variants["More, edits"])
+    seeds = [{"train.seed": 7407}, {"train.seed": 7408}]
+    assert runs.calls == [
+        *[(f"toy-plain-{of['train.seed']}", of | variants["plain"], other) for of in seeds],
+        ("epochs", 102, "toy-more-edits-data", made, other),
+        *[(f"toy-more-edits-{of['train.seed']}", of | made | {"train.epochs": 1.25}, other) for of in seeds],
+    ]
+    assert list(found["left_out"]) == ["gone"]
+    assert found["bases"] == {"data/other": sha256_of_folder(Path("data/other"))}
+    assert found["budgets"]["plain"]["steps"] == 102
+    rows = found["protocols"][PROTOCOL]
+    assert [(row["row"], row["same_steps_as"]) for row in rows] == [("plain", None), ("More, edits", "plain")]
+    assert rows[0]["scores"]["CIDEr"]["values"] == [7407.0, 7408.0]
+
+
+def test_slower_variants_run_once_more_in_as_many_seconds(monkeypatch):
+    runs = Runs(monkeypatch)
+    seconds = {"m3diff": 0.2, "quick": 0.1, "alike": 0.219, "slow": 0.4}
+    monkeypatch.setattr(cost, "measure", lambda name, changes, *_: {"step_s": seconds[name.split("-")[1]]})
+    cfg = experiment(
+        variants={name: {"train.model": name} for name in seconds}, compare_with=("m3diff",), equal_seconds=0.1
+    )
+    found = engine.conduct("toy", cfg, PARAMS)
+    half = PARAMS.train.epochs / 2
+    assert ("repro", "convert") in runs.calls, "the measurements read the data of this checkout"
+    assert runs.calls[-1] == (
+        "toy-slow-equal-seconds-7407",
+        {"train.seed": 7407, "train.model": "slow", "train.epochs": half},
+        [],
+    )
+    assert found["epochs"] == {"equal pairs": PARAMS.train.epochs, "equal seconds": {"slow": half}}
+    assert list(found["scores"]) == [*seconds, "slow, equal seconds"]
+    assert found["scores"]["slow"][PROTOCOL] == {"CIDEr": {"score": 7407.0, "low": None, "high": None}}
+
+
+def test_a_protocol_that_was_not_scored_is_named(monkeypatch):
+    Runs(monkeypatch)
+    with pytest.raises(ParamsError, match="protocols: toy/hard was not scored; metrics.json has toy/total"):
+        engine.conduct("toy", experiment(variants={"plain": {}}, protocols=("toy/hard",)), PARAMS)
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An experiment `toy` of two variants in the current folder."""
+    shutil.copy(toy.REPOSITORY / "params.yaml", tmp_path)
+    (tmp_path / "toy.yaml").write_text("title: T\nprotocols: [toy/total]\nvariants: {plain: {}, more: {a.b: 1}}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(engine, "HERE", tmp_path)
+    monkeypatch.setattr(engine, "RESULTS", tmp_path)
+    return tmp_path
+
+
+def test_the_results_and_their_page_are_written(files: Path, monkeypatch, capsys):
+    Runs(monkeypatch)
+    assert engine.main(["toy", "--seeds", "2"]) == 0
+    found = json.loads((files / "toy.json").read_text())
+    assert (found["command"], found["seeds"]) == ("make experiment NAME=toy N=2", [7407, 7408])
+    text = (files / "toy.md").read_text()
+    assert "| more | 740750.0 ± 70.7 |" in text
+    assert text in capsys.readouterr().out
+
+
+def test_a_run_that_fails_ends_it_with_its_code_and_nothing_is_written(files: Path, monkeypatch, capsys):
+    Runs(monkeypatch, fails="toy-more-7407")
+    assert engine.main(["toy"]) == 75
+    assert capsys.readouterr().err == "make experiment: `dvc exp run` ended with 75\n"
+    assert not (files / "toy.json").exists()
+
+
+@pytest.mark.slow(150)
+def test_variants_are_experiments_of_dvc_and_what_ran_is_restored(
+    toy_that_ran: Path, tmp_path: Path, monkeypatch, capfd
+):
+    """Three pairs, four with the synthetic one, one a batch: nine steps are 2.7 epochs of three and 2.125 of four."""
+    root = toy_that_ran
+    (root / ".gitignore").write_text((root / ".gitignore").read_text() + "/data/other/\n")
+    apply_overrides(root / "params.yaml", ["train.global_batch=1", "compute.micro_batch=1", "compute.workers=0"])
+    toy.run(root, "dvc", "repro", "-q")
+    toy.commit(root, "a batch is a pair, and another base is ignored")
+    (root / "data/other").mkdir()
+    (root / "data/other/config.json").write_text('{"other": 1}')
+    variants = {"plain": {}, "other": {"train.base": "data/other"}, "gone": {"a": "data/gone"}}
+    variants["more"] = {"synthetic": [SYN], "same_steps_as": "plain"}
+    needs = {"data/other": "make other", "data/gone": "make gone"}
+    file = {"title": "T", "protocols": [toy.TOTAL], "compare_with": ["plain"], "variants": variants, "needs": needs}
+    (tmp_path / "rows.yaml").write_text(yaml.safe_dump(file, sort_keys=False))
+    monkeypatch.setattr(engine, "HERE", tmp_path)
+    monkeypatch.setattr(engine, "RESULTS", tmp_path)
+    for again in (False, True):
+        assert engine.main(["rows"]) == 0
+        said = capfd.readouterr().out
+        assert ("Running stage 'augment@minichange_edits'" in said) != again
+        found = json.loads((tmp_path / "rows.json").read_text())
+        plain, more = (found["budgets"][name] for name in ("plain", "more"))
+        assert (plain["pairs"], plain["epochs"], plain["steps"]) == (3, 2.7, 9)
+        assert (more["pairs"], more["epochs"], more["steps"]) == (4, 2.125, 9)
+        assert found["bases"] == {"data/other": sha256_of_folder(root / "data/other")}
+        assert said.count(found["left_out"]["gone"]) == 2, "before the hours, and with the table"
+        assert "dvc exp run --name rows-other-7407 train.seed=7407 train.base=data/other" in said
+    assert "Stage 'evaluate' is cached" in said
+    assert toy.run(root, "git", "status", "--porcelain") == ""
+    listed = set(toy.run(root, "dvc", "exp", "list", "--name-only").split())
+    assert listed == {f"rows-{name}-7407" for name in ("plain", "other", "more")}
+    checkpoint = read("rows-other-7407", Path("data/05_model/checkpoint/manifest.json"))
+    assert json.loads(checkpoint)["base"] == "data/other"
