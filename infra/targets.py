@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from components.closure import ROOT, key_of
+from components.code import ROOT, key_of
 from components.files import write_atomic
 from components.params import Params, ParamsError, load_params
 from components.profiles import resolve
