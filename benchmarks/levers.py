@@ -28,7 +28,7 @@ from components.models.attention import KERNELS
 from components.models.device import Device
 from components.models.fp8 import copies_bytes, use_fp8, without_fp8
 from components.models.fused import make_fused
-from components.models.m3diff.family import M3DIFF
+from components.models.m3diff.family import FAMILY as M3DIFF
 from components.models.m3diff.modeling import M3DiffForConditionalGeneration
 from components.models.m3diff.processing import M3DiffImageProcessor
 from components.models.tuning import prepare, trainable_groups

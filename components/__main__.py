@@ -58,6 +58,12 @@ def described(params: Params) -> Description:
     return Description(cfg.tracking_uri, cfg.experiment, model, shown, params.predict.max_new_tokens)
 
 
+def code(args: argparse.Namespace) -> None:
+    from components.code_stage import code as run
+
+    run(parameters(args))
+
+
 def pretrain(args: argparse.Namespace) -> None:
     params = parameters(args)
     from components.pretrain.stage import pretrain as run
@@ -437,6 +443,7 @@ def migrate(args: argparse.Namespace) -> None:
 
 
 COMMANDS: dict[str, tuple[Command, str]] = {
+    "code": (code, "write what code each stage runs, by meaning; DVC compares it"),
     "pretrain": (pretrain, "pre-train a tiny base model (from scratch: about two hours on one core)"),
     "synthesize": (synthesize, "generate a synthetic dataset, such as MiniChange"),
     "augment": (augment, "make synthetic pairs from a raw dataset: edits, similar images, coupled samples"),

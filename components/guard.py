@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from components.code import FOLDER, current, edited
 from components.files import sha256
 from components.records import DataError
 from components.section import ParamsError
@@ -65,6 +66,8 @@ def unchanged() -> Iterator[None]:
     if stage is None:
         yield
         return
+    if stale := [] if stage == "code" else edited(stage):
+        raise ParamsError(f"{stage}: {FOLDER}/{stage}.json is of other code ({stale[0]}); run `dvc repro code` first")
     before = watched(stage)
     yield
     if changed := list(differences(before, watched(stage))):
@@ -85,6 +88,8 @@ def watched(stage: str) -> Watched:
     params = {path: _lookup(values, path) for path in (_filled(name, known) for name in entry["params"])}
     paths = (Path(_filled(dep, known)) for dep in entry["deps"] if "item." not in dep)
     files = {str(file): sha256(file)[:12] for path in paths if path.parts[0] in OURS for file in _files(path)}
+    if stage != "code":
+        files |= {file: meaning[:12] for file, meaning in current(stage).items()}
     return Watched(params, files)
 
 

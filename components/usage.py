@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 GROUPS = {
-    "stages, in order": "pretrain synthesize augment ingest validate convert train predict evaluate",
+    "stages, in order": "code pretrain synthesize augment ingest validate convert train predict evaluate",
     "data and scoring": "data compare score zero-shot export-llava",
     "use and share": "caption serve export",
     "model registry": "register promote rollback history models lineage restore prune",
@@ -16,6 +16,7 @@ GROUPS = {
 """The commands as `m3diff --help` lists them."""
 
 EXAMPLES = {
+    "code": ("m3diff code",),
     "pretrain": ("m3diff pretrain", "m3diff --params infra/base-blip2idc.yaml pretrain"),
     "synthesize": ("m3diff synthesize minichange",),
     "augment": ("m3diff augment minichange_edits",),

@@ -79,5 +79,6 @@ def list_runs() -> list[dict[str, str]]:
 def metrics(run: str, stages: dict[str, Any]) -> list[str]:
     """Outputs of these stages that lie in git and not in DVC's cache."""
     written = {out["path"] for entry in stages.values() for out in entry.get("outs", [])}
-    in_git = set(git("ls-tree", "-r", "--name-only", run).splitlines())
-    return sorted(path for path in written if path in in_git and not Path(path).is_dir())
+    in_git = git("ls-tree", "-r", "--name-only", run).splitlines()
+    files = {path for path in written if path in in_git and not Path(path).is_dir()}
+    return sorted(files | {path for path in written if any(file.startswith(f"{path}/") for file in in_git)})

@@ -16,7 +16,7 @@ from flows import notices
 from flows.pipeline import run_pipeline
 from flows.schedule import coalesce_late
 
-CODE = "components"
+CODE = ("components", "code")
 
 
 @flow(name="m3diff", persist_result=False, on_failure=[notices.failed], on_crashed=[notices.failed])
@@ -57,12 +57,12 @@ def look_for_changes(status: dict[str, Any], params: Params) -> list[str]:
 def changes(status: dict[str, Any]) -> Iterator[str]:
     """The changed data and parameters in `dvc status`; changed code alone is no reason, nor is section `compute`."""
     for stage, entries in status.items():
-        for entry in entries:
+        for entry in entries if stage != "code" else []:
             if not isinstance(entry, dict):
                 continue  # "changed command": the graph, which is code
             for kind, items in entry.items():
                 for path, how in items.items():
-                    if Path(path).parts[0] != CODE:
+                    if Path(path).parts[0] not in CODE:
                         what = f"{path} {', '.join(how)}" if isinstance(how, dict) else f"{path} {how}"
                         yield f"{stage}: {kind}: {what}"
 

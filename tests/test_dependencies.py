@@ -1,7 +1,5 @@
-"""What DVC watches is what decides: code by import closure, paths by interpolation, and what reruns after a change."""
+"""What DVC compares is what decides: code by its meaning, paths by interpolation, and what reruns after a change."""
 
-import ast
-import hashlib
 import json
 import re
 import shutil
@@ -12,6 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
+from components.code import digests
+from components.code_stage import named
+from components.params import load_params
 from tests import toy
 from tests.toy import REPOSITORY
 
@@ -24,52 +25,14 @@ GRAPH = {
 # Code
 
 
-def imported(file: Path, root: Path) -> Iterator[Path]:
-    """The files of `components` that a file imports, wherever in it; a package is its `__init__.py`."""
-    for node in ast.walk(ast.parse(file.read_text())):
-        names: list[str] = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        for name in names:
-            if name.split(".")[0] == "components":
-                place = root / name.replace(".", "/")
-                yield from (path for path in (place.with_suffix(".py"), place / "__init__.py") if path.is_file())
+def dependencies(stage: str) -> set[str]:
+    return {path for path in GRAPH[stage]["deps"] if path.startswith("components/")}
 
 
-def closure(start: Path, root: Path) -> set[Path]:
-    """A module and all that it imports, directly or not.
-
-    The `__init__.py` of a package above a module counts only where it is imported by name: it holds a list or nothing.
-    """
-    seen: set[Path] = set()
-    todo = [start]
-    while todo:
-        file = todo.pop()
-        if file not in seen:
-            seen.add(file)
-            todo += imported(file, root)
-    return seen - {root / "components" / "__init__.py"}
-
-
-def is_code(path: Path) -> bool:
-    return path.is_file() and "__pycache__" not in path.parts
-
-
-@pytest.mark.parametrize("stage", [name for name, entry in GRAPH.items() if entry.get("frozen")])
-def test_the_lock_of_a_frozen_stage_is_of_the_code_as_it_is(stage: str):
-    """DVC does not bring it up to date by itself, and register refuses a lock that is of other code."""
-    written = yaml.safe_load((REPOSITORY / "dvc.lock").read_text())["stages"][stage]["deps"]
-    files = {dep["path"]: dep["md5"] for dep in written if (REPOSITORY / dep["path"]).is_file()}
-    assert len(files) > 10
-    stale = [path for path, md5 in files.items() if hashlib.md5((REPOSITORY / path).read_bytes()).hexdigest() != md5]
-    assert not stale, f"where {stage} makes the same as before: dvc commit -f {stage}"
-
-
-def resources(code: Iterable[Path], root: Path) -> set[Path]:
+def resources(code: Iterable[Path]) -> set[str]:
     """Files beside the code (templates, tables) whose name stands in one of its strings, or in such a template's."""
-    others = [path for path in (root / "components").rglob("*") if is_code(path) and path.suffix != ".py"]
+    everything = [path for path in (REPOSITORY / "components").rglob("*") if path.is_file()]
+    others = [path for path in everything if path.suffix not in (".py", ".pyc")]
     found: set[Path] = set()
     waiting = list(code)
     while waiting:
@@ -77,70 +40,20 @@ def resources(code: Iterable[Path], root: Path) -> set[Path]:
         named = {path for path in others if re.search(rf"[\"'/]{re.escape(path.name)}[\"']", text)}
         waiting = [path for path in named - found if path.suffix == ".j2"]
         found |= named
-    return found
+    return {str(path.relative_to(REPOSITORY)) for path in found}
 
 
-def as_dependencies(files: set[Path], folder: Path) -> set[Path]:
-    """The shortest list that covers these files and no other: a folder whose whole code is among them, else files."""
-    inside = {path for path in folder.rglob("*") if is_code(path)}
-    needed = {path for path in inside if path.name != "__init__.py" or ast.parse(path.read_text()).body[1:]}
-    if inside & files and needed <= files:
-        return {folder}
-    shortest = {path for path in files if path.parent == folder}
-    for child in folder.iterdir():
-        if child.is_dir() and child.name != "__pycache__":
-            shortest |= as_dependencies(files, child)
-    return shortest
-
-
-def code_dependencies(stage: str, root: Path = REPOSITORY) -> set[str]:
-    code = closure(root / "components" / stage / "stage.py", root)
-    files = code | resources(code, root)
-    return {str(path.relative_to(root)) for path in as_dependencies(files, root / "components")}
-
-
-@pytest.mark.parametrize("stage", GRAPH)
-def test_the_code_that_a_stage_watches_is_the_code_that_it_runs(stage):
-    watched = {path for path in GRAPH[stage]["deps"] if path.startswith("components")}
-    runs = code_dependencies(stage)
-    faults = [f"add `- {path}`" for path in sorted(runs - watched)]
-    faults += [f"remove `- {path}`" for path in sorted(watched - runs)]
-    assert faults == [], f"dvc.yaml, deps of {stage}: {'; '.join(faults)}"
-
-
-@pytest.fixture
-def package(tmp_path: Path) -> Path:
-    """A stage `a` that imports a module beside it, one file of a package, and a package's list."""
-    files = {
-        "a/stage.py": "from components.a import near\ndef run():\n    import components.lib.used\n",
-        "a/near.py": "from components.all import LIST\nPAGE = 'page.html'\nOTHER = 'page.j2'\n",
-        "a/page.html": "",
-        "a/page.j2": "{% include 'style.css' %}",
-        "a/style.css": "",
-        "lib/used.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from components.types import T\n",
-        "lib/planner.py": "",
-        "lib/other.html": "",
-        "all/__init__.py": "from components.all.one import LIST\n",
-        "all/one.py": "LIST = []\n",
-        "types.py": "",
-    }
-    for name, text in files.items():
-        (tmp_path / "components" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "components" / name).write_text(text)
-        (tmp_path / "components" / name).with_name("__init__.py").touch()
-    return tmp_path
-
-
-def test_the_closure_follows_imports_in_functions_and_for_types_and_lists_whole_folders_as_one(package):
-    found = code_dependencies("a", package)
-    assert found == {f"components/{name}" for name in ("a", "all", "lib/used.py", "types.py")}
-
-
-def test_a_file_in_a_stages_folder_that_nothing_names_splits_the_folder(package):
-    (package / "components" / "a" / "notes.html").touch()
-    found = code_dependencies("a", package)
-    assert {f"components/a/{name}" for name in ("stage.py", "near.py", "page.html")} < found
-    assert "components/a/notes.html" not in found
+@pytest.mark.parametrize("stage", [stage for stage in GRAPH if stage != "code"])
+def test_a_stage_depends_on_its_code_and_on_the_templates_and_tables_that_this_names(stage, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    modules = named(load_params(Path("params.yaml")))
+    ours = [name for name in modules if name.partition("@")[0] == stage]
+    assert ours or stage == "augment", "stage `code` writes nothing of it"
+    for name in ours:
+        code = digests(REPOSITORY / "components" / stage / "stage.py", modules[name])
+        assert resources(REPOSITORY / file for file in code) == dependencies(stage)
+        file = REPOSITORY / "code" / f"{name}.json"
+        assert json.loads(file.read_text()) == code, "run `dvc repro code`"
 
 
 # Paths
@@ -231,6 +144,16 @@ def set_to(place: str, value: Any) -> Callable[[Path], None]:
     return lambda root: set_params(root, place, value)
 
 
+def add_code(*paths: str) -> Callable[[Path], None]:
+    """Change the meaning of files that must be there."""
+
+    def change(root: Path) -> None:
+        for path in paths:
+            rewrite(root / path, (root / path).read_text() + "\nADDED = 1\n")
+
+    return change
+
+
 def draw_anew(number: int) -> Callable[[Path], None]:
     """Another picture in place of one image of the dataset from outside."""
 
@@ -270,21 +193,29 @@ CHANGES: dict[str, tuple[Callable[[Path], None], list[str], list[str]]] = {
     ),
     "test-only dataset": (
         add_test_only_dataset,
-        ["ingest@birds", "validate", "convert"],
-        ["ingest@birds", "validate", "convert", "predict", "evaluate"],
+        ["code", "ingest@birds", "validate", "convert"],
+        ["code", "ingest@birds", "validate", "convert", "predict", "evaluate"],
     ),
-    "planner": (append_to("components/plan/plan.py"), [], []),
-    "report's template": (append_to(*templates("evaluate")), ["evaluate"], ["evaluate"]),
-    "template of another page": (append_to(*templates("inspect")), [], []),
+    "planner": (add_code("components/plan/plan.py"), ["code"], ["code"]),
+    "comment in the training loop": (append_to("components/train/loop.py"), ["code"], ["code"]),
+    "another family": (add_code("components/models/onediff/family.py"), ["code"], ["code"]),
+    "another dataset's reader": (add_code("components/datasets/omnidiff.py"), ["code"], ["code"]),
+    "the trained family": (
+        add_code("components/models/m3diff/mdp.py"),
+        ["code"],
+        ["code", "train", "predict"],  # whose captions are the same
+    ),
+    "report's template": (append_to(*templates("evaluate")), ["code", "evaluate"], ["code", "evaluate"]),
+    "template of another page": (append_to(*templates("inspect")), ["code"], ["code"]),
     "workers": (set_to("compute.workers", 7), [], []),
     "checkpoint interval": (set_to("compute.checkpoint_every_steps", 7), [], []),
     "learning rate": (set_to(RATES, 0.5), ["train"], TRAIN_ON),
     "learning rate of a model that is not trained": (set_to("models.no_module.rates.llm", 0.5), [], []),
-    "model to train": (set_to("train.model", "no_module"), ["train"], TRAIN_ON),
+    "model to train": (set_to("train.model", "no_module"), ["code", "train"], ["code", *TRAIN_ON]),
     "dataset's entry": (
         set_to("ingest.datasets.real.follow_links", True),
-        ["ingest@real", "validate", "convert"],
-        [*INGEST, "convert"],
+        ["code", "ingest@real", "validate", "convert"],
+        ["code", *INGEST, "convert"],
     ),
     "pages of predictions in the report": (set_to("evaluate.gallery", 7), ["evaluate"], ["evaluate"]),
     "gate": (set_to("promote.min_gain", 0.5), [], []),

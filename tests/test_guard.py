@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from components import guard
+from components import code
 from components.__main__ import USAGE, main
 from components.guard import Watched, differences, unchanged, watched
 from components.section import ParamsError
 from tests import toy
 
-NEW = hashlib.sha256(b"# new").hexdigest()[:12]
+NEW = hashlib.sha256(b"('Module',)").hexdigest()[:12]
 EDIT = """
 def {stage}(params, paths, *dataset):
     {edit}
@@ -29,6 +29,7 @@ def real_{stage}("""
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     root = toy.build(tmp_path / "project")
     monkeypatch.chdir(root)
+    monkeypatch.setattr(code, "ROOT", root)
     return root
 
 
@@ -85,13 +86,22 @@ def fails(stage: str, monkeypatch: pytest.MonkeyPatch, edit: str) -> str:
 @pytest.mark.fault("B1")
 def test_code_is_named_with_both_hashes_and_what_comes_or_goes_too(project: Path, monkeypatch: pytest.MonkeyPatch):
     file = Path("components/train/loop.py")
-    before = guard.sha256(file)[:12]
-    said = fails("train", monkeypatch, f"Path('{file}').write_text('# new')")
-    assert f"{file} {before} -> {NEW}" in said
-    said = fails("train", monkeypatch, f"Path('{file}').unlink()")
-    assert f"{file} {NEW} -> absent" in said
+    before, text = code.digest(file)[:12], file.read_text()
+    for edit, after in (("write_text('# new')", NEW), ("write_text('(')", "broken"), ("unlink()", "absent")):
+        said = fails("train", monkeypatch, f"Path('{file}').{edit}")
+        assert f"{file} {before} -> {after}" in said
+        file.write_text(text)
     said = fails("convert", monkeypatch, "Path('profiles/questions.yaml').write_text('tasks: {}')")
     assert "profiles/questions.yaml " in said
+
+
+def test_a_stage_does_not_begin_where_its_recorded_code_is_another(project: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("DVC_STAGE", "train")
+    file = Path("components/train/loop.py")
+    file.write_text(file.read_text() + "ADDED = 1\n")
+    said = rf"code/train.json is of other code \({file}\); run `dvc repro code`"
+    with pytest.raises(ParamsError, match=said), unchanged():
+        pytest.fail("it began")
 
 
 def test_an_edit_of_what_the_stage_does_not_watch_is_nobodys_concern(project: Path, monkeypatch: pytest.MonkeyPatch):
@@ -111,7 +121,7 @@ def test_each_stage_watches_the_parameters_and_files_that_dvc_yaml_names(project
     values = yaml.safe_load(Path("params.yaml").read_text())
     train = watched("train")
     assert train.params == {"train": values["train"], "models.m3diff": values["models"]["m3diff"]}
-    assert {"components/train/loop.py", "components/closure.py"} <= train.files.keys()
+    assert {"components/train/loop.py", "components/code.py"} <= train.files.keys()
     assert not any(name.startswith("components/evaluate") for name in train.files)
     drawn = watched("synthesize@minichange")
     assert drawn.params == {

@@ -14,7 +14,8 @@ COMPONENTS = REPOSITORY / "components"
 SHARED = {
     "records",
     "section",
-    "closure",
+    "code",
+    "lazy",
     "compute",
     "endpoint",
     "gpus",
@@ -35,7 +36,18 @@ SHARED = {
     "datasets",
     "models",
 }
-TOP = {"params", "counts", "consistency", "profiles", "migrate", "guard", "preflight", "usage", "__main__"}
+TOP = {
+    "code_stage",
+    "params",
+    "counts",
+    "consistency",
+    "profiles",
+    "migrate",
+    "guard",
+    "preflight",
+    "usage",
+    "__main__",
+}
 """The parameters as a whole and the command line: they know the stages' sections, and no stage knows them."""
 
 COMMANDS = {"plan", "inspect", "export", "compare", "score", "archive", "caption", "serve", "zero_shot"}

@@ -78,6 +78,7 @@ def build(root: Path) -> Path:
     run(root, "git", "init", "-q")
     run(root, "dvc", "init", "-q")
     run(root, "dvc", "config", "core.analytics", "false")
+    run(root, "dvc", "repro", "-q", "code")
     run(root, "dvc", "repro", "-q", "--single-item", "pretrain")
     commit(root, "toy")
     return root
@@ -121,6 +122,13 @@ def write_dataset(root: Path, splits: tuple[str, ...], seed: int = 0) -> None:
             (root / folder).mkdir(parents=True, exist_ok=True)
             Image.new("RGB", (8, 8), (red, number, seed % 256)).save(root / folder / f"{number}.png")
     (root / "pairs.json").write_text(json.dumps(splits))
+
+
+def code(params: dict[str, Any], paths: dict[str, Path]) -> None:
+    from components.code_stage import code as run
+    from components.params import load_params
+
+    run(load_params(Path("params.yaml")))
 
 
 def synthesize(params: dict[str, Any], paths: dict[str, Path], name: str) -> None:

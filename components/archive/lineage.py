@@ -19,7 +19,7 @@ from components.archive.commit import find_commit, read, read_lock
 from components.archive.objects import Objects, listing, object_file
 from components.archive.version import commit_of
 from components.records import DataError
-from components.register.lineage import ADAPTERS, LOCK, MODEL_CODE, RAW, Lock, dvc_hash, hash_of_list
+from components.register.lineage import ADAPTERS, LOCK, RAW, Lock, code_path, dvc_hash, hash_of_list
 from components.register.params import Register
 from components.runs import weights_sha256
 
@@ -108,8 +108,9 @@ def of_training(tags: Mapping[str, str], objects: Objects, lock: Lock) -> Iterat
     """The base and the code of the model, which training depends on."""
     entry = lock.stages.get("train", {})
     base = entry.get("params", {}).get("params.yaml", {}).get("train", {}).get("base", "")
-    for what, path, tag in (("base", Path(base), "dvc.base"), ("model code", MODEL_CODE, "dvc.code")):
-        recorded = lock.hashes(path).get("train deps")
+    for what, path, tag in (("base", Path(base), "dvc.base"), ("model code", code_path(tags), "dvc.code")):
+        found = lock.hashes(path)
+        recorded = found.get("predict deps", found.get("train deps"))
         if recorded is None or recorded != tags.get(tag):
             yield compared(what, path, tags.get(tag), recorded, LOCK.name)
         else:

@@ -13,7 +13,7 @@ from components.archive.commit import add_worktree, current_stages, dvc, find_co
 from components.archive.lineage import NAMED, output
 from components.archive.version import commit_of
 from components.records import DataError
-from components.register.lineage import LOCK, MODEL_CODE, Lock, dvc_hash
+from components.register.lineage import LOCK, Lock, code_path, dvc_hash
 from components.register.params import Register
 
 REVISION = re.compile(r".*/.*|[0-9a-f]{40}")
@@ -70,13 +70,14 @@ def pull(folder: Path) -> str:
 
 def verify(folder: Path, commit: str, lock: Lock, tags: dict[str, str]) -> Iterator[Check]:
     """Every tracked file and folder by its content, the parameters of every stage, and what the version names."""
-    there = {path: hash_on_disk(folder / path) for path in (*tracked(commit, lock), MODEL_CODE)}
+    code = code_path(tags)
+    there = {path: hash_on_disk(folder / path) for path in (*tracked(commit, lock), code)}
     for path, named in tracked(commit, lock).items():
         yield compared("data", path, named, there[path])
     yield from of_parameters(folder, commit, lock)
     if tags:
         yield compared("dvc.lock", LOCK, tags.get("dvc.lock.sha256"), Lock(folder / LOCK).sha256)
-        yield compared("model code", MODEL_CODE, tags.get("dvc.code"), there[MODEL_CODE])
+        yield compared("model code", code, tags.get("dvc.code"), there[code])
         for what, stage, name, tag in NAMED:
             written = output(lock, stage, name)
             yield compared(what, written or name, tags.get(tag), there.get(written) if written else None, tag)

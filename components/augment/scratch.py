@@ -16,8 +16,7 @@ from pathlib import Path
 
 from components.augment.params import Drawn, InstructPix2Pix
 from components.augment.parts import Editor
-from components.closure import ROOT, import_closure
-from components.files import sha256
+from components.code import digests
 
 NO_CODE = (
     "components/models/",
@@ -30,8 +29,9 @@ key themselves."""
 def kept_edits(cfg: Drawn | InstructPix2Pix, editor: Editor, scratch: Path) -> Path:
     """The folder of this editor's edits, whoever asked for them: by its settings, the identity of its weights wherever
     they lie, and its code."""
-    names = {file.relative_to(ROOT).as_posix(): file for file in import_closure(Path(getfile(type(editor))), ROOT)}
-    code = {name: sha256(file) for name, file in names.items() if not name.startswith(NO_CODE)}
+    code = {
+        name: meaning for name, meaning in digests(Path(getfile(type(editor)))).items() if not name.startswith(NO_CODE)
+    }
     settings = cfg.model_dump(mode="json", exclude={"model", "sha256"})
     facts = json.dumps({"settings": settings, "model": editor.identity, "code": code}, sort_keys=True)
     return scratch / "edits" / f"{cfg.kind}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}"

@@ -1,8 +1,13 @@
 """Model families: the only list. A new family is a folder beside `m3diff/` and a line here."""
 
-from components.models.blip2idc.family import BLIP2IDC
-from components.models.family import Family
-from components.models.m3diff.family import M3DIFF
-from components.models.onediff.family import ONEDIFF
+from typing import TYPE_CHECKING
 
-FAMILIES: dict[str, Family] = {"m3diff": M3DIFF, "onediff": ONEDIFF, "blip2idc": BLIP2IDC}
+from components.lazy import Lazy
+
+if TYPE_CHECKING:
+    from components.models.family import Family
+
+FAMILIES: Lazy["Family"] = Lazy(
+    "FAMILY",
+    {name: f"components.models.{name}.family" for name in ("m3diff", "onediff", "blip2idc")},
+)

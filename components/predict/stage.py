@@ -17,9 +17,10 @@ from pathlib import Path
 
 import numpy as np
 
-from components.closure import key_of
+from components.code import key_of
 from components.compute import Compute
 from components.files import sha256, write_atomic
+from components.models import FAMILIES
 from components.models.checkpoint import CheckpointError, read_manifest
 from components.predict.journal import Answer, Journal
 from components.predict.pairs import PairSample, batches, control_pairs, read_test_pairs, reversed_pairs
@@ -85,15 +86,16 @@ def run_key(cfg: Predict, mixture: Path, checkpoint: Path) -> str:
         DataError: the checkpoint was not written to its end.
     """
     try:
-        files = read_manifest(checkpoint)["files"]
+        manifest = read_manifest(checkpoint)
     except CheckpointError as error:
         raise DataError(str(error)) from error
     facts = {
         "predict": cfg.model_dump(mode="json"),
-        "checkpoint": files,
+        "checkpoint": manifest["files"],
         "samples": [f"{file.name} {sha256(file)}" for file in sorted((mixture / "test").glob("*.parquet"))],
     }
-    return key_of(facts, Path(__file__))
+    family = [module for name, module in FAMILIES.modules.items() if name == manifest.get("family")]
+    return key_of(facts, Path(__file__), family)
 
 
 def caption_missing(job: Job, sets: dict[str, list[PairSample]], batch_pairs: int, journal: Journal) -> None:

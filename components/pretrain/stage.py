@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from components.closure import key_of
+from components.code import key_of
 from components.datasets.minichange.levels import LEVELS
 from components.datasets.minichange.render import render
 from components.datasets.minichange.scene import Level, Scene

@@ -20,7 +20,7 @@ from components.models.checkpoint import is_adapters, place_on_base
 from components.params import Params
 from components.predict.stage import predict
 from components.promote.versions import CannotScoreAgain, scored_again
-from components.register.lineage import MODEL_CODE, dvc_hash, hash_test_set
+from components.register.lineage import code_path, dvc_hash, hash_test_set
 from components.register.stage import SCORES, run_of
 
 
@@ -82,5 +82,6 @@ def length_limit(version: ModelVersion) -> dict[str, int]:
 
 
 def other_code(version: ModelVersion) -> str:
-    same = version.tags.get("dvc.code") == dvc_hash(MODEL_CODE)
-    return "" if same else f"; {MODEL_CODE} has changed since it was registered: its captions are those of today's code"
+    path = code_path(version.tags)
+    same = path.exists() and version.tags.get("dvc.code") == dvc_hash(path)
+    return "" if same else f"; {path} has changed since it was registered: its captions are those of today's code"

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import yaml
 from pydantic import BaseModel, ConfigDict
 
+from components.code import FOLDER, edited
 from components.files import sha256_of_folder
 from components.params import Params, Paths
 from components.readable import readable
@@ -23,6 +24,7 @@ from components.runs import FLOW_RUN, TOKENS, VERSION, WEIGHTS, weights_sha256
 
 LOCK = Path("dvc.lock")
 MODEL_CODE = Path("components/models")
+PREDICT_CODE = FOLDER / "predict.json"
 RAW = "dvc.raw."
 CODE = "dvc.code"
 ADAPTERS = "adapters"
@@ -38,7 +40,7 @@ class Lineage(BaseModel):
     data: str  # the samples that trained
     val_data: str  # the samples that were only scored while training
     checkpoint: str
-    code: str  # components/models: with the checkpoint and the length limit, what decides a caption
+    code: str  # of predict: with the checkpoint and the length limit, what decides a caption
     max_new_tokens: int
     base: str  # the pre-trained model that the training began with
     base_sha256: str  # its content, as the checkpoint names it
@@ -82,6 +84,11 @@ class Lineage(BaseModel):
     def outdated(self, tags: Collection[str]) -> list[str]:
         """Of a version's tags those that an earlier evaluation left and this one does not know."""
         return [tag for tag in tags if (tag.startswith(RAW) or tag == FLOW_RUN) and tag not in self.tags()]
+
+
+def code_path(tags: Mapping[str, str]) -> Path:
+    """What the tag `dvc.code` of a version is the hash of: the folder of the models, in versions of before 2026-12."""
+    return MODEL_CODE if tags.get(CODE, "").endswith(".dir") else PREDICT_CODE
 
 
 def content_of(tags: Mapping[str, str]) -> str | None:
@@ -165,6 +172,8 @@ def read_lineage(params: Params, lock: Lock) -> Lineage:
     Raises:
         DataError: the working tree is not what `dvc.lock` says, or is no git repository.
     """
+    if changed := edited("predict"):
+        raise DataError(f"{changed[0]}: has changed since `dvc repro` ran; run it again")
     paths = params.paths
     adapters = kept_alone(params.register_, paths.model / "checkpoint")
     results = ("report.html", "scores.parquet")
@@ -178,7 +187,7 @@ def read_lineage(params: Params, lock: Lock) -> Lineage:
         data=lock.current(paths.mixture / "train"),
         val_data=lock.current(paths.mixture / "val"),
         checkpoint=lock.current(paths.model / "checkpoint"),
-        code=lock.current(MODEL_CODE),
+        code=lock.current(PREDICT_CODE),
         max_new_tokens=lock.params(())["predict"]["max_new_tokens"],
         base=lock.current(params.train.base),
         base_sha256=read_base_sha256(paths.model / "checkpoint", params.train.base),
@@ -203,7 +212,7 @@ def kept_alone(cfg: Register, checkpoint: Path) -> Path | None:
 
 def is_dirty() -> bool:
     """Whether parameters, code or the `.dvc` file of a dataset differ from the commit; what DVC writes may."""
-    code = git("status", "--porcelain", "--", ".", ":!dvc.lock", ":!data")
+    code = git("status", "--porcelain", "--", ".", ":!dvc.lock", f":!{FOLDER}", ":!data")
     return bool(code or git("status", "--porcelain", "--untracked-files=all", "--", "*.dvc"))
 
 

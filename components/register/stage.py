@@ -218,7 +218,7 @@ def copy_code(scratch: Path) -> Path:
     """The part of `components` that the model needs where there is no checkout."""
     package = scratch / "components"
     shutil.copytree(MODEL_CODE, package / MODEL_CODE.name, ignore=shutil.ignore_patterns("__pycache__"))
-    for shared in ("__init__.py", "images.py"):
+    for shared in ("__init__.py", "images.py", "lazy.py"):
         shutil.copy(MODEL_CODE.parent / shared, package)
     return package
 

@@ -15,9 +15,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from components.closure import key_of
+from components.code import key_of
 from components.compute import Compute
 from components.files import sha256, sha256_of_folder, write_atomic
+from components.models import FAMILIES
 from components.reports import StageReport
 from components.section import ParamsError
 from components.train.job import TOLD, Job
@@ -201,7 +202,7 @@ def run_key(cfg: Train, model: "Settings", mixture: Path, base_sha256: str) -> s
         "base": base_sha256,
         "samples": [f"{file.parent.name}/{file.name} {sha256(file)}" for file in samples],
     }
-    return key_of(facts, Path(__file__))
+    return key_of(facts, Path(__file__), [FAMILIES.modules[model.family]])
 
 
 @contextmanager

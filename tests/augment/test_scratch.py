@@ -17,8 +17,8 @@ from components.augment.instruct_pix2pix import Pix2PixEditor
 from components.augment.params import InstructPix2Pix
 from components.augment.scratch import kept_edits, own_folder
 from components.augment.stage import augment
-from components.closure import ROOT
-from components.files import sha256, sha256_of_folder
+from components.code import ROOT
+from components.files import sha256_of_folder
 from components.models.device import Device
 from tests.augment.small import compute, draw, edits, entry
 from tests.chat import chat_server
@@ -98,7 +98,11 @@ def test_edits_are_known_by_the_code_of_their_editor_alone(
 ):
     assert (ROOT / changed).is_file()
     before = key(tmp_path / "model")
-    monkeypatch.setattr(module, "sha256", lambda path: "other" if path == ROOT / changed else sha256(path))
+    real = module.digests
+    other = {changed: "other"}
+    monkeypatch.setattr(
+        module, "digests", lambda file: {name: other.get(name, old) for name, old in real(file).items()}
+    )
     assert (key(tmp_path / "model") != before) == anew
 
 

@@ -163,12 +163,12 @@ def test_what_decides_the_captions_names_a_run_and_places_do_not(folders: tuple[
 
 
 def test_the_code_names_a_run(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from components import closure
+    from components import code
     from components.predict import stage
 
     mixture, model = folders
     first = run_key(settings(), mixture, model / "checkpoint")
-    monkeypatch.setattr(closure, "import_closure", lambda module, root: [Path(stage.__file__)])
+    monkeypatch.setattr(code, "closure", lambda module, named, root: [Path(stage.__file__)])
     assert run_key(settings(), mixture, model / "checkpoint") != first
 
 

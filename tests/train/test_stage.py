@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from components import closure
-from components.closure import import_closure
+from components import code
 from components.files import sha256_of_folder
 from components.section import ParamsError
 from components.train import stage
@@ -59,43 +58,27 @@ def test_what_decides_the_weights_names_a_run(base: Path, mixture: Path, tmp_pat
 
 
 @pytest.mark.fault("27")
-def test_the_code_of_the_import_closure_names_a_run(
+def test_the_meaning_of_its_code_names_a_run(
     base: Path, mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = key(recipe(base), mixture)
     shutil.copytree(REPOSITORY / "components", tmp_path / "components", ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(stage, "__file__", str(tmp_path / "components" / "train" / "stage.py"))
-    monkeypatch.setattr(closure, "ROOT", tmp_path)
+    monkeypatch.setattr(code, "ROOT", tmp_path)
     assert key(recipe(base), mixture) == before
-    (tmp_path / "components" / "plan" / "plan.py").write_text("# another planner")
-    (tmp_path / "components" / "__main__.py").write_text("# another command line")
-    assert key(recipe(base), mixture) == before
-    with (tmp_path / "components" / "models" / "tuning.py").open("a") as file:
-        file.write("# changed")
+    for other in ("plan/plan.py", "__main__.py", "models/onediff/family.py"):
+        (tmp_path / "components" / other).write_text("# another")
+    with (tmp_path / "components" / "train" / "loop.py").open("a") as file:
+        file.write("# a comment\n")
+    assert key(recipe(base), mixture) == before, "a killed training goes on after such an edit"
+    with (tmp_path / "components" / "models" / "m3diff" / "mdp.py").open("a") as file:
+        file.write("ADDED = 1\n")
     assert key(recipe(base), mixture) != before
 
 
-def test_the_closure_holds_what_is_imported_anywhere_and_the_packages_on_the_way(tmp_path: Path) -> None:
-    files = {
-        "a/__init__.py": "",
-        "a/first.py": "import os\nfrom a.b import second\ndef f():\n    import a.third.deep\n",
-        "a/b/__init__.py": "",
-        "a/b/second.py": "from a.fourth import name\n",
-        "a/third/__init__.py": "",
-        "a/third/deep.py": "import a.first\n",
-        "a/fourth.py": "",
-        "a/alone.py": "",
-    }
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    found = [str(path.relative_to(tmp_path)) for path in import_closure(tmp_path / "a" / "first.py", tmp_path)]
-    assert found == sorted(set(files) - {"a/alone.py"})
-
-
 def test_training_imports_neither_other_stages_nor_all_parameters() -> None:
-    found = {str(path.relative_to(REPOSITORY)) for path in import_closure(Path(stage.__file__), REPOSITORY)}
-    assert {"components/train/loop.py", "components/models/m3diff/mdp.py", "components/compute.py"} <= found
+    found = code.digests(Path(stage.__file__), ["components.models.m3diff.family"])
+    assert {"components/train/loop.py", "components/models/m3diff/mdp.py", "components/compute.py"} <= found.keys()
     folders = {name.split("/")[1] for name in found}
     assert not folders & {"params.py", "plan", "predict", "evaluate", "convert", "register", "tracking.py"}
 

@@ -5,19 +5,21 @@ Light to import: packages that compute are imported inside `compute`.
 
 from collections.abc import Iterable
 
-from components.evaluate.metrics import bleu, change_accuracy, cider, judge, meteor, pixel_threshold, rouge_l, spice
 from components.evaluate.metrics.metric import Metric
+from components.lazy import Lazy
 
-METRICS: dict[str, Metric] = {
-    "CIDEr": cider.METRIC,
-    "METEOR": meteor.METRIC,
-    "ROUGE-L": rouge_l.METRIC,
-    "BLEU": bleu.METRIC,
-    "SPICE": spice.METRIC,
-    "change_accuracy": change_accuracy.METRIC,
-    "judge": judge.METRIC,
-    "pixel_threshold": pixel_threshold.METRIC,
+FILES = {
+    "CIDEr": "cider",
+    "METEOR": "meteor",
+    "ROUGE-L": "rouge_l",
+    "BLEU": "bleu",
+    "SPICE": "spice",
+    "change_accuracy": "change_accuracy",
+    "judge": "judge",
+    "pixel_threshold": "pixel_threshold",
 }
+
+METRICS: Lazy[Metric] = Lazy("METRIC", {name: f"components.evaluate.metrics.{file}" for name, file in FILES.items()})
 """By the name that `evaluate.metrics` gives."""
 
 
@@ -25,7 +27,7 @@ def choose_metrics(names: Iterable[str]) -> dict[str, Metric]:
     """The named metrics, in the order of METRICS."""
     wanted = set(names)
     assert wanted <= METRICS.keys(), f"unknown metrics {sorted(wanted - METRICS.keys())}; known: {', '.join(METRICS)}"
-    return {name: metric for name, metric in METRICS.items() if name in wanted}
+    return {name: METRICS[name] for name in METRICS if name in wanted}
 
 
 def gate_metrics(chosen: Iterable[str] | None = None) -> list[str]:

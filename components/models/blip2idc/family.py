@@ -153,7 +153,7 @@ def augment(settings: Blip2IDCSettings, pair: np.ndarray, rng: np.random.Generat
     return pair if settings.augment is None else augmented(settings.augment, pair, rng)
 
 
-BLIP2IDC = Family(
+FAMILY = Family(
     settings=Blip2IDCSettings,
     parts=PARTS,
     lora_targets=LORA_TARGETS,

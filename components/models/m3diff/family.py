@@ -199,7 +199,7 @@ def _module(settings: M3DiffSettings) -> dict[str, Any] | None:
     return None if settings.module is None else asdict(settings.module)
 
 
-M3DIFF = Family(
+FAMILY = Family(
     settings=M3DiffSettings,
     parts=PARTS,
     lora_targets=LORA_TARGETS,

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from components.models.family import Settings, Term
+from components.models.m3diff.family import FAMILY as M3DIFF
 from components.models.m3diff.family import (
     LARGE_BASE,
     LORA_TARGETS,
-    M3DIFF,
     SIGLIP_SO400M,
     SMALL_BASE,
     feature_layer_faults,
@@ -158,7 +158,7 @@ def _module(settings: OneDiffSettings) -> dict[str, Any] | None:
     return None if settings.module is None else asdict(settings.module)
 
 
-ONEDIFF = replace(
+FAMILY = replace(
     M3DIFF,
     settings=OneDiffSettings,
     parts=PARTS,
