@@ -38,11 +38,12 @@ def edited(stage: str) -> list[str]:
 
 
 def current(stage: str) -> dict[str, str]:
-    """The digests, now, of the files that `code/<stage>.json` names; of one that is gone or broken, a word."""
+    """The digests, now, of the files of this folder that `code/<stage>.json` names; of one that is gone or broken, a
+    word."""
     found = {}
     for name in _recorded(stage):
         try:
-            found[name] = digest(ROOT / name)
+            found[name] = digest(Path(name))
         except FileNotFoundError:
             found[name] = "absent"
         except SyntaxError:

@@ -1,5 +1,6 @@
 """docs/extending.md is true: its blocks are put where they say, in memory, and run."""
 
+import ast
 import dataclasses
 import importlib.util
 import json
@@ -59,11 +60,11 @@ def code(blocks, tmp_path, monkeypatch):
     return load
 
 
-def line(blocks: list[tuple[str, str]], place: str, **names: Any) -> dict[str, Any]:
+def line(blocks: list[tuple[str, str]], place: str) -> dict[str, str]:
     """The one line of a list, as a dictionary of one entry."""
     text = next(text for file, text in blocks if file == place)
     assert len(text.splitlines()) == 1
-    return eval(f"{{{text}}}", names)
+    return ast.literal_eval(f"{{{text}}}")
 
 
 def section(blocks: list[tuple[str, str]], key: str) -> dict[str, Any]:
@@ -74,10 +75,10 @@ def section(blocks: list[tuple[str, str]], key: str) -> dict[str, Any]:
 
 @pytest.fixture
 def kitchen(code, blocks, monkeypatch) -> DatasetSpec:
-    module = code("components/datasets/kitchen.py")
-    ((name, spec),) = line(blocks, "components/datasets/__init__.py", kitchen=module).items()
-    monkeypatch.setitem(DATASETS, name, spec)
-    return spec
+    code("components/datasets/kitchen.py")
+    ((name, module),) = line(blocks, "components/datasets/__init__.py").items()
+    monkeypatch.setitem(DATASETS.modules, name, module)
+    return DATASETS[name]
 
 
 @pytest.fixture
@@ -135,9 +136,9 @@ def test_the_protocol_of_the_page_decides_which_pairs_evaluate_scores(kitchen, b
 def test_the_metric_of_the_page_is_scored_by_evaluate(code, blocks, monkeypatch, tmp_path):
     from tests.evaluate import bench
 
-    module = code("components/evaluate/metrics/length.py")
-    ((name, metric),) = line(blocks, "components/evaluate/metrics/__init__.py", length=module).items()
-    monkeypatch.setitem(METRICS, name, metric)
+    code("components/evaluate/metrics/length.py")
+    ((name, module),) = line(blocks, "components/evaluate/metrics/__init__.py").items()
+    monkeypatch.setitem(METRICS.modules, name, module)
     folders = bench.write(tmp_path)
     bench.run(folders, tmp_path / "out", metrics=section(blocks, "metrics")["metrics"])
     rows = {row["id"]: row["length"] for row in pq.read_table(tmp_path / "out" / "scores.parquet").to_pylist()}
@@ -163,10 +164,10 @@ def test_the_editor_of_the_page_makes_pairs(code, tmp_path):
 
 @pytest.fixture
 def settings(code, blocks, monkeypatch) -> Any:
-    module = code("components/models/adapted_vision/family.py")
-    ((name, family),) = line(blocks, "components/models/__init__.py", ADAPTED_VISION=module.ADAPTED_VISION).items()
-    monkeypatch.setitem(FAMILIES, name, family)
-    return TypeAdapter(family.settings).validate_python(section(blocks, "small_gpu")["small_gpu"])
+    code("components/models/adapted_vision/family.py")
+    ((name, module),) = line(blocks, "components/models/__init__.py").items()
+    monkeypatch.setitem(FAMILIES.modules, name, module)
+    return TypeAdapter(FAMILIES[name].settings).validate_python(section(blocks, "small_gpu")["small_gpu"])
 
 
 def test_the_family_of_the_page_is_planned_and_trains_adapters_in_both(settings):

@@ -29,7 +29,6 @@ def real_{stage}("""
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     root = toy.build(tmp_path / "project")
     monkeypatch.chdir(root)
-    monkeypatch.setattr(code, "ROOT", root)
     return root
 
 

@@ -1,4 +1,4 @@
-"""Model families: the only list. A new family is a folder beside `m3diff/` and a line here."""
+"""Model families: the only list. A new family is a folder beside `m3diff/`, with its FAMILY, and a line here."""
 
 from typing import TYPE_CHECKING
 
@@ -9,5 +9,9 @@ if TYPE_CHECKING:
 
 FAMILIES: Lazy["Family"] = Lazy(
     "FAMILY",
-    {name: f"components.models.{name}.family" for name in ("m3diff", "onediff", "blip2idc")},
+    {
+        "m3diff": "components.models.m3diff.family",
+        "onediff": "components.models.onediff.family",
+        "blip2idc": "components.models.blip2idc.family",
+    },
 )

@@ -13,7 +13,7 @@ from mlflow.tracking import MlflowClient
 from components.models.checkpoint import CheckpointError
 from components.promote import moves, promote, score_again
 from components.records import DataError
-from components.register.lineage import MODEL_CODE, dvc_hash
+from components.register.lineage import PREDICT_CODE, dvc_hash
 from components.register.stage import SCORES
 from tests.promote.conftest import PAIRS, PROTOCOL, scores
 
@@ -220,7 +220,7 @@ def test_a_champion_of_another_test_set_is_captioned_and_scored_again_and_its_sc
     assert rescoring.calls == [("models:/m3diff/1/artifacts/checkpoint", 17, batch)]
     said = capsys.readouterr().out
     assert "champion 1 has no scores on this test set (new); it is captioned and scored" in said
-    assert f"{MODEL_CODE} has changed since it was registered" in said
+    assert f"{PREDICT_CODE} has changed since it was registered" in said
     run = registry.client.get_model_version("m3diff", "1").run_id
     kept = {artifact.path for artifact in registry.client.list_artifacts(run, "scored_again/new")}
     assert kept == {"scored_again/new/scores.parquet", "scored_again/new/metrics.json"}
@@ -234,7 +234,7 @@ def test_a_champion_of_another_test_set_is_captioned_and_scored_again_and_its_sc
 
 
 def test_a_champion_without_the_gates_scores_is_scored_again(registry, monkeypatch):
-    registry.add(test_set="new", dvc__code=dvc_hash(MODEL_CODE))
+    registry.add(test_set="new", dvc__code=dvc_hash(PREDICT_CODE))
     registry.client.set_registered_model_alias("m3diff", "champion", "1")
     registry.add(scores(1.5, seed=1), test_set="new")
     rescoring = Rescoring(registry, monkeypatch)

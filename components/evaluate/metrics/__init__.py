@@ -8,18 +8,19 @@ from collections.abc import Iterable
 from components.evaluate.metrics.metric import Metric
 from components.lazy import Lazy
 
-FILES = {
-    "CIDEr": "cider",
-    "METEOR": "meteor",
-    "ROUGE-L": "rouge_l",
-    "BLEU": "bleu",
-    "SPICE": "spice",
-    "change_accuracy": "change_accuracy",
-    "judge": "judge",
-    "pixel_threshold": "pixel_threshold",
-}
-
-METRICS: Lazy[Metric] = Lazy("METRIC", {name: f"components.evaluate.metrics.{file}" for name, file in FILES.items()})
+METRICS: Lazy[Metric] = Lazy(
+    "METRIC",
+    {
+        "CIDEr": "components.evaluate.metrics.cider",
+        "METEOR": "components.evaluate.metrics.meteor",
+        "ROUGE-L": "components.evaluate.metrics.rouge_l",
+        "BLEU": "components.evaluate.metrics.bleu",
+        "SPICE": "components.evaluate.metrics.spice",
+        "change_accuracy": "components.evaluate.metrics.change_accuracy",
+        "judge": "components.evaluate.metrics.judge",
+        "pixel_threshold": "components.evaluate.metrics.pixel_threshold",
+    },
+)
 """By the name that `evaluate.metrics` gives."""
 
 
