@@ -124,7 +124,6 @@ def make_plan(
     model = meta_model(config, family, settings, train.precision)
     activations = activations_of(model, family, compute, prompt, supervised)
     parameters = parameters_of(model, family)
-    more = {"FP8 copies": fp8_copies_gb(model)} if train.fp8 else {}
     run = train.epochs * sequences
     return Plan(
         base=str(train.base) if _is_here(train.base) else _published(config, train.base),
@@ -138,7 +137,7 @@ def make_plan(
         steps=math.ceil(train.epochs * math.ceil(sequences / train.global_batch)),  # as the loop counts them
         model_flops=run * sum(term.total for term in terms),
         run_flops=run * flops_of_sequence(terms, compute.activation_checkpointing),
-        memory_gb=static_memory(train, compute, parameters) | more | {"activations": sum(activations.values())},
+        memory_gb=static_memory(train, compute, parameters) | {"activations": sum(activations.values())},
         activations_gb=activations,
         test_pairs=count_test_pairs(mixture, entries),
         caption_flops=sum(term.forward for term in family.flops(config, prompt, 1, settings) if term.name != ADAPTERS),
@@ -232,13 +231,6 @@ def static_memory(train: Train, compute: Compute, parameters: Mapping[str, int])
     }
 
 
-def fp8_copies_gb(model: Any) -> float:
-    """GB on one GPU: ZeRO 3, which would share them out, is refused."""
-    from components.models.fp8 import copies_bytes
-
-    return copies_bytes(model) / GIGA
-
-
 def check_memory(
     train: Train,
     settings: Settings,
@@ -298,7 +290,6 @@ def _remedies(compute: Compute, plan: Plan) -> list[str]:
         f"lower compute.micro_batch (now {compute.micro_batch})": compute.micro_batch > 1,
         f"raise compute.zero_stage (now {compute.zero_stage})": compute.zero_stage < 3 and plan.gpus > 1,
         f"set compute.activation_checkpointing to {stronger} (now {way})": stronger is not None,
-        "set train.fp8 to false": "FP8 copies" in plan.memory_gb,
         "lower train.max_captions_per_sequence": plan.branches > 1,
     }
     return [remedy for remedy, helps in remedies.items() if helps]

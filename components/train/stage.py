@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from components.models.family import Align, Settings
 
 
-SPEED = ("seconds", "captions_per_s", "waiting_share", "recompilations", "device_hours")
-"""What a run took, over all its attempts (but `recompilations`, of the last). In no report, which a resumed run must
+SPEED = ("seconds", "captions_per_s", "waiting_share", "device_hours")
+"""What a run took, over all its attempts. In no report, which a resumed run must
 write as one that was left alone."""
 
 

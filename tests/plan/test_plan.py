@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 
 from components.gpus import GPUS, Gpu
-from components.models import fp8
 from components.models.family import Align, Lora
 from components.plan.plan import (
     RESERVE,
@@ -129,15 +128,6 @@ def test_one_process_without_ray_is_one_gpu_that_holds_everything(plan):
     assert plan({"workers": 4}).gpus == 4
 
 
-def test_the_frozen_weights_in_fp8_are_counted_beside_those_in_bf16(plan, monkeypatch):
-    monkeypatch.setattr(fp8, "MULTIPLE", 2)
-    want = plan({}).memory_gb
-    memory = plan({}, fp8=True).memory_gb
-    copies = memory.pop("FP8 copies")
-    assert copies * GB == pytest.approx(2 * 8 * 6 + 4 * (8 + 6))
-    assert memory == want
-
-
 def test_activations_are_those_of_the_longest_sequence_for_each_of_a_micro_batch(plan):
     made = plan({"micro_batch": 5}, max_captions_per_sequence=None, precision="fp32")
     assert made.longest == 3
@@ -248,7 +238,7 @@ def test_the_plan_is_printed_as_counted(plan, capsys, tmp_path):
     terms = [replace(term, forward=term.forward * 1e9) for term in made.terms]
     train = train_section(tmp_path, max_captions_per_sequence=None, epochs=2)
     compute = compute_section(activation_checkpointing="full")
-    gpu = Gpu("A-40GB", 40, 100, None, "nobody")
+    gpu = Gpu("A-40GB", 40, 100, "nobody")
     print_plan(train, compute, replace(made, terms=terms), gpu, hfu=0.25)
     assert capsys.readouterr().out.splitlines() == [
         f"parameters: published shapes of the toy, {tmp_path / 'no_base'} is not here",
@@ -282,7 +272,7 @@ def test_the_plan_is_printed_as_counted(plan, capsys, tmp_path):
 
 def test_time_and_speed_are_for_all_epochs_and_gpus(plan, capsys, tmp_path):
     made = replace(plan(), run_flops=6 * 3600e12)
-    gpu = Gpu("A-40GB", 40, 2, None, "nobody")
+    gpu = Gpu("A-40GB", 40, 2, "nobody")
     print_plan(train_section(tmp_path, epochs=7200), compute_section(), made, gpu, hfu=0.5)
     line = capsys.readouterr().out.splitlines()[-1]
     assert line == "  6.0 GPU-hours, 1.5 h on 4 GPU(s), 2.3 captions/s a GPU"
@@ -312,7 +302,7 @@ def test_a_run_of_few_steps_is_warned_of_with_the_epochs_that_would_do(plan, tmp
 
 def test_a_short_runs_time_is_in_minutes(plan, capsys, tmp_path):
     made = replace(plan(), run_flops=0.06 * 3600e12)
-    print_plan(train_section(tmp_path), compute_section(), made, Gpu("A-40GB", 40, 2, None, "nobody"), hfu=0.5)
+    print_plan(train_section(tmp_path), compute_section(), made, Gpu("A-40GB", 40, 2, "nobody"), hfu=0.5)
     assert "  3.60 GPU-minutes, 0.90 min on 4 GPU(s)" in capsys.readouterr().out
 
 
@@ -355,7 +345,7 @@ def test_an_alignment_is_named_with_what_it_trains_and_costs(phases):
     _, before, _ = phases()
     took = replace(before, run_flops=3600e12)
     first, second = alignment_lines(
-        train_section(Path("base")), settings, took, "", Gpu("A-40GB", 40, 2, None, "nobody"), 0.5
+        train_section(Path("base")), settings, took, "", Gpu("A-40GB", 40, 2, "nobody"), 0.5
     )
     assert first == "before it an alignment: 3 epoch(s) of b, 2 sequences a step (projector 0.001)"
     assert second.startswith(
@@ -363,7 +353,7 @@ def test_an_alignment_is_named_with_what_it_trains_and_costs(phases):
     )
     assert "on 4 GPU(s)" not in alignment_lines(train_section(Path("base")), settings, took, "", None, 0.5)[1]
     whole = train_section(Path("base"), precision="fp32")
-    gpu = Gpu("A-40GB", 40, 2, None, "nobody")
+    gpu = Gpu("A-40GB", 40, 2, "nobody")
     assert "GPU-hours" not in alignment_lines(whole, settings, took, "", gpu, 0.5)[1], "no peak is known for fp32"
 
 

@@ -63,7 +63,6 @@ TRAIN: dict[str, Any] = {
     "weight_decay": 0.01,
     "max_grad_norm": 1.0,
     "precision": "fp32",
-    "fp8": False,
     "export": "last",
 }
 
@@ -72,7 +71,6 @@ COMPUTE: dict[str, Any] = {
     "cpus_per_worker": 1,
     "gpu": False,
     "attention": "auto",
-    "compile": False,
     "gpu_kind": None,
     "micro_batch": 4,
     "zero_stage": 0,
