@@ -41,14 +41,13 @@ from components.train.engine import (
 )
 from components.train.generation import require_newest
 from components.train.hours import Spent, read_spent, write_spent
-from components.train.job import Job, Runtime
+from components.train.job import CURVES, Job, Runtime
 from components.train.loss import sum_over_ranks, token_loss
 from components.train.params import Train
 from components.train.retry import DivergedError
 from components.train.samples import read_samples, read_training_samples
 from components.train.state import (
     BEST,
-    CURVES,
     NEWEST,
     Writer,
     checkpoint_to_export,
@@ -155,8 +154,7 @@ def start(job: Job, runtime: Runtime) -> Run:
     augment = partial(family.augment, job.model) if family.augment else None
     loader = Loader(samples, processor, threads=compute.cpus_per_worker, device=device, augment=augment)
     contribution = ModuleContribution(family, job.model, runtime.ranks)
-    told, before = job.told if runtime.rank == 0 else None, schedule.steps if job.is_alignment else 0
-    curve = Curve(columns(family.parts, contribution.names, validation.datasets), told, before)
+    curve = Curve(columns(family.parts, contribution.names, validation.datasets))
     return Run(
         job,
         runtime,
@@ -376,13 +374,15 @@ def is_captioned(step: int, steps: int, compute: Compute) -> bool:
 
 
 def validate(run: Run, folder: Path) -> None:
-    """Score the state that `folder` holds, and write the scores beside it and into the curves."""
+    """Score the state that `folder` holds, and write the scores beside it and into the curves, which whoever follows
+    the training finds in `run_dir`."""
     scores = run.validation.losses(run.engine)
     if is_captioned(step_of(folder), run.schedule.steps, run.job.compute):
         scores |= run.validation.cider(run.engine)
     run.curve.fill(scores)
     if run.runtime.rank == 0:
         run.writer.submit(write_validation, folder, scores)
+        run.writer.submit(run.curve.copy().write, run.job.run_dir / CURVES)
     if scores:
         run.runtime.say(f"validation after step {step_of(folder)}{named(scores)}")
 

@@ -148,11 +148,11 @@ def test_the_stage_runs_the_loop_where_asked_and_writes_its_report(
     jobs, followed = [], []
 
     @contextmanager
-    def follow(key: str, told: Path) -> Iterator[None]:
+    def follow(key: str, curves: Path) -> Iterator[None]:
         yield
-        assert told.parent.is_dir(), "its end reads what is there"
+        assert curves.parent.is_dir(), "its end reads what is there"
         assert (tmp_path / "out" / "report.json").is_file()
-        followed.append((key, told))
+        followed.append((key, curves))
 
     def loop(job: Any) -> dict[str, Any]:
         assert job.run_dir.is_dir()
@@ -194,7 +194,7 @@ def test_the_stage_runs_the_loop_where_asked_and_writes_its_report(
     assert job.base_sha256 == sha256_of_folder(base)
     assert (job.mixture, job.out) == (mixture, tmp_path / "out")
     assert job.run_dir == tmp_path / "runs" / "train" / run_key(job.cfg, job.model, mixture, job.base_sha256)
-    assert followed == [(job.run_dir.name, job.run_dir / "curves.jsonl")]
+    assert followed == [(job.run_dir.name, job.run_dir / "curves.csv")]
     assert not job.run_dir.exists(), "nothing is left of a run that ended"
 
 
