@@ -117,7 +117,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"train.model": "m3dif"},
         [
             "train.model: did you mean 'm3diff'? expected one of blip2idc, blip2idc_stacked, difference, m3diff, "
-            "no_module, onediff, onediff_llava, onediff_paper (found 'm3dif'); mode"
+            "no_module, onediff, onediff_paper (found 'm3dif'); mode"
         ],
     ),
     "an unknown family, no family, no mapping": (
@@ -490,7 +490,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
         [
             "train.epochs: must be more than 0 (found -1)",
             "train.model: expected one of blip2idc, blip2idc_stacked, difference, m3diff, no_module, onediff, "
-            "onediff_llava, onediff_paper (found 'other')",
+            "onediff_paper (found 'other')",
             "train.global_batch: must be a multiple of compute.micro_batch 7 x 2 worker(s) = 14 (found 16)",
             "predict.limit: missing",
             "paths.clean: expected a path (found 3)",
