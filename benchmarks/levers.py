@@ -240,9 +240,9 @@ def measure(bench: Bench, variants: tuple[Variant, ...], repeats: int) -> tuple[
     return measured, failed
 
 
-def measure_compiled(bench: Bench, variant: Variant, repeats: int) -> tuple[list[Measured], dict[str, str]]:
-    """The same of one variant that compiles, by itself: graphs of others would count against the compiler's limit. A
-    compiler that fails is a reason not to have run, and costs no other variant."""
+def measure_alone(bench: Bench, variant: Variant, repeats: int) -> tuple[list[Measured], dict[str, str]]:
+    """The same of one variant by itself, whose kernels a GPU compiles: graphs of others would count against the
+    compiler's limit. A compiler that fails is a reason not to have run, and costs no other variant."""
     torch.compiler.reset()
     try:
         return measure(bench, (variant,), repeats)
@@ -376,11 +376,6 @@ def planned_activations_gb(size: Size, variant: Variant, precision: str) -> floa
     return sum(held.values()) / 1e9
 
 
-def compiles(variant: Variant, gpu: bool) -> bool:
-    """On a CPU FlexAttention is not compiled."""
-    return gpu and variant.attention == "flex"
-
-
 def chosen_variants(rows: Sequence[str] | None, gpu: bool, precision: str) -> tuple[Variant, ...]:
     """The rows of these names, in their order; all that the device chooses between without names.
 
@@ -407,8 +402,7 @@ def measured_levers(
 ) -> dict[str, Any]:
     """The table of the levers, printed, as the result's keys; `tell` is given each row once it is measured.
 
-    A GPU is nobody else's, so that its rows are measured one after another. On a CPU what is not compiled is measured
-    in turn.
+    A GPU is nobody else's, so that its rows are measured one after another; on a CPU in turn.
     """
     size = (
         tiny(pairs) if shapes == "tiny" else seven_b(fitting_layers(torch.cuda.mem_get_info()[0] / 1e9) if gpu else 28)
@@ -420,13 +414,11 @@ def measured_levers(
         )
     bench = Bench(size, gpu, precision)
     repeats = repeats or (2 if gpu else 5)
-    plain = tuple(v for v in variants if not compiles(v, gpu))
-    together = [(variant,) for variant in plain] if gpu or not plain else [plain]
     flops = peak_flops(chip, precision)
     peak = flops / 1e12 if flops else None
     measured, rows, failed = list[Measured](), list[dict[str, Any]](), dict[str, str]()
-    for turn in (*together, *((variant,) for variant in variants if compiles(variant, gpu))):
-        found = measure_compiled(bench, *turn, repeats) if compiles(turn[0], gpu) else measure(bench, turn, repeats)
+    for turn in [(variant,) for variant in variants] if gpu else [variants]:
+        found = measure_alone(bench, *turn, repeats) if gpu else measure(bench, turn, repeats)
         more = [one.figures(size, peak) | planned(size, one, precision, peak) for one in found[0]]
         for row in (*more, *({"name": name, "not_run": reason} for name, reason in found[1].items())):
             tell(row | {"llm_layers": layers})

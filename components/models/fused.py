@@ -288,21 +288,14 @@ class FoldedDecoderLayer(FusedDecoderLayer):
             self.input_layernorm(flat), *folded([attention.q_proj, attention.k_proj, attention.v_proj])
         )
         cos, sin = (table[0] for table in position_embeddings)
-        heads = attend_rotated(projected, cos, sin, layout, attention.config.num_attention_heads, attention.scaling)
+        query, key, value = RotatedRows.apply(projected, cos, sin, layout, attention.config.num_attention_heads)
+        heads = attend_rows(query, key, value, layout, len(projected), attention.scaling)
         if kept is not None and is_last(attention):
             flat, heads = flat.index_select(0, kept), heads.index_select(0, kept)
         middle = torch.addmm(flat, heads, folded([attention.o_proj])[0].t())
         gates = F.linear(self.post_attention_layernorm(middle), folded([mlp.gate_proj, mlp.up_proj])[0])
         product = SwiGLU.apply(*gates.chunk(2, dim=-1))
         return torch.addmm(middle, product, folded([mlp.down_proj])[0].t())[None]
-
-
-def attend_rotated(
-    projected: Tensor, cos: Tensor, sin: Tensor, layout: Layout, heads: int, scaling: float | None
-) -> Tensor:
-    """SDPA over the layout's rectangles with rotary positions."""
-    query, key, value = RotatedRows.apply(projected, cos, sin, layout, heads)
-    return attend_rows(query, key, value, layout, len(projected), scaling)
 
 
 class RotatedRows(torch.autograd.Function):

@@ -67,12 +67,13 @@ Follow = Callable[[str, Path], AbstractContextManager[object]]
 """Given a run's key and the file of its curves up to the last checkpoint; entered around the training."""
 
 
-def unfollowed(key: str, curves: Path) -> AbstractContextManager[object]:
-    return nullcontext()
-
-
 def train(
-    cfg: Train, model: "Settings", compute: Compute, mixture: Path, out: Path, follow: Follow = unfollowed
+    cfg: Train,
+    model: "Settings",
+    compute: Compute,
+    mixture: Path,
+    out: Path,
+    follow: Follow = lambda key, curves: nullcontext(),
 ) -> TrainReport:
     """Train on `mixture`/train and write `out`: checkpoint/, curves.csv, report.json.
 

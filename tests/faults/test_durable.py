@@ -126,7 +126,6 @@ PLAIN = {
     "components/register/leftovers.py one_at_a_time": "a lock",
     "components/register/stage.py copy_code": "in a temporary folder",
     "components/register/stage.py log_model": "in a temporary folder",
-    "components/train/curve.py Curve.fill": "a line appended, for who looks on; a torn one is read as none",
     "components/train/samples.py _write": "see RENAMED",
     "components/train/stage.py _only_trainer": "a lock",
     "components/tracking.py make_client": "a lock",

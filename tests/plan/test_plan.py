@@ -193,28 +193,26 @@ def check(toy_family, tmp_path, monkeypatch):
     """`check_memory` of the toy on its mixture, on a machine whose GPU has so much memory (None: it has no GPU)."""
     mixture = write_mixture(tmp_path / "mixture")
 
-    def check(found: float | None, memory_gb: float | None = None, **compute: object) -> None:
+    def check(found: float | None, **compute: object) -> None:
         monkeypatch.setattr("components.plan.plan.found_memory_gb", lambda: found)
         sources = (entries({"a": "pairs", "b": "pairs"}), convert_section(), mixture)
         train = train_section(tmp_path / "no_base")
-        check_memory(train, ToySettings(), compute_section(**compute), *sources, memory_gb=memory_gb)
+        check_memory(train, ToySettings(), compute_section(**compute), *sources)
 
     return check
 
 
-def test_a_run_is_checked_against_the_memory_that_is_given_else_found_else_of_the_kind(check):
-    with pytest.raises(DoesNotFit, match="but 1e-06 GB hold"):
-        check(80.0, memory_gb=1e-6)
+def test_a_run_is_checked_against_the_memory_that_is_found_else_of_the_kind(check):
     with pytest.raises(DoesNotFit, match="but 2e-06 GB hold"):
         check(2e-6)
-    check(2e-6, memory_gb=80.0)
+    check(80.0, gpu_kind="A10-24GB")
     check(None, gpu_kind="H100-80GB")
     with pytest.raises(DoesNotFit, match="but 24 GB hold 22.1; lower compute.micro_batch"):
         check(None, gpu_kind="A10-24GB", micro_batch=10**8)
 
 
 def test_without_a_gpu_or_where_nothing_is_known_of_it_nothing_is_refused(check):
-    check(1e-6, memory_gb=1e-6, gpu=False)
+    check(1e-6, gpu=False)
     check(None, gpu_kind=None, micro_batch=10**8)
 
 
@@ -367,7 +365,7 @@ def test_an_alignment_whose_datasets_cannot_be_counted_says_why(phases, tmp_path
     assert lines[1] == f"  not counted: {uncounted}"
 
 
-def test_an_alignment_that_does_not_fit_is_refused_before_anything_is_loaded(phases, toy_family, tmp_path):
+def test_an_alignment_that_does_not_fit_is_refused_before_anything_is_loaded(phases, toy_family, tmp_path, monkeypatch):
     made, before, _ = phases()
     assert before.memory_total_gb < made.memory_total_gb
     wide = replace(ALIGN, rates={"vision": 1e-3, "projector": 1e-3, "llm": 1e-3})  # more trains than in the fine-tuning
@@ -375,7 +373,6 @@ def test_an_alignment_that_does_not_fit_is_refused_before_anything_is_loaded(pha
     assert before.memory_total_gb > made.memory_total_gb
     between = (before.memory_total_gb + made.memory_total_gb) / 2 / (1 - RESERVE)
     data = entries({"a": "pairs", "b": "pairs"}), convert_section(), tmp_path / "mixture"
+    monkeypatch.setattr("components.plan.plan.found_memory_gb", lambda: between)
     with pytest.raises(DoesNotFit):
-        check_memory(
-            train_section(tmp_path / "no_base"), ToySettings(align=wide), compute_section(), *data, memory_gb=between
-        )
+        check_memory(train_section(tmp_path / "no_base"), ToySettings(align=wide), compute_section(), *data)
