@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -439,13 +440,13 @@ def test_rows_by_name_are_a_line_of_json_each(tmp_path: Path) -> None:
 def test_a_row_is_written_before_the_next_is_measured_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks import levers
 
-    monkeypatch.setattr(levers, "Bench", lambda size, gpu, precision: None)
+    monkeypatch.setattr(levers, "Bench", lambda size, gpu, precision: SimpleNamespace(model=torch.nn.Module()))
     monkeypatch.setattr(levers, "seven_b", lambda layers: levers.tiny(pairs=1))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (80e9, 80e9))
     monkeypatch.setattr(levers.Measured, "figures", lambda one, *_: {"name": one.variant.name})
     told: list[str] = []
 
-    def measured(bench: None, variants: tuple, repeats: int) -> tuple[list, dict]:
+    def measured(bench: SimpleNamespace, variants: tuple, repeats: int) -> tuple[list, dict]:
         (variant,) = variants
         assert told == names[: names.index(variant.name)]
         if variant.name == names[-1]:
