@@ -71,7 +71,7 @@ profile: install ## make PROFILE (paper, one-gpu, small, ...) the parameters of 
 	@m3diff --params profiles/$(PROFILE).yaml plan
 	@m3diff profile $(PROFILE)
 
-base: install   ## pre-train the tiny base from scratch (about two hours of one core); FAMILY=onediff, blip2idc: that of the family, from the first
+base: install   ## pre-train the tiny base from scratch (about two hours of one core); FAMILY=blip2idc, blip2idc-stacked: that of BLIP2IDC, from the first
 	@$(if $(FAMILY),m3diff --params infra/base-$(FAMILY).yaml pretrain,m3diff pretrain && dvc repro --single-item pretrain)
 
 base-single: install ## the control of `make experiment NAME=ablation` that was taught on single images alone (about two hours) -> data/00_base_single

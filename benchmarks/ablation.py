@@ -45,8 +45,6 @@ class Variant:
         fp32_gradients: those of micro-batches are added up in fp32, else in the weights' precision.
         checkpoints: None without; "beside" the next steps, or "in line" between two.
         fused, adapters: as `make_fused` takes them.
-        compiled: the layers that `compute.compile` compiles.
-        fp8: the LLM's frozen products in 8 bits, only with bf16.
     """
 
     name: str
@@ -61,8 +59,6 @@ class Variant:
     fused: bool = True
     adapters: str = "auto"
     attention: str = "sdpa"
-    compiled: bool = False
-    fp8: bool = False
 
 
 STOCK: dict[str, Any] = {"fused": False, "adapters": "peft"}
@@ -93,27 +89,13 @@ FEED_ROWS = (
 
 GPU_ROWS = (
     *(Variant(f"unpacked, {kept}", activation_checkpointing=kept) for kept in CHECKPOINTING[1:]),
-    Variant("unpacked, compiled", compiled=True),
     *(
         Variant(f"packed, {attention}, {kept}", packed=True, attention=attention, activation_checkpointing=kept)
         for attention in ("sdpa", "flex")
         for kept in CHECKPOINTING
     ),
-    *(
-        Variant(f"packed, {attention}, compiled", packed=True, attention=attention, compiled=True)
-        for attention in ("sdpa", "flex")
-    ),
-    Variant(
-        "packed, flex, selective, compiled",
-        packed=True,
-        attention="flex",
-        activation_checkpointing="selective",
-        compiled=True,
-    ),
-    *(Variant(f"packed, fp8{', compiled' * more}", packed=True, compiled=more, fp8=True) for more in (False, True)),
 )
-"""What a GPU chooses between: the attention kernel, what backward recomputes, compiled layers, frozen products in FP8.
-"""
+"""What a GPU chooses between: the attention kernel and what backward recomputes."""
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def ladder(device: str) -> list[Row]:
         command = f"benchmarks/train.py{small}{threads} --repeats 1 --rows {shlex.quote(name)} --out {{out}}"
         return Row(f"train: {told}", command, 240, there)
 
-    rows += [lever(f"packed, flex, {how}") for how in ("none", "selective", "compiled", "selective, compiled")]
+    rows += [lever(f"packed, flex, {how}") for how in ("none", "selective")]
     rows += [lever("packed, flex, none", PYTORCH_ALLOC_CONF="expandable_segments:False")]
     for first in ("0", "1"):
         rows += [lever(name, TORCH_CUDNN_SDPA_DEPRIORITIZED=first) for name in ("packed, sdpa, none", "unpacked")]

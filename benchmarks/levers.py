@@ -26,7 +26,6 @@ from benchmarks.ablation import ABLATION, FEED_ROWS, GPU_ROWS, Branches, Size, V
 from components.models import llava
 from components.models.attention import KERNELS
 from components.models.device import Device
-from components.models.fp8 import copies_bytes, use_fp8, without_fp8
 from components.models.fused import make_fused
 from components.models.m3diff.family import FAMILY as M3DIFF
 from components.models.m3diff.modeling import M3DiffForConditionalGeneration
@@ -34,15 +33,12 @@ from components.models.m3diff.processing import M3DiffImageProcessor
 from components.models.tuning import prepare, trainable_groups
 from components.train.arithmetic import peak_flops
 from components.train.batches import MicroBatch, complete
-from components.train.compiled import WARM_UP, Recompilations, compile_layers, limit_graphs
 from components.train.loss import token_loss
 
-SAME_LOSS = {"fp32": 1e-4, "bf16": 2e-2}  # relative; FP8 moves a loss of random weights by less than bf16's bound
+SAME_LOSS = {"fp32": 1e-4, "bf16": 2e-2}  # relative
 HFU = 0.45  # share of the peak at which the plan's captions/s are told
 PAD = 0
 CHECKPOINT_STEPS = 200  # of training between two checkpoints, as in the paper's profile
-LLM_ALONE = replace(M3DIFF, compiled=r"model\.language_model\.layers\.\d+")
-"""What is compiled on a CPU, where it gains nothing and tracing encoder and MDP too takes a minute."""
 BEST = ("stock", "unpacked", "packed")
 SEVEN_B_LAYERS = 28
 TRAINED_BYTES, FROZEN_BYTES = 18, 2  # of a parameter: bf16 weight; fp32 master, two moments and gradient
@@ -131,15 +127,7 @@ class Bench:
         self.device = Device(self.gpu, self.precision, variant.attention)  # type: ignore[arg-type]
         self.model.model.mdp = self.mdp if variant.mdp else None
         self.model.set_attn_implementation("sdpa" if variant.stock else KERNELS)
-        without_fp8(self.model)
         make_fused(self.model, variant.activation_checkpointing, variant.fused, variant.adapters)
-        if variant.fp8:
-            use_fp8(self.model, self.device)
-        for module in self.model.modules():
-            module._compiled_call_impl = None
-        if variant.compiled:
-            limit_graphs()
-            compile_layers(self.adapted, M3DIFF if self.gpu else LLM_ALONE, self.gpu)
         self.batches = [self.fed(batch, variant) for batch, _ in self.size.micro_batches(variant)]
 
     def fed(self, batch: MicroBatch, variant: Variant) -> MicroBatch:
@@ -197,7 +185,6 @@ class Measured:
     optimizer_s: list[float] = field(default_factory=list)
     checkpoint_s: list[float] = field(default_factory=list)
     peak_gb: float | None = None
-    recompilations: int | None = None
 
     def figures(self, size: Size, peak_tflops: float | None) -> dict[str, Any]:
         optimizer = statistics.median(self.optimizer_s) * len(size.groups) / size.step_pairs
@@ -210,7 +197,7 @@ class Measured:
         rate = {"captions_per_s": size.captions / seconds, "sequences_per_s": len(lengths) / seconds}
         spread = (max(self.run_s) - min(self.run_s)) / statistics.median(self.run_s)
         figures = {"name": self.variant.name, **rate, "loss": self.loss, "spread": spread}
-        figures |= {"peak_gb": self.peak_gb, "recompilations": self.recompilations}
+        figures["peak_gb"] = self.peak_gb
         if self.checkpoint_s:
             figures["checkpoint_s"] = each
         if peak_tflops:
@@ -253,21 +240,17 @@ def measure(bench: Bench, variants: tuple[Variant, ...], repeats: int) -> tuple[
     return measured, failed
 
 
-def measure_compiled(bench: Bench, variant: Variant, repeats: int) -> tuple[list[Measured], dict[str, str]]:
-    """The same of one variant that compiles, by itself: graphs of others would count against the compiler's limit. A
-    compiler that fails is a reason not to have run, and costs no other variant."""
+def measure_alone(bench: Bench, variant: Variant, repeats: int) -> tuple[list[Measured], dict[str, str]]:
+    """The same of one variant by itself, whose kernels a GPU compiles: graphs of others would count against the
+    compiler's limit. A compiler that fails is a reason not to have run, and costs no other variant."""
     torch.compiler.reset()
     try:
-        measured, failed = measure(bench, (variant,), repeats)
-        for one in measured:
-            # the same lines on a CPU, where compiling gains nothing: a few lengths are enough
-            one.recompilations = recompilations(bench, variant, lengths=50 if bench.device.gpu else 6)
+        return measure(bench, (variant,), repeats)
     except Exception as error:
         return [], {variant.name: f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"}
     finally:
         torch.compiler.reset()
         bench.model.zero_grad(set_to_none=True)
-    return measured, failed
 
 
 def check_losses(measured: list[Measured], precision: str) -> None:
@@ -328,21 +311,6 @@ def _now(gpu: bool) -> float:
     return time.perf_counter()
 
 
-def recompilations(bench: Bench, variant: Variant, lengths: int = 50) -> int:
-    """Graphs that torch.compile makes for one pair of each of so many packed lengths, after the first WARM_UP."""
-    bench.take(variant)
-    prompt, reference = bench.size.groups[0][0]
-    made = Recompilations()
-    for extra in range(WARM_UP + lengths):
-        group = [(prompt, reference), (prompt, [*reference, *[reference[0]] * extra])]
-        size = Size("lengths", bench.size.config, bench.size.lora_rank, [group], bench.size.micro, 1)
-        ((batch, _),) = size.micro_batches(Variant("packed", packed=True))
-        with made.step():
-            bench.loss(bench.fed(batch, variant)).backward()
-        bench.model.zero_grad(set_to_none=True)
-    return made.count
-
-
 def fitting_layers(free_gb: float) -> int:
     """How many of the LLM's 28 layers a GPU of so much free memory can train, one packed pair at a time.
 
@@ -363,11 +331,6 @@ def static_gb(size: Size) -> float:
     return sum(count * (TRAINED_BYTES if trains else FROZEN_BYTES) for count, trains in counts) / 1e9
 
 
-def static_copies_gb(size: Size) -> float:
-    """The frozen weights in FP8, beside those in bf16."""
-    return copies_bytes(on_meta(size)) / 1e9
-
-
 def on_meta(size: Size) -> torch.nn.Module:
     """The model with its adapters, without storage."""
     with torch.device("meta"):
@@ -383,8 +346,7 @@ def planned(size: Size, one: Measured, precision: str, peak_tflops: float | None
         return {}
     micro = max(len(lengths) for _, lengths in size.micro_batches(one.variant))
     activations = planned_activations_gb(size, one.variant, precision) * micro
-    copies = static_copies_gb(size) if one.variant.fp8 else 0.0
-    figures = {"planned_gb": static_gb(size) + copies + activations}
+    figures = {"planned_gb": static_gb(size) + activations}
     if peak_tflops:
         figures["planned_captions_per_s"] = size.captions * peak_tflops * 1e12 * HFU / model_flops(size, one.variant)
     return figures
@@ -414,11 +376,6 @@ def planned_activations_gb(size: Size, variant: Variant, precision: str) -> floa
     return sum(held.values()) / 1e9
 
 
-def compiles(variant: Variant, gpu: bool) -> bool:
-    """On a CPU FlexAttention is not compiled."""
-    return variant.compiled or (gpu and variant.attention == "flex")
-
-
 def chosen_variants(rows: Sequence[str] | None, gpu: bool, precision: str) -> tuple[Variant, ...]:
     """The rows of these names, in their order; all that the device chooses between without names.
 
@@ -445,8 +402,7 @@ def measured_levers(
 ) -> dict[str, Any]:
     """The table of the levers, printed, as the result's keys; `tell` is given each row once it is measured.
 
-    A GPU is nobody else's, so that its rows are measured one after another. On a CPU what is not compiled is measured
-    in turn.
+    A GPU is nobody else's, so that its rows are measured one after another; on a CPU in turn.
     """
     size = (
         tiny(pairs) if shapes == "tiny" else seven_b(fitting_layers(torch.cuda.mem_get_info()[0] / 1e9) if gpu else 28)
@@ -458,21 +414,18 @@ def measured_levers(
         )
     bench = Bench(size, gpu, precision)
     repeats = repeats or (2 if gpu else 5)
-    plain = tuple(v for v in variants if not compiles(v, gpu))
-    together = [(variant,) for variant in plain] if gpu or not plain else [plain]
     flops = peak_flops(chip, precision)
     peak = flops / 1e12 if flops else None
     measured, rows, failed = list[Measured](), list[dict[str, Any]](), dict[str, str]()
-    for turn in (*together, *((variant,) for variant in variants if compiles(variant, gpu))):
-        found = measure_compiled(bench, *turn, repeats) if compiles(turn[0], gpu) else measure(bench, turn, repeats)
+    for turn in [(variant,) for variant in variants] if gpu else [variants]:
+        found = measure_alone(bench, *turn, repeats) if gpu else measure(bench, turn, repeats)
         more = [one.figures(size, peak) | planned(size, one, precision, peak) for one in found[0]]
         for row in (*more, *({"name": name, "not_run": reason} for name, reason in found[1].items())):
             tell(row | {"llm_layers": layers})
         measured, rows, failed = measured + found[0], rows + more, failed | found[1]
     check_losses(measured, precision)
     print_table(rows, failed)
-    exact = [row for row, one in zip(rows, measured, strict=True) if not one.variant.fp8]
-    of_kind = {kind: [row for row in exact if row["name"].startswith(kind)] for kind in BEST}
+    of_kind = {kind: [row for row in rows if row["name"].startswith(kind)] for kind in BEST}
     best = {kind: max(found, key=speed_of) for kind, found in of_kind.items() if found}
     return best | {
         "ablation": rows,
@@ -491,15 +444,14 @@ def print_table(rows: list[dict[str, Any]], failed: dict[str, str]) -> None:
     stock = [row for row in rows if row["name"] in ("stock", "stock, full checkpointing")] or rows[:1]
     first = max(map(speed_of, stock), default=1.0)
     columns = f"{'captions/s':>10} {'(plan)':>7} {'x':>6} {'sequences/s':>12} {'spread':>7} {'MFU':>6}"
-    print(f"{'':<34} {columns} {'peak GB':>8} {'(plan)':>7} {'graphs':>7} {'loss':>9}")
+    print(f"{'':<34} {columns} {'peak GB':>8} {'(plan)':>7} {'loss':>9}")
     for row in rows:
         mfu = f"{row['mfu']:.1%}" if "mfu" in row else "-"
         rate, gigabytes = (_or_dash(row.get(name)) for name in ("planned_captions_per_s", "planned_gb"))
         speed = f"{row['captions_per_s']:>10.2f} {rate:>7} {row['captions_per_s'] / first:>6.2f}"
         speed += f" {row['sequences_per_s']:>12.2f} {row['spread']:>7.0%} {mfu:>6}"
-        made = "-" if row["recompilations"] is None else str(row["recompilations"])
         memory = f"{_or_dash(row['peak_gb']):>8} {gigabytes:>7}"
-        print(f"{row['name']:<34} {speed} {memory} {made:>7} {row['loss']:>9.4f}")
+        print(f"{row['name']:<34} {speed} {memory} {row['loss']:>9.4f}")
     for row in rows:
         if "checkpoint_s" in row:
             every = f"each {CHECKPOINT_STEPS} steps a checkpoint"

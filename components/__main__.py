@@ -68,7 +68,7 @@ def pretrain(args: argparse.Namespace) -> None:
     params = parameters(args)
     from components.pretrain.stage import pretrain as run
 
-    run(params.pretrain, params.paths.base, params.compute.scratch)
+    run(params.pretrain, params.paths.base)
 
 
 def synthesize(args: argparse.Namespace) -> None:

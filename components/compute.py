@@ -20,7 +20,6 @@ class Compute(Section):
     gpu_kind: str | None  # one of components/gpus.py, for the plan; null: training takes what it finds
     micro_batch: int = Field(ge=1)  # sequences on one worker at a time
     attention: Literal["auto", "flex", "sdpa"]  # the LLM's kernel; auto: flex for branches on a GPU, else sdpa
-    compile: bool  # layers by torch.compile, for a GPU: fewer kernels after minutes of compiling
     zero_stage: Literal[0, 1, 2, 3]
     activation_checkpointing: Literal["none", "selective", "full"]
     checkpoint_every_steps: int = Field(ge=1)

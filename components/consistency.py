@@ -329,45 +329,6 @@ def best_needs_captions(params: "Params") -> Iterator[str]:
         )
 
 
-def compiled_layers(params: "Params") -> Iterator[str]:
-    """`compute.compile` beside what torch.compile cannot trace."""
-    compute = params.compute
-    if compute.compile and compute.zero_stage == 3:
-        yield (
-            "compute.compile: with compute.zero_stage 3 the layers' weights come and go while they compute, which "
-            "cannot be compiled; write false, or a lower stage"
-        )
-
-
-def fp8_linears(params: "Params") -> Iterator[str]:
-    """`train.fp8` beside what leaves no frozen weight to compute with in FP8, or no GPU that can."""
-    compute, train = params.compute, params.train
-    if not train.fp8:
-        return
-    if train.precision != "bf16":
-        yield f"train.fp8: is for train.precision bf16 (found {train.precision}); write false, or bf16 there"
-    if compute.zero_stage == 3:
-        yield (
-            "train.fp8: with compute.zero_stage 3 each worker holds a part of the weights, of which no FP8 copy can "
-            "be made; write false, or a lower stage"
-        )
-    kind = GPUS.get(compute.gpu_kind or "")
-    if compute.gpu and kind and not kind.fp8_tflops:
-        able = ", ".join(name for name, gpu in GPUS.items() if gpu.fp8_tflops)
-        yield f"train.fp8: compute.gpu_kind {kind.name} has no products in FP8; write false, or one of {able}"
-    settings = dict(sound(params.models)).get(train.model)
-    if settings is not None and not has_adapters(settings):
-        yield (
-            f"train.fp8: is for frozen linears under adapters, and models.{train.model} trains with none; write "
-            "false, or a lora.rank above 0 and a rate of the part that has the adapters"
-        )
-
-
-def has_adapters(settings: Any) -> bool:
-    targets = FAMILIES[settings.family].lora_targets
-    return bool(settings.lora.rank) and any(settings.rates.get(part) is not None for part in targets)
-
-
 def gpu_kind(params: "Params") -> Iterator[str]:
     kind = params.compute.gpu_kind
     if kind is not None and kind not in GPUS:
@@ -438,8 +399,6 @@ RULES: tuple[Callable[["Params"], Iterator[str]], ...] = (
     batches_divide,
     alignment,
     best_needs_captions,
-    compiled_layers,
-    fp8_linears,
     gpu_kind,
     metric_names,
     gate_protocol,

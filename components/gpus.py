@@ -18,32 +18,31 @@ class Gpu:
     Attributes:
         name: its key in `GPUS`: the words that torch's name of the device has, and the memory.
         memory_gb: as sold, 1e9 bytes.
-        bf16_tflops, fp8_tflops: dense peak; None where it cannot compute so.
+        bf16_tflops: dense peak.
         source: where the numbers stand, in words.
     """
 
     name: str
     memory_gb: float
     bf16_tflops: float
-    fp8_tflops: float | None
     source: str
 
 
 _KINDS = (
-    Gpu("A100-40GB", 40, 312, None, "NVIDIA A100 data sheet; PCIe and SXM alike"),
-    Gpu("A100-80GB", 80, 312, None, "NVIDIA A100 data sheet; PCIe and SXM alike"),
-    Gpu("H100-80GB", 80, 989, 1979, "NVIDIA H100 data sheet, SXM; half of the figures with sparsity"),
-    Gpu("H100-PCIe-80GB", 80, 756, 1513, "NVIDIA H100 PCIe data sheet; half of the figures with sparsity"),
-    Gpu("H100-NVL-94GB", 94, 835, 1671, "NVIDIA H100 data sheet, NVL; half of the figures with sparsity"),
-    Gpu("H200-141GB", 141, 989, 1979, "NVIDIA H200 data sheet, SXM; half of the figures with sparsity"),
-    Gpu("H200-NVL-141GB", 141, 835, 1671, "NVIDIA H200 data sheet, NVL; half of the figures with sparsity"),
-    Gpu("B200-180GB", 180, 2250, 4500, "NVIDIA HGX B200 data sheet, an eighth of it; half of the sparse figures"),
-    Gpu("GB200-186GB", 186, 2500, 5000, "NVIDIA GB200 NVL72 data sheet, one of 72; half of the figures with sparsity"),
-    Gpu("L40S-48GB", 48, 362, 733, "NVIDIA L40S data sheet, without sparsity"),
-    Gpu("A10-24GB", 24, 125, None, "NVIDIA A10 data sheet, without sparsity"),
-    Gpu("L4-24GB", 24, 121, 242, "NVIDIA L4 data sheet; half of the figures with sparsity"),
-    Gpu("RTX-4090-24GB", 24, 165, 330, "NVIDIA Ada architecture paper, RTX 4090, sums in fp32"),
-    Gpu("RTX-3090-24GB", 24, 71, None, "NVIDIA GA102 architecture paper, RTX 3090, sums in fp32"),
+    Gpu("A100-40GB", 40, 312, "NVIDIA A100 data sheet; PCIe and SXM alike"),
+    Gpu("A100-80GB", 80, 312, "NVIDIA A100 data sheet; PCIe and SXM alike"),
+    Gpu("H100-80GB", 80, 989, "NVIDIA H100 data sheet, SXM; half of the figures with sparsity"),
+    Gpu("H100-PCIe-80GB", 80, 756, "NVIDIA H100 PCIe data sheet; half of the figures with sparsity"),
+    Gpu("H100-NVL-94GB", 94, 835, "NVIDIA H100 data sheet, NVL; half of the figures with sparsity"),
+    Gpu("H200-141GB", 141, 989, "NVIDIA H200 data sheet, SXM; half of the figures with sparsity"),
+    Gpu("H200-NVL-141GB", 141, 835, "NVIDIA H200 data sheet, NVL; half of the figures with sparsity"),
+    Gpu("B200-180GB", 180, 2250, "NVIDIA HGX B200 data sheet, an eighth of it; half of the sparse figures"),
+    Gpu("GB200-186GB", 186, 2500, "NVIDIA GB200 NVL72 data sheet, one of 72; half of the figures with sparsity"),
+    Gpu("L40S-48GB", 48, 362, "NVIDIA L40S data sheet, without sparsity"),
+    Gpu("A10-24GB", 24, 125, "NVIDIA A10 data sheet, without sparsity"),
+    Gpu("L4-24GB", 24, 121, "NVIDIA L4 data sheet; half of the figures with sparsity"),
+    Gpu("RTX-4090-24GB", 24, 165, "NVIDIA Ada architecture paper, RTX 4090, sums in fp32"),
+    Gpu("RTX-3090-24GB", 24, 71, "NVIDIA GA102 architecture paper, RTX 3090, sums in fp32"),
 )
 GPUS: dict[str, Gpu] = {gpu.name: gpu for gpu in _KINDS}
 

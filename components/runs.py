@@ -1,4 +1,4 @@
-"""A training's MLflow run: opened when it begins, written to while it goes, completed by evaluate.
+"""A training's MLflow run: opened when it begins, written to at checkpoints, completed by evaluate.
 
 The files are what counts: what the store misses while it does not answer lies in them, and whoever reaches it next logs
 it, be it the training itself, evaluate or register. A run is known by the training's key, and later by its weights.
@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,9 +25,8 @@ WEIGHTS = "weights.sha256"  # tag of a run whose training has ended
 VERSION = "dvc.checkpoint"  # tag of a run that a version is made of
 TOKENS = "predict.max_new_tokens"  # tag: the length limit that its scores were captioned with
 FLOW_RUN = "prefect.flow_run"
-EVERY_S = 5.0
-PATIENCE_S = 30.0
-"""How long the end of a training waits for the store to take the last rows."""
+EVERY_S = 15.0  # between two looks at the curves
+PATIENCE_S = 30.0  # that the end of a training waits for the store
 
 
 @dataclass(frozen=True)
@@ -51,16 +50,24 @@ class Description:
 
 
 @contextmanager
-def followed(description: Description, model: Path, key: str, rows: Path) -> Iterator[None]:
-    """Within, rows that a training appends to `rows` reach its run; a store that does not answer hinders nothing.
+def followed(description: Description, model: Path, key: str, curves: Path) -> Iterator[None]:
+    """Within, the curves that a training writes at each checkpoint reach its run; a store that does not answer hinders
+    nothing.
 
     Args:
         model: where the training writes `checkpoint` and `curves.csv` when it ends.
         key: names the training: a killed one that goes on goes on with its run.
-        rows: a line of JSON for each: `step`, and values by the column of `curves.csv`.
+        curves: the file that it writes at a checkpoint.
     """
-    follower = Follower(description, key, rows)
-    follower.start()
+    follower, over = Follower(description, key), threading.Event()
+
+    def follow() -> None:
+        follower.log(curves)
+        while not over.wait(EVERY_S):
+            follower.log(curves)
+
+    thread = threading.Thread(target=follow, name="mlflow", daemon=True)
+    thread.start()
     status = "FAILED"
     try:
         yield
@@ -69,68 +76,47 @@ def followed(description: Description, model: Path, key: str, rows: Path) -> Ite
         status = "KILLED"  # asked to end; it goes on later
         raise
     finally:
-        follower.end(status, model)
+        over.set()
+        thread.join(PATIENCE_S)
+        if not thread.is_alive() and status == "FINISHED":
+            follower.log(model / "curves.csv", status, model / "checkpoint")
+        elif not thread.is_alive():
+            follower.log(curves, status)
 
 
 @dataclass
 class Follower:
-    """A thread that logs a training's rows."""
+    """Brings a training's run up to what its files say."""
 
     description: Description
     key: str
-    rows: Path
     run_id: str | None = None
     logged: set[tuple[str, int]] = field(default_factory=set)
     told: bool = False
-    asked: threading.Event = field(default_factory=threading.Event)
 
-    def start(self) -> None:
-        self.thread = threading.Thread(target=self.follow, name="mlflow", daemon=True)
-        self.thread.start()
-
-    def follow(self) -> None:
-        self.attempt()
-        while not self.asked.wait(EVERY_S):
-            self.attempt()
-
-    def end(self, status: str, model: Path) -> None:
-        """Log what is left, and how the training ended; of a finished one also which weights it made."""
-        self.asked.set()
-        self.thread.join(PATIENCE_S)
-        if not self.thread.is_alive():
-            self.attempt(status, model if status == "FINISHED" else None)
-
-    def attempt(self, status: str | None = None, model: Path | None = None) -> None:
-        """Bring the run up to what the files say; a failure is said once."""
+    def log(self, curves: Path, status: str | None = None, checkpoint: Path | None = None) -> None:
+        """Log what the run lacks of the curves, how the training ended, and the weights that it made; a failure is said
+        once."""
         try:
-            self.write(status, model)
+            self.write(curves, status, checkpoint)
         except Exception as error:  # whatever MLflow raises, the training goes on
             if not self.told:
                 self.told = True
                 print(f"train: MLflow does not take the curves now ({reason(error)}); it gets them later", flush=True)
 
-    def write(self, status: str | None, model: Path | None) -> None:
+    def write(self, curves: Path, status: str | None, checkpoint: Path | None) -> None:
         from components import tracking
 
         with tracking.connected(self.description.tracking_uri) as client:
             if self.run_id is None:
                 run = open_run(client, self.description, self.key)
                 self.run_id, self.logged = run.info.run_id, tracking.logged_points(client, run.info.run_id)
-            told = curve_rows(model / "curves.csv") if model else read_rows(self.rows)
-            tracking.log_rows(client, self.run_id, told, self.logged)
-            if model:
-                client.set_tag(self.run_id, WEIGHTS, weights_sha256(model / "checkpoint") or "")
+            if curves.is_file():
+                tracking.log_rows(client, self.run_id, curve_rows(curves), self.logged)
+            if checkpoint:
+                client.set_tag(self.run_id, WEIGHTS, weights_sha256(checkpoint) or "")
             if status:
                 client.set_terminated(self.run_id, status)
-
-
-def read_rows(file: Path) -> list[dict[str, Any]]:
-    """The rows that are whole; one that a kill cut short is none, and `curves.csv` has it at the end."""
-    found = []
-    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else []:
-        with suppress(json.JSONDecodeError):
-            found.append(json.loads(line))
-    return found
 
 
 def curve_rows(curves: Path) -> Iterable[dict[str, Any]]:

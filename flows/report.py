@@ -3,9 +3,6 @@
 It is a Prefect artifact (`run-report`), a file in `runs/reports/` of the checkout, and a commit on the run's branch.
 """
 
-import base64
-import csv
-import io
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +25,6 @@ if TYPE_CHECKING:
 KEY = "run-report"
 REPORTS = Path("runs/reports")
 SCORES = ("CIDEr", "METEOR", "BLEU-4", "ROUGE-L", "change_type_accuracy", "change_exact_accuracy", "no_change_recall")
-CURVES = {"loss": "training loss", "val_loss": "validation loss"}
 
 
 def publish(done: "Done", message: str) -> None:
@@ -71,7 +67,6 @@ def page(done: "Done", params: Params, champion: Mapping[str, float]) -> Iterato
     yield from scores(params, champion)
     yield from ("", "## What ran", "", *table(("task", "how", "took"), rows(done)))
     yield from ("", "## Where to look", "", *links(done, params))
-    yield from curves(params.paths.model / "curves.csv")
 
 
 def rows(done: "Done") -> Iterator[tuple[str, str, str]]:
@@ -131,31 +126,3 @@ def links(done: "Done", params: Params) -> Iterator[str]:
             yield f"- [the version]({page}), the report among the artifacts of its run"
     yield f"- `git show {done.work.branch}:dvc.lock` has the hash of everything that this run read and wrote"
     yield f"- `git worktree add FOLDER {done.work.branch}`, then `dvc checkout` there, gives all of it back"
-
-
-def curves(file: Path) -> Iterator[str]:
-    """The training curves as a picture within the page."""
-    if not file.is_file():
-        return
-    picture = base64.b64encode(draw(file)).decode()
-    yield from ("", "## Training", "", f"![loss by step](data:image/png;base64,{picture})")
-
-
-def draw(file: Path) -> bytes:
-    """A PNG of training and validation loss by step."""
-    from matplotlib.figure import Figure
-
-    with file.open(newline="") as opened:
-        points = list(csv.DictReader(opened))
-    figure = Figure(figsize=(7, 3), layout="constrained")
-    axes = figure.subplots()
-    for column, label in CURVES.items():
-        known = [(int(row["step"]), float(row[column])) for row in points if row.get(column)]
-        if known:
-            axes.plot(*zip(*known, strict=True), label=label, marker="." if len(known) < 50 else "")
-    axes.set(xlabel="step", ylabel="loss")
-    axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    written = io.BytesIO()
-    figure.savefig(written, format="png", dpi=100)
-    return written.getvalue()

@@ -36,7 +36,7 @@ CALLS: dict[str, tuple[list[str], str, str, dict[str, Any]]] = {
         ["pretrain"],
         "components.pretrain.stage",
         "pretrain",
-        {"cfg": PARAMS.pretrain, "out": DATA / "00_base", "scratch": PARAMS.compute.scratch},
+        {"cfg": PARAMS.pretrain, "out": DATA / "00_base"},
     ),
     "synthesize": (
         ["synthesize", "minichange"],

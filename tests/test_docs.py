@@ -171,12 +171,12 @@ def settings(code, blocks, monkeypatch) -> Any:
 
 
 def test_the_family_of_the_page_is_planned_and_trains_adapters_in_both(settings):
-    from components.plan.plan import count_parameters
+    from components.plan.plan import meta_model, parameters_of
 
     family = FAMILIES[settings.family]
     base = REPOSITORY / "data" / "00_base"
     config = family.planned_config(base, settings)
-    found = count_parameters(config, family, settings)
+    found = parameters_of(meta_model(config, family, settings, "fp32"), family)
     width, layers = config.vision_config.hidden_size, config.vision_config.num_hidden_layers
     assert found["vision"] == layers * 4 * 8 * (width + width)  # four linears a layer, rank 8
     assert found["vision (frozen)"] > found["vision"]

@@ -117,7 +117,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"train.model": "m3dif"},
         [
             "train.model: did you mean 'm3diff'? expected one of blip2idc, blip2idc_stacked, difference, m3diff, "
-            "no_module, onediff, onediff_llava, onediff_paper (found 'm3dif'); mode"
+            "no_module, onediff, onediff_paper (found 'm3dif'); mode"
         ],
     ),
     "an unknown family, no family, no mapping": (
@@ -471,29 +471,6 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
         },
         ["train.export: best is the checkpoint with the highest CIDEr on validation pairs, but every dataset's"],
     ),
-    "compiled layers of which each worker holds a part": (
-        {"compute.compile": True, "compute.zero_stage": 3},
-        ["compute.compile: with compute.zero_stage 3 the layers' weights come and go while they compute"],
-    ),
-    "FP8 where it cannot be": (
-        {
-            "train.fp8": True,
-            "compute.zero_stage": 3,
-            "compute.gpu": True,
-            "compute.gpu_kind": "A100-40GB",
-            "models.m3diff.lora.rank": 0,
-        },
-        [
-            "train.fp8: is for train.precision bf16 (found fp32); write false, or bf16 there",
-            "train.fp8: with compute.zero_stage 3 each worker holds a part of the weights, of which no FP8 copy",
-            "train.fp8: compute.gpu_kind A100-40GB has no products in FP8; write false, or one of H100-80GB,",
-            "train.fp8: is for frozen linears under adapters, and models.m3diff trains with none; write false, or",
-        ],
-    ),
-    "FP8 of a part that has adapters and does not train": (
-        {"train.fp8": True, "train.precision": "bf16", "models.m3diff.rates.llm": None},
-        ["train.fp8: is for frozen linears under adapters, and models.m3diff trains with none; write false, or"],
-    ),
     "a GPU that nobody knows": (
         {"compute.gpu_kind": "H100-90GB"},
         ["compute.gpu_kind: did you mean 'H100-80GB'? expected one of A10-24GB, A100-40GB"],
@@ -513,7 +490,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
         [
             "train.epochs: must be more than 0 (found -1)",
             "train.model: expected one of blip2idc, blip2idc_stacked, difference, m3diff, no_module, onediff, "
-            "onediff_llava, onediff_paper (found 'other')",
+            "onediff_paper (found 'other')",
             "train.global_batch: must be a multiple of compute.micro_batch 7 x 2 worker(s) = 14 (found 16)",
             "predict.limit: missing",
             "paths.clean: expected a path (found 3)",

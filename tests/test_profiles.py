@@ -340,7 +340,7 @@ def test_make_base_trains_the_base_and_then_has_dvc_record_it():
     assert made("base") == ["m3diff pretrain && dvc repro --single-item pretrain"]
 
 
-@pytest.mark.parametrize("family", ["onediff", "blip2idc", "blip2idc-stacked"])
+@pytest.mark.parametrize("family", ["blip2idc", "blip2idc-stacked"])
 def test_make_base_of_a_family_trains_its_recipe(family):
     assert made("base", f"FAMILY={family}") == [f"m3diff --params infra/base-{family}.yaml pretrain"]
     assert (REPOSITORY / "infra" / f"base-{family}.yaml").is_file()

@@ -16,7 +16,7 @@ from components import runs
 from components.runs import Description, completed, followed
 
 PARAMS = {"train": {"seed": 7, "epochs": 2.5}, "models": {"m3diff": {"lora": {"rank": 8}}}}
-ROWS = [{"step": "1", "loss": "2.5"}, {"step": "2", "loss": "1.5"}, {"step": "2", "val_loss": "1.75"}]
+FIRST, SECOND = "step,loss,val_loss\n1,2.5,\n2,1.5,1.75\n", "3,1.25,\n"
 
 
 @pytest.fixture(scope="module")
@@ -43,16 +43,11 @@ def write_model(model: Path, weights: str) -> None:
     (model / "checkpoint").mkdir(parents=True, exist_ok=True)
     manifest = {"files": {"model.safetensors": weights, "config.json": "same"}}
     (model / "checkpoint" / "manifest.json").write_text(json.dumps(manifest))
-    (model / "curves.csv").write_text("step,loss,val_loss\n1,2.5,\n2,1.5,1.75\n3,1.25,\n")
+    (model / "curves.csv").write_text(FIRST + SECOND)
 
 
 def description(uri: str = "sqlite:///mlflow.db", max_new_tokens: int = 32) -> Description:
     return Description(uri, "m3diff", "m3diff", PARAMS, max_new_tokens)
-
-
-def tell(rows: Path, *told: dict[str, str]) -> None:
-    with rows.open("a") as file:
-        file.writelines(json.dumps(row) + "\n" for row in told)
 
 
 def store() -> MlflowClient:
@@ -82,16 +77,15 @@ def one() -> Run:
     return run
 
 
-def test_rows_are_in_the_run_while_it_trains_and_the_rest_when_it_ends(project: Path) -> None:
-    rows = project / "rows.jsonl"
-    with followed(description(), project / "model", "key", rows):
-        tell(rows, *ROWS[:2])
-        wait_for(lambda: bool(found()) and points(one(), "train/loss") == [(1, 2.5), (2, 1.5)])
+def test_curves_are_in_the_run_after_a_checkpoint_and_the_rest_when_it_ends(project: Path) -> None:
+    curves = project / "curves.csv"
+    with followed(description(), project / "model", "key", curves):
+        wait_for(lambda: bool(found()))
+        curves.write_text(FIRST)
+        wait_for(lambda: points(one(), "train/val_loss") == [(2, 1.75)])
+        assert points(one(), "train/loss") == [(1, 2.5), (2, 1.5)]
         assert one().info.status == "RUNNING"
         assert one().data.params == {"train.seed": "7", "train.epochs": "2.5", "models.m3diff.lora.rank": "8"}
-        with rows.open("a") as file:
-            file.write('{"step": "2", "val_l')  # half a line is none yet
-        time.sleep(0.3)
     assert one().info.status == "FINISHED"
     assert points(one(), "train/loss") == [(1, 2.5), (2, 1.5), (3, 1.25)]
     assert points(one(), "train/val_loss") == [(2, 1.75)]
@@ -111,41 +105,33 @@ def test_a_run_is_named_by_the_experiment_else_by_model_and_time(project: Path, 
 def test_a_run_that_was_ended_goes_on_as_the_same_run_and_logs_no_point_twice(
     how: BaseException, status: str, project: Path
 ) -> None:
-    rows = project / "rows.jsonl"
+    curves = project / "curves.csv"
 
     def ended() -> None:
-        with followed(description(), project / "model", "key", rows):
-            tell(rows, *ROWS[:2])
+        with followed(description(), project / "model", "key", curves):
+            curves.write_text(FIRST)
             raise how
 
     with pytest.raises(type(how)):
         ended()
     assert one().info.status == status
     assert "weights.sha256" not in one().data.tags
-    with followed(description(), project / "model", "key", rows):
-        tell(rows, *ROWS[1:])
+    assert points(one(), "train/loss") == [(1, 2.5), (2, 1.5)]
+    with followed(description(), project / "model", "key", curves):
+        pass
     assert one().info.status == "FINISHED"
     assert points(one(), "train/loss") == [(1, 2.5), (2, 1.5), (3, 1.25)]
 
 
-def test_a_row_that_a_kill_cut_short_hides_no_later_one(tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(
-        '{"step": "1", "loss": "2"}\n{"step": "2", "lo{"step": "2", "loss": "1"}\n{"step": "3", "loss": "0.5"}\n'
-    )
-    assert [row["step"] for row in runs.read_rows(rows)] == ["1", "3"]
-    assert runs.read_rows(tmp_path / "none") == []
-
-
 def test_another_training_is_another_run(project: Path) -> None:
     for key in ("one", "other"):
-        with followed(description(), project / "model", key, project / "rows.jsonl"):
+        with followed(description(), project / "model", key, project / "curves.csv"):
             pass
     assert len(found()) == 2
 
 
 def test_the_scores_go_to_the_run_of_the_training_and_of_another_length_limit_to_another(project: Path) -> None:
-    with followed(description(), project / "model", "key", project / "rows.jsonl"):
+    with followed(description(), project / "model", "key", project / "curves.csv"):
         pass
     completed(description(), project / "model", project / "metrics.json")
     completed(description(), project / "model", project / "metrics.json")
@@ -162,8 +148,7 @@ def test_a_store_that_does_not_answer_hinders_no_training_and_is_caught_up_with(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         gone = description(f"http://127.0.0.1:{free.getsockname()[1]}")
-    with followed(gone, project / "model", "key", project / "rows.jsonl"):
-        tell(project / "rows.jsonl", *ROWS)
+    with followed(gone, project / "model", "key", project / "curves.csv"):
         time.sleep(0.5)
     completed(gone, project / "model", project / "metrics.json")
     said = capsys.readouterr().out.splitlines()

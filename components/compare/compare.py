@@ -46,7 +46,8 @@ def compare(first: Path, second: Path, records: Path, clean: Path, out: Path) ->
     scores = [read_scores(path) for path in paths]
     protocols = shared_protocols(paths, scores)
     names = run_names(first, second)
-    metrics = {name: metric for name, metric in METRICS.items() if has_columns(metric, scores)}
+    columns = set(scores[0].column_names) & set(scores[1].column_names)
+    metrics = {name: metric for name, metric in METRICS.items() if metric.columns and set(metric.columns) <= columns}
     tables = {protocol: difference_table(protocol, names, metrics, *scores) for protocol in protocols}
     rows = {row["id"]: row for row in read_test_records(clean / "records.parquet")}
     pairs = [pairs_of(table, protocols, rows, clean) for table in scores]
@@ -118,10 +119,6 @@ def run_names(first: Path, second: Path) -> list[str]:
     folders = [path if path.is_dir() else path.parent for path in (first, second)]
     names = [folder.resolve().name for folder in folders]
     return names if names[0] != names[1] else [str(folder) for folder in folders]
-
-
-def has_columns(metric: Metric, scores: Sequence[pa.Table]) -> bool:
-    return bool(metric.columns) and all(set(metric.columns) <= set(table.column_names) for table in scores)
 
 
 def difference_table(

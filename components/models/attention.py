@@ -129,10 +129,8 @@ def attend(
     return attend_layout(query, key, value, layout, scaling), None
 
 
-@torch.compiler.disable
 def attend_layout(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scaling: float | None) -> Tensor:
-    """The same by SDPA over the layout's rectangles, never compiled: these are of any number and size, and each would
-    be a graph."""
+    """The same by SDPA over the layout's rectangles."""
     tokens, heads = query.shape[2], query.shape[1]
     query, key, value = (
         ToRows.apply(tensor.transpose(1, 2).reshape(tokens, -1), layout.rows, layout.places).unflatten(
@@ -166,18 +164,19 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling
 
 def flex(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scaling: float | None) -> Tensor:
     """FlexAttention [1, heads, T, d], with fewer key and value heads than queries."""
-    if query.is_cuda:  # within a compiled layer it is a part of that graph
-        kernel: Any = flex_attention if torch.compiler.is_compiling() else _compiled_flex()
-        return kernel(query, key, value, block_mask=mask, scale=scaling, enable_gqa=True)
+    if query.is_cuda:
+        return compiled(flex_attention)(query, key, value, block_mask=mask, scale=scaling, enable_gqa=True)
     tokens = query.shape[2]
     dense = create_mask(mask.mask_mod, None, None, tokens, tokens, device=str(query.device))
     return sdpa(query, key, value, dense, scaling).transpose(1, 2)
 
 
 @cache
-def _compiled_flex() -> Callable[..., Tensor]:
-    """Compiled once for all lengths; `train.compiled.limit_graphs` sees that it stays so."""
-    return torch.compile(flex_attention, dynamic=True)
+def compiled(function: Callable) -> Callable:
+    """The function as a kernel for all lengths. More graphs than dynamo's limit are an error from now on; else it would
+    go on without compiling, slowly, and FlexAttention with T x T of memory."""
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    return torch.compile(function, dynamic=True)
 
 
 AttentionInterface.register(NAME, attend)

@@ -15,12 +15,9 @@ if TYPE_CHECKING:
 
 Precision = Literal["fp32", "bf16"]
 
-FP8_CAPABILITY = (8, 9)
-"""The lowest compute capability of an NVIDIA GPU whose tensor cores multiply FP8."""
-
 
 class DeviceError(ValueError):
-    """A GPU is asked for and there is none, or it cannot compute what is asked of it."""
+    """A GPU is asked for and there is none."""
 
 
 @dataclass(frozen=True)
@@ -61,18 +58,6 @@ class Device:
                 "check `nvidia-smi`, or set compute.gpu to false"
             )
         return torch.device("cuda", torch.cuda.current_device())
-
-    def require_fp8(self) -> None:
-        """Raises DeviceError on a GPU without products in FP8. A CPU computes the same numbers, slowly."""
-        import torch
-
-        found = torch.cuda.get_device_capability(self.torch) if self.gpu else FP8_CAPABILITY
-        if found < FP8_CAPABILITY:
-            raise DeviceError(
-                f"train.fp8: true, but {torch.cuda.get_device_name(self.torch)} (compute capability {found[0]}."
-                f"{found[1]}) has no products in FP8, which begin with 8.9 (RTX 40, L4, L40S, H100 and newer); set "
-                "train.fp8 to false"
-            )
 
     def pinned(self, tensor: Tensor) -> Tensor:
         """The tensor in memory that a GPU copies from by itself; on a CPU as it is. It takes the CPU a copy: for the

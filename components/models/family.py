@@ -235,8 +235,6 @@ class Family:
         blank_images: (config, device) -> image inputs of one pair, as the processor makes them, without content; for
             counting on "meta".
         faults: (settings, the base's config.json or None) -> what makes the two impossible together, in words.
-        compiled: regular expression of the full names of the modules that `compute.compile` compiles, each by itself:
-            layers that repeat; "": none.
         contribution: what its module contributes while it trains; None: it is not measured.
         new: parts that the base does not have. Adapters hold their weights whether they train or not: a module that is
             frozen as it starts, to see what its training brings, is nowhere else.
@@ -266,7 +264,6 @@ class Family:
     image_tokens: Callable[[Any], int]
     blank_images: Callable[[Any, Any], dict[str, Any]]
     faults: Callable[[Any, Mapping[str, Any] | None], list[str]]
-    compiled: str = ""
     contribution: Contribution | None = None
     new: tuple[str, ...] = ()
     whole_without_adapters: tuple[str, ...] = ()

@@ -8,7 +8,6 @@ in backward, a matrix product never.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
 from typing import Any
 
 import torch
@@ -17,9 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import sdpa_kernel
 from transformers import PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import (
-    Qwen2Attention,
     Qwen2DecoderLayer,
     Qwen2MLP,
     Qwen2RMSNorm,
@@ -27,7 +25,7 @@ from transformers.models.qwen2.modeling_qwen2 import (
 )
 from transformers.models.siglip.modeling_siglip import SiglipEncoderLayer
 
-from components.models.attention import FUSED_ATTENTION, Layout, attend, attend_rows
+from components.models.attention import FUSED_ATTENTION, Layout, attend, attend_rows, compiled
 
 
 def fused_attention() -> AbstractContextManager[None]:
@@ -67,12 +65,8 @@ class FusedLora(LoraLinear):
         (adapter,) = self.active_adapters
         base: Any = self.base_layer
         a, b = _weight(self.lora_A[adapter]), _weight(self.lora_B[adapter])
-        result = self.adapted(x.flatten(0, -2), base, a, b, self.scaling[adapter])
+        result = AdaptedLinear.apply(x.flatten(0, -2), base.weight, base.bias, a, b, self.scaling[adapter])
         return result.unflatten(0, x.shape[:-1])
-
-    def adapted(self, x: Tensor, base: Any, lora_a: Tensor, lora_b: Tensor, scaling: float) -> Tensor:
-        """[T, in] to [T, out] by the frozen linear `base` and its adapter."""
-        return AdaptedLinear.apply(x, base.weight, base.bias, lora_a, lora_b, scaling)
 
 
 def folded(linears: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
@@ -138,15 +132,9 @@ def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
     return torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)
 
 
-@cache
-def _compiled(function: Callable) -> Callable:
-    return torch.compile(function, dynamic=True)
-
-
 def fused_on_gpu(function: Callable, tensor: Tensor) -> Callable:
-    """One kernel on a GPU; within a compiled layer it is a part of that graph. On a CPU compiling takes minutes and the
-    plain operations are as fast."""
-    return _compiled(function) if tensor.is_cuda and not torch.compiler.is_compiling() else function
+    """One kernel on a GPU. On a CPU compiling takes minutes and the plain operations are as fast."""
+    return compiled(function) if tensor.is_cuda else function
 
 
 class SwiGLU(torch.autograd.Function):
@@ -240,9 +228,8 @@ class FusedDecoderLayer(Qwen2DecoderLayer):
             return middle + self.mlp.down_proj(product)
 
     def keeping(self, output: Tensor, function: Callable[..., Tensor], *inputs: Tensor) -> AbstractContextManager[None]:
-        """What backward computes again. Of a compiled layer the compiler chooses it: hooks would break its graph."""
-        chosen = self.selective and not torch.compiler.is_compiling()
-        return recomputing(output, function, *inputs) if chosen else nullcontext()
+        """What backward computes again."""
+        return recomputing(output, function, *inputs) if self.selective else nullcontext()
 
 
 class SelectiveDecoderLayer(FusedDecoderLayer):
@@ -277,9 +264,8 @@ def trims(llm: Any) -> bool:
     return isinstance(llm.layers[-1], FusedDecoderLayer)
 
 
-def is_last(attention: Qwen2Attention) -> bool:
-    """By a field of `make_fused`: torch.compile would make a graph for each `layer_idx` that it sees compared."""
-    return bool(attention.is_last)
+def is_last(attention: Any) -> bool:
+    return bool(attention.layer_idx == attention.config.num_hidden_layers - 1)
 
 
 class FoldedDecoderLayer(FusedDecoderLayer):
@@ -302,22 +288,14 @@ class FoldedDecoderLayer(FusedDecoderLayer):
             self.input_layernorm(flat), *folded([attention.q_proj, attention.k_proj, attention.v_proj])
         )
         cos, sin = (table[0] for table in position_embeddings)
-        heads = attend_rotated(projected, cos, sin, layout, attention.config.num_attention_heads, attention.scaling)
+        query, key, value = RotatedRows.apply(projected, cos, sin, layout, attention.config.num_attention_heads)
+        heads = attend_rows(query, key, value, layout, len(projected), attention.scaling)
         if kept is not None and is_last(attention):
             flat, heads = flat.index_select(0, kept), heads.index_select(0, kept)
         middle = torch.addmm(flat, heads, folded([attention.o_proj])[0].t())
         gates = F.linear(self.post_attention_layernorm(middle), folded([mlp.gate_proj, mlp.up_proj])[0])
         product = SwiGLU.apply(*gates.chunk(2, dim=-1))
         return torch.addmm(middle, product, folded([mlp.down_proj])[0].t())[None]
-
-
-@torch.compiler.disable
-def attend_rotated(
-    projected: Tensor, cos: Tensor, sin: Tensor, layout: Layout, heads: int, scaling: float | None
-) -> Tensor:
-    """SDPA over the layout's rectangles with rotary positions, never compiled (see `attend_layout`)."""
-    query, key, value = RotatedRows.apply(projected, cos, sin, layout, heads)
-    return attend_rows(query, key, value, layout, len(projected), scaling)
 
 
 class RotatedRows(torch.autograd.Function):
@@ -405,8 +383,6 @@ def make_fused(
         stock = next((kind for kind in STOCK if isinstance(module, kind)), None)
         if stock:
             module.__class__ = chosen.get(stock, stock)
-        if isinstance(module, Qwen2Attention | LlamaAttention):
-            module.is_last = module.layer_idx == module.config.num_hidden_layers - 1  # type: ignore[assignment]
     if activation_checkpointing == "full":
         model.activation_checkpointing_enable({"use_reentrant": False})
     else:

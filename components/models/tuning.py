@@ -4,7 +4,6 @@ peft takes seconds to import, and is where adapters are: a merged checkpoint cap
 """
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +29,9 @@ def prepare(model: Any, family: Family, settings: Settings) -> Any:
 
     Dropout is 0: shared-prefix packing is exact only so. Raises ValueError where a target matches no linear.
     """
-    targets = _adapted_linears(family, settings)
+    targets = {}
+    if settings.lora.rank:
+        targets = {part: linears for part, linears in family.lora_targets.items() if settings.rates[part] is not None}
     for part, target in targets.items():
         if not any(re.fullmatch(target, name) for name, _ in model.named_modules()):
             raise ValueError(f"LoRA targets of the part {part} match 0 linears: {target}")
@@ -49,13 +50,6 @@ def prepare(model: Any, family: Family, settings: Settings) -> Any:
     for name, parameter in model.named_parameters():
         parameter.requires_grad = should_train(name, family, settings)
     return adapted
-
-
-def _adapted_linears(family: Family, settings: Settings) -> dict[str, str]:
-    """The LoRA targets of the parts that are not frozen; none with rank 0."""
-    if not settings.lora.rank:
-        return {}
-    return {part: target for part, target in family.lora_targets.items() if settings.rates[part] is not None}
 
 
 def should_train(name: str, family: Family, settings: Settings) -> bool:
@@ -118,15 +112,11 @@ def trainable_names(model: nn.Module) -> list[str]:
 def parameter_counts(model: nn.Module, family: Family) -> dict[str, int]:
     """Parameters that train, those that do not, and those that train of each part; before adapters are merged."""
     counts = {"trainable": 0, "frozen": 0} | dict.fromkeys(family.parts, 0)
-    for name, size, trains in _sizes(model):
-        counts["trainable" if trains else "frozen"] += size
-        counts[family.part_of(name)] += size if trains else 0
-    return counts
-
-
-def _sizes(model: nn.Module) -> Iterator[tuple[str, int, bool]]:
     for name, parameter in unwrapped(model).named_parameters():
-        yield name, getattr(parameter, "ds_numel", parameter.numel()), parameter.requires_grad  # ZeRO 3 holds a part
+        size = getattr(parameter, "ds_numel", parameter.numel())  # ZeRO 3 holds a part
+        counts["trainable" if parameter.requires_grad else "frozen"] += size
+        counts[family.part_of(name)] += size if parameter.requires_grad else 0
+    return counts
 
 
 @torch.no_grad()

@@ -87,7 +87,8 @@ def held_for_backward(
         labels: [supervised tokens]
         names: module -> name to count under; inside a named module the innermost name counts.
     """
-    named = {**names, _name_of(model, model.get_output_embeddings()): LOGITS}
+    head = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
+    named = {**names, head: LOGITS}
     with Storages(model, inputs) as storages:
         with storages.named(model, named):
             logits = model(**inputs).logits
@@ -96,10 +97,6 @@ def held_for_backward(
         held = storages.alive()
         torch.autograd.grad(loss, logits)
     return {name: size for name, size in (held | {LOGITS: storages.most_logits}).items() if size}
-
-
-def _name_of(model: nn.Module, wanted: nn.Module) -> str:
-    return next(name for name, module in model.named_modules() if module is wanted)
 
 
 class Storages(TorchDispatchMode):

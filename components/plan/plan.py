@@ -124,8 +124,7 @@ def make_plan(
     model = meta_model(config, family, settings, train.precision)
     activations = activations_of(model, family, compute, prompt, supervised)
     parameters = parameters_of(model, family)
-    more = {"FP8 copies": fp8_copies_gb(model)} if train.fp8 else {}
-    run = train.epochs * sequences
+    run, total = train.epochs * sequences, sum(term.total for term in terms)
     return Plan(
         base=str(train.base) if _is_here(train.base) else _published(config, train.base),
         workload=load,
@@ -136,9 +135,9 @@ def make_plan(
         longest=longest,
         sequences=sequences,
         steps=math.ceil(train.epochs * math.ceil(sequences / train.global_batch)),  # as the loop counts them
-        model_flops=run * sum(term.total for term in terms),
-        run_flops=run * flops_of_sequence(terms, compute.activation_checkpointing),
-        memory_gb=static_memory(train, compute, parameters) | more | {"activations": sum(activations.values())},
+        model_flops=run * total,
+        run_flops=run * (total + recomputed_flops(terms, compute.activation_checkpointing)),
+        memory_gb=static_memory(train, compute, parameters) | {"activations": sum(activations.values())},
         activations_gb=activations,
         test_pairs=count_test_pairs(mixture, entries),
         caption_flops=sum(term.forward for term in family.flops(config, prompt, 1, settings) if term.name != ADAPTERS),
@@ -205,18 +204,9 @@ def parameters_of(model: Any, family: Family) -> dict[str, int]:
     return {group: count for group, count in groups.items() if count}
 
 
-def count_parameters(config: Any, family: Family, settings: Settings) -> dict[str, int]:
-    """Parameters by part of a model that would train, counted without storage."""
-    return parameters_of(meta_model(config, family, settings, "fp32"), family)
-
-
 def recomputed_flops(terms: Sequence[Term], activation_checkpointing: str) -> float:
     """FLOPs of one sequence's forward that backward runs again; the norms and products of `selective` count as none."""
     return sum(term.forward for term in terms if term.recomputed and activation_checkpointing == "full")
-
-
-def flops_of_sequence(terms: Sequence[Term], activation_checkpointing: str) -> float:
-    return sum(term.total for term in terms) + recomputed_flops(terms, activation_checkpointing)
 
 
 def static_memory(train: Train, compute: Compute, parameters: Mapping[str, int]) -> dict[str, float]:
@@ -232,13 +222,6 @@ def static_memory(train: Train, compute: Compute, parameters: Mapping[str, int])
     }
 
 
-def fp8_copies_gb(model: Any) -> float:
-    """GB on one GPU: ZeRO 3, which would share them out, is refused."""
-    from components.models.fp8 import copies_bytes
-
-    return copies_bytes(model) / GIGA
-
-
 def check_memory(
     train: Train,
     settings: Settings,
@@ -246,20 +229,19 @@ def check_memory(
     entries: Mapping[str, DatasetEntry],
     convert: Convert,
     mixture: Path,
-    memory_gb: float | None = None,
 ) -> None:
     """Refuse a run that its GPUs cannot hold, before anything is loaded. Takes seconds; nothing without `compute.gpu`.
 
-    Args:
-        memory_gb: of one GPU; None: of the smallest that torch finds here, else of `compute.gpu_kind`. Where neither is
-            known nothing is refused.
+    The memory of one GPU is that of the smallest that torch finds here, else of `compute.gpu_kind`. Where neither is
+    known nothing is refused.
 
     Raises:
         DoesNotFit: names what is needed, what there is and what to lower.
     """
     if not compute.gpu:
         return
-    if room := memory_gb or found_memory_gb() or kind_memory_gb(compute):
+    kind = GPUS.get(compute.gpu_kind or "")
+    if room := found_memory_gb() or (kind and kind.memory_gb):
         before, _ = plan_alignment(train, settings, compute, entries, convert, mixture)
         for plan in (before, make_plan(train, settings, compute, entries, convert, mixture)):
             if plan is not None:
@@ -272,10 +254,6 @@ def found_memory_gb() -> float | None:
 
     sizes = [torch.cuda.get_device_properties(n).total_memory for n in range(torch.cuda.device_count())]
     return min(sizes) / GIGA if sizes else None
-
-
-def kind_memory_gb(compute: Compute) -> float | None:
-    return GPUS[compute.gpu_kind].memory_gb if compute.gpu_kind else None
 
 
 def check_fits(compute: Compute, plan: Plan, memory_gb: float) -> None:
@@ -298,7 +276,6 @@ def _remedies(compute: Compute, plan: Plan) -> list[str]:
         f"lower compute.micro_batch (now {compute.micro_batch})": compute.micro_batch > 1,
         f"raise compute.zero_stage (now {compute.zero_stage})": compute.zero_stage < 3 and plan.gpus > 1,
         f"set compute.activation_checkpointing to {stronger} (now {way})": stronger is not None,
-        "set train.fp8 to false": "FP8 copies" in plan.memory_gb,
         "lower train.max_captions_per_sequence": plan.branches > 1,
     }
     return [remedy for remedy, helps in remedies.items() if helps]

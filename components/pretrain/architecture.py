@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from components.pretrain import blip2, llava, llava_onevision
+from components.pretrain import blip2, llava_onevision
 from components.pretrain.params import Pretrain
 
 if TYPE_CHECKING:
@@ -48,9 +48,7 @@ class Architecture(Protocol):
 
 
 def architecture_of(cfg: Pretrain) -> Architecture:
-    """Raises ParamsError where a LLaVA-1.5 or a BLIP-2 cannot start from its `start`."""
+    """Raises ParamsError where a BLIP-2 cannot start from its `start`."""
     if cfg.blip2 is not None:
         return blip2.load(cfg, cfg.blip2)
-    if cfg.llava is not None:
-        return llava.load(cfg, cfg.llava)
     return llava_onevision.LlavaOneVision(cfg, llava_onevision.make_processor(cfg))

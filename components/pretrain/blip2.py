@@ -75,12 +75,9 @@ class Blip2Base:
     def encode_prompt(self, question: str, images: int) -> tuple[int, ...]:
         """The places of the queries, if there is a picture, the start token, and what is asked for."""
         start = self.processor.prompt if images else self.processor.prompt[-1:]
-        return (*start, *self._asked(question))
-
-    def _asked(self, question: str) -> list[int]:
         if question in CAPTION:
-            return []
-        return self.processor.tokenizer(f"{question}\n", add_special_tokens=False)["input_ids"]
+            return start
+        return (*start, *self.processor.tokenizer(f"{question}\n", add_special_tokens=False)["input_ids"])
 
     def encode_reference(self, answer: str) -> list[int]:
         return self.processor.encode_reference(answer)

@@ -23,15 +23,8 @@ class Blip2(Section):
     stacked: bool  # two images of a task as one picture, one below the other; false: tasks of one image alone
 
 
-class Llava(Section):
-    """A LLaVA-1.5 of the sizes of `Pretrain`. Its projector, LLM and tokenizer, and its vision encoder's layers but the
-    last, are those of a LLaVA-OneVision as `pretrain` makes it."""
-
-    start: Path  # the folder of that LLaVA-OneVision
-
-
 class Pretrain(Section):
-    """A LLaVA-OneVision of 1.4 M parameters, a LLaVA-1.5 of 1.6 M, or a BLIP-2 of 2 M."""
+    """A LLaVA-OneVision of 1.4 M parameters, or a BLIP-2 of 2 M."""
 
     seed: int = Field(ge=0)
     image_px: int = Field(ge=32)  # as MiniChange is drawn
@@ -52,8 +45,7 @@ class Pretrain(Section):
     lr: float = Field(gt=0)
     warmup_steps: int = Field(ge=1)
     weight_decay: float = Field(ge=0)
-    llava: Llava | None = None  # with neither of the two: a LLaVA-OneVision
-    blip2: Blip2 | None = None
+    blip2: Blip2 | None = None  # without it: a LLaVA-OneVision
     threads: int = Field(ge=1)  # two are a third faster, no more, and the sums then depend on the machine
 
     @field_validator("levels", "tasks")
@@ -71,13 +63,6 @@ class Pretrain(Section):
         if "image" not in tasks:
             raise ValueError(f"expected 'image' among the tasks, found {', '.join(tasks) or 'none'}")
         return tasks
-
-    @model_validator(mode="after")
-    def one_architecture(self) -> Self:
-        """A recipe is of one model."""
-        if self.llava and self.blip2:
-            raise ValueError("expected one of llava and blip2, found both; set one of them to null")
-        return self
 
     @model_validator(mode="after")
     def two_images_stacked(self) -> Self:

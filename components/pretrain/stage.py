@@ -10,20 +10,17 @@ import io
 import json
 import math
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from components.code import key_of
 from components.datasets.minichange.levels import LEVELS
 from components.datasets.minichange.render import render
 from components.datasets.minichange.scene import Level, Scene
@@ -38,11 +35,9 @@ from components.progress import progress
 LOG_EVERY = 200  # steps
 
 
-def pretrain(cfg: Pretrain, out: Path, scratch: Path) -> None:
+def pretrain(cfg: Pretrain, out: Path) -> None:
     """Train the base and write it to `out`: a LLaVA-OneVision or BLIP-2 directory in Hugging Face layout, with the
-    recipe and the log of the run that made it. A killed run goes on from its last row of the log, by what it keeps in
-    `scratch`."""
-    kept = scratch / "pretrain" / key_of({"pretrain": cfg.model_dump(mode="json")}, Path(__file__))
+    recipe and the log of the run that made it."""
     torch.set_num_threads(cfg.threads)
     torch.manual_seed(cfg.seed)
     of = architecture_of(cfg)
@@ -51,13 +46,12 @@ def pretrain(cfg: Pretrain, out: Path, scratch: Path) -> None:
     print(f"base: {sum(p.numel() for p in model.parameters()):,} parameters, {len(bank.scenes):,} scenes")
     logs = {}
     if cfg.segmentation_steps:
-        logs["segmentation_log.csv"] = _learn_to_segment(of, model, bank, cfg, kept)
-    logs["training_log.csv"] = _learn(of, model, bank, cfg, kept)
+        logs["segmentation_log.csv"] = _learn_to_segment(of, model, bank, cfg)
+    logs["training_log.csv"] = _learn(of, model, bank, cfg)
     of.write(model, out)
     for name, log in logs.items():
         write_atomic(out / name, log.text)
     write_atomic(out / "recipe.json", json.dumps(cfg.model_dump(mode="json"), indent=2) + "\n")
-    shutil.rmtree(kept)
 
 
 @dataclass(frozen=True)
@@ -128,7 +122,7 @@ class Log:
         self.recent = {name: [] for name in self.names}
 
 
-def _learn_to_segment(of: Architecture, model: torch.nn.Module, bank: Bank, cfg: Pretrain, kept: Path) -> Log:
+def _learn_to_segment(of: Architecture, model: torch.nn.Module, bank: Bank, cfg: Pretrain) -> Log:
     """The vision encoder alone (see `segmentation.py`)."""
     encoder = of.encoder(model)
     segmentation = Segmentation(encoder, cfg.width)
@@ -148,11 +142,11 @@ def _learn_to_segment(of: Architecture, model: torch.nn.Module, bank: Bank, cfg:
         return "segmentation", loss(chosen, of.images_of_a_picture(step))[0], len(chosen)
 
     optimizer = Optimizer(segmentation, cfg, cfg.segmentation_steps)
-    _run(Phase("segment", cfg.segmentation_steps, kept), optimizer, rng, log, work, right)
+    _run("segment", cfg.segmentation_steps, optimizer, log, work, right)
     return log
 
 
-def _learn(of: Architecture, model: torch.nn.Module, bank: Bank, cfg: Pretrain, kept: Path) -> Log:
+def _learn(of: Architecture, model: torch.nn.Module, bank: Bank, cfg: Pretrain) -> Log:
     """The first task alone, then one task a step, in turn. An encoder that can segment is frozen until the language
     model has learnt to read it."""
     rng = np.random.default_rng(cfg.seed)
@@ -167,66 +161,26 @@ def _learn(of: Architecture, model: torch.nn.Module, bank: Bank, cfg: Pretrain, 
         return task.name, loss, len(chosen) if task.images else 0
 
     right = partial(_held_out_accuracy, of, model, bank)
-    _run(Phase("base", cfg.steps, kept), Optimizer(model, cfg, cfg.steps), rng, log, work, right)
+    _run("base", cfg.steps, Optimizer(model, cfg, cfg.steps), log, work, right)
     return log
 
 
-class Phase(NamedTuple):
-    """A part of the run: its name, its steps, and the folder of what a killed run goes on from."""
-
-    name: str
-    steps: int
-    kept: Path
-
-
 def _run(
-    phase: Phase,
+    name: str,
+    steps: int,
     optimizer: "Optimizer",
-    rng: np.random.Generator,
     log: Log,
     work: Callable[[int], tuple[str, Tensor, int]],
     right: Callable[[Level], float],
 ) -> None:
-    """Take the steps that are left. `work` gives of each step the task, the loss and the number of images; `right`,
-    what is right of a level's scenes that do not train."""
-    state = State(phase.kept / f"{phase.name}.pt", optimizer, rng, log)
-    first = state.load() + 1
-    for step in progress(range(first, phase.steps + 1), phase.name, total=phase.steps + 1 - first, unit="step"):
+    """Take the steps. `work` gives of each step the task, the loss and the number of images; `right`, what is right of
+    a level's scenes that do not train."""
+    for step in progress(range(1, steps + 1), name, total=steps, unit="step"):
         task, loss, images = work(step)
         log.recent[task].append(optimizer(loss))
         log.images += images
-        if step % LOG_EVERY == 0 or step == phase.steps:
+        if step % LOG_EVERY == 0 or step == steps:
             log.add(step, [right(level) for level in log.levels])
-            state.save(step)
-
-
-class State:
-    """All that a phase goes on from, in one file: weights, moments, rates, random generator and log."""
-
-    def __init__(self, file: Path, optimizer: "Optimizer", rng: np.random.Generator, log: Log) -> None:
-        self.file, self.rng, self.log = file, rng, log
-        self.parts: list[Any] = [optimizer.model, *optimizer.optimizers, *optimizer.schedules]
-
-    def save(self, step: int) -> None:
-        spent = time.monotonic() - self.log.start
-        facts = {"step": step, "rng": self.rng.bit_generator.state, "log": self.log.text, "spent": spent}
-        buffer = io.BytesIO()
-        torch.save({**facts, "images": self.log.images, "parts": [part.state_dict() for part in self.parts]}, buffer)
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(self.file, buffer.getvalue())
-
-    def load(self) -> int:
-        """Restore what a killed run kept, if any; the step that it was at."""
-        if not self.file.is_file():
-            return 0
-        kept = torch.load(self.file, weights_only=True)
-        for part, state in zip(self.parts, kept["parts"], strict=True):
-            part.load_state_dict(state)
-        self.rng.bit_generator.state = kept["rng"]
-        self.log.text, self.log.images = kept["log"], kept["images"]
-        self.log.start = time.monotonic() - kept["spent"]
-        print(f"pretrain: goes on after step {kept['step']}", flush=True)
-        return int(kept["step"])
 
 
 def task_of(step: int, first_task_steps: int, tasks: tuple[Task, ...]) -> Task:

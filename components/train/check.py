@@ -17,8 +17,7 @@ from components.train.loss import token_loss
 
 ROUNDING = {"fp32": 1e-4, "bf16": 1e-2}
 """The largest relative difference that rounding explains, by precision: sums of other lengths differ by some 1e-6 in
-fp32 and, with three significant digits in every layer, by some 1e-3 in bf16. FP8 adds no more: its scales are a row's,
-so a token is rounded alike in both. A token that sees what it should not, or
+fp32 and, with three significant digits in every layer, by some 1e-3 in bf16. A token that sees what it should not, or
 stands at a wrong place, moves the loss of a pre-trained model by more."""
 
 

@@ -2,7 +2,6 @@
 
 import csv
 import io
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -18,16 +17,10 @@ def columns(parts: Iterable[str], module: Iterable[str], datasets: Iterable[str]
 
 class Curve:
     """Rows of text by column; what a step does not have stays empty. They travel with each checkpoint, so that a
-    resumed run loses none.
+    resumed run loses none."""
 
-    Args:
-        told: a file that each value is appended to as it comes, as a line of JSON with its `step`, for who follows.
-        told_before: steps by which those are lower there: all of a phase before the one whose first step is 1.
-    """
-
-    def __init__(self, names: tuple[str, ...], told: Path | None = None, told_before: int = 0) -> None:
+    def __init__(self, names: tuple[str, ...]) -> None:
         self.names = names
-        self.told, self.told_before = told, told_before
         self.rows: list[dict[str, str]] = []
 
     def add(self, values: Mapping[str, float | None]) -> None:
@@ -39,12 +32,7 @@ class Curve:
         """More values of the last row."""
         unknown = values.keys() - set(self.names)
         assert not unknown, f"no such columns: {sorted(unknown)}"
-        new = {name: f"{value:.6g}" for name, value in values.items() if value is not None}
-        self.rows[-1] |= new
-        if self.told is not None:
-            with self.told.open("a", encoding="utf-8") as file:
-                step = int(self.rows[-1]["step"]) - self.told_before
-                file.write(json.dumps(new | {"step": str(step)}) + "\n")
+        self.rows[-1] |= {name: f"{value:.6g}" for name, value in values.items() if value is not None}
 
     def copy(self) -> "Curve":
         """The curves as they are: what is added or filled in later is not in them."""

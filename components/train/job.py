@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from components.models.family import Settings
 
 
-TOLD = "curves.jsonl"
-"""In the training's folder: the curves as they come, for who follows it."""
+CURVES = "curves.csv"
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,6 @@ class Job:
     Attributes:
         weights: the folder that the phase begins with; None: the base, `cfg.base`.
         datasets: whose samples it takes.
-        is_alignment: whether the fine-tuning follows, whose first step is 1: this phase's are told below that.
         generation: the attempt's number, as `generation.py` has it.
     """
 
@@ -38,13 +36,7 @@ class Job:
     base_sha256: str
     weights: Path | None = None
     datasets: DatasetFilter = DatasetFilter()
-    is_alignment: bool = False
     generation: int = 0
-
-    @property
-    def told(self) -> Path:
-        """The curves of the whole training as they come."""
-        return (self.run_dir.parent if self.is_alignment else self.run_dir) / TOLD
 
 
 @dataclass(frozen=True)

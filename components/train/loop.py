@@ -21,20 +21,12 @@ from components.models.attention import KERNELS, attention_of
 from components.models.checkpoint import CheckpointError, save_checkpoint, verify_manifest
 from components.models.device import Device
 from components.models.family import Family, PairProcessor, Settings
-from components.models.fp8 import use_fp8
 from components.models.tuning import TrainableGroup, parameter_counts, prepare, trainable_groups, unwrapped
 from components.records import DataError
 from components.section import ParamsError
 from components.train.arithmetic import Work, describe, measure, mfu, peak_flops, progress_line
 from components.train.batches import Loader, MicroBatch, Schedule
 from components.train.check import check_packing
-from components.train.compiled import (
-    WARM_UP,
-    Recompilations,
-    compile_layers,
-    graph_limit_explained,
-    limit_graphs,
-)
 from components.train.contribution import ModuleContribution, update_ratios
 from components.train.curve import Curve, columns
 from components.train.disk import full_disk_explained, require_room
@@ -49,14 +41,13 @@ from components.train.engine import (
 )
 from components.train.generation import require_newest
 from components.train.hours import Spent, read_spent, write_spent
-from components.train.job import Job, Runtime
+from components.train.job import CURVES, Job, Runtime
 from components.train.loss import sum_over_ranks, token_loss
 from components.train.params import Train
 from components.train.retry import DivergedError
 from components.train.samples import read_samples, read_training_samples
 from components.train.state import (
     BEST,
-    CURVES,
     NEWEST,
     Writer,
     checkpoint_to_export,
@@ -99,13 +90,12 @@ class Run:
     captions: int = 0  # of this process, for its speed
     rates: dict[str, float] = field(default_factory=dict)
     earlier: Spent = field(default_factory=Spent)  # by other attempts
-    recompilations: Recompilations = field(default_factory=Recompilations)
 
 
 def run_loop(job: Job, runtime: Runtime) -> dict[str, Any]:
     """Train to the end and, on the first worker, write `out/checkpoint` and `out/curves.csv`; returns the figures."""
     run = start(job, runtime)
-    with run.writer, graph_limit_explained():
+    with run.writer:
         return to_the_end(run)
 
 
@@ -148,8 +138,6 @@ def start(job: Job, runtime: Runtime) -> Run:
     groups = trainable_groups(model, family, job.model)
     parameters = parameter_counts(model, family)
     engine = build_engine(cfg, compute, model.to(device.torch), groups, runtime.ranks)
-    if cfg.fp8:  # DeepSpeed has brought the weights into their precision
-        runtime.say(f"{use_fp8(engine.module, device)} frozen linears compute in FP8")
     samples = read_training_samples(job.mixture, job.run_dir, job.datasets)
     val = read_samples(job.mixture / "val", job.run_dir, job.datasets)
     schedule = Schedule(
@@ -166,8 +154,7 @@ def start(job: Job, runtime: Runtime) -> Run:
     augment = partial(family.augment, job.model) if family.augment else None
     loader = Loader(samples, processor, threads=compute.cpus_per_worker, device=device, augment=augment)
     contribution = ModuleContribution(family, job.model, runtime.ranks)
-    told, before = job.told if runtime.rank == 0 else None, schedule.steps if job.is_alignment else 0
-    curve = Curve(columns(family.parts, contribution.names, validation.datasets), told, before)
+    curve = Curve(columns(family.parts, contribution.names, validation.datasets))
     return Run(
         job,
         runtime,
@@ -208,9 +195,6 @@ def prepare_model(
         family.fuse(model, compute.activation_checkpointing)
     except ValueError as error:
         raise ParamsError(f"train: models.{cfg.model} on train.base {cfg.base}: {error}") from error
-    limit_graphs()
-    if compute.compile:
-        compile_layers(adapted, family, compute.gpu)
     return adapted.train(), family.load_processor(folder, model.config)
 
 
@@ -306,15 +290,9 @@ def train_step(run: Run, step: int, batches: list[MicroBatch]) -> None:
     set_learning_rates(run.engine, rates)
     of_parts = {f"lr_{part}": rate for group, rate in zip(run.groups, rates, strict=True) for part in group.parts}
     run.rates = {name: of_parts[name] for name in run.curve.names if name in of_parts}
-    known = run.recompilations.count
     measured = run.contribution.measured(run.engine.module, is_measured(step + 1, schedule.steps))
-    with run.recompilations.step(), measured as module:
+    with measured as module:
         loss, norm = take_step(run.engine, batches, run.processor, run.device, run.runtime.ranks)
-    if run.recompilations.count > known:
-        run.runtime.say(
-            f"step {step + 1}: torch.compile made {run.recompilations.count - known} graph(s) again, "
-            f"{run.recompilations.count} in all after this process's first {WARM_UP} steps"
-        )
     if not (math.isfinite(loss) and math.isfinite(norm)):
         told = ", ".join(f"{name} {rate:.3g}" for name, rate in run.rates.items())
         raise DivergedError(
@@ -396,13 +374,15 @@ def is_captioned(step: int, steps: int, compute: Compute) -> bool:
 
 
 def validate(run: Run, folder: Path) -> None:
-    """Score the state that `folder` holds, and write the scores beside it and into the curves."""
+    """Score the state that `folder` holds, and write the scores beside it and into the curves, which whoever follows
+    the training finds in `run_dir`."""
     scores = run.validation.losses(run.engine)
     if is_captioned(step_of(folder), run.schedule.steps, run.job.compute):
         scores |= run.validation.cider(run.engine)
     run.curve.fill(scores)
     if run.runtime.rank == 0:
         run.writer.submit(write_validation, folder, scores)
+        run.writer.submit(run.curve.copy().write, run.job.run_dir / CURVES)
     if scores:
         run.runtime.say(f"validation after step {step_of(folder)}{named(scores)}")
 
@@ -457,7 +437,6 @@ def figures(run: Run, exported: int) -> dict[str, Any]:
         "seconds": took.seconds,
         "captions_per_s": took.captions / seconds,
         "waiting_share": took.waited / seconds,
-        "recompilations": run.recompilations.count,
         "device": torch.cuda.get_device_name() if run.job.compute.gpu else "cpu",
         "devices": run.runtime.ranks,
         "device_hours": took.device_seconds / 3600,

@@ -20,5 +20,4 @@ class Train(Section):
     weight_decay: float = Field(ge=0)
     max_grad_norm: float | None = Field(gt=0)  # to which a step's gradient is clipped; null: never
     precision: Literal["fp32", "bf16"]
-    fp8: bool  # frozen linears under adapters in 8 bits (components/models/fp8.py), for a GPU that multiplies them
     export: Literal["last", "best"]  # which checkpoint becomes the output; best is by CIDEr on the validation pairs

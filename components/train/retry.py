@@ -31,6 +31,9 @@ FINAL = (DataError, ParamsError, DeviceError, NotWrittenError, StoppedError, Sup
 NOT_STARTED = ("WorkerGroupStartupTimeoutError", "WorkerGroupStartupFailedError")
 """What Ray raises where its workers do not start: on one machine the next attempt's would not either."""
 
+TOO_MANY_GRAPHS = "FailOnRecompileLimitHit"
+"""What dynamo raises where shapes do not recur (`components/models/attention.py`)."""
+
 NO_MEMORY = ("out of memory", "can't allocate memory", "running low on memory")
 """What CUDA and NCCL, torch's allocator on a CPU, and Ray's watch of a node's memory say, in errors of any type."""
 
@@ -39,7 +42,8 @@ def with_retries(run: Callable[[Job], dict[str, Any]], job: Job) -> dict[str, An
     """`run(job)`, attempted as often as this module says; what it returns in the end.
 
     Raises:
-        DataError, ParamsError: an attempt, or a worker of it, met one; or one sequence at a time is out of memory.
+        DataError, ParamsError: an attempt, or a worker of it, met one; one sequence at a time is out of memory; or
+            torch.compile reaches its limit of graphs.
         NotWrittenError: a disk is full.
         StoppedError: the run was asked to end.
         SupersededError: another process makes a later attempt.
@@ -68,6 +72,10 @@ def _after(error: Exception, job: Job, failures: int) -> tuple[Job, int]:
             raise NotWrittenError(f"{_first_line(cause)}: a disk is full; make room and run again") from error
     if on_one_machine() and any(type(cause).__name__ in NOT_STARTED for cause in met):
         raise NoRoomError(f"Ray's workers do not start: {_first_line(met[-1])}; see {logs()}/worker-*.err") from error
+    if any(type(cause).__name__ == TOO_MANY_GRAPHS for cause in met):
+        raise ParamsError(
+            "torch.compile makes a graph for each length; set compute.attention to sdpa, and report it"
+        ) from error
     if any(is_out_of_memory(cause) for cause in met):
         smaller = with_smaller_micro_batch(job, error)
         _say(

@@ -21,7 +21,7 @@ from components.files import sha256, sha256_of_folder, write_atomic
 from components.models import FAMILIES
 from components.reports import StageReport
 from components.section import ParamsError
-from components.train.job import TOLD, Job
+from components.train.job import CURVES, Job
 from components.train.params import Train
 from components.train.phase import ALIGNMENT, DONE, DatasetFilter, of_alignment, with_alignment
 from components.train.retry import with_retries
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from components.models.family import Align, Settings
 
 
-SPEED = ("seconds", "captions_per_s", "waiting_share", "recompilations", "device_hours")
-"""What a run took, over all its attempts (but `recompilations`, of the last). In no report, which a resumed run must
+SPEED = ("seconds", "captions_per_s", "waiting_share", "device_hours")
+"""What a run took, over all its attempts. In no report, which a resumed run must
 write as one that was left alone."""
 
 
@@ -65,15 +65,16 @@ class RunLockedError(BlockingIOError):
 
 
 Follow = Callable[[str, Path], AbstractContextManager[object]]
-"""Given a run's key and the file of its curves as they come; entered around the training."""
-
-
-def unfollowed(key: str, told: Path) -> AbstractContextManager[object]:
-    return nullcontext()
+"""Given a run's key and the file of its curves up to the last checkpoint; entered around the training."""
 
 
 def train(
-    cfg: Train, model: "Settings", compute: Compute, mixture: Path, out: Path, follow: Follow = unfollowed
+    cfg: Train,
+    model: "Settings",
+    compute: Compute,
+    mixture: Path,
+    out: Path,
+    follow: Follow = lambda key, curves: nullcontext(),
 ) -> TrainReport:
     """Train on `mixture`/train and write `out`: checkpoint/, curves.csv, report.json.
 
@@ -97,7 +98,7 @@ def train(
     base_sha256 = sha256_of_folder(cfg.base)
     run_dir = scratch / "train" / run_key(cfg, model, mixture, base_sha256)
     run_dir.mkdir(parents=True, exist_ok=True)
-    with _only_trainer(run_dir), follow(run_dir.name, run_dir / TOLD):
+    with _only_trainer(run_dir), follow(run_dir.name, run_dir / CURVES):
         try:
             figures, before = run_phases(Job(cfg, model, compute, mixture, out, run_dir, base_sha256))
         except StoppedError as stopped:
@@ -126,7 +127,7 @@ def run_phases(job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
     first = job.run_dir / ALIGNMENT / "out"
     job = replace(job, weights=first / "checkpoint", datasets=DatasetFilter(align.datasets))
     figures = with_retries(run, job)
-    with_alignment(first / "curves.csv", job.out / "curves.csv")
+    with_alignment(first / CURVES, job.out / CURVES)
     return figures | {name: figures[name] + before[name] for name in ("seconds", "device_hours")}, before
 
 
@@ -147,7 +148,6 @@ def aligned(run: Callable[[Job], dict[str, Any]], job: Job, align: "Align") -> d
             out=folder / "out",
             run_dir=folder,
             datasets=DatasetFilter(align.datasets, others=False),
-            is_alignment=True,
         )
         write_atomic(folder / DONE, json.dumps(with_retries(run, phase)) + "\n")
     return json.loads((folder / DONE).read_text(encoding="utf-8"))

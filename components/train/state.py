@@ -34,11 +34,12 @@ from components.models.checkpoint import CheckpointError, verify_manifest, write
 from components.models.tuning import TrainableGroup
 from components.train.curve import Curve
 from components.train.disk import full_disk_explained
+from components.train.job import CURVES
 
 logger = logging.getLogger(__name__)
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-CURVES, OPTIMIZER, VALIDATION, PREFIX = "curves.csv", "optimizer.json", "validation.json", "step-"
+OPTIMIZER, VALIDATION, PREFIX = "optimizer.json", "validation.json", "step-"
 
 
 class MasterState:

@@ -200,7 +200,6 @@ def compute(**changes: Any) -> Compute:
         "cpus_per_worker": 1,
         "gpu": False,
         "attention": "auto",
-        "compile": False,
         "gpu_kind": None,
         "micro_batch": 1,
         "zero_stage": 0,

@@ -1,13 +1,10 @@
 """The page of a run, read; and that a page which cannot be written fails no run."""
 
-import base64
-import io
 import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from PIL import Image
 
 from components.params import load_params
 from components.register.stage import Registration
@@ -25,12 +22,9 @@ def done(tmp_path, monkeypatch) -> Done:
     """A run that was evaluated; the current directory holds its files."""
     monkeypatch.chdir(tmp_path)
     work = Workspace("0123456789ab", tmp_path, tmp_path / "checkout", "c" * 40, "tree", (), ("runs",))
-    for file, text in {
-        PARAMS.paths.report / "metrics.json": json.dumps({"protocols": {"d/p": {"CIDEr": 1.25, "METEOR": None}}}),
-        PARAMS.paths.model / "curves.csv": "step,loss,val_loss\n1,3.0,\n2,2.0,2.5\n3,1.0,\n",
-    }.items():
-        file.parent.mkdir(parents=True)
-        file.write_text(text)
+    metrics = PARAMS.paths.report / "metrics.json"
+    metrics.parent.mkdir(parents=True)
+    metrics.write_text(json.dumps({"protocols": {"d/p": {"CIDEr": 1.25, "METEOR": None}}}))
     return Done(
         work,
         ["new data"],
@@ -78,15 +72,6 @@ def test_a_server_of_mlflow_is_linked(done):
     uri = "http://127.0.0.1:5000"
     params = PARAMS.model_copy(update={"register_": PARAMS.register_.model_copy(update={"tracking_uri": uri})})
     assert "[the version](http://127.0.0.1:5000/#/models/m/versions/7)" in "\n".join(report.page(done, params, {}))
-
-
-def test_the_curves_are_a_picture_that_is_not_blank(done):
-    data = text(done).split("data:image/png;base64,")[1].split(")")[0]
-    image = Image.open(io.BytesIO(base64.b64decode(data))).convert("L")
-    assert image.width > 600
-    assert image.getextrema()[0] < 100
-    (PARAMS.paths.model / "curves.csv").unlink()
-    assert "## Training" not in text(done)
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from components.models import FAMILIES
 from components.models.device import Device
-from components.models.fp8 import use_fp8
 from components.train.batches import Loader, MicroBatch, Schedule
 from components.train.loop import prepare_model
 from components.train.loss import token_loss
@@ -45,8 +44,6 @@ def loss_and_gradients(device: Device, mixture: Path, **changes: Any) -> tuple[f
     model, processor = prepare_model(made.cfg, made.model, made.compute, FAMILIES["m3diff"])
     move_what_trains(model)
     model.to(device.torch)
-    if made.cfg.fp8:
-        use_fp8(model, device)
     loss = token_loss(model, first_batch(made, mixture, processor, device), processor, device)
     loss.backward()
     found = {name: p.grad.float().cpu() for name, p in model.named_parameters() if p.grad is not None}

@@ -2,6 +2,7 @@
 branches that a CPU never takes, on tensors without storage."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +18,8 @@ from components.models import FAMILIES, attention, fused
 from components.models.device import Device, environment
 from components.models.tuning import unwrapped
 from components.train import accelerator
-from components.train.compiled import TooManyGraphsError, graphs
 from components.train.loop import prepare_model
 from components.train.loss import token_loss
-from components.train.retry import FINAL
 from components.train.state import MOMENTS, MasterState
 from tests.gpu import test_gpu
 from tests.gpu.choices import first_batch
@@ -196,43 +195,26 @@ def test_validation_and_captions_use_up_no_graph(
     counted = []
     for pairs in (0, 2):
         torch.compiler.reset()
-        before = graphs()
+        before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         how = {"attention": "flex", "val_pairs": pairs, "caption_val_pairs": pairs, "precision": "bf16"}
         (tmp_path / str(pairs)).mkdir()
         run(recipe(tmp_path / "base", epochs=1, **how), mixture, tmp_path / str(pairs))
-        counted.append(graphs() - before)
+        counted.append(torch._dynamo.utils.counters["stats"]["unique_graphs"] - before)
     assert 0 < counted[0] == counted[1] <= 4
 
 
-@pytest.mark.parametrize("where", ["train_step", "check", "validate", "export"])
-def test_the_limit_of_graphs_is_explained_wherever_it_is_met_and_not_met_again(
-    where: str, mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_gpu_computes_by_compiled_kernels_and_a_graph_for_each_length_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from components.train import loop
-
-    met = []
-
-    def fails(*_: Any) -> None:
-        met.append(where)
-        raise torch._dynamo.exc.FailOnRecompileLimitHit("of swiglu")
-
-    monkeypatch.setattr(loop, where, fails)
-    with pytest.raises(TooManyGraphsError, match=r"compute\.compile .* compute\.attention to sdpa"):
-        run(recipe(tmp_path / "base", epochs=1), mixture, tmp_path)
-    assert met == [where]
-    assert issubclass(TooManyGraphsError, FINAL)
-
-
-def test_nothing_is_compiled_within_a_compiled_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeTensorMode():
         tensor = torch.empty(2, device="cuda")
-    assert fused.fused_on_gpu(fused.swiglu, tensor) is not fused.swiglu
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert fused.fused_on_gpu(fused.swiglu, tensor) is fused.swiglu
-    monkeypatch.setattr(attention, "_compiled_flex", lambda: pytest.fail("compiled within a compiled layer"))
-    monkeypatch.setattr(attention, "flex_attention", lambda query, *_, **__: query)
-    wide: Any = SimpleNamespace(is_cuda=True)
-    assert attention.flex(wide, wide, wide, None, None) is wide  # type: ignore[arg-type]
+    assert fused.fused_on_gpu(fused.swiglu, tensor) is attention.compiled(fused.swiglu)
+    assert fused.fused_on_gpu(fused.swiglu, torch.empty(2)) is fused.swiglu
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", False)
+    kernel = attention.compiled(lambda x, text: x * len(text))  # a graph for each value of Python
+    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+        [kernel(torch.ones(3), "a" * number) for number in range(12)]
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

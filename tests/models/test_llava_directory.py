@@ -16,7 +16,7 @@ from components.models import FAMILIES
 from components.models.m3diff.modeling import M3DiffForConditionalGeneration
 from components.models.m3diff.processing import M3DiffImageProcessor, M3DiffProcessor
 from components.models.m3diff.settings import MDPConfig
-from components.plan.plan import count_parameters
+from components.plan.plan import meta_model, parameters_of
 from tests.tiny import BASE, noise_image, tiny_base, tiny_settings
 from tests.train.toy import recipe, run, write_mixture
 
@@ -237,8 +237,8 @@ def test_a_base_without_its_heads_weights_is_refused_unless_they_are_tied(
 
 def test_the_small_release_is_planned_trained_and_saved_with_its_head_tied(small: Path, tmp_path: Path) -> None:
     made = recipe(small, model=replace(tiny_settings(), module=MDPConfig(heads=2)), epochs=0.5)
-    config = FAMILIES["m3diff"].planned_config(small, made.model)
-    planned = count_parameters(config, FAMILIES["m3diff"], made.model)
+    family = FAMILIES["m3diff"]
+    planned = parameters_of(meta_model(family.planned_config(small, made.model), family, made.model, "fp32"), family)
     trained = run(made, write_mixture(tmp_path / "mixture"), tmp_path)
     assert trained.report.steps >= 1
     assert trained.report.loss > 0

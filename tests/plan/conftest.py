@@ -113,7 +113,6 @@ def train_section(base: Path, **changes: object) -> Train:
         "weight_decay": 0,
         "max_grad_norm": 1,
         "precision": "bf16",
-        "fp8": False,
         "export": "last",
     }
     return Train.model_validate(fields | changes)
@@ -126,7 +125,6 @@ def compute_section(**changes: object) -> Compute:
         "cpus_per_worker": 1,
         "gpu": True,
         "attention": "auto",
-        "compile": False,
         "gpu_kind": "H100-80GB",
         "micro_batch": 3,
         "zero_stage": 0,

@@ -181,7 +181,7 @@ def test_a_whole_small_run_is_a_blip_2_that_learns_and_comes_out_the_same_twice(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stage, "LOG_EVERY", 6)
         for name in "ab":
-            pretrain(cfg, tmp_path / name, tmp_path / "scratch")
+            pretrain(cfg, tmp_path / name)
     one, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in "ab")
     assert one == other
     rows = list(csv.DictReader((tmp_path / "a" / "training_log.csv").open()))

@@ -83,7 +83,7 @@ def made(processor, tmp_path_factory) -> Path:
         patch.setattr(llava_onevision, "make_processor", lambda cfg: processor)
         patch.setattr(stage, "LOG_EVERY", 6)
         for name in "ab":
-            pretrain(CFG, folder / name, folder / "scratch")
+            pretrain(CFG, folder / name)
     return folder
 
 
@@ -112,40 +112,6 @@ def test_the_same_recipe_gives_the_same_weights(made):
     assert a == b
     rows = [[{k: v for k, v in row.items() if k != "seconds"} for row in log_of(made / name)] for name in "ab"]
     assert rows[0] == rows[1]
-
-
-class KilledError(Exception):
-    """In the place of signal 9."""
-
-
-@pytest.mark.slow(10)
-@pytest.mark.parametrize("after", [7, 30, 41])
-def test_a_killed_run_goes_on_to_the_same_weights_and_log(after, processor, tmp_path, monkeypatch):
-    cfg = CFG.model_copy(update={"segmentation_steps": 18, "scenes": 40})
-    monkeypatch.setattr(llava_onevision, "make_processor", lambda cfg: processor)
-    monkeypatch.setattr(stage, "LOG_EVERY", 6)
-    pretrain(cfg, tmp_path / "whole", tmp_path / "scratch")
-    steps, real = [], stage.Optimizer.__call__
-
-    def killed(optimizer, loss):
-        steps.append(1)
-        if len(steps) == after:
-            raise KilledError
-        return real(optimizer, loss)
-
-    monkeypatch.setattr(stage.Optimizer, "__call__", killed)
-    with pytest.raises(KilledError):
-        pretrain(cfg, tmp_path / "killed", tmp_path / "scratch")
-    steps.clear()
-    monkeypatch.setattr(stage.Optimizer, "__call__", lambda *given: (steps.append(1), real(*given))[1])
-    pretrain(cfg, tmp_path / "killed", tmp_path / "scratch")
-    assert len(steps) == 18 + 24 - (after - 1) // 6 * 6, "from the last row of the log"
-    assert not list((tmp_path / "scratch" / "pretrain").iterdir())
-    one, other = (tmp_path / name / "model.safetensors" for name in ("whole", "killed"))
-    assert one.read_bytes() == other.read_bytes()
-    for name in ("segmentation_log.csv", "training_log.csv"):
-        rows = [list(csv.DictReader((tmp_path / run / name).open())) for run in ("whole", "killed")]
-        assert [row | {"seconds": ""} for row in rows[0]] == [row | {"seconds": ""} for row in rows[1]]
 
 
 def test_the_folder_is_a_llava_onevision_that_its_processor_can_feed(made):
@@ -488,11 +454,7 @@ def test_an_encoder_learns_to_segment_and_is_frozen_while_the_first_task_comes_a
     monkeypatch.setattr(stage, "task_of", task_of)
     monkeypatch.setattr(stage, "Segmentation", Spy)
     monkeypatch.setattr(stage, "LOG_EVERY", 20)
-    pretrain(
-        CFG.model_copy(update={"segmentation_steps": 60, "steps": 8, "first_task_steps": 4}),
-        tmp_path,
-        tmp_path / "scratch",
-    )
+    pretrain(CFG.model_copy(update={"segmentation_steps": 60, "steps": 8, "first_task_steps": 4}), tmp_path)
     rows = list(csv.DictReader((tmp_path / "segmentation_log.csv").open()))
     assert [row["step"] for row in rows] == ["20", "40", "60"]
     assert [row["images_seen"] for row in rows] == ["160", "320", "480"]
@@ -509,7 +471,7 @@ def test_an_encoder_learns_to_segment_and_is_frozen_while_the_first_task_comes_a
 def test_a_base_of_both_levels_without_two_images_logs_accuracy_by_level(processor, tmp_path, monkeypatch):
     control = {"levels": ("grid", "free"), "tasks": ("image", "asked for", "sentence"), "steps": 6, "scenes": 44}
     monkeypatch.setattr(llava_onevision, "make_processor", lambda cfg: processor)
-    pretrain(CFG.model_copy(update=control), tmp_path, tmp_path / "scratch")
+    pretrain(CFG.model_copy(update=control), tmp_path)
     (row,) = log_of(tmp_path)
     assert [key for key in row if key.startswith("loss")] == ["loss: image", "loss: asked for", "loss: sentence"]
     assert [key for key in row if "accuracy" in key] == [

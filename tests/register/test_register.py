@@ -346,7 +346,7 @@ def test_the_run_that_the_training_opened_becomes_the_version_s(opened):
     params = load_params()
     limit, model = params.predict.max_new_tokens, params.paths.model
     opened_by_train = Description(params.register_.tracking_uri, "m3diff", "m3diff", {"train": {"seed": 5}}, limit)
-    with followed(opened_by_train, model, "key", model / "curves.jsonl"):
+    with followed(opened_by_train, model, "key", model / "curves.csv"):
         pass
     completed(opened_by_train, model, params.paths.report / "metrics.json")
     (trained,) = opened.runs()

@@ -15,7 +15,7 @@ from components.models.checkpoint import load_model
 from components.models.family import Align, Rates
 from components.records import DataError
 from components.train import stage
-from components.train.phase import DatasetFilter, with_alignment
+from components.train.phase import ALIGNMENT, DatasetFilter, with_alignment
 from components.train.samples import read_samples, read_training_samples
 from tests.models.test_onediff import SEPARATE, settings
 from tests.tiny import tiny_base
@@ -55,13 +55,6 @@ def test_the_curves_are_of_both_phases_and_the_fine_tuning_begins_at_step_1(whol
     assert not any(row["val_loss_toy"] for row in first)
 
 
-def test_who_follows_is_told_the_steps_of_both(whole: Trained) -> None:
-    rows: dict[str, dict[str, str]] = {}
-    for row in whole.told:
-        rows[row["step"]] = rows.get(row["step"], {}) | row
-    assert list(rows.values()) == [{name: value for name, value in row.items() if value} for row in whole.curve]
-
-
 def test_the_report_has_the_alignments_figures(whole: Trained) -> None:
     assert whole.report.rows_in == sum(1 + n % 4 for n in range(10)), "samples of the fine-tuning"
     assert whole.report.alignment == {
@@ -84,12 +77,12 @@ def test_a_training_killed_in_either_phase_ends_the_same(
 
 def test_the_alignment_is_not_trained_twice(made: Recipe, mixture: Path, tmp_path: Path, whole: Trained) -> None:
     interrupted(made, mixture, tmp_path, 5)
-    seen: list[bool] = []
+    seen: list[Path] = []
     with pytest.MonkeyPatch.context() as patch:
         original = stage.run_local
-        patch.setattr(stage, "run_local", lambda job: seen.append(job.is_alignment) or original(job))
+        patch.setattr(stage, "run_local", lambda job: seen.append(job.run_dir) or original(job))
         assert_same_run(run(made, mixture, tmp_path), whole)
-    assert seen == [False]
+    assert [folder.name == ALIGNMENT for folder in seen] == [False]
 
 
 @pytest.fixture

@@ -18,15 +18,12 @@ from components.models.generation import load_captioner
 from components.train import loop
 from components.train.accelerator import choose_accelerator
 from components.train.batches import Loader, Schedule
-from components.train.compiled import compile_layers
 from components.train.job import Job, Runtime
 from components.train.loop import start
 from components.train.samples import read_training_samples
-from tests.models.blip2idc.test_family import pictures
-from tests.models.blip2idc.test_packing import FAMILY, gradients, group, summed_loss, tiny_model
+from tests.models.blip2idc.test_packing import FAMILY
 from tests.tiny import noise_image
-from tests.tiny_blip2 import TEXTS, blip2_settings, tiny_blip2
-from tests.train.test_compiled import fresh_compiler, given_up  # noqa: F401  # pytest finds it by its name
+from tests.tiny_blip2 import blip2_settings, tiny_blip2
 from tests.train.test_loop import assert_same, assert_same_run, interrupted
 from tests.train.toy import Recipe, Trained, recipe, run
 
@@ -206,19 +203,3 @@ def test_zero_3_trains_and_captions_alike(mixture: Path, blip2: Path, tmp_path: 
     got = run(made(blip2, epochs=3, zero_stage=3, caption_val_pairs=1), mixture, tmp_path)
     assert_same(got.weights, whole.weights, atol=5e-5)
     assert got.column("val_cider") == whole.column("val_cider")
-
-
-@pytest.mark.slow(60)
-@pytest.mark.parametrize("llm", TEXTS)
-def test_compiled_layers_give_the_same_gradients(llm: str) -> None:
-    plain, compiled = tiny_model(llm, torch.float32), tiny_model(llm, torch.float32)
-    compile_layers(compiled, FAMILY, gpu=False)
-    from components.train.packing import pack
-
-    for step in range(3):
-        packed, pixels = pack([group(1 + step, step), group(2, step + 9)]), pictures(2, step)
-        want = gradients(plain, summed_loss(plain, packed, pixels, "sdpa"))
-        found = gradients(compiled, summed_loss(compiled, packed, pixels, "sdpa"))
-        for name, gradient in want.items():
-            assert float((found[name] - gradient).norm()) <= 1e-4 * max(float(gradient.norm()), 1e-3), name
-    assert not given_up()

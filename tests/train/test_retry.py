@@ -105,6 +105,16 @@ def test_what_another_attempt_would_meet_again_ends_the_run_as_itself(
     assert capfd.readouterr().out == ""
 
 
+@pytest.mark.parametrize("wrap", [lambda error: error, on_ray])
+def test_a_graph_for_each_length_ends_the_run_and_names_the_other_kernel(
+    wrap: Callable[[BaseException], Exception], base: Path
+) -> None:
+    attempts = Attempts(wrap(torch._dynamo.exc.FailOnRecompileLimitHit("of flex_attention")))
+    with pytest.raises(ParamsError, match="set compute.attention to sdpa"):
+        with_retries(attempts, job(base))
+    assert len(attempts.jobs) == 1
+
+
 BERT = settings(JOINED | {"start": "bert"})
 
 

@@ -118,7 +118,6 @@ FIGURES: dict[str, Any] = {
     "seconds": 2.0,
     "captions_per_s": 23.0,
     "waiting_share": 0.12345,
-    "recompilations": 3,
     "device": "cpu",
     "devices": 2,
     "device_hours": 4 / 3600,
@@ -132,11 +131,11 @@ def test_the_stage_runs_the_loop_where_asked_and_writes_its_report(
     jobs, followed = [], []
 
     @contextmanager
-    def follow(key: str, told: Path) -> Iterator[None]:
+    def follow(key: str, curves: Path) -> Iterator[None]:
         yield
-        assert told.parent.is_dir(), "its end reads what is there"
+        assert curves.parent.is_dir(), "its end reads what is there"
         assert (tmp_path / "out" / "report.json").is_file()
-        followed.append((key, told))
+        followed.append((key, curves))
 
     def loop(job: Any) -> dict[str, Any]:
         assert job.run_dir.is_dir()
@@ -169,7 +168,6 @@ def test_the_stage_runs_the_loop_where_asked_and_writes_its_report(
         "seconds": 2.0,
         "captions_per_s": 23.0,
         "waiting_share": 0.1235,
-        "recompilations": 3,
         "device_hours": 0.0011,
         "device": "cpu",
         "devices": 2,
@@ -179,7 +177,7 @@ def test_the_stage_runs_the_loop_where_asked_and_writes_its_report(
     assert job.base_sha256 == sha256_of_folder(base)
     assert (job.mixture, job.out) == (mixture, tmp_path / "out")
     assert job.run_dir == tmp_path / "runs" / "train" / run_key(job.cfg, job.model, mixture, job.base_sha256)
-    assert followed == [(job.run_dir.name, job.run_dir / "curves.jsonl")]
+    assert followed == [(job.run_dir.name, job.run_dir / "curves.csv")]
     assert not job.run_dir.exists(), "nothing is left of a run that ended"
 
 

@@ -2,7 +2,6 @@
 
 import csv
 import hashlib
-import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -63,7 +62,6 @@ TRAIN: dict[str, Any] = {
     "weight_decay": 0.01,
     "max_grad_norm": 1.0,
     "precision": "fp32",
-    "fp8": False,
     "export": "last",
 }
 
@@ -72,7 +70,6 @@ COMPUTE: dict[str, Any] = {
     "cpus_per_worker": 1,
     "gpu": False,
     "attention": "auto",
-    "compile": False,
     "gpu_kind": None,
     "micro_batch": 4,
     "zero_stage": 0,
@@ -118,7 +115,7 @@ class Trained:
     report: TrainReport
     weights: dict[str, torch.Tensor]
     curve: list[dict[str, str]]
-    told: list[dict[str, str]]  # to who followed
+    followed: list[dict[str, str]]  # the curves that whoever follows found at the end
     machine: str  # what it computed on, at its end
 
     def column(self, name: str) -> list[float | None]:
@@ -128,16 +125,16 @@ class Trained:
 def run(made: Recipe, mixture: Path, folder: Path) -> Trained:
     """Train in `folder`, with its scratch there."""
     made = made.changed(scratch=folder / "runs")
-    told: list[dict[str, str]] = []
+    found: list[dict[str, str]] = []
 
     @contextmanager
     def follow(key: str, file: Path) -> Iterator[None]:
         yield
-        told.extend(json.loads(line) for line in file.read_text().splitlines())
+        found.extend(read_curve(file.parent))
 
     report = train(made.cfg, made.model, made.compute, mixture, folder / "out", follow)
     weights = load_file(folder / "out" / "checkpoint" / "model.safetensors")
-    return Trained(report, weights, read_curve(folder / "out"), told, machine())
+    return Trained(report, weights, read_curve(folder / "out"), found, machine())
 
 
 def machine() -> str:

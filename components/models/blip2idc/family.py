@@ -38,10 +38,6 @@ LORA_TARGETS = {
 """As the authors' code names them: queries, keys and values of all parts, but for the queries of the Q-Former's
 self-attention. In the vision encoder the three are one linear."""
 
-COMPILED = (
-    r"vision_model\.encoder\.layers\.\d+|qformer\.encoder\.layer\.\d+|language_model\.model\.(decoder\.)?layers\.\d+"
-)
-
 EVA = {"image_size": 224, "patch_size": 14}
 """The vision encoder of the published BLIP-2: what its configuration leaves out where it is the default."""
 
@@ -169,7 +165,6 @@ FAMILY = Family(
     image_tokens=image_tokens,
     blank_images=blank_images,
     faults=faults,
-    compiled=COMPILED,
     augment=augment,
     checkpointing_faults=checkpointing_faults,
     prompt_tokens=1.0,

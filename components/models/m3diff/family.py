@@ -33,7 +33,6 @@ have the same short names."""
 BASES = ("llava_onevision", "m3diff")
 """What the config.json of a base may call itself; the first where it is silent."""
 
-COMPILED = r"model\.(language_model\.layers|vision_tower\.encoder\.layers|mdp\.levels)\.\d+"
 
 NEVER_RUN = ("model.vision_tower.post_layernorm.", "model.vision_tower.head.")
 """Parts of the vision encoder that LLaVA-OneVision never runs: it takes a hidden state, not the encoder's output."""
@@ -215,7 +214,6 @@ FAMILY = Family(
     image_tokens=image_tokens,
     blank_images=blank_images,
     faults=faults,
-    compiled=COMPILED,
     contribution=CONTRIBUTION,
     new=("module",),
 )

@@ -33,7 +33,6 @@ PARTS = {
     "llm": ("model.language_model.", "lm_head."),
 }
 
-COMPILED = r"model\.(language_model\.layers|vision_tower\.encoder\.layers|vdm\.layers)\.\d+"
 
 LLAVA_BASE = "llava-1.5-7b-hf"
 """The paper's base in all but name; its shapes are known without its folder, as LLaVA-OneVision's are by theirs."""
@@ -172,7 +171,6 @@ FAMILY = replace(
     flops=flops,
     image_tokens=image_tokens,
     faults=faults,
-    compiled=COMPILED,
     contribution=None,
     base_files=base_files,
 )

@@ -206,7 +206,9 @@ class VisualDeltaModule(OwnStart):
                 f"{folder / 'model.safetensors'}: {len(lost)} weights of the BERT that config.json names are missing, "
                 f"{lost[:3]}; take both files from bert-base-uncased, or set module.start to random"
             )
-        theirs, ours = _bert_shape(bert.config), (self.cfg.width, self.cfg.heads, self.cfg.mlp_ratio)
+        width, heads = bert.config.hidden_size, bert.config.num_attention_heads
+        theirs = (width, heads, bert.config.intermediate_size / width)
+        ours = (self.cfg.width, self.cfg.heads, self.cfg.mlp_ratio)
         if theirs != ours or len(bert.encoder.layer) < len(self.layers):
             raise ValueError(
                 f"{folder}: {len(bert.encoder.layer)} layers of (width, heads, mlp_ratio) {theirs}, but the module has "
@@ -215,10 +217,6 @@ class VisualDeltaModule(OwnStart):
         for layer, source in zip(self.layers, bert.encoder.layer, strict=False):
             for mine, its in _pairs_with_bert(layer, source):
                 mine.load_state_dict(its.state_dict())
-
-
-def _bert_shape(config: Any) -> tuple[int, int, float]:
-    return config.hidden_size, config.num_attention_heads, config.intermediate_size / config.hidden_size
 
 
 def _pairs_with_bert(layer: Any, source: Any) -> list[tuple[nn.Module, nn.Module]]:
