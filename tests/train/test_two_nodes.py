@@ -100,7 +100,7 @@ def test_a_run_whose_node_dies_goes_on_when_another_joins_and_one_that_gets_none
 def test_what_trains_on_a_host_that_is_cut_off_ends_when_the_run_goes_on_elsewhere(
     made: Recipe, mixture: Path, tmp_path: Path
 ) -> None:
-    """The older workers would train to the end, beside the new ones and into the same folder. It takes Ray over a minute
+    """The older workers would train to the end, beside the new ones and into the same folder. Ray takes over a minute
     to call the host dead, so that the training must last for some."""
     longer = made.changed(epochs=400, checkpoint_every_steps=12, val_pairs=0)
     undisturbed = finish(start(longer, mixture, tmp_path / "one", dict(os.environ)), tmp_path / "one")
