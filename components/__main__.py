@@ -430,12 +430,6 @@ def profile(args: argparse.Namespace) -> None:
         print(f"not here yet: {place}: {path}; {remedy}")
 
 
-def migrate(args: argparse.Namespace) -> None:
-    from components.migrate import migrate as run
-
-    run(args.file, profiles_folder() / "embedded.yaml", print)
-
-
 COMMANDS: dict[str, tuple[Command, str]] = {
     "pretrain": (pretrain, "pre-train a tiny base model (from scratch: about two hours on one core)"),
     "synthesize": (synthesize, "generate a synthetic dataset, such as MiniChange"),
@@ -467,7 +461,6 @@ COMMANDS: dict[str, tuple[Command, str]] = {
     "prune": (prune, "remove old versions, weights, branches and data; keeps whatever a kept version needs"),
     "profile": (profile, "make a profile the parameters of the next run; prints what changes"),
     "plan": (plan, "estimate a training run: parameters, tokens, FLOPs, memory, hours; trains nothing"),
-    "migrate": (migrate, "update a parameter file of an earlier version; keeps its comments"),
 }
 
 
@@ -495,7 +488,6 @@ def make_parser() -> argparse.ArgumentParser:
     commands["augment"].add_argument("name", help="an entry of the section `augment`")
     commands["ingest"].add_argument("name", nargs="?", help="an entry of `ingest.datasets`; default: all")
     commands["profile"].add_argument("name", help="a file in profiles/, without .yaml")
-    commands["migrate"].add_argument("file", type=Path, help="the file to update; a copy is kept")
     _add_champion(commands["promote"], commands["rollback"], commands["history"])
     commands["models"].add_argument("--json", action="store_true", help="print JSON, with every detail")
     _add_caption(commands["caption"])

@@ -47,7 +47,6 @@ ATOMIC = {
     "components/image_cache.py _store",
     "components/ingest/stage.py ingest",
     "components/inspect/statistics.py write_statistics",
-    "components/migrate.py migrate",
     "components/predict/stage.py _write_captions",
     "components/predict/stage.py _write_saliency",
     "components/pretrain/stage.py State.save",
