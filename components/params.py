@@ -84,6 +84,12 @@ RENAMED = {
     "evaluate.scorer_timeout_s": "compute.scorer_timeout_s",
     "register.gate_metric": "promote.metric",
     "register.min_gain": "promote.min_gain",
+    "predict.control_pairs": "",
+    "serve.batch_wait_s": "",
+    "serve.poll_s": "",
+    "serve.max_question_chars": "",
+    "serve.upload_s": "",
+    "serve.examples": "",
 }
 """Keys of earlier versions and their present names; "" where nothing reads the value any more."""
 OF_AN_EARLIER_VERSION = (

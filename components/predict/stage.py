@@ -55,8 +55,8 @@ def predict(cfg: Predict, compute: Compute, mixture: Path, model: Path, out: Pat
     pairs = read_test_pairs(mixture)[: cfg.limit or None]
     sets = {
         PREDICTIONS: pairs,
-        SHUFFLED: control_pairs(pairs, cfg.control_pairs),
-        REVERSED: reversed_pairs(pairs, cfg.control_pairs),
+        SHUFFLED: control_pairs(pairs),
+        REVERSED: reversed_pairs(pairs),
     }
     journal = Journal(scratch / "predict" / f"{run_key(cfg, mixture, model / 'checkpoint')}.jsonl")
     with journal:
