@@ -341,11 +341,6 @@ def data(args: argparse.Namespace) -> int:
         write_statistics(params.paths.clean)
         print(f"written to {params.paths.clean / 'statistics.html'}")
         return 0
-    if args.action == "unpack":
-        from components.inspect.unpack import unpack
-
-        print(unpack(args.root))
-        return 0
     from components.inspect.check import check
 
     found = check(args.root, params.ingest.datasets, args.reader)
@@ -440,7 +435,7 @@ COMMANDS: dict[str, tuple[Command, str]] = {
     "train": (train, "fine-tune the model on the mixture"),
     "predict": (predict, "caption the pairs of the test split"),
     "evaluate": (evaluate, "score predictions against their references and write the report"),
-    "data": (data, "check a dataset's folder, extract images from Parquet, compute dataset statistics"),
+    "data": (data, "check a dataset's folder, compute dataset statistics"),
     "compare": (compare, "compare two runs on the same test pairs: differences with intervals, and a page of pairs"),
     "score": (score, "score any captions by a benchmark's protocol; needs no images, model or parameter file"),
     "zero-shot": (zero_shot, "caption and score the test split with a model behind an endpoint, without training"),
@@ -662,10 +657,6 @@ def _add_data(data: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"its layout, if not recognised: {', '.join(DATASETS)}",
     )
-    unpack = actions.add_parser(
-        "unpack", help="extract images stored inside a dataset's Parquet files into files next to them"
-    )
-    unpack.add_argument("root", type=Path, help="folder of one dataset")
 
 
 def _add_plan(plan: argparse.ArgumentParser) -> None:

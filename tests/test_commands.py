@@ -182,12 +182,6 @@ CALLS: dict[str, tuple[list[str], str, str, dict[str, Any]]] = {
         "check",
         {"root": Path("somewhere"), "entries": PARAMS.ingest.datasets, "reader": "pairs"},
     ),
-    "unpack": (
-        ["data", "unpack", "somewhere"],
-        "components.inspect.unpack",
-        "unpack",
-        {"root": Path("somewhere")},
-    ),
     "export": (
         ["export", "out"],
         "components.export.checkpoint",
