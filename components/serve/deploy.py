@@ -16,7 +16,7 @@ from components.serve.params import Serve
 from components.serve.replica import Answer, Facts, Replica, Undecodable, Unloadable
 
 BATCH_WAIT_S = 0.01
-"""How long a pair waits for others to share its batch."""
+"""Seconds that a pair waits for others to share its batch."""
 
 GPU_SHARE = 0.5
 """Of a GPU a replica: while a version takes over, both are loaded."""

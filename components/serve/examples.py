@@ -12,7 +12,7 @@ from components.readable import readable
 from components.records import DataError
 
 EXAMPLES = 6
-"""Pairs on the page."""
+"""Pairs of the test split on the page."""
 
 
 class Example(NamedTuple):

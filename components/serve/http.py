@@ -29,7 +29,7 @@ SAFE = {
 
 
 UPLOAD_S = 20
-"""For a client to send its request; 408 after it."""
+"""Seconds for a client to send its request; the answer after them is 408."""
 
 
 class ClientGoneError(ConnectionError):

@@ -22,7 +22,7 @@ SHORTEST_TOKEN = 16
 NEW_TOKEN = "python -c 'import secrets; print(secrets.token_hex())'"
 BACKLOG = 512
 POLL_S = 5
-"""Between two looks at where the alias points."""
+"""Seconds between two checks of which version the alias names."""
 
 
 def serve(
