@@ -270,7 +270,8 @@ def write_syned(root: Path) -> Path:
     }
     write_json(root / "gt_augmented_test_clean.json", variants)
     for place, part in enumerate(("validation", "test")):
-        write_shards(root, part, [emu_row(part, idx, "x", number=40 * place + 2 * idx) for idx in (0, 10, 2)])
+        rows = [emu_row(part, idx, "x", number=40 * place + 2 * idx) for idx in (0, 10, 2)]
+        write_shards(root / "emu_edit", part, rows)
     return root
 
 

@@ -1,13 +1,13 @@
 """Syned: Emu Edit's photos and instructions, divided for training, with paraphrases as further test references.
 
 Page: https://github.com/gautierevn/BLIP2IDC, folder code_release/Syned (Evennou et al., WACV 2025). Licence: MIT; the
-instructions and images are Emu Edit's, CC BY-NC 4.0. `root` holds that folder's files and Emu Edit's folder `data`:
+instructions and images are Emu Edit's, CC BY-NC 4.0. `root` holds that folder's files and Emu Edit's root:
 
     splits.json                              {"train": [296, ...], "validation": [...]}: `idx` of Emu's validation split
     instructions_with_idx_train_split.txt    a line for each of Emu's validation pairs, which train and validate here
     instructions_with_idx_test_split.txt     a line for each of Emu's test pairs
     gt_augmented_test_clean.json             {"0 ": ["Place a goat near the fence", ...], ...}: a space ends each key
-    data/validation-*.parquet, data/test-*.parquet    Emu Edit's, for the images; the edit is Emu's own
+    emu_edit/data/*.parquet                  Emu Edit, for the images; the edit is Emu's own
 
     183 <INSTRUCT> Add a duck on the box of food.
 
@@ -32,6 +32,7 @@ from components.records import DataError
 PARTS = {"train": "train", "validation": "val"}
 MARK = "<INSTRUCT>"
 VARIANTS = "gt_augmented_test_clean.json"
+EMU = "emu_edit"
 
 
 def read(root: Path) -> Iterator[Row]:
@@ -62,9 +63,9 @@ def read(root: Path) -> Iterator[Row]:
 
 
 def _images(root: Path) -> dict[Any, tuple[Any, Any]]:
-    """Emu Edit's images before and after by the name of their pair; none where its files are not in the root."""
-    there = any(root.glob("data/*.parquet"))
-    return {row.name: (row.before, row.after) for row in emu_edit.read(root)} if there else {}
+    """Emu Edit's images before and after by the name of their pair; none where it is not there."""
+    emu = root / EMU
+    return {row.name: (row.before, row.after) for row in emu_edit.read(emu)} if emu.is_dir() else {}
 
 
 def _row(
@@ -78,8 +79,9 @@ def _row(
 ) -> Row:
     """A pair by the name that Emu Edit has for it; an image that is not there by the place where it should be."""
     name = f"{part}-{idx}"
-    absent = [f"data/{part}-*.parquet, idx {idx}, {column}" for column in (emu_edit.BEFORE, emu_edit.AFTER)]
-    return Row(name, split, name, *images.get(name, absent), texts, [], source, fault)
+    place = f"{EMU}/data/{part}-*.parquet, idx {idx}"
+    before, after = images.get(name, (f"{place}, {emu_edit.BEFORE}", f"{place}, {emu_edit.AFTER}"))
+    return Row(name, split, name, before, after, texts, [], source, fault)
 
 
 def _splits(path: Path) -> dict[int, str]:

@@ -189,7 +189,7 @@ def _parquet(path: Path, required: Sequence[str], columns: Sequence[str] | None 
     _check_header(path, column_names(path), required)
     try:
         if has_images(pq.read_schema(path)):
-            rows: Iterable[dict[str, Any]] = rows_of(path, columns and list(columns))
+            rows: Iterable[dict[str, Any]] = rows_of(path, columns)
         else:
             rows = pq.read_table(path, columns=columns and list(columns)).to_pylist()
         yield from ((f"{path.name}, row {number}", row) for number, row in enumerate(rows))

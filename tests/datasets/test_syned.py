@@ -21,7 +21,7 @@ def test_a_pair_s_number_is_its_line_s_and_the_splits_are_of_numbers(tmp_path):
         ("validation-2", "train", ["zip it up"]),
     ]
     assert [row.name for row in rows[3:]] == ["test-0", "test-10", "test-2"]
-    edits = {row.name: (row.before, row.after) for row in emu_edit.read(tmp_path)}
+    edits = {row.name: (row.before, row.after) for row in emu_edit.read(tmp_path / "emu_edit")}
     assert all((row.before, row.after) == edits[row.name] for row in rows)
     assert len({row.before for row in rows}) == 6
     assert rows[1].source == "instructions_with_idx_train_split.txt, line 2"
@@ -62,7 +62,7 @@ def test_the_counts_are_the_published_ones(release):
         assert not any(text != text.strip() for text in texts)
     row = {row.name: row for row in rows}["validation-3000"]
     assert row.references == ["add 3000 goats"]
-    assert row.before == "data/validation-*.parquet, idx 3000, image", "Emu Edit's files are not there"
+    assert row.before == "emu_edit/data/validation-*.parquet, idx 3000, image", "Emu Edit's files are not there"
 
 
 def test_lines_numbers_and_paraphrases_that_do_not_fit_stay_with_their_place(tmp_path):

@@ -93,8 +93,8 @@ def test_every_layout_is_known_by_its_files_and_found_sound_with_an_entry_for_pa
     assert (name, DatasetEntry.model_validate(entry)) == recognise(root)[:2]
 
 
-@pytest.mark.parametrize("reader", sorted(DATASETS))
-def test_a_missing_and_an_empty_image_are_named_and_refused(tmp_path, reader):
+@pytest.mark.parametrize("reader", sorted(DATASETS.keys() - {"emu_edit", "magicbrush", "syned"}))
+def test_a_missing_and_an_empty_image_file_are_named_and_refused(tmp_path, reader):
     root = WRITERS[reader](tmp_path / "raw")
     images = sorted(path for path in root.rglob("*") if path.suffix.lower() in (".png", ".jpg", ".jpeg", ".gif"))
     gone, hollow = images[:2]
