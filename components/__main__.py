@@ -347,11 +347,6 @@ def data(args: argparse.Namespace) -> int:
         write_statistics(params.paths.clean)
         print(f"written to {params.paths.clean / 'statistics.html'}")
         return 0
-    if args.action == "unpack":
-        from components.inspect.unpack import unpack
-
-        print(unpack(args.root))
-        return 0
     from components.inspect.check import check
 
     found = check(args.root, params.ingest.datasets, args.reader)
@@ -436,12 +431,6 @@ def profile(args: argparse.Namespace) -> None:
         print(f"not here yet: {place}: {path}; {remedy}")
 
 
-def migrate(args: argparse.Namespace) -> None:
-    from components.migrate import migrate as run
-
-    run(args.file, profiles_folder() / "embedded.yaml", print)
-
-
 COMMANDS: dict[str, tuple[Command, str]] = {
     "code": (code, "write what code each stage runs, by meaning; DVC compares it"),
     "pretrain": (pretrain, "pre-train a tiny base model (from scratch: about two hours on one core)"),
@@ -453,7 +442,7 @@ COMMANDS: dict[str, tuple[Command, str]] = {
     "train": (train, "fine-tune the model on the mixture"),
     "predict": (predict, "caption the pairs of the test split"),
     "evaluate": (evaluate, "score predictions against their references and write the report"),
-    "data": (data, "check a dataset's folder, extract images from Parquet, compute dataset statistics"),
+    "data": (data, "check a dataset's folder, compute dataset statistics"),
     "compare": (compare, "compare two runs on the same test pairs: differences with intervals, and a page of pairs"),
     "score": (score, "score any captions by a benchmark's protocol; needs no images, model or parameter file"),
     "zero-shot": (zero_shot, "caption and score the test split with a model behind an endpoint, without training"),
@@ -474,7 +463,6 @@ COMMANDS: dict[str, tuple[Command, str]] = {
     "prune": (prune, "remove old versions, weights, branches and data; keeps whatever a kept version needs"),
     "profile": (profile, "make a profile the parameters of the next run; prints what changes"),
     "plan": (plan, "estimate a training run: parameters, tokens, FLOPs, memory, hours; trains nothing"),
-    "migrate": (migrate, "update a parameter file of an earlier version; keeps its comments"),
 }
 
 
@@ -502,7 +490,6 @@ def make_parser() -> argparse.ArgumentParser:
     commands["augment"].add_argument("name", help="an entry of the section `augment`")
     commands["ingest"].add_argument("name", nargs="?", help="an entry of `ingest.datasets`; default: all")
     commands["profile"].add_argument("name", help="a file in profiles/, without .yaml")
-    commands["migrate"].add_argument("file", type=Path, help="the file to update; a copy is kept")
     _add_champion(commands["promote"], commands["rollback"], commands["history"])
     commands["models"].add_argument("--json", action="store_true", help="print JSON, with every detail")
     _add_caption(commands["caption"])
@@ -677,10 +664,6 @@ def _add_data(data: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"its layout, if not recognised: {', '.join(DATASETS)}",
     )
-    unpack = actions.add_parser(
-        "unpack", help="extract images stored inside a dataset's Parquet files into files next to them"
-    )
-    unpack.add_argument("root", type=Path, help="folder of one dataset")
 
 
 def _add_plan(plan: argparse.ArgumentParser) -> None:

@@ -367,7 +367,8 @@ def gate_protocols(params: "Params") -> dict[str, str]:
 def gate_metric(params: "Params") -> Iterator[str]:
     reader = gate_protocols(params).get(params.promote.protocol)
     chosen = [name for name in params.evaluate.metrics if name in METRICS]
-    computed = [name for name in chosen if not METRICS[name].needs_grammar or reader is None or has_grammar(reader)]
+    readable = reader is None or DATASETS[reader].grammar is not None  # ingest writes rules that read captions
+    computed = [name for name in chosen if readable or not METRICS[name].needs_grammar]
     why = "evaluate.metrics decides what is computed"
     if computed != chosen:
         why += f", and what reads captions needs a grammar, which {params.promote.protocol} has not"
@@ -378,11 +379,6 @@ def gate_metric(params: "Params") -> Iterator[str]:
     for name in params.promote.guards:
         if name not in known:
             yield f"promote.guards.{name}: {closest(name, known)}; {why}. Write promote.guards with those, or {{}}"
-
-
-def has_grammar(reader: str) -> bool:
-    """Whether ingest writes rules that read captions back into changes."""
-    return DATASETS[reader].grammar is not None
 
 
 RULES: tuple[Callable[["Params"], Iterator[str]], ...] = (

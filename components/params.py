@@ -24,7 +24,7 @@ from components.ingest.params import Ingest
 from components.models import FAMILIES
 from components.predict.params import Predict
 from components.pretrain.params import Pretrain
-from components.profiles import renamed_keys, resolve, unusable_numbers
+from components.profiles import resolve, unusable_numbers
 from components.promote.params import Promote
 from components.register.params import Register
 from components.section import FrozenMap, ParamsError, Section, freeze
@@ -49,6 +49,52 @@ EXPECTED = {
     "dataclass": "a mapping",
     "mapping": "a mapping",
 }
+RENAMED = {
+    "paths.minichange": "synthesize.minichange.root",
+    "paths.raw": "ingest.datasets.<name>.root",
+    "paths.captions": "paths.predictions",
+    "paths.scratch": "compute.scratch",
+    "validate.keep_leaks": "validate.allow_test_leakage",
+    "validate.near_duplicate_levels": "validate.near_duplicate_max_diff",
+    "validate.expected_pairs": "ingest.datasets.<name>.expected_pairs",
+    "validate.image_memory": "",
+    "convert.templates": "convert.questions",
+    "convert.captions_per_pair": "convert.references_per_pair",
+    "train.perception": "models.m3diff.module",
+    "train.lora_rank": "models.m3diff.lora.rank",
+    "train.lora_alpha": "models.m3diff.lora.alpha",
+    "train.packing": "train.max_captions_per_sequence",
+    "train.pack_k": "train.max_captions_per_sequence",
+    "train.lr_tower": "models.m3diff.rates.vision",
+    "train.lr": "models.m3diff.rates.projector and models.m3diff.rates.llm",
+    "train.lr_perception": "models.m3diff.rates.module",
+    "train.checkpointing": "compute.activation_checkpointing",
+    "train.gpu_memory_gb": "compute.gpu_kind",
+    "compute.gpu_memory_gb": "compute.gpu_kind",
+    "train.micro_batch": "compute.micro_batch",
+    "train.zero_stage": "compute.zero_stage",
+    "train.workers": "compute.workers",
+    "train.cpus_per_worker": "compute.cpus_per_worker",
+    "train.gpu": "compute.gpu",
+    "train.checkpoint_every_steps": "compute.checkpoint_every_steps",
+    "train.max_failures": "compute.max_failures",
+    "train.val_pairs": "compute.val_pairs",
+    "evaluate.grammar": "",
+    "evaluate.spice_dir": "compute.spice_dir",
+    "evaluate.scorer_timeout_s": "compute.scorer_timeout_s",
+    "register.gate_metric": "promote.metric",
+    "register.min_gain": "promote.min_gain",
+    "predict.control_pairs": "",
+    "serve.batch_wait_s": "",
+    "serve.poll_s": "",
+    "serve.max_question_chars": "",
+    "serve.upload_s": "",
+    "serve.examples": "",
+}
+"""Keys of earlier versions and their present names; "" where nothing reads the value any more."""
+OF_AN_EARLIER_VERSION = (
+    "a file of an earlier version; `m3diff profile NAME` writes a current one and keeps a copy of yours"
+)
 LIMITS = {"ge": "{} or more", "gt": "more than {}", "le": "{} or less", "lt": "less than {}"}
 
 
@@ -94,33 +140,27 @@ def load_params(path: Path = Path("params.yaml")) -> Params:
     raw, duplicates = resolve(path)
     faults.update(dict.fromkeys(duplicates))
     faults.update(dict.fromkeys(unusable_numbers(raw)))
-    raw, renamed, moved = renamed_keys(raw)
-    faults.update(dict.fromkeys(renamed))
     raw = _typed_entries(raw, faults)
-    params = _validate(raw, faults, moved)
+    params = _validate(raw, faults)
     faults.update(dict.fromkeys(inconsistencies(params, complete=not faults)))
     faults.update(dict.fromkeys(_untyped_options(params)))
     if faults:
-        advice = f"\n  this is a file of an earlier version: run `m3diff migrate {path}`" if renamed else ""
-        raise ParamsError(f"{path}: {len(faults)} fault(s)\n" + "\n".join(f"  {line}" for line in faults) + advice)
+        old = any(line.partition(":")[0] in RENAMED for line in faults)
+        told = "\n".join(f"  {line}" for line in faults) + ("\n  " + OF_AN_EARLIER_VERSION) * old
+        raise ParamsError(f"{path}: {len(faults)} fault(s)\n{told}")
     return params
 
 
-def _validate(raw: Mapping[str, Any], faults: Faults, moved: frozenset[str]) -> Params:
+def _validate(raw: Mapping[str, Any], faults: Faults) -> Params:
     """The parameters; after a fault, what of them is right."""
     try:
         return Params.model_validate(raw)
     except ValidationError as error:
-        found = [fault for fault in error.errors() if not _said_already(fault, moved)]
-        faults.update(dict.fromkeys(explain(fault) for fault in found))
+        for fault in error.errors():
+            infinite = isinstance(fault["input"], float) and not math.isfinite(fault["input"])
+            if not infinite:  # `unusable_numbers` reports those
+                faults[explain(fault)] = None
         return sound_part(Params, raw)
-
-
-def _said_already(fault: Any, moved: frozenset[str]) -> bool:
-    """A key that is there under its old name, or a number that is infinite or none."""
-    if fault["type"] == "missing":
-        return place(fault["loc"]) in moved
-    return isinstance(fault["input"], float) and not math.isfinite(fault["input"])
 
 
 def sound_part(section: type[Any], raw: Any) -> Any:
@@ -234,6 +274,9 @@ def explain(fault: Any, below: str = "", top: Any = Params) -> str:
     if kind == "missing":
         return f"{where}: missing; add it as in profiles/embedded.yaml"
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
+        if where in RENAMED:
+            new = RENAMED[where]
+            return f"{where}: unknown key; " + (f"it is {new} now" if new else "nothing reads it any more, remove it")
         known = known_keys(top, fault["loc"][:-1])
         return f"{where}: unknown key; {closest(fault['loc'][-1], known, of='keys')}"
     expected = _expectation(fault)

@@ -24,63 +24,6 @@ EXTENDS = "extends"
 REPLACED = (("ingest", "datasets"), ("convert", "sources"), ("synthesize",), ("augment",), ("promote", "guards"))
 """Collections by name: a profile that names one replaces it."""
 
-RENAMED: dict[str, str] = {
-    "paths.minichange": "synthesize.minichange.root",
-    "paths.raw": "ingest.datasets.<name>.root",
-    "paths.captions": "paths.predictions",
-    "paths.scratch": "compute.scratch",
-    "synthesize.seed": "synthesize.minichange.seed",
-    "synthesize.scenes": "synthesize.minichange.scenes",
-    "synthesize.image_px": "synthesize.minichange.image_px",
-    "synthesize.references": "synthesize.minichange.references",
-    "synthesize.multi_change_share": "synthesize.minichange.multi_change_share",
-    "synthesize.train_twice": "synthesize.minichange.oversample_types",
-    "validate.keep_leaks": "validate.allow_test_leakage",
-    "validate.near_duplicate_levels": "validate.near_duplicate_max_diff",
-    "validate.expected_pairs": "ingest.datasets.<name>.expected_pairs",
-    "validate.image_memory": "",
-    "convert.templates": "convert.questions",
-    "convert.captions_per_pair": "convert.references_per_pair",
-    "train.perception": "models.m3diff.module",
-    "train.perception.taps": "models.m3diff.module.vision_feature_layers",
-    "train.perception.positions": "models.m3diff.module.pos_embed_scale",
-    "train.perception.start": "models.m3diff.module.init_gain",
-    "train.lora_rank": "models.m3diff.lora.rank",
-    "train.lora_alpha": "models.m3diff.lora.alpha",
-    "train.packing": "train.max_captions_per_sequence",
-    "train.pack_k": "train.max_captions_per_sequence",
-    "train.lr_tower": "models.m3diff.rates.vision",
-    "train.lr": "models.m3diff.rates.projector",
-    "train.lr_perception": "models.m3diff.rates.module",
-    "train.checkpointing": "compute.activation_checkpointing",
-    "train.micro_batch": "compute.micro_batch",
-    "train.zero_stage": "compute.zero_stage",
-    "train.workers": "compute.workers",
-    "train.cpus_per_worker": "compute.cpus_per_worker",
-    "train.gpu": "compute.gpu",
-    "train.gpu_memory_gb": "compute.gpu_kind",
-    "train.checkpoint_every_steps": "compute.checkpoint_every_steps",
-    "train.max_failures": "compute.max_failures",
-    "train.val_pairs": "compute.val_pairs",
-    "evaluate.grammar": "",
-    "evaluate.spice_dir": "compute.spice_dir",
-    "evaluate.scorer_timeout_s": "compute.scorer_timeout_s",
-}
-"""Keys of the earlier parameter files and where their value stands now; "" where nothing asks for it any more."""
-
-RENAMED_SINCE = {
-    "compute.gpu_memory_gb": "compute.gpu_kind",
-    "register.gate_metric": "promote.metric",
-    "register.min_gain": "promote.min_gain",
-}
-"""The same for files that have the sections of today."""
-
-NEW_SECTIONS = ("models", "pretrain", "augment", "promote", "serve", "compute")
-NEW_KEYS = ("paths.base", "train.model", "train.export", "evaluate.metrics")
-"""What the earlier files did not have: in such a file it is not reported as missing."""
-
-ALSO = {"train.lr": " and models.m3diff.rates.llm"}
-
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
     """YAML that notes every key that is written twice; in C where PyYAML was built with it."""
@@ -198,25 +141,6 @@ def unusable_numbers(raw: Mapping[str, Any]) -> Iterator[str]:
         for item in value if isinstance(value, list) else [value]:
             if isinstance(item, float) and not math.isfinite(item):
                 yield f"{where}: expected a finite number (found {item})"
-
-
-def renamed_keys(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], frozenset[str]]:
-    """The values without keys of earlier files, a line for each such key, and the places that are therefore missing."""
-    kept, faults, moved = dict(raw), [], set()
-    for old, new in (RENAMED | RENAMED_SINCE).items():
-        section, _, key = old.partition(".")
-        held = kept.get(section)
-        if isinstance(held, dict) and key in held:
-            kept[section] = {name: value for name, value in held.items() if name != key}
-            now = f"is now {new}{ALSO.get(old, '')}" if new else "is no longer needed"
-            faults.append(f"{old} {now}; run `m3diff migrate`")
-            moved.add(new)
-    ingest = kept.get("ingest")
-    if isinstance(ingest, dict) and isinstance(ingest.get("datasets"), list):
-        faults.append("ingest.datasets: is now a mapping by name, not a list; run `m3diff migrate`")
-        kept["ingest"] = {name: value for name, value in ingest.items() if name != "datasets"}
-        moved.add("ingest.datasets")
-    return kept, faults, frozenset(moved | set(NEW_SECTIONS) | set(NEW_KEYS) if faults else ())
 
 
 def profiles(folder: Path) -> Iterator[Path]:

@@ -11,7 +11,7 @@ GROUPS = {
     "data and scoring": "data compare score zero-shot export-llava",
     "use and share": "caption serve export",
     "model registry": "register promote rollback history models lineage restore prune",
-    "set-up": "profile plan migrate",
+    "set-up": "profile plan",
 }
 """The commands as `m3diff --help` lists them."""
 
@@ -57,7 +57,6 @@ EXAMPLES = {
     "prune": ("m3diff prune --keep 5 --dry-run", "m3diff prune --keep 5 --yes"),
     "profile": ("m3diff profile one-gpu",),
     "plan": ("m3diff --params profiles/paper.yaml plan", "m3diff plan --gpu H100-80GB --utilisation 0.4"),
-    "migrate": ("m3diff migrate params.yaml",),
 }
 """Examples of each command, as typed in the project's root."""
 

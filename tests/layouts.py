@@ -269,9 +269,9 @@ def write_syned(root: Path) -> Path:
         "10 ": [],
     }
     write_json(root / "gt_augmented_test_clean.json", variants)
-    for number, (part, idx) in enumerate((part, idx) for part in ("validation", "test") for idx in (0, 10, 2)):
-        save_picture(root / f"images/{part}-{idx}-image.png", number, 10)
-        save_picture(root / f"images/{part}-{idx}-edited_image.png", number, 120)
+    for place, part in enumerate(("validation", "test")):
+        rows = [emu_row(part, idx, "x", number=40 * place + 2 * idx) for idx in (0, 10, 2)]
+        write_shards(root / "emu_edit", part, rows)
     return root
 
 

@@ -182,12 +182,6 @@ CALLS: dict[str, tuple[list[str], str, str, dict[str, Any]]] = {
         "check",
         {"root": Path("somewhere"), "entries": PARAMS.ingest.datasets, "reader": "pairs"},
     ),
-    "unpack": (
-        ["data", "unpack", "somewhere"],
-        "components.inspect.unpack",
-        "unpack",
-        {"root": Path("somewhere")},
-    ),
     "export": (
         ["export", "out"],
         "components.export.checkpoint",
@@ -398,7 +392,7 @@ def test_before_training_words_that_the_base_does_not_know_are_named(monkeypatch
 
 def test_every_command_is_tried():
     tried = {argv[0] for argv, *_ in CALLS.values()}
-    apart = {"plan", "profile", "migrate", "caption", "score", "compare", "history", "models", "lineage", "restore"}
+    apart = {"plan", "profile", "caption", "score", "compare", "history", "models", "lineage", "restore"}
     apart |= {"prune", "augment"}
     assert tried | apart == COMMANDS.keys()
 
@@ -750,17 +744,7 @@ def test_a_profile_replaces_parameters_that_are_broken_and_keeps_them(project):
     assert [path.read_text() for path in project.glob("params.yaml.bak-*")] == ["train: ["]
 
 
-def test_migrate_says_where_there_is_nothing_to_do(capsys):
-    assert main(["migrate", "params.yaml"]) == 0
-    assert capsys.readouterr().out == "params.yaml has the present shape already; nothing is changed\n"
-
-
-def test_migrate_refuses_a_file_that_is_not_there(capsys):
-    assert main(["migrate", "nothing.yaml"]) == 2
-    assert "nothing.yaml: no such file" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("argv", [[], ["unknown"], ["synthesize"], ["data"], ["export"], ["migrate"], ["profile"]])
+@pytest.mark.parametrize("argv", [[], ["unknown"], ["synthesize"], ["data"], ["export"], ["profile"]])
 def test_usage_errors_exit_with_two(argv):
     with pytest.raises(SystemExit) as caught:
         main(argv)

@@ -196,7 +196,7 @@ def test_the_family_of_the_page_goes_through_train_and_predict(settings, tmp_pat
     cfg = Train(base=REPOSITORY / "data" / "00_base", **TRAIN | {"model": "small_gpu", "epochs": 1})
     compute = Compute(scratch=tmp_path / "runs", **COMPUTE)
     train(cfg, settings, compute, mixture, tmp_path / "model")
-    asked = Predict(batch_pairs=2, max_new_tokens=4, limit=0, control_pairs=2)
+    asked = Predict(batch_pairs=2, max_new_tokens=4, limit=0)
     predict(asked, compute, mixture, tmp_path / "model", tmp_path / "predictions")
     assert len(json.loads((tmp_path / "predictions" / "predictions.json").read_text())) == 3
 

@@ -309,7 +309,7 @@ def test_a_run_is_killed_resumed_exported_and_its_captions_are_scored(stage: int
 def captioned_and_scored(place: Place, model: Path) -> None:
     """Predict with the checkpoint in `model`, and score what it says."""
     out = model / "predictions"
-    cfg = Predict(batch_pairs=2, max_new_tokens=5, limit=0, control_pairs=9)
+    cfg = Predict(batch_pairs=2, max_new_tokens=5, limit=0)
     compute = bench.compute(scratch=str(model / "scratch"))
     report = predict(cfg, compute, place.mixture, model, out)
     assert (report.rows_out, report.control) == (6, 6)

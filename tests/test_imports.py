@@ -36,18 +36,7 @@ SHARED = {
     "datasets",
     "models",
 }
-TOP = {
-    "code_stage",
-    "params",
-    "counts",
-    "consistency",
-    "profiles",
-    "migrate",
-    "guard",
-    "preflight",
-    "usage",
-    "__main__",
-}
+TOP = {"code_stage", "params", "counts", "consistency", "profiles", "guard", "preflight", "usage", "__main__"}
 """The parameters as a whole and the command line: they know the stages' sections, and no stage knows them."""
 
 COMMANDS = {"plan", "inspect", "export", "compare", "score", "archive", "caption", "serve", "zero_shot"}

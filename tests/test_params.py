@@ -17,7 +17,8 @@ import yaml
 from pydantic import BaseModel
 
 from components.consistency import absent_paths, check_paths, licensed, model_rates
-from components.params import Params, load_params
+from components.ingest.params import DatasetEntry
+from components.params import RENAMED, Params, load_params
 from components.section import FrozenDict, ParamsError
 from tests.toy import REPOSITORY
 
@@ -499,16 +500,17 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
     "a renamed key": (
         {"train.lr_tower": 0.1, "validate.keep_leaks": True, "validate.allow_test_leakage": REMOVED, "train.lr": 1},
         [
-            "train.lr_tower is now models.m3diff.rates.vision; run `m3diff migrate`",
-            "validate.keep_leaks is now validate.allow_test_leakage; run `m3diff migrate`",
-            "train.lr is now models.m3diff.rates.projector and models.m3diff.rates.llm; run `m3diff migrate`",
+            "validate.allow_test_leakage: missing; add it as in profiles/embedded.yaml",
+            "validate.keep_leaks: unknown key; it is validate.allow_test_leakage now",
+            "train.lr_tower: unknown key; it is models.m3diff.rates.vision now",
+            "train.lr: unknown key; it is models.m3diff.rates.projector and models.m3diff.rates.llm now",
         ],
     ),
-    "keys that are needed no more, and datasets in a list": (
+    "a key that nothing reads any more, and datasets in a list": (
         {"validate.image_memory": "x", "ingest.datasets": [], "synthesize": {}},
         [
-            "validate.image_memory is no longer needed; run `m3diff migrate`",
-            "ingest.datasets: is now a mapping by name, not a list; run `m3diff migrate`",
+            "validate.image_memory: unknown key; nothing reads it any more, remove it",
+            "ingest.datasets: expected a mapping (found [])",
         ],
     ),
 }
@@ -631,11 +633,26 @@ def test_a_key_that_is_written_twice_is_refused_with_both_lines_beside_the_other
     ]
 
 
-def test_a_file_of_the_earlier_shape_says_how_to_migrate_it(write):
+def test_a_file_of_an_earlier_version_is_refused_with_the_remedy(write):
     path = write({"train.lr_tower": 0.1})
     with pytest.raises(ParamsError) as caught:
         load_params(path)
-    assert str(caught.value).endswith(f"this is a file of an earlier version: run `m3diff migrate {path}`")
+    assert str(caught.value).endswith(
+        "\n  a file of an earlier version; `m3diff profile NAME` writes a current one and keeps a copy of yours"
+    )
+
+
+def test_each_renamed_key_is_unknown_now_and_its_new_name_is_known():
+    for old, new in RENAMED.items():
+        section, key = old.split(".")
+        assert key not in EMBEDDED[section], old
+        for place in new.replace("<name>", "minichange").split(" and ") if new else ():
+            found: Any = EMBEDDED
+            *above, last = place.split(".")
+            for step in above:
+                found = found[step]
+            optional = {"ingest": DatasetEntry.model_fields}.get(above[0], found)
+            assert last in optional, place
 
 
 def test_the_committed_parameters_load_with_each_value_in_its_type():

@@ -71,7 +71,8 @@ def pull(folder: Path) -> str:
 def verify(folder: Path, commit: str, lock: Lock, tags: dict[str, str]) -> Iterator[Check]:
     """Every tracked file and folder by its content, the parameters of every stage, and what the version names."""
     code = code_path(tags)
-    there = {path: hash_on_disk(folder / path) for path in (*tracked(commit, lock), code)}
+    paths = {path: folder / path for path in (*tracked(commit, lock), code)}
+    there = {path: dvc_hash(file) if file.exists() else None for path, file in paths.items()}
     for path, named in tracked(commit, lock).items():
         yield compared("data", path, named, there[path])
     yield from of_parameters(folder, commit, lock)
@@ -81,10 +82,6 @@ def verify(folder: Path, commit: str, lock: Lock, tags: dict[str, str]) -> Itera
         for what, stage, name, tag in NAMED:
             written = output(lock, stage, name)
             yield compared(what, written or name, tags.get(tag), there.get(written) if written else None, tag)
-
-
-def hash_on_disk(path: Path) -> str | None:
-    return dvc_hash(path) if path.exists() else None
 
 
 def of_parameters(folder: Path, commit: str, lock: Lock) -> Iterator[Check]:

@@ -91,8 +91,10 @@ def _changed(scene: Scene, change: Change, seen_by: View, rng: np.random.Generat
         return None
     thing, things = scene.things[meant[0]], list(scene.things)
     things[meant[0] : meant[0] + 1] = [_altered(thing, change, rng)] if change.after else []
-    print_left = (_print_of(thing, scene.level),) if change.type == "removal" else ()
-    return replace(scene, things=tuple(things), marks=scene.marks + print_left)
+    marks = scene.marks
+    if change.type == "removal":  # it leaves a print
+        marks += (Mark(thing.cell, thing.dx, thing.dy) if scene.level == "free" else Mark(thing.cell),)
+    return replace(scene, things=tuple(things), marks=marks)
 
 
 def _in_order(things: tuple[Thing, ...], level: str) -> tuple[Thing, ...]:
@@ -102,10 +104,6 @@ def _in_order(things: tuple[Thing, ...], level: str) -> tuple[Thing, ...]:
 
 def _is_meant(thing: Thing, said: Thing) -> bool:
     return (thing.cell, name(thing)) == (said.cell, name(said)) and said.state in (None, thing.state)
-
-
-def _print_of(thing: Thing, level: str) -> Mark:
-    return Mark(thing.cell, thing.dx, thing.dy) if level == "free" else Mark(thing.cell)
 
 
 def _altered(thing: Thing, change: Change, rng: np.random.Generator) -> Thing:

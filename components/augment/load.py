@@ -8,8 +8,7 @@ from components.augment.features import ClipFeatures, EncoderFeatures
 from components.augment.grammar import GrammarWriter
 from components.augment.instruct_pix2pix import Pix2PixEditor
 from components.augment.language_model import LanguageModel
-from components.augment.local_model import LocalModel
-from components.augment.params import Clip, Drawn, Encoder, Grammar, InstructPix2Pix, Local, Remote, Source
+from components.augment.params import Clip, Drawn, Encoder, Grammar, InstructPix2Pix, Remote, Source
 from components.augment.parts import Editor, Features, Writer
 from components.endpoint import Endpoint
 from components.models.device import Device
@@ -24,17 +23,14 @@ def load_editor(cfg: Drawn | InstructPix2Pix, source: Source, device: Device) ->
             return Pix2PixEditor(cfg, device)
 
 
-def load_writer(cfg: Grammar | Remote | Local, seed: int, store: Path, device: Device) -> Writer:
-    """Raises ParamsError where its model is not there or another one; `store`: the file of kept answers."""
+def load_writer(cfg: Grammar | Remote, seed: int, store: Path) -> Writer:
+    """The writer; `store` is the file of kept answers."""
     match cfg:
         case Grammar():
             return GrammarWriter()
         case Remote():
             endpoint = Endpoint(cfg.url, cfg.model, cfg.key_variable, cfg.timeout_s, store, cfg.max_tokens)
             return LanguageModel(endpoint.ask, seed, cfg.model)
-        case Local():
-            model = LocalModel(cfg, store, device)
-            return LanguageModel(model.ask, seed, model.identity)
 
 
 def load_features(cfg: Encoder | Clip, device: Device) -> Features:

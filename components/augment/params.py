@@ -75,13 +75,6 @@ class Remote(Section):
     key_variable: str = "OPENAI_API_KEY"  # the environment variable that holds the key; no key stands in a file
 
 
-class Local(LocalModel):
-    """A language model of transformers, asked without chance."""
-
-    kind: Literal["local"]
-    max_tokens: int = Field(default=256, ge=1)
-
-
 class Encoder(LocalModel):
     """The vision encoder of a LLaVA-OneVision base: features of all places, joined."""
 
@@ -99,8 +92,8 @@ Editor = Annotated[
     by_kind(drawn="Drawn", instruct_pix2pix="InstructPix2Pix"),
 ]
 Writer = Annotated[
-    Annotated[Grammar, Tag("[Grammar]")] | Annotated[Remote, Tag("[Remote]")] | Annotated[Local, Tag("[Local]")],
-    by_kind(grammar="Grammar", endpoint="Remote", local="Local"),
+    Annotated[Grammar, Tag("[Grammar]")] | Annotated[Remote, Tag("[Remote]")],
+    by_kind(grammar="Grammar", endpoint="Remote"),
 ]
 Features = Annotated[
     Annotated[Encoder, Tag("[Encoder]")] | Annotated[Clip, Tag("[Clip]")],

@@ -205,16 +205,14 @@ def _digests(
     for where, named, image in images:
         if image not in digests:
             fault = f"{image}: {verdicts[image]}" if image else f"{describe(named)} is no path inside {source.root}"
-            rejected.add("image cannot be read", f"{where}: {fault}; {_remedy(source, image)}")
+            rejected.add("image cannot be read", f"{where}: {fault}; {_remedy(image)}")
     return digests
 
 
-def _remedy(source: Source, image: Path | None) -> str:
+def _remedy(image: Path | None) -> str:
     if image is None:
         return "correct the path; a link out of the root needs follow_links in the source"
-    if image.exists():
-        return "restore it or save it anew"
-    return f"run `m3diff data unpack {source.root}`" if DATASETS[source.reader].unpack else "fetch it"
+    return "restore it or save it anew" if image.exists() else "fetch it"
 
 
 def _first(texts: Any) -> str:

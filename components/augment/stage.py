@@ -93,12 +93,12 @@ def _make(cfg: Edits | Neighbours | CoupledSamples, compute: Compute, images: Pa
         case Edits():
             originals = read_originals(cfg.source, images, cache, rejected)
             editor = load_editor(cfg.editor, cfg.source, device)
-            writer = load_writer(cfg.writer, cfg.seed, answers, device)
+            writer = load_writer(cfg.writer, cfg.seed, answers)
             kept = kept_edits(cfg.editor, editor, compute.scratch)
             return make_edits(cfg, originals, rejected, editor, writer, kept), _digests(originals)
         case Neighbours():
             captioned = read_captioned(cfg.source, images, cache, rejected)
-            writer = load_writer(cfg.writer, cfg.seed, answers, device)
+            writer = load_writer(cfg.writer, cfg.seed, answers)
             features, known = load_features(cfg.features, device), known_pairs(cfg.source, images)
             return make_neighbours(cfg, captioned, known, rejected, features, writer), _digests(captioned)
         case CoupledSamples():

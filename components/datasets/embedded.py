@@ -5,7 +5,7 @@ them beside its records, by their digest, since later stages read images from fi
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -58,11 +58,11 @@ def _is_binary(kind: pa.DataType) -> bool:
     return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind))
 
 
-def rows_of(path: Path) -> Iterator[dict[str, Any]]:
-    """Rows of a Parquet file, a row group at a time, each image as an `Embedded`."""
+def rows_of(path: Path, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
+    """Rows of a Parquet file by some or all of its columns, a row group at a time, each image as an `Embedded`."""
     file = pq.ParquetFile(path)
     for group in range(file.num_row_groups):
-        for number, row in enumerate(file.read_row_group(group).to_pylist()):
+        for number, row in enumerate(file.read_row_group(group, columns and list(columns)).to_pylist()):
             yield {column: _detached(value, path, group, number, column) for column, value in row.items()}
 
 

@@ -3,8 +3,6 @@
 Page: https://huggingface.co/datasets/facebook/emu_edit_test_set_generations (Sheynin et al., CVPR 2024), CC BY-NC 4.0.
 
     data/validation-*.parquet, data/test-*.parquet    a row for each edit; `image` and `edited_image` hold the images
-    images/validation-0-image.png                     before, as `m3diff data unpack ROOT` writes it from there
-    images/validation-0-edited_image.png              after
 
     {"instruction": "Add a goat outside the fence", "image": ..., "task": "add", "split": ..., "idx": 0, "hash": ...,
      "input_caption": ..., "output_caption": ..., "edited_image": ..., "model": ...}
@@ -15,15 +13,12 @@ emu_edit_test_set, the two words are swapped, and it is refused. `idx` counts wi
 validates. No paper's scores of these pairs as they are here are known, so the protocol is the project's own.
 """
 
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from components.datasets.rows import Row, fault_in
 from components.datasets.spec import DatasetSpec, Licence, Permission, Protocol, Published, SplitCount
 from components.datasets.tables import column_names, read_shards, shards
-from components.datasets.unpack import image_path, unpack_shards
 from components.records import DataError
 
 FILES = {"val": "data/validation-*.parquet", "test": "data/test-*.parquet"}
@@ -35,25 +30,12 @@ def read(root: Path) -> Iterator[Row]:
     """One row per edit."""
     for split, pattern in FILES.items():
         _refuse_without_edits(root, pattern)
-        for where, row, fault in read_shards(root, pattern, tuple(FIELDS)):
+        for where, row, fault in read_shards(root, pattern, (*FIELDS, BEFORE, AFTER)):
             if fault := fault or fault_in(row, FIELDS):
                 yield Row(None, split, None, None, None, [], [], where, fault)
                 continue
-            name = _name(split, row)
-            pair = image_path(name, BEFORE), image_path(name, AFTER)
-            yield Row(name, split, name, *pair, [row["instruction"]], [], where)
-
-
-def unpack(root: Path) -> int:
-    """Write the images of all edits, as `read` expects them; how many there are."""
-    return sum(
-        unpack_shards(root, pattern, ("idx",), (BEFORE, AFTER), partial(_name, split))
-        for split, pattern in FILES.items()
-    )
-
-
-def _name(split: str, row: Mapping[str, Any]) -> str:
-    return f"{'validation' if split == 'val' else split}-{row['idx']}"
+            name = f"{'validation' if split == 'val' else split}-{row['idx']}"
+            yield Row(name, split, name, row[BEFORE], row[AFTER], [row["instruction"]], [], where)
 
 
 def _refuse_without_edits(root: Path, pattern: str) -> None:
@@ -89,5 +71,4 @@ SPEC = DatasetSpec(
     task="edit",
     published=(PUBLISHED,),
     protocols=(Protocol("test", n=None),),
-    unpack=unpack,
 )

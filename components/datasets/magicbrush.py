@@ -2,9 +2,8 @@
 
 Page: https://github.com/OSU-NLP-Group/MagicBrush (Zhang et al., NeurIPS 2023), CC BY 4.0; two downloads into one root:
 
-    data/train-*.parquet, data/dev-*.parquet    osunlp/MagicBrush on the Hugging Face hub: a row for each turn
-    images/242679-1-source_img.png              before, as `m3diff data unpack ROOT` writes it from there
-    images/242679-1-target_img.png              after
+    data/train-*.parquet, data/dev-*.parquet    osunlp/MagicBrush on the Hugging Face hub: a row for each turn, with the
+                                                image before (`source_img`) and after (`target_img`)
     test/edit_sessions.json                     the zip of the test split, unpacked (option `test`; null: left out)
     test/images/242679/242679-input.png         before the first turn
     test/images/242679/242679-output1.png       after it, and before the second
@@ -19,7 +18,7 @@ trained on, so neither dev nor test may train. Masks and the descriptions in loc
 turns there are is given as "10K" and, elsewhere, as 10,308: no count is held against the files.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from components.datasets.files import describe, read_json
 from components.datasets.rows import Row, fault_in
 from components.datasets.spec import DatasetSpec, Licence, Permission, Protocol
 from components.datasets.tables import read_shards
-from components.datasets.unpack import image_path, unpack_shards
 
 FILES = {"train": "data/train-*.parquet", "val": "data/dev-*.parquet"}
 FIELDS = {"img_id": str, "turn_index": int, "instruction": str}
@@ -39,13 +37,12 @@ TURN_FIELDS = {"input": str, "instruction": str}
 def read(root: Path, test: str | None = "test") -> Iterator[Row]:
     """One row per turn."""
     for split, pattern in FILES.items():
-        for where, row, fault in read_shards(root, pattern, tuple(FIELDS)):
+        for where, row, fault in read_shards(root, pattern, (*FIELDS, BEFORE, AFTER)):
             if fault := fault or fault_in(row, FIELDS):
                 yield Row(None, split, None, None, None, [], [], where, fault)
                 continue
-            name = _name(row)
-            pair = image_path(name, BEFORE), image_path(name, AFTER)
-            yield Row(name, split, row["img_id"], *pair, [row["instruction"]], [], where)
+            name = f"{row['img_id']}-{row['turn_index']}"
+            yield Row(name, split, row["img_id"], row[BEFORE], row[AFTER], [row["instruction"]], [], where)
     if test is not None:
         for img_id, turns in read_json(root / test / SESSIONS, dict).items():
             yield from _session(test, img_id, turns)
@@ -73,17 +70,6 @@ def _session(test: str, img_id: str, turns: Any) -> Iterator[Row]:
         expected = made
 
 
-def unpack(root: Path) -> int:
-    """Write the images of the turns of train and dev, as `read` expects them; how many there are."""
-    return sum(
-        unpack_shards(root, pattern, ("img_id", "turn_index"), (BEFORE, AFTER), _name) for pattern in FILES.values()
-    )
-
-
-def _name(row: Mapping[str, Any]) -> str:
-    return f"{row['img_id']}-{row['turn_index']}"
-
-
 CITED = Permission("conditions", "credit the authors; dev and test must not appear in what a model is trained on")
 SPEC = DatasetSpec(
     title="MagicBrush",
@@ -101,5 +87,4 @@ SPEC = DatasetSpec(
     task="edit",
     never_train=("val",),
     protocols=(Protocol("test", n=None),),
-    unpack=unpack,
 )

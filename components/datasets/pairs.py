@@ -277,12 +277,9 @@ def _entry(
     split = splits.get(split, split) if isinstance(split, str) else split
     captions = texts(value["captions"])
     if separator and isinstance(captions, list) and all(isinstance(text, str) for text in captions):
-        captions = [part for text in captions for part in _parts(text, separator)]
+        cut = ([part.strip() for part in text.split(separator) if part.strip()] for text in captions)
+        captions = [part for parts in cut for part in parts or [""]]
     return Entry(where, name, split, scene, before, after, captions, types, value["questions"])
-
-
-def _parts(text: str, separator: str) -> list[str]:
-    return [part.strip() for part in text.split(separator) if part.strip()] or [""]
 
 
 def _named(value: Any) -> Any:

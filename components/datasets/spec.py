@@ -121,7 +121,6 @@ class DatasetSpec:
     generate: Generator | None = None
     never_train: tuple[Literal["val"], ...] = ()  # splits beside test that its authors ask to keep out of training
     singles: Callable[[Path], Iterator[Single]] | None = None  # root -> its images with captions of their own
-    unpack: Callable[[Path], int] | None = None  # root -> images written out of its Parquet files, and how many
 
     def part(self, name: str) -> Published | None:
         """The published counts for a dataset called `name` in `params.yaml`; None where there are none for it."""

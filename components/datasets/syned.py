@@ -1,14 +1,13 @@
 """Syned: Emu Edit's photos and instructions, divided for training, with paraphrases as further test references.
 
 Page: https://github.com/gautierevn/BLIP2IDC, folder code_release/Syned (Evennou et al., WACV 2025). Licence: MIT; the
-instructions and images are Emu Edit's, CC BY-NC 4.0. `root` holds that folder's files and Emu Edit's images:
+instructions and images are Emu Edit's, CC BY-NC 4.0. `root` holds that folder's files and Emu Edit's root:
 
     splits.json                              {"train": [296, ...], "validation": [...]}: `idx` of Emu's validation split
     instructions_with_idx_train_split.txt    a line for each of Emu's validation pairs, which train and validate here
     instructions_with_idx_test_split.txt     a line for each of Emu's test pairs
     gt_augmented_test_clean.json             {"0 ": ["Place a goat near the fence", ...], ...}: a space ends each key
-    images/validation-0-image.png            before, as `m3diff data unpack` writes it from Emu Edit
-    images/validation-0-edited_image.png     after: Emu's own edit
+    emu_edit/data/*.parquet                  Emu Edit, for the images; the edit is Emu's own
 
     183 <INSTRUCT> Add a duck on the box of food.
 
@@ -24,20 +23,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from components.datasets import emu_edit
 from components.datasets.files import describe, read_json, read_text
 from components.datasets.rows import Row, is_scene
 from components.datasets.spec import DatasetSpec, Licence, Permission, Protocol, Published, SplitCount
-from components.datasets.unpack import image_path
 from components.records import DataError
 
 PARTS = {"train": "train", "validation": "val"}
 MARK = "<INSTRUCT>"
 VARIANTS = "gt_augmented_test_clean.json"
+EMU = "emu_edit"
 
 
 def read(root: Path) -> Iterator[Row]:
     """One row per line of the two files of instructions, then the numbers of `splits.json` that have no line."""
-    splits = _splits(root / "splits.json")
+    splits, images = _splits(root / "splits.json"), _images(root)
     file, seen = "instructions_with_idx_train_split.txt", set[int]()
     for source, idx, text, fault in _lines(root, file):
         if idx is None:
@@ -45,9 +45,10 @@ def read(root: Path) -> Iterator[Row]:
             continue
         seen.add(idx)
         fault = None if idx in splits else "split: the number is in no list of splits.json"
-        yield _row("validation", idx, splits.get(idx), [text], source, fault)
+        yield _row("validation", idx, splits.get(idx), images, [text], source, fault)
     for idx in sorted(splits.keys() - seen):
-        yield _row("validation", idx, splits[idx], [], f"splits.json, {idx}", f"instruction: {file} has no line for it")
+        fault = f"instruction: {file} has no line for it"
+        yield _row("validation", idx, splits[idx], images, [], f"splits.json, {idx}", fault)
     variants = read_json(root / VARIANTS, dict)
     for source, idx, text, fault in _lines(root, "instructions_with_idx_test_split.txt"):
         if idx is None:
@@ -57,14 +58,30 @@ def read(root: Path) -> Iterator[Row]:
         wrong = (
             None if isinstance(found, list) else f"{VARIANTS} {f'{idx} '!r}: expected a list, found {describe(found)}"
         )
-        yield _row("test", idx, "test", [*found, text] if isinstance(found, list) else [], source, wrong)
+        texts = [*found, text] if isinstance(found, list) else []
+        yield _row("test", idx, "test", images, texts, source, wrong)
 
 
-def _row(part: str, idx: int, split: str | None, texts: list[Any], source: str, fault: str | None) -> Row:
-    """A pair by the name that Emu Edit has for it."""
+def _images(root: Path) -> dict[Any, tuple[Any, Any]]:
+    """Emu Edit's images before and after by the name of their pair; none where it is not there."""
+    emu = root / EMU
+    return {row.name: (row.before, row.after) for row in emu_edit.read(emu)} if emu.is_dir() else {}
+
+
+def _row(
+    part: str,
+    idx: int,
+    split: str | None,
+    images: dict[Any, tuple[Any, Any]],
+    texts: list[Any],
+    source: str,
+    fault: str | None,
+) -> Row:
+    """A pair by the name that Emu Edit has for it; an image that is not there by the place where it should be."""
     name = f"{part}-{idx}"
-    pair = image_path(name, "image"), image_path(name, "edited_image")
-    return Row(name, split, name, *pair, texts, [], source, fault)
+    place = f"{EMU}/data/{part}-*.parquet, idx {idx}"
+    before, after = images.get(name, (f"{place}, {emu_edit.BEFORE}", f"{place}, {emu_edit.AFTER}"))
+    return Row(name, split, name, before, after, texts, [], source, fault)
 
 
 def _splits(path: Path) -> dict[int, str]:

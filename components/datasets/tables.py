@@ -160,7 +160,7 @@ def shards(root: Path, pattern: str) -> list[Path]:
 
 
 def read_shards(root: Path, pattern: str, columns: Sequence[str]) -> Iterator[Found]:
-    """Every row of a split of the Hugging Face hub, by these columns alone: the others hold the images' bytes.
+    """Every row of a split of the Hugging Face hub, by these columns alone; each image as an `Embedded`.
 
     Raises:
         DataError: a file is missing or cannot be read, or has not the columns.
@@ -188,8 +188,8 @@ def _parquet(path: Path, required: Sequence[str], columns: Sequence[str] | None 
     """Rows by `columns`, or by all that there are."""
     _check_header(path, column_names(path), required)
     try:
-        if columns is None and has_images(pq.read_schema(path)):
-            rows: Iterable[dict[str, Any]] = rows_of(path)
+        if has_images(pq.read_schema(path)):
+            rows: Iterable[dict[str, Any]] = rows_of(path, columns)
         else:
             rows = pq.read_table(path, columns=columns and list(columns)).to_pylist()
         yield from ((f"{path.name}, row {number}", row) for number, row in enumerate(rows))

@@ -45,7 +45,7 @@ def load_pairs(clean: Path, predictions: Path) -> tuple[list[EvalPair], int]:
     """The captioned test pairs in the records' order, and how many test pairs there are.
 
     There may be fewer predictions than test pairs, and fewer of shuffled and of swapped pairs, only where predict
-    reports that it made so many (predict.limit, predict.control_pairs).
+    reports that it made so many (predict.limit, its controls).
 
     Raises:
         DataError: no test pair; a file of predictions that is truncated, or whose ids repeat, are unknown or missing.

@@ -56,7 +56,8 @@ def export_llava(
     suffix = "jsonl" if lines else "json"
     root = Path.cwd() if absolute else None
     written = {split: _write(found, out / f"{split}.{suffix}", lines, root) for split, found in shards.items() if found}
-    info = {f"m3diff_{split}": _dataset_info(f"{split}.{suffix}") for split in written}
+    form = {"formatting": "sharegpt", "columns": {"messages": "conversations", "images": "images"}}
+    info = {f"m3diff_{split}": {"file_name": f"{split}.{suffix}", **form} for split in written}
     (out / "dataset_info.json").write_text(json.dumps(info, indent=2) + "\n", "utf-8")
     return written
 
@@ -109,8 +110,3 @@ def _record(root: Path | None) -> list[pl.Expr]:
 def _path(column: str, root: Path | None) -> pl.Expr:
     path = pl.col(column)
     return path if root is None else path.map_elements(lambda name: str(root / name), return_dtype=pl.String)
-
-
-def _dataset_info(file: str) -> dict[str, object]:
-    columns = {"messages": "conversations", "images": "images"}
-    return {"file_name": file, "formatting": "sharegpt", "columns": columns}

@@ -64,7 +64,9 @@ def check(root: Path, entries: Mapping[str, DatasetEntry], reader: str | None = 
         known = None
         name, entry, notes, guessed = recognise(root, entries, reader)
         lines = [f"{root} {'is read as' if reader else 'looks like'} {entry.reader}"]
-    lines.append(_licence(DATASETS[entry.reader]))
+    licence = DATASETS[entry.reader].licence
+    uses = ", ".join(f"{use}: {getattr(licence, use).answer}" for use in ("train", "redistribute", "show"))
+    lines.append(f"  licence: {licence.name} ({uses})")
     files = _annotation_files(entry)
     lines += [f"  {'found  ' if _is_there(root, file) else 'MISSING'} {file}" for file in files]
     lines += [f"  {note}" for note in notes]
@@ -202,12 +204,6 @@ def _annotation_files(entry: DatasetEntry) -> list[str]:
         return [os.path.relpath(path, entry.root) for name in names for path in files_called(entry.root, name)]
     except DataError:
         return names
-
-
-def _licence(spec: DatasetSpec) -> str:
-    """The licence and what it says of each use."""
-    uses = ", ".join(f"{use}: {getattr(spec.licence, use).answer}" for use in ("train", "redistribute", "show"))
-    return f"  licence: {spec.licence.name} ({uses})"
 
 
 def _read(name: str, entry: DatasetEntry) -> tuple[list[str], bool, list[Doubt]]:

@@ -420,7 +420,9 @@ def no_images(paths: Iterable[str]) -> Iterator[str]:
             with Image.open(path, formats=known_formats()):
                 pass
         except UnidentifiedImageError:
-            yield f"{path}: {_instead(Path(path).read_bytes()[:200])}"
+            data = Path(path).read_bytes()[:200]
+            other = "is of no known image format; write PNG or JPEG"
+            yield f"{path}: {next((told for fits, told in KINDS if fits(data)), other)}"
         except OSError as error:
             yield f"{path}: cannot be read: {error.strerror}; check its permissions"
         except Image.DecompressionBombError:
@@ -432,7 +434,3 @@ KINDS: tuple[tuple[Callable[[bytes], bool], str], ...] = (
     (lambda data: b"<html" in data.lower() or b"<!doctype" in data.lower(), "is a web page; download the image again"),
     (lambda data: data[4:8] == b"ftyp", "is a video or HEIC; convert it to PNG or JPEG"),
 )
-
-
-def _instead(data: bytes) -> str:
-    return next((what for fits, what in KINDS if fits(data)), "is of no known image format; write PNG or JPEG")

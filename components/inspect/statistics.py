@@ -19,7 +19,7 @@ from PIL import Image
 from pydantic import BaseModel
 
 from components.datasets import DATASETS
-from components.datasets.spec import DatasetSpec, check_licence
+from components.datasets.spec import check_licence
 from components.files import write_atomic
 from components.images import load_image
 from components.progress import progress
@@ -192,18 +192,13 @@ class Notice(NamedTuple):
 
 def _notice(name: str) -> Notice:
     """By the dataset's name; nothing is known of a dataset that is called otherwise than its reader or part."""
-    spec = _spec(name)
-    if spec is None:
+    named = [spec for each, spec in DATASETS.items() if each == name or any(p.part == name for p in spec.published)]
+    if not named:
         return Notice(None, may_show=True)
     try:
-        return Notice(check_licence(spec, "show"), may_show=True)
+        return Notice(check_licence(named[0], "show"), may_show=True)
     except DataError as error:
         return Notice(str(error), may_show=False)
-
-
-def _spec(name: str) -> DatasetSpec | None:
-    named = [spec for each, spec in DATASETS.items() if each == name or any(p.part == name for p in spec.published)]
-    return named[0] if named else None
 
 
 def _render(found: dict[str, Statistics], shown: dict[str, list[ShownPair]], notices: dict[str, Notice]) -> str:

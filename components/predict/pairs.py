@@ -11,6 +11,8 @@ from components.readable import readable
 from components.records import DataError
 
 CONTROL_SEED = 0
+CONTROL_PAIRS = 600
+"""Pairs of each control at most, sampled from all."""
 
 
 class PairSample(NamedTuple):
@@ -52,7 +54,7 @@ def shuffle_after(pairs: list[PairSample]) -> list[PairSample]:
     return [a._replace(after=b.after, after_sha256=b.after_sha256) for a, b in zip(pairs, others, strict=True)]
 
 
-def control_pairs(pairs: list[PairSample], count: int) -> list[PairSample]:
+def control_pairs(pairs: list[PairSample], count: int = CONTROL_PAIRS) -> list[PairSample]:
     """`count` pairs with another's image after (all where there are fewer), in the order of the pairs.
 
     They and their partners come from the whole list, by a seed; a smaller count is a part of a larger one.
@@ -61,7 +63,7 @@ def control_pairs(pairs: list[PairSample], count: int) -> list[PairSample]:
     return [shuffled[number] for number in _sample(len(pairs), count)]
 
 
-def reversed_pairs(pairs: list[PairSample], count: int) -> list[PairSample]:
+def reversed_pairs(pairs: list[PairSample], count: int = CONTROL_PAIRS) -> list[PairSample]:
     """The pairs of `control_pairs`, each with its own two images swapped: after first, before second."""
     return [_swapped(pairs[number]) for number in _sample(len(pairs), count)]
 

@@ -11,4 +11,3 @@ class Predict(Section):
     batch_pairs: int = Field(ge=1)
     max_new_tokens: int = Field(ge=1)
     limit: int = Field(ge=0)  # pairs of the test split; 0 is all
-    control_pairs: int = Field(ge=0)  # pairs of each control at most, sampled from all; 0: no control

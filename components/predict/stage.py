@@ -56,15 +56,17 @@ def predict(cfg: Predict, compute: Compute, mixture: Path, model: Path, out: Pat
     pairs = read_test_pairs(mixture)[: cfg.limit or None]
     sets = {
         PREDICTIONS: pairs,
-        SHUFFLED: control_pairs(pairs, cfg.control_pairs),
-        REVERSED: reversed_pairs(pairs, cfg.control_pairs),
+        SHUFFLED: control_pairs(pairs),
+        REVERSED: reversed_pairs(pairs),
     }
     journal = Journal(scratch / "predict" / f"{run_key(cfg, mixture, model / 'checkpoint')}.jsonl")
     with journal:
         caption_missing(Job(model / "checkpoint", cfg.max_new_tokens, compute), sets, cfg.batch_pairs, journal)
         answers = {name: [journal.answers[name, pair.id] for pair in chosen] for name, chosen in sets.items()}
         for name, chosen in sets.items():
-            _write_captions(out / f"{name}.json", chosen, answers[name])
+            captions = [(pair.id, answer.caption) for pair, answer in zip(chosen, answers[name], strict=True)]
+            rows = [{"image_id": pair, "caption": caption} for pair, caption in captions]
+            write_atomic(out / f"{name}.json", json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
         _write_saliency(out / "saliency.npz", pairs, answers[PREDICTIONS])
         words = round(float(np.mean([len(answer.caption.split()) for answer in answers[PREDICTIONS]])), 2)
         report = PredictReport(
@@ -116,11 +118,6 @@ def caption_missing(job: Job, sets: dict[str, list[PairSample]], batch_pairs: in
         journal.add(((name, pair.id), answer) for pair, answer in zip(batch, answers, strict=True))
     seconds, made = time.monotonic() - started, len(journal.answers) - before
     print(f"predict: {made} captions in {seconds:.0f} s, {made / seconds:.1f} a second", flush=True)
-
-
-def _write_captions(path: Path, pairs: Sequence[PairSample], answers: Sequence[Answer]) -> None:
-    rows = [{"image_id": pair.id, "caption": answer.caption} for pair, answer in zip(pairs, answers, strict=True)]
-    write_atomic(path, json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
 
 
 def _write_saliency(path: Path, pairs: Sequence[PairSample], answers: Sequence[Answer]) -> None:

@@ -22,6 +22,7 @@ SIDES = ("before", "after")
 DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,")
 ADDRESS = re.compile(r"\s*(https?|file|ftp|s3|gs):", re.IGNORECASE)
 SHOWN_CHARS = 60
+MAX_QUESTION_CHARS = 500
 MOST_VALUES = 10_000
 """In the JSON of a request: millions of empty lists, or a fault in each, would take a hundred times its bytes."""
 
@@ -213,7 +214,7 @@ def checked(asked: Asked, limits: Serve) -> Asked:
     for side in SIDES:
         check_image(side, getattr(asked, side), limits.max_image_mpx)
     if asked.question is not None:
-        check_question(asked.question, limits.max_question_chars)
+        check_question(asked.question)
     return asked
 
 
@@ -242,12 +243,12 @@ def check_image(side: str, data: bytes, max_mpx: float) -> None:
         raise unprocessable("too_many_pixels", large.partition(", more than")[0], limit, "make it smaller", side)
 
 
-def check_question(question: str, most: int) -> None:
+def check_question(question: str) -> None:
     """Raises RequestRefusedError (422) where it is empty or too long."""
     if not question.strip():
         raise unprocessable("empty_question", "an empty text", "a question", "ask, or leave it out", "question")
-    if len(question) > most:
-        limit = f"at most {most} characters (serve.max_question_chars)"
+    if len(question) > MAX_QUESTION_CHARS:
+        limit = f"at most {MAX_QUESTION_CHARS} characters"
         raise unprocessable("question_too_long", f"{len(question)} characters", limit, "ask in fewer words", "question")
 
 

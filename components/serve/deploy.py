@@ -15,6 +15,9 @@ from components.serve.asked import Asked
 from components.serve.params import Serve
 from components.serve.replica import Answer, Facts, Replica, Undecodable, Unloadable
 
+BATCH_WAIT_S = 0.01
+"""Seconds that a pair waits for others to share its batch."""
+
 GPU_SHARE = 0.5
 """Of a GPU a replica: while a version takes over, both are loaded."""
 
@@ -86,7 +89,7 @@ class Deployer:
             logging_config={"log_level": "ERROR", "enable_access_log": False},
         )
         here = listen_on_loopback if on_one_machine() else None
-        bound = deployment.bind(source, self.cfg.batch_pairs, self.cfg.batch_wait_s, self.threads, here)
+        bound = deployment.bind(source, self.cfg.batch_pairs, BATCH_WAIT_S, self.threads, here)
         try:
             return RayDeployed(app, serve.run(bound, name=app, route_prefix=None))
         except Exception:

@@ -11,6 +11,9 @@ from components.ingest.params import DatasetEntry
 from components.readable import readable
 from components.records import DataError
 
+EXAMPLES = 6
+"""Pairs of the test split on the page."""
+
 
 class Example(NamedTuple):
     id: str
@@ -32,7 +35,7 @@ class Example(NamedTuple):
             return data, Image.MIME.get(image.format or "", "application/octet-stream")
 
 
-def find_examples(clean: Path, entries: Mapping[str, DatasetEntry], count: int) -> list[Example]:
+def find_examples(clean: Path, entries: Mapping[str, DatasetEntry], count: int = EXAMPLES) -> list[Example]:
     """Pairs of the test split, evenly over each dataset that the licence lets us show; fewer where there are fewer.
 
     Args:
@@ -41,7 +44,7 @@ def find_examples(clean: Path, entries: Mapping[str, DatasetEntry], count: int) 
     """
     table = clean / "records.parquet"
     shown = [name for name, entry in entries.items() if may_show(entry)]
-    if not count or not shown or not table.is_file():
+    if not shown or not table.is_file():
         return []
     import polars as pl
 

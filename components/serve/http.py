@@ -28,6 +28,10 @@ SAFE = {
 }
 
 
+UPLOAD_S = 20
+"""Seconds for a client to send its request; the answer after them is 408."""
+
+
 class ClientGoneError(ConnectionError):
     """The client closed the connection before it had an answer."""
 
@@ -42,7 +46,7 @@ class Body:
     def __init__(self, receive: Receive, headers: Headers, limits: Serve) -> None:
         self.receive, self.limits = receive, limits
         self.most = int(limits.max_request_mb * 1e6)
-        self.deadline = time.monotonic() + limits.upload_s
+        self.deadline = time.monotonic() + UPLOAD_S
         length = headers.get("content-length", "0")
         self.announced = int(length) if length.isdecimal() else 0
         chunked = "transfer-encoding" in headers
@@ -92,7 +96,7 @@ class Body:
             async with asyncio.timeout(self.deadline - time.monotonic()):
                 message = await self.receive()
         except TimeoutError as error:
-            limit = f"{self.limits.upload_s:g} s to send a request (serve.upload_s)"
+            limit = f"{UPLOAD_S:g} s to send a request"
             remedy = "send it faster, or smaller images"
             closes = {"connection": "close"}
             raise RequestRefusedError(408, "slow_client", "the rest is missing", limit, remedy, None, closes) from error

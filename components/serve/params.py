@@ -9,12 +9,7 @@ class Serve(Section):
     port: int = Field(ge=1, le=65535)
     replicas: int = Field(ge=1)  # processes that hold the model; while a version takes over, twice as many
     batch_pairs: int = Field(ge=1)  # captioned at once by one replica, at most
-    batch_wait_s: float = Field(ge=0)  # that a pair waits for others to share its batch
-    poll_s: float = Field(gt=0)  # between two looks at where the alias points
     max_queue: int = Field(ge=1)  # requests at a time: being read, waiting or answered; 429 above it
     max_request_mb: float = Field(gt=0)  # million bytes of one request; 413 above it
     max_image_mpx: float = Field(gt=0, le=170)  # million pixels of one padded image; 422 above. Pillow stops at 178
-    max_question_chars: int = Field(ge=1)
-    upload_s: float = Field(gt=0)  # for a client to send its request; 408 after it
-    answer_s: float = Field(gt=0)  # from then to the answer; 503 after it
-    examples: int = Field(ge=0)  # pairs of the test split on the page
+    answer_s: float = Field(gt=0)  # from the end of a request to the answer; 503 after it

@@ -90,7 +90,8 @@ class Prepared(NamedTuple):
 class Replica:
     """Args:
     source: the checkpoint.
-    batch_pairs, batch_wait_s: of the section `serve`.
+    batch_pairs: of the section `serve`.
+    batch_wait_s: that a pair waits for others to share its batch.
     threads: that the model computes with on a CPU.
     before_listening: called in this process before Ray Serve opens a port in it.
     """

@@ -21,6 +21,8 @@ TOKEN = "M3DIFF_SERVE_TOKEN"
 SHORTEST_TOKEN = 16
 NEW_TOKEN = "python -c 'import secrets; print(secrets.token_hex())'"
 BACKLOG = 512
+POLL_S = 5
+"""Seconds between two checks of which version the alias names."""
 
 
 def serve(
@@ -67,7 +69,7 @@ def serve(
         with ray_serve(compute):
             metrics = Metrics()
             models = Models(Deployer(cfg, compute), metrics)
-            server = Server(cfg, models, metrics, register.model_name, find_examples(clean, entries, cfg.examples))
+            server = Server(cfg, models, metrics, register.model_name, find_examples(clean, entries))
             app = make_app(server, token)
             follow = (version_now, find_now) if followed else None
             asyncio.run(run(app, listener, cfg, models, source, follow))
@@ -85,17 +87,18 @@ async def run(
     import uvicorn
 
     from components.serve.connections import impatient
+    from components.serve.http import UPLOAD_S
 
     config = uvicorn.Config(
         app,
-        http=impatient(cfg.upload_s),
+        http=impatient(UPLOAD_S),
         ws="none",
         lifespan="off",
         log_level="error",
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        timeout_graceful_shutdown=int(cfg.upload_s + cfg.answer_s) + 1,
+        timeout_graceful_shutdown=int(UPLOAD_S + cfg.answer_s) + 1,
     )
     server, stopped = uvicorn.Server(config), asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -103,7 +106,7 @@ async def run(
     for number in (signal.SIGTERM, signal.SIGINT, *hang_up):
         loop.add_signal_handler(number, stopped.set)
     listens = asyncio.create_task(server._serve([listener]))  # `serve` would raise the signal again when it is done
-    works = asyncio.create_task(work(models, source, follow, cfg.poll_s, address_of(listener)))
+    works = asyncio.create_task(work(models, source, follow, address_of(listener)))
     stops = asyncio.create_task(stopped.wait())
     await asyncio.wait((listens, works, stops), return_when=asyncio.FIRST_COMPLETED)
     server.should_exit = True
@@ -116,14 +119,14 @@ async def run(
     await models.close()
 
 
-async def work(models: Any, source: Source, follow: Any, poll_s: float, address: str) -> None:
+async def work(models: Any, source: Source, follow: Any, address: str) -> None:
     """Load the first model, then follow the alias, or wait for ever."""
     await models.switch(source)
     say(f"{address} answers with {source.name}")
     if follow is None:
         await asyncio.Event().wait()
     else:
-        await models.follow(*follow, poll_s)
+        await models.follow(*follow, POLL_S)
 
 
 def say(text: str, to: TextIO | None = None) -> None:

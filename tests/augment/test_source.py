@@ -9,7 +9,6 @@ from PIL import Image
 
 from components.augment.params import Source
 from components.augment.source import Rejected, known_pairs, read_captioned, read_originals
-from components.datasets.emu_edit import unpack
 from components.datasets.minichange.language import describe_scene
 from components.datasets.minichange.scenes import image_paths, read_scenes
 from components.files import sha256
@@ -146,14 +145,10 @@ def test_a_row_of_no_known_split_is_named(tmp_path: Path):
     assert rejected.examples == {"row cannot be read": told}
 
 
-def test_where_images_are_not_unpacked_the_command_that_does_it_is_told(tmp_path: Path):
+def test_images_inside_parquet_files_are_written_beside_and_used(tmp_path: Path):
     source, rejected = Source(reader="emu_edit", root=write_emu(tmp_path / "emu")), Rejected()
-    assert read_originals(source, *places(tmp_path), rejected) == []
-    assert rejected == {"image cannot be read": 5}
-    remedy = f"is missing; run `m3diff data unpack {source.root}`"
-    assert rejected.examples["image cannot be read"].endswith(remedy)
-    unpack(source.root)
-    assert len(read_originals(source, *places(tmp_path), Rejected())) == 5
+    assert len(read_originals(source, *places(tmp_path), rejected)) == 5
+    assert not rejected
 
 
 def test_a_pair_of_two_images_between_single_ones_is_counted(tmp_path: Path):

@@ -29,7 +29,7 @@ from tests.augment.small import SCENES, compute, draw, edits, entry
 from tests.augment.tiny import BASE
 from tests.augment.toys import ToyWriter
 from tests.chat import CUT_BODY, Server, chat_server
-from tests.layouts import run_ingest, run_validate, write_emu
+from tests.layouts import emu_row, run_ingest, run_validate, write_shards
 
 NEIGHBOURS = {
     "features": {"kind": "encoder", "model": BASE},
@@ -360,11 +360,14 @@ def test_the_first_row_of_a_reason_is_told_and_stands_in_no_file(raw: Path, tmp_
 
 
 def test_where_no_pair_can_be_made_the_first_row_and_its_remedy_are_told(tmp_path: Path):
-    emu = write_emu(tmp_path / "emu")
+    emu = tmp_path / "emu"
+    for split in ("validation", "test"):
+        bad = {"bytes": b"none", "path": None}
+        write_shards(emu, split, [emu_row(split, 0, "add a cat") | {"image": bad, "edited_image": bad}])
     source = {"reader": "emu_edit", "root": emu}
     (tmp_path / "config.json").write_text("{}")
     editor = {"kind": "instruct_pix2pix", "model": tmp_path}
-    told = f"rejected: 10: image cannot be read; the first: .*: is missing; run `m3diff data unpack {emu}`"
+    told = "rejected: 4: image cannot be read; the first: .*; restore it or save it anew"
     cfg = edits(emu, tmp_path / "made", source=source, editor=editor, paraphrases={})
     with pytest.raises(DataError, match=rf"augment\.made: no pair could be made of {emu}\n  {told}"):
         augment("made", cfg, compute(tmp_path / "runs"))

@@ -1,4 +1,4 @@
-"""Writers: what an endpoint and a local model say becomes texts, and all else is counted by its reason."""
+"""Writers: what an endpoint says becomes texts, and all else is counted by its reason."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -9,16 +9,11 @@ import pytest
 
 from components.augment.language_model import read_texts, usable
 from components.augment.load import load_writer
-from components.augment.local_model import LocalModel
-from components.augment.params import Grammar, Local, Remote
+from components.augment.params import Grammar, Remote
 from components.augment.parts import Writer
-from components.endpoint import Answer, Question
-from components.models.device import Device
+from components.endpoint import Answer
 from components.section import ParamsError
-from tests.augment.tiny import causal_lm, clip
 from tests.chat import CUT_BODY, Server, chat_server
-
-CPU = Device(gpu=False, precision="fp32")
 
 
 @pytest.fixture
@@ -29,7 +24,7 @@ def server() -> Iterator[Server]:
 
 def remote(server: Server, folder: Path, **changes: Any) -> Writer:
     cfg = Remote(**({"kind": "endpoint", "url": server.url, "model": "m"} | changes))
-    return load_writer(cfg, 3, folder / "answers.jsonl", CPU)
+    return load_writer(cfg, 3, folder / "answers.jsonl")
 
 
 GOOD, REFUSED = '["Put a cat there", "Place a cat there"]', "I'm just an AI, it is not within my abilities"
@@ -121,7 +116,7 @@ def test_a_refused_key_is_the_users(server: Server, tmp_path: Path):
 
 
 def test_minichanges_grammar_writes_as_many_as_asked_for_and_nothing_else():
-    writer = load_writer(Grammar(kind="grammar"), 3, Path("nowhere"), CPU)
+    writer = load_writer(Grammar(kind="grammar"), 3, Path("nowhere"))
     two, none = writer.write("paraphrase", [{"text": "the lamp went out"}, {"text": "switch it off"}], 2)
     assert two.texts == ("the lamp went out between the images", "the lamp went out and the light changed")
     assert none.texts == ()
@@ -131,67 +126,3 @@ def test_minichanges_grammar_writes_as_many_as_asked_for_and_nothing_else():
         "at the top the small red ball turned blue",
         "at the top the small red ball turned blue in color",
     )
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return causal_lm(tmp_path_factory.mktemp("lm") / "model")
-
-
-def local(folder: Path, store: Path, **changes: Any) -> LocalModel:
-    cfg = Local(**({"kind": "local", "model": folder, "max_tokens": 8} | changes))
-    return LocalModel(cfg, store / "answers.jsonl", CPU)
-
-
-def test_a_local_model_answers_the_same_again_and_its_answers_are_kept(folder: Path, tmp_path: Path):
-    questions = [Question("the red ball", system="say it"), Question("the lamp", system="say it")]
-    found = local(folder, tmp_path).ask(questions, "test")
-    assert len(found) == 2
-    assert {answer.kind for answer in found} <= {"text", "cut", "empty"}
-    again = local(folder, tmp_path)
-    assert again.ask(questions, "test") == found
-    assert again.model is None, "nothing was asked, so nothing was loaded"
-    assert local(folder, tmp_path / "else").ask(questions[::-1], "test") == found[::-1]
-
-
-def test_a_local_models_answers_come_in_the_order_of_the_questions(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(LocalModel, "_answer", lambda self, question: Answer("text", question.text))
-    for texts in (["a", "b"], ["c", "b", "a", "c"]):
-        found = local(folder, tmp_path).ask([Question(text) for text in texts], "test")
-        assert [answer.text for answer in found] == texts
-
-
-def test_what_a_local_model_thinks_aloud_is_not_its_answer(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    asked = local(folder, tmp_path)
-    asked._load()
-    monkeypatch.setattr(asked.tokenizer, "decode", lambda *_, **__: '<think>\n["x"]?</think>\n\n["a", "b"]')
-    monkeypatch.setattr(asked, "_ends", lambda: set(range(10**6)))
-    assert asked.ask([Question("the red ball")], "test") == [("text", '["a", "b"]')]
-
-
-def test_an_answer_that_reaches_the_limit_of_tokens_is_cut(folder: Path, tmp_path: Path):
-    (answer,) = local(folder, tmp_path, max_tokens=1).ask([Question("the red ball")], "test")
-    assert answer.kind == "cut"
-
-
-def test_a_local_writer_is_known_by_its_weights(folder: Path, tmp_path: Path):
-    cfg = Local(kind="local", model=folder)
-    writer = load_writer(cfg, 3, tmp_path / "answers.jsonl", CPU)
-    assert len(writer.identity) == 64
-    with pytest.raises(ParamsError, match=f"has the sha256 {writer.identity}, the parameters say {'0' * 64}"):
-        local(folder, tmp_path, sha256="0" * 64)
-    local(folder, tmp_path, sha256=writer.identity)
-    with pytest.raises(ParamsError, match=r"holds no config\.json"):
-        local(tmp_path, tmp_path)
-
-
-def test_a_folder_of_another_model_or_without_safetensors_is_no_writer(tmp_path: Path):
-    pickled = causal_lm(tmp_path / "pickled")
-    (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
-    for folder in (clip(tmp_path / "clip"), pickled):
-        with pytest.raises(ParamsError, match=rf"^{folder}: is no causal language model .*; save it anew"):
-            local(folder, tmp_path).ask([Question("the red ball")], "test")

@@ -11,27 +11,6 @@ from tests.toy import REPOSITORY
 BASE = REPOSITORY / "data" / "00_base"
 
 
-def causal_lm(folder: Path) -> Path:
-    """A language model of 60 thousand parameters with the embedded base's tokenizer."""
-    from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
-
-    tokenizer = AutoTokenizer.from_pretrained(str(BASE))
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 VISION = {
     "hidden_size": 16,
     "intermediate_size": 16,

@@ -1,14 +1,12 @@
-"""Emu Edit: the Parquet files of the release, of the published counts, and their images written out."""
+"""Emu Edit: the Parquet files of the release, of the published counts, with their images."""
 
 import re
 from collections import Counter
 
 import pyarrow.parquet as pq
 import pytest
-from PIL import Image
 
-from components.datasets.emu_edit import PUBLISHED, read, unpack
-from components.datasets.unpack import unpack_shards
+from components.datasets.emu_edit import PUBLISHED, read
 from components.records import DataError
 from tests.layouts import emu_row, run_ingest, run_validate, stored, write_emu, write_shards
 
@@ -23,7 +21,9 @@ def test_a_pair_is_called_by_its_split_and_its_number_which_counts_in_each_split
         ("test-0", "test"),
     ]
     row = rows["validation-1"]
-    assert (row.before, row.after) == ("images/validation-1-image.png", "images/validation-1-edited_image.png")
+    raw = pq.read_table(tmp_path / "data/validation-00001-of-00002-2f1a.parquet").to_pylist()[0]
+    assert (row.before.read(), row.after.read()) == (raw["image"]["bytes"], raw["edited_image"]["bytes"])
+    assert (row.before.name[-4:], row.after.name[-4:]) == (".png", ".jpg")
     assert (row.references, row.scene, row.change_types) == ([" add a rainbow"], "validation-1", [])
     assert row.source == "validation-00001-of-00002-2f1a.parquet, row 0"
 
@@ -80,45 +80,17 @@ def test_rows_without_a_number_or_an_instruction_stay_with_what_is_wrong(tmp_pat
     ]
 
 
-def test_images_are_written_once_under_the_names_that_the_reader_gives(tmp_path):
+def test_a_pair_without_the_bytes_of_an_image_goes_to_quarantine_and_the_others_stay(tmp_path):
     root = write_emu(tmp_path / "raw")
-    assert unpack(root) == 10
-    rows = list(read(root))
-    assert {path.name for path in (root / "images").iterdir()} == {
-        side.removeprefix("images/") for row in rows for side in (row.before, row.after)
-    }
-    last = pq.read_table(root / "data/validation-00000-of-00002-2f1a.parquet").to_pylist()[0]
-    assert last["idx"] == 2
-    assert (root / "images/validation-2-image.png").read_bytes() == last["image"]["bytes"]
-    assert (root / "images/validation-2-edited_image.png").read_bytes() == last["edited_image"]["bytes"]
-    with Image.open(root / "images/validation-2-edited_image.png") as image:
-        assert image.format == "JPEG", "whatever the name says"
-    (root / "images/test-0-image.png").write_bytes(b"kept")
-    (root / "images/test-1-image.png").unlink()
-    assert unpack(root) == 10
-    assert (root / "images/test-0-image.png").read_bytes() == b"kept"
-    assert (root / "images/test-1-image.png").is_file()
-
-
-def test_an_image_without_bytes_is_named(tmp_path):
-    root = write_emu(tmp_path)
-    write_shards(root, "test", [emu_row("test", 0, "x") | {"edited_image": {"bytes": None, "path": "a.png"}}])
-    wanted = r"test-00000-of-00001-2f1a\.parquet: pair test-0, edited_image: no bytes of an image; fetch it again"
-    with pytest.raises(DataError, match=wanted):
-        unpack(root)
-
-
-@pytest.mark.parametrize("name", ["../validation-0", "/tmp/a", "a/b", ""])
-def test_a_name_that_would_leave_the_folder_is_refused(tmp_path, name):
-    root = write_emu(tmp_path / "root")
-    with pytest.raises(DataError, match="would be a path and not the name of a file"):
-        unpack_shards(root, "data/test-*.parquet", ("idx",), ("image",), lambda row: name)
-    assert list((root / "images").iterdir()) == []
+    rows = [emu_row("test", 0, "x") | {"edited_image": {"bytes": None, "path": "a.png"}}, emu_row("test", 1, "y")]
+    write_shards(root, "test", [*rows, emu_row("test", 2, "z") | {"edited_image": None}])
+    run_ingest(root, "emu_edit", "emu_edit")
+    report = run_validate(tmp_path, max_quarantined_share=0.7, allow_lost_test_pairs=True)
+    assert report.datasets["emu_edit"].pairs == {"val": 3, "test": 1}
 
 
 def test_it_is_ingested_and_validated_whole_and_trains_nothing(tmp_path):
     root = write_emu(tmp_path / "raw")
-    unpack(root)
     run_ingest(root, "emu_edit", "emu_edit")
     report = run_validate(tmp_path, max_quarantined_share=0)
     assert report.datasets["emu_edit"].pairs == {"val": 3, "test": 2}

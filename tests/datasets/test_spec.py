@@ -309,7 +309,6 @@ def test_annotation_files_tell_the_layouts_apart():
     assert all(count == 1 for count in Counter(spec.files for spec in DATASETS.values()).values())
     assert [name for name, spec in DATASETS.items() if spec.grammar] == ["minichange"]
     assert [name for name, spec in DATASETS.items() if spec.generate] == ["minichange"]
-    assert [name for name, spec in DATASETS.items() if spec.unpack] == ["emu_edit", "magicbrush"]
     assert {name: spec.never_train for name, spec in DATASETS.items() if spec.never_train} == {"magicbrush": ("val",)}
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from components.datasets import emu_edit
 from components.datasets.syned import PUBLISHED, read
 from components.records import DataError
 from tests.layouts import edit_json, run_ingest, run_validate, write_json, write_syned
@@ -20,12 +21,11 @@ def test_a_pair_s_number_is_its_line_s_and_the_splits_are_of_numbers(tmp_path):
         ("validation-2", "train", ["zip it up"]),
     ]
     assert [row.name for row in rows[3:]] == ["test-0", "test-10", "test-2"]
-    assert (rows[1].before, rows[1].after) == (
-        "images/validation-10-image.png",
-        "images/validation-10-edited_image.png",
-    )
+    edits = {row.name: (row.before, row.after) for row in emu_edit.read(tmp_path / "emu_edit")}
+    assert all((row.before, row.after) == edits[row.name] for row in rows)
+    assert len({row.before for row in rows}) == 6
     assert rows[1].source == "instructions_with_idx_train_split.txt, line 2"
-    assert (rows[4].before, rows[4].split) == ("images/test-10-image.png", "test")
+    assert rows[4].split == "test"
 
 
 def test_test_references_are_all_paraphrases_refusals_too_and_the_instruction(tmp_path):
@@ -60,7 +60,9 @@ def test_the_counts_are_the_published_ones(release):
         texts = [text for row in rows if row.split == split for text in row.references]
         assert len(texts) == getattr(PUBLISHED, split).references
         assert not any(text != text.strip() for text in texts)
-    assert {row.name: row.references for row in rows}["validation-3000"] == ["add 3000 goats"]
+    row = {row.name: row for row in rows}["validation-3000"]
+    assert row.references == ["add 3000 goats"]
+    assert row.before == "emu_edit/data/validation-*.parquet, idx 3000, image", "Emu Edit's files are not there"
 
 
 def test_lines_numbers_and_paraphrases_that_do_not_fit_stay_with_their_place(tmp_path):

@@ -101,7 +101,7 @@ def test_the_models_of_two_seeds_caption_the_same_fresh_scenes(tmp_path, monkeyp
     profile["ingest"]["datasets"] = {name: {"reader": "minichange", "root": root} for name, root in roots.items()}
     profile["convert"]["questions"] = str(REPOSITORY / "profiles" / "questions.yaml")
     profile["validate"] = {"max_quarantined_share": 0.5, "near_duplicate_max_diff": None}
-    profile["predict"] |= {"max_new_tokens": 4, "control_pairs": 3}
+    profile["predict"] = {"max_new_tokens": 4}
     Path("fresh.yaml").write_text(yaml.safe_dump(profile))
     cfg = Targets(
         profile=Path("fresh.yaml"),

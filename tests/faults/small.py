@@ -24,7 +24,7 @@ def write_params(folder: Path) -> None:
         "validate": {"near_duplicate_max_diff": None, "max_quarantined_share": 0.5},
         "convert": {"questions": str(REPOSITORY / "profiles" / "questions.yaml")},
         "train": {"base": "base", "epochs": 1, "global_batch": 8},
-        "predict": {"max_new_tokens": 4, "control_pairs": 0},
+        "predict": {"max_new_tokens": 4},
         "evaluate": {"metrics": ["CIDEr", "change_accuracy"]},
         "compute": {
             "workers": 0,

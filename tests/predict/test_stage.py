@@ -66,7 +66,7 @@ def captioner(model: Path) -> Captioner:
 
 
 def settings(**changes: int) -> Predict:
-    return Predict(**{"batch_pairs": 2, "max_new_tokens": 5, "limit": 0, "control_pairs": 9} | changes)
+    return Predict(**{"batch_pairs": 2, "max_new_tokens": 5, "limit": 0} | changes)
 
 
 def compute(out: Path, **changes: Any) -> Compute:
@@ -242,8 +242,8 @@ def test_maps_are_made_of_the_pairs_alone_in_the_batches_of_their_captions(
         return original(self, images, question, saliency)
 
     monkeypatch.setattr(Captioner, "answer", answer)
-    run(settings(control_pairs=1), mixture, model, tmp_path)
-    maps = [(2, True), (1, True), (2, True), (1, False), (1, False)]
+    run(settings(), mixture, model, tmp_path)
+    maps = [(size, saliency) for saliency in (True, False, False) for size in (2, 1, 2)]
     assert seen == maps, "nothing of the controls, whose maps nobody reads"
 
 
@@ -400,21 +400,7 @@ def test_the_control_is_not_of_the_first_pairs_and_the_same_each_time() -> None:
     assert max(chosen) > 900
 
 
-@pytest.mark.parametrize("count", [0, 3])
-def test_the_control_of_a_sample_has_the_captions_that_it_has_among_all(
-    count: int, written: tuple[Path, PredictReport], mixture: Path, model: Path, tmp_path: Path
-) -> None:
-    report = run(settings(control_pairs=count), mixture, model, tmp_path)
-    rows = json.loads((tmp_path / "predictions_shuffled.json").read_text())
-    assert report.control == len(rows) == count
-    whole = json.loads((written[0] / "predictions_shuffled.json").read_text())
-    assert rows == [row for row in whole if row in rows]
-    assert (tmp_path / "predictions.json").read_text() == (written[0] / "predictions.json").read_text()
-
-
-@pytest.mark.parametrize(
-    ("field", "least"), [("batch_pairs", 1), ("max_new_tokens", 1), ("limit", 0), ("control_pairs", 0)]
-)
+@pytest.mark.parametrize(("field", "least"), [("batch_pairs", 1), ("max_new_tokens", 1), ("limit", 0)])
 def test_the_section_has_limits(field: str, least: int) -> None:
     assert getattr(settings(**{field: least}), field) == least
     with pytest.raises(ValidationError, match=field):

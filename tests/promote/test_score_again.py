@@ -46,7 +46,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "validate": {"near_duplicate_max_diff": None, "max_quarantined_share": 0.5},
         "convert": {"questions": str(REPOSITORY / "profiles" / "questions.yaml")},
         "train": {"base": str(tiny_base(tmp_path / "base")), "epochs": 1, "global_batch": 8},
-        "predict": {"max_new_tokens": 4, "control_pairs": 0},
+        "predict": {"max_new_tokens": 4},
         "evaluate": {"metrics": ["CIDEr", "change_accuracy"]},
         "compute": {"workers": 0, "micro_batch": 4, "val_pairs": 2, "caption_val_pairs": 0},
     }

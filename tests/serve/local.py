@@ -13,6 +13,7 @@ from components.model_source import Source
 from components.params import load_params
 from components.serve.app import Server, make_app
 from components.serve.asked import Asked
+from components.serve.deploy import BATCH_WAIT_S
 from components.serve.metrics import Metrics
 from components.serve.models import Models
 from components.serve.replica import Answer, Facts, Replica, Undecodable, Unloadable
@@ -60,7 +61,7 @@ class Service:
         self.app = make_app(self.server, token)
 
     def deploy(self, source: Source) -> Local:
-        self.made.append(Local(self.replica(source, self.cfg.batch_pairs, self.cfg.batch_wait_s, 1)))
+        self.made.append(Local(self.replica(source, self.cfg.batch_pairs, BATCH_WAIT_S, 1)))
         return self.made[-1]
 
     def client(self, **options: Any) -> httpx.AsyncClient:

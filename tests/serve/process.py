@@ -1,11 +1,12 @@
 """`m3diff serve` as a process of its own, with Ray, a registry and toys for models."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import psutil
 import yaml
 from mlflow.tracking import MlflowClient
 
-from tests.serve.toy import write_toy
+from tests.serve.toy import CONSTANTS, write_toy
 from tests.servers import free_port
 from tests.toy import REPOSITORY
 
@@ -81,12 +82,23 @@ def environment(**more: str) -> dict[str, str]:
 
 
 @contextmanager
-def running(root: Path, *options: str, toy: bool = True, **changes: Any) -> Iterator[Running]:
-    """A server that is ready; it is ended with all its processes."""
+def running(
+    root: Path, *options: str, toy: bool = True, constants: Mapping[str, float] | None = None, **changes: Any
+) -> Iterator[Running]:
+    """A server that is ready; it is ended with all its processes.
+
+    Args:
+        constants: other values of a toy's constants, by module and name: `http.UPLOAD_S`.
+    """
     line, log = command(root, *options, toy=toy, **changes), root / "serve.log"
     with log.open("w") as out:
         process = subprocess.Popen(
-            line, cwd=root, env=environment(), stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            line,
+            cwd=root,
+            env=environment(**{CONSTANTS: json.dumps(constants or {})}),
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     server = Running(process, int(line[line.index("--port") + 1]), log, root)
     try:

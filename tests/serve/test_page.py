@@ -160,4 +160,3 @@ def test_examples_are_of_the_test_split_of_what_may_be_shown_and_none_where_ther
     assert [example.id for example in found] == ["minichange/3", "minichange_free/2", "minichange_free/4"]
     assert found[0].as_dict(0)["before"] == "/examples/0/before"
     assert find_examples(tmp_path, PARAMS.ingest.datasets, 3) == find_examples(images, {}, 3) == []
-    assert find_examples(images, PARAMS.ingest.datasets, 0) == []

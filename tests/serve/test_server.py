@@ -33,7 +33,8 @@ BEFORE, AFTER = png(plain(10, 20)), png(plain(30, 40))
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     root = tmp_path_factory.mktemp("served")
     write_registry(root, "one", "two")
-    with running(root, poll_s=0.5, upload_s=UPLOAD_S, max_request_mb=1, batch_wait_s=0.02) as server:
+    constants = {"server.POLL_S": 0.5, "http.UPLOAD_S": UPLOAD_S, "deploy.BATCH_WAIT_S": 0.02}
+    with running(root, max_request_mb=1, constants=constants) as server:
         yield server
 
 
@@ -195,7 +196,7 @@ def test_the_alias_moves_while_requests_run_none_is_lost_and_each_answer_names_w
 def test_at_a_signal_what_was_asked_is_answered_and_nothing_is_left_behind(sign, to, tmp_path):
     """SIGINT reaches Ray's processes too, as Ctrl-C in a shell does."""
     write_registry(tmp_path, "one")
-    with running(tmp_path, batch_wait_s=1.5) as server:
+    with running(tmp_path, constants={"deploy.BATCH_WAIT_S": 1.5}) as server:
         family = server.family()
         answers: list[int] = []
         asking = threading.Thread(

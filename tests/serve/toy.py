@@ -1,10 +1,13 @@
 """A captioner that says something else of every pair: its word, the question and the colours of both images.
 
 As a program it is `m3diff serve` whose replicas hold this captioner: `python -m tests.serve.toy [OPTIONS OF m3diff]`.
+The variable TOY_CONSTANTS gives constants of components.serve other values.
 A toy's folder holds `word.txt`; it takes COMPUTE_S a batch, so that others gather meanwhile.
 """
 
+import importlib
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -21,6 +24,7 @@ from components.serve import replica
 from components.serve.replica import Replica
 
 COMPUTE_S = 0.04
+CONSTANTS = "TOY_CONSTANTS"
 SIDE, CELLS = 16, 4
 SPECIAL = ("<image>", "<|im_end|>")
 
@@ -99,5 +103,8 @@ if __name__ == "__main__":
     from components.serve import deploy
     from tests.serve.toy import ToyReplica as Importable  # of a module by its name, which a replica can import
 
+    for name, value in json.loads(os.environ.get(CONSTANTS, "{}")).items():
+        module, _, constant = name.partition(".")
+        setattr(importlib.import_module(f"components.serve.{module}"), constant, value)
     deploy.Replica = Importable  # type: ignore[misc]
     sys.exit(main())

@@ -169,12 +169,9 @@ def table_columns(
     metrics: Mapping[str, Metric], protocols: Mapping[str, ProtocolScores]
 ) -> tuple[list[str], list[str]]:
     """The scores of the wide tables, and those that stand for a metric each in tiles and narrow tables."""
-    shown = [m for m in metrics.values() if m.scores and not (m.optional and is_absent(m.headline, protocols))]
+    there = {name for of in protocols.values() for name, value in of.scores.items() if value is not None}
+    shown = [m for m in metrics.values() if m.scores and (not m.optional or m.headline in there)]
     return [score for m in shown for score in m.scores], [m.headline for m in shown]
-
-
-def is_absent(score: str, protocols: Mapping[str, ProtocolScores]) -> bool:
-    return all(of.scores.get(score) is None for of in protocols.values())
 
 
 def times100(value: float | None) -> str:

@@ -44,6 +44,8 @@ def export_hub(run: Run, out: Path, allow_unlicensed: bool = False) -> list[str]
     Raises:
         DataError: there is no whole checkpoint, `out` exists, or a dataset's licence does not let it be passed on.
     """
+    from components.models.checkpoint import write_manifest
+
     if out.exists():
         raise DataError(f"{out}: exists; name a folder that does not")
     datasets = read_datasets(run)
@@ -78,7 +80,7 @@ def export_hub(run: Run, out: Path, allow_unlicensed: bool = False) -> list[str]
             weights={name: manifest["files"][name] for name in weights},
         )
         (folder / "README.md").write_text(write_card(facts), encoding="utf-8")
-        _write_manifest(folder, manifest)
+        write_manifest(folder, family=manifest["family"], base_sha256=manifest["base_sha256"])
         folder.rename(out)
     return notices
 
@@ -137,9 +139,3 @@ def _write_example(example: Example | None, folder: Path) -> None:
     if example is not None:
         shutil.copyfile(example.before, folder / f"example_before{example.before.suffix}")
         shutil.copyfile(example.after, folder / f"example_after{example.after.suffix}")
-
-
-def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    from components.models.checkpoint import write_manifest
-
-    write_manifest(folder, family=manifest["family"], base_sha256=manifest["base_sha256"])
