@@ -4,11 +4,10 @@
     python benchmarks/digests.py COMMIT      COMMIT's next to this checkout's, made on this machine in one go
 
 The exit code is 1 where a digest differs. COMMIT is checked out below runs/ and runs its own copy of this script, so
-module paths and parameter names may change between the two. Everything is made by the command line, each command in a
-process of its own whose workers have one thread. Digests are of contents: the bytes of data files, each tensor of
-weights, the pixels of images, the values of JSON without places and versions. Pages, model cards and code files are
-left out, since their words may change. Training is repeatable to the bit on one machine only: compare digests, do not
-store them.
+module paths and parameter names may change between the two. Everything is made by the command line, with one thread a
+process. Digests are of contents: the bytes of data files, each tensor of weights, the pixels of images, the values of
+JSON without places and versions. Pages, model cards and code files are left out, since their words may change. Training
+is repeatable to the bit on one machine only: compare digests, do not store them.
 """
 
 import argparse
@@ -29,7 +28,13 @@ import yaml
 from PIL import Image
 
 PACKAGE = "components"
-"""The name by which Python imports the code of the command line."""
+"""The name by which Python imports the code."""
+COMMANDS = f"""
+import json, sys
+from {PACKAGE}.__main__ import main
+sys.exit(next(filter(None, map(main, json.loads(sys.argv[1]))), 0))
+"""
+"""Runs commands of the command line in one process, until one fails."""
 
 ROOT = Path(__file__).resolve().parents[1]
 WORK, THERE = ROOT / "runs" / "digests", ROOT / "runs" / "digests_there"
@@ -158,7 +163,7 @@ def by_folder(files: dict[str, str]) -> dict[str, str]:
     folders: dict[str, list[tuple[str, str]]] = defaultdict(list)
     for file in files.items():
         folders[folder_of(file[0])].append(file)
-    return {folder: sha256(json.dumps(named).encode()) for folder, named in folders.items()}
+    return {folder: sha256(json.dumps(sorted(named)).encode()) for folder, named in folders.items()}
 
 
 def folder_of(name: str) -> str:
@@ -212,22 +217,21 @@ def python(*arguments: str) -> str:
     return done.stdout
 
 
-def m3diff(run: str, *arguments: str) -> str:
-    """What a command prints with the parameter file of a run; no params.yaml is there, so that ROOT is the project."""
-    return python("-m", PACKAGE, "--params", f"{run}.yaml", *arguments)
+def m3diff(run: str, *commands: tuple[str, ...]) -> str:
+    """What commands of the command line print, one after the other in one process, with the parameters of a run."""
+    argv = [["--params", f"{run}.yaml", *command] for command in commands]
+    return python("-c", COMMANDS, json.dumps(argv))
 
 
 def make_data() -> None:
     """Raw data, records, clean records and mixture, which all trainings share, and the base that one of them needs."""
     params = yaml.safe_load(PARAMS)
+    m3diff("small", *(("synthesize", name) for name in params["synthesize"]))
+    write_own()
     with ThreadPoolExecutor(2) as pool:
-        base = pool.submit(m3diff, "small", "pretrain")
-        list(pool.map(lambda name: m3diff("small", "synthesize", name), params["synthesize"]))
-        list(pool.map(lambda name: m3diff("small", "augment", name), params["augment"]))
-        write_own()
-        for stage in ("ingest", "validate", "convert"):
-            m3diff("small", stage)
-        m3diff("small", "export-llava", "llava")
+        base = pool.submit(m3diff, "small", ("pretrain",))
+        augment = [("augment", name) for name in params["augment"]]
+        m3diff("small", *augment, ("ingest",), ("validate",), ("convert",), ("export-llava", "llava"))
         base.result()
 
 
@@ -248,13 +252,12 @@ def make_run(run: str) -> None:
     own = yaml.safe_load(RUNS[run]) | {"paths": names}
     own["compute"] |= {"scratch": f"scratch/{run}"}
     (WORK / f"{run}.yaml").write_text(yaml.safe_dump(own))
-    for stage in ("train", "predict", "evaluate"):
-        m3diff(run, stage)
-    for name, how in {"merged": (), "adapters": ("--adapters",), "hub": ("--hub",)}.items():
-        m3diff(run, "export", f"{run}/{name}", *how)
-    pair = [str(next((WORK / "raw" / "minichange" / side).glob("*.png"))) for side in ("images", "sc_images")]
-    said = m3diff(run, "caption", *pair, "--model", f"{run}/merged", "--overlay", f"{run}/overlay.png")
-    (WORK / run / "caption.out").write_text(said)
+    forms = {"merged": (), "adapters": ("--adapters",), "hub": ("--hub",)}
+    exports = [("export", f"{run}/{name}", *how) for name, how in forms.items()]
+    m3diff(run, ("train",), ("predict",), ("evaluate",), *exports)
+    pair = (str(next((WORK / "raw" / "minichange" / side).glob("*.png"))) for side in ("images", "sc_images"))
+    model = ("--model", f"{run}/merged", "--overlay", f"{run}/overlay.png")
+    (WORK / run / "caption.out").write_text(m3diff(run, ("caption", *pair, *model)))
 
 
 def score() -> None:
@@ -272,7 +275,7 @@ def score() -> None:
         "of grid": ("scores/grid.json", "--benchmark", "minichange", "--data", "data/records/minichange"),
     }
     for name, arguments in asked.items():
-        (folder / f"{name}.json").write_text(m3diff("small", "score", *arguments, "--json"))
+        (folder / f"{name}.json").write_text(m3diff("small", ("score", *arguments, "--json")))
 
 
 def contents(folder: Path) -> Iterator[tuple[str, str]]:
