@@ -255,7 +255,7 @@ def make_run(run: str) -> None:
     forms = {"merged": (), "adapters": ("--adapters",), "hub": ("--hub",)}
     exports = [("export", f"{run}/{name}", *how) for name, how in forms.items()]
     m3diff(run, ("train",), ("predict",), ("evaluate",), *exports)
-    pair = (str(next((WORK / "raw" / "minichange" / side).glob("*.png"))) for side in ("images", "sc_images"))
+    pair = (str(min((WORK / "raw" / "minichange" / side).glob("*.png"))) for side in ("images", "sc_images"))
     model = ("--model", f"{run}/merged", "--overlay", f"{run}/overlay.png")
     (WORK / run / "caption.out").write_text(m3diff(run, ("caption", *pair, *model)))
 
