@@ -9,8 +9,9 @@ the workers too) notes when a function of the project is called first. A file co
 - as run, where one of its functions runs; the body of a module or a class is no function;
 - as read, where a name that it defines occurs in a function that runs, its annotations and decorators included.
 
-Names are resolved through the imports of the file, functions' own included, to the file that defines them. Lines are
-all lines of a file. The order is that of the first call; a file that is only read follows the first that names it.
+Names are resolved through the imports of the file, functions' own included, to the file that defines them. A function
+that is called while its module is imported runs, and so does a page's template, which Jinja compiles. Lines are all
+lines of a file. The order is that of the first call; a file that is only read follows the first that names it.
 """
 
 import ast
@@ -144,7 +145,7 @@ def named(path: Path, line: int) -> Iterator[Path]:
 
 @cache
 def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
+    return ast.parse(path.read_text(encoding="utf-8") if path.suffix == ".py" else "")  # Jinja runs templates
 
 
 @cache
