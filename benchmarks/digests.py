@@ -11,6 +11,7 @@ is repeatable to the bit on one machine only: compare digests, do not store them
 """
 
 import argparse
+import csv
 import hashlib
 import json
 import os
@@ -77,7 +78,7 @@ convert:
   questions: profiles/questions.yaml
   sources:
     {coupled: {task: describe}, minichange_free: {weight: 0.5}, edits: {max_pairs: 12}, neighbours: {max_pairs: 12}}
-train: {base: data/00_base, global_batch: 8, epochs: 1}
+train: {base: data/00_base, global_batch: 8, epochs: 0.5}
 predict: {max_new_tokens: 48, batch_pairs: 8}
 evaluate: {metrics: [CIDEr, METEOR, ROUGE-L, BLEU, change_accuracy, pixel_threshold]}
 compute: {workers: 0, micro_batch: 4, val_pairs: 4, caption_val_pairs: 0}
@@ -88,9 +89,9 @@ RUNS = {
     "m3diff": "{extends: small, compute: {workers: 2, zero_stage: 1}}",
     "difference": """
       {extends: small, compute: {activation_checkpointing: full},
-       train: {model: difference, epochs: 0.5, schedule: constant, precision: bf16}}""",
+       train: {model: difference, schedule: constant, precision: bf16}}""",
     "onediff": """
-      {extends: small, train: {model: onediff, epochs: 0.5, max_captions_per_sequence: 1, export: best},
+      {extends: small, train: {model: onediff, max_captions_per_sequence: 1, export: best},
        models: {onediff: {align: {datasets: [coupled], epochs: 0.5, global_batch: 8,
          rates: {vision: null, projector: 0.001, module: 0.0003, llm: null}}}},
        compute: {caption_val_pairs: 2, checkpoint_every_steps: 4}}""",
@@ -123,10 +124,11 @@ REFERENCES = {
     "d": ["it is not summer"],
 }
 
-BYTES = (".parquet", ".csv", ".jsonl", ".npz", ".jinja", ".txt", ".model", ".out")
+BYTES = (".parquet", ".jsonl", ".npz", ".jinja", ".txt", ".model", ".out")
 IMAGES = (".png", ".jpg", ".webp")
-SKIPPED = {"dvc_lock_sha256", "files", "git_commit", "path", "transformers_version", "base", "base_sha256"}
-"""Keys of JSON whose values are places, versions, or hashes of files that have digests of their own."""
+SKIPPED = {"auto_map", "auto_mapping", "base", "base_model_name_or_path", "base_sha256", "files", "path", "seconds"}
+"""Keys of JSON, or columns of CSV, whose values are times, places, modules, or hashes of files that are here anyway."""
+PARAMETERS = "recipe.json"
 
 
 def main() -> int:
@@ -291,10 +293,13 @@ def contents(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def content_of(file: Path) -> bytes | None:
-    """What is digested of a file; None for a page, a card or code."""
+    """What is digested of a file; None for a page, a card, code or parameters."""
     if file.suffix in BYTES:
         return file.read_bytes()
-    if file.suffix == ".json":
+    if file.suffix == ".csv":
+        rows = csv.DictReader(file.read_text().splitlines())
+        return json.dumps([without(row) for row in rows]).encode()
+    if file.suffix == ".json" and file.name != PARAMETERS:
         return json.dumps(without(json.loads(file.read_text())), sort_keys=True).encode()
     if file.suffix == ".safetensors":
         return json.dumps(tensors(file.read_bytes()), sort_keys=True).encode()
