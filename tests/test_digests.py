@@ -47,10 +47,15 @@ def test_pixels_and_values_are_digested_and_places_are_not(tmp_path, monkeypatch
     found = []
     for path, loss, blue, level in (("a", 1.0, 5, 1), ("b", 1.0, 5, 9), ("a", 1.5, 6, 9)):
         (folder / "report.json").write_text(json.dumps({"all": [{"path": path, "loss": loss}]}))
+        (folder / "log.csv").write_text(f"loss,seconds\n{loss},{level}\n")
         Image.new("RGB", (4, 4), (0, 0, blue)).save(folder / "image.png", compress_level=level)
         found.append(dict(digests.contents(folder)))
     assert found[0] == found[1]
-    assert [name for name in found[0] if found[0][name] != found[2][name]] == ["run/report.json", "run/1 images"]
+    assert [name for name in found[0] if found[0][name] != found[2][name]] == [
+        "run/log.csv",
+        "run/report.json",
+        "run/1 images",
+    ]
 
 
 MODULES = {
