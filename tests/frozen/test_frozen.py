@@ -87,6 +87,8 @@ def test_the_later_version_is_promoted_and_taken_back(tmp_path, monkeypatch, cap
     assert captions(capsys, "champion") == then("captions")["challenger"]
     said(capsys, "rollback", "--why", "a test")
     assert captions(capsys, "champion") == then("captions")["1"]
+    assert main(["promote"]) != 0, "a version that was rolled back"
     decided = json.loads(said(capsys, "history", "--json"))
-    assert [one["outcome"] for one in decided] == ["first", "refused", "promoted", "rolled back"]
-    assert [(one["from"], one["to"]) for one in decided] == [(None, 1), (1, 2), (1, 2), (2, 1)]
+    assert [one["outcome"] for one in decided][:4] == ["first", "refused", "promoted", "rolled back"]
+    assert [(one["from"], one["to"]) for one in decided][:4] == [(None, 1), (1, 2), (1, 2), (2, 1)]
+    assert "rolled" in decided[4]["why"]
