@@ -1,0 +1,92 @@
+"""The tools that compare two states of the code: digests of outputs, and the files that a reader of a run meets."""
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+from safetensors.numpy import save
+
+from benchmarks import digests, reading
+
+FILES = {"m3diff/model/curves.csv": "1", "m3diff/report/metrics.json": "2", "scores/of grid.json": "3"}
+
+
+def test_equal_outputs_pass(capsys):
+    assert digests.compare(FILES, dict(reversed(FILES.items()))) == 0
+    said = capsys.readouterr().out
+    assert "3 of 3 files equal" in said
+    assert "NO" not in said
+
+
+@pytest.mark.parametrize("here", [{"scores/of grid.json": "4"}, {"scores/more.json": "1"}], ids=["changed", "new"])
+def test_a_file_that_differs_is_named_below_its_folder_and_fails(here, capsys):
+    assert digests.compare(FILES, FILES | here) == 1
+    lines = capsys.readouterr().out.splitlines()
+    (place,) = (number for number, line in enumerate(lines) if line.endswith("NO     scores"))
+    assert lines[place + 1].strip() == next(iter(here))
+
+
+def test_a_file_that_is_gone_fails():
+    assert digests.compare(FILES, dict(list(FILES.items())[:2])) == 1
+
+
+def test_tensors_are_compared_without_their_order_and_notes():
+    one, two = np.arange(6, dtype=np.float32), np.ones(2, dtype=np.int64)
+    first = digests.tensors(save({"a": one, "b": two}, {"note": "yesterday"}))
+    assert first == digests.tensors(save({"b": two, "a": one}))
+    assert first != digests.tensors(save({"a": one, "b": two + 1}))
+    assert first != digests.tensors(save({"a": one.reshape(2, 3), "b": two}))
+
+
+def test_pixels_and_values_are_digested_and_places_are_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(digests, "WORK", tmp_path)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "page.html").write_text("words")
+    found = []
+    for path, loss, blue, level in (("a", 1.0, 5, 1), ("b", 1.0, 5, 9), ("a", 1.5, 6, 9)):
+        (folder / "report.json").write_text(json.dumps({"all": [{"path": path, "loss": loss}]}))
+        (folder / "log.csv").write_text(f"loss,seconds\n{loss},{level}\n")
+        Image.new("RGB", (4, 4), (0, 0, blue)).save(folder / "image.png", compress_level=level)
+        found.append(dict(digests.contents(folder)))
+    assert found[0] == found[1]
+    assert [name for name in found[0] if found[0][name] != found[2][name]] == [
+        "run/log.csv",
+        "run/report.json",
+        "run/1 images",
+    ]
+
+
+MODULES = {
+    "components/__init__.py": "",
+    "components/colours.py": "RED = 'red'\ndef mix(): ...\n",
+    "components/shapes/__init__.py": "from components.shapes.round import CIRCLE\n",
+    "components/shapes/round.py": "CIRCLE = 'o'\n",
+    "components/shapes/params.py": "class Section: ...\n",
+    "components/draw.py": "from components import colours\n"
+    "from components.shapes import CIRCLE\n"
+    "from components.shapes.params import Section\n"
+    "import torch\n"
+    "def draw(cfg: Section):\n"
+    "    from .shapes.round import CIRCLE as RING\n"
+    "    return torch.ones(1), colours.RED, RING\n"
+    "def other():\n"
+    "    from components.colours import mix as RING\n"
+    "    return RING, CIRCLE\n",
+}
+
+
+def test_a_function_reads_the_files_that_define_what_it_names(tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, "CLONE", tmp_path)
+    for name, text in MODULES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    draw = tmp_path / "components" / "draw.py"
+    names = {path.relative_to(tmp_path / "components").as_posix() for path in reading.named(draw, 5)}
+    assert names == {"colours.py", "shapes/params.py", "shapes/round.py"}
+    assert {path.name for path in reading.named(draw, 8)} == {"colours.py", "round.py"}
+    order = reading.reading_order([(draw, 5), (tmp_path / "components" / "colours.py", 2)])
+    found = {file.path.name: file.runs for file in order}
+    assert found == {"draw.py": True, "params.py": False, "colours.py": True, "round.py": False}
+    assert list(found)[0] == "draw.py"
