@@ -370,7 +370,7 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32, base: Path | No
 
 def _family(folder: Path, manifest: Mapping[str, Any]) -> Family:
     name = manifest.get("family")
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise CheckpointError(f"{folder / MANIFEST}: family {name!r} is none of {', '.join(FAMILIES)}; update m3diff")
     return FAMILIES[name]
 
