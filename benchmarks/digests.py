@@ -285,7 +285,9 @@ def contents(folder: Path) -> Iterator[tuple[str, str]]:
     images: dict[Path, list[tuple[str, str]]] = defaultdict(list)
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
         if file.suffix in IMAGES:
-            images[file.parent].append((file.name, sha256(np.asarray(Image.open(file)).tobytes())))
+            images[file.parent].append(
+                (file.name, sha256(np.asarray(Image.open(file, formats=("PNG", "JPEG", "WEBP"))).tobytes()))
+            )
         elif (content := content_of(file)) is not None:
             yield str(file.relative_to(WORK)), sha256(content)
     for parent, pixels in images.items():

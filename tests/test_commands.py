@@ -393,7 +393,7 @@ def test_before_training_words_that_the_base_does_not_know_are_named(monkeypatch
 def test_every_command_is_tried():
     tried = {argv[0] for argv, *_ in CALLS.values()}
     apart = {"plan", "profile", "caption", "score", "compare", "history", "models", "lineage", "restore"}
-    apart |= {"prune", "augment"}
+    apart |= {"prune", "augment", "code"}
     assert tried | apart == COMMANDS.keys()
 
 

@@ -37,6 +37,7 @@ from tests.train.toy import write_mixture
 ATOMIC = {
     "components/augment/edits.py _edit",
     "components/augment/stage.py _fill",
+    "components/code.py write_digests",
     "components/compare/compare.py compare",
     "components/datasets/minichange/generate.py generate",
     "components/evaluate/metrics/parses.py Parses.keep",

@@ -80,9 +80,11 @@ def test_what_a_killed_run_left_half_is_linked_anew(tracked):
 def test_a_stage_with_raw_data_by_link_records_what_one_in_the_checkout_records(tracked):
     with in_worktree() as work:
         with in_place(work.checkout, ["ingest@mine"]):
+            assert dvc.repro("code", print) == "Ran"
             assert dvc.repro("ingest@mine", print) == "Ran"
             assert MINE.is_symlink()
         ours = dvc.locked()["ingest@mine"]
+    toy.run(tracked, "dvc", "repro", "-q", "code")
     toy.run(tracked, "dvc", "repro", "-q", "-f", "ingest@mine")
     assert dvc.locked()["ingest@mine"] == ours
 

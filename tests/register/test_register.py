@@ -410,7 +410,9 @@ def test_the_code_that_travels_with_a_version_is_the_models_package_and_the_open
     files = {str(path.relative_to(package)) for path in package.rglob("*") if path.is_file()}
     models = trained / "components" / "models"
     here = {str(path.relative_to(models.parent)) for path in models.rglob("*") if path.suffix != ".pyc"}
-    assert files == {"__init__.py", "images.py"} | {path for path in here if (models.parent / path).is_file()}
+    assert files == {"__init__.py", "images.py", "lazy.py"} | {
+        path for path in here if (models.parent / path).is_file()
+    }
 
 
 def test_the_example_of_a_version_is_the_first_captioned_pair(trained):
