@@ -46,21 +46,28 @@ def require_newest(run_dir: Path, number: int) -> None:
 @contextmanager
 def ended_when_superseded(run_dir: Path, number: int) -> Iterator[None]:
     """Within, this process ends when attempt `number` is not the newest any more, whatever it waits for: a collective
-    operation with workers that are gone would hold it for half an hour."""
+    operation with workers that are gone would hold it for half an hour. It ends, too, where another worker ended first
+    and an operation with that one fails: Ray cannot end it on a host that is cut off."""
     over = threading.Event()
 
     def look() -> None:
-        while not over.wait(LOOK_S):
-            try:
-                require_newest(run_dir, number)
-            except SupersededError as error:
-                print(f"train: {error}", flush=True)
-                os._exit(1)
-            except OSError:
-                continue  # the disk is away, for what this attempt would write, too
+        try:
+            require_newest(run_dir, number)
+        except SupersededError as error:
+            print(f"train: {error}", flush=True)
+            os._exit(1)
+        except OSError:
+            return  # the disk is away, for what this attempt would write, too
 
-    threading.Thread(target=look, name="generation", daemon=True).start()
+    def watch() -> None:
+        while not over.wait(LOOK_S):
+            look()
+
+    threading.Thread(target=watch, name="generation", daemon=True).start()
     try:
         yield
+    except BaseException:
+        look()
+        raise
     finally:
         over.set()

@@ -38,6 +38,33 @@ def test_a_worker_that_waits_for_others_ends_when_a_later_attempt_begins_or_the_
     assert "attempt 1 ends here and writes nothing more" in worker.stdout.read()
 
 
+FAILS = """
+import sys
+from pathlib import Path
+from components.train.generation import begin, ended_when_superseded
+run_dir, superseded = Path(sys.argv[1]), sys.argv[2] == "superseded"
+begin(run_dir)
+try:
+    with ended_when_superseded(run_dir, 1):
+        if superseded:
+            begin(run_dir)
+        raise RuntimeError("the other worker is gone")
+except RuntimeError:
+    print("lives on")
+"""
+
+
+@pytest.mark.fault("T15")
+@pytest.mark.parametrize(
+    ("how", "code", "said"), [("superseded", 1, "attempt 2 goes on\n"), ("newest", 0, "lives on\n")]
+)
+def test_a_worker_that_fails_since_another_ended_first_ends_too_where_the_attempt_is_superseded(
+    how, code, said, tmp_path
+):
+    done = subprocess.run([sys.executable, "-c", FAILS, str(tmp_path), how], stdout=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stdout.endswith(said)) == (code, True)
+
+
 @pytest.mark.usefixtures("alone")
 def test_the_loop_of_an_older_attempt_writes_neither_a_state_nor_the_output(base: Path, mixture: Path, tmp_path: Path):
     made, folder = recipe(base), tmp_path / "run"
