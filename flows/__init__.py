@@ -5,6 +5,8 @@ import os
 import sys
 from typing import Any, TextIO
 
+from flows.processes import FLOW_RUN
+
 GUARD = "components.serve.same_origin:Guarded"
 """A protocol of uvicorn, for a server that asks for no token."""
 
@@ -39,5 +41,5 @@ class Outliving:
         os.close(nowhere)
 
 
-if "PREFECT__FLOW_RUN_ID" in os.environ and not isinstance(sys.stdout, Outliving):
+if FLOW_RUN in os.environ and not isinstance(sys.stdout, Outliving):
     sys.stdout, sys.stderr = Outliving(sys.stdout), Outliving(sys.stderr)  # type: ignore[assignment]

@@ -41,6 +41,8 @@ DVC = [
     "dvc",
     "--wait-for-lock",
 ]  # its lock is taken anew after a stage: to lose it loses the stage
+CODE = ("components", "code")
+"""The folders of code and of its digests: a change in them alone is no news of data."""
 GRACE_S = 20  # from the signal that asks to the one that ends
 PROGRESS_EVERY_S = 5.0
 

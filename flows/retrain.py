@@ -12,11 +12,9 @@ from components.guard import require_own_code
 from components.params import Params
 from components.register.lineage import LOCK, Lock
 from components.register.stage import CHALLENGER, find_alias
-from flows import notices
+from flows import dvc, notices
 from flows.pipeline import run_pipeline
 from flows.schedule import coalesce_late
-
-CODE = ("components", "code")
 
 
 @flow(name="m3diff", persist_result=False, on_failure=[notices.failed], on_crashed=[notices.failed])
@@ -62,7 +60,7 @@ def changes(status: dict[str, Any]) -> Iterator[str]:
                 continue  # "changed command": the graph, which is code
             for kind, items in entry.items():
                 for path, how in items.items():
-                    if Path(path).parts[0] not in CODE:
+                    if Path(path).parts[0] not in dvc.CODE:
                         what = f"{path} {', '.join(how)}" if isinstance(how, dict) else f"{path} {how}"
                         yield f"{stage}: {kind}: {what}"
 

@@ -115,7 +115,7 @@ def inputs(entries: list[Any]) -> Iterator[str]:
     """What of a stage's status is data or parameters that changed. What is not in place is no change."""
     for entry in [entry for entry in entries if isinstance(entry, dict)]:
         for path, how in entry.get("changed deps", {}).items():
-            if Path(path).parts[0] not in ("components", "code") and how != "deleted":
+            if Path(path).parts[0] not in dvc.CODE and how != "deleted":
                 yield path
 
 

@@ -14,6 +14,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from components import tracking
+from components.code import edited
 from components.evaluate.metrics.scorer import ScorerFailed
 from components.evaluate.stage import evaluate
 from components.models.checkpoint import is_adapters, place_on_base
@@ -83,5 +84,5 @@ def length_limit(version: ModelVersion) -> dict[str, int]:
 
 def other_code(version: ModelVersion) -> str:
     path = code_path(version.tags)
-    same = path.exists() and version.tags.get("dvc.code") == dvc_hash(path)
+    same = path.exists() and version.tags.get("dvc.code") == dvc_hash(path) and not edited("predict")
     return "" if same else f"; {path} has changed since it was registered: its captions are those of today's code"

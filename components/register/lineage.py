@@ -87,7 +87,8 @@ class Lineage(BaseModel):
 
 
 def code_path(tags: Mapping[str, str]) -> Path:
-    """What the tag `dvc.code` of a version is the hash of: the folder of the models, in versions of before 2026-12."""
+    """What the tag `dvc.code` of a version is the hash of: the folder of the models, in versions of before the stage
+    `code`."""
     return MODEL_CODE if tags.get(CODE, "").endswith(".dir") else PREDICT_CODE
 
 

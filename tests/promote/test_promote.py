@@ -7,6 +7,7 @@ from pathlib import Path
 import mlflow
 import pyarrow.parquet as pq
 import pytest
+from mlflow.entities.model_registry import ModelVersion, ModelVersionTag
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
@@ -241,6 +242,16 @@ def test_a_champion_without_the_gates_scores_is_scored_again(registry, monkeypat
     decision = registry.decide()
     assert (decision.outcome, decision.scored_again, len(rescoring.calls)) == ("promoted", True, 1)
     assert rescoring.calls[0][1] == registry.params.predict.max_new_tokens
+
+
+@pytest.mark.parametrize(
+    ("tag", "changed", "other"),
+    [(dvc_hash(PREDICT_CODE), [], False), (dvc_hash(PREDICT_CODE), ["a.py"], True), ("0" * 32, [], True)],
+)
+def test_code_is_another_where_it_was_registered_so_or_edited_since(tag, changed, other, monkeypatch):
+    monkeypatch.setattr(score_again, "edited", lambda stage: changed)
+    version = ModelVersion("m3diff", "1", 0, tags=[ModelVersionTag("dvc.code", tag)])
+    assert bool(score_again.other_code(version)) == other
 
 
 def test_the_champions_old_score_counts_for_nothing(registry, rescoring):
