@@ -11,7 +11,7 @@ class BuildWithProfiles(build_py):
     def run(self) -> None:
         super().run()
         if not self.editable_mode:
-            copytree("profiles", Path(self.build_lib) / "components" / "_profiles", dirs_exist_ok=True)
+            copytree("profiles", Path(self.build_lib) / "m3diff" / "_profiles", dirs_exist_ok=True)
 
 
 setup(cmdclass={"build_py": BuildWithProfiles})

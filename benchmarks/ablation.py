@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from components.models.family import Lora, Rates
-from components.models.m3diff.configuration import M3DiffConfig, seven_b_config
-from components.models.m3diff.settings import M3DiffSettings
-from components.train.packing import pack
+from m3diff.models.family import Lora, Rates
+from m3diff.models.m3diff.configuration import M3DiffConfig, seven_b_config
+from m3diff.models.m3diff.settings import M3DiffSettings
+from m3diff.stages.train.packing import pack
 
 if TYPE_CHECKING:
-    from components.train.batches import MicroBatch
+    from m3diff.stages.train.batches import MicroBatch
 
 HERE = Path(__file__).parent
 BASE = HERE.parent / "data" / "00_base"
@@ -135,7 +135,7 @@ class Size:
 
     def micro_batches(self, variant: Variant) -> Iterator[tuple[MicroBatch, list[int]]]:
         """As training takes them, each with its sequences' numbers of tokens."""
-        from components.train.batches import MicroBatch
+        from m3diff.stages.train.batches import MicroBatch
 
         for part in self.owned(variant):
             packed = pack([group for _, group in part])

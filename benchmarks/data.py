@@ -79,7 +79,7 @@ def main() -> None:
 
 def measure(params: Path, runs: int) -> dict[str, Any]:
     """Cold and warm seconds of validate + convert on one mixture, its rows, and the peak of memory in MB."""
-    from components.__main__ import main as m3diff
+    from m3diff.__main__ import main as m3diff
 
     for name in yaml.safe_load(params.read_text("utf-8"))["ingest"]["datasets"]:
         assert m3diff(["--params", str(params), "ingest", name]) == 0
@@ -126,7 +126,7 @@ def _watch(pid: int, peak: list[float], done: threading.Event) -> None:
 
 def run(params: Path, started: float, runs: str) -> dict[str, Any]:
     """In a fresh process: the command line's validate and convert, once cold and then warm."""
-    from components.__main__ import main as m3diff
+    from m3diff.__main__ import main as m3diff
 
     def both() -> float:
         assert m3diff(["--params", str(params), "validate"]) == 0
@@ -169,8 +169,8 @@ def anchor(params: Path, started: float) -> dict[str, Any]:
 
 
 def _row_wise(params: Path) -> Any:
-    """A function from one reference's row to its sample, as `components.convert` defines it."""
-    from components.datasets import DATASETS
+    """A function from one reference's row to its sample, as `m3diff.stages.convert` defines it."""
+    from m3diff.datasets import DATASETS
 
     values = yaml.safe_load(params.read_text("utf-8"))
     convert, datasets = values["convert"], values["ingest"]["datasets"]

@@ -28,7 +28,7 @@ import numpy as np
 import yaml
 from PIL import Image
 
-PACKAGE = "components"
+PACKAGE = "m3diff"
 """The name by which Python imports the code."""
 COMMANDS = f"""
 import json, sys

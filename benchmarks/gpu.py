@@ -27,7 +27,7 @@ import torch
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from components.models.device import environment  # noqa: E402
+from m3diff.models.device import environment  # noqa: E402
 
 RESULTS = HERE / "results" / "gpu.jsonl"
 TAIL = 2000  # characters of what a row printed last
@@ -162,7 +162,7 @@ def random_base(folder: Path) -> Path:
     from transformers import AutoModelForImageTextToText, LlavaOnevisionConfig
 
     from benchmarks.ablation import BASE, seven_b
-    from components.models.m3diff.processing import M3DiffImageProcessor, M3DiffProcessor
+    from m3diff.models.m3diff.processing import M3DiffImageProcessor, M3DiffProcessor
 
     config = seven_b(layers=14).config
     side, patch = config.vision_config.image_size, config.vision_config.patch_size
@@ -183,7 +183,7 @@ def train_there(folder: Path, base: Path | None, stage: int, gpu: bool) -> None:
     os.environ.update(environment(gpu))
     from benchmarks.ablation import seven_b
     from benchmarks.sides import embedded_job, write_mixture
-    from components.train.stage import train
+    from m3diff.stages.train.stage import train
 
     pairs, micro = (24, 3) if gpu else (4, 2)
     if not (folder / "mixture").exists():

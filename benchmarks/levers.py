@@ -23,17 +23,17 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.ablation import ABLATION, FEED_ROWS, GPU_ROWS, Branches, Size, Variant, seven_b, tiny
-from components.models import llava
-from components.models.attention import KERNELS
-from components.models.device import Device
-from components.models.fused import make_fused
-from components.models.m3diff.family import FAMILY as M3DIFF
-from components.models.m3diff.modeling import M3DiffForConditionalGeneration
-from components.models.m3diff.processing import M3DiffImageProcessor
-from components.models.tuning import prepare, trainable_groups
-from components.train.arithmetic import peak_flops
-from components.train.batches import MicroBatch, complete
-from components.train.loss import token_loss
+from m3diff.models import llava
+from m3diff.models.attention import KERNELS
+from m3diff.models.device import Device
+from m3diff.models.fused import make_fused
+from m3diff.models.m3diff.family import FAMILY as M3DIFF
+from m3diff.models.m3diff.modeling import M3DiffForConditionalGeneration
+from m3diff.models.m3diff.processing import M3DiffImageProcessor
+from m3diff.models.tuning import prepare, trainable_groups
+from m3diff.stages.train.arithmetic import peak_flops
+from m3diff.stages.train.batches import MicroBatch, complete
+from m3diff.stages.train.loss import token_loss
 
 SAME_LOSS = {"fp32": 1e-4, "bf16": 2e-2}  # relative
 HFU = 0.45  # share of the peak at which the plan's captions/s are told
@@ -278,8 +278,8 @@ def timed_step(bench: Bench, one: Measured) -> tuple[float, float]:
 def checkpoint_s(bench: Bench, one: Measured) -> float:
     """Seconds that one checkpoint takes from training: in line until it is written, flushed and read back; beside the
     steps its copy, and what the steps take longer until then."""
-    from components.train.curve import Curve
-    from components.train.state import Writer, write_state
+    from m3diff.stages.train.curve import Curve
+    from m3diff.stages.train.state import Writer, write_state
 
     alone = statistics.median(one.run_s) + statistics.median(one.optimizer_s)
     written, steps = Event(), 0
@@ -363,8 +363,8 @@ def model_flops(size: Size, variant: Variant) -> float:
 
 def planned_activations_gb(size: Size, variant: Variant, precision: str) -> float:
     """What the plan counts for backward of one packed pair, the size's first."""
-    from components.plan.memory import count_activations
-    from components.plan.plan import meta_model
+    from m3diff.commands.plan.memory import count_activations
+    from m3diff.commands.plan.plan import meta_model
 
     batch, lengths = next(
         iter(Size("one", size.config, size.lora_rank, size.groups[:1], size.micro, 1).micro_batches(variant))

@@ -8,10 +8,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers.utils import logging
 
-from components.models.device import Device
-from components.train.accelerator import choose_accelerator, only_worker
-from components.train.job import Job, Runtime
-from components.train.loop import start, train_step
+from m3diff.models.device import Device
+from m3diff.stages.train.accelerator import choose_accelerator, only_worker
+from m3diff.stages.train.job import Job, Runtime
+from m3diff.stages.train.loop import start, train_step
 
 
 def own_step(job: Job) -> Callable[[], float]:

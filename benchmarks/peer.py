@@ -26,14 +26,14 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils import logging
 
-from components.models import FAMILIES
-from components.models.device import Device
-from components.models.m3diff.mdp import DifferentialPerception
-from components.models.m3diff.settings import MDPConfig
-from components.models.tuning import prepare, trainable_groups
-from components.train.batches import Loader, Schedule
-from components.train.job import Job
-from components.train.samples import Samples, read_training_samples
+from m3diff.models import FAMILIES
+from m3diff.models.device import Device
+from m3diff.models.m3diff.mdp import DifferentialPerception
+from m3diff.models.m3diff.settings import MDPConfig
+from m3diff.models.tuning import prepare, trainable_groups
+from m3diff.stages.train.batches import Loader, Schedule
+from m3diff.stages.train.job import Job
+from m3diff.stages.train.samples import Samples, read_training_samples
 
 MAX_STEPS = 100_000
 

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import yaml
 
-PACKAGE = "components"
+PACKAGE = "m3diff"
 """The name by which Python imports the code of the command line."""
 
 ROOT = Path(__file__).resolve().parents[1]

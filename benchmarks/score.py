@@ -101,12 +101,12 @@ def stock(captions: Captions) -> Scores:
 
 
 def ours(captions: Captions) -> Scores:
-    from components.datasets.spec import Protocol
-    from components.evaluate.metrics import choose_metrics
-    from components.evaluate.metrics.metric import ALL
-    from components.evaluate.metrics.run import compute_metrics
-    from components.evaluate.pairs import EvalPair
-    from components.evaluate.protocols import ProtocolPairs
+    from m3diff.datasets.spec import Protocol
+    from m3diff.scoring.metrics import choose_metrics
+    from m3diff.scoring.metrics.metric import ALL
+    from m3diff.scoring.metrics.run import compute_metrics
+    from m3diff.scoring.pairs import EvalPair
+    from m3diff.scoring.protocols import ProtocolPairs
 
     pairs = [
         EvalPair(i, "made", Path(), Path(), b"", b"", captions["references"][i], [], prediction, None)

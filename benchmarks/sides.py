@@ -22,11 +22,11 @@ from PIL import Image
 
 from benchmarks.own import serve_own
 from benchmarks.peer import serve_peer
-from components.models.family import Delays
-from components.models.m3diff.settings import M3DiffSettings
-from components.params import load_params
-from components.records import SAMPLE_SCHEMA
-from components.train.job import Job
+from m3diff.models.family import Delays
+from m3diff.models.m3diff.settings import M3DiffSettings
+from m3diff.records.schemas import SAMPLE_SCHEMA
+from m3diff.settings.tree import load_params
+from m3diff.stages.train.job import Job
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent

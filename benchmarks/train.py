@@ -20,7 +20,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.machine import machine  # noqa: E402
-from components.models.device import environment  # noqa: E402
+from m3diff.models.device import environment  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "train.json"
 

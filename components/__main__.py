@@ -15,18 +15,18 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from components.consistency import absent_paths, check_paths, closest, licensed
-from components.counts import told, told_of_clean, told_of_made, told_of_samples
-from components.datasets import DATASETS
-from components.endpoint import endpoint_url
-from components.gpus import GPUS
-from components.guard import ENTRY, require_own_code, unchanged
-from components.models.device import DeviceError
-from components.params import Params, load_params
-from components.records import DataError
-from components.runs import Description, completed, followed
-from components.section import ParamsError
-from components.usage import examples, not_installed, overview, parameter_file, profiles_folder
+from m3diff.commands.counts import told, told_of_clean, told_of_made, told_of_samples
+from m3diff.commands.usage import examples, not_installed, overview, parameter_file, profiles_folder
+from m3diff.datasets import DATASETS
+from m3diff.endpoint import endpoint_url
+from m3diff.models.device import DeviceError
+from m3diff.provenance.guard import ENTRY, require_own_code, unchanged
+from m3diff.records.schemas import DataError
+from m3diff.registry.runs import Description, completed, followed
+from m3diff.settings.gpus import GPUS
+from m3diff.settings.rules import absent_paths, check_paths, closest, licensed
+from m3diff.settings.section import ParamsError
+from m3diff.settings.tree import Params, load_params
 
 USAGE, DATA_REFUSED, GATE_REFUSED, TRY_AGAIN = 2, 3, 4, 75
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -59,14 +59,14 @@ def described(params: Params) -> Description:
 
 
 def code(args: argparse.Namespace) -> None:
-    from components.code_stage import code as run
+    from m3diff.stages.code.stage import code as run
 
     run(parameters(args))
 
 
 def pretrain(args: argparse.Namespace) -> None:
     params = parameters(args)
-    from components.pretrain.stage import pretrain as run
+    from m3diff.stages.pretrain.stage import pretrain as run
 
     run(params.pretrain, params.paths.base)
 
@@ -75,7 +75,7 @@ def synthesize(args: argparse.Namespace) -> None:
     params = parameters(args)
     if args.name not in params.synthesize:
         raise ParamsError(f"synthesize: no entry {args.name!r}; {closest(args.name, params.synthesize)}")
-    from components.synthesize.stage import synthesize as run
+    from m3diff.stages.synthesize.stage import synthesize as run
 
     run(args.name, params.ingest.datasets[args.name].reader, params.synthesize[args.name])
 
@@ -85,7 +85,7 @@ def augment(args: argparse.Namespace) -> None:
     if args.name not in params.augment:
         raise ParamsError(f"augment: no entry {args.name!r}; {closest(args.name, params.augment)}")
     check_paths(params, f"augment@{args.name}")
-    from components.augment.stage import augment as run
+    from m3diff.stages.augment.stage import augment as run
 
     print("\n".join(told_of_made(run(args.name, params.augment[args.name], params.compute))))
 
@@ -97,7 +97,7 @@ def ingest(args: argparse.Namespace) -> None:
         raise ParamsError(f"ingest.datasets: no entry {args.name!r}; {closest(args.name, datasets)}")
     names = list(datasets) if args.name is None else [args.name]
     check_paths(params, *(f"ingest@{name}" for name in names))
-    from components.ingest.stage import ingest as run
+    from m3diff.stages.ingest.stage import ingest as run
 
     for name in names:
         print(told(run(name, datasets[name], params.compute.image_cache, params.paths.records)))
@@ -106,7 +106,7 @@ def ingest(args: argparse.Namespace) -> None:
 def validate(args: argparse.Namespace) -> None:
     params = parameters(args)
     paths = params.paths
-    from components.validate.stage import validate as run
+    from m3diff.stages.validate.stage import validate as run
 
     report = run(params.validate_, params.ingest.datasets, params.compute.image_cache, paths.records, paths.clean)
     print("\n".join(told_of_clean(report, paths.clean)))
@@ -115,7 +115,7 @@ def validate(args: argparse.Namespace) -> None:
 def convert(args: argparse.Namespace) -> None:
     params = parameters(args)
     check_paths(params, "convert")
-    from components.convert.stage import convert as run
+    from m3diff.stages.convert.stage import convert as run
 
     report = run(params.convert, params.ingest.datasets, params.paths.clean, params.paths.mixture)
     print("\n".join(told_of_samples(report)))
@@ -125,10 +125,10 @@ def train(args: argparse.Namespace) -> None:
     params = parameters(args)
     check_paths(params, "train")
     model, mixture = params.models[params.train.model], params.paths.mixture
-    from components.model_source import see_base
-    from components.plan.plan import check_memory
-    from components.plan.words import count_words
-    from components.train.stage import train as run
+    from m3diff.commands.plan.plan import check_memory
+    from m3diff.commands.plan.words import count_words
+    from m3diff.registry.model_source import see_base
+    from m3diff.stages.train.stage import train as run
 
     see_base(params.train.base)
     check_memory(params.train, model, params.compute, params.ingest.datasets, params.convert, mixture)
@@ -140,7 +140,7 @@ def train(args: argparse.Namespace) -> None:
 
 def predict(args: argparse.Namespace) -> None:
     params = parameters(args)
-    from components.predict.stage import predict as run
+    from m3diff.stages.predict.stage import predict as run
 
     run(params.predict, params.compute, params.paths.mixture, params.paths.model, params.paths.predictions)
 
@@ -151,7 +151,7 @@ def evaluate(args: argparse.Namespace) -> None:
     if args.model is None and (args.out or args.base):
         raise ParamsError("evaluate: --out and --base need --model VERSION or FOLDER")
     if args.model is not None:
-        from components.promote.score_model import score_model
+        from m3diff.commands.score_model import score_model
 
         folder, scores = score_model(params, args.model, args.base or params.train.base, args.out)
         for protocol, found in scores.items():
@@ -159,7 +159,7 @@ def evaluate(args: argparse.Namespace) -> None:
         print(f"report: {folder / 'report' / 'report.html'}")
         return
     paths = params.paths
-    from components.evaluate.stage import evaluate as run
+    from m3diff.stages.evaluate.stage import evaluate as run
 
     run(params.evaluate, params.compute, paths.records, paths.clean, paths.predictions, paths.model, paths.report)
     completed(described(params), paths.model, paths.report / "metrics.json")
@@ -167,14 +167,14 @@ def evaluate(args: argparse.Namespace) -> None:
 
 def register(args: argparse.Namespace) -> None:
     params = parameters(args)
-    from components.register.stage import register as run
+    from m3diff.stages.register.stage import register as run
 
     print(run(params))
 
 
 def promote(args: argparse.Namespace) -> int:
     params = parameters(args)
-    from components.promote.promote import promote as run
+    from m3diff.registry.promote import promote as run
 
     decision = run(params, args.version, args.again)
     print(decision)
@@ -183,13 +183,13 @@ def promote(args: argparse.Namespace) -> int:
 
 def rollback(args: argparse.Namespace) -> None:
     params = parameters(args)
-    from components.promote.rollback import rollback as run
+    from m3diff.registry.rollback import rollback as run
 
     print(run(params, args.to, args.why))
 
 
 def history(args: argparse.Namespace) -> int:
-    from components.decisions import decisions, faults, pending, table
+    from m3diff.registry.decisions import decisions, faults, pending, table
 
     found, wrong, left = decisions(), faults(), pending(Path("."))
     print(json.dumps([entry.model_dump(by_alias=True) for entry in found], indent=2) if args.json else table(found))
@@ -202,8 +202,8 @@ def history(args: argparse.Namespace) -> int:
 def models(args: argparse.Namespace) -> None:
     params = parameters(args)
     gate = params.promote
-    from components.archive.models import models as run
-    from components.archive.models import table
+    from m3diff.registry.models import models as run
+    from m3diff.registry.models import table
 
     scores = list(dict.fromkeys((gate.metric, *gate.guards)))
     found = run(params.register_, gate.protocol, scores)
@@ -215,8 +215,8 @@ def models(args: argparse.Namespace) -> None:
 
 def lineage(args: argparse.Namespace) -> int:
     params = parameters(args)
-    from components.archive.check import sound
-    from components.archive.lineage import lineage as run
+    from m3diff.registry.check import sound
+    from m3diff.registry.trace import lineage as run
 
     checks = run(params.register_, args.version)
     print("\n".join(str(check) for check in checks))
@@ -225,8 +225,8 @@ def lineage(args: argparse.Namespace) -> int:
 
 def restore(args: argparse.Namespace) -> int:
     params = parameters(args)
-    from components.archive.check import sound
-    from components.archive.restore import restore as run
+    from m3diff.registry.check import sound
+    from m3diff.registry.restore import restore as run
 
     folder, checks = run(params.register_, args.version, args.into)
     print("\n".join(str(check) for check in checks))
@@ -236,7 +236,7 @@ def restore(args: argparse.Namespace) -> int:
 
 def prune(args: argparse.Namespace) -> int:
     params = parameters(args)
-    from components.archive.prune import prune as run
+    from m3diff.registry.prune import prune as run
 
     made = run(params.register_, args.keep, args.yes and not args.dry_run)
     print("\n".join(made.lines()))
@@ -249,9 +249,9 @@ def prune(args: argparse.Namespace) -> int:
 def plan(args: argparse.Namespace) -> None:
     params = parameters(args)
     model = params.models[params.train.model]
-    from components.model_source import see_base
-    from components.plan.plan import alignment_lines, check_fits, make_plan, plan_alignment, print_plan, short_run
-    from components.plan.words import count_words
+    from m3diff.commands.plan.plan import alignment_lines, check_fits, make_plan, plan_alignment, print_plan, short_run
+    from m3diff.commands.plan.words import count_words
+    from m3diff.registry.model_source import see_base
 
     see_base(params.train.base)
     run = params.train, model, params.compute, params.ingest.datasets, params.convert, params.paths.mixture
@@ -271,8 +271,8 @@ def plan(args: argparse.Namespace) -> None:
 
 def compare(args: argparse.Namespace) -> None:
     paths = parameters(args).paths
-    from components.compare.compare import as_text
-    from components.compare.compare import compare as run
+    from m3diff.commands.compare.compare import as_text
+    from m3diff.commands.compare.compare import compare as run
 
     tables = run(args.first, args.second, paths.records, paths.clean, args.out)
     print("\n\n".join(as_text(protocol, table) for protocol, table in tables.items()))
@@ -283,8 +283,8 @@ def zero_shot(args: argparse.Namespace) -> None:
     params = parameters(args)
     check_paths(params, "evaluate")
     paths = params.paths
-    from components.zero_shot.request import PROMPT, Request
-    from components.zero_shot.zero_shot import zero_shot as run
+    from m3diff.commands.zero_shot.request import PROMPT, Request
+    from m3diff.commands.zero_shot.zero_shot import zero_shot as run
 
     request = Request(
         url=args.url,
@@ -301,9 +301,9 @@ def zero_shot(args: argparse.Namespace) -> None:
 
 def caption(args: argparse.Namespace) -> int:
     params = parameters_anywhere(args)
-    from components.caption.caption import caption_pairs
-    from components.caption.pairs import find_pairs
-    from components.model_source import find, load
+    from m3diff.registry.model_source import find, load
+    from m3diff.serving.caption import caption_pairs
+    from m3diff.serving.pairs import find_pairs
 
     pairs = find_pairs(args.before, args.after, args.image_root)
     cfg, base = params.register_, args.base or params.train.base
@@ -323,7 +323,7 @@ def caption(args: argparse.Namespace) -> int:
 
 def serve(args: argparse.Namespace) -> None:
     params = parameters_anywhere(args)
-    from components.serve.server import serve as run
+    from m3diff.serving.server import serve as run
 
     run(
         params.serve,
@@ -342,12 +342,12 @@ def serve(args: argparse.Namespace) -> None:
 def data(args: argparse.Namespace) -> int:
     params = parameters_anywhere(args)
     if args.action == "statistics":
-        from components.inspect.statistics import write_statistics
+        from m3diff.commands.inspect.statistics import write_statistics
 
         write_statistics(params.paths.clean)
         print(f"written to {params.paths.clean / 'statistics.html'}")
         return 0
-    from components.inspect.check import check
+    from m3diff.commands.inspect.check import check
 
     found = check(args.root, params.ingest.datasets, args.reader)
     print("\n".join(found.lines))
@@ -356,15 +356,15 @@ def data(args: argparse.Namespace) -> int:
 
 def score(args: argparse.Namespace) -> int:
     if args.check_spice:
-        from components.score.check_spice import check_spice
+        from m3diff.commands.score.check_spice import check_spice
 
         found = check_spice(args.spice_dir)
         print("\n".join(found.lines))
         return 0 if found.works else DATA_REFUSED
     if args.predictions is None:
         raise ParamsError("score: name a file of captions: m3diff score PREDICTIONS --benchmark B")
-    from components.score.page import lines
-    from components.score.score import score as run
+    from m3diff.commands.score.page import lines
+    from m3diff.commands.score.score import score as run
 
     report = run(
         args.predictions,
@@ -384,16 +384,16 @@ def export(args: argparse.Namespace) -> None:
     if args.hub:
         export_hub(params, args)
         return
-    from components.export.checkpoint import export_model
+    from m3diff.commands.export.checkpoint import export_model
 
     export_model(params.paths.model, args.out, args.adapters)
 
 
 def export_hub(params: Params, args: argparse.Namespace) -> None:
     paths = params.paths
-    from components.export.hub.folder import export_hub as run
-    from components.export.hub.run import Run, Trace
-    from components.register.lineage import Lock, read_lineage
+    from m3diff.commands.export.hub.folder import export_hub as run
+    from m3diff.commands.export.hub.run import Run, Trace
+    from m3diff.registry.lineage import Lock, read_lineage
 
     def trace() -> Trace:
         lock = Lock()
@@ -415,13 +415,13 @@ def export_hub(params: Params, args: argparse.Namespace) -> None:
 
 def export_llava(args: argparse.Namespace) -> None:
     params = parameters(args)
-    from components.export.llava import export_llava as run
+    from m3diff.commands.export.llava import export_llava as run
 
     run(licensed(params), params.paths.mixture, args.out, args.lines, args.allow_unlicensed, args.absolute)
 
 
 def profile(args: argparse.Namespace) -> None:
-    from components.profiles import find_profile, use_profile
+    from m3diff.settings.profiles import find_profile, use_profile
 
     folder = profiles_folder()
     params = load_params(find_profile(args.name, folder))
@@ -728,7 +728,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"m3diff {args.command}: {error}", file=sys.stderr)
         return TRY_AGAIN
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] in ("components", "flows"):
+        if error.name is None or error.name.partition(".")[0] in ("m3diff", "flows"):
             raise
         print(f"m3diff {args.command}: {not_installed(args.command, error.name)}", file=sys.stderr)
         return USAGE
@@ -741,7 +741,7 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     if sys.flags.safe_path and ENTRY.is_file() and not Path(__file__).samefile(ENTRY):
-        # `python -m components` is the code of the current directory, which PYTHONSAFEPATH leaves out
+        # `python -m m3diff` is the code of the current directory, which PYTHONSAFEPATH leaves out
         os.environ.pop("PYTHONSAFEPATH", None)
-        os.execv(sys.executable, [sys.executable, "-m", "components", *sys.argv[1:]])
+        os.execv(sys.executable, [sys.executable, "-m", "m3diff", *sys.argv[1:]])
     sys.exit(main())

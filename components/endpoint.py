@@ -23,10 +23,10 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator
 
-from components.files import sha256
-from components.images import load_image, open_image
-from components.progress import progress
-from components.section import ParamsError
+from m3diff.images.open import load_image, open_image
+from m3diff.records.files import sha256
+from m3diff.records.progress import progress
+from m3diff.settings.section import ParamsError
 
 if TYPE_CHECKING:
     import openai

@@ -7,7 +7,7 @@ from typing import Any, TextIO
 
 from flows.processes import FLOW_RUN
 
-GUARD = "components.serve.same_origin:Guarded"
+GUARD = "m3diff.serving.same_origin:Guarded"
 """A protocol of uvicorn, for a server that asks for no token."""
 
 os.environ.setdefault("UVICORN_HTTP", GUARD)

@@ -4,12 +4,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from components.archive.objects import listing, object_file, whole
-from components.decisions import main_tree
-from components.records import DataError
-from components.section import ParamsError
 from flows import dvc, raw
 from flows.git import GitError, git
+from m3diff.records.schemas import DataError
+from m3diff.registry.decisions import main_tree
+from m3diff.registry.objects import listing, object_file, whole
+from m3diff.settings.section import ParamsError
 
 LOCK = Path("dvc.lock")
 LOOKED_BACK = 20  # commits that changed it, for a whole one

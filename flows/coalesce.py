@@ -11,8 +11,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
-from components.files import write_atomic
 from flows.workspace import FLOWS, Workspace, lock, read_json
+from m3diff.records.files import write_atomic
 
 POLL_S, SAY_EVERY_S = 1.0, 60.0
 

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import psutil
 import yaml
 
-from components.archive.objects import listing, object_file, whole
-from components.files import write_atomic
-from components.records import DataError
-from components.redact import redacted
 from flows.git import git
+from m3diff.records.files import write_atomic
+from m3diff.records.redact import redacted
+from m3diff.records.schemas import DataError
+from m3diff.registry.objects import listing, object_file, whole
 
 if TYPE_CHECKING:
     from dvc.output import Output
@@ -178,7 +178,7 @@ def without_outputs_in_git(names: Iterable[str]) -> Iterator[bool]:
 
     DVC passes over a folder that is missing, and takes one with only its file of counts for one that was changed.
     """
-    from components.register.lineage import md5  # with pyarrow, which `make run` does not wait for
+    from m3diff.registry.lineage import md5  # with pyarrow, which `make run` does not wait for
 
     of_git = set(git("ls-files", "-z").split("\0"))
     lock = locked()

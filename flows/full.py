@@ -3,9 +3,9 @@
 from prefect import flow
 from prefect.states import State
 
-from components.guard import require_own_code
 from flows import notices
 from flows.pipeline import run_pipeline
+from m3diff.provenance.guard import require_own_code
 
 
 @flow(name="m3diff", persist_result=False, on_failure=[notices.failed], on_crashed=[notices.failed])

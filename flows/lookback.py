@@ -22,8 +22,8 @@ from prefect.client.schemas.objects import StateType
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.exceptions import PrefectException
 
-from components.section import ParamsError
 from flows import notices
+from m3diff.settings.section import ParamsError
 
 SILENCE = "M3DIFF_SILENCE_DAYS"
 OURS = FlowFilter(name=FlowFilterName(any_=["m3diff"]))

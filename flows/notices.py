@@ -24,9 +24,9 @@ from prefect.states import State
 from prefect.utilities.urls import url_for
 from pydantic import SecretStr
 
-from components.files import write_atomic
-from components.redact import redacted
 from flows.workspace import FLOWS, KEPT_DAYS, lock, read_json
+from m3diff.records.files import write_atomic
+from m3diff.records.redact import redacted
 
 if TYPE_CHECKING:
     from flows.pipeline import Done

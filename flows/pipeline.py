@@ -14,18 +14,18 @@ from prefect import get_run_logger
 from prefect.runtime import flow_run
 from prefect.states import Completed, State
 
-from components import tracking
-from components.params import Params, load_params
-from components.promote.moves import CHAMPION
-from components.promote.promote import Promotion
-from components.register.lineage import Lock
-from components.register.stage import Registration, find_alias
 from flows import archive, dvc, notices, previous, raw, report, tasks
 from flows.coalesce import alone, finish
 from flows.git import git
 from flows.schedule import count_crashes
 from flows.warm import NothingNewError
 from flows.workspace import Workspace, workspace
+from m3diff.registry import tracking
+from m3diff.registry.lineage import Lock
+from m3diff.registry.moves import CHAMPION
+from m3diff.registry.promote import Promotion
+from m3diff.settings.tree import Params, load_params
+from m3diff.stages.register.stage import Registration, find_alias
 
 FLOW_RUN = "M3DIFF_FLOW_RUN"
 """The environment variable by which a version and the record of decisions know their flow run."""

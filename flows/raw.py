@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from components.archive.objects import listing, object_file
 from flows import dvc
+from m3diff.registry.objects import listing, object_file
 
 FOLDERS = Path("runs/linked")
 KEPT_DAYS = 7

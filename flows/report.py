@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 from prefect import get_run_logger
 from prefect.artifacts import create_markdown_artifact
 
-from components import tracking
-from components.files import write_atomic
-from components.params import Params, load_params
-from components.redact import redacted
 from flows import archive
 from flows.tasks import PARAMS
+from m3diff.records.files import write_atomic
+from m3diff.records.redact import redacted
+from m3diff.registry import tracking
+from m3diff.settings.tree import Params, load_params
 
 if TYPE_CHECKING:
     from flows.pipeline import Done

@@ -7,14 +7,14 @@ from typing import Any
 from prefect import flow
 from prefect.states import State
 
-from components import tracking
-from components.guard import require_own_code
-from components.params import Params
-from components.register.lineage import LOCK, Lock
-from components.register.stage import CHALLENGER, find_alias
 from flows import dvc, notices
 from flows.pipeline import run_pipeline
 from flows.schedule import coalesce_late
+from m3diff.provenance.guard import require_own_code
+from m3diff.registry import tracking
+from m3diff.registry.lineage import LOCK, Lock
+from m3diff.settings.tree import Params
+from m3diff.stages.register.stage import CHALLENGER, find_alias
 
 
 @flow(name="m3diff", persist_result=False, on_failure=[notices.failed], on_crashed=[notices.failed])

@@ -24,8 +24,8 @@ from prefect.exceptions import PrefectException
 from prefect.flows import Flow
 from prefect.states import Cancelled, State
 
-from components.records import DataError
 from flows import notices
+from m3diff.records.schemas import DataError
 
 MOST_CRASHES = 3
 WAITING = ["Scheduled", "Late", "AwaitingConcurrencySlot"]

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import yaml
 
-from components.section import ParamsError
 from flows import dvc
 from flows.git import git
+from m3diff.settings.section import ParamsError
 
 DROP = "M3DIFF_DROP"
 SETTLED_S = 60.0  # without a change; a file that is half copied waits for the next look

@@ -11,12 +11,12 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import TaskRun
 from prefect.states import Completed, State
 
-from components.params import load_params
-from components.preflight import preflight
-from components.promote.promote import Promotion, promote
-from components.register.stage import Registration, register
 from flows import archive, dvc, previous
 from flows.progress import StageProgress
+from m3diff.commands.preflight import preflight
+from m3diff.registry.promote import Promotion, promote
+from m3diff.settings.tree import load_params
+from m3diff.stages.register.stage import Registration, register
 
 TRANSIENT = (75, -9, 137)  # try again later; ended by the kernel (out of memory) or by a person
 PARAMS = Path("params.yaml")

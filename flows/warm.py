@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 import yaml
 from mlflow.entities.model_registry import ModelVersion
 
-from components import tracking
-from components.archive.commit import find_commit
-from components.params import Params, load_params
-from components.promote.moves import CHAMPION
-from components.records import DataError
-from components.register.stage import find_alias
-from components.section import ParamsError
 from flows import dvc
 from flows.git import git
+from m3diff.records.schemas import DataError
+from m3diff.registry import tracking
+from m3diff.registry.commit import find_commit
+from m3diff.registry.moves import CHAMPION
+from m3diff.settings.section import ParamsError
+from m3diff.settings.tree import Params, load_params
+from m3diff.stages.register.stage import find_alias
 
 BASE = Path("data/00_champion")
 """Where the champion's checkpoint lies as a base. `data/00_champion.dvc` tracks it."""

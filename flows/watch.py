@@ -16,14 +16,14 @@ from prefect.deployments import run_deployment
 from prefect.runtime import flow_run
 from prefect.states import Completed, State
 
-from components.files import write_atomic
-from components.guard import require_own_code
-from components.records import DataError
 from flows import dvc, lookback, notices, sources
 from flows.git import git
 from flows.retrain import retrain
 from flows.schedule import coalesce_late, deployed_run
 from flows.workspace import DATA, FLOWS, Workspace, read_json, workspace
+from m3diff.provenance.guard import require_own_code
+from m3diff.records.files import write_atomic
+from m3diff.records.schemas import DataError
 
 STATE = FLOWS / "watch.json"
 NOTHING = "no source changed"

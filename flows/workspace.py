@@ -20,13 +20,13 @@ from typing import IO, Any, NamedTuple
 import yaml
 from ruamel.yaml import YAML
 
-from components.archive.commit import AS_COMMITTED, require_own_repository, write_settings
-from components.consistency import closest
-from components.params import Params, load_params
-from components.section import ParamsError
-from components.tracking import SQLITE
 from flows import archive, dvc, warm
 from flows.git import GitError, git, has_branch
+from m3diff.registry.commit import AS_COMMITTED, require_own_repository, write_settings
+from m3diff.registry.tracking import SQLITE
+from m3diff.settings.rules import closest
+from m3diff.settings.section import ParamsError
+from m3diff.settings.tree import Params, load_params
 
 FLOWS = Path("runs/flows")
 WATCHED = ("params.yaml", "dvc.yaml", "profiles", "components", "flows", ":(glob)**/*.dvc")

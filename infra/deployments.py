@@ -8,7 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from components.files import write_atomic
+from m3diff.records.files import write_atomic
 
 POOL = FLOW = "m3diff"
 RECORD = Path("services/deployed.json")

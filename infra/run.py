@@ -12,10 +12,10 @@ from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any, TextIO
 
-from components.evaluate.summary import HEADLINE
-from components.params import Params, ParamsError, load_params
-from components.records import DataError
 from flows.dvc import environment, readable, repair_rwlock
+from m3diff.records.schemas import DataError
+from m3diff.scoring.summary import HEADLINE
+from m3diff.settings.tree import Params, ParamsError, load_params
 
 LOGS = Path("runs/logs")
 DVC = [sys.executable, "-m", "dvc", "repro"]
@@ -36,7 +36,7 @@ NEXT = """next
   try another setting beside this one:        dvc exp run -S train.epochs=6
   your own pairs, in six steps:               docs/your-data.md
 
-Commands are in .venv: ./m3diff works as it is, and after `. .venv/bin/activate` so do all those of README.md"""
+Commands are in .venv: bin/m3diff works as it is, and after `. .venv/bin/activate` so do all those of README.md"""
 
 
 class Board:
@@ -185,8 +185,8 @@ def hushed() -> Iterator[None]:
 def finish(params: Params) -> str:
     """Register and promote the trained model; the summary."""
     with hushed():
-        from components.promote.promote import promote
-        from components.register.stage import register
+        from m3diff.registry.promote import promote
+        from m3diff.stages.register.stage import register
 
         registration = register(params)
         decision = promote(params, registration.version)

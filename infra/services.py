@@ -33,11 +33,11 @@ from typing import Any
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also as a script, as units and the keeper start it
-from components import PRIVACY
-from components.files import write_atomic
 from flows import GUARD
 from flows.processes import at_work
 from infra.deployments import FLOW, POOL, deploy
+from m3diff import PRIVACY
+from m3diff.records.files import write_atomic
 
 HOST = "127.0.0.1"
 WORKER = socket.gethostname()

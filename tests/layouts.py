@@ -11,10 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from components.ingest.params import DatasetEntry
-from components.ingest.stage import IngestReport, ingest
-from components.validate.params import Validate
-from components.validate.stage import ValidateReport, validate
+from m3diff.stages.ingest.params import DatasetEntry
+from m3diff.stages.ingest.stage import IngestReport, ingest
+from m3diff.stages.validate.params import Validate
+from m3diff.stages.validate.stage import ValidateReport, validate
 
 CLEVR_SPLITS = {"train": [3, 5, 8], "val": [9], "test": [1, 12]}
 

@@ -11,9 +11,9 @@ import polars as pl
 import pytest
 from PIL import Image
 
-from components.records import DataError
-from components.validate import stage
-from components.validate.rules import Rule, bad_rows
+from m3diff.records.schemas import DataError
+from m3diff.stages.validate import stage
+from m3diff.stages.validate.rules import Rule, bad_rows
 from tests.layouts import (
     edit_json,
     run_ingest,

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from components.__main__ import main
+from m3diff.__main__ import main
 from tests.tiny import one_thread  # noqa: F401  # pytest finds it by its name
 
 REPOSITORY = Path(__file__).parents[1]
@@ -59,7 +59,7 @@ def row(name: str):
 
 def test_stock_rows_compute_by_transformers_and_pefts_own_modules(bench):
     def ours() -> set[str]:
-        return {type(m).__name__ for m in bench.model.modules() if type(m).__module__ == "components.models.fused"}
+        return {type(m).__name__ for m in bench.model.modules() if type(m).__module__ == "m3diff.models.fused"}
 
     for name in ("stock", "packed, all else stock"):
         bench.take(row(name))
@@ -111,7 +111,7 @@ def test_small_gradients_in_bf16_are_kept_where_they_are_added_up_in_fp32() -> N
 
 def test_steps_go_on_beside_a_checkpoint_and_wait_for_one_in_line(bench, monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks.levers import Bench, measure
-    from components.train import state
+    from m3diff.stages.train import state
 
     written, ran, run = [], threading.Event(), Bench.run
 
@@ -156,8 +156,8 @@ def test_losses_that_differ_are_refused(bench):
 
 
 def test_the_measured_step_trains_what_the_papers_recipe_trains(bench):
-    from components.models.m3diff.family import FAMILY as M3DIFF
-    from components.models.tuning import trainable_groups
+    from m3diff.models.m3diff.family import FAMILY as M3DIFF
+    from m3diff.models.tuning import trainable_groups
 
     groups = trainable_groups(bench.adapted, M3DIFF, bench.size.settings)
     assert [(group.parts, group.lr) for group in groups] == [
@@ -193,9 +193,9 @@ def test_a_gpu_too_small_for_one_layer_is_refused_and_a_large_one_takes_all() ->
 
 def test_the_peer_trains_the_same_tensors_from_the_same_numbers_by_stock_modules(job) -> None:
     from benchmarks.peer import stock_model
-    from components.models import FAMILIES
-    from components.models.tuning import trainable_names, unwrapped
-    from components.train.loop import prepare_model
+    from m3diff.models import FAMILIES
+    from m3diff.models.tuning import trainable_names, unwrapped
+    from m3diff.stages.train.loop import prepare_model
 
     peer, _ = stock_model(job)
     own, _ = prepare_model(job.cfg, job.model, job.compute, FAMILIES["m3diff"])
@@ -203,15 +203,15 @@ def test_the_peer_trains_the_same_tensors_from_the_same_numbers_by_stock_modules
     weights = dict(unwrapped(own).named_parameters())
     assert all(weight.equal(weights[name]) for name, weight in unwrapped(peer).named_parameters())
     kinds = {type(module).__module__ for module in peer.modules()}
-    own_kinds = {"components.models.layers", "components.models.m3diff.mdp"}
-    assert {kind for kind in kinds if kind.startswith("components.")} == own_kinds
+    own_kinds = {"m3diff.models.layers", "m3diff.models.m3diff.mdp"}
+    assert {kind for kind in kinds if kind.startswith("m3diff.")} == own_kinds
 
 
 def test_the_peer_reads_the_rows_in_the_order_of_unpacked_training(job) -> None:
     from benchmarks.peer import trainer_for
-    from components.models.device import Device
-    from components.train.batches import Loader, Schedule
-    from components.train.samples import read_training_samples
+    from m3diff.models.device import Device
+    from m3diff.stages.train.batches import Loader, Schedule
+    from m3diff.stages.train.samples import read_training_samples
 
     trainer = trainer_for(job, False, [])
     samples = read_training_samples(job.mixture, job.run_dir)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from components import code
-from components.lazy import Lazy
+from m3diff.provenance import code
+from m3diff.records.lazy import Lazy
 
 FILES = {
     "a/__init__.py": "",
@@ -97,7 +97,7 @@ def test_a_file_that_was_edited_broken_or_removed_is_named(root: Path) -> None:
 
 
 def test_a_list_imports_what_is_asked_for_and_takes_an_object_from_outside() -> None:
-    found: Lazy[object] = Lazy("digest", {"one": "components.code", "none": "components.no_such_module"})
+    found: Lazy[object] = Lazy("digest", {"one": "m3diff.provenance.code", "none": "m3diff.no_such_module"})
     assert (list(found), len(found), "none" in found) == (["one", "none"], 2, True)
     assert found["one"] is code.digest
     with pytest.raises(ModuleNotFoundError):

@@ -15,16 +15,16 @@ from typing import Any
 import pytest
 import yaml
 
-from components import __main__ as command_line
-from components.__main__ import COMMANDS, main
-from components.gpus import GPUS
-from components.params import load_params
-from components.plan.words import Words
-from components.records import DataError
-from components.section import ParamsError
-from components.zero_shot.request import PROMPT, Request
+from m3diff import __main__ as command_line
+from m3diff.__main__ import COMMANDS, main
+from m3diff.commands.plan.words import Words
+from m3diff.commands.zero_shot.request import PROMPT, Request
+from m3diff.records.schemas import DataError
+from m3diff.settings.gpus import GPUS
+from m3diff.settings.section import ParamsError
+from m3diff.settings.tree import load_params
+from tests.stages.train.toy import write_mixture
 from tests.toy import REPOSITORY
-from tests.train.toy import write_mixture
 
 PARAMS = load_params(REPOSITORY / "profiles" / "embedded.yaml")
 ENTRY = PARAMS.ingest.datasets["minichange"]
@@ -34,25 +34,25 @@ CACHE = Path("runs/image_cache.parquet")
 CALLS: dict[str, tuple[list[str], str, str, dict[str, Any]]] = {
     "pretrain": (
         ["pretrain"],
-        "components.pretrain.stage",
+        "m3diff.stages.pretrain.stage",
         "pretrain",
         {"cfg": PARAMS.pretrain, "out": DATA / "00_base"},
     ),
     "synthesize": (
         ["synthesize", "minichange"],
-        "components.synthesize.stage",
+        "m3diff.stages.synthesize.stage",
         "synthesize",
         {"name": "minichange", "reader": "minichange", "settings": PARAMS.synthesize["minichange"]},
     ),
     "ingest": (
         ["ingest", "minichange"],
-        "components.ingest.stage",
+        "m3diff.stages.ingest.stage",
         "ingest",
         {"name": "minichange", "entry": ENTRY, "image_cache": CACHE, "out": DATA / "02_records"},
     ),
     "validate": (
         ["validate"],
-        "components.validate.stage",
+        "m3diff.stages.validate.stage",
         "validate",
         {
             "cfg": PARAMS.validate_,
@@ -64,7 +64,7 @@ CALLS: dict[str, tuple[list[str], str, str, dict[str, Any]]] = {
     ),
     "convert": (
         ["convert"],
-        "components.convert.stage",
+        "m3diff.stages.convert.stage",
         "convert",
         {
             "cfg": PARAMS.convert,
@@ -75,7 +75,7 @@ CALLS: dict[str, tuple[list[str], str, str, dict[str, Any]]] = {
     ),
     "train": (
         ["train"],
-        "components.train.stage",
+        "m3diff.stages.train.stage",
         "train",
         {
             "cfg": PARAMS.train,
@@ -87,7 +87,7 @@ CALLS: dict[str, tuple[list[str], str, str, dict[str, Any]]] = {
     ),
     "predict": (
         ["predict"],
-        "components.predict.stage",
+        "m3diff.stages.predict.stage",
         "predict",
         {
             "cfg": PARAMS.predict,
@@ -99,7 +99,7 @@ CALLS: dict[str, tuple[list[str], str, str, dict[str, Any]]] = {
     ),
     "evaluate": (
         ["evaluate"],
-        "components.evaluate.stage",
+        "m3diff.stages.evaluate.stage",
         "evaluate",
         {
             "cfg": PARAMS.evaluate,
@@ -111,34 +111,34 @@ CALLS: dict[str, tuple[list[str], str, str, dict[str, Any]]] = {
             "out": DATA / "07_report",
         },
     ),
-    "register": (["register"], "components.register.stage", "register", {"params": PARAMS}),
+    "register": (["register"], "m3diff.stages.register.stage", "register", {"params": PARAMS}),
     "promote": (
         ["promote"],
-        "components.promote.promote",
+        "m3diff.registry.promote",
         "promote",
         {"params": PARAMS, "version": None, "again": False},
     ),
     "promote a version": (
         ["promote", "--version", "7", "--again"],
-        "components.promote.promote",
+        "m3diff.registry.promote",
         "promote",
         {"params": PARAMS, "version": 7, "again": True},
     ),
     "rollback": (
         ["rollback"],
-        "components.promote.rollback",
+        "m3diff.registry.rollback",
         "rollback",
         {"params": PARAMS, "to": None, "why": ""},
     ),
     "rollback to a version": (
         ["rollback", "--to", "3", "--why", "it says no"],
-        "components.promote.rollback",
+        "m3diff.registry.rollback",
         "rollback",
         {"params": PARAMS, "to": 3, "why": "it says no"},
     ),
     "serve": (
         ["serve"],
-        "components.serve.server",
+        "m3diff.serving.server",
         "serve",
         {
             "cfg": PARAMS.serve,
@@ -155,7 +155,7 @@ CALLS: dict[str, tuple[list[str], str, str, dict[str, Any]]] = {
     ),
     "serve a folder elsewhere": (
         ["serve", "--model", "somewhere", "--base", "base", "--host", "0.0.0.0", "--port", "81"],
-        "components.serve.server",
+        "m3diff.serving.server",
         "serve",
         {
             "cfg": PARAMS.serve,
@@ -172,31 +172,31 @@ CALLS: dict[str, tuple[list[str], str, str, dict[str, Any]]] = {
     ),
     "statistics": (
         ["data", "statistics"],
-        "components.inspect.statistics",
+        "m3diff.commands.inspect.statistics",
         "write_statistics",
         {"clean": DATA / "03_clean"},
     ),
     "check": (
         ["data", "check", "somewhere", "--reader", "pairs"],
-        "components.inspect.check",
+        "m3diff.commands.inspect.check",
         "check",
         {"root": Path("somewhere"), "entries": PARAMS.ingest.datasets, "reader": "pairs"},
     ),
     "export": (
         ["export", "out"],
-        "components.export.checkpoint",
+        "m3diff.commands.export.checkpoint",
         "export_model",
         {"model": DATA / "05_model", "out": Path("out"), "adapters": False},
     ),
     "export adapters": (
         ["export", "out", "--adapters"],
-        "components.export.checkpoint",
+        "m3diff.commands.export.checkpoint",
         "export_model",
         {"model": DATA / "05_model", "out": Path("out"), "adapters": True},
     ),
     "export-llava": (
         ["export-llava", "out"],
-        "components.export.llava",
+        "m3diff.commands.export.llava",
         "export_llava",
         {
             "entries": PARAMS.ingest.datasets,
@@ -209,7 +209,7 @@ CALLS: dict[str, tuple[list[str], str, str, dict[str, Any]]] = {
     ),
     "export-llava absolute": (
         ["export-llava", "out", "--absolute"],
-        "components.export.llava",
+        "m3diff.commands.export.llava",
         "export_llava",
         {
             "entries": PARAMS.ingest.datasets,
@@ -222,7 +222,7 @@ CALLS: dict[str, tuple[list[str], str, str, dict[str, Any]]] = {
     ),
     "export-llava lines": (
         ["export-llava", "out", "--lines"],
-        "components.export.llava",
+        "m3diff.commands.export.llava",
         "export_llava",
         {
             "entries": PARAMS.ingest.datasets,
@@ -235,7 +235,7 @@ CALLS: dict[str, tuple[list[str], str, str, dict[str, Any]]] = {
     ),
     "export-llava unlicensed": (
         ["export-llava", "out", "--allow-unlicensed"],
-        "components.export.llava",
+        "m3diff.commands.export.llava",
         "export_llava",
         {
             "entries": PARAMS.ingest.datasets,
@@ -248,7 +248,7 @@ CALLS: dict[str, tuple[list[str], str, str, dict[str, Any]]] = {
     ),
     "zero-shot": (
         ["zero-shot", "--url", "http://127.0.0.1:8000/v1", "--model", "m"],
-        "components.zero_shot.zero_shot",
+        "m3diff.commands.zero_shot.zero_shot",
         "zero_shot",
         {
             "request": Request("http://127.0.0.1:8000/v1", "m", PROMPT, "OPENAI_API_KEY", None, PARAMS.predict.limit),
@@ -265,7 +265,7 @@ CALLS: dict[str, tuple[list[str], str, str, dict[str, Any]]] = {
             *("zero-shot", "--url", "https://a.example/v1", "--model", "m", "--limit", "9", "--out", "out"),
             *("--prompt", "P", "--max-tokens", "5", "--key-variable", "K", "--allow-unlicensed"),
         ],
-        "components.zero_shot.zero_shot",
+        "m3diff.commands.zero_shot.zero_shot",
         "zero_shot",
         {
             "request": Request("https://a.example/v1", "m", "P", "K", 5, 9, allow_unlicensed=True),
@@ -364,10 +364,10 @@ def test_training_is_followed_in_mlflow_and_its_run_completed_by_evaluate(monkey
     made = []
     monkeypatch.setattr(command_line, "followed", lambda *given: made.append(given))
     monkeypatch.setattr(command_line, "completed", lambda *given: made.append(given))
-    recorder = Recorder(monkeypatch, "components.train.stage", train=None)
+    recorder = Recorder(monkeypatch, "m3diff.stages.train.stage", train=None)
     assert main(["train"]) == 0
     recorder.calls[0][1]["follow"]("the key", Path("rows"))
-    Recorder(monkeypatch, "components.evaluate.stage", evaluate=None)
+    Recorder(monkeypatch, "m3diff.stages.evaluate.stage", evaluate=None)
     assert main(["evaluate"]) == 0
     (described, model, key, rows), (again, of, metrics) = made
     assert (model, key, rows) == (DATA / "05_model", "the key", Path("rows"))
@@ -382,8 +382,8 @@ def test_training_is_followed_in_mlflow_and_its_run_completed_by_evaluate(monkey
 
 
 def test_before_training_words_that_the_base_does_not_know_are_named(monkeypatch, capsys):
-    Recorder(monkeypatch, "components.train.stage", train=None)
-    Recorder(monkeypatch, "components.plan.words", count_words=Words(597, 10, 5, ("villa",)))
+    Recorder(monkeypatch, "m3diff.stages.train.stage", train=None)
+    Recorder(monkeypatch, "m3diff.commands.plan.words", count_words=Words(597, 10, 5, ("villa",)))
     assert main(["train"]) == 0
     assert (
         "train: warning: the base does not know 50% of the words of the references (villa)" in capsys.readouterr().out
@@ -424,7 +424,7 @@ def add_made(project: Path) -> None:
 
 def test_augment_makes_the_entry_that_is_named_and_prints_what_it_made(monkeypatch, project, capsys):
     add_made(project)
-    recorder = Recorder(monkeypatch, "components.augment.stage", augment=RESULT)
+    recorder = Recorder(monkeypatch, "m3diff.stages.augment.stage", augment=RESULT)
     monkeypatch.setattr(command_line, "told_of_made", lambda report: [str(report), "a reason"])
     assert main(["augment", "made"]) == 0
     params = load_params()
@@ -434,7 +434,7 @@ def test_augment_makes_the_entry_that_is_named_and_prints_what_it_made(monkeypat
 
 def test_augment_is_refused_before_it_starts_where_its_source_is_not_there(monkeypatch, project, capsys):
     add_made(project)
-    recorder = Recorder(monkeypatch, "components.augment.stage", augment=RESULT)
+    recorder = Recorder(monkeypatch, "m3diff.stages.augment.stage", augment=RESULT)
     Path("data/01_raw/minichange").rmdir()
     assert main(["augment", "made"]) == 2
     assert "augment.made.source.root: data/01_raw/minichange is not there; fetch the source" in capsys.readouterr().err
@@ -445,7 +445,7 @@ def test_augment_is_refused_before_it_starts_where_its_source_is_not_there(monke
 
 @pytest.mark.parametrize("allowed", [False, True])
 def test_a_folder_to_share_is_written_of_what_the_parameters_name(allowed, monkeypatch, capsys):
-    recorder = Recorder(monkeypatch, "components.export.hub.folder", export_hub=["a condition", "another"])
+    recorder = Recorder(monkeypatch, "m3diff.commands.export.hub.folder", export_hub=["a condition", "another"])
     assert main(["export", "--hub", "out", *(["--allow-unlicensed"] if allowed else [])]) == 0
     ((function, arguments),) = recorder.calls
     run = arguments.pop("run")
@@ -474,7 +474,9 @@ def test_the_help_of_export_llava_says_what_the_readers_make_of_it(capsys):
 
 
 def test_compare_takes_two_runs_and_says_each_protocols_table_and_where_the_page_is(monkeypatch, capsys):
-    recorder = Recorder(monkeypatch, "components.compare.compare", compare={"toy/test": "a table"}, as_text="its lines")
+    recorder = Recorder(
+        monkeypatch, "m3diff.commands.compare.compare", compare={"toy/test": "a table"}, as_text="its lines"
+    )
     assert main(["compare", "first", "second", "--out", "page.html"]) == 0
     expected = {
         "first": Path("first"),
@@ -496,13 +498,13 @@ def test_what_register_promote_and_rollback_say_is_printed(command, monkeypatch,
 
 
 def test_statistics_say_where_the_page_is(monkeypatch, capsys):
-    Recorder(monkeypatch, "components.inspect.statistics", write_statistics=None)
+    Recorder(monkeypatch, "m3diff.commands.inspect.statistics", write_statistics=None)
     main(["data", "statistics"])
     assert capsys.readouterr().out == "written to data/03_clean/statistics.html\n"
 
 
 def test_the_other_parameter_file_is_read_where_one_is_named(monkeypatch):
-    recorder = Recorder(monkeypatch, "components.predict.stage", predict=None)
+    recorder = Recorder(monkeypatch, "m3diff.stages.predict.stage", predict=None)
     assert main(["--params", "profiles/paper.yaml", "predict"]) == 0
     assert recorder.calls[0][1]["cfg"] == load_params(Path("profiles/paper.yaml")).predict
     assert recorder.calls[0][1]["cfg"] != PARAMS.predict
@@ -511,7 +513,7 @@ def test_the_other_parameter_file_is_read_where_one_is_named(monkeypatch):
 def test_train_takes_the_model_that_the_parameters_pick(monkeypatch, project):
     path = project / "params.yaml"
     path.write_text(path.read_text().replace("\n  model: m3diff\n", "\n  model: no_module\n"))
-    recorder = Recorder(monkeypatch, "components.train.stage", train=None)
+    recorder = Recorder(monkeypatch, "m3diff.stages.train.stage", train=None)
     assert main(["train"]) == 0
     assert recorder.calls[0][1]["model"] == PARAMS.models["no_module"]
     assert recorder.calls[0][1]["model"].module is None
@@ -523,8 +525,8 @@ def test_train_refuses_what_its_gpu_cannot_hold_before_anything_is_written(
 ):
     shutil.copytree(REPOSITORY / "data/00_base", "data/00_base", dirs_exist_ok=True)
     write_mixture(DATA / "04_mixture", {"train": {"minichange": 3}})
-    monkeypatch.setattr("components.plan.plan.found_memory_gb", lambda: memory_gb)
-    recorder = Recorder(monkeypatch, "components.train.stage", train=None)
+    monkeypatch.setattr("m3diff.commands.plan.plan.found_memory_gb", lambda: memory_gb)
+    recorder = Recorder(monkeypatch, "m3diff.stages.train.stage", train=None)
     before = sorted(project.rglob("*"))
     assert main(["--params", "profiles/embedded-gpu.yaml", "train"]) == code
     assert [name for name, _ in recorder.calls] == ([] if code else ["train"])
@@ -533,8 +535,8 @@ def test_train_refuses_what_its_gpu_cannot_hold_before_anything_is_written(
 
 
 def test_train_without_a_gpu_is_never_refused(monkeypatch):
-    monkeypatch.setattr("components.plan.plan.found_memory_gb", lambda: 0.01)
-    recorder = Recorder(monkeypatch, "components.train.stage", train=None)
+    monkeypatch.setattr("m3diff.commands.plan.plan.found_memory_gb", lambda: 0.01)
+    recorder = Recorder(monkeypatch, "m3diff.stages.train.stage", train=None)
     assert main(["train"]) == 0
     assert len(recorder.calls) == 1
 
@@ -553,7 +555,7 @@ def test_ingest_without_a_name_reads_every_dataset_in_order(monkeypatch):
         )
     )
     Path("params.yaml").write_text(text)
-    recorder = Recorder(monkeypatch, "components.ingest.stage", ingest=None)
+    recorder = Recorder(monkeypatch, "m3diff.stages.ingest.stage", ingest=None)
     monkeypatch.setattr(command_line, "told", str)
     assert main(["ingest"]) == 0
     entries = load_params().ingest.datasets
@@ -597,7 +599,7 @@ def test_a_stage_is_refused_before_it_starts_where_what_it_reads_is_not_there(ar
 def test_evaluate_is_refused_where_the_jars_of_spice_are_not_there(monkeypatch, capsys):
     path = Path("params.yaml")
     path.write_text(path.read_text().replace("spice_dir: null", "spice_dir: jars"))
-    recorder = Recorder(monkeypatch, "components.evaluate.stage", evaluate=None)
+    recorder = Recorder(monkeypatch, "m3diff.stages.evaluate.stage", evaluate=None)
     assert main(["evaluate"]) == 2
     assert "compute.spice_dir: jars is not there" in capsys.readouterr().err
     assert recorder.calls == []
@@ -614,20 +616,20 @@ def test_evaluate_is_refused_where_the_jars_of_spice_are_not_there(monkeypatch, 
     ],
 )
 def test_each_kind_of_error_has_its_exit_code_and_one_line(error, code, words, monkeypatch, capsys):
-    Recorder(monkeypatch, "components.validate.stage", validate=error)
+    Recorder(monkeypatch, "m3diff.stages.validate.stage", validate=error)
     assert main(["validate"]) == code
     assert capsys.readouterr().err == words
 
 
 def test_an_error_of_the_program_is_not_hidden(monkeypatch):
-    Recorder(monkeypatch, "components.validate.stage", validate=KeyError("a bug"))
+    Recorder(monkeypatch, "m3diff.stages.validate.stage", validate=KeyError("a bug"))
     with pytest.raises(KeyError):
         main(["validate"])
 
 
 @pytest.mark.parametrize(("outcome", "code"), [("promoted", 0), ("first", 0), ("unchanged", 0), ("refused", 4)])
 def test_a_refused_promotion_exits_with_four(outcome, code, monkeypatch):
-    Recorder(monkeypatch, "components.promote.promote", promote=Result(outcome=outcome))
+    Recorder(monkeypatch, "m3diff.registry.promote", promote=Result(outcome=outcome))
     assert main(["promote"]) == code
 
 
@@ -635,7 +637,7 @@ def test_a_refused_promotion_exits_with_four(outcome, code, monkeypatch):
 def test_data_check_prints_its_lines_and_exits_with_three_where_the_folder_cannot_be_used(
     sound, code, monkeypatch, capsys
 ):
-    Recorder(monkeypatch, "components.inspect.check", check=Result(lines=["a line", "another"], sound=sound))
+    Recorder(monkeypatch, "m3diff.commands.inspect.check", check=Result(lines=["a line", "another"], sound=sound))
     assert main(["data", "check", "somewhere"]) == code
     assert capsys.readouterr().out == "a line\nanother\n"
 
@@ -648,7 +650,7 @@ def test_plan_counts_prints_then_refuses_what_does_not_fit(options, kind, hfu, m
     made = Result()
     plan = {"make_plan": made, "print_plan": None, "short_run": "too short", "check_fits": None}
     plan |= {"plan_alignment": (before := Result(), ""), "alignment_lines": ["before it", "  so much"]}
-    recorder = Recorder(monkeypatch, "components.plan.plan", **plan)
+    recorder = Recorder(monkeypatch, "m3diff.commands.plan.plan", **plan)
     assert main(["--params", "profiles/paper.yaml", "plan", *options]) == 0
     assert capsys.readouterr().out == "\nbefore it\n  so much\n\nwarning: too short\n"
     params = load_params(Path("profiles/paper.yaml"))
@@ -682,7 +684,7 @@ def test_plan_refuses_nothing_without_a_gpu_or_its_kind(monkeypatch):
     made = Result()
     plan = {"make_plan": made, "print_plan": None, "short_run": None, "check_fits": None}
     plan |= {"plan_alignment": (None, ""), "alignment_lines": []}
-    recorder = Recorder(monkeypatch, "components.plan.plan", **plan)
+    recorder = Recorder(monkeypatch, "m3diff.commands.plan.plan", **plan)
     for profile, options, gpu in (
         ("embedded", [], None),
         ("embedded", ["--gpu", "A10-24GB"], GPUS["A10-24GB"]),
@@ -707,7 +709,7 @@ def test_a_plan_that_does_not_fit_exits_with_two(monkeypatch):
     refusal = ParamsError("needs 90 GB")
     Recorder(
         monkeypatch,
-        "components.plan.plan",
+        "m3diff.commands.plan.plan",
         make_plan=Result(),
         plan_alignment=(None, ""),
         print_plan=None,
@@ -765,7 +767,7 @@ def test_under_dvc_a_command_asks_to_be_ended_with_its_parent(monkeypatch):
     libc = types.SimpleNamespace(prctl=lambda *arguments: asked.append(arguments))
     monkeypatch.setattr(command_line.ctypes, "CDLL", lambda name: libc)
     monkeypatch.setattr(command_line.sys, "platform", "linux")
-    Recorder(monkeypatch, "components.predict.stage", predict=None)
+    Recorder(monkeypatch, "m3diff.stages.predict.stage", predict=None)
     monkeypatch.delenv("DVC_STAGE", raising=False)
     main(["predict"])
     assert asked == []

@@ -7,8 +7,8 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from components.__main__ import DATA_REFUSED, main
-from components.records import SAMPLE_SCHEMA
+from m3diff.__main__ import DATA_REFUSED, main
+from m3diff.records.schemas import SAMPLE_SCHEMA
 from tests.tiny import BASE
 from tests.toy import REPOSITORY
 

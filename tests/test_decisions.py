@@ -11,10 +11,21 @@ from pathlib import Path
 
 import pytest
 
-from components import decisions as record
-from components.__main__ import main
-from components.decisions import Entry, append, catch_up, champions, decisions, faults, moves, pending, settled, share
-from components.records import DataError
+from m3diff.__main__ import main
+from m3diff.records.schemas import DataError
+from m3diff.registry import decisions as record
+from m3diff.registry.decisions import (
+    Entry,
+    append,
+    catch_up,
+    champions,
+    decisions,
+    faults,
+    moves,
+    pending,
+    settled,
+    share,
+)
 
 
 def git(root: Path, *arguments: str, stdin: bytes = b"") -> str:
@@ -328,7 +339,7 @@ def test_what_git_refuses_is_said_in_gits_words(here):
 HOLD = """
 import sys, threading, time
 from pathlib import Path
-from components import decisions
+from m3diff.registry import decisions
 with decisions.alone(Path("."), "promote"):
     if sys.argv[1:] != ["none"]:
         slow = (Path("."), "-c", "alias.slow=!sleep 2", "slow")

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from components.code import digests
-from components.code_stage import named
-from components.params import load_params
+from m3diff.provenance.code import digests
+from m3diff.settings.tree import load_params
+from m3diff.stages.code.stage import named
 from tests import toy
 from tests.toy import REPOSITORY
 
@@ -51,7 +51,7 @@ def test_a_stage_depends_on_its_code_and_on_the_templates_and_tables_that_this_n
     ours = [name for name in modules if name.partition("@")[0] == stage]
     assert ours or stage == "augment", "stage `code` writes nothing of it"
     for name in ours:
-        code = digests(REPOSITORY / "components" / stage / "stage.py", modules[name])
+        code = digests(REPOSITORY / "components" / "stages" / stage / "stage.py", modules[name])
         assert resources(REPOSITORY / file for file in code) == dependencies(stage)
         file = REPOSITORY / "code" / f"{name}.json"
         assert json.loads(file.read_text()) == code, "run `dvc repro code`"
@@ -213,8 +213,8 @@ CHANGES: dict[str, tuple[Callable[[Path], None], list[str], list[str]]] = {
         ["code", "ingest@birds", "validate", "convert"],
         ["code", "ingest@birds", "validate", "convert", "predict", "evaluate"],
     ),
-    "planner": (add_code("components/plan/plan.py"), ["code"], ["code"]),
-    "comment in the training loop": (append_to("components/train/loop.py"), ["code"], ["code"]),
+    "planner": (add_code("components/commands/plan/plan.py"), ["code"], ["code"]),
+    "comment in the training loop": (append_to("components/stages/train/loop.py"), ["code"], ["code"]),
     "another family": (add_code("components/models/onediff/family.py"), ["code"], ["code"]),
     "another dataset's reader": (add_code("components/datasets/omnidiff.py"), ["code"], ["code"]),
     "the trained family": (

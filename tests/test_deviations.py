@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import yaml
 
-from components.models.m3diff.settings import MDPConfig
-from components.models.onediff.settings import VDMConfig
-from components.params import Params, load_params
-from components.plan.workload import published_workload
-from components.profiles import differences, resolve
+from m3diff.commands.plan.workload import published_workload
+from m3diff.models.m3diff.settings import MDPConfig
+from m3diff.models.onediff.settings import VDMConfig
+from m3diff.settings.profiles import differences, resolve
+from m3diff.settings.tree import Params, load_params
 from tests.toy import REPOSITORY
 
 PAGE = REPOSITORY / "docs" / "deviations.md"

@@ -61,18 +61,18 @@ def test_pixels_and_values_are_digested_and_places_are_not(tmp_path, monkeypatch
 MODULES = {
     "components/__init__.py": "",
     "components/colours.py": "RED = 'red'\ndef mix(): ...\n",
-    "components/shapes/__init__.py": "from components.shapes.round import CIRCLE\n",
+    "components/shapes/__init__.py": "from m3diff.shapes.round import CIRCLE\n",
     "components/shapes/round.py": "CIRCLE = 'o'\n",
     "components/shapes/params.py": "class Section: ...\n",
-    "components/draw.py": "from components import colours\n"
-    "from components.shapes import CIRCLE\n"
-    "from components.shapes.params import Section\n"
+    "components/draw.py": "from m3diff import colours\n"
+    "from m3diff.shapes import CIRCLE\n"
+    "from m3diff.shapes.params import Section\n"
     "import torch\n"
     "def draw(cfg: Section):\n"
     "    from .shapes.round import CIRCLE as RING\n"
     "    return torch.ones(1), colours.RED, RING\n"
     "def other():\n"
-    "    from components.colours import mix as RING\n"
+    "    from m3diff.colours import mix as RING\n"
     "    return RING, CIRCLE\n",
 }
 

@@ -14,13 +14,13 @@ import pytest
 import yaml
 from pydantic import TypeAdapter
 
-from components.datasets import DATASETS
-from components.datasets.spec import DatasetSpec, Protocol
-from components.evaluate.metrics import METRICS
-from components.evaluate.protocols import select
-from components.ingest.params import DatasetEntry
-from components.ingest.stage import ingest
-from components.models import FAMILIES
+from m3diff.datasets import DATASETS
+from m3diff.datasets.spec import DatasetSpec, Protocol
+from m3diff.models import FAMILIES
+from m3diff.scoring.metrics import METRICS
+from m3diff.scoring.protocols import select
+from m3diff.stages.ingest.params import DatasetEntry
+from m3diff.stages.ingest.stage import ingest
 from tests.toy import REPOSITORY
 
 BLOCK = re.compile(r"```(?:python|yaml)\n# (?P<place>[^\s,]+)[^\n]*\n(?P<code>.*?)```", re.DOTALL)
@@ -121,7 +121,7 @@ def test_the_dataset_of_the_page_keeps_the_rules_of_the_list(kitchen):
 
 
 def test_the_protocol_of_the_page_decides_which_pairs_evaluate_scores(kitchen, blocks):
-    from tests.evaluate import bench
+    from tests.scoring import bench
 
     text = [text for file, text in blocks if file == "components/datasets/kitchen.py"][1]
     names: dict[str, Any] = {"Protocol": Protocol}
@@ -134,10 +134,10 @@ def test_the_protocol_of_the_page_decides_which_pairs_evaluate_scores(kitchen, b
 
 
 def test_the_metric_of_the_page_is_scored_by_evaluate(code, blocks, monkeypatch, tmp_path):
-    from tests.evaluate import bench
+    from tests.scoring import bench
 
-    code("components/evaluate/metrics/length.py")
-    ((name, module),) = line(blocks, "components/evaluate/metrics/__init__.py").items()
+    code("components/scoring/metrics/length.py")
+    ((name, module),) = line(blocks, "components/scoring/metrics/__init__.py").items()
     monkeypatch.setitem(METRICS.modules, name, module)
     folders = bench.write(tmp_path)
     bench.run(folders, tmp_path / "out", metrics=section(blocks, "metrics")["metrics"])
@@ -149,14 +149,14 @@ def test_the_metric_of_the_page_is_scored_by_evaluate(code, blocks, monkeypatch,
 
 
 def test_the_editor_of_the_page_makes_pairs(code, tmp_path):
-    from components.augment.edits import make_edits
-    from components.augment.source import Rejected
-    from tests.augment.small import edits
-    from tests.augment.toys import ToyWriter, original
+    from m3diff.stages.augment.edits import make_edits
+    from m3diff.stages.augment.source import Rejected
+    from tests.stages.augment.small import edits
+    from tests.stages.augment.toys import ToyWriter, original
 
     originals = [original(tmp_path, "one", "make it grey"), original(tmp_path, "two", "add a cat")]
     cfg = edits(tmp_path, tmp_path / "out", edits=1, paraphrases={})
-    editor = code("components/augment/faded.py").FadedEditor()
+    editor = code("components/stages/augment/faded.py").FadedEditor()
     made = make_edits(cfg, originals, Rejected(), editor, ToyWriter(), tmp_path / "into")
     assert [pair.id for pair in made.pairs] == ["one-0"]
     assert made.rejected == {"cannot be carried out": 1}
@@ -171,7 +171,7 @@ def settings(code, blocks, monkeypatch) -> Any:
 
 
 def test_the_family_of_the_page_is_planned_and_trains_adapters_in_both(settings):
-    from components.plan.plan import meta_model, parameters_of
+    from m3diff.commands.plan.plan import meta_model, parameters_of
 
     family = FAMILIES[settings.family]
     base = REPOSITORY / "data" / "00_base"
@@ -185,12 +185,12 @@ def test_the_family_of_the_page_is_planned_and_trains_adapters_in_both(settings)
 
 @pytest.mark.slow
 def test_the_family_of_the_page_goes_through_train_and_predict(settings, tmp_path):
-    from components.compute import Compute
-    from components.predict.params import Predict
-    from components.predict.stage import predict
-    from components.train.params import Train
-    from components.train.stage import train
-    from tests.train.toy import COMPUTE, TRAIN, write_mixture
+    from m3diff.settings.compute import Compute
+    from m3diff.stages.predict.params import Predict
+    from m3diff.stages.predict.stage import predict
+    from m3diff.stages.train.params import Train
+    from m3diff.stages.train.stage import train
+    from tests.stages.train.toy import COMPUTE, TRAIN, write_mixture
 
     mixture = write_mixture(tmp_path / "mixture")
     cfg = Train(base=REPOSITORY / "data" / "00_base", **TRAIN | {"model": "small_gpu", "epochs": 1})
@@ -203,5 +203,5 @@ def test_the_family_of_the_page_goes_through_train_and_predict(settings, tmp_pat
 
 def test_every_file_that_the_page_names_is_there(page):
     named = set(re.findall(r"`((?:components|tests|datasets|metrics|models)/[\w./]*\w[\w./]*)`", page))
-    places = [REPOSITORY, REPOSITORY / "components", REPOSITORY / "components" / "evaluate"]
+    places = [REPOSITORY, REPOSITORY / "components", REPOSITORY / "components" / "scoring"]
     assert [name for name in sorted(named) if not any((place / name).exists() for place in places)] == []

@@ -19,13 +19,13 @@ from PIL import Image, ImageCms
 from PIL.PngImagePlugin import PngInfo
 from pydantic import ValidationError
 
-from components import endpoint as module
-from components.augment.params import Remote
-from components.endpoint import Answer, Answers, Endpoint, Question, data_url, endpoint_url, is_plain_png
-from components.evaluate.params import JudgeSettings
-from components.images import ImageError, load_image
-from components.params import explain
-from components.section import ParamsError
+from m3diff import endpoint as module
+from m3diff.endpoint import Answer, Answers, Endpoint, Question, data_url, endpoint_url, is_plain_png
+from m3diff.images.open import ImageError, load_image
+from m3diff.settings.section import ParamsError
+from m3diff.settings.tree import explain
+from m3diff.stages.augment.params import Remote
+from m3diff.stages.evaluate.params import JudgeSettings
 from tests.chat import CUT_BODY, Server, chat_server
 from tests.test_images import png
 from tests.tiny import noise_image

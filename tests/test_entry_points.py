@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from components.__main__ import COMMANDS
-from components.params import Params
 from flows import archive, dvc, pipeline
 from flows.pipeline import Done
 from flows.workspace import Workspace
+from m3diff.__main__ import COMMANDS
+from m3diff.settings.tree import Params
 from tests.toy import REPOSITORY
 
 GRAPH = yaml.safe_load((REPOSITORY / "dvc.yaml").read_text())["stages"]
@@ -63,14 +63,15 @@ def test_the_command_line_has_the_stages_in_order_and_the_actions():
 
 @pytest.mark.parametrize("stage", [*STAGES, "register"])
 def test_a_stage_is_one_function_of_its_name_in_its_folder_which_the_command_calls(stage):
-    assert stage in functions(REPOSITORY / "components" / stage / "stage.py")
+    assert stage in functions(REPOSITORY / "components" / "stages" / stage / "stage.py")
     command = ast.unparse(functions(REPOSITORY / "components" / "__main__.py")[stage])
-    assert f"from components.{stage}.stage import {stage} as run" in command
+    assert f"from m3diff.stages.{stage}.stage import {stage} as run" in command
 
 
 def test_every_folder_with_a_stage_is_one_of_them():
-    folders = {file.parent.name for file in (REPOSITORY / "components").glob("*/stage.py")}
-    assert folders == {*STAGES, "register"}
+    folders = {folder.name for folder in (REPOSITORY / "components" / "stages").iterdir() if folder.is_dir()}
+    folders.discard("__pycache__")
+    assert folders == {*GRAPH, "register"}
 
 
 def test_the_flow_has_a_task_for_each_stage_that_dvc_runs_then_push_register_and_promote(monkeypatch):
@@ -95,7 +96,7 @@ def test_the_flow_has_a_task_for_each_stage_that_dvc_runs_then_push_register_and
 
 def test_help_loads_no_heavy_library():
     code = (
-        "import atexit, sys; from components.__main__ import main;"
+        "import atexit, sys; from m3diff.__main__ import main;"
         "atexit.register(lambda: print(*{name.partition('.')[0] for name in sys.modules})); main()"
     )
     done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, check=True)

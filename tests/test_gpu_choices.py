@@ -18,17 +18,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from components.models import FAMILIES
-from components.models.checkpoint import verify_manifest
-from components.models.tuning import parameter_counts
-from components.predict.params import Predict
-from components.predict.stage import predict
-from components.records import SAMPLE_SCHEMA
-from components.train.state import checkpoints
-from tests.evaluate import bench
+from m3diff.models import FAMILIES
+from m3diff.models.checkpoint import verify_manifest
+from m3diff.models.tuning import parameter_counts
+from m3diff.records.schemas import SAMPLE_SCHEMA
+from m3diff.stages.predict.params import Predict
+from m3diff.stages.predict.stage import predict
+from m3diff.stages.train.state import checkpoints
+from tests.scoring import bench
+from tests.stages.train.ranks import start
+from tests.stages.train.toy import Recipe, read_curve, recipe, write_mixture
 from tests.tiny import tiny_base
-from tests.train.ranks import start
-from tests.train.toy import Recipe, read_curve, recipe, write_mixture
 
 WHOLE, SHORT, STEPS_PER_EPOCH = 30, 5, 3
 GPU_CHOICES = {"precision": "bf16", "attention": "flex", "micro_batch": 1}
@@ -75,9 +75,9 @@ def work(rank: int, mixture: Path, parts: list[Part]) -> None:
 def take_part(rank: int, mixture: Path, part: Part, store: str) -> None:
     import torch.distributed as dist
 
-    from components.train.engine import end_distributed
-    from components.train.job import Job, Runtime
-    from components.train.loop import run_loop
+    from m3diff.stages.train.engine import end_distributed
+    from m3diff.stages.train.job import Job, Runtime
+    from m3diff.stages.train.loop import run_loop
 
     folder, made = part.folder, part.made
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
@@ -101,7 +101,7 @@ def take_part(rank: int, mixture: Path, part: Part, store: str) -> None:
 
 def put_in(part: Part, patch: pytest.MonkeyPatch) -> None:
     """The part's fault."""
-    from components.train import loop, loss
+    from m3diff.stages.train import loop, loss
 
     step_of_loop = loop.train_step
 
@@ -259,7 +259,7 @@ def test_zero_stages_train_alike_in_bf16(short: Path) -> None:
 
 
 def test_what_trains_is_counted_before_adapters_are_merged_in_every_stage(short: Path, place: Place) -> None:
-    from components.train.loop import prepare_model
+    from m3diff.stages.train.loop import prepare_model
 
     made, family = place.part("counted", SHORT).made, FAMILIES["m3diff"]
     model, _ = prepare_model(made.cfg, made.model, made.compute, family)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from components.gpus import GPUS, gpu_of
+from m3diff.settings.gpus import GPUS, gpu_of
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from components import code
-from components.__main__ import USAGE, main
-from components.guard import Watched, differences, unchanged, watched
-from components.section import ParamsError
+from m3diff.__main__ import USAGE, main
+from m3diff.provenance import code
+from m3diff.provenance.guard import Watched, differences, unchanged, watched
+from m3diff.settings.section import ParamsError
 from tests import toy
 
 NEW = hashlib.sha256(b"('Module',)").hexdigest()[:12]
@@ -84,7 +84,7 @@ def fails(stage: str, monkeypatch: pytest.MonkeyPatch, edit: str) -> str:
 
 @pytest.mark.fault("B1")
 def test_code_is_named_with_both_hashes_and_what_comes_or_goes_too(project: Path, monkeypatch: pytest.MonkeyPatch):
-    file = Path("components/train/loop.py")
+    file = Path("components/stages/train/loop.py")
     before, text = code.digest(file)[:12], file.read_text()
     for edit, after in (("write_text('# new')", NEW), ("write_text('(')", "broken"), ("unlink()", "absent")):
         said = fails("train", monkeypatch, f"Path('{file}').{edit}")
@@ -96,7 +96,7 @@ def test_code_is_named_with_both_hashes_and_what_comes_or_goes_too(project: Path
 
 def test_a_stage_does_not_begin_where_its_recorded_code_is_another(project: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("DVC_STAGE", "train")
-    file = Path("components/train/loop.py")
+    file = Path("components/stages/train/loop.py")
     file.write_text(file.read_text() + "ADDED = 1\n")
     said = rf"code/train.json is of other code \({file}\); run `dvc repro code`"
     with pytest.raises(ParamsError, match=said), unchanged():
@@ -110,9 +110,9 @@ def test_an_edit_of_what_the_stage_does_not_watch_is_nobodys_concern(project: Pa
         Path("params.yaml").write_text(
             text.replace("max_new_tokens: 64", "max_new_tokens: 65").replace("workers: 2", "workers: 1")
         )
-        Path("components/evaluate/stage.py").write_text("# new")
-        Path("components/train/__pycache__").mkdir(exist_ok=True)
-        Path("components/train/__pycache__/x.pyc").write_bytes(b"")
+        Path("components/stages/evaluate/stage.py").write_text("# new")
+        Path("components/stages/train/__pycache__").mkdir(exist_ok=True)
+        Path("components/stages/train/__pycache__/x.pyc").write_bytes(b"")
     assert "max_new_tokens: 65" in Path("params.yaml").read_text()
 
 
@@ -120,8 +120,8 @@ def test_each_stage_watches_the_parameters_and_files_that_dvc_yaml_names(project
     values = yaml.safe_load(Path("params.yaml").read_text())
     train = watched("train")
     assert train.params == {"train": values["train"], "models.m3diff": values["models"]["m3diff"]}
-    assert {"components/train/loop.py", "components/code.py"} <= train.files.keys()
-    assert not any(name.startswith("components/evaluate") for name in train.files)
+    assert {"components/stages/train/loop.py", "components/provenance/code.py"} <= train.files.keys()
+    assert not any(name.startswith("components/stages/evaluate") for name in train.files)
     drawn = watched("synthesize@minichange")
     assert drawn.params == {
         "synthesize.minichange": values["synthesize"]["minichange"],
@@ -163,7 +163,7 @@ def test_values_are_named_to_the_last_key():
 def test_the_command_line_ends_with_the_code_of_wrong_parameters(
     project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    from components import __main__ as command_line
+    from m3diff import __main__ as command_line
 
     monkeypatch.setenv("DVC_STAGE", "train")
     text = Path("params.yaml").read_text().replace("seed: 7407", "seed: 9999")

@@ -11,9 +11,10 @@ import polars as pl
 import pytest
 from PIL import Image
 
-from components import image_cache, image_check
-from components.image_cache import check_images
-from components.image_check import ImageCheck, check_image
+from m3diff.images import cache as image_cache
+from m3diff.images import check as image_check
+from m3diff.images.cache import check_images
+from m3diff.images.check import ImageCheck, check_image
 from tests.layouts import save_picture
 
 

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from PIL import EpsImagePlugin, Image
 
-from components.image_check import check_image
-from components.images import ImageError, load_image
+from m3diff.images.check import check_image
+from m3diff.images.open import ImageError, load_image
 from tests.tiny import noise_image
 from tests.toy import REPOSITORY
 
@@ -355,7 +355,7 @@ def test_postscript_that_is_called_png_starts_no_program(tmp_path: Path, monkeyp
 def test_no_file_is_opened_without_the_formats_that_it_may_have() -> None:
     """Pillow alone takes any format that it knows, and starts other programs for some."""
     opened = {}
-    for folder in ("components", "benchmarks", "flows", "infra", "m3diff"):
+    for folder in ("components", "benchmarks", "flows", "infra"):
         for path in (REPOSITORY / folder).rglob("*.py"):
             calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
             for call in calls:

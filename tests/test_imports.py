@@ -127,9 +127,9 @@ def test_the_parameters_of_a_stage_are_its_section_and_import_nothing_heavy(stag
         assert not file.exists()
         return
     light = (
-        "components.records",
-        "components.section",
-        "components.endpoint",
+        "m3diff.records.schemas",
+        "m3diff.settings.section",
+        "m3diff.endpoint",
         "pydantic",
         "pathlib",
         "typing",

@@ -1,4 +1,4 @@
-"""`./m3diff` works from a fresh clone, from any folder, with nothing activated."""
+"""`bin/m3diff` works from a fresh clone, from any folder, with nothing activated."""
 
 import os
 import shutil
@@ -26,7 +26,8 @@ exit 3
 def clone(tmp_path: Path) -> Path:
     clone = tmp_path / "a clone"
     clone.mkdir()
-    shutil.copy(REPOSITORY / "m3diff", clone)
+    (clone / "bin").mkdir()
+    shutil.copy(REPOSITORY / "bin" / "m3diff", clone / "bin")
     (clone / "Makefile").write_text(INSTALL)
     (clone / "stand-in").write_text(STAND_IN)
     (clone / "stand-in").chmod(0o755)
@@ -35,7 +36,7 @@ def clone(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("by_link", [False, True])
 def test_it_installs_once_and_passes_arguments_folder_and_exit_code_on(clone: Path, tmp_path: Path, by_link: bool):
-    there, launcher = tmp_path / "elsewhere", clone / "m3diff"
+    there, launcher = tmp_path / "elsewhere", clone / "bin" / "m3diff"
     there.mkdir()
     if by_link:
         (tmp_path / "link").symlink_to(launcher)

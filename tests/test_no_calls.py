@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from components import PRIVACY
+from m3diff import PRIVACY
 from tests import toy
 from tests.toy import REPOSITORY
 
@@ -87,11 +87,11 @@ def test_the_pipeline_register_and_promote_call_nobody(guard, tmp_path):
     shutil.copy(REPOSITORY / ".dvc" / "config", root / ".dvc" / "config")
     toy.commit(root, "the project's own settings of DVC")
     guard.succeed(root, "-m", "dvc", "repro")
-    guard.succeed(root, "-m", "components", "register")
-    guard.succeed(root, "-m", "components", "promote")
+    guard.succeed(root, "-m", "m3diff", "register")
+    guard.succeed(root, "-m", "m3diff", "promote")
     time.sleep(3)  # DVC would ask for a newer version, and report, from a process that outlives it
     assert guard.lines("attempts") == []
-    for words in ("-m dvc repro", "toy.py train", "toy.py evaluate", "-m components register", "-m components promote"):
+    for words in ("-m dvc repro", "toy.py train", "toy.py evaluate", "-m m3diff register", "-m m3diff promote"):
         assert guard.watched(words), f"{words} was not under the guard"
     assert (root / "services" / "mlflow" / "mlflow.db").exists()
 
@@ -116,7 +116,7 @@ def test_the_real_stages_up_to_the_checks_of_great_expectations_call_nobody(guar
     }
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(profile))
     for stage in (["synthesize", "minichange"], ["ingest"], ["validate"], ["convert"]):
-        guard.succeed(tmp_path, "-m", "components", "--params", "small.yaml", *stage)
+        guard.succeed(tmp_path, "-m", "m3diff", "--params", "small.yaml", *stage)
         assert guard.watched(" ".join(stage))
     assert guard.lines("attempts") == []
 
@@ -129,7 +129,7 @@ def test_a_user_without_home_and_name_gets_both():
         "import pwd\n"
         "def nobody(uid): raise KeyError(uid)\n"
         "pwd.getpwuid = nobody\n"
-        "import components, getpass, os, pathlib\n"
+        "import m3diff, getpass, os, pathlib\n"
         "print(getpass.getuser() == f'uid-{os.getuid()}', pathlib.Path.home().is_dir())"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, env=environment, capture_output=True, text=True)

@@ -16,10 +16,10 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from components.consistency import absent_paths, check_paths, licensed, model_rates
-from components.ingest.params import DatasetEntry
-from components.params import RENAMED, Params, load_params
-from components.section import FrozenDict, ParamsError
+from m3diff.settings.rules import absent_paths, check_paths, licensed, model_rates
+from m3diff.settings.section import FrozenDict, ParamsError
+from m3diff.settings.tree import RENAMED, Params, load_params
+from m3diff.stages.ingest.params import DatasetEntry
 from tests.toy import REPOSITORY
 
 EMBEDDED = yaml.safe_load((REPOSITORY / "profiles" / "embedded.yaml").read_text())
@@ -576,7 +576,7 @@ def test_there_are_at_least_thirty_wrong_files():
 def test_a_wrong_file_is_refused_in_under_a_second_and_loads_no_heavy_library(write):
     path = write({"train.epochs": -1, "train.model": "other", "models.m3diff.lora.rank": -1})
     code = (
-        "import json, sys, time; start = time.process_time(); from components.__main__ import main;"
+        "import json, sys, time; start = time.process_time(); from m3diff.__main__ import main;"
         f"code = main(['--params', {str(path)!r}, 'train']);"
         "print(json.dumps([code, time.process_time() - start, sorted({name.split('.')[0] for name in sys.modules})]))"
     )
@@ -736,7 +736,7 @@ def test_a_model_that_is_not_trained_need_not_fit_the_base(write):
 
 
 def test_what_a_family_says_without_a_base_is_said_of_every_model_that_is_not_trained(write, monkeypatch):
-    from components.models import FAMILIES
+    from m3diff.models import FAMILIES
 
     family = dataclasses.replace(FAMILIES["m3diff"], faults=lambda settings, base: [] if base else ["never fits"])
     monkeypatch.setitem(FAMILIES, "m3diff", family)

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from components import LONGEST
+from m3diff import LONGEST
 from tests.toy import REPOSITORY
 
 NAMES = ("my projects", "o'neill", "a & b", "$x", "copy(1)", "[x]", 'so "said"', "müller", "a;b", "5% #1?", "`w`", "*")
 
 
 def run(code: str, folder: Path, environment: Mapping[str, str], python: str | Path = sys.executable) -> list[str]:
-    """The lines that code prints in a process of its own, whose `components` is this repository's."""
+    """The lines that code prints in a process of its own, whose `m3diff` is this repository's."""
     paths = os.pathsep.join([str(REPOSITORY), *(path for path in sys.path if "site-packages" in path)])
     clean = {name: os.environ[name] for name in ("PATH", "HOME", "LC_ALL") if name in os.environ}
     given = {"PYTHONPATH": paths} | clean | environment
@@ -32,12 +32,12 @@ def test_no_variable_leads_git_or_mlflow_elsewhere(tmp_path):
     """Those by which CI gives git settings, such as safe.directory, stay."""
     listed = subprocess.run(["git", "rev-parse", "--local-env-vars"], capture_output=True, text=True).stdout.split()
     given = dict.fromkeys([*listed, "MLFLOW_REGISTRY_URI"], "0")
-    print_left = f"import os, components; print(*[name for name in {list(given)} if name in os.environ])"
+    print_left = f"import os, m3diff; print(*[name for name in {list(given)} if name in os.environ])"
     assert set(run(print_left, tmp_path, given)[0].split()) == {"GIT_CONFIG_PARAMETERS", "GIT_CONFIG_COUNT"}
 
 
 OWN, OTHER = ("127.0.0.1", "localhost", "::1"), ("example.org", "10.0.0.7")
-ASK = "import components, urllib.request as u; print(*[bool(u.proxy_bypass(h)) for h in {}], u.getproxies().get('no'))"
+ASK = "import m3diff, urllib.request as u; print(*[bool(u.proxy_bypass(h)) for h in {}], u.getproxies().get('no'))"
 
 
 @pytest.mark.fault("P2")
@@ -60,12 +60,12 @@ def test_loopback_is_asked_without_a_proxy_and_other_machines_with_it(given, no_
 
 @pytest.mark.parametrize("given", [{}, {"no_proxy": "a.org"}, {"http_proxy": "http://p:1", "no_proxy": "*"}])
 def test_without_a_proxy_or_with_none_for_anybody_nothing_is_set(given, tmp_path):
-    (said,) = run("import os, components; print(os.environ.get('no_proxy'), 'NO_PROXY' in os.environ)", tmp_path, given)
+    (said,) = run("import os, m3diff; print(os.environ.get('no_proxy'), 'NO_PROXY' in os.environ)", tmp_path, given)
     assert said == f"{given.get('no_proxy')} False"
 
 
 BIND = """
-import components, os, socket, tempfile
+import m3diff, os, socket, tempfile
 deep = tempfile.gettempdir() + "/ray/session_2026-11-25_07-06-17_512035_4194304/sockets"
 os.makedirs(deep)
 socket.socket(socket.AF_UNIX).bind(deep + "/plasma_store")
@@ -87,7 +87,7 @@ def test_a_folder_for_temporary_files_takes_sockets_whatever_its_path(name, tmp_
 
 @pytest.mark.fault("P4")
 def test_a_home_that_cannot_be_made_or_written_is_replaced_as_far_as_it_must_be(tmp_path):
-    code = "import components, os; print(os.environ['HOME'], os.environ.get('XDG_CACHE_HOME'))"
+    code = "import m3diff, os; print(os.environ['HOME'], os.environ.get('XDG_CACHE_HOME'))"
     home, caches = run(code, tmp_path, {"HOME": "/proc/nonexistent"})[0].split()
     assert os.access(home, os.W_OK)
     assert caches == "None"
@@ -98,7 +98,7 @@ def test_a_home_that_cannot_be_made_or_written_is_replaced_as_far_as_it_must_be(
 
 
 def environment_at(folder: Path, code: Path = REPOSITORY) -> Path:
-    """The Python of a virtual environment below `folder` that has this one's packages, and `components` of `code`."""
+    """The Python of a virtual environment below `folder` that has this one's packages, and the package of `code`."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / ".venv"], check=True)
     (packages,) = (folder / ".venv").glob("lib/python3*/site-packages")
     shared = [path for path in sys.path if "site-packages" in path]
@@ -111,7 +111,7 @@ def environment_at(folder: Path, code: Path = REPOSITORY) -> Path:
 def test_a_shell_starts_this_python_by_its_path_without_quotes_as_ray_does(name, tmp_path):
     python = environment_at(tmp_path / name)
     code = (
-        "import components, os, sys\n"
+        "import m3diff, os, sys\n"
         "ask = 'import yaml, sys; print(sys.prefix)'\n"
         "os.execlp('bash', 'bash', '-c', f'exec {sys.executable} -c \"{ask}\"')"
     )
@@ -119,7 +119,7 @@ def test_a_shell_starts_this_python_by_its_path_without_quotes_as_ray_does(name,
     assert Path(prefix).samefile(tmp_path / name / ".venv")
 
 
-SCRIPT = "import sys; from components.__main__ import main; sys.argv = ['m3diff', 'score']; sys.exit(main())"
+SCRIPT = "import sys; from m3diff.__main__ import main; sys.argv = ['m3diff', 'score']; sys.exit(main())"
 
 
 def asked(folder: Path, script: Path, python: Path | str = sys.executable, **environment: str) -> tuple[int, str]:
@@ -131,9 +131,11 @@ def asked(folder: Path, script: Path, python: Path | str = sys.executable, **env
 
 
 def project(folder: Path, *files: str) -> Path:
+    """A folder with these files, empty, and the link by which a checkout's code is imported."""
     for file in files:
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         (folder / file).write_text("")
+    (folder / "m3diff").symlink_to("components")
     return folder
 
 
@@ -178,7 +180,7 @@ def test_a_worktree_s_stage_runs_the_worktree_s_code_under_pythonsafepath_too(sa
     tree = project(tmp_path / "tree", *CODE, "params.yaml")
     (tree / CODE[1]).write_text("import sys; print('code of the tree', *sys.argv[1:])")
     given = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path]), "PYTHONSAFEPATH": safe}
-    command = [sys.executable, "-m", "components", "ingest", "a b"]
+    command = [sys.executable, "-m", "m3diff", "ingest", "a b"]
     done = subprocess.run(command, cwd=tree, env=given, capture_output=True, text=True)
     assert done.stdout == "code of the tree ingest a b\n", done.stderr
 

@@ -17,13 +17,13 @@ from click.testing import CliRunner
 from mlflow.cli import cli
 from mlflow.tracking import MlflowClient
 
-from components import preflight as looks
-from components.decisions import Entry, append
-from components.evaluate.metrics import METRICS
-from components.evaluate.metrics.spice import JARS, NASHORN
-from components.params import Params, load_params
-from components.preflight import GIB, NotReadyError, preflight
-from components.promote.rollback import rollback
+from m3diff.commands import preflight as looks
+from m3diff.commands.preflight import GIB, NotReadyError, preflight
+from m3diff.registry.decisions import Entry, append
+from m3diff.registry.rollback import rollback
+from m3diff.scoring.metrics import METRICS
+from m3diff.scoring.metrics.spice import JARS, NASHORN
+from m3diff.settings.tree import Params, load_params
 from tests.register.conftest import empty_store, store  # noqa: F401  # a fixture
 from tests.toy import REPOSITORY
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
-from components.datasets import DATASETS, levir_cc
-from components.params import load_params
-from components.profiles import differences, find_profile, lay_over, profiles, resolve, use_profile, written
-from components.section import ParamsError
+from m3diff.datasets import DATASETS, levir_cc
+from m3diff.settings.profiles import differences, find_profile, lay_over, profiles, resolve, use_profile, written
+from m3diff.settings.section import ParamsError
+from m3diff.settings.tree import load_params
 from tests.toy import REPOSITORY
 
 PROFILES = REPOSITORY / "profiles"

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import ray
 
-from components import ray_cluster
-from components.compute import Compute
+from m3diff import cluster as ray_cluster
+from m3diff.settings.compute import Compute
+from tests.stages.train.toy import COMPUTE
 from tests.toy import REPOSITORY
-from tests.train.toy import COMPUTE
 
 TOKEN = "RAY_AUTH_TOKEN"
 
@@ -152,7 +152,7 @@ def test_a_node_that_joins_in_time_ends_the_wait_and_one_that_does_not_is_asked_
 
 GROUPS = """
 import os, subprocess
-from components.ray_cluster import children_in_a_group_of_their_own
+from m3diff.cluster import children_in_a_group_of_their_own
 before = os.getpgrp()
 with children_in_a_group_of_their_own():
     child = subprocess.Popen(["sleep", "60"])
@@ -172,7 +172,7 @@ def test_what_ray_starts_is_not_reached_by_a_signal_to_the_group_of_this_process
 
 IN_BACKGROUND = """
 import os, subprocess, sys, time
-from components.ray_cluster import children_in_a_group_of_their_own
+from m3diff.cluster import children_in_a_group_of_their_own
 with children_in_a_group_of_their_own():
     child = subprocess.Popen(["sleep", "60"])
     while os.getppid() == int(sys.argv[1]):

@@ -2,10 +2,10 @@
 
 import pytest
 
-from components.redact import redacted
-from components.tracking import TrackingUnavailableError, check_alive
 from flows import dvc, notices
 from flows.git import GitError, git
+from m3diff.records.redact import redacted
+from m3diff.registry.tracking import TrackingUnavailableError, check_alive
 
 pytestmark = pytest.mark.fault("T17")
 SECRET = "hunter2-s3cret"

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from components.convert.params import Convert
-from components.convert.stage import convert
-from components.export.llava import export_llava
+from m3diff.commands.export.llava import export_llava
+from m3diff.stages.convert.params import Convert
+from m3diff.stages.convert.stage import convert
 from tests.layouts import ingested, run_ingest, run_validate, save_picture
 
 TRICKY = ["", " ", "a\u2028b", "x" * 2001, "<b>", '"quoted", [1]', "[1, 2]", "plain words"]

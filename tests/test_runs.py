@@ -12,8 +12,8 @@ import pytest
 from mlflow.entities import Run
 from mlflow.tracking import MlflowClient
 
-from components import runs
-from components.runs import Description, completed, followed
+from m3diff.registry import runs
+from m3diff.registry.runs import Description, completed, followed
 
 PARAMS = {"train": {"seed": 7, "epochs": 2.5}, "models": {"m3diff": {"lora": {"rank": 8}}}}
 FIRST, SECOND = "step,loss,val_loss\n1,2.5,\n2,1.5,1.75\n", "3,1.25,\n"

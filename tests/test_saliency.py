@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from components.saliency import LEVELS, borders, fitted, outlined
+from m3diff.images.saliency import LEVELS, borders, fitted, outlined
 
 GREY = (90, 120, 90)
 THIN, SOME, THICK = LEVELS.values()

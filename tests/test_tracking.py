@@ -15,10 +15,10 @@ from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 from mlflow.utils.validation import _validate_metric_name
 
-from components import tracking
-from components.records import DataError
-from components.runs import curve_rows
-from components.tracking import TrackingUnavailableError, connected, flatten
+from m3diff.records.schemas import DataError
+from m3diff.registry import tracking
+from m3diff.registry.runs import curve_rows
+from m3diff.registry.tracking import TrackingUnavailableError, connected, flatten
 from tests.register.conftest import empty_store  # noqa: F401  # a fixture
 
 URI = "sqlite:///services/mlflow/mlflow.db"
@@ -238,7 +238,7 @@ def test_a_store_that_is_no_server_is_not_asked_for_its_health():
 
 MAKES_TABLES = """
 import sys
-from components import tracking
+from m3diff.registry import tracking
 with tracking.connected(sys.argv[1]) as client:
     print(len(client.search_experiments()))
 """

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from components import __main__ as command_line
-from components import usage
-from components.__main__ import COMMANDS, main, make_parser
+from m3diff import __main__ as command_line
+from m3diff.__main__ import COMMANDS, main, make_parser
+from m3diff.commands import usage
 from tests.toy import REPOSITORY
 
 
@@ -63,7 +63,7 @@ def test_where_a_package_is_not_installed_the_extra_that_brings_it_is_named(
     assert capsys.readouterr().err == f"{missing}; pip install 'm3diff[{extra}]' ({sys.executable})\n", "in a wheel"
 
 
-@pytest.mark.parametrize("name", ["components.no_such", "flows", None])
+@pytest.mark.parametrize("name", ["m3diff.no_such", "flows", None])
 def test_a_module_of_the_project_that_is_missing_is_a_fault_of_the_project(name, monkeypatch):
     def run(args):
         raise ModuleNotFoundError("missing", name=name)

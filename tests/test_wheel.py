@@ -12,14 +12,14 @@ from pathlib import Path
 import httpx
 import pytest
 
-from components.models.generation import load_captioner
-from tests.serve.local import form, png
-from tests.serve.process import Running
+from m3diff.models.generation import load_captioner
 from tests.servers import free_port
+from tests.serving.local import form, png
+from tests.serving.process import Running
 from tests.tiny import noise_image, tiny_base, tiny_checkpoint
 from tests.toy import REPOSITORY
 
-BUILT_OF = ("components", "flows", "profiles", "pyproject.toml", "setup.py", "README.md", "LICENSE")
+BUILT_OF = ("components", "profiles", "pyproject.toml", "setup.py", "README.md", "LICENSE")
 
 
 def tracked(*places: str) -> list[str]:
@@ -35,6 +35,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for path in tracked(*BUILT_OF):
         (root / "source" / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPOSITORY / path, root / "source" / path)
+    (root / "source" / "m3diff").symlink_to("components")
     build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(root)]
     subprocess.run([*build, str(root / "source")], check=True)
     (made,) = root.glob("*.whl")
@@ -66,10 +67,12 @@ def run(program: Path, folder: Path, *arguments: object) -> subprocess.Completed
     return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=300)
 
 
-def test_the_wheel_holds_every_file_of_both_packages_and_the_profiles(wheel):
+def test_the_wheel_holds_every_file_of_the_package_and_the_profiles(wheel):
+    """Of the package alone: flows, dvc.yaml and services are a checkout's."""
     inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    profiles = {path.replace("profiles/", "components/_profiles/") for path in tracked("profiles")}
-    assert inside == {*tracked("components", "flows"), *profiles}
+    package = {path.replace("components/", "m3diff/", 1) for path in tracked("components")}
+    profiles = {path.replace("profiles/", "m3diff/_profiles/") for path in tracked("profiles")}
+    assert inside == package | profiles
 
 
 @pytest.mark.slow(75)

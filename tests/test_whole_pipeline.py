@@ -8,8 +8,8 @@ import polars as pl
 import pytest
 import yaml
 
-from components.__main__ import main
-from components.params import load_params
+from m3diff.__main__ import main
+from m3diff.settings.tree import load_params
 from tests.test_docs import blocks, code, entry, kitchen, page, section, settings  # noqa: F401  # fixtures
 from tests.tiny import tiny_base
 from tests.toy import REPOSITORY
@@ -19,9 +19,9 @@ STAGES = ("ingest", "validate", "convert", "train", "predict", "evaluate")
 
 @pytest.fixture
 def metric(code, blocks, monkeypatch):  # noqa: F811
-    from components.evaluate.metrics import METRICS
+    from m3diff.scoring.metrics import METRICS
 
-    monkeypatch.setitem(METRICS, "length", code("components/evaluate/metrics/length.py").METRIC)
+    monkeypatch.setitem(METRICS, "length", code("components/scoring/metrics/length.py").METRIC)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from PIL import Image, ImageDraw
 
-from components.profiles import dump_commented, load_commented
+from m3diff.settings.profiles import dump_commented, load_commented
 from tests.toy import REPOSITORY
 
 PAGE = (REPOSITORY / "docs" / "your-data.md").read_text()

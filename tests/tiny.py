@@ -9,15 +9,15 @@ import torch
 from PIL import Image
 from transformers import LlavaOnevisionForConditionalGeneration
 
-from components.models import FAMILIES
-from components.models.attention import KERNELS
-from components.models.checkpoint import folder_sha256, save_checkpoint
-from components.models.family import Lora, Rates
-from components.models.m3diff.configuration import M3DiffConfig
-from components.models.m3diff.modeling import M3DiffForConditionalGeneration
-from components.models.m3diff.processing import M3DiffImageProcessor, M3DiffProcessor
-from components.models.m3diff.settings import M3DiffSettings, module_config
-from components.models.tuning import prepare
+from m3diff.models import FAMILIES
+from m3diff.models.attention import KERNELS
+from m3diff.models.checkpoint import folder_sha256, save_checkpoint
+from m3diff.models.family import Lora, Rates
+from m3diff.models.m3diff.configuration import M3DiffConfig
+from m3diff.models.m3diff.modeling import M3DiffForConditionalGeneration
+from m3diff.models.m3diff.processing import M3DiffImageProcessor, M3DiffProcessor
+from m3diff.models.m3diff.settings import M3DiffSettings, module_config
+from m3diff.models.tuning import prepare
 
 MDP = {"vision_feature_layers": [1, 2], "layers": 2, "heads": 2}
 DIFFERENCE = {"kind": "difference", "vision_feature_layers": [1, 2], "init_gain": 1.0}

@@ -54,8 +54,8 @@ import json, sys
 import mlflow
 mlflow.set_tracking_uri(sys.argv[1])
 model = mlflow.pyfunc.load_model("models:/m3diff@challenger")
-import components.models
-print(json.dumps([components.models.__file__, model.predict(json.loads(sys.argv[2]))]))
+import m3diff.models
+print(json.dumps([m3diff.models.__file__, model.predict(json.loads(sys.argv[2]))]))
 """
 
 FILES = ("params.yaml", "prefect.yaml", "prefect.toml", ".gitignore", ".dvcignore")
@@ -64,6 +64,7 @@ FILES = ("params.yaml", "prefect.yaml", "prefect.toml", ".gitignore", ".dvcignor
 def build(root: Path) -> Path:
     """Write the toy project with git and DVC set up and the base in place, nothing run yet: as a fresh clone is."""
     ignore = shutil.ignore_patterns("__pycache__")
+    (root / "m3diff").symlink_to("components")
     for folder in ("components", "flows", "profiles"):
         shutil.copytree(REPOSITORY / folder, root / folder, ignore=ignore)
     (root / "components" / "models" / "generation.py").write_text(MODEL)
@@ -71,7 +72,7 @@ def build(root: Path) -> Path:
     for name in FILES:
         shutil.copy(REPOSITORY / name, root / name)
     shutil.copy(__file__, root / "toy.py")
-    graph = (REPOSITORY / "dvc.yaml").read_text().replace("exec python -m components", f"exec {sys.executable} toy.py")
+    graph = (REPOSITORY / "dvc.yaml").read_text().replace("exec python -m m3diff", f"exec {sys.executable} toy.py")
     (root / "dvc.yaml").write_text(graph)
     (root / "data" / "00_base").mkdir(parents=True)
     (root / "data" / "00_base" / "config.json").write_text("{}")
@@ -125,8 +126,8 @@ def write_dataset(root: Path, splits: tuple[str, ...], seed: int = 0) -> None:
 
 
 def code(params: dict[str, Any], paths: dict[str, Path]) -> None:
-    from components.code_stage import code as run
-    from components.params import load_params
+    from m3diff.settings.tree import load_params
+    from m3diff.stages.code.stage import code as run
 
     run(load_params(Path("params.yaml")))
 
@@ -197,7 +198,7 @@ def convert(params: dict[str, Any], paths: dict[str, Path]) -> dict[str, Any]:
 
 
 def train(params: dict[str, Any], paths: dict[str, Path]) -> dict[str, Any]:
-    from components.files import sha256_of_folder
+    from m3diff.records.files import sha256_of_folder
 
     cfg, base = params["train"], Path(params["train"]["base"])
     checkpoint = paths["model"] / "checkpoint"
@@ -219,7 +220,7 @@ def train(params: dict[str, Any], paths: dict[str, Path]) -> dict[str, Any]:
 
 
 def predict(params: dict[str, Any], paths: dict[str, Path]) -> None:
-    from components.models import generation, images
+    from m3diff.models import generation, images
 
     captioner = generation.load_captioner(paths["model"] / "checkpoint", params["predict"]["max_new_tokens"])
     rows = []
@@ -254,7 +255,7 @@ def main(stage: str, *dataset: str) -> None:
     import yaml
 
     if stage == "synthesize":  # the one that tests interrupt: to import it takes longer than a stage
-        from components.__main__ import die_with_parent
+        from m3diff.__main__ import die_with_parent
 
         die_with_parent()
     params = yaml.safe_load(Path("params.yaml").read_text())
@@ -262,7 +263,7 @@ def main(stage: str, *dataset: str) -> None:
     for folder in paths.values():
         folder.mkdir(parents=True, exist_ok=True)
     print(f"toy {stage}", flush=True)
-    from components.guard import unchanged
+    from m3diff.provenance.guard import unchanged
 
     with unchanged():
         told = globals()[stage](params, paths, *dataset) or {}

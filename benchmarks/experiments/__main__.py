@@ -30,14 +30,14 @@ from pydantic import Field, ValidationError
 from benchmarks.experiments import cost, fresh, page
 from benchmarks.experiments.page import SCORES
 from benchmarks.experiments.runs import PARAMS, Budget, budget_of, dvc, epochs_for, over_seeds, read, run
-from components.consistency import closest
-from components.evaluate.bootstrap import compare, resampled_scores, rows_of
-from components.evaluate.bootstrap import statistics as sums_of
-from components.evaluate.metrics import METRICS
-from components.files import sha256_of_folder, write_atomic
-from components.params import Params, ParamsError, explain, load_params
-from components.profiles import resolve
-from components.section import Section
+from m3diff.records.files import sha256_of_folder, write_atomic
+from m3diff.scoring.bootstrap import compare, resampled_scores, rows_of
+from m3diff.scoring.bootstrap import statistics as sums_of
+from m3diff.scoring.metrics import METRICS
+from m3diff.settings.profiles import resolve
+from m3diff.settings.rules import closest
+from m3diff.settings.section import Section
+from m3diff.settings.tree import Params, ParamsError, explain, load_params
 
 HERE, RESULTS = Path(__file__).parent, Path("benchmarks/results")
 SYNTHETIC_DATA = Path("profiles/made-data.yaml")

@@ -18,12 +18,12 @@ import pyarrow.parquet as pq
 import torch
 
 from benchmarks.experiments.runs import PARAMS, copy, read
-from components.evaluate.metrics.pixel_threshold import roc_auc
-from components.images import load_image
-from components.models.generation import QUESTION, Captioner, load_captioner
-from components.params import Params, Paths, load_params
-from components.records import NO_CHANGE
-from components.train.stage import train
+from m3diff.images.open import load_image
+from m3diff.models.generation import QUESTION, Captioner, load_captioner
+from m3diff.records.schemas import NO_CHANGE
+from m3diff.scoring.metrics.pixel_threshold import roc_auc
+from m3diff.settings.tree import Params, Paths, load_params
+from m3diff.stages.train.stage import train
 
 STEPS, CAPTIONS, BATCH = 60, 96, 48
 """Timed steps and captions; pairs that are captioned at once."""
@@ -81,7 +81,7 @@ def changed(changes: Mapping[str, Any], params: Params) -> tuple[Any, Any]:
 
 def caption_flops(changes: Mapping[str, Any], params: Params) -> float:
     """FLOPs of a pair's images and prompt, as `m3diff plan` counts them."""
-    from components.plan.plan import make_plan
+    from m3diff.commands.plan.plan import make_plan
 
     datasets, mixture = params.ingest.datasets, params.paths.mixture
     return make_plan(*changed(changes, params), params.compute, datasets, params.convert, mixture).caption_flops

@@ -10,9 +10,9 @@ from typing import Any
 import yaml
 
 from benchmarks.experiments.runs import copy, over_seeds
-from components.params import ParamsError, Paths, load_params
-from components.profiles import resolve
-from components.section import Section
+from m3diff.settings.profiles import resolve
+from m3diff.settings.section import Section
+from m3diff.settings.tree import ParamsError, Paths, load_params
 
 
 class Targets(Section):
@@ -70,7 +70,7 @@ def write_params(profile: Path, folder: Path, seed: int) -> Path:
 
 def run_stage(whose: str, file: Path, *stage: str) -> None:
     print(f"{whose}: {' '.join(stage)}", flush=True)
-    subprocess.run([sys.executable, "-m", "components", "--params", str(file), *stage], check=True)
+    subprocess.run([sys.executable, "-m", "m3diff", "--params", str(file), *stage], check=True)
 
 
 def compare(cfg: Targets, runs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:

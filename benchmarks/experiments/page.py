@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from components.files import write_atomic
+from m3diff.records.files import write_atomic
 
 SCORES = {
     "CIDEr": "CIDEr",

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from components.params import Paths, load_params
-from components.train.phase import DatasetFilter
+from m3diff.settings.tree import Paths, load_params
+from m3diff.stages.train.phase import DatasetFilter
 
 PARAMS = Path("params.yaml")
 
@@ -126,8 +126,8 @@ def epochs_for(steps: int, name: str, changes: Mapping[str, Any], folders: Seque
 
 def steps_per_epoch(experiment: str, paths: Paths) -> int:
     """As the training loop counts them, on the experiment's mixture."""
-    from components.train.batches import Schedule
-    from components.train.samples import read_training_samples
+    from m3diff.stages.train.batches import Schedule
+    from m3diff.stages.train.samples import read_training_samples
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

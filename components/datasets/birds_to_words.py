@@ -20,9 +20,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from components.datasets.rows import Row
-from components.datasets.spec import DatasetSpec, Licence, Permission, Protocol, Published, SplitCount, TableRow
-from components.datasets.tables import read_table
+from m3diff.datasets.rows import Row
+from m3diff.datasets.spec import DatasetSpec, Licence, Permission, Protocol, Published, SplitCount, TableRow
+from m3diff.datasets.tables import read_table
 
 COLUMNS = ("img1ObservationURL", "img2ObservationURL", "split", "description")
 

@@ -20,10 +20,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from components.datasets.files import describe, read_json, read_splits
-from components.datasets.rows import Row, is_scene
-from components.datasets.spec import UNSTATED, WITH_SPICE, DatasetSpec, Protocol, Published, SplitCount, TableRow
-from components.records import NO_CHANGE, DataError
+from m3diff.datasets.files import describe, read_json, read_splits
+from m3diff.datasets.rows import Row, is_scene
+from m3diff.datasets.spec import UNSTATED, WITH_SPICE, DatasetSpec, Protocol, Published, SplitCount, TableRow
+from m3diff.records.schemas import NO_CHANGE, DataError
 
 KEY = re.compile(r"CLEVR_default_(\d{6,})\.png")
 

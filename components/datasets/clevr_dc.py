@@ -14,9 +14,9 @@ which block of 8,000 numbers holds which action is not documented, so change typ
 from collections.abc import Iterator
 from pathlib import Path
 
-from components.datasets.files import describe, read_json, read_splits
-from components.datasets.rows import Row, is_scene
-from components.datasets.spec import UNSTATED, WITH_SPICE, DatasetSpec, Protocol, Published, SplitCount
+from m3diff.datasets.files import describe, read_json, read_splits
+from m3diff.datasets.rows import Row, is_scene
+from m3diff.datasets.spec import UNSTATED, WITH_SPICE, DatasetSpec, Protocol, Published, SplitCount
 
 
 def read(root: Path) -> Iterator[Row]:

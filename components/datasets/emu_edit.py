@@ -16,10 +16,10 @@ validates. No paper's scores of these pairs as they are here are known, so the p
 from collections.abc import Iterator
 from pathlib import Path
 
-from components.datasets.rows import Row, fault_in
-from components.datasets.spec import DatasetSpec, Licence, Permission, Protocol, Published, SplitCount
-from components.datasets.tables import column_names, read_shards, shards
-from components.records import DataError
+from m3diff.datasets.rows import Row, fault_in
+from m3diff.datasets.spec import DatasetSpec, Licence, Permission, Protocol, Published, SplitCount
+from m3diff.datasets.tables import column_names, read_shards, shards
+from m3diff.records.schemas import DataError
 
 FILES = {"val": "data/validation-*.parquet", "test": "data/test-*.parquet"}
 FIELDS = {"idx": int, "instruction": str}

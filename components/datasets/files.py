@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from components.records import SPLITS, DataError
+from m3diff.records.schemas import SPLITS, DataError
 
 T = TypeVar("T")
 

@@ -16,9 +16,9 @@ differ in size.
 from collections.abc import Iterator
 from pathlib import Path
 
-from components.datasets.files import read_json
-from components.datasets.rows import Row, fault_in
-from components.datasets.spec import UNSTATED, WITH_SPICE, DatasetSpec, Protocol, Published, SplitCount, TableRow
+from m3diff.datasets.files import read_json
+from m3diff.datasets.rows import Row, fault_in
+from m3diff.datasets.spec import UNSTATED, WITH_SPICE, DatasetSpec, Protocol, Published, SplitCount, TableRow
 
 FILES = {"train": "train.json", "val": "valid.json", "test": "test.json"}
 FIELDS = {"img0": str, "img1": str, "sents": list, "uid": str}

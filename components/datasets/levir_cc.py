@@ -22,10 +22,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from components.datasets.files import describe, read_json
-from components.datasets.rows import Row, fault_in
-from components.datasets.spec import UNSTATED, DatasetSpec, Protocol, Published, SplitCount, TableRow
-from components.records import NO_CHANGE, DataError
+from m3diff.datasets.files import describe, read_json
+from m3diff.datasets.rows import Row, fault_in
+from m3diff.datasets.spec import UNSTATED, DatasetSpec, Protocol, Published, SplitCount, TableRow
+from m3diff.records.schemas import NO_CHANGE, DataError
 
 FIELDS = {"filename": str, "split": str, "sentences": list}
 CHANGE = "change"

@@ -22,10 +22,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from components.datasets.files import describe, read_json
-from components.datasets.rows import Row, fault_in
-from components.datasets.spec import DatasetSpec, Licence, Permission, Protocol
-from components.datasets.tables import read_shards
+from m3diff.datasets.files import describe, read_json
+from m3diff.datasets.rows import Row, fault_in
+from m3diff.datasets.spec import DatasetSpec, Licence, Permission, Protocol
+from m3diff.datasets.tables import read_shards
 
 FILES = {"train": "data/train-*.parquet", "val": "data/dev-*.parquet"}
 FIELDS = {"img_id": str, "turn_index": int, "instruction": str}

@@ -22,10 +22,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from components.datasets.files import describe
-from components.datasets.rows import Row, fault_in
-from components.datasets.spec import DatasetSpec, Licence, Permission, Protocol
-from components.datasets.tables import read_json_lines
+from m3diff.datasets.files import describe
+from m3diff.datasets.rows import Row, fault_in
+from m3diff.datasets.spec import DatasetSpec, Licence, Permission, Protocol
+from m3diff.datasets.tables import read_json_lines
 
 PARTS = {"train": "train", "val": "dev", "test": "test1"}
 FIELDS = {"sentence": str, "label": str, "identifier": str}

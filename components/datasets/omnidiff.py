@@ -18,10 +18,10 @@ are matched to the paper's without regard to case.
 from collections.abc import Iterator
 from pathlib import Path
 
-from components.datasets import pairs
-from components.datasets.rows import Row
-from components.datasets.spec import UNSTATED, DatasetSpec, Protocol, Published, SplitCount, TableRow
-from components.records import CHANGE_TYPES, NO_CHANGE
+from m3diff.datasets import pairs
+from m3diff.datasets.rows import Row
+from m3diff.datasets.spec import UNSTATED, DatasetSpec, Protocol, Published, SplitCount, TableRow
+from m3diff.records.schemas import CHANGE_TYPES, NO_CHANGE
 
 NAMES = {name: name for name in (*CHANGE_TYPES, NO_CHANGE)} | {
     "colour": "color",

@@ -44,12 +44,12 @@ from urllib.parse import unquote
 
 from pydantic import AfterValidator, Discriminator, Field, Tag
 
-from components.datasets.embedded import Embedded
-from components.datasets.files import describe
-from components.datasets.rows import Question, Row
-from components.datasets.spec import DatasetSpec, Licence, Permission, Protocol
-from components.datasets.tables import columns_in, look_up, pick, read_values, texts
-from components.records import NO_CHANGE, DataError
+from m3diff.datasets.embedded import Embedded
+from m3diff.datasets.files import describe
+from m3diff.datasets.rows import Question, Row
+from m3diff.datasets.spec import DatasetSpec, Licence, Permission, Protocol
+from m3diff.datasets.tables import columns_in, look_up, pick, read_values, texts
+from m3diff.records.schemas import NO_CHANGE, DataError
 
 REQUIRED = ("before", "after", "captions", "split")
 OPTIONAL = ("id", "scene", "change_types")

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from components.datasets.files import describe, describe_kind
+from m3diff.datasets.files import describe, describe_kind
 
 
 class Question(NamedTuple):

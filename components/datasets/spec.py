@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from components.datasets.rows import Row, Single
-from components.records import DataError
+from m3diff.datasets.rows import Row, Single
+from m3diff.records.schemas import DataError
 
 Use = Literal["train", "redistribute", "show"]
 

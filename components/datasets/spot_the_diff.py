@@ -21,10 +21,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from components.datasets.files import read_json
-from components.datasets.rows import Row, fault_in
-from components.datasets.spec import UNSTATED, WITH_SPICE, DatasetSpec, Protocol, Published, SplitCount, TableRow
-from components.records import SPLITS
+from m3diff.datasets.files import read_json
+from m3diff.datasets.rows import Row, fault_in
+from m3diff.datasets.spec import UNSTATED, WITH_SPICE, DatasetSpec, Protocol, Published, SplitCount, TableRow
+from m3diff.records.schemas import SPLITS
 
 FIELDS = {"img_id": str, "sentences": list}
 

@@ -23,11 +23,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from components.datasets import emu_edit
-from components.datasets.files import describe, read_json, read_text
-from components.datasets.rows import Row, is_scene
-from components.datasets.spec import DatasetSpec, Licence, Permission, Protocol, Published, SplitCount
-from components.records import DataError
+from m3diff.datasets import emu_edit
+from m3diff.datasets.files import describe, read_json, read_text
+from m3diff.datasets.rows import Row, is_scene
+from m3diff.datasets.spec import DatasetSpec, Licence, Permission, Protocol, Published, SplitCount
+from m3diff.records.schemas import DataError
 
 PARTS = {"train": "train", "validation": "val"}
 MARK = "<INSTRUCT>"

@@ -2,16 +2,16 @@
 
 from typing import TYPE_CHECKING
 
-from components.lazy import Lazy
+from m3diff.records.lazy import Lazy
 
 if TYPE_CHECKING:
-    from components.models.family import Family
+    from m3diff.models.family import Family
 
 FAMILIES: Lazy["Family"] = Lazy(
     "FAMILY",
     {
-        "m3diff": "components.models.m3diff.family",
-        "onediff": "components.models.onediff.family",
-        "blip2idc": "components.models.blip2idc.family",
+        "m3diff": "m3diff.models.m3diff.family",
+        "onediff": "m3diff.models.onediff.family",
+        "blip2idc": "m3diff.models.blip2idc.family",
     },
 )

@@ -21,9 +21,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from components.models import FAMILIES
-from components.models.family import Family, PairProcessor
-from components.models.tuning import is_adapted, is_adapter, merge, trainable_names, unwrapped
+from m3diff.models import FAMILIES
+from m3diff.models.family import Family, PairProcessor
+from m3diff.models.tuning import is_adapted, is_adapter, merge, trainable_names, unwrapped
 
 MANIFEST = "manifest.json"
 ADAPTERS, LORA, TUNED = "adapters", "lora", "tuned.safetensors"

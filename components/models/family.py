@@ -1,6 +1,6 @@
 """What a model family is: the few functions that the rest of the project needs of it.
 
-Training, prediction, planning and registration name no family: they take one from `components.models.FAMILIES`. This
+Training, prediction, planning and registration name no family: they take one from `m3diff.models.FAMILIES`. This
 module and the `family.py` and `settings.py` of each family import nothing heavy; the functions import torch when they
 are called.
 """

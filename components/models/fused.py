@@ -25,7 +25,7 @@ from transformers.models.qwen2.modeling_qwen2 import (
 )
 from transformers.models.siglip.modeling_siglip import SiglipEncoderLayer
 
-from components.models.attention import FUSED_ATTENTION, Layout, attend, attend_rows, compiled
+from m3diff.models.attention import FUSED_ATTENTION, Layout, attend, attend_rows, compiled
 
 
 def fused_attention() -> AbstractContextManager[None]:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from components.models.checkpoint import edits_named, load_model
-from components.models.device import Device
-from components.models.family import Family, PairProcessor
+from m3diff.models.checkpoint import edits_named, load_model
+from m3diff.models.device import Device
+from m3diff.models.family import Family, PairProcessor
 
 if TYPE_CHECKING:
-    from components.models.family import ImagePair
+    from m3diff.models.family import ImagePair
 
 QUESTION = "What has changed from the first image to the second?"
 """What is asked where nothing else is: the first question of the task `difference` in convert's templates."""

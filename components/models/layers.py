@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
-from components.models.fused import rms_norm
+from m3diff.models.fused import rms_norm
 
 CPU = torch.device("cpu")
 

@@ -16,8 +16,8 @@ from transformers import LlavaOnevisionForConditionalGeneration, LlavaOnevisionM
 from transformers import logging as transformers_logging
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from components.models.fused import trims
-from components.models.layers import OwnStart, Projection, with_visual_tokens
+from m3diff.models.fused import trims
+from m3diff.models.layers import OwnStart, Projection, with_visual_tokens
 
 logger = logging.getLogger(__name__)
 

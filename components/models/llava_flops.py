@@ -8,7 +8,7 @@ encoder.
 
 from typing import Any
 
-from components.models.family import ADAPTERS, Settings, Term
+from m3diff.models.family import ADAPTERS, Settings, Term
 
 
 def llm_linears(config: Any) -> list[tuple[int, int]]:

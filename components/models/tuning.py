@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from components.models.family import Family, Settings
+from m3diff.models.family import Family, Settings
 
 
 @dataclass(frozen=True)

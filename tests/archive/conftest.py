@@ -55,7 +55,7 @@ class Team:
 
     def m3diff(self, *arguments: str, flow_run: str | None = None) -> None:
         environment = os.environ | ({"M3DIFF_FLOW_RUN": flow_run} if flow_run else {})
-        command = [sys.executable, "-m", "components", *arguments]
+        command = [sys.executable, "-m", "m3diff", *arguments]
         done = subprocess.run(command, cwd=self.project, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
 

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import mlflow
 import pytest
 
-from components import tracking
-from components.__main__ import main
-from components.archive.check import compared, sound
-from components.archive.lineage import lineage, of_stored
-from components.params import load_params
-from components.register.lineage import Lock, dvc_hash, md5
-from components.runs import weights_sha256
+from m3diff.__main__ import main
+from m3diff.registry import tracking
+from m3diff.registry.check import compared, sound
+from m3diff.registry.lineage import Lock, dvc_hash, md5
+from m3diff.registry.runs import weights_sha256
+from m3diff.registry.trace import lineage, of_stored
+from m3diff.settings.tree import load_params
 from tests import toy
 from tests.archive.conftest import Team
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from components.__main__ import main
-from components.archive.lineage import lineage
-from components.archive.objects import listing
-from components.archive.prune import branch_name, in_words, reasons
-from components.params import load_params
+from m3diff.__main__ import main
+from m3diff.registry.objects import listing
+from m3diff.registry.prune import branch_name, in_words, reasons
+from m3diff.registry.trace import lineage
+from m3diff.settings.tree import load_params
 from tests import toy
 from tests.archive.conftest import Team
 

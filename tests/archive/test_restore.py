@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from components.__main__ import main
-from components.register.lineage import dvc_hash
+from m3diff.__main__ import main
+from m3diff.registry.lineage import dvc_hash
 from tests import toy
 from tests.archive.conftest import Team
 

@@ -6,8 +6,8 @@ from collections import Counter
 import pyarrow.parquet as pq
 import pytest
 
-from components.datasets.emu_edit import PUBLISHED, read
-from components.records import DataError
+from m3diff.datasets.emu_edit import PUBLISHED, read
+from m3diff.records.schemas import DataError
 from tests.layouts import emu_row, run_ingest, run_validate, stored, write_emu, write_shards
 
 

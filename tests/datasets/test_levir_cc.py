@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from components.datasets import levir_cc
-from components.datasets.levir_cc import PUBLISHED, SPEC, read
-from components.evaluate.pairs import EvalPair
-from components.evaluate.protocols import apply
-from components.records import DataError
+from m3diff.datasets import levir_cc
+from m3diff.datasets.levir_cc import PUBLISHED, SPEC, read
+from m3diff.records.schemas import DataError
+from m3diff.scoring.pairs import EvalPair
+from m3diff.scoring.protocols import apply
 from tests.layouts import SAME, edit_json, levir_record, run_ingest, run_validate, write_json, write_levir
 
 PAIRS = {"train": 6_815, "val": 1_333, "test": 1_929}

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from components.datasets.magicbrush import read
-from components.params import load_params
-from components.profiles import resolve
-from components.records import DataError
-from components.section import ParamsError
+from m3diff.datasets.magicbrush import read
+from m3diff.records.schemas import DataError
+from m3diff.settings.profiles import resolve
+from m3diff.settings.section import ParamsError
+from m3diff.settings.tree import load_params
 from tests.layouts import brush_row, edit_json, run_ingest, run_validate, save_picture, write_magicbrush, write_shards
 from tests.toy import REPOSITORY
 

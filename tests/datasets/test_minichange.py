@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from components.datasets.minichange import SPEC
-from components.datasets.minichange.change import VISIBLE, sample_pair, sample_types
-from components.datasets.minichange.generate import _write_scene, generate, split_scenes
-from components.datasets.minichange.language import (
+from m3diff.datasets.minichange import SPEC
+from m3diff.datasets.minichange.change import VISIBLE, sample_pair, sample_types
+from m3diff.datasets.minichange.generate import _write_scene, generate, split_scenes
+from m3diff.datasets.minichange.language import (
     ARMS,
     CAMERA,
     LAMP,
@@ -31,8 +31,8 @@ from components.datasets.minichange.language import (
     name,
     references,
 )
-from components.datasets.minichange.render import LOOKS, render
-from components.datasets.minichange.scene import (
+from m3diff.datasets.minichange.render import LOOKS, render
+from m3diff.datasets.minichange.scene import (
     CAMERA_MOVES,
     DARK,
     PLACES,
@@ -46,9 +46,9 @@ from components.datasets.minichange.scene import (
     jitter,
     sample_scene,
 )
-from components.datasets.minichange.settings import Domain, MiniChange
-from components.files import sha256
-from components.records import CHANGE_TYPES, DataError
+from m3diff.datasets.minichange.settings import Domain, MiniChange
+from m3diff.records.files import sha256
+from m3diff.records.schemas import CHANGE_TYPES, DataError
 
 SMALL = {
     "seed": 5,
@@ -139,9 +139,9 @@ def test_the_bytes_of_a_small_benchmark_are_pinned(small):
 DRAW = """
 import hashlib, sys
 import numpy as np
-from components.datasets.minichange.change import sample_types
-from components.datasets.minichange.levels import LEVELS
-from components.datasets.minichange.render import LOOKS, render
+from m3diff.datasets.minichange.change import sample_types
+from m3diff.datasets.minichange.levels import LEVELS
+from m3diff.datasets.minichange.render import LOOKS, render
 
 digest = hashlib.sha256()
 for number in range(int(sys.argv[1])):

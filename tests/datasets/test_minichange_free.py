@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from components.datasets.minichange import SPEC, free
-from components.datasets.minichange.change import sample_types
-from components.datasets.minichange.free import (
+from m3diff.datasets.minichange import SPEC, free
+from m3diff.datasets.minichange.change import sample_types
+from m3diff.datasets.minichange.free import (
     CAMERA_MOVES,
     CLOTHS,
     DARK,
@@ -24,8 +24,8 @@ from components.datasets.minichange.free import (
     seen,
     square,
 )
-from components.datasets.minichange.generate import generate
-from components.datasets.minichange.language import (
+from m3diff.datasets.minichange.generate import generate
+from m3diff.datasets.minichange.language import (
     ARMS,
     CAMERA,
     LAMP,
@@ -36,14 +36,14 @@ from components.datasets.minichange.language import (
     name,
     references,
 )
-from components.datasets.minichange.levels import LEVELS, Pair
-from components.datasets.minichange.render import INK, LOOKS, render, sprite
-from components.datasets.minichange.scene import LIT, PLACES, WIDTHS, ZOOMS, Change, Mark, Scene, Thing, View
-from components.datasets.minichange.settings import MiniChange
-from components.evaluate.grammar import Clause, Grammar
-from components.evaluate.metrics.pixel_threshold import DIFFERENCES, roc_auc
-from components.files import sha256
-from components.records import CHANGE_TYPES
+from m3diff.datasets.minichange.levels import LEVELS, Pair
+from m3diff.datasets.minichange.render import INK, LOOKS, render, sprite
+from m3diff.datasets.minichange.scene import LIT, PLACES, WIDTHS, ZOOMS, Change, Mark, Scene, Thing, View
+from m3diff.datasets.minichange.settings import MiniChange
+from m3diff.records.files import sha256
+from m3diff.records.schemas import CHANGE_TYPES
+from m3diff.scoring.grammar import Clause, Grammar
+from m3diff.scoring.metrics.pixel_threshold import DIFFERENCES, roc_auc
 
 SMALL = {
     "level": "free",

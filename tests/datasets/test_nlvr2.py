@@ -2,7 +2,7 @@
 
 import json
 
-from components.datasets.nlvr2 import read
+from m3diff.datasets.nlvr2 import read
 from tests.layouts import nlvr_line, run_ingest, run_validate, write_nlvr
 
 

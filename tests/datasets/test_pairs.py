@@ -11,11 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from components.datasets import pairs
-from components.datasets.tables import columns_in, look_up, pick
-from components.params import load_params
-from components.records import DataError
-from components.section import ParamsError
+from m3diff.datasets import pairs
+from m3diff.datasets.tables import columns_in, look_up, pick
+from m3diff.records.schemas import DataError
+from m3diff.settings.section import ParamsError
+from m3diff.settings.tree import load_params
 from tests.layouts import run_ingest, run_validate, save_picture, write_json
 
 Write = Callable[[Path], Any]

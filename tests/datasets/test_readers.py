@@ -5,12 +5,12 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from components.datasets import DATASETS, birds_to_words, clevr_dc, iedit, omnidiff, pairs, spot_the_diff
-from components.datasets.files import describe, parse_json, read_json, read_splits, read_text
-from components.datasets.rows import fault_in, is_scene
-from components.datasets.spec import Published
-from components.datasets.tables import read_table, texts
-from components.records import DataError
+from m3diff.datasets import DATASETS, birds_to_words, clevr_dc, iedit, omnidiff, pairs, spot_the_diff
+from m3diff.datasets.files import describe, parse_json, read_json, read_splits, read_text
+from m3diff.datasets.rows import fault_in, is_scene
+from m3diff.datasets.spec import Published
+from m3diff.datasets.tables import read_table, texts
+from m3diff.records.schemas import DataError
 from tests.layouts import (
     edit_json,
     run_ingest,

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from components.convert.paper_mixture import PAIRS, SAMPLES, SOURCES, training_counts
-from components.datasets import DATASETS, clevr_change, omnidiff
-from components.datasets.spec import UNSTATED, DatasetSpec, Licence, Permission, check_licence
-from components.evaluate.pairs import EvalPair
-from components.evaluate.protocols import takes
-from components.records import DataError
+from m3diff.datasets import DATASETS, clevr_change, omnidiff
+from m3diff.datasets.spec import UNSTATED, DatasetSpec, Licence, Permission, check_licence
+from m3diff.records.schemas import DataError
+from m3diff.scoring.pairs import EvalPair
+from m3diff.scoring.protocols import takes
+from m3diff.stages.convert.paper_mixture import PAIRS, SAMPLES, SOURCES, training_counts
 from tests.layouts import write_clevr
 
 REAL = Path("../shared/real")
@@ -54,7 +54,7 @@ PERMISSIONS = {  # train, redistribute, show
 
 
 def module_doc(name: str) -> str:
-    return sys.modules[f"components.datasets.{name}"].__doc__ or ""
+    return sys.modules[f"m3diff.datasets.{name}"].__doc__ or ""
 
 
 def test_the_list_is_complete_and_each_entry_is_its_file_s():
@@ -63,7 +63,7 @@ def test_the_list_is_complete_and_each_entry_is_its_file_s():
     owners |= {path.parent.name for path in folder.glob("*/__init__.py") if "SPEC = DatasetSpec(" in path.read_text()}
     assert set(DATASETS) == owners
     for name, spec in DATASETS.items():
-        assert spec is sys.modules[f"components.datasets.{name}"].SPEC
+        assert spec is sys.modules[f"m3diff.datasets.{name}"].SPEC
 
 
 @pytest.mark.parametrize("name", DATASETS)
@@ -317,7 +317,7 @@ def test_the_list_is_light_to_import():
 
     heavy = "{'torch', 'transformers', 'polars', 'pandas', 'PIL', 'scipy'}"
     told = subprocess.run(
-        [sys.executable, "-c", f"import sys, components.datasets; print(sorted({heavy} & set(sys.modules)))"],
+        [sys.executable, "-c", f"import sys, m3diff.datasets; print(sorted({heavy} & set(sys.modules)))"],
         capture_output=True,
         text=True,
         check=True,

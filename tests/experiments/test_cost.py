@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from benchmarks.experiments import cost
-from components.params import load_params
-from components.records import NO_CHANGE
+from m3diff.records.schemas import NO_CHANGE
+from m3diff.settings.tree import load_params
 from tests.tiny import noise_image
 from tests.toy import REPOSITORY
 

@@ -18,11 +18,11 @@ from dvc.utils.hydra import apply_overrides
 from benchmarks.experiments import __main__ as engine
 from benchmarks.experiments import cost, page
 from benchmarks.experiments.runs import Budget, over_seeds, read, setting
-from components.evaluate.bootstrap import resampled_scores
-from components.evaluate.metrics import METRICS
-from components.files import sha256_of_folder
-from components.params import Params, ParamsError, load_params
-from components.profiles import differences, resolve
+from m3diff.records.files import sha256_of_folder
+from m3diff.scoring.bootstrap import resampled_scores
+from m3diff.scoring.metrics import METRICS
+from m3diff.settings.profiles import differences, resolve
+from m3diff.settings.tree import Params, ParamsError, load_params
 from tests import toy
 
 PROTOCOL = "toy/total"

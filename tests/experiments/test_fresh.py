@@ -11,9 +11,9 @@ import yaml
 from benchmarks.experiments import fresh, page
 from benchmarks.experiments.__main__ import read_experiment
 from benchmarks.experiments.fresh import Targets, compare, score_of
-from components.__main__ import main as m3diff
-from components.params import ParamsError, load_params
-from components.profiles import differences, resolve
+from m3diff.__main__ import main as m3diff
+from m3diff.settings.profiles import differences, resolve
+from m3diff.settings.tree import ParamsError, load_params
 from tests.tiny import tiny_base, tiny_checkpoint
 from tests.toy import REPOSITORY
 
@@ -114,7 +114,7 @@ def test_the_models_of_two_seeds_caption_the_same_fresh_scenes(tmp_path, monkeyp
     start = subprocess.run
 
     def run(command: list[str], **given: Any) -> Any:
-        if command[:3] != [sys.executable, "-m", "components"]:
+        if command[:3] != [sys.executable, "-m", "m3diff"]:
             return start(command, **given)
         ran.append(command[5:])
         assert m3diff(command[3:]) == 0

@@ -11,9 +11,9 @@ import pytest
 from dvc.utils.hydra import apply_overrides, to_hydra_overrides
 
 from benchmarks.experiments import runs
-from components.params import load_params
+from m3diff.settings.tree import load_params
+from tests.stages.train.toy import write_mixture
 from tests.toy import REPOSITORY
-from tests.train.toy import write_mixture
 
 PATHS = load_params(REPOSITORY / "params.yaml").paths
 ALIGN = {"datasets": ["minichange"], "epochs": 1, "global_batch": 4}

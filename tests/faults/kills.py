@@ -25,11 +25,11 @@ from typing import Any, NamedTuple
 import psutil
 import yaml
 
-from components.decisions import champions, decisions, faults, pending
-from components.evaluate.bootstrap import MIN_PAIRS
 from flows.dvc import entries
 from flows.git import git
 from flows.workspace import override
+from m3diff.registry.decisions import champions, decisions, faults, pending
+from m3diff.scoring.bootstrap import MIN_PAIRS
 from tests import toy
 from tests.faults.machine import Flow, Starter, describe, kind, prefect_server, starter
 

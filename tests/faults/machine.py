@@ -171,8 +171,8 @@ def serve() -> None:
     """Fork a flow run for every line, and a process that waits for it. Exit codes are those of a command."""
     import mlflow.pyfunc  # noqa: F401  what register would import, as much as the rest together
 
-    from components.files import write_atomic
     from flows.full import full
+    from m3diff.records.files import write_atomic
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in sys.stdin:

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import pytest
 import yaml
 
-from components.decisions import champions, decisions
 from flows.git import git
+from m3diff.registry.decisions import champions, decisions
 from tests import toy
 from tests.faults.kills import SCORE, SCORE_OF_CAPTIONS, branches, one_dataset
 from tests.faults.machine import Flow, Starter, prefect_server, starter

@@ -15,54 +15,54 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from components import decisions as record
-from components import files
-from components.decisions import Entry, append, decisions
-from components.endpoint import Answer as Reply
-from components.endpoint import Answers
-from components.files import write_atomic
-from components.models import checkpoint
-from components.models.checkpoint import CheckpointError, verify_manifest, write_manifest
-from components.predict.journal import Answer, Journal
-from components.records import DataError
-from components.train import curve, samples, state
-from components.train.curve import Curve
-from components.train.state import MOMENTS, latest_valid_checkpoint, write_state
+from m3diff.endpoint import Answer as Reply
+from m3diff.endpoint import Answers
+from m3diff.models import checkpoint
+from m3diff.models.checkpoint import CheckpointError, verify_manifest, write_manifest
+from m3diff.records import files
+from m3diff.records.files import write_atomic
+from m3diff.records.schemas import DataError
+from m3diff.registry import decisions as record
+from m3diff.registry.decisions import Entry, append, decisions
+from m3diff.stages.predict.journal import Answer, Journal
+from m3diff.stages.train import curve, samples, state
+from m3diff.stages.train.curve import Curve
+from m3diff.stages.train.state import MOMENTS, latest_valid_checkpoint, write_state
 from tests.faults.power import Disk
+from tests.stages.train.toy import write_mixture
 from tests.toy import REPOSITORY
-from tests.train.toy import write_mixture
 
 # Every write, listed
 
 ATOMIC = {
-    "components/augment/edits.py _edit",
-    "components/augment/stage.py _fill",
-    "components/code.py write_digests",
-    "components/compare/compare.py compare",
+    "components/stages/augment/edits.py _edit",
+    "components/stages/augment/stage.py _fill",
+    "components/provenance/code.py write_digests",
+    "components/commands/compare/compare.py compare",
     "components/datasets/minichange/generate.py generate",
-    "components/evaluate/metrics/parses.py Parses.keep",
-    "components/evaluate/report/report.py write_report",
-    "components/evaluate/stage.py evaluate",
-    "components/evaluate/stage.py write_parquet",
-    "components/image_cache.py _store",
-    "components/ingest/stage.py ingest",
-    "components/inspect/statistics.py write_statistics",
-    "components/predict/stage.py predict",
-    "components/predict/stage.py _write_saliency",
-    "components/pretrain/stage.py pretrain",
-    "components/profiles.py keep_copy",
-    "components/profiles.py use_profile",
-    "components/reports.py StageReport.write",
-    "components/train/curve.py Curve.write",
-    "components/train/hours.py write_spent",
-    "components/train/generation.py begin",
-    "components/train/phase.py with_alignment",
-    "components/train/runtimes.py _worker",
-    "components/train/stage.py aligned",
-    "components/train/stage.py train",
-    "components/train/state.py write_state",
-    "components/train/state.py write_validation",
-    "components/zero_shot/zero_shot.py write_predictions",
+    "components/scoring/metrics/parses.py Parses.keep",
+    "components/stages/evaluate/report/report.py write_report",
+    "components/stages/evaluate/stage.py evaluate",
+    "components/stages/evaluate/stage.py write_parquet",
+    "components/images/cache.py _store",
+    "components/stages/ingest/stage.py ingest",
+    "components/commands/inspect/statistics.py write_statistics",
+    "components/stages/predict/stage.py predict",
+    "components/stages/predict/stage.py _write_saliency",
+    "components/stages/pretrain/stage.py pretrain",
+    "components/settings/profiles.py keep_copy",
+    "components/settings/profiles.py use_profile",
+    "components/records/reports.py StageReport.write",
+    "components/stages/train/curve.py Curve.write",
+    "components/stages/train/hours.py write_spent",
+    "components/stages/train/generation.py begin",
+    "components/stages/train/phase.py with_alignment",
+    "components/stages/train/runtimes.py _worker",
+    "components/stages/train/stage.py aligned",
+    "components/stages/train/stage.py train",
+    "components/stages/train/state.py write_state",
+    "components/stages/train/state.py write_validation",
+    "components/commands/zero_shot/zero_shot.py write_predictions",
     "flows/dvc.py repro",
     "flows/coalesce.py finish",
     "flows/notices.py kept",
@@ -73,64 +73,64 @@ ATOMIC = {
 """Through `write_atomic`."""
 
 RENAMED = {
-    "components/augment/stage.py _swap": "DVC; the next run removes what a kill left (tests/augment/test_stage.py)",
-    "components/evaluate/metrics/worker.py main": "in a temporary folder of the process that waits for it",
-    "components/export/hub/folder.py export_hub": "a command's output, whole or not there; the next one writes it anew",
-    "components/files.py write_atomic": "here",
+    "components/stages/augment/stage.py _swap": "DVC; the next run removes what a kill left (tests/stages/augment/test_stage.py)",
+    "components/scoring/metrics/worker.py main": "in a temporary folder of the process that waits for it",
+    "components/commands/export/hub/folder.py export_hub": "a command's output, whole or not there; the next one writes it anew",
+    "components/records/files.py write_atomic": "here",
     "components/models/checkpoint.py write_manifest": "here, with the checkpoint that it ends",
-    "components/promote/score_again.py download_checkpoint": "in a temporary folder",
-    "components/promote/score_model.py score_model": "a command's output, whole or not there, made anew by the next",
-    "components/train/samples.py _write": "here",
-    "components/train/state.py write_state": "here",
-    "components/zero_shot/zero_shot.py zero_shot": "a command's output, whole or not there, made anew by the next",
+    "components/commands/score_again.py download_checkpoint": "in a temporary folder",
+    "components/commands/score_model.py score_model": "a command's output, whole or not there, made anew by the next",
+    "components/stages/train/samples.py _write": "here",
+    "components/stages/train/state.py write_state": "here",
+    "components/commands/zero_shot/zero_shot.py zero_shot": "a command's output, whole or not there, made anew by the next",
     "flows/raw.py linked": "links, all flushed first; half a folder is made anew (tests/flows/test_raw.py)",
 }
 """With a rename of their own, and where that is tested."""
 
 PLAIN = {
-    "components/archive/lineage.py of_stored": "in a temporary folder",
-    "components/augment/scratch.py own_folder": "a lock",
-    "components/augment/stage.py _fill": "see RENAMED",
-    "components/convert/stage.py _write_shards": "DVC",
+    "components/registry/trace.py of_stored": "in a temporary folder",
+    "components/stages/augment/scratch.py own_folder": "a lock",
+    "components/stages/augment/stage.py _fill": "see RENAMED",
+    "components/stages/convert/stage.py _write_shards": "DVC",
     "components/datasets/minichange/generate.py _write_scene": "DVC",
-    "components/decisions.py alone": "a lock",
+    "components/registry/decisions.py alone": "a lock",
     "components/datasets/embedded.py _unpacked": "DVC",
     "components/endpoint.py Answers._append": "here: a line appended and flushed; a torn one is read as none",
-    "components/evaluate/metrics/scorer.py Scorer.__init__": "a log",
-    "components/evaluate/metrics/worker.py ask_meteor": "a log",
-    "components/evaluate/metrics/worker.py each_in_a_process": "in a temporary folder",
-    "components/evaluate/metrics/worker.py link_tree": "links, in a temporary folder",
-    "components/evaluate/metrics/worker.py main": "see RENAMED",
-    "components/evaluate/metrics/worker.py meteor.compute": "in a temporary folder",
-    "components/evaluate/metrics/worker.py spice.compute": "in a temporary folder",
-    "components/evaluate/report/images.py ImageStore._write": "DVC",
-    "components/evaluate/stage.py write_parquet": "into memory, and then see ATOMIC",
-    "components/export/hub/folder.py _write_example": "see RENAMED",
-    "components/export/hub/folder.py export_hub": "see RENAMED",
-    "components/export/hub/folder.py write_model": "see RENAMED",
-    "components/export/llava.py _write": "a command's output: the next one writes it anew",
-    "components/export/llava.py export_llava": "a command's output: the next one writes it anew",
-    "components/files.py write_atomic": "see RENAMED",
-    "components/ingest/stage.py ingest": "DVC",
+    "components/scoring/metrics/scorer.py Scorer.__init__": "a log",
+    "components/scoring/metrics/worker.py ask_meteor": "a log",
+    "components/scoring/metrics/worker.py each_in_a_process": "in a temporary folder",
+    "components/scoring/metrics/worker.py link_tree": "links, in a temporary folder",
+    "components/scoring/metrics/worker.py main": "see RENAMED",
+    "components/scoring/metrics/worker.py meteor.compute": "in a temporary folder",
+    "components/scoring/metrics/worker.py spice.compute": "in a temporary folder",
+    "components/stages/evaluate/report/images.py ImageStore._write": "DVC",
+    "components/stages/evaluate/stage.py write_parquet": "into memory, and then see ATOMIC",
+    "components/commands/export/hub/folder.py _write_example": "see RENAMED",
+    "components/commands/export/hub/folder.py export_hub": "see RENAMED",
+    "components/commands/export/hub/folder.py write_model": "see RENAMED",
+    "components/commands/export/llava.py _write": "a command's output: the next one writes it anew",
+    "components/commands/export/llava.py export_llava": "a command's output: the next one writes it anew",
+    "components/records/files.py write_atomic": "see RENAMED",
+    "components/stages/ingest/stage.py ingest": "DVC",
     "components/models/blip2idc/processing.py Blip2IDCProcessor.save_pretrained": "DVC, and the manifest is last",
     "components/models/checkpoint.py _save_adapters": "DVC, and the manifest is last",
     "components/models/checkpoint.py export_checkpoint": "a command's output, and the manifest is last",
     "components/models/checkpoint.py save_checkpoint": "DVC, and the manifest is last",
     "components/models/checkpoint.py write_manifest": "see RENAMED",
-    "components/predict/journal.py Journal.__enter__": "here: lines appended, each flushed",
-    "components/pretrain/blip2.py Blip2Base.write": "DVC",
-    "components/pretrain/llava_onevision.py LlavaOneVision.write": "DVC",
-    "components/pretrain/llava_onevision.py write_processor": "DVC",
-    "components/promote/score_model.py lay": "in a temporary folder",
-    "components/register/leftovers.py one_at_a_time": "a lock",
-    "components/register/stage.py copy_code": "in a temporary folder",
-    "components/register/stage.py log_model": "in a temporary folder",
-    "components/train/samples.py _write": "see RENAMED",
-    "components/train/stage.py _only_trainer": "a lock",
-    "components/tracking.py make_client": "a lock",
-    "components/train/state.py write_state": "see RENAMED",
-    "components/validate/pages.py _write": "DVC",
-    "components/validate/stage.py _write": "DVC",
+    "components/stages/predict/journal.py Journal.__enter__": "here: lines appended, each flushed",
+    "components/stages/pretrain/blip2.py Blip2Base.write": "DVC",
+    "components/stages/pretrain/llava_onevision.py LlavaOneVision.write": "DVC",
+    "components/stages/pretrain/llava_onevision.py write_processor": "DVC",
+    "components/commands/score_model.py lay": "in a temporary folder",
+    "components/registry/leftovers.py one_at_a_time": "a lock",
+    "components/stages/register/stage.py copy_code": "in a temporary folder",
+    "components/stages/register/stage.py log_model": "in a temporary folder",
+    "components/stages/train/samples.py _write": "see RENAMED",
+    "components/stages/train/stage.py _only_trainer": "a lock",
+    "components/registry/tracking.py make_client": "a lock",
+    "components/stages/train/state.py write_state": "see RENAMED",
+    "components/stages/validate/pages.py _write": "DVC",
+    "components/stages/validate/stage.py _write": "DVC",
     "flows/dvc.py without_outputs_in_git": "in a worktree, made anew after a kill",
     "flows/previous.py take_up": "in a worktree, made anew after a kill",
     "flows/raw.py held": "a lock",

@@ -13,10 +13,10 @@ import psutil
 import pytest
 import yaml
 
-from components.archive import prune
 from flows import archive, coalesce, dvc, notices, watch
 from flows.git import git
 from flows.workspace import FLOWS, workspace
+from m3diff.registry import prune
 from tests import toy
 
 STAGE = "evaluate"
@@ -66,7 +66,7 @@ def wait_for(condition, seconds: float) -> None:
 @pytest.mark.fault("02")
 @pytest.mark.slow(30)
 def test_a_killed_dvc_takes_its_stage_with_it_and_the_next_run_needs_no_hand(project, rng):
-    text = replace_stage(f"from components.__main__ import die_with_parent\n\n\n{WAIT}")
+    text = replace_stage(f"from m3diff.__main__ import die_with_parent\n\n\n{WAIT}")
     text_of_stage = Path("toy.py").read_text()
     Path("toy.py").write_text(
         text_of_stage.replace("    time.sleep(120)", "    die_with_parent()\n    time.sleep(120)")
@@ -169,7 +169,7 @@ def test_a_dvc_lock_that_is_none_is_told_with_gits_command(project, text):
         workspace("one", None, [], False),
     ):
         dvc.is_current()
-    done = subprocess.run([sys.executable, "-m", "components", "register"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "m3diff", "register"], capture_output=True, text=True)
     assert done.returncode == 3
     assert "git checkout -- dvc.lock" in done.stderr
     assert "Traceback" not in done.stderr

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from components import tracking
-from components.__main__ import main
-from components.preflight import NotReadyError
-from components.records import DataError
-from components.register.lineage import md5
 from flows import archive, tasks
+from m3diff.__main__ import main
+from m3diff.commands.preflight import NotReadyError
+from m3diff.records.schemas import DataError
+from m3diff.registry import tracking
+from m3diff.registry.lineage import md5
 from tests import toy
 from tests.register.conftest import change, store
 

@@ -30,7 +30,7 @@ except KeyError:
     pass
 assert "HOME" not in os.environ
 assert not os.access(os.environ["PACKAGES"], os.W_OK)
-from components.__main__ import main
+from m3diff.__main__ import main
 for command in {commands}:
     code = main(command)
     assert code == 0, (command, code)
@@ -45,7 +45,7 @@ with workspace("one", "HEAD", ["evaluate.gallery=7"], False):
     assert dvc.repro("evaluate", print) == "Ran"
     archive.commit("what ran", ())
     assert git("log", "-1", "--format=%s") == "what ran"
-from components.__main__ import main
+from m3diff.__main__ import main
 assert main(["register"]) == 0
 assert main(["promote"]) == 0
 assert main(["history"]) == 0

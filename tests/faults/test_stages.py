@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors.torch import load_file
 
-from components.__main__ import main as m3diff
-from components.files import sha256, sha256_of_folder
-from components.train import loop
+from m3diff.__main__ import main as m3diff
+from m3diff.records.files import sha256, sha256_of_folder
+from m3diff.stages.train import loop
 from tests.faults.small import MADE, change, write_params
 from tests.toy import REPOSITORY
 
@@ -170,7 +170,7 @@ def test_tags_in_yaml_are_refused_and_not_executed(small, capsys):
 
 @pytest.mark.fault("31", "m9")
 def test_nothing_unpickles_what_a_stage_reads():
-    own = {"components/evaluate/metrics/worker.py"}  # what its own child process wrote a moment before
+    own = {"components/scoring/metrics/worker.py"}  # what its own child process wrote a moment before
     for folder in ("components", "flows"):
         for file in sorted((REPOSITORY / folder).rglob("*.py")):
             for call in (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)):

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from components.section import ParamsError
 from flows import archive, dvc
 from flows.git import git
 from flows.workspace import workspace
+from m3diff.settings.section import ParamsError
 from tests import toy
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import yaml
 
-from components.decisions import decisions
 from flows.git import git
 from flows.sources import SETTLED_S
+from m3diff.registry.decisions import decisions
 from tests import toy
 from tests.faults.kills import SCORE_OF_CAPTIONS, one_dataset
 from tests.flows.test_host_dies import host_dies
@@ -144,6 +144,6 @@ def test_a_day_of_looks_leaves_the_record_that_it_should_and_nobody_did_anything
     assert "loss is nan at step 3" in failures[1]
     assert git("status", "--porcelain", cwd=machine.root) == before
     history = subprocess.run(
-        [sys.executable, "-m", "components", "history"], cwd=machine.root, env=machine.environment, capture_output=True
+        [sys.executable, "-m", "m3diff", "history"], cwd=machine.root, env=machine.environment, capture_output=True
     )
     assert history.returncode == 0, history.stderr

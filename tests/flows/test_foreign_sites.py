@@ -322,15 +322,15 @@ def train(folder: Path) -> subprocess.Popen:
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "HOME": str(folder / "home")}
     (folder / "home").mkdir()
     for stage in small.MADE[:4]:
-        subprocess.run([sys.executable, "-m", "components", *stage], cwd=folder, env=environment, check=True)
+        subprocess.run([sys.executable, "-m", "m3diff", *stage], cwd=folder, env=environment, check=True)
     with (folder / "log").open("w") as log:
-        command = [sys.executable, "-m", "components", "train"]
+        command = [sys.executable, "-m", "m3diff", "train"]
         return subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
 
 
 @pytest.mark.slow(120)
 def test_the_ports_that_listen_while_everything_runs_are_those_of_the_table_and_ask_what_it_says(machine, tmp_path):
-    from tests.serve.process import running, write_registry
+    from tests.serving.process import running, write_registry
 
     asks = table()
     write_registry(tmp_path, "one")

@@ -9,9 +9,9 @@ import httpx
 import pytest
 from prefect.states import Crashed
 
-from components.section import ParamsError
 from flows import lookback, notices
 from flows.lookback import look_back, silence_days
+from m3diff.settings.section import ParamsError
 
 NOW = datetime.now(UTC)
 DEPLOYED = [

@@ -13,7 +13,6 @@ from prefect.blocks.notifications import AppriseNotificationBlock
 from prefect.settings import PREFECT_API_URL, PREFECT_UI_URL, temporary_settings
 from prefect.states import Crashed, Failed
 
-from components.promote.promote import Promotion
 from flows import notices
 from flows.full import full
 from flows.notices import decided, failed, forget, reason_of, send_again, tell
@@ -21,6 +20,7 @@ from flows.pipeline import Done
 from flows.retrain import retrain
 from flows.watch import watch
 from flows.workspace import FLOWS, Workspace
+from m3diff.registry.promote import Promotion
 
 GATE = {"protocol": "d/p", "metric": "CIDEr", "min_gain": 0.0, "confidence": 0.95, "reason": "0.1 less"}
 

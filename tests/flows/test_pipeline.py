@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 from prefect.states import Completed, Failed
 
-from components.promote.promote import Promotion
-from components.register.stage import Registration
 from flows import archive, dvc, notices, pipeline, raw, report, tasks
 from flows.dvc import DvcError
 from flows.full import full
@@ -19,6 +17,8 @@ from flows.pipeline import FLOW_RUN, Done, run_pipeline
 from flows.retrain import retrain
 from flows.warm import NothingNewError
 from flows.workspace import Workspace
+from m3diff.registry.promote import Promotion
+from m3diff.stages.register.stage import Registration
 
 REGISTRATION = Registration(outcome="registered", model="m", version=7, run_id="r")
 GATE = {"protocol": "d/p", "metric": "CIDEr", "min_gain": 0.0, "confidence": 0.95, "reason": "why"}

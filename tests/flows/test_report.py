@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from components.params import load_params
-from components.register.stage import Registration
 from flows import archive, report
 from flows.pipeline import Done
 from flows.workspace import Workspace
+from m3diff.settings.tree import load_params
+from m3diff.stages.register.stage import Registration
 from tests.flows.test_pipeline import decision
 from tests.toy import REPOSITORY
 

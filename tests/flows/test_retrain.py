@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
-from components.params import load_params
-from components.register.lineage import Lock
 from flows import dvc, retrain
 from flows.retrain import changes, unregistered
+from m3diff.registry.lineage import Lock
+from m3diff.settings.tree import load_params
 from tests import toy
 
 
@@ -21,8 +21,8 @@ def test_nothing_out_of_date_is_no_reason():
 
 def test_changed_code_alone_is_no_reason():
     status = {
-        "convert": [{"changed deps": {"components/convert": "modified"}}],
-        "train": [{"changed deps": {"components/models": "modified", "components/files.py": "modified"}}],
+        "convert": [{"changed deps": {"components/stages/convert": "modified"}}],
+        "train": [{"changed deps": {"components/models": "modified", "components/records/files.py": "modified"}}],
     }
     assert list(changes(status)) == []
     assert list(changes({"train": ["changed command"]})) == []
@@ -30,7 +30,7 @@ def test_changed_code_alone_is_no_reason():
 
 def test_a_changed_parameter_and_changed_data_are_named():
     status = {
-        "ingest@birds": [{"changed deps": {"data/01_raw/birds": "modified", "components/ingest": "modified"}}],
+        "ingest@birds": [{"changed deps": {"data/01_raw/birds": "modified", "components/stages/ingest": "modified"}}],
         "train": [
             "changed command",
             {"changed deps": {"params.yaml": {"models.m3diff": "modified", "train.seed": "new"}}},
@@ -51,7 +51,7 @@ def test_dvcs_own_words_are_understood_and_how_a_run_is_computed_is_no_reason(pr
     params = yaml.safe_load(Path("params.yaml").read_text())
     params["compute"]["workers"] = 7
     Path("params.yaml").write_text(yaml.safe_dump(params, sort_keys=False))
-    plan, base = project / "components/convert/stage.py", project / "data/00_base/config.json"
+    plan, base = project / "components/stages/convert/stage.py", project / "data/00_base/config.json"
     plan.write_text(plan.read_text() + "\n# a comment\n")
     assert list(changes(dvc.status())) == []
     params["models"]["m3diff"]["rates"]["llm"] = 0.5

@@ -9,10 +9,10 @@ import httpx
 import pytest
 from prefect.states import Crashed, Failed, Pending, Running
 
-from components.records import DataError
 from flows import schedule
 from flows.retrain import retrain
 from flows.schedule import coalesce_late, count_crashes
+from m3diff.records.schemas import DataError
 
 DEPLOYMENT = uuid.uuid4()
 

@@ -17,10 +17,10 @@ import httpx
 import psutil
 import pytest
 
-from components.decisions import decisions
 from flows import dvc
 from flows.git import git
 from infra import units
+from m3diff.registry.decisions import decisions
 from tests.register.conftest import store
 from tests.toy import REPOSITORY, load_and_caption
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from components.section import ParamsError
 from flows import dvc, sources
 from flows.git import git
 from flows.sources import bring, content, drop_folders, imports, take_up, update
+from m3diff.settings.section import ParamsError
 from tests import toy
 
 

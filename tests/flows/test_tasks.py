@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 from prefect.states import Completed, Failed
 
-from components.promote.promote import Promotion
-from components.register.stage import Registration
-from components.tracking import TrackingUnavailableError
 from flows import dvc, tasks
 from flows.dvc import DvcError
+from m3diff.registry.promote import Promotion
+from m3diff.registry.tracking import TrackingUnavailableError
+from m3diff.stages.register.stage import Registration
 
 
 @pytest.fixture

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import yaml
 
-from components.files import sha256_of_folder
-from components.params import load_params
-from components.section import ParamsError
 from flows import dvc, warm
 from flows.git import git, has_branch
 from flows.warm import BASE, NothingNewError, changed_datasets, from_champion, weighted
 from flows.workspace import workspace
+from m3diff.records.files import sha256_of_folder
+from m3diff.settings.section import ParamsError
+from m3diff.settings.tree import load_params
 from tests import toy
 
 MINE = Path("data/01_raw/mine")
@@ -113,7 +113,7 @@ def test_other_raw_data_or_parameters_of_data_are_a_change_and_code_and_other_se
     commit = git("rev-parse", "HEAD")
     names = ["mine", *others()]
     lock = Path("dvc.lock").read_bytes()
-    stage = trained / "components/ingest/stage.py"
+    stage = trained / "components/stages/ingest/stage.py"
     stage.write_text(stage.read_text() + "\n# a comment\n")
     set_params("train", epochs=9)
     shutil.rmtree("data/01_raw")

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from components.records import DataError
-from components.section import ParamsError
 from flows import dvc, sources, watch
 from flows.git import git, has_branch
 from flows.watch import STATE
 from flows.workspace import DATA, workspace
+from m3diff.records.schemas import DataError
+from m3diff.settings.section import ParamsError
 from tests import toy
 from tests.flows.test_sources import dropped, imported  # noqa: F401
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from components import tracking
-from components.section import ParamsError
 from flows import dvc
 from flows.git import git, has_branch
 from flows.workspace import DATA, FLOWS, UncommittedError, lock, sweep, workspace
+from m3diff.registry import tracking
+from m3diff.settings.section import ParamsError
 from tests import toy
 
 SEED = Path("params.yaml")
@@ -50,14 +50,16 @@ def test_an_edit_in_the_checkout_does_not_reach_the_run_and_the_runs_files_not_t
     with opened():
         (project / "params.yaml").write_text("half typ")
         (project / "components" / "files.py").write_text("half typ")
-        assert "half typ" not in Path("params.yaml").read_text() + Path("components/files.py").read_text()
+        assert "half typ" not in Path("params.yaml").read_text() + Path("components/records/files.py").read_text()
         Path("dvc.lock").write_text("the run's")
     assert (project / "params.yaml").read_text() == "half typ"
     assert "the run's" not in (project / "dvc.lock").read_text()
 
 
 @pytest.mark.fault("B1")
-@pytest.mark.parametrize("file", ["params.yaml", "components/files.py", "profiles/new.yaml", "data/raw/mine.dvc"])
+@pytest.mark.parametrize(
+    "file", ["params.yaml", "components/records/files.py", "profiles/new.yaml", "data/raw/mine.dvc"]
+)
 def test_what_decides_a_run_and_is_not_committed_is_named_and_refused(project, file):
     (project / file).parent.mkdir(parents=True, exist_ok=True)
     with (project / file).open("a") as opened_file:

@@ -27,11 +27,13 @@ MODELS |= {"hub": "exports/hub", "challenger": "challenger"}
 def make(root: Path) -> None:
     for folder in ("components", "profiles"):
         shutil.copytree(REPOSITORY / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    (root / "m3diff").symlink_to("components")
     shutil.copy(REPOSITORY / "dvc.yaml", root)
     ignored = (
         "components/*",
         "!/components/models",
         "profiles",
+        "m3diff",
         "data/*",
         "!/data/00_base",
         "exports",
@@ -84,7 +86,7 @@ def version(root: Path) -> None:
 
 
 def m3diff(root: Path, *arguments: str, expect: int = 0) -> str:
-    done = subprocess.run([sys.executable, "-m", "components", *arguments], cwd=root, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "m3diff", *arguments], cwd=root, capture_output=True, text=True)
     assert done.returncode == expect, f"{arguments}: {done.returncode}: {done.stdout}{done.stderr}"
     return done.stdout
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from components.__main__ import main
-from components.params import load_params
-from components.section import ParamsError
+from m3diff.__main__ import main
+from m3diff.settings.section import ParamsError
+from m3diff.settings.tree import load_params
 from tests.frozen.make import ARCHIVE, MODELS
 
 PAIRS = ("exports/before", "exports/after", "--json")

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from components.models import FAMILIES
-from components.models.device import Device
-from components.train.batches import Loader, MicroBatch, Schedule
-from components.train.loop import prepare_model
-from components.train.loss import token_loss
-from components.train.samples import read_training_samples
+from m3diff.models import FAMILIES
+from m3diff.models.device import Device
+from m3diff.stages.train.batches import Loader, MicroBatch, Schedule
+from m3diff.stages.train.loop import prepare_model
+from m3diff.stages.train.loss import token_loss
+from m3diff.stages.train.samples import read_training_samples
+from tests.stages.train.toy import Recipe, recipe
 from tests.tiny import BASE, tiny_settings
-from tests.train.toy import Recipe, recipe
 
 ATTENTION = ("sdpa", "flex")
 CHECKPOINTING = ("none", "selective", "full")

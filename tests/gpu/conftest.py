@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from components.models.device import Device, environment
-from tests.train.toy import write_mixture
+from m3diff.models.device import Device, environment
+from tests.stages.train.toy import write_mixture
 
 if torch.cuda.is_available():
     os.environ.update(environment(gpu=True))  # before DeepSpeed is imported

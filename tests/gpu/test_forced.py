@@ -14,20 +14,20 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from components.models import FAMILIES, attention, fused
-from components.models.device import Device, environment
-from components.models.tuning import unwrapped
-from components.train import accelerator
-from components.train.loop import prepare_model
-from components.train.loss import token_loss
-from components.train.state import MOMENTS, MasterState
+from m3diff.models import FAMILIES, attention, fused
+from m3diff.models.device import Device, environment
+from m3diff.models.tuning import unwrapped
+from m3diff.stages.train import accelerator
+from m3diff.stages.train.loop import prepare_model
+from m3diff.stages.train.loss import token_loss
+from m3diff.stages.train.state import MOMENTS, MasterState
 from tests.gpu import test_gpu
 from tests.gpu.choices import first_batch
 from tests.models.llava15 import write_llava15
 from tests.models.test_onediff import settings as onediff_settings
+from tests.stages.train.toy import recipe, run
 from tests.tiny import MDP, tiny_base, tiny_settings
 from tests.tiny_blip2 import blip2_settings, tiny_blip2
-from tests.train.toy import recipe, run
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def test_a_micro_batch_waits_for_nothing(
 
 
 def test_visual_tokens_are_where_masked_scatter_has_them_to_the_bit() -> None:
-    from components.models.layers import with_visual_tokens
+    from m3diff.models.layers import with_visual_tokens
 
     torch.manual_seed(0)
     ids, visual = torch.tensor([[3, 9, 9, 1, 9, 3], [9, 3, 9, 9, 1, 1]]), torch.randn(6, 4, requires_grad=True)
@@ -230,8 +230,8 @@ def test_a_gpus_memory_grows_in_segments_unless_its_allocator_is_told_otherwise(
 
 
 def test_positions_are_computed_and_copied_once_for_a_precision_and_a_device() -> None:
-    from components.models.m3diff.mdp import DifferentialPerception
-    from components.models.m3diff.settings import MDPConfig
+    from m3diff.models.m3diff.mdp import DifferentialPerception
+    from m3diff.models.m3diff.settings import MDPConfig
 
     mdp = DifferentialPerception(MDPConfig(vision_feature_layers=(1,), heads=3, pos_embed_scale=2.0), 12)
     for dtype in (torch.float32, torch.bfloat16):

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from components.models import FAMILIES
-from components.models.device import Device, environment
-from components.models.generation import load_captioner
-from components.models.tuning import unwrapped
-from components.train.loop import prepare_model
-from components.train.loss import token_loss
+from m3diff.models import FAMILIES
+from m3diff.models.device import Device, environment
+from m3diff.models.generation import load_captioner
+from m3diff.models.tuning import unwrapped
+from m3diff.stages.train.loop import prepare_model
+from m3diff.stages.train.loss import token_loss
 from tests.gpu.choices import ATTENTION, CHECKPOINTING, cosine, first_batch, loss_and_gradients, small
+from tests.stages.train.toy import Trained, run
 from tests.tiny import colour_image, tiny_base, tiny_checkpoint
-from tests.train.toy import Trained, run
 
 pytestmark = pytest.mark.gpu
 
@@ -27,9 +27,9 @@ PAIRS = [(colour_image(n), colour_image(n + 1)) for n in range(3)]
 
 def test_a_process_that_is_asked_for_a_gpu_computes_there() -> None:
     script = (
-        "import components.train.engine, torch\n"
+        "import m3diff.stages.train.engine, torch\n"
         "from deepspeed.accelerator import get_accelerator\n"
-        "from components.models.device import Device\n"
+        "from m3diff.models.device import Device\n"
         "print(get_accelerator().device_name(), Device(True, 'bf16').move(torch.ones(2)).device)"
     )
     assert said(script, gpu=True) == "cuda cuda:0"
@@ -37,7 +37,7 @@ def test_a_process_that_is_asked_for_a_gpu_computes_there() -> None:
 
 def test_a_process_that_is_asked_for_none_sees_no_gpu() -> None:
     script = (
-        "import components.train.engine, torch\n"
+        "import m3diff.stages.train.engine, torch\n"
         "from deepspeed.accelerator import get_accelerator\n"
         "print(get_accelerator().device_name(), torch.cuda.is_available())"
     )
@@ -184,7 +184,7 @@ def test_a_run_on_the_gpu_trains_as_one_on_the_cpu(mixture: Path, tmp_path: Path
 def test_a_killed_run_resumes_with_the_same_weights(
     precision: str, mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from components.train import loop
+    from m3diff.stages.train import loop
 
     whole = trained(mixture, tmp_path / "whole", precision=precision)
     step_of_loop = loop.train_step

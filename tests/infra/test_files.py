@@ -12,8 +12,8 @@ from jsonschema.exceptions import best_match
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from components import PRIVACY
-from components.params import load_params
+from m3diff import PRIVACY
+from m3diff.settings.tree import load_params
 from tests.toy import REPOSITORY
 
 INFRA = REPOSITORY / "infra"

@@ -18,7 +18,7 @@ SAID = """
 Stage 'synthesize@minichange' is cached - skipping run, checking out outputs
 Stage 'ingest@minichange' didn't change, skipping
 Running stage 'validate':
-> python -m components validate
+> python -m m3diff validate
 validate:  45%|####      | 45/100 [00:03<00:04, 12.1it/s]
 Running stage 'train':
 train: step 20/1810 (1.1%)  loss 1.2345  grad_norm 2.1000  lr_llm 4.00e-05  85 captions/s  ETA 11 min

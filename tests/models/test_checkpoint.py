@@ -15,10 +15,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, PreTrainedModel
 
-from components.files import sha256_of_folder
-from components.models import FAMILIES
-from components.models import checkpoint as checkpoint_module
-from components.models.checkpoint import (
+from m3diff.models import FAMILIES
+from m3diff.models import checkpoint as checkpoint_module
+from m3diff.models.checkpoint import (
     ADAPTERS,
     CheckpointError,
     export_checkpoint,
@@ -30,8 +29,9 @@ from components.models.checkpoint import (
     verify_manifest,
     write_manifest,
 )
-from components.models.m3diff.settings import M3DiffSettings
-from components.models.tuning import trainable_names
+from m3diff.models.m3diff.settings import M3DiffSettings
+from m3diff.models.tuning import trainable_names
+from m3diff.records.files import sha256_of_folder
 from tests.models.test_modeling import pair_inputs
 from tests.tiny import tiny_base, tiny_checkpoint, tiny_settings, tiny_trained
 
@@ -326,7 +326,7 @@ for folder in folders:
             told[folder][name] = "loaded"
         except Exception as error:
             told[folder][name] = f"{type(error).__name__}: {error}"
-assert not any(name.startswith("components") for name in sys.modules)
+assert not any(name.startswith("m3diff") for name in sys.modules)
 (place / "told.json").write_text(json.dumps(told))
 """
 

@@ -8,12 +8,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from components.models import FAMILIES
-from components.models.checkpoint import ADAPTERS, load_model, read_manifest
-from components.models.m3diff.difference import BareDifference, new_module
-from components.models.m3diff.mdp import DifferentialPerception
-from components.models.m3diff.settings import DifferenceConfig, MDPConfig
-from components.models.tuning import parameter_counts, prepare, trainable_groups
+from m3diff.models import FAMILIES
+from m3diff.models.checkpoint import ADAPTERS, load_model, read_manifest
+from m3diff.models.m3diff.difference import BareDifference, new_module
+from m3diff.models.m3diff.mdp import DifferentialPerception
+from m3diff.models.m3diff.settings import DifferenceConfig, MDPConfig
+from m3diff.models.tuning import parameter_counts, prepare, trainable_groups
 from tests.models.test_family import forward_flops
 from tests.models.test_modeling import pair_inputs
 from tests.tiny import DIFFERENCE, MDP, WIDTH, tiny_base, tiny_checkpoint, tiny_model, tiny_settings, tiny_trained

@@ -11,13 +11,13 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from components.models import FAMILIES
-from components.models.family import Rates
-from components.models.llava_flops import linear_parameters, lora_parameters
-from components.models.m3diff.configuration import seven_b_config
-from components.models.m3diff.processing import M3DiffImageProcessor
-from components.models.m3diff.settings import MDPConfig
-from components.models.tuning import parameter_counts, prepare
+from m3diff.models import FAMILIES
+from m3diff.models.family import Rates
+from m3diff.models.llava_flops import linear_parameters, lora_parameters
+from m3diff.models.m3diff.configuration import seven_b_config
+from m3diff.models.m3diff.processing import M3DiffImageProcessor
+from m3diff.models.m3diff.settings import MDPConfig
+from m3diff.models.tuning import parameter_counts, prepare
 from tests.models.test_modeling import pair_inputs
 from tests.tiny import BASE, MDP, SIDE, noise_image, tiny_base, tiny_config, tiny_model, tiny_settings
 

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention.flex_attention import create_mask
 
-from components.models import FAMILIES
-from components.models.attention import RECURRING
-from components.models.device import Device
-from components.models.fused import STOCK, SwiGLU, fused_attention, make_fused, recomputing, swiglu
-from components.models.tuning import prepare, unwrapped
-from components.train.packing import Packed, pack
+from m3diff.models import FAMILIES
+from m3diff.models.attention import RECURRING
+from m3diff.models.device import Device
+from m3diff.models.fused import STOCK, SwiGLU, fused_attention, make_fused, recomputing, swiglu
+from m3diff.models.tuning import prepare, unwrapped
+from m3diff.stages.train.packing import Packed, pack
+from tests.stages.train.test_packing import gradients, group, summed_loss
 from tests.tiny import MDP, SIDE, WIDTH, tiny_model, tiny_settings
-from tests.train.test_packing import gradients, group, summed_loss
 
 STOCK_WAY = {"activation_checkpointing": "none", "fused": False, "adapters": "peft"}
 FUSED_WAYS = {
@@ -194,9 +194,9 @@ def bare_machine(folder: Path) -> Path:
 def test_the_model_needs_torch_transformers_and_peft_alone(tmp_path: Path) -> None:
     repository = str(Path(__file__).parents[2])
     script = (
-        "import sys, components.models.generation, components.models.m3diff.processing\n"
-        "import components.models.m3diff.modeling, components.models.fused, components.train.packing\n"
-        "absent = {'PIL', 'pyarrow', 'ray', 'deepspeed', 'mlflow', 'pydantic', 'components.section'}\n"
+        "import sys, m3diff.models.generation, m3diff.models.m3diff.processing\n"
+        "import m3diff.models.m3diff.modeling, m3diff.models.fused, m3diff.stages.train.packing\n"
+        "absent = {'PIL', 'pyarrow', 'ray', 'deepspeed', 'mlflow', 'pydantic', 'm3diff.settings.section'}\n"
         "print(sorted(absent & set(sys.modules)))"
     )
     environment = {"PYTHONPATH": f"{bare_machine(tmp_path)}:{repository}", "PATH": "/usr/bin:/bin"}

@@ -7,8 +7,8 @@ import pytest
 import torch
 from PIL import Image
 
-from components.models.checkpoint import CheckpointError
-from components.models.generation import QUESTION, Captioner, load_captioner
+from m3diff.models.checkpoint import CheckpointError
+from m3diff.models.generation import QUESTION, Captioner, load_captioner
 from tests.tiny import MDP, colour_image, tiny_base, tiny_checkpoint, tiny_settings
 
 PAIRS = [(colour_image(10 * k), colour_image(10 * k + 1)) for k in range(5)]

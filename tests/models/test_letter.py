@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from components.models import FAMILIES
-from components.models.m3diff.mdp import Projection
-from components.models.m3diff.modeling import M3DiffForConditionalGeneration
-from components.models.m3diff.settings import MDPConfig
-from components.params import load_params
+from m3diff.models import FAMILIES
+from m3diff.models.m3diff.mdp import Projection
+from m3diff.models.m3diff.modeling import M3DiffForConditionalGeneration
+from m3diff.models.m3diff.settings import MDPConfig
+from m3diff.settings.tree import load_params
 from tests.tiny import SIDE, tiny_config
 from tests.toy import REPOSITORY
 

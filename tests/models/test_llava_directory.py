@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlavaOnevisionForConditionalGeneration
 
-from components.models import FAMILIES
-from components.models.m3diff.modeling import M3DiffForConditionalGeneration
-from components.models.m3diff.processing import M3DiffImageProcessor, M3DiffProcessor
-from components.models.m3diff.settings import MDPConfig
-from components.plan.plan import meta_model, parameters_of
+from m3diff.commands.plan.plan import meta_model, parameters_of
+from m3diff.models import FAMILIES
+from m3diff.models.m3diff.modeling import M3DiffForConditionalGeneration
+from m3diff.models.m3diff.processing import M3DiffImageProcessor, M3DiffProcessor
+from m3diff.models.m3diff.settings import MDPConfig
+from tests.stages.train.toy import recipe, run, write_mixture
 from tests.tiny import BASE, noise_image, tiny_base, tiny_settings
-from tests.train.toy import recipe, run, write_mixture
 
 ENCODER_LAYERS, WIDTH, SIDE, PATCH = 26, 16, 28, 14
 CHAT = (

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from components.models.m3diff.mdp import DifferentialPerception, contribution, sincos_positions
-from components.models.m3diff.settings import MDPConfig
+from m3diff.models.m3diff.mdp import DifferentialPerception, contribution, sincos_positions
+from m3diff.models.m3diff.settings import MDPConfig
 
 D, N, B = 12, 5, 3
 

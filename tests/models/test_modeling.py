@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor, LlavaOnevisionForConditionalGeneration
 
-from components.models import FAMILIES
-from components.models.m3diff.modeling import M3DiffForConditionalGeneration
-from components.models.m3diff.processing import M3DiffProcessor
+from m3diff.models import FAMILIES
+from m3diff.models.m3diff.modeling import M3DiffForConditionalGeneration
+from m3diff.models.m3diff.processing import M3DiffProcessor
 from tests.tiny import MDP, SIDE, noise_image, tiny_base, tiny_config, tiny_model, tiny_settings
 
 PATCHES = (SIDE // 8) ** 2

@@ -19,20 +19,20 @@ from transformers import (
     LlavaOnevisionForConditionalGeneration,
 )
 
-from components.models import FAMILIES
-from components.models.attention import KERNELS
-from components.models.checkpoint import can_save_adapters, folder_sha256, load_model, save_checkpoint
-from components.models.device import Device
-from components.models.family import Lora, Rates
-from components.models.generation import load_captioner
-from components.models.onediff.configuration import llava_config
-from components.models.onediff.modeling import OneDiffForConditionalGeneration
-from components.models.onediff.processing import OneDiffProcessor
-from components.models.onediff.settings import OneDiffSettings, VDMConfig
-from components.models.tuning import parameter_counts, prepare
-from components.train.batches import MicroBatch, complete
-from components.train.loss import token_loss
-from components.train.packing import pack
+from m3diff.models import FAMILIES
+from m3diff.models.attention import KERNELS
+from m3diff.models.checkpoint import can_save_adapters, folder_sha256, load_model, save_checkpoint
+from m3diff.models.device import Device
+from m3diff.models.family import Lora, Rates
+from m3diff.models.generation import load_captioner
+from m3diff.models.onediff.configuration import llava_config
+from m3diff.models.onediff.modeling import OneDiffForConditionalGeneration
+from m3diff.models.onediff.processing import OneDiffProcessor
+from m3diff.models.onediff.settings import OneDiffSettings, VDMConfig
+from m3diff.models.tuning import parameter_counts, prepare
+from m3diff.stages.train.batches import MicroBatch, complete
+from m3diff.stages.train.loss import token_loss
+from m3diff.stages.train.packing import pack
 from tests.models.llava15 import write_llava15
 from tests.models.test_vdm import bert, maps_by_hand
 from tests.tiny import RATES, noise_image, scale_features, tiny_base

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from components.models import FAMILIES
-from components.models.family import Delays
-from components.models.fused import make_fused
-from components.models.tuning import (
+from m3diff.models import FAMILIES
+from m3diff.models.family import Delays
+from m3diff.models.fused import make_fused
+from m3diff.models.tuning import (
     is_adapter,
     merge,
     parameter_counts,

@@ -14,11 +14,11 @@ import pytest
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.tracking import MlflowClient
 
-from components.decisions import Decision, decisions, faults
-from components.params import Params, load_params
-from components.promote.promote import Promotion, promote
-from components.promote.rollback import rollback
-from components.register.stage import CHALLENGER, SCORES
+from m3diff.registry.decisions import Decision, decisions, faults
+from m3diff.registry.promote import Promotion, promote
+from m3diff.registry.rollback import rollback
+from m3diff.settings.tree import Params, load_params
+from m3diff.stages.register.stage import CHALLENGER, SCORES
 from tests.register.conftest import empty_store  # noqa: F401  # a fixture
 from tests.toy import REPOSITORY
 

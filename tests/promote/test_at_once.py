@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from mlflow.tracking import MlflowClient
 
-from components import decisions as record
-from components.decisions import champions, decisions, faults, pending
-from components.promote import promote
-from components.records import DataError
+from m3diff.records.schemas import DataError
+from m3diff.registry import decisions as record
+from m3diff.registry import promote
+from m3diff.registry.decisions import champions, decisions, faults, pending
 from tests.promote.conftest import Registry, scores
 
 WRITES = ("hash-object", "mktree", "commit-tree", "update-ref")

@@ -4,10 +4,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from components.evaluate.bootstrap import bounds, resample, split
-from components.evaluate.metrics.change_accuracy import NAMES
-from components.promote.gate import can_be_judged, judge, judge_first
-from components.promote.params import Promote
+from m3diff.registry.gate import can_be_judged, judge, judge_first
+from m3diff.registry.params import Promote
+from m3diff.scoring.bootstrap import bounds, resample, split
+from m3diff.scoring.metrics.change_accuracy import NAMES
 
 PROTOCOL, PAIRS, RUNS = "minichange/total", 1200, 200
 EXACT = "change_exact_accuracy"

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from components.decisions import BRANCH, Entry, append, git, tip_of
-from components.promote.known import TAG
-from components.promote.moves import make_move
-from components.records import DataError
+from m3diff.records.schemas import DataError
+from m3diff.registry.decisions import BRANCH, Entry, append, git, tip_of
+from m3diff.registry.known import TAG
+from m3diff.registry.moves import make_move
 from tests.promote.conftest import Registry, scores
 
 
@@ -118,7 +118,7 @@ def test_mlflow_is_brought_up_where_it_knows_less_or_nothing(rolled_back, known)
 @pytest.mark.fault("T14")
 def test_a_record_that_is_lost_while_a_version_is_judged_decides_nothing(rolled_back, monkeypatch):
     rolled_back.add(scores(3.0))
-    from components.promote import promote as module
+    from m3diff.registry import promote as module
 
     judged = module.verdict_on
     monkeypatch.setattr(module, "verdict_on", lambda *given: (LOST["deleted"](), judged(*given))[1])

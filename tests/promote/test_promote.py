@@ -11,11 +11,12 @@ from mlflow.entities.model_registry import ModelVersion, ModelVersionTag
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from components.models.checkpoint import CheckpointError
-from components.promote import moves, promote, score_again
-from components.records import DataError
-from components.register.lineage import PREDICT_CODE, dvc_hash
-from components.register.stage import SCORES
+from m3diff.commands import score_again
+from m3diff.models.checkpoint import CheckpointError
+from m3diff.records.schemas import DataError
+from m3diff.registry import moves, promote
+from m3diff.registry.lineage import PREDICT_CODE, dvc_hash
+from m3diff.stages.register.stage import SCORES
 from tests.promote.conftest import PAIRS, PROTOCOL, scores
 
 

@@ -7,8 +7,8 @@ import sys
 import pytest
 import yaml
 
-from components.decisions import champions, decisions, who
-from components.records import DataError
+from m3diff.records.schemas import DataError
+from m3diff.registry.decisions import champions, decisions, who
 from tests.promote.conftest import scores
 from tests.toy import REPOSITORY
 
@@ -160,8 +160,8 @@ def test_the_command_takes_seconds_and_loads_no_torch(three):
     values["register"]["tracking_uri"] = three.params.register_.tracking_uri
     (three.root / "params.yaml").write_text(yaml.safe_dump(values))
     program = (
-        "import sys; from components.__main__ import main; code = main(['rollback', '--why', 'too slow']); "
-        "import components.promote.promote; assert 'torch' not in sys.modules; sys.exit(code)"
+        "import sys; from m3diff.__main__ import main; code = main(['rollback', '--why', 'too slow']); "
+        "import m3diff.registry.promote; assert 'torch' not in sys.modules; sys.exit(code)"
     )
     before = os.times()
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

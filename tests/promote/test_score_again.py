@@ -11,14 +11,14 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from components import tracking
-from components.__main__ import main as m3diff
-from components.images import load_image
-from components.models.checkpoint import is_adapters
-from components.models.generation import load_captioner
-from components.params import load_params
-from components.register import stage
-from components.register.lineage import hash_test_set
+from m3diff.__main__ import main as m3diff
+from m3diff.images.open import load_image
+from m3diff.models.checkpoint import is_adapters
+from m3diff.models.generation import load_captioner
+from m3diff.registry import tracking
+from m3diff.registry.lineage import hash_test_set
+from m3diff.settings.tree import load_params
+from m3diff.stages.register import stage
 from tests.tiny import tiny_base
 from tests.toy import REPOSITORY
 
@@ -62,6 +62,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_champions_checkpoint_is_fetched_captions_this_test_set_and_is_compared_pair_by_pair(small, capsys, keeps):
     subprocess.run(["git", "init", "-q"], check=True)
     Path("components").symlink_to(REPOSITORY / "components")
+    Path("m3diff").symlink_to("components")
     profile = yaml.safe_load(Path("params.yaml").read_text())
     profile |= {
         "register": {"tracking_uri": "sqlite:///mlflow.db", "keeps": keeps},

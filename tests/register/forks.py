@@ -95,8 +95,8 @@ class Writes:
 
 
 def serve() -> None:
-    from components.params import load_params
-    from components.register import stage
+    from m3diff.settings.tree import load_params
+    from m3diff.stages.register import stage
 
     def work(root: str, kill_at: int | None, lock: bool, start: float) -> None:
         os.chdir(root)

@@ -11,9 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from components.params import load_params
-from components.records import DataError
-from components.register.lineage import (
+from m3diff.records.schemas import DataError
+from m3diff.registry.lineage import (
     Lock,
     captioned_records,
     dvc_hash,
@@ -23,7 +22,8 @@ from components.register.lineage import (
     read_lineage,
     training_hours,
 )
-from components.register.params import Register
+from m3diff.settings.tree import load_params
+from m3diff.stages.register.params import Register
 from tests import toy
 
 
@@ -127,7 +127,7 @@ def test_checkpoint_code_and_length_limit_make_two_registrations_one_version(tra
     ("path", "dirty"),
     [
         ("toy.py", True),
-        ("components/params.py", True),
+        ("components/settings/tree.py", True),
         ("new.py", True),
         ("data/01_raw/real.dvc", True),
         ("data/new/folder/real.dvc", True),
@@ -192,7 +192,7 @@ def test_outside_a_git_repository_there_is_no_lineage(trained):
 
 def test_the_hash_of_a_folder_is_dvcs_and_compiled_files_are_no_part_of_it(trained):
     lock = Lock()
-    folders = {"data/02_records/minichange": "ingest@minichange outs", "components/evaluate": "evaluate deps"}
+    folders = {"data/02_records/minichange": "ingest@minichange outs", "components/stages/evaluate": "evaluate deps"}
     for folder, where in folders.items():
         (Path(folder) / "__pycache__").mkdir(exist_ok=True)
         (Path(folder) / "__pycache__" / "x.pyc").touch()

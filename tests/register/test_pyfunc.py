@@ -8,8 +8,8 @@ import pandas as pd
 import pytest
 from PIL import Image
 
-from components.models import generation
-from components.register.pyfunc import BATCH_PAIRS, PyfuncCaptioner, read
+from m3diff.models import generation
+from m3diff.stages.register.pyfunc import BATCH_PAIRS, PyfuncCaptioner, read
 
 
 class Recorder:

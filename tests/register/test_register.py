@@ -19,20 +19,20 @@ from click.testing import CliRunner
 from mlflow.cli import cli
 from mlflow.tracking import MlflowClient
 
-from components import tracking
-from components.__main__ import main
-from components.params import load_params
-from components.register import stage
-from components.register.lineage import Lock, read_lineage
-from components.runs import Description, completed, followed
-from components.tracking import PROCESS
+from m3diff.__main__ import main
+from m3diff.registry import tracking
+from m3diff.registry.lineage import Lock, read_lineage
+from m3diff.registry.runs import Description, completed, followed
+from m3diff.registry.tracking import PROCESS
+from m3diff.settings.tree import load_params
+from m3diff.stages.register import stage
 from tests import toy
 from tests.register.conftest import change, store
 
 
 def m3diff(root: Path, *arguments: str) -> subprocess.CompletedProcess:
     """The toy's own command line, as a user calls it."""
-    return subprocess.run([sys.executable, "-m", "components", *arguments], cwd=root, capture_output=True, text=True)
+    return subprocess.run([sys.executable, "-m", "m3diff", *arguments], cwd=root, capture_output=True, text=True)
 
 
 @pytest.fixture(scope="module")
@@ -406,11 +406,11 @@ def test_the_code_that_travels_with_a_version_is_the_models_package_and_the_open
 ):
     (trained / "components/models/__pycache__").mkdir(exist_ok=True)
     package = stage.copy_code(tmp_path)
-    assert package == tmp_path / "components"
+    assert package == tmp_path / "m3diff"
     files = {str(path.relative_to(package)) for path in package.rglob("*") if path.is_file()}
     models = trained / "components" / "models"
     here = {str(path.relative_to(models.parent)) for path in models.rglob("*") if path.suffix != ".pyc"}
-    assert files == {"__init__.py", "images.py", "lazy.py"} | {
+    assert files == {*stage.SHARED_CODE} | {
         path for path in here if (models.parent / path).is_file()
     }
 

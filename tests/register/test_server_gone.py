@@ -16,9 +16,9 @@ import mlflow
 import pytest
 from mlflow.tracking import MlflowClient
 
-from components.params import load_params
-from components.register import stage
-from components.tracking import TrackingUnavailableError
+from m3diff.registry.tracking import TrackingUnavailableError
+from m3diff.settings.tree import load_params
+from m3diff.stages.register import stage
 from tests.register.conftest import change
 
 

@@ -12,8 +12,8 @@ import httpx
 import pytest
 import yaml
 
-from components.register.lineage import Lock, dvc_hash
 from flows.git import git
+from m3diff.registry.lineage import Lock, dvc_hash
 from tests import servers, toy
 from tests.flows.test_services import RAN, Machine
 
@@ -25,7 +25,7 @@ DATA, CHECKPOINT = "data/01_raw/minichange", "data/05_model/checkpoint"
 LOAD = """
 import json, sys
 from pathlib import Path
-from components.models import generation, images
+from m3diff.models import generation, images
 captioner = generation.load_captioner(Path("data/05_model/checkpoint"))
 rows = json.loads(sys.argv[1])
 pairs = [(images.load_image(row["before"]), images.load_image(row["after"])) for row in rows]
@@ -95,7 +95,7 @@ def team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Team]:
 
 
 def m3diff(root: Path, *arguments: str) -> str:
-    command = [sys.executable, "-m", "components", *arguments]
+    command = [sys.executable, "-m", "m3diff", *arguments]
     environment = os.environ | {"PYTHONPATH": str(root)}
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

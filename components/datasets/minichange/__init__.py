@@ -30,11 +30,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from components.datasets.clevr_change import read
-from components.datasets.files import read_json
-from components.datasets.minichange.settings import MiniChange
-from components.datasets.rows import Single
-from components.datasets.spec import DatasetSpec, Generator, Licence, Permission, Protocol
+from m3diff.datasets.clevr_change import read
+from m3diff.datasets.files import read_json
+from m3diff.datasets.minichange.settings import MiniChange
+from m3diff.datasets.rows import Single
+from m3diff.datasets.spec import DatasetSpec, Generator, Licence, Permission, Protocol
 
 
 def read_grammar(root: Path) -> Mapping[str, Any]:
@@ -43,13 +43,13 @@ def read_grammar(root: Path) -> Mapping[str, Any]:
 
 
 def _generate(settings: MiniChange) -> None:
-    from components.datasets.minichange.generate import generate
+    from m3diff.datasets.minichange.generate import generate
 
     generate(settings)
 
 
 def _singles(root: Path) -> Iterator[Single]:
-    from components.datasets.minichange.scenes import read_singles
+    from m3diff.datasets.minichange.scenes import read_singles
 
     return read_singles(root)
 

@@ -22,7 +22,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from components.datasets.minichange.scene import (
+from m3diff.datasets.minichange.scene import (
     CAMERA_MOVES,
     COLORS,
     DARK,
@@ -42,7 +42,7 @@ from components.datasets.minichange.scene import (
     sample_scene,
     sample_thing,
 )
-from components.records import CHANGE_TYPES
+from m3diff.records.schemas import CHANGE_TYPES
 
 NEEDS = {"orientation": "arrow", "pose": "doll", "ocr": "sign", "counting": "die"}
 """Types that need an object of a certain kind in the scene."""

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from components.datasets.minichange.change import NEEDS, changed_looks
-from components.datasets.minichange.language import name
-from components.datasets.minichange.scene import (
+from m3diff.datasets.minichange.change import NEEDS, changed_looks
+from m3diff.datasets.minichange.language import name
+from m3diff.datasets.minichange.scene import (
     BACKGROUNDS,
     COLORS,
     KINDS,

@@ -14,16 +14,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from components.datasets.minichange.change import sample_types
-from components.datasets.minichange.language import grammar, references
-from components.datasets.minichange.levels import LEVELS
-from components.datasets.minichange.render import render
-from components.datasets.minichange.scene import WIDTHS, Scene
-from components.datasets.minichange.scenes import FILE, FOLDERS, as_json, image_paths
-from components.datasets.minichange.settings import MiniChange
-from components.files import write_atomic
-from components.progress import progress
-from components.records import CHANGE_TYPES, DataError
+from m3diff.datasets.minichange.change import sample_types
+from m3diff.datasets.minichange.language import grammar, references
+from m3diff.datasets.minichange.levels import LEVELS
+from m3diff.datasets.minichange.render import render
+from m3diff.datasets.minichange.scene import WIDTHS, Scene
+from m3diff.datasets.minichange.scenes import FILE, FOLDERS, as_json, image_paths
+from m3diff.datasets.minichange.settings import MiniChange
+from m3diff.records.files import write_atomic
+from m3diff.records.progress import progress
+from m3diff.records.schemas import CHANGE_TYPES, DataError
 
 ANNOTATIONS = ("change_captions.json", "no_change_captions.json", "splits.json", "type_mapping.json", "grammar.json")
 

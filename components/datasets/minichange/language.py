@@ -8,7 +8,7 @@ object, place and what changed from what to what can be read without knowing how
 import re
 from functools import partial
 
-from components.datasets.minichange.scene import (
+from m3diff.datasets.minichange.scene import (
     COLORS,
     DIRECTIONS,
     GLYPHS,
@@ -20,7 +20,7 @@ from components.datasets.minichange.scene import (
     Scene,
     Thing,
 )
-from components.records import CHANGE_TYPES
+from m3diff.records.schemas import CHANGE_TYPES
 
 SEPARATOR = ", and "
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six")

@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from components.datasets.minichange.change import sample_pair as sample_grid_pair
-from components.datasets.minichange.free import DARK as FREE_DARK
-from components.datasets.minichange.free import sample_pair as sample_free_pair
-from components.datasets.minichange.free import sample_scene as sample_free_scene
-from components.datasets.minichange.scene import DARK, Change, Scene, sample_scene
+from m3diff.datasets.minichange.change import sample_pair as sample_grid_pair
+from m3diff.datasets.minichange.free import DARK as FREE_DARK
+from m3diff.datasets.minichange.free import sample_pair as sample_free_pair
+from m3diff.datasets.minichange.free import sample_scene as sample_free_scene
+from m3diff.datasets.minichange.scene import DARK, Change, Scene, sample_scene
 
 Pair = tuple[Scene, Scene, Scene, tuple[Change, ...]]
 """Before, after its changes, distractor, and the changes."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image, ImageChops, ImageDraw, ImageFilter, ImageFont
 
-from components.datasets.minichange.scene import MARK_WIDTH, WIDTHS, Scene
+from m3diff.datasets.minichange.scene import MARK_WIDTH, WIDTHS, Scene
 
 OVERSAMPLING = 3
 ROOM = {"grid": 0.0, "free": 0.15}  # of the table, on every side, beyond the domain's, for a camera that moves more

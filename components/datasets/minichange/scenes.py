@@ -12,11 +12,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from components.datasets.files import read_json, read_splits
-from components.datasets.minichange.language import describe_scene
-from components.datasets.minichange.scene import Mark, Scene, Thing, View
-from components.datasets.minichange.settings import Domain, MiniChange
-from components.datasets.rows import Single
+from m3diff.datasets.files import read_json, read_splits
+from m3diff.datasets.minichange.language import describe_scene
+from m3diff.datasets.minichange.scene import Mark, Scene, Thing, View
+from m3diff.datasets.minichange.settings import Domain, MiniChange
+from m3diff.datasets.rows import Single
 
 FILE = "scenes.json"
 FOLDERS = {"images": "default", "sc_images": "semantic", "nsc_images": "nonsemantic"}

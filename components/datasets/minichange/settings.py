@@ -5,9 +5,9 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from components.datasets.minichange.scene import Level
-from components.records import SPLITS, ChangeType
-from components.section import FrozenMap, Section
+from m3diff.datasets.minichange.scene import Level
+from m3diff.records.schemas import SPLITS, ChangeType
+from m3diff.settings.section import FrozenMap, Section
 
 Domain = Literal["standard", "shifted"]
 """How scenes look: `render.LOOKS`."""

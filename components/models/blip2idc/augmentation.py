@@ -8,7 +8,7 @@ import io
 
 import numpy as np
 
-from components.models.blip2idc.settings import Augment
+from m3diff.models.blip2idc.settings import Augment
 
 
 def augmented(augment: Augment, pair: np.ndarray, rng: np.random.Generator) -> np.ndarray:

@@ -10,17 +10,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from components.models.blip2idc.settings import Blip2IDCSettings
-from components.models.family import Family, Settings, Term
+from m3diff.models.blip2idc.settings import Blip2IDCSettings
+from m3diff.models.family import Family, Settings, Term
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
     from torch import Tensor
 
-    from components.models.blip2idc.configuration import Blip2IDCConfig
-    from components.models.blip2idc.modeling import Blip2IDCForConditionalGeneration
-    from components.models.blip2idc.processing import Blip2IDCProcessor
+    from m3diff.models.blip2idc.configuration import Blip2IDCConfig
+    from m3diff.models.blip2idc.modeling import Blip2IDCForConditionalGeneration
+    from m3diff.models.blip2idc.processing import Blip2IDCProcessor
 
 PARTS = {
     "vision": ("vision_model.",),
@@ -43,7 +43,7 @@ EVA = {"image_size": 224, "patch_size": 14}
 
 
 def build(config: Blip2IDCConfig) -> Blip2IDCForConditionalGeneration:
-    from components.models.blip2idc.modeling import Blip2IDCForConditionalGeneration
+    from m3diff.models.blip2idc.modeling import Blip2IDCForConditionalGeneration
 
     return Blip2IDCForConditionalGeneration(config)
 
@@ -51,7 +51,7 @@ def build(config: Blip2IDCConfig) -> Blip2IDCForConditionalGeneration:
 def load_base(
     folder: Path, settings: Blip2IDCSettings, dtype: torch.dtype, attn_implementation: str | dict[str, str]
 ) -> Blip2IDCForConditionalGeneration:
-    from components.models.blip2idc.modeling import Blip2IDCForConditionalGeneration
+    from m3diff.models.blip2idc.modeling import Blip2IDCForConditionalGeneration
 
     return Blip2IDCForConditionalGeneration.from_pretrained(
         folder, dtype=dtype, attn_implementation=attn_implementation
@@ -59,15 +59,15 @@ def load_base(
 
 
 def load(folder: Path, dtype: torch.dtype, configuration: Path | None = None) -> Blip2IDCForConditionalGeneration:
-    from components.models.blip2idc.configuration import Blip2IDCConfig
-    from components.models.blip2idc.modeling import Blip2IDCForConditionalGeneration
+    from m3diff.models.blip2idc.configuration import Blip2IDCConfig
+    from m3diff.models.blip2idc.modeling import Blip2IDCForConditionalGeneration
 
     config = Blip2IDCConfig.on_base(str(configuration)) if configuration else None
     return Blip2IDCForConditionalGeneration.from_pretrained(folder, config=config, dtype=dtype)
 
 
 def load_processor(folder: Path, config: Blip2IDCConfig | None = None) -> Blip2IDCProcessor:
-    from components.models.blip2idc.processing import Blip2IDCProcessor
+    from m3diff.models.blip2idc.processing import Blip2IDCProcessor
 
     return Blip2IDCProcessor.from_pretrained(folder)
 
@@ -75,7 +75,7 @@ def load_processor(folder: Path, config: Blip2IDCConfig | None = None) -> Blip2I
 def fuse(model: Blip2IDCForConditionalGeneration, activation_checkpointing: str) -> None:
     """Fused adapters in all parts, and the kernels of a Qwen2 LLM. Raises ValueError for `selective` with another LLM:
     it is of these kernels."""
-    from components.models.fused import make_fused
+    from m3diff.models.fused import make_fused
 
     if found := checkpointing_faults(activation_checkpointing, model.config.to_dict()):
         raise ValueError(f"compute.activation_checkpointing: {found[0]}")
@@ -91,7 +91,7 @@ def generate(
 
 
 def planned_config(base: Path, settings: Blip2IDCSettings) -> Blip2IDCConfig:
-    from components.models.blip2idc.configuration import Blip2IDCConfig, opt_2_7b_config
+    from m3diff.models.blip2idc.configuration import Blip2IDCConfig, opt_2_7b_config
 
     if (base / "config.json").is_file():
         return Blip2IDCConfig.on_base(str(base))
@@ -99,7 +99,7 @@ def planned_config(base: Path, settings: Blip2IDCSettings) -> Blip2IDCConfig:
 
 
 def flops(config: Blip2IDCConfig, tokens: float, supervised: float, settings: Settings) -> list[Term]:
-    from components.models.blip2idc.flops import flops
+    from m3diff.models.blip2idc.flops import flops
 
     return flops(config, tokens, supervised, settings)
 
@@ -144,7 +144,7 @@ def checkpointing_faults(activation_checkpointing: str, base: Mapping[str, Any] 
 
 
 def augment(settings: Blip2IDCSettings, pair: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    from components.models.blip2idc.augmentation import augmented
+    from m3diff.models.blip2idc.augmentation import augmented
 
     return pair if settings.augment is None else augmented(settings.augment, pair, rng)
 

@@ -9,9 +9,9 @@ Q-Former work once a pair, on one picture.
 
 from typing import Any
 
-from components.models.blip2idc.configuration import Blip2IDCConfig
-from components.models.family import ADAPTERS, Settings, Term
-from components.models.llava_flops import backward_factor
+from m3diff.models.blip2idc.configuration import Blip2IDCConfig
+from m3diff.models.family import ADAPTERS, Settings, Term
+from m3diff.models.llava_flops import backward_factor
 
 
 def visual_tokens(config: Blip2IDCConfig) -> int:

@@ -15,9 +15,9 @@ from torch import Tensor
 from transformers import Blip2ForConditionalGeneration
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from components.models.blip2idc.configuration import Blip2IDCConfig
-from components.models.fused import trims
-from components.models.layers import with_visual_tokens
+from m3diff.models.blip2idc.configuration import Blip2IDCConfig
+from m3diff.models.fused import trims
+from m3diff.models.layers import with_visual_tokens
 
 logger = logging.getLogger(__name__)
 

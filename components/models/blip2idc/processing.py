@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, Blip2Processor
 from transformers.image_processing_utils import BaseImageProcessor
 
-from components.models.blip2idc.configuration import Blip2IDCConfig
+from m3diff.models.blip2idc.configuration import Blip2IDCConfig
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -87,7 +87,7 @@ class Blip2IDCImageProcessor(BaseImageProcessor):
 
 
 class Blip2IDCProcessor:
-    """Pairs of images to model inputs, texts to tokens and back (`components.models.family.PairProcessor`)."""
+    """Pairs of images to model inputs, texts to tokens and back (`m3diff.models.family.PairProcessor`)."""
 
     def __init__(self, image_processor: Blip2IDCImageProcessor, tokenizer: Any, config: Blip2IDCConfig) -> None:
         self.image_processor, self.tokenizer = image_processor, tokenizer

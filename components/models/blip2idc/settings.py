@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from components.models.family import Delays, Lora, Rates, delay_faults, rate_faults
+from m3diff.models.family import Delays, Lora, Rates, delay_faults, rate_faults
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from transformers.conversion_mapping import (
     register_checkpoint_conversion_mapping,
 )
 
-from components.models.m3diff.settings import ModuleConfig, module_config
+from m3diff.models.m3diff.settings import ModuleConfig, module_config
 
 PAPER: dict[str, Any] = {}
 """Fields of the paper's MDP module: every default of `MDPConfig`. None, everywhere, is no module."""

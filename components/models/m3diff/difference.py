@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from components.models.m3diff.mdp import DifferentialPerception, Projection
-from components.models.m3diff.settings import DifferenceConfig, ModuleConfig
+from m3diff.models.m3diff.mdp import DifferentialPerception, Projection
+from m3diff.models.m3diff.settings import DifferenceConfig, ModuleConfig
 
 
 class BareDifference(nn.Module):

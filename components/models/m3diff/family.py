@@ -8,16 +8,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from components.models.family import MODULE_UPDATE_RATIO, Contribution, Family, Settings, Term
-from components.models.m3diff.settings import M3DiffSettings, MDPConfig
+from m3diff.models.family import MODULE_UPDATE_RATIO, Contribution, Family, Settings, Term
+from m3diff.models.m3diff.settings import M3DiffSettings, MDPConfig
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from components.models.m3diff.configuration import M3DiffConfig
-    from components.models.m3diff.modeling import M3DiffForConditionalGeneration
-    from components.models.m3diff.processing import M3DiffProcessor
+    from m3diff.models.m3diff.configuration import M3DiffConfig
+    from m3diff.models.m3diff.modeling import M3DiffForConditionalGeneration
+    from m3diff.models.m3diff.processing import M3DiffProcessor
 
 PARTS = {
     "vision": ("model.vision_tower.",),
@@ -46,7 +46,7 @@ SIGLIP_SO400M = {"num_hidden_layers": 26, "hidden_size": 1152}
 
 
 def build(config: M3DiffConfig) -> M3DiffForConditionalGeneration:
-    from components.models.m3diff.modeling import M3DiffForConditionalGeneration
+    from m3diff.models.m3diff.modeling import M3DiffForConditionalGeneration
 
     return M3DiffForConditionalGeneration(config)
 
@@ -54,7 +54,7 @@ def build(config: M3DiffConfig) -> M3DiffForConditionalGeneration:
 def load_base(
     folder: Path, settings: M3DiffSettings, dtype: torch.dtype, attn_implementation: str | dict[str, str]
 ) -> M3DiffForConditionalGeneration:
-    from components.models.m3diff.modeling import M3DiffForConditionalGeneration
+    from m3diff.models.m3diff.modeling import M3DiffForConditionalGeneration
 
     return M3DiffForConditionalGeneration.from_pretrained(
         folder, mdp=_module(settings), dtype=dtype, attn_implementation=attn_implementation
@@ -62,21 +62,21 @@ def load_base(
 
 
 def load(folder: Path, dtype: torch.dtype, configuration: Path | None = None) -> M3DiffForConditionalGeneration:
-    from components.models.m3diff.configuration import M3DiffConfig
-    from components.models.m3diff.modeling import M3DiffForConditionalGeneration
+    from m3diff.models.m3diff.configuration import M3DiffConfig
+    from m3diff.models.m3diff.modeling import M3DiffForConditionalGeneration
 
     config = M3DiffConfig.of_checkpoint(str(configuration)) if configuration else None
     return M3DiffForConditionalGeneration.from_pretrained(folder, config=config, dtype=dtype)
 
 
 def load_processor(folder: Path, config: M3DiffConfig | None = None) -> M3DiffProcessor:
-    from components.models.m3diff.processing import M3DiffProcessor
+    from m3diff.models.m3diff.processing import M3DiffProcessor
 
     return M3DiffProcessor.from_pretrained(folder)
 
 
 def fuse(model: M3DiffForConditionalGeneration, activation_checkpointing: str) -> None:
-    from components.models.fused import make_fused
+    from m3diff.models.fused import make_fused
 
     make_fused(model, activation_checkpointing)
 
@@ -90,7 +90,7 @@ def generate(
 
 
 def planned_config(base: Path, settings: M3DiffSettings) -> M3DiffConfig:
-    from components.models.m3diff.configuration import M3DiffConfig, half_b_config, seven_b_config
+    from m3diff.models.m3diff.configuration import M3DiffConfig, half_b_config, seven_b_config
 
     if (base / "config.json").is_file():
         return M3DiffConfig.on_base(str(base), _module(settings))
@@ -101,13 +101,13 @@ def planned_config(base: Path, settings: M3DiffSettings) -> M3DiffConfig:
 
 
 def flops(config: M3DiffConfig, tokens: float, supervised: float, settings: Settings) -> list[Term]:
-    from components.models.m3diff.flops import flops
+    from m3diff.models.m3diff.flops import flops
 
     return flops(config, tokens, supervised, settings)
 
 
 def image_tokens(config: M3DiffConfig) -> int:
-    from components.models.m3diff.flops import image_tokens
+    from m3diff.models.m3diff.flops import image_tokens
 
     return image_tokens(config)
 
@@ -171,14 +171,14 @@ def contribution_names(settings: M3DiffSettings) -> tuple[str, ...]:
 
 
 def recorded_contribution(model: M3DiffForConditionalGeneration) -> AbstractContextManager[list[Tensor]]:
-    from components.models.m3diff.mdp import DifferentialPerception
+    from m3diff.models.m3diff.mdp import DifferentialPerception
 
     assert isinstance(model.model.mdp, DifferentialPerception), "a model without an MDP module has no numbers of it"
     return model.model.mdp.recorded_contribution()
 
 
 def contribution_figures(sums: Tensor) -> list[float]:
-    from components.models.m3diff.mdp import contribution
+    from m3diff.models.m3diff.mdp import contribution
 
     ratios, scores = contribution(sums)
     return ratios + scores

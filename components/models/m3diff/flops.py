@@ -1,9 +1,9 @@
 """FLOPs of one training sequence of M3Diff: LLaVA's terms (components/models/llava_flops.py) and the module's."""
 
-from components.models.family import Settings, Term
-from components.models.llava_flops import backward_factor, llava_terms, patches
-from components.models.m3diff.configuration import M3DiffConfig
-from components.models.m3diff.settings import DifferenceConfig
+from m3diff.models.family import Settings, Term
+from m3diff.models.llava_flops import backward_factor, llava_terms, patches
+from m3diff.models.m3diff.configuration import M3DiffConfig
+from m3diff.models.m3diff.settings import DifferenceConfig
 
 PATCHES_NEWLINE = 1
 

@@ -13,15 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from components.models.layers import (
-    Detector,
-    DifferenceProjection,
-    Mlp,
-    MultiHeadAttention,
-    Projection,
-    sincos_positions,
-)
-from components.models.m3diff.settings import MDPConfig
+from m3diff.models.layers import Detector, DifferenceProjection, Mlp, MultiHeadAttention, Projection, sincos_positions
+from m3diff.models.m3diff.settings import MDPConfig
 
 
 class DifferentialLayer(nn.Module):

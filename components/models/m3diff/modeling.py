@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
-from components.models.llava import LlavaOfPairs, LlavaOfPairsForGeneration
-from components.models.m3diff.configuration import PAPER, M3DiffConfig
-from components.models.m3diff.difference import new_module
+from m3diff.models.llava import LlavaOfPairs, LlavaOfPairsForGeneration
+from m3diff.models.m3diff.configuration import PAPER, M3DiffConfig
+from m3diff.models.m3diff.difference import new_module
 
 
 class M3DiffModel(LlavaOfPairs):

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoToke
 from transformers.image_processing_utils import BaseImageProcessor, BatchFeature
 from transformers.utils import is_vision_available
 
-from components.models.m3diff.configuration import M3DiffConfig
+from m3diff.models.m3diff.configuration import M3DiffConfig
 
 if TYPE_CHECKING:
     from PIL import Image

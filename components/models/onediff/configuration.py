@@ -8,7 +8,7 @@ from transformers.conversion_mapping import (
     register_checkpoint_conversion_mapping,
 )
 
-from components.models.onediff.settings import VDMConfig, vdm_config
+from m3diff.models.onediff.settings import VDMConfig, vdm_config
 
 PAPER: dict[str, Any] = {}
 """Fields of the paper's VDM: every default of `VDMConfig`. None, everywhere, is no module."""

@@ -7,9 +7,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from components.models.family import Settings, Term
-from components.models.m3diff.family import FAMILY as M3DIFF
-from components.models.m3diff.family import (
+from m3diff.models.family import Settings, Term
+from m3diff.models.m3diff.family import FAMILY as M3DIFF
+from m3diff.models.m3diff.family import (
     LARGE_BASE,
     LORA_TARGETS,
     SIGLIP_SO400M,
@@ -17,14 +17,14 @@ from components.models.m3diff.family import (
     feature_layer_faults,
     other_fields,
 )
-from components.models.onediff.settings import OneDiffSettings
+from m3diff.models.onediff.settings import OneDiffSettings
 
 if TYPE_CHECKING:
     import torch
 
-    from components.models.onediff.configuration import OneDiffConfig
-    from components.models.onediff.modeling import OneDiffForConditionalGeneration
-    from components.models.onediff.processing import OneDiffProcessor
+    from m3diff.models.onediff.configuration import OneDiffConfig
+    from m3diff.models.onediff.modeling import OneDiffForConditionalGeneration
+    from m3diff.models.onediff.processing import OneDiffProcessor
 
 PARTS = {
     "vision": ("model.vision_tower.",),
@@ -54,7 +54,7 @@ ENCODERS = {
 
 
 def build(config: OneDiffConfig) -> OneDiffForConditionalGeneration:
-    from components.models.onediff.modeling import OneDiffForConditionalGeneration
+    from m3diff.models.onediff.modeling import OneDiffForConditionalGeneration
 
     return OneDiffForConditionalGeneration(config)
 
@@ -62,7 +62,7 @@ def build(config: OneDiffConfig) -> OneDiffForConditionalGeneration:
 def load_base(
     folder: Path, settings: OneDiffSettings, dtype: torch.dtype, attn_implementation: str | dict[str, str]
 ) -> OneDiffForConditionalGeneration:
-    from components.models.onediff.modeling import OneDiffForConditionalGeneration
+    from m3diff.models.onediff.modeling import OneDiffForConditionalGeneration
 
     return OneDiffForConditionalGeneration.from_pretrained(
         folder, vdm=_module(settings), dtype=dtype, attn_implementation=attn_implementation
@@ -70,22 +70,22 @@ def load_base(
 
 
 def load(folder: Path, dtype: torch.dtype, configuration: Path | None = None) -> OneDiffForConditionalGeneration:
-    from components.models.onediff.configuration import OneDiffConfig
-    from components.models.onediff.modeling import OneDiffForConditionalGeneration
+    from m3diff.models.onediff.configuration import OneDiffConfig
+    from m3diff.models.onediff.modeling import OneDiffForConditionalGeneration
 
     config = OneDiffConfig.of_checkpoint(str(configuration)) if configuration else None
     return OneDiffForConditionalGeneration.from_pretrained(folder, config=config, vdm=None, dtype=dtype)
 
 
 def load_processor(folder: Path, config: OneDiffConfig | None = None) -> OneDiffProcessor:
-    from components.models.onediff.processing import OneDiffProcessor
+    from m3diff.models.onediff.processing import OneDiffProcessor
 
     return OneDiffProcessor.from_pretrained(folder, config)
 
 
 def planned_config(base: Path, settings: OneDiffSettings) -> OneDiffConfig:
-    from components.models.m3diff.configuration import half_b_config, seven_b_config
-    from components.models.onediff.configuration import OneDiffConfig, llava_config
+    from m3diff.models.m3diff.configuration import half_b_config, seven_b_config
+    from m3diff.models.onediff.configuration import OneDiffConfig, llava_config
 
     if (base / "config.json").is_file():
         return OneDiffConfig.on_base(str(base), _module(settings))
@@ -100,13 +100,13 @@ def planned_config(base: Path, settings: OneDiffSettings) -> OneDiffConfig:
 
 
 def flops(config: OneDiffConfig, tokens: float, supervised: float, settings: Settings) -> list[Term]:
-    from components.models.onediff.flops import flops
+    from m3diff.models.onediff.flops import flops
 
     return flops(config, tokens, supervised, settings)
 
 
 def image_tokens(config: OneDiffConfig) -> int:
-    from components.models.onediff.flops import image_tokens
+    from m3diff.models.onediff.flops import image_tokens
 
     return image_tokens(config)
 

@@ -1,8 +1,8 @@
 """FLOPs of one training sequence of OneDiff: LLaVA's terms (components/models/llava_flops.py) and the module's."""
 
-from components.models.family import Settings, Term
-from components.models.llava_flops import backward_factor, llava_terms, patches
-from components.models.onediff.configuration import OneDiffConfig
+from m3diff.models.family import Settings, Term
+from m3diff.models.llava_flops import backward_factor, llava_terms, patches
+from m3diff.models.onediff.configuration import OneDiffConfig
 
 
 def image_tokens(config: OneDiffConfig) -> int:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
-from components.models.llava import LlavaOfPairs, LlavaOfPairsForGeneration
-from components.models.onediff.configuration import PAPER, OneDiffConfig
-from components.models.onediff.vdm import VisualDeltaModule
+from m3diff.models.llava import LlavaOfPairs, LlavaOfPairsForGeneration
+from m3diff.models.onediff.configuration import PAPER, OneDiffConfig
+from m3diff.models.onediff.vdm import VisualDeltaModule
 
 
 class OneDiffModel(LlavaOfPairs):

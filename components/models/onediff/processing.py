@@ -12,8 +12,8 @@ from typing import Any
 
 from transformers import AutoProcessor, AutoTokenizer
 
-from components.models.m3diff.processing import IMAGE, M3DiffImageProcessor, M3DiffProcessor, chat_template_of
-from components.models.onediff.configuration import OneDiffConfig
+from m3diff.models.m3diff.processing import IMAGE, M3DiffImageProcessor, M3DiffProcessor, chat_template_of
+from m3diff.models.onediff.configuration import OneDiffConfig
 
 
 class OneDiffProcessor(M3DiffProcessor):

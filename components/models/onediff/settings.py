@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
-from components.models.family import Align, Delays, Lora, Rates, layer_faults, settings_faults
+from m3diff.models.family import Align, Delays, Lora, Rates, layer_faults, settings_faults
 
 
 @dataclass(frozen=True)

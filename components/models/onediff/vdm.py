@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from components.models.layers import (
+from m3diff.models.layers import (
     Detector,
     DifferenceProjection,
     Mlp,
@@ -35,7 +35,7 @@ from components.models.layers import (
     Projection,
     sincos_positions,
 )
-from components.models.onediff.settings import VDMConfig
+from m3diff.models.onediff.settings import VDMConfig
 
 DELTA_STD = 0.02
 """Of the delta tokens' first values (section 5.1)."""

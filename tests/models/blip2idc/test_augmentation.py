@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from components.models import FAMILIES
-from components.models.blip2idc.augmentation import augmented, blurred, compressed
-from components.models.blip2idc.settings import Augment
+from m3diff.models import FAMILIES
+from m3diff.models.blip2idc.augmentation import augmented, blurred, compressed
+from m3diff.models.blip2idc.settings import Augment
 from tests.tiny_blip2 import blip2_settings
 
 ALWAYS, NEVER = Augment(blur=1.0, jpeg=1.0), Augment(blur=0.0, jpeg=0.0)
@@ -93,7 +93,7 @@ def test_compression_is_a_jpeg_file_of_the_quality() -> None:
 
 
 def test_strengths_are_within_their_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    from components.models.blip2idc import augmentation
+    from m3diff.models.blip2idc import augmentation
 
     seen: dict[str, list[float]] = {"sigma": [], "quality": []}
 

@@ -9,13 +9,13 @@ import pandas as pd
 import pytest
 from PIL import Image
 
-from components.__main__ import main
-from components.models.generation import load_captioner
-from components.predict.pairs import read_test_pairs
-from components.predict.stage import predict
-from components.register.pyfunc import PyfuncCaptioner
-from components.serve.replica import Prepared, captions, draw
-from tests.predict.test_stage import compute, settings, write_test_split
+from m3diff.__main__ import main
+from m3diff.models.generation import load_captioner
+from m3diff.serving.replica import Prepared, captions, draw
+from m3diff.stages.predict.pairs import read_test_pairs
+from m3diff.stages.predict.stage import predict
+from m3diff.stages.register.pyfunc import PyfuncCaptioner
+from tests.stages.predict.test_stage import compute, settings, write_test_split
 from tests.tiny import noise_image, tiny_checkpoint
 from tests.tiny_blip2 import PATCH, SIDE, blip2_settings
 from tests.toy import REPOSITORY

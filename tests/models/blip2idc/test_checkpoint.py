@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from components.models import FAMILIES
-from components.models.checkpoint import ADAPTERS, export_checkpoint, is_adapters, load_model, read_manifest
-from components.models.generation import load_captioner
-from components.models.tuning import merge, prepare
+from m3diff.models import FAMILIES
+from m3diff.models.checkpoint import ADAPTERS, export_checkpoint, is_adapters, load_model, read_manifest
+from m3diff.models.generation import load_captioner
+from m3diff.models.tuning import merge, prepare
 from tests.tiny import colour_image, tiny_checkpoint, tiny_trained
 from tests.tiny_blip2 import QUERIES, SIDE, blip2_settings
 
@@ -99,7 +99,7 @@ def test_without_adapters_the_same_linears_train_in_full(base: Path, tmp_path: P
 
 
 def test_the_checkpoint_captions_as_the_adapters_and_the_trained_model_do(kept: Path, either: Path) -> None:
-    from components.models.generation import Captioner
+    from m3diff.models.generation import Captioner
 
     merged, adapters = load_captioner(kept, 6), load_captioner(kept / ADAPTERS, 6)
     trained = Captioner(tiny_trained(either, blip2_settings()), FAMILY.load_processor(either), FAMILY, 6)
@@ -120,7 +120,7 @@ processor = transformers.AutoProcessor.from_pretrained(place / "merged")
 assert type(model).__name__ == "Blip2ForConditionalGeneration", type(model)
 assert type(processor).__name__ == "Blip2Processor", type(processor)
 save_file({"logits": model(**load_file(place / "inputs.safetensors")).logits.contiguous()}, place / "out.safetensors")
-assert not any(name.startswith("components") for name in sys.modules)
+assert not any(name.startswith("m3diff") for name in sys.modules)
 """
 
 

@@ -10,11 +10,11 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from components.models import FAMILIES
-from components.models.blip2idc.configuration import opt_2_7b_config
-from components.models.blip2idc.flops import lora_parameters
-from components.models.fused import FusedDecoderLayer, FusedLora
-from components.models.tuning import parameter_counts, prepare, unwrapped
+from m3diff.models import FAMILIES
+from m3diff.models.blip2idc.configuration import opt_2_7b_config
+from m3diff.models.blip2idc.flops import lora_parameters
+from m3diff.models.fused import FusedDecoderLayer, FusedLora
+from m3diff.models.tuning import parameter_counts, prepare, unwrapped
 from tests.tiny import noise_image
 from tests.tiny_blip2 import PATCH, QUERIES, SIDE, TEXTS, WIDTH, blip2_settings, randomised, tiny_config
 

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from components.models import FAMILIES
-from components.models.attention import KERNELS
-from components.models.device import Device
-from components.models.fused import fused_attention
-from components.models.tuning import prepare
-from components.train.batches import MicroBatch, complete
-from components.train.loss import attention_inputs
-from components.train.packing import Packed, pack
+from m3diff.models import FAMILIES
+from m3diff.models.attention import KERNELS
+from m3diff.models.device import Device
+from m3diff.models.fused import fused_attention
+from m3diff.models.tuning import prepare
+from m3diff.stages.train.batches import MicroBatch, complete
+from m3diff.stages.train.loss import attention_inputs
+from m3diff.stages.train.packing import Packed, pack
 from tests.models.blip2idc.test_family import pictures
 from tests.tiny_blip2 import QUERIES, TEXTS, blip2_settings, randomised, tiny_config
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from components.models import FAMILIES
-from components.models.tuning import prepare, unwrapped
+from m3diff.models import FAMILIES
+from m3diff.models.tuning import prepare, unwrapped
 from tests.tiny import noise_image
 from tests.tiny_blip2 import PATCH, QUERIES, SIDE, blip2_settings
 

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Blip2ForConditionalGeneration
 
-from components.models import FAMILIES
-from components.models.blip2idc.modeling import Blip2IDCForConditionalGeneration
+from m3diff.models import FAMILIES
+from m3diff.models.blip2idc.modeling import Blip2IDCForConditionalGeneration
 from tests.tiny import noise_image
 from tests.tiny_blip2 import blip2_settings
 

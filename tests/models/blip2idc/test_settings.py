@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from components.models import FAMILIES
-from components.models.blip2idc.settings import Augment, Blip2IDCSettings
-from components.models.family import Lora
+from m3diff.models import FAMILIES
+from m3diff.models.blip2idc.settings import Augment, Blip2IDCSettings
+from m3diff.models.family import Lora
 from tests.tiny_blip2 import blip2_settings, published_config
 
 GOOD: dict[str, Any] = {
@@ -108,8 +108,8 @@ def test_a_base_that_cannot_be_used_is_a_fault(base: dict | None, fault: str | N
 
 
 def test_the_settings_of_a_run_are_told_apart_by_their_augmentation(base: Path) -> None:
-    from components.train.stage import run_key
-    from tests.train.toy import recipe
+    from m3diff.stages.train.stage import run_key
+    from tests.stages.train.toy import recipe
 
     made = recipe(base, model=blip2_settings())
     keys = {

@@ -1,0 +1,51 @@
+"""BLIP2IDC's processor as others call it: transformers' own would not stack the images."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers import ProcessorMixin
+
+from m3diff.commands.export.hub.called import CalledWithPairs
+from m3diff.models.blip2idc.processing import Blip2IDCImageProcessor, Blip2IDCProcessor
+
+AUTO_MAP = {"AutoProcessor": "processing_blip2idc.ImagePairProcessor"}
+IMAGE_AUTO_MAP = {"AutoImageProcessor": f"processing_blip2idc.{Blip2IDCImageProcessor.__name__}"}
+
+
+class ImagePairProcessor(CalledWithPairs, ProcessorMixin, Blip2IDCProcessor):  # type: ignore[misc]  # ProcessorMixin's files
+    """Pairs of images to what `generate` takes: pixel_values [P, 3, side, side] of both, before on top, and the tokens.
+
+    Attributes:
+        prompt: token ids before a caption: the places of the queries and the start token.
+    """
+
+    written_as = AUTO_MAP, IMAGE_AUTO_MAP
+    question = ""  # none is read
+
+    def __init__(
+        self,
+        image_processor: Blip2IDCImageProcessor | None = None,
+        tokenizer: Any = None,
+        prompt: Sequence[int] = (),
+        **kwargs: Any,
+    ) -> None:
+        ProcessorMixin.__init__(self, image_processor, tokenizer)
+        self.prompt = tuple(prompt)
+
+    def inputs(self, pairs: list[tuple[Image.Image, Image.Image]], questions: list[str]) -> dict[str, Any]:
+        prepared = np.stack([self.prepare_image(image) for pair in pairs for image in pair])
+        return {**self.prompt_inputs(questions), **self.image_inputs(torch.from_numpy(prepared))}
+
+    def questions(self, text: str | list[str] | None, pairs: int) -> list[str]:
+        """Raises ValueError for a question: it would be answered as if it had not been asked."""
+        if text is not None:
+            raise ValueError(f"text: BLIP2IDC reads no question, it says what changed; leave it out (found {text!r})")
+        return super().questions(text, pairs)
+
+
+def shared_processor(known: Blip2IDCProcessor) -> ImagePairProcessor:
+    """The one that was trained with, to be written to a shared folder."""
+    return ImagePairProcessor(known.image_processor, known.tokenizer, known.prompt)

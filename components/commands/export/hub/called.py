@@ -1,0 +1,123 @@
+"""Processors as others call them: `processor(images=[before, after], text=question, return_tensors="pt")`."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers.image_processing_utils import BatchFeature
+
+from m3diff.images.open import load_image, to_rgb
+
+CHANGES_NOTHING = {"padding": (True, "longest"), "padding_side": ("left",), "truncation": (False,)}
+CHANGES_NOTHING |= {"add_special_tokens": (False,)}
+"""Values of options that others' processors have, which this one keeps to anyway; as does nothing given for any."""
+
+
+class CalledWithPairs:
+    """Stands before a family's processor.
+
+    Attributes:
+        question: what is asked of a pair where nothing else is.
+        written_as: `auto_map` of processor_config.json, and that of its image processor.
+    """
+
+    tokenizer: Any
+    question: str | None
+    written_as: tuple[dict[str, str], dict[str, str]]
+
+    def inputs(self, pairs: list[tuple[Image.Image, Image.Image]], questions: list[str]) -> dict[str, Any]:
+        """What `generate` takes of pairs of RGB images, one question each."""
+        raise NotImplementedError
+
+    def to_dict(self) -> dict[str, Any]:
+        """As processor_config.json has it: with the way to the file of this class."""
+        fields = super().to_dict()  # type: ignore[misc]
+        own, of_images = self.written_as
+        return {**fields, "image_processor": {**fields["image_processor"], "auto_map": of_images}, "auto_map": own}
+
+    def __call__(
+        self, images: Any, text: str | list[str] | None = None, return_tensors: str = "pt", **options: Any
+    ) -> BatchFeature:
+        """Inputs of `generate` for P pairs.
+
+        Args:
+            images: one pair [before, after], or a list of pairs; each image a PIL image, a path, an array
+                [height, width, 3] or a tensor [3, height, width] of uint8. They are turned as their EXIF says; what is
+                transparent is white.
+            text: the question, or one for each pair; by default the processor's own. What the model reads around it is
+                added, or is there already, by `apply_chat_template`.
+            options: of other processors, where they change nothing: padding=True, videos=None.
+        Returns: input_ids and attention_mask [P, tokens], left-padded; pixel_values, and what else the model takes.
+
+        Raises:
+            ValueError: names the argument, what was found and what is meant.
+        """
+        if return_tensors != "pt":
+            raise ValueError(f"return_tensors: {return_tensors!r}; the model takes PyTorch tensors: 'pt'")
+        for name, value in options.items():
+            if not (value is None or value in ([], {}, *CHANGES_NOTHING.get(name, ()))):
+                raise ValueError(f"{name}: {value!r}; leave it out: a processor of pairs of images has no such choice")
+        pairs = as_pairs(images)
+        opened = [(opened_image(before), opened_image(after)) for before, after in pairs]
+        return BatchFeature(self.inputs(opened, self.questions(text, len(pairs))))
+
+    def questions(self, text: str | list[str] | None, pairs: int) -> list[str]:
+        """One for each pair; a question with a special token would be read as more images, or as another turn."""
+        questions = [self.asked(question) for question in as_questions(text, pairs, self.question)]
+        special = [str(token) for token in self.tokenizer.all_special_tokens]
+        for question in questions:
+            if found := [token for token in special if token in question]:
+                raise ValueError(
+                    "text: the question alone, without special tokens, or what `apply_chat_template` makes of one turn "
+                    "of the user with two images and a question, add_generation_prompt=True; found "
+                    f"{found[0]} in {question!r}"
+                )
+        return questions
+
+    def asked(self, text: str) -> str:
+        """The question of a whole prompt, as the chat template makes it of a pair; any other text as it is."""
+        if getattr(self, "chat_template", None) is None:
+            return text
+        mark = "QUESTION"
+        turn = {"role": "user", "content": [*[{"type": "image"}] * 2, {"type": "text", "text": mark}]}
+        prompt = self.apply_chat_template([turn], add_generation_prompt=True, tokenize=False)  # type: ignore[attr-defined]
+        head, _, tail = prompt.partition(mark)
+        whole = len(text) > len(head + tail) and text.startswith(head) and text.endswith(tail)
+        return text[len(head) : len(text) - len(tail)] if whole else text
+
+
+def as_pairs(images: Any) -> list[Any]:
+    """One pair, or a list of pairs, as a list of pairs."""
+    found = list(images) if isinstance(images, list | tuple) else []
+    pairs = [found] if len(found) == 2 and not any(isinstance(image, list | tuple) for image in found) else found
+    if not pairs or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
+        told = f"a list of {len(found)}" if found else type(images).__name__
+        raise ValueError(f"images: one pair [before, after] or a list of such pairs; found {told}")
+    return pairs
+
+
+def as_questions(text: str | list[str] | None, pairs: int, default: str | None) -> list[str]:
+    asked = default if text is None else text
+    questions = [asked] * pairs if isinstance(asked, str) else list(asked or [])
+    if len(questions) != pairs:
+        raise ValueError(f"text: one question, or one for each pair; found {len(questions)} for {pairs} pairs")
+    return questions
+
+
+def opened_image(image: Any) -> Image.Image:
+    """One image in RGB, upright."""
+    if isinstance(image, str | Path):
+        return load_image(image)
+    if isinstance(image, torch.Tensor):
+        if image.dtype != torch.uint8 or image.ndim != 3 or image.shape[0] != 3:
+            raise ValueError(f"images: a tensor is uint8 [3, height, width]; found {image.dtype} {list(image.shape)}")
+        return Image.fromarray(image.permute(1, 2, 0).cpu().numpy())
+    if isinstance(image, np.ndarray):
+        if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
+            raise ValueError(f"images: an array is uint8 [height, width, 3]; found {image.dtype} {list(image.shape)}")
+        return Image.fromarray(image)
+    if not isinstance(image, Image.Image):
+        raise ValueError(f"images: a PIL image, a path, an array or a tensor of uint8; found {type(image).__name__}")
+    return to_rgb(image)

@@ -1,0 +1,141 @@
+"""What a model's card says of the run behind it: data and licences, scores, recipe, lineage, an example."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow.parquet as pq
+
+from m3diff.datasets import DATASETS
+from m3diff.datasets.spec import DatasetSpec, check_licence
+from m3diff.records.files import sha256
+from m3diff.records.readable import readable
+from m3diff.records.schemas import NO_CHANGE, DataError
+from m3diff.registry.lineage import Lineage
+from m3diff.stages.ingest.params import DatasetEntry
+
+
+class Trace(NamedTuple):
+    """What `dvc.lock` knows of the checkpoint: its lineage, and the parameters that the stages ran with."""
+
+    lineage: Lineage
+    parameters: Mapping[str, Any]  # by section, such as `train`
+
+
+@dataclass(frozen=True)
+class Run:
+    """The outputs of the stages, and what the parameters say of them."""
+
+    entries: Mapping[str, DatasetEntry]  # the datasets of the run, whose readers tell the licences
+    base: Path
+    max_new_tokens: int
+    mixture: Path
+    clean: Path
+    model: Path
+    predictions: Path
+    report: Path
+    trace: Callable[[], Trace]  # raises DataError where the files are not those that `dvc.lock` names
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A dataset of the mixture: its pairs and samples by split."""
+
+    name: str
+    spec: DatasetSpec
+    pairs: Mapping[str, int]
+    samples: Mapping[str, int]
+
+    @property
+    def trains(self) -> bool:
+        return self.samples["train"] > 0
+
+
+@dataclass(frozen=True)
+class Example:
+    """A test pair: its image files, what the model said of it, and its references."""
+
+    id: str
+    before: Path
+    after: Path
+    caption: str
+    references: list[str]
+
+
+def read_datasets(run: Run) -> list[Dataset]:
+    """The datasets of the mixture, by convert's report. Raises DataError without it, or for one that is unknown."""
+    file = run.mixture / "report.json"
+    if not file.is_file():
+        raise DataError(f"{file}: no such file, so what trained the model is unknown; run `m3diff convert` first")
+    with readable(file):
+        found = json.loads(file.read_text(encoding="utf-8"))["datasets"]
+    for name in found:
+        if name not in run.entries:
+            raise DataError(f"{name}: in the mixture, but not in ingest.datasets; run `m3diff convert` again")
+    return [
+        Dataset(name, DATASETS[run.entries[name].reader], counts["pairs"], counts["samples"])
+        for name, counts in found.items()
+    ]
+
+
+def check_licences(datasets: list[Dataset], allow_unlicensed: bool) -> list[str]:
+    """What the licences of the datasets that trained ask of who passes the model on: to train, and to redistribute, for
+    a model may say its training data again.
+
+    Raises:
+        DataError: a licence refuses, and `allow_unlicensed` is not set.
+    """
+    notices = []
+    for dataset in datasets:
+        if dataset.trains:
+            for use in ("train", "redistribute"):
+                notice = check_licence(dataset.spec, use, allow_unlicensed)  # type: ignore[arg-type]
+                notices += [f"{dataset.name}: {notice}"] if notice else []
+    return notices
+
+
+def read_scores(report: Path) -> dict[str, Any]:
+    """Evaluate's scores by protocol; none where there is no report."""
+    file = report / "metrics.json"
+    with readable(file):
+        return json.loads(file.read_text(encoding="utf-8"))["protocols"] if file.is_file() else {}
+
+
+def read_report(model: Path) -> dict[str, Any]:
+    """Train's report: steps, parameters, losses; nothing where there is none."""
+    file = model / "report.json"
+    with readable(file):
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+def find_example(run: Run, datasets: list[Dataset]) -> Example | None:
+    """The first captioned test pair with a change, of the first dataset whose images may be passed on without a
+    condition; not chosen by how well the model does on it. None where there is no such pair.
+
+    Raises:
+        DataError: its images are not those that were captioned.
+    """
+    predictions, records = run.predictions / "predictions.json", run.clean / "records.parquet"
+    if not (predictions.is_file() and records.is_file()):
+        return None
+    with readable(predictions):
+        captions = {row["image_id"]: row["caption"] for row in json.loads(predictions.read_text(encoding="utf-8"))}
+    with readable(records):
+        rows = pq.read_table(records, filters=[("split", "=", "test")]).to_pylist()
+    for dataset in datasets:
+        if dataset.spec.licence.redistribute.answer != "yes":
+            continue
+        for row in rows:
+            if row["dataset"] == dataset.name and row["id"] in captions and row["change_types"] != [NO_CHANGE]:
+                return _example(row, captions[row["id"]])
+    return None
+
+
+def _example(row: Mapping[str, Any], caption: str) -> Example:
+    for side in ("before", "after"):
+        path = Path(row[side])
+        if not path.is_file() or sha256(path) != row[f"{side}_sha256"].hex():
+            raise DataError(f"{path}: missing or changed since ingest, so that it is no example; run `dvc repro` first")
+    return Example(row["id"], Path(row["before"]), Path(row["after"]), caption, row["references"])

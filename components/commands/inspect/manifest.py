@@ -1,0 +1,523 @@
+"""How a table of pairs can be read: its options for the reader `pairs`, guessed from names and from the first row.
+
+A guess is a suggestion, never taken without being shown. What cannot be guessed is a DataError that says what the table
+holds, what is wrong with it, and what mends it.
+"""
+
+import os
+import re
+import shlex
+from codecs import BOM_UTF8
+from collections.abc import Mapping
+from itertools import chain, islice, product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from m3diff.commands.inspect.sides import NOUNS, RANK, called_as_sides, choose, order_of_columns, words_in
+from m3diff.datasets import pairs
+from m3diff.datasets.embedded import Embedded, rows_of
+from m3diff.datasets.files import parse_json, quoted, read_text
+from m3diff.datasets.pairs import files_called
+from m3diff.datasets.tables import DELIMITERS, read_values, sep_line
+from m3diff.records.schemas import SPLITS, DataError
+from m3diff.stages.ingest.doubts import Doubt
+
+SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
+IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm")
+SEPARATORS = (",", ";", "\t", "|")
+NAMES = {
+    "images": ("images", "image", "imgs", "imagepaths"),
+    "split": ("split", "subset", "partition"),
+}
+CAPTIONS = {
+    *("captions", "caption", "description", "descriptions", "desc", "sentences", "sentence", "sents", "text", "texts"),
+    *("differences", "difference", "conversations", "messages", "answer", "answers", "output", "response"),
+    *("completion", "reference", "references", "target"),
+}
+"""Words in the names of columns that hold captions."""
+WEAK = {"label", "value", "instruction", "prompt", "edit", "annotation", "transcription", "change", "diff"}
+"""Those that do so where no other column does."""
+QUESTIONS = {"question", "query", "instruction", "prompt", "input", "user", "human"}
+"""Words in the names of columns that hold what a caption answers."""
+DATA = {
+    *("id", "ids", "key", "type", "types", "count", "num", "number", "len", "length", "score", "lang", "language"),
+    *("model", "source", "date", "time", "index", "tokens"),
+}
+"""Last words in the names of columns that tell something of a caption and are none."""
+SAMPLE = 200
+"""Rows that a guess looks at."""
+ENTRIES = 8
+"""Entries that are shown of those that doubts leave open."""
+DOCUMENTED = ("pairs.csv", "annotations.json")
+"""Tables that are taken before others where their columns have the documented names."""
+PARTS = {"part", "shard", "chunk"}
+UNSPACED = re.compile(r"[\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff]{4}")
+KEPT = ("images", "question")
+"""Fields without a column of their own name unless an entry names one."""
+ALIASES = {
+    "train": ("train", "training", "restval"),
+    "val": ("val", "valid", "validation", "dev", "development", "eval"),
+    "test": ("test", "testing"),
+}
+
+
+class Guess(NamedTuple):
+    """`options` for the reader `pairs`, `notes` on what was found that is not as it is by default, and `doubts`: what
+    a person must say first. Of a doubt, `options` hold the first answer."""
+
+    options: dict[str, Any]
+    notes: list[str]
+    doubts: list[Doubt]
+
+    def entries(self) -> list[dict[str, Any]]:
+        """The options under each combination of answers: the first of these."""
+        found = []
+        for chosen in islice(product(*(doubt.answers for doubt in self.doubts)), ENTRIES):
+            options = self.options
+            for answer in chosen:
+                columns = {**options.get("columns", {}), **answer.get("columns", {})}
+                options = options | answer | ({"columns": columns} if columns else {})
+            found.append(options)
+        return found
+
+
+def guess(root: Path) -> Guess:
+    """How the table of pairs in a folder can be read. Several tables are a doubt, unless one has the documented name
+    and columns.
+
+    Raises:
+        DataError: no manifest is; a line for each says why.
+    """
+    faults, found, read = [], dict[str, Guess](), set[str]()
+    for path in sorted(manifests(root), key=lambda path: path.name not in DOCUMENTED):
+        if path.name in read:
+            continue
+        try:
+            manifest = _manifest(root, path)
+            found[path.name] = guessed = _guess(root, path, manifest)
+        except DataError as error:
+            faults.append(str(error))
+            continue
+        names = [manifest] if isinstance(manifest, str) else manifest.values()
+        read |= {each.name for name in names for each in files_called(root, name)}
+        if path.name in DOCUMENTED and not {"before", "after", "images"} & guessed.options.get("columns", {}).keys():
+            break
+    if not found:
+        raise DataError("\n".join(faults))
+    if len(found) > 1:
+        which = f"{', '.join(found)}: each could be the table of pairs; which one is?"
+        notes = [note for each in found.values() for note in each.notes]
+        inner = [doubt.question for each in found.values() for doubt in each.doubts]
+        answers = [options for each in found.values() for options in each.entries()]
+        return Guess(answers[0], notes, [Doubt("\n".join([which, *inner]), answers)])
+    (chosen,) = found.values()
+    if rest := [each.name for each in manifests(root) if each.name not in read]:
+        chosen.notes.append(f"not read: {', '.join(rest)}")
+    return chosen
+
+
+def manifests(root: Path) -> list[Path]:
+    """Files of a folder that could be a table, those that the system hides left out."""
+    return sorted(path for path in root.iterdir() if path.suffix.lower() in SUFFIXES and path.name[0] not in "._")
+
+
+def split_called(name: str) -> str | None:
+    """train, val or test, as a name has it: `Train`, `validation`, `my_dev`; None where it says none, or several."""
+    words = re.findall(r"[a-z]+", name.lower())
+    found = {split for split, aliases in ALIASES.items() for alias in aliases if alias in words}
+    return found.pop() if len(found) == 1 else None
+
+
+def _guess(root: Path, path: Path, manifest: str | dict[str, str]) -> Guess:
+    """How one table is read, or those of several splits, of which it is one."""
+    options: dict[str, Any] = {"manifest": manifest}
+    notes, by_split = [], not isinstance(manifest, str)
+    if not isinstance(manifest, str):
+        notes.append(f"{', '.join(manifest.values())}: a file for each split")
+    elif manifest != path.name:
+        notes.append(f"{manifest}: numbered parts of one table")
+    reading, rows = _sample(path)
+    if "delimiter" in reading:
+        notes.append(f"{path.name}: its columns are separated by {reading['delimiter']!r}: option `delimiter`")
+    if "rows" in reading:
+        notes.append(f"{path.name}: its rows stand under {reading['rows']!r}: option `rows`")
+    values = _by_column(rows)
+    columns, told, doubts = _columns(root, path, values)
+    if any(field != name for field, name in columns.items()):
+        named = ", ".join(f"{field} is {_listed(name)}" for field, name in columns.items() if field != name)
+        notes.append(f"{path.name}: has the columns {', '.join(rows[0])}, read as: {named}")
+    notes += told
+    split = next((name for name in values if _plain(name.split(".")[-1]) in NAMES["split"]), None)
+    if split not in (None, "split") and not by_split:
+        columns["split"] = split
+    captions = columns["captions"]
+    if "images" in columns and "id" in values and any(isinstance(each, list) for each in values.get(str(captions), [])):
+        columns["id"] = None
+    if renamed := {field: name for field, name in columns.items() if field != name or field in KEPT}:
+        options["columns"] = renamed
+    options |= reading
+    if not split and not by_split:
+        options["split"] = split_called(path.stem) or "train"
+        notes.append(f"{path.name}: no column tells the split, so all pairs are {options['split']}: option `split`")
+    if aliases := {} if by_split or "split" in options else _aliases(root, options):
+        options["splits"] = aliases
+        notes.append(f"{path.name}: its splits have other names: option `splits`")
+    return Guess(options, notes, doubts)
+
+
+def _listed(name: Any) -> str:
+    return " and ".join(name) if isinstance(name, list) else str(name)
+
+
+def _manifest(root: Path, path: Path) -> str | dict[str, str]:
+    """The file's name; with siblings that are called alike but for the split, those of each split, a pattern for the
+    numbered parts of one; a pattern for numbered parts that name no split."""
+    kind, own = _kind(path), split_called(path.stem)
+    groups: dict[str, list[str]] = {}
+    for each in manifests(root):
+        split = split_called(each.stem)
+        if _kind(each) == kind and (split is None) == (own is None):
+            groups.setdefault(split or "all", []).append(each.name)
+    several = any(len(names) > 1 for names in groups.values())
+    if sum(map(len, groups.values())) < 2 or (several and not kind.numbered) or (not own and not PARTS & {*kind.words}):
+        return path.name
+    files = {split: _pattern(names) for split, names in groups.items()}
+    if any(sorted(each.name for each in files_called(root, files[split])) != groups[split] for split in groups):
+        return path.name
+    return {split: files[split] for split in SPLITS if split in files} if own else files["all"]
+
+
+class _Kind(NamedTuple):
+    words: tuple[str, ...]  # of a file's name, without the split's
+    numbered: bool
+    suffix: str
+
+
+def _kind(path: Path) -> _Kind:
+    words = re.findall(r"[^\W\d_]+|[^\w\s.-]", path.stem.lower())
+    splits = {alias for aliases in ALIASES.values() for alias in aliases}
+    return _Kind(tuple(word for word in words if word not in splits), bool(re.search(r"\d", path.stem)), path.suffix)
+
+
+def _pattern(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{os.path.commonprefix(names)}*{Path(names[0]).suffix}"
+
+
+def _sample(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Options that say how the file is cut into rows, and its first rows that can be read; where none can, one of a
+    header's names."""
+    suffix, reading, header = path.suffix.lower(), dict[str, Any](), list[str]()
+    if suffix == ".parquet":
+        return reading, _sample_of_parquet(path)
+    if suffix in DELIMITERS:
+        named, text = sep_line(read_text(path))
+        line = text.lstrip().splitlines()[0]
+        best = named or max(SEPARATORS, key=line.count)
+        if not named and line.count(best) and best != DELIMITERS[suffix]:
+            reading["delimiter"] = best
+        if comments := re.match(r"(#.*\n)+", text):
+            _check_comments(path, comments[0].count("\n"), text)
+        header = [name.strip().strip('"') for name in line.split(best)]
+        _check_header(path, header, best)
+    elif suffix == ".json" and (rows_at := _rows_in(path)):
+        reading["rows"] = rows_at
+    wrong, rows = f"{path}: has no row that is an object with before, after, captions and split", list[dict[str, Any]]()
+    for where, row in read_values(path, (), reading.get("delimiter"), reading.get("rows", "")):
+        if isinstance(row, dict):
+            rows.append(row)
+        elif isinstance(row, DataError):
+            wrong = f"{path.parent / where}: {row}"
+        if len(rows) == SAMPLE:
+            break
+    if not rows and not header:
+        raise DataError(wrong)
+    return reading, rows or [dict.fromkeys(header)]
+
+
+def _rows_in(path: Path) -> str | None:
+    """The key of a JSON object whose value is the list of rows; None where the file is no such object.
+
+    Raises:
+        DataError: several are; names them.
+    """
+    value = parse_json(read_text(path), str(path))
+    lists = [key for key, rows in value.items() if _is_rows(rows)] if isinstance(value, dict) else []
+    if len(lists) > 1:
+        entries = "; ".join(f"options: {{manifest: {path.name}, rows: {key}}}" for key in lists)
+        raise DataError(
+            f"{path}: holds several lists of rows, {', '.join(lists)}; write those that are pairs into a file each "
+            f"(train.json, val.json), or say which one is read: {entries}"
+        )
+    return lists[0] if lists else None
+
+
+def _sample_of_parquet(path: Path) -> list[dict[str, Any]]:
+    try:
+        return list(islice(rows_of(path), SAMPLE)) or [dict.fromkeys(pq.read_schema(path).names)]
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{path}: cannot be read as Parquet: {error}; write it again") from error
+
+
+def _is_rows(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+
+
+def _check_comments(path: Path, count: int, text: str) -> None:
+    """Refuse lines of comments above the header; one line with as many columns as the next is a header itself."""
+    first, *rest = text.splitlines()
+    if count > 1 or not any(first.count(each) and first.count(each) == rest[0].count(each) for each in SEPARATORS):
+        raise DataError(f"{path}: begins with a comment; remove it: `sed -i.bak '1,{count}d' {quoted(path)}`")
+
+
+def _check_header(path: Path, header: list[str], delimiter: str) -> None:
+    """Refuse a table whose first line is a pair, with the command that writes a header above it."""
+    sides = iter(("before", "after"))
+    named = [
+        next(sides, "unused") if is_image(name) else "split" if split_called(name) else "captions" for name in header
+    ]
+    if "after" in named:
+        new, rest = quoted(f"{path}.new"), "tail -c +4" if path.read_bytes().startswith(BOM_UTF8) else "cat"
+        header_line = shlex.quote(delimiter.join(named))
+        raise DataError(
+            f"{path}: has no header, its first line is a pair already; write one above it: "
+            f"`(echo {header_line}; {rest} {quoted(path)}) > {new} && mv {new} {quoted(path)}`"
+        )
+
+
+def is_image(value: Any) -> bool:
+    """Whether a value names an image, by its suffix."""
+    return isinstance(value, str) and value.strip().lower().endswith(IMAGES)
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def _by_column(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """What the rows hold by column, then by path into objects; nulls and names with braces, which are of templates, are
+    left out."""
+    found: dict[str, list[Any]] = {}
+    for row in rows:
+        for name, value in row.items():
+            found.setdefault(name, []).append(value)
+    for name, column in list(found.items()):
+        for value in column:
+            for key, inner in value.items() if isinstance(value, dict) else ():
+                found.setdefault(f"{name}.{key}", []).append(inner)
+    return {
+        name: [value for value in column if value is not None]
+        for name, column in found.items()
+        if not set("{}") & set(name)
+    }
+
+
+def _columns(root: Path, path: Path, values: Mapping[str, list[Any]]) -> tuple[dict[str, Any], list[str], list[Doubt]]:
+    """Which columns hold the images, the captions and what these answer; notes and doubts."""
+    images, doubts = _images(values)
+    if not images:
+        images, doubts = _templates(root, values)
+    found = ", ".join(values) or "nothing"
+    if not images:
+        raise DataError(
+            f"{path}: has the columns {found}; none names two images: add `before` and `after` with their paths, or "
+            "say which columns do: options: {columns: {before: ..., after: ..., captions: ...}}"
+        )
+    used = {*images.values()} | {name.split(".")[0] for name in images.values() if name.count(".") < 2}
+    rest = {name: column for name, column in values.items() if name not in used and not _holds_images(column)}
+    candidates = _captions(rest)
+    if not candidates:
+        raise DataError(
+            f"{path}: has the columns {found}; none holds captions: add a column `captions` with a text or a list of "
+            "texts for each pair (captions that stand in another file belong in this one)"
+        )
+    answers = [{"captions": names[0] if len(names) == 1 else names} for names in candidates]
+    taken = dict.fromkeys(name.split(".*.")[0] for names in candidates for name in names)
+    if len(candidates) > 1:
+        question = f"{path.name}: the columns {', '.join(taken)} could each hold the captions; which do?"
+        doubts = [*doubts, Doubt(question, [{"columns": answer} for answer in answers])]
+    for name, column in rest.items():
+        tasks = list(dict.fromkeys(value for value in column if isinstance(value, str)))
+        if "task" in _words(name) and 1 < len(tasks) < ENTRIES:
+            question = f"{path.name}: the column {name} names several tasks; the rows of which say what changed?"
+            doubts = [*doubts, Doubt(question, [*({"where": {name: task}} for task in tasks), {}])]
+    columns: dict[str, Any] = images | answers[0]
+    rest = {name: column for name, column in rest.items() if name not in taken}
+    asked = _question(rest) if any(_words(name) & CAPTIONS for name in taken) else None
+    if asked:
+        columns["question"] = asked
+    others = [name for name, column in rest.items() if _is_text(column) and name not in (asked or "")]
+    notes = [f"{path.name}: text that is not read: {', '.join(others)}"] if others else []
+    return columns, notes, doubts
+
+
+def _images(values: Mapping[str, list[Any]]) -> tuple[dict[str, str], list[Doubt]]:
+    """The columns of both images: those that hold images, one with a list of them, or two that are called so."""
+    named = [name for name, column in values.items() if _holds_images(column)]
+    listed = [name for plain in NAMES["images"] for name in values if _plain(name.split(".")[-1]) == plain]
+    lists = [name for name in listed if any(isinstance(value, list) for value in values[name])]
+    pairs = choose(named, [values[name] for name in named])
+    if not named and not lists and (parts := _in_parts(values)):
+        return parts, []
+    if lists and len(pairs) != 1:
+        return _list_of_images(lists[0], values[lists[0]])
+    if not pairs:
+        likely = {name: column for name, column in values.items() if all(_may_name_an_image(each) for each in column)}
+        pairs = called_as_sides(list(likely))
+    if not pairs:
+        return {}, []
+    answers = [dict(zip(("before", "after"), pair, strict=True)) for pair in pairs]
+    if len(pairs) == 1:
+        return answers[0], []
+    columns = ", ".join(dict.fromkeys(name for pair in pairs for name in pair))
+    question = f"the columns {columns} hold images, and their names do not tell which is before and which is after"
+    return answers[0], [Doubt(question, [{"columns": answer} for answer in answers])]
+
+
+def _in_parts(values: Mapping[str, list[Any]]) -> dict[str, str]:
+    """The paths of two images among the parts of a message: {"type": "image", "image": "a.png"}."""
+    for name, column in values.items():
+        for place, turn in enumerate(column[0] if column and isinstance(column[0], list) else []):
+            parts = turn.get("content", turn.get("value")) if isinstance(turn, dict) else None
+            key = "content" if isinstance(turn, dict) and "content" in turn else "value"
+            found = [
+                f"{name}.{place}.{key}.{number}.{kind}"
+                for number, part in enumerate(parts if isinstance(parts, list) else [])
+                for kind, value in (part.items() if isinstance(part, dict) else ())
+                if is_image(value)
+            ]
+            if len(found) == 2:
+                return dict(zip(("before", "after"), found, strict=True))
+    return {}
+
+
+def _list_of_images(name: str, column: list[Any]) -> tuple[dict[str, str], list[Doubt]]:
+    """The list as it is; a doubt where its first images are called as images after are."""
+    two = [value for value in column if isinstance(value, list) and len(value) == 2]
+    told = order_of_columns("", "", ([value[0] for value in two], [value[1] for value in two]))
+    if not (told and told.sure and not told.first):
+        return {"images": name}, []
+    question = f"the lists of the column {name} begin with an image that is called as one after the change is"
+    turned = {"images": None, "before": f"{name}.1", "after": f"{name}.0"}
+    return {"images": name}, [Doubt(question, [{"columns": turned}, {"columns": {"images": name}}])]
+
+
+def _holds_images(column: list[Any]) -> bool:
+    """Whether half of the values or more name images."""
+    images = sum(is_image(value) or isinstance(value, Embedded) for value in column)
+    return images > 0 and 2 * images >= len(column)
+
+
+def _may_name_an_image(value: Any) -> bool:
+    return isinstance(value, Embedded) or (
+        isinstance(value, str) and " " not in value.strip() and not _is_number(value)
+    )
+
+
+def _is_number(text: str) -> bool:
+    return bool(re.fullmatch(r"[-+\d.,:\s]+", text))
+
+
+def _templates(root: Path, values: Mapping[str, list[Any]]) -> tuple[dict[str, str], list[Doubt]]:
+    """`before/{name}.png` and `after/{name}.png`, where a column names an image in each of two folders."""
+    folders = sorted(path.name for path in root.iterdir() if path.is_dir() and path.name[0] != ".")
+    pairs = choose(folders, [[] for _ in folders]) if len(folders) < 9 else []
+    for name, column in values.items():
+        value = next((value for value in column if isinstance(value, str | int)), "")
+        for end in ("", *IMAGES):
+            holding = [p for p in pairs if all(os.path.isfile(root / folder / f"{value}{end}") for folder in p)]
+            answers = [
+                {side: f"{folder}/{{{name}}}{end}" for side, folder in zip(("before", "after"), pair, strict=True)}
+                for pair in holding
+            ]
+            if len(answers) == 1:
+                return answers[0], []
+            if answers:
+                question = (
+                    f"the folders {', '.join(sorted({*chain(*holding)}))} do not tell by their names which is before"
+                )
+                return answers[0], [Doubt(question, [{"columns": answer} for answer in answers])]
+    return {}, []
+
+
+def two_folders(root: Path) -> tuple[str, str] | None:
+    """The two folders in `root` that are called as the sides of a pair are."""
+    found = called_as_sides(sorted(path.name for path in root.iterdir() if path.is_dir()))
+    return found[0] if len(found) == 1 else None
+
+
+def _words(name: str) -> set[str]:
+    return {*words_in(name)}
+
+
+def _captions(values: Mapping[str, list[Any]]) -> list[list[str]]:
+    """The columns that could hold the captions, alone or several together; one such list where that is clear."""
+    named = [
+        n for n, column in values.items() if words_in(n)[-1:] and words_in(n)[-1] not in DATA and _is_texts(column)
+    ]
+    strong = [name for name in named if _words(name) & CAPTIONS]
+    if "captions" in values and not any(isinstance(value, dict) for value in values["captions"]):
+        strong = ["captions"]
+    of_pair = [name for name in strong if not _captions_one_image(name)]
+    texts = [name for name in named if _is_text(values[name])]
+    pool = of_pair or [*dict.fromkeys(strong + texts)] or [name for name in named if _words(name) & WEAK]
+    if len(pool) < 2:
+        return [[_inner(name, values[name])] for name in pool]
+    words = {tuple(word for word in words_in(name) if not word.isdecimal()) for name in pool}
+    if of_pair and len(words) == 1:  # caption_1, caption_2
+        return [sorted(pool, key=lambda name: [int(number) for number in re.findall(r"\d+", name)])]
+    together = [pool] if all(isinstance(value, str) for name in pool for value in values[name]) else []
+    return [*([_inner(name, values[name])] for name in pool), *together]
+
+
+def _captions_one_image(name: str) -> bool:
+    """Whether a column of captions is called as those of one of the two images: source_caption, image1_text."""
+    words = _words(name)
+    return bool(words & {*RANK} and words & CAPTIONS - {*RANK}) or bool(
+        words & {*NOUNS} and re.search(r"\d|_[ab]_", name)
+    )
+
+
+def _inner(name: str, column: list[Any]) -> str:
+    """The texts of sentences in objects of their own; a conversation stays as it is."""
+    value = next(iter(column), None)
+    if not isinstance(value, list) or not _is_rows(value):
+        return name
+    inside = next((key for key in ("raw", "text", "caption", "sentence") if key in value[0]), None)
+    return f"{name}.*.{inside}" if inside else name
+
+
+def _question(values: Mapping[str, list[Any]]) -> str | None:
+    """The column that asks what a caption answers, or a template of several."""
+    asked = [
+        name
+        for name, column in values.items()
+        if _words(name) & QUESTIONS and words_in(name)[-1] not in DATA and any(str(v).strip() for v in column)
+    ]
+    if len(asked) < 2:
+        return asked[0] if asked else None
+    return " ".join(f"{{{name}}}" for name in asked)
+
+
+def _is_texts(column: list[Any]) -> bool:
+    """Whether a column may hold captions: texts or lists, of which not all are numbers; an empty one may."""
+    values = [value for value in column if value != ""]
+    usable = (isinstance(v, list) and not all(isinstance(e, int | float) for e in v) for v in values)
+    return not values or any(usable) or any(isinstance(v, str) and not _is_number(v) for v in values)
+
+
+def _is_text(column: list[Any]) -> bool:
+    """Whether a column holds a text of several words, or lists of these; some scripts put no spaces between words."""
+    return any(
+        isinstance(text, str) and not _is_number(text) and (" " in text.strip() or UNSPACED.search(text) is not None)
+        for value in column
+        for text in (value if isinstance(value, list) else [value])
+    )
+
+
+def _aliases(root: Path, options: dict[str, Any]) -> dict[str, str]:
+    """The manifest's own names of splits that are none of train, val, test and that say which they are."""
+    names = {row.split for row in pairs.read(root, **options) if isinstance(row.split, str)} - set(SPLITS)
+    return {name: split for name in sorted(names) if (split := split_called(name))}

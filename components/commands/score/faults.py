@@ -1,0 +1,295 @@
+"""Captions laid beside the references by their ids, and what such files typically show: each fault by its name."""
+
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from m3diff.commands.score.predictions import Prediction
+from m3diff.commands.score.references import Benchmark, Counts, Reference, published_counts
+from m3diff.datasets.spec import Protocol
+from m3diff.records.schemas import DataError
+
+EXTENSION = re.compile(r"\.(?:png|jpe?g|gif|webp)", re.IGNORECASE)
+SCENE = re.compile(r"(?:CLEVR_(?P<kind>semantic|nonsemantic)_)?0*(?P<number>\d+)(?P<distractor>_n)?")
+TOKENISED = re.compile(r"\w (?:[.,;:!?]|'s|n't)(?: |$)")
+SENTENCES = re.compile(r"\w\. +\w")
+MANY = 0.2
+"""Share of captions from which on a way of writing is the file's."""
+WORDS = 5_000
+"""Words of a caption above which METEOR may fail, and every pair's score with it; they have up to 8 characters."""
+
+
+class Matched(NamedTuple):
+    """Captions by the references' ids."""
+
+    captions: dict[str, str]
+    unknown: list[str]
+    renamed: tuple[str, str] | None  # an id as it was given, and whose it was taken for
+
+
+def plain(name: str) -> str:
+    """An id without folder, extension, padding and the words of CLEVR-Change's file names: "235" of "a/000235.png"."""
+    bare = EXTENSION.sub("", re.split(r"[/\\]", name)[-1])
+    found = SCENE.fullmatch(bare)
+    if not found:
+        return bare
+    distractor = found["distractor"] or ("_n" if found["kind"] == "nonsemantic" else "")
+    return found["number"] + distractor
+
+
+nfc = partial(unicodedata.normalize, "NFC")
+
+
+def finder(known: Iterable[str], dataset: str) -> Callable[[str], str | None]:
+    """The references' id that an id means, None where it means none. Unicode forms of the same letters are equal.
+
+    Raises:
+        DataError: two of the references' ids differ in their Unicode form alone.
+    """
+    ids: dict[str, str] = {}
+    for name in known:
+        if (other := ids.setdefault(nfc(name), name)) != name:
+            raise DataError(
+                f"references: the ids {ascii(other)} and {ascii(name)} are the same letters in two Unicode forms; "
+                "rename one of them"
+            )
+    names = Counter(map(plain, ids))
+    by_plain = {plain(form): name for form, name in ids.items() if names[plain(form)] == 1}
+
+    def find(given: str) -> str | None:
+        form = nfc(given)
+        return ids.get(form) or ids.get(form.removeprefix(f"{nfc(dataset)}/")) or by_plain.get(plain(form))
+
+    return find
+
+
+def match(rows: Sequence[Prediction], known: Iterable[str], dataset: str, counts: Counts) -> Matched:
+    """Every caption under the id of the references that its own id means.
+
+    Raises:
+        DataError: two captions of one id, or none of the ids is known.
+    """
+    ids = list(known)
+    find = finder(ids, dataset)
+    captions: dict[str, str] = {}
+    unknown: list[str] = []
+    renamed, times = None, Counter[str]()
+    for given, caption in rows:
+        name = find(given)
+        times[name or given] += 1
+        if name is None:
+            unknown.append(given)
+            continue
+        if nfc(name) != nfc(given) and renamed is None:
+            renamed = given, name
+        captions[name] = caption
+    if len(times) < len(rows):
+        raise DataError(repeated(rows, times, counts.records))
+    if not captions:
+        raise DataError(not_known(unknown, len(rows), ids, counts))
+    return Matched(captions, unknown, renamed)
+
+
+def repeated(rows: Sequence[Prediction], times: Counter[str], records: int | None) -> str:
+    name, most = times.most_common(1)[0]
+    found = f"{len(rows):,} captions for {len(times):,} ids: {name!r} has {most}"
+    if len(rows) == records:
+        return (
+            f"{found}. The annotation file has as many records: this is the record level. A pair is scored once, "
+            "against the references of all its records; keep one caption to an id"
+        )
+    return f"{found}; a dictionary would have kept the last and lost the others. Keep one caption to an id"
+
+
+def not_known(unknown: Sequence[str], rows: int, known: Iterable[str], counts: Counts) -> str:
+    ids = list(known)
+    found = f"{len(unknown):,} of {rows:,} ids are unknown: {some(unknown)}; valid ones are {some(ids)}"
+    return found + alike(unknown, ids) + level(rows, counts)
+
+
+def alike(unknown: Sequence[str], known: Sequence[str]) -> str:
+    """How an unknown id differs from the known one that has its letters and digits."""
+    by_letters = {letters(name): name for name in known}
+    for given in unknown:
+        if name := by_letters.get(letters(given)):
+            differ = next((what for what, same in SAME.items() if same(given) == same(name)), "in punctuation")
+            return f". {given!r} and {name!r} differ {differ}: write the ids as the references do"
+    return ""
+
+
+def letters(name: str) -> str:
+    """The id's letters and digits, whatever their case and form."""
+    form = unicodedata.normalize("NFKC", name).casefold().strip()
+    return re.sub(r"[\W_]+", "", EXTENSION.sub("", form.removesuffix(".0")))
+
+
+SAME: dict[str, Callable[[str], str]] = {
+    "in upper and lower case alone": str.casefold,
+    "in spaces alone": lambda name: "".join(name.split()),
+    "by the .0 of a number with a point": lambda name: name.removesuffix(".0"),
+    "in the Unicode form of letters that look the same": partial(unicodedata.normalize, "NFKC"),
+}
+"""How two ids differ -> what is the same of both then."""
+
+
+def some(names: Sequence[str]) -> str:
+    """The first three."""
+    return ", ".join(repr(name) for name in names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+def faults_of_predictions(
+    rows: int, matched: Matched, taken: Mapping[str, Reference], known: Iterable[str], counts: Counts
+) -> list[str]:
+    """Unknown and missing ids, with the likely reason."""
+    faults = []
+    if matched.unknown:
+        faults.append(not_known(matched.unknown, rows, known, counts))
+    missing = [name for name in taken if name not in matched.captions]
+    if missing:
+        faults.append(missing_fault(missing, taken, rows, counts))
+    return faults
+
+
+def missing_fault(missing: Sequence[str], taken: Mapping[str, Reference], rows: int, counts: Counts) -> str:
+    wordless = {name for name, reference in taken.items() if not any(text.strip() for text in reference.texts)}
+    if set(missing) == wordless:
+        return (
+            f"no caption for {some(missing)}, the {len(missing)} pairs of which every reference is empty: they were "
+            f"dropped. They count in every published score; caption all {len(taken):,} pairs"
+        )
+    return f"no caption for {len(missing):,} of {len(taken):,} pairs: {some(missing)}" + level(rows, counts)
+
+
+def level(ids: int, counts: Counts) -> str:
+    """What the number of ids tells of what they name."""
+    if ids == counts.pairs:
+        return ""
+    if ids == counts.records:
+        return (
+            f". The annotation file has {ids:,} records: this is the record level. A pair is scored once, against the "
+            "references of all its records"
+        )
+    if ids == counts.image_pairs:
+        return (
+            f". There are {ids:,} distinct pairs of images: keyed by its images, a pair overwrote others that have the "
+            "same; key by the id"
+        )
+    return ""
+
+
+def too_long(captions: Mapping[str, str]) -> list[str]:
+    """Captions of so many words that a scorer may die of them."""
+    words = {name: len(caption.split()) for name, caption in captions.items()}
+    longer = [name for name, caption in captions.items() if words[name] > WORDS or len(caption) > 8 * WORDS]
+    if not longer:
+        return []
+    return [
+        f"{len(longer):,} captions have more than {WORDS:,} words or {8 * WORDS:,} characters, such as {longer[0]!r} "
+        f"with {words[longer[0]]:,} words: METEOR may fail on them, and then no pair has any. Shorten or empty them"
+    ]
+
+
+def split_references(pairs: Mapping[str, Reference]) -> list[str]:
+    """References that are the words, or the characters, of one."""
+    texts = {name: reference.texts for name, reference in pairs.items()}
+    split = [name for name, found in texts.items() if len(found) > 2 and all(len(text.split()) < 2 for text in found)]
+    if len(split) <= MANY * len(pairs):
+        return []
+    return [
+        f"references: those of {len(split):,} of {len(pairs):,} pairs are single words, such as {split[0]!r} with "
+        f"{some(texts[split[0]])}: a list of tokens, or one text, was read as a list of texts; join the words of each "
+        "reference by spaces"
+    ]
+
+
+def notes_of_file(pairs: Mapping[str, Reference], known: Iterable[Benchmark]) -> list[str]:
+    """What a file of references without a benchmark tells by itself: joined text, and the faults of those whose
+    numbers it has."""
+    texts = [text for reference in pairs.values() for text in reference.texts]
+    notes = []
+    for benchmark in known:
+        protocol = benchmark.protocol(None)
+        counts = published_counts(benchmark, protocol)
+        if counts.references is None or counts.pairs is None:
+            continue
+        wordless = counts.pairs - (counts.wordless or 0)
+        if len(pairs) in {counts.pairs, counts.records, counts.image_pairs, wordless}:
+            notes += [
+                f"if these are {benchmark.name}'s, as under protocol {protocol.name!r}: {fault}; --benchmark "
+                f"{benchmark.name} checks it"
+                for fault in faults_of_references(pairs, counts, protocol)
+            ]
+    if len(texts) == len(pairs) and share(SENTENCES, texts) > MANY:
+        notes.append(
+            f"{sum(bool(SENTENCES.search(text)) for text in texts):,} of {len(pairs):,} pairs have one reference of "
+            "several sentences: joined text? Most protocols score each sentence as a reference of its own"
+        )
+    return notes
+
+
+def faults_of_references(pairs: Mapping[str, Reference], counts: Counts, protocol: Protocol) -> list[str]:
+    """How a file of references differs from those of the benchmark."""
+    texts = [text for reference in pairs.values() for text in reference.texts]
+    if counts.pairs is not None and len(pairs) != counts.pairs:
+        return [wrong_number(len(pairs), counts)]
+    if protocol.references == "joined":
+        return unlike_joined(pairs, texts, protocol)
+    if counts.references is None or len(texts) >= counts.references:
+        return []
+    found = f"references: {len(texts):,} of {counts.references:,}"
+    if len(texts) == len(pairs) and share(SENTENCES, texts) > 0:
+        rule = f"under {protocol.name!r} every sentence is a reference of its own"
+        return [f"{found}: joined text, one reference a pair; {rule}"]
+    return [f"{found}: of pairs that stand in several records the last one overwrote the others; all of them count"]
+
+
+def wrong_number(pairs: int, counts: Counts) -> str:
+    assert counts.pairs is not None
+    found = f"references: {pairs:,} pairs, the benchmark has {counts.pairs:,}"
+    if counts.wordless and pairs == counts.pairs - counts.wordless:
+        return (
+            f"{found}: the {counts.wordless} pairs of which every reference is empty were dropped; they count in every "
+            "published score"
+        )
+    return found + level(pairs, counts)
+
+
+def unlike_joined(pairs: Mapping[str, Reference], texts: Sequence[str], protocol: Protocol) -> list[str]:
+    several = sum(len(reference.texts) > 1 for reference in pairs.values())
+    if several:
+        return [
+            f"references: {several:,} pairs have several; under {protocol.name!r} all sentences of a pair are one text"
+        ]
+    words = [len(text.split()) for text in texts]
+    if protocol.max_words is not None and max(words) > protocol.max_words:
+        longer = sum(count > protocol.max_words for count in words)
+        return [
+            f"references: untruncated, {longer:,} have more than {protocol.max_words} words and the longest "
+            f"{max(words)}; {protocol.name!r} cuts them there"
+        ]
+    return []
+
+
+def share(pattern: re.Pattern[str], texts: Sequence[str]) -> float:
+    return sum(bool(pattern.search(text)) for text in texts) / len(texts) if texts else 0.0
+
+
+def notes_of_captions(captions: Sequence[str], references: Sequence[str], protocol: Protocol) -> list[str]:
+    """What the captions' way of writing does to their scores."""
+    notes = []
+    if empty := sum(not caption.strip() for caption in captions):
+        notes.append(f"{empty:,} captions are empty")
+    if protocol.max_words is not None:
+        if longer := sum(len(caption.split()) > protocol.max_words for caption in captions):
+            notes.append(f"{longer:,} captions were cut after {protocol.max_words} words, as the references are")
+    elif protocol.references == "all" and share(SENTENCES, captions) > MANY > share(SENTENCES, references):
+        notes.append(f"captions hold several sentences: joined text? References of {protocol.name!r} are one each")
+    tokenised = share(TOKENISED, captions) > MANY
+    if protocol.tokenizer == "ptb" and tokenised:
+        notes.append("captions look tokenised already; they are tokenised again (PTB), as the references are")
+    if protocol.tokenizer == "whitespace" and not tokenised and share(TOKENISED, references) > MANY:
+        notes.append("captions are not tokenised, the references are: 'head.' is no 'head'; write 'head .'")
+    return notes

@@ -1,0 +1,261 @@
+"""A model that was never trained here, on the test set that lies here: the papers' zero-shot rows of large models.
+
+An OpenAI-compatible endpoint gets both images of a pair in one message, before and then after, with the question that
+predict asks. Its captions are written as predict writes them and scored by the stage evaluate, with its page; there
+are no controls, saliency maps or training curves. Run: `m3diff zero-shot --url URL --model NAME`.
+
+A refusal, an empty answer and one that was cut are scored as an empty caption, and told. Answers are kept by their
+content in the scratch folder: a second run asks nothing, and one that was killed goes on.
+"""
+
+import json
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from m3diff.commands.zero_shot.request import Request
+from m3diff.datasets.spec import DatasetSpec, check_licence
+from m3diff.endpoint import Answer, Endpoint, Question, in_unicode
+from m3diff.images.open import ImageError, load_image
+from m3diff.records.files import write_atomic
+from m3diff.records.reports import StageReport
+from m3diff.records.schemas import DataError
+from m3diff.scoring.metrics import choose_metrics
+from m3diff.scoring.metrics.java import require_java
+from m3diff.scoring.metrics.run import needs_java
+from m3diff.scoring.pairs import EvalPair, pair_of, read_test_records
+from m3diff.scoring.protocols import load_specs, select
+from m3diff.scoring.published.published import PublishedRow, published_rows
+from m3diff.scoring.summary import EvaluateReport, headline
+from m3diff.settings.compute import Compute
+from m3diff.stages.evaluate.params import Evaluate
+from m3diff.stages.evaluate.stage import check_complete, evaluate
+from m3diff.stages.predict.pairs import PairSample, read_test_pairs
+
+PUBLISHED = ("GPT-4o", "LLaVA-OneVision-7B", "Qwen-2.5-VL-7B")
+"""The published rows of models that were not trained on the benchmark (arXiv 2503.11093 v2, Table 3, marked so)."""
+
+WITHOUT = ("refused", "empty", "cut")
+"""Kinds of answers that are scored as an empty caption."""
+
+
+class ZeroShotReport(StageReport):
+    """Pairs of the test split in, captions out; `words` is the mean length of a caption, empty ones among them; there
+    are no pairs of the controls."""
+
+    url: str
+    model: str
+    prompt: str
+    words: float
+    without_caption: dict[str, list[str]]  # kind of answer -> ids of the pairs, scored as an empty caption
+    control: int = 0
+    reversed: int = 0
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was captioned, its scores, and the folder that holds `predictions/` and `report/`."""
+
+    folder: Path
+    captioned: ZeroShotReport
+    scored: EvaluateReport
+
+    @property
+    def lines(self) -> list[str]:
+        """For people: the pairs without a caption, and the scores beside those that papers print."""
+        told = [line for kind in WITHOUT if (line := self._told_of(kind))]
+        for protocol, found in headline(self.scored).items():
+            scores = self.scored.protocols[protocol]
+            part = f" ({scores.pairs:,} of {scores.published_pairs:,} pairs)" if scores.is_partial else ""
+            told.append(f"{protocol}{part}, times 100: {_listed(found)}")
+            told += [f"  {told_of_row(row)}" for row in zero_shot_rows(protocol.partition("/")[0])]
+        return [*told, f"report: {self.folder / 'report' / 'report.html'}"]
+
+    def _told_of(self, kind: str) -> str | None:
+        ids = self.captioned.without_caption[kind]
+        some = ", ".join(ids[:5]) + (f" and {len(ids) - 5:,} more" if len(ids) > 5 else "")
+        scored = "scored as an empty caption"
+        return f"{len(ids):,} of {self.captioned.rows_in:,} answers {kind}, {scored}: {some}" if ids else None
+
+
+def zero_shot(
+    request: Request,
+    cfg: Evaluate,
+    compute: Compute,
+    mixture: Path,
+    records: Path,
+    clean: Path,
+    out: Path | None,
+) -> Result:
+    """Caption the mixture's test split by the endpoint, score it, and write `predictions/` and `report/`.
+
+    Args:
+        cfg: how evaluate scores; with a limit it may score fewer pairs than papers do, and says so.
+        out: a folder that does not exist; None: one in the scratch folder, made anew.
+
+    Raises:
+        DataError: before anything is sent: there is no test set, a protocol lacks pairs, a licence does not allow to
+            hand images on, an image is not the one that ingest saw, or `out` exists. Afterwards: no answer is a
+            caption; these answers are forgotten.
+        ParamsError: the endpoint refuses the key, the model or the form of a question.
+        ConnectionError: it cannot be reached, or goes on failing; what it answered is kept.
+    """
+    if out is not None and out.exists():
+        raise DataError(f"{out}: exists; name a folder that does not")
+    cfg = cfg.model_copy(update={"allow_fewer_pairs": cfg.allow_fewer_pairs or request.limit > 0})
+    pairs = read_test_pairs(mixture)[: request.limit or None]
+    check(request, cfg, pairs, records, clean)
+    answers = ask(request, pairs, compute.scratch)
+    place = out or request.place(compute.scratch)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=place.parent, prefix=f".{place.name}.") as scratch:
+        made = Path(scratch) / place.name
+        captioned = write_predictions(request, pairs, answers, made / "predictions")
+        untrained = Path(scratch) / "model"  # a folder without training curves
+        scored = evaluate(cfg, compute, records, clean, made / "predictions", untrained, made / "report")
+        shutil.rmtree(place, ignore_errors=True)
+        made.rename(place)
+    return Result(place, captioned, scored)
+
+
+def check(request: Request, cfg: Evaluate, pairs: Sequence[PairSample], records: Path, clean: Path) -> None:
+    """What can be refused before an image is sent and an answer is paid for."""
+    if needs_java(choose_metrics(cfg.metrics)):
+        require_java()
+    known = to_score(pairs, clean)
+    specs = load_specs(records, dict.fromkeys(pair.dataset for pair in known))
+    if not cfg.allow_fewer_pairs:
+        check_complete(select(known, specs))
+    for notice in notices(request, specs):
+        print(f"zero-shot: {notice}", flush=True)
+    check_images(pairs)
+
+
+def to_score(pairs: Sequence[PairSample], clean: Path) -> list[EvalPair]:
+    """The records of the pairs, not captioned yet."""
+    rows = {row["id"]: row for row in read_test_records(clean / "records.parquet")}
+    for pair in pairs:
+        if pair.id not in rows:
+            raise DataError(f"{clean / 'records.parquet'}: no test pair {pair.id}; run `m3diff convert` again")
+    return [pair_of(rows[pair.id], "", None) for pair in pairs]
+
+
+def notices(request: Request, specs: Mapping[str, DatasetSpec]) -> list[str]:
+    """What the licences ask for where images go to another machine.
+
+    Raises:
+        DataError: one does not allow to hand the images on, and the request does not insist.
+    """
+    if not request.leaves_the_machine:
+        return []
+    told = (check_licence(spec, "redistribute", request.allow_unlicensed) for spec in specs.values())
+    return list(dict.fromkeys(filter(None, told)))
+
+
+def check_images(pairs: Sequence[PairSample]) -> None:
+    for pair in pairs:
+        try:
+            load_image(pair.before, pair.before_sha256)
+            load_image(pair.after, pair.after_sha256)
+        except ImageError as error:
+            raise DataError(f"{pair.id}: {error}") from error
+
+
+def ask(request: Request, pairs: Sequence[PairSample], scratch: Path) -> list[Answer]:
+    """The endpoint's answer to each pair, in order; says first where the images go."""
+    print(
+        f"zero-shot: {len(pairs):,} test pairs: both images and the question of each that is not answered yet go to "
+        f"{request.url}, model {request.model!r}",
+        flush=True,
+    )
+    endpoint = Endpoint(
+        request.url,
+        request.model,
+        request.key_variable,
+        request.timeout_s,
+        scratch / "zero_shot.jsonl",
+        request.max_tokens,
+    )
+    questions = [Question(request.words(pair.question), (Path(pair.before), Path(pair.after))) for pair in pairs]
+    try:
+        answers = endpoint.ask(questions, "zero-shot")
+    except ConnectionError as error:
+        raise ConnectionError(f"{error}; what it answered is kept: run the command again") from error
+    if told := without_captions(answers):
+        if any(answer.kind == "text" for answer in answers):
+            print(f"zero-shot: note: {told}", flush=True)
+        else:
+            endpoint.forget(questions)
+            raise DataError(f"{request.url}, model {request.model!r}: {told}; run the command again: it asks anew")
+    return answers
+
+
+def without_captions(answers: Sequence[Answer]) -> str:
+    """Why most answers are no caption; "" where most are one."""
+    kinds = Counter(answer.kind for answer in answers)
+    without = len(answers) - kinds["text"]
+    if without <= len(answers) / 2:
+        return ""
+    told = [f"{without:,} of {len(answers):,} answers are no caption"]
+    if reasoned := sum(answer.kind == "empty" and bool(answer.text.strip()) for answer in answers):
+        told.append(
+            f"the text of {reasoned:,} came as reasoning_content: start the server without its reasoning parser, or "
+            "with the model's thinking switched off"
+        )
+    if silent := kinds["empty"] - reasoned:
+        told.append(f"{silent:,} are empty, or thoughts alone (<think>): does the model take two images?")
+    if kinds["cut"]:
+        told.append(
+            f"{kinds['cut']:,} reached the token limit (finish_reason=length): pass a larger --max-tokens, or switch "
+            "the model's thinking off"
+        )
+    if kinds["refused"]:
+        reason = next(answer.text for answer in answers if answer.kind == "refused")
+        told.append(
+            f"{kinds['refused']:,} are refused, such as with {reason[:200]!r}: pass another --prompt or --model"
+        )
+    return "; ".join(told)
+
+
+def write_predictions(
+    request: Request, pairs: Sequence[PairSample], answers: Sequence[Answer], out: Path
+) -> ZeroShotReport:
+    """predictions.json as predict writes it, and report.json."""
+    captions = [caption_of(answer) for answer in answers]
+    rows = [{"image_id": pair.id, "caption": caption} for pair, caption in zip(pairs, captions, strict=True)]
+    write_atomic(out / "predictions.json", json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
+    without = {
+        kind: [pair.id for pair, answer in zip(pairs, answers, strict=True) if answer.kind == kind] for kind in WITHOUT
+    }
+    return ZeroShotReport(
+        stage="zero-shot",
+        rows_in=len(pairs),
+        rows_out=len(pairs),
+        url=request.url,
+        model=request.model,
+        prompt=request.prompt,
+        words=round(sum(len(caption.split()) for caption in captions) / len(captions), 2),
+        without_caption=without,
+    ).write(out / "report.json")
+
+
+def caption_of(answer: Answer) -> str:
+    """An answer on one line; nothing of one that is no caption."""
+    return " ".join(in_unicode(answer.text).split()) if answer.kind == "text" else ""
+
+
+def zero_shot_rows(dataset: str) -> list[PublishedRow]:
+    """The published zero-shot rows of a dataset, in the file's order."""
+    return [row for row in published_rows(dataset) if row.method in PUBLISHED]
+
+
+def told_of_row(row: PublishedRow) -> str:
+    scores = {name: value for name, value in row.scores.items() if value is not None}
+    return f"{row.method}, zero-shot, published in {row.source}: {_listed(scores)}"
+
+
+def _listed(scores: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.1f}" for name, value in scores.items())

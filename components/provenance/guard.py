@@ -1,0 +1,130 @@
+"""What DVC records is what ran: a stage's parameters and code are read before its work and compared after it.
+
+DVC hashes what a stage depends on when the command is over. What was edited meanwhile would be recorded as what ran,
+and be restored for ever from the run cache. A stage that fails is recorded nowhere. Nor is the code of one project run
+for another.
+"""
+
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from m3diff.provenance.code import FOLDER, current, edited
+from m3diff.records.files import sha256
+from m3diff.records.schemas import DataError
+from m3diff.settings.section import ParamsError
+
+PARAMS, GRAPH = Path("params.yaml"), Path("dvc.yaml")
+ENTRY = Path("components/__main__.py")
+OURS = ("components", "profiles")
+"""Folders of code and of files beside the parameters; data may be large, and is hashed by DVC alone."""
+
+REFERENCE = re.compile(r"\$\{([^}]+)\}")
+
+
+class Watched(NamedTuple):
+    """What a stage watches: parameters by their path, and the hashes of files by name."""
+
+    params: dict[str, Any]
+    files: dict[str, str]
+
+
+def require_own_code() -> None:
+    """See that the code which runs is that of the current directory's project, where that has code of its own, else
+    that of the checkout which the virtual environment lies in. An installed wheel is the code of any other folder.
+
+    Raises:
+        DataError: it is another's, as in a checkout that was copied with its .venv.
+    """
+    code, here = Path(__file__).resolve().parents[2], Path.cwd()
+    project = next((at for at in (here, *here.parents) if (at / PARAMS).is_file() or (at / GRAPH).is_file()), here)
+    for folder in (project, Path(sys.prefix).resolve().parent):
+        if (folder / ENTRY).is_file():
+            if not code.samefile(folder):
+                raise DataError(
+                    f"the code of {code} would run for {folder}, which has its own; run `make install` in {folder}, "
+                    "then bin/m3diff there"
+                )
+            return
+
+
+@contextmanager
+def unchanged() -> Iterator[None]:
+    """Within the work of a stage that DVC started, and of no other command.
+
+    Raises:
+        ParamsError: what the stage watches is another after it than before.
+    """
+    stage = os.environ.get("DVC_STAGE")
+    if stage is None:
+        yield
+        return
+    if stale := [] if stage == "code" else edited(stage):
+        raise ParamsError(f"{stage}: {FOLDER}/{stage}.json is of other code ({stale[0]}); run `dvc repro code` first")
+    before = watched(stage)
+    yield
+    if changed := list(differences(before, watched(stage))):
+        raise ParamsError(
+            f"{stage}: edited while it ran: {'; '.join(changed)}. What ran is not what DVC would record, so nothing is "
+            "recorded. Put the edit back and run `dvc repro` again: a training goes on from its last checkpoint. Or "
+            "let it stand: the stage then runs with it"
+        )
+
+
+def watched(stage: str) -> Watched:
+    """What the stage `train` or `ingest@minichange` watches of parameters and code, as dvc.yaml names it."""
+    name, _, key = stage.partition("@")
+    graph = yaml.safe_load(GRAPH.read_text(encoding="utf-8"))["stages"]
+    values = yaml.safe_load(PARAMS.read_text(encoding="utf-8"))
+    entry = graph[name].get("do", graph[name])
+    known = values | {"key": key}
+    params = {path: _lookup(values, path) for path in (_filled(name, known) for name in entry["params"])}
+    paths = (Path(_filled(dep, known)) for dep in entry["deps"] if "item." not in dep)
+    files = {str(file): sha256(file)[:12] for path in paths if path.parts[0] in OURS for file in _files(path)}
+    if stage != "code":
+        files |= {file: meaning[:12] for file, meaning in current(stage).items()}
+    return Watched(params, files)
+
+
+def _filled(text: str, values: Mapping[str, Any]) -> str:
+    return REFERENCE.sub(lambda match: str(_lookup(values, match[1])), text)
+
+
+def _lookup(values: Mapping[str, Any], path: str) -> Any:
+    """The value at a path of dots; None where there is none, as after an edit."""
+    found: Any = values
+    for part in path.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return found
+
+
+def _files(path: Path) -> Iterator[Path]:
+    if path.is_file():
+        yield path
+    elif path.is_dir():
+        yield from sorted(file for file in path.rglob("*") if file.is_file() and "__pycache__" not in file.parts)
+
+
+def differences(before: Watched, after: Watched) -> Iterator[str]:
+    """What changed: parameters to the value, files by their hashes."""
+    for path in dict.fromkeys([*before.params, *after.params]):
+        yield from _values(path, before.params.get(path), after.params.get(path))
+    for file in dict.fromkeys([*before.files, *after.files]):
+        old, new = before.files.get(file, "absent"), after.files.get(file, "absent")
+        if old != new:
+            yield f"{file} {old} -> {new}"
+
+
+def _values(path: str, old: Any, new: Any) -> Iterator[str]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in dict.fromkeys([*old, *new]):
+            yield from _values(f"{path}.{key}", old.get(key), new.get(key))
+    elif old != new:
+        yield f"{path} {json.dumps(old)} -> {json.dumps(new)}"

@@ -1,0 +1,175 @@
+"""The gate: is the challenger better than the champion by more than the choice of test pairs explains?
+
+It is, where the lower bound of the gain's interval on the same pairs exceeds `min_gain`. A guarded score is judged by
+what was measured, not by a bound: of a small group of pairs the bound alone would refuse equal models. Give a tolerance
+of about twice the score's standard error.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Literal
+
+import pyarrow as pa
+from pydantic import BaseModel, ConfigDict
+
+from m3diff.registry.params import Promote
+from m3diff.scoring.bootstrap import DECIMALS, Difference, compare, resampled_scores, rows_of, score_of
+from m3diff.scoring.metrics import METRICS
+from m3diff.scoring.metrics.metric import Resampled
+
+Outcome = Literal["promoted", "first", "refused", "unchanged"]
+
+
+class Guarded(BaseModel):
+    """A guarded score of both models, and by how much the challenger's may be worse."""
+
+    model_config = ConfigDict(frozen=True)
+
+    challenger: float | None
+    champion: float | None
+    tolerance: float
+
+
+class Verdict(BaseModel):
+    """What the gate says, in words, and the numbers that it goes by. What was not compared is None."""
+
+    model_config = ConfigDict(frozen=True)
+
+    outcome: Outcome
+    reason: str
+    pairs: int | None = None
+    challenger_score: float | None = None
+    champion_score: float | None = None
+    gain: float | None = None
+    low: float | None = None  # bounds of the gain
+    high: float | None = None
+    guards: dict[str, Guarded] = {}
+
+
+def judge_first(cfg: Promote, challenger: pa.Table) -> Verdict:
+    """There is no champion: any score is enough, but no guarded one that is there may be no number."""
+    score = score_of(challenger, cfg.protocol, scores()[cfg.metric])
+    columns = {name: scores()[name].column for name in cfg.guards}
+    held = [name for name, column in columns.items() if column in challenger.column_names]
+    broken = [name for name in held if score_of(challenger, cfg.protocol, scores()[name]) is None]
+    if score is None or broken:
+        return Verdict(outcome="refused", reason=no_score(cfg, *([cfg.metric] if score is None else []), *broken))
+    pairs = rows_of(challenger, cfg.protocol).num_rows
+    reason = f"there was no champion; {cfg.metric} {score:.4f} over {pairs} pairs of {cfg.protocol}"
+    return Verdict(outcome="first", reason=reason, pairs=pairs, challenger_score=score)
+
+
+def judge(cfg: Promote, challenger: pa.Table, champion: pa.Table) -> Verdict:
+    """Compare two files scores.parquet of the same test set, pair by pair.
+
+    Raises:
+        ValueError: they do not hold the same pairs of the protocol.
+    """
+    asked = (cfg.metric, *cfg.guards)
+    missing = [name for name in asked if score_of(challenger, cfg.protocol, scores()[name]) is None]
+    if missing:
+        return Verdict(outcome="refused", reason=no_score(cfg, *missing))
+    if odd := [*unlike(cfg, challenger, champion)]:
+        return Verdict(outcome="refused", reason="; ".join([*odd, "evaluate and register again"]))
+    found = compare(challenger, champion, cfg.protocol, scores()[cfg.metric], cfg.confidence)
+    if found is None:
+        return Verdict(outcome="refused", reason=f"the champion has no {cfg.metric} on {cfg.protocol}")
+    guards = {name: guarded(cfg, name, challenger, champion) for name in cfg.guards}
+    faults = [*too_little(cfg, found), *worse(cfg, guards)]
+    pairs = rows_of(challenger, cfg.protocol).num_rows
+    return Verdict(
+        outcome="refused" if faults else "promoted",
+        reason="; ".join([measured(cfg, found, pairs), *(faults or [exceeds(cfg, guards)])]),
+        pairs=pairs,
+        challenger_score=found.first,
+        champion_score=found.second,
+        gain=found.gain,
+        low=found.interval.low if found.interval else None,
+        high=found.interval.high if found.interval else None,
+        guards=guards,
+    )
+
+
+def scores() -> dict[str, Resampled]:
+    """Every score that can be compared pair by pair."""
+    return resampled_scores(METRICS)
+
+
+def no_score(cfg: Promote, *names: str) -> str:
+    return (
+        f"it has no {' and no '.join(names)} on {cfg.protocol}: see `absent` in its metrics.json, or name others in "
+        "the section promote"
+    )
+
+
+def unlike(cfg: Promote, challenger: pa.Table, champion: pa.Table) -> Iterator[str]:
+    """A line for each reason why means over the two files are no means over the same pairs: a pair that one of them
+    lists twice, or that has a value in one of them alone."""
+    for whose, table in (("it", challenger), ("the champion", champion)):
+        ids = Counter(rows_of(table, cfg.protocol)["id"].to_pylist())
+        if twice := [pair for pair, times in ids.items() if times > 1]:
+            yield f"{whose} lists {len(twice)} pairs of {cfg.protocol} twice, such as {twice[0]}"
+    for name in (cfg.metric, *cfg.guards):
+        ours, theirs = (without_value(cfg, name, table) for table in (challenger, champion))
+        for whose, lacks in (("it", ours - theirs), ("the champion", theirs - ours)):
+            if lacks:
+                yield f"{whose} has no {name} of {len(lacks)} pairs that the other model has, such as {min(lacks)}"
+
+
+def without_value(cfg: Promote, name: str, table: pa.Table) -> set[str]:
+    """The pairs whose value of a score is null; none of a file that does not have the score."""
+    rows, column = rows_of(table, cfg.protocol), scores()[name].column
+    return set(rows.filter(rows[column].is_null())["id"].to_pylist()) if column in rows.column_names else set()
+
+
+def can_be_judged(cfg: Promote, challenger: pa.Table, champion: pa.Table) -> bool:
+    """Whether the champion's file holds the challenger's pairs, and for them every score that the gate asks for."""
+    ours, theirs = (sorted(rows_of(table, cfg.protocol)["id"].to_pylist()) for table in (challenger, champion))
+    return ours == theirs and all(
+        score_of(champion, cfg.protocol, scores()[name]) is not None
+        and without_value(cfg, name, champion) <= without_value(cfg, name, challenger)
+        for name in (cfg.metric, *cfg.guards)
+    )
+
+
+def guarded(cfg: Promote, name: str, challenger: pa.Table, champion: pa.Table) -> Guarded:
+    of = scores()[name]
+    ours, theirs = (score_of(table, cfg.protocol, of) for table in (challenger, champion))
+    return Guarded(challenger=ours, champion=theirs, tolerance=cfg.guards[name])
+
+
+def too_little(cfg: Promote, found: Difference) -> Iterator[str]:
+    if found.interval is None:
+        yield "too few pairs for an interval"
+    elif found.interval.low <= cfg.min_gain:
+        yield f"its lower bound does not exceed {cfg.min_gain:g}"
+
+
+def worse(cfg: Promote, guards: dict[str, Guarded]) -> Iterator[str]:
+    """A line for each guarded score that is worse than it may be, or that the champion does not have."""
+    for name, guard in guards.items():
+        if guard.champion is None or guard.challenger is None:
+            yield f"the champion has no {name}, which is guarded"
+        elif round(loss(name, guard.challenger, guard.champion), DECIMALS) > guard.tolerance:
+            yield f"{name} {guard.challenger:.4f} is more than {guard.tolerance:g} worse than {guard.champion:.4f}"
+
+
+def loss(name: str, challenger: float, champion: float) -> float:
+    """By how much the challenger is worse; below zero where it is better."""
+    lower_is_better = any(name in metric.lower_is_better for metric in METRICS.values())
+    return challenger - champion if lower_is_better else champion - challenger
+
+
+def measured(cfg: Promote, found: Difference, pairs: int) -> str:
+    said = (
+        f"{cfg.metric} on {cfg.protocol} {found.first:.4f}, the champion's {found.second:.4f}: gain {found.gain:+.4f}"
+    )
+    if found.interval is None:
+        return f"{said} over {pairs} pairs"
+    interval = f"{found.interval.low:+.4f} to {found.interval.high:+.4f}"
+    return f"{said}, {100 * cfg.confidence:g} % interval {interval} over {pairs} pairs"
+
+
+def exceeds(cfg: Promote, guards: dict[str, Guarded]) -> str:
+    held = ", ".join(f"{name} {guard.challenger:.4f}, had {guard.champion:.4f}" for name, guard in guards.items())
+    return f"the lower bound exceeds {cfg.min_gain:g}" + (f"; guarded: {held}" if held else "")

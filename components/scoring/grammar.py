@@ -1,0 +1,260 @@
+"""What a caption says, read with its dataset's grammar: which changes, of which object, where, from what to what.
+
+A grammar (JSON) is {"clause_separator": str, "no_change": [sentence], "clauses": [{"type": str, "pattern": regex}]};
+a pattern must match a whole clause and may hold the groups `object`, `place`, `before` and `after`: what it was and
+what it became (a colour, a letter, a number, ...). It may also hold "inverse": {type: {"type": str, "words": {word:
+word}}}: what a change of this type is where the two images are swapped, and the words that take the place of others.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple, Self
+
+from m3diff.records.schemas import CHANGE_TYPES, NO_CHANGE, DataError
+from m3diff.scoring.pairs import EvalPair
+
+UNREADABLE = "unreadable"
+"""The type of a clause that no pattern of the grammar matches."""
+SEVERAL = "several"
+"""The type of a caption of more than one clause, where one type is wanted."""
+
+
+class Clause(NamedTuple):
+    """One change as a caption tells it; None: it does not say."""
+
+    type: str
+    object: str | None = None
+    place: str | None = None
+    before: str | None = None
+    after: str | None = None
+
+    @property
+    def located(self) -> tuple[str, str | None, str | None]:
+        """Type, object and place: which change it is, whatever it changed from and to."""
+        return self[:3]
+
+
+class Inverse(NamedTuple):
+    """What a type of change is where the images are swapped."""
+
+    type: str
+    words: Mapping[str, str]  # place and `after` by what takes their place; none: `before` and `after` are swapped
+
+
+class Found(NamedTuple):
+    """Of the changes of a pair: how many a prediction names."""
+
+    type: int
+    place: int  # with object and place as well
+    exact: int  # and what changed from what to what
+
+
+class Grammar:
+    """Compiled patterns of one dataset."""
+
+    def __init__(
+        self,
+        separator: str,
+        no_change: list[str],
+        clauses: list[tuple[str, str]],
+        inverse: Mapping[str, Inverse] | None = None,
+    ) -> None:
+        self.separator = separator
+        self.no_change = {plain(sentence) for sentence in no_change}
+        self.clauses = [(kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in clauses]
+        self.inverse = dict(inverse or {})
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read a grammar file.
+
+        Raises:
+            DataError: no such file, not JSON, a key missing, or a pattern that does not compile.
+        """
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+            inverse = {
+                kind: Inverse(rule["type"], {plain(a): plain(b) for a, b in rule.get("words", {}).items()})
+                for kind, rule in raw.get("inverse", {}).items()
+            }
+            clauses = [(clause["type"], clause["pattern"]) for clause in raw["clauses"]]
+            return cls(raw["clause_separator"], raw["no_change"], clauses, inverse)
+        except FileNotFoundError:
+            raise DataError(f"{path}: no such file; run `m3diff ingest` again") from None
+        except (ValueError, KeyError, TypeError, AttributeError, re.error) as error:
+            fault = f"{type(error).__name__}: {error}"
+            raise DataError(f"{path}: not a grammar (clause_separator, no_change, clauses): {fault}") from error
+
+    def read(self, caption: str) -> list[Clause]:
+        """The clauses of a caption in order; none where it says that nothing changed."""
+        return [] if plain(caption) in self.no_change else [self._clause(plain(part)) for part in self.parts(caption)]
+
+    def parts(self, caption: str) -> list[str]:
+        """The caption cut at the clause separator."""
+        return re.split(re.escape(self.separator), " ".join(caption.split()), flags=re.IGNORECASE)
+
+    def _clause(self, text: str) -> Clause:
+        for kind, pattern in self.clauses:
+            if found := pattern.fullmatch(text):
+                groups = found.groupdict()
+                return Clause(kind, *(groups.get(name) for name in Clause._fields[1:]))
+        return Clause(UNREADABLE)
+
+    def inverted(self, clause: Clause) -> Clause | None:
+        """The change that is there instead where the images are swapped; None where its type has no such change.
+
+        An object that is named by what it was, such as the red box that turned blue, is named by what it became.
+        """
+        if clause.type not in self.inverse:
+            return None
+        kind, words = self.inverse[clause.type]
+        if words:
+            place, after = (words.get(word, word) if word else None for word in (clause.place, clause.after))
+            return Clause(kind, clause.object, place, None, after)
+        before, after = clause.before, clause.after
+        name = clause.object
+        if name and before and after:
+            name = re.sub(rf"\b{re.escape(before)}\b", lambda _: after, name)
+        return Clause(kind, name, clause.place, after, before)
+
+
+def plain(caption: str) -> str:
+    return " ".join(caption.split()).strip(" .").casefold()
+
+
+def type_order(change_type: str) -> tuple[int, str]:
+    """The twelve types of OmniDiff in its order, then a dataset's own by name, then none, several, unreadable."""
+    last = (NO_CHANGE, SEVERAL, UNREADABLE)
+    if change_type in last:
+        return 100 + last.index(change_type), change_type
+    return CHANGE_TYPES.index(change_type) if change_type in CHANGE_TYPES else 50, change_type
+
+
+@dataclass(frozen=True)
+class ParsedCaption:
+    """A pair's prediction beside its references, as clauses. Any wording of an object that a reference has counts."""
+
+    pair: EvalPair
+    parts: list[str]  # of the prediction, one to each of its clauses
+    predicted_clauses: list[Clause]
+    reference_clauses: list[list[Clause]]  # of each reference that the grammar understands
+    reversed: "ParsedCaption | None" = None  # the caption of the swapped images beside the inverse change, where known
+
+    @property
+    def says_no_change(self) -> bool:
+        return not self.predicted_clauses
+
+    @property
+    def unreadable(self) -> bool:
+        """Some clause of the prediction is none that the grammar knows."""
+        return any(clause.type == UNREADABLE for clause in self.predicted_clauses)
+
+    @cached_property
+    def predicted_type(self) -> str:
+        """The prediction's change type as one name, for the confusion table."""
+        if not self.predicted_clauses:
+            return NO_CHANGE
+        return self.predicted_clauses[0].type if len(self.predicted_clauses) == 1 else SEVERAL
+
+    @cached_property
+    def predicted_types(self) -> Counter[str]:
+        return Counter(clause.type for clause in self.predicted_clauses)
+
+    @cached_property
+    def true_types(self) -> Counter[str]:
+        """How often each change type occurs in a reference; empty for a distractor."""
+        return Counter(clause.type for clause in self.reference_clauses[0])
+
+    @cached_property
+    def type_right(self) -> bool:
+        """Exactly the true change types are named."""
+        return self.predicted_types == self.true_types
+
+    @cached_property
+    def place_right(self) -> bool:
+        """Every change is named with type, object and place, and no other; from what to what does not matter."""
+        return self.type_right and self.changes_found.place == self.true_types.total()
+
+    @cached_property
+    def exact_right(self) -> bool:
+        """Every change is named with type, object, place and what changed from what to what, and no other."""
+        return self.type_right and self.changes_found.exact == self.true_types.total()
+
+    def agrees(self, clause: Clause) -> tuple[bool, bool, bool]:
+        """Is its type among the pair's changes; does some reference name that type's object so; and its place?
+
+        Where a type occurs twice in a pair, object and place must be those of one and the same change.
+        """
+        places = {known.place for clauses in self.reference_clauses for known in clauses if known.type == clause.type}
+        return bool(places), clause.object in {known.object for known in self._known(clause)}, clause.place in places
+
+    def says_change(self, clause: Clause) -> bool:
+        """Does it say from what to what as some reference does?
+
+        It need not say from what. What no reference tells is not judged; but nothing turns into what it was.
+        """
+        known = self._known(clause)
+        before, after = {one.before for one in known}, {one.after for one in known}
+        turned = clause.after is None or clause.after not in {clause.before, *before}
+        from_what = clause.before in {None, *before} or before == {None}
+        to_what = clause.after in after or after == {None}
+        return bool(known) and turned and from_what and to_what
+
+    def _known(self, clause: Clause) -> list[Clause]:
+        """What the references say of the change of this type; of those at its place, where there are several."""
+        same = [known for clauses in self.reference_clauses for known in clauses if known.type == clause.type]
+        several = self.true_types[clause.type] > 1
+        return [known for known in same if known.place == clause.place] if several else same
+
+    @cached_property
+    def changes_found(self) -> Found:
+        """Of the pair's changes: how many are named, each counted once."""
+        placed = [clause for clause in self.predicted_clauses if all(self.agrees(clause))]
+        distinct = {clause.located for clause in placed}
+        exact = {clause.located for clause in placed if self.says_change(clause)}
+        types = [Counter(kind for kind, *_ in of) & self.true_types for of in (distinct, exact)]
+        return Found((self.predicted_types & self.true_types).total(), *(each.total() for each in types))
+
+    @cached_property
+    def changes_told(self) -> int:
+        """Changes that the prediction tells in clauses that the grammar reads."""
+        return sum(clause.type != UNREADABLE for clause in self.predicted_clauses)
+
+
+def load_grammars(records: Path, datasets: Iterable[str]) -> dict[str, Grammar]:
+    """The grammar of each dataset that has one: `records/<dataset>/grammar.json`, as ingest wrote it."""
+    paths = {dataset: records / dataset / "grammar.json" for dataset in datasets}
+    return {dataset: Grammar.load(path) for dataset, path in paths.items() if path.is_file()}
+
+
+def parse_predictions(grammars: Mapping[str, Grammar], pairs: list[EvalPair]) -> dict[str, ParsedCaption]:
+    """Every pair whose references its dataset's grammar understands and whose change types are known, by id."""
+    parsed = {}
+    for pair in pairs:
+        if pair.dataset in grammars and pair.change_types:
+            grammar = grammars[pair.dataset]
+            references = [grammar.read(reference) for reference in pair.references if plain(reference)]
+            understood = [clauses for clauses in references if all(clause.type != UNREADABLE for clause in clauses)]
+            if understood:
+                parts, clauses = grammar.parts(pair.prediction), grammar.read(pair.prediction)
+                swapped = parse_reversed(grammar, pair, understood)
+                parsed[pair.id] = ParsedCaption(pair, parts, clauses, understood, swapped)
+    return parsed
+
+
+def parse_reversed(grammar: Grammar, pair: EvalPair, references: list[list[Clause]]) -> ParsedCaption | None:
+    """The caption of the swapped images beside the inverse of the change; None without a caption, or where the pair has
+    not one change, or one without an inverse."""
+    if pair.reversed_prediction is None or any(len(clauses) != 1 for clauses in references):
+        return None
+    inverse = [grammar.inverted(clause) for (clause,) in references]
+    known = [[clause] for clause in inverse if clause is not None]
+    if len(known) < len(inverse):
+        return None
+    text = pair.reversed_prediction
+    return ParsedCaption(pair, grammar.parts(text), grammar.read(text), known)

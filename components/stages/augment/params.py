@@ -1,0 +1,155 @@
+"""The section `augment`: datasets made from others, by name. Each writes a raw folder that the reader `pairs` reads."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, field_validator
+
+from m3diff.endpoint import EndpointUrl
+from m3diff.settings.section import FrozenMap, Section
+
+MANIFEST = "pairs.jsonl"
+Split = Literal["train", "val", "test"]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+def by_kind(**kinds: str) -> Discriminator:
+    """Tells pydantic which section a mapping with a key `kind` is."""
+
+    def tag(values: Any) -> str | None:
+        kind = values.get("kind") if isinstance(values, Mapping) else getattr(values, "kind", None)
+        return f"[{kinds[kind]}]" if kind in kinds else None
+
+    told = f"expected a mapping with kind: {', '.join(kinds)}"
+    return Discriminator(tag, custom_error_type="kind", custom_error_message=told)
+
+
+class Source(Section):
+    """A raw dataset as ingest would read it; DVC watches its root."""
+
+    reader: str  # one of m3diff.datasets.DATASETS
+    root: Path
+    options: FrozenMap[str, Any] = Field(default_factory=dict, validate_default=True)  # the reader's own
+    follow_links: bool = False  # images may be symbolic links that leave the root (a shared DVC cache)
+    splits: tuple[Split, ...] = ("train", "val", "test")  # of which something is made; it stays in its split
+
+
+class LocalModel(Section):
+    """Weights in a folder, as safetensors."""
+
+    model: Path
+    sha256: Digest | None = None  # of the folder, which must have it; the report says what it is. null: any
+
+
+class Drawn(Section):
+    """Carries instructions in MiniChange's words out on the scenes of a MiniChange."""
+
+    kind: Literal["drawn"]
+
+
+class InstructPix2Pix(LocalModel):
+    """diffusers' StableDiffusionInstructPix2PixPipeline."""
+
+    kind: Literal["instruct_pix2pix"]
+    steps: int = Field(default=50, ge=1)
+    guidance: float = Field(default=7.5, ge=1)  # towards the instruction
+    image_guidance: float = Field(default=1.5, ge=1)  # towards the original
+    image_px: int = Field(default=512, ge=8)  # the longer side while it is edited; the edit has the original's size
+
+
+class Grammar(Section):
+    """MiniChange's own templates: other words for an instruction, and the difference of two descriptions."""
+
+    kind: Literal["grammar"]
+
+
+class Remote(Section):
+    """A language model behind an OpenAI-compatible endpoint."""
+
+    kind: Literal["endpoint"]
+    url: EndpointUrl  # up to and with /v1
+    model: str = Field(min_length=1)
+    timeout_s: int = Field(default=60, ge=1)
+    max_tokens: int = Field(default=512, ge=1)  # of an answer; one that is cut is not used
+    key_variable: str = "OPENAI_API_KEY"  # the environment variable that holds the key; no key stands in a file
+
+
+class Encoder(LocalModel):
+    """The vision encoder of a LLaVA-OneVision base: features of all places, joined."""
+
+    kind: Literal["encoder"]
+
+
+class Clip(LocalModel):
+    """The image embedding of a CLIP or SigLIP."""
+
+    kind: Literal["clip"]
+
+
+Editor = Annotated[
+    Annotated[Drawn, Tag("[Drawn]")] | Annotated[InstructPix2Pix, Tag("[InstructPix2Pix]")],
+    by_kind(drawn="Drawn", instruct_pix2pix="InstructPix2Pix"),
+]
+Writer = Annotated[
+    Annotated[Grammar, Tag("[Grammar]")] | Annotated[Remote, Tag("[Remote]")],
+    by_kind(grammar="Grammar", endpoint="Remote"),
+]
+Features = Annotated[
+    Annotated[Encoder, Tag("[Encoder]")] | Annotated[Clip, Tag("[Clip]")],
+    by_kind(encoder="Encoder", clip="Clip"),
+]
+
+
+class Made(Section):
+    """What every made dataset has."""
+
+    source: Source
+    root: Path  # the folder to write; its report stands beside it, with .json behind the name
+    seed: int = Field(ge=0)
+
+
+class Edits(Made):
+    """Each original edited by its own instruction, which is the caption (Syned)."""
+
+    kind: Literal["edits"]
+    editor: Editor
+    writer: Writer
+    edits: int = Field(ge=1)  # of each original, by seeds of their own
+    paraphrases: FrozenMap[Split, Annotated[int, Field(ge=0)]]  # further references of a pair, by split; else none
+
+
+class Neighbours(Made):
+    """Images that are alike but not the same, with a caption of the difference (DiffCap)."""
+
+    kind: Literal["neighbours"]
+    features: Features
+    writer: Writer
+    search: Literal["exact", "faiss"] = "exact"
+    candidates: int = Field(ge=1)  # nearest images that are looked at, of each image
+    band: tuple[float, float]  # lowest and highest cosine of a pair's features
+    max_text_similarity: float = Field(ge=0, le=1)  # share of words that the two captions may have in common
+    references: int = Field(ge=1)  # captions of a pair
+
+    @field_validator("band")
+    @classmethod
+    def rising(cls, band: tuple[float, float]) -> tuple[float, float]:
+        if not -1 <= band[0] < band[1] <= 1:
+            raise ValueError(f"expected two numbers of -1 to 1, the lower first, found {list(band)}")
+        return band
+
+
+class CoupledSamples(Made):
+    """Two unrelated images with their captions as one pair (OneDiff's Coupled Sample Training)."""
+
+    kind: Literal["coupled_samples"]
+    separator: str = " "  # between the two captions
+
+
+MadeDataset = Annotated[
+    Annotated[Edits, Tag("[Edits]")]
+    | Annotated[Neighbours, Tag("[Neighbours]")]
+    | Annotated[CoupledSamples, Tag("[CoupledSamples]")],
+    by_kind(edits="Edits", neighbours="Neighbours", coupled_samples="CoupledSamples"),
+]
+"""An entry of the section."""

@@ -1,0 +1,196 @@
+"""MiniChange's words read back: an instruction as changes, a description as things; and what two descriptions tell."""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any, NamedTuple
+
+from m3diff.datasets.minichange.language import (
+    ARMS,
+    CAMERA,
+    LAMP,
+    NUMBERS,
+    SEPARATOR,
+    TEMPLATES,
+    grammar,
+    name,
+    references,
+)
+from m3diff.datasets.minichange.scene import COLORS, DIRECTIONS, GLYPHS, KINDS, PLACES, WIDTHS, Change, Thing
+
+SIZES = tuple(WIDTHS["free"])  # those of both levels
+MOST_CHANGES = 3  # of a pair, as the benchmark has them
+WORDS = 5  # ways to say each change
+OLD = "{old_"
+"""Begins a slot of a template for what an object was, which an instruction need not say."""
+
+
+class Description(NamedTuple):
+    """What one image shows, offsets left out."""
+
+    things: tuple[Thing, ...]
+    marks: tuple[int, ...]  # places
+
+
+def _any(words: Iterable[object]) -> str:
+    return "|".join(sorted(map(str, words), key=len, reverse=True))
+
+
+ITEM = re.compile(
+    f"(?P<place>{_any(PLACES)}) a (?:mark|(?P<name>(?:{_any(SIZES)}) (?:{_any(COLORS)}) (?:{_any(KINDS)}))"
+    f"(?: pointing (?P<direction>{_any(DIRECTIONS)})| with arms (?P<arms>up|down)|(?P<waving> waving)"
+    f"| reading (?P<glyph>{_any(GLYPHS)})| with (?P<count>{_any(NUMBERS)}) dots)?)"
+)
+
+
+def read_description(text: str) -> Description | None:
+    """What `describe_scene` says of a scene; None where the text is not in its words."""
+    found = [ITEM.fullmatch(item) for item in text.split(", ")]
+    if not all(found):
+        return None
+    groups = [each.groupdict() for each in found if each]
+    things = [_thing(each["name"], PLACES.index(each["place"]), _state(each)) for each in groups if each["name"]]
+    return Description(tuple(things), tuple(PLACES.index(each["place"]) for each in groups if not each["name"]))
+
+
+def _thing(text: str, cell: int, state: object = None) -> Thing:
+    size, color, kind = text.split()
+    return Thing(kind, color, size, cell, state)
+
+
+def _state(words: dict[str, Any]) -> object:
+    if words["waving"]:
+        return "waving"
+    if words["count"]:
+        return NUMBERS.index(words["count"])
+    return words["direction"] or words["arms"] or words["glyph"]
+
+
+@cache
+def _patterns() -> list[tuple[str, re.Pattern[str]]]:
+    return [(clause["type"], re.compile(clause["pattern"])) for clause in grammar(SIZES)["clauses"]]
+
+
+def read_instruction(text: str) -> tuple[Change, ...] | None:
+    """The changes that a caption of MiniChange names; None where a clause is not in its words or nothing changed.
+
+    What an object's state was is None where the clause does not say it.
+    """
+    changes = [_read_clause(clause) for clause in text.split(SEPARATOR)]
+    return tuple(change for change in changes if change) if all(changes) else None
+
+
+def _read_clause(text: str) -> Change | None:
+    for kind, pattern in _patterns():
+        if found := pattern.fullmatch(text):
+            return _change(kind, found.groupdict())
+    return None
+
+
+def _change(kind: str, words: dict[str, Any]) -> Change:
+    if kind in ("viewpoint", "illumination"):
+        said = CAMERA if kind == "viewpoint" else LAMP
+        return Change(kind, word=next(word for word, phrase in said.items() if phrase == words["after"]))
+    thing = _thing(words["object"], PLACES.index(words["place"]))
+    if kind == "addition":
+        return Change(kind, after=thing)
+    if kind in ("disappearance", "removal"):
+        return Change(kind, before=thing)
+    if kind == "substitution":
+        return Change(kind, before=thing, after=_thing(words["after"], thing.cell))
+    if kind in ("size", "color"):
+        return Change(kind, before=thing, after=replace(thing, **{kind: words["after"]}))
+    before = replace(thing, state=_value(kind, words.get("before")))
+    return Change(kind, before=before, after=replace(thing, state=_value(kind, words["after"])))
+
+
+def _value(kind: str, word: str | None) -> object:
+    """The state that a word of a clause means."""
+    if word is None:
+        return None
+    if kind == "pose":
+        return next(pose for pose, phrase in ARMS.items() if phrase == word)
+    return NUMBERS.index(word) if kind == "counting" else word
+
+
+def paraphrase(text: str, caption: str | None = None) -> list[str]:
+    """Every other wording of an instruction that its facts allow; none where it is not in MiniChange's words.
+
+    Args:
+        caption: what the image shows before, in the words of `describe_scene`: it may say what the instruction does
+            not, such as where an arrow pointed.
+    """
+    changes = read_instruction(text) or ()
+    shown = read_description(caption) if caption else None
+    known = tuple(_informed(change, shown.things) if shown else change for change in changes)
+    texts = references(known, WORDS) if known else []
+    return [said for number, said in enumerate(texts) if said != text and all(_says(each, number) for each in known)]
+
+
+def _informed(change: Change, things: Sequence[Thing]) -> Change:
+    """The change with the state that its object had, where one thing alone can be meant."""
+    before = change.before
+    if before is None or before.state is not None:
+        return change
+    meant = [thing for thing in things if (thing.cell, name(thing)) == (before.cell, name(before))]
+    return replace(change, before=replace(before, state=meant[0].state)) if len(meant) == 1 else change
+
+
+def _says(change: Change, number: int) -> bool:
+    """Whether a template of the change's type can be filled."""
+    known = change.type in ("size", "color") or (change.before is not None and change.before.state is not None)
+    return known or OLD not in TEMPLATES[change.type][number]
+
+
+def difference(first: str, second: str, count: int) -> list[str]:
+    """How the second description differs from the first, in so many wordings, five at most; none where it does not,
+    differs in more than three changes, or cannot be told in MiniChange's words."""
+    before, after = read_description(first), read_description(second)
+    changes = changes_between(before, after) if before and after else None
+    return references(changes, min(count, WORDS)) if changes else []
+
+
+def changes_between(before: Description, after: Description) -> tuple[Change, ...] | None:
+    """The changes from one description to the other, in the order of references; None where no clause tells one."""
+    gone, came = _without(before.things, after.things), _without(after.things, before.things)
+    marks = [place for place in after.marks if place not in before.marks]
+    if [place for place in before.marks if place not in after.marks and all(place != thing.cell for thing in came)]:
+        return None
+    changes: list[Change] = []
+    for thing in gone:
+        same_place = [other for other in came if other.cell == thing.cell]
+        told = [change for other in same_place if (change := _became(thing, other))]
+        if same_place and not told:
+            return None
+        if told:
+            changes.append(told[0])
+            came.remove(told[0].after)
+        elif thing.cell in marks:
+            marks.remove(thing.cell)
+            changes.append(Change("removal", before=thing))
+        else:
+            changes.append(Change("disappearance", before=thing))
+    changes += [Change("addition", after=thing) for thing in came]
+    if marks or len(changes) > MOST_CHANGES:
+        return None
+    return tuple(sorted(changes, key=lambda change: change.order))
+
+
+def _without(things: Sequence[Thing], others: Sequence[Thing]) -> list[Any]:
+    left = list(things)
+    for thing in others:
+        if thing in left:
+            left.remove(thing)
+    return left
+
+
+def _became(before: Thing, after: Thing) -> Change | None:
+    """What one clause says of the two; None where they differ in more than it can say."""
+    if before.kind != after.kind:
+        return Change("substitution", before=before, after=after)
+    differs = [field for field in ("size", "color", "state") if getattr(before, field) != getattr(after, field)]
+    if len(differs) != 1:
+        return None
+    states = {"arrow": "orientation", "doll": "pose", "sign": "ocr", "die": "counting"}
+    return Change(states[before.kind] if differs == ["state"] else differs[0], before=before, after=after)

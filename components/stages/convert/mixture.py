@@ -1,0 +1,109 @@
+"""One dataset's records as samples: which pairs train, which references of them, and what they are asked."""
+
+from typing import NamedTuple
+
+import numpy as np
+import polars as pl
+
+from m3diff.records.schemas import NO_CHANGE, SAMPLE_SCHEMA
+from m3diff.stages.convert.params import Convert, Source
+from m3diff.stages.convert.sampling import (
+    EXTRA_COPY,
+    MAX_PAIRS,
+    NO_CHANGE_KEPT,
+    ORDER,
+    QUESTION,
+    REFERENCE,
+    random_bits,
+    uniform,
+)
+
+COLUMNS = [*SAMPLE_SCHEMA.names, "order"]
+
+
+class LeftOut(NamedTuple):
+    """What training left out: pairs, and references of the pairs that were sampled."""
+
+    pairs_not_sampled: int
+    pairs_without_reference: int
+    empty_references: int
+    repeated_references: int
+    references_over_cap: int
+
+
+def evaluation_samples(pairs: pl.DataFrame, questions: list[str]) -> pl.DataFrame:
+    """Every reference of every pair, empty ones too, in the records' order; COLUMNS."""
+    asked = pairs.with_columns(question=pl.lit(questions[0]), order=pl.col("row").cast(pl.UInt64))
+    return _samples(_explode(asked.with_columns(copy=pl.lit(0))))
+
+
+def training_samples(
+    pairs: pl.DataFrame, questions: list[str], source: Source, cfg: Convert
+) -> tuple[pl.DataFrame, LeftOut]:
+    """Samples of the pairs that are sampled, pairs in shuffled order; COLUMNS."""
+    sampled = _sample_pairs(pairs, source, cfg.no_change_share)
+    asked = sampled.with_columns(question=_questions(sampled, questions))
+    references = _explode(asked)
+    full = references.filter(pl.col("reference") != "")
+    distinct = full.filter(pl.struct("row", "copy", "reference").is_first_distinct())
+    kept = _join(distinct) if source.samples == "joined" else _cap(distinct, cfg.most_references(source))
+    left_out = LeftOut(
+        pairs_not_sampled=pairs.height - sampled["row"].n_unique(),
+        pairs_without_reference=sampled["row"].n_unique() - kept["row"].n_unique(),
+        empty_references=references.height - full.height,
+        repeated_references=full.height - distinct.height,
+        references_over_cap=0 if source.samples == "joined" else distinct.height - kept.height,
+    )
+    return _samples(kept), left_out
+
+
+def _sample_pairs(pairs: pl.DataFrame, source: Source, no_change_share: float) -> pl.DataFrame:
+    """The pairs that train, each as often as its weight says (`copy` counts from 0), with their shuffled `order`."""
+    no_change = pairs["change_types"].list.contains(NO_CHANGE).to_numpy()
+    thinned = no_change & (uniform(random_bits(pairs["key"], NO_CHANGE_KEPT)) >= no_change_share)
+    whole, part = divmod(source.weight, 1)
+    copies = whole + (uniform(random_bits(pairs["key"], EXTRA_COPY)) < part)
+    rank = random_bits(pairs["key"], MAX_PAIRS)
+    kept = pairs.with_columns(copies=pl.Series(np.where(thinned, 0, copies)), rank=rank).filter(pl.col("copies") > 0)
+    if source.max_pairs is not None:
+        kept = kept.sort("rank", "id").head(source.max_pairs)
+    repeated = kept.with_columns(copy=pl.int_ranges(pl.col("copies").cast(pl.Int64))).explode("copy")
+    return repeated.with_columns(order=random_bits(random_bits(repeated["key"], ORDER), repeated["copy"]))
+
+
+def _questions(pairs: pl.DataFrame, questions: list[str]) -> pl.Series:
+    """One question a pair: its references can then share a prefix."""
+    return pl.Series(questions, dtype=pl.String).gather(random_bits(pairs["key"], QUESTION) % len(questions))
+
+
+def _explode(pairs: pl.DataFrame) -> pl.DataFrame:
+    """One row per reference: `reference`, and `number`, its place in the record."""
+    numbered = pairs.with_columns(number=pl.int_ranges(pl.col("references").list.len().cast(pl.Int64)))
+    return numbered.explode("references", "number").rename({"references": "reference"})
+
+
+def _cap(references: pl.DataFrame, most: int | None) -> pl.DataFrame:
+    """At most so many references of a pair, sampled; in the record's order. None: all."""
+    if most is None:
+        return references
+    number = references["number"] + 2**32 * references["copy"]
+    bits = random_bits(random_bits(references["key"], REFERENCE), number)
+    place = pl.col("bits").rank("ordinal").over("row", "copy")
+    return references.with_columns(bits=bits).filter(place <= most).drop("bits")
+
+
+def _join(references: pl.DataFrame) -> pl.DataFrame:
+    """All references of a pair as the sentences of one."""
+    sentence = pl.col("reference").str.strip_suffix(".").str.join(". ") + "."
+    others = pl.all().exclude("reference", "row", "copy", "number").first()
+    return references.group_by("row", "copy", maintain_order=True).agg(sentence, others, number=pl.lit(0).first())
+
+
+def _samples(references: pl.DataFrame) -> pl.DataFrame:
+    """COLUMNS, the samples of a pair side by side; a pair's second use has an id of its own."""
+    use = pl.when(pl.col("copy") > 0).then(pl.format("x{}", "copy")).otherwise(pl.lit(""))
+    return (
+        references.sort("order", "row", "copy", "number")
+        .with_columns(id=pl.format("{}#{}{}", "id", "number", use), pair="id")
+        .select(COLUMNS)
+    )

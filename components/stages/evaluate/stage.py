@@ -1,0 +1,136 @@
+"""evaluate: score the predictions for the test pairs, each dataset by its own protocols, and draw the report.
+
+Predictions and references -> metrics.json (scores by protocol), headline.json (those that runs are compared by),
+scores.parquet (one row per protocol and pair), report.html and its images.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from m3diff.records.files import write_atomic
+from m3diff.records.schemas import DataError
+from m3diff.scoring.bootstrap import intervals
+from m3diff.scoring.grammar import load_grammars, parse_predictions
+from m3diff.scoring.marks import notes_of_marks
+from m3diff.scoring.metrics import choose_metrics
+from m3diff.scoring.metrics.java import require_java
+from m3diff.scoring.metrics.judge import Judge
+from m3diff.scoring.metrics.metric import Metric, MetricScores
+from m3diff.scoring.metrics.run import compute_metrics, needs_java
+from m3diff.scoring.pairs import load_pairs
+from m3diff.scoring.protocols import ProtocolPairs, load_specs, select
+from m3diff.scoring.summary import EvaluateReport, headline, summarise
+from m3diff.settings.compute import Compute
+from m3diff.stages.evaluate.params import Evaluate
+from m3diff.stages.evaluate.report.report import Evidence, write_report
+
+
+def evaluate(
+    cfg: Evaluate, compute: Compute, records: Path, clean: Path, predictions: Path, model: Path, out: Path
+) -> EvaluateReport:
+    """Score `predictions` against `clean` and draw the page, with the training curves of `model`.
+
+    Raises:
+        JavaMissing: a chosen metric needs Java and there is none; said before any work.
+        DataError: records, predictions, grammar or images cannot be used; a protocol has fewer pairs than papers
+            score, where `cfg.allow_fewer_pairs` does not allow it.
+        ScorerFailed: the tokenizer gave up.
+    """
+    metrics = choose_metrics(cfg.metrics)
+    if needs_java(metrics):
+        require_java()
+    pairs, test_pairs = load_pairs(clean, predictions)
+    specs = load_specs(records, dict.fromkeys(pair.dataset for pair in pairs))
+    parsed = parse_predictions(load_grammars(records, specs), pairs)
+    protocols = select(pairs, specs)
+    if not cfg.allow_fewer_pairs:
+        check_complete(protocols)
+    notes = notes_of_marks([pair.prediction for pair in pairs], [pair.references for pair in pairs])
+    for note in notes:
+        print(f"evaluate: note: {note}", flush=True)
+    judge = Judge.in_folder(cfg.judge, compute.scratch) if cfg.judge and "judge" in metrics else None
+    scores = compute_metrics(metrics, protocols, parsed, compute.spice_dir, compute.scorer_timeout_s, judge)
+    table = score_table(metrics, protocols, scores)
+    certain = {one.name: intervals(table, metrics, one.name) for one in protocols}
+    report = summarise(test_pairs, len(pairs), protocols, scores, certain).write(out / "metrics.json")
+    write_atomic(out / "headline.json", json.dumps(headline(report), indent=1) + "\n")
+    write_parquet(table, out / "scores.parquet")
+    evidence = Evidence(
+        metrics=metrics,
+        report=report,
+        protocols=protocols,
+        pair_scores={name: of.pairs for name, of in scores.items()},
+        parsed=parsed,
+        specs=specs,
+        saliency=existing(predictions / "saliency.npz"),
+        curves=existing(model / "curves.csv"),
+        notes=notes,
+    )
+    write_report(evidence, out, cfg.gallery)
+    return report
+
+
+def existing(path: Path) -> Path | None:
+    return path if path.is_file() else None
+
+
+def check_complete(protocols: Iterable[ProtocolPairs]) -> None:
+    """Raises DataError where a protocol has fewer pairs than papers score: its scores do not compare with theirs."""
+    short = [
+        f"{one.name}: {len(one.pairs)} pairs, papers score {one.protocol.n}"
+        for one in protocols
+        if one.protocol.n is not None and len(one.pairs) < one.protocol.n
+    ]
+    if short:
+        raise DataError(
+            f"{'; '.join(short)}: such scores stand beside no published ones. See quarantine.parquet of validate "
+            "and predict.limit; or set evaluate.allow_fewer_pairs to true, and every table will say so"
+        )
+
+
+def score_table(
+    metrics: Mapping[str, Metric], protocols: Iterable[ProtocolPairs], scores: Mapping[str, MetricScores]
+) -> pa.Table:
+    """scores.parquet: a row per protocol and pair, in the records' order: the prediction as the protocol scored it,
+    and what each metric gives of a pair."""
+    columns = {name: arrow for metric in metrics.values() for name, arrow in metric.columns.items()}
+    schema = pa.schema(
+        [
+            ("protocol", pa.string()),
+            ("id", pa.string()),
+            ("dataset", pa.string()),
+            ("change_types", pa.list_(pa.string())),
+            ("prediction", pa.string()),
+            *((name, arrow_type(arrow)) for name, arrow in columns.items()),
+        ]
+    )
+    rows = [
+        {
+            "protocol": one.name,
+            "id": pair.id,
+            "dataset": pair.dataset,
+            "change_types": pair.change_types,
+            "prediction": pair.prediction,
+            **scores[one.name].pairs[pair.id],
+        }
+        for one in protocols
+        for pair in one.pairs
+    ]
+    return pa.Table.from_pylist(rows, schema=schema)
+
+
+def arrow_type(name: str) -> pa.DataType:
+    """`list<x>` too, which pyarrow's own function does not know."""
+    if name.startswith("list<"):
+        return pa.list_(arrow_type(name[len("list<") : -1]))
+    return pa.type_for_alias(name)
+
+
+def write_parquet(table: pa.Table, path: Path) -> None:
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd")
+    write_atomic(path, sink.getvalue().to_pybytes())

@@ -1,0 +1,139 @@
+"""ingest: one dataset's own layout on disk -> records with the digest of every image.
+
+Image bytes enter here and nowhere else: later stages depend on the records, which name the content of each image, and
+not on the dataset's folder. Each dataset is a stage of its own in DVC, so that a new one leaves the others alone.
+"""
+
+import inspect
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from m3diff.datasets import DATASETS
+from m3diff.datasets.embedded import unpacked
+from m3diff.datasets.rows import Row
+from m3diff.images.cache import check_images
+from m3diff.records.files import write_atomic
+from m3diff.records.reports import StageReport
+from m3diff.records.schemas import RAW_SCHEMA, DataError
+from m3diff.settings.section import ParamsError
+from m3diff.stages.ingest.doubts import as_yaml, doubts
+from m3diff.stages.ingest.params import DatasetEntry
+from m3diff.stages.ingest.table import to_table
+
+MAX_DECODED_PIXELS = 100_000_000
+"""A larger image is hashed and not decoded here; validate decides with its own limit."""
+
+
+class IngestReport(StageReport):
+    """What one dataset gave; pairs and references by split. `rows_in` are rows of its annotation files."""
+
+    dataset: str
+    reader: str
+    pairs: dict[str, int]
+    references: dict[str, int]  # empty ones are counted
+    empty_references: int
+    faults: int  # rows that could not be read; validate quarantines them
+    images: int  # distinct paths
+    unread_images: int  # missing or unreadable; validate quarantines their pairs
+
+
+def ingest(name: str, entry: DatasetEntry, image_cache: Path, out: Path) -> IngestReport:
+    """Write `out/<name>/records.parquet` (RAW_SCHEMA, every annotation row kept) and `out/<name>.json`, the report.
+
+    A dataset with a grammar gets it as `out/<name>/grammar.json`, one whose images stand in its manifest gets them in
+    `out/<name>/images`. The folder is made anew.
+
+    Args:
+        name: of the dataset in `params.yaml`; the namespace of its ids.
+        image_cache: what is known of images by content; it changes no output.
+
+    Raises:
+        DataError: the root is no folder, an annotation file cannot be used, there is no pair, or the meaning of
+            captions is in doubt.
+        ParamsError: the reader does not know one of the options.
+    """
+    read = list(_rows(name, entry))
+    _refuse_doubts(name, entry, read)
+    folder = out / name
+    shutil.rmtree(folder, ignore_errors=True)
+    table, annotation_rows = to_table(name, entry, unpacked(read, folder / "images"))
+    if not table.num_rows:
+        why = "no pair with a caption; see `no_caption` in its options" if read else "no pair; fetch the dataset again"
+        raise DataError(f"ingest.datasets {name!r}: {entry.root} holds {why}")
+    table, images, unread = _with_digests(table, image_cache, f"ingest {name}")
+    folder.mkdir(parents=True, exist_ok=True)
+    pq.write_table(table, folder / "records.parquet", compression="zstd")
+    if grammar := DATASETS[entry.reader].grammar:
+        write_atomic(folder / "grammar.json", json.dumps(grammar(entry.root), indent=1) + "\n")
+    report = _report(name, entry, table, annotation_rows, images, unread)
+    return report.write(out / f"{name}.json")
+
+
+def _rows(name: str, entry: DatasetEntry) -> Iterator[Row]:
+    read = DATASETS[entry.reader].read
+    if not entry.root.is_dir():
+        raise DataError(
+            f"ingest.datasets {name!r}: root {entry.root} is no folder; fetch the dataset (one that makes itself: "
+            f"`m3diff synthesize {name}`) or correct `root` in params.yaml"
+        )
+    try:
+        inspect.signature(read).bind(entry.root, **entry.options)
+    except TypeError as error:
+        raise ParamsError(f"ingest.datasets {name!r}: options of reader {entry.reader}: {error}") from error
+    return read(entry.root, **entry.options)
+
+
+def _refuse_doubts(name: str, entry: DatasetEntry, rows: list[Row]) -> None:
+    found = [
+        doubt.question + "".join(f"\n    options: {as_yaml(answer)}" for answer in doubt.answers)
+        for doubt in doubts(rows, entry.options, entry.reader == "pairs")
+    ]
+    if found:
+        told = "\n  ".join(found)
+        raise DataError(
+            f"ingest.datasets {name!r}: {entry.root}: captions are in doubt:\n  {told}\n"
+            f"put the right options into the entry, or mend the file; `m3diff data check {entry.root}` says more"
+        )
+    if left_out := [row for row in rows if row.without_caption]:
+        print(f"ingest {name}: {len(left_out):,} pairs without a caption are passed over, first {left_out[0].source}")
+
+
+def _with_digests(table: pa.Table, image_cache: Path, stage: str) -> tuple[pa.Table, int, int]:
+    """The table with the digest of both images of each record, how many images there are, and how many are unread."""
+    columns = {side: pl.Series(table[side].to_pylist(), dtype=pl.String) for side in ("before", "after")}
+    images = check_images(pl.concat(columns.values()), MAX_DECODED_PIXELS, image_cache, stage)
+    digests = dict(images.select("path", "digest").iter_rows())
+    for side, paths in columns.items():
+        place = table.column_names.index(f"{side}_sha256")
+        found = pa.array([digests.get(path) for path in paths], pa.binary())
+        table = table.set_column(place, RAW_SCHEMA.field(place), found)
+    assert table.schema.equals(RAW_SCHEMA), table.schema
+    return table, images.height, images["digest"].null_count()
+
+
+def _report(
+    name: str, entry: DatasetEntry, table: pa.Table, annotation_rows: int, images: int, unread: int
+) -> IngestReport:
+    per_pair = pc.list_value_length(table["references"])
+    by_split = pa.table({"split": table["split"].fill_null("?"), "references": per_pair}).group_by("split")
+    sums = by_split.aggregate([("references", "count"), ("references", "sum")]).sort_by("split").to_pylist()
+    return IngestReport(
+        stage="ingest",
+        rows_in=annotation_rows,
+        rows_out=table.num_rows,
+        dataset=name,
+        reader=entry.reader,
+        pairs={row["split"]: row["references_count"] for row in sums},
+        references={row["split"]: row["references_sum"] for row in sums},
+        empty_references=pc.sum(pc.equal(pc.utf8_length(pc.list_flatten(table["references"])), 0)).as_py() or 0,
+        faults=table.num_rows - table["fault"].null_count,
+        images=images,
+        unread_images=unread,
+    )

@@ -1,0 +1,90 @@
+"""The pairs of the test split, those of the two controls, and the batches of all."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from m3diff.records.readable import readable
+from m3diff.records.schemas import DataError
+
+CONTROL_SEED = 0
+CONTROL_PAIRS = 600
+"""Pairs of each control at most, sampled from all."""
+
+
+class PairSample(NamedTuple):
+    """One pair of the test split; digests as in the samples, 32 bytes."""
+
+    id: str
+    before: str
+    after: str
+    before_sha256: bytes | None
+    after_sha256: bytes | None
+    question: str
+
+
+COLUMNS = ["pair", "before", "after", "before_sha256", "after_sha256", "question"]
+"""Columns of the samples, in the order of `PairSample`."""
+
+
+def read_test_pairs(mixture: Path) -> list[PairSample]:
+    """The test split's pairs, each once, in the mixture's order.
+
+    Raises:
+        DataError: there is none.
+    """
+    pairs: dict[str, PairSample] = {}
+    for file in sorted((mixture / "test").glob("*.parquet")):
+        with readable(file):
+            table = pq.read_table(file, columns=COLUMNS).to_pydict()
+        for row in zip(*(table[column] for column in COLUMNS), strict=True):
+            pairs.setdefault(row[0], PairSample(*row))
+    if not pairs:
+        raise DataError(f"{mixture / 'test'}: no sample of the test split; run `m3diff convert` and read its report")
+    return list(pairs.values())
+
+
+def shuffle_after(pairs: list[PairSample]) -> list[PairSample]:
+    """Hand the after-images on by half the list: every pair gets another's, for any two or more."""
+    shift = max(1, len(pairs) // 2)
+    others = pairs[shift:] + pairs[:shift]
+    return [a._replace(after=b.after, after_sha256=b.after_sha256) for a, b in zip(pairs, others, strict=True)]
+
+
+def control_pairs(pairs: list[PairSample], count: int = CONTROL_PAIRS) -> list[PairSample]:
+    """`count` pairs with another's image after (all where there are fewer), in the order of the pairs.
+
+    They and their partners come from the whole list, by a seed; a smaller count is a part of a larger one.
+    """
+    shuffled = shuffle_after(pairs)
+    return [shuffled[number] for number in _sample(len(pairs), count)]
+
+
+def reversed_pairs(pairs: list[PairSample], count: int = CONTROL_PAIRS) -> list[PairSample]:
+    """The pairs of `control_pairs`, each with its own two images swapped: after first, before second."""
+    return [_swapped(pairs[number]) for number in _sample(len(pairs), count)]
+
+
+def _swapped(pair: PairSample) -> PairSample:
+    return pair._replace(
+        before=pair.after,
+        after=pair.before,
+        before_sha256=pair.after_sha256,
+        after_sha256=pair.before_sha256,
+    )
+
+
+def _sample(pairs: int, count: int) -> list[int]:
+    """Numbers of `count` of the pairs, in order."""
+    return sorted(np.random.default_rng(CONTROL_SEED).permutation(pairs)[:count])
+
+
+def batches(pairs: Sequence[PairSample], size: int) -> list[list[PairSample]]:
+    """Up to `size` pairs of one question each: without padding, no pair changes another's caption."""
+    by_question: dict[str, list[PairSample]] = {}
+    for pair in pairs:
+        by_question.setdefault(pair.question, []).append(pair)
+    return [same[at : at + size] for same in by_question.values() for at in range(0, len(same), size)]

@@ -1,0 +1,284 @@
+"""Where captions are made: in this process, or in Ray workers with a GPU each (`compute.gpu`, `compute.workers`).
+
+Each worker loads the checkpoint and takes its part of the batches. What a worker that dies has not answered is dealt
+to the others. Threads read, check and resize the images of the next batches while the model computes.
+"""
+
+import json
+import textwrap
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from m3diff.cluster import start_ray
+from m3diff.models.device import Device, DeviceError, environment
+from m3diff.records.schemas import DataError
+from m3diff.settings.compute import Compute
+from m3diff.settings.section import ParamsError
+from m3diff.stages.predict.journal import Answer
+from m3diff.stages.predict.pairs import PairSample
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from m3diff.models.family import PairProcessor
+    from m3diff.models.generation import Captioner
+
+AHEAD = 2  # batches whose images are prepared beforehand
+ROOM_S = 60  # within which Ray must have CPUs and GPUs for every worker
+START_S = 600  # and its processes must have started, which takes minutes where the cores are busy
+
+
+class Batch(NamedTuple):
+    """Pairs of one question, numbered among the batches of the run; `saliency` asks for the maps, too."""
+
+    number: int
+    pairs: list[PairSample]
+    saliency: bool
+
+
+Answered = tuple[int, list[Answer]]
+"""The number of a batch, and its answers in the order of its pairs."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a worker is sent."""
+
+    checkpoint: Path
+    max_new_tokens: int
+    compute: Compute
+
+
+def caption(job: Job, batches: Sequence[Batch]) -> Iterator[Answered]:
+    """The answers of all batches, in any order.
+
+    Raises:
+        DataError: the checkpoint is incomplete; an image is unreadable or not the one that ingest saw.
+        DeviceError: a GPU is asked for and there is none.
+        ParamsError: Ray cannot place as many workers.
+        ConnectionError: Ray workers died more often than `compute.max_failures`.
+    """
+    if job.compute.gpu and job.compute.workers:
+        return caption_on_ray(job, batches)
+    return caption_here(job, batches)
+
+
+def caption_here(job: Job, batches: Sequence[Batch]) -> Iterator[Answered]:
+    """The answers of the batches, in their order, from one model in this process."""
+    yield from answers_of(load(job), batches, job.compute.cpus_per_worker)
+
+
+def answers_of(captioner: "Captioner", batches: Sequence[Batch], threads: int) -> Iterator[Answered]:
+    """The answers of the batches, in their order."""
+    for batch, images in images_ahead(batches, captioner.processor, threads):
+        captions, maps = captioner.answer(images, batch.pairs[0].question, batch.saliency)
+        shown = [None] * len(captions) if maps is None else maps
+        yield batch.number, [Answer(*answer) for answer in zip(captions, shown, strict=True)]
+
+
+def load(job: Job) -> "Captioner":
+    """The model with fused kernels, in the precision that it was trained in."""
+    from m3diff.models.checkpoint import CheckpointError
+    from m3diff.models.generation import load_captioner
+
+    try:
+        device = Device(job.compute.gpu, "bf16" if _dtype(job.checkpoint) == "bfloat16" else "fp32")
+        captioner = load_captioner(job.checkpoint, job.max_new_tokens, device)
+    except CheckpointError as error:
+        raise DataError(str(error)) from error
+    captioner.family.fuse(captioner.model, "none")
+    return captioner
+
+
+def _dtype(checkpoint: Path) -> str | None:
+    """What the checkpoint's weights are of, as its configuration has it; None where it has none."""
+    config = checkpoint / "config.json"
+    return json.loads(config.read_text(encoding="utf-8")).get("dtype") if config.is_file() else None
+
+
+def images_ahead(
+    batches: Iterable[Batch], processor: "PairProcessor", threads: int
+) -> Iterator[tuple[Batch, list["np.ndarray"]]]:
+    """Each batch with its images as the processor prepares them, before, after, before, after, ...; those of the next
+    AHEAD batches are on the way."""
+    pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="images")
+    waiting: deque[tuple[Batch, list[Any]]] = deque()
+    try:
+        for batch in batches:
+            files = [file for pair in batch.pairs for file in _files(pair)]
+            waiting.append((batch, [pool.submit(_prepared, *file, processor) for file in files]))
+            if len(waiting) > AHEAD:
+                first, images = waiting.popleft()
+                yield first, [image.result() for image in images]
+        while waiting:
+            first, images = waiting.popleft()
+            yield first, [image.result() for image in images]
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _files(pair: PairSample) -> list[tuple[str, bytes | None]]:
+    return [(pair.before, pair.before_sha256), (pair.after, pair.after_sha256)]
+
+
+def _prepared(path: str, sha256: bytes | None, processor: "PairProcessor") -> "np.ndarray":
+    from m3diff.images.open import load_image
+
+    try:
+        return processor.prepare_image(load_image(path, sha256))
+    except ValueError as error:
+        raise DataError(str(error)) from error
+
+
+class Worker:
+    """One Ray actor: a model, and the batches that it is dealt."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.captioner: Captioner | None = None
+
+    def ready(self) -> None:
+        """Answers once Ray has placed the worker."""
+
+    def caption(self, batches: list[Batch]) -> Iterator[Answered]:
+        import torch
+
+        threads = self.job.compute.cpus_per_worker
+        torch.set_num_threads(threads)
+        self.captioner = self.captioner or load(self.job)
+        yield from answers_of(self.captioner, batches, threads)
+
+
+@dataclass
+class Part:
+    """Batches that a worker was dealt: Ray's generator of its answers, and the batches that these do not have yet."""
+
+    worker: Any
+    answers: Any
+    left: dict[int, Batch]
+
+
+def caption_on_ray(job: Job, batches: Sequence[Batch]) -> Iterator[Answered]:
+    """The answers as they come from `compute.workers` workers, to which the batches are dealt by turns."""
+    import ray
+
+    own = not ray.is_initialized()
+    if own:
+        start_ray(job.compute)
+    try:
+        yield from _as_they_come(job, batches)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, DataError | ParamsError | DeviceError):
+            raise error.cause from None
+        raise
+    except ray.exceptions.RayActorError as error:
+        raise ConnectionError(
+            f"a worker died ({error}) and compute.max_failures: {job.compute.max_failures} allows no more; "
+            "run `m3diff predict` again: what is captioned so far is kept"
+        ) from error
+    finally:
+        if own:
+            ray.shutdown()
+
+
+@contextmanager
+def _room(job: Job, count: int) -> Iterator[Callable[[int], list[Any]]]:
+    """CPUs and GPUs of the cluster for this many workers; gives what starts up to as many in them.
+
+    Raises ParamsError where Ray has no room. That its processes are slow to start is no lack of room.
+    """
+    import ray
+    from ray.util import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    compute = job.compute
+    needs: dict[str, float] = {"CPU": compute.cpus_per_worker}
+    if compute.gpu:
+        needs["GPU"] = 1
+    group = placement_group([needs] * count)
+    remote = ray.remote(
+        num_cpus=compute.cpus_per_worker,
+        num_gpus=needs.get("GPU", 0),
+        runtime_env={"env_vars": environment(compute.gpu)},
+        scheduling_strategy=PlacementGroupSchedulingStrategy(group),
+    )(Worker)
+
+    def start(count: int) -> list[Any]:
+        workers: list[Any] = [remote.remote(job) for _ in range(count)]
+        started, waiting = ray.wait([worker.ready.remote() for worker in workers], num_returns=count, timeout=START_S)
+        if waiting:
+            raise ConnectionError(
+                f"{len(waiting)} of {count} Ray workers did not start within {START_S} s; see how loaded the machine "
+                "is, and run `m3diff predict` again: what is captioned so far is kept"
+            )
+        ray.get(started)
+        return workers
+
+    try:
+        if not group.wait(ROOM_S):
+            has = {name: ray.cluster_resources().get(name, 0) for name in ("CPU", "GPU")}
+            raise ParamsError(
+                f"compute.workers: {count} workers are asked for with {compute.cpus_per_worker} CPUs"
+                f"{' and a GPU' if compute.gpu else ''} each, but Ray had no room for them within {ROOM_S} s; it has "
+                f"{has['CPU']:g} CPUs and {has['GPU']:g} GPUs; lower compute.workers or compute.cpus_per_worker"
+            )
+        yield start
+    finally:
+        remove_placement_group(group)
+
+
+def _as_they_come(job: Job, batches: Sequence[Batch]) -> Iterator[Answered]:
+    """What the workers answer, whichever is first. What one that dies has not answered goes to the others, or to new
+    ones where none is left."""
+    import ray
+
+    count = min(job.compute.workers, len(batches))
+    with _room(job, count) as start:
+        workers = start(count)
+        parts, deaths = _deal(workers, batches), 0
+        while parts:
+            first: Any = ray.wait([part.answers for part in parts], num_returns=1)[0][0]
+            part = next(part for part in parts if part.answers is first)
+            try:
+                number, answers = ray.get(next(first))
+            except StopIteration:
+                parts.remove(part)
+            except ray.exceptions.RayActorError as error:
+                if deaths == job.compute.max_failures:
+                    raise
+                deaths += 1
+                ray.kill(part.worker)  # one that is only out of reach answers nothing twice
+                left = [batch for lost in parts if lost.worker is part.worker for batch in lost.left.values()]
+                parts = [other for other in parts if other.worker is not part.worker]
+                workers.remove(part.worker)
+                _say_death(error, len(left), len(workers), deaths, job.compute.max_failures)
+                workers = workers or start(min(count, len(left)))
+                parts += _deal(workers, left)
+            else:
+                del part.left[number]
+                yield number, answers
+
+
+def _deal(workers: Sequence[Any], batches: Sequence[Batch]) -> list[Part]:
+    """The batches among the workers by turns; nothing for those that are more than the batches."""
+    dealt = [(worker, batches[rank :: len(workers)]) for rank, worker in enumerate(workers)]
+    return [
+        Part(worker, worker.caption.remote(part), {batch.number: batch for batch in part})
+        for worker, part in dealt
+        if part
+    ]
+
+
+def _say_death(error: Exception, batches: int, others: int, deaths: int, allowed: int) -> None:
+    reason = textwrap.shorten(str(error), 160)
+    print(
+        f"predict: a worker died ({reason}); its {batches} unanswered batches go to "
+        f"{f'{others} other worker(s)' if others else 'new workers'} (failure {deaths} of {allowed} that "
+        "compute.max_failures allows)",
+        flush=True,
+    )

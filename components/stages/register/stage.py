@@ -1,0 +1,259 @@
+"""Register: one MLflow run for a training, and its checkpoint as a version of the registered model.
+
+The version is known by the DVC hash of its checkpoint, so registering twice gives one version, also at the same moment
+and after a kill half-way: the version is the last thing written. What a later evaluation of the same checkpoint changed
+is logged anew.
+"""
+
+import base64
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping
+from importlib.metadata import version as installed
+from pathlib import Path
+from typing import Literal
+
+import mlflow
+import pandas as pd
+from mlflow.entities import LoggedModelStatus
+from mlflow.entities.model_registry import ModelVersion
+from mlflow.exceptions import MlflowException
+from mlflow.models import ModelSignature
+from mlflow.tracking import MlflowClient
+from mlflow.types.schema import ColSpec, Schema
+from pydantic import BaseModel, ConfigDict
+
+from m3diff.records.schemas import DataError
+from m3diff.registry import tracking
+from m3diff.registry.leftovers import one_at_a_time, remove_leftovers, remove_other_runs, stored_models, take_back
+from m3diff.registry.lineage import MODEL_CODE, Lineage, Lock, captioned_records, kept_alone, read_lineage
+from m3diff.registry.runs import VERSION, curve_rows, of_weights
+from m3diff.registry.tracking import PROCESS
+from m3diff.settings.tree import Params, Paths
+from m3diff.stages.register.params import Register
+
+CHALLENGER = "challenger"
+SCORES = "scores.parquet"
+SHARED_CODE = ("__init__.py", "images/__init__.py", "images/open.py", "records/__init__.py", "records/lazy.py")
+"""What the code of the models imports of the rest of the package."""
+
+TRIES = 3  # MLflow fails where two machines make the same entry (of an experiment, a data set) at the same moment
+Outcome = Literal["registered", "updated", "unchanged"]
+REQUIREMENTS = ("mlflow", "torch", "transformers", "peft", "tokenizers", "safetensors", "pillow", "pandas")
+SIGNATURE = ModelSignature(
+    inputs=Schema(
+        [ColSpec("string", "before"), ColSpec("string", "after"), ColSpec("string", "question", required=False)]
+    ),
+    outputs=Schema([ColSpec("string")]),
+)
+
+
+class Registration(BaseModel):
+    """What register did; `unchanged` where the store held this checkpoint with these scores already."""
+
+    model_config = ConfigDict(frozen=True)
+
+    outcome: Outcome
+    model: str
+    version: int
+    run_id: str
+
+    @property
+    def uri(self) -> str:
+        return f"models:/{self.model}/{self.version}"
+
+    def __str__(self) -> str:
+        return f"{self.uri} {self.outcome} (MLflow run {self.run_id})"
+
+
+def register(params: Params) -> Registration:
+    """Log the training in the working tree and register its checkpoint as the challenger.
+
+    Raises:
+        DataError: the working tree is not what `dvc.lock` says.
+        TrackingUnavailableError: MLflow does not answer; nothing is lost, run it again.
+    """
+    lock = Lock()
+    lineage = read_lineage(params, lock)
+    name = params.register_.model_name
+    with tracking.connected(params.register_.tracking_uri) as client, one_at_a_time():
+        for tries_left in reversed(range(TRIES)):
+            try:
+                version, outcome = find_or_create(client, params, lineage, lock)
+                break
+            except MlflowException:
+                if not tries_left:
+                    raise
+                tracking.check_alive(mlflow.get_tracking_uri())
+        set_alias(client, name, CHALLENGER, version)
+    return Registration(outcome=outcome, model=name, version=int(version.version), run_id=run_of(version))
+
+
+def find_or_create(client: MlflowClient, params: Params, lineage: Lineage, lock: Lock) -> tuple[ModelVersion, Outcome]:
+    """The version of this checkpoint, with the results that lie here. What a call before it began is ended."""
+    cfg = params.register_
+    experiment = tracking.experiment_id(client, cfg.experiment)
+    remove_leftovers(client, experiment, cfg.model_name)
+    version = find_version(client, cfg.model_name, lineage)
+    if version is None:
+        return create_version(client, params, lineage, lock), "registered"
+    remove_other_runs(client, experiment, same_as(lineage), version)
+    if lineage.results().items() - version.tags.items() or not has_artifact(client, run_of(version), SCORES):
+        update_results(client, params.paths, version, lineage)
+        return version, "updated"
+    return version, "unchanged"
+
+
+def find_version(client: MlflowClient, name: str, lineage: Lineage) -> ModelVersion | None:
+    """The version that holds this checkpoint and the code that runs it; the first where there are several. One whose
+    run MLflow has lost does not count: nothing can be logged to it."""
+    versions = client.search_model_versions(f"name = '{name}' and {same_as(lineage)}")
+    whole = [version for version in versions if tracking.lifecycle(client, version.run_id)]
+    return min(whole, key=lambda v: int(v.version), default=None)
+
+
+def same_as(lineage: Lineage) -> str:
+    """MLflow's filter for what was made of the same checkpoint with the same code."""
+    return " and ".join(f"tags.`{tag}` = '{value}'" for tag, value in lineage.identity().items())
+
+
+def create_version(client: MlflowClient, params: Params, lineage: Lineage, lock: Lock) -> ModelVersion:
+    """Run, results and model; then the version, with its tags in the same request."""
+    cfg, paths = params.register_, params.paths
+    run_id = open_run(client, tracking.experiment_id(client, cfg.experiment), lineage)
+    tracking.log_params(client, run_id, lock.params(params.ingest.datasets))
+    logged = tracking.logged_points(client, run_id)
+    tracking.log_rows(client, run_id, curve_rows(paths.model / "curves.csv"), logged)
+    tracking.log_dataset(client, run_id, paths.mixture.name, paths.mixture / "train", lineage.data)
+    log_results(client, run_id, paths)
+    model_uri = log_model(client, run_id, cfg, paths, lineage.max_new_tokens, params.train.base)
+    client.set_terminated(run_id)
+    made = mlflow.register_model(model_uri, cfg.model_name, tags=lineage.tags())
+    first = find_version(client, cfg.model_name, lineage) or made
+    if first.version != made.version:
+        take_back(client, made, first)
+    return first
+
+
+def open_run(client: MlflowClient, experiment: str, lineage: Lineage) -> str:
+    """Id of this training's run: the one that an interrupted registration left, the one that the training opened, or a
+    new one."""
+    tags = lineage.tags() | tracking.this_process()
+    for run in client.search_runs([experiment], same_as(lineage), order_by=["attributes.start_time ASC"]):
+        if run.info.status == "RUNNING" and not tracking.is_over(run.data.tags.get(PROCESS), run.info.start_time):
+            continue  # another machine writes to it
+        return taken_up(client, run.info.run_id, tags)
+    trained = of_weights(client, experiment, lineage.weights_sha256 or "", lineage.max_new_tokens)
+    if trained and VERSION not in client.get_run(trained).data.tags:
+        return taken_up(client, trained, tags)
+    return client.create_run(experiment, run_name=f"train {lineage.checkpoint[:8]}", tags=tags).info.run_id
+
+
+def taken_up(client: MlflowClient, run_id: str, tags: Mapping[str, str]) -> str:
+    """The run, written to again under these tags."""
+    client.update_run(run_id, "RUNNING")
+    for tag, value in tags.items():
+        client.set_tag(run_id, tag, value)
+    return run_id
+
+
+def log_results(client: MlflowClient, run_id: str, paths: Paths) -> None:
+    """Scores and report, which a new evaluation of the same checkpoint replaces; the gate compares pair by pair."""
+    tracking.log_scores(client, run_id, paths.report / "metrics.json", int(time.time() * 1000))
+    for name in ("report.html", SCORES):
+        client.log_artifact(run_id, str(paths.report / name))
+    if any((paths.report / "images").iterdir()):  # empty where the page holds its images itself
+        client.log_artifacts(run_id, str(paths.report / "images"), "images")
+
+
+def update_results(client: MlflowClient, paths: Paths, version: ModelVersion, lineage: Lineage) -> None:
+    """The same checkpoint was evaluated anew: its run gets the new results, run and version the new lineage.
+
+    Raises:
+        DataError: somebody deleted the run.
+    """
+    if tracking.lifecycle(client, run_of(version)) == tracking.DELETED:
+        raise DataError(
+            f"{version.name} version {version.version}: its run was deleted in MLflow, which takes nothing of it until "
+            f"it is restored: {tracking.restore('runs', run_of(version))}, then `m3diff register` (nothing was lost)"
+        )
+    log_results(client, run_of(version), paths)
+    for tag in lineage.outdated(version.tags):
+        client.delete_tag(run_of(version), tag)
+        client.delete_model_version_tag(version.name, version.version, tag)
+    for tag, value in lineage.tags().items():
+        client.set_tag(run_of(version), tag, value)
+        client.set_model_version_tag(version.name, version.version, tag, value)
+
+
+def log_model(client: MlflowClient, run_id: str, cfg: Register, paths: Paths, max_new_tokens: int, base: Path) -> str:
+    """Store checkpoint and code as the run's model and return its URI; a model that is there in full is kept."""
+    experiment = client.get_run(run_id).info.experiment_id
+    for model in stored_models(client, experiment, f"source_run_id = '{run_id}'"):
+        if model.status == LoggedModelStatus.READY:
+            return model.model_uri
+    checkpoint, where = paths.model / "checkpoint", {}
+    with tempfile.TemporaryDirectory() as scratch, mlflow.start_run(run_id=run_id):
+        if adapters := kept_alone(cfg, checkpoint):
+            where = {"base": str(base.resolve())}
+            checkpoint = Path(shutil.copytree(adapters, Path(scratch) / "checkpoint"))
+        return mlflow.pyfunc.log_model(
+            name=cfg.model_name,
+            python_model=str(Path(__file__).with_name("pyfunc.py")),
+            artifacts={"checkpoint": str(checkpoint)},
+            model_config={"max_new_tokens": max_new_tokens} | where,
+            code_paths=[str(copy_code(Path(scratch)))],
+            signature=SIGNATURE,
+            input_example=example(paths),
+            tags=tracking.this_process(),
+            pip_requirements=[f"{package}=={installed(package).split('+')[0]}" for package in REQUIREMENTS],
+        ).model_uri
+
+
+def copy_code(scratch: Path) -> Path:
+    """The part of `m3diff` that the model needs where there is no checkout."""
+    package = scratch / "m3diff"
+    shutil.copytree(MODEL_CODE, package / MODEL_CODE.name, ignore=shutil.ignore_patterns("__pycache__"))
+    for shared in SHARED_CODE:
+        (package / shared).parent.mkdir(exist_ok=True)
+        shutil.copy(MODEL_CODE.parent / shared, package / shared)
+    return package
+
+
+def example(paths: Paths) -> pd.DataFrame:
+    """The first captioned pair, its images in base64."""
+    record = next(captioned_records(paths))
+    return pd.DataFrame(
+        [{side: base64.b64encode(Path(record[side]).read_bytes()).decode() for side in ("before", "after")}]
+    )
+
+
+def run_of(version: ModelVersion) -> str:
+    assert version.run_id is not None, (
+        f"{version.name} version {version.version} was not made by register: it has no run"
+    )
+    return version.run_id
+
+
+def has_artifact(client: MlflowClient, run_id: str, path: str) -> bool:
+    folder = path.rpartition("/")[0] or None
+    try:
+        return any(artifact.path == path for artifact in client.list_artifacts(run_id, folder))
+    except MlflowException as error:
+        if error.error_code != tracking.GONE:
+            raise
+        return False  # the run itself
+
+
+def find_alias(client: MlflowClient, name: str, alias: str) -> ModelVersion | None:
+    model = tracking.registered(client, name)
+    version = model.aliases.get(alias) if model else None
+    return client.get_model_version(name, str(version)) if version is not None else None
+
+
+def set_alias(client: MlflowClient, name: str, alias: str, version: ModelVersion) -> None:
+    """Let an alias name a version, where it does not yet."""
+    aliases = client.get_registered_model(name).aliases
+    if str(aliases.get(alias)) != str(version.version):
+        client.set_registered_model_alias(name, alias, version.version)

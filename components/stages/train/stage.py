@@ -1,0 +1,221 @@
+"""Fine-tune a model on the mixture: Ray Train around the loop of `loop.py`, or the loop alone (`compute.workers: 0`).
+
+A run is named by the hash of what decides its weights (samples, parameters, base, code), so a killed run goes on from
+its newest valid checkpoint, also after `compute` was changed, and nothing else ever does. Run: `m3diff train`.
+"""
+
+import fcntl
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from m3diff.models import FAMILIES
+from m3diff.provenance.code import key_of
+from m3diff.records.files import sha256, sha256_of_folder, write_atomic
+from m3diff.records.reports import StageReport
+from m3diff.settings.compute import Compute
+from m3diff.settings.section import ParamsError
+from m3diff.stages.train.job import CURVES, Job
+from m3diff.stages.train.params import Train
+from m3diff.stages.train.phase import ALIGNMENT, DONE, DatasetFilter, of_alignment, with_alignment
+from m3diff.stages.train.retry import with_retries
+from m3diff.stages.train.runtimes import run_local, run_on_ray
+from m3diff.stages.train.stopping import TERMINATED, StoppedError
+
+if TYPE_CHECKING:
+    from m3diff.models.family import Align, Settings
+
+
+SPEED = ("seconds", "captions_per_s", "waiting_share", "device_hours")
+"""What a run took, over all its attempts. In no report, which a resumed run must
+write as one that was left alone."""
+
+
+class TrainReport(StageReport):
+    """Counts and final losses of a training run. `rows_in` are training samples, `rows_out` samples trained on.
+
+    `parameters` that train by part. `val_cider` is null where nothing was captioned; `exported_step` is the step whose
+    weights are the output. `module`: what the family's module contributed when it was measured last, by the names of
+    the curve's columns; empty without one. `alignment`: steps, samples and final loss of the phase before; empty
+    without one. `warnings`: what the end of the run found wrong, in sentences.
+    """
+
+    steps: int
+    parameters_trainable: int
+    parameters_frozen: int
+    parameters: dict[str, int]
+    loss: float
+    val_loss: float | None
+    val_loss_by_dataset: dict[str, float]
+    val_cider: float | None
+    exported_step: int
+    module: dict[str, float]
+    alignment: dict[str, float]
+    warnings: list[str]
+
+
+class RunLockedError(BlockingIOError):
+    """A second process trains the same run; try again when it has ended."""
+
+
+Follow = Callable[[str, Path], AbstractContextManager[object]]
+"""Given a run's key and the file of its curves up to the last checkpoint; entered around the training."""
+
+
+def train(
+    cfg: Train,
+    model: "Settings",
+    compute: Compute,
+    mixture: Path,
+    out: Path,
+    follow: Follow = lambda key, curves: nullcontext(),
+) -> TrainReport:
+    """Train on `mixture`/train and write `out`: checkpoint/, curves.csv, report.json.
+
+    Args:
+        follow: who shows the curves while it trains.
+
+    Raises:
+        RunLockedError: the same run is being trained elsewhere.
+        DataError: the mixture has no training sample, or an image is not the one that ingest saw.
+        ParamsError: the best checkpoint is asked for and none would be scored.
+        NotWrittenError: a disk has no room for the checkpoints.
+        NoRoomError: Ray's nodes have no room for the workers.
+        SystemExit: SIGTERM asked the run to end; the next call goes on from where it was.
+    """
+    if cfg.export == "best" and not compute.caption_val_pairs:
+        raise ParamsError(
+            "train.export: best needs captions of validation pairs; set compute.caption_val_pairs above 0"
+        )
+    cfg = cfg.model_copy(update={"base": cfg.base.resolve()})
+    mixture, out, scratch = mixture.resolve(), out.resolve(), compute.scratch.resolve()
+    base_sha256 = sha256_of_folder(cfg.base)
+    run_dir = scratch / "train" / run_key(cfg, model, mixture, base_sha256)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with _only_trainer(run_dir), follow(run_dir.name, run_dir / CURVES):
+        try:
+            figures, before = run_phases(Job(cfg, model, compute, mixture, out, run_dir, base_sha256))
+        except StoppedError as stopped:
+            print(f"train: {stopped}", flush=True)
+            raise SystemExit(TERMINATED) from stopped
+        report = _report(figures, before).write(out / "report.json")
+        speed = {name: round(figures[name], 4) for name in SPEED} | {
+            name: figures[name] for name in ("device", "devices")
+        }
+        write_atomic(scratch / "train_speed.json", json.dumps(speed) + "\n")
+        print(f"train: {report.steps} steps in {figures['seconds']:.0f} s, {speed['captions_per_s']:.0f} captions/s")
+    shutil.rmtree(run_dir)
+    return report
+
+
+def run_phases(job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The fine-tuning, and before it the alignment where the model has one; the figures of both, `{}` without it.
+
+    Times and hours are of both. Raises as `with_retries`.
+    """
+    run = run_local if job.compute.workers == 0 else run_on_ray
+    align = job.model.align
+    if align is None:
+        return with_retries(run, job), {}
+    before = aligned(run, job, align)
+    first = job.run_dir / ALIGNMENT / "out"
+    job = replace(job, weights=first / "checkpoint", datasets=DatasetFilter(align.datasets))
+    figures = with_retries(run, job)
+    with_alignment(first / CURVES, job.out / CURVES)
+    return figures | {name: figures[name] + before[name] for name in ("seconds", "device_hours")}, before
+
+
+def aligned(run: Callable[[Job], dict[str, Any]], job: Job, align: "Align") -> dict[str, Any]:
+    """Train the phase before to its end, where it has not ended yet; its figures.
+
+    Where its output is damaged, it is written again from the newest step checkpoint.
+    """
+    folder = job.run_dir / ALIGNMENT
+    _forget_damaged(folder)
+    if not (folder / DONE).is_file():
+        folder.mkdir(exist_ok=True)
+        cfg, settings = of_alignment(job.cfg, job.model)
+        phase = replace(
+            job,
+            cfg=cfg,
+            model=settings,
+            out=folder / "out",
+            run_dir=folder,
+            datasets=DatasetFilter(align.datasets, others=False),
+        )
+        write_atomic(folder / DONE, json.dumps(with_retries(run, phase)) + "\n")
+    return json.loads((folder / DONE).read_text(encoding="utf-8"))
+
+
+def _forget_damaged(folder: Path) -> None:
+    """Let an alignment that has ended end again, where its checkpoint is not as its manifest says."""
+    if not (folder / DONE).is_file():
+        return
+    from m3diff.models.checkpoint import CheckpointError, verify_manifest
+
+    try:
+        verify_manifest(folder / "out" / "checkpoint")
+    except CheckpointError as error:
+        fault = str(error).partition(";")[0]
+        print(f"train: {fault}; the alignment's output is written again from its newest step checkpoint", flush=True)
+        (folder / DONE).unlink()
+        shutil.rmtree(folder / "out", ignore_errors=True)
+
+
+def _report(figures: dict[str, Any], before: dict[str, Any]) -> TrainReport:
+    counts = figures["parameters"]
+    return TrainReport(
+        stage="train",
+        rows_in=figures["samples"],
+        rows_out=figures["captions"],
+        steps=figures["steps"],
+        parameters_trainable=counts["trainable"],
+        parameters_frozen=counts["frozen"],
+        parameters={part: n for part, n in counts.items() if part not in ("trainable", "frozen")},
+        loss=round(figures["loss"], 5),
+        val_loss=_known(figures["val_loss"]),
+        val_loss_by_dataset={name: round(loss, 5) for name, loss in figures["val_loss_by_dataset"].items()},
+        val_cider=_known(figures["val_cider"]),
+        exported_step=figures["exported_step"],
+        module=figures["module"],
+        alignment={name: round(before[name], 5) for name in ("steps", "captions", "loss") if before},
+        warnings=figures["warnings"],
+    )
+
+
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else round(value, 5)
+
+
+def run_key(cfg: Train, model: "Settings", mixture: Path, base_sha256: str) -> str:
+    """Names a run: the hash of the parameters, samples, base and code that decide its weights; of no path."""
+    samples = [file for split in ("train", "val") for file in sorted((mixture / split).glob("*.parquet"))]
+    facts = {
+        "train": cfg.model_dump(mode="json", exclude={"base"}),
+        "model": asdict(model),  # type: ignore[call-overload]  # every family's settings are a dataclass
+        "base": base_sha256,
+        "samples": [f"{file.parent.name}/{file.name} {sha256(file)}" for file in samples],
+    }
+    return key_of(facts, Path(__file__), [FAMILIES.modules[model.family]])
+
+
+@contextmanager
+def _only_trainer(run_dir: Path) -> Iterator[None]:
+    with (run_dir.parent / f"{run_dir.name}.lock").open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            lock.seek(0)
+            raise RunLockedError(
+                f"{lock.name}: another training of this run is alive ({lock.read().strip()})"
+            ) from error
+        lock.truncate(0)
+        lock.write(f"pid {os.getpid()}")
+        lock.flush()
+        yield

@@ -1,0 +1,302 @@
+"""validate: records -> clean records and a quarantine with reasons; rows in = rows out + quarantined, always.
+
+It judges the images whose digests the records have. A file that is another one by now is refused: what validate writes
+follows from the records alone, so DVC watches them and no image folder.
+"""
+
+import shutil
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import BaseModel
+
+from m3diff.datasets import DATASETS
+from m3diff.images.cache import check_images
+from m3diff.images.check import OK
+from m3diff.records.reports import StageReport
+from m3diff.records.schemas import RAW_SCHEMA, RECORD_SCHEMA, DataError
+from m3diff.stages.ingest.params import DatasetEntry
+from m3diff.stages.validate.leaks import find_twins, sound_pairs
+from m3diff.stages.validate.pages import write_summary
+from m3diff.stages.validate.params import Validate
+from m3diff.stages.validate.rules import LEAK, bad_rows, facts, rules
+from m3diff.stages.validate.suite import run_suite
+
+REASONS = [pa.field("rules", pa.list_(pa.string())), pa.field("reason", pa.string())]
+QUARANTINE_SCHEMA = pa.schema([*RECORD_SCHEMA, *REASONS])
+
+LINKS = (("train", "test"), ("val", "test"), ("train", "val"))
+"""Which splits are held against which. Only what trains and is in a test set is removed."""
+
+SHOWN = 5
+"""Rows of a kind that a message shows."""
+
+SPACE = r"[\s\p{Cc}\x{200B}\x{FEFF}]+"
+"""White space, line and paragraph separators, control characters and invisible spaces: any run becomes one space. One
+line separator in a reference makes the reference tokenizer emit an extra line, and later ones meet the wrong pair."""
+
+
+class ValidateCounts(BaseModel):
+    """One dataset: clean pairs and references by split, rows in quarantine, by rule (a row may break several)."""
+
+    pairs: dict[str, int]
+    references: dict[str, int]
+    quarantined: int
+    broken_rules: dict[str, int]
+    lost_test_pairs: list[str]  # "<id or place>: <reason>" of each test pair that is in quarantine
+
+
+class ValidateReport(StageReport):
+    quarantined: int
+    leaks: int  # of them training pairs that are in a test set and are else sound
+    overlaps: dict[str, int]  # pairs of one split that are also in another, kept or not
+    references_respaced: int
+    images: int
+    bad_images: int
+    mislabelled_images: int  # the content is sound, of another format than the file's name says
+    datasets: dict[str, ValidateCounts]
+
+
+def validate(
+    cfg: Validate, entries: Mapping[str, DatasetEntry], image_cache: Path, records: Path, out: Path
+) -> ValidateReport:
+    """Write `records.parquet` (clean), `quarantine.parquet`, `docs/` (pages of great-expectations) and `report.json`.
+
+    Args:
+        entries: the datasets of the run; `records/<name>/records.parquet` is read of these, in their order.
+        image_cache: what is known of images by content; it changes no output.
+
+    Raises:
+        DataError: an image changed since ingest; or of some dataset's split more than `cfg.max_quarantined_share` of
+            the rows are bad, of some dataset's training rows more than `cfg.max_leaked_share` are in a test set,
+            expected counts do not hold once the bad rows are out, or a test pair is lost. In the latter cases all
+            outputs are written before, so that the pages and the quarantine can be read.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    table = pl.concat([_load(records / name / "records.parquet") for name in entries])
+    paths = pl.concat([table["before"], table["after"]])
+    images = check_images(paths, cfg.max_image_pixels, image_cache, "validate")
+    _refuse_changed(table, images)
+    pairs = sound_pairs(table, images)
+    twins = {link: find_twins(pairs, *link, cfg.near_duplicate_max_diff) for link in LINKS}
+    overlaps = {f"{split} in {other}": twins[split, other].height for split, other in LINKS}
+    leaks = twins["train", "test"].clear() if cfg.allow_test_leakage else twins["train", "test"]
+    found, all_rules = facts(table, images, leaks), rules(cfg.max_caption_chars)
+    bad = bad_rows(found, all_rules)
+    found = found.with_columns(counts=counting(found, bad, cfg.allow_lost_test_pairs))
+    shutil.rmtree(out / "docs", ignore_errors=True)
+    with ThreadPoolExecutor(1) as beside:  # polars leaves the interpreter to great-expectations meanwhile
+        parts = beside.submit(_split_and_write, table, bad, out)
+        broken, miscounts = run_suite(found, all_rules, expected_pairs(entries), out / "docs")
+    assert broken == set(bad["rules"].explode().drop_nulls()), (broken, bad["rules"])  # two engines, one judgement
+    clean, quarantine, respaced = parts.result()
+    report = _report(clean, quarantine, images, references_respaced=respaced, overlaps=overlaps)
+    assert report.rows_in == table.height == report.rows_out + report.quarantined, report
+    report.write(out / "report.json")
+    write_summary(report, quarantine, out / "docs")
+    _refuse(cfg, report, clean, quarantine, miscounts, out)
+    return report
+
+
+def counting(found: pl.DataFrame, bad: pl.DataFrame, lost_may_be_lost: bool) -> pl.Series:
+    """1 for every row that counts towards the expected pairs, 0 for a bad one.
+
+    A training pair that is left out because it is in a test set counts: the dataset is whole. So does a test pair
+    whose loss the user allows, of which the report tells.
+    """
+    unsound = bad.filter(pl.col("rules") != [LEAK])["row"].to_list()
+    gone = pl.col("row").is_in(unsound)
+    if lost_may_be_lost:
+        gone &= pl.col("own_split").ne_missing("test")
+    return found.select((~gone).cast(pl.Int64).alias("counts"))["counts"]
+
+
+def _load(path: Path) -> pl.DataFrame:
+    try:
+        schema, table = pq.read_schema(path), pl.read_parquet(path)
+    except (OSError, pa.ArrowInvalid, pl.exceptions.PolarsError) as error:
+        raise DataError(f"{path}: cannot be read: {error}; run `m3diff ingest` again") from error
+    if not schema.equals(RAW_SCHEMA):
+        raise DataError(f"{path}: not the columns that ingest writes; run `m3diff ingest` again")
+    if not table.height:
+        raise DataError(f"{path}: holds no record; look at ingest.datasets in params.yaml")
+    return table
+
+
+def _refuse_changed(table: pl.DataFrame, images: pl.DataFrame) -> None:
+    """Raises DataError where an image file is not the one whose digest its record has."""
+    digests = images.select("path", found="digest")
+    for side in ("before", "after"):
+        noted = table.select("source", path=side, noted=f"{side}_sha256").drop_nulls("path")
+        changed = noted.join(digests, on="path", how="left", maintain_order="left").filter(
+            pl.col("noted").ne_missing(pl.col("found"))
+        )
+        if changed.height:
+            first = changed.row(0, named=True)
+            raise DataError(
+                f"{first['source']}: {side}: {first['path']} changed since ingest, with {changed.height - 1} others; "
+                "run `m3diff ingest` again (`dvc repro` does)"
+            )
+
+
+def expected_pairs(entries: Mapping[str, DatasetEntry]) -> dict[str, dict[str, int]]:
+    """Pairs by dataset and split, as published or as `params.yaml` says, the split as the dataset's files call it.
+
+    Raises:
+        DataError: `published` of a dataset of which no counts are published.
+    """
+    expected = {}
+    for name, entry in entries.items():
+        if entry.expected_pairs == "published":
+            expected[name] = _published_pairs(name, entry)
+        elif entry.expected_pairs is not None:
+            expected[name] = {str(split): pairs for split, pairs in entry.expected_pairs.items()}
+    return expected
+
+
+def _published_pairs(name: str, entry: DatasetEntry) -> dict[str, int]:
+    spec = DATASETS[entry.reader]
+    part = spec.part(name)
+    if part is None:
+        known = ", ".join(one.part for one in spec.published) or "none"
+        raise DataError(
+            f"ingest.datasets {name!r}: expected_pairs: no counts of {entry.reader} are published under this name "
+            f"(known: {known}); name the dataset so, or write {{train: ..., val: ..., test: ...}}"
+        )
+    return part.pairs()
+
+
+def _split_and_write(table: pl.DataFrame, bad: pl.DataFrame, out: Path) -> tuple[pl.DataFrame, pl.DataFrame, int]:
+    clean, quarantine, respaced = _split(table, bad)
+    _write(clean, RECORD_SCHEMA, out / "records.parquet")
+    _write(quarantine, QUARANTINE_SCHEMA, out / "quarantine.parquet")
+    return clean, quarantine, respaced
+
+
+def _split(table: pl.DataFrame, bad: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame, int]:
+    """Clean records with respaced references, quarantined ones as read, and how many references were respaced."""
+    rows = table.with_row_index("row")
+    clean = rows.join(bad, on="row", how="anti").sort("row")
+    references = clean.select("row", "references").explode("references", empty_as_null=False)
+    spaced = references.with_columns(new=pl.col("references").str.replace_all(SPACE, " ").str.strip_chars(" "))
+    grouped = spaced.group_by("row", maintain_order=True).agg(references="new")
+    assert grouped.height == clean.height, (grouped.height, clean.height)
+    respaced = spaced.select((pl.col("new") != pl.col("references")).sum()).item()
+    quarantine = rows.join(bad, on="row", how="inner").sort("row")
+    return clean.with_columns(grouped["references"]), quarantine, respaced
+
+
+def _report(clean: pl.DataFrame, quarantine: pl.DataFrame, images: pl.DataFrame, **counted: Any) -> ValidateReport:
+    names = pl.concat([clean["dataset"], quarantine["dataset"]]).unique().sort()
+    suffix = pl.col("path").str.extract(r"\.([^./]+)$").str.to_uppercase().replace({"JPG": "JPEG", "TIF": "TIFF"})
+    return ValidateReport(
+        stage="validate",
+        rows_in=clean.height + quarantine.height,
+        rows_out=clean.height,
+        quarantined=quarantine.height,
+        leaks=quarantine.filter(pl.col("rules") == [LEAK]).height,
+        **counted,
+        images=images.height,
+        bad_images=images.filter(pl.col("verdict") != OK).height,
+        mislabelled_images=images.filter(pl.col("verdict") == OK, suffix.ne_missing(pl.col("format"))).height,
+        datasets={
+            name: _counts(clean.filter(pl.col("dataset") == name), quarantine.filter(pl.col("dataset") == name))
+            for name in names
+        },
+    )
+
+
+def _counts(clean: pl.DataFrame, quarantine: pl.DataFrame) -> ValidateCounts:
+    by_split = (
+        clean.group_by("split").agg(pairs=pl.len(), references=pl.col("references").list.len().sum()).sort("split")
+    )
+    broken = quarantine["rules"].explode().value_counts().sort("rules")
+    return ValidateCounts(
+        pairs=dict(by_split.select("split", "pairs").iter_rows()),
+        references=dict(by_split.select("split", "references").iter_rows()),
+        quarantined=quarantine.height,
+        broken_rules=dict(broken.iter_rows()),
+        lost_test_pairs=lost_test_pairs(clean, quarantine),
+    )
+
+
+def lost_test_pairs(clean: pl.DataFrame, quarantine: pl.DataFrame) -> list[str]:
+    """`<id>: <reason>` of every test pair that is not among the clean ones; its place where it has no id.
+
+    A row whose id stands in another row that is clean is no lost pair.
+    """
+    lost = quarantine.filter(
+        pl.col("own_split") == "test", pl.col("id").is_null() | ~pl.col("id").is_in(clean["id"].to_list())
+    )
+    return [f"{row['id'] or row['source']}: {row['reason']}" for row in lost.iter_rows(named=True)]
+
+
+def _write(frame: pl.DataFrame, schema: pa.Schema, path: Path) -> None:
+    pq.write_table(frame.select(schema.names).to_arrow().cast(schema), path, compression="zstd")
+
+
+def _refuse(
+    cfg: Validate,
+    report: ValidateReport,
+    clean: pl.DataFrame,
+    quarantine: pl.DataFrame,
+    miscounts: list[str],
+    out: Path,
+) -> None:
+    faults = [f"{count}; fetch the dataset again or correct its expected_pairs" for count in miscounts]
+    faults += too_many_bad(cfg.max_quarantined_share, clean, quarantine)
+    faults += too_many_leaked(cfg.max_leaked_share, clean, quarantine)
+    for name, counts in report.datasets.items():
+        if counts.lost_test_pairs and not cfg.allow_lost_test_pairs:
+            faults.append(
+                f"{name}: {len(counts.lost_test_pairs)} test pairs are lost, and scores of a part of a test set "
+                "compare with no others; restore them, or set validate.allow_lost_test_pairs to true:\n"
+                + _first(counts.lost_test_pairs)
+            )
+    if faults:
+        where = f"all rows with reasons: {out / 'quarantine.parquet'}; as pages: {out / 'docs/index.html'}"
+        raise DataError("\n  ".join(["the data is refused:", *faults, where]))
+
+
+def too_many_bad(share: float, clean: pl.DataFrame, quarantine: pl.DataFrame) -> Iterator[str]:
+    """A sentence for every dataset's split of whose rows more than this share are bad; leaks are no fault of theirs.
+    Rows of no split, which are all bad, are a share of the dataset's."""
+    bad = quarantine.filter(pl.col("rules") != [LEAK])
+    of_split = ("dataset", "own_split")
+    rows = pl.concat([clean.select(of_split), quarantine.select(of_split)]).group_by(of_split).len("rows")
+    for (dataset, split), some in bad.group_by(of_split, maintain_order=True):
+        known = rows.filter(pl.col("dataset") == dataset)
+        total = int(known.filter(split is None or pl.col("own_split") == split)["rows"].sum())
+        if some.height > Fraction(str(share)) * total:
+            reasons = [f"{row['source']}: {row['reason']}" for row in some.iter_rows(named=True)]
+            yield (
+                f"{dataset} {split or 'without a split'}: {some.height} of {total} rows are bad, more than "
+                f"validate.max_quarantined_share = {share}; the first:\n" + _first(reasons)
+            )
+
+
+def too_many_leaked(share: float, clean: pl.DataFrame, quarantine: pl.DataFrame) -> Iterator[str]:
+    """A sentence for every dataset of whose training rows, whatever split its files call them, more than this share
+    are in a test set."""
+    leaked = quarantine.filter(pl.col("rules").list.contains(LEAK))
+    train = pl.concat([clean["dataset", "split"], quarantine["dataset", "split"]]).filter(split="train")
+    for (dataset,), some in leaked.group_by("dataset", maintain_order=True):
+        total = train.filter(dataset=dataset).height
+        if some.height > Fraction(str(share)) * total:
+            reasons = [f"{row['source']}: {row['reason']}" for row in some.iter_rows(named=True)]
+            yield (
+                f"{dataset}: {some.height} of {total} training pairs are in a test set, more than "
+                f"validate.max_leaked_share = {share}, so its splits do not hold; remove these pairs from its training "
+                "split and run `m3diff ingest` again; the first:\n" + _first(reasons)
+            )
+
+
+def _first(lines: list[str]) -> str:
+    more = [f"    and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
+    return "\n".join([*(f"    {line}" for line in lines[:SHOWN]), *more])

@@ -1,0 +1,143 @@
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from m3diff.__main__ import make_parser
+from m3diff.commands.compare.compare import as_text, compare, difference_table, run_names
+from m3diff.records.schemas import DataError
+from m3diff.scoring.metrics import METRICS
+from m3diff.scoring.metrics.change_accuracy import NAMES
+from tests.scoring import bench
+from tests.scoring.pages import evidence, gallery_of, table, write_scores
+
+ACCURACY = {"change_accuracy": METRICS["change_accuracy"]}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs: the second says of every pair that nothing changed."""
+    root = tmp_path_factory.mktemp("compare")
+    bench.write(root)
+    pairs = bench.pairs(root)
+    write_scores(evidence(root, pairs), root / "first")
+    write_scores(evidence(root, [replace(pair, prediction="nothing changed") for pair in pairs]), root / "second")
+    return root
+
+
+def run(root: Path, out: Path, first: str = "first", second: str = "second"):
+    return compare(root / first, root / second, root / "records", root / "clean", out / "compare.html")
+
+
+def test_each_score_of_both_runs_stands_beside_the_gain_of_the_second(root: Path, tmp_path: Path):
+    found = run(root, tmp_path)
+    assert list(found) == ["toy/test"]
+    rows = {row.name: [cell.text for cell in row.cells] for row in found["toy/test"].rows}
+    assert rows["change_type_accuracy"] == ["66.7", "0.0", "-66.7"]
+    assert rows["no_change_recall"] == ["50.0", "100.0", "+50.0"]
+    assert found["toy/test"].columns == ("Score", "first", "second", "difference")
+    page = (tmp_path / "compare.html").read_text()
+    assert ["no_change_recall", "50.0", "100.0", "+50.0"] in table(page, "toy-test")
+
+
+def test_the_other_way_round_the_difference_has_the_other_sign(root: Path, tmp_path: Path):
+    rows = {row.name: row.cells[2].text for row in run(root, tmp_path, "second", "first")["toy/test"].rows}
+    assert (rows["change_type_accuracy"], rows["no_change_recall"]) == ("+66.7", "-50.0")
+
+
+def test_the_page_has_both_captions_of_every_pair(root: Path, tmp_path: Path):
+    run(root, tmp_path)
+    data = gallery_of((tmp_path / "compare.html").read_text())
+    assert data["runs"] == ["first", "second"]
+    said = {pair["id"]: [caption["clauses"][0][0] for caption in pair["captions"]] for pair in data["pairs"]}
+    assert said["toy/2"] == ["nothing changed", "nothing changed"]
+    assert said["toy/5"] == ["the red cube at the left turned blue", "nothing changed"]
+    assert all(image.startswith("data:") for pair in data["pairs"] for image in pair["images"] if image)
+    assert [path.name for path in tmp_path.iterdir()] == ["compare.html"]
+
+
+def scores_of(right: list[bool]) -> pa.Table:
+    """One pair of one change each; the type is right where told."""
+    known = {"captions": True, "single": True, "changed": True}
+    flags = [
+        [float((known | {"single_type": flag, "single_exact": flag}).get(name, 0)) for name in NAMES] for flag in right
+    ]
+    return pa.table(
+        {
+            "protocol": ["toy/test"] * len(right),
+            "id": [f"toy/{n}" for n in range(len(right))],
+            "change_statistics": flags,
+        }
+    )
+
+
+def test_the_interval_of_a_clear_gain_lies_above_zero_and_that_of_none_around_it():
+    many = 200
+    worse, better = [n % 4 == 0 for n in range(many)], [n % 4 != 1 for n in range(many)]
+    (first, *_) = difference_table("toy/test", ("a", "b"), ACCURACY, scores_of(worse), scores_of(better)).rows
+    assert first.name == "change_type_accuracy"
+    gain = first.cells[2]
+    assert gain.interval is not None
+    assert 30 < gain.interval.low < gain.value < gain.interval.high < 70
+    turned = [*worse[2:], *worse[:2]]
+    (first, *_) = difference_table("toy/test", ("a", "b"), ACCURACY, scores_of(worse), scores_of(turned)).rows
+    assert first.cells[2].interval is not None
+    assert first.cells[2].interval.low < 0 < first.cells[2].interval.high
+
+
+def test_runs_on_other_pairs_are_refused(root: Path, tmp_path: Path):
+    some = write_scores(evidence(root, bench.pairs(root)[1:]), tmp_path / "some")
+    with pytest.raises(DataError, match=r"toy/test has 6 and 5 pairs, 1 of them in one run alone, such as toy/0"):
+        compare(root / "first", some, root / "records", root / "clean", tmp_path / "x.html")
+
+
+def test_runs_without_a_common_protocol_are_refused(root: Path, tmp_path: Path):
+    scores = pq.read_table(root / "first" / "scores.parquet")
+    names = pa.array(["other/test"] * len(scores))
+    pq.write_table(scores.set_column(0, "protocol", names), tmp_path / "scores.parquet")
+    with pytest.raises(DataError, match=r"protocols other/test; .* has toy/test: none is in both"):
+        compare(root / "first", tmp_path, root / "records", root / "clean", tmp_path / "x.html")
+
+
+def test_a_run_without_scores_or_of_an_earlier_version_is_named(root: Path, tmp_path: Path):
+    with pytest.raises(DataError, match=r"nowhere: no such file; name the folder"):
+        run(root, tmp_path, second="nowhere")
+    pq.write_table(pa.table({"id": ["toy/0"]}), tmp_path / "scores.parquet")
+    with pytest.raises(
+        DataError, match=r"no column protocol, prediction: an earlier version wrote it; run `m3diff eval"
+    ):
+        compare(root / "first", tmp_path, root / "records", root / "clean", tmp_path / "x.html")
+
+
+def test_pairs_that_the_records_do_not_know_are_named(root: Path, tmp_path: Path):
+    pairs = [replace(pair, id=pair.id.replace("toy/", "toy/9")) for pair in bench.pairs(root)]
+    for name in ("a", "b"):
+        write_scores(evidence(root, pairs), tmp_path / name)
+    with pytest.raises(DataError, match=r"records.parquet: no test pair toy/90, which both runs captioned"):
+        compare(tmp_path / "a", tmp_path / "b", root / "records", root / "clean", tmp_path / "x.html")
+
+
+def test_runs_are_called_by_their_folders_and_by_their_paths_where_those_are_alike(tmp_path: Path):
+    for name in ("one/report", "two/report", "two/other"):
+        (tmp_path / name).mkdir(parents=True)
+    one, two, other = tmp_path / "one/report", tmp_path / "two/report", tmp_path / "two/other"
+    assert run_names(one, other) == ["report", "other"]
+    assert run_names(one, two) == [str(one), str(two)]
+    assert run_names(one / "scores.parquet", other / "scores.parquet") == ["report", "other"]
+
+
+def test_the_terminal_shows_the_table_in_columns(root: Path, tmp_path: Path):
+    (name, found), *_ = run(root, tmp_path).items()
+    lines = as_text(name, found).splitlines()
+    assert lines[0] == "toy/test"
+    assert lines[1].split() == ["Score", "first", "second", "difference"]
+    places = {line.index(re.search(r"(?<=  )[\d.]+", line)[0]) for line in lines[2:]}  # type: ignore[index]
+    assert places == {lines[1].index("first")}
+
+
+def test_the_command_takes_two_folders_and_writes_beside_you():
+    args = make_parser().parse_args(["compare", "a", "b"])
+    assert (args.first, args.second, args.out) == (Path("a"), Path("b"), Path("compare.html"))

@@ -1,0 +1,77 @@
+"""Uses shared folders as others do, by transformers' Auto classes; `bare.py` runs it.
+
+    use_hub.py REQUESTS ANSWERS
+
+A request is {"folder", "images", "text"}: its answer is {"tokens"} of each pair, without padding, or {"error"}. Other
+requests are {"folder", "load": a class of transformers}, {"folder", "save": a new folder, "options"}, {"folder",
+"prompt": images}, answered by {"input_ids"} and the names of all "inputs", {"folder", "chat": messages}, answered by
+the tokens, and {"folder", "pipeline": messages}, answered by the text of transformers' own pipeline.
+"""
+
+import importlib.util
+import json
+import sys
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor, pipeline
+
+MAX_NEW_TOKENS = 8
+transformers.logging.disable_progress_bar()
+
+
+@cache
+def load(folder):
+    processor = AutoProcessor.from_pretrained(folder, trust_remote_code=True)
+    return processor, AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=True)
+
+
+def captions(folder, images, text=None, tensors=False, **options):
+    processor = load(folder)[0]
+    if tensors:
+        images = [torch.from_numpy(np.array(Image.open(path).convert("RGB"))).permute(2, 0, 1) for path in images]
+    return generated(folder, processor(images=images, text=text, **options))
+
+
+def generated(folder, inputs):
+    processor, model = load(folder)
+    tokens = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS)[:, inputs["input_ids"].shape[1] :]
+    pad = processor.tokenizer.pad_token_id
+    return {"tokens": [[token for token in row if token != pad] for row in tokens.tolist()]}
+
+
+def answer(request):
+    folder = request["folder"]
+    try:
+        if "load" in request:
+            getattr(transformers, request["load"]).from_pretrained(folder)
+            return {"loaded": True}
+        if "save" in request:
+            processor, model = load(folder)
+            model.save_pretrained(request["save"], **request.get("options", {}))
+            processor.save_pretrained(request["save"])
+            return {}
+        if "chat" in request:
+            asked = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
+            return generated(folder, load(folder)[0].apply_chat_template(request["chat"], **asked))
+        if "pipeline" in request:
+            pipe = pipeline("image-text-to-text", model=folder, trust_remote_code=True)
+            return pipe(text=request["pipeline"], max_new_tokens=MAX_NEW_TOKENS, return_full_text=False)[0]
+        if "prompt" in request:
+            inputs = load(folder)[0](images=request["prompt"])
+            return {"input_ids": inputs["input_ids"].tolist(), "inputs": sorted(inputs)}
+        return captions(**request)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+requests, answers = map(Path, sys.argv[1:])
+missing = [
+    name for name in ("m3diff", "peft", "ray", "mlflow", "pyarrow") if importlib.util.find_spec(name) is None
+]
+told = {"answers": [answer(request) for request in json.loads(requests.read_text())], "missing": missing}
+answers.write_text(json.dumps(told))

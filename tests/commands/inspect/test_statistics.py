@@ -1,0 +1,203 @@
+import base64
+import io
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from m3diff.commands.inspect.statistics import LONG, published_row, write_statistics
+from m3diff.datasets import DATASETS
+from m3diff.datasets.spec import Permission
+from m3diff.records.schemas import NO_CHANGE, RECORD_SCHEMA, DataError
+from tests.layouts import save_picture
+
+
+def record(name: str, split: str = "train", references: tuple[str, ...] = ("it moved",), types=("color",), dataset="d"):
+    return {
+        "id": f"{dataset}/{name}",
+        "dataset": dataset,
+        "split": split,
+        "scene": f"{dataset}/{name}",
+        "references": list(references),
+        "change_types": list(types),
+        "source": f"row {name}",
+    }
+
+
+def write_clean(folder: Path, records: list[dict]) -> Path:
+    for number, row in enumerate(records):
+        row["before"] = str(save_picture(folder / f"{number}.png", number))
+        row["after"] = str(save_picture(folder / f"{number}_2.png", number, 90))
+    pq.write_table(pa.Table.from_pylist(records, schema=RECORD_SCHEMA), folder / "records.parquet")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def by_hand(tmp_path_factory) -> Path:
+    long = " ".join(["word"] * (LONG + 1))
+    exact = " ".join(["word"] * LONG)
+    references = [("The mug, left. It is gone!", "", "gone"), ("the mug is at 3.5 cm",), (long,), (exact,)]
+    types = [("color", "size"), ("color",), ("none",), ()]
+    splits = ("train", "val", "test", "train")
+    rows = [record(str(n), *each) for n, each in enumerate(zip(splits, references, types, strict=True))]
+    folder = write_clean(tmp_path_factory.mktemp("clean"), [*rows, record("e", references=("",), dataset="empty")])
+    write_statistics(folder)
+    return folder
+
+
+def test_the_figures_of_the_papers_tables_by_hand(by_hand):
+    found = json.loads((by_hand / "statistics.json").read_text())
+    one = found["d"]
+    assert list(found) == ["d", "empty"]
+    words = 6 + 1 + 6 + 21 + 20
+    assert (one["pairs"], one["pairs_by_split"]) == (4, {"train": 2, "val": 1, "test": 1})
+    assert (one["references"], one["references_per_pair"]) == (5, 5 / 4)
+    assert (one["words"], one["words_per_pair"]) == pytest.approx((words / 5, words / 4))
+    assert (one["sentences"], one["sentences_per_reference"]) == (6, 6 / 5)
+    assert one["over_20"] == pytest.approx(1 / 5)
+    assert one["vocabulary"] == len({"the", "mug", "left", "it", "is", "gone", "at", "3", "5", "cm", "word"})
+    assert one["frequent"] == [["word", 41], ["gone", 2], ["left", 1]]
+    assert one["per_pair"] == [["1", 3], ["2", 1]]
+    assert one["change_types"] == [["color", 2], ["none", 1], ["size", 1]]
+    lengths = {label: number for label, number in one["lengths"] if number}
+    assert lengths == {"1": 1, "6": 2, "20": 1, "21": 1}
+    assert [label for label, _ in one["lengths"]] == [str(n) for n in range(22)]
+
+
+def test_a_dataset_of_empty_references_counts_none(by_hand):
+    one = json.loads((by_hand / "statistics.json").read_text())["empty"]
+    assert (one["pairs"], one["references"], one["words"], one["sentences"], one["over_20"]) == (1, 0, 0.0, 0, 0.0)
+    assert one["per_pair"] == [["0", 1]]
+    assert "<h2>empty</h2>" in (by_hand / "statistics.html").read_text()
+
+
+def test_many_lengths_are_grouped_in_equal_steps(tmp_path):
+    texts = [" ".join(["w"] * n) for n in (1, 2, 3, 4, 50)]
+    write_statistics(write_clean(tmp_path, [record("a", references=tuple(texts))]))
+    lengths = json.loads((tmp_path / "statistics.json").read_text())["d"]["lengths"]
+    assert lengths[:2] == [["0–2", 2], ["3–5", 2]]
+    assert [label for label, number in lengths if number] == ["0–2", "3–5", "48–50"]
+    assert len(lengths) == 17
+
+
+def test_the_most_frequent_words_and_types_are_the_first_of_many(tmp_path):
+    letters = "abcdefghijklmnopqrst"
+    words = [letter * 4 for letter in letters]
+    text = " ".join(word for n, word in enumerate(words) for _ in range(len(words) - n)) + " the the the"
+    rows = [record(f"{n}-{m}", types=(f"type {n:02}",), references=(text,)) for n in range(14) for m in range(n + 1)]
+    one = write_statistics(write_clean(tmp_path, rows))["d"]
+    assert [bar.label for bar in one.frequent] == words[:16]
+    assert [tuple(bar) for bar in one.change_types] == [(f"type {n:02}", n + 1) for n in range(13, 1, -1)]
+
+
+def test_the_two_parts_of_omnidiff_are_also_counted_together(tmp_path):
+    records = [record(name, dataset=f"omnidiff_{name}") for name in ("real", "render")] + [record("x", dataset="z")]
+    found = write_statistics(write_clean(tmp_path, records))
+    assert {name: one.pairs for name, one in found.items()} == {
+        "omnidiff": 2,
+        "omnidiff_real": 1,
+        "omnidiff_render": 1,
+        "z": 1,
+    }
+    page = (tmp_path / "statistics.html").read_text()
+    assert "15,598" in page
+    assert "8,609" in page
+    assert "6,989" in page
+    assert "38,653" in page
+
+
+def test_one_part_of_omnidiff_alone_is_not_the_whole(tmp_path):
+    found = write_statistics(write_clean(tmp_path, [record("real", dataset="omnidiff_real")]))
+    assert list(found) == ["omnidiff_real"]
+
+
+def test_published_rows_come_from_the_list_of_datasets():
+    assert published_row("clevr_change") == {
+        "pairs": 79_606,
+        "references": 493_735,
+        "words": 8,
+        "over_20": 0.0,
+        "human": False,
+        "distractors": True,
+    }
+    assert published_row("spot_the_diff")["pairs"] == 13_192
+    assert published_row("omnidiff")["vocabulary"] == 3_793
+    assert published_row("omnidiff_render") == {"pairs": 6_989}
+    assert published_row("clevr_dc") == published_row("minichange") == published_row("mine") == {}
+
+
+def test_the_page_fetches_nothing_and_is_equal_for_equal_records(tmp_path):
+    records = [record(str(n), types=(NO_CHANGE,), dataset="clevr_change") for n in range(9)]
+    write_statistics(write_clean(tmp_path, records))
+    page = (tmp_path / "statistics.html").read_text()
+    assert not re.search(r"https?:|<script|<link|url\(", page)
+    assert page.count("data:image/webp;base64,") == 8
+    assert "79,606" in page
+    write_statistics(tmp_path)
+    assert (tmp_path / "statistics.html").read_text() == page
+
+
+def test_the_pairs_of_the_page_are_whole_before_left_after_right_three_references_at_most(tmp_path):
+    write_statistics(write_clean(tmp_path, [record("a", references=("one", "", "three", "four"))]))
+    page = (tmp_path / "statistics.html").read_text()
+    before, after = re.findall(r'base64,([^"]+)" alt="(?:before|after)"', page)
+    colours = [
+        Image.open(io.BytesIO(base64.b64decode(each))).convert("RGB").getpixel((14, 14)) for each in (before, after)
+    ]
+    assert colours[0][0] < 30
+    assert 60 < colours[1][0] < 120
+    assert page.index('alt="before"') < page.index('alt="after"')
+    assert re.findall(r"<p>(.*?)</p>", page)[-3:] == ["one", "(empty)", "three"]
+
+
+def test_pairs_without_a_word_are_not_shown(tmp_path):
+    write_statistics(write_clean(tmp_path, [record("a", references=("",)), record("b")]))
+    page = (tmp_path / "statistics.html").read_text()
+    assert "<small>d/b</small>" in page
+    assert "<small>d/a</small>" not in page
+
+
+def test_a_large_image_is_shown_small_and_upright(tmp_path):
+    folder = write_clean(tmp_path, [record("a")])
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by a quarter
+    Image.new("RGB", (800, 400)).save(folder / "0.png", exif=exif)
+    write_statistics(folder)
+    first = re.search(r'base64,([^"]+)" alt="before"', (folder / "statistics.html").read_text())[1]
+    assert Image.open(io.BytesIO(base64.b64decode(first))).size == (160, 320)
+
+
+def test_what_a_licence_says_of_showing_stands_on_the_page_and_a_no_hides_the_pairs(tmp_path, monkeypatch):
+    folder = write_clean(tmp_path, [record("a", dataset="clevr_dc"), record("b", dataset="mine")])
+    write_statistics(folder)
+    page = (folder / "statistics.html").read_text()
+    assert "CLEVR-DC (licence: none stated): show: its repository or page states no licence" in page
+    assert page.count('alt="before"') == 2
+    spec = DATASETS["clevr_dc"]
+    closed = replace(spec, licence=replace(spec.licence, show=Permission("no", "not even one")))
+    monkeypatch.setitem(DATASETS, "clevr_dc", closed)
+    write_statistics(folder)
+    page = (folder / "statistics.html").read_text()
+    assert "show: not even one; refused" in page
+    assert page.count('alt="before"') == 1
+    assert "<small>mine/b</small>" in page
+
+
+def test_a_part_s_licence_is_its_dataset_s(tmp_path):
+    write_statistics(write_clean(tmp_path, [record("a", dataset="omnidiff_real")]))
+    assert "OmniDiff (licence: none stated): show:" in (tmp_path / "statistics.html").read_text()
+
+
+def test_markup_in_a_reference_stays_text(tmp_path):
+    write_statistics(write_clean(tmp_path, [record("a", references=("<b>bold</b> & co",))]))
+    assert "&lt;b&gt;bold&lt;/b&gt; &amp; co" in (tmp_path / "statistics.html").read_text()
+
+
+def test_without_clean_records_the_remedy_is_named(tmp_path):
+    with pytest.raises(DataError, match=r"records\.parquet: no such file; run `m3diff validate` first"):
+        write_statistics(tmp_path)

@@ -1,0 +1,145 @@
+"""A model family whose every number can be counted by hand."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from m3diff.models import FAMILIES
+from m3diff.models.family import Align, Family, Lora, Term
+from m3diff.settings.compute import Compute
+from m3diff.stages.convert.params import Convert
+from m3diff.stages.train.params import Train
+
+WIDTH, IMAGE_TOKENS = 4, 10
+
+
+@dataclass(frozen=True)
+class ToySettings:
+    family: str = "toy"
+    module: None = None
+    align: Align | None = None
+    delays: Mapping[str, float] = field(default_factory=dict)
+    lora: Lora = Lora(rank=2, alpha=4)
+    rates: Mapping[str, float | None] = field(default_factory=lambda: {"vision": 1e-3, "projector": None, "llm": 1e-3})
+
+
+class ToyModel(torch.nn.Module):
+    """vision: 4 x 4 weights and 4 biases, of which a norm of 8 is never run; projector: 4 x 8; llm: a linear of 8 x 6
+    that has adapters, and an embedding of 50 x 8.
+
+    What backward needs: the sigmoid of 4 numbers for each place of the images and, where that is kept, of 8 for each;
+    the two inputs of the adapter, 8 and 2 numbers a token; the softmax, 6 numbers in fp32 a supervised token.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vision = torch.nn.Linear(4, 4)
+        self.vision_norm = torch.nn.LayerNorm(4)
+        self.projector = torch.nn.Linear(4, 8, bias=False)
+        self.llm = torch.nn.ModuleDict({"up": torch.nn.Linear(8, 6, bias=False), "embed": torch.nn.Embedding(50, 8)})
+        self.config = ToyConfig()
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        return self.llm["up"]
+
+    def forward(self, input_ids, pixels, logits_to_keep, **others) -> SimpleNamespace:
+        images = self.projector(self.vision(pixels.to(self.projector.weight.dtype)).sigmoid())
+        tokens = torch.cat([images, self.llm["embed"](input_ids)[:, images.shape[1] :]], dim=1)
+        return SimpleNamespace(logits=self.llm["up"](tokens[logits_to_keep]))
+
+
+@dataclass
+class ToyConfig:
+    name_or_path: str = "the toy"
+
+
+class WordProcessor:
+    """A token for each word; the prompt has the images, the words and one token more, a reference its end."""
+
+    def encode_prompt(self, question: str) -> tuple[int, ...]:
+        return (0,) * (IMAGE_TOKENS + len(question.split()) + 1)
+
+    def encode_reference(self, text: str) -> list[int]:
+        return [0] * (len(text.split()) + 1)
+
+
+def toy_flops(config: object, tokens: float, supervised: float, settings: ToySettings) -> list[Term]:
+    return [
+        Term("linears", 100 * tokens, 1, recomputed=True),
+        Term("LoRA", 10 * settings.lora.rank, 2, recomputed=True),
+        Term("head", 7 * supervised, 1),
+    ]
+
+
+TOY = Family(
+    settings=ToySettings,
+    parts={"vision": ("vision",), "projector": ("projector.",), "llm": ("llm.",)},
+    lora_targets={"llm": r"llm\.up"},
+    frozen=("vision_norm.",),
+    build=lambda config: ToyModel(),
+    load_base=None,
+    load=None,
+    load_processor=lambda folder, config=None: WordProcessor(),
+    fuse=lambda model, activation_checkpointing: None,
+    generate=None,
+    planned_config=lambda base, settings: ToyConfig(),
+    flops=toy_flops,
+    image_tokens=lambda config: IMAGE_TOKENS,
+    blank_images=lambda config, device: {"pixels": torch.zeros(1, IMAGE_TOKENS, WIDTH, device=device)},
+    faults=lambda settings, base: [],
+)
+
+
+@pytest.fixture
+def toy_family(monkeypatch: pytest.MonkeyPatch) -> Family:
+    monkeypatch.setitem(FAMILIES, "toy", TOY)
+    return TOY
+
+
+def train_section(base: Path, **changes: object) -> Train:
+    fields = {
+        "model": "toy",
+        "base": base,
+        "seed": 1,
+        "max_captions_per_sequence": 1,
+        "global_batch": 4,
+        "epochs": 1,
+        "warmup_share": 0,
+        "schedule": "cosine",
+        "weight_decay": 0,
+        "max_grad_norm": 1,
+        "precision": "bf16",
+        "export": "last",
+    }
+    return Train.model_validate(fields | changes)
+
+
+def compute_section(**changes: object) -> Compute:
+    fields = {
+        "scratch": "runs",
+        "workers": 4,
+        "cpus_per_worker": 1,
+        "gpu": True,
+        "attention": "auto",
+        "gpu_kind": "H100-80GB",
+        "micro_batch": 3,
+        "zero_stage": 0,
+        "activation_checkpointing": "none",
+        "checkpoint_every_steps": 10,
+        "max_failures": 0,
+        "val_pairs": 0,
+        "caption_val_pairs": 0,
+        "caption_every_checkpoints": 1,
+        "spice_dir": None,
+        "scorer_timeout_s": 60,
+    }
+    return Compute.model_validate(fields | changes)
+
+
+def convert_section(**changes: object) -> Convert:
+    fields = {"seed": 1, "questions": "questions.yaml", "references_per_pair": 12, "no_change_share": 1, "sources": {}}
+    return Convert.model_validate(fields | changes)

@@ -1,0 +1,159 @@
+"""Captions as tokenizers, tuners and chat models really leave them: counted and shown, scored as they are."""
+
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from m3diff.datasets.minichange.generate import CHANGE_TYPES, LEVELS, references, sample_types
+from m3diff.scoring.marks import notes_of_marks
+from tests.commands.score.conftest import Run
+
+TEXTS = [
+    "the lamp on the table is gone",
+    "a red car has parked near the door",
+    "the man in the blue shirt left",
+    "a tree was cut down in the garden",
+    "the sign over the shop is now green",
+    "two boxes were moved to the left",
+]
+REFERENCES = {str(number): [text, f"now {text}"] for number, text in enumerate(TEXTS)}
+REAL = Path(__file__).parents[3] / "shared" / "real"
+needs_real = pytest.mark.skipif(not REAL.is_dir(), reason="the published annotations are not beside the project")
+
+MARKS = {
+    "special tokens or tags": [
+        "{}<|im_end|>", "{}<|eot_id|>", "{}<|endoftext|>", "<s> {}</s>", "{} <pad> <pad>", "[CLS] {} [SEP] [PAD]",
+        "<start> {} <end>", "{} <EOS>", "the <unk> {}", "unk unk {}", "startseq {} endseq", "[start] {} [end]",
+        "{}<｜end▁of▁sentence｜>", "{}<end_of_turn>", "<|begin_of_box|>{}<|end_of_box|>", "{}<|im_", "{}</w>",
+        "{}<0x0A>", "{} <NULL> <NULL>", "< s > {} < / s >", "{} EOS", "<image>\n{}", "<image><image> {}", "{}<br>",
+        "<tool_call>{}</tool_call>", "[TOOL_CALLS] {}", "<box>(1,2),(3,4)</box>{}", "<answer>{}</answer>", "<p>{}</p>",
+    ],
+    "marks of subwords": ["{} ##ing", "▁{}", "the Ġlamp {}", "{}Ċ", "the la@@ mp {}", "{} ⁇", "{} \ufffd"],
+    "a role or a prompt": [
+        "USER: What has changed? ASSISTANT: {}", "assistant\n{}", "Question: What changed? Answer: {}",
+        "### Response: {}", "What has changed between the two images? {}", "{}\nHuman: and now",
+        "Describe the difference between the two images. {}", "Q: what changed? A: {}",
+        "You are a helpful assistant. {}",
+    ],
+    "reasoning": ["<think>hm</think>{}", "<think> hm, the first", "hm</think> {}", "◁think▷x◁/think▷{}", "Thought: {}"],
+    "JSON or another literal": [
+        '{{"caption": "{}"}}', "{{'caption': '{}'}}", '[{{"generated_text": "{}"}}]', '{{"caption": "{}', "b'{}'",
+        "('{}',)", "CompletionOutput(index=0, text='{}')", "tensor([101, 2003])", "{{{}}}", "{} (confidence: 0.93)",
+    ],
+    "Markdown, LaTeX or HTML": [
+        "```json\n{}\n```", "**{}**", "- {}", "• {}", "1. {}", "# {}", "\\boxed{{{}}}", "$\\text{{{}}}$",
+        "{} &amp; more", "`{}`", "---\n{}",
+    ],
+    "control characters or escape sequences": [
+        "\x1b[31m{}\x1b[0m", "[31m{}[0m", "\u200b{}", "{}\x07", "{}\\n", "{}\\u2019",
+    ],
+    "a label": ["Caption: {}", "Final Answer: {}", "**Difference:** {}", "The answer is: {}", "Change: {}"],
+    "words of a chat model to its user": [
+        "Sure! Here is the caption: {}", "Certainly! {}", "Here's a one-sentence description: {}",
+        "Based on the provided images, {}", "Let me look. {}", "{} Let me know if you need more.",
+    ],
+    "a refusal": [
+        "I'm sorry, I cannot see the images.", "As an AI language model, I {}", "I am unable to view images",
+        "Please provide the images.", "No images were provided", "I apologize, but {}",
+    ],
+    "an error message": ["Error: CUDA out of memory", "Error code: 429 - wait", "Traceback (most recent call last):"],
+    "a placeholder": ["nan", "None", "[]", "N/A", "null", "-", "...", "none", "101 2003 102", "undefined", "!!!!"],
+    "a phrase over and over": ["{0} {0} {0} {0} {0}", "the the the the the {}", "and the and the and the and the {}"],
+    "a character over and over": ["{} !!!!!!!!!!!!!!!!"],
+    "letters of another script": ["两张图片的区别 {}", "лампа {}"],
+}  # fmt: skip
+VARIANTS = [(kind, variant) for kind, variants in MARKS.items() for variant in variants]
+
+
+@pytest.mark.parametrize(("kind", "variant"), VARIANTS)
+def test_marks_are_counted_and_one_is_shown_and_the_file_is_scored(kind: str, variant: str, command: Run):
+    marked = {str(number): variant.format(text) for number, text in enumerate(TEXTS)}
+    code, told = command(marked, REFERENCES)
+    assert code == 0
+    assert f"note: 6 of 6 captions hold {kind}, such as " in told
+    shown = repr(marked["0"])[1:20]
+    assert shown in told
+    assert "  CIDEr " in told
+
+
+@pytest.mark.parametrize("kind", MARKS)
+def test_one_marked_caption_of_many_is_counted(kind: str):
+    captions = [*TEXTS, MARKS[kind][0].format(TEXTS[0])]
+    (note,) = [note for note in notes_of_marks(captions, [[text] for text in captions]) if kind in note]
+    assert note.startswith("1 of 7 captions ")
+
+
+def test_what_most_captions_of_a_file_share_and_references_do_not_is_noted(command: Run):
+    for begin in ("the difference between the two images is that ", "In the second image, "):
+        _, told = command({name: begin + texts[0] for name, texts in REFERENCES.items()}, REFERENCES)
+        assert f"note: 6 of 6 captions begin with {' '.join(begin.lower().split()[:3])!r}" in told
+    _, told = command(dict.fromkeys(REFERENCES, "nothing has changed here"), REFERENCES)
+    assert "note: 6 of 6 captions are the same: 'nothing has changed here'" in told
+    _, told = command({name: f"{texts[0]} and the" for name, texts in REFERENCES.items()}, REFERENCES)
+    assert "6 of 6 captions end within a sentence, such as 'the lamp on the table is gone and the'" in told
+    _, told = command({name: f'"{texts[0]}"' for name, texts in REFERENCES.items()}, REFERENCES)
+    assert "6 of 6 captions hold quotation marks around them, such as '\"the lamp" in told
+
+
+@pytest.mark.parametrize("text", ["\n", " ", "!", ". ", "a ", "* a ", "`a ", "<a ", "a: ", "| ", "{a: ", "what image "])
+def test_a_long_caption_takes_no_time(text: str):
+    begin = time.process_time()
+    notes_of_marks([text * 30_000, text * 30_000 + "x"])
+    assert time.process_time() - begin < 4
+
+
+def test_marks_in_references_are_noted_as_theirs(command: Run):
+    marked = {name: [f"<start> {text} <end>" for text in texts] for name, texts in REFERENCES.items()}
+    _, told = command({name: texts[0] for name, texts in marked.items()}, marked)
+    assert "note: 6 of 6 captions hold special tokens" in told
+    assert "note: 12 of 12 references hold special tokens" in told
+
+
+ORDINARY = [
+    "the man 's red car -lrb- left -rrb- is gone", "there isn 't a dog , is there ?", "the 2 < 3 sign became 3 > 2",
+    'the sign says "open" now', "the unk logo moved", "A man's coat is red; the woman's is blue.", "it reads A not 2",
+    "animal1 is larger than animal2 .", "I cannot see any difference", "no change", "the user 's phone is gone",
+    "in the after image, the assistant of the magician left", "Model airplane with stripes", "is there a cat?", "none",
+    "add a c++ logo & a #1 badge (small)", "café naïve Köln", "very very long hair", "remove the dog. add a cat.",
+    "the screen shows an error", "the text: hello", "person #2 left", "the 1. floor is lit", "`` open '' is on",
+]  # fmt: skip
+
+
+def test_ordinary_captions_have_no_note(command: Run):
+    many = {str(number): text for number, text in enumerate((ORDINARY + TEXTS) * 3)}
+    code, told = command(many, {name: [text, TEXTS[int(name) % 6]] for name, text in many.items()})
+    assert (code, " hold " in told) == (0, False), told
+
+
+def test_captions_of_minichange_have_no_note():
+    captions = []
+    for level, number in ((level, number) for level in LEVELS for number in range(400)):
+        rng = np.random.default_rng([7, number])
+        changes = LEVELS[level].sample_pair(rng, sample_types(rng, number, 0.3, CHANGE_TYPES))[3]
+        captions.append(references(changes, 3))
+    captions += [references((), 5)] * 10
+    texts = [text for found in captions for text in found]
+    assert len(texts) > 2_000
+    assert notes_of_marks(texts, [[text] for text in texts]) == []
+
+
+@needs_real
+@pytest.mark.slow(40)
+def test_published_annotations_have_no_note():
+    files = {
+        "spot_the_diff/train.json": lambda rows: [text for row in rows for text in row["sentences"]],
+        "spot_the_diff/val.json": lambda rows: [text for row in rows for text in row["sentences"]],
+        "iedit/train.json": lambda rows: [text for row in rows for text in row["sents"]],
+        "iedit/valid.json": lambda rows: [text for row in rows for text in row["sents"]],
+        "coco_caption/en_captions_val2014.json": lambda value: [row["caption"] for row in value["annotations"]],
+        "coco_caption/en_captions_val2014_fakecap_results.json": lambda rows: [row["caption"] for row in rows],
+    }
+    found = {name: read(json.loads((REAL / name).read_text())) for name, read in files.items()}
+    birds = [json.loads(line)["description"] for line in (REAL / "birds_to_words/cwj1412_val.json").open()]
+    found["birds"] = [" ".join(words) for of_pair in birds for words in of_pair]
+    assert {name: notes_of_marks(texts, [[text] for text in texts]) for name, texts in found.items()} == {
+        name: [] for name in found
+    }

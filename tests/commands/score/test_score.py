@@ -1,0 +1,279 @@
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from m3diff.__main__ import DATA_REFUSED, TRY_AGAIN, main
+from m3diff.commands.score.check_spice import check_spice
+from m3diff.commands.score.page import lines
+from m3diff.commands.score.score import ScoreReport, score
+from m3diff.datasets import DATASETS
+from m3diff.records.schemas import DataError
+from m3diff.scoring.metrics.java import JavaMissing
+from m3diff.scoring.metrics.spice import JARS, NASHORN
+from m3diff.scoring.summary import Interval
+from tests.commands.score import traps
+from tests.layouts import edit_json, run_ingest, write_clevr, write_clevr_dc, write_json
+from tests.scoring.bench import GRAMMAR, PUBLISHED, fake_java
+
+REAL = Path(__file__).parents[3] / "shared" / "real" / "coco_caption"
+needs_real = pytest.mark.skipif(not REAL.is_dir(), reason="the published COCO files are not beside the project")
+
+
+@needs_real
+@pytest.mark.slow
+def test_the_published_scores_of_coco_captions_are_printed(capsys):
+    files = [str(next(REAL.glob(name))) for name in ("*fakecap_results.json", "*val2014.json")]
+    assert main(["score", files[0], "--references", files[1], "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert {name: round(value, 4) for name, value in told["scores"].items()} == PUBLISHED
+    assert (told["pairs"], told["published_pairs"], told["faults"]) == (1_000, None, [])
+
+
+@pytest.fixture
+def quick(monkeypatch) -> None:
+    """Benchmarks of a few pairs, scored by what is quick."""
+    for name in ("clevr_change", "clevr_dc", "minichange"):
+        spec = DATASETS[name]
+        protocols = tuple(replace(one, n=None, metrics=("CIDEr",)) for one in spec.protocols)
+        published = tuple(replace(part, part=name) for part in spec.published)
+        monkeypatch.setitem(DATASETS, name, replace(spec, protocols=protocols, published=published))
+
+
+CLEVR = {"000001.png": "it became red", "000012.png": "the cube turned red"}
+DISTRACTORS = {f"{name}_n": "nothing has changed" for name in CLEVR}
+
+
+def test_a_protocol_takes_its_pairs_of_captions_of_all(quick, tmp_path):
+    data = write_clevr(tmp_path / "raw")
+    predictions = write(tmp_path / "p.json", CLEVR | DISTRACTORS)
+    total, semantic, color = (
+        score(predictions, "clevr_change", protocol, data=data) for protocol in ("total", "semantic", "color")
+    )
+    assert (total.pairs, semantic.pairs, color.pairs) == (4, 2, 2)
+    assert semantic.notes == ["2 captions of pairs that 'semantic' does not take were left out"]
+    assert semantic.scores["CIDEr"] != total.scores["CIDEr"]
+    assert total.by_group["distractors"]["pairs"] == 2
+    assert total.references == 8
+
+
+def test_the_records_of_ingest_serve_as_the_dataset_s_files_do(quick, tmp_path):
+    data = write_clevr(tmp_path / "raw")
+    run_ingest(data)
+    predictions = write(tmp_path / "p.json", {f"mini/{name}": text for name, text in (CLEVR | DISTRACTORS).items()})
+    reports = [
+        score(predictions, "clevr_change", data=place)
+        for place in (tmp_path / "records/mini", tmp_path / "records/mini/records.parquet")
+    ]
+    assert reports[0] == reports[1]
+    own = score(write(tmp_path / "p.json", CLEVR | DISTRACTORS), "clevr_change", data=data)
+    assert own.scores == reports[0].scores
+
+
+def test_integers_serve_as_ids(quick, tmp_path):
+    data = write_clevr_dc(tmp_path / "raw")
+    write_json(data / "split.json", {"train": [], "val": [], "test": [9, 10, 47999]})
+    rows = [{"image_id": number, "caption": "b"} for number in (9, 10, 47999)]
+    report = score(traps.write(tmp_path / "p.json", rows), "clevr_dc", data=data)
+    assert (report.pairs, report.faults) == (3, [])
+    assert report.notes == ["ids such as '9' were taken for '000009.png'"]
+
+
+def test_a_benchmark_with_a_grammar_tells_whether_the_change_is_right(quick, tmp_path):
+    data = write_clevr(tmp_path / "raw")
+    write_json(data / "grammar.json", GRAMMAR)
+    keys = [f"CLEVR_default_{scene:06d}.png" for scene in (1, 12, 3, 5, 8, 9)]
+    write_json(data / "change_captions.json", {key: ["the red cube at the left turned blue"] for key in keys})
+    write_json(data / "no_change_captions.json", {key: ["nothing changed"] for key in keys})
+    captions = dict.fromkeys((*CLEVR, *DISTRACTORS), "nothing changed")
+    captions["000001.png"] = "the red cube at the left became green"
+    report = score(write(tmp_path / "p.json", captions), "minichange", data=data)
+    assert report.scores["change_type_accuracy"] == 0.5
+    assert report.scores["no_change_recall"] == 1.0
+    assert report.scores["false_no_change"] == 0.5
+
+
+def write(path: Path, captions: dict[str, str]) -> Path:
+    return traps.write(path, captions)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"benchmark": "spot"}, r"--benchmark 'spot': unknown; known: birds_to_words, clevr_change, .*, spot_the_diff"),
+        ({"benchmark": "iedit", "protocol": "total"}, r"iedit: no protocol 'total'; it has test"),
+        ({"benchmark": "iedit"}, r"iedit: where are its references\? Give --data .* train.json, valid.json, test.json"),
+        ({"benchmark": "minichange"}, r"minichange: .*grammar.json, which `m3diff synthesize minichange` draws"),
+        ({}, r"name a --benchmark, or the --references alone; known benchmarks: birds_to_words"),
+        ({"references": Path("none.json"), "protocol": "total"}, r"name a --benchmark"),
+        ({"references": Path("none.json")}, r"none.json: no such file"),
+        ({"benchmark": "iedit", "data": Path("none")}, r"none: no such folder; name the one that holds train.json"),
+    ],
+)
+def test_what_is_missing_is_named_before_captions_are_read(arguments, message):
+    with pytest.raises(DataError, match=message):
+        score(Path("no predictions.json"), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([], r"r.json: expected an object at the top, found a list"),
+        ({"images": []}, r"r.json: expected COCO captions, an object with the lists images and annotations"),
+        ({"images": [], "annotations": []}, r"r.json: holds no image"),
+        ({"images": [{"id": None}], "annotations": []}, r"r.json, image 0: id: expected text or a whole number"),
+        (
+            {"images": [{"id": 1}, {"id": 2}], "annotations": [{"image_id": 1, "caption": ""}]},
+            r"1 images without a cap",
+        ),
+        ({"images": [], "annotations": [{"image_id": 1, "caption": 2}]}, r"annotation 0: caption: expected text"),
+    ],
+)
+def test_a_file_of_references_that_is_none_is_named(value, message, tmp_path):
+    references = traps.write(tmp_path / "r.json", value)
+    with pytest.raises(DataError, match=message):
+        score(Path("p.json"), references=references)
+
+
+def test_java_is_asked_for_before_anything_else(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(JavaMissing, match="java: not found on PATH"):
+        score(Path("no predictions.json"), "no benchmark")
+
+
+def test_a_fault_of_the_files_is_an_exit_code_and_a_sentence(capsys, tmp_path):
+    assert main(["score", str(tmp_path / "p.json"), "--benchmark", "spot"]) == DATA_REFUSED
+    assert "m3diff score: --benchmark 'spot': unknown" in capsys.readouterr().err
+    assert main(["score"]) == 2
+    assert "name a file of captions" in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_dies_is_an_exit_code_and_a_sentence(capsys, monkeypatch, tmp_path):
+    references, predictions = tmp_path / "r.json", tmp_path / "p.json"
+    caption = {"image_id": 1, "caption": "a cube"}
+    write_json(references, {"images": [{"id": 1}], "annotations": [caption | {"id": 1}]})
+    write_json(predictions, [caption])
+    monkeypatch.setenv("PATH", fake_java(tmp_path / "bin", "PTBTokenizer", "echo no room left >&2; exit 1"))
+    assert main(["score", str(predictions), "--references", str(references)]) == TRY_AGAIN
+    said = capsys.readouterr().err
+    assert "m3diff score: the PTB tokenizer, without which there is no score: " in said
+    assert "its last words: no room left" in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_the_command_hands_its_arguments_on_and_prints_what_was_found(as_json, monkeypatch, capsys):
+    calls = []
+    monkeypatch.setattr("m3diff.commands.score.score.score", lambda *arguments: calls.append(arguments) or a_report())
+    typed = "p.json --benchmark iedit --protocol test --references r.json --data d --spice-dir s --allow-faults"
+    assert main(["score", *typed.split(), *(["--json"] if as_json else [])]) == 0
+    assert calls == [(Path("p.json"), "iedit", "test", Path("r.json"), Path("d"), Path("s"), True)]
+    told = capsys.readouterr().out
+    assert (json.loads(told)["scores"]["CIDEr"] == 0.474) if as_json else ("CIDEr-D" in told)
+
+
+def test_help_is_quick_and_imports_nothing_heavy():
+    code = (
+        "import sys, m3diff.__main__ as m\n"
+        "try: m.main(['score', '--help'])\n"
+        "except SystemExit: pass\n"
+        "print(sorted({'polars', 'torch', 'pycocoevalcap', 'ray', 'mlflow', 'm3diff.commands.score'} & set(sys.modules)))"
+    )
+    begin = os.times()
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout.splitlines()[-1] == "[]"
+    assert "--benchmark B" in told.stdout
+    end = os.times()
+    assert end.children_user + end.children_system - begin.children_user - begin.children_system < 1
+
+
+def a_report(**changes) -> ScoreReport:
+    scores = {"CIDEr": 0.474, "METEOR": None, "ROUGE-L": 0.35, "BLEU-4": 0.1}
+    published = [
+        {"method": f"M{place}", "venue": "V", "scores": dict.fromkeys(("BLEU-4", "METEOR", "ROUGE-L"), 1.0)
+         | {"CIDEr": float(cider), "SPICE": None}, "source": "paper A", "chosen_on_test": None}
+        for place, cider in enumerate((90, 80, 70, 60, 40, 30, 20, 10))
+    ]  # fmt: skip
+    published[3]["chosen_on_test"] = "their code"
+    known = {
+        "dataset": "spot_the_diff", "protocol": "single-change", "source": "here", "tokenizer": "ptb",
+        "headline": "CIDEr", "pairs": 1270, "published_pairs": 1270, "references": 2107, "scores": scores,
+        "intervals": {"CIDEr": Interval(low=0.42, high=0.53)}, "by_group": {}, "absent": {"METEOR": "it died"},
+        "faults": [], "notes": ["one"], "published": published,
+    }  # fmt: skip
+    return ScoreReport.model_validate(known | changes)
+
+
+def test_the_page_tells_protocol_pairs_variant_scores_and_the_published_rows_around():
+    told = list(lines(a_report()))
+    assert told[0] == "spot_the_diff, protocol 'single-change' (here)"
+    assert told[1] == "  pairs 1,270 (papers: 1,270); references a pair 1.66"
+    assert "  note: one" in told
+    cider = next(line for line in told if line.startswith("  CIDEr"))
+    assert cider.split()[:6] == ["CIDEr", "0.4740", "47.4", "42.0", "to", "53.0"]
+    assert "CIDEr-D" in cider
+    assert "  METEOR: it died" in told
+    rows = [line.split()[0] for line in told if line.startswith("    ") and line.split()[0][0] in "Mt"]
+    assert rows == ["M1", "M2", "M3", "these", "M4", "M5", "M6"]
+    assert [line.split()[0] for line in told if line.endswith("+ chosen on test")] == ["M3"]
+    assert "    + M3: their code" in told
+    assert "    source: paper A" in told
+
+
+def test_the_page_marks_fewer_pairs_and_says_each_fault():
+    told = list(lines(a_report(pairs=1263, faults=["empties"])))
+    assert "pairs 1,263 (papers: 1,270)" in told[1]
+    assert "  FAULT empties" in told
+    assert next(line for line in told if "these captions" in line).endswith("* other pairs")
+
+
+def test_spice_that_is_not_there_is_told_with_what_is_missing_and_where_it_belongs(tmp_path, capsys):
+    assert main(["score", "--check-spice"]) == DATA_REFUSED
+    told = capsys.readouterr().out
+    assert "MISSING stanford-corenlp-3.6.0.jar\n" in told
+    assert "--spice-dir" in told
+    assert "compute.spice_dir" in told
+    (tmp_path / "stanford-corenlp-3.6.0.jar").touch()
+    found = check_spice(tmp_path)
+    assert not found.works
+    assert f"found   {tmp_path}/stanford-corenlp-3.6.0.jar" in found.lines
+    assert f"MISSING {tmp_path}/stanford-corenlp-3.6.0-models.jar" in found.lines
+
+
+def test_spice_whose_jars_are_no_jars_fails_in_the_trial(tmp_path):
+    for name in JARS + NASHORN:
+        (tmp_path / name).touch()
+    found = check_spice(tmp_path)
+    assert (found.works, found.lines[-1][:7]) == (False, "FAILED ")
+
+
+def test_no_java_is_among_what_spice_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert check_spice(None).lines[0].startswith("MISSING java: not found on PATH")
+
+
+def test_a_folder_without_the_jars_is_refused_before_anything_is_read(tmp_path):
+    with pytest.raises(DataError, match=r"--spice-dir .*: has no stanford-corenlp-3.6.0.jar .*--check-spice"):
+        score(Path("no predictions.json"), "no benchmark", spice_dir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "message"),
+    [
+        (
+            "change_captions.json",
+            "CLEVR_default_000012.png",
+            r"raw: change_captions.json, .*12.png: captions: .* no key",
+        ),
+        ("no_change_captions.json", None, r"raw: .*: references: expected a list of text"),
+    ],
+)
+def test_a_test_pair_that_cannot_be_read_is_named(file, key, message, tmp_path):
+    data = write_clevr(tmp_path / "raw")
+    edit_json(data / file, lambda value: value.pop(key) if key else value.update(dict.fromkeys(value, "no list")))
+    with pytest.raises(DataError, match=message):
+        score(Path("no predictions.json"), "clevr_change", data=data)

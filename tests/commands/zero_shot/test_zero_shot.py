@@ -1,0 +1,453 @@
+"""A model behind an endpoint on the test split, against a server on 127.0.0.1: what is sent, kept, counted, scored."""
+
+import base64
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from m3diff import endpoint
+from m3diff.__main__ import DATA_REFUSED, main
+from m3diff.commands.compare.compare import compare
+from m3diff.commands.zero_shot import zero_shot as module
+from m3diff.commands.zero_shot.request import PROMPT, Request
+from m3diff.commands.zero_shot.zero_shot import Result, ZeroShotReport, caption_of, zero_shot, zero_shot_rows
+from m3diff.datasets import DATASETS
+from m3diff.datasets.spec import Protocol
+from m3diff.endpoint import Answer
+from m3diff.records.schemas import RECORD_SCHEMA, SAMPLE_SCHEMA, DataError
+from m3diff.scoring.metrics.java import JavaMissing
+from m3diff.scoring.summary import EvaluateReport, ProtocolScores
+from m3diff.settings.section import ParamsError
+from m3diff.stages.evaluate.stage import evaluate
+from tests.chat import Server, chat_server
+from tests.scoring import bench
+from tests.toy import REPOSITORY
+
+REFUSED = {"content": None, "refusal": "I will not say."}
+KEPT = ("dataset", "split", "before", "after", "before_sha256", "after_sha256")
+CUT = {"content": "the red cube at the", "finish_reason": "length"}
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setenv("A_KEY", "secret")
+    with chat_server() as known:
+        known.replies = {f"pair {i.rpartition('/')[2]}?": [text] for i, text in bench.PREDICTIONS.items()}
+        yield known
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> bench.Folders:
+    return prepared(tmp_path)
+
+
+def prepared(root: Path, reader: str = "pairs") -> bench.Folders:
+    """The bench with its mixture, in another order than the records, each pair with a question of its own."""
+    folders = bench.write(root, reader)
+    rows = []
+    for record in pq.read_table(folders.clean / "records.parquet", filters=[("split", "=", "test")]).to_pylist():
+        known = {
+            name: record[name] for name in ("dataset", "split", "before", "after", "before_sha256", "after_sha256")
+        }
+        question = f"What changed in pair {record['id'].rpartition('/')[2]}?"
+        rows += [
+            known | {"id": f"{record['id']}#{k}", "pair": record["id"], "question": question, "reference": text}
+            for k, text in enumerate(record["references"])
+        ]
+    (root / "mixture" / "test").mkdir(parents=True)
+    pq.write_table(pa.Table.from_pylist(rows[::-1], SAMPLE_SCHEMA), root / "mixture" / "test" / "00000.parquet")
+    return folders
+
+
+def asked_of(server: Server, **changes: Any) -> Request:
+    return replace(Request(server.url, "a/model", key_variable="A_KEY", timeout_s=20), **changes)
+
+
+def run(root: Path, request: Request, out: Path | None = None, **changes: Any) -> Result:
+    cfg = bench.config(**({"metrics": ["change_accuracy"]} | changes))
+    compute = bench.compute(scratch=root / "scratch")
+    return zero_shot(request, cfg, compute, root / "mixture", root / "records", root / "clean", out)
+
+
+def predictions(result: Result) -> dict[str, str]:
+    rows = json.loads((result.folder / "predictions/predictions.json").read_text(encoding="utf-8"))
+    return {row["image_id"]: row["caption"] for row in rows}
+
+
+def test_both_images_go_in_one_message_before_and_then_after_with_the_pairs_own_question(server, folders, tmp_path):
+    run(tmp_path, asked_of(server))
+    assert len(server.asked) == 6
+    for body in server.asked:
+        (message,) = body["messages"]
+        *images, text = message["content"]
+        name = re.search(r"pair (\d)\?", text["text"])[1]
+        assert text["text"] == PROMPT.replace("{question}", f"What changed in pair {name}?")
+        sent = [base64.b64decode(part["image_url"]["url"].partition(",")[2]) for part in images]
+        assert sent == [(tmp_path / f"{name}_{side}.png").read_bytes() for side in ("before", "after")]
+        assert sent[0] != sent[1]
+        assert (body["model"], body["temperature"], body.get("max_tokens")) == ("a/model", 0, None)
+    assert server.keys == {"Bearer secret"}
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not any(b"secret" in path.read_bytes() for path in written)
+
+
+def test_the_prompt_says_that_the_images_come_in_order_and_asks_for_one_sentence():
+    assert "in order: the first was taken before, the second after. {question}" in PROMPT
+    assert "one plain sentence" in PROMPT
+
+
+def test_words_and_the_length_of_an_answer_are_the_users(server, folders, tmp_path):
+    run(tmp_path, asked_of(server, prompt="Say it in {detail}. {question}", max_tokens=7))
+    assert sorted(server.texts)[0] == "Say it in {detail}. What changed in pair 0?"
+    assert {body["max_tokens"] for body in server.asked} == {7}
+
+
+def test_the_scores_are_those_that_evaluate_gives_to_the_same_captions(server, folders, tmp_path):
+    result = run(tmp_path, asked_of(server))
+    assert predictions(result) == bench.PREDICTIONS
+    for extra in ("predictions_shuffled.json", "saliency.npz"):
+        (folders.predictions / extra).unlink()
+    cfg = bench.config(metrics=["change_accuracy"])
+    own = evaluate(cfg, bench.compute(), *folders[:3], tmp_path / "none", tmp_path / "own")
+    assert result.scored == own
+    assert own.protocols["toy/test"].scores["change_type_accuracy"] == 2 / 3
+    for name in ("metrics.json", "headline.json", "scores.parquet", "report.html"):
+        assert (result.folder / "report" / name).read_bytes() == (tmp_path / "own" / name).read_bytes(), name
+
+
+def test_the_result_lies_in_the_scratch_folder_made_anew_or_where_it_is_asked_for(server, folders, tmp_path, capsys):
+    before = sorted(path for path in tmp_path.rglob("*") if "scratch" not in path.parts)
+    first = run(tmp_path, asked_of(server))
+    assert first.folder == asked_of(server).place(tmp_path / "scratch")
+    assert re.fullmatch(r"scratch/evaluated/zero-shot-a-model-[0-9a-f]{8}", str(first.folder.relative_to(tmp_path)))
+    (first.folder / "older").touch()
+    run(tmp_path, asked_of(server))
+    assert list(first.folder.parent.iterdir()) == [first.folder]
+    assert sorted(path.name for path in first.folder.iterdir()) == ["predictions", "report"]
+    assert sorted(path for path in tmp_path.rglob("*") if "scratch" not in path.parts) == before
+    asked = len(server.asked)
+    with pytest.raises(DataError, match="exists; name a folder that does not"):
+        run(tmp_path, asked_of(server, model="other"), first.folder)
+    assert len(server.asked) == asked
+    assert f"6 test pairs: both images and the question of each that is not answered yet go to {server.url}" in (
+        capsys.readouterr().out
+    )
+
+
+def test_another_model_url_prompt_length_or_limit_leaves_a_result_where_it_is():
+    first = Request("http://127.0.0.1:8000/v1", "a/model")
+    others: list[dict[str, Any]] = [{"model": "a-model"}, {"url": "http://127.0.0.1:8001/v1"}, {"prompt": "{question}"}]
+    others += [{"max_tokens": 7}, {"limit": 20}, {"model": "a:model"}, {"model": "../" * 99}]
+    places = [replace(first, **changes).place(Path("runs")) for changes in ({}, *others)]
+    assert len(set(places)) == len(places)
+    assert {place.parent for place in places} == {Path("runs/evaluated")}
+    assert max(len(place.name) for place in places) < 120
+    waits = replace(first, timeout_s=7, key_variable="B", allow_unlicensed=True)
+    assert waits.place(Path("runs")) == places[0]
+
+
+def test_it_says_where_the_images_go_before_the_first_is_sent(server, folders, tmp_path, capsys, monkeypatch):
+    told = []
+    real = endpoint.Endpoint.ask
+    monkeypatch.setattr(module.Endpoint, "ask", lambda *given: told.append(capsys.readouterr().out) or real(*given))
+    run(tmp_path, asked_of(server))
+    assert f"go to {server.url}, model 'a/model'\n" in told[0]
+
+
+def test_a_second_run_asks_nothing_and_another_model_or_prompt_everything(server, folders, tmp_path):
+    first = run(tmp_path, asked_of(server))
+    assert run(tmp_path, asked_of(server), tmp_path / "again").scored == first.scored
+    assert len(server.asked) == 6
+    run(tmp_path, asked_of(server, limit=2))
+    assert len(server.asked) == 6
+    run(tmp_path, asked_of(server, model="other"))
+    assert len(server.asked) == 12
+    run(tmp_path, asked_of(server, prompt="{question}"))
+    assert len(server.asked) == 18
+
+
+def test_one_that_was_killed_goes_on_with_what_has_no_answer(server, folders, tmp_path):
+    run(tmp_path, asked_of(server))
+    shutil.rmtree(tmp_path / "scratch/evaluated")
+    store = tmp_path / "scratch/zero_shot.jsonl"
+    lines = store.read_bytes().splitlines(keepends=True)
+    store.write_bytes(b"".join(lines[:3]) + lines[3][:-20])
+    assert predictions(run(tmp_path, asked_of(server))) == bench.PREDICTIONS
+    assert len(server.asked) == 6 + 3
+
+
+def test_a_server_that_goes_on_failing_leaves_no_result_and_what_it_answered(server, folders, tmp_path, monkeypatch):
+    monkeypatch.setattr(endpoint, "RETRIES", 1)
+    server.replies["pair 0?"] = [500]
+    with pytest.raises(ConnectionError, match="what it answered is kept: run the command again"):
+        run(tmp_path, asked_of(server))
+    assert not (tmp_path / "scratch/evaluated").exists()
+    kept = len((tmp_path / "scratch/zero_shot.jsonl").read_bytes().splitlines())
+    server.replies["pair 0?"] = [bench.PREDICTIONS["toy/0"]]
+    server.asked.clear()
+    assert predictions(run(tmp_path, asked_of(server))) == bench.PREDICTIONS
+    assert len(server.asked) == 6 - kept
+
+
+def test_what_is_put_off_is_asked_again_and_what_is_no_caption_is_scored_as_empty_and_named(server, folders, tmp_path):
+    server.replies |= {"pair 0?": [429, bench.PREDICTIONS["toy/0"]], "pair 1?": [REFUSED], "pair 2?": ["  \n"]}
+    server.replies |= {"pair 4?": [CUT], "pair 5?": [(400, {"error": {"message": "no", "code": "content_filter"}})]}
+    result = run(tmp_path, asked_of(server))
+    said = {f"toy/{n}": "" for n in (1, 2, 4, 5)} | {f"toy/{n}": bench.PREDICTIONS[f"toy/{n}"] for n in (0, 3)}
+    assert predictions(result) == said
+    report = json.loads((result.folder / "predictions/report.json").read_text())
+    assert report["without_caption"] == {"refused": ["toy/5", "toy/1"], "empty": ["toy/2"], "cut": ["toy/4"]}
+    assert (report["rows_in"], report["rows_out"], report["model"]) == (6, 6, "a/model")
+    assert report["words"] == round(sum(len(text.split()) for text in said.values()) / 6, 2)
+    found = result.scored.protocols["toy/test"]
+    assert found.pairs == 6, "none is left out"
+    assert found.scores["unreadable"] == 4 / 6
+    assert result.lines[:3] == [
+        "2 of 6 answers refused, scored as an empty caption: toy/5, toy/1",
+        "1 of 6 answers empty, scored as an empty caption: toy/2",
+        "1 of 6 answers cut, scored as an empty caption: toy/4",
+    ]
+
+
+@pytest.mark.parametrize("status", [400, 413, 422])
+def test_a_pair_that_the_server_does_not_take_is_refused_by_it_and_named(status, server, folders, tmp_path):
+    server.replies["pair 2?"] = [(status, {"error": {"message": "too many tokens"}})]
+    result = run(tmp_path, asked_of(server))
+    assert result.lines[0] == "1 of 6 answers refused, scored as an empty caption: toy/2"
+    assert result.scored.protocols["toy/test"].pairs == 6
+    asked = len(server.asked)
+    assert run(tmp_path, asked_of(server)).lines == result.lines
+    assert len(server.asked) == asked
+
+
+def test_every_metric_takes_the_captions_of_a_model_that_says_nothing(server, folders, tmp_path):
+    server.replies = {"pair 5?": ["zzz"], "pair": [None]}
+    result = run(tmp_path, asked_of(server), metrics=["BLEU", "METEOR", "ROUGE-L", "CIDEr", "change_accuracy"])
+    assert result.captioned.without_caption["empty"] == [f"toy/{n}" for n in range(4, -1, -1)]
+    scores = result.scored.protocols["toy/test"].scores
+    assert [scores[name] for name in ("BLEU-4", "METEOR", "ROUGE-L", "CIDEr")] == pytest.approx([0] * 4, abs=1e-6)
+
+
+REASONED = {"content": None, "reasoning_content": "The cup is new."}
+
+
+@pytest.mark.parametrize(
+    ("reply", "told"),
+    [
+        (None, "6 are empty"),
+        ({"content": ""}, "6 are empty"),
+        ("<think>Is it the cup", "thoughts alone"),
+        (REASONED, "the text of 6 came as reasoning_content: start the server without its reasoning parser"),
+        ({"content": " ", "reasoning": "The cup is new."}, "the text of 6 came as reasoning_content"),
+        ({"content": None, "tool_calls": []}, "6 are empty"),
+        (CUT, "6 reached the token limit (finish_reason=length): pass a larger --max-tokens"),
+        ({**REASONED, "finish_reason": "length"}, "6 reached the token limit"),
+        (REFUSED, "6 are refused, such as with 'I will not say.'"),
+        ({"content": None, "finish_reason": "content_filter"}, "6 are refused"),
+    ],
+)
+def test_answers_without_a_caption_are_an_error_with_its_reason_and_are_asked_for_again(
+    reply, told, server, folders, tmp_path, monkeypatch, capsys
+):
+    replies, server.replies = server.replies, {"pair": [reply]}
+    monkeypatch.setattr("m3diff.__main__.parameters", lambda _: toy_params(tmp_path))
+    monkeypatch.setattr("m3diff.__main__.check_paths", lambda *_: None)
+    typed = ["zero-shot", "--url", server.url, "--model", "a/model", "--key-variable", "A_KEY"]
+    assert main(typed) == DATA_REFUSED
+    printed = capsys.readouterr().err
+    assert "6 of 6 answers are no caption" in printed
+    assert told in printed
+    assert not list(tmp_path.glob("scratch/evaluated/zero*"))
+    server.replies = replies  # the server is mended
+    assert main(typed) == 0, "run the command again"
+    assert "note:" not in capsys.readouterr().out
+    asked = len(server.asked)
+    assert main(typed) == 0
+    assert (asked, len(server.asked)) == (12, 12), "what was said then is kept"
+
+
+def toy_params(root: Path) -> Any:
+    paths = SimpleNamespace(mixture=root / "mixture", records=root / "records", clean=root / "clean")
+    cfg = bench.config(metrics=["change_accuracy"])
+    return SimpleNamespace(
+        paths=paths, evaluate=cfg, compute=bench.compute(scratch=root / "scratch"), predict=SimpleNamespace(limit=0)
+    )
+
+
+def test_most_answers_without_a_caption_are_a_note_and_few_are_none(server, folders, tmp_path, capsys):
+    server.replies |= {f"pair {n}?": [REASONED] for n in range(4)}
+    assert len(run(tmp_path, asked_of(server)).captioned.without_caption["empty"]) == 4
+    told = "zero-shot: note: 4 of 6 answers are no caption; the text of 4 came as reasoning_content"
+    assert told in capsys.readouterr().out
+    run(tmp_path, asked_of(server))
+    assert told in capsys.readouterr().out, "of kept answers too"
+    server.replies |= {f"pair {n}?": ["the lamp went out"] for n in range(2)}
+    run(tmp_path, asked_of(server, model="other"))
+    assert "note:" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("mark", ["{}<|im_end|>", "<|begin_of_box|>{}<|end_of_box|>", "assistant\n{}", "```\n{}\n```"])
+def test_marks_in_captions_are_counted_and_shown(mark, server, folders, tmp_path, capsys):
+    server.replies = {pair: [mark.format(texts[0])] for pair, texts in server.replies.items()}
+    result = run(tmp_path, asked_of(server))
+    told = capsys.readouterr().out
+    assert re.search(r"note: 6 of 6 captions hold .*, such as '.*the red cube", told)
+    page = (result.folder / "report/report.html").read_text()
+    assert "6 of 6 captions hold" in page
+
+
+def test_an_answer_in_parts_is_their_text(server, folders, tmp_path):
+    server.replies["pair 0?"] = [
+        {"content": [{"type": "text", "text": "nothing "}, {"type": "text", "text": "changed"}]}
+    ]
+    assert predictions(run(tmp_path, asked_of(server)))["toy/0"] == "nothing changed"
+
+
+@pytest.mark.parametrize(
+    ("answer", "caption"),
+    [
+        (Answer("text", " The cup\n\nis gone.\n"), "The cup is gone."),
+        (Answer("text", "the cup \ud83d went"), "the cup ? went"),
+        (Answer("refused", "no"), ""),
+        (Answer("cut", "the cup"), ""),
+    ],
+)
+def test_a_caption_stands_on_one_line_and_can_be_written(answer, caption):
+    assert caption_of(answer) == caption
+
+
+def test_a_limit_takes_the_first_pairs_of_the_mixture_and_the_report_says_that_papers_score_more(
+    server, folders, tmp_path, monkeypatch
+):
+    spec = replace(DATASETS["pairs"], protocols=(Protocol("test", n=6),))
+    monkeypatch.setitem(DATASETS, "pairs", spec)
+    result = run(tmp_path, asked_of(server, limit=2))
+    assert list(predictions(result)) == ["toy/5", "toy/4"]
+    assert result.scored.protocols["toy/test"].is_partial
+    assert result.lines[0].startswith("toy/test (2 of 6 pairs), times 100: ")
+    monkeypatch.setitem(DATASETS, "pairs", replace(spec, protocols=(Protocol("test", n=7),)))
+    server.asked.clear()
+    with pytest.raises(DataError, match="6 pairs, papers score 7"):
+        run(tmp_path, asked_of(server, model="other"))
+    assert server.asked == []
+
+
+@pytest.mark.parametrize("fault", ["changed", "gone", "unknown", "java"])
+def test_what_cannot_be_scored_is_refused_before_anything_is_sent(fault, server, folders, tmp_path, monkeypatch):
+    expected: type[Exception] = DataError
+    if fault == "changed":
+        bench.paint(tmp_path / "3_after.png", (0, 0, 0))
+    elif fault == "gone":
+        (tmp_path / "3_after.png").unlink()
+    elif fault == "unknown":
+        table = pq.read_table(folders.clean / "records.parquet").to_pylist()
+        rows = [row for row in table if row["id"] != "toy/3"]
+        pq.write_table(pa.Table.from_pylist(rows, schema=RECORD_SCHEMA), folders.clean / "records.parquet")
+    else:
+        monkeypatch.setenv("PATH", str(tmp_path))
+        expected = JavaMissing
+    with pytest.raises(expected, match="Java|toy/3"):
+        run(tmp_path, asked_of(server), metrics=["CIDEr"])
+    assert server.asked == []
+
+
+@pytest.mark.parametrize(
+    ("url", "allowed", "refused"),
+    [
+        ("https://api.example.org/v1", False, True),
+        ("https://localhost.example.org/v1", False, True),
+        ("https://api.example.org/v1", True, False),
+        ("http://127.0.0.1:8000/v1", False, False),
+        ("http://localhost:8000/v1", False, False),
+        ("http://[::1]:8000/v1", False, False),
+    ],
+)
+def test_images_that_no_licence_allows_to_hand_on_go_to_this_machine_alone(url, allowed, refused):
+    request, specs = Request(url, "m", allow_unlicensed=allowed), {"omnidiff_real": DATASETS["omnidiff"]}
+    if refused:
+        with pytest.raises(DataError, match=r"OmniDiff \(licence: none stated\).*pass --allow-unlicensed"):
+            module.notices(request, specs)
+    else:
+        told = ["OmniDiff (licence: none stated): redistribute: its repository or page states no licence"]
+        assert module.notices(request, specs) == (told if allowed else [])
+
+
+def test_a_licence_that_refuses_has_nothing_sent(server, tmp_path, monkeypatch):
+    prepared(tmp_path, "omnidiff")
+    monkeypatch.setattr("m3diff.endpoint.THIS_MACHINE", ())
+    with pytest.raises(DataError, match="none stated"):
+        run(tmp_path, asked_of(server))
+    assert server.asked == []
+
+
+def test_the_conditions_of_a_licence_are_told():
+    (told,) = module.notices(Request("https://api.example.org/v1", "m"), {"d": DATASETS["magicbrush"]})
+    assert "the unzipped test files must not be put online" in told
+
+
+def test_the_papers_zero_shot_rows_stand_below_the_scores():
+    rows = {part: [row.method for row in zero_shot_rows(f"omnidiff_{part}")] for part in ("real", "render")}
+    assert set(map(tuple, rows.values())) == {("GPT-4o", "LLaVA-OneVision-7B", "Qwen-2.5-VL-7B")}
+    assert zero_shot_rows("spot_the_diff") == []
+    scores = ProtocolScores(
+        pairs=767, published_pairs=767, scores={"BLEU-4": 0.05, "CIDEr": 0.051}, intervals={}, groups={}, absent={}
+    )
+    scored = EvaluateReport(stage="evaluate", rows_in=767, rows_out=767, protocols={"omnidiff_render/render": scores})
+    kinds: dict[str, list[str]] = {"refused": [], "empty": [], "cut": [f"omnidiff_render/{n}" for n in range(7)]}
+    captioned = ZeroShotReport(
+        stage="zero-shot", rows_in=767, rows_out=767, url="u", model="m", prompt="p", words=1.0, without_caption=kinds
+    )
+    paper = "zero-shot, published in OmniDiff (arXiv 2503.11093v2)"
+    assert Result(Path("out"), captioned, scored).lines == [
+        "7 of 767 answers cut, scored as an empty caption: "
+        + ", ".join(f"omnidiff_render/{n}" for n in range(5))
+        + " and 2 more",
+        "omnidiff_render/render, times 100: BLEU-4 5.0, CIDEr 5.1",
+        f"  GPT-4o, {paper}: BLEU-4 4.6, METEOR 10.7, ROUGE-L 21.4, CIDEr 5.6",
+        f"  LLaVA-OneVision-7B, {paper}: BLEU-4 0.3, METEOR 4.7, ROUGE-L 15.6, CIDEr 1.6",
+        f"  Qwen-2.5-VL-7B, {paper}: BLEU-4 2.1, METEOR 6.8, ROUGE-L 18.3, CIDEr 3.3",
+        "report: out/report/report.html",
+    ]
+
+
+def test_compare_takes_the_result_beside_another_run(server, folders, tmp_path):
+    bench.run(folders, tmp_path / "report", metrics=["change_accuracy"])
+    server.replies = {"pair": ["nothing changed"]}
+    result = run(tmp_path, asked_of(server), tmp_path / "named")
+    page = tmp_path / "compare.html"
+    tables = compare(tmp_path / "report", result.folder / "report", folders.records, folders.clean, page)
+    rows = {row.name: [cell.text for cell in row.cells] for row in tables["toy/test"].rows}
+    assert rows["no_change_recall"] == ["50.0", "100.0", "+50.0"]
+
+
+def test_a_model_that_the_endpoint_does_not_know_is_told(server, folders, tmp_path):
+    server.replies = {"pair": [404]}
+    with pytest.raises(ParamsError, match="model 'a/model': NotFoundError"):
+        run(tmp_path, asked_of(server))
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], "--url, --model"),
+        (["--model", "m"], "--url"),
+        (["--url", "http://127.0.0.1:1/v1"], "--model"),
+        (["--url", "api.example.org/v1", "--model", "m"], "expected http://... or https://..."),
+        (["--url", "https://me:key@api.example.org/v1", "--model", "m"], "without a key or a user"),
+        (["--url", "https://api.example.org/v1?key=5", "--model", "m"], "without a key or a user"),
+    ],
+)
+def test_nothing_is_sent_unless_the_user_names_url_and_model(argv, words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--params", str(REPOSITORY / "profiles/embedded.yaml"), "zero-shot", *argv])
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err

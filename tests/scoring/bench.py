@@ -1,0 +1,242 @@
+"""A benchmark of six pairs with a grammar of three patterns, as objects and as files on disk."""
+
+import gzip
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+
+from m3diff.datasets.spec import Protocol
+from m3diff.records.schemas import RECORD_SCHEMA
+from m3diff.scoring.grammar import Grammar, ParsedCaption, parse_predictions
+from m3diff.scoring.metrics import METRICS
+from m3diff.scoring.metrics.metric import ALL, Groups, Item, Tokens, Tools
+from m3diff.scoring.pairs import EvalPair
+from m3diff.scoring.protocols import ProtocolPairs
+from m3diff.scoring.summary import EvaluateReport
+from m3diff.settings.compute import Compute
+from m3diff.stages.evaluate.params import Evaluate
+from m3diff.stages.evaluate.stage import evaluate
+
+GRAMMAR = {
+    "clause_separator": ", and ",
+    "no_change": ["nothing changed", "no change was made"],
+    "clauses": [
+        {"type": "color", "pattern": r"the (?P<object>\w+ \w+) (?P<place>at the \w+) (?:turned|became) (?P<after>\w+)"},
+        {"type": "removal", "pattern": r"the (?P<object>\w+ \w+) (?P<place>at the \w+) (?:was removed|is gone)"},
+        {"type": "illumination", "pattern": r"the lamp went out"},
+    ],
+}
+
+RECORDS: list[tuple[str, list[str], list[str]]] = [
+    ("0", ["color"], ["the red cube at the left turned blue", "the red cube at the left became blue"]),
+    ("1", ["removal"], ["the green ball at the top was removed", "the green ball at the top is gone"]),
+    ("2", ["illumination"], ["the lamp went out"]),
+    (
+        "3",
+        ["color", "removal"],
+        ["the red ball at the top turned green, and the blue cube at the left was removed"],
+    ),
+    ("4", ["none"], ["nothing changed", "no change was made"]),
+    ("5", ["none"], ["nothing changed", "no change was made"]),
+]
+
+PREDICTIONS = {
+    "toy/0": "the red cube at the left became blue",  # all right
+    "toy/1": "the green ball at the left was removed",  # wrong place
+    "toy/2": "nothing changed",  # missed
+    "toy/3": "the red ball at the top turned green, and the lamp went out",  # one of two
+    "toy/4": "nothing changed",  # rightly
+    "toy/5": "the red cube at the left turned blue",  # false alarm
+}
+
+PUBLISHED = {
+    "BLEU-1": 0.5794,
+    "BLEU-2": 0.4044,
+    "BLEU-3": 0.2785,
+    "BLEU-4": 0.1908,
+    "METEOR": 0.1953,
+    "ROUGE-L": 0.3963,
+    "CIDEr": 0.5998,
+}
+"""Of the 1,000 captions that coco-caption brings with it."""
+
+ALL_METRICS = tuple(name for name in METRICS if name != "judge")
+CURVES = "step,epoch,loss,lr_vision,lr_projector,lr_module,lr_llm,grad_norm,val_loss,val_loss_toy,val_cider"
+
+
+class Folders(NamedTuple):
+    """What the stage reads, in the order of its arguments."""
+
+    records: Path
+    clean: Path
+    predictions: Path
+    model: Path
+
+
+def grammar() -> Grammar:
+    clauses = [(clause["type"], clause["pattern"]) for clause in GRAMMAR["clauses"]]
+    return Grammar(GRAMMAR["clause_separator"], GRAMMAR["no_change"], clauses)
+
+
+def parse(pairs: list[EvalPair]) -> dict[str, ParsedCaption]:
+    return parse_predictions({"toy": grammar()}, pairs)
+
+
+def digest(path: Path) -> bytes:
+    return hashlib.sha256(path.read_bytes()).digest() if path.is_file() else bytes(32)
+
+
+def pair(
+    prediction: str, references: list[str], change_types: list[str], name: str = "0", folder: Path = Path()
+) -> EvalPair:
+    before, after = (folder / f"{name}_before.png", folder / f"{name}_after.png")
+    digests = digest(before), digest(after)
+    return EvalPair(f"toy/{name}", "toy", before, after, *digests, references, change_types, prediction, None)
+
+
+def pairs(folder: Path = Path()) -> list[EvalPair]:
+    return [pair(PREDICTIONS[f"toy/{name}"], texts, types, name, folder) for name, types, texts in RECORDS]
+
+
+def tools(
+    references: Mapping[str, list[str]] | None = None,
+    predictions: Mapping[str, str] | None = None,
+    shuffled: Mapping[str, str] | None = None,
+    parsed: Mapping[str, ParsedCaption] | None = None,
+    answers: Mapping[Item, Any] | None = None,
+) -> Tools:
+    """Tools whose tokens, and answers of the metric's program, are given."""
+    tokens = Tokens(dict(references or {}), dict(predictions or {}), None if shuffled is None else dict(shuffled))
+    return Tools(lambda: tokens, lambda: answers or {}, parsed or {})
+
+
+@dataclass(frozen=True)
+class Grouped(ProtocolPairs):
+    """Pairs under a protocol that takes all, with groups of the test's own."""
+
+    named: Groups
+
+    @property
+    def groups(self) -> Groups:
+        return {ALL: [pair.id for pair in self.pairs], **self.named}
+
+
+def grouped(pairs: list[EvalPair], groups: Groups) -> Grouped:
+    return Grouped("toy", Protocol("test", n=None), pairs, groups)
+
+
+def write(root: Path, reader: str = "pairs") -> Folders:
+    """Records, predictions and curves with their images."""
+    folders = Folders(*(root / name for name in ("records", "clean", "predictions", "model")))
+    for folder in (*folders, folders.records / "toy"):
+        folder.mkdir(parents=True)
+    rows = [record(root, name, types, texts) for name, types, texts in RECORDS]
+    train = record(root, "6", ["color"], ["the red cube at the left turned blue"]) | {"split": "train"}
+    pq.write_table(pa.Table.from_pylist([*rows, train], schema=RECORD_SCHEMA), folders.clean / "records.parquet")
+    write_json(folders.records / "toy.json", {"stage": "ingest", "dataset": "toy", "reader": reader})
+    write_json(folders.records / "toy" / "grammar.json", GRAMMAR)
+    write_json(folders.predictions / "predictions.json", as_file(PREDICTIONS))
+    shifted = dict(zip(PREDICTIONS, [*list(PREDICTIONS.values())[1:], "nothing changed"], strict=True))
+    write_json(folders.predictions / "predictions_shuffled.json", as_file(shifted))
+    maps = np.random.default_rng(0).random((len(PREDICTIONS), 4, 4)).astype(np.float16)
+    np.savez(folders.predictions / "saliency.npz", ids=np.array(list(PREDICTIONS)), maps=maps)
+    write_curves(folders.model / "curves.csv")
+    return folders
+
+
+def write_curves(path: Path) -> None:
+    """Twenty steps, validated at every fifth; at step 10 and 20 the validation pairs were captioned."""
+    lines = [CURVES]
+    for step in range(1, 21):
+        validation = f"{2 / step},{2 / step}" if step % 5 == 0 else ","
+        cider = "1.25" if step % 10 == 0 else ""
+        lines.append(f"{step},0.1,{3 / step},0.0003,0.001,0.0001,0.001,1.0,{validation},{cider}")
+    path.write_text("\n".join(lines) + "\n")
+
+
+def record(root: Path, name: str, change_types: list[str], references: list[str]) -> dict[str, Any]:
+    images = {
+        side: paint(root / f"{name}_{side}.png", (40 * int(name), 90, blue))
+        for side, blue in (("before", 120), ("after", 220))
+    }
+    known = {"id": f"toy/{name}", "dataset": "toy", "split": "test", "scene": f"toy/{name}", "source": "bench.py"}
+    digests = {f"{side}_sha256": digest(path) for side, path in images.items()}
+    paths = {side: str(path) for side, path in images.items()}
+    return known | paths | digests | {"references": references, "change_types": change_types}
+
+
+def paint(path: Path, colour: tuple[int, int, int]) -> Path:
+    Image.new("RGB", (24, 16), colour).save(path)
+    return path
+
+
+def as_file(captions: Mapping[str, str]) -> list[dict[str, str]]:
+    """The rows of predictions.json."""
+    return [{"image_id": i, "caption": caption} for i, caption in captions.items()]
+
+
+def write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value), encoding="utf-8")
+
+
+def config(**changes: Any) -> Evaluate:
+    return Evaluate(**({"metrics": ALL_METRICS, "gallery": 6, "judge": None, "allow_fewer_pairs": False} | changes))
+
+
+def compute(**changes: Any) -> Compute:
+    known = {
+        "scratch": "runs",
+        "workers": 0,
+        "cpus_per_worker": 1,
+        "gpu": False,
+        "attention": "auto",
+        "gpu_kind": None,
+        "micro_batch": 1,
+        "zero_stage": 0,
+        "activation_checkpointing": "none",
+        "checkpoint_every_steps": 1,
+        "max_failures": 0,
+        "val_pairs": 0,
+        "caption_val_pairs": 0,
+        "caption_every_checkpoints": 1,
+        "spice_dir": None,
+        "scorer_timeout_s": 120,
+    }
+    return Compute(**(known | changes))
+
+
+def run(folders: Folders, out: Path, **changes: Any) -> EvaluateReport:
+    """The stage on these folders."""
+    return evaluate(config(**changes), compute(), *folders, out)
+
+
+def small_table(folder: Path, *entries: tuple[str, str]) -> str:
+    """A PYTHONPATH under which METEOR's table of paraphrases has these entries alone: (in a reference, predicted)."""
+    from pycocoevalcap.meteor import meteor
+
+    package = folder / "pycocoevalcap" / "meteor"
+    (package / "data").mkdir(parents=True)
+    for name in ("meteor.py", meteor.METEOR_JAR):
+        (package / name).symlink_to(Path(meteor.__file__).parent / name)
+    with gzip.open(package / "data" / "paraphrase-en.gz", "wt", encoding="utf-8") as file:
+        file.writelines(f"0.5\n{reference}\n{predicted}\n" for reference, predicted in entries)
+    return f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+
+
+def fake_java(folder: Path, when: str, then: str) -> str:
+    """A PATH whose `java` runs the shell line `then` if its arguments hold `when`, and the real Java otherwise."""
+    folder.mkdir()
+    script = folder / "java"
+    script.write_text(f'#!/bin/sh\ncase "$*" in *{when}*) {then};; esac\nexec {shutil.which("java")} "$@"\n')
+    script.chmod(0o755)
+    return f"{folder}{os.pathsep}{os.environ['PATH']}"

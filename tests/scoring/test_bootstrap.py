@@ -1,0 +1,160 @@
+"""Intervals against what statistics says they are: coverage, width, pairing, and scores that some resamples lack."""
+
+import json
+import time
+import tracemalloc
+from statistics import NormalDist
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from m3diff.scoring import bootstrap
+from m3diff.scoring.bootstrap import bounds, compare, intervals, resample, score_of, statistics
+from m3diff.scoring.metrics.metric import Metric, MetricScores, Resampled, mean_of, ratio
+from tests.scoring import bench
+
+P = "toy/test"
+MEAN = mean_of("score")
+
+
+def table(protocol: str = P, **columns: list) -> pa.Table:
+    size = len(next(iter(columns.values())))
+    return pa.table({"protocol": [protocol] * size, "id": [f"toy/{n:05d}" for n in range(size)], **columns})
+
+
+def metric(**resampled: Resampled) -> Metric:
+    return Metric(lambda pairs, groups, tools: MetricScores({}, {}), "score", ("score",), resampled=resampled)
+
+
+# Statistics of a column
+
+
+def test_a_plain_column_counts_as_value_and_one_and_null_as_nothing():
+    rows = table(score=[2.0, None, 0.0], right=[True, False, None])
+    assert statistics(rows, "score").tolist() == [[2, 1], [0, 0], [0, 1]]
+    assert statistics(rows, "right").tolist() == [[1, 1], [0, 1], [0, 0]]
+
+
+def test_a_list_is_taken_as_it_is_and_null_as_zeros_also_in_chunks_and_slices():
+    rows = table(counts=[[1.0, 2.0, 3.0], None, [4.0, 5.0, 6.0]])
+    assert statistics(rows, "counts").tolist() == [[1, 2, 3], [0, 0, 0], [4, 5, 6]]
+    assert statistics(pa.concat_tables([rows, rows.slice(2)]), "counts").tolist()[2:] == [[4, 5, 6]] * 2
+    assert statistics(rows.slice(1), "counts").tolist() == [[0, 0, 0], [4, 5, 6]]
+
+
+@pytest.mark.parametrize("rows", [table(score=[1.0]), table(counts=pa.array([None, None], pa.list_(pa.float64())))])
+def test_a_column_that_is_not_there_or_holds_nothing_has_no_statistics(rows):
+    assert statistics(rows, "counts") is None
+
+
+# Intervals
+
+
+def test_the_interval_of_a_mean_is_that_of_the_normal_distribution():
+    values = np.random.default_rng(0).normal(3.0, 2.0, 1500)
+    (found,) = intervals(table(score=values.tolist()), {"m": metric(score=MEAN)}, P).values()
+    half = NormalDist().inv_cdf(0.975) * values.std() / np.sqrt(1500)
+    assert found.low == pytest.approx(values.mean() - half, abs=0.05 * half)
+    assert found.high == pytest.approx(values.mean() + half, abs=0.05 * half)
+
+
+def test_confidence_widens_the_interval():
+    rows = table(score=np.arange(100.0).tolist())
+    wide, narrow = (intervals(rows, {"m": metric(score=MEAN)}, P, level)["score"] for level in (0.99, 0.5))
+    assert wide.low < narrow.low < 49.5 < narrow.high < wide.high
+    assert (wide.high - wide.low) / (narrow.high - narrow.low) == pytest.approx(2.576 / 0.674, rel=0.05)
+
+
+def test_intervals_hold_the_truth_as_often_as_they_say(monkeypatch):
+    monkeypatch.setattr(bootstrap, "RESAMPLES", 400)
+    rng, held = np.random.default_rng(1), 0
+    for _ in range(300):
+        found = bounds(resample(rng.normal(0, 1, (150, 1)), 400)[:, 0] / 150, 0.9)
+        held += found.low <= 0 <= found.high
+    assert 250 <= held <= 288, "of 300, 90 % within three standard deviations"
+
+
+def test_each_score_has_its_own_columns_and_each_protocol_its_own_rows():
+    left, right = np.random.default_rng(2).normal(0, 1, (2, 400)), np.random.default_rng(3).normal(9, 3, (2, 400))
+    counts = np.stack([right[0], np.ones(400), left[0]], axis=1)
+    rows = table(score=left[0].tolist(), counts=counts.tolist())
+    other = table("toy/other", score=left[1].tolist(), counts=(counts + 5).tolist())
+    metrics = {"a": metric(one=MEAN), "b": metric(two=Resampled("counts", ratio(0, 1)))}
+    found = intervals(pa.concat_tables([other, rows]), metrics, P)
+    assert list(found) == ["one", "two"]
+    assert found["one"].low < left[0].mean() < found["one"].high < 1 < 8 < found["two"].low < right[0].mean()
+    assert found == intervals(rows, metrics, P), "the same draws for the same pairs"
+    assert intervals(rows, {"b": metrics["b"]}, P)["two"] == found["two"]
+
+
+def test_of_few_pairs_of_no_pair_and_of_a_score_that_many_resamples_lack_there_is_no_interval():
+    values = np.arange(40.0).tolist()
+    assert intervals(table(score=values[: bootstrap.MIN_PAIRS - 1]), {"m": metric(score=MEAN)}, P) == {}
+    assert intervals(table(score=values), {"m": metric(score=MEAN)}, "toy/none") == {}
+    assert intervals(table(score=[1.0, None] * 20), {"m": metric(score=MEAN)}, P)["score"].low == 1.0
+    assert intervals(table(score=[1.0] + [None] * 39), {"m": metric(score=MEAN)}, P) == {}, "a third of them lack it"
+    found = intervals(table(score=[1.0, 2.0, 1.0, 2.0] + [None] * 36), {"m": metric(score=MEAN)}, P)["score"]
+    assert (found.low, found.high) == (1.0, 2.0), "one in a hundred lacks it, the others count"
+
+
+def test_ten_thousand_resamples_of_the_largest_test_set_take_seconds_and_little_memory():
+    columns = {f"s{n}": np.random.default_rng(n).random((7970, 4)).tolist() for n in range(8)}
+    rows, scores = table(**columns), {name: Resampled(name, ratio(0, 1)) for name in columns}
+    tracemalloc.start()
+    start = time.process_time()
+    assert len(intervals(rows, {"m": metric(**scores)}, P)) == 8
+    seconds, (_, peak) = time.process_time() - start, tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert bootstrap.RESAMPLES == 10_000
+    assert seconds < 20
+    assert peak < 200e6
+
+
+# Two models
+
+
+def test_the_gain_of_two_models_is_that_of_the_same_pairs_in_whatever_order():
+    rng = np.random.default_rng(4)
+    hard = rng.normal(0, 5, 500)
+    ours, theirs = table(score=(hard + 1).tolist()), table(score=hard.tolist()).take(rng.permutation(500))
+    found = compare(ours, theirs, P, MEAN)
+    assert (found.first, found.second) == (pytest.approx(hard.mean() + 1), pytest.approx(hard.mean()))
+    assert (found.gain, found.interval.low, found.interval.high) == (pytest.approx(1), 1.0, 1.0)
+    back = compare(theirs, ours, P, MEAN)
+    assert (back.gain, back.interval.low) == (pytest.approx(-1), -1.0)
+
+
+def test_a_score_that_is_no_mean_is_compared_by_its_sums():
+    rng = np.random.default_rng(5)
+    wholes = rng.integers(1, 9, 300)
+    parts = [rng.binomial(wholes, share) for share in (0.7, 0.5)]
+    ours, theirs = (table(counts=np.stack([part, wholes], axis=1).astype(float).tolist()) for part in parts)
+    found = compare(ours, theirs, P, Resampled("counts", ratio(0, 1)))
+    assert found.first == pytest.approx(parts[0].sum() / wholes.sum())
+    assert found.gain == pytest.approx(0.2, abs=0.06)
+    assert 0.1 < found.interval.low < found.gain < found.interval.high < 0.3
+
+
+def test_other_pairs_are_refused_and_a_model_without_the_score_is_not_compared():
+    ours, theirs = table(score=[1.0] * 30), table(score=[1.0] * 31)
+    with pytest.raises(ValueError, match="30 and 31 pairs, not the same ones"):
+        compare(ours, theirs, P, MEAN)
+    assert compare(ours, table(other=[1.0] * 30), P, MEAN) is None
+    assert score_of(ours, "toy/none", MEAN) is None
+    few = compare(table(score=[1.0] * 5), table(score=[0.0] * 5), P, MEAN)
+    assert (few.gain, few.interval) == (1.0, None)
+
+
+def test_the_stage_writes_each_protocols_intervals_beside_its_scores(tmp_path, monkeypatch):
+    folders = bench.write(tmp_path)
+    bench.run(folders, tmp_path / "few", metrics=["change_accuracy"])
+    monkeypatch.setattr(bootstrap, "MIN_PAIRS", 6)
+    bench.run(folders, tmp_path / "out", metrics=["change_accuracy"])
+    few, found = (
+        next(iter(json.loads((tmp_path / folder / "metrics.json").read_text())["protocols"].values()))
+        for folder in ("few", "out")
+    )
+    assert (few["pairs"], few["intervals"]) == (6, {})
+    assert found["change_type_accuracy"] == pytest.approx(2 / 3)
+    assert found["intervals"]["false_no_change"] == {"low": 0.0, "high": pytest.approx(0.75, abs=0.1)}

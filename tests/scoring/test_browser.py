@@ -1,0 +1,365 @@
+"""The pages in headless Chromium: they draw, filter, sort, open a pair, slide and compare, and nothing is fetched."""
+
+import io
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from PIL import Image
+from playwright.sync_api import Browser, Locator, Page, expect
+
+from m3diff.commands.compare.compare import compare
+from m3diff.stages.evaluate.report.report import write_report
+from tests.browser import Watch, chromium
+from tests.scoring import bench
+from tests.scoring.pages import evidence, write_scores
+
+DESKTOP, PHONE = {"width": 1400, "height": 1000}, {"width": 390, "height": 844}
+
+
+class Pages(NamedTuple):
+    inside: Path  # images inside the page
+    beside: Path  # in the folder
+    many: Path  # of 120 pairs
+    compared: Path
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> Pages:
+    root = tmp_path_factory.mktemp("pages")
+    folders = bench.write(root)
+    pairs = bench.pairs(root)
+    known = evidence(root, pairs)
+    write_report(known, root / "inside", 1)
+    write_report(known, root / "beside", 0)
+    copies = [replace(pairs[n % 6], id=f"toy/{n:03d}", prediction=pairs[n % 6].prediction) for n in range(120)]
+    write_report(evidence(root, copies), root / "many", 1)
+    other = evidence(root, [replace(pair, prediction="nothing changed") for pair in pairs])
+    numbers = {"toy/test": {i: values | {"CIDEr": 2.0} for i, values in other.pair_scores["toy/test"].items()}}
+    first, second = (
+        write_scores(known, root / "first"),
+        write_scores(replace(other, pair_scores=numbers), root / "second"),
+    )
+    compare(first, second, folders.records, folders.clean, root / "compare.html")
+    return Pages(*(root / name / "report.html" for name in ("inside", "beside", "many")), root / "compare.html")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as browser:
+        yield browser
+
+
+class Opened(NamedTuple):
+    page: Page
+    watch: Watch
+
+
+@pytest.fixture
+def opened(browser: Browser, pages: Pages) -> Iterator[Opened]:
+    """The report on a desktop; nothing that a test does with it may leave this machine or raise a complaint."""
+    page = browser.new_page(viewport=DESKTOP)
+    watch = Watch(page)
+    page.goto(pages.inside.as_uri())
+    yield Opened(page, watch)
+    assert watch.left == []
+    assert watch.complaints == []
+    page.close()
+
+
+@pytest.fixture
+def page(opened: Opened) -> Page:
+    return opened.page
+
+
+def ids(page: Page) -> list[str]:
+    """The last part of the id of each pair that is shown, in order."""
+    return page.locator(".card").evaluate_all("cards => cards.map(card => card.dataset.id.split('/').pop())")
+
+
+def choose(page: Page, name: str, value: str) -> None:
+    page.locator(f"#controls [name={name}]").select_option(value)
+
+
+def view(page: Page, name: str) -> None:
+    page.locator("#views button", has_text=name).click()
+
+
+DECODE = """async all => {
+  for (const image of all) image.loading = "eager";
+  await Promise.all(all.map(image => image.decode()));
+  return all.filter(image => image.naturalWidth > 0).length;
+}"""
+
+
+def drawn_images(within: Locator) -> int:
+    """How many images are there and decoded, those below the window too."""
+    return within.locator("img").evaluate_all(DECODE)
+
+
+def test_the_gallery_opens_with_one_pair_of_each_kind(page: Page):
+    assert ids(page) == ["2", "1", "0", "5", "3"]  # the types in their order, none, and several
+    assert page.locator("#count").inner_text() == "5 of 6 pairs"
+    assert page.locator("#views [aria-pressed=true]").inner_text() == "One of each kind"
+    assert drawn_images(page.locator("#cards")) == 15
+
+
+def test_a_card_says_what_was_predicted_and_what_of_it_is_right(page: Page):
+    card = page.locator(".card[data-id='toy/1']")
+    assert "the green ball at the left was removed" in card.inner_text()
+    assert card.locator(".right").all_inner_texts() == ["removal", "object"]
+    assert card.locator(".wrong").all_inner_texts() == ["place"]
+    assert "closest of 2 references" in card.inner_text()
+    assert "CIDEr 100.0" in card.inner_text()
+
+
+def test_each_filter_keeps_its_pairs(page: Page):
+    view(page, "All pairs")
+    assert ids(page) == ["0", "1", "2", "3", "4", "5"]
+    for name, value, kept in (
+        ("type", "color", ["0", "3"]),
+        ("changes", "several", ["3"]),
+        ("changes", "none", ["4", "5"]),
+        ("changes", "one", ["0", "1", "2"]),
+        ("grade", "right", ["0", "4"]),
+        ("grade", "type", ["0", "1", "4"]),
+        ("grade", "wrong", ["1", "2", "3", "5"]),
+    ):
+        choose(page, name, value)
+        assert ids(page) == kept, (name, value)
+        choose(page, name, "")
+    assert len(ids(page)) == 6
+
+
+def test_filters_work_together_and_are_taken_back_at_once(page: Page):
+    view(page, "All pairs")
+    choose(page, "grade", "wrong")
+    page.locator("[name=text]").fill("lamp")
+    assert ids(page) == ["2", "3"]  # of 2 a reference has the word, of 3 the prediction
+    page.locator("[name=low]").fill("250")
+    assert ids(page) == ["3"]
+    page.locator("[name=high]").fill("299")
+    assert ids(page) == []
+    assert page.locator("#count").inner_text() == "0 of 6 pairs"
+    page.locator("#clear").click()
+    assert len(ids(page)) == 6
+
+
+def test_search_finds_an_id_and_needs_every_word(page: Page):
+    view(page, "All pairs")
+    page.locator("[name=text]").fill("TOY/4")
+    assert ids(page) == ["4"]
+    page.locator("[name=text]").fill("ball gone")
+    assert ids(page) == ["1"]
+
+
+def test_pairs_are_sorted_by_score_id_and_type(page: Page):
+    view(page, "All pairs")
+    for sort, order in (("high", "543210"), ("low", "012345"), ("id", "012345"), ("type", "210453")):
+        choose(page, "sort", sort)
+        assert "".join(ids(page)) == order, sort
+    choose(page, "column", "5")  # type_right: 0, 1 and 4 are right
+    choose(page, "sort", "high")
+    assert "".join(ids(page)) == "014235"
+
+
+def test_a_view_sets_filter_and_order(page: Page):
+    for name, kept in (("Where it fails", "012"), ("Where it shines", "210"), ("Nothing changed", "45")):
+        view(page, name)
+        assert "".join(ids(page)) == kept, name
+        assert page.locator("#views [aria-pressed=true]").inner_text() == name
+    choose(page, "sort", "id")
+    assert page.locator("#views [aria-pressed=true]").count() == 0
+
+
+def test_a_type_in_the_table_leads_to_its_pairs(page: Page):
+    page.locator("[data-type=removal]").click()
+    assert ids(page) == ["1"]
+    assert page.locator("[name=type]").input_value() == "removal"
+
+
+def blues(page: Page) -> list[int]:
+    """How blue the slide is at a quarter and at three quarters of its width; the toy's images turn bluer."""
+    picture = Image.open(io.BytesIO(page.locator("#slide").screenshot())).convert("RGB")
+    return [picture.getpixel((round(picture.width * place), picture.height // 4))[2] for place in (0.25, 0.75)]
+
+
+def test_a_pair_opens_and_the_slider_goes_from_before_to_after(page: Page):
+    view(page, "All pairs")
+    page.locator(".card").nth(1).click()
+    assert page.locator("#viewer").is_visible()
+    assert page.locator("#viewer-place").inner_text() == "2 of 6"
+    assert drawn_images(page.locator("#slide")) == 2
+    assert blues(page) == pytest.approx([120, 220], abs=6)
+    box = page.locator("#slide").bounding_box()
+    assert box is not None
+    middle = box["y"] + box["height"] / 2
+    page.mouse.move(box["x"] + box["width"] / 2, middle)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.95 * box["width"], middle, steps=4)
+    page.mouse.up()
+    assert blues(page) == pytest.approx([120, 120], abs=6)
+    page.mouse.click(box["x"] + 0.05 * box["width"], middle)
+    assert blues(page) == pytest.approx([220, 220], abs=6)
+
+
+def test_an_opened_pair_shows_all_references_and_every_score(page: Page):
+    view(page, "All pairs")
+    page.locator(".card").first.click()
+    words = page.locator("#words").inner_text()
+    assert "the red cube at the left turned blue" in words
+    assert "the red cube at the left became blue" in words
+    header, row = page.locator("#words tr").all()
+    assert header.locator("th").all_inner_texts() == ["", "CIDEr", "type_right", "place_right", "exact_right"]
+    assert row.locator("th, td").all_inner_texts() == ["toy/test", "0.0", "100.0", "100.0", "100.0"]
+
+
+def test_the_saliency_map_is_laid_over_and_taken_away(page: Page):
+    page.locator(".card").first.click()
+    after = page.locator("#slide-after").get_attribute("src")
+    page.locator("#heat").check()
+    map_of = page.locator(".card").first.locator("img").nth(2).get_attribute("src")
+    assert page.locator("#slide-after").get_attribute("src") == map_of != after
+    page.keyboard.press("s")
+    assert page.locator("#slide-after").get_attribute("src") == after
+
+
+def test_the_keyboard_does_everything(page: Page):
+    page.keyboard.press("/")
+    page.keyboard.type("the")
+    page.keyboard.press("Escape")
+    assert page.locator("[name=text]").input_value() == ""
+    view(page, "All pairs")
+    page.locator(".card").first.focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("Enter")
+    place = page.locator("#viewer-place")
+    assert place.inner_text() == "2 of 6"
+    page.keyboard.press("ArrowRight")
+    assert place.inner_text() == "3 of 6"
+    page.keyboard.press("ArrowUp")
+    assert page.locator("#slider").input_value() == "51"
+    for _ in range(3):
+        page.keyboard.press("ArrowLeft")
+    assert place.inner_text() == "1 of 6"
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("Escape")
+    assert not page.locator("#viewer").is_visible()
+    assert page.evaluate("document.activeElement.dataset.id") == "toy/1"
+
+
+def test_a_table_is_copied_and_saved(page: Page):
+    tables = page.locator(".save").first
+    tables.locator("summary").click()
+    with page.expect_download() as download:
+        tables.locator("a", has_text="scores.csv").click()
+    assert download.value.suggested_filename == "scores.csv"
+    assert Path(download.value.path()).read_text().startswith("Protocol,n,CIDEr,")
+    tables.locator("button", has_text="copy LaTeX").click()
+    assert page.evaluate("getSelection().toString()").startswith("\\begin{tabular}")
+    tables.locator("button", has_text="copied").wait_for(timeout=20000)
+
+
+def test_images_of_the_folder_are_found(browser: Browser, pages: Pages):
+    page = browser.new_page(viewport=DESKTOP)
+    watch = Watch(page)
+    page.goto(pages.beside.as_uri())
+    assert drawn_images(page.locator("#cards")) == 15
+    asked = [url for url in watch.requests if url.endswith(".webp")]
+    assert asked
+    assert all(url.startswith((pages.beside.parent / "images").as_uri()) for url in asked)
+    assert (watch.left, watch.complaints) == ([], [])
+    page.close()
+
+
+def test_many_pairs_are_drawn_as_the_reader_comes_to_them(browser: Browser, pages: Pages):
+    page = browser.new_page(viewport=DESKTOP)
+    page.goto(pages.many.as_uri())
+    view(page, "All pairs")
+    assert page.locator("#count").inner_text() == "120 pairs"
+    assert len(ids(page)) == 48
+    page.locator(".card").last.click()
+    page.keyboard.press("ArrowRight")
+    assert page.locator("#viewer-place").inner_text() == "49 of 120"
+    page.keyboard.press("Escape")  # the card of the pair that was open is drawn and has the focus
+    assert page.evaluate("document.activeElement.dataset.id") == "toy/048"
+    page.locator("#more").evaluate("more => more.scrollIntoView({behavior: 'instant'})")
+    expect(page.locator(".card")).to_have_count(120)
+    page.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_phone_needs_no_sideways_scrolling(browser: Browser, pages: Pages, scheme):
+    page = browser.new_page(viewport=PHONE, color_scheme=scheme, has_touch=True)
+    for path in (pages.inside, pages.compared):
+        page.goto(path.as_uri())
+        assert page.evaluate("document.documentElement.scrollWidth") == PHONE["width"]
+        page.locator(".card").first.click()
+        wide = page.locator("#viewer").evaluate("viewer => [viewer.scrollWidth, viewer.clientWidth]")
+        assert wide[0] == wide[1] < PHONE["width"]
+    page.close()
+
+
+def test_it_works_in_a_frame_that_may_run_scripts_and_nothing_else(browser: Browser, pages: Pages):
+    """As MLflow shows artifacts: a page from memory in a sandbox, without its folder, storage or clipboard."""
+    page = browser.new_page(viewport=DESKTOP)
+    watch = Watch(page)
+    page.set_content("<iframe sandbox='allow-scripts' style='width: 1300px; height: 900px'></iframe>")
+    page.evaluate(
+        "text => { document.querySelector('iframe').src = URL.createObjectURL(new Blob([text], {type: 'text/html'})) }",
+        pages.inside.read_text(),
+    )
+    frame = page.frame_locator("iframe")
+    frame.locator("#views button", has_text="Where it shines").click()
+    assert drawn_images(frame.locator("#cards")) == 9
+    frame.locator(".card").first.click()
+    assert frame.locator("#viewer-place").inner_text() == "1 of 3"
+    frame.locator("#close").click()
+    frame.locator(".save summary").first.click()
+    frame.locator("button", has_text="copy CSV").first.click()
+    frame.locator("button", has_text="selected: press Ctrl+C").or_(
+        frame.locator("button", has_text="copied")
+    ).wait_for()
+    assert watch.left == []
+    page.close()
+
+
+def test_two_runs_are_compared_pair_by_pair(browser: Browser, pages: Pages):
+    page = browser.new_page(viewport=DESKTOP)
+    watch = Watch(page)
+    page.goto(pages.compared.as_uri())
+    # the first run's CIDEr of a pair is its number, the second's always 2
+    assert "".join(ids(page)) == "504132"
+    assert page.locator(".card header span").first.inner_text() == "CIDEr -300.0"
+    view(page, "second better")
+    assert "".join(ids(page)) == "012345"
+    view(page, "first better")
+    assert "".join(ids(page)) == "543210"
+    choose(page, "grade", "lost")
+    assert ids(page) == ["0"]
+    choose(page, "grade", "gained")
+    assert ids(page) == ["5"]
+    choose(page, "grade", "differ")
+    assert "".join(ids(page)) == "5310"
+    page.locator(".card").last.click()
+    words = page.locator("#words").inner_text()
+    assert "first, 0.0" in words
+    assert "second, 200.0" in words
+    assert page.locator("#words .prediction").all_inner_texts() == [
+        "the red cube at the left became blue",
+        "nothing changed",
+    ]
+    assert (watch.left, watch.complaints) == ([], [])
+    page.close()
+
+
+def test_a_page_that_fetches_would_be_seen(browser: Browser):
+    page = browser.new_page()
+    watch = Watch(page)
+    page.set_content("<img src='http://192.0.2.1/x.png'><script>console.error('no')</script>", wait_until="commit")
+    page.wait_for_timeout(200)
+    assert watch.left == ["http://192.0.2.1/x.png"]
+    assert "no" in watch.complaints
+    page.close()

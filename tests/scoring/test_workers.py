@@ -1,0 +1,275 @@
+"""METEOR and SPICE through their workers, with programs in Java's place that speak their protocols and count words."""
+
+import json
+import random
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from m3diff.scoring.metrics import METRICS, meteor, worker
+from m3diff.scoring.metrics.metric import ALL, Item, MetricScores
+from m3diff.scoring.metrics.run import compute_metrics
+from m3diff.scoring.metrics.scorer import Scorer
+from m3diff.scoring.metrics.spice import JARS, NASHORN
+from tests.scoring import bench
+
+FAKE_METEOR = """
+import sys
+for line in sys.stdin:
+    kind, *references, prediction = line.rstrip("\\n").split(" ||| ")
+    assert kind == "SCORE"
+    print(line, end="", file=open(LOG, "a"))
+    words, wanted = len(prediction.split()), len(references)
+    matches = [words, wanted, 0, 0, *[0] * 12]
+    print(words, 10 * wanted, 0, 0, *matches, words, words, wanted)
+"""
+FAKE_SPICE = """
+import json, sys
+jobs = json.load(open(sys.argv[4]))
+print(json.dumps([job["test"] for job in jobs]), file=open(LOG, "a"))
+values = [None if job["test"] == "empty" else len(job["test"].split()) / 10 + len(job["refs"]) / 100 for job in jobs]
+scores = [{"image_id": job["image_id"], "scores": {"All": {"f": f}}} for job, f in zip(jobs, values)]
+json.dump(scores, open(sys.argv[sys.argv.index("-out") + 1], "w"))
+"""
+
+PAIRS = {
+    "b": ("one two three", ["x"]),
+    "a": ("one two", ["x", "y"]),
+    "c": ("empty", ["x"]),
+    "d": ("one two", ["x", "y"]),
+}
+GROUPS = {"some": ["b", "a"], "one": ["c"], "nobody": []}
+
+
+def run(name: str, when: str, program: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> MetricScores:
+    """The metric `name` with `program` where Java's arguments hold `when`."""
+    path = folder / "program.py"
+    path.write_text(f"LOG = {str(folder / 'log')!r}\n{program}")
+    then = f'exec {shlex.quote(sys.executable)} {path} "$@"'
+    monkeypatch.setenv("PATH", bench.fake_java(folder / "bin", when, then))
+    pairs = [replace(bench.pair(text, references, [], i), id=i) for i, (text, references) in PAIRS.items()]
+    return compute_metrics({name: METRICS[name]}, [bench.grouped(pairs, GROUPS)], {}, folder, 60)["toy/test"]
+
+
+@pytest.fixture(scope="module")
+def meteor_found(tmp_path_factory: pytest.TempPathFactory) -> tuple[MetricScores, list[str]]:
+    folder = tmp_path_factory.mktemp("meteor")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        found = run("METEOR", "meteor", FAKE_METEOR, folder, monkeypatch)
+    return found, (folder / "log").read_text().splitlines()
+
+
+def by_hand(words: int, references: int) -> float:
+    """METEOR where every word of the prediction matches, each a chunk of its own, and a tenth of the references'."""
+    mean = 1 / (0.15 / 1 + 0.85 / 0.1)
+    return mean * (1 - 0.6 * (words / ((words + references) / 2)) ** 0.2)
+
+
+@pytest.mark.slow(15)
+def test_meteor_of_a_group_is_that_of_its_summed_statistics_and_not_a_mean(
+    meteor_found: tuple[MetricScores, list[str]],
+):
+    found, _ = meteor_found
+    assert {name: values["METEOR"] for name, values in found.groups.items()} == {
+        ALL: pytest.approx(by_hand(8, 6)),
+        "some": pytest.approx(by_hand(5, 3)),
+        "one": pytest.approx(by_hand(1, 1)),
+        "nobody": None,
+    }
+    assert found.absent == {}
+
+
+def test_meteor_of_each_pair_stands_under_its_id_with_its_statistics(meteor_found: tuple[MetricScores, list[str]]):
+    pairs = meteor_found[0].pairs
+    wanted = {"b": by_hand(3, 1), "a": by_hand(2, 2), "c": by_hand(1, 1), "d": by_hand(2, 2)}
+    assert {i: of_pair["METEOR"] for i, of_pair in pairs.items()} == pytest.approx(wanted)
+    assert pairs["b"]["METEOR_statistics"] == [3.0, 10.0, 0.0, 0.0, 3.0, 1.0, *[0.0] * 14, 3.0, 3.0, 1.0]
+
+
+def test_meteor_reads_each_distinct_pair_once_references_first(meteor_found: tuple[MetricScores, list[str]]):
+    assert meteor_found[1] == [
+        "SCORE ||| x ||| one two three",
+        "SCORE ||| x ||| y ||| one two",
+        "SCORE ||| x ||| empty",
+    ]
+
+
+def test_intervals_of_meteor_come_from_the_statistics_of_scores_parquet(meteor_found: tuple[MetricScores, list[str]]):
+    column, score = METRICS["METEOR"].resampled["METEOR"]
+    rows = np.array([meteor_found[0].pairs[i][column] for i in PAIRS])
+    sums = np.array([[1, 1, 0, 0], [0, 0, 2, 0]]) @ rows  # two resamples
+    assert score(sums).tolist() == pytest.approx([by_hand(5, 3), by_hand(2, 2)])
+
+
+def test_spice_of_a_group_is_the_mean_of_the_pairs_that_have_a_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name in JARS + NASHORN:
+        (tmp_path / name).touch()
+    found = run("SPICE", "spice", FAKE_SPICE, tmp_path, monkeypatch)
+    mean = pytest.approx((0.31 + 0.22) / 2)
+    assert {name: values["SPICE"] for name, values in found.groups.items()} == {
+        ALL: pytest.approx((0.31 + 0.22 + 0.22) / 3),
+        "some": mean,
+        "one": None,
+        "nobody": None,
+    }
+    wanted = {"b": {"SPICE": 0.31}, "a": {"SPICE": 0.22}, "c": {"SPICE": None}, "d": {"SPICE": 0.22}}
+    assert found.pairs == wanted
+    assert json.loads((tmp_path / "log").read_text()) == ["one two three", "one two", "empty"]
+
+
+TABLE = [
+    ("red cube", "crimson block"),
+    ("crimson block", "red cube"),
+    ("moved", "shifted"),
+    ("don t", "do not"),
+    ("cube moved", "red shifted"),
+    ("mov\u00e9d", "x"),
+    ("wh??", "x"),
+    ("??", "gone"),
+]
+
+
+def matching(*items: tuple[str, list[str]]) -> list[tuple[str, str]]:
+    table = "".join(f"0.5\n{one}\n{other}\n" for one, other in TABLE).encode()
+    lines = [line.decode().rstrip("\n") for line in worker.matching_paraphrases(table, items)]
+    assert set(lines[::3]) <= {"0.5"}
+    return list(zip(lines[1::3], lines[2::3], strict=True))
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 5, 40])
+def test_any_number_of_processes_keeps_the_same_lines_in_the_tables_order(processes: int):
+    table = b"".join(b"0.%d\n%s\n%s\n" % (n, b"red" * (n % 4), b"cube") for n in range(25))
+    items = [("a red", ["the cube"]), ("redred", ["x"])]
+    whole = list(worker.matching_paraphrases(table, items))
+    assert 0 < len(whole) < 75
+    assert list(worker.matching_paraphrases(table, items, processes)) == whole
+    parts = worker.parts_of(table, processes)
+    assert b"".join(table[start:end] for start, end in parts) == table
+    assert all(table[start:end].count(b"\n") % 3 == 0 for start, end in parts)
+
+
+def test_of_the_table_of_paraphrases_is_kept_what_reference_and_prediction_can_match_either_way():
+    assert matching(("a crimson block", ["the red cube", "y"])) == [*TABLE[:2]]
+    assert matching(("the red cube", ["a crimson block"])) == [*TABLE[:2]]
+    assert matching(("it shifted", ["it moved"])) == [TABLE[2]]
+    assert matching(("it moved", ["it moved"]), ("shifted", ["y"])) == [TABLE[2]]  # too much does no harm
+    assert matching(("red", ["crimson block"])) == []
+
+
+def test_phrases_are_found_across_punctuation_case_and_entities():
+    assert matching(("we do not", ["we don't"])) == [TABLE[3]]
+    assert matching(("Red, Cube", ["crimson &quot; block"])) == [*TABLE[:2]]
+    assert matching(("red&apos;cube", ["crimson-block"])) == [*TABLE[:2]]
+
+
+def test_an_entry_of_other_characters_is_kept_where_its_plain_words_stand_on_both_sides():
+    assert matching(("it mov\u00e9d", ["an x"])) == matching(("x", ["mov-d"])) == [TABLE[5]]
+    assert matching(("what is x", ["wh?? is it"])) == [TABLE[6]]
+    assert matching(("what is x", ["what is it"])) == matching(("x mov\u00e9d", ["it"])) == []
+    assert matching(("the cube", ["it is gone"])) == matching(("it is gone", [""])) == [TABLE[7]]  # no word to look for
+
+
+def test_the_table_is_read_whole_whatever_the_size_of_its_parts(monkeypatch: pytest.MonkeyPatch):
+    whole = matching(("a crimson block shifted", ["the red cube moved"]), ("x", ["mov-d is gone"]))
+    for size in range(1, 60):
+        monkeypatch.setattr(worker, "CHUNK", size)
+        assert matching(("a crimson block shifted", ["the red cube moved"]), ("x", ["mov-d is gone"])) == whole
+    assert whole == [*TABLE[:3], TABLE[5], TABLE[7]]
+
+
+CAPTIONS = [
+    ("a red cube moved", ["a crimson block has shifted", "the cube moves", "a red cube moved"]),
+    ("a red cube there", ["a crimson block here"]),
+    ("the women are standing", ["a woman stands", "two women standing there"]),
+    ("", ["nothing changed"]),
+    ("nothing changed", [""]),
+    ("the ball 's gone", ["the ball is gone", "there is no ball"]),
+    ("it 's the small caf\u00e9 & the big t-shirt", ["it is the little cafe", "the big shirt"]),
+    ("a a a b", ["b a a", "a b"]),
+]
+
+
+@pytest.fixture(scope="module")
+def java_statistics(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[float]], Path]:
+    """The statistics of CAPTIONS from our workers, two Java programs side by side, and a package of a small table."""
+    folder = tmp_path_factory.mktemp("java")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("PYTHONPATH", bench.small_table(folder, ("crimson block", "red cube"), ("ball", "gone")))
+        with Scorer("METEOR", 60) as program:
+            program.send({"items": CAPTIONS * 150, "shards": 2})
+            found = program.result()
+    assert found == found[: len(CAPTIONS)] * 150  # whichever program scored it
+    return found[: len(CAPTIONS)], folder / "pycocoevalcap" / "meteor"
+
+
+def ask_java(package: Path, lines: list[str]) -> list[str]:
+    """The program as pycocoevalcap starts it, with this package's table."""
+    command = ["java", "-jar", "-Xmx2G", "meteor-1.5.jar", "-", "-", "-stdio", "-l", "en", "-norm"]
+    command += ["-a", "data/paraphrase-en.gz"]
+    text = "".join(f"{line}\n" for line in lines)
+    return subprocess.run(
+        command, cwd=package, input=text, capture_output=True, text=True, encoding="utf-8", check=True
+    ).stdout.splitlines()
+
+
+@pytest.mark.parametrize("odd", ["don't move", "a t-shirt", "3.5", "A cube", "caf\u00e9", "&amp;", "DOTMULTI", "a, b"])
+def test_texts_that_meteor_would_normalise_are_known(odd: str):
+    assert worker.needs_normalising((odd, ["a red cube"]))
+    assert worker.needs_normalising(("a red cube", ["", odd]))
+
+
+def test_texts_of_small_letters_digits_and_spaces_need_no_normalising(java_statistics: tuple[list[list[float]], Path]):
+    found, package = java_statistics
+    (package / "paraphrases.gz").symlink_to(package / "data" / "paraphrase-en.gz")
+    plain = [i for i, item in enumerate(CAPTIONS) if not worker.needs_normalising(item)]
+    assert 0 < len(plain) < len(CAPTIONS)
+    assert worker.ask_meteor(package, 0, [CAPTIONS[i] for i in plain]) == [found[i] for i in plain]
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        ("a red cube moved", ("two women", "a red cube moved", "a crimson block moved")),
+        ("the ball 's gone", ("the ball 's gone", "a ball")),
+        ("", ("the ball", "")),
+        ("--", ("the ball", "--")),
+        ("a b", ("b a", "a-b")),
+    ],
+)
+def test_references_that_are_left_out_do_not_change_the_statistics(
+    item: Item, java_statistics: tuple[list[list[float]], Path]
+):
+    whole, needed = (
+        " ||| ".join(("SCORE", *texts, prediction))
+        for prediction, texts in (item, meteor.without_needless_references(item))
+    )
+    one, other = ask_java(java_statistics[1], [whole, needed])
+    assert one == other
+    assert (whole == needed) is (item[0] not in item[1] or not any(map(str.isalnum, item[0])))
+
+
+def test_statistics_are_those_of_the_stock_program(java_statistics: tuple[list[list[float]], Path]):
+    found, package = java_statistics
+    answers = ask_java(package, [" ||| ".join(("SCORE", *texts, prediction)) for prediction, texts in CAPTIONS])
+    assert found == [[float(number) for number in line.split()] for line in answers]
+    assert found[0][20:] == [1.0, 4.0, 4.0]
+    assert found[1][16:18] == [2.0, 2.0]  # words of a paraphrase, in prediction and reference
+
+
+def test_the_score_of_any_group_is_the_programs_own(java_statistics: tuple[list[list[float]], Path]):
+    found, package = java_statistics
+    rng = random.Random(0)
+    groups = [[i] for i in range(len(found))] + [rng.choices(range(len(found)), k=rng.randint(2, 9)) for _ in range(60)]
+    lines = [" ||| ".join(["EVAL", *(" ".join(map(str, found[i])) for i in group)]) for group in groups]
+    answers = iter(ask_java(package, lines))
+    wanted = [[float(next(answers)) for _ in range(len(group) + 1)][-1] for group in groups]  # after those of its pairs
+    rows = np.array([meteor.to_sum(numbers) for numbers in found])
+    scores = meteor.meteor(np.array([rows[group].sum(axis=0) for group in groups]))
+    assert scores.tolist() == pytest.approx(wanted, rel=1e-15, abs=0)
+    assert next(answers, None) is None

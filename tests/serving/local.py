@@ -1,0 +1,96 @@
+"""The application without Ray: the model is in this process, and is asked through ASGI."""
+
+import base64
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+from PIL import Image
+
+from m3diff.registry.model_source import Source
+from m3diff.serving.app import Server, make_app
+from m3diff.serving.asked import Asked
+from m3diff.serving.deploy import BATCH_WAIT_S
+from m3diff.serving.metrics import Metrics
+from m3diff.serving.models import Models
+from m3diff.serving.replica import Answer, Facts, Replica, Undecodable, Unloadable
+from m3diff.settings.tree import load_params
+from tests.serving.toy import ToyReplica
+from tests.toy import REPOSITORY
+
+PARAMS = load_params(REPOSITORY / "profiles" / "embedded.yaml")
+HERE = "http://127.0.0.1:8000"
+
+
+class Local:
+    """A replica of this process."""
+
+    def __init__(self, replica: Replica) -> None:
+        self.replica, self.removed = replica, False
+
+    async def facts(self) -> Facts | Unloadable:
+        return await self.replica.facts()
+
+    async def ask(self, asked: Asked) -> Answer | Undecodable:
+        assert not self.removed, "asked after it was removed"
+        answer = await self.replica(asked)
+        assert not self.removed, "removed before it gave its last answer"
+        return answer
+
+    async def remove(self) -> None:
+        self.removed = True
+
+
+class Service:
+    """A server without a model yet, and what it is made of; `changes` are of the section `serve`.
+
+    Args:
+        replica: Replica, or one that loads something else.
+    """
+
+    def __init__(
+        self, replica: Any = ToyReplica, token: str | None = None, examples: Sequence[Any] = (), **changes: Any
+    ) -> None:
+        self.cfg = PARAMS.serve.model_copy(update=changes)
+        self.replica, self.metrics = replica, Metrics()
+        self.made: list[Local] = []
+        self.models = Models(self.deploy, self.metrics)
+        self.server = Server(self.cfg, self.models, self.metrics, "m3diff", list(examples))
+        self.app = make_app(self.server, token)
+
+    def deploy(self, source: Source) -> Local:
+        self.made.append(Local(self.replica(source, self.cfg.batch_pairs, BATCH_WAIT_S, 1)))
+        return self.made[-1]
+
+    def client(self, **options: Any) -> httpx.AsyncClient:
+        transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+        return httpx.AsyncClient(transport=transport, base_url=HERE, **options)
+
+
+def png(image: Image.Image) -> bytes:
+    held = io.BytesIO()
+    image.save(held, "PNG")
+    return held.getvalue()
+
+
+def base64_of(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def chat(before: bytes, after: bytes, question: str | None = None, **more: Any) -> dict[str, Any]:
+    """The body of a chat."""
+    parts: list[Any] = [{"type": "text", "text": question}] if question is not None else []
+    for data in (before, after):
+        parts.append({"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64_of(data)}"}})
+    return {"model": "m3diff", "messages": [{"role": "user", "content": parts}]} | more
+
+
+def form(before: bytes, after: bytes, **texts: str) -> dict[str, Any]:
+    """The arguments of a multipart request."""
+    return {"files": {"before": ("a.png", before), "after": ("b.png", after)}, "data": texts}
+
+
+def source(folder: Path, version: int | str = 1) -> Source:
+    return Source(f"m3diff/{version}", folder, 16, None)

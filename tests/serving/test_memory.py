@@ -1,0 +1,150 @@
+"""The memory that requests take in all processes of the server, held against what docs/serving.md states."""
+
+import asyncio
+import io
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+from m3diff.serving.app import COPIES
+from m3diff.serving.replica import DECODERS
+from tests.serving.local import PARAMS, form, png
+from tests.serving.process import Running, running, write_registry
+from tests.serving.toy import plain
+
+BYTES_PER_PIXEL = 30
+SERVE = PARAMS.serve.model_copy(update={"max_image_mpx": 10})
+SIDE = int((SERVE.max_image_mpx * 1e6) ** 0.5)
+REQUESTS = SERVE.max_queue * SERVE.max_request_mb * 1e6
+IMAGES = SERVE.replicas * DECODERS * SERVE.max_image_mpx * 1e6 * BYTES_PER_PIXEL
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    root = tmp_path_factory.mktemp("served")
+    write_registry(root, "one")
+    with running(root, max_image_mpx=SERVE.max_image_mpx) as server:
+        for _ in range(4):
+            httpx.post(f"{server.address}/caption", **form(png(plain(1, 2)), png(plain(3, 4))), timeout=60)
+        yield server
+
+
+def taken(processes: list[psutil.Process]) -> int:
+    """Bytes of these processes, shared ones once."""
+    rollups = [Path(f"/proc/{process.pid}/smaps_rollup").read_text() for process in processes]
+    return sum(1024 * int(rollup.partition("\nPss:")[2].split()[0]) for rollup in rollups)
+
+
+@contextmanager
+def peak(server: Running) -> Iterator[list[int]]:
+    """Within, the largest growth of the server and its replicas is noted."""
+    family = [each for each in server.family() if each.pid == server.process.pid or "ServeReplica" in each.name()]
+    assert len(family) == 1 + SERVE.replicas
+    idle, found, ended = taken(family), [0], threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.02):
+            found[0] = max(found[0], taken(family) - idle)
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    try:
+        yield found
+    finally:
+        ended.set()
+        watching.join()
+
+
+def noise(megabytes: float) -> bytes:
+    side = int((megabytes * 1e6 / 3) ** 0.5)
+    held = io.BytesIO()
+    pixels = np.random.default_rng(7).integers(0, 256, (side, side, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(held, "PNG", compress_level=0)
+    return held.getvalue()
+
+
+async def statuses(server: Running, count: int, **request: object) -> Counter[int]:
+    limits = httpx.Limits(max_connections=count)
+    async with httpx.AsyncClient(base_url=server.address, timeout=90, limits=limits) as client:
+        answers = await asyncio.gather(*(client.post("/caption", **request) for _ in range(count)))  # type: ignore[arg-type]
+    assert all(answer.headers["retry-after"] for answer in answers if answer.status_code == 503)
+    return Counter(answer.status_code for answer in answers)
+
+
+@pytest.mark.slow(60)
+def test_as_many_large_requests_at_once_as_the_queue_holds_keep_to_the_stated_memory(server):
+    image = noise(9.7)
+    with peak(server) as found:
+        got = asyncio.run(statuses(server, SERVE.max_queue, **form(image, image)))
+    print(f"{got}: {found[0] / 1e6:,.0f} MB above idle, {REQUESTS / 1e6:,.0f} allowed")
+    assert got.keys() <= {200, 503}
+    assert got[200] >= SERVE.max_queue // 4
+    assert found[0] <= 1.1 * REQUESTS
+    assert httpx.post(f"{server.address}/caption", **form(image, image), timeout=60).status_code == 200
+
+
+def large(kind: str) -> bytes:
+    """A picture as large as the limit allows, in the format of which decoding takes the most."""
+    grey, held = Image.linear_gradient("L").resize((SIDE, SIDE)), io.BytesIO()
+    Image.merge("RGBA", [grey, grey, grey.rotate(90), grey]).save(held, kind, lossless=True, method=0)
+    return held.getvalue()
+
+
+@pytest.mark.slow(60)
+@pytest.mark.parametrize("kind", ["WEBP", "JPEG2000"])
+def test_images_of_the_largest_size_keep_to_the_stated_memory(server, kind):
+    image = large(kind)
+    with peak(server) as found:
+        got = asyncio.run(statuses(server, 4, **form(image, image, overlay="true")))
+    print(f"{kind}: {found[0] / 1e6:,.0f} MB above idle, {IMAGES / 1e6:,.0f} allowed")
+    assert got == {200: 4}
+    assert found[0] <= 1.1 * IMAGES
+
+
+def thin() -> bytes:
+    held = io.BytesIO()
+    Image.new("1", (1, 30_000)).save(held, "PNG")
+    return held.getvalue()
+
+
+def text_bomb() -> bytes:
+    """A PNG of which the texts unpack to sixty times its bytes."""
+    held, info = io.BytesIO(), PngInfo()
+    for number in range(63):
+        info.add_text(f"k{number}", "x" * 1_000_000, zip=True)
+    Image.new("L", (9, 9)).save(held, "PNG", pnginfo=info)
+    return held.getvalue()
+
+
+JSON = {"content-type": "application/json"}
+SMALL = png(plain(1, 2))
+HOSTILE: dict[str, dict[str, object]] = {
+    "a thin line": form(thin(), SMALL),
+    "texts": form(text_bomb(), SMALL),
+    "lists": {"content": b'{"before": [' + b"[]," * 6_000_000 + b"0]}", "headers": JSON},
+    "numbers": {"content": b'{"before": [' + b"0," * 9_000_000 + b"0]}", "headers": JSON},
+    "blanks": {"content": b'{"before": "' + b"AA " * 6_000_000 + b'", "after": ""}', "headers": JSON},
+    "wide letters": {"content": b'{"before": "' + "\U0001f600".encode() * 4_000_000 + b'"}', "headers": JSON},
+    "a long name": {"content": b'{"before": "", "after": "", "' + b"a" * 19_000_000 + b'": 1}', "headers": JSON},
+}
+
+
+@pytest.mark.slow(40)
+def test_whatever_a_request_holds_it_keeps_to_its_share_of_the_stated_memory(server):
+    share = COPIES * SERVE.max_request_mb * 1e6
+    for name, request in HOSTILE.items():
+        with peak(server) as found:
+            answer = httpx.post(f"{server.address}/caption", timeout=60, **request)  # type: ignore[arg-type]
+        print(f"{name}: {answer.status_code}, {found[0] / 1e6:,.0f} MB above idle, {share / 1e6:,.0f} allowed")
+        assert answer.status_code == (200 if name == "texts" else 422)
+        assert len(answer.content) < 2_000
+        assert found[0] <= 1.1 * share

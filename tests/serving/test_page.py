@@ -1,0 +1,162 @@
+"""The page in headless Chromium, on a desk and on a phone: caption, slider, outlines, examples, refusals."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import polars as pl
+import pytest
+import uvicorn
+from playwright.sync_api import Browser, Page, expect
+
+from m3diff.serving.examples import find_examples
+from m3diff.serving.page import Page as Served
+from tests.browser import Watch, chromium
+from tests.servers import free_port
+from tests.serving.local import PARAMS, Service, source
+from tests.serving.toy import plain, write_toy
+
+DESK, PHONE = {"width": 1400, "height": 1000}, {"width": 390, "height": 844}
+WANT = "one: 10/20/0 became 30/40/0 (What has changed from the first image to the second?)"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`before.png`, `after.png`, and a clean table with pairs of them for the test split."""
+    root = tmp_path_factory.mktemp("images")
+    plain(10, 20, size=(320, 240)).save(root / "before.png")
+    plain(30, 40, size=(320, 240)).save(root / "after.png")
+    rows = [
+        {"id": f"{name}/{n}", "dataset": name, "split": split, "before": str(root / "before.png")}
+        | {"after": str(root / "after.png"), "references": [f"what {name} says of {n}", "else"]}
+        for name in ("minichange", "minichange_free", "unknown")
+        for n, split in enumerate(("train", "test", "test", "test", "test"))
+    ]
+    pl.DataFrame(rows).write_parquet(root / "records.parquet")
+    return root
+
+
+class Threaded(uvicorn.Server):
+    """A server in a thread of this process."""
+
+    def run_beside(self) -> threading.Thread:
+        thread = threading.Thread(target=self.run, daemon=True)
+        thread.start()
+        return thread
+
+
+@pytest.fixture(scope="module")
+def address(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    from ray.serve import batching
+
+    patch = pytest.MonkeyPatch()  # as conftest.py does it for one test
+    patch.setattr(batching._BatchQueue, "_warn_if_max_batch_size_exceeds_max_ongoing_requests", lambda self: None)
+    service = Service(examples=find_examples(images, PARAMS.ingest.datasets, 4))
+    folder = write_toy(tmp_path_factory.mktemp("toy"), "one")
+    port = free_port()
+
+    async def app(scope, receive, send):  # the model is loaded in the loop that asks it
+        if service.models.current is None:
+            await service.models.switch(source(folder))
+        await service.app(scope, receive, send)
+
+    server = Threaded(uvicorn.Config(app, port=port, ws="none", lifespan="off", log_level="error"))
+    thread = server.run_beside()
+    yield f"http://127.0.0.1:{port}/"
+    server.should_exit = True
+    thread.join(20)
+    patch.undo()
+
+
+@pytest.fixture(params=[DESK, PHONE], ids=["desk", "phone"])
+def page(request: pytest.FixtureRequest, browser: Browser, address: str) -> Iterator[Page]:
+    context = browser.new_context(viewport=request.param, permissions=["clipboard-read", "clipboard-write"])
+    page = context.new_page()
+    watch = Watch(page)
+    page.goto(address)
+    yield page
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "wider than the window"
+    assert watch.left == []
+    assert [said for said in watch.complaints if "status of 422" not in said] == []
+    context.close()
+
+
+def upload(page: Page, images: Path) -> None:
+    page.set_input_files("#before", images / "before.png")
+    expect(page.get_by_role("button", name="Say what changed")).to_be_disabled()
+    page.set_input_files("#after", images / "after.png")
+
+
+@pytest.mark.slow(20)
+def test_two_images_are_captioned_slid_over_and_outlined(page, images):
+    upload(page, images)
+    page.get_by_role("button", name="Say what changed").click()
+    expect(page.locator("#caption")).to_have_text(WANT)
+    expect(page.locator("#model")).to_have_text("said by m3diff/1")
+    slider = page.get_by_label("from the image before to the image after")
+    slider.focus()
+    page.keyboard.press("ArrowRight")
+    assert slider.input_value() == "51"
+    assert page.evaluate("getComputedStyle(document.getElementById('slide')).getPropertyValue('--x')") == "49%"
+    assert page.get_attribute("#slide-before", "src").startswith("blob:")
+    page.get_by_label("outline what the model looked at").check()
+    for side in ("before", "after"):
+        assert page.get_attribute(f"#slide-{side}", "src").startswith("data:image/png;base64,")
+    page.get_by_role("button", name="Copy").click()
+    expect(page.get_by_role("button", name="Copied")).to_be_visible()
+    assert page.evaluate("navigator.clipboard.readText()") == WANT
+
+
+@pytest.mark.slow(20)
+def test_the_images_are_swapped_and_a_question_is_asked(page, images):
+    upload(page, images)
+    page.get_by_label("swap the images").click()
+    page.get_by_label("Question").fill("Is it red?")
+    page.keyboard.press("Enter")
+    expect(page.locator("#caption")).to_have_text("one: 30/40/0 became 10/20/0 (Is it red?)")
+
+
+@pytest.mark.slow(20)
+def test_an_example_is_one_press_away_and_shows_what_its_dataset_says(page):
+    expect(page.locator("#pairs button")).to_have_count(4)
+    page.get_by_label("pair 1, minichange/2").click()
+    expect(page.locator("#caption")).to_have_text(WANT)
+    expect(page.locator("#reference q")).to_have_text("what minichange says of 2")
+
+
+@pytest.mark.slow(20)
+def test_a_refusal_is_said_in_words(page, images, tmp_path):
+    upload(page, images)
+    (tmp_path / "notes.png").write_text("no image")
+    page.set_input_files("#after", tmp_path / "notes.png")
+    page.get_by_role("button", name="Say what changed").click()
+    alert = page.get_by_role("alert")
+    expect(alert).to_contain_text("This cannot be captioned")
+    expect(alert).to_contain_text("after: 8 bytes, is of no known image format. Allowed: an image")
+    page.set_input_files("#after", images / "after.png")
+    expect(alert).to_be_hidden()
+    page.get_by_label("Question").fill("<image>")
+    page.get_by_role("button", name="Say what changed").click()
+    expect(alert).to_contain_text("question: '<image>'")
+
+
+def test_the_policy_of_the_page_names_no_host_and_allows_no_other_script():
+    policy = Served().policy
+    assert "http" not in policy
+    assert "unsafe" not in policy
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert "http://" not in Served().html.replace("http://127.0.0.1", "")
+    assert "https://" not in Served().html
+
+
+def test_examples_are_of_the_test_split_of_what_may_be_shown_and_none_where_there_is_no_run(images, tmp_path):
+    found = find_examples(images, PARAMS.ingest.datasets, 3)
+    assert [example.id for example in found] == ["minichange/3", "minichange_free/2", "minichange_free/4"]
+    assert found[0].as_dict(0)["before"] == "/examples/0/before"
+    assert find_examples(tmp_path, PARAMS.ingest.datasets, 3) == find_examples(images, {}, 3) == []

@@ -1,0 +1,71 @@
+"""A version as register logs it, over HTTP: by `m3diff serve`, and by `mlflow models serve` (docs/serving.md)."""
+
+import os
+import sys
+from pathlib import Path
+
+import httpx
+import mlflow
+import pytest
+
+from m3diff.models.generation import load_captioner
+from m3diff.stages.register.stage import SIGNATURE, copy_code
+from tests.servers import free_port, started
+from tests.serving.local import base64_of, form, png
+from tests.serving.process import environment, running
+from tests.tiny import noise_image, tiny_base, tiny_checkpoint
+from tests.toy import REPOSITORY
+
+
+def register(root: Path, checkpoint: Path) -> str:
+    """A store with one version, champion; returns its address."""
+    uri = f"sqlite:///{root}/mlflow.db"
+    mlflow.set_tracking_uri(uri)
+    client = mlflow.MlflowClient()
+    client.create_experiment("m3diff", (root / "artifacts").as_uri())
+    mlflow.set_experiment("m3diff")
+    with mlflow.start_run():
+        logged = mlflow.pyfunc.log_model(
+            name="m3diff",
+            python_model=str(REPOSITORY / "components" / "stages" / "register" / "pyfunc.py"),
+            artifacts={"checkpoint": str(checkpoint)},
+            model_config={"max_new_tokens": 64},
+            code_paths=[str(copy_code(root / "code"))],
+            signature=SIGNATURE,
+            pip_requirements=["torch"],
+        )
+    version = mlflow.register_model(logged.model_uri, "m3diff", tags={"predict.max_new_tokens": "64"})
+    client.set_registered_model_alias("m3diff", "champion", version.version)
+    return uri
+
+
+def answers(address: str) -> bool:
+    try:
+        return httpx.get(f"{address}/ping").status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+@pytest.mark.slow(90)
+def test_a_registered_version_says_the_same_by_both_servers(tmp_path, monkeypatch):
+    monkeypatch.setattr("tests.servers.PATIENCE_S", 240)
+    folder = tiny_checkpoint(tiny_base(tmp_path / "base"), tmp_path / "checkpoint")
+    before, after = noise_image(0), noise_image(1)
+    want = load_captioner(folder, 64).caption([(before, after)])
+    before_uri = mlflow.get_tracking_uri()
+    try:
+        uri = register(tmp_path, folder)
+    finally:
+        mlflow.set_tracking_uri(before_uri)
+    with running(tmp_path, toy=False) as server:
+        answer = httpx.post(f"{server.address}/caption", **form(png(before), png(after)), timeout=60).json()
+    assert answer == {"caption": want[0], "model": "m3diff/1"}
+    port = free_port()
+    line = [str(Path(sys.executable).with_name("mlflow")), "models", "serve", "-m", "models:/m3diff@champion"]
+    line += ["--env-manager", "local", "--host", "127.0.0.1", "--port", str(port)]
+    given = environment(MLFLOW_TRACKING_URI=uri, PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    address = f"http://127.0.0.1:{port}"
+    with started(line, tmp_path / "mlflow.log", lambda: answers(address), cwd=tmp_path, env=given):
+        rows = [{"before": base64_of(png(before)), "after": base64_of(png(after))}]
+        answer = httpx.post(f"{address}/invocations", json={"dataframe_records": rows}, timeout=60)
+    assert answer.json() == {"predictions": want}, (tmp_path / "mlflow.log").read_text()

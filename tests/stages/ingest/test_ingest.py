@@ -1,0 +1,408 @@
+import csv
+import hashlib
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from m3diff.datasets import DATASETS
+from m3diff.datasets.rows import Row
+from m3diff.records.schemas import RAW_SCHEMA, DataError
+from m3diff.settings.section import ParamsError
+from m3diff.stages.ingest import stage
+from m3diff.stages.ingest.params import Ingest
+from m3diff.stages.ingest.table import to_table
+from tests.layouts import edit_json, make_entry, run_ingest, save_picture, write_clevr, write_json, write_spot
+
+
+@pytest.fixture
+def raw(tmp_path) -> Path:
+    return write_clevr(tmp_path / "raw")
+
+
+def records_of(folder: Path, name: str = "mini") -> list[dict]:
+    table = pq.read_table(folder / "records" / name / "records.parquet")
+    assert table.schema.equals(RAW_SCHEMA)
+    return table.to_pylist()
+
+
+def outputs(folder: Path) -> dict[str, bytes]:
+    files = sorted(path for path in (folder / "records").rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def sha256(path: Path | str) -> bytes:
+    return hashlib.sha256(Path(path).read_bytes()).digest()
+
+
+def test_a_record_is_the_reader_s_row_under_the_dataset_s_name(raw):
+    run_ingest(raw)
+    first, second = records_of(raw.parent)[:2]
+    assert first == {
+        "id": "mini/000003.png",
+        "dataset": "mini",
+        "split": "train",
+        "scene": "mini/000003",
+        "before": f"{raw}/images/CLEVR_default_000003.png",
+        "after": f"{raw}/sc_images/CLEVR_semantic_000003.png",
+        "before_sha256": sha256(raw / "images/CLEVR_default_000003.png"),
+        "after_sha256": sha256(raw / "sc_images/CLEVR_semantic_000003.png"),
+        "references": ["the cube of 000003 turned red", "it became red"],
+        "change_types": ["color", "size"],
+        "source": "change_captions.json, CLEVR_default_000003.png",
+        "own_split": "train",
+        "fault": None,
+    }
+    assert (second["id"], second["after"]) == ("mini/000003.png_n", f"{raw}/nsc_images/CLEVR_nonsemantic_000003.png")
+
+
+def test_every_record_has_the_digests_of_its_own_two_images(raw):
+    run_ingest(raw)
+    records = records_of(raw.parent)
+    assert len({record["after_sha256"] for record in records}) == len(records) == 12
+    for record in records:
+        assert record["before_sha256"] == sha256(record["before"])
+        assert record["after_sha256"] == sha256(record["after"])
+
+
+def test_an_image_that_cannot_be_read_has_no_digest_and_a_bad_one_has(raw):
+    missing, folder, bad = (raw / f"sc_images/CLEVR_semantic_{number}.png" for number in ("000005", "000008", "000009"))
+    missing.unlink()
+    folder.unlink()
+    folder.mkdir()
+    bad.write_bytes(b"no image")
+    report = run_ingest(raw)
+    digests = {record["after"]: record["after_sha256"] for record in records_of(raw.parent)}
+    assert [digests[str(path)] for path in (missing, folder, bad)] == [None, None, sha256(bad)]
+    assert (report.images, report.unread_images) == (18, 2)
+
+
+def test_a_record_without_an_image_path_has_no_digest(tmp_path):
+    root = tmp_path / "own"
+    save_picture(root / "a.png", 1)
+    rows = [{"before": "../a.png", "after": "a.png", "captions": ["x"], "split": "train"}]
+    write_json(root / "pairs.json", rows)
+    report = run_ingest(root, "pairs", manifest="pairs.json")
+    (record,) = records_of(tmp_path)
+    assert (record["before"], record["before_sha256"]) == (None, None)
+    assert record["after_sha256"] == sha256(root / "a.png")
+    assert (report.faults, report.images, report.unread_images) == (1, 1, 0)
+
+
+def test_the_report_counts_what_the_dataset_gave(tmp_path):
+    report = run_ingest(write_spot(tmp_path / "spot"), "spot_the_diff", "spot")
+    assert report.model_dump() == {
+        "stage": "ingest",
+        "rows_in": 6,  # records of the annotation files; three are of one pair
+        "rows_out": 4,
+        "dataset": "spot",
+        "reader": "spot_the_diff",
+        "pairs": {"test": 1, "train": 2, "val": 1},
+        "references": {"test": 1, "train": 5, "val": 1},
+        "empty_references": 3,
+        "faults": 0,
+        "images": 8,
+        "unread_images": 0,
+    }
+    assert json.loads((tmp_path / "records/spot.json").read_text()) == report.model_dump()
+
+
+def test_a_row_that_cannot_be_read_is_a_fault_of_an_unknown_split(raw):
+    edit_json(raw / "splits.json", lambda splits: splits["train"].remove(5))
+    report = run_ingest(raw)
+    assert report.faults == 2
+    assert report.pairs == {"?": 2, "test": 4, "train": 4, "val": 2}
+    faults = [record["fault"] for record in records_of(raw.parent)]
+    assert [fault for fault in faults if fault] == ["split: the scene is in no list of splits.json"] * 2
+
+
+def test_splits_that_train_become_train(raw):
+    report = run_ingest(raw, train_on=["train", "val"])
+    assert report.pairs == {"test": 4, "train": 8}
+    splits = Counter((record["own_split"], record["split"]) for record in records_of(raw.parent))
+    assert splits == {("train", "train"): 6, ("val", "train"): 2, ("test", "test"): 4}
+
+
+def test_the_folder_is_made_anew_and_other_datasets_stay(raw):
+    run_ingest(raw, name="other")
+    others = outputs(raw.parent)
+    old = raw.parent / "records/mini/old.parquet"
+    old.parent.mkdir()
+    old.write_bytes(b"old")
+    run_ingest(raw)
+    assert not old.exists()
+    assert sorted(outputs(raw.parent).keys() - others.keys()) == ["records/mini.json", "records/mini/records.parquet"]
+    assert {name: data for name, data in outputs(raw.parent).items() if name in others} == others
+
+
+def test_a_note_beside_the_images_changes_no_byte(raw):
+    run_ingest(raw)
+    first = outputs(raw.parent)
+    (raw / "images/NOTE.txt").write_text("taken on a rainy day")
+    (raw / "README.md").write_text("a note")
+    run_ingest(raw)
+    assert outputs(raw.parent) == first
+
+
+@pytest.mark.parametrize("damage", ["no cache", "a half of it", "entries of other files"])
+def test_the_image_cache_changes_no_byte(raw, damage):
+    run_ingest(raw)
+    first, cache = outputs(raw.parent), raw.parent / "image_cache.parquet"
+    if damage == "no cache":
+        cache.unlink()
+    elif damage == "a half of it":
+        cache.write_bytes(cache.read_bytes()[: cache.stat().st_size // 2])
+    else:
+        shutil.copytree(raw, raw.parent / "copy")
+        raw.rename(raw.parent / "moved")
+        (raw.parent / "copy").rename(raw)  # equal files with other inodes and times
+    run_ingest(raw)
+    assert outputs(raw.parent) == first
+
+
+def test_a_changed_image_changes_its_record_alone(raw):
+    run_ingest(raw)
+    first = records_of(raw.parent)
+    path = save_picture(raw / "sc_images/CLEVR_semantic_000009.png", 77)
+    run_ingest(raw)
+    second = records_of(raw.parent)
+    changed = [(old["id"], new) for old, new in zip(first, second, strict=True) if old != new]
+    assert [name for name, _ in changed] == ["mini/000009.png"]
+    assert changed[0][1]["after_sha256"] == sha256(path)
+
+
+def test_a_dataset_with_a_grammar_has_it_beside_its_records(raw):
+    write_json(raw / "grammar.json", {"clauses": ["é"], "no_change": "x"})
+    run_ingest(raw, "minichange")
+    assert json.loads((raw.parent / "records/mini/grammar.json").read_text()) == {"clauses": ["é"], "no_change": "x"}
+    run_ingest(raw, "clevr_change")
+    assert not (raw.parent / "records/mini/grammar.json").exists()
+
+
+def test_a_root_that_is_no_folder_is_refused_by_name(tmp_path):
+    with pytest.raises(DataError, match=r"'mini': root .*/raw is no folder; .*`m3diff synthesize mini`"):
+        run_ingest(tmp_path / "raw")
+
+
+def test_an_option_that_the_reader_does_not_know_is_refused_and_the_old_records_stay(raw):
+    run_ingest(raw)
+    first = outputs(raw.parent)
+    with pytest.raises(ParamsError, match=r"'mini': options of reader clevr_change: .*'manifets'"):
+        run_ingest(raw, manifets="p.csv")
+    assert outputs(raw.parent) == first
+
+
+@pytest.mark.fault("14")
+def test_a_dataset_without_a_pair_is_refused(raw):
+    write_json(raw / "splits.json", {"train": [], "val": [], "test": []})
+    write_json(raw / "change_captions.json", {})
+    write_json(raw / "no_change_captions.json", {})
+    with pytest.raises(DataError, match=r"'mini': .*/raw holds no pair; fetch the dataset again"):
+        run_ingest(raw)
+
+
+@pytest.mark.fault("15")
+def test_an_image_too_large_to_decode_here_is_hashed_all_the_same(raw, monkeypatch):
+    monkeypatch.setattr(stage, "MAX_DECODED_PIXELS", 1)
+    report = run_ingest(raw)
+    assert all(record["after_sha256"] == sha256(record["after"]) for record in records_of(raw.parent))
+    assert report.unread_images == 0
+
+
+def row(**fields) -> Row:
+    sound = Row("a", "train", "s", "x.png", "y.png", ["it fell"], [], "file, row 1")
+    return sound._replace(**fields)
+
+
+LEADS_OUT = "leads out of the dataset's root; copy the image into it, or name the image's folder by image_root"
+
+
+@pytest.mark.parametrize(
+    ("fields", "fault"),
+    [
+        ({"name": None}, "id: expected text, found null"),
+        ({"name": ""}, "id: is empty"),
+        ({"scene": 7}, "scene: expected text, found a whole number 7"),
+        ({"split": "\ud83d"}, "split: holds half a surrogate pair, which is no character: text '\\ud83d'"),
+        ({"before": "/x.png"}, f"before: text '/x.png' {LEADS_OUT}"),
+        ({"after": "a/../../x.png"}, f"after: text 'a/../../x.png' {LEADS_OUT}"),
+        ({"references": "it fell"}, "references: expected a list of text, found text 'it fell'"),
+        ({"references": None}, "references: expected a list of text, found null"),
+        ({"references": ["a", 3, "b"]}, "reference 1: expected text, found a whole number 3"),
+        ({"scene": 3, "fault": "row: bad"}, "row: bad; scene: expected text, found a whole number 3"),
+        ({"name": None, "split": None, "references": None, "fault": "row: broken"}, "row: broken"),
+    ],
+)
+def test_what_cannot_be_typed_is_named_in_the_fault(tmp_path, fields, fault):
+    table, annotation_rows = to_table("d", make_entry("pairs", tmp_path), [row(**fields), row(raw_rows=3)])
+    bad, good = table.to_pylist()
+    assert bad["fault"] == fault
+    assert good["fault"] is None
+    assert (good["id"], good["scene"], good["before"]) == ("d/a", "d/s", f"{tmp_path}/x.png")
+    assert annotation_rows == 4
+    for field, value in {"name": "id", "scene": "scene", "before": "before", "after": "after"}.items():
+        assert (bad[value] is None) == (field in fields)
+
+
+OUTSIDE = {
+    "../images/o.png": LEADS_OUT,
+    "a/../../images/o.png": LEADS_OUT,
+    "..": LEADS_OUT,
+    "/etc/passwd": LEADS_OUT,
+    "{images}/o.png": LEADS_OUT,
+    "file://{images}/o.png": LEADS_OUT,
+    "file:///etc/passwd": LEADS_OUT,
+    "FILE:/etc/passwd": LEADS_OUT,
+    "..\\images\\o.png": LEADS_OUT,
+    "C:\\images\\o.png": LEADS_OUT,
+    "C:/images/o.png": LEADS_OUT,
+    "\\\\server\\o.png": LEADS_OUT,
+    "x.png\0.png": LEADS_OUT,
+    "http://127.0.0.1/o.png": "is an address, and nothing is fetched; download the image into",
+    "s3://bucket/o.png": "is an address, and nothing is fetched",
+    "data:image/png;base64,AAAA": "is an address, and nothing is fetched",
+}
+"""Paths in rows, and why each is refused."""
+
+MANIFESTS: dict[str, Callable[[Path, str], dict[str, Any]]] = {}
+
+
+def manifest(write: Callable[[Path, str], dict[str, Any]]) -> Callable[[Path, str], dict[str, Any]]:
+    """Kinds of manifest by the name of the function that writes one of a row and returns its options."""
+    MANIFESTS[write.__name__] = write
+    return write
+
+
+@manifest
+def table(root: Path, before: str) -> dict[str, Any]:
+    with (root / "pairs.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["before", "after", "captions", "split"], [before, "x.png", "it fell", "test"]])
+    return {}
+
+
+@manifest
+def lines(root: Path, before: str) -> dict[str, Any]:
+    found = {"images": [before, "x.png"], "captions": "it fell", "split": "test"}
+    (root / "pairs.jsonl").write_text(json.dumps(found))
+    return {"manifest": "pairs.jsonl", "columns": {"images": "images"}}
+
+
+@manifest
+def chat(root: Path, before: str) -> dict[str, Any]:
+    turns = [{"from": "human", "value": "What changed?"}, {"from": "gpt", "value": "it fell"}]
+    (root / "a.json").write_text(json.dumps([{"image": [before, "x.png"], "conversations": turns}]))
+    return {"manifest": "a.json", "columns": {"images": "image", "captions": "conversations"}, "split": "test"}
+
+
+@manifest
+def parquet(root: Path, before: str) -> dict[str, Any]:
+    images = [{"bytes": None, "path": path} for path in (before, "x.png")]
+    found = {"before": [images[0]], "after": [images[1]], "captions": ["it fell"], "split": ["test"]}
+    pq.write_table(pa.table(found), root / "a.parquet")
+    return {"manifest": "a.parquet"}
+
+
+@manifest
+def template(root: Path, before: str) -> dict[str, Any]:
+    return table(root, before) | {"columns": {"before": "{before}"}}
+
+
+@pytest.mark.parametrize("kind", MANIFESTS)
+@pytest.mark.parametrize("path", OUTSIDE)
+def test_a_path_that_leads_out_of_the_root_is_a_fault_of_its_row_in_every_kind_of_manifest(kind, path, tmp_path):
+    root, images = tmp_path / "root", tmp_path / "images"
+    save_picture(root / "x.png", 1)
+    save_picture(images / "o.png", 2)
+    before = path.format(images=images)
+    options = MANIFESTS[kind](root, before)
+    run_ingest(root, "pairs", "mine", **options)
+    (found,) = pq.read_table(tmp_path / "records/mine/records.parquet").to_pylist()
+    assert found["before"] is found["before_sha256"] is None
+    assert found["fault"].startswith("before: text ")
+    assert OUTSIDE[path] in found["fault"]
+
+
+@pytest.mark.parametrize("named", ["../images/o.png", "../images/a/../o.png", "{images}/o.png"])
+def test_the_entry_opens_another_folder_for_images_and_no_third(named, tmp_path):
+    root, images = tmp_path / "root", tmp_path / "images"
+    save_picture(root / "x.png", 1)
+    outside = save_picture(tmp_path / "third/t.png", 2)
+    save_picture(images / "o.png", 3)
+    (images / "link.png").symlink_to(outside)
+    (root / "into.png").symlink_to(images / "o.png")
+    for path, fault in (
+        (named, None),
+        ("into.png", None),
+        ("../third/t.png", LEADS_OUT),
+        ("../images/../third/t.png", LEADS_OUT),
+        ("../images/link.png", "is a symbolic link out of the dataset's root"),
+    ):
+        table(root, path.format(images=images))
+        run_ingest(root, "pairs", "mine", image_root=f"{images}/../images")
+        (found,) = pq.read_table(tmp_path / "records/mine/records.parquet").to_pylist()
+        assert (found["fault"] is None) == (fault is None), (path, found["fault"])
+        assert fault is None or fault in found["fault"]
+        assert (found["before_sha256"] is None) == (fault is not None)
+    assert found["after"] == f"{root}/x.png"
+
+
+def test_references_that_are_text_are_kept_beside_those_that_are_not(tmp_path):
+    table, _ = to_table("d", make_entry("pairs", tmp_path), [row(references=["a", 3, "\ud83d", "é"])])
+    assert table["references"].to_pylist() == [["a", "é"]]
+
+
+def test_paths_with_dots_in_a_name_are_inside_the_root(tmp_path):
+    table, _ = to_table("d", make_entry("pairs", tmp_path), [row(before="a..b/c..png")])
+    assert table["before"].to_pylist() == [f"{tmp_path}/a..b/c..png"]
+
+
+@pytest.mark.fault("31")
+def test_links_out_of_the_root_are_faults_unless_they_may_be_followed(tmp_path):
+    root, outside = tmp_path / "root", save_picture(tmp_path / "outside/o.png", 1)
+    save_picture(root / "x.png", 1)
+    (root / "out.png").symlink_to(outside)
+    (root / "in.png").symlink_to(root / "x.png")
+    (root / "folder").symlink_to(outside.parent)
+    rows = [row(before=name, after="x.png") for name in ("out.png", "in.png", "folder/o.png", "missing/m.png")]
+    table, _ = to_table("d", make_entry("pairs", root), rows)
+    fault = "before: {} is a symbolic link out of the dataset's root; copy the file or set follow_links"
+    assert table["fault"].to_pylist() == [
+        fault.format(f"{root}/out.png"), None, fault.format(f"{root}/folder/o.png"), None
+    ]  # fmt: skip
+    assert table["before"].to_pylist() == [None, f"{root}/in.png", None, f"{root}/missing/m.png"]
+    assert table["after"].to_pylist() == [f"{root}/x.png"] * 4
+    followed, _ = to_table("d", make_entry("pairs", root, follow_links=True), rows)
+    assert followed["fault"].null_count == 4
+
+
+def test_every_reader_is_ingested_through_the_one_list(tmp_path, monkeypatch):
+    save_picture(tmp_path / "toy/x.png", 1)
+    spec = replace(DATASETS["pairs"], read=lambda root, word: [row(references=[word])])
+    monkeypatch.setitem(DATASETS, "toy", spec)
+    report = run_ingest(tmp_path / "toy", "toy", word="it fell")
+    assert (report.reader, report.pairs, report.images, report.unread_images) == ("toy", {"train": 1}, 2, 1)
+    assert records_of(tmp_path)[0]["references"] == ["it fell"]
+    assert os.listdir(tmp_path / "records/mini") == ["records.parquet"]
+
+
+def test_pairs_without_a_reference_have_no_empty_one(tmp_path):
+    write_json(tmp_path / "own.json", [{"before": "a.png", "after": "b.png", "captions": [], "split": "test"}])
+    report = run_ingest(tmp_path, "pairs", manifest="own.json")
+    assert (report.references, report.empty_references) == ({"test": 0}, 0)
+
+
+def test_the_section_has_a_dataset_and_no_test_split_trains():
+    entry = {"reader": "pairs", "root": "raw"}
+    assert Ingest.model_validate({"datasets": {"own": entry}}).datasets["own"].train_on == ("train",)
+    with pytest.raises(ValueError, match="at least 1 item"):
+        Ingest.model_validate({"datasets": {}})
+    with pytest.raises(ValueError, match="a test split must not train; choose from train, val"):
+        Ingest.model_validate({"datasets": {"own": entry | {"train_on": ["train", "test"]}}})

@@ -1,0 +1,237 @@
+"""The tiny base of BLIP2IDC: what it takes of the LLaVA-OneVision, what it is shown and asked, a whole small run."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from pydantic import ValidationError
+from transformers import (
+    AutoProcessor,
+    Blip2ForConditionalGeneration,
+    Blip2VisionConfig,
+    Blip2VisionModel,
+    SiglipVisionConfig,
+    SiglipVisionModel,
+)
+
+from m3diff.datasets.minichange.render import render
+from m3diff.datasets.minichange.scene import sample_scene
+from m3diff.models.blip2idc.processing import Blip2IDCProcessor
+from m3diff.settings.tree import ParamsError, load_params
+from m3diff.stages.pretrain import blip2, stage
+from m3diff.stages.pretrain.architecture import architecture_of
+from m3diff.stages.pretrain.blip2 import Blip2Base, resize_patches, take_vision_encoder
+from m3diff.stages.pretrain.curriculum import DESCRIBE, QUESTIONS, curriculum
+from m3diff.stages.pretrain.params import Blip2, Pretrain
+from m3diff.stages.pretrain.stage import pretrain
+from tests.stages.pretrain.test_stage import CFG as LLAVA
+
+OWN = Blip2(start=Path("data/00_base"), queries=6, qformer_layers=2, stacked=True)
+SIZES = {"vision_px": 48, "patch_px": 12, "width": 128, "vision_layers": 4, "text_layers": 4}
+CFG = Pretrain(
+    **LLAVA.model_dump()
+    | SIZES
+    | {"segmentation_steps": 12, "steps": 16, "lr_matrices": 0.0025, "lr": 0.002, "blip2": OWN.model_dump()}
+)
+SINGLE = {"blip2": OWN.model_copy(update={"stacked": False}), "tasks": ("image", "asked for", "sentence")}
+
+
+@pytest.fixture(scope="module")
+def base() -> Blip2Base:
+    made = architecture_of(CFG)
+    assert isinstance(made, Blip2Base)
+    return made
+
+
+@pytest.fixture(scope="module")
+def model(base: Blip2Base) -> Any:
+    torch.manual_seed(0)
+    return base.make_model().eval()
+
+
+@pytest.fixture(scope="module")
+def pictures(base: Blip2Base) -> np.ndarray:
+    rng = np.random.default_rng(0)
+    return np.stack([base.prepare_image(render(sample_scene(rng), 64, rng)) for _ in range(4)])
+
+
+def test_the_llm_answers_as_that_of_the_llava_onevision(base: Blip2Base, model: Any) -> None:
+    ids = torch.tensor([base.encode_reference("the small red box moved to the top")])
+    theirs = base.llava(input_ids=ids).logits
+    assert torch.equal(model.language_model(input_ids=ids).logits, theirs)
+    assert model.language_model.lm_head.weight is model.get_input_embeddings().weight
+
+
+def test_each_layer_of_the_encoder_gives_what_the_siglip_s_gives(base: Blip2Base, model: Any) -> None:
+    seen = torch.randn(2, 5, 128)
+    for mine, theirs in zip(
+        model.vision_model.encoder.layers, base.llava.model.vision_tower.encoder.layers, strict=True
+    ):
+        want = theirs(seen, attention_mask=None)
+        torch.testing.assert_close(mine(seen), want, rtol=1e-5, atol=1e-5)
+
+
+def test_patches_of_the_same_size_are_read_alike_and_larger_ones_of_the_same_grey_as_bright(base: Blip2Base) -> None:
+    theirs = base.llava.model.vision_tower
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
+    same = Blip2VisionModel(Blip2VisionConfig(image_size=100, patch_size=20, **sizes))
+    take_vision_encoder(same, theirs)
+    pixels = torch.randn(1, 3, 100, 100)
+    torch.testing.assert_close(same.embeddings(pixels)[:, 1:], theirs.embeddings(pixels), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(same.post_layernorm.weight, theirs.post_layernorm.weight)
+    larger = Blip2VisionModel(Blip2VisionConfig(image_size=200, patch_size=40, **sizes))
+    with torch.no_grad():
+        resize_patches(larger.embeddings, theirs.embeddings)
+    grey = torch.full((1, 3, 200, 200), 0.3)
+    want = theirs.embeddings(grey[..., :100, :100])
+    apart = (larger.embeddings(grey)[:, 1:] - want).norm() / (
+        want - theirs.embeddings(0 * grey[..., :100, :100])
+    ).norm()
+    assert apart < 0.05
+
+
+def test_positions_are_resized_where_they_lie() -> None:
+    """A slope from top to bottom stays one."""
+    sizes = {"hidden_size": 4, "intermediate_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1}
+    theirs = SiglipVisionModel(SiglipVisionConfig(image_size=50, patch_size=10, **sizes)).embeddings
+    mine = Blip2VisionModel(Blip2VisionConfig(image_size=60, patch_size=10, **sizes)).embeddings
+    rows = torch.arange(25.0).div(5, rounding_mode="floor")
+    with torch.no_grad():
+        theirs.position_embedding.weight.copy_(rows[:, None].expand(-1, 4))
+        resize_patches(mine, theirs)
+    grid = mine.position_embedding[0, 1:].view(6, 6, 4)
+    assert (grid.diff(dim=0) > 0).all()
+    assert grid.diff(dim=1).abs().max() < 1e-5
+
+
+def test_queries_start_unlike_each_other(model: Any) -> None:
+    queries = model.query_tokens[0]
+    assert queries.shape == (6, 128)
+    assert torch.cdist(queries, queries)[~torch.eye(6, dtype=torch.bool)].min() > 0.05
+    assert 0.015 < queries.std() < 0.025
+
+
+def test_a_caption_is_not_asked_for_and_a_thing_is(base: Blip2Base) -> None:
+    image, start = base.processor.prompt[0], base.processor.start_id
+    for question in (*DESCRIBE, *QUESTIONS):
+        assert base.encode_prompt(question, 1) == base.processor.encode_prompt(question)
+        assert base.encode_prompt(question, 0) == (start,)
+    asked = base.encode_prompt("Describe the small red box.", 2)
+    assert asked[:7] == (image,) * 6 + (start,)
+    assert base.processor.tokenizer.decode(asked[7:]) == "Describe the small red box.\n"
+
+
+def test_only_what_names_something_is_asked(base: Blip2Base) -> None:
+    """Every task's question is either BLIP-2's own, captioning, or follows the start token."""
+    rng = np.random.default_rng(0)
+    scenes = [sample_scene(rng) for _ in range(2)]
+    told = {task.name: task.ask(rng, scenes[: task.images])[0] in blip2.CAPTION for task in curriculum(("grid",))}
+    assert told == {
+        "image": True,
+        "two images": True,
+        "sentence": True,
+        "asked for": False,
+        "asked for in two": False,
+        "side by side": False,
+    }
+
+
+def test_two_images_are_stacked_as_the_family_stacks_a_pair(base: Blip2Base, pictures: np.ndarray) -> None:
+    pairs = torch.from_numpy(np.stack([base.processor.prepare_image(Image.fromarray(each)) for each in pictures]))
+    want = base.processor.image_inputs(pairs)["pixel_values"]
+    assert torch.equal(base.pixels(pictures, 2), want)
+    assert want.shape == (2, 3, 48, 48)
+    single = base.pixels(pictures[:1], 1)
+    stretched = np.asarray(Image.fromarray(pictures[0]).resize((48, 48), Image.Resampling.BICUBIC))
+    assert torch.equal(single[0], base.processor.image_processor.to_pixels(torch.tensor(stretched)))
+
+
+def test_logits_are_the_model_s_own_at_the_supervised_tokens(base: Blip2Base, model: Any, pictures: np.ndarray) -> None:
+    ids, supervised = stage._encode(base, [("Describe both images.", "nothing"), ("Describe the ball.", "a mark")], 2)
+    told = base.logits(model, pictures, 2, ids, supervised)
+    want = model(pixel_values=base.pixels(pictures, 2), input_ids=ids, use_cache=False).logits[supervised]
+    torch.testing.assert_close(told, want)
+    other = base.logits(model, pictures[::-1].copy(), 2, ids, supervised)
+    assert not torch.allclose(told, other), "the pictures are read"
+    alone, of_it = stage._encode(base, [(QUESTIONS[0], "nothing")], 0)
+    want = model.language_model(input_ids=alone).logits[of_it]
+    torch.testing.assert_close(base.logits(model, None, 0, alone, of_it), want)
+
+
+def test_the_encoder_s_patches_come_without_the_class_token(base: Blip2Base, model: Any, pictures: np.ndarray) -> None:
+    found = base.patches(model.vision_model, pictures, 2)
+    want = model.vision_model(pixel_values=base.pixels(pictures, 2)).last_hidden_state
+    assert found.shape == (2, 16, 128)
+    assert torch.equal(found, want[:, 1:])
+
+
+def test_one_image_and_two_come_in_turn_to_segment_where_the_recipe_stacks(base: Blip2Base) -> None:
+    assert [base.images_of_a_picture(step) for step in range(4)] == [1, 2, 1, 2]
+    alone = architecture_of(CFG.model_copy(update=SINGLE))
+    assert [alone.images_of_a_picture(step) for step in range(4)] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_a_whole_small_run_is_a_blip_2_that_learns_and_comes_out_the_same_twice(stacked: bool, tmp_path: Path) -> None:
+    cfg = CFG if stacked else CFG.model_copy(update=SINGLE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stage, "LOG_EVERY", 6)
+        for name in "ab":
+            pretrain(cfg, tmp_path / name)
+    one, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in "ab")
+    assert one == other
+    rows = list(csv.DictReader((tmp_path / "a" / "training_log.csv").open()))
+    assert float(rows[1]["loss: image"]) < float(rows[0]["loss: image"])
+    assert ("loss: two images" in rows[0]) is stacked
+    assert len(list(csv.DictReader((tmp_path / "a" / "segmentation_log.csv").open()))) == 2
+    stock = Blip2ForConditionalGeneration.from_pretrained(tmp_path / "a")
+    assert stock.config.num_query_tokens == 6
+    own = Blip2IDCProcessor.from_pretrained(tmp_path / "a")
+    assert own.end_id == stock.config.text_config.eos_token_id
+    assert own.decode(torch.tensor([own.encode_reference("a small red box")])) == ["a small red box"]
+    assert type(AutoProcessor.from_pretrained(tmp_path / "a")).__name__ == "Blip2Processor"
+    assert Pretrain.model_validate_json((tmp_path / "a" / "recipe.json").read_text()) == cfg
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"blip2": SINGLE["blip2"]},
+            "stacked: false shows one image, and tasks has asked for in two, side by side, two",
+        ),
+        ({"vision_px": 36}, "even number of rows of patches of patch_px: 12, found 36"),
+        ({"blip2": {"start": "data/00_base", "queries": 0, "qformer_layers": 2, "stacked": True}}, "queries"),
+        ({"blip2": {"start": "data/00_base", "queries": 6, "qformer_layers": 1, "stacked": True}}, "qformer_layers"),
+    ],
+)
+def test_a_recipe_that_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        Pretrain.model_validate(CFG.model_dump() | changes)
+
+
+def test_a_start_that_is_not_there_or_of_another_width_is_refused(tmp_path: Path) -> None:
+    absent = CFG.model_copy(update={"blip2": OWN.model_copy(update={"start": tmp_path})})
+    with pytest.raises(ParamsError, match=r"pretrain.blip2.start: .* has no config.json; name a base as `make base`"):
+        architecture_of(absent)
+    with pytest.raises(ParamsError, match=r"pretrain.width: data/00_base is 128 wide, found 64; write 128"):
+        architecture_of(CFG.model_copy(update={"width": 64}))
+
+
+@pytest.mark.parametrize(("name", "stacked"), [("blip2idc", False), ("blip2idc-stacked", True)])
+def test_the_recipes_differ_in_what_is_shown_alone_and_the_bases_that_are_here_are_theirs(
+    name: str, stacked: bool
+) -> None:
+    params = load_params(Path(f"infra/base-{name}.yaml"))
+    recipe = params.pretrain
+    assert recipe.blip2 is not None
+    assert recipe.blip2.stacked is stacked
+    other = load_params(Path("infra/base-blip2idc.yaml")).pretrain
+    shown = {"tasks": other.tasks, "blip2": other.blip2}
+    assert recipe.model_copy(update=shown) == other
+    if (params.paths.base / "recipe.json").is_file():
+        assert Pretrain.model_validate_json((params.paths.base / "recipe.json").read_text()) == recipe

@@ -1,0 +1,31 @@
+"""One mixture and one base for every test of training, and `torch.distributed` of a single worker."""
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from m3diff.stages.train.accelerator import choose_accelerator, only_worker
+from tests.stages.train.toy import write_mixture
+from tests.tiny import tiny_base
+
+choose_accelerator(False)  # the tests of this folder, and the processes they start, compute on the CPU
+
+
+@pytest.fixture(scope="session")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_mixture(tmp_path_factory.mktemp("toy") / "mixture")
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_base(tmp_path_factory.mktemp("toy") / "base")
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of this process."""
+    with only_worker("gloo"):
+        yield
+        gc.collect()  # the group that an engine holds: a process that a later test forks would hang in its end

@@ -1,0 +1,45 @@
+"""The two processes of a run, forked from one that has imported what trains: their imports take longer than a run."""
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from multiprocessing import forkserver, reduction
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from m3diff.stages.train.accelerator import choose_accelerator
+
+choose_accelerator(False)
+from m3diff.stages.train import loop  # noqa: E402, F401  # for the processes that are forked
+
+
+class Printed:
+    """Where this process prints, for a process that is forked from another."""
+
+    def __init__(self, *files: Any) -> None:
+        self.files = files
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Printed, tuple(reduction.DupFd(file) for file in (1, 2))
+
+    def take(self) -> None:
+        for place, file in enumerate(self.files, 1):
+            os.dup2(file.detach(), place)
+
+
+def begin(printed: Printed, work: Callable[..., None], *given: Any) -> None:
+    printed.take()
+    work(*given)
+
+
+def start(work: Callable[..., None], *given: Any) -> list[BaseProcess]:
+    """Start `work(rank, *given)` for the ranks 0 and 1, each in a process of its own."""
+    forking: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    if forking._preload_modules != [__name__]:
+        forking._stop()  # another test's, which has imported none of it
+        forkserver.set_forkserver_preload([__name__])
+    context = multiprocessing.get_context("forkserver")
+    workers = [context.Process(target=begin, args=(Printed(), work, rank, *given)) for rank in range(2)]
+    for worker in workers:
+        worker.start()
+    return list(workers)

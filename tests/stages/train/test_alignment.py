@@ -1,0 +1,211 @@
+"""Two phases: an alignment on datasets of its own, and the fine-tuning that begins with its weights; each goes on where
+it was killed."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from m3diff.models.checkpoint import load_model
+from m3diff.models.family import Align, Rates
+from m3diff.records.schemas import DataError
+from m3diff.stages.train import stage
+from m3diff.stages.train.phase import ALIGNMENT, DatasetFilter, with_alignment
+from m3diff.stages.train.samples import read_samples, read_training_samples
+from tests.models.test_onediff import SEPARATE, settings
+from tests.stages.train.test_loop import assert_same_run, interrupted
+from tests.stages.train.toy import Recipe, Trained, recipe, run, write_mixture
+from tests.tiny import tiny_base
+
+ALIGN = Align(("couples",), epochs=2, global_batch=2, rates=Rates(None, 1e-2, 1e-2, None))
+SPLITS = {"train": {"toy": 10, "couples": 6}, "val": {"toy": 3, "couples": 2}, "test": {"toy": 3}}
+STEPS, FIRST_STEPS = 6, 6
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_mixture(tmp_path_factory.mktemp("mixture"), SPLITS)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
+    base = tiny_base(tmp_path_factory.mktemp("base") / "base")
+    return recipe(base, model=replace(settings(SEPARATE), align=ALIGN), micro_batch=2)
+
+
+@pytest.fixture(scope="module")
+def whole(made: Recipe, mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return run(made, mixture, tmp_path_factory.mktemp("whole"))
+
+
+def test_the_curves_are_of_both_phases_and_the_fine_tuning_begins_at_step_1(whole: Trained) -> None:
+    steps = [int(row["step"]) for row in whole.curve]
+    assert steps == list(range(1 - FIRST_STEPS, STEPS + 1))
+    first, second = whole.curve[:FIRST_STEPS], whole.curve[FIRST_STEPS:]
+    assert all(row["lr_llm"] == "" or float(row["lr_llm"]) == 0 for row in first)
+    assert all(float(row["lr_llm"]) > 0 for row in second[:-1])
+    assert max(float(row["lr_module"]) for row in first) == pytest.approx(1e-2, rel=0.1)
+    assert [row["step"] for row in first if row["val_loss_couples"]] == ["-4", "-2", "0"]
+    assert not any(row["val_loss_couples"] for row in second)
+    assert not any(row["val_loss_toy"] for row in first)
+
+
+def test_the_report_has_the_alignments_figures(whole: Trained) -> None:
+    assert whole.report.rows_in == sum(1 + n % 4 for n in range(10)), "samples of the fine-tuning"
+    assert whole.report.alignment == {
+        "steps": FIRST_STEPS,
+        "captions": 2 * sum(1 + n % 4 for n in range(6)),
+        "loss": pytest.approx(float(whole.curve[FIRST_STEPS - 1]["loss"]), abs=1e-5),
+    }
+
+
+@pytest.mark.parametrize("saved", [2, 3, 4, 5], ids=["first", "its end", "second begins", "second"])
+def test_a_training_killed_in_either_phase_ends_the_same(
+    saved: int, made: Recipe, mixture: Path, whole: Trained, tmp_path: Path
+) -> None:
+    interrupted(made, mixture, tmp_path, saved)
+    again = run(made, mixture, tmp_path)
+    assert_same_run(again, whole)
+    assert again.curve == whole.curve
+    assert again.report == whole.report
+
+
+def test_the_alignment_is_not_trained_twice(made: Recipe, mixture: Path, tmp_path: Path, whole: Trained) -> None:
+    interrupted(made, mixture, tmp_path, 5)
+    seen: list[Path] = []
+    with pytest.MonkeyPatch.context() as patch:
+        original = stage.run_local
+        patch.setattr(stage, "run_local", lambda job: seen.append(job.run_dir) or original(job))
+        assert_same_run(run(made, mixture, tmp_path), whole)
+    assert [folder.name == ALIGNMENT for folder in seen] == [False]
+
+
+@pytest.fixture
+def aligned(made: Recipe, mixture: Path, tmp_path: Path) -> Path:
+    """A run that was stopped after its alignment; the folder of that."""
+    interrupted(made, mixture, tmp_path, 4)
+    (folder,) = (tmp_path / "runs" / "train").glob("*/alignment/out/checkpoint")
+    return folder
+
+
+def test_the_alignment_trains_its_parts_alone_and_the_fine_tuning_begins_there(aligned: Path, made: Recipe) -> None:
+    after, base = load_file(aligned / "model.safetensors"), load_file(made.cfg.base / "model.safetensors")
+    moved = {name for name, weight in base.items() if not torch.equal(weight, after[name])}
+    assert moved == {name for name in base if name.startswith(("multi_modal_projector", "image_newline"))}
+    assert any(".vdm." in name for name in after.keys() - base.keys())
+
+
+def damage(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["damaged", "lost"])
+def test_a_damaged_output_of_the_alignment_is_written_again_and_the_run_ends_the_same(
+    lost: bool, aligned: Path, made: Recipe, mixture: Path, whole: Trained, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    assert (aligned.parents[1] / "done.json").is_file()
+    if lost:
+        shutil.rmtree(aligned)
+    else:
+        damage(aligned / "model.safetensors")
+    capfd.readouterr()
+    again = run(made.changed(max_failures=0), mixture, tmp_path)
+    assert_same_run(again, whole)
+    assert (again.curve, again.report) == (whole.curve, whole.report)
+    told = capfd.readouterr().out
+    assert f"resumed after step {FIRST_STEPS} of {FIRST_STEPS}" in told, "the alignment is not trained again"
+    assert "the alignment's output is written again from its newest step checkpoint" in told
+    assert "dvc checkout" not in told
+
+
+def test_adapters_lie_on_the_base_that_was_trained_on(made: Recipe, mixture: Path, tmp_path: Path) -> None:
+    done = run(made, mixture, tmp_path)
+    adapters = tmp_path / "out" / "checkpoint" / "adapters"
+    manifest = json.loads((adapters / "manifest.json").read_text())
+    assert (adapters / manifest["base"]).resolve() == made.cfg.base.resolve()
+    model, _ = load_model(adapters)
+    model.save_pretrained(tmp_path / "merged")
+    for name, weight in load_file(tmp_path / "merged" / "model.safetensors").items():
+        torch.testing.assert_close(weight, done.weights[name], rtol=0, atol=1e-6)
+
+
+def test_the_order_of_datasets_does_not_change_which_samples_a_phase_takes(mixture: Path, tmp_path: Path) -> None:
+    only = read_samples(mixture / "train", tmp_path, DatasetFilter(("couples",), others=False))
+    rest = read_samples(mixture / "train", tmp_path, DatasetFilter(("couples",)))
+    everything = read_samples(mixture / "train", tmp_path)
+    assert set(only.dataset) == {"couples"}
+    assert set(rest.dataset) == {"toy"}
+    assert (len(only), len(rest), len(everything)) == (13, 23, 36)
+    assert len({path.name for path in tmp_path.glob("*.arrow")}) == 3
+    assert len(only.pairs()) == 6
+
+
+def test_a_phase_without_a_sample_is_refused_by_name(mixture: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no sample of split 'train' of other; run `m3diff convert`"):
+        read_training_samples(mixture, tmp_path, DatasetFilter(("other",), others=False))
+    with pytest.raises(DataError, match="of datasets other than toy, couples"):
+        read_training_samples(mixture, tmp_path, DatasetFilter(("toy", "couples")))
+
+
+def test_without_a_module_the_projector_is_aligned_alone_and_without_validation_pairs(
+    made: Recipe, tmp_path: Path
+) -> None:
+    mixture = write_mixture(tmp_path / "mixture", SPLITS | {"val": {"toy": 3}})
+    bare = replace(settings(None), align=replace(ALIGN, rates=Rates(None, 1e-2, None, None)))
+    done = run(made.changed(model=bare), mixture, tmp_path)
+    assert (done.report.steps, done.report.alignment["steps"]) == (STEPS, FIRST_STEPS)
+    assert done.report.val_loss_by_dataset.keys() == {"toy"}
+    first = done.curve[:FIRST_STEPS]
+    assert max(float(row["lr_projector"]) for row in first) == pytest.approx(1e-2, rel=0.1)
+    assert not any(row["val_loss"] for row in first)
+    assert all(row.get("lr_module", "") in ("", "0", "0.0") for row in done.curve)
+
+
+def test_without_an_alignment_nothing_differs(made: Recipe, mixture: Path, tmp_path: Path) -> None:
+    done = run(made.changed(model=replace(made.model, align=None)), mixture, tmp_path)
+    assert done.report.alignment == {}
+    assert done.report.rows_in == 36, "every dataset"
+    assert done.curve[0]["step"] == "1"
+
+
+def test_curves_of_two_phases_are_one_file(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("step,loss,val_loss_x\n1,3,\n2,2,2.5\n")
+    (tmp_path / "b.csv").write_text("step,loss,val_loss_y\n1,1.5,\n2,1,1.2\n")
+    with_alignment(tmp_path / "a.csv", tmp_path / "b.csv")
+    assert (tmp_path / "b.csv").read_text().splitlines() == [
+        "step,loss,val_loss_y,val_loss_x",
+        "-1,3,,",
+        "0,2,,2.5",
+        "1,1.5,,",
+        "2,1,1.2,",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"datasets": ()}, "align: datasets must name at least one dataset|datasets must name at least one"),
+        ({"epochs": 0}, "epochs must be above 0, found 0"),
+        ({"rates": Rates(1e-3, 1e-3, 1e-3, None)}, "align: rates.vision: trains, so it must have a rate"),
+        ({"rates": Rates(None, 1e-3, 1e-3, 1e-3)}, "align: rates.llm must be null"),
+        ({"rates": Rates(None, None, None, None)}, "align: rates: no part trains"),
+    ],
+)
+def test_an_alignment_that_cannot_be_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        replace(settings(vision=None), align=replace(ALIGN, **changes))
+
+
+def test_the_alignment_decides_the_run(made: Recipe, mixture: Path) -> None:
+    keys = {
+        stage.run_key(made.cfg, model, mixture, "base")
+        for model in (made.model, replace(made.model, align=None), replace(made.model, align=replace(ALIGN, epochs=1)))
+    }
+    assert len(keys) == 3

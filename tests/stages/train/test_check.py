@@ -1,0 +1,119 @@
+"""The check at first use: it passes where packing is right, ends the run where it is not, and leaves no trace."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from m3diff.models.device import Device
+from m3diff.stages.train import batches, packing
+from m3diff.stages.train.check import PackingError, several
+from m3diff.stages.train.job import Job, Runtime
+from m3diff.stages.train.loop import Run, check, start
+from m3diff.stages.train.retry import FINAL
+from tests.gpu.choices import small
+from tests.stages.train.toy import Recipe, run
+
+KERNELS = ("sdpa", "flex")
+
+
+def recipe(**changes: Any) -> Recipe:
+    """On the embedded base: it was trained, so that what a token sees matters to its loss."""
+    return small(Device(False, "fp32"), **changes)
+
+
+def started(mixture: Path, folder: Path, **changes: Any) -> Run:
+    made = recipe(**{"scratch": folder, **changes})
+    return start(Job(made.cfg, made.model, made.compute, mixture, folder, folder, ""), Runtime())
+
+
+def seeing_siblings(segments: torch.Tensor) -> Callable[..., torch.Tensor]:
+    """The rule without the branches."""
+
+    def sees(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        there = segments[batch, key] != packing.PAD
+        return ((key <= query) & there) | (key == query)
+
+    return sees
+
+
+def positions_that_go_on(groups: Any) -> packing.Packed:
+    """Positions that do not restart where a branch does."""
+    packed = packing.pack(groups)
+    return replace(packed, position_ids=torch.arange(packed.tokens)[None])
+
+
+def sequences_that_see_each_other(sequences: torch.Tensor, segments: torch.Tensor) -> Callable[..., torch.Tensor]:
+    within = packing.prefix_rule(segments[None])
+    return lambda batch, head, query, key: within(batch * 0, head, query, key)
+
+
+FAULTS = {
+    "siblings": (packing, "prefix_rule", seeing_siblings),
+    "positions": (batches, "pack", positions_that_go_on),
+    "sequences": (packing, "row_rule", sequences_that_see_each_other),
+}
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_right_run_passes_and_keeps_its_mode_and_random_state(
+    kernel: str, precision: str, checkpointing: str, mixture: Path, tmp_path: Path, capfd: Any
+) -> None:
+    changes = {"attention": kernel, "precision": precision, "activation_checkpointing": checkpointing}
+    made = started(mixture, tmp_path, zero_stage=1 if precision == "bf16" else 0, **changes)
+    state, training = torch.get_rng_state(), [module.training for module in made.engine.module.modules()]
+    check(made)
+    assert f"train: packing checked, attention {kernel}: loss " in capfd.readouterr().out
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [module.training for module in made.engine.module.modules()] == training
+    assert made.engine.module.training, "checked as it trains"
+    assert all(p.grad is None for p in made.engine.module.parameters())
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("fault", "kernel"), [(f, k) for f in FAULTS for k in KERNELS if (f, k) != ("sequences", "sdpa")]
+)
+def test_a_fault_ends_the_run_with_both_numbers_the_kernel_and_the_way_out(
+    fault: str, kernel: str, mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = started(mixture, tmp_path, attention=kernel)
+    monkeypatch.setattr(*FAULTS[fault])
+    remedy = {"flex": "set compute.attention to sdpa", "sdpa": "set train.max_captions_per_sequence to 1"}[kernel]
+    words = rf"[\d.]+ packed, [\d.]+ as \d+ sequences of one reference \(attention {kernel}, fp32; .*{remedy}"
+    with pytest.raises(PackingError, match=words):
+        check(made)
+
+
+def test_the_run_ends_before_its_first_step_and_is_not_tried_again(
+    mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    monkeypatch.setattr(*FAULTS["siblings"])
+    monkeypatch.setattr("m3diff.stages.train.loop.train_step", lambda *_: pytest.fail("a step was taken"))
+    with pytest.raises(PackingError):
+        run(recipe(), mixture, tmp_path)
+    assert issubclass(PackingError, FINAL)
+    assert "goes on from the newest checkpoint" not in capfd.readouterr().out
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_is_checked_is_the_first_sequence_with_several_references_and_the_next(
+    mixture: Path, tmp_path: Path
+) -> None:
+    schedule = started(mixture, tmp_path, val_pairs=0).schedule
+    sizes = [len(rows) for rows in schedule.epoch(0)]
+    first = next(n for n, size in enumerate(sizes) if size > 1)
+    assert [list(rows) for rows in several(schedule)] == [list(schedule.epoch(0)[n]) for n in (first, first + 1)]
+    assert [len(rows) for rows in several(replace(schedule, micro_batch=1))] == [sizes[first]]
+    assert several(replace(schedule, max_captions=1)) == []
+
+
+def test_one_caption_a_sequence_needs_no_check(mixture: Path, tmp_path: Path, capfd: Any) -> None:
+    run(recipe(max_captions_per_sequence=1, epochs=0.1, val_pairs=0), mixture, tmp_path)
+    assert "packing checked" not in capfd.readouterr().out

@@ -1,0 +1,219 @@
+"""Shared-prefix packing gives the loss and the gradients of one sequence per reference."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from m3diff.models import FAMILIES, attention
+from m3diff.models.attention import RECURRING
+from m3diff.models.device import Device
+from m3diff.models.fused import make_fused
+from m3diff.models.tuning import prepare
+from m3diff.stages.train.batches import MicroBatch, complete
+from m3diff.stages.train.loss import attention_inputs
+from m3diff.stages.train.packing import PAD, Packed, pack
+from tests.tiny import MDP, SIDE, scale_features, tiny_model, tiny_settings
+
+IMAGE = [3] * ((SIDE // 8) ** 2 + 1)
+Group = list[tuple[list[int], list[int]]]
+
+
+def group(captions: int, seed: int, own_questions: bool = False) -> Group:
+    """One pair's (prompt, answer) tokens: answers of different lengths, one question or one for each caption."""
+    rng = np.random.default_rng(seed)
+    questions = [[int(t) for t in rng.integers(10, 600, 4)] for _ in range(captions)]
+    answers = [[int(t) for t in rng.integers(10, 600, rng.integers(1, 9))] for _ in range(captions)]
+    return [([7, *IMAGE, *IMAGE, *questions[k if own_questions else 0], 9], answers[k]) for k in range(captions)]
+
+
+def summed_loss(model: torch.nn.Module, packed: Packed, pixels: Tensor, kernel: str = "rule") -> Tensor:
+    """By the rule as one mask over the whole row, or by the inputs of a kernel."""
+    asked: dict[str, Any] = {"attention_mask": packed.mask()}
+    if kernel != "rule":
+        device = Device(False, "fp32", kernel)  # type: ignore[arg-type]
+        batch = complete(MicroBatch(packed, torch.empty(0), torch.empty(0)), device, pad_id=0)
+        packed, asked = batch.packed, attention_inputs(batch, device)
+    logits = model(
+        input_ids=packed.input_ids,
+        position_ids=packed.position_ids,
+        pixel_values=pixels,
+        batch_num_images=[2] * (len(pixels) // 2),
+        logits_to_keep=packed.supervised,
+        use_cache=False,
+        **asked,
+    ).logits
+    return F.cross_entropy(logits, packed.labels, reduction="sum")
+
+
+def gradients(model: torch.nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad and p.grad is not None}
+
+
+@pytest.mark.parametrize("own_questions", [False, True], ids=["one question", "a question per caption"])
+@pytest.mark.parametrize("captions", [(1,), (2,), (7,), (2, 7), (1, 3)])
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    ("dtype", "kernel"), [(torch.float32, "sdpa"), (torch.float64, "sdpa"), (torch.float64, "flex")]
+)
+def test_packed_equals_unpacked(
+    captions: tuple[int, ...], own_questions: bool, lora: bool, dtype: torch.dtype, kernel: str
+) -> None:
+    model = tiny_model(MDP)
+    scale_features(model)
+    if lora:
+        prepare(model, FAMILIES["m3diff"], tiny_settings())
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_" in name:
+                    parameter.normal_(std=0.2)
+    make_fused(model)  # transformers' own norm would round float64 to float32 on its way
+    model.to(dtype)
+    groups = [group(count, seed, own_questions) for seed, count in enumerate(captions)]
+    pixels = torch.randn(len(groups), 2, 3, SIDE, SIDE, dtype=dtype)
+
+    packed_loss = summed_loss(model, pack(groups), pixels.flatten(0, 1), kernel)
+    packed = gradients(model, packed_loss)
+    singles = [[one] for members in groups for one in members]
+    owner = torch.tensor([number for number, members in enumerate(groups) for _ in members])
+    unpacked_loss = torch.zeros((), dtype=dtype)  # each alone, so that no other can be of influence
+    for single, number in zip(singles, owner, strict=True):
+        unpacked_loss = unpacked_loss + summed_loss(model, pack([single]), pixels[number])
+    unpacked = gradients(model, unpacked_loss)
+
+    # a branch that saw a sibling, or a position off by one, moves loss and gradients by more than 1e-3 of their size
+    loss_tolerance, tolerance = (1e-6, 1e-5) if dtype == torch.float32 else (1e-14, 1e-12)
+    torch.testing.assert_close(packed_loss, unpacked_loss, rtol=loss_tolerance, atol=0)
+    assert packed.keys() == unpacked.keys()
+    whole = torch.stack([gradient.norm() for gradient in unpacked.values()]).norm()
+    for name, gradient in unpacked.items():
+        scale = max(gradient.norm(), 1e-3 * whole)  # a key's bias has a gradient of zero, save for rounding
+        assert (packed[name] - gradient).norm() < tolerance * scale, name
+
+
+def test_the_first_answer_token_is_supervised() -> None:
+    packed = pack([group(2, seed=0)])
+    answers = [answer for _, answer in group(2, seed=0)]
+    assert packed.labels.tolist() == answers[0] + answers[1]
+    last_prompt_token = packed.input_ids[packed.supervised][[0, len(answers[0])]]
+    assert last_prompt_token.tolist() == [9, 9], "each branch repeats the prompt's last token"
+
+
+def test_branches_do_not_see_each_other_nor_another_sequence() -> None:
+    packed = pack([group(3, seed=0), group(1, seed=1)]).rounded_up(RECURRING, pad_id=0)
+    mask, sequences, segments = packed.mask()[0, 0], packed.sequences.tolist(), packed.segments.tolist()
+    assert sequences[-1] == segments[-1] == PAD
+    for query in range(packed.tokens):
+        for key in range(packed.tokens):
+            branch = segments[key] != PAD and segments[key] in (0, segments[query])
+            allowed = key <= query and sequences[key] == sequences[query] and branch
+            assert bool(mask[query, key]) == (allowed or key == query)
+
+
+def test_positions_restart_at_the_branch_point() -> None:
+    packed = pack([group(3, seed=0)])
+    prompt = len(group(3, seed=0)[0][0])
+    for branch in (1, 2, 3):
+        positions = packed.position_ids[0][packed.segments == branch]
+        assert positions.tolist() == list(range(prompt - 1, prompt - 1 + len(positions)))
+
+
+def test_a_pack_holds_sequences_end_to_end() -> None:
+    packed = pack([[([1, 2, 3], [4, 5, 6]), ([1, 2, 3], [7, 8])], [([1, 9], [4, 6])]])
+    assert packed.input_ids.tolist() == [[1, 2, 3, 4, 5, 3, 7, 1, 9, 4]]
+    assert packed.position_ids.tolist() == [[0, 1, 2, 3, 4, 2, 3, 0, 1, 2]]
+    assert packed.sequences.tolist() == [0, 0, 0, 0, 0, 0, 0, 1, 1, 1]
+    assert packed.segments.tolist() == [0, 0, 1, 1, 1, 2, 2, 0, 1, 1]
+    assert packed.supervised.int().tolist() == [[0, 0, 1, 1, 1, 1, 1, 0, 1, 1]]
+    assert packed.labels.tolist() == [4, 5, 6, 7, 8, 4, 6]
+    assert packed.input_ids.dtype == packed.labels.dtype == torch.long
+    assert packed.tokens == 10
+
+
+def test_padding_at_the_end_makes_lengths_recur() -> None:
+    packed = pack([[([1, 2], [4, 5]), ([1, 2], [7])]])
+    longer = packed.rounded_up(8, pad_id=99)
+    assert longer.input_ids.tolist() == [[1, 2, 4, 2, 99, 99, 99, 99]]
+    assert longer.sequences.tolist() == [0, 0, 0, 0, -1, -1, -1, -1]
+    assert longer.segments.tolist() == [0, 1, 1, 2, -1, -1, -1, -1]
+    assert longer.supervised.int().tolist() == [[0, 1, 1, 1, 0, 0, 0, 0]]
+    assert longer.position_ids.tolist() == [[0, 1, 2, 1, 0, 0, 0, 0]]
+    assert longer.labels is packed.labels
+    assert packed.rounded_up(4, pad_id=99) is packed
+
+
+def test_the_layout_is_one_sequence_a_row() -> None:
+    packed = pack([[([1, 2], [4, 5]), ([1, 2], [7])], [([1, 9], [4])]]).rounded_up(8, pad_id=0)
+    layout = packed.layout()
+    assert layout.shapes == ((2, 4),)
+    assert layout.rows.tolist() == [4, 5, 0, 0, 0, 1, 2, 3], "the shorter first"
+    assert layout.places.tolist() == [4, 5, 6, 7, 0, 1]
+    (mask,) = layout.masks
+    assert mask is not None
+    assert mask.int().tolist()[1] == [[[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 1]]]
+    assert mask.int().tolist()[0] == [[[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1]]], (
+        "no token sees the padding"
+    )
+    everything = layout.attention_mask()
+    assert everything.shape == (1, 1, 6, 6)
+    assert everything.untyped_storage().nbytes() == 1, "no memory for what holds nothing"
+
+
+def test_sequences_of_about_one_length_share_a_rectangle() -> None:
+    lengths = [5, 20, 6, 19, 5, 20, 6, 18]
+    packed = pack([[([1] * (length - 1), [2, 3])] for length in lengths])
+    layout = packed.layout()
+    assert layout.shapes == ((4, 6), (4, 20))
+    assert layout.masks == (None, None), "one caption a sequence is plain causal attention"
+    tokens = layout.rows[layout.places]
+    assert tokens.tolist() == list(range(sum(lengths))), "each token is at its place"
+    assert packed.sequences[layout.rows[24:44]].tolist() == [7] * 18 + [0, 0]
+
+
+def test_prompts_that_differ_share_what_they_begin_with_alone() -> None:
+    packed = pack([[([1, 2, 3], [4]), ([1, 5, 3], [6])]])
+    assert packed.input_ids.tolist() == [[1, 2, 3, 5, 3]]
+    assert packed.segments.tolist() == [0, 1, 1, 2, 2]
+    assert packed.position_ids.tolist() == [[0, 1, 2, 1, 2]]
+    assert packed.labels.tolist() == [4, 6]
+
+
+class Ops(TorchDispatchMode):
+    """The names of the attention kernels that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "attention" in str(func):
+            self.seen.append(str(func))
+        return func(*args, **kwargs or {})
+
+
+def test_one_caption_a_sequence_of_any_length_takes_the_causal_kernel_without_a_mask(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    packed = pack([group(1, seed=seed, own_questions=True) for seed in range(4)])
+    assert len(set(torch.bincount(packed.sequences).tolist())) > 1
+    model, calls, original = tiny_model(MDP), [], attention.scaled_dot_product_attention
+
+    def watched(*given: Any, **named: Any) -> Tensor:
+        calls.append((given[3] if len(given) > 3 else named.get("attn_mask"), named.get("is_causal", False)))
+        with Ops() as ops:
+            out = original(*given, **named)
+        assert ops.seen == ["aten._scaled_dot_product_flash_attention_for_cpu.default"]
+        return out
+
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", watched)
+    for training in (False, True):
+        make_fused(model, fused=training)
+        calls.clear()
+        summed_loss(model.train(training), packed, torch.randn(8, 3, SIDE, SIDE), "sdpa")
+        assert calls == [(None, True)] * model.config.text_config.num_hidden_layers

@@ -1,0 +1,151 @@
+"""A mixture and training parameters so small that a run takes a second."""
+
+import csv
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from safetensors.torch import load_file
+
+from m3diff.models.m3diff.settings import M3DiffSettings
+from m3diff.records.schemas import SAMPLE_SCHEMA
+from m3diff.settings.compute import Compute
+from m3diff.stages.train.params import Train
+from m3diff.stages.train.stage import TrainReport, train
+from tests.tiny import noise_image, tiny_base, tiny_settings
+
+REFERENCES = ("the red ball moved", "the ball is gone", "a small blue star appeared at the left", "nothing changed")
+SPLITS = {"train": {"toy": 10}, "val": {"toy": 3, "second": 2}, "test": {"toy": 3}}
+
+
+def write_mixture(folder: Path, splits: Mapping[str, Mapping[str, int]] = SPLITS) -> Path:
+    """Pairs of noise with one to four references each; `splits` is split -> dataset -> pairs."""
+    for split, datasets in splits.items():
+        rows = [
+            row for name, count in datasets.items() for n in range(count) for row in pair_rows(folder, split, name, n)
+        ]
+        (folder / split).mkdir(parents=True)
+        pq.write_table(pa.Table.from_pylist(rows, SAMPLE_SCHEMA), folder / split / "00000.parquet")
+    return folder
+
+
+def pair_rows(folder: Path, split: str, dataset: str, number: int) -> list[dict[str, Any]]:
+    """A pair's samples, its images drawn."""
+    images = [folder / "images" / f"{split}_{dataset}_{number}_{side}.png" for side in ("a", "b")]
+    images[0].parent.mkdir(parents=True, exist_ok=True)
+    for k, image in enumerate(images):
+        noise_image(100 * number + k + (7 if dataset == "second" else 0)).save(image)
+    digests = [hashlib.sha256(image.read_bytes()).digest() for image in images]
+    pair = f"{dataset}/{split}{number}"
+    row = {"pair": pair, "dataset": dataset, "split": split, "question": "What changed?"}
+    row |= {"before": str(images[0]), "after": str(images[1])}
+    row |= {"before_sha256": digests[0], "after_sha256": digests[1]}
+    texts = REFERENCES[: 1 + number % 4]
+    return [row | {"id": f"{pair}#{k}", "reference": text} for k, text in enumerate(texts)]
+
+
+TRAIN: dict[str, Any] = {
+    "model": "tiny",
+    "seed": 3,
+    "max_captions_per_sequence": None,
+    "global_batch": 4,
+    "epochs": 2,
+    "warmup_share": 0.1,
+    "schedule": "cosine",
+    "weight_decay": 0.01,
+    "max_grad_norm": 1.0,
+    "precision": "fp32",
+    "export": "last",
+}
+
+COMPUTE: dict[str, Any] = {
+    "workers": 0,
+    "cpus_per_worker": 1,
+    "gpu": False,
+    "attention": "auto",
+    "gpu_kind": None,
+    "micro_batch": 4,
+    "zero_stage": 0,
+    "activation_checkpointing": "none",
+    "checkpoint_every_steps": 2,
+    "max_failures": 2,
+    "val_pairs": 2,
+    "caption_val_pairs": 0,
+    "caption_every_checkpoints": 2,
+    "spice_dir": None,
+    "scorer_timeout_s": 60,
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a run takes beside its files. `changed` gives another of it, by the names of the sections' fields."""
+
+    cfg: Train
+    model: M3DiffSettings
+    compute: Compute
+
+    def changed(self, **changes: Any) -> "Recipe":
+        model = changes.pop("model", self.model)
+        ours = {name: value for name, value in changes.items() if name in TRAIN}
+        how = {name: value for name, value in changes.items() if name in {"scratch", *COMPUTE}}
+        assert len(ours) + len(how) == len(changes), f"no such parameters among {sorted(changes)}"
+        return Recipe(
+            Train(**{**self.cfg.model_dump(), **ours}), model, Compute(**{**self.compute.model_dump(), **how})
+        )
+
+
+def recipe(base: Path, **changes: Any) -> Recipe:
+    base = base if base.exists() else tiny_base(base)
+    start = Recipe(Train(base=base, **TRAIN), tiny_settings(), Compute(scratch=base.parent / "runs", **COMPUTE))
+    return start.changed(**changes)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run left behind."""
+
+    report: TrainReport
+    weights: dict[str, torch.Tensor]
+    curve: list[dict[str, str]]
+    followed: list[dict[str, str]]  # the curves that whoever follows found at the end
+    machine: str  # what it computed on, at its end
+
+    def column(self, name: str) -> list[float | None]:
+        return [float(row[name]) if row[name] else None for row in self.curve]
+
+
+def run(made: Recipe, mixture: Path, folder: Path) -> Trained:
+    """Train in `folder`, with its scratch there."""
+    made = made.changed(scratch=folder / "runs")
+    found: list[dict[str, str]] = []
+
+    @contextmanager
+    def follow(key: str, file: Path) -> Iterator[None]:
+        yield
+        found.extend(read_curve(file.parent))
+
+    report = train(made.cfg, made.model, made.compute, mixture, folder / "out", follow)
+    weights = load_file(folder / "out" / "checkpoint" / "model.safetensors")
+    return Trained(report, weights, read_curve(folder / "out"), found, machine())
+
+
+def machine() -> str:
+    """What decides how sums are ordered: the processor, how many threads, which kernels."""
+    cpu = (
+        re.search("model name.*: (.*)", Path("/proc/cpuinfo").read_text()) if Path("/proc/cpuinfo").is_file() else None
+    )
+    kernels = f"{torch.backends.cpu.get_cpu_capability()}, oneDNN {torch.backends.mkldnn.is_available()}"
+    return f"{cpu and cpu[1]}, {torch.get_num_threads()} thread(s), {kernels}"
+
+
+def read_curve(out: Path) -> list[dict[str, str]]:
+    with (out / "curves.csv").open(newline="") as file:
+        return list(csv.DictReader(file))

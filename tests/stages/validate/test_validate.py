@@ -1,0 +1,529 @@
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import polars as pl
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from m3diff.datasets import DATASETS
+from m3diff.datasets.spec import Published, SplitCount
+from m3diff.records.schemas import RECORD_SCHEMA, DataError
+from m3diff.stages.validate import pages
+from m3diff.stages.validate.params import Validate
+from m3diff.stages.validate.stage import ValidateReport, expected_pairs, too_many_bad
+from tests.layouts import (
+    edit_json,
+    image_cache,
+    make_entry,
+    run_ingest,
+    run_validate,
+    save_picture,
+    write_clevr,
+    write_json,
+    write_spot,
+)
+
+KEY = "CLEVR_default_000005.png"
+
+
+@pytest.fixture
+def raw(tmp_path) -> Path:
+    return write_clevr(tmp_path / "raw")
+
+
+def quarantine(folder: Path) -> dict[str, str]:
+    """Reason by id, after checking that no row was lost."""
+    frame = pl.read_parquet(folder / "clean/quarantine.parquet")
+    clean = pl.read_parquet(folder / "clean/records.parquet")
+    assert clean.height + frame.height == pq.read_metadata(folder / "records/mini/records.parquet").num_rows
+    return dict(frame.select("id", "reason").iter_rows())
+
+
+def outputs(folder: Path) -> dict[str, bytes]:
+    files = sorted(path for path in (folder / "clean").rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def ingest_and_validate(raw: Path, **changes) -> dict[str, str]:
+    run_ingest(raw)
+    run_validate(raw.parent, **changes)
+    return quarantine(raw.parent)
+
+
+def test_sound_data_passes_whole_with_the_record_schema(raw):
+    assert ingest_and_validate(raw, max_quarantined_share=0.0) == {}
+    table = pq.read_table(raw.parent / "clean/records.parquet")
+    assert table.schema.equals(RECORD_SCHEMA)
+    before = pq.read_table(raw.parent / "records/mini/records.parquet").drop_columns(["own_split", "fault"])
+    assert table.to_pylist() == before.to_pylist()
+
+
+@pytest.mark.fault("15")
+def test_a_missing_image_is_quarantined_with_its_path(raw):
+    (raw / "sc_images/CLEVR_semantic_000008.png").unlink()
+    reasons = ingest_and_validate(raw)
+    assert reasons.keys() == {"mini/000008.png"}
+    assert reasons["mini/000008.png"].endswith("sc_images/CLEVR_semantic_000008.png is missing; restore the file")
+
+
+@pytest.mark.fault("15")
+@pytest.mark.parametrize("keep", [0, 20, 60, -13, -1])
+def test_a_truncated_png_is_quarantined_with_every_pair_it_serves(raw, keep):
+    path = raw / "images" / KEY
+    path.write_bytes(path.read_bytes()[:keep])
+    reasons = ingest_and_validate(raw)
+    assert reasons.keys() == {"mini/000005.png", "mini/000005.png_n"}
+    assert all(f"{KEY} " in reason and "restore the file" in reason for reason in reasons.values())
+
+
+def test_near_infrared_is_no_transparency_and_what_hides_a_picture_is_named(raw):
+    """Each white picture would also be near to every other: a training pair would be lost as a test pair's double."""
+    for folder, kind in (("images", "default"), ("nsc_images", "nonsemantic")):
+        for scene in (5, 8, 12):
+            path = raw / f"{folder}/CLEVR_{kind}_{scene:06d}.png"
+            image = Image.open(path).convert("RGB")
+            image.putalpha(scene)
+            image.save(path, "PNG" if scene == 5 else "TIFF")
+    reasons = ingest_and_validate(raw)
+    assert reasons.keys() == {"mini/000005.png", "mini/000005.png_n"}
+    for reason in reasons.values():
+        assert re.search(
+            r"000005\.png is blank once decoded: its fourth band .*at most 5 of 255.*; save it without", reason
+        )
+        assert "restore" not in reason
+
+
+@pytest.mark.fault("17")
+def test_an_empty_reference_is_kept(raw):
+    edit_json(raw / "change_captions.json", lambda references: references[KEY].append(""))
+    assert ingest_and_validate(raw) == {}
+    clean = pl.read_parquet(raw.parent / "clean/records.parquet").filter(id="mini/000005.png")
+    assert clean["references"].to_list() == [["the cube of 000005 turned red", "it became red", ""]]
+
+
+@pytest.mark.fault("17")
+@pytest.mark.parametrize(
+    "separator", ["\u2028", "\u2029", "\r\n", "\v", "\f", "\x85", "\x1c", "\x00", "\ufeff", " \t "]
+)
+def test_a_separator_in_a_reference_becomes_one_space(raw, separator):
+    edit_json(
+        raw / "change_captions.json", lambda references: references.update({KEY: [f"the{separator}cube ", "fine"]})
+    )
+    run_ingest(raw)
+    report = run_validate(raw.parent)
+    assert report.references_respaced == 1
+    assert quarantine(raw.parent) == {}
+    clean = pl.read_parquet(raw.parent / "clean/records.parquet").filter(id="mini/000005.png")
+    assert clean["references"].to_list() == [["the cube", "fine"]]
+
+
+@pytest.mark.fault("16")
+def test_a_scene_in_two_splits_stays_in_the_test_set_only(raw):
+    edit_json(raw / "splits.json", lambda splits: splits["train"].append(12))
+    reasons = ingest_and_validate(raw)
+    assert reasons.keys() == {"mini/000012.png", "mini/000012.png_n"}
+    assert all("occurs more than once" in r and "also in a higher split" in r for r in reasons.values())
+    clean = pl.read_parquet(raw.parent / "clean/records.parquet").filter(scene="mini/000012")
+    assert clean["split"].to_list() == ["test", "test"]
+
+
+@pytest.mark.fault("17")
+def test_markup_and_endless_references_are_quarantined(raw):
+    edit_json(
+        raw / "change_captions.json",
+        lambda references: references.update(
+            {KEY: ["see <b>this</b>"], "CLEVR_default_000009.png": ["x" * 10_000_000]}
+        ),
+    )
+    reasons = ingest_and_validate(raw)
+    assert reasons == {
+        "mini/000005.png": "references: 1 hold HTML or a special token; write plain text",
+        "mini/000009.png": "references: one has 10000000 characters, more than validate.max_caption_chars = 2000",
+    }
+
+
+def test_rows_of_no_split_are_a_share_of_their_dataset():
+    """One row of six: its split is not known, so there is no other split that it is a part of."""
+    row = {"dataset": "mini", "own_split": "train", "rules": ["image"], "source": "a", "reason": "b"}
+    clean = pl.DataFrame([row] * 5)
+    bad = pl.DataFrame([row | {"own_split": None}], schema=clean.schema)
+    assert list(too_many_bad(0.17, clean, bad)) == []
+    (line,) = too_many_bad(0.16, clean, bad)
+    assert line.startswith("mini without a split: 1 of 6 rows are bad, more than validate.max_quarantined_share = 0.16")
+
+
+@pytest.mark.fault("14")
+def test_above_the_threshold_the_data_is_refused_and_the_quarantine_is_there(raw):
+    (raw / "sc_images/CLEVR_semantic_000008.png").unlink()
+    run_ingest(raw)
+    with pytest.raises(
+        DataError, match=r"mini train: 1 of 6 rows are bad, more than validate.max_quarantined_share = 0.05"
+    ) as refused:
+        run_validate(raw.parent, max_quarantined_share=0.05)
+    assert "CLEVR_default_000008.png: after: " in str(refused.value)
+    assert list(quarantine(raw.parent)) == ["mini/000008.png"]
+    assert (raw.parent / "clean/docs/results.html").is_file()
+
+
+COUNTS = {"train": 6, "val": 2, "test": 4}
+
+
+@pytest.fixture
+def expect(raw, monkeypatch) -> Callable[..., ValidateReport]:
+    """Validate with these expected pairs, and CLEVR-Change published with `published` pairs under the name mini."""
+    run_ingest(raw)
+
+    def check(expected, published=COUNTS, **fields) -> ValidateReport:
+        part = Published("mini", "Mini", **{split: SplitCount(pairs) for split, pairs in published.items()})
+        monkeypatch.setitem(DATASETS, "clevr_change", replace(DATASETS["clevr_change"], published=(part,)))
+        return run_validate(raw.parent, {"mini": make_entry("clevr_change", raw, expected_pairs=expected, **fields)})
+
+    return check
+
+
+def test_expected_counts_of_some_splits_are_held_against_the_records(expect):
+    assert expect({"train": 6, "test": 4}).rows_out == 12
+    with pytest.raises(DataError, match=r"mini train: 6 pairs, but 7 are expected; .* correct its expected_pairs"):
+        expect({"train": 7, "test": 4})
+
+
+def test_published_counts_are_held_against_the_records(expect):
+    assert expect("published").rows_out == 12
+    with pytest.raises(DataError, match=r"mini test: 4 pairs, but 5 are expected"):
+        expect("published", COUNTS | {"test": 5})
+
+
+def test_a_split_that_trains_is_judged_by_what_it_was(raw, expect):
+    run_ingest(raw, train_on=["train", "val"])
+    assert expect("published", train_on=["train", "val"]).datasets["mini"].pairs == {"test": 4, "train": 8}
+    assert expect({"val": 2, "train": 6}).rows_out == 12
+    with pytest.raises(DataError, match=r"mini val: 2 pairs, but 3 are expected"):
+        expect("published", COUNTS | {"val": 3}, train_on=["train", "val"])
+    (raw / "nsc_images/CLEVR_nonsemantic_000009.png").unlink()
+    run_ingest(raw, train_on=["train", "val"])
+    with pytest.raises(DataError, match=r"mini val: 1 of 2 rows are bad") as refused:
+        run_validate(raw.parent, max_quarantined_share=0.2)
+    assert "mini train" not in str(refused.value)
+
+
+def test_counts_are_those_after_quarantine(raw, expect):
+    (raw / "sc_images/CLEVR_semantic_000003.png").unlink()
+    run_ingest(raw)
+    with pytest.raises(DataError, match=r"mini train: 5 pairs, but 6 are expected"):
+        expect("published")
+    assert expect("published", COUNTS | {"train": 5}).rows_out == 11
+
+
+def test_a_training_pair_that_is_left_out_because_it_is_in_test_counts_as_there(raw, expect):
+    for folder, kind in (("images", "default"), ("sc_images", "semantic")):
+        shutil.copy(raw / f"{folder}/CLEVR_{kind}_000012.png", raw / f"{folder}/CLEVR_{kind}_000008.png")
+    run_ingest(raw)
+    report = expect("published")
+    assert (report.leaks, report.rows_out) == (1, 11)
+
+
+def test_a_lost_test_pair_is_named_with_its_reason_and_refused_unless_allowed(raw, expect):
+    (raw / "sc_images/CLEVR_semantic_000012.png").unlink()
+    run_ingest(raw)
+    with pytest.raises(DataError, match=r"mini: 1 test pairs are lost, .*allow_lost_test_pairs") as refused:
+        run_validate(raw.parent, allow_lost_test_pairs=False)
+    assert "mini/000012.png: after: " in str(refused.value)
+    assert "mini/000012.png_n" not in str(refused.value)
+    report = expect("published")  # allowed, so the benchmark's count is not held against what is left
+    (lost,) = report.datasets["mini"].lost_test_pairs
+    assert lost.startswith("mini/000012.png: after: ")
+    assert report.datasets["mini"].pairs["test"] == 3
+    with pytest.raises(DataError, match=r"mini test: 4 pairs, but 5 are expected"):
+        expect("published", COUNTS | {"test": 5})
+
+
+@pytest.mark.fault("16")
+def test_a_repeated_row_of_a_test_pair_that_stays_is_no_lost_pair(raw):
+    edit_json(raw / "splits.json", lambda splits: splits["test"].append(12))
+    run_ingest(raw)
+    report = run_validate(raw.parent, allow_lost_test_pairs=False)
+    assert (report.quarantined, report.datasets["mini"].lost_test_pairs) == (2, [])
+
+
+@pytest.mark.fault("14")
+def test_each_split_of_each_dataset_is_judged_by_its_own_share_of_bad_rows(raw):
+    write_clevr(raw.parent / "more", {"train": list(range(20, 60)), "val": [], "test": [70]})
+    (raw / "nsc_images/CLEVR_nonsemantic_000009.png").unlink()
+    run_ingest(raw)
+    run_ingest(raw.parent / "more", name="more")
+    with pytest.raises(DataError, match=r"mini val: 1 of 2 rows are bad, more than .* = 0.05") as refused:
+        run_validate(raw.parent, max_quarantined_share=0.05)
+    assert "more train" not in str(refused.value)
+    run_validate(raw.parent, max_quarantined_share=0.5)
+
+
+def test_without_expected_counts_none_is_held_against_the_records(expect):
+    assert expect(None, COUNTS | {"test": 5}).rows_out == 12
+
+
+def test_published_counts_that_nobody_published_are_refused_with_the_known_names():
+    with pytest.raises(DataError, match=r"'real': expected_pairs: .*known: omnidiff_real, omnidiff_render"):
+        expected_pairs({"real": make_entry("omnidiff", Path(), expected_pairs="published")})
+    with pytest.raises(DataError, match=r"'own': expected_pairs: .*known: none"):
+        expected_pairs({"own": make_entry("pairs", Path(), expected_pairs="published")})
+
+
+def test_published_counts_are_those_of_the_entry_s_part():
+    entry = make_entry("omnidiff", Path(), expected_pairs="published")
+    assert expected_pairs({"omnidiff_render": entry}) == {"omnidiff_render": {"train": 5_445, "val": 777, "test": 767}}
+
+
+def test_a_dataset_that_is_no_longer_configured_is_passed_over(raw):
+    run_ingest(raw)
+    run_validate(raw.parent)
+    first = outputs(raw.parent)
+    write_spot(raw.parent / "spot")
+    run_ingest(raw.parent / "spot", "spot_the_diff", "removed")
+    run_validate(raw.parent, {"mini": make_entry("clevr_change", raw)})
+    assert outputs(raw.parent) == first
+
+
+def test_datasets_are_read_in_the_order_of_their_entries(raw):
+    run_ingest(raw, name="first")
+    run_ingest(write_spot(raw.parent / "spot"), "spot_the_diff", "other")
+    entries = {name: make_entry("pairs", raw) for name in ("other", "first")}
+    report = run_validate(raw.parent, entries)
+    clean = pl.read_parquet(raw.parent / "clean/records.parquet")
+    assert clean["dataset"].to_list() == ["other"] * 4 + ["first"] * 12
+    assert report.datasets["first"].pairs == {"train": 6, "val": 2, "test": 4}
+    assert report.datasets["other"].references == {"train": 5, "val": 1, "test": 1}
+
+
+def test_a_dataset_without_records_is_named(raw):
+    with pytest.raises(DataError, match=r"records/gone/records\.parquet: cannot be read: .*run `m3diff ingest` again"):
+        run_validate(raw.parent, {"gone": make_entry("pairs", raw)})
+
+
+@pytest.mark.fault("14")
+def test_a_dataset_with_no_record_at_all_is_refused(raw):
+    run_ingest(raw)
+    path = raw.parent / "records/mini/records.parquet"
+    pq.write_table(pq.read_table(path).slice(0, 0), path)
+    with pytest.raises(DataError, match=r"mini/records\.parquet: holds no record; look at ingest\.datasets"):
+        run_validate(raw.parent)
+
+
+@pytest.mark.fault("09")
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("side", ["images/CLEVR_default_000005.png", "nsc_images/CLEVR_nonsemantic_000005.png"])
+def test_an_image_that_changed_since_ingest_is_refused(raw, side, cached):
+    run_ingest(raw)
+    save_picture(raw / side, 99)
+    if not cached:
+        image_cache(raw.parent).unlink()
+    others = 1 if side.startswith("images") else 0
+    with pytest.raises(DataError, match=rf"{side} changed since ingest, with {others} others; run `m3diff ingest`"):
+        run_validate(raw.parent)
+    assert list((raw.parent / "clean").iterdir()) == []
+
+
+def test_an_image_that_was_removed_or_restored_since_ingest_is_refused(raw):
+    path = raw / "sc_images/CLEVR_semantic_000008.png"
+    data = path.read_bytes()
+    run_ingest(raw)
+    path.unlink()
+    with pytest.raises(DataError, match=r"captions\.json, CLEVR_default_000008\.png: after: .* changed since ingest"):
+        run_validate(raw.parent)
+    run_ingest(raw)
+    path.write_bytes(data)
+    with pytest.raises(DataError, match="changed since ingest"):
+        run_validate(raw.parent)
+
+
+def test_a_touched_image_of_the_same_content_is_no_change(raw):
+    run_ingest(raw)
+    os.utime(raw / "images" / KEY, ns=(1, 1))
+    assert run_validate(raw.parent).bad_images == 0
+
+
+def test_what_ingest_has_decoded_is_not_read_again(raw, monkeypatch):
+    run_ingest(raw)
+    monkeypatch.setattr("m3diff.images.cache._over_cores", None)
+    assert run_validate(raw.parent).images == 18
+
+
+def test_every_count_of_the_report(raw):
+    edit_json(
+        raw / "change_captions.json",
+        lambda references: references.update({KEY: ["<b>", "x"], "CLEVR_default_000009.png": ["a\nb", "c  d", ""]}),
+    )
+    (raw / "sc_images/CLEVR_semantic_000003.png").write_bytes(b"no image")
+    image = Image.open(raw / "sc_images/CLEVR_semantic_000008.png")
+    image.save(raw / "sc_images/CLEVR_semantic_000008.png", "JPEG")  # of another format than its name says
+    for folder, kind in (("images", "default"), ("nsc_images", "nonsemantic")):  # a training pair that is in test
+        shutil.copy(raw / f"{folder}/CLEVR_{kind}_000012.png", raw / f"{folder}/CLEVR_{kind}_000008.png")
+    run_ingest(raw)
+    report = run_validate(raw.parent, near_duplicate_max_diff=None)
+    assert report.model_dump() == {
+        "stage": "validate",
+        "rows_in": 12,
+        "rows_out": 9,
+        "quarantined": 3,
+        "leaks": 1,
+        "overlaps": {"train in test": 1, "val in test": 0, "train in val": 0},
+        "references_respaced": 2,
+        "images": 18,
+        "bad_images": 1,
+        "mislabelled_images": 1,
+        "datasets": {
+            "mini": {
+                "pairs": {"test": 4, "train": 3, "val": 2},
+                "references": {"test": 8, "train": 6, "val": 5},
+                "quarantined": 3,
+                "broken_rules": {"after_decodes": 1, "no_markup": 1, "not_in_test": 1},
+                "lost_test_pairs": [],
+            }
+        },
+    }
+    assert json.loads((raw.parent / "clean/report.json").read_text()) == report.model_dump()
+
+
+@pytest.mark.fault("14")
+def test_a_row_that_breaks_every_rule_names_all_of_them_and_both_engines_agree(tmp_path):
+    """One dataset with a row for each rule; great-expectations must find the very rules that polars finds."""
+    save_picture(tmp_path / "raw/a.png", 1)
+    save_picture(tmp_path / "raw/b.png", 2)
+    sound = {"before": "a.png", "after": "b.png", "captions": ["x"]}
+    rows = [
+        {**sound, "id": "kept", "split": "test"},
+        {**sound, "id": "kept", "split": "train", "scene": "s"},
+        {**sound, "id": "leak", "split": "train"},
+        {**sound, "id": "dev", "split": "dev", "after": "a.png"},
+        {**sound, "id": "none", "split": "val", "captions": []},
+        {**sound, "id": "long", "split": "val", "captions": ["x" * 31]},
+        {**sound, "id": "markup", "split": "val", "captions": ["ok", "a &amp; b", "<b>"]},
+        {**sound, "id": "images", "split": "val", "before": "gone.png", "after": "/b.png"},
+        {**sound, "id": "s1", "split": "val", "scene": "one", "after": "a.png"},
+        {**sound, "id": "s2", "split": "test", "scene": "one", "before": "b.png"},
+        {**sound, "id": None, "split": None, "before": None},
+    ]
+    write_json(tmp_path / "raw/pairs.json", rows)
+    run_ingest(tmp_path / "raw", "pairs", manifest="pairs.json")
+    report = run_validate(tmp_path, max_caption_chars=30)
+    frame = pl.read_parquet(tmp_path / "clean/quarantine.parquet")
+    assert {row["id"]: row["rules"] for row in frame.iter_rows(named=True)} == {
+        "mini/kept": ["readable", "id_unique", "not_in_test"],
+        "mini/leak": ["not_in_test"],
+        "mini/dev": ["split_known"],
+        "mini/none": ["references_given"],
+        "mini/long": ["reference_length"],
+        "mini/markup": ["no_markup"],
+        "mini/images": ["readable", "before_decodes", "after_decodes"],
+        "mini/s1": ["scene_in_one_split"],
+        None: ["readable", "id_given", "split_given", "before_decodes"],
+    }
+    reasons = dict(frame.select("id", "reason").iter_rows())
+    assert reasons["mini/markup"] == "references: 2 hold HTML or a special token; write plain text"
+    assert reasons["mini/long"] == "references: one has 31 characters, more than validate.max_caption_chars = 30"
+    assert reasons["mini/none"] == "references: there is none; a pair needs at least one, which may be empty"
+    assert reasons["mini/s1"] == "split: scene mini/one is also in a higher split (test, val, train), which keeps it"
+    assert reasons["mini/dev"] == "split: dev is none of train, val, test"
+    assert reasons["mini/images"].endswith("gone.png is missing; restore the file")
+    assert reasons[None] == "before, split: is missing"
+    assert (report.quarantined, report.leaks, report.bad_images) == (9, 1, 1)
+
+
+@pytest.mark.fault("14")
+def test_records_of_another_program_are_refused(raw):
+    run_ingest(raw)
+    path = raw.parent / "records/mini/records.parquet"
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(DataError, match="run `m3diff ingest` again"):
+        run_validate(raw.parent)
+    pl.DataFrame({"id": ["a"]}).write_parquet(path)
+    with pytest.raises(DataError, match="not the columns that ingest writes"):
+        run_validate(raw.parent)
+
+
+def test_pages_are_private_without_time_path_or_random_id(raw):
+    save_picture(raw / "images" / KEY, 5).write_bytes(b"no image")
+    ingest_and_validate(raw)
+    for page in (raw.parent / "clean/docs").iterdir():
+        text = page.read_text("utf-8")
+        for foreign in ("//", "<script", "<img", "src=", "great_expectations.io", "2000-01-01"):
+            assert foreign not in text, (page.name, foreign)
+        assert page.name == "quarantine.html" or str(raw.parent) not in text, (
+            "a reason names its file as the record does"
+        )
+        assert "DATAFRAME" not in text
+        assert not re.search(r"Batch|Run (Time|Name)", text), page.name
+    assert "does not decode" in (raw.parent / "clean/docs/results.html").read_text("utf-8")
+
+
+def test_the_pages_say_what_there_is_and_link_the_rows_in_quarantine_by_the_rule_that_they_break(raw):
+    (raw / "sc_images/CLEVR_semantic_000008.png").unlink()
+    edit_json(raw / "change_captions.json", lambda references: references.update({KEY: ["see <b>this</b>"]}))
+    run_ingest(raw)
+    report = run_validate(raw.parent)
+    docs = raw.parent / "clean/docs"
+    index, page = (docs / "index.html").read_text("utf-8"), (docs / "quarantine.html").read_text("utf-8")
+    assert '<a href="quarantine.html">2 in quarantine</a>' in index
+    pairs = ", ".join(f"{split} {n}" for split, n in report.datasets["mini"].pairs.items())
+    assert f"<tr><td>mini</td><td>{pairs}</td>" in index
+    broken = report.datasets["mini"].broken_rules
+    assert len(broken) == 2
+    for rule, rows in broken.items():
+        assert f'<a href="quarantine.html#{rule}">{rule}</a> {rows}' in index
+        assert f'<h2 id="{rule}">{rule}</h2><p>{rows} rows</p>' in page
+    assert "<td>mini/000008.png</td><td>mini</td><td>train</td>" in page
+    assert "references: 1 hold HTML or a special token; write plain text" in page
+
+
+def test_of_a_rule_that_many_rows_break_the_page_shows_the_first(tmp_path):
+    row = {"id": "a<b", "dataset": "d", "split": None, "source": "f", "reason": "r & s", "rules": ["long", "image"]}
+    text = "\n".join(pages._quarantine(pl.DataFrame([row] * 201)))
+    assert text.count("<td>a&lt;b</td><td>d</td><td>–</td><td>f</td><td>r &amp; s</td>") == 2 * 200
+    assert text.count("<p>201 rows, the first 200</p>") == 2
+
+
+def test_where_nothing_is_in_quarantine_nothing_is_linked(raw):
+    run_ingest(raw)
+    run_validate(raw.parent)
+    assert "with their reasons: none." in (raw.parent / "clean/docs/index.html").read_text("utf-8")
+
+
+@pytest.mark.slow(25)
+def test_every_output_is_equal_in_another_process_with_and_without_cache(raw):
+    (raw / "sc_images/CLEVR_semantic_000008.png").write_bytes(b"no image")
+    ingest_and_validate(raw)
+    code = (
+        "from pathlib import Path; from tests.layouts import run_validate\n"
+        f"if __name__ == '__main__': run_validate(Path({str(raw.parent)!r}), cache=Path({str(raw / 'other')!r}))"
+    )
+    first = outputs(raw.parent)
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    assert outputs(raw.parent) == first
+
+
+@pytest.mark.parametrize(
+    ("field", "least", "too_little"),
+    [
+        ("max_quarantined_share", 0, -0.1),
+        ("max_quarantined_share", 1, 1.1),
+        ("max_leaked_share", 0, -0.1),
+        ("max_leaked_share", 1, 1.1),
+        ("max_caption_chars", 1, 0),
+        ("max_image_pixels", 1, 0),
+        ("near_duplicate_max_diff", 0, -1),
+        ("near_duplicate_max_diff", 255, 256),
+    ],
+)
+def test_the_section_s_limits_are_kept(field, least, too_little):
+    fields = {"max_quarantined_share": 0, "max_caption_chars": 9, "max_image_pixels": 9, "allow_test_leakage": False}
+    fields |= {"near_duplicate_max_diff": None, "allow_lost_test_pairs": False, "max_leaked_share": 0}
+    assert getattr(Validate.model_validate(fields | {field: least}), field) == least
+    with pytest.raises(ValueError, match=field):
+        Validate.model_validate(fields | {field: too_little})
