@@ -25,7 +25,7 @@ from benchmarks.peer import serve_peer
 from m3diff.models.family import Delays
 from m3diff.models.m3diff.settings import M3DiffSettings
 from m3diff.records.schemas import SAMPLE_SCHEMA
-from m3diff.settings.tree import load_params
+from m3diff.settings.load import load_params
 from m3diff.stages.train.job import Job
 
 HERE = Path(__file__).parent

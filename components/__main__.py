@@ -21,12 +21,13 @@ from m3diff.datasets import DATASETS
 from m3diff.endpoint import endpoint_url
 from m3diff.models.device import DeviceError
 from m3diff.provenance.guard import ENTRY, require_own_code, unchanged
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from m3diff.registry.runs import Description, completed, followed
 from m3diff.settings.gpus import GPUS
+from m3diff.settings.load import load_params
 from m3diff.settings.rules import absent_paths, check_paths, closest, licensed
 from m3diff.settings.section import ParamsError
-from m3diff.settings.tree import Params, load_params
+from m3diff.settings.tree import Params
 
 USAGE, DATA_REFUSED, GATE_REFUSED, TRY_AGAIN = 2, 3, 4, 75
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -174,9 +175,10 @@ def register(args: argparse.Namespace) -> None:
 
 def promote(args: argparse.Namespace) -> int:
     params = parameters(args)
+    from m3diff.commands.score_again import score_again
     from m3diff.registry.promote import promote as run
 
-    decision = run(params, args.version, args.again)
+    decision = run(params, score_again, args.version, args.again)
     print(decision)
     return GATE_REFUSED if decision.outcome == "refused" else 0
 

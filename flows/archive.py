@@ -6,7 +6,7 @@ from typing import Any
 
 from flows import dvc, raw
 from flows.git import GitError, git
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from m3diff.registry.decisions import main_tree
 from m3diff.registry.objects import listing, object_file, whole
 from m3diff.settings.section import ParamsError

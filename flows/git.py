@@ -5,8 +5,8 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
+from m3diff.records.errors import DataError
 from m3diff.records.redact import redacted
-from m3diff.records.schemas import DataError
 
 AS_FLOW = (
     *("-c", "user.name=m3diff", "-c", "user.email=m3diff@localhost"),

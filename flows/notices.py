@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prefect.blocks.abstract import NotificationBlock
 from prefect.blocks.core import Block
@@ -24,12 +24,10 @@ from prefect.states import State
 from prefect.utilities.urls import url_for
 from pydantic import SecretStr
 
+from flows.report import Done
 from flows.workspace import FLOWS, KEPT_DAYS, lock, read_json
 from m3diff.records.files import write_atomic
 from m3diff.records.redact import redacted
-
-if TYPE_CHECKING:
-    from flows.pipeline import Done
 
 NOTIFY = "M3DIFF_NOTIFY"
 REMEMBERED = 1000  # notices, so that each is told once
@@ -167,7 +165,7 @@ def link(flow_run: object) -> str:
     return f"{address} . " if address else ""
 
 
-def decided(done: "Done", log: Callable[[str], None]) -> None:
+def decided(done: Done, log: Callable[[str], None]) -> None:
     """Tell of a model that the gate rejected or promoted; of a run that changed nothing there is nothing to tell."""
     decision = done.decision
     if decision is None or decision.outcome == "unchanged":

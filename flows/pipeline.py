@@ -6,7 +6,6 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,17 @@ from prefect.states import Completed, State
 from flows import archive, dvc, notices, previous, raw, report, tasks
 from flows.coalesce import alone, finish
 from flows.git import git
+from flows.report import Done
 from flows.schedule import count_crashes
 from flows.warm import NothingNewError
-from flows.workspace import Workspace, workspace
+from flows.workspace import workspace
 from m3diff.registry import tracking
 from m3diff.registry.lineage import Lock
 from m3diff.registry.moves import CHAMPION
-from m3diff.registry.promote import Promotion
-from m3diff.settings.tree import Params, load_params
-from m3diff.stages.register.stage import Registration, find_alias
+from m3diff.registry.versions import find_alias
+from m3diff.settings.load import load_params
+from m3diff.settings.tree import Params
+from m3diff.stages.register.stage import Registration
 
 FLOW_RUN = "M3DIFF_FLOW_RUN"
 """The environment variable by which a version and the record of decisions know their flow run."""
@@ -34,30 +35,6 @@ MOST_REASONS = 8  # in a commit message
 NO_REASON = "neither the data nor the parameters changed since the last registration"
 
 Reasons = Callable[[dict[str, Any], Params], list[str]]
-
-
-@dataclass
-class Done:
-    """What a flow run did, for its page."""
-
-    work: Workspace
-    reasons: list[str]
-    started: float = field(default_factory=time.time)
-    outcomes: dict[str, str] = field(default_factory=dict)  # of a task, by name
-    seconds: dict[str, float] = field(default_factory=dict)
-    whole: bool = False  # every stage was gone through, so that `dvc.lock` has them all
-    registration: Registration | None = None
-    decision: Promotion | None = None
-    error: str | None = None
-
-    @property
-    def state(self) -> str:
-        """What the flow run came to, in a word."""
-        if self.error:
-            return "Failed"
-        if self.outcomes.get("promote") == "Rejected":
-            return "Rejected"
-        return "Skipped" if set(self.outcomes.values()) <= {"Skipped"} else "Completed"
 
 
 def run_pipeline(

@@ -6,28 +6,54 @@ It is a Prefect artifact (`run-report`), a file in `runs/reports/` of the checko
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prefect import get_run_logger
 from prefect.artifacts import create_markdown_artifact
 
 from flows import archive
 from flows.tasks import PARAMS
+from flows.workspace import Workspace
 from m3diff.records.files import write_atomic
 from m3diff.records.redact import redacted
 from m3diff.registry import tracking
-from m3diff.settings.tree import Params, load_params
-
-if TYPE_CHECKING:
-    from flows.pipeline import Done
+from m3diff.registry.promote import Promotion
+from m3diff.settings.load import load_params
+from m3diff.settings.tree import Params
+from m3diff.stages.register.stage import Registration
 
 KEY = "run-report"
 REPORTS = Path("runs/reports")
 SCORES = ("CIDEr", "METEOR", "BLEU-4", "ROUGE-L", "change_type_accuracy", "change_exact_accuracy", "no_change_recall")
 
 
-def publish(done: "Done", message: str) -> None:
+@dataclass
+class Done:
+    """What a flow run did, for its page."""
+
+    work: Workspace
+    reasons: list[str]
+    started: float = field(default_factory=time.time)
+    outcomes: dict[str, str] = field(default_factory=dict)  # of a task, by name
+    seconds: dict[str, float] = field(default_factory=dict)
+    whole: bool = False  # every stage was gone through, so that `dvc.lock` has them all
+    registration: Registration | None = None
+    decision: Promotion | None = None
+    error: str | None = None
+
+    @property
+    def state(self) -> str:
+        """What the flow run came to, in a word."""
+        if self.error:
+            return "Failed"
+        if self.outcomes.get("promote") == "Rejected":
+            return "Rejected"
+        return "Skipped" if set(self.outcomes.values()) <= {"Skipped"} else "Completed"
+
+
+def publish(done: Done, message: str) -> None:
     """Write the page and keep it. What goes wrong with it is logged, and fails no run.
 
     Args:
@@ -49,7 +75,7 @@ def publish(done: "Done", message: str) -> None:
         log.warning(f"the page of this run could not be kept: {type(error).__name__}: {error}")
 
 
-def page(done: "Done", params: Params, champion: Mapping[str, float]) -> Iterator[str]:
+def page(done: Done, params: Params, champion: Mapping[str, float]) -> Iterator[str]:
     """The lines of the page, in Markdown.
 
     Args:
@@ -69,7 +95,7 @@ def page(done: "Done", params: Params, champion: Mapping[str, float]) -> Iterato
     yield from ("", "## Where to look", "", *links(done, params))
 
 
-def rows(done: "Done") -> Iterator[tuple[str, str, str]]:
+def rows(done: Done) -> Iterator[tuple[str, str, str]]:
     for name, outcome in done.outcomes.items():
         yield name, outcome, duration(done.seconds[name])
 
@@ -107,7 +133,7 @@ def scored(metrics: Mapping[str, Any], champion: Mapping[str, float]) -> Iterato
                 yield protocol, name, f"{100 * value:.1f}", "" if theirs is None else f"{100 * theirs:.1f}"
 
 
-def champion_scores(done: "Done", params: Params) -> dict[str, float]:
+def champion_scores(done: Done, params: Params) -> dict[str, float]:
     """What MLflow holds of the version that was champion before the gate decided; empty without one."""
     if done.decision is None or done.decision.champion is None:
         return {}
@@ -116,7 +142,7 @@ def champion_scores(done: "Done", params: Params) -> dict[str, float]:
         return dict(client.get_run(version.run_id).data.metrics) if version.run_id else {}
 
 
-def links(done: "Done", params: Params) -> Iterator[str]:
+def links(done: Done, params: Params) -> Iterator[str]:
     uri = params.register_.tracking_uri
     if done.registration:
         made = done.registration

@@ -13,8 +13,8 @@ from flows.schedule import coalesce_late
 from m3diff.provenance.guard import require_own_code
 from m3diff.registry import tracking
 from m3diff.registry.lineage import LOCK, Lock
+from m3diff.registry.versions import CHALLENGER, find_alias
 from m3diff.settings.tree import Params
-from m3diff.stages.register.stage import CHALLENGER, find_alias
 
 
 @flow(name="m3diff", persist_result=False, on_failure=[notices.failed], on_crashed=[notices.failed])

@@ -25,7 +25,7 @@ from prefect.flows import Flow
 from prefect.states import Cancelled, State
 
 from flows import notices
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 
 MOST_CRASHES = 3
 WAITING = ["Scheduled", "Late", "AwaitingConcurrencySlot"]

@@ -22,8 +22,8 @@ from flows.retrain import retrain
 from flows.schedule import coalesce_late, deployed_run
 from flows.workspace import DATA, FLOWS, Workspace, read_json, workspace
 from m3diff.provenance.guard import require_own_code
+from m3diff.records.errors import DataError
 from m3diff.records.files import write_atomic
-from m3diff.records.schemas import DataError
 
 STATE = FLOWS / "watch.json"
 NOTHING = "no source changed"

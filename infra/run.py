@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from flows.dvc import environment, readable, repair_rwlock
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from m3diff.scoring.summary import HEADLINE
-from m3diff.settings.tree import Params, ParamsError, load_params
+from m3diff.settings.load import load_params
+from m3diff.settings.tree import Params, ParamsError
 
 LOGS = Path("runs/logs")
 DVC = [sys.executable, "-m", "dvc", "repro"]

@@ -11,7 +11,7 @@ import polars as pl
 import pytest
 from PIL import Image
 
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from m3diff.stages.validate import stage
 from m3diff.stages.validate.rules import Rule, bad_rows
 from tests.layouts import (

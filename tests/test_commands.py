@@ -19,10 +19,10 @@ from m3diff import __main__ as command_line
 from m3diff.__main__ import COMMANDS, main
 from m3diff.commands.plan.words import Words
 from m3diff.commands.zero_shot.request import PROMPT, Request
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from m3diff.settings.gpus import GPUS
+from m3diff.settings.load import load_params
 from m3diff.settings.section import ParamsError
-from m3diff.settings.tree import load_params
 from tests.stages.train.toy import write_mixture
 from tests.toy import REPOSITORY
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from m3diff.__main__ import main
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from m3diff.registry import decisions as record
 from m3diff.registry.decisions import (
     Entry,

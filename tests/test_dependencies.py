@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from m3diff.provenance.code import digests
-from m3diff.settings.tree import load_params
+from m3diff.settings.load import load_params
 from m3diff.stages.code.stage import named
 from tests import toy
 from tests.toy import REPOSITORY

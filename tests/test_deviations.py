@@ -11,8 +11,9 @@ import yaml
 from m3diff.commands.plan.workload import published_workload
 from m3diff.models.m3diff.settings import MDPConfig
 from m3diff.models.onediff.settings import VDMConfig
+from m3diff.settings.load import load_params
 from m3diff.settings.profiles import differences, resolve
-from m3diff.settings.tree import Params, load_params
+from m3diff.settings.tree import Params
 from tests.toy import REPOSITORY
 
 PAGE = REPOSITORY / "docs" / "deviations.md"

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from flows import archive, dvc, pipeline
-from flows.pipeline import Done
+from flows.report import Done
 from flows.workspace import Workspace
 from m3diff.__main__ import COMMANDS
 from m3diff.settings.tree import Params

@@ -16,9 +16,10 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
+from m3diff.settings.load import RENAMED, load_params
 from m3diff.settings.rules import absent_paths, check_paths, licensed, model_rates
 from m3diff.settings.section import FrozenDict, ParamsError
-from m3diff.settings.tree import RENAMED, Params, load_params
+from m3diff.settings.tree import Params
 from m3diff.stages.ingest.params import DatasetEntry
 from tests.toy import REPOSITORY
 

@@ -23,7 +23,8 @@ from m3diff.registry.decisions import Entry, append
 from m3diff.registry.rollback import rollback
 from m3diff.scoring.metrics import METRICS
 from m3diff.scoring.metrics.spice import JARS, NASHORN
-from m3diff.settings.tree import Params, load_params
+from m3diff.settings.load import load_params
+from m3diff.settings.tree import Params
 from tests.register.conftest import empty_store, store  # noqa: F401  # a fixture
 from tests.toy import REPOSITORY
 

@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from m3diff.datasets import DATASETS, levir_cc
+from m3diff.settings.load import load_params
 from m3diff.settings.profiles import differences, find_profile, lay_over, profiles, resolve, use_profile, written
 from m3diff.settings.section import ParamsError
-from m3diff.settings.tree import load_params
 from tests.toy import REPOSITORY
 
 PROFILES = REPOSITORY / "profiles"

@@ -15,7 +15,7 @@ from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 from mlflow.utils.validation import _validate_metric_name
 
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from m3diff.registry import tracking
 from m3diff.registry.runs import curve_rows
 from m3diff.registry.tracking import TrackingUnavailableError, connected, flatten

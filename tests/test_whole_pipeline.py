@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from m3diff.__main__ import main
-from m3diff.settings.tree import load_params
+from m3diff.settings.load import load_params
 from tests.test_docs import blocks, code, entry, kitchen, page, section, settings  # noqa: F401  # fixtures
 from tests.tiny import tiny_base
 from tests.toy import REPOSITORY

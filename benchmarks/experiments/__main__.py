@@ -34,10 +34,11 @@ from m3diff.records.files import sha256_of_folder, write_atomic
 from m3diff.scoring.bootstrap import compare, resampled_scores, rows_of
 from m3diff.scoring.bootstrap import statistics as sums_of
 from m3diff.scoring.metrics import METRICS
+from m3diff.settings.load import explain, load_params
 from m3diff.settings.profiles import resolve
 from m3diff.settings.rules import closest
 from m3diff.settings.section import Section
-from m3diff.settings.tree import Params, ParamsError, explain, load_params
+from m3diff.settings.tree import Params, ParamsError
 
 HERE, RESULTS = Path(__file__).parent, Path("benchmarks/results")
 SYNTHETIC_DATA = Path("profiles/made-data.yaml")

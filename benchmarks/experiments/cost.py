@@ -22,7 +22,8 @@ from m3diff.images.open import load_image
 from m3diff.models.generation import QUESTION, Captioner, load_captioner
 from m3diff.records.schemas import NO_CHANGE
 from m3diff.scoring.metrics.pixel_threshold import roc_auc
-from m3diff.settings.tree import Params, Paths, load_params
+from m3diff.settings.load import load_params
+from m3diff.settings.tree import Params, Paths
 from m3diff.stages.train.stage import train
 
 STEPS, CAPTIONS, BATCH = 60, 96, 48

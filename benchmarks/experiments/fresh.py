@@ -10,9 +10,10 @@ from typing import Any
 import yaml
 
 from benchmarks.experiments.runs import copy, over_seeds
+from m3diff.settings.load import load_params
 from m3diff.settings.profiles import resolve
 from m3diff.settings.section import Section
-from m3diff.settings.tree import ParamsError, Paths, load_params
+from m3diff.settings.tree import ParamsError, Paths
 
 
 class Targets(Section):

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from m3diff.settings.tree import Paths, load_params
+from m3diff.settings.load import load_params
+from m3diff.settings.tree import Paths
 from m3diff.stages.train.phase import DatasetFilter
 
 PARAMS = Path("params.yaml")

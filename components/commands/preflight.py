@@ -11,7 +11,7 @@ import psutil
 from mlflow.exceptions import MlflowException
 
 from m3diff.cluster import NoRoomError, require_head
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from m3diff.registry import tracking
 from m3diff.registry.decisions import decisions
 from m3diff.registry.moves import CHAMPION, alias_of, champion_lost

@@ -1,7 +1,4 @@
-"""A champion of another test set: its checkpoint is fetched, captions the pairs that lie here, and is scored on them.
-
-Imports what runs a model, which promote itself does not until it needs to.
-"""
+"""Score the champion on the current test set: fetch its checkpoint, caption the pairs, compute the metrics."""
 
 import tempfile
 from pathlib import Path
@@ -13,16 +10,12 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from m3diff.models.checkpoint import is_adapters, place_on_base
 from m3diff.provenance.code import edited
 from m3diff.registry import tracking
 from m3diff.registry.lineage import code_path, dvc_hash, hash_test_set
-from m3diff.registry.versions import CannotScoreAgain, scored_again
+from m3diff.registry.versions import SCORES, CannotScoreAgain, run_of, scored_again
 from m3diff.scoring.metrics.scorer import ScorerFailed
 from m3diff.settings.tree import Params
-from m3diff.stages.evaluate.stage import evaluate
-from m3diff.stages.predict.stage import predict
-from m3diff.stages.register.stage import SCORES, run_of
 
 
 def score_again(client: MlflowClient, params: Params, version: ModelVersion, on: str) -> pa.Table:
@@ -41,6 +34,10 @@ def score_again(client: MlflowClient, params: Params, version: ModelVersion, on:
 
 
 def caption_and_score(client: MlflowClient, params: Params, version: ModelVersion, on: str) -> pa.Table:
+    from m3diff.models.checkpoint import is_adapters, place_on_base  # torch, which takes seconds to import
+    from m3diff.stages.evaluate.stage import evaluate
+    from m3diff.stages.predict.stage import predict
+
     paths = params.paths
     if (here := hash_test_set(paths)) != on:
         raise CannotScoreAgain(

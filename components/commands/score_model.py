@@ -8,16 +8,15 @@ import tempfile
 from pathlib import Path
 
 from m3diff.models.checkpoint import place_on_base
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from m3diff.registry import tracking
 from m3diff.registry.lineage import hash_test_set
 from m3diff.registry.model_source import Source, find
-from m3diff.registry.versions import scored_again
+from m3diff.registry.versions import SCORES, run_of, scored_again
 from m3diff.scoring.summary import headline
 from m3diff.settings.tree import Params
 from m3diff.stages.evaluate.stage import evaluate
 from m3diff.stages.predict.stage import predict
-from m3diff.stages.register.stage import SCORES, run_of
 
 Headline = dict[str, dict[str, float]]
 

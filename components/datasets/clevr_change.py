@@ -23,7 +23,8 @@ from typing import Any
 from m3diff.datasets.files import describe, read_json, read_splits
 from m3diff.datasets.rows import Row, is_scene
 from m3diff.datasets.spec import UNSTATED, WITH_SPICE, DatasetSpec, Protocol, Published, SplitCount, TableRow
-from m3diff.records.schemas import NO_CHANGE, DataError
+from m3diff.records.errors import DataError
+from m3diff.records.schemas import NO_CHANGE
 
 KEY = re.compile(r"CLEVR_default_(\d{6,})\.png")
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from m3diff.datasets.rows import Row, fault_in
 from m3diff.datasets.spec import DatasetSpec, Licence, Permission, Protocol, Published, SplitCount
 from m3diff.datasets.tables import column_names, read_shards, shards
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 
 FILES = {"val": "data/validation-*.parquet", "test": "data/test-*.parquet"}
 FIELDS = {"idx": int, "instruction": str}

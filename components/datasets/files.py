@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from m3diff.records.schemas import SPLITS, DataError
+from m3diff.records.errors import DataError
+from m3diff.records.schemas import SPLITS
 
 T = TypeVar("T")
 

@@ -49,7 +49,8 @@ from m3diff.datasets.files import describe
 from m3diff.datasets.rows import Question, Row
 from m3diff.datasets.spec import DatasetSpec, Licence, Permission, Protocol
 from m3diff.datasets.tables import columns_in, look_up, pick, read_values, texts
-from m3diff.records.schemas import NO_CHANGE, DataError
+from m3diff.records.errors import DataError
+from m3diff.records.schemas import NO_CHANGE
 
 REQUIRED = ("before", "after", "captions", "split")
 OPTIONAL = ("id", "scene", "change_types")

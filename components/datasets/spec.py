@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from m3diff.datasets.rows import Row, Single
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 
 Use = Literal["train", "redistribute", "show"]
 

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from m3diff.datasets.embedded import has_images, rows_of
 from m3diff.datasets.files import describe, parse_json, read_json, read_text
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 
 Found = tuple[str, dict[str, Any], str | None]
 """Where a row stands, its values by column (None where absent), and what is wrong with it."""

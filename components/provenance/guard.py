@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import yaml
 
 from m3diff.provenance.code import FOLDER, current, edited
+from m3diff.records.errors import DataError
 from m3diff.records.files import sha256
-from m3diff.records.schemas import DataError
 from m3diff.settings.section import ParamsError
 
 PARAMS, GRAPH = Path("params.yaml"), Path("dvc.yaml")

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 
 
 @contextmanager

@@ -71,7 +71,3 @@ SAMPLE_SCHEMA = pa.schema(
         ("reference", pa.string()),  # the answer that is trained: one reference of the pair
     ]
 )
-
-
-class DataError(ValueError):
-    """Something in the user's data is wrong. The text names file, row, field, rule, value and remedy."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from mlflow.entities.model_registry import RegisteredModel
 from mlflow.tracking import MlflowClient
 
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from m3diff.registry.decisions import BRANCH, NAME, catch_up, decisions, git, holds, tip_of
 from m3diff.registry.tracking import registered
 

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 
 if TYPE_CHECKING:
     from m3diff.models.generation import Captioner

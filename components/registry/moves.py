@@ -8,7 +8,7 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from m3diff.registry.decisions import (
     Decision,
     Entry,

@@ -4,7 +4,7 @@ import json
 import tempfile
 from pathlib import Path
 
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from m3diff.registry.check import Check, Outcome
 from m3diff.registry.commit import add_worktree, cache_folder, dvc, hash_in_git, tracked
 from m3diff.registry.lineage import Lock, dvc_hash, git, md5

@@ -1,17 +1,18 @@
 """Promote: a version becomes champion where it surely beats the champion on the same test set.
 
-Every decision is in the record (`components/registry/decisions.py`), since MLflow keeps no history of aliases. The champion may
-be moved while a version is judged: then it is judged again, against the champion of then.
+Every decision is in the record (`components/registry/decisions.py`), since MLflow keeps no history of aliases. The
+champion may be moved while a version is judged: then it is judged again, against the champion of then.
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.tracking import MlflowClient
 
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from m3diff.registry import tracking
 from m3diff.registry.decisions import Decision, Entry, alone, append, catch_up, decisions, faults, share, warn
 from m3diff.registry.gate import Verdict, can_be_judged, judge, judge_first
@@ -28,9 +29,8 @@ from m3diff.registry.moves import (
     rolled_back_by,
     settle,
 )
-from m3diff.registry.versions import CannotScoreAgain, stored_scores, test_set
+from m3diff.registry.versions import CHALLENGER, SCORES, CannotScoreAgain, stored_scores, test_set
 from m3diff.settings.tree import Params
-from m3diff.stages.register.stage import CHALLENGER, SCORES
 
 ATTEMPTS = 5  # to judge a version, each time against another champion
 
@@ -55,10 +55,17 @@ class Promotion(Verdict):
         return f"{self.model} version {self.challenger} {self.outcome}: {self.reason}"
 
 
-def promote(params: Params, version: int | None = None, again: bool = False, repository: Path = Path(".")) -> Promotion:
+Rescore = Callable[[MlflowClient, Params, ModelVersion, str], pa.Table]
+"""Scores a version on a test set, given by its sha256; `components/commands/score_again.py` has the only one."""
+
+
+def promote(
+    params: Params, rescore: Rescore, version: int | None = None, again: bool = False, repository: Path = Path(".")
+) -> Promotion:
     """Decide on a version, or on the challenger where none is named, and move the aliases.
 
     Args:
+        rescore: called where the champion has no scores on the challenger's test set.
         version: the one that the caller registered; the alias `challenger` may name another one's by now.
         again: also where it was champion and was rolled back.
         repository: the git repository that keeps the record of decisions.
@@ -73,7 +80,7 @@ def promote(params: Params, version: int | None = None, again: bool = False, rep
         for fault in faults(repository):
             warn(f"{fault}; see `m3diff history`")
         decision = next(
-            filter(None, (attempt(client, params, version, again, repository) for _ in range(ATTEMPTS))), None
+            filter(None, (attempt(client, params, rescore, version, again, repository) for _ in range(ATTEMPTS))), None
         )
         let_know(client, repository, params.register_.model_name)
     share(repository)
@@ -85,7 +92,7 @@ def promote(params: Params, version: int | None = None, again: bool = False, rep
 
 
 def attempt(
-    client: MlflowClient, params: Params, version: int | None, again: bool, repository: Path
+    client: MlflowClient, params: Params, rescore: Rescore, version: int | None, again: bool, repository: Path
 ) -> Promotion | None:
     """Judge once. None: the champion was moved meanwhile, or something else decided."""
     name = params.register_.model_name
@@ -104,7 +111,7 @@ def attempt(
         unseen = f"; or make this version champion without a comparison: {accept(challenger)}"
         decision = promotion(params, challenger, None, refused(f"there is nothing to compare with: {lost}{unseen}"))
     else:
-        verdict, scored_again = verdict_on(client, params, challenger, champion)
+        verdict, scored_again = verdict_on(client, params, rescore, challenger, champion)
         decision = promotion(params, challenger, champion, verdict, scored_again)
     with alone(repository, "record"):
         if alias_of(client, name, CHAMPION) != known or decisions(repository) != seen:
@@ -194,7 +201,7 @@ def told(entry: Entry) -> tuple[object, ...]:
 
 
 def verdict_on(
-    client: MlflowClient, params: Params, challenger: ModelVersion, champion: ModelVersion | None
+    client: MlflowClient, params: Params, rescore: Rescore, challenger: ModelVersion, champion: ModelVersion | None
 ) -> tuple[Verdict, bool]:
     """The gate's verdict, and whether the champion was scored again for it."""
     cfg = params.promote
@@ -206,7 +213,7 @@ def verdict_on(
     if champion is None:
         return judge_first(cfg, ours), False
     try:
-        theirs, scored_again = champion_scores(client, params, champion, ours, test_set(challenger))
+        theirs, scored_again = champion_scores(client, params, rescore, champion, ours, test_set(challenger))
         return judge(cfg, ours, theirs), scored_again
     except (CannotScoreAgain, ValueError) as error:
         return refused(
@@ -216,7 +223,7 @@ def verdict_on(
 
 
 def champion_scores(
-    client: MlflowClient, params: Params, champion: ModelVersion, ours: pa.Table, on: str
+    client: MlflowClient, params: Params, rescore: Rescore, champion: ModelVersion, ours: pa.Table, on: str
 ) -> tuple[pa.Table, bool]:
     """The champion's scores on the test set `on`, and whether they were made now."""
     try:
@@ -226,9 +233,7 @@ def champion_scores(
         stored = None
     if stored is not None and can_be_judged(params.promote, ours, stored):
         return stored, False
-    from m3diff.commands.score_again import score_again  # torch, which takes seconds to import
-
-    return score_again(client, params, champion, on), True
+    return rescore(client, params, champion, on), True
 
 
 def refused(reason: str) -> Verdict:

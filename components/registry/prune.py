@@ -15,7 +15,7 @@ from mlflow.store.artifact.artifact_repository_registry import get_artifact_repo
 from mlflow.tracking import MlflowClient
 from pydantic import BaseModel, ConfigDict
 
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from m3diff.registry import tracking
 from m3diff.registry.commit import RUNS, cache_folder, dvc, read_lock, require_own_repository, resolved, tracked
 from m3diff.registry.leftovers import delete_model, model_of

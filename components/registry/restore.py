@@ -7,13 +7,13 @@ from typing import Any
 
 import yaml
 
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from m3diff.registry import tracking
 from m3diff.registry.check import Check, compared
 from m3diff.registry.commit import add_worktree, current_stages, dvc, find_commit, read_lock, tracked
 from m3diff.registry.lineage import LOCK, Lock, code_path, dvc_hash
 from m3diff.registry.trace import NAMED, output
-from m3diff.registry.version import commit_of
+from m3diff.registry.versions import commit_of
 from m3diff.stages.register.params import Register
 
 REVISION = re.compile(r".*/.*|[0-9a-f]{40}")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from mlflow.tracking import MlflowClient
 
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from m3diff.registry import tracking
 from m3diff.registry.decisions import Decision, Entry, alone, catch_up, champions, decisions, share
 from m3diff.registry.known import agree, let_know

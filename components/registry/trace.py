@@ -13,14 +13,14 @@ from pathlib import Path
 
 from mlflow.entities.model_registry import ModelVersion
 
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from m3diff.registry import tracking
 from m3diff.registry.check import Check, compared
 from m3diff.registry.commit import find_commit, read, read_lock
 from m3diff.registry.lineage import ADAPTERS, LOCK, RAW, Lock, code_path, dvc_hash, hash_of_list
 from m3diff.registry.objects import Objects, listing, object_file
 from m3diff.registry.runs import weights_sha256
-from m3diff.registry.version import commit_of
+from m3diff.registry.versions import commit_of
 from m3diff.stages.register.params import Register
 
 NAMED = (

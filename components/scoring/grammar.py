@@ -15,7 +15,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from m3diff.records.schemas import CHANGE_TYPES, NO_CHANGE, DataError
+from m3diff.records.errors import DataError
+from m3diff.records.schemas import CHANGE_TYPES, NO_CHANGE
 from m3diff.scoring.pairs import EvalPair
 
 UNREADABLE = "unreadable"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import DatasetSpec, Protocol
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from m3diff.scoring.metrics.metric import ALL, Groups
 from m3diff.scoring.pairs import EvalPair
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from m3diff.images.open import MAX_PIXELS, ImageError, load_image
 from m3diff.images.saliency import outlined
+from m3diff.records.errors import DataError
 from m3diff.records.progress import progress
-from m3diff.records.schemas import DataError
 from m3diff.serving.pairs import AskedPair
 from m3diff.settings.section import ParamsError
 

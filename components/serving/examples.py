@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import check_licence
 from m3diff.images.open import open_image
+from m3diff.records.errors import DataError
 from m3diff.records.readable import readable
-from m3diff.records.schemas import DataError
 from m3diff.stages.ingest.params import DatasetEntry
 
 EXAMPLES = 6

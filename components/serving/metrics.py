@@ -1,5 +1,9 @@
 """What the server counts, as Prometheus reads it at `GET /metrics`."""
 
+import os
+import sys
+from typing import TextIO
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -39,3 +43,12 @@ class Metrics:
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
+
+
+def say(text: str, to: TextIO | None = None) -> None:
+    """Print a line to the output, else to `to`; where nobody reads that any more (`m3diff serve | head`), to nobody."""
+    out = to or sys.stdout
+    try:
+        print(f"m3diff serve: {text}", file=out, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())

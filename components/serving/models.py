@@ -6,12 +6,11 @@ import sys
 from collections.abc import Callable
 from typing import Protocol
 
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from m3diff.registry.model_source import Source
 from m3diff.serving.asked import Asked
-from m3diff.serving.metrics import Metrics
+from m3diff.serving.metrics import Metrics, say
 from m3diff.serving.replica import Answer, Facts, Undecodable, Unloadable
-from m3diff.serving.server import say
 
 
 class Deployed(Protocol):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from m3diff.datasets.files import describe, fault_of_path, is_inside, read_text
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 
 SIDES = ("before", "after")
 SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".heic", ".heif"}

@@ -15,7 +15,7 @@ from ray import serve
 
 from m3diff.images.open import ImageError, load_image
 from m3diff.images.saliency import outlined
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from m3diff.registry.model_source import Source, load
 from m3diff.serving.asked import Asked
 

@@ -5,12 +5,12 @@ import ipaddress
 import os
 import signal
 import socket
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from m3diff.registry.model_source import Source, find, version_of
+from m3diff.serving.metrics import say
 from m3diff.serving.params import Serve
 from m3diff.settings.compute import Compute
 from m3diff.settings.section import ParamsError
@@ -127,15 +127,6 @@ async def work(models: Any, source: Source, follow: Any, address: str) -> None:
         await asyncio.Event().wait()
     else:
         await models.follow(*follow, POLL_S)
-
-
-def say(text: str, to: TextIO | None = None) -> None:
-    """Print a line to the output, else to `to`; where nobody reads that any more (`m3diff serve | head`), to nobody."""
-    out = to or sys.stdout
-    try:
-        print(f"m3diff serve: {text}", file=out, flush=True)
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
 
 
 def take_token(host: str) -> str | None:

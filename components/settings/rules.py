@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
@@ -22,14 +22,12 @@ from m3diff.scoring.metrics import METRICS, gate_metrics
 from m3diff.scoring.protocols import protocols_of
 from m3diff.settings.gpus import GPUS
 from m3diff.settings.section import FrozenDict, ParamsError
+from m3diff.settings.tree import Params
 from m3diff.stages.augment.params import MANIFEST, Drawn, Edits
 from m3diff.stages.ingest.params import DatasetEntry
 
 LLAVA_BASES = (SMALL_BASE, LARGE_BASE, LLAVA_BASE)
 """Folders' names of the bases that llava-hf publishes."""
-
-if TYPE_CHECKING:
-    from m3diff.settings.tree import Params
 
 
 def shown(value: Any) -> str:
@@ -46,7 +44,7 @@ def closest(found: Any, known: Iterable[str], of: str = "expected one of") -> st
     return f"did you mean {near[0]!r}? {words}" if near else words
 
 
-def inconsistencies(params: "Params", complete: bool) -> Iterator[str]:
+def inconsistencies(params: Params, complete: bool) -> Iterator[str]:
     """Every fault of every rule.
 
     Args:
@@ -64,17 +62,17 @@ def inconsistencies(params: "Params", complete: bool) -> Iterator[str]:
                 raise
 
 
-def dataset_name(params: "Params", name: str, entry: DatasetEntry) -> Iterator[str]:
+def dataset_name(params: Params, name: str, entry: DatasetEntry) -> Iterator[str]:
     if not name or not all(letter.isascii() and (letter.isalnum() or letter in "_-") for letter in name):
         yield f"ingest.datasets.{name}: a dataset's name has only letters, digits, _ and - (it stands in ids and files)"
 
 
-def dataset_reader(params: "Params", name: str, entry: DatasetEntry) -> Iterator[str]:
+def dataset_reader(params: Params, name: str, entry: DatasetEntry) -> Iterator[str]:
     if entry.reader not in DATASETS:
         yield f"ingest.datasets.{name}.reader: {closest(entry.reader, DATASETS)}"
 
 
-def dataset_options(params: "Params", name: str, entry: DatasetEntry) -> Iterator[str]:
+def dataset_options(params: Params, name: str, entry: DatasetEntry) -> Iterator[str]:
     """Options are arguments of the reader's function beside `root`."""
     if entry.reader in DATASETS:
         yield from wrong_options(f"ingest.datasets.{name}", entry.reader, entry.options)
@@ -91,14 +89,14 @@ def wrong_options(where: str, reader: str, options: Mapping[str, Any]) -> Iterat
             yield f"{where}.options.{argument.name}: missing; the reader {reader!r} needs it"
 
 
-def dataset_counts(params: "Params", name: str, entry: DatasetEntry) -> Iterator[str]:
+def dataset_counts(params: Params, name: str, entry: DatasetEntry) -> Iterator[str]:
     if entry.expected_pairs == "published" and entry.reader in DATASETS and DATASETS[entry.reader].part(name) is None:
         parts = ", ".join(part.part for part in DATASETS[entry.reader].published)
         remedy = f"call the dataset one of {parts}" if parts else "write the counts, or null"
         yield f"ingest.datasets.{name}.expected_pairs: no counts of {name!r} are published; {remedy}"
 
 
-def dataset_splits(params: "Params", name: str, entry: DatasetEntry) -> Iterator[str]:
+def dataset_splits(params: Params, name: str, entry: DatasetEntry) -> Iterator[str]:
     reader = origin(params, name)
     if reader in DATASETS:
         for split in DATASETS[reader].never_train:
@@ -107,7 +105,7 @@ def dataset_splits(params: "Params", name: str, entry: DatasetEntry) -> Iterator
                 yield f"ingest.datasets.{name}.train_on: {title}'s authors ask that {split} never trains; write [train]"
 
 
-def origin(params: "Params", name: str) -> str:
+def origin(params: Params, name: str) -> str:
     """The reader whose licence, and whose authors' wishes, hold for a dataset: its own, or of a made dataset that of
     what it was made of in the end."""
     entry = params.ingest.datasets[name]
@@ -121,7 +119,7 @@ def origin(params: "Params", name: str) -> str:
     return source.reader
 
 
-def licensed(params: "Params") -> FrozenDict[str, DatasetEntry]:
+def licensed(params: Params) -> FrozenDict[str, DatasetEntry]:
     """The datasets of the run for those who pass on what is made of them: each under the reader of `origin`."""
     entries = params.ingest.datasets
     return FrozenDict(
@@ -129,7 +127,7 @@ def licensed(params: "Params") -> FrozenDict[str, DatasetEntry]:
     )
 
 
-def dataset_task(params: "Params", name: str, entry: DatasetEntry) -> Iterator[str]:
+def dataset_task(params: Params, name: str, entry: DatasetEntry) -> Iterator[str]:
     """The questions of a pair: its source's task, or the dataset's own."""
     tasks = known_tasks(params.convert.questions)
     if tasks is None or entry.reader not in DATASETS:
@@ -152,7 +150,7 @@ def known_tasks(questions: Path) -> list[str] | None:
     return list(found) if isinstance(found, Mapping) else None
 
 
-def source_names(params: "Params") -> Iterator[str]:
+def source_names(params: Params) -> Iterator[str]:
     for name in params.convert.sources:
         if name not in params.ingest.datasets:
             yield f"convert.sources.{name}: no such dataset; {closest(name, params.ingest.datasets)}"
@@ -163,7 +161,7 @@ def sound(entries: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return [(name, settings) for name, settings in entries.items() if settings is not None]
 
 
-def generator_roots(params: "Params") -> Iterator[str]:
+def generator_roots(params: Params) -> Iterator[str]:
     for name, settings in sound(params.synthesize):
         root = params.ingest.datasets[name].root
         if Path(settings.root) != root:
@@ -173,7 +171,7 @@ def generator_roots(params: "Params") -> Iterator[str]:
             )
 
 
-def made_datasets(params: "Params") -> Iterator[str]:
+def made_datasets(params: Params) -> Iterator[str]:
     """A made dataset is read by ingest, as what it is; its source has a known reader, which knows its options."""
     for name, entry in sound(params.augment):
         where = f"augment.{name}"
@@ -192,7 +190,7 @@ def made_datasets(params: "Params") -> Iterator[str]:
             yield f"{where}.editor.kind: drawn edits what the reader minichange reads alone; write instruct_pix2pix"
 
 
-def made_roots(params: "Params") -> Iterator[str]:
+def made_roots(params: Params) -> Iterator[str]:
     """A made dataset's root is written anew, and DVC removes it before the stage could refuse: nothing that an entry
     reads lies in it or around it, but a made dataset that another is made of."""
     entries = sound(params.augment)
@@ -216,7 +214,7 @@ def read_by(entry: Any) -> Iterator[tuple[str, Path]]:
             yield "model", model
 
 
-def separate_folders(params: "Params") -> Iterator[str]:
+def separate_folders(params: Params) -> Iterator[str]:
     """Dataset roots and the folders that stages write: none is another or lies inside it."""
     roots = {f"ingest.datasets.{name}.root": entry for name, entry in params.ingest.datasets.items()}
     folders = {name: entry.root for name, entry in roots.items() if hasattr(entry, "root")}
@@ -234,13 +232,13 @@ def separate_folders(params: "Params") -> Iterator[str]:
                 yield f"{other}: {second} lies inside {name} ({folder}); give each a folder of its own"
 
 
-def trained_model(params: "Params") -> Iterator[str]:
+def trained_model(params: Params) -> Iterator[str]:
     """`train.model` names an entry; one whose own settings are wrong is reported there."""
     if params.train.model not in params.models:
         yield f"train.model: {closest(params.train.model, params.models)}; models stand in the section `models`"
 
 
-def model_rates(params: "Params") -> Iterator[str]:
+def model_rates(params: Params) -> Iterator[str]:
     """Each part of the family has a rate, or null; nothing else has one, or a delay."""
     for name, settings in sound(params.models):
         parts = FAMILIES[settings.family].parts
@@ -253,7 +251,7 @@ def model_rates(params: "Params") -> Iterator[str]:
                 yield f"models.{name}.rates.{part}: missing; write the learning rate of this part, or null to freeze it"
 
 
-def model_on_base(params: "Params") -> Iterator[str]:
+def model_on_base(params: Params) -> Iterator[str]:
     """What the family says of its settings, on the base's configuration where the base is there."""
     settings = params.models.get(params.train.model)
     if settings is not None:
@@ -261,7 +259,7 @@ def model_on_base(params: "Params") -> Iterator[str]:
             yield f"models.{params.train.model}: {fault}"
 
 
-def recomputed_layers(params: "Params") -> Iterator[str]:
+def recomputed_layers(params: Params) -> Iterator[str]:
     """`compute.activation_checkpointing` is one that the family has for the base's LLM."""
     settings = dict(sound(params.models)).get(params.train.model)
     told = None if settings is None else FAMILIES[settings.family].checkpointing_faults
@@ -270,7 +268,7 @@ def recomputed_layers(params: "Params") -> Iterator[str]:
             yield f"compute.activation_checkpointing: {fault}"
 
 
-def other_models(params: "Params") -> Iterator[str]:
+def other_models(params: Params) -> Iterator[str]:
     """A model that is not trained need not fit the base."""
     for name, settings in sound(params.models):
         if name != params.train.model:
@@ -287,11 +285,11 @@ def base_config(base: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def batches_divide(params: "Params") -> Iterator[str]:
+def batches_divide(params: Params) -> Iterator[str]:
     yield from odd_batch(params, "train", params.train.global_batch)
 
 
-def odd_batch(params: "Params", where: str, global_batch: int) -> Iterator[str]:
+def odd_batch(params: Params, where: str, global_batch: int) -> Iterator[str]:
     """Why a step's sequences cannot be dealt to the workers in micro-batches."""
     micro, workers = params.compute.micro_batch, max(params.compute.workers, 1)
     if global_batch % (micro * workers):
@@ -301,7 +299,7 @@ def odd_batch(params: "Params", where: str, global_batch: int) -> Iterator[str]:
         )
 
 
-def alignment(params: "Params") -> Iterator[str]:
+def alignment(params: Params) -> Iterator[str]:
     """The phase before the fine-tuning has datasets of its own that train, and leaves some; its steps divide."""
     settings = dict(sound(params.models)).get(params.train.model)
     if settings is None or settings.align is None:
@@ -316,7 +314,7 @@ def alignment(params: "Params") -> Iterator[str]:
     yield from odd_batch(params, where, align.global_batch)
 
 
-def best_needs_captions(params: "Params") -> Iterator[str]:
+def best_needs_captions(params: Params) -> Iterator[str]:
     if params.train.export == "best" and params.compute.caption_val_pairs == 0:
         yield (
             "train.export: best is the checkpoint with the highest CIDEr, but compute.caption_val_pairs is 0, so none "
@@ -329,13 +327,13 @@ def best_needs_captions(params: "Params") -> Iterator[str]:
         )
 
 
-def gpu_kind(params: "Params") -> Iterator[str]:
+def gpu_kind(params: Params) -> Iterator[str]:
     kind = params.compute.gpu_kind
     if kind is not None and kind not in GPUS:
         yield f"compute.gpu_kind: {closest(kind, GPUS)}, or null where it is not known"
 
 
-def metric_names(params: "Params") -> Iterator[str]:
+def metric_names(params: Params) -> Iterator[str]:
     seen: set[str] = set()
     for name in params.evaluate.metrics:
         if name not in METRICS:
@@ -345,7 +343,7 @@ def metric_names(params: "Params") -> Iterator[str]:
         seen.add(name)
 
 
-def gate_protocol(params: "Params") -> Iterator[str]:
+def gate_protocol(params: Params) -> Iterator[str]:
     """Left to the rules of datasets where one of them has no known reader."""
     known = gate_protocols(params)
     readers_known = all(entry.reader in DATASETS for entry in params.ingest.datasets.values())
@@ -354,7 +352,7 @@ def gate_protocol(params: "Params") -> Iterator[str]:
         yield f"promote.protocol: {words}; each dataset of ingest.datasets has its own"
 
 
-def gate_protocols(params: "Params") -> dict[str, str]:
+def gate_protocols(params: Params) -> dict[str, str]:
     """Every protocol by which a run with these datasets is scored, and its dataset's reader."""
     return {
         f"{name}/{protocol.name}": entry.reader
@@ -364,7 +362,7 @@ def gate_protocols(params: "Params") -> dict[str, str]:
     }
 
 
-def gate_metric(params: "Params") -> Iterator[str]:
+def gate_metric(params: Params) -> Iterator[str]:
     reader = gate_protocols(params).get(params.promote.protocol)
     chosen = [name for name in params.evaluate.metrics if name in METRICS]
     readable = reader is None or DATASETS[reader].grammar is not None  # ingest writes rules that read captions
@@ -381,7 +379,7 @@ def gate_metric(params: "Params") -> Iterator[str]:
             yield f"promote.guards.{name}: {closest(name, known)}; {why}. Write promote.guards with those, or {{}}"
 
 
-RULES: tuple[Callable[["Params"], Iterator[str]], ...] = (
+RULES: tuple[Callable[[Params], Iterator[str]], ...] = (
     separate_folders,
     generator_roots,
     made_datasets,
@@ -400,7 +398,7 @@ RULES: tuple[Callable[["Params"], Iterator[str]], ...] = (
     gate_protocol,
     gate_metric,
 )
-DATASET_RULES: tuple[Callable[["Params", str, DatasetEntry], Iterator[str]], ...] = (
+DATASET_RULES: tuple[Callable[[Params, str, DatasetEntry], Iterator[str]], ...] = (
     dataset_name,
     dataset_reader,
     dataset_options,
@@ -410,7 +408,7 @@ DATASET_RULES: tuple[Callable[["Params", str, DatasetEntry], Iterator[str]], ...
 )
 
 
-def read_paths(params: "Params", stage: str) -> list[tuple[str, Path, str]]:
+def read_paths(params: Params, stage: str) -> list[tuple[str, Path, str]]:
     """(key, path, remedy) for each path of `params.yaml` that a stage reads and no stage makes."""
     if stage.startswith("ingest@"):
         name = stage.removeprefix("ingest@")
@@ -439,19 +437,19 @@ def read_paths(params: "Params", stage: str) -> list[tuple[str, Path, str]]:
     return []
 
 
-def base_files(params: "Params") -> Mapping[str, str]:
+def base_files(params: Params) -> Mapping[str, str]:
     """What the model that trains needs in the base's folder beside the base's own files, each with where it is from."""
     settings = params.models[params.train.model]
     needed = FAMILIES[settings.family].base_files
     return {} if needed is None else needed(settings, base_config(params.train.base))
 
 
-def absent_paths(params: "Params", *stages: str) -> list[tuple[str, Path, str]]:
+def absent_paths(params: Params, *stages: str) -> list[tuple[str, Path, str]]:
     """What of `read_paths` of these stages is not there."""
     return [each for stage in stages for each in read_paths(params, stage) if not each[1].exists()]
 
 
-def check_paths(params: "Params", *stages: str) -> None:
+def check_paths(params: Params, *stages: str) -> None:
     """See that what these stages read is there, before any of them starts. A dataset's ingest is `ingest@NAME`.
 
     Raises:

@@ -15,7 +15,7 @@ from m3diff.registry.check import compared, sound
 from m3diff.registry.lineage import Lock, dvc_hash, md5
 from m3diff.registry.runs import weights_sha256
 from m3diff.registry.trace import lineage, of_stored
-from m3diff.settings.tree import load_params
+from m3diff.settings.load import load_params
 from tests import toy
 from tests.archive.conftest import Team
 

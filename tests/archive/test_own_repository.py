@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flows.workspace import workspace
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from tests.toy import REPOSITORY
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from m3diff.datasets.clevr_change import PUBLISHED, read
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from tests.layouts import edit_json, write_clevr, write_json
 
 REAL = Path("../shared/real/clevr_change")

@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from m3diff.datasets.emu_edit import PUBLISHED, read
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from tests.layouts import emu_row, run_ingest, run_validate, stored, write_emu, write_shards
 
 

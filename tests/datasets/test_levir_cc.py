@@ -8,7 +8,7 @@ import pytest
 
 from m3diff.datasets import levir_cc
 from m3diff.datasets.levir_cc import PUBLISHED, SPEC, read
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from m3diff.scoring.pairs import EvalPair
 from m3diff.scoring.protocols import apply
 from tests.layouts import SAME, edit_json, levir_record, run_ingest, run_validate, write_json, write_levir

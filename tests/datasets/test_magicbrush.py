@@ -7,10 +7,10 @@ import pytest
 import yaml
 
 from m3diff.datasets.magicbrush import read
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
+from m3diff.settings.load import load_params
 from m3diff.settings.profiles import resolve
 from m3diff.settings.section import ParamsError
-from m3diff.settings.tree import load_params
 from tests.layouts import brush_row, edit_json, run_ingest, run_validate, save_picture, write_magicbrush, write_shards
 from tests.toy import REPOSITORY
 

@@ -47,8 +47,9 @@ from m3diff.datasets.minichange.scene import (
     sample_scene,
 )
 from m3diff.datasets.minichange.settings import Domain, MiniChange
+from m3diff.records.errors import DataError
 from m3diff.records.files import sha256
-from m3diff.records.schemas import CHANGE_TYPES, DataError
+from m3diff.records.schemas import CHANGE_TYPES
 
 SMALL = {
     "seed": 5,

@@ -13,9 +13,9 @@ import yaml
 
 from m3diff.datasets import pairs
 from m3diff.datasets.tables import columns_in, look_up, pick
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
+from m3diff.settings.load import load_params
 from m3diff.settings.section import ParamsError
-from m3diff.settings.tree import load_params
 from tests.layouts import run_ingest, run_validate, save_picture, write_json
 
 Write = Callable[[Path], Any]

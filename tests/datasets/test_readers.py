@@ -10,7 +10,7 @@ from m3diff.datasets.files import describe, parse_json, read_json, read_splits, 
 from m3diff.datasets.rows import fault_in, is_scene
 from m3diff.datasets.spec import Published
 from m3diff.datasets.tables import read_table, texts
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from tests.layouts import (
     edit_json,
     run_ingest,

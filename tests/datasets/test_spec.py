@@ -12,7 +12,7 @@ import yaml
 
 from m3diff.datasets import DATASETS, clevr_change, omnidiff
 from m3diff.datasets.spec import UNSTATED, DatasetSpec, Licence, Permission, check_licence
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from m3diff.scoring.pairs import EvalPair
 from m3diff.scoring.protocols import takes
 from m3diff.stages.convert.paper_mixture import PAIRS, SAMPLES, SOURCES, training_counts

@@ -9,7 +9,7 @@ import pytest
 
 from m3diff.datasets import emu_edit
 from m3diff.datasets.syned import PUBLISHED, read
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from tests.layouts import edit_json, run_ingest, run_validate, write_json, write_syned
 
 

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.experiments import cost
 from m3diff.records.schemas import NO_CHANGE
-from m3diff.settings.tree import load_params
+from m3diff.settings.load import load_params
 from tests.tiny import noise_image
 from tests.toy import REPOSITORY
 

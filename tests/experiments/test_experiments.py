@@ -21,8 +21,9 @@ from benchmarks.experiments.runs import Budget, over_seeds, read, setting
 from m3diff.records.files import sha256_of_folder
 from m3diff.scoring.bootstrap import resampled_scores
 from m3diff.scoring.metrics import METRICS
+from m3diff.settings.load import load_params
 from m3diff.settings.profiles import differences, resolve
-from m3diff.settings.tree import Params, ParamsError, load_params
+from m3diff.settings.tree import Params, ParamsError
 from tests import toy
 
 PROTOCOL = "toy/total"

@@ -12,8 +12,9 @@ from benchmarks.experiments import fresh, page
 from benchmarks.experiments.__main__ import read_experiment
 from benchmarks.experiments.fresh import Targets, compare, score_of
 from m3diff.__main__ import main as m3diff
+from m3diff.settings.load import load_params
 from m3diff.settings.profiles import differences, resolve
-from m3diff.settings.tree import ParamsError, load_params
+from m3diff.settings.tree import ParamsError
 from tests.tiny import tiny_base, tiny_checkpoint
 from tests.toy import REPOSITORY
 

@@ -11,7 +11,7 @@ import pytest
 from dvc.utils.hydra import apply_overrides, to_hydra_overrides
 
 from benchmarks.experiments import runs
-from m3diff.settings.tree import load_params
+from m3diff.settings.load import load_params
 from tests.stages.train.toy import write_mixture
 from tests.toy import REPOSITORY
 

@@ -20,8 +20,8 @@ from m3diff.endpoint import Answers
 from m3diff.models import checkpoint
 from m3diff.models.checkpoint import CheckpointError, verify_manifest, write_manifest
 from m3diff.records import files
+from m3diff.records.errors import DataError
 from m3diff.records.files import write_atomic
-from m3diff.records.schemas import DataError
 from m3diff.registry import decisions as record
 from m3diff.registry.decisions import Entry, append, decisions
 from m3diff.stages.predict.journal import Answer, Journal
@@ -73,16 +73,16 @@ ATOMIC = {
 """Through `write_atomic`."""
 
 RENAMED = {
-    "components/stages/augment/stage.py _swap": "DVC; the next run removes what a kill left (tests/stages/augment/test_stage.py)",
+    "components/stages/augment/stage.py _swap": "DVC; the next run removes what a kill left (test_stage.py)",
     "components/scoring/metrics/worker.py main": "in a temporary folder of the process that waits for it",
-    "components/commands/export/hub/folder.py export_hub": "a command's output, whole or not there; the next one writes it anew",
+    "components/commands/export/hub/folder.py export_hub": "a command's output, whole or not there",
     "components/records/files.py write_atomic": "here",
     "components/models/checkpoint.py write_manifest": "here, with the checkpoint that it ends",
     "components/commands/score_again.py download_checkpoint": "in a temporary folder",
-    "components/commands/score_model.py score_model": "a command's output, whole or not there, made anew by the next",
+    "components/commands/score_model.py score_model": "a command's output, whole or not there; the next makes it anew",
     "components/stages/train/samples.py _write": "here",
     "components/stages/train/state.py write_state": "here",
-    "components/commands/zero_shot/zero_shot.py zero_shot": "a command's output, whole or not there, made anew by the next",
+    "components/commands/zero_shot/zero_shot.py zero_shot": "a command's output, whole or not there",
     "flows/raw.py linked": "links, all flushed first; half a folder is made anew (tests/flows/test_raw.py)",
 }
 """With a rename of their own, and where that is tested."""

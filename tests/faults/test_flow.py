@@ -11,7 +11,7 @@ import pytest
 from flows import archive, tasks
 from m3diff.__main__ import main
 from m3diff.commands.preflight import NotReadyError
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from m3diff.registry import tracking
 from m3diff.registry.lineage import md5
 from tests import toy

@@ -16,7 +16,7 @@ from prefect.states import Crashed, Failed
 from flows import notices
 from flows.full import full
 from flows.notices import decided, failed, forget, reason_of, send_again, tell
-from flows.pipeline import Done
+from flows.report import Done
 from flows.retrain import retrain
 from flows.watch import watch
 from flows.workspace import FLOWS, Workspace

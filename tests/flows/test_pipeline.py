@@ -13,7 +13,8 @@ from prefect.states import Completed, Failed
 from flows import archive, dvc, notices, pipeline, raw, report, tasks
 from flows.dvc import DvcError
 from flows.full import full
-from flows.pipeline import FLOW_RUN, Done, run_pipeline
+from flows.pipeline import FLOW_RUN, run_pipeline
+from flows.report import Done
 from flows.retrain import retrain
 from flows.warm import NothingNewError
 from flows.workspace import Workspace

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from flows import archive, report
-from flows.pipeline import Done
+from flows.report import Done
 from flows.workspace import Workspace
-from m3diff.settings.tree import load_params
+from m3diff.settings.load import load_params
 from m3diff.stages.register.stage import Registration
 from tests.flows.test_pipeline import decision
 from tests.toy import REPOSITORY

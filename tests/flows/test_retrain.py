@@ -11,7 +11,7 @@ import yaml
 from flows import dvc, retrain
 from flows.retrain import changes, unregistered
 from m3diff.registry.lineage import Lock
-from m3diff.settings.tree import load_params
+from m3diff.settings.load import load_params
 from tests import toy
 
 

@@ -12,7 +12,7 @@ from prefect.states import Crashed, Failed, Pending, Running
 from flows import schedule
 from flows.retrain import retrain
 from flows.schedule import coalesce_late, count_crashes
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 
 DEPLOYMENT = uuid.uuid4()
 

@@ -14,8 +14,8 @@ from flows.git import git, has_branch
 from flows.warm import BASE, NothingNewError, changed_datasets, from_champion, weighted
 from flows.workspace import workspace
 from m3diff.records.files import sha256_of_folder
+from m3diff.settings.load import load_params
 from m3diff.settings.section import ParamsError
-from m3diff.settings.tree import load_params
 from tests import toy
 
 MINE = Path("data/01_raw/mine")

@@ -12,7 +12,7 @@ from flows import dvc, sources, watch
 from flows.git import git, has_branch
 from flows.watch import STATE
 from flows.workspace import DATA, workspace
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from m3diff.settings.section import ParamsError
 from tests import toy
 from tests.flows.test_sources import dropped, imported  # noqa: F401

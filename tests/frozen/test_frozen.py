@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from m3diff.__main__ import main
+from m3diff.settings.load import load_params
 from m3diff.settings.section import ParamsError
-from m3diff.settings.tree import load_params
 from tests.frozen.make import ARCHIVE, MODELS
 
 PAIRS = ("exports/before", "exports/after", "--json")

@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from m3diff import PRIVACY
-from m3diff.settings.tree import load_params
+from m3diff.settings.load import load_params
 from tests.toy import REPOSITORY
 
 INFRA = REPOSITORY / "infra"

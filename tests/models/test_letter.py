@@ -12,7 +12,7 @@ from m3diff.models import FAMILIES
 from m3diff.models.m3diff.mdp import Projection
 from m3diff.models.m3diff.modeling import M3DiffForConditionalGeneration
 from m3diff.models.m3diff.settings import MDPConfig
-from m3diff.settings.tree import load_params
+from m3diff.settings.load import load_params
 from tests.tiny import SIDE, tiny_config
 from tests.toy import REPOSITORY
 

@@ -14,11 +14,13 @@ import pytest
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.tracking import MlflowClient
 
+from m3diff.commands.score_again import score_again
 from m3diff.registry.decisions import Decision, decisions, faults
 from m3diff.registry.promote import Promotion, promote
 from m3diff.registry.rollback import rollback
-from m3diff.settings.tree import Params, load_params
-from m3diff.stages.register.stage import CHALLENGER, SCORES
+from m3diff.registry.versions import CHALLENGER, SCORES
+from m3diff.settings.load import load_params
+from m3diff.settings.tree import Params
 from tests.register.conftest import empty_store  # noqa: F401  # a fixture
 from tests.toy import REPOSITORY
 
@@ -80,7 +82,7 @@ class Registry:
         return version
 
     def decide(self, version: int | None = None, again: bool = False) -> Promotion:
-        return promote(self.params, version, again)
+        return promote(self.params, score_again, version, again)
 
     def rollback(self, to: int | None = None, why: str = "") -> Decision:
         return rollback(self.params, to, why)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from mlflow.tracking import MlflowClient
 
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from m3diff.registry import decisions as record
 from m3diff.registry import promote
 from m3diff.registry.decisions import champions, decisions, faults, pending

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 from mlflow.cli import gc
 
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from m3diff.registry.decisions import Entry, append, decisions, table
 from tests.promote.conftest import Registry, scores
 from tests.promote.test_promote import Rescoring

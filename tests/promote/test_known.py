@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from m3diff.registry.decisions import BRANCH, Entry, append, git, tip_of
 from m3diff.registry.known import TAG
 from m3diff.registry.moves import make_move

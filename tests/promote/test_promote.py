@@ -13,10 +13,10 @@ from mlflow.tracking import MlflowClient
 
 from m3diff.commands import score_again
 from m3diff.models.checkpoint import CheckpointError
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from m3diff.registry import moves, promote
 from m3diff.registry.lineage import PREDICT_CODE, dvc_hash
-from m3diff.stages.register.stage import SCORES
+from m3diff.registry.versions import SCORES
 from tests.promote.conftest import PAIRS, PROTOCOL, scores
 
 
@@ -174,8 +174,8 @@ class Rescoring:
         self.here, self.error, self.really = "new", None, mlflow.artifacts.download_artifacts
         monkeypatch.setattr(score_again, "hash_test_set", lambda paths: self.here)
         monkeypatch.setattr(mlflow.artifacts, "download_artifacts", self.download)
-        monkeypatch.setattr(score_again, "predict", self.predict)
-        monkeypatch.setattr(score_again, "evaluate", self.evaluate)
+        monkeypatch.setattr("m3diff.stages.predict.stage.predict", self.predict)
+        monkeypatch.setattr("m3diff.stages.evaluate.stage.evaluate", self.evaluate)
 
     def download(self, artifact_uri: str | None = None, *, dst_path: str, **of_run: str) -> str:
         if artifact_uri is None:

@@ -7,7 +7,7 @@ import sys
 import pytest
 import yaml
 
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from m3diff.registry.decisions import champions, decisions, who
 from tests.promote.conftest import scores
 from tests.toy import REPOSITORY

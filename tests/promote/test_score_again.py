@@ -17,7 +17,7 @@ from m3diff.models.checkpoint import is_adapters
 from m3diff.models.generation import load_captioner
 from m3diff.registry import tracking
 from m3diff.registry.lineage import hash_test_set
-from m3diff.settings.tree import load_params
+from m3diff.settings.load import load_params
 from m3diff.stages.register import stage
 from tests.tiny import tiny_base
 from tests.toy import REPOSITORY

@@ -9,9 +9,9 @@ import pytest
 from m3diff.__main__ import main
 from m3diff.commands import score_model as module
 from m3diff.commands.score_model import score_model
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from m3diff.registry.model_source import Source
-from m3diff.settings.tree import load_params
+from m3diff.settings.load import load_params
 from tests.toy import REPOSITORY
 
 PARAMS = load_params(REPOSITORY / "profiles" / "embedded.yaml")

@@ -95,7 +95,7 @@ class Writes:
 
 
 def serve() -> None:
-    from m3diff.settings.tree import load_params
+    from m3diff.settings.load import load_params
     from m3diff.stages.register import stage
 
     def work(root: str, kill_at: int | None, lock: bool, start: float) -> None:

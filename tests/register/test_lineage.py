@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from m3diff.registry.lineage import (
     Lock,
     captioned_records,
@@ -22,7 +22,7 @@ from m3diff.registry.lineage import (
     read_lineage,
     training_hours,
 )
-from m3diff.settings.tree import load_params
+from m3diff.settings.load import load_params
 from m3diff.stages.register.params import Register
 from tests import toy
 

@@ -24,7 +24,7 @@ from m3diff.registry import tracking
 from m3diff.registry.lineage import Lock, read_lineage
 from m3diff.registry.runs import Description, completed, followed
 from m3diff.registry.tracking import PROCESS
-from m3diff.settings.tree import load_params
+from m3diff.settings.load import load_params
 from m3diff.stages.register import stage
 from tests import toy
 from tests.register.conftest import change, store
@@ -410,9 +410,7 @@ def test_the_code_that_travels_with_a_version_is_the_models_package_and_the_open
     files = {str(path.relative_to(package)) for path in package.rglob("*") if path.is_file()}
     models = trained / "components" / "models"
     here = {str(path.relative_to(models.parent)) for path in models.rglob("*") if path.suffix != ".pyc"}
-    assert files == {*stage.SHARED_CODE} | {
-        path for path in here if (models.parent / path).is_file()
-    }
+    assert files == {*stage.SHARED_CODE} | {path for path in here if (models.parent / path).is_file()}
 
 
 def test_the_example_of_a_version_is_the_first_captioned_pair(trained):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from m3diff.stages.evaluate.report.figures import (
     BOTTOM,
     HEIGHT,

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from m3diff.datasets.minichange.language import grammar as minichange_grammar
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from m3diff.scoring.grammar import Clause, Grammar, ParsedCaption, load_grammars, parse_predictions, type_order
 from tests.scoring import bench
 

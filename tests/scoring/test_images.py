@@ -9,7 +9,7 @@ from PIL import Image
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import Licence, Permission
 from m3diff.images.saliency import outlined
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from m3diff.stages.evaluate.report.figures import SaliencyMaps, load_small
 from m3diff.stages.evaluate.report.images import ImageRights, ImageStore, as_webp, draw_images, rights_of
 from tests.scoring import bench

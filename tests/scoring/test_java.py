@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from m3diff.scoring.metrics.java import JavaMissing, require_java
 
 

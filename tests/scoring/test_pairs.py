@@ -6,7 +6,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from m3diff.records.schemas import RECORD_SCHEMA, DataError
+from m3diff.records.errors import DataError
+from m3diff.records.schemas import RECORD_SCHEMA
 from m3diff.scoring.pairs import _some, load_pairs
 from tests.scoring import bench
 

@@ -6,7 +6,7 @@ import pytest
 
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import Protocol
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from m3diff.scoring.metrics.metric import ALL
 from m3diff.scoring.protocols import ProtocolPairs, apply, group_pairs, load_specs, protocols_of, select
 from tests.scoring import bench

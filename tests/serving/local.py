@@ -16,7 +16,7 @@ from m3diff.serving.deploy import BATCH_WAIT_S
 from m3diff.serving.metrics import Metrics
 from m3diff.serving.models import Models
 from m3diff.serving.replica import Answer, Facts, Replica, Undecodable, Unloadable
-from m3diff.settings.tree import load_params
+from m3diff.settings.load import load_params
 from tests.serving.toy import ToyReplica
 from tests.toy import REPOSITORY
 

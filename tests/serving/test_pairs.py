@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from m3diff.serving.pairs import AskedPair, find_pairs
 
 

@@ -214,7 +214,7 @@ def test_at_a_signal_what_was_asked_is_answered_and_nothing_is_left_behind(sign,
 
 SAYS = """
 import sys
-from m3diff.serving.server import say
+from m3diff.serving.metrics import say
 say("one")
 sys.stdin.read()
 say("two")

@@ -18,7 +18,7 @@ import numpy as np
 from PIL import Image
 
 from m3diff.models.generation import QUESTION
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from m3diff.registry.model_source import Source
 from m3diff.serving import replica
 from m3diff.serving.replica import Replica

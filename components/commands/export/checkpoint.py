@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 
 
 def export_model(model: Path, out: Path, adapters: bool = False) -> None:

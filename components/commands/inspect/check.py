@@ -24,7 +24,8 @@ from m3diff.datasets.files import quoted
 from m3diff.datasets.pairs import files_called
 from m3diff.datasets.rows import Row
 from m3diff.datasets.spec import DatasetSpec, Published
-from m3diff.records.schemas import SPLITS, DataError
+from m3diff.records.errors import DataError
+from m3diff.records.schemas import SPLITS
 from m3diff.stages.ingest.doubts import Doubt, as_yaml, doubts
 from m3diff.stages.ingest.params import DatasetEntry
 from m3diff.stages.ingest.table import to_table

@@ -22,7 +22,8 @@ from m3diff.datasets.embedded import Embedded, rows_of
 from m3diff.datasets.files import parse_json, quoted, read_text
 from m3diff.datasets.pairs import files_called
 from m3diff.datasets.tables import DELIMITERS, read_values, sep_line
-from m3diff.records.schemas import SPLITS, DataError
+from m3diff.records.errors import DataError
+from m3diff.records.schemas import SPLITS
 from m3diff.stages.ingest.doubts import Doubt
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")

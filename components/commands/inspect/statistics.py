@@ -21,9 +21,10 @@ from pydantic import BaseModel
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import check_licence
 from m3diff.images.open import load_image
+from m3diff.records.errors import DataError
 from m3diff.records.files import write_atomic
 from m3diff.records.progress import progress
-from m3diff.records.schemas import SPLITS, DataError
+from m3diff.records.schemas import SPLITS
 
 LONG = 20
 """Words beyond which Table 1 of OmniDiff calls a caption long."""

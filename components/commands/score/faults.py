@@ -10,7 +10,7 @@ from typing import NamedTuple
 from m3diff.commands.score.predictions import Prediction
 from m3diff.commands.score.references import Benchmark, Counts, Reference, published_counts
 from m3diff.datasets.spec import Protocol
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 
 EXTENSION = re.compile(r"\.(?:png|jpe?g|gif|webp)", re.IGNORECASE)
 SCENE = re.compile(r"(?:CLEVR_(?P<kind>semantic|nonsemantic)_)?0*(?P<number>\d+)(?P<distractor>_n)?")

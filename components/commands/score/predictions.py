@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from m3diff.datasets.files import describe, read_text
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 
 IDS = (
     "image_id",

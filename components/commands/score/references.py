@@ -13,7 +13,7 @@ from m3diff.datasets import DATASETS
 from m3diff.datasets.files import describe, read_json
 from m3diff.datasets.rows import Row
 from m3diff.datasets.spec import DatasetSpec, Protocol, Published
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from m3diff.scoring.grammar import Grammar
 
 

@@ -30,7 +30,7 @@ from m3diff.commands.score.references import (
     published_counts,
 )
 from m3diff.datasets.spec import Protocol
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from m3diff.scoring.bootstrap import intervals
 from m3diff.scoring.grammar import parse_predictions
 from m3diff.scoring.marks import notes_of_marks

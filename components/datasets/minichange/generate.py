@@ -21,9 +21,10 @@ from m3diff.datasets.minichange.render import render
 from m3diff.datasets.minichange.scene import WIDTHS, Scene
 from m3diff.datasets.minichange.scenes import FILE, FOLDERS, as_json, image_paths
 from m3diff.datasets.minichange.settings import MiniChange
+from m3diff.records.errors import DataError
 from m3diff.records.files import write_atomic
 from m3diff.records.progress import progress
-from m3diff.records.schemas import CHANGE_TYPES, DataError
+from m3diff.records.schemas import CHANGE_TYPES
 
 ANNOTATIONS = ("change_captions.json", "no_change_captions.json", "splits.json", "type_mapping.json", "grammar.json")
 

@@ -4,7 +4,7 @@ import re
 import shutil
 import subprocess
 
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 
 OLDEST_JAVA = 8
 REMEDY = (

@@ -5,17 +5,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from m3diff.scoring.grammar import ParsedCaption
+from m3diff.scoring.judge import Judge
 from m3diff.scoring.metrics.ngrams import Ngrams, Shared
 from m3diff.scoring.metrics.scorer import Scorer
 from m3diff.scoring.pairs import EvalPair
-
-if TYPE_CHECKING:
-    from m3diff.scoring.metrics.judge import Judge
 
 T = TypeVar("T")
 
@@ -66,7 +64,7 @@ class Tools:
     tokens: Callable[[], Tokens]  # waits for the tokenizer, which runs once for all metrics and protocols
     answers: Callable[[], Mapping[Item, Any]]  # what the metric's `program` gave; raises ScorerFailed where it failed
     parsed: Mapping[str, ParsedCaption]  # by pair id; only pairs whose references a grammar understands
-    judge: "Judge | None" = None
+    judge: Judge | None = None
 
 
 @dataclass(frozen=True)

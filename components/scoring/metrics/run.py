@@ -6,10 +6,11 @@ from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from m3diff.records.progress import progress
 from m3diff.scoring.grammar import ParsedCaption
+from m3diff.scoring.judge import Judge
 from m3diff.scoring.metrics.metric import (
     ALL,
     Groups,
@@ -26,9 +27,6 @@ from m3diff.scoring.metrics.scorer import Scorer, ScorerFailed, sanitise, tokeni
 from m3diff.scoring.pairs import EvalPair
 from m3diff.scoring.protocols import ProtocolPairs
 
-if TYPE_CHECKING:
-    from m3diff.scoring.metrics.judge import Judge
-
 T = TypeVar("T")
 
 
@@ -38,7 +36,7 @@ def compute_metrics(
     parsed: Mapping[str, ParsedCaption],
     spice_dir: Path | None,
     limit_s: int,
-    judge: "Judge | None" = None,
+    judge: Judge | None = None,
 ) -> dict[str, MetricScores]:
     """Every score of every group of each protocol, null where there is none. A metric that fails costs its own scores
     only.

@@ -18,7 +18,8 @@ from m3diff.datasets.files import describe, fault_of_path, is_inside
 from m3diff.datasets.rows import Row, Single
 from m3diff.images.cache import check_images
 from m3diff.images.check import OK
-from m3diff.records.schemas import NO_CHANGE, SPLITS, DataError
+from m3diff.records.errors import DataError
+from m3diff.records.schemas import NO_CHANGE, SPLITS
 from m3diff.stages.augment.params import Source, Split
 
 MAX_PIXELS = 100_000_000

@@ -2,18 +2,8 @@
 
 from pydantic import Field
 
-from m3diff.endpoint import EndpointUrl
+from m3diff.scoring.judge import JudgeSettings
 from m3diff.settings.section import Section
-
-
-class JudgeSettings(Section):
-    """Another model that reads captions beside their references, at an OpenAI-compatible endpoint."""
-
-    url: EndpointUrl  # up to and with /v1
-    model: str = Field(min_length=1)
-    pairs: int = Field(default=200, ge=1)  # of each protocol at most
-    timeout_s: int = Field(default=60, ge=1)
-    key_variable: str = "OPENAI_API_KEY"  # the environment variable that holds the key; no key stands in a file
 
 
 class Evaluate(Section):

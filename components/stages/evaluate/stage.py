@@ -11,14 +11,14 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from m3diff.records.errors import DataError
 from m3diff.records.files import write_atomic
-from m3diff.records.schemas import DataError
 from m3diff.scoring.bootstrap import intervals
 from m3diff.scoring.grammar import load_grammars, parse_predictions
+from m3diff.scoring.judge import Judge
 from m3diff.scoring.marks import notes_of_marks
 from m3diff.scoring.metrics import choose_metrics
 from m3diff.scoring.metrics.java import require_java
-from m3diff.scoring.metrics.judge import Judge
 from m3diff.scoring.metrics.metric import Metric, MetricScores
 from m3diff.scoring.metrics.run import compute_metrics, needs_java
 from m3diff.scoring.pairs import load_pairs

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from m3diff.cluster import start_ray
 from m3diff.models.device import Device, DeviceError, environment
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from m3diff.settings.compute import Compute
 from m3diff.settings.section import ParamsError
 from m3diff.stages.predict.journal import Answer

@@ -24,17 +24,16 @@ from mlflow.tracking import MlflowClient
 from mlflow.types.schema import ColSpec, Schema
 from pydantic import BaseModel, ConfigDict
 
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from m3diff.registry import tracking
 from m3diff.registry.leftovers import one_at_a_time, remove_leftovers, remove_other_runs, stored_models, take_back
 from m3diff.registry.lineage import MODEL_CODE, Lineage, Lock, captioned_records, kept_alone, read_lineage
 from m3diff.registry.runs import VERSION, curve_rows, of_weights
 from m3diff.registry.tracking import PROCESS
+from m3diff.registry.versions import CHALLENGER, SCORES, has_artifact, run_of, set_alias
 from m3diff.settings.tree import Params, Paths
 from m3diff.stages.register.params import Register
 
-CHALLENGER = "challenger"
-SCORES = "scores.parquet"
 SHARED_CODE = ("__init__.py", "images/__init__.py", "images/open.py", "records/__init__.py", "records/lazy.py")
 """What the code of the models imports of the rest of the package."""
 
@@ -227,33 +226,3 @@ def example(paths: Paths) -> pd.DataFrame:
     return pd.DataFrame(
         [{side: base64.b64encode(Path(record[side]).read_bytes()).decode() for side in ("before", "after")}]
     )
-
-
-def run_of(version: ModelVersion) -> str:
-    assert version.run_id is not None, (
-        f"{version.name} version {version.version} was not made by register: it has no run"
-    )
-    return version.run_id
-
-
-def has_artifact(client: MlflowClient, run_id: str, path: str) -> bool:
-    folder = path.rpartition("/")[0] or None
-    try:
-        return any(artifact.path == path for artifact in client.list_artifacts(run_id, folder))
-    except MlflowException as error:
-        if error.error_code != tracking.GONE:
-            raise
-        return False  # the run itself
-
-
-def find_alias(client: MlflowClient, name: str, alias: str) -> ModelVersion | None:
-    model = tracking.registered(client, name)
-    version = model.aliases.get(alias) if model else None
-    return client.get_model_version(name, str(version)) if version is not None else None
-
-
-def set_alias(client: MlflowClient, name: str, alias: str, version: ModelVersion) -> None:
-    """Let an alias name a version, where it does not yet."""
-    aliases = client.get_registered_model(name).aliases
-    if str(aliases.get(alias)) != str(version.version):
-        client.set_registered_model_alias(name, alias, version.version)

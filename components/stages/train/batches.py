@@ -21,7 +21,7 @@ from torch import Tensor
 from m3diff.images.open import ImageError, load_image
 from m3diff.models.attention import RECURRING, Layout
 from m3diff.models.device import Device
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from m3diff.stages.train.packing import Packed, pack
 from m3diff.stages.train.samples import RowGroups, Samples
 

@@ -21,7 +21,7 @@ from m3diff.models.checkpoint import CheckpointError, save_checkpoint, verify_ma
 from m3diff.models.device import Device
 from m3diff.models.family import Family, PairProcessor, Settings
 from m3diff.models.tuning import TrainableGroup, parameter_counts, prepare, trainable_groups, unwrapped
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from m3diff.settings.compute import Compute
 from m3diff.settings.section import ParamsError
 from m3diff.stages.train.arithmetic import Work, describe, measure, mfu, peak_flops, progress_line

@@ -13,7 +13,7 @@ from typing import Any
 
 from m3diff.cluster import NoRoomError, logs, on_one_machine
 from m3diff.models.device import DeviceError
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from m3diff.settings.section import ParamsError
 from m3diff.stages.train.disk import NotWrittenError, is_disk_full
 from m3diff.stages.train.generation import SupersededError, begin

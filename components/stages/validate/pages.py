@@ -9,12 +9,11 @@ import re
 from collections.abc import Iterator, Mapping
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import polars as pl
+from pydantic import BaseModel
 
-if TYPE_CHECKING:
-    from m3diff.stages.validate.stage import ValidateReport
+from m3diff.records.reports import StageReport
 
 STYLE = """
 body{font:15px/1.45 system-ui,sans-serif;color:#1d2430;background:#fff;margin:0 auto;max-width:1100px;padding:1.2rem}
@@ -58,6 +57,27 @@ with their reasons: {quarantine}. These pages bear no time, so that equal data g
 SHOWN = 200  # rows of the quarantine's page for each rule
 
 
+class ValidateCounts(BaseModel):
+    """One dataset: clean pairs and references by split, rows in quarantine, by rule (a row may break several)."""
+
+    pairs: dict[str, int]
+    references: dict[str, int]
+    quarantined: int
+    broken_rules: dict[str, int]
+    lost_test_pairs: list[str]  # "<id or place>: <reason>" of each test pair that is in quarantine
+
+
+class ValidateReport(StageReport):
+    quarantined: int
+    leaks: int  # of them training pairs that are in a test set and are else sound
+    overlaps: dict[str, int]  # pairs of one split that are also in another, kept or not
+    references_respaced: int
+    images: int
+    bad_images: int
+    mislabelled_images: int  # the content is sound, of another format than the file's name says
+    datasets: dict[str, ValidateCounts]
+
+
 def write_pages(built: Path, site: Path) -> None:
     """From GX's site in `built`, write `results.html` and `suite.html` to `site`."""
     (results,) = (built / "validations").rglob("*.html")
@@ -66,7 +86,7 @@ def write_pages(built: Path, site: Path) -> None:
     _write(site, "suite", _body(suite))
 
 
-def write_summary(report: "ValidateReport", quarantine: pl.DataFrame, site: Path) -> None:
+def write_summary(report: ValidateReport, quarantine: pl.DataFrame, site: Path) -> None:
     """Write `index.html`, and `quarantine.html` with the first rows of each broken rule.
 
     Args:

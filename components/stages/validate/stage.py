@@ -14,16 +14,15 @@ from typing import Any
 import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pydantic import BaseModel
 
 from m3diff.datasets import DATASETS
 from m3diff.images.cache import check_images
 from m3diff.images.check import OK
-from m3diff.records.reports import StageReport
-from m3diff.records.schemas import RAW_SCHEMA, RECORD_SCHEMA, DataError
+from m3diff.records.errors import DataError
+from m3diff.records.schemas import RAW_SCHEMA, RECORD_SCHEMA
 from m3diff.stages.ingest.params import DatasetEntry
 from m3diff.stages.validate.leaks import find_twins, sound_pairs
-from m3diff.stages.validate.pages import write_summary
+from m3diff.stages.validate.pages import ValidateCounts, ValidateReport, write_summary
 from m3diff.stages.validate.params import Validate
 from m3diff.stages.validate.rules import LEAK, bad_rows, facts, rules
 from m3diff.stages.validate.suite import run_suite
@@ -40,27 +39,6 @@ SHOWN = 5
 SPACE = r"[\s\p{Cc}\x{200B}\x{FEFF}]+"
 """White space, line and paragraph separators, control characters and invisible spaces: any run becomes one space. One
 line separator in a reference makes the reference tokenizer emit an extra line, and later ones meet the wrong pair."""
-
-
-class ValidateCounts(BaseModel):
-    """One dataset: clean pairs and references by split, rows in quarantine, by rule (a row may break several)."""
-
-    pairs: dict[str, int]
-    references: dict[str, int]
-    quarantined: int
-    broken_rules: dict[str, int]
-    lost_test_pairs: list[str]  # "<id or place>: <reason>" of each test pair that is in quarantine
-
-
-class ValidateReport(StageReport):
-    quarantined: int
-    leaks: int  # of them training pairs that are in a test set and are else sound
-    overlaps: dict[str, int]  # pairs of one split that are also in another, kept or not
-    references_respaced: int
-    images: int
-    bad_images: int
-    mislabelled_images: int  # the content is sound, of another format than the file's name says
-    datasets: dict[str, ValidateCounts]
 
 
 def validate(

@@ -8,7 +8,7 @@ import pytest
 
 from m3diff.__main__ import make_parser
 from m3diff.commands.compare.compare import as_text, compare, difference_table, run_names
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from m3diff.scoring.metrics import METRICS
 from m3diff.scoring.metrics.change_accuracy import NAMES
 from tests.scoring import bench

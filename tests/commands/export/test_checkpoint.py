@@ -4,7 +4,7 @@ from types import ModuleType
 import pytest
 
 from m3diff.commands.export.checkpoint import export_model
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 
 
 class CheckpointError(ValueError):

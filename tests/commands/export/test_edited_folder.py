@@ -43,7 +43,7 @@ def caption(root: Path, model: Path, *more: object) -> int:
 @pytest.fixture(scope="module")
 def wanted(root: Path) -> str:
     from m3diff.registry.model_source import Source, load
-    from m3diff.settings.tree import load_params
+    from m3diff.settings.load import load_params
 
     tokens = load_params(Path(EMBEDDED)).predict.max_new_tokens
     said = load(Source("m3diff/1", root / "merged", tokens, None)).caption([(colour_image(1), colour_image(2))])

@@ -25,8 +25,9 @@ from m3diff.commands.export.hub.run import Run, Trace
 from m3diff.images.open import load_image
 from m3diff.models.checkpoint import load_model, verify_manifest
 from m3diff.models.generation import QUESTION
+from m3diff.records.errors import DataError
 from m3diff.records.files import sha256
-from m3diff.records.schemas import RECORD_SCHEMA, DataError
+from m3diff.records.schemas import RECORD_SCHEMA
 from m3diff.registry.lineage import Lineage
 from tests.layouts import make_entry
 from tests.tiny import BASE, MDP, colour_image, tiny_base, tiny_checkpoint, tiny_settings

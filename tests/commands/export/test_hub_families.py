@@ -16,7 +16,7 @@ from m3diff.commands.export.hub.run import Run
 from m3diff.models import FAMILIES
 from m3diff.models.checkpoint import MANIFEST, read_manifest
 from m3diff.models.generation import QUESTION
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from tests.commands.export.test_hub import OTHER_QUESTION, PAIRS, ask, bare, chat, read_json, run_of, texts, wanted
 from tests.models.llava15 import write_llava15
 from tests.models.test_onediff import SEPARATE, settings

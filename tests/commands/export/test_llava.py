@@ -5,7 +5,7 @@ import datasets
 import pytest
 
 from m3diff.commands.export.llava import export_llava
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from m3diff.stages.convert import stage
 from tests.layouts import make_entry
 from tests.stages.convert.test_convert import record, run

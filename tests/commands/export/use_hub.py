@@ -70,8 +70,6 @@ def answer(request):
 
 
 requests, answers = map(Path, sys.argv[1:])
-missing = [
-    name for name in ("m3diff", "peft", "ray", "mlflow", "pyarrow") if importlib.util.find_spec(name) is None
-]
+missing = [name for name in ("m3diff", "peft", "ray", "mlflow", "pyarrow") if importlib.util.find_spec(name) is None]
 told = {"answers": [answer(request) for request in json.loads(requests.read_text())], "missing": missing}
 answers.write_text(json.dumps(told))

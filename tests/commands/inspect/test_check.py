@@ -10,7 +10,7 @@ from m3diff.commands.inspect.check import Finding, check, recognise
 from m3diff.datasets import DATASETS
 from m3diff.datasets.minichange.language import grammar
 from m3diff.datasets.spec import SplitCount
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from m3diff.stages.ingest.params import DatasetEntry
 from tests.layouts import (
     edit_json,

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from m3diff.__main__ import DATA_REFUSED, main
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from tests.layouts import run_ingest, save_picture, write_json
 
 Write = Callable[[Path], Any]

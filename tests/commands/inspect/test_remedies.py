@@ -24,7 +24,7 @@ import yaml
 
 from m3diff.__main__ import DATA_REFUSED
 from m3diff.commands.inspect.check import check
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from m3diff.stages.ingest.params import DatasetEntry
 from m3diff.stages.ingest.stage import ingest
 from tests.commands.inspect.test_mistakes import HEADER, LLAVA, PAIR, ROW, images, put, row, rows, say, table

@@ -13,7 +13,8 @@ from PIL import Image
 from m3diff.commands.inspect.statistics import LONG, published_row, write_statistics
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import Permission
-from m3diff.records.schemas import NO_CHANGE, RECORD_SCHEMA, DataError
+from m3diff.records.errors import DataError
+from m3diff.records.schemas import NO_CHANGE, RECORD_SCHEMA
 from tests.layouts import save_picture
 
 

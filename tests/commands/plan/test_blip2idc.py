@@ -10,7 +10,7 @@ from m3diff.commands.plan.plan import Plan, meta_model, print_plan
 from m3diff.models import FAMILIES
 from m3diff.models.fused import fused_attention
 from m3diff.models.tuning import prepare
-from m3diff.settings.tree import load_params
+from m3diff.settings.load import load_params
 from tests.commands.plan.test_memory import NormInOneKernel, saved
 from tests.commands.plan.test_profiles import TERA, plan_of
 from tests.tiny_blip2 import QUERIES, TEXTS, blip2_settings, tiny_blip2, tiny_config

@@ -6,7 +6,7 @@ import pytest
 
 from m3diff.commands.plan.plan import Plan, check_fits, make_plan
 from m3diff.settings.gpus import GPUS
-from m3diff.settings.tree import load_params
+from m3diff.settings.load import load_params
 from tests.toy import REPOSITORY
 
 TERA = 1e12

@@ -11,7 +11,7 @@ from m3diff.commands.plan.plan import make_plan, print_plan
 from m3diff.commands.plan.workload import SourceCount, Workload, counted_workload, published_workload
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import Published, SplitCount
-from m3diff.settings.tree import load_params
+from m3diff.settings.load import load_params
 from m3diff.stages.convert.stage import ConvertReport, convert
 from m3diff.stages.ingest.params import DatasetEntry
 from tests.commands.plan.conftest import IMAGE_TOKENS, ToySettings, compute_section, convert_section, train_section

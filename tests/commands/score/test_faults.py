@@ -7,7 +7,7 @@ from m3diff.commands.score.predictions import Prediction
 from m3diff.commands.score.references import Counts, Reference, benchmarks, published_counts
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import Protocol
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 
 TEST = Protocol("test", n=3)
 NONE = Counts(None)

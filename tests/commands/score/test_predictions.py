@@ -3,7 +3,7 @@ import json
 import pytest
 
 from m3diff.commands.score.predictions import Prediction, read_predictions
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 
 ROWS = [Prediction("000256.png", "a man, in red, left"), Prediction("9", 'the sign says "open"')]
 COCO = [{"image_id": row.id, "caption": row.caption} for row in ROWS]

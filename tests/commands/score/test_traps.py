@@ -10,7 +10,7 @@ import pytest
 
 from m3diff.commands.score.score import ScoreReport, score
 from m3diff.datasets import DATASETS
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from tests.commands.score import traps
 
 CIDER, BLEU_4 = 2.717544, 0.659294

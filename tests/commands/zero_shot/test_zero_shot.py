@@ -23,7 +23,8 @@ from m3diff.commands.zero_shot.zero_shot import Result, ZeroShotReport, caption_
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import Protocol
 from m3diff.endpoint import Answer
-from m3diff.records.schemas import RECORD_SCHEMA, SAMPLE_SCHEMA, DataError
+from m3diff.records.errors import DataError
+from m3diff.records.schemas import RECORD_SCHEMA, SAMPLE_SCHEMA
 from m3diff.scoring.metrics.java import JavaMissing
 from m3diff.scoring.summary import EvaluateReport, ProtocolScores
 from m3diff.settings.section import ParamsError

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from m3diff.settings.tree import load_params
+from m3diff.settings.load import load_params
 from m3diff.stages.augment.params import Edits, Source
 from m3diff.stages.augment.source import Rejected, read_captioned
 from tests.toy import REPOSITORY

@@ -10,8 +10,8 @@ from PIL import Image
 from m3diff.datasets.minichange.language import describe_scene
 from m3diff.datasets.minichange.scenes import image_paths, read_scenes
 from m3diff.images.open import NO_IMAGE
+from m3diff.records.errors import DataError
 from m3diff.records.files import sha256
-from m3diff.records.schemas import DataError
 from m3diff.stages.augment.params import Source
 from m3diff.stages.augment.source import Rejected, known_pairs, read_captioned, read_originals
 from tests.layouts import write_emu

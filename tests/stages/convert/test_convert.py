@@ -8,7 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from m3diff.records.schemas import NO_CHANGE, RECORD_SCHEMA, SAMPLE_SCHEMA, SPLITS, DataError
+from m3diff.records.errors import DataError
+from m3diff.records.schemas import NO_CHANGE, RECORD_SCHEMA, SAMPLE_SCHEMA, SPLITS
 from m3diff.settings.section import ParamsError
 from m3diff.stages.convert import stage
 from m3diff.stages.convert.params import Convert

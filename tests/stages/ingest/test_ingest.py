@@ -15,7 +15,8 @@ import pytest
 
 from m3diff.datasets import DATASETS
 from m3diff.datasets.rows import Row
-from m3diff.records.schemas import RAW_SCHEMA, DataError
+from m3diff.records.errors import DataError
+from m3diff.records.schemas import RAW_SCHEMA
 from m3diff.settings.section import ParamsError
 from m3diff.stages.ingest import stage
 from m3diff.stages.ingest.params import Ingest

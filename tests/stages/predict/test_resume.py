@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from m3diff.models.generation import Captioner
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from m3diff.stages.predict.params import Predict
 from m3diff.stages.predict.stage import predict, run_key
 from tests.stages.predict.test_stage import ORDER, compute, settings, write_test_split

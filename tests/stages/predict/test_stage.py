@@ -16,7 +16,8 @@ from pydantic import ValidationError
 
 from m3diff.images.open import load_image
 from m3diff.models.generation import Captioner, load_captioner
-from m3diff.records.schemas import SAMPLE_SCHEMA, DataError
+from m3diff.records.errors import DataError
+from m3diff.records.schemas import SAMPLE_SCHEMA
 from m3diff.settings.compute import Compute
 from m3diff.stages.evaluate.report.figures import SaliencyMaps
 from m3diff.stages.predict import stage

@@ -21,7 +21,7 @@ from m3diff.models.device import DeviceError
 from m3diff.models.fused import FusedMLP, FusedRMSNorm
 from m3diff.models.generation import load_captioner
 from m3diff.models.m3diff.processing import M3DiffImageProcessor
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from m3diff.settings.section import ParamsError
 from m3diff.stages.predict import stage, workers
 from m3diff.stages.predict.pairs import batches, read_test_pairs

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from m3diff.models.checkpoint import load_model
 from m3diff.models.family import Align, Rates
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from m3diff.stages.train import stage
 from m3diff.stages.train.phase import ALIGNMENT, DatasetFilter, with_alignment
 from m3diff.stages.train.samples import read_samples, read_training_samples

@@ -14,7 +14,7 @@ import torch
 from m3diff.models import FAMILIES
 from m3diff.models.attention import RECURRING
 from m3diff.models.device import Device
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from m3diff.stages.train.batches import Loader, MicroBatch, Schedule, open_image, plan_epoch
 from m3diff.stages.train.loop import prepare_model
 from m3diff.stages.train.loss import token_loss

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from m3diff.models.tuning import unwrapped
-from m3diff.settings.tree import load_params
+from m3diff.settings.load import load_params
 from m3diff.stages.train.job import Job, Runtime
 from m3diff.stages.train.loop import start, train_step
 from m3diff.stages.train.state import MasterState

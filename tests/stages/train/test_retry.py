@@ -19,7 +19,7 @@ from ray.train.v2._internal.exceptions import (
 
 from m3diff.cluster import NoRoomError
 from m3diff.models import FAMILIES
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from m3diff.settings.section import ParamsError
 from m3diff.stages.train import loop
 from m3diff.stages.train.job import Job

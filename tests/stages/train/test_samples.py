@@ -12,7 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from m3diff.records.schemas import SAMPLE_SCHEMA, DataError
+from m3diff.records.errors import DataError
+from m3diff.records.schemas import SAMPLE_SCHEMA
 from m3diff.stages.train import samples
 from m3diff.stages.train.samples import SCHEMA, RowGroups, Samples, read_samples, read_training_samples
 from tests.stages.train.toy import REFERENCES, write_mixture

@@ -187,7 +187,7 @@ def test_the_stage_runs_the_loop_where_asked_and_writes_its_report(
 
 @pytest.mark.fault("09")
 def test_an_image_that_changed_since_ingest_stops_training(base: Path, tmp_path: Path) -> None:
-    from m3diff.records.schemas import DataError
+    from m3diff.records.errors import DataError
 
     mixture = write_mixture(tmp_path / "mixture")
     next((mixture / "images").glob("train_toy_3_a.png")).write_bytes(b"another")

@@ -11,7 +11,7 @@ from torch import Tensor
 from m3diff.models import FAMILIES
 from m3diff.models.family import Delays
 from m3diff.models.tuning import TrainableGroup
-from m3diff.settings.tree import load_params
+from m3diff.settings.load import load_params
 from m3diff.stages.train.engine import build_engine, constant_with_warmup, cosine_with_warmup
 from m3diff.stages.train.job import Job, Runtime
 from m3diff.stages.train.loop import Run, prepare_model, start, take_step, train_step

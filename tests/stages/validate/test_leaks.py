@@ -9,7 +9,7 @@ import polars as pl
 import pytest
 from PIL import Image, ImageFilter
 
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from m3diff.stages.validate.leaks import find_twins, sound_pairs
 from m3diff.stages.validate.rules import LEAK
 from m3diff.stages.validate.stage import too_many_bad, too_many_leaked

@@ -15,10 +15,12 @@ from PIL import Image
 
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import Published, SplitCount
-from m3diff.records.schemas import RECORD_SCHEMA, DataError
+from m3diff.records.errors import DataError
+from m3diff.records.schemas import RECORD_SCHEMA
 from m3diff.stages.validate import pages
+from m3diff.stages.validate.pages import ValidateReport
 from m3diff.stages.validate.params import Validate
-from m3diff.stages.validate.stage import ValidateReport, expected_pairs, too_many_bad
+from m3diff.stages.validate.stage import expected_pairs, too_many_bad
 from tests.layouts import (
     edit_json,
     image_cache,

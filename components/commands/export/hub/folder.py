@@ -32,7 +32,7 @@ from m3diff.commands.export.hub.run import (
     read_scores,
 )
 from m3diff.commands.export.hub.sources import standalone
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 
 WEIGHTS = ("[!.]*.safetensors", "[!.]*.safetensors.index.json")
 SHARED = {family.name: family for family in (M3DIFF, ONEDIFF, BLIP2IDC)}

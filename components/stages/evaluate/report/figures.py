@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 
 from m3diff.images.open import ImageError, load_image
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 
 MAX_PX = 384
 MAX_POINTS = 400

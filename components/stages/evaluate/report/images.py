@@ -12,7 +12,7 @@ from PIL import Image
 
 from m3diff.datasets.spec import DatasetSpec, check_licence
 from m3diff.images.saliency import outlined
-from m3diff.records.schemas import DataError
+from m3diff.records.errors import DataError
 from m3diff.scoring.pairs import EvalPair
 from m3diff.stages.evaluate.report.figures import SaliencyMaps, load_small
 
