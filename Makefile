@@ -46,8 +46,9 @@ kills: install  ## N random kills of services and flows -> runs/kills/kills.json
 check: install  ## lint, formatting, types and the design rules
 	@ruff check .
 	@ruff format --check .
+	@lint-imports --no-cache --no-logo
 	@mypy
-	@python -m pytest tests/test_entry_points.py tests/test_imports.py tests/test_dependencies.py tests/test_readme.py -m 'not slow'
+	@python -m pytest tests/test_entry_points.py tests/test_dependencies.py tests/test_readme.py -m 'not slow'
 
 up: install     ## Prefect server, MLflow server and a worker on this machine, and a keeper that starts them again
 	@python -m infra.services up

@@ -11,9 +11,9 @@ from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import DatasetSpec
 from m3diff.scoring.metrics import METRICS
 from m3diff.scoring.metrics.metric import ALL, MetricScores
-from m3diff.scoring.metrics.run import merge
 from m3diff.scoring.pairs import EvalPair
 from m3diff.scoring.protocols import ProtocolPairs, select
+from m3diff.scoring.run import merge
 from m3diff.scoring.summary import Interval, summarise
 from m3diff.stages.evaluate.report.images import ImageStore
 from m3diff.stages.evaluate.report.report import Evidence, render

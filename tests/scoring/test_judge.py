@@ -8,10 +8,10 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from m3diff.scoring.judge import Judge, JudgeSettings, question
 from m3diff.scoring.metrics import METRICS
 from m3diff.scoring.metrics.judge import sample
 from m3diff.scoring.metrics.scorer import ScorerFailed
+from m3diff.scoring.metrics.verdicts import Judge, JudgeSettings, question
 from m3diff.stages.evaluate.stage import evaluate
 from tests.chat import Server, chat_server
 from tests.scoring import bench

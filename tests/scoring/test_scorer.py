@@ -14,10 +14,10 @@ from pycocoevalcap.tokenizer import ptbtokenizer
 
 from m3diff.scoring.metrics import METRICS, choose_metrics
 from m3diff.scoring.metrics.metric import ALL, Metric, MetricScores, Tokens
-from m3diff.scoring.metrics.run import compute_metrics, tokenise_protocols
 from m3diff.scoring.metrics.scorer import Scorer, ScorerFailed, sanitise, tokenise
 from m3diff.scoring.metrics.spice import JARS, NASHORN, find_jars
 from m3diff.scoring.pairs import EvalPair
+from m3diff.scoring.run import compute_metrics, tokenise_protocols
 from tests.scoring import bench
 from tests.scoring.bench import fake_java
 

@@ -21,8 +21,8 @@ from m3diff.datasets.spec import Protocol
 from m3diff.scoring.bootstrap import score_of
 from m3diff.scoring.metrics import METRICS, gate_metrics, parses, spice
 from m3diff.scoring.metrics.metric import ALL, MetricScores
-from m3diff.scoring.metrics.run import compute_metrics
 from m3diff.scoring.protocols import ProtocolPairs
+from m3diff.scoring.run import compute_metrics
 from m3diff.stages.evaluate.stage import evaluate
 from tests.scoring import bench
 

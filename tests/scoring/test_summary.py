@@ -5,8 +5,8 @@ from pathlib import Path
 from m3diff.datasets.spec import Protocol
 from m3diff.scoring.metrics import choose_metrics
 from m3diff.scoring.metrics.metric import MetricScores
-from m3diff.scoring.metrics.run import compute_metrics, merge
 from m3diff.scoring.protocols import ProtocolPairs
+from m3diff.scoring.run import compute_metrics, merge
 from m3diff.scoring.summary import HEADLINE, EvaluateReport, Interval, headline, summarise
 from tests.scoring import bench
 

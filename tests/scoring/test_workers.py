@@ -13,9 +13,9 @@ import pytest
 
 from m3diff.scoring.metrics import METRICS, meteor, worker
 from m3diff.scoring.metrics.metric import ALL, Item, MetricScores
-from m3diff.scoring.metrics.run import compute_metrics
 from m3diff.scoring.metrics.scorer import Scorer
 from m3diff.scoring.metrics.spice import JARS, NASHORN
+from m3diff.scoring.run import compute_metrics
 from tests.scoring import bench
 
 FAKE_METEOR = """

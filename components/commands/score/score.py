@@ -37,12 +37,12 @@ from m3diff.scoring.marks import notes_of_marks
 from m3diff.scoring.metrics import METRICS, choose_metrics
 from m3diff.scoring.metrics.java import require_java
 from m3diff.scoring.metrics.metric import ALL, Metric, Value
-from m3diff.scoring.metrics.run import compute_metrics
 from m3diff.scoring.metrics.scorer import ScorerFailed, sanitise
 from m3diff.scoring.metrics.spice import find_jars
 from m3diff.scoring.pairs import EvalPair
 from m3diff.scoring.protocols import ProtocolPairs, apply, takes
 from m3diff.scoring.published.published import PublishedRow, published_rows, published_rows_by_type
+from m3diff.scoring.run import compute_metrics
 from m3diff.scoring.summary import Interval
 from m3diff.stages.evaluate.stage import score_table
 

@@ -25,10 +25,10 @@ from m3diff.records.files import write_atomic
 from m3diff.records.reports import StageReport
 from m3diff.scoring.metrics import choose_metrics
 from m3diff.scoring.metrics.java import require_java
-from m3diff.scoring.metrics.run import needs_java
 from m3diff.scoring.pairs import EvalPair, pair_of, read_test_records
 from m3diff.scoring.protocols import load_specs, select
 from m3diff.scoring.published.published import PublishedRow, published_rows
+from m3diff.scoring.run import needs_java
 from m3diff.scoring.summary import EvaluateReport, headline
 from m3diff.settings.compute import Compute
 from m3diff.stages.evaluate.params import Evaluate

@@ -8,9 +8,9 @@ its answer, so that no text is judged twice and anyone can read why a caption wa
 
 import hashlib
 
-from m3diff.scoring.judge import question
 from m3diff.scoring.metrics.metric import ALL, Groups, Metric, MetricScores, Tools, Value, mean_of, of_each_group
 from m3diff.scoring.metrics.scorer import ScorerFailed
+from m3diff.scoring.metrics.verdicts import question
 from m3diff.scoring.pairs import EvalPair
 
 

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from m3diff.scoring.grammar import ParsedCaption
-from m3diff.scoring.judge import Judge
 from m3diff.scoring.metrics.ngrams import Ngrams, Shared
 from m3diff.scoring.metrics.scorer import Scorer
+from m3diff.scoring.metrics.verdicts import Judge
 from m3diff.scoring.pairs import EvalPair
 
 T = TypeVar("T")

@@ -15,14 +15,14 @@ from m3diff.records.errors import DataError
 from m3diff.records.files import write_atomic
 from m3diff.scoring.bootstrap import intervals
 from m3diff.scoring.grammar import load_grammars, parse_predictions
-from m3diff.scoring.judge import Judge
 from m3diff.scoring.marks import notes_of_marks
 from m3diff.scoring.metrics import choose_metrics
 from m3diff.scoring.metrics.java import require_java
 from m3diff.scoring.metrics.metric import Metric, MetricScores
-from m3diff.scoring.metrics.run import compute_metrics, needs_java
+from m3diff.scoring.metrics.verdicts import Judge
 from m3diff.scoring.pairs import load_pairs
 from m3diff.scoring.protocols import ProtocolPairs, load_specs, select
+from m3diff.scoring.run import compute_metrics, needs_java
 from m3diff.scoring.summary import EvaluateReport, headline, summarise
 from m3diff.settings.compute import Compute
 from m3diff.stages.evaluate.params import Evaluate

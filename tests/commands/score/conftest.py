@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from m3diff.__main__ import main
-from m3diff.scoring.metrics import choose_metrics, run
+from m3diff.scoring import run
+from m3diff.scoring.metrics import choose_metrics
 from tests.commands.score import traps
 
 Run = Callable[..., tuple[int, str]]

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 from m3diff.records.progress import progress
 from m3diff.scoring.grammar import ParsedCaption
-from m3diff.scoring.judge import Judge
 from m3diff.scoring.metrics.metric import (
     ALL,
     Groups,
@@ -24,6 +23,7 @@ from m3diff.scoring.metrics.metric import (
     Value,
 )
 from m3diff.scoring.metrics.scorer import Scorer, ScorerFailed, sanitise, tokenise
+from m3diff.scoring.metrics.verdicts import Judge
 from m3diff.scoring.pairs import EvalPair
 from m3diff.scoring.protocols import ProtocolPairs
 
