@@ -37,8 +37,8 @@ from m3diff.scoring.metrics import METRICS
 from m3diff.settings.load import explain, load_params
 from m3diff.settings.profiles import resolve
 from m3diff.settings.rules import closest
-from m3diff.settings.section import Section
-from m3diff.settings.tree import Params, ParamsError
+from m3diff.settings.section import ParamsError, Section
+from m3diff.settings.tree import Params
 
 HERE, RESULTS = Path(__file__).parent, Path("benchmarks/results")
 SYNTHETIC_DATA = Path("profiles/made-data.yaml")

@@ -12,8 +12,8 @@ import yaml
 from benchmarks.experiments.runs import copy, over_seeds
 from m3diff.settings.load import load_params
 from m3diff.settings.profiles import resolve
-from m3diff.settings.section import Section
-from m3diff.settings.tree import ParamsError, Paths
+from m3diff.settings.section import ParamsError, Section
+from m3diff.settings.tree import Paths
 
 
 class Targets(Section):

@@ -23,7 +23,8 @@ from m3diff.scoring.bootstrap import resampled_scores
 from m3diff.scoring.metrics import METRICS
 from m3diff.settings.load import load_params
 from m3diff.settings.profiles import differences, resolve
-from m3diff.settings.tree import Params, ParamsError
+from m3diff.settings.section import ParamsError
+from m3diff.settings.tree import Params
 from tests import toy
 
 PROTOCOL = "toy/total"

@@ -14,7 +14,7 @@ from benchmarks.experiments.fresh import Targets, compare, score_of
 from m3diff.__main__ import main as m3diff
 from m3diff.settings.load import load_params
 from m3diff.settings.profiles import differences, resolve
-from m3diff.settings.tree import ParamsError
+from m3diff.settings.section import ParamsError
 from tests.tiny import tiny_base, tiny_checkpoint
 from tests.toy import REPOSITORY
 

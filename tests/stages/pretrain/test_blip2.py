@@ -22,7 +22,7 @@ from m3diff.datasets.minichange.render import render
 from m3diff.datasets.minichange.scene import sample_scene
 from m3diff.models.blip2idc.processing import Blip2IDCProcessor
 from m3diff.settings.load import load_params
-from m3diff.settings.tree import ParamsError
+from m3diff.settings.section import ParamsError
 from m3diff.stages.pretrain import blip2, stage
 from m3diff.stages.pretrain.architecture import architecture_of
 from m3diff.stages.pretrain.blip2 import Blip2Base, resize_patches, take_vision_encoder
