@@ -79,6 +79,7 @@ MODULES = {
 
 def test_a_function_reads_the_files_that_define_what_it_names(tmp_path, monkeypatch):
     monkeypatch.setattr(reading, "CLONE", tmp_path)
+    (tmp_path / "m3diff").symlink_to("components")
     for name, text in MODULES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)

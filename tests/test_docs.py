@@ -48,7 +48,7 @@ def code(blocks, tmp_path, monkeypatch):
         path = tmp_path / place
         path.parent.mkdir(parents=True)
         path.write_text(text)
-        name = place.removesuffix(".py").replace("/", ".")
+        name = place.removesuffix(".py").replace("components/", "m3diff/").replace("/", ".")
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None
         assert spec.loader is not None

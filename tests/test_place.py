@@ -191,7 +191,8 @@ def test_a_worktree_s_stage_runs_the_worktree_s_code_under_pythonsafepath_too(sa
 def test_a_checkout_that_was_copied_or_moved_is_adopted_by_make_install_and_refused_before(name, how, tmp_path):
     first, there = project(tmp_path / "first", "stand-in"), tmp_path / name
     python = environment_at(first)
-    shutil.copy(REPOSITORY / "m3diff", first)
+    (first / "bin").mkdir()
+    shutil.copy(REPOSITORY / "bin" / "m3diff", first / "bin")
     script = f"#!{python}\nimport sys\nprint('by', sys.prefix, *sys.argv[1:])\n"
     long = f"#!/bin/sh\n'''exec' \"{python}\" \"$0\" \"$@\"\n' '''\n" + script.partition("\n")[2]
     for tool, text in (("m3diff", script), ("dvc", long), ("other", "#!/bin/sh\necho mine\n")):
@@ -224,7 +225,7 @@ def test_a_checkout_that_was_copied_or_moved_is_adopted_by_make_install_and_refu
 
 
 def launched(checkout: Path) -> tuple[int, str, str]:
-    done = subprocess.run([checkout / "m3diff", "models"], capture_output=True, text=True)
+    done = subprocess.run([checkout / "bin" / "m3diff", "models"], capture_output=True, text=True)
     return done.returncode, done.stdout.strip(), done.stderr
 
 

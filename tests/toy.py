@@ -64,9 +64,9 @@ FILES = ("params.yaml", "prefect.yaml", "prefect.toml", ".gitignore", ".dvcignor
 def build(root: Path) -> Path:
     """Write the toy project with git and DVC set up and the base in place, nothing run yet: as a fresh clone is."""
     ignore = shutil.ignore_patterns("__pycache__")
-    (root / "m3diff").symlink_to("components")
     for folder in ("components", "flows", "profiles"):
         shutil.copytree(REPOSITORY / folder, root / folder, ignore=ignore)
+    (root / "m3diff").symlink_to("components")
     (root / "components" / "models" / "generation.py").write_text(MODEL)
     (root / "components" / "models" / "images.py").write_text(IMAGES)
     for name in FILES:
