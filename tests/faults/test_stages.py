@@ -37,7 +37,7 @@ def small_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small(small_once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of it, current directory."""
     folder = tmp_path / "run"
-    shutil.copytree(small_once, folder)
+    shutil.copytree(small_once, folder, symlinks=True)
     monkeypatch.chdir(folder)
     return folder
 

@@ -19,7 +19,7 @@ def built_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def project(built_once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the project, current directory."""
     root = tmp_path / "toy"
-    shutil.copytree(built_once, root)
+    shutil.copytree(built_once, root, symlinks=True)
     monkeypatch.chdir(root)
     return root
 

@@ -75,8 +75,8 @@ def meanwhile(monkeypatch: pytest.MonkeyPatch, act: Callable[[int], object]) -> 
     """Do something after each judgement; the champions that were compared with."""
     real, seen = promote.verdict_on, []
 
-    def verdict_on(client, params, challenger, champion):
-        verdict = real(client, params, challenger, champion)
+    def verdict_on(*arguments):
+        verdict, champion = real(*arguments), arguments[-1]
         seen.append(int(champion.version))
         act(len(seen))
         return verdict

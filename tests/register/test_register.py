@@ -38,7 +38,7 @@ def m3diff(root: Path, *arguments: str) -> subprocess.CompletedProcess:
 @pytest.fixture(scope="module")
 def registered(trained_once: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("registered") / "toy"
-    shutil.copytree(trained_once, root)
+    shutil.copytree(trained_once, root, symlinks=True)
     done = m3diff(root, "register")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("models:/m3diff/1 registered")

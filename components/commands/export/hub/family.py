@@ -50,9 +50,8 @@ class SharedFamily:
     def file_names(self) -> dict[str, str]:
         """Files of other names than their module's."""
         kinds = ("configuration", "modeling", "processing")
-        return {module: f"{kind}_{self.name}" for module, kind in zip(self._modules(), kinds, strict=True)} | dict(
-            self.files
-        )
+        own = {module: f"{kind}_{self.name}" for module, kind in zip(self._modules(), kinds, strict=True)}
+        return own | {"m3diff.images.open": "images"} | dict(self.files)
 
     def auto_map(self, config: Mapping[str, Any]) -> dict[str, dict[str, str]]:
         """The entry `auto_map` of config.json; none where transformers' own classes are the model's."""
