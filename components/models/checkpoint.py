@@ -305,7 +305,8 @@ def _save_adapters(model: Any, family: Family, folder: Path, base: Path) -> None
         model.save_pretrained(str(folder / LORA), save_embedding_layers=False)
         (folder / LORA / "README.md").unlink(missing_ok=True)
         config = folder / LORA / "adapter_config.json"
-        facts = json.loads(config.read_text()) | {"auto_mapping": None}  # peft names the module of the model's class here
+        # peft names the module of the model's class, which is no part of the weights
+        facts = json.loads(config.read_text()) | {"auto_mapping": None}
         config.write_text(json.dumps(facts, indent=2, sort_keys=True))
     save_file(tuned_weights(model, family), folder / TUNED, {"format": "pt"})
     unwrapped(model).config.save_pretrained(folder)
