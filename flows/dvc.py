@@ -167,6 +167,8 @@ def is_current() -> bool:
     them in takes a minute for 300,000 files, and to look at them as long."""
     with repository() as repo, repo.lock:
         ours = of_pipeline(repo)
+        if not all(out.exists for stage in ours for out in stage.outs if not out.use_cache):
+            return False  # a killed stage's, whose absence the run has committed
         with without_outputs_in_git(stage.addressing for stage in ours) as whole:
             all_ = repo.index.stages
             return whole and not any(stage.changed(allow_missing=True, upstream=all_) for stage in ours)

@@ -59,6 +59,9 @@ def test_the_lock_of_an_earlier_run_is_taken_whole_where_nothing_is_left_to_do_t
     assert Path("data/07_report/metrics.json").is_file()
     assert not Path("data/07_report/report.html").exists(), "data are not needed for it"
     assert dvc.is_current()
+    shutil.rmtree("code")
+    git("commit", "--quiet", "--all", "--message", "a run whose stage was killed")
+    assert not dvc.is_current(), "DVC alone passes over a folder that is missing"
 
 
 def test_where_something_is_left_to_do_nothing_is_taken_over(project, ran):
