@@ -28,6 +28,7 @@ REMEDY = {
     "then see that `java -version` answers",
     "git": "Debian/Ubuntu: sudo apt install git; macOS: xcode-select --install",
     "a C++ compiler": "Debian/Ubuntu: sudo apt install g++; macOS: xcode-select --install; or name one: export CXX=...",
+    "symbolic links": "git config core.symlinks true, then git checkout -- m3diff",
 }
 
 WHY = {
@@ -36,6 +37,7 @@ WHY = {
     "Java 17": "METEOR and the PTB tokenizer of the scores are Java programs",
     "git": "DVC and the lineage of a model need it",
     "a C++ compiler": "DeepSpeed builds its CPU communication on first use",
+    "symbolic links": "Python imports components/ through the link m3diff",
 }
 
 
@@ -68,6 +70,7 @@ def missing():
         ("Java 17", major >= 17, "found Java " + str(major) if major else "`java -version` does not answer"),
         ("git", shutil.which("git") is not None, "not on PATH"),
         ("a C++ compiler", shutil.which(compiler.split()[0]) is not None, "no " + compiler + " on PATH"),
+        ("symbolic links", not os.path.isfile("m3diff"), "m3diff is a file"),
     ]
     return [(name, found) for name, fine, found in checks if not fine]
 

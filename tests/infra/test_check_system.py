@@ -60,6 +60,13 @@ def test_a_path_that_no_virtual_environment_takes_is_named_before_anything_is_in
     assert "move the checkout" in done.stderr
 
 
+def test_a_checkout_without_symbolic_links_is_named(tmp_path, monkeypatch):
+    (tmp_path / "m3diff").write_text("components")
+    monkeypatch.chdir(tmp_path)
+    done = check_system(machine(tmp_path / "bin", java=JAVA, git="", gxx=""))
+    assert (done.returncode, "git config core.symlinks true" in done.stderr) == (1, True)
+
+
 def test_everything_that_is_missing_is_named_at_once(tmp_path):
     done = check_system(machine(tmp_path / "bin"))
     assert done.returncode == 1
