@@ -18,6 +18,7 @@ import yaml
 from m3diff import __main__ as command_line
 from m3diff.__main__ import COMMANDS, main
 from m3diff.commands.plan.words import Words
+from m3diff.commands.score_again import score_again
 from m3diff.commands.zero_shot.request import PROMPT, Request
 from m3diff.records.errors import DataError
 from m3diff.settings.gpus import GPUS
@@ -116,13 +117,13 @@ CALLS: dict[str, tuple[list[str], str, str, dict[str, Any]]] = {
         ["promote"],
         "m3diff.registry.promote",
         "promote",
-        {"params": PARAMS, "version": None, "again": False},
+        {"params": PARAMS, "rescore": score_again, "version": None, "again": False},
     ),
     "promote a version": (
         ["promote", "--version", "7", "--again"],
         "m3diff.registry.promote",
         "promote",
-        {"params": PARAMS, "version": 7, "again": True},
+        {"params": PARAMS, "rescore": score_again, "version": 7, "again": True},
     ),
     "rollback": (
         ["rollback"],
