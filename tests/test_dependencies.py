@@ -188,7 +188,9 @@ def add_test_only_dataset(root: Path) -> None:
 
 
 def templates(folder: str) -> list[str]:
-    return [str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "components" / folder).rglob("*.j2")]
+    found = [str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "components" / folder).rglob("*.j2")]
+    assert found, folder
+    return found
 
 
 TRAIN_ON = ["train", "predict", "evaluate"]
@@ -222,8 +224,8 @@ CHANGES: dict[str, tuple[Callable[[Path], None], list[str], list[str]]] = {
         ["code"],
         ["code", "train", "predict"],  # whose captions are the same
     ),
-    "report's template": (append_to(*templates("evaluate")), ["code", "evaluate"], ["code", "evaluate"]),
-    "template of another page": (append_to(*templates("inspect")), ["code"], ["code"]),
+    "report's template": (append_to(*templates("stages/evaluate")), ["code", "evaluate"], ["code", "evaluate"]),
+    "template of another page": (append_to(*templates("commands/inspect")), ["code"], ["code"]),
     "workers": (set_to("compute.workers", 7), [], []),
     "checkpoint interval": (set_to("compute.checkpoint_every_steps", 7), [], []),
     "learning rate": (set_to(RATES, 0.5), ["train"], TRAIN_ON),

@@ -232,7 +232,8 @@ def test_a_training_that_diverges_is_neither_tried_again_nor_registered(flow):
     text = (flow.root / "toy.py").read_text()
     ends = "\n    print('train: step 7: loss nan at rate 0.001', flush=True)\n    sys.exit(1)\n"
     changed = text.replace(
-        "def train(params: dict[str, Any], paths: dict[str, Path]) -> None:", f"def train(p, q):{ends}\n\ndef o():"
+        "def train(params: dict[str, Any], paths: dict[str, Path]) -> dict[str, Any]:",
+        f"def train(p, q):{ends}\n\ndef o():",
     )
     assert changed != text
     (flow.root / "toy.py").write_text(changed)
@@ -241,5 +242,5 @@ def test_a_training_that_diverges_is_neither_tried_again_nor_registered(flow):
         flow.run("train.seed=3")
     assert "step 7: loss nan" in flow.pages[-1]
     assert flow.versions == []
-    train = [line for line in flow.logged if line == "train: step 7: loss nan at rate 0.001"]
-    assert len(train) == 1
+    logged = [line for line in flow.logged if line == "train: step 7: loss nan at rate 0.001"]
+    assert len(logged) == 1
