@@ -1,4 +1,4 @@
-"""What the server counts, as Prometheus reads it at `GET /metrics`."""
+"""The server's counts, which Prometheus reads at `GET /metrics`, and the lines that it prints."""
 
 import os
 import sys

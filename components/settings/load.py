@@ -1,8 +1,8 @@
-"""`params.yaml`, typed and frozen to the bottom: a section per stage, in order.
+"""Reads `params.yaml` into the type of `tree.py`, frozen at every depth.
 
 Unknown keys are refused, and every fault is named at once, before anything runs. Fields carry the unit in their name or
-in a comment. Each stage folder holds its section in `params.py`; this file puts them together. What one section says of
-another is checked in `components/settings/rules.py`; a profile is resolved in `components/settings/profiles.py`.
+in a comment. Each stage folder has its section in `params.py`. `rules.py` checks one section against another, and
+`profiles.py` resolves a profile.
 """
 
 import dataclasses
