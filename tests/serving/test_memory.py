@@ -22,7 +22,10 @@ from tests.serving.process import Running, running, write_registry
 from tests.serving.toy import plain
 
 BYTES_PER_PIXEL = 30
-SERVE = PARAMS.serve.model_copy(update={"max_image_mpx": 10})
+PATIENCE_S = 400
+"""For a request and for its answer: memory alone is judged here, however slow the machine is."""
+
+SERVE = PARAMS.serve.model_copy(update={"max_image_mpx": 10, "answer_s": PATIENCE_S})
 SIDE = int((SERVE.max_image_mpx * 1e6) ** 0.5)
 REQUESTS = SERVE.max_queue * SERVE.max_request_mb * 1e6
 IMAGES = SERVE.replicas * DECODERS * SERVE.max_image_mpx * 1e6 * BYTES_PER_PIXEL
@@ -32,9 +35,10 @@ IMAGES = SERVE.replicas * DECODERS * SERVE.max_image_mpx * 1e6 * BYTES_PER_PIXEL
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     root = tmp_path_factory.mktemp("served")
     write_registry(root, "one")
-    with running(root, max_image_mpx=SERVE.max_image_mpx) as server:
+    constants = {"http.UPLOAD_S": PATIENCE_S}
+    with running(root, constants=constants, max_image_mpx=SERVE.max_image_mpx, answer_s=PATIENCE_S) as server:
         for _ in range(4):
-            httpx.post(f"{server.address}/caption", **form(png(plain(1, 2)), png(plain(3, 4))), timeout=60)
+            httpx.post(f"{server.address}/caption", **form(png(plain(1, 2)), png(plain(3, 4))), timeout=PATIENCE_S)
         yield server
 
 
@@ -74,7 +78,7 @@ def noise(megabytes: float) -> bytes:
 
 async def statuses(server: Running, count: int, **request: object) -> Counter[int]:
     limits = httpx.Limits(max_connections=count)
-    async with httpx.AsyncClient(base_url=server.address, timeout=90, limits=limits) as client:
+    async with httpx.AsyncClient(base_url=server.address, timeout=2 * PATIENCE_S, limits=limits) as client:
         answers = await asyncio.gather(*(client.post("/caption", **request) for _ in range(count)))  # type: ignore[arg-type]
     assert all(answer.headers["retry-after"] for answer in answers if answer.status_code == 503)
     return Counter(answer.status_code for answer in answers)
@@ -89,7 +93,7 @@ def test_as_many_large_requests_at_once_as_the_queue_holds_keep_to_the_stated_me
     assert got.keys() <= {200, 503}
     assert got[200] >= SERVE.max_queue // 4
     assert found[0] <= 1.1 * REQUESTS
-    assert httpx.post(f"{server.address}/caption", **form(image, image), timeout=60).status_code == 200
+    assert httpx.post(f"{server.address}/caption", **form(image, image), timeout=PATIENCE_S).status_code == 200
 
 
 def large(kind: str) -> bytes:
@@ -143,7 +147,7 @@ def test_whatever_a_request_holds_it_keeps_to_its_share_of_the_stated_memory(ser
     share = COPIES * SERVE.max_request_mb * 1e6
     for name, request in HOSTILE.items():
         with peak(server) as found:
-            answer = httpx.post(f"{server.address}/caption", timeout=60, **request)  # type: ignore[arg-type]
+            answer = httpx.post(f"{server.address}/caption", timeout=PATIENCE_S, **request)  # type: ignore[arg-type]
         print(f"{name}: {answer.status_code}, {found[0] / 1e6:,.0f} MB above idle, {share / 1e6:,.0f} allowed")
         assert answer.status_code == (200 if name == "texts" else 422)
         assert len(answer.content) < 2_000
