@@ -25,8 +25,8 @@ from m3diff.records.errors import DataError
 from m3diff.registry.runs import Description, completed, followed
 from m3diff.settings.gpus import GPUS
 from m3diff.settings.load import load_params
-from m3diff.settings.rules import absent_paths, check_paths, closest, licensed
-from m3diff.settings.section import ParamsError
+from m3diff.settings.rules import absent_paths, check_paths, licensed
+from m3diff.settings.section import ParamsError, closest
 from m3diff.settings.tree import Params
 
 USAGE, DATA_REFUSED, GATE_REFUSED, TRY_AGAIN = 2, 3, 4, 75

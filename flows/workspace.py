@@ -25,8 +25,7 @@ from flows.git import GitError, git, has_branch
 from m3diff.registry.commit import AS_COMMITTED, require_own_repository, write_settings
 from m3diff.registry.tracking import SQLITE
 from m3diff.settings.load import load_params
-from m3diff.settings.rules import closest
-from m3diff.settings.section import ParamsError
+from m3diff.settings.section import ParamsError, closest
 from m3diff.settings.tree import Params
 
 FLOWS = Path("runs/flows")

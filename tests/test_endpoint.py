@@ -83,8 +83,7 @@ def test_a_url_with_a_key_or_a_user_or_of_no_server_is_refused_by_one_rule_where
 def test_a_key_in_the_url_of_the_parameters_is_not_repeated():
     with pytest.raises(ValidationError) as refused:
         Remote(kind="endpoint", url="https://me:sk-123@host/v1", model="m")
-    (fault,) = refused.value.errors()
-    told = explain(fault)
+    (told,) = explain(refused.value, {}, Remote)
     assert told.startswith("url: expected a URL without a key or a user, found one with '@'")
     assert "sk-123" not in told
 

@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from PIL import Image, ImageDraw
 
-from m3diff.settings.profiles import dump_commented, load_commented
 from tests.toy import REPOSITORY
 
 PAGE = (REPOSITORY / "docs" / "your-data.md").read_text()
@@ -52,11 +52,11 @@ def room(number: int) -> Image.Image:
 
 def use_the_embedded_base(params: Path) -> None:
     """Model, training and machine of the embedded profile, two epochs of it; the data stay the user's."""
-    values, embedded = (load_commented(path.read_text()) for path in (params, params.parent / "profiles/embedded.yaml"))
+    values, embedded = (yaml.safe_load(path.read_text()) for path in (params, params.parent / "profiles/embedded.yaml"))
     for section in ("models", "train", "compute"):
         values[section] = embedded[section]
     values["train"]["epochs"] = 2
-    params.write_text(dump_commented(values))
+    params.write_text(yaml.safe_dump(values, sort_keys=False))
 
 
 @pytest.fixture

@@ -36,8 +36,7 @@ from m3diff.scoring.bootstrap import statistics as sums_of
 from m3diff.scoring.metrics import METRICS
 from m3diff.settings.load import explain, load_params
 from m3diff.settings.profiles import resolve
-from m3diff.settings.rules import closest
-from m3diff.settings.section import ParamsError, Section
+from m3diff.settings.section import ParamsError, Section, closest
 from m3diff.settings.tree import Params
 
 HERE, RESULTS = Path(__file__).parent, Path("benchmarks/results")
@@ -115,7 +114,7 @@ def read_experiment(name: str, seeds: int | None = None) -> Experiment:
     except (yaml.YAMLError, UnicodeDecodeError, TypeError) as error:
         raise ParamsError(f"{path}: not a valid YAML mapping: {error}") from error
     except ValidationError as error:
-        faults = [explain(fault, top=Experiment) for fault in error.errors()]
+        faults = explain(error, values, Experiment)
         raise ParamsError(f"{path}: {'; '.join(faults)}") from error
     if faults := list(faults_of(cfg)):
         raise ParamsError(f"{path}: {'; '.join(faults)}")

@@ -1,4 +1,4 @@
-"""Parameter files on disk: read without a surprise, laid over what they extend, and written as the next run's.
+"""Parameter files on disk: read, laid over what they extend, and written as the next run's.
 
 A profile is a file of `profiles/` that names what it `extends` and the few values that differ. Sections are laid over
 each other key by key; a collection by name (`ingest.datasets`, `convert.sources`, `synthesize`, `augment`,
@@ -7,11 +7,9 @@ datasets that the profile ingests.
 """
 
 import datetime
-import io
 import itertools
-import math
-import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,8 @@ from m3diff.settings.section import ParamsError
 EXTENDS = "extends"
 REPLACED = (("ingest", "datasets"), ("convert", "sources"), ("synthesize",), ("augment",), ("promote", "guards"))
 """Collections by name: a profile that names one replaces it."""
+
+FIELDS = "profiles/embedded.yaml says what each value is."
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
@@ -37,9 +37,8 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
         for key, _ in node.value:
             line = key.start_mark.line + 1
             if key.value in seen:
-                self.twice.append(
-                    f"{key.value}: written twice, in lines {seen[key.value]} and {line}; remove one of the two"
-                )
+                lines = f"in lines {seen[key.value]} and {line}"
+                self.twice.append(f"{key.value}: written twice, {lines}; remove one of the two")
             seen.setdefault(key.value, line)
         return super().construct_mapping(node, deep)
 
@@ -64,66 +63,48 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], list[str]]:
     return raw, loader.twice
 
 
-def chain(path: Path) -> dict[Path, tuple[dict[str, Any], list[str]]]:
-    """A parameter file and what it extends, as they are written, the complete file first.
-
-    Raises:
-        ParamsError: a file that is extended is not there, or files extend each other in a circle.
-    """
-    found = {path: read_yaml(path)}
-    at = path
-    while (name := found[at][0].get(EXTENDS)) is not None:
-        below = at.parent / f"{name}.yaml"
-        if below in found:
-            raise ParamsError(f"{at}: extends {name}, which extends this file; one of them must be complete")
-        if not below.is_file():
-            raise ParamsError(f"{at}: extends {name}, but {below} is not there; name a file beside this one")
-        found[below] = read_yaml(below)
-        at = below
-    return dict(reversed(found.items()))
-
-
 def resolve(path: Path) -> tuple[dict[str, Any], list[str]]:
     """The values of a parameter file laid over what it extends, and a line for each key that is written twice.
 
     Raises:
-        ParamsError: a file is missing or is no YAML mapping.
+        ParamsError: a file is missing or is no YAML mapping, or files extend each other in a circle.
     """
-    values: dict[str, Any] = {}
-    faults: list[str] = []
-    for file, (overlay, twice) in chain(path).items():
-        faults += [line if file == path else f"{file}: {line}" for line in twice]
-        values = lay_over(values, overlay) if overlay.get(EXTENDS) is not None else overlay
-    values.pop(EXTENDS, None)
+    values, faults = read_yaml(path)
+    overlays, at, seen = [values], path, {path}
+    while (name := values.get(EXTENDS)) is not None:
+        below = at.parent / f"{name}.yaml"
+        if below in seen:
+            raise ParamsError(f"{at}: extends {name}, which extends this file; one of them must be complete")
+        if not below.is_file():
+            raise ParamsError(f"{at}: extends {name}, but {below} is not there; name a file in the same folder")
+        values, twice = read_yaml(below)
+        faults = [f"{below}: {line}" for line in twice] + faults
+        overlays.append(values)
+        at, seen = below, {*seen, below}
+    for overlay in reversed(overlays[:-1]):
+        values = lay_over(values, overlay)
     return values, faults
 
 
 def lay_over(below: dict[str, Any], overlay: dict[str, Any]) -> dict[str, Any]:
-    """What a profile says on top of what it extends."""
-    merged = _merge(below, overlay)
+    """The values of a complete file under those of a profile."""
+    merged = _merge(below, {key: value for key, value in overlay.items() if key != EXTENDS})
     ingest = merged.get("ingest")
-    datasets = ingest.get("datasets") if isinstance(ingest, dict) else None
-    ingested = datasets if isinstance(datasets, dict) else {}
+    ingested = ingest.get("datasets") if isinstance(ingest, dict) else None
     for section in ("synthesize", "augment"):
-        if section not in overlay and isinstance(merged.get(section), dict):
-            made = merged[section]
-            for name in [name for name in made if name not in ingested]:
-                del made[name]
-            merged[section] = made or {}
+        made = merged.get(section)
+        if section not in overlay and isinstance(made, dict):
+            names = ingested if isinstance(ingested, dict) else {}
+            merged[section] = {name: entry for name, entry in made.items() if name in names}
     return merged
 
 
 def _merge(below: Any, overlay: Any, at: tuple[str, ...] = ()) -> Any:
-    """`overlay` on `below`, key by key. Works on a copy's type, so that ruamel's mappings keep their comments."""
+    """`overlay` on `below`, key by key."""
     if at in REPLACED or not isinstance(below, dict) or not isinstance(overlay, dict):
         return overlay
-    for key, value in overlay.items():
-        if key != EXTENDS or at:
-            below[key] = _merge(below[key], value, (*at, key)) if key in below else value
-            comments = getattr(overlay, "ca", None)
-            if comments is not None and key in comments.items:
-                getattr(below, "ca").items[key] = comments.items[key]  # noqa: B009
-    return below
+    merged = {key: _merge(below[key], value, (*at, key)) for key, value in overlay.items() if key in below}
+    return below | overlay | merged
 
 
 def leaves(value: Any, at: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
@@ -133,14 +114,6 @@ def leaves(value: Any, at: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
             yield from leaves(item, (*at, str(key)))
     else:
         yield ".".join(at), value
-
-
-def unusable_numbers(raw: Mapping[str, Any]) -> Iterator[str]:
-    """A line for each value that is infinite or no number, in lists too."""
-    for where, value in leaves(raw):
-        for item in value if isinstance(value, list) else [value]:
-            if isinstance(item, float) and not math.isfinite(item):
-                yield f"{where}: expected a finite number (found {item})"
 
 
 def profiles(folder: Path) -> Iterator[Path]:
@@ -159,38 +132,40 @@ def find_profile(name: str, folder: Path) -> Path:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """A line for each value that differs: `train.epochs: 5 -> 1`."""
+    """A line for each value that differs: `train.epochs: 5 -> 1`; of a mapping that is gone, one: `synthesize.x:
+    removed`."""
     before, after = dict(leaves(old)), dict(leaves(new))
-    places = [*before, *(place for place in after if place not in before)]
-    absent = object()
-    lines = {
-        _gone(place, new): f"{place}: {_shown(before, place)} -> {_shown(after, place)}"
-        for place in places
-        if before.get(place, absent) != after.get(place, absent)
-    }
-    return [line if place in before or place in after else f"{place}: removed" for place, line in lines.items()]
+    lines: dict[str, None] = {}
+    for place in [*before, *(place for place in after if place not in before)]:
+        if place in before and place in after and before[place] == after[place]:
+            continue
+        shown = [_shown(values[place]) if place in values else "-" for values in (before, after)]
+        gone = _gone(place, new)
+        lines[f"{gone}: removed" if gone else f"{place}: {shown[0]} -> {shown[1]}"] = None
+    return list(lines)
 
 
-def _gone(place: str, new: Mapping[str, Any]) -> str:
-    """Of a value whose mapping is not there any more, the mapping's place: `synthesize.minichange` of all that it held.
-    Else the value's own."""
+def _shown(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True, width=1000).split("\n")[0]
+
+
+def _gone(place: str, new: Mapping[str, Any]) -> str | None:
+    """The mapping around a value that is not there any more: `synthesize.minichange` of all that it held."""
     at: Any = new
     keys = place.split(".")
-    for depth, key in enumerate(keys, start=1):
-        if not isinstance(at, Mapping) or not at or key not in at:
-            return ".".join(keys[:depth]) if isinstance(at, Mapping) else place
+    for depth, key in enumerate(keys[:-1], start=1):
+        if not isinstance(at, Mapping):
+            return None
+        if key not in at:
+            return ".".join(keys[:depth])
         at = at[key]
-    return place
-
-
-def _shown(values: Mapping[str, Any], place: str) -> str:
-    return yaml.safe_dump(values[place], default_flow_style=True, width=1000).split("\n")[0] if place in values else "-"
+    return None
 
 
 def use_profile(name: str, target: Path, folder: Path) -> list[str]:
-    """Make a profile the parameters of the next run; comments of every file in its chain are kept.
+    """Make a profile the parameters of the next run.
 
-    A `target` that is equal to no profile of `folder` is somebody's work: a copy is kept beside it first.
+    A `target` that is equal to no profile of `folder` is somebody's work: a copy is kept next to it first.
 
     Returns:
         lines that say what changed and where the copy is.
@@ -199,84 +174,30 @@ def use_profile(name: str, target: Path, folder: Path) -> list[str]:
     """
     source = find_profile(name, folder)
     values, _ = resolve(source)
-    said: list[str] = []
+    lines: list[str] = []
     before: dict[str, Any] | None = None
     if target.is_file():
-        before, known = _values_or_none(target), [resolve(path)[0] for path in profiles(folder)]
-        if before not in known:
-            said.append(f"{target} differs from every profile; a copy of it is {keep_copy(target)}")
-    said += differences(before, values) if before else [f"{target} is written"]
-    said += [] if before != values else [f"{target} has these values already"]
+        with suppress(ParamsError):  # a broken file has no values to compare, but it is kept all the same
+            before = resolve(target)[0]
+        if before not in [resolve(path)[0] for path in profiles(folder)]:
+            stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f")
+            copy = target.with_name(f"{target.name}.bak-{stamp}")
+            write_atomic(copy, target.read_bytes())
+            lines.append(f"{target} differs from every profile; a copy of it is {copy}")
+    lines += differences(before, values) if before else [f"{target} is written"]
+    lines += [] if before != values else [f"{target} has these values already"]
     write_atomic(target, written(source))
-    return said
-
-
-def _values_or_none(path: Path) -> dict[str, Any] | None:
-    """A broken parameter file has no values to compare, but it is kept all the same."""
-    try:
-        return resolve(path)[0]
-    except ParamsError:
-        return None
-
-
-def keep_copy(path: Path) -> Path:
-    """A copy beside the file, with the time in its name; no copy replaces another."""
-    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f")
-    copy = path.with_name(f"{path.name}.bak-{stamp}")
-    write_atomic(copy, path.read_bytes())
-    return copy
+    return lines
 
 
 def written(source: Path) -> str:
-    """The text of a resolved profile; the complete file that others extend is passed on as it is."""
-    files = list(chain(source))
-    text = files[0].read_text(encoding="utf-8")
-    if len(files) == 1:
+    """The text of a resolved profile, a section a paragraph, with the comment that its file begins with; a complete
+    file is passed on as it is."""
+    text = source.read_text(encoding="utf-8")
+    values, _ = resolve(source)
+    if EXTENDS not in read_yaml(source)[0]:
         return text
-    merged = load_commented(text)
-    for file in files[1:]:
-        merged = lay_over(merged, load_commented(file.read_text(encoding="utf-8")))
-    title = f"# The profile {source.stem}, as `m3diff profile {source.stem}` wrote it.\n#\n"
-    return (
-        title
-        + _head(source.read_text(encoding="utf-8"))
-        + "\n"
-        + dump_commented(merged).removeprefix(_head(text)).lstrip()
-    )
-
-
-def _head(text: str) -> str:
-    """The comment that a file begins with."""
-    return "".join(itertools.takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True)))
-
-
-def load_commented(text: str) -> Any:
-    """YAML as mappings that keep comments and layout."""
-    return _round_trip().load(text)
-
-
-def dump_commented(values: Any) -> str:
-    text = io.StringIO()
-    _round_trip().dump(values, text)
-    return _spaced(text.getvalue())
-
-
-def _spaced(text: str) -> str:
-    """An empty line before each section and after the head, no other: comments that moved took such lines along."""
-    head = _head(text)
-    lines = [line for line in text.removeprefix(head).split("\n") if line.strip()]
-    starts = [re.match(r"\w+:", line) and not above.startswith("#") for above, line in itertools.pairwise(["", *lines])]
-    return head + "".join(("\n" if start else "") + line + "\n" for start, line in zip(starts, lines, strict=True))
-
-
-def _round_trip() -> Any:
-    from ruamel.yaml import YAML
-
-    both_ways = YAML()
-    both_ways.width = 120
-    both_ways.preserve_quotes = True
-    both_ways.indent(mapping=2, sequence=4, offset=2)
-    both_ways.representer.add_representer(
-        type(None), lambda representer, _: representer.represent_scalar("tag:yaml.org,2002:null", "null")
-    )
-    return both_ways
+    head = "".join(itertools.takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True)))
+    title = f"# The profile {source.stem}, as `m3diff profile {source.stem}` wrote it; {FIELDS}\n#\n"
+    sections = [yaml.safe_dump({key: value}, sort_keys=False, width=118) for key, value in values.items()]
+    return title + head + "\n" + "\n".join(sections)

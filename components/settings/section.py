@@ -1,27 +1,38 @@
 """A section of `params.yaml`: typed and frozen to the bottom. Each stage folder holds its own in `params.py`."""
 
 import dataclasses
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, NoReturn, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, field_validator
+import yaml
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 K = TypeVar("K")
 V = TypeVar("V")
 NUMBERS = (int, float, int | None, float | None)
 
 
+class ParamsError(ValueError):
+    """Parameters cannot be used; the text lists every fault with its remedy."""
+
+
 class Section(BaseModel):
-    """Fields of one section. Unknown keys are refused, nothing can be assigned, and true is no number."""
+    """Base for parameter sections: forbids unknown keys, is frozen, and rejects booleans where a number is expected."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    @field_validator("*", mode="before")
+    @model_validator(mode="before")
     @classmethod
-    def true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation in NUMBERS:
-            raise ValueError("expected a number")
-        return value
+    def true_is_no_number(cls, values: Any) -> Any:
+        fields = {name: field.annotation for name, field in cls.model_fields.items() if isinstance(values, Mapping)}
+        wrong = [name for name, kind in fields.items() if kind in NUMBERS and isinstance(values.get(name), bool)]
+        if wrong:
+            error = PydanticCustomError("number", "expected a number")
+            faults = [InitErrorDetails(type=error, loc=(name,), input=values[name]) for name in wrong]
+            raise ValidationError.from_exception_data(cls.__name__, faults)
+        return values
 
 
 class FrozenDict(dict[K, V]):
@@ -58,5 +69,15 @@ FrozenMap = Annotated[dict[K, V], AfterValidator(freeze)]
 """A mapping field of a section."""
 
 
-class ParamsError(ValueError):
-    """Parameters cannot be used; the text lists every fault with its remedy."""
+def shown(value: Any) -> str:
+    """A value as `params.yaml` has it."""
+    return yaml.safe_dump(value).split("\n")[0] if value is None or isinstance(value, bool) else repr(value)
+
+
+def closest(found: Any, known: Iterable[str], of: str = "expected one of") -> str:
+    """The nearest name that is allowed in place of `found`, where one is near, and all that are."""
+    names = sorted(known)
+    near = difflib.get_close_matches(str(found), names, n=1, cutoff=0.6)
+    listed = ", ".join(names) or "none"
+    words = f"known {of}: {listed}" if of == "keys" else f"{of} {listed} (found {shown(found)})"
+    return f"did you mean {near[0]!r}? {words}" if near else words

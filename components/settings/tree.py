@@ -1,14 +1,18 @@
 """The parameters as one type: a section per stage, in order. `load.py` reads them from `params.yaml`."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BaseModel, Field, TypeAdapter, field_validator
+from pydantic_core import core_schema
 
+from m3diff.datasets.minichange.settings import MiniChange
+from m3diff.models import FAMILIES
 from m3diff.registry.params import Promote
 from m3diff.serving.params import Serve
 from m3diff.settings.compute import Compute
-from m3diff.settings.section import FrozenMap, Section
+from m3diff.settings.section import FrozenMap, Section, closest, freeze
 from m3diff.stages.augment.params import MadeDataset
 from m3diff.stages.convert.params import Convert
 from m3diff.stages.evaluate.params import Evaluate
@@ -32,11 +36,37 @@ class Paths(Section):
     report: Path
 
 
+class _Family(BaseModel):
+    """The key of an entry of `models` that says which type the entry has."""
+
+    family: str
+
+    @field_validator("family")
+    @classmethod
+    def known(cls, name: str) -> str:
+        if name not in FAMILIES:
+            raise ValueError(closest(name, FAMILIES))
+        return name
+
+
+class TypedByFamily:
+    """Validates an entry of `models` in the type that its family names, and freezes it."""
+
+    @staticmethod
+    def type_of(entry: Any) -> type[Any]:
+        return FAMILIES[_Family.model_validate(entry).family].settings
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
+        return core_schema.no_info_plain_validator_function(
+            lambda entry: freeze(TypeAdapter(self.type_of(entry)).validate_python(entry))
+        )
+
+
 class Params(Section):
     paths: Paths
-    models: FrozenMap[str, Any]  # by name: the settings of a model family, as its `settings` says
+    models: FrozenMap[str, Annotated[Any, TypedByFamily()]]  # by name: the settings of a model family
     pretrain: Pretrain
-    synthesize: FrozenMap[str, Any]  # by dataset name: the settings of its generator, as the dataset's file says
+    synthesize: FrozenMap[str, MiniChange]  # by dataset name: the settings of the generator that its reader names
     augment: FrozenMap[str, MadeDataset]  # by dataset name: what is made of which raw dataset, and how
     ingest: Ingest
     validate_: Validate = Field(alias="validate")

@@ -1,10 +1,9 @@
 """The section `augment`: datasets made from others, by name. Each writes a raw folder that the reader `pairs` reads."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, field_validator
+from pydantic import Field, field_validator
 
 from m3diff.endpoint import EndpointUrl
 from m3diff.settings.section import FrozenMap, Section
@@ -12,17 +11,6 @@ from m3diff.settings.section import FrozenMap, Section
 MANIFEST = "pairs.jsonl"
 Split = Literal["train", "val", "test"]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-
-
-def by_kind(**kinds: str) -> Discriminator:
-    """Tells pydantic which section a mapping with a key `kind` is."""
-
-    def tag(values: Any) -> str | None:
-        kind = values.get("kind") if isinstance(values, Mapping) else getattr(values, "kind", None)
-        return f"[{kinds[kind]}]" if kind in kinds else None
-
-    told = f"expected a mapping with kind: {', '.join(kinds)}"
-    return Discriminator(tag, custom_error_type="kind", custom_error_message=told)
 
 
 class Source(Section):
@@ -87,18 +75,9 @@ class Clip(LocalModel):
     kind: Literal["clip"]
 
 
-Editor = Annotated[
-    Annotated[Drawn, Tag("[Drawn]")] | Annotated[InstructPix2Pix, Tag("[InstructPix2Pix]")],
-    by_kind(drawn="Drawn", instruct_pix2pix="InstructPix2Pix"),
-]
-Writer = Annotated[
-    Annotated[Grammar, Tag("[Grammar]")] | Annotated[Remote, Tag("[Remote]")],
-    by_kind(grammar="Grammar", endpoint="Remote"),
-]
-Features = Annotated[
-    Annotated[Encoder, Tag("[Encoder]")] | Annotated[Clip, Tag("[Clip]")],
-    by_kind(encoder="Encoder", clip="Clip"),
-]
+Editor = Annotated[Drawn | InstructPix2Pix, Field(discriminator="kind")]
+Writer = Annotated[Grammar | Remote, Field(discriminator="kind")]
+Features = Annotated[Encoder | Clip, Field(discriminator="kind")]
 
 
 class Made(Section):
@@ -146,10 +125,5 @@ class CoupledSamples(Made):
     separator: str = " "  # between the two captions
 
 
-MadeDataset = Annotated[
-    Annotated[Edits, Tag("[Edits]")]
-    | Annotated[Neighbours, Tag("[Neighbours]")]
-    | Annotated[CoupledSamples, Tag("[CoupledSamples]")],
-    by_kind(edits="Edits", neighbours="Neighbours", coupled_samples="CoupledSamples"),
-]
+MadeDataset = Annotated[Edits | Neighbours | CoupledSamples, Field(discriminator="kind")]
 """An entry of the section."""
