@@ -304,8 +304,7 @@ def zero_shot(args: argparse.Namespace) -> None:
 def caption(args: argparse.Namespace) -> int:
     params = parameters_anywhere(args)
     from m3diff.registry.model_source import find, load
-    from m3diff.serving.caption import caption_pairs
-    from m3diff.serving.pairs import find_pairs
+    from m3diff.serving.caption import caption_pairs, find_pairs
 
     pairs = find_pairs(args.before, args.after, args.image_root)
     cfg, base = params.register_, args.base or params.train.base

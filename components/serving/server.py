@@ -1,17 +1,29 @@
-"""`m3diff serve`: captions over HTTP. One process listens, replicas of Ray Serve hold the model."""
+"""`m3diff serve`: a process that loads the model, follows an alias of the registry and listens.
+
+The model is in this process; where several replicas are asked for, or RAY_ADDRESS names a cluster, it is in replicas of
+Ray Serve. Serve's own HTTP server is not started.
+"""
 
 import asyncio
 import ipaddress
+import itertools
+import logging
 import os
 import signal
 import socket
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+from m3diff.cluster import on_one_machine, start_ray
 from m3diff.registry.model_source import Source, find, version_of
-from m3diff.serving.metrics import say
+from m3diff.serving import batcher
+from m3diff.serving.batcher import Answer, Deploy, Fault, Models
+from m3diff.serving.http import UPLOAD_S, Impatient, Metrics
 from m3diff.serving.params import Serve
+from m3diff.serving.request import Asked, Facts
 from m3diff.settings.compute import Compute
 from m3diff.settings.section import ParamsError
 from m3diff.stages.ingest.params import DatasetEntry
@@ -23,6 +35,122 @@ NEW_TOKEN = "python -c 'import secrets; print(secrets.token_hex())'"
 BACKLOG = 512
 POLL_S = 5
 """Seconds between two checks of which version the alias names."""
+
+GPU_SHARE = 0.5
+"""Of a GPU a replica: while a version takes over, both are loaded."""
+
+
+def say(text: str, to: TextIO | None = None) -> None:
+    """Print a line to the output, else to `to`; where nobody reads that any more (`m3diff serve | head`), to nobody."""
+    out = to or sys.stdout
+    try:
+        print(f"m3diff serve: {text}", file=out, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
+
+
+class RayDeployed:
+    """A deployment of Ray Serve that is ready."""
+
+    def __init__(self, app: str, handle: Any) -> None:
+        self.app, self.handle = app, handle
+
+    async def facts(self) -> Facts | Fault:
+        return await self.handle.facts.remote()
+
+    async def ask(self, asked: Asked) -> Answer | Fault:
+        response = self.handle.ask.remote(asked)
+        try:
+            return await response
+        finally:
+            response.cancel()  # one that was answered is left alone
+
+    async def remove(self) -> None:
+        from ray import serve
+
+        await asyncio.to_thread(serve.delete, self.app)
+
+
+@contextmanager
+def deployer(cfg: Serve, compute: Compute) -> Iterator[Deploy]:
+    """Loads one checkpoint after the other: in this process, or as an application of Ray Serve each."""
+    options = (cfg.batch_pairs, batcher.BATCH_WAIT_S, compute.cpus_per_worker)
+    if cfg.replicas == 1 and on_one_machine():
+        yield lambda source: batcher.Replica(source, *options)
+        return
+    import ray
+    from ray import serve
+
+    def deploy(source: Source) -> RayDeployed:
+        app = f"m3diff-{os.getpid()}-{next(numbers)}"
+        deployment = serve.deployment(batcher.Replica).options(  # type: ignore[attr-defined]
+            name="captioner",
+            num_replicas=cfg.replicas,
+            max_ongoing_requests=cfg.max_queue,
+            ray_actor_options={"num_cpus": 0, "num_gpus": GPU_SHARE if ray.cluster_resources().get("GPU", 0) else 0},
+            graceful_shutdown_timeout_s=cfg.answer_s,
+            graceful_shutdown_wait_loop_s=0.1,
+            logging_config={"log_level": "ERROR", "enable_access_log": False},
+        )
+        bound = deployment.bind(source, *options, listen_on_loopback if on_one_machine() else None)
+        try:
+            return RayDeployed(app, serve.run(bound, name=app, route_prefix=None))
+        except Exception:
+            serve.delete(app)
+            raise
+
+    numbers = itertools.count(1)
+    os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
+    start_ray(compute)
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    try:
+        serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR", "enable_access_log": False})
+        yield deploy  # Serve itself ends with a Ray of our own; on a cluster it may be others', too
+    finally:
+        ray.shutdown()
+
+
+def listen_on_loopback() -> None:
+    """Have Ray Serve open a replica's port on 127.0.0.1. Ray 2.60 opens it on all addresses, and no setting says
+    otherwise; it takes pickled calls, so whoever reaches it runs code here. Called in the replica's process.
+
+    Raises:
+        RuntimeError: this Ray opens the port in another way, so that nothing is known of where.
+    """
+    from ray.serve._private import replica
+
+    inner = getattr(replica, "add_port_to_grpc_server", None)
+    if inner is None:
+        raise RuntimeError("this Ray Serve opens ports in another way than 2.60; see components/serving/server.py")
+    replica.add_port_to_grpc_server = lambda server, address: inner(  # type: ignore[attr-defined]
+        server, f"127.0.0.1:{address.rpartition(':')[2]}"
+    )
+
+
+async def follow(models: Models, version: Callable[[], str], find: Callable[[], Source], poll_s: float) -> None:
+    """Check again and again which version the alias names, and switch when it moved. A failure is reported and tried
+    again at the next check; the current model goes on answering.
+
+    Args:
+        version: the name of the version that the alias names at the moment.
+        find: its checkpoint.
+    """
+    failed = ""
+    while True:
+        await asyncio.sleep(poll_s)
+        assert models.current is not None
+        name = models.current.facts.name
+        try:
+            if await asyncio.to_thread(version) != name:
+                source = await asyncio.to_thread(find)
+                await models.switch(source)
+                say(f"answers now with {source.name}")
+            failed = ""
+        except Exception as error:  # of MLflow, of a checkpoint, of Ray
+            models.metrics.poll_failures.inc()
+            if str(error) != failed:
+                say(f"goes on with {name}; the next version could not be had: {error}", sys.stderr)
+            failed = str(error)
 
 
 def serve(
@@ -49,56 +177,47 @@ def serve(
         ParamsError: the address is taken, or others could reach it without a token.
         DataError: there is no such model, or its checkpoint is damaged.
     """
+    from m3diff.serving.app import Server, make_app
+    from m3diff.serving.page import find_examples
+
+    store = (register.tracking_uri, register.model_name, model)
+
+    def find_now() -> Source:
+        return find(*store, base, max_new_tokens)
+
+    async def work() -> None:
+        """Load the first model, then follow the alias, or wait for ever."""
+        await models.switch(source)
+        where, number = listener.getsockname()[:2]
+        say(f"http://{f'[{where}]' if ':' in where else where}:{number} answers with {source.name}")
+        if Path(model).is_dir() or model.isdecimal():
+            await asyncio.Event().wait()
+        await follow(models, lambda: version_of(*store), find_now, POLL_S)
+
     token = take_token(host)
     with listening(host, port) as listener:
-        source = find(register.tracking_uri, register.model_name, model, base, max_new_tokens)
-        followed = not (Path(model).is_dir() or model.isdecimal())
-
-        def find_now() -> Source:
-            return find(register.tracking_uri, register.model_name, model, base, max_new_tokens)
-
-        def version_now() -> str:
-            return version_of(register.tracking_uri, register.model_name, model)
-
-        from m3diff.serving.app import Server, make_app
-        from m3diff.serving.deploy import Deployer, ray_serve
-        from m3diff.serving.examples import find_examples
-        from m3diff.serving.metrics import Metrics
-        from m3diff.serving.models import Models
-
-        with ray_serve(compute):
+        source = find_now()
+        with deployer(cfg, compute) as deploy:
             metrics = Metrics()
-            models = Models(Deployer(cfg, compute), metrics)
+            models = Models(deploy, metrics)
             server = Server(cfg, models, metrics, register.model_name, find_examples(clean, entries))
-            app = make_app(server, token)
-            follow = (version_now, find_now) if followed else None
-            asyncio.run(run(app, listener, cfg, models, source, follow))
+            asyncio.run(run(make_app(server, token), listener, cfg.answer_s, models, work))
 
 
-async def run(
-    app: Any,
-    listener: socket.socket,
-    cfg: Serve,
-    models: Any,
-    source: Source,
-    follow: tuple[Callable[[], str], Callable[[], Source]] | None,
-) -> None:
-    """Listen at once, load the model, say that it is ready, and go on until a signal."""
+async def run(app: Any, listener: socket.socket, answer_s: float, models: Models, work: Callable[[], Any]) -> None:
+    """Listen at once, and `work` until a signal."""
     import uvicorn
-
-    from m3diff.serving.connections import impatient
-    from m3diff.serving.http import UPLOAD_S
 
     config = uvicorn.Config(
         app,
-        http=impatient(UPLOAD_S),
+        http=Impatient,
         ws="none",
         lifespan="off",
         log_level="error",
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        timeout_graceful_shutdown=int(UPLOAD_S + cfg.answer_s) + 1,
+        timeout_graceful_shutdown=int(UPLOAD_S + answer_s) + 1,
     )
     server, stopped = uvicorn.Server(config), asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -106,7 +225,7 @@ async def run(
     for number in (signal.SIGTERM, signal.SIGINT, *hang_up):
         loop.add_signal_handler(number, stopped.set)
     listens = asyncio.create_task(server._serve([listener]))  # `serve` would raise the signal again when it is done
-    works = asyncio.create_task(work(models, source, follow, address_of(listener)))
+    works = asyncio.create_task(work())
     stops = asyncio.create_task(stopped.wait())
     await asyncio.wait((listens, works, stops), return_when=asyncio.FIRST_COMPLETED)
     server.should_exit = True
@@ -119,24 +238,18 @@ async def run(
     await models.close()
 
 
-async def work(models: Any, source: Source, follow: Any, address: str) -> None:
-    """Load the first model, then follow the alias, or wait for ever."""
-    await models.switch(source)
-    say(f"{address} answers with {source.name}")
-    if follow is None:
-        await asyncio.Event().wait()
-    else:
-        await models.follow(*follow, POLL_S)
-
-
 def take_token(host: str) -> str | None:
-    """The token, taken out of the environment, which the replicas inherit; None where there is none.
+    """The token, taken out of the environment, which the replicas inherit; None if there is none.
 
     Raises:
         ParamsError: it is short, or there is none and other machines could reach the server.
     """
     token = os.environ.pop(TOKEN, None)
-    if token is None and not is_loopback(host):
+    try:
+        is_loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        is_loopback = host == "localhost"
+    if token is None and not is_loopback:
         raise ParamsError(
             f"serve: --host {host} lets other machines in, and there is no token; set {TOKEN} ({NEW_TOKEN} makes one), "
             "or leave --host out"
@@ -146,15 +259,8 @@ def take_token(host: str) -> str | None:
     return token
 
 
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def listening(host: str, port: int) -> socket.socket:
-    """A socket that listens. Raises ParamsError where the address cannot be had."""
+    """A socket that listens. Raises ParamsError if the address cannot be had."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family, backlog=BACKLOG)  # type: ignore[arg-type]
@@ -164,8 +270,3 @@ def listening(host: str, port: int) -> socket.socket:
             f"serve: cannot listen on {host} port {port} ({why}); end the program that does, or choose another: "
             f"m3diff serve --port {port % 65535 + 1}"
         ) from error
-
-
-def address_of(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"

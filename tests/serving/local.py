@@ -11,11 +11,9 @@ from PIL import Image
 
 from m3diff.registry.model_source import Source
 from m3diff.serving.app import Server, make_app
-from m3diff.serving.asked import Asked
-from m3diff.serving.deploy import BATCH_WAIT_S
-from m3diff.serving.metrics import Metrics
-from m3diff.serving.models import Models
-from m3diff.serving.replica import Answer, Facts, Replica, Undecodable, Unloadable
+from m3diff.serving.batcher import BATCH_WAIT_S, Answer, Fault, Models
+from m3diff.serving.http import Metrics
+from m3diff.serving.request import Asked
 from m3diff.settings.load import load_params
 from tests.serving.toy import ToyReplica
 from tests.toy import REPOSITORY
@@ -24,44 +22,35 @@ PARAMS = load_params(REPOSITORY / "profiles" / "embedded.yaml")
 HERE = "http://127.0.0.1:8000"
 
 
-class Local:
-    """A replica of this process."""
+class Local(ToyReplica):
+    """A replica that is asked while it is there, and removed after its last answer."""
 
-    def __init__(self, replica: Replica) -> None:
-        self.replica, self.removed = replica, False
+    removed = False
 
-    async def facts(self) -> Facts | Unloadable:
-        return await self.replica.facts()
-
-    async def ask(self, asked: Asked) -> Answer | Undecodable:
+    async def ask(self, asked: Asked) -> Answer | Fault:
         assert not self.removed, "asked after it was removed"
-        answer = await self.replica(asked)
+        answer = await super().ask(asked)
         assert not self.removed, "removed before it gave its last answer"
         return answer
 
     async def remove(self) -> None:
+        await super().remove()
         self.removed = True
 
 
 class Service:
-    """A server without a model yet, and what it is made of; `changes` are of the section `serve`.
+    """A server without a model yet, and its parts; `changes` are of the section `serve`."""
 
-    Args:
-        replica: Replica, or one that loads something else.
-    """
-
-    def __init__(
-        self, replica: Any = ToyReplica, token: str | None = None, examples: Sequence[Any] = (), **changes: Any
-    ) -> None:
+    def __init__(self, token: str | None = None, examples: Sequence[Any] = (), **changes: Any) -> None:
         self.cfg = PARAMS.serve.model_copy(update=changes)
-        self.replica, self.metrics = replica, Metrics()
+        self.metrics = Metrics()
         self.made: list[Local] = []
         self.models = Models(self.deploy, self.metrics)
         self.server = Server(self.cfg, self.models, self.metrics, "m3diff", list(examples))
         self.app = make_app(self.server, token)
 
     def deploy(self, source: Source) -> Local:
-        self.made.append(Local(self.replica(source, self.cfg.batch_pairs, BATCH_WAIT_S, 1)))
+        self.made.append(Local(source, self.cfg.batch_pairs, BATCH_WAIT_S, 1))
         return self.made[-1]
 
     def client(self, **options: Any) -> httpx.AsyncClient:

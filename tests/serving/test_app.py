@@ -14,11 +14,13 @@ from typing import Any
 import httpx
 import pytest
 from PIL import Image
+from prometheus_client import generate_latest
 
 from m3diff.models import FAMILIES
 from m3diff.models.generation import QUESTION
 from m3diff.serving import http
-from m3diff.serving.replica import OVERLAY_PX
+from m3diff.serving.batcher import OVERLAY_PX
+from m3diff.serving.server import follow
 from tests.serving.local import PARAMS, Service, base64_of, chat, form, png, source
 from tests.serving.toy import COMPUTE_S, ToyCaptioner, plain, said, write_toy
 from tests.test_images import COMPRESSIONS, DAMAGES, KINDS, SEEN, damaged, tiff
@@ -114,7 +116,9 @@ def test_many_at_once_share_batches_and_each_has_its_own_answer(talk):
         answers = await asyncio.gather(*asking)
         assert [answer.json()["caption"] for answer in answers] == [want for *_, want in pairs]
         assert [("overlay" in answer.json()) for answer in answers] == [bool(more) for more in overlays]
-        assert f'm3diff_batch_pairs_bucket{{le="1.0"}} {count}.0' not in service.metrics.text().decode()
+        assert (
+            f'm3diff_batch_pairs_bucket{{le="1.0"}} {count}.0' not in generate_latest(service.metrics.registry).decode()
+        )
 
     talk(conversation, batch_pairs=8)
 
@@ -608,8 +612,8 @@ def test_a_version_takes_over_while_requests_run_and_none_is_lost(tmp_path, talk
             ("m3diff/1", "one"),
             ("m3diff/2", "other"),
         }
-        await asyncio.wait(service.models.removing) if service.models.removing else None
-        assert [local.removed for local in service.made] == [True, False]
+        await service.models.close()
+        assert [local.removed for local in service.made] == [True, True]
 
     talk(conversation)
 
@@ -623,7 +627,7 @@ def test_the_alias_is_followed_and_a_version_that_cannot_be_loaded_leaves_the_on
         def find() -> Any:
             return source(folders[alias[0]], alias[0])
 
-        following = asyncio.create_task(service.models.follow(lambda: f"m3diff/{alias[0]}", find, 0.02))
+        following = asyncio.create_task(follow(service.models, lambda: f"m3diff/{alias[0]}", find, 0.02))
         for number, want in ((2, "m3diff/1"), (3, "m3diff/1"), (4, "m3diff/4")):
             alias[0] = number
             await asyncio.sleep(0.3)

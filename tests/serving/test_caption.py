@@ -12,8 +12,7 @@ from m3diff.__main__ import DATA_REFUSED, USAGE, main
 from m3diff.models import FAMILIES
 from m3diff.models.generation import load_captioner
 from m3diff.registry import model_source, tracking
-from m3diff.serving.caption import BATCH, GAP_PX, caption_pairs
-from m3diff.serving.pairs import AskedPair
+from m3diff.serving.caption import BATCH, GAP_PX, AskedPair, caption_pairs
 from m3diff.settings.section import ParamsError
 from tests.tiny import noise_image, tiny_base, tiny_checkpoint
 from tests.toy import REPOSITORY

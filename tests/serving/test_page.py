@@ -9,8 +9,7 @@ import pytest
 import uvicorn
 from playwright.sync_api import Browser, Page, expect
 
-from m3diff.serving.examples import find_examples
-from m3diff.serving.page import Page as Served
+from m3diff.serving.page import find_examples, read_page
 from tests.browser import Watch, chromium
 from tests.servers import free_port
 from tests.serving.local import PARAMS, Service, source
@@ -53,10 +52,6 @@ class Threaded(uvicorn.Server):
 
 @pytest.fixture(scope="module")
 def address(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    from ray.serve import batching
-
-    patch = pytest.MonkeyPatch()  # as conftest.py does it for one test
-    patch.setattr(batching._BatchQueue, "_warn_if_max_batch_size_exceeds_max_ongoing_requests", lambda self: None)
     service = Service(examples=find_examples(images, PARAMS.ingest.datasets, 4))
     folder = write_toy(tmp_path_factory.mktemp("toy"), "one")
     port = free_port()
@@ -71,7 +66,6 @@ def address(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     yield f"http://127.0.0.1:{port}/"
     server.should_exit = True
     thread.join(20)
-    patch.undo()
 
 
 @pytest.fixture(params=[DESK, PHONE], ids=["desk", "phone"])
@@ -147,12 +141,12 @@ def test_a_refusal_is_said_in_words(page, images, tmp_path):
 
 
 def test_the_policy_of_the_page_names_no_host_and_allows_no_other_script():
-    policy = Served().policy
+    html, policy = read_page()
     assert "http" not in policy
     assert "unsafe" not in policy
     assert policy.startswith("default-src 'none'; script-src 'sha256-")
-    assert "http://" not in Served().html.replace("http://127.0.0.1", "")
-    assert "https://" not in Served().html
+    assert "http://" not in html.replace("http://127.0.0.1", "")
+    assert "https://" not in html
 
 
 def test_examples_are_of_the_test_split_of_what_may_be_shown_and_none_where_there_is_no_run(images, tmp_path):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from m3diff.records.errors import DataError
-from m3diff.serving.pairs import AskedPair, find_pairs
+from m3diff.serving.caption import AskedPair, find_pairs
 
 
 @pytest.fixture

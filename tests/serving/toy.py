@@ -20,8 +20,8 @@ from PIL import Image
 from m3diff.models.generation import QUESTION
 from m3diff.records.errors import DataError
 from m3diff.registry.model_source import Source
-from m3diff.serving import replica
-from m3diff.serving.replica import Replica
+from m3diff.serving import batcher
+from m3diff.serving.batcher import Replica
 
 COMPUTE_S = 0.04
 CONSTANTS = "TOY_CONSTANTS"
@@ -94,17 +94,16 @@ def load_toy(source: Source) -> Any:
 
 class ToyReplica(Replica):
     def __init__(self, *arguments: Any) -> None:
-        replica.load = load_toy
+        batcher.load = load_toy
         super().__init__(*arguments)
 
 
 if __name__ == "__main__":
     from m3diff.__main__ import main
-    from m3diff.serving import deploy
     from tests.serving.toy import ToyReplica as Importable  # of a module by its name, which a replica can import
 
     for name, value in json.loads(os.environ.get(CONSTANTS, "{}")).items():
         module, _, constant = name.partition(".")
         setattr(importlib.import_module(f"m3diff.serving.{module}"), constant, value)
-    deploy.Replica = Importable  # type: ignore[misc]
+    batcher.Replica = Importable  # type: ignore[misc]
     sys.exit(main())

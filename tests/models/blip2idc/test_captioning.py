@@ -11,7 +11,7 @@ from PIL import Image
 
 from m3diff.__main__ import main
 from m3diff.models.generation import load_captioner
-from m3diff.serving.replica import Prepared, captions, draw
+from m3diff.serving.batcher import Prepared, captions, draw
 from m3diff.stages.predict.pairs import read_test_pairs
 from m3diff.stages.predict.stage import predict
 from m3diff.stages.register.pyfunc import PyfuncCaptioner

@@ -1,10 +1,9 @@
-"""What a request asks: two images as bytes and a question. Three forms come to the same: a form, JSON, a chat.
+"""Requests: two images as bytes and a question, sent as a form, as JSON or as a chat.
 
 Images come as bytes and never as paths or addresses: the server fetches and opens nothing that a client names.
 """
 
 import base64
-import binascii
 import json
 import re
 import string
@@ -15,8 +14,8 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from m3diff.images.open import FORMATS, NO_IMAGE, open_image, too_large
+from m3diff.serving.http import RequestRefusedError, unprocessable
 from m3diff.serving.params import Serve
-from m3diff.serving.refused import RequestRefusedError, unprocessable
 
 SIDES = ("before", "after")
 DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,")
@@ -26,6 +25,7 @@ MAX_QUESTION_CHARS = 500
 MOST_VALUES = 10_000
 """In the JSON of a request: millions of empty lists, or a fault in each, would take a hundred times its bytes."""
 
+AS_FILE = "save it as PNG or JPEG and send that file's bytes"
 AS_BYTES = "send the image itself: `data:image/png;base64,...`"
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
@@ -56,15 +56,32 @@ class Asked(NamedTuple):
     """One question about one pair.
 
     Attributes:
-        before, after: bytes of image files whose headers were checked.
+        before, after: bytes of image files.
         question: None: what changed.
-        overlay: whether the outlines of the saliency map are wanted, too.
+        overlay: the outlines of the saliency map are wanted, too.
+        model, most_tokens: as a chat names them; None if it does not.
     """
 
     before: bytes
     after: bytes
     question: str | None
     overlay: bool = False
+    model: str | None = None
+    most_tokens: int | None = None
+
+
+class Facts(NamedTuple):
+    """What is known of the model before a question reaches it.
+
+    Attributes:
+        special_tokens: marks of the prompt, which no question may hold.
+        reads_question: False: it says of every pair what changed.
+    """
+
+    name: str
+    max_new_tokens: int
+    special_tokens: tuple[str, ...]
+    reads_question: bool
 
 
 class Strict(BaseModel):
@@ -72,7 +89,7 @@ class Strict(BaseModel):
 
 
 class OfClients(Strict):
-    """Leaves out what clients send and what changes nothing."""
+    """Ignores values that clients send and that change nothing."""
 
     @model_validator(mode="before")
     @classmethod
@@ -114,7 +131,7 @@ class Message(OfClients):
 
 
 class ChatBody(OfClients):
-    """JSON of `POST /v1/chat/completions`. What greedy decoding of one caption satisfies anyway may be asked for."""
+    """JSON of `POST /v1/chat/completions`. It may ask for anything that greedy decoding of one caption satisfies."""
 
     model: str
     messages: list[Message]
@@ -132,7 +149,7 @@ class ChatBody(OfClients):
     @field_validator("messages", mode="before")
     @classmethod
     def one_of_the_user(cls, messages: Any) -> Any:
-        """Raises RequestRefusedError for another's message that says something, and where the user's is not one."""
+        """The user's message. Raises RequestRefusedError if there is none, two, or another's with content."""
         if not isinstance(messages, list):
             return messages
         said = [message for message in messages if isinstance(message, dict) and message.get("content")]
@@ -148,73 +165,76 @@ class ChatBody(OfClients):
             raise unprocessable("wrong_messages", f"{len(said)} messages of the user", limit, remedy, "messages")
         return said
 
-    @property
-    def most_tokens(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
-
 
 B = TypeVar("B", bound=Strict)
 
 
-def of_json(body: bytes | bytearray, limits: Serve) -> Asked:
+def read_json(body: bytes | bytearray) -> Asked:
     """The pair of `{"before": base64, "after": base64, "question": ..., "overlay": ...}`."""
     given = _parsed(PairBody, body)
-    images = [_from_base64(side, getattr(given, side)) for side in SIDES]
-    return checked(Asked(images[0], images[1], given.question, given.overlay), limits)
+    before, after = (_from_base64(side, getattr(given, side)) for side in SIDES)
+    return Asked(before, after, given.question, given.overlay)
 
 
-def of_form(fields: Iterable[tuple[str, str | bytes]], limits: Serve) -> Asked:
+def read_form(fields: Iterable[tuple[str, str | bytes]]) -> Asked:
     """The pair of a multipart form: files `before` and `after`; texts `question` and `overlay`."""
-    given: dict[str, str | bytes] = {}
+    given: dict[str, Any] = {}
     for name, value in fields:
-        if name not in (*SIDES, "question", "overlay"):
-            raise unprocessable(
-                "unknown_field", "an unknown field", "before, after, question, overlay", "leave it out", _short(name)
-            )
+        if name not in PairBody.model_fields:
+            known = ", ".join(PairBody.model_fields)
+            raise unprocessable("unknown_field", "an unknown field", known, "leave it out", _short(name))
         if name in given:
             raise unprocessable("repeated_field", "given twice", "one of each", "send each field once", name)
         given[name] = value
     for side in SIDES:
         if not isinstance(given.get(side), bytes):
-            found = "not there" if side not in given else "a text"
-            raise unprocessable(
-                "wrong_images", found, "two files, before and after", f"curl -F {side}=@{side}.png", side
-            )
-    overlay = given.get("overlay", "false")
+            found, wanted = "not there" if side not in given else "a text", "two files, before and after"
+            raise unprocessable("wrong_images", found, wanted, f"curl -F {side}=@{side}.png", side)
+    overlay, question = given.get("overlay", "false"), given.get("question")
     if overlay not in ("true", "false"):
         raise unprocessable("invalid_field", _short(overlay), "true or false", "write one of the two", "overlay")
-    return checked(
-        Asked(given["before"], given["after"], _text(given.get("question")), overlay == "true"),  # type: ignore[arg-type]
-        limits,
-    )
+    if isinstance(question, bytes):
+        raise unprocessable("invalid_field", "a file", "a text", "curl -F question=TEXT", "question")
+    return Asked(given["before"], given["after"], question, overlay == "true")
 
 
-def of_chat(body: bytes | bytearray, limits: Serve) -> tuple[Asked, ChatBody]:
+def read_chat(body: bytes | bytearray) -> Asked:
     """The pair of a chat of OpenAI's form: one message of the user with at most one text and two images."""
     given = _parsed(ChatBody, body)
-    parts = given.messages[0].content
+    parts, where = given.messages[0].content, "messages.0.content"
     texts = [part.text for part in parts if isinstance(part, TextPart)]
     urls = [part.image_url.url for part in parts if isinstance(part, ImagePart)]
-    where = "messages.0.content"
     if len(urls) != 2:
         remedy = "send the image before, then the image after, as two parts `image_url`"
         raise unprocessable("wrong_images", f"{len(urls)} image(s)", "exactly 2 images", remedy, where)
     if len(texts) > 1:
         raise unprocessable("wrong_texts", f"{len(texts)} texts", "one text at most", "join them into one part", where)
-    images = [_from_data_url(f"{where}: {side}", url) for side, url in zip(SIDES, urls, strict=True)]
-    return checked(Asked(images[0], images[1], texts[0] if texts else None), limits), given
+    images = []
+    for side, url in zip(SIDES, urls, strict=True):
+        match = DATA_URL.match(url)
+        if match is None:
+            found = f"an address, {_short(url)}" if ADDRESS.match(url) else _short(url)
+            limit = "a data URL of an image; no address is fetched"
+            raise unprocessable("not_bytes", found, limit, AS_BYTES, f"{where}: {side}")
+        images.append(_from_base64(f"{where}: {side}", url[match.end() :]))
+    most_tokens = given.max_completion_tokens or given.max_tokens
+    return Asked(images[0], images[1], texts[0] if texts else None, model=given.model, most_tokens=most_tokens)
 
 
-def checked(asked: Asked, limits: Serve) -> Asked:
-    """What is asked, its images seen to be images within the limit and its question to be a text.
+def check(asked: Asked, limits: Serve) -> Asked:
+    """The request itself, if its images are images within the limit and its question is a text.
 
     Raises:
         RequestRefusedError: 422.
     """
     for side in SIDES:
         check_image(side, getattr(asked, side), limits.max_image_mpx)
-    if asked.question is not None:
-        check_question(asked.question)
+    question = asked.question
+    if question is not None and not question.strip():
+        raise unprocessable("empty_question", "an empty text", "a question", "ask, or leave it out", "question")
+    if question is not None and len(question) > MAX_QUESTION_CHARS:
+        limit = f"at most {MAX_QUESTION_CHARS} characters"
+        raise unprocessable("question_too_long", f"{len(question)} characters", limit, "ask in fewer words", "question")
     return asked
 
 
@@ -226,7 +246,7 @@ def check_image(side: str, data: bytes, max_mpx: float) -> None:
     """
     from PIL import Image
 
-    formats = f"an image ({', '.join(FORMATS)})"
+    formats, code, remedy = f"an image ({', '.join(FORMATS)})", "too_many_pixels", "make it smaller"
     if not data:
         raise unprocessable("not_an_image", "0 bytes", formats, "send the file's bytes", side)
     limit = f"at most {max_mpx:g} million pixels, padded to a square (serve.max_image_mpx)"
@@ -234,41 +254,40 @@ def check_image(side: str, data: bytes, max_mpx: float) -> None:
         with open_image(data) as image:
             large = too_large(image, max_mpx * 1e6)
     except Image.DecompressionBombError as error:
-        raise unprocessable("too_many_pixels", _short(error), limit, "make it smaller", side) from error
+        raise unprocessable(code, _short(error), limit, remedy, side) from error
     except Exception as error:  # a decoder stumbles over hostile bytes in any way
-        remedy = "save it as PNG or JPEG and send that file's bytes"
-        told = "is of no known image format" if str(error) == NO_IMAGE else _short(str(error))
-        raise unprocessable("not_an_image", f"{len(data)} bytes, {told}", formats, remedy, side) from error
+        why = "is of no known image format" if str(error) == NO_IMAGE else _short(error)
+        raise unprocessable("not_an_image", f"{len(data)} bytes, {why}", formats, AS_FILE, side) from error
     if large:
-        raise unprocessable("too_many_pixels", large.partition(", more than")[0], limit, "make it smaller", side)
+        raise unprocessable(code, large.partition(", more than")[0], limit, remedy, side)
 
 
-def check_question(question: str) -> None:
-    """Raises RequestRefusedError (422) where it is empty or too long."""
-    if not question.strip():
-        raise unprocessable("empty_question", "an empty text", "a question", "ask, or leave it out", "question")
-    if len(question) > MAX_QUESTION_CHARS:
-        limit = f"at most {MAX_QUESTION_CHARS} characters"
-        raise unprocessable("question_too_long", f"{len(question)} characters", limit, "ask in fewer words", "question")
+def check_model(asked: Asked, name: str, facts: Facts) -> None:
+    """See that this model can answer what is asked. A question is data: what the tokenizer takes for a mark of the
+    prompt, such as another image's place, is refused, since the model would not read it as text; nothing is changed in
+    what a user asks.
 
-
-def check_read(question: str | None, reads_question: bool) -> None:
-    """Raises RequestRefusedError (422) where a question is asked of a model that reads none: it would answer another
-    one."""
-    if question is not None and not reads_question:
-        limit = "none: this model says of every pair what changed"
-        raise unprocessable("question_not_read", "a question", limit, "leave it out", "question")
-
-
-def check_tokens(question: str | None, special_tokens: Iterable[str]) -> None:
-    """A question is data: what the tokenizer takes for a mark of the prompt, such as another image's place, is refused,
-    since the model would not read it as text. Nothing is changed in what a user asks.
+    Args:
+        name: of the registered model, which a client may use instead of a version's.
 
     Raises:
-        RequestRefusedError: 422.
+        RequestRefusedError: 404, another model is asked for; 422, an answer shorter than this one gives, a question of
+            a model that reads none, or one with a mark of the prompt.
     """
-    spelled = unicodedata.normalize("NFC", question or "")  # as tokenizers do
-    for token in special_tokens:
+    if asked.model is not None and asked.model not in (name, facts.name):
+        limit = f"{name}, or the version that answers: {facts.name}"
+        raise RequestRefusedError(404, "model_not_found", repr(asked.model[:100]), limit, f"ask for {name}", "model")
+    if asked.most_tokens is not None and asked.most_tokens < facts.max_new_tokens:
+        limit = f"{facts.max_new_tokens} or more, the most that {facts.name} says"
+        found, remedy = str(asked.most_tokens), "raise it or leave it out"
+        raise unprocessable("invalid_field", found, limit, remedy, "max_tokens")
+    if asked.question is None:
+        return
+    if not facts.reads_question:
+        limit = "none: this model says of every pair what changed"
+        raise unprocessable("question_not_read", "a question", limit, "leave it out", "question")
+    spelled = unicodedata.normalize("NFC", asked.question)  # as tokenizers do
+    for token in facts.special_tokens:
         if token in spelled:
             limit = "plain text: this is a mark of the model's prompt"
             remedy = "write it another way, such as with blanks between its letters"
@@ -292,8 +311,9 @@ def _explained(kind: type[Strict], where: str | None, fault: Any) -> RequestRefu
         return unprocessable("not_json", "no JSON", fault["msg"], "send JSON with Content-Type: application/json")
     if isinstance(refusal := fault.get("ctx", {}).get("error"), RequestRefusedError):
         return refusal
-    if fault["type"] == "extra_forbidden":
-        known = ", ".join(_place(kind, fault["loc"]).model_fields)
+    if fault["type"] == "extra_forbidden":  # messages.0.content.1.image_url.image_url.detail has seven parts
+        part = TextPart if "text" in fault["loc"] else ImagePart
+        known = ", ".join({1: kind, 3: Message, 6: part, 7: ImageAddress}[len(fault["loc"])].model_fields)
         return unprocessable("unknown_field", "an unknown field", f"known here: {known}", "leave it out", where)
     if fault["type"] == "missing":
         return unprocessable("missing_field", "not there", "this field is needed", "add it", where)
@@ -304,42 +324,16 @@ def _explained(kind: type[Strict], where: str | None, fault: Any) -> RequestRefu
     return unprocessable("invalid_field", _short(found), fault["msg"], remedy, where)
 
 
-def _place(kind: type[Strict], loc: tuple[int | str, ...]) -> type[Strict]:
-    """What the field at the end of a path is a field of: messages.0.content.1.image_url.image_url.detail."""
-    if len(loc) == 1:
-        return kind
-    if len(loc) == 3:
-        return Message
-    parts: dict[int | str, type[Strict]] = {"text": TextPart, "image_url": ImagePart}
-    return parts.get(loc[4], kind) if len(loc) == 6 else ImageAddress
-
-
-def _from_data_url(field: str, url: str) -> bytes:
-    match = DATA_URL.match(url)
-    if match is None:
-        found = f"an address, {_short(url)}" if ADDRESS.match(url) else _short(url)
-        raise unprocessable("not_bytes", found, "a data URL of an image; no address is fetched", AS_BYTES, field)
-    return _from_base64(field, url[match.end() :])
-
-
 def _from_base64(field: str, text: str) -> bytes:
     if ADDRESS.match(text):
-        remedy = "send the image itself in base64"
-        raise unprocessable("not_bytes", f"an address, {_short(text)}", "base64; no address is fetched", remedy, field)
+        found, remedy = f"an address, {_short(text)}", "send the image itself in base64"
+        raise unprocessable("not_bytes", found, "base64; no address is fetched", remedy, field)
     try:
         lines = text.encode("ascii")  # `split` would make an object of each
         return base64.b64decode(lines.translate(None, string.whitespace.encode()), validate=True)
-    except (binascii.Error, ValueError) as error:
-        found = f"{_short(text)} ({error})"
-        raise unprocessable(
-            "not_base64", found, "bytes in base64", "encode the file's bytes: base64 FILE", field
-        ) from error
-
-
-def _text(value: str | bytes | None) -> str | None:
-    if isinstance(value, bytes):
-        raise unprocessable("invalid_field", "a file", "a text", "curl -F question=TEXT", "question")
-    return value
+    except ValueError as error:
+        found, remedy = f"{_short(text)} ({error})", "encode the file's bytes: base64 FILE"
+        raise unprocessable("not_base64", found, "bytes in base64", remedy, field) from error
 
 
 def _short(text: object) -> str:

@@ -1,0 +1,285 @@
+"""A model that answers, and another that takes over: it decodes images, gathers pairs into batches and captions them.
+
+The server holds one itself; Ray Serve runs it as the replicas of a deployment. Decoding has threads of its own, so that
+the next batch is ready when the model is.
+"""
+
+import asyncio
+import io
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+
+from m3diff.images.open import ImageError, load_image
+from m3diff.images.saliency import outlined
+from m3diff.records.errors import DataError
+from m3diff.registry.model_source import Source, load
+from m3diff.serving.http import Metrics
+from m3diff.serving.request import Asked, Facts
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from m3diff.models.generation import Captioner
+
+DECODERS = 2
+OVERLAY_PX = 1024
+"""The longer side of an overlay at most: an image for a page, not an archive."""
+
+BATCH_WAIT_S = 0.01
+"""Seconds that a pair waits for others to share its batch."""
+
+
+class Answer(NamedTuple):
+    """The answer about one pair.
+
+    Attributes:
+        model: the version that gave it.
+        overlay: before and after as PNG files with the outlines of the saliency map; None if it was not asked for or
+            the model has none.
+        prompt_tokens, completion_tokens: counts, with the end token.
+        batch: number of pairs in its batch.
+    """
+
+    caption: str
+    model: str
+    overlay: tuple[bytes, bytes] | None
+    prompt_tokens: int
+    completion_tokens: int
+    batch: int
+
+
+class Fault(NamedTuple):
+    """A damaged checkpoint, or an image whose header was right and whose rest is not. A value, since Ray logs an error
+    for what is raised, and starts a replica again and again."""
+
+    why: str
+
+
+class Prepared(NamedTuple):
+    """A pair as the model takes it.
+
+    Attributes:
+        inputs: before, after, each as the processor prepares it.
+        shown: both images no larger than an overlay; None if none is asked for.
+    """
+
+    question: str
+    inputs: tuple[np.ndarray, np.ndarray]
+    shown: "tuple[Image.Image, Image.Image] | None"
+
+
+class Deployed(Protocol):
+    """A model that is loaded, in this process or in replicas."""
+
+    async def facts(self) -> Facts | Fault: ...
+
+    async def ask(self, asked: Asked) -> Answer | Fault: ...
+
+    async def remove(self) -> None: ...
+
+
+Deploy = Callable[[Source], Deployed]
+"""Loads a checkpoint; blocks until it is ready."""
+
+
+class Replica:
+    """Args:
+    source: the checkpoint.
+    batch_pairs: of the section `serve`.
+    batch_wait_s: that a pair waits for others to share its batch.
+    threads: that the model computes with on a CPU.
+    before_listening: called in this process before Ray Serve opens a port in it.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        batch_pairs: int,
+        batch_wait_s: float,
+        threads: int,
+        before_listening: Callable[[], None] | None = None,
+    ) -> None:
+        import torch
+
+        if before_listening is not None:
+            before_listening()
+        torch.set_num_threads(threads)
+        self.name, self.batch_pairs, self.batch_wait_s = source.name, batch_pairs, batch_wait_s
+        self.fault: Fault | None = None
+        try:
+            self.captioner = load(source)
+        except DataError as error:
+            self.fault = Fault(str(error))
+        self.decoders, self.computer = ThreadPoolExecutor(DECODERS), ThreadPoolExecutor(1)
+        self.waiting: asyncio.Queue[tuple[Prepared, asyncio.Future[Any]]] = asyncio.Queue()
+        self.worker: asyncio.Task[None] | None = None
+
+    async def facts(self) -> Facts | Fault:
+        """What the server must know of the model; or why it could not be loaded."""
+        if self.fault is not None:
+            return self.fault
+        tokenizer: Any = self.captioner.processor.tokenizer  # type: ignore[attr-defined]  # every family has one
+        tokens = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
+        reads = self.captioner.family.reads_question
+        return Facts(self.name, self.captioner.max_new_tokens, tuple(sorted(tokens)), reads)
+
+    async def ask(self, asked: Asked) -> Answer | Fault:
+        """The answer about one pair; or why an image cannot be decoded."""
+        loop = asyncio.get_running_loop()
+        try:
+            prepared = await loop.run_in_executor(self.decoders, prepare, self.captioner, asked)
+        except (ImageError, MemoryError) as error:
+            return Fault(str(error).partition(";")[0])
+        if self.worker is None:
+            self.worker = asyncio.create_task(self.work())
+        answer: asyncio.Future[Any] = loop.create_future()
+        self.waiting.put_nowait((prepared, answer))
+        caption, grid, batch = await answer
+        overlay = None
+        if prepared.shown is not None and grid is not None:
+            overlay = await loop.run_in_executor(self.decoders, draw, prepared.shown, grid)
+        processor = self.captioner.processor
+        lengths = len(processor.encode_prompt(prepared.question)), len(processor.encode_reference(caption))
+        return Answer(caption, self.name, overlay, *lengths, batch)
+
+    async def work(self) -> None:
+        """Caption batch after batch for ever."""
+        while True:
+            await self.caption_batch()
+
+    async def caption_batch(self) -> None:
+        """Gather a batch, leave out the pairs whose clients are gone, and answer the others."""
+        batch = [await self.waiting.get()]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.batch_wait_s):
+                while len(batch) < self.batch_pairs:
+                    batch.append(await self.waiting.get())
+        batch = [(pair, answer) for pair, answer in batch if not answer.done()]
+        pairs, loop = [pair for pair, _ in batch], asyncio.get_running_loop()
+        found: Sequence[Any]
+        try:
+            found = await loop.run_in_executor(self.computer, captions, self.captioner, pairs)
+        except Exception as error:  # each of them fails, and the next batch is captioned
+            found = [error] * len(batch)
+        for (_, answer), one in zip(batch, found, strict=True):
+            if answer.done():
+                continue
+            if isinstance(one, Exception):
+                answer.set_exception(one)
+            else:
+                answer.set_result((*one, len(batch)))
+
+    async def remove(self) -> None:
+        """Let go of the model, which has given its last answer."""
+        if self.worker is not None:
+            self.worker.cancel()
+        self.decoders.shutdown(wait=False)
+        self.computer.shutdown(wait=False)
+        self.__dict__.pop("captioner", None)
+
+
+def prepare(captioner: "Captioner", asked: Asked) -> Prepared:
+    """The pair as the model takes it; one of its images is in memory at a time. Raises ImageError."""
+    from m3diff.models.generation import QUESTION
+
+    inputs: list[np.ndarray] = []
+    shown: list[Image.Image] = []
+    for data in (asked.before, asked.after):
+        image = load_image(io.BytesIO(data))
+        inputs.append(captioner.processor.prepare_image(image))
+        if asked.overlay:
+            image.thumbnail((OVERLAY_PX, OVERLAY_PX))
+            shown.append(image)
+        del image
+    before, after = inputs
+    return Prepared(asked.question or QUESTION, (before, after), (shown[0], shown[1]) if shown else None)
+
+
+def captions(captioner: "Captioner", pairs: Sequence[Prepared]) -> list[tuple[str, np.ndarray | None]]:
+    """Caption and map of each pair, in order. Pairs of one question go through the model together; those with a map
+    apart, so that nobody's caption depends on what another asks for."""
+    groups: dict[tuple[str, bool], list[int]] = {}
+    for place, pair in enumerate(pairs):
+        groups.setdefault((pair.question, pair.shown is not None), []).append(place)
+    found: dict[int, tuple[str, np.ndarray | None]] = {}
+    for (question, saliency), places in groups.items():
+        images = [image for place in places for image in pairs[place].inputs]
+        texts, maps = captioner.answer(images, question, saliency)
+        grids = [None] * len(texts) if maps is None else maps
+        found |= dict(zip(places, zip(texts, grids, strict=True), strict=True))
+    return [found[place] for place in range(len(pairs))]
+
+
+def draw(images: "tuple[Image.Image, Image.Image]", grid: np.ndarray) -> tuple[bytes, bytes]:
+    """Both images as PNG with the outlines of the pair's map."""
+    drawn = io.BytesIO(), io.BytesIO()
+    for image, file in zip(images, drawn, strict=True):
+        outlined(image, grid.astype(np.float32)).save(file, "PNG")
+    return drawn[0].getvalue(), drawn[1].getvalue()
+
+
+class Served:
+    """A model with its facts, and the requests that it still has to answer."""
+
+    def __init__(self, deployed: Deployed, facts: Facts) -> None:
+        self.deployed, self.facts = deployed, facts
+        self.under_way = 0
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+    async def ask(self, asked: Asked) -> Answer | Fault:
+        self.under_way += 1
+        self.idle.clear()
+        try:
+            return await self.deployed.ask(asked)
+        finally:
+            self.under_way -= 1
+            if not self.under_way:
+                self.idle.set()
+
+    async def retire(self) -> None:
+        """Remove the model once it has given its last answer."""
+        await self.idle.wait()
+        await self.deployed.remove()
+
+
+class Models:
+    """The model that answers, `current`, None until the first is ready. Another takes over without a lost request: it
+    is loaded, all new requests go to it, and the one before is removed when it has given its last answer."""
+
+    def __init__(self, deploy: Deploy, metrics: Metrics) -> None:
+        self.deploy, self.metrics = deploy, metrics
+        self.current: Served | None = None
+        self.removing: set[asyncio.Task[None]] = set()
+
+    async def switch(self, source: Source) -> None:
+        """Load a model, let it answer from now on, and retire the one before.
+
+        Raises:
+            DataError: its checkpoint is damaged; the one before stays.
+        """
+        deployed = await asyncio.to_thread(self.deploy, source)
+        facts = await deployed.facts()
+        if isinstance(facts, Fault):
+            await deployed.remove()
+            raise DataError(facts.why)
+        before, self.current = self.current, Served(deployed, facts)
+        self.metrics.model.clear()
+        self.metrics.model.labels(facts.name).set(1)
+        self.metrics.switches.inc()
+        if before is not None:
+            task = asyncio.create_task(before.retire())
+            self.removing.add(task)
+            task.add_done_callback(self.removing.discard)
+
+    async def close(self) -> None:
+        """Wait for models that are on their way out, and remove the current one."""
+        if self.removing:
+            await asyncio.wait(self.removing)
+        if self.current is not None:
+            current, self.current = self.current, None
+            await current.deployed.remove()
