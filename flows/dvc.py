@@ -23,9 +23,8 @@ import psutil
 import yaml
 
 from flows.git import git
-from m3diff.records.errors import DataError
+from m3diff.records.errors import DataError, redacted
 from m3diff.records.files import write_atomic
-from m3diff.records.redact import redacted
 from m3diff.registry.objects import listing, object_file, whole
 
 if TYPE_CHECKING:

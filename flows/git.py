@@ -5,8 +5,7 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-from m3diff.records.errors import DataError
-from m3diff.records.redact import redacted
+from m3diff.records.errors import DataError, redacted
 
 AS_FLOW = (
     *("-c", "user.name=m3diff", "-c", "user.email=m3diff@localhost"),

@@ -26,8 +26,8 @@ from pydantic import SecretStr
 
 from flows.report import Done
 from flows.workspace import FLOWS, KEPT_DAYS, lock, read_json
+from m3diff.records.errors import redacted
 from m3diff.records.files import write_atomic
-from m3diff.records.redact import redacted
 
 NOTIFY = "M3DIFF_NOTIFY"
 REMEMBERED = 1000  # notices, so that each is told once

@@ -16,8 +16,8 @@ from prefect.artifacts import create_markdown_artifact
 from flows import archive
 from flows.tasks import PARAMS
 from flows.workspace import Workspace
+from m3diff.records.errors import redacted
 from m3diff.records.files import write_atomic
-from m3diff.records.redact import redacted
 from m3diff.registry import tracking
 from m3diff.registry.promote import Promotion
 from m3diff.settings.load import load_params

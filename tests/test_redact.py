@@ -4,7 +4,7 @@ import pytest
 
 from flows import dvc, notices
 from flows.git import GitError, git
-from m3diff.records.redact import redacted
+from m3diff.records.errors import redacted
 from m3diff.registry.tracking import TrackingUnavailableError, check_alive
 
 pytestmark = pytest.mark.fault("T17")

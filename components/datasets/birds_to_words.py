@@ -20,8 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from m3diff.datasets.rows import Row
-from m3diff.datasets.spec import DatasetSpec, Licence, Permission, Protocol, Published, SplitCount, TableRow
+from m3diff.datasets.spec import DatasetSpec, Licence, Permission, Protocol, Published, Row, SplitCount, TableRow
 from m3diff.datasets.tables import read_table
 
 COLUMNS = ("img1ObservationURL", "img2ObservationURL", "split", "description")

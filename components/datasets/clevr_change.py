@@ -21,8 +21,17 @@ from pathlib import Path
 from typing import Any
 
 from m3diff.datasets.files import describe, read_json, read_splits
-from m3diff.datasets.rows import Row, is_scene
-from m3diff.datasets.spec import UNSTATED, WITH_SPICE, DatasetSpec, Protocol, Published, SplitCount, TableRow
+from m3diff.datasets.spec import (
+    UNSTATED,
+    WITH_SPICE,
+    DatasetSpec,
+    Protocol,
+    Published,
+    Row,
+    SplitCount,
+    TableRow,
+    is_scene,
+)
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import NO_CHANGE
 

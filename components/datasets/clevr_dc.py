@@ -15,8 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from m3diff.datasets.files import describe, read_json, read_splits
-from m3diff.datasets.rows import Row, is_scene
-from m3diff.datasets.spec import UNSTATED, WITH_SPICE, DatasetSpec, Protocol, Published, SplitCount
+from m3diff.datasets.spec import UNSTATED, WITH_SPICE, DatasetSpec, Protocol, Published, Row, SplitCount, is_scene
 
 
 def read(root: Path) -> Iterator[Row]:

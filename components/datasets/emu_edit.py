@@ -16,8 +16,7 @@ validates. No paper's scores of these pairs as they are here are known, so the p
 from collections.abc import Iterator
 from pathlib import Path
 
-from m3diff.datasets.rows import Row, fault_in
-from m3diff.datasets.spec import DatasetSpec, Licence, Permission, Protocol, Published, SplitCount
+from m3diff.datasets.spec import DatasetSpec, Licence, Permission, Protocol, Published, Row, SplitCount, fault_in
 from m3diff.datasets.tables import column_names, read_shards, shards
 from m3diff.records.errors import DataError
 

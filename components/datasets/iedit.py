@@ -17,8 +17,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from m3diff.datasets.files import read_json
-from m3diff.datasets.rows import Row, fault_in
-from m3diff.datasets.spec import UNSTATED, WITH_SPICE, DatasetSpec, Protocol, Published, SplitCount, TableRow
+from m3diff.datasets.spec import (
+    UNSTATED,
+    WITH_SPICE,
+    DatasetSpec,
+    Protocol,
+    Published,
+    Row,
+    SplitCount,
+    TableRow,
+    fault_in,
+)
 
 FILES = {"train": "train.json", "val": "valid.json", "test": "test.json"}
 FIELDS = {"img0": str, "img1": str, "sents": list, "uid": str}

@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from m3diff.datasets.files import describe, read_json
-from m3diff.datasets.rows import Row, fault_in
-from m3diff.datasets.spec import UNSTATED, DatasetSpec, Protocol, Published, SplitCount, TableRow
+from m3diff.datasets.spec import UNSTATED, DatasetSpec, Protocol, Published, Row, SplitCount, TableRow, fault_in
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import NO_CHANGE
 

@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from m3diff.datasets.files import describe, read_json
-from m3diff.datasets.rows import Row, fault_in
-from m3diff.datasets.spec import DatasetSpec, Licence, Permission, Protocol
+from m3diff.datasets.spec import DatasetSpec, Licence, Permission, Protocol, Row, fault_in
 from m3diff.datasets.tables import read_shards
 
 FILES = {"train": "data/train-*.parquet", "val": "data/dev-*.parquet"}

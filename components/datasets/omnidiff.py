@@ -19,8 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from m3diff.datasets import pairs
-from m3diff.datasets.rows import Row
-from m3diff.datasets.spec import UNSTATED, DatasetSpec, Protocol, Published, SplitCount, TableRow
+from m3diff.datasets.spec import UNSTATED, DatasetSpec, Protocol, Published, Row, SplitCount, TableRow
 from m3diff.records.schemas import CHANGE_TYPES, NO_CHANGE
 
 NAMES = {name: name for name in (*CHANGE_TYPES, NO_CHANGE)} | {

@@ -44,11 +44,9 @@ from urllib.parse import unquote
 
 from pydantic import AfterValidator, Discriminator, Field, Tag
 
-from m3diff.datasets.embedded import Embedded
 from m3diff.datasets.files import describe
-from m3diff.datasets.rows import Question, Row
-from m3diff.datasets.spec import DatasetSpec, Licence, Permission, Protocol
-from m3diff.datasets.tables import columns_in, look_up, pick, read_values, texts
+from m3diff.datasets.spec import DatasetSpec, Licence, Permission, Protocol, Question, Row
+from m3diff.datasets.tables import Embedded, columns_in, look_up, pick, read_values, texts
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import NO_CHANGE
 

@@ -22,8 +22,17 @@ from pathlib import Path
 from typing import Any
 
 from m3diff.datasets.files import read_json
-from m3diff.datasets.rows import Row, fault_in
-from m3diff.datasets.spec import UNSTATED, WITH_SPICE, DatasetSpec, Protocol, Published, SplitCount, TableRow
+from m3diff.datasets.spec import (
+    UNSTATED,
+    WITH_SPICE,
+    DatasetSpec,
+    Protocol,
+    Published,
+    Row,
+    SplitCount,
+    TableRow,
+    fault_in,
+)
 from m3diff.records.schemas import SPLITS
 
 FIELDS = {"img_id": str, "sentences": list}

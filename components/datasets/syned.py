@@ -25,8 +25,7 @@ from typing import Any
 
 from m3diff.datasets import emu_edit
 from m3diff.datasets.files import describe, read_json, read_text
-from m3diff.datasets.rows import Row, is_scene
-from m3diff.datasets.spec import DatasetSpec, Licence, Permission, Protocol, Published, SplitCount
+from m3diff.datasets.spec import DatasetSpec, Licence, Permission, Protocol, Published, Row, SplitCount, is_scene
 from m3diff.records.errors import DataError
 
 PARTS = {"train": "train", "validation": "val"}

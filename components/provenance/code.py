@@ -13,8 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from m3diff.records.errors import readable
 from m3diff.records.files import write_atomic
-from m3diff.records.readable import readable
 
 PACKAGE = "m3diff"
 HOUSE = Path(__file__).resolve().parents[1]

@@ -1,9 +1,13 @@
 """Files that others trust: written whole or not at all, and known by their content."""
 
 import hashlib
+import json
 import os
 import tempfile
 from pathlib import Path
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
@@ -35,3 +39,18 @@ def sha256_of_folder(folder: Path) -> str:
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         digest.update(f"{path.relative_to(folder).as_posix()}\0{sha256(path)}\n".encode())
     return digest.hexdigest()
+
+
+class StageReport(BaseModel):
+    """Counts of a stage. No clock time in it: equal inputs must give equal bytes (DVC's run cache)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    stage: str
+    rows_in: int
+    rows_out: int
+
+    def write(self, path: Path) -> Self:
+        """Write as indented JSON, whole or not at all."""
+        write_atomic(path, json.dumps(self.model_dump(mode="json"), indent=2, ensure_ascii=False) + "\n")
+        return self

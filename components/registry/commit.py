@@ -15,8 +15,7 @@ from typing import Any
 import yaml
 from configobj import ConfigObj
 
-from m3diff.records.errors import DataError
-from m3diff.records.redact import redacted
+from m3diff.records.errors import DataError, redacted
 from m3diff.registry.decisions import main_tree
 from m3diff.registry.lineage import LOCK, Lock, dvc_hash, git
 

@@ -21,8 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from m3diff.records.errors import DataError
-from m3diff.records.redact import redacted
+from m3diff.records.errors import DataError, redacted
 
 NAME, FILE = "runs/history", "decisions.jsonl"
 BRANCH, PENDING, THEIRS = f"refs/heads/{NAME}", "refs/m3diff/pending", "refs/m3diff/theirs"

@@ -15,9 +15,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict
 
 from m3diff.provenance.code import FOLDER, edited
-from m3diff.records.errors import DataError
+from m3diff.records.errors import DataError, readable
 from m3diff.records.files import sha256_of_folder
-from m3diff.records.readable import readable
 from m3diff.registry.runs import FLOW_RUN, TOKENS, VERSION, WEIGHTS, weights_sha256
 from m3diff.settings.tree import Params, Paths
 from m3diff.stages.register.params import Register

@@ -27,8 +27,7 @@ from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from m3diff.records.errors import DataError
-from m3diff.records.redact import redacted
+from m3diff.records.errors import DataError, redacted
 
 SQLITE = "sqlite:///"
 DELETED = "deleted"  # MLflow's word for an experiment or a run in its bin

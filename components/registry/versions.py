@@ -9,8 +9,7 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from m3diff.records.errors import DataError
-from m3diff.records.readable import readable
+from m3diff.records.errors import DataError, readable
 from m3diff.registry import tracking
 
 CHALLENGER = "challenger"

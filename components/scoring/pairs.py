@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from m3diff.records.errors import DataError
-from m3diff.records.readable import readable
+from m3diff.records.errors import DataError, readable
 from m3diff.records.schemas import NO_CHANGE
 
 

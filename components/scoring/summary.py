@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, model_serializer
 
-from m3diff.records.reports import StageReport
+from m3diff.records.files import StageReport
 from m3diff.scoring.metrics.metric import ALL, MetricScores, Value
 from m3diff.scoring.protocols import ProtocolPairs
 

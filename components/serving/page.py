@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import check_licence
 from m3diff.images.open import open_image
-from m3diff.records.errors import DataError
-from m3diff.records.readable import readable
+from m3diff.records.errors import DataError, readable
 from m3diff.stages.ingest.params import DatasetEntry
 
 FILE = Path(__file__).with_name("page.html")

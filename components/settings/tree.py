@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field, TypeAdapter, field_validator
 from pydantic_core import core_schema
 
-from m3diff.datasets.minichange.settings import MiniChange
+from m3diff.datasets.minichange.scene import MiniChange
 from m3diff.models import FAMILIES
 from m3diff.registry.params import Promote
 from m3diff.serving.params import Serve

@@ -38,7 +38,9 @@ from m3diff.datasets.minichange.scene import (
     PLACES,
     ZOOMS,
     Change,
+    Domain,
     Mark,
+    MiniChange,
     Scene,
     Thing,
     View,
@@ -46,7 +48,6 @@ from m3diff.datasets.minichange.scene import (
     jitter,
     sample_scene,
 )
-from m3diff.datasets.minichange.settings import Domain, MiniChange
 from m3diff.records.errors import DataError
 from m3diff.records.files import sha256
 from m3diff.records.schemas import CHANGE_TYPES

@@ -38,8 +38,7 @@ from m3diff.datasets.minichange.language import (
 )
 from m3diff.datasets.minichange.levels import LEVELS, Pair
 from m3diff.datasets.minichange.render import INK, LOOKS, render, sprite
-from m3diff.datasets.minichange.scene import LIT, PLACES, WIDTHS, ZOOMS, Change, Mark, Scene, Thing, View
-from m3diff.datasets.minichange.settings import MiniChange
+from m3diff.datasets.minichange.scene import LIT, PLACES, WIDTHS, ZOOMS, Change, Mark, MiniChange, Scene, Thing, View
 from m3diff.records.files import sha256
 from m3diff.records.schemas import CHANGE_TYPES
 from m3diff.scoring.grammar import Clause, Grammar

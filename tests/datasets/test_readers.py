@@ -7,8 +7,7 @@ import pytest
 
 from m3diff.datasets import DATASETS, birds_to_words, clevr_dc, iedit, omnidiff, pairs, spot_the_diff
 from m3diff.datasets.files import describe, parse_json, read_json, read_splits, read_text
-from m3diff.datasets.rows import fault_in, is_scene
-from m3diff.datasets.spec import Published
+from m3diff.datasets.spec import Published, fault_in, is_scene
 from m3diff.datasets.tables import read_table, texts
 from m3diff.records.errors import DataError
 from tests.layouts import (

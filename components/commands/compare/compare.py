@@ -11,9 +11,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from m3diff.records.errors import DataError
+from m3diff.records.errors import DataError, readable
 from m3diff.records.files import write_atomic
-from m3diff.records.readable import readable
 from m3diff.scoring import bootstrap
 from m3diff.scoring.grammar import load_grammars, parse_predictions
 from m3diff.scoring.metrics import METRICS

@@ -21,9 +21,8 @@ import polars as pl
 
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import check_licence
-from m3diff.records.errors import DataError
+from m3diff.records.errors import DataError, readable
 from m3diff.records.progress import progress
-from m3diff.records.readable import readable
 from m3diff.records.schemas import SPLITS
 from m3diff.stages.ingest.params import DatasetEntry
 

@@ -19,11 +19,10 @@ from typing import Any, NamedTuple
 from m3diff.commands.inspect import mistakes
 from m3diff.commands.inspect.manifest import Guess, guess
 from m3diff.datasets import DATASETS, omnidiff
-from m3diff.datasets.embedded import Embedded
 from m3diff.datasets.files import quoted
 from m3diff.datasets.pairs import files_called
-from m3diff.datasets.rows import Row
-from m3diff.datasets.spec import DatasetSpec, Published
+from m3diff.datasets.spec import DatasetSpec, Published, Row
+from m3diff.datasets.tables import Embedded
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import SPLITS
 from m3diff.stages.ingest.doubts import Doubt, as_yaml, doubts

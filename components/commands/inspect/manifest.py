@@ -18,10 +18,9 @@ import pyarrow.parquet as pq
 
 from m3diff.commands.inspect.sides import NOUNS, RANK, called_as_sides, choose, order_of_columns, words_in
 from m3diff.datasets import pairs
-from m3diff.datasets.embedded import Embedded, rows_of
 from m3diff.datasets.files import parse_json, quoted, read_text
 from m3diff.datasets.pairs import files_called
-from m3diff.datasets.tables import DELIMITERS, read_values, sep_line
+from m3diff.datasets.tables import DELIMITERS, Embedded, read_values, rows_of, sep_line
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import SPLITS
 from m3diff.stages.ingest.doubts import Doubt

@@ -22,7 +22,7 @@ from m3diff.commands.inspect.manifest import is_image, manifests, two_folders
 from m3diff.datasets import DATASETS
 from m3diff.datasets.files import quoted, read_json
 from m3diff.datasets.pairs import NO_PAIR
-from m3diff.datasets.rows import Row
+from m3diff.datasets.spec import Row
 from m3diff.datasets.tables import read_values
 from m3diff.images.open import known_formats
 from m3diff.records.schemas import NO_CHANGE, SPLITS

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from m3diff.commands.plan.workload import read_columns
-from m3diff.records.readable import readable
+from m3diff.records.errors import readable
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import DatasetSpec, SplitCount
 from m3diff.models.family import PairProcessor
-from m3diff.records.readable import readable
+from m3diff.records.errors import readable
 from m3diff.settings.section import ParamsError
 from m3diff.stages.convert.paper_mixture import SAMPLES, training_counts
 from m3diff.stages.convert.params import Convert, Source

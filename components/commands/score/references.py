@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 from m3diff.commands.score.predictions import as_text
 from m3diff.datasets import DATASETS
 from m3diff.datasets.files import describe, read_json
-from m3diff.datasets.rows import Row
-from m3diff.datasets.spec import DatasetSpec, Protocol, Published
+from m3diff.datasets.spec import DatasetSpec, Protocol, Published, Row
 from m3diff.records.errors import DataError
 from m3diff.scoring.grammar import Grammar
 

@@ -21,8 +21,7 @@ from m3diff.datasets.spec import DatasetSpec, check_licence
 from m3diff.endpoint import Answer, Endpoint, Question, in_unicode
 from m3diff.images.open import ImageError, load_image
 from m3diff.records.errors import DataError
-from m3diff.records.files import write_atomic
-from m3diff.records.reports import StageReport
+from m3diff.records.files import StageReport, write_atomic
 from m3diff.scoring.metrics import choose_metrics
 from m3diff.scoring.metrics.java import require_java
 from m3diff.scoring.pairs import EvalPair, pair_of, read_test_records

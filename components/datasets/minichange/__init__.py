@@ -11,7 +11,7 @@ two files more:
     splits.json               {"train": [123, ...], "val": [...], "test": [...]}
     type_mapping.json         {"color": ["000123.png", ...], ...}; a pair with several changes stands under each
     grammar.json              rules that read a caption back into changes: type, object, place, what it was and became
-    scenes.json               what each image shows (`scenes.py`): for who edits an image or describes it
+    scenes.json               what each image shows (`generate.py`): for who edits an image or describes it
 
 `change.py` says how each of OmniDiff's twelve change types is drawn, `generate.py` writes the files. The number of
 scenes is a parameter, so no count is published.
@@ -32,9 +32,8 @@ from typing import Any
 
 from m3diff.datasets.clevr_change import read
 from m3diff.datasets.files import read_json
-from m3diff.datasets.minichange.settings import MiniChange
-from m3diff.datasets.rows import Single
-from m3diff.datasets.spec import DatasetSpec, Generator, Licence, Permission, Protocol
+from m3diff.datasets.minichange.scene import MiniChange
+from m3diff.datasets.spec import DatasetSpec, Generator, Licence, Permission, Protocol, Single
 
 
 def read_grammar(root: Path) -> Mapping[str, Any]:
@@ -49,7 +48,7 @@ def _generate(settings: MiniChange) -> None:
 
 
 def _singles(root: Path) -> Iterator[Single]:
-    from m3diff.datasets.minichange.scenes import read_singles
+    from m3diff.datasets.minichange.generate import read_singles
 
     return read_singles(root)
 

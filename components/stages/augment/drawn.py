@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from m3diff.datasets.minichange import free
+from m3diff.datasets.minichange.generate import FILE, Scenes, read_scenes
 from m3diff.datasets.minichange.language import name
 from m3diff.datasets.minichange.levels import LEVELS
 from m3diff.datasets.minichange.render import render
@@ -30,7 +31,6 @@ from m3diff.datasets.minichange.scene import (
     pick,
     sample_thing,
 )
-from m3diff.datasets.minichange.scenes import FILE, Scenes, read_scenes
 from m3diff.records.files import sha256
 from m3diff.stages.augment.words import read_instruction
 

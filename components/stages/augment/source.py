@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import polars as pl
 
 from m3diff.datasets import DATASETS
-from m3diff.datasets.embedded import unpacked
 from m3diff.datasets.files import describe, fault_of_path, is_inside
-from m3diff.datasets.rows import Row, Single
+from m3diff.datasets.spec import Row, Single
+from m3diff.datasets.tables import unpacked
 from m3diff.images.cache import check_images
 from m3diff.images.check import OK
 from m3diff.records.errors import DataError

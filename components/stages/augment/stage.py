@@ -20,13 +20,12 @@ from typing import Any
 from pydantic import Field
 
 from m3diff.datasets import DATASETS
-from m3diff.datasets.embedded import SUFFIXES
 from m3diff.datasets.spec import check_licence
+from m3diff.datasets.tables import SUFFIXES
 from m3diff.models.device import Device
 from m3diff.records.errors import DataError
-from m3diff.records.files import sha256, write_atomic
+from m3diff.records.files import StageReport, sha256, write_atomic
 from m3diff.records.progress import progress
-from m3diff.records.reports import StageReport
 from m3diff.records.schemas import SPLITS
 from m3diff.settings.compute import Compute
 from m3diff.stages.augment.coupled_samples import make_coupled_samples

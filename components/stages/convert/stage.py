@@ -22,7 +22,7 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from m3diff.datasets import DATASETS
 from m3diff.records.errors import DataError
-from m3diff.records.reports import StageReport
+from m3diff.records.files import StageReport
 from m3diff.records.schemas import RECORD_SCHEMA, SAMPLE_SCHEMA, SPLITS
 from m3diff.settings.section import ParamsError
 from m3diff.stages.convert.mixture import evaluation_samples, training_samples

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from m3diff.datasets.rows import Row
+from m3diff.datasets.spec import Row
 
 SAY_NOTHING = {
     *("nan", "none", "null", "nil", "n/a", "na", "<na>", "nat", "undefined", "missing", "empty", "blank", "unknown"),

@@ -16,12 +16,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from m3diff.datasets import DATASETS
-from m3diff.datasets.embedded import unpacked
-from m3diff.datasets.rows import Row
+from m3diff.datasets.spec import Row
+from m3diff.datasets.tables import unpacked
 from m3diff.images.cache import check_images
 from m3diff.records.errors import DataError
-from m3diff.records.files import write_atomic
-from m3diff.records.reports import StageReport
+from m3diff.records.files import StageReport, write_atomic
 from m3diff.records.schemas import RAW_SCHEMA
 from m3diff.settings.section import ParamsError
 from m3diff.stages.ingest.doubts import as_yaml, doubts

@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 
 from m3diff.datasets.files import describe, fault_of_path, is_inside
-from m3diff.datasets.rows import Row
+from m3diff.datasets.spec import Row
 from m3diff.records.schemas import RAW_SCHEMA
 from m3diff.stages.ingest.params import DatasetEntry
 

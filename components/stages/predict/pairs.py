@@ -7,8 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow.parquet as pq
 
-from m3diff.records.errors import DataError
-from m3diff.records.readable import readable
+from m3diff.records.errors import DataError, readable
 
 CONTROL_SEED = 0
 CONTROL_PAIRS = 600

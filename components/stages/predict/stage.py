@@ -21,9 +21,8 @@ from m3diff.models import FAMILIES
 from m3diff.models.checkpoint import CheckpointError, read_manifest
 from m3diff.provenance.code import key_of
 from m3diff.records.errors import DataError
-from m3diff.records.files import sha256, write_atomic
+from m3diff.records.files import StageReport, sha256, write_atomic
 from m3diff.records.progress import progress
-from m3diff.records.reports import StageReport
 from m3diff.settings.compute import Compute
 from m3diff.stages.predict.journal import Answer, Journal
 from m3diff.stages.predict.pairs import PairSample, batches, control_pairs, read_test_pairs, reversed_pairs

@@ -16,9 +16,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from m3diff.records.errors import DataError
+from m3diff.records.errors import DataError, readable
 from m3diff.records.files import sha256
-from m3diff.records.readable import readable
 from m3diff.stages.train.phase import DatasetFilter
 
 T = TypeVar("T")

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from m3diff.models import FAMILIES
 from m3diff.provenance.code import key_of
-from m3diff.records.files import sha256, sha256_of_folder, write_atomic
-from m3diff.records.reports import StageReport
+from m3diff.records.files import StageReport, sha256, sha256_of_folder, write_atomic
 from m3diff.settings.compute import Compute
 from m3diff.settings.section import ParamsError
 from m3diff.stages.train.job import CURVES, Job

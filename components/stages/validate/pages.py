@@ -13,7 +13,7 @@ from pathlib import Path
 import polars as pl
 from pydantic import BaseModel
 
-from m3diff.records.reports import StageReport
+from m3diff.records.files import StageReport
 
 STYLE = """
 body{font:15px/1.45 system-ui,sans-serif;color:#1d2430;background:#fff;margin:0 auto;max-width:1100px;padding:1.2rem}

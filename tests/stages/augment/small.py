@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from m3diff.datasets.minichange.generate import generate
-from m3diff.datasets.minichange.settings import MiniChange
+from m3diff.datasets.minichange.scene import MiniChange
 from m3diff.settings.compute import Compute
 from m3diff.stages.augment.params import MadeDataset
 from tests.scoring import bench

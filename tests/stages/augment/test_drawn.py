@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from m3diff.datasets.minichange.generate import image_paths, read_scenes, read_singles
 from m3diff.datasets.minichange.language import describe_scene, references
 from m3diff.datasets.minichange.levels import LEVELS
 from m3diff.datasets.minichange.render import render
 from m3diff.datasets.minichange.scene import DARK, LIT, ZOOMS, Mark, Scene, Thing
-from m3diff.datasets.minichange.scenes import image_paths, read_scenes, read_singles
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import CHANGE_TYPES
 from m3diff.stages.augment.drawn import DrawnEditor, carry_out

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from m3diff.datasets.minichange.scenes import image_paths
+from m3diff.datasets.minichange.generate import image_paths
 from m3diff.images.open import ImageError
 from m3diff.models.device import Device
 from m3diff.settings.section import ParamsError

@@ -16,8 +16,8 @@ import pytest
 from PIL import Image
 
 from m3diff.commands.counts import told_of_made
+from m3diff.datasets.minichange.generate import read_scenes
 from m3diff.datasets.minichange.language import describe_scene
-from m3diff.datasets.minichange.scenes import read_scenes
 from m3diff.records.errors import DataError
 from m3diff.records.files import sha256, sha256_of_folder
 from m3diff.stages.augment import stage

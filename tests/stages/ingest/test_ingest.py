@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from m3diff.datasets import DATASETS
-from m3diff.datasets.rows import Row
+from m3diff.datasets.spec import Row
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import RAW_SCHEMA
 from m3diff.settings.section import ParamsError

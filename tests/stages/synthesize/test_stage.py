@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from m3diff.datasets import DATASETS
-from m3diff.datasets.minichange.settings import MiniChange
+from m3diff.datasets.minichange.scene import MiniChange
 from m3diff.datasets.spec import Generator
 from m3diff.records.files import sha256
 from m3diff.settings.section import ParamsError, Section

@@ -10,9 +10,8 @@ import pyarrow.parquet as pq
 
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import DatasetSpec, check_licence
-from m3diff.records.errors import DataError
+from m3diff.records.errors import DataError, readable
 from m3diff.records.files import sha256
-from m3diff.records.readable import readable
 from m3diff.records.schemas import NO_CHANGE
 from m3diff.registry.lineage import Lineage
 from m3diff.stages.ingest.params import DatasetEntry
