@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from m3diff.endpoint import EndpointUrl
-from m3diff.settings.section import FrozenMap, Section
+from m3diff.records.files import sha256_of_folder
+from m3diff.settings.section import FrozenMap, ParamsError, Section
 
 MANIFEST = "pairs.jsonl"
 Split = Literal["train", "val", "test"]
@@ -28,6 +29,24 @@ class LocalModel(Section):
 
     model: Path
     sha256: Digest | None = None  # of the folder, which must have it; the report says what it is. null: any
+
+    def identity(self) -> str:
+        """The digest of the folder of weights.
+
+        Raises:
+            ParamsError: it is no folder, or not the one that the parameters name.
+        """
+        folder = self.model
+        if not any((folder / name).is_file() for name in ("model_index.json", "config.json")):
+            raise ParamsError(
+                f"{folder}: holds no config.json or model_index.json; fetch the model or correct the path"
+            )
+        found = sha256_of_folder(folder)
+        if self.sha256 not in (None, found):
+            raise ParamsError(
+                f"{folder}: has the sha256 {found}, the parameters say {self.sha256}; correct one of them"
+            )
+        return found
 
 
 class Drawn(Section):

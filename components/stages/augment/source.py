@@ -1,5 +1,4 @@
-"""What a dataset is made from: the rows of a raw dataset, checked as far as making needs; what is not usable is
-counted by its reason.
+"""The rows of a raw dataset that synthetic data are made from; rows that are not usable are counted by reason.
 
 A made pair stays in the split of what it is made from. Where a source has a scene in two splits, the higher one (test,
 val, train) keeps it, as validate decides.
@@ -30,8 +29,8 @@ TWO = object()
 
 
 class Rejected(Counter[str]):
-    """How many pairs were not made, by reason. `examples`: of each reason that lies in the source the first row or
-    image, and what is wrong with it."""
+    """How many pairs were not made, by reason. `examples`: for each reason in the source, the first row or image, and
+    what is wrong with it."""
 
     def __init__(self, counts: Mapping[str, int] | None = None) -> None:
         super().__init__(counts)
@@ -42,7 +41,7 @@ class Rejected(Counter[str]):
         self.examples.setdefault(reason, example)
 
     def times(self, pairs: int) -> "Rejected":
-        """The same, where each stands for so many pairs."""
+        """The same, where each counts for so many pairs."""
         found = Rejected(self)
         for reason in found:
             found[reason] *= pairs
@@ -77,7 +76,7 @@ def read_originals(source: Source, unpack_to: Path, image_cache: Path, rejected:
     """The usable originals, one for each row of the source's splits; of each other row a reason is counted.
 
     Args:
-        unpack_to: the folder for images that stand in a Parquet file.
+        unpack_to: the folder for images that are in a Parquet file.
         image_cache: what is known of images by content; it changes nothing of what is found.
 
     Raises:
@@ -92,12 +91,10 @@ def read_originals(source: Source, unpack_to: Path, image_cache: Path, rejected:
         elif not text:
             rejected.add("no instruction", row.source)
         else:
-            found.append((row, place_of(source, row.before), text))
-    digests = _digests([(row.source, row.before, image) for row, image, _ in found], source, image_cache, rejected)
+            found.append((row, row.before, text))
     return [
-        Original(row.name, row.split, row.scene, image, digests[image], text, row.change_types, captions.get(image))
-        for row, image, text in found
-        if image and image in digests
+        Original(row.name, row.split, row.scene, image, digest, text, row.change_types, captions.get(image))
+        for row, image, digest, text in _readable(found, source, image_cache, rejected)
     ]
 
 
@@ -108,7 +105,10 @@ def read_captioned(source: Source, unpack_to: Path, image_cache: Path, rejected:
     Raises:
         DataError: the source is not there, its annotation files cannot be used, or it has no captions of single images.
     """
-    rows: list[Any] = list(_singles(source)) or [_single(row) for row in _rows(source, unpack_to)]
+    rows: list[Any] = list(_singles(source))
+    for row in () if rows else _rows(source, unpack_to):
+        image = row.before if row.fault or row.before == row.after else TWO
+        rows.append(Single(row.name, row.split, row.scene, image, row.references, row.source, row.fault))
     if all(row.image is TWO for row in rows):
         raise DataError(
             f"{source.root}: has no captions of single images; read a list of images with captions by the reader pairs "
@@ -119,14 +119,12 @@ def read_captioned(source: Source, unpack_to: Path, image_cache: Path, rejected:
         if single.image is TWO:
             rejected.add("is a pair of two images", single.source)
         elif text := _first(single.captions):
-            found.append((single, place_of(source, single.image), text))
+            found.append((single, single.image, text))
         else:
             rejected.add("no caption", single.source)
-    digests = _digests([(each.source, each.image, image) for each, image, _ in found], source, image_cache, rejected)
     return [
-        Captioned(single.name, single.split, single.scene, image, digests[image], text)
-        for single, image, text in found
-        if image and image in digests
+        Captioned(single.name, single.split, single.scene, image, digest, text)
+        for single, image, digest, text in _readable(found, source, image_cache, rejected)
     ]
 
 
@@ -148,12 +146,6 @@ def _singles(source: Source) -> Iterator[Single]:
     return singles(source.root) if singles else iter(())
 
 
-def _single(row: Row) -> Single:
-    """A pair of an image with itself as that image; of another pair the image is TWO."""
-    image = row.before if row.fault or row.before == row.after else TWO
-    return Single(row.name, row.split, row.scene, image, row.references, row.source, row.fault)
-
-
 def _usable(rows: Iterable[Any], source: Source, rejected: Rejected) -> Iterator[Any]:
     """The rows of the source's splits that can be read and whose scene is in no higher split."""
     rows = [_with_whole_names(row) for row in rows]
@@ -162,9 +154,15 @@ def _usable(rows: Iterable[Any], source: Source, rejected: Rejected) -> Iterator
         if row.split in SPLITS and isinstance(row.scene, str):
             highest[row.scene] = max(SPLITS.index(row.split), highest.get(row.scene, 0))
     for row in rows:
-        if row.split in SPLITS and row.split not in source.splits:
+        fault = row.fault
+        if row.split not in SPLITS:  # readers leave this to ingest
+            fault = fault or f"split: expected one of {', '.join(SPLITS)}, found {describe(row.split)}"
+        elif row.split not in source.splits:
             continue
-        if fault := row.fault or _fault(row):
+        wrong = [field for field in ("name", "scene") if not isinstance(getattr(row, field), str)]
+        if wrong and not fault:
+            fault = f"{wrong[0]}: expected a text, found {describe(getattr(row, wrong[0]))}"
+        if fault:
             rejected.add("row cannot be read", f"{row.source}: {fault}")
         elif SPLITS.index(row.split) < highest[row.scene]:
             rejected.add("scene is in a higher split", f"{row.source}: {row.scene} is in {SPLITS[highest[row.scene]]}")
@@ -172,16 +170,8 @@ def _usable(rows: Iterable[Any], source: Source, rejected: Rejected) -> Iterator
             yield row
 
 
-def _fault(row: Any) -> str | None:
-    """What a reader leaves to ingest to look at."""
-    if row.split not in SPLITS:
-        return f"split: expected one of {', '.join(SPLITS)}, found {describe(row.split)}"
-    wrong = (field for field in ("name", "scene") if not isinstance(getattr(row, field), str))
-    return next((f"{field}: expected a text, found {describe(getattr(row, field))}" for field in wrong), None)
-
-
 def place_of(source: Source, image: Any) -> Path | None:
-    """Where an image is; None where it would be outside the root, or no file can be called so."""
+    """The path of an image; None where it would be outside the root, or no file can be called so."""
     if isinstance(image, Path):
         return image
     named = isinstance(image, str) and image and image == _whole(image)
@@ -191,33 +181,30 @@ def place_of(source: Source, image: Any) -> Path | None:
     return path if source.follow_links or is_inside(path, source.root) else None
 
 
-def _digests(
-    images: list[tuple[str, Any, Path | None]], source: Source, image_cache: Path, rejected: Rejected
-) -> dict[Any, str]:
-    """The digest of each image that can be read to its end; rows whose image cannot are counted.
-
-    Args:
-        images: of each row where it stands, its image as it names it, and where that is.
-    """
-    paths = pl.Series([str(image) for *_, image in images if image], dtype=pl.String)
+def _readable(
+    found: list[tuple[Any, Any, str]], source: Source, image_cache: Path, rejected: Rejected
+) -> Iterator[tuple[Any, Path, str, str]]:
+    """Row, image, digest and text of those (row, image as the row names it, text) whose image can be read to its end;
+    the others are counted."""
+    places = [place_of(source, named) for _, named, _ in found]
+    paths = pl.Series([str(image) for image in places if image], dtype=pl.String)
     checked = check_images(paths, MAX_PIXELS, image_cache, "augment").select("path", "verdict", "digest")
-    verdicts = {Path(path): verdict for path, verdict, _ in checked.iter_rows()}
-    digests = {Path(path): digest.hex() for path, verdict, digest in checked.iter_rows() if verdict == OK}
-    for where, named, image in images:
-        if image not in digests:
-            fault = f"{image}: {verdicts[image]}" if image else f"{describe(named)} is no path inside {source.root}"
-            rejected.add("image cannot be read", f"{where}: {fault}; {_remedy(image)}")
-    return digests
-
-
-def _remedy(image: Path | None) -> str:
-    if image is None:
-        return "correct the path; a link out of the root needs follow_links in the source"
-    return "restore it or save it anew" if image.exists() else "fetch it"
+    known = {Path(path): (verdict, digest) for path, verdict, digest in checked.iter_rows()}
+    for (row, named, text), image in zip(found, places, strict=True):
+        if image is None:
+            fault = f"{describe(named)} is no path inside {source.root}; correct the path"
+            fault += "; a link out of the root needs follow_links in the source"
+        elif known[image][0] == OK:
+            yield row, image, known[image][1].hex(), text
+            continue
+        else:
+            remedy = "restore it or save it anew" if image.exists() else "fetch it"
+            fault = f"{image}: {known[image][0]}; {remedy}"
+        rejected.add("image cannot be read", f"{row.source}: {fault}")
 
 
 def _first(texts: Any) -> str:
-    """The first text that is one."""
+    """The first text that is not blank; "" where there is none."""
     found = texts if isinstance(texts, list) else []
     return next((_whole(" ".join(text.split())) for text in found if isinstance(text, str) and text.strip()), "")
 

@@ -14,7 +14,7 @@ from m3diff.datasets.minichange.render import render
 from m3diff.datasets.minichange.scene import DARK, LIT, ZOOMS, Mark, Scene, Thing
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import CHANGE_TYPES
-from m3diff.stages.augment.drawn import DrawnEditor, carry_out
+from m3diff.stages.augment.editors import DrawnEditor, carry_out
 from tests.stages.augment.small import draw
 from tests.stages.augment.test_words import pairs
 

@@ -10,8 +10,7 @@ from PIL import Image
 from m3diff.images.open import ImageError
 from m3diff.models.device import Device
 from m3diff.settings.section import ParamsError
-from m3diff.stages.augment.instruct_pix2pix import Pix2PixEditor, fitted
-from m3diff.stages.augment.load import load_editor
+from m3diff.stages.augment.editors import Pix2PixEditor, fitted, load_editor
 from m3diff.stages.augment.params import Drawn, InstructPix2Pix, Source
 from tests.stages.augment.small import draw
 from tests.stages.augment.tiny import instruct_pix2pix

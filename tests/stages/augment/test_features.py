@@ -11,7 +11,7 @@ from m3diff.images.open import ImageError
 from m3diff.models.device import Device
 from m3diff.settings.section import ParamsError
 from m3diff.stages.augment import features as module
-from m3diff.stages.augment.load import load_features
+from m3diff.stages.augment.features import load_features
 from m3diff.stages.augment.params import Clip, Encoder
 from tests.stages.augment.small import draw
 from tests.stages.augment.tiny import BASE, clip, siglip

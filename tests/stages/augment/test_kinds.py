@@ -7,10 +7,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from m3diff.stages.augment.coupled_samples import make_coupled_samples
-from m3diff.stages.augment.edits import make_edits
-from m3diff.stages.augment.neighbours import make_neighbours, text_similarity
-from m3diff.stages.augment.pair import Made
+from m3diff.stages.augment.kinds import Made, make_coupled_samples, make_edits, make_neighbours, text_similarity
 from m3diff.stages.augment.source import Captioned, Rejected
 from tests.stages.augment.small import edits, entry
 from tests.stages.augment.toys import ToyEditor, ToyFeatures, ToyWriter, captioned, original

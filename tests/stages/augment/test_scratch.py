@@ -13,13 +13,11 @@ from PIL import Image
 from m3diff.models.device import Device
 from m3diff.provenance.code import ROOT
 from m3diff.records.files import sha256_of_folder
-from m3diff.stages.augment import scratch as module
 from m3diff.stages.augment import stage
-from m3diff.stages.augment.drawn import DrawnEditor
-from m3diff.stages.augment.instruct_pix2pix import Pix2PixEditor
+from m3diff.stages.augment import stage as module
+from m3diff.stages.augment.editors import DrawnEditor, Pix2PixEditor
 from m3diff.stages.augment.params import InstructPix2Pix
-from m3diff.stages.augment.scratch import kept_edits, own_folder
-from m3diff.stages.augment.stage import augment
+from m3diff.stages.augment.stage import augment, kept_edits, own_folder
 from tests.chat import chat_server
 from tests.stages.augment.small import compute, draw, edits, entry
 
@@ -85,9 +83,9 @@ def test_edits_are_known_by_settings_and_weights_wherever_these_lie(tmp_path: Pa
 @pytest.mark.parametrize(
     ("changed", "anew"),
     [
-        ("components/stages/augment/instruct_pix2pix.py", True),
+        ("components/stages/augment/editors.py", True),
         ("components/images/open.py", True),
-        ("components/stages/augment/language_model.py", False),
+        ("components/stages/augment/writers.py", False),
         ("components/stages/augment/params.py", False),
         ("components/stages/augment/stage.py", False),
         ("components/models/family.py", False),

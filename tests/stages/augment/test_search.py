@@ -5,8 +5,8 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from m3diff.stages.augment import search
-from m3diff.stages.augment.search import nearest
+from m3diff.stages.augment import features as search
+from m3diff.stages.augment.features import nearest
 
 
 def points(count: int, width: int = 16, groups: int = 40) -> np.ndarray:

@@ -21,10 +21,10 @@ from m3diff.datasets.minichange.language import describe_scene
 from m3diff.records.errors import DataError
 from m3diff.records.files import sha256, sha256_of_folder
 from m3diff.stages.augment import stage
-from m3diff.stages.augment.drawn import DrawnEditor
-from m3diff.stages.augment.parts import Written
+from m3diff.stages.augment.editors import DrawnEditor
 from m3diff.stages.augment.stage import augment
 from m3diff.stages.augment.words import difference
+from m3diff.stages.augment.writers import Written
 from tests.chat import CUT_BODY, Server, chat_server
 from tests.layouts import emu_row, run_ingest, run_validate, write_shards
 from tests.stages.augment.small import SCENES, compute, draw, edits, entry

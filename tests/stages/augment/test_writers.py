@@ -9,10 +9,8 @@ import pytest
 
 from m3diff.endpoint import Answer
 from m3diff.settings.section import ParamsError
-from m3diff.stages.augment.language_model import read_texts, usable
-from m3diff.stages.augment.load import load_writer
 from m3diff.stages.augment.params import Grammar, Remote
-from m3diff.stages.augment.parts import Writer
+from m3diff.stages.augment.writers import Writer, load_writer, read_texts, usable
 from tests.chat import CUT_BODY, Server, chat_server
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from m3diff.stages.augment.parts import Written
 from m3diff.stages.augment.source import Captioned, Original
+from m3diff.stages.augment.writers import Written
 
 
 class ToyEditor:

@@ -1,17 +1,28 @@
-"""A writer that asks a language model, and what of its answers is a text.
+"""Writers: facts to texts. A new one has its settings in `params.py` and a line in `load_writer`.
 
-The papers' prompts are not published but for Syned's, in sense; these are the project's own. Answers are kept by their
-content (components/endpoint.py). Of an answer a text is used that is one; what is dropped is counted by reason.
+`GrammarWriter` has MiniChange's templates: exact, and silent about what is not in MiniChange's words. `LanguageModel`
+asks an endpoint, whose answers are kept by their content (components/endpoint.py), and uses those texts of an answer
+that are usable; others are counted by reason. The papers' prompts are not published but for Syned's, in sense; these
+are the project's own.
 """
 
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple, Protocol
 
-from m3diff.endpoint import Answer, Question, in_unicode
-from m3diff.stages.augment.parts import Facts, Task, Written
+from m3diff.endpoint import Answer, Endpoint, Question, in_unicode
+from m3diff.stages.augment.params import Grammar, Remote
+from m3diff.stages.augment.words import difference, paraphrase
 
+Task = Literal["paraphrase", "difference"]
+"""*paraphrase*: {"text": an instruction} in other words, as Syned's references; {"first": a caption of the image
+before} may be there, too. *difference*: {"first", "second": captions of two images} -> how the second image differs, as
+DiffCap's."""
+
+Facts = Mapping[str, str]
 SYSTEM: dict[Task, str] = {
     "paraphrase": (
         "You vary instructions for an image editing model. Keep their meaning and every object, colour, number, text "
@@ -34,6 +45,48 @@ REFUSAL = re.compile(
 )
 
 
+class Written(NamedTuple):
+    """A writer's texts for one set of facts, all different, in order; and how many others were dropped, by reason."""
+
+    texts: tuple[str, ...]
+    dropped: Counter[str]
+
+
+class Writer(Protocol):
+    @property
+    def identity(self) -> str:
+        """Names what decides its texts in addition to the parameters; "" where nothing does."""
+
+    def write(self, task: Task, facts: Sequence[Facts], n: int) -> list[Written]:
+        """At most `n` texts for each of the facts, in order.
+
+        Raises:
+            ParamsError: an endpoint refuses the key, the model or the form of a question.
+            ConnectionError: it cannot be reached; what it answered is kept.
+        """
+
+
+def load_writer(cfg: Grammar | Remote, seed: int, store: Path) -> Writer:
+    """The writer; `store` is the file of kept answers."""
+    if isinstance(cfg, Grammar):
+        return GrammarWriter()
+    endpoint = Endpoint(cfg.url, cfg.model, cfg.key_variable, cfg.timeout_s, store, cfg.max_tokens)
+    return LanguageModel(endpoint.ask, seed, cfg.model)
+
+
+class GrammarWriter:
+    identity = ""
+
+    def write(self, task: Task, facts: Sequence[Facts], n: int) -> list[Written]:
+        texts = [
+            paraphrase(each["text"], each.get("first"))
+            if task == "paraphrase"
+            else difference(each["first"], each["second"], n)
+            for each in facts
+        ]
+        return [Written(tuple(of[:n]), Counter()) for of in texts]
+
+
 class LanguageModel:
     """A language model that is asked by `ask`."""
 
@@ -48,17 +101,14 @@ class LanguageModel:
 
 def usable(answer: Answer, n: int, given: str) -> Written:
     """The texts of an answer, and how many were dropped: a refusal, one that is empty, repeats another or what was
-    given, or the whole of an answer that is cut or in no form that can be read."""
+    given, or the whole of an answer that is truncated or in no form that can be read."""
     dropped: Counter[str] = Counter()
-    if answer.kind != "text":
-        dropped[answer.kind] += 1
-        return Written((), dropped)
-    texts = read_texts(answer.text, n)
+    texts = read_texts(answer.text, n) if answer.kind == "text" else None
     if texts is None:
-        dropped["refused" if REFUSAL.search(answer.text) else "unreadable"] += 1
-        return Written((), dropped)
+        unread = "refused" if REFUSAL.search(answer.text) else "unreadable"
+        dropped[unread if answer.kind == "text" else answer.kind] += 1
     kept: dict[str, str] = {}
-    for text in texts:
+    for text in texts or ():
         plain = _plain(text)
         if not plain:
             dropped["empty"] += 1
@@ -79,8 +129,8 @@ def _plain(text: str) -> str:
 
 
 def read_texts(said: str, n: int) -> list[str] | None:
-    """The first list of texts in JSON, wherever it stands; else the lines of a numbered list; of one text, also the
-    text itself. None where it is none of these."""
+    """The first list of texts in JSON, wherever it is; else the lines of a numbered list; of one text, also the text
+    itself. None where it is none of these."""
     for bracket in re.finditer(r"\[", said):
         try:
             found, _ = json.JSONDecoder().raw_decode(said, bracket.start())
