@@ -11,12 +11,22 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from m3diff.commands.counts import told, told_of_clean, told_of_made, told_of_samples
-from m3diff.commands.usage import examples, not_installed, overview, parameter_file, profiles_folder
+from m3diff.commands.usage import (
+    Command,
+    arg,
+    count,
+    flag,
+    make_parser,
+    not_installed,
+    parameter_file,
+    port,
+    profiles_folder,
+)
 from m3diff.datasets import DATASETS
 from m3diff.endpoint import endpoint_url
 from m3diff.models.device import DeviceError
@@ -37,8 +47,6 @@ Tested by running them: ms-swift reads the file as it is, but crops each image
 at any resolution (3,672 visual tokens per pair instead of 1,460), which is a
 different recipe. LLaMA-Factory 0.9.5 reads the data but does not support
 LLaVA-OneVision."""
-
-Command = Callable[[argparse.Namespace], int | None]
 
 
 def parameters(args: argparse.Namespace) -> Params:
@@ -432,198 +440,14 @@ def profile(args: argparse.Namespace) -> None:
         print(f"not here yet: {place}: {path}; {remedy}")
 
 
-COMMANDS: dict[str, tuple[Command, str]] = {
-    "code": (code, "write what code each stage runs, by meaning; DVC compares it"),
-    "pretrain": (pretrain, "pre-train a tiny base model (from scratch: about two hours on one core)"),
-    "synthesize": (synthesize, "generate a synthetic dataset, such as MiniChange"),
-    "augment": (augment, "make synthetic pairs from a raw dataset: edits, similar images, coupled samples"),
-    "ingest": (ingest, "read raw datasets into records: image pairs with their references"),
-    "validate": (validate, "check records and images; what fails goes to quarantine with the reason"),
-    "convert": (convert, "turn clean records into the training mixture of question-answer samples"),
-    "train": (train, "fine-tune the model on the mixture"),
-    "predict": (predict, "caption the pairs of the test split"),
-    "evaluate": (evaluate, "score predictions against their references and write the report"),
-    "data": (data, "check a dataset's folder, compute dataset statistics"),
-    "compare": (compare, "compare two runs on the same test pairs: differences with intervals, and a page of pairs"),
-    "score": (score, "score any captions by a benchmark's protocol; needs no images, model or parameter file"),
-    "zero-shot": (zero_shot, "caption and score the test split with a model behind an endpoint, without training"),
-    "export-llava": (export_llava, "write the mixture as LLaVA records, for LLaVA-NeXT, LLaMA-Factory and ms-swift"),
-    "caption": (caption, "describe what changed between two images, or in many pairs; needs no server"),
-    "serve": (serve, "serve captions over HTTP, with a web page"),
-    "export": (export, "copy the trained model: merged, only its adapters, or a folder that others load (--hub)"),
-    "register": (register, "log the run to MLflow and register its checkpoint as a model version"),
-    "promote": (promote, "make the challenger champion if it is significantly better on the same test set"),
-    "rollback": (
-        rollback,
-        "restore the previous champion; the decision is recorded and the version not promoted again",
-    ),
-    "history": (history, "list every decision on the champion: when, who, from, to, why; detects an edited record"),
-    "models": (models, "list the versions: aliases, scores, size of the weights, commits, runs"),
-    "lineage": (lineage, "show the chain from raw data to a version's scores, with every hash checked"),
-    "restore": (restore, "restore a version's data, parameters and checkpoint in a separate working tree"),
-    "prune": (prune, "remove old versions, weights, branches and data; keeps whatever a kept version needs"),
-    "profile": (profile, "make a profile the parameters of the next run; prints what changes"),
-    "plan": (plan, "estimate a training run: parameters, tokens, FLOPs, memory, hours; trains nothing"),
-}
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="m3diff",
-        description=(__doc__ or "").split("\n")[0],
-        epilog=overview({name: text for name, (_, text) in COMMANDS.items()}),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--params", type=Path, default=Path("params.yaml"), help="parameter file or profile (default: params.yaml)"
-    )
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", help="see the list below")
-    commands = {
-        name: subparsers.add_parser(
-            name,
-            description=text,
-            epilog=examples(name),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        for name, (_, text) in COMMANDS.items()
-    }
-    commands["synthesize"].add_argument("name", help="an entry of the section `synthesize`")
-    commands["augment"].add_argument("name", help="an entry of the section `augment`")
-    commands["ingest"].add_argument("name", nargs="?", help="an entry of `ingest.datasets`; default: all")
-    commands["profile"].add_argument("name", help="a file in profiles/, without .yaml")
-    _add_champion(commands["promote"], commands["rollback"], commands["history"])
-    commands["models"].add_argument("--json", action="store_true", help="print JSON, with every detail")
-    _add_caption(commands["caption"])
-    _add_serve(commands["serve"])
-    _add_evaluate(commands["evaluate"])
-    _add_compare(commands["compare"])
-    _add_zero_shot(commands["zero-shot"])
-    _add_export(commands["export"], commands["export-llava"])
-    _add_data(commands["data"])
-    _add_archive(commands["lineage"], commands["restore"], commands["prune"])
-    _add_plan(commands["plan"])
-    _add_score(commands["score"])
-    return parser
-
-
-def _add_caption(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "before", type=Path, help="an image, a folder of images, or a CSV file with columns before, after"
-    )
-    command.add_argument("after", type=Path, nargs="?", help="an image, or a folder of images with the same names")
-    _add_model(command)
-    command.add_argument("--question", metavar="TEXT", help="the question for each pair; default: what changed")
-    command.add_argument(
-        "--image-root", type=Path, metavar="FOLDER", help="a folder outside the CSV file's that its paths may lead into"
-    )
-    drawn = "draw both images with outlines around what the model looked at; for many pairs, a folder"
-    command.add_argument("--overlay", type=Path, metavar="PNG", help=drawn)
-    command.add_argument("--json", action="store_true", help="print one JSON object per line")
-
-
-def _add_model(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--model", default="champion", help="a version number or alias, or a checkpoint folder (default: champion)"
-    )
-    command.add_argument("--base", type=Path, metavar="FOLDER", help="base model of adapters; default: train.base")
-
-
-def _add_evaluate(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--model",
-        help="score this version (number or alias) or checkpoint folder instead of the run's model: it captions the "
-        "test set first, and the run's files stay unchanged",
-    )
-    command.add_argument(
-        "--base", type=Path, metavar="FOLDER", help="with --model: base model of adapters; default: train.base"
-    )
-    command.add_argument("--out", type=Path, metavar="FOLDER", help="with --model: folder for captions and report")
-
-
-def _add_serve(command: argparse.ArgumentParser) -> None:
-    _add_model(command)
-    command.add_argument(
-        "--host",
-        default="127.0.0.1",
-        help="address to listen on (default: 127.0.0.1); one that other machines can reach needs M3DIFF_SERVE_TOKEN",
-    )
-    command.add_argument("--port", type=_port, metavar="N", help="default: serve.port")
-
-
-def _port(text: str) -> int:
-    if not (text.isdecimal() and 0 < int(text) < 65536):
-        raise argparse.ArgumentTypeError(f"expected a port, 1 to 65535 (found {text!r})")
-    return int(text)
-
-
-def _add_export(model: argparse.ArgumentParser, llava: argparse.ArgumentParser) -> None:
-    for command in (model, llava):
-        command.add_argument("out", type=Path, help="folder to write")
-    form = model.add_mutually_exclusive_group()
-    form.add_argument("--adapters", action="store_true", help="only the trained weights, not merged into the base")
-    form.add_argument(
-        "--hub",
-        action="store_true",
-        help="a folder that others load without this project, with code and model card",
-    )
-    model.add_argument(
-        "--allow-unlicensed", action="store_true", help="with --hub: even if no licence allows passing the data on"
-    )
-    llava.epilog = f"{examples('export-llava')}\n\n{FOUND_OF_LLAVA}"
-    llava.add_argument("--absolute", action="store_true", help="absolute image paths; default: relative to the project")
-    llava.add_argument("--lines", action="store_true", help="JSON Lines instead of one JSON array")
-    llava.add_argument(
-        "--allow-unlicensed", action="store_true", help="include datasets whose licence does not allow passing them on"
-    )
-
-
-def _add_champion(
-    promote: argparse.ArgumentParser, rollback: argparse.ArgumentParser, history: argparse.ArgumentParser
-) -> None:
-    promote.add_argument("--version", type=int, metavar="N", help="the version to test; default: the challenger")
-    promote.add_argument("--again", action="store_true", help="even if the version was champion and was rolled back")
-    rollback.add_argument(
-        "--to", type=int, metavar="VERSION", help="the version to restore; default: the previous champion"
-    )
-    rollback.add_argument("--why", default="", metavar="TEXT", help="the reason, kept in the record")
-    history.add_argument("--json", action="store_true", help="print JSON")
-
-
-def _add_compare(command: argparse.ArgumentParser) -> None:
-    for name in ("first", "second"):
-        command.add_argument(name, type=Path, help="report folder of a run, with its scores.parquet")
-    command.add_argument("--out", type=Path, default=Path("compare.html"), help="page to write (default: compare.html)")
-
-
-def _add_zero_shot(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--url", type=_url, required=True, help="OpenAI-compatible address, including /v1; the images are sent there"
-    )
-    command.add_argument("--model", required=True, metavar="NAME", help="the model's name at the endpoint")
-    command.add_argument(
-        "--limit", type=_count, metavar="N", help="how many test pairs, 0 for all; default: predict.limit"
-    )
-    command.add_argument("--out", type=Path, metavar="FOLDER", help="folder for captions and report")
-    command.add_argument(
-        "--prompt",
-        metavar="TEXT",
-        help="the text sent with the images, where {question} is the pair's question; default: the order of the "
-        "images, the question, and a request for one plain sentence",
-    )
-    command.add_argument(
-        "--max-tokens", type=_count, metavar="N", help="maximum tokens per answer; default: the server's"
-    )
-    command.add_argument(
-        "--key-variable",
-        default="OPENAI_API_KEY",
-        metavar="NAME",
-        help="environment variable that holds the API key (default: OPENAI_API_KEY)",
-    )
-    command.add_argument(
-        "--allow-unlicensed",
-        action="store_true",
-        help="send images to another machine even if their licence does not allow passing them on",
-    )
+FOLDER: Any = {"type": Path, "metavar": "FOLDER"}
+STAGES, SCORING, USE = "stages, in order", "data and scoring", "use and share"
+REGISTRY, SET_UP = "model registry", "set-up"
+REPORT = "report folder of a run, with its scores.parquet"
+MODEL = (
+    arg("--model", default="champion", help="a version number or alias, or a checkpoint folder (default: champion)"),
+    arg("--base", **FOLDER, help="base model of adapters; default: train.base"),
+)
 
 
 def _url(text: str) -> str:
@@ -633,76 +457,321 @@ def _url(text: str) -> str:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def _add_archive(
-    lineage: argparse.ArgumentParser, restore: argparse.ArgumentParser, prune: argparse.ArgumentParser
-) -> None:
-    lineage.add_argument("version", help="number or alias, such as champion")
-    restore.add_argument("version", help="number or alias; without MLflow, a branch runs/<flow run> or a commit")
-    restore.add_argument("--into", type=Path, metavar="FOLDER", help="new folder; default: next to the project")
-    prune.add_argument(
-        "--keep", type=_count, default=5, metavar="N", help="how many of the newest to keep (default: 5)"
-    )
-    prune.add_argument("--dry-run", action="store_true", help="only show what would be removed")
-    prune.add_argument("--yes", action="store_true", help="remove it")
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"expected a number, 0 or more (found {text!r})")
-    return int(text)
-
-
-def _add_data(data: argparse.ArgumentParser) -> None:
-    actions = data.add_subparsers(dest="action", required=True, metavar="ACTION")
-    actions.add_parser(
-        "statistics", help="the papers' statistics for the clean records, and a page with plots and pairs"
-    )
-    check = actions.add_parser("check", help="layout, missing files, counts compared with the published ones, problems")
-    check.add_argument("root", type=Path, help="folder of one dataset")
-    check.add_argument(
-        "--reader",
-        choices=sorted(DATASETS),
-        metavar="NAME",
-        help=f"its layout, if not recognised: {', '.join(DATASETS)}",
-    )
-
-
-def _add_plan(plan: argparse.ArgumentParser) -> None:
-    plan.add_argument(
-        "--gpu", choices=GPUS, metavar="KIND", help=f"one of {', '.join(GPUS)}; default: compute.gpu_kind"
-    )
-    plan.add_argument(
-        "--utilisation",
-        type=float,
-        default=0.45,
-        help="hardware FLOPs utilisation (HFU): share of the GPU's peak, recomputation included (default: 0.45)",
-    )
-
-
-def _add_score(score: argparse.ArgumentParser) -> None:
-    score.add_argument(
-        "predictions",
-        type=Path,
-        nargs="?",
-        help="captions: COCO results or {id: caption} as .json, .jsonl, .csv or .tsv; ids as in the dataset",
-    )
-    score.add_argument("--benchmark", metavar="B", help="such as spot_the_diff; any other word lists all")
-    score.add_argument("--protocol", metavar="P", help="one of the benchmark's protocols; any other word lists all")
-    score.add_argument(
-        "--references", type=Path, metavar="FILE", help="COCO captions to score against, used as they are"
-    )
-    score.add_argument(
-        "--data",
-        type=Path,
-        metavar="FOLDER",
-        help="the dataset's annotation files (no images needed), or records from ingest",
-    )
-    score.add_argument("--spice-dir", type=Path, metavar="FOLDER", help="folder of the jars of SPICE; adds it")
-    score.add_argument(
-        "--check-spice", action="store_true", help="show what SPICE needs, what is missing and where to put it"
-    )
-    score.add_argument("--allow-faults", action="store_true", help="score despite faults, and report them")
-    score.add_argument("--json", action="store_true", help="print JSON")
+COMMANDS: dict[str, Command] = {
+    "code": Command(code, STAGES, "write what code each stage runs, by meaning; DVC compares it", ("m3diff code",)),
+    "pretrain": Command(
+        pretrain,
+        STAGES,
+        "pre-train a tiny base model (from scratch: about two hours on one core)",
+        ("m3diff pretrain", "m3diff --params infra/base-blip2idc.yaml pretrain"),
+    ),
+    "synthesize": Command(
+        synthesize,
+        STAGES,
+        "generate a synthetic dataset, such as MiniChange",
+        ("m3diff synthesize minichange",),
+        (arg("name", help="an entry of the section `synthesize`"),),
+    ),
+    "augment": Command(
+        augment,
+        STAGES,
+        "make synthetic pairs from a raw dataset: edits, similar images, coupled samples",
+        ("m3diff augment minichange_edits",),
+        (arg("name", help="an entry of the section `augment`"),),
+        extra="augment",
+    ),
+    "ingest": Command(
+        ingest,
+        STAGES,
+        "read raw datasets into records: image pairs with their references",
+        ("m3diff ingest", "m3diff ingest mine"),
+        (arg("name", nargs="?", help="an entry of `ingest.datasets`; default: all"),),
+    ),
+    "validate": Command(
+        validate,
+        STAGES,
+        "check records and images; what fails goes to quarantine with the reason",
+        ("m3diff validate",),
+    ),
+    "convert": Command(
+        convert,
+        STAGES,
+        "turn clean records into the training mixture of question-answer samples",
+        ("m3diff convert",),
+    ),
+    "train": Command(train, STAGES, "fine-tune the model on the mixture", ("m3diff train",)),
+    "predict": Command(predict, STAGES, "caption the pairs of the test split", ("m3diff predict",)),
+    "evaluate": Command(
+        evaluate,
+        STAGES,
+        "score predictions against their references and write the report",
+        ("m3diff evaluate", "m3diff evaluate --model champion", "m3diff evaluate --model 12 --out runs/12"),
+        (
+            arg(
+                "--model",
+                help="score this version (number or alias) or checkpoint folder instead of the run's model: it "
+                "captions the test set first, and the run's files stay unchanged",
+            ),
+            arg("--base", **FOLDER, help="with --model: base model of adapters; default: train.base"),
+            arg("--out", **FOLDER, help="with --model: folder for captions and report"),
+        ),
+    ),
+    "data": Command(
+        data,
+        SCORING,
+        "check a dataset's folder, compute dataset statistics",
+        ("m3diff data check data/01_raw/mine", "m3diff data check mine --reader pairs", "m3diff data statistics"),
+        (
+            {
+                "statistics": ("the papers' statistics for the clean records, and a page with plots and pairs",),
+                "check": (
+                    "layout, missing files, counts compared with the published ones, problems",
+                    arg("root", type=Path, help="folder of one dataset"),
+                    arg(
+                        "--reader",
+                        choices=sorted(DATASETS),
+                        metavar="NAME",
+                        help=f"its layout, if not recognised: {', '.join(DATASETS)}",
+                    ),
+                ),
+            },
+        ),
+    ),
+    "compare": Command(
+        compare,
+        SCORING,
+        "compare two runs on the same test pairs: differences with intervals, and a page of pairs",
+        ("m3diff compare runs/a/report data/07_report --out compare.html",),
+        (
+            arg("first", type=Path, help=REPORT),
+            arg("second", type=Path, help=REPORT),
+            arg("--out", type=Path, default=Path("compare.html"), help="page to write (default: compare.html)"),
+        ),
+    ),
+    "score": Command(
+        score,
+        SCORING,
+        "score any captions by a benchmark's protocol; needs no images, model or parameter file",
+        (
+            "m3diff score captions.json --benchmark spot_the_diff --data spot-the-diff/",
+            "m3diff score captions.csv --references references.json --json",
+        ),
+        (
+            arg(
+                "predictions",
+                type=Path,
+                nargs="?",
+                help="captions: COCO results or {id: caption} as .json, .jsonl, .csv or .tsv; ids as in the dataset",
+            ),
+            arg("--benchmark", metavar="B", help="such as spot_the_diff; any other word lists all"),
+            arg("--protocol", metavar="P", help="one of the benchmark's protocols; any other word lists all"),
+            arg("--references", type=Path, metavar="FILE", help="COCO captions to score against, used as they are"),
+            arg("--data", **FOLDER, help="the dataset's annotation files (no images needed), or records from ingest"),
+            arg("--spice-dir", **FOLDER, help="folder of the jars of SPICE; adds it"),
+            flag("--check-spice", "show what SPICE needs, what is missing and where to put it"),
+            flag("--allow-faults", "score despite faults, and report them"),
+            flag("--json", "print JSON"),
+        ),
+        extra="score",
+    ),
+    "zero-shot": Command(
+        zero_shot,
+        SCORING,
+        "caption and score the test split with a model behind an endpoint, without training",
+        (
+            "m3diff zero-shot --url http://127.0.0.1:8000/v1 --model Qwen/Qwen2.5-VL-7B-Instruct --limit 20",
+            "m3diff zero-shot --url https://api.example.org/v1 --model NAME --out runs/name",
+        ),
+        (
+            arg(
+                "--url",
+                type=_url,
+                required=True,
+                help="OpenAI-compatible address, including /v1; the images are sent there",
+            ),
+            arg("--model", required=True, metavar="NAME", help="the model's name at the endpoint"),
+            arg("--limit", type=count, metavar="N", help="how many test pairs, 0 for all; default: predict.limit"),
+            arg("--out", **FOLDER, help="folder for captions and report"),
+            arg(
+                "--prompt",
+                metavar="TEXT",
+                help="the text sent with the images, where {question} is the pair's question; default: the order of "
+                "the images, the question, and a request for one plain sentence",
+            ),
+            arg("--max-tokens", type=count, metavar="N", help="maximum tokens per answer; default: the server's"),
+            arg(
+                "--key-variable",
+                default="OPENAI_API_KEY",
+                metavar="NAME",
+                help="environment variable that holds the API key (default: OPENAI_API_KEY)",
+            ),
+            flag(
+                "--allow-unlicensed",
+                "send images to another machine even if their licence does not allow passing them on",
+            ),
+        ),
+    ),
+    "export-llava": Command(
+        export_llava,
+        SCORING,
+        "write the mixture as LLaVA records, for LLaVA-NeXT, LLaMA-Factory and ms-swift",
+        ("m3diff export-llava llava/ --absolute",),
+        (
+            arg("out", type=Path, help="folder to write"),
+            flag("--absolute", "absolute image paths; default: relative to the project"),
+            flag("--lines", "JSON Lines instead of one JSON array"),
+            flag("--allow-unlicensed", "include datasets whose licence does not allow passing them on"),
+        ),
+        notes=FOUND_OF_LLAVA,
+    ),
+    "caption": Command(
+        caption,
+        USE,
+        "describe what changed between two images, or in many pairs; needs no server",
+        (
+            "m3diff caption before.png after.png --model data/05_model/checkpoint --overlay out.png",
+            "m3diff caption before/ after/ --json",
+            "m3diff caption pairs.csv --model champion",
+        ),
+        (
+            arg("before", type=Path, help="an image, a folder of images, or a CSV file with columns before, after"),
+            arg("after", type=Path, nargs="?", help="an image, or a folder of images with the same names"),
+            *MODEL,
+            arg("--question", metavar="TEXT", help="the question for each pair; default: what changed"),
+            arg("--image-root", **FOLDER, help="a folder outside the CSV file's that its paths may lead into"),
+            arg(
+                "--overlay",
+                type=Path,
+                metavar="PNG",
+                help="draw both images with outlines around what the model looked at; for many pairs, a folder",
+            ),
+            flag("--json", "print one JSON object per line"),
+        ),
+        extra="serve",
+    ),
+    "serve": Command(
+        serve,
+        USE,
+        "serve captions over HTTP, with a web page",
+        ("m3diff serve", "m3diff serve --model data/05_model/checkpoint --port 8001"),
+        (
+            *MODEL,
+            arg(
+                "--host",
+                default="127.0.0.1",
+                help="address to listen on (default: 127.0.0.1); one that other machines can reach needs "
+                "M3DIFF_SERVE_TOKEN",
+            ),
+            arg("--port", type=port, metavar="N", help="default: serve.port"),
+        ),
+        extra="serve",
+    ),
+    "export": Command(
+        export,
+        USE,
+        "copy the trained model: merged, only its adapters, or a folder that others load (--hub)",
+        ("m3diff export shared/model", "m3diff export shared/hub --hub", "m3diff export small --adapters"),
+        (
+            arg("out", type=Path, help="folder to write"),
+            [
+                flag("--adapters", "only the trained weights, not merged into the base"),
+                flag("--hub", "a folder that others load without this project, with code and model card"),
+            ],
+            flag("--allow-unlicensed", "with --hub: even if no licence allows passing the data on"),
+        ),
+    ),
+    "register": Command(
+        register, REGISTRY, "log the run to MLflow and register its checkpoint as a model version", ("m3diff register",)
+    ),
+    "promote": Command(
+        promote,
+        REGISTRY,
+        "make the challenger champion if it is significantly better on the same test set",
+        ("m3diff promote", "m3diff promote --version 12"),
+        (
+            arg("--version", type=int, metavar="N", help="the version to test; default: the challenger"),
+            flag("--again", "even if the version was champion and was rolled back"),
+        ),
+    ),
+    "rollback": Command(
+        rollback,
+        REGISTRY,
+        "restore the previous champion; the decision is recorded and the version not promoted again",
+        (
+            "m3diff rollback --why 'worse on the new camera'",
+            "m3diff rollback --to 9 --why 'requested by the team'",
+        ),
+        (
+            arg("--to", type=int, metavar="VERSION", help="the version to restore; default: the previous champion"),
+            arg("--why", default="", metavar="TEXT", help="the reason, kept in the record"),
+        ),
+    ),
+    "history": Command(
+        history,
+        REGISTRY,
+        "list every decision on the champion: when, who, from, to, why; detects an edited record",
+        ("m3diff history", "m3diff history --json"),
+        (flag("--json", "print JSON"),),
+    ),
+    "models": Command(
+        models,
+        REGISTRY,
+        "list the versions: aliases, scores, size of the weights, commits, runs",
+        ("m3diff models", "m3diff models --json"),
+        (flag("--json", "print JSON, with every detail"),),
+    ),
+    "lineage": Command(
+        lineage,
+        REGISTRY,
+        "show the chain from raw data to a version's scores, with every hash checked",
+        ("m3diff lineage champion",),
+        (arg("version", help="number or alias, such as champion"),),
+    ),
+    "restore": Command(
+        restore,
+        REGISTRY,
+        "restore a version's data, parameters and checkpoint in a separate working tree",
+        ("m3diff restore 12", "m3diff restore champion --into ../twelve"),
+        (
+            arg("version", help="number or alias; without MLflow, a branch runs/<flow run> or a commit"),
+            arg("--into", **FOLDER, help="new folder; default: next to the project"),
+        ),
+    ),
+    "prune": Command(
+        prune,
+        REGISTRY,
+        "remove old versions, weights, branches and data; keeps whatever a kept version needs",
+        ("m3diff prune --keep 5 --dry-run", "m3diff prune --keep 5 --yes"),
+        (
+            arg("--keep", type=count, default=5, metavar="N", help="how many of the newest to keep (default: 5)"),
+            flag("--dry-run", "only show what would be removed"),
+            flag("--yes", "remove it"),
+        ),
+    ),
+    "profile": Command(
+        profile,
+        SET_UP,
+        "make a profile the parameters of the next run; prints what changes",
+        ("m3diff profile one-gpu",),
+        (arg("name", help="a file in profiles/, without .yaml"),),
+    ),
+    "plan": Command(
+        plan,
+        SET_UP,
+        "estimate a training run: parameters, tokens, FLOPs, memory, hours; trains nothing",
+        ("m3diff --params profiles/paper.yaml plan", "m3diff plan --gpu H100-80GB --utilisation 0.4"),
+        (
+            arg("--gpu", choices=GPUS, metavar="KIND", help=f"one of {', '.join(GPUS)}; default: compute.gpu_kind"),
+            arg(
+                "--utilisation",
+                type=float,
+                default=0.45,
+                help="hardware FLOPs utilisation (HFU): share of the GPU's peak, recomputation included (default: "
+                "0.45)",
+            ),
+        ),
+    ),
+}
 
 
 def die_with_parent() -> None:
@@ -712,32 +781,30 @@ def die_with_parent() -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = make_parser().parse_args(argv)
+    args = make_parser(COMMANDS, (__doc__ or "").split("\n")[0]).parse_args(argv)
+    command = COMMANDS[args.command]
     die_with_parent()
     try:
         if argv is None:
             require_own_code()
         with unchanged():
-            return COMMANDS[args.command][0](args) or 0
+            return command.run(args) or 0
     except (ParamsError, DeviceError) as error:
-        print(f"m3diff: {error}", file=sys.stderr)
-        return USAGE
+        code, words = USAGE, f"m3diff: {error}"
     except DataError as error:
-        print(f"m3diff {args.command}: {error}", file=sys.stderr)
-        return DATA_REFUSED
+        code, words = DATA_REFUSED, f"m3diff {args.command}: {error}"
     except (ConnectionError, BlockingIOError, ChildProcessError) as error:
-        print(f"m3diff {args.command}: {error}", file=sys.stderr)
-        return TRY_AGAIN
+        code, words = TRY_AGAIN, f"m3diff {args.command}: {error}"
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] in ("m3diff", "flows"):
             raise
-        print(f"m3diff {args.command}: {not_installed(args.command, error.name)}", file=sys.stderr)
-        return USAGE
+        code, words = USAGE, f"m3diff {args.command}: {not_installed(error.name, command.extra)}"
     except OSError as error:
         if error.errno not in FULL:
             raise
-        print(f"m3diff {args.command}: {error}; make room and run it again", file=sys.stderr)
-        return TRY_AGAIN
+        code, words = TRY_AGAIN, f"m3diff {args.command}: {error}; make room and run it again"
+    print(words, file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

@@ -6,41 +6,35 @@ from pathlib import Path
 
 import pytest
 
-from m3diff import __main__ as command_line
-from m3diff.__main__ import COMMANDS, main, make_parser
+from m3diff.__main__ import COMMANDS, main
 from m3diff.commands import usage
 from tests.toy import REPOSITORY
 
 
 def test_every_command_has_examples_that_are_right():
-    assert list(usage.EXAMPLES) == list(COMMANDS)
-    for command, lines in usage.EXAMPLES.items():
-        for line in lines:
+    parser = usage.make_parser(COMMANDS, "")
+    for name, command in COMMANDS.items():
+        for line in command.examples:
             program, *argv = shlex.split(line)
-            args = make_parser().parse_args(argv)
-            assert (program, args.command) == ("m3diff", command)
-            if args.params != Path("params.yaml"):
-                assert (REPOSITORY / args.params).is_file()
+            args = parser.parse_args(argv)
+            assert (program, args.command) == ("m3diff", name)
+            assert args.params == Path("params.yaml") or (REPOSITORY / args.params).is_file()
 
 
-def test_help_lists_every_command_once_in_groups(capsys, monkeypatch):
-    assert " ".join(usage.GROUPS.values()).split() == list(COMMANDS)
+def test_help_lists_every_command_once_in_groups_and_shows_the_examples_of_one(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
         main(["--help"])
     shown = capsys.readouterr().out
-    for title, names in usage.GROUPS.items():
-        listed = shown.partition(f"\n{title}:\n")[2].partition("\n\n")[0]
-        assert [line.split()[0] for line in listed.splitlines() if line[2] != " "] == names.split()
+    groups = dict.fromkeys(command.group for command in COMMANDS.values())
+    listed = [shown.partition(f"\n{title}:\n")[2].partition("\n\n")[0] for title in groups]
+    names = [line.split()[0] for lines in listed for line in lines.splitlines() if line[2] != " "]
+    assert names == list(COMMANDS)
     assert max(map(len, shown.splitlines())) <= 80
-    assert all(" ".join(text.split()) in " ".join(shown.split()) for _, text in COMMANDS.values())
-
-
-def test_the_help_of_a_command_shows_its_examples_line_by_line(capsys):
+    assert all(" ".join(command.help.split()) in " ".join(shown.split()) for command in COMMANDS.values())
     with pytest.raises(SystemExit):
         main(["score", "--help"])
-    shown = capsys.readouterr().out
-    assert shown.endswith("examples:\n" + "".join(f"  {line}\n" for line in usage.EXAMPLES["score"]))
+    assert capsys.readouterr().out.endswith("examples:\n" + "".join(f"  {x}\n" for x in COMMANDS["score"].examples))
 
 
 @pytest.mark.parametrize(
@@ -52,7 +46,7 @@ def test_where_a_package_is_not_installed_the_extra_that_brings_it_is_named(
     def run(args):
         raise ModuleNotFoundError("No module named 'pycocoevalcap'", name="pycocoevalcap.cider")
 
-    monkeypatch.setitem(command_line.COMMANDS, command, (run, ""))
+    monkeypatch.setitem(COMMANDS, command, COMMANDS[command]._replace(run=run))
     given = {"score": ["predictions.json"], "caption": ["a.png", "b.png"]}.get(command, [])
     assert main([command, *given]) == 2
     missing = f"m3diff {command}: the package 'pycocoevalcap' is not installed here"
@@ -68,7 +62,7 @@ def test_a_module_of_the_project_that_is_missing_is_a_fault_of_the_project(name,
     def run(args):
         raise ModuleNotFoundError("missing", name=name)
 
-    monkeypatch.setitem(command_line.COMMANDS, "train", (run, ""))
+    monkeypatch.setitem(COMMANDS, "train", COMMANDS["train"]._replace(run=run))
     with pytest.raises(ModuleNotFoundError):
         main(["train"])
 

@@ -6,8 +6,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from m3diff.__main__ import make_parser
+from m3diff.__main__ import COMMANDS
 from m3diff.commands.compare.compare import as_text, compare, difference_table, run_names
+from m3diff.commands.usage import make_parser
 from m3diff.records.errors import DataError
 from m3diff.scoring.metrics import METRICS
 from m3diff.scoring.metrics.change_accuracy import NAMES
@@ -139,5 +140,5 @@ def test_the_terminal_shows_the_table_in_columns(root: Path, tmp_path: Path):
 
 
 def test_the_command_takes_two_folders_and_writes_beside_you():
-    args = make_parser().parse_args(["compare", "a", "b"])
+    args = make_parser(COMMANDS, "").parse_args(["compare", "a", "b"])
     assert (args.first, args.second, args.out) == (Path("a"), Path("b"), Path("compare.html"))
