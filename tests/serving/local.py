@@ -1,5 +1,6 @@
-"""The application without Ray: the model is in this process, and is asked through ASGI."""
+"""The application with its model, asked through ASGI in this process, and the bodies of requests."""
 
+import asyncio
 import base64
 import io
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from tests.serving.toy import ToyReplica
 from tests.toy import REPOSITORY
 
 PARAMS = load_params(REPOSITORY / "profiles" / "embedded.yaml")
-HERE = "http://127.0.0.1:8000"
+Response = httpx.Response
 
 
 class Local(ToyReplica):
@@ -39,23 +40,37 @@ class Local(ToyReplica):
 
 
 class Service:
-    """A server without a model yet, and its parts; `changes` are of the section `serve`."""
+    """A server without a model yet, with an event loop of its own; `changes` are of the section `serve`."""
 
     def __init__(self, token: str | None = None, examples: Sequence[Any] = (), **changes: Any) -> None:
-        self.cfg = PARAMS.serve.model_copy(update=changes)
-        self.metrics = Metrics()
+        self.cfg, self.metrics = PARAMS.serve.model_copy(update=changes), Metrics()
         self.made: list[Local] = []
         self.models = Models(self.deploy, self.metrics)
         self.server = Server(self.cfg, self.models, self.metrics, "m3diff", list(examples))
         self.app = make_app(self.server, token)
+        self.runner = asyncio.Runner()
+        self.run = self.runner.run
 
     def deploy(self, source: Source) -> Local:
         self.made.append(Local(source, self.cfg.batch_pairs, BATCH_WAIT_S, 1))
         return self.made[-1]
 
-    def client(self, **options: Any) -> httpx.AsyncClient:
+    async def ask(self, method: str, path: str, **request: Any) -> Response:
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-        return httpx.AsyncClient(transport=transport, base_url=HERE, **options)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
+            return await client.request(method, path, **request)
+
+    def get(self, path: str, **request: Any) -> Response:
+        return self.run(self.ask("GET", path, **request))
+
+    def post(self, path: str, **request: Any) -> Response:
+        return self.run(self.ask("POST", path, **request))
+
+    def post_at_once(self, path: str, requests: Sequence[dict[str, Any]]) -> list[Response]:
+        async def all_of_them() -> list[Response]:
+            return await asyncio.gather(*(self.ask("POST", path, **request) for request in requests))
+
+        return self.run(all_of_them())
 
 
 def png(image: Image.Image) -> bytes:
@@ -68,11 +83,15 @@ def base64_of(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
+def at(url: str, **more: Any) -> dict[str, Any]:
+    """The part of a chat that is an image at this address."""
+    return {"type": "image_url", "image_url": {"url": url} | more}
+
+
 def chat(before: bytes, after: bytes, question: str | None = None, **more: Any) -> dict[str, Any]:
     """The body of a chat."""
     parts: list[Any] = [{"type": "text", "text": question}] if question is not None else []
-    for data in (before, after):
-        parts.append({"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64_of(data)}"}})
+    parts += [at(f"data:image/png;base64,{base64_of(data)}") for data in (before, after)]
     return {"model": "m3diff", "messages": [{"role": "user", "content": parts}]} | more
 
 
