@@ -83,19 +83,25 @@ def environment(**more: str) -> dict[str, str]:
 
 @contextmanager
 def running(
-    root: Path, *options: str, toy: bool = True, constants: Mapping[str, float] | None = None, **changes: Any
+    root: Path,
+    *options: str,
+    toy: bool = True,
+    constants: Mapping[str, float] | None = None,
+    there: Mapping[str, str] = {},  # noqa: B006
+    **changes: Any,
 ) -> Iterator[Running]:
     """A server that is ready; it is ended with all its processes.
 
     Args:
         constants: other values of a toy's constants, by module and name: `http.UPLOAD_S`.
+        there: further variables of its environment.
     """
     line, log = command(root, *options, toy=toy, **changes), root / "serve.log"
     with log.open("w") as out:
         process = subprocess.Popen(
             line,
             cwd=root,
-            env=environment(**{CONSTANTS: json.dumps(constants or {})}),
+            env=environment(**{CONSTANTS: json.dumps(constants or {})} | there),
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -41,28 +41,19 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-class Threaded(uvicorn.Server):
-    """A server in a thread of this process."""
-
-    def run_beside(self) -> threading.Thread:
-        thread = threading.Thread(target=self.run, daemon=True)
-        thread.start()
-        return thread
-
-
 @pytest.fixture(scope="module")
 def address(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     service = Service(examples=find_examples(images, PARAMS.ingest.datasets, 4))
-    folder = write_toy(tmp_path_factory.mktemp("toy"), "one")
-    port = free_port()
+    folder, port = write_toy(tmp_path_factory.mktemp("toy"), "one"), free_port()
 
     async def app(scope, receive, send):  # the model is loaded in the loop that asks it
         if service.models.current is None:
             await service.models.switch(source(folder))
         await service.app(scope, receive, send)
 
-    server = Threaded(uvicorn.Config(app, port=port, ws="none", lifespan="off", log_level="error"))
-    thread = server.run_beside()
+    server = uvicorn.Server(uvicorn.Config(app, port=port, ws="none", lifespan="off", log_level="error"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
     yield f"http://127.0.0.1:{port}/"
     server.should_exit = True
     thread.join(20)
@@ -87,8 +78,8 @@ def upload(page: Page, images: Path) -> None:
     page.set_input_files("#after", images / "after.png")
 
 
-@pytest.mark.slow(20)
-def test_two_images_are_captioned_slid_over_and_outlined(page, images):
+@pytest.mark.slow(30)
+def test_two_images_are_captioned_slid_over_outlined_swapped_and_asked_about(page, images):
     upload(page, images)
     page.get_by_role("button", name="Say what changed").click()
     expect(page.locator("#caption")).to_have_text(WANT)
@@ -105,28 +96,18 @@ def test_two_images_are_captioned_slid_over_and_outlined(page, images):
     page.get_by_role("button", name="Copy").click()
     expect(page.get_by_role("button", name="Copied")).to_be_visible()
     assert page.evaluate("navigator.clipboard.readText()") == WANT
-
-
-@pytest.mark.slow(20)
-def test_the_images_are_swapped_and_a_question_is_asked(page, images):
-    upload(page, images)
     page.get_by_label("swap the images").click()
     page.get_by_label("Question").fill("Is it red?")
     page.keyboard.press("Enter")
     expect(page.locator("#caption")).to_have_text("one: 30/40/0 became 10/20/0 (Is it red?)")
 
 
-@pytest.mark.slow(20)
-def test_an_example_is_one_press_away_and_shows_what_its_dataset_says(page):
+@pytest.mark.slow(30)
+def test_an_example_is_one_press_away_and_a_refusal_is_said_in_words(page, images, tmp_path):
     expect(page.locator("#pairs button")).to_have_count(4)
     page.get_by_label("pair 1, minichange/2").click()
     expect(page.locator("#caption")).to_have_text(WANT)
     expect(page.locator("#reference q")).to_have_text("what minichange says of 2")
-
-
-@pytest.mark.slow(20)
-def test_a_refusal_is_said_in_words(page, images, tmp_path):
-    upload(page, images)
     (tmp_path / "notes.png").write_text("no image")
     page.set_input_files("#after", tmp_path / "notes.png")
     page.get_by_role("button", name="Say what changed").click()
