@@ -102,8 +102,7 @@ def stock(captions: Captions) -> Scores:
 
 def ours(captions: Captions) -> Scores:
     from m3diff.datasets.spec import Protocol
-    from m3diff.scoring.metrics import choose_metrics
-    from m3diff.scoring.metrics.metric import ALL
+    from m3diff.scoring.metrics import ALL, choose_metrics
     from m3diff.scoring.pairs import EvalPair
     from m3diff.scoring.protocols import ProtocolPairs
     from m3diff.scoring.run import compute_metrics

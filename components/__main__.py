@@ -281,8 +281,8 @@ def plan(args: argparse.Namespace) -> None:
 
 def compare(args: argparse.Namespace) -> None:
     paths = parameters(args).paths
-    from m3diff.commands.compare.compare import as_text
-    from m3diff.commands.compare.compare import compare as run
+    from m3diff.commands.compare import as_text
+    from m3diff.commands.compare import compare as run
 
     tables = run(args.first, args.second, paths.records, paths.clean, args.out)
     print("\n\n".join(as_text(protocol, table) for protocol, table in tables.items()))
@@ -293,8 +293,8 @@ def zero_shot(args: argparse.Namespace) -> None:
     params = parameters(args)
     check_paths(params, "evaluate")
     paths = params.paths
-    from m3diff.commands.zero_shot.request import PROMPT, Request
-    from m3diff.commands.zero_shot.zero_shot import zero_shot as run
+    from m3diff.commands.zero_shot import PROMPT, Request
+    from m3diff.commands.zero_shot import zero_shot as run
 
     request = Request(
         url=args.url,
@@ -365,15 +365,15 @@ def data(args: argparse.Namespace) -> int:
 
 def score(args: argparse.Namespace) -> int:
     if args.check_spice:
-        from m3diff.commands.score.check_spice import check_spice
+        from m3diff.scoring.metrics.spice import check_spice
 
-        found = check_spice(args.spice_dir)
-        print("\n".join(found.lines))
-        return 0 if found.works else DATA_REFUSED
+        found, works = check_spice(args.spice_dir)
+        print("\n".join(found))
+        return 0 if works else DATA_REFUSED
     if args.predictions is None:
         raise ParamsError("score: name a file of captions: m3diff score PREDICTIONS --benchmark B")
-    from m3diff.commands.score.page import lines
-    from m3diff.commands.score.score import score as run
+    from m3diff.commands.score import lines
+    from m3diff.commands.score import score as run
 
     report = run(
         args.predictions,

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 from flows.dvc import environment, readable, repair_rwlock
 from m3diff.records.errors import DataError
-from m3diff.scoring.summary import HEADLINE
+from m3diff.scoring.run import HEADLINE
 from m3diff.settings.load import load_params
 from m3diff.settings.section import ParamsError
 from m3diff.settings.tree import Params

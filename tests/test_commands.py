@@ -19,7 +19,7 @@ from m3diff import __main__ as command_line
 from m3diff.__main__ import COMMANDS, main
 from m3diff.commands.plan.words import Words
 from m3diff.commands.score_again import score_again
-from m3diff.commands.zero_shot.request import PROMPT, Request
+from m3diff.commands.zero_shot import PROMPT, Request
 from m3diff.records.errors import DataError
 from m3diff.settings.gpus import GPUS
 from m3diff.settings.load import load_params
@@ -249,7 +249,7 @@ CALLS: dict[str, tuple[list[str], str, str, dict[str, Any]]] = {
     ),
     "zero-shot": (
         ["zero-shot", "--url", "http://127.0.0.1:8000/v1", "--model", "m"],
-        "m3diff.commands.zero_shot.zero_shot",
+        "m3diff.commands.zero_shot",
         "zero_shot",
         {
             "request": Request("http://127.0.0.1:8000/v1", "m", PROMPT, "OPENAI_API_KEY", None, PARAMS.predict.limit),
@@ -266,7 +266,7 @@ CALLS: dict[str, tuple[list[str], str, str, dict[str, Any]]] = {
             *("zero-shot", "--url", "https://a.example/v1", "--model", "m", "--limit", "9", "--out", "out"),
             *("--prompt", "P", "--max-tokens", "5", "--key-variable", "K", "--allow-unlicensed"),
         ],
-        "m3diff.commands.zero_shot.zero_shot",
+        "m3diff.commands.zero_shot",
         "zero_shot",
         {
             "request": Request("https://a.example/v1", "m", "P", "K", 5, 9, allow_unlicensed=True),
@@ -475,9 +475,7 @@ def test_the_help_of_export_llava_says_what_the_readers_make_of_it(capsys):
 
 
 def test_compare_takes_two_runs_and_says_each_protocols_table_and_where_the_page_is(monkeypatch, capsys):
-    recorder = Recorder(
-        monkeypatch, "m3diff.commands.compare.compare", compare={"toy/test": "a table"}, as_text="its lines"
-    )
+    recorder = Recorder(monkeypatch, "m3diff.commands.compare", compare={"toy/test": "a table"}, as_text="its lines")
     assert main(["compare", "first", "second", "--out", "page.html"]) == 0
     expected = {
         "first": Path("first"),

@@ -15,11 +15,9 @@ from m3diff.records.errors import DataError
 from m3diff.registry import tracking
 from m3diff.registry.decisions import decisions
 from m3diff.registry.moves import CHAMPION, alias_of, champion_lost
-from m3diff.scoring.metrics import choose_metrics
-from m3diff.scoring.metrics.java import JavaMissing, require_java
-from m3diff.scoring.metrics.scorer import ScorerFailed
+from m3diff.scoring.metrics import choose_metrics, needs_java
+from m3diff.scoring.metrics.java import JavaMissing, ScorerFailed, require_java
 from m3diff.scoring.metrics.spice import try_spice
-from m3diff.scoring.run import needs_java
 from m3diff.settings.section import ParamsError
 from m3diff.settings.tree import Params
 

@@ -14,7 +14,7 @@ from m3diff.provenance.code import edited
 from m3diff.registry import tracking
 from m3diff.registry.lineage import code_path, dvc_hash, hash_test_set
 from m3diff.registry.versions import SCORES, CannotScoreAgain, run_of, scored_again
-from m3diff.scoring.metrics.scorer import ScorerFailed
+from m3diff.scoring.metrics.java import ScorerFailed
 from m3diff.settings.tree import Params
 
 

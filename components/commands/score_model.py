@@ -13,7 +13,7 @@ from m3diff.registry import tracking
 from m3diff.registry.lineage import hash_test_set
 from m3diff.registry.model_source import Source, find
 from m3diff.registry.versions import SCORES, run_of, scored_again
-from m3diff.scoring.summary import headline
+from m3diff.scoring.run import headline
 from m3diff.settings.tree import Params
 from m3diff.stages.evaluate.stage import evaluate
 from m3diff.stages.predict.stage import predict

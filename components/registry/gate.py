@@ -14,8 +14,7 @@ from pydantic import BaseModel, ConfigDict
 
 from m3diff.registry.params import Promote
 from m3diff.scoring.bootstrap import DECIMALS, Difference, compare, resampled_scores, rows_of, score_of
-from m3diff.scoring.metrics import METRICS
-from m3diff.scoring.metrics.metric import Resampled
+from m3diff.scoring.metrics import METRICS, Resampled
 
 Outcome = Literal["promoted", "first", "refused", "unchanged"]
 

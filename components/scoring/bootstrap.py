@@ -5,15 +5,15 @@ the whole test set is held, as CIDEr's document frequencies are: only which pair
 interval says how a score would move on other pairs of this kind, not how it moves from one training to another.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from pydantic import BaseModel, ConfigDict
 
-from m3diff.scoring.metrics.metric import Metric, Resampled
-from m3diff.scoring.summary import Interval
+from m3diff.scoring.metrics import Metric, Resampled
 
 RESAMPLES = 10_000
 CONFIDENCE = 0.95
@@ -22,6 +22,15 @@ MIN_PAIRS = 20  # of fewer no interval is given: it would be far too narrow
 MIN_SCORED = 0.95  # share of the resamples that must have the score
 CELLS = 2_000_000  # counts that are held at a time, 8 bytes each
 DECIMALS = 6
+
+
+class Interval(BaseModel):
+    """Bounds within which a score lies, by the bootstrap over pairs."""
+
+    model_config = ConfigDict(frozen=True)
+
+    low: float
+    high: float
 
 
 class Difference(NamedTuple):
@@ -51,8 +60,7 @@ def intervals(
     known = {column: part for column, part in parts.items() if part is not None}
     if not known or values.num_rows < MIN_PAIRS:
         return {}
-    drawn_sums = resample(np.hstack(list(known.values())))
-    sums = dict(zip(known, split(drawn_sums, list(known.values())), strict=True))
+    sums = dict(zip(known, resample(*known.values()), strict=True))
     found = {name: bounds(of.score(sums[of.column]), confidence) for name, of in scores.items() if of.column in sums}
     return {name: interval for name, interval in found.items() if interval is not None}
 
@@ -86,7 +94,7 @@ def compare(
         return None
     interval = None
     if ours.num_rows >= MIN_PAIRS:
-        a, b = split(resample(np.hstack([parts[0], parts[1]])), [parts[0], parts[1]])
+        a, b = resample(parts[0], parts[1])
         interval = bounds(score.score(a) - score.score(b), confidence)
     return Difference(wholes[0], wholes[1], interval)
 
@@ -108,11 +116,10 @@ def statistics(rows: pa.Table, column: str) -> np.ndarray | None:
     if column not in rows.column_names or rows[column].null_count == rows.num_rows:
         return None
     values = rows[column].combine_chunks()
-    if not pa.types.is_list(values.type):
-        known = values.is_valid().to_numpy(zero_copy_only=False)
-        plain = values.cast(pa.float64()).fill_null(0).to_numpy(zero_copy_only=False)
-        return np.stack([plain, known.astype(np.float64)], axis=1)
     valid = values.is_valid().to_numpy(zero_copy_only=False)
+    if not pa.types.is_list(values.type):
+        plain = values.cast(pa.float64()).fill_null(0).to_numpy(zero_copy_only=False)
+        return np.stack([plain, valid.astype(np.float64)], axis=1)
     kept = values.drop_null()
     flat = kept.flatten().to_numpy(zero_copy_only=False).astype(np.float64)
     found = np.zeros((len(values), len(flat) // len(kept)))
@@ -120,9 +127,13 @@ def statistics(rows: pa.Table, column: str) -> np.ndarray | None:
     return found
 
 
-def resample(values: np.ndarray, resamples: int = RESAMPLES, seed: int = SEED) -> np.ndarray:
-    """Sums over pairs drawn with replacement, as many as there are: [pairs, k] -> [resamples, k]."""
-    return np.concatenate([counts @ values for counts in drawn(len(values), resamples, seed)])
+def resample(*parts: np.ndarray, resamples: int | None = None, seed: int = SEED) -> list[np.ndarray]:
+    """Sums over pairs drawn with replacement, as many as there are, of columns that are drawn alike: each [pairs, k] ->
+    [resamples, k]."""
+    values = np.hstack(parts)
+    count = RESAMPLES if resamples is None else resamples
+    sums = np.concatenate([counts @ values for counts in drawn(len(values), count, seed)])
+    return np.split(sums, np.cumsum([part.shape[-1] for part in parts])[:-1], axis=-1)
 
 
 def drawn(pairs: int, resamples: int, seed: int) -> Iterator[np.ndarray]:
@@ -133,11 +144,6 @@ def drawn(pairs: int, resamples: int, seed: int) -> Iterator[np.ndarray]:
         rows = min(size, resamples - start)
         places = rng.integers(0, pairs, (rows, pairs)) + np.arange(rows)[:, None] * pairs
         yield np.bincount(places.ravel(), minlength=rows * pairs).reshape(rows, pairs).astype(np.float64)
-
-
-def split(sums: np.ndarray, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The columns of each part, which stand side by side."""
-    return np.split(sums, np.cumsum([part.shape[-1] for part in parts])[:-1], axis=-1)
 
 
 def bounds(scores: np.ndarray, confidence: float) -> Interval | None:

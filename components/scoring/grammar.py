@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import CHANGE_TYPES, NO_CHANGE
@@ -34,18 +34,6 @@ class Clause(NamedTuple):
     before: str | None = None
     after: str | None = None
 
-    @property
-    def located(self) -> tuple[str, str | None, str | None]:
-        """Type, object and place: which change it is, whatever it changed from and to."""
-        return self[:3]
-
-
-class Inverse(NamedTuple):
-    """What a type of change is where the images are swapped."""
-
-    type: str
-    words: Mapping[str, str]  # place and `after` by what takes their place; none: `before` and `after` are swapped
-
 
 class Found(NamedTuple):
     """Of the changes of a pair: how many a prediction names."""
@@ -58,17 +46,18 @@ class Found(NamedTuple):
 class Grammar:
     """Compiled patterns of one dataset."""
 
-    def __init__(
-        self,
-        separator: str,
-        no_change: list[str],
-        clauses: list[tuple[str, str]],
-        inverse: Mapping[str, Inverse] | None = None,
-    ) -> None:
-        self.separator = separator
-        self.no_change = {plain(sentence) for sentence in no_change}
-        self.clauses = [(kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in clauses]
-        self.inverse = dict(inverse or {})
+    def __init__(self, rules: Mapping[str, Any]) -> None:
+        """
+        Raises:
+            KeyError, TypeError, AttributeError, re.error: the rules are not of the form above.
+        """
+        self.separator = re.compile(re.escape(rules["clause_separator"]), re.IGNORECASE)
+        self.no_change = {plain(sentence) for sentence in rules["no_change"]}
+        self.clauses = [(one["type"], re.compile(one["pattern"], re.IGNORECASE)) for one in rules["clauses"]]
+        self.inverse = {
+            kind: (rule["type"], {plain(word): plain(other) for word, other in rule.get("words", {}).items()})
+            for kind, rule in rules.get("inverse", {}).items()
+        }
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -78,13 +67,7 @@ class Grammar:
             DataError: no such file, not JSON, a key missing, or a pattern that does not compile.
         """
         try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-            inverse = {
-                kind: Inverse(rule["type"], {plain(a): plain(b) for a, b in rule.get("words", {}).items()})
-                for kind, rule in raw.get("inverse", {}).items()
-            }
-            clauses = [(clause["type"], clause["pattern"]) for clause in raw["clauses"]]
-            return cls(raw["clause_separator"], raw["no_change"], clauses, inverse)
+            return cls(json.loads(path.read_text(encoding="utf-8")))
         except FileNotFoundError:
             raise DataError(f"{path}: no such file; run `m3diff ingest` again") from None
         except (ValueError, KeyError, TypeError, AttributeError, re.error) as error:
@@ -97,7 +80,7 @@ class Grammar:
 
     def parts(self, caption: str) -> list[str]:
         """The caption cut at the clause separator."""
-        return re.split(re.escape(self.separator), " ".join(caption.split()), flags=re.IGNORECASE)
+        return self.separator.split(" ".join(caption.split()))
 
     def _clause(self, text: str) -> Clause:
         for kind, pattern in self.clauses:
@@ -114,14 +97,12 @@ class Grammar:
         if clause.type not in self.inverse:
             return None
         kind, words = self.inverse[clause.type]
+        _, name, place, before, after = clause
         if words:
-            place, after = (words.get(word, word) if word else None for word in (clause.place, clause.after))
-            return Clause(kind, clause.object, place, None, after)
-        before, after = clause.before, clause.after
-        name = clause.object
+            return Clause(kind, name, place and words.get(place, place), None, after and words.get(after, after))
         if name and before and after:
             name = re.sub(rf"\b{re.escape(before)}\b", lambda _: after, name)
-        return Clause(kind, name, clause.place, after, before)
+        return Clause(kind, name, place, after, before)
 
 
 def plain(caption: str) -> str:
@@ -138,7 +119,11 @@ def type_order(change_type: str) -> tuple[int, str]:
 
 @dataclass(frozen=True)
 class ParsedCaption:
-    """A pair's prediction beside its references, as clauses. Any wording of an object that a reference has counts."""
+    """A pair's prediction beside its references, as clauses. Any wording of an object that a reference has counts.
+
+    The prediction is right by type where exactly the true change types are named, by place where every change is named
+    with type, object and place, and no other; exactly right where what changed from what to what is named too.
+    """
 
     pair: EvalPair
     parts: list[str]  # of the prediction, one to each of its clauses
@@ -153,14 +138,13 @@ class ParsedCaption:
     @property
     def unreadable(self) -> bool:
         """Some clause of the prediction is none that the grammar knows."""
-        return any(clause.type == UNREADABLE for clause in self.predicted_clauses)
+        return UNREADABLE in self.predicted_types
 
-    @cached_property
+    @property
     def predicted_type(self) -> str:
         """The prediction's change type as one name, for the confusion table."""
-        if not self.predicted_clauses:
-            return NO_CHANGE
-        return self.predicted_clauses[0].type if len(self.predicted_clauses) == 1 else SEVERAL
+        kinds = [clause.type for clause in self.predicted_clauses] or [NO_CHANGE]
+        return kinds[0] if len(kinds) == 1 else SEVERAL
 
     @cached_property
     def predicted_types(self) -> Counter[str]:
@@ -171,19 +155,16 @@ class ParsedCaption:
         """How often each change type occurs in a reference; empty for a distractor."""
         return Counter(clause.type for clause in self.reference_clauses[0])
 
-    @cached_property
+    @property
     def type_right(self) -> bool:
-        """Exactly the true change types are named."""
         return self.predicted_types == self.true_types
 
-    @cached_property
+    @property
     def place_right(self) -> bool:
-        """Every change is named with type, object and place, and no other; from what to what does not matter."""
         return self.type_right and self.changes_found.place == self.true_types.total()
 
-    @cached_property
+    @property
     def exact_right(self) -> bool:
-        """Every change is named with type, object, place and what changed from what to what, and no other."""
         return self.type_right and self.changes_found.exact == self.true_types.total()
 
     def agrees(self, clause: Clause) -> tuple[bool, bool, bool]:
@@ -191,7 +172,7 @@ class ParsedCaption:
 
         Where a type occurs twice in a pair, object and place must be those of one and the same change.
         """
-        places = {known.place for clauses in self.reference_clauses for known in clauses if known.type == clause.type}
+        places = {known.place for known in self._same_type(clause)}
         return bool(places), clause.object in {known.object for known in self._known(clause)}, clause.place in places
 
     def says_change(self, clause: Clause) -> bool:
@@ -206,9 +187,12 @@ class ParsedCaption:
         to_what = clause.after in after or after == {None}
         return bool(known) and turned and from_what and to_what
 
+    def _same_type(self, clause: Clause) -> list[Clause]:
+        return [known for clauses in self.reference_clauses for known in clauses if known.type == clause.type]
+
     def _known(self, clause: Clause) -> list[Clause]:
         """What the references say of the change of this type; of those at its place, where there are several."""
-        same = [known for clauses in self.reference_clauses for known in clauses if known.type == clause.type]
+        same = self._same_type(clause)
         several = self.true_types[clause.type] > 1
         return [known for known in same if known.place == clause.place] if several else same
 
@@ -216,15 +200,15 @@ class ParsedCaption:
     def changes_found(self) -> Found:
         """Of the pair's changes: how many are named, each counted once."""
         placed = [clause for clause in self.predicted_clauses if all(self.agrees(clause))]
-        distinct = {clause.located for clause in placed}
-        exact = {clause.located for clause in placed if self.says_change(clause)}
-        types = [Counter(kind for kind, *_ in of) & self.true_types for of in (distinct, exact)]
-        return Found((self.predicted_types & self.true_types).total(), *(each.total() for each in types))
+        exact = [clause for clause in placed if self.says_change(clause)]
+        distinct = [{clause[:3] for clause in clauses} for clauses in (placed, exact)]  # whatever it was and became
+        types = [self.predicted_types, *(Counter(kind for kind, *_ in of) for of in distinct)]
+        return Found(*((of & self.true_types).total() for of in types))
 
-    @cached_property
+    @property
     def changes_told(self) -> int:
         """Changes that the prediction tells in clauses that the grammar reads."""
-        return sum(clause.type != UNREADABLE for clause in self.predicted_clauses)
+        return len(self.predicted_clauses) - self.predicted_types[UNREADABLE]
 
 
 def load_grammars(records: Path, datasets: Iterable[str]) -> dict[str, Grammar]:
@@ -233,7 +217,7 @@ def load_grammars(records: Path, datasets: Iterable[str]) -> dict[str, Grammar]:
     return {dataset: Grammar.load(path) for dataset, path in paths.items() if path.is_file()}
 
 
-def parse_predictions(grammars: Mapping[str, Grammar], pairs: list[EvalPair]) -> dict[str, ParsedCaption]:
+def parse_predictions(grammars: Mapping[str, Grammar], pairs: Iterable[EvalPair]) -> dict[str, ParsedCaption]:
     """Every pair whose references its dataset's grammar understands and whose change types are known, by id."""
     parsed = {}
     for pair in pairs:
@@ -251,11 +235,9 @@ def parse_predictions(grammars: Mapping[str, Grammar], pairs: list[EvalPair]) ->
 def parse_reversed(grammar: Grammar, pair: EvalPair, references: list[list[Clause]]) -> ParsedCaption | None:
     """The caption of the swapped images beside the inverse of the change; None without a caption, or where the pair has
     not one change, or one without an inverse."""
-    if pair.reversed_prediction is None or any(len(clauses) != 1 for clauses in references):
+    text = pair.reversed_prediction
+    if text is None or any(len(clauses) != 1 for clauses in references):
         return None
     inverse = [grammar.inverted(clause) for (clause,) in references]
     known = [[clause] for clause in inverse if clause is not None]
-    if len(known) < len(inverse):
-        return None
-    text = pair.reversed_prediction
-    return ParsedCaption(pair, grammar.parts(text), grammar.read(text), known)
+    return ParsedCaption(pair, grammar.parts(text), grammar.read(text), known) if len(known) == len(inverse) else None

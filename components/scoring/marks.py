@@ -138,30 +138,26 @@ def notes_of_marks(
         references: those of each caption's pair, where they are known.
         what: how the notes name the captions.
     """
-    found: dict[str, tuple[int, str]] = {}  # kind -> how many captions, and the first one around its mark
-
-    def count(kind: str, caption: str, place: int) -> None:
-        before = found.get(kind) or (0, excerpt(caption, place))
-        found[kind] = before[0] + times[caption], before[1]
-
     times = Counter(map(ends, captions))
+    places: dict[str, dict[str, int]] = {}  # kind -> caption -> where its mark is
     for caption in times:
         for kind, pattern in PATTERNS.items():
             if mark := pattern.search(caption):
-                count(kind, caption, mark.start())
+                places.setdefault(kind, {})[caption] = mark.start()
         if (place := loop(caption.split())) is not None:
-            count("a phrase over and over", caption, place)
+            places.setdefault("a phrase over and over", {})[caption] = place
     for kind, (share, pattern) in USUAL_PATTERNS.items():
-        counted = PATTERNS.get(kind)
-        marked = [text for text in times if pattern.search(text) and not (counted and counted.search(text))]
-        if sum(times[caption] for caption in marked) > share * len(captions):
-            for caption in marked:
-                count(kind, caption, 0)
+        counted = places.get(kind, {})
+        usual = {caption: 0 for caption in times if caption not in counted and pattern.search(caption)}
+        if sum(times[caption] for caption in usual) > share * len(captions):
+            places[kind] = counted | usual
+    numbers = {kind: sum(times[caption] for caption in found) for kind, found in places.items()}
     notes = [
-        f"{number:,} of {len(captions):,} {what} hold {kind}, such as {shown}; scored unchanged"
-        for kind, (number, shown) in found.items()
+        f"{numbers[kind]:,} of {len(captions):,} {what} hold {kind}, such as {excerpt(*next(iter(found.items())))}; "
+        "scored unchanged"
+        for kind, found in places.items()
     ]
-    if any(number > SAME * len(captions) for number, _ in found.values()):
+    if any(number > SAME * len(captions) for number in numbers.values()):
         return notes
     return [*notes, *notes_of_habits(captions, references, what)]
 

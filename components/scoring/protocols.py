@@ -1,18 +1,34 @@
-"""Which pairs are scored together: each dataset by its own evaluation protocols, and within one by what changed."""
+"""Which pairs are scored together, each dataset by its own evaluation protocols and within one by what changed, and
+what is published of a protocol.
 
+published/results.csv                        every method's row of a benchmark's headline protocol, times 100, its paper
+published/clevr_change_cider_by_type.csv     CIDEr of CLEVR-Change by change type, times 100 (BLIP2IDC, WACV 2025)
+published/selection.csv                      the split on which a method's epoch was chosen, and how that is known
+"""
+
+import csv
 import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import DatasetSpec, Protocol
 from m3diff.records.errors import DataError
-from m3diff.scoring.metrics.metric import ALL, Groups
+from m3diff.scoring.metrics import ALL, Groups
 from m3diff.scoring.pairs import EvalPair
+
+LENGTHS = {1: "1-9", 10: "10-19", 20: "20-39", 40: "40 or more"}
+"""Groups by the mean number of words of a pair's references, by the fewest words of each."""
+COLUMNS = {"bleu_4": "BLEU-4", "meteor": "METEOR", "rouge_l": "ROUGE-L", "cider": "CIDEr", "spice": "SPICE"}
+PUBLISHED_SCORES = tuple(COLUMNS.values())
+BY_TYPE = {"color": "color", "material": "texture", "add": "add", "drop": "drop", "move": "move"}
+"""Change type -> what the papers call it."""
+BY_TYPE_SOURCE = "BLIP2IDC (WACV 2025), CIDEr by change type"
 
 
 @dataclass(frozen=True)
@@ -33,14 +49,14 @@ class ProtocolPairs:
         return {ALL: [pair.id for pair in self.pairs], **group_pairs(self.pairs)}
 
 
-def load_specs(records: Path, datasets: Iterable[str]) -> dict[str, DatasetSpec]:
-    """What is known of each dataset, by the reader that ingest's report `records/<dataset>.json` names.
+def load_specs(records: Path, pairs: Iterable[EvalPair]) -> dict[str, DatasetSpec]:
+    """What is known of each dataset of the pairs, by the reader that ingest's report `records/<dataset>.json` names.
 
     Raises:
         DataError: there is no such report, or no such reader; without it neither licence nor protocol is known.
     """
     specs = {}
-    for dataset in datasets:
+    for dataset in dict.fromkeys(pair.dataset for pair in pairs):
         path = records / f"{dataset}.json"
         if not path.is_file():
             raise DataError(
@@ -61,10 +77,13 @@ def protocols_of(dataset: str, spec: DatasetSpec) -> tuple[Protocol, ...]:
     return tuple(fitting) or (Protocol("test", n=None),)
 
 
-def select(pairs: list[EvalPair], specs: Mapping[str, DatasetSpec]) -> list[ProtocolPairs]:
+def select(pairs: Iterable[EvalPair], specs: Mapping[str, DatasetSpec]) -> list[ProtocolPairs]:
     """The pairs of every protocol of every dataset that has any, in the order of `specs`."""
+    of: dict[str, list[EvalPair]] = defaultdict(list)
+    for pair in pairs:
+        of[pair.dataset].append(pair)
     found = [
-        ProtocolPairs(dataset, protocol, apply(protocol, [pair for pair in pairs if pair.dataset == dataset]))
+        ProtocolPairs(dataset, protocol, apply(protocol, of[dataset]))
         for dataset, spec in specs.items()
         for protocol in protocols_of(dataset, spec)
     ]
@@ -73,61 +92,51 @@ def select(pairs: list[EvalPair], specs: Mapping[str, DatasetSpec]) -> list[Prot
 
 def apply(protocol: Protocol, pairs: Iterable[EvalPair]) -> list[EvalPair]:
     """A dataset's pairs that a protocol takes, with references and predictions as it scores them."""
-    return [as_scored(protocol, pair) for pair in pairs if takes(protocol, pair)]
-
-
-def takes(protocol: Protocol, pair: EvalPair) -> bool:
-    name = pair.id.removeprefix(f"{pair.dataset}/")
-    known = not protocol.change_types or (
-        bool(pair.change_types) and set(pair.change_types) <= set(protocol.change_types)
-    )
-    return known and re.fullmatch(protocol.ids, name) is not None
-
-
-def as_scored(protocol: Protocol, pair: EvalPair) -> EvalPair:
+    taken = [pair for pair in pairs if takes(protocol, pair)]
     if protocol.references == "all" and protocol.max_words is None:
-        return pair
-    references = [". ".join(pair.references)] if protocol.references == "joined" else pair.references
+        return taken
 
     def cut(text: str) -> str:
         return " ".join(text.split()[: protocol.max_words])
 
-    shuffled, swapped = pair.shuffled_prediction, pair.reversed_prediction
-    return replace(
-        pair,
-        references=[cut(reference) for reference in references],
-        prediction=cut(pair.prediction),
-        shuffled_prediction=None if shuffled is None else cut(shuffled),
-        reversed_prediction=None if swapped is None else cut(swapped),
-    )
+    scored = []
+    for pair in taken:
+        references = [". ".join(pair.references)] if protocol.references == "joined" else pair.references
+        shuffled, swapped = pair.shuffled_prediction, pair.reversed_prediction
+        scored.append(
+            replace(
+                pair,
+                references=[cut(reference) for reference in references],
+                prediction=cut(pair.prediction),
+                shuffled_prediction=None if shuffled is None else cut(shuffled),
+                reversed_prediction=None if swapped is None else cut(swapped),
+            )
+        )
+    return scored
 
 
-LENGTHS = {"1-9": 1, "10-19": 10, "20-39": 20, "40 or more": 40}
-"""Groups by the mean number of words of a pair's references, with the fewest words of each."""
+def takes(protocol: Protocol, pair: EvalPair) -> bool:
+    name, types = pair.id.removeprefix(f"{pair.dataset}/"), set(pair.change_types)
+    known = not protocol.change_types or (bool(types) and types <= set(protocol.change_types))
+    return known and re.fullmatch(protocol.ids, name) is not None
 
 
 def group_pairs(pairs: list[EvalPair]) -> Groups:
     """Ids of the pairs of each group that has scores of its own: by what changed, by how many changes there are and by
     how long the references are; the last two only where they tell pairs apart."""
-    groups: Groups = {"change": [], "multi_change": [], "distractors": []}
-    types: dict[str, list[str]] = defaultdict(list)
-    for pair in pairs:
-        if pair.changes:
-            groups["change"].append(pair.id)
-            types[f"by_type/{pair.changes[0]}" if len(pair.changes) == 1 else "multi_change"].append(pair.id)
-        if pair.is_distractor:
-            groups["distractors"].append(pair.id)
-    groups["multi_change"] = types.pop("multi_change", [])
-    changed = [pair for pair in pairs if not pair.is_distractor]
-    by_changes = split_by([(len(pair.changes), pair.id) for pair in changed if pair.changes])
-    by_length = split_by([(fewest_words(pair), pair.id) for pair in changed])
-    names = {fewest: name for name, fewest in LENGTHS.items()}
-    return (
-        groups
-        | dict(sorted(types.items()))
-        | {f"by_changes/{count}": ids for count, ids in by_changes.items()}
-        | {f"by_length/{names[fewest]}": ids for fewest, ids in by_length.items()}
-    )
+    changed = [pair for pair in pairs if pair.changes]
+    types = sorted({pair.changes[0] for pair in changed if len(pair.changes) == 1})
+    not_calm = [pair for pair in pairs if not pair.is_distractor]
+    by_changes = split_by([(len(pair.changes), pair.id) for pair in changed])
+    by_length = split_by([(fewest_words(pair), pair.id) for pair in not_calm])
+    return {
+        "change": [pair.id for pair in changed],
+        "multi_change": [pair.id for pair in changed if len(pair.changes) > 1],
+        "distractors": [pair.id for pair in pairs if pair.is_distractor],
+        **{f"by_type/{kind}": [pair.id for pair in changed if pair.changes == [kind]] for kind in types},
+        **{f"by_changes/{count}": ids for count, ids in by_changes.items()},
+        **{f"by_length/{LENGTHS[fewest]}": ids for fewest, ids in by_length.items()},
+    }
 
 
 def split_by(numbered: list[tuple[int, str]]) -> dict[int, list[str]]:
@@ -142,4 +151,60 @@ def fewest_words(pair: EvalPair) -> int:
     """The lower bound of the length of the pair's references, empty ones left out."""
     counts = [len(reference.split()) for reference in pair.references if reference.strip()]
     mean = sum(counts) / max(1, len(counts))
-    return max((fewest for fewest in LENGTHS.values() if fewest <= mean), default=1)
+    return max((fewest for fewest in LENGTHS if fewest <= mean), default=1)
+
+
+class PublishedRow(NamedTuple):
+    """One method's figures on one benchmark, times 100."""
+
+    method: str
+    venue: str
+    scores: dict[str, float | None]  # by the score's name; None: not printed
+    source: str
+    chosen_on_test: str | None  # how it is known that the epoch was chosen on the test split; None: it is not known
+
+
+def published_rows(benchmark: str, change_type: str | None = None) -> list[PublishedRow]:
+    """The figures of a benchmark's headline protocol in the file's order, or of the pairs of one change type.
+
+    A result that several papers print is there once.
+    """
+    rows: list[tuple[dict[str, str], dict[str, float | None]]] = []
+    if change_type is None:
+        of_benchmark = [row for row in read("results.csv") if row["benchmark"] == benchmark]
+        first_to_print = {(row["method"], row["cider"]): row for row in reversed(of_benchmark)}
+        rows = [
+            (row, {name: float(row[column]) if row[column] else None for column, name in COLUMNS.items()})
+            for row in list(first_to_print.values())[::-1]
+        ]
+    elif benchmark == "clevr_change" and change_type in BY_TYPE:
+        nothing: dict[str, float | None] = dict.fromkeys(PUBLISHED_SCORES)
+        rows = [
+            (row | {"source": BY_TYPE_SOURCE}, nothing | {"CIDEr": float(row[BY_TYPE[change_type]])})
+            for row in read("clevr_change_cider_by_type.csv")
+        ]
+    return [
+        PublishedRow(row["method"], row["venue"], scores, row["source"], chosen_on_test(row["method"], benchmark))
+        for row, scores in rows
+    ]
+
+
+def published_of(dataset: str, protocol: Protocol, is_headline: bool) -> list[PublishedRow]:
+    """The published rows of a protocol: those of its benchmark are of the headline's, or of one change type."""
+    if is_headline:
+        return published_rows(dataset)
+    return published_rows(dataset, *protocol.change_types) if len(protocol.change_types) == 1 else []
+
+
+@cache
+def read(name: str) -> list[dict[str, str]]:
+    with (Path(__file__).parent / "published" / name).open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def chosen_on_test(method: str, benchmark: str) -> str | None:
+    """The evidence that a method's epoch was chosen on the benchmark's test split; None where there is none."""
+    for row in read("selection.csv"):
+        if (row["method"], row["selected_on"]) == (method, "test") and row["benchmark"] in (benchmark, "all"):
+            return row["evidence"]
+    return None

@@ -1,4 +1,8 @@
-"""Compute the chosen metrics of all protocols at once: tokenised once, Java programs beside the scorers in Python."""
+"""Compute the chosen metrics of all protocols at once, and the files that hold them: metrics.json, by protocol and
+group of pairs; headline.json, the few scores to compare runs by.
+
+Captions are tokenised once; Java programs run beside the scorers in Python.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -6,11 +10,15 @@ from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
 from threading import Event
-from typing import Any, TypeVar
+from typing import Any
 
+from pydantic import BaseModel, ConfigDict, model_serializer
+
+from m3diff.records.files import StageReport
 from m3diff.records.progress import progress
+from m3diff.scoring.bootstrap import Interval
 from m3diff.scoring.grammar import ParsedCaption
-from m3diff.scoring.metrics.metric import (
+from m3diff.scoring.metrics import (
     ALL,
     Groups,
     Item,
@@ -21,13 +29,32 @@ from m3diff.scoring.metrics.metric import (
     Tokens,
     Tools,
     Value,
+    needs_java,
 )
-from m3diff.scoring.metrics.scorer import Scorer, ScorerFailed, sanitise, tokenise
-from m3diff.scoring.metrics.verdicts import Judge
+from m3diff.scoring.metrics.java import Scorer, ScorerFailed, sanitise, tokenise
+from m3diff.scoring.metrics.judge import Judge
 from m3diff.scoring.pairs import EvalPair
 from m3diff.scoring.protocols import ProtocolPairs
 
-T = TypeVar("T")
+FOLDERS = ("by_type", "by_changes", "by_length")
+"""Groups called "<folder>/<name>" stand in the file as an object of objects."""
+HEADLINE = (
+    "BLEU-4",
+    "METEOR",
+    "ROUGE-L",
+    "CIDEr",
+    "SPICE",
+    "change_type_accuracy",
+    "change_place_accuracy",
+    "change_exact_accuracy",
+    "multi_change_exact_f1",
+    "no_change_recall",
+    "false_no_change",
+    "reversal",
+    "CIDEr_shuffled",
+    "pixel_window_auc",
+)
+"""The scores that runs are compared by, in the order in which they are shown."""
 
 
 def compute_metrics(
@@ -58,63 +85,26 @@ def compute_metrics(
                 raise ScorerFailed("stopped")
             return started
 
-        program = Program(start, lambda: distinct_items(tokens.result().values()), spice_dir)
-        answers = {name: pool.submit(run, program) for name, run in programs.items()}  # they take long to start
-        fulfil(tokens, lambda: tokenise_protocols(scored.values(), limit_s) if needs_java(metrics) else {})
+        def distinct_items() -> list[Item]:
+            return list(dict.fromkeys(of.item(pair) for of in tokens.result().values() for pair in of.predictions))
+
+        program = Program(start, distinct_items, spice_dir)
+        answers = {name: pool.submit(run, program).result for name, run in programs.items()}  # they take long to start
+        try:
+            tokens.set_result(tokenise_protocols(scored.values(), limit_s) if needs_java(metrics) else {})
+        except BaseException as failure:
+            tokens.set_exception(failure)  # for the programs that wait
+            raise
         found: dict[str, dict[str, MetricScores]] = {protocol: {} for protocol in scored}
-        jobs = [(name, protocol) for name in ordered(metrics) for protocol in scored]
-        for name, protocol in progress(jobs, "evaluate: metrics", unit="score"):
-            tools = Tools(lambda of=protocol: tokens.result()[of], answers_of(answers.get(name)), parsed, judge)  # type: ignore[misc]
-            found[protocol][name] = attempt(metrics[name], scored[protocol], tools)
+        in_python_first = sorted(metrics, key=lambda name: name in programs)
+        jobs = [(name, one) for name in in_python_first for one in scored.values()]
+        for name, one in progress(jobs, "evaluate: metrics", unit="score"):
+            tools = Tools(lambda of=one.name: tokens.result()[of], answers.get(name, dict), parsed, judge)  # type: ignore[misc]
+            try:
+                found[one.name][name] = metrics[name].compute(one.pairs, one.groups, tools)
+            except ScorerFailed as failure:
+                found[one.name][name] = MetricScores({}, {}, {metrics[name].headline: str(failure)})
     return {protocol: merge(metrics, scored[protocol].groups, found[protocol]) for protocol in scored}
-
-
-def ordered(metrics: Mapping[str, Metric]) -> list[str]:
-    """Those in Python first; then wait for the others."""
-    return sorted(metrics, key=lambda name: metrics[name].program is not None)
-
-
-def needs_java(metrics: Mapping[str, Metric]) -> bool:
-    return any(metric.java for metric in metrics.values())
-
-
-def answers_of(program: Future[Mapping[Item, Any]] | None) -> Callable[[], Mapping[Item, Any]]:
-    return dict if program is None else program.result
-
-
-def distinct_items(tokens: Iterable[Tokens]) -> list[Item]:
-    """In the order in which they come."""
-    return list(dict.fromkeys(of.item(pair) for of in tokens for pair in of.predictions))
-
-
-def attempt(metric: Metric, scored: ProtocolPairs, tools: Tools) -> MetricScores:
-    """The metric's scores, or the reason why there are none."""
-    try:
-        return metric.compute(scored.pairs, scored.groups, tools)
-    except ScorerFailed as failure:
-        return MetricScores({}, {}, {metric.headline: str(failure)})
-
-
-def fulfil(tokens: Future[T], make: Callable[[], T]) -> None:
-    """Make the tokens for all who wait; where that fails they fail too."""
-    try:
-        tokens.set_result(make())
-    except BaseException as failure:
-        tokens.set_exception(failure)
-        raise
-
-
-def tokenise_protocols(protocols: Iterable[ProtocolPairs], limit_s: int) -> dict[str, Tokens]:
-    """The tokens of each protocol's pairs, by its name; each distinct text is tokenised once."""
-    scored = list(protocols)
-    by_tokenizer = {
-        name: TOKENIZERS[name](
-            chain.from_iterable(texts(pair) for one in scored if one.protocol.tokenizer == name for pair in one.pairs),
-            limit_s,
-        )
-        for name in dict.fromkeys(one.protocol.tokenizer for one in scored)
-    }
-    return {one.name: tokens_of(one.pairs, by_tokenizer[one.protocol.tokenizer]) for one in scored}
 
 
 def split_at_white_space(captions: Iterable[str], limit_s: int) -> dict[str, str]:
@@ -128,20 +118,26 @@ TOKENIZERS: dict[str, Callable[[Iterable[str], int], dict[str, str]]] = {
 }
 
 
-def texts(pair: EvalPair) -> list[str]:
-    """Prediction, references and, where there is one, the shuffled prediction."""
-    shuffled = [] if pair.shuffled_prediction is None else [pair.shuffled_prediction]
-    return [pair.prediction, *pair.references, *shuffled]
+def shuffled_of(pair: EvalPair) -> list[str]:
+    return [] if pair.shuffled_prediction is None else [pair.shuffled_prediction]
 
 
-def tokens_of(pairs: Iterable[EvalPair], tokens: Mapping[str, str]) -> Tokens:
-    listed = list(pairs)
-    shuffled = {pair.id: pair.shuffled_prediction for pair in listed if pair.shuffled_prediction is not None}
-    return Tokens(
-        {pair.id: [tokens[reference] for reference in pair.references] for pair in listed},
-        {pair.id: tokens[pair.prediction] for pair in listed},
-        {i: tokens[text] for i, text in shuffled.items()} or None,
-    )
+def tokenise_protocols(protocols: Iterable[ProtocolPairs], limit_s: int) -> dict[str, Tokens]:
+    """The tokens of each protocol's pairs, by its name; each distinct text is tokenised once."""
+    scored, found = list(protocols), {}
+    for tokenizer in dict.fromkeys(one.protocol.tokenizer for one in scored):
+        of_tokenizer = [one for one in scored if one.protocol.tokenizer == tokenizer]
+        texts = chain.from_iterable(
+            (pair.prediction, *pair.references, *shuffled_of(pair)) for one in of_tokenizer for pair in one.pairs
+        )
+        tokens = TOKENIZERS[tokenizer](texts, limit_s)
+        for one in of_tokenizer:
+            found[one.name] = Tokens(
+                {pair.id: [tokens[reference] for reference in pair.references] for pair in one.pairs},
+                {pair.id: tokens[pair.prediction] for pair in one.pairs},
+                {pair.id: tokens[text] for pair in one.pairs for text in shuffled_of(pair)} or None,
+            )
+    return found
 
 
 def merge(metrics: Mapping[str, Metric], groups: Groups, found: Mapping[str, MetricScores]) -> MetricScores:
@@ -160,3 +156,84 @@ def merge(metrics: Mapping[str, Metric], groups: Groups, found: Mapping[str, Met
             of_pairs[i].update(of_pair)
         absent.update(found[name].absent)
     return MetricScores(of_groups, of_pairs, absent)
+
+
+class ProtocolScores(BaseModel):
+    """The scores of one dataset under one protocol.
+
+    Scores are as pycocoevalcap gives them; papers print them times 100. In the file those of all the protocol's pairs
+    stand first, beside an object for each group. None is absent.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    pairs: int
+    published_pairs: int | None  # that papers score
+    scores: dict[str, Value]
+    intervals: dict[str, Interval]  # by score
+    groups: dict[str, dict[str, Value]]  # `pairs`, `changes`: how many
+    absent: dict[str, str]  # score -> why it is null
+
+    @model_serializer
+    def as_file(self) -> dict[str, Any]:
+        head = {"pairs": self.pairs, "published_pairs": self.published_pairs}
+        intervals = {score: interval.model_dump() for score, interval in self.intervals.items()}
+        folders: dict[str, Any] = {folder: self.folder(folder) for folder in FOLDERS}
+        plain = {name: values for name, values in self.groups.items() if "/" not in name}
+        return {**head, **self.scores, "intervals": intervals, **plain, **folders, "absent": self.absent}
+
+    def folder(self, folder: str) -> dict[str, dict[str, Value]]:
+        """The groups called "<folder>/<name>", by name."""
+        start = f"{folder}/"
+        return {name.removeprefix(start): values for name, values in self.groups.items() if name.startswith(start)}
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether papers score more pairs."""
+        return self.published_pairs is not None and self.pairs < self.published_pairs
+
+
+class EvaluateReport(StageReport):
+    """metrics.json. rows_in: test pairs; rows_out: pairs captioned and scored."""
+
+    protocols: dict[str, ProtocolScores]  # by "<dataset>/<protocol>"
+
+
+def summarise(
+    test_pairs: int,
+    captioned: int,
+    protocols: Iterable[ProtocolPairs],
+    scores: Mapping[str, MetricScores],
+    intervals: Mapping[str, Mapping[str, Interval]],
+) -> EvaluateReport:
+    """Everything that is measured, in the shape of metrics.json; `scores` and `intervals` by protocol."""
+    found = {}
+    for one in protocols:
+        of = scores[one.name]
+        found[one.name] = ProtocolScores(
+            pairs=len(one.pairs),
+            published_pairs=one.protocol.n,
+            scores=dict(of.groups[ALL]),
+            intervals=dict(intervals.get(one.name, {})),
+            groups={
+                group: {"pairs": len(ids), **of.groups[group]} for group, ids in one.groups.items() if group != ALL
+            },
+            absent=dict(of.absent),
+        )
+    return EvaluateReport(stage="evaluate", rows_in=test_pairs, rows_out=captioned, protocols=found)
+
+
+def headline(report: EvaluateReport) -> dict[str, dict[str, float]]:
+    """Of each dataset's first protocol the scores of HEADLINE that it has, times 100: what `dvc metrics diff` and
+    `dvc exp show` list."""
+    first: dict[str, str] = {}
+    for name in report.protocols:
+        first.setdefault(name.partition("/")[0], name)
+    return {
+        protocol: {
+            name: round(100 * value, 2)
+            for name in HEADLINE
+            if (value := report.protocols[protocol].scores.get(name)) is not None
+        }
+        for protocol in first.values()
+    }

@@ -6,7 +6,7 @@ import pytest
 
 from m3diff.registry.gate import can_be_judged, judge, judge_first
 from m3diff.registry.params import Promote
-from m3diff.scoring.bootstrap import bounds, resample, split
+from m3diff.scoring.bootstrap import bounds, resample
 from m3diff.scoring.metrics.change_accuracy import NAMES
 
 PROTOCOL, PAIRS, RUNS = "minichange/total", 1200, 200
@@ -31,7 +31,7 @@ def right(rng: np.random.Generator, shares: tuple[float, float], phi: float, pai
 
 def lows(first: np.ndarray, second: np.ndarray, confidence: float = 0.95) -> np.ndarray:
     """Lower bounds of the gains of every run at once: values [pairs, runs] -> [runs]. One drawing serves all runs."""
-    ours, theirs = split(resample(np.hstack([first, second]).astype(float)), [first, second])
+    ours, theirs = resample(first.astype(float), second.astype(float))
     return np.array([bounds(gain, confidence).low for gain in ((ours - theirs) / len(first)).T])
 
 

@@ -18,11 +18,10 @@ from PIL import Image
 from m3diff.datasets.spec import Protocol
 from m3diff.records.schemas import RECORD_SCHEMA
 from m3diff.scoring.grammar import Grammar, ParsedCaption, parse_predictions
-from m3diff.scoring.metrics import METRICS
-from m3diff.scoring.metrics.metric import ALL, Groups, Item, Tokens, Tools
+from m3diff.scoring.metrics import ALL, METRICS, Groups, Item, Tokens, Tools
 from m3diff.scoring.pairs import EvalPair
 from m3diff.scoring.protocols import ProtocolPairs
-from m3diff.scoring.summary import EvaluateReport
+from m3diff.scoring.run import EvaluateReport
 from m3diff.settings.compute import Compute
 from m3diff.stages.evaluate.params import Evaluate
 from m3diff.stages.evaluate.stage import evaluate
@@ -84,8 +83,7 @@ class Folders(NamedTuple):
 
 
 def grammar() -> Grammar:
-    clauses = [(clause["type"], clause["pattern"]) for clause in GRAMMAR["clauses"]]
-    return Grammar(GRAMMAR["clause_separator"], GRAMMAR["no_change"], clauses)
+    return Grammar(GRAMMAR)
 
 
 def parse(pairs: list[EvalPair]) -> dict[str, ParsedCaption]:

@@ -7,17 +7,18 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
+
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import DatasetSpec
-from m3diff.scoring.metrics import METRICS
-from m3diff.scoring.metrics.metric import ALL, MetricScores
+from m3diff.scoring.bootstrap import Interval
+from m3diff.scoring.metrics import ALL, METRICS, MetricScores
 from m3diff.scoring.pairs import EvalPair
 from m3diff.scoring.protocols import ProtocolPairs, select
-from m3diff.scoring.run import merge
-from m3diff.scoring.summary import Interval, summarise
-from m3diff.stages.evaluate.report.images import ImageStore
-from m3diff.stages.evaluate.report.report import Evidence, render
-from m3diff.stages.evaluate.stage import score_table, write_parquet
+from m3diff.scoring.run import merge, summarise
+from m3diff.stages.evaluate.report import Evidence, render
+from m3diff.stages.evaluate.report.gallery import ImageStore
+from m3diff.stages.evaluate.stage import score_table
 from tests.scoring import bench
 
 SHOWN = ("CIDEr", "METEOR", "ROUGE-L", "BLEU", "SPICE", "change_accuracy")
@@ -77,9 +78,9 @@ def draw(drawn_from: Evidence, folder: Path, limit: int = 10_000_000) -> str:
 
 def write_scores(known: Evidence, folder: Path) -> Path:
     """The folder with the scores.parquet of this evidence."""
-    folder.mkdir()
+    folder.mkdir(parents=True)
     scores = {name: MetricScores({}, pairs) for name, pairs in known.pair_scores.items()}
-    write_parquet(score_table(known.metrics, known.protocols, scores), folder / "scores.parquet")
+    pq.write_table(score_table(known.metrics, known.protocols, scores), folder / "scores.parquet")
     return folder
 
 

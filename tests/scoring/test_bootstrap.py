@@ -11,7 +11,7 @@ import pytest
 
 from m3diff.scoring import bootstrap
 from m3diff.scoring.bootstrap import bounds, compare, intervals, resample, score_of, statistics
-from m3diff.scoring.metrics.metric import Metric, MetricScores, Resampled, mean_of, ratio
+from m3diff.scoring.metrics import Metric, MetricScores, Resampled, mean_of, ratio
 from tests.scoring import bench
 
 P = "toy/test"
@@ -70,7 +70,7 @@ def test_intervals_hold_the_truth_as_often_as_they_say(monkeypatch):
     monkeypatch.setattr(bootstrap, "RESAMPLES", 400)
     rng, held = np.random.default_rng(1), 0
     for _ in range(300):
-        found = bounds(resample(rng.normal(0, 1, (150, 1)), 400)[:, 0] / 150, 0.9)
+        found = bounds(resample(rng.normal(0, 1, (150, 1)), resamples=400)[0][:, 0] / 150, 0.9)
         held += found.low <= 0 <= found.high
     assert 250 <= held <= 288, "of 300, 90 % within three standard deviations"
 

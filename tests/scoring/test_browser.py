@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 from playwright.sync_api import Browser, Locator, Page, expect
 
-from m3diff.commands.compare.compare import compare
-from m3diff.stages.evaluate.report.report import write_report
+from m3diff.commands.compare import compare
+from m3diff.stages.evaluate.report import write_report
 from tests.browser import Watch, chromium
 from tests.scoring import bench
 from tests.scoring.pages import evidence, write_scores

@@ -275,7 +275,7 @@ def test_each_dataset_has_its_own_grammar_or_none(tmp_path: Path):
 
 
 def test_a_prediction_is_read_with_the_grammar_of_its_own_dataset():
-    shouted = Grammar(" ", ["calm"], [("loud", "HEY")])
+    shouted = Grammar({"clause_separator": " ", "no_change": ["calm"], "clauses": [{"type": "loud", "pattern": "HEY"}]})
     toy = bench.pair(RED, [RED], ["color"])
     loud = replace(bench.pair("hey", ["hey", "somebody"], ["loud"], "1"), dataset="loud")
     other = replace(bench.pair("hey", ["hey"], ["loud"], "2"), dataset="other")

@@ -9,9 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from m3diff.scoring.metrics import METRICS
-from m3diff.scoring.metrics.judge import sample
-from m3diff.scoring.metrics.scorer import ScorerFailed
-from m3diff.scoring.metrics.verdicts import Judge, JudgeSettings, question
+from m3diff.scoring.metrics.java import ScorerFailed
+from m3diff.scoring.metrics.judge import Judge, JudgeSettings, question, sample
 from m3diff.stages.evaluate.stage import evaluate
 from tests.chat import Server, chat_server
 from tests.scoring import bench
@@ -31,7 +30,7 @@ def settings(server: Server, **changes: Any) -> JudgeSettings:
 
 
 def judge(server: Server, tmp_path: Path, **changes: Any) -> Judge:
-    return Judge.in_folder(settings(server, **changes), tmp_path / "scratch")
+    return Judge(settings(server, **changes), tmp_path / "scratch")
 
 
 def test_a_run_has_the_share_of_captions_called_right_with_every_answer(server: Server, tmp_path: Path):

@@ -1,17 +1,37 @@
+"""The test pairs, the protocols that score them, the groups within one, and what is published."""
+
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from m3diff.datasets import DATASETS
+from m3diff.datasets.spec import Protocol
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import RECORD_SCHEMA
-from m3diff.scoring.pairs import _some, load_pairs
+from m3diff.scoring.metrics import ALL
+from m3diff.scoring.pairs import load_pairs
+from m3diff.scoring.protocols import (
+    BY_TYPE,
+    ProtocolPairs,
+    apply,
+    chosen_on_test,
+    group_pairs,
+    load_specs,
+    protocols_of,
+    published_of,
+    published_rows,
+    select,
+)
 from tests.scoring import bench
 
 GOOD = bench.as_file(bench.PREDICTIONS)
+PAIRS = bench.pairs()
+PAIRS_SPEC = DATASETS["pairs"]
 
 
 @pytest.fixture
@@ -20,21 +40,26 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
     return folders.clean, folders.predictions
 
 
-def test_pairs_come_with_prediction_and_every_reference_in_the_order_of_the_records(folders: tuple[Path, Path]):
+def test_pairs_come_with_prediction_images_and_every_reference_in_the_order_of_the_records(
+    folders: tuple[Path, Path], tmp_path: Path
+):
     pairs, test_pairs = load_pairs(*folders)
-    assert [pair.id for pair in pairs] == list(bench.PREDICTIONS)
-    assert test_pairs == 6
+    assert ([pair.id for pair in pairs], test_pairs) == (list(bench.PREDICTIONS), 6)
     assert [pair.prediction for pair in pairs] == list(bench.PREDICTIONS.values())
     assert [(pair.references, pair.change_types) for pair in pairs] == [(r, types) for _, types, r in bench.RECORDS]
     assert {pair.dataset for pair in pairs} == {"toy"}
     assert pairs[0].shuffled_prediction == bench.PREDICTIONS["toy/1"]
+    assert (pairs[3].before, pairs[3].after) == (tmp_path / "3_before.png", tmp_path / "3_after.png")
+    assert pairs[3].before_sha256 == hashlib.sha256(pairs[3].before.read_bytes()).digest() != pairs[3].after_sha256
 
 
+@pytest.mark.fault("17")
 @pytest.mark.parametrize(
     ("content", "said"),
     [
         (json.dumps(GOOD)[:100], "not valid JSON.*is the file whole"),
         ("", "not valid JSON"),
+        ("\ufffe".encode("utf-16"), "not valid JSON"),
         ("{}", "expected a list"),
         ("[]", "expected a list"),
         ('["a"]', "row 0: expected"),
@@ -43,123 +68,64 @@ def test_pairs_come_with_prediction_and_every_reference_in_the_order_of_the_reco
         (json.dumps([*GOOD, {"image_id": "toy/9", "caption": None}]), "row 6: expected"),
         (json.dumps([*GOOD, GOOD[2]]), "captioned more than once: toy/2"),
         (json.dumps([*GOOD, {"image_id": "toy/77", "caption": "x"}]), "not among the test pairs: toy/77"),
+        (
+            json.dumps([*GOOD, *({"image_id": f"else/{n}", "caption": "x"} for n in range(8))]),
+            "test pairs: else/0, else/1, else/2, else/3, else/4 and 3 more",
+        ),
         (json.dumps(GOOD[:-2]), "no prediction for toy/4, toy/5; run `m3diff predict` again"),
-        ("\ufffe".encode("utf-16"), "not valid JSON"),
+        (None, "no such file; run `m3diff predict`"),
     ],
 )
-def test_a_bad_file_of_predictions_is_refused_by_name_and_id(
-    content: str | bytes, said: str, folders: tuple[Path, Path]
-):
+def test_a_bad_file_of_predictions_is_refused_by_name_and_id(content, said: str, folders: tuple[Path, Path]):
     path = folders[1] / "predictions.json"
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    path.unlink() if content is None else path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(DataError, match=said) as refused:
         load_pairs(*folders)
     assert str(path) in str(refused.value)
 
 
-def test_no_file_of_predictions_names_the_command_that_makes_one(folders: tuple[Path, Path]):
-    (folders[1] / "predictions.json").unlink()
-    with pytest.raises(DataError, match="m3diff predict"):
-        load_pairs(*folders)
-
-
-def test_many_ids_at_fault_are_counted_and_five_are_named(folders: tuple[Path, Path]):
-    strangers = [{"image_id": f"else/{number}", "caption": "x"} for number in range(8)]
-    bench.write_json(folders[1] / "predictions.json", [*GOOD, *strangers])
-    with pytest.raises(DataError, match="test pairs: else/0, else/1, else/2, else/3, else/4 and 3 more"):
-        load_pairs(*folders)
-
-
-def test_fewer_predictions_are_taken_where_predict_says_that_it_made_so_many(folders: tuple[Path, Path]):
-    bench.write_json(folders[1] / "predictions.json", GOOD[:4])
-    bench.write_json(folders[1] / "predictions_shuffled.json", GOOD[:4])
-    bench.write_json(folders[1] / "report.json", {"stage": "predict", "rows_in": 4, "rows_out": 4})
-    pairs, test_pairs = load_pairs(*folders)
-    assert (len(pairs), test_pairs) == (4, 6)
-
-
-def test_a_prediction_lost_after_predict_is_still_missed(folders: tuple[Path, Path]):
-    bench.write_json(folders[1] / "predictions.json", GOOD[:3])
-    bench.write_json(folders[1] / "report.json", {"stage": "predict", "rows_in": 4, "rows_out": 4})
-    with pytest.raises(DataError, match="no prediction for toy/3, toy/4, toy/5"):
-        load_pairs(*folders)
-
-
-def test_a_pair_missing_among_the_shuffled_predictions_is_named(folders: tuple[Path, Path]):
-    bench.write_json(folders[1] / "predictions_shuffled.json", GOOD[1:])
-    with pytest.raises(DataError, match=r"predictions_shuffled.json: no prediction for toy/0"):
-        load_pairs(*folders)
-
-
-@pytest.mark.parametrize(("count", "told"), [(4, 4), (1, 1), (6, 6)])
-def test_a_control_on_a_sample_is_taken_where_predict_says_that_it_made_so_many(
-    count: int, told: int, folders: tuple[Path, Path]
+@pytest.mark.parametrize(("name", "told"), [("", "rows_out"), ("_shuffled", "control"), ("_reversed", "reversed")])
+def test_fewer_predictions_are_taken_where_predict_says_that_it_made_so_many(
+    name: str, told: str, folders: tuple[Path, Path]
 ):
-    sample = GOOD[6 - count :]
-    bench.write_json(folders[1] / "predictions_shuffled.json", sample)
-    bench.write_json(folders[1] / "report.json", {"rows_in": 6, "rows_out": 6, "control": told})
-    found = {pair.id: pair.shuffled_prediction for pair in load_pairs(*folders)[0]}
-    assert found == {row["image_id"]: None for row in GOOD} | {row["image_id"]: row["caption"] for row in sample}
-
-
-def test_a_pair_of_the_control_lost_after_predict_is_still_missed(folders: tuple[Path, Path]):
-    bench.write_json(folders[1] / "predictions_shuffled.json", GOOD[2:])
-    bench.write_json(folders[1] / "report.json", {"rows_in": 6, "rows_out": 6, "control": 5})
-    with pytest.raises(DataError, match=r"predictions_shuffled.json: no prediction for toy/0, toy/1"):
+    file = folders[1] / f"predictions{name}.json"
+    (folders[1] / "predictions_shuffled.json").unlink()
+    bench.write_json(file, GOOD[2:])
+    with pytest.raises(DataError, match=rf"{file.name}: no prediction for toy/0, toy/1"):
+        load_pairs(*folders)
+    bench.write_json(folders[1] / "report.json", {"rows_out": 6, told: 4})
+    pairs, test_pairs = load_pairs(*folders)
+    assert test_pairs == 6
+    captions = {
+        "": [pair.prediction for pair in pairs],
+        "_shuffled": [pair.shuffled_prediction for pair in pairs],
+        "_reversed": [pair.reversed_prediction for pair in pairs],
+    }
+    assert captions[name] == ([] if name == "" else [None, None]) + [row["caption"] for row in GOOD[2:]]
+    bench.write_json(file, GOOD[3:])  # one is lost after predict
+    with pytest.raises(DataError, match=rf"{file.name}: no prediction for toy/0, toy/1, toy/2"):
         load_pairs(*folders)
 
 
-def test_a_run_without_a_control_has_none(folders: tuple[Path, Path]):
+def test_controls_are_optional_and_a_run_without_one_has_none(folders: tuple[Path, Path]):
     bench.write_json(folders[1] / "predictions_shuffled.json", [])
     bench.write_json(folders[1] / "report.json", {"rows_in": 6, "rows_out": 6, "control": 0})
-    assert {pair.shuffled_prediction for pair in load_pairs(*folders)[0]} == {None}
-
-
-def test_predictions_of_shuffled_pairs_are_optional(folders: tuple[Path, Path]):
-    (folders[1] / "predictions_shuffled.json").unlink()
-    assert {pair.shuffled_prediction for pair in load_pairs(*folders)[0]} == {None}
-
-
-def test_captions_of_swapped_images_are_optional_and_of_as_many_pairs_as_predict_says(folders: tuple[Path, Path]):
-    assert {pair.reversed_prediction for pair in load_pairs(*folders)[0]} == {None}
-    bench.write_json(folders[1] / "predictions_reversed.json", GOOD[:2])
-    bench.write_json(folders[1] / "report.json", {"rows_in": 6, "rows_out": 6, "control": 6, "reversed": 2})
-    found = load_pairs(*folders)[0]
-    assert [pair.reversed_prediction for pair in found] == [*(row["caption"] for row in GOOD[:2]), *[None] * 4]
-    assert found[1].shuffled_prediction == bench.PREDICTIONS["toy/2"]
-    bench.write_json(folders[1] / "report.json", {"rows_in": 6, "rows_out": 6, "control": 6, "reversed": 3})
-    with pytest.raises(DataError, match=r"predictions_reversed.json: no prediction for toy/2, toy/3"):
-        load_pairs(*folders)
-
-
-def test_no_test_pair_is_refused(folders: tuple[Path, Path]):
-    path = folders[0] / "records.parquet"
-    pq.write_table(pq.read_table(path).slice(6), path)
-    with pytest.raises(DataError, match="no record of the split 'test'"):
-        load_pairs(*folders)
+    assert {(p.shuffled_prediction, p.reversed_prediction) for p in load_pairs(*folders)[0]} == {(None, None)}
 
 
 @pytest.mark.fault("17")
-def test_a_lone_surrogate_does_not_reach_the_report(folders: tuple[Path, Path]):
+def test_odd_records_and_captions_are_read(folders: tuple[Path, Path]):
     (folders[1] / "predictions.json").write_text(json.dumps(GOOD).replace("nothing changed", "a \\ud800 cube"))
-    assert load_pairs(*folders)[0][4].prediction == "a ? cube"
-
-
-def test_a_pair_knows_which_image_is_which_and_their_digests(folders: tuple[Path, Path], tmp_path: Path):
-    pair = load_pairs(*folders)[0][3]
-    assert (pair.before, pair.after) == (tmp_path / "3_before.png", tmp_path / "3_after.png")
-    assert pair.before_sha256 == hashlib.sha256(pair.before.read_bytes()).digest()
-    assert pair.after_sha256 == hashlib.sha256(pair.after.read_bytes()).digest()
-    assert pair.before_sha256 != pair.after_sha256
-
-
-def test_a_pair_without_references_has_one_that_is_empty_and_unknown_types_are_none(folders: tuple[Path, Path]):
     path = folders[0] / "records.parquet"
     rows = pq.read_table(path).to_pylist()
     rows[1] |= {"references": [], "change_types": None}
     pq.write_table(pa.Table.from_pylist(rows, schema=RECORD_SCHEMA), path)
-    pair = load_pairs(*folders)[0][1]
-    assert (pair.references, pair.change_types, pair.changes) == ([""], [], [])
+    pairs = load_pairs(*folders)[0]
+    assert (pairs[1].references, pairs[1].change_types, pairs[1].changes) == ([""], [], [])
+    assert pairs[4].prediction == "a ? cube"
+    pq.write_table(pq.read_table(path).slice(6), path)
+    with pytest.raises(DataError, match="no record of the split 'test'"):
+        load_pairs(*folders)
 
 
 @pytest.mark.parametrize(
@@ -176,6 +142,155 @@ def test_a_distractor_is_a_pair_whose_only_type_is_none(types: list[str], distra
     assert (pair.is_distractor, pair.changes) == (distractor, changes)
 
 
-@pytest.mark.parametrize(("count", "text"), [(5, "0, 1, 2, 3, 4"), (6, "0, 1, 2, 3, 4 and 1 more"), (1, "0")])
-def test_ids_are_listed_in_order_up_to_five(count: int, text: str):
-    assert _some({str(number) for number in range(count)}) == text
+# Groups
+
+
+def test_pairs_are_grouped_by_change_type_and_number_of_changes_and_length():
+    groups = {
+        "change": ["toy/0", "toy/1", "toy/2", "toy/3"],
+        "multi_change": ["toy/3"],
+        "distractors": ["toy/4", "toy/5"],
+        "by_type/color": ["toy/0"],
+        "by_type/illumination": ["toy/2"],
+        "by_type/removal": ["toy/1"],
+        "by_changes/1": ["toy/0", "toy/1", "toy/2"],
+        "by_changes/2": ["toy/3"],
+        "by_length/1-9": ["toy/0", "toy/1", "toy/2"],
+        "by_length/10-19": ["toy/3"],
+    }
+    assert group_pairs(PAIRS) == groups
+    assert list(group_pairs(PAIRS)) == list(group_pairs(PAIRS[::-1])) == list(groups)
+    for some in (PAIRS[:3], [PAIRS[3], *PAIRS[4:]]):  # where they do not tell pairs apart
+        assert not [name for name in group_pairs(some) if name.startswith(("by_changes", "by_length"))]
+    assert group_pairs([bench.pair("x", ["y"], [])]) == {"change": [], "multi_change": [], "distractors": []}
+    types = ["color", "removal", "size", "pose"]
+    pairs = [bench.pair("x", ["word " * n], types[:k], str(n)) for n, k in ((45, 3), (25, 1), (5, 4), (12, 2))]
+    numbers = [f"by_changes/{k}" for k in (1, 2, 3, 4)]
+    lengths = [f"by_length/{name}" for name in ("1-9", "10-19", "20-39", "40 or more")]
+    assert list(group_pairs(pairs))[-8:] == numbers + lengths
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ((1,), "1-9"),
+        ((9, 10), "1-9"),
+        ((9, 11), "10-19"),
+        ((19,), "10-19"),
+        ((20, 0), "20-39"),
+        ((39,), "20-39"),
+        ((40, 60), "40 or more"),
+        ((0,), "1-9"),
+    ],
+)
+def test_a_pairs_length_is_the_mean_of_its_references_with_words(words: tuple[int, ...], name: str):
+    pair = bench.pair("x", [" ".join(["word"] * count) for count in words], [], "a")
+    others = [bench.pair("x", [text], [], other) for other, text in (("b", "one"), ("c", "word " * 50))]
+    found = {group: ids for group, ids in group_pairs([pair, *others]).items() if group.startswith("by_length")}
+    assert "toy/a" in found[f"by_length/{name}"]
+    assert sum(ids.count("toy/a") for ids in found.values()) == 1
+
+
+# Protocols
+
+
+def test_each_dataset_is_scored_by_itself_in_its_protocols_order():
+    pairs = [PAIRS[0], replace(PAIRS[1], id="more/1", dataset="more"), PAIRS[2]]
+    protocols = (Protocol("total", n=None), Protocol("first", n=1, ids="0"), Protocol("none", n=3, ids="[34]"))
+    specs = {"toy": replace(PAIRS_SPEC, protocols=protocols), "more": PAIRS_SPEC, "empty": PAIRS_SPEC}
+    found = select(pairs, specs)
+    wanted = {"toy/total": ["toy/0", "toy/2"], "toy/first": ["toy/0"], "more/test": ["more/1"]}
+    assert {one.name: [pair.id for pair in one.pairs] for one in found} == wanted
+    assert list(found[0].groups)[0] == ALL
+    assert (found[0].groups[ALL], found[0].groups["by_type/illumination"]) == (["toy/0", "toy/2"], ["toy/2"])
+    assert ProtocolPairs("toy", Protocol("even", n=3), []).name == "toy/even"
+
+
+@pytest.mark.parametrize(
+    ("protocol", "ids"),
+    [
+        (Protocol("even", n=3, ids="[024]"), ["toy/0", "toy/2", "toy/4"]),
+        (Protocol("color", n=1, change_types=("color",)), ["toy/0"]),
+        (Protocol("both", n=3, change_types=("removal", "color")), ["toy/0", "toy/1", "toy/3"]),
+    ],
+)
+def test_a_protocol_takes_the_ids_that_it_names_whole_and_pairs_that_changed_in_its_ways_alone(protocol, ids):
+    others = [bench.pair("x", ["y"], [], "20"), bench.pair("x", ["y"], [], "x")]  # nobody knows what changed
+    assert [pair.id for pair in apply(protocol, [*PAIRS, *others])] == ids
+
+
+@pytest.mark.parametrize(
+    ("rules", "references", "captions"),
+    [
+        ({"references": "joined", "max_words": 3}, ["a b. c"], ["one two three", "four five six", "seven eight nine"]),
+        ({"max_words": 1}, ["a", "c"], ["one", "four", "seven"]),
+        ({"references": "joined"}, ["a b. c d"], ["one two three", "four five six", "seven eight nine"]),
+        ({}, ["a b", "c d"], ["one  two three", "four five six", "seven eight nine"]),
+    ],
+)
+def test_joined_references_are_one_text_and_every_text_is_cut_after_so_many_words(rules, references, captions):
+    pair = bench.pair("one  two three", ["a b", "c d"], [])
+    pair = replace(pair, shuffled_prediction="four five six", reversed_prediction="seven eight nine")
+    (found,) = apply(Protocol("p", n=1, **rules), [pair])
+    assert found.references == references
+    assert [found.prediction, found.shuffled_prediction, found.reversed_prediction] == captions
+
+
+def test_the_protocols_of_a_part_are_those_of_the_dataset_of_its_name():
+    spec = DATASETS["omnidiff"]
+    for part in {protocol.part for protocol in spec.protocols}:
+        assert {protocol.part for protocol in protocols_of(str(part), spec)} == {part}
+    assert protocols_of("mine", spec) == (Protocol("test", n=None),)
+    change = DATASETS["clevr_change"]
+    assert protocols_of("mine", change) == change.protocols
+    on_val = replace(change, protocols=(replace(change.protocols[1], split="val"),))
+    assert protocols_of("mine", on_val) == (Protocol("test", n=None),)
+
+
+def test_the_reader_that_ingest_reports_says_which_dataset_it_is(tmp_path: Path):
+    pairs = [PAIRS[0], replace(PAIRS[1], dataset="mine"), PAIRS[2]]
+    with pytest.raises(DataError, match="toy.json: no such file, so the licence of 'toy' is unknown; run `m3diff in"):
+        load_specs(tmp_path, pairs)
+    for content in ("{}", '{"reader": "nothing"}'):
+        (tmp_path / "toy.json").write_text(content)
+        with pytest.raises(DataError, match=r"toy.json: reader .* is unknown; known: .*clevr_change.*; run `m3diff in"):
+            load_specs(tmp_path, pairs)
+    for name, reader in {"toy": "pairs", "mine": "iedit"}.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps({"reader": reader}))
+    assert list(load_specs(tmp_path, pairs).items()) == [("toy", DATASETS["pairs"]), ("mine", DATASETS["iedit"])]
+
+
+# Published figures
+
+
+def test_a_figure_is_under_its_own_score_once_as_the_first_paper_printed_it():
+    parts = [part.part for spec in DATASETS.values() for part in spec.published]
+    assert [part for part in parts if not published_rows(part)] == ["emu_edit", "syned"], "no figures are known"
+    assert published_rows("minichange") == []
+    rows = {row.method: row for row in published_rows("iedit") if row.method in ("CLIP4IDC", "NCT")}
+    assert rows["NCT"].source == rows["CLIP4IDC"].source == "OmniDiff (arXiv 2503.11093v2)"
+    assert rows["NCT"].scores["SPICE"] == 12.7  # a later paper does not print it
+    for benchmark in ("spot_the_diff", "clevr_change", "iedit"):
+        found = [(row.method, row.scores["CIDEr"]) for row in published_rows(benchmark)]
+        assert len(set(found)) == len(found)
+    (row,) = [row for row in published_rows("spot_the_diff") if row.method == "SMART"]
+    assert row.scores == {"BLEU-4": None, "METEOR": 13.5, "ROUGE-L": 31.6, "CIDEr": 39.4, "SPICE": 19.0}
+    assert (row.venue, row.source) == ("TPAMI'24", "OmniDiff (arXiv 2503.11093v2)")
+
+
+def test_a_method_whose_epoch_was_chosen_on_the_test_split_has_the_evidence():
+    assert "CIDEr on the test loader" in (chosen_on_test("CLIP4IDC", "clevr_change") or "")
+    assert chosen_on_test("SCORER", "clevr_change") is None  # on val
+    assert chosen_on_test("CLIP4IDC", "iedit") is None
+    assert [row.method for row in published_rows("spot_the_diff") if row.chosen_on_test] == ["CLIP4IDC"]
+
+
+def test_a_protocol_stands_beside_the_figures_of_its_own_pairs_alone():
+    by_type = {one.change_types[0]: one for one in DATASETS["clevr_change"].protocols if len(one.change_types) == 1}
+    ours = {kind: published_of("clevr_change", one, False)[-1].scores["CIDEr"] for kind, one in by_type.items()}
+    assert ours == {"color": 152.31, "material": 137.0, "add": 135.6, "drop": 133.1, "move": 99.8}
+    assert ours.keys() == BY_TYPE.keys()
+    whole, both = Protocol("total", n=7970), Protocol("semantic", n=None, change_types=("color", "move"))
+    assert published_of("clevr_change", whole, True) == published_rows("clevr_change") != []
+    assert published_of("clevr_change", whole, False) == published_of("clevr_change", both, False) == []
+    assert published_of("spot_the_diff", by_type["color"], False) == []

@@ -1,4 +1,7 @@
-import json
+"""Tables, LaTeX, CSV, charts and the page of evaluate."""
+
+import csv
+import io
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,306 +12,253 @@ import pytest
 
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import Licence, Permission, Protocol
+from m3diff.scoring.bootstrap import Interval
 from m3diff.scoring.metrics import METRICS
-from m3diff.scoring.metrics.metric import Metric
-from m3diff.scoring.summary import Interval, ProtocolScores
-from m3diff.stages.evaluate.report import report
-from m3diff.stages.evaluate.report.report import Evidence, write_report
+from m3diff.scoring.protocols import published_rows
+from m3diff.scoring.run import ProtocolScores
+from m3diff.stages.evaluate import report
+from m3diff.stages.evaluate.report import (
+    BEST,
+    BOTTOM,
+    HEIGHT,
+    LEFT,
+    MAX_POINTS,
+    SECOND,
+    TOP,
+    WIDTH,
+    Cell,
+    Evidence,
+    Line,
+    Row,
+    Table,
+    as_csv,
+    as_latex,
+    chart,
+    group_table,
+    in_papers_units,
+    log_ticks,
+    overview,
+    published_table,
+    rank,
+    smooth,
+    thin,
+    ticks,
+    type_table,
+    write_report,
+)
 from tests.scoring import bench
 from tests.scoring.pages import Tags, draw, evidence, gallery_of, table, text_of
 
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("report")
-    bench.write(root)
-    return root
+# Tables
 
 
-@pytest.fixture(scope="module")
-def toy(root: Path) -> Evidence:
-    return evidence(root, bench.pairs(root))
-
-
-def changed(known: Evidence, **changes: Any) -> Evidence:
-    """The same with these fields of the scores of its only protocol."""
-    (name,) = known.report.protocols
-    scores = known.report.protocols[name].model_copy(update=changes)
-    return replace(known, report=known.report.model_copy(update={"protocols": {name: scores}}))
-
-
-def with_scores(known: Evidence, **scores: float | None) -> Evidence:
-    return changed(known, scores=known.report.protocols["toy/test"].scores | scores)
-
-
-def test_the_page_is_whole_and_fetches_nothing(toy: Evidence, tmp_path: Path):
-    page = draw(toy, tmp_path)
-    tags = Tags(page)
-    assert tags.open == []
-    assert all(link.startswith(("data:", "#")) for link in tags.fetched)
-    assert not {"iframe", "object", "embed"} & set(tags.names)
-    assert "url(" not in page
-    assert "@import" not in page
-    assert not re.search(r"fetch\(|XMLHttpRequest|https?://", page.replace("http://www.w3.org", ""))
-
-
-def test_equal_evidence_gives_equal_bytes(toy: Evidence, tmp_path: Path):
-    for name in ("first", "second"):
-        write_report(toy, tmp_path / name, 0)
-    first, second = (
-        {file.name: file.read_bytes() for file in (tmp_path / name).rglob("*.*")} for name in ("first", "second")
+def scores(pairs: int = 4, of: int | None = None, groups: dict | None = None, **values: float | None) -> ProtocolScores:
+    interval = {"CIDEr": Interval(low=0.25, high=0.75)}
+    named = {name.replace("_", "-"): value for name, value in values.items()}
+    return ProtocolScores(
+        pairs=pairs, published_pairs=of, scores=named, intervals=interval, groups=groups or {}, absent={}
     )
-    assert first == second
-    assert len(first) > 6
 
 
-def test_few_images_stand_inside_the_page_and_many_in_the_folder_beside_it(toy: Evidence, tmp_path: Path):
-    write_report(toy, tmp_path, 1)
-    inside = gallery_of((tmp_path / "report.html").read_text())["pairs"]
-    assert all(image.startswith("data:image/webp;base64,") for pair in inside for image in pair["images"])
-    assert list((tmp_path / "images").iterdir()) == []
-    write_report(toy, tmp_path, 0)
-    page = (tmp_path / "report.html").read_text()
-    named = {image for pair in gallery_of(page)["pairs"] for image in pair["images"]}
-    assert named == {f"images/{file.name}" for file in (tmp_path / "images").iterdir()}
-    assert "This page and its folder images" in page
-    write_report(toy, tmp_path, 1)
-    assert list((tmp_path / "images").iterdir()) == []
+def texts(table: Table) -> list[list[str]]:
+    return [[row.name, *row.labels, *(cell.text for cell in row.cells), "".join(row.marks)] for row in table.rows]
 
 
-def test_the_numbers_of_the_metrics_are_on_the_page(toy: Evidence, tmp_path: Path):
-    text = text_of(draw(toy, tmp_path))
-    assert "The type of a single change, named right in 66.7% of pairs" in text
-    assert "In 33.3% of the pairs with one change it got all of it right: the type, the object" in text
-    assert "CIDEr goes from 50.0 to 5.0, so the predictions come from both images" in text
-    assert "SPICE Absent. Its jars are not there." in text
+def test_a_score_is_shown_times_100_with_its_interval_and_a_difference_with_its_sign():
+    cell = in_papers_units(0.4567, Interval(low=0.4, high=0.5049))
+    assert (cell.text, cell.bounds) == ("45.7", "40.0–50.5")
+    assert (in_papers_units(None).text, in_papers_units(None, Interval(low=0, high=1)).bounds) == ("–", "")
+    cell = in_papers_units(0.0123, Interval(low=-0.004, high=0.03), signed=True)
+    assert (cell.text, cell.bounds) == ("+1.2", "-0.4 to +3.0")
+    assert [in_papers_units(v, signed=True).text for v in (-0.1, 0.0, -0.0001)] == ["-10.0", "0.0", "0.0"]
 
 
-def test_a_control_on_a_sample_says_of_how_many_pairs(root: Path, tmp_path: Path):
-    pairs = bench.pairs(root)
-    some = [replace(pair, shuffled_prediction="x" if number < 2 else None) for number, pair in enumerate(pairs)]
-    assert "(of which a sample of 2 was captioned)" in text_of(draw(evidence(root, some), tmp_path))
-    whole = [replace(pair, shuffled_prediction="x") for pair in pairs]
-    assert "a sample of" not in text_of(draw(evidence(root, whole), tmp_path))
-
-
-def test_predictions_that_do_not_come_from_the_images_are_called_so(toy: Evidence, tmp_path: Path):
-    assert "not the collapse" in text_of(draw(with_scores(toy, CIDEr_shuffled=0.4), tmp_path))
-
-
-def test_the_confusion_table_counts_true_types_against_predicted_types(toy: Evidence):
-    table = report.confusion_table(toy.parsed.values())
-    assert table["columns"] == ["illumination", "removal", "color", "none"]
-    assert table["rows"] == [
-        ("illumination", [(0, 0.0, True), (0, 0.0, False), (0, 0.0, False), (1, 1.0, False)]),
-        ("removal", [(0, 0.0, False), (1, 1.0, True), (0, 0.0, False), (0, 0.0, False)]),
-        ("color", [(0, 0.0, False), (0, 0.0, False), (1, 1.0, True), (0, 0.0, False)]),
-        ("none", [(0, 0.0, False), (0, 0.0, False), (1, 0.5, False), (1, 0.5, True)]),
+def test_a_partial_protocol_is_marked_and_a_full_one_is_not():
+    protocols = {"a/x": scores(1270, 7970, CIDEr=0.5), "b/y": scores(4, 4, CIDEr=0.25), "c/z": scores()}
+    found = overview(protocols, ["CIDEr", "SPICE"])
+    assert found.columns == ("Protocol", "n", "CIDEr", "SPICE")
+    assert texts(found) == [
+        ["a/x", "1,270 of 7,970", "50.0", "–", "*"],
+        ["b/y", "4 of 4", "25.0", "–", ""],
+        ["c/z", "4", "–", "–", ""],
     ]
+    assert found.notes == ["* Fewer pairs than papers score: not comparable with published figures."]
+    assert found.rows[0].cells[0].interval == Interval(low=25, high=75)
+    assert overview({"b/y": scores(4, 4)}, []).notes == []
 
 
-def test_the_confusion_table_is_drawn_as_it_is_counted(toy: Evidence, tmp_path: Path):
-    page = draw(toy, tmp_path)
-    body = page[page.index('<table class="confusion">') :]
-    body = body[: body.index("</table>")]
-    columns = re.findall(r'<th scope="col"><span>([^<]+)</span>', body)
-    assert columns == ["illumination", "removal", "color", "none"]
-    rows = [re.findall(r'<th scope="row">([^<]+)<|<td[^>]*>([^<]+)</td>', row) for row in body.split("<tr>")[2:]]
-    assert [[first or second for first, second in row] for row in rows] == [
-        ["illumination", "·", "·", "·", "1"],
-        ["removal", "·", "1", "·", "·"],
-        ["color", "·", "·", "1", "·"],
-        ["none", "·", "·", "1", "1"],
-    ]
-    assert body.count("var(--good)") == 3
+def test_groups_that_have_pairs_have_a_row_and_types_a_table_of_their_own():
+    groups = {
+        "distractors": {"pairs": 2, "CIDEr": 0.1},
+        "change": {"pairs": 3, "CIDEr": 0.2},
+        "multi_change": {"pairs": 0},
+        "by_type/color": {"pairs": 3, "CIDEr": 0.3, "type_accuracy": 0.5, "exact_accuracy": 0.25},
+    }
+    known = scores(5, CIDEr=0.5, groups=groups)
+    found = group_table("toy/all", known, ["CIDEr"])
+    rows = [["all", "5", "50.0", ""], ["with a change", "3", "20.0", ""], ["distractors", "2", "10.0", ""]]
+    assert (texts(found), found.name) == (rows, "toy-all-groups")
+    assert found.rows[0].cells[0].interval
+    found = type_table("toy/all", known, ["color"], ["CIDEr"])
+    assert found.columns == ("Type", "n", "type right", "all right", "CIDEr")
+    assert texts(found) == [["color", "3", "50.0", "25.0", "30.0", ""]]
+    assert [cell.bar for cell in found.rows[0].cells] == [True, True, False]
+    unread = {"by_type/color": {"pairs": 3, "CIDEr": 0.3, "type_accuracy": None}}
+    assert type_table("toy/all", scores(groups=unread), ["color"], ["CIDEr"]).columns == ("Type", "n", "CIDEr")
 
 
-def test_alarms_and_misses_are_counted_by_kind_of_pair(toy: Evidence):
-    assert report.alarms(toy.parsed.values()) == [
-        ("distractors", 1, 1),
-        ("pairs with one change", 1, 2),
-        ("pairs with several changes", 0, 1),
-    ]
-
-
-def test_without_a_grammar_the_page_does_without_its_scores(root: Path, tmp_path: Path):
-    page = draw(evidence(root, bench.pairs(root), with_grammar=False), tmp_path)
-    text = text_of(page)
-    assert "6 pairs, captioned and scored" in text
-    assert "type right" not in text
-    assert "True type and predicted type" not in text
-    assert gallery_of(page)["graded"] is False
-
-
-def test_without_saliency_maps_or_curves_the_page_says_so(toy: Evidence, tmp_path: Path):
-    page = draw(replace(toy, saliency=None, curves=None), tmp_path)
-    assert {pair["images"][2] for pair in gallery_of(page)["pairs"]} == {None}
-    assert "there are no maps in saliency.npz" in page
-    assert "there is no curves.csv" in page
-
-
-def test_a_metric_that_is_absent_is_a_dash(root: Path, tmp_path: Path):
-    page = draw(evidence(root, bench.pairs(root), METEOR=None), tmp_path)
-    assert re.search(r"METEOR</dt><dd><span class=\"figure\">–", page)
-    assert table(page, "scores")[1][3] == "–"
-
-
-def test_words_of_the_data_cannot_become_markup(root: Path, tmp_path: Path):
-    words = "</script><script>alert(1)</script><img src=x>\u2028"
-    pairs = [replace(pair, prediction=words, references=[words]) for pair in bench.pairs(root)]
-    page = draw(evidence(root, pairs), tmp_path)
-    tags = Tags(page)
-    assert tags.names.count("script") == 2
-    assert "img" not in [name for name, link in zip(tags.names, tags.fetched, strict=False) if link == "x"]
-    assert gallery_of(page)["pairs"][0]["references"] == [words]
-
-
-def test_a_limited_run_is_called_no_benchmark(toy: Evidence, tmp_path: Path):
-    limited = replace(toy, report=toy.report.model_copy(update={"rows_in": 480}))
-    assert "Only these of the 480 test pairs were captioned" in text_of(draw(limited, tmp_path))
-    assert "Only these" not in text_of(draw(toy, tmp_path))
-
-
-def licence(answer: Any) -> Licence:
-    permission = Permission(answer, "as its page says")
-    return Licence("CC of a kind", None, permission, permission, permission)
+def row(name: str, *values: float | None, marks: tuple[str, ...] = ()) -> Row:
+    return Row(name, (), tuple(Cell(value) for value in values), marks)
 
 
 @pytest.mark.parametrize(
-    ("answer", "shown", "note"),
+    ("rows", "ranks"),
     [
-        ("yes", True, None),
-        ("conditions", True, "Shown. own pairs (licence: CC of a kind): show: as its page says."),
-        ("unstated", True, "Shown. own pairs (licence: CC of a kind): show: as its page says."),
-        ("no", False, "Not shown. CC of a kind: as its page says."),
+        ([row("a", 1, 9), row("b", 3, None), row("c", 2, 8)], [[0, BEST], [BEST, 0], [SECOND, SECOND]]),
+        ([row("a", 10.04), row("b", 10.01), row("c", 9.0)], [[BEST], [BEST], [SECOND]]),
+        ([row("a", 1), row("b", 1)], [[0], [0]]),
+        ([row("a", 1), row("b", None)], [[0], [0]]),
+        ([row("a", 100.0), row("b", 9.0)], [[BEST], [SECOND]]),
+        ([row("a", 5, marks=("*",)), row("b", 4), row("c", 3)], [[0], [BEST], [SECOND]]),
+        ([row("a", 5, marks=("*",))], [[0]]),
+        ([row("a", 5, marks=("†",)), row("b", 4)], [[BEST], [SECOND]]),
     ],
+    ids=["each column", "printed equal", "all equal", "one alone", "numbers, not texts", "partial", "alone", "chosen"],
 )
-def test_images_stand_on_the_page_as_the_licence_allows(
-    answer: str, shown: bool, note: str | None, toy: Evidence, tmp_path: Path
-):
-    spec = replace(DATASETS["pairs"], licence=licence(answer))
-    page = draw(replace(toy, specs={"toy": spec}), tmp_path, limit=0)
-    assert [bool(pair["images"]) for pair in gallery_of(page)["pairs"]] == [shown] * 6
-    assert (tmp_path / "images").exists() is shown
-    assert re.findall(r"<dt>Images of toy</dt><dd>(.*?)</dd>", page) == ([note] if note else [])
-    assert "the green ball at the left was removed" in page
+def test_the_best_and_second_best_of_those_that_compare_are_marked(rows: list[Row], ranks: list[list[int]]):
+    assert [[cell.rank for cell in row.cells] for row in rank(rows)] == ranks
 
 
-def tiles(page: str) -> dict[str, str]:
-    found = re.findall(r'<dt>([^<]+)</dt><dd><span class="figure">(.*?)</dd>', page)
-    return {name: re.sub("<[^>]+>", " ", value).strip() for name, value in found}
+def test_this_run_stands_among_the_published_rows_by_its_cider():
+    found = published_table("iedit/test", scores(495, 495, CIDEr=0.6, BLEU_4=0.99), published_rows("iedit"))
+    assert found is not None
+    ours = [row.ours for row in found.rows].index(True)
+    values = [row.cells[3].value or 0 for row in found.rows]
+    assert values == sorted(values, reverse=True)
+    assert (found.rows[ours].name, values[ours], found.rows[ours].cells[0].rank) == ("this run", 60, BEST)
+    assert (found.rows[ours].labels, found.rows[0].labels[1]) == (("", "495"), "495")
+    assert [row.cells[3].rank for row in found.rows].index(BEST) == 0
+    assert published_table("unknown/test", scores(), published_rows("unknown")) is None
+    found = published_table("iedit/test", scores(300, 495, CIDEr=9.0), published_rows("iedit"))
+    assert found is not None
+    assert (found.rows[0].name, found.rows[0].marks, found.rows[0].cells[3].rank) == ("this run", ("*",), 0)
+    assert found.rows[1].cells[3].rank == BEST
+    assert found.notes[0].startswith("* Fewer pairs")
 
 
-def test_the_tiles_show_one_score_to_a_metric_and_the_accuracies(root: Path, tmp_path: Path):
-    bounds = {"METEOR": Interval(low=0.3, high=0.325), "no_change_recall": Interval(low=0.4, high=0.6)}
-    drawn = evidence(root, bench.pairs(root), intervals=bounds, **{"METEOR": 0.31, "BLEU-4": 0.22, "BLEU-1": 0.9})
-    assert {name: " ".join(value.split()) for name, value in tiles(draw(drawn, tmp_path)).items()} == {
-        "CIDEr": "50.0",
-        "METEOR": "31.0 30.0–32.5",
-        "ROUGE-L": "50.0",
-        "BLEU-4": "22.0",
-        "Type of change right": "66.7 %",
-        "All of the change right": "33.3 %",
-        "“Nothing changed”, rightly": "50.0 % 40.0–60.0",
-        "“Nothing changed”, wrongly": "25.0 %",
-    }
+def test_a_method_whose_epoch_was_chosen_on_test_is_marked_with_the_evidence():
+    found = published_table("spot_the_diff/test", scores(CIDEr=0.3), published_rows("spot_the_diff"))
+    assert found is not None
+    assert [row.name for row in found.rows if row.marks == ("†",)] == ["CLIP4IDC"]
+    assert found.notes[0].startswith("† Epoch chosen on the test split. CLIP4IDC: ")
+    iedit = published_table("iedit/test", scores(CIDEr=0.3), published_rows("iedit"))
+    assert iedit is not None
+    assert not any("chosen" in note for note in iedit.notes)
 
 
-def test_each_dataset_is_scored_by_its_own_protocols_and_none_is_pooled(root: Path, tmp_path: Path):
-    pairs = bench.pairs(root)
-    pairs[1] = replace(pairs[1], id="more/1", dataset="more")
-    half = Protocol("half", n=2, ids="[04]", max_words=9, references="joined", tokenizer="whitespace")
-    specs = {
-        "toy": replace(DATASETS["pairs"], protocols=(Protocol("whole", n=9), half)),
-        "more": replace(DATASETS["pairs"], protocols=(Protocol("color", n=None, change_types=("removal",)),)),
-    }
-    page = draw(evidence(root, pairs, specs), tmp_path)
-    assert [row[:2] for row in table(page, "scores")] == [
-        ["Protocol", "n"],
-        ["toy/whole*", "5 of 9"],
-        ["toy/half", "2 of 2"],
-        ["more/color", "1"],
+TABLE = Table(
+    "x",
+    ("Method", "venue", "CIDEr", "BLEU-4"),
+    [
+        Row("A_b & 50%", ("ICCV'23",), (Cell(51.26, Interval(low=49.0, high=53.3), BEST), Cell(None)), ("†",)),
+        Row("this run", ("",), (Cell(40.0, None, SECOND), Cell(3.0)), ("*",)),
+    ],
+    ["† why."],
+)
+
+
+def test_latex_marks_the_best_and_escapes_what_is_special():
+    assert as_latex(TABLE).splitlines() == [
+        r"\begin{tabular}{llrr}",
+        r"\toprule",
+        r"Method & venue & CIDEr & BLEU-4 \\",
+        r"\midrule",
+        r"A\_b \& 50\%$^\dagger$ & ICCV'23 & \textbf{51.3} {\scriptsize [49.0, 53.3]} & -- \\",
+        r"this run$^*$ &  & \underline{40.0} & 3.0 \\",
+        r"\bottomrule",
+        r"\end{tabular}",
+        "% † why.",
     ]
-    text = text_of(page)
-    assert "* Fewer pairs than papers score: not comparable with published figures." in text
-    rules = (
-        "Pairs whose id matches [04], against their references joined to one text, both cut after 9 words; tokens by "
-    )
-    assert f"{rules}white space alone." in text
-    assert "Pairs of removal alone, against all their references; tokens by the PTB tokenizer." in text
-    assert "the figures here are those of toy/whole." in text
-    assert table(page, "toy-half")[1][:2] == ["all", "2 of 2"]
-    links = re.findall(r'<a href="#([^"]+)">', page[page.index("<nav>") : page.index("</nav>")])
-    assert links[:3] == ["scores", "toy-whole", "more-color"]
-    assert page.count("By type of change") == 2  # of the first protocol of each dataset
+    escaped = as_latex(Table("x", ("a",), [Row("a\\b {x} a~b^c #$", (), ())])).splitlines()[4]
+    assert escaped == r"a\textbackslash{}b \{x\} a\textasciitilde{}b\textasciicircum{}c \#\$ \\"
 
 
-def test_the_table_of_types_leads_to_the_pairs_of_a_type(toy: Evidence, tmp_path: Path):
-    page = draw(toy, tmp_path)
-    assert table(page, "toy-test-types") == [
-        ["Type", "n", "type right", "place right", "all right", "CIDEr", "METEOR", "ROUGE-L", "BLEU-4"],
-        ["illumination", "1", "0.0%", "0.0%", "0.0%", "50.0", "50.0", "50.0", "50.0"],
-        ["removal", "1", "100.0%", "0.0%", "0.0%", "50.0", "50.0", "50.0", "50.0"],
-        ["color", "1", "100.0%", "100.0%", "100.0%", "50.0", "50.0", "50.0", "50.0"],
-    ]
-    assert re.findall(r'data-type="(\w+)">(\w+)<', page) == [
-        (name, name) for name in ("illumination", "removal", "color")
+def test_csv_has_the_bounds_in_columns_of_their_own():
+    assert list(csv.reader(io.StringIO(as_csv(TABLE)))) == [
+        ["Method", "venue", "CIDEr", "CIDEr low", "CIDEr high", "BLEU-4", "marks"],
+        ["A_b & 50%", "ICCV'23", "51.26", "49.00", "53.30", "", "†"],
+        ["this run", "", "40.00", "", "", "3.00", "*"],
     ]
 
 
-def test_published_scores_stand_beside_those_of_a_known_benchmark(root: Path, tmp_path: Path):
-    pairs = [replace(pair, dataset="iedit") for pair in bench.pairs(root)]
-    page = draw(evidence(root, pairs, CIDEr=0.6), tmp_path)
-    rows = table(page, "iedit-test-published")
-    assert rows[0] == ["Method", "venue", "n", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr", "SPICE"]
-    assert rows[1][0] == "M3Diff"
-    assert '<tr class="ours"><th scope="row">this run</th>' in page
-    ours = [row[0] for row in rows].index("this run")
-    assert float(rows[ours - 1][6]) >= 60.0 >= float(rows[ours + 1][6])
-    assert "Beside published results" not in draw(evidence(root, bench.pairs(root)), tmp_path)
+# Charts
 
 
-def test_tables_are_saved_and_copied_from_the_page_alone(toy: Evidence, tmp_path: Path):
-    page = draw(toy, tmp_path)
-    links = re.findall(r'<a download="([^"]+)" href="data:text/plain;charset=utf-8,([^"]+)"', page)
-    assert [name for name, _ in links] == [
-        f"{name}.{kind}" for name in ("scores", "toy-test-groups", "toy-test-types") for kind in ("tex", "csv")
-    ]
-    assert links[1][1].startswith("Protocol%2Cn%2CCIDEr")
-    assert (
-        '<pre tabindex="0">Protocol,n,CIDEr,METEOR,ROUGE-L,BLEU-4\ntoy/test,6,50.00,50.00,50.00,50.00\n</pre>' in page
-    )
+def test_ticks_are_round():
+    assert ticks(0, 100, 5) == pytest.approx([0, 20, 40, 60, 80, 100])
+    assert ticks(0, 0.0011, 4) == pytest.approx([0, 0.0005, 0.001])
+    assert ticks(0, 7, 4) == pytest.approx([0, 2, 4, 6])
+    assert log_ticks(0.09, 3) == pytest.approx([0.1, 0.2, 0.5, 1, 2])
 
 
-def test_an_optional_metric_has_a_column_where_it_has_a_score(toy: Evidence):
-    metrics: Mapping[str, Metric] = toy.metrics
-    absent, there = toy, with_scores(toy, SPICE=0.2)
-    assert report.table_columns(metrics, there.report.protocols)[1] == ["CIDEr", "METEOR", "ROUGE-L", "BLEU-4", "SPICE"]
-    assert "SPICE" not in report.table_columns(metrics, absent.report.protocols)[0]
+def test_many_points_are_thinned_to_means_and_smoothed_towards_the_past():
+    thinned = thin([(float(x), float(x % 2)) for x in range(10 * MAX_POINTS)])
+    assert (len(thinned), thinned[0]) == (MAX_POINTS, (9.0, 0.5))
+    points = [(float(x), float(x)) for x in range(MAX_POINTS)]
+    assert thin(points) == points
+    assert len(thin([*points, (400.0, 0.0)])) == MAX_POINTS / 2 + 1
+    assert smooth([(1, 1.0), (2, 3.0), (3, 5.0), (4, 7.0)], fraction=0.5) == [(1, 1.0), (2, 2.0), (3, 4.0), (4, 6.0)]
+    assert (smooth(points[:100])[50], smooth(points[:3])) == ((50.0, 49.0), points[:3])
 
 
-def test_what_is_absent_in_some_protocols_says_in_which():
-    known = dict(pairs=1, published_pairs=None, scores={}, intervals={}, groups={})
-    scores = {
-        "a/x": ProtocolScores(**known, absent={"SPICE": "no jars", "METEOR": "it died"}),
-        "b/y": ProtocolScores(**known, absent={"SPICE": "no jars"}),
-    }
-    assert report.absent_scores(scores) == [("SPICE", "no jars"), ("METEOR of a/x", "it died")]
+def places(svg: str) -> list[tuple[float, ...]]:
+    (path,) = re.findall(r'class="line main" d="M([^"]+)"', svg)
+    return [tuple(map(float, point.split())) for point in path.split("L")]
 
 
-def test_right_and_wrong_alarms_have_their_colours(toy: Evidence, tmp_path: Path):
-    page = draw(toy, tmp_path)
-    rows = re.findall(r'<th scope="row">([^<]+)</th><td class="(\w+)">(\d+)</td><td class="(\w+)">(\d+)</td>', page)
-    assert rows == [
-        ("distractors", "good", "1", "bad", "1"),
-        ("pairs with one change", "bad", "1", "good", "2"),
-        ("pairs with several changes", "bad", "0", "good", "1"),
-    ]
+def test_points_of_a_chart_stand_where_their_values_are():
+    svg = chart([Line("a", [(0, 0.0), (5, 50.0), (10, 100.0)], "main")], "Rate")
+    (x0, y0), (x1, y1), (x2, y2) = places(svg)
+    assert (x0, x2, y0) == (LEFT, WIDTH - report.RIGHT_MARGIN, HEIGHT - BOTTOM)
+    assert (x1, y1) == (pytest.approx((x0 + x2) / 2), pytest.approx((y0 + y2) / 2, abs=0.1))
+    assert y2 == pytest.approx(TOP + (1 - 1 / 1.05) * (HEIGHT - BOTTOM - TOP), abs=0.1)  # a little air above
+    svg = chart([Line("a", [(0, 100.0), (1, 10.0), (2, 1.0), (3, 0.0)], "main")], "Loss", log=True)
+    assert [y for _, y in places(svg)] == pytest.approx([TOP, (TOP + HEIGHT - BOTTOM) / 2, HEIGHT - BOTTOM])
+    assert re.findall(r'class="tick end"[^>]*>([^<]+)<', svg) == ["1", "2", "5", "10", "20", "50", "100"]
+    assert ">2e-5<" in chart([Line("a", [(1, 0.00004)], "main")], "Rate")
 
 
-def test_kinds_of_pairs_that_do_not_occur_have_no_row(toy: Evidence):
-    assert report.alarms([toy.parsed["toy/4"]]) == [("distractors", 1, 0)]
-    assert report.alarms([]) == []
+@pytest.mark.parametrize("log", [True, False])
+def test_curves_of_one_step_or_of_noughts_or_nothing_can_be_drawn(log: bool):
+    assert "svg" in chart([Line("a", [(1, 0.5)], "main")], "Loss", log)
+    drawn = chart([Line("a", [(1, 0.0), (2, 0.0)], "main")], "Loss", log)
+    assert bool(drawn) is not log  # nothing of it can stand on a log scale
+    assert chart([], "Loss") == chart([Line("a", [], "main")], "Loss") == ""
+
+
+CHART = """
+<svg viewBox="0 0 560 260" role="img" aria-label="Rate" class="chart">
+<line class="grid" x1="52" x2="544" y1="230.0" y2="230.0"/>
+<text class="tick end" x="44" y="234.0">0</text>
+<line class="grid" x1="52" x2="544" y1="127.1" y2="127.1"/>
+<text class="tick end" x="44" y="131.1">1</text>
+<line class="grid" x1="52" x2="544" y1="24.3" y2="24.3"/>
+<text class="tick end" x="44" y="28.3">2</text>
+<text class="tick mid" x="52.0" y="252">0</text>
+<text class="tick mid" x="175.0" y="252">1</text>
+<text class="tick mid" x="298.0" y="252">2</text>
+<text class="tick mid" x="421.0" y="252">3</text>
+<text class="tick mid" x="544.0" y="252">4</text>
+<path class="line main" d="M175.0 178.6L544.0 24.3"/>
+<path class="line second" d="M544.0 127.1"/>
+<circle class="second" cx="544.0" cy="127.1" r="3"/>
+</svg>
+"""
+
+
+def test_a_small_chart_is_drawn_stroke_by_stroke():
+    svg = chart([Line("a", [(1, 0.5), (4, 2.0)], "main"), Line("b", [(4, 1.0)], "second", dots=True)], "Rate")
+    assert svg.replace("><", ">\n<") == CHART.strip()
 
 
 CURVES = {
@@ -326,91 +276,273 @@ CURVES = {
 }
 
 
-def drawn(path: Path, columns: Mapping[str, list[str]]) -> dict[str, dict[str, list[tuple[float, float]]]]:
-    """Chart -> line -> its points."""
+def figures(path: Path, columns: Mapping[str, list[str]]) -> dict[str, list[Line]]:
     rows = [",".join(columns), *(",".join(row) for row in zip(*columns.values(), strict=True))]
     path.write_text("\n".join(rows) + "\n")
-    return {
-        figure["title"]: {line.name: list(line.points) for line in figure["lines"]} for figure in report.charts(path)
-    }
+    return {figure["title"]: figure["lines"] for figure in report.charts(path)}
 
 
-def test_every_learning_rate_every_validation_loss_and_cider_are_drawn(tmp_path: Path):
-    found = drawn(tmp_path / "curves.csv", CURVES)
-    assert found["Loss"] == {
-        "each step": [(1, 3.0), (2, 2.0), (3, 1.0)],
-        "training, running mean": [(1, 3.0), (2, 2.0), (3, 1.0)],
-        "validation": [(2, 2.5)],
-        "validation, a": [(2, 2.4)],
-        "validation, b": [(2, 2.6)],
+def test_every_curve_is_drawn_and_what_is_measured_at_checkpoints_with_dots(tmp_path: Path):
+    steps = [(1, 3.0), (2, 2.0), (3, 1.0)]
+    rates = [Line("lr_vision", [(1, 1e-4), (2, 2e-4), (3, 3e-4)], "main")]
+    rates.append(Line("lr_llm", [(1, 1e-3), (2, 2e-3), (3, 3e-3)], "second"))
+    loss = [Line("each step", steps, "faint"), Line("training, running mean", steps, "main")]
+    loss.append(Line("validation", [(2, 2.5)], "second", dots=True))
+    parts = [Line("validation, a", [(2, 2.4)], "third", dots=True), Line("validation, b", [(2, 2.6)], "fourth", True)]
+    ratio = "module_update_ratio"
+    assert figures(tmp_path / "curves.csv", CURVES) == {
+        "Loss": [*loss, *parts],
+        "Learning rate": rates,
+        "Update of the module": [
+            Line(f"{ratio}/2", [(1, 0.0), (3, 0.2)], "main"),
+            Line(f"{ratio}/5", [(1, 0), (3, 0.1)], "second"),
+        ],
+        "Score of the module": [Line("module_score/2", [(1, 0.5), (3, 0.6)], "main")],
+        "CIDEr of validation pairs": [Line("CIDEr", [(2, 50.0), (3, 70.0)], "second", dots=True)],
     }
-    assert found["Learning rate"] == {
-        "lr_vision": [(1, 1e-4), (2, 2e-4), (3, 3e-4)],
-        "lr_llm": [(1, 1e-3), (2, 2e-3), (3, 3e-3)],
-    }
-    assert found["Update of the module"] == {
-        "module_update_ratio/2": [(1, 0.0), (3, 0.2)],
-        "module_update_ratio/5": [(1, 0.0), (3, 0.1)],
-    }
-    assert found["Score of the module"] == {"module_score/2": [(1, 0.5), (3, 0.6)]}
-    assert found["CIDEr of validation pairs"] == {"CIDEr": [(2, 50.0), (3, 70.0)]}
-
-
-def test_the_validation_loss_of_the_only_dataset_is_not_drawn_twice(tmp_path: Path):
     one = {name: values for name, values in CURVES.items() if name not in ("val_loss_b", "val_cider")}
-    found = drawn(tmp_path / "curves.csv", one)
-    assert list(found["Loss"]) == ["each step", "training, running mean", "validation"]
+    found = figures(tmp_path / "curves.csv", one)
+    assert found["Loss"] == loss, "of one dataset the validation loss is not drawn twice"
     assert "CIDEr of validation pairs" not in found
+    assert figures(tmp_path / "curves.csv", dict.fromkeys(CURVES, [])) == {}
 
 
-def test_what_is_measured_at_checkpoints_alone_is_drawn_with_dots(tmp_path: Path):
-    drawn(tmp_path / "curves.csv", CURVES)
-    lines = [line for figure in report.charts(tmp_path / "curves.csv") for line in figure["lines"]]
-    assert {line.name for line in lines if line.dots} == {"validation", "validation, a", "validation, b", "CIDEr"}
+# The page
 
 
-def test_curves_without_a_step_draw_nothing(tmp_path: Path):
-    assert drawn(tmp_path / "curves.csv", dict.fromkeys(CURVES, [])) == {}
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("report")
+    bench.write(root)
+    return root
 
 
-def test_lines_of_a_chart_have_styles_of_their_own_and_the_loss_is_on_a_log_scale(toy: Evidence, tmp_path: Path):
-    loss, rate, cider = report.charts(toy.curves)
-    assert [line.style for line in rate["lines"]] == ["main", "second", "third", "fourth"]
-    assert [(line.style, line.dots) for line in loss["lines"]] == [("faint", False), ("main", False), ("second", True)]
-    assert ">0.2</text>" in loss["svg"]
-    assert ">0</text>" in cider["svg"]
-    assert '<li class="third">lr_module</li>' in draw(toy, tmp_path)
+@pytest.fixture(scope="module")
+def toy(root: Path) -> Evidence:
+    return evidence(root, bench.pairs(root))
 
 
-def test_the_several_changes_are_told_in_words(toy: Evidence, tmp_path: Path):
-    assert (
+@pytest.fixture(scope="module")
+def page(toy: Evidence, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return draw(toy, tmp_path_factory.mktemp("page"))
+
+
+def with_scores(known: Evidence, **scores: float | None) -> Evidence:
+    of = known.report.protocols["toy/test"]
+    changed = of.model_copy(update={"scores": of.scores | scores})
+    return replace(known, report=known.report.model_copy(update={"protocols": {"toy/test": changed}}))
+
+
+def test_the_page_is_whole_and_fetches_nothing(page: str):
+    tags = Tags(page)
+    assert tags.open == []
+    assert all(link.startswith(("data:", "#")) for link in tags.fetched)
+    assert not {"iframe", "object", "embed"} & set(tags.names)
+    assert "url(" not in page
+    assert "@import" not in page
+    assert not re.search(r"fetch\(|XMLHttpRequest|https?://", page.replace("http://www.w3.org", ""))
+
+
+def test_equal_evidence_gives_equal_bytes_inside_the_page_or_in_the_folder_beside_it(toy: Evidence, tmp_path: Path):
+    for name in ("first", "second"):
+        write_report(toy, tmp_path / name, 0)
+    first, second = (
+        {file.name: file.read_bytes() for file in (tmp_path / name).rglob("*.*")} for name in ("first", "second")
+    )
+    assert first == second
+    page = first["report.html"].decode()
+    named = {image for pair in gallery_of(page)["pairs"] for image in pair["images"]}
+    assert named == {f"images/{name}" for name in first if name != "report.html"}
+    assert "This page and its folder images" in page
+    write_report(toy, tmp_path / "first", 1)
+    inside = gallery_of((tmp_path / "first" / "report.html").read_text())["pairs"]
+    assert all(image.startswith("data:image/webp;base64,") for pair in inside for image in pair["images"])
+    assert list((tmp_path / "first" / "images").iterdir()) == []
+
+
+def test_the_numbers_of_the_metrics_are_on_the_page(page: str):
+    for told in (
+        "The type of a single change, named right in 66.7% of pairs",
+        "In 33.3% of the pairs with one change it got all of it right: the type, the object",
+        "CIDEr goes from 50.0 to 5.0, so the predictions come from both images",
+        "SPICE Absent. Its jars are not there.",
         "The 1 pairs with several changes hold 2: 50.0% of them are named by type, 50.0% with object and place as "
         "well, 50.0% with what changed into what. Of the clauses predicted there, 50.0% name a change that happened. "
-        "0.0% of these pairs have all their types named and none too many; in 0.0% everything is right."
-    ) in text_of(draw(toy, tmp_path))
+        "0.0% of these pairs have all their types named and none too many; in 0.0% everything is right.",
+        "Saliency map Outlines on the after-image around the cells in which the model looks for the",
+        "Right and wrong Prediction and references are read",
+    ):
+        assert told in text_of(page)
+    assert "No curves" not in text_of(page)
+    assert "Only these" not in text_of(page)
+    assert '<li class="third">lr_module</li>' in page
 
 
-def test_the_page_is_whole_without_any_caption_score(toy: Evidence, tmp_path: Path):
-    """With the accuracies alone there is no caption score to sort by."""
-    bare = replace(toy, metrics={"change_accuracy": METRICS["change_accuracy"]})
-    page = draw(bare, tmp_path)
-    assert Tags(page).open == []
-    assert list(tiles(page)) == list(tiles(draw(toy, tmp_path)))[4:]
-    assert gallery_of(page)["columns"] == ["type_right", "place_right", "exact_right"]
+def test_the_control_on_a_sample_and_one_that_shows_no_collapse_are_called_so(
+    root: Path, toy: Evidence, tmp_path: Path
+):
+    pairs = bench.pairs(root)
+    for count, told in ((2, True), (6, False)):
+        some = [replace(pair, shuffled_prediction="x" if n < count else None) for n, pair in enumerate(pairs)]
+        text = text_of(draw(evidence(root, some), tmp_path))
+        assert ("(of which a sample of 2 was captioned)" in text) is told
+    assert "not the collapse" in text_of(draw(with_scores(toy, CIDEr_shuffled=0.4), tmp_path))
 
 
-def test_metrics_read_back_as_plain_json(toy: Evidence, tmp_path: Path):
-    toy.report.write(tmp_path / "metrics.json")
-    assert json.loads((tmp_path / "metrics.json").read_text())["protocols"]["toy/test"]["BLEU-4"] == 0.5
+def test_alarms_and_confusions_are_counted_and_drawn(toy: Evidence, page: str):
+    assert report.confusion_table(toy.parsed.values())["rows"][3] == (
+        "none",
+        [(0, 0.0, False), (0, 0.0, False), (1, 0.5, False), (1, 0.5, True)],
+    )
+    body = page[page.index('<table class="confusion">') :]
+    body = body[: body.index("</table>")]
+    types = ["illumination", "removal", "color", "none"]
+    assert re.findall(r'<th scope="col"><span>([^<]+)</span>', body) == types
+    rows = [re.findall(r'<th scope="row">([^<]+)<|<td[^>]*>([^<]+)</td>', row) for row in body.split("<tr>")[2:]]
+    assert [[first or second for first, second in row] for row in rows] == [
+        ["illumination", "·", "·", "·", "1"],
+        ["removal", "·", "1", "·", "·"],
+        ["color", "·", "·", "1", "·"],
+        ["none", "·", "·", "1", "1"],
+    ]
+    assert body.count("var(--good)") == 3
+    alarm = r'<th scope="row">([^<]+)</th><td class="(\w+)">(\d+)</td><td class="(\w+)">(\d+)</td>'
+    assert re.findall(alarm, page) == [
+        ("distractors", "good", "1", "bad", "1"),
+        ("pairs with one change", "bad", "1", "good", "2"),
+        ("pairs with several changes", "bad", "0", "good", "1"),
+    ]
+    assert report.alarms([toy.parsed["toy/4"]]) == [("distractors", 1, 0)]
 
 
-def test_scores_are_printed_with_one_digit():
-    assert (report.times100(0.12345), report.times100(None)) == ("12.3", "–")
-    assert (report.percent(0.12345), report.percent(None)) == ("12.3%", "–")
+def test_without_a_grammar_or_saliency_maps_or_curves_or_all_pairs_the_page_says_so(
+    root: Path, toy: Evidence, tmp_path: Path
+):
+    bare = replace(evidence(root, bench.pairs(root), with_grammar=False), saliency=None, curves=None)
+    page = draw(replace(bare, report=bare.report.model_copy(update={"rows_in": 480})), tmp_path)
+    text = text_of(page)
+    assert "6 pairs, captioned and scored" in text
+    assert "type right" not in text
+    assert "True type and predicted type" not in text
+    assert {pair["images"][2] for pair in gallery_of(page)["pairs"]} == {None}
+    assert "there are no maps in saliency.npz" in page
+    assert "there is no curves.csv" in page
+    assert "Only these of the 480 test pairs were captioned" in text
+    alone = draw(replace(toy, metrics={"change_accuracy": METRICS["change_accuracy"]}), tmp_path)
+    assert Tags(alone).open == []
+    assert list(tiles(alone))[0] == "Type of change right"
+    assert gallery_of(alone)["columns"] == ["type_right", "place_right", "exact_right"]
 
 
-def test_the_notes_say_what_is_not_there(toy: Evidence, tmp_path: Path):
-    text = text_of(draw(toy, tmp_path))
-    assert "Saliency map Outlines on the after-image around the cells in which the model looks for the" in text
-    assert "Right and wrong Prediction and references are read" in text
-    assert "No curves" not in text
+def test_words_of_the_data_cannot_become_markup(root: Path, tmp_path: Path):
+    words = "</script><script>alert(1)</script><img src=x>\u2028"
+    pairs = [replace(pair, prediction=words, references=[words]) for pair in bench.pairs(root)]
+    page = draw(evidence(root, pairs), tmp_path)
+    tags = Tags(page)
+    assert tags.names.count("script") == 2
+    assert "img" not in [name for name, link in zip(tags.names, tags.fetched, strict=False) if link == "x"]
+    assert gallery_of(page)["pairs"][0]["references"] == [words]
+
+
+@pytest.mark.parametrize(
+    ("answer", "note"),
+    [
+        ("yes", None),
+        ("conditions", "Shown. own pairs (licence: CC of a kind): show: as its page says."),
+        ("no", "Not shown. CC of a kind: as its page says."),
+    ],
+)
+def test_images_stand_on_the_page_as_the_licence_allows(answer: Any, note: str | None, toy: Evidence, tmp_path: Path):
+    permission = Permission(answer, "as its page says")
+    licence = Licence("CC of a kind", None, permission, permission, permission)
+    page = draw(replace(toy, specs={"toy": replace(DATASETS["pairs"], licence=licence)}), tmp_path, limit=0)
+    assert [bool(pair["images"]) for pair in gallery_of(page)["pairs"]] == [answer != "no"] * 6
+    assert (tmp_path / "images").exists() is (answer != "no")
+    assert re.findall(r"<dt>Images of toy</dt><dd>(.*?)</dd>", page) == ([note] if note else [])
+    assert "the green ball at the left was removed" in page
+
+
+def tiles(page: str) -> dict[str, str]:
+    found = re.findall(r'<dt>([^<]+)</dt><dd><span class="figure">(.*?)</dd>', page)
+    return {name: " ".join(re.sub("<[^>]+>", " ", value).split()) for name, value in found}
+
+
+def test_the_tiles_show_one_score_to_a_metric_and_the_accuracies(root: Path, tmp_path: Path):
+    bounds = {"METEOR": Interval(low=0.3, high=0.325), "no_change_recall": Interval(low=0.4, high=0.6)}
+    known = {"METEOR": 0.31, "BLEU-4": 0.22, "BLEU-1": 0.9, "ROUGE-L": None}
+    page = draw(evidence(root, bench.pairs(root), intervals=bounds, **known), tmp_path)
+    assert tiles(page) == {
+        "CIDEr": "50.0",
+        "METEOR": "31.0 30.0–32.5",
+        "ROUGE-L": "–",
+        "BLEU-4": "22.0",
+        "Type of change right": "66.7 %",
+        "All of the change right": "33.3 %",
+        "“Nothing changed”, rightly": "50.0 % 40.0–60.0",
+        "“Nothing changed”, wrongly": "25.0 %",
+    }
+    assert table(page, "scores")[1][4] == "–"
+
+
+def test_each_dataset_is_scored_by_its_own_protocols_and_none_is_pooled(root: Path, tmp_path: Path):
+    pairs = bench.pairs(root)
+    pairs[1] = replace(pairs[1], id="more/1", dataset="more")
+    half = Protocol("half", n=2, ids="[04]", max_words=9, references="joined", tokenizer="whitespace")
+    specs = {
+        "toy": replace(DATASETS["pairs"], protocols=(Protocol("whole", n=9), half)),
+        "more": replace(DATASETS["pairs"], protocols=(Protocol("color", n=None, change_types=("removal",)),)),
+    }
+    page = draw(evidence(root, pairs, specs), tmp_path)
+    rows = [["Protocol", "n"], ["toy/whole*", "5 of 9"], ["toy/half", "2 of 2"], ["more/color", "1"]]
+    assert [row[:2] for row in table(page, "scores")] == rows
+    text = text_of(page)
+    assert "* Fewer pairs than papers score: not comparable with published figures." in text
+    rules = "Pairs whose id matches [04], against their references joined to one text, both cut after 9 words; tokens"
+    assert f"{rules} by white space alone." in text
+    assert "Pairs of removal alone, against all their references; tokens by the PTB tokenizer." in text
+    assert "the figures here are those of toy/whole." in text
+    assert table(page, "toy-half")[1][:2] == ["all", "2 of 2"]
+    links = re.findall(r'<a href="#([^"]+)">', page[page.index("<nav>") : page.index("</nav>")])
+    assert links[:3] == ["scores", "toy-whole", "more-color"]
+    assert page.count("By type of change") == 2  # of the first protocol of each dataset
+
+
+def test_the_table_of_types_leads_to_the_pairs_of_a_type_and_tables_are_saved_from_the_page(page: str):
+    halves = ["50.0"] * 4
+    assert table(page, "toy-test-types") == [
+        ["Type", "n", "type right", "place right", "all right", "CIDEr", "METEOR", "ROUGE-L", "BLEU-4"],
+        ["illumination", "1", "0.0%", "0.0%", "0.0%", *halves],
+        ["removal", "1", "100.0%", "0.0%", "0.0%", *halves],
+        ["color", "1", "100.0%", "100.0%", "100.0%", *halves],
+    ]
+    types = re.findall(r'data-type="(\w+)">(\w+)<', page)
+    assert types == [(name, name) for name in ("illumination", "removal", "color")]
+    links = re.findall(r'<a download="([^"]+)" href="data:text/plain;charset=utf-8,([^"]+)"', page)
+    names = ("scores", "toy-test-groups", "toy-test-types")
+    assert [name for name, _ in links] == [f"{name}.{kind}" for name in names for kind in ("tex", "csv")]
+    assert links[1][1].startswith("Protocol%2Cn%2CCIDEr")
+    csv = "Protocol,n,CIDEr,METEOR,ROUGE-L,BLEU-4\ntoy/test,6,50.00,50.00,50.00,50.00\n"
+    assert f'<pre tabindex="0">{csv}</pre>' in page
+
+
+def test_published_scores_stand_beside_those_of_a_known_benchmark(root: Path, tmp_path: Path, page: str):
+    pairs = [replace(pair, dataset="iedit") for pair in bench.pairs(root)]
+    known = draw(evidence(root, pairs, CIDEr=0.6), tmp_path)
+    rows = table(known, "iedit-test-published")
+    assert rows[0] == ["Method", "venue", "n", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr", "SPICE"]
+    assert rows[1][0] == "M3Diff"
+    assert '<tr class="ours"><th scope="row">this run</th>' in known
+    ours = [row[0] for row in rows].index("this run")
+    assert float(rows[ours - 1][6]) >= 60.0 >= float(rows[ours + 1][6])
+    assert "Beside published results" not in page
+
+
+def test_an_optional_metric_has_a_column_where_it_has_a_score_and_what_is_absent_says_where(toy: Evidence):
+    there = with_scores(toy, SPICE=0.2).report.protocols
+    assert report.table_columns(toy.metrics, there)[1] == ["CIDEr", "METEOR", "ROUGE-L", "BLEU-4", "SPICE"]
+    assert "SPICE" not in report.table_columns(toy.metrics, toy.report.protocols)[0]
+    known = {
+        "a/x": scores().model_copy(update={"absent": {"SPICE": "no jars", "METEOR": "it died"}}),
+        "b/y": scores().model_copy(update={"absent": {"SPICE": "no jars"}}),
+    }
+    assert report.absent_scores(known) == [("SPICE", "no jars"), ("METEOR of a/x", "it died")]

@@ -1,3 +1,5 @@
+"""Java, the tokenizer, programs that die or hang, metrics side by side, and metrics.json."""
+
 import json
 import os
 import signal
@@ -12,12 +14,22 @@ import pytest
 from pycocoevalcap.spice import spice
 from pycocoevalcap.tokenizer import ptbtokenizer
 
-from m3diff.scoring.metrics import METRICS, choose_metrics
-from m3diff.scoring.metrics.metric import ALL, Metric, MetricScores, Tokens
-from m3diff.scoring.metrics.scorer import Scorer, ScorerFailed, sanitise, tokenise
+from m3diff.datasets.spec import Protocol
+from m3diff.records.errors import DataError
+from m3diff.scoring.bootstrap import Interval
+from m3diff.scoring.metrics import ALL, METRICS, Metric, MetricScores, choose_metrics
+from m3diff.scoring.metrics.java import JavaMissing, Scorer, ScorerFailed, require_java, sanitise, tokenise
 from m3diff.scoring.metrics.spice import JARS, NASHORN, find_jars
-from m3diff.scoring.pairs import EvalPair
-from m3diff.scoring.run import compute_metrics, tokenise_protocols
+from m3diff.scoring.protocols import ProtocolPairs
+from m3diff.scoring.run import (
+    HEADLINE,
+    EvaluateReport,
+    compute_metrics,
+    headline,
+    merge,
+    summarise,
+    tokenise_protocols,
+)
 from tests.scoring import bench
 from tests.scoring.bench import fake_java
 
@@ -45,7 +57,8 @@ def score(
     return compute_metrics(metrics or choose_metrics(COCO), scored, {}, spice_dir, limit_s)["toy/test"]
 
 
-def quick_score(predictions: dict[str, str], limit_s: int = 20, spice_dir: Path | None = None) -> MetricScores:
+def quick_score(limit_s: int = 20, spice_dir: Path | None = None) -> MetricScores:
+    predictions = {"a": "a red cube", "b": "a blue ball"}
     references = {i: [prediction, "another reference"] for i, prediction in predictions.items()}
     return score(references, predictions, spice_dir=spice_dir, limit_s=limit_s)
 
@@ -73,31 +86,37 @@ def load(name: str):
     return json.loads(next(REAL.glob(f"*{name}")).read_text(encoding="utf-8"))
 
 
+@pytest.mark.fault("18")
+def test_java_is_found_by_its_version_and_what_is_none_names_the_remedy(tmp_path: Path, monkeypatch):
+    assert require_java() >= 8
+    assert issubclass(JavaMissing, DataError)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(JavaMissing, match="not found on PATH.*apt-get install openjdk-17"):
+        require_java()
+
+    def put_java(script: str) -> None:
+        (tmp_path / "java").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "java").chmod(0o755)
+
+    for line, major in {"1.8.0_292": 8, "11.0.2": 11, "17.0.15": 17, "21": 21}.items():
+        put_java(f"echo 'openjdk version \"{line}\"' >&2")
+        assert require_java() == major
+    put_java("echo Unrecognized option: -Dx >&2; exit 1")
+    with pytest.raises(JavaMissing, match="does not start.*Unrecognized option: -Dx.*install a Java runtime"):
+        require_java()
+    put_java("echo 'java version \"1.7.0\"' >&2")
+    with pytest.raises(JavaMissing, match="too old"):
+        require_java()
+
+
 @pytest.mark.parametrize("space", ["\n", "\r", "\r\n", "\v", "\f", "\x1c", "\x85", "\u2028", "\u2029", "\0", "\t"])
 def test_white_space_that_could_end_a_line_becomes_one_space(space: str):
     assert sanitise(f" a{space}cube ") == "a cube"
 
 
-def test_the_separator_of_meteor_is_taken_out_of_captions():
+def test_the_separator_of_meteor_is_taken_out_and_composed_and_decomposed_letters_are_one():
     assert sanitise("a ||| b || c") == "a b || c"
-
-
-def test_composed_and_decomposed_letters_are_one():
     assert sanitise("cafe\u0301") == sanitise("caf\u00e9")
-
-
-@pytest.mark.fault("17")
-def test_line_ends_inside_captions_move_no_other_caption():
-    captions = ["a cube\u2028turned red", "", "The ball, is\r\ngone.", "nothing\vchanged", "  ", "last \f one"]
-    found = tokenise(captions, 60)
-    assert [found[caption] for caption in captions] == [
-        "a cube turned red",
-        "",
-        "the ball is gone",
-        "nothing changed",
-        "",
-        "last one",
-    ]
 
 
 ODD = {
@@ -112,6 +131,19 @@ ODD = {
     "": "",
     " \n ": "",
 }
+
+
+@pytest.mark.fault("17")
+def test_line_ends_inside_captions_move_no_other_caption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    seen = tmp_path / "seen"
+    monkeypatch.setenv("PATH", fake_java(tmp_path / "bin", "PTBTokenizer", f"pwd > {seen}"))
+    odd = {
+        "The ball, is\r\ngone.": "the ball is gone",
+        "nothing\vchanged": "nothing changed",
+        "last \f one": "last one",
+    }
+    assert tokenise([*odd, *ODD], 60) == odd | ODD
+    assert "site-packages" not in seen.read_text(), "it works outside the installed package"
 
 
 @pytest.mark.slow(15)
@@ -130,20 +162,6 @@ def test_an_odd_caption_moves_no_other_one_to_the_wrong_pair(tmp_path: Path, mon
     assert {i: found.pairs[i] for i in plain} == {i: other.pairs[i] for i in plain}
     assert len({found.pairs[i]["ROUGE-L"] for i in plain}) == 1
     assert found.pairs["00"]["METEOR"] > 0.5 > other.pairs["00"]["METEOR"]
-    assert tokenise(predictions.values(), 60).items() >= ODD.items()
-
-
-def test_java_programs_work_outside_the_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    seen = tmp_path / "seen"
-    monkeypatch.setenv("PATH", fake_java(tmp_path / "bin", "PTBTokenizer", f"pwd > {seen}"))
-    tokenise(["a cube"], 60)
-    assert "site-packages" not in seen.read_text()
-
-
-def test_a_tokenizer_that_fails_is_said_and_not_scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("PATH", fake_java(tmp_path / "bin", "PTBTokenizer", "exit 1"))
-    with pytest.raises(ScorerFailed, match="1 lines for 2 captions"):
-        tokenise(["a cube"], 60)
 
 
 @pytest.mark.fault("18", "30")
@@ -170,21 +188,19 @@ def test_a_package_that_cannot_be_written_serves_as_well_in_a_german_locale(
 
 
 @pytest.mark.fault("18")
-def test_a_meteor_that_is_killed_is_absent_and_the_reason_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("then", "reason"),
+    [
+        ("read line; kill -9 $$", "METEOR gave up (0 answers to 2 captions); its last words: none"),
+        ("echo no memory left >&2; exit 1", "its last words: no memory left"),
+    ],
+)
+def test_a_meteor_that_is_killed_or_dies_costs_only_its_own_score(then, reason, tmp_path: Path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", bench.small_table(tmp_path))
-    monkeypatch.setenv("PATH", fake_java(tmp_path / "bin", "meteor", "read line; kill -9 $$"))
-    found = quick_score({"a": "a red cube", "b": "a blue ball"})
+    monkeypatch.setenv("PATH", fake_java(tmp_path / "bin", "meteor", then))
+    found = quick_score()
     assert found.groups[ALL]["METEOR"] is None
-    assert found.absent["METEOR"] == "RuntimeError: METEOR gave up (0 answers to 2 captions); its last words: none"
-    assert found.groups[ALL]["BLEU-4"] is not None
-
-
-def test_a_meteor_that_dies_costs_only_its_own_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("PYTHONPATH", bench.small_table(tmp_path))
-    monkeypatch.setenv("PATH", fake_java(tmp_path / "bin", "meteor", "echo no memory left >&2; exit 1"))
-    found = quick_score({"a": "a red cube", "b": "a blue ball"})
-    assert found.groups[ALL]["METEOR"] is None
-    assert "no memory left" in found.absent["METEOR"]
+    assert reason in found.absent["METEOR"]
     assert found.groups[ALL]["BLEU-4"] is not None
 
 
@@ -193,7 +209,7 @@ def test_a_meteor_that_hangs_is_killed_with_all_its_children(tmp_path: Path, mon
     monkeypatch.setenv("PYTHONPATH", bench.small_table(tmp_path))
     monkeypatch.setenv("PATH", fake_java(tmp_path / "bin", "meteor", f"echo $$ >> {tmp_path}/pid; sleep 1000"))
     start = time.monotonic()
-    found = quick_score({"a": "a red cube", "b": "a blue ball"}, limit_s=5)
+    found = quick_score(limit_s=5)
     assert time.monotonic() - start < 25
     assert found.absent["METEOR"] == "no answer within 5 s (compute.scorer_timeout_s)"
     assert is_gone(int((tmp_path / "pid").read_text()))
@@ -203,13 +219,14 @@ def test_a_worker_whose_parent_is_gone_ends_itself_and_its_children(tmp_path: Pa
     monkeypatch.setenv("PYTHONPATH", bench.small_table(tmp_path))
     monkeypatch.setenv("PATH", fake_java(tmp_path / "bin", "meteor", f"echo $$ >> {tmp_path}/pid; sleep 1000"))
     worker = Scorer("METEOR", limit_s=-3)  # its own limit is 5 s longer
-    worker.send({"items": [["x", ["x"]]], "shards": 1})
+    with pytest.raises(ScorerFailed, match="no answer within -3 s"):
+        worker.ask({"items": [["x", ["x"]]], "shards": 1})
     assert worker.process.wait(timeout=10) == -signal.SIGKILL
     assert is_gone(int((tmp_path / "pid").read_text()))
 
 
 @pytest.mark.fault("18")
-def test_spice_without_its_files_is_absent_and_says_how_to_get_them(tmp_path: Path):
+def test_spice_without_its_files_or_that_dies_is_absent_and_leaves_the_package_alone(tmp_path: Path, monkeypatch):
     with pytest.raises(ScorerFailed, match="^needs stanford-corenlp-3.6.0.jar and .*compute.spice_dir$"):
         find_jars(None)
     for name in (JARS[0], *NASHORN):
@@ -218,18 +235,10 @@ def test_spice_without_its_files_is_absent_and_says_how_to_get_them(tmp_path: Pa
         find_jars(tmp_path)
     (tmp_path / JARS[1]).touch()
     assert find_jars(tmp_path) == [tmp_path / name for name in JARS + NASHORN]
-
-
-@pytest.mark.fault("18")
-def test_a_spice_that_dies_is_absent_downloads_nothing_and_leaves_the_package_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
     monkeypatch.setenv("PATH", fake_java(tmp_path / "bin", "meteor", "exit 1"))
-    for name in JARS + NASHORN:
-        (tmp_path / name).touch()  # no jars at all, so the real SPICE starts and ends
     package = Path(spice.__file__).parent
     before = sorted(os.listdir(package)), sorted(os.listdir(package / "lib"))
-    found = quick_score({"a": "a red cube", "b": "a blue ball"}, spice_dir=tmp_path)
+    found = quick_score(spice_dir=tmp_path)  # they are no jars at all, so the real SPICE starts and ends
     assert found.groups[ALL]["SPICE"] is None
     assert "status 1; its last words: " in found.absent["SPICE"]
     assert found.groups[ALL]["CIDEr"] is not None
@@ -240,32 +249,26 @@ def metric(compute, headline: str = "words", **fields) -> Metric:
     return Metric(compute, headline, **({"scores": (headline,), "java": False} | fields))
 
 
-def constant(value: float):
-    """A metric that gives every group the same score."""
-    return lambda pairs, groups, tools: MetricScores({name: {"words": value} for name in groups}, {})
+def constant(pairs, groups, tools) -> MetricScores:
+    return MetricScores({name: {"words": 2.0} for name in groups}, {"a": {"column": 1.0}})
 
 
-def test_without_a_metric_that_needs_java_none_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    found = score({"a": ["x"]}, {"a": "x"}, groups={"change": ["a"]}, metrics={"words": metric(constant(2.0))})
-    assert found.groups == {ALL: {"words": 2.0}, "change": {"words": 2.0}}
+def test_scores_of_several_metrics_stand_side_by_side_and_one_that_fails_costs_only_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("PATH", str(tmp_path))  # no Java
 
-
-def test_a_metric_that_fails_costs_only_its_own_score_and_gives_the_reason():
     def fail(*_):
         raise ScorerFailed("out of words")
 
-    metrics = {"a": metric(fail, "a_headline", scores=("a_1", "a_headline")), "words": metric(constant(2.0))}
+    metrics = {
+        "a": metric(fail, "a_headline", scores=("a_1", "a_headline")),
+        "words": metric(constant, overall=("control",)),
+    }
     found = score({"a": ["x"]}, {"a": "x"}, groups={"change": []}, metrics=metrics)
-    assert found.groups == {name: {"a_1": None, "a_headline": None, "words": 2.0} for name in (ALL, "change")}
-    assert found.absent == {"a_headline": "out of words"}
-
-
-def test_scores_of_all_pairs_only_are_null_there_and_nowhere_else():
-    metrics = {"a": metric(lambda *_: MetricScores({}, {"a": {"column": 1.0}}), overall=("control",))}
-    found = score({"a": ["x"]}, {"a": "x"}, groups={"change": ["a"]}, metrics=metrics)
-    assert found.groups == {ALL: {"words": None, "control": None}, "change": {"words": None}}
-    assert found.pairs == {"a": {"column": 1.0}}
+    of_group = {"a_1": None, "a_headline": None, "words": 2.0}
+    assert found.groups == {ALL: of_group | {"control": None}, "change": of_group}
+    assert (found.absent, found.pairs) == ({"a_headline": "out of words"}, {"a": {"column": 1.0}})
 
 
 def test_a_program_works_beside_the_scorers_in_python():
@@ -304,25 +307,21 @@ def test_a_fault_in_one_metric_is_raised_and_leaves_no_process(tmp_path: Path, m
     assert is_gone(int((tmp_path / "pid").read_text()))
 
 
-def test_a_tokenizer_that_fails_ends_what_waits_for_its_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_tokenizer_that_fails_is_said_and_ends_what_waits_for_its_tokens(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("PATH", fake_java(tmp_path / "bin", "PTBTokenizer", "exit 1"))
     with pytest.raises(ScorerFailed, match="1 lines for 3 captions"):
         score({"a": ["x"]}, {"a": "y"}, metrics={"METEOR": METRICS["METEOR"]})
 
 
-def tokenise_pairs(pairs: list[EvalPair]) -> Tokens:
-    return tokenise_protocols([bench.grouped(pairs, {})], 60)["toy/test"]
-
-
 def test_shuffled_predictions_are_of_the_pairs_that_have_one():
-    pairs = [replace(pair, shuffled_prediction="a cube") for pair in bench.pairs()]
-    tokens = tokenise_pairs(pairs)
-    assert tokens.shuffled == {pair.id: "a cube" for pair in pairs}
-    assert tokens.predictions["toy/3"] == "the red ball at the top turned green and the lamp went out"
-    assert tokens.references["toy/4"] == ["nothing changed", "no change was made"]
-    some = tokenise_pairs([*pairs[:-1], replace(pairs[-1], shuffled_prediction=None)])
-    assert some.shuffled == {pair.id: "a cube" for pair in pairs[:-1]}
-    assert tokenise_pairs([replace(pair, shuffled_prediction=None) for pair in pairs]).shuffled is None
+    pairs = [replace(pair, shuffled_prediction="a cube") for pair in bench.pairs()[:-1]]
+    one = bench.grouped([*pairs, bench.pairs()[-1]], {})
+    none = replace(bench.grouped(bench.pairs(), {}), protocol=Protocol("none", n=None))
+    found = tokenise_protocols([one, none], 60)
+    assert found["toy/test"].shuffled == {pair.id: "a cube" for pair in pairs}
+    assert found["toy/test"].predictions["toy/3"] == "the red ball at the top turned green and the lamp went out"
+    assert found["toy/test"].references["toy/4"] == ["nothing changed", "no change was made"]
+    assert found["toy/none"].shuffled is None
 
 
 @needs_real
@@ -349,3 +348,73 @@ def test_the_published_scores_of_coco_caption_come_out(monkeypatch: pytest.Monke
     assert "METEOR" not in found.absent
     assert found.groups["none"]["METEOR"] is None
     assert found.groups["half"]["METEOR"] != found.groups[ALL]["METEOR"]
+
+
+# metrics.json
+
+TOY = ProtocolPairs("toy", Protocol("total", n=8), bench.pairs())
+
+
+def report(toy: ProtocolPairs = TOY) -> EvaluateReport:
+    """Every caption score 0.5, the accuracies as they are, no control, one interval."""
+    metrics = choose_metrics(bench.ALL_METRICS)
+    fixed = {
+        name: MetricScores({group: dict.fromkeys(metric.scores, 0.5) for group in toy.groups}, {})
+        for name, metric in metrics.items()
+    }
+    accuracy = {"change_accuracy": metrics["change_accuracy"]}
+    fixed["change_accuracy"] = compute_metrics(accuracy, [toy], bench.parse(toy.pairs), None, 1)[toy.name]
+    fixed["SPICE"] = MetricScores({}, {}, {"SPICE": "why"})
+    scores = {toy.name: merge(metrics, toy.groups, fixed)}
+    return summarise(9, 6, [toy], scores, {toy.name: {"CIDEr": Interval(low=0.4, high=0.75)}})
+
+
+def test_the_file_has_the_names_that_dvc_mlflow_and_the_gate_read_with_every_value_in_its_group(tmp_path: Path):
+    report().write(tmp_path / "metrics.json")
+    text = (tmp_path / "metrics.json").read_text()
+    assert '"pairs": 6,' in text
+    assert '"changes": 2,' in text, "counts stay whole numbers"
+    written = json.loads(text)
+    assert list(written) == ["stage", "rows_in", "rows_out", "protocols"]
+    assert (written["stage"], written["rows_in"], written["rows_out"]) == ("evaluate", 9, 6)
+    assert list(written["protocols"]) == ["toy/total"]
+    total = written["protocols"]["toy/total"]
+    captions = ["CIDEr", "METEOR", "ROUGE-L", "BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "SPICE"]
+    overall = [*METRICS["change_accuracy"].overall, *METRICS["pixel_threshold"].overall]
+    groups = ["intervals", "change", "multi_change", "distractors", "by_type", "by_changes", "by_length", "absent"]
+    assert list(total) == ["pairs", "published_pairs", *captions, "CIDEr_shuffled", *overall, *groups]
+    false_changes = ["false_changes", "false_changes_per_pair"]
+    of_type = ["type_accuracy", "place_accuracy", "exact_accuracy", *false_changes]
+    assert list(total["change"]) == ["pairs", *captions, *false_changes]
+    assert list(total["by_type"]["color"]) == ["pairs", *captions, *of_type]
+    assert list(total["by_type"]) == ["color", "illumination", "removal"]
+    assert (list(total["by_changes"]), list(total["by_length"])) == (["1", "2"], ["1-9", "10-19"])
+    assert list(total["by_length"]["1-9"]) == list(total["by_changes"]["2"]) == ["pairs", *captions, *of_type]
+    assert (total["pairs"], total["published_pairs"]) == (6, 8)
+    assert total["intervals"] == {"CIDEr": {"low": 0.4, "high": 0.75}}
+    assert [total[name]["pairs"] for name in ("change", "multi_change", "distractors")] == [4, 1, 2]
+    removal = total["by_type"]["removal"]
+    assert (removal["pairs"], removal["exact_accuracy"], removal["CIDEr"]) == (1, 0.0, 0.5)
+    assert (total["multi_change"]["type_recall"], total["change_type_accuracy"]) == (0.5, 2 / 3)
+    assert total["by_changes"]["1"]["type_accuracy"] == 2 / 3
+    assert (total["SPICE"], total["change"]["SPICE"], total["absent"]["SPICE"]) == (None, None, "why")
+    assert total["absent"].keys() == {"SPICE", "reversal"}
+
+
+def test_fewer_pairs_than_papers_score_are_partial_and_as_many_or_unknown_are_not():
+    counts = {8: True, 6: False, None: False}
+    toys = {n: ProtocolPairs("toy", Protocol("total", n=n), bench.pairs()) for n in counts}
+    assert {n: report(toy).protocols["toy/total"].is_partial for n, toy in toys.items()} == counts
+
+
+def test_the_scores_to_compare_runs_by_are_those_of_each_dataset_s_first_protocol_times_100():
+    first, second = report().protocols["toy/total"], report(replace(TOY, protocol=Protocol("other", n=8)))
+    both = EvaluateReport(
+        stage="evaluate", rows_in=9, rows_out=6, protocols={"toy/total": first, **second.protocols, "more/all": first}
+    )
+    found = headline(both)
+    assert list(found) == ["toy/total", "more/all"]
+    assert found["toy/total"]["CIDEr"] == 50.0
+    assert found["toy/total"]["change_type_accuracy"] == round(100 * first.scores["change_type_accuracy"], 2)
+    assert not {"SPICE", "reversal"} & found["toy/total"].keys(), "scores that are absent"
+    assert set(found["toy/total"]) <= set(HEADLINE)

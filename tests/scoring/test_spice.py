@@ -19,8 +19,7 @@ import pytest
 from m3diff.__main__ import DATA_REFUSED, main
 from m3diff.datasets.spec import Protocol
 from m3diff.scoring.bootstrap import score_of
-from m3diff.scoring.metrics import METRICS, gate_metrics, parses, spice
-from m3diff.scoring.metrics.metric import ALL, MetricScores
+from m3diff.scoring.metrics import ALL, METRICS, MetricScores, gate_metrics, spice
 from m3diff.scoring.protocols import ProtocolPairs
 from m3diff.scoring.run import compute_metrics
 from m3diff.stages.evaluate.stage import evaluate
@@ -302,7 +301,7 @@ def test_of_two_at_once_the_one_that_parsed_more_is_kept(toy: Bench):
         file.writestr("data.mdb", json.dumps([str(i) for i in range(20)]))
         file.writestr("captions", "\n".join(str(i) for i in range(20)))
     toy.kept.unlink()
-    name = parses.kept_file([toy.jars / name for name in JARS]).name
+    name = spice.kept_file([toy.jars / name for name in JARS]).name
     place = toy.cache / "m3diff" / name
     toy.fails(f"if run['new']: pathlib.Path({str(place)!r}).write_bytes(pathlib.Path({str(others)!r}).read_bytes())")
     assert toy.spice()
@@ -310,7 +309,7 @@ def test_of_two_at_once_the_one_that_parsed_more_is_kept(toy: Bench):
 
 
 def test_a_cache_that_has_grown_too_large_is_made_anew(toy: Bench):
-    toy.monkeypatch.setattr(parses, "MOST", 5)
+    toy.monkeypatch.setattr(spice, "MOST", 5)
     for _ in range(2):
         assert toy.spice()
     assert toy.parsed == [6, 0, 6, 0]

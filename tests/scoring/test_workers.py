@@ -11,9 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from m3diff.scoring.metrics import METRICS, meteor, worker
-from m3diff.scoring.metrics.metric import ALL, Item, MetricScores
-from m3diff.scoring.metrics.scorer import Scorer
+from m3diff.scoring.metrics import ALL, METRICS, Item, MetricScores, meteor, worker
+from m3diff.scoring.metrics.java import Scorer
 from m3diff.scoring.metrics.spice import JARS, NASHORN
 from m3diff.scoring.run import compute_metrics
 from tests.scoring import bench
@@ -202,8 +201,7 @@ def java_statistics(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("PYTHONPATH", bench.small_table(folder, ("crimson block", "red cube"), ("ball", "gone")))
         with Scorer("METEOR", 60) as program:
-            program.send({"items": CAPTIONS * 150, "shards": 2})
-            found = program.result()
+            found = program.ask({"items": CAPTIONS * 150, "shards": 2})
     assert found == found[: len(CAPTIONS)] * 150  # whichever program scored it
     return found[: len(CAPTIONS)], folder / "pycocoevalcap" / "meteor"
 

@@ -1,0 +1,144 @@
+"""Two runs on the same test pairs: the difference of each score with its interval, and a page of the pairs.
+
+Each run is a report folder of evaluate; of it scores.parquet alone is read. References, images, grammar and licence are
+those of this checkout's records.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from m3diff.records.errors import DataError, readable
+from m3diff.records.files import write_atomic
+from m3diff.scoring import bootstrap
+from m3diff.scoring.grammar import load_grammars, parse_predictions
+from m3diff.scoring.metrics import METRICS, Metric, PairValue
+from m3diff.scoring.pairs import EvalPair, read_test_records
+from m3diff.scoring.protocols import load_specs
+from m3diff.stages.evaluate.report import Row, Table, in_papers_units, plain, templates
+from m3diff.stages.evaluate.report.gallery import ImageStore, RunPairs, gallery, rights_of
+
+INSIDE_MB = 24
+"""Of images; of more, all stand in a folder beside the page."""
+Scores = dict[str, dict[str, dict[str, PairValue]]]
+"""Protocol -> pair id -> column -> value."""
+
+
+def compare(first: Path, second: Path, records: Path, clean: Path, out: Path) -> dict[str, Table]:
+    """Write the page `out`; its images stand inside it or, where there are many, in `<name>_images` beside it.
+
+    Args:
+        first, second: folders that hold scores.parquet, or the files themselves.
+
+    Returns:
+        By protocol a table with a row to each score: both runs, and the second minus the first.
+
+    Raises:
+        DataError: no scores.parquet, or none that this version writes; the pairs of a protocol are not the same ones;
+            they are not among the test pairs of `clean`; no protocol is in both; an image is missing.
+    """
+    paths = [path / "scores.parquet" if path.is_dir() else path for path in (first, second)]
+    tables = [read_scores(path) for path in paths]
+    scores = [by_pair(table) for table in tables]
+    protocols = shared_protocols(paths, scores)
+    folders = [path.parent for path in paths]
+    names = [folder.resolve().name for folder in folders]
+    if names[0] == names[1]:
+        names = [str(folder) for folder in folders]
+    columns = set(tables[0].column_names) & set(tables[1].column_names)
+    metrics = {name: metric for name, metric in METRICS.items() if metric.columns and set(metric.columns) <= columns}
+    differences = {protocol: difference_table(protocol, names, metrics, *tables) for protocol in protocols}
+    known = read_test_records(clean)
+    for protocol in protocols:
+        if missing := [i for i in scores[0][protocol] if i not in known]:
+            raise DataError(f"{clean / 'records.parquet'}: no test pair {missing[0]}, which both runs captioned")
+    specs = load_specs(records, (known[i] for protocol in protocols for i in scores[0][protocol]))
+    grammars = load_grammars(records, specs)
+    runs = []
+    for name, of_run in zip(names, scores, strict=True):
+        pairs: dict[str, dict[str, EvalPair]] = {
+            of: {i: replace(known[i], prediction=str(row["prediction"])) for i, row in of_run[of].items()}
+            for of in protocols
+        }
+        first_protocols = {i: pair for of in reversed(protocols) for i, pair in pairs[of].items()}
+        runs.append(RunPairs(name, pairs, of_run, parse_predictions(grammars, first_protocols.values())))
+    rights = {dataset: rights_of(spec) for dataset, spec in specs.items()}
+    store = ImageStore(out.with_name(f"{out.stem}_images"), INSIDE_MB * 1_000_000)
+    page = templates(Path(__file__).parent).get_template("compare.html.j2")
+    text = page.render(
+        runs=names,
+        parts=[{"name": name, "id": plain(name), "table": table} for name, table in differences.items()],
+        gallery=gallery(runs, metrics, rights, {}, store),
+        gallery_title="Pair by pair",
+        gallery_note=f"Differences are {names[1]} minus {names[0]}.",
+        image_rights=rights,
+    )
+    write_atomic(out, text)
+    return differences
+
+
+def read_scores(path: Path) -> pa.Table:
+    if not path.is_file():
+        raise DataError(f"{path}: no such file; name the folder that evaluate wrote for a run, such as data/07_report")
+    with readable(path, "fetch it again, or run `m3diff evaluate` there"):
+        table = pq.read_table(path)
+    if missing := [name for name in ("protocol", "id", "prediction") if name not in table.column_names]:
+        raise DataError(
+            f"{path}: no column {', '.join(missing)}: an earlier version wrote it; run `m3diff evaluate` again"
+        )
+    return table
+
+
+def by_pair(table: pa.Table) -> Scores:
+    found: Scores = {}
+    for row in table.to_pylist():
+        found.setdefault(row["protocol"], {})[row["id"]] = row
+    return found
+
+
+def shared_protocols(paths: Sequence[Path], scores: Sequence[Scores]) -> list[str]:
+    """The protocols of both runs, in the first one's order.
+
+    Raises:
+        DataError: there is none, or one has not the same pairs in both.
+    """
+    first, second = scores
+    shared = [name for name in first if name in second]
+    if not shared:
+        raise DataError(
+            f"{paths[1]}: protocols {', '.join(second)}; {paths[0]} has {', '.join(first)}: none is in both"
+        )
+    for name in shared:
+        if odd := first[name].keys() ^ second[name].keys():
+            raise DataError(
+                f"{paths[0]} and {paths[1]}: {name} has {len(first[name])} and {len(second[name])} pairs, "
+                f"{len(odd)} of them in one run alone, such as {min(odd)}; score both runs on the same test pairs"
+            )
+    return shared
+
+
+def difference_table(
+    protocol: str, names: Sequence[str], metrics: Mapping[str, Metric], first: pa.Table, second: pa.Table
+) -> Table:
+    """A row to each score: of either run, and the gain of the second with its interval."""
+    rows = []
+    for name, score in bootstrap.resampled_scores(metrics).items():
+        found = bootstrap.compare(second, first, protocol, score)
+        if found is not None:
+            gain = in_papers_units(found.gain, found.interval, signed=True)
+            rows.append(Row(name, (), (in_papers_units(found.second), in_papers_units(found.first), gain)))
+    return Table(f"{plain(protocol)}-difference", ("Score", *names, "difference"), rows)
+
+
+def as_text(protocol: str, table: Table) -> str:
+    """A table as lines of a terminal."""
+    lines = [
+        table.columns,
+        *((row.name, *(f"{cell.text}  {cell.bounds}".strip() for cell in row.cells)) for row in table.rows),
+    ]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    body = ["  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    return "\n".join([protocol, *body])

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from m3diff.commands.score.predictions import Prediction
-from m3diff.commands.score.references import Benchmark, Counts, Reference, published_counts
+from m3diff.commands.score.files import Benchmark, Counts, Prediction, Reference, published_counts
 from m3diff.datasets.spec import Protocol
 from m3diff.records.errors import DataError
 
@@ -20,6 +19,16 @@ MANY = 0.2
 """Share of captions from which on a way of writing is the file's."""
 WORDS = 5_000
 """Words of a caption above which METEOR may fail, and every pair's score with it; they have up to 8 characters."""
+
+nfc, nfkc = (partial(unicodedata.normalize, form) for form in ("NFC", "NFKC"))
+
+SAME: dict[str, Callable[[str], str]] = {
+    "in upper and lower case alone": str.casefold,
+    "in spaces alone": lambda name: "".join(name.split()),
+    "by the .0 of a number with a point": lambda name: name.removesuffix(".0"),
+    "in the Unicode form of letters that look the same": nfkc,
+}
+"""How two ids differ -> what is the same of both then."""
 
 
 class Matched(NamedTuple):
@@ -36,11 +45,7 @@ def plain(name: str) -> str:
     found = SCENE.fullmatch(bare)
     if not found:
         return bare
-    distractor = found["distractor"] or ("_n" if found["kind"] == "nonsemantic" else "")
-    return found["number"] + distractor
-
-
-nfc = partial(unicodedata.normalize, "NFC")
+    return found["number"] + (found["distractor"] or ("_n" if found["kind"] == "nonsemantic" else ""))
 
 
 def finder(known: Iterable[str], dataset: str) -> Callable[[str], str | None]:
@@ -87,80 +92,38 @@ def match(rows: Sequence[Prediction], known: Iterable[str], dataset: str, counts
             renamed = given, name
         captions[name] = caption
     if len(times) < len(rows):
-        raise DataError(repeated(rows, times, counts.records))
+        name, most = times.most_common(1)[0]
+        found = f"{len(rows):,} captions for {len(times):,} ids: {name!r} has {most}"
+        if len(rows) == counts.records:
+            raise DataError(f"{found}{level(len(rows), counts)}; keep one caption to an id")
+        lost = "a dictionary would have kept the last and lost the others"
+        raise DataError(f"{found}; {lost}. Keep one caption to an id")
     if not captions:
         raise DataError(not_known(unknown, len(rows), ids, counts))
     return Matched(captions, unknown, renamed)
 
 
-def repeated(rows: Sequence[Prediction], times: Counter[str], records: int | None) -> str:
-    name, most = times.most_common(1)[0]
-    found = f"{len(rows):,} captions for {len(times):,} ids: {name!r} has {most}"
-    if len(rows) == records:
-        return (
-            f"{found}. The annotation file has as many records: this is the record level. A pair is scored once, "
-            "against the references of all its records; keep one caption to an id"
-        )
-    return f"{found}; a dictionary would have kept the last and lost the others. Keep one caption to an id"
-
-
-def not_known(unknown: Sequence[str], rows: int, known: Iterable[str], counts: Counts) -> str:
-    ids = list(known)
+def not_known(unknown: Sequence[str], rows: int, ids: Sequence[str], counts: Counts) -> str:
+    """The unknown ids beside valid ones, and how one of them differs from that with its letters and digits."""
     found = f"{len(unknown):,} of {rows:,} ids are unknown: {some(unknown)}; valid ones are {some(ids)}"
-    return found + alike(unknown, ids) + level(rows, counts)
-
-
-def alike(unknown: Sequence[str], known: Sequence[str]) -> str:
-    """How an unknown id differs from the known one that has its letters and digits."""
-    by_letters = {letters(name): name for name in known}
+    by_letters = {letters(name): name for name in ids}
     for given in unknown:
         if name := by_letters.get(letters(given)):
             differ = next((what for what, same in SAME.items() if same(given) == same(name)), "in punctuation")
-            return f". {given!r} and {name!r} differ {differ}: write the ids as the references do"
-    return ""
+            found += f". {given!r} and {name!r} differ {differ}: write the ids as the references do"
+            break
+    return found + level(rows, counts)
 
 
 def letters(name: str) -> str:
     """The id's letters and digits, whatever their case and form."""
-    form = unicodedata.normalize("NFKC", name).casefold().strip()
+    form = nfkc(name).casefold().strip()
     return re.sub(r"[\W_]+", "", EXTENSION.sub("", form.removesuffix(".0")))
-
-
-SAME: dict[str, Callable[[str], str]] = {
-    "in upper and lower case alone": str.casefold,
-    "in spaces alone": lambda name: "".join(name.split()),
-    "by the .0 of a number with a point": lambda name: name.removesuffix(".0"),
-    "in the Unicode form of letters that look the same": partial(unicodedata.normalize, "NFKC"),
-}
-"""How two ids differ -> what is the same of both then."""
 
 
 def some(names: Sequence[str]) -> str:
     """The first three."""
     return ", ".join(repr(name) for name in names[:3]) + (", ..." if len(names) > 3 else "")
-
-
-def faults_of_predictions(
-    rows: int, matched: Matched, taken: Mapping[str, Reference], known: Iterable[str], counts: Counts
-) -> list[str]:
-    """Unknown and missing ids, with the likely reason."""
-    faults = []
-    if matched.unknown:
-        faults.append(not_known(matched.unknown, rows, known, counts))
-    missing = [name for name in taken if name not in matched.captions]
-    if missing:
-        faults.append(missing_fault(missing, taken, rows, counts))
-    return faults
-
-
-def missing_fault(missing: Sequence[str], taken: Mapping[str, Reference], rows: int, counts: Counts) -> str:
-    wordless = {name for name, reference in taken.items() if not any(text.strip() for text in reference.texts)}
-    if set(missing) == wordless:
-        return (
-            f"no caption for {some(missing)}, the {len(missing)} pairs of which every reference is empty: they were "
-            f"dropped. They count in every published score; caption all {len(taken):,} pairs"
-        )
-    return f"no caption for {len(missing):,} of {len(taken):,} pairs: {some(missing)}" + level(rows, counts)
 
 
 def level(ids: int, counts: Counts) -> str:
@@ -178,6 +141,23 @@ def level(ids: int, counts: Counts) -> str:
             "same; key by the id"
         )
     return ""
+
+
+def faults_of_predictions(
+    rows: int, matched: Matched, taken: Mapping[str, Reference], known: Iterable[str], counts: Counts
+) -> list[str]:
+    """Unknown and missing ids, with the likely reason."""
+    faults = [not_known(matched.unknown, rows, list(known), counts)] if matched.unknown else []
+    missing = [name for name in taken if name not in matched.captions]
+    wordless = {name for name, reference in taken.items() if not any(text.strip() for text in reference.texts)}
+    if missing and set(missing) == wordless:
+        faults.append(
+            f"no caption for {some(missing)}, the {len(missing)} pairs of which every reference is empty: they were "
+            f"dropped. They count in every published score; caption all {len(taken):,} pairs"
+        )
+    elif missing:
+        faults.append(f"no caption for {len(missing):,} of {len(taken):,} pairs: {some(missing)}" + level(rows, counts))
+    return faults
 
 
 def too_long(captions: Mapping[str, str]) -> list[str]:
@@ -233,44 +213,35 @@ def notes_of_file(pairs: Mapping[str, Reference], known: Iterable[Benchmark]) ->
 def faults_of_references(pairs: Mapping[str, Reference], counts: Counts, protocol: Protocol) -> list[str]:
     """How a file of references differs from those of the benchmark."""
     texts = [text for reference in pairs.values() for text in reference.texts]
+    fault = ""
     if counts.pairs is not None and len(pairs) != counts.pairs:
-        return [wrong_number(len(pairs), counts)]
-    if protocol.references == "joined":
-        return unlike_joined(pairs, texts, protocol)
-    if counts.references is None or len(texts) >= counts.references:
-        return []
-    found = f"references: {len(texts):,} of {counts.references:,}"
-    if len(texts) == len(pairs) and share(SENTENCES, texts) > 0:
-        rule = f"under {protocol.name!r} every sentence is a reference of its own"
-        return [f"{found}: joined text, one reference a pair; {rule}"]
-    return [f"{found}: of pairs that stand in several records the last one overwrote the others; all of them count"]
-
-
-def wrong_number(pairs: int, counts: Counts) -> str:
-    assert counts.pairs is not None
-    found = f"references: {pairs:,} pairs, the benchmark has {counts.pairs:,}"
-    if counts.wordless and pairs == counts.pairs - counts.wordless:
-        return (
-            f"{found}: the {counts.wordless} pairs of which every reference is empty were dropped; they count in every "
-            "published score"
-        )
-    return found + level(pairs, counts)
-
-
-def unlike_joined(pairs: Mapping[str, Reference], texts: Sequence[str], protocol: Protocol) -> list[str]:
-    several = sum(len(reference.texts) > 1 for reference in pairs.values())
-    if several:
-        return [
-            f"references: {several:,} pairs have several; under {protocol.name!r} all sentences of a pair are one text"
-        ]
-    words = [len(text.split()) for text in texts]
-    if protocol.max_words is not None and max(words) > protocol.max_words:
-        longer = sum(count > protocol.max_words for count in words)
-        return [
-            f"references: untruncated, {longer:,} have more than {protocol.max_words} words and the longest "
-            f"{max(words)}; {protocol.name!r} cuts them there"
-        ]
-    return []
+        fault = f"{len(pairs):,} pairs, the benchmark has {counts.pairs:,}"
+        if counts.wordless and len(pairs) == counts.pairs - counts.wordless:
+            fault += (
+                f": the {counts.wordless} pairs of which every reference is empty were dropped; they count in every "
+                "published score"
+            )
+        else:
+            fault += level(len(pairs), counts)
+    elif protocol.references == "joined":
+        several = sum(len(reference.texts) > 1 for reference in pairs.values())
+        words = [len(text.split()) for text in texts]
+        longer = sum(count > protocol.max_words for count in words) if protocol.max_words is not None else 0
+        if several:
+            fault = f"{several:,} pairs have several; under {protocol.name!r} all sentences of a pair are one text"
+        elif longer:
+            fault = (
+                f"untruncated, {longer:,} have more than {protocol.max_words} words and the longest {max(words)}; "
+                f"{protocol.name!r} cuts them there"
+            )
+    elif counts.references is not None and len(texts) < counts.references:
+        fault = f"{len(texts):,} of {counts.references:,}: "
+        if len(texts) == len(pairs) and share(SENTENCES, texts) > 0:
+            rule = f"under {protocol.name!r} every sentence is a reference of its own"
+            fault += f"joined text, one reference a pair; {rule}"
+        else:
+            fault += "of pairs that stand in several records the last one overwrote the others; all of them count"
+    return [f"references: {fault}"] if fault else []
 
 
 def share(pattern: re.Pattern[str], texts: Sequence[str]) -> float:

@@ -4,8 +4,18 @@ import math
 
 import numpy as np
 
-from m3diff.scoring.metrics.metric import ALL, Groups, Metric, MetricScores, Resampled, Tools, of_each_group
-from m3diff.scoring.metrics.ngrams import ORDERS, Shared, table
+from m3diff.scoring.metrics import (
+    ALL,
+    ORDERS,
+    Groups,
+    Metric,
+    MetricScores,
+    Resampled,
+    Shared,
+    Tools,
+    of_each_group,
+    sum_by_order,
+)
 from m3diff.scoring.pairs import EvalPair
 
 NAMES = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4")
@@ -15,17 +25,13 @@ SMALL, TINY = 1e-9, 1e-15  # pycocoevalcap's, against division by 0
 
 def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores:
     """BLEU of a group is of its corpus, not a mean over pairs; a pair has BLEU-4 alone."""
-    tokens = tools.tokens()
-    counts = statistics(tokens.shared)
-    place = {pair: number for number, pair in enumerate(tokens.predictions)}
-    groups_found = of_each_group(groups, lambda ids: bleu(counts[[place[pair] for pair in ids]].sum(axis=0).tolist()))
-    each = dict(zip(tokens.predictions, counts.tolist(), strict=True))
+    shared = tools.tokens().shared
+    counts = statistics(shared)
+    corpora = of_each_group(groups, lambda ids: bleu(counts[shared.places(ids)].sum(axis=0).tolist()))
+    of_pairs = zip(groups[ALL], counts[shared.places(groups[ALL])].tolist(), strict=True)
     return MetricScores(
-        {name: dict(zip(NAMES, corpus, strict=True)) for name, corpus in groups_found.items()},
-        {
-            pair: {"BLEU-4": bleu(each[pair])[-1], STATISTICS: [float(value) for value in each[pair]]}
-            for pair in groups[ALL]
-        },
+        {name: dict(zip(NAMES, corpus, strict=True)) for name, corpus in corpora.items()},
+        {pair: {"BLEU-4": bleu(sums)[-1], STATISTICS: [float(value) for value in sums]} for pair, sums in of_pairs},
     )
 
 
@@ -41,17 +47,13 @@ def statistics(shared: Shared) -> np.ndarray:
     at = first[pair] + shared.of_prediction - ngrams.starts[shared.predictions[pair]]
     np.maximum.at(most, at, ngrams.count[shared.of_reference])
     matched = np.minimum(most, ngrams.count[entries])
-    matches = table(owner, ngrams.order[entries], matched, len(shared.predictions))
+    matches = sum_by_order(owner, ngrams.order[entries], matched, len(shared.predictions))
     words = ngrams.lengths[shared.predictions]
     totals = np.maximum(0, words[:, None] - np.arange(ORDERS))
-    return np.column_stack([matches.astype(np.int64), totals, words, closest_lengths(shared, words)])
-
-
-def closest_lengths(shared: Shared, words: np.ndarray) -> np.ndarray:
-    lengths = shared.ngrams.lengths[shared.reference]
-    order = np.lexsort((lengths, np.abs(lengths - words[shared.pair]), shared.pair))
-    first = np.cumsum(shared.references) - shared.references
-    return lengths[order[first]]
+    lengths = ngrams.lengths[shared.reference]
+    closest_first = np.lexsort((lengths, np.abs(lengths - words[shared.pair]), shared.pair))
+    closest = lengths[closest_first[np.cumsum(shared.references) - shared.references]]
+    return np.column_stack([matches.astype(np.int64), totals, words, closest])
 
 
 def bleu(sums: list[int]) -> list[float]:
@@ -71,10 +73,8 @@ def resampled(order: int) -> Resampled:
     def score(sums: np.ndarray) -> np.ndarray:
         precisions = (sums[..., : order + 1] + TINY) / (sums[..., ORDERS : ORDERS + order + 1] + SMALL)
         ratio = (sums[..., -2] + TINY) / (sums[..., -1] + SMALL)
-        penalty = np.exp(np.minimum(0.0, 1 - 1 / ratio))
-        return np.where(
-            sums[..., -2:].sum(axis=-1) > 0, precisions.prod(axis=-1) ** (1 / (order + 1)) * penalty, np.nan
-        )
+        product = precisions.prod(axis=-1) ** (1 / (order + 1)) * np.exp(np.minimum(0.0, 1 - 1 / ratio))
+        return np.where(sums[..., -2:].sum(axis=-1) > 0, product, np.nan)
 
     return Resampled(STATISTICS, score)
 

@@ -5,12 +5,12 @@ Three readings, each stricter than the one before: *type*; *place*: type, object
 what to what as well (colour, size, kind, direction, pose, letter, count).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
 from m3diff.scoring.grammar import ParsedCaption
-from m3diff.scoring.metrics.metric import ALL, Groups, Metric, MetricScores, PairValue, Resampled, Tools, Value, ratio
+from m3diff.scoring.metrics import ALL, Groups, Metric, MetricScores, PairValue, Resampled, Tools, Value, ratio
 from m3diff.scoring.pairs import EvalPair
 
 NO_GRAMMAR = (
@@ -22,6 +22,15 @@ NO_REVERSED = (
 )
 MOST = 0.5
 """Above this share of captions that the grammar does not know, no score is made of what it reads."""
+READINGS = ("type", "place", "exact")
+STATISTICS = "change_statistics"
+NAMES = (
+    "captions", "unreadable", "single", "single_type", "single_place", "single_exact", "distractors",
+    "distractors_unchanged", "changed", "changed_unchanged", "several_told", "several_true", "several_place",
+    "several_exact", "told", "false", "reversed", "reversed_exact",
+)  # fmt: skip
+"""Numbers of a pair, to sum over pairs. `several_*` count clauses of pairs of several changes, `told` changes in
+clauses that the grammar knows."""
 
 
 def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores:
@@ -35,39 +44,23 @@ def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores
     readable = of_protocol if unreadable is None or unreadable <= MOST else {}
     scores: dict[str, dict[str, Value]] = {}
     for group, ids in groups.items():
-        if found := group_scores(group, [readable[i] for i in ids if i in readable]):
-            scores[group] = found
+        parsed = [readable[i] for i in ids if i in readable]
+        scores[group] = change_scores(parsed) if group == ALL else group_scores(group, parsed)
     scores[ALL]["unreadable"] = unreadable
-    return MetricScores(
-        scores,
-        {i: verdicts(parsed, i in readable) for i, parsed in of_protocol.items()},
-        absences(scores[ALL], bool(readable)),
-    )
+    of_pairs = {i: pair_values(parsed, i in readable) for i, parsed in of_protocol.items()}
+    return MetricScores(scores, of_pairs, absences(scores[ALL], bool(readable)))
 
 
-def absences(scores: dict[str, Value], readable: bool) -> dict[str, str]:
+def absences(scores: Mapping[str, Value], readable: bool) -> dict[str, str]:
     """Why the scores that follow from the grammar are null, by name."""
     unreadable = scores["unreadable"]
     if unreadable is None:
         return {METRIC.headline: NO_GRAMMAR}
     if not readable:
-        return dict.fromkeys(
-            (name for name in METRIC.overall if name != "unreadable"),
-            f"the grammar does not know the words of {100 * unreadable:.0f} % of the captions, so nothing can be read "
-            "from them",
-        )
+        share = f"{100 * unreadable:.0f} % of the captions"
+        reason = f"the grammar does not know the words of {share}, so nothing can be read from them"
+        return dict.fromkeys((name for name in METRIC.overall if name != "unreadable"), reason)
     return {"reversal": NO_REVERSED} if scores["reversal"] is None else {}
-
-
-def group_scores(group: str, parsed: list[ParsedCaption]) -> dict[str, Value]:
-    """What the grammar gives of a group's pairs, by the group's name."""
-    if group == ALL:
-        return change_scores(parsed)
-    if group == "multi_change":
-        return clause_scores(parsed) | false_changes(parsed)
-    if group in ("change", "distractors"):
-        return false_changes(parsed)
-    return type_scores(parsed) | false_changes(parsed)
 
 
 def fraction(flags: Iterable[bool]) -> float | None:
@@ -83,77 +76,43 @@ def change_scores(parsed: list[ParsedCaption]) -> dict[str, Value]:
     return {name: None if np.isnan(value) else value for name, value in found.items()}
 
 
-def type_scores(parsed: list[ParsedCaption]) -> dict[str, Value]:
-    return {
-        "type_accuracy": fraction(caption.type_right for caption in parsed),
-        "place_accuracy": fraction(caption.place_right for caption in parsed),
-        "exact_accuracy": fraction(caption.exact_right for caption in parsed),
-    }
+def group_scores(group: str, parsed: list[ParsedCaption]) -> dict[str, Value]:
+    """What the grammar gives of a group's pairs, by the group's name.
 
-
-def clause_scores(parsed: list[ParsedCaption]) -> dict[str, Value]:
-    """Precision, recall and F1 over the clauses of pairs of several changes; the fractions of pairs wholly right."""
-    told = sum(len(caption.predicted_clauses) for caption in parsed)
-    changes = sum(caption.true_types.total() for caption in parsed)
-    scores: dict[str, Value] = {"changes": changes}
-    for reading in ("type", "place", "exact"):
-        found = sum(getattr(caption.changes_found, reading) for caption in parsed)
-        scores |= {
-            f"{reading}_precision": found / told if told else None,
-            f"{reading}_recall": found / changes if changes else None,
-            f"{reading}_f1": 2 * found / (told + changes) if changes else None,
-        }
-    return scores | {
-        "all_types_right": fraction(caption.type_right for caption in parsed),
-        "all_places_right": fraction(caption.place_right for caption in parsed),
-        "all_exact_right": fraction(caption.exact_right for caption in parsed),
-    }
-
-
-def false_changes(parsed: list[ParsedCaption]) -> dict[str, Value]:
-    """Of the changes told in words that the grammar knows, those that did not happen: no change of the pair has their
-    type, object and place, or one clause before told it. Their share of all, and how many there are to a pair."""
+    Of pairs of several changes: precision, recall and F1 over their clauses, and the fractions of pairs wholly right;
+    of a change type, a number of changes or a length: the fractions. False changes are those told in words that the
+    grammar knows that did not happen: no change of the pair has their type, object and place, or a clause before told
+    it; their share of all, and how many there are to a pair.
+    """
+    right = {reading: fraction(getattr(caption, f"{reading}_right") for caption in parsed) for reading in READINGS}
+    scores: dict[str, Value] = {}
+    if group == "multi_change":
+        told = sum(len(caption.predicted_clauses) for caption in parsed)
+        scores["changes"] = changes = sum(caption.true_types.total() for caption in parsed)
+        for reading in READINGS:
+            found = sum(getattr(caption.changes_found, reading) for caption in parsed)
+            scores[f"{reading}_precision"] = found / told if told else None
+            scores[f"{reading}_recall"] = found / changes if changes else None
+            scores[f"{reading}_f1"] = 2 * found / (told + changes) if changes else None
+        names = ("all_types_right", "all_places_right", "all_exact_right")
+        scores |= dict(zip(names, right.values(), strict=True))
+    elif group not in ("change", "distractors"):
+        scores |= {f"{reading}_accuracy": value for reading, value in right.items()}
     told = sum(caption.changes_told for caption in parsed)
     false = sum(caption.changes_told - caption.changes_found.place for caption in parsed)
-    return {
+    return scores | {
         "false_changes": false / told if told else None,
         "false_changes_per_pair": false / len(parsed) if parsed else None,
     }
 
 
-def verdicts(parsed: ParsedCaption, judged: bool) -> dict[str, PairValue]:
-    """`predicted_type`: the change type that the prediction names, or "none", "several", "unreadable". The others are
-    null where captions are not judged."""
-    right = (parsed.type_right, parsed.place_right, parsed.exact_right) if judged else (None, None, None)
-    return {
-        "predicted_type": parsed.predicted_type,
-        **dict(zip(("type_right", "place_right", "exact_right"), right, strict=True)),
-        STATISTICS: statistics(parsed) if judged else read_only(parsed),
-    }
-
-
-STATISTICS = "change_statistics"
-NAMES = (
-    "captions",
-    "unreadable",
-    "single",
-    "single_type",
-    "single_place",
-    "single_exact",
-    "distractors",
-    "distractors_unchanged",
-    "changed",
-    "changed_unchanged",
-    "several_told",  # clauses of pairs of several changes
-    "several_true",
-    "several_place",
-    "several_exact",
-    "told",  # changes in clauses that the grammar knows
-    "false",
-    "reversed",
-    "reversed_exact",
-)
-"""Numbers of a pair, to sum over pairs."""
+def pair_values(parsed: ParsedCaption, judged: bool) -> dict[str, PairValue]:
+    """`predicted_type`: the change type that the prediction names, or "none", "several", "unreadable". Of captions that
+    are not judged the others are null, and only two statistics are counted."""
+    right = {f"{reading}_right": getattr(parsed, f"{reading}_right") if judged else None for reading in READINGS}
+    counts = statistics(parsed)
+    counted = counts if judged else counts[:2] + [0.0] * (len(NAMES) - 2)
+    return {"predicted_type": parsed.predicted_type, **right, STATISTICS: counted}
 
 
 def statistics(parsed: ParsedCaption) -> list[float]:
@@ -162,31 +121,15 @@ def statistics(parsed: ParsedCaption) -> list[float]:
     single, several, distractor = changes == 1, changes > 1, parsed.pair.is_distractor
     unchanged, found, swapped = parsed.says_no_change, parsed.changes_found, parsed.reversed
     values = (
-        True,
-        parsed.unreadable,
-        single,
-        single and parsed.type_right,
-        single and parsed.place_right,
-        single and parsed.exact_right,
-        distractor,
-        distractor and unchanged,
-        changes > 0,
-        changes > 0 and unchanged,
-        several * len(parsed.predicted_clauses),
-        several * parsed.true_types.total(),
-        several * found.place,
-        several * found.exact,
-        parsed.changes_told,
-        parsed.changes_told - found.place,
-        swapped is not None,
-        swapped is not None and swapped.exact_right,
+        *(True, parsed.unreadable),
+        *(single, single and parsed.type_right, single and parsed.place_right, single and parsed.exact_right),
+        *(distractor, distractor and unchanged, changes > 0, changes > 0 and unchanged),
+        *(several * len(parsed.predicted_clauses), several * parsed.true_types.total()),
+        *(several * found.place, several * found.exact),
+        *(parsed.changes_told, parsed.changes_told - found.place),
+        *(swapped is not None, swapped is not None and swapped.exact_right),
     )
     return [float(value) for value in values]
-
-
-def read_only(parsed: ParsedCaption) -> list[float]:
-    """Of a protocol whose captions are not judged: only whether the grammar knows the words."""
-    return [1.0, float(parsed.unreadable)] + [0.0] * (len(NAMES) - 2)
 
 
 def share(part: str, whole: str) -> Resampled:
@@ -221,13 +164,8 @@ METRIC = Metric(
     headline="change_type_accuracy",
     scores=(),
     overall=tuple(RESAMPLED),
-    columns={
-        "predicted_type": "string",
-        "type_right": "bool",
-        "place_right": "bool",
-        "exact_right": "bool",
-        STATISTICS: "list<double>",
-    },
+    columns={"predicted_type": "string", **{f"{reading}_right": "bool" for reading in READINGS}}
+    | {STATISTICS: "list<double>"},
     resampled=RESAMPLED,
     lower_is_better=("false_no_change", "false_changes", "unreadable"),
     java=False,

@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from m3diff.scoring.metrics.metric import ALL, Groups, Metric, MetricScores, Tools, Value, mean_of
-from m3diff.scoring.metrics.ngrams import Shared, table
+from m3diff.scoring.metrics import ALL, Groups, Metric, MetricScores, Shared, Tools, Value, mean_of, sum_by_order
 from m3diff.scoring.pairs import EvalPair
 
 NO_SHUFFLED = "there are no predictions of shuffled pairs (predictions_shuffled.json), or only one pair"
@@ -15,27 +14,19 @@ def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores
     """0 to 10. Word weights come from the references of the group itself, so groups do not average to the whole."""
     tokens = tools.tokens()
     shared, shuffled = tokens.shared, tokens.shuffled
-    of_pairs = cider(shared, shared.places(groups[ALL]))
-    scores: dict[str, dict[str, Value]] = {
-        name: {"CIDEr": corpus_score(of_pairs if name == ALL else cider(shared, shared.places(ids)))}
-        for name, ids in groups.items()
-        if ids
-    }
+    of_groups = {name: cider(shared, shared.places(ids)) for name, ids in groups.items() if ids}
+    scores: dict[str, dict[str, Value]] = {name: {"CIDEr": corpus_score(found)} for name, found in of_groups.items()}
     control = None
-    if shuffled:
+    if shuffled and len(groups[ALL]) > 1:
         of_shuffled = Shared(shared.ngrams, shuffled, tokens.references)
-        control = corpus_score(
-            cider(of_shuffled, np.arange(len(shuffled)), weights(shared, shared.places(groups[ALL])))
-        )
-        control = control if len(groups[ALL]) > 1 else None
+        idf = weights(shared, shared.places(groups[ALL]))
+        control = corpus_score(cider(of_shuffled, np.arange(len(shuffled)), idf))
     scores[ALL]["CIDEr_shuffled"] = control
-    return MetricScores(
-        scores,
-        {pair: {"CIDEr": value} for pair, value in zip(groups[ALL], of_pairs.tolist(), strict=True)},
-        {}
-        if control is not None
-        else {"CIDEr_shuffled": NO_SHUFFLED} | ({"CIDEr": ONE_PAIR} if len(pairs) == 1 else {}),
-    )
+    absent = {} if control is not None else {"CIDEr_shuffled": NO_SHUFFLED}
+    if absent and len(pairs) == 1:
+        absent["CIDEr"] = ONE_PAIR
+    of_pairs = zip(groups[ALL], of_groups[ALL].tolist(), strict=True)
+    return MetricScores(scores, {pair: {"CIDEr": value} for pair, value in of_pairs}, absent)
 
 
 def corpus_score(of_pairs: np.ndarray) -> float | None:
@@ -59,11 +50,11 @@ def cider(shared: Shared, places: np.ndarray, idf: np.ndarray | None = None) -> 
     ngrams = shared.ngrams
     idf = weights(shared, places) if idf is None else idf
     squares = (ngrams.count * idf[ngrams.ngram]) ** 2
-    norms = np.sqrt(table(ngrams.caption, ngrams.order, squares, len(ngrams.lengths)))
+    norms = np.sqrt(sum_by_order(ngrams.caption, ngrams.order, squares, len(ngrams.lengths)))
     of_reference = ngrams.count[shared.of_reference]
     products = np.minimum(ngrams.count[shared.of_prediction], of_reference) * of_reference
     products = products * idf[ngrams.ngram[shared.of_reference]] ** 2
-    similar = table(shared.row, ngrams.order[shared.of_reference], products, len(shared.pair))
+    similar = sum_by_order(shared.row, ngrams.order[shared.of_reference], products, len(shared.pair))
     both = norms[shared.prediction] * norms[shared.reference]
     similar = np.divide(similar, both, where=both != 0, out=similar)
     bigrams = np.maximum(0, ngrams.lengths - 1)  # pycocoevalcap's length

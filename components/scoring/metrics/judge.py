@@ -7,11 +7,103 @@ its answer, so that no text is judged twice and anyone can read why a caption wa
 """
 
 import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
 
-from m3diff.scoring.metrics.metric import ALL, Groups, Metric, MetricScores, Tools, Value, mean_of, of_each_group
-from m3diff.scoring.metrics.scorer import ScorerFailed
-from m3diff.scoring.metrics.verdicts import question
+from pydantic import Field
+
+from m3diff.endpoint import Answer, Endpoint, EndpointUrl, Question
+from m3diff.scoring.metrics import ALL, Groups, Metric, MetricScores, Tools, Value, mean_of, of_each_group
+from m3diff.scoring.metrics.java import ScorerFailed
 from m3diff.scoring.pairs import EvalPair
+from m3diff.settings.section import ParamsError, Section
+
+PROMPT = """Below are descriptions of what changed from one image to another.
+
+Written by people, all of the same two images:
+{references}
+
+Written by a model:
+- {prediction}
+
+Does the model's description name the same change or changes as the people's, and nothing that did not happen? Wording
+does not count. Answer with JSON alone: {{"right": true or false, "reason": "one short sentence"}}"""
+ATTEMPTS = 2  # at an answer that is JSON
+NO_VERDICT = "the judge gave no verdict that could be read; its answers stand in scores.parquet"
+
+
+class JudgeSettings(Section):
+    """Another model that reads captions beside their references, at an OpenAI-compatible endpoint."""
+
+    url: EndpointUrl  # up to and with /v1
+    model: str = Field(min_length=1)
+    pairs: int = Field(default=200, ge=1)  # of each protocol at most
+    timeout_s: int = Field(default=60, ge=1)
+    key_variable: str = "OPENAI_API_KEY"  # the environment variable that holds the key; no key stands in a file
+
+
+class Verdict(NamedTuple):
+    """`right` is None where the judge gave none; `answer` is what it said, or why there is nothing."""
+
+    right: bool | None
+    answer: str
+
+
+class Judge:
+    """The endpoint, with what it has answered so far in `folder`/judge.jsonl."""
+
+    def __init__(self, settings: JudgeSettings, folder: Path) -> None:
+        self.settings = settings
+        store = folder / "judge.jsonl"
+        self.endpoint = Endpoint(settings.url, settings.model, settings.key_variable, settings.timeout_s, store)
+
+    def __call__(self, pairs: list[EvalPair]) -> dict[str, Verdict]:
+        """The verdicts on a sample of the pairs, by id."""
+        chosen = sample(pairs, self.settings.pairs)
+        verdicts = self.ask([question(pair.prediction, pair.references) for pair in chosen])
+        return {pair.id: verdict for pair, verdict in zip(chosen, verdicts, strict=True)}
+
+    def ask(self, questions: Sequence[str]) -> list[Verdict]:
+        """The verdict on each question, in order.
+
+        Raises:
+            ScorerFailed: the endpoint cannot be reached, or refuses the key or the model.
+        """
+        verdicts = dict.fromkeys(questions, Verdict(None, ""))
+        try:
+            for attempt in range(ATTEMPTS):
+                texts = [text for text, verdict in verdicts.items() if verdict.right is None]
+                answers = self.endpoint.ask([Question(text, n=attempt) for text in texts], "evaluate: judge")
+                verdicts |= {text: read_verdict(answer) for text, answer in zip(texts, answers, strict=True)}
+        except (ParamsError, ConnectionError) as error:
+            told = f"see evaluate.judge and the environment variable {self.settings.key_variable}"
+            raise ScorerFailed(f"{error}; {told}") from error
+        return [verdicts[text] for text in questions]
+
+
+def question(prediction: str, references: Sequence[str]) -> str:
+    return PROMPT.format(prediction=prediction, references="\n".join(f"- {reference}" for reference in references))
+
+
+def read_verdict(answer: Answer) -> Verdict:
+    """What the judge says; a refusal and anything but the JSON asked for is no verdict."""
+    if answer.kind in ("refused", "empty"):
+        return Verdict(None, f"refused: {answer.text}" if answer.kind == "refused" else "no answer")
+    said = answer.text
+    try:
+        right = json.loads(said[said.find("{") : said.rfind("}") + 1])["right"]
+    except (ValueError, KeyError, TypeError):
+        right = None
+    return Verdict(right if isinstance(right, bool) else None, said or "no answer")
+
+
+def sample(pairs: list[EvalPair], count: int) -> list[EvalPair]:
+    """`count` of the pairs, or all, in their order; by the hash of their ids, so that a run chooses as the last did."""
+    ranked = sorted(pairs, key=lambda pair: hashlib.sha256(pair.id.encode()).digest())
+    chosen = {pair.id for pair in ranked[:count]}
+    return [pair for pair in pairs if pair.id in chosen]
 
 
 def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores:
@@ -22,12 +114,10 @@ def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores
     """
     if tools.judge is None:
         raise ScorerFailed("no judge is named: set evaluate.judge to {url: ..., model: ...}")
-    chosen = sample(pairs, tools.judge.settings.pairs)
-    verdicts = tools.judge.ask([question(pair.prediction, pair.references) for pair in chosen])
-    of_pairs = {pair.id: verdict for pair, verdict in zip(chosen, verdicts, strict=True)}
+    verdicts = tools.judge(pairs)
 
     def scores(ids: list[str]) -> dict[str, Value]:
-        rights = [of_pairs[i].right for i in ids if i in of_pairs]
+        rights = [verdicts[i][0] for i in ids if i in verdicts]
         known = [right for right in rights if right is not None]
         return {
             "judge": sum(known) / len(known) if known else None,
@@ -37,19 +127,10 @@ def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores
     found = of_each_group(groups, scores)
     return MetricScores(
         found,
-        {i: {"judge": verdict.right, "judge_answer": verdict.answer} for i, verdict in of_pairs.items()},
+        {i: {"judge": right, "judge_answer": answer} for i, (right, answer) in verdicts.items()},
         {} if found[ALL]["judge"] is not None else {"judge": NO_VERDICT},
     )
 
-
-def sample(pairs: list[EvalPair], count: int) -> list[EvalPair]:
-    """`count` of the pairs, or all, in their order; by the hash of their ids, so that a run chooses as the last did."""
-    ranked = sorted(pairs, key=lambda pair: hashlib.sha256(pair.id.encode()).digest())
-    chosen = {pair.id for pair in ranked[:count]}
-    return [pair for pair in pairs if pair.id in chosen]
-
-
-NO_VERDICT = "the judge gave no verdict that could be read; its answers stand in scores.parquet"
 
 METRIC = Metric(
     compute,

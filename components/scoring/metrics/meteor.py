@@ -6,11 +6,10 @@ it costs nothing and can be resampled.
 """
 
 import os
-from collections.abc import Mapping
 
 import numpy as np
 
-from m3diff.scoring.metrics.metric import Groups, Item, Metric, MetricScores, Program, Resampled, Tools, of_each_group
+from m3diff.scoring.metrics import Groups, Item, Metric, MetricScores, Program, Resampled, Tools, of_each_group
 from m3diff.scoring.pairs import EvalPair
 
 ALPHA, BETA, GAMMA, DELTA = 0.85, 0.2, 0.6, 0.75  # the program's for English
@@ -23,8 +22,8 @@ def program(of: Program) -> dict[Item, list[float]]:
     worker = of.start("METEOR", 0)  # before the tokens are there: it has a large table to read
     items = {item: without_needless_references(item) for item in of.items()}
     asked = list(dict.fromkeys(items.values()))
-    worker.send({"items": asked, "shards": min(MAX_PROCESSES, len(os.sched_getaffinity(0)))})
-    answers = {item: to_sum(numbers) for item, numbers in zip(asked, worker.result(), strict=True)}
+    statistics = worker.ask({"items": asked, "shards": min(MAX_PROCESSES, len(os.sched_getaffinity(0)))})
+    answers = {item: to_sum(numbers) for item, numbers in zip(asked, statistics, strict=True)}
     return {item: answers[needed] for item, needed in items.items()}
 
 
@@ -46,19 +45,15 @@ def to_sum(statistics: list[float]) -> list[float]:
 
 def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores:
     """A group's score is aggregated from its pairs' statistics, as METEOR does; it is no mean."""
-    answers: Mapping[Item, list[float]] = tools.answers()
-    tokens = tools.tokens()
+    answers, tokens = tools.answers(), tools.tokens()
     statistics = {pair: answers[tokens.item(pair)] for pair in tokens.predictions}
-    scores = meteor(np.array(list(statistics.values())))
-    return MetricScores(
-        of_each_group(
-            groups, lambda ids: {"METEOR": float(meteor(np.sum([statistics[pair] for pair in ids], axis=0)))}
-        ),
-        {
-            pair: {"METEOR": score, "METEOR_statistics": statistics[pair]}
-            for pair, score in zip(statistics, scores.tolist(), strict=True)
-        },
-    )
+    scores = zip(statistics, meteor(np.array(list(statistics.values()))).tolist(), strict=True)
+
+    def of_group(ids: list[str]) -> dict[str, float]:
+        return {"METEOR": float(meteor(np.sum([statistics[pair] for pair in ids], axis=0)))}
+
+    of_pairs = {pair: {"METEOR": score, "METEOR_statistics": statistics[pair]} for pair, score in scores}
+    return MetricScores(of_each_group(groups, of_group), of_pairs)
 
 
 def meteor(sums: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from m3diff.images.open import load_image
-from m3diff.scoring.metrics.metric import ALL, Groups, Metric, MetricScores, Tools
+from m3diff.scoring.metrics import ALL, Groups, Metric, MetricScores, Tools
 from m3diff.scoring.pairs import EvalPair
 
 if TYPE_CHECKING:
@@ -20,24 +20,32 @@ WINDOW = 16
 """A side of the frame has this many windows (8 x 8 pixels of 128 x 128)."""
 
 
+def absolute_difference(before: "Image.Image", after: "Image.Image") -> np.ndarray:
+    """[height, width, 3].
+
+    Raises:
+        ValueError: the sizes of the images differ.
+    """
+    if before.size != after.size:
+        raise ValueError(f"images of one size expected, found {before.size} and {after.size}; resize one of them")
+    one, two = (np.asarray(image.convert("RGB"), dtype=np.float64) for image in (before, after))
+    return np.abs(one - two)
+
+
 def mean_difference(before: "Image.Image", after: "Image.Image") -> float:
     """Mean absolute difference of two images of one size, in grey levels over pixels and channels."""
-    return float(_difference(before, after).mean())
+    return float(absolute_difference(before, after).mean())
 
 
 def window_difference(before: "Image.Image", after: "Image.Image") -> float:
     """The largest mean absolute difference of a window, where windows overlap by half, in grey levels."""
-    difference = _difference(before, after).mean(-1)
+    difference = absolute_difference(before, after).mean(-1)
     height, width = (max(1, side // WINDOW) for side in difference.shape)
     sums = np.pad(difference.cumsum(0).cumsum(1), ((1, 0), (1, 0)))
-    rows = np.arange(0, difference.shape[0] - height + 1, max(1, height // 2))[:, None]
-    columns = np.arange(0, difference.shape[1] - width + 1, max(1, width // 2))[None, :]
-    totals = (
-        sums[rows + height, columns + width]
-        - sums[rows, columns + width]
-        - sums[rows + height, columns]
-        + sums[rows, columns]
-    )
+    top = np.arange(0, difference.shape[0] - height + 1, max(1, height // 2))[:, None]
+    left = np.arange(0, difference.shape[1] - width + 1, max(1, width // 2))[None, :]
+    bottom, right = top + height, left + width
+    totals = sums[bottom, right] - sums[top, right] - sums[bottom, left] + sums[top, left]
     return float(totals.max() / (height * width))
 
 
@@ -45,18 +53,6 @@ DIFFERENCES: dict[str, Callable[["Image.Image", "Image.Image"], float]] = {
     "mean": mean_difference,
     "window": window_difference,
 }
-
-
-def _difference(before: "Image.Image", after: "Image.Image") -> np.ndarray:
-    """Absolute difference [height, width, 3] of two images.
-
-    Raises:
-        ValueError: their sizes differ.
-    """
-    if before.size != after.size:
-        raise ValueError(f"images of one size expected, found {before.size} and {after.size}; resize one of them")
-    one, two = (np.asarray(image.convert("RGB"), dtype=np.float64) for image in (before, after))
-    return np.abs(one - two)
 
 
 def roc_auc(changed: list[float], unchanged: list[float]) -> float:
@@ -83,41 +79,30 @@ def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores
     del groups, tools
     known = [pair for pair in pairs if pair.change_types]
     if len({pair.is_distractor for pair in known}) < 2:
-        return _absent(ONE_KIND)
+        return MetricScores({}, {}, dict.fromkeys(METRIC.overall, ONE_KIND))
     found: dict[str, dict[str, float]] = {}
     for pair in known:
         try:
-            before, after = load_image(pair.before), load_image(pair.after)
-            found[pair.id] = {_column(name): differ(before, after) for name, differ in DIFFERENCES.items()}
+            images = load_image(pair.before), load_image(pair.after)
+            found[pair.id] = {f"pixel_{name}_difference": differ(*images) for name, differ in DIFFERENCES.items()}
         except ValueError as error:
-            return _absent(f"{pair.id}: {error}")
-    areas = {
-        _score(name): roc_auc(
-            *([found[p.id][_column(name)] for p in known if p.is_distractor is k] for k in (False, True))
+            return MetricScores({}, {}, dict.fromkeys(METRIC.overall, f"{pair.id}: {error}"))
+    areas = {}
+    for name in DIFFERENCES:
+        changed, unchanged = (
+            [found[pair.id][f"pixel_{name}_difference"] for pair in known if pair.is_distractor is kind]
+            for kind in (False, True)
         )
-        for name in DIFFERENCES
-    }
+        areas[f"pixel_{name}_auc"] = roc_auc(changed, unchanged)
     return MetricScores({ALL: areas}, found)
-
-
-def _absent(reason: str) -> MetricScores:
-    return MetricScores({}, {}, dict.fromkeys(METRIC.overall, reason))
-
-
-def _score(name: str) -> str:
-    return f"pixel_{name}_auc"
-
-
-def _column(name: str) -> str:
-    return f"pixel_{name}_difference"
 
 
 METRIC = Metric(
     compute,
-    headline=_score("window"),
+    headline="pixel_window_auc",
     scores=(),
-    overall=tuple(_score(name) for name in DIFFERENCES),
-    columns={_column(name): "double" for name in DIFFERENCES},
+    overall=tuple(f"pixel_{name}_auc" for name in DIFFERENCES),
+    columns={f"pixel_{name}_difference": "double" for name in DIFFERENCES},
     java=False,
     optional=True,
 )

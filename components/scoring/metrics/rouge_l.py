@@ -5,7 +5,7 @@ Recall is weighed 1.2 times. Best precision and best recall may come from differ
 
 import numpy as np
 
-from m3diff.scoring.metrics.metric import Groups, Metric, MetricScores, Tools, mean_of, of_each_group
+from m3diff.scoring.metrics import Groups, Metric, MetricScores, Tools, mean_of, of_each_group
 from m3diff.scoring.pairs import EvalPair
 
 BETA = 1.2
@@ -22,7 +22,9 @@ def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores
 def rouge_l(prediction: str, references: list[str]) -> float:
     """Of captions of words joined by single spaces; one without words counts as one empty word."""
     words = prediction.split(" ")
-    masks = word_masks(words)
+    masks: dict[str, int] = {}  # of each word a number whose bits are its places
+    for place, word in enumerate(words):
+        masks[word] = masks.get(word, 0) | 1 << place
     precision = recall = 0.0
     for reference in references:
         others = reference.split(" ")
@@ -33,25 +35,15 @@ def rouge_l(prediction: str, references: list[str]) -> float:
     return ((1 + BETA**2) * precision * recall) / (recall + BETA**2 * precision)
 
 
-def word_masks(words: list[str]) -> dict[str, int]:
-    """Of each word a number whose bits say where it stands."""
-    masks: dict[str, int] = {}
-    for place, word in enumerate(words):
-        masks[word] = masks.get(word, 0) | 1 << place
-    return masks
-
-
 def common_subsequence(masks: dict[str, int], size: int, others: list[str]) -> int:
     """Length of the longest common subsequence with `size` words whose places are `masks` (Hyyro, 2004).
 
     A row of the table of lengths is one number: a bit is 0 where the length grows by one.
     """
-    full = (1 << size) - 1
-    row = full
+    full = row = (1 << size) - 1
     for word in others:
-        if mask := masks.get(word):
-            hits = row & mask
-            row = ((row + hits) | (row - hits)) & full
+        hits = row & masks.get(word, 0)
+        row = ((row + hits) | (row - hits)) & full
     return size - row.bit_count()
 
 

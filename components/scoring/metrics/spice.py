@@ -1,22 +1,33 @@
 """SPICE (Anderson et al., ECCV 2016), pycocoevalcap's Java program and jars that come from elsewhere.
 
-The program parses captions for minutes and scores them in seconds. What it parsed is kept between evaluations
-(`parses.py`). Scores come from a run that parses nothing, so they do not depend on what was known before: SPICE merges
-words in the order of Java's identity hashes, which threads that parse draw in another order each time.
+The program parses captions for minutes and scores them in seconds. What it parsed is kept between evaluations, in one
+file of the user's cache folder for each version of the parser: LMDB's own file and the captions in it. A run works on a
+copy and puts that in the file's place, so no lock is needed, a kill leaves the file whole, and LMDB never works on a
+network's disk. Of two runs at once, what the one with more captions parsed is kept.
+
+Scores come from a run that parses nothing, so they do not depend on what was known before: SPICE merges words in the
+order of Java's identity hashes, which threads that parse draw in another order each time.
 """
 
+import hashlib
+import io
+import os
+import platform
 import re
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 
+from m3diff.records.files import write_atomic
 from m3diff.records.progress import progress
-from m3diff.scoring.metrics.java import require_java
-from m3diff.scoring.metrics.metric import (
+from m3diff.scoring.metrics import (
     ALL,
     Groups,
     Item,
@@ -27,12 +38,11 @@ from m3diff.scoring.metrics.metric import (
     mean_of,
     of_each_group,
 )
-from m3diff.scoring.metrics.parses import Parses, kept_file
-from m3diff.scoring.metrics.scorer import Scorer, ScorerFailed
+from m3diff.scoring.metrics.java import JavaMissing, Scorer, ScorerFailed, require_java
 from m3diff.scoring.pairs import EvalPair
 
-JARS = ("stanford-corenlp-3.6.0.jar", "stanford-corenlp-3.6.0-models.jar")
 ASM = tuple(f"asm{part}-7.3.1.jar" for part in ("", "-analysis", "-commons", "-tree", "-util"))
+JARS = ("stanford-corenlp-3.6.0.jar", "stanford-corenlp-3.6.0-models.jar")
 NASHORN = ("nashorn-core-15.4.jar", *ASM)
 """The JavaScript with which SPICE writes its answer, and what it needs; Java had its own until 14."""
 ARTIFACTS = (
@@ -58,7 +68,16 @@ LONGEST_KEPT = 500  # bytes; LMDB takes no longer key
 PART = 2500
 """Captions that one process parses: it takes 6 s to load its models, and shows nothing until it ends."""
 TRIAL: Item = ("the red cube turned blue", ("the red cube became blue",))
+TRIAL_S = 600
+LMDB, CAPTIONS = "data.mdb", "captions"
+MOST = 500_000
+"""Captions, 250 bytes each. A file with more is made anew."""
+TAIL = 1 << 16  # bytes of a jar that hold its table of contents, with a checksum of each file
 Start = Callable[[str, float], Scorer]
+
+
+class CacheFailed(ScorerFailed):
+    """The program failed in the code that keeps what it parsed."""
 
 
 def program(of: Program) -> dict[Item, float | None]:
@@ -70,6 +89,20 @@ def program(of: Program) -> dict[Item, float | None]:
     jars = find_jars(of.spice_dir)
     items = of.items()
     return dict(zip(items, score(of.start, jars, items, kept_file(jars)), strict=True))
+
+
+def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores:
+    """A group's score is the mean F of those of its pairs that have one."""
+    answers, tokens = tools.answers(), tools.tokens()
+    values = {pair: answers[tokens.item(pair)] for pair in tokens.predictions}
+
+    def mean(ids: list[str]) -> dict[str, float | None]:
+        known = [values[i] for i in ids if values[i] is not None]
+        return {"SPICE": sum(known) / len(known) if known else None}
+
+    found = of_each_group(groups, mean)
+    absent = {} if found[ALL]["SPICE"] is not None else {"SPICE": "no caption names an object, attribute or relation"}
+    return MetricScores(found, {pair: {"SPICE": value} for pair, value in values.items()}, absent)
 
 
 def try_spice(spice_dir: Path | None, limit_s: int) -> float:
@@ -94,37 +127,41 @@ def score(start: Start, jars: Sequence[Path], items: Sequence[Item], kept: Path 
     """
     captions = list(dict.fromkeys(chain.from_iterable((prediction, *references) for prediction, references in items)))
     with tempfile.TemporaryDirectory(prefix="m3diff-spice-parses-") as folder:
-        parses = Parses(Path(folder), kept)
+        known = unpack(kept, Path(folder)) if kept else set()
         try:
-            return score_with(parses, start, jars, items, captions)
+            return score_with(known, Path(folder), kept, start, jars, items, captions)
         except CacheFailed as failure:
-            parses.drop()
-            print(f"SPICE: parses {len(captions):,} captions without a cache: {failure}", file=sys.stderr, flush=True)
+            if known and kept:
+                kept.unlink(missing_ok=True)
+            tell(f"parses {len(captions):,} captions without a cache: {failure}")
     return ask(start, jars, items, captions)
 
 
 def score_with(
-    parses: Parses, start: Start, jars: Sequence[Path], items: Sequence[Item], captions: Sequence[str]
+    known: set[str],
+    folder: Path,
+    kept: Path | None,
+    start: Start,
+    jars: Sequence[Path],
+    items: Sequence[Item],
+    captions: Sequence[str],
 ) -> list[float | None]:
     """Parse what is not known, in parts of which each is kept, and then score."""
-    long = [caption for caption in captions if is_long(caption)]
-    new = [caption for caption in captions if caption not in parses.known and not is_long(caption)]
+    # LMDB gets a byte of each letter of Latin-1, else three or six
+    sizes = (sum(1 if letter < "\xff" else 3 if letter <= "\uffff" else 6 for letter in text) for text in captions)
+    long = dict.fromkeys(text for text, size in zip(captions, sizes, strict=True) if size > LONGEST_KEPT)
+    new = [caption for caption in captions if caption not in known and caption not in long]
     count = -(-len(new) // PART)
     parts = [new[place::count] for place in range(count)]
     for part in progress(parts, f"evaluate: SPICE parses {len(new):,} captions", unit="part") if parts else ():
+        # pairs that hold each caption: the graph of all captions in one pair would take long to build
+        pairs = [(one, (other,)) for one, other in zip(part[::2], [*part[1::2], part[-1]], strict=False)]
         whole = part is parts[-1] and not long
-        found = ask(start, jars, items if whole else as_items(part), part, parses.folder)
-        parses.keep(part)
-    return found if parts and whole and not parses.known else ask(start, jars, items, long, parses.folder)
-
-
-def is_long(caption: str) -> bool:
-    """Whether a caption is too long a key for LMDB, which gets a byte of each letter of Latin-1, else three or six."""
-    return sum(1 if letter < "\xff" else 3 if letter <= "\uffff" else 6 for letter in caption) > LONGEST_KEPT
-
-
-class CacheFailed(ScorerFailed):
-    """The program failed in the code that keeps what it parsed."""
+        found = ask(start, jars, items if whole else pairs, part, folder)
+        if (folder / LMDB).is_file():  # else the program has no cache
+            known.update(part)
+            kept = keep(folder, kept, known)
+    return found if parts and whole and not known else ask(start, jars, items, list(long), folder)
 
 
 def ask(
@@ -133,17 +170,15 @@ def ask(
     """The program's answer to items of which these captions are not parsed yet."""
     lengths = (len(caption.split()) / 20 for caption in new)
     worker = start("SPICE", sum(SECONDS_A_CAPTION * min(max(1, length**3), LONGEST_S) for length in lengths))
-    worker.send(
-        {
-            "items": items,
-            "jars": [str(jar) for jar in jars if jar.name in JARS],
-            "modules": [str(jar) for jar in jars if jar.name not in JARS],
-            "cache": cache and str(cache),
-            "parses": bool(new),
-        }
-    )
+    job = {
+        "items": items,
+        "jars": [str(jar) for jar in jars if jar.name in JARS],
+        "modules": [str(jar) for jar in jars if jar.name not in JARS],
+        "cache": cache and str(cache),
+        "parses": bool(new),
+    }
     try:
-        found: list[float | None] = worker.result()
+        found: list[float | None] = worker.ask(job)
     except ScorerFailed as failure:
         if cache and re.search("lmdb|nustaq", worker.log.read_text(errors="replace")):
             raise CacheFailed(str(failure)) from None
@@ -151,40 +186,72 @@ def ask(
     return found
 
 
-def as_items(captions: Sequence[str]) -> list[Item]:
-    """Pairs that hold each caption. The graph of all captions in one pair would take long to build."""
-    return [(caption, (other,)) for caption, other in zip(captions[::2], [*captions[1::2], captions[-1]], strict=False)]
+def tell(note: str) -> None:
+    print(f"SPICE: {note}", file=sys.stderr, flush=True)
 
 
-def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores:
-    """A group's score is the mean F of those of its pairs that have one."""
-    answers: Mapping[Item, float | None] = tools.answers()
-    tokens = tools.tokens()
-    values = {pair: answers[tokens.item(pair)] for pair in tokens.predictions}
-    found = of_each_group(groups, lambda ids: {"SPICE": mean([values[pair] for pair in ids])})
-    return MetricScores(
-        found,
-        {pair: {"SPICE": value} for pair, value in values.items()},
-        {} if found[ALL]["SPICE"] is not None else {"SPICE": "no caption names an object, attribute or relation"},
-    )
+def kept_file(jars: Sequence[Path]) -> Path:
+    """The file of the captions that these jars parsed. Machines of other kinds, whose LMDB differs, have another."""
+    key = hashlib.sha256(f"{version('pycocoevalcap')} {platform.system()} {platform.machine()}".encode())
+    for jar in jars:
+        with jar.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - TAIL))
+            key.update(f"{jar.name} {size} ".encode() + file.read())
+    given = Path(os.environ.get("XDG_CACHE_HOME") or "")
+    return (given if given.is_absolute() else Path.home() / ".cache") / "m3diff" / f"spice-{key.hexdigest():.16}.zip"
 
 
-def mean(values: Iterable[float | None]) -> float | None:
-    """Of those that there are; None of none."""
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+def captions_of(kept: Path) -> set[str]:
+    """The captions of a file that is whole; none where there is no file, or it is damaged, which is said."""
+    try:
+        with zipfile.ZipFile(kept) as file:
+            if file.testzip() is None and LMDB in file.namelist():
+                return set(file.read(CAPTIONS).decode().split("\n"))
+        reason = "a part of it is damaged"
+    except FileNotFoundError:
+        return set()
+    except (OSError, zipfile.BadZipFile, zlib.error, KeyError, EOFError, ValueError, NotImplementedError) as error:
+        reason = str(error)
+    tell(f"{kept} is not used: {reason}; captions are parsed anew")
+    return set()
 
 
-def needed(java: int) -> tuple[str, ...]:
-    """Names of the jars that SPICE needs with this Java."""
-    return JARS + NASHORN if java >= FIRST_WITHOUT_JAVASCRIPT else JARS
+def unpack(kept: Path, folder: Path) -> set[str]:
+    """The captions of the file, with LMDB's file in `folder`, where the program adds to it."""
+    known = captions_of(kept)
+    if len(known) > MOST:
+        tell(f"{kept} holds {len(known):,} captions and is made anew")
+        kept.unlink(missing_ok=True)
+        return set()
+    if known:
+        with zipfile.ZipFile(kept) as file:
+            file.extract(LMDB, folder)
+    return known
+
+
+def keep(folder: Path, kept: Path | None, known: set[str]) -> Path | None:
+    """Put what the program has parsed by now in the file's place; returns None where it cannot be written, no fault."""
+    if kept is None:
+        return None
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file:
+        file.write(folder / LMDB, LMDB)
+        file.writestr(CAPTIONS, "\n".join(sorted(known)))
+    try:
+        if len(captions_of(kept)) <= len(known):
+            write_atomic(kept, packed.getvalue())
+    except OSError as error:
+        tell(f"parsed captions are not kept: {error}")
+        return None
+    return kept
 
 
 def look(folder: Path | None, java: int) -> dict[str, Path | None]:
-    """The file of each jar that is needed, None where it is missing; of Nashorn and ASM any version serves."""
+    """The file of each jar that this Java needs, None where it is missing; of Nashorn and ASM any version serves."""
     files = [] if folder is None or not folder.is_dir() else sorted(folder.iterdir())
     found = {}
-    for name in needed(java):
+    for name in JARS + NASHORN if java >= FIRST_WITHOUT_JAVASCRIPT else JARS:
         pattern = re.sub(r"-[\d.]+\.jar", r"-[\\d.]+[.]jar", name) if name in NASHORN else re.escape(name)
         found[name] = max((file for file in files if re.fullmatch(pattern, file.name)), default=None)
     return found
@@ -209,16 +276,38 @@ def find_jars(spice_dir: Path | None) -> list[Path]:
     return [jar.absolute() for jar in found.values() if jar]
 
 
+def check_spice(spice_dir: Path | None) -> tuple[list[str], bool]:
+    """Lines that say what SPICE needs and what of it is there, and whether one pair could be scored."""
+    try:
+        java = require_java()
+        lines = [f"found   Java {java}"]
+    except JavaMissing as error:
+        java = FIRST_WITHOUT_JAVASCRIPT
+        lines = [f"MISSING {error}"]
+    jars = look(spice_dir, java)
+    for name, jar in jars.items():
+        lines.append(f"MISSING {(spice_dir or Path()) / name}" if jar is None else f"found   {jar}")
+    if missing := [name for name, jar in jars.items() if jar is None]:
+        lines += how_to_fetch(missing, spice_dir or Path("spice"))
+        lines.append("name the folder by --spice-dir, and for `m3diff evaluate` as compute.spice_dir in params.yaml")
+    if missing or lines[0].startswith("MISSING"):
+        return lines, False
+    try:
+        return [*lines, f"works   one pair scored {try_spice(spice_dir, TRIAL_S):.3f}"], True
+    except ScorerFailed as failure:
+        return [*lines, f"FAILED  {failure}"], False
+
+
 def how_to_fetch(missing: Iterable[str], folder: Path) -> Iterator[str]:
     """Commands for a shell that put the missing jars into the folder, and their addresses."""
-    artifacts = [ARTIFACTS[(JARS + NASHORN).index(name)] for name in missing]
-    place = shlex.quote(str(folder))
+    artifacts = {name: ARTIFACTS[(JARS + NASHORN).index(name)] for name in missing}
+    copy = f"mvn -q dependency:copy -Dartifact=$a -DoutputDirectory={shlex.quote(str(folder))}"
     yield "nothing here downloads them; with Maven:"
-    yield f"    for a in {' '.join(artifacts)}; do mvn -q dependency:copy -Dartifact=$a -DoutputDirectory={place}; done"
+    yield f"    for a in {' '.join(artifacts.values())}; do {copy}; done"
     yield f"or by hand, into {folder}:"
-    for name, artifact in zip(missing, artifacts, strict=True):
-        group, artifact_id, version = artifact.split(":")[:3]
-        yield f"    {MAVEN_CENTRAL}/{group.replace('.', '/')}/{artifact_id}/{version}/{name}"
+    for name, artifact in artifacts.items():
+        group, artifact_id, number = artifact.split(":")[:3]
+        yield f"    {MAVEN_CENTRAL}/{group.replace('.', '/')}/{artifact_id}/{number}/{name}"
 
 
 METRIC = Metric(

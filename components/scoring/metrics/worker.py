@@ -1,8 +1,7 @@
 """One Java scorer in a process of its own: `worker.py NAME SECONDS FOLDER`, the job as JSON on standard input.
 
-Writes FOLDER/result.json: {"value": ...} or {"error": reason}. The package's wrappers work in the folder of their own
-file; `__file__` is pointed at FOLDER, with links to the jars, so that a read-only installation serves as well.
-Run by `scorer.Scorer`; imports nothing of the project.
+Writes FOLDER/result.json: {"value": ...} or {"error": reason}. Programs run in FOLDER, with links to the jars, so that
+a read-only installation serves as well. Run by `java.Scorer`; imports nothing of the project.
 """
 
 import ctypes
@@ -10,19 +9,18 @@ import gzip
 import io
 import json
 import os
-import pickle
 import re
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import suppress
 from importlib.util import find_spec
 from itertools import chain, compress
+from multiprocessing import get_context
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 SENTINEL = "endofcaptions"
@@ -35,8 +33,7 @@ ITEMS_A_SHARD = 500
 LONGEST_PHRASE = 7  # words; of the table
 CHUNK = 1 << 13  # bytes of the table, read at once
 USUAL = b"abcdefghijklmnopqrstuvwxyz0123456789 .-E\n"  # in the table
-MARK = b"\0"
-MARKED = bytes(byte if byte in USUAL else MARK[0] for byte in range(256))
+MARKED = bytes(byte if byte in USUAL else 0 for byte in range(256))
 NORMAL = re.compile("[a-z0-9 ]*")
 WORD = re.compile(rb"[a-z0-9]+")
 ENTITY = re.compile("&(quot|apos|lt|gt|amp);")
@@ -45,35 +42,30 @@ NOT_WORDS = re.compile(r"at \S+\(|\.\.\. \d+ more|(NOTE: )?Picked up |$")
 PACKAGES = ("lang", "math", "util", "util.concurrent", "net", "text")
 """Of java.base: SPICE's serialiser looks into them, which Java 16 and later forbid."""
 GIB = 1 << 30
+SHARED: list[Any] = []
+"""The table and the phrases to look for, which forks inherit."""
 Job = dict[str, Any]
 Item = tuple[str, list[str]]
 
 
-def move_to(folder: Path, module: ModuleType) -> None:
-    """Let a wrapper find its jars, and write its temporary files, in `folder`."""
-    home = Path(str(module.__file__)).parent
-    for entry in home.iterdir():
-        if entry.suffix == ".jar" or entry.name in ("data", "lib"):
-            link_tree(entry, folder / entry.name)
-    module.__file__ = str(folder / "wrapper.py")
-
-
-def link_tree(source: Path, target: Path) -> None:
-    """The same files under `target` as links, in folders that can be written."""
-    shutil.copytree(source, target, copy_function=os.symlink) if source.is_dir() else target.symlink_to(source)
-
-
 def ptb(folder: Path) -> Callable[[Job], list[str]]:
-    """Job {"captions": [str]} -> their tokens, joined by spaces. A sentinel at the end proves that no line slipped."""
-    from pycocoevalcap.tokenizer import ptbtokenizer
+    """Job {"captions": [str]} -> their tokens, joined by spaces. A sentinel at the end proves that no line slipped.
 
-    move_to(folder, ptbtokenizer)
+    The command and what is left out of its answer are those of pycocoevalcap's PTBTokenizer.
+    """
+    from pycocoevalcap.tokenizer import ptbtokenizer as module
+
+    jar = Path(module.__file__).with_name(module.STANFORD_CORENLP_3_4_1_JAR)
+    command = ["java", "-cp", str(jar), "edu.stanford.nlp.process.PTBTokenizer", "-preserveLines", "-lowerCase"]
 
     def tokenise(job: Job) -> list[str]:
-        lines = {i: [{"caption": caption}] for i, caption in enumerate([*job["captions"], SENTINEL])}
-        tokens = [token[0] for token in ptbtokenizer.PTBTokenizer().tokenize(lines).values()]
-        if len(tokens) != len(lines) or tokens[-1] != SENTINEL:
-            raise RuntimeError(f"the tokenizer gave {len(tokens)} lines for {len(lines)} captions")
+        captions = [*job["captions"], SENTINEL]
+        (folder / "captions").write_bytes("\n".join(captions).encode())
+        answer = subprocess.run([*command, "captions"], cwd=folder, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL)
+        lines = answer.stdout.decode().split("\n")[: len(captions)]
+        tokens = [" ".join(w for w in line.rstrip().split(" ") if w not in module.PUNCTUATIONS) for line in lines]
+        if len(tokens) != len(captions) or tokens[-1] != SENTINEL:
+            raise RuntimeError(f"the tokenizer gave {len(tokens)} lines for {len(captions)} captions")
         return tokens[:-1]
 
     return tokenise
@@ -111,7 +103,7 @@ def meteor(folder: Path) -> Callable[[Job], list[list[float]]]:
 
 def matching_paraphrases(table: bytes, items: Iterable[Item], processes: int = 1) -> Iterator[bytes]:
     """The lines of METEOR's table whose phrases may stand in a reference and in a prediction, in the table's order;
-    each process reads a part of the table.
+    each process, a fork that shares the table, reads a part of it.
 
     The table has three lines an entry: probability and two phrases, which METEOR matches either way round. Phrases are
     compared by their runs of ASCII letters and digits alone, which METEOR's own tokenizer never splits: a phrase
@@ -120,30 +112,18 @@ def matching_paraphrases(table: bytes, items: Iterable[Item], processes: int = 1
     listed = list(items)
     of_references = phrases(reference for _, references in listed for reference in references)
     of_predictions = phrases(prediction for prediction, _ in listed)
+    SHARED[:] = table, of_references, of_predictions
+    if processes == 1:
+        yield from lines_of((0, len(table)))
+    else:
+        with ProcessPoolExecutor(processes, mp_context=get_context("fork")) as pool:
+            yield from chain.from_iterable(pool.map(lines_of, parts_of(table, processes)))
+    SHARED.clear()
 
-    def lines_of(part: tuple[int, int]) -> list[bytes]:
-        return list(matching_lines(table[slice(*part)], of_references, of_predictions))
 
-    yield from chain.from_iterable(each_in_a_process(lines_of, parts_of(table, processes)))
-
-
-def each_in_a_process(function: Callable[[Any], Any], values: list[Any]) -> list[Any]:
-    """What the function makes of each value, but for the last one in forks of this process, which share its memory."""
-    pipes = []
-    for value in values[:-1]:
-        end, start = os.pipe()
-        if os.fork() == 0:
-            with open(start, "wb") as file:
-                pickle.dump(function(value), file)
-            os._exit(0)
-        os.close(start)
-        pipes.append(end)
-    last = [function(value) for value in values[-1:]]
-    found = []
-    for end in pipes:
-        with open(end, "rb") as file:
-            found.append(pickle.load(file))
-    return found + last
+def lines_of(part: tuple[int, int]) -> list[bytes]:
+    table, of_references, of_predictions = SHARED
+    return list(matching_lines(table[slice(*part)], of_references, of_predictions))
 
 
 def parts_of(table: bytes, count: int) -> list[tuple[int, int]]:
@@ -161,13 +141,16 @@ def matching_lines(table: bytes, of_references: set[bytes], of_predictions: set[
     def matches(one: bytes, other: bytes) -> bool:
         return (one in of_references and other in of_predictions) or (one in of_predictions and other in of_references)
 
+    def plain(phrase: bytes) -> bytes:
+        return b" ".join(WORD.findall(phrase)) + b"\n"
+
     is_known = (of_references | of_predictions).__contains__
     file = io.BytesIO(table)
     while lines := file.readlines(CHUNK):
         lines += [file.readline() for _ in range(-len(lines) % 3)]
         ones, others = lines[1::3], lines[2::3]
         kept = {at for at in compress(range(len(ones)), map(is_known, ones)) if matches(ones[at], others[at])}
-        kept.update(at for at in odd_entries(lines) if matches(plain_words(ones[at]), plain_words(others[at])))
+        kept.update(at for at in odd_entries(lines) if matches(plain(ones[at]), plain(others[at])))
         for at in sorted(kept):
             yield from lines[3 * at : 3 * at + 3]
 
@@ -176,15 +159,11 @@ def odd_entries(lines: list[bytes]) -> set[int]:
     """Numbers of the entries with other characters than the table's usual ones."""
     text = b"".join(lines).translate(MARKED)
     found, line, start = set(), 0, 0
-    while (place := text.find(MARK, start)) >= 0:
+    while (place := text.find(b"\0", start)) >= 0:
         line += text.count(b"\n", start, place)
         found.add(line // 3)
         start = text.find(b"\n", place)
     return found
-
-
-def plain_words(phrase: bytes) -> bytes:
-    return b" ".join(WORD.findall(phrase)) + b"\n"
 
 
 def phrases(texts: Iterable[str]) -> set[bytes]:
@@ -240,7 +219,7 @@ def spice(folder: Path) -> Callable[[Job], list[float | None]]:
 
     def compute(job: Job) -> list[float | None]:
         shutil.copy(program, folder)  # Java looks for its libraries beside the file that a link points to
-        link_tree(program.with_name("lib"), folder / "lib")
+        shutil.copytree(program.with_name("lib"), folder / "lib", copy_function=os.symlink)
         for jar in job["jars"]:
             (folder / "lib" / Path(jar).name).symlink_to(jar)
         items = [{"image_id": f"{i:09}", "test": test, "refs": refs} for i, (test, refs) in enumerate(job["items"])]

@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from m3diff.scoring.metrics.verdicts import JudgeSettings
+from m3diff.scoring.metrics.judge import JudgeSettings
 from m3diff.settings.section import Section
 
 

@@ -16,17 +16,15 @@ from m3diff.records.files import write_atomic
 from m3diff.scoring.bootstrap import intervals
 from m3diff.scoring.grammar import load_grammars, parse_predictions
 from m3diff.scoring.marks import notes_of_marks
-from m3diff.scoring.metrics import choose_metrics
+from m3diff.scoring.metrics import Metric, MetricScores, choose_metrics, needs_java
 from m3diff.scoring.metrics.java import require_java
-from m3diff.scoring.metrics.metric import Metric, MetricScores
-from m3diff.scoring.metrics.verdicts import Judge
+from m3diff.scoring.metrics.judge import Judge
 from m3diff.scoring.pairs import load_pairs
 from m3diff.scoring.protocols import ProtocolPairs, load_specs, select
-from m3diff.scoring.run import compute_metrics, needs_java
-from m3diff.scoring.summary import EvaluateReport, headline, summarise
+from m3diff.scoring.run import EvaluateReport, compute_metrics, headline, summarise
 from m3diff.settings.compute import Compute
 from m3diff.stages.evaluate.params import Evaluate
-from m3diff.stages.evaluate.report.report import Evidence, write_report
+from m3diff.stages.evaluate.report import Evidence, write_report
 
 
 def evaluate(
@@ -44,7 +42,7 @@ def evaluate(
     if needs_java(metrics):
         require_java()
     pairs, test_pairs = load_pairs(clean, predictions)
-    specs = load_specs(records, dict.fromkeys(pair.dataset for pair in pairs))
+    specs = load_specs(records, pairs)
     parsed = parse_predictions(load_grammars(records, specs), pairs)
     protocols = select(pairs, specs)
     if not cfg.allow_fewer_pairs:
@@ -52,13 +50,18 @@ def evaluate(
     notes = notes_of_marks([pair.prediction for pair in pairs], [pair.references for pair in pairs])
     for note in notes:
         print(f"evaluate: note: {note}", flush=True)
-    judge = Judge.in_folder(cfg.judge, compute.scratch) if cfg.judge and "judge" in metrics else None
+    judge = Judge(cfg.judge, compute.scratch) if cfg.judge and "judge" in metrics else None
     scores = compute_metrics(metrics, protocols, parsed, compute.spice_dir, compute.scorer_timeout_s, judge)
     table = score_table(metrics, protocols, scores)
-    certain = {one.name: intervals(table, metrics, one.name) for one in protocols}
-    report = summarise(test_pairs, len(pairs), protocols, scores, certain).write(out / "metrics.json")
+    bounds = {one.name: intervals(table, metrics, one.name) for one in protocols}
+    report = summarise(test_pairs, len(pairs), protocols, scores, bounds).write(out / "metrics.json")
     write_atomic(out / "headline.json", json.dumps(headline(report), indent=1) + "\n")
-    write_parquet(table, out / "scores.parquet")
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd")
+    write_atomic(out / "scores.parquet", sink.getvalue().to_pybytes())
+    saliency, curves = (
+        path if path.is_file() else None for path in (predictions / "saliency.npz", model / "curves.csv")
+    )
     evidence = Evidence(
         metrics=metrics,
         report=report,
@@ -66,16 +69,12 @@ def evaluate(
         pair_scores={name: of.pairs for name, of in scores.items()},
         parsed=parsed,
         specs=specs,
-        saliency=existing(predictions / "saliency.npz"),
-        curves=existing(model / "curves.csv"),
+        saliency=saliency,
+        curves=curves,
         notes=notes,
     )
     write_report(evidence, out, cfg.gallery)
     return report
-
-
-def existing(path: Path) -> Path | None:
-    return path if path.is_file() else None
 
 
 def check_complete(protocols: Iterable[ProtocolPairs]) -> None:
@@ -97,17 +96,9 @@ def score_table(
 ) -> pa.Table:
     """scores.parquet: a row per protocol and pair, in the records' order: the prediction as the protocol scored it,
     and what each metric gives of a pair."""
-    columns = {name: arrow for metric in metrics.values() for name, arrow in metric.columns.items()}
-    schema = pa.schema(
-        [
-            ("protocol", pa.string()),
-            ("id", pa.string()),
-            ("dataset", pa.string()),
-            ("change_types", pa.list_(pa.string())),
-            ("prediction", pa.string()),
-            *((name, arrow_type(arrow)) for name, arrow in columns.items()),
-        ]
-    )
+    columns = {"protocol": "string", "id": "string", "dataset": "string", "change_types": "list<string>"}
+    columns |= {"prediction": "string"}
+    columns |= {name: arrow for metric in metrics.values() for name, arrow in metric.columns.items()}
     rows = [
         {
             "protocol": one.name,
@@ -120,7 +111,7 @@ def score_table(
         for one in protocols
         for pair in one.pairs
     ]
-    return pa.Table.from_pylist(rows, schema=schema)
+    return pa.Table.from_pylist(rows, schema=pa.schema([(name, arrow_type(arrow)) for name, arrow in columns.items()]))
 
 
 def arrow_type(name: str) -> pa.DataType:
@@ -128,9 +119,3 @@ def arrow_type(name: str) -> pa.DataType:
     if name.startswith("list<"):
         return pa.list_(arrow_type(name[len("list<") : -1]))
     return pa.type_for_alias(name)
-
-
-def write_parquet(table: pa.Table, path: Path) -> None:
-    sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, compression="zstd")
-    write_atomic(path, sink.getvalue().to_pybytes())

@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from m3diff.__main__ import COMMANDS
-from m3diff.commands.compare.compare import as_text, compare, difference_table, run_names
+from m3diff.commands.compare import as_text, compare, difference_table
 from m3diff.commands.usage import make_parser
 from m3diff.records.errors import DataError
 from m3diff.scoring.metrics import METRICS
@@ -121,13 +121,17 @@ def test_pairs_that_the_records_do_not_know_are_named(root: Path, tmp_path: Path
         compare(tmp_path / "a", tmp_path / "b", root / "records", root / "clean", tmp_path / "x.html")
 
 
-def test_runs_are_called_by_their_folders_and_by_their_paths_where_those_are_alike(tmp_path: Path):
-    for name in ("one/report", "two/report", "two/other"):
-        (tmp_path / name).mkdir(parents=True)
-    one, two, other = tmp_path / "one/report", tmp_path / "two/report", tmp_path / "two/other"
-    assert run_names(one, other) == ["report", "other"]
-    assert run_names(one, two) == [str(one), str(two)]
-    assert run_names(one / "scores.parquet", other / "scores.parquet") == ["report", "other"]
+def test_runs_of_equal_names_are_called_by_their_paths(root: Path, tmp_path: Path):
+    for name in ("one/report", "two/report"):
+        write_scores(evidence(root, bench.pairs(root)), tmp_path / name)
+    found = compare(
+        tmp_path / "one/report/scores.parquet",
+        tmp_path / "two/report",
+        root / "records",
+        root / "clean",
+        tmp_path / "compare.html",
+    )
+    assert found["toy/test"].columns[1:3] == (str(tmp_path / "one/report"), str(tmp_path / "two/report"))
 
 
 def test_the_terminal_shows_the_table_in_columns(root: Path, tmp_path: Path):

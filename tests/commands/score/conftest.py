@@ -16,8 +16,8 @@ Run = Callable[..., tuple[int, str]]
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """`m3diff score` on a file of captions: exit code and all that is printed. CIDEr alone is scored, without Java."""
     monkeypatch.setitem(run.TOKENIZERS, "ptb", run.split_at_white_space)
-    monkeypatch.setattr("m3diff.commands.score.score.metrics_of", lambda *_: choose_metrics(["CIDEr"]))
-    monkeypatch.setattr("m3diff.commands.score.score.require_java", lambda: 17)
+    monkeypatch.setattr("m3diff.commands.score.metrics_of", lambda *_: choose_metrics(["CIDEr"]))
+    monkeypatch.setattr("m3diff.commands.score.require_java", lambda: 17)
 
     def score(
         captions: Any, references: Mapping[str, Any] | Any = None, *options: str, name: str = "captions.json"

@@ -3,8 +3,7 @@ from dataclasses import replace
 import pytest
 
 from m3diff.commands.score.faults import faults_of_predictions, match, notes_of_captions, plain
-from m3diff.commands.score.predictions import Prediction
-from m3diff.commands.score.references import Counts, Reference, benchmarks, published_counts
+from m3diff.commands.score.files import Counts, Prediction, Reference, benchmarks, published_counts
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import Protocol
 from m3diff.records.errors import DataError

@@ -220,7 +220,7 @@ def test_a_file_of_captions_that_is_not_there_is_no_incomplete_dataset(command: 
 
 
 def test_a_caption_of_200_000_words_is_a_fault_before_anything_is_started(command: Run, monkeypatch):
-    monkeypatch.setattr("m3diff.commands.score.score.compute_metrics", None)
+    monkeypatch.setattr("m3diff.commands.score.compute_metrics", None)
     code, told = command(CAPTIONS | {"pair_3": "the cube moved " * 70_000}, REFERENCES)
     assert code == DATA_REFUSED
     assert "1 captions have more than 5,000 words or 40,000 characters, such as 'pair_3' with 210,000 words" in told

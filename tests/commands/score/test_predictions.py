@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from m3diff.commands.score.predictions import Prediction, read_predictions
+from m3diff.commands.score.files import Prediction, read_predictions
 from m3diff.records.errors import DataError
 
 ROWS = [Prediction("000256.png", "a man, in red, left"), Prediction("9", 'the sign says "open"')]

@@ -8,14 +8,12 @@ from pathlib import Path
 import pytest
 
 from m3diff.__main__ import DATA_REFUSED, TRY_AGAIN, main
-from m3diff.commands.score.check_spice import check_spice
-from m3diff.commands.score.page import lines
-from m3diff.commands.score.score import ScoreReport, score
+from m3diff.commands.score import ScoreReport, lines, score
 from m3diff.datasets import DATASETS
 from m3diff.records.errors import DataError
+from m3diff.scoring.bootstrap import Interval
 from m3diff.scoring.metrics.java import JavaMissing
-from m3diff.scoring.metrics.spice import JARS, NASHORN
-from m3diff.scoring.summary import Interval
+from m3diff.scoring.metrics.spice import JARS, NASHORN, check_spice
 from tests.commands.score import traps
 from tests.layouts import edit_json, run_ingest, write_clevr, write_clevr_dc, write_json
 from tests.scoring.bench import GRAMMAR, PUBLISHED, fake_java
@@ -168,7 +166,7 @@ def test_a_tokenizer_that_dies_is_an_exit_code_and_a_sentence(capsys, monkeypatc
 @pytest.mark.parametrize("as_json", [False, True])
 def test_the_command_hands_its_arguments_on_and_prints_what_was_found(as_json, monkeypatch, capsys):
     calls = []
-    monkeypatch.setattr("m3diff.commands.score.score.score", lambda *arguments: calls.append(arguments) or a_report())
+    monkeypatch.setattr("m3diff.commands.score.score", lambda *arguments: calls.append(arguments) or a_report())
     typed = "p.json --benchmark iedit --protocol test --references r.json --data d --spice-dir s --allow-faults"
     assert main(["score", *typed.split(), *(["--json"] if as_json else [])]) == 0
     assert calls == [(Path("p.json"), "iedit", "test", Path("r.json"), Path("d"), Path("s"), True)]
@@ -239,22 +237,22 @@ def test_spice_that_is_not_there_is_told_with_what_is_missing_and_where_it_belon
     assert "--spice-dir" in told
     assert "compute.spice_dir" in told
     (tmp_path / "stanford-corenlp-3.6.0.jar").touch()
-    found = check_spice(tmp_path)
-    assert not found.works
-    assert f"found   {tmp_path}/stanford-corenlp-3.6.0.jar" in found.lines
-    assert f"MISSING {tmp_path}/stanford-corenlp-3.6.0-models.jar" in found.lines
+    found, works = check_spice(tmp_path)
+    assert not works
+    assert f"found   {tmp_path}/stanford-corenlp-3.6.0.jar" in found
+    assert f"MISSING {tmp_path}/stanford-corenlp-3.6.0-models.jar" in found
 
 
 def test_spice_whose_jars_are_no_jars_fails_in_the_trial(tmp_path):
     for name in JARS + NASHORN:
         (tmp_path / name).touch()
-    found = check_spice(tmp_path)
-    assert (found.works, found.lines[-1][:7]) == (False, "FAILED ")
+    found, works = check_spice(tmp_path)
+    assert (works, found[-1][:7]) == (False, "FAILED ")
 
 
 def test_no_java_is_among_what_spice_is_missing(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert check_spice(None).lines[0].startswith("MISSING java: not found on PATH")
+    assert check_spice(None)[0][0].startswith("MISSING java: not found on PATH")
 
 
 def test_a_folder_without_the_jars_is_refused_before_anything_is_read(tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from m3diff.commands.score.score import ScoreReport, score
+from m3diff.commands.score import ScoreReport, score
 from m3diff.datasets import DATASETS
 from m3diff.records.errors import DataError
 from tests.commands.score import traps

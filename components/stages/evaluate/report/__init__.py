@@ -1,0 +1,524 @@
+"""Tables, charts and pages: evaluate's report.html with LaTeX and CSV of its tables, and what `compare` shares with it.
+
+Nothing is fetched, and equal inputs give equal bytes. The words and the looks are in the templates.
+"""
+
+import csv
+import io
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import quote
+
+import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from m3diff.datasets.spec import DatasetSpec, Protocol
+from m3diff.records.files import write_atomic
+from m3diff.scoring.bootstrap import Interval
+from m3diff.scoring.grammar import ParsedCaption, type_order
+from m3diff.scoring.metrics import Metric, PairValue, Value
+from m3diff.scoring.protocols import PUBLISHED_SCORES, ProtocolPairs, PublishedRow, published_of
+from m3diff.scoring.run import EvaluateReport, ProtocolScores
+from m3diff.stages.evaluate.report.gallery import (
+    ImageStore,
+    RunPairs,
+    as_script,
+    gallery,
+    read_saliency,
+    rights_of,
+)
+
+MB = 1_000_000
+BEST, SECOND = 1, 2
+GROUP_NAMES = {"change": "with a change", "multi_change": "with several changes", "distractors": "distractors"}
+RIGHT = {"type right": "type_accuracy", "place right": "place_accuracy", "all right": "exact_accuracy"}
+ABSENT = "–"
+LATEX = str.maketrans({
+    "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
+    **{character: f"\\{character}" for character in "&%$#_"},
+})  # fmt: skip
+MAX_POINTS = 400
+STYLES = ("main", "second", "third", "fourth", "fifth")
+WIDTH, HEIGHT, LEFT, RIGHT_MARGIN, TOP, BOTTOM = 560, 260, 52, 16, 14, 30
+
+
+class Cell(NamedTuple):
+    """One score of a table, in the units of papers; None is absent."""
+
+    value: float | None
+    interval: Interval | None = None
+    rank: int = 0  # BEST or SECOND among the rows that compare
+    bar: bool = False  # a fraction of all, drawn as one
+    signed: bool = False  # a difference
+
+    @property
+    def text(self) -> str:
+        return ABSENT if self.value is None else one_digit(self.value, self.signed)
+
+    @property
+    def bounds(self) -> str:
+        """The interval as text: a dash between two positive bounds, else "to"."""
+        if self.interval is None:
+            return ""
+        low, high = (one_digit(bound, self.signed) for bound in (self.interval.low, self.interval.high))
+        return f"{low} to {high}" if self.signed else f"{low}–{high}"
+
+
+def one_digit(value: float, signed: bool = False) -> str:
+    """As papers print it; with its sign where that is asked for and it is not 0.0."""
+    text = f"{value:+.1f}" if signed else f"{value:.1f}"
+    return "0.0" if text in ("+0.0", "-0.0") else text
+
+
+class Row(NamedTuple):
+    name: str
+    labels: tuple[str, ...]  # what stands between the name and the scores
+    cells: tuple[Cell, ...]
+    marks: tuple[str, ...] = ()  # beside the name: "†", "*"; the table's notes say what they mean
+    ours: bool = False
+
+
+class Table(NamedTuple):
+    """`columns` names the row's name, then its labels, then its cells."""
+
+    name: str  # of the files that are saved
+    columns: tuple[str, ...]
+    rows: list[Row]
+    notes: Sequence[str] = ()
+
+    @property
+    def labels(self) -> int:
+        return len(self.rows[0].labels) if self.rows else 0
+
+    @property
+    def has_intervals(self) -> bool:
+        return any(cell.interval for row in self.rows for cell in row.cells)
+
+
+def in_papers_units(value: Value, interval: Interval | None = None, bar: bool = False, signed: bool = False) -> Cell:
+    """A score, or the difference of two, times 100, with its interval."""
+    if value is None:
+        return Cell(None)
+    scaled = None if interval is None else Interval(low=100 * interval.low, high=100 * interval.high)
+    return Cell(100 * value, scaled, bar=bar, signed=signed)
+
+
+def cells(scores: Mapping[str, Value], columns: Iterable[str], bar: bool = False) -> tuple[Cell, ...]:
+    return tuple(in_papers_units(scores.get(score), bar=bar) for score in columns)
+
+
+def row_of(name: str, scores: ProtocolScores, columns: Iterable[str]) -> Row:
+    """All pairs of a protocol: how many are scored, beside how many papers score, and scores with their intervals."""
+    papers = "" if scores.published_pairs is None else f" of {scores.published_pairs:,}"
+    found = tuple(in_papers_units(scores.scores.get(score), scores.intervals.get(score)) for score in columns)
+    return Row(name, (f"{scores.pairs:,}{papers}",), found, ("*",) if scores.is_partial else ())
+
+
+def partial_note(scores: Iterable[ProtocolScores]) -> list[str]:
+    note = "* Fewer pairs than papers score: not comparable with published figures."
+    return [note] if any(one.is_partial for one in scores) else []
+
+
+def overview(protocols: Mapping[str, ProtocolScores], columns: Sequence[str], notes: Sequence[str] = ()) -> Table:
+    """A row to each protocol; `notes` below."""
+    rows = [row_of(name, of, columns) for name, of in protocols.items()]
+    return Table("scores", ("Protocol", "n", *columns), rows, [*partial_note(protocols.values()), *notes])
+
+
+def group_table(protocol: str, scores: ProtocolScores, columns: Sequence[str]) -> Table:
+    """All pairs of a protocol, and its groups that have pairs, but for those of one change type."""
+    groups = [
+        Row(title, (f"{values['pairs']:,}",), cells(values, columns))
+        for name, title in GROUP_NAMES.items()
+        if (values := scores.groups.get(name)) and values["pairs"]
+    ]
+    rows = [row_of("all", scores, columns), *groups]
+    return Table(f"{plain(protocol)}-groups", ("Pairs", "n", *columns), rows, partial_note([scores]))
+
+
+def type_table(protocol: str, scores: ProtocolScores, types: Sequence[str], columns: Sequence[str]) -> Table:
+    """Pairs of exactly one change, by its type; how many were named right where a grammar reads captions."""
+    groups = scores.folder("by_type")
+    read = {title: name for title, name in RIGHT.items() if any(of.get(name) is not None for of in groups.values())}
+    rows = [
+        Row(
+            name,
+            (f"{groups[name]['pairs']:,}",),
+            cells(groups[name], read.values(), bar=True) + cells(groups[name], columns),
+        )
+        for name in types
+    ]
+    return Table(f"{plain(protocol)}-types", ("Type", "n", *read, *columns), rows)
+
+
+def published_table(protocol: str, scores: ProtocolScores, known: Sequence[PublishedRow]) -> Table | None:
+    """This run among the published rows of a protocol, best CIDEr first; None where nothing is published.
+
+    The best and second best of each column are marked. A run over fewer pairs than papers score is not ranked.
+    """
+    if not known:
+        return None
+    papers = "" if scores.published_pairs is None else f"{scores.published_pairs:,}"
+    rows = [
+        Row(
+            row.method, (row.venue, papers), tuple(map(Cell, row.scores.values())), ("†",) if row.chosen_on_test else ()
+        )
+        for row in known
+    ]
+    ours = row_of("this run", scores, PUBLISHED_SCORES)._replace(labels=("", f"{scores.pairs:,}"), ours=True)
+    by = PUBLISHED_SCORES.index("CIDEr")
+    ranked = rank(sorted([ours, *rows], key=lambda row: -(row.cells[by].value or 0.0)))
+    evidence = sorted({f"{row.method}: {row.chosen_on_test}" for row in known if row.chosen_on_test})
+    notes = [f"† Epoch chosen on the test split. {'; '.join(evidence)}."] if evidence else []
+    sources = "; ".join(sorted({row.source for row in known}))
+    notes += [*partial_note([scores]), f"Published figures as given by {sources}."]
+    return Table(f"{plain(protocol)}-published", ("Method", "venue", "n", *PUBLISHED_SCORES), ranked, notes)
+
+
+def rank(rows: list[Row]) -> list[Row]:
+    """The rows with the best and the second best value of each column marked, as printed; rows marked * do not count.
+
+    Equal values have equal marks; where all that compare are equal, or one alone has a value, none is marked.
+    """
+    places = []
+    for column in zip(*([cell.text for cell in row.cells] for row in rows if "*" not in row.marks), strict=True):
+        values = sorted({float(text) for text in column if text != ABSENT}, reverse=True)
+        places.append({f"{value:.1f}": place for place, value in enumerate(values[:2], BEST)} if values[1:] else {})
+    return [
+        row
+        if "*" in row.marks
+        else row._replace(
+            cells=tuple(
+                cell._replace(rank=place.get(cell.text, 0)) for cell, place in zip(row.cells, places, strict=True)
+            )
+        )
+        for row in rows
+    ]
+
+
+def plain(name: str) -> str:
+    """A protocol's name as part of a file's."""
+    return name.replace("/", "-")
+
+
+def as_csv(table: Table) -> str:
+    """Scores times 100 with two digits, those with an interval followed by its two bounds."""
+    bounded = {place for row in table.rows for place, cell in enumerate(row.cells) if cell.interval}
+    has_marks = any(row.marks for row in table.rows)
+    head = list(table.columns[: 1 + table.labels])
+    for place, name in enumerate(table.columns[1 + table.labels :]):
+        head += [name, f"{name} low", f"{name} high"] if place in bounded else [name]
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(head + ["marks"] * has_marks)
+    for row in table.rows:
+        numbers: list[float | None] = []
+        for place, cell in enumerate(row.cells):
+            bounds = (cell.interval.low, cell.interval.high) if cell.interval else (None, None)
+            numbers += [cell.value, *bounds] if place in bounded else [cell.value]
+        values = ["" if number is None else f"{number:.2f}" for number in numbers]
+        writer.writerow([row.name, *row.labels, *values] + ["".join(row.marks)] * has_marks)
+    return text.getvalue()
+
+
+def as_latex(table: Table) -> str:
+    """A tabular of booktabs: best bold, second best underlined, the intervals small behind their scores."""
+    columns = "l" * (1 + table.labels) + "r" * (len(table.columns) - 1 - table.labels)
+    marks = {"†": r"$^\dagger$", "*": "$^*$"}
+    body = [[latex(name) for name in table.columns]]
+    for row in table.rows:
+        name = latex(row.name) + "".join(marks[mark] for mark in row.marks)
+        body.append([name, *map(latex, row.labels), *map(latex_cell, row.cells)])
+    head, *lines = [" & ".join(line) + r" \\" for line in body]
+    begin = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", head, r"\midrule"]
+    return "\n".join([*begin, *lines, r"\bottomrule", r"\end{tabular}", *(f"% {note}" for note in table.notes)]) + "\n"
+
+
+def latex(text: str) -> str:
+    return text.translate(LATEX)
+
+
+def latex_cell(cell: Cell) -> str:
+    if cell.value is None:
+        return "--"
+    text = {BEST: rf"\textbf{{{cell.text}}}", SECOND: rf"\underline{{{cell.text}}}"}.get(cell.rank, cell.text)
+    return text + (rf" {{\scriptsize [{cell.interval.low:.1f}, {cell.interval.high:.1f}]}}" if cell.interval else "")
+
+
+def templates(*folders: Path) -> Environment:
+    """The templates of the report and of further folders, with what they write numbers and tables with."""
+    loader = FileSystemLoader([*folders, Path(__file__).parent])
+    known = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
+    known.filters |= {
+        "times100": lambda value: in_papers_units(value).text,
+        "percent": lambda value: ABSENT if value is None else f"{100 * value:.1f}%",
+        "cell": in_papers_units,
+        "as_latex": as_latex,
+        "as_csv": as_csv,
+        "as_link": lambda text: "data:text/plain;charset=utf-8," + quote(text),  # saves the text
+        "as_script": lambda data: Markup(as_script(data)),
+    }
+    return known
+
+
+class Line(NamedTuple):
+    """One series of a chart. `style` is a CSS class of the template: faint, or one of `STYLES`."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    style: str
+    dots: bool = False
+
+
+def chart(lines: Sequence[Line], label: str, log: bool = False) -> str:
+    """An inline SVG line chart over training steps; its colours come from the page. Empty without a point."""
+    lines = [line._replace(points=thin(line.points)) for line in lines if line.points]
+    xs = [x for line in lines for x, _ in line.points]
+    ys = [y for line in lines for _, y in line.points if not log or y > 0]
+    if not ys:
+        return ""
+    x_of = scale(0, max(xs), LEFT, WIDTH - RIGHT_MARGIN)
+    low, high = (min(ys), max(ys)) if log else (0.0, max(ys) * 1.05)
+    y_of = scale(low, high, HEIGHT - BOTTOM, TOP, log)
+    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}" class="chart">']
+    for tick in log_ticks(low, high) if log else ticks(low, high, 4):
+        y = y_of(tick)
+        text = f"{tick:g}" if tick == 0 or abs(tick) >= 0.0001 else f"{tick:.0e}".replace("e-0", "e-")
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT_MARGIN}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text class="tick end" x="{LEFT - 8}" y="{y + 4:.1f}">{text}</text>')
+    for tick in ticks(0, max(xs), 5):
+        parts.append(f'<text class="tick mid" x="{x_of(tick):.1f}" y="{HEIGHT - 8}">{tick:,.0f}</text>')
+    for line in lines:
+        places = [(x_of(x), y_of(y)) for x, y in line.points if not log or y > 0]
+        path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
+        parts.append(f'<path class="line {line.style}" d="{path}"/>')
+        parts += [f'<circle class="{line.style}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in places if line.dots]
+    return "".join([*parts, "</svg>"])
+
+
+def scale(low: float, high: float, start: float, end: float, log: bool = False) -> Callable[[float], float]:
+    """A function from values in [low, high] to places in [start, end]."""
+    if log:
+        low, high = math.log(low), math.log(high)
+    span = (high - low) or 1.0
+    return lambda value: start + ((math.log(value) if log else value) - low) / span * (end - start)
+
+
+def ticks(low: float, high: float, count: int) -> list[float]:
+    """About `count` round values within [low, high]."""
+    raw = (high - low) / count or 1.0
+    power = 10 ** math.floor(math.log10(raw))
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
+    return [k * step for k in range(math.ceil(low / step), math.floor(high / step * 1.0001) + 1)]
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Powers of ten in [low, high], with 2 and 5 between them."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    return [m * 10**p for p in powers for m in (1, 2, 5) if low <= m * 10**p <= high]
+
+
+def thin(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
+    """At most `MAX_POINTS` points, each the mean of its neighbours."""
+    size = math.ceil(len(points) / MAX_POINTS)
+    parts = [points[k : k + size] for k in range(0, len(points), size)]
+    return [(part[-1][0], sum(y for _, y in part) / len(part)) for part in parts]
+
+
+def smooth(points: Sequence[tuple[float, float]], fraction: float = 0.03) -> list[tuple[float, float]]:
+    """The running mean over `fraction` of all points, towards the past."""
+    window = max(1, round(len(points) * fraction))
+    sums = np.concatenate([[0.0], np.cumsum(np.array([y for _, y in points]))])
+    ends = np.arange(1, len(points) + 1)
+    starts = np.maximum(ends - window, 0)
+    means = (sums[ends] - sums[starts]) / (ends - starts)
+    return [(x, float(mean)) for (x, _), mean in zip(points, means, strict=True)]
+
+
+def charts(curves: Path) -> list[dict[str, Any]]:
+    """Loss, learning rates, what the module contributes and CIDEr of validation over training steps, from train's
+    curves.csv."""
+    with curves.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+
+    def column(name: str, factor: float = 1.0) -> list[tuple[float, float]]:
+        return [(float(row["step"]), factor * float(row[name])) for row in rows if row.get(name)]
+
+    def each(prefix: str, styles: Sequence[str] = STYLES, title: str = "{}", dots: bool = False) -> list[Line]:
+        names = [name for name in (rows[0] if rows else ()) if name.startswith(prefix)]
+        return [Line(title.format(name), column(name), style, dots) for name, style in zip(names, cycle(styles))]
+
+    loss = column("loss")
+    parts = [
+        line._replace(name=line.name.replace("val_loss_", "", 1))
+        for line in each("val_loss_", STYLES[2:], "validation, {}", dots=True)
+    ]
+    lines_of_loss = [
+        Line("each step", loss, "faint"),
+        Line("training, running mean", smooth(loss), "main"),
+        Line("validation", column("val_loss"), "second", dots=True),
+        *(parts if len(parts) > 1 else []),  # of one dataset the line is that of val_loss
+    ]
+    cider = [Line("CIDEr", column("val_cider", 100), "second", dots=True)]
+    figures = (
+        ("Loss", "per supervised token and training step, log scale", lines_of_loss, True),
+        ("Learning rate", "per training step", each("lr_"), False),
+        ("Update of the module", "RMS over that of the features, log scale", each("module_update_ratio"), True),
+        ("Score of the module", "gate on each level's update, mean of a step", each("module_score"), False),
+        ("CIDEr of validation pairs", "times 100, at the checkpoints that were captioned", cider, False),
+    )
+    return [
+        {"title": title, "note": note, "lines": [line for line in lines if line.points], "svg": svg}
+        for title, note, lines, log in figures
+        if (svg := chart(lines, title, log))
+    ]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that the report is drawn from."""
+
+    metrics: Mapping[str, Metric]
+    report: EvaluateReport
+    protocols: list[ProtocolPairs]
+    pair_scores: Mapping[str, Mapping[str, Mapping[str, PairValue]]]  # by protocol and pair id
+    parsed: Mapping[str, ParsedCaption]  # by pair id
+    specs: Mapping[str, DatasetSpec]  # by dataset
+    saliency: Path | None
+    curves: Path | None
+    notes: Sequence[str] = ()  # on the predictions' text
+
+
+def write_report(evidence: Evidence, out: Path, inside_mb: int) -> None:
+    """Write `out`/report.html and the folder `out`/images, empty where the page holds its images itself.
+
+    Args:
+        inside_mb: MB of images that the page may hold; of more, all are files of the folder.
+
+    Raises:
+        DataError: an image is missing or changed since ingest.
+    """
+    images = out / "images"
+    images.mkdir(parents=True, exist_ok=True)
+    write_atomic(out / "report.html", render(evidence, ImageStore(images, inside_mb * MB)))
+
+
+def render(evidence: Evidence, store: ImageStore) -> str:
+    """The page as text; its images are in `store`."""
+    scores = evidence.report.protocols
+    rights = {dataset: rights_of(spec) for dataset, spec in evidence.specs.items()}
+    saliency = read_saliency(evidence.saliency) if evidence.saliency else {}
+    all_columns, columns = table_columns(evidence.metrics, scores)
+    pairs = {one.name: {pair.id: pair for pair in one.pairs} for one in evidence.protocols}
+    run = RunPairs("this run", pairs, evidence.pair_scores, evidence.parsed)
+    first = evidence.protocols[0]
+    readable = scores[first.name].scores.get("change_type_accuracy") is not None
+    parsed = [evidence.parsed[pair.id] for pair in first.pairs if readable and pair.id in evidence.parsed]
+    return (
+        templates()
+        .get_template("report.html.j2")
+        .render(
+            report=evidence.report,
+            datasets=list(dict.fromkeys(one.dataset for one in evidence.protocols)),
+            first=scores[first.name],
+            columns=columns,
+            without_rare_words=any(of.groups.get("distractors", {}).get("CIDEr") == 0 for of in scores.values()),
+            overview=overview(scores, columns, evidence.notes),
+            parts=protocol_parts(evidence, all_columns, columns),
+            alarms=alarms(parsed),
+            confusion=confusion_table(parsed),
+            charts=charts(evidence.curves) if evidence.curves else [],
+            gallery=gallery([run], evidence.metrics, rights, saliency, store),
+            gallery_title="All pairs",
+            gallery_note="Every test pair with what the model said of it. Open one to slide between its images.",
+            image_rights=rights,
+            images_inside=store.is_inside,
+            has_saliency=bool(saliency),
+            absent=absent_scores(scores),
+            control_pairs=sum(pair.shuffled_prediction is not None for pair in first.pairs),
+        )
+    )
+
+
+def protocol_parts(evidence: Evidence, all_columns: list[str], columns: list[str]) -> list[dict[str, Any]]:
+    """Report sections per protocol. The first protocol of a dataset, the one papers report, gets the full section."""
+    first_of = {one.dataset: one.name for one in reversed(evidence.protocols)}
+    parts = []
+    for one in evidence.protocols:
+        scores = evidence.report.protocols[one.name]
+        is_headline = one.name == first_of[one.dataset]
+        types = sorted(scores.folder("by_type"), key=type_order) if is_headline else []
+        known = published_of(one.dataset, one.protocol, is_headline)
+        parts.append(
+            {
+                "name": one.name,
+                "id": plain(one.name),
+                "rules": rules_of(one.protocol),
+                "is_headline": is_headline,
+                "published": published_table(one.name, scores, known),
+                "several": scores.groups.get("multi_change") if is_headline else None,
+                "types": type_table(one.name, scores, types, columns) if types else None,
+                "groups": group_table(one.name, scores, all_columns),
+            }
+        )
+    return parts
+
+
+def rules_of(protocol: Protocol) -> str:
+    """What a protocol scores, in words."""
+    which = f"Pairs of {', '.join(protocol.change_types)} alone" if protocol.change_types else "Pairs"
+    ids = "" if protocol.ids == ".*" else f" whose id matches {protocol.ids}"
+    against = "all their references" if protocol.references == "all" else "their references joined to one text"
+    cut = f", both cut after {protocol.max_words} words" if protocol.max_words else ""
+    split_at = "the PTB tokenizer" if protocol.tokenizer == "ptb" else "white space alone"
+    return f"{which}{ids}, against {against}{cut}; tokens by {split_at}."
+
+
+def absent_scores(protocols: Mapping[str, ProtocolScores]) -> list[tuple[str, str]]:
+    """Score and why it is absent; with the protocols where it is not so in all."""
+    found: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name, scores in protocols.items():
+        for absent in scores.absent.items():
+            found[absent].append(name)
+    return [
+        (score if len(names) == len(protocols) else f"{score} of {', '.join(names)}", reason)
+        for (score, reason), names in found.items()
+    ]
+
+
+def table_columns(
+    metrics: Mapping[str, Metric], protocols: Mapping[str, ProtocolScores]
+) -> tuple[list[str], list[str]]:
+    """The scores of the wide tables, and those that stand for a metric each in tiles and narrow tables."""
+    there = {name for of in protocols.values() for name, value in of.scores.items() if value is not None}
+    shown = [m for m in metrics.values() if m.scores and (not m.optional or m.headline in there)]
+    return [score for m in shown for score in m.scores], [m.headline for m in shown]
+
+
+def alarms(parsed: Iterable[ParsedCaption]) -> list[tuple[str, int, int]]:
+    """Kind of pair, how many were called unchanged, and of how many anything else was predicted; no empty kinds."""
+    kinds = ("distractors", "pairs with one change", "pairs with several changes")
+    counts = Counter((min(len(caption.pair.changes), 2), caption.says_no_change) for caption in parsed)
+    rows = [(kind, counts[changes, True], counts[changes, False]) for changes, kind in enumerate(kinds)]
+    return [row for row in rows if row[1] + row[2]]
+
+
+def confusion_table(parsed: Iterable[ParsedCaption]) -> dict[str, Any]:
+    """Of pairs of one change and distractors: the types, and per true type a row of (count of the predicted type,
+    fraction of the row, on the diagonal)."""
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    for caption in parsed:
+        if len(caption.pair.change_types) == 1:
+            counts[caption.pair.change_types[0]][caption.predicted_type] += 1
+    columns = sorted({predicted for row in counts.values() for predicted in row} | counts.keys(), key=type_order)
+    rows = [
+        (true, [(row[name], row[name] / row.total(), name == true) for name in columns])
+        for true, row in sorted(counts.items(), key=lambda item: type_order(item[0]))
+    ]
+    return {"columns": columns, "rows": rows}

@@ -1,32 +1,140 @@
 """What the page's gallery knows of each pair: captions with marks for right and wrong, references, scores, images.
 
-A page shows one run, or two of which the second is compared with the first.
+A page shows one run, or two of which the second is compared with the first. Its images are inside it while they are
+few, else files of the folder `images` beside it.
 """
 
+import base64
+import hashlib
+import io
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
+from PIL import Image
+
+from m3diff.datasets.spec import DatasetSpec, check_licence
+from m3diff.images.open import ImageError, load_image
+from m3diff.images.saliency import outlined
+from m3diff.records.errors import DataError
 from m3diff.records.progress import progress
 from m3diff.scoring.grammar import UNREADABLE, Clause, ParsedCaption, type_order
-from m3diff.scoring.metrics.metric import Metric, PairValue
+from m3diff.scoring.metrics import Metric, PairValue
 from m3diff.scoring.pairs import EvalPair
-from m3diff.stages.evaluate.report.figures import SaliencyMaps
-from m3diff.stages.evaluate.report.images import ImageRights, ImageStore, PairImages, draw_images
 
 PLAIN = ("double", "float", "int64", "int32", "bool")
 """Arrow types of a column that is one number to a pair."""
+MAX_PX = 384
+BASE64 = 4 / 3
+"""Bytes in the page to a byte of an image."""
+
+Mark = tuple[str, bool]
+"""What a clause names, and whether it is right."""
 
 
-@dataclass(frozen=True)
-class Mark:
-    what: str
-    right: bool
+class ImageRights(NamedTuple):
+    """Whether the licence of a dataset lets its images stand on the page, and what it says; None: no condition."""
+
+    show: bool
+    note: str | None
 
 
-@dataclass(frozen=True)
-class RunPairs:
+def rights_of(spec: DatasetSpec) -> ImageRights:
+    try:
+        return ImageRights(True, check_licence(spec, "show"))
+    except DataError:
+        return ImageRights(False, f"{spec.licence.name}: {spec.licence.show.reason}")
+
+
+class ImageStore:
+    """Images by the digest of their content. Those of an earlier page are taken from the folder at once.
+
+    Args:
+        folder: `images` beside the page.
+        limit: bytes of images that the page may hold; of more, all are files of the folder.
+    """
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        self.folder, self.limit = folder, limit
+        self.held: dict[str, bytes] = {}
+        self.size = 0.0
+        self.is_inside = True
+        for old in folder.glob("*.webp"):
+            old.unlink()
+
+    def add(self, content: bytes) -> str:
+        """Keep a WebP image; returns its name for `url`."""
+        name = hashlib.sha256(content).hexdigest()[:24]
+        if name not in self.held:
+            self.held[name] = content
+            self.size += BASE64 * len(content)
+        if not self.is_inside or self.size > self.limit:
+            self.is_inside = False
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for held, image in self.held.items():
+                (self.folder / f"{held}.webp").write_bytes(image)
+            self.held.clear()
+        return name
+
+    def url(self, name: str) -> str:
+        """Where the page finds an image, once all are added."""
+        if self.is_inside:
+            return "data:image/webp;base64," + base64.b64encode(self.held[name]).decode()
+        return f"{self.folder.name}/{name}.webp"
+
+
+def load_small(path: Path, sha256: bytes) -> Image.Image:
+    """The image upright, in RGB, its longer side at most `MAX_PX`.
+
+    Raises:
+        DataError: the file is missing, is no image, or is not the one of this digest.
+    """
+    try:
+        image = load_image(path, sha256)
+    except ImageError as error:
+        raise DataError(f"the report cannot show an image: {error}") from error
+    image.thumbnail((MAX_PX, MAX_PX), Image.Resampling.LANCZOS)
+    return image
+
+
+def as_webp(image: Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, "WEBP", quality=88, method=4)
+    return buffer.getvalue()
+
+
+def read_saliency(path: Path) -> dict[str, np.ndarray]:
+    """Where the model looks for the difference: by pair id a map [rows, columns] that sums to 1."""
+    with np.load(path) as arrays:
+        return {str(i): grid for i, grid in zip(arrays["ids"], arrays["maps"].astype(np.float32), strict=True)}
+
+
+def draw_images(
+    pairs: Iterable[EvalPair], rights: Mapping[str, ImageRights], saliency: Mapping[str, np.ndarray]
+) -> Iterator[list[bytes | None] | None]:
+    """WebP files of each pair in order, several drawn at once: before, after, and the after-image with the outlines of
+    its saliency map, None where it has none; None where the licence does not let them be shown.
+
+    Raises:
+        DataError: an image is missing or changed since ingest.
+    """
+
+    def draw(pair: EvalPair) -> list[bytes | None] | None:
+        if not rights[pair.dataset].show:
+            return None
+        after = load_small(pair.after, pair.after_sha256)
+        before = load_small(pair.before, pair.before_sha256)
+        grid = saliency.get(pair.id)
+        return [as_webp(before), as_webp(after), None if grid is None else as_webp(outlined(after, grid))]
+
+    with ThreadPoolExecutor() as pool:
+        yield from pool.map(draw, pairs)
+
+
+class RunPairs(NamedTuple):
     """The captions and scores of one run."""
 
     name: str
@@ -39,7 +147,7 @@ def gallery(
     runs: Sequence[RunPairs],
     metrics: Mapping[str, Metric],
     rights: Mapping[str, ImageRights],
-    saliency: SaliencyMaps | None,
+    saliency: Mapping[str, np.ndarray],
     store: ImageStore,
 ) -> dict[str, Any]:
     """All pairs of the first run, as the page's script reads them; every run has the same pairs.
@@ -47,100 +155,80 @@ def gallery(
     Raises:
         DataError: an image is missing or changed since ingest.
     """
-    columns = pair_columns(metrics)
+    plain = [name for metric in metrics.values() for name, arrow in metric.columns.items() if arrow in PLAIN]
+    headlines = {metric.headline for metric in metrics.values()}
+    columns = sorted(plain, key=lambda name: name not in headlines)
     protocols = list(runs[0].pairs)
     pairs = {pair.id: pair for of in reversed(protocols) for pair in runs[0].pairs[of].values()}
     ordered = [pairs[i] for i in dict.fromkeys(i for of in protocols for i in runs[0].pairs[of])]
     drawn = progress(zip(ordered, draw_images(ordered, rights, saliency), strict=True), "evaluate: images", unit="pair")
-    names = {pair.id: _keep(images, store) for pair, images in drawn}
+    names = {
+        pair.id: images and [None if content is None else store.add(content) for content in images]
+        for pair, images in drawn
+    }
+    read = sum(not caption.unreadable for caption in runs[-1].parsed.values())
     return {
         "runs": [run.name for run in runs],
         "columns": columns,
         "protocols": protocols,
         "datasets": list(dict.fromkeys(pair.dataset for pair in ordered)),
         "types": sorted({kind for pair in ordered for kind in pair.change_types}, key=type_order),
-        "graded": reads_most(runs[-1].parsed, len(ordered)),
+        "graded": 2 * read > len(ordered),  # right and wrong can be told of most
         "saliency": bool(saliency),
-        "pairs": [_entry(pair, runs, columns, protocols) | _images(names[pair.id], store) for pair in ordered],
+        "pairs": [
+            entry(pair, runs, columns, protocols)
+            | {"images": (of := names[pair.id]) and [name and store.url(name) for name in of]}
+            for pair in ordered
+        ],
     }
 
 
-def pair_columns(metrics: Mapping[str, Metric]) -> list[str]:
-    """The columns of scores.parquet that are one number to a pair, headlines first."""
-    plain = [name for metric in metrics.values() for name, arrow in metric.columns.items() if arrow in PLAIN]
-    headlines = {metric.headline for metric in metrics.values()}
-    return sorted(plain, key=lambda name: name not in headlines)
-
-
-def reads_most(parsed: Mapping[str, ParsedCaption], pairs: int) -> bool:
-    """Whether a grammar reads most captions, so that right and wrong can be told."""
-    read = (all(clause.type != UNREADABLE for clause in caption.predicted_clauses) for caption in parsed.values())
-    return 2 * sum(read) > pairs
-
-
-def _entry(pair: EvalPair, runs: Sequence[RunPairs], columns: list[str], protocols: list[str]) -> dict[str, Any]:
+def entry(pair: EvalPair, runs: Sequence[RunPairs], columns: list[str], protocols: list[str]) -> dict[str, Any]:
     of_runs = [next(run.pairs[of][pair.id] for of in protocols if pair.id in run.pairs[of]) for run in runs]
+
+    def number(value: PairValue) -> float | None:
+        return round(float(value), 5) if isinstance(value, int | float) else None
+
     return {
         "id": pair.id,
         "dataset": pair.dataset,
         "types": pair.change_types,
-        "captions": [_caption(mine, run.parsed.get(pair.id)) for mine, run in zip(of_runs, runs, strict=True)],
+        "captions": [caption_of(mine, run.parsed.get(pair.id)) for mine, run in zip(of_runs, runs, strict=True)],
         "references": most_similar_first(of_runs[-1].prediction, pair.references),
         "scores": {
-            str(place): [[_number(run.scores[of][pair.id].get(column)) for column in columns] for run in runs]
+            str(place): [[number(run.scores[of][pair.id].get(column)) for column in columns] for run in runs]
             for place, of in enumerate(protocols)
             if pair.id in runs[0].pairs[of]
         },
     }
 
 
-def _number(value: PairValue) -> float | None:
-    return round(float(value), 5) if isinstance(value, int | float) else None
-
-
-def _caption(pair: EvalPair, parsed: ParsedCaption | None) -> dict[str, Any]:
-    return {
-        "clauses": [[text, [[found.what, found.right] for found in marks]] for text, marks in mark(pair, parsed)],
-        "missed": missed(pair, parsed),
-        "grade": None if parsed is None else 2 if parsed.exact_right else 1 if parsed.type_right else 0,
-    }
-
-
-def missed(pair: EvalPair, parsed: ParsedCaption | None) -> int:
-    """Changes that the prediction does not name."""
-    return 0 if parsed is None or pair.is_distractor else parsed.true_types.total() - parsed.changes_found[0]
-
-
-def _keep(images: PairImages | None, store: ImageStore) -> list[str | None] | None:
-    """The names of a pair's images in the store."""
-    return None if images is None else [None if content is None else store.add(content) for content in images]
-
-
-def _images(names: list[str | None] | None, store: ImageStore) -> dict[str, Any]:
-    return {"images": None if names is None else [None if name is None else store.url(name) for name in names]}
-
-
-def mark(pair: EvalPair, parsed: ParsedCaption | None) -> list[tuple[str, list[Mark]]]:
-    """The prediction clause by clause, each with its marks; no marks where no grammar reads it."""
+def caption_of(pair: EvalPair, parsed: ParsedCaption | None) -> dict[str, Any]:
+    """The prediction clause by clause, each with its marks, no marks where no grammar reads it; how many changes it
+    does not name; and its grade: 2 all right, 1 the types, 0."""
     if parsed is None:
-        return [(pair.prediction, [])]
+        return {"clauses": [(pair.prediction, [])], "missed": 0, "grade": None}
     if parsed.says_no_change:
-        return [(pair.prediction, [Mark("nothing changed", pair.is_distractor)])]
-    clauses = zip(parsed.parts, parsed.predicted_clauses, strict=True)
-    return [(text, marks(parsed, clause)) for text, clause in clauses]
+        clauses = [(pair.prediction, [("nothing changed", pair.is_distractor)])]
+    else:
+        read = zip(parsed.parts, parsed.predicted_clauses, strict=True)
+        clauses = [(text, marks(parsed, clause)) for text, clause in read]
+    missed = 0 if pair.is_distractor else parsed.true_types.total() - parsed.changes_found.type
+    grade = 2 if parsed.exact_right else 1 if parsed.type_right else 0
+    return {"clauses": clauses, "missed": missed, "grade": grade}
 
 
 def marks(parsed: ParsedCaption, clause: Clause) -> list[Mark]:
     if clause.type == UNREADABLE:
-        return [Mark("not understood", False)]
+        return [("not understood", False)]
     known, named, placed = parsed.agrees(clause)
-    found = [Mark(clause.type, known)]
+    found = [(clause.type, known)]
     if known and clause.object:
-        found.append(Mark("object", named))
+        found.append(("object", named))
     if known and clause.place:
-        found.append(Mark("place", placed))
+        found.append(("place", placed))
     if known and (clause.before or clause.after):
-        found.append(Mark("change", parsed.says_change(clause)))
+        found.append(("change", parsed.says_change(clause)))
     return found
 
 

@@ -8,37 +8,61 @@ A refusal, an empty answer and one that was cut are scored as an empty caption, 
 content in the scratch folder: a second run asks nothing, and one that was killed goes on.
 """
 
+import hashlib
 import json
+import re
 import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from m3diff.commands.zero_shot.request import Request
 from m3diff.datasets.spec import DatasetSpec, check_licence
-from m3diff.endpoint import Answer, Endpoint, Question, in_unicode
+from m3diff.endpoint import Answer, Endpoint, Question, in_unicode, on_this_machine
 from m3diff.images.open import ImageError, load_image
 from m3diff.records.errors import DataError
 from m3diff.records.files import StageReport, write_atomic
-from m3diff.scoring.metrics import choose_metrics
+from m3diff.scoring.metrics import choose_metrics, needs_java
 from m3diff.scoring.metrics.java import require_java
-from m3diff.scoring.pairs import EvalPair, pair_of, read_test_records
-from m3diff.scoring.protocols import load_specs, select
-from m3diff.scoring.published.published import PublishedRow, published_rows
-from m3diff.scoring.run import needs_java
-from m3diff.scoring.summary import EvaluateReport, headline
+from m3diff.scoring.pairs import read_test_records, some
+from m3diff.scoring.protocols import load_specs, published_rows, select
+from m3diff.scoring.run import EvaluateReport, headline
 from m3diff.settings.compute import Compute
 from m3diff.stages.evaluate.params import Evaluate
 from m3diff.stages.evaluate.stage import check_complete, evaluate
 from m3diff.stages.predict.pairs import PairSample, read_test_pairs
 
+PROMPT = (
+    "The two images come in order: the first was taken before, the second after. {question} "
+    "Answer with one plain sentence of what changed, and nothing else."
+)
+"""The project's own: the paper whose zero-shot scores are published (arXiv 2503.11093 v2) prints none."""
 PUBLISHED = ("GPT-4o", "LLaVA-OneVision-7B", "Qwen-2.5-VL-7B")
 """The published rows of models that were not trained on the benchmark (arXiv 2503.11093 v2, Table 3, marked so)."""
-
 WITHOUT = ("refused", "empty", "cut")
 """Kinds of answers that are scored as an empty caption."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A model behind an endpoint as a captioner."""
+
+    url: str  # up to and with /v1
+    model: str
+    prompt: str = PROMPT  # {question} stands for the pair's own, which predict asks
+    key_variable: str = "OPENAI_API_KEY"  # the environment variable that holds the key; no key stands in a file
+    max_tokens: int | None = None  # of an answer; None: as the server has it
+    limit: int = 0  # pairs of the test split; 0: all
+    timeout_s: int = 120  # of one question
+    allow_unlicensed: bool = False
+
+    def place(self, scratch: Path) -> Path:
+        """Where the result lies by default: named by the model, and by a hash of all that decides it."""
+        decides = [self.model, self.url, self.prompt, self.max_tokens, self.limit]
+        digest = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:8]
+        return scratch / "evaluated" / f"zero-shot-{re.sub(r'[^A-Za-z0-9_.]+', '-', self.model)[:80]}-{digest}"
 
 
 class ZeroShotReport(StageReport):
@@ -54,8 +78,7 @@ class ZeroShotReport(StageReport):
     reversed: int = 0
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """What was captioned, its scores, and the folder that holds `predictions/` and `report/`."""
 
     folder: Path
@@ -65,19 +88,25 @@ class Result:
     @property
     def lines(self) -> list[str]:
         """For people: the pairs without a caption, and the scores beside those that papers print."""
-        told = [line for kind in WITHOUT if (line := self._told_of(kind))]
+        told = [
+            f"{len(ids):,} of {self.captioned.rows_in:,} answers {kind}, scored as an empty caption: {some(ids)}"
+            for kind, ids in self.captioned.without_caption.items()
+            if ids
+        ]
         for protocol, found in headline(self.scored).items():
             scores = self.scored.protocols[protocol]
             part = f" ({scores.pairs:,} of {scores.published_pairs:,} pairs)" if scores.is_partial else ""
-            told.append(f"{protocol}{part}, times 100: {_listed(found)}")
-            told += [f"  {told_of_row(row)}" for row in zero_shot_rows(protocol.partition("/")[0])]
+            told.append(f"{protocol}{part}, times 100: {listed(found)}")
+            told += [
+                f"  {row.method}, zero-shot, published in {row.source}: {listed(row.scores)}"
+                for row in published_rows(protocol.partition("/")[0])
+                if row.method in PUBLISHED
+            ]
         return [*told, f"report: {self.folder / 'report' / 'report.html'}"]
 
-    def _told_of(self, kind: str) -> str | None:
-        ids = self.captioned.without_caption[kind]
-        some = ", ".join(ids[:5]) + (f" and {len(ids) - 5:,} more" if len(ids) > 5 else "")
-        scored = "scored as an empty caption"
-        return f"{len(ids):,} of {self.captioned.rows_in:,} answers {kind}, {scored}: {some}" if ids else None
+
+def listed(scores: Mapping[str, float | None]) -> str:
+    return ", ".join(f"{name} {value:.1f}" for name, value in scores.items() if value is not None)
 
 
 def zero_shot(
@@ -124,22 +153,21 @@ def check(request: Request, cfg: Evaluate, pairs: Sequence[PairSample], records:
     """What can be refused before an image is sent and an answer is paid for."""
     if needs_java(choose_metrics(cfg.metrics)):
         require_java()
-    known = to_score(pairs, clean)
-    specs = load_specs(records, dict.fromkeys(pair.dataset for pair in known))
+    rows = read_test_records(clean)
+    if unknown := [pair.id for pair in pairs if pair.id not in rows]:
+        raise DataError(f"{clean / 'records.parquet'}: no test pair {unknown[0]}; run `m3diff convert` again")
+    known = [rows[pair.id] for pair in pairs]
+    specs = load_specs(records, known)
     if not cfg.allow_fewer_pairs:
         check_complete(select(known, specs))
     for notice in notices(request, specs):
         print(f"zero-shot: {notice}", flush=True)
-    check_images(pairs)
-
-
-def to_score(pairs: Sequence[PairSample], clean: Path) -> list[EvalPair]:
-    """The records of the pairs, not captioned yet."""
-    rows = {row["id"]: row for row in read_test_records(clean / "records.parquet")}
     for pair in pairs:
-        if pair.id not in rows:
-            raise DataError(f"{clean / 'records.parquet'}: no test pair {pair.id}; run `m3diff convert` again")
-    return [pair_of(rows[pair.id], "", None) for pair in pairs]
+        try:
+            load_image(pair.before, pair.before_sha256)
+            load_image(pair.after, pair.after_sha256)
+        except ImageError as error:
+            raise DataError(f"{pair.id}: {error}") from error
 
 
 def notices(request: Request, specs: Mapping[str, DatasetSpec]) -> list[str]:
@@ -148,19 +176,10 @@ def notices(request: Request, specs: Mapping[str, DatasetSpec]) -> list[str]:
     Raises:
         DataError: one does not allow to hand the images on, and the request does not insist.
     """
-    if not request.leaves_the_machine:
+    if on_this_machine(request.url):
         return []
     told = (check_licence(spec, "redistribute", request.allow_unlicensed) for spec in specs.values())
     return list(dict.fromkeys(filter(None, told)))
-
-
-def check_images(pairs: Sequence[PairSample]) -> None:
-    for pair in pairs:
-        try:
-            load_image(pair.before, pair.before_sha256)
-            load_image(pair.after, pair.after_sha256)
-        except ImageError as error:
-            raise DataError(f"{pair.id}: {error}") from error
 
 
 def ask(request: Request, pairs: Sequence[PairSample], scratch: Path) -> list[Answer]:
@@ -170,15 +189,12 @@ def ask(request: Request, pairs: Sequence[PairSample], scratch: Path) -> list[An
         f"{request.url}, model {request.model!r}",
         flush=True,
     )
-    endpoint = Endpoint(
-        request.url,
-        request.model,
-        request.key_variable,
-        request.timeout_s,
-        scratch / "zero_shot.jsonl",
-        request.max_tokens,
-    )
-    questions = [Question(request.words(pair.question), (Path(pair.before), Path(pair.after))) for pair in pairs]
+    store, of = scratch / "zero_shot.jsonl", request
+    endpoint = Endpoint(of.url, of.model, of.key_variable, of.timeout_s, store, of.max_tokens)
+    questions = [
+        Question(request.prompt.replace("{question}", pair.question), (Path(pair.before), Path(pair.after)))
+        for pair in pairs
+    ]
     try:
         answers = endpoint.ask(questions, "zero-shot")
     except ConnectionError as error:
@@ -198,37 +214,28 @@ def without_captions(answers: Sequence[Answer]) -> str:
     without = len(answers) - kinds["text"]
     if without <= len(answers) / 2:
         return ""
-    told = [f"{without:,} of {len(answers):,} answers are no caption"]
-    if reasoned := sum(answer.kind == "empty" and bool(answer.text.strip()) for answer in answers):
-        told.append(
-            f"the text of {reasoned:,} came as reasoning_content: start the server without its reasoning parser, or "
-            "with the model's thinking switched off"
-        )
-    if silent := kinds["empty"] - reasoned:
-        told.append(f"{silent:,} are empty, or thoughts alone (<think>): does the model take two images?")
-    if kinds["cut"]:
-        told.append(
-            f"{kinds['cut']:,} reached the token limit (finish_reason=length): pass a larger --max-tokens, or switch "
-            "the model's thinking off"
-        )
-    if kinds["refused"]:
-        reason = next(answer.text for answer in answers if answer.kind == "refused")
-        told.append(
-            f"{kinds['refused']:,} are refused, such as with {reason[:200]!r}: pass another --prompt or --model"
-        )
-    return "; ".join(told)
+    reasoned = sum(answer.kind == "empty" and bool(answer.text.strip()) for answer in answers)
+    reason = next((answer.text for answer in answers if answer.kind == "refused"), "")
+    told = {
+        "the text of {} came as reasoning_content: start the server without its reasoning parser, or with the model's "
+        "thinking switched off": reasoned,
+        "{} are empty, or thoughts alone (<think>): does the model take two images?": kinds["empty"] - reasoned,
+        "{} reached the token limit (finish_reason=length): pass a larger --max-tokens, or switch the model's thinking "
+        "off": kinds["cut"],
+        "{} are refused, such as with {!r}: pass another --prompt or --model": kinds["refused"],
+    }
+    found = [text.format(f"{count:,}", reason[:200]) for text, count in told.items() if count]
+    return "; ".join([f"{without:,} of {len(answers):,} answers are no caption", *found])
 
 
 def write_predictions(
     request: Request, pairs: Sequence[PairSample], answers: Sequence[Answer], out: Path
 ) -> ZeroShotReport:
     """predictions.json as predict writes it, and report.json."""
-    captions = [caption_of(answer) for answer in answers]
-    rows = [{"image_id": pair.id, "caption": caption} for pair, caption in zip(pairs, captions, strict=True)]
+    captions = {pair.id: caption_of(answer) for pair, answer in zip(pairs, answers, strict=True)}
+    rows = [{"image_id": i, "caption": caption} for i, caption in captions.items()]
     write_atomic(out / "predictions.json", json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
-    without = {
-        kind: [pair.id for pair, answer in zip(pairs, answers, strict=True) if answer.kind == kind] for kind in WITHOUT
-    }
+    kinds = [(i, answer.kind) for i, answer in zip(captions, answers, strict=True)]
     return ZeroShotReport(
         stage="zero-shot",
         rows_in=len(pairs),
@@ -236,25 +243,11 @@ def write_predictions(
         url=request.url,
         model=request.model,
         prompt=request.prompt,
-        words=round(sum(len(caption.split()) for caption in captions) / len(captions), 2),
-        without_caption=without,
+        words=round(sum(len(caption.split()) for caption in captions.values()) / len(captions), 2),
+        without_caption={kind: [i for i, found in kinds if found == kind] for kind in WITHOUT},
     ).write(out / "report.json")
 
 
 def caption_of(answer: Answer) -> str:
     """An answer on one line; nothing of one that is no caption."""
     return " ".join(in_unicode(answer.text).split()) if answer.kind == "text" else ""
-
-
-def zero_shot_rows(dataset: str) -> list[PublishedRow]:
-    """The published zero-shot rows of a dataset, in the file's order."""
-    return [row for row in published_rows(dataset) if row.method in PUBLISHED]
-
-
-def told_of_row(row: PublishedRow) -> str:
-    scores = {name: value for name, value in row.scores.items() if value is not None}
-    return f"{row.method}, zero-shot, published in {row.source}: {_listed(scores)}"
-
-
-def _listed(scores: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {value:.1f}" for name, value in scores.items())
