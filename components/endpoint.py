@@ -2,9 +2,9 @@
 
 Every answer is kept by the content of its question, in a file of JSON Lines that people can read: a second run asks
 nothing, and one that was killed goes on. A server that puts a question off (429) or fails (5xx) is asked again, after
-the time that it names. What it will not say (a refusal) or take (400, 413, 422, though it took others of the same
-form), says without a word, or not to its end, is an answer of its own kind. The key stands in an environment variable,
-and in no file.
+the time that it names. Refusals, empty answers and truncated answers are each recorded as a distinct outcome; a
+rejected request (400, 413, 422) counts as refused where the server took others of the same form. The key is in an
+environment variable, and in no file.
 """
 
 import base64
@@ -72,7 +72,7 @@ THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
 
 
 def on_this_machine(url: str) -> bool:
-    """Whether what is sent there stays on this machine; no proxy of the environment gets it then."""
+    """True where what is sent there stays on this machine; no proxy of the environment gets it then."""
     return urlsplit(url).hostname in THIS_MACHINE
 
 
@@ -92,19 +92,27 @@ FORGOTTEN = "forgotten"
 
 
 class Answer(NamedTuple):
-    """`kind` says whether `text` is what was asked for; of a refusal it is the reason, of a cut one what there is, of
-    an empty one what the model said as reasoning."""
+    """`text` is what was asked for where `kind` is "text"; else the reason of a refusal, the beginning of a truncated
+    answer, or the reasoning of an empty one."""
 
     kind: Kind
     text: str
 
 
+Form = tuple[Any, ...]
+
+
+def form_of(facts: Mapping[str, Any]) -> Form:
+    """The form of a question, which a server takes or not, whatever the words: the model, and which parts it has."""
+    has = [bool(facts.get("system")), facts.get("seed") is not None, len(facts.get("images") or ())]
+    return (facts.get("model"), facts.get("max_tokens"), *has)
+
+
 class Answers:
-    """What was answered so far, in a file: a line of JSON for each, on the disk before the next question is asked.
+    """The answers so far, in a file: a line of JSON for each, on the disk before the next question is asked.
 
-    A line that is no answer, such as one that is torn by a kill, is read as none.
-
-    A line of the kind "forgotten" takes the earlier answer to its question back.
+    A line that is no answer, such as one that is torn by a kill, is read as none. A line of the kind "forgotten" takes
+    the earlier answer to its question back.
 
     Attributes:
         known: answers by the key of their question.
@@ -118,11 +126,16 @@ class Answers:
         data = path.read_bytes() if path.is_file() else b""
         self.torn = bool(data) and not data.endswith(b"\n")
         for line in data.split(b"\n"):
-            if not (entry := read_entry(line)):
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                continue
+            texts = [entry.get(name) for name in ("key", "kind", "answer")] if isinstance(entry, dict) else [None]
+            if not all(isinstance(text, str) for text in texts):
                 continue
             if entry["kind"] == FORGOTTEN:
                 self.known.pop(entry["key"], None)
-            else:
+            elif entry["kind"] in get_args(Kind):
                 self.known[entry["key"]] = Answer(entry["kind"], entry["answer"])
                 self.forms.add(form_of(entry))
 
@@ -147,35 +160,6 @@ class Answers:
                 file.flush()
                 os.fsync(file.fileno())
             self.torn = False
-
-
-def read_entry(line: bytes) -> dict[str, Any] | None:
-    """What `Answers` wrote; None where the line is no answer."""
-    try:
-        entry = json.loads(line)
-    except ValueError:
-        return None
-    if not isinstance(entry, dict) or entry.get("kind") not in (*get_args(Kind), FORGOTTEN):
-        return None
-    return entry if all(isinstance(entry.get(name), str) for name in ("key", "answer")) else None
-
-
-Form = tuple[Any, ...]
-
-
-def form_of(facts: Mapping[str, Any]) -> Form:
-    """What a server takes or does not, whatever the words: the model, and which parts the question has."""
-    has = [bool(facts.get("system")), facts.get("seed") is not None, len(facts.get("images") or ())]
-    return (facts.get("model"), facts.get("max_tokens"), *has)
-
-
-class NotTaken(NamedTuple):
-    """A question that the server did not take, and what it said: in its own words, and for people."""
-
-    key: str
-    facts: Mapping[str, Any]
-    reason: str
-    told: str
 
 
 class Endpoint:
@@ -215,10 +199,10 @@ class Endpoint:
 
     def key(self, question: Question) -> str:
         """Names the question by its content."""
-        return key_of(self._facts(question))
+        return hashlib.sha256(json.dumps(self._facts(question), sort_keys=True).encode()).hexdigest()
 
     def _facts(self, question: Question) -> dict[str, Any]:
-        """All that decides an answer, and that the store says of it."""
+        """All that decides an answer, as the store has it."""
         return {
             "model": self.model,
             "system": question.system,
@@ -230,7 +214,7 @@ class Endpoint:
         }
 
     def _ask(self, new: Mapping[str, Question], told: str) -> None:
-        """Ask side by side; each answer is kept as it comes."""
+        """Ask in parallel; each answer is kept as it comes."""
         import openai
 
         client = openai.OpenAI(
@@ -241,43 +225,36 @@ class Endpoint:
             http_client=openai.DefaultHttpxClient(trust_env=False) if on_this_machine(self.url) else None,
         )
 
-        def ask_one(asked: tuple[str, Question]) -> NotTaken | None:
+        def ask_one(asked: tuple[str, Question]) -> tuple[str, Question, openai.APIStatusError] | None:
             key, question = asked
-            facts, answer = self._facts(question), self._answer(client, question)
-            if isinstance(answer, Answer):
-                self.answers.keep(key, facts, answer)
-                return None
-            return NotTaken(key, facts, answer.message, self._told(answer, question))
+            answer = self._answer(client, question)
+            if not isinstance(answer, Answer):
+                return key, question, answer
+            self.answers.keep(key, self._facts(question), answer)
+            return None
 
-        not_taken: list[NotTaken] = []
+        rejected: list[tuple[str, Question, openai.APIStatusError]] = []
         with client, ThreadPoolExecutor(CONCURRENT) as pool:
             try:
                 for done in progress(in_window(pool, ask_one, new.items()), told, len(new), "question"):
-                    if one := done.result():
-                        not_taken.append(one)
-                    not_taken = self._refused(not_taken)
+                    rejected += [one] if (one := done.result()) else []
+                    for one in list(rejected):  # another question of the form was answered: this one is refused
+                        key, question, error = one
+                        facts = self._facts(question)
+                        if form_of(facts) in self.answers.forms:
+                            self.answers.keep(key, facts, Answer("refused", error.message))
+                            rejected.remove(one)
+                    if len(rejected) >= CONCURRENT:  # so many that it is their form
+                        break
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
-        if not_taken:
-            raise ParamsError(not_taken[0].told)
-
-    def _refused(self, not_taken: list[NotTaken]) -> list[NotTaken]:
-        """Keep as refused each question of whose form another was answered; the rest, of which it is not known yet.
-
-        Raises:
-            ParamsError: these are so many that it is their form.
-        """
-        left = [one for one in not_taken if form_of(one.facts) not in self.answers.forms]
-        for one in not_taken:
-            if one not in left:
-                self.answers.keep(one.key, one.facts, Answer("refused", one.reason))
-        if len(left) >= CONCURRENT:
-            raise ParamsError(left[0].told)
-        return left
+            if rejected:
+                pool.shutdown(cancel_futures=True)
+                raise ParamsError(self._told(rejected[0][2], rejected[0][1]))
 
     def _answer(self, client: Any, question: Question) -> "Answer | openai.APIStatusError":
-        """What is answered, or the error by which the server does not take the question."""
+        """The answer, or the error by which the server rejects the question."""
         import openai
 
         request = self._request(question)
@@ -298,7 +275,7 @@ class Endpoint:
         raise ConnectionError(self._told(torn, question)) from torn
 
     def _request(self, question: Question) -> dict[str, Any]:
-        """What the endpoint is sent; a text alone where there is no image, which every server takes."""
+        """The body of the request; a text alone where there is no image, which every server takes."""
         parts = [{"type": "image_url", "image_url": {"url": data_url(path)}} for path in question.images]
         text, system = in_unicode(question.text), in_unicode(question.system)
         content: Any = [*parts, {"type": "text", "text": text}] if parts else text
@@ -329,16 +306,11 @@ def in_unicode(text: str) -> str:
 
 
 def without_thoughts(text: str) -> str:
-    """What a model says after it has thought aloud, `<think>...</think>`; servers may leave the first mark out."""
+    """The text after `<think>...</think>`; servers may leave the first mark out."""
     before, end, said = text.partition("</think>")
     if end:
         return said.lstrip()
     return "" if before.lstrip().startswith("<think>") else text
-
-
-def key_of(facts: Mapping[str, Any]) -> str:
-    """Names a question by its content."""
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def data_url(path: Path) -> str:
@@ -367,13 +339,13 @@ def data_url(path: Path) -> str:
 
 
 def is_plain_jpeg(data: bytes, parts: Sequence[tuple[str, bytes]]) -> bool:
-    """Whether a JPEG holds its picture and nothing else; `parts` are its markers with what they hold."""
+    """True of a JPEG that holds its picture and nothing else; `parts` are its markers with what they hold."""
     known = all(name == "APP14" or (name == "APP0" and held.startswith(b"JFIF")) for name, held in parts)
     return known and data.endswith(b"\xff\xd9")
 
 
 def is_plain_png(data: bytes) -> bool:
-    """Whether a file is a PNG in RGB of 8 bits that holds its picture and nothing else."""
+    """True of a PNG in RGB of 8 bits that holds its picture and nothing else."""
     if not data.startswith(PNG) or data[24:26] != RGB_OF_8_BITS:
         return False
     at = len(PNG)
@@ -383,7 +355,7 @@ def is_plain_png(data: bytes) -> bool:
 
 
 def read_answer(reply: Any) -> Answer:
-    """What a chat completion says.
+    """The answer in a chat completion.
 
     Raises:
         ConnectionError: it is an error that came as if it were an answer.

@@ -1,30 +1,41 @@
-"""What a training run will cost, before it starts: parameters, tokens, FLOPs, memory and hours (`m3diff plan`)."""
+"""The cost of a training run before it starts: parameters, tokens, FLOPs, memory and hours (`m3diff plan`).
+
+An epoch is counted from the run's mixture, where it is there, else from the published counts of its datasets.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from m3diff.commands.plan.workload import Workload, count_test_pairs, find_workload
+from m3diff.datasets import DATASETS
+from m3diff.datasets.spec import DatasetSpec, SplitCount
 from m3diff.models import FAMILIES
-from m3diff.models.family import ADAPTERS, Family, Settings, Term
+from m3diff.models.family import ADAPTERS, Family, PairProcessor, Settings, Term
+from m3diff.records.errors import readable
 from m3diff.settings.compute import Compute
-from m3diff.settings.gpus import GPUS, Gpu
+from m3diff.settings.gpus import GPUS
 from m3diff.settings.section import ParamsError
-from m3diff.stages.convert.paper_mixture import PAIRS, SAMPLES, SOURCES
-from m3diff.stages.convert.params import Convert
+from m3diff.stages.convert.paper_mixture import SAMPLES, training_counts
+from m3diff.stages.convert.params import Convert, Source
 from m3diff.stages.ingest.params import DatasetEntry
 from m3diff.stages.train.params import Train
 from m3diff.stages.train.phase import of_alignment
 
-GIGA, TERA, EXA = 1e9, 1e12, 1e18
+if TYPE_CHECKING:
+    import polars as pl
+
+GIGA, TERA = 1e9, 1e12
 OPTIMIZER_BYTES, GRADIENT_BYTES = 12, 4  # of a trained parameter: fp32 master and AdamW's two moments; fp32 gradient
 RESERVE = 0.08  # of the GPU: context, workspaces, fragmentation
+LENGTHS = 20_000
+"""Distinct texts of a mixture whose tokens are counted; evenly spread ones represent more."""
 
-
-FEW_STEPS = 100
-"""Of fewer optimizer steps a model learns little: the embedded run takes 1,097, the paper's 3,500."""
+PROMPT_TOKENS, REFERENCE_TOKENS = 29.0, 15.0
+"""Estimates where no tokenizer is at hand: chat template and question without images, but of a family that asks none; a
+reference with its end."""
 
 
 class DoesNotFit(ParamsError):
@@ -32,11 +43,88 @@ class DoesNotFit(ParamsError):
 
 
 @dataclass(frozen=True)
+class SourceCount:
+    """One dataset's share of an epoch. A pair that is used twice counts twice."""
+
+    pairs: int
+    references: int
+
+
+@dataclass(frozen=True)
+class SplitUse:
+    """The share of a dataset's split in an epoch.
+
+    Attributes:
+        split: the dataset's own, which `train_on` names.
+        published: its pairs as published; those without a word do not train.
+        counted: whether its references were counted; else they are estimated.
+    """
+
+    dataset: str
+    split: str
+    published: int
+    used: SourceCount
+    counted: bool
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The pairs and references of an epoch.
+
+    Attributes:
+        counted: the source of the counts, in words.
+        sources: by dataset.
+        prompt_tokens: chat template and question, without the images; mean over pairs.
+        reference_tokens: mean over references, each with its end token.
+        sizes: number of pairs by their number of references; empty where only sums are known.
+        splits: `sources` by split; empty for a mixture, whose training samples do not tell it.
+    """
+
+    counted: str
+    sources: Mapping[str, SourceCount]
+    prompt_tokens: float
+    reference_tokens: float
+    sizes: Mapping[int, int]
+    splits: Sequence[SplitUse] = ()
+
+    @property
+    def pairs(self) -> int:
+        return sum(source.pairs for source in self.sources.values())
+
+    @property
+    def references(self) -> int:
+        return sum(source.references for source in self.sources.values())
+
+    @property
+    def references_per_pair(self) -> float:
+        return self.references / self.pairs
+
+    def longest(self, max_captions: int | None) -> int | None:
+        """References of the longest sequence; None where only sums are known."""
+        if not self.sizes:
+            return None
+        return min(max(self.sizes), max_captions or max(self.sizes))
+
+    def sequences(self, max_captions: int | None) -> int:
+        """Sequences with at most so many references of one pair (None: all).
+
+        A mixture is counted pair by pair, so the last sequence of a pair may hold fewer. Of published counts only the
+        sums are known, and every sequence is taken to be full.
+        """
+        if max_captions is None:
+            return self.pairs
+        if self.sizes:
+            return sum(count * math.ceil(size / max_captions) for size, count in self.sizes.items())
+        each = [(source.references, source.references / source.pairs) for source in self.sources.values()]
+        return round(sum(references / min(max_captions, mean) for references, mean in each))
+
+
+@dataclass(frozen=True)
 class Plan:
     """The figures of a run.
 
     Attributes:
-        base: what the shapes are those of, in words.
+        base: the origin of the shapes, in words.
         parameters: parameters by group; the frozen ones of a part have "(frozen)" in the group's name.
         terms: FLOPs of one sequence, without recomputation.
         branches: references of a sequence, mean.
@@ -109,8 +197,8 @@ def make_plan(
         ParamsError: there is no mixture, and a dataset has no published counts.
     """
     family = FAMILIES[settings.family]
-    config = family.planned_config(train.base, settings)
-    processor = family.load_processor(train.base, config) if _is_here(train.base) else None
+    config, is_here = family.planned_config(train.base, settings), (train.base / "config.json").is_file()
+    processor = family.load_processor(train.base, config) if is_here else None
     others = settings.align.datasets if settings.align else left_out
     load = find_workload(mixture, entries, convert, processor, family.image_tokens(config), others)
     if processor is None and family.prompt_tokens is not None:
@@ -126,7 +214,7 @@ def make_plan(
     parameters = parameters_of(model, family)
     run, total = train.epochs * sequences, sum(term.total for term in terms)
     return Plan(
-        base=str(train.base) if _is_here(train.base) else _published(config, train.base),
+        base=str(train.base) if is_here else _published(config, train.base),
         workload=load,
         parameters=parameters,
         terms=terms,
@@ -177,10 +265,6 @@ def _published(config: Any, base: Path) -> str:
     name = config.name_or_path
     fetch = f" (`hf download {name} --local-dir {base}`)" if "/" in name else ""
     return f"published shapes of {name}, {base} is not here{fetch}"
-
-
-def _is_here(base: Path) -> bool:
-    return (base / "config.json").is_file()
 
 
 def meta_model(config: Any, family: Family, settings: Settings, precision: str) -> Any:
@@ -257,19 +341,10 @@ def found_memory_gb() -> float | None:
 
 
 def check_fits(compute: Compute, plan: Plan, memory_gb: float) -> None:
-    """Raises DoesNotFit, naming what is needed, what there is and what to lower."""
+    """Raises DoesNotFit, naming what is needed, what there is and what to lower; nothing that has no effect."""
     room = memory_gb * (1 - RESERVE)
     if plan.memory_total_gb <= room:
         return
-    parts = ", ".join(f"{name} {size:.1f}" for name, size in plan.memory_gb.items())
-    raise DoesNotFit(
-        f"compute: needs {plan.memory_total_gb:.1f} GB a GPU ({parts}) but {memory_gb:.4g} GB hold {room:.1f}; "
-        + " or ".join([*_remedies(compute, plan), "take larger GPUs"])
-    )
-
-
-def _remedies(compute: Compute, plan: Plan) -> list[str]:
-    """What would lower the memory; nothing that has no effect."""
     way = compute.activation_checkpointing
     stronger = {"none": "selective or full", "selective": "full"}.get(way)
     remedies = {
@@ -277,149 +352,164 @@ def _remedies(compute: Compute, plan: Plan) -> list[str]:
         f"raise compute.zero_stage (now {compute.zero_stage})": compute.zero_stage < 3 and plan.gpus > 1,
         f"set compute.activation_checkpointing to {stronger} (now {way})": stronger is not None,
         "lower train.max_captions_per_sequence": plan.branches > 1,
+        "take larger GPUs": True,
     }
-    return [remedy for remedy, helps in remedies.items() if helps]
-
-
-def print_plan(train: Train, compute: Compute, plan: Plan, gpu: Gpu | None, hfu: float) -> None:
-    """Print the plan as tables; times are for a kind of GPU, at a share of its peak (hardware FLOPs utilisation,
-    HFU)."""
-    recomputation = compute.activation_checkpointing
-    print("\n".join([*_parameter_lines(plan), *_workload_lines(train, plan), *_flops_lines(plan, recomputation)]))
-    print("\n".join([*_memory_lines(plan, gpu), *_time_lines(train, plan, gpu, hfu)]))
-
-
-def _parameter_lines(plan: Plan) -> list[str]:
-    rows = [f"  {name:<28} {count / 1e6:>12,.2f} M" for name, count in plan.parameters.items()]
-    return [f"parameters: {plan.base}", *rows]
-
-
-def _workload_lines(train: Train, plan: Plan) -> list[str]:
-    load, most = plan.workload, train.max_captions_per_sequence
-    return [
-        f"counted: {load.counted}",
-        *(_split_lines(load) if load.splits else _source_lines(load)),
-        f"workload: {load.pairs:,} pairs, {load.references:,} references, {load.references_per_pair:.2f} a pair; "
-        f"{load.prompt_tokens:.1f} tokens a prompt, {load.reference_tokens:.1f} a reference",
-        f"  max_captions_per_sequence {'all' if most is None else most}: {plan.sequences:,} sequences of "
-        f"{plan.tokens:,.0f} tokens, {plan.branches:.2f} references each; {plan.steps:,} steps of {train.global_batch}",
-    ]
-
-
-def _source_lines(load: Workload) -> list[str]:
-    return [
-        f"  {name:<28} {source.pairs:>9,} pairs {source.references:>9,} references"
-        for name, source in load.sources.items()
-    ]
-
-
-def _split_lines(load: Workload) -> list[str]:
-    """What trains of each split beside the published pairs, the sums, and the paper's where the sources are its own."""
-    rows = [
-        f"  {f'{use.dataset} {use.split}':<28} {use.used.pairs:>9,} pairs {use.used.references:>9,} references of "
-        f"{use.published:,} published pairs{'' if use.counted else '; references estimated'}"
-        for use in load.splits
-    ]
-    published = sum(use.published for use in load.splits)
-    rows.append(
-        f"  {'sum':<28} {load.pairs:>9,} pairs {load.references:>9,} references of {published:,} published pairs"
-    )
-    if set(load.sources) == set(SOURCES):
-        rows.append(f"  {'the paper':<28} {f'{PAIRS // 1000}k':>9} pairs {f'{SAMPLES // 1000}k':>9} references")
-    return rows
-
-
-def _flops_lines(plan: Plan, recomputation: str) -> list[str]:
-    forward, total = sum(term.forward for term in plan.terms), sum(term.total for term in plan.terms)
-    again = recomputed_flops(plan.terms, recomputation)
-    rows = [f"  {term.name:<28} {term.forward / TERA:>9.3f} {term.total / TERA:>9.3f}" for term in plan.terms]
-    return [
-        f"FLOPs of one sequence, TFLOP   {'forward':>9} {'total':>9}",
-        *rows,
-        f"  {'sum of the model':<28} {forward / TERA:>9.2f} {total / TERA:>9.2f}",
-        f"  {f'recomputation, {recomputation}':<28} {'':>9} {again / TERA:>9.2f}",
-        f"  per reference {(total + again) / plan.branches / TERA:.2f} TFLOP; "
-        f"the run {plan.run_flops / EXA:.2f} EFLOP, {plan.model_flops / EXA:.2f} of them the model's",
-    ]
-
-
-def _memory_lines(plan: Plan, gpu: Gpu | None) -> list[str]:
-    counted = "the mean sequence" if plan.longest is None else f"the longest sequence, {plan.longest} reference(s)"
-    rows = [f"  {name:<28} {size:>9.1f}" for name, size in plan.memory_gb.items()]
-    parts = [f"    {name:<26} {size:>9.2f}" for name, size in plan.activations_gb.items()]
-    room = f" of {gpu.memory_gb * (1 - RESERVE):.1f}, {gpu.name} less {RESERVE:.0%}" if gpu else ""
-    return [
-        f"memory of one GPU, GB; activations counted for {counted}",
-        *rows,
-        *parts,
-        f"  {'sum':<28} {plan.memory_total_gb:>9.1f}{room}",
-    ]
-
-
-def _time_lines(train: Train, plan: Plan, gpu: Gpu | None, hfu: float) -> list[str]:
-    if gpu is None:
-        return [f"time: name a kind of GPU by --gpu or compute.gpu_kind: {', '.join(GPUS)}"]
-    if train.precision != "bf16":
-        return [f"time: peaks are known for bf16, and train.precision is {train.precision}"]
-    hours = plan.gpu_hours(gpu.bf16_tflops, hfu)
-    speed = plan.workload.references * train.epochs / hours / 3600
-    return [
-        f"time on {gpu.name} ({gpu.bf16_tflops:g} TFLOP/s dense bf16) at {hfu:.0%} HFU, which is {plan.mfu(hfu):.1%} "
-        "MFU (without recomputation):",
-        f"  {_took(hours, plan.gpus)} on {plan.gpus} GPU(s), {speed:.1f} captions/s a GPU",
-        *_caption_lines(plan, gpu, hfu),
-    ]
-
-
-def alignment_lines(
-    train: Train, settings: Settings, plan: Plan | None, uncounted: str, gpu: Gpu | None, hfu: float
-) -> list[str]:
-    """What trains before the fine-tuning, and what it costs, or why that is not known; nothing without it."""
-    if settings.align is None:
-        return []
-    align = settings.align
-    rates = ", ".join(f"{part} {rate:g}" for part, rate in align.rates.items() if rate is not None)
-    what = (
-        f"before it an alignment: {align.epochs:g} epoch(s) of {', '.join(align.datasets)}, "
-        f"{align.global_batch} sequences a step ({rates})"
-    )
-    if plan is None:
-        return [what, f"  not counted: {uncounted}"]
-    load = plan.workload
-    took = ""
-    if gpu and train.precision == "bf16":  # no other peak is known
-        took = f", {_took(plan.gpu_hours(gpu.bf16_tflops, hfu), plan.gpus)} on {plan.gpus} GPU(s)"
-    return [
-        what,
-        f"  {load.pairs:,} pairs, {load.references:,} references, {plan.steps:,} steps; "
-        f"{plan.run_flops / EXA:.2f} EFLOP{took}; memory of one GPU {plan.memory_total_gb:.1f} GB",
-    ]
-
-
-def short_run(train: Train, plan: Plan) -> str | None:
-    """In words, where the run takes too few steps to learn from."""
-    if plan.steps >= FEW_STEPS:
-        return None
-    epochs = math.ceil(train.epochs * 3 * FEW_STEPS / plan.steps)
-    return (
-        f"the run takes {plan.steps} optimizer step(s), in which a model learns little; a small collection wants more "
-        f"epochs: train.epochs {epochs} is about {3 * FEW_STEPS} steps"
+    parts = ", ".join(f"{name} {size:.1f}" for name, size in plan.memory_gb.items())
+    raise DoesNotFit(
+        f"compute: needs {plan.memory_total_gb:.1f} GB a GPU ({parts}) but {memory_gb:.4g} GB hold {room:.1f}; "
+        + " or ".join(remedy for remedy, helps in remedies.items() if helps)
     )
 
 
-def _took(hours: float, gpus: int) -> str:
-    """`26.1 GPU-hours, 3.3 h`; of a short run in minutes."""
-    if hours >= 0.1:
-        return f"{hours:.1f} GPU-hours, {hours / gpus:.1f} h"
-    return f"{60 * hours:.2f} GPU-minutes, {60 * hours / gpus:.2f} min"
+def find_workload(
+    mixture: Path,
+    entries: Mapping[str, DatasetEntry],
+    convert: Convert,
+    processor: PairProcessor | None,
+    image_tokens: int,
+    left_out: Sequence[str] = (),
+) -> Workload:
+    """The run's mixture where it is there, else the published counts.
+
+    The mixture of another run, with datasets that this one has not, is not counted.
+
+    Args:
+        left_out: datasets whose samples another phase takes.
+    """
+    entries = {name: entry for name, entry in entries.items() if name not in left_out}
+    if not any((mixture / "train").glob("*.parquet")):
+        return published_workload(entries, convert)
+    found = counted_workload(mixture / "train", processor, image_tokens, left_out)
+    if foreign := found.sources.keys() - {name for name, entry in entries.items() if entry.train_on}:
+        load = published_workload(entries, convert)
+        return replace(load, counted=f"{load.counted}; {mixture} is of another run ({', '.join(sorted(foreign))})")
+    return found
 
 
-def _caption_lines(plan: Plan, gpu: Gpu, hfu: float) -> list[str]:
-    if not plan.test_pairs:
-        return []
-    minutes = plan.caption_minutes(gpu.bf16_tflops, hfu, plan.test_pairs)
-    return [
-        f"captions of {plan.test_pairs:,} test pairs: {plan.caption_flops / TERA:.1f} TFLOP a pair to read, "
-        f"{minutes:.1f} GPU-minutes, {minutes / plan.gpus:.1f} min on {plan.gpus} GPU(s); decoding and the control "
-        "come on top",
-    ]
+def count_test_pairs(mixture: Path, entries: Mapping[str, DatasetEntry]) -> int | None:
+    """Pairs to caption: the run's mixture's, counted, else the published ones; None where neither is known."""
+    if files := sorted((mixture / "test").glob("*.parquet")):
+        samples = read_columns(files, "pair", "dataset")
+        if set(samples["dataset"].unique()) <= entries.keys():
+            return samples["pair"].n_unique()
+    parts = [DATASETS[entry.reader].part(name) for name, entry in entries.items()]
+    return None if None in parts else sum(part.test.pairs for part in parts if part is not None)
+
+
+def read_columns(shards: Sequence[Path], *columns: str) -> "pl.DataFrame":
+    """These columns of the mixture's files, in their order. Raises DataError for a file that cannot be read."""
+    import polars as pl
+
+    parts = []
+    for shard in shards:
+        with readable(shard):
+            parts.append(pl.read_parquet(shard, columns=list(columns)))
+    return pl.concat(parts)
+
+
+def counted_workload(
+    folder: Path, processor: PairProcessor | None, image_tokens: int, left_out: Sequence[str] = ()
+) -> Workload:
+    """The training split of the mixture without some datasets; token lengths by the processor's tokenizer, where there
+    is one."""
+    import polars as pl
+
+    samples = read_columns(sorted(folder.glob("*.parquet")), "pair", "dataset", "question", "reference")
+    samples = samples.with_columns(pl.col("pair").rle_id().alias("use"))  # the samples of a pair are neighbours
+    samples = samples.filter(~pl.col("dataset").is_in(list(left_out)))
+    if samples.is_empty():
+        without = f" but of {', '.join(left_out)}" if left_out else ""
+        raise ParamsError(f"plan: {folder} has no samples{without}; run `dvc repro convert` again")
+    pairs = samples.group_by("use").agg(pl.len().alias("size"), pl.col("dataset").first(), pl.col("question").first())
+    by_dataset = pairs.group_by("dataset").agg(pl.len(), pl.col("size").sum()).sort("dataset")
+    prompt, reference = PROMPT_TOKENS, REFERENCE_TOKENS
+    if processor is not None:
+        prompt = _mean_length(pairs["question"], processor.encode_prompt) - image_tokens
+        reference = _mean_length(samples["reference"], processor.encode_reference)
+    return Workload(
+        counted=f"{folder}, {'lengths by its tokenizer' if processor else 'lengths estimated'}",
+        sources={name: SourceCount(count, references) for name, count, references in by_dataset.iter_rows()},
+        prompt_tokens=prompt,
+        reference_tokens=reference,
+        sizes=dict(pairs["size"].value_counts().sort("size").iter_rows()),
+    )
+
+
+def _mean_length(texts: Any, encode: Any) -> float:
+    """Mean number of tokens, of at most LENGTHS distinct texts, evenly spread over them in alphabetical order."""
+    counts = texts.value_counts().sort(texts.name)
+    spread = counts.gather_every(math.ceil(len(counts) / LENGTHS)).rows()
+    lengths = [(len(encode(text)), count) for text, count in spread]
+    return sum(length * count for length, count in lengths) / sum(count for _, count in lengths)
+
+
+def published_workload(entries: Mapping[str, DatasetEntry], convert: Convert) -> Workload:
+    """The published counts of the datasets, with convert's weights and caps, less what convert leaves out: references
+    without a word, repeats where they were counted, and pairs of which nothing is left.
+
+    What validate will remove (leaks, faults) and `no_change_share` leave out is not known before, so it is counted.
+
+    Where some of the datasets have no published counts, the others are counted, and the text names the others.
+
+    Raises:
+        ParamsError: no dataset that trains has published counts, or none trains; names it and the remedy.
+    """
+    training = {name: DATASETS[entry.reader] for name, entry in entries.items() if entry.train_on}
+    unknown = [name for name, spec in training.items() if spec.part(name) is None]
+    if unknown and len(unknown) == len(training):
+        raise ParamsError(
+            f"plan: {', '.join(unknown)}: no published counts, and no mixture yet; run `dvc repro convert` first"
+        )
+    training = {name: spec for name, spec in training.items() if name not in unknown}
+    without = f"; without {', '.join(unknown)}, of which none are published" if unknown else ""
+    sources, splits, tokens = {}, list[SplitUse](), 0.0
+    for name, spec in training.items():
+        counts: dict[str, SplitCount] = {split: getattr(spec.part(name), split) for split in entries[name].train_on}
+        with_words = [count.pairs - count.wordless for count in counts.values()]
+        references = [_references(spec, count) for count in counts.values()]
+        pairs, each = sum(with_words), sum(references) / sum(with_words)
+        source = convert.sources.get(name, Source())
+        most = convert.most_references(source)
+        chosen = min(pairs * min(1.0, source.weight), math.inf if source.max_pairs is None else source.max_pairs)
+        uses = chosen * max(1.0, source.weight)
+        used = SourceCount(round(uses), round(uses * (min(each, most or each) if source.samples == "each" else 1)))
+        if used.references:
+            sources[name] = used
+            shares = zip(_shares(with_words, used.pairs), _shares(references, used.references), strict=True)
+            splits += [
+                SplitUse(name, split, count.pairs, SourceCount(*share), counted=count.references is not None)
+                for (split, count), share in zip(counts.items(), shares, strict=True)
+            ]
+            tokens += used.references * REFERENCE_TOKENS * (each if source.samples == "joined" else 1)
+    if not sources:
+        raise ParamsError(f"plan: none of {', '.join(entries)} trains; see ingest.datasets and convert.sources")
+    return Workload(
+        counted=f"published counts of the datasets, lengths estimated{without}",
+        sources=sources,
+        prompt_tokens=PROMPT_TOKENS,
+        reference_tokens=tokens / sum(source.references for source in sources.values()),
+        sizes={},
+        splits=splits,
+    )
+
+
+def _shares(weights: Sequence[float], total: int) -> list[int]:
+    """`total` in parts as the weights are, each rounded at its end."""
+    ends = [round(total * end / sum(weights)) for end in accumulate(weights)]
+    return [end - start for start, end in pairwise([0, *ends])]
+
+
+def _references(spec: DatasetSpec, count: SplitCount) -> float:
+    """References that convert keeps: counted, or by the share of the papers' sum, or estimated."""
+    if count.references is not None:
+        return count.references - count.empty - count.repeated
+    if spec.table is not None and spec.table.references is not None:
+        return count.pairs * spec.table.references / spec.table.pairs
+    return count.pairs * unpublished_references()
+
+
+def unpublished_references() -> float:
+    """References of a pair where no count is published: what the other sources leave of the paper's mixture."""
+    counts = [count["train_val"] for count in training_counts().values()]
+    known = sum(references for _, references in counts if references is not None)
+    return (SAMPLES - known) / sum(pairs for pairs, references in counts if references is None)
