@@ -259,8 +259,8 @@ def prune(args: argparse.Namespace) -> int:
 def plan(args: argparse.Namespace) -> None:
     params = parameters(args)
     model = params.models[params.train.model]
-    from m3diff.commands.plan.plan import alignment_lines, check_fits, make_plan, plan_alignment, print_plan, short_run
-    from m3diff.commands.plan.words import count_words
+    from m3diff.commands.plan.plan import check_fits, make_plan, plan_alignment
+    from m3diff.commands.plan.words import alignment_lines, count_words, print_plan, short_run
     from m3diff.registry.model_source import see_base
 
     see_base(params.train.base)

@@ -641,60 +641,59 @@ def test_data_check_prints_its_lines_and_exits_with_three_where_the_folder_canno
     assert capsys.readouterr().out == "a line\nanother\n"
 
 
+def record_plan(monkeypatch, before: Any = None, warning: str | None = None, check: Any = None) -> tuple[Any, Recorder]:
+    """The plan that is made, and a recorder of the arithmetic and of the words."""
+    made, module = Result(), "m3diff.commands.plan"
+    arithmetic = {"make_plan": made, "plan_alignment": (before, ""), "check_fits": check}
+    recorder = Recorder(monkeypatch, f"{module}.plan", **arithmetic)
+    said = {"print_plan": None, "short_run": warning, "count_words": None}
+    words = Recorder(monkeypatch, f"{module}.words", **said, alignment_lines=["before it"] if before else [])
+    words.calls = recorder.calls
+    return made, recorder
+
+
 @pytest.mark.parametrize(
     ("options", "kind", "hfu"),
     [([], "A100-40GB", 0.45), (["--gpu", "H200-141GB", "--utilisation", "0.3"], "H200-141GB", 0.3)],
 )
 def test_plan_counts_prints_then_refuses_what_does_not_fit(options, kind, hfu, monkeypatch, capsys):
-    made = Result()
-    plan = {"make_plan": made, "print_plan": None, "short_run": "too short", "check_fits": None}
-    plan |= {"plan_alignment": (before := Result(), ""), "alignment_lines": ["before it", "  so much"]}
-    recorder = Recorder(monkeypatch, "m3diff.commands.plan.plan", **plan)
+    before, gpu = Result(), GPUS[kind]
+    made, recorder = record_plan(monkeypatch, before, "too short")
     assert main(["--params", "profiles/paper.yaml", "plan", *options]) == 0
-    assert capsys.readouterr().out == "\nbefore it\n  so much\n\nwarning: too short\n"
+    assert capsys.readouterr().out == "\nbefore it\n\nwarning: too short\n"
     params = load_params(Path("profiles/paper.yaml"))
-    shared = {"train": params.train, "compute": params.compute}
-    settings = params.models["m3diff"]
-    run = {"settings": settings, "entries": params.ingest.datasets, "convert": params.convert}
-    run |= {**shared, "mixture": DATA / "04_mixture"}
-    memory_gb = GPUS[kind].memory_gb
-    assert recorder.calls == [
+    train, compute, settings = params.train, params.compute, params.models["m3diff"]
+    run = {"train": train, "compute": compute, "settings": settings, "entries": params.ingest.datasets}
+    run |= {"convert": params.convert, "mixture": DATA / "04_mixture"}
+    align = {"train": train, "settings": settings, "plan": before, "uncounted": "", "gpu": gpu, "hfu": hfu}
+    assert [call for call in recorder.calls if call[0] != "count_words"] == [
         ("make_plan", run),
         ("plan_alignment", run),
-        ("print_plan", {**shared, "plan": made, "gpu": GPUS[kind], "hfu": hfu}),
-        (
-            "alignment_lines",
-            {
-                "train": params.train,
-                "settings": settings,
-                "plan": before,
-                "uncounted": "",
-                "gpu": GPUS[kind],
-                "hfu": hfu,
-            },
-        ),
-        ("short_run", {"train": params.train, "plan": made}),
-        ("check_fits", {"compute": params.compute, "plan": before, "memory_gb": memory_gb}),
-        ("check_fits", {"compute": params.compute, "plan": made, "memory_gb": memory_gb}),
+        ("print_plan", {"train": train, "compute": compute, "plan": made, "gpu": gpu, "hfu": hfu}),
+        ("alignment_lines", align),
+        ("short_run", {"train": train, "plan": made}),
+        ("check_fits", {"compute": compute, "plan": before, "memory_gb": gpu.memory_gb}),
+        ("check_fits", {"compute": compute, "plan": made, "memory_gb": gpu.memory_gb}),
     ]
 
 
-def test_plan_refuses_nothing_without_a_gpu_or_its_kind(monkeypatch):
-    made = Result()
-    plan = {"make_plan": made, "print_plan": None, "short_run": None, "check_fits": None}
-    plan |= {"plan_alignment": (None, ""), "alignment_lines": []}
-    recorder = Recorder(monkeypatch, "m3diff.commands.plan.plan", **plan)
-    for profile, options, gpu in (
+@pytest.mark.parametrize(
+    ("profile", "options", "gpu"),
+    [
         ("embedded", [], None),
         ("embedded", ["--gpu", "A10-24GB"], GPUS["A10-24GB"]),
         ("embedded-gpu", [], None),
-    ):
-        recorder.calls.clear()
-        assert main(["--params", f"profiles/{profile}.yaml", "plan", *options]) == 0
-        assert [name for name, _ in recorder.calls] == [
-            *("make_plan", "plan_alignment", "print_plan", "alignment_lines", "short_run")
-        ]
-        assert recorder.calls[2][1]["gpu"] is gpu
+    ],
+)
+def test_plan_refuses_nothing_without_a_gpu_or_its_kind(profile, options, gpu, monkeypatch):
+    _, recorder = record_plan(monkeypatch, check=ParamsError("needs 90 GB"))
+    assert main(["--params", f"profiles/{profile}.yaml", "plan", *options]) == 0
+    assert dict(recorder.calls)["print_plan"]["gpu"] is gpu
+
+
+def test_a_plan_that_does_not_fit_exits_with_two(monkeypatch):
+    record_plan(monkeypatch, check=ParamsError("needs 90 GB"))
+    assert main(["--params", "profiles/paper.yaml", "plan"]) == 2
 
 
 def test_an_unknown_kind_of_gpu_is_refused_with_those_there_are(capsys):
@@ -702,21 +701,6 @@ def test_an_unknown_kind_of_gpu_is_refused_with_those_there_are(capsys):
         main(["plan", "--gpu", "H100"])
     assert stopped.value.code == 2
     assert "invalid choice: 'H100' (choose from" in capsys.readouterr().err
-
-
-def test_a_plan_that_does_not_fit_exits_with_two(monkeypatch):
-    refusal = ParamsError("needs 90 GB")
-    Recorder(
-        monkeypatch,
-        "m3diff.commands.plan.plan",
-        make_plan=Result(),
-        plan_alignment=(None, ""),
-        print_plan=None,
-        alignment_lines=[],
-        short_run=None,
-        check_fits=refusal,
-    )
-    assert main(["--params", "profiles/paper.yaml", "plan"]) == 2
 
 
 def test_profile_writes_the_parameters_and_prints_what_changes(capsys):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from m3diff.commands.plan.workload import published_workload
+from m3diff.commands.plan.plan import published_workload
 from m3diff.models.m3diff.settings import MDPConfig
 from m3diff.models.onediff.settings import VDMConfig
 from m3diff.settings.load import load_params

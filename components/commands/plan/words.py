@@ -1,5 +1,5 @@
-"""The plan in words, as `m3diff plan` prints it, and warnings before a training: too few steps, words that the base does
-not know."""
+"""The plan in words, as `m3diff plan` prints it, and warnings before a training: too few steps, words that the base
+does not know."""
 
 import math
 import re

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from m3diff.commands.plan.memory import LOGITS, ONE_LAYER, count_activations
-from m3diff.commands.plan.plan import Plan, meta_model, print_plan
+from m3diff.commands.plan.plan import Plan, meta_model
+from m3diff.commands.plan.words import print_plan
 from m3diff.models import FAMILIES
 from m3diff.models.fused import fused_attention
 from m3diff.models.tuning import prepare

@@ -11,15 +11,13 @@ from m3diff.commands.plan.plan import (
     RESERVE,
     DoesNotFit,
     Plan,
-    alignment_lines,
     check_fits,
     check_memory,
     found_memory_gb,
     make_plan,
     plan_alignment,
-    print_plan,
-    short_run,
 )
+from m3diff.commands.plan.words import alignment_lines, print_plan, short_run
 from m3diff.models.family import Align, Lora
 from m3diff.settings.gpus import GPUS, Gpu
 from tests.commands.plan.conftest import ToySettings, compute_section, convert_section, train_section

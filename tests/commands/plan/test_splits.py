@@ -7,8 +7,8 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from m3diff.commands.plan.plan import make_plan, print_plan
-from m3diff.commands.plan.workload import SourceCount, Workload, counted_workload, published_workload
+from m3diff.commands.plan.plan import SourceCount, Workload, counted_workload, make_plan, published_workload
+from m3diff.commands.plan.words import print_plan
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import Published, SplitCount
 from m3diff.settings.load import load_params

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from m3diff.commands.plan.workload import (
+from m3diff.commands.plan.plan import (
     SourceCount,
     Workload,
     count_test_pairs,
