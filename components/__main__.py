@@ -13,7 +13,7 @@ import signal
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from m3diff.commands.counts import told, told_of_clean, told_of_made, told_of_samples
 from m3diff.commands.usage import (
@@ -32,12 +32,14 @@ from m3diff.endpoint import endpoint_url
 from m3diff.models.device import DeviceError
 from m3diff.provenance.guard import ENTRY, require_own_code, unchanged
 from m3diff.records.errors import DataError
-from m3diff.registry.runs import Description, completed, followed
 from m3diff.settings.gpus import GPUS
 from m3diff.settings.load import load_params
 from m3diff.settings.rules import absent_paths, check_paths, licensed
 from m3diff.settings.section import ParamsError, closest
 from m3diff.settings.tree import Params
+
+if TYPE_CHECKING:
+    from m3diff.registry.tracking import Description
 
 USAGE, DATA_REFUSED, GATE_REFUSED, TRY_AGAIN = 2, 3, 4, 75
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -58,8 +60,10 @@ def parameters_anywhere(args: argparse.Namespace) -> Params:
     return load_params(parameter_file(args.params))
 
 
-def described(params: Params) -> Description:
-    """What the training's MLflow run says of itself."""
+def described(params: Params) -> "Description":
+    """The name and parameters of the training's MLflow run."""
+    from m3diff.registry.tracking import Description
+
     sections = params.model_dump(mode="json", by_alias=True)
     shown = {name: sections[name] for name in ("convert", "train", "predict", "evaluate")}
     model, cfg = params.train.model, params.register_
@@ -137,6 +141,7 @@ def train(args: argparse.Namespace) -> None:
     from m3diff.commands.plan.plan import check_memory
     from m3diff.commands.plan.words import count_words
     from m3diff.registry.model_source import see_base
+    from m3diff.registry.tracking import followed
     from m3diff.stages.train.stage import train as run
 
     see_base(params.train.base)
@@ -160,7 +165,7 @@ def evaluate(args: argparse.Namespace) -> None:
     if args.model is None and (args.out or args.base):
         raise ParamsError("evaluate: --out and --base need --model VERSION or FOLDER")
     if args.model is not None:
-        from m3diff.commands.score_model import score_model
+        from m3diff.commands.rescore import score_model
 
         folder, scores = score_model(params, args.model, args.base or params.train.base, args.out)
         for protocol, found in scores.items():
@@ -168,6 +173,7 @@ def evaluate(args: argparse.Namespace) -> None:
         print(f"report: {folder / 'report' / 'report.html'}")
         return
     paths = params.paths
+    from m3diff.registry.tracking import completed
     from m3diff.stages.evaluate.stage import evaluate as run
 
     run(params.evaluate, params.compute, paths.records, paths.clean, paths.predictions, paths.model, paths.report)
@@ -183,17 +189,17 @@ def register(args: argparse.Namespace) -> None:
 
 def promote(args: argparse.Namespace) -> int:
     params = parameters(args)
-    from m3diff.commands.score_again import score_again
+    from m3diff.commands.rescore import rescore
     from m3diff.registry.promote import promote as run
 
-    decision = run(params, score_again, args.version, args.again)
+    decision = run(params, rescore, args.version, args.again)
     print(decision)
     return GATE_REFUSED if decision.outcome == "refused" else 0
 
 
 def rollback(args: argparse.Namespace) -> None:
     params = parameters(args)
-    from m3diff.registry.rollback import rollback as run
+    from m3diff.registry.promote import rollback as run
 
     print(run(params, args.to, args.why))
 
@@ -212,8 +218,8 @@ def history(args: argparse.Namespace) -> int:
 def models(args: argparse.Namespace) -> None:
     params = parameters(args)
     gate = params.promote
-    from m3diff.registry.models import models as run
-    from m3diff.registry.models import table
+    from m3diff.registry.versions import models as run
+    from m3diff.registry.versions import table
 
     scores = list(dict.fromkeys((gate.metric, *gate.guards)))
     found = run(params.register_, gate.protocol, scores)
@@ -225,8 +231,8 @@ def models(args: argparse.Namespace) -> None:
 
 def lineage(args: argparse.Namespace) -> int:
     params = parameters(args)
-    from m3diff.registry.check import sound
-    from m3diff.registry.trace import lineage as run
+    from m3diff.registry.restore import lineage as run
+    from m3diff.registry.restore import sound
 
     checks = run(params.register_, args.version)
     print("\n".join(str(check) for check in checks))
@@ -235,8 +241,8 @@ def lineage(args: argparse.Namespace) -> int:
 
 def restore(args: argparse.Namespace) -> int:
     params = parameters(args)
-    from m3diff.registry.check import sound
     from m3diff.registry.restore import restore as run
+    from m3diff.registry.restore import sound
 
     folder, checks = run(params.register_, args.version, args.into)
     print("\n".join(str(check) for check in checks))
@@ -402,7 +408,8 @@ def export_hub(params: Params, args: argparse.Namespace) -> None:
     paths = params.paths
     from m3diff.commands.export.hub.folder import export_hub as run
     from m3diff.commands.export.hub.run import Run, Trace
-    from m3diff.registry.lineage import Lock, read_lineage
+    from m3diff.provenance.dvc import Lock
+    from m3diff.registry.lineage import read_lineage
 
     def trace() -> Trace:
         lock = Lock()

@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from flows import dvc, raw
-from flows.git import GitError, git
+from m3diff.provenance.dvc import listing, object_file, whole
+from m3diff.provenance.git import GitError, git, main_tree
 from m3diff.records.errors import DataError
-from m3diff.registry.decisions import main_tree
-from m3diff.registry.objects import listing, object_file, whole
 from m3diff.settings.section import ParamsError
 
 LOCK = Path("dvc.lock")

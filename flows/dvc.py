@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import psutil
 import yaml
 
-from flows.git import git
+from m3diff.provenance.dvc import listing, object_file, whole
+from m3diff.provenance.git import git
 from m3diff.records.errors import DataError, redacted
 from m3diff.records.files import write_atomic
-from m3diff.registry.objects import listing, object_file, whole
 
 if TYPE_CHECKING:
     from dvc.output import Output
@@ -179,7 +179,7 @@ def without_outputs_in_git(names: Iterable[str]) -> Iterator[bool]:
 
     DVC passes over a folder that is missing, and takes one with only its file of counts for one that was changed.
     """
-    from m3diff.registry.lineage import md5  # with pyarrow, which `make run` does not wait for
+    from m3diff.provenance.dvc import md5
 
     of_git = set(git("ls-files", "-z").split("\0"))
     lock = locked()

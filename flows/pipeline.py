@@ -15,15 +15,14 @@ from prefect.states import Completed, State
 
 from flows import archive, dvc, notices, previous, raw, report, tasks
 from flows.coalesce import alone, finish
-from flows.git import git
 from flows.report import Done
 from flows.schedule import count_crashes
 from flows.warm import NothingNewError
 from flows.workspace import workspace
+from m3diff.provenance.dvc import Lock
+from m3diff.provenance.git import git
 from m3diff.registry import tracking
-from m3diff.registry.lineage import Lock
-from m3diff.registry.moves import CHAMPION
-from m3diff.registry.versions import find_alias
+from m3diff.registry.versions import CHAMPION, find_alias
 from m3diff.settings.load import load_params
 from m3diff.settings.tree import Params
 from m3diff.stages.register.stage import Registration

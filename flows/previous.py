@@ -13,7 +13,7 @@ import yaml
 
 from flows import dvc
 from flows.archive import LOCK
-from flows.git import git
+from m3diff.provenance.git import git
 
 TREE, OVERRIDES = "Tree", "Overrides"
 """Trailers of the commits of a run: the content of which it made everything, and its own parameters."""

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from flows import dvc
-from m3diff.registry.objects import listing, object_file
+from m3diff.provenance.dvc import listing, object_file
 
 FOLDERS = Path("runs/linked")
 KEPT_DAYS = 7

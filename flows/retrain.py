@@ -10,9 +10,9 @@ from prefect.states import State
 from flows import dvc, notices
 from flows.pipeline import run_pipeline
 from flows.schedule import coalesce_late
+from m3diff.provenance.dvc import LOCK, Lock
 from m3diff.provenance.guard import require_own_code
 from m3diff.registry import tracking
-from m3diff.registry.lineage import LOCK, Lock
 from m3diff.registry.versions import CHALLENGER, find_alias
 from m3diff.settings.tree import Params
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import yaml
 
 from flows import dvc
-from flows.git import git
+from m3diff.provenance.git import git
 from m3diff.settings.section import ParamsError
 
 DROP = "M3DIFF_DROP"

@@ -14,7 +14,7 @@ from prefect.states import Completed, State
 from flows import archive, dvc, previous
 from flows.progress import StageProgress
 from m3diff.commands.preflight import preflight
-from m3diff.commands.score_again import score_again
+from m3diff.commands.rescore import rescore
 from m3diff.registry.promote import Promotion, promote
 from m3diff.settings.load import load_params
 from m3diff.stages.register.stage import Registration, register
@@ -91,6 +91,6 @@ def register_model(known: Registration | None) -> State[Registration]:
 )
 def promote_model(version: int) -> State[Promotion]:
     """Let the gate decide on the version that this flow registered. To be rejected is no failure."""
-    done = promote(load_params(PARAMS), score_again, version)
+    done = promote(load_params(PARAMS), rescore, version)
     outcome = {"unchanged": "Skipped", "refused": "Rejected"}.get(done.outcome, "Ran")
     return Completed(name=outcome, message=str(done), data=done)

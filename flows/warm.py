@@ -12,12 +12,10 @@ import yaml
 from mlflow.entities.model_registry import ModelVersion
 
 from flows import dvc
-from flows.git import git
+from m3diff.provenance.git import find_commit, git
 from m3diff.records.errors import DataError
 from m3diff.registry import tracking
-from m3diff.registry.commit import find_commit
-from m3diff.registry.moves import CHAMPION
-from m3diff.registry.versions import find_alias
+from m3diff.registry.versions import CHAMPION, find_alias
 from m3diff.settings.load import load_params
 from m3diff.settings.section import ParamsError
 from m3diff.settings.tree import Params

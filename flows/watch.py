@@ -17,10 +17,10 @@ from prefect.runtime import flow_run
 from prefect.states import Completed, State
 
 from flows import dvc, lookback, notices, sources
-from flows.git import git
 from flows.retrain import retrain
 from flows.schedule import coalesce_late, deployed_run
 from flows.workspace import DATA, FLOWS, Workspace, read_json, workspace
+from m3diff.provenance.git import git
 from m3diff.provenance.guard import require_own_code
 from m3diff.records.errors import DataError
 from m3diff.records.files import write_atomic

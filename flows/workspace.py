@@ -21,8 +21,8 @@ import yaml
 from ruamel.yaml import YAML
 
 from flows import archive, dvc, warm
-from flows.git import GitError, git, has_branch
-from m3diff.registry.commit import AS_COMMITTED, require_own_repository, write_settings
+from m3diff.provenance.dvc import write_settings
+from m3diff.provenance.git import AS_COMMITTED, GitError, git, has_branch, require_own_repository
 from m3diff.registry.tracking import SQLITE
 from m3diff.settings.load import load_params
 from m3diff.settings.section import ParamsError, closest

@@ -81,6 +81,26 @@ def is_sampled(item: pytest.Item) -> bool:
     return seconds_of(item) >= LONG_S or (of_faults and seconds_of(item) > 0)
 
 
+@pytest.fixture(scope="session")
+def trained_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The toy project whose stages ran."""
+    from tests import toy
+
+    root = toy.build(tmp_path_factory.mktemp("trained") / "toy")
+    toy.run(root, "dvc", "repro", "-q")
+    return root
+
+
+@pytest.fixture(scope="session")
+def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database of MLflow that has its tables, which take seconds to make, and nothing in them."""
+    from mlflow.tracking import MlflowClient
+
+    database = tmp_path_factory.mktemp("store") / "mlflow.db"
+    MlflowClient(f"sqlite:///{database}").search_experiments()
+    return database
+
+
 def seconds_of(item: pytest.Item) -> float:
     """How long a test takes by its mark `slow`; 0 without one."""
     mark = item.get_closest_marker("slow")

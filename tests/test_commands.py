@@ -18,7 +18,7 @@ import yaml
 from m3diff import __main__ as command_line
 from m3diff.__main__ import COMMANDS, main
 from m3diff.commands.plan.words import Words
-from m3diff.commands.score_again import score_again
+from m3diff.commands.rescore import rescore
 from m3diff.commands.zero_shot import PROMPT, Request
 from m3diff.records.errors import DataError
 from m3diff.settings.gpus import GPUS
@@ -117,23 +117,23 @@ CALLS: dict[str, tuple[list[str], str, str, dict[str, Any]]] = {
         ["promote"],
         "m3diff.registry.promote",
         "promote",
-        {"params": PARAMS, "rescore": score_again, "version": None, "again": False},
+        {"params": PARAMS, "rescore": rescore, "version": None, "again": False},
     ),
     "promote a version": (
         ["promote", "--version", "7", "--again"],
         "m3diff.registry.promote",
         "promote",
-        {"params": PARAMS, "rescore": score_again, "version": 7, "again": True},
+        {"params": PARAMS, "rescore": rescore, "version": 7, "again": True},
     ),
     "rollback": (
         ["rollback"],
-        "m3diff.registry.rollback",
+        "m3diff.registry.promote",
         "rollback",
         {"params": PARAMS, "to": None, "why": ""},
     ),
     "rollback to a version": (
         ["rollback", "--to", "3", "--why", "it says no"],
-        "m3diff.registry.rollback",
+        "m3diff.registry.promote",
         "rollback",
         {"params": PARAMS, "to": 3, "why": "it says no"},
     ),
@@ -337,8 +337,9 @@ RESULT = Result(outcome="promoted", sound=True, lines=["a line", "another"])
 def test_a_command_calls_its_function_with_exactly_its_arguments(name, monkeypatch):
     argv, module, function, expected = CALLS[name]
     recorder = Recorder(monkeypatch, module, **{function: RESULT})
-    for said in ("told", "told_of_clean", "told_of_samples", "completed"):
+    for said in ("told", "told_of_clean", "told_of_samples"):
         monkeypatch.setattr(command_line, said, lambda *report: "")
+    monkeypatch.setattr("m3diff.registry.tracking.completed", lambda *report: None)
     assert main(argv) == 0
     for _, arguments in recorder.calls:
         arguments.pop("follow", None)
@@ -363,8 +364,8 @@ def test_what_a_stage_counted_is_printed(name, teller, rest, monkeypatch, capsys
 
 def test_training_is_followed_in_mlflow_and_its_run_completed_by_evaluate(monkeypatch):
     made = []
-    monkeypatch.setattr(command_line, "followed", lambda *given: made.append(given))
-    monkeypatch.setattr(command_line, "completed", lambda *given: made.append(given))
+    monkeypatch.setattr("m3diff.registry.tracking.followed", lambda *given: made.append(given))
+    monkeypatch.setattr("m3diff.registry.tracking.completed", lambda *given: made.append(given))
     recorder = Recorder(monkeypatch, "m3diff.stages.train.stage", train=None)
     assert main(["train"]) == 0
     recorder.calls[0][1]["follow"]("the key", Path("rows"))

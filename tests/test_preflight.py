@@ -20,13 +20,12 @@ from mlflow.tracking import MlflowClient
 from m3diff.commands import preflight as looks
 from m3diff.commands.preflight import GIB, NotReadyError, preflight
 from m3diff.registry.decisions import Entry, append
-from m3diff.registry.rollback import rollback
+from m3diff.registry.promote import rollback
 from m3diff.scoring.metrics import METRICS
 from m3diff.scoring.metrics.spice import JARS, NASHORN
 from m3diff.settings.load import load_params
 from m3diff.settings.tree import Params
-from tests.register.conftest import empty_store, store  # noqa: F401  # a fixture
-from tests.toy import REPOSITORY
+from tests.toy import REPOSITORY, store
 
 
 @pytest.fixture
@@ -206,7 +205,7 @@ def test_a_server_of_mlflow_that_is_gone_is_named(params, monkeypatch):
 
 
 @pytest.fixture
-def mlflow_store(params, empty_store, tmp_path) -> Iterator[MlflowClient]:  # noqa: F811
+def mlflow_store(params, empty_store, tmp_path) -> Iterator[MlflowClient]:
     """The embedded run's store with a first champion, in a git repository."""
     (tmp_path / "services" / "mlflow").mkdir(parents=True)
     shutil.copy(empty_store, tmp_path / "services" / "mlflow" / "mlflow.db")

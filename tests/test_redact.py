@@ -3,7 +3,7 @@
 import pytest
 
 from flows import dvc, notices
-from flows.git import GitError, git
+from m3diff.provenance.git import GitError, git
 from m3diff.records.errors import redacted
 from m3diff.registry.tracking import TrackingUnavailableError, check_alive
 

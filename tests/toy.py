@@ -85,6 +85,23 @@ def build(root: Path) -> Path:
     return root
 
 
+def store(root: Path) -> Any:
+    """A client of the project's MLflow store."""
+    from mlflow.tracking import MlflowClient
+
+    uri = f"sqlite:///{root}/services/mlflow/mlflow.db"
+    return MlflowClient(tracking_uri=uri, registry_uri=uri)
+
+
+def change(root: Path, section: str, **values: object) -> None:
+    """Set parameters of the project."""
+    import yaml
+
+    params = yaml.safe_load((root / "params.yaml").read_text())
+    params[section] |= values
+    (root / "params.yaml").write_text(yaml.safe_dump(params, sort_keys=False))
+
+
 def run(root: Path, tool: str, *arguments: str) -> str:
     """Run git or this environment's dvc in the project and give what it printed."""
     command = [sys.executable, "-m", "dvc"] if tool == "dvc" else [tool]

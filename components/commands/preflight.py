@@ -14,7 +14,7 @@ from m3diff.cluster import NoRoomError, require_head
 from m3diff.records.errors import DataError
 from m3diff.registry import tracking
 from m3diff.registry.decisions import decisions
-from m3diff.registry.moves import CHAMPION, alias_of, champion_lost
+from m3diff.registry.promote import champion_lost
 from m3diff.scoring.metrics import choose_metrics, needs_java
 from m3diff.scoring.metrics.java import JavaMissing, ScorerFailed, require_java
 from m3diff.scoring.metrics.spice import try_spice
@@ -121,8 +121,8 @@ def server(params: Params) -> Iterator[str]:
                 tracking.known_experiment(client, cfg.experiment)
             except DataError as deleted:
                 yield str(deleted)
-            if alias_of(client, cfg.model_name, CHAMPION) is None:
-                yield from filter(None, [champion_lost(client, decisions(), cfg.model_name)])
+            if lost := champion_lost(client, decisions(), cfg.model_name):
+                yield lost
     except (DataError, MlflowException, OSError) as error:
         yield f"register.tracking_uri: {error}"
 

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from m3diff.provenance.code import FOLDER, current, edited
+from m3diff.provenance.dvc import lookup
 from m3diff.records.errors import DataError
 from m3diff.records.files import sha256
 from m3diff.settings.section import ParamsError
@@ -85,31 +86,18 @@ def watched(stage: str) -> Watched:
     values = yaml.safe_load(PARAMS.read_text(encoding="utf-8"))
     entry = graph[name].get("do", graph[name])
     known = values | {"key": key}
-    params = {path: _lookup(values, path) for path in (_filled(name, known) for name in entry["params"])}
-    paths = (Path(_filled(dep, known)) for dep in entry["deps"] if "item." not in dep)
-    files = {str(file): sha256(file)[:12] for path in paths if path.parts[0] in OURS for file in _files(path)}
+
+    def filled(kind: str) -> list[str]:
+        texts = [text for text in entry[kind] if "item." not in text]
+        return [REFERENCE.sub(lambda match: str(lookup(known, match[1])), text) for text in texts]
+
+    ours = [Path(path) for path in filled("deps") if Path(path).parts[0] in OURS]
+    below = [file for path in ours for file in ([path] if path.is_file() else sorted(path.rglob("*")))]
+    code = [file for file in below if file.is_file() and "__pycache__" not in file.parts]
+    files = {str(file): sha256(file)[:12] for file in code}
     if stage != "code":
         files |= {file: meaning[:12] for file, meaning in current(stage).items()}
-    return Watched(params, files)
-
-
-def _filled(text: str, values: Mapping[str, Any]) -> str:
-    return REFERENCE.sub(lambda match: str(_lookup(values, match[1])), text)
-
-
-def _lookup(values: Mapping[str, Any], path: str) -> Any:
-    """The value at a path of dots; None where there is none, as after an edit."""
-    found: Any = values
-    for part in path.split("."):
-        found = found.get(part) if isinstance(found, Mapping) else None
-    return found
-
-
-def _files(path: Path) -> Iterator[Path]:
-    if path.is_file():
-        yield path
-    elif path.is_dir():
-        yield from sorted(file for file in path.rglob("*") if file.is_file() and "__pycache__" not in file.parts)
+    return Watched({path: lookup(values, path) for path in filled("params")}, files)
 
 
 def differences(before: Watched, after: Watched) -> Iterator[str]:

@@ -13,7 +13,7 @@ import pyarrow as pa
 from pydantic import BaseModel, ConfigDict
 
 from m3diff.registry.params import Promote
-from m3diff.scoring.bootstrap import DECIMALS, Difference, compare, resampled_scores, rows_of, score_of
+from m3diff.scoring.bootstrap import DECIMALS, compare, resampled_scores, rows_of, score_of
 from m3diff.scoring.metrics import METRICS, Resampled
 
 Outcome = Literal["promoted", "first", "refused", "unchanged"]
@@ -48,11 +48,10 @@ class Verdict(BaseModel):
 def judge_first(cfg: Promote, challenger: pa.Table) -> Verdict:
     """There is no champion: any score is enough, but no guarded one that is there may be no number."""
     score = score_of(challenger, cfg.protocol, scores()[cfg.metric])
-    columns = {name: scores()[name].column for name in cfg.guards}
-    held = [name for name, column in columns.items() if column in challenger.column_names]
+    held = [name for name in cfg.guards if scores()[name].column in challenger.column_names]
     broken = [name for name in held if score_of(challenger, cfg.protocol, scores()[name]) is None]
     if score is None or broken:
-        return Verdict(outcome="refused", reason=no_score(cfg, *([cfg.metric] if score is None else []), *broken))
+        return no_score(cfg, *([cfg.metric] if score is None else []), *broken)
     pairs = rows_of(challenger, cfg.protocol).num_rows
     reason = f"there was no champion; {cfg.metric} {score:.4f} over {pairs} pairs of {cfg.protocol}"
     return Verdict(outcome="first", reason=reason, pairs=pairs, challenger_score=score)
@@ -67,38 +66,61 @@ def judge(cfg: Promote, challenger: pa.Table, champion: pa.Table) -> Verdict:
     asked = (cfg.metric, *cfg.guards)
     missing = [name for name in asked if score_of(challenger, cfg.protocol, scores()[name]) is None]
     if missing:
-        return Verdict(outcome="refused", reason=no_score(cfg, *missing))
+        return no_score(cfg, *missing)
     if odd := [*unlike(cfg, challenger, champion)]:
-        return Verdict(outcome="refused", reason="; ".join([*odd, "evaluate and register again"]))
+        return refused("; ".join([*odd, "evaluate and register again"]))
     found = compare(challenger, champion, cfg.protocol, scores()[cfg.metric], cfg.confidence)
     if found is None:
-        return Verdict(outcome="refused", reason=f"the champion has no {cfg.metric} on {cfg.protocol}")
-    guards = {name: guarded(cfg, name, challenger, champion) for name in cfg.guards}
-    faults = [*too_little(cfg, found), *worse(cfg, guards)]
-    pairs = rows_of(challenger, cfg.protocol).num_rows
+        return refused(f"the champion has no {cfg.metric} on {cfg.protocol}")
+    guards = {
+        name: Guarded(
+            challenger=score_of(challenger, cfg.protocol, scores()[name]),
+            champion=score_of(champion, cfg.protocol, scores()[name]),
+            tolerance=tolerance,
+        )
+        for name, tolerance in cfg.guards.items()
+    }
+    pairs, interval = rows_of(challenger, cfg.protocol).num_rows, found.interval
+    measured = (
+        f"{cfg.metric} on {cfg.protocol} {found.first:.4f}, the champion's {found.second:.4f}: gain {found.gain:+.4f}"
+    )
+    if interval is not None:
+        measured += f", {100 * cfg.confidence:g} % interval {interval.low:+.4f} to {interval.high:+.4f}"
+    faults = ["too few pairs for an interval"] if interval is None else []
+    if interval is not None and interval.low <= cfg.min_gain:
+        faults.append(f"its lower bound does not exceed {cfg.min_gain:g}")
+    faults += worse(guards)
+    reasons = faults
+    if not faults:
+        held = ", ".join(f"{name} {guard.challenger:.4f}, had {guard.champion:.4f}" for name, guard in guards.items())
+        reasons = [f"the lower bound exceeds {cfg.min_gain:g}", *([f"guarded: {held}"] if held else [])]
     return Verdict(
         outcome="refused" if faults else "promoted",
-        reason="; ".join([measured(cfg, found, pairs), *(faults or [exceeds(cfg, guards)])]),
+        reason="; ".join([f"{measured} over {pairs} pairs", *reasons]),
         pairs=pairs,
         challenger_score=found.first,
         champion_score=found.second,
         gain=found.gain,
-        low=found.interval.low if found.interval else None,
-        high=found.interval.high if found.interval else None,
+        low=interval.low if interval else None,
+        high=interval.high if interval else None,
         guards=guards,
+    )
+
+
+def refused(reason: str) -> Verdict:
+    return Verdict(outcome="refused", reason=reason)
+
+
+def no_score(cfg: Promote, *names: str) -> Verdict:
+    return refused(
+        f"it has no {' and no '.join(names)} on {cfg.protocol}: see `absent` in its metrics.json, or name others in "
+        "the section promote"
     )
 
 
 def scores() -> dict[str, Resampled]:
     """Every score that can be compared pair by pair."""
     return resampled_scores(METRICS)
-
-
-def no_score(cfg: Promote, *names: str) -> str:
-    return (
-        f"it has no {' and no '.join(names)} on {cfg.protocol}: see `absent` in its metrics.json, or name others in "
-        "the section promote"
-    )
 
 
 def unlike(cfg: Promote, challenger: pa.Table, champion: pa.Table) -> Iterator[str]:
@@ -131,44 +153,12 @@ def can_be_judged(cfg: Promote, challenger: pa.Table, champion: pa.Table) -> boo
     )
 
 
-def guarded(cfg: Promote, name: str, challenger: pa.Table, champion: pa.Table) -> Guarded:
-    of = scores()[name]
-    ours, theirs = (score_of(table, cfg.protocol, of) for table in (challenger, champion))
-    return Guarded(challenger=ours, champion=theirs, tolerance=cfg.guards[name])
-
-
-def too_little(cfg: Promote, found: Difference) -> Iterator[str]:
-    if found.interval is None:
-        yield "too few pairs for an interval"
-    elif found.interval.low <= cfg.min_gain:
-        yield f"its lower bound does not exceed {cfg.min_gain:g}"
-
-
-def worse(cfg: Promote, guards: dict[str, Guarded]) -> Iterator[str]:
+def worse(guards: dict[str, Guarded]) -> Iterator[str]:
     """A line for each guarded score that is worse than it may be, or that the champion does not have."""
     for name, guard in guards.items():
         if guard.champion is None or guard.challenger is None:
             yield f"the champion has no {name}, which is guarded"
-        elif round(loss(name, guard.challenger, guard.champion), DECIMALS) > guard.tolerance:
+            continue
+        sign = -1 if any(name in metric.lower_is_better for metric in METRICS.values()) else 1
+        if round(sign * (guard.champion - guard.challenger), DECIMALS) > guard.tolerance:
             yield f"{name} {guard.challenger:.4f} is more than {guard.tolerance:g} worse than {guard.champion:.4f}"
-
-
-def loss(name: str, challenger: float, champion: float) -> float:
-    """By how much the challenger is worse; below zero where it is better."""
-    lower_is_better = any(name in metric.lower_is_better for metric in METRICS.values())
-    return challenger - champion if lower_is_better else champion - challenger
-
-
-def measured(cfg: Promote, found: Difference, pairs: int) -> str:
-    said = (
-        f"{cfg.metric} on {cfg.protocol} {found.first:.4f}, the champion's {found.second:.4f}: gain {found.gain:+.4f}"
-    )
-    if found.interval is None:
-        return f"{said} over {pairs} pairs"
-    interval = f"{found.interval.low:+.4f} to {found.interval.high:+.4f}"
-    return f"{said}, {100 * cfg.confidence:g} % interval {interval} over {pairs} pairs"
-
-
-def exceeds(cfg: Promote, guards: dict[str, Guarded]) -> str:
-    held = ", ".join(f"{name} {guard.challenger:.4f}, had {guard.champion:.4f}" for name, guard in guards.items())
-    return f"the lower bound exceeds {cfg.min_gain:g}" + (f"; guarded: {held}" if held else "")

@@ -10,8 +10,6 @@ from m3diff.records.errors import DataError
 if TYPE_CHECKING:
     from m3diff.models.generation import Captioner
 
-CHAMPION = "champion"
-
 
 class Source(NamedTuple):
     """A checkpoint on this machine, and what it is called.
@@ -94,24 +92,29 @@ def version_of(tracking_uri: str, model_name: str, alias: str) -> str:
         DataError: there is no such alias.
         TrackingUnavailableError: MLflow does not answer.
     """
-    from m3diff.registry import tracking
+    from m3diff.registry.tracking import connected
+    from m3diff.registry.versions import find_version
 
-    with tracking.connected(tracking_uri) as client:
-        return f"{model_name}/{tracking.find_version(client, model_name, alias).version}"
+    with connected(tracking_uri) as client:
+        return f"{model_name}/{find_version(client, model_name, alias).version}"
 
 
 def _download(tracking_uri: str, model_name: str, model: str, max_new_tokens: int) -> tuple[str, Path, int]:
     """A version's number, its checkpoint, where MLflow keeps it if that is on this machine, and its limit of tokens."""
-    from m3diff.registry import tracking  # MLflow takes seconds to import, and a folder needs none of it
+    from mlflow.exceptions import MlflowException  # takes seconds to import, and a folder needs none of it
 
-    with tracking.connected(tracking_uri) as client:
+    from m3diff.registry.tracking import connected
+    from m3diff.registry.versions import download_checkpoint, find_version
+
+    with connected(tracking_uri) as client:
         try:
-            version = tracking.find_version(client, model_name, model)
+            version = find_version(client, model_name, model)
         except DataError as error:
             told = f"{error}; name one of these, or a folder: --model data/05_model/checkpoint"
             raise DataError(told) from error
-        found = tracking.download_checkpoint(version)
-        if found is None:
+        try:
+            found = download_checkpoint(version)
+        except (MlflowException, OSError) as error:
             lost = f"{model_name} version {version.version}: MLflow has lost its checkpoint"
-            raise DataError(f"{lost}; `m3diff restore {version.version}` may have it")
+            raise DataError(f"{lost}; `m3diff restore {version.version}` may have it") from error
         return str(version.version), found, int(version.tags.get("predict.max_new_tokens", max_new_tokens))

@@ -1,38 +1,66 @@
-"""Promote: a version becomes champion where it surely beats the champion on the same test set.
+"""Promote and roll back: which version bears the alias `champion`.
 
-Every decision is in the record (`components/registry/decisions.py`), since MLflow keeps no history of aliases. The
-champion may be moved while a version is judged: then it is judged again, against the champion of then.
+A version becomes champion where it surely beats the champion on the same test set. Every decision is in the record
+(`components/registry/decisions.py`), since MLflow keeps no history of aliases: a move is recorded before it is made,
+and finished where a process was killed in between. The champion may be moved while a version is judged: then it is
+judged again, against the champion of then.
 """
 
+import calendar
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.tracking import MlflowClient
 
+from m3diff.provenance.git import alone
 from m3diff.records.errors import DataError
 from m3diff.registry import tracking
-from m3diff.registry.decisions import Decision, Entry, alone, append, catch_up, decisions, faults, share, warn
-from m3diff.registry.gate import Verdict, can_be_judged, judge, judge_first
-from m3diff.registry.known import agree, let_know
-from m3diff.registry.moves import (
+from m3diff.registry.decisions import (
+    Decision,
+    Entry,
+    Identity,
+    agree,
+    append,
+    catch_up,
+    champions,
+    decisions,
+    faults,
+    let_know,
+    moves,
+    pending,
+    settled,
+    share,
+    taken_back,
+    warn,
+)
+from m3diff.registry.gate import Verdict, can_be_judged, judge, judge_first, refused
+from m3diff.registry.lineage import content_of
+from m3diff.registry.versions import (
+    CHALLENGER,
     CHAMPION,
     PREVIOUS,
+    SCORES,
     alias_of,
-    champion_lost,
-    check_exists,
-    identified,
-    make_move,
-    of_registry,
-    rolled_back_by,
-    settle,
+    exists,
+    find_version,
+    put_alias,
+    registered,
+    stored_scores,
+    tested_on,
+    versions_of,
 )
-from m3diff.registry.versions import CHALLENGER, SCORES, CannotScoreAgain, stored_scores, test_set
 from m3diff.settings.tree import Params
 
 ATTEMPTS = 5  # to judge a version, each time against another champion
+
+
+class CannotScoreAgain(Exception):
+    """A version cannot be captioned and scored on the test set that is here; the text says why."""
 
 
 class Promotion(Verdict):
@@ -56,7 +84,7 @@ class Promotion(Verdict):
 
 
 Rescore = Callable[[MlflowClient, Params, ModelVersion, str], pa.Table]
-"""Scores a version on a test set, given by its sha256; `components/commands/score_again.py` has the only one."""
+"""Scores a version on a test set, given by its sha256; `components/commands/rescore.py` has the only one."""
 
 
 def promote(
@@ -75,13 +103,12 @@ def promote(
         TrackingUnavailableError: MLflow does not answer.
         BlockingIOError: the champion was moved again and again meanwhile.
     """
-    with alone(repository, "promote"), tracking.connected(params.register_.tracking_uri) as client:
+    with alone("promote", repository), tracking.connected(params.register_.tracking_uri) as client:
         catch_up(repository)
         for fault in faults(repository):
             warn(f"{fault}; see `m3diff history`")
-        decision = next(
-            filter(None, (attempt(client, params, rescore, version, again, repository) for _ in range(ATTEMPTS))), None
-        )
+        attempts = (attempt(client, params, rescore, version, again, repository) for _ in range(ATTEMPTS))
+        decision = next(filter(None, attempts), None)
         let_know(client, repository, params.register_.model_name)
     share(repository)
     if decision is None:
@@ -91,43 +118,96 @@ def promote(
     return decision
 
 
+def rollback(params: Params, to: int | None = None, why: str = "", repository: Path = Path(".")) -> Decision:
+    """Make the previous champion, or the version `to`, champion; `promote` does not take the other one again. With `to`
+    the alias may be gone: then the version gets it. The gate is not asked.
+
+    Raises:
+        DataError: there is no champion, nothing to go back to, no such version, no git repository, or decisions are
+            missing there.
+        TrackingUnavailableError: MLflow does not answer.
+        BlockingIOError: the champion was moved meanwhile; try again.
+    """
+    model = params.register_.model_name
+    with alone("record", repository), tracking.connected(params.register_.tracking_uri) as client:
+        catch_up(repository)
+        agree(client, repository, model)
+        settle(client, repository, model)
+        made = make_move(client, repository, going_back(client, repository, model, to, why))
+        let_know(client, repository, model)
+    share(repository)
+    if made is None:
+        raise BlockingIOError(f"the champion of {model!r} was moved meanwhile, see `m3diff history`; try again")
+    return made
+
+
+# Promotion
+
+
 def attempt(
     client: MlflowClient, params: Params, rescore: Rescore, version: int | None, again: bool, repository: Path
 ) -> Promotion | None:
     """Judge once. None: the champion was moved meanwhile, or something else decided."""
     name = params.register_.model_name
-    with alone(repository, "record"):
+    with alone("record", repository):
         agree(client, repository, name)
         finished = settle(client, repository, name)
-        challenger = asked_for(client, name, version)
+        if version is None and alias_of(client, name, CHALLENGER) is None:
+            raise DataError(f"model {name!r} has no version with the alias {CHALLENGER!r}; run `m3diff register` first")
+        challenger = find_version(client, name, CHALLENGER if version is None else str(version))
         if finished is not None and finished.action == "promote" and finished.to == int(challenger.version):
             return promotion_of(finished)
         seen, known = decisions(repository), alias_of(client, name, CHAMPION)
     champion = client.get_model_version(name, str(known)) if known is not None else None
     back = rolled_back_by(client, seen, challenger)
+    rescored = False
     if back is not None and not again:
-        decision = promotion(params, challenger, champion, refused(rolled_back(back)))
+        verdict = refused(rolled_back(back))
     elif lost := champion_lost(client, seen, name):
-        unseen = f"; or make this version champion without a comparison: {accept(challenger)}"
-        decision = promotion(params, challenger, None, refused(f"there is nothing to compare with: {lost}{unseen}"))
+        unseen = f"or make this version champion without a comparison: {accept(challenger)}"
+        verdict = refused(f"there is nothing to compare with: {lost}; {unseen}")
     else:
-        verdict, scored_again = verdict_on(client, params, rescore, challenger, champion)
-        decision = promotion(params, challenger, champion, verdict, scored_again)
-    with alone(repository, "record"):
+        verdict, rescored = verdict_on(client, params, rescore, challenger, champion)
+    decision = Promotion(
+        **dict(verdict),
+        model=name,
+        challenger=int(challenger.version),
+        champion=known,
+        scored_again=rescored,
+        **params.promote.model_dump(include={"protocol", "metric", "min_gain", "confidence"}),
+    )
+    with alone("record", repository):
         if alias_of(client, name, CHAMPION) != known or decisions(repository) != seen:
             return None
         return decision if recorded(client, repository, decision, seen) else None
 
 
-def asked_for(client: MlflowClient, name: str, version: int | None) -> ModelVersion:
-    """The version of a number, or the challenger."""
-    if version is not None:
-        check_exists(client, name, version)
-        return client.get_model_version(name, str(version))
-    challenger = alias_of(client, name, CHALLENGER)
-    if challenger is None:
-        raise DataError(f"model {name!r} has no version with the alias {CHALLENGER!r}; run `m3diff register` first")
-    return client.get_model_version(name, str(challenger))
+def verdict_on(
+    client: MlflowClient, params: Params, rescore: Rescore, challenger: ModelVersion, champion: ModelVersion | None
+) -> tuple[Verdict, bool]:
+    """The gate's verdict, and whether the champion was scored again for it."""
+    cfg, on = params.promote, tested_on(challenger)
+    if champion is not None and champion.version == challenger.version:
+        return Verdict(outcome="unchanged", reason="it is the champion already"), False
+    ours = stored_scores(client, challenger, on)
+    if ours is None:
+        return refused(f"MLflow has no {SCORES} of it; run `m3diff register` again"), False
+    if champion is None:
+        return judge_first(cfg, ours), False
+    try:
+        theirs = stored_scores(client, champion, on)
+    except DataError as damaged:
+        print(f"promote: champion {champion.version}: {damaged}", flush=True)
+        theirs = None
+    try:
+        if theirs is not None and can_be_judged(cfg, ours, theirs):
+            return judge(cfg, ours, theirs), False
+        return judge(cfg, ours, rescore(client, params, champion, on)), True
+    except (CannotScoreAgain, ValueError) as error:
+        return refused(
+            f"champion {champion.version} has no scores on its test set ({on:.12}) and cannot be "
+            f"scored there: {error}. To accept the challenger unseen: {accept(challenger)}"
+        ), False
 
 
 def accept(version: ModelVersion) -> str:
@@ -142,35 +222,8 @@ def rolled_back(decision: Decision) -> str:
     return f"{by} at {decision.at}{said}; to let the gate judge it all the same: m3diff promote --again"
 
 
-def promotion(
-    params: Params,
-    challenger: ModelVersion,
-    champion: ModelVersion | None,
-    verdict: Verdict,
-    scored_again: bool = False,
-) -> Promotion:
-    return Promotion(
-        **dict(verdict),
-        model=challenger.name,
-        challenger=int(challenger.version),
-        champion=int(champion.version) if champion is not None else None,
-        scored_again=scored_again,
-        **params.promote.model_dump(include={"protocol", "metric", "min_gain", "confidence"}),
-    )
-
-
 NAMED = {"outcome": "outcome", "reason": "why", "model": "model", "challenger": "to", "champion": "from_"}
-"""What an entry of the record names itself; the rest of a decision of the gate is its numbers."""
-
-
-def entry_of(client: MlflowClient, decision: Promotion) -> Entry:
-    previous = decision.champion if decision.champion is not None else alias_of(client, decision.model, PREVIOUS)
-    return Entry(
-        action="promote",
-        previous=previous,
-        gate=json.loads(decision.model_dump_json(exclude=set(NAMED))),
-        **{theirs: getattr(decision, ours) for ours, theirs in NAMED.items()},
-    )
+"""Fields of a promotion that an entry of the record has itself; the rest of a promotion is its numbers."""
 
 
 def promotion_of(decision: Decision) -> Promotion:
@@ -185,56 +238,186 @@ def recorded(client: MlflowClient, repository: Path, decision: Promotion, seen: 
     """
     if decision.outcome == "unchanged":
         return True
-    entry = entry_of(client, decision)
+    previous = decision.champion if decision.champion is not None else alias_of(client, decision.model, PREVIOUS)
+    entry = Entry(
+        action="promote",
+        previous=previous,
+        gate=json.loads(decision.model_dump_json(exclude=set(NAMED))),
+        **{theirs: getattr(decision, ours) for ours, theirs in NAMED.items()},
+    )
     if decision.champion_now == decision.challenger:
         return make_move(client, repository, entry) is not None
+
+    def facts(entry: Entry) -> dict[str, Any]:  # not when it was made, nor when the champion was scored
+        numbers = {key: value for key, value in entry.gate.items() if key != "scored_again"}
+        return entry.model_dump(include={"action", "from_", "to", "outcome", "why"}) | numbers
+
     ours = of_registry(client, seen, decision.model)
-    if not ours or told(ours[-1]) != told(entry):
+    if not ours or facts(ours[-1]) != facts(entry):
         append(repository, identified(client, entry))
     return True
 
 
-def told(entry: Entry) -> tuple[object, ...]:
-    """What makes a decision: not when it was made, nor when the champion was scored."""
-    numbers = {key: value for key, value in entry.gate.items() if key != "scored_again"}
-    return entry.action, entry.from_, entry.to, entry.outcome, entry.why, numbers
+# Rollback
 
 
-def verdict_on(
-    client: MlflowClient, params: Params, rescore: Rescore, challenger: ModelVersion, champion: ModelVersion | None
-) -> tuple[Verdict, bool]:
-    """The gate's verdict, and whether the champion was scored again for it."""
-    cfg = params.promote
-    if champion is not None and champion.version == challenger.version:
-        return Verdict(outcome="unchanged", reason="it is the champion already"), False
-    ours = stored_scores(client, challenger, test_set(challenger))
-    if ours is None:
-        return refused(f"MLflow has no {SCORES} of it; run `m3diff register` again"), False
-    if champion is None:
-        return judge_first(cfg, ours), False
-    try:
-        theirs, scored_again = champion_scores(client, params, rescore, champion, ours, test_set(challenger))
-        return judge(cfg, ours, theirs), scored_again
-    except (CannotScoreAgain, ValueError) as error:
-        return refused(
-            f"champion {champion.version} has no scores on its test set ({test_set(challenger):.12}) and cannot be "
-            f"scored there: {error}. To accept the challenger unseen: {accept(challenger)}"
-        ), False
+def going_back(client: MlflowClient, repository: Path, model: str, to: int | None, why: str) -> Entry:
+    now, seen = alias_of(client, model, CHAMPION), decisions(repository)
+    if now is None and to is None:
+        lost = champion_lost(client, seen, model) or f"model {model!r} has no version with the alias {CHAMPION!r}"
+        raise DataError(f"there is nothing to roll back: {lost}")
+    target = (
+        int(find_version(client, model, str(to)).version) if to is not None else version_before(client, seen, model)
+    )
+    if target == now:
+        raise DataError(f"version {target} of {model!r} is the champion already")
+    line = champions(of_registry(client, seen, model), model).line
+    older = line[: line.index(target)] if target in line else [version for version in line if version != now]
+    return Entry(
+        action="rollback",
+        model=model,
+        from_=now,
+        to=target,
+        outcome="rolled back",
+        why=why.encode(errors="replace").decode(),
+        previous=next((version for version in reversed(older) if exists(client, model, version)), None),
+    )
 
 
-def champion_scores(
-    client: MlflowClient, params: Params, rescore: Rescore, champion: ModelVersion, ours: pa.Table, on: str
-) -> tuple[pa.Table, bool]:
-    """The champion's scores on the test set `on`, and whether they were made now."""
-    try:
-        stored = stored_scores(client, champion, on)
-    except DataError as damaged:
-        print(f"promote: champion {champion.version}: {damaged}", flush=True)
-        stored = None
-    if stored is not None and can_be_judged(params.promote, ours, stored):
-        return stored, False
-    return rescore(client, params, champion, on), True
+def version_before(client: MlflowClient, seen: list[Decision], model: str) -> int:
+    """The version that the alias `previous` names; never one that was taken back."""
+    found = alias_of(client, model, PREVIOUS)
+    remedy = "a version (`m3diff history` lists them): m3diff rollback --to VERSION"
+    if found is None:
+        raise DataError(
+            f"model {model!r} has no version with the alias {PREVIOUS!r}: no earlier champion is known. Name {remedy}"
+        )
+    if back := rolled_back_by(client, seen, find_version(client, model, str(found))):
+        raise DataError(
+            f"the alias {PREVIOUS!r} names version {found}, which {back.who} rolled back at {back.at}; name {remedy}"
+        )
+    return found
 
 
-def refused(reason: str) -> Verdict:
-    return Verdict(outcome="refused", reason=reason)
+# Moves of the alias
+
+
+def make_move(client: MlflowClient, repository: Path, entry: Entry) -> Decision | None:
+    """Record a move and make it. None: the champion was another by then, which is recorded too."""
+    decision = append(repository, identified(client, entry), pending=True)
+    return decision if carry_out(client, repository, decision) else None
+
+
+def settle(client: MlflowClient, repository: Path, model: str) -> Decision | None:
+    """Let record and aliases agree: finish the move of a killed process, which is returned, or record it as not done;
+    record a champion that was moved by hand or from another clone."""
+    left = pending(repository)
+    finished = left if left is not None and carry_out(client, repository, left) else None
+    made = moves(of_registry(client, decisions(repository), model), model)
+    now = alias_of(client, model, CHAMPION)
+    if made and made[-1].to != now:
+        last, said = made[-1], f"names version {now}" if now is not None else "is gone"
+        noticed = Entry(
+            action="noticed",
+            model=model,
+            from_=last.to,
+            to=now,
+            outcome="moved elsewhere",
+            why=f"the alias {CHAMPION!r} {said}, and no decision of this record moved it there: by hand, or from "
+            f"another clone; the last one, {last.number}, made version {last.to} champion",
+            previous=alias_of(client, model, PREVIOUS),
+        )
+        append(repository, identified(client, noticed))
+    return finished
+
+
+def carry_out(client: MlflowClient, repository: Path, decision: Decision) -> bool:
+    """Make a recorded move, or what is left of it. False: the champion is neither as before it nor as after it.
+
+    Promotion sets `previous` before `champion`, so a rollback target always exists. Rollback moves `champion` first, to
+    stop the bad model sooner.
+    """
+    model, before, after = decision.model, decision.from_, decision.to
+    assert after is not None, f"decision {decision.number} moves nothing"
+    known, there = alias_of(client, model, PREVIOUS), exists(client, model, after)
+    ours = bool(of_registry(client, [decision], model))
+    if ours and there and alias_of(client, model, CHAMPION) in (before, after):
+        if decision.action == "promote":
+            put_alias(client, model, PREVIOUS, decision.previous)
+        if (now := alias_of(client, model, CHAMPION)) in (before, after):
+            if now != after:
+                client.set_registered_model_alias(model, CHAMPION, str(after))
+            put_alias(client, model, PREVIOUS, decision.previous)
+            settled(repository)
+            return True
+        put_alias(client, model, PREVIOUS, known)
+    gone = "" if there else f"version {after} is gone; "
+    if decision.registry not in (None, made_at(client, model)):
+        gone = "the registered model is another one now; "
+    not_done = Entry(  # it bears the identities of the one that it is about
+        **decision.model_dump(include={"action", "model", "from_", "to", "registry"}),
+        versions=decision.versions,
+        outcome="not done",
+        why=f"decision {decision.number} was not carried out: {gone}it was to follow version {before}, and the "
+        f"champion is {alias_of(client, model, CHAMPION)}",
+        previous=alias_of(client, model, PREVIOUS),
+        of=decision.number,
+    )
+    append(repository, not_done)
+    settled(repository)
+    return False
+
+
+# Which versions a decision is about: numbers begin again where a registered model or a store is made anew
+
+
+def identified(client: MlflowClient, entry: Entry) -> Entry:
+    """The entry with what tells its versions from others of the same numbers."""
+    named = (entry.from_, entry.to, entry.previous)
+    there = {int(version.version): version for version in versions_of(client, entry.model)}
+    identities = {number: identity_of(there[number]) for number in named if number in there}
+    return entry.model_copy(update={"registry": made_at(client, entry.model), "versions": identities})
+
+
+def identity_of(version: ModelVersion) -> Identity:
+    return Identity(run=version.run_id or None, content=content_of(version.tags))
+
+
+def made_at(client: MlflowClient, model: str) -> int | None:
+    """When MLflow made the registered model, in ms: with it version numbers begin. None: there is none."""
+    found = registered(client, model)
+    return int(found.creation_timestamp) if found else None
+
+
+def of_registry(client: MlflowClient, found: list[Decision], model: str) -> list[Decision]:
+    """The decisions about the versions that MLflow has today. Left out are those about others of the same numbers: of
+    a registered model that was there before this one, or of runs that a store put back to a backup has not."""
+    registry = made_at(client, model)
+    if registry is None:
+        return []
+    runs = {int(version.version): version.run_id for version in versions_of(client, model)}
+
+    def is_ours(decision: Decision) -> bool:
+        if decision.registry is None:
+            return calendar.timegm(time.strptime(decision.at, "%Y-%m-%dT%H:%M:%SZ")) >= registry // 1000
+        identities = decision.versions.items()
+        return decision.registry == registry and all(runs.get(n, named.run) == named.run for n, named in identities)
+
+    return [decision for decision in found if decision.model == model and is_ours(decision)]
+
+
+def rolled_back_by(client: MlflowClient, found: list[Decision], version: ModelVersion) -> Decision | None:
+    """The decision that took a version back, be it under this number or another one; None where it holds no more."""
+    back = champions(of_registry(client, found, version.name), version.name).taken_back.get(int(version.version))
+    return back or taken_back(found, version.name, identity_of(version))
+
+
+def champion_lost(client: MlflowClient, found: list[Decision], model: str) -> str | None:
+    """The remedy where the record knows champions of this registry, but the alias is gone; None where it is not."""
+    line = champions(of_registry(client, found, model), model).line
+    if not line or alias_of(client, model, CHAMPION) is not None:
+        return None
+    said = f"the alias {CHAMPION!r} is gone from model {model!r}, whose champion was version {line[-1]}"
+    if (kept := next((version for version in reversed(line) if exists(client, model, version)), None)) is None:
+        return f"{said}; no champion of before is left in MLflow"
+    return f"{said}; set it again: m3diff rollback --to {kept} --why 'the alias was gone'"

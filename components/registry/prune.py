@@ -1,34 +1,30 @@
-"""Storage ends somewhere: old versions go with their weights, their branches and the data that nothing else needs.
+"""Delete old model versions, with their weights, branches, and any data that no kept version needs.
 
 Kept are the newest versions, all that an alias names (champion, previous, challenger), and what the training of a kept
 one began with. A run's parameters, curves, scores and report stay in MLflow.
 """
 
-import subprocess
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
-from mlflow.store.artifact.artifact_repo import ArtifactRepository
-from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 from mlflow.tracking import MlflowClient
 from pydantic import BaseModel, ConfigDict
 
+from m3diff.provenance.dvc import LOCK, Lock, cache_folder, dvc, listing, object_file, read_lock, tracked
+from m3diff.provenance.git import RUNS, commit_at, git, require_own_repository, run, words
 from m3diff.records.errors import DataError
 from m3diff.registry import tracking
-from m3diff.registry.commit import RUNS, cache_folder, dvc, read_lock, require_own_repository, resolved, tracked
-from m3diff.registry.leftovers import delete_model, model_of
-from m3diff.registry.lineage import FLOW_RUN, LOCK, Lock, git
-from m3diff.registry.objects import listing, object_file
+from m3diff.registry.lineage import FLOW_RUN
+from m3diff.registry.versions import STORED, aliases_of, delete_model, in_words, model_of, stored_bytes, versions_of
 from m3diff.stages.register.params import Register
 
-STORED = "models:/m-"  # the source of a version whose files register stored
 KEEP = 5
 
 
 class Plan(BaseModel):
-    """What goes and what stays, and why."""
+    """The versions that are removed and kept, and why."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -62,64 +58,40 @@ def prune(cfg: Register, keep: int = KEEP, yes: bool = False) -> Plan:
     """
     require_own_repository()
     with tracking.connected(cfg.tracking_uri) as client:
-        versions = all_versions(client, cfg.model_name)
-        plan = make_plan(client, versions, keep)
-        if yes and plan.remove:
+        versions = versions_of(client, cfg.model_name)
+        why = reasons(versions, aliases_of(client, cfg.model_name), keep)
+        kept = [version for version in versions if int(version.version) in why]
+        removed = [version for version in versions if version not in kept]
+        plan = make_plan(client, why, kept, removed)
+        if yes and removed:
             for branch in plan.branches:
                 delete_branch(branch)
             if plan.gc:
                 dvc(Path(), *plan.gc, "--force")
-            kept = [version for version in versions if int(version.version) in plan.keep]
-            for version in versions:
-                if int(version.version) in plan.remove:
-                    delete_version(client, version, kept)
+            for version in removed:
+                delete_version(client, version, kept)
     return plan
 
 
-def all_versions(client: MlflowClient, name: str) -> list[ModelVersion]:
-    """Newest first."""
-    found: list[ModelVersion] = []
-    token: str | None = None
-    while True:
-        page = client.search_model_versions(f"name = '{name}'", page_token=token)
-        found += page
-        if not (token := page.token):
-            return sorted(found, key=lambda version: -int(version.version))
-
-
-def make_plan(client: MlflowClient, versions: list[ModelVersion], keep: int) -> Plan:
-    why = reasons(versions, aliases(client, versions), keep)
-    kept = [version for version in versions if int(version.version) in why]
-    removed = [version for version in versions if version not in kept]
+def make_plan(client: MlflowClient, why: dict[int, str], kept: list[ModelVersion], removed: list[ModelVersion]) -> Plan:
     branches = branches_of(removed, commits(kept))
     hindrances = list(hindering(kept, branches))
-    shared = {version.source for version in kept}
-    own = {version.source: version for version in removed if version.source not in shared}
+    own = {version.source: version for version in removed if version.source not in {other.source for other in kept}}
     return Plan(
         keep=why,
         remove=[int(version.version) for version in removed],
         weights_bytes=sum(stored_bytes(client, version) for version in own.values()),
         branches=branches,
         data_bytes=0 if hindrances else data_bytes(commits(removed), {*commits(kept), "HEAD"}),
-        gc=[] if hindrances or not removed else ["gc", "--workspace", "--all-commits", *past_torn(), *other_projects()],
+        gc=[] if hindrances or not removed else gc_command(),
         kept_data=hindrances,
     )
 
 
-def aliases(client: MlflowClient, versions: list[ModelVersion]) -> dict[int, list[str]]:
-    """The aliases of each version that has any."""
-    if not versions:
-        return {}
-    found: dict[int, list[str]] = {}
-    for alias, version in client.get_registered_model(versions[0].name).aliases.items():
-        found.setdefault(int(version), []).append(alias)
-    return found
-
-
-def reasons(versions: list[ModelVersion], named: dict[int, list[str]], keep: int) -> dict[int, str]:
+def reasons(versions: list[ModelVersion], aliases: dict[int, list[str]], keep: int) -> dict[int, str]:
     """The versions that stay, and why; with those whose checkpoint a kept one's training began with."""
     why = {int(version.version): "one of the newest" for version in versions[:keep]}
-    why |= {number: ", ".join(sorted(names)) for number, names in named.items()}
+    why |= {number: ", ".join(names) for number, names in aliases.items()}
     by_number = {int(version.version): version for version in versions}
     todo = list(why)
     while todo:
@@ -135,24 +107,26 @@ def reasons(versions: list[ModelVersion], named: dict[int, list[str]], keep: int
 def commits(versions: Iterable[ModelVersion]) -> set[str]:
     """The commits of versions, those that this clone has."""
     named = {version.tags.get("git.commit") for version in versions}
-    return {commit for commit in named if commit and resolved(commit)}
+    return {commit for commit in named if commit and commit_at(commit)}
+
+
+# Branches
 
 
 def branches_of(removed: Iterable[ModelVersion], kept: Collection[str]) -> list[str]:
     """The removed versions' branches runs/<flow run>, here and as known of remotes, which alone hold no kept commit."""
     names = {f"{RUNS}{version.tags[FLOW_RUN]}" for version in removed if FLOW_RUN in version.tags}
-    wanted = {ref for ref in references() if branch_name(ref) in names}
+    known = git("for-each-ref", "--format=%(refname)", "refs/heads", "refs/remotes").split()
     in_use = {line.removeprefix("branch ") for line in git("worktree", "list", "--porcelain").splitlines()}
-    wanted -= in_use
+    wanted = {ref for ref in known if branch_name(ref) in names} - in_use
     for commit in kept:
-        holding = set(git("for-each-ref", "--format=%(refname)", "--contains", commit).split())
-        if holding <= wanted:
+        if (holding := holding_refs(commit)) <= wanted:
             wanted -= holding
     return sorted(wanted)
 
 
-def references() -> list[str]:
-    return git("for-each-ref", "--format=%(refname)", "refs/heads", "refs/remotes").split()
+def holding_refs(commit: str) -> set[str]:
+    return set(git("for-each-ref", "--format=%(refname)", "--contains", commit).split())
 
 
 def branch_name(reference: str) -> str:
@@ -161,13 +135,34 @@ def branch_name(reference: str) -> str:
     return name if place == "heads" else name.partition("/")[2]
 
 
+def delete_branch(reference: str) -> None:
+    """
+    Raises:
+        DataError: the remote does not answer or refuses.
+    """
+    name = branch_name(reference)
+    if reference.startswith("refs/heads/"):
+        git("branch", "--quiet", "-D", name)
+        return
+    remote = reference.removeprefix("refs/remotes/").partition("/")[0]
+    done = run("push", "--quiet", remote, "--delete", name)
+    if done.returncode and b"remote ref does not exist" not in done.stderr:
+        raise DataError(
+            f"git push {remote} --delete {name}: {words(done)}; run `m3diff prune` again when {remote} answers"
+        )
+    git("update-ref", "-d", reference)
+
+
+# Data
+
+
 def hindering(kept: Iterable[ModelVersion], branches: Collection[str]) -> Iterator[str]:
     """Why `dvc gc` would take the data of a kept version: it keeps what commits of branches and tags say."""
     for version in kept:
         named, commit = f"version {version.version}", version.tags.get("git.commit", "")
-        if not resolved(commit):
+        if not commit_at(commit):
             yield f"the commit of {named} is not in this clone: git fetch the branch that holds it"
-        elif not set(git("for-each-ref", "--format=%(refname)", "--contains", commit).split()) - set(branches):
+        elif not holding_refs(commit) - set(branches):
             yield f"the commit of {named} is on no branch: git branch kept-{version.version} {commit:.12}"
         elif lock_sha256(commit) != version.tags.get("dvc.lock.sha256"):
             yield f"{named} was registered before its dvc.lock was committed, so no commit says which data are its own"
@@ -183,24 +178,27 @@ def lock_sha256(commit: str) -> str | None:
         return None
 
 
-def past_torn() -> list[str]:
-    """What lets `dvc gc` pass over a commit or flow run whose `dvc.lock` a kill cut short, and which names no data."""
+def gc_command() -> list[str]:
+    """DVC's command that removes data which no commit and no working tree names. It passes over a commit or flow run
+    whose `dvc.lock` a kill cut short, and which names none."""
     commits = git("log", "--all", "--format=%H", "--diff-filter=AM", "--", str(LOCK)).splitlines()
     torn = any(lock_sha256(commit) is None for commit in commits) or torn_trees()
-    return ["--skip-failed"] if torn else []
+    others = [str(tree) for tree in working_trees() if tree.resolve() != Path.cwd()]
+    past = ["--skip-failed"] if torn else []
+    return ["gc", "--workspace", "--all-commits", *past, *(["--projects", *others] if others else [])]
 
 
 def torn_trees() -> list[Path]:
     """The working trees of this repository whose `dvc.lock` is none."""
-    return [tree for tree in working_trees() if (tree / LOCK).is_file() and not is_lock(tree / LOCK)]
 
-
-def is_lock(file: Path) -> bool:
-    try:
-        Lock(file)
-    except DataError:
+    def is_torn(file: Path) -> bool:
+        try:
+            Lock(file)
+        except DataError:
+            return file.is_file()
         return False
-    return True
+
+    return [tree for tree in working_trees() if is_torn(tree / LOCK)]
 
 
 def working_trees() -> list[Path]:
@@ -209,78 +207,32 @@ def working_trees() -> list[Path]:
     return [tree for tree in trees if (tree / ".dvc").is_dir()]
 
 
-def other_projects() -> list[str]:
-    """The other working trees of this repository, whose data stay too."""
-    others = [str(tree) for tree in working_trees() if tree.resolve() != Path.cwd()]
-    return ["--projects", *others] if others else []
-
-
 def data_bytes(removed: Collection[str], kept: Collection[str]) -> int:
-    """What the cache holds of the removed commits' data and not of the kept ones', in bytes."""
+    """Bytes in the cache of the removed commits' data that no kept commit has."""
     cache = cache_folder()
-    gone = hashes_of(cache, removed) - hashes_of(cache, kept)
-    files = [object_file(cache, hash_) for hash_ in gone]
+
+    def hashes_of(commits: Collection[str]) -> set[str]:
+        found: set[str] = set()
+        for commit in commits:
+            try:
+                roots = set(tracked(commit, read_lock(commit)).values())
+            except DataError:
+                continue  # a commit without dvc.lock or params.yaml tracks nothing
+            found |= roots | {part for root in roots for part in listing(cache, root).values()}
+        return found
+
+    files = [object_file(cache, hash_) for hash_ in hashes_of(removed) - hashes_of(kept)]
     return sum(file.stat().st_size for file in files if file.is_file())
-
-
-def hashes_of(cache: Path, commits: Collection[str]) -> set[str]:
-    found: set[str] = set()
-    for commit in commits:
-        try:
-            roots = set(tracked(commit, read_lock(commit)).values())
-        except DataError:
-            continue  # a commit without dvc.lock or params.yaml tracks nothing
-        found |= roots | {part for root in roots for part in listing(cache, root).values()}
-    return found
-
-
-def stored_bytes(client: MlflowClient, version: ModelVersion) -> int:
-    if not (version.source or "").startswith(STORED):
-        return 0
-    try:
-        return size_of(get_artifact_repository(model_of(client, version).artifact_location))
-    except MlflowException:
-        return 0  # its files are gone already
-
-
-def size_of(files: ArtifactRepository, folder: str | None = None) -> int:
-    return sum(
-        size_of(files, entry.path) if entry.is_dir else entry.file_size or 0 for entry in files.list_artifacts(folder)
-    )
-
-
-def delete_branch(reference: str) -> None:
-    """Raises DataError where the remote does not answer or refuses."""
-    place, _, name = reference.removeprefix("refs/").partition("/")
-    if place == "heads":
-        git("branch", "--quiet", "-D", name)
-        return
-    remote, _, branch = name.partition("/")
-    command = ["git", "push", "--quiet", remote, "--delete", branch]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode and "remote ref does not exist" not in done.stderr:
-        raise DataError(f"{' '.join(command)}: {done.stderr.strip()}; run `m3diff prune` again when {remote} answers")
-    git("update-ref", "-d", reference)
 
 
 def delete_version(client: MlflowClient, version: ModelVersion, kept: Iterable[ModelVersion]) -> None:
     """Weights first, the version last; its run stays, and says that the weights are gone."""
-    stored = (version.source or "").startswith(STORED) and version.source not in {other.source for other in kept}
-    if stored:
+    if (version.source or "").startswith(STORED) and version.source not in {other.source for other in kept}:
         try:
             delete_model(client, model_of(client, version))
         except MlflowException as error:
-            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            if error.error_code != tracking.GONE:
                 raise
     if version.run_id:
         client.set_tag(version.run_id, "pruned", "true")
     client.delete_model_version(version.name, version.version)
-
-
-def in_words(count: float) -> str:
-    """Bytes as people write them."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"

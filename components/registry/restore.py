@@ -1,22 +1,249 @@
-"""A version's data, parameters and checkpoint, brought back into a working tree of their own and checked by hash."""
+"""The chain behind a version, checked (`m3diff lineage`), and its data, parameters and checkpoint brought back.
 
+The chain: raw data, records, mixture, base, checkpoint, predictions, scores, version; each hash beside the one that it
+must equal. Content is looked for in DVC's cache, in git and in the remote; that of the cache is hashed again, but for
+raw data, of which there may be hundreds of gigabytes. `m3diff restore` hashes all.
+"""
+
+import hashlib
+import json
 import re
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import yaml
+from mlflow.entities.model_registry import ModelVersion
+from mlflow.exceptions import MlflowException
+from pydantic import BaseModel, ConfigDict
 
+from m3diff.provenance.dvc import (
+    LOCK,
+    Lock,
+    add_worktree,
+    cache_folder,
+    current_stages,
+    dvc,
+    dvc_hash,
+    hash_in_git,
+    hash_of_list,
+    listing,
+    lookup,
+    object_file,
+    read_lock,
+    tracked,
+    whole,
+)
+from m3diff.provenance.git import find_commit, git, read
 from m3diff.records.errors import DataError
 from m3diff.registry import tracking
-from m3diff.registry.check import Check, compared
-from m3diff.registry.commit import add_worktree, current_stages, dvc, find_commit, read_lock, tracked
-from m3diff.registry.lineage import LOCK, Lock, code_path, dvc_hash
-from m3diff.registry.trace import NAMED, output
-from m3diff.registry.versions import commit_of
+from m3diff.registry.lineage import ADAPTERS, RAW, code_path, weights_sha256
+from m3diff.registry.versions import commit_of, download_checkpoint, find_version
 from m3diff.stages.register.params import Register
 
+Outcome = Literal["ok", "missing", "differs"]
 REVISION = re.compile(r".*/.*|[0-9a-f]{40}")
+NAMED = (
+    ("mixture", "convert", "train", "dvc.data"),
+    ("mixture", "convert", "val", "dvc.val_data"),
+    ("checkpoint", "train", "checkpoint", "dvc.checkpoint"),
+    ("metrics", "evaluate", "metrics.json", "dvc.metrics"),
+)
+"""Links of the chain that a version's tags name: the link, the stage and the last name of its output, the tag."""
+
+
+class Check(BaseModel):
+    """A line of a lineage: a hash, and whether all places that bear it agree."""
+
+    model_config = ConfigDict(frozen=True)
+
+    what: str  # a part of the chain, as `raw data` or `checkpoint`
+    where: str
+    hash: str
+    outcome: Outcome
+    note: str  # where it is kept, or what is wrong and the remedy
+
+    def __str__(self) -> str:
+        return f"{self.outcome:8} {self.what:12} {self.where:38} {self.hash:<12.12}  {self.note}".rstrip()
+
+
+def sound(checks: Iterable[Check]) -> bool:
+    return all(check.outcome == "ok" for check in checks)
+
+
+def compared(what: str, where: Path | str, named: str | None, found: str | None, note: str = "") -> Check:
+    """A hash that one place names and another has; None where it has none."""
+    outcome: Outcome = "ok"
+    if named is None:
+        outcome, note = "missing", "the version does not name it"
+    elif found is None:
+        outcome, note = "missing", note or "not there"
+    elif named != found:
+        outcome, note = "differs", f"{note or 'there'} is {found:.12}"
+    return Check(what=what, where=str(where), hash=named or found or "", outcome=outcome, note=note)
+
+
+# The chain
+
+
+def lineage(cfg: Register, version: str) -> list[Check]:
+    """Every link of the version's chain, in order.
+
+    Args:
+        version: number or alias.
+
+    Raises:
+        DataError: there is no such version.
+        TrackingUnavailableError: MLflow does not answer.
+    """
+    with tracking.connected(cfg.tracking_uri) as client:
+        found = find_version(client, cfg.model_name, version)
+        try:
+            commit = find_commit(commit_of(found))
+            objects = Objects(commit, read_lock(commit))
+        except DataError as error:
+            return [Check(what="commit", where="git", hash=commit_of(found), outcome="missing", note=str(error))]
+        return list(chain(found, objects))
+
+
+def chain(version: ModelVersion, objects: "Objects") -> Iterator[Check]:
+    tags, commit, lock = version.tags, objects.commit, objects.lock
+    named = sorted(tag.removeprefix(RAW) for tag in tags if tag.startswith(RAW))
+    if not named:
+        yield compared("raw data", "of each dataset", None, None)
+    for name in named:
+        ran = lock.stages.get(f"ingest@{name}", {}).get("params", {}).get("params.yaml", {})
+        root = Path(ran.get(f"ingest.datasets.{name}", {}).get("root", name))
+        recorded = lock.hashes(root).get(f"ingest@{name} deps")
+        yield objects.linked("raw data", root, tags[f"{RAW}{name}"], recorded, read=False)
+        yield held(objects, "records", f"ingest@{name}", name)
+    yield held(objects, "records", "validate", "records.parquet")
+    for split in ("train", "val", "test"):
+        yield held(objects, "mixture", "convert", split, tags)
+    ran = lock.stages.get("train", {}).get("params", {}).get("params.yaml", {})
+    base = Path(ran.get("train", {}).get("base", ""))
+    for what, path, tag in (("base", base, "dvc.base"), ("model code", code_path(tags), "dvc.code")):
+        hashes = lock.hashes(path)
+        yield objects.linked(what, path, tags.get(tag), hashes.get("predict deps", hashes.get("train deps")))
+    yield held(objects, "checkpoint", "train", "checkpoint", tags)
+    yield from of_stored(version, objects.cache, tags.get("dvc.checkpoint", ""))
+    yield held(objects, "predictions", "predict", "predictions.json")
+    yield held(objects, "metrics", "evaluate", "metrics.json", tags)
+    text = read(commit, LOCK)
+    in_commit = None if text is None else hashlib.sha256(text).hexdigest()
+    yield compared("dvc.lock", commit[:12], tags.get("dvc.lock.sha256"), in_commit, "the commit's")
+    clean = tags.get("git.dirty") == "false"
+    note = "" if clean else "parameters, code or a .dvc file were not committed when it was registered"
+    yield Check(what="commit", where="git", hash=commit, outcome="ok" if clean else "differs", note=note)
+
+
+def held(objects: "Objects", what: str, stage: str, name: str, tags: Mapping[str, str] | None = None) -> Check:
+    """An output of a stage, by its last name: the version's tag where there is one, dvc.lock, and the content."""
+    path = objects.lock.output(stage, name)
+    if path is None:
+        note = f"{LOCK} has no output {name} of {stage}"
+        return Check(what=what, where=name, hash="", outcome="missing", note=note)
+    recorded = objects.lock.hashes(path)[f"{stage} outs"]
+    tag = next((tag for _, *where, tag in NAMED if where == [stage, name]), None)
+    return objects.linked(what, path, tags.get(tag) if tags is not None and tag else recorded, recorded)
+
+
+def of_stored(version: ModelVersion, cache: Path, checkpoint: str) -> Iterator[Check]:
+    """The checkpoint that MLflow keeps, or its adapters alone, against DVC's, and its manifest against the version's
+    tags."""
+    kept = version.tags.get("dvc.adapters")
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            stored = dvc_hash(download_checkpoint(version, Path(scratch)))
+        except (MlflowException, OSError):
+            stored = None
+    note = "MLflow's copy" if kept is None else "MLflow's copy, adapters alone"
+    yield compared("stored model", f"models:/{version.name}/{version.version}", kept or checkpoint, stored, note)
+    files = listing(cache, checkpoint)
+    if kept is not None and files:
+        within = f"{ADAPTERS}/"
+        inside = {name.removeprefix(within): md5 for name, md5 in files.items() if name.startswith(within)}
+        yield compared("adapters", "the checkpoint's folder", kept, hash_of_list(inside))
+    manifest = object_file(cache, files.get("manifest.json", "none"))
+    if manifest.is_file():
+        with tempfile.TemporaryDirectory() as scratch:
+            (Path(scratch) / "manifest.json").write_bytes(manifest.read_bytes())
+            weights = weights_sha256(Path(scratch))
+        base = json.loads(manifest.read_text()).get("base_sha256")
+        yield compared("weights", "the checkpoint's manifest", version.tags.get("weights.sha256"), weights)
+        yield compared("base", "the checkpoint's manifest", version.tags.get("base.sha256"), base)
+
+
+class Objects:
+    """The content of one commit's data, by path and hash; the remote is asked for what the cache does not have."""
+
+    def __init__(self, commit: str, lock: Lock) -> None:
+        self.commit, self.lock, self.cache = commit, lock, cache_folder()
+        self.tracked = tracked(commit, lock)
+        self.absent: dict[Path, str] | None = None  # what the cache or the remote lacks, in DVC's words
+
+    def linked(self, what: str, path: Path, named: str | None, recorded: str | None, read: bool = True) -> Check:
+        """A hash that a version's tag names and dvc.lock records; where they agree, its content."""
+        if recorded is None or recorded != named:
+            return compared(what, path, named, recorded, LOCK.name)
+        return self.check(what, path, recorded, read)
+
+    def check(self, what: str, path: Path, hash_: str, read: bool = True) -> Check:
+        """Whether this content can be had. `read`: hash what the cache holds again, not only look for it."""
+        outcome, note = in_cache(self.cache, hash_, read)
+        below = [other for other in self.tracked if other.is_relative_to(path) and other != path]
+        if outcome == "missing" and below:  # a folder whose parts are tracked one by one
+            found = [self.check(what, part, self.tracked[part], read) for part in below]
+            bad = [part for part in found if part.outcome != "ok"]
+            outcome = bad[0].outcome if bad else "ok"
+            note = "; ".join(f"{part.where}: {part.note}" for part in bad) or f"its {len(found)} parts are kept"
+        elif outcome == "missing" and hash_in_git(self.commit, path) == hash_:
+            outcome, note = "ok", "in git"
+        elif outcome == "missing" and path in self.tracked and self.in_remote(path):
+            outcome, note = "ok", "in the remote"
+        elif outcome == "missing" and path.exists() and path not in self.tracked and dvc_hash(path) == hash_:
+            note = "on this disk alone; `dvc add` it, and commit its .dvc file, so that it can be brought back"
+        return Check(what=what, where=str(path), hash=hash_, outcome=outcome, note=note)
+
+    def in_remote(self, path: Path) -> bool:
+        if self.absent is None:
+            self.absent = ask_remote(self.commit)
+        states = [state for place, state in self.absent.items() if place.is_relative_to(path)]
+        return bool(states) and all(state == "deleted" for state in states)  # from the cache, but not from the remote
+
+
+def in_cache(cache: Path, hash_: str, read: bool) -> tuple[Outcome, str]:
+    """Whether the cache has a file, or a folder's list and all its files; with `read` also whether they are intact."""
+    file = object_file(cache, hash_)
+    if not file.is_file():
+        return "missing", "neither in the cache nor in the remote"
+    if (read or hash_.endswith(".dir")) and (note := whole(file, hash_)):
+        return "differs", note
+    for name, md5 in listing(cache, hash_).items():
+        outcome, note = in_cache(cache, md5, read)
+        if outcome != "ok":
+            return outcome, f"{name}: {note}"
+    return "ok", "in the cache"
+
+
+def ask_remote(commit: str) -> dict[Path, str]:
+    """Data of the commit that the cache or the remote lacks, by path: `deleted` (from the cache), `new` or `missing`.
+
+    DVC takes a folder for pushed when its list is there, which it writes after the folder's files.
+    """
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place) / "tree"
+        add_worktree(commit, folder)
+        try:
+            return {Path(path): state for path, state in json.loads(dvc(folder, "status", "--cloud", "--json")).items()}
+        except DataError:
+            return {}  # no remote, or none that answers
+        finally:
+            git("worktree", "remove", "--force", str(folder))
+
+
+# Bringing it back
 
 
 def restore(cfg: Register, version: str, into: Path | None) -> tuple[Path, list[Check]]:
@@ -32,7 +259,11 @@ def restore(cfg: Register, version: str, into: Path | None) -> tuple[Path, list[
         DataError: there is no such version or commit, the folder exists, or DVC cannot bring anything back.
         TrackingUnavailableError: MLflow does not answer.
     """
-    tags = {} if REVISION.fullmatch(version) else tags_of(cfg, version)
+    tags = dict[str, str]()
+    if not REVISION.fullmatch(version):
+        with tracking.connected(cfg.tracking_uri) as client:
+            found = find_version(client, cfg.model_name, version)
+            tags = found.tags | {"git.commit": commit_of(found)}
     commit = find_commit(tags.get("git.commit", version))
     folder = (into or Path.cwd().parent / f"{Path.cwd().name}-{version.replace('/', '-')}").resolve()
     if folder.exists():
@@ -40,61 +271,40 @@ def restore(cfg: Register, version: str, into: Path | None) -> tuple[Path, list[
     lock = read_lock(commit)
     add_worktree(commit, folder)
     failed = pull(folder)
-    checks = list(verify(folder, commit, lock, tags))
     return folder, [
-        check.model_copy(update={"note": failed}) if check.outcome == "missing" else check for check in checks
+        check.model_copy(update={"note": failed}) if check.outcome == "missing" else check
+        for check in verify(folder, commit, lock, tags)
     ]
 
 
-def tags_of(cfg: Register, version: str) -> dict[str, str]:
-    with tracking.connected(cfg.tracking_uri) as client:
-        found = tracking.find_version(client, cfg.model_name, version)
-        return found.tags | {"git.commit": commit_of(found)}
-
-
 def pull(folder: Path) -> str:
-    """Bring back from remote and cache what can be. Gives what DVC could not, in words: each file is checked later."""
+    """Bring back from remote and cache what can be. Returns DVC's error, in words: each file is checked later."""
     remote = dvc(folder, "remote", "list").strip()
-    said = "" if remote else "there is no DVC remote, and the cache here does not have it"
-    if remote:
+    faults = [] if remote else ["there is no DVC remote, and the cache here does not have it"]
+    fetch = [("fetch", "--quiet")] if remote else []
+    for command in [*fetch, ("checkout", "--quiet", "--allow-missing")]:
         try:
-            dvc(folder, "fetch", "--quiet")
+            dvc(folder, *command)
         except DataError as error:
-            said = str(error)
-    try:
-        dvc(folder, "checkout", "--quiet", "--allow-missing")
-    except DataError as error:
-        said = said or str(error)
-    return said
+            faults.append(str(error))
+    return faults[0] if faults else ""
 
 
 def verify(folder: Path, commit: str, lock: Lock, tags: dict[str, str]) -> Iterator[Check]:
     """Every tracked file and folder by its content, the parameters of every stage, and what the version names."""
-    code = code_path(tags)
-    paths = {path: folder / path for path in (*tracked(commit, lock), code)}
-    there = {path: dvc_hash(file) if file.exists() else None for path, file in paths.items()}
-    for path, named in tracked(commit, lock).items():
+    data, code = tracked(commit, lock), code_path(tags)
+    there = {path: dvc_hash(folder / path) if (folder / path).exists() else None for path in (*data, code)}
+    for path, named in data.items():
         yield compared("data", path, named, there[path])
-    yield from of_parameters(folder, commit, lock)
-    if tags:
-        yield compared("dvc.lock", LOCK, tags.get("dvc.lock.sha256"), Lock(folder / LOCK).sha256)
-        yield compared("model code", code, tags.get("dvc.code"), there[code])
-        for what, stage, name, tag in NAMED:
-            written = output(lock, stage, name)
-            yield compared(what, written or name, tags.get(tag), there.get(written) if written else None, tag)
-
-
-def of_parameters(folder: Path, commit: str, lock: Lock) -> Iterator[Check]:
-    """Whether params.yaml has for every stage the values that it ran with."""
     values = yaml.safe_load((folder / "params.yaml").read_text(encoding="utf-8"))
     for stage in current_stages(commit, lock):
         ran = lock.stages[stage].get("params", {}).get("params.yaml", {})
         other = [name for name, value in ran.items() if lookup(values, name) != value]
         note = f"ran with other {', '.join(other)}" if other else ""
         yield Check(what="parameters", where=stage, hash="", outcome="differs" if other else "ok", note=note)
-
-
-def lookup(values: Any, path: str) -> Any:
-    for part in path.split("."):
-        values = values.get(part) if isinstance(values, dict) else None
-    return values
+    if tags:
+        yield compared("dvc.lock", LOCK, tags.get("dvc.lock.sha256"), Lock(folder / LOCK).sha256)
+        yield compared("model code", code, tags.get("dvc.code"), there[code])
+        for what, stage, name, tag in NAMED:
+            written = lock.output(stage, name)
+            yield compared(what, written or name, tags.get(tag), there.get(written) if written else None, tag)

@@ -1,8 +1,13 @@
-"""MLflow: reach the store, open a run, log what a training left behind.
+"""MLflow: the connection to its store, and a training's run there.
+
+A run is opened when the training begins, written to at checkpoints, and completed by evaluate. The files are the source
+of truth: what MLflow misses while it does not answer is in them, and the training itself, evaluate or register, whoever
+reaches it next, uploads what is missing. A run is known by the training's key, and later by its weights.
 
 One process writes, rank 0: the local store is sqlite, which takes one writer at a time. Values go in batches.
 """
 
+import csv
 import fcntl
 import importlib.util
 import json
@@ -13,29 +18,34 @@ import shlex
 import socket
 import sqlite3
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import mlflow
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param
-from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from m3diff.records.errors import DataError, redacted
+from m3diff.registry.lineage import FLOW_RUN, TOKENS, WEIGHTS, weights_sha256
 
 SQLITE = "sqlite:///"
 DELETED = "deleted"  # MLflow's word for an experiment or a run in its bin
 GONE = "RESOURCE_DOES_NOT_EXIST"  # MLflow's error of what is not there
 CURVE = "train/"  # before the name of a curve's column
 EXPERIMENTS = (".dvc", "tmp", "exps")  # where DVC runs queued experiments, within the project
+KEY = "train.key"  # tag: what decides the weights, hashed
 PROCESS = "register.process"  # tag of a run and of a stored model: who makes it
 FORGOTTEN_S = 3600  # after which what another machine began, and did not end, is taken for left behind
+EVERY_S = 15.0  # between two looks at the curves
+PATIENCE_S = 30.0  # that the end of a training waits for the store
 PLACES = {
     "experiments": ("artifact_location",),
     "runs": ("artifact_uri",),
@@ -52,6 +62,9 @@ class TrackingUnavailableError(ConnectionError):
     """The MLflow server does not answer. What DVC holds is safe, so that a later try starts from the same files."""
 
 
+# The connection
+
+
 def resolve(tracking_uri: str) -> str:
     """The store's address with a relative sqlite file made absolute against the project, its folder made. Experiments
     that DVC runs in a copy of the project share the project's store.
@@ -66,18 +79,12 @@ def resolve(tracking_uri: str) -> str:
             f"register.tracking_uri {tracking_uri}: opening it needs the extra train (in a checkout: pip install -c "
             "constraints.txt -e '.[train]'); else name a server (http://...) there, or a checkpoint folder with --model"
         )
-    database = (project(Path.cwd()) / tracking_uri.removeprefix(SQLITE)).resolve()
+    parts, length = Path.cwd().parts, len(EXPERIMENTS)
+    starts = (start for start in range(len(parts)) if parts[start : start + length] == EXPERIMENTS)
+    project = Path(*parts[: next(starts, len(parts))])
+    database = (project / tracking_uri.removeprefix(SQLITE)).resolve()
     database.parent.mkdir(parents=True, exist_ok=True)
     return f"{SQLITE}{database}"
-
-
-def project(folder: Path) -> Path:
-    """The project whose queued experiment runs in this folder, else the folder."""
-    parts, length = folder.parts, len(EXPERIMENTS)
-    for start in range(len(parts) - length + 1):
-        if parts[start : start + length] == EXPERIMENTS:
-            return Path(*parts[:start])
-    return folder
 
 
 def check_alive(uri: str) -> None:
@@ -94,28 +101,6 @@ def check_alive(uri: str) -> None:
         raise TrackingUnavailableError(redacted(f"MLflow at {uri} does not answer ({error}); {REMEDY}")) from error
 
 
-def this_process() -> dict[str, str]:
-    return {PROCESS: f"{socket.gethostname()}:{os.getpid()}"}
-
-
-def is_over(process: str | None, begun_ms: int) -> bool:
-    """Whether what this process (`host:pid`) began will not be ended by it. To be called under the lock."""
-    host, _, pid = (process or "").rpartition(":")
-    if host == socket.gethostname() and pid.isdecimal():
-        return int(pid) == os.getpid() or not is_alive(int(pid))
-    return time.time() - begun_ms / 1000 > FORGOTTEN_S
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
 @contextmanager
 def connected(tracking_uri: str) -> Iterator[MlflowClient]:
     """A client of the store, which is also what mlflow's own functions use meanwhile.
@@ -129,7 +114,7 @@ def connected(tracking_uri: str) -> Iterator[MlflowClient]:
     check_alive(uri)
     logging.getLogger("mlflow").setLevel(logging.WARNING)
     mlflow.set_tracking_uri(uri)
-    client = make_client(uri)
+    client = _make_client(uri)
     try:
         yield client
     except Exception:
@@ -137,7 +122,7 @@ def connected(tracking_uri: str) -> Iterator[MlflowClient]:
         raise
 
 
-def make_client(uri: str) -> MlflowClient:
+def _make_client(uri: str) -> MlflowClient:
     """A client, which makes the tables of a new sqlite store; one process at a time, since of two one would fail."""
     if not uri.startswith(SQLITE):
         return MlflowClient()
@@ -145,11 +130,11 @@ def make_client(uri: str) -> MlflowClient:
         fcntl.flock(held, fcntl.LOCK_EX)
         client = MlflowClient()
         client.search_experiments(max_results=1)
-        anchor(Path(uri.removeprefix(SQLITE)))
+        _anchor(Path(uri.removeprefix(SQLITE)))
         return client
 
 
-def anchor(database: Path) -> None:
+def _anchor(database: Path) -> None:
     """Let the artifacts of a store that was copied or moved with its folder be those beside it, and none of the
     original's: MLflow keeps absolute places. One that artifacts have elsewhere stays."""
     here = f"{(database.parent / 'artifacts').as_uri()}/"
@@ -167,8 +152,11 @@ def anchor(database: Path) -> None:
             print(f"{database}: came from {root}; its artifacts are those beside it now", file=sys.stderr)
 
 
+# Experiments, runs, and who writes to them
+
+
 def experiment_id(client: MlflowClient, name: str) -> str:
-    """The experiment's id, made where there is none; beside a sqlite store its artifacts lie in `artifacts/`.
+    """The experiment's id, made where there is none; beside a sqlite store its artifacts are in `artifacts/`.
 
     Raises:
         DataError: somebody deleted it.
@@ -197,15 +185,15 @@ def known_experiment(client: MlflowClient, name: str) -> str | None:
     return known.experiment_id if known is not None else None
 
 
-def restore(what: Literal["experiments", "runs"], key: str) -> str:
+def restore(kind: Literal["experiments", "runs"], key: str) -> str:
     """MLflow's command that brings back what somebody deleted."""
     store = re.sub(r"//[^/@]*@", "//USER:PASSWORD@", mlflow.get_tracking_uri())
-    option = {"experiments": "--experiment-id", "runs": "--run-id"}[what]
-    return f"MLFLOW_TRACKING_URI={shlex.quote(store)} mlflow {what} restore {option} {key}"
+    option = {"experiments": "--experiment-id", "runs": "--run-id"}[kind]
+    return f"MLFLOW_TRACKING_URI={shlex.quote(store)} mlflow {kind} restore {option} {key}"
 
 
 def lifecycle(client: MlflowClient, run_id: str | None) -> str | None:
-    """Whether a run is `active` or `deleted`; None where MLflow has none, as after `mlflow gc`."""
+    """`active` or `deleted`; None where MLflow has no such run, as after `mlflow gc`."""
     if not run_id:
         return None
     try:
@@ -216,48 +204,58 @@ def lifecycle(client: MlflowClient, run_id: str | None) -> str | None:
         return None
 
 
-def registered(client: MlflowClient, name: str) -> RegisteredModel | None:
-    """The registered model with its aliases and tags; None where there is none."""
-    return next(iter(client.search_registered_models(f"name = '{name}'")), None)
+def this_process() -> dict[str, str]:
+    return {PROCESS: f"{socket.gethostname()}:{os.getpid()}"}
 
 
-def find_version(client: MlflowClient, name: str, version: str) -> ModelVersion:
-    """The version of a number or alias.
-
-    Raises:
-        DataError: there is none; lists those that are there.
-    """
+def is_over(tags: Mapping[str, str], begun_ms: int) -> bool:
+    """Whether the process that the tags name will not end what it began. To be called under register's lock."""
+    host, _, pid = tags.get(PROCESS, "").rpartition(":")
+    if host != socket.gethostname() or not pid.isdecimal():
+        return time.time() - begun_ms / 1000 > FORGOTTEN_S
     try:
-        if version.isdecimal():
-            return client.get_model_version(name, version)
-        return client.get_model_version_by_alias(name, version)
-    except MlflowException as error:
-        there = sorted((int(v.version) for v in client.search_model_versions(f"name = '{name}'")), reverse=True)
-        raise DataError(f"model {name!r} has no version {version!r}; there are {there or 'none'}") from error
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return int(pid) == os.getpid()
 
 
-def download_checkpoint(version: ModelVersion, into: Path | None = None) -> Path | None:
-    """The checkpoint as MLflow keeps it, in `into`, else where it lies if that is on this machine; None where it keeps
-    none."""
-    place = f"models:/{version.name}/{version.version}/artifacts/checkpoint"
-    try:
-        return Path(mlflow.artifacts.download_artifacts(artifact_uri=place, dst_path=str(into) if into else None))
-    except (MlflowException, OSError):
+def taken_up(client: MlflowClient, run_id: str, tags: Mapping[str, str]) -> str:
+    """The run, written to again under these tags."""
+    client.update_run(run_id, "RUNNING")
+    for tag, value in tags.items():
+        client.set_tag(run_id, tag, value)
+    return run_id
+
+
+def of_weights(client: MlflowClient, experiment: str, weights: str | None, max_new_tokens: int) -> str | None:
+    """The newest run of these weights that was captioned with this limit, else one that was not captioned yet."""
+    if not weights:
         return None
+    same = f"tags.`{WEIGHTS}` = '{weights}'"
+    found = client.search_runs([experiment], same, order_by=["attributes.start_time DESC"])
+    for limit in (str(max_new_tokens), None):
+        for run in found:
+            if run.data.tags.get(TOKENS) == limit:
+                return run.info.run_id
+    return None
+
+
+# What is logged
 
 
 def flatten(tree: Any, prefix: str = "", separator: str = ".") -> dict[str, Any]:
     """Nested mappings and lists as one level: `{"a": {"b": 1}, "c": [2]}` to `{"a.b": 1, "c.0": 2}`."""
-    if isinstance(tree, Mapping):
-        pairs = [(str(key), value) for key, value in tree.items()]
-    elif isinstance(tree, list):
-        pairs = [(str(index), value) for index, value in enumerate(tree)]
-    else:
+    if isinstance(tree, list):
+        tree = dict(enumerate(tree))
+    if not isinstance(tree, Mapping):
         return {prefix: tree}
     return {
         name: leaf
-        for key, value in pairs
-        for name, leaf in flatten(value, f"{prefix}{separator}{key}" if prefix else key, separator).items()
+        for key, value in tree.items()
+        for name, leaf in flatten(value, f"{prefix}{separator}{key}" if prefix else str(key), separator).items()
     }
 
 
@@ -269,29 +267,22 @@ def log_params(client: MlflowClient, run_id: str, tree: Mapping[str, Any]) -> No
         client.log_batch(run_id, params=params[start : start + PARAMS_BATCH])
 
 
-def logged_points(client: MlflowClient, run_id: str) -> set[tuple[str, int]]:
-    """The points of the training's curves that the run has: metric and step."""
+def log_curves(client: MlflowClient, run_id: str, curves: Path) -> None:
+    """Each column of a training's `curves.csv` as a metric by `step`, but for the points that the run has. An empty
+    cell is no point."""
+    with curves.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
     names = [name for name in client.get_run(run_id).data.metrics if name.startswith(CURVE)]
-    return {(name, point.step) for name in names for point in client.get_metric_history(run_id, name)}
-
-
-def log_rows(
-    client: MlflowClient, run_id: str, rows: Iterable[Mapping[str, Any]], logged: set[tuple[str, int]]
-) -> None:
-    """Each column of a training's rows as a metric by `step`, but for the points that are `logged`, to which they are
-    added."""
-    now = int(time.time() * 1000)
+    logged = {(name, point.step) for name in names for point in client.get_metric_history(run_id, name)}
     points = {
         (f"{CURVE}{name}", int(row["step"])): float(value)
         for row in rows
         for name, value in row.items()
-        if name != "step"
+        if value and name != "step"
     }
-    new = [(at, value) for at, value in points.items() if at not in logged]
-    for start in range(0, len(new), METRICS_BATCH):
-        batch = new[start : start + METRICS_BATCH]
-        client.log_batch(run_id, metrics=[Metric(name, value, now, step) for (name, step), value in batch])
-        logged.update(at for at, _ in batch)
+    now = int(time.time() * 1000)
+    new = [Metric(name, value, now, step) for (name, step), value in points.items() if (name, step) not in logged]
+    _log_metrics(client, run_id, new)
 
 
 def log_scores(client: MlflowClient, run_id: str, metrics: Path, timestamp_ms: int) -> None:
@@ -300,16 +291,134 @@ def log_scores(client: MlflowClient, run_id: str, metrics: Path, timestamp_ms: i
     found = json.loads(metrics.read_text())
     protocols = found.pop("protocols", {})
     leaves = flatten(found | protocols, separator="/")
-    scores = [
-        Metric(FORBIDDEN.sub("_", name), float(leaf), timestamp_ms, 0)
-        for name, leaf in leaves.items()
-        if isinstance(leaf, int | float)
-    ]
-    for start in range(0, len(scores), METRICS_BATCH):
-        client.log_batch(run_id, metrics=scores[start : start + METRICS_BATCH])
+    scores = {FORBIDDEN.sub("_", name): float(leaf) for name, leaf in leaves.items() if isinstance(leaf, int | float)}
+    _log_metrics(client, run_id, [Metric(name, value, timestamp_ms, 0) for name, value in scores.items()])
+
+
+def _log_metrics(client: MlflowClient, run_id: str, metrics: list[Metric]) -> None:
+    for start in range(0, len(metrics), METRICS_BATCH):
+        client.log_batch(run_id, metrics=metrics[start : start + METRICS_BATCH])
 
 
 def log_dataset(client: MlflowClient, run_id: str, name: str, source: Path, digest: str) -> None:
     """The run's training data, named by DVC's hash of it."""
     dataset = Dataset(name, digest, source_type="dvc", source=json.dumps({"path": str(source), "md5": digest}))
     client.log_inputs(run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])])
+
+
+# A training's run, while it trains and when its scores are there
+
+
+@dataclass(frozen=True)
+class Description:
+    """A run's name and parameters, and where it is kept."""
+
+    tracking_uri: str
+    experiment: str
+    model: str  # the entry of `models` that trains
+    params: Mapping[str, Any]  # by section, nested
+    max_new_tokens: int
+
+    def open(self, client: MlflowClient, tags: dict[str, str]) -> str:
+        """A new run's id. It bears DVC's name of the experiment, else model and time (UTC)."""
+        name = os.environ.get("DVC_EXP_NAME") or f"{self.model} {time.strftime('%Y-%m-%d %H:%M', time.gmtime())}"
+        experiment = experiment_id(client, self.experiment)
+        return client.create_run(experiment, run_name=name, tags=self.tags() | tags).info.run_id
+
+    def tags(self) -> dict[str, str]:
+        flow_run = os.environ.get("M3DIFF_FLOW_RUN")
+        return {FLOW_RUN: flow_run} if flow_run else {}
+
+
+@contextmanager
+def followed(description: Description, model: Path, key: str, curves: Path) -> Iterator[None]:
+    """Within, the curves that a training writes at each checkpoint reach its run; a store that does not answer hinders
+    nothing.
+
+    Args:
+        model: where the training writes `checkpoint` and `curves.csv` when it ends.
+        key: names the training: a killed one that goes on goes on with its run.
+        curves: the file that it writes at a checkpoint.
+    """
+    over, warned = threading.Event(), threading.Event()
+
+    def log(file: Path, status: str | None = None) -> bool:
+        try:
+            _bring_up(description, key, file, status, model / "checkpoint")
+        except Exception as error:  # whatever MLflow raises, the training goes on
+            if not warned.is_set():
+                print(f"train: MLflow does not take the curves now ({_reason(error)}); it gets them later", flush=True)
+            warned.set()
+            return False
+        return True
+
+    def follow() -> None:
+        seen = None
+        while True:
+            written = curves.stat().st_mtime_ns if curves.is_file() else 0
+            if written != seen and log(curves):
+                seen = written
+            if over.wait(EVERY_S):
+                return
+
+    thread = threading.Thread(target=follow, name="mlflow", daemon=True)
+    thread.start()
+    file, status = curves, "FAILED"
+    try:
+        yield
+        file, status = model / "curves.csv", "FINISHED"
+    except SystemExit:
+        status = "KILLED"  # asked to end; it goes on later
+        raise
+    finally:
+        over.set()
+        thread.join(PATIENCE_S)
+        if not thread.is_alive():
+            log(file, status)
+
+
+def _bring_up(description: Description, key: str, curves: Path, status: str | None, checkpoint: Path) -> None:
+    """Log what the training's run lacks of the curves and how the training ended. Its run is a new one, or the one of
+    an attempt before."""
+    with connected(description.tracking_uri) as client:
+        experiment = experiment_id(client, description.experiment)
+        known = client.search_runs([experiment], f"tags.`{KEY}` = '{key}'", order_by=["attributes.start_time ASC"])
+        tags = description.tags() | {KEY: key} | this_process()
+        run_id = taken_up(client, known[0].info.run_id, tags) if known else description.open(client, tags)
+        log_params(client, run_id, description.params)
+        if curves.is_file():
+            log_curves(client, run_id, curves)
+        if status == "FINISHED":
+            client.set_tag(run_id, WEIGHTS, weights_sha256(checkpoint) or "")
+        if status:
+            client.set_terminated(run_id, status)
+
+
+def completed(description: Description, model: Path, metrics: Path) -> None:
+    """Log the scores to the run of the training whose weights are in `model`, and end it; a run is made where the
+    training was restored from DVC's cache, or the same weights were captioned with another length limit. Where MLflow
+    does not take them, register logs what is in the files.
+
+    Args:
+        model: holds `checkpoint` and `curves.csv`.
+        metrics: evaluate's `metrics.json`.
+    """
+    try:
+        weights = weights_sha256(model / "checkpoint") or ""
+        with connected(description.tracking_uri) as client:
+            experiment = experiment_id(client, description.experiment)
+            known = of_weights(client, experiment, weights, description.max_new_tokens)
+            run_id = known or description.open(client, {WEIGHTS: weights})
+            client.set_tag(run_id, TOKENS, str(description.max_new_tokens))
+            log_params(client, run_id, description.params)
+            log_curves(client, run_id, model / "curves.csv")
+            log_scores(client, run_id, metrics, int(time.time() * 1000))
+            client.set_terminated(run_id)
+    except Exception as error:  # whatever MLflow raises, the scores are there
+        print(
+            f"evaluate: MLflow does not take the scores now ({_reason(error)}); `m3diff register` logs them", flush=True
+        )
+
+
+def _reason(error: Exception) -> str:
+    return str(error).partition("; ")[0].partition("\n")[0]

@@ -1,28 +1,117 @@
-"""The scores of a registered version, pair by pair, as MLflow keeps them."""
+"""The versions of the registered model: found by number or alias, listed with their scores, deleted."""
 
 import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import mlflow
 import pyarrow as pa
 import pyarrow.parquet as pq
-from mlflow.entities.model_registry import ModelVersion
+from mlflow.entities import LoggedModel
+from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 from mlflow.exceptions import MlflowException
+from mlflow.store.artifact.artifact_repo import ArtifactRepository
+from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 from mlflow.tracking import MlflowClient
+from pydantic import BaseModel, ConfigDict
 
 from m3diff.records.errors import DataError, readable
 from m3diff.registry import tracking
+from m3diff.registry.decisions import aligned
+from m3diff.registry.lineage import FLOW_RUN
+from m3diff.stages.register.params import Register
 
-CHALLENGER = "challenger"
+CHAMPION, PREVIOUS, CHALLENGER = "champion", "previous", "challenger"
 SCORES = "scores.parquet"
+STORED = "models:/m-"  # the source of a version whose files register stored
+NONE = "–"
 
 
-class CannotScoreAgain(Exception):
-    """A version cannot be captioned and scored on the test set that lies here; the text says why."""
+def registered(client: MlflowClient, name: str) -> RegisteredModel | None:
+    """The registered model with its aliases and tags; None where there is none."""
+    return next(iter(client.search_registered_models(f"name = '{name}'")), None)
 
 
-def test_set(version: ModelVersion) -> str:
+def versions_of(client: MlflowClient, name: str, where: str = "") -> list[ModelVersion]:
+    """Newest first."""
+    found: list[ModelVersion] = []
+    token: str | None = None
+    while True:
+        page = client.search_model_versions(f"name = '{name}'{where}", page_token=token)
+        found += page
+        if not (token := page.token):
+            return sorted(found, key=lambda version: -int(version.version))
+
+
+def find_version(client: MlflowClient, name: str, version: str) -> ModelVersion:
+    """The version of a number or alias.
+
+    Raises:
+        DataError: there is none; lists those that are there.
+    """
+    try:
+        if version.isdecimal():
+            return client.get_model_version(name, version)
+        return client.get_model_version_by_alias(name, version)
+    except MlflowException as error:
+        there = [int(v.version) for v in versions_of(client, name)]
+        raise DataError(f"model {name!r} has no version {version!r}; there are {there or 'none'}") from error
+
+
+def exists(client: MlflowClient, name: str, version: int) -> bool:
+    return any(int(found.version) == version for found in versions_of(client, name))
+
+
+def alias_of(client: MlflowClient, name: str, alias: str) -> int | None:
+    """The number of the version that an alias names."""
+    model = registered(client, name)
+    version = model.aliases.get(alias) if model else None
+    return int(version) if version is not None else None
+
+
+def find_alias(client: MlflowClient, name: str, alias: str) -> ModelVersion | None:
+    version = alias_of(client, name, alias)
+    return client.get_model_version(name, str(version)) if version is not None else None
+
+
+def put_alias(client: MlflowClient, name: str, alias: str, version: int | None) -> None:
+    """Let an alias name a version, or nothing where there is none or none of that number any more."""
+    now = alias_of(client, name, alias)
+    wanted = version if version is not None and exists(client, name, version) else None
+    if wanted is None and now is not None:
+        client.delete_registered_model_alias(name, alias)
+    elif wanted is not None and wanted != now:
+        client.set_registered_model_alias(name, alias, str(wanted))
+
+
+def run_of(version: ModelVersion) -> str:
+    assert version.run_id is not None, (
+        f"{version.name} version {version.version} was not made by register: it has no run"
+    )
+    return version.run_id
+
+
+def commit_of(version: ModelVersion) -> str:
+    commit = version.tags.get("git.commit")
+    if commit is None:
+        raise DataError(
+            f"{version.name} version {version.version}: names no git.commit, so it was not made by register"
+        )
+    return commit
+
+
+# Scores, pair by pair
+
+
+def tested_on(version: ModelVersion) -> str:
     """sha256 of the pairs that the version was scored on when it was registered."""
     return version.tags.get("test_set.sha256", "unknown")
+
+
+def scored_again(on: str) -> str:
+    """The folder of a run's artifacts that holds its model's scores on another test set than its own."""
+    return f"scored_again/{on:.12}"
 
 
 def stored_scores(client: MlflowClient, version: ModelVersion, on: str) -> pa.Table | None:
@@ -33,7 +122,7 @@ def stored_scores(client: MlflowClient, version: ModelVersion, on: str) -> pa.Ta
     """
     if not version.run_id:  # made by hand, not by register
         return None
-    places = [SCORES] if test_set(version) == on else []
+    places = [SCORES] if tested_on(version) == on else []
     for place in [*places, f"{scored_again(on)}/{SCORES}"]:
         if has_artifact(client, run_of(version), place):
             with tempfile.TemporaryDirectory() as scratch:
@@ -43,18 +132,6 @@ def stored_scores(client: MlflowClient, version: ModelVersion, on: str) -> pa.Ta
                     assert {"protocol", "id"} <= {*table.column_names}, "it has no columns protocol and id"
                     return table
     return None
-
-
-def scored_again(on: str) -> str:
-    """The folder of a run's artifacts that holds its model's scores on another test set than its own."""
-    return f"scored_again/{on:.12}"
-
-
-def run_of(version: ModelVersion) -> str:
-    assert version.run_id is not None, (
-        f"{version.name} version {version.version} was not made by register: it has no run"
-    )
-    return version.run_id
 
 
 def has_artifact(client: MlflowClient, run_id: str, path: str) -> bool:
@@ -67,23 +144,139 @@ def has_artifact(client: MlflowClient, run_id: str, path: str) -> bool:
         return False  # the run itself
 
 
-def find_alias(client: MlflowClient, name: str, alias: str) -> ModelVersion | None:
-    model = tracking.registered(client, name)
-    version = model.aliases.get(alias) if model else None
-    return client.get_model_version(name, str(version)) if version is not None else None
+# The files of a version
 
 
-def set_alias(client: MlflowClient, name: str, alias: str, version: ModelVersion) -> None:
-    """Let an alias name a version, where it does not yet."""
-    aliases = client.get_registered_model(name).aliases
-    if str(aliases.get(alias)) != str(version.version):
-        client.set_registered_model_alias(name, alias, version.version)
+def download_checkpoint(version: ModelVersion, into: Path | None = None) -> Path:
+    """The checkpoint as MLflow keeps it, in `into`, else in place if that is on this machine.
+
+    Raises:
+        MlflowException: MLflow keeps none.
+        OSError: its files are gone.
+    """
+    place = f"models:/{version.name}/{version.version}/artifacts/checkpoint"
+    return Path(mlflow.artifacts.download_artifacts(artifact_uri=place, dst_path=str(into) if into else None))
 
 
-def commit_of(version: ModelVersion) -> str:
-    commit = version.tags.get("git.commit")
-    if commit is None:
-        raise DataError(
-            f"{version.name} version {version.version}: names no git.commit, so it was not made by register"
-        )
-    return commit
+def model_of(client: MlflowClient, version: ModelVersion) -> LoggedModel:
+    """The stored model behind a version."""
+    assert version.source is not None
+    return client.get_logged_model(version.source.removeprefix("models:/"))
+
+
+def delete_model(client: MlflowClient, model: LoggedModel) -> None:
+    """Its files, then its entry, so that a kill in between leaves an entry to be found again."""
+    get_artifact_repository(model.artifact_location).delete_artifacts()
+    client.delete_logged_model(model.model_id)
+
+
+def stored_bytes(client: MlflowClient, version: ModelVersion) -> int:
+    def size_of(files: ArtifactRepository, folder: str | None = None) -> int:
+        entries = files.list_artifacts(folder)
+        return sum(size_of(files, entry.path) if entry.is_dir else entry.file_size or 0 for entry in entries)
+
+    if not (version.source or "").startswith(STORED):
+        return 0
+    try:
+        return size_of(get_artifact_repository(model_of(client, version).artifact_location))
+    except MlflowException:
+        return 0  # its files are gone already
+
+
+def in_words(count: float) -> str:
+    """Bytes as people write them."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+# `m3diff models`
+
+
+class Listed(BaseModel):
+    """A version. `scores` as the scorers give them; one that its run has not is left out."""
+
+    model_config = ConfigDict(frozen=True)
+
+    version: int
+    aliases: list[str]
+    registered: str  # UTC
+    scores: dict[str, float]
+    weights_bytes: int  # as MLflow keeps them
+    hours: dict[str, float]  # of training, by device
+    commit: str | None
+    dirty: bool  # whether parameters or code differed from the commit
+    run: str | None  # MLflow's name of the training's run
+    flow_run: str | None
+    checkpoint: str | None  # DVC's hash
+
+
+def models(cfg: Register, protocol: str, scores: Sequence[str]) -> list[Listed]:
+    """Every version, newest first.
+
+    Args:
+        protocol: "<dataset>/<protocol>" that the scores are of.
+
+    Raises:
+        TrackingUnavailableError: MLflow does not answer.
+    """
+    with tracking.connected(cfg.tracking_uri) as client:
+        aliases = aliases_of(client, cfg.model_name)
+        return [_listed(client, one, aliases, protocol, scores) for one in versions_of(client, cfg.model_name)]
+
+
+def aliases_of(client: MlflowClient, name: str) -> dict[int, list[str]]:
+    """The sorted aliases of each version that has any."""
+    model = registered(client, name)
+    found: dict[int, list[str]] = {}
+    for alias, version in sorted(model.aliases.items()) if model else ():
+        found.setdefault(int(version), []).append(alias)
+    return found
+
+
+def _listed(
+    client: MlflowClient,
+    version: ModelVersion,
+    aliases: Mapping[int, list[str]],
+    protocol: str,
+    scores: Sequence[str],
+) -> Listed:
+    tags = version.tags
+    try:
+        run = client.get_run(version.run_id) if version.run_id else None
+    except MlflowException:  # a person removed it
+        run = None
+    found = run.data.metrics if run else {}
+    return Listed(
+        version=int(version.version),
+        aliases=aliases.get(int(version.version), []),
+        registered=time.strftime("%Y-%m-%d %H:%M", time.gmtime(version.creation_timestamp / 1000)),
+        scores={name: found[key] for name in scores if (key := f"{protocol}/{name}") in found},
+        weights_bytes=stored_bytes(client, version),
+        hours={tag.removeprefix("hours."): float(value) for tag, value in tags.items() if tag.startswith("hours.")},
+        commit=tags.get("git.commit"),
+        dirty=tags.get("git.dirty") == "true",
+        run=run.info.run_name if run else None,
+        flow_run=tags.get(FLOW_RUN),
+        checkpoint=tags.get("dvc.checkpoint"),
+    )
+
+
+def table(found: Iterable[Listed], protocol: str, scores: Sequence[str]) -> str:
+    """A line for each version; scores of the protocol, times 100."""
+
+    def cells(one: Listed) -> Iterator[str]:
+        yield from (str(one.version), ", ".join(one.aliases) or NONE, one.registered)
+        for name in scores:
+            yield NONE if (value := one.scores.get(name)) is None else f"{100 * value:.1f}"
+        yield in_words(one.weights_bytes)
+        yield f"{one.commit[:8]}{'+' if one.dirty else ''}" if one.commit else NONE
+        yield one.run or NONE
+
+    rows = [tuple(cells(one)) for one in found]
+    if not rows:
+        return "no version is registered; `m3diff register` does, after `dvc repro`"
+    lines = aligned([("version", "aliases", "registered", *scores, "weights", "commit", "run"), *rows])
+    return "\n".join([*lines, f"\nscores on {protocol}, times 100; the chain behind a version: m3diff lineage VERSION"])

@@ -12,15 +12,15 @@ from mlflow.entities.model_registry import ModelVersion
 from prefect.states import Completed, Failed, State
 
 from flows import pipeline, report, tasks
-from flows.git import git
+from m3diff.provenance.git import git
 from tests import toy
-from tests.register.conftest import empty_store, store, trained_once  # noqa: F401  # fixtures
+from tests.toy import store
 
 TASKS = ("look_before", "reproduce", "push_data", "register_model", "promote_model")
 
 
 @pytest.fixture(scope="session")
-def committed_once(trained_once: Path, empty_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
+def committed_once(trained_once: Path, empty_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The toy project whose stages ran, all of it committed, with an empty store of MLflow."""
     root = tmp_path_factory.mktemp("committed") / "toy"
     shutil.copytree(trained_once, root, symlinks=True)

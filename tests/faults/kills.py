@@ -26,8 +26,8 @@ import psutil
 import yaml
 
 from flows.dvc import entries
-from flows.git import git
 from flows.workspace import override
+from m3diff.provenance.git import git
 from m3diff.registry.decisions import champions, decisions, faults, pending
 from m3diff.scoring.bootstrap import MIN_PAIRS
 from tests import toy
@@ -257,7 +257,7 @@ class Killer:
         """Of the record of decisions and of MLflow."""
         from mlflow.entities import LoggedModelStatus
 
-        from tests.register.conftest import store
+        from tests.toy import store
 
         client, found = store(self.root), []
         (checkpoint,) = [out["md5"] for out in stages["train"]["outs"] if out["path"].endswith("checkpoint")]

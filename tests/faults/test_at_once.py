@@ -7,12 +7,12 @@ from typing import NamedTuple
 import pytest
 import yaml
 
-from flows.git import git
+from m3diff.provenance.git import git
 from m3diff.registry.decisions import champions, decisions
 from tests import toy
 from tests.faults.kills import SCORE, SCORE_OF_CAPTIONS, branches, one_dataset
 from tests.faults.machine import Flow, Starter, prefect_server, starter
-from tests.register.conftest import store
+from tests.toy import store
 
 PATIENCE_S = 800
 AT_ONCE = 10

@@ -19,11 +19,10 @@ from m3diff.endpoint import Answer as Reply
 from m3diff.endpoint import Answers
 from m3diff.models import checkpoint
 from m3diff.models.checkpoint import CheckpointError, verify_manifest, write_manifest
+from m3diff.provenance.git import git
 from m3diff.records import files
-from m3diff.records.errors import DataError
 from m3diff.records.files import write_atomic
-from m3diff.registry import decisions as record
-from m3diff.registry.decisions import Entry, append, decisions
+from m3diff.registry.decisions import Entry, append
 from m3diff.stages.predict.journal import Answer, Journal
 from m3diff.stages.train import curve, samples, state
 from m3diff.stages.train.curve import Curve
@@ -77,8 +76,7 @@ RENAMED = {
     "components/commands/export/hub/folder.py export_hub": "a command's output, whole or not there",
     "components/records/files.py write_atomic": "here",
     "components/models/checkpoint.py write_manifest": "here, with the checkpoint that it ends",
-    "components/commands/score_again.py download_checkpoint": "in a temporary folder",
-    "components/commands/score_model.py score_model": "a command's output, whole or not there; the next makes it anew",
+    "components/commands/rescore.py score_model": "a command's output, whole or not there; the next makes it anew",
     "components/stages/train/samples.py _write": "here",
     "components/stages/train/state.py write_state": "here",
     "components/commands/zero_shot.py zero_shot": "a command's output, whole or not there",
@@ -87,12 +85,12 @@ RENAMED = {
 """With a rename of their own, and where that is tested."""
 
 PLAIN = {
-    "components/registry/trace.py of_stored": "in a temporary folder",
+    "components/registry/restore.py of_stored": "in a temporary folder",
     "components/stages/augment/scratch.py own_folder": "a lock",
     "components/stages/augment/stage.py _fill": "see RENAMED",
     "components/stages/convert/stage.py _write_shards": "DVC",
     "components/datasets/minichange/generate.py _write_scene": "DVC",
-    "components/registry/decisions.py alone": "a lock",
+    "components/provenance/git.py alone": "a lock",
     "components/datasets/tables.py _unpacked": "DVC",
     "components/endpoint.py Answers._append": "here: a line appended and flushed; a torn one is read as none",
     "components/scoring/metrics/java.py Scorer.__init__": "a log",
@@ -119,13 +117,12 @@ PLAIN = {
     "components/stages/pretrain/blip2.py Blip2Base.write": "DVC",
     "components/stages/pretrain/llava_onevision.py LlavaOneVision.write": "DVC",
     "components/stages/pretrain/llava_onevision.py write_processor": "DVC",
-    "components/commands/score_model.py lay": "in a temporary folder",
-    "components/registry/leftovers.py one_at_a_time": "a lock",
+    "components/commands/rescore.py score": "in a temporary folder",
     "components/stages/register/stage.py copy_code": "in a temporary folder",
     "components/stages/register/stage.py log_model": "in a temporary folder",
     "components/stages/train/samples.py _write": "see RENAMED",
     "components/stages/train/stage.py _only_trainer": "a lock",
-    "components/registry/tracking.py make_client": "a lock",
+    "components/registry/tracking.py _make_client": "a lock",
     "components/stages/train/state.py write_state": "see RENAMED",
     "components/stages/validate/pages.py _write": "DVC",
     "components/stages/validate/stage.py _write": "DVC",
@@ -451,7 +448,7 @@ def test_answers_of_an_endpoint_are_there_whenever_power_goes(tmp_path: Path) ->
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     root = tmp_path / "clone"
     root.mkdir()
-    record.git(root, "init", "-q")
+    git("init", "-q", cwd=root)
     monkeypatch.chdir(root)
     for number in (1, 2):
         append(Path("."), moved(number))
@@ -469,27 +466,9 @@ def test_git_flushes_every_object_and_every_ref_of_the_record(repository, tmp_pa
     append(Path("."), moved(3), pending=True)
     events = [json.loads(line) for line in trace.read_text().splitlines()]
     command = {event["sid"]: event["name"] for event in events if event["event"] == "cmd_name"}
-    writers = ("hash-object", "mktree", "commit-tree", "update-ref")
+    writers = ("commit-tree", "update-ref")  # the empty tree is there already
     wrote = [sid for sid, name in command.items() if name in writers]
-    assert len(wrote) == 5
+    assert len(wrote) == 3
     older_git = {event["sid"]: int(event["value"]) for event in events if event.get("key") == "fsync/hardware-flush"}
     flushed = older_git | {event["sid"]: event["count"] for event in events if event.get("name") == "hardware-flush"}
     assert {command[sid] for sid in wrote if flushed.get(sid, 0) < 1} == set()
-
-
-def test_a_record_whose_objects_are_gone_is_no_empty_record(repository):
-    """Taken for empty, the next decision would begin it anew, and what was decided would be lost without a word."""
-    blob = record.git(repository, "rev-parse", f"{record.BRANCH}:{record.FILE}")
-    (repository / ".git/objects" / blob[:2] / blob[2:]).unlink()
-    with pytest.raises(DataError, match="record of decisions"):
-        decisions()
-    with pytest.raises(DataError, match="record of decisions"):
-        append(Path("."), moved(3))
-
-
-def test_a_record_whose_branch_was_written_and_not_flushed_is_no_empty_record(repository):
-    (repository / ".git" / record.BRANCH).write_bytes(b"")
-    with pytest.raises(DataError, match=record.NAME):
-        decisions()
-    with pytest.raises(DataError, match=record.NAME):
-        append(Path("."), moved(3))

@@ -11,11 +11,11 @@ import pytest
 from flows import archive, tasks
 from m3diff.__main__ import main
 from m3diff.commands.preflight import NotReadyError
+from m3diff.provenance.dvc import md5
 from m3diff.records.errors import DataError
 from m3diff.registry import tracking
-from m3diff.registry.lineage import md5
 from tests import toy
-from tests.register.conftest import change, store
+from tests.toy import change, store
 
 STAGES = {"ingest@minichange", "validate", "convert", "train", "predict", "evaluate"}
 

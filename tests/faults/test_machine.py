@@ -38,7 +38,7 @@ for command in {commands}:
 
 FLOW = """
 from flows import archive, dvc
-from flows.git import git
+from m3diff.provenance.git import git
 from flows.workspace import workspace
 with workspace("one", "HEAD", ["evaluate.gallery=7"], False):
     dvc.link_data()

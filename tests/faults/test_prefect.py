@@ -12,7 +12,7 @@ import pytest
 
 from tests import toy
 from tests.flows.test_services import free_port
-from tests.register.conftest import store
+from tests.toy import store
 
 FLOW = "from flows.full import full; full(ref='HEAD', overrides=['evaluate.gallery=7'])"
 SLOW = """def evaluate(params, paths):

@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from flows import archive, dvc
-from flows.git import git
 from flows.workspace import workspace
+from m3diff.provenance.git import git
 from m3diff.settings.section import ParamsError
 from tests import toy
 

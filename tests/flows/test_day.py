@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from flows.git import git
 from flows.sources import SETTLED_S
+from m3diff.provenance.git import git
 from m3diff.registry.decisions import decisions
 from tests import toy
 from tests.faults.kills import SCORE_OF_CAPTIONS, one_dataset
@@ -23,7 +23,7 @@ from tests.flows.test_host_dies import host_dies
 from tests.flows.test_notices import Listener, listener  # noqa: F401
 from tests.flows.test_services import Machine
 from tests.flows.test_unattended import ended, missed, states, until, up
-from tests.register.conftest import store
+from tests.toy import store
 
 MINE = Path("data/01_raw/mine")
 CHECK = """import pathlib, sys

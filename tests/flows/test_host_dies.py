@@ -16,7 +16,7 @@ from tests.faults.test_prefect import SLOW
 from tests.flows.test_notices import Listener, listener  # noqa: F401
 from tests.flows.test_services import Machine
 from tests.flows.test_unattended import until
-from tests.register.conftest import store
+from tests.toy import store
 
 CRASHED_S, GOES_ON_S = 120, 300
 

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from flows import dvc, previous
-from flows.git import git
+from m3diff.provenance.git import git
 from tests import toy
 
 

@@ -10,7 +10,7 @@ import yaml
 
 from flows import dvc, retrain
 from flows.retrain import changes, unregistered
-from m3diff.registry.lineage import Lock
+from m3diff.provenance.dvc import Lock
 from m3diff.settings.load import load_params
 from tests import toy
 

@@ -18,11 +18,10 @@ import psutil
 import pytest
 
 from flows import dvc
-from flows.git import git
 from infra import units
+from m3diff.provenance.git import git
 from m3diff.registry.decisions import decisions
-from tests.register.conftest import store
-from tests.toy import REPOSITORY, load_and_caption
+from tests.toy import REPOSITORY, load_and_caption, store
 
 DATASETS = ("minichange", "minichange_free", "minichange_shifted")
 MADE = [f"{stage}@{name}" for stage in ("synthesize", "ingest") for name in DATASETS]

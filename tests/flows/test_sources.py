@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from flows import dvc, sources
-from flows.git import git
 from flows.sources import bring, content, drop_folders, imports, take_up, update
+from m3diff.provenance.git import git
 from m3diff.settings.section import ParamsError
 from tests import toy
 

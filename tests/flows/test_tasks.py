@@ -117,7 +117,7 @@ def test_the_gate_judges_the_version_of_this_flow_and_to_be_rejected_is_no_failu
     gate = {"protocol": "d/p", "metric": "CIDEr", "min_gain": 0.0, "confidence": 0.95, "reason": "why"}
     done = Promotion(outcome=outcome, model="m", challenger=2, champion=1, **gate)
     monkeypatch.setattr(tasks, "load_params", lambda path: ("params of", str(path)))
-    asked = (("params of", "params.yaml"), tasks.score_again, 2)
+    asked = (("params of", "params.yaml"), tasks.rescore, 2)
     monkeypatch.setattr(tasks, "promote", lambda *arguments: done if arguments == asked else None)
     state = tasks.promote_model.fn(2)
     assert (state.name, state.message, state.result()) == (name, f"m version 2 {outcome}: why", done)

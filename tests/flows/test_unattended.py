@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from flows.git import git
+from m3diff.provenance.git import git
 from tests import toy
 from tests.flows.test_notices import Listener, listener  # noqa: F401
 from tests.flows.test_services import Machine

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from flows import dvc, warm
-from flows.git import git, has_branch
 from flows.warm import BASE, NothingNewError, changed_datasets, from_champion, weighted
 from flows.workspace import workspace
+from m3diff.provenance.git import git, has_branch
 from m3diff.records.files import sha256_of_folder
 from m3diff.settings.load import load_params
 from m3diff.settings.section import ParamsError

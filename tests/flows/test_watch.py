@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from flows import dvc, sources, watch
-from flows.git import git, has_branch
 from flows.watch import STATE
 from flows.workspace import DATA, workspace
+from m3diff.provenance.git import git, has_branch
 from m3diff.records.errors import DataError
 from m3diff.settings.section import ParamsError
 from tests import toy

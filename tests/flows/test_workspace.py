@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from flows import dvc
-from flows.git import git, has_branch
 from flows.workspace import DATA, FLOWS, UncommittedError, lock, sweep, workspace
+from m3diff.provenance.git import git, has_branch
 from m3diff.registry import tracking
 from m3diff.settings.section import ParamsError
 from tests import toy

@@ -12,8 +12,8 @@ import httpx
 import pytest
 import yaml
 
-from flows.git import git
-from m3diff.registry.lineage import Lock, dvc_hash
+from m3diff.provenance.dvc import Lock, dvc_hash
+from m3diff.provenance.git import git
 from tests import servers, toy
 from tests.flows.test_services import RAN, Machine
 

@@ -9,14 +9,14 @@ import base64
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator
 from importlib.metadata import version as installed
 from pathlib import Path
 from typing import Literal
 
 import mlflow
 import pandas as pd
-from mlflow.entities import LoggedModelStatus
+from mlflow.entities import LoggedModel, LoggedModelStatus, ViewType
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 from mlflow.models import ModelSignature
@@ -24,13 +24,22 @@ from mlflow.tracking import MlflowClient
 from mlflow.types.schema import ColSpec, Schema
 from pydantic import BaseModel, ConfigDict
 
+from m3diff.provenance.dvc import Lock
+from m3diff.provenance.git import alone
 from m3diff.records.errors import DataError
 from m3diff.registry import tracking
-from m3diff.registry.leftovers import one_at_a_time, remove_leftovers, remove_other_runs, stored_models, take_back
-from m3diff.registry.lineage import MODEL_CODE, Lineage, Lock, captioned_records, kept_alone, read_lineage
-from m3diff.registry.runs import VERSION, curve_rows, of_weights
-from m3diff.registry.tracking import PROCESS
-from m3diff.registry.versions import CHALLENGER, SCORES, has_artifact, run_of, set_alias
+from m3diff.registry.lineage import MODEL_CODE, VERSION, Lineage, captioned_records, kept_alone, read_lineage
+from m3diff.registry.tracking import taken_up
+from m3diff.registry.versions import (
+    CHALLENGER,
+    SCORES,
+    delete_model,
+    has_artifact,
+    model_of,
+    put_alias,
+    run_of,
+    versions_of,
+)
 from m3diff.settings.tree import Params, Paths
 from m3diff.stages.register.params import Register
 
@@ -76,7 +85,7 @@ def register(params: Params) -> Registration:
     lock = Lock()
     lineage = read_lineage(params, lock)
     name = params.register_.model_name
-    with tracking.connected(params.register_.tracking_uri) as client, one_at_a_time():
+    with tracking.connected(params.register_.tracking_uri) as client, alone("register"):
         for tries_left in reversed(range(TRIES)):
             try:
                 version, outcome = find_or_create(client, params, lineage, lock)
@@ -85,19 +94,19 @@ def register(params: Params) -> Registration:
                 if not tries_left:
                     raise
                 tracking.check_alive(mlflow.get_tracking_uri())
-        set_alias(client, name, CHALLENGER, version)
+        put_alias(client, name, CHALLENGER, int(version.version))
     return Registration(outcome=outcome, model=name, version=int(version.version), run_id=run_of(version))
 
 
 def find_or_create(client: MlflowClient, params: Params, lineage: Lineage, lock: Lock) -> tuple[ModelVersion, Outcome]:
-    """The version of this checkpoint, with the results that lie here. What a call before it began is ended."""
+    """The version of this checkpoint, with the results that are here. What a call before it began is ended."""
     cfg = params.register_
     experiment = tracking.experiment_id(client, cfg.experiment)
     remove_leftovers(client, experiment, cfg.model_name)
     version = find_version(client, cfg.model_name, lineage)
     if version is None:
         return create_version(client, params, lineage, lock), "registered"
-    remove_other_runs(client, experiment, same_as(lineage), version)
+    remove_other_runs(client, experiment, lineage, version)
     if lineage.results().items() - version.tags.items() or not has_artifact(client, run_of(version), SCORES):
         update_results(client, params.paths, version, lineage)
         return version, "updated"
@@ -107,9 +116,8 @@ def find_or_create(client: MlflowClient, params: Params, lineage: Lineage, lock:
 def find_version(client: MlflowClient, name: str, lineage: Lineage) -> ModelVersion | None:
     """The version that holds this checkpoint and the code that runs it; the first where there are several. One whose
     run MLflow has lost does not count: nothing can be logged to it."""
-    versions = client.search_model_versions(f"name = '{name}' and {same_as(lineage)}")
-    whole = [version for version in versions if tracking.lifecycle(client, version.run_id)]
-    return min(whole, key=lambda v: int(v.version), default=None)
+    versions = versions_of(client, name, f" and {same_as(lineage)}")
+    return next((version for version in versions[::-1] if tracking.lifecycle(client, version.run_id)), None)
 
 
 def same_as(lineage: Lineage) -> str:
@@ -118,12 +126,12 @@ def same_as(lineage: Lineage) -> str:
 
 
 def create_version(client: MlflowClient, params: Params, lineage: Lineage, lock: Lock) -> ModelVersion:
-    """Run, results and model; then the version, with its tags in the same request."""
+    """Run, results and model; then the version, with its tags in the same request. Of several machines each looks again
+    after it made a version: the first one stays, and who made a later one takes it back."""
     cfg, paths = params.register_, params.paths
     run_id = open_run(client, tracking.experiment_id(client, cfg.experiment), lineage)
     tracking.log_params(client, run_id, lock.params(params.ingest.datasets))
-    logged = tracking.logged_points(client, run_id)
-    tracking.log_rows(client, run_id, curve_rows(paths.model / "curves.csv"), logged)
+    tracking.log_curves(client, run_id, paths.model / "curves.csv")
     tracking.log_dataset(client, run_id, paths.mixture.name, paths.mixture / "train", lineage.data)
     log_results(client, run_id, paths)
     model_uri = log_model(client, run_id, cfg, paths, lineage.max_new_tokens, params.train.base)
@@ -131,7 +139,11 @@ def create_version(client: MlflowClient, params: Params, lineage: Lineage, lock:
     made = mlflow.register_model(model_uri, cfg.model_name, tags=lineage.tags())
     first = find_version(client, cfg.model_name, lineage) or made
     if first.version != made.version:
-        take_back(client, made, first)
+        client.delete_model_version(made.name, made.version)
+        if made.source != first.source:
+            delete_model(client, model_of(client, made))
+        if made.run_id is not None and made.run_id != first.run_id:
+            client.delete_run(made.run_id)
     return first
 
 
@@ -140,21 +152,49 @@ def open_run(client: MlflowClient, experiment: str, lineage: Lineage) -> str:
     new one."""
     tags = lineage.tags() | tracking.this_process()
     for run in client.search_runs([experiment], same_as(lineage), order_by=["attributes.start_time ASC"]):
-        if run.info.status == "RUNNING" and not tracking.is_over(run.data.tags.get(PROCESS), run.info.start_time):
-            continue  # another machine writes to it
-        return taken_up(client, run.info.run_id, tags)
-    trained = of_weights(client, experiment, lineage.weights_sha256 or "", lineage.max_new_tokens)
+        if run.info.status != "RUNNING" or tracking.is_over(run.data.tags, run.info.start_time):
+            return taken_up(client, run.info.run_id, tags)  # another machine writes to the others
+    trained = tracking.of_weights(client, experiment, lineage.weights_sha256, lineage.max_new_tokens)
     if trained and VERSION not in client.get_run(trained).data.tags:
         return taken_up(client, trained, tags)
     return client.create_run(experiment, run_name=f"train {lineage.checkpoint[:8]}", tags=tags).info.run_id
 
 
-def taken_up(client: MlflowClient, run_id: str, tags: Mapping[str, str]) -> str:
-    """The run, written to again under these tags."""
-    client.update_run(run_id, "RUNNING")
-    for tag, value in tags.items():
-        client.set_tag(run_id, tag, value)
-    return run_id
+# Other registrations, killed half-way or at work on another machine
+
+
+def remove_leftovers(client: MlflowClient, experiment: str, name: str) -> None:
+    """End what killed registrations of any training left open: remove stored models that are not whole, end runs."""
+    for model in stored_models(client, experiment, f"name = '{name}'"):
+        if model.status != LoggedModelStatus.READY and tracking.is_over(model.tags, model.creation_timestamp):
+            delete_model(client, model)
+    for run in client.search_runs([experiment], "attributes.status = 'RUNNING'", ViewType.ACTIVE_ONLY):
+        if tracking.PROCESS in run.data.tags and tracking.is_over(run.data.tags, run.info.start_time):
+            client.set_terminated(run.info.run_id, "KILLED")
+
+
+def remove_other_runs(client: MlflowClient, experiment: str, lineage: Lineage, version: ModelVersion) -> None:
+    """Remove the runs of the same training that its version does not use: the end of another registration was cut off,
+    or the store refused it in the middle. Skip runs that another process is still writing."""
+    for run in client.search_runs([experiment], same_as(lineage), ViewType.ACTIVE_ONLY):
+        written_to = run.info.status == "RUNNING" and not tracking.is_over(run.data.tags, run.info.start_time)
+        if run.info.run_id == version.run_id or written_to:
+            continue
+        for model in stored_models(client, experiment, f"source_run_id = '{run.info.run_id}'"):
+            delete_model(client, model)
+        client.delete_run(run.info.run_id)
+
+
+def stored_models(client: MlflowClient, experiment: str, where: str) -> Iterator[LoggedModel]:
+    token: str | None = None
+    while True:
+        page = client.search_logged_models([experiment], where, page_token=token)
+        yield from page
+        if not (token := page.token):
+            return
+
+
+# What a version holds
 
 
 def log_results(client: MlflowClient, run_id: str, paths: Paths) -> None:

@@ -19,7 +19,7 @@ from mlflow.tracking import MlflowClient
 from m3diff.registry.tracking import TrackingUnavailableError
 from m3diff.settings.load import load_params
 from m3diff.stages.register import stage
-from tests.register.conftest import change
+from tests.toy import change
 
 
 class Server:

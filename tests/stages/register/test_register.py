@@ -20,14 +20,14 @@ from mlflow.cli import cli
 from mlflow.tracking import MlflowClient
 
 from m3diff.__main__ import main
+from m3diff.provenance.dvc import Lock
 from m3diff.registry import tracking
-from m3diff.registry.lineage import Lock, read_lineage
-from m3diff.registry.runs import Description, completed, followed
-from m3diff.registry.tracking import PROCESS
+from m3diff.registry.lineage import read_lineage
+from m3diff.registry.tracking import PROCESS, Description, completed, followed
 from m3diff.settings.load import load_params
 from m3diff.stages.register import stage
 from tests import toy
-from tests.register.conftest import change, store
+from tests.toy import change, store
 
 
 def m3diff(root: Path, *arguments: str) -> subprocess.CompletedProcess:
@@ -394,11 +394,10 @@ def test_of_several_versions_of_one_checkpoint_the_first_is_found(opened):
 
 def test_an_alias_that_is_right_already_is_not_written_again(opened, monkeypatch):
     opened.register()
-    version = opened.client.get_model_version("m3diff", "1")
     monkeypatch.setattr(MlflowClient, "set_registered_model_alias", lambda *_: pytest.fail("written again"))
-    stage.set_alias(opened.client, "m3diff", "challenger", version)
+    stage.put_alias(opened.client, "m3diff", "challenger", 1)
     with pytest.raises(pytest.fail.Exception):
-        stage.set_alias(opened.client, "m3diff", "another", version)
+        stage.put_alias(opened.client, "m3diff", "another", 1)
 
 
 def test_the_code_that_travels_with_a_version_is_the_models_package_and_the_opener_of_images_nothing_compiled(

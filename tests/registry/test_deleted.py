@@ -11,8 +11,8 @@ from mlflow.cli import gc
 
 from m3diff.records.errors import DataError
 from m3diff.registry.decisions import Entry, append, decisions, table
-from tests.promote.conftest import Registry, scores
-from tests.promote.test_promote import Rescoring
+from tests.registry.conftest import Registry, scores
+from tests.registry.test_promote import Rescoring
 
 
 @pytest.fixture

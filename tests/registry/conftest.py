@@ -14,14 +14,13 @@ import pytest
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.tracking import MlflowClient
 
-from m3diff.commands.score_again import score_again
+from m3diff.commands.rescore import rescore
 from m3diff.registry.decisions import Decision, decisions, faults
-from m3diff.registry.promote import Promotion, promote
-from m3diff.registry.rollback import rollback
+from m3diff.registry.promote import Promotion, promote, rollback
 from m3diff.registry.versions import CHALLENGER, SCORES
 from m3diff.settings.load import load_params
 from m3diff.settings.tree import Params
-from tests.register.conftest import empty_store  # noqa: F401  # a fixture
+from tests.registry.team import team  # noqa: F401  # a fixture
 from tests.toy import REPOSITORY
 
 PROTOCOL, PAIRS = "minichange/total", 200
@@ -82,7 +81,7 @@ class Registry:
         return version
 
     def decide(self, version: int | None = None, again: bool = False) -> Promotion:
-        return promote(self.params, score_again, version, again)
+        return promote(self.params, rescore, version, again)
 
     def rollback(self, to: int | None = None, why: str = "") -> Decision:
         return rollback(self.params, to, why)
@@ -102,11 +101,16 @@ class Registry:
         return [entry.outcome for entry in self.entries()]
 
 
+@pytest.fixture(autouse=True)
+def elsewhere() -> Iterator[None]:
+    yield
+    mlflow.set_tracking_uri("")
+
+
 @pytest.fixture
-def registry(empty_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Registry]:  # noqa: F811
+def registry(empty_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
     """In a git repository without a commit, the current directory."""
     shutil.copy(empty_store, tmp_path / "mlflow.db")
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
     monkeypatch.chdir(tmp_path)
-    yield Registry(tmp_path)
-    mlflow.set_tracking_uri("")
+    return Registry(tmp_path)

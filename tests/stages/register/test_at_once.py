@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from mlflow.entities import LoggedModelStatus
 
-from tests.register import forks
-from tests.register.conftest import store
-from tests.register.forks import KILLED, Forks
+from tests.stages.register import forks
+from tests.stages.register.forks import KILLED, Forks
+from tests.toy import store
 
 SAMPLE, SEED = 5, 20261122
 

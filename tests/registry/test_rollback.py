@@ -7,9 +7,10 @@ import sys
 import pytest
 import yaml
 
+from m3diff.provenance.git import who
 from m3diff.records.errors import DataError
-from m3diff.registry.decisions import champions, decisions, who
-from tests.promote.conftest import scores
+from m3diff.registry.decisions import champions, decisions
+from tests.registry.conftest import scores
 from tests.toy import REPOSITORY
 
 
@@ -87,7 +88,10 @@ def test_a_named_version_is_taken_and_what_is_skipped_over_counts_as_taken_back(
 
 @pytest.mark.parametrize(
     ("to", "words"),
-    [(9, "model 'm3diff' has no version 9; it has 1, 2, 3"), (3, "version 3 of 'm3diff' is the champion already")],
+    [
+        (9, "model 'm3diff' has no version '9'; there are .3, 2, 1"),
+        (3, "version 3 of 'm3diff' is the champion already"),
+    ],
 )
 def test_a_rollback_to_nothing_is_refused_and_not_recorded(three, to, words):
     with pytest.raises(DataError, match=words):

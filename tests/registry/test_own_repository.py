@@ -74,7 +74,7 @@ def test_a_run_s_worktree_has_the_bytes_of_the_commit_whatever_autocrlf_says(tmp
     (tmp_path / "settings").write_text("[core]\n\tautocrlf = true\n")
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(tmp_path / "settings"))
     monkeypatch.chdir(place)
-    from m3diff.registry.commit import add_worktree
+    from m3diff.provenance.dvc import add_worktree
 
     shutil.copytree(REPOSITORY / ".dvc", place / ".dvc", ignore=shutil.ignore_patterns("cache", "tmp", "config.local"))
     sh("git add -A; git commit -qm dvc", place)

@@ -7,9 +7,9 @@ import pytest
 import yaml
 
 from m3diff.__main__ import main
-from m3diff.registry.lineage import dvc_hash
+from m3diff.provenance.dvc import dvc_hash
 from tests import toy
-from tests.archive.conftest import Team
+from tests.registry.team import Team
 
 PARTS = ("data/01_raw/minichange", "data/02_records/minichange", "data/04_mixture/test", "data/05_model/checkpoint")
 

@@ -17,9 +17,7 @@ from mlflow.utils.validation import _validate_metric_name
 
 from m3diff.records.errors import DataError
 from m3diff.registry import tracking
-from m3diff.registry.runs import curve_rows
 from m3diff.registry.tracking import TrackingUnavailableError, connected, flatten
-from tests.register.conftest import empty_store  # noqa: F401  # a fixture
 
 URI = "sqlite:///services/mlflow/mlflow.db"
 
@@ -35,14 +33,18 @@ class Client:
         self.requests.append(values)
 
     def get_run(self, run_id: str) -> SimpleNamespace:
-        return SimpleNamespace(data=SimpleNamespace(params={"section.known": "as it was"}))
+        metrics = {metric.key: metric.value for metric in self.logged("metrics")}
+        return SimpleNamespace(data=SimpleNamespace(params={"section.known": "as it was"}, metrics=metrics))
+
+    def get_metric_history(self, run_id: str, name: str) -> list:
+        return [metric for metric in self.logged("metrics") if metric.key == name]
 
     def log_inputs(self, run_id: str, datasets) -> None:
         assert run_id == "run"
         self.requests.append({"datasets": datasets})
 
     def logged(self, kind: str) -> list:
-        return [value for request in self.requests for value in request[kind]]
+        return [value for request in self.requests for value in request.get(kind, [])]
 
 
 @pytest.fixture
@@ -73,24 +75,22 @@ def test_params_go_in_batches_that_mlflow_takes(client):
 def test_every_column_of_the_curves_is_a_metric_by_step_and_an_empty_cell_is_no_point(client, tmp_path):
     curves = tmp_path / "curves.csv"
     names = "step,epoch,loss,lr_vision,module_score/17,val_cider"
+    curves.write_text(f"{names}\n1,0.5,2.5,0.1,0.5,\n")
+    tracking.log_curves(client, "run", curves)
+    first = [("train/epoch", 0.5, 1), ("train/loss", 2.5, 1), ("train/lr_vision", 0.1, 1)]
+    first += [("train/module_score/17", 0.5, 1)]
+    assert [(m.key, m.value, m.step) for m in client.logged("metrics")] == first
     curves.write_text(f"{names}\n1,0.5,2.5,0.1,0.5,\n2,1.0,1.5,0.2,,0.7\n")
-    logged = {("train/loss", 1)}
-    tracking.log_rows(client, "run", curve_rows(curves), logged)
-    assert [(m.key, m.value, m.step) for m in client.logged("metrics")] == [
-        ("train/epoch", 0.5, 1),
-        ("train/lr_vision", 0.1, 1),
-        ("train/module_score/17", 0.5, 1),
-        ("train/epoch", 1.0, 2),
-        ("train/loss", 1.5, 2),
-        ("train/lr_vision", 0.2, 2),
-        ("train/val_cider", 0.7, 2),
-    ]
-    tracking.log_rows(client, "run", curve_rows(curves), logged)
-    assert len(client.logged("metrics")) == 7, "a point is logged once"
+    second = [("train/epoch", 1.0, 2), ("train/loss", 1.5, 2), ("train/lr_vision", 0.2, 2), ("train/val_cider", 0.7, 2)]
+    for _ in range(2):
+        tracking.log_curves(client, "run", curves)
+        assert [(m.key, m.value, m.step) for m in client.logged("metrics")] == first + second, "a point is logged once"
 
 
-def test_long_curves_go_in_batches_that_mlflow_takes(client):
-    tracking.log_rows(client, "run", [{"step": step, "loss": step / 10} for step in range(1, 2502)], set())
+def test_long_curves_go_in_batches_that_mlflow_takes(client, tmp_path):
+    rows = "".join(f"{step},{step / 10}\n" for step in range(1, 2502))
+    (tmp_path / "curves.csv").write_text(f"step,loss\n{rows}")
+    tracking.log_curves(client, "run", tmp_path / "curves.csv")
     assert [len(request["metrics"]) for request in client.requests] == [1000, 1000, 501]
     assert [metric.step for metric in client.logged("metrics")] == list(range(1, 2502))
 
@@ -257,7 +257,7 @@ def test_two_processes_at_once_find_a_new_store_whole(tmp_path):
 @pytest.mark.parametrize("how", ["copied", "moved"])
 def test_a_store_that_came_here_with_its_checkout_has_its_artifacts_here_and_none_of_the_original_s(
     how: str,
-    empty_store: Path,  # noqa: F811
+    empty_store: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,

@@ -4,16 +4,13 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-import mlflow
 import pytest
 import yaml
 from mlflow.tracking import MlflowClient
 
 from tests import toy
-from tests.register.conftest import empty_store, trained_once  # noqa: F401  # fixtures
 
 
 class Team:
@@ -70,14 +67,8 @@ class Team:
 
 
 @pytest.fixture(scope="session")
-def team(trained_once: Path, empty_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Team:  # noqa: F811
+def team(trained_once: Path, empty_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Team:
     """One version, of the branch runs/first. Tests leave it as it is."""
     made = Team(tmp_path_factory.mktemp("team"), trained_once, empty_store)
     made.run("first")
     return made
-
-
-@pytest.fixture(autouse=True)
-def elsewhere() -> Iterator[None]:
-    yield
-    mlflow.set_tracking_uri("")

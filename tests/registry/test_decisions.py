@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from m3diff.__main__ import main
+from m3diff.provenance.git import alone, who
 from m3diff.records.errors import DataError
 from m3diff.registry import decisions as record
 from m3diff.registry.decisions import (
@@ -61,26 +62,41 @@ def back(to: int, before: int) -> Entry:
     return moved(to, before, action="rollback", outcome="rolled back", why="it says no")
 
 
-def rewrite(root: Path, lines: list[bytes], message: str = "an edit") -> None:
-    """What somebody does who edits the branch."""
-    blob = git(root, "hash-object", "-w", "--stdin", stdin=b"".join(line + b"\n" for line in lines))
+def commits_of(root: Path) -> list[str]:
+    return git(root, "rev-list", "--reverse", record.BRANCH).split()
+
+
+def rewrite(root: Path, commits: list[str]) -> None:
+    """Decide by hand which commits the branch has, as somebody does who edits it."""
+    tip: str | None = None
+    for commit in commits:
+        tree, message = git(root, "rev-parse", f"{commit}^{{tree}}"), git(root, "log", "-1", "--format=%B", commit)
+        tip = git(root, "commit-tree", tree, *(("-p", tip) if tip else ()), stdin=message.encode())
+    assert tip is not None
+    git(root, "update-ref", record.BRANCH, tip)
+
+
+def of_an_earlier_release(root: Path, *lines: dict[str, object], more: str = "") -> str:
+    """A record as earlier releases wrote it, a line a decision in a file; its commit."""
+    plain = {"action": "promote", "model": "m", "outcome": "promoted", "why": "better", "previous": None, "of": None}
+    plain |= {"gate": {}, "at": "2026-01-02T03:04:05Z", "who": "a@b", "flow_run": None, "commit": None}
+    text = "".join(f"{json.dumps(plain | {'before': '0' * 64} | line)}\n" for line in lines) + more
+    blob = git(root, "hash-object", "-w", "--stdin", stdin=text.encode())
     tree = git(root, "mktree", stdin=f"100644 blob {blob}\t{record.FILE}".encode())
-    commit = git(root, "commit-tree", tree, "-p", record.BRANCH, "-m", message)
+    commit = git(root, "commit-tree", tree, "-m", "m: champion - -> 1, first")
     git(root, "update-ref", record.BRANCH, commit)
-
-
-def lines_of(root: Path) -> list[bytes]:
-    return (git(root, "cat-file", "blob", f"{record.BRANCH}:{record.FILE}")).encode().split(b"\n")
+    return commit
 
 
 def test_an_entry_says_who_when_what_why_from_which_flow_run_and_at_which_commit(here, monkeypatch):
     monkeypatch.setenv("M3DIFF_FLOW_RUN", "f-1")
     written = append(Path("."), moved(2, 1, previous=1, gate={"gain": 0.5}))
     assert decisions() == [written]
-    assert json.loads(lines_of(here)[0]) == {
+    assert git(here, "ls-tree", "-r", record.BRANCH) == "", "no file, so that nothing else of git reads it"
+    assert json.loads(git(here, "log", "-1", "--format=%B", record.BRANCH)) == {
         "number": 1,
         "at": written.at,
-        "who": record.who(),
+        "who": who(),
         "action": "promote",
         "model": "m",
         "from": 1,
@@ -94,7 +110,6 @@ def test_an_entry_says_who_when_what_why_from_which_flow_run_and_at_which_commit
         "versions": {},
         "flow_run": "f-1",
         "commit": git(here, "rev-parse", "HEAD"),
-        "before": "0" * 64,
     }
     assert abs(time.time() - calendar.timegm(time.strptime(written.at, "%Y-%m-%dT%H:%M:%SZ"))) < 60
     assert "@" in written.who
@@ -116,17 +131,6 @@ def test_writing_touches_neither_files_nor_index_nor_head_runs_no_hook_and_signs
     assert git(here, "log", "--format=%an <%ae> %cn", record.NAME) == "m3diff <m3diff@localhost> m3diff"
 
 
-def test_other_files_of_the_branch_stay(here):
-    blob = git(here, "hash-object", "-w", "--stdin", stdin=b"a page")
-    tree = git(here, "mktree", stdin=f"100644 blob {blob}\tpage of a run.md".encode())
-    git(here, "update-ref", record.BRANCH, git(here, "commit-tree", tree, "-m", "page"))
-    append(Path("."), moved(1))
-    git_files = git(here, "ls-tree", "--name-only", record.BRANCH).splitlines()
-    assert git_files == ["decisions.jsonl", "page of a run.md"]
-    git(here, "update-ref", record.BRANCH, git(here, "commit-tree", f"{record.BRANCH}^{{tree}}", "-p", record.BRANCH))
-    assert faults() == []
-
-
 def test_without_a_repository_the_remedy_is_said(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
@@ -134,7 +138,7 @@ def test_without_a_repository_the_remedy_is_said(tmp_path, monkeypatch, capsys):
         decisions,
         faults,
         lambda: append(Path("."), moved(1)),
-        lambda: record.alone(Path("."), "x").__enter__(),
+        lambda: alone("x").__enter__(),
     ):
         with pytest.raises(DataError, match="no git repository.*or make one: git init"):
             asked()
@@ -147,51 +151,67 @@ def test_in_a_worktree_the_record_is_the_repositorys(here, tmp_path):
     assert [entry.to for entry in decisions(here)] == [1]
 
 
-# The chain
-
-
-def edited(lines: list[bytes], number: int, old: bytes, new: bytes) -> list[bytes]:
-    assert old in lines[number - 1]
-    return [line.replace(old, new) if at == number else line for at, line in enumerate(lines, start=1)]
+# A record that somebody edited, that is damaged, or that an earlier release wrote
 
 
 @pytest.mark.fault("S2")
 @pytest.mark.parametrize(
-    ("edit", "found"),
-    [
-        (lambda lines: edited(lines, 1, b"better", b"bitter"), ["line 2: the line before has sha256"]),
-        (lambda lines: edited(lines, 3, b"better", b"bitter"), ["line 3: its sha256 is"]),
-        (lambda lines: lines[:2], ["line 2: its sha256 is"]),
-        (lambda lines: [lines[0], lines[2]], ["line 2: it bears the number 3", "line 2: the line before has"]),
-        (lambda lines: [*lines, lines[2]], ["line 4: it bears the number 3", "line 4: the line before"]),
-    ],
+    ("places", "found"),
+    [([0, 2], ["decision 2: it bears the number 3"]), ([0, 1, 2, 2], ["decision 4: it bears the number 3"])],
+    ids=["taken out", "put in"],
 )
-def test_an_edit_is_named_by_its_line_and_history_exits_with_three(here, edit, found, capsys):
+def test_decisions_taken_out_or_put_in_are_named_and_history_exits_with_three(here, places, found, capsys):
     for version in (1, 2, 3):
         append(Path("."), moved(version, version - 1 or None))
     assert faults() == []
     assert main(["history"]) == 0
-    rewrite(here, edit(lines_of(here)))
-    said = faults()
-    assert [text[: len(start)] for text, start in zip(said, found, strict=False)] == found
+    commits = commits_of(here)
+    rewrite(here, [commits[place] for place in places])
+    assert [text.partition(":")[0] + ":" + text.split(":")[1] for text in faults()] == found
     capsys.readouterr()
     assert main(["history"]) == 3
     assert f"m3diff history: {found[0]}" in capsys.readouterr().err
 
 
-def test_an_edit_of_the_newest_commit_itself_is_found(here):
+def test_what_is_no_decision_is_refused_with_the_way_back(here, capsys):
     append(Path("."), moved(1))
-    message = git(here, "log", "-1", "--format=%B", record.BRANCH)
-    rewrite(here, edited(lines_of(here), 1, b"better", b"bitter"), message)
-    assert [text[:21] for text in faults()] == ["line 1: its sha256 is"]
-
-
-def test_a_line_that_is_no_decision_is_refused_with_the_way_back(here, capsys):
-    append(Path("."), moved(1))
-    rewrite(here, [*lines_of(here), b"{}"])
-    with pytest.raises(DataError, match="decisions.jsonl line 2: no decision.*git update-ref refs/heads/runs/history"):
+    git(here, "update-ref", record.BRANCH, git(here, "commit-tree", record.EMPTY, "-p", record.BRANCH, "-m", "a note"))
+    with pytest.raises(
+        DataError, match=r"runs/history: commit \w{12}, .*: no decision.*git update-ref refs/heads/runs"
+    ):
         decisions()
     assert main(["history"]) == 3
+    of_an_earlier_release(here, {"number": 1, "from": None, "to": 1}, more="{}\n")
+    with pytest.raises(DataError, match="decisions.jsonl line 2: no decision"):
+        decisions()
+
+
+def test_a_record_of_an_earlier_release_is_read_and_continued(here):
+    old = of_an_earlier_release(here, {"number": 1, "from": None, "to": 1}, {"number": 2, "from": 1, "to": 2})
+    git(here, "update-ref", record.PENDING, old)
+    assert pending(here) == decisions()[1], "its process was killed before this release was installed"
+    settled(here)
+    append(here, back(1, 2))
+    append(here, moved(3, 1))
+    assert [(one.number, one.from_, one.to) for one in decisions()] == [(1, None, 1), (2, 1, 2), (3, 2, 1), (4, 1, 3)]
+    assert (faults(), decisions()[0].at) == ([], "2026-01-02T03:04:05Z")
+    assert git(here, "rev-parse", f"{record.BRANCH}~2") == old
+
+
+@pytest.mark.parametrize("lost", ["tip", "parent", "file", "ref"])
+def test_a_record_of_which_a_part_is_gone_is_no_empty_record(here, lost):
+    """Taken for empty, the next decision would begin it anew, and what was decided would be lost without a word."""
+    of_an_earlier_release(here, {"number": 1, "from": None, "to": 1})
+    append(here, moved(2, 1))
+    name = {"tip": record.BRANCH, "parent": f"{record.BRANCH}^", "file": f"{record.BRANCH}^:{record.FILE}"}
+    if lost == "ref":
+        (here / ".git" / record.BRANCH).write_bytes(b"")
+    else:
+        gone = git(here, "rev-parse", name[lost])
+        (here / ".git/objects" / gone[:2] / gone[2:]).unlink()
+    for asked in (decisions, lambda: append(here, moved(3, 2))):
+        with pytest.raises(DataError, match="runs/history.*git update-ref refs/heads/runs/history COMMIT"):
+            asked()
 
 
 def test_history_is_a_table_for_people_and_json_for_machines(here, capsys):
@@ -200,12 +220,12 @@ def test_history_is_a_table_for_people_and_json_for_machines(here, capsys):
     append(Path("."), moved(1, 2, action="rollback", outcome="rolled back", why=""))
     assert main(["history"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    who = record.who()
+    person = who()
     assert lines[0].split() == ["at", "who", "model", "champion", "outcome", "flow", "run"]
     assert [line.split()[:1] + line.split()[2:] for line in lines[1::2]] == [
-        ["1", who, "m", "-", "->", "1", "first", "-"],
-        ["2", who, "m", "1", "->", "2", "promoted", "-"],
-        ["3", who, "m", "2", "->", "1", "rolled", "back", "-"],
+        ["1", person, "m", "-", "->", "1", "first", "-"],
+        ["2", person, "m", "1", "->", "2", "promoted", "-"],
+        ["3", person, "m", "2", "->", "1", "rolled", "back", "-"],
     ]
     assert [line.strip() for line in lines[2::2]] == ["there was no champion", "better", "no reason was given"]
     assert main(["history", "--json"]) == 0
@@ -292,7 +312,7 @@ def test_writers_at_once_lose_nothing_and_keep_the_chain(here, monkeypatch):
 
 
 def test_a_writer_that_is_overtaken_again_and_again_asks_to_try_again(here, monkeypatch):
-    monkeypatch.setattr(record, "write_ref", lambda repository, ref, *change: False)
+    monkeypatch.setattr(record, "write_ref", lambda *given: False)
     with pytest.raises(BlockingIOError, match="other processes wrote 20 times in between; try again"):
         append(here, moved(1))
 
@@ -338,13 +358,12 @@ def test_what_git_refuses_is_said_in_gits_words(here):
 
 HOLD = """
 import sys, threading, time
-from pathlib import Path
-from m3diff.registry import decisions
-with decisions.alone(Path("."), "promote"):
+from m3diff.provenance.git import alone, run
+with alone("promote"):
     if sys.argv[1:] != ["none"]:
-        slow = (Path("."), "-c", "alias.slow=!sleep 2", "slow")
+        slow = ("-c", "alias.slow=!sleep 2", "slow")
         limit = {"seconds": 10} if sys.argv[1:] == ["remote"] else {}
-        threading.Thread(target=decisions._run, args=slow, kwargs=limit, daemon=True).start()
+        threading.Thread(target=run, args=slow, kwargs=limit, daemon=True).start()
         time.sleep(0.3)
     print("held", flush=True)
     time.sleep(1.5)
@@ -362,11 +381,11 @@ def hold(git_command: str = "none") -> subprocess.Popen[str]:
 def test_one_process_at_a_time_and_the_other_waits_and_says_for_whom(here, capsys):
     first = hold()
     started = time.monotonic()
-    with record.alone(here, "record"):
+    with alone("record", here):
         assert time.monotonic() - started < 1, "another lock"
-    with record.alone(here, "promote"):
+    with alone("promote", here):
         assert time.monotonic() - started > 1
-    assert f"promote: waiting for another one to end (pid {first.pid} of {record.who()})" in capsys.readouterr().out
+    assert f"promote: waiting for another one to end (pid {first.pid} of {who()})" in capsys.readouterr().out
     first.wait()
 
 
@@ -375,7 +394,7 @@ def test_a_killed_process_holds_nothing_but_until_its_git_command_is_through(her
     first = hold(git_command)
     first.kill()
     first.wait()
-    with record.alone(here, "promote"):
+    with alone("promote", here):
         assert ("waiting" in capsys.readouterr().out) == waits
 
 

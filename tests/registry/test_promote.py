@@ -11,13 +11,14 @@ from mlflow.entities.model_registry import ModelVersion, ModelVersionTag
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from m3diff.commands import score_again
+from m3diff.commands import rescore
 from m3diff.models.checkpoint import CheckpointError
+from m3diff.provenance.dvc import dvc_hash
 from m3diff.records.errors import DataError
-from m3diff.registry import moves, promote
-from m3diff.registry.lineage import PREDICT_CODE, dvc_hash
+from m3diff.registry import promote
+from m3diff.registry.lineage import PREDICT_CODE
 from m3diff.registry.versions import SCORES
-from tests.promote.conftest import PAIRS, PROTOCOL, scores
+from tests.registry.conftest import PAIRS, PROTOCOL, scores
 
 
 @pytest.mark.fault("23")
@@ -75,7 +76,7 @@ def test_a_promotion_that_was_cut_off_before_the_alias_moved_is_finished_by_the_
     registry.decide()
     registry.add(scores(2.0))
     with monkeypatch.context() as cut:
-        cut.setattr(moves, "put_alias", lambda *_: (_ for _ in ()).throw(ConnectionError("gone")))
+        cut.setattr(promote, "put_alias", lambda *_: (_ for _ in ()).throw(ConnectionError("gone")))
         with pytest.raises(ConnectionError):
             registry.decide()
     assert registry.decide().outcome == "promoted"
@@ -172,7 +173,7 @@ class Rescoring:
     def __init__(self, registry, monkeypatch: pytest.MonkeyPatch) -> None:
         self.registry, self.calls, self.cider = registry, [], 1.0
         self.here, self.error, self.really = "new", None, mlflow.artifacts.download_artifacts
-        monkeypatch.setattr(score_again, "hash_test_set", lambda paths: self.here)
+        monkeypatch.setattr(rescore, "hash_test_set", lambda paths: self.here)
         monkeypatch.setattr(mlflow.artifacts, "download_artifacts", self.download)
         monkeypatch.setattr("m3diff.stages.predict.stage.predict", self.predict)
         monkeypatch.setattr("m3diff.stages.evaluate.stage.evaluate", self.evaluate)
@@ -250,9 +251,9 @@ def test_a_champion_without_the_gates_scores_is_scored_again(registry, monkeypat
     [(dvc_hash(PREDICT_CODE), [], False), (dvc_hash(PREDICT_CODE), ["a.py"], True), ("0" * 32, [], True)],
 )
 def test_code_is_another_where_it_was_registered_so_or_edited_since(tag, changed, other, monkeypatch):
-    monkeypatch.setattr(score_again, "edited", lambda stage: changed)
+    monkeypatch.setattr(rescore, "edited", lambda stage: changed)
     version = ModelVersion("m3diff", "1", 0, tags=[ModelVersionTag("dvc.code", tag)])
-    assert bool(score_again.other_code(version)) == other
+    assert bool(rescore.other_code(version)) == other
 
 
 def test_the_champions_old_score_counts_for_nothing(registry, rescoring):

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from m3diff.__main__ import main
-from m3diff.registry.objects import listing
+from m3diff.provenance.dvc import listing
 from m3diff.registry.prune import branch_name, in_words, reasons
-from m3diff.registry.trace import lineage
+from m3diff.registry.restore import lineage
 from m3diff.settings.load import load_params
 from tests import toy
-from tests.archive.conftest import Team
+from tests.registry.team import Team
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from m3diff.provenance.git import commit_at, git
 from m3diff.records.errors import DataError
-from m3diff.registry.decisions import BRANCH, Entry, append, git, tip_of
-from m3diff.registry.known import TAG
-from m3diff.registry.moves import make_move
-from tests.promote.conftest import Registry, scores
+from m3diff.registry.decisions import BRANCH, TAG, Entry, append
+from m3diff.registry.promote import make_move
+from tests.registry.conftest import Registry, scores
 
 
 @pytest.fixture
@@ -29,11 +29,11 @@ def tag(registry: Registry) -> str | None:
 
 
 def here() -> str | None:
-    return tip_of(Path(), BRANCH)
+    return commit_at(BRANCH)
 
 
 def move_branch(*change: str) -> None:
-    git(Path(), "update-ref", *change)
+    git("update-ref", *change)
 
 
 def fork() -> None:

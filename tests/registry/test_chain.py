@@ -10,14 +10,13 @@ import mlflow
 import pytest
 
 from m3diff.__main__ import main
-from m3diff.registry import tracking
-from m3diff.registry.check import compared, sound
-from m3diff.registry.lineage import Lock, dvc_hash, md5
-from m3diff.registry.runs import weights_sha256
-from m3diff.registry.trace import lineage, of_stored
+from m3diff.provenance.dvc import Lock, dvc_hash, md5
+from m3diff.registry import restore as chain_of
+from m3diff.registry.lineage import weights_sha256
+from m3diff.registry.restore import compared, lineage, of_stored, sound
 from m3diff.settings.load import load_params
 from tests import toy
-from tests.archive.conftest import Team
+from tests.registry.team import Team
 
 
 @pytest.fixture
@@ -160,8 +159,8 @@ def test_a_version_that_keeps_adapters_alone_is_compared_with_those_of_the_check
     named = dvc_hash(checkpoint / "adapters") if tag == "right" else "0" * 32
     tags = {"dvc.adapters": named, "weights.sha256": weights_sha256(checkpoint), "base.sha256": "b"}
     version = SimpleNamespace(name="m3diff", version="1", tags=tags)
-    monkeypatch.setattr(tracking, "download_checkpoint", lambda version, into: checkpoint / "adapters")
-    found = {check.what: check.outcome for check in of_stored(version, SimpleNamespace(cache=cache), whole)}
+    monkeypatch.setattr(chain_of, "download_checkpoint", lambda version, into: checkpoint / "adapters")
+    found = {check.what: check.outcome for check in of_stored(version, cache, whole)}
     outcome = "ok" if tag == "right" else "differs"
     assert found == {"stored model": outcome, "adapters": outcome, "weights": "ok", "base": "ok"}
 

@@ -12,8 +12,9 @@ import pytest
 from mlflow.entities import Run
 from mlflow.tracking import MlflowClient
 
-from m3diff.registry import runs
-from m3diff.registry.runs import Description, completed, followed
+from m3diff.registry import tracking
+from m3diff.registry.lineage import weights_sha256
+from m3diff.registry.tracking import Description, completed, followed
 
 PARAMS = {"train": {"seed": 7, "epochs": 2.5}, "models": {"m3diff": {"lora": {"rank": 8}}}}
 FIRST, SECOND = "step,loss,val_loss\n1,2.5,\n2,1.5,1.75\n", "3,1.25,\n"
@@ -31,7 +32,7 @@ def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def project(empty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     shutil.copy(empty, tmp_path / "mlflow.db")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(runs, "EVERY_S", 0.1)
+    monkeypatch.setattr(tracking, "EVERY_S", 0.1)
     write_model(tmp_path / "model", "a")
     metrics = {"protocols": {"toy/all": {"CIDEr": 1.25}}}
     (tmp_path / "metrics.json").write_text(json.dumps(metrics))
@@ -89,11 +90,13 @@ def test_curves_are_in_the_run_after_a_checkpoint_and_the_rest_when_it_ends(proj
     assert one().info.status == "FINISHED"
     assert points(one(), "train/loss") == [(1, 2.5), (2, 1.5), (3, 1.25)]
     assert points(one(), "train/val_loss") == [(2, 1.75)]
-    assert one().data.tags["weights.sha256"] == runs.weights_sha256(project / "model" / "checkpoint")
+    assert one().data.tags["weights.sha256"] == weights_sha256(project / "model" / "checkpoint")
 
 
 def test_a_run_is_named_by_the_experiment_else_by_model_and_time(project: Path, monkeypatch) -> None:
-    assert description().name().startswith("m3diff 20")
+    completed(description(), project / "model", project / "metrics.json")
+    assert one().info.run_name.startswith("m3diff 20")
+    store().delete_run(one().info.run_id)
     monkeypatch.setenv("DVC_EXP_NAME", "lower-rate")
     monkeypatch.setenv("M3DIFF_FLOW_RUN", "4711")
     completed(description(), project / "model", project / "metrics.json")
