@@ -31,9 +31,9 @@ from m3diff.models.m3diff.family import FAMILY as M3DIFF
 from m3diff.models.m3diff.modeling import M3DiffForConditionalGeneration
 from m3diff.models.m3diff.processing import M3DiffImageProcessor
 from m3diff.models.tuning import prepare, trainable_groups
-from m3diff.stages.train.arithmetic import peak_flops
 from m3diff.stages.train.batches import MicroBatch, complete
-from m3diff.stages.train.loss import token_loss
+from m3diff.stages.train.engine import token_loss
+from m3diff.stages.train.progress import peak_flops
 
 SAME_LOSS = {"fp32": 1e-4, "bf16": 2e-2}  # relative
 HFU = 0.45  # share of the peak at which the plan's captions/s are told
@@ -278,7 +278,7 @@ def timed_step(bench: Bench, one: Measured) -> tuple[float, float]:
 def checkpoint_s(bench: Bench, one: Measured) -> float:
     """Seconds that one checkpoint takes from training: in line until it is written, flushed and read back; beside the
     steps its copy, and what the steps take longer until then."""
-    from m3diff.stages.train.curve import Curve
+    from m3diff.stages.train.progress import Curve
     from m3diff.stages.train.state import Writer, write_state
 
     alone = statistics.median(one.run_s) + statistics.median(one.optimizer_s)

@@ -9,20 +9,20 @@ from torch.profiler import ProfilerActivity, profile
 from transformers.utils import logging
 
 from m3diff.models.device import Device
-from m3diff.stages.train.accelerator import choose_accelerator, only_worker
 from m3diff.stages.train.job import Job, Runtime
-from m3diff.stages.train.loop import start, train_step
+from m3diff.stages.train.loop import Training
+from m3diff.stages.train.runtimes import choose_accelerator, only_worker
 
 
 def own_step(job: Job) -> Callable[[], float]:
     """A function that takes the loop's next step and gives its loss; `torch.distributed` must be up."""
-    run = start(job, Runtime())
+    run = Training(job, Runtime())
     stream = run.loader.stream(run.schedule, 0, 0)
     taken = 0
 
     def step() -> float:
         nonlocal taken
-        train_step(run, taken, next(stream))
+        run.step(taken, next(stream))
         taken += 1
         return run.curve.last("loss")
 

@@ -101,9 +101,9 @@ def take_part(rank: int, mixture: Path, part: Part, store: str) -> None:
 
 def put_in(part: Part, patch: pytest.MonkeyPatch) -> None:
     """The part's fault."""
-    from m3diff.stages.train import loop, loss
+    from m3diff.stages.train import engine, loop
 
-    step_of_loop = loop.train_step
+    step_of_loop = loop.Training.step
 
     def step(run: Any, number: int, batches: Any) -> None:
         if number == part.at:
@@ -117,11 +117,11 @@ def put_in(part: Part, patch: pytest.MonkeyPatch) -> None:
         raise FaultError
 
     if part.fault in ("signal", "error"):
-        patch.setattr(loop, "train_step", step)
+        patch.setattr(loop.Training, "step", step)
     if part.fault == "validation":
         patch.setattr(loop.Validation, "losses", fail)
     if part.fault == "dense":
-        patch.setattr(loss, "attention_inputs", lambda batch, device: {"attention_mask": batch.packed.mask()})
+        patch.setattr(engine, "attention_inputs", lambda batch, device: {"attention_mask": batch.packed.mask()})
 
 
 def watch_masks(patch: pytest.MonkeyPatch) -> dict[str, list[str]]:

@@ -17,7 +17,7 @@ import yaml
 
 from m3diff.settings.load import load_params
 from m3diff.settings.tree import Paths
-from m3diff.stages.train.phase import DatasetFilter
+from m3diff.stages.train.job import DatasetFilter
 
 PARAMS = Path("params.yaml")
 

@@ -4,20 +4,23 @@ import hashlib
 import json
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Self
+from typing import BinaryIO, Self
 
 from pydantic import BaseModel, ConfigDict
 
 
-def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write to a temporary neighbour, flush to disk, rename: a reader sees the old file or the new, never a half."""
+@contextmanager
+def atomic(path: Path) -> Iterator[BinaryIO]:
+    """Open a temporary neighbour to write to; flush it to disk and rename it at the end: a reader sees the old file or
+    the new, never a half."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    data = content.encode() if isinstance(content, str) else content
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)
@@ -25,6 +28,12 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Write a whole file as `atomic` does."""
+    with atomic(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
 
 
 def sha256(path: Path) -> str:

@@ -24,8 +24,8 @@ from m3diff.records import files
 from m3diff.records.files import write_atomic
 from m3diff.registry.decisions import Entry, append
 from m3diff.stages.predict.journal import Answer, Journal
-from m3diff.stages.train import curve, samples, state
-from m3diff.stages.train.curve import Curve
+from m3diff.stages.train import progress, samples, state
+from m3diff.stages.train.progress import Curve
 from m3diff.stages.train.state import MOMENTS, latest_valid_checkpoint, write_state
 from tests.faults.power import Disk
 from tests.stages.train.toy import write_mixture
@@ -51,15 +51,16 @@ ATOMIC = {
     "components/settings/profiles.py keep_copy",
     "components/settings/profiles.py use_profile",
     "components/records/files.py StageReport.write",
-    "components/stages/train/curve.py Curve.write",
-    "components/stages/train/hours.py write_spent",
-    "components/stages/train/generation.py begin",
-    "components/stages/train/phase.py with_alignment",
-    "components/stages/train/runtimes.py _worker",
+    "components/stages/train/progress.py Curve.write",
+    "components/records/files.py write_atomic",
+    "components/stages/train/samples.py read_samples",
+    "components/stages/train/loop.py Training.save",
+    "components/stages/train/loop.py Training.validate",
+    "components/stages/train/attempts.py begin",
+    "components/stages/train/on_ray.py _worker",
     "components/stages/train/stage.py aligned",
     "components/stages/train/stage.py train",
     "components/stages/train/state.py write_state",
-    "components/stages/train/state.py write_validation",
     "components/commands/zero_shot.py write_predictions",
     "flows/dvc.py repro",
     "flows/coalesce.py finish",
@@ -68,16 +69,15 @@ ATOMIC = {
     "flows/watch.py look",
     "flows/watch.py watch",
 }
-"""Through `write_atomic`."""
+"""Through `atomic`."""
 
 RENAMED = {
     "components/stages/augment/stage.py _swap": "DVC; the next run removes what a kill left (test_stage.py)",
     "components/scoring/metrics/worker.py main": "in a temporary folder of the process that waits for it",
     "components/commands/export/hub/folder.py export_hub": "a command's output, whole or not there",
-    "components/records/files.py write_atomic": "here",
+    "components/records/files.py atomic": "here",
     "components/models/checkpoint.py write_manifest": "here, with the checkpoint that it ends",
     "components/commands/rescore.py score_model": "a command's output, whole or not there; the next makes it anew",
-    "components/stages/train/samples.py _write": "here",
     "components/stages/train/state.py write_state": "here",
     "components/commands/zero_shot.py zero_shot": "a command's output, whole or not there",
     "flows/raw.py linked": "links, all flushed first; half a folder is made anew (tests/flows/test_raw.py)",
@@ -106,7 +106,7 @@ PLAIN = {
     "components/commands/export/hub/folder.py write_model": "see RENAMED",
     "components/commands/export/llava.py _write": "a command's output: the next one writes it anew",
     "components/commands/export/llava.py export_llava": "a command's output: the next one writes it anew",
-    "components/records/files.py write_atomic": "see RENAMED",
+    "components/records/files.py atomic": "see RENAMED",
     "components/stages/ingest/stage.py ingest": "DVC",
     "components/models/blip2idc/processing.py Blip2IDCProcessor.save_pretrained": "DVC, and the manifest is last",
     "components/models/checkpoint.py _save_adapters": "DVC, and the manifest is last",
@@ -120,7 +120,6 @@ PLAIN = {
     "components/commands/rescore.py score": "in a temporary folder",
     "components/stages/register/stage.py copy_code": "in a temporary folder",
     "components/stages/register/stage.py log_model": "in a temporary folder",
-    "components/stages/train/samples.py _write": "see RENAMED",
     "components/stages/train/stage.py _only_trainer": "a lock",
     "components/registry/tracking.py _make_client": "a lock",
     "components/stages/train/state.py write_state": "see RENAMED",
@@ -162,7 +161,7 @@ def how(call: ast.Call) -> str | None:
     called = ast.unparse(call.func)
     last = called.rpartition(".")[2]
     texts = [word.value for word in [*call.args, *(named.value for named in call.keywords)] if is_text(word)]
-    if called == "write_atomic":
+    if called in ("atomic", "write_atomic") or any(ast.unparse(word) == "write_atomic" for word in call.args[:1]):
         return "atomic"
     one_path = len(call.args) == 1 and not call.keywords and not isinstance(call.args[0], ast.Dict)
     if called in ("os.replace", "os.rename", "os.link") or (last in ("rename", "replace") and one_path):
@@ -307,7 +306,7 @@ def test_a_checkpoint_that_is_killed_while_it_is_written_is_the_one_before_or_th
         shutil.rmtree(place, ignore_errors=True)
         shutil.copytree(run_dir, place)
 
-    for _ in each_kill((state, checkpoint, files, curve), lambda: write_checkpoint(place, 6), anew):
+    for _ in each_kill((state, checkpoint, files, progress), lambda: write_checkpoint(place, 6), anew):
         seen.append(taken(place))
         write_checkpoint(place, 8)
         assert sorted(path.name for path in place.iterdir()) == [f"step-{seen[-1]:08d}", "step-00000008"]

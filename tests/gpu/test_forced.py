@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_leaves
 from m3diff.models import FAMILIES, attention, fused
 from m3diff.models.device import Device, environment
 from m3diff.models.tuning import unwrapped
-from m3diff.stages.train import accelerator
+from m3diff.stages.train import runtimes
+from m3diff.stages.train.engine import token_loss
 from m3diff.stages.train.loop import prepare_model
-from m3diff.stages.train.loss import token_loss
 from m3diff.stages.train.state import MOMENTS, MasterState
 from tests.gpu import test_gpu
 from tests.gpu.choices import first_batch
@@ -37,7 +37,7 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Device, "backend", "gloo")
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "no GPU")
-    monkeypatch.setattr(accelerator, "environment", lambda gpu: environment(gpu=False))
+    monkeypatch.setattr(runtimes, "environment", lambda gpu: environment(gpu=False))
 
 
 @pytest.mark.parametrize("attention", test_gpu.ATTENTION)

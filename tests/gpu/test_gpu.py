@@ -14,8 +14,8 @@ from m3diff.models import FAMILIES
 from m3diff.models.device import Device, environment
 from m3diff.models.generation import load_captioner
 from m3diff.models.tuning import unwrapped
+from m3diff.stages.train.engine import token_loss
 from m3diff.stages.train.loop import prepare_model
-from m3diff.stages.train.loss import token_loss
 from tests.gpu.choices import ATTENTION, CHECKPOINTING, cosine, first_batch, loss_and_gradients, small
 from tests.stages.train.toy import Trained, run
 from tests.tiny import colour_image, tiny_base, tiny_checkpoint
@@ -187,7 +187,7 @@ def test_a_killed_run_resumes_with_the_same_weights(
     from m3diff.stages.train import loop
 
     whole = trained(mixture, tmp_path / "whole", precision=precision)
-    step_of_loop = loop.train_step
+    step_of_loop = loop.Training.step
 
     def dies(state: Any, step: int, batches: Any) -> None:
         if step == 3:
@@ -195,7 +195,7 @@ def test_a_killed_run_resumes_with_the_same_weights(
         step_of_loop(state, step, batches)
 
     with monkeypatch.context() as patched:
-        patched.setattr(loop, "train_step", dies)
+        patched.setattr(loop.Training, "step", dies)
         with pytest.raises(KeyboardInterrupt):
             trained(mixture, tmp_path / "killed", precision=precision)
     resumed = trained(mixture, tmp_path / "killed", precision=precision)

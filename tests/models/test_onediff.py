@@ -31,7 +31,7 @@ from m3diff.models.onediff.processing import OneDiffProcessor
 from m3diff.models.onediff.settings import OneDiffSettings, VDMConfig
 from m3diff.models.tuning import parameter_counts, prepare
 from m3diff.stages.train.batches import MicroBatch, complete
-from m3diff.stages.train.loss import token_loss
+from m3diff.stages.train.engine import token_loss
 from m3diff.stages.train.packing import pack
 from tests.models.llava15 import write_llava15
 from tests.models.test_vdm import bert, maps_by_hand

@@ -21,8 +21,8 @@ from m3diff.settings.section import ParamsError
 from m3diff.stages.convert.paper_mixture import SAMPLES, training_counts
 from m3diff.stages.convert.params import Convert, Source
 from m3diff.stages.ingest.params import DatasetEntry
+from m3diff.stages.train.job import of_alignment
 from m3diff.stages.train.params import Train
-from m3diff.stages.train.phase import of_alignment
 
 if TYPE_CHECKING:
     import polars as pl

@@ -1,13 +1,12 @@
 """Samples to micro-batches: which reference trains when, packed how; decoded and tokenised ahead of the step.
 
 The schedule follows from the seed alone, so a run that resumes at step n sees what an undisturbed one would, and any
-number of workers or micro-batches sees the same global batches; what a family changes of a pair's images while it
-trains follows from seed, epoch and sequence in the same way. Each reference comes once per epoch. A micro-batch leaves
-the threads complete: the step copies it to its device, and waits for nothing.
+number of workers or micro-batches sees the same global batches. A family's augmentation of a pair's images follows from
+seed, epoch and sequence in the same way. Each reference comes once per epoch. A micro-batch leaves the threads
+complete: the step copies it to its device, and waits for nothing.
 """
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from torch import Tensor
 from m3diff.images.open import ImageError, load_image
 from m3diff.models.attention import RECURRING, Layout
 from m3diff.models.device import Device
+from m3diff.records.ahead import ahead
 from m3diff.records.errors import DataError
 from m3diff.stages.train.packing import Packed, pack
 from m3diff.stages.train.samples import RowGroups, Samples
@@ -37,13 +37,13 @@ Weighted = tuple[np.ndarray, int]
 """A sequence (row numbers of one pair) and its weight: 0 only fills up a batch."""
 
 Visit = tuple[int, int]
-"""Seed and epoch: with a sequence's first row, what the random numbers of its images follow from."""
+"""Seed and epoch: with a sequence's first row, the seed of the random numbers of its images."""
 
 AUGMENTED = 1  # other random numbers than those of an epoch's order
 
 
 def plan_epoch(samples: Samples, max_captions: int | None, seed: int, epoch: int) -> RowGroups:
-    """The sequences of one epoch in training order, each up to `max_captions` row numbers of one pair (None: all)."""
+    """Return the sequences of one epoch in training order, each up to `max_captions` rows of one pair (None: all)."""
     rng = np.random.default_rng([seed, epoch])
     pairs = samples.pairs()
     mixed = pairs.rows
@@ -59,7 +59,7 @@ def plan_epoch(samples: Samples, max_captions: int | None, seed: int, epoch: int
 
 
 def sequence_starts(offsets: np.ndarray, max_captions: int | None) -> np.ndarray:
-    """Where each sequence starts, where pairs are cut every `max_captions` rows (None: not at all).
+    """Return where each sequence starts, where pairs are cut every `max_captions` rows (None: not at all).
 
     Args:
         offsets: where each pair starts, and the end of the last.
@@ -97,31 +97,29 @@ class Schedule:
         return math.ceil(self.epochs * self.steps_per_epoch)
 
     def epoch(self, epoch: int) -> RowGroups:
-        """Its sequences in training order."""
+        """Return its sequences in training order."""
         return _planned(self, epoch)
 
     def global_sequences(self, step: int) -> list[np.ndarray]:
-        """The sequences of one step over all workers; the last step of an epoch has fewer than `global_batch`."""
+        """Return the sequences of one step over all workers; an epoch's last step has fewer than `global_batch`."""
         epoch, batch = divmod(step, self.steps_per_epoch)
         return self.epoch(epoch)[batch * self.global_batch : (batch + 1) * self.global_batch]
 
     def captions(self, first: int, end: int) -> int:
-        """References that the steps `first` to `end` (excluded) train on, over all workers."""
-        whole = self.steps_per_epoch
-        return sum(
-            self._captions_of(epoch, max(first - epoch * whole, 0), min(end - epoch * whole, whole))
-            for epoch in range(first // whole, -(-end // whole))
-        )
-
-    def _captions_of(self, epoch: int, first: int, end: int) -> int:
-        """References of the steps `first` to `end` (excluded) of an epoch."""
-        if (first, end) == (0, self.steps_per_epoch):
-            return len(self.samples)
-        offsets = self.epoch(epoch).offsets
-        return int(offsets[min(end * self.global_batch, len(offsets) - 1)] - offsets[first * self.global_batch])
+        """Count the references that the steps `first` to `end` (excluded) train on, over all workers."""
+        whole, count = self.steps_per_epoch, 0
+        for epoch in range(first // whole, -(-end // whole)):
+            start, stop = max(first - epoch * whole, 0), min(end - epoch * whole, whole)
+            if (start, stop) == (0, whole):  # without a plan of the epoch
+                count += len(self.samples)
+            else:
+                offsets = self.epoch(epoch).offsets
+                count += int(offsets[min(stop * self.global_batch, len(offsets) - 1)])
+                count -= int(offsets[start * self.global_batch])
+        return count
 
     def micro_batches(self, step: int, rank: int) -> list[list[Weighted]]:
-        """One worker's part of a step; sequences of weight 0 fill up the last batch of an epoch."""
+        """Return one worker's part of a step; sequences of weight 0 fill up the last batch of an epoch."""
         chosen = self.global_sequences(step)
         weighted = [(rows, 1) for rows in chosen]
         weighted += [(chosen[0], 0)] * (self.global_batch - len(chosen))
@@ -159,8 +157,8 @@ class MicroBatch:
 
 
 def complete(batch: MicroBatch, device: Device, pad_id: int) -> MicroBatch:
-    """The micro-batch as a step on the device takes it: its row rounded up for FlexAttention, laid out for SDPA, and
-    every tensor where a GPU copies from by itself."""
+    """Return the micro-batch as a step on the device takes it: its row rounded up for FlexAttention, laid out for SDPA,
+    and every tensor in memory that a GPU copies from by itself."""
     flex = device.attention == "flex"
     packed = batch.packed.rounded_up(RECURRING, pad_id) if flex else batch.packed
     layout = None if flex else packed.layout().each(device.pinned)
@@ -171,8 +169,8 @@ class Loader:
     """Builds micro-batches in threads ahead of the step; Pillow and the tokenizer release the interpreter's lock.
 
     Args:
-        device: what the micro-batches are made complete for.
-        augment: what the images of a pair [2, rows, columns, 3] become in a visit; None: they stay.
+        device: the device that the micro-batches are made complete for.
+        augment: changes the images of a pair [2, rows, columns, 3] in a visit; None: they stay.
     """
 
     def __init__(
@@ -193,26 +191,19 @@ class Loader:
         return self.processor.prepare_image(open_image(path, sha256))
 
     def pairs_of(self, rows: np.ndarray) -> list[tuple[Sequence[int], Sequence[int]]]:
-        """(prompt, reference) token ids of each row."""
+        """Return (prompt, reference) token ids of each row."""
         samples, encode_prompt = self.samples, self.processor.encode_prompt
         return [(encode_prompt(samples.question[row]), self.reference(samples.reference[row])) for row in rows]
 
     def images_of(self, row: int, visit: Visit | None) -> list[np.ndarray]:
-        """The images of a row's pair, before and after; without a visit as they are."""
+        """Return the images of a row's pair, before and after; without a visit as they are."""
         pair = [self.prepared(*file) for file in self.samples.images(row)]
         if visit is None or self.augment is None:
             return pair
         return list(self.augment(np.stack(pair), np.random.default_rng([*visit, row, AUGMENTED])))
 
-    def build(self, micro_batch: list[Weighted], visit: Visit | None = None) -> MicroBatch:
-        """A complete micro-batch."""
-        return self.complete(self.read(micro_batch, visit))
-
-    def complete(self, batch: MicroBatch) -> MicroBatch:
-        return complete(batch, self.device, self.processor.pad_id)
-
     def read(self, micro_batch: list[Weighted], visit: Visit | None = None) -> MicroBatch:
-        """Decoded and tokenised, not yet complete: what takes least memory to keep."""
+        """Return it decoded and tokenised, not yet complete: the form that takes least memory to keep."""
         groups = [self.pairs_of(rows) for rows, _ in micro_batch]
         weights: list[int] = []
         for group, (_, weight) in zip(groups, micro_batch, strict=True):
@@ -220,32 +211,31 @@ class Loader:
         images = [image for rows, _ in micro_batch for image in self.images_of(int(rows[0]), visit)]
         return MicroBatch(pack(groups), torch.from_numpy(np.stack(images)), torch.tensor(weights, dtype=torch.float32))
 
+    def complete(self, batch: MicroBatch) -> MicroBatch:
+        return complete(batch, self.device, self.processor.pad_id)
+
+    def build(self, micro_batch: list[Weighted], visit: Visit | None = None) -> MicroBatch:
+        """Return a complete micro-batch."""
+        return self.complete(self.read(micro_batch, visit))
+
     def completed(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
-        """What was read, made complete by the threads a few ahead."""
-        waiting: deque[Future[MicroBatch]] = deque()
-        for batch in batches:
-            waiting.append(self.pool.submit(self.complete, batch))
-            if len(waiting) > PREFETCHED:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+        """Yield micro-batches that were read, made complete by the threads a few ahead."""
+        for (batch,) in ahead(lambda batch: [self.pool.submit(self.complete, batch)], batches, PREFETCHED):
+            yield batch
 
     def stream(self, schedule: Schedule, rank: int, first_step: int) -> Iterator[list[MicroBatch]]:
-        """The micro-batches of each step from `first_step` to the end of the run."""
-        waiting: list[list[Future[MicroBatch]]] = []
-        ahead = max(1, PREFETCHED * schedule.micro_batch * schedule.ranks // schedule.global_batch)
-        for step in range(first_step, schedule.steps + ahead):
-            if step < schedule.steps:
-                mine, visit = schedule.micro_batches(step, rank), (schedule.seed, step // schedule.steps_per_epoch)
-                waiting.append([self.pool.submit(self.build, micro_batch, visit) for micro_batch in mine])
-            if step >= first_step + ahead and waiting:
-                yield [future.result() for future in waiting.pop(0)]
-        while waiting:
-            yield [future.result() for future in waiting.pop(0)]
+        """Return the micro-batches of each step from `first_step` to the end of the run."""
+
+        def submit(step: int) -> list[Future[MicroBatch]]:
+            visit = (schedule.seed, step // schedule.steps_per_epoch)
+            return [self.pool.submit(self.build, each, visit) for each in schedule.micro_batches(step, rank)]
+
+        steps = max(1, PREFETCHED * schedule.micro_batch * schedule.ranks // schedule.global_batch)
+        return ahead(submit, range(first_step, schedule.steps), steps)
 
 
 def open_image(path: str, sha256: bytes) -> "Image.Image":
-    """An image file whose bytes are those that ingest saw.
+    """Return an image whose file's bytes are those that ingest saw.
 
     Raises:
         DataError: it cannot be read, or it changed.

@@ -1,6 +1,8 @@
-"""The DeepSpeed engine around a model: ZeRO stage and precision from the parameters, AdamW with its groups.
+"""The DeepSpeed engine around a model, the loss of a micro-batch, and one optimizer step over a global batch.
 
-DeepSpeed takes its accelerator when it is imported: `accelerator.py` tells it which, before this module is.
+The loss is the sum over the supervised tokens divided by their number in the whole global batch, over all micro-batches
+and workers, so that neither changes the gradient. DeepSpeed takes its accelerator when it is imported:
+`runtimes.choose_accelerator` tells it which, before this module is.
 """
 
 import math
@@ -8,24 +10,48 @@ from collections.abc import Sequence
 from typing import Any
 
 import deepspeed
+import numpy as np
 import torch
+import torch.distributed as dist
+from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
+from m3diff.models.device import Device
+from m3diff.models.family import PairProcessor
+from m3diff.models.fused import fused_attention
 from m3diff.models.tuning import TrainableGroup
 from m3diff.settings.compute import Compute
+from m3diff.settings.section import ParamsError
+from m3diff.stages.train.batches import Loader, MicroBatch, Schedule, Weighted
 from m3diff.stages.train.params import Train
+
+ROUNDING = {"fp32": 1e-4, "bf16": 1e-2}
+"""The largest relative difference that rounding explains, by precision: sums of other lengths differ by some 1e-6 in
+fp32 and, with three significant digits in every layer, by some 1e-3 in bf16. A token that sees what it should not, or
+stands at a wrong place, moves the loss of a pre-trained model by more."""
+
+
+class PackingError(ParamsError):
+    """The packed loss is not that of one sequence per reference."""
 
 
 def accumulation(cfg: Train, compute: Compute, ranks: int) -> int:
-    """Micro-batches of one worker in a step."""
+    """Return the micro-batches of one worker in a step."""
     steps, rest = divmod(cfg.global_batch, compute.micro_batch * ranks)
     assert not rest, f"global_batch {cfg.global_batch} is no multiple of micro_batch {compute.micro_batch} x {ranks}"
     return steps
 
 
 def deepspeed_config(cfg: Train, compute: Compute, ranks: int) -> dict[str, Any]:
-    """DeepSpeed's configuration. No optimizer or scheduler in it: those of DeepSpeed would merge the groups."""
+    """Return DeepSpeed's configuration, without an optimizer or scheduler: DeepSpeed's own would merge the groups.
+
+    With ZeRO 2 and 3, gradients of micro-batches in bf16 are added up in fp32, on one GPU too: in bf16 a sum loses each
+    gradient below 1/512 of it. DeepSpeed knows no such sum without ZeRO, and for ZeRO 1 it takes another optimizer
+    (`BF16_Optimizer`), whose state is held otherwise and whose sums are whole on every GPU.
+    """
+    sums_in_fp32 = cfg.precision == "bf16" and compute.zero_stage >= 2
     return {
         "train_micro_batch_size_per_gpu": compute.micro_batch,
         "gradient_accumulation_steps": accumulation(cfg, compute, ranks),
@@ -34,23 +60,16 @@ def deepspeed_config(cfg: Train, compute: Compute, ranks: int) -> dict[str, Any]
         "zero_optimization": {"stage": compute.zero_stage, "stage3_gather_16bit_weights_on_model_save": True},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "data_types": {"grad_accum_dtype": "fp32" if accumulates_in_fp32(cfg, compute) else None},
+        "data_types": {"grad_accum_dtype": "fp32" if sums_in_fp32 else None},
         "steps_per_print": 2**31,
         "timers": {"throughput": {"enabled": False}},  # it would wait for the GPU twice a micro-batch
     }
 
 
-def accumulates_in_fp32(cfg: Train, compute: Compute) -> bool:
-    """Whether gradients of micro-batches in bf16 are added up in fp32: with ZeRO 2 and 3, on one GPU too. DeepSpeed
-    knows no such sum without ZeRO, and for ZeRO 1 it takes another optimizer (`BF16_Optimizer`), whose state is held
-    otherwise and whose sums are whole on every GPU. In bf16 a sum loses each gradient below 1/512 of it."""
-    return cfg.precision == "bf16" and compute.zero_stage >= 2
-
-
 def build_engine(
     cfg: Train, compute: Compute, model: nn.Module, groups: list[TrainableGroup], ranks: int
-) -> deepspeed.DeepSpeedEngine:
-    """Wrap the model; `torch.distributed` must be up."""
+) -> DeepSpeedEngine:
+    """Wrap the model with AdamW over its groups; `torch.distributed` must be up."""
     # DeepSpeed would compile a collective for shared memory at first use; gloo serves CPU ranks without a compiler
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # each rate is set before each step; 0 until then
@@ -73,44 +92,134 @@ def warmup_steps(steps: int, warmup_share: float) -> int:
     return max(1, round(warmup_share * steps))
 
 
-def delayed_steps(steps: int, delay: float) -> int:
-    """The first step of a part that waits for a share `delay` of `steps`."""
-    return round(delay * steps)
+def rate_factor(cfg: Train, step: int, steps: int, delay: float = 0.0) -> float:
+    """Return the factor on a group's learning rate at `step` of `steps`: linear up, then 1, or a half cosine to zero.
+
+    A group with a `delay`, a share of `steps`, has 0 until then, and its own warm-up under the same cosine.
+    """
+    warmup, own = warmup_steps(steps, cfg.warmup_share), step - round(delay * steps)
+    rise = 0.0 if own < 0 else min(1.0, (own + 1) / warmup)
+    if cfg.schedule == "constant":
+        return rise
+    return 0.5 * (1 + math.cos(math.pi * max(0, step - warmup) / max(1, steps - warmup))) * rise
 
 
-def cosine_with_warmup(step: int, steps: int, warmup_share: float, delay: float = 0.0) -> float:
-    """The factor on a group's learning rate at `step` of `steps`: linear up, then a half cosine to zero. A group with a
-    `delay` has 0 until then, and its own warm-up under the same cosine."""
-    warmup = warmup_steps(steps, warmup_share)
-    cosine = 0.5 * (1 + math.cos(math.pi * max(0, step - warmup) / max(1, steps - warmup)))
-    return cosine * constant_with_warmup(step, steps, warmup_share, delay)
+def take_step(
+    engine: DeepSpeedEngine,
+    batches: list[MicroBatch],
+    processor: PairProcessor,
+    device: Device,
+    rates: Sequence[float],
+    ranks: int,
+) -> tuple[float, float]:
+    """Take one optimizer step over a global batch; return its mean loss per supervised token and the gradient's norm.
 
-
-def constant_with_warmup(step: int, steps: int, warmup_share: float, delay: float = 0.0) -> float:
-    """The same without the cosine: 0 until the delay is over, linear up, then 1."""
-    own = step - delayed_steps(steps, delay)
-    return 0.0 if own < 0 else min(1.0, (own + 1) / warmup_steps(steps, warmup_share))
-
-
-SCHEDULES = {"cosine": cosine_with_warmup, "constant": constant_with_warmup}
-
-
-def set_learning_rates(engine: deepspeed.DeepSpeedEngine, rates: Sequence[float]) -> None:
-    """`rates`: of each of the optimizer's groups, in their order."""
+    Args:
+        rates: learning rates of the optimizer's groups, in their order.
+    """
     for slot, rate in zip(engine.optimizer.param_groups, rates, strict=True):
         slot["lr"] = rate
+    tokens = sum_over_ranks(torch.tensor(float(sum(batch.supervised_tokens for batch in batches))), ranks)
+    total, norm = torch.zeros((), device=device.torch), 0.0  # stays there: reading it would wait for the GPU
+    for number, batch in enumerate(batches, start=1):
+        loss = token_loss(engine, batch, processor, device)
+        total += loss.detach()
+        engine.backward(loss * (ranks * len(batches)) / float(tokens))  # DeepSpeed divides by both
+        if number < len(batches):
+            engine.step()
+        else:
+            norm = apply_step(engine)
+    return float(sum_over_ranks(total.cpu(), ranks) / tokens), norm
 
 
-def apply_step(engine: deepspeed.DeepSpeedEngine) -> float:
-    """`engine.step()` after the last backward of a step; the gradient's norm over all groups and workers, unclipped.
+def apply_step(engine: DeepSpeedEngine) -> float:
+    """Call `engine.step()` after the last backward of a step; return the gradient's norm over all groups and workers,
+    unclipped.
 
     DeepSpeed's optimizers keep the norm that they clip by, infinite where the gradient is not finite. With ZeRO 0 in
     fp32 the optimizer is torch's own, which knows none: there every worker holds the whole gradient, summed over the
     workers.
     """
-    plain = isinstance(engine.optimizer, torch.optim.Optimizer)
-    if plain:
-        gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
-        norm = float(torch.nn.utils.get_total_norm(gradients))
+    if not isinstance(engine.optimizer, torch.optim.Optimizer):
+        engine.step()
+        return float(engine.get_global_grad_norm())
+    norm = float(torch.nn.utils.get_total_norm([p.grad for p in engine.module.parameters() if p.grad is not None]))
     engine.step()
-    return norm if plain else float(engine.get_global_grad_norm())
+    return norm
+
+
+def token_loss(model: nn.Module, batch: MicroBatch, processor: PairProcessor, device: Device) -> Tensor:
+    """Return the summed cross-entropy over the weighted supervised tokens of a complete micro-batch, which is copied to
+    the device here; the model computes logits on those positions alone."""
+    packed = batch.packed
+    with fused_attention():
+        logits = model(
+            input_ids=device.move(packed.input_ids),
+            position_ids=device.move(packed.position_ids),
+            tokens=packed.input_ids,  # on the CPU, as the next: places are known without waiting for a GPU
+            logits_to_keep=packed.supervised,
+            use_cache=False,
+            **attention_inputs(batch, device),
+            **processor.image_inputs(device.move(batch.images)),
+        ).logits
+    losses = F.cross_entropy(logits.float(), device.move(packed.labels), reduction="none")
+    return (losses * device.move(batch.weights)).sum()
+
+
+def attention_inputs(batch: MicroBatch, device: Device) -> dict[str, Any]:
+    """Return the mask, which chooses the kernel (`m3diff.models.attention`), and the layout that SDPA needs."""
+    if device.attention == "flex":
+        return {"attention_mask": batch.packed.block_mask(device)}
+    assert batch.layout is not None, "a micro-batch that is not complete"
+    layout = batch.layout.each(device.move)
+    return {"attention_mask": layout.attention_mask(), "layout": layout}
+
+
+def sum_over_ranks(value: Tensor, ranks: int) -> Tensor:
+    """Add up `value`, on the CPU, in place over the workers, and return it."""
+    if ranks > 1:
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        summed = value.to(device)
+        dist.all_reduce(summed)
+        value.copy_(summed)
+    return value
+
+
+def check_packing(
+    model: Any, schedule: Schedule, loader: Loader, processor: PairProcessor, device: Device
+) -> str | None:
+    """Compare the loss of the schedule's first sequence with several references, and of the one after it where a
+    micro-batch holds two, with the sum over their references, one sequence each. Every worker compares the same.
+
+    A kernel's use of the mask depends on the device and its software, which no test elsewhere has seen. The check takes
+    forwards without gradients and touches no random state.
+
+    Returns: the comparison in words; None where no sequence has several references.
+
+    Raises:
+        PackingError: the two differ by more than rounding explains; has both, the kernel and the way out.
+    """
+    sequences = schedule.epoch(0)
+    several = np.flatnonzero(np.diff(sequences.offsets) > 1)
+    if not len(several):
+        return None
+
+    @torch.no_grad()
+    def loss(micro_batch: list[Weighted]) -> float:
+        return float(token_loss(model, loader.build(micro_batch), processor, device))
+
+    chosen = sequences[several[0] : several[0] + min(2, schedule.micro_batch)]
+    alone = [rows[n : n + 1] for rows in chosen for n in range(len(rows))]
+    packed = loss([(rows, 1) for rows in chosen])
+    apart = sum(loss([(rows, 1)]) for rows in alone)
+    found, most = abs(packed - apart) / abs(apart), ROUNDING[device.precision]
+    compared = f"{packed:.6g} packed, {apart:.6g} as {len(alone)} sequences of one reference"
+    if not found <= most:
+        sdpa = device.attention == "sdpa"
+        remedy = "train.max_captions_per_sequence to 1" if sdpa else "compute.attention to sdpa"
+        raise PackingError(
+            f"the loss of {len(chosen)} packed sequence(s) is not that of their references: {compared} (attention "
+            f"{device.attention}, {device.precision}; relative difference {found:.2g}, rounding explains {most:g}). "
+            f"Nothing was trained; set {remedy}, and report it"
+        )
+    return f"packing checked, attention {device.attention}: loss {compared} (relative difference {found:.1g})"

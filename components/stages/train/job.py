@@ -1,30 +1,43 @@
-"""What a worker is sent and its place among the workers. Light: a worker unpickles it before it imports torch."""
+"""The work that a training worker is sent. Light: a worker unpickles it before it imports torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from m3diff.settings.compute import Compute
 from m3diff.stages.train.params import Train
-from m3diff.stages.train.phase import DatasetFilter
 
 if TYPE_CHECKING:
     from m3diff.models.family import Settings
-
 
 CURVES = "curves.csv"
 
 
 @dataclass(frozen=True)
+class DatasetFilter:
+    """The datasets whose samples a phase takes: `names`, or, with `others`, all but these."""
+
+    names: tuple[str, ...] = ()
+    others: bool = True
+
+    @property
+    def takes_all(self) -> bool:
+        return self.others and not self.names
+
+    def __str__(self) -> str:
+        return f"{'datasets other than ' if self.others else ''}{', '.join(self.names)}"
+
+
+@dataclass(frozen=True)
 class Job:
-    """What a worker is sent: one phase of a training. `run_dir` is on storage that every worker sees.
+    """One phase of a training. `run_dir` is on storage that every worker sees.
 
     Attributes:
         weights: the folder that the phase begins with; None: the base, `cfg.base`.
-        datasets: whose samples it takes.
-        generation: the attempt's number, as `generation.py` has it.
+        datasets: the datasets whose samples it takes.
+        generation: the attempt's number (`attempts.begin`).
     """
 
     cfg: Train
@@ -52,11 +65,20 @@ class Runtime:
             print(f"train: {text}", flush=True)
 
     def agree(self, value: Any) -> Any:
-        """What the first worker says."""
+        """Return the first worker's `value` on every worker."""
         if self.ranks == 1:
             return value
         import torch.distributed as dist
 
-        told = [value]
-        dist.broadcast_object_list(told, src=0)
-        return told[0]
+        values = [value]
+        dist.broadcast_object_list(values, src=0)
+        return values[0]
+
+
+def of_alignment(cfg: Train, settings: Settings) -> tuple[Train, Settings]:
+    """Return the section `train` and the model's settings with which the alignment of `settings` trains."""
+    align = settings.align
+    assert align is not None, "a model without an alignment"
+    own = {"epochs": align.epochs, "global_batch": align.global_batch, "export": "last"}
+    changes = {"rates": align.rates, "delays": type(settings.delays)(), "align": None}
+    return cfg.model_copy(update=own), replace(settings, **changes)  # type: ignore[type-var]

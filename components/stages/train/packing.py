@@ -45,11 +45,11 @@ class Packed:
 
     @property
     def tokens(self) -> int:
-        """T, padding included."""
+        """Return T, padding included."""
         return self.input_ids.shape[1]
 
     def rounded_up(self, multiple: int, pad_id: int) -> "Packed":
-        """The same with padding at the end of the row, so that T is a multiple and shapes recur."""
+        """Return it with padding at the end of the row, so that T is a multiple and shapes recur."""
         extra = -self.tokens % multiple
         if not extra:
             return self
@@ -63,7 +63,7 @@ class Packed:
         )
 
     def layout(self) -> Layout:
-        """The sequences in rectangles, for attention kernels that know no other shape; padding is in none."""
+        """Return the sequences in rectangles, for attention kernels that know no other shape; padding is in none."""
         lengths = torch.bincount(self.sequences[self.sequences != PAD])
         starts = lengths.cumsum(0) - lengths
         count = max(1, min(MOST_RECTANGLES, len(lengths) // FEWEST_SEQUENCES))
@@ -83,28 +83,28 @@ class Packed:
         return Layout(tokens, places, tuple(shapes), tuple(masks))
 
     def mask(self) -> Tensor:
-        """Who attends to whom in the whole row, [1, 1, T, T] bool: the rule, for any kernel that takes a mask."""
-        place = torch.arange(self.tokens)
-        return row_rule(self.sequences, self.segments)(torch.tensor(0), torch.tensor(0), place[:, None], place)[
-            None, None
-        ]
+        """Return who attends to whom in the whole row, [1, 1, T, T] bool, for any kernel that takes a mask."""
+        place, first = torch.arange(self.tokens), torch.tensor(0)
+        return row_rule(self.sequences, self.segments)(first, first, place[:, None], place)[None, None]
 
     def each(self, taken: Callable[[Tensor], Tensor]) -> "Packed":
-        """The same of what `taken` makes of each tensor."""
+        """Apply `taken` to each tensor."""
         return Packed(**{field.name: taken(getattr(self, field.name)) for field in fields(self)})
 
     def block_mask(self, device: Device) -> BlockMask:
-        """The rule over the whole row for FlexAttention, which skips the blocks where no token sees another. Made on
-        the device, which it keeps busy and does not wait for."""
+        """Return the rule over the whole row for FlexAttention, which skips the blocks where no token sees another.
+        Made on the device, which it keeps busy and does not wait for."""
         rule = row_rule(device.move(self.sequences), device.move(self.segments))
         return create_block_mask(rule, None, None, self.tokens, self.tokens, device=str(device.torch))
 
 
-def prefix_rule(segments: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Each token sees the prefix and its own branch, up to itself. Padding sees itself, so that no row is empty.
+Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Of batch, head, query and key indices that broadcast, as FlexAttention's `mask_mod` takes them."""
 
-    The rule takes batch, head, query and key indices that broadcast, as FlexAttention's `mask_mod` does.
-    """
+
+def prefix_rule(segments: Tensor) -> Rule:
+    """Return the rule of [B, S] segments: each token sees the prefix and its own branch, up to itself. Padding sees
+    itself, so that no row is empty."""
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         of_query, of_key = segments[batch, query], segments[batch, key]
@@ -114,8 +114,8 @@ def prefix_rule(segments: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], 
     return sees
 
 
-def row_rule(sequences: Tensor, segments: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """The same over sequences end to end: a token sees its own sequence alone."""
+def row_rule(sequences: Tensor, segments: Tensor) -> Rule:
+    """Return the rule over sequences end to end: a token sees its own sequence alone."""
     within = prefix_rule(segments[None])
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ def row_rule(sequences: Tensor, segments: Tensor) -> Callable[[Tensor, Tensor, T
 
 
 def prefix_mask(segments: Tensor) -> Tensor:
-    """The rule for [B, S] segments as a dense mask, [B, 1, S, S] bool."""
+    """Return the rule of [B, S] segments as a dense mask, [B, 1, S, S] bool."""
     batch = torch.arange(segments.shape[0], device=segments.device)[:, None, None, None]
     place = torch.arange(segments.shape[1], device=segments.device)
     return prefix_rule(segments)(batch, batch, place[:, None], place)
@@ -134,46 +134,39 @@ def prefix_mask(segments: Tensor) -> Tensor:
 def pack(groups: Sequence[Sequence[tuple[Sequence[int], Sequence[int]]]]) -> Packed:
     """Pack each group of (prompt, answer) token ids into one sequence.
 
-    The prefix is what all prompts of the group share, less the last prompt token: that is repeated in every branch,
-    or no branch could be asked for its first answer token.
+    The prefix is the part that all prompts of the group share, less the last prompt token: that is repeated in every
+    branch, or no branch could be asked for its first answer token.
     """
-    packed = [_pack_one(group) for group in groups]
-    supervised = torch.cat([torch.zeros(len(one.ids), dtype=torch.bool) for one in packed])
-    start = 0
-    for one in packed:
-        supervised[[start + place for place in one.supervised]] = True
-        start += len(one.ids)
-    labels = torch.tensor([label for one in packed for label in one.labels])
-    assert int(supervised.sum()) == len(labels), f"{int(supervised.sum())} supervised positions, {len(labels)} labels"
+    ids: list[int] = []
+    positions: list[int] = []
+    segments: list[int] = []
+    supervised: list[int] = []
+    labels: list[int] = []
+    lengths: list[int] = []
+    for group in groups:
+        start = len(ids)
+        prompts = [list(prompt) for prompt, _ in group]
+        shared = min(len(commonprefix(prompts)), *(len(prompt) - 1 for prompt in prompts))
+        ids += prompts[0][:shared]
+        positions += range(shared)
+        segments += [PREFIX] * shared
+        for branch, (prompt, answer) in enumerate(group, start=1):
+            tail = [*prompt[shared:], *answer[:-1]]
+            first = len(ids) + len(prompt) - shared - 1
+            supervised += range(first, first + len(answer))
+            labels += answer
+            ids += tail
+            positions += range(shared, shared + len(tail))
+            segments += [branch] * len(tail)
+        lengths.append(len(ids) - start)
+    mask = torch.zeros(len(ids), dtype=torch.bool)
+    mask[supervised] = True
+    assert int(mask.sum()) == len(labels), f"{int(mask.sum())} supervised positions, {len(labels)} labels"
     return Packed(
-        input_ids=torch.tensor([[token for one in packed for token in one.ids]]),
-        position_ids=torch.tensor([[place for one in packed for place in one.positions]]),
-        sequences=torch.repeat_interleave(torch.tensor([len(one.ids) for one in packed])),
-        segments=torch.tensor([segment for one in packed for segment in one.segments]),
-        supervised=supervised[None],
-        labels=labels,
+        input_ids=torch.tensor([ids]),
+        position_ids=torch.tensor([positions]),
+        sequences=torch.repeat_interleave(torch.tensor(lengths)),
+        segments=torch.tensor(segments),
+        supervised=mask[None],
+        labels=torch.tensor(labels),
     )
-
-
-@dataclass(frozen=True)
-class _Sequence:
-    ids: list[int]
-    positions: list[int]
-    segments: list[int]
-    supervised: list[int]
-    labels: list[int]
-
-
-def _pack_one(group: Sequence[tuple[Sequence[int], Sequence[int]]]) -> _Sequence:
-    prompts = [list(prompt) for prompt, _ in group]
-    shared = min(len(commonprefix(prompts)), *(len(prompt) - 1 for prompt in prompts))
-    one = _Sequence(prompts[0][:shared], list(range(shared)), [PREFIX] * shared, [], [])
-    for branch, (prompt, answer) in enumerate(group, start=1):
-        tail = [*prompt[shared:], *answer[:-1]]
-        first = len(one.ids) + len(prompt) - shared - 1
-        one.supervised.extend(range(first, first + len(answer)))
-        one.labels.extend(answer)
-        one.ids.extend(tail)
-        one.positions.extend(range(shared, shared + len(tail)))
-        one.segments.extend([branch] * len(tail))
-    return one

@@ -20,20 +20,19 @@ from m3diff.provenance.code import key_of
 from m3diff.records.files import StageReport, sha256, sha256_of_folder, write_atomic
 from m3diff.settings.compute import Compute
 from m3diff.settings.section import ParamsError
-from m3diff.stages.train.job import CURVES, Job
+from m3diff.stages.train.attempts import TERMINATED, StoppedError, with_retries
+from m3diff.stages.train.job import CURVES, DatasetFilter, Job, of_alignment
 from m3diff.stages.train.params import Train
-from m3diff.stages.train.phase import ALIGNMENT, DONE, DatasetFilter, of_alignment, with_alignment
-from m3diff.stages.train.retry import with_retries
-from m3diff.stages.train.runtimes import run_local, run_on_ray
-from m3diff.stages.train.stopping import TERMINATED, StoppedError
 
 if TYPE_CHECKING:
     from m3diff.models.family import Align, Settings
 
 
-SPEED = ("seconds", "captions_per_s", "waiting_share", "device_hours")
-"""What a run took, over all its attempts. In no report, which a resumed run must
-write as one that was left alone."""
+SPEED = ("seconds", "captions_per_s", "waiting_share", "device_hours", "device", "devices")
+"""Figures of all attempts of a run. In no report: a resumed run's is that of one that was left alone."""
+
+ALIGNMENT, DONE = "alignment", "done.json"
+"""The alignment's folder in the run's, and the file in it with its figures, written when it has ended."""
 
 
 class TrainReport(StageReport):
@@ -78,7 +77,7 @@ def train(
     """Train on `mixture`/train and write `out`: checkpoint/, curves.csv, report.json.
 
     Args:
-        follow: who shows the curves while it trains.
+        follow: shows the curves while it trains.
 
     Raises:
         RunLockedError: the same run is being trained elsewhere.
@@ -104,9 +103,7 @@ def train(
             print(f"train: {stopped}", flush=True)
             raise SystemExit(TERMINATED) from stopped
         report = _report(figures, before).write(out / "report.json")
-        speed = {name: round(figures[name], 4) for name in SPEED} | {
-            name: figures[name] for name in ("device", "devices")
-        }
+        speed = {name: round(value, 4) if isinstance(value := figures[name], float) else value for name in SPEED}
         write_atomic(scratch / "train_speed.json", json.dumps(speed) + "\n")
         print(f"train: {report.steps} steps in {figures['seconds']:.0f} s, {speed['captions_per_s']:.0f} captions/s")
     shutil.rmtree(run_dir)
@@ -114,61 +111,72 @@ def train(
 
 
 def run_phases(job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The fine-tuning, and before it the alignment where the model has one; the figures of both, `{}` without it.
+    """Run the fine-tuning, and before it the alignment where the model has one; return the figures of both, `{}`
+    without it. Times and hours are of both.
 
-    Times and hours are of both. Raises as `with_retries`.
+    Each phase is a run of the loop on datasets of its own, with a folder, checkpoints and a schedule of its own, so
+    each goes on by itself where it was killed. The fine-tuning begins with the alignment's weights.
+
+    Raises: as `with_retries`.
     """
-    run = run_local if job.compute.workers == 0 else run_on_ray
     align = job.model.align
     if align is None:
-        return with_retries(run, job), {}
-    before = aligned(run, job, align)
+        return with_retries(run_of(job), job), {}
+    before = aligned(job, align)
     first = job.run_dir / ALIGNMENT / "out"
     job = replace(job, weights=first / "checkpoint", datasets=DatasetFilter(align.datasets))
-    figures = with_retries(run, job)
+    figures = with_retries(run_of(job), job)
+    from m3diff.stages.train.progress import with_alignment
+
     with_alignment(first / CURVES, job.out / CURVES)
     return figures | {name: figures[name] + before[name] for name in ("seconds", "device_hours")}, before
 
 
-def aligned(run: Callable[[Job], dict[str, Any]], job: Job, align: "Align") -> dict[str, Any]:
-    """Train the phase before to its end, where it has not ended yet; its figures.
+def run_of(job: Job) -> Callable[[Job], dict[str, Any]]:
+    """Return the function that runs the loop where `compute.workers` says."""
+    if job.compute.workers:
+        from m3diff.stages.train.on_ray import run_on_ray
 
-    Where its output is damaged, it is written again from the newest step checkpoint.
+        return run_on_ray
+    from m3diff.stages.train.runtimes import run_local
+
+    return run_local
+
+
+def aligned(job: Job, align: "Align") -> dict[str, Any]:
+    """Train the phase before to its end, where it has not ended yet; return its figures.
+
+    Where its output is not as its manifest says, it is written again from the newest step checkpoint.
     """
-    folder = job.run_dir / ALIGNMENT
-    _forget_damaged(folder)
-    if not (folder / DONE).is_file():
-        folder.mkdir(exist_ok=True)
-        cfg, settings = of_alignment(job.cfg, job.model)
-        phase = replace(
-            job,
-            cfg=cfg,
-            model=settings,
-            out=folder / "out",
-            run_dir=folder,
-            datasets=DatasetFilter(align.datasets, others=False),
-        )
-        write_atomic(folder / DONE, json.dumps(with_retries(run, phase)) + "\n")
-    return json.loads((folder / DONE).read_text(encoding="utf-8"))
-
-
-def _forget_damaged(folder: Path) -> None:
-    """Let an alignment that has ended end again, where its checkpoint is not as its manifest says."""
-    if not (folder / DONE).is_file():
-        return
     from m3diff.models.checkpoint import CheckpointError, verify_manifest
 
-    try:
-        verify_manifest(folder / "out" / "checkpoint")
-    except CheckpointError as error:
-        fault = str(error).partition(";")[0]
-        print(f"train: {fault}; the alignment's output is written again from its newest step checkpoint", flush=True)
-        (folder / DONE).unlink()
-        shutil.rmtree(folder / "out", ignore_errors=True)
+    folder = job.run_dir / ALIGNMENT
+    out, done = folder / "out", folder / DONE
+    if done.is_file():
+        try:
+            verify_manifest(out / "checkpoint")
+        except CheckpointError as error:
+            fault = str(error).partition(";")[0]
+            print(
+                f"train: {fault}; the alignment's output is written again from its newest step checkpoint", flush=True
+            )
+            done.unlink()
+            shutil.rmtree(out, ignore_errors=True)
+    if not done.is_file():
+        folder.mkdir(exist_ok=True)
+        cfg, settings = of_alignment(job.cfg, job.model)
+        chosen = DatasetFilter(align.datasets, others=False)
+        phase = replace(job, cfg=cfg, model=settings, out=out, run_dir=folder, datasets=chosen)
+        write_atomic(done, json.dumps(with_retries(run_of(job), phase)) + "\n")
+    return json.loads(done.read_text(encoding="utf-8"))
 
 
 def _report(figures: dict[str, Any], before: dict[str, Any]) -> TrainReport:
     counts = figures["parameters"]
+
+    def known(value: float) -> float | None:
+        return None if math.isnan(value) else round(value, 5)
+
     return TrainReport(
         stage="train",
         rows_in=figures["samples"],
@@ -178,9 +186,9 @@ def _report(figures: dict[str, Any], before: dict[str, Any]) -> TrainReport:
         parameters_frozen=counts["frozen"],
         parameters={part: n for part, n in counts.items() if part not in ("trainable", "frozen")},
         loss=round(figures["loss"], 5),
-        val_loss=_known(figures["val_loss"]),
+        val_loss=known(figures["val_loss"]),
         val_loss_by_dataset={name: round(loss, 5) for name, loss in figures["val_loss_by_dataset"].items()},
-        val_cider=_known(figures["val_cider"]),
+        val_cider=known(figures["val_cider"]),
         exported_step=figures["exported_step"],
         module=figures["module"],
         alignment={name: round(before[name], 5) for name in ("steps", "captions", "loss") if before},
@@ -188,12 +196,8 @@ def _report(figures: dict[str, Any], before: dict[str, Any]) -> TrainReport:
     )
 
 
-def _known(value: float) -> float | None:
-    return None if math.isnan(value) else round(value, 5)
-
-
 def run_key(cfg: Train, model: "Settings", mixture: Path, base_sha256: str) -> str:
-    """Names a run: the hash of the parameters, samples, base and code that decide its weights; of no path."""
+    """Name a run: the hash of the parameters, samples, base and code that decide its weights, and of no path."""
     samples = [file for split in ("train", "val") for file in sorted((mixture / split).glob("*.parquet"))]
     facts = {
         "train": cfg.model_dump(mode="json", exclude={"base"}),

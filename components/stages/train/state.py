@@ -1,9 +1,9 @@
 """Checkpoints that a run resumes from, on any number of workers, with any micro-batch and ZeRO stage.
 
 DeepSpeed's own ZeRO checkpoints load on as many workers as wrote them and no other number. These hold whole tensors by
-parameter name: the fp32 master weights and AdamW's two moments, in safetensors, beside AdamW's count of steps, the
-curves and a manifest of hashes. The first worker writes, beside the next steps; the frozen base is no part of it.
-Folders are called `step-<steps done>`.
+parameter name: the fp32 master weights and AdamW's two moments, in safetensors, next to AdamW's count of steps, the
+curves and a manifest of hashes. The first worker writes while the next steps are taken; the frozen base is no part of
+it. Folders are called `step-<steps done>`.
 """
 
 import json
@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Set
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -32,14 +32,18 @@ from torch import Tensor, nn
 from m3diff.models.checkpoint import CheckpointError, verify_manifest, write_manifest
 from m3diff.models.tuning import TrainableGroup
 from m3diff.records.files import write_atomic
-from m3diff.stages.train.curve import Curve
-from m3diff.stages.train.disk import full_disk_explained
+from m3diff.stages.train.attempts import full_disk_explained
 from m3diff.stages.train.job import CURVES
+from m3diff.stages.train.progress import Curve
 
 logger = logging.getLogger(__name__)
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+FILES = {f"{moment or 'weights'}.safetensors": moment for moment in (None, *MOMENTS)}
 OPTIMIZER, VALIDATION, PREFIX = "optimizer.json", "validation.json", "step-"
+
+NEWEST, BEST = 2, 1
+"""Checkpoints that are kept: the newest, and of those with a CIDEr the best."""
 
 
 class MasterState:
@@ -51,7 +55,7 @@ class MasterState:
         self.whole = _whole_masters(engine)  # where each worker holds them so, without ZeRO
 
     def get(self, parameter: nn.Parameter, moment: str | None = None) -> Tensor:
-        """The whole fp32 weight, or one of MOMENTS of it."""
+        """Return the whole fp32 weight, or one of MOMENTS of it."""
         if parameter in self.whole:
             master = self.whole[parameter]
             return (self.engine.basic_optimizer.state[master][moment] if moment else master).detach()
@@ -68,7 +72,7 @@ class MasterState:
             set_full_hp_param(parameter, value, moment)
 
     def _set_partition(self, parameter: Any, value: Tensor, moment: str | None) -> None:
-        """ZeRO 3: this worker's part, zeros behind the last element; `safe_set_full_*` fails where one is needed."""
+        """Set this worker's part under ZeRO 3, zeros behind the last element, where `safe_set_full_*` fails."""
         size = parameter.ds_tensor.numel()
         rank = torch.distributed.get_rank()
         part = torch.zeros(size)
@@ -77,30 +81,26 @@ class MasterState:
         self.optimizer.set_local_hp_param(part, parameter, moment)
 
     def link(self) -> None:
-        """ZeRO 1 and 2: tell each parameter where its moments are. DeepSpeed does so after the first group's first
-        step, before the other groups have any."""
+        """Tell each parameter where its moments are, under ZeRO 1 and 2. DeepSpeed does so after the first group's
+        first step, before the other groups have any."""
         if hasattr(self.optimizer, "single_partition_of_fp32_groups"):
             groups = zip(self.optimizer.bit16_groups, self.optimizer.single_partition_of_fp32_groups, strict=True)
             for parameters, flat in groups:
                 lazy_init_hp_params_optimizer_state(parameters, flat, self.engine.basic_optimizer.state)
 
     def optimizer_steps(self) -> float:
-        """AdamW's own count, by which it corrects its moments."""
+        """Return AdamW's own count, by which it corrects its moments."""
         return float(next(iter(self.engine.basic_optimizer.state.values()))["step"])
 
     def start_moments(self, steps: float) -> None:
-        """Moments of zero, as AdamW makes them at its first step, and its count of steps: fused, it reads the count on
-        the weights' device."""
-        for flat in self._flat_masters():
+        """Set moments of zero, as AdamW makes them at its first step, and its count of steps: fused, it reads the count
+        on the weights' device."""
+        masters = [master for group in self.engine.basic_optimizer.param_groups for master in group["params"]]
+        for flat in getattr(self.optimizer, "fp32_partitioned_groups_flat", masters):
             moments = {name: torch.zeros_like(flat) for name in MOMENTS}
             count = torch.tensor(steps, dtype=torch.float32, device=flat.device)
             self.engine.basic_optimizer.state[flat] = {"step": count, **moments}
         self.link()
-
-    def _flat_masters(self) -> list[Tensor]:
-        if hasattr(self.optimizer, "fp32_partitioned_groups_flat"):
-            return list(self.optimizer.fp32_partitioned_groups_flat)
-        return [master for group in self.engine.basic_optimizer.param_groups for master in group["params"]]
 
 
 def _whole_masters(engine: deepspeed.DeepSpeedEngine) -> dict[nn.Parameter, Tensor]:
@@ -125,45 +125,39 @@ class Writer:
     def __init__(self, require: Callable[[], object] = lambda: None) -> None:
         self._require = require
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="writer")
-        self._submitted: list[Future[None]] = []
-        self._error: BaseException | None = None
+        self._last: Future[None] | None = None
 
     def submit(self, work: Callable[..., object], *arguments: Any) -> None:
         """Have `work(*arguments)` done; the arguments belong to the thread from now on."""
-        self._raise()
-        self._submitted.append(self._thread.submit(self._do, work, *arguments))
+        if self._last is not None and self._last.done():
+            self.finish()
+        self._last = self._thread.submit(self._do, self._last, work, *arguments)
 
     def finish(self) -> None:
         """Wait until everything is written."""
-        wait(self._submitted)
-        self._submitted.clear()
-        self._raise()
+        if self._last is not None:
+            self._last.result()
 
-    def _do(self, work: Callable[..., object], *arguments: Any) -> None:
-        if self._error is None:
-            try:
-                self._require()
-                work(*arguments)
-            except BaseException as error:
-                self._error = error
-
-    def _raise(self) -> None:
-        if self._error is not None:
-            raise self._error
+    def _do(self, before: Future[None] | None, work: Callable[..., object], *arguments: Any) -> None:
+        if before is not None:
+            before.result()  # its error is this one's, too
+        self._require()
+        work(*arguments)
 
     def __enter__(self) -> "Writer":
         return self
 
     def __exit__(self, _: object, raised: BaseException | None, __: TracebackType | None) -> None:
         self._thread.shutdown(wait=True)
+        error = self._last and self._last.exception()
         if raised is None:
-            self._raise()
-        elif self._error not in (None, raised):  # the run's own error goes on; this one would be lost
-            logger.warning("train: nor was the newest checkpoint written (%s)", self._error)
+            self.finish()
+        elif error not in (None, raised):  # the run's own error goes on; this one would be lost
+            logger.warning("train: nor was the newest checkpoint written (%s)", error)
 
 
 def trained_names(module: nn.Module, groups: Iterable[TrainableGroup]) -> frozenset[str]:
-    """The names of the optimizer's parameters, whatever each says of its own gradient."""
+    """Return the names of the optimizer's parameters, whatever each says of its own gradient."""
     trained = {id(parameter) for group in groups for parameter in group.parameters}
     return frozenset(name for name, parameter in module.named_parameters() if id(parameter) in trained)
 
@@ -185,15 +179,15 @@ def save_state(
         writer.finish()
     state = MasterState(engine)
     state.link()
-    tensors: dict[str, dict[str, Tensor]] = {_file(moment): {} for moment in (None, *MOMENTS)}
-    for moment in (None, *MOMENTS):
+    tensors: dict[str, dict[str, Tensor]] = {file: {} for file in FILES}
+    for file, moment in FILES.items():
         for name, parameter in state.parameters.items():
             whole = state.get(parameter, moment)
             if rank == 0:  # a copy on a CPU too, where training goes on in place
-                tensors[_file(moment)][name] = whole.to("cpu", copy=True).contiguous()
+                tensors[file][name] = whole.to("cpu", copy=True).contiguous()
     if rank == 0:
         writer.submit(write_state, run_dir, step, trained, tensors, curve.copy(), state.optimizer_steps())
-    return run_dir / f"{PREFIX}{step:08d}"
+    return folder_of(run_dir, step)
 
 
 def write_state(
@@ -204,7 +198,7 @@ def write_state(
     curve: Curve,
     optimizer_steps: float,
 ) -> None:
-    """Write a state, read it back, and only then remove what is older than the checkpoint before.
+    """Write a state, read it back, and only then remove all but the newest two checkpoints and the best.
 
     Args:
         trained: the names of what trains.
@@ -215,7 +209,7 @@ def write_state(
             removed.
         NotWrittenError: the disk is full; nothing older was removed.
     """
-    folder, writing = run_dir / f"{PREFIX}{step:08d}", run_dir / "writing"
+    folder, writing = folder_of(run_dir, step), run_dir / "writing"
     shutil.rmtree(writing, ignore_errors=True)
     with full_disk_explained(writing, sum(t.nbytes for named in tensors.values() for t in named.values())):
         writing.mkdir(parents=True)
@@ -231,18 +225,19 @@ def write_state(
     _flush(run_dir)
     verify_manifest(folder)
     _check_names(folder, trained)
-    remove_older(run_dir)
+    keep = {*checkpoints(run_dir)[-NEWEST:], *best_first(run_dir)[:BEST]}
+    for older in checkpoints(run_dir):
+        if older not in keep:
+            shutil.rmtree(older)
 
 
 def _check_names(folder: Path, trained: Set[str]) -> None:
-    """Raises CheckpointError where a file has other parameters than those that train."""
-    for moment in (None, *MOMENTS):
-        with safe_open(folder / _file(moment), framework="pt") as file:
+    """Raise CheckpointError where a file has other parameters than those that train."""
+    for name in FILES:
+        with safe_open(folder / name, framework="pt") as file:
             odd = sorted(set(file.keys()) ^ trained)
         if odd:
-            raise CheckpointError(
-                f"{folder / _file(moment)}: {len(odd)} parameters are not those that train: {odd[:3]}"
-            )
+            raise CheckpointError(f"{folder / name}: {len(odd)} parameters are not those that train: {odd[:3]}")
 
 
 def _flush(path: Path) -> None:
@@ -254,46 +249,42 @@ def _flush(path: Path) -> None:
         os.close(handle)
 
 
-def _file(moment: str | None) -> str:
-    return f"{moment or 'weights'}.safetensors"
-
-
 def load_state(engine: deepspeed.DeepSpeedEngine, folder: Path) -> int:
-    """Restore a verified checkpoint on every worker; returns the number of steps it was saved after.
+    """Restore a verified checkpoint on every worker; return the number of steps it was saved after.
 
     Raises:
         CheckpointError: it holds other parameters than the model trains, or no count of steps.
     """
     state = MasterState(engine)
     _check_names(folder, state.parameters.keys())
-    state.start_moments(_optimizer_steps(folder))
-    for moment in (None, *MOMENTS):
-        with safe_open(folder / _file(moment), framework="pt") as file:
+    count = folder / OPTIMIZER
+    if not count.is_file():
+        raise CheckpointError(
+            f"{folder}: has no {OPTIMIZER}, AdamW's count of steps, so an earlier version of m3diff wrote it; remove "
+            f"{folder.parent}, and the run starts over"
+        )
+    state.start_moments(float(json.loads(count.read_text())["steps"]))
+    for file, moment in FILES.items():
+        with safe_open(folder / file, framework="pt") as tensors:
             for name, parameter in state.parameters.items():
-                value = file.get_tensor(name)
+                value = tensors.get_tensor(name)
                 state.set(parameter, value.to(state.get(parameter).device), moment)
                 if moment is None:
                     _set_weight(parameter, value)
     return step_of(folder)
 
 
-def _optimizer_steps(folder: Path) -> float:
-    file = folder / OPTIMIZER
-    if not file.is_file():
-        raise CheckpointError(
-            f"{folder}: has no {OPTIMIZER}, AdamW's count of steps, so an earlier version of m3diff wrote it; remove "
-            f"{folder.parent}, and the run starts over"
-        )
-    return float(json.loads(file.read_text())["steps"])
-
-
 @torch.no_grad()
 def _set_weight(parameter: nn.Parameter, value: Tensor) -> None:
-    """The weight that the model computes with, in its own precision."""
+    """Set the weight that the model computes with, in its own precision."""
     partitioned = hasattr(parameter, "ds_id")
     with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=partitioned):
         if not partitioned or torch.distributed.get_rank() == 0:
             parameter.data.copy_(value)
+
+
+def folder_of(run_dir: Path, step: int) -> Path:
+    return run_dir / f"{PREFIX}{step:08d}"
 
 
 def step_of(folder: Path) -> int:
@@ -301,12 +292,12 @@ def step_of(folder: Path) -> int:
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
-    """Folders of checkpoints, oldest first."""
+    """Return the folders of checkpoints, oldest first."""
     return sorted(path for path in run_dir.glob(f"{PREFIX}*") if path.is_dir())
 
 
 def latest_valid_checkpoint(run_dir: Path) -> Path | None:
-    """The newest checkpoint whose manifest verifies. Newer ones that do not are removed; a warning names both."""
+    """Return the newest checkpoint whose manifest verifies. Newer ones are removed; a warning names both."""
     damaged: list[tuple[Path, Exception]] = []
     valid = None
     for folder in reversed(checkpoints(run_dir)):
@@ -331,38 +322,21 @@ def _fault(folder: Path) -> Exception | None:
     return None
 
 
-def write_validation(folder: Path, scores: Mapping[str, float]) -> None:
-    """What the validation after a checkpoint found, beside it: the checkpoint itself is written before."""
-    write_atomic(folder / VALIDATION, json.dumps(scores) + "\n")
-
-
 def read_validation(folder: Path) -> dict[str, float] | None:
-    """None where the run ended between the checkpoint and its validation."""
+    """Return the scores of the validation after a checkpoint; None where the run ended between the two."""
     file = folder / VALIDATION
     return json.loads(file.read_text()) if file.is_file() else None
 
 
 def best_first(run_dir: Path) -> list[Path]:
-    """The checkpoints with a CIDEr, highest first; of equal ones the earlier."""
+    """Return the checkpoints with a CIDEr, highest first; of equal ones the earlier."""
     scores = {folder: (read_validation(folder) or {}).get("val_cider") for folder in checkpoints(run_dir)}
     scored = {folder: score for folder, score in scores.items() if score is not None}
     return sorted(scored, key=lambda folder: (-scored[folder], step_of(folder)))
 
 
-NEWEST, BEST = 2, 1
-"""Checkpoints that are kept: the newest, and of those with a CIDEr the best."""
-
-
-def remove_older(run_dir: Path) -> None:
-    """Keep the newest two checkpoints and the best."""
-    keep = {*checkpoints(run_dir)[-NEWEST:], *best_first(run_dir)[:BEST]}
-    for folder in checkpoints(run_dir):
-        if folder not in keep:
-            shutil.rmtree(folder)
-
-
 def checkpoint_to_export(run_dir: Path, export: str) -> Path | None:
-    """The checkpoint whose weights become the output: None for the last, which the engine holds."""
+    """Return the checkpoint whose weights become the output: None for the last, which the engine holds."""
     if export == "last":
         return None
     for folder in best_first(run_dir):

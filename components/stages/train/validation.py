@@ -6,7 +6,7 @@ which dataset or scene comes first. Work is dealt to the workers.
 
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,32 +19,30 @@ from m3diff.models.generation import Captioner
 from m3diff.models.tuning import unwrapped
 from m3diff.settings.compute import Compute
 from m3diff.stages.train.batches import Loader, Weighted, open_image
-from m3diff.stages.train.loss import sum_over_ranks, token_loss
+from m3diff.stages.train.engine import sum_over_ranks, token_loss
+from m3diff.stages.train.job import Runtime
 from m3diff.stages.train.samples import Samples
 
 MAX_NEW_TOKENS, CAPTION_BATCH = 64, 32
 
 
 def sample_pairs(samples: Samples, count: int, seed: int) -> dict[str, list[np.ndarray]]:
-    """`count` pairs of each dataset (all where it has fewer), as row numbers in the split's order, by dataset name.
+    """Return `count` pairs of each dataset (all where it has fewer), as row numbers in the split's order, by dataset.
 
     A smaller count is a part of a larger one, and a dataset's choice does not depend on the other datasets.
     """
     by_dataset: dict[str, list[np.ndarray]] = {}
     for rows in samples.pairs():
         by_dataset.setdefault(samples.dataset[int(rows[0])], []).append(rows)
-    return {
-        dataset: [pairs[number] for number in sorted(_order(len(pairs), seed, dataset)[:count])]
-        for dataset, pairs in sorted(by_dataset.items())
-    }
-
-
-def _order(pairs: int, seed: int, dataset: str) -> np.ndarray:
-    return np.random.default_rng([seed, zlib.crc32(dataset.encode())]).permutation(pairs)
+    chosen = {}
+    for dataset, pairs in sorted(by_dataset.items()):
+        order = np.random.default_rng([seed, zlib.crc32(dataset.encode())]).permutation(len(pairs))
+        chosen[dataset] = [pairs[number] for number in sorted(order[:count])]
+    return chosen
 
 
 class Validation:
-    """What is validated, chosen once: `datasets` with a loss, and the pairs that are captioned."""
+    """The validated pairs, chosen once: those of `datasets` with a loss, and those that are captioned."""
 
     def __init__(
         self,
@@ -53,23 +51,21 @@ class Validation:
         family: Family,
         compute: Compute,
         seed: int,
-        place: tuple[int, int],
+        runtime: Runtime,
         device: Device,
     ) -> None:
         self.samples, self.processor, self.family, self.device = samples, processor, family, device
-        self.rank, self.ranks = place
+        self.rank, self.ranks = runtime.rank, runtime.ranks
         self.alike = compute.zero_stage == 3  # a forward brings weights together: every worker takes as many
         self.loader = Loader(samples, processor, threads=compute.cpus_per_worker, device=device)
         chosen = sample_pairs(samples, compute.val_pairs, seed)
         self.datasets = [dataset for dataset, pairs in chosen.items() if pairs]
-        self.batches = [
-            (number, self.loader.read(batch))
-            for number, batch in self._dealt([chosen[dataset] for dataset in self.datasets], compute.micro_batch)
-        ]
-        self.captioned = sample_pairs(samples, compute.caption_val_pairs, seed)
+        dealt = self._dealt([chosen[dataset] for dataset in self.datasets], compute.micro_batch)
+        self.batches = [(number, self.loader.read(batch)) for number, batch in dealt]
+        self.captioned = [pairs for pairs in sample_pairs(samples, compute.caption_val_pairs, seed).values() if pairs]
 
     def _dealt(self, datasets: list[list[np.ndarray]], size: int) -> list[tuple[int, list[Weighted]]]:
-        """This worker's (number of the dataset, sequences); with weight 0 where others have a batch more."""
+        """Return this worker's (number of the dataset, sequences); with weight 0 where others have a batch more."""
         batches: list[tuple[int, list[Weighted]]] = []
         for number, pairs in enumerate(datasets):
             batches += [(number, [(rows, 1) for rows in pairs[at : at + size]]) for at in range(0, len(pairs), size)]
@@ -80,7 +76,8 @@ class Validation:
 
     @torch.no_grad()
     def losses(self, engine: Any) -> dict[str, float]:
-        """val_loss, the mean per supervised token over all datasets, and val_loss_<dataset>; nothing without pairs."""
+        """Return val_loss, the mean per supervised token over all datasets, and val_loss_<dataset>; nothing without
+        pairs."""
         sums = torch.zeros(len(self.datasets), 2, dtype=torch.float64)
         engine.eval()
         complete = self.loader.completed(batch for _, batch in self.batches)
@@ -95,23 +92,21 @@ class Validation:
         return {"val_loss": sum(total) / sum(tokens), **each}
 
     def cider(self, engine: Any) -> dict[str, float]:
-        """val_cider: the mean over the datasets of `cider` of greedy captions; nothing without pairs."""
-        pairs = [int(rows[0]) for chosen in self.captioned.values() for rows in chosen]
-        if not pairs:
+        """Return val_cider, the mean over the datasets of `cider` of greedy captions; nothing without pairs."""
+        if not self.captioned:
             return {}
-        captions = self._captions(engine, pairs)
+        captions = self._captions(engine, [int(rows[0]) for pairs in self.captioned for rows in pairs])
         scores = [
             cider(
-                [[self.samples.reference[row] for row in rows] for rows in chosen],
-                [captions[int(rows[0])] for rows in chosen],
+                [[self.samples.reference[row] for row in rows] for rows in pairs],
+                [captions[int(rows[0])] for rows in pairs],
             )
-            for chosen in self.captioned.values()
-            if chosen
+            for pairs in self.captioned
         ]
         return {"val_cider": float(np.mean(scores))}
 
     def _captions(self, engine: Any, pairs: list[int]) -> dict[int, str]:
-        """Captions by row number. A batch holds one question: no padding, so no pair changes another's caption."""
+        """Return captions by row number. A batch holds one question: no padding, so no pair changes another's."""
         mine = pairs if self.alike else pairs[self.rank :: self.ranks]
         by_question: dict[str, list[int]] = {}
         for row in mine:
@@ -122,40 +117,28 @@ class Validation:
         for question, rows in by_question.items():
             for at in range(0, len(rows), CAPTION_BATCH):
                 batch = rows[at : at + CAPTION_BATCH]
-                captions |= zip(batch, captioner.caption([self._images(row) for row in batch], question), strict=True)
+                images = [self.samples.images(row) for row in batch]
+                opened = [(open_image(*before), open_image(*after)) for before, after in images]
+                captions |= zip(batch, captioner.caption(opened, question), strict=True)
         engine.train()
-        return _gathered(captions, 1 if self.alike else self.ranks)
-
-    def _images(self, row: int) -> Any:
-        before, after = self.samples.images(row)
-        return open_image(*before), open_image(*after)
-
-
-def _gathered(captions: dict[int, str], ranks: int) -> dict[int, str]:
-    if ranks == 1:
-        return captions
-    parts: list[Any] = [None] * ranks
-    dist.all_gather_object(parts, captions)
-    return {row: caption for part in parts for row, caption in part.items()}
+        if self.alike or self.ranks == 1:
+            return captions
+        parts: list[Any] = [None] * self.ranks
+        dist.all_gather_object(parts, captions)
+        return {row: caption for part in parts for row, caption in part.items()}
 
 
 def cider(references: Sequence[Sequence[str]], predictions: Sequence[str]) -> float:
-    """CIDEr-D of one corpus on lower-cased word tokens, without Java.
+    """Return CIDEr-D of one corpus on lower-cased word tokens, without Java.
 
     It is not the reported CIDEr: that uses the PTB tokenizer, all references of a pair and the test split. It serves to
     compare checkpoints of one run.
     """
     from pycocoevalcap.cider.cider import Cider
 
-    gold = {number: [_words(text) for text in texts] for number, texts in enumerate(references)}
-    found = {number: [_words(text)] for number, text in enumerate(predictions)}
+    def words(text: str) -> str:
+        return " ".join(re.findall(r"\w+", text.lower()))
+
+    gold = {number: [words(text) for text in texts] for number, texts in enumerate(references)}
+    found = {number: [words(text)] for number, text in enumerate(predictions)}
     return float(Cider().compute_score(gold, found)[0])
-
-
-def _words(text: str) -> str:
-    return " ".join(re.findall(r"\w+", text.lower()))
-
-
-def named(scores: Mapping[str, float]) -> str:
-    """Scores for a line of the log: `  val_loss 0.2310  val_cider 4.10`."""
-    return "".join(f"  {name} {value:.4f}" for name, value in scores.items())

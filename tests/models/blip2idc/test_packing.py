@@ -14,7 +14,7 @@ from m3diff.models.device import Device
 from m3diff.models.fused import fused_attention
 from m3diff.models.tuning import prepare
 from m3diff.stages.train.batches import MicroBatch, complete
-from m3diff.stages.train.loss import attention_inputs
+from m3diff.stages.train.engine import attention_inputs
 from m3diff.stages.train.packing import Packed, pack
 from tests.models.blip2idc.test_family import pictures
 from tests.tiny_blip2 import QUERIES, TEXTS, blip2_settings, randomised, tiny_config

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from m3diff.stages.train.accelerator import choose_accelerator, only_worker
+from m3diff.stages.train.runtimes import choose_accelerator, only_worker
 from tests.stages.train.toy import write_mixture
 from tests.tiny import tiny_base
 

@@ -14,9 +14,11 @@ from safetensors.torch import load_file
 from m3diff.models.checkpoint import load_model
 from m3diff.models.family import Align, Rates
 from m3diff.records.errors import DataError
-from m3diff.stages.train import stage
-from m3diff.stages.train.phase import ALIGNMENT, DatasetFilter, with_alignment
+from m3diff.stages.train import runtimes, stage
+from m3diff.stages.train.job import DatasetFilter
+from m3diff.stages.train.progress import with_alignment
 from m3diff.stages.train.samples import read_samples, read_training_samples
+from m3diff.stages.train.stage import ALIGNMENT
 from tests.models.test_onediff import SEPARATE, settings
 from tests.stages.train.test_loop import assert_same_run, interrupted
 from tests.stages.train.toy import Recipe, Trained, recipe, run, write_mixture
@@ -79,8 +81,8 @@ def test_the_alignment_is_not_trained_twice(made: Recipe, mixture: Path, tmp_pat
     interrupted(made, mixture, tmp_path, 5)
     seen: list[Path] = []
     with pytest.MonkeyPatch.context() as patch:
-        original = stage.run_local
-        patch.setattr(stage, "run_local", lambda job: seen.append(job.run_dir) or original(job))
+        original = runtimes.run_local
+        patch.setattr(runtimes, "run_local", lambda job: seen.append(job.run_dir) or original(job))
         assert_same_run(run(made, mixture, tmp_path), whole)
     assert [folder.name == ALIGNMENT for folder in seen] == [False]
 

@@ -8,8 +8,8 @@ import pytest
 from m3diff.models import FAMILIES
 from m3diff.models.device import Device
 from m3diff.models.family import Term
-from m3diff.stages.train.arithmetic import COUNTED, Work, describe, eta, flop, measure, mfu, peak_flops, progress_line
 from m3diff.stages.train.batches import Loader, Schedule
+from m3diff.stages.train.progress import COUNTED, Work, describe, eta, flop, measure, peak_flops, progress_line
 from m3diff.stages.train.samples import read_samples
 
 WORK = Work(accumulation=2, pairs=10, references=23, sequences=10, tokens=50.5, supervised=15.0, flops=3e9)
@@ -75,11 +75,6 @@ def test_flop_has_the_fitting_unit() -> None:
     assert [flop(count) for count in (7.15e9, 3.2e15, 1e12, 5e6, 12)] == [
         "7.15 GFLOP", "3.2 PFLOP", "1 TFLOP", "5 MFLOP", "12 FLOP",
     ]  # fmt: skip
-
-
-def test_mfu_is_the_step_s_flops_over_the_peak_of_all_devices_and_unknown_without_a_peak() -> None:
-    assert mfu(WORK, global_batch=8, seconds_per_step=2.0, peak=1e9, ranks=4) == pytest.approx(8 * 3e9 / 2 / 4e9)
-    assert mfu(WORK, 8, 2.0, None, 4) is None
 
 
 def test_the_peak_is_known_by_the_device_s_name_in_bf16() -> None:

@@ -16,8 +16,8 @@ from m3diff.models.attention import RECURRING
 from m3diff.models.device import Device
 from m3diff.records.errors import DataError
 from m3diff.stages.train.batches import Loader, MicroBatch, Schedule, open_image, plan_epoch
+from m3diff.stages.train.engine import token_loss
 from m3diff.stages.train.loop import prepare_model
-from m3diff.stages.train.loss import token_loss
 from m3diff.stages.train.samples import SCHEMA, Samples, read_samples
 from tests.stages.train.toy import recipe, write_mixture
 

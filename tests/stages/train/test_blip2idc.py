@@ -16,10 +16,10 @@ from m3diff.models.blip2idc.settings import Augment
 from m3diff.models.device import Device
 from m3diff.models.generation import load_captioner
 from m3diff.stages.train import loop
-from m3diff.stages.train.accelerator import choose_accelerator
 from m3diff.stages.train.batches import Loader, Schedule
 from m3diff.stages.train.job import Job, Runtime
-from m3diff.stages.train.loop import start
+from m3diff.stages.train.loop import Training
+from m3diff.stages.train.runtimes import choose_accelerator
 from m3diff.stages.train.samples import read_training_samples
 from tests.models.blip2idc.test_packing import FAMILY
 from tests.stages.train.test_loop import assert_same, assert_same_run, interrupted
@@ -160,14 +160,14 @@ def test_another_epoch_changes_a_pair_otherwise(mixture: Path, blip2: Path) -> N
 
 
 def started(recipe: Recipe, mixture: Path, folder: Path) -> Any:
-    return start(Job(recipe.cfg, recipe.model, recipe.compute, mixture, folder, folder, ""), Runtime())
+    return Training(Job(recipe.cfg, recipe.model, recipe.compute, mixture, folder, folder, ""), Runtime())
 
 
 @pytest.mark.usefixtures("alone")
 def test_validation_and_the_check_of_packing_see_the_images_as_they_are(
     mixture: Path, blip2: Path, tmp_path: Path
 ) -> None:
-    from m3diff.stages.train.check import check_packing
+    from m3diff.stages.train.engine import check_packing
 
     often, never = (started(made(blip2, augment), mixture, tmp_path) for augment in (OFTEN, None))
     assert often.validation.losses(often.engine) == never.validation.losses(never.engine)

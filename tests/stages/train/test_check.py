@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from m3diff.models.device import Device
-from m3diff.stages.train import batches, packing
-from m3diff.stages.train.check import PackingError, several
+from m3diff.stages.train import batches, engine, packing
+from m3diff.stages.train.attempts import FINAL
+from m3diff.stages.train.engine import PackingError, check_packing, token_loss
 from m3diff.stages.train.job import Job, Runtime
-from m3diff.stages.train.loop import Run, check, start
-from m3diff.stages.train.retry import FINAL
+from m3diff.stages.train.loop import Training
 from tests.gpu.choices import small
 from tests.stages.train.toy import Recipe, run
 
@@ -25,9 +25,13 @@ def recipe(**changes: Any) -> Recipe:
     return small(Device(False, "fp32"), **changes)
 
 
-def started(mixture: Path, folder: Path, **changes: Any) -> Run:
+def started(mixture: Path, folder: Path, **changes: Any) -> Training:
     made = recipe(**{"scratch": folder, **changes})
-    return start(Job(made.cfg, made.model, made.compute, mixture, folder, folder, ""), Runtime())
+    return Training(Job(made.cfg, made.model, made.compute, mixture, folder, folder, ""), Runtime())
+
+
+def check(made: Training) -> str | None:
+    return check_packing(made.engine, made.schedule, made.loader, made.processor, made.device)
 
 
 def seeing_siblings(segments: torch.Tensor) -> Callable[..., torch.Tensor]:
@@ -63,13 +67,12 @@ FAULTS = {
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_right_run_passes_and_keeps_its_mode_and_random_state(
-    kernel: str, precision: str, checkpointing: str, mixture: Path, tmp_path: Path, capfd: Any
+    kernel: str, precision: str, checkpointing: str, mixture: Path, tmp_path: Path
 ) -> None:
     changes = {"attention": kernel, "precision": precision, "activation_checkpointing": checkpointing}
     made = started(mixture, tmp_path, zero_stage=1 if precision == "bf16" else 0, **changes)
     state, training = torch.get_rng_state(), [module.training for module in made.engine.module.modules()]
-    check(made)
-    assert f"train: packing checked, attention {kernel}: loss " in capfd.readouterr().out
+    assert (check(made) or "").startswith(f"packing checked, attention {kernel}: loss ")
     assert torch.equal(torch.get_rng_state(), state)
     assert [module.training for module in made.engine.module.modules()] == training
     assert made.engine.module.training, "checked as it trains"
@@ -95,7 +98,7 @@ def test_the_run_ends_before_its_first_step_and_is_not_tried_again(
     mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
     monkeypatch.setattr(*FAULTS["siblings"])
-    monkeypatch.setattr("m3diff.stages.train.loop.train_step", lambda *_: pytest.fail("a step was taken"))
+    monkeypatch.setattr("m3diff.stages.train.loop.Training.step", lambda *_: pytest.fail("a step was taken"))
     with pytest.raises(PackingError):
         run(recipe(), mixture, tmp_path)
     assert issubclass(PackingError, FINAL)
@@ -104,14 +107,21 @@ def test_the_run_ends_before_its_first_step_and_is_not_tried_again(
 
 @pytest.mark.usefixtures("alone")
 def test_what_is_checked_is_the_first_sequence_with_several_references_and_the_next(
-    mixture: Path, tmp_path: Path
+    mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    schedule = started(mixture, tmp_path, val_pairs=0).schedule
-    sizes = [len(rows) for rows in schedule.epoch(0)]
+    made = started(mixture, tmp_path, val_pairs=0)
+    sizes = [len(rows) for rows in made.schedule.epoch(0)]
     first = next(n for n, size in enumerate(sizes) if size > 1)
-    assert [list(rows) for rows in several(schedule)] == [list(schedule.epoch(0)[n]) for n in (first, first + 1)]
-    assert [len(rows) for rows in several(replace(schedule, micro_batch=1))] == [sizes[first]]
-    assert several(replace(schedule, max_captions=1)) == []
+    seen: list[int] = []
+    monkeypatch.setattr(engine, "token_loss", lambda model, batch, *given: (
+        seen.append(int(batch.packed.sequences.max()) + 1), token_loss(model, batch, *given))[1])  # fmt: skip
+    for micro_batch, end in ((8, first + 2), (1, first + 1)):
+        seen.clear()
+        made.schedule = replace(made.schedule, micro_batch=micro_batch)
+        assert check(made)
+        assert seen == [end - first, *[1] * sum(sizes[first:end])]
+    made.schedule = replace(made.schedule, max_captions=1)
+    assert check(made) is None
 
 
 def test_one_caption_a_sequence_needs_no_check(mixture: Path, tmp_path: Path, capfd: Any) -> None:

@@ -1,5 +1,6 @@
 """The module's contribution: the numbers against what hooks see, where they are measured, when they are an alarm."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,8 @@ from m3diff.models import FAMILIES
 from m3diff.models.family import Delays
 from m3diff.models.m3diff import mdp as module_of
 from m3diff.models.tuning import unwrapped
-from m3diff.stages.train import contribution, loop
-from m3diff.stages.train.contribution import NOTHING, ModuleContribution
-from m3diff.stages.train.curve import Curve, columns
-from m3diff.stages.train.loop import is_measured, train_step
+from m3diff.stages.train import loop
+from m3diff.stages.train.progress import NOTHING, module_warning
 from tests.stages.train.test_step import started
 from tests.stages.train.toy import Trained, recipe, run
 from tests.tiny import MDP, tiny_settings
@@ -73,7 +72,7 @@ def test_the_numbers_are_those_that_hooks_see(
         for parameter in model.model.mdp.parameters():  # the score's last layer is zero-initialised
             parameter.add_(0.2 * torch.randn_like(parameter))
     seen = seen_by_hooks(model)
-    train_step(run, 0, [run.loader.build(batch) for batch in run.schedule.micro_batches(0, 0)])
+    run.step(0, [run.loader.build(batch) for batch in run.schedule.micro_batches(0, 0)])
     (row,) = run.curve.rows
     for number, forwards in seen.items():
         assert len(forwards) == 8 // run.job.compute.micro_batch
@@ -84,99 +83,63 @@ def test_the_numbers_are_those_that_hooks_see(
         assert float(row[f"{figure}/1"]) != pytest.approx(float(row[f"{figure}/2"]), rel=1e-4)
 
 
-def test_the_first_step_the_logged_ones_and_the_last_are_measured() -> None:
-    assert [step for step in range(1, 52) if is_measured(step, 51)] == [1, 20, 40, 51]
-
-
 @pytest.mark.usefixtures("alone")
 def test_nothing_is_computed_in_other_steps(
     mixture: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = started(recipe(base), mixture, tmp_path)
     monkeypatch.setattr(module_of, "sums_of", lambda *_: pytest.fail("measured"))
-    train_step(run, 1, [run.loader.build(batch) for batch in run.schedule.micro_batches(1, 0)])
+    run.step(1, [run.loader.build(batch) for batch in run.schedule.micro_batches(1, 0)])
     (row,) = run.curve.rows
     assert row["loss"]
-    assert [row[name] for name in run.contribution.names] == ["", "", "", ""]
+    assert [row[name] for name in run.module] == ["", "", "", ""]
 
 
 @pytest.mark.usefixtures("alone")
-def test_validation_between_the_steps_is_not_in_the_numbers(mixture: Path, base: Path, tmp_path: Path) -> None:
-    run = started(recipe(base, model=tiny_settings(USED)), mixture, tmp_path)
-    batches = [run.loader.build(batch) for batch in run.schedule.micro_batches(0, 0)]
-    with run.contribution.measured(run.engine.module, True) as read:
-        loop.take_step(run.engine, batches, run.processor, run.device, 1)
-    want = read()
-    run.validation.losses(run.engine)
-    assert read() == want
-    with run.contribution.measured(run.engine.module, True) as read:
-        run.validation.losses(run.engine)
-    assert read() != want, "other weights and other pairs have other numbers"
-
-
-def test_workers_sums_are_added_before_they_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two workers one has large features: a mean of the ratios would be 0.3125 for the first level."""
+def test_workers_sums_are_added_before_they_are_divided(
+    mixture: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of two workers has large features: a mean of the ratios would be 0.3125 for the first level."""
     ours = torch.tensor([[4.0, 1.0], [0.0, 4.0], [64.0, 4.0]], dtype=torch.float64)  # ratio 0.25
     theirs = torch.tensor([[36.0, 3.0], [0.0, 4.0], [256.0, 4.0]], dtype=torch.float64)  # ratio 0.375
+    run = started(recipe(base), mixture, tmp_path)
 
     def sum_over_ranks(sums: Tensor, ranks: int) -> Tensor:
         assert torch.equal(sums, ours)
-        return sums + (theirs if ranks == 2 else 0)
+        return sums + theirs
 
-    monkeypatch.setattr(contribution, "sum_over_ranks", sum_over_ranks)
-    monkeypatch.setattr(contribution, "unwrapped", lambda model: model)
-    measures = replace(M3DIFF.contribution, recorded=lambda model: model)
-    two = ModuleContribution(replace(M3DIFF, contribution=measures), tiny_settings(), ranks=2)
-
-    class Model:
-        def __enter__(self) -> list[Tensor]:
-            return [ours.float() / 4, 3 * ours.float() / 4]
-
-        def __exit__(self, *_: object) -> None: ...
-
-    with two.measured(Model(), True) as read:
-        got = read()
-    assert got == {
-        "module_update_ratio/1": pytest.approx((40 / 320) ** 0.5),
+    assert M3DIFF.contribution is not None
+    recorded = nullcontext([ours.float() / 4, 3 * ours.float() / 4])
+    run.family = replace(M3DIFF, contribution=replace(M3DIFF.contribution, recorded=lambda model: recorded))
+    monkeypatch.setattr(loop, "sum_over_ranks", sum_over_ranks)
+    run.step(0, [run.loader.build(batch) for batch in run.schedule.micro_batches(0, 0)])
+    assert run.curve.latest(run.module) == {
+        "step": 1,
+        "module_update_ratio/1": pytest.approx((40 / 320) ** 0.5, rel=1e-5),
         "module_update_ratio/2": 0.0,
         "module_score/1": 0.5,
         "module_score/2": 1.0,
     }
 
 
-def test_a_family_that_measures_nothing_has_no_numbers_and_no_warning() -> None:
-    none = ModuleContribution(replace(M3DIFF, contribution=None), tiny_settings(), ranks=1)
-    assert none.names == ()
-    with none.measured(None, True) as read:
-        assert read() == {}
-    curve = Curve(columns(["llm"], none.names, []))
-    curve.add({"step": 1, "loss": 1.0})
-    assert none.latest(curve) == {}
-    assert none.warning(curve, 1, 0) is None
-
-
-def warning(*rows: tuple[int, float, float], steps: int = 10) -> str | None:
-    """With a warm-up of three of ten steps; each row: step, and the ratio of both levels."""
-    numbers = ModuleContribution(M3DIFF, tiny_settings(), ranks=1)
-    curve = Curve(columns(["llm"], numbers.names, []))
-    for step, one, two in rows:
-        curve.add({"step": step, **dict(zip(numbers.names, (one, two, 0.5, 0.5), strict=True))})
-    curve.add({"step": rows[-1][0] + 1 if rows else 1})
-    return numbers.warning(curve, steps, 3)
+def warning(step: int, *ratios: float) -> str | None:
+    """After a warm-up of three of ten steps."""
+    assert M3DIFF.contribution is not None
+    latest = {f"module_update_ratio/{level}": ratio for level, ratio in enumerate(ratios, start=1)}
+    return module_warning({"step": step, **latest, "module_score/1": 0.0}, 10, 3, M3DIFF.contribution.remedy)
 
 
 def test_a_module_that_changes_nothing_after_the_warm_up_is_an_alarm() -> None:
     small, large = NOTHING * 0.99, NOTHING * 1.01
-    told = warning((1, 0.5, 0.5), (4, small, 1e-6))
+    told = warning(4, small, 1e-6)
     assert told is not None
     assert "at step 4 of 10, after the warm-up, each of its updates is under 0.0039" in told
     assert "(module_update_ratio/1 0.0039, module_update_ratio/2 1e-06)" in told
     assert told.endswith("Raise the module's rate (rates.module), or start it above zero (module.init_gain).")
-    assert warning((4, small, large)) is None, "one level is enough"
-    assert warning((4, large, small)) is None
-    assert warning((4, small, small), (6, large, small)) is None, "it woke up"
-    assert warning((3, 0.0, 0.0)) is None, "the warm-up is not over"
-    assert warning() is None
+    assert warning(4, small, large) is None, "one level is enough"
+    assert warning(4, large, small) is None
+    assert warning(3, 0.0, 0.0) is None, "the warm-up is not over"
+    assert module_warning({}, 10, 3, "") is None
 
 
 WARNED = "train: warning: the module changes nothing"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from m3diff.stages.train.curve import Curve, columns
+from m3diff.stages.train.progress import Curve, columns
 
 
 def test_columns_follow_parts_and_datasets() -> None:

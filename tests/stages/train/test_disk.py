@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 
 from m3diff.models import checkpoint
 from m3diff.stages.train import loop, state
-from m3diff.stages.train.disk import NotWrittenError, full_disk_explained, is_disk_full, require_room
+from m3diff.stages.train.attempts import NotWrittenError, full_disk_explained, is_disk_full, require_room
 from m3diff.stages.train.state import checkpoints, latest_valid_checkpoint
 from tests.stages.train.test_state import write_one
 from tests.stages.train.toy import recipe, run
@@ -104,7 +104,7 @@ def test_a_run_is_refused_before_its_first_step_where_its_checkpoints_have_no_ro
     mixture: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
     needed = 3 * TRAINABLE * 12
-    monkeypatch.setattr(loop, "train_step", lambda *given: pytest.fail("a step was taken"))
+    monkeypatch.setattr(loop.Training, "step", lambda *given: pytest.fail("a step was taken"))
     free(monkeypatch, needed - 1)
     with pytest.raises(NotWrittenError, match=f"{needed:,} bytes more are needed, {needed - 1:,} are free"):
         run(recipe(base), mixture, tmp_path)
@@ -123,7 +123,7 @@ def test_a_run_that_finds_the_disk_full_ends_at_once_and_goes_on_when_there_is_r
         if where == "checkpoint":
             patch.setattr(state, "save_file", full_after(state.save_file, 4))
         elif where == "scores":
-            patch.setattr(loop, "write_validation", full_after(loop.write_validation, 1))
+            patch.setattr(loop, "write_atomic", full_after(loop.write_atomic, 3))  # hours and scores by turns
         else:
             patch.setattr(checkpoint, "merge", full_after(checkpoint.merge, 0))
         with pytest.raises(NotWrittenError, match="disk is full"):

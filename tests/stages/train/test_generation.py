@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from m3diff.stages.train.generation import GENERATION, LOOK_S, SupersededError, begin, require_newest
+from m3diff.stages.train.attempts import GENERATION, LOOK_S, SupersededError, begin, require_newest
 from m3diff.stages.train.job import Job, Runtime
-from m3diff.stages.train.loop import export, save, start, train_step
+from m3diff.stages.train.loop import Training
 from m3diff.stages.train.state import Writer
 from tests.stages.train.toy import recipe
 
 WAITS = """
 import sys, time
 from pathlib import Path
-from m3diff.stages.train.generation import ended_when_superseded
+from m3diff.stages.train.attempts import ended_when_superseded
 with ended_when_superseded(Path(sys.argv[1]), 1):
     print("waits", flush=True)
     time.sleep(600)
@@ -41,7 +41,7 @@ def test_a_worker_that_waits_for_others_ends_when_a_later_attempt_begins_or_the_
 FAILS = """
 import sys
 from pathlib import Path
-from m3diff.stages.train.generation import begin, ended_when_superseded
+from m3diff.stages.train.attempts import begin, ended_when_superseded
 run_dir, superseded = Path(sys.argv[1]), sys.argv[2] == "superseded"
 begin(run_dir)
 try:
@@ -69,19 +69,19 @@ def test_a_worker_that_fails_since_another_ended_first_ends_too_where_the_attemp
 def test_the_loop_of_an_older_attempt_writes_neither_a_state_nor_the_output(base: Path, mixture: Path, tmp_path: Path):
     made, folder = recipe(base), tmp_path / "run"
     first = Job(made.cfg, made.model, made.compute, mixture, tmp_path / "out", folder, "", generation=begin(folder))
-    older = start(first, Runtime())
-    train_step(older, 0, next(older.loader.stream(older.schedule, 0, 0)))
-    save(older, 1)
+    older = Training(first, Runtime())
+    older.step(0, next(older.loader.stream(older.schedule, 0, 0)))
+    older.save(1)
     older.writer.finish()
     begin(folder)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     with suppress(SupersededError):  # at once, or as soon as the writer's thread has met it
-        save(older, 2)
+        older.save(2)
     with pytest.raises(SupersededError, match="attempt 2 goes on"):
         older.writer.finish()
     older.writer = Writer()
     with pytest.raises(SupersededError):
-        export(older)
+        older.export()
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     assert not (tmp_path / "out").exists()
     require_newest(folder, 2)

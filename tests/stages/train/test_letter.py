@@ -10,7 +10,7 @@ import torch
 from m3diff.models.tuning import unwrapped
 from m3diff.settings.load import load_params
 from m3diff.stages.train.job import Job, Runtime
-from m3diff.stages.train.loop import start, train_step
+from m3diff.stages.train.loop import Training
 from m3diff.stages.train.state import MasterState
 from tests.stages.train.toy import Recipe, recipe, run, write_mixture
 from tests.tiny import MDP, tiny_settings
@@ -36,11 +36,11 @@ def test_a_step_by_the_letter_has_a_finite_loss_an_unclipped_gradient_and_moves_
 ) -> None:
     made = letter(base)
     assert (made.model.module.residual, made.cfg.max_grad_norm, made.cfg.max_captions_per_sequence) == (False, None, 1)
-    begun = start(Job(made.cfg, made.model, made.compute, mixture, tmp_path, tmp_path, ""), Runtime())
+    begun = Training(Job(made.cfg, made.model, made.compute, mixture, tmp_path, tmp_path, ""), Runtime())
     module = unwrapped(begun.engine.module).model.mdp
     before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
     batches = [begun.loader.build(batch) for batch in begun.schedule.micro_batches(0, 0)]
-    train_step(begun, 0, batches)
+    begun.step(0, batches)
     (row,) = begun.curve.rows
     assert math.isfinite(float(row["loss"]))
     state = MasterState(begun.engine)

@@ -2,7 +2,6 @@
 
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,9 @@ from safetensors.torch import load_file
 
 from m3diff.models.checkpoint import CheckpointError, verify_manifest
 from m3diff.stages.train import loop
-from m3diff.stages.train.hours import read_spent, write_spent
+from m3diff.stages.train.attempts import DivergedError
 from m3diff.stages.train.job import Job, Runtime
-from m3diff.stages.train.loop import is_captioned, is_checkpoint, run_loop
-from m3diff.stages.train.retry import DivergedError
+from m3diff.stages.train.loop import Training, run_loop
 from m3diff.stages.train.state import checkpoints, latest_valid_checkpoint
 from tests.stages.train.ranks import start
 from tests.stages.train.toy import Recipe, Trained, recipe, run
@@ -112,16 +110,6 @@ def test_zero_stages_train_alike(stage: int, mixture: Path, base: Path, tmp_path
     assert got.report.parameters == six_steps.report.parameters
 
 
-def test_checkpoints_follow_every_so_many_steps_and_the_last() -> None:
-    assert [step for step in range(1, 10) if is_checkpoint(step, 9, 4)] == [4, 8, 9]
-
-
-def test_every_so_many_checkpoints_are_captioned_and_the_last(base: Path) -> None:
-    compute = recipe(base, checkpoint_every_steps=2, caption_every_checkpoints=3, caption_val_pairs=1).compute
-    assert [step for step in range(1, 15) if is_captioned(step, 14, compute)] == [6, 12, 14]
-    assert not is_captioned(14, 14, recipe(base, caption_val_pairs=0).compute)
-
-
 def test_whoever_follows_the_training_finds_its_curves_with_the_last_validation(whole: Trained) -> None:
     assert whole.followed == whole.curve
 
@@ -154,7 +142,7 @@ class Interrupted(BaseException):
 
 def interrupt_after(saved: int, patch: pytest.MonkeyPatch) -> None:
     """Stop after so many checkpoints, the last of them saved and not yet validated."""
-    original, seen = loop.validate, []
+    original, seen = Training.validate, []
 
     def validate(run: Any, folder: Path) -> None:
         seen.append(folder)
@@ -162,7 +150,7 @@ def interrupt_after(saved: int, patch: pytest.MonkeyPatch) -> None:
             raise Interrupted
         original(run, folder)
 
-    patch.setattr(loop, "validate", validate)
+    patch.setattr(Training, "validate", validate)
 
 
 def interrupted(made: Recipe, mixture: Path, folder: Path, saved: int) -> None:
@@ -195,9 +183,9 @@ def test_what_a_run_took_is_counted_over_all_its_attempts(
     made = recipe(base)
     interrupted(made, mixture, tmp_path, saved=2)
     (hours,) = (tmp_path / "runs" / "train").glob("*/hours.json")
-    first = read_spent(hours.parent)
-    assert first.device_seconds == first.seconds > first.waited > 0
-    write_spent(hours.parent, replace(first, seconds=3600, device_seconds=2 * 3600))
+    first = json.loads(hours.read_text())
+    assert first["device_seconds"] == first["seconds"] > first["waited"] > 0
+    hours.write_text(json.dumps(first | {"seconds": 3600, "device_seconds": 2 * 3600}))
     got = run(made, mixture, tmp_path)
     assert got.report == six_steps.report
     speed = json.loads((tmp_path / "runs" / "train_speed.json").read_text())

@@ -15,7 +15,7 @@ from m3diff.models.device import Device
 from m3diff.models.fused import make_fused
 from m3diff.models.tuning import prepare
 from m3diff.stages.train.batches import MicroBatch, complete
-from m3diff.stages.train.loss import attention_inputs
+from m3diff.stages.train.engine import attention_inputs
 from m3diff.stages.train.packing import PAD, Packed, pack
 from tests.tiny import MDP, SIDE, scale_features, tiny_model, tiny_settings
 

@@ -22,9 +22,9 @@ from m3diff.models import FAMILIES
 from m3diff.records.errors import DataError
 from m3diff.settings.section import ParamsError
 from m3diff.stages.train import loop
+from m3diff.stages.train.attempts import DivergedError, causes, is_out_of_memory, with_retries, with_smaller_micro_batch
 from m3diff.stages.train.job import Job
 from m3diff.stages.train.loop import prepare_model
-from m3diff.stages.train.retry import DivergedError, causes, is_out_of_memory, with_retries, with_smaller_micro_batch
 from tests.models.test_onediff import JOINED, settings
 from tests.stages.train.toy import recipe, run
 from tests.tiny_blip2 import blip2_settings, tiny_blip2

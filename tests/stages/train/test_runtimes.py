@@ -16,10 +16,10 @@ import ray.train.torch
 import torch
 
 from m3diff.cluster import NoRoomError
-from m3diff.stages.train import loop, runtimes
-from m3diff.stages.train.accelerator import only_worker
+from m3diff.stages.train import loop, on_ray, runtimes
+from m3diff.stages.train.attempts import with_retries
 from m3diff.stages.train.job import Job
-from m3diff.stages.train.retry import with_retries
+from m3diff.stages.train.runtimes import only_worker
 from tests.stages.train.toy import recipe
 
 
@@ -33,11 +33,11 @@ def test_ray_is_asked_for_the_workers_and_their_devices_and_leaves_restarts_to_u
     gpu: bool, backend: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: dict[str, Any] = {}
-    monkeypatch.setattr(ray.train.torch, "TorchTrainer", lambda worker, **given: asked.update(given, worker=worker))
+    monkeypatch.setattr(on_ray, "TorchTrainer", lambda worker, **given: asked.update(given, worker=worker))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     made = job(base, tmp_path, gpu=gpu, cpus_per_worker=3, max_failures=5)
-    runtimes._trainer(made)
-    assert asked["worker"] is runtimes._worker
+    on_ray.make_trainer(made)
+    assert asked["worker"] is on_ray._worker
     assert asked["train_loop_config"] == {"job": made}
     assert asked["torch_config"].backend == backend
     scaling, run = asked["scaling_config"], asked["run_config"]
@@ -51,7 +51,7 @@ def test_ray_is_asked_for_the_workers_and_their_devices_and_leaves_restarts_to_u
     assert run.worker_runtime_env == {"env_vars": device | interface}
     assert asked["torch_config"].folder == str(tmp_path / "ray")
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
-    runtimes._trainer(made)
+    on_ray.make_trainer(made)
     assert asked["run_config"].worker_runtime_env == {"env_vars": device}, "workers of several machines"
     assert type(asked["torch_config"]) is ray.train.torch.TorchConfig
     assert asked["torch_config"].backend == backend
@@ -64,7 +64,7 @@ def test_a_worker_runs_the_loop_at_its_place_and_the_first_writes_the_figures(
     context = SimpleNamespace(get_world_rank=lambda: rank, get_world_size=lambda: 2)
     monkeypatch.setattr(ray.train, "get_context", lambda: context)
     monkeypatch.setattr(loop, "run_loop", lambda made, place: {"rank": place.rank, "ranks": place.ranks})
-    runtimes._worker({"job": job(base, tmp_path)})
+    on_ray._worker({"job": job(base, tmp_path)})
     written = tmp_path / "figures.json"
     assert written.is_file() == (rank == 0)
     assert rank or json.loads(written.read_text()) == {"rank": 0, "ranks": 2}
@@ -83,9 +83,9 @@ class Trainer:
 def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     calls: list[str] = []
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(runtimes, "start_ray", lambda compute: calls.append("start"))
+    monkeypatch.setattr(on_ray, "start_ray", lambda compute: calls.append("start"))
     monkeypatch.setattr(ray, "shutdown", lambda: calls.append("shutdown"))
-    monkeypatch.setattr(runtimes, "wait_for_room", lambda compute, seconds: None)
+    monkeypatch.setattr(on_ray, "wait_for_room", lambda compute, seconds: None)
     return calls
 
 
@@ -95,12 +95,12 @@ def test_a_run_on_ray_gives_the_figures_and_drops_ray_s_old_snapshot(
 ) -> None:
     (tmp_path / "ray").mkdir()
     (tmp_path / "figures.json").write_text('{"steps": 6}')
-    monkeypatch.setattr(runtimes, "_trainer", lambda made: Trainer())
-    assert runtimes.run_on_ray(job(base, tmp_path)) == {"steps": 6}
+    monkeypatch.setattr(on_ray, "make_trainer", lambda made: Trainer())
+    assert on_ray.run_on_ray(job(base, tmp_path)) == {"steps": 6}
     assert not (tmp_path / "ray").exists()
     assert ended == ["start", "shutdown"]
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
-    runtimes.run_on_ray(job(base, tmp_path))
+    on_ray.run_on_ray(job(base, tmp_path))
     assert ended == ["start", "shutdown"], "a cluster that was there stays"
 
 
@@ -120,9 +120,9 @@ def test_nodes_without_room_end_the_run_before_ray_is_asked_and_a_cluster_gets_t
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     if cluster:
         monkeypatch.setenv("RAY_ADDRESS", cluster)
-    monkeypatch.setattr(runtimes, "wait_for_room", refuse)
+    monkeypatch.setattr(on_ray, "wait_for_room", refuse)
     with pytest.raises(NoRoomError):
-        with_retries(runtimes.run_on_ray, job(base, tmp_path))
+        with_retries(on_ray.run_on_ray, job(base, tmp_path))
     assert ended == ["start", f"room for 2 within {seconds} s", "shutdown"], "it is not tried again at once"
 
 
@@ -130,9 +130,9 @@ def test_what_a_worker_met_leaves_no_ray_behind(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: list[str]
 ) -> None:
     failed = ray.train.WorkerGroupError("worker failed", {1: OSError("no")})
-    monkeypatch.setattr(runtimes, "_trainer", lambda made: Trainer(failed))
+    monkeypatch.setattr(on_ray, "make_trainer", lambda made: Trainer(failed))
     with pytest.raises(ray.train.WorkerGroupError, match="worker failed"):
-        runtimes.run_on_ray(job(base, tmp_path))
+        on_ray.run_on_ray(job(base, tmp_path))
     assert ended == ["start", "shutdown"]
 
 
@@ -192,9 +192,10 @@ def test_a_worker_and_this_process_tell_deepspeed_before_the_loop_is_imported(
         told.append(gpu)
         raise InterruptedError
 
-    monkeypatch.setattr(runtimes, "choose_accelerator", tell)
+    for module in (runtimes, on_ray):
+        monkeypatch.setattr(module, "choose_accelerator", tell)
     for gpu in (False, True):
-        for begin in (runtimes.run_local, lambda made: runtimes._worker({"job": made})):
+        for begin in (runtimes.run_local, lambda made: on_ray._worker({"job": made})):
             with pytest.raises(InterruptedError):
                 begin(job(base, tmp_path, gpu=gpu))
     assert told == [False, False, True, True]
@@ -246,7 +247,7 @@ def test_the_only_worker_leaves_the_environment_as_it_was(monkeypatch: pytest.Mo
 TWO_GROUPS = """
 import os
 import torch.distributed as dist
-from m3diff.stages.train.accelerator import only_worker
+from m3diff.stages.train.runtimes import only_worker
 with only_worker("gloo"):
     first = dist.distributed_c10d._get_default_store()
     first.set("key", "first")

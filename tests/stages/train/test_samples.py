@@ -141,10 +141,11 @@ def test_the_file_is_written_once_for_one_content_and_anew_for_another(mixture: 
 def test_a_file_that_cannot_be_written_to_its_end_is_not_left_behind(
     mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(batch: pa.RecordBatch) -> pa.RecordBatch:
+    def fail(*_: Any) -> Any:
+        yield from ()
         raise OSError("the disk is full")
 
-    monkeypatch.setattr(samples, "_encoded", fail)
+    monkeypatch.setattr(samples, "_batches", fail)
     with pytest.raises(OSError, match="the disk is full"):
         read_samples(mixture / "train", tmp_path / "scratch")
     assert list((tmp_path / "scratch").iterdir()) == []
@@ -153,13 +154,13 @@ def test_a_file_that_cannot_be_written_to_its_end_is_not_left_behind(
 def test_workers_that_write_the_file_at_once_read_the_same(
     mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    together, write = threading.Barrier(3, timeout=300), samples._write
+    together, batches = threading.Barrier(3, timeout=300), samples._batches
 
-    def at_once(*given: Any) -> None:
+    def at_once(*given: Any) -> Any:
         together.wait()
-        write(*given)
+        return batches(*given)
 
-    monkeypatch.setattr(samples, "_write", at_once)
+    monkeypatch.setattr(samples, "_batches", at_once)
     with ThreadPoolExecutor(3) as pool:
         held = list(pool.map(lambda _: read_samples(mixture / "train", tmp_path / "scratch"), range(3)))
     assert [list(one.reference) for one in held] == [pq.read_table(mixture / "train")["reference"].to_pylist()] * 3

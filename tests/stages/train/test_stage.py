@@ -12,7 +12,7 @@ import pytest
 from m3diff.provenance import code
 from m3diff.records.files import sha256_of_folder
 from m3diff.settings.section import ParamsError
-from m3diff.stages.train import stage
+from m3diff.stages.train import on_ray, runtimes, stage
 from m3diff.stages.train.stage import RunLockedError, _only_trainer, run_key, train
 from tests.stages.train.toy import Recipe, recipe, write_mixture
 from tests.tiny import tiny_settings
@@ -128,9 +128,9 @@ FIGURES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(("workers", "runtime"), [(0, "run_local"), (2, "run_on_ray")])
+@pytest.mark.parametrize(("workers", "runtime"), [(0, (runtimes, "run_local")), (2, (on_ray, "run_on_ray"))])
 def test_the_stage_runs_the_loop_where_asked_and_writes_its_report(
-    workers: int, runtime: str, base: Path, mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workers: int, runtime: tuple[Any, str], base: Path, mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     jobs, followed = [], []
 
@@ -147,7 +147,7 @@ def test_the_stage_runs_the_loop_where_asked_and_writes_its_report(
         jobs.append(job)
         return FIGURES
 
-    monkeypatch.setattr(stage, runtime, loop)
+    monkeypatch.setattr(*runtime, loop)
     made = recipe(base, workers=workers, micro_batch=2, scratch=tmp_path / "runs")
     train(made.cfg, made.model, made.compute, mixture, tmp_path / "out", follow)
     assert json.loads((tmp_path / "out" / "report.json").read_text()) == {

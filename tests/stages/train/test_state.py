@@ -1,5 +1,6 @@
 """Checkpoints of a run: which is taken, which is kept, which is exported; and that every tensor comes back."""
 
+import json
 import logging
 import multiprocessing
 import os
@@ -15,11 +16,12 @@ from safetensors.torch import load_file, save_file
 
 from m3diff.models.checkpoint import CheckpointError, verify_manifest, write_manifest
 from m3diff.stages.train import state
-from m3diff.stages.train.curve import Curve
 from m3diff.stages.train.job import Job, Runtime
-from m3diff.stages.train.loop import Run, export, start, train_step
+from m3diff.stages.train.loop import Training
+from m3diff.stages.train.progress import Curve
 from m3diff.stages.train.state import (
     MOMENTS,
+    VALIDATION,
     MasterState,
     Writer,
     best_first,
@@ -28,9 +30,7 @@ from m3diff.stages.train.state import (
     latest_valid_checkpoint,
     load_state,
     read_validation,
-    remove_older,
     save_state,
-    write_validation,
 )
 from tests.stages.train.toy import Recipe, recipe
 
@@ -44,7 +44,7 @@ def folder(run_dir: Path, step: int, cider: float | None = None, damaged: bool =
     if damaged:
         (made / "weights.safetensors").write_text("half")
     if cider is not None:
-        write_validation(made, {"val_loss": 1.0, "val_cider": cider})
+        (made / VALIDATION).write_text(json.dumps({"val_loss": 1.0, "val_cider": cider}))
     return made
 
 
@@ -82,13 +82,6 @@ def test_where_all_are_damaged_the_run_starts_over(tmp_path: Path, caplog: pytes
     assert "the run starts over" in caplog.text
 
 
-def test_the_newest_two_and_the_best_are_kept(tmp_path: Path) -> None:
-    for step, cider in ((2, 0.1), (4, 0.9), (6, None), (8, 0.2), (10, None)):
-        folder(tmp_path, step, cider)
-    remove_older(tmp_path)
-    assert [state.step_of(path) for path in checkpoints(tmp_path)] == [4, 8, 10]
-
-
 def test_of_equal_scores_the_earlier_is_the_best_and_none_is_no_score(tmp_path: Path) -> None:
     for step, cider in ((2, None), (4, 0.0), (6, 0.5), (8, 0.5)):
         folder(tmp_path, step, cider)
@@ -114,20 +107,20 @@ def test_without_a_score_the_last_is_exported_with_a_warning(tmp_path: Path, cap
 def test_scores_of_a_validation_lie_beside_the_checkpoint_and_do_not_damage_it(tmp_path: Path) -> None:
     made = folder(tmp_path, 2)
     assert read_validation(made) is None
-    write_validation(made, {"val_loss": 0.25, "val_cider": 1.5})
+    (made / VALIDATION).write_text('{"val_loss": 0.25, "val_cider": 1.5}')
     assert read_validation(made) == {"val_loss": 0.25, "val_cider": 1.5}
     assert latest_valid_checkpoint(tmp_path) == made
 
 
-def started(made: Recipe, mixture: Path, run_dir: Path) -> Run:
-    return start(Job(made.cfg, made.model, made.compute, mixture, run_dir, run_dir, ""), Runtime())
+def started(made: Recipe, mixture: Path, run_dir: Path) -> Training:
+    return Training(Job(made.cfg, made.model, made.compute, mixture, run_dir, run_dir, ""), Runtime())
 
 
-def take(run: Run, step: int) -> None:
-    train_step(run, step, [run.loader.build(batch) for batch in run.schedule.micro_batches(step, 0)])
+def take(run: Training, step: int) -> None:
+    run.step(step, [run.loader.build(batch) for batch in run.schedule.micro_batches(step, 0)])
 
 
-def save(run: Run, run_dir: Path, step: int) -> Path:
+def save(run: Training, run_dir: Path, step: int) -> Path:
     """The checkpoint after `step` steps, written."""
     saved = save_state(run.engine, run.trained, run_dir, step, 0, run.curve, run.writer)
     run.writer.finish()
@@ -274,7 +267,7 @@ def test_the_first_worker_alone_writes(mixture: Path, base: Path, tmp_path: Path
     take(run, 0)
     run.runtime = Runtime(rank=1, ranks=1)
     save_state(run.engine, run.trained, tmp_path, 1, 1, run.curve, run.writer)
-    export(run)
+    run.export()
     assert checkpoints(tmp_path) == []
     assert not (tmp_path / "checkpoint").exists()
     assert not (tmp_path / "curves.csv").exists()
@@ -364,22 +357,22 @@ def test_the_next_checkpoint_waits_for_the_one_before(
     run.writer.finish()
 
 
-def test_older_checkpoints_are_removed_after_the_new_one_was_read_back(
+def test_older_checkpoints_but_the_best_are_removed_after_the_new_one_was_read_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for step in (1, 2):
-        folder(tmp_path, step)
+    for step, cider in ((2, 0.1), (4, 0.9), (6, None), (8, 0.2)):
+        folder(tmp_path, step, cider)
     seen: list[list[int]] = []
 
     def verify(checkpoint: Path, trained: frozenset[str]) -> None:
         assert trained == {"a"}
-        assert checkpoint.name == "step-00000003"
+        assert checkpoint.name == "step-00000010"
         seen.append([state.step_of(path) for path in checkpoints(tmp_path)])
 
     monkeypatch.setattr(state, "_check_names", verify)
-    write_one(tmp_path, 3)
-    assert seen == [[1, 2, 3]]
-    assert [state.step_of(path) for path in checkpoints(tmp_path)] == [2, 3]
+    write_one(tmp_path, 10)
+    assert seen == [[2, 4, 6, 8, 10]]
+    assert [state.step_of(path) for path in checkpoints(tmp_path)] == [4, 8, 10], "the best and the newest two"
 
 
 FILES = ("weights.safetensors", *(f"{moment}.safetensors" for moment in MOMENTS))

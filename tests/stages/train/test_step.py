@@ -12,10 +12,10 @@ from m3diff.models import FAMILIES
 from m3diff.models.family import Delays
 from m3diff.models.tuning import TrainableGroup
 from m3diff.settings.load import load_params
-from m3diff.stages.train.engine import build_engine, constant_with_warmup, cosine_with_warmup
+from m3diff.stages.train.attempts import DivergedError
+from m3diff.stages.train.engine import build_engine, rate_factor, take_step
 from m3diff.stages.train.job import Job, Runtime
-from m3diff.stages.train.loop import Run, prepare_model, start, take_step, train_step
-from m3diff.stages.train.retry import DivergedError
+from m3diff.stages.train.loop import Training, prepare_model
 from m3diff.stages.train.state import MasterState
 from tests.stages.train.toy import Recipe, recipe
 from tests.tiny import tiny_settings
@@ -28,11 +28,11 @@ LAST = 1
 """The second step of an epoch of 10 sequences, 8 a step: two count and six only fill up."""
 
 
-def started(made: Recipe, mixture: Path, folder: Path) -> Run:
-    return start(Job(made.cfg, made.model, made.compute, mixture, folder, folder, ""), Runtime())
+def started(made: Recipe, mixture: Path, folder: Path) -> Training:
+    return Training(Job(made.cfg, made.model, made.compute, mixture, folder, folder, ""), Runtime())
 
 
-def gradients(made: Recipe, run: Run, step: int) -> dict[str, Tensor]:
+def gradients(made: Recipe, run: Training, step: int) -> dict[str, Tensor]:
     """By plain autograd: the mean over the step's supervised tokens, every sequence by itself."""
     model, processor = prepare_model(made.cfg, made.model, made.compute, FAMILIES["m3diff"])
     sequences = run.schedule.global_sequences(step)
@@ -81,7 +81,7 @@ def test_a_step_is_adamw_on_the_mean_over_the_tokens_that_count(
     state = MasterState(run.engine)
     before = {name: state.get(p).clone() for name, p in state.parameters.items()}
     batches = [run.loader.build(batch) for batch in run.schedule.micro_batches(LAST, 0)]
-    train_step(run, LAST, batches)
+    run.step(LAST, batches)
     state.link()
     factor = 0.5 * (1 + torch.cos(torch.tensor(torch.pi * (LAST - 1) / (run.schedule.steps - 1))))
     rates = {id(p): group.lr * float(factor) for group in run.groups for p in group.parameters}
@@ -104,7 +104,7 @@ def test_grad_norm_is_that_of_the_whole_gradient_before_clipping(
     run = started(made, mixture, tmp_path)
     found = gradients(made, run, 0)
     batches = [run.loader.build(batch) for batch in run.schedule.micro_batches(0, 0)]
-    _, norm = take_step(run.engine, batches, run.processor, run.device, 1)
+    _, norm = take_step(run.engine, batches, run.processor, run.device, [1e-3] * len(run.groups), 1)
     assert norm == pytest.approx(norm_of(found), rel=1e-4)
     assert norm > 0.015, "the smaller limit clips"
     state = MasterState(run.engine)
@@ -120,10 +120,10 @@ def test_a_step_reports_the_mean_loss_per_token_and_its_row(mixture: Path, base:
     batches = [run.loader.build(batch) for batch in run.schedule.micro_batches(LAST, 0)]
     one = run.loader.build([(rows, 1) for rows in run.schedule.global_sequences(LAST)])
     with torch.no_grad():
-        from m3diff.stages.train.loss import token_loss
+        from m3diff.stages.train.engine import token_loss
 
         want = float(token_loss(run.engine.module, one, run.processor, run.device)) / one.supervised_tokens
-    train_step(run, LAST, batches)
+    run.step(LAST, batches)
     (row,) = run.curve.rows
     assert float(row["loss"]) == pytest.approx(want, rel=1e-5)
     assert (row["step"], row["epoch"], row["val_loss"]) == ("2", "1", "")
@@ -142,7 +142,7 @@ def test_a_loss_that_is_not_finite_stops_with_step_loss_and_rates(mixture: Path,
             parameter.fill_(float("nan"))
     batches = [run.loader.build(batch) for batch in run.schedule.micro_batches(3, 0)]
     with pytest.raises(DivergedError, match=r"step 4: the loss is nan and .* with lr_vision [\d.e-]+, .*warmup_share"):
-        train_step(run, 3, batches)
+        run.step(3, batches)
 
 
 @pytest.mark.fault("13")
@@ -164,11 +164,11 @@ def test_a_gradient_that_is_not_finite_stops_though_the_loss_is(
 ) -> None:
     run = started(recipe(base, zero_stage=stage, precision=precision, max_grad_norm=clipped), mixture, tmp_path)
     batches = [[run.loader.build(batch) for batch in run.schedule.micro_batches(step, 0)] for step in (0, 1)]
-    train_step(run, 0, batches[0])
+    run.step(0, batches[0])
     parameter = next(p for p in run.engine.module.parameters() if p.requires_grad)
     parameter.register_hook(lambda gradient: gradient * bad)
     with pytest.raises(DivergedError, match=r"step 2: the loss is [\d.]+ and the gradient's norm (nan|inf) with lr_"):
-        train_step(run, 1, batches[1])
+        run.step(1, batches[1])
 
 
 @pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
@@ -183,27 +183,24 @@ def test_gradients_in_bf16_are_added_up_in_fp32(stage: int, mixture: Path, base:
 
         parameter.register_hook(add)
     batches = [run.loader.build(batch) for batch in run.schedule.micro_batches(0, 0)]
-    take_step(run.engine, batches, run.processor, run.device, 1)
+    take_step(run.engine, batches, run.processor, run.device, [1e-3] * len(run.groups), 1)
     state.link()
     for name, parameter in state.parameters.items():
         first = 0.1 * added[name]  # AdamW's first moment; a sum in bf16 is 2e-3 off
         assert (state.get(parameter, "exp_avg") - first).norm() <= 1e-5 * first.norm(), name
 
 
-def test_the_rate_warms_up_and_falls_as_a_half_cosine_and_a_delayed_part_joins_it() -> None:
-    factors = [cosine_with_warmup(step, 12, 1 / 6) for step in range(12)]
+def test_the_rate_warms_up_and_falls_as_a_half_cosine_and_a_delayed_part_joins_it(base: Path) -> None:
+    cosine = recipe(base, warmup_share=1 / 6).cfg
+    factors = [rate_factor(cosine, step, 12) for step in range(12)]
     assert factors[:3] == [0.5, 1.0, 1.0]
     assert factors[7] == pytest.approx(0.5)  # half way of the ten steps after the warm-up
     assert factors[11] == pytest.approx(0.5 * (1 + math.cos(0.9 * math.pi)))
-    delayed = [cosine_with_warmup(step, 12, 1 / 6, 0.25) for step in range(12)]
-    assert delayed[:3] == [0.0, 0.0, 0.0]
-    assert delayed[3] == 0.5 * factors[3]
-    assert delayed[4:] == factors[4:]
-
-
-def test_a_constant_rate_stays_after_its_warm_up_and_its_delay() -> None:
-    assert [constant_with_warmup(step, 12, 1 / 6) for step in range(12)] == [0.5] + 11 * [1.0]
-    assert [constant_with_warmup(step, 12, 0.0, 0.25) for step in range(12)] == 3 * [0.0] + 9 * [1.0]
+    delayed = [rate_factor(cosine, step, 12, 0.25) for step in range(12)]
+    assert delayed == [0.0, 0.0, 0.0, 0.5 * factors[3], *factors[4:]]
+    constant, at_once = (recipe(base, schedule="constant", warmup_share=share).cfg for share in (1 / 6, 0.0))
+    assert [rate_factor(constant, step, 12) for step in range(12)] == [0.5] + 11 * [1.0]
+    assert [rate_factor(at_once, step, 12, 0.25) for step in range(12)] == 3 * [0.0] + 9 * [1.0]
 
 
 @pytest.mark.parametrize(("schedule", "last"), [("constant", 1.0), ("cosine", 0.5 * (1 + math.cos(0.8 * math.pi)))])
@@ -212,7 +209,7 @@ def test_the_schedule_of_the_parameters_is_the_one_of_the_steps(
 ) -> None:
     run = started(recipe(base, schedule=schedule, warmup_share=0.0), mixture, tmp_path)
     assert run.schedule.steps == 6
-    train_step(run, 5, [run.loader.build(batch) for batch in run.schedule.micro_batches(5, 0)])
+    run.step(5, [run.loader.build(batch) for batch in run.schedule.micro_batches(5, 0)])
     for part, rate in tiny_settings().rates.items():
         assert rate is not None
         assert run.rates[f"lr_{part}"] == pytest.approx(last * rate)
@@ -225,7 +222,7 @@ def test_a_part_that_is_delayed_stays_as_it_is_until_its_step(mixture: Path, bas
     begins = round(run.schedule.steps / 2)
     for step in range(begins + 1):
         before = {name: p.detach().clone() for name, p in run.engine.module.named_parameters() if p.requires_grad}
-        train_step(run, step, [run.loader.build(batch) for batch in run.schedule.micro_batches(step, 0)])
+        run.step(step, [run.loader.build(batch) for batch in run.schedule.micro_batches(step, 0)])
         after = dict(run.engine.module.named_parameters())
         moved = {name: not torch.equal(after[name], weight) for name, weight in before.items()}
         assert any(moved[name] for name in moved if ".mdp." in name) == (step == begins)

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from m3diff.stages.train import loop, runtimes, state, stopping
+from m3diff.stages.train import attempts, loop, runtimes, state
+from m3diff.stages.train.attempts import STOP, TERMINATED, stop_on_sigterm
 from m3diff.stages.train.state import checkpoints
-from m3diff.stages.train.stopping import STOP, TERMINATED, is_asked_to_stop, stop_on_sigterm
 from tests.stages.train.toy import Trained, recipe, run
 
 
@@ -112,13 +112,13 @@ def test_a_step_that_takes_longer_than_the_grace_time_is_not_waited_for(
 def test_what_asked_an_earlier_run_to_end_does_not_ask_the_next(tmp_path: Path) -> None:
     (tmp_path / STOP).touch()
     with stop_on_sigterm(tmp_path, grace_s=10):
-        assert not is_asked_to_stop(tmp_path)
+        assert not (tmp_path / STOP).exists()
         os.kill(os.getpid(), signal.SIGTERM)
-        assert is_asked_to_stop(tmp_path)
+        assert (tmp_path / STOP).exists()
         time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGTERM)
         assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] < 9.95, "a second signal gives no more time"
-    assert not is_asked_to_stop(tmp_path)
+    assert not (tmp_path / STOP).exists()
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
 
 
@@ -139,4 +139,4 @@ def test_another_thread_than_the_main_one_leaves_signals_alone(tmp_path: Path) -
 def test_the_grace_time_ends_before_a_flow_kills_what_is_left() -> None:
     from flows.dvc import GRACE_S
 
-    assert stopping.GRACE_S < GRACE_S
+    assert attempts.GRACE_S < GRACE_S

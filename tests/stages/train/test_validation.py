@@ -12,8 +12,10 @@ from m3diff.models import FAMILIES
 from m3diff.models.attention import KERNELS
 from m3diff.models.device import Device
 from m3diff.stages.train import validation
+from m3diff.stages.train.batches import open_image
+from m3diff.stages.train.job import Runtime
 from m3diff.stages.train.samples import SCHEMA, Samples, read_samples
-from m3diff.stages.train.validation import Validation, cider, named, sample_pairs
+from m3diff.stages.train.validation import Validation, cider, sample_pairs
 from tests.stages.train.toy import REFERENCES, recipe
 from tests.tiny import tiny_settings, tiny_trained
 
@@ -55,10 +57,12 @@ def model(base: Path) -> torch.nn.Module:
     return trained
 
 
-def validator(base: Path, mixture: Path, place: tuple[int, int] = (0, 1), **compute: int) -> Validation:
+def validator(base: Path, mixture: Path, ranks: int = 1, rank: int = 0, **compute: int) -> Validation:
     family, made = FAMILIES["m3diff"], recipe(base, val_pairs=3, micro_batch=2).changed(**compute)
     held = read_samples(mixture / "val", base.parent / "samples")
-    return Validation(held, family.load_processor(base), family, made.compute, 3, place, Device(False, "fp32"))
+    return Validation(
+        held, family.load_processor(base), family, made.compute, 3, Runtime(rank, ranks), Device(False, "fp32")
+    )
 
 
 def losses_by_hand(model: torch.nn.Module, found: Validation) -> dict[str, list[float]]:
@@ -96,7 +100,7 @@ def test_val_loss_is_the_mean_per_token_over_all_and_of_each_dataset(
 
 
 def test_batches_are_dealt_to_the_workers_each_once_and_filled_up_with_weight_zero(base: Path, mixture: Path) -> None:
-    parts = [validator(base, mixture, (rank, 2), micro_batch=1) for rank in range(2)]
+    parts = [validator(base, mixture, 2, rank, micro_batch=1) for rank in range(2)]
     assert [len(part.batches) for part in parts] == [3, 3]
     alone = validator(base, mixture)
     tokens = sum(batch.supervised_tokens for part in parts for _, batch in part.batches)
@@ -150,7 +154,12 @@ def test_captions_are_the_deployed_captioner_s_for_each_question(
     assert list(got) == rows
     captioner = validation.Captioner(model.get_base_model(), found.processor, found.family, 4)
     for row in rows:
-        assert got[row] == original(captioner, [found._images(row)], found.samples.question[row])[0]
+        assert (
+            got[row]
+            == original(
+                captioner, [tuple(open_image(*file) for file in found.samples.images(row))], found.samples.question[row]
+            )[0]
+        )
     assert model.train().training
 
 
@@ -162,7 +171,3 @@ def test_cider_is_ten_for_the_only_reference_and_ignores_case_and_stops() -> Non
     worse = cider(gold, ["the red ball moved", "the red ball moved", "nothing has changed here"])
     assert 0 < worse < 9
     assert cider(gold, ["a blue cube is gone", "nothing has changed here", "the red ball moved"]) == pytest.approx(0)
-
-
-def test_scores_are_named_in_the_log() -> None:
-    assert named({"val_loss": 0.5, "val_cider": 1.25}) == "  val_loss 0.5000  val_cider 1.2500"

@@ -1,0 +1,121 @@
+"""The loop in the workers of Ray Train (`compute.workers`).
+
+Ray starts the workers; `attempts.py` decides what follows where one dies, and checkpoints are the run's own, in its
+folder. On one machine the workers' process group meets over a file: Ray has them meet at a port, which torch opens on
+every interface.
+"""
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import ray
+import ray.train
+import torch.distributed as dist
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.torch.config import _set_torch_distributed_env_vars, _TorchBackend
+
+from m3diff.cluster import JOIN_S, on_one_machine, per_worker, start_ray, wait_for_room
+from m3diff.models.device import Device, environment
+from m3diff.records.files import write_atomic
+from m3diff.stages.train.attempts import ended_when_superseded, require_newest, stop_on_sigterm
+from m3diff.stages.train.job import Job, Runtime
+from m3diff.stages.train.runtimes import choose_accelerator, loopback
+
+
+def run_on_ray(job: Job) -> dict[str, Any]:
+    """Run the loop in `compute.workers` workers of Ray Train and return its figures.
+
+    Raises:
+        NoRoomError: the nodes cannot take the workers.
+        ray.train.TrainingFailedError: a worker raised or died; its `worker_failures` say what each met.
+    """
+    os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")
+    os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")  # with it, every printed line comes twice
+    shutil.rmtree(job.run_dir / "ray", ignore_errors=True)  # Ray's snapshot of a killed run may be half written
+    trainer = make_trainer(job)
+    own = not ray.is_initialized()
+    if own:
+        start_ray(job.compute)
+    try:
+        wait_for_room(job.compute, 0 if on_one_machine() else JOIN_S)
+        with stop_on_sigterm(job.run_dir):  # here: Ray takes the signal for itself when it starts
+            trainer.fit()
+    finally:
+        if own:
+            ray.shutdown()
+    return json.loads((job.run_dir / "figures.json").read_text())
+
+
+def make_trainer(job: Job) -> TorchTrainer:
+    """Return Ray's trainer of the job. Its process group meets over a file on one machine, else at a port."""
+    compute, backend = job.compute, Device(job.compute.gpu, job.cfg.precision).backend
+    alone = on_one_machine()
+    return TorchTrainer(
+        _worker,
+        train_loop_config={"job": job},
+        torch_config=OneMachineConfig(backend, folder=str(job.run_dir / "ray")) if alone else TorchConfig(backend),
+        scaling_config=ScalingConfig(
+            num_workers=compute.workers, use_gpu=compute.gpu, resources_per_worker=per_worker(compute)
+        ),
+        run_config=RunConfig(
+            name="ray",
+            storage_path=str(job.run_dir),
+            failure_config=FailureConfig(max_failures=0, controller_failure_limit=2),  # type: ignore[call-arg]  # V2's
+            worker_runtime_env={  # type: ignore[call-arg]  # V2's
+                "env_vars": environment(compute.gpu) | (loopback() if alone else {})
+            },
+        ),
+    )
+
+
+def _worker(config: dict[str, Any]) -> None:
+    job: Job = config["job"]
+    choose_accelerator(job.compute.gpu)
+    from m3diff.stages.train.loop import run_loop
+
+    context = ray.train.get_context()
+    runtime = Runtime(context.get_world_rank(), context.get_world_size())
+    with ended_when_superseded(job.run_dir, job.generation):
+        figures = run_loop(job, runtime)
+    if runtime.rank == 0:
+        require_newest(job.run_dir, job.generation)
+        write_atomic(job.run_dir / "figures.json", json.dumps(figures))
+
+
+@dataclass
+class OneMachineConfig(TorchConfig):
+    """Ray's configuration of a process group, for workers that share a file system. `folder` takes the file."""
+
+    folder: str = ""
+
+    @property
+    def backend_cls(self) -> type["OneMachineBackend"]:
+        return OneMachineBackend
+
+
+class OneMachineBackend(_TorchBackend):
+    """The calls of Ray before and after the workers train."""
+
+    def on_start(self, worker_group: Any, backend_config: Any) -> None:
+        """Bring up one group of all workers, over a file that no group before it had, as a OneMachineConfig says."""
+        folder = Path(backend_config.folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        file, ranks, seconds = folder / f"group-{uuid4().hex}", len(worker_group), backend_config.timeout_s
+        worker_group.execute(_set_torch_distributed_env_vars)
+        given = (backend_config.backend, str(file), ranks, seconds)
+        ray.get([worker_group.execute_single_async(rank, join, rank, *given) for rank in range(ranks)])
+
+
+def join(rank: int, backend: str, file: str, ranks: int, seconds: int) -> None:
+    """Join the group of `ranks` workers that meets over `file`, in a worker."""
+    if backend == "nccl":  # a collective that hangs ends its worker, as in Ray's own groups
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    timeout = timedelta(seconds=seconds)
+    dist.init_process_group(backend, init_method=f"file://{file}", rank=rank, world_size=ranks, timeout=timeout)

@@ -1,0 +1,200 @@
+"""Figures of a run: what it comes to, printed before its first step; the line of a step; and the curves."""
+
+import csv
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from m3diff.models.family import MODULE_UPDATE_RATIO, Family, Settings
+from m3diff.records.files import write_atomic
+from m3diff.settings.gpus import gpu_of
+from m3diff.stages.train.batches import Loader, Schedule
+from m3diff.stages.train.packing import pack
+
+COUNTED = 2048
+"""Sequences whose tokens are counted; their mean stands for a longer epoch."""
+
+NOTHING = 2.0**-8
+"""Half the relative distance of neighbouring numbers in bf16: a feature in bf16 to which less is added stays the same.
+A module in use is far from it: the embedded one starts at 0.5 and ends there."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """A run in numbers. Tokens and FLOPs are means of one sequence."""
+
+    accumulation: int
+    pairs: int
+    references: int
+    sequences: int  # an epoch
+    tokens: float
+    supervised: float
+    flops: float
+
+
+def measure(
+    schedule: Schedule, loader: Loader, accumulation: int, family: Family, config: Any, settings: Settings
+) -> Work:
+    """Count the first epoch; of more than COUNTED sequences, the tokens of as many in its order."""
+    sequences = schedule.epoch(0)
+    packed = [pack([loader.pairs_of(rows)]) for rows in sequences[:COUNTED]]
+    tokens, supervised = np.mean([(each.tokens, len(each.labels)) for each in packed], axis=0).tolist()
+    return Work(
+        accumulation=accumulation,
+        pairs=len(schedule.samples.pairs()),
+        references=len(schedule.samples),
+        sequences=len(sequences),
+        tokens=tokens,
+        supervised=supervised,
+        flops=sum(term.total for term in family.flops(config, tokens, supervised, settings)),
+    )
+
+
+def describe(work: Work, schedule: Schedule, parameters: Mapping[str, int]) -> list[str]:
+    """Return the lines before the first step. `parameters` as `tuning.parameter_counts` gives them."""
+    about = "" if work.sequences <= COUNTED else "about "
+    trains = [f"{part} {n:,}" for part, n in parameters.items() if part not in ("trainable", "frozen") and n]
+    batch = schedule.global_batch
+    return [
+        f"{batch} sequences a step = {schedule.micro_batch} micro-batch x {work.accumulation} accumulated "
+        f"x {schedule.ranks} worker(s)",
+        f"{work.pairs:,} pairs, {work.references:,} references in {work.sequences:,} sequences an epoch",
+        f"{about}{work.tokens * work.sequences:,.0f} tokens an epoch ({work.tokens:.1f} a sequence, "
+        f"{work.supervised:.1f} of them supervised)",
+        f"{schedule.epochs:g} epoch(s) x {schedule.steps_per_epoch:,} steps = {schedule.steps:,} steps",
+        f"{parameters['trainable']:,} parameters train ({', '.join(trains)}), {parameters['frozen']:,} are frozen",
+        f"{flop(work.flops * batch)} a step",
+    ]
+
+
+def flop(count: float) -> str:
+    """Return `7.15 GFLOP`, `3.2 PFLOP`."""
+    unit, name = next((u, n) for u, n in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (0, "")) if count >= u)
+    return f"{count / (unit or 1):.3g} {name}FLOP"
+
+
+def peak_flops(device_name: str, precision: str) -> float | None:
+    """Return the peak FLOP/s of one device, None where it is not known. Kinds that differ in memory have one peak."""
+    gpu = gpu_of(device_name, memory_gb=0)
+    return gpu.bf16_tflops * 1e12 if gpu and precision == "bf16" else None
+
+
+def progress_line(
+    step: int,
+    steps: int,
+    values: Mapping[str, float],
+    updates: Sequence[float],
+    rates: Mapping[str, float],
+    captions_per_s: float,
+    seconds_per_step: float,
+    used: float | None,
+) -> str:
+    """Return `step 20/1810 (1.1 %)  loss 1.2345  grad_norm 2.10  module_update_ratio 0.21  lr_vision 4.00e-05
+    85 captions/s  MFU 41 %  ETA 11 min`, in one line.
+
+    Args:
+        updates: the ratios of all levels of the module, in their order.
+        used: model FLOPs utilisation, the share of the devices' peak that the step's own FLOPs come to.
+    """
+    named = "".join(f"  {name} {value:.4f}" for name, value in values.items())
+    named += f"  {MODULE_UPDATE_RATIO} {' '.join(f'{ratio:.2g}' for ratio in updates)}" if updates else ""
+    named += "".join(f"  {name} {rate:.2e}" for name, rate in rates.items())
+    share = "" if used is None else f"  MFU {used:.0%}"
+    left = eta((steps - step) * seconds_per_step)
+    return f"step {step}/{steps} ({step / steps:.1%}){named}  {captions_per_s:.0f} captions/s{share}  ETA {left}"
+
+
+def eta(seconds: float) -> str:
+    """Return `45 s`, `11 min`, `3 h 20 min`."""
+    minutes = round(seconds / 60)
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def columns(parts: Iterable[str], module: Iterable[str], datasets: Iterable[str]) -> tuple[str, ...]:
+    """Return the curves' columns: step, epoch, loss, a learning rate for each part, grad_norm, the `module`'s numbers,
+    val_loss over all and of each dataset, val_cider."""
+    rates, losses = [f"lr_{part}" for part in parts], [f"val_loss_{dataset}" for dataset in datasets]
+    return ("step", "epoch", "loss", *rates, "grad_norm", *module, "val_loss", *losses, "val_cider")
+
+
+class Curve:
+    """The run's curves, a row of text per step; what a step does not have stays empty. They travel with each
+    checkpoint, so that a resumed run loses none."""
+
+    def __init__(self, names: Sequence[str], rows: list[dict[str, str]] | None = None) -> None:
+        self.names, self.rows = tuple(names), rows or []
+
+    def add(self, values: Mapping[str, float | None]) -> None:
+        """Add a step's row."""
+        self.rows.append({name: "" for name in self.names})
+        self.fill(values)
+
+    def fill(self, values: Mapping[str, float | None]) -> None:
+        """Fill in more values of the last row."""
+        unknown = values.keys() - set(self.names)
+        assert not unknown, f"no such columns: {sorted(unknown)}"
+        self.rows[-1] |= {name: f"{value:.6g}" for name, value in values.items() if value is not None}
+
+    def copy(self) -> "Curve":
+        """Return the curves as they are: what is added or filled in later is not in them."""
+        return Curve(self.names, [*self.rows[:-1], *(dict(row) for row in self.rows[-1:])])  # `fill` changes the last
+
+    def last(self, column: str) -> float:
+        """Return the last value of a column, NaN where it has none."""
+        return next((float(row[column]) for row in reversed(self.rows) if row[column]), float("nan"))
+
+    def latest(self, wanted: Iterable[str]) -> dict[str, float]:
+        """Return `step` and the columns of the last row that has a value in all of them; nothing where no row has."""
+        wanted = ("step", *wanted)
+        found = next((row for row in reversed(self.rows) if all(row[name] for name in wanted)), None)
+        return {name: float(found[name]) for name in wanted} if found else {}
+
+    def read(self, path: Path) -> None:
+        """Take the rows of an earlier part of the run; columns that are not this run's are left out."""
+        self.rows = [{name: row.get(name, "") for name in self.names} for row in read_rows(path)]
+
+    def write(self, path: Path) -> None:
+        text = io.StringIO()
+        writer = csv.DictWriter(text, self.names, restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self.rows)
+        write_atomic(path, text.getvalue())
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a file of curves."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def with_alignment(alignment: Path, curves: Path) -> None:
+    """Put the rows of the alignment's curves before those of `curves`, in place: its last step is 0."""
+    first, second = read_rows(alignment), read_rows(curves)
+    last = int(first[-1]["step"])
+    before = [row | {"step": str(int(row["step"]) - last)} for row in first]
+    Curve(list(dict.fromkeys([*second[0], *first[0]])), [*before, *second]).write(curves)
+
+
+def update_ratios(values: Mapping[str, float]) -> dict[str, float]:
+    """Return the sizes of the module's updates among named numbers."""
+    return {name: value for name, value in values.items() if name.startswith(MODULE_UPDATE_RATIO)}
+
+
+def module_warning(latest: Mapping[str, float], steps: int, warm: int, remedy: str) -> str | None:
+    """Return a warning where the module changes nothing, by its `latest` numbers and their step, once that is after
+    `warm`, the last step of any part's warm-up."""
+    ratios = update_ratios(latest)
+    if not ratios or max(ratios.values()) >= NOTHING or latest["step"] <= warm:
+        return None
+    found = ", ".join(f"{name} {value:.2g}" for name, value in ratios.items())
+    return (
+        f"the module changes nothing: at step {latest['step']:.0f} of {steps}, after the warm-up, each of its "
+        f"updates is under {NOTHING:.2g} of the features that it changes ({found}), less than bf16 resolves, so the "
+        f"model captions as its base would without the module. {remedy}"
+    )
