@@ -3,14 +3,31 @@ of other sites, and lets a flow run outlive the worker that reads what it prints
 
 import os
 import sys
+from collections.abc import Collection
 from typing import Any, TextIO
 
-from flows.processes import FLOW_RUN
+import psutil
 
 GUARD = "m3diff.serving.same_origin:Guarded"
 """A protocol of uvicorn, for a server that asks for no token."""
 
+FLOW_RUN = "PREFECT__FLOW_RUN_ID"
+"""The environment variable that Prefect's worker gives a flow's process, and this one to what it starts."""
+
 os.environ.setdefault("UVICORN_HTTP", GUARD)
+
+
+def at_work(flow_runs: Collection[str]) -> dict[str, int]:
+    """The number of one process of each of these flow runs that has any on this machine."""
+    found: dict[str, int] = {}
+    for process in psutil.process_iter():
+        try:
+            flow_run = process.environ().get(FLOW_RUN, "")
+        except (psutil.Error, OSError):  # another user's, or gone
+            continue
+        if flow_run in flow_runs and process.status() != psutil.STATUS_ZOMBIE:
+            found.setdefault(flow_run, process.pid)
+    return found
 
 
 class Outliving:

@@ -1,16 +1,27 @@
-"""What a run made, kept: data and checkpoint in the DVC remote, `dvc.lock` and scores on the branch of the run."""
+"""Keep the outputs of a run and take them up again: data and checkpoint in the DVC remote, `dvc.lock` and scores on the
+branch of the run. The branch `runs/latest` is the newest whole run.
 
-from collections.abc import Callable, Mapping, Sequence
+Flow runs never commit to main, so main's `dvc.lock` stays behind them, and a later run takes up the entries of
+`runs/latest`. An entry records what a stage read and wrote, by hash; DVC compares it with what is there, so that a
+wrong one makes a stage run and never keeps it from running.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flows import dvc, raw
+import yaml
+
+from flows import dvc
 from m3diff.provenance.dvc import listing, object_file, whole
-from m3diff.provenance.git import GitError, git, main_tree
+from m3diff.provenance.git import GitError, git, has_branch, main_tree
 from m3diff.records.errors import DataError
 from m3diff.settings.section import ParamsError
 
 LOCK = Path("dvc.lock")
+LATEST = "runs/latest"
+"""The branch of the newest run that went through every stage and had no parameters of its own."""
+
 LOOKED_BACK = 20  # commits that changed it, for a whole one
 NO_REMOTE = "no DVC remote is set, so data and checkpoint stay on this machine (`dvc remote add -d NAME URL`)"
 
@@ -20,12 +31,12 @@ class NotPushedError(ConnectionError):
 
 
 def check_remote() -> None:
-    """See that each remote answers, by asking it for the files that are no folders: they are few.
+    """Ask each remote for the outputs that are no folders: they are few.
 
     Raises:
-        ParamsError: one does not.
+        ParamsError: one does not answer.
     """
-    for name, stored in by_remote().items():
+    for name, stored in dvc.kept().items():
         files = {path: md5 for path, md5 in stored.items() if not md5.endswith(".dir")}
         try:
             if files:
@@ -34,65 +45,42 @@ def check_remote() -> None:
             raise ParamsError(f"the DVC remote {name!r} does not answer, so nothing could be kept: {error}") from error
 
 
-def by_remote() -> dict[str, dict[str, str]]:
-    """What the cache holds of what DVC keeps of this commit: hashes by path, by the remote that they belong in."""
-    cache = dvc.cache_folder()
-    found: dict[str, dict[str, str]] = {}
-    for path, (md5, remote) in dvc.kept().items():
-        if remote is not None and object_file(cache, md5).is_file():
-            found.setdefault(remote, {})[path] = md5
-    return found
+def push() -> tuple[str, str]:
+    """Send what the remotes miss, then look for each of these files there; (Ran or Skipped, a sentence).
 
-
-def push(log: Callable[[str], None]) -> tuple[str, str]:
-    """Push what the remotes miss, then look for each of these files there; (Ran or Skipped, a sentence).
-
-    Every remote is asked for every file, in every run: what it was seen to have may be gone. DVC takes a folder for
-    whole where the remote has its list of files, so that only a look at each file finds a gap, as a push that was cut
-    off leaves one, and only a push of that file closes it.
+    Every remote is asked for every file, in every run: what it was seen to have may be gone, and a push that was cut
+    off leaves a folder's list without some of its files.
 
     Raises:
         DataError: a file in the cache is damaged; nothing was sent.
         NotPushedError: something is missing there; what arrived is not sent again.
     """
-    remotes = by_remote()
-    if not remotes:
+    new: dict[str, int] = {}
+    for name, stored in sorted(dvc.kept().items()):
+        try:
+            missing = dvc.not_in_remote(files_of(stored), name)
+            check_cache(missing)
+            if missing:
+                dvc.push(missing.values(), name)
+            left = dvc.not_in_remote(missing, name)
+        except dvc.DvcError as error:
+            raise NotPushedError(f"remote {name!r}: {error}") from error
+        if left:
+            raise NotPushedError(f"remote {name!r} is missing {len(left)} file(s) after the push: {sorted(left)[:5]}")
+        new[name] = sum(any(file == path or file.startswith(f"{path}/") for file in missing) for path in stored)
+    if not new:
         return "Skipped", NO_REMOTE
-    new = {name: send(name, stored, log) for name, stored in sorted(remotes.items())}
     said = ", ".join(f"remote {name!r} has all of it{f', {count} new' if count else ''}" for name, count in new.items())
     return ("Ran", said) if any(new.values()) else ("Skipped", f"{said} already")
 
 
-def send(name: str, stored: Mapping[str, str], log: Callable[[str], None]) -> int:
-    """Let a remote have these outputs, hashes by path; of how many it missed something."""
-    files = files_of(stored)
-    try:
-        missing = dvc.not_in_remote(files, name)
-        if not missing:
-            return 0
-        check_cache(missing)
-        new = [path for path in stored if any(file == path or file.startswith(f"{path}/") for file in missing)]
-        said = dvc.ask("push", *new).strip()
-        if left := dvc.not_in_remote(missing, name):
-            dvc.push_objects(left.values(), name)
-            left = dvc.not_in_remote(left, name)
-    except dvc.DvcError as error:
-        raise NotPushedError(f"remote {name!r}: {error}") from error
-    if left:
-        raise NotPushedError(f"remote {name!r} is missing {len(left)} file(s) after `dvc push`: {sorted(left)[:5]}")
-    log(f"remote {name!r}: {said or 'nothing to send'}")
-    return len(new)
-
-
 def can_be_sent() -> bool:
-    """Whether cache or remote has every file of what DVC keeps; else a stage has to make it again."""
+    """Return whether cache or remote has every file that DVC keeps; else a stage has to make it again."""
     cache = dvc.cache_folder()
-    for name, stored in by_remote().items():
-        files = files_of(stored)
-        if not raw.all_there(cache, files.values()):
-            lacking = {path: md5 for path, md5 in files.items() if not object_file(cache, md5).is_file()}
-            if dvc.not_in_remote(lacking, name):
-                return False
+    for name, stored in dvc.kept().items():
+        lacking = {path: md5 for path, md5 in files_of(stored).items() if not object_file(cache, md5).is_file()}
+        if lacking and dvc.not_in_remote(lacking, name):
+            return False
     return True
 
 
@@ -113,10 +101,9 @@ def check_cache(hashes: Mapping[str, str]) -> None:
         DataError: it is not; every damaged file is named.
     """
     cache = dvc.cache_folder()
-    files = {path: (object_file(cache, md5), md5) for path, md5 in hashes.items()}
-    if bad := [
-        f"{path}: {note}" for path, (file, md5) in files.items() if file.is_file() and (note := whole(file, md5))
-    ]:
+    files = {path: object_file(cache, md5) for path, md5 in hashes.items()}
+    bad = [f"{path}: {note}" for path, file in files.items() if file.is_file() and (note := whole(file, hashes[path]))]
+    if bad:
         raise DataError("; ".join(bad))
 
 
@@ -137,40 +124,71 @@ def commit(message: str, links: Sequence[str]) -> str:
 def mend_lock() -> str | None:
     """Replace a `dvc.lock` that a kill left empty or cut short by the newest whole one of this branch; which commit's
     that is, None where nothing was wrong."""
-    commit, before = last_whole()
-    text = LOCK.read_text(encoding="utf-8", errors="replace") if LOCK.is_file() else None
-    if text is None and commit is None:
-        return None
-    if text is not None and dvc.is_lock(text):
-        ours = dvc.entries(text)
-        if not any(ours.get(stage) != before.get(stage) for stage in dvc.unfinished()):
-            return None
-    if commit is not None:
-        git("checkout", commit, "--", str(LOCK))
-        return commit
-    LOCK.unlink()
-    return "no commit"
-
-
-def last_whole() -> tuple[str | None, dict[str, Any]]:
-    """The newest commit of this branch whose `dvc.lock` is whole, and its stages: one that lost stages of those before
-    it is not."""
-    best, stages = None, dict[str, Any]()
+    whole, before = None, dict[str, Any]()  # one that lost stages of those before it is not whole
     there = git("ls-tree", "HEAD", "--", str(LOCK))
     for commit in reversed(git("log", f"-{LOOKED_BACK}", "--format=%H", "--", str(LOCK)).splitlines() if there else []):
-        text = dvc.lock_of(commit)
-        if dvc.is_lock(text) and not set(stages) - set(dvc.entries(text)):
-            best, stages = commit, dvc.entries(text)
-    return best, stages
+        found = dvc.entries(dvc.lock_of(commit))
+        if found is not None and not set(before) - set(found):
+            whole, before = commit, found
+    ours = dvc.entries(LOCK.read_text(encoding="utf-8", errors="replace")) if LOCK.is_file() else None
+    if ours is not None and not any(ours.get(stage) != before.get(stage) for stage in dvc.unfinished()):
+        return None
+    if whole is not None:
+        git("checkout", whole, "--", str(LOCK))
+    elif LOCK.is_file():
+        LOCK.unlink()
+        whole = "no commit"
+    return whole
 
 
 def publish(branch: str, log: Callable[[str], None]) -> None:
     """Push the branch to the git remote that `git config m3diff.runs` names; without one it stays here."""
-    try:
-        name = git("config", "--get", "m3diff.runs")
-    except GitError:
+    name = git("config", "--default", "", "--get", "m3diff.runs")
+    if not name:
         return
     try:
         git("push", "--quiet", name, f"refs/heads/{branch}:refs/heads/{branch}", cwd=main_tree(Path()))
     except GitError as error:
         log(f"warning: {branch} was not pushed to {name}: {error}; it is sent with the next run")
+
+
+# What earlier runs left
+
+
+def take_over() -> bool:
+    """Take the `dvc.lock` of the latest run whole, with its metrics, where nothing is left to do then; whether so."""
+    if not (theirs := latest()):
+        return False
+    git("checkout", LATEST, "--", str(LOCK), *metrics(theirs))
+    if dvc.is_current():
+        return True
+    git("reset", "--hard", "--quiet")
+    return False
+
+
+def take_up(changed: Collection[str]) -> bool:
+    """Replace the entries of the stages `changed` by those of the latest run; whether there was any."""
+    ours, theirs = dvc.locked(), latest()
+    found = {stage: theirs[stage] for stage in changed if stage in theirs and theirs[stage] != ours.get(stage)}
+    if not found:
+        return False
+    if ours | found == theirs:
+        git("checkout", LATEST, "--", str(LOCK))  # DVC's own text, to the byte
+    else:
+        stages = {"schema": "2.0", "stages": ours | found}
+        LOCK.write_text(yaml.safe_dump(stages, sort_keys=False), encoding="utf-8")
+    if files := metrics(found):
+        git("checkout", LATEST, "--", *files)
+    dvc.link_data()
+    return True
+
+
+def latest() -> dict[str, Any]:
+    """The stages of the latest run by name; none before the first, and where its `dvc.lock` is no lock."""
+    return (dvc.entries(dvc.lock_of(LATEST)) if has_branch(LATEST) else None) or {}
+
+
+def metrics(stages: Mapping[str, Any]) -> list[str]:
+    """The files of these stages' outputs that the latest run has in git."""
+    written = [out["path"] for entry in stages.values() for out in entry.get("outs", [])]
+    return git("ls-tree", "-r", "--name-only", LATEST, "--", *written).splitlines() if written else []

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
 import yaml
@@ -28,18 +28,14 @@ from m3diff.records.errors import DataError, redacted
 from m3diff.records.files import write_atomic
 
 if TYPE_CHECKING:
-    from dvc.output import Output
     from dvc.repo import Repo
     from dvc.stage import PipelineStage
 
 Outcome = Literal["Ran", "Restored", "Skipped"]
 
-DVC = [
-    sys.executable,
-    "-m",
-    "dvc",
-    "--wait-for-lock",
-]  # its lock is taken anew after a stage: to lose it loses the stage
+DVC = [sys.executable, "-m", "dvc", "--wait-for-lock"]
+"""DVC releases its lock while a stage runs and acquires it again afterwards. Without --wait-for-lock a failed attempt
+discards the finished stage."""
 CODE = ("components", "code")
 """The folders of code and of its digests: a change in them alone is no news of data."""
 GRACE_S = 20  # from the signal that asks to the one that ends
@@ -64,12 +60,15 @@ class DvcError(RuntimeError):
 
 
 @contextmanager
-def repository(folder: Path | None = None) -> Iterator["Repo"]:
-    """DVC in this process, for what takes it a moment: a process of its own takes a second to start, and a flow asks a
-    dozen times.
+def repository(folder: Path | None = None, outside: str = "") -> Iterator["Repo"]:
+    """DVC in this process: a process of its own takes a second to start, and a flow asks a dozen times.
+
+    Args:
+        outside: the command that a remote or another source is asked by. Each of their libraries has exceptions of its
+            own, and all of them are a DvcError then.
 
     Raises:
-        DvcError: DVC refused.
+        DvcError: DVC refused, with what the error and those behind it say.
     """
     from dvc.exceptions import DvcException  # half a second to import
     from dvc.repo import Repo
@@ -77,16 +76,15 @@ def repository(folder: Path | None = None) -> Iterator["Repo"]:
     try:
         with Repo(folder, _wait_for_lock=True) as opened:
             yield opened
-    except DvcException as error:
-        causes = chain_of(error)
-        raise DvcError("dvc", 255, [*causes, *broken_lock(folder or Path())]) from error
-
-
-def chain_of(error: BaseException | None) -> Iterator[str]:
-    """What an error and those behind it say."""
-    while error is not None:
-        yield str(error)
-        error = error.__cause__
+    except Exception as error:
+        if not outside and not isinstance(error, DvcException):
+            raise
+        causes: list[str] = []
+        cause: BaseException | None = error
+        while cause is not None:
+            causes.append(str(cause))
+            cause = cause.__cause__
+        raise DvcError(outside or "dvc", 255, [*causes, *broken_lock(folder or Path())]) from error
 
 
 def of_pipeline(repo: "Repo") -> list["PipelineStage"]:
@@ -112,58 +110,34 @@ def stages() -> dict[str, set[str]]:
         }
 
 
-def raw_data() -> dict[Path, tuple[str, set[str]]]:
-    """The folders of datasets that `.dvc` files track: the hash of each, and the stages that read it."""
-    here = Path.cwd()
-    with repository() as repo:
-        readers = {out: {stage.addressing for stage in of_pipeline(repo) if reads(stage, out)} for out in raw_of(repo)}
-        return {Path(out.fs_path).relative_to(here): (out.hash_info.value, names) for out, names in readers.items()}
-
-
-def raw_of(repo: "Repo") -> list["Output"]:
-    """The folders that `.dvc` files track and the stage ingest reads."""
-    from dvc.stage import PipelineStage
-
-    imported = [stage for stage in repo.index.stages if not isinstance(stage, PipelineStage)]
-    ingest = [stage for stage in of_pipeline(repo) if stage.name.partition("@")[0] == "ingest"]
-    folders = [out for stage in imported for out in stage.outs if out.hash_info.isdir]
-    return [out for out in folders if any(reads(stage, out) for stage in ingest)]
-
-
-def reads(stage: "PipelineStage", out: "Output") -> bool:
-    return any(dep.fs_path == out.fs_path for dep in stage.deps)
-
-
 def status() -> dict[str, Any]:
-    """What is out of date, by stage, in DVC's own words; empty where nothing is. Frozen stages are not looked at.
+    """Return DVC's entries for each stage that is out of date. Frozen stages are not looked at.
 
-    Raw data need not be there: the hash in their `.dvc` file is compared.
+    Data that `.dvc` files track need not be there: the hash in that file is compared.
     """
     found: dict[str, Any] = {}
     with repository() as repo, repo.lock:
         ours = of_pipeline(repo)
+        tracked = {
+            out.fs_path: out.hash_info for stage in repo.index.stages if stage.is_data_source for out in stage.outs
+        }
         for stage in ours:
-            found |= stage.status(check_updates=True)
-        hashes = {out.fs_path: out.hash_info for out in raw_of(repo)}
-        for stage in ours:
-            for entry in [entry for entry in found.get(stage.addressing, []) if isinstance(entry, dict)]:
-                said = entry.get("changed deps", {})
-                for dep in stage.deps:
-                    if said.get(str(dep)) == "deleted" and dep.fs_path in hashes:
-                        said[str(dep)] = "modified"
-                        if dep.hash_info == hashes[dep.fs_path]:
-                            del said[str(dep)]
-        return {name: left for name, entries in found.items() if (left := [entry for entry in entries if says(entry)])}
-
-
-def says(entry: Any) -> bool:
-    """Whether an entry of DVC's status names anything."""
-    return not isinstance(entry, dict) or any(entry.values())
+            for entry in stage.status(check_updates=True).get(stage.addressing, []):
+                said = entry.get("changed deps", {}) if isinstance(entry, dict) else {}
+                for dep in [dep for dep in stage.deps if said.get(str(dep)) == "deleted" and dep.fs_path in tracked]:
+                    said[str(dep)] = "modified"
+                    if dep.hash_info == tracked[dep.fs_path]:
+                        del said[str(dep)]
+                if not isinstance(entry, dict) or any(entry.values()):
+                    found.setdefault(stage.addressing, []).append(entry)
+    return found
 
 
 def is_current() -> bool:
-    """Whether DVC would run no stage, as far as `dvc.lock` and what lies in git tell. Data need not be there: to link
-    them in takes a minute for 300,000 files, and to look at them as long."""
+    """Return whether `dvc.lock` and the files in git match every stage, so that DVC would run none.
+
+    Data need not be there: to link them in takes a minute for 300,000 files, and to look at them as long.
+    """
     with repository() as repo, repo.lock:
         ours = of_pipeline(repo)
         if not all(out.exists for stage in ours for out in stage.outs if not out.use_cache):
@@ -202,12 +176,16 @@ def without_outputs_in_git(names: Iterable[str]) -> Iterator[bool]:
 def locked() -> dict[str, Any]:
     """The stages of `dvc.lock` by name; none where there is no such file."""
     file = Path("dvc.lock")
-    return entries(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return (entries(file.read_text(encoding="utf-8")) if file.is_file() else None) or {}
 
 
-def entries(text: str) -> dict[str, Any]:
-    """The stages of the text of a `dvc.lock`; none of an empty one."""
-    return (yaml.safe_load(text) or {}).get("stages", {})
+def entries(text: str) -> dict[str, Any] | None:
+    """The stages of the text of a `dvc.lock`; None of what is none, and empty or cut short: DVC writes it in place, and
+    a kill leaves a part."""
+    try:
+        return yaml.safe_load(text)["stages"]
+    except (yaml.YAMLError, TypeError, KeyError):
+        return None
 
 
 def lock_of(commit: str) -> str:
@@ -221,39 +199,16 @@ def unfinished() -> set[str]:
         return {stage.addressing for stage in of_pipeline(repo) if not all(out.hash_info for out in stage.outs)}
 
 
-def link_data(folder: Path | None = None) -> None:
-    """Bring what `dvc.lock` and the `.dvc` files name into place, as far as the cache has it: this folder, else all but
-    raw data, which are many files (`flows/raw.py`)."""
-    with repository() as repo, without_warnings():
-        raw = raw_of(repo)
-        files = {stage.relpath for stage in repo.index.stages if not any(out in raw for out in stage.outs)}
-        repo.checkout([str(folder)] if folder else sorted(files), allow_missing=True)
-
-
-@contextmanager
-def without_warnings() -> Iterator[None]:
-    """Within, DVC does not warn of each output that was never made."""
+def link_data() -> None:
+    """Bring what `dvc.lock` and the `.dvc` files name into place, as far as the cache has it."""
     logger = logging.getLogger("dvc_data")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # it warns of each output that was never made
     try:
-        yield
+        with repository() as repo:
+            repo.checkout(allow_missing=True)
     finally:
-        logger.setLevel(before)
-
-
-def remember(folder: Path, hashes: Mapping[str, str]) -> None:
-    """Tell DVC the hashes of the files of a folder, by name: it then does not read them."""
-    from dvc_data.hashfile.hash_info import HashInfo
-
-    root = folder.absolute()
-    paths = {f"{root}/{name}": md5 for name, md5 in hashes.items()}
-    facts = ((path, HashInfo("md5", md5), os.stat(path)) for path, md5 in paths.items())
-    with repository() as repo:
-        repo.state.save_many(
-            ((path, md5, {"ino": at.st_ino, "mtime": at.st_mtime, "size": at.st_size}) for path, md5, at in facts),
-            repo.fs,
-        )
+        logger.setLevel(level)
 
 
 def cache_folder(folder: Path | None = None) -> Path:
@@ -262,59 +217,33 @@ def cache_folder(folder: Path | None = None) -> Path:
         return Path(repo.cache.local_cache_dir)
 
 
-class Kept(NamedTuple):
-    """An output that DVC keeps: its hash, and the remote that it belongs in."""
-
-    md5: str
-    remote: str | None
-
-
-def kept() -> dict[str, Kept]:
-    """What DVC keeps of this commit, by path: what stages and `.dvc` files wrote, but for what git holds and what is
-    marked `push: false`."""
+def kept() -> dict[str, dict[str, str]]:
+    """Return the outputs of this commit that DVC keeps and the cache holds: hashes by path, by the remote that they
+    belong in. Outputs in git, outputs marked `push: false` and outputs without a remote are left out."""
+    found: dict[str, dict[str, str]] = {}
     with repository() as repo:
-        default = repo.config["core"].get("remote")
-        return {
-            os.path.relpath(out.fs_path, repo.root_dir): Kept(out.hash_info.value, out.remote or default)
-            for out in repo.index.outs
-            if out.use_cache and out.can_push and out.hash_info and out.hash_info.name == "md5"
-        }
-
-
-def ask(*arguments: str, cwd: Path | None = None) -> str:
-    """What a command of DVC prints.
-
-    Raises:
-        DvcError: it ended with another code than 0.
-    """
-    done = subprocess.run(
-        [*DVC, *arguments],
-        cwd=cwd,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        preexec_fn=die_with_parent,
-    )
-    if done.returncode:
-        said = [*done.stderr.splitlines(), *broken_lock(cwd or Path())]
-        raise DvcError(f"dvc {' '.join(arguments)}", done.returncode, said)
-    return done.stdout
+        cache, default = Path(repo.cache.local_cache_dir), repo.config["core"].get("remote")
+        for out in [out for out in repo.index.outs if out.use_cache and out.can_push and out.hash_info]:
+            remote, md5 = out.remote or default, out.hash_info.value
+            if remote and out.hash_info.name == "md5" and object_file(cache, md5).is_file():
+                found.setdefault(remote, {})[os.path.relpath(out.fs_path, repo.root_dir)] = md5
+    return found
 
 
 def not_in_remote(files: Mapping[str, str], name: str) -> dict[str, str]:
-    """Of these files, hashes by path, those whose content a remote does not have.
+    """Return the files, hashes by path, whose content a remote does not have.
 
     Raises:
         DvcError: the remote does not answer.
     """
-    with repository() as repo, of_remote(f"dvc status --cloud --remote {name}"):
+    with repository(outside=f"dvc status --cloud --remote {name}") as repo:
         there = set(repo.cloud.get_remote_odb(name, "status").oids_exist(sorted(set(files.values()))))
     return {path: md5 for path, md5 in files.items() if md5 not in there}
 
 
-def push_objects(hashes: Iterable[str], name: str) -> None:
-    """Send single files from the cache to a remote, whatever DVC remembers of what is there: `dvc push` sends nothing
-    of a folder whose list the remote has, and no file that it once saw in it.
+def push(hashes: Iterable[str], name: str) -> None:
+    """Send files and folders' lists from the cache to a remote, whatever DVC remembers of what is there: the command
+    `dvc push` sends nothing of a folder whose list the remote has, and no file that it once saw in it.
 
     Raises:
         DvcError: the remote refused.
@@ -322,21 +251,12 @@ def push_objects(hashes: Iterable[str], name: str) -> None:
     from dvc_data.hashfile.hash_info import HashInfo
     from dvc_data.hashfile.transfer import transfer
 
-    what = f"dvc push --remote {name} of single files"
-    with repository() as repo, of_remote(what):
+    what = f"dvc push --remote {name}"
+    with repository(outside=what) as repo:
         remote = repo.cloud.get_remote_odb(name, "push")
         failed = transfer(repo.cache.local, remote, {HashInfo("md5", md5) for md5 in hashes}).failed
     if failed:
-        raise DvcError(what, 255, [f"{len(failed)} of them were refused"])
-
-
-@contextmanager
-def of_remote(what: str) -> Iterator[None]:
-    """Within, whatever the library of a remote raises is a DvcError: each has exceptions of its own."""
-    try:
-        yield
-    except Exception as error:
-        raise DvcError(what, 255, chain_of(error)) from error
+        raise DvcError(what, 255, [f"{len(failed)} files were refused"])
 
 
 def repro(stage: str, log: Callable[[str], None]) -> Outcome:
@@ -370,7 +290,8 @@ def repro(stage: str, log: Callable[[str], None]) -> Outcome:
             said.append(line)
             outcome = next((word for words, word in WORDS.items() if words.format(stage) in line), outcome)
         if process.wait():
-            raise DvcError(f"stage {stage}", stage_code(said, process.returncode), [*said, *broken_lock(Path())])
+            codes = [process.returncode, *(int(found[1]) for line in said if (found := EXIT_CODE.search(line)))]
+            raise DvcError(f"stage {stage}", codes[-1], [*said, *broken_lock(Path())])  # DVC has one for any failure
         done = True
     finally:
         try:
@@ -382,16 +303,9 @@ def repro(stage: str, log: Callable[[str], None]) -> Outcome:
     return outcome
 
 
-def is_lock(text: str) -> bool:
-    """Whether a `dvc.lock` is one, and not empty or cut short: DVC writes it in place, and a kill leaves a part."""
-    try:
-        return "stages" in yaml.safe_load(text)
-    except (yaml.YAMLError, TypeError):
-        return False
-
-
 def damaged(name: str) -> list[str]:
-    """What of a stage's inputs is damaged in the cache, to which DVC's links lead: it believes its own files."""
+    """Describe each input of a stage whose content in the cache is damaged. DVC's links lead there,
+    and DVC does not check it."""
     with repository() as repo:
         cache = Path(repo.cache.local_cache_dir)
         read = [dep.fs_path for stage in of_pipeline(repo) if stage.addressing == name for dep in stage.deps]
@@ -407,9 +321,9 @@ def damaged(name: str) -> list[str]:
 
 
 def broken_lock(folder: Path) -> list[str]:
-    """What to do about a `dvc.lock` that is none, of which DVC says too little; nothing where it is whole."""
+    """Explain how to restore a `dvc.lock` that is not one, since DVC says too little; nothing where it is whole."""
     file = folder / "dvc.lock"
-    if not file.is_file() or is_lock(file.read_text(encoding="utf-8", errors="replace")):
+    if not file.is_file() or entries(file.read_text(encoding="utf-8", errors="replace")) is not None:
         return []
     return [
         f"{file} is not DVC's lock file (empty, cut short, or with the marks of a merge conflict); restore it: "
@@ -421,12 +335,11 @@ def repair_rwlock(log: Callable[[str], None]) -> None:
     """Remove DVC's list of who reads and writes what, where a killed process left half of it, or one that names a
     process which has the number by now and is no DVC: with it every `dvc repro` fails, however long it waits."""
     file = Path(".dvc/tmp/rwlock")
-    if not rwlock_fault(file):
-        return
-    time.sleep(1)  # DVC writes it in place: what is half now is whole in a moment
-    if fault := rwlock_fault(file):
-        file.unlink(missing_ok=True)
-        log(f"removed {file}, which a killed process left: {fault}")
+    if rwlock_fault(file):
+        time.sleep(1)  # DVC writes it in place: what is half now is whole in a moment
+        if fault := rwlock_fault(file):
+            file.unlink(missing_ok=True)
+            log(f"removed {file}, which a killed process left: {fault}")
 
 
 def rwlock_fault(file: Path) -> str | None:
@@ -437,19 +350,14 @@ def rwlock_fault(file: Path) -> str | None:
         return None
     except ValueError:
         return "it is no JSON"
-    holders = [*entries.get("write", {}).values(), *(who for all_ in entries.get("read", {}).values() for who in all_)]
-    alive = {who["pid"]: command for who in holders if (command := command_of(who["pid"]))}
-    if not alive or any("dvc" in command for command in alive.values()):
+    readers = (who for all_ in entries.get("read", {}).values() for who in all_)
+    alive = {}
+    for who in [*entries.get("write", {}).values(), *readers]:
+        with contextlib.suppress(psutil.Error):
+            alive[who["pid"]] = " ".join(psutil.Process(who["pid"]).cmdline())
+    if any("dvc" in command for command in alive.values()):
         return None
-    return ", ".join(f"process {pid} is `{command}` now" for pid, command in alive.items())
-
-
-def command_of(pid: int) -> str:
-    """How a process was started; empty where there is none."""
-    try:
-        return " ".join(psutil.Process(pid).cmdline())
-    except psutil.Error:
-        return ""
+    return ", ".join(f"process {pid} is `{command}` now" for pid, command in alive.items() if command) or None
 
 
 def environment() -> dict[str, str]:
@@ -475,12 +383,6 @@ def readable(lines: Iterable[str]) -> Iterator[str]:
             shown = time.monotonic()
         if text:
             yield redacted(text)
-
-
-def stage_code(said: Iterable[str], dvc_code: int) -> int:
-    """The stage's own exit code from DVC's words, since DVC turns every failure into its own."""
-    codes = [int(found[1]) for line in said if (found := EXIT_CODE.search(line))]
-    return codes[-1] if codes else dvc_code
 
 
 def end_group(process: subprocess.Popen) -> None:

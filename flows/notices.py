@@ -1,4 +1,4 @@
-"""What somebody should know, told once: a failure, a crash, a rejection, a promotion, and silence.
+"""Notices, each sent once: a failure, a crash, a rejection, a promotion, and silence.
 
 `M3DIFF_NOTIFY` says where to: an address of Apprise (`mailto://...`, `json://...`, `slack://...`) or a notification
 block of Prefect (`slack-webhook/mine`). Without it nobody is told. What could not be sent is kept in `runs/flows/`, and
@@ -10,14 +10,17 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import httpx
 from prefect.blocks.abstract import NotificationBlock
 from prefect.blocks.core import Block
 from prefect.blocks.notifications import AppriseNotificationBlock
+from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun
+from prefect.exceptions import PrefectException
 from prefect.flows import Flow
 from prefect.logging import get_logger
 from prefect.states import State
@@ -28,8 +31,9 @@ from flows.report import Done
 from flows.workspace import FLOWS, KEPT_DAYS, lock, read_json
 from m3diff.records.errors import redacted
 from m3diff.records.files import write_atomic
+from m3diff.settings.section import ParamsError
 
-NOTIFY = "M3DIFF_NOTIFY"
+NOTIFY, SILENCE = "M3DIFF_NOTIFY", "M3DIFF_SILENCE_DAYS"
 REMEMBERED = 1000  # notices, so that each is told once
 EXCEPTION = "Flow run encountered an exception: "  # Prefect's words before those of the error
 MOST_WORDS = 400  # characters of an error
@@ -52,7 +56,7 @@ def tell(key: str, title: str, text: str, log: Callable[[str], None], checkout: 
 
 @contextmanager
 def kept(checkout: Path) -> Iterator[dict[str, dict[str, Any]]]:
-    """What was told (key: when) and what waits (key: title and text), to be changed within; other processes wait."""
+    """Open the notices that were sent (key: when) and that wait (key: title and text); other processes wait."""
     folder = checkout / FLOWS
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "notices.json"
@@ -108,7 +112,7 @@ def send(address: str, title: str, text: str) -> None:
 
 
 def forget(prefix: str, checkout: Path) -> None:
-    """What is over may be told again: the keys that begin so."""
+    """Allow notices whose keys begin so to be sent again: their cause is over."""
     with kept(checkout) as notices:
         for group in notices.values():
             for key in [key for key in group if key.startswith(prefix)]:
@@ -116,31 +120,23 @@ def forget(prefix: str, checkout: Path) -> None:
 
 
 def failed(flow: Flow[..., Any], flow_run: FlowRun, state: State) -> None:
-    """A hook of the flows, for failures and crashes. A look that fails again and again is told once."""
-    what, why = flow.fn.__name__, reason_of(state)
-    how = "crashed" if state.is_crashed() else "failed"
-    tell(
-        f"watch {why}" if what == "watch" else f"{flow_run.id} {how}",
-        f"m3diff/{what} {how}",
-        failure(what, flow_run, state),
-        get_logger("m3diff").warning,
-    )
+    """A hook of the flows, for failures and crashes."""
+    tell_of_end(flow.fn.__name__, flow_run, state, get_logger("m3diff").warning)
 
 
-def tell_of_end(what: str, run: FlowRun, state: State, log: Callable[[str], None], checkout: Path) -> None:
-    """What the run's own hook would have told, where it could not: its process or its host was gone."""
-    how = "crashed" if state.is_crashed() else "failed"
-    tell(f"{run.id} {how}", f"m3diff/{what} {how}", failure(what, run, state), log, checkout)
-
-
-def failure(what: str, run: FlowRun, state: State) -> str:
-    """One paragraph: what, which run, why, where to look, what to do.
+def tell_of_end(
+    what: str, run: FlowRun, state: State, log: Callable[[str], None], checkout: Path | None = None
+) -> None:
+    """Tell of a failure or crash in one paragraph: what, which run, why, where to look, what to do. A look that fails
+    again and again is told once.
 
     Args:
         what: the deployment: full, retrain or watch.
     """
+    how, why = "crashed" if state.is_crashed() else "failed", reason_of(state)
+    key = f"{run.id} {how}"
     if what == "watch":
-        then = "It looks again by its schedule; what it could read was taken up."
+        key, then = f"watch {why}", "It looks again by its schedule; what it could read was taken up."
     elif state.is_crashed():
         then = "It is started again by itself and goes on where it was killed, unless it crashed three times in a row."
     else:
@@ -148,11 +144,12 @@ def failure(what: str, run: FlowRun, state: State) -> str:
             f"Its page says what failed, its worktree {FLOWS}/{run.id} stays for {KEPT_DAYS} days. Once the cause is "
             f"gone: `prefect deployment run m3diff/{what}`."
         )
-    return f"Run {run.name!r} of m3diff/{what} {reason_of(state)}. {link(run.id)}{then}"
+    text = f"Run {run.name!r} of m3diff/{what} {why}. {link(run.id)}{then}"
+    tell(key, f"m3diff/{what} {how}", text, log, checkout)
 
 
 def reason_of(state: State) -> str:
-    """How a run ended, and the first line of its error; of a stage also what it said last."""
+    """The state of a run that ended and the first line of its error; for a stage also its last line of output."""
     lines = (state.message or "").removeprefix(EXCEPTION).splitlines() or [""]
     said = [line.strip() for line in lines[1:] if line.strip() and not line.startswith("ERROR: failed to reproduce")]
     why = " ".join([lines[0], *said[-1:]])
@@ -180,3 +177,38 @@ def decided(done: Done, log: Callable[[str], None]) -> None:
     because = f"Run because {'; '.join(done.reasons)}. " if done.reasons else ""
     text = f"{decision}. {because}{link(done.work.flow_run)}{then}"
     tell(f"{done.work.flow_run} {word}", f"m3diff: a model was {word}", text, log, done.work.checkout)
+
+
+def tell_of_silence(checkout: Path, log: Callable[[str], None]) -> None:
+    """Tell that for M3DIFF_SILENCE_DAYS no training ended well: Completed, Rejected or Skipped. Before the first one,
+    time counts from the deployment. That the server does not answer is logged.
+
+    Raises:
+        ParamsError: the number of days is none.
+    """
+    text = os.environ.get(SILENCE, "").strip()
+    if not text:
+        return
+    try:
+        days = timedelta(days=float(text) if float(text) > 0 else float("nan"))
+    except (ValueError, OverflowError) as error:
+        raise ParamsError(f"{SILENCE}={text!r}: expected a number of days above 0, such as 3") from error
+    ours = {"flows": {"name": {"any_": ["m3diff"]}}, "deployments": {"name": {"any_": ["full", "retrain"]}}}
+    done = ours | {"flow_runs": {"state": {"type": {"any_": ["COMPLETED"]}}}, "sort": "END_TIME_DESC", "limit": 1}
+    try:
+        with get_client(sync_client=True) as client:
+            runs = client.request("POST", "/flow_runs/filter", json=done).raise_for_status().json()
+            deployed = client.request("POST", "/deployments/filter", json=ours).raise_for_status().json()
+    except (httpx.HTTPError, PrefectException) as error:
+        log(f"warning: earlier runs were not looked at: {type(error).__name__}: {error}")
+        return
+    times = [run["end_time"] for run in runs] or [one["created"] for one in deployed]
+    since = min((datetime.fromisoformat(time) for time in times if time), default=None)
+    if since is None or (silent := datetime.now(UTC) - since) < days:
+        return
+    said = (
+        f"No run of m3diff/full or m3diff/retrain ended well since {since:%Y-%m-%d %H:%M} UTC, for {silent.days} days. "
+        "Look whether the worker is up (`make up`) and the schedule is active (`prefect deployment ls`), and at the "
+        "runs that failed (`prefect flow-run ls`)."
+    )
+    tell(f"silence since {since.isoformat()}", "m3diff: nothing ran well for days", said, log, checkout)

@@ -1,37 +1,47 @@
-"""The whole pipeline as one flow run: a worktree, preflight, every stage, push, register, the gate, and a page."""
+"""The whole pipeline as one flow run: a worktree, preflight, every stage, push, register, the gate, and a page.
+
+There is a task for each stage of DVC, and for what acts outside the repository. The name of a task's final state says
+what happened: Ran, Restored (from DVC's run cache), Skipped, Rejected.
+"""
 
 import os
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from prefect import get_run_logger
+from prefect import get_run_logger, task
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import TaskRun
 from prefect.runtime import flow_run
 from prefect.states import Completed, State
 
-from flows import archive, dvc, notices, previous, raw, report, tasks
-from flows.coalesce import alone, finish
+from flows import archive, dvc, notices, report
 from flows.report import Done
-from flows.schedule import count_crashes
 from flows.warm import NothingNewError
-from flows.workspace import workspace
+from flows.workspace import alone, workspace
+from m3diff.commands.preflight import preflight
+from m3diff.commands.rescore import rescore
 from m3diff.provenance.dvc import Lock
 from m3diff.provenance.git import git
 from m3diff.registry import tracking
+from m3diff.registry.promote import Promotion, promote
 from m3diff.registry.versions import CHAMPION, find_alias
 from m3diff.settings.load import load_params
 from m3diff.settings.tree import Params
-from m3diff.stages.register.stage import Registration
+from m3diff.stages.register.stage import Registration, register
 
 FLOW_RUN = "M3DIFF_FLOW_RUN"
 """The environment variable by which a version and the record of decisions know their flow run."""
 
+PARAMS = Path("params.yaml")
 MOST_REASONS = 8  # in a commit message
 NO_REASON = "neither the data nor the parameters changed since the last registration"
+
+TRANSIENT = (75, -9, 137)  # try again later; ended by the kernel (out of memory) or by a person
+PAUSES_S: list[float] = [5, 20, 60]
 
 Reasons = Callable[[dict[str, Any], Params], list[str]]
 
@@ -53,28 +63,28 @@ def run_pipeline(
         worthwhile: more reasons, from DVC's status and the parameters; where it finds none the run ends.
     """
     name = flow_run.get_id() or str(uuid.uuid4())
-    count_crashes(Path.cwd())
+    os.environ[FLOW_RUN] = name  # for what this process starts
     try:
-        with workspace(name, ref, overrides, dirty, data, replay) as work, known_as(name):
+        with workspace(name, ref, overrides, dirty, data, replay) as work:
             for text in (f"commit {work.commit[:12]}, worktree {work.root}, branch {work.branch}", *work.data):
                 get_run_logger().info(text)
             state = in_workspace(Done(work, [reason] if reason else []), worthwhile)
     except NothingNewError as error:
         return Completed(name="Skipped", message=str(error))
+    finally:
+        del os.environ[FLOW_RUN]
     if state.name == "Skipped":  # it made nothing, so nothing points to its branch
         git("branch", "--quiet", "-D", work.branch)
     return state
 
 
 def in_workspace(done: Done, worthwhile: Reasons | None) -> State:
-    """The run in its worktree, unless another does the same work, or there is no reason for it."""
-    with alone(done.work, get_run_logger().info) as other:
-        if other:
-            return Completed(name="Skipped", message=f"flow run {other} did the same work meanwhile")
+    """The run in its worktree, unless there is no reason for it."""
+    with alone(done.work, get_run_logger().info):
         try:
-            status = tasks.look_before(done.work.tree)
+            status = look_before()
             if worthwhile:
-                found = worthwhile(status, load_params(tasks.PARAMS))
+                found = worthwhile(status, load_params(PARAMS))
                 if not found:
                     return Completed(name="Skipped", message=NO_REASON)
                 done.reasons += found
@@ -87,43 +97,28 @@ def in_workspace(done: Done, worthwhile: Reasons | None) -> State:
             raise
         report.publish(done, message_of(done))
         notices.decided(done, get_run_logger().warning)
-        finish(done.work)
     return Completed(name=done.state, message=", ".join(f"{name} {how.lower()}" for name, how in done.outcomes.items()))
-
-
-@contextmanager
-def known_as(name: str) -> Iterator[None]:
-    """Within, this process and what it starts know the flow run that they work for."""
-    before = os.environ.get(FLOW_RUN)
-    os.environ[FLOW_RUN] = name
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[FLOW_RUN]
-        else:
-            os.environ[FLOW_RUN] = before
 
 
 def work_through(done: Done, status: dict[str, Any]) -> None:
     """The stages, then what acts outside the repository. A stage is current where neither DVC says otherwise nor one
     that it follows from had to be asked for, which may have made its files and recorded them before its command was
     killed. Of a champion that is current nothing is looked at but its version."""
-    known = None if status else current_champion(load_params(tasks.PARAMS))
+    known = None if status else current_champion(load_params(PARAMS))
     if known is None and not status:
         dvc.link_data()
-    with raw.in_place(done.work.checkout, status) if known is None else nullcontext():
-        asked: set[str] = set()
-        for stage, before in dvc.stages().items():
-            current = stage not in status and not asked & before
-            take(done, stage, tasks.reproduce, stage, current)
-            if not current:
-                asked.add(stage)
-        done.whole = True
-        take(done, "push", tasks.push_data)
-        archive.commit(message_of(done), done.work.links)
-        done.registration = take(done, "register", tasks.register_model, known)
-        done.decision = take(done, "promote", tasks.promote_model, done.registration.version)
+    asked: set[str] = set()
+    for stage, before in dvc.stages().items():
+        current = stage not in status and not asked & before
+        take(done, stage, reproduce, stage, current)
+        if not current:
+            asked.add(stage)
+    take(done, "push", push_data)
+    archive.commit(message_of(done), done.work.links)
+    if not done.work.overrides:
+        git("update-ref", f"refs/heads/{archive.LATEST}", "HEAD")
+    done.registration = take(done, "register", register_model, known)
+    done.decision = take(done, "promote", promote_model, done.registration.version)
 
 
 def current_champion(params: Params) -> Registration | None:
@@ -155,18 +150,83 @@ def take(done: Done, name: str, task: Callable[..., Any], *arguments: Any) -> An
 
 
 def message_of(done: Done) -> str:
-    """The commit message of a run: what each task did."""
-    how_many = ", ".join(f"{n} {how.lower()}" for how, n in Counter(done.outcomes.values()).items())
-    tasks = [f"{name} {how.lower()}" for name, how in done.outcomes.items()]
-    return "\n".join([f"Run {done.work.flow_run[:8]}: {how_many}", "", *tasks, "", *trailers(done)])
-
-
-def trailers(done: Done) -> Iterator[str]:
-    """What later runs and people look for in the commits of a run."""
+    """The commit message of a run: what each task did, and as trailers what people look for in the commits of a run."""
     work = done.work
-    yield f"Flow-Run: {work.flow_run}"
-    yield f"From: {work.commit}"
-    if done.whole:
-        yield f"{previous.TREE}: {work.tree}"
-    yield from (f"{previous.OVERRIDES}: {text}" for text in work.overrides)
-    yield from (f"Reason: {text}" for text in done.reasons[:MOST_REASONS])
+    how_many = ", ".join(f"{n} {how.lower()}" for how, n in Counter(done.outcomes.values()).items())
+    what = [f"{name} {how.lower()}" for name, how in done.outcomes.items()]
+    trailers = [f"Flow-Run: {work.flow_run}", f"From: {work.commit}"]
+    trailers += [f"Overrides: {text}" for text in work.overrides]
+    trailers += [f"Reason: {text}" for text in done.reasons[:MOST_REASONS]]
+    return "\n".join([f"Run {work.flow_run[:8]}: {how_many}", "", *what, "", *trailers])
+
+
+# The tasks
+
+
+def worth_retrying(task: Any, run: TaskRun, state: State) -> bool:
+    error = state.result(raise_on_failure=False)
+    return isinstance(error, ConnectionError) or getattr(error, "code", None) in TRANSIENT
+
+
+@task(name="preflight", task_run_name="preflight", cache_policy=NO_CACHE)
+def look_before() -> dict[str, Any]:
+    """See that the run can end well on this machine, and what is out of date: DVC's status, by stage. Where something
+    is, the data are linked in. What the latest run recorded is current.
+    """
+    preflight(load_params(PARAMS))
+    archive.check_remote()
+    if (dvc.is_current() or archive.take_over()) and archive.can_be_sent():
+        return {}
+    dvc.link_data()
+    status = dvc.status()
+    return dvc.status() if status and archive.take_up(status) else status
+
+
+@task(
+    name="stage",
+    task_run_name="{stage}",
+    cache_policy=NO_CACHE,
+    retries=1,
+    retry_delay_seconds=10,
+    retry_condition_fn=worth_retrying,
+)
+def reproduce(stage: str, current: bool = False) -> State:
+    """Bring one stage up to date through DVC, which is not asked where the stage is known to be current."""
+    outcome = "Skipped" if current else dvc.repro(stage, get_run_logger().info)
+    return Completed(name=outcome, message=f"{stage}: {outcome.lower()}", data=outcome)
+
+
+@task(name="push", task_run_name="push", cache_policy=NO_CACHE, retries=3, retry_delay_seconds=PAUSES_S)
+def push_data() -> State:
+    """Send what the run made to the DVC remote, and see that it is there. Nothing points to what is not."""
+    outcome, message = archive.push()
+    return Completed(name=outcome, message=message, data=outcome)
+
+
+@task(
+    name="register",
+    task_run_name="register",
+    cache_policy=NO_CACHE,
+    retries=3,
+    retry_delay_seconds=PAUSES_S,
+    retry_condition_fn=worth_retrying,
+)
+def register_model(known: Registration | None) -> State[Registration]:
+    """Log the training to MLflow and register its checkpoint, where it is not `known` already."""
+    done = known or register(load_params(PARAMS))
+    return Completed(name="Skipped" if done.outcome == "unchanged" else "Ran", message=str(done), data=done)
+
+
+@task(
+    name="promote",
+    task_run_name="promote",
+    cache_policy=NO_CACHE,
+    retries=3,
+    retry_delay_seconds=PAUSES_S,
+    retry_condition_fn=worth_retrying,
+)
+def promote_model(version: int) -> State[Promotion]:
+    """Let the gate decide on the version that this flow registered. To be rejected is no failure."""
+    done = promote(load_params(PARAMS), rescore, version)
+    outcome = {"unchanged": "Skipped", "refused": "Rejected"}.get(done.outcome, "Ran")
+    return Completed(name=outcome, message=str(done), data=done)

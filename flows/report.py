@@ -5,16 +5,14 @@ It is a Prefect artifact (`run-report`), a file in `runs/reports/` of the checko
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from prefect import get_run_logger
 from prefect.artifacts import create_markdown_artifact
 
 from flows import archive
-from flows.tasks import PARAMS
 from flows.workspace import Workspace
 from m3diff.records.errors import redacted
 from m3diff.records.files import write_atomic
@@ -31,21 +29,20 @@ SCORES = ("CIDEr", "METEOR", "BLEU-4", "ROUGE-L", "change_type_accuracy", "chang
 
 @dataclass
 class Done:
-    """What a flow run did, for its page."""
+    """The record of a flow run that its page shows."""
 
     work: Workspace
     reasons: list[str]
     started: float = field(default_factory=time.time)
     outcomes: dict[str, str] = field(default_factory=dict)  # of a task, by name
     seconds: dict[str, float] = field(default_factory=dict)
-    whole: bool = False  # every stage was gone through, so that `dvc.lock` has them all
     registration: Registration | None = None
     decision: Promotion | None = None
     error: str | None = None
 
     @property
     def state(self) -> str:
-        """What the flow run came to, in a word."""
+        """The result of the flow run in one word."""
         if self.error:
             return "Failed"
         if self.outcomes.get("promote") == "Rejected":
@@ -61,7 +58,7 @@ def publish(done: Done, message: str) -> None:
     """
     log = get_run_logger()
     try:
-        params = load_params(PARAMS)
+        params = load_params(Path("params.yaml"))
         text = redacted("\n".join(page(done, params, champion_scores(done, params))))
         create_markdown_artifact(markdown=text, key=KEY, description=f"flow run {done.work.flow_run}: {done.state}")
         stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(done.started))
@@ -91,13 +88,9 @@ def page(done: Done, params: Params, champion: Mapping[str, float]) -> Iterator[
     if done.decision:
         yield from ("", "## The gate", "", str(done.decision))
     yield from scores(params, champion)
-    yield from ("", "## What ran", "", *table(("task", "how", "took"), rows(done)))
+    ran = [(name, how, duration(done.seconds[name])) for name, how in done.outcomes.items()]
+    yield from ("", "## What ran", "", *table(("task", "how", "took"), ran))
     yield from ("", "## Where to look", "", *links(done, params))
-
-
-def rows(done: Done) -> Iterator[tuple[str, str, str]]:
-    for name, outcome in done.outcomes.items():
-        yield name, outcome, duration(done.seconds[name])
 
 
 def duration(seconds: float) -> str:
@@ -108,7 +101,7 @@ def duration(seconds: float) -> str:
     return f"{minutes:.0f} min {rest:.0f} s" if minutes < 60 else f"{minutes // 60:.0f} h {minutes % 60:02.0f} min"
 
 
-def table(head: Sequence[str], lines: Iterator[tuple[str, ...]]) -> Iterator[str]:
+def table(head: Sequence[str], lines: Iterable[tuple[str, ...]]) -> Iterator[str]:
     yield f"| {' | '.join(head)} |"
     yield "|---" * len(head) + "|"
     yield from (f"| {' | '.join(line)} |" for line in lines)
@@ -119,22 +112,18 @@ def scores(params: Params, champion: Mapping[str, float]) -> Iterator[str]:
     file = params.paths.report / "metrics.json"
     if not file.is_file():
         return
-    yield from ("", "## Scores", "")
-    yield from table(
-        ("protocol", "score, times 100", "this run", "champion before"), scored(json.loads(file.read_text()), champion)
-    )
-
-
-def scored(metrics: Mapping[str, Any], champion: Mapping[str, float]) -> Iterator[tuple[str, ...]]:
-    for protocol, found in metrics["protocols"].items():
+    lines = []
+    for protocol, found in json.loads(file.read_text())["protocols"].items():
         for name in SCORES:
             if isinstance(value := found.get(name), int | float):
                 theirs = champion.get(f"{protocol}/{name}")
-                yield protocol, name, f"{100 * value:.1f}", "" if theirs is None else f"{100 * theirs:.1f}"
+                lines.append((protocol, name, f"{100 * value:.1f}", "" if theirs is None else f"{100 * theirs:.1f}"))
+    yield from ("", "## Scores", "")
+    yield from table(("protocol", "score, times 100", "this run", "champion before"), lines)
 
 
 def champion_scores(done: Done, params: Params) -> dict[str, float]:
-    """What MLflow holds of the version that was champion before the gate decided; empty without one."""
+    """Return MLflow's metrics of the version that was champion before the gate decided; empty without one."""
     if done.decision is None or done.decision.champion is None:
         return {}
     with tracking.connected(params.register_.tracking_uri) as client:

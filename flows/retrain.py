@@ -9,7 +9,6 @@ from prefect.states import State
 
 from flows import dvc, notices
 from flows.pipeline import run_pipeline
-from flows.schedule import coalesce_late
 from m3diff.provenance.dvc import LOCK, Lock
 from m3diff.provenance.guard import require_own_code
 from m3diff.registry import tracking
@@ -35,12 +34,11 @@ def retrain(
         replay: with `warm_start`, the share of the pairs of unchanged datasets that trains again.
     """
     require_own_code()
-    why = "; ".join(dict.fromkeys(filter(None, [reason, *coalesce_late()])))
     return run_pipeline(
         ref,
         overrides or [],
         dirty=False,
-        reason=why,
+        reason=reason,
         worthwhile=look_for_changes,
         data=ref == "HEAD",
         replay=replay if warm_start else None,
@@ -48,21 +46,20 @@ def retrain(
 
 
 def look_for_changes(status: dict[str, Any], params: Params) -> list[str]:
-    """Why to train again: what DVC calls changed, and what was never registered."""
-    return [*changes(status), *unregistered(params)]
+    """Why to train again: changed data and parameters, and what was never registered. Changed code alone is no reason,
+    nor is section `compute`.
 
-
-def changes(status: dict[str, Any]) -> Iterator[str]:
-    """The changed data and parameters in `dvc status`; changed code alone is no reason, nor is section `compute`."""
+    Args:
+        status: DVC's, by stage.
+    """
+    found = []
     for stage, entries in status.items():
-        for entry in entries if stage != "code" else []:
-            if not isinstance(entry, dict):
-                continue  # "changed command": the graph, which is code
+        for entry in [entry for entry in entries if stage != "code" and isinstance(entry, dict)]:  # else the graph
             for kind, items in entry.items():
                 for path, how in items.items():
                     if Path(path).parts[0] not in dvc.CODE:
-                        what = f"{path} {', '.join(how)}" if isinstance(how, dict) else f"{path} {how}"
-                        yield f"{stage}: {kind}: {what}"
+                        found.append(f"{stage}: {kind}: {path} {', '.join(how) if isinstance(how, dict) else how}")
+    return [*found, *unregistered(params)]
 
 
 def unregistered(params: Params) -> Iterator[str]:

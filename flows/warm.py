@@ -4,7 +4,7 @@ The champion's checkpoint is the base, tracked by a `.dvc` file on the run's bra
 champion train whole; of the others a share of the pairs trains again, so that what was learnt is not lost.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,8 +33,6 @@ class NothingNewError(Exception):
 
 
 class WarmStart(NamedTuple):
-    """A training from the champion."""
-
     overrides: tuple[str, ...]
     said: str
 
@@ -71,7 +69,7 @@ def from_champion(replay: float) -> WarmStart:
 
 
 def again() -> WarmStart:
-    """What a run that is tried again finds on its branch."""
+    """The warm start that a run which is tried again finds on its branch."""
     began = Path(f"{BASE}.dvc").is_file()
     return WarmStart((f"train.base={BASE}",) if began else (), "goes on as it began")
 
@@ -102,20 +100,14 @@ def changed_datasets(commit: str, names: Collection[str]) -> set[str]:
         LOCK.unlink()
         if before is not None:
             LOCK.write_bytes(before)
-    stages = {name: [f"{stage}@{name}" for stage in OF_DATASETS] for name in names}
-    return {
-        name
-        for name, ours in stages.items()
-        if f"ingest@{name}" not in known or any(list(inputs(said.get(stage, []))) for stage in ours)
-    }
-
-
-def inputs(entries: list[Any]) -> Iterator[str]:
-    """What of a stage's status is data or parameters that changed. What is not in place is no change."""
-    for entry in [entry for entry in entries if isinstance(entry, dict)]:
-        for path, how in entry.get("changed deps", {}).items():
-            if Path(path).parts[0] not in dvc.CODE and how != "deleted":
-                yield path
+    changed = {name for name in names if f"ingest@{name}" not in known}
+    for stage, entries in said.items():
+        step, _, name = stage.partition("@")
+        for entry in [entry for entry in entries if step in OF_DATASETS and isinstance(entry, dict)]:
+            for path, how in entry.get("changed deps", {}).items():
+                if Path(path).parts[0] not in dvc.CODE and how != "deleted":  # what is not in place is no change
+                    changed.add(name)
+    return changed & {*names}
 
 
 def track(md5: str) -> None:
@@ -143,8 +135,13 @@ def bring_base() -> None:
     file = f"{BASE}.dvc"
     if not Path(file).is_file():
         return
-    dvc.link_data(BASE)
-    if not BASE.is_dir() and dvc.kept()[str(BASE)].remote is not None:
-        dvc.ask("pull", file)
-    if not BASE.is_dir():
-        raise ParamsError(f"warm_start: neither DVC's cache nor its remote has the champion's checkpoint ({file})")
+    dvc.link_data()
+    if BASE.is_dir():
+        return
+    try:
+        with dvc.repository(outside=f"dvc pull {file}") as repo:
+            repo.pull([file])
+    except dvc.DvcError as error:
+        raise ParamsError(
+            f"warm_start: neither DVC's cache nor its remote has the champion's checkpoint ({file}): {error}"
+        ) from error

@@ -1,32 +1,43 @@
 """Data that change by themselves: `prefect deployment run m3diff/watch`, or its schedule.
 
-A look asks the imported sources and the drop folders. What changed is committed, the `.dvc` files alone, to the branch
-`runs/data`, from where `m3diff/retrain` takes it up; main is never touched. Each content starts retrain once, so that a
-bad dataset fails once. A look also tells of runs that crashed and of silence.
+A look asks the imported sources, through DVC, and the drop folders, which people put files into. What changed is
+committed, the `.dvc` files alone, to the branch `runs/data`, from where `m3diff/retrain` takes it up; main is never
+touched, nor the person's data. Each content starts retrain once, so that a bad dataset fails once. A look also reports
+silence.
 """
 
+import hashlib
 import json
+import os
+import re
+import shutil
+import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import yaml
 from prefect import flow, get_run_logger
 from prefect.deployments import run_deployment
-from prefect.runtime import flow_run
+from prefect.runtime import deployment, flow_run
 from prefect.states import Completed, State
 
-from flows import dvc, lookback, notices, sources
+from flows import dvc, notices
 from flows.retrain import retrain
-from flows.schedule import coalesce_late, deployed_run
 from flows.workspace import DATA, FLOWS, Workspace, read_json, workspace
+from m3diff.provenance.dvc import listing
 from m3diff.provenance.git import git
 from m3diff.provenance.guard import require_own_code
 from m3diff.records.errors import DataError
 from m3diff.records.files import write_atomic
+from m3diff.settings.section import ParamsError
 
 STATE = FLOWS / "watch.json"
 NOTHING = "no source changed"
+DROP = "M3DIFF_DROP"
+SETTLED_S = 60.0  # without a change; a file that is half copied waits for the next look
+MOST_NAMES = 5  # of files, in a reason
 
 
 @flow(name="m3diff", persist_result=False, on_failure=[notices.failed], on_crashed=[notices.failed])
@@ -34,10 +45,9 @@ def watch() -> State:
     """Look once. New data: start retrain. A source that cannot be asked fails the look, after the others had theirs."""
     require_own_code()
     log, checkout = get_run_logger(), Path.cwd()
-    coalesce_late()
     notices.send_again(checkout, log.warning)
-    if deployed_run():
-        lookback.look_back(checkout, log.warning)
+    if deployment.get_id():
+        notices.tell_of_silence(checkout, log.warning)
     kept = read_json(STATE) or {}
     failures = look(kept, log.info)
     found, reason = tip(), ""
@@ -60,33 +70,29 @@ def look(kept: dict[str, Any], log: Callable[[str], None]) -> list[str]:
             runs/data after that; written anew.
     """
     known = kept.get("folders", {}) if kept.get("data") == tip() else {}
-    folders = {folder: found for folder in sources.drop_folders() if (found := changed_content(folder, known, log))}
-    imports = sources.imports()
-    if not imports and not folders:
+    folders = {}
+    for folder in drop_folders():
+        found = content(Path(folder))
+        if not Path(folder).is_dir():
+            log(f"{folder} is not there, and is not looked at; `dvc checkout {folder}.dvc` brings it")
+        elif found.fingerprint != known.get(folder) and not found.settled:
+            log(f"{folder} is being written to; the next look takes it up")
+        elif found.fingerprint != known.get(folder):
+            folders[folder] = found.fingerprint
+    sources = imports()
+    if not sources and not folders:
         return []
     name = flow_run.get_id() or str(uuid.uuid4())
     with workspace(name, "HEAD", [], dirty=False, data=True) as work:
-        failures, done = ask(work, imports, folders, log)
+        failures, done = ask(work, sources, folders, log)
     git("branch", "--quiet", "-D", work.branch)
     kept |= {"folders": known | done, "data": tip()}
     write_atomic(STATE, json.dumps(kept))
     return failures
 
 
-def changed_content(folder: str, known: Mapping[str, str], log: Callable[[str], None]) -> str | None:
-    """The fingerprint of a drop folder's content where it is new and nothing is being written there."""
-    if not Path(folder).is_dir():
-        log(f"{folder} is not there, and is not looked at; `dvc checkout {folder}.dvc` brings it")
-        return None
-    found = sources.content(Path(folder))
-    if not found.settled and found.fingerprint != known.get(folder):
-        log(f"{folder} is being written to; the next look takes it up")
-        return None
-    return found.fingerprint if found.fingerprint != known.get(folder) else None
-
-
 def ask(
-    work: Workspace, imports: Sequence[str], folders: Mapping[str, str], log: Callable[[str], None]
+    work: Workspace, sources: list[str], folders: Mapping[str, str], log: Callable[[str], None]
 ) -> tuple[list[str], dict[str, str]]:
     """Ask the sources one by one in the worktree and commit what changed.
 
@@ -97,18 +103,18 @@ def ask(
         what failed, in words; the fingerprints of the folders that were taken up.
     """
     reasons, failures, done = {}, [], {}
-    for file in imports:
+    for file in sources:
         try:
-            reasons[file] = sources.update(file)
+            reasons[file] = update(file)
         except dvc.DvcError as error:
             failures.append(f"{file}: {error}")
     for folder, fingerprint in folders.items():
         try:
-            reason = sources.take_up(folder, work.checkout)
+            reason = take_up(folder, work.checkout)
         except (dvc.DvcError, OSError) as error:
             failures.append(f"{folder}: {error}")
             continue
-        if sources.content(work.checkout / folder).fingerprint == fingerprint:
+        if content(work.checkout / folder).fingerprint == fingerprint:
             reasons[f"{folder}.dvc"], done[folder] = reason, fingerprint
         else:
             git("checkout", "--quiet", "HEAD", "--", f"{folder}.dvc")
@@ -116,18 +122,13 @@ def ask(
     for failure in failures:
         log(f"warning: {failure}")
     changed = [file for file in git("diff", "--name-only", "-z", "--", "*.dvc").split("\0") if file in reasons]
-    if changed:
-        commit(work, changed, [reasons[file] for file in changed])
+    if changed:  # the commit that the look began with, and these files
+        before = tip()
+        git("add", "--", *changed)
+        message = "\n".join([f"Data: {reasons[changed[0]]}", "", *(f"Reason: {reasons[file]}" for file in changed)])
+        made = git("commit-tree", git("write-tree"), "-p", work.commit, "-m", message)
+        git("update-ref", f"refs/heads/{DATA}", made, before or "0" * 40)
     return failures, done
-
-
-def commit(work: Workspace, changed: Sequence[str], reasons: Sequence[str]) -> None:
-    """Make the branch runs/data the commit that the look began with, and these `.dvc` files."""
-    before = tip()
-    git("add", "--", *changed)
-    message = "\n".join([f"Data: {reasons[0]}", "", *(f"Reason: {text}" for text in reasons)])
-    made = git("commit-tree", git("write-tree"), "-p", work.commit, "-m", message)
-    git("update-ref", f"refs/heads/{DATA}", made, before or "0" * 40)
 
 
 def tip() -> str:
@@ -147,9 +148,104 @@ def start(reason: str, commit: str) -> None:
     Args:
         commit: what it is started for, so that a look that was killed does not start it twice.
     """
-    if deployed_run() is None:
+    if not deployment.get_id():
         retrain(reason=reason, return_state=True)
         return
     run_deployment(
         "m3diff/retrain", parameters={"reason": reason}, timeout=0, as_subflow=False, idempotency_key=f"data {commit}"
     )
+
+
+# The sources
+
+
+class Content(NamedTuple):
+    """A folder at one moment: `fingerprint` is of names, sizes and times; `settled` where nothing changed of late."""
+
+    fingerprint: str
+    settled: bool
+
+
+def content(folder: Path) -> Content:
+    """Describe the content of a folder without reading its files."""
+    digest, newest = hashlib.sha256(), 0
+    try:
+        for path in [folder, *sorted(folder.rglob("*"))]:
+            found = path.lstat()
+            newest = max(newest, found.st_ctime_ns)  # unlike the time of writing it cannot be set
+            if not path.is_dir():
+                name = path.relative_to(folder).as_posix()
+                digest.update(f"{name}\0{found.st_size} {found.st_mtime_ns} {found.st_ino}\n".encode())
+    except FileNotFoundError:  # it went away meanwhile
+        return Content("", settled=False)
+    return Content(digest.hexdigest(), abs(time.time() - newest / 1e9) > SETTLED_S)  # also where the clock was set back
+
+
+def dvc_files() -> list[str]:
+    paths = git("ls-tree", "-r", "-z", "--name-only", "HEAD").split("\0")
+    return [path for path in paths if path.endswith(".dvc")]
+
+
+def imports() -> list[str]:
+    """The `.dvc` files of the last commit that name a source: those of `dvc import` and `dvc import-url`."""
+    return [file for file in dvc_files() if "deps" in (yaml.safe_load(git("show", f"HEAD:{file}")) or {})]
+
+
+def drop_folders() -> list[str]:
+    """The folders that M3DIFF_DROP names, relative to the checkout.
+
+    Raises:
+        ParamsError: one is tracked by no `.dvc` file of the last commit.
+    """
+    parts = re.split(f"[,{os.pathsep}]", os.environ.get(DROP, ""))
+    folders = [Path(part.strip()).as_posix() for part in parts if part.strip()]
+    tracked = set(dvc_files())
+    for folder in folders:
+        if f"{folder}.dvc" not in tracked:
+            raise ParamsError(
+                f"{DROP}: {folder} is tracked by no .dvc file of the last commit; "
+                f"`dvc add {folder}`, commit {folder}.dvc, and give it relative to {Path.cwd()}"
+            )
+    return folders
+
+
+def update(file: str) -> str:
+    """Let DVC ask the source of an import, in this worktree; the reason that it is, had it changed.
+
+    Raises:
+        DvcError: the source cannot be reached.
+    """
+    with dvc.repository(outside=f"dvc update {file}") as repo:
+        repo.update([file])
+    source = yaml.safe_load(Path(file).read_text(encoding="utf-8"))["deps"][0]
+    repository = source.get("repo", {}).get("url")
+    place = f"{source['path']} in {repository}" if repository else source["path"]
+    return f"{file.removesuffix('.dvc')}: its source {place} changed"
+
+
+def take_up(folder: str, checkout: Path) -> str:
+    """Let DVC add what is in a folder of the checkout, in this worktree; the reason that it is.
+
+    Raises:
+        DvcError: DVC refuses.
+        OSError: the disk is full, or a file cannot be read.
+    """
+    before = tracked(folder)
+    shutil.copytree(checkout / folder, folder)
+    with dvc.repository() as repo:
+        repo.add([folder])
+    after = tracked(folder)
+    changes = {
+        "new": sorted(after.keys() - before.keys()),
+        "changed": sorted(name for name in after.keys() & before.keys() if after[name] != before[name]),
+        "removed": sorted(before.keys() - after.keys()),
+    }
+    counts = ", ".join(f"{len(names)} {how}" for how, names in changes.items() if names)
+    names = [name for found in changes.values() for name in found]
+    return f"{folder}: {counts} ({', '.join(names[:MOST_NAMES])}{', ...' if names[MOST_NAMES:] else ''})"
+
+
+def tracked(folder: str) -> dict[str, str]:
+    """The files of a folder with their hashes, as its `.dvc` file has them; none where the cache has no list."""
+    md5 = yaml.safe_load(Path(f"{folder}.dvc").read_text(encoding="utf-8"))["outs"][0]["md5"]
+    return listing(dvc.cache_folder(), md5)

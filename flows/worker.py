@@ -6,6 +6,7 @@ worker reports to the server it compares what the server calls at work with the 
 crashed runs again.
 """
 
+import json
 import warnings
 from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
@@ -17,7 +18,7 @@ from uuid import UUID
 import anyio.to_thread
 import httpx
 from prefect.cli import app
-from prefect.client.schemas.filters import FlowRunFilter
+from prefect.client.schemas.filters import FlowFilter, FlowFilterName, FlowRunFilter
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.client.schemas.responses import WorkerFlowRunResponse
 from prefect.client.schemas.sorting import FlowRunSort
@@ -26,16 +27,17 @@ from prefect.exceptions import PrefectException
 from prefect.states import AwaitingRetry, Cancelled, Crashed, Failed, State
 from prefect.workers.process import ProcessWorker
 
-from flows import notices
-from flows.lookback import OURS
-from flows.processes import at_work
-from flows.schedule import MOST_CRASHES
+from flows import at_work, notices
 
 BEGINS_S, SILENCE_S = 60, 90
 """At most: from the moment that a worker took a run to its process; from one heartbeat of that to the next."""
-AGAIN = ("full", "retrain")
-AGAIN_DAYS = 1
-"""Older crashes are left to a person."""
+OURS = FlowFilter(name=FlowFilterName(any_=["m3diff"]))
+AGAIN, AGAIN_DAYS, MOST_CRASHES = ("full", "retrain"), 1, 3
+"""What is started again after a crash, unless that is older, or the third in a row: then it is the run's own fault."""
+
+WAITING = ("Scheduled", "Late", "AwaitingConcurrencySlot")
+"""The states of a run that did not begin. AwaitingRetry is not among them: a person or Prefect asked for that one."""
+
 CRASHED, PENDING, CANCELLING = StateType.CRASHED, StateType.PENDING, StateType.CANCELLING
 
 warnings.filterwarnings("ignore", "Type 'Worker' ")  # it takes the place of its base, as it shall
@@ -43,6 +45,9 @@ warnings.filterwarnings("ignore", "Type 'Worker' ")  # it takes the place of its
 
 class Worker(ProcessWorker):
     """A worker that neither a run that it holds already nor a server that is gone ends."""
+
+    told: set[UUID] = set()
+    """The crashed runs that this worker has told of; a notice itself is sent once, whoever tells."""
 
     async def get_and_submit_flow_runs(self) -> list[FlowRun]:
         try:
@@ -52,12 +57,19 @@ class Worker(ProcessWorker):
             return []
 
     async def _get_scheduled_flow_runs(self) -> list[WorkerFlowRunResponse]:
-        """The runs that are due, without those whose process is still here: they wait until it is gone."""
+        """The runs that are due, of those that a schedule made and that were missed the latest alone, and without those
+        whose process is still here: they wait until it is gone."""
         found = await super()._get_scheduled_flow_runs()
         here = await self.held(entry.flow_run for entry in found)
         for id_, why in here.items():
             self._logger.info(f"flow run {id_} waits: {why}")
-        return [entry for entry in found if entry.flow_run.id not in here]
+        due = [entry for entry in found if entry.flow_run.id not in here]
+        missed = [entry.flow_run for entry in due if is_missed(entry.flow_run)]
+        latest = {same(run): run for run in sorted(missed, key=lambda run: run.expected_start_time)}
+        for run in [run for run in missed if run is not latest[same(run)]]:
+            message = f"flow run {latest[same(run)].name}, due later, does this work"
+            await self.client.set_flow_run_state(run.id, Cancelled(name="Coalesced", message=message))
+        return [entry for entry in due if not is_missed(run := entry.flow_run) or run is latest[same(run)]]
 
     async def sync_with_backend(self) -> None:
         try:
@@ -69,7 +81,7 @@ class Worker(ProcessWorker):
             self._logger.warning(f"the server was not reported to: {type(error).__name__}: {error}")
 
     async def held(self, runs: Iterable[FlowRun]) -> dict[UUID, str]:
-        """Of these runs, those that this worker has in hand or that a process here works for, each with why."""
+        """Return the runs that this worker has in hand or that a process here works for, each with the reason."""
         ids = {str(run.id): run.id for run in runs}
         found = await anyio.to_thread.run_sync(at_work, ids) if ids else {}
         mine = {*ids.values()} & {*self.limiter.statistics().borrowers}
@@ -88,14 +100,18 @@ class Worker(ProcessWorker):
         runs = await self.client.read_flow_runs(flow_filter=OURS, flow_run_filter=wanted, sort=newest)
         runs = [run for run in runs if run.deployment_id in names and run.id not in before]
         here = await self.held(runs)
-        for run in [run for run in runs if run.id not in here]:
-            state = await self.next_state(run, names[run.deployment_id]) if await self.is_lost(run) else None
+        for run in [run for run in runs if run.id not in here and await self.is_lost(run)]:
+            what = names[run.deployment_id]
+            if run.state_type == CRASHED and run.state and run.id not in self.told:
+                self.told.add(run.id)
+                await self.tell(run, what, run.state)
+            state = await self.next_state(run, what)
             if state and (await self.client.set_flow_run_state(run.id, state)).status.value == "ACCEPT":
-                await self.tell(run, names[run.deployment_id], state)
+                await self.tell(run, what, state)
 
     async def is_lost(self, run: FlowRun) -> bool:
-        """Whether a run that no process here works for is this worker's to look after. Another worker may have the same
-        name, on another machine or in another container."""
+        """Return whether this worker has to look after a run that no process here works for. Another worker may
+        have the same name, on another machine or in another container."""
         assert run.state is not None
         whose, age = run.labels.get("prefect.worker.name"), datetime.now(UTC) - run.state.timestamp
         if run.state_type == CRASHED:
@@ -105,7 +121,7 @@ class Worker(ProcessWorker):
         return whose == self.name and age > timedelta(seconds=SILENCE_S) and not await self.is_heard(run)
 
     async def is_heard(self, run: FlowRun) -> bool:
-        """Whether a process somewhere still tells the server that it works for this run."""
+        """Return whether a process on any machine still sends heartbeats for this run."""
         since = datetime.now(UTC) - timedelta(seconds=SILENCE_S)
         asked = {
             "event": {"name": ["prefect.flow-run.heartbeat"]},
@@ -124,8 +140,11 @@ class Worker(ProcessWorker):
             return None
         ended = [state for state in await self.client.read_flow_run_states(run.id) if state.is_final()]
         crashes = [*takewhile(lambda state: state.is_crashed(), reversed(ended))]
-        if len(crashes) > MOST_CRASHES:  # up to that number the flow itself says so
-            return Failed(message=f"crashed {len(crashes)} times in a row before it began; see services/worker.log")
+        if len(crashes) >= MOST_CRASHES:
+            return Failed(
+                message=f"crashed {len(crashes)} times in a row, the last time: {crashes[0].message}; look at "
+                "services/worker.log and at the memory of this machine, then run it again"
+            )
         return AwaitingRetry(message="it crashed, and goes on where it was")
 
     async def tell(self, run: FlowRun, what: str, state: State[Any]) -> None:
@@ -133,6 +152,16 @@ class Worker(ProcessWorker):
         if state.is_crashed() or state.is_failed():
             telling = (what, run, state, self._logger.warning, Path.cwd())
             await anyio.to_thread.run_sync(notices.tell_of_end, *telling)
+
+
+def is_missed(run: FlowRun) -> bool:
+    due = run.expected_start_time
+    return "auto-scheduled" in run.tags and run.state_name in WAITING and due is not None and due <= datetime.now(UTC)
+
+
+def same(run: FlowRun) -> tuple[UUID | None, str]:
+    """The task of a run: equal for the runs of one deployment with equal parameters."""
+    return run.deployment_id, json.dumps(run.parameters, sort_keys=True)
 
 
 if __name__ == "__main__":

@@ -7,18 +7,17 @@ holds.
 """
 
 import fcntl
-import io
 import json
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import chdir, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, chdir, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import yaml
-from ruamel.yaml import YAML
+from dvc.utils.serialize import modify_yaml
 
 from flows import archive, dvc, warm
 from m3diff.provenance.dvc import write_settings
@@ -39,11 +38,11 @@ DATA = "runs/data"
 
 
 class UncommittedError(ParamsError):
-    """What decides the run is not committed, so that no commit could say what ran."""
+    """Files that decide the run are not committed, so that no commit could say what ran."""
 
 
 class Workspace(NamedTuple):
-    """Where a flow run works. `commit` is what it starts from, `tree` names its content: equal trees are equal work."""
+    """The place of a flow run. It starts from `commit`; `tree` names its content: equal trees are equal work."""
 
     flow_run: str
     root: Path
@@ -86,64 +85,56 @@ def workspace(
         GitError: there is no such commit, or git cannot make the worktree.
     """
     require_own_repository()
-    checkout = Path.cwd()
+    checkout, branch = Path.cwd(), f"runs/{flow_run}"
+    root, file = checkout / FLOWS / flow_run, FLOWS / f"{flow_run}.lock"
     FLOWS.mkdir(parents=True, exist_ok=True)
     sweep(checkout / FLOWS)
-    with lock(FLOWS / f"{flow_run}.lock"):
-        work = make(checkout, flow_run, ref, overrides, dirty, data, replay)
-        with chdir(work.root):
-            yield work
-        remove(work.root)
-    (FLOWS / f"{flow_run}.lock").unlink(missing_ok=True)
-
-
-def make(
-    checkout: Path,
-    flow_run: str,
-    ref: str | None,
-    overrides: Sequence[str],
-    dirty: bool,
-    data: bool,
-    replay: float | None,
-) -> Workspace:
-    """The worktree, without its data. A flow run that is tried again goes on from its branch, which is made when it is
-    whole."""
-    root, branch = checkout / FLOWS / flow_run, f"runs/{flow_run}"
-    again = has_branch(branch)
-    commit = git("rev-parse", branch) if again else starting_commit(ref, dirty)
-    if root.exists():
-        remove(root)
-    git("worktree", "prune")
-    git(*AS_COMMITTED, "worktree", "add", "--quiet", "--detach", str(root), commit)
-    try:
+    with lock(file):
+        again = has_branch(branch)
+        commit = git("rev-parse", branch) if again else starting_commit(ref, dirty)
+        remove(root)  # what a killed attempt left
+        git(*AS_COMMITTED, "worktree", "add", "--quiet", "--detach", str(root), commit)
+        work = Workspace(flow_run, root, checkout, commit, "", tuple(overrides), ())
+        try:
+            with chdir(root):
+                work = prepare(work, again, data, replay)
+        except BaseException:
+            remove(root)
+            raise
         with chdir(root):
-            if again:
-                git("switch", "--quiet", branch)
-                if mended := archive.mend_lock():
-                    archive.commit(f"dvc.lock is that of {mended:.12}: this branch's is empty or cut short", ())
-            taken = take_up_data() if data and not again else ()
-            if overrides and not again:
-                commit_parameters(overrides)
-            links = share(checkout, load_params(Path("params.yaml")))
-            if replay is not None:
-                start = warm.again() if again else warm.from_champion(replay)
-                if not again and start.overrides:
-                    commit_parameters(start.overrides)
-                    load_params(Path("params.yaml"))
-                overrides, taken = (*overrides, *start.overrides), (*taken, start.said)
-                warm.bring_base()
-            if not again:
-                git("switch", "--quiet", "--create", branch)
-            tree = git("rev-parse", "HEAD^{tree}")
-    except BaseException:
+            yield work
         remove(root)
-        raise
-    return Workspace(flow_run, root, checkout, commit, tree, tuple(overrides), links, taken)
+    file.unlink(missing_ok=True)
+
+
+def prepare(work: Workspace, again: bool, data: bool, replay: float | None) -> Workspace:
+    """Commit what this run changes and make its branch, last: a worktree without one is made anew. A flow run that is
+    tried `again` goes on from its branch."""
+    said: tuple[str, ...] = ()
+    if again:
+        git("switch", "--quiet", work.branch)
+        if mended := archive.mend_lock():
+            archive.commit(f"dvc.lock is that of {mended:.12}: this branch's is empty or cut short", ())
+    else:
+        said = take_up_data() if data else ()
+        commit_parameters(work.overrides)
+    links = share(work.checkout, load_params(Path("params.yaml")))
+    if replay is not None:
+        start = warm.again() if again else warm.from_champion(replay)
+        if not again:
+            commit_parameters(start.overrides)
+            load_params(Path("params.yaml"))
+        work, said = work._replace(overrides=(*work.overrides, *start.overrides)), (*said, start.said)
+        warm.bring_base()
+    if not again:
+        git("switch", "--quiet", "--create", work.branch)
+    return work._replace(tree=git("rev-parse", "HEAD^{tree}"), links=links, data=said)
 
 
 def commit_parameters(overrides: Sequence[str]) -> None:
-    override(Path("params.yaml"), overrides)
-    git("commit", "--quiet", "--all", "--message", f"Parameters of this run: {', '.join(overrides)}")
+    if overrides:
+        override(Path("params.yaml"), overrides)
+        git("commit", "--quiet", "--all", "--message", f"Parameters of this run: {', '.join(overrides)}")
 
 
 def starting_commit(ref: str | None, dirty: bool) -> str:
@@ -153,27 +144,17 @@ def starting_commit(ref: str | None, dirty: bool) -> str:
             return git("rev-parse", "--verify", "--quiet", f"{ref}^{{commit}}")
         except GitError as error:
             raise ParamsError(f"ref: {ref!r} is no commit, branch or tag of {Path.cwd()}") from error
-    changed = uncommitted()
+    entries = git("status", "--porcelain", "-z", "--untracked-files=all", "--no-renames", "--", *WATCHED).split("\0")
+    changed = [entry[3:] for entry in entries if entry]
     if not changed:
         return git("rev-parse", "HEAD")
-    if dirty:
-        return committed(changed)
-    raise UncommittedError(
-        f"not committed: {', '.join(changed[:5])}{' and more' if changed[5:] else ''}; what runs must be a commit. "
-        "Commit it, run another one (ref=HEAD: the last commit without it), or ask for dirty=true, which commits it to "
-        "the run's own branch"
-    )
-
-
-def uncommitted() -> list[str]:
-    """Changed and new files of what decides a run, as git names them."""
-    entries = git("status", "--porcelain", "-z", "--untracked-files=all", "--no-renames", "--", *WATCHED).split("\0")
-    return [entry[3:] for entry in entries if entry]
-
-
-def committed(changed: Sequence[str]) -> str:
-    """A commit on top of HEAD that holds these files as they are; no branch, index or file is touched."""
-    with tempfile.TemporaryDirectory() as scratch:
+    if not dirty:
+        raise UncommittedError(
+            f"not committed: {', '.join(changed[:5])}{' and more' if changed[5:] else ''}; what runs must be a commit. "
+            "Commit it, run another one (ref=HEAD: the last commit without it), or ask for dirty=true, which commits "
+            "it to the run's own branch"
+        )
+    with tempfile.TemporaryDirectory() as scratch:  # on top of HEAD; no branch, index or file is touched
         index = {"GIT_INDEX_FILE": str(Path(scratch) / "index")}
         git("read-tree", "HEAD", env=index)
         git("add", "--all", "--", *changed, env=index)
@@ -186,25 +167,23 @@ def take_up_data() -> tuple[str, ...]:
     was done with each, in words."""
     if not has_branch(DATA):
         return ()
-    paths = git("diff", "--name-only", "-z", f"{DATA}^", DATA, "--", "*.dvc").split("\0")
-    changed = [path for path in paths if path and blob("HEAD", path) != blob(DATA, path)]
-    taken = [path for path in changed if blob("HEAD", path) == blob(f"{DATA}^", path)]
+    pairs = ((f"{DATA}^", DATA), ("HEAD", DATA), (f"{DATA}^", "HEAD"))
+    found, new, by_hand = (
+        git("diff", "--no-renames", "--name-only", "-z", *pair, "--", "*.dvc").split("\0") for pair in pairs
+    )
+    changed = [path for path in found if path and path in new]
+    taken = [path for path in changed if path not in by_hand]
     if taken:
         git(*AS_COMMITTED, "checkout", "--quiet", DATA, "--", *taken)
         git("commit", "--quiet", "--message", f"Data of {DATA}: {', '.join(taken)}")
-    left = [path for path in changed if path not in taken]
     return (
         *(f"{path}: as on {DATA}, {git('rev-parse', '--short', DATA)}" for path in taken),
-        *(f"{path}: as committed by hand; what {DATA} has of it is older and left out" for path in left),
+        *(
+            f"{path}: as committed by hand; what {DATA} has of it is older and left out"
+            for path in changed
+            if path in by_hand
+        ),
     )
-
-
-def blob(commit: str, path: str) -> str | None:
-    """The hash by which git knows a file of a commit; None where there is none."""
-    try:
-        return git("rev-parse", "--verify", "--quiet", f"{commit}:{path}")
-    except GitError:
-        return None
 
 
 def override(file: Path, overrides: Sequence[str]) -> None:
@@ -213,27 +192,25 @@ def override(file: Path, overrides: Sequence[str]) -> None:
     Raises:
         ParamsError: no `=`, a value that is not YAML, or a section that is not there.
     """
-    tool = YAML()
-    tool.preserve_quotes, tool.width = True, 4096
-    values = tool.load(file.read_text(encoding="utf-8"))
-    for text in overrides:
-        path, equals, value = text.partition("=")
-        if not equals:
-            raise ParamsError(f"override {text!r}: expected section.parameter=value")
-        *sections, last = path.split(".")
-        place: Any = values
-        for name in sections:
-            if not isinstance(place, dict) or name not in place:
-                known = place if isinstance(place, dict) else {}
-                raise ParamsError(f"override {text!r}: no section {name!r}; {closest(name, known)}")
-            place = place[name]
-        try:
-            place[last] = yaml.safe_load(value)
-        except (yaml.YAMLError, TypeError) as error:
-            raise ParamsError(f"override {text!r}: {error}") from error
-    written = io.StringIO()
-    tool.dump(values, written)
-    file.write_text(written.getvalue(), encoding="utf-8")
+    with modify_yaml(file) as values:
+        for text in overrides:
+            assign(values, text)
+
+
+def assign(values: Any, text: str) -> None:
+    path, equals, value = text.partition("=")
+    if not equals:
+        raise ParamsError(f"override {text!r}: expected section.parameter=value")
+    *sections, last = path.split(".")
+    for name in sections:
+        if not isinstance(values, dict) or name not in values:
+            known = values if isinstance(values, dict) else {}
+            raise ParamsError(f"override {text!r}: no section {name!r}; {closest(name, known)}")
+        values = values[name]
+    try:
+        values[last] = yaml.safe_load(value)
+    except (yaml.YAMLError, TypeError) as error:
+        raise ParamsError(f"override {text!r}: {error}") from error
 
 
 def share(checkout: Path, params: Params) -> tuple[str, ...]:
@@ -242,17 +219,14 @@ def share(checkout: Path, params: Params) -> tuple[str, ...]:
     cache = {"dir": str(dvc.cache_folder(checkout)), "type": LINKS}
     memory = Path(".dvc/tmp/memory").absolute()  # what DVC remembers of files, which would stay on the machine for ever
     write_settings(Path(), checkout, cache=cache, core={"site_cache_dir": str(memory)})
-    folders, files = [params.compute.scratch], []
+    shared = {params.compute.scratch: checkout / params.compute.scratch}  # and the folder that has to be there
     if params.register_.tracking_uri.startswith(SQLITE):
         database = Path(params.register_.tracking_uri.removeprefix(SQLITE))
-        if database.parent.exists() and not database.parent.is_symlink():  # a folder of the commit, as `.` is
-            files.append(database)
-        else:
-            folders.append(database.parent)
-    shared = [path for path in (*folders, *files) if not path.is_absolute()]
-    for path in shared:
+        of_commit = database.parent.exists() and not database.parent.is_symlink()  # as `.` is
+        shared[database if of_commit else database.parent] = checkout / database.parent
+    for path in [path for path in shared if not path.is_absolute()]:
         target = checkout / path
-        (target.parent if path in files else target).mkdir(parents=True, exist_ok=True)
+        shared[path].mkdir(parents=True, exist_ok=True)
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_symlink() and path.readlink() == target:  # outside the worktree: an earlier run's
             continue
@@ -262,7 +236,7 @@ def share(checkout: Path, params: Params) -> tuple[str, ...]:
             raise ParamsError(
                 f"{path}: the commit has it, but runs share the checkout's; name another place"
             ) from error
-    return tuple(map(str, shared))
+    return tuple(str(path) for path in shared if not path.is_absolute())
 
 
 def remove(root: Path) -> None:
@@ -300,3 +274,17 @@ def lock(file: Path, wait: bool = True) -> Iterator[IO[str]]:
     with file.open("a+") as held:
         fcntl.flock(held, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         yield held
+
+
+@contextmanager
+def alone(work: Workspace, log: Callable[[str], None]) -> Iterator[None]:
+    """Within, no other flow run of this machine works on the same content. One that had to wait finds everything
+    current where the other ended well, and does the work itself where it failed or died."""
+    with ExitStack() as stack:
+        file = work.checkout / FLOWS / f"tree-{work.tree}.lock"
+        try:
+            stack.enter_context(lock(file, wait=False))
+        except BlockingIOError:
+            log("another flow run does the same work; this one waits for it")
+            stack.enter_context(lock(file))
+        yield

@@ -85,6 +85,7 @@ def test_the_flow_has_a_task_for_each_stage_that_dvc_runs_then_push_register_and
 
     monkeypatch.setattr(pipeline, "take", take)
     monkeypatch.setattr(archive, "commit", lambda message, links: names.append("commit"))
+    monkeypatch.setattr(pipeline, "git", lambda *arguments: None)
     work = Workspace("id", REPOSITORY, REPOSITORY, "commit", "tree", (), ())
     pipeline.work_through(Done(work, []), {"train": []})
     assert names == [*dvc.stages(), "push", "commit", *ACTIONS]

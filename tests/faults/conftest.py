@@ -11,7 +11,7 @@ import pytest
 from mlflow.entities.model_registry import ModelVersion
 from prefect.states import Completed, Failed, State
 
-from flows import pipeline, report, tasks
+from flows import pipeline, report
 from m3diff.provenance.git import git
 from tests import toy
 from tests.toy import store
@@ -48,12 +48,12 @@ class Flow:
         self.pages: list[str] = []
         self.tries: list[str] = []
         logger = SimpleNamespace(info=self.logged.append, warning=self.logged.append)
-        for module in (pipeline, tasks, report):
+        for module in (pipeline, report):
             monkeypatch.setattr(module, "get_run_logger", lambda: logger)
         monkeypatch.setattr(pipeline, "flow_run", SimpleNamespace(get_id=lambda: f"run{self.runs}"))
         monkeypatch.setattr(report, "create_markdown_artifact", lambda markdown, **_: self.pages.append(markdown))
         for name in TASKS:
-            monkeypatch.setattr(tasks, name, self.tried(getattr(tasks, name)))
+            monkeypatch.setattr(pipeline, name, self.tried(getattr(pipeline, name)))
 
     def tried(self, task: Any) -> Callable[..., Any]:
         def call(*arguments: Any, return_state: bool = False) -> Any:

@@ -12,6 +12,7 @@ other parameters. The same seed waits as long and picks in the same way.
 import argparse
 import json
 import random
+import re
 import shutil
 import sys
 import tempfile
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple
 import psutil
 import yaml
 
+from flows import archive
 from flows.dvc import entries
 from flows.workspace import override
 from m3diff.provenance.git import git
@@ -289,8 +291,8 @@ def branches(root: Path, overrides: list[str] | None = None) -> list[str]:
     form = "%(trailers:key=Overrides,valueonly,separator=%x2C)"
     names = git("for-each-ref", "--sort=-committerdate", "--format=%(refname:short)", "refs/heads/runs/", cwd=root)
     found = []
-    for name in names.split():
-        if git("log", "-1", "--format=%(trailers:key=Tree,valueonly)", name, cwd=root).strip():
+    for name in [name for name in names.split() if name != archive.LATEST]:
+        if re.search("^push (ran|skipped)", git("log", "-1", "--format=%B", name, cwd=root), re.MULTILINE):
             theirs = git("log", "-1", f"--format={form}", name, cwd=root).strip()
             if overrides is None or theirs == ",".join(overrides):
                 found.append(name)

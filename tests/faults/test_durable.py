@@ -63,7 +63,6 @@ ATOMIC = {
     "components/stages/train/state.py write_state",
     "components/commands/zero_shot.py write_predictions",
     "flows/dvc.py repro",
-    "flows/coalesce.py finish",
     "flows/notices.py kept",
     "flows/report.py publish",
     "flows/watch.py look",
@@ -80,7 +79,6 @@ RENAMED = {
     "components/commands/rescore.py score_model": "a command's output, whole or not there; the next makes it anew",
     "components/stages/train/state.py write_state": "here",
     "components/commands/zero_shot.py zero_shot": "a command's output, whole or not there",
-    "flows/raw.py linked": "links, all flushed first; half a folder is made anew (tests/flows/test_raw.py)",
 }
 """With a rename of their own, and where that is tested."""
 
@@ -126,13 +124,11 @@ PLAIN = {
     "components/stages/validate/pages.py _write": "DVC",
     "components/stages/validate/stage.py _write": "DVC",
     "flows/dvc.py without_outputs_in_git": "in a worktree, made anew after a kill",
-    "flows/previous.py take_up": "in a worktree, made anew after a kill",
-    "flows/raw.py held": "a lock",
-    "flows/sources.py bring": "in a worktree, of which only the `.dvc` files are kept, committed when all is copied",
+    "flows/archive.py take_up": "in a worktree, made anew after a kill",
+    "flows/watch.py take_up": "in a worktree, of which only the `.dvc` files are kept, committed when all is copied",
     "flows/warm.py changed_datasets": "in a worktree whose branch is not made yet, so it is made anew after a kill",
     "flows/warm.py track": "in a worktree whose branch is not made yet, so it is made anew after a kill",
     "flows/workspace.py lock": "a lock",
-    "flows/workspace.py override": "in a worktree whose branch is not made yet, so it is made anew after a kill",
 }
 """In place, and why no half of it is ever trusted. DVC: an output, which DVC removes before the stage and takes note of
 after it has ended well."""

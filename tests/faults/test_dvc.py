@@ -8,12 +8,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import yaml
 
-from flows import archive, coalesce, dvc, notices, watch
+from flows import archive, dvc, notices, watch
 from flows.workspace import FLOWS, workspace
 from m3diff.provenance.git import git
 from m3diff.registry import prune
@@ -129,10 +130,11 @@ def test_what_a_killed_dvc_left_of_its_rwlock_is_removed_with_a_word(project, st
 def test_the_rwlock_of_a_dvc_at_work_stays(project, monkeypatch, stranger):
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     left_by_a_killed_dvc(project, "reused", stranger)
-    monkeypatch.setattr(dvc, "command_of", lambda pid: "python -m dvc repro")
-    dvc.repair_rwlock(pytest.fail)
-    monkeypatch.setattr(dvc, "command_of", lambda pid: "")
-    dvc.repair_rwlock(pytest.fail)
+    for command in (["python", "-m", "dvc", "repro"], []):
+        monkeypatch.setattr(
+            dvc.psutil, "Process", lambda pid, command=command: SimpleNamespace(cmdline=lambda: command)
+        )
+        dvc.repair_rwlock(pytest.fail)
     assert (project / ".dvc" / "tmp" / "rwlock").is_file(), "of a process that is gone DVC itself takes care"
 
 
@@ -243,13 +245,12 @@ def test_what_flows_keep_beside_their_runs_may_be_damaged(project, text, monkeyp
     """A loss of power leaves an empty file on some disks; then it is as if there were none."""
     flows = project / FLOWS
     flows.mkdir(parents=True)
-    for name in ("watch.json", "notices.json", "tree-x.json"):
+    for name in ("watch.json", "notices.json"):
         (flows / name).write_text(text)
     assert watch.read_json(watch.STATE) is None
     monkeypatch.setenv("M3DIFF_NOTIFY", "")
     notices.send_again(project, print)
     notices.tell("key", "title", "text", pytest.fail, project)
-    assert coalesce.finished_by(flows / "tree-x.lock") is None
 
 
 @pytest.mark.fault("T12")

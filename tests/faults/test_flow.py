@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flows import archive, tasks
+from flows import archive, dvc, pipeline
 from m3diff.__main__ import main
 from m3diff.commands.preflight import NotReadyError
 from m3diff.provenance.dvc import md5
@@ -24,7 +24,7 @@ STAGES = {"ingest@minichange", "validate", "convert", "train", "predict", "evalu
 @pytest.mark.slow(60)
 def test_a_second_run_skips_all_and_a_parameter_of_evaluate_runs_evaluate_alone(flow):
     state, done = flow.run()
-    assert (state.name, flow.branches) == ("Completed", {"runs/run1", "runs/history"})
+    assert (state.name, flow.branches) == ("Completed", {"runs/run1", "runs/latest", "runs/history"})
     assert {how for name, how in done.items() if name not in ("register", "promote")} == {"Skipped"}
     assert done.keys() > STAGES
     (version,) = flow.versions
@@ -57,12 +57,12 @@ def test_a_deleted_experiment_is_met_before_the_first_step_and_what_was_trained_
     assert flow.tries == ["preflight"]
     client.restore_experiment(experiment)
     with monkeypatch.context() as later:
-        later.setattr(tasks, "preflight", lambda params: client.delete_experiment(experiment))
+        later.setattr(pipeline, "preflight", lambda params: client.delete_experiment(experiment))
         with pytest.raises(DataError, match=f"mlflow experiments restore --experiment-id {experiment}"):
             flow.run("train.seed=1")
     client.restore_experiment(experiment)
     state, done = flow.run("train.seed=1")
-    assert (done["train"], done["evaluate"], done["register"]) == ("Skipped", "Skipped", "Ran")
+    assert (done["train"], done["evaluate"], done["register"]) == ("Restored", "Restored", "Ran")
     assert len(flow.versions) == 2
 
 
@@ -166,7 +166,7 @@ def test_a_remote_with_a_relative_path_is_the_one_that_a_person_named_and_a_clon
 def test_a_remote_that_fails_half_way_leaves_nothing_registered_and_the_next_run_sends_the_rest(flow, rng, tmp_path):
     remote = with_remote(flow.root, tmp_path)
     (remote / "files" / "md5").mkdir(parents=True)
-    looked_at_before = {hash_[:2] for found in archive.by_remote().values() for hash_ in found.values()}
+    looked_at_before = {hash_[:2] for found in dvc.kept().values() for hash_ in found.values()}
     objects = {path.name for path in (flow.root / ".dvc/cache/files/md5").iterdir()} - looked_at_before
     sealed = [remote / "files" / "md5" / name for name in rng.sample(sorted(objects), len(objects) // 2)]
     for place in sealed:
@@ -215,7 +215,7 @@ def test_mlflow_that_goes_after_the_preflight_costs_no_stage_and_the_next_run_re
     change(flow.root, "register", tracking_uri="http://127.0.0.1:9")
     toy.commit(flow.root, "a server that is gone")
     with monkeypatch.context() as there:
-        there.setattr(tasks, "preflight", lambda params: None)
+        there.setattr(pipeline, "preflight", lambda params: None)
         with pytest.raises(tracking.TrackingUnavailableError):
             flow.run("evaluate.gallery=7")
     assert flow.tries.count("register") == 4

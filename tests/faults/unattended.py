@@ -23,7 +23,7 @@ from typing import Any
 import httpx
 import psutil
 
-from flows.processes import FLOW_RUN
+from flows import FLOW_RUN
 from tests.faults.kills import Killer, Round, Told, Undisturbed, begin_to_edit, of_person, one_dataset
 from tests.faults.machine import describe, kind
 from tests.flows.test_services import Machine

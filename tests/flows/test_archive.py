@@ -1,6 +1,7 @@
-"""What a run made is in the remote before anything points to it, and on its branch."""
+"""What a run made is in the remote before anything points to it, and on its branch; and what a later run takes up."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,50 +29,41 @@ def objects(folder: Path) -> int:
 
 
 def test_without_a_remote_nothing_is_sent_and_the_page_says_so(project):
-    assert archive.push(print) == ("Skipped", archive.NO_REMOTE)
+    assert archive.push() == ("Skipped", archive.NO_REMOTE)
     archive.check_remote()
 
 
 @pytest.mark.slow(20)
 def test_what_was_sent_is_not_sent_again_until_something_new_is_there(project, remote):
-    assert archive.push(print) == ("Ran", "remote 'store' has all of it, 1 new")
+    assert archive.push() == ("Ran", "remote 'store' has all of it, 1 new")
     sent = objects(remote)
     assert sent >= 8
-    assert archive.push(print)[0] == "Skipped"
+    assert archive.push()[0] == "Skipped"
     toy.run(project, "dvc", "repro", "-q", "synthesize@minichange_free")
-    assert archive.push(print)[0] == "Ran"
+    assert archive.push()[0] == "Ran"
     assert objects(remote) > sent
 
 
 @pytest.mark.slow(15)
 def test_a_new_data_file_of_dvc_is_sent_though_no_stage_ran(project, remote):
-    archive.push(print)
+    archive.push()
     (project / "mine.csv").write_text("before,after\n")
     toy.run(project, "dvc", "add", "-q", "mine.csv")
     git("add", "mine.csv.dvc")
-    assert archive.push(print)[0] == "Ran"
+    assert archive.push()[0] == "Ran"
 
 
 @pytest.mark.fault("21")
-@pytest.mark.parametrize("again", [True, False])
-def test_a_remote_that_lost_one_file_of_a_folder_gets_it_or_it_is_an_error(project, remote, monkeypatch, again):
-    asked, lost = dvc.ask, []
+def test_what_the_remote_does_not_have_after_the_push_is_an_error(project, remote, monkeypatch):
+    push = dvc.push
 
-    def loses(*arguments: str, **more: object) -> str:
-        said = asked(*arguments)
-        if arguments[0] == "push":
-            lost.append(next(path for path in remote.rglob("*") if path.is_file() and path.suffix != ".dir"))
-            lost[0].unlink()
-        return said
+    def loses(hashes: object, name: str) -> None:
+        push(hashes, name)
+        next(path for path in remote.rglob("*") if path.is_file() and path.suffix != ".dir").unlink()
 
-    monkeypatch.setattr(dvc, "ask", loses)
-    if again:
-        assert archive.push(print)[0] == "Ran"
-        assert lost[0].is_file()
-        return
-    monkeypatch.setattr(dvc, "push_objects", lambda hashes, name: None)
+    monkeypatch.setattr(dvc, "push", loses)
     with pytest.raises(archive.NotPushedError, match="remote 'store' is missing 1 file.*data/01_raw/minichange/"):
-        archive.push(print)
+        archive.push()
 
 
 @pytest.mark.slow(15)
@@ -80,10 +72,10 @@ def test_a_push_that_broke_off_is_an_error_that_is_tried_again_and_then_sends_th
     sealed = remote / "files"
     sealed.write_text("no folder")
     with pytest.raises(archive.NotPushedError, match="remote 'store': dvc .*exited"):
-        archive.push(print)
+        archive.push()
     assert issubclass(archive.NotPushedError, ConnectionError)
     sealed.unlink()
-    assert archive.push(print)[0] == "Ran"
+    assert archive.push()[0] == "Ran"
 
 
 @pytest.mark.slow(30)
@@ -150,22 +142,117 @@ def test_each_output_is_in_the_remote_that_it_names_and_one_that_is_not_to_be_pu
         entry = yaml.safe_load(file.read_text())
         entry["outs"][0] |= more
         file.write_text(yaml.safe_dump(entry))
-    assert archive.push(print) == ("Ran", "remote 'other' has all of it, 1 new, remote 'store' has all of it, 1 new")
+    assert archive.push() == ("Ran", "remote 'other' has all of it, 1 new, remote 'store' has all of it, 1 new")
     assert objects(other) == 1
     assert "secret\n" not in {path.read_text(errors="replace") for path in remote.rglob("*") if path.is_file()}
-    assert archive.push(print)[0] == "Skipped"
+    assert archive.push()[0] == "Skipped"
 
 
 @pytest.mark.fault("21", "T5")
 @pytest.mark.slow(10)
 def test_what_the_remote_lost_since_it_was_pushed_is_sent_again(project, remote):
-    archive.push(print)
+    archive.push()
     lost = sorted(path for path in remote.rglob("*") if path.is_file())
     kept = {path: path.read_bytes() for path in lost}
     for gone in (lost[:1], [path for path in lost if path.suffix == ".dir"], lost):
         for path in gone:
             path.chmod(0o644)
             path.unlink()
-        assert archive.push(print)[0] == "Ran"
+        assert archive.push()[0] == "Ran"
         assert {path: path.read_bytes() for path in remote.rglob("*") if path.is_file()} == kept
-    assert archive.push(print)[0] == "Skipped"
+    assert archive.push()[0] == "Skipped"
+
+
+# What a later run takes up
+
+
+def latest() -> str:
+    """Commit what is here to the branch of the latest run, as a flow does; the commit."""
+    git("switch", "--quiet", "--create", "runs/first")
+    git("add", "--all")
+    git("commit", "--quiet", "--allow-empty", "--message", "Run first")
+    git("update-ref", f"refs/heads/{archive.LATEST}", "HEAD")
+    git("switch", "--quiet", "-")
+    git("branch", "--quiet", "-D", "runs/first")
+    return git("rev-parse", archive.LATEST)
+
+
+@pytest.fixture
+def ran(project: Path, kept: Callable[[Path, Callable[[], None]], None]) -> str:
+    """The commit of a run that made data and clean records; the checkout has none of it in its `dvc.lock`."""
+    kept(project, lambda: run_to_validate(project))
+    return git("rev-parse", archive.LATEST)
+
+
+def run_to_validate(project: Path) -> None:
+    made = list(dvc.stages())[:8]
+    assert made[-1] == "validate"
+    toy.run(project, "dvc", "repro", "-q", *made)
+    latest()
+
+
+@pytest.mark.slow(25)
+def test_the_entries_of_an_earlier_run_make_its_stages_current_to_the_byte(project, ran):
+    before = dvc.status()
+    assert "validate" in before
+    assert archive.take_up(before)
+    assert set(dvc.status()) == {"convert", "train", "predict", "evaluate"}
+    assert Path("dvc.lock").read_text() == git("show", f"{ran}:dvc.lock") + "\n"
+    assert Path("data/03_clean/report.json").is_file()
+
+
+@pytest.mark.slow(30)
+def test_the_lock_of_an_earlier_run_is_taken_whole_where_nothing_is_left_to_do_then(project):
+    toy.run(project, "dvc", "repro", "-q")
+    ran = latest()
+    shutil.rmtree(project / "data")
+    git("checkout", "--", "data")
+    assert not dvc.is_current()
+    assert archive.take_over()
+    assert Path("dvc.lock").read_text() == git("show", f"{ran}:dvc.lock") + "\n"
+    assert Path("data/07_report/metrics.json").is_file()
+    assert not Path("data/07_report/report.html").exists(), "data are not needed for it"
+    assert dvc.is_current()
+    shutil.rmtree("code")
+    git("commit", "--quiet", "--all", "--message", "a run whose stage was killed")
+    assert not dvc.is_current(), "DVC alone passes over a folder that is missing"
+
+
+def test_where_something_is_left_to_do_nothing_is_taken_over(project, ran):
+    lock = Path("dvc.lock").read_bytes()
+    assert not archive.take_over()
+    assert Path("dvc.lock").read_bytes() == lock
+    assert git("status", "--porcelain") == ""
+
+
+def test_of_stages_that_are_current_the_own_entry_stays(project, ran):
+    toy.run(project, "dvc", "repro", "-q", "synthesize@minichange")
+    lock = yaml.safe_load(Path("dvc.lock").read_text())
+    lock["stages"]["synthesize@minichange"]["cmd"] = "told apart"
+    Path("dvc.lock").write_text(yaml.safe_dump(lock))
+    assert archive.take_up({"validate": []})
+    stages = yaml.safe_load(Path("dvc.lock").read_text())["stages"]
+    assert stages["synthesize@minichange"]["cmd"] == "told apart"
+    assert "validate" in stages
+    assert "ingest@minichange" not in stages
+
+
+def test_a_stage_that_reads_something_else_now_is_not_made_current(project, ran):
+    values = yaml.safe_load(Path("params.yaml").read_text())
+    values["validate"]["max_caption_chars"] = 99
+    Path("params.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+    assert archive.take_up(dvc.status())
+    assert "validate" in dvc.status()
+    assert "ingest@minichange" not in dvc.status()
+
+
+def test_without_a_latest_run_with_a_whole_lock_and_news_in_it_nothing_is_taken_up(project):
+    lock = Path("dvc.lock").read_bytes()
+    for text in (None, lock, b"", lock[: len(lock) // 2 + 3]):
+        if text is not None:
+            Path("dvc.lock").write_bytes(text)
+            latest()
+            Path("dvc.lock").write_bytes(lock)
+        assert not archive.take_up(["validate"])
+        assert not archive.take_over()
+        assert Path("dvc.lock").read_bytes() == lock

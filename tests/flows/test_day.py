@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from flows.sources import SETTLED_S
+from flows.watch import SETTLED_S
 from m3diff.provenance.git import git
 from m3diff.registry.decisions import decisions
 from tests import toy

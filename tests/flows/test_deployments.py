@@ -46,14 +46,6 @@ def test_retraining_is_one_at_a_time_and_other_runs_go_side_by_side():
     assert limits == {"full": None, "retrain": one, "watch": one | {"collision_strategy": "CANCEL_NEW"}}
 
 
-@pytest.mark.fault("29")
-def test_retrain_has_a_schedule_with_a_name_of_its_own_in_utc():
-    (schedule,) = DEPLOYMENTS[1]["schedules"]
-    assert schedule["slug"]
-    assert schedule["timezone"] == "UTC"
-    assert len(schedule["cron"].split()) == 5
-
-
 def test_a_worker_takes_two_runs_at_once_or_as_many_as_it_is_told(monkeypatch):
     monkeypatch.delenv("M3DIFF_FLOWS", raising=False)
     assert services.services()[-1].command[-2:] == ["--limit", "2"]
@@ -61,12 +53,13 @@ def test_a_worker_takes_two_runs_at_once_or_as_many_as_it_is_told(monkeypatch):
     assert services.services()[-1].command[-2:] == ["--limit", "7"]
     for wrong in ("0", "many", "-1", ""):
         monkeypatch.setenv("M3DIFF_FLOWS", wrong)
-        with pytest.raises(services.ServiceError, match=f"M3DIFF_FLOWS={wrong} is no number of flow runs"):
+        with pytest.raises(services.ServiceError, match=f"M3DIFF_FLOWS={wrong}: give a number"):
             services.services()
 
 
-def test_watch_looks_every_quarter_of_an_hour_by_a_schedule_with_a_name_of_its_own():
-    (schedule,) = DEPLOYMENTS[2]["schedules"]
-    assert schedule["slug"] != DEPLOYMENTS[1]["schedules"][0]["slug"]
-    assert schedule["interval"] == 900
-    assert schedule["active"]
+@pytest.mark.fault("29")
+def test_retrain_and_watch_have_schedules_with_names_of_their_own_in_utc():
+    (nightly,), (looks,) = DEPLOYMENTS[1]["schedules"], DEPLOYMENTS[2]["schedules"]
+    assert len({nightly["slug"], looks["slug"], ""}) == 3
+    assert nightly["timezone"] == looks["timezone"] == "UTC"
+    assert (len(nightly["cron"].split()), looks["interval"], looks["active"]) == (5, 900, True)

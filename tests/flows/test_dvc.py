@@ -115,18 +115,6 @@ def test_a_progress_bar_is_told_again_after_a_few_seconds(monkeypatch):
     assert list(dvc.readable(["1%|#", "2%|#", "3%|#", "end"])) == ["1%|#", "3%|#", "end"]
 
 
-def test_the_stages_exit_code_is_the_last_that_dvc_names_and_dvcs_own_where_it_names_none():
-    printed = ["ERROR: failed to reproduce 'a': failed to run: x, exited with 3", "y, exited with -9", "z"]
-    assert dvc.stage_code(printed, 255) == -9
-    assert dvc.stage_code(["ERROR: unable to acquire lock"], 255) == 255
-
-
-def test_an_error_of_dvc_has_its_words_and_code(project):
-    with pytest.raises(dvc.DvcError, match=r"dvc stage lits exited with \d+\n.*invalid choice") as failed:
-        dvc.ask("stage", "lits")
-    assert failed.value.code > 0
-
-
 def test_dvc_finds_this_environments_tools_and_a_shell_that_passes_signals_on(monkeypatch):
     monkeypatch.setenv("PATH", "/elsewhere")
     found = dvc.environment()

@@ -3,11 +3,14 @@
 import json
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 from prefect.blocks.notifications import AppriseNotificationBlock
 from prefect.settings import PREFECT_API_URL, PREFECT_UI_URL, temporary_settings
@@ -15,12 +18,13 @@ from prefect.states import Crashed, Failed
 
 from flows import notices
 from flows.full import full
-from flows.notices import decided, failed, forget, reason_of, send_again, tell
+from flows.notices import decided, failed, forget, reason_of, send_again, tell, tell_of_silence
 from flows.report import Done
 from flows.retrain import retrain
 from flows.watch import watch
 from flows.workspace import FLOWS, Workspace
 from m3diff.registry.promote import Promotion
+from m3diff.settings.section import ParamsError
 
 GATE = {"protocol": "d/p", "metric": "CIDEr", "min_gain": 0.0, "confidence": 0.95, "reason": "0.1 less"}
 
@@ -67,29 +71,16 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_notice_goes_to_an_address_of_apprise_and_is_told_once(checkout, listener):
-    said: list[str] = []
-    tell("a", "the title", "the text", said.append)
-    tell("a", "the title", "the text", said.append)
-    tell("b", "another", "text", said.append, checkout)
-    assert [(notice["title"], notice["message"]) for notice in listener.got] == [
-        ("the title", "the text"),
-        ("another", "text"),
-    ]
-    assert said == []
-
-
-def test_the_latest_notices_are_those_that_are_remembered(checkout, listener, monkeypatch):
+def test_a_notice_goes_to_an_address_of_apprise_once_and_the_latest_are_remembered(checkout, listener, monkeypatch):
     monkeypatch.setattr(notices, "REMEMBERED", 2)
-    for key in ("a", "b", "c", "c", "b"):
-        tell(key, key, "text", print)
-    assert [notice["title"] for notice in listener.got] == ["a", "b", "c"]
+    for key in ("a", "a", "b", "c", "c", "b"):
+        tell(key, f"title {key}", "the text", pytest.fail, checkout)
+    told = [(notice["title"], notice["message"]) for notice in listener.got]
+    assert told == [(f"title {key}", "the text") for key in "abc"]
 
 
 def test_without_an_address_nobody_is_told_and_nothing_is_kept(checkout):
-    said: list[str] = []
-    tell("a", "the title", "the text", said.append)
-    assert said == []
+    tell("a", "the title", "the text", pytest.fail)
     assert not (checkout / FLOWS / "notices.json").exists()
 
 
@@ -137,12 +128,10 @@ def test_a_disk_that_is_full_fails_no_run(checkout, listener, monkeypatch):
 
 
 def test_a_block_of_prefects_is_loaded_by_its_name(checkout, monkeypatch, listener):
-    loaded: list[str] = []
     block = AppriseNotificationBlock(url=listener.address)
-    monkeypatch.setattr(notices.Block, "load", lambda name: loaded.append(name) or block)
+    monkeypatch.setattr(notices.Block, "load", {"custom-webhook/mine": block}.__getitem__)
     monkeypatch.setenv("M3DIFF_NOTIFY", "custom-webhook/mine")
     tell("a", "the title", "the text", print)
-    assert loaded == ["custom-webhook/mine"]
     assert [notice["title"] for notice in listener.got] == ["the title"]
 
 
@@ -201,15 +190,12 @@ def test_a_crash_says_that_nothing_is_lost(told):
     assert "started again by itself and goes on where it was killed" in text
 
 
-def test_looks_that_fail_for_the_same_reason_are_one_notice_and_for_another_one_more(told):
+def test_looks_that_fail_for_the_same_reason_are_one_notice_for_another_one_more_and_a_long_error_is_cut(told):
     for number, why in enumerate(["a.dvc: gone", "a.dvc: gone", "b.dvc: gone"]):
         failed(watch, SimpleNamespace(id=number, name="x"), Failed(message=why))
     keys = [key for key, _, _ in told]
     assert keys[0] == keys[1] != keys[2]
     assert all(key.startswith("watch ") for key in keys)
-
-
-def test_an_error_of_many_words_is_cut():
     assert len(reason_of(Failed(message="x" * 10000))) < 500
     assert reason_of(Failed()) == "failed: "
 
@@ -220,31 +206,81 @@ def done(outcome: str, champion: int | None = 1) -> Done:
     return Done(work, ["new data"], decision=decision)
 
 
+@pytest.mark.fault("T10")
 @pytest.mark.parametrize(
-    ("outcome", "word", "then"),
+    ("outcome", "champion", "word", "then"),
     [
-        ("refused", "rejected", "The champion is as before (version 1)"),
-        ("promoted", "promoted", "The champion before was 1; `m3diff rollback"),
-        ("first", "promoted", "m3diff rollback"),
+        ("refused", 1, "rejected", "The champion is as before (version 1); there is nothing to do"),
+        ("refused", None, "rejected", "There is no champion: choose one"),
+        ("promoted", 1, "promoted", "The champion before was 1; `m3diff rollback"),
+        ("first", None, "promoted", "m3diff rollback"),
+        ("unchanged", 1, "", ""),
     ],
 )
-def test_a_decision_of_the_gate_is_told_with_its_numbers_and_the_reason_of_the_run(told, outcome, word, then):
-    decided(done(outcome), print)
+def test_a_decision_of_the_gate_is_told_with_its_numbers_and_the_reason_of_the_run(told, outcome, champion, word, then):
+    decided(done(outcome, champion), print)
+    decided(Done(done("first").work, []), print)
+    if not word:
+        assert told == []
+        return
     ((key, title, text),) = told
     assert (key, title) == (f"0123 {word}", f"m3diff: a model was {word}")
     assert f"m version 7 {outcome}: 0.1 less. Run because new data. " in text
     assert then in text
+    assert ("nothing to do" in text) == ("nothing to do" in then)
 
 
-@pytest.mark.fault("T10")
-def test_of_a_rejection_without_a_champion_it_is_not_said_that_there_is_nothing_to_do(told):
-    decided(done("refused", None), print)
-    ((_, _, text),) = told
-    assert "There is no champion" in text
-    assert "nothing to do" not in text
+# Silence
 
 
-def test_of_a_run_that_decided_nothing_there_is_nothing_to_tell(told):
-    decided(done("unchanged"), print)
-    decided(Done(done("first").work, []), print)
-    assert told == []
+@pytest.fixture
+def server(monkeypatch) -> dict[str, list[float]]:
+    """Prefect's answers: how many days ago trainings completed, and deployments were made."""
+    days: dict[str, list[float]] = {"/flow_runs/filter": [], "/deployments/filter": [30, 30]}
+
+    def request(method: str, path: str, json: dict[str, Any]) -> httpx.Response:
+        assert json["deployments"] == {"name": {"any_": ["full", "retrain"]}}, "a look says nothing of training"
+        times = [(datetime.now(UTC) - timedelta(days=count)).isoformat() for count in days[path]]
+        found = [{"end_time": time, "created": time} for time in times][: json.get("limit")]
+        return httpx.Response(200, json=found, request=httpx.Request(method, "http://prefect"))
+
+    @contextmanager
+    def client(sync_client: bool) -> Iterator[Any]:
+        if not days:
+            raise httpx.ConnectError("no answer")
+        yield SimpleNamespace(request=request)
+
+    monkeypatch.setattr(notices, "get_client", client)
+    return days
+
+
+@pytest.mark.parametrize(
+    ("days", "last", "silent"),
+    [("3", [4, 5], True), ("3", [2, 5], False), ("", [400], False), ("0.5", [0.6], True), ("3", [], True)],
+)
+def test_silence_is_told_where_nothing_ended_well_for_so_many_days(
+    server, told, tmp_path, monkeypatch, days, last, silent
+):
+    monkeypatch.setenv("M3DIFF_SILENCE_DAYS", days)
+    server["/flow_runs/filter"] = last
+    tell_of_silence(tmp_path, print)
+    assert [title for _, title, _ in told] == (["m3diff: nothing ran well for days"] if silent else [])
+    if silent:
+        number = int((last or [30])[0])
+        assert f"for {number} days" in told[0][2], "before the first run time counts from the deployment"
+        assert told[0][0].startswith("silence since 20"), "another silence after another run"
+
+
+def test_a_server_that_does_not_answer_stops_no_look(server, told, tmp_path, monkeypatch):
+    monkeypatch.setenv("M3DIFF_SILENCE_DAYS", "3")
+    server.clear()
+    said: list[str] = []
+    tell_of_silence(tmp_path, said.append)
+    assert said == ["warning: earlier runs were not looked at: ConnectError: no answer"]
+
+
+@pytest.mark.parametrize("text", ["three", "0", "-1", "nan", "inf"])
+def test_a_number_of_days_that_is_none_is_named(monkeypatch, tmp_path, text):
+    monkeypatch.setenv("M3DIFF_SILENCE_DAYS", text)
+    with pytest.raises(ParamsError, match=f"M3DIFF_SILENCE_DAYS='{text}': expected a number of days above 0"):
+        tell_of_silence(tmp_path, print)

@@ -1,4 +1,5 @@
-"""A flow run as a whole: the order of its tasks, what each is given, where it ends, and what it leaves behind."""
+"""A flow run as a whole: the order of its tasks, what each is given, where it ends, and what it leaves behind; and each
+task: what its state says, and when it is tried again."""
 
 import os
 import sys
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 from prefect.states import Completed, Failed
 
-from flows import archive, dvc, notices, pipeline, raw, report, tasks
+from flows import archive, dvc, notices, pipeline, report
 from flows.dvc import DvcError
 from flows.full import full
 from flows.pipeline import FLOW_RUN, run_pipeline
@@ -18,7 +19,9 @@ from flows.report import Done
 from flows.retrain import retrain
 from flows.warm import NothingNewError
 from flows.workspace import Workspace
+from m3diff.records.errors import DataError
 from m3diff.registry.promote import Promotion
+from m3diff.registry.tracking import TrackingUnavailableError
 from m3diff.stages.register.stage import Registration
 
 REGISTRATION = Registration(outcome="registered", model="m", version=7, run_id="r")
@@ -37,7 +40,7 @@ class Pipeline:
         self.fails, self.status = "", {"ingest@a": [], "ingest@b": [], "train": []}
         self.outcomes = {"train": "Restored", "promote": "Rejected"}
         self.pages: list[tuple[str, str | None]] = []
-        self.deleted: list[tuple[str, ...]] = []
+        self.git: list[tuple[str, ...]] = []
         self.opened: list[Any] = []
         self.logged: list[str] = []
         self.root, self.data = root, ()
@@ -45,18 +48,17 @@ class Pipeline:
         monkeypatch.setattr(pipeline, "get_run_logger", lambda: logger)
         stages = {"ingest@a": set(), "ingest@b": set(), "train": {"ingest@a", "ingest@b"}}
         monkeypatch.setattr(dvc, "stages", lambda: stages)
-        monkeypatch.setattr(raw, "in_place", self.in_place)
         monkeypatch.setattr(pipeline, "workspace", self.workspace)
-        monkeypatch.setattr(pipeline, "git", lambda *arguments: self.deleted.append(arguments))
+        monkeypatch.setattr(pipeline, "git", lambda *arguments: self.git.append(arguments))
         self.champion: Registration | None = None
         monkeypatch.setattr(pipeline, "load_params", lambda path: "the parameters")
         monkeypatch.setattr(pipeline, "current_champion", lambda params: self.champion)
         monkeypatch.setattr(dvc, "link_data", lambda: self.done.append("link"))
-        monkeypatch.setattr(tasks, "look_before", lambda tree: self.status if tree == "tree" else None)
-        monkeypatch.setattr(tasks, "reproduce", self.reproduce)
-        monkeypatch.setattr(tasks, "push_data", lambda return_state: self.task("push"))
-        monkeypatch.setattr(tasks, "register_model", self.register)
-        monkeypatch.setattr(tasks, "promote_model", self.promote)
+        monkeypatch.setattr(pipeline, "look_before", self.look_before)
+        monkeypatch.setattr(pipeline, "reproduce", self.reproduce)
+        monkeypatch.setattr(pipeline, "push_data", lambda return_state: self.task("push"))
+        monkeypatch.setattr(pipeline, "register_model", self.register)
+        monkeypatch.setattr(pipeline, "promote_model", self.promote)
         monkeypatch.setattr(archive, "commit", lambda message, links: self.done.append(message.split("\n")[0]))
         self.told: list[str] = []
         monkeypatch.setattr(notices, "decided", lambda done, log: self.told.append(done.state))
@@ -70,12 +72,10 @@ class Pipeline:
             arguments[0], self.root / "tree", self.root, "commit", "tree", tuple(arguments[2]), (), self.data
         )
 
-    @contextmanager
-    def in_place(self, checkout: Path, changed: Any):
-        assert checkout == self.root
-        self.done.append(("raw data for", *changed))
-        yield
-        self.done.append("raw data no more")
+    def look_before(self) -> Any:
+        if self.fails == "preflight":
+            raise DvcError("stage preflight", 3, [])
+        return self.status
 
     def reproduce(self, stage: str, current: bool, return_state: bool):
         return self.task((stage, current), name=stage)
@@ -109,7 +109,6 @@ def run(**changes: Any):
 def test_every_stage_in_order_then_push_then_the_commit_then_register_and_the_gate_on_that_version(recorded):
     state = run()
     assert recorded.done == [
-        ("raw data for", "ingest@a", "ingest@b", "train"),
         ("ingest@a", False),
         ("ingest@b", False),
         ("train", False),
@@ -117,43 +116,59 @@ def test_every_stage_in_order_then_push_then_the_commit_then_register_and_the_ga
         f"Run {recorded.opened[0][0][:8]}: 3 ran, 1 restored",
         "register",
         ("promote", 7),
-        "raw data no more",
     ]
     assert state.is_completed()
     assert state.name == "Rejected"
     assert state.message == ("ingest@a ran, ingest@b ran, train restored, push ran, register ran, promote rejected")
     assert recorded.pages == [("Rejected", None)]
-    assert recorded.deleted == []
+    assert recorded.git == [("update-ref", "refs/heads/runs/latest", "HEAD")]
 
 
-def test_dvc_is_not_asked_for_a_stage_that_is_current_unless_one_before_it_was_asked_for(recorded):
+ALL = ("ingest@a", "ingest@b", "train", "push", "register", "promote")
+LATEST, BRANCH = ("update-ref", "refs/heads/runs/latest", "HEAD"), ("branch", "--quiet", "-D")
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "overrides", "name", "git"),
+    [
+        ({"promote": "Ran"}, [], "Completed", [LATEST]),
+        ({"promote": "Rejected"}, ["train.epochs=6"], "Rejected", []),
+        (dict.fromkeys(ALL, "Skipped"), [], "Skipped", [LATEST, BRANCH]),
+    ],
+    ids=["promoted", "with parameters of its own, so that it is not the latest", "made nothing, and leaves no branch"],
+)
+def test_a_run_ends_in_a_word_is_told_and_may_be_the_latest(recorded, outcomes, overrides, name, git):
+    recorded.outcomes, recorded.data = outcomes, ("a.dvc: as on runs/data",)
+    assert run(overrides=overrides, data=bool(overrides)).name == name
+    assert [words[:3] for words in recorded.git] == git
+    assert recorded.told == [name]
+    assert recorded.opened[0][4] == bool(overrides)
+    assert "a.dvc: as on runs/data" in recorded.logged
+
+
+@pytest.mark.parametrize("made", ["Ran", "Skipped"], ids=["made now", "made before its command was killed"])
+def test_dvc_is_not_asked_for_a_stage_that_is_current_unless_one_before_it_was_asked_for(recorded, made):
+    """The second try of a killed stage finds it recorded, and what follows is out of date all the same."""
     recorded.status = {"ingest@a": []}
-    recorded.outcomes |= {"ingest@b": "Skipped"}
+    recorded.outcomes |= {"ingest@a": made, "ingest@b": "Skipped"}
     run()
-    assert recorded.done[1:4] == [("ingest@a", False), ("ingest@b", True), ("train", False)]
+    assert recorded.done[:3] == [("ingest@a", False), ("ingest@b", True), ("train", False)]
 
 
-def test_what_follows_a_stage_that_was_made_before_its_command_was_killed_is_asked_for(recorded):
-    """The second try finds it recorded: DVC says that nothing changed, and what follows is out of date all the same."""
-    recorded.status = {"ingest@a": []}
-    recorded.outcomes = {"ingest@a": "Skipped", "ingest@b": "Skipped"}
+@pytest.mark.parametrize(
+    ("status", "champion", "linked", "known"),
+    [
+        ({}, REGISTRATION, False, REGISTRATION),
+        ({}, None, True, None),
+        ({"train": []}, REGISTRATION, False, None),
+    ],
+    ids=["a current champion", "register and gate have to do", "linked already, and no champion is asked for"],
+)
+def test_data_are_linked_where_something_is_left_to_do(recorded, status, champion, linked, known):
+    recorded.status, recorded.champion = status, champion
     run()
-    assert recorded.done[1:4] == [("ingest@a", False), ("ingest@b", True), ("train", False)]
-
-
-def test_where_all_is_current_and_champion_no_data_are_linked(recorded):
-    recorded.status, recorded.champion = {}, REGISTRATION
-    recorded.outcomes = dict.fromkeys(("ingest@a", "ingest@b", "train"), "Skipped")
-    run()
-    assert recorded.done[:3] == [("ingest@a", True), ("ingest@b", True), ("train", True)]
-    assert recorded.known == REGISTRATION
-
-
-def test_where_all_is_current_and_no_champion_the_data_are_linked_for_register_and_the_gate(recorded):
-    recorded.status = {}
-    run()
-    assert recorded.done[:3] == ["link", ("raw data for",), ("ingest@a", True)]
-    assert recorded.known is None
+    assert recorded.done[: linked + 1] == ["link"] * linked + [("ingest@a", True)]
+    assert recorded.known == known
 
 
 def test_a_run_from_the_champion_that_has_seen_all_data_is_skipped(recorded, monkeypatch):
@@ -167,106 +182,40 @@ def test_a_run_from_the_champion_that_has_seen_all_data_is_skipped(recorded, mon
     state = run(replay=0.5)
     assert (state.name, state.message, state.is_completed()) == ("Skipped", "no dataset changed", True)
     assert recorded.opened[0][5] == 0.5
-    assert recorded.done == recorded.deleted == recorded.pages == []
-
-
-@pytest.mark.parametrize("flow", [full, retrain])
-@pytest.mark.parametrize(("asked", "replay"), [({}, None), ({"warm_start": True}, 0.25), ({"replay": 0.5}, None)])
-def test_a_flow_begins_with_the_base_unless_it_is_asked_for_the_champion(monkeypatch, flow, asked, replay):
-    got: dict[str, Any] = {}
-    module = sys.modules[flow.fn.__module__]
-    monkeypatch.setattr(module, "run_pipeline", lambda *_, **more: got.update(more))
-    if flow is retrain:
-        monkeypatch.setattr(module, "coalesce_late", list)
-    flow.fn(**asked)
-    assert got["replay"] == replay
-
-
-def test_a_champion_is_not_asked_for_where_a_stage_is_out_of_date(recorded):
-    recorded.champion = REGISTRATION
-    run()
-    assert recorded.known is None
-    assert "link" not in recorded.done, "they are linked already"
-
-
-def test_a_run_that_made_nothing_is_skipped_and_leaves_no_branch(recorded):
-    recorded.outcomes = dict.fromkeys(("ingest@a", "ingest@b", "train", "push", "register", "promote"), "Skipped")
-    state = run()
-    assert state.name == "Skipped"
-    assert recorded.deleted == [("branch", "--quiet", "-D", f"runs/{recorded.opened[0][0]}")]
-
-
-def test_what_is_promoted_is_a_completed_run(recorded):
-    recorded.outcomes = {"promote": "Ran"}
-    assert run().name == "Completed"
+    assert recorded.done == recorded.git == recorded.pages == []
 
 
 @pytest.mark.fault("21")
 @pytest.mark.parametrize(
-    ("fails", "last", "whole"),
+    ("fails", "last", "latest"),
     [
+        ("preflight", None, False),
         ("ingest@a", ("ingest@a", False), False),
         ("train", ("train", False), False),
-        ("push", "push", True),
+        ("push", "push", False),
         ("register", "register", True),
     ],
 )
-def test_the_first_failure_ends_the_run_with_a_page_that_says_why(recorded, monkeypatch, fails, last, whole):
-    """Later runs take up a lock only where it has every stage."""
+def test_the_first_failure_ends_the_run_with_a_page_that_says_why(recorded, fails, last, latest):
+    """Later runs take up a lock only where it has every stage and the remote what it names."""
     recorded.fails = fails
-    messages: list[str] = []
-    publish = report.publish
-    monkeypatch.setattr(report, "publish", lambda done, message: publish(done, message) or messages.append(message))
     with pytest.raises(DvcError, match=f"stage {fails}"):
         run()
-    assert recorded.done[-1] == last
+    assert recorded.done[-1:] == ([last] if last else [])
     ((state, error),) = recorded.pages
     assert state == "Failed"
-    assert error is not None
     assert error.startswith(f"DvcError: stage {fails} exited with 3")
-    assert ("\nTree: tree\n" in messages[0] + "\n") == whole
-
-
-def test_what_fails_before_any_stage_is_on_the_page_too(recorded, monkeypatch):
-    def refuses(tree: str) -> None:
-        raise ValueError("no room")
-
-    monkeypatch.setattr(tasks, "look_before", refuses)
-    with pytest.raises(ValueError, match="no room"):
-        run()
-    assert recorded.pages == [("Failed", "ValueError: no room")]
-    assert recorded.done == []
+    assert bool(recorded.git) == latest
+    assert recorded.told == [], "that is left to the hook of the flow"
 
 
 def test_the_version_and_the_record_know_the_flow_run(recorded, monkeypatch):
     seen: list[str | None] = []
-    monkeypatch.setattr(tasks, "register_model", lambda known, return_state: seen.append(os.environ.get(FLOW_RUN)))
+    monkeypatch.setattr(pipeline, "register_model", lambda known, return_state: seen.append(os.environ.get(FLOW_RUN)))
     with pytest.raises(AttributeError):
         run()
     assert seen == [recorded.opened[0][0]]
     assert FLOW_RUN not in os.environ
-
-
-def test_one_that_waited_for_the_same_work_is_skipped(recorded, monkeypatch):
-    @contextmanager
-    def waited(work: Workspace, log: Any):
-        yield "the other"
-
-    monkeypatch.setattr(pipeline, "alone", waited)
-    state = run()
-    assert (state.name, state.message) == ("Skipped", "flow run the other did the same work meanwhile")
-    assert recorded.done == []
-    assert len(recorded.deleted) == 1
-
-
-def test_a_run_that_ended_well_says_so_to_those_that_wait_and_a_failed_one_does_not(recorded, monkeypatch):
-    finished: list[str] = []
-    monkeypatch.setattr(pipeline, "finish", lambda work: finished.append(work.flow_run))
-    run()
-    recorded.fails = "train"
-    with pytest.raises(DvcError):
-        run()
-    assert finished == [recorded.opened[0][0]]
 
 
 def test_without_a_reason_nothing_runs_and_with_one_it_is_kept(recorded):
@@ -283,26 +232,9 @@ def test_without_a_reason_nothing_runs_and_with_one_it_is_kept(recorded):
     assert recorded.logged.count("because the schedule") == recorded.logged.count("because new data") == 1
 
 
-def test_the_data_that_watch_found_are_taken_up_where_asked_and_the_log_says_so(recorded):
-    recorded.data = ("a.dvc: as on runs/data",)
-    run()
-    run(data=True)
-    assert [arguments[4] for arguments in recorded.opened] == [False, True]
-    assert recorded.logged.count("a.dvc: as on runs/data") == 2
-
-
-def test_a_decision_of_the_gate_is_told_and_a_failure_is_left_to_the_hook_of_the_flow(recorded):
-    run()
-    assert recorded.told == ["Rejected"]
-    recorded.fails = "train"
-    with pytest.raises(DvcError):
-        run()
-    assert recorded.told == ["Rejected"]
-
-
 def test_the_commit_says_what_ran_from_what_and_why(recorded):
     work = Workspace("0123456789", Path("w"), Path("c"), "abc", "tree", ("train.epochs=6",), ())
-    done = Done(work, ["new data"], outcomes={"ingest@a": "Skipped", "train": "Ran"}, whole=True)
+    done = Done(work, ["new data"], outcomes={"ingest@a": "Skipped", "train": "Ran"})
     assert pipeline.message_of(done).split("\n") == [
         "Run 01234567: 1 skipped, 1 ran",
         "",
@@ -311,25 +243,148 @@ def test_the_commit_says_what_ran_from_what_and_why(recorded):
         "",
         "Flow-Run: 0123456789",
         "From: abc",
-        "Tree: tree",
         "Overrides: train.epochs=6",
         "Reason: new data",
     ]
 
 
-def test_the_flows_hand_on_what_they_are_asked(monkeypatch):
+@pytest.mark.parametrize(
+    ("flow", "given", "asked"),
+    [
+        (full, {}, (None, [], {"dirty": False, "reason": "asked for", "replay": None})),
+        (full, {"ref": "main", "dirty": True}, ("main", [], {"dirty": True, "reason": "asked for", "replay": None})),
+        (
+            full,
+            {"overrides": ["a=1"], "reason": "why", "replay": 0.5},
+            (None, ["a=1"], {"reason": "why", "replay": None}),
+        ),
+        (full, {"warm_start": True}, (None, [], {"replay": 0.25})),
+        (retrain, {}, ("HEAD", [], {"dirty": False, "reason": "", "data": True, "replay": None})),
+        (retrain, {"ref": "main", "overrides": ["a=1"]}, ("main", ["a=1"], {"data": False})),
+        (retrain, {"warm_start": True, "replay": 0.5}, ("HEAD", [], {"replay": 0.5})),
+    ],
+)
+def test_the_flows_hand_on_what_they_are_asked(monkeypatch, flow, given, asked):
+    def got(ref: str | None, overrides: list[str], dirty: bool = False, reason: str = "", **more: Any) -> None:
+        ref_, overrides_, named = asked
+        assert (ref, overrides) == (ref_, overrides_)
+        assert named.items() <= ({"dirty": dirty, "reason": reason} | more).items()
+        assert ("worthwhile" in more) == (flow is retrain)
+
+    monkeypatch.setattr(sys.modules[flow.fn.__module__], "run_pipeline", got)
+    flow.fn(**given)
+
+
+# The tasks
+
+
+@pytest.fixture
+def logged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    lines: list[str] = []
+    monkeypatch.setattr(pipeline, "get_run_logger", lambda: SimpleNamespace(info=lines.append))
+    return lines
+
+
+@pytest.mark.parametrize("outcome", ["Ran", "Restored", "Skipped"])
+def test_a_stages_state_is_named_as_what_dvc_did_and_its_lines_are_logged(monkeypatch, logged, outcome):
+    monkeypatch.setattr(dvc, "repro", lambda stage, log: log(f"line of {stage}") or outcome)
+    state = pipeline.reproduce.fn("ingest@minichange")
+    assert (state.name, state.message, state.result()) == (outcome, f"ingest@minichange: {outcome.lower()}", outcome)
+    assert logged == ["line of ingest@minichange"]
+    monkeypatch.setattr(dvc, "repro", lambda stage, log: pytest.fail("asked"))
+    assert pipeline.reproduce.fn("train", current=True).name == "Skipped"
+
+
+@pytest.mark.parametrize(
+    ("current", "whole", "over", "up", "status", "looked"),
+    [
+        (True, True, None, None, {}, ["send"]),
+        (True, False, None, False, {"train": "first"}, ["send", "link", "up"]),
+        (False, True, True, None, {}, ["over", "send"]),
+        (False, True, False, True, {"train": "second"}, ["over", "link", "up"]),
+        (False, True, False, False, {"train": "first"}, ["over", "link", "up"]),
+    ],
+    ids=["all is current", "the cache lost some", "with the lock of the latest run", "some of its entries", "nothing"],
+)
+def test_before_anything_runs_the_machine_the_remote_and_the_latest_run_are_looked_at(
+    monkeypatch, current, whole, over, up, status, looked
+):
+    seen: list[str] = []
+    statuses = iter(({"train": "first"}, {"train": "second"}))
+    answers = {
+        "load_params": (pipeline, lambda path: f"params of {path}"),
+        "preflight": (pipeline, seen.append),
+        "check_remote": (archive, lambda: seen.append("remote")),
+        "is_current": (dvc, lambda: current),
+        "can_be_sent": (archive, lambda: seen.append("send") or whole),
+        "take_over": (archive, lambda: seen.append("over") or over),
+        "take_up": (archive, lambda stages: seen.append("up") or up),
+        "link_data": (dvc, lambda: seen.append("link")),
+        "status": (dvc, lambda: next(statuses)),
+    }
+    for name, (module, answer) in answers.items():
+        monkeypatch.setattr(module, name, answer)
+    assert pipeline.look_before.fn() == status
+    assert seen == ["params of params.yaml", "remote", *looked]
+
+
+@pytest.mark.parametrize(
+    ("task", "does", "done", "name"),
+    [
+        ("push_data", "archive.push", ("Ran", "all of it"), "Ran"),
+        *(
+            ("register_model", "register", Registration(outcome=how, model="m", version=3, run_id="r"), name)
+            for how, name in (("registered", "Ran"), ("updated", "Ran"), ("unchanged", "Skipped"))
+        ),
+        *(
+            ("promote_model", "promote", decision(how), name)
+            for how, name in (("promoted", "Ran"), ("first", "Ran"), ("refused", "Rejected"), ("unchanged", "Skipped"))
+        ),
+    ],
+)
+def test_the_state_of_what_acts_outside_says_what_came_of_it_and_to_be_rejected_is_no_failure(
+    monkeypatch, task, does, done, name
+):
     asked: list[Any] = []
-    for place in ("flows.full.run_pipeline", "flows.retrain.run_pipeline"):
-        monkeypatch.setattr(place, lambda *arguments, **named: asked.append((arguments, named)))
-    full.fn()
-    full.fn("main", ["train.epochs=6"], True, "why")
-    retrain.fn()
-    assert [arguments for arguments, _ in asked[:2]] == [
-        (None, [], False, "asked for"),
-        ("main", ["train.epochs=6"], True, "why"),
-    ]
-    (arguments, named) = asked[2]
-    assert arguments == ("HEAD", [])
-    assert named["reason"] == ""
-    assert named["worthwhile"].__name__ == "look_for_changes"
-    assert named["dirty"] is False
+    monkeypatch.setattr(pipeline, "load_params", lambda path: f"params of {path}")
+    monkeypatch.setattr(f"flows.pipeline.{does}", lambda *arguments: asked.extend(arguments) or done)
+    given = {"push_data": [], "register_model": [None], "promote_model": [7]}[task]
+    state = getattr(pipeline, task).fn(*given)
+    assert (state.name, state.is_completed()) == (name, True)
+    if task == "push_data":
+        assert (state.message, state.result(), asked) == ("all of it", "Ran", [])
+    else:
+        assert (state.message, state.result()) == (str(done), done)
+        gate = [pipeline.rescore, 7] if task == "promote_model" else []
+        assert asked == ["params of params.yaml", *gate]
+
+
+def test_what_is_registered_already_is_not_registered_again(monkeypatch):
+    monkeypatch.setattr(pipeline, "register", lambda params: pytest.fail("no need"))
+    known = Registration(outcome="unchanged", model="m", version=3, run_id="r")
+    assert pipeline.register_model.fn(known).result() == known
+
+
+@pytest.mark.parametrize(
+    ("error", "again"),
+    [
+        *((DvcError("train", code, []), code in (75, -9, 137)) for code in (75, -9, 137, 3, 1)),
+        (TrackingUnavailableError("gone"), True),
+        (ConnectionError("gone"), True),
+        (DataError("the same again"), False),
+        (ValueError("a bug"), False),
+    ],
+)
+def test_only_what_may_pass_by_itself_is_tried_again(error, again):
+    assert pipeline.worth_retrying(None, None, Failed(data=error)) == again
+    assert not pipeline.worth_retrying(None, None, Completed(data="Ran"))
+
+
+def test_stages_are_tried_twice_servers_four_times_with_growing_pauses_and_each_has_a_name_on_prefects_page():
+    servers = (pipeline.push_data, pipeline.register_model, pipeline.promote_model)
+    assert (pipeline.reproduce.retries, pipeline.reproduce.retry_delay_seconds) == (1, 10)
+    assert [(task.retries, task.retry_delay_seconds) for task in servers] == [(3, [5, 20, 60])] * 3
+    tasks = (pipeline.look_before, pipeline.reproduce, *servers)
+    worth = pipeline.worth_retrying
+    assert [task.retry_condition_fn for task in tasks] == [None, worth, None, worth, worth], "a remote's error may pass"
+    assert [task.task_run_name for task in tasks] == ["preflight", "{stage}", "push", "register", "promote"]

@@ -9,51 +9,62 @@ import pytest
 import yaml
 
 from flows import dvc, retrain
-from flows.retrain import changes, unregistered
+from flows.retrain import look_for_changes, unregistered
 from m3diff.provenance.dvc import Lock
 from m3diff.settings.load import load_params
 from tests import toy
 
 
-def test_nothing_out_of_date_is_no_reason():
-    assert list(changes({})) == []
+def changes(status: dict[str, Any]) -> list[str]:
+    """The reasons in DVC's status, where the newest version is the checkpoint of `dvc.lock`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(retrain, "unregistered", lambda params: ["unregistered"])
+        *found, last = look_for_changes(status, None)
+    assert last == "unregistered"
+    return found
 
 
-def test_changed_code_alone_is_no_reason():
-    status = {
-        "convert": [{"changed deps": {"components/stages/convert": "modified"}}],
-        "train": [{"changed deps": {"components/models": "modified", "components/records/files.py": "modified"}}],
-    }
-    assert list(changes(status)) == []
-    assert list(changes({"train": ["changed command"]})) == []
-
-
-def test_a_changed_parameter_and_changed_data_are_named():
-    status = {
-        "ingest@birds": [{"changed deps": {"data/01_raw/birds": "modified", "components/stages/ingest": "modified"}}],
-        "train": [
-            "changed command",
-            {"changed deps": {"params.yaml": {"models.m3diff": "modified", "train.seed": "new"}}},
-            {"changed outs": {"data/05_model/checkpoint": "deleted"}},
-        ],
-    }
-    assert list(changes(status)) == [
-        "ingest@birds: changed deps: data/01_raw/birds modified",
-        "train: changed deps: params.yaml models.m3diff, train.seed",
-        "train: changed outs: data/05_model/checkpoint deleted",
-    ]
+@pytest.mark.parametrize(
+    ("status", "found"),
+    [
+        ({}, []),
+        ({"convert": [{"changed deps": {"components/stages/convert": "modified"}}]}, []),
+        ({"train": [{"changed deps": {"code/train.json": "modified", "components/models": "new"}}]}, []),
+        ({"train": ["changed command"]}, []),
+        ({"code": [{"changed outs": {"data/x": "deleted"}}]}, []),
+        (
+            {"ingest@birds": [{"changed deps": {"data/01_raw/birds": "modified", "components/x": "modified"}}]},
+            ["ingest@birds: changed deps: data/01_raw/birds modified"],
+        ),
+        (
+            {
+                "train": [
+                    "changed command",
+                    {"changed deps": {"params.yaml": {"models.m3diff": "modified", "train.seed": "new"}}},
+                    {"changed outs": {"data/05_model/checkpoint": "deleted"}},
+                ]
+            },
+            [
+                "train: changed deps: params.yaml models.m3diff, train.seed",
+                "train: changed outs: data/05_model/checkpoint deleted",
+            ],
+        ),
+    ],
+)
+def test_changed_data_and_parameters_are_reasons_and_changed_code_alone_is_none(status, found):
+    assert changes(status) == found
 
 
 @pytest.mark.slow(25)
 def test_dvcs_own_words_are_understood_and_how_a_run_is_computed_is_no_reason(project):
     toy.run(project, "dvc", "repro", "-q")
-    assert list(changes(dvc.status())) == []
+    assert changes(dvc.status()) == []
     params = yaml.safe_load(Path("params.yaml").read_text())
     params["compute"]["workers"] = 7
     Path("params.yaml").write_text(yaml.safe_dump(params, sort_keys=False))
     plan, base = project / "components/stages/convert/stage.py", project / "data/00_base/config.json"
     plan.write_text(plan.read_text() + "\n# a comment\n")
-    assert list(changes(dvc.status())) == []
+    assert changes(dvc.status()) == []
     params["models"]["m3diff"]["rates"]["llm"] = 0.5
     Path("params.yaml").write_text(yaml.safe_dump(params, sort_keys=False))
     base.write_text("another base")
@@ -96,24 +107,16 @@ def test_a_clone_where_nothing_was_trained_yet_has_a_reason(mlflow_has, monkeypa
     assert list(unregistered(params)) == ["nothing was trained yet"]
 
 
-def test_what_was_trained_and_not_registered_is_a_reason(mlflow_has):
-    params = load_params(PARAMS)
-    mlflow_has(None)
-    assert list(unregistered(params)) == ["no version of m3diff is registered yet"]
-    mlflow_has(SimpleNamespace(version="3", tags={"dvc.checkpoint": "older"}))
-    (reason,) = unregistered(params)
-    assert reason == f"m3diff version 3 is another checkpoint than the one in {retrain.LOCK}"
-
-
-def test_what_is_registered_is_no_reason(mlflow_has):
-    mlflow_has(SimpleNamespace(version="3", tags={"dvc.checkpoint": "here"}))
-    assert list(unregistered(load_params(PARAMS))) == []
-
-
-def test_the_reasons_are_what_changed_then_what_was_never_registered(monkeypatch):
-    monkeypatch.setattr(retrain, "unregistered", lambda params: [f"unregistered by {params}"])
-    status = {"train": [{"changed outs": {"data/x": "deleted"}}]}
-    assert retrain.look_for_changes(status, "the parameters") == [
-        "train: changed outs: data/x deleted",
-        "unregistered by the parameters",
-    ]
+@pytest.mark.parametrize(
+    ("newest", "reason"),
+    [
+        (None, "no version of m3diff is registered yet"),
+        ("older", "m3diff version 3 is another checkpoint than the one in"),
+        ("here", None),
+    ],
+)
+def test_what_was_trained_and_not_registered_is_a_reason(mlflow_has, newest, reason):
+    mlflow_has(newest and SimpleNamespace(version="3", tags={"dvc.checkpoint": newest}))
+    found = list(unregistered(load_params(PARAMS)))
+    assert len(found) == bool(reason)
+    assert all(text.startswith(reason) for text in found)

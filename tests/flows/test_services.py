@@ -17,10 +17,10 @@ import httpx
 import psutil
 import pytest
 
-from flows import dvc
 from infra import units
 from m3diff.provenance.git import git
 from m3diff.registry.decisions import decisions
+from tests import toy
 from tests.toy import REPOSITORY, load_and_caption, store
 
 DATASETS = ("minichange", "minichange_free", "minichange_shifted")
@@ -102,7 +102,7 @@ def test_the_deployment_runs_the_pipeline_and_a_second_run_skips_every_stage_and
 
     assert git("status", "--porcelain", cwd=machine.root) == before
     branches = git("for-each-ref", "--format=%(refname:short)", "refs/heads/runs/", cwd=machine.root).split()
-    assert set(branches) == {"runs/history", branch}
+    assert set(branches) == {"runs/history", "runs/latest", branch}
     (version,) = store(machine.root).search_model_versions("name = 'm3diff'")
     assert version.tags["dvc.checkpoint"] in git("show", f"{branch}:dvc.lock", cwd=machine.root)
     assert version.tags["git.commit"] == git("rev-parse", f"{branch}^", cwd=machine.root)
@@ -115,8 +115,8 @@ def test_the_deployment_runs_the_pipeline_and_a_second_run_skips_every_stage_and
 
     back = tmp_path / "back"
     git("worktree", "add", "--quiet", str(back), branch, cwd=machine.root)
-    dvc.ask("config", "--local", "cache.dir", str(machine.root / ".dvc/cache"), cwd=back)
-    dvc.ask("checkout", "--quiet", cwd=back)
+    toy.run(back, "dvc", "config", "--local", "cache.dir", str(machine.root / ".dvc/cache"))
+    toy.run(back, "dvc", "checkout", "--quiet")
     images = [back / "data/01_raw/minichange" / folder / "2.png" for folder in ("images", "sc_images")]
     rows = [dict(zip(("before", "after"), map(str, images), strict=True))]
     _, captions = load_and_caption(f"http://127.0.0.1:{machine.mlflow}", rows, tmp_path)
@@ -144,41 +144,36 @@ def test_the_deployment_runs_the_pipeline_and_a_second_run_skips_every_stage_and
 
 
 @pytest.mark.slow(60)
-def test_what_a_unit_has_systemd_start_comes_up_with_the_environment_that_systemd_gives(project):
-    """systemd itself does not run in a test: its part is played by a process with a unit's folder and command."""
+def test_what_the_unit_has_systemd_start_comes_up_with_the_environment_that_systemd_gives(project):
+    """systemd itself does not run in a test: its part is played by a process with the unit's folder and command."""
     machine = Machine(project)
     settings = project / "services" / "environment"
     settings.parent.mkdir(exist_ok=True)
     settings.write_text(f"M3DIFF_PREFECT_PORT={machine.prefect}\nM3DIFF_MLFLOW_PORT={machine.mlflow}\n")
     settings.chmod(0o600)
-    given = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": str(Path.home()), "INVOCATION_ID": "0"}
-    running = []
+    given = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": str(Path.home())}
+    lines = units.unit(None).splitlines()
+    (line,) = [line for line in lines if line.startswith("ExecStart=")]
+    assert f"WorkingDirectory={project}" in lines
+    command = shlex.split(line.removeprefix("ExecStart="))
+    child = subprocess.Popen(command, cwd=project, env=given, start_new_session=True)
     try:
-        for name in ("prefect", "mlflow", "worker"):  # at once, as with the machine: the worker waits for the server
-            text = units.unit(name, None, 252)
-            (line,) = [line for line in text.splitlines() if line.startswith("ExecStart=")]
-            assert f"WorkingDirectory={project}" in text.splitlines()
-            command = shlex.split(line.removeprefix("ExecStart="))
-            running.append(subprocess.Popen(command, cwd=project, env=given, start_new_session=True))
         status, deadline = machine.make("status"), time.monotonic() + 200
         while status.returncode:
             assert time.monotonic() < deadline, status.stdout + status.stderr
-            assert [child.poll() for child in running] == [None] * 3
+            assert child.poll() is None
             time.sleep(1)
             status = machine.make("status")
-        assert [machine.process(name).pid for name in ("prefect", "mlflow", "worker")] == [p.pid for p in running]
-        assert machine.make("down").stdout.count("runs as a unit") == 3
+        assert machine.process("keeper").pid == child.pid
+        assert "run as a unit" in machine.make("down").stdout
         assert machine.make("status").returncode == 0
-        assert machine.scheduled(), "the worker's unit made no deployments known"
+        assert machine.scheduled(), "it made no deployments known"
     finally:
-        for child in reversed(running):
+        family = [child.pid, *(each.pid for each in psutil.Process(child.pid).children(recursive=True))]
+        for pid in family:  # systemd ends the whole control group
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(40)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
+                os.kill(pid, signal.SIGKILL)
+        child.wait()
 
 
 def test_a_port_that_something_else_holds_is_named_with_the_way_out(project):

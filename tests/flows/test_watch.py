@@ -1,6 +1,8 @@
 """A look: what changed is on the branch runs/data, retrain is started once for it, and nobody's files are touched."""
 
 import json
+import os
+import shutil
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,14 +10,13 @@ from typing import Any
 
 import pytest
 
-from flows import dvc, sources, watch
-from flows.watch import STATE
+from flows import dvc, watch
+from flows.watch import STATE, content, drop_folders, imports, take_up, update
 from flows.workspace import DATA, workspace
 from m3diff.provenance.git import git, has_branch
 from m3diff.records.errors import DataError
 from m3diff.settings.section import ParamsError
 from tests import toy
-from tests.flows.test_sources import dropped, imported  # noqa: F401
 
 
 class Looks:
@@ -31,7 +32,7 @@ class Looks:
         monkeypatch.setattr(watch, "get_run_logger", lambda: logger)
         monkeypatch.setattr(watch, "start", self.start)
         monkeypatch.setattr(watch, "require_own_code", lambda: None)  # the toy project has code of its own
-        monkeypatch.setattr(sources.time, "time", lambda: now() + self.later)
+        monkeypatch.setattr(watch.time, "time", lambda: now() + self.later)
 
     def start(self, reason: str, commit: str) -> None:
         assert commit == git("rev-parse", DATA)
@@ -44,13 +45,33 @@ class Looks:
 
 
 @pytest.fixture
+def dropped(project: Path) -> Path:
+    """A folder of the project that DVC tracks, and main says so."""
+    (project / "data/mine").mkdir()
+    (project / "data/mine/a.csv").write_text("1")
+    toy.run(project, "dvc", "add", "-q", "data/mine")
+    toy.commit(project, "mine")
+    return project / "data/mine"
+
+
+@pytest.fixture
+def imported(project: Path, tmp_path: Path) -> Path:
+    """A folder elsewhere that the project imports as data/theirs."""
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "a.csv").write_text("1")
+    toy.run(project, "dvc", "import-url", "-q", str(tmp_path / "source"), "data/theirs")
+    toy.commit(project, "theirs")
+    return tmp_path / "source"
+
+
+@pytest.fixture
 def look(project: Path, monkeypatch: pytest.MonkeyPatch) -> Looks:
     monkeypatch.setenv("M3DIFF_DROP", "")
     return Looks(monkeypatch)
 
 
 @pytest.fixture
-def drop(look, dropped, monkeypatch) -> Path:  # noqa: F811
+def drop(look, dropped, monkeypatch) -> Path:
     monkeypatch.setenv("M3DIFF_DROP", "data/mine")
     return dropped
 
@@ -63,13 +84,6 @@ def nothing_left(project: Path) -> bool:
     trees = git("worktree", "list").splitlines()
     branches = git("for-each-ref", "--format=%(refname:short)", "refs/heads/runs/").split()
     return len(trees) == 1 and set(branches) <= {DATA}
-
-
-def test_with_no_source_a_look_is_over_at_once(look, monkeypatch):
-    monkeypatch.setattr(watch, "workspace", lambda *words, **named: pytest.fail("a worktree for nothing"))
-    state = look()
-    assert (state.name, state.message) == ("Skipped", "no source changed")
-    assert not has_branch(DATA)
 
 
 @pytest.mark.slow(20)
@@ -91,68 +105,39 @@ def test_a_new_file_in_a_drop_folder_starts_retrain_once_with_a_reason_and_touch
     with workspace("a-run", "HEAD", [], dirty=False, data=True):
         dvc.link_data()
         assert sorted(path.name for path in Path("data/mine").iterdir()) == ["a.csv", "b.csv"]
-        assert dvc.ask("status", "--json", "data/mine.dvc").strip() == "{}"
+        with dvc.repository() as repo:
+            assert repo.status(["data/mine.dvc"]) == {}
 
 
-def test_a_folder_that_did_not_change_costs_no_worktree(look, drop, monkeypatch):
-    look()
-    monkeypatch.setattr(watch, "workspace", lambda *words, **named: pytest.fail("a worktree for nothing"))
-    assert look().name == "Skipped"
+def test_where_nothing_changed_or_is_whole_a_look_costs_no_worktree(project, look, dropped, monkeypatch):
+    def looks(*said: str) -> None:
+        state = look()
+        assert (state.name, state.message) == ("Skipped", "no source changed")
+        assert look.logged == [*said]
+        look.logged.clear()
 
-
-@pytest.mark.slow(20)
-def test_a_change_a_removal_and_a_second_drop_follow_on_each_other(look, drop):
-    (drop / "b.csv").write_text("2")
-    look()
-    (drop / "a.csv").write_text("other")
-    look()
-    (drop / "b.csv").unlink()
-    look()
-    assert look.started == [
-        "data/mine: 1 new (b.csv)",
-        "data/mine: 1 changed (a.csv)",
-        "data/mine: 1 removed (b.csv)",
-    ]
-    assert git("rev-list", "--count", f"HEAD..{DATA}") == "1"
-
-
-def test_a_file_that_is_still_written_waits_for_the_next_look(look, drop):
-    (drop / "b.csv").write_text("half")
+    no_worktree = pytest.MonkeyPatch()
+    no_worktree.setattr(watch, "workspace", lambda *words, **named: pytest.fail("a worktree for nothing"))
+    looks()
+    monkeypatch.setenv("M3DIFF_DROP", "data/mine")
+    (dropped / "b.csv").write_text("half")
     look.later = 1
-    assert look().name == "Skipped"
-    assert look.started == []
-    assert "data/mine is being written to; the next look takes it up" in look.logged
+    looks("data/mine is being written to; the next look takes it up")
+    dropped.rename(project / "away")
+    looks("data/mine is not there, and is not looked at; `dvc checkout data/mine.dvc` brings it")
+    (project / "away").rename(dropped)
+    (dropped / "b.csv").unlink()
+    no_worktree.undo()
     look.later = 61
-    look()
-    assert look.started == ["data/mine: 1 new (b.csv)"]
-
-
-@pytest.mark.slow(20)
-def test_a_file_that_comes_while_others_are_copied_waits_with_them(project, look, drop, monkeypatch):
-    copied = sources.take_up
-
-    def busy(folder: str, checkout: Path) -> str:
-        reason = copied(folder, checkout)
-        (drop / "c.csv").write_text("3")
-        return reason
-
-    (drop / "b.csv").write_text("2")
-    monkeypatch.setattr(sources, "take_up", busy)
-    assert look().name == "Skipped"
+    looks()
+    monkeypatch.setattr(watch, "workspace", lambda *words, **named: pytest.fail("a worktree for nothing"))
+    looks()
     assert not has_branch(DATA)
-    monkeypatch.setattr(sources, "take_up", copied)
-    look()
-    assert look.started == ["data/mine: 2 new (b.csv, c.csv)"]
+    assert look.started == []
 
 
-def test_a_folder_that_is_not_there_was_not_emptied(project, look, drop):
-    drop.rename(project / "away")
-    assert look().name == "Skipped"
-    assert "data/mine is not there, and is not looked at; `dvc checkout data/mine.dvc` brings it" in look.logged
-
-
-@pytest.mark.slow(20)
-def test_one_that_was_killed_before_it_started_retrain_does_so_at_the_next_look(look, drop):
+@pytest.mark.slow(40)
+def test_each_content_starts_retrain_once_whatever_happens_between(project, look, drop):
     (drop / "b.csv").write_text("2")
     look.fails = True
     with pytest.raises(RuntimeError):
@@ -160,21 +145,16 @@ def test_one_that_was_killed_before_it_started_retrain_does_so_at_the_next_look(
     look.fails = False
     look()
     look()
-    assert look.started == ["data/mine: 1 new (b.csv)"]
-
-
-@pytest.mark.slow(20)
-def test_a_branch_that_a_person_removed_is_made_anew(look, drop):
-    (drop / "b.csv").write_text("2")
+    (drop / "a.csv").write_text("other")
     look()
+    (drop / "b.csv").unlink()
+    look()
+    assert look.started == [f"data/mine: 1 {how}" for how in ("new (b.csv)", "changed (a.csv)", "removed (b.csv)")]
+    assert git("rev-list", "--count", f"HEAD..{DATA}") == "1"
     git("branch", "-D", DATA)
     look()
-    assert look.started == ["data/mine: 1 new (b.csv)"] * 2
-
-
-@pytest.mark.slow(20)
-def test_a_person_who_adds_the_same_by_hand_starts_nothing(project, look, drop):
-    (drop / "b.csv").write_text("2")
+    assert look.started[3:] == ["data/mine: 1 changed (a.csv)"], "a branch that a person removed is made anew"
+    git("branch", "-D", DATA)
     toy.run(project, "dvc", "add", "-q", "data/mine")
     toy.commit(project, "by hand")
     assert look().name == "Skipped"
@@ -182,7 +162,25 @@ def test_a_person_who_adds_the_same_by_hand_starts_nothing(project, look, drop):
 
 
 @pytest.mark.slow(20)
-def test_an_imported_source_that_changed_starts_retrain(project, look, imported):  # noqa: F811
+def test_a_file_that_comes_while_others_are_copied_waits_with_them(project, look, drop, monkeypatch):
+    copied = watch.take_up
+
+    def busy(folder: str, checkout: Path) -> str:
+        reason = copied(folder, checkout)
+        (drop / "c.csv").write_text("3")
+        return reason
+
+    (drop / "b.csv").write_text("2")
+    monkeypatch.setattr(watch, "take_up", busy)
+    assert look().name == "Skipped"
+    assert not has_branch(DATA)
+    monkeypatch.setattr(watch, "take_up", copied)
+    look()
+    assert look.started == ["data/mine: 2 new (b.csv, c.csv)"]
+
+
+@pytest.mark.slow(20)
+def test_an_imported_source_that_changed_starts_retrain(project, look, imported):
     assert look().name == "Skipped"
     assert not has_branch(DATA)
     (imported / "b.csv").write_text("2")
@@ -196,7 +194,7 @@ def test_an_imported_source_that_changed_starts_retrain(project, look, imported)
 
 
 @pytest.mark.slow(20)
-def test_a_source_that_is_gone_fails_the_look_after_the_others_had_theirs(project, look, drop, imported):  # noqa: F811
+def test_a_source_that_is_gone_fails_the_look_after_the_others_had_theirs(project, look, drop, imported):
     imported.rename(imported.with_name("elsewhere"))
     (drop / "b.csv").write_text("2")
     with pytest.raises(DataError, match=r"(?s)data/theirs.dvc: dvc update.*does not exist"):
@@ -206,21 +204,100 @@ def test_a_source_that_is_gone_fails_the_look_after_the_others_had_theirs(projec
     assert json.loads(STATE.read_text())["started"] == git("rev-parse", DATA)
 
 
-def test_a_folder_that_is_not_tracked_is_refused_in_words(look, monkeypatch):
-    monkeypatch.setenv("M3DIFF_DROP", "data/other")
-    with pytest.raises(ParamsError, match="M3DIFF_DROP: data/other is tracked by no .dvc file"):
-        look()
-
-
 def test_where_a_server_runs_the_deployment_it_is_asked_for_retrain_and_else_this_process_does_it(monkeypatch):
     asked: list[Any] = []
     monkeypatch.setattr(watch, "retrain", lambda **named: asked.append(named))
     monkeypatch.setattr(watch, "run_deployment", lambda name, **named: asked.append((name, named)))
     watch.start("new data", "abc")
     assert asked == [{"reason": "new data", "return_state": True}]
-    monkeypatch.setattr(watch, "deployed_run", lambda: "a run")
+    monkeypatch.setattr(watch, "deployment", SimpleNamespace(get_id=lambda: "a deployment"))
     watch.start("new data", "abc")
     name, named = asked[1]
     assert name == "m3diff/retrain"
     assert (named["parameters"], named["timeout"], named["as_subflow"]) == ({"reason": "new data"}, 0, False)
     assert "abc" in named["idempotency_key"]
+
+
+# Where data come from
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "mine" / "images").mkdir(parents=True)
+    for name in ("a.csv", "images/0.png"):
+        (tmp_path / "mine" / name).write_text(name)
+    return tmp_path / "mine"
+
+
+@pytest.mark.parametrize("times", [None, (1, 1), (4e9, 4e9)], ids=["now", "a copy with its old time", "to come"])
+def test_the_content_is_settled_once_nothing_changed_for_a_minute_whatever_times_files_have(folder, monkeypatch, times):
+    os.utime(folder / "a.csv", times)
+    now = time.time()
+    for later, settled in ((0, False), (59, False), (61, True), (-3600, True)):
+        monkeypatch.setattr(watch.time, "time", lambda: now + later)  # noqa: B023
+        assert content(folder).settled == settled
+    monkeypatch.setattr(Path, "rglob", lambda self, pattern: [folder / "gone"])
+    assert not content(folder).settled, "a file went away while it was read"
+
+
+def replace(folder: Path) -> None:
+    found = (folder / "a.csv").stat()
+    (folder / "b").write_text("A.csv")
+    os.utime(folder / "b", ns=(found.st_atime_ns, found.st_mtime_ns))
+    (folder / "b").rename(folder / "a.csv")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda folder: (folder / "b.csv").write_text(""),
+        lambda folder: (folder / "a.csv").write_text("other"),
+        lambda folder: (folder / "images/0.png").unlink(),
+        lambda folder: (folder / "a.csv").rename(folder / "b.csv"),
+        replace,
+    ],
+    ids=["new", "changed", "removed", "renamed", "replaced by one of equal size and time"],
+)
+def test_any_change_of_its_files_changes_the_fingerprint(folder, change):
+    before = content(folder).fingerprint
+    assert content(folder).fingerprint == before
+    change(folder)
+    assert content(folder).fingerprint != before
+
+
+def test_drop_folders_are_those_named_and_tracked_and_imports_the_data_with_a_source(
+    project, dropped, imported, monkeypatch
+):
+    assert imports() == ["data/theirs.dvc"]
+    assert drop_folders() == []
+    for text in ("data/mine", " data/mine/ ,", f"data/mine{os.pathsep}./data/mine"):
+        monkeypatch.setenv("M3DIFF_DROP", text)
+        assert set(drop_folders()) == {"data/mine"}
+    monkeypatch.setenv("M3DIFF_DROP", "data/mine,data/other")
+    with pytest.raises(ParamsError, match=r"M3DIFF_DROP: data/other is tracked by no .dvc file.*`dvc add data/other`"):
+        drop_folders()
+
+
+def test_what_is_in_a_drop_folder_is_added_and_said_and_its_files_are_not_touched(project, dropped, tmp_path):
+    theirs = tmp_path / "checkout"
+    (theirs / "data/mine/0").mkdir(parents=True)
+    for name in ("0/0", *range(1, 7)):
+        (theirs / f"data/mine/{name}.csv").write_text(str(name))
+    before = {path: path.stat() for path in theirs.rglob("*")}
+    shutil.rmtree(dropped)
+    reason = take_up("data/mine", theirs)
+    assert reason == "data/mine: 7 new, 1 removed (0/0.csv, 1.csv, 2.csv, 3.csv, 4.csv, ...)"
+    assert git("status", "--porcelain", "--", "data") == " M data/mine.dvc"
+    assert {path: path.stat() for path in theirs.rglob("*")} == before
+
+
+def test_a_source_that_is_as_it_was_leaves_its_file_and_one_that_changed_or_went_is_seen(project, imported):
+    reason = update("data/theirs.dvc")
+    assert reason == f"data/theirs: its source {imported} changed"
+    assert git("status", "--porcelain", "--", "data") == ""
+    (imported / "b.csv").write_text("2")
+    update("data/theirs.dvc")
+    assert git("status", "--porcelain", "--", "data") == " M data/theirs.dvc"
+    imported.rename(imported.with_name("elsewhere"))
+    with pytest.raises(dvc.DvcError, match="does not exist"):
+        update("data/theirs.dvc")

@@ -39,7 +39,9 @@ class Server:
         heard: bool = False,
     ) -> None:
         self.set: list[State[Any]] = []
+        self.changed: list[uuid.UUID] = []
         self.crashes, self.gone, self.heard = crashes, False, heard
+        self.others: list[FlowRun] = []
         self.run = FlowRun(
             id=uuid.uuid4(),
             flow_id=uuid.uuid4(),
@@ -66,12 +68,13 @@ class Server:
 
     async def set_flow_run_state(self, flow_run_id: uuid.UUID, state: State[Any]) -> Any:
         self.set.append(state)
+        self.changed.append(flow_run_id)
         return SimpleNamespace(status=SimpleNamespace(value="ACCEPT"))
 
     async def get_scheduled_flow_runs_for_work_pool(self, **asked: Any) -> list[Any]:
         if self.gone:
             raise httpx.ConnectError("no answer")
-        return [SimpleNamespace(flow_run=self.run)]
+        return [SimpleNamespace(flow_run=run) for run in (self.run, *self.others)]
 
 
 def ask(server: Server, what: Callable[[Worker], Coroutine[Any, Any, Any]], in_hand: bool = False) -> Any:
@@ -121,8 +124,8 @@ LOST = {
     "crashed": (Crashed(), "full", HERE, 0, 1, "SCHEDULED"),
     "crashed a moment after it told that it works": (Crashed(), "full", HERE, 0, 1, True, "SCHEDULED"),
     "crashed on another machine": (Crashed(), "retrain", OTHER, 30, 1, "SCHEDULED"),
-    "crashed thrice: the flow itself says so": (Crashed(), "full", HERE, 0, 3, "SCHEDULED"),
-    "crashed again before the flow could say so": (Crashed(), "full", HERE, 0, 4, "FAILED"),
+    "crashed twice": (Crashed(), "full", HERE, 0, 2, "SCHEDULED"),
+    "crashed thrice": (Crashed(), "full", HERE, 0, 3, "FAILED"),
 }
 LEFT = {
     "another may be about to begin it": (Pending(), "retrain", {}, 0.5, 0),
@@ -152,7 +155,8 @@ def test_a_run_whose_process_is_gone_has_an_end_or_begins_again_and_somebody_is_
         assert server.set == [], "it is in hand"
         ask(server, Worker.look_after_runs, in_hand)
     assert [state.type.value for state in server.set] == [want]
-    assert told == ([f"m3diff/{given[1]} {want.lower()}"] if want in ("CRASHED", "FAILED") else [])
+    ends = [state.lower() for state in (given[0].type.value, want) if state in ("CRASHED", "FAILED")]
+    assert told == [f"m3diff/{given[1]} {end}" for end in ends]
     process(server.run.id)
     ask(server, Worker.look_after_runs)
     assert len(server.set) == 1, "a process of it is at work"
@@ -162,7 +166,8 @@ def test_a_run_whose_process_is_gone_has_an_end_or_begins_again_and_somebody_is_
 def test_a_run_that_is_not_lost_is_left_alone(case: str, told: list[str]) -> None:
     server = Server(*LEFT[case])
     ask(server, Worker.look_after_runs)
-    assert server.set == told == []
+    assert server.set == []
+    assert told == (["m3diff/watch crashed"] if "its schedule" in case else [])
 
 
 @pytest.mark.fault("W1")
@@ -176,6 +181,34 @@ def test_a_run_that_is_here_still_is_not_begun_again_and_the_worker_goes_on(
         process(server.run.id)
     begun = ask(server, Worker.get_and_submit_flow_runs, in_hand=how == "in hand")
     assert [run.id for run in begun] == ([server.run.id] if how == "free" else [])
+
+
+OTHERS: dict[str, tuple[float, dict[str, Any], list[str]]] = {
+    "later": (1, {}, ["other"]),
+    "earlier": (3, {}, ["one"]),
+    "earlier, and waiting for a slot": (3, {"state_name": "AwaitingConcurrencySlot"}, ["one"]),
+    "to come": (-60, {}, ["one", "other"]),
+    "of another deployment": (1, {"deployment_id": DEPLOYED["full"].id}, ["one", "other"]),
+    "with other parameters": (1, {"parameters": {"warm_start": True}}, ["one", "other"]),
+    "asked for by a person": (1, {"tags": []}, ["one", "other"]),
+    "begun before": (1, {"state_name": "AwaitingRetry"}, ["one", "other"]),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_of_the_runs_that_a_schedule_missed_the_latest_alone_begins(case: str) -> None:
+    minutes, changes, left = OTHERS[case]
+    server = Server(Pending(), "retrain", {}, 0, 0)
+    other = Server(Pending(), "retrain", {}, 0, 0).run
+    due = {"state_name": "Late", "tags": ["auto-scheduled"]}
+    now = datetime.now(UTC)
+    server.run = server.run.model_copy(update=due | {"expected_start_time": now - timedelta(minutes=2)})
+    when = {"name": "other", "expected_start_time": now - timedelta(minutes=minutes)}
+    server.others = [other.model_copy(update=due | when | changes)]
+    begun = [entry.flow_run for entry in ask(server, Worker._get_scheduled_flow_runs)]
+    assert [run.name for run in begun] == left
+    assert [state.name for state in server.set] == ["Coalesced"] * (2 - len(left))
+    assert {run.id for run in begun} | {*server.changed} == {server.run.id, other.id}
 
 
 def test_prefects_own_command_starts_this_worker(tmp_path: Path) -> None:

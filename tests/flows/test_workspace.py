@@ -1,14 +1,16 @@
 """A flow run's worktree: at one commit, out of everybody's reach, with the data linked in, and gone after a success."""
 
 import os
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import yaml
 
 from flows import dvc
-from flows.workspace import DATA, FLOWS, UncommittedError, lock, sweep, workspace
+from flows.workspace import DATA, FLOWS, UncommittedError, Workspace, alone, lock, sweep, workspace
 from m3diff.provenance.git import git, has_branch
 from m3diff.registry import tracking
 from m3diff.settings.section import ParamsError
@@ -60,7 +62,13 @@ def test_an_edit_in_the_checkout_does_not_reach_the_run_and_the_runs_files_not_t
 @pytest.mark.parametrize(
     "file", ["params.yaml", "components/records/files.py", "profiles/new.yaml", "data/raw/mine.dvc"]
 )
-def test_what_decides_a_run_and_is_not_committed_is_named_and_refused(project, file):
+def test_what_decides_a_run_and_is_not_committed_is_named_and_refused_and_the_rest_may_be(project, file):
+    (project / "notes.txt").write_text("mine")
+    (project / "dvc.lock").write_text((project / "dvc.lock").read_text() + "\n# mine\n")
+    with opened("before") as work:
+        assert "mine" not in Path("dvc.lock").read_text()
+        assert not Path("notes.txt").exists()
+    assert work.commit == git("rev-parse", "HEAD")
     (project / file).parent.mkdir(parents=True, exist_ok=True)
     with (project / file).open("a") as opened_file:
         opened_file.write("\n# new\n")
@@ -68,15 +76,6 @@ def test_what_decides_a_run_and_is_not_committed_is_named_and_refused(project, f
         pytest.fail("it began")
     assert worktrees() == []
     assert not has_branch("runs/one")
-
-
-def test_what_decides_nothing_may_be_uncommitted(project):
-    (project / "notes.txt").write_text("mine")
-    (project / "dvc.lock").write_text((project / "dvc.lock").read_text() + "\n# mine\n")
-    with opened() as work:
-        assert "mine" not in Path("dvc.lock").read_text()
-        assert not Path("notes.txt").exists()
-    assert work.commit == git("rev-parse", "HEAD")
 
 
 def test_a_named_commit_runs_without_what_is_not_committed(project):
@@ -268,8 +267,16 @@ def test_the_worktree_of_a_failed_run_stays_for_a_week(project):
     assert not work.root.exists()
 
 
-def test_a_run_that_is_tried_again_goes_on_from_its_own_branch(project):
+@pytest.mark.fault("04")
+def test_a_run_that_is_tried_again_goes_on_from_its_branch_and_begins_anew_where_it_was_killed_before_it_had_one(
+    project,
+):
+    root = project / FLOWS / "one"
+    root.parent.mkdir(parents=True)
+    git("worktree", "add", "--quiet", "--detach", str(root), "HEAD")
+    (root / "params.yaml").write_text("half written")
     with opened(overrides=["train.epochs=6"]):
+        assert yaml.safe_load(SEED.read_text())["train"]["epochs"] == 6
         Path("done.txt").write_text("first stages")
         git("add", "done.txt")
         git("commit", "-q", "-m", "what was done")
@@ -279,16 +286,6 @@ def test_a_run_that_is_tried_again_goes_on_from_its_own_branch(project):
         train = yaml.safe_load(SEED.read_text())["train"]
         assert (train["seed"], train["epochs"]) == (7407, 6)
         assert Path("done.txt").read_text() == "first stages"
-
-
-@pytest.mark.fault("04")
-def test_one_killed_before_its_branch_was_made_begins_anew(project):
-    root = project / FLOWS / "one"
-    root.parent.mkdir(parents=True)
-    git("worktree", "add", "--quiet", "--detach", str(root), "HEAD")
-    (root / "params.yaml").write_text("half written")
-    with opened(overrides=["train.epochs=6"]):
-        assert yaml.safe_load(SEED.read_text())["train"]["epochs"] == 6
 
 
 # The data that watch found
@@ -313,56 +310,59 @@ def word_of(name: str) -> str:
     return yaml.safe_load(Path(f"{name}.dvc").read_text())["outs"][0]["desc"]
 
 
-def test_data_that_watch_found_are_taken_up_where_asked_and_are_part_of_the_content(project):
-    written(project, a="old", b="old")
-    found_by_watch(project, a="new")
+def test_data_that_watch_found_are_taken_up_where_asked_and_what_a_person_changed_meanwhile_wins(project):
+    written(project, a="old", b="old", c="old", e="old")
+    found_by_watch(project, a="new", b="new", c="new", e="new")
+    written(project, b="by hand", c="new", d="another")
+    git("rm", "-q", "e.dvc")
+    toy.commit(project, "without e")
     with opened("plain", "HEAD") as plain:
         assert (word_of("a"), plain.data) == ("old", ())
     with opened("with", "HEAD", data=True) as work:
-        assert (word_of("a"), word_of("b")) == ("new", "old")
-        assert work.data == (f"a.dvc: as on {DATA}, {git('rev-parse', '--short', DATA)}",)
+        assert [word_of(name) for name in "abcd"] == ["new", "by hand", "new", "another"]
+        assert not Path("e.dvc").exists(), "main gave it up"
+        older = f"as committed by hand; what {DATA} has of it is older and left out"
+        taken = f"as on {DATA}, {git('rev-parse', '--short', DATA)}"
+        assert work.data == (f"a.dvc: {taken}", f"b.dvc: {older}", f"e.dvc: {older}")
         assert git("log", "-1", "--format=%s") == f"Data of {DATA}: a.dvc"
         assert git("status", "--porcelain") == ""
         assert work.tree == git("rev-parse", "HEAD^{tree}") != plain.tree
     assert work.commit == git("rev-parse", "HEAD")
-    assert word_of("a") == "old"
-
-
-def test_main_may_move_on_and_what_a_person_changed_there_meanwhile_wins(project):
-    written(project, a="old", b="old", c="old")
-    found_by_watch(project, a="new", b="new", c="new")
-    written(project, b="by hand", c="new", d="another")
-    with opened(ref="HEAD", data=True) as work:
-        assert [word_of(name) for name in "abcd"] == ["new", "by hand", "new", "another"]
-    assert [line.split(",")[0] for line in work.data] == [
-        f"a.dvc: as on {DATA}",
-        f"b.dvc: as committed by hand; what {DATA} has of it is older and left out",
-    ]
-
-
-def test_a_file_that_main_gave_up_stays_away(project):
-    written(project, a="old")
-    found_by_watch(project, a="new")
-    git("rm", "-q", "a.dvc")
-    toy.commit(project, "without a")
-    with opened(ref="HEAD", data=True):
-        assert not Path("a.dvc").exists()
-
-
-def test_data_that_are_in_main_already_change_nothing(project):
-    written(project, a="old")
-    found_by_watch(project, a="new")
-    written(project, a="new")
-    with opened(ref="HEAD", data=True) as work:
-        assert work.data == ()
-        assert git("rev-parse", "HEAD") == work.commit
-
-
-def test_a_run_that_is_tried_again_keeps_the_data_that_it_began_with(project):
-    written(project, a="old")
-    found_by_watch(project, a="new")
-    with pytest.raises(RuntimeError), opened(ref="HEAD", data=True):
-        raise RuntimeError("killed")
+    assert word_of("a") == "old", "the checkout's"
     found_by_watch(project, a="newer")
-    with opened(ref="HEAD", data=True):
-        assert word_of("a") == "new"
+    with opened("with", "HEAD", data=True):
+        assert word_of("a") == "new", "one that is tried again keeps the data that it began with"
+    written(project, a="newer")
+    with opened("after", "HEAD", data=True) as work:
+        assert (work.data, git("rev-parse", "HEAD")) == ((), work.commit), "main has them already"
+
+
+# Equal work
+
+
+def beside(checkout: Path, tree: str, logged: list[str]) -> threading.Thread:
+    """A flow run in a thread of its own that works on this content."""
+
+    def work() -> None:
+        with alone(Workspace("second", checkout / "second", checkout, "c", tree, (), ()), logged.append):
+            logged.append("works")
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(0.3)
+    return thread
+
+
+@pytest.mark.fault("22")
+def test_of_two_runs_of_the_same_content_one_waits_for_the_other_however_that_ends(tmp_path):
+    (tmp_path / FLOWS).mkdir(parents=True)
+    first, logged = Workspace("first", tmp_path / "first", tmp_path, "c", "same", (), ()), list[str]()
+    waits = ["another flow run does the same work; this one waits for it"]
+    with suppress(BlockingIOError), alone(first, pytest.fail):
+        beside(tmp_path, "another", logged)
+        assert logged.pop() == "works"
+        second = beside(tmp_path, "same", logged)
+        assert logged == waits
+        raise BlockingIOError("another training of this run is alive")
+    second.join()
+    assert logged == [*waits, "works"]
