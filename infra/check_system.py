@@ -1,4 +1,4 @@
-"""What a run needs of the machine, checked before a minute is spent: `python3 infra/check_system.py`. A .venv that came
+"""Check what a run needs of the machine before a minute is spent: `python3 infra/check_system.py`. A .venv that came
 here with a copied or moved checkout is made this folder's own.
 
 Standard library only and old syntax: it runs with whatever Python there is, to say which one is missing.
@@ -60,7 +60,7 @@ def has_venv():
 
 
 def missing():
-    """What is missing: a list of (name, what was found instead)."""
+    """Return what is missing: a list of (name, what was found instead)."""
     major, compiler = java_major(), os.environ.get("CXX", "g++")
     checks = [
         (PLACE, not re.search("[:$]", os.getcwd()), "found " + os.getcwd()),

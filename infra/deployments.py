@@ -1,5 +1,5 @@
-"""What Prefect's server knows of the project: the work pool, an automation, the deployments of prefect.yaml. What a
-person changed on Prefect's page since the last time stays as it is, and is said."""
+"""Deploy the project to Prefect's server: the work pool, an automation, the deployments of prefect.yaml. Changes that a
+person made on Prefect's page since the last time stay, and are printed."""
 
 import json
 import subprocess
@@ -80,35 +80,24 @@ def read(client: Any) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     return found
 
 
-def keep_changes(
-    client: Any,
-    name: str,
-    deployment: dict[str, Any],
-    before: dict[str, Any],
-    ours: dict[str, Any],
-    last: dict[str, Any],
-) -> None:
-    """Put back what a person changed: what was neither as now in prefect.yaml (`ours`) nor as there at the `last`
-    time."""
-    changed = {
-        what: before.get(what)
-        for what in sorted(before.keys() | ours.keys())
-        if before.get(what) != ours.get(what)
-        and (what in before or what in last)
-        and last.get(what) != before.get(what)
-    }
+def keep_changes(client: Any, name: str, deployment: dict[str, Any], *settings: dict[str, Any]) -> None:
+    """Put back what a person changed.
+
+    Args:
+        settings: before this deploy, now by prefect.yaml, and by prefect.yaml the last time. What was before neither as
+            now nor as the last time, a person changed.
+    """
+    before, ours, last = settings
     ids = {f"schedule {schedule['slug'] or schedule['id']}": schedule["id"] for schedule in deployment["schedules"]}
-    for what, value in changed.items():
-        place = {"id": deployment["id"], "schedule_id": ids.get(what)}
-        if not what.startswith("schedule "):
-            client.request("PATCH", "/deployments/{id}", path_params=place, json={what: value})
-        elif what not in ids:
-            client.request("POST", "/deployments/{id}/schedules", path_params=place, json=[value])
-        elif value is None:
-            client.request("DELETE", "/deployments/{id}/schedules/{schedule_id}", path_params=place)
-        else:
-            path = "/deployments/{id}/schedules/{schedule_id}"
-            client.request("PATCH", path, path_params=place, json=value)
+    for what in sorted(before.keys() | ours.keys()):
+        value = before.get(what)
+        if value in (ours.get(what), last.get(what)) or not (what in before or what in last):
+            continue
+        path, body, method = f"/deployments/{deployment['id']}", {what: value}, "PATCH"
+        if what.startswith("schedule "):
+            path, body = f"{path}/schedules/{ids.get(what, '')}".rstrip("/"), value
+            method = "POST" if what not in ids else "DELETE" if value is None else "PATCH"
+        client.request(method, path, json=[body] if method == "POST" else body)
         print(
             f"m3diff/{name}: {what} stays as Prefect's page has it: {said(value)}; prefect.yaml: {said(ours.get(what))}"
         )

@@ -8,7 +8,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -30,6 +30,11 @@ WARNING = re.compile(r"\bwarning: ")
 EVERY_S = 30.0  # between two lines on how far a stage is, where no line can be written over
 SHOWN = 20  # last lines of the log after a failure
 REAL_VOCABULARY = 10_000  # tokens; of a language, tens of thousands
+
+DRAWN = """good for     showing that the pipeline works: it describes MiniChange's scenes, drawn at {side} px
+not good for other images or words: its base knows {vocabulary} tokens. Your pairs need a real one:
+             `m3diff profile small` (0.5 B parameters), `one-gpu` or `paper` (7 B) name one
+"""
 
 NEXT = """next
   compare runs and versions in a browser:     make up
@@ -79,7 +84,7 @@ def lasted(seconds: float) -> str:
 
 
 def how_far(line: str) -> str | None:
-    """What a line says of the work that is done and left: of a training its step, of a bar its percentage."""
+    """Return the progress that a line reports: a training's step, a bar's percentage."""
     if found := STEP.search(line):
         step, steps, loss, left = found.groups()
         return f"{int(step) / int(steps):4.0%}  step {step} of {steps}, loss {loss}, {left} left"
@@ -127,40 +132,11 @@ def show(board: Board, line: str) -> None:
         board.progress(text)
 
 
-def summary(params: Params, registration: Any, decision: object) -> str:
-    """Scores, places, the gate's decision, training's warnings, what the model is for, and what to do next."""
-    paths = params.paths
-    protocols = json.loads((paths.report / "metrics.json").read_text())["protocols"]
-    trained = json.loads((paths.model / "report.json").read_text())
-    places = [
-        ("report", (paths.report / "report.html").resolve()),
-        ("predictions", (paths.predictions / "predictions.json").resolve()),
-        ("model", f"{registration.uri} ({registration.outcome}) in {params.register_.tracking_uri}"),
-        ("gate", decision),
-    ]
-    rows = [*places, *(("warning", f"training: {text}") for text in trained.get("warnings", []))]
-    told = [*headlines(protocols), *(f"{name:<12} {value}" for name, value in rows)]
-    return "\n".join(["", *told, *limits(params.train.base), "", NEXT])
-
-
-def limits(base: Path) -> Iterator[str]:
-    """What a model from this base is for, where the base is one of drawn scenes."""
-    config = json.loads((base / "config.json").read_text())
-    vocabulary, side = config["text_config"]["vocab_size"], config["vision_config"]["image_size"]
-    if vocabulary < REAL_VOCABULARY:
-        yield f"good for     showing that the pipeline works: it describes MiniChange's scenes, drawn at {side} px"
-        yield f"not good for other images or words: its base knows {vocabulary} tokens. Your pairs need a real one:"
-        yield "             `m3diff profile small` (0.5 B parameters), `one-gpu` or `paper` (7 B) name one"
-
-
 def headlines(protocols: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """The scores of each dataset's first protocol, which is its headline, with their intervals."""
-    shown: set[str] = set()
-    for name, found in protocols.items():
-        dataset = name.partition("/")[0]
-        if dataset in shown:
-            continue
-        shown.add(dataset)
+    first = {name.partition("/")[0]: name for name in reversed(protocols)}
+    for name in [name for name in protocols if name in first.values()]:
+        found = protocols[name]
         published = found.get("published_pairs")
         of = "" if published in (None, found["pairs"]) else f" of {published} that papers score"
         yield f"scores on {name}, {found['pairs']} pairs{of}; times 100, with 95 % intervals over pairs"
@@ -172,26 +148,37 @@ def headlines(protocols: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         yield ""
 
 
-@contextmanager
-def hushed() -> Iterator[None]:
-    """What tools say to stderr is shown only where they fail."""
-    said = io.StringIO()
-    try:
-        with redirect_stderr(said):
-            yield
-    except BaseException:
-        print(said.getvalue(), end="", file=sys.stderr)
-        raise
+def summary(params: Params, registration: Any, decision: object) -> str:
+    """Scores, places, the gate's decision, training's warnings, what the model is for, and what to do next."""
+    paths = params.paths
+    protocols = json.loads((paths.report / "metrics.json").read_text())["protocols"]
+    trained = json.loads((paths.model / "report.json").read_text())
+    base = json.loads((params.train.base / "config.json").read_text())
+    vocabulary, side = base["text_config"]["vocab_size"], base["vision_config"]["image_size"]
+    rows = [
+        ("report", (paths.report / "report.html").resolve()),
+        ("predictions", (paths.predictions / "predictions.json").resolve()),
+        ("model", f"{registration.uri} ({registration.outcome}) in {params.register_.tracking_uri}"),
+        ("gate", decision),
+        *(("warning", f"training: {text}") for text in trained.get("warnings", [])),
+    ]
+    limits = DRAWN.format(side=side, vocabulary=vocabulary) if vocabulary < REAL_VOCABULARY else ""
+    return "\n".join(["", *headlines(protocols), *(f"{name:<12} {value}" for name, value in rows), limits, NEXT])
 
 
 def finish(params: Params) -> str:
-    """Register and promote the trained model; the summary."""
-    with hushed():
-        from m3diff.registry.promote import promote
-        from m3diff.stages.register.stage import register
+    """Register and promote the trained model; the summary. What tools print to stderr is shown only where they fail."""
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):
+            from m3diff.registry.promote import promote
+            from m3diff.stages.register.stage import register
 
-        registration = register(params)
-        decision = promote(params, registration.version)
+            registration = register(params)
+            decision = promote(params, registration.version)
+    except BaseException:
+        print(said.getvalue(), end="", file=sys.stderr)
+        raise
     return summary(params, registration, decision)
 
 

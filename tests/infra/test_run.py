@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from infra import run as make_run
-from infra.run import headlines, how_far, hushed, limits, run, summary
+from infra.run import finish, run, summary
 from tests.toy import REPOSITORY
 
 SAID = """
@@ -42,7 +42,7 @@ def shown(tmp_path: Path, text: str, code: int = 0, out: io.StringIO | None = No
     return given, re.sub(r"\d+ s\b", "N s", out.getvalue())
 
 
-def test_each_stage_has_a_line_in_order_and_a_warning_its_own(tmp_path: Path) -> None:
+def test_each_stage_has_a_line_a_warning_its_own_and_the_log_all_that_was_said_with_its_time(tmp_path: Path) -> None:
     code, text = shown(tmp_path, SAID)
     assert code == 0
     assert text.splitlines() == [
@@ -52,25 +52,21 @@ def test_each_stage_has_a_line_in_order_and_a_warning_its_own(tmp_path: Path) ->
         "  train: warning: the module changes nothing",
         f"{'train':<28} ran in N s",
     ]
-
-
-def test_the_log_has_all_that_was_said_with_its_time(tmp_path: Path) -> None:
-    shown(tmp_path, SAID)
     lines = (tmp_path / "logs" / "run.log").read_text().splitlines()
     assert [line[9:] for line in lines] == [line for line in SAID.splitlines() if line]
     assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in lines)
 
 
-def test_on_a_terminal_the_line_is_written_over(tmp_path: Path) -> None:
+def test_how_far_a_stage_is_is_written_over_on_a_terminal_and_now_and_then_in_a_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, text = shown(tmp_path, SAID, out=Terminal())
     assert f"\r\x1b[K{'train':<28}   1%  step 20 of 1810, loss 1.2345, 11 min left\r" in text
     assert f"\r\x1b[K{'validate':<28}  45%  00:04 left\r" in text
     assert text.endswith(f"\r\x1b[K{'train':<28} ran in N s\n")
-
-
-def test_in_a_log_how_far_a_stage_is_comes_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(make_run, "EVERY_S", 0.0)
-    _, text = shown(tmp_path, SAID)
+    _, text = shown(tmp_path, f"{SAID}train: 1,395,000 parameters, 12 % train")
+    assert text.count("train  ") == 2
     assert f"{'train':<28}   1%  step 20 of 1810, loss 1.2345, 11 min left\n" in text
 
 
@@ -85,11 +81,6 @@ def test_a_failure_shows_the_end_of_the_log_and_names_it(tmp_path: Path) -> None
     assert text.endswith(f"all that was said: {tmp_path}/logs/run.log\n")
 
 
-def test_a_line_that_tells_no_progress_tells_none() -> None:
-    assert how_far("train: 1,395,000 parameters, 12 % train") is None
-    assert how_far("predict: 100%|##########| 30/30 [00:40<00:00,  1.3s/it]") == "100%  00:00 left"
-
-
 TOTAL = {
     "pairs": 480,
     "published_pairs": None,
@@ -102,75 +93,58 @@ TOTAL = {
 OTHER = {"pairs": 240, "published_pairs": 3985, "CIDEr": 6.6, "intervals": {}}
 
 
-def test_the_headline_protocol_of_each_dataset_is_shown_with_its_intervals():
-    lines = list(headlines({"a/total": TOTAL, "a/semantic": OTHER, "b/semantic": OTHER}))
-    assert lines == [
-        "scores on a/total, 480 pairs; times 100, with 95 % intervals over pairs",
-        "  CIDEr                   467.0   450.0 to 481.0",
-        "  no_change_recall        100.0",
-        "",
-        "scores on b/semantic, 240 pairs of 3985 that papers score; times 100, with 95 % intervals over pairs",
-        "  CIDEr                   660.0",
-        "",
-    ]
+PROTOCOLS = {"a/total": TOTAL, "a/semantic": OTHER, "b/semantic": OTHER}
+SCORES = """
+scores on a/total, 480 pairs; times 100, with 95 % intervals over pairs
+  CIDEr                   467.0   450.0 to 481.0
+  no_change_recall        100.0
+
+scores on b/semantic, 240 pairs of 3985 that papers score; times 100, with 95 % intervals over pairs
+  CIDEr                   660.0
+
+"""
 
 
-def write_base(folder, vocabulary):
+@pytest.mark.parametrize("vocabulary", [597, 152_000])
+@pytest.mark.parametrize("report", [{"warnings": ["the module changes nothing."]}, {"warnings": []}, {}])
+def test_the_summary_says_scores_places_the_gates_words_what_training_warned_of_and_the_model_is_for(
+    tmp_path: Path, vocabulary: int, report: dict[str, list[str]]
+) -> None:
+    """A model that was trained before there were warnings has none."""
     config = {"text_config": {"vocab_size": vocabulary}, "vision_config": {"image_size": 100}}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-def test_a_model_of_the_embedded_base_is_said_to_be_for_drawn_scenes_alone(tmp_path):
-    text = "\n".join(limits(write_base(tmp_path, 597)))
-    assert "MiniChange's scenes, drawn at 100 px" in text
-    assert "its base knows 597 tokens. Your pairs need a real one" in text
-    assert list(limits(write_base(tmp_path, 152_000))) == []
-
-
-def summary_of(folder, report):
-    write_base(folder, 597)
-    (folder / "metrics.json").write_text('{"protocols": {"a/total": {"pairs": 3, "CIDEr": 1.5, "intervals": {}}}}')
-    (folder / "report.json").write_text(report)
+    for name, content in (("config", config), ("metrics", {"protocols": PROTOCOLS}), ("report", report)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
     params = SimpleNamespace(
-        paths=SimpleNamespace(report=folder, predictions=folder, model=folder),
-        train=SimpleNamespace(base=folder),
+        paths=SimpleNamespace(report=tmp_path, predictions=tmp_path, model=tmp_path),
+        train=SimpleNamespace(base=tmp_path),
         register_=SimpleNamespace(tracking_uri="store"),
     )
-    registration = SimpleNamespace(uri="models:/m/2", outcome="registered")
-    return summary(params, registration, "m version 2 refused: why")
-
-
-def test_the_summary_says_scores_places_and_the_gates_words(tmp_path):
-    text = summary_of(tmp_path, '{"warnings": []}')
-    assert "  CIDEr                   150.0\n" in text
+    text = summary(params, SimpleNamespace(uri="models:/m/2", outcome="registered"), "m version 2 refused: why")
+    assert text.startswith(SCORES)
     assert f"report       {tmp_path}/report.html\n" in text
     assert "model        models:/m/2 (registered) in store\n" in text
-    assert "gate         m version 2 refused: why\n" in text
-    assert "warning" not in text
-    assert "good for     showing that" in text
+    warned = "\nwarning      training: the module changes nothing.\n" if report.get("warnings") else "\n"
+    assert f"gate         m version 2 refused: why{warned}" in text
+    drawn = "MiniChange's scenes, drawn at 100 px\nnot good for other images or words: its base knows 597 tokens."
+    assert (drawn in text) == (vocabulary == 597)
 
 
-def test_the_summary_says_what_training_warned_of(tmp_path):
-    text = summary_of(tmp_path, '{"warnings": ["the module changes nothing: why."]}')
-    assert "gate         m version 2 refused: why\nwarning      training: the module changes nothing: why.\n" in text
-
-
-def test_a_model_trained_before_there_were_warnings_has_none(tmp_path):
-    assert "warning" not in summary_of(tmp_path, "{}")
-
-
-def test_what_tools_say_is_shown_only_where_they_fail(capsys):
-    with hushed():
-        print("a bar", file=sys.stderr)
-
-    def fail():
+def test_what_tools_say_is_shown_only_where_they_fail(capsys, monkeypatch):
+    def fail(params: object) -> None:
         print("why", file=sys.stderr)
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), hushed():
-        fail()
+    monkeypatch.setattr("m3diff.stages.register.stage.register", fail)
+    with pytest.raises(KeyboardInterrupt):
+        finish(None)
     assert capsys.readouterr().err == "why\n"
+    monkeypatch.setattr(
+        "m3diff.stages.register.stage.register", lambda params: print("a bar", file=sys.stderr) or params
+    )
+    monkeypatch.setattr("m3diff.registry.promote.promote", lambda params, version: None)
+    monkeypatch.setattr(make_run, "summary", lambda *done: "summary")
+    assert finish(SimpleNamespace(version=1)) == "summary"
+    assert capsys.readouterr().err == ""
 
 
 def test_a_pipeline_that_fails_registers_nothing_and_one_that_ends_is_summed_up(tmp_path, monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""What `make up` and the units of systemd share: settings, environment, logs, the texts of the units. Only small
+"""What `make up` and the unit of systemd share: settings, environment, logs, the text of the unit. Only small
 processes are started here; tests/flows/test_services.py has the servers for real."""
 
 import configparser
@@ -51,62 +51,68 @@ def write_settings(folder: Path, text: str, mode: int = 0o600) -> None:
 
 def test_settings_are_read_from_the_file_and_a_shells_own_win(folder, monkeypatch):
     monkeypatch.setenv("M3DIFF_PREFECT_PORT", "4300")
-    write_settings(
-        folder, "# ports\n\nM3DIFF_PREFECT_PORT=1\nM3DIFF_MLFLOW_PORT=5100\nM3DIFF_MLFLOW_STORE='postgresql://a b'\n"
-    )
+    lines = [
+        "# ports",
+        "",
+        "M3DIFF_PREFECT_PORT=1",
+        "M3DIFF_MLFLOW_PORT=5100",
+        "M3DIFF_MLFLOW_STORE='postgresql://a b'",
+    ]
+    write_settings(folder, "\n".join(lines))
     services.read_settings()
     assert [service.port for service in services.services()] == [4300, 5100, None]
     assert os.environ["M3DIFF_MLFLOW_STORE"] == "postgresql://a b"
 
 
-@pytest.mark.parametrize("mode", [0o640, 0o604])
-def test_settings_that_others_can_read_are_refused(mode, folder):
-    write_settings(folder, "A=1\n", mode)
-    with pytest.raises(ServiceError, match=f"chmod 600 {folder}/environment"):
+@pytest.mark.parametrize(
+    ("text", "mode", "words"),
+    [
+        *(("A=1\n", mode, "environment is for secrets, .* chmod 600") for mode in (0o640, 0o604)),
+        *(
+            (f"B=1\n{line}\n", 0o600, "environment, line 2: expected NAME=value")
+            for line in ("A", "A=1 B=2", "1A=2", "A='b", "export A=1")
+        ),
+    ],
+)
+def test_settings_that_others_can_read_or_a_shell_would_read_otherwise_are_refused(text, mode, words, folder):
+    write_settings(folder, text, mode)
+    with pytest.raises(ServiceError, match=words):
         services.read_settings()
     assert "A" not in os.environ
-
-
-@pytest.mark.parametrize("line", ["A", "A=1 B=2", "1A=2", "A='b", "export A=1"])
-def test_a_line_of_the_settings_that_a_shell_would_read_otherwise_is_named(line, folder):
-    write_settings(folder, f"B=1\n{line}\n")
-    with pytest.raises(ServiceError, match="environment, line 2: expected NAME=value"):
-        services.read_settings()
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "192.168.1.2", "server.example"])
 def test_a_server_that_others_reach_needs_both_tokens_and_the_refusal_says_so(address, monkeypatch):
     monkeypatch.setenv("M3DIFF_BIND", address)
-    with pytest.raises(ServiceError, match="2 setting.s. to correct") as refused:
-        services.up()
-    for name in TOKENS:
-        assert f"set {name} in" in str(refused.value)
-    monkeypatch.setenv("PREFECT_SERVER_API_AUTH_STRING", TOKENS["PREFECT_SERVER_API_AUTH_STRING"])
-    with pytest.raises(ServiceError, match="1 setting.s. to correct.*\n.*set MLFLOW_AUTH_ADMIN_PASSWORD"):
-        services.run("prefect")
-    monkeypatch.setenv("MLFLOW_AUTH_ADMIN_PASSWORD", TOKENS["MLFLOW_AUTH_ADMIN_PASSWORD"])
+    for missing in ([*TOKENS], [*TOKENS][1:]):
+        for action in (services.up, services.run):
+            with pytest.raises(ServiceError, match=f"{len(missing)} setting.s. to correct") as refused:
+                action()
+            assert [name for name in TOKENS if f"set {name} in" in str(refused.value)] == missing
+        monkeypatch.setenv(missing[0], TOKENS[missing[0]])
     services.check_settings()
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2", "localhost", None])
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2", "localhost"])
 def test_on_loopback_no_token_is_asked_for(address, monkeypatch):
-    if address:
-        monkeypatch.setenv("M3DIFF_BIND", address)
     services.check_settings()
-    assert all(
-        address in (None, service.command[service.command.index("--host") + 1]) for service in services.services()[:2]
-    )
+    monkeypatch.setenv("M3DIFF_BIND", address)
+    services.check_settings()
+    for service in services.services()[:2]:
+        assert service.command[service.command.index("--host") + 1] == address
 
 
 @pytest.mark.parametrize("given", [[], ["prefect"], ["mlflow"], ["prefect", "mlflow"]])
 def test_a_server_without_a_token_is_guarded_whatever_the_shell_and_the_other_server_have(given, monkeypatch):
     """What the guard refuses: tests/flows/test_foreign_sites.py."""
     monkeypatch.setenv("UVICORN_HTTP", "h11")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "false")
     tokens = dict(zip(("prefect", "mlflow"), TOKENS.items(), strict=True))
     for name in given:
         monkeypatch.setenv(*tokens[name])
     for service in services.services():
         guarded = services.environment(service)["UVICORN_HTTP"] == services.GUARD
+        assert services.PRIVACY.items() <= services.environment(service).items(), "nothing is sent out"
         assert guarded == (service.name not in given)
 
 
@@ -121,23 +127,24 @@ def test_only_its_own_page_may_read_prefects_answers_unless_a_team_names_others(
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("PREFECT_API_DATABASE_CONNECTION_URL", "postgresql://a:b@c/d", "Prefect takes postgresql.asyncpg://"),
-        ("M3DIFF_MLFLOW_STORE", "postgresql+asyncpg://a:b@c/d", "give postgresql://"),
+        ("PREFECT_API_DATABASE_CONNECTION_URL", "postgresql://a:sesame@c/d", r"URL=\*\*\*: give .*asyncpg://"),
+        ("M3DIFF_MLFLOW_STORE", "postgresql+asyncpg://a:sesame@c/d", "give postgresql://"),
         ("M3DIFF_MLFLOW_ARTIFACTS", "artifacts", "M3DIFF_MLFLOW_ARTIFACTS=artifacts: give s3://"),
         ("PREFECT_SERVER_API_AUTH_STRING", "m3diff:short", "16 characters at least"),
         ("PREFECT_SERVER_API_AUTH_STRING", "c" * 20, "expected user:token"),
         ("MLFLOW_AUTH_ADMIN_PASSWORD", "short", "16 characters at least"),
         ("M3DIFF_BIND", "::", "give an IPv4 address"),
-        ("M3DIFF_PREFECT_PORT", "http", "M3DIFF_PREFECT_PORT=http is no port"),
+        ("M3DIFF_PREFECT_PORT", "http", "M3DIFF_PREFECT_PORT=http: give a number from 1 to 65535"),
     ],
 )
 def test_a_setting_that_its_server_cannot_use_is_refused_before_anything_starts(
     name, value, words, folder, monkeypatch
 ):
     monkeypatch.setenv(name, value)
-    for what in (["up"], ["run", "mlflow"]):
-        with pytest.raises(ServiceError, match=words):
-            services.COMMANDS[what[0]](*what[1:])
+    for what in ("up", "run"):
+        with pytest.raises(ServiceError, match=words) as refused:
+            services.COMMANDS[what]()
+        assert "sesame" not in str(refused.value)
     assert list(folder.iterdir()) == []
 
 
@@ -173,12 +180,6 @@ def test_secrets_reach_the_servers_by_environment_never_by_command_and_the_worke
     assert (seen["MLFLOW_TRACKING_USERNAME"], seen["MLFLOW_TRACKING_PASSWORD"]) == ("admin", "b" * 16)
 
 
-def test_the_environment_sends_nothing_out_whatever_the_shell_says(monkeypatch):
-    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "false")
-    for service in services.services():
-        assert services.PRIVACY.items() <= services.environment(service).items()
-
-
 def test_mlflows_rules_for_users_are_ones_that_mlflow_can_read(folder):
     services.prepare(by_name()["mlflow"])
     read = configparser.ConfigParser()
@@ -190,7 +191,7 @@ def test_mlflows_rules_for_users_are_ones_that_mlflow_can_read(folder):
 
 
 def small(folder: Path, code: str) -> Service:
-    return Service("small", [sys.executable, "-c", code], None)
+    return Service("small", [sys.executable, "-c", code])
 
 
 def wait_for_end(service: Service) -> None:
@@ -262,34 +263,18 @@ def test_a_log_that_has_grown_is_moved_on_while_it_is_written_and_a_few_are_kept
     assert kept == {f"small.log.{age + 1}": f"long line {newest - age}\n" for age in range(services.LOGS_KEPT)}
 
 
-def test_a_service_that_runs_becomes_the_very_process_that_systemd_started(folder, monkeypatch):
-    """`run` under systemd: the process keeps its number, so that systemd watches the service itself."""
-    code = (
-        "import sys; from infra import services;"
-        "services.services = lambda: [services.Service('small', [sys.executable, '-c',"
-        " 'import os, time; print(os.getpid(), flush=True); time.sleep(60)'], 1)];"
-        "services.check_port = services.prepare = services.check_settings = lambda *any: None;"
-        "services.environment = lambda service: {'PATH': '/usr/bin'}; services.run('small')"
-    )
-    from tests.toy import REPOSITORY
-
-    environment = os.environ | {"INVOCATION_ID": "1", "PYTHONPATH": str(REPOSITORY)}
-    child = subprocess.Popen([sys.executable, "-c", code], env=environment)
-    try:
-        service, deadline = Service("small", [], 1), time.monotonic() + 30
-        while not (service.log.exists() and service.log.read_text().endswith(f"{child.pid}\n")):
-            assert time.monotonic() < deadline, "it did not become the service"
-            time.sleep(0.1)
-        assert service.process() == psutil.Process(child.pid)
-        assert service.by_systemd()
-        monkeypatch.setattr(services, "services", lambda: [service])
-        services.down()
-        assert child.poll() is None, "`make down` ended what systemd would start again"
-        assert service.record.exists()
-    finally:
-        child.kill()
-        child.wait()
-    assert not service.by_systemd()
+def test_what_systemd_runs_brings_all_up_and_is_left_to_systemd(folder, monkeypatch, capsys):
+    done: list[str] = []
+    for name in ("bring_up", "keep"):
+        monkeypatch.setattr(services, name, lambda name=name: done.append(name))
+    services.run()
+    assert done == ["bring_up", "keep"]
+    assert services.keeper().process() == psutil.Process()
+    with pytest.raises(ServiceError, match="keeper is up already"):
+        services.run()
+    services.down()
+    assert "systemctl stop m3diff" in capsys.readouterr().out
+    assert services.keeper().record.exists(), "`make down` ended what systemd would start again"
 
 
 def test_status_says_what_is_up_what_is_not_and_what_does_not_answer(folder, monkeypatch, capsys):
@@ -307,7 +292,7 @@ def test_status_says_what_is_up_what_is_not_and_what_does_not_answer(folder, mon
         "END_TIME_DESC": {"name": "red-fox", "end_time": "2026-11-20T03:10:00+00:00", "state_name": "Completed"},
     }
     monkeypatch.setattr(services, "ask", lambda path, body: [answers[body["sort"]]])
-    monkeypatch.setattr(services, "hanging", lambda: [])
+    monkeypatch.setattr(services, "hanging", list)
     assert services.main("status") == 1
     said = capsys.readouterr()
     prefect, mlflow, worker, keeper, scheduled, successful = said.out.splitlines()
@@ -324,24 +309,24 @@ def test_status_says_what_is_up_what_is_not_and_what_does_not_answer(folder, mon
     assert "mlflow is not answering, worker is not up, keeper is not up" in said.err
 
 
-HANGS = {
-    "pending": ("PENDING", "watch", 10, "no process works for it: `make down`"),
-    "running": ("RUNNING", "full", 10, "no process works for it: `make down`"),
-    "cancelling": ("CANCELLING", "retrain", 10, "no process works for it: `make down`"),
-    "late": ("SCHEDULED", "retrain", 10, "nobody takes it: `make down`"),
-    "crashed": ("CRASHED", "full", 10, "prefect deployment run m3diff/full"),
-    "failed": ("FAILED", "retrain", 0, "row 7: no image Once the cause is gone: .venv/bin/prefect deployment run"),
+RUNS: dict[str, tuple[str, str, float, dict[str, Any], str]] = {
+    "pending": ("PENDING", "watch", 10, {}, "no process works for it: `make down`"),
+    "running": ("RUNNING", "full", 10, {}, "no process works for it: `make down`"),
+    "cancelling": ("CANCELLING", "retrain", 10, {}, "no process works for it: `make down`"),
+    "late": ("SCHEDULED", "retrain", 10, {}, "nobody takes it: `make down`"),
+    "crashed": ("CRASHED", "full", 10, {}, "prefect deployment run m3diff/full"),
+    "failed": ("FAILED", "retrain", 0, {}, "row 7: no image Once the cause is gone: .venv/bin/prefect deployment run"),
+    "pending since a moment": ("PENDING", "watch", 1, {}, ""),
+    "running, on another machine": ("RUNNING", "full", 600, {"labels": {"prefect.worker.name": "another"}}, ""),
+    "crashed a moment ago": ("CRASHED", "full", 1, {}, ""),
+    "a look that failed, and looks again": ("FAILED", "watch", 10, {}, ""),
+    "no deployment's": ("RUNNING", "", 600, {}, ""),
+    "late, in a pool that is paused": ("SCHEDULED", "full", 600, {"paused": True}, ""),
+    "failed, and another ended well since": ("FAILED", "full", 600, {"since": ["well"]}, ""),
+    "crashed, and another ended well since": ("CRASHED", "full", 600, {"since": ["well"]}, ""),
 }
-GOES = {
-    "pending since a moment": ("PENDING", "watch", 1, {}),
-    "running, on another machine": ("RUNNING", "full", 600, {"labels": {"prefect.worker.name": "another"}}),
-    "crashed a moment ago": ("CRASHED", "full", 1, {}),
-    "a look that failed, and looks again": ("FAILED", "watch", 10, {}),
-    "no deployment's": ("RUNNING", "", 600, {}),
-    "late, in a pool that is paused": ("SCHEDULED", "full", 600, {"paused": True}),
-    "failed, and another ended well since": ("FAILED", "full", 600, {"since": ["well"]}),
-    "crashed, and another ended well since": ("CRASHED", "full", 600, {"since": ["well"]}),
-}
+"""Of a run: its state, deployment, minutes, what else the server says, and the words of `status`; none where it goes or
+is made good."""
 
 
 def server_says(kind: str, what: str, minutes: float, **more: Any) -> Callable[..., Any]:
@@ -365,26 +350,19 @@ def server_says(kind: str, what: str, minutes: float, **more: Any) -> Callable[.
 
 
 @pytest.mark.fault("W2", "W4")
-@pytest.mark.parametrize("case", HANGS)
+@pytest.mark.parametrize("case", RUNS)
 def test_status_names_a_run_that_hangs_with_what_to_do_and_exits_with_1(case, monkeypatch, capsys):
-    kind, what, minutes, words = HANGS[case]
-    here = {"1": 5} if kind == "FAILED" else {}  # a run that failed has its end, though its process is about to
+    kind, what, minutes, more, words = RUNS[case]
+    here = {"1": 5} if case == "failed" else {}  # a run that failed has its end, though its process is about to
     monkeypatch.setattr(services, "at_work", lambda runs: here)
-    monkeypatch.setattr(services, "ask", server_says(kind, what, minutes))
-    monkeypatch.setattr(services, "state", lambda service: "up")
-    assert services.main("status") == 1
-    said = capsys.readouterr().err
-    assert f"owl of m3diff/{what} is {kind.title()} since " in said
-    assert words in said
-
-
-@pytest.mark.parametrize("case", GOES)
-def test_status_has_nothing_to_say_of_a_run_that_goes_or_is_made_good(case, monkeypatch, capsys):
-    kind, what, minutes, more = GOES[case]
     monkeypatch.setattr(services, "ask", server_says(kind, what, minutes, **more))
-    monkeypatch.setattr(services, "state", lambda service: "up")
-    assert services.main("status") == 0, capsys.readouterr().err
-    assert ("is paused on Prefect's page" in capsys.readouterr().out) == ("paused" in more)
+    monkeypatch.setattr(Service, "process", lambda service: psutil.Process())
+    monkeypatch.setattr(Service, "healthy", lambda service: True)
+    assert services.main("status") == bool(words)
+    said = capsys.readouterr()
+    assert words in said.err
+    assert (f"owl of m3diff/{what} is {kind.title()} since " in said.err) == bool(words)
+    assert ("is paused on Prefect's page" in said.out) == ("paused" in more)
 
 
 KEEP = """
@@ -397,7 +375,7 @@ def small(name, code, port=None):
 sleeps = "import time; time.sleep(60)"
 mine = [small("mlflow", sleeps, 1), small("never", "", 2), small("short", ""), small("worker", sleeps)]
 services.services = lambda: mine
-services.environment, services.check_port, services.prepare = lambda service: {}, print, print
+services.environment, services.is_taken, services.prepare = lambda service: {}, lambda port: False, print
 services.Service.healthy = lambda service: Path(sys.argv[2]).exists()
 services.keep()
 """
@@ -461,92 +439,81 @@ def test_a_worker_answers_where_the_server_has_heard_this_one_lately(name, ago, 
     assert not services.is_heard(time.time()), "heard before this start"
 
 
-def exec_start(text: str) -> list[str]:
-    (line,) = [line for line in text.splitlines() if line.startswith("ExecStart=")]
-    return shlex.split(line.removeprefix("ExecStart="))
+# The unit of systemd
 
 
 @pytest.mark.fault("S5")
-@pytest.mark.parametrize(("user", "version"), [(None, 252), ("postgres", 252), ("postgres", 256)])
-def test_a_unit_for_each_service_runs_it_by_the_command_of_make_up_and_starts_it_again(user, version, tmp_path):
-    texts = units.units(user, version)
-    expected = {f"m3diff-{name}" for name in by_name()} | {"m3diff-logs"}
-    assert {name.removesuffix(".service") for name in texts} - {"m3diff-logs.timer"} == expected
-    for name in by_name():
-        text = texts[f"m3diff-{name}.service"]
-        assert exec_start(text) == [sys.executable, services.__file__, "run", name]
-        lines = set(text.splitlines())
-        asked = {"Restart=always", "KillMode=control-group", "NoNewPrivileges=yes", "StartLimitIntervalSec=0"}
-        assert asked | {f"WorkingDirectory={tmp_path}", "OOMPolicy=continue"} <= lines
-        assert (f"User={user}" in lines) == (user is not None)
-        assert ("RestartMaxDelaySec=300" in lines) == (version >= 254)
-    assert exec_start(texts["m3diff-logs.service"])[-1] == "rotate"
-    stop = {line for line in texts["m3diff-worker.service"].splitlines() if line.startswith("TimeoutStopSec=")}
-    assert int(stop.pop().partition("=")[2]) > services.GRACE_S, "a stage's grace would be cut short"
-
-
-def verify(folder: Path, user: str | None) -> str:
-    texts = units.units(user, 252)
-    folder.mkdir()
-    for name, text in texts.items():
-        (folder / name).write_text(text)
-    command = ["systemd-analyze", "verify", *([] if user else ["--user"]), *(str(folder / name) for name in texts)]
-    done = subprocess.run(command, env=os.environ | {"XDG_RUNTIME_DIR": str(folder)}, capture_output=True, text=True)
-    return done.stderr + ("" if done.returncode == 0 else f"{done.returncode}")
+@pytest.mark.parametrize("user", [None, "postgres"])
+def test_the_unit_runs_what_make_up_starts_and_starts_it_again(user, tmp_path):
+    lines = units.unit(user).splitlines()
+    (start,) = [line.removeprefix("ExecStart=") for line in lines if line.startswith("ExecStart=")]
+    assert shlex.split(start) == [sys.executable, services.__file__, "run"]
+    asked = {"Restart=always", "KillMode=control-group", "NoNewPrivileges=yes", "StartLimitIntervalSec=0"}
+    assert asked | {f"WorkingDirectory={tmp_path}", "OOMPolicy=continue"} <= {*lines}
+    assert (f"User={user}" in lines, "ProtectSystem=full" in lines) == (user is not None,) * 2
+    (stop,) = [line.partition("=")[2] for line in lines if line.startswith("TimeoutStopSec=")]
+    assert int(stop) > services.GRACE_S, "a stage's grace would be cut short"
 
 
 @pytest.mark.parametrize("user", [None, "daemon"])
-def test_systemd_itself_has_nothing_to_say_against_the_units(user, tmp_path, monkeypatch):
-    """Where the machine has systemd-analyze; the units' lines are compared above on every machine."""
+def test_systemd_itself_has_nothing_to_say_against_the_unit(user, tmp_path, monkeypatch):
+    """Where the machine has systemd-analyze; the unit's lines are compared above on every machine."""
     if not Path("/usr/bin/systemd-analyze").exists():
         pytest.skip("no systemd-analyze")
     place = tmp_path / "a checkout, 100 %"
     place.mkdir()
     monkeypatch.chdir(place)
-    assert verify(tmp_path / "units", user) == ""
+    (tmp_path / units.NAME).write_text(units.unit(user))
+    command = ["systemd-analyze", "verify", *([] if user else ["--user"]), str(tmp_path / units.NAME)]
+    given = os.environ | {"XDG_RUNTIME_DIR": str(tmp_path)}
+    done = subprocess.run(command, env=given, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_path_that_systemd_would_read_otherwise_is_refused(tmp_path, monkeypatch):
     (tmp_path / "a$b").mkdir()
     monkeypatch.chdir(tmp_path / "a$b")
     with pytest.raises(ServiceError, match="move the checkout"):
-        units.units(None, 252)
+        units.unit(None)
 
 
 @pytest.fixture
 def systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A person's systemd that answers; what it was told."""
     told: list[str] = []
-    monkeypatch.setattr(units, "manager", lambda: units.Manager(tmp_path / "user", None))
-    monkeypatch.setattr(units, "systemd_version", lambda: 252)
-    monkeypatch.setattr(units, "tell", lambda chosen, *words: told.append(" ".join(words)))
+    monkeypatch.setattr(units, "manager", lambda: (tmp_path / "user", None))
+    monkeypatch.setattr(units, "systemctl", lambda folder, user, *words: told.append(" ".join(words)))
     return told
 
 
-def test_units_are_written_started_with_the_machine_and_removed_again(systemd, tmp_path):
-    units.install()
-    assert sorted(path.name for path in (tmp_path / "user").iterdir()) == sorted(units.units(None, 252))
-    names = "m3diff-prefect.service m3diff-mlflow.service m3diff-worker.service m3diff-logs.timer"
-    assert systemd == ["daemon-reload", f"enable {names}", f"restart {names}"]
-    units.install()  # again is allowed
-    systemd.clear()
+def test_a_unit_is_written_started_with_the_machine_and_removed_again_as_are_those_of_earlier_versions(
+    systemd, tmp_path
+):
+    (tmp_path / "user").mkdir()
+    for name in ("m3diff-worker.service", "m3diff-logs.timer"):
+        (tmp_path / "user" / name).write_text(f"{units.MARK}WorkingDirectory={tmp_path}\n")
+    started = ["daemon-reload", f"enable {units.NAME}", f"restart {units.NAME}"]
+    for before in ("m3diff-logs.timer m3diff-worker.service", units.NAME):  # again is allowed
+        systemd.clear()
+        units.install()
+        assert [path.name for path in (tmp_path / "user").iterdir()] == [units.NAME]
+        assert systemd == ["--version", f"disable --now {before}", "daemon-reload", *started]
     units.uninstall()
     assert list((tmp_path / "user").iterdir()) == []
-    assert systemd[0].startswith("disable --now m3diff-prefect.service")
 
 
-def test_units_of_another_checkout_or_hand_are_left_alone(systemd, tmp_path, monkeypatch):
+def test_a_unit_of_another_checkout_or_hand_is_left_alone(systemd, tmp_path, monkeypatch):
     units.install()
     systemd.clear()
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path / "other")
     for action in (units.install, units.uninstall):
-        with pytest.raises(ServiceError, match="m3diff-prefect.service is not of this checkout"):
+        with pytest.raises(ServiceError, match="m3diff.service is not of this checkout"):
             action()
-    assert systemd == []
+    assert {*systemd} <= {"--version"}
 
 
-def test_units_are_not_installed_beside_services_that_make_up_started(systemd, folder, tmp_path):
+def test_a_unit_is_not_installed_beside_services_that_make_up_started(systemd, folder, tmp_path):
     here = psutil.Process()
     (folder / "mlflow.json").write_text(json.dumps({"pid": here.pid, "started": here.create_time(), "port": 1}))
     with pytest.raises(ServiceError, match="mlflow: up already by `make up`"):
@@ -555,7 +522,7 @@ def test_units_are_not_installed_beside_services_that_make_up_started(systemd, f
 
 
 def test_a_machine_without_systemd_is_told_so(monkeypatch, tmp_path):
-    monkeypatch.setattr(units, "manager", lambda: units.Manager(tmp_path / "user", None))
+    monkeypatch.setattr(units, "manager", lambda: (tmp_path / "user", None))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ServiceError, match="no systemd; `make up` works without"):
         units.install()

@@ -135,7 +135,7 @@ def test_a_teams_stores_are_made_once_and_a_second_time_changes_nothing(postgres
             "M3DIFF_MLFLOW_ARTIFACTS": "s3://m3diff/mlflow",
             "PYTHONPATH": str(toy.REPOSITORY),
         }
-        said = [run(tmp_path, sys.executable, "-m", "infra.prepare_team", **settings) for _ in range(2)]
+        said = [run(tmp_path, sys.executable, "-m", "infra.services", "prepare-team", **settings) for _ in range(2)]
     assert said == ["database mlflow: made\nbucket m3diff: made\n", ""]
     import psycopg2
 
