@@ -34,7 +34,7 @@ from tests.toy import REPOSITORY
 # Every write, listed
 
 ATOMIC = {
-    "components/stages/augment/edits.py _edit",
+    "components/stages/augment/kinds.py _edit",
     "components/stages/augment/stage.py _fill",
     "components/provenance/code.py write_digests",
     "components/commands/compare/__init__.py compare",
@@ -48,7 +48,6 @@ ATOMIC = {
     "components/stages/predict/stage.py predict",
     "components/stages/predict/stage.py _write_saliency",
     "components/stages/pretrain/stage.py pretrain",
-    "components/settings/profiles.py keep_copy",
     "components/settings/profiles.py use_profile",
     "components/records/files.py StageReport.write",
     "components/stages/train/progress.py Curve.write",
@@ -71,7 +70,7 @@ ATOMIC = {
 """Through `atomic`."""
 
 RENAMED = {
-    "components/stages/augment/stage.py _swap": "DVC; the next run removes what a kill left (test_stage.py)",
+    "components/stages/augment/stage.py _write": "DVC; the next run removes what a kill left (test_stage.py)",
     "components/scoring/metrics/worker.py main": "in a temporary folder of the process that waits for it",
     "components/commands/export/hub/folder.py export_hub": "a command's output, whole or not there",
     "components/records/files.py atomic": "here",
@@ -84,7 +83,7 @@ RENAMED = {
 
 PLAIN = {
     "components/registry/restore.py of_stored": "in a temporary folder",
-    "components/stages/augment/scratch.py own_folder": "a lock",
+    "components/stages/augment/stage.py own_folder": "a lock",
     "components/stages/augment/stage.py _fill": "see RENAMED",
     "components/stages/convert/stage.py _write_shards": "DVC",
     "components/datasets/minichange/generate.py _write_scene": "DVC",
