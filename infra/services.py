@@ -285,8 +285,7 @@ def check_settings() -> None:
 def up() -> None:
     check_settings()
     bring_up()
-    if not keeper().process():
-        start(keeper())
+    start(keeper())
     prefect, mlflow, _ = services()
     print(
         f"\nPrefect   {prefect.address}\nMLflow    {mlflow.address}\n\nnext, here or in a second shell in this folder:"
