@@ -1,4 +1,4 @@
-"""The tree in README.md is the tree on disk, and its commands are the Makefile's."""
+"""README.md and the guides are true: the tree, the commands of make, the figures of results and every link."""
 
 import json
 import re
@@ -12,19 +12,22 @@ from tests.toy import REPOSITORY
 ENTRY = re.compile(r"^(?P<indent>[\s│├└─]*)(?P<name>[\w.-]+/?)(?:\s|$)")
 
 
+def text(name: str) -> str:
+    return (REPOSITORY / name).read_text(encoding="utf-8")
+
+
 @pytest.fixture(scope="module")
-def readme() -> str:
-    return (REPOSITORY / "README.md").read_text(encoding="utf-8")
+def results() -> str:
+    return text("docs/results.md")
 
 
-def tree(readme: str) -> dict[str, set[str]]:
+def tree() -> dict[str, set[str]]:
     """Names at the top of the tree (under "") and one level below each folder, folders with a slash.
 
     The tree is the first code block that has a line starting with `components/`.
     """
-    block = next(
-        block for block in re.findall(r"```\w*\n(.*?)```", readme, re.DOTALL) if "\ncomponents/" in "\n" + block
-    )
+    blocks = re.findall(r"```\w*\n(.*?)```", text("docs/reading.md"), re.DOTALL)
+    block = next(block for block in blocks if "\ncomponents/" in block)
     found: dict[str, set[str]] = {"": set()}
     folder = ""
     for line in block.splitlines():
@@ -56,29 +59,32 @@ def on_disk(folder: str) -> set[str]:
     return names
 
 
-def test_the_top_of_the_tree_is_what_is_there(readme):
-    assert tree(readme)[""] == on_disk("")
-
-
-def test_the_parts_of_components_are_what_is_there(readme):
-    assert tree(readme)["components/"] == on_disk("components/")
-
-
-def test_every_other_name_in_the_tree_exists(readme):
-    named = [folder + name for folder, names in tree(readme).items() for name in names]
+def test_the_tree_is_what_is_there():
+    found = tree()
+    assert found[""] == on_disk("")
+    assert found["components/"] == on_disk("components/")
+    named = [folder + name for folder, names in found.items() for name in names]
     assert [path for path in named if not (REPOSITORY / path).exists()] == []
 
 
-def test_every_make_target_that_the_readme_names_is_there(readme):
-    targets = set(re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
-    assert set(re.findall(r"`make ([a-z-]+)", readme)) <= targets
-    assert {"run", "test"} <= set(re.findall(r"\bmake ([a-z-]+)", readme))
+def test_every_make_target_that_readme_and_the_commands_name_is_there_and_readme_is_short():
+    targets = set(re.findall(r"^([a-z-]+):", text("Makefile"), re.MULTILINE))
+    readme = text("README.md")
+    assert set(re.findall(r"`make ([a-z-]+)", readme + text("docs/commands.md"))) <= targets
+    assert set(re.findall(r"^make ([a-z-]+)", readme, re.MULTILINE)) <= targets
+    assert len(readme.split()) <= 1500
+
+
+def test_the_table_of_readme_is_that_of_the_results(results):
+    rows = [line for line in text("README.md").splitlines() if re.match(r"\| (CIDEr|all correct|control)", line)]
+    assert len(rows) == 3
+    assert [row for row in rows if row not in results.splitlines()] == []
 
 
 SCORES = ("CIDEr", "change_exact_accuracy", "no_change_recall")
 
 
-def test_the_table_of_the_ablation_is_what_the_ablation_found(readme):
+def test_the_table_of_the_ablation_is_what_the_ablation_found(results):
     found = json.loads((REPOSITORY / "benchmarks/results/ablation.json").read_text())
     assert found["left_out"] == {}
     parts = [found["protocols"][protocol] for protocol in ("minichange/total", "minichange_free/total")]
@@ -88,27 +94,27 @@ def test_the_table_of_the_ablation_is_what_the_ablation_found(readme):
             for row in rows
             for score in SCORES
         ]
-        assert f"\n| {rows[0]['row']} | {' | '.join(cells)} |\n" in readme
+        assert f"\n| {rows[0]['row']} | {' | '.join(cells)} |\n" in results
 
 
-def test_the_table_of_fresh_scenes_has_what_was_found(readme):
+def test_the_table_of_fresh_scenes_has_what_was_found(results):
     found = json.loads((REPOSITORY / "benchmarks/results/targets.json").read_text())["targets"]
     means = {(row["protocol"], row["score"]): row["mean"] for row in found}
     grid, free = "fresh_grid/total", "fresh_free/total"
     single = ("change_type_accuracy", "change_exact_accuracy", "by_type/*/exact_accuracy")
     type_, exact, worst = (f"{100 * means[grid, score]:.0f} %" for score in single)
-    assert f"| {type_} / {exact} / {worst} (colour, camera) |" in readme
+    assert f"| {type_} / {exact} / {worst} (colour, camera) |" in results
     f1, reversal = means[grid, "multi_change_exact_f1"], means[grid, "reversal"]
-    assert f"| {100 * f1:.0f} / {100 * reversal:.0f} % |" in readme
+    assert f"| {100 * f1:.0f} / {100 * reversal:.0f} % |" in results
     right, wrong = means[free, "no_change_recall"], means[free, "false_no_change"]
-    assert f"| {100 * right:.0f} % / {100 * wrong:.1f} % |" in readme
-    assert f"| free: type of a single change | {100 * means[free, 'change_type_accuracy']:.0f} % |" in readme
-    assert f"of the whole | {100 * means[free, 'CIDEr_shuffled/CIDEr']:.0f} % |" in readme
+    assert f"| {100 * right:.0f} % / {100 * wrong:.1f} % |" in results
+    assert f"| free: type of a single change | {100 * means[free, 'change_type_accuracy']:.0f} % |" in results
+    assert f"of the whole | {100 * means[free, 'CIDEr_shuffled/CIDEr']:.0f} % |" in results
 
 
-def test_the_table_of_the_models_has_what_the_comparison_found(readme):
+def test_the_table_of_the_models_has_what_the_comparison_found(results):
     found = json.loads((REPOSITORY / "benchmarks/results/compare.json").read_text())
-    lines = readme.partition("### Model families")[2].partition("### ")[0].splitlines()
+    lines = results.partition("## Model families")[2].partition("\n## ")[0].splitlines()
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")][2:]
     assert len(rows) == len(found["scores"])
     grid, free = "minichange/total", "minichange_free/total"
@@ -129,7 +135,7 @@ def test_the_table_of_the_models_has_what_the_comparison_found(readme):
 
 
 def in_order_of(rows: list[list[str]], found: dict) -> list[list[str]]:
-    """README's rows as compare.json has them: those for equal seconds last."""
+    """The table's rows as compare.json has them: those for equal seconds last."""
     again = [cells for cells in rows if cells[0].startswith("the same")]
     return [cells for cells in rows if cells not in again] + again
 

@@ -269,7 +269,7 @@ FILES = {path.stem: engine.read_experiment(path.stem) for path in engine.HERE.gl
 
 
 def test_readme_and_guides_name_every_experiment():
-    texts = "".join((toy.REPOSITORY / name).read_text() for name in ("README.md", "docs/made-data.md"))
+    texts = "".join((toy.REPOSITORY / name).read_text() for name in ("docs/commands.md", "docs/made-data.md"))
     assert [name for name in FILES if not re.search(rf"`(make experiment )?(NAME=)?{name}`", texts)] == []
 
 
