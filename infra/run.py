@@ -43,7 +43,7 @@ NEXT = """next
   try another setting beside this one:        dvc exp run -S train.epochs=6
   your own pairs, in six steps:               docs/your-data.md
 
-Commands are in .venv: bin/m3diff works as it is, and after `. .venv/bin/activate` so do all those of docs/commands.md"""
+Commands are in .venv: bin/m3diff works as it is; after `. .venv/bin/activate` so do all of docs/commands.md"""
 
 
 class Board:
