@@ -13,9 +13,9 @@ from PIL import Image
 
 from m3diff.stages.ingest.params import DatasetEntry
 from m3diff.stages.ingest.stage import IngestReport, ingest
-from m3diff.stages.validate.pages import ValidateReport
 from m3diff.stages.validate.params import Validate
 from m3diff.stages.validate.stage import validate
+from m3diff.stages.validate.suite import ValidateReport
 
 CLEVR_SPLITS = {"train": [3, 5, 8], "val": [9], "test": [1, 12]}
 

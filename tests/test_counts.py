@@ -5,7 +5,7 @@ from pathlib import Path
 from m3diff.commands.counts import LEFT_OUT, told, told_of_clean, told_of_samples
 from m3diff.stages.convert.stage import ConvertCounts, ConvertReport
 from m3diff.stages.ingest.stage import IngestReport
-from m3diff.stages.validate.pages import ValidateCounts, ValidateReport
+from m3diff.stages.validate.suite import ValidateCounts, ValidateReport
 
 INGESTED = {
     "stage": "ingest",

@@ -16,7 +16,6 @@ import pytest
 from PIL import Image
 
 from m3diff.datasets.minichange import SPEC
-from m3diff.datasets.minichange.change import VISIBLE, sample_pair, sample_types
 from m3diff.datasets.minichange.generate import _write_scene, generate, split_scenes
 from m3diff.datasets.minichange.language import (
     ARMS,
@@ -31,10 +30,9 @@ from m3diff.datasets.minichange.language import (
     name,
     references,
 )
+from m3diff.datasets.minichange.levels import LEVELS, VISIBLE, sample_types
 from m3diff.datasets.minichange.render import LOOKS, render
 from m3diff.datasets.minichange.scene import (
-    CAMERA_MOVES,
-    DARK,
     PLACES,
     ZOOMS,
     Change,
@@ -45,12 +43,19 @@ from m3diff.datasets.minichange.scene import (
     Thing,
     View,
     cell_center,
-    jitter,
-    sample_scene,
 )
 from m3diff.records.errors import DataError
 from m3diff.records.files import sha256
 from m3diff.records.schemas import CHANGE_TYPES
+
+GRID = LEVELS["grid"]
+sample_pair, sample_scene, jitter, CAMERA_MOVES, DARK = (
+    GRID.sample_pair,
+    GRID.sample_scene,
+    GRID.jitter,
+    GRID.moves,
+    GRID.dark,
+)
 
 SMALL = {
     "seed": 5,
@@ -141,8 +146,7 @@ def test_the_bytes_of_a_small_benchmark_are_pinned(small):
 DRAW = """
 import hashlib, sys
 import numpy as np
-from m3diff.datasets.minichange.change import sample_types
-from m3diff.datasets.minichange.levels import LEVELS
+from m3diff.datasets.minichange.levels import LEVELS, sample_types
 from m3diff.datasets.minichange.render import LOOKS, render
 
 digest = hashlib.sha256()

@@ -9,21 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from m3diff.datasets.minichange import SPEC, free
-from m3diff.datasets.minichange.change import sample_types
-from m3diff.datasets.minichange.free import (
-    CAMERA_MOVES,
-    CLOTHS,
-    DARK,
-    SIZES,
-    TEXTURES,
-    jitter,
-    place_of,
-    sample_pair,
-    sample_scene,
-    seen,
-    square,
-)
+from m3diff.datasets.minichange import SPEC, levels
 from m3diff.datasets.minichange.generate import generate
 from m3diff.datasets.minichange.language import (
     ARMS,
@@ -36,13 +22,22 @@ from m3diff.datasets.minichange.language import (
     name,
     references,
 )
-from m3diff.datasets.minichange.levels import LEVELS, Pair
+from m3diff.datasets.minichange.levels import CLOTHS, LEVELS, TEXTURES, Pair, place_of, sample_types, seen, square
 from m3diff.datasets.minichange.render import INK, LOOKS, render, sprite
 from m3diff.datasets.minichange.scene import LIT, PLACES, WIDTHS, ZOOMS, Change, Mark, MiniChange, Scene, Thing, View
 from m3diff.records.files import sha256
 from m3diff.records.schemas import CHANGE_TYPES
 from m3diff.scoring.grammar import Clause, Grammar
 from m3diff.scoring.metrics.pixel_threshold import DIFFERENCES, roc_auc
+
+FREE = LEVELS["free"]
+sample_pair, sample_scene, jitter, CAMERA_MOVES, DARK = (
+    FREE.sample_pair,
+    FREE.sample_scene,
+    FREE.jitter,
+    FREE.moves,
+    FREE.dark,
+)
 
 SMALL = {
     "level": "free",
@@ -283,7 +278,7 @@ BLUE = replace(ONE, color="blue")
 )
 def test_a_change_of_what_cannot_be_told_apart_is_not_taken(others, clear):
     before, after = (Scene((thing, *others), level="free") for thing in (ONE, BLUE))
-    assert free._clear(before, after, [Change("color", ONE, BLUE)]) is clear
+    assert levels._is_clear(before, after, [Change("color", ONE, BLUE)]) is clear
 
 
 def test_what_came_and_what_went_in_one_pair_are_apart():
@@ -349,7 +344,7 @@ def test_the_later_of_two_objects_covers_the_earlier():
     assert shades[1][0] - shades[1][2] > 60
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", WIDTHS["free"])
 def test_sizes_are_as_wide_as_they_say(size):
     image = render(Scene((Thing("box", "red", size, 4),), level="free"), 200, np.random.default_rng(0))
     pixels = np.asarray(image, dtype=int)

@@ -120,7 +120,7 @@ PLAIN = {
     "components/stages/train/stage.py _only_trainer": "a lock",
     "components/registry/tracking.py _make_client": "a lock",
     "components/stages/train/state.py write_state": "see RENAMED",
-    "components/stages/validate/pages.py _write": "DVC",
+    "components/stages/validate/suite.py _write": "DVC",
     "components/stages/validate/stage.py _write": "DVC",
     "flows/dvc.py without_outputs_in_git": "in a worktree, made anew after a kill",
     "flows/archive.py take_up": "in a worktree, made anew after a kill",

@@ -13,11 +13,11 @@ two files more:
     grammar.json              rules that read a caption back into changes: type, object, place, what it was and became
     scenes.json               what each image shows (`generate.py`): for who edits an image or describes it
 
-`change.py` says how each of OmniDiff's twelve change types is drawn, `generate.py` writes the files. The number of
+`levels.py` says how each of OmniDiff's twelve change types is drawn, `generate.py` writes the files. The number of
 scenes is a parameter, so no count is published.
 
 Two levels. *Grid*: three to five objects, each in a cell of its own, under a camera that hardly moves; a change shows
-in the pixels. *Free* (`free.py`): six to eight objects anywhere, overlapping, of three sizes and several textures,
+in the pixels. *Free*: six to eight objects anywhere, overlapping, of three sizes and several textures,
 under a camera and a light that move more between any two images than the smallest changes do. Words and grammar are the
 same but for a third size.
 

@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from m3diff.datasets.files import read_json, read_splits
-from m3diff.datasets.minichange.change import sample_types
 from m3diff.datasets.minichange.language import describe_scene, grammar, references
-from m3diff.datasets.minichange.levels import LEVELS
+from m3diff.datasets.minichange.levels import LEVELS, sample_types
 from m3diff.datasets.minichange.render import render
 from m3diff.datasets.minichange.scene import WIDTHS, Domain, Mark, MiniChange, Scene, Thing, View
 from m3diff.datasets.spec import Single

@@ -60,95 +60,66 @@ NO_CHANGE_SENTENCES = (
     "nothing changed between the images",
 )
 
-TEMPLATES: dict[str, tuple[str, ...]] = {
+WORDING: dict[str, tuple[str, str]] = {
     "viewpoint": (
         "the camera {camera}",
-        "the camera {camera} between the images",
-        "the camera {camera} and the view changed",
-        "the camera {camera} so the view changed",
-        "the camera {camera} before the second image",
+        " | between the images | and the view changed | so the view changed | before the second image",
     ),
     "illumination": (
         "the lamp {lamp}",
-        "the lamp {lamp} between the images",
-        "the lamp {lamp} and the light changed",
-        "the lamp {lamp} so the light changed",
-        "the lamp {lamp} before the second image",
+        " | between the images | and the light changed | so the light changed | before the second image",
     ),
     "addition": (
         "{place} a {new} appeared",
-        "{place} a {new} appeared on the table",
-        "{place} a {new} appeared where nothing stood",
-        "{place} a {new} appeared from nowhere",
-        "{place} a {new} appeared in the second image",
+        " | on the table | where nothing stood | from nowhere | in the second image",
     ),
     "disappearance": (
         "{place} the {object} disappeared",
-        "{place} the {object} disappeared without a trace",
-        "{place} the {object} disappeared from the table",
-        "{place} the {object} disappeared and left no mark",
-        "{place} the {object} disappeared in the second image",
+        " | without a trace | from the table | and left no mark | in the second image",
     ),
     "removal": (
-        "{place} the {object} was removed and left a mark",
-        "{place} the {object} was removed leaving a mark",
-        "{place} the {object} was removed and only a mark is left",
-        "{place} the {object} was removed and its mark stayed",
-        "{place} the {object} was removed from the table and left a mark",
+        "{place} the {object} was removed",
+        "and left a mark | leaving a mark | and only a mark is left | and its mark stayed | "
+        "from the table and left a mark",
     ),
     "substitution": (
-        "{place} the {object} was replaced by a {new}",
-        "{place} the {object} was replaced with a {new}",
-        "{place} the {object} was replaced and is now a {new}",
-        "{place} the {object} was replaced by another object a {new}",
-        "{place} the {object} was replaced in its place by a {new}",
+        "{place} the {object} was replaced",
+        "by a {new} | with a {new} | and is now a {new} | by another object a {new} | in its place by a {new}",
     ),
     "size": (
         "{place} the {object} became {size}",
-        "{place} the {object} became {size} in size",
-        "{place} the {object} became {size} instead of {old_size}",
-        "{place} the {object} became {size} and was {old_size} before",
-        "{place} the {object} became {size} in the second image",
+        " | in size | instead of {old_size} | and was {old_size} before | in the second image",
     ),
     "color": (
         "{place} the {object} turned {color}",
-        "{place} the {object} turned {color} in color",
-        "{place} the {object} turned {color} instead of {old_color}",
-        "{place} the {object} turned {color} and was {old_color} before",
-        "{place} the {object} turned {color} in the second image",
+        " | in color | instead of {old_color} | and was {old_color} before | in the second image",
     ),
     "orientation": (
-        "{place} the {object} points {direction} now",
-        "{place} the {object} points {direction} instead of {old_direction}",
-        "{place} the {object} points {direction} after a turn",
-        "{place} the {object} points {direction} and pointed {old_direction} before",
-        "{place} the {object} points {direction} in the second image",
+        "{place} the {object} points {direction}",
+        "now | instead of {old_direction} | after a turn | and pointed {old_direction} before | in the second image",
     ),
     "pose": (
         "{place} the {object} {arms}",
-        "{place} the {object} {arms} and changed its pose",
-        "{place} the {object} {arms} between the images",
-        "{place} the {object} {arms} in another pose",
-        "{place} the {object} {arms} in the second image",
+        " | and changed its pose | between the images | in another pose | in the second image",
     ),
     "ocr": (
-        "{place} the {object} reads {glyph} instead of {old_glyph}",
-        "{place} the {object} reads {glyph} and no longer {old_glyph}",
-        "{place} the {object} reads {glyph} where it read {old_glyph}",
-        "{place} the {object} reads {glyph} and read {old_glyph} before",
-        "{place} the {object} reads {glyph} in the second image and {old_glyph} in the first",
+        "{place} the {object} reads {glyph}",
+        "instead of {old_glyph} | and no longer {old_glyph} | where it read {old_glyph} | "
+        "and read {old_glyph} before | in the second image and {old_glyph} in the first",
     ),
     "counting": (
-        "{place} the {object} shows {count} dots instead of {old_count}",
-        "{place} the {object} shows {count} dots and no longer {old_count}",
-        "{place} the {object} shows {count} dots where it had {old_count}",
-        "{place} the {object} shows {count} dots and had {old_count} before",
-        "{place} the {object} shows {count} dots in the second image and {old_count} in the first",
+        "{place} the {object} shows {count} dots",
+        "instead of {old_count} | and no longer {old_count} | where it had {old_count} | "
+        "and had {old_count} before | in the second image and {old_count} in the first",
     ),
 }
 """Paraphrases of one type start alike and differ towards their ends: a greedy decoder then weighs the types against
-each other, not one type's single wording against another's five."""
-assert tuple(TEMPLATES) == CHANGE_TYPES, "a template for each change type, in the order of CHANGE_TYPES"
+each other, not one type's single wording against another's five. The endings, of which one may be empty, are separated
+by bars."""
+assert tuple(WORDING) == CHANGE_TYPES, "a wording for each change type, in the order of CHANGE_TYPES"
+TEMPLATES = {
+    kind: tuple(" ".join((start, *end.split())) for end in ends.split("|")) for kind, (start, ends) in WORDING.items()
+}
 
 
 def name(thing: Thing) -> str:

@@ -1,7 +1,7 @@
 """Scenes of MiniChange and what may change in them, as data; `render.py` paints them, `language.py` puts them in words.
 
 A scene is objects on a table under a lamp and a camera: three to five on a 3 x 3 grid, as this module samples them, or
-more of them anywhere (`free.py`). Coordinates are in frame units: the resting camera sees [0, 1] x [0, 1], x to the
+more of them anywhere. Coordinates are in frame units: the resting camera sees [0, 1] x [0, 1], x to the
 right and y down.
 """
 
@@ -45,9 +45,8 @@ PLACES = (
     "at the bottom right",
 )
 BACKGROUNDS = ("linen", "sand", "slate", "sage")
-CAMERA_MOVES = {"left": (-0.2, 0.0), "right": (0.2, 0.0), "up": (0.0, -0.2), "down": (0.0, 0.2)}
 ZOOMS = {"in": 1.4, "out": 0.72}
-DARK, LIT = 0.42, 1.0
+LIT = 1.0
 
 
 def cell_center(cell: int) -> tuple[float, float]:
@@ -152,39 +151,6 @@ def pick(rng: np.random.Generator, options: tuple | list) -> Any:
 def other(rng: np.random.Generator, options: tuple, than: object) -> Any:
     """One of the options that is not `than`."""
     return pick(rng, [option for option in options if option != than])
-
-
-def sample_thing(rng: np.random.Generator, cell: int, kind: str | None = None) -> Thing:
-    """An object of this kind, or of any, somewhere near the middle of its cell."""
-    kind = kind or str(pick(rng, KINDS))
-    state = pick(rng, STATES[kind]) if kind in STATES else None
-    dx, dy = rng.uniform(-0.025, 0.025, 2)
-    return Thing(kind, str(pick(rng, COLORS)), str(pick(rng, SIZES)), cell, state, float(dx), float(dy))
-
-
-def sample_scene(rng: np.random.Generator, must_hold: tuple[str, ...] = ()) -> Scene:
-    """A scene of three to five things, `must_hold` naming the kinds that have to be among them."""
-    count = max(int(rng.integers(3, 6)), len(must_hold))
-    cells = rng.permutation(9)
-    kinds = list(must_hold) + [None] * (count - len(must_hold))
-    things = [sample_thing(rng, int(cell), kind) for cell, kind in zip(cells, kinds, strict=False)]
-    marks = (Mark(int(cells[count])),) if rng.random() < 0.2 else ()
-    view = jitter(rng, View(brightness=DARK if rng.random() < 0.1 else LIT))
-    things.sort(key=lambda thing: thing.cell)
-    return Scene(tuple(things), marks, str(pick(rng, BACKGROUNDS)), view)
-
-
-def jitter(rng: np.random.Generator, view: View) -> View:
-    """The small shift of camera, light and noise that is a distractor and never mentioned."""
-    return replace(
-        view,
-        x=view.x + float(rng.uniform(-0.01, 0.01)),
-        y=view.y + float(rng.uniform(-0.01, 0.01)),
-        zoom=view.zoom * float(rng.uniform(0.985, 1.015)),
-        brightness=view.brightness * float(rng.uniform(0.96, 1.04)),
-        lamp=view.lamp + float(rng.uniform(-0.3, 0.3)),
-        noise=float(rng.uniform(0.5, 2.0)) if rng.random() < 0.3 else 0.0,
-    )
 
 
 Domain = Literal["standard", "shifted"]

@@ -15,25 +15,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from m3diff.datasets.minichange import free
 from m3diff.datasets.minichange.generate import FILE, read_scenes
 from m3diff.datasets.minichange.language import name
-from m3diff.datasets.minichange.levels import LEVELS
+from m3diff.datasets.minichange.levels import LAMP_ON, LEVELS, SEEN, sample_free_thing, sample_grid_thing, seen, square
 from m3diff.datasets.minichange.render import render
-from m3diff.datasets.minichange.scene import (
-    CAMERA_MOVES,
-    LIT,
-    STATES,
-    ZOOMS,
-    Change,
-    Mark,
-    Scene,
-    Thing,
-    View,
-    jitter,
-    pick,
-    sample_thing,
-)
+from m3diff.datasets.minichange.scene import STATES, Change, Scene, Thing, View, pick
 from m3diff.images.open import load_image
 from m3diff.records.files import sha256
 from m3diff.stages.augment.params import Drawn, InstructPix2Pix, Source
@@ -45,7 +31,6 @@ if TYPE_CHECKING:
     from m3diff.models.device import Device
 
 TRIES = 400
-LAMP_ON = 0.7  # brightness above which a lamp can go out
 MULTIPLE = 8  # of the sides that a latent diffusion model takes, in pixels
 
 
@@ -96,22 +81,22 @@ def carry_out(scene: Scene, instruction: str, rng: np.random.Generator) -> Scene
         after = _changed(after, change, scene.view, rng) if after else None
     if after is None or after is scene:
         return None
-    view = free.jitter(rng, after.view) if scene.level == "free" else jitter(rng, replace(after.view, noise=0.0))
-    return replace(after, view=view)
+    return replace(after, view=LEVELS[scene.level].jitter(rng, after.view))
 
 
 def _changed(scene: Scene, change: Change, seen_by: View, rng: np.random.Generator) -> Scene | None:
     """The scene after one change; places are meant as the camera before, `seen_by`, sees them."""
-    if change.type in ("viewpoint", "illumination"):
-        view = _seen_anew(scene, change)
-        return replace(scene, view=view) if view else None
+    level = LEVELS[scene.level]
+    if change.type == "viewpoint":
+        return replace(scene, view=level.moved(scene.view, change.word))
+    if change.type == "illumination":
+        is_so = (change.word == "on") == (scene.view.brightness > LAMP_ON)
+        return None if is_so else replace(scene, view=level.lit(scene.view, change.word))
     if change.before is None:
         assert change.after is not None
         if (new := _new_thing(scene, change.after, seen_by, rng)) is None:
             return None
-        things = (*scene.things, new)  # on the grid in the order of places; on the free level a later one covers others
-        ordered = things if scene.level == "free" else tuple(sorted(things, key=lambda thing: thing.cell))
-        return replace(scene, things=ordered)
+        return level.in_order(replace(scene, things=(*scene.things, new)))
     said = change.before
     meant = [
         at
@@ -123,7 +108,7 @@ def _changed(scene: Scene, change: Change, seen_by: View, rng: np.random.Generat
     thing, things, marks = scene.things[meant[0]], list(scene.things), scene.marks
     things[meant[0] : meant[0] + 1] = [_altered(thing, change.type, change.after, rng)] if change.after else []
     if change.type == "removal":  # it leaves a print
-        marks += (Mark(thing.cell, thing.dx, thing.dy) if scene.level == "free" else Mark(thing.cell),)
+        marks += (level.mark(thing),)
     return replace(scene, things=tuple(things), marks=marks)
 
 
@@ -136,33 +121,18 @@ def _altered(thing: Thing, change_type: str, after: Thing, rng: np.random.Genera
     return replace(thing, state=after.state)
 
 
-def _seen_anew(scene: Scene, change: Change) -> View | None:
-    """The view after a change of camera or lamp; None where the lamp is so already."""
-    view, word, of_free, dark = scene.view, change.word, scene.level == "free", LEVELS[scene.level].dark
-    if change.type == "viewpoint" and word in ZOOMS:
-        return replace(view, zoom=view.zoom * ZOOMS[word] if of_free else ZOOMS[word])
-    if change.type == "viewpoint":
-        x, y = (free.CAMERA_MOVES if of_free else CAMERA_MOVES)[word]
-        return replace(view, x=view.x + x, y=view.y + y)
-    if (word == "out") != (view.brightness > LAMP_ON):
-        return None
-    if of_free:
-        return view.dimmed(view.brightness * (dark if word == "out" else 1 / dark))
-    return view.dimmed(dark if word == "out" else LIT)
-
-
 def _new_thing(scene: Scene, wanted: Thing, seen_by: View, rng: np.random.Generator) -> Thing | None:
     """An object of this name somewhere at its place; None where there is no room."""
     looks = {"color": wanted.color, "size": wanted.size}
     if scene.level == "grid":
         taken = {thing.cell for thing in scene.things} | {mark.cell for mark in scene.marks}
-        new = replace(sample_thing(rng, wanted.cell, wanted.kind), **looks)
+        new = replace(sample_grid_thing(rng, wanted.cell, wanted.kind), **looks)
         return None if wanted.cell in taken else new
     for _ in range(TRIES):
-        thing = replace(free.sample_thing(rng, seen_by, wanted.kind), **looks)
-        squares = [free.square(each) for each in (*scene.things, thing)]
-        seen = all(free.seen(each, squares[at + 1 :]) >= free.SEEN for at, each in enumerate(squares))
-        if thing.cell == wanted.cell and seen:
+        thing = replace(sample_free_thing(rng, seen_by, wanted.kind), **looks)
+        squares = [square(each) for each in (*scene.things, thing)]
+        is_seen = all(seen(each, squares[at + 1 :]) >= SEEN for at, each in enumerate(squares))
+        if thing.cell == wanted.cell and is_seen:
             return thing
     return None
 

@@ -15,7 +15,6 @@ from typing import Annotated
 
 import numpy as np
 import polars as pl
-import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
@@ -23,7 +22,7 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from m3diff.datasets import DATASETS
 from m3diff.records.errors import DataError
 from m3diff.records.files import StageReport
-from m3diff.records.schemas import RECORD_SCHEMA, SAMPLE_SCHEMA, SPLITS
+from m3diff.records.schemas import RECORD_SCHEMA, SAMPLE_SCHEMA, SPLITS, load_table
 from m3diff.settings.section import ParamsError
 from m3diff.stages.convert.mixture import evaluation_samples, training_samples
 from m3diff.stages.convert.paper_mixture import PAIRS, SAMPLES, SOURCES, training_counts
@@ -146,14 +145,8 @@ def load_questions(path: Path) -> dict[str, list[str]]:
 
 
 def _load(path: Path, entries: Mapping[str, DatasetEntry]) -> pl.DataFrame:
-    try:
-        schema, records = pq.read_schema(path), pl.read_parquet(path)
-    except (OSError, pa.ArrowInvalid, pl.exceptions.PolarsError) as error:
-        raise DataError(f"{path}: cannot be read: {error}; run `m3diff validate` again") from error
-    if not schema.equals(RECORD_SCHEMA):
-        raise DataError(f"{path}: not the columns that validate writes; run `m3diff validate` again")
-    if not records.height:
-        raise DataError(f"{path}: holds no record, all are in quarantine.parquet beside it; fix the data")
+    why = ", all are in quarantine.parquet beside it; fix the data"
+    records = load_table(path, RECORD_SCHEMA, "validate", why)
     if foreign := set(records["dataset"]) - entries.keys():
         raise DataError(
             f"{path}: has records of {', '.join(sorted(foreign))}, not in ingest.datasets; run `m3diff validate` again"

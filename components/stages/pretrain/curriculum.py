@@ -11,9 +11,8 @@ from functools import partial
 
 import numpy as np
 
-from m3diff.datasets.minichange.change import sample_types
 from m3diff.datasets.minichange.language import describe_cells, describe_scene, describe_things, references
-from m3diff.datasets.minichange.levels import LEVELS
+from m3diff.datasets.minichange.levels import LEVELS, sample_types
 from m3diff.datasets.minichange.scene import COLORS, KINDS, PLACES, Level, Scene, pick
 from m3diff.stages.pretrain.params import TASKS, TaskName
 

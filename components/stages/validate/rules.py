@@ -31,119 +31,81 @@ class Rule(NamedTuple):
     arguments: dict[str, Any]
 
 
-def rules(max_caption_chars: int) -> list[Rule]:
+NULL, NOT_NULL, UNIQUE, IN_SET, BETWEEN = (
+    f"ExpectColumnValuesTo{rule}" for rule in ("BeNull", "NotBeNull", "BeUnique", "BeInSet", "BeBetween")
+)
+"""Classes in great_expectations.expectations."""
+
+
+def rules(max_chars: int) -> list[Rule]:
     """Every rule over the rows, in the order in which reasons are named."""
-    fault, name, split, rank = (pl.col(column) for column in ("fault", "id", "split", "rank"))
-    return [
-        Rule("readable", "fault", fault.is_not_null(), fault, "ExpectColumnValuesToBeNull", {}),
-        Rule("id_given", "id", name.is_null(), _alone("id: is missing"), "ExpectColumnValuesToNotBeNull", {}),
-        Rule(
-            "id_unique",
-            "id",
-            name.is_not_null() & (pl.col("turn") != pl.col("turn").min().over("id")),
-            pl.format("id: {} occurs more than once; the first of the highest split (test, val, train) stays", "id"),
-            "ExpectColumnValuesToBeUnique",
-            {},
-        ),
-        Rule("split_given", "split", split.is_null(), _alone("split: is missing"), "ExpectColumnValuesToNotBeNull", {}),
-        Rule(
-            "split_known",
-            "split",
-            ~split.is_in(SPLITS),
-            pl.format("split: {} is none of train, val, test", "split"),
-            *_in_set(*SPLITS),
-        ),
-        Rule(
-            "scene_in_one_split",
-            "scene_splits",
-            (pl.col("scene_splits") > 1) & (rank < rank.max().over("scene")),
-            pl.format("split: scene {} is also in a higher split (test, val, train), which keeps it", "scene"),
-            *_in_set(1),
-        ),
-        Rule(
-            LEAK,
-            "twin",
-            pl.col("twin").is_not_null(),
-            pl.format("leak: test pair {} {}, so this one may not train", "twin", "how"),
-            "ExpectColumnValuesToBeNull",
-            {},
-        ),
-        *_reference_rules(max_caption_chars),
-        _image_rule("before"),
-        _image_rule("after"),
-    ]
-
-
-def _reference_rules(max_chars: int) -> list[Rule]:
-    count, longest, markup = (pl.col(column) for column in ("references", "longest_reference", "markup_references"))
+    col, form, rank = pl.col, pl.format, pl.col("rank")
+    repeats = col("id").is_not_null() & (col("turn") != col("turn").min().over("id"))
+    repeated = form("id: {} occurs more than once; the first of the highest split (test, val, train) stays", "id")
+    is_lower = (col("scene_splits") > 1) & (rank < rank.max().over("scene"))
+    scene = form("split: scene {} is also in a higher split (test, val, train), which keeps it", "scene")
+    leak = form("leak: test pair {} {}, so this one may not train", "twin", "how")
     none = _alone("references: there is none; a pair needs at least one, which may be empty")
-    long = pl.format("references: one has {} characters, more than validate.max_caption_chars = {}", longest, max_chars)
-    marked = pl.format("references: {} hold HTML or a special token; write plain text", markup)
-    between = "ExpectColumnValuesToBeBetween"
+    length, markup = col("longest_reference"), col("markup_references")
+    long = form("references: one has {} characters, more than validate.max_caption_chars = {}", length, max_chars)
+    marked = form("references: {} hold HTML or a special token; write plain text", markup)
+    unknown = form("split: {} is none of train, val, test", "split")
     return [
-        Rule("references_given", "references", count == 0, none, between, {"min_value": 1}),
-        Rule("reference_length", "longest_reference", longest > max_chars, long, between, {"max_value": max_chars}),
-        Rule("no_markup", "markup_references", markup > 0, marked, *_in_set(0)),
+        Rule("readable", "fault", col("fault").is_not_null(), col("fault"), NULL, {}),
+        Rule("id_given", "id", col("id").is_null(), _alone("id: is missing"), NOT_NULL, {}),
+        Rule("id_unique", "id", repeats, repeated, UNIQUE, {}),
+        Rule("split_given", "split", col("split").is_null(), _alone("split: is missing"), NOT_NULL, {}),
+        Rule("split_known", "split", ~col("split").is_in(SPLITS), unknown, IN_SET, {"value_set": list(SPLITS)}),
+        Rule("scene_in_one_split", "scene_splits", is_lower, scene, IN_SET, {"value_set": [1]}),
+        Rule(LEAK, "twin", col("twin").is_not_null(), leak, NULL, {}),
+        Rule("references_given", "references", col("references") == 0, none, BETWEEN, {"min_value": 1}),
+        Rule("reference_length", "longest_reference", length > max_chars, long, BETWEEN, {"max_value": max_chars}),
+        Rule("no_markup", "markup_references", markup > 0, marked, IN_SET, {"value_set": [0]}),
+        *(
+            Rule(
+                f"{side}_decodes", f"{side}_image", col(f"{side}_image") != OK, _told(side), IN_SET, {"value_set": [OK]}
+            )
+            for side in ("before", "after")
+        ),
     ]
 
 
-def _image_rule(side: str) -> Rule:
+def _told(side: str) -> pl.Expr:
+    """The verdict on an image, with the remedy that it does not name itself."""
     verdict = pl.col(f"{side}_image")
-    given = pl.col(side).is_not_null()
-    remedy = (
-        pl.when(verdict.str.contains(" padded to a square, "))
-        .then(pl.lit(", or raise validate.max_image_pixels"))
-        .when(verdict.str.contains("; save it "))
-        .then(pl.lit(""))
-        .otherwise(pl.lit("; restore the file"))
-    )
+    is_large, has_remedy = verdict.str.contains(" padded to a square, "), verdict.str.contains("; save it ")
+    limit, restore = pl.lit(", or raise validate.max_image_pixels"), pl.lit("; restore the file")
+    remedy = pl.when(is_large).then(limit).when(has_remedy).then(pl.lit("")).otherwise(restore)
     told = pl.format(f"{side}: {{}} {{}}{{}}", side, verdict, remedy)
-    words = pl.when(given).then(told).otherwise(_alone(f"{side}: is not given"))
-    return Rule(f"{side}_decodes", f"{side}_image", verdict != OK, words, *_in_set(OK))
+    return pl.when(pl.col(side).is_not_null()).then(told).otherwise(_alone(f"{side}: is not given"))
 
 
 def _alone(reason: str) -> pl.Expr:
-    """A reason that is said only where no fault of reading tells the cause."""
+    """Report this reason only if the row itself was readable."""
     return pl.when(pl.col("fault").is_null()).then(pl.lit(reason))
-
-
-def _in_set(*values: Any) -> tuple[str, dict[str, Any]]:
-    return "ExpectColumnValuesToBeInSet", {"value_set": list(values)}
 
 
 def facts(records: pl.DataFrame, images: pl.DataFrame, twins: pl.DataFrame) -> pl.DataFrame:
     """`row`, the record's plain columns, and the facts that the rules read."""
-    verdicts = images.select("path", "verdict")
+    texts = records["references"].to_frame("text").with_row_index("row").explode("text", empty_as_null=True)
+    text = pl.col("text")
+    of_references = texts.group_by("row", maintain_order=True).agg(
+        references=text.count().cast(pl.Int64),
+        longest_reference=text.str.len_chars().max().fill_null(0).cast(pl.Int64),
+        markup_references=text.str.contains(MARKUP).sum().cast(pl.Int64),
+    )
+    found = records.drop("references", "change_types").with_row_index("row").hstack(of_references.drop("row"))
+    for side in ("before", "after"):
+        verdicts = images.select(pl.col("path").alias(side), pl.col("verdict").alias(f"{side}_image"))
+        found = found.join(verdicts, on=side, how="left")
     rank = pl.col("split").replace_strict(RANK, default=-1, return_dtype=pl.Int64)
     scene_splits = pl.col("split").n_unique().over("scene")
-    return (
-        records.drop("references", "change_types")
-        .with_row_index("row")
-        .hstack(_reference_facts(records["references"]))
-        .join(verdicts.rename({"path": "before", "verdict": "before_image"}), on="before", how="left")
-        .join(verdicts.rename({"path": "after", "verdict": "after_image"}), on="after", how="left")
-        .join(twins, on="row", how="left")
-        .sort("row")
-        .with_columns(
-            pl.col("before_image", "after_image").fill_null("is not given"),
-            rank=rank,
-            turn=(2 - rank + 3 * pl.col("fault").is_not_null()) * records.height + pl.col("row"),
-            scene_splits=pl.when(pl.col("scene").is_null()).then(1).otherwise(scene_splits),
-        )
-    )
-
-
-def _reference_facts(references: pl.Series) -> pl.DataFrame:
-    """Number of references, characters of the longest and number with markup; 0 for a record without references."""
-    exploded = references.to_frame("text").with_row_index("row").explode("text", empty_as_null=True)
-    return (
-        exploded.group_by("row", maintain_order=True)
-        .agg(
-            references=pl.col("text").count().cast(pl.Int64),
-            longest_reference=pl.col("text").str.len_chars().max().fill_null(0).cast(pl.Int64),
-            markup_references=pl.col("text").str.contains(MARKUP).sum().cast(pl.Int64),
-        )
-        .drop("row")
+    sorted_rows = found.join(twins, on="row", how="left").sort("row")
+    return sorted_rows.with_columns(
+        pl.col("before_image", "after_image").fill_null("is not given"),
+        rank=rank,
+        turn=(2 - rank + 3 * pl.col("fault").is_not_null()) * records.height + pl.col("row"),
+        scene_splits=pl.when(pl.col("scene").is_null()).then(1).otherwise(scene_splits),
     )
 
 

@@ -5,7 +5,7 @@ follows from the records alone, so DVC watches them and no image folder.
 """
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
@@ -19,19 +19,20 @@ from m3diff.datasets import DATASETS
 from m3diff.images.cache import check_images
 from m3diff.images.check import OK
 from m3diff.records.errors import DataError
-from m3diff.records.schemas import RAW_SCHEMA, RECORD_SCHEMA
+from m3diff.records.schemas import RAW_SCHEMA, RECORD_SCHEMA, load_table
 from m3diff.stages.ingest.params import DatasetEntry
 from m3diff.stages.validate.leaks import find_twins, sound_pairs
-from m3diff.stages.validate.pages import ValidateCounts, ValidateReport, write_summary
 from m3diff.stages.validate.params import Validate
 from m3diff.stages.validate.rules import LEAK, bad_rows, facts, rules
-from m3diff.stages.validate.suite import run_suite
+from m3diff.stages.validate.suite import ValidateCounts, ValidateReport, run_suite, write_summary
 
 REASONS = [pa.field("rules", pa.list_(pa.string())), pa.field("reason", pa.string())]
 QUARANTINE_SCHEMA = pa.schema([*RECORD_SCHEMA, *REASONS])
 
 LINKS = (("train", "test"), ("val", "test"), ("train", "val"))
 """Which splits are held against which. Only what trains and is in a test set is removed."""
+
+EMPTY = "; look at ingest.datasets in params.yaml"
 
 SHOWN = 5
 """Rows of a kind that a message shows."""
@@ -57,7 +58,7 @@ def validate(
             outputs are written before, so that the pages and the quarantine can be read.
     """
     out.mkdir(parents=True, exist_ok=True)
-    table = pl.concat([_load(records / name / "records.parquet") for name in entries])
+    table = pl.concat([load_table(records / name / "records.parquet", RAW_SCHEMA, "ingest", EMPTY) for name in entries])
     paths = pl.concat([table["before"], table["after"]])
     images = check_images(paths, cfg.max_image_pixels, image_cache, "validate")
     _refuse_changed(table, images)
@@ -95,18 +96,6 @@ def counting(found: pl.DataFrame, bad: pl.DataFrame, lost_may_be_lost: bool) -> 
     return found.select((~gone).cast(pl.Int64).alias("counts"))["counts"]
 
 
-def _load(path: Path) -> pl.DataFrame:
-    try:
-        schema, table = pq.read_schema(path), pl.read_parquet(path)
-    except (OSError, pa.ArrowInvalid, pl.exceptions.PolarsError) as error:
-        raise DataError(f"{path}: cannot be read: {error}; run `m3diff ingest` again") from error
-    if not schema.equals(RAW_SCHEMA):
-        raise DataError(f"{path}: not the columns that ingest writes; run `m3diff ingest` again")
-    if not table.height:
-        raise DataError(f"{path}: holds no record; look at ingest.datasets in params.yaml")
-    return table
-
-
 def _refuse_changed(table: pl.DataFrame, images: pl.DataFrame) -> None:
     """Raises DataError where an image file is not the one whose digest its record has."""
     digests = images.select("path", found="digest")
@@ -132,32 +121,20 @@ def expected_pairs(entries: Mapping[str, DatasetEntry]) -> dict[str, dict[str, i
     expected = {}
     for name, entry in entries.items():
         if entry.expected_pairs == "published":
-            expected[name] = _published_pairs(name, entry)
+            spec = DATASETS[entry.reader]
+            if (part := spec.part(name)) is None:
+                known = ", ".join(one.part for one in spec.published) or "none"
+                raise DataError(
+                    f"ingest.datasets {name!r}: expected_pairs: no counts of {entry.reader} are published under this "
+                    f"name (known: {known}); name the dataset so, or write {{train: ..., val: ..., test: ...}}"
+                )
+            expected[name] = part.pairs()
         elif entry.expected_pairs is not None:
             expected[name] = {str(split): pairs for split, pairs in entry.expected_pairs.items()}
     return expected
 
 
-def _published_pairs(name: str, entry: DatasetEntry) -> dict[str, int]:
-    spec = DATASETS[entry.reader]
-    part = spec.part(name)
-    if part is None:
-        known = ", ".join(one.part for one in spec.published) or "none"
-        raise DataError(
-            f"ingest.datasets {name!r}: expected_pairs: no counts of {entry.reader} are published under this name "
-            f"(known: {known}); name the dataset so, or write {{train: ..., val: ..., test: ...}}"
-        )
-    return part.pairs()
-
-
 def _split_and_write(table: pl.DataFrame, bad: pl.DataFrame, out: Path) -> tuple[pl.DataFrame, pl.DataFrame, int]:
-    clean, quarantine, respaced = _split(table, bad)
-    _write(clean, RECORD_SCHEMA, out / "records.parquet")
-    _write(quarantine, QUARANTINE_SCHEMA, out / "quarantine.parquet")
-    return clean, quarantine, respaced
-
-
-def _split(table: pl.DataFrame, bad: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame, int]:
     """Clean records with respaced references, quarantined ones as read, and how many references were respaced."""
     rows = table.with_row_index("row")
     clean = rows.join(bad, on="row", how="anti").sort("row")
@@ -166,13 +143,33 @@ def _split(table: pl.DataFrame, bad: pl.DataFrame) -> tuple[pl.DataFrame, pl.Dat
     grouped = spaced.group_by("row", maintain_order=True).agg(references="new")
     assert grouped.height == clean.height, (grouped.height, clean.height)
     respaced = spaced.select((pl.col("new") != pl.col("references")).sum()).item()
+    clean = clean.with_columns(grouped["references"])
     quarantine = rows.join(bad, on="row", how="inner").sort("row")
-    return clean.with_columns(grouped["references"]), quarantine, respaced
+    for name, frame, schema in (
+        ("records", clean, RECORD_SCHEMA),
+        ("quarantine", quarantine, QUARANTINE_SCHEMA),
+    ):
+        columns = frame.select(schema.names).to_arrow().cast(schema)
+        pq.write_table(columns, out / f"{name}.parquet", compression="zstd")
+    return clean, quarantine, respaced
 
 
 def _report(clean: pl.DataFrame, quarantine: pl.DataFrame, images: pl.DataFrame, **counted: Any) -> ValidateReport:
     names = pl.concat([clean["dataset"], quarantine["dataset"]]).unique().sort()
     suffix = pl.col("path").str.extract(r"\.([^./]+)$").str.to_uppercase().replace({"JPG": "JPEG", "TIF": "TIFF"})
+    datasets = {}
+    for name in names:
+        some, bad = clean.filter(pl.col("dataset") == name), quarantine.filter(pl.col("dataset") == name)
+        counts = (
+            some.group_by("split").agg(pairs=pl.len(), references=pl.col("references").list.len().sum()).sort("split")
+        )
+        datasets[name] = ValidateCounts(
+            pairs=dict(counts.select("split", "pairs").iter_rows()),
+            references=dict(counts.select("split", "references").iter_rows()),
+            quarantined=bad.height,
+            broken_rules=dict(bad["rules"].explode().value_counts().sort("rules").iter_rows()),
+            lost_test_pairs=lost_test_pairs(some, bad),
+        )
     return ValidateReport(
         stage="validate",
         rows_in=clean.height + quarantine.height,
@@ -183,24 +180,7 @@ def _report(clean: pl.DataFrame, quarantine: pl.DataFrame, images: pl.DataFrame,
         images=images.height,
         bad_images=images.filter(pl.col("verdict") != OK).height,
         mislabelled_images=images.filter(pl.col("verdict") == OK, suffix.ne_missing(pl.col("format"))).height,
-        datasets={
-            name: _counts(clean.filter(pl.col("dataset") == name), quarantine.filter(pl.col("dataset") == name))
-            for name in names
-        },
-    )
-
-
-def _counts(clean: pl.DataFrame, quarantine: pl.DataFrame) -> ValidateCounts:
-    by_split = (
-        clean.group_by("split").agg(pairs=pl.len(), references=pl.col("references").list.len().sum()).sort("split")
-    )
-    broken = quarantine["rules"].explode().value_counts().sort("rules")
-    return ValidateCounts(
-        pairs=dict(by_split.select("split", "pairs").iter_rows()),
-        references=dict(by_split.select("split", "references").iter_rows()),
-        quarantined=quarantine.height,
-        broken_rules=dict(broken.iter_rows()),
-        lost_test_pairs=lost_test_pairs(clean, quarantine),
+        datasets=datasets,
     )
 
 
@@ -213,10 +193,6 @@ def lost_test_pairs(clean: pl.DataFrame, quarantine: pl.DataFrame) -> list[str]:
         pl.col("own_split") == "test", pl.col("id").is_null() | ~pl.col("id").is_in(clean["id"].to_list())
     )
     return [f"{row['id'] or row['source']}: {row['reason']}" for row in lost.iter_rows(named=True)]
-
-
-def _write(frame: pl.DataFrame, schema: pa.Schema, path: Path) -> None:
-    pq.write_table(frame.select(schema.names).to_arrow().cast(schema), path, compression="zstd")
 
 
 def _refuse(
@@ -242,37 +218,44 @@ def _refuse(
         raise DataError("\n  ".join(["the data is refused:", *faults, where]))
 
 
-def too_many_bad(share: float, clean: pl.DataFrame, quarantine: pl.DataFrame) -> Iterator[str]:
-    """A sentence for every dataset's split of whose rows more than this share are bad; leaks are no fault of theirs.
-    Rows of no split, which are all bad, are a share of the dataset's."""
-    bad = quarantine.filter(pl.col("rules") != [LEAK])
-    of_split = ("dataset", "own_split")
-    rows = pl.concat([clean.select(of_split), quarantine.select(of_split)]).group_by(of_split).len("rows")
-    for (dataset, split), some in bad.group_by(of_split, maintain_order=True):
-        known = rows.filter(pl.col("dataset") == dataset)
-        total = int(known.filter(split is None or pl.col("own_split") == split)["rows"].sum())
-        if some.height > Fraction(str(share)) * total:
-            reasons = [f"{row['source']}: {row['reason']}" for row in some.iter_rows(named=True)]
-            yield (
-                f"{dataset} {split or 'without a split'}: {some.height} of {total} rows are bad, more than "
-                f"validate.max_quarantined_share = {share}; the first:\n" + _first(reasons)
+def too_many_bad(share: float, clean: pl.DataFrame, quarantine: pl.DataFrame) -> list[str]:
+    """A sentence for each dataset's split with a larger share of bad rows; leaks are no fault of theirs.
+
+    Rows of no split, which are all bad, are a share of the dataset's.
+    """
+    of_split = ["dataset", "own_split"]
+    rows = pl.concat([clean.select(of_split), quarantine.select(of_split)])
+    faults = []
+    for (dataset, split), bad in quarantine.filter(pl.col("rules") != [LEAK]).group_by(of_split, maintain_order=True):
+        total = rows.filter(pl.col("dataset") == dataset, split is None or pl.col("own_split") == split).height
+        if bad.height > Fraction(str(share)) * total:
+            faults.append(
+                f"{dataset} {split or 'without a split'}: {bad.height} of {total} rows are bad, more than "
+                f"validate.max_quarantined_share = {share}; the first:\n" + _first(_reasons(bad))
             )
+    return faults
 
 
-def too_many_leaked(share: float, clean: pl.DataFrame, quarantine: pl.DataFrame) -> Iterator[str]:
-    """A sentence for every dataset of whose training rows, whatever split its files call them, more than this share
-    are in a test set."""
-    leaked = quarantine.filter(pl.col("rules").list.contains(LEAK))
+def too_many_leaked(share: float, clean: pl.DataFrame, quarantine: pl.DataFrame) -> list[str]:
+    """A sentence for each dataset with a larger share of its training rows, whatever its files call them, in a test
+    set."""
     train = pl.concat([clean["dataset", "split"], quarantine["dataset", "split"]]).filter(split="train")
-    for (dataset,), some in leaked.group_by("dataset", maintain_order=True):
+    faults = []
+    for (dataset,), leaked in quarantine.filter(pl.col("rules").list.contains(LEAK)).group_by(
+        "dataset", maintain_order=True
+    ):
         total = train.filter(dataset=dataset).height
-        if some.height > Fraction(str(share)) * total:
-            reasons = [f"{row['source']}: {row['reason']}" for row in some.iter_rows(named=True)]
-            yield (
-                f"{dataset}: {some.height} of {total} training pairs are in a test set, more than "
+        if leaked.height > Fraction(str(share)) * total:
+            faults.append(
+                f"{dataset}: {leaked.height} of {total} training pairs are in a test set, more than "
                 f"validate.max_leaked_share = {share}, so its splits do not hold; remove these pairs from its training "
-                "split and run `m3diff ingest` again; the first:\n" + _first(reasons)
+                "split and run `m3diff ingest` again; the first:\n" + _first(_reasons(leaked))
             )
+    return faults
+
+
+def _reasons(rows: pl.DataFrame) -> list[str]:
+    return [f"{row['source']}: {row['reason']}" for row in rows.iter_rows(named=True)]
 
 
 def _first(lines: list[str]) -> str:

@@ -11,7 +11,7 @@ from m3diff.datasets.minichange.generate import image_paths, read_scenes, read_s
 from m3diff.datasets.minichange.language import describe_scene, references
 from m3diff.datasets.minichange.levels import LEVELS
 from m3diff.datasets.minichange.render import render
-from m3diff.datasets.minichange.scene import DARK, LIT, ZOOMS, Mark, Scene, Thing
+from m3diff.datasets.minichange.scene import LIT, ZOOMS, Mark, Scene, Thing
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import CHANGE_TYPES
 from m3diff.stages.augment.editors import DrawnEditor, carry_out
@@ -85,7 +85,7 @@ def test_of_two_of_one_name_at_one_place_neither_is_meant():
 def test_the_lamp_goes_out_and_comes_on():
     out = carry_out(SCENE, "the lamp went out", np.random.default_rng(0))
     assert out is not None
-    assert out.view.brightness == pytest.approx(DARK, rel=0.05)
+    assert out.view.brightness == pytest.approx(LEVELS["grid"].dark, rel=0.05)
     on = carry_out(out, "the lamp came on", np.random.default_rng(0))
     assert on is not None
     assert on.view.brightness == pytest.approx(LIT, rel=0.05)

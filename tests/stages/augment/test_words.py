@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from m3diff.datasets.minichange.change import sample_types
 from m3diff.datasets.minichange.language import NO_CHANGE_SENTENCES, describe_scene, references
-from m3diff.datasets.minichange.levels import LEVELS
+from m3diff.datasets.minichange.levels import LEVELS, sample_types
 from m3diff.datasets.minichange.scene import PLACES, Change, Scene, Thing
 from m3diff.stages.augment.words import difference, paraphrase, read_description, read_instruction
 

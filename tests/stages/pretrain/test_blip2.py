@@ -18,8 +18,8 @@ from transformers import (
     SiglipVisionModel,
 )
 
+from m3diff.datasets.minichange.levels import LEVELS
 from m3diff.datasets.minichange.render import render
-from m3diff.datasets.minichange.scene import sample_scene
 from m3diff.models.blip2idc.processing import Blip2IDCProcessor
 from m3diff.settings.load import load_params
 from m3diff.settings.section import ParamsError
@@ -57,7 +57,7 @@ def model(base: Blip2Base) -> Any:
 @pytest.fixture(scope="module")
 def pictures(base: Blip2Base) -> np.ndarray:
     rng = np.random.default_rng(0)
-    return np.stack([base.prepare_image(render(sample_scene(rng), 64, rng)) for _ in range(4)])
+    return np.stack([base.prepare_image(render(LEVELS["grid"].sample_scene(rng), 64, rng)) for _ in range(4)])
 
 
 def test_the_llm_answers_as_that_of_the_llava_onevision(base: Blip2Base, model: Any) -> None:
@@ -129,7 +129,7 @@ def test_a_caption_is_not_asked_for_and_a_thing_is(base: Blip2Base) -> None:
 def test_only_what_names_something_is_asked(base: Blip2Base) -> None:
     """Every task's question is either BLIP-2's own, captioning, or follows the start token."""
     rng = np.random.default_rng(0)
-    scenes = [sample_scene(rng) for _ in range(2)]
+    scenes = [LEVELS["grid"].sample_scene(rng) for _ in range(2)]
     told = {task.name: task.ask(rng, scenes[: task.images])[0] in blip2.CAPTION for task in curriculum(("grid",))}
     assert told == {
         "image": True,

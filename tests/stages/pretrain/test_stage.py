@@ -21,8 +21,8 @@ from transformers import (
 )
 from transformers.utils import is_torchvision_available
 
+from m3diff.datasets.minichange.levels import LEVELS
 from m3diff.datasets.minichange.render import render
-from m3diff.datasets.minichange.scene import DARK, sample_scene
 from m3diff.models.m3diff.processing import M3DiffProcessor
 from m3diff.stages.pretrain import llava_onevision, stage
 from m3diff.stages.pretrain.curriculum import QUESTIONS, curriculum
@@ -131,7 +131,7 @@ def test_the_folder_is_a_llava_onevision_that_its_processor_can_feed(made):
     }
     model = LlavaOnevisionForConditionalGeneration.from_pretrained(folder)
     own = M3DiffProcessor.from_pretrained(folder)
-    picture = render(sample_scene(np.random.default_rng(0)), 64, np.random.default_rng(0))
+    picture = render(LEVELS["grid"].sample_scene(np.random.default_rng(0)), 64, np.random.default_rng(0))
     inputs = own([(picture, picture)], [QUESTIONS[0]])
     assert inputs["pixel_values"].shape == (2, 3, 24, 24)
     assert (inputs["input_ids"] == model.config.image_token_id).sum() == 2 * (9 + 1)
@@ -142,7 +142,7 @@ def test_transformers_own_processor_is_found_in_the_folder_and_takes_images_alik
     """Its video part needs torchvision: where that is missing, transformers says so instead of giving a tokenizer."""
     folder = made / "a"
     own = M3DiffProcessor.from_pretrained(folder)
-    picture = render(sample_scene(np.random.default_rng(0)), 64, np.random.default_rng(0))
+    picture = render(LEVELS["grid"].sample_scene(np.random.default_rng(0)), 64, np.random.default_rng(0))
     ours = own([(picture, picture)], [QUESTIONS[0]])
     theirs = AutoImageProcessor.from_pretrained(folder)([[picture, picture]], return_tensors="pt")
     pixels = theirs["pixel_values"].reshape(2, 3, 24, 24)
@@ -199,8 +199,8 @@ def test_a_scene_is_a_function_of_seed_and_number_and_a_fifth_are_dark(bank, lla
     assert bank.pixels.shape == (60, 24, 24, 3)
     assert bank.pixels.dtype == np.uint8
     rng = np.random.default_rng([11, 7])
-    assert sample_scene(rng).things == scene.things
-    forced = [scene.view.brightness == DARK for scene in bank.scenes]
+    assert LEVELS["grid"].sample_scene(rng).things == scene.things
+    forced = [scene.view.brightness == LEVELS["grid"].dark for scene in bank.scenes]
     assert 5 <= sum(forced) <= 20
     assert len({pixels.tobytes() for pixels in bank.pixels}) == 60
     dark = bank.pixels[forced].mean()

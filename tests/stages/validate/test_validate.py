@@ -17,10 +17,10 @@ from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import Published, SplitCount
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import RECORD_SCHEMA
-from m3diff.stages.validate import pages
-from m3diff.stages.validate.pages import ValidateReport
+from m3diff.stages.validate import suite
 from m3diff.stages.validate.params import Validate
 from m3diff.stages.validate.stage import expected_pairs, too_many_bad
+from m3diff.stages.validate.suite import ValidateReport
 from tests.layouts import (
     edit_json,
     image_cache,
@@ -486,7 +486,7 @@ def test_the_pages_say_what_there_is_and_link_the_rows_in_quarantine_by_the_rule
 
 def test_of_a_rule_that_many_rows_break_the_page_shows_the_first(tmp_path):
     row = {"id": "a<b", "dataset": "d", "split": None, "source": "f", "reason": "r & s", "rules": ["long", "image"]}
-    text = "\n".join(pages._quarantine(pl.DataFrame([row] * 201)))
+    text = "\n".join(suite._quarantine(pl.DataFrame([row] * 201)))
     assert text.count("<td>a&lt;b</td><td>d</td><td>–</td><td>f</td><td>r &amp; s</td>") == 2 * 200
     assert text.count("<p>201 rows, the first 200</p>") == 2
 
