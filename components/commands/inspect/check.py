@@ -27,7 +27,7 @@ from m3diff.records.errors import DataError
 from m3diff.records.schemas import SPLITS
 from m3diff.stages.ingest.doubts import Doubt, as_yaml, doubts
 from m3diff.stages.ingest.params import DatasetEntry
-from m3diff.stages.ingest.table import to_table
+from m3diff.stages.ingest.stage import to_table
 
 FIRST = 5
 """Problems of one kind that are shown."""

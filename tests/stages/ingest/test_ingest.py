@@ -20,7 +20,7 @@ from m3diff.records.schemas import RAW_SCHEMA
 from m3diff.settings.section import ParamsError
 from m3diff.stages.ingest import stage
 from m3diff.stages.ingest.params import Ingest
-from m3diff.stages.ingest.table import to_table
+from m3diff.stages.ingest.stage import to_table
 from tests.layouts import edit_json, make_entry, run_ingest, save_picture, write_clevr, write_json, write_spot
 
 
