@@ -1,30 +1,39 @@
 """What is wrong with a dataset's folder, before anything is run: `m3diff data check ROOT`.
 
-The layout is known by the annotation files that are there, or said by `--reader`; how a table of one's own is read,
-`manifest.py` guesses. Then the dataset's own reader reads the folder, and what it finds is counted: pairs and
-references by split beside the published counts, rows that cannot be read, missing images. Images are looked for and
-their first bytes read, not decoded; that is for ingest and validate. What mends a mistake says `mistakes.py`.
+The layout is known by the annotation files that are there, or given by `--reader`; how a table of one's own is read,
+`guess.py` proposes. Then the dataset's own reader reads the folder, and what it finds is counted: pairs and references
+by split next to the published counts, rows that cannot be read, missing images. Images are looked for and their first
+bytes read, not decoded; that is for ingest and validate. Each mistake that is known has a line with its remedy.
 """
 
 import inspect
+import json
 import os
 import re
+import shlex
+import tarfile
 from collections import Counter
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any, NamedTuple
+from unicodedata import normalize
+from urllib.parse import unquote
 
-from m3diff.commands.inspect import mistakes
-from m3diff.commands.inspect.manifest import Guess, guess
+import yaml
+from PIL import Image, UnidentifiedImageError
+
+from m3diff.commands.inspect.guess import Guess, guess, is_image, manifests, two_folders
 from m3diff.datasets import DATASETS, omnidiff
-from m3diff.datasets.files import quoted
-from m3diff.datasets.pairs import files_called
-from m3diff.datasets.spec import DatasetSpec, Published, Row
-from m3diff.datasets.tables import Embedded
+from m3diff.datasets.files import quoted, read_json
+from m3diff.datasets.pairs import NO_PAIR, files_called
+from m3diff.datasets.spec import Row
+from m3diff.datasets.tables import Embedded, read_values
+from m3diff.images.open import known_formats
 from m3diff.records.errors import DataError
-from m3diff.records.schemas import SPLITS
+from m3diff.records.schemas import NO_CHANGE, SPLITS
 from m3diff.stages.ingest.doubts import Doubt, as_yaml, doubts
 from m3diff.stages.ingest.params import DatasetEntry
 from m3diff.stages.ingest.stage import to_table
@@ -33,10 +42,69 @@ FIRST = 5
 """Problems of one kind that are shown."""
 
 INSIDE = "#bytes="
-"""Between a manifest and the name of an image that stands in it."""
+"""Between a manifest and the name of an image that it holds."""
 
 TABLES = ("omnidiff", "pairs")
 """Readers of one table whose columns are named in the options; their layout is known by the columns."""
+
+LISTED = 200_000
+"""Files below a root that are looked at for a missing image."""
+
+LOOKED = 1_000
+"""Images whose first bytes are looked at; ingest decodes every one."""
+
+HEADER = "before,after,captions,split"
+TAR = "tar -C {root} -xf {path}"
+ARCHIVES = {
+    ".zip": "unzip {path} -d {root}",
+    ".gz": "gunzip {path}",
+    ".bz2": "bunzip2 {path}",
+    ".xz": "unxz {path}",
+    ".zst": "unzstd --rm {path}",
+    ".7z": "7z x -o{root} {path}",
+    ".rar": "unrar x {path} {root}/",
+} | dict.fromkeys((".tar", ".tgz", ".tbz2", ".txz"), TAR)
+RENAMED = {".ndjson": ".jsonl", ".jl": ".jsonl", ".tab": ".tsv", ".pq": ".parquet", ".parq": ".parquet"}
+ARROW = (
+    "import sys, pyarrow as a, pyarrow.parquet as q; p = sys.argv[1]; f = open(p, 'rb').read(6) == b'ARROW1'; "
+    "q.write_table((a.ipc.open_file if f else a.ipc.open_stream)(p).read_all(), p + '.parquet')"
+)
+VIDEO = (
+    "is a video, and pairs are images; take frames of it: `ffmpeg -i {path} -vf fps=1 {root}/%05d.png`, and write "
+    f"pairs.csv with the header {HEADER}"
+)
+BY_SUFFIX: dict[str, str] = {
+    **dict.fromkeys(
+        (".txt", ".xml", ".yaml", ".yml", ".h5", ".pkl"),
+        f"is no table that is read; write .csv, .tsv, .json, .jsonl or .parquet with {HEADER}",
+    ),
+    **{end: f"is an archive, which is not read; unpack it: `{command}`" for end, command in ARCHIVES.items()},
+    **dict.fromkeys(RENAMED, "call it as tables are called: `mv {path} {renamed}`"),
+    **dict.fromkeys((".arrow", ".feather"), f"write it as Parquet: `python -c {shlex.quote(ARROW)} {{path}}`"),
+    **dict.fromkeys(
+        (".xlsx", ".xls", ".ods", ".numbers"),
+        f"is a spreadsheet, which is not read; save it as CSV (UTF-8) with the header {HEADER}",
+    ),
+    **dict.fromkeys((".mp4", ".avi", ".mov", ".mkv", ".webm"), VIDEO),
+    ".dvc": "is DVC's pointer to data that are not here; fetch them: `dvc pull {path}`",
+}
+"""A file that is no table, by its suffix: what is wrong with it, and the remedy."""
+
+FAULTS: dict[str, str] = {
+    "has the same id": "one id is one pair: give each its own, or read without ids: options: {columns: {id: null}}",
+    "quote fields that hold": "put captions between double quotes, or save the table as .tsv or .jsonl",
+    "ends too early": "the file is cut off there: fetch or write it again",
+    "is a symbolic link out of": "copy the images into the root, or set follow_links: true in the entry",
+}
+"""The remedy of the faults that hold these words."""
+
+CONTENTS: tuple[tuple[Callable[[bytes], bool], str], ...] = (
+    (lambda data: data.startswith(b"version https://git-lfs"), "is a pointer of Git LFS; fetch it: `git lfs pull`"),
+    (lambda data: b"<html" in data.lower() or b"<!doctype" in data.lower(), "is a web page; download the image again"),
+    (lambda data: data[4:8] == b"ftyp", "is a video or HEIC; convert it to PNG or JPEG"),
+    (lambda data: True, "is of no known image format; write PNG or JPEG"),
+)
+"""A file that is called as images are: by its first bytes, what it is instead, and the remedy."""
 
 
 class Finding(NamedTuple):
@@ -81,7 +149,9 @@ def check(root: Path, entries: Mapping[str, DatasetEntry], reader: str | None = 
     answered = [doubt if doubt in open_ones else doubt._replace(answers=doubt.answers[:1]) for doubt in asked]
     possible = Guess(entry.options, [], [doubt for doubt in answered if doubt.answers]).entries()
     lines.append(f"{'one of these is ' if len(possible) > 1 else ''}the entry for ingest.datasets in params.yaml:")
-    lines += [f"    {name}: {as_yaml(_plain(entry, options))}" for options in possible]
+    for chosen in possible:
+        own = {"reader": entry.reader, "root": str(entry.root)} | ({"options": chosen} if chosen else {})
+        lines.append(f"    {name}: {as_yaml(own)}")
     if open_ones:
         lines.append("put the one that is right into params.yaml or into a profile, and check again")
     return Finding(lines, sound and not open_ones)
@@ -120,18 +190,30 @@ def recognise(root: Path, taken: Container[str] = (), reader: str | None = None)
     Raises:
         DataError: it is none.
     """
+    if not reader:
+        if other := _foreign(root):
+            raise DataError(f"{root}: {other}")
+        shares = {
+            name: (sum(_is_there(root, file) for file in spec.files) / len(spec.files), len(spec.files))
+            for name, spec in DATASETS.items()
+        }
+        best = max(shares, key=lambda name: shares[name])
+        if shares[best][0] and best not in TABLES and not _is_own(root, best):
+            reader = best
     if reader and reader not in TABLES:
         return Recognised(_free(reader, root, taken), DatasetEntry(reader=reader, root=root), [], [])
-    if not reader and (other := mistakes.foreign(root)):
-        raise DataError(f"{root}: {other}")
-    present = {
-        name: (sum(_is_there(root, file) for file in spec.files) / len(spec.files), len(spec.files))
-        for name, spec in DATASETS.items()
-    }
-    best = max(present, key=lambda name: present[name])
-    if not reader and best not in TABLES and present[best][0] and not _is_own(root, best):
-        return Recognised(_free(best, root, taken), DatasetEntry(reader=best, root=root), [], [])
-    return _recognise_manifest(root, taken, reader)
+    try:
+        options, notes, doubts = guess(root)
+    except DataError as error:
+        raise DataError(_unknown(root, str(error))) from error
+    more = [option for option in options if option not in inspect.signature(omnidiff.read).parameters]
+    if reader is None:  # OmniDiff's table has change types and one caption a row
+        reader = "omnidiff" if options["manifest"] == "annotations.json" and more in ([], ["splits"]) else "pairs"
+    if reader == "omnidiff":
+        options = {option: value for option, value in options.items() if option not in more}
+        notes.extend(f"the reader omnidiff has no option `{option}`; the reader pairs has" for option in more)
+    name = _free(reader if reader != "pairs" else None, root, taken)
+    return Recognised(name, DatasetEntry(reader=reader, root=root, options=options), notes, doubts)
 
 
 def _is_there(root: Path, file: str) -> bool:
@@ -154,32 +236,30 @@ def _is_own(root: Path, reader: str) -> bool:
     return bool(rows) and all(row.fault for row in rows)
 
 
-def _recognise_manifest(root: Path, taken: Container[str], reader: str | None) -> Recognised:
-    """A table of one's own, or OmniDiff's, which has change types and one caption a row."""
-    try:
-        options, notes, doubts = guess(root)
-    except DataError as error:
-        raise DataError(_unknown(root, str(error))) from error
-    more = [option for option in options if option not in inspect.signature(omnidiff.read).parameters]
-    if reader is None:
-        reader = "omnidiff" if options["manifest"] == "annotations.json" and more in ([], ["splits"]) else "pairs"
-    if reader == "omnidiff":
-        options = {option: value for option, value in options.items() if option not in more}
-        notes.extend(f"the reader omnidiff has no option `{option}`; the reader pairs has" for option in more)
-    name = _free(reader if reader != "pairs" else _word(root), root, taken)
-    return Recognised(name, DatasetEntry(reader=reader, root=root, options=options), notes, doubts)
-
-
-def _word(root: Path) -> str:
-    """The folder's name as a dataset may be called."""
-    return re.sub(r"[^A-Za-z0-9_-]+", "_", root.resolve().name).strip("_") or "pairs"
-
-
-def _free(name: str, root: Path, taken: Container[str]) -> str:
-    """The name, the folder's where it is taken, or that with a number."""
-    folder = _word(root)
+def _free(name: str | None, root: Path, taken: Container[str]) -> str:
+    """The name, the folder's where there is none or it is taken, or that with a number."""
+    folder = re.sub(r"[^A-Za-z0-9_-]+", "_", root.resolve().name).strip("_") or "pairs"
     numbered = (f"{folder}_{number}" for number in count(2))
-    return next(each for each in chain((name, folder), numbered) if each not in taken)
+    return next(each for each in chain((name or folder, folder), numbered) if each not in taken)
+
+
+def _foreign(root: Path) -> str | None:
+    """What the folder is, where it holds pairs in a form that no reader takes for its own."""
+    names = {path.name for path in root.iterdir()}
+    if "change_multi_captions.json" in names:
+        return (
+            "this is CARD's folder of Spot-the-Diff, whose captions are joined and cut at 60 words; take the original, "
+            "which is scored by CARD's protocol, too (multi-change): `git clone "
+            "https://github.com/harsh19/spot-the-diff`, folder data, reader spot_the_diff"
+        )
+    if "dataset_info.json" in names and '"m3diff_' in (root / "dataset_info.json").read_text("utf-8", "replace"):
+        return (
+            "this is what `m3diff export-llava` wrote of datasets that are in ingest.datasets already; name the folder "
+            "of one of these, or, in another project, the folder of the images as root with the file in it: "
+            "options: {manifest: train.json, columns: {images: images, captions: conversations, "
+            "split: metadata.split, id: null}}"
+        )
+    return None
 
 
 def _unknown(root: Path, reasons: str) -> str:
@@ -188,7 +268,7 @@ def _unknown(root: Path, reasons: str) -> str:
     seen = ", ".join(sorted(entry.name for entry in root.iterdir())[:8]) or "nothing"
     wanted = "; ".join(f"{reader}: {', '.join(spec.files)}" for reader, spec in DATASETS.items())
     hint = f" Perhaps you mean {deeper[0].removesuffix('/annotations')}." if deeper else ""
-    found = [*filter(None, reasons.split("\n")), *mistakes.in_folder(root)]
+    found = [*filter(None, reasons.split("\n")), *_in_folder(root)]
     listed = "".join(f"\n  {reason}" for reason in found)
     end = "\nOr say what it is by --reader." if found else ""
     return f"{root}: looks like none of the layouts; it holds {seen}.{hint}{listed}{end} Expected one of: {wanted}"
@@ -208,56 +288,62 @@ def _annotation_files(entry: DatasetEntry) -> list[str]:
 
 def _read(name: str, entry: DatasetEntry) -> tuple[list[str], bool, list[Doubt]]:
     """Counts and problems of a folder whose annotation files are all there, whether there are none, and doubts."""
+    spec, files = DATASETS[entry.reader], _annotation_files(entry)
     try:
         own_splits = entry.model_copy(update={"train_on": ("train",)})
-        read = list(DATASETS[entry.reader].read(entry.root, **entry.options))
+        read = list(spec.read(entry.root, **entry.options))
         table, _ = to_table(name, own_splits, map(_place, read))
     except DataError as error:
         header = re.fullmatch(r"(.+): no column (.+); found .*", str(error), re.DOTALL)
         fault = header and f"{os.path.relpath(header[1], entry.root)}, header: {header[2]}: is missing"
-        return [f"  CANNOT BE READ {error}", *_remedies(entry, [], [fault] if fault else [], [], [])], False, []
+        remedies = _remedies([fault] if fault else [], _of_columns(entry, files, [fault] if fault else []))
+        return [f"  CANNOT BE READ {error}", *remedies], False, []
     rows = table.select(["split", "references", "before", "after", "source", "fault"]).to_pylist()
     faults = [f"{row['source']}: {row['fault']}" for row in rows if row["fault"]]
     images = dict.fromkeys(row[side] for row in rows for side in ("before", "after") if row[side])
-    files = [path for path in images if INSIDE not in path]
-    missing = [path for path in files if not os.path.isfile(path)]
-    empty = [path for path in files if os.path.isfile(path) and not os.path.getsize(path)]
-    others = list(mistakes.no_images(path for path in files if path not in {*missing, *empty}))
+    paths = [path for path in images if INSIDE not in path]
+    missing = [path for path in paths if not os.path.isfile(path)]
+    empty = [path for path in paths if os.path.isfile(path) and not os.path.getsize(path)]
     asked = list(doubts(read, entry.options, entry.reader == "pairs"))
-    odd = [*mistakes.of_rows(read), *mistakes.of_flags(entry, read)]
-    faulty = [*(doubt.question for doubt in asked if not doubt.answers), *odd]
-    noted = [f"  {doubt.question}; the entry takes the first" for doubt in asked if doubt.sure]
-    passed = [row.source for row in read if row.without_caption]
-    empty_ones = sum(not str(text).strip() for row in rows for text in row["references"])
-    unknown = [
-        f"{row['source']}: split {row['split']!r}" for row in rows if row["split"] and row["split"] not in SPLITS
-    ]
+    unknown = [row for row in rows if row["split"] and row["split"] not in SPLITS]
+    problems = {
+        "rows that cannot be read": faults,
+        "splits that are none of train, val, test": [f"{row['source']}: split {row['split']!r}" for row in unknown],
+        "missing images": missing,
+        "images without a byte": empty,
+        "files that are no images": list(_no_images(path for path in paths if path not in {*missing, *empty})),
+        "captions and pairs to look at": [
+            *(doubt.question for doubt in asked if not doubt.answers),
+            *_of_rows(read),
+            *_of_flags(entry, read),
+        ],
+    }
+    parts = spec.published
+    nearest = min(parts, key=lambda part: abs(sum(part.pairs().values()) - len(rows)), default=None)
     lines = [
-        *_counts(_nearest(name, DATASETS[entry.reader], len(rows)), rows),
+        *_counts(spec.part(name) or nearest, rows),
         f"  images {len(images):,}, of them {len(missing):,} missing and {len(empty):,} empty",
-        *_passed_over(entry),
-        *_first("rows that cannot be read", faults),
-        *_first("splits that are none of train, val, test", unknown),
-        *_first("missing images", missing),
-        *_first("images without a byte", empty),
-        *_first("files that are no images", others),
-        *_first("captions and pairs to look at", faulty),
-        *noted,
-        *_first("pairs without a caption, which are passed over", passed),
-        *([f"  empty captions: {empty_ones:,}, which train nothing"] if empty_ones else []),
-        *_remedies(entry, read, faults, missing, unknown),
     ]
+    if entry.options.get("pairs_only"):
+        every = spec.read(entry.root, **(entry.options | {"pairs_only": False}))
+        lines.append(f"  passed over by pairs_only: {_counted(row.fault or '' for row in every) or 'no row'}")
+    lines += [line for what, found in problems.items() for line in _first(what, found)]
+    lines += [f"  {doubt.question}; the entry takes the first" for doubt in asked if doubt.sure]
+    lines += _first(
+        "pairs without a caption, which are passed over", [row.source for row in read if row.without_caption]
+    )
+    if wordless := sum(not str(text).strip() for row in rows for text in row["references"]):
+        lines.append(f"  empty captions: {wordless:,}, which train nothing")
+    names = {str(row.split) for row in read} - {"None"}
+    lines += _remedies(
+        faults,
+        _of_columns(entry, files, faults),
+        _of_images(entry, files, read, missing) if faults or missing else (),
+        [_of_splits(names - {*SPLITS}, names & {*SPLITS})] if unknown else (),
+    )
     if not rows:
         lines.append("  NO PAIR at all; fetch the dataset again")
-    return lines, bool(rows) and not (faults or unknown or missing or empty or others or faulty), asked
-
-
-def _passed_over(entry: DatasetEntry) -> list[str]:
-    """How many rows the option `pairs_only` leaves out, by what they have."""
-    if not entry.options.get("pairs_only"):
-        return []
-    rows = DATASETS[entry.reader].read(entry.root, **(entry.options | {"pairs_only": False}))
-    return [f"  passed over by pairs_only: {mistakes.counted(row.fault or '' for row in rows) or 'no row'}"]
+    return lines, bool(rows) and not any(problems.values()), asked
 
 
 def _place(row: Row) -> Row:
@@ -269,31 +355,9 @@ def _place(row: Row) -> Row:
     return row._replace(before=before, after=after)
 
 
-def _remedies(
-    entry: DatasetEntry, read: list[Row], faults: list[str], missing: list[str], unknown: list[str]
-) -> list[str]:
-    """What mends the problems, a line each."""
-    files = _annotation_files(entry)
-    found = [*mistakes.of_faults(faults), *mistakes.of_columns(entry, files, faults)]
-    if faults or missing:
-        found += mistakes.of_images(entry, files, read, missing)
-    if unknown:
-        names = {str(row.split) for row in read} - {"None"}
-        found.append(mistakes.of_splits(names - {*SPLITS}, names & {*SPLITS}))
-    return ["  what mends it:", *(f"    {line}" for line in found)] if found else []
-
-
-def _nearest(name: str, spec: DatasetSpec, pairs: int) -> Published | None:
-    """The published part that is called so; else the one with about as many pairs."""
-    return spec.part(name) or min(
-        spec.published, key=lambda part: abs(sum(part.pairs().values()) - pairs), default=None
-    )
-
-
-def _counts(published: Published | None, rows: list[dict[str, Any]]) -> list[str]:
+def _counts(published: Any, rows: list[dict[str, Any]]) -> list[str]:
     """A line per split: pairs, references and the published ones. A difference is shown, and no fault by itself."""
-    pairs = Counter(row["split"] for row in rows)
-    references = Counter[str]()
+    pairs, references = Counter(row["split"] for row in rows), Counter[str]()
     for row in rows:
         references[row["split"]] += len(row["references"])
     heading = f"  {'split':6}{'pairs':>9}{'references':>12}"
@@ -302,13 +366,13 @@ def _counts(published: Published | None, rows: list[dict[str, Any]]) -> list[str
     for split in SPLITS:
         line = f"  {split:6}{pairs[split]:9,}{references[split]:12,}"
         if published:
-            count = getattr(published, split)
-            wrong = count.pairs != pairs[split] or count.references not in (None, references[split])
-            given = "?" if count.references is None else f"{count.references:,}"
-            line += f"{count.pairs:22,}{given:>12}{'  differs' if wrong else ''}"
+            known = getattr(published, split)
+            wrong = known.pairs != pairs[split] or known.references not in (None, references[split])
+            given = "?" if known.references is None else f"{known.references:,}"
+            line += f"{known.pairs:22,}{given:>12}{'  differs' if wrong else ''}"
             differs = differs or wrong
         lines.append(line)
-    if published and differs:
+    if differs:
         lines.append(f"  not the release of {published.title}: a part, another version, or other data in its layout")
     return lines
 
@@ -321,6 +385,288 @@ def _first(what: str, problems: list[str]) -> list[str]:
     return [f"  {what}: {len(problems):,}", *(f"    {problem}" for problem in problems[:FIRST]), *more]
 
 
-def _plain(entry: DatasetEntry, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The entry with these options as it goes into `params.yaml`."""
-    return {"reader": entry.reader, "root": str(entry.root)} | ({"options": options} if options else {})
+def _remedies(faults: list[str], *others: Iterable[str]) -> list[str]:
+    """A line each for the remedies of faults, and for others."""
+    found = [remedy for words, remedy in FAULTS.items() if any(words in fault for fault in faults)]
+    if no_pair := _counted(faults):
+        found.append(
+            f"{no_pair} are no pair and cannot be read yet; take the others: {options(pairs_only=True)} (reader pairs)"
+        )
+    found += chain(*others)
+    return ["  what mends it:", *(f"    {line}" for line in found)] if found else []
+
+
+def _counted(faults: Iterable[str]) -> str:
+    """Rows with another number of images or answers than a pair has, by this number; empty where there is none."""
+    matches = [match for fault in faults if (match := NO_PAIR.search(fault))]
+    found = Counter(f"{match[1] or match[2]} {'images' if match[1] else 'answers'}" for match in matches)
+    return ", ".join(f"{number:,} with {kind}" for kind, number in sorted(found.items()))
+
+
+def _in_folder(root: Path) -> Iterator[str]:
+    """Mistakes that the names of a folder's files tell, where no table of pairs can be read."""
+    files = sorted(path for path in root.iterdir() if path.name[0] != ".")
+    for path in files:
+        suffix = path.suffix.lower()
+        if suffix in ARCHIVES and (".tar." in path.name.lower() or (path.is_file() and tarfile.is_tarfile(path))):
+            suffix = ".tar"
+        if suffix in BY_SUFFIX and not (path.is_dir() and suffix in (".txt", ".xml", ".yaml", ".yml", ".h5", ".pkl")):
+            renamed = quoted(path.with_suffix(RENAMED.get(suffix, "")))
+            yield f"{path.name}: " + BY_SUFFIX[suffix].format(path=quoted(path), root=quoted(root), renamed=renamed)
+    folders = [path for path in files if path.is_dir()]
+    has_images = any(is_image(path.name) for path in files)
+    if not manifests(root):
+        yield from _images_alone(root, folders, has_images)
+    for folder in folders:
+        if found := manifests(folder):
+            yield f"{folder.name}/ holds {found[0].name}; perhaps you mean `m3diff data check {quoted(folder)}`"
+    above = root.resolve().parent
+    if has_images and (found := manifests(above)):
+        yield f"the folder above holds {found[0].name}; name that one: `m3diff data check {quoted(above)}`"
+
+
+def _images_alone(root: Path, folders: list[Path], has_images: bool) -> Iterator[str]:
+    """Images without a table: in one folder, or in two whose names do or do not match."""
+    write = f"write {root / 'pairs.csv'} with the header {HEADER} and a line for each pair"
+    holding: dict[str, set[str]] = {}
+    for folder in folders:
+        with suppress(OSError):
+            holding[folder.name] = {path.name for path in folder.iterdir() if is_image(path.name)}
+    holding = {name: images for name, images in holding.items() if images}
+    sides = two_folders(root)
+    if sides and all(side in holding for side in sides):
+        before, after = (holding[side] for side in sides)
+        stems = {Path(name).stem for name in before} & {Path(name).stem for name in after}
+        same = len(before & after)
+        if before == after:
+            yield f"{sides[0]}/ and {sides[1]}/ hold {same:,} pairs of images, but no file has captions; {write}"
+        else:
+            why = "under other suffixes" if len(stems) > same else "of the same name"
+            yield (
+                f"{sides[0]}/ and {sides[1]}/ hold {len(before):,} and {len(after):,} images, {same:,} of the same "
+                f"name and {len(stems) - same:,} under other suffixes ({min(before ^ after)} has no partner {why}); "
+                + write
+            )
+    elif holding or has_images:
+        where = ", ".join(f"{name}/" for name in holding) or "the folder"
+        yield f"{where}: holds images, but no file says which are a pair and what changed; {write}"
+
+
+FAR = re.compile(r"/|~|\$|\\\\|[A-Za-z]:\\|[A-Za-z][A-Za-z0-9+.-]*:/|\.\.[/\\]")
+"""What a path begins with that does not lead into the root."""
+
+START = r"^|[^[:alnum:]_./-]"
+END = r"[,;|\"[:cntrl:]]"
+NAME = r"[^,;|\"[:cntrl:]]*\.(png|PNG|jpe?g|JPE?G|webp|gif|tiff?|bmp)"
+BLANKS = f"s/(^|{END}) +({NAME})/\\1\\2/g; s/({NAME}) +({END}|$)/\\1\\3/g"
+"""For sed: blanks around the name of an image that fills its field."""
+
+
+def _of_images(entry: DatasetEntry, files: list[str], rows: list[Row], missing: list[str]) -> Iterator[str]:
+    """Why images are not found where the rows name them, and the command or the option that mends it.
+
+    Args:
+        files: the dataset's annotation files, relative to the root.
+        missing: paths of images that are not there.
+    """
+    gone, root = {*missing}, entry.root
+    named = (value for row in rows for value in (row.before, row.after))
+    values = list(dict.fromkeys(value for value in named if isinstance(value, str) and value))
+    lost = [value for value in values if os.path.join(root, value) in gone or FAR.match(value)]
+    if slashes := next((value for value in lost if "\\" in value), None):
+        yield f"{slashes}: has backslashes; paths have slashes: {_replace(root, files, chr(92), '/')}"
+        return
+    if blanks := next((value for value in lost if value != value.strip()), None):
+        yield f"{blanks!r}: begins or ends in a blank; remove it: {_edit(root, files, BLANKS)}"
+        return
+    if far := next((value for value in lost if FAR.match(value)), None):
+        yield _from_afar(root, files, far)
+    if near := [value for value in lost if not FAR.match(value)]:
+        yield _where_it_is(entry, files, rows, values, near)
+
+
+def _from_afar(root: Path, files: list[str], value: str) -> str:
+    """Of an absolute path or an address: the part in front of what lies in the root, and how it is taken away."""
+    parts = value.split("/")
+    ends = ("/".join(parts[number:]) for number in range(1, len(parts)))
+    if end := next((end for end in ends if end and (root / unquote(end)).is_file()), None):
+        new = f"{root.absolute().as_uri()}/" if value.startswith("file:") else ""
+        start = value.removesuffix(end)
+        return f"{value}: is {end} in {root}; paths are relative to it: {_replace(root, files, start, new, START)}"
+    if "://" in value and not value.startswith("file:"):
+        return f"{value}: is an address; download the images into {root} and write their paths"
+    return (
+        f"{value}: leads out of the root; copy the images into {root} and write their paths, relative to it, or, where "
+        "the file says the right place, name the images' folder in the entry: image_root"
+    )
+
+
+def _replace(root: Path, files: list[str], old: str, new: str, start: str = "") -> str:
+    """The command that replaces a part of paths as it is written in the files; where it is not there, what to do.
+
+    Args:
+        start: a regular expression of what stands in front of it and stays.
+    """
+    ways: tuple[Callable[[str], str], ...] = (str,)
+    if not files[0].lower().endswith((".csv", ".tsv")):  # JSON may escape letters, and slashes
+        ways = tuple(partial(_escaped, ascii=ascii, slash=slash) for ascii in (True, False) for slash in ("/", "\\/"))
+    texts = [(root / file).read_text("utf-8", "replace") for file in files if not file.endswith(".parquet")]
+    way = next((way for way in ways if any(way(old) in text for text in texts)), None)
+    if way is None:
+        return f"write {new!r} for {old!r} in {', '.join(files)} or in the template of the column"
+    pattern, by = re.sub(r"[][\\.*^$+?(){}|#]", r"\\\g<0>", way(old)), re.sub(r"[\\&#]", r"\\\g<0>", way(new))
+    return _edit(root, files, f"s#({start}){pattern}#\\1{by}#g")
+
+
+def _escaped(text: str, ascii: bool, slash: str) -> str:
+    return json.dumps(text, ensure_ascii=ascii)[1:-1].replace("/", slash)
+
+
+def _edit(root: Path, files: list[str], script: str) -> str:
+    """The command that edits the files in place, by GNU's sed as by that of macOS."""
+    return f"`sed -i.bak -E {shlex.quote(script)} {' '.join(quoted(root / file) for file in files)}`"
+
+
+def options(**values: Any) -> str:
+    """Options of an entry as one writes them in params.yaml."""
+    line = yaml.safe_dump(values, default_flow_style=True, sort_keys=False, width=10_000, allow_unicode=True)
+    return f"options: {line.strip()}"
+
+
+def _where_it_is(entry: DatasetEntry, files: list[str], rows: list[Row], values: list[str], lost: list[str]) -> str:
+    """What is there in place of the first missing image, of the paths `values` that the rows name."""
+    root, name = entry.root, lost[0]
+    arguments = inspect.signature(DATASETS[entry.reader].read).parameters
+    if os.path.islink(root / name):
+        return f"{name}: is a symbolic link to {os.readlink(root / name)}, which leads to no file; copy the file there"
+    above, to = root.resolve().parent, root.resolve().name
+    if os.path.isfile(above / name) and "manifest" in arguments:
+        file = entry.options.get("manifest", arguments["manifest"].default)
+        moved = f"{to}/{file}" if isinstance(file, str) else {split: f"{to}/{each}" for split, each in file.items()}
+        return f"{name}: is found from the folder above; take {above} as root: {options(manifest=moved)}"
+    walk = ((folder, each) for folder, _, names in os.walk(root) for each in sorted(names))
+    there = [os.path.relpath(os.path.join(folder, each), root) for folder, each in islice(walk, LISTED)]
+    if same := next((each for each in there if normalize("NFC", each) == normalize("NFC", name)), None):
+        return f"{name}: there is {same}, the same letters in another Unicode form; {_rename(root, values)}"
+    stem, suffix = os.path.splitext(name)
+    other = next((each for each in there if os.path.splitext(each)[0] == stem and is_image(each)), None)
+    command = ""
+    if other and all(value in lost for value in values if value.endswith(suffix)):
+        command = f": {_replace(root, files, suffix, os.path.splitext(other)[1])}"
+    if case := next((each for each in there if each.lower() == name.lower()), None):
+        return f"{name}: there is {case}; large and small letters differ, write names as the files have them{command}"
+    if other:
+        return f"{name}: there is {other}; write the suffix that the files have{command}"
+    if deeper := next((each for each in there if each.endswith(f"/{name}")), None):
+        return f"{name}: there is {deeper}; {_in_folder_below(entry, there, rows, lost)}"
+    if number := re.fullmatch(r"(.*\D)?(\d+)\.0(\D*)", name):
+        return f"{name}: {number[2]}.0 is a whole number that pandas made a float; write {{column:d}} in the template"
+    return f"{name}: is nowhere below {root}; fetch the images and put them there"
+
+
+def _rename(root: Path, values: list[str]) -> str:
+    """The command that gives files the Unicode form that the table has."""
+    form = next((form for form in ("NFC", "NFD") if all(normalize(form, value) == value for value in values)), None)
+    if form is None:
+        return "the table has names in both forms: write it in one"
+    code = (
+        "import os, sys, unicodedata as u; [os.rename(os.path.join(d, n), os.path.join(d, u.normalize(sys.argv[1], n)))"
+        " for d, s, f in os.walk(sys.argv[2], topdown=False) for n in s + f]"
+    )
+    return f"rename the files: `python -c {shlex.quote(code)} {form} {quoted(root)}`"
+
+
+def _in_folder_below(entry: DatasetEntry, there: list[str], rows: list[Row], lost: list[str]) -> str:
+    """How the folder is named in which images lie that the rows name without it."""
+    arguments = inspect.signature(DATASETS[entry.reader].read).parameters
+    found = {
+        value: each.removesuffix(value) for each in reversed(there) for value in lost if each.endswith(f"/{value}")
+    }
+    if "columns" not in arguments:
+        folder = found[lost[0]]
+        images = entry.options.get("images", getattr(arguments.get("images"), "default", None))
+        command = f"`mv {quoted(entry.root / folder)}* {quoted(entry.root)}`"
+        return f"name the folder: {options(images=folder + images)}" if images else f"move them: {command}"
+    named = dict(entry.options.get("columns", {}))
+    columns = {side: named.get(side, side) for side in ("before", "after")}
+    if images := named.pop("images", None):
+        columns = {"images": None, "before": f"{images}.0", "after": f"{images}.1"}
+    for side in ("before", "after"):
+        folder = next((found[value] for row in rows if (value := getattr(row, side)) in found), "")
+        name, folder = columns[side], re.sub("[{}]", r"\g<0>\g<0>", folder)
+        if not isinstance(name, str):
+            return f"write it as {folder}{lost[0]}"
+        columns[side] = folder + name if "{" in name else f"{folder}{{{name}}}"
+    return f"name the folder: {options(columns=named | columns)}"
+
+
+def _of_rows(rows: list[Row]) -> Iterator[str]:
+    """What is wrong with captions, and with pairs of one image."""
+    same = [row for row in rows if row.before and row.before == row.after and row.change_types != [NO_CHANGE]]
+    if same:
+        yield f"{same[0].source}: both images are {same[0].before} ({len(same):,} such pairs); name both"
+    untyped = [row for row in rows if not isinstance(row.references, list) and row.references is not None]
+    if untyped:
+        yield f"{untyped[0].source}: captions are a text, a list of texts, or a JSON list in a field of a table"
+
+
+def _of_splits(names: Iterable[str], known: Iterable[str]) -> str:
+    """How splits are named that the table calls otherwise: an example, which the user corrects."""
+    names, left = sorted(names), [split for split in SPLITS if split not in [*known]]
+    example = {name: left[number] if number < len(left) else "train" for number, name in enumerate(names)}
+    return f"say which splits {', '.join(names)} are, for example {options(splits=example)} (reader pairs)"
+
+
+def _of_flags(entry: DatasetEntry, rows: list[Row]) -> Iterator[str]:
+    """Pairs in LEVIR-CC's layout that `changeflag` calls unchanged, in sentences that LEVIR-CC does not have."""
+    if entry.reader != "levir_cc":
+        return
+    file = "LevirCCcaptions.json"
+    records = read_json(entry.root / file, dict)["images"]
+    flagged = sum(isinstance(record, dict) and str(record.get("changeflag")) in ("0", "False") for record in records)
+    same = sum(row.change_types == [NO_CHANGE] for row in rows)
+    if flagged > 2 * same:
+        sides = {side: f"images/{{split}}/{folder}/{{filename}}" for side, folder in (("before", "A"), ("after", "B"))}
+        columns, flags = sides | {"captions": "sentences.*.raw"}, {"changeflag": [0, False]}
+        own = options(manifest=file, rows="images", columns=columns, no_change=flags)
+        yield (
+            f"{file}: changeflag calls {flagged:,} pairs unchanged, but {same:,} have LEVIR-CC's sentences for that; "
+            f"the others are read as changed; read data of one's own by the reader pairs: {own}"
+        )
+
+
+def _of_columns(entry: DatasetEntry, files: list[str], faults: list[str]) -> Iterator[str]:
+    """Files that call a column otherwise than the others, with the option that names both."""
+    named = dict(entry.options.get("columns", {}))
+    matches = (re.match(r"(.+?), (?:line|record|row|header)[^:]*: (.+): is missing", fault) for fault in faults)
+    missing = {
+        (match[1], column) for match in matches if match and match[1] in files for column in match[2].split(", ")
+    }
+    firsts: dict[str, Mapping[str, Any]] = {}
+    for file in files if missing else ():
+        values = read_values(entry.root / file, (), entry.options.get("delimiter"), entry.options.get("rows", ""))
+        firsts[file] = next((value for _, value in values if isinstance(value, dict)), {})
+    for file, column in sorted(missing):
+        field = next((field for field, name in named.items() if name == column), column)
+        if column in firsts[file] or field not in ("before", "after", "captions"):
+            continue
+        known = {name for other, first in firsts.items() if other != file and column in first for name in first}
+        fits = is_image if field != "captions" else lambda value: isinstance(value, str) and " " in value.strip()
+        others = [name for name, value in firsts[file].items() if fits(value) and name not in known]
+        remedy = f"add the column {column}"
+        if len(others) == 1:
+            remedy = f"name both: {options(columns=named | {field: [column, *others]})}"
+        yield f"{file}: has the columns {', '.join(firsts[file])}, of which none is {column}; {remedy}"
+
+
+def _no_images(paths: Iterable[str]) -> Iterator[str]:
+    """Of the first files, those that no image format begins like, with what they are instead."""
+    for path in islice(paths, LOOKED):
+        try:
+            with suppress(Image.DecompressionBombError), Image.open(path, formats=known_formats()):
+                pass  # validate has a limit of size of its own
+        except UnidentifiedImageError:
+            data = Path(path).read_bytes()[:200]
+            yield f"{path}: {next(told for fits, told in CONTENTS if fits(data))}"
+        except OSError as error:
+            yield f"{path}: cannot be read: {error.strerror}; check its permissions"

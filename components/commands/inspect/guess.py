@@ -1,29 +1,184 @@
-"""How a table of pairs can be read: its options for the reader `pairs`, guessed from names and from the first row.
+"""How a table of pairs can be read: its options for the reader `pairs`, guessed from names and from the first rows.
 
 A guess is a suggestion, never taken without being shown. What cannot be guessed is a DataError that says what the table
 holds, what is wrong with it, and what mends it.
+
+The order of two images is that of the names of their columns, folders and files. Names are compared by whole words
+("t1", "img_after" and "imageAfter" are two words each), never by parts of words, so that `prediction`, `folder` and
+`newspaper` tell nothing. A word that both names hold decides nothing.
 """
 
 import os
 import re
 import shlex
+import unicodedata
 from codecs import BOM_UTF8
-from collections.abc import Mapping
-from itertools import chain, islice, product
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
+from itertools import chain, combinations, islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from m3diff.commands.inspect.sides import NOUNS, RANK, called_as_sides, choose, order_of_columns, words_in
 from m3diff.datasets import pairs
 from m3diff.datasets.files import parse_json, quoted, read_text
 from m3diff.datasets.pairs import files_called
-from m3diff.datasets.tables import DELIMITERS, Embedded, read_values, rows_of, sep_line
+from m3diff.datasets.tables import DELIMITERS, Embedded, column_names, read_values, rows_of, sep_line
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import SPLITS
 from m3diff.stages.ingest.doubts import Doubt
+
+WORDS = {
+    0: "before bef pre prior original orig source src start starting begin beginning first initial init old older "
+    "oldest previous prev earlier early past then input in unedited unchanged undamaged from vorher alt avant ancien "
+    "antes до 前 之前 变化前 変更前",
+    1: "current now present today",
+    2: "after aft post edited edit target tgt dest dst destination end ending final finish second new newer newest "
+    "later subsequent recent latest output out result modified changed updated altered manipulated retouched damaged "
+    "to nachher neu apres nouveau despues depois после 后 後 之后 变化后 変更後",
+    3: "next future following",
+}
+RANK = {word: rank for rank, words in WORDS.items() for word in words.split()}
+"""Place in time by word. `last` is the later of two beside `first`, and says nothing elsewhere (last year)."""
+
+NUMBERS = {"zero": "0", "one": "1", "two": "2", "three": "3"}
+ORDINALS = {"st", "nd", "rd", "th"}
+NOUNS = (
+    "images",
+    "image",
+    "imgs",
+    "img",
+    "photo",
+    "picture",
+    "pic",
+    "frame",
+    "path",
+    "filename",
+    "file",
+    "name",
+    "url",
+)
+"""What else a name says of an image; `beforeimg` is `before`."""
+
+AUXILIARY = {"mask", "depth", "thumb", "thumbnail", "overlay", "heatmap", "diff", "seg", "segmentation", "crop", "flow"}
+"""Pictures that belong to an image and are none of the two."""
+
+ROWS_FOR_NUMBERS = 3
+"""Rows whose file names must hold the same two numbers before these count as an order."""
+
+
+class Order(NamedTuple):
+    """`first` says whether the first of two names is the image before; `sure` where both names say so by a word."""
+
+    first: bool
+    sure: bool
+
+
+def words_in(name: str) -> list[str]:
+    """The words and numbers of a name in small letters without accents, split at signs, digits and capitals."""
+    plain = "".join(c for c in unicodedata.normalize("NFKD", name) if not unicodedata.combining(c))
+    found = re.findall(r"\d+|[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[^\W\d_a-zA-Z]+", plain)
+    return [_without_noun(word.lower()) for word in found if word.lower() not in ORDINALS]
+
+
+def _without_noun(word: str) -> str:
+    rests = [word.removeprefix(noun) for noun in NOUNS] + [word.removesuffix(noun) for noun in NOUNS]
+    rest = next((rest for rest in rests if rest != word and (rest in RANK or rest in ("a", "b"))), word)
+    return NUMBERS.get(rest, rest)
+
+
+def order(first: Sequence[str], second: Sequence[str], numbers: bool = True) -> Order | None:
+    """The order of two images by the words of their names; None where these tell none, or contradict themselves.
+
+    Args:
+        numbers: two numbers are an order, too.
+    """
+    common = Counter(first) & Counter(second)
+    left, right = (list((Counter(words) - common).elements()) for words in (first, second))
+    ranks = [{RANK[word] for word in own if word in RANK} for own in (left, right)]
+    for own, other in ((0, 1), (1, 0)):
+        if "last" in (left, right)[own]:
+            if 0 not in ranks[other]:
+                return None
+            ranks[own].add(2)
+    if max(map(len, ranks)) > 1:
+        return None
+    if ranks[0] and ranks[1]:
+        (one,), (two,) = ranks
+        return None if one == two else Order(one < two, True)
+    if ranks[0] or ranks[1]:  # photo, photo_edited
+        (rank,) = ranks[0] or ranks[1]
+        return None if rank == 1 else Order((rank == 0) == bool(ranks[0]), False)
+    return _numbered(first, second, left + right) if numbers or {*left, *right} == {"a", "b"} else None
+
+
+def _numbered(first: Sequence[str], second: Sequence[str], different: Sequence[str]) -> Order | None:
+    """By `a` and `b`, by one number that differs, or by dates that begin with the year."""
+    if sorted(different) == ["a", "b"]:
+        return Order(first.count("a") > second.count("a"), False)
+    if not different or not all(word.isdecimal() for word in different):
+        return None
+    one, two = ([int(word) for word in words if word.isdecimal()] for words in (first, second))
+    differ = sum(a != b for a, b in zip(one, two, strict=False))
+    if len(one) != len(two) or (differ > 1 and not all(1900 <= numbers[0] < 2200 for numbers in (one, two))):
+        return None
+    return Order(one < two, False) if one != two else None
+
+
+def order_of_columns(first: str, second: str, values: tuple[Iterable[object], Iterable[object]]) -> Order | None:
+    """The order of two columns by their names and by what all file names in them have in common; None where neither
+    tells, or the two disagree."""
+    by_name = order(words_in(first), words_in(second))
+    paths = [[value for value in column if isinstance(value, str)] for column in values]
+    by_value = None
+    if all(paths):
+        one, two = map(_constant, paths)
+        by_value = order(one, two, numbers=min(map(len, paths)) >= ROWS_FOR_NUMBERS)
+    if by_name is None or by_value is None:
+        return by_name or by_value
+    return by_name if by_name.first == by_value.first or not by_value.sure else None
+
+
+def _constant(paths: Sequence[str]) -> list[str]:
+    """The words that every path holds, in their order."""
+    words = [words_in(re.sub(r"\.\w+$", "", path)) for path in paths]
+    common = reduce(lambda found, each: found & Counter(each), words, Counter(words[0]))
+    return [word for word in words[0] if common[word] > 0]
+
+
+def choose(names: Sequence[str], values: Sequence[Sequence[object]]) -> list[tuple[str, str]]:
+    """The two of these columns that are before and after; several such pairs where that is a question.
+
+    Args:
+        values: what the columns hold, a list each.
+    """
+    held = dict(zip(names, values, strict=True))
+    plain = [name for name in names if not AUXILIARY & {*words_in(name)}]
+    names = plain if len(plain) > 1 else names
+    found: dict[tuple[str, str], bool] = {}
+    for pair in combinations(names, 2):
+        if told := order_of_columns(*pair, (held[pair[0]], held[pair[1]])):
+            found[pair if told.first else pair[::-1]] = told.sure
+    sure = [pair for pair, both in found.items() if both]
+    rests = {name: sorted(word for word in words_in(name) if word not in RANK) for name in names}
+    like = [pair for pair in sure if rests[pair[0]] == rests[pair[1]]]
+    if best := like or sure or list(found):
+        return best
+    return [ordered for pair in combinations(names, 2) for ordered in (pair, pair[::-1])]
+
+
+def called_as_sides(names: Sequence[str]) -> list[tuple[str, str]]:
+    """The pairs of these names, before first, that say so by a word each, or by a number or letter behind a noun."""
+    found = {}
+    for pair in combinations(names, 2):
+        one, two = map(words_in, pair)
+        told = order(one, two)
+        if told and (told.sure or {*one} & {*two} & {*NOUNS} or {*one, *two} == {"a", "b"}):
+            found[pair if told.first else pair[::-1]] = told.sure
+    return [pair for pair, sure in found.items() if sure] or list(found)
+
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".json", ".parquet")
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm")
@@ -54,6 +209,7 @@ ENTRIES = 8
 DOCUMENTED = ("pairs.csv", "annotations.json")
 """Tables that are taken before others where their columns have the documented names."""
 PARTS = {"part", "shard", "chunk"}
+NUMBER = re.compile(r"[-+\d.,:\s]+")
 UNSPACED = re.compile(r"[\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff]{4}")
 KEPT = ("images", "question")
 """Fields without a column of their own name unless an entry names one."""
@@ -120,8 +276,11 @@ def guess(root: Path) -> Guess:
 
 
 def manifests(root: Path) -> list[Path]:
-    """Files of a folder that could be a table, those that the system hides left out."""
-    return sorted(path for path in root.iterdir() if path.suffix.lower() in SUFFIXES and path.name[0] not in "._")
+    """Files of a folder that could be a table, those that the system hides left out; none where it cannot be read."""
+    try:
+        return sorted(path for path in root.iterdir() if path.suffix.lower() in SUFFIXES and path.name[0] not in "._")
+    except OSError:
+        return []
 
 
 def split_called(name: str) -> str | None:
@@ -134,7 +293,7 @@ def split_called(name: str) -> str | None:
 def _guess(root: Path, path: Path, manifest: str | dict[str, str]) -> Guess:
     """How one table is read, or those of several splits, of which it is one."""
     options: dict[str, Any] = {"manifest": manifest}
-    notes, by_split = [], not isinstance(manifest, str)
+    notes, by_split, aliases = [], not isinstance(manifest, str), dict[str, str]()
     if not isinstance(manifest, str):
         notes.append(f"{', '.join(manifest.values())}: a file for each split")
     elif manifest != path.name:
@@ -147,10 +306,11 @@ def _guess(root: Path, path: Path, manifest: str | dict[str, str]) -> Guess:
     values = _by_column(rows)
     columns, told, doubts = _columns(root, path, values)
     if any(field != name for field, name in columns.items()):
-        named = ", ".join(f"{field} is {_listed(name)}" for field, name in columns.items() if field != name)
+        shown = {field: name if isinstance(name, str) else " and ".join(name) for field, name in columns.items()}
+        named = ", ".join(f"{field} is {name}" for field, name in shown.items() if field != name)
         notes.append(f"{path.name}: has the columns {', '.join(rows[0])}, read as: {named}")
     notes += told
-    split = next((name for name in values if _plain(name.split(".")[-1]) in NAMES["split"]), None)
+    split = next((name for name in values if _plain(name) in NAMES["split"]), None)
     if split not in (None, "split") and not by_split:
         columns["split"] = split
     captions = columns["captions"]
@@ -162,48 +322,40 @@ def _guess(root: Path, path: Path, manifest: str | dict[str, str]) -> Guess:
     if not split and not by_split:
         options["split"] = split_called(path.stem) or "train"
         notes.append(f"{path.name}: no column tells the split, so all pairs are {options['split']}: option `split`")
-    if aliases := {} if by_split or "split" in options else _aliases(root, options):
+    if not by_split and "split" not in options:
+        names = {row.split for row in pairs.read(root, **options) if isinstance(row.split, str)} - set(SPLITS)
+        aliases = {name: split for name in sorted(names) if (split := split_called(name))}
+    if aliases:
         options["splits"] = aliases
         notes.append(f"{path.name}: its splits have other names: option `splits`")
     return Guess(options, notes, doubts)
-
-
-def _listed(name: Any) -> str:
-    return " and ".join(name) if isinstance(name, list) else str(name)
 
 
 def _manifest(root: Path, path: Path) -> str | dict[str, str]:
     """The file's name; with siblings that are called alike but for the split, those of each split, a pattern for the
     numbered parts of one; a pattern for numbered parts that name no split."""
     kind, own = _kind(path), split_called(path.stem)
+    words, is_numbered, suffix = kind
     groups: dict[str, list[str]] = {}
     for each in manifests(root):
         split = split_called(each.stem)
         if _kind(each) == kind and (split is None) == (own is None):
             groups.setdefault(split or "all", []).append(each.name)
     several = any(len(names) > 1 for names in groups.values())
-    if sum(map(len, groups.values())) < 2 or (several and not kind.numbered) or (not own and not PARTS & {*kind.words}):
+    if sum(map(len, groups.values())) < 2 or (several and not is_numbered) or (not own and not PARTS & {*words}):
         return path.name
-    files = {split: _pattern(names) for split, names in groups.items()}
+    starts = {split: os.path.commonprefix(names) for split, names in groups.items()}
+    files = {split: names[0] if not names[1:] else f"{starts[split]}*{suffix}" for split, names in groups.items()}
     if any(sorted(each.name for each in files_called(root, files[split])) != groups[split] for split in groups):
         return path.name
     return {split: files[split] for split in SPLITS if split in files} if own else files["all"]
 
 
-class _Kind(NamedTuple):
-    words: tuple[str, ...]  # of a file's name, without the split's
-    numbered: bool
-    suffix: str
-
-
-def _kind(path: Path) -> _Kind:
+def _kind(path: Path) -> tuple[list[str], bool, str]:
+    """Words of a file's name without the split's, whether it has numbers, and the suffix."""
     words = re.findall(r"[^\W\d_]+|[^\w\s.-]", path.stem.lower())
-    splits = {alias for aliases in ALIASES.values() for alias in aliases}
-    return _Kind(tuple(word for word in words if word not in splits), bool(re.search(r"\d", path.stem)), path.suffix)
-
-
-def _pattern(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{os.path.commonprefix(names)}*{Path(names[0]).suffix}"
+    splits = {*chain(*ALIASES.values())}
+    return [word for word in words if word not in splits], bool(re.search(r"\d", path.stem)), path.suffix
 
 
 def _sample(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -211,7 +363,11 @@ def _sample(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     header's names."""
     suffix, reading, header = path.suffix.lower(), dict[str, Any](), list[str]()
     if suffix == ".parquet":
-        return reading, _sample_of_parquet(path)
+        names = column_names(path)
+        try:
+            return reading, list(islice(rows_of(path), SAMPLE)) or [dict.fromkeys(names)]
+        except (OSError, pa.ArrowException) as error:
+            raise DataError(f"{path}: cannot be read as Parquet: {error}; write it again") from error
     if suffix in DELIMITERS:
         named, text = sep_line(read_text(path))
         line = text.lstrip().splitlines()[0]
@@ -244,7 +400,11 @@ def _rows_in(path: Path) -> str | None:
         DataError: several are; names them.
     """
     value = parse_json(read_text(path), str(path))
-    lists = [key for key, rows in value.items() if _is_rows(rows)] if isinstance(value, dict) else []
+    lists = (
+        [key for key, rows in value.items() if isinstance(rows, list) and rows and isinstance(rows[0], dict)]
+        if isinstance(value, dict)
+        else []
+    )
     if len(lists) > 1:
         entries = "; ".join(f"options: {{manifest: {path.name}, rows: {key}}}" for key in lists)
         raise DataError(
@@ -252,17 +412,6 @@ def _rows_in(path: Path) -> str | None:
             f"(train.json, val.json), or say which one is read: {entries}"
         )
     return lists[0] if lists else None
-
-
-def _sample_of_parquet(path: Path) -> list[dict[str, Any]]:
-    try:
-        return list(islice(rows_of(path), SAMPLE)) or [dict.fromkeys(pq.read_schema(path).names)]
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{path}: cannot be read as Parquet: {error}; write it again") from error
-
-
-def _is_rows(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
 
 
 def _check_comments(path: Path, count: int, text: str) -> None:
@@ -293,7 +442,8 @@ def is_image(value: Any) -> bool:
 
 
 def _plain(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", name.lower())
+    """The last part of a path in small letters and digits."""
+    return re.sub(r"[^a-z0-9]", "", name.split(".")[-1].lower())
 
 
 def _by_column(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
@@ -340,12 +490,12 @@ def _columns(root: Path, path: Path, values: Mapping[str, list[Any]]) -> tuple[d
         doubts = [*doubts, Doubt(question, [{"columns": answer} for answer in answers])]
     for name, column in rest.items():
         tasks = list(dict.fromkeys(value for value in column if isinstance(value, str)))
-        if "task" in _words(name) and 1 < len(tasks) < ENTRIES:
+        if "task" in {*words_in(name)} and 1 < len(tasks) < ENTRIES:
             question = f"{path.name}: the column {name} names several tasks; the rows of which say what changed?"
             doubts = [*doubts, Doubt(question, [*({"where": {name: task}} for task in tasks), {}])]
     columns: dict[str, Any] = images | answers[0]
     rest = {name: column for name, column in rest.items() if name not in taken}
-    asked = _question(rest) if any(_words(name) & CAPTIONS for name in taken) else None
+    asked = _question(rest) if any({*words_in(name)} & CAPTIONS for name in taken) else None
     if asked:
         columns["question"] = asked
     others = [name for name, column in rest.items() if _is_text(column) and name not in (asked or "")]
@@ -356,7 +506,7 @@ def _columns(root: Path, path: Path, values: Mapping[str, list[Any]]) -> tuple[d
 def _images(values: Mapping[str, list[Any]]) -> tuple[dict[str, str], list[Doubt]]:
     """The columns of both images: those that hold images, one with a list of them, or two that are called so."""
     named = [name for name, column in values.items() if _holds_images(column)]
-    listed = [name for plain in NAMES["images"] for name in values if _plain(name.split(".")[-1]) == plain]
+    listed = [name for plain in NAMES["images"] for name in values if _plain(name) == plain]
     lists = [name for name in listed if any(isinstance(value, list) for value in values[name])]
     pairs = choose(named, [values[name] for name in named])
     if not named and not lists and (parts := _in_parts(values)):
@@ -364,8 +514,14 @@ def _images(values: Mapping[str, list[Any]]) -> tuple[dict[str, str], list[Doubt
     if lists and len(pairs) != 1:
         return _list_of_images(lists[0], values[lists[0]])
     if not pairs:
-        likely = {name: column for name, column in values.items() if all(_may_name_an_image(each) for each in column)}
-        pairs = called_as_sides(list(likely))
+        text = [name for name, column in values.items() if all(isinstance(each, str | Embedded) for each in column)]
+        worded = {
+            name
+            for name in text
+            for v in values[name]
+            if isinstance(v, str) and (" " in v.strip() or NUMBER.fullmatch(v))
+        }
+        pairs = called_as_sides([name for name in text if name not in worded])
     if not pairs:
         return {}, []
     answers = [dict(zip(("before", "after"), pair, strict=True)) for pair in pairs]
@@ -410,16 +566,6 @@ def _holds_images(column: list[Any]) -> bool:
     return images > 0 and 2 * images >= len(column)
 
 
-def _may_name_an_image(value: Any) -> bool:
-    return isinstance(value, Embedded) or (
-        isinstance(value, str) and " " not in value.strip() and not _is_number(value)
-    )
-
-
-def _is_number(text: str) -> bool:
-    return bool(re.fullmatch(r"[-+\d.,:\s]+", text))
-
-
 def _templates(root: Path, values: Mapping[str, list[Any]]) -> tuple[dict[str, str], list[Doubt]]:
     """`before/{name}.png` and `after/{name}.png`, where a column names an image in each of two folders."""
     folders = sorted(path.name for path in root.iterdir() if path.is_dir() and path.name[0] != ".")
@@ -448,21 +594,17 @@ def two_folders(root: Path) -> tuple[str, str] | None:
     return found[0] if len(found) == 1 else None
 
 
-def _words(name: str) -> set[str]:
-    return {*words_in(name)}
-
-
 def _captions(values: Mapping[str, list[Any]]) -> list[list[str]]:
     """The columns that could hold the captions, alone or several together; one such list where that is clear."""
     named = [
         n for n, column in values.items() if words_in(n)[-1:] and words_in(n)[-1] not in DATA and _is_texts(column)
     ]
-    strong = [name for name in named if _words(name) & CAPTIONS]
+    strong = [name for name in named if {*words_in(name)} & CAPTIONS]
     if "captions" in values and not any(isinstance(value, dict) for value in values["captions"]):
         strong = ["captions"]
     of_pair = [name for name in strong if not _captions_one_image(name)]
     texts = [name for name in named if _is_text(values[name])]
-    pool = of_pair or [*dict.fromkeys(strong + texts)] or [name for name in named if _words(name) & WEAK]
+    pool = of_pair or [*dict.fromkeys(strong + texts)] or [name for name in named if {*words_in(name)} & WEAK]
     if len(pool) < 2:
         return [[_inner(name, values[name])] for name in pool]
     words = {tuple(word for word in words_in(name) if not word.isdecimal()) for name in pool}
@@ -474,7 +616,7 @@ def _captions(values: Mapping[str, list[Any]]) -> list[list[str]]:
 
 def _captions_one_image(name: str) -> bool:
     """Whether a column of captions is called as those of one of the two images: source_caption, image1_text."""
-    words = _words(name)
+    words = {*words_in(name)}
     return bool(words & {*RANK} and words & CAPTIONS - {*RANK}) or bool(
         words & {*NOUNS} and re.search(r"\d|_[ab]_", name)
     )
@@ -483,7 +625,7 @@ def _captions_one_image(name: str) -> bool:
 def _inner(name: str, column: list[Any]) -> str:
     """The texts of sentences in objects of their own; a conversation stays as it is."""
     value = next(iter(column), None)
-    if not isinstance(value, list) or not _is_rows(value):
+    if not isinstance(value, list) or not value or not isinstance(value[0], dict):
         return name
     inside = next((key for key in ("raw", "text", "caption", "sentence") if key in value[0]), None)
     return f"{name}.*.{inside}" if inside else name
@@ -494,7 +636,7 @@ def _question(values: Mapping[str, list[Any]]) -> str | None:
     asked = [
         name
         for name, column in values.items()
-        if _words(name) & QUESTIONS and words_in(name)[-1] not in DATA and any(str(v).strip() for v in column)
+        if {*words_in(name)} & QUESTIONS and words_in(name)[-1] not in DATA and any(str(v).strip() for v in column)
     ]
     if len(asked) < 2:
         return asked[0] if asked else None
@@ -505,19 +647,15 @@ def _is_texts(column: list[Any]) -> bool:
     """Whether a column may hold captions: texts or lists, of which not all are numbers; an empty one may."""
     values = [value for value in column if value != ""]
     usable = (isinstance(v, list) and not all(isinstance(e, int | float) for e in v) for v in values)
-    return not values or any(usable) or any(isinstance(v, str) and not _is_number(v) for v in values)
+    return not values or any(usable) or any(isinstance(v, str) and not NUMBER.fullmatch(v) for v in values)
 
 
 def _is_text(column: list[Any]) -> bool:
     """Whether a column holds a text of several words, or lists of these; some scripts put no spaces between words."""
     return any(
-        isinstance(text, str) and not _is_number(text) and (" " in text.strip() or UNSPACED.search(text) is not None)
+        isinstance(text, str)
+        and not NUMBER.fullmatch(text)
+        and (" " in text.strip() or UNSPACED.search(text) is not None)
         for value in column
         for text in (value if isinstance(value, list) else [value])
     )
-
-
-def _aliases(root: Path, options: dict[str, Any]) -> dict[str, str]:
-    """The manifest's own names of splits that are none of train, val, test and that say which they are."""
-    names = {row.split for row in pairs.read(root, **options) if isinstance(row.split, str)} - set(SPLITS)
-    return {name: split for name in sorted(names) if (split := split_called(name))}
