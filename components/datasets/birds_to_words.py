@@ -20,7 +20,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from m3diff.datasets.spec import DatasetSpec, Licence, Permission, Protocol, Published, Row, SplitCount, TableRow
+from m3diff.datasets.spec import (
+    DatasetSpec,
+    Licence,
+    Permission,
+    Protocol,
+    Published,
+    Row,
+    SplitCount,
+    TableRow,
+    broken,
+)
 from m3diff.datasets.tables import read_table
 
 COLUMNS = ("img1ObservationURL", "img2ObservationURL", "split", "description")
@@ -35,7 +45,7 @@ def read(
         ids = [_photo(row[column]) for column in COLUMNS[:2]]
         if fault or not all(ids):
             fault = fault or "image URL: expected https://www.inaturalist.org/photos/<number>"
-            yield Row(None, row["split"], None, None, None, [], [], where, fault)
+            yield broken(row["split"], where, fault)
         else:
             merged.setdefault((*ids, row["split"]), []).append((where, row["description"]))
     for (first, second, split), found in merged.items():

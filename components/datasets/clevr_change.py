@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from m3diff.datasets.files import describe, read_json, read_splits
+from m3diff.datasets.files import read_json, read_splits
 from m3diff.datasets.spec import (
     UNSTATED,
     WITH_SPICE,
@@ -30,7 +30,8 @@ from m3diff.datasets.spec import (
     Row,
     SplitCount,
     TableRow,
-    is_scene,
+    broken,
+    fault_of_scene,
 )
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import NO_CHANGE
@@ -46,10 +47,8 @@ def read(root: Path) -> Iterator[Row]:
     seen: set[str] = set()
     for split, scenes in read_splits(root / "splits.json").items():
         for position, scene in enumerate(scenes):
-            source = f"splits.json, {split}[{position}]"
-            if not is_scene(scene):
-                fault = f"scene: expected a number from 0, found {describe(scene)}"
-                yield Row(None, split, None, None, None, [], [], source, fault)
+            if wrong := fault_of_scene(scene):
+                yield broken(split, f"splits.json, {split}[{position}]", f"scene: {wrong}")
                 continue
             key = f"CLEVR_default_{scene:06d}.png"
             seen.add(key)
@@ -57,7 +56,10 @@ def read(root: Path) -> Iterator[Row]:
             yield _pair(scene, split, no_change, "no_change_captions.json", key, [NO_CHANGE])
     for file, captioned, end in (("change_captions.json", captions, ""), ("no_change_captions.json", no_change, "_n")):
         for key in sorted(captioned.keys() - seen):
-            yield Row(key + end, None, key, None, None, [], [], f"{file}, {key}", _stray(key))
+            wrong = "split: the scene is in no list of splits.json"
+            if not KEY.fullmatch(key):
+                wrong = f"key: expected 'CLEVR_default_<six digits>.png', found {key!r}"
+            yield broken(None, f"{file}, {key}", wrong, key, key + end)
 
 
 def _pair(scene: int, split: str, captions: dict[str, Any], file: str, key: str, types: list[str]) -> Row:
@@ -80,19 +82,7 @@ def _types(path: Path) -> dict[str, list[str]]:
     return types
 
 
-def _stray(key: str) -> str:
-    if KEY.fullmatch(key):
-        return "split: the scene is in no list of splits.json"
-    return f"key: expected 'CLEVR_default_<six digits>.png', found {key!r}"
-
-
-PUBLISHED = Published(
-    part="clevr_change",
-    title="CLEVR-Change",
-    train=SplitCount(67_660),
-    val=SplitCount(3_976),
-    test=SplitCount(7_970),
-)
+PUBLISHED = Published("clevr_change", "CLEVR-Change", SplitCount(67_660), SplitCount(3_976), SplitCount(7_970))
 AUTHORS = "Seth-Park/RobustChangeCaptioning: evaluate.py"
 SEMANTIC = r"\d+\.png"
 SPEC = DatasetSpec(

@@ -14,8 +14,18 @@ which block of 8,000 numbers holds which action is not documented, so change typ
 from collections.abc import Iterator
 from pathlib import Path
 
-from m3diff.datasets.files import describe, read_json, read_splits
-from m3diff.datasets.spec import UNSTATED, WITH_SPICE, DatasetSpec, Protocol, Published, Row, SplitCount, is_scene
+from m3diff.datasets.files import read_json, read_splits
+from m3diff.datasets.spec import (
+    UNSTATED,
+    WITH_SPICE,
+    DatasetSpec,
+    Protocol,
+    Published,
+    Row,
+    SplitCount,
+    broken,
+    fault_of_scene,
+)
 
 
 def read(root: Path) -> Iterator[Row]:
@@ -24,9 +34,8 @@ def read(root: Path) -> Iterator[Row]:
     seen: set[str] = set()
     for split, scenes in read_splits(root / "split.json").items():
         for position, scene in enumerate(scenes):
-            if not is_scene(scene):
-                wrong = f"scene: expected a number from 0, found {describe(scene)}"
-                yield Row(None, split, None, None, None, [], [], f"split.json, {split}[{position}]", wrong)
+            if wrong := fault_of_scene(scene):
+                yield broken(split, f"split.json, {split}[{position}]", f"scene: {wrong}")
                 continue
             key, name = str(scene), f"{scene:06d}.png"
             seen.add(key)
@@ -34,17 +43,10 @@ def read(root: Path) -> Iterator[Row]:
             images = f"bef/{scene}.png", f"aft/{scene}.png"
             yield Row(name, split, name, *images, captions.get(key, []), [], f"captions.json, {key}", fault)
     for key in sorted(captions.keys() - seen):
-        wrong = "split: the scene is in no list of split.json"
-        yield Row(key, None, key, None, None, [], [], f"captions.json, {key}", wrong)
+        yield broken(None, f"captions.json, {key}", "split: the scene is in no list of split.json", key, key)
 
 
-PUBLISHED = Published(
-    part="clevr_dc",
-    title="CLEVR-DC",
-    train=SplitCount(40_800),
-    val=SplitCount(2_400),
-    test=SplitCount(4_800),
-)
+PUBLISHED = Published("clevr_dc", "CLEVR-DC", SplitCount(40_800), SplitCount(2_400), SplitCount(4_800))
 SPEC = DatasetSpec(
     title="CLEVR-DC",
     page="https://github.com/hsgkim/clevr-dc",

@@ -16,7 +16,7 @@ validates. No paper's scores of these pairs as they are here are known, so the p
 from collections.abc import Iterator
 from pathlib import Path
 
-from m3diff.datasets.spec import DatasetSpec, Licence, Permission, Protocol, Published, Row, SplitCount, fault_in
+from m3diff.datasets.spec import DatasetSpec, Licence, Permission, Protocol, Published, Row, SplitCount, broken
 from m3diff.datasets.tables import column_names, read_shards, shards
 from m3diff.records.errors import DataError
 
@@ -28,22 +28,18 @@ BEFORE, AFTER = "image", "edited_image"
 def read(root: Path) -> Iterator[Row]:
     """One row per edit."""
     for split, pattern in FILES.items():
-        _refuse_without_edits(root, pattern)
-        for where, row, fault in read_shards(root, pattern, (*FIELDS, BEFORE, AFTER)):
-            if fault := fault or fault_in(row, FIELDS):
-                yield Row(None, split, None, None, None, [], [], where, fault)
-                continue
-            name = f"{'validation' if split == 'val' else split}-{row['idx']}"
-            yield Row(name, split, name, row[BEFORE], row[AFTER], [row["instruction"]], [], where)
-
-
-def _refuse_without_edits(root: Path, pattern: str) -> None:
-    for path in shards(root, pattern):
-        if AFTER not in column_names(path):
-            raise DataError(
-                f"{path}: no column {AFTER}: it is of emu_edit_test_set, in which validation and test are swapped; "
-                "fetch emu_edit_test_set_generations"
-            )
+        for path in shards(root, pattern):
+            if AFTER not in column_names(path):
+                raise DataError(
+                    f"{path}: no column {AFTER}: it is of emu_edit_test_set, in which validation and test are swapped; "
+                    "fetch emu_edit_test_set_generations"
+                )
+        for where, row, fault in read_shards(root, pattern, FIELDS, (BEFORE, AFTER)):
+            if fault:
+                yield broken(split, where, fault)
+            else:
+                name = f"{'validation' if split == 'val' else split}-{row['idx']}"
+                yield Row(name, split, name, row[BEFORE], row[AFTER], [row["instruction"]], [], where)
 
 
 PUBLISHED = Published(
@@ -58,13 +54,7 @@ SPEC = DatasetSpec(
     title="Emu Edit",
     page="https://huggingface.co/datasets/facebook/emu_edit_test_set_generations",
     paper="Emu Edit: Precise Image Editing via Recognition and Generation Tasks (Sheynin et al., CVPR 2024)",
-    licence=Licence(
-        name="CC BY-NC 4.0",
-        url="https://creativecommons.org/licenses/by-nc/4.0/",
-        train=NOT_SOLD,
-        redistribute=NOT_SOLD,
-        show=NOT_SOLD,
-    ),
+    licence=Licence.of("CC BY-NC 4.0", "https://creativecommons.org/licenses/by-nc/4.0/", NOT_SOLD),
     read=read,
     files=tuple(FILES.values()),
     task="edit",

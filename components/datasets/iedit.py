@@ -26,6 +26,7 @@ from m3diff.datasets.spec import (
     Row,
     SplitCount,
     TableRow,
+    broken,
     fault_in,
 )
 
@@ -39,10 +40,10 @@ def read(root: Path, images: str = "images") -> Iterator[Row]:
         for number, record in enumerate(read_json(root / file, list)):
             source = f"{file}, record {number}"
             if fault := fault_in(record, FIELDS):
-                yield Row(None, split, None, None, None, [], [], source, fault)
-                continue
-            uid, pair = record["uid"], (f"{images}/{record['img0']}", f"{images}/{record['img1']}")
-            yield Row(uid, split, uid, *pair, record["sents"], [], source)
+                yield broken(split, source, fault)
+            else:
+                uid, pair = record["uid"], (f"{images}/{record['img0']}", f"{images}/{record['img1']}")
+                yield Row(uid, split, uid, *pair, record["sents"], [], source)
 
 
 PUBLISHED = Published(

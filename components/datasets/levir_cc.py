@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from m3diff.datasets.files import describe, read_json
-from m3diff.datasets.spec import UNSTATED, DatasetSpec, Protocol, Published, Row, SplitCount, TableRow, fault_in
+from m3diff.datasets.spec import UNSTATED, DatasetSpec, Protocol, Published, Row, SplitCount, TableRow, broken, fault_in
 from m3diff.records.errors import DataError
 from m3diff.records.schemas import NO_CHANGE
 
@@ -49,7 +49,7 @@ def read(root: Path, images: str = "images") -> Iterator[Row]:
         source = f"{file}, image {number}"
         if fault := fault_in(record, FIELDS) or _fault_of_tokens(record["sentences"]):
             split = record.get("split") if isinstance(record, dict) else None
-            yield Row(None, split, None, None, None, [], [], source, fault)
+            yield broken(split, source, fault)
             continue
         name, split = record["filename"], record["split"]
         pair = f"{images}/{split}/A/{name}", f"{images}/{split}/B/{name}"

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from m3diff.datasets.files import describe, read_json
-from m3diff.datasets.spec import DatasetSpec, Licence, Permission, Protocol, Row, fault_in
+from m3diff.datasets.spec import DatasetSpec, Licence, Permission, Protocol, Row, broken, fault_in
 from m3diff.datasets.tables import read_shards
 
 FILES = {"train": "data/train-*.parquet", "val": "data/dev-*.parquet"}
@@ -36,12 +36,12 @@ TURN_FIELDS = {"input": str, "instruction": str}
 def read(root: Path, test: str | None = "test") -> Iterator[Row]:
     """One row per turn."""
     for split, pattern in FILES.items():
-        for where, row, fault in read_shards(root, pattern, (*FIELDS, BEFORE, AFTER)):
-            if fault := fault or fault_in(row, FIELDS):
-                yield Row(None, split, None, None, None, [], [], where, fault)
-                continue
-            name = f"{row['img_id']}-{row['turn_index']}"
-            yield Row(name, split, row["img_id"], row[BEFORE], row[AFTER], [row["instruction"]], [], where)
+        for where, row, fault in read_shards(root, pattern, FIELDS, (BEFORE, AFTER)):
+            if fault:
+                yield broken(split, where, fault)
+            else:
+                name = f"{row['img_id']}-{row['turn_index']}"
+                yield Row(name, split, row["img_id"], row[BEFORE], row[AFTER], [row["instruction"]], [], where)
     if test is not None:
         for img_id, turns in read_json(root / test / SESSIONS, dict).items():
             yield from _session(test, img_id, turns)
@@ -51,8 +51,7 @@ def _session(test: str, img_id: str, turns: Any) -> Iterator[Row]:
     """One row per turn of a test session; each must begin with what the one before it made."""
     source = f"{test}/{SESSIONS}, {img_id}"
     if not isinstance(turns, list):
-        wrong = f"turns: expected a list, found {describe(turns)}"
-        yield Row(None, "test", img_id, None, None, [], [], source, wrong)
+        yield broken("test", source, f"turns: expected a list, found {describe(turns)}", img_id)
         return
     expected = f"{img_id}-input.png"
     for number, turn in enumerate(turns, 1):
@@ -61,7 +60,7 @@ def _session(test: str, img_id: str, turns: Any) -> Iterator[Row]:
         if not fault and turn["input"] != expected:
             fault = f"input: expected {expected!r}, what the turn before it made, found {turn['input']!r}"
         if fault:
-            yield Row(None, "test", img_id, None, None, [], [], where, fault)
+            yield broken("test", where, fault, img_id)
         else:
             folder = f"{test}/images/{img_id}"
             pair = f"{folder}/{expected}", f"{folder}/{made}"

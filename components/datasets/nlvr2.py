@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from m3diff.datasets.files import describe
-from m3diff.datasets.spec import DatasetSpec, Licence, Permission, Protocol, Row, fault_in
+from m3diff.datasets.spec import DatasetSpec, Licence, Permission, Protocol, Row, broken, fault_in
 from m3diff.datasets.tables import read_json_lines
 
 PARTS = {"train": "train", "val": "dev", "test": "test1"}
@@ -36,7 +36,7 @@ def read(root: Path, images: str = "images") -> Iterator[Row]:
         merged: dict[str, list[tuple[str, dict[str, Any]]]] = {}
         for where, record, fault in read_json_lines(root / f"data/{part}.json"):
             if fault := fault or _fault(record, part):
-                yield Row(None, split, None, None, None, [], [], where, fault)
+                yield broken(split, where, fault)
             elif record["label"] == "True":
                 merged.setdefault(record["identifier"].rpartition("-")[0], []).append((where, record))
         for pair, found in merged.items():

@@ -39,7 +39,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 from urllib.parse import unquote
 
 from pydantic import AfterValidator, Discriminator, Field, Tag
@@ -84,20 +84,6 @@ Values = Mapping[str, Any]
 """By column, the value that a row must have, or several of which it must have one; compared as text."""
 
 
-class Entry(NamedTuple):
-    """One row of the manifest, columns by their field."""
-
-    where: str
-    name: Any
-    split: Any
-    scene: Any
-    before: Any
-    after: Any
-    captions: Any
-    change_types: Any
-    questions: tuple[Question, ...]
-
-
 def read(
     root: Path,
     manifest: Manifest = "pairs.csv",
@@ -121,7 +107,7 @@ def read(
     named = {field: (name,) if isinstance(name, str) else tuple(name or ()) for field, name in called.items()}
     tops = (f"{root.absolute()}/", f"{root.resolve()}/")
     nothing = {text.strip().casefold() for text in no_caption or ()}
-    merged: dict[Any, list[Entry]] = {}
+    merged: dict[Any, Row] = {}
     for path, place, own_split in _files(root, manifest, split):
         needed = _needed(named, own_split)
         header = [each for field in needed if len(named[field]) < 2 for each in columns_in((*named[field], field)[0])]
@@ -134,23 +120,25 @@ def read(
             if no_change and isinstance(value, dict) and _matches(value, no_change):
                 found["change_types"] = [NO_CHANGE]
             found |= {side: _relative(found[side], tops) for side in ("before", "after")}
-            entry = _entry(place + at, found, own_split, splits or {}, separator)
-            if fault or not isinstance(entry.captions, list) or not isinstance(entry.name, str):
-                yield _row([entry], fault)
-                continue
-            same = merged.setdefault(entry.name, [])
-            if same and entry[1:6] != same[0][1:6]:
-                yield _row([entry], f"id: {same[0].where} has the same id, but other images, split or scene")
+            row = _row(place + at, found, own_split, splits or {}, separator)
+            same = merged.get(row.name) if isinstance(row.name, str) else None
+            if fault or not isinstance(row.references, list) or not isinstance(row.name, str):
+                yield _typed(row._replace(fault=fault))
+            elif same is None:
+                merged[row.name] = row
+            elif row[:5] != same[:5]:
+                first = same.source.split(" and ")[0]
+                yield _typed(row._replace(fault=f"id: {first} has the same id, but other images, split or scene"))
             else:
-                same.append(entry)
-    for entries in merged.values():
-        row = _row(entries, None)
-        if nothing:
-            told = [
-                text for text in row.references if not (isinstance(text, str) and text.strip().casefold() in nothing)
-            ]
-            row = row._replace(references=told, without_caption=bool(row.references) and not told)
-        yield row
+                merged[row.name] = same._replace(
+                    references=same.references + row.references,
+                    source=f"{same.source} and {row.source}",
+                    raw_rows=same.raw_rows + 1,
+                    questions=same.questions + row.questions,
+                )
+    for row in map(_typed, merged.values()):
+        told = [each for each in row.references if not (isinstance(each, str) and each.strip().casefold() in nothing)]
+        yield row._replace(references=told, without_caption=bool(nothing and row.references) and not told)
 
 
 def _files(root: Path, manifest: Manifest, split: Split | None) -> Iterator[tuple[Path, str, Split | None]]:
@@ -261,9 +249,8 @@ def _matches(row: Mapping[str, Any], wanted: Values) -> bool:
     )
 
 
-def _entry(
-    where: str, value: dict[str, Any], split: str | None, splits: Mapping[str, str], separator: str | None
-) -> Entry:
+def _row(where: str, value: dict[str, Any], split: str | None, splits: Mapping[str, str], separator: str | None) -> Row:
+    """The pair of one row of the manifest."""
     before, after = value["before"], value["after"]
     name = _named(value["id"])
     if name in (None, ""):
@@ -271,14 +258,22 @@ def _entry(
         name = "|".join(images) if all(isinstance(image, str) for image in images) else None
     scene = _named(value["scene"])
     scene = scene if scene not in (None, "") else name
-    types = texts(value["change_types"] or [])
     split = split or _named(value["split"])
     split = splits.get(split, split) if isinstance(split, str) else split
     captions = texts(value["captions"])
     if separator and isinstance(captions, list) and all(isinstance(text, str) for text in captions):
         cut = ([part.strip() for part in text.split(separator) if part.strip()] for text in captions)
         captions = [part for parts in cut for part in parts or [""]]
-    return Entry(where, name, split, scene, before, after, captions, types, value["questions"])
+    types = texts(value["change_types"] or [])
+    return Row(name, split, scene, before, after, captions, types, where, questions=value["questions"])
+
+
+def _typed(row: Row) -> Row:
+    """The row; without its change types, and with a fault, where these are no list of names."""
+    types = row.change_types
+    if isinstance(types, list) and all(isinstance(each, str) for each in types):
+        return row
+    return row._replace(change_types=[], fault="change_types: expected a list of names" if not row.fault else row.fault)
 
 
 def _named(value: Any) -> Any:
@@ -290,27 +285,12 @@ def _named(value: Any) -> Any:
     return str(value) if isinstance(value, int) else value
 
 
-def _row(entries: list[Entry], fault: str | None) -> Row:
-    first = entries[0]
-    if len(entries) > 1:
-        captions: Any = [caption for entry in entries for caption in entry.captions]
-    else:
-        captions = first.captions
-    types = first.change_types
-    if not isinstance(types, list) or not all(isinstance(each, str) for each in types):
-        types, fault = [], fault or "change_types: expected a list of names"
-    where = " and ".join(entry.where for entry in entries)
-    questions = tuple(question for entry in entries for question in entry.questions)
-    pair = first.name, first.split, first.scene, first.before, first.after
-    return Row(*pair, captions, types, where, fault, len(entries), questions)
-
-
 OWN = Permission("yes", "a collection of one's own: whoever writes the manifest decides")
 SPEC = DatasetSpec(
     title="own pairs",
     page=None,
     paper=None,
-    licence=Licence("the owner's", None, train=OWN, redistribute=OWN, show=OWN),
+    licence=Licence.of("the owner's", None, OWN),
     read=read,
     files=("pairs.csv",),
     protocols=(Protocol("test", n=None),),

@@ -33,6 +33,11 @@ class Row(NamedTuple):
     without_caption: bool = False  # the dataset's entry says that its texts stand for no caption: it is passed over
 
 
+def broken(split: Any, source: str, fault: str | None, scene: Any = None, name: Any = None) -> Row:
+    """A row that cannot be read, where it stands, and why."""
+    return Row(name, split, scene, None, None, [], [], source, fault)
+
+
 class Single(NamedTuple):
     """One image with captions of its own, unchecked. Its path is relative to the dataset's root."""
 
@@ -45,9 +50,10 @@ class Single(NamedTuple):
     fault: str | None = None  # what the reader itself found wrong
 
 
-def is_scene(value: Any) -> bool:
-    """Whether the value is a scene's number: a whole number from 0."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+def fault_of_scene(value: Any) -> str | None:
+    """What keeps a value from being a scene's number; None where it is a whole number from 0."""
+    is_number = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return None if is_number else f"expected a number from 0, found {describe(value)}"
 
 
 def fault_in(record: Any, fields: Mapping[str, type]) -> str | None:
@@ -84,6 +90,11 @@ class Licence:
     train: Permission
     redistribute: Permission
     show: Permission
+
+    @classmethod
+    def of(cls, name: str, url: str | None, permission: Permission) -> "Licence":
+        """A licence that says the same of each use."""
+        return cls(name, url, train=permission, redistribute=permission, show=permission)
 
 
 @dataclass(frozen=True)
@@ -186,7 +197,7 @@ class DatasetSpec:
 
 
 NOT_STATED = Permission("unstated", "its repository or page states no licence")
-UNSTATED = Licence("none stated", None, train=NOT_STATED, redistribute=NOT_STATED, show=NOT_STATED)
+UNSTATED = Licence.of("none stated", None, NOT_STATED)
 """Of a dataset without a licence: all rights stay with its authors."""
 
 

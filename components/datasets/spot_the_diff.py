@@ -31,6 +31,7 @@ from m3diff.datasets.spec import (
     Row,
     SplitCount,
     TableRow,
+    broken,
     fault_in,
 )
 from m3diff.records.schemas import SPLITS
@@ -45,7 +46,7 @@ def read(root: Path, images: str = "resized_images", suffix: str = ".png") -> It
         merged: dict[str, list[tuple[int, list[Any]]]] = {}
         for number, record in enumerate(read_json(root / file, list)):
             if fault := fault_in(record, FIELDS):
-                yield Row(None, split, None, None, None, [], [], f"{file}, record {number}", fault)
+                yield broken(split, f"{file}, record {number}", fault)
             else:
                 merged.setdefault(record["img_id"], []).append((number, record["sentences"]))
         for img_id, found in merged.items():

@@ -25,7 +25,17 @@ from typing import Any
 
 from m3diff.datasets import emu_edit
 from m3diff.datasets.files import describe, read_json, read_text
-from m3diff.datasets.spec import DatasetSpec, Licence, Permission, Protocol, Published, Row, SplitCount, is_scene
+from m3diff.datasets.spec import (
+    DatasetSpec,
+    Licence,
+    Permission,
+    Protocol,
+    Published,
+    Row,
+    SplitCount,
+    broken,
+    fault_of_scene,
+)
 from m3diff.records.errors import DataError
 
 PARTS = {"train": "train", "validation": "val"}
@@ -36,11 +46,12 @@ EMU = "emu_edit"
 
 def read(root: Path) -> Iterator[Row]:
     """One row per line of the two files of instructions, then the numbers of `splits.json` that have no line."""
-    splits, images = _splits(root / "splits.json"), _images(root)
+    splits, emu = _splits(root / "splits.json"), root / EMU
+    images = {row.name: (row.before, row.after) for row in emu_edit.read(emu)} if emu.is_dir() else {}
     file, seen = "instructions_with_idx_train_split.txt", set[int]()
     for source, idx, text, fault in _lines(root, file):
         if idx is None:
-            yield Row(None, None, None, None, None, [], [], source, fault)
+            yield broken(None, source, fault)
             continue
         seen.add(idx)
         fault = None if idx in splits else "split: the number is in no list of splits.json"
@@ -51,7 +62,7 @@ def read(root: Path) -> Iterator[Row]:
     variants = read_json(root / VARIANTS, dict)
     for source, idx, text, fault in _lines(root, "instructions_with_idx_test_split.txt"):
         if idx is None:
-            yield Row(None, "test", None, None, None, [], [], source, fault)
+            yield broken("test", source, fault)
             continue
         found = variants.get(f"{idx} ")
         wrong = (
@@ -59,12 +70,6 @@ def read(root: Path) -> Iterator[Row]:
         )
         texts = [*found, text] if isinstance(found, list) else []
         yield _row("test", idx, "test", images, texts, source, wrong)
-
-
-def _images(root: Path) -> dict[Any, tuple[Any, Any]]:
-    """Emu Edit's images before and after by the name of their pair; none where it is not there."""
-    emu = root / EMU
-    return {row.name: (row.before, row.after) for row in emu_edit.read(emu)} if emu.is_dir() else {}
 
 
 def _row(
@@ -91,8 +96,8 @@ def _splits(path: Path) -> dict[int, str]:
         if not isinstance(found.get(word), list):
             raise DataError(f"{path}: no list {word}; expected train and validation; fetch it again")
         for position, idx in enumerate(found[word]):
-            if not is_scene(idx):
-                raise DataError(f"{path}: {word}[{position}]: expected a number from 0, found {describe(idx)}")
+            if wrong := fault_of_scene(idx):
+                raise DataError(f"{path}: {word}[{position}]: {wrong}")
             if idx in splits:
                 raise DataError(f"{path}: {word}[{position}]: {idx} stands there twice; keep one")
             splits[idx] = split
@@ -121,20 +126,9 @@ SPEC = DatasetSpec(
     title="Syned",
     page="https://github.com/gautierevn/BLIP2IDC",
     paper="Reframing Image Difference Captioning with BLIP2IDC and Synthetic Augmentation (Evennou et al., WACV 2025)",
-    licence=Licence(
-        name="MIT",
-        url="https://github.com/gautierevn/BLIP2IDC/blob/main/LICENSE",
-        train=NOT_SOLD,
-        redistribute=NOT_SOLD,
-        show=NOT_SOLD,
-    ),
+    licence=Licence.of("MIT", "https://github.com/gautierevn/BLIP2IDC/blob/main/LICENSE", NOT_SOLD),
     read=read,
-    files=(
-        "splits.json",
-        "instructions_with_idx_train_split.txt",
-        "instructions_with_idx_test_split.txt",
-        VARIANTS,
-    ),
+    files=("splits.json", "instructions_with_idx_train_split.txt", "instructions_with_idx_test_split.txt", VARIANTS),
     task="edit",
     published=(PUBLISHED,),
     protocols=(Protocol("test", n=PUBLISHED.test.pairs, source="gautierevn/BLIP2IDC: code_release/train_BLIP2IDC.py"),),

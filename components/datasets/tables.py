@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from m3diff.datasets.files import describe, parse_json, read_json, read_text
-from m3diff.datasets.spec import Row
+from m3diff.datasets.spec import Row, fault_in
 from m3diff.records.errors import DataError
 
 SUFFIXES = {b"\x89PNG": ".png", b"\xff\xd8\xff": ".jpg", b"GIF8": ".gif", b"RIFF": ".webp", b"BM": ".bmp"}
@@ -245,15 +245,21 @@ def shards(root: Path, pattern: str) -> list[Path]:
     return paths
 
 
-def read_shards(root: Path, pattern: str, columns: Sequence[str]) -> Iterator[Found]:
+def read_shards(root: Path, pattern: str, fields: Mapping[str, type], images: Sequence[str]) -> Iterator[Found]:
     """Every row of a split of the Hugging Face hub, by these columns alone; each image as an `Embedded`.
+
+    Args:
+        fields: columns with their types.
+        images: further columns.
 
     Raises:
         DataError: a file is missing or cannot be read, or has not the columns.
     """
+    columns = (*fields, *images)
     for path in shards(root, pattern):
-        for where, value in _parquet(path, columns, columns):
-            yield _row(where, value, columns)
+        for at, value in _parquet(path, columns, columns):
+            where, row, fault = _row(at, value, columns)
+            yield where, row, fault or fault_in(row, fields)
 
 
 def column_names(path: Path) -> list[str]:

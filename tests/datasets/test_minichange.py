@@ -1,7 +1,6 @@
-"""MiniChange: every byte follows from the seed, each type changes what it says, references read back to the change."""
+"""MiniChange: its bytes, its scenes on both levels, and references that read back to exactly what changed."""
 
 import hashlib
-import json
 import os
 import re
 import subprocess
@@ -13,6 +12,7 @@ from typing import get_args
 
 import numpy as np
 import pytest
+import yaml
 from PIL import Image
 
 from m3diff.datasets.minichange import SPEC
@@ -23,17 +23,28 @@ from m3diff.datasets.minichange.language import (
     LAMP,
     NO_CHANGE_SENTENCES,
     NUMBERS,
-    TEMPLATES,
     describe_cells,
     describe_scene,
     grammar,
     name,
     references,
 )
-from m3diff.datasets.minichange.levels import LEVELS, VISIBLE, sample_types
-from m3diff.datasets.minichange.render import LOOKS, render
+from m3diff.datasets.minichange.levels import (
+    CLOTHS,
+    LEVELS,
+    TEXTURES,
+    VISIBLE,
+    Pair,
+    place_of,
+    sample_types,
+    seen,
+    square,
+)
+from m3diff.datasets.minichange.render import LOOKS, render, sprite
 from m3diff.datasets.minichange.scene import (
+    LIT,
     PLACES,
+    WIDTHS,
     ZOOMS,
     Change,
     Domain,
@@ -42,21 +53,14 @@ from m3diff.datasets.minichange.scene import (
     Scene,
     Thing,
     View,
-    cell_center,
 )
 from m3diff.records.errors import DataError
 from m3diff.records.files import sha256
 from m3diff.records.schemas import CHANGE_TYPES
+from m3diff.scoring.grammar import Clause, Grammar
+from m3diff.scoring.metrics.pixel_threshold import DIFFERENCES, roc_auc
 
-GRID = LEVELS["grid"]
-sample_pair, sample_scene, jitter, CAMERA_MOVES, DARK = (
-    GRID.sample_pair,
-    GRID.sample_scene,
-    GRID.jitter,
-    GRID.moves,
-    GRID.dark,
-)
-
+FREE = LEVELS["free"]
 SMALL = {
     "seed": 5,
     "scenes": {"train": 20, "val": 4, "test": 6},
@@ -65,6 +69,8 @@ SMALL = {
     "multi_change_share": 0.2,
     "oversample_types": ["size"],
 }
+
+
 EMBEDDED = {
     "seed": 2503,
     "scenes": {"train": 2200, "val": 60, "test": 240},
@@ -73,53 +79,20 @@ EMBEDDED = {
     "multi_change_share": 0.15,
     "oversample_types": ["substitution", "size", "color", "viewpoint"],
 }
-SMALL_FILES = {
-    "change_captions.json": "c2e94e5507250e7a15c98161c1e899e9c3eb563005bb403fa7a21233965be017",
-    "grammar.json": "7b20d538bbb9dd0f637d5acbe9a08249913d00cb0bb8a169bae0d21700e24ac1",
-    "no_change_captions.json": "cb4f98273204f8c2c3231be108e6b0cfed598234ea0574b26dea1161e758377c",
-    "scenes.json": "590f6703064b1208cf55100ef75bfe0e38a15f5b33f536f7a84602c86d0d2c1d",
-    "splits.json": "b9468a60a433da70dd02510cdff900e6a9566b29a97bd362e65d556b4bfffa16",
-    "type_mapping.json": "27a3e0228dd80decea5d82e588a89772fffce47f4cc94dde42338079d0b1fd0d",
+
+
+PINNED = {  # level, domain -> digest of all files
+    ("grid", "standard"): "f3779d72c0f50e5db0bc0457cbbb924a",
+    ("grid", "shifted"): "f43fd5c8954bbe43e83da5c42dcc9e0d",
+    ("free", "standard"): "0c126dd26a131376676c892c9773eecf",
+    ("free", "shifted"): "11c7b6d290547f1d0e9fe83f9d0e642b",
 }
-SMALL_IMAGES = "7208e621cac80996a58b8fd34103c6f442d768a56088e3870b4fdb970d8f3450"
-EMBEDDED_SCENES = {  # number -> first 16 digits of the digests of before, after, distractor; types; first reference
-    0: ("63d529f0c5ad6045", "e7b5488d24d714be", "9ce02bf1bc1bf90e", "viewpoint", "the camera moved to the right"),
-    7: (
-        "0e5cbc776a5f42a8",
-        "d3ba77b227490194",
-        "b46692bd1b1be51f",
-        "color viewpoint",
-        "the camera zoomed out, and at the bottom right the large yellow sign turned purple",
-    ),
-    299: (
-        "612749d013e65595",
-        "7d22f94e653e30d7",
-        "121f329750143277",
-        "counting",
-        "at the left the small purple die shows four dots instead of two",
-    ),
-    300: (
-        "982b46f7113882a6",
-        "a8aa0edd17c567e3",
-        "fa9f3d376ae2c51b",
-        "substitution",
-        "at the top right the large purple cone was replaced by a large yellow die",
-    ),
-    1111: (
-        "36aea0a611162e55",
-        "cdafc46951adbb94",
-        "9f4c5e99b3c10d6b",
-        "color",
-        "at the right the large blue star turned green",
-    ),
-    2499: (
-        "88364ae145293f9f",
-        "25d82ac16e14a8da",
-        "a3907ea10e2036ed",
-        "disappearance removal substitution",
-        "at the top left the large red doll was replaced by a large yellow cone, and at the bottom left the small red "
-        "star disappeared, and at the bottom right the large yellow box was removed and left a mark",
-    ),
+
+
+EMBEDDED_SCENES = {  # number -> first 16 digits of the digests of before, after, distractor
+    7: ["0e5cbc776a5f42a8", "d3ba77b227490194", "b46692bd1b1be51f"],
+    300: ["982b46f7113882a6", "a8aa0edd17c567e3", "fa9f3d376ae2c51b"],
+    2499: ["88364ae145293f9f", "25d82ac16e14a8da", "a3907ea10e2036ed"],
 }
 
 
@@ -127,20 +100,33 @@ def settings(root: Path, **changes) -> MiniChange:
     return MiniChange.model_validate(SMALL | {"root": root} | changes)
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory) -> Path:
-    root = tmp_path_factory.mktemp("minichange") / "small"
-    generate(settings(root))
+@pytest.fixture(scope="module", params=LEVELS)
+def small(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small benchmark of each level."""
+    root = tmp_path_factory.mktemp("minichange") / request.param
+    generate(settings(root, level=request.param))
     return root
 
 
-def test_the_bytes_of_a_small_benchmark_are_pinned(small):
-    files = sorted(path for path in small.rglob("*") if path.is_file())
-    assert {path.name: sha256(path) for path in files if path.suffix == ".json"} == SMALL_FILES
-    images = [path for path in files if path.suffix == ".png"]
-    assert len(images) == 3 * 30
-    assert len(files) == 3 * 30 + 6
-    assert hashlib.sha256(b"".join(path.read_bytes() for path in images)).hexdigest() == SMALL_IMAGES
+@pytest.fixture(scope="module", params=LEVELS)
+def pairs(request: pytest.FixtureRequest) -> list[Pair]:
+    """Of every type as many, some with several changes."""
+    rng = np.random.default_rng(7)
+    sampler = LEVELS[request.param]
+    return [sampler.sample_pair(rng, sample_types(rng, number, multi_change_share=0.3)) for number in range(96)]
+
+
+def digest_of(root: Path) -> str:
+    return hashlib.sha256(
+        b"".join(path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file())
+    ).hexdigest()[:32]
+
+
+@pytest.mark.parametrize(("level", "domain"), PINNED)
+def test_the_bytes_of_a_small_benchmark_are_pinned(tmp_path, level, domain):
+    generate(settings(tmp_path / "small", level=level, domain=domain))
+    assert digest_of(tmp_path / "small") == PINNED[level, domain]
+    assert len([path for path in (tmp_path / "small").rglob("*") if path.is_file()]) == 3 * 30 + 6
 
 
 DRAW = """
@@ -185,30 +171,18 @@ def test_scenes_of_the_embedded_benchmark_are_pinned(tmp_path):
         (tmp_path / folder).mkdir()
     training = split_scenes(embedded)["train"]
     assert training == range(300, 2500)
-    for number, (*digests, types, reference) in EMBEDDED_SCENES.items():
-        scene = _write_scene(embedded, training, number)
+    for number, digests in EMBEDDED_SCENES.items():
+        _write_scene(embedded, training, number)
         paths = [tmp_path / folder / f"CLEVR_{kind}_{number:06d}.png" for folder, kind in folders.items()]
         assert [sha256(path)[:16] for path in paths] == digests, number
-        assert (scene.number, " ".join(sorted(scene.types)), scene.references[0]) == (number, types, reference)
 
 
-def given(name: str) -> dict:
-    import yaml
-
-    return yaml.safe_load(Path("params.yaml").read_text())["synthesize"][name]
-
-
-def test_the_parameters_of_the_embedded_run_are_the_pinned_ones():
-    settings = given("minichange")
-    assert MiniChange.model_validate(settings) == MiniChange.model_validate(EMBEDDED | {"root": settings["root"]})
-
-
-def test_nothing_trains_on_the_shifted_domain_and_its_scenes_are_of_a_seed_of_its_own():
-    one, other = (MiniChange.model_validate(given(name)) for name in ("minichange", "minichange_shifted"))
-    assert (one.domain, other.domain) == ("standard", "shifted")
-    assert (other.scenes["train"], other.scenes["val"]) == (0, 0)
-    assert other.scenes["test"] >= 100
-    assert one.seed != other.seed
+def test_the_embedded_run_has_the_pinned_parameters_and_nothing_trains_on_the_shifted_domain():
+    given = yaml.safe_load(Path("params.yaml").read_text())["synthesize"]
+    one, other = (MiniChange.model_validate(given[name]) for name in ("minichange", "minichange_shifted"))
+    assert one == MiniChange.model_validate(EMBEDDED | {"root": given["minichange"]["root"]})
+    assert (one.domain, other.domain, one.seed != other.seed) == ("standard", "shifted", True)
+    assert (other.scenes["train"], other.scenes["val"], other.scenes["test"] >= 100) == (0, 0, True)
 
 
 def test_each_domain_has_a_look_and_the_shifted_one_no_shade_table_or_camera_of_the_other():
@@ -232,7 +206,7 @@ def test_the_shifted_domain_has_the_scenes_and_words_of_the_standard_one_in_othe
     roots = {domain: tmp_path / domain for domain in LOOKS}
     for domain, root in roots.items():
         generate(settings(root, domain=domain, **few))
-    for file in SMALL_FILES:
+    for file in ("scenes.json", *SPEC.files):
         standard, shifted = ((root / file).read_text() for root in roots.values())
         assert standard == shifted.replace('"domain": "shifted"', '"domain": "standard"')
     for path in roots["standard"].rglob("*.png"):
@@ -245,53 +219,26 @@ def test_the_shifted_domain_has_the_scenes_and_words_of_the_standard_one_in_othe
     assert Counter(row.split for row in SPEC.read(roots["shifted"])) == {"test": 24}
 
 
-def test_a_tilted_camera_sees_the_same_places_turned_and_the_far_ones_smaller():
-    def center(cell: int) -> tuple[float, float, int]:
-        image = render(Scene((Thing("ball", "red", "large", cell),)), 192, np.random.default_rng(0), "shifted")
-        pixels = np.asarray(image, dtype=int)
-        rows, columns = np.nonzero(pixels[..., 0] - pixels[..., 1] > 70)
-        return columns.mean() / 192, rows.mean() / 192, len(rows)
-
-    seen = {cell: center(cell) for cell in range(9)}
-    assert seen[4][:2] == pytest.approx((0.5, 0.5), abs=0.03)
-    for cell, (x, y, _) in seen.items():
-        assert (x, y) == pytest.approx(cell_center(cell), abs=0.09), "a place is still where its words say"
-    assert seen[2][1] > seen[0][1] + 0.02, "the right hangs lower"
-    assert all(seen[far][2] < 0.95 * seen[near][2] for far, near in ((0, 6), (1, 7), (2, 8)))
-
-
 @pytest.mark.parametrize("domain", LOOKS)
-@pytest.mark.parametrize("color", LOOKS["standard"].rgb)
-def test_an_object_has_the_shade_of_its_domain(color, domain):
-    image = render(Scene((Thing("box", color, "large", 4),)), 96, np.random.default_rng(0), domain)
-    shade = np.asarray(image, dtype=float)[48, 48] / 0.85  # a box is shaded towards the lower right
-    assert np.abs(shade - LOOKS[domain].rgb[color]).max() < 12
+@pytest.mark.parametrize(("level", "shift", "zoom"), [("grid", 0.02, 0.97), ("free", 0.08, 0.97 * 0.94)])
+def test_no_camera_looks_beyond_its_table(domain, level, shift, zoom):
+    moves = LEVELS[level].moves
+    for word in (*moves, *ZOOMS):
+        x, y = moves.get(word, (0.0, 0.0))
+        for side in (-shift, shift):
+            view = View(x=x + side, y=y + side, zoom=ZOOMS.get(word, 1.0) * zoom)
+            render(Scene((), view=view, level=level), 32, np.random.default_rng(0), domain)
 
 
-@pytest.mark.parametrize("domain", LOOKS)
-@pytest.mark.parametrize("word", [*CAMERA_MOVES, *ZOOMS])
-def test_no_camera_looks_beyond_its_table(domain, word):
-    x, y = CAMERA_MOVES.get(word, (0.0, 0.0))
-    for side in (-0.02, 0.02):
-        view = View(x=x + side, y=y + side, zoom=ZOOMS.get(word, 1.0) * 0.97)
-        render(Scene((), view=view), 32, np.random.default_rng(0), domain)
-
-
-def test_its_reader_reads_what_it_wrote(small):
-    rows = list(SPEC.read(small))
+def test_its_reader_reads_what_it_wrote_and_the_grammar_reads_each_reference(small):
+    rows, rules = list(SPEC.read(small)), SPEC.grammar(small)
     assert Counter(row.split for row in rows) == {"train": 40, "val": 8, "test": 12}
-    assert not any(row.fault for row in rows)
-    assert all(len(row.references) == 5 and len(set(row.references)) == 5 for row in rows)
-    assert all((small / row.before).is_file() and (small / row.after).is_file() for row in rows)
-    captions = json.loads((small / "change_captions.json").read_text())
-    assert rows[0].references == captions["CLEVR_default_000010.png"]
-    assert rows[0].change_types == ["orientation", "pose", "ocr"]
-
-
-def test_every_reference_of_the_benchmark_reads_back_to_the_types_of_its_pair(small):
-    rules = SPEC.grammar(small)
-    assert rules == json.loads((small / "grammar.json").read_text()) == grammar()
-    for row in SPEC.read(small):
+    assert rules == grammar(tuple(WIDTHS[small.name]))
+    for row in rows:
+        assert not row.fault
+        assert len(set(row.references)) == len(row.references) == 5
+        assert (small / row.before).is_file()
+        assert (small / row.after).is_file()
         for text in row.references:
             if row.change_types == ["none"]:
                 assert text in rules["no_change"]
@@ -301,37 +248,48 @@ def test_every_reference_of_the_benchmark_reads_back_to_the_types_of_its_pair(sm
             assert sorted(found) == sorted(row.change_types), text
 
 
-SAYS: dict[str, tuple[str, ...]] = {  # property of the thing before and of the thing after
-    "size": ("size",),
-    "color": ("color",),
-    "substitution": ("size", "color", "kind"),
-    "orientation": ("state",),
-    "ocr": ("state",),
-}
+def truth(change: Change, text: str) -> Clause:
+    """What a reader should get of a change from a sentence, by the words that the sentence has room for."""
+    before, after = change.before, change.after
+    if change.type == "viewpoint":
+        return Clause(change.type, "camera", CAMERA[change.word], None, CAMERA[change.word])
+    if change.type == "illumination":
+        return Clause(change.type, "lamp", LAMP[change.word], None, LAMP[change.word])
+    thing = before or after
+    place, said = PLACES[thing.cell], name(thing)
+    told: dict[str, tuple[str | None, str | None]] = {
+        "addition": (None, None),
+        "disappearance": (None, None),
+        "removal": (None, None),
+    }
+    if before and after:
+        told |= {
+            "substitution": (name(before), name(after)),
+            "size": (before.size, after.size),
+            "color": (before.color, after.color),
+            "orientation": (str(before.state) if text.count(str(before.state)) else None, str(after.state)),
+            "pose": (None, ARMS.get(str(after.state))),
+            "ocr": (str(before.state).lower(), str(after.state).lower()),
+            "counting": tuple(NUMBERS[s] if isinstance(s, int) else None for s in (before.state, after.state)),
+        }
+    return Clause(change.type, said, place, *told[change.type])
 
 
-@pytest.mark.parametrize("change_type", CHANGE_TYPES)
-def test_every_reference_reads_back_to_what_changed_from_what_to_what(change_type):
-    rules = [rule for rule in grammar()["clauses"] if rule["type"] == change_type]
-    for *_, change in changed_pairs(change_type):
-        for number, text in enumerate(references((change,), 5)):
-            found = re.fullmatch(rules[number]["pattern"], text).groupdict()
-            before, after = found.get("before"), found.get("after")
-            fields = SAYS.get(change_type, ())
-            if fields:
-                assert after == " ".join(str(getattr(change.after, field)) for field in fields)
-                was = " ".join(str(getattr(change.before, field)) for field in fields)
-                assert before == was or (before is None and change_type == "orientation" and number in (0, 2, 4))
-            elif change_type == "counting":
-                assert (before, after) == (NUMBERS[change.before.state], NUMBERS[change.after.state])
-            elif change_type == "pose":
-                assert (before, after) == (None, ARMS[change.after.state])
-            elif change.word:
-                assert (before, after) == (None, found["place"])
-                assert after == (CAMERA if change_type == "viewpoint" else LAMP)[change.word]
-            else:
-                assert (before, after) == (None, None)
-                assert found["object"] == name(change.before or change.after)
+@pytest.mark.parametrize("scenes", [96, pytest.param(2000, marks=pytest.mark.slow)])
+def test_every_reference_reads_back_to_exactly_the_true_changes(small, scenes):
+    rules = Grammar.load(small / "grammar.json")
+    rng = np.random.default_rng(17)
+    for number in range(scenes):
+        changes = LEVELS[small.name].sample_pair(rng, sample_types(rng, number, multi_change_share=0.3))[3]
+        assert [change.order for change in changes] == sorted(change.order for change in changes)
+        texts = references(changes, 5)
+        assert len(set(texts)) == 5
+        for text in texts:
+            found, parts = rules.read(text), rules.parts(text)
+            assert len(found) == len(changes)
+            for clause, change, part in zip(found, changes, parts, strict=True):
+                words = part.removeprefix(PLACES[change.order[0]]).split(name(change.before) if change.before else "\0")
+                assert clause == truth(change, words[-1]), text
 
 
 def test_a_folder_with_other_files_is_refused_and_nothing_of_it_removed(tmp_path):
@@ -361,6 +319,7 @@ def test_an_older_benchmark_in_the_folder_is_replaced(tmp_path):
         ("multi_change_share", 1.1, "less than or equal to 1"),
         ("multi_change_share", -0.1, "greater than or equal to 0"),
         ("seed", -1, "greater than or equal to 0"),
+        ("level", "hard", "'grid' or 'free'"),
         ("domain", "moon", "'standard' or 'shifted'"),
         ("oversample_types", ["shape"], "oversample_types"),
     ],
@@ -390,216 +349,216 @@ def test_types_run_through_the_deck_by_number_and_others_come_on_top():
     assert third == pytest.approx(0.3, abs=0.07)
 
 
-def changed_pairs(change_type: str, count: int = 12) -> list[tuple[Scene, Scene, Scene, Change]]:
-    rng = np.random.default_rng(3)
-    sampled = [sample_pair(rng, (change_type,)) for _ in range(count)]
-    assert all(len(changes) == 1 and changes[0].type == change_type for *_, changes in sampled)
-    return [(before, after, distractor, changes[0]) for before, after, distractor, changes in sampled]
-
-
-def by_cell(scene: Scene) -> dict[int, Thing]:
-    return {thing.cell: thing for thing in scene.things}
-
-
-@pytest.mark.parametrize("change_type", CHANGE_TYPES)
-def test_only_what_the_change_says_differs_between_the_scenes(change_type):
-    for before, after, distractor, change in changed_pairs(change_type):
-        one, two = by_cell(before), by_cell(after)
-        differing = {cell for cell in {*one, *two} if one.get(cell) != two.get(cell)}
-        said = change.before or change.after
-        assert differing == ({said.cell} if said else set())
+def test_only_what_the_changes_say_differs_between_the_scenes(pairs):
+    is_free = pairs[0][0].level == "free"
+    says = {"size": {"size"}, "color": {"color"}, "substitution": {"kind", "color", "state", "texture"}}
+    assert {change.type for *_, changes in pairs if len(changes) == 1 for change in changes} == {*CHANGE_TYPES}
+    for before, after, distractor, changes in pairs:
+        gone, came = (Counter(a.things) - Counter(b.things) for a, b in ((before, after), (after, before)))
+        assert (gone, came) == tuple(
+            Counter(thing for change in changes if (thing := getattr(change, side))) for side in ("before", "after")
+        )
+        removed = [change.before for change in changes if change.type == "removal"]
+        left = [Mark(thing.cell, *((thing.dx, thing.dy) if is_free else ())) for thing in removed]
+        assert Counter(after.marks) == Counter([*before.marks, *left])
         assert (distractor.things, distractor.marks) == (before.things, before.marks)
-        assert after.background == before.background == distractor.background
-        if said:
-            assert (one.get(said.cell), two.get(said.cell)) == (change.before, change.after)
-            for view in (before.view, after.view):
-                assert all(VISIBLE < value < 1 - VISIBLE for value in view.project(said.center))
-        left = {said.cell} if change_type == "removal" else set()
-        assert {mark.cell for mark in after.marks} == {*(mark.cell for mark in before.marks), *left}
-        assert list(after.marks) == sorted(after.marks)
-        assert [thing.cell for thing in after.things] == sorted(two)
+        assert len({(scene.background, scene.cloth) for scene in (before, after, distractor)}) == 1
+        if not is_free:
+            cells = [thing.cell for thing in after.things]
+            assert cells == sorted({*cells} - {mark.cell for mark in after.marks})
+            assert list(after.marks) == sorted(after.marks)
+            touched = [change.before or change.after for change in changes]
+            seen_at = [view.project(thing.center) for thing in touched if thing for view in (before.view, after.view)]
+            assert all(VISIBLE < value < 1 - VISIBLE for point in seen_at for value in point)
+        for change in changes:
+            if change.before and change.after:
+                one, two = vars(change.before), vars(change.after)
+                differing, allowed = (
+                    {field for field in one if one[field] != two[field]},
+                    says.get(change.type, {"state"}),
+                )
+                assert differing <= allowed
+                assert differing & ({"kind"} if change.type == "substitution" else allowed)
 
 
-SAME = {
-    "size": ("kind", "color", "cell", "state", "dx", "dy"),
-    "color": ("kind", "size", "cell", "state", "dx", "dy"),
-    "orientation": ("kind", "color", "size", "cell", "dx", "dy"),
-    "pose": ("kind", "color", "size", "cell", "dx", "dy"),
-    "ocr": ("kind", "color", "size", "cell", "dx", "dy"),
-    "counting": ("kind", "color", "size", "cell", "dx", "dy"),
-    "substitution": ("size", "cell", "dx", "dy"),
-}
-DIFFERENT = {"size": "size", "color": "color", "substitution": "kind"}
-KIND = {"orientation": "arrow", "pose": "doll", "ocr": "sign", "counting": "die"}
-
-
-@pytest.mark.parametrize("change_type", SAME)
-def test_an_object_keeps_all_but_the_property_that_changes(change_type):
-    for *_, change in changed_pairs(change_type):
-        before, after = change.before, change.after
-        assert [getattr(after, field) for field in SAME[change_type]] == [
-            getattr(before, field) for field in SAME[change_type]
-        ]
-        field = DIFFERENT.get(change_type, "state")
-        assert getattr(after, field) != getattr(before, field)
-        assert KIND.get(change_type) in (None, before.kind)
-
-
-def test_an_addition_stands_where_nothing_was():
-    for before, _, _, change in changed_pairs("addition", 40):
-        assert change.before is None
-        assert change.after.cell not in {*by_cell(before), *(mark.cell for mark in before.marks)}
-
-
-def test_an_object_added_beside_another_change_takes_no_cell_that_was_just_freed():
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_object_added_with_another_change_takes_no_place_that_was_just_freed(level):
     rng = np.random.default_rng(2)
-    for _ in range(60):
-        *_, changes = sample_pair(rng, ("disappearance", "addition", "removal"))
-        cells = [(change.before or change.after).cell for change in changes]
-        assert len(set(cells)) == 3
-
-
-def test_several_changes_touch_different_objects_and_stand_in_reading_order():
-    rng = np.random.default_rng(4)
     for _ in range(30):
-        *_, changes = sample_pair(rng, ("color", "illumination", "size"))
-        assert [change.order for change in changes] == sorted(change.order for change in changes)
-        assert changes[0].type == "illumination"
-        assert changes[1].before.cell < changes[2].before.cell
+        *_, changes = LEVELS[level].sample_pair(rng, ("disappearance", "addition", "removal"))
+        if level == "grid":
+            assert len({(change.before or change.after).cell for change in changes}) == 3
+        else:
+            went, came = (next(c for c in changes if c.type == kind) for kind in ("disappearance", "addition"))
+            assert max(abs(a - b) for a, b in zip(went.before.center, came.after.center, strict=True)) >= 0.2
 
 
-def test_the_lamp_goes_out_where_it_is_on_and_comes_on_where_it_is_off():
-    seen = set()
-    for before, after, _, change in changed_pairs("illumination", 60):
-        lit = before.view.brightness > 0.7
-        assert change.word == ("out" if lit else "on")
-        assert (after.view.brightness > 0.7) is not lit
-        seen.add(lit)
-    assert seen == {True, False}
-
-
-def test_the_camera_goes_where_the_word_says():
-    seen = set()
-    for before, after, _, change in changed_pairs("viewpoint", 60):
-        seen.add(change.word)
-        x, y = CAMERA_MOVES.get(change.word, (0, 0))
-        assert after.view.x - before.view.x == pytest.approx(x, abs=0.011)
-        assert after.view.y - before.view.y == pytest.approx(y, abs=0.011)
+@pytest.mark.parametrize(("level", "shift", "zoom"), [("grid", 0.011, 0.016), ("free", 0.05, 0.051)])
+def test_camera_and_lamp_do_what_the_word_says(level, shift, zoom):
+    words, rng, sampler = set(), np.random.default_rng(2), LEVELS[level]
+    for change_type in ("viewpoint", "illumination") * 40:
+        before, after, _, (change,) = sampler.sample_pair(rng, (change_type,))
+        words.add(change.word)
+        if change_type == "illumination":
+            assert change.word == ("out" if before.view.brightness > 0.7 else "on")
+            assert (after.view.brightness > 0.7) is (change.word == "on")
+            continue
+        x, y = sampler.moves.get(change.word, (0.0, 0.0))
+        assert abs(after.view.x - before.view.x - x) <= shift
+        assert abs(after.view.y - before.view.y - y) <= shift
         if change.word in ZOOMS:
-            assert after.view.zoom == pytest.approx(ZOOMS[change.word], rel=0.016)
-    assert seen == {*CAMERA_MOVES, *ZOOMS}
+            start = before.view.zoom if level == "free" else 1
+            assert after.view.zoom / start == pytest.approx(ZOOMS[change.word], rel=zoom)
+    assert words == {*sampler.moves, *ZOOMS, "out", "on"}
 
 
-def test_a_distractor_moves_camera_and_light_by_less_than_a_change():
-    rng = np.random.default_rng(1)
-    noises = []
-    for _ in range(200):
-        view = jitter(rng, View())
-        assert max(abs(view.x), abs(view.y)) <= 0.01
-        assert 0.985 <= view.zoom <= 1.015
-        assert 0.96 <= view.brightness <= 1.04
-        assert abs(view.lamp + 2.2) <= 0.3
-        noises.append(view.noise)
+@pytest.mark.parametrize(
+    ("level", "least", "most", "zoom", "light"), [("grid", 0, 0.0142, 0.015, 0.04), ("free", 0.02, 0.05, 0.05, 0.1)]
+)
+def test_a_distractor_moves_camera_and_light_by_less_than_a_quarter_of_a_change(level, least, most, zoom, light):
+    rng, sampler = np.random.default_rng(1), LEVELS[level]
+    views = [sampler.jitter(rng, View()) for _ in range(300)]
+    shifts = [np.hypot(view.x, view.y) for view in views]
+    assert least <= min(shifts) < max(shifts) <= most < min(np.hypot(*move) for move in sampler.moves.values()) / 4
+    assert 0.8 * zoom < max(abs(view.zoom - 1) for view in views) <= zoom
+    assert 0.8 * light < max(abs(view.brightness - LIT) for view in views) <= light
+    assert (ZOOMS["out"] * (1 + zoom) < 0.8, ZOOMS["in"] * (1 - zoom) > 1.3) == (True, True)
+    assert sampler.dark * (1 + light) < 0.65
+    noises = [view.noise for view in views]
     assert 0.2 < np.mean([noise > 0 for noise in noises]) < 0.4
-    assert {0.0} < set(noises)
-    assert max(noises) <= 2.0
-    assert min(n for n in noises if n) >= 0.5
+    assert 0.5 <= min(filter(None, noises)) < max(noises) <= 2.0
 
 
-def test_scenes_hold_three_to_five_objects_each_in_a_cell_of_its_own_and_what_must_be_there():
+@pytest.mark.parametrize(("level", "counts", "marks"), [("grid", {3, 4, 5}, {0, 1}), ("free", {6, 7, 8}, {0, 1, 2})])
+def test_scenes_hold_so_many_objects_in_their_places_and_what_must_be_there(level, counts, marks):
     rng = np.random.default_rng(6)
-    scenes = [sample_scene(rng, ("die", "doll")) for _ in range(200)]
-    assert {len(scene.things) for scene in scenes} == {3, 4, 5}
+    scenes = [LEVELS[level].sample_scene(rng, ("die", "doll")) for _ in range(200)]
+    assert {len(scene.things) for scene in scenes} == counts
+    assert {len(scene.marks) for scene in scenes} == marks
+    assert {thing.size for scene in scenes for thing in scene.things} == {*WIDTHS[level]}
     for scene in scenes:
-        cells = [thing.cell for thing in scene.things]
-        assert cells == sorted(set(cells))
-        assert not set(cells) & {mark.cell for mark in scene.marks}
+        cells = [each.cell for each in (*scene.things, *scene.marks)]
         assert {"die", "doll"} <= {thing.kind for thing in scene.things}
-    assert 0.1 < np.mean([bool(scene.marks) for scene in scenes]) < 0.3
+        if level == "grid":
+            assert len({*cells}) == len(cells)
+            continue
+        for each in (*scene.things, *scene.marks):
+            x, y = scene.view.project(each.center)
+            assert each.cell == int(x * 3) + 3 * int(y * 3) == place_of((x, y))
+            assert min(abs(value - border) for value in (x, y) for border in (1 / 3, 2 / 3)) > 0.029
+            assert 0.099 < min(x, y) < max(x, y) < 0.901
     assert 0.04 < np.mean([scene.view.brightness < 0.7 for scene in scenes]) < 0.2
 
 
-def test_places_are_cells_in_reading_order_and_the_camera_projects_them():
-    assert [cell_center(cell) for cell in (0, 4, 5, 8)] == [
-        pytest.approx(center) for center in ((0.2, 0.2), (0.5, 0.5), (0.8, 0.5), (0.8, 0.8))
+def test_objects_of_the_free_level_have_every_look_and_most_overlap():
+    rng = np.random.default_rng(0)
+    scenes = [FREE.sample_scene(rng) for _ in range(120)]
+    assert {thing.texture for scene in scenes for thing in scene.things} == set(TEXTURES)
+    assert {scene.cloth for scene in scenes} == set(CLOTHS)
+    covered = [
+        seen(square(thing), map(square, scene.things[k + 1 :])) < 0.98
+        for scene in scenes
+        for k, thing in enumerate(scene.things)
     ]
-    assert PLACES[5] == "at the right"
-    assert PLACES[6] == "at the bottom left"
-    assert Thing("box", "red", "small", 2, dx=0.01, dy=-0.02).center == pytest.approx((0.81, 0.18))
-    assert View(x=0.2, y=-0.1, zoom=1.4).project((0.8, 0.2)) == pytest.approx((0.64, 0.22))
-    assert View(zoom=1.3).dimmed(DARK) == View(zoom=1.3, brightness=DARK)
+    assert 0.2 < np.mean(covered) < 0.6
+    assert np.mean([max(Counter(thing.cell for thing in scene.things).values()) > 1 for scene in scenes]) > 0.75
+    plain = [replace(s, cloth="weave", things=tuple(replace(t, texture="plain") for t in s.things)) for s in scenes]
+    assert [*map(describe_scene, plain)] == [*map(describe_scene, scenes)], "no word names a texture or a table"
+
+
+def opened(scene: Scene, thing: Thing, view: View) -> float:
+    """Share of an object's form that is in the frame and not behind another's, by the forms that are painted."""
+    side = 96
+    whole = open_ = None
+    for each in scene.things[scene.things.index(thing) :]:
+        width = round(WIDTHS["free"][each.size] * view.zoom * side)
+        form = sprite("standard", each.kind, each.color, each.state, width).getchannel("A")
+        canvas = Image.new("L", (3 * side, 3 * side), 0)
+        x, y = view.project(each.center)
+        canvas.paste(form, (round((x + 1) * side - width / 2), round((y + 1) * side - width / 2)))
+        mask = np.asarray(canvas) > 127
+        if each is thing:
+            whole = mask.sum()
+            open_ = mask.copy()
+            frame = np.zeros_like(mask)
+            frame[side : 2 * side, side : 2 * side] = True
+            open_ &= frame
+        else:
+            open_ &= ~mask
+    return float(open_.sum() / whole)
+
+
+@pytest.mark.parametrize("pairs", ["free"], indirect=True)
+def test_what_changed_on_the_free_level_is_open_to_view_and_has_a_name_place_and_colour_of_its_own(pairs):
+    for before, after, _, changes in pairs:
+        views = (before.view, after.view)
+        has_moved = any(change.type == "viewpoint" for change in changes)
+        for change in changes:
+            least = 0.8 if change.type in ("orientation", "pose", "ocr", "counting") else 0.58
+            for scene, thing in ((before, change.before), (after, change.after)):
+                if thing is None:
+                    continue
+                for view in views:
+                    assert opened(scene, thing, view) >= least, (change, scene)
+                for view in views[: 1 if has_moved else 2]:
+                    x, y = view.project(thing.center)
+                    assert int(x * 3) + 3 * int(y * 3) == thing.cell
+                assert [each for each in scene.things if (each.cell, name(each)) == (thing.cell, name(thing))] == [
+                    thing
+                ]
+                for each in scene.things:
+                    apart = max(abs(a - b) for a, b in zip(each.center, thing.center, strict=True))
+                    reach = (WIDTHS["free"][each.size] + WIDTHS["free"][thing.size]) / 2
+                    assert each is thing or each.color != thing.color or apart >= reach
+            if change.type == "removal":
+                mark = next(mark for mark in after.marks if mark.center == change.before.center)
+                assert seen(square(mark), map(square, after.things), after.view) >= 0.65
+    for before, after, _, _ in pairs[:24]:
+        for scene in (before, after):
+            assert min(opened(scene, thing, View()) for thing in scene.things if min(thing.center) > 0.2) > 0.25
+
+
+ONE = Thing("ball", "red", "small", 4, dx=-0.1)
+
+
+NEAR = Thing("box", "blue", "small", 4, dx=0.1)
+
+
+BLUE = replace(ONE, color="blue")
+
+
+@pytest.mark.parametrize(
+    ("others", "clear"),
+    [
+        ((NEAR,), True),
+        ((replace(ONE, dx=0.1),), False),  # a second small red ball in the centre
+        ((replace(ONE, dx=0.1, size="medium"),), True),
+        ((replace(ONE, cell=3),), True),  # one more at the left
+        ((replace(BLUE, dx=0.1),), False),  # the counterpart would be a second small blue ball in the centre
+        ((replace(NEAR, color="red", dx=0.02),), False),  # red, and touches
+        ((replace(NEAR, color="white", dx=0.02),), True),
+        ((replace(NEAR, color="white", dx=-0.08),), False),  # covers most of it
+    ],
+)
+def test_a_change_of_what_cannot_be_told_apart_is_not_taken(others, clear):
+    before, after = (Scene((thing, *others), level="free") for thing in (ONE, BLUE))
+    assert FREE.is_clear(before, after, [Change("color", ONE, BLUE)]) is clear
 
 
 BOX, SIGN = Thing("box", "red", "small", 2), Thing("sign", "blue", "large", 7, "K")
-BY_HAND = {
-    "addition": (Change("addition", None, BOX), "at the top right a small red box appeared on the table"),
-    "disappearance": (
-        Change("disappearance", BOX),
-        "at the top right the small red box disappeared without a trace",
-    ),
-    "removal": (Change("removal", BOX), "at the top right the small red box was removed leaving a mark"),
-    "substitution": (
-        Change("substitution", BOX, replace(BOX, kind="cone", color="white")),
-        "at the top right the small red box was replaced with a small white cone",
-    ),
-    "size": (
-        Change("size", BOX, replace(BOX, size="large")),
-        "at the top right the small red box became large in size",
-    ),
-    "color": (
-        Change("color", BOX, replace(BOX, color="green")),
-        "at the top right the small red box turned green in color",
-    ),
-    "orientation": (
-        Change("orientation", Thing("arrow", "red", "small", 0, "up"), Thing("arrow", "red", "small", 0, "left")),
-        "at the top left the small red arrow points left instead of up",
-    ),
-    "pose": (
-        Change("pose", Thing("doll", "red", "small", 4, "up"), Thing("doll", "red", "small", 4, "down")),
-        "in the centre the small red doll lowered its arms and changed its pose",
-    ),
-    "ocr": (
-        Change("ocr", SIGN, replace(SIGN, state="2")),
-        "at the bottom the large blue sign reads 2 and no longer K",
-    ),
-    "counting": (
-        Change("counting", Thing("die", "red", "small", 3, 2), Thing("die", "red", "small", 3, 6)),
-        "at the left the small red die shows six dots and no longer two",
-    ),
-    "viewpoint": (Change("viewpoint", word="in"), "the camera zoomed in between the images"),
-    "illumination": (Change("illumination", word="out"), "the lamp went out between the images"),
-}
 
 
-@pytest.mark.parametrize("change_type", CHANGE_TYPES)
-def test_the_second_paraphrase_of_each_type_by_hand(change_type):
-    change, text = BY_HAND[change_type]
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (Change("size", BOX, replace(BOX, size="large")), "at the top right the small red box became large in size"),
+        (Change("ocr", SIGN, replace(SIGN, state="2")), "at the bottom the large blue sign reads 2 and no longer K"),
+        (Change("removal", BOX), "at the top right the small red box was removed leaving a mark"),
+        (Change("viewpoint", word="in"), "the camera zoomed in between the images"),
+    ],
+)
+def test_the_second_paraphrase_by_hand(change, text):
     assert references((change,), 2)[1] == text
-
-
-@pytest.mark.parametrize("change_type", CHANGE_TYPES)
-def test_each_reference_reads_back_to_its_change(change_type):
-    rules = grammar()
-    assert len(set(TEMPLATES[change_type])) == 5
-    for *_, change in changed_pairs(change_type, 10):
-        for text in references((change,), 5):
-            read = [(c["type"], m) for c in rules["clauses"] if (m := re.fullmatch(c["pattern"], text))]
-            assert {found for found, _ in read} == {change_type}, text
-            thing = change.before or change.after
-            if thing is not None:
-                assert {(m["object"], m["place"]) for _, m in read} == {(name(thing), PLACES[thing.cell])}, text
-            else:
-                assert {m["object"] for _, m in read} == {text.split()[1]}
-
-
-def test_several_changes_stand_one_after_another():
-    rules = grammar()
-    _, _, _, changes = sample_pair(np.random.default_rng(1), ("color", "removal", "illumination"))
-    for text in references(changes, 5):
-        clauses = text.split(rules["clause_separator"])
-        read = [next(c["type"] for c in rules["clauses"] if re.fullmatch(c["pattern"], clause)) for clause in clauses]
-        assert read == [change.type for change in changes]
-        assert sorted(read) == ["color", "illumination", "removal"]
 
 
 def test_no_change_is_said_in_sentences_that_the_grammar_knows():
@@ -625,6 +584,23 @@ def test_a_scene_is_described_cell_by_cell_in_reading_order():
     )
 
 
+def test_several_objects_at_one_place_are_described_from_left_to_right():
+    things = (
+        Thing("box", "red", "medium", 1, dx=0.05),
+        Thing("ball", "blue", "small", 0, dx=0.02),
+        Thing("cone", "white", "large", 1, dx=-0.04),
+    )
+    scene = Scene(things, marks=(Mark(1, dx=0.08),), level="free")
+    assert describe_scene(scene) == (
+        "at the top left a small blue ball, at the top a large white cone, at the top a medium red box, "
+        "at the top a mark"
+    )
+    assert describe_cells(scene) == {
+        0: "a small blue ball",
+        1: "a large white cone and a medium red box and a mark",
+    }
+
+
 @pytest.mark.parametrize("domain", LOOKS)
 @pytest.mark.parametrize("change_type", CHANGE_TYPES)
 def test_a_change_moves_more_pixels_than_its_distractor(change_type, domain):
@@ -633,7 +609,7 @@ def test_a_change_moves_more_pixels_than_its_distractor(change_type, domain):
     rng = np.random.default_rng(8)
     won = 0
     for _ in range(20):
-        before, after, distractor, _ = sample_pair(rng, (change_type,))
+        before, after, distractor, _ = LEVELS["grid"].sample_pair(rng, (change_type,))
         frames = [np.asarray(render(s, 96, rng, domain), dtype=np.float32) for s in (before, after, distractor)]
         changed, jittered = (
             np.abs(frame - frames[0]).max(-1).reshape(24, 4, 24, 4).mean((1, 3)).max() for frame in frames[1:]
@@ -642,12 +618,34 @@ def test_a_change_moves_more_pixels_than_its_distractor(change_type, domain):
     assert won >= 16
 
 
-def test_an_object_is_painted_in_its_colour_where_it_stands():
-    image = render(Scene((Thing("box", "red", "large", 6),)), 96, np.random.default_rng(0))
-    assert isinstance(image, Image.Image)
-    assert (image.mode, image.size) == ("RGB", (96, 96))
-    pixels = np.asarray(image, dtype=int)
-    redness = pixels[..., 0] - pixels[..., 1]
-    rows, columns = np.nonzero(redness > 60)
-    assert (rows.mean() / 96, columns.mean() / 96) == pytest.approx((0.8, 0.2), abs=0.03)
-    assert (columns.max() - columns.min()) / 96 == pytest.approx(0.285, abs=0.03)
+def test_the_later_of_two_objects_covers_the_earlier():
+    below, above = (
+        Thing("box", "red", "large", 4),
+        Thing("box", "blue", "medium", 4),
+    )
+    shades = []
+    for things in ((below, above), (above, below)):
+        image = render(Scene(things, level="free"), 96, np.random.default_rng(0))
+        shades.append(np.asarray(image, dtype=int)[48, 48])
+    assert shades[0][2] - shades[0][0] > 60
+    assert shades[1][0] - shades[1][2] > 60
+
+
+@pytest.mark.parametrize("scenes", [240, pytest.param(1200, marks=pytest.mark.slow)])
+def test_a_threshold_on_pixels_does_not_find_the_changes_of_free_and_finds_those_of_the_grid(scenes):
+    areas = {}
+    for level, sampler in LEVELS.items():
+        scores: dict[str, list[tuple[float, float]]] = {kind: [] for kind in DIFFERENCES}
+        for number in range(scenes):
+            rng = np.random.default_rng([12, number])
+            types = sample_types(rng, number, multi_change_share=0.15)
+            before, after, distractor = (render(each, 48, rng) for each in sampler.sample_pair(rng, types)[:3])
+            for kind, differ in DIFFERENCES.items():
+                scores[kind].append((differ(before, after), differ(before, distractor)))
+        for kind, pairs in scores.items():
+            one, two = (list(each) for each in zip(*pairs, strict=True))
+            areas[level, kind] = roc_auc(one, two)
+    assert areas["grid", "window"] > 0.85
+    assert areas["grid", "mean"] > 0.72
+    assert areas["free", "mean"] <= 0.70
+    assert areas["free", "window"] <= 0.70

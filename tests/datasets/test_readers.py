@@ -7,7 +7,7 @@ import pytest
 
 from m3diff.datasets import DATASETS, birds_to_words, clevr_dc, iedit, omnidiff, pairs, spot_the_diff
 from m3diff.datasets.files import describe, parse_json, read_json, read_splits, read_text
-from m3diff.datasets.spec import Published, fault_in, is_scene
+from m3diff.datasets.spec import Published, fault_in, fault_of_scene
 from m3diff.datasets.tables import read_table, texts
 from m3diff.records.errors import DataError
 from tests.layouts import (
@@ -287,7 +287,7 @@ def test_clevr_dc_keeps_scenes_that_are_no_number_uncaptioned_or_in_no_split(tmp
 
 
 def test_a_scene_is_a_whole_number_from_0():
-    assert [is_scene(value) for value in (0, 7, -1, True, "3", 2.0, None)] == [True, True] + 5 * [False]
+    assert [fault_of_scene(value) is None for value in (0, 7, -1, True, "3", 2.0, None)] == [True, True] + 5 * [False]
 
 
 def test_fields_are_checked_in_order_for_presence_type_and_content():

@@ -58,9 +58,7 @@ SPEC = DatasetSpec(
     title="MiniChange",
     page="components/datasets/minichange",
     paper=None,
-    licence=Licence(
-        "Apache-2.0", "https://www.apache.org/licenses/LICENSE-2.0", train=ALLOWED, redistribute=ALLOWED, show=ALLOWED
-    ),
+    licence=Licence.of("Apache-2.0", "https://www.apache.org/licenses/LICENSE-2.0", ALLOWED),
     read=read,
     files=("change_captions.json", "no_change_captions.json", "splits.json", "type_mapping.json", "grammar.json"),
     protocols=(
