@@ -6,15 +6,9 @@ read by column and any tool (DuckDB, polars, `datasets`) can open them. Both car
 depends on a sample depends on the bytes of its images, and on nothing else in their folder.
 """
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 import pyarrow as pa
-
-from m3diff.records.errors import DataError
-
-if TYPE_CHECKING:
-    import polars as pl
 
 SPLITS = ("train", "val", "test")
 
@@ -77,27 +71,3 @@ SAMPLE_SCHEMA = pa.schema(
         ("reference", pa.string()),  # the answer that is trained: one reference of the pair
     ]
 )
-
-
-def load_table(path: Path, schema: pa.Schema, writer: str, if_empty: str) -> "pl.DataFrame":
-    """The rows of a stage's Parquet file.
-
-    Args:
-        writer: the stage that writes it.
-        if_empty: why it may hold no row, with the remedy.
-
-    Raises:
-        DataError: it cannot be read, has other columns, or holds no row.
-    """
-    import polars as pl
-    import pyarrow.parquet as pq
-
-    try:
-        found, table = pq.read_schema(path), pl.read_parquet(path)
-    except (OSError, pa.ArrowInvalid, pl.exceptions.PolarsError) as error:
-        raise DataError(f"{path}: cannot be read: {error}; run `m3diff {writer}` again") from error
-    if not found.equals(schema):
-        raise DataError(f"{path}: not the columns that {writer} writes; run `m3diff {writer}` again")
-    if not table.height:
-        raise DataError(f"{path}: holds no record{if_empty}")
-    return table

@@ -22,7 +22,8 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from m3diff.datasets import DATASETS
 from m3diff.records.errors import DataError
 from m3diff.records.files import StageReport
-from m3diff.records.schemas import RECORD_SCHEMA, SAMPLE_SCHEMA, SPLITS, load_table
+from m3diff.records.schemas import RECORD_SCHEMA, SAMPLE_SCHEMA, SPLITS
+from m3diff.records.tables import load_table
 from m3diff.settings.section import ParamsError
 from m3diff.stages.convert.mixture import evaluation_samples, training_samples
 from m3diff.stages.convert.paper_mixture import PAIRS, SAMPLES, SOURCES, training_counts

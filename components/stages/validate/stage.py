@@ -19,7 +19,8 @@ from m3diff.datasets import DATASETS
 from m3diff.images.cache import check_images
 from m3diff.images.check import OK
 from m3diff.records.errors import DataError
-from m3diff.records.schemas import RAW_SCHEMA, RECORD_SCHEMA, load_table
+from m3diff.records.schemas import RAW_SCHEMA, RECORD_SCHEMA
+from m3diff.records.tables import load_table
 from m3diff.stages.ingest.params import DatasetEntry
 from m3diff.stages.validate.leaks import find_twins, sound_pairs
 from m3diff.stages.validate.params import Validate

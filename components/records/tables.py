@@ -1,0 +1,30 @@
+"""Parquet files that one stage writes and another reads."""
+
+from pathlib import Path
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from m3diff.records.errors import DataError
+
+
+def load_table(path: Path, schema: pa.Schema, writer: str, if_empty: str) -> pl.DataFrame:
+    """The rows of a stage's Parquet file.
+
+    Args:
+        writer: the stage that writes it.
+        if_empty: why it may hold no row, with the remedy.
+
+    Raises:
+        DataError: it cannot be read, has other columns, or holds no row.
+    """
+    try:
+        found, table = pq.read_schema(path), pl.read_parquet(path)
+    except (OSError, pa.ArrowInvalid, pl.exceptions.PolarsError) as error:
+        raise DataError(f"{path}: cannot be read: {error}; run `m3diff {writer}` again") from error
+    if not found.equals(schema):
+        raise DataError(f"{path}: not the columns that {writer} writes; run `m3diff {writer}` again")
+    if not table.height:
+        raise DataError(f"{path}: holds no record{if_empty}")
+    return table
