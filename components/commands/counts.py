@@ -1,4 +1,4 @@
-"""What a stage prints of its report when it has succeeded: counts, and what was left out."""
+"""Lines that a stage prints of its report when it has succeeded: counts, and what was left out."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -28,7 +28,7 @@ def by_split(counts: Mapping[str, int]) -> str:
 
 
 def told_of_made(report: "AugmentReport") -> Iterator[str]:
-    """What augment made, and of what it made none."""
+    """Lines on what augment made, and of what it made none."""
     yield (
         f"augment: {report.dataset}: {by_split(report.pairs)} pairs of {report.rows_in:,} tried, "
         f"{by_split(report.references)} references"
@@ -41,7 +41,7 @@ def told_of_made(report: "AugmentReport") -> Iterator[str]:
 
 
 def told(report: "IngestReport") -> str:
-    """What ingest read of one dataset."""
+    """A line on what ingest read of one dataset."""
     text = (
         f"ingest: {report.dataset}: {by_split(report.pairs)} pairs, {by_split(report.references)} references, "
         f"{report.images:,} images"
@@ -56,7 +56,7 @@ def told(report: "IngestReport") -> str:
 
 
 def told_of_clean(report: "ValidateReport", out: Path) -> Iterator[str]:
-    """What validate let through and what it did not."""
+    """Lines on what validate let through and what it did not."""
     page = out / "docs" / "index.html"
     yield f"validate: {report.rows_out:,} of {report.rows_in:,} pairs are clean; the pages: {page}"
     for name, of in report.datasets.items():

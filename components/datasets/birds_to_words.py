@@ -39,7 +39,7 @@ COLUMNS = ("img1ObservationURL", "img2ObservationURL", "split", "description")
 def read(
     root: Path, manifest: str = "birds-to-words-v1.0.tsv", images: str = "images", suffix: str = ".jpg"
 ) -> Iterator[Row]:
-    """One row per pair and split, at the place of its first paragraph; broken rows stand alone."""
+    """Yield a row per pair and split, at the place of its first paragraph; broken rows stand alone."""
     merged: dict[tuple[str, str, str], list[tuple[str, str]]] = {}
     for where, row, fault in read_table(root / manifest, COLUMNS):
         ids = [_photo(row[column]) for column in COLUMNS[:2]]

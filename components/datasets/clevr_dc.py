@@ -29,7 +29,7 @@ from m3diff.datasets.spec import (
 
 
 def read(root: Path) -> Iterator[Row]:
-    """One row per scene of `split.json` in its order, then the captioned scenes that are in no split."""
+    """Yield a row per scene of `split.json` in its order, then the captioned scenes that are in no split."""
     captions = read_json(root / "captions.json", dict)
     seen: set[str] = set()
     for split, scenes in read_splits(root / "split.json").items():

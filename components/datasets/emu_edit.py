@@ -26,7 +26,7 @@ BEFORE, AFTER = "image", "edited_image"
 
 
 def read(root: Path) -> Iterator[Row]:
-    """One row per edit."""
+    """Yield a row per edit."""
     for split, pattern in FILES.items():
         for path in shards(root, pattern):
             if AFTER not in column_names(path):

@@ -42,7 +42,7 @@ ELSEWHERE = re.compile(r"\\\\|[a-z]:[/\\]|file:|.*\0", re.IGNORECASE | re.DOTALL
 
 
 def fault_of_path(name: str, root: Path, opened: Iterable[Path] = (), option: str = "image_root") -> str | None:
-    """What is wrong with the path of an image in a data row, with the remedy; None where it stays inside its root.
+    """The fault of an image's path in a data row, with the remedy; None where it stays inside its root.
 
     Args:
         opened: other folders that it may lead into. Links are not followed: see `is_inside`.
@@ -59,7 +59,7 @@ def fault_of_path(name: str, root: Path, opened: Iterable[Path] = (), option: st
 
 
 def is_inside(path: Path | str, *roots: Path) -> bool:
-    """Whether a path leads into one of the folders once every link is followed."""
+    """True if a path leads into one of the folders once every link is followed."""
     real = Path(os.path.realpath(path))
     return any(real.is_relative_to(os.path.realpath(root)) for root in roots)
 
@@ -124,7 +124,7 @@ def read_splits(path: Path) -> dict[str, list[Any]]:
 
 
 def parse_json(text: str, where: str) -> Any:
-    """One JSON value; `where` (a file, or a file and line) begins the message of a fault."""
+    """The JSON value of a text; `where` (a file, or a file and line) begins the message of a fault."""
     try:
         return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
     except json.JSONDecodeError as error:

@@ -35,7 +35,7 @@ FIELDS = {"img0": str, "img1": str, "sents": list, "uid": str}
 
 
 def read(root: Path, images: str = "images") -> Iterator[Row]:
-    """One row per record."""
+    """Yield a row per record."""
     for split, file in FILES.items():
         for number, record in enumerate(read_json(root / file, list)):
             source = f"{file}, record {number}"

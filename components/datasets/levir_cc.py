@@ -40,7 +40,7 @@ SAME = {
 
 
 def read(root: Path, images: str = "images") -> Iterator[Row]:
-    """One row per record."""
+    """Yield a row per record."""
     file = "LevirCCcaptions.json"
     records = read_json(root / file, dict).get("images")
     if not isinstance(records, list):

@@ -34,7 +34,7 @@ TURN_FIELDS = {"input": str, "instruction": str}
 
 
 def read(root: Path, test: str | None = "test") -> Iterator[Row]:
-    """One row per turn."""
+    """Yield a row per turn."""
     for split, pattern in FILES.items():
         for where, row, fault in read_shards(root, pattern, FIELDS, (BEFORE, AFTER)):
             if fault:
@@ -48,7 +48,7 @@ def read(root: Path, test: str | None = "test") -> Iterator[Row]:
 
 
 def _session(test: str, img_id: str, turns: Any) -> Iterator[Row]:
-    """One row per turn of a test session; each must begin with what the one before it made."""
+    """Yield a row per turn of a test session; each must begin with what the one before it made."""
     source = f"{test}/{SESSIONS}, {img_id}"
     if not isinstance(turns, list):
         yield broken("test", source, f"turns: expected a list, found {describe(turns)}", img_id)

@@ -31,7 +31,7 @@ FIELDS = {"sentence": str, "label": str, "identifier": str}
 
 
 def read(root: Path, images: str = "images") -> Iterator[Row]:
-    """One row per pair with a true sentence, at the place of its first; broken lines stand alone."""
+    """Yield a row per pair with a true sentence, at the place of its first; broken lines stand alone."""
     for split, part in PARTS.items():
         merged: dict[str, list[tuple[str, dict[str, Any]]]] = {}
         for where, record, fault in read_json_lines(root / f"data/{part}.json"):
@@ -49,7 +49,7 @@ def read(root: Path, images: str = "images") -> Iterator[Row]:
 
 
 def _fault(record: Mapping[str, Any], part: str) -> str | None:
-    """What is wrong with a line of a split's file."""
+    """The fault of a line of a split's file."""
     if fault := fault_in(record, FIELDS | ({"directory": int} if part == "train" else {})):
         return fault
     if record["label"] not in ("True", "False"):

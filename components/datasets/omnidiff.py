@@ -40,7 +40,7 @@ def read(
     columns: pairs.Columns | None = None,
     split: pairs.Split | None = None,
 ) -> Iterator[Row]:
-    """As `pairs` reads it, with the change types checked against the paper's twelve."""
+    """Read as `pairs` does, with the change types checked against the paper's twelve."""
     for row in pairs.read(root, manifest, columns, split):
         unknown = [name for name in row.change_types if name.strip().lower() not in NAMES]
         fault = f"change_types: {', '.join(unknown)} is none of {', '.join(CHANGE_TYPES)}" if unknown else row.fault

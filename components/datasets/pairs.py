@@ -99,7 +99,7 @@ def read(
     no_caption: Sequence[str] | None = None,
     separator: str | None = None,
 ) -> Iterator[Row]:
-    """One row per pair, at the place of its first row; rows that contradict an earlier one of their id stand alone.
+    """Yield a row per pair, at the place of its first row; rows that contradict an earlier one of their id stand alone.
 
     `all_ask_what_changed` changes nothing here: ingest and `data check` ask for it where a row has `questions`.
     """
@@ -217,7 +217,7 @@ def _all_captions(values: Sequence[Any]) -> list[Any]:
 
 
 def _answer(captions: Any, column: str) -> tuple[Any, tuple[Question, ...]]:
-    """Of a conversation, what is answered and asked; anything else as it is."""
+    """The answer and the questions of a conversation; anything else is returned unchanged."""
     if not isinstance(captions, list) or not captions or not all(isinstance(turn, dict) for turn in captions):
         return captions, ()
     who = [turn.get("from", turn.get("role")) for turn in captions]
@@ -242,7 +242,7 @@ def _text_of(content: Any) -> Any:
 
 
 def _matches(row: Mapping[str, Any], wanted: Values) -> bool:
-    """Whether each column has the value, or one of the values."""
+    """True if each column has the value, or one of the values."""
     return all(
         str(pick(row, column)) in map(str, values if isinstance(values, list | tuple) else [values])
         for column, values in wanted.items()

@@ -1,4 +1,4 @@
-"""What one dataset's file says of it, and the one decision of what its licence lets a command do."""
+"""The schema of a dataset's file, the rows that its reader yields, and the check of its licence."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class Question(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One pair as the reader found it, unchecked. Image paths are relative to the dataset's root."""
+    """A pair as the reader found it, unchecked. Image paths are relative to the dataset's root."""
 
     name: Any
     split: Any
@@ -39,7 +39,7 @@ def broken(split: Any, source: str, fault: str | None, scene: Any = None, name: 
 
 
 class Single(NamedTuple):
-    """One image with captions of its own, unchecked. Its path is relative to the dataset's root."""
+    """An image with captions of its own, unchecked. Its path is relative to the dataset's root."""
 
     name: Any
     split: Any
@@ -51,13 +51,13 @@ class Single(NamedTuple):
 
 
 def fault_of_scene(value: Any) -> str | None:
-    """What keeps a value from being a scene's number; None where it is a whole number from 0."""
+    """The fault of a scene's number; None for a whole number from 0."""
     is_number = isinstance(value, int) and not isinstance(value, bool) and value >= 0
     return None if is_number else f"expected a number from 0, found {describe(value)}"
 
 
 def fault_in(record: Any, fields: Mapping[str, type]) -> str | None:
-    """What keeps an annotation record from having these fields with these types; None where it has them."""
+    """The first fault of an annotation record; None where it has these fields with these types."""
     if not isinstance(record, dict):
         return f"record: expected an object, found {describe(record)}"
     for field, kind in fields.items():
@@ -75,7 +75,7 @@ Use = Literal["train", "redistribute", "show"]
 
 @dataclass(frozen=True)
 class Permission:
-    """Whether a licence allows one use, and why; `conditions`: allowed as the reason says."""
+    """The answer of a licence to one use, with its reason; `conditions`: allowed as the reason says."""
 
     answer: Literal["yes", "conditions", "no", "unstated"]
     reason: str
@@ -145,7 +145,7 @@ WITH_SPICE = ("BLEU", "METEOR", "ROUGE-L", "CIDEr", "SPICE")
 
 @dataclass(frozen=True)
 class Protocol:
-    """How papers score a dataset: which pairs and references, and with what. A dataset's first one is its headline."""
+    """The pairs, references and metrics that papers score a dataset by. A dataset's first protocol is its headline."""
 
     name: str
     n: int | None  # pairs that papers score; None: no paper does
@@ -164,7 +164,7 @@ class Protocol:
 
 @dataclass(frozen=True)
 class Generator:
-    """How a dataset makes itself. `settings` is a frozen Section with a field `root`: the folder to write."""
+    """The generator of a dataset that makes itself. `settings` is a frozen Section with a field `root`: the folder to write."""
 
     settings: type[Any]
     generate: Callable[[Any], None]  # writes the whole dataset to `settings.root`
@@ -202,7 +202,7 @@ UNSTATED = Licence.of("none stated", None, NOT_STATED)
 
 
 def check_licence(spec: DatasetSpec, use: Use, allow_unlicensed: bool = False) -> str | None:
-    """What to tell the user about this use of the dataset; None where the licence allows it without a condition.
+    """A notice on this use of the dataset; None where the licence allows it without a condition.
 
     Where the page states no licence, to train and to show pages on one's own machine is the user's decision: it is
     told, not refused. To hand the data on is refused, and so is every use that a licence excludes, unless the user

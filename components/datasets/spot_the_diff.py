@@ -40,7 +40,7 @@ FIELDS = {"img_id": str, "sentences": list}
 
 
 def read(root: Path, images: str = "resized_images", suffix: str = ".png") -> Iterator[Row]:
-    """One row per `img_id` of a split, at the place of its first record; broken records stand alone."""
+    """Yield a row per `img_id` of a split, at the place of its first record; broken records stand alone."""
     for split in SPLITS:
         file = f"annotations/{split}.json"
         merged: dict[str, list[tuple[int, list[Any]]]] = {}

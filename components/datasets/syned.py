@@ -45,7 +45,7 @@ EMU = "emu_edit"
 
 
 def read(root: Path) -> Iterator[Row]:
-    """One row per line of the two files of instructions, then the numbers of `splits.json` that have no line."""
+    """Yield a row per line of the two files of instructions, then the numbers of `splits.json` that have no line."""
     splits, emu = _splits(root / "splits.json"), root / EMU
     images = {row.name: (row.before, row.after) for row in emu_edit.read(emu)} if emu.is_dir() else {}
     file, seen = "instructions_with_idx_train_split.txt", set[int]()
@@ -105,7 +105,7 @@ def _splits(path: Path) -> dict[int, str]:
 
 
 def _lines(root: Path, file: str) -> Iterator[tuple[str, int | None, str, str | None]]:
-    """Where each line stands, its number (None where it has none), its instruction, and what is wrong with it."""
+    """Place, number (None where there is none), instruction and fault of each line."""
     for number, line in enumerate(read_text(root / file).split("\n"), 1):
         if line.strip():
             idx, mark, text = line.partition(MARK)

@@ -25,7 +25,7 @@ SUFFIXES = {b"\x89PNG": ".png", b"\xff\xd8\xff": ".jpg", b"GIF8": ".gif", b"RIFF
 
 @dataclass(frozen=True)
 class Embedded:
-    """One image, by the place of its bytes; equal to another of the same bytes."""
+    """An image, by the place of its bytes; equal to another of the same bytes."""
 
     name: str  # the digest of the bytes, shortened, with a suffix
     manifest: Path = field(compare=False)
@@ -44,12 +44,12 @@ class Embedded:
 
 @lru_cache(maxsize=2)
 def _column(manifest: Path, group: int, column: str) -> Any:
-    """One column of a row group: images of a pair, and the pairs of a group, are asked for one after another."""
+    """A column of a row group: images of a pair, and the pairs of a group, are asked for one after another."""
     return pq.ParquetFile(manifest).read_row_group(group, [column]).column(0).to_pylist()
 
 
 def has_images(schema: pa.Schema) -> bool:
-    """Whether a column holds images or other bytes, or lists of them, whatever kind of list."""
+    """True if a column holds images or other bytes, or any kind of list of them."""
     types = [getattr(column.type, "value_type", column.type) for column in schema]
     return any(
         {part.name for part in each} == {"bytes", "path"} if pa.types.is_struct(each) else _is_binary(each)
@@ -217,7 +217,7 @@ def _check_header(path: Path, header: Sequence[str], required: Sequence[str]) ->
 
 
 def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    """One value a line. Lines end at a line feed only: a caption may hold other separators."""
+    """Yield the value of each line. Lines end at a line feed only: a caption may hold other separators."""
     for number, line in enumerate(read_text(path).split("\n"), 1):
         if line.strip():
             try:
@@ -303,7 +303,7 @@ def texts(value: Any) -> Any:
 
 
 def pick(value: Any, path: str) -> Any:
-    """What stands at a path, None where nothing does: `meta.split`, `images.0`, `turns.-1.text`; `sentences.*.raw` is
+    """The value at a path, None where there is none: `meta.split`, `images.0`, `turns.-1.text`; `sentences.*.raw` is
     the list of each one's. A column whose whole name is the path comes first; an empty path is the value itself."""
     if not path or value is None:
         return value

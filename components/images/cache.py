@@ -44,7 +44,7 @@ BATCH, IN_FLIGHT = 256, 64
 
 
 def check_images(paths: pl.Series, max_pixels: int, cache: Path, stage: str) -> pl.DataFrame:
-    """One row per distinct path: `path`, CHECK. `verdict` is OK or says what is wrong.
+    """A row per distinct path: `path`, CHECK. `verdict` is OK or says what is wrong.
 
     Args:
         paths: of image files; nulls and repeats are passed over.
@@ -109,7 +109,7 @@ def _over_cores(paths: list[str], known: frozenset[bytes], max_pixels: int, labe
 
 
 def _over_cluster(paths: list[str], known: frozenset[bytes], max_pixels: int, label: str) -> Iterator[ImageCheck]:
-    """As `_over_cores`, on the Ray cluster that RAY_ADDRESS names; every node must see the images under their paths."""
+    """Check as `_over_cores` does, on the Ray cluster that RAY_ADDRESS names; every node must see the images under their paths."""
     import ray
 
     ray.init(os.environ["RAY_ADDRESS"], ignore_reinit_error=True, log_to_driver=False)

@@ -1,4 +1,4 @@
-"""One image file read once and checked strictly, in a worker process: this module imports nothing heavy."""
+"""Read an image file once and check it strictly, in a worker process: this module imports nothing heavy."""
 
 import hashlib
 import os
@@ -22,7 +22,7 @@ known_digests: frozenset[bytes] = frozenset()
 
 
 class ImageCheck(NamedTuple):
-    """What one reading found. `verdict` is OK or what is wrong; None where the content is in the cache."""
+    """The result of one reading. `verdict` is OK or what is wrong; None where the content is in the cache."""
 
     path: str
     digest: bytes | None  # sha256 of the bytes; None where they could not be read
@@ -55,7 +55,7 @@ def check_image(path: str, max_pixels: int) -> ImageCheck:
 
 
 def check_batch(paths: list[str], known: frozenset[bytes], max_pixels: int) -> list[ImageCheck]:
-    """One task of a cluster, whose workers start without `start_worker`."""
+    """Check the images of a cluster's task, whose workers start without `start_worker`."""
     start_worker(known)
     return [check_image(path, max_pixels) for path in paths]
 

@@ -100,7 +100,7 @@ def known_formats() -> list[str]:
 
 
 def too_large(image: Image.Image, max_pixels: float) -> str | None:
-    """What keeps an image, of which only the header was read, from being decoded; None for at most `max_pixels`.
+    """The reason not to decode an image of which only the header was read; None for at most `max_pixels`.
 
     The padded square counts, since that is what models take; so does a tile of a TIFF, which is decoded as a whole.
     """
@@ -165,7 +165,7 @@ def _grey(image: Image.Image, white: int) -> Image.Image:
 
 
 def _on_white(image: Image.Image, may_measure: bool) -> Image.Image:
-    """What is transparent in white.
+    """The image with white where it is transparent.
 
     Raises:
         ImageError: nearly nothing of the picture is left.
@@ -192,7 +192,7 @@ def _on_white(image: Image.Image, may_measure: bool) -> Image.Image:
 
 
 def _told_of_tiff(data: bytes) -> str | None:
-    """What the first picture of a TIFF holds that Pillow cannot read; None where the bytes are no TIFF's."""
+    """The kind of a TIFF's first picture, which Pillow cannot read; None where the bytes are no TIFF's."""
     from PIL import TiffImagePlugin
 
     if data[:4] not in (b"II*\0", b"MM\0*"):

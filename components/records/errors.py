@@ -1,4 +1,4 @@
-"""What the project raises of itself."""
+"""Errors of the user's data, and texts that are fit to be shown."""
 
 import os
 import re

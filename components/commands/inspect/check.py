@@ -1,4 +1,4 @@
-"""What is wrong with a dataset's folder, before anything is run: `m3diff data check ROOT`.
+"""Check a dataset's folder before anything is run: `m3diff data check ROOT`.
 
 The layout is known by the annotation files that are there, or given by `--reader`; how a table of one's own is read,
 `guess.py` proposes. Then the dataset's own reader reads the folder, and what it finds is counted: pairs and references
@@ -217,12 +217,12 @@ def recognise(root: Path, taken: Container[str] = (), reader: str | None = None)
 
 
 def _is_there(root: Path, file: str) -> bool:
-    """Whether a file, or one of the files of a pattern, is there."""
+    """True if a file, or one of the files of a pattern, is there."""
     return (root / file).is_file() or any(path.is_file() for path in root.glob(file))
 
 
 def _is_own(root: Path, reader: str) -> bool:
-    """Whether files that are called as a layout's are a table of pairs: with the documented columns, or such that none
+    """True if files that are called as a layout's are a table of pairs: with the documented columns, or such that none
     of the first rows is one of the layout."""
     try:
         table = guess(root)
@@ -244,7 +244,7 @@ def _free(name: str | None, root: Path, taken: Container[str]) -> str:
 
 
 def _foreign(root: Path) -> str | None:
-    """What the folder is, where it holds pairs in a form that no reader takes for its own."""
+    """The name and remedy of a folder with pairs in a form that no reader takes for its own; else None."""
     names = {path.name for path in root.iterdir()}
     if "change_multi_captions.json" in names:
         return (
@@ -263,7 +263,7 @@ def _foreign(root: Path) -> str | None:
 
 
 def _unknown(root: Path, reasons: str) -> str:
-    """What the folder holds, why it cannot be read, what the layouts want, and a folder below that looks like one."""
+    """A message: the folder's contents, the reasons why it cannot be read, the files of each layout, and a folder below that looks like one."""
     deeper = [str(path.parent) for file in ("annotations/train.json", "train.json") for path in root.glob(f"*/{file}")]
     seen = ", ".join(sorted(entry.name for entry in root.iterdir())[:8]) or "nothing"
     wanted = "; ".join(f"{reader}: {', '.join(spec.files)}" for reader, spec in DATASETS.items())
@@ -486,7 +486,7 @@ def _of_images(entry: DatasetEntry, files: list[str], rows: list[Row], missing: 
 
 
 def _from_afar(root: Path, files: list[str], value: str) -> str:
-    """Of an absolute path or an address: the part in front of what lies in the root, and how it is taken away."""
+    """The remedy of an absolute path or an address: how the part in front of the root's is taken away."""
     parts = value.split("/")
     ends = ("/".join(parts[number:]) for number in range(1, len(parts)))
     if end := next((end for end in ends if end and (root / unquote(end)).is_file()), None):
@@ -534,7 +534,7 @@ def options(**values: Any) -> str:
 
 
 def _where_it_is(entry: DatasetEntry, files: list[str], rows: list[Row], values: list[str], lost: list[str]) -> str:
-    """What is there in place of the first missing image, of the paths `values` that the rows name."""
+    """The remedy of the first missing image; `values` are all paths that the rows name."""
     root, name = entry.root, lost[0]
     arguments = inspect.signature(DATASETS[entry.reader].read).parameters
     if os.path.islink(root / name):
@@ -577,7 +577,7 @@ def _rename(root: Path, values: list[str]) -> str:
 
 
 def _in_folder_below(entry: DatasetEntry, there: list[str], rows: list[Row], lost: list[str]) -> str:
-    """How the folder is named in which images lie that the rows name without it."""
+    """The option that names the folder of images which the rows name without it."""
     arguments = inspect.signature(DATASETS[entry.reader].read).parameters
     found = {
         value: each.removesuffix(value) for each in reversed(there) for value in lost if each.endswith(f"/{value}")
@@ -601,7 +601,7 @@ def _in_folder_below(entry: DatasetEntry, there: list[str], rows: list[Row], los
 
 
 def _of_rows(rows: list[Row]) -> Iterator[str]:
-    """What is wrong with captions, and with pairs of one image."""
+    """Faults of captions, and of pairs of one image."""
     same = [row for row in rows if row.before and row.before == row.after and row.change_types != [NO_CHANGE]]
     if same:
         yield f"{same[0].source}: both images are {same[0].before} ({len(same):,} such pairs); name both"
@@ -611,7 +611,7 @@ def _of_rows(rows: list[Row]) -> Iterator[str]:
 
 
 def _of_splits(names: Iterable[str], known: Iterable[str]) -> str:
-    """How splits are named that the table calls otherwise: an example, which the user corrects."""
+    """An example of the option for splits of other names, which the user corrects."""
     names, left = sorted(names), [split for split in SPLITS if split not in [*known]]
     example = {name: left[number] if number < len(left) else "train" for number, name in enumerate(names)}
     return f"say which splits {', '.join(names)} are, for example {options(splits=example)} (reader pairs)"
@@ -660,7 +660,7 @@ def _of_columns(entry: DatasetEntry, files: list[str], faults: list[str]) -> Ite
 
 
 def _no_images(paths: Iterable[str]) -> Iterator[str]:
-    """Of the first files, those that no image format begins like, with what they are instead."""
+    """The first files that are no images, with what they are instead."""
     for path in islice(paths, LOOKED):
         try:
             with suppress(Image.DecompressionBombError), Image.open(path, formats=known_formats()):

@@ -1,4 +1,4 @@
-"""How a table of pairs can be read: its options for the reader `pairs`, guessed from names and from the first rows.
+"""Guess how a table of pairs is read: its options for the reader `pairs`, guessed from names and from the first rows.
 
 A guess is a suggestion, never taken without being shown. What cannot be guessed is a DataError that says what the table
 holds, what is wrong with it, and what mends it.
@@ -241,7 +241,7 @@ class Guess(NamedTuple):
 
 
 def guess(root: Path) -> Guess:
-    """How the table of pairs in a folder can be read. Several tables are a doubt, unless one has the documented name
+    """Guess how the table of pairs in a folder is read. Several tables are a doubt, unless one has the documented name
     and columns.
 
     Raises:
@@ -291,7 +291,7 @@ def split_called(name: str) -> str | None:
 
 
 def _guess(root: Path, path: Path, manifest: str | dict[str, str]) -> Guess:
-    """How one table is read, or those of several splits, of which it is one."""
+    """Guess how one table is read, or those of several splits, of which it is one."""
     options: dict[str, Any] = {"manifest": manifest}
     notes, by_split, aliases = [], not isinstance(manifest, str), dict[str, str]()
     if not isinstance(manifest, str):
@@ -437,7 +437,7 @@ def _check_header(path: Path, header: list[str], delimiter: str) -> None:
 
 
 def is_image(value: Any) -> bool:
-    """Whether a value names an image, by its suffix."""
+    """True if a value names an image, by its suffix."""
     return isinstance(value, str) and value.strip().lower().endswith(IMAGES)
 
 
@@ -447,7 +447,7 @@ def _plain(name: str) -> str:
 
 
 def _by_column(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    """What the rows hold by column, then by path into objects; nulls and names with braces, which are of templates, are
+    """The values of the rows by column, then by path into objects; nulls and names with braces, which are of templates, are
     left out."""
     found: dict[str, list[Any]] = {}
     for row in rows:
@@ -465,7 +465,7 @@ def _by_column(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _columns(root: Path, path: Path, values: Mapping[str, list[Any]]) -> tuple[dict[str, Any], list[str], list[Doubt]]:
-    """Which columns hold the images, the captions and what these answer; notes and doubts."""
+    """The columns of the images, the captions and their questions; notes and doubts."""
     images, doubts = _images(values)
     if not images:
         images, doubts = _templates(root, values)
@@ -561,7 +561,7 @@ def _list_of_images(name: str, column: list[Any]) -> tuple[dict[str, str], list[
 
 
 def _holds_images(column: list[Any]) -> bool:
-    """Whether half of the values or more name images."""
+    """True if half of the values or more name images."""
     images = sum(is_image(value) or isinstance(value, Embedded) for value in column)
     return images > 0 and 2 * images >= len(column)
 
@@ -615,7 +615,7 @@ def _captions(values: Mapping[str, list[Any]]) -> list[list[str]]:
 
 
 def _captions_one_image(name: str) -> bool:
-    """Whether a column of captions is called as those of one of the two images: source_caption, image1_text."""
+    """True if a column of captions is called as those of one of the two images: source_caption, image1_text."""
     words = {*words_in(name)}
     return bool(words & {*RANK} and words & CAPTIONS - {*RANK}) or bool(
         words & {*NOUNS} and re.search(r"\d|_[ab]_", name)
@@ -644,14 +644,14 @@ def _question(values: Mapping[str, list[Any]]) -> str | None:
 
 
 def _is_texts(column: list[Any]) -> bool:
-    """Whether a column may hold captions: texts or lists, of which not all are numbers; an empty one may."""
+    """True if a column may hold captions: texts or lists, of which not all are numbers; an empty one may."""
     values = [value for value in column if value != ""]
     usable = (isinstance(v, list) and not all(isinstance(e, int | float) for e in v) for v in values)
     return not values or any(usable) or any(isinstance(v, str) and not NUMBER.fullmatch(v) for v in values)
 
 
 def _is_text(column: list[Any]) -> bool:
-    """Whether a column holds a text of several words, or lists of these; some scripts put no spaces between words."""
+    """True if a column holds a text of several words, or lists of these; some scripts put no spaces between words."""
     return any(
         isinstance(text, str)
         and not NUMBER.fullmatch(text)

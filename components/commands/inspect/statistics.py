@@ -33,14 +33,14 @@ PAIRS, THUMB_PX, TOP_WORDS, TOP_TYPES, BINS = 4, 160, 16, 12, 24
 
 
 class Bar(NamedTuple):
-    """One bar of a plot."""
+    """A bar of a plot."""
 
     label: str
     number: int
 
 
 class Statistics(BaseModel):
-    """One dataset over all its splits."""
+    """Counts of a dataset over all its splits."""
 
     pairs: int
     pairs_by_split: dict[str, int]
@@ -59,7 +59,7 @@ class Statistics(BaseModel):
 
 
 class ShownPair(NamedTuple):
-    """One pair of the page."""
+    """A pair of the page."""
 
     id: str
     before: str  # data URI
@@ -176,7 +176,7 @@ def _thumb(path: str) -> str:
 
 
 def published_row(name: str) -> dict[str, Any]:
-    """What the papers print of a dataset or of one part of it, by the fields of `Statistics`; empty where nothing."""
+    """Figures that the papers print of a dataset or of one part of it, by the fields of `Statistics`; empty where nothing."""
     if name in DATASETS:
         table = DATASETS[name].table
         return {field: value for field, value in asdict(table).items() if value is not None} if table else {}
@@ -185,7 +185,7 @@ def published_row(name: str) -> dict[str, Any]:
 
 
 class Notice(NamedTuple):
-    """What the licence of a dataset says of showing its pairs."""
+    """The licence's answer to showing a dataset's pairs."""
 
     text: str | None
     may_show: bool

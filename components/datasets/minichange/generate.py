@@ -33,7 +33,7 @@ FOLDERS = {"images": "default", "sc_images": "semantic", "nsc_images": "nonseman
 
 
 class Scenes(NamedTuple):
-    """What each image shows, by its path in the dataset's root, and how it was drawn."""
+    """The scene of each image, by its path in the dataset's root, and the way it was drawn."""
 
     domain: Domain
     image_px: int
@@ -86,7 +86,7 @@ ANNOTATIONS = ("change_captions.json", "no_change_captions.json", "splits.json",
 
 
 class Written(NamedTuple):
-    """One scene whose images are on disk."""
+    """A scene whose images are on disk."""
 
     number: int
     types: tuple[str, ...]

@@ -221,7 +221,7 @@ def describe_things(scene: Scene) -> list[tuple[int, str]]:
 
 
 def describe_cells(scene: Scene) -> dict[int, str]:
-    """What stands at each place, in reading order; empty places are left out."""
+    """The objects at each place, in reading order; empty places are left out."""
     places: dict[int, str] = {}
     for cell, text in describe_things(scene):
         places[cell] = f"{places[cell]} and {text}" if cell in places else text

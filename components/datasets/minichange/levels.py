@@ -64,7 +64,7 @@ Pair = tuple[Scene, Scene, Scene, tuple[Change, ...]]
 
 @dataclass(frozen=True)
 class Sampler:
-    """One level: its camera, lamp and sizes, and how scenes are sampled. `sample_pair` is the same for all."""
+    """A level: its camera, lamp and sizes, and how scenes are sampled. `sample_pair` is the same for all."""
 
     name: str
     moves: dict[str, tuple[float, float]]  # of the camera
@@ -173,7 +173,7 @@ LAMP_ON = 0.7
 def sample_types(
     rng: np.random.Generator, number: int, multi_change_share: float, deck: tuple[str, ...] = CHANGE_TYPES
 ) -> tuple[str, ...]:
-    """One to three distinct change types; the first runs through `deck`, by number."""
+    """Sample one to three distinct change types; the first runs through `deck`, by number."""
     first = deck[number % len(deck)]
     if rng.random() >= multi_change_share:
         return (first,)
@@ -231,7 +231,7 @@ def _substitute_on_grid(rng: np.random.Generator, thing: Thing) -> Thing:
 
 
 def _in_frame(before: Scene, after: Scene, changes: list[Change]) -> bool:
-    """Whether the centre of each changed object is well inside both frames."""
+    """True if the centre of each changed object is well inside both frames."""
     centers = [thing.center for change in changes if (thing := change.before or change.after)]
     places = [view.project(center) for center in centers for view in (before.view, after.view)]
     return all(VISIBLE < value < 1 - VISIBLE for place in places for value in place)
@@ -261,7 +261,7 @@ TRIES = 60
 
 
 class Square(NamedTuple):
-    """Where something is on the table: centre and width, in frame units."""
+    """A place on the table: centre and width, in frame units."""
 
     x: float
     y: float
@@ -356,7 +356,7 @@ def _noise(rng: np.random.Generator) -> float:
 
 
 def square(of: Thing | Mark) -> Square:
-    """Where a thing or a mark is, and how wide."""
+    """The place and width of a thing or a mark."""
     return Square(*of.center, MARK_WIDTH if isinstance(of, Mark) else WIDTHS["free"][of.size])
 
 
@@ -386,7 +386,7 @@ def _distance(a: tuple[float, float], b: tuple[float, float]) -> float:
 
 
 def _is_clear(before: Scene, after: Scene, changes: list[Change]) -> bool:
-    """Can a person see what changed, and know which object and place a reference means?
+    """True if a person can see what changed, and know which object and place a reference means.
 
     Every object is partly open in both scenes and every mark mostly. A changed object and its counterpart are mostly
     open and in the frame in both images, touch nothing of their own colour, have a name that no other object at their

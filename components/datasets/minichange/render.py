@@ -35,7 +35,7 @@ class Tilt(NamedTuple):
 
 @dataclass(frozen=True)
 class Look:
-    """What all scenes of a domain have in common: the shades of the colours and tables that have names, and the
+    """The looks that all scenes of a domain share: the shades of the colours and tables that have names, and the
     camera."""
 
     rgb: Mapping[str, Color]
@@ -129,7 +129,7 @@ def _photograph(
 
 
 def _tilted(table: Image.Image, box: tuple[float, float, float, float], tilt: Tilt, unit: int) -> Image.Image:
-    """What a tilted camera sees that would see `box` from above, as a square of `unit` pixels."""
+    """The view of a tilted camera that would see `box` from above, as a square of `unit` pixels."""
     x, y, half = (box[0] + box[2]) / 2, (box[1] + box[3]) / 2, (box[2] - box[0]) / 2
     cos, sin = math.cos(tilt.turn), math.sin(tilt.turn)
     corners = [
@@ -220,7 +220,7 @@ def _shadow(width: int) -> Image.Image:
 
 @lru_cache(maxsize=4096)
 def sprite(domain: str, kind: str, color: str, state: object, width: int, texture: str = "plain") -> Image.Image:
-    """One object as an RGBA tile of `width` pixels, its form drawn flat, then shaded from upper left to lower right."""
+    """An object as an RGBA tile of `width` pixels, its form drawn flat, then shaded from upper left to lower right."""
     tile = Image.new("RGBA", (width, width), (0, 0, 0, 0))
     painter = {
         "ball": _ball,

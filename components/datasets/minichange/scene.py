@@ -56,7 +56,7 @@ def cell_center(cell: int) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Thing:
-    """One object: `cell` is its place (index of PLACES), `dx`, `dy` its offset from the cell's centre. No word names
+    """An object: `cell` is its place (index of PLACES), `dx`, `dy` its offset from the cell's centre. No word names
     its texture."""
 
     kind: str
@@ -106,13 +106,13 @@ class View:
         return replace(self, brightness=brightness)
 
     def project(self, point: tuple[float, float]) -> tuple[float, float]:
-        """Where a point of the scene falls in this camera's frame."""
+        """The point of this camera's frame where a point of the scene falls."""
         return (point[0] - self.x - 0.5) * self.zoom + 0.5, (point[1] - self.y - 0.5) * self.zoom + 0.5
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What stands on the table, on which table, and how it is seen. Of two things that overlap, the later covers the
+    """The objects, the table they are on, and the view of them. Of two things that overlap, the later covers the
     earlier."""
 
     things: tuple[Thing, ...]
@@ -125,7 +125,7 @@ class Scene:
 
 @dataclass(frozen=True)
 class Change:
-    """One change: its OmniDiff type, the thing before and after (None where there is none), and for camera and lamp
+    """A change: its OmniDiff type, the thing before and after (None where there is none), and for camera and lamp
     the word that says what happened to it."""
 
     type: str
@@ -144,12 +144,12 @@ class Change:
 
 
 def pick(rng: np.random.Generator, options: tuple | list) -> Any:
-    """One of the options, all equally likely."""
+    """Pick an option, all equally likely."""
     return options[int(rng.integers(len(options)))]
 
 
 def other(rng: np.random.Generator, options: tuple, than: object) -> Any:
-    """One of the options that is not `than`."""
+    """Pick an option that is not `than`."""
     return pick(rng, [option for option in options if option != than])
 
 
@@ -158,7 +158,7 @@ Domain = Literal["standard", "shifted"]
 
 
 class MiniChange(Section):
-    """How many scenes are drawn, how large, and with which changes."""
+    """The number, size and changes of the scenes that are drawn."""
 
     root: Path  # the folder to write
     seed: int = Field(ge=0)

@@ -118,7 +118,7 @@ class Doubt(NamedTuple):
 
 
 def doubts(rows: Sequence[Row], options: Mapping[str, Any], own: bool) -> Iterator[Doubt]:
-    """What the entry's options leave open.
+    """Yield the questions that the entry's options leave open.
 
     Args:
         own: the dataset is a collection of the user's own (reader `pairs`), whose texts nobody has looked at.
@@ -134,7 +134,7 @@ def doubts(rows: Sequence[Row], options: Mapping[str, Any], own: bool) -> Iterat
 
 
 def says_nothing(text: Any) -> bool:
-    """Whether a text has no letter or digit, is a single number, or a word that programs and people write for none."""
+    """True if a text has no letter or digit, is a single number, or a word that programs and people write for none."""
     if not isinstance(text, str):
         return False
     bare = text.strip().strip("\"'`()[]{}<>.!* ").casefold()
@@ -183,7 +183,7 @@ def _separators(rows: Sequence[Row]) -> Iterator[Doubt]:
 
 
 def _parts_at(sign: str, text: str, words: int) -> bool:
-    """Whether a sign cuts a text into several parts of at least so many words."""
+    """True if a sign cuts a text into several parts of at least so many words."""
     parts = [part.split() for part in text.split(sign) if part.strip()]
     return len(parts) > 1 and all(len(part) >= words for part in parts)
 

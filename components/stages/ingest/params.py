@@ -19,7 +19,7 @@ ExpectedPairs = Annotated[
 
 
 class DatasetEntry(Section):
-    """One dataset of a run; its name is the namespace of its ids."""
+    """A dataset of a run; its name is the namespace of its ids."""
 
     reader: str  # one of m3diff.datasets.DATASETS
     root: Path  # folder of its annotation files and images

@@ -35,7 +35,7 @@ MAX_DECODED_PIXELS = 100_000_000
 
 
 class IngestReport(StageReport):
-    """What one dataset gave; pairs and references by split. `rows_in` are rows of its annotation files."""
+    """Counts of one dataset; pairs and references by split. `rows_in` are rows of its annotation files."""
 
     dataset: str
     reader: str

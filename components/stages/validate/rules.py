@@ -1,4 +1,4 @@
-"""What a good record is: each rule once, as the sign of a bad row (for polars) and as an expectation (for GX).
+"""Rules of a good record: each once, as the sign of a bad row (for polars) and as an expectation (for GX).
 
 The rules read *facts*: one row per record with the columns that `facts` computes, so that 896k references cost a few
 vectorised passes.
