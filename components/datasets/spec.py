@@ -164,7 +164,7 @@ class Protocol:
 
 @dataclass(frozen=True)
 class Generator:
-    """The generator of a dataset that makes itself. `settings` is a frozen Section with a field `root`: the folder to write."""
+    """The generator of a dataset. `settings` is a frozen Section with a field `root`: the folder to write."""
 
     settings: type[Any]
     generate: Callable[[Any], None]  # writes the whole dataset to `settings.root`

@@ -109,7 +109,7 @@ def _over_cores(paths: list[str], known: frozenset[bytes], max_pixels: int, labe
 
 
 def _over_cluster(paths: list[str], known: frozenset[bytes], max_pixels: int, label: str) -> Iterator[ImageCheck]:
-    """Check as `_over_cores` does, on the Ray cluster that RAY_ADDRESS names; every node must see the images under their paths."""
+    """Check on the Ray cluster that RAY_ADDRESS names; every node must see the images under their paths."""
     import ray
 
     ray.init(os.environ["RAY_ADDRESS"], ignore_reinit_error=True, log_to_driver=False)

@@ -263,7 +263,7 @@ def _foreign(root: Path) -> str | None:
 
 
 def _unknown(root: Path, reasons: str) -> str:
-    """A message: the folder's contents, the reasons why it cannot be read, the files of each layout, and a folder below that looks like one."""
+    """A message: what is in the folder, why it cannot be read, each layout's files, and a folder below that has one."""
     deeper = [str(path.parent) for file in ("annotations/train.json", "train.json") for path in root.glob(f"*/{file}")]
     seen = ", ".join(sorted(entry.name for entry in root.iterdir())[:8]) or "nothing"
     wanted = "; ".join(f"{reader}: {', '.join(spec.files)}" for reader, spec in DATASETS.items())

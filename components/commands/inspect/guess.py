@@ -447,8 +447,8 @@ def _plain(name: str) -> str:
 
 
 def _by_column(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    """The values of the rows by column, then by path into objects; nulls and names with braces, which are of templates, are
-    left out."""
+    """The values of the rows by column, then by path into objects; nulls and names with braces (templates) are left
+    out."""
     found: dict[str, list[Any]] = {}
     for row in rows:
         for name, value in row.items():

@@ -71,7 +71,7 @@ def run_suite(
 
 
 def _expectations(found: pl.DataFrame, rules: list[Rule], expected: ExpectedPairs) -> list[Any]:
-    """The rules of each dataset (a condition on its rows), all in one suite, so that GX computes shared metrics once."""
+    """The rules of each dataset (a condition on its rows) in one suite, so that GX computes shared metrics once."""
     import great_expectations.expectations as gxe
     from great_expectations.expectations.row_conditions import Column
 
@@ -149,7 +149,7 @@ SHOWN = 200  # rows of the quarantine's page for each rule
 
 
 class ValidateCounts(BaseModel):
-    """Counts of one dataset: clean pairs and references by split, rows in quarantine, by rule (a row may break several)."""
+    """Counts of one dataset: clean pairs and references by split, rows in quarantine by rule (some break several)."""
 
     pairs: dict[str, int]
     references: dict[str, int]
