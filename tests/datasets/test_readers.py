@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from m3diff.datasets import DATASETS, levir_cc, omnidiff, pairs
-from m3diff.datasets.files import describe, parse_json, read_json, read_splits, read_text
+from m3diff.datasets.files import describe, parse_json, read_splits, read_text
 from m3diff.datasets.spec import Published, fault_in, fault_of_scene
 from m3diff.datasets.tables import Embedded, read_table, texts
 from m3diff.records.errors import DataError
@@ -977,27 +977,6 @@ def test_texts_are_lists_json_lists_or_one_caption():
         ['{"a": 1}'],
         None,
     ]
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", r"the file is empty; fetch it again"),
-        (b" \n", r"the file is empty; fetch it again"),
-        (b'{"a": "\xff"}', r"byte 7 is not UTF-8, .*; convert it: `iconv"),
-        (b'{"a": 1', r"line 1 column 8: not valid JSON: .*; it ends too early, fetch it again"),
-        (b'{"a": "b', r"line 1 column 7: not valid JSON: .*; it ends too early, fetch it again"),
-        (b'{"a": ]}', r"line 1 column 7: not valid JSON: .*; correct it there"),
-        (b'{"a": 1, "b": 2, "a": 3}', r"not usable JSON: key 'a' occurs twice; keep one"),
-        (b'{"a": NaN}', r"not usable JSON: NaN is no JSON value; use null or remove it"),
-        (b"[1]", r"expected an object at the top, found a list \[1\]"),
-        (b"null", r"expected an object at the top, found null"),
-    ],
-)
-def test_json_that_cannot_be_trusted_is_refused_with_place_and_remedy(tmp_path, content, message):
-    (tmp_path / "a.json").write_bytes(content)
-    with pytest.raises(DataError, match=r"a\.json: " + message):
-        read_json(tmp_path / "a.json", dict)
 
 
 def test_text_loses_its_byte_order_mark_and_nothing_else(tmp_path):

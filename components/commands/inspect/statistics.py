@@ -176,7 +176,7 @@ def _thumb(path: str) -> str:
 
 
 def published_row(name: str) -> dict[str, Any]:
-    """Figures that the papers print of a dataset or a part of it, by the fields of `Statistics`; empty where nothing."""
+    """Figures that the papers print of a dataset or a part of it, by field of `Statistics`; empty where nothing."""
     if name in DATASETS:
         table = DATASETS[name].table
         return {field: value for field, value in asdict(table).items() if value is not None} if table else {}
