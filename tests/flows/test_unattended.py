@@ -35,7 +35,7 @@ def missed(machine: Machine, name: str, *runs: str) -> None:
         due = (hour + timedelta(minutes=minute)).isoformat()
         state = {"type": "SCHEDULED", "name": "Late", "state_details": {"scheduled_time": due}}
         body = {"name": run, "state": state, "tags": ["auto-scheduled"]}
-        until(lambda body=body: is_done(httpx.post(api, json=body)))
+        until(lambda body=body: is_done(httpx.post(api, json=body, timeout=60)))
 
 
 def states(machine: Machine, *names: str) -> list[str]:
@@ -102,12 +102,12 @@ def up(machine: Machine) -> None:
         found = deployment(machine, name)
         (schedule,) = found["schedules"]
         api = f"{machine.environment['PREFECT_API_URL']}/deployments/{found['id']}/schedules/{schedule['id']}"
-        until(lambda api=api: is_done(httpx.patch(api, json={"active": False})))
+        until(lambda api=api: is_done(httpx.patch(api, json={"active": False}, timeout=60)))
 
 
 def pause_pool(machine: Machine, paused: bool) -> None:
     api = f"{machine.environment['PREFECT_API_URL']}/work_pools/m3diff"
-    until(lambda: is_done(httpx.patch(api, json={"is_paused": paused})))
+    until(lambda: is_done(httpx.patch(api, json={"is_paused": paused}, timeout=60)))
 
 
 def is_done(answer: httpx.Response) -> bool:

@@ -89,7 +89,7 @@ def test_a_run_begins_with_the_champion_trains_what_changed_whole_and_a_share_of
         assert yaml.safe_load((CHECKPOINT / "manifest.json").read_text())["base_sha256"] == champion
 
 
-def test_where_no_data_changed_there_is_nothing_to_go_on_with(trained):
+def test_where_no_data_changed_there_is_nothing_to_go_on_with_and_without_a_champion_the_base(trained, monkeypatch):
     set_params("train", epochs=9)
     toy.commit(trained, "other parameters")
     with (
@@ -99,9 +99,6 @@ def test_where_no_data_changed_there_is_nothing_to_go_on_with(trained):
         pytest.fail("it began")
     assert not has_branch("runs/one")
     assert not Path(f"{BASE}.dvc").exists()
-
-
-def test_without_a_champion_a_run_begins_with_the_base(trained, monkeypatch):
     monkeypatch.setattr(warm, "champion_of", lambda params: None)
     with workspace("one", "HEAD", [], False, replay=0.25) as work:
         assert load_params(Path("params.yaml")).train.base == Path("data/00_base")
@@ -151,25 +148,22 @@ def test_a_run_that_is_tried_again_goes_on_from_its_branch_whoever_is_champion_t
         assert work.overrides == (f"train.base={BASE}",), "its commits must not look like those of plain runs"
 
 
-@pytest.mark.parametrize("replay", [-0.1, 1.5])
-def test_replay_is_a_share(trained, replay):
-    with pytest.raises(ParamsError, match=f"replay: expected a share from 0 to 1, found {replay}"):
-        from_champion(replay)
-
-
 @pytest.mark.parametrize(
-    ("tag", "value", "told"),
-    [("git.commit", "0" * 40, "not in this clone"), ("dvc.checkpoint", None, "does not say what it was trained from")],
+    ("replay", "tags", "told"),
+    [
+        (-0.1, {}, "replay: expected a share from 0 to 1, found -0.1"),
+        (1.5, {}, "replay: expected a share from 0 to 1, found 1.5"),
+        (0.25, {"git.commit": "0" * 40}, "not in this clone"),
+        (0.25, {"git.commit": None}, "does not say what it was trained from"),
+        (0.25, {"dvc.checkpoint": None}, "does not say what it was trained from"),
+    ],
 )
-def test_a_champion_that_cannot_be_found_again_is_told(trained, tag, value, told):
-    tags = warm.champion_of(None).tags
-    if value is None:
-        del tags[tag]
-    else:
-        tags[tag] = value
+def test_a_share_that_is_none_and_a_champion_that_cannot_be_found_again_are_told(trained, replay, tags, told):
+    champion = warm.champion_of(None)
+    champion.tags = {name: value for name, value in (champion.tags | tags).items() if value}
     change_mine(trained)
     with pytest.raises(ParamsError, match=told):
-        from_champion(0.25)
+        from_champion(replay)
     assert not Path(f"{BASE}.dvc").exists()
 
 
