@@ -57,19 +57,20 @@ class Worker(ProcessWorker):
             return []
 
     async def _get_scheduled_flow_runs(self) -> list[WorkerFlowRunResponse]:
-        """The runs that are due, of those that a schedule made and that were missed the latest alone, and without those
-        whose process is still here: they wait until it is gone."""
+        """The runs that are due. Of equal runs that a schedule made, the latest does the work of those that were missed. A
+        run whose process is still here waits until that is gone."""
         found = await super()._get_scheduled_flow_runs()
         here = await self.held(entry.flow_run for entry in found)
         for id_, why in here.items():
             self._logger.info(f"flow run {id_} waits: {why}")
         due = [entry for entry in found if entry.flow_run.id not in here]
-        missed = [entry.flow_run for entry in due if is_missed(entry.flow_run)]
-        latest = {same(run): run for run in sorted(missed, key=lambda run: run.expected_start_time)}
-        for run in [run for run in missed if run is not latest[same(run)]]:
-            message = f"flow run {latest[same(run)].name}, due later, does this work"
-            await self.client.set_flow_run_state(run.id, Cancelled(name="Coalesced", message=message))
-        return [entry for entry in due if not is_missed(run := entry.flow_run) or run is latest[same(run)]]
+        missed = sorted((entry.flow_run for entry in due if is_missed(entry.flow_run)), key=due_at)
+        latest = {same(run): run for run in missed}
+        earlier = {run.id: latest[same(run)].name for run in missed if run is not latest[same(run)]}
+        for id_, name in earlier.items():
+            state: State[Any] = Cancelled(name="Coalesced", message=f"flow run {name}, due later, does this work")
+            await self.client.set_flow_run_state(id_, state)
+        return [entry for entry in due if entry.flow_run.id not in earlier]
 
     async def sync_with_backend(self) -> None:
         try:
@@ -154,9 +155,13 @@ class Worker(ProcessWorker):
             await anyio.to_thread.run_sync(notices.tell_of_end, *telling)
 
 
+def due_at(run: FlowRun) -> datetime:
+    return run.expected_start_time or datetime.max.replace(tzinfo=UTC)
+
+
 def is_missed(run: FlowRun) -> bool:
-    due = run.expected_start_time
-    return "auto-scheduled" in run.tags and run.state_name in WAITING and due is not None and due <= datetime.now(UTC)
+    """Return whether a schedule made this run, it did not begin, and it is due."""
+    return "auto-scheduled" in run.tags and run.state_name in WAITING and due_at(run) <= datetime.now(UTC)
 
 
 def same(run: FlowRun) -> tuple[UUID | None, str]:
