@@ -57,8 +57,8 @@ class Worker(ProcessWorker):
             return []
 
     async def _get_scheduled_flow_runs(self) -> list[WorkerFlowRunResponse]:
-        """The runs that are due. Of equal runs that a schedule made, the latest does the work of those that were missed.
-        A run whose process is still here waits until that is gone."""
+        """The runs that are due. Of equal runs that a schedule made, the latest does the work of those it missed. A run
+        whose process is still here waits until that is gone."""
         found = await super()._get_scheduled_flow_runs()
         here = await self.held(entry.flow_run for entry in found)
         for id_, why in here.items():

@@ -1,21 +1,16 @@
 """Random kills by signal 9 of any process of a flow, and what must hold whatever was killed.
 
-    python -m tests.faults.kills 200 --seed 7
-
-runs flows of the toy project, one after the other, and kills a process of them (the flow, DVC, a stage, git, or all at
+`run` runs flows of the toy project, one after the other, and kills a process of them (the flow, DVC, a stage, git, or all at
 once, as when the host dies) at a moment drawn from the seed; what it hits is on a line of its own. A flow that lives
 on is killed again; one that died is started again with the same parameters, as the next firing of a schedule would.
 When a run has ended, and after every few kills one may end, what must hold is compared (`broken`); the next runs have
 other parameters. The same seed waits as long and picks in the same way.
 """
 
-import argparse
 import json
 import random
 import re
 import shutil
-import sys
-import tempfile
 import time
 from collections import Counter
 from contextlib import ExitStack, chdir, suppress
@@ -322,27 +317,3 @@ def run(folder: Path, kills: int, seed: int) -> Told:
             killer.flow.quiet(0)
         told.wall_s = time.monotonic() - started
     return told
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description="kill processes of flows at random and see what holds")
-    parser.add_argument("kills", type=int)
-    parser.add_argument("--seed", type=int, default=int(time.time()))
-    parser.add_argument("--folder", type=Path, help="kept; a temporary one by default, kept where something broke")
-    asked = parser.parse_args()
-    folder = asked.folder or Path(tempfile.mkdtemp(prefix="m3diff-kills-"))
-    told = run(folder, asked.kills, asked.seed)
-    done = len(told.kills)
-    figures = {"kills": done, "hit": dict(told.hit), "runs": told.starts, "failed runs": told.failed}
-    times = {"rounds": told.rounds, "run_s": round(told.run_s, 1), "s_per_kill": round(told.wall_s / max(done, 1), 1)}
-    told.say(json.dumps({"seed": told.seed, **figures, **times, "broken": told.broken}, indent=1))
-    if told.broken:
-        told.say(f"again: python -m tests.faults.kills {asked.kills} --seed {told.seed}; what it left: {folder}")
-        return 1
-    if not asked.folder:
-        shutil.rmtree(folder)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
