@@ -1,8 +1,9 @@
 """Random kills by signal 9 of any process of a flow, and what must hold whatever was killed.
 
-`run` runs flows of the toy project, one after the other, and kills a process of them (the flow, DVC, a stage, git, or all at
-once, as when the host dies) at a moment drawn from the seed; what it hits is on a line of its own. A flow that lives
-on is killed again; one that died is started again with the same parameters, as the next firing of a schedule would.
+`run` runs flows of the toy project, one after the other, and kills a process of them (the flow, DVC, a stage, git, or
+all at once, as when the host dies) at a moment drawn from the seed; what it hits is on a line of its own. A flow that
+lives on is killed again; one that died is started again with the same parameters, as the next firing of a schedule
+would.
 When a run has ended, and after every few kills one may end, what must hold is compared (`broken`); the next runs have
 other parameters. The same seed waits as long and picks in the same way.
 """
