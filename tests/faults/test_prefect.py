@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests import toy
-from tests.flows.test_services import free_port
+from tests.servers import free_port
 from tests.toy import store
 
 FLOW = "from flows.full import full; full(ref='HEAD', overrides=['evaluate.gallery=7'])"

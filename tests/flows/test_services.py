@@ -21,6 +21,7 @@ from infra import units
 from m3diff.provenance.git import git
 from m3diff.registry.decisions import decisions
 from tests import toy
+from tests.servers import free_port
 from tests.toy import REPOSITORY, load_and_caption, store
 
 DATASETS = ("minichange", "minichange_free", "minichange_shifted")
@@ -29,12 +30,6 @@ STAGES = [*MADE, "validate", "convert", "train", "predict", "evaluate"]
 RAN = {"preflight": "Completed", **dict.fromkeys(STAGES, "Ran"), "push": "Skipped", "register": "Ran", "promote": "Ran"}
 RAN |= {"code": "Skipped"}  # the toy project has its digests
 SKIPPED = {name: state if state == "Completed" else "Skipped" for name, state in RAN.items()}
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 class Machine:
