@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from m3diff.models.family import Lora, Rates
-from m3diff.models.m3diff.configuration import M3DiffConfig, seven_b_config
-from m3diff.models.m3diff.settings import M3DiffSettings
+from m3diff.models.m3diff import LARGE_BASE
+from m3diff.models.m3diff_model import M3DiffConfig
+from m3diff.models.m3diff_settings import M3DiffSettings
+from m3diff.models.settings import Lora, Rates
 from m3diff.stages.train.packing import pack
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ class Size:
     def settings(self) -> M3DiffSettings:
         """What trains and at which rate: the paper's, alpha twice the rank."""
         rates = Rates(vision=2e-6, projector=1e-5, module=1e-5, llm=1e-5)
-        return M3DiffSettings("m3diff", self.config.mdp_config(), Lora(self.lora_rank, 2 * self.lora_rank), rates)
+        return M3DiffSettings("m3diff", self.config.module_config(), Lora(self.lora_rank, 2 * self.lora_rank), rates)
 
     @property
     def captions(self) -> int:
@@ -153,7 +154,7 @@ class Size:
 def tiny(pairs: int = 16) -> Size:
     """The embedded base's shapes, the embedded run's batch and adapters, MiniChange's references."""
     tokenizer = AutoTokenizer.from_pretrained(BASE)
-    config = M3DiffConfig.on_base(str(BASE), mdp=None)
+    config = M3DiffConfig.on_base(str(BASE), None)
     last = config.vision_config.num_hidden_layers  # the only vision feature layer, as in the embedded run
     config.mdp = {"vision_feature_layers": [last], "layers": 2, "heads": 4}
     image = "<image>" * ((config.vision_config.image_size // config.vision_config.patch_size) ** 2 + 1)
@@ -172,7 +173,7 @@ def tiny(pairs: int = 16) -> Size:
 def seven_b(layers: int = 28, pairs: int = 6) -> Size:
     """The published 7B shapes, with so many of the LLM's layers: 1,460 visual and 29 prompt tokens, 6.17 captions a
     pair of 15 tokens each on average."""
-    config, rng = seven_b_config(), np.random.default_rng(0)
+    config, rng = M3DiffConfig.published(LARGE_BASE, {}), np.random.default_rng(0)
     config.text_config.num_hidden_layers = layers
     config.text_config.layer_types = config.text_config.layer_types[:layers]
     side = config.vision_config.image_size // config.vision_config.patch_size

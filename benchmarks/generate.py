@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.ablation import Size, noise, seven_b, tiny  # noqa: E402
 from benchmarks.machine import machine  # noqa: E402
 from m3diff.models.fused import make_fused  # noqa: E402
-from m3diff.models.m3diff.modeling import M3DiffForConditionalGeneration  # noqa: E402
-from m3diff.models.m3diff.processing import M3DiffImageProcessor  # noqa: E402
+from m3diff.models.m3diff_model import M3DiffForConditionalGeneration  # noqa: E402
+from m3diff.models.processing import M3DiffImageProcessor  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "generate.json"
 

@@ -162,11 +162,12 @@ def random_base(folder: Path) -> Path:
     from transformers import AutoModelForImageTextToText, LlavaOnevisionConfig
 
     from benchmarks.ablation import BASE, seven_b
-    from m3diff.models.m3diff.processing import M3DiffImageProcessor, M3DiffProcessor
+    from m3diff.models import FAMILIES
+    from m3diff.models.processing import M3DiffImageProcessor, M3DiffProcessor
 
     config = seven_b(layers=14).config
     side, patch = config.vision_config.image_size, config.vision_config.patch_size
-    tokenizer = M3DiffProcessor.from_pretrained(BASE).tokenizer
+    tokenizer = FAMILIES["m3diff"].load_processor(BASE).tokenizer
     values = config.to_dict() | {"model_type": "llava_onevision"}
     values.pop("mdp")
     values |= {f"{kind}_token_index": tokenizer.convert_tokens_to_ids(f"<{kind}>") for kind in ("image", "video")}

@@ -27,9 +27,9 @@ from m3diff.models import llava
 from m3diff.models.attention import KERNELS
 from m3diff.models.device import Device
 from m3diff.models.fused import make_fused
-from m3diff.models.m3diff.family import FAMILY as M3DIFF
-from m3diff.models.m3diff.modeling import M3DiffForConditionalGeneration
-from m3diff.models.m3diff.processing import M3DiffImageProcessor
+from m3diff.models.m3diff import FAMILY as M3DIFF
+from m3diff.models.m3diff_model import M3DiffForConditionalGeneration
+from m3diff.models.processing import M3DiffImageProcessor
 from m3diff.models.tuning import prepare, trainable_groups
 from m3diff.stages.train.batches import MicroBatch, complete
 from m3diff.stages.train.engine import token_loss

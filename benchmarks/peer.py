@@ -28,8 +28,8 @@ from transformers.utils import logging
 
 from m3diff.models import FAMILIES
 from m3diff.models.device import Device
-from m3diff.models.m3diff.mdp import DifferentialPerception
-from m3diff.models.m3diff.settings import MDPConfig
+from m3diff.models.m3diff_model import DifferentialPerception
+from m3diff.models.m3diff_settings import MDPConfig
 from m3diff.models.tuning import prepare, trainable_groups
 from m3diff.stages.train.batches import Loader, Schedule
 from m3diff.stages.train.job import Job
@@ -43,7 +43,7 @@ class StockModel(LlavaOnevisionModel):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        mdp = config.mdp_config()
+        mdp = config.module_config()
         self.mdp = DifferentialPerception(mdp, config.vision_config.hidden_size) if isinstance(mdp, MDPConfig) else None
 
     def get_image_features(self, pixel_values: Tensor, image_sizes: Tensor, **kwargs: Any) -> Any:  # type: ignore[override]

@@ -22,8 +22,8 @@ from PIL import Image
 
 from benchmarks.own import serve_own
 from benchmarks.peer import serve_peer
-from m3diff.models.family import Delays
-from m3diff.models.m3diff.settings import M3DiffSettings
+from m3diff.models.m3diff_settings import M3DiffSettings
+from m3diff.models.settings import Delays
 from m3diff.records.schemas import SAMPLE_SCHEMA
 from m3diff.settings.load import load_params
 from m3diff.stages.train.job import Job

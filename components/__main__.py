@@ -399,15 +399,15 @@ def export(args: argparse.Namespace) -> None:
     if args.hub:
         export_hub(params, args)
         return
-    from m3diff.commands.export.checkpoint import export_model
+    from m3diff.commands.export.folder import export_model
 
     export_model(params.paths.model, args.out, args.adapters)
 
 
 def export_hub(params: Params, args: argparse.Namespace) -> None:
     paths = params.paths
-    from m3diff.commands.export.hub.folder import export_hub as run
-    from m3diff.commands.export.hub.run import Run, Trace
+    from m3diff.commands.export.folder import export_hub as run
+    from m3diff.commands.export.run import Run, Trace
     from m3diff.provenance.dvc import Lock
     from m3diff.registry.lineage import read_lineage
 

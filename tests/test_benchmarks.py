@@ -156,7 +156,7 @@ def test_losses_that_differ_are_refused(bench):
 
 
 def test_the_measured_step_trains_what_the_papers_recipe_trains(bench):
-    from m3diff.models.m3diff.family import FAMILY as M3DIFF
+    from m3diff.models.m3diff import FAMILY as M3DIFF
     from m3diff.models.tuning import trainable_groups
 
     groups = trainable_groups(bench.adapted, M3DIFF, bench.size.settings)
@@ -203,7 +203,7 @@ def test_the_peer_trains_the_same_tensors_from_the_same_numbers_by_stock_modules
     weights = dict(unwrapped(own).named_parameters())
     assert all(weight.equal(weights[name]) for name, weight in unwrapped(peer).named_parameters())
     kinds = {type(module).__module__ for module in peer.modules()}
-    own_kinds = {"m3diff.models.layers", "m3diff.models.m3diff.mdp"}
+    own_kinds = {"m3diff.models.layers", "m3diff.models.m3diff_model"}
     assert {kind for kind in kinds if kind.startswith("m3diff.")} == own_kinds
 
 

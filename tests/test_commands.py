@@ -185,13 +185,13 @@ CALLS: dict[str, tuple[list[str], str, str, dict[str, Any]]] = {
     ),
     "export": (
         ["export", "out"],
-        "m3diff.commands.export.checkpoint",
+        "m3diff.commands.export.folder",
         "export_model",
         {"model": DATA / "05_model", "out": Path("out"), "adapters": False},
     ),
     "export adapters": (
         ["export", "out", "--adapters"],
-        "m3diff.commands.export.checkpoint",
+        "m3diff.commands.export.folder",
         "export_model",
         {"model": DATA / "05_model", "out": Path("out"), "adapters": True},
     ),
@@ -447,7 +447,7 @@ def test_augment_is_refused_before_it_starts_where_its_source_is_not_there(monke
 
 @pytest.mark.parametrize("allowed", [False, True])
 def test_a_folder_to_share_is_written_of_what_the_parameters_name(allowed, monkeypatch, capsys):
-    recorder = Recorder(monkeypatch, "m3diff.commands.export.hub.folder", export_hub=["a condition", "another"])
+    recorder = Recorder(monkeypatch, "m3diff.commands.export.folder", export_hub=["a condition", "another"])
     assert main(["export", "--hub", "out", *(["--allow-unlicensed"] if allowed else [])]) == 0
     ((function, arguments),) = recorder.calls
     run = arguments.pop("run")

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from m3diff.commands.plan.plan import published_workload
-from m3diff.models.m3diff.settings import MDPConfig
-from m3diff.models.onediff.settings import VDMConfig
+from m3diff.models.m3diff_settings import MDPConfig
+from m3diff.models.onediff_settings import VDMConfig
 from m3diff.settings.load import load_params
 from m3diff.settings.profiles import differences, resolve
 from m3diff.settings.tree import Params

@@ -12,11 +12,10 @@ from transformers import LlavaOnevisionForConditionalGeneration
 from m3diff.models import FAMILIES
 from m3diff.models.attention import KERNELS
 from m3diff.models.checkpoint import folder_sha256, save_checkpoint
-from m3diff.models.family import Lora, Rates
-from m3diff.models.m3diff.configuration import M3DiffConfig
-from m3diff.models.m3diff.modeling import M3DiffForConditionalGeneration
-from m3diff.models.m3diff.processing import M3DiffImageProcessor, M3DiffProcessor
-from m3diff.models.m3diff.settings import M3DiffSettings, module_config
+from m3diff.models.m3diff_model import M3DiffConfig, M3DiffForConditionalGeneration
+from m3diff.models.m3diff_settings import M3DiffSettings, module_config
+from m3diff.models.processing import M3DiffImageProcessor, M3DiffProcessor
+from m3diff.models.settings import Lora, Rates
 from m3diff.models.tuning import prepare
 
 MDP = {"vision_feature_layers": [1, 2], "layers": 2, "heads": 2}
@@ -79,7 +78,7 @@ def scale_features(model: torch.nn.Module) -> None:
 def tiny_base(folder: Path, seed: int = 0) -> Path:
     """A LLaVA-OneVision directory with the project's tokenizer and random weights."""
     torch.manual_seed(seed)
-    tokenizer = M3DiffProcessor.from_pretrained(BASE).tokenizer
+    tokenizer = FAMILIES["m3diff"].load_processor(BASE).tokenizer
     config = tiny_config(vocab_size=len(tokenizer)).to_dict()
     token = tokenizer.convert_tokens_to_ids
     config |= {"model_type": "llava_onevision", "image_token_index": token("<image>")}

@@ -9,9 +9,9 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import Blip2ForConditionalGeneration, PreTrainedTokenizerFast
 
-from m3diff.models.blip2idc.configuration import Blip2IDCConfig
-from m3diff.models.blip2idc.settings import Augment, Blip2IDCSettings
-from m3diff.models.family import Lora, Rates
+from m3diff.models.blip2idc import Augment, Blip2IDCSettings
+from m3diff.models.blip2idc_model import Blip2IDCConfig
+from m3diff.models.settings import Lora, Rates
 
 WIDTH, SIDE, PATCH, QUERIES = 16, 32, 8, 5
 RATES = {"vision": 3e-3, "projector": None, "module": 3e-3, "llm": 3e-3}

@@ -1,4 +1,4 @@
-"""Model families: the only list. A new family is a folder beside `m3diff/`, with its FAMILY, and a line here."""
+"""Model families: the only list. A new family is a file beside `m3diff.py`, with its FAMILY, and a line here."""
 
 from typing import TYPE_CHECKING
 
@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 FAMILIES: Lazy["Family"] = Lazy(
     "FAMILY",
     {
-        "m3diff": "m3diff.models.m3diff.family",
-        "onediff": "m3diff.models.onediff.family",
-        "blip2idc": "m3diff.models.blip2idc.family",
+        "m3diff": "m3diff.models.m3diff",
+        "onediff": "m3diff.models.onediff",
+        "blip2idc": "m3diff.models.blip2idc",
     },
 )

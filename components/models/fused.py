@@ -26,6 +26,7 @@ from transformers.models.qwen2.modeling_qwen2 import (
 from transformers.models.siglip.modeling_siglip import SiglipEncoderLayer
 
 from m3diff.models.attention import FUSED_ATTENTION, Layout, attend, attend_rows, compiled
+from m3diff.models.layers import rms_norm
 
 
 def fused_attention() -> AbstractContextManager[None]:
@@ -86,35 +87,6 @@ def _folded(linear: Any) -> tuple[Tensor, Tensor | None]:
     base: Any = linear.base_layer
     lora_a, lora_b = linear.lora_A[adapter], linear.lora_B[adapter]
     return torch.addmm(base.weight, _weight(lora_b), _weight(lora_a), alpha=linear.scaling[adapter]), base.bias
-
-
-class RMSNorm(torch.autograd.Function):
-    """x / rms(x) * weight for a frozen weight or none, in few passes; on a CPU torch's own takes many. Not in bf16,
-    where every pass rounds."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
-        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        inverse = (size.square_().div_(x.shape[-1]).add_(epsilon)).rsqrt_()
-        ctx.save_for_backward(x, weight, inverse)
-        normed = x * inverse
-        return normed if weight is None else normed.mul_(weight)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        x, weight, inverse = ctx.saved_tensors
-        of_normed = grad.clone() if weight is None else grad * weight
-        along = torch.linalg.vecdot(of_normed, x)[..., None]
-        along = along.mul_(inverse.pow(3)).div_(-x.shape[-1])
-        return of_normed.mul_(inverse).addcmul_(x, along), None, None
-
-
-def rms_norm(x: Tensor, weight: Tensor | None = None, epsilon: float | None = None) -> Tensor:
-    """torch's own kernel on a GPU, `RMSNorm` on a CPU."""
-    exact = x.dtype in (torch.float32, torch.float64) and x.device.type == "cpu"
-    if exact and (weight is None or not weight.requires_grad):
-        return RMSNorm.apply(x, weight, torch.finfo(x.dtype).eps if epsilon is None else epsilon)
-    return F.rms_norm(x, x.shape[-1:], weight, epsilon)
 
 
 class FusedRMSNorm(Qwen2RMSNorm):
@@ -182,6 +154,7 @@ class FusedDecoderLayer(Qwen2DecoderLayer):
     """One layer whose outputs, in the last layer, are those of the supervised tokens alone."""
 
     selective = False
+    takes_kept = True  # see `trims` of layers.py
 
     def forward(  # type: ignore[override]
         self,
@@ -257,11 +230,6 @@ class FusedEncoderLayer(SiglipEncoderLayer):
 def is_partitioned(linear: nn.Module) -> bool:
     """Whether ZeRO 3 holds the weights: they are together only while the linear itself runs."""
     return any(hasattr(parameter, "ds_id") for parameter in linear.parameters())
-
-
-def trims(llm: Any) -> bool:
-    """Whether the LLM's last layer takes `kept`."""
-    return isinstance(llm.layers[-1], FusedDecoderLayer)
 
 
 def is_last(attention: Any) -> bool:

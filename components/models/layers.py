@@ -1,9 +1,11 @@
-"""Layers of the modules that see what changed: linears that start in a way of their own, attention, positions.
+"""Layers of the modules that compare images: linears with initial weights of their own, attention, norms, positions.
 
 Shapes: B pairs, M queries, N keys, D a width.
 """
 
 import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -12,9 +14,36 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
-from m3diff.models.fused import rms_norm
-
 CPU = torch.device("cpu")
+
+
+class RMSNorm(torch.autograd.Function):
+    """x / rms(x) * weight for a frozen weight or none, in few passes; on a CPU torch's own takes many. Not in bf16,
+    where every pass rounds."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
+        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        inverse = (size.square_().div_(x.shape[-1]).add_(epsilon)).rsqrt_()
+        ctx.save_for_backward(x, weight, inverse)
+        normed = x * inverse
+        return normed if weight is None else normed.mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        x, weight, inverse = ctx.saved_tensors
+        of_normed = grad.clone() if weight is None else grad * weight
+        along = torch.linalg.vecdot(of_normed, x)[..., None]
+        along = along.mul_(inverse.pow(3)).div_(-x.shape[-1])
+        return of_normed.mul_(inverse).addcmul_(x, along), None, None
+
+
+def rms_norm(x: Tensor, weight: Tensor | None = None, epsilon: float | None = None) -> Tensor:
+    """torch's own kernel on a GPU, `RMSNorm` on a CPU."""
+    exact = x.dtype in (torch.float32, torch.float64) and x.device.type == "cpu"
+    if exact and (weight is None or not weight.requires_grad):
+        return RMSNorm.apply(x, weight, torch.finfo(x.dtype).eps if epsilon is None else epsilon)
+    return F.rms_norm(x, x.shape[-1:], weight, epsilon)
 
 
 class OwnStart(nn.Module):
@@ -118,6 +147,34 @@ def sincos_positions(
     grid = torch.cat([axis[None].expand(side, -1, -1), axis[:, None].expand(-1, side, -1)], dim=-1)
     per_head = F.pad(grid, (0, width // heads - 4 * pairs))
     return amplitude * per_head.repeat(1, 1, heads).flatten(0, 1)
+
+
+def grid_positions(like_BND: Tensor, width: int, heads: int, amplitude: float) -> Tensor | None:
+    """Positions of the square grid of N patches, in the features' precision and place; None without amplitude."""
+    if not amplitude:
+        return None
+    return sincos_positions(math.isqrt(like_BND.shape[1]), width, heads, amplitude, like_BND.dtype, like_BND.device)
+
+
+@contextmanager
+def recorded(modules: Sequence[nn.Module], taken: Callable[[Any, Any, Any], Tensor]) -> Iterator[list[Tensor]]:
+    """Within it, each forward of a module adds what is `taken` of it, its arguments and its result."""
+    found: list[Tensor] = []
+
+    def add(module: nn.Module, given: tuple[Any, ...], result: Any) -> None:
+        found.append(taken(module, given, result))
+
+    hooks = [module.register_forward_hook(add) for module in modules]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def trims(llm: Any) -> bool:
+    """Whether the LLM's last layer takes `kept`, the places that it is asked for: fused kernels do."""
+    return getattr(llm.layers[-1], "takes_kept", False)
 
 
 def with_visual_tokens(embeds: Tensor, visual: Tensor, tokens: Tensor, image_token: Any) -> Tensor:

@@ -1,4 +1,5 @@
-"""LLaVA on pairs of images, transformers' LLaVA-OneVision underneath: what families on LLaVA's parts have in common.
+"""LLaVA on pairs of images, transformers' LLaVA-OneVision underneath: configuration and model that the families on
+LLaVA's parts have in common.
 
 Shapes: B pairs, N patches per image, D the vision encoder's width, W the LLM's; images come as before, after, before,
 after, ...
@@ -6,20 +7,157 @@ after, ...
 
 import logging
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import LlavaOnevisionForConditionalGeneration, LlavaOnevisionModel
+from transformers import LlavaConfig, LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration, LlavaOnevisionModel
 from transformers import logging as transformers_logging
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from m3diff.models.fused import trims
-from m3diff.models.layers import OwnStart, Projection, with_visual_tokens
+from m3diff.models.layers import OwnStart, Projection, trims, with_visual_tokens
 
 logger = logging.getLogger(__name__)
+
+STRATEGY = "vision_feature_select_strategy"
+ONEVISION, LLAVA = LlavaOnevisionConfig.model_type, LlavaConfig.model_type
+ARCHITECTURES = {ONEVISION: "LlavaOnevisionForConditionalGeneration", LLAVA: "LlavaForConditionalGeneration"}
+
+QWEN2 = {
+    "model_type": "qwen2",
+    "max_position_embeddings": 32_768,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+    "rms_norm_eps": 1e-6,
+}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "llava-onevision-qwen2-7b-ov-hf": QWEN2
+    | {
+        "vocab_size": 152_064,
+        "hidden_size": 3584,
+        "intermediate_size": 18_944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+    },
+    "llava-onevision-qwen2-0.5b-ov-hf": QWEN2
+    | {
+        "vocab_size": 152_000,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
+    "llava-1.5-7b-hf": {
+        "model_type": "llama",
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 32_064,
+    },
+}
+"""The LLMs of llava-hf's models, for plans and benchmarks without their folders; the rest of them is transformers'
+defaults."""
+
+
+class LlavaOfPairsConfig(LlavaOnevisionConfig):
+    """LLaVA's configuration with the fields of a family's own module.
+
+    Attributes:
+        MODULE: name of the field that holds them, and of the module in the model. None there is no module, and the
+            model is the base.
+        BASES: names of published bases; the shapes of the first are planned with where the base is unknown.
+        newline: whether each image ends with LLaVA-OneVision's newline.
+    """
+
+    MODULE: ClassVar[str] = ""
+    BASES: ClassVar[tuple[str, ...]] = ("llava-onevision-qwen2-7b-ov-hf", "llava-onevision-qwen2-0.5b-ov-hf")
+    newline: ClassVar[bool] = True
+    if TYPE_CHECKING:
+        text_config: Any
+        vision_config: Any
+        vision_feature_layer: Any
+
+    def to_dict(self) -> dict[str, Any]:
+        """As it is written: LLaVA's own code refuses it with a module and loads it without.
+
+        LLaVA would take the weights and drop the module's, but it knows no strategy called as the module. Without a
+        module it is told its own name, for by another it does not find the head.
+        """
+        values = super().to_dict()
+        if getattr(self, self.MODULE) is not None:
+            return values | {STRATEGY: self.MODULE}
+        kind = ONEVISION if self.newline else LLAVA
+        return values | {"model_type": kind, "architectures": [ARCHITECTURES[kind]]}
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        return super().from_dict(cls._as_computed(config_dict), **kwargs)
+
+    @classmethod
+    def _as_computed(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Without what `to_dict` writes for others: the model computes with LLaVA-OneVision's own strategy."""
+        return {name: value for name, value in values.items() if (name, value) != (STRATEGY, cls.MODULE)}
+
+    @classmethod
+    def on_fields(cls, found: dict[str, Any], module: dict | None) -> Self:
+        """The configuration of a config.json, whose own module, where it has one, comes before `module`."""
+        values = {name: value for name, value in found.items() if name not in ("model_type", "architectures")}
+        return cls(**{cls.MODULE: module} | cls._as_computed(values))
+
+    @classmethod
+    def on_base(cls, folder: str, module: dict | None) -> Self:
+        """The configuration of a folder, trained or a base's; with a new module of these fields where it has none."""
+        return cls.on_fields(cls.get_config_dict(folder)[0], module)
+
+    @classmethod
+    def published(cls, name: str, module: dict | None) -> Self:
+        """The shapes of a published base, by the name of its folder; by another name those of the first."""
+        name = name if name in cls.BASES else cls.BASES[0]
+        kind = LLAVA if PUBLISHED[name]["model_type"] == "llama" else ONEVISION
+        config = cls.on_fields({"model_type": kind, "text_config": PUBLISHED[name]}, module)
+        config.name_or_path = f"llava-hf/{name}"
+        return config
+
+    def module_config(self) -> Any:
+        """The settings of the module, or None. Raises ValueError for a field that is unknown or impossible, or a layer
+        beyond the vision encoder."""
+        values, deepest = getattr(self, self.MODULE), self.vision_config.num_hidden_layers
+        if values is None:
+            return None
+        try:
+            cfg = self.read_module(values)
+        except ValueError as error:
+            raise ValueError(f"{self.MODULE}: {error}") from error
+        if (layer := cfg.vision_feature_layers[-1]) > deepest:
+            raise ValueError(
+                f"{self.MODULE}: vision feature layer {layer} lies beyond the vision encoder's {deepest} layers"
+            )
+        return cfg
+
+    @staticmethod
+    def read_module(values: dict[str, Any]) -> Any:
+        """The settings of these fields."""
+        raise NotImplementedError
+
+    @property
+    def patches(self) -> int:
+        """Patches of one image."""
+        return (self.vision_config.image_size // self.vision_config.patch_size) ** 2
+
+    def places(self) -> tuple[int, int]:
+        """Visual tokens in the places of the image before and of the image after."""
+        each = self.patches + self.newline
+        return each, each
+
+    @property
+    def image_tokens(self) -> int:
+        """Visual tokens of a pair."""
+        return sum(self.places())
 
 
 class NewModuleInit:
@@ -34,24 +172,26 @@ class NewModuleInit:
 
 
 class LlavaOfPairs(NewModuleInit, LlavaOnevisionModel):
-    """LLaVA-OneVision without its head. A family says what the LLM sees of a pair, and where its module looks.
-
-    Attributes:
-        maps_of_a_pass: how many maps `recorded_maps` gets of one pass.
-    """
+    """LLaVA-OneVision without its head. A family says what the LLM sees of a pair."""
 
     config: Any
-    maps_of_a_pass: Any
+
+    @property
+    def module(self) -> Any:
+        """The family's own module, or None."""
+        return getattr(self, self.config.MODULE)
 
     def visual_tokens(self, pixel_values: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """The projected features of the images, [2 B, N, W], and what stands in each image's places, [places, W]
+        """The projected features of the images, [2 B, N, W], and the tokens in each image's places, [places, W]
         each."""
         raise NotImplementedError
 
-    def recorded_maps(self) -> AbstractContextManager[list[Tensor]]:
-        """Within it, each pass adds where its module looks for the difference, maps of [B, N] that sum to 1; nothing
-        without a module."""
-        raise NotImplementedError
+    def with_newline(self, projected: Tensor) -> Tensor:
+        """Features of images [2 B, N, W], each followed by LLaVA-OneVision's newline, [2 B, N + 1, W]."""
+        if not self.config.newline:
+            return projected
+        newline = self.image_newline.to(projected.dtype).expand(len(projected), 1, -1)
+        return torch.cat([projected, newline], dim=1)
 
     def get_image_features(
         self,
@@ -67,7 +207,8 @@ class LlavaOfPairs(NewModuleInit, LlavaOnevisionModel):
             batch_num_images: images in each sample; where all are 2, the images are pairs.
         Returns: `pooler_output` holds a tensor per image, [places, W].
         """
-        if not _are_pairs(batch_num_images):
+        counts = batch_num_images.tolist() if isinstance(batch_num_images, Tensor) else batch_num_images  # one GPU wait
+        if counts is None or any(count != 2 for count in counts):
             return super().get_image_features(
                 pixel_values, image_sizes=image_sizes, batch_num_images=batch_num_images, **kwargs
             )
@@ -122,24 +263,17 @@ def _quiet() -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
 
 
-def _are_pairs(batch_num_images: Tensor | list[int] | None) -> bool:
-    counts = batch_num_images.tolist() if isinstance(batch_num_images, Tensor) else batch_num_images  # one GPU wait
-    return counts is not None and all(count == 2 for count in counts)
-
-
 class LlavaOfPairsForGeneration(NewModuleInit, LlavaOnevisionForConditionalGeneration):
     """The same with its language-model head: two images and a question in, what changed out.
 
     Attributes:
         MODEL: the family's class of the model without its head.
         BASES: the models that it is built on, in words.
-        NEW: prefix of the names of its new module's weights.
     """
 
     config: Any
     MODEL: type[LlavaOfPairs] = LlavaOfPairs
     BASES = "LLaVA-OneVision"
-    NEW = ""
 
     def __init__(self, config: Any) -> None:
         super(LlavaOnevisionForConditionalGeneration, self).__init__(config)  # builds no second LLaVA-OneVision
@@ -148,30 +282,57 @@ class LlavaOfPairsForGeneration(NewModuleInit, LlavaOnevisionForConditionalGener
         self.post_init()
 
     @classmethod
-    def load_weights(cls, name: str, *args: Any, **kwargs: Any) -> Any:
-        """transformers' `from_pretrained` of a folder in which a new module's weights may be missing; logs whether they
-        are.
+    def from_pretrained(  # type: ignore[override]  # a configuration and arguments of its own
+        cls,
+        pretrained_model_name_or_path: str | Path,
+        *args: Any,
+        config: Any = None,
+        module: dict | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Load a trained model, or a base to which a new module is added, and log which of the two it was.
 
-        Raises ValueError where other weights are missing, or none match. Safetensors only.
+        Args:
+            config: of the model; by default the folder's.
+            module: fields of the module new to a base's folder, None for none. With `config`, anything but None says
+                that the folder is a base's.
+
+        Raises ValueError where weights other than a new module's are missing or of another shape. Safetensors only.
         """
-        kwargs["use_safetensors"] = True
+        name, new, kind = str(pretrained_model_name_or_path), module is not None, cls.config_class
+        if config is None:
+            found, _ = kind.get_config_dict(name)
+            new = new and kind.MODULE not in found
+            config = kind.on_fields(found, module)
         wants_info = kwargs.pop("output_loading_info", False)
+        kwargs |= {"config": config, "use_safetensors": True, "output_loading_info": True}
         with _quiet():
-            loaded: Any = super().from_pretrained(name, *args, output_loading_info=True, **kwargs)
-        model, info = loaded
-        made = sorted(key for key in info["missing_keys"] if key.startswith(cls.NEW))
-        lost = sorted(set(info["missing_keys"]) - set(made)) + sorted(str(key) for key in info["mismatched_keys"])
-        if lost:
+            model, info = super().from_pretrained(name, *args, **kwargs)
+        made = {key for key in info["missing_keys"] if new and key.startswith(f"model.{kind.MODULE}.")}
+        if lost := sorted(map(str, {*info["missing_keys"], *info["mismatched_keys"]} - made)):
             raise ValueError(
-                f"{name}: weights missing or of another shape, no {cls.BASES} of this configuration: {lost[:5]}"
+                f"{name}: {len(lost)} weights are missing or of another shape, so it is no {cls.BASES} of this "
+                f"configuration: {lost[:5]}; fetch or export the folder again"
             )
         parameters = sum(p.numel() for p in model.parameters())
         logger.info("%s: %s parameters loaded, %d tensors of the new module", name, f"{parameters:,}", len(made))
+        if made:
+            model.begin(Path(name))
         return (model, info) if wants_info else model
+
+    def begin(self, folder: Path) -> None:
+        """Give a new module weights that the base's folder has for it."""
 
     def _supports_mm_encoder_outputs(self) -> bool:
         """`generate` encodes the images within `forward`, where ZeRO 3 has the weights together."""
         return False
+
+    @staticmethod
+    def blank_images(config: Any, device: Any) -> dict[str, Tensor]:
+        """Image inputs of one pair, as the processor makes them, without content; for counting on "meta"."""
+        side = config.vision_config.image_size
+        count = torch.tensor([2], device="cpu")  # its value is read
+        return {"pixel_values": torch.zeros(2, 3, side, side, device=device), "batch_num_images": count}
 
     @wraps(LlavaOnevisionForConditionalGeneration.forward)  # `generate` reads the arguments off the signature
     def forward(  # type: ignore[override]
@@ -186,9 +347,13 @@ class LlavaOfPairsForGeneration(NewModuleInit, LlavaOnevisionForConditionalGener
         output.logits = output.logits.flatten(0, 1)
         return output
 
+    def _recorded_maps(self) -> AbstractContextManager[list[Tensor]]:
+        """Within it, each pass adds where its module looks for the difference, maps of [B, N] that sum to 1."""
+        return nullcontext([]) if self.model.module is None else self.model.module.recorded_maps()
+
     def generate_with_maps(self, *, pixel_values: Tensor, **inputs: Any) -> tuple[Tensor, Tensor]:
         """`generate`, and `saliency_map` from the same pass of the vision encoder and the module."""
-        with self.model.recorded_maps() as maps:
+        with self._recorded_maps() as maps:
             tokens: Any = self.generate(pixel_values=pixel_values, **inputs)  # type: ignore[misc]
         return tokens, self._mean_map(maps, pixel_values)
 
@@ -200,14 +365,18 @@ class LlavaOfPairsForGeneration(NewModuleInit, LlavaOnevisionForConditionalGener
         Args:
             pixel_values: [2 B, 3, H, W]: before, after, before, after, ...
         """
-        with self.model.recorded_maps() as maps:
+        with self._recorded_maps() as maps:
             self.model.visual_tokens(pixel_values)
         return self._mean_map(maps, pixel_values)
 
     def _mean_map(self, maps: list[Tensor], pixel_values: Tensor) -> Tensor:
         side = self.config.vision_config.image_size // self.config.vision_config.patch_size
-        pairs = len(pixel_values) // 2
         if not maps:
-            return torch.full((pairs, side, side), 1 / side**2, device=pixel_values.device)
-        assert len(maps) == self.model.maps_of_a_pass, f"{len(maps)} maps: the encoder runs once"
+            return torch.full((len(pixel_values) // 2, side, side), 1 / side**2, device=pixel_values.device)
         return torch.stack(maps).mean(dim=0).unflatten(1, (side, side))
+
+
+def keep_names(config: type[LlavaOfPairsConfig]) -> None:
+    """Let a model's weights lie on disk under the names of LLaVA's first releases, which it reads and writes."""
+    names = get_checkpoint_conversion_mapping(ONEVISION)
+    register_checkpoint_conversion_mapping(config.model_type, names, overwrite=True)

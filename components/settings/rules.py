@@ -15,8 +15,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from m3diff.datasets import DATASETS
 from m3diff.models import FAMILIES
-from m3diff.models.m3diff.family import LARGE_BASE, SMALL_BASE
-from m3diff.models.onediff.family import LLAVA_BASE
+from m3diff.models.m3diff import LARGE_BASE, SMALL_BASE
+from m3diff.models.onediff import LLAVA_BASE
 from m3diff.scoring.metrics import METRICS, gate_metrics
 from m3diff.scoring.protocols import protocols_of
 from m3diff.settings.gpus import GPUS

@@ -230,14 +230,12 @@ def test_a_gpus_memory_grows_in_segments_unless_its_allocator_is_told_otherwise(
 
 
 def test_positions_are_computed_and_copied_once_for_a_precision_and_a_device() -> None:
-    from m3diff.models.m3diff.mdp import DifferentialPerception
-    from m3diff.models.m3diff.settings import MDPConfig
+    from m3diff.models.layers import grid_positions
 
-    mdp = DifferentialPerception(MDPConfig(vision_feature_layers=(1,), heads=3, pos_embed_scale=2.0), 12)
     for dtype in (torch.float32, torch.bfloat16):
         for device in ("cpu", "meta"):
             like = torch.zeros(1, 9, 12, dtype=dtype, device=device)
-            found = mdp.places(like)
+            found = grid_positions(like, 12, 3, 2.0)
             assert found is not None
             assert (found.dtype, found.device.type) == (dtype, device)
-            assert mdp.places(like) is found
+            assert grid_positions(like, 12, 3, 2.0) is found

@@ -29,7 +29,7 @@ from m3diff.models.checkpoint import (
     verify_manifest,
     write_manifest,
 )
-from m3diff.models.m3diff.settings import M3DiffSettings
+from m3diff.models.m3diff_settings import M3DiffSettings
 from m3diff.models.tuning import trainable_names
 from m3diff.records.files import sha256_of_folder
 from tests.models.test_modeling import pair_inputs

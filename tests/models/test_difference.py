@@ -10,9 +10,8 @@ from torch import Tensor
 
 from m3diff.models import FAMILIES
 from m3diff.models.checkpoint import ADAPTERS, load_model, read_manifest
-from m3diff.models.m3diff.difference import BareDifference, new_module
-from m3diff.models.m3diff.mdp import DifferentialPerception
-from m3diff.models.m3diff.settings import DifferenceConfig, MDPConfig
+from m3diff.models.m3diff_model import BareDifference, DifferentialPerception, new_module
+from m3diff.models.m3diff_settings import DifferenceConfig, MDPConfig
 from m3diff.models.tuning import parameter_counts, prepare, trainable_groups
 from tests.models.test_family import forward_flops
 from tests.models.test_modeling import pair_inputs

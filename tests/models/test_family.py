@@ -12,11 +12,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from m3diff.models import FAMILIES
-from m3diff.models.family import Rates
-from m3diff.models.llava_flops import linear_parameters, lora_parameters
-from m3diff.models.m3diff.configuration import seven_b_config
-from m3diff.models.m3diff.processing import M3DiffImageProcessor
-from m3diff.models.m3diff.settings import MDPConfig
+from m3diff.models.m3diff import LARGE_BASE, llm_linears
+from m3diff.models.m3diff_model import M3DiffConfig
+from m3diff.models.m3diff_settings import MDPConfig
+from m3diff.models.processing import M3DiffImageProcessor
+from m3diff.models.settings import Rates
 from m3diff.models.tuning import parameter_counts, prepare
 from tests.models.test_modeling import pair_inputs
 from tests.tiny import BASE, MDP, SIDE, noise_image, tiny_base, tiny_config, tiny_model, tiny_settings
@@ -63,25 +63,21 @@ def test_the_planned_configuration_is_the_bases_or_the_published_one(base: Path,
     settings = tiny_settings()
     config = FAMILY.planned_config(base, settings)
     assert config.vision_config.num_hidden_layers == 2
-    assert config.mdp_config() == settings.module
+    assert config.module_config() == settings.module
     published = FAMILY.planned_config(tmp_path, tiny_settings(None))
     assert (published.mdp, published.text_config.num_hidden_layers) == (None, 28)
     assert published.name_or_path == "llava-hf/llava-onevision-qwen2-7b-ov-hf"
     small = FAMILY.planned_config(tmp_path / "llava-onevision-qwen2-0.5b-ov-hf", tiny_settings(None))
     assert (small.text_config.hidden_size, small.tie_word_embeddings) == (896, True)
     assert small.name_or_path == "llava-hf/llava-onevision-qwen2-0.5b-ov-hf"
-    assert FAMILY.planned_config(tmp_path, settings).mdp_config() == settings.module
+    assert FAMILY.planned_config(tmp_path, settings).module_config() == settings.module
 
 
 def test_the_published_shapes_give_the_published_number_of_parameters() -> None:
     with torch.device("meta"):
-        model = FAMILY.build(seven_b_config(mdp=None))
+        model = FAMILY.build(M3DiffConfig.published(LARGE_BASE, None))
         counts = parameter_counts(prepare(model, FAMILY, tiny_settings(None, rank=128)), FAMILY)
-    assert (
-        counts["llm"]
-        == lora_parameters(model.config, 128)
-        == 128 * 28 * (2 * (3584 + 3584) + 2 * (3584 + 512) + 3 * (3584 + 18944))
-    )
+    assert counts["llm"] == 128 * 28 * (2 * (3584 + 3584) + 2 * (3584 + 512) + 3 * (3584 + 18944))
     # llava-hf/llava-onevision-qwen2-7b-ov-hf: 8.03 B parameters
     assert counts["trainable"] + counts["frozen"] - counts["llm"] == pytest.approx(8.03e9, rel=0.005)
 
@@ -90,7 +86,7 @@ def test_blank_images_are_those_that_the_processor_makes_of_a_pair(base: Path) -
     processor = FAMILY.load_processor(base)
     pair = processor([(noise_image(0), noise_image(1))], ["What changed?"])
     config = FAMILY.planned_config(base, tiny_settings())
-    blank = FAMILY.blank_images(config, "meta")
+    blank = FAMILY.classes()[0].blank_images(config, "meta")
     assert blank.keys() == {"pixel_values", "batch_num_images"}
     for name, value in blank.items():
         assert (value.shape, value.dtype) == (pair[name].shape, pair[name].dtype)
@@ -98,9 +94,9 @@ def test_blank_images_are_those_that_the_processor_makes_of_a_pair(base: Path) -
     assert blank["batch_num_images"].tolist() == pair["batch_num_images"].tolist()
 
 
-@pytest.mark.parametrize(("config", "tokens"), [(tiny_config(), 20), (seven_b_config(), 1460)])
+@pytest.mark.parametrize(("config", "tokens"), [(tiny_config(), 20), (M3DiffConfig.published(LARGE_BASE, {}), 1460)])
 def test_a_pairs_image_tokens_are_patches_and_newlines(config: object, tokens: int) -> None:
-    assert FAMILY.image_tokens(config) == tokens
+    assert config.image_tokens == tokens
 
 
 def forward_flops(model: nn.Module, **inputs: object) -> Callable[[nn.Module], int]:
@@ -156,9 +152,9 @@ def test_a_frozen_encoder_has_no_backward_and_nothing_to_recompute() -> None:
 def test_lora_and_linear_parameters_are_the_models() -> None:
     model = tiny_model()
     linears = [m for name, m in model.named_modules() if isinstance(m, nn.Linear) and "language_model.layers" in name]
-    assert linear_parameters(model.config) == sum(linear.weight.numel() for linear in linears)
-    want = sum(3 * (linear.in_features + linear.out_features) for linear in linears)
-    assert lora_parameters(model.config, 3) == want
+    assert sorted(llm_linears(model.config) * 2) == sorted(
+        (linear.in_features, linear.out_features) for linear in linears
+    )
 
 
 def test_the_processor_is_the_protocols(base: Path) -> None:
@@ -219,7 +215,7 @@ def test_an_image_processor_reads_either_form_of_its_size() -> None:
 
 
 def test_the_module_of_a_configuration_has_the_papers_defaults() -> None:
-    assert seven_b_config().mdp_config() == MDPConfig()
+    assert M3DiffConfig.published(LARGE_BASE, {}).module_config() == MDPConfig()
 
 
 def test_the_contribution_has_a_name_for_each_level_and_none_without_a_module() -> None:

@@ -194,8 +194,8 @@ def bare_machine(folder: Path) -> Path:
 def test_the_model_needs_torch_transformers_and_peft_alone(tmp_path: Path) -> None:
     repository = str(Path(__file__).parents[2])
     script = (
-        "import sys, m3diff.models.generation, m3diff.models.m3diff.processing\n"
-        "import m3diff.models.m3diff.modeling, m3diff.models.fused, m3diff.stages.train.packing\n"
+        "import sys, m3diff.models.generation, m3diff.models.processing\n"
+        "import m3diff.models.m3diff_model, m3diff.models.fused, m3diff.stages.train.packing\n"
         "absent = {'PIL', 'pyarrow', 'ray', 'deepspeed', 'mlflow', 'pydantic', 'm3diff.settings.section'}\n"
         "print(sorted(absent & set(sys.modules)))"
     )

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from m3diff.models import FAMILIES
-from m3diff.models.m3diff.mdp import Projection
-from m3diff.models.m3diff.modeling import M3DiffForConditionalGeneration
-from m3diff.models.m3diff.settings import MDPConfig
+from m3diff.models.m3diff_model import M3DiffForConditionalGeneration, Projection
+from m3diff.models.m3diff_settings import MDPConfig
 from m3diff.settings.load import load_params
 from tests.tiny import SIDE, tiny_config
 from tests.toy import REPOSITORY
@@ -80,7 +79,6 @@ def test_the_letters_module_has_no_norm_no_positions_and_one_set_of_weights_for_
         torch.nn.Identity,
     }
     assert len(mdp.levels) == 1
-    assert mdp.places(torch.zeros(1, 9, 16)) is None
 
 
 def test_what_the_projector_gets_is_equations_1_to_8_of_the_encoders_features(

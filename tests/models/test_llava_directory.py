@@ -14,9 +14,9 @@ from transformers import LlavaOnevisionForConditionalGeneration
 
 from m3diff.commands.plan.plan import meta_model, parameters_of
 from m3diff.models import FAMILIES
-from m3diff.models.m3diff.modeling import M3DiffForConditionalGeneration
-from m3diff.models.m3diff.processing import M3DiffImageProcessor, M3DiffProcessor
-from m3diff.models.m3diff.settings import MDPConfig
+from m3diff.models.m3diff_model import M3DiffForConditionalGeneration
+from m3diff.models.m3diff_settings import MDPConfig
+from m3diff.models.processing import M3DiffImageProcessor
 from tests.stages.train.toy import recipe, run, write_mixture
 from tests.tiny import BASE, noise_image, tiny_base, tiny_settings
 
@@ -100,7 +100,7 @@ def small_config(tokenizer: object, vocabulary: int) -> dict:
 
 def write_directory(folder: Path, base: Path, make_config: Callable[[object, int], dict]) -> dict:
     """Everything but the weights; the configuration."""
-    tokenizer = M3DiffProcessor.from_pretrained(base).tokenizer
+    tokenizer = FAMILIES["m3diff"].load_processor(base).tokenizer
     tokenizer.chat_template = None
     tokenizer.save_pretrained(folder)
     config = make_config(tokenizer, len(tokenizer))
@@ -191,7 +191,7 @@ def test_the_model_loads_every_weight_and_only_the_mdp_module_is_new(
 
 
 def test_the_processor_reads_the_published_files(directory: Path) -> None:
-    processor = M3DiffProcessor.from_pretrained(directory)
+    processor = FAMILIES["m3diff"].load_processor(directory)
     assert isinstance(processor.image_processor, M3DiffImageProcessor)
     assert processor.image_processor.side == SIDE
     prompt = processor.encode_prompt("What changed?")

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from m3diff.models.m3diff.mdp import DifferentialPerception, contribution, sincos_positions
-from m3diff.models.m3diff.settings import MDPConfig
+from m3diff.models.layers import grid_positions, sincos_positions
+from m3diff.models.m3diff import contribution_figures
+from m3diff.models.m3diff_model import DifferentialPerception
+from m3diff.models.m3diff_settings import MDPConfig
 
 D, N, B = 12, 5, 3
 
@@ -193,10 +195,9 @@ def test_positions_stand_on_queries_and_keys_of_every_grid() -> None:
 
 
 def test_places_are_the_grid_of_the_features() -> None:
-    mdp = DifferentialPerception(MDPConfig(vision_feature_layers=(1,), heads=3, pos_embed_scale=2.0), D)
     want = sincos_positions(2, D, 3, 2.0)
-    assert torch.equal(mdp.places(torch.randn(B, 4, D)), want)
-    assert random_module().places(torch.randn(B, 4, D)) is None
+    assert torch.equal(grid_positions(torch.randn(B, 4, D), D, 3, 2.0), want)
+    assert grid_positions(torch.randn(B, 4, D), D, 3, 0.0) is None
 
 
 def test_places_are_kept_for_models_with_storage_after_one_without() -> None:
@@ -317,7 +318,8 @@ def test_the_contribution_is_the_size_of_each_levels_update_and_its_score(
     with mdp.recorded_contribution() as recorded:
         for features_1, features_2, last in (first, second):
             mdp(features_1, features_2, *last)
-    ratios, scores = contribution(torch.stack(recorded).sum(dim=0))
+    figures = contribution_figures(torch.stack(recorded).sum(dim=0))
+    ratios, scores = figures[: len(figures) // 2], figures[len(figures) // 2 :]
     mdp(*first[:2], *first[2])
     assert len(recorded) == 2, "what comes after is not recorded"
     f1, f2 = ([torch.cat(both) for both in zip(first[k], second[k], strict=True)] for k in (0, 1))

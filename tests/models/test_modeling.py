@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor, LlavaOnevisionForConditionalGeneration
 
 from m3diff.models import FAMILIES
-from m3diff.models.m3diff.modeling import M3DiffForConditionalGeneration
-from m3diff.models.m3diff.processing import M3DiffProcessor
+from m3diff.models.m3diff_model import M3DiffForConditionalGeneration
+from m3diff.models.processing import M3DiffProcessor
 from tests.tiny import MDP, SIDE, noise_image, tiny_base, tiny_config, tiny_model, tiny_settings
 
 PATCHES = (SIDE // 8) ** 2
@@ -41,7 +41,7 @@ def test_without_a_module_the_logits_are_the_bases_bit_for_bit(tmp_path: Path) -
 def test_a_new_module_starts_as_the_base(tmp_path: Path) -> None:
     tiny_base(tmp_path)
     base = LlavaOnevisionForConditionalGeneration.from_pretrained(tmp_path).eval()
-    model = M3DiffForConditionalGeneration.from_pretrained(tmp_path, mdp=MDP).eval()
+    model = M3DiffForConditionalGeneration.from_pretrained(tmp_path, module=MDP).eval()
     inputs = pair_inputs()
     inputs["input_ids"][inputs["input_ids"] == 3] = base.config.image_token_id
     with torch.no_grad():
@@ -100,7 +100,7 @@ def test_missing_weights_are_an_error(tmp_path: Path) -> None:
     weights.pop(next(name for name in weights if "multi_modal_projector" in name))
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match="weights missing"):
-        M3DiffForConditionalGeneration.from_pretrained(tmp_path, mdp=MDP)
+        M3DiffForConditionalGeneration.from_pretrained(tmp_path, module=MDP)
 
 
 def test_a_layer_beyond_the_vision_encoder_is_an_error() -> None:
@@ -111,7 +111,7 @@ def test_a_layer_beyond_the_vision_encoder_is_an_error() -> None:
 def test_the_image_path_is_llava_onevisions_multi_image_path(tmp_path: Path) -> None:
     from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 
-    ours = M3DiffProcessor.from_pretrained(tiny_base(tmp_path)).image_processor
+    ours = FAMILIES["m3diff"].load_processor(tiny_base(tmp_path)).image_processor
     stock = LlavaOnevisionImageProcessorPil(
         size=ours.size, image_mean=ours.image_mean, image_std=ours.image_std, resample=3
     )
@@ -124,9 +124,9 @@ def test_the_image_path_is_llava_onevisions_multi_image_path(tmp_path: Path) -> 
 
 def test_the_processor_loads_by_its_auto_class(tmp_path: Path) -> None:
     base = tiny_base(tmp_path / "base")
-    model = M3DiffForConditionalGeneration.from_pretrained(base, mdp=MDP)
+    model = M3DiffForConditionalGeneration.from_pretrained(base, module=MDP)
     model.save_pretrained(tmp_path / "model")
-    M3DiffProcessor.from_pretrained(base).save_pretrained(tmp_path / "model")
+    FAMILIES["m3diff"].load_processor(base).save_pretrained(tmp_path / "model")
     processor = AutoProcessor.from_pretrained(tmp_path / "model")
     assert isinstance(processor, M3DiffProcessor)
     prompt = processor.encode_prompt("What changed?")

@@ -23,12 +23,11 @@ from m3diff.models import FAMILIES
 from m3diff.models.attention import KERNELS
 from m3diff.models.checkpoint import can_save_adapters, folder_sha256, load_model, save_checkpoint
 from m3diff.models.device import Device
-from m3diff.models.family import Lora, Rates
 from m3diff.models.generation import load_captioner
-from m3diff.models.onediff.configuration import llava_config
-from m3diff.models.onediff.modeling import OneDiffForConditionalGeneration
-from m3diff.models.onediff.processing import OneDiffProcessor
-from m3diff.models.onediff.settings import OneDiffSettings, VDMConfig
+from m3diff.models.onediff_model import OneDiffConfig, OneDiffForConditionalGeneration
+from m3diff.models.onediff_settings import OneDiffSettings, VDMConfig
+from m3diff.models.processing import OneDiffProcessor
+from m3diff.models.settings import Lora, Rates
 from m3diff.models.tuning import parameter_counts, prepare
 from m3diff.stages.train.batches import MicroBatch, complete
 from m3diff.stages.train.engine import token_loss
@@ -101,7 +100,7 @@ def test_the_published_names_are_imitated(llava: Path) -> None:
 
 def test_every_weight_of_the_base_is_loaded_and_only_the_module_is_new(base: Path) -> None:
     model, info = OneDiffForConditionalGeneration.from_pretrained(
-        base, vdm=JOINED, dtype=torch.float32, output_loading_info=True
+        base, module=JOINED, dtype=torch.float32, output_loading_info=True
     )
     assert {name.split(".")[1] for name in info["missing_keys"]} == {"vdm"}
     assert not info["unexpected_keys"]
@@ -403,7 +402,7 @@ def test_the_published_shapes_give_the_published_number_of_parameters(tmp_path: 
     cross-attentions, the linear to the LLM)."""
     config = FAMILY.planned_config(tmp_path / "models" / "llava-1.5-7b-hf", settings(asdict(VDMConfig())))
     assert config.name_or_path == "llava-hf/llava-1.5-7b-hf"
-    assert FAMILY.image_tokens(config) == 2 * 576 + 32
+    assert config.image_tokens == 2 * 576 + 32
     with torch.device("meta"):
         made = replace(
             settings(asdict(VDMConfig()), rank=0), rates=Rates(vision=None, projector=1e-5, module=1e-5, llm=1e-5)
@@ -443,7 +442,7 @@ def test_flops_are_those_that_torch_counts(module: dict[str, Any], rank: int, ll
 def test_backward_factors_follow_from_what_trains(llava: Path) -> None:
     paper = replace(settings(asdict(VDMConfig()), rank=0), rates=Rates(None, 1e-5, 1e-5, 1e-5))
     aligned = replace(paper, rates=Rates(None, 1e-3, 3e-4, None))
-    config = llava_config(asdict(VDMConfig()))
+    config = OneDiffConfig.published("", asdict(VDMConfig()))
     factors = [
         {term.name: term.backward_factor for term in FAMILY.flops(config, 1200, 10, one)} for one in (paper, aligned)
     ]

@@ -11,8 +11,8 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from m3diff.models import FAMILIES
-from m3diff.models.family import Delays, Lora, Rates
-from m3diff.models.m3diff.settings import DifferenceConfig, M3DiffSettings, MDPConfig, module_config
+from m3diff.models.m3diff_settings import DifferenceConfig, M3DiffSettings, MDPConfig, module_config
+from m3diff.models.settings import Delays, Lora, Rates
 from tests.tiny import MDP, tiny_settings
 
 TRAINED = json.loads(json.dumps(asdict(MDPConfig(**MDP))))
@@ -189,7 +189,7 @@ def test_what_the_base_cannot_give_is_a_fault(module: dict | None, base: dict | 
 
 def test_the_list_of_families_loads_nothing_heavy() -> None:
     script = (
-        "import sys, m3diff.models, m3diff.models.m3diff.settings\n"
+        "import sys, m3diff.models, m3diff.models.m3diff_settings\n"
         "print(sorted({'torch', 'transformers', 'peft', 'numpy', 'PIL', 'pydantic'} & set(sys.modules)))"
     )
     root = Path(__file__).parents[2]

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from m3diff.models import FAMILIES
-from m3diff.models.family import Delays
 from m3diff.models.fused import make_fused
+from m3diff.models.settings import Delays
 from m3diff.models.tuning import (
     is_adapter,
     merge,

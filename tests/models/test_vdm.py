@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import BertConfig, BertModel
 
 from m3diff.models.llava import NewModuleInit
-from m3diff.models.onediff.settings import VDMConfig
-from m3diff.models.onediff.vdm import VisualDeltaModule
+from m3diff.models.onediff_model import VisualDeltaModule
+from m3diff.models.onediff_settings import VDMConfig
 
 B, N, D, V, W, T = 3, 4, 10, 12, 14, 5
 FIELDS = {"vision_feature_layers": (1, 2), "tokens": T, "layers": 4, "width": V, "heads": 3, "mlp_ratio": 2}

@@ -36,7 +36,7 @@ def count_activations(
         tokens: of the sequence, with the places of the images.
         supervised: how many of them have a loss.
     """
-    inputs = blank_inputs(family, model.config, tokens, supervised)
+    inputs = blank_inputs(model, tokens, supervised)
     labels = torch.zeros(supervised, dtype=torch.long, device="meta")
     model.train()
     family.fuse(model, activation_checkpointing)
@@ -51,7 +51,7 @@ def count_activations(
     return held
 
 
-def blank_inputs(family: Family, config: Any, tokens: int, supervised: int) -> dict[str, Any]:
+def blank_inputs(model: Any, tokens: int, supervised: int) -> dict[str, Any]:
     """What `token_loss` passes to the model for one sequence, on the meta device; the last tokens are supervised."""
     place = torch.zeros(1, tokens, dtype=torch.long, device="meta")
     return {
@@ -60,7 +60,7 @@ def blank_inputs(family: Family, config: Any, tokens: int, supervised: int) -> d
         "attention_mask": None,
         "logits_to_keep": (torch.arange(tokens) >= tokens - supervised)[None],  # its values are read
         "use_cache": False,
-        **family.blank_images(config, "meta"),
+        **model.blank_images(model.config, "meta"),
     }
 
 

@@ -200,11 +200,11 @@ def make_plan(
     config, is_here = family.planned_config(train.base, settings), (train.base / "config.json").is_file()
     processor = family.load_processor(train.base, config) if is_here else None
     others = settings.align.datasets if settings.align else left_out
-    load = find_workload(mixture, entries, convert, processor, family.image_tokens(config), others)
+    load = find_workload(mixture, entries, convert, processor, config.image_tokens, others)
     if processor is None and family.prompt_tokens is not None:
         load = replace(load, prompt_tokens=family.prompt_tokens)
     sequences = load.sequences(train.max_captions_per_sequence)
-    branches, prompt = load.references / sequences, family.image_tokens(config) + load.prompt_tokens
+    branches, prompt = load.references / sequences, config.image_tokens + load.prompt_tokens
     tokens = prompt + branches * load.reference_tokens
     terms = family.flops(config, tokens, branches * load.reference_tokens, settings)
     longest = load.longest(train.max_captions_per_sequence)

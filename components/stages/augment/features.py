@@ -63,7 +63,7 @@ class EncoderFeatures:
     def features(self, images: Sequence[Path]) -> Matrix:
         from transformers import LlavaOnevisionForConditionalGeneration
 
-        from m3diff.models.m3diff.processing import M3DiffImageProcessor
+        from m3diff.models.processing import M3DiffImageProcessor
 
         processor = M3DiffImageProcessor.from_pretrained(self.folder)
         model = LlavaOnevisionForConditionalGeneration.from_pretrained(

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer, Blip2ForConditionalGeneration, LlavaOnevisionForConditionalGeneration
 
-from m3diff.models.blip2idc.configuration import Blip2IDCConfig
-from m3diff.models.blip2idc.processing import Blip2IDCImageProcessor, Blip2IDCProcessor
+from m3diff.models.blip2idc_model import Blip2IDCConfig, Blip2IDCImageProcessor, Blip2IDCProcessor
 from m3diff.settings.section import ParamsError
 from m3diff.stages.pretrain.curriculum import DESCRIBE, QUESTIONS
 from m3diff.stages.pretrain.params import Blip2, Pretrain

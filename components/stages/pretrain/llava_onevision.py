@@ -16,7 +16,7 @@ from transformers import LlavaOnevisionConfig, LlavaOnevisionForConditionalGener
 from m3diff.datasets.minichange.language import references
 from m3diff.datasets.minichange.levels import LEVELS
 from m3diff.datasets.minichange.scene import Level
-from m3diff.models.m3diff.processing import M3DiffImageProcessor, M3DiffProcessor
+from m3diff.models.processing import M3DiffImageProcessor, M3DiffProcessor
 from m3diff.records.schemas import CHANGE_TYPES
 from m3diff.stages.pretrain.curriculum import curriculum
 from m3diff.stages.pretrain.params import Pretrain

@@ -25,7 +25,8 @@ from m3diff.stages.train.job import CURVES, DatasetFilter, Job, of_alignment
 from m3diff.stages.train.params import Train
 
 if TYPE_CHECKING:
-    from m3diff.models.family import Align, Settings
+    from m3diff.models.family import Settings
+    from m3diff.models.settings import Align
 
 
 SPEED = ("seconds", "captions_per_s", "waiting_share", "device_hours", "device", "devices")

@@ -3,7 +3,7 @@ from types import ModuleType
 
 import pytest
 
-from m3diff.commands.export.checkpoint import export_model
+from m3diff.commands.export.folder import export_model
 from m3diff.records.errors import DataError
 
 

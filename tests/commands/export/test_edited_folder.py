@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from m3diff.__main__ import DATA_REFUSED, main
-from m3diff.commands.export.hub.folder import export_hub
+from m3diff.commands.export.folder import export_hub
 from m3diff.models.checkpoint import export_checkpoint
 from tests.commands.export.test_hub import make_run
 from tests.tiny import BASE, colour_image

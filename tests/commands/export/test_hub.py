@@ -20,8 +20,8 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from m3diff.__main__ import DATA_REFUSED, main
-from m3diff.commands.export.hub.folder import export_hub
-from m3diff.commands.export.hub.run import Run, Trace
+from m3diff.commands.export.folder import export_hub
+from m3diff.commands.export.run import Run, Trace
 from m3diff.images.open import load_image
 from m3diff.models.checkpoint import load_model, verify_manifest
 from m3diff.models.generation import QUESTION

@@ -11,8 +11,9 @@ import pytest
 import yaml
 from safetensors.torch import load_file, save_file
 
-from m3diff.commands.export.hub.folder import SHARED, export_hub, write_model
-from m3diff.commands.export.hub.run import Run
+from m3diff.commands.export.families import SHARED
+from m3diff.commands.export.folder import export_hub, write_model
+from m3diff.commands.export.run import Run
 from m3diff.models import FAMILIES
 from m3diff.models.checkpoint import MANIFEST, read_manifest
 from m3diff.models.generation import QUESTION
@@ -92,12 +93,12 @@ def test_without_the_project_the_tokens_are_the_projects(case: Case, tmp_path: P
 def test_the_code_is_that_of_the_family_alone(case: Case) -> None:
     family = case.name.partition(" ")[0]
     config = read_json(case.folder / "config.json")
-    own = {path.stem for path in case.folder.glob("*.py") if path.stem.endswith(family)}
+    code = {path.stem for path in case.folder.glob("*.py")} - {"images", "called", "processing", "layers"}
     if family == "onediff" and "without" not in case.name:
-        assert own == {"configuration_onediff", "modeling_onediff", "processing_onediff"}
-        assert config["auto_map"]["AutoConfig"] == "configuration_onediff.OneDiffConfig"
+        assert code == {"settings", "llava", "onediff_settings", "onediff_model", "processing_onediff"}
+        assert config["auto_map"]["AutoConfig"] == "onediff_model.OneDiffConfig"
     else:
-        assert own == {f"processing_{family}"}
+        assert code == {f"processing_{family}", *(["blip2idc_model"] if family == "blip2idc" else [])}
         assert "auto_map" not in config
         assert config["model_type"] == ("llava" if family == "onediff" else "blip-2")
 
@@ -116,7 +117,7 @@ def test_a_caption_ends_where_the_trained_one_does_with_what_generate_reads(case
         (checkpoint / "config.json").write_text(json.dumps(config))
         known = FAMILIES["blip2idc"].load_processor(checkpoint)
         (tmp_path / "shared").mkdir()
-        write_model(checkpoint, tmp_path / "shared", SHARED["blip2idc"], 8)
+        write_model(checkpoint, tmp_path / "shared", SHARED["blip2idc"], 8, QUESTION)
         inner = AutoModelForImageTextToText.from_pretrained(tmp_path / "shared").language_model.generation_config
         assert (inner.eos_token_id, inner.pad_token_id) == (known.end_id, known.pad_id)
 

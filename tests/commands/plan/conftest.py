@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from m3diff.models import FAMILIES
-from m3diff.models.family import Align, Family, Lora, Term
+from m3diff.models.family import Family, Term
+from m3diff.models.settings import Align, Lora
 from m3diff.settings.compute import Compute
 from m3diff.stages.convert.params import Convert
 from m3diff.stages.train.params import Train
@@ -46,6 +47,9 @@ class ToyModel(torch.nn.Module):
     def get_output_embeddings(self) -> torch.nn.Module:
         return self.llm["up"]
 
+    def blank_images(self, config: object, device: str) -> dict[str, torch.Tensor]:
+        return {"pixels": torch.zeros(1, IMAGE_TOKENS, WIDTH, device=device)}
+
     def forward(self, input_ids, pixels, logits_to_keep, **others) -> SimpleNamespace:
         images = self.projector(self.vision(pixels.to(self.projector.weight.dtype)).sigmoid())
         tokens = torch.cat([images, self.llm["embed"](input_ids)[:, images.shape[1] :]], dim=1)
@@ -55,6 +59,7 @@ class ToyModel(torch.nn.Module):
 @dataclass
 class ToyConfig:
     name_or_path: str = "the toy"
+    image_tokens: int = IMAGE_TOKENS
 
 
 class WordProcessor:
@@ -75,21 +80,28 @@ def toy_flops(config: object, tokens: float, supervised: float, settings: ToySet
     ]
 
 
-TOY = Family(
+class ToyFamily(Family):
+    """A family whose model is no transformers model."""
+
+    def build(self, config: object) -> torch.nn.Module:
+        return ToyModel()
+
+    def load_processor(self, folder: Path, config: object = None) -> WordProcessor:
+        return WordProcessor()
+
+    def planned_config(self, base: Path, settings: object) -> "ToyConfig":
+        return ToyConfig()
+
+    def fuse(self, model: torch.nn.Module, activation_checkpointing: str) -> None: ...
+
+
+TOY = ToyFamily(
     settings=ToySettings,
     parts={"vision": ("vision",), "projector": ("projector.",), "llm": ("llm.",)},
     lora_targets={"llm": r"llm\.up"},
     frozen=("vision_norm.",),
-    build=lambda config: ToyModel(),
-    load_base=None,
-    load=None,
-    load_processor=lambda folder, config=None: WordProcessor(),
-    fuse=lambda model, activation_checkpointing: None,
-    generate=None,
-    planned_config=lambda base, settings: ToyConfig(),
+    classes=None,
     flops=toy_flops,
-    image_tokens=lambda config: IMAGE_TOKENS,
-    blank_images=lambda config, device: {"pixels": torch.zeros(1, IMAGE_TOKENS, WIDTH, device=device)},
     faults=lambda settings, base: [],
 )
 

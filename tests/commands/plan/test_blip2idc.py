@@ -86,7 +86,7 @@ def test_what_is_counted_on_shapes_is_what_autograd_is_handed_to_keep(
         "position_ids": torch.arange(TOKENS)[None],
         "logits_to_keep": (torch.arange(TOKENS) >= TOKENS - SUPERVISED)[None],
         "use_cache": False,
-        **FAMILY.blank_images(model.config, "cpu"),
+        **FAMILY.classes()[0].blank_images(model.config, "cpu"),
     }
     given = {tensor.untyped_storage()._cdata for tensor in inputs.values() if isinstance(tensor, torch.Tensor)}
     with saved(model, monkeypatch) as held, NormInOneKernel(), fused_attention():

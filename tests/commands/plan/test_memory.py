@@ -74,7 +74,7 @@ def real_step(way: str, precision: str) -> tuple[nn.Module, dict[str, Any]]:
         "position_ids": torch.arange(TOKENS)[None],
         "logits_to_keep": (torch.arange(TOKENS) >= TOKENS - SUPERVISED)[None],
         "use_cache": False,
-        **FAMILY.blank_images(model.config, "cpu"),
+        **FAMILY.classes()[0].blank_images(model.config, "cpu"),
     }
 
 

@@ -18,7 +18,7 @@ from m3diff.commands.plan.plan import (
     plan_alignment,
 )
 from m3diff.commands.plan.words import alignment_lines, print_plan, short_run
-from m3diff.models.family import Align, Lora
+from m3diff.models.settings import Align, Lora
 from m3diff.settings.gpus import GPUS, Gpu
 from tests.commands.plan.conftest import ToySettings, compute_section, convert_section, train_section
 from tests.commands.plan.test_workload import entries, write_mixture

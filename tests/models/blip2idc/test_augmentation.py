@@ -7,8 +7,8 @@ import pytest
 from PIL import Image
 
 from m3diff.models import FAMILIES
-from m3diff.models.blip2idc.augmentation import augmented, blurred, compressed
-from m3diff.models.blip2idc.settings import Augment
+from m3diff.models.blip2idc import Augment
+from m3diff.models.blip2idc_model import augmented, blurred, compressed
 from tests.tiny_blip2 import blip2_settings
 
 ALWAYS, NEVER = Augment(blur=1.0, jpeg=1.0), Augment(blur=0.0, jpeg=0.0)
@@ -93,7 +93,7 @@ def test_compression_is_a_jpeg_file_of_the_quality() -> None:
 
 
 def test_strengths_are_within_their_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    from m3diff.models.blip2idc import augmentation
+    from m3diff.models import blip2idc_model as augmentation
 
     seen: dict[str, list[float]] = {"sigma": [], "quality": []}
 

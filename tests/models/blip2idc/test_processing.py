@@ -13,7 +13,7 @@ from transformers import AutoProcessor, Blip2Processor
 from transformers.models.blip.image_processing_pil_blip import BlipImageProcessorPil
 
 from m3diff.models import FAMILIES
-from m3diff.models.blip2idc.processing import Blip2IDCImageProcessor, Blip2IDCProcessor, first_of
+from m3diff.models.blip2idc_model import Blip2IDCImageProcessor, Blip2IDCProcessor, first_of
 from tests.tiny import noise_image
 from tests.tiny_blip2 import CLIP_MEAN, CLIP_STD, QUERIES, SIDE
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Blip2ForConditionalGeneration
 
 from m3diff.models import FAMILIES
-from m3diff.models.blip2idc.modeling import Blip2IDCForConditionalGeneration
+from m3diff.models.blip2idc_model import Blip2IDCForConditionalGeneration
 from tests.tiny import noise_image
 from tests.tiny_blip2 import blip2_settings
 

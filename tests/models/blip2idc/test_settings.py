@@ -10,8 +10,8 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from m3diff.models import FAMILIES
-from m3diff.models.blip2idc.settings import Augment, Blip2IDCSettings
-from m3diff.models.family import Lora
+from m3diff.models.blip2idc import Augment, Blip2IDCSettings
+from m3diff.models.settings import Lora
 from tests.tiny_blip2 import blip2_settings, published_config
 
 GOOD: dict[str, Any] = {

@@ -20,7 +20,7 @@ from m3diff.images.open import load_image
 from m3diff.models.device import DeviceError
 from m3diff.models.fused import FusedMLP, FusedRMSNorm
 from m3diff.models.generation import load_captioner
-from m3diff.models.m3diff.processing import M3DiffImageProcessor
+from m3diff.models.processing import M3DiffImageProcessor
 from m3diff.records.errors import DataError
 from m3diff.settings.section import ParamsError
 from m3diff.stages.predict import stage, workers

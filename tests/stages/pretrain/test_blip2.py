@@ -20,7 +20,7 @@ from transformers import (
 
 from m3diff.datasets.minichange.levels import LEVELS
 from m3diff.datasets.minichange.render import render
-from m3diff.models.blip2idc.processing import Blip2IDCProcessor
+from m3diff.models import FAMILIES
 from m3diff.settings.load import load_params
 from m3diff.settings.section import ParamsError
 from m3diff.stages.pretrain import blip2, stage
@@ -191,7 +191,7 @@ def test_a_whole_small_run_is_a_blip_2_that_learns_and_comes_out_the_same_twice(
     assert len(list(csv.DictReader((tmp_path / "a" / "segmentation_log.csv").open()))) == 2
     stock = Blip2ForConditionalGeneration.from_pretrained(tmp_path / "a")
     assert stock.config.num_query_tokens == 6
-    own = Blip2IDCProcessor.from_pretrained(tmp_path / "a")
+    own = FAMILIES["blip2idc"].load_processor(tmp_path / "a")
     assert own.end_id == stock.config.text_config.eos_token_id
     assert own.decode(torch.tensor([own.encode_reference("a small red box")])) == ["a small red box"]
     assert type(AutoProcessor.from_pretrained(tmp_path / "a")).__name__ == "Blip2Processor"

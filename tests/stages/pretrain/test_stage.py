@@ -23,12 +23,14 @@ from transformers.utils import is_torchvision_available
 
 from m3diff.datasets.minichange.levels import LEVELS
 from m3diff.datasets.minichange.render import render
-from m3diff.models.m3diff.processing import M3DiffProcessor
+from m3diff.models import FAMILIES
+from m3diff.models.processing import M3DiffProcessor
 from m3diff.stages.pretrain import llava_onevision, stage
 from m3diff.stages.pretrain.curriculum import QUESTIONS, curriculum
 from m3diff.stages.pretrain.llava_onevision import LlavaOneVision, make_config, make_processor, train_tokenizer
 from m3diff.stages.pretrain.params import Pretrain
 from m3diff.stages.pretrain.stage import Bank, Log, plateau, pretrain, task_of
+from tests.tiny import pair_inputs
 
 CURRICULUM = curriculum(("grid",))
 CFG = Pretrain(
@@ -55,7 +57,7 @@ CFG = Pretrain(
 @pytest.fixture(scope="module")
 def processor() -> M3DiffProcessor:
     """With the embedded base's tokenizer: to train one takes seconds, and has a test of its own."""
-    tokenizer = M3DiffProcessor.from_pretrained(Path("data/00_base")).tokenizer
+    tokenizer = FAMILIES["m3diff"].load_processor(Path("data/00_base")).tokenizer
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             llava_onevision,
@@ -130,9 +132,9 @@ def test_the_folder_is_a_llava_onevision_that_its_processor_can_feed(made):
         "video_preprocessor_config.json",
     }
     model = LlavaOnevisionForConditionalGeneration.from_pretrained(folder)
-    own = M3DiffProcessor.from_pretrained(folder)
+    own = FAMILIES["m3diff"].load_processor(folder)
     picture = render(LEVELS["grid"].sample_scene(np.random.default_rng(0)), 64, np.random.default_rng(0))
-    inputs = own([(picture, picture)], [QUESTIONS[0]])
+    inputs = pair_inputs(own, [(picture, picture)], [QUESTIONS[0]])
     assert inputs["pixel_values"].shape == (2, 3, 24, 24)
     assert (inputs["input_ids"] == model.config.image_token_id).sum() == 2 * (9 + 1)
     assert Pretrain.model_validate_json((folder / "recipe.json").read_text()) == CFG
@@ -141,9 +143,9 @@ def test_the_folder_is_a_llava_onevision_that_its_processor_can_feed(made):
 def test_transformers_own_processor_is_found_in_the_folder_and_takes_images_alike(made):
     """Its video part needs torchvision: where that is missing, transformers says so instead of giving a tokenizer."""
     folder = made / "a"
-    own = M3DiffProcessor.from_pretrained(folder)
+    own = FAMILIES["m3diff"].load_processor(folder)
     picture = render(LEVELS["grid"].sample_scene(np.random.default_rng(0)), 64, np.random.default_rng(0))
-    ours = own([(picture, picture)], [QUESTIONS[0]])
+    ours = pair_inputs(own, [(picture, picture)], [QUESTIONS[0]])
     theirs = AutoImageProcessor.from_pretrained(folder)([[picture, picture]], return_tensors="pt")
     pixels = theirs["pixel_values"].reshape(2, 3, 24, 24)
     assert (pixels - ours["pixel_values"]).abs().max() < 0.016  # two grey levels, as in tests/models/test_modeling.py
@@ -168,7 +170,7 @@ def test_the_embedded_base_was_made_by_the_recipe_of_params():
 
 def test_the_embedded_base_has_the_configuration_that_its_recipe_makes():
     recipe = Pretrain.model_validate_json(Path("data/00_base/recipe.json").read_text())
-    own = M3DiffProcessor.from_pretrained(Path("data/00_base"))
+    own = FAMILIES["m3diff"].load_processor(Path("data/00_base"))
     made = make_config(recipe, own).to_dict()
     given = json.loads(Path("data/00_base/config.json").read_text())
     for part in ("vision_config", "text_config"):

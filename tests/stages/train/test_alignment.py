@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from m3diff.models.checkpoint import load_model
-from m3diff.models.family import Align, Rates
+from m3diff.models.settings import Align, Rates
 from m3diff.records.errors import DataError
 from m3diff.stages.train import runtimes, stage
 from m3diff.stages.train.job import DatasetFilter

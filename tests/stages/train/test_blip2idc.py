@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from m3diff.models import FAMILIES
-from m3diff.models.blip2idc.settings import Augment
+from m3diff.models.blip2idc import Augment
 from m3diff.models.device import Device
 from m3diff.models.generation import load_captioner
 from m3diff.stages.train import loop

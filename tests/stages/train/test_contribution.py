@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from m3diff.models import FAMILIES
-from m3diff.models.family import Delays
-from m3diff.models.m3diff import mdp as module_of
+from m3diff.models import m3diff_model as module_of
+from m3diff.models.settings import Delays
 from m3diff.models.tuning import unwrapped
 from m3diff.stages.train import loop
 from m3diff.stages.train.progress import NOTHING, module_warning

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from m3diff.models import FAMILIES
-from m3diff.models.family import Delays
+from m3diff.models.settings import Delays
 from m3diff.models.tuning import TrainableGroup
 from m3diff.settings.load import load_params
 from m3diff.stages.train.attempts import DivergedError

@@ -1,20 +1,47 @@
-"""Multi-scale Differential Perception (MDP): equations (1)-(8) of M3Diff (arXiv 2503.11093, section 4).
+"""M3Diff on transformers' LLaVA-OneVision: the Multi-scale Differential Perception (MDP) module, equations (1)-(8) of
+arXiv 2503.11093, section 4, between vision encoder and projector.
 
 Shapes: B pairs, N patches per image, D the vision encoder's width. `f_2BND` holds the features of the B images before,
-then of the B images after: what treats both alike treats them at once.
-What the paper leaves open is a field of `MDPConfig`, with the reason for the choice.
+then of the B images after: what treats both alike treats them at once. What the paper leaves open is a field of
+`MDPConfig`, with the reason for the choice.
 """
 
-import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from m3diff.models.layers import Detector, DifferenceProjection, Mlp, MultiHeadAttention, Projection, sincos_positions
-from m3diff.models.m3diff.settings import MDPConfig
+from m3diff.models.layers import (
+    Detector,
+    DifferenceProjection,
+    Mlp,
+    MultiHeadAttention,
+    Projection,
+    grid_positions,
+    recorded,
+)
+from m3diff.models.llava import LlavaOfPairs, LlavaOfPairsConfig, LlavaOfPairsForGeneration, keep_names
+from m3diff.models.m3diff_settings import DifferenceConfig, MDPConfig, ModuleConfig, module_config
+
+
+class M3DiffConfig(LlavaOfPairsConfig):
+    """Configuration of M3Diff.
+
+    Attributes:
+        mdp: fields of `MDPConfig` or `DifferenceConfig`, or None where there is no module and the model is the base.
+    """
+
+    model_type = "m3diff"
+    MODULE = "mdp"
+
+    mdp: dict | None = None
+
+    read_module = staticmethod(module_config)
+
+
+keep_names(M3DiffConfig)
 
 
 class DifferentialLayer(nn.Module):
@@ -95,16 +122,6 @@ def sums_of(x: Tensor, score: Tensor) -> Tensor:
     return torch.stack([x.double().square().sum(), score.double().sum()])
 
 
-def contribution(sums: Tensor) -> tuple[list[float], list[float]]:
-    """Of each level, the RMS of its update over the RMS of the encoder's last features, and its mean score.
-
-    Args:
-        sums: what `recorded_contribution` gave, added up: [levels + 1, 2].
-    """
-    levels, (squares, scores) = sums[:-1], sums[-1]
-    return (levels[:, 0] / squares).sqrt().tolist(), (levels[:, 1] / scores).tolist()
-
-
 class DifferentialPerception(nn.Module):
     """The MDP module over all levels, equation (8)."""
 
@@ -115,13 +132,6 @@ class DifferentialPerception(nn.Module):
         self.cfg, self.width = cfg, width
         count = 1 if cfg.share_levels else len(cfg.vision_feature_layers)
         self.levels = nn.ModuleList(DifferentialLevel(cfg, width) for _ in range(count))
-
-    def places(self, like_BND: Tensor) -> Tensor | None:
-        if not self.cfg.pos_embed_scale:
-            return None
-        side = math.isqrt(like_BND.shape[1])
-        scale = self.cfg.pos_embed_scale
-        return sincos_positions(side, self.width, self.cfg.heads, scale, like_BND.dtype, like_BND.device)
 
     def level(self, number: int) -> DifferentialLevel:
         module = self.levels[0 if self.cfg.share_levels else number]
@@ -141,7 +151,7 @@ class DifferentialPerception(nn.Module):
         assert len(features_1) == len(features_2) == len(self.cfg.vision_feature_layers), "one feature map per level"
         last = torch.cat([last_1, last_2])
         out = last if self.cfg.residual else torch.zeros_like(last)
-        places = self.places(last_1)
+        places = grid_positions(last_1, self.width, self.cfg.heads, self.cfg.pos_embed_scale)
         sums: list[Tensor] = []
         for number, (f1, f2) in enumerate(zip(features_1, features_2, strict=True)):
             f = torch.cat([f1, f2])
@@ -166,19 +176,92 @@ class DifferentialPerception(nn.Module):
         finally:
             self._sums = None
 
-    @contextmanager
-    def recorded_maps(self) -> Iterator[list[Tensor]]:
+    def recorded_maps(self) -> AbstractContextManager[list[Tensor]]:
         """Within it, each level that `forward` works on adds where it looks for the difference: [B, N], sums to 1. Of
         its first layer, which hands on the difference itself; after it every place holds something of all."""
-        maps: list[Tensor] = []
 
-        def add(layer: Any, given: tuple[Any, ...], result: tuple[Tensor, Tensor]) -> None:
+        def looked(layer: Any, given: tuple[Any, ...], result: tuple[Tensor, Tensor]) -> Tensor:
             f_2BND, _, places_ND = given
-            maps.append(layer.saliency_map(f_2BND, result[1], places_ND))
+            return layer.saliency_map(f_2BND, result[1], places_ND)
 
-        hooks = [self.level(number).layers[0].register_forward_hook(add) for number in range(len(self.levels))]
-        try:
-            yield maps
-        finally:
-            for hook in hooks:
-                hook.remove()
+        return recorded([self.level(number).layers[0] for number in range(len(self.levels))], looked)
+
+
+class BareDifference(nn.Module):
+    """The control in the MDP module's place: F' = F + W (F_2 - F_1) for both images, summed over the levels; W is one
+    projection, or one for each level.
+
+    Nothing else: no gates, attention, norms or positions, no score of a level. It differs from the MDP module in these
+    alone: it reads the same levels and writes to the same features, where unchanged places stay as they are.
+    """
+
+    def __init__(self, cfg: DifferenceConfig, width: int) -> None:
+        super().__init__()
+        self.cfg = cfg
+        count = 1 if cfg.share_levels else len(cfg.vision_feature_layers)
+        self.levels = nn.ModuleList(Projection(width, width, cfg.init_gain) for _ in range(count))
+
+    def level(self, number: int) -> Projection:
+        projection = self.levels[0 if self.cfg.share_levels else number]
+        assert isinstance(projection, Projection)
+        return projection
+
+    def forward(
+        self, features_1: list[Tensor], features_2: list[Tensor], last_1: Tensor, last_2: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Arguments and result as of `DifferentialPerception`: levels [B, N, D] before and after, the last features."""
+        assert len(features_1) == len(features_2) == len(self.cfg.vision_feature_layers), "one feature map per level"
+        update = torch.zeros_like(last_1)
+        for number, (f1, f2) in enumerate(zip(features_1, features_2, strict=True)):
+            update = update + self.level(number)(f2 - f1)
+        return last_1 + update, last_2 + update
+
+    def recorded_maps(self) -> AbstractContextManager[list[Tensor]]:
+        """Within it, each level that `forward` works on adds the size of what each place's difference adds to the
+        features: [B, N], sums to 1."""
+
+        def sizes(projection: Any, _: Any, result: Tensor) -> Tensor:
+            found = (result - projection.bias).norm(dim=-1) + torch.finfo(result.dtype).tiny  # equal images: nothing
+            return found / found.sum(dim=1, keepdim=True)
+
+        return recorded(list(self.levels), sizes)
+
+
+def new_module(cfg: ModuleConfig | None, width: int) -> DifferentialPerception | BareDifference | None:
+    """The module of these settings, with weights from the random state; None where the model has none."""
+    if cfg is None:
+        return None
+    return BareDifference(cfg, width) if isinstance(cfg, DifferenceConfig) else DifferentialPerception(cfg, width)
+
+
+class M3DiffModel(LlavaOfPairs):
+    """LLaVA-OneVision without its head; for pairs of images the MDP module works on the vision encoder's features."""
+
+    config: M3DiffConfig
+
+    def __init__(self, config: M3DiffConfig) -> None:
+        super().__init__(config)
+        self.mdp = new_module(config.module_config(), config.vision_config.hidden_size)
+
+    def visual_tokens(self, pixel_values: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """As of `LlavaOfPairs`: in each image's places its patches and the newline, [N + 1, W]."""
+        projected = self.multi_modal_projector(self.perceive(pixel_values))
+        return projected, list(self.with_newline(projected).unbind(0))
+
+    def perceive(self, pixel_values: Tensor) -> Tensor:
+        """The vision encoder's features after equation (8), [images, N, D], images interleaved as they came; without
+        an MDP module, the encoder's own."""
+        states = self.vision_hidden_states(pixel_values)
+        last = states[self.config.vision_feature_layer]
+        if self.mdp is None:
+            return last
+        levels = [states[layer] for layer in self.mdp.cfg.vision_feature_layers]
+        fused = self.mdp([f[0::2] for f in levels], [f[1::2] for f in levels], last[0::2], last[1::2])
+        return torch.stack(fused, dim=1).flatten(0, 1)
+
+
+class M3DiffForConditionalGeneration(LlavaOfPairsForGeneration):
+    """M3Diff with its language-model head: two images and a question in, what changed out."""
+
+    config: M3DiffConfig
+    MODEL = M3DiffModel

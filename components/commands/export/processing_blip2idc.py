@@ -1,6 +1,6 @@
 """BLIP2IDC's processor as others call it: transformers' own would not stack the images."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,11 +8,8 @@ import torch
 from PIL import Image
 from transformers import ProcessorMixin
 
-from m3diff.commands.export.hub.called import CalledWithPairs
-from m3diff.models.blip2idc.processing import Blip2IDCImageProcessor, Blip2IDCProcessor
-
-AUTO_MAP = {"AutoProcessor": "processing_blip2idc.ImagePairProcessor"}
-IMAGE_AUTO_MAP = {"AutoImageProcessor": f"processing_blip2idc.{Blip2IDCImageProcessor.__name__}"}
+from m3diff.commands.export.called import CalledWithPairs
+from m3diff.models.blip2idc_model import Blip2IDCImageProcessor, Blip2IDCProcessor
 
 
 class ImagePairProcessor(CalledWithPairs, ProcessorMixin, Blip2IDCProcessor):  # type: ignore[misc]  # ProcessorMixin's files
@@ -22,7 +19,7 @@ class ImagePairProcessor(CalledWithPairs, ProcessorMixin, Blip2IDCProcessor):  #
         prompt: token ids before a caption: the places of the queries and the start token.
     """
 
-    written_as = AUTO_MAP, IMAGE_AUTO_MAP
+    family = "blip2idc"
     question = ""  # none is read
 
     def __init__(
@@ -46,6 +43,6 @@ class ImagePairProcessor(CalledWithPairs, ProcessorMixin, Blip2IDCProcessor):  #
         return super().questions(text, pairs)
 
 
-def shared_processor(known: Blip2IDCProcessor) -> ImagePairProcessor:
-    """The one that was trained with, to be written to a shared folder."""
+def shared_processor(family: str, known: Any, question: str, config: Mapping[str, Any]) -> ImagePairProcessor:
+    """The processor of a shared folder, from the one that was trained with."""
     return ImagePairProcessor(known.image_processor, known.tokenizer, known.prompt)

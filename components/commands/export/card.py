@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from m3diff.commands.export.hub.family import SharedFamily
-from m3diff.commands.export.hub.run import Dataset, Example, Trace
+from m3diff.commands.export.families import SharedFamily
+from m3diff.commands.export.run import Dataset, Example, Trace
 from m3diff.datasets.spec import Permission
 from m3diff.scoring.bootstrap import CONFIDENCE, RESAMPLES
 

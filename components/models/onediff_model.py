@@ -1,5 +1,5 @@
-"""The Visual Delta Module (VDM) of OneDiff (arXiv 2407.05645, section 4.1), in equations of this project's, from the
-paper's words:
+"""OneDiff on transformers' LLaVA: the Visual Delta Module (VDM; arXiv 2407.05645, section 4.1) stands beside the vision
+encoder, and its tokens beside those of the images. Its equations are of this project's, from the paper's words:
 
     A_k = D_{k-1} + SA_k(D_{k-1})                          k = 1, ..., layers                              (1)
     B_k = A_k + CA_k(A_k, H1_l(k), H2_l(k))                in the layers that read the images              (2)
@@ -13,17 +13,18 @@ norm, as BLIP-2 has one between encoder and Q-Former. What reads two images in (
     separate   J [R1; R2; R1 - R2],  Ri = CA(A, Hi)        J a linear
 
 Norms stand as `VDMConfig.norm` says. What the paper leaves open is a field there, with the reason for the choice.
-Shapes: B pairs, N patches per image, D the vision encoder's width, T delta tokens, V the module's width.
+Shapes: B pairs, N patches per image, D the vision encoder's width, W the LLM's, T delta tokens, V the module's width;
+images come as before, after, before, after, ...
 """
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import BertModel, LlavaConfig
 from transformers import initialization as init
 
 from m3diff.models.layers import (
@@ -33,12 +34,57 @@ from m3diff.models.layers import (
     MultiHeadAttention,
     OwnStart,
     Projection,
-    sincos_positions,
+    grid_positions,
+    recorded,
 )
-from m3diff.models.onediff.settings import VDMConfig
+from m3diff.models.llava import LlavaOfPairs, LlavaOfPairsConfig, LlavaOfPairsForGeneration, keep_names
+from m3diff.models.onediff_settings import VDMConfig
 
 DELTA_STD = 0.02
 """Of the delta tokens' first values (section 5.1)."""
+
+
+class OneDiffConfig(LlavaOfPairsConfig):
+    """Configuration of OneDiff.
+
+    Attributes:
+        vdm: fields of `VDMConfig`, or None where there is no module and the model is the base.
+        newline: whether each image ends with LLaVA-OneVision's newline; LLaVA-1.5 has none.
+    """
+
+    model_type = "onediff"
+    MODULE = "vdm"
+    BASES = ("llava-1.5-7b-hf", *LlavaOfPairsConfig.BASES)
+
+    vdm: dict | None = None
+    newline: bool = True  # type: ignore[misc]  # a field here
+
+    @classmethod
+    def on_fields(cls, found: dict[str, Any], module: dict | None) -> "OneDiffConfig":
+        if found.get("model_type") == LlavaConfig.model_type:
+            found = LlavaConfig.from_dict(found).to_dict() | {"newline": False}
+        return super().on_fields(found, module)
+
+    read_module = staticmethod(VDMConfig.of_config)
+
+    def module_config(self) -> VDMConfig | None:
+        """As of LLaVA; raises ValueError, too, where the positions want another number of tokens."""
+        cfg: VDMConfig | None = super().module_config()
+        if cfg is not None and cfg.pos_embed_scale and cfg.tokens != self.patches:
+            raise ValueError(
+                f"vdm: pos_embed_scale binds tokens to patches: set tokens to {self.patches}, not {cfg.tokens}"
+            )
+        return cfg
+
+    def places(self) -> tuple[int, int]:
+        cfg = self.module_config()
+        before, after = super().places()
+        if cfg is None:
+            return before, after
+        return (before, after + cfg.tokens) if cfg.place == "after" else (before + cfg.tokens, after)
+
+
+keep_names(OneDiffConfig)
 
 
 class ImageReading(OwnStart):
@@ -142,13 +188,6 @@ class VisualDeltaModule(OwnStart):
         """The delta tokens; the rest starts by itself."""
         init.normal_(self.delta, std=DELTA_STD)
 
-    def places(self, like_BND: Tensor) -> Tensor | None:
-        if not self.cfg.pos_embed_scale:
-            return None
-        side = math.isqrt(like_BND.shape[1])
-        cfg = self.cfg
-        return sincos_positions(side, cfg.width, cfg.heads, cfg.pos_embed_scale, like_BND.dtype, like_BND.device)
-
     def forward(self, features_1: Sequence[Tensor], features_2: Sequence[Tensor]) -> Tensor:
         """The delta tokens as `projection` gives them, [B, T, width].
 
@@ -156,7 +195,8 @@ class VisualDeltaModule(OwnStart):
             features_1, features_2: hidden states of images before and after at each feature layer, each [B, N, D].
         """
         assert len(features_1) == len(features_2) == len(self.feature_norms), "one feature map per feature layer"
-        places = self.places(features_1[0])
+        cfg = self.cfg
+        places = grid_positions(features_1[0], cfg.width, cfg.heads, cfg.pos_embed_scale)
         normed = [(norm(h1), norm(h2)) for norm, h1, h2 in zip(self.feature_norms, features_1, features_2, strict=True)]
         d = self.delta.expand(len(features_1[0]), -1, -1)
         for layer, read in zip(self.layers, self.reads, strict=True):
@@ -164,39 +204,25 @@ class VisualDeltaModule(OwnStart):
             d = layer(d, h1, h2, places)
         return self.projection(d)
 
-    @contextmanager
-    def recorded_maps(self) -> Iterator[list[Tensor]]:
+    def recorded_maps(self) -> AbstractContextManager[list[Tensor]]:
         """Within it, each layer that reads images adds where it looks for the difference: [B, N], sums to 1."""
-        maps: list[Tensor] = []
-
-        def add(reading: Any, given: tuple[Any, ...], result: Tensor) -> None:
-            maps.append(reading.saliency_map(*given))
-
         readings = [module for module in self.modules() if isinstance(module, ImageReading)]
-        hooks = [reading.register_forward_hook(add) for reading in readings]
-        try:
-            yield maps
-        finally:
-            for hook in hooks:
-                hook.remove()
+        return recorded(readings, lambda reading, given, _: reading.saliency_map(*given))
 
     @torch.no_grad()
     def start_as_bert(self, folder: Path) -> None:
-        """Self-attention, MLP and norms of each layer from those of a BERT.
+        """Take self-attention, MLP and norms of each layer from those of a BERT.
 
         Args:
             folder: a BERT as transformers reads it, model.safetensors.
+
         Raises:
             ValueError: there is no BERT, or it is of another width, number of heads or MLP, or has fewer layers, or
                 weights of these are missing.
         """
-        from transformers import BertModel
-
+        remedy = "take config.json and model.safetensors of bert-base-uncased, or set module.start to random"
         if not (folder / "config.json").is_file():
-            raise ValueError(
-                f"{folder}: no BERT there; module.start: bert takes config.json and model.safetensors of "
-                "bert-base-uncased from this folder of the base, or set module.start to random"
-            )
+            raise ValueError(f"{folder}: no BERT there for module.start: bert; {remedy}")
         loaded: Any = BertModel.from_pretrained(
             folder, use_safetensors=True, add_pooling_layer=False, output_loading_info=True
         )
@@ -204,7 +230,7 @@ class VisualDeltaModule(OwnStart):
         if lost := sorted(name for name in info["missing_keys"] if name.startswith("encoder.")):
             raise ValueError(
                 f"{folder / 'model.safetensors'}: {len(lost)} weights of the BERT that config.json names are missing, "
-                f"{lost[:3]}; take both files from bert-base-uncased, or set module.start to random"
+                f"{lost[:3]}; {remedy}"
             )
         width, heads = bert.config.hidden_size, bert.config.num_attention_heads
         theirs = (width, heads, bert.config.intermediate_size / width)
@@ -212,23 +238,64 @@ class VisualDeltaModule(OwnStart):
         if theirs != ours or len(bert.encoder.layer) < len(self.layers):
             raise ValueError(
                 f"{folder}: {len(bert.encoder.layer)} layers of (width, heads, mlp_ratio) {theirs}, but the module has "
-                f"{len(self.layers)} of {ours}"
+                f"{len(self.layers)} of {ours}; {remedy}"
             )
         for layer, source in zip(self.layers, bert.encoder.layer, strict=False):
-            for mine, its in _pairs_with_bert(layer, source):
-                mine.load_state_dict(its.state_dict())
+            own, its = layer.self_attention, source.attention
+            for mine, theirs in (
+                (own.q_proj, its.self.query),
+                (own.k_proj, its.self.key),
+                (own.v_proj, its.self.value),
+                (own.out_proj, its.output.dense),
+                (layer.norms[0], its.output.LayerNorm),
+                (layer.mlp[0], source.intermediate.dense),
+                (layer.mlp[2], source.output.dense),
+                (layer.norms[2], source.output.LayerNorm),
+            ):
+                mine.load_state_dict(theirs.state_dict())
 
 
-def _pairs_with_bert(layer: Any, source: Any) -> list[tuple[nn.Module, nn.Module]]:
-    """Modules of a layer with BERT's that they start as."""
-    own, theirs = layer.self_attention, source.attention
-    return [
-        (own.q_proj, theirs.self.query),
-        (own.k_proj, theirs.self.key),
-        (own.v_proj, theirs.self.value),
-        (own.out_proj, theirs.output.dense),
-        (layer.norms[0], theirs.output.LayerNorm),
-        (layer.mlp[0], source.intermediate.dense),
-        (layer.mlp[2], source.output.dense),
-        (layer.norms[2], source.output.LayerNorm),
-    ]
+class OneDiffModel(LlavaOfPairs):
+    """LLaVA without its head; for pairs of images with the delta tokens of the VDM."""
+
+    config: OneDiffConfig
+
+    def __init__(self, config: OneDiffConfig) -> None:
+        super().__init__(config)
+        if not config.newline:
+            del self.image_newline
+        cfg, widths = config.module_config(), (config.vision_config.hidden_size, config.text_config.hidden_size)
+        self.vdm = None if cfg is None else VisualDeltaModule(cfg, *widths)
+
+    def visual_tokens(self, pixel_values: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """As of `LlavaOfPairs`: in the images' places their patches, LLaVA-OneVision's newline, and beside one of them
+        the delta tokens."""
+        states = self.vision_hidden_states(pixel_values)
+        projected = self.multi_modal_projector(states[self.config.vision_feature_layer])
+        images = self.with_newline(projected)
+        if self.vdm is None:
+            return projected, list(images.unbind(0))
+        before, after, delta = images[0::2], images[1::2], self.delta_tokens(states).to(images.dtype)
+        place = self.vdm.cfg.place
+        first = {"before": [delta, before], "between": [before, delta], "after": [before]}[place]
+        second = [after, delta] if place == "after" else [after]
+        both = zip(torch.cat(first, dim=1), torch.cat(second, dim=1), strict=True)
+        return projected, [tokens for pair in both for tokens in pair]
+
+    def delta_tokens(self, states: list[Tensor]) -> Tensor:
+        """Equation (4), [B, T, W], from the hidden states of the vision encoder."""
+        read = [states[layer] for layer in self.vdm.cfg.vision_feature_layers]
+        delta = self.vdm([f[0::2] for f in read], [f[1::2] for f in read])
+        return self.multi_modal_projector(delta) if self.vdm.cfg.projection == "shared" else delta
+
+
+class OneDiffForConditionalGeneration(LlavaOfPairsForGeneration):
+    """OneDiff with its language-model head: two images and a question in, what changed out."""
+
+    config: OneDiffConfig
+    MODEL = OneDiffModel
+    BASES = "LLaVA-OneVision or LLaVA-1.5"
+
+    def begin(self, folder: Path) -> None:
+        if self.model.vdm.cfg.start == "bert":
+            self.model.vdm.start_as_bert(folder / "bert")

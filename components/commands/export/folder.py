@@ -1,7 +1,8 @@
-"""The trained model as a folder that others load without this project: `m3diff export --hub FOLDER`.
+"""The trained model as a folder of its own: `m3diff export FOLDER` copies the checkpoint for use with this project;
+`m3diff export --hub FOLDER` writes what others load without it:
 
     model.safetensors, config.json, generation_config.json     the weights, and how they are used
-    configuration_FAMILY.py, modeling_FAMILY.py, ...           the model's code (see sources.py); `auto_map` names it
+    FAMILY_model.py, processing_FAMILY.py, ...                 the code (see families.py); `auto_map` names it
     processor_config.json, chat_template.jinja, tokenizer*     images and words as the model takes them
     example_before.png, example_after.png                      a test pair, where its licence lets it be passed on
     README.md                                                  the card (see card.py)
@@ -13,29 +14,37 @@ Needed to use it: torch, transformers, safetensors, pillow.
 import json
 import shutil
 import tempfile
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from m3diff.commands.export.hub.blip2idc.family import BLIP2IDC
-from m3diff.commands.export.hub.card import Facts, write_card
-from m3diff.commands.export.hub.family import SharedFamily
-from m3diff.commands.export.hub.m3diff.family import M3DIFF
-from m3diff.commands.export.hub.onediff.family import ONEDIFF
-from m3diff.commands.export.hub.run import (
-    Example,
+from m3diff.commands.export.card import Facts, write_card
+from m3diff.commands.export.families import SHARED, SharedFamily
+from m3diff.commands.export.run import (
     Run,
     Trace,
     check_licences,
     find_example,
     read_datasets,
-    read_report,
-    read_scores,
+    read_json,
 )
-from m3diff.commands.export.hub.sources import standalone
 from m3diff.records.errors import DataError
 
 WEIGHTS = ("[!.]*.safetensors", "[!.]*.safetensors.index.json")
-SHARED = {family.name: family for family in (M3DIFF, ONEDIFF, BLIP2IDC)}
+
+
+def export_model(model: Path, out: Path, adapters: bool = False) -> None:
+    """Copy `model/checkpoint` to `out`: merged, or with `adapters` only what was trained and the way to its base.
+
+    Raises:
+        DataError: there is no checkpoint, it is damaged, or `out` exists; the text has the remedy.
+    """
+    from m3diff.models.checkpoint import CheckpointError, export_checkpoint
+
+    try:
+        export_checkpoint(model / "checkpoint", out, adapters)
+    except CheckpointError as error:
+        raise DataError(str(error)) from error
 
 
 def export_hub(run: Run, out: Path, allow_unlicensed: bool = False) -> list[str]:
@@ -44,36 +53,52 @@ def export_hub(run: Run, out: Path, allow_unlicensed: bool = False) -> list[str]
     Raises:
         DataError: there is no whole checkpoint, `out` exists, or a dataset's licence does not let it be passed on.
     """
-    from m3diff.models.checkpoint import write_manifest
+    from m3diff.models.checkpoint import CheckpointError, verify_manifest, write_manifest
+    from m3diff.models.generation import QUESTION
 
     if out.exists():
         raise DataError(f"{out}: exists; name a folder that does not")
     datasets = read_datasets(run)
     notices = check_licences(datasets, allow_unlicensed)
     checkpoint = run.model / "checkpoint"
-    manifest, family = _verified(checkpoint)
-    trace, untraced = _traced(run)
+    try:
+        manifest = verify_manifest(checkpoint)
+    except CheckpointError as error:
+        raise DataError(str(error)) from error
+    if (family := SHARED.get(manifest["family"])) is None:
+        raise DataError(
+            f"{checkpoint}: of the family {manifest['family']!r}; a folder to share is written of {', '.join(SHARED)}; "
+            "`m3diff export FOLDER` copies the checkpoint of any"
+        )
+    trace: Trace | None = None
+    untraced = ""
+    try:
+        trace = run.trace()
+    except DataError as error:
+        untraced = str(error)
     example = find_example(run, datasets)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
         folder = Path(scratch) / out.name
         folder.mkdir()
-        weights = write_model(checkpoint, folder, family, run.max_new_tokens)
+        weights = write_model(checkpoint, folder, family, run.max_new_tokens, QUESTION)
         config = json.loads((folder / "config.json").read_text())
-        for file, text in standalone(family.roots(config), family.omitted, family.file_names()).items():
+        for file, text in family.sources(config).items():
             (folder / file).write_text(text, encoding="utf-8")
-        _write_example(example, folder)
+        for side in ("before", "after") if example else ():
+            source = getattr(example, side)
+            shutil.copyfile(source, folder / f"example_{side}{source.suffix}")
         facts = Facts(
             name=out.name,
             family=family,
             base=run.base,
             base_sha256=manifest["base_sha256"],
             config=config,
-            question=_question(),
+            question=QUESTION,
             max_new_tokens=run.max_new_tokens,
             datasets=datasets,
-            scores=read_scores(run.report),
-            report=read_report(run.model),
+            scores=read_json(run.report / "metrics.json").get("protocols", {}),
+            report=read_json(run.model / "report.json"),
             trace=trace,
             untraced=untraced,
             example=example,
@@ -85,7 +110,7 @@ def export_hub(run: Run, out: Path, allow_unlicensed: bool = False) -> list[str]
     return notices
 
 
-def write_model(checkpoint: Path, folder: Path, family: SharedFamily, max_new_tokens: int) -> list[str]:
+def write_model(checkpoint: Path, folder: Path, family: SharedFamily, max_new_tokens: int, question: str) -> list[str]:
     """Weights, configuration and processor; returns the names of the files of weights."""
     from transformers import GenerationConfig
 
@@ -95,47 +120,12 @@ def write_model(checkpoint: Path, folder: Path, family: SharedFamily, max_new_to
     for file in files:
         shutil.copyfile(file, folder / file.name)
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
-    known = FAMILIES[family.name].load_processor(checkpoint)
+    known: Any = FAMILIES[family.name].load_processor(checkpoint)
     ends = {"eos_token_id": known.end_id, "pad_token_id": known.pad_id}
     inner = {"text_config": config["text_config"] | ends} if family.inner_generation else {}
     (folder / "config.json").write_text(json.dumps(config | inner | family.auto_map(config), indent=2) + "\n")
-    family.processor(known, _question(), config).save_pretrained(folder)
+    processing = import_module(family.processing)
+    processing.shared_processor(family.name, known, question, config).save_pretrained(folder)
     decoding: dict[str, Any] = {"do_sample": False, "max_new_tokens": max_new_tokens} | ends
     GenerationConfig(**decoding).save_pretrained(folder)
     return [file.name for file in files if file.suffix == ".safetensors"]
-
-
-def _question() -> str:
-    from m3diff.models.generation import QUESTION
-
-    return QUESTION
-
-
-def _verified(checkpoint: Path) -> tuple[dict[str, Any], SharedFamily]:
-    """The manifest of a checkpoint, every file of which is whole, and the family that it is of."""
-    from m3diff.models.checkpoint import CheckpointError, verify_manifest
-
-    try:
-        manifest = verify_manifest(checkpoint)
-    except CheckpointError as error:
-        raise DataError(str(error)) from error
-    if (family := SHARED.get(manifest["family"])) is None:
-        raise DataError(
-            f"{checkpoint}: of the family {manifest['family']!r}; a folder to share is written of {', '.join(SHARED)}; "
-            "`m3diff export FOLDER` copies the checkpoint of any"
-        )
-    return manifest, family
-
-
-def _traced(run: Run) -> tuple[Trace | None, str]:
-    """What `dvc.lock` knows, or why it knows nothing of these files."""
-    try:
-        return run.trace(), ""
-    except DataError as error:
-        return None, str(error)
-
-
-def _write_example(example: Example | None, folder: Path) -> None:
-    if example is not None:
-        shutil.copyfile(example.before, folder / f"example_before{example.before.suffix}")
-        shutil.copyfile(example.after, folder / f"example_after{example.after.suffix}")

@@ -96,16 +96,8 @@ def check_licences(datasets: list[Dataset], allow_unlicensed: bool) -> list[str]
     return notices
 
 
-def read_scores(report: Path) -> dict[str, Any]:
-    """Evaluate's scores by protocol; none where there is no report."""
-    file = report / "metrics.json"
-    with readable(file):
-        return json.loads(file.read_text(encoding="utf-8"))["protocols"] if file.is_file() else {}
-
-
-def read_report(model: Path) -> dict[str, Any]:
-    """Train's report: steps, parameters, losses; nothing where there is none."""
-    file = model / "report.json"
+def read_json(file: Path) -> dict[str, Any]:
+    """A report of a stage, as evaluate's and train's; nothing where there is none."""
     with readable(file):
         return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 

@@ -1,14 +1,14 @@
-"""M3Diff's settings: its entry of the section `models` in `params.yaml`. Imports nothing heavy."""
+"""M3Diff's settings: its entry of the section `models` in `params.yaml`, and its module's fields in config.json."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
-from m3diff.models.family import Align, Delays, Lora, Rates, layer_faults, settings_faults
+from m3diff.models.settings import Fields, Settings, layer_rule
 
 
 @dataclass(frozen=True)
-class MDPConfig:
+class MDPConfig(Fields):
     """Fields of the Multi-scale Differential Perception (MDP) module (arXiv 2503.11093, section 4).
 
     vision_feature_layers: indices into the vision encoder's hidden states (0 is the embedding); the paper's 17, 20, 23,
@@ -34,8 +34,6 @@ class MDPConfig:
         run on a small encoder needs: without, the map from difference to place has to be found first.
     """
 
-    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
-
     vision_feature_layers: tuple[int, ...] = (17, 20, 23, 26)
     layers: int = 2
     heads: int = 16
@@ -46,79 +44,48 @@ class MDPConfig:
     init_gain: float = 0.0
     pos_embed_scale: float = 0.0
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "vision_feature_layers", tuple(self.vision_feature_layers))
-        if faults := self._faults():
-            raise ValueError("; ".join(faults))
-
-    def _faults(self) -> list[str]:
-        rules = {
-            f"layers must be at least 1, found {self.layers}": self.layers >= 1,
-            f"heads must be at least 1, found {self.heads}": self.heads >= 1,
-            f"score must be scalar or channel, found {self.score!r}": self.score in ("scalar", "channel"),
-            f"mlp_ratio must be at least 1, found {self.mlp_ratio}": self.mlp_ratio >= 1,
-            f"pos_embed_scale must be 0 or more, found {self.pos_embed_scale}": self.pos_embed_scale >= 0,
-        }
-        found = [rule for rule, kept in rules.items() if not kept]
-        return layer_faults(self.vision_feature_layers) + found + gain_faults(self.init_gain)
+    def rules(self) -> dict[str, bool]:
+        least = self.at_least(layers=1, heads=1, mlp_ratio=1, pos_embed_scale=0, init_gain=0)
+        return layer_rule(self.vision_feature_layers) | least
 
 
 @dataclass(frozen=True)
-class DifferenceConfig:
+class DifferenceConfig(Fields):
     """Fields of the bare difference, a control in the module's place: the difference of the two images' features,
     through one linear projection, added to the features of both.
 
     vision_feature_layers, share_levels: as of `MDPConfig`.
     init_gain: gain of the projection in a new module. Above 0 what a place's difference adds has about that many times
         its size, in directions of its own, so that it is used from the first step, as the MDP module's is; at 0 the
-        module leaves the base as it is, and learns from the first step, too, for nothing stands behind the projection.
+        module leaves the base as it is, and learns from the first step, too, for nothing follows the projection.
     """
-
-    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
     kind: Literal["difference"] = "difference"
     vision_feature_layers: tuple[int, ...] = MDPConfig.vision_feature_layers
     share_levels: bool = True
     init_gain: float = 0.0
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "vision_feature_layers", tuple(self.vision_feature_layers))
-        if faults := layer_faults(self.vision_feature_layers) + gain_faults(self.init_gain):
-            raise ValueError("; ".join(faults))
-
-
-def gain_faults(gain: float) -> list[str]:
-    return [] if gain >= 0 else [f"init_gain must be 0 or more, found {gain}"]
+    def rules(self) -> dict[str, bool]:
+        return layer_rule(self.vision_feature_layers) | self.at_least(init_gain=0)
 
 
 ModuleConfig = MDPConfig | DifferenceConfig
+KINDS = "kind must be difference, or not be there for the MDP module"
 
 
 def module_type(values: Any) -> type[ModuleConfig] | None:
-    """Whose fields these are, by their `kind`: the MDP module's have none. None where there is no such kind."""
+    """The class of fields, by their `kind`, which the MDP module's have not. None where there is no such kind."""
     kind = values.get("kind") if isinstance(values, Mapping) else getattr(values, "kind", None)
     if kind is None:
         return MDPConfig
     return DifferenceConfig if kind == "difference" else None
 
 
-KINDS = "kind must be difference, or not be there for the MDP module"
-
-
 def module_config(values: Mapping[str, Any]) -> ModuleConfig:
     """The fields of a model's configuration. Raises ValueError naming every unknown or impossible one."""
-    cls = module_type(values)
-    if cls is None:
-        raise ValueError(f"mdp: {KINDS}, found {values['kind']!r}")
-    known = {each.name for each in fields(cls)}
-    faults = [f"unknown field {name!r}" for name in values if name not in known]
-    try:
-        made = cls(**{name: value for name, value in values.items() if name in known})
-    except ValueError as error:
-        faults.append(str(error))
-    if faults:
-        raise ValueError("mdp: " + "; ".join(faults))
-    return made
+    if (cls := module_type(values)) is None:
+        raise ValueError(f"{KINDS}, found {values['kind']!r}")
+    return cls.of_config(values)
 
 
 class ByKind:
@@ -140,27 +107,12 @@ class ByKind:
 
 
 @dataclass(frozen=True)
-class M3DiffSettings:
-    """What trains of M3Diff and how.
+class M3DiffSettings(Settings):
+    """Settings of M3Diff.
 
-    family: "m3diff".
     module: the new MDP module; or a control: the bare difference, or None for the base without a module.
     lora: adapters of the LLM's linears.
-    rates: learning rates by part. A module without one is a control, too: what a run reaches with it comes from how
-        the module starts, and what one with a rate reaches beyond that is learnt.
-    delays: when each part begins to train; at the first step unless it is named.
-    align: a phase before, on other data; None for none.
     """
-
-    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
     family: Literal["m3diff"]
     module: Annotated[ModuleConfig | None, ByKind()]
-    lora: Lora
-    rates: Rates
-    delays: Delays = field(default_factory=Delays)
-    align: Align | None = None
-
-    def __post_init__(self) -> None:
-        if faults := settings_faults(self):
-            raise ValueError("; ".join(faults))

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from transformers import ProcessorMixin
 from transformers.image_processing_utils import BatchFeature
 
 from m3diff.images.open import load_image, to_rgb
@@ -20,12 +21,14 @@ class CalledWithPairs:
 
     Attributes:
         question: what is asked of a pair where nothing else is.
-        written_as: `auto_map` of processor_config.json, and that of its image processor.
+        family: the family of the model; the file of its processor bears its name.
     """
 
     tokenizer: Any
+    image_processor: Any
     question: str | None
-    written_as: tuple[dict[str, str], dict[str, str]]
+    family: str
+    decode = ProcessorMixin.decode
 
     def inputs(self, pairs: list[tuple[Image.Image, Image.Image]], questions: list[str]) -> dict[str, Any]:
         """What `generate` takes of pairs of RGB images, one question each."""
@@ -33,9 +36,10 @@ class CalledWithPairs:
 
     def to_dict(self) -> dict[str, Any]:
         """As processor_config.json has it: with the way to the file of this class."""
-        fields = super().to_dict()  # type: ignore[misc]
-        own, of_images = self.written_as
-        return {**fields, "image_processor": {**fields["image_processor"], "auto_map": of_images}, "auto_map": own}
+        fields, file = super().to_dict(), f"processing_{self.family}"  # type: ignore[misc]
+        of_images = {"AutoImageProcessor": f"{file}.{type(self.image_processor).__name__}"}
+        images = {**fields["image_processor"], "auto_map": of_images}
+        return {**fields, "image_processor": images, "auto_map": {"AutoProcessor": f"{file}.{type(self).__name__}"}}
 
     def __call__(
         self, images: Any, text: str | list[str] | None = None, return_tensors: str = "pt", **options: Any

@@ -1,1 +1,0 @@
-"""M3Diff as others load it."""

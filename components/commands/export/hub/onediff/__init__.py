@@ -1,1 +1,0 @@
-"""OneDiff as others load it."""

@@ -1,0 +1,211 @@
+"""M3Diff (arXiv 2503.11093) as a model family: LLaVA-OneVision with the Multi-scale Differential Perception module.
+
+Light to import: torch and transformers come with the first call. `llava_*` are of every family on LLaVA's parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from m3diff.models.family import ADAPTERS, MODULE_UPDATE_RATIO, Contribution, Family, Term, module_fields
+from m3diff.models.m3diff_settings import DifferenceConfig, M3DiffSettings, MDPConfig
+from m3diff.models.settings import Settings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LORA_TARGETS = {"llm": r"model\.language_model\.layers\.\d+\.(self_attn\.(q|k|v|o)_proj|mlp\.(gate|up|down)_proj)"}
+"""The seven linears of every LLM layer; the paper does not name its targets. A full path, because SigLIP's projections
+have the same short names."""
+
+NEVER_RUN = ("model.vision_tower.post_layernorm.", "model.vision_tower.head.")
+"""Parts of the vision encoder that LLaVA-OneVision never runs: it takes a hidden state, not the encoder's output."""
+
+SIGLIP_SO400M = {"num_hidden_layers": 26, "hidden_size": 1152}
+"""The vision encoder of LLaVA-OneVision-7B: what its configuration leaves out where it is the default."""
+
+SMALL_BASE, LARGE_BASE = "llava-onevision-qwen2-0.5b-ov-hf", "llava-onevision-qwen2-7b-ov-hf"
+"""Folder names of the published bases; a hub's page of the same name has the model."""
+
+
+def llava_parts(module: str) -> dict[str, tuple[str, ...]]:
+    """The parts of a model on LLaVA's, whose new module is `model.<module>`."""
+    return {
+        "vision": ("model.vision_tower.",),
+        "module": (f"model.{module}.",),
+        "projector": ("model.multi_modal_projector.", "model.image_newline"),
+        "llm": ("model.language_model.", "lm_head."),
+    }
+
+
+def classes() -> tuple[Any, Any]:
+    from transformers import AutoConfig
+
+    from m3diff.models.m3diff_model import M3DiffConfig, M3DiffForConditionalGeneration
+    from m3diff.models.processing import M3DiffProcessor
+
+    AutoConfig.register(M3DiffConfig.model_type, M3DiffConfig, exist_ok=True)  # AutoTokenizer reads a folder's by it
+    return M3DiffForConditionalGeneration, M3DiffProcessor
+
+
+def patches(config: Any) -> int:
+    """Patches of one image."""
+    encoder = config.vision_config
+    return (encoder.image_size // encoder.patch_size) ** 2
+
+
+def llm_linears(config: Any) -> list[tuple[int, int]]:
+    """(in, out) of the seven linears of one LLM layer."""
+    text = config.text_config
+    width, hidden = text.hidden_size, text.intermediate_size
+    head = getattr(text, "head_dim", None) or width // text.num_attention_heads
+    queries, keys = head * text.num_attention_heads, head * text.num_key_value_heads
+    attention = [(width, queries), (width, keys), (width, keys), (queries, width)]
+    return [*attention, (width, hidden), (width, hidden), (hidden, width)]
+
+
+def llava_terms(
+    config: Any, tokens: float, supervised: float, settings: Settings, name: str, module: float, whole: bool = False
+) -> list[Term]:
+    """The terms of one sequence of `tokens`, of which `supervised` meet the head.
+
+    Args:
+        name, module: of the family's own module and its FLOPs for a pair; it stands before the projector or beside it.
+        whole: whether the head trains with the LLM where there are no adapters.
+    """
+    text, encoder, linears = config.text_config, config.vision_config, llm_linears(config)
+    width, layers, rank = text.hidden_size, text.num_hidden_layers, settings.lora.rank
+    n, d = patches(config), encoder.hidden_size
+    layer = 4 * d * d + 2 * d * encoder.intermediate_size
+    encoder_linears = encoder.num_hidden_layers * layer + 3 * encoder.patch_size**2 * d
+    encoder_attention = 4 * n * n * d * encoder.num_hidden_layers
+    seeing, changing, projecting, speaking = (
+        int(settings.rates[part] is not None) for part in ("vision", "module", "projector", "llm")
+    )
+    seen = seeing or changing
+    full = speaking and rank == 0
+    adapters = speaking * layers * sum(rank * (a + b) for a, b in linears)
+    terms = [
+        Term(
+            "LLM linears",
+            2 * layers * sum(a * b for a, b in linears) * tokens,
+            (seen or projecting or speaking) + full,
+            recomputed=True,
+        ),
+        Term("LLM attention", 4 * tokens**2 * width * layers / 2, 2, recomputed=True),
+        Term(ADAPTERS, 2 * adapters * tokens, 2, recomputed=True),
+        # a frozen encoder keeps no activations, so none are recomputed
+        Term("vision encoder", 2 * (2 * encoder_linears * n + encoder_attention), 2 * seeing, recomputed=bool(seeing)),
+        Term("projector", 2 * (d * width + width * width) * 2 * n, seen + projecting),
+        Term(name, module, seeing + changing),
+        Term("head, supervised tokens", 2 * width * text.vocab_size * supervised, 1 + (whole and full)),
+    ]
+    return [term for term in terms if term.forward]
+
+
+def flops(config: Any, tokens: float, supervised: float, settings: Settings) -> list[Term]:
+    """LLaVA's terms and the MDP module's. Equations (1)-(6) for a pair: 7 d^2 a token for gates and difference, and
+    24 + 2 r d^2 a layer, r the MLP ratio. The bare difference: d^2 a token."""
+    cfg, n, d = config.module_config(), patches(config), config.vision_config.hidden_size
+    level = 0.0
+    if isinstance(cfg, DifferenceConfig):
+        level = 2 * d * d * n
+    elif cfg is not None:
+        level = 2 * (7 + cfg.layers * (24 + 2 * cfg.mlp_ratio)) * d * d * n + cfg.layers * 32 * n * n * d
+    levels = 0 if cfg is None else len(cfg.vision_feature_layers)
+    return llava_terms(config, tokens, supervised, settings, "MDP", levels * level)
+
+
+def llava_base_faults(settings: Settings, base: Mapping[str, Any], field: str, kinds: Mapping[str, str]) -> list[str]:
+    """Why a base of LLaVA's parts is another than a family needs: of another kind, or trained with another module.
+
+    Args:
+        field: of config.json with the fields of the module that a base was trained with.
+        kinds: names of kinds of base by `model_type`, the first where config.json is silent.
+    """
+    if (kind := base.get("model_type", next(iter(kinds)))) not in kinds:
+        names = ", ".join(kinds.values())
+        return [f"family {settings.family} needs one of {names} in train.base, and it has a {kind}"]
+    ours, theirs = module_fields(settings), base.get(field)
+    if field not in base or theirs is ours is None:
+        return []
+    if theirs is None or ours is None:
+        words = ["null" if fields is None else str(dict(fields)) for fields in (theirs, ours)]
+        differs = [f"set {words[0]} instead of {words[1]}"]
+    else:
+        here = {name: list(value) if isinstance(value, tuple) else value for name, value in ours.items()}
+        names = [name for name in sorted(theirs.keys() | here.keys()) if theirs.get(name) != here.get(name)]
+        differs = [f"set {name} to {theirs.get(name)} instead of {here.get(name)}" for name in names]
+    wrong = "module: the base was trained with another one, which it keeps; "
+    return [wrong + ", ".join(differs)] if differs else []
+
+
+def llava_layer_faults(settings: Settings, base: Mapping[str, Any], layers: int) -> list[str]:
+    """What a vision encoder of so many layers cannot give to the base's projector and to the module."""
+    found, layer = [], base.get("vision_feature_layer", -1)
+    if not isinstance(layer, int) or not -layers - 1 <= layer <= layers:
+        found.append(
+            f"its base's vision_feature_layer must be one whole number from {-layers - 1} to {layers}, found {layer}: "
+            "a LLaVA whose projector reads several layers is not known here; take another base"
+        )
+    if settings.module is not None and (deepest := settings.module.vision_feature_layers[-1]) > layers:
+        found.append(f"module.vision_feature_layers: {deepest} lies beyond the {layers} layers of the vision encoder")
+    return found
+
+
+def faults(settings: M3DiffSettings, base: Mapping[str, Any] | None) -> list[str]:
+    """Why these settings and this base cannot go together; nothing where the base is not known."""
+    if base is None:
+        return []
+    if found := llava_base_faults(settings, base, "mdp", {"llava_onevision": "LLaVA-OneVision", "m3diff": "M3Diff"}):
+        return found
+    encoder = SIGLIP_SO400M | base.get("vision_config", {})
+    found = llava_layer_faults(settings, base, encoder["num_hidden_layers"])
+    width, module = encoder["hidden_size"], settings.module
+    if isinstance(module, MDPConfig) and width % module.heads:
+        found.append(f"module.heads: {module.heads} does not divide {width}, the width of the vision encoder")
+    return found
+
+
+def contribution_names(settings: M3DiffSettings) -> tuple[str, ...]:
+    levels = settings.module.vision_feature_layers if isinstance(settings.module, MDPConfig) else ()
+    return tuple(f"{figure}/{level}" for figure in (MODULE_UPDATE_RATIO, "module_score") for level in levels)
+
+
+def recorded_contribution(model: Any) -> AbstractContextManager[list[Tensor]]:
+    recording: AbstractContextManager[list[Tensor]] = model.model.mdp.recorded_contribution()
+    return recording
+
+
+def contribution_figures(sums: Tensor) -> list[float]:
+    """Of each level, the RMS of its update over the RMS of the encoder's last features; then each level's mean score.
+
+    Args:
+        sums: what `recorded_contribution` of the module gave, added up: [levels + 1, 2].
+    """
+    levels, (squares, scores) = sums[:-1], sums[-1]
+    return [*(levels[:, 0] / squares).sqrt().tolist(), *(levels[:, 1] / scores).tolist()]
+
+
+CONTRIBUTION = Contribution(
+    names=contribution_names,
+    recorded=recorded_contribution,
+    figures=contribution_figures,
+    remedy="Raise the module's rate (rates.module), or start it above zero (module.init_gain).",
+)
+"""Of each level, called by its layer of the vision encoder: `module_update_ratio/17`, the RMS of the level's update in
+equation (8) over the RMS of the encoder's last features, and `module_score/17`, the mean score of equation (7)."""
+
+FAMILY = Family(
+    settings=M3DiffSettings,
+    parts=llava_parts("mdp"),
+    lora_targets=LORA_TARGETS,
+    classes=classes,
+    flops=flops,
+    faults=faults,
+    frozen=NEVER_RUN,
+    contribution=CONTRIBUTION,
+    new=("module",),
+)

@@ -1,0 +1,114 @@
+"""OneDiff (arXiv 2407.05645) as a model family: a LLaVA that reads, beside two images, tokens of the difference between
+them. Light to import: torch and transformers come with the first call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from m3diff.models.family import Family, Term
+from m3diff.models.m3diff import (
+    LORA_TARGETS,
+    NEVER_RUN,
+    SIGLIP_SO400M,
+    llava_base_faults,
+    llava_layer_faults,
+    llava_parts,
+    llava_terms,
+    patches,
+)
+from m3diff.models.onediff_settings import OneDiffSettings
+from m3diff.models.settings import Settings
+
+LLAVA_BASE = "llava-1.5-7b-hf"
+"""The paper's base in all but name; its shapes are known without its folder, as LLaVA-OneVision's are by theirs."""
+
+BASES = {"llava_onevision": "LLaVA-OneVision", "llava": "LLaVA-1.5", "onediff": "OneDiff"}
+
+CLASS_TOKEN_DROPPED = ("default", "vdm")
+"""Strategies of a base with a CLIP, which has a class token: LLaVA-1.5's, which leaves it out of every hidden state, as
+is done here; and what a OneDiff with a module is written with."""
+
+CLIP = "clip_vision_model"
+ENCODERS = {
+    CLIP: {"num_hidden_layers": 24, "hidden_size": 1024, "image_size": 336, "patch_size": 14},
+    "siglip_vision_model": {"image_size": 384, "patch_size": 14, **SIGLIP_SO400M},
+}
+"""Of a base's vision encoder: what its configuration leaves out where it is the default."""
+
+
+def classes() -> tuple[Any, Any]:
+    from transformers import AutoConfig
+
+    from m3diff.models.onediff_model import OneDiffConfig, OneDiffForConditionalGeneration
+    from m3diff.models.processing import OneDiffProcessor
+
+    AutoConfig.register(OneDiffConfig.model_type, OneDiffConfig, exist_ok=True)  # AutoTokenizer reads a folder's by it
+    return OneDiffForConditionalGeneration, OneDiffProcessor
+
+
+def flops(config: Any, tokens: float, supervised: float, settings: Settings) -> list[Term]:
+    """LLaVA's terms and the VDM's. Equations (1)-(4) for a pair, T delta tokens of width V: self-attention 4 V^2 and
+    MLP 2 r V^2 a token and layer; a reading layer 2 V^2 a token (4 + 3 V^2 where it reads the images apart) and 2 D V a
+    patch and image."""
+    cfg, n, d, llm = config.module_config(), 2 * patches(config), config.vision_config.hidden_size, config.text_config
+    module = 0.0
+    if cfg is not None:
+        width, t = cfg.width, cfg.tokens
+        own = cfg.layers * ((4 + 2 * cfg.mlp_ratio) * width * width * t + 2 * t * t * width)
+        apart = 4 + 3 if cfg.images == "separate" else 2
+        read = cfg.reading_layers * (apart * width * width * t + 2 * d * width * n + 2 * t * n * width)
+        out = llm.hidden_size
+        shared = width * d + d * out + out * out
+        module = 2 * (own + read + (shared if cfg.projection == "shared" else width * out) * t)
+    return llava_terms(config, tokens, supervised, settings, "VDM", module, whole=True)
+
+
+def faults(settings: OneDiffSettings, base: Mapping[str, Any] | None) -> list[str]:
+    """Why these settings and this base cannot go together; nothing where the base is not known."""
+    if base is None:
+        return []
+    if found := llava_base_faults(settings, base, "vdm", BASES):
+        return found
+    vision = base.get("vision_config", {})
+    if (kind := vision.get("model_type")) not in ENCODERS:
+        return [
+            f"family onediff reads the encoders of LLaVA-1.5 and LLaVA-OneVision, and train.base has {kind or 'none'}"
+        ]
+    cfg, encoder = settings.module, ENCODERS[kind] | vision
+    found = llava_layer_faults(settings, base, encoder["num_hidden_layers"])
+    strategy = base.get("vision_feature_select_strategy", CLASS_TOKEN_DROPPED[0])
+    if kind == CLIP and strategy not in CLASS_TOKEN_DROPPED:
+        found.append(
+            f"its base's vision_feature_select_strategy is {strategy}, which keeps CLIP's class token; family onediff "
+            f"leaves it out, as a base of strategy {CLASS_TOKEN_DROPPED[0]} does"
+        )
+    count = (encoder["image_size"] // encoder["patch_size"]) ** 2
+    if cfg is not None and cfg.pos_embed_scale and cfg.tokens != count:
+        found.append(f"module.tokens: pos_embed_scale binds each to a patch, so set them to {count}, not {cfg.tokens}")
+    return found
+
+
+def base_files(settings: OneDiffSettings, base: Mapping[str, Any] | None) -> dict[str, str]:
+    """The BERT that a new module starts as; a base that was trained has its module already."""
+    if settings.module is None or settings.module.start != "bert" or (base is not None and "vdm" in base):
+        return {}
+    source = "copy it from bert-base-uncased, or set module.start to random"
+    return {f"bert/{file}": source for file in ("config.json", "model.safetensors")}
+
+
+FAMILY = Family(
+    settings=OneDiffSettings,
+    parts=llava_parts("vdm"),
+    lora_targets=LORA_TARGETS,
+    classes=classes,
+    flops=flops,
+    faults=faults,
+    frozen=NEVER_RUN,
+    new=("module",),
+    whole_without_adapters=("llm",),
+    base_files=base_files,
+)
+"""Its delta tokens stand beside the images' features and change none, so how much the module contributes has no ratio
+to them."""
