@@ -217,10 +217,10 @@ CHANGES: dict[str, tuple[Callable[[Path], None], list[str], list[str]]] = {
     ),
     "planner": (add_code("components/commands/plan/plan.py"), ["code"], ["code"]),
     "comment in the training loop": (append_to("components/stages/train/loop.py"), ["code"], ["code"]),
-    "another family": (add_code("components/models/onediff/family.py"), ["code"], ["code"]),
+    "another family": (add_code("components/models/onediff.py"), ["code"], ["code"]),
     "another dataset's reader": (add_code("components/datasets/omnidiff.py"), ["code"], ["code"]),
     "the trained family": (
-        add_code("components/models/m3diff/mdp.py"),
+        add_code("components/models/m3diff_model.py"),
         ["code"],
         ["code", "train", "predict"],  # whose captions are the same
     ),

@@ -164,7 +164,7 @@ def test_the_editor_of_the_page_makes_pairs(code, tmp_path):
 
 @pytest.fixture
 def settings(code, blocks, monkeypatch) -> Any:
-    code("components/models/adapted_vision/family.py")
+    code("components/models/adapted_vision.py")
     ((name, module),) = line(blocks, "components/models/__init__.py").items()
     monkeypatch.setitem(FAMILIES.modules, name, module)
     return TypeAdapter(FAMILIES[name].settings).validate_python(section(blocks, "small_gpu")["small_gpu"])

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from m3diff.models.attention import KERNELS
 from m3diff.models.checkpoint import folder_sha256, save_checkpoint
 from m3diff.models.m3diff_model import M3DiffConfig, M3DiffForConditionalGeneration
 from m3diff.models.m3diff_settings import M3DiffSettings, module_config
+from m3diff.models.onediff_settings import OneDiffSettings, VDMConfig
 from m3diff.models.processing import M3DiffImageProcessor, M3DiffProcessor
 from m3diff.models.settings import Lora, Rates
 from m3diff.models.tuning import prepare
@@ -110,6 +112,40 @@ def tiny_settings(mdp: dict | None = MDP, rank: int = 2, **rates: float | None) 
     )
 
 
+VDM = {"vision_feature_layers": (1, 2), "tokens": 3, "layers": 4, "width": 12, "heads": 2, "mlp_ratio": 2}
+
+
+def onediff_settings(module: dict | None = VDM, rank: int = 2, **rates: float | None) -> OneDiffSettings:
+    """The settings of a tiny OneDiff; `rates` changes the learning rate of a part."""
+    without = {"module": None} if module is None else {}
+    made = None if module is None else VDMConfig(**module)
+    return OneDiffSettings("onediff", made, Lora(rank=rank, alpha=4), Rates(**RATES | without | rates))
+
+
+CASES = (
+    "m3diff",
+    "m3diff without a module",
+    "m3diff difference",
+    "onediff",
+    "onediff on LLaVA-1.5",
+    "blip2idc",
+    "blip2idc on Qwen2",
+)
+
+
+def tiny(case: str, folder: Path) -> tuple[Path, Any]:
+    """A base of one of CASES, written to `folder`, and settings that train on it."""
+    from tests.models.llava15 import write_llava15
+    from tests.tiny_blip2 import blip2_settings, tiny_blip2
+
+    if case.startswith("blip2idc"):
+        return tiny_blip2(folder, "qwen2" if "Qwen2" in case else "opt"), blip2_settings()
+    base = write_llava15(folder) if "1.5" in case else tiny_base(folder, seed=2)  # which says no token twice
+    if case.startswith("onediff"):
+        return base, onediff_settings(VDM | ({"images": "separate", "norm": "size"} if "1.5" in case else {}))
+    return base, tiny_settings({"m3diff difference": DIFFERENCE, "m3diff": MDP}.get(case))
+
+
 def tiny_trained(base: Path, settings: M3DiffSettings, seed: int = 1) -> torch.nn.Module:
     """A model on `base` whose trainable parameters have moved, with its adapters."""
     family = FAMILIES[settings.family]
@@ -129,6 +165,15 @@ def tiny_checkpoint(base: Path, folder: Path, settings: M3DiffSettings | None = 
     model = tiny_trained(base, settings, seed)
     save_checkpoint(model, processor, folder, family=settings.family, base=base, base_sha256=folder_sha256(base))
     return folder
+
+
+def pair_inputs(processor: Any, pairs: list, questions: list[str]) -> dict[str, torch.Tensor]:
+    """Inputs of `generate` for pairs of images, with what LLaVA-OneVision's own class asks for besides."""
+    prepared = [processor.prepare_image(image) for pair in pairs for image in pair]
+    made = {**processor.prompt_inputs(questions), **processor.image_inputs(torch.from_numpy(np.stack(prepared)))}
+    if "batch_num_images" in made:
+        made["image_sizes"] = torch.full((2 * len(pairs), 2), processor.image_processor.side)
+    return made
 
 
 def noise_image(seed: int, size: tuple[int, int] = (40, 40)) -> Image.Image:

@@ -1,4 +1,4 @@
-"""How the LLM attends while it trains: one implementation, called NAME, that follows whatever mask it is handed.
+"""Attention of the LLM while it trains: one implementation, called NAME, that follows whatever mask it is handed.
 
 The sequences of a micro-batch lie end to end in one row of T tokens. FlexAttention takes the row as it is. SDPA's
 kernels take rectangles: queries, keys and values are laid out so around the kernel alone, so that nothing else is
@@ -63,7 +63,7 @@ class Layout:
         return Layout(taken(self.rows), taken(self.places), self.shapes, masks)
 
     def attention_mask(self) -> Tensor:
-        """What transformers is handed in the masks' place, [1, 1, T, T]: it passes on what has four dimensions."""
+        """A stand-in for the masks, [1, 1, T, T]: transformers passes on a mask of four dimensions."""
         tokens = len(self.places)
         return torch.ones((), dtype=torch.bool, device=self.rows.device).expand(1, 1, tokens, tokens)
 

@@ -37,7 +37,7 @@ EVA = {"image_size": 224, "patch_size": 14}
 
 @dataclass(frozen=True)
 class Augment(Fields):
-    """How a pair is changed while it trains: never its meaning, so no crop, flip or change of colour (the paper,
+    """Changes to a pair while it trains: never of its meaning, so no crop, flip or change of colour (the paper,
     section 5.1). The paper names blur and JPEG compression and gives no strength.
 
     blur: share of the visits that are blurred. The authors' code blurs each one, at test too; here one in two, since

@@ -175,7 +175,7 @@ class Blip2IDCImageProcessor(NormalisedImages):
         self.image_mean, self.image_std = image_mean, image_std
 
     def to_dict(self) -> dict[str, Any]:
-        """As BLIP-2's processor, which would resize a stacked picture to the same square."""
+        """The file of BLIP-2's own processor, which would resize a stacked picture to the same square."""
         return {
             "image_processor_type": "BlipImageProcessor",
             "do_convert_rgb": True,
@@ -190,7 +190,7 @@ class Blip2IDCImageProcessor(NormalisedImages):
         }
 
     def prepare_image(self, image: Image.Image) -> np.ndarray:
-        """One image as half of the square: [side / 2, side, 3] uint8."""
+        """The image as half of the square: [side / 2, side, 3] uint8."""
         from PIL import Image
 
         return np.asarray(image.convert("RGB").resize((self.side, self.side // 2), Image.Resampling.BICUBIC))
@@ -291,7 +291,7 @@ class Blip2IDCForConditionalGeneration(Blip2ForConditionalGeneration):
         tokens: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """What BLIP-2 answers, [B, T, vocabulary]; without `input_ids` the visual tokens alone.
+        """BLIP-2's logits, [B, T, vocabulary]; without `input_ids` the visual tokens alone.
 
         Args:
             pixel_values: [B, 3, side, side].
@@ -342,7 +342,7 @@ class Blip2IDCForConditionalGeneration(Blip2ForConditionalGeneration):
 
     @torch.no_grad()
     def saliency_map(self, pixel_values: Tensor) -> Tensor:
-        """What the queries read of each pair: [B, rows, columns] over the patches of one image, sums to 1.
+        """The attention of the queries on each pair: [B, rows, columns] over the patches of one image, sums to 1.
 
         The share of its attention that the Q-Former gives to each patch, the mean over queries, heads and layers with
         cross-attention, the class token left out; a place's two patches, of before and after, added up. The picture is

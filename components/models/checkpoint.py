@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ def verify_manifest(folder: Path) -> dict[str, Any]:
     """
     manifest = read_manifest(folder)
     for name, want in manifest["files"].items():
-        _see_file(folder, name, want)
+        _see(folder / name, _remedy(folder, name), want)
     return manifest
 
 
@@ -71,7 +71,7 @@ def verify_loaded(folder: Path) -> dict[str, Any]:
     """
     manifest = read_manifest(folder)
     for name, want in _loaded(manifest).items():
-        _see_file(folder, name, want if name.endswith(WEIGHTS) else None)
+        _see(folder / name, _remedy(folder, name), want if name.endswith(WEIGHTS) else None)
     if edited := [name for name in edited_files(folder) if (folder / MANIFEST).is_file()]:
         logger.warning("%s: edited since it was written, used as it is now: %s", folder, ", ".join(edited))
     return manifest
@@ -83,25 +83,27 @@ def _loaded(manifest: Mapping[str, Any]) -> dict[str, str]:
     return {name: sha for name, sha in files if name.endswith((WEIGHTS, *READ)) and not name.startswith(f"{ADAPTERS}/")}
 
 
-def _see_file(folder: Path, name: str, want: str | None) -> None:
-    """Raises CheckpointError where a file is missing, is a pointer, or has not the digest that is wanted."""
-    path = folder / name
+def _see(path: Path, remedy: str, want: str | None = None) -> None:
+    """See that a file is there, no pointer, and of the digest `want`, or else, where it is JSON, that it can be read.
+
+    Raises:
+        CheckpointError: names the file and the remedy.
+    """
     if not path.is_file():
-        raise CheckpointError(f"{path}: missing, though the manifest names it; {_remedy(folder, name)}")
-    _see_no_pointer(path)
+        raise CheckpointError(f"{path}: missing, though the manifest names it; {remedy}")
+    with path.open("rb") as file:
+        if file.read(len(GIT_LFS)) == GIT_LFS:  # left by git where Git LFS was not there
+            raise CheckpointError(
+                f"{path}: a Git LFS pointer, not the file itself; run `git lfs install && git lfs pull` in "
+                f"{path.parent}, or download the folder again"
+            )
     if want is not None and (got := _sha256(path)) != want:
-        raise CheckpointError(f"{path}: sha256 {got[:12]} but the manifest says {want[:12]}; {_remedy(folder, name)}")
-    if want is None and name.endswith(".json"):
-        _see_json(path, _remedy(folder, name))
-
-
-def _see_json(path: Path, remedy: str) -> None:
-    """Raises CheckpointError for a file that is no JSON."""
-    _see_no_pointer(path)
-    try:
-        json.loads(path.read_bytes())
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not JSON ({error}); {remedy}") from error
+        raise CheckpointError(f"{path}: sha256 {got[:12]} but the manifest says {want[:12]}; {remedy}")
+    if want is None and path.suffix == ".json":
+        try:
+            json.loads(path.read_bytes())
+        except ValueError as error:
+            raise CheckpointError(f"{path}: not JSON ({error}); {remedy}") from error
 
 
 def see_whole_files(folder: Path) -> None:
@@ -113,23 +115,13 @@ def see_whole_files(folder: Path) -> None:
     found = [path for path in _files(folder) if not is_hidden(path, folder)]
     for path in found:
         if path.suffix == ".json":
-            _see_json(path, "fetch it again")
+            _see(path, "fetch it again")
     for place in sorted({path.parent for path in found if path.suffix == WEIGHTS}):
         _shapes(place)
 
 
-def _see_no_pointer(path: Path) -> None:
-    """Raises CheckpointError for what git leaves in a file's place where Git LFS was not there."""
-    with path.open("rb") as file:
-        if file.read(len(GIT_LFS)) == GIT_LFS:
-            raise CheckpointError(
-                f"{path}: a Git LFS pointer, not the file itself; run `git lfs install && git lfs pull` in "
-                f"{path.parent}, or download the folder again"
-            )
-
-
 def _remedy(folder: Path, name: str) -> str:
-    """How a file can be had again: from DVC where it tracks the folder, else from where the folder came."""
+    """The way to get a file again: from DVC where it tracks the folder, else from where the folder came."""
     if tracked := _tracked(folder):
         return f"restore it with `dvc checkout {tracked}`"
     saved = "; if you saved the model here again on purpose, delete manifest.json" if name.endswith(WEIGHTS) else ""
@@ -148,7 +140,7 @@ def _tracked(folder: Path) -> str | None:
 
 
 def edited_files(folder: Path) -> list[str]:
-    """Of the files that are read beside the weights those that differ from the manifest, line ends aside; all of them
+    """Files read beside the weights that differ from the manifest, line ends aside; all of them
     where there is no manifest."""
     manifest = read_manifest(folder)
     read = {name: want for name, want in _loaded(manifest).items() if name.endswith(READ)}
@@ -176,34 +168,21 @@ def edits_named(folder: Path) -> Iterator[None]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest, its files not looked at. A shared folder that transformers saved again has none: of it the family
-    and the hashes as they are.
+    """The manifest, its files not looked at. Of a shared folder that transformers saved again, which has none, the
+    family, by its processor, and the hashes as they are.
 
     Raises:
         CheckpointError: it is missing or is none.
     """
     file = folder / MANIFEST
-    if not file.is_file():
-        return _saved_again(folder)
-    _see_no_pointer(file)
-    try:
+    if file.is_file():
+        _see(file, _remedy(folder, MANIFEST))
         manifest = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{file}: not JSON ({error}); {_remedy(folder, MANIFEST)}") from error
-    if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
-        raise CheckpointError(f"{file}: has no list of files; {_remedy(folder, MANIFEST)}")
-    return manifest
-
-
-def _saved_again(folder: Path) -> dict[str, Any]:
-    """Family and files of a folder without a manifest, whose processor is a shared one's.
-
-    Raises:
-        CheckpointError: it has no such processor, so that nothing says what it holds.
-    """
+        if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
+            raise CheckpointError(f"{file}: has no list of files; {_remedy(folder, MANIFEST)}")
+        return manifest
     try:
-        config = json.loads((folder / "processor_config.json").read_bytes())
-        processor = config["auto_map"]["AutoProcessor"]
+        processor = json.loads((folder / "processor_config.json").read_bytes())["auto_map"]["AutoProcessor"]
     except (OSError, ValueError, KeyError, TypeError):
         raise CheckpointError(f"{folder}: {_unknown(folder)}") from None
     family = next((name for name in FAMILIES if f"processing_{name}." in processor), None)
@@ -230,20 +209,18 @@ def _unknown(folder: Path) -> str:
     )
 
 
-def folder_sha256(folder: Path) -> str:
-    """Hex digest over the names and contents of all files below a folder: names a base by what is in it."""
-    return _sha256_of(folder, _files(folder))
-
-
-def _sha256_of(folder: Path, files: Iterable[Path]) -> str:
+def folder_sha256(folder: Path, hidden: bool = True) -> str:
+    """Hex digest over the names and contents of all files below a folder, hidden ones if asked: names a base by its
+    content."""
     digest = hashlib.sha256()
-    for path in files:
-        digest.update(f"{path.relative_to(folder).as_posix()}\0{_sha256(path)}\n".encode())
+    for path in _files(folder):
+        if hidden or not is_hidden(path, folder):
+            digest.update(f"{path.relative_to(folder).as_posix()}\0{_sha256(path)}\n".encode())
     return digest.hexdigest()
 
 
 def is_hidden(path: Path, folder: Path) -> bool:
-    """Whether other programs left it below a folder: .DS_Store, ._model.safetensors, .git, .cache."""
+    """True for what other programs leave in a folder: .DS_Store, ._model.safetensors, .git, .cache."""
     return any(part.startswith(".") for part in path.relative_to(folder).parts)
 
 
@@ -283,12 +260,12 @@ def save_checkpoint(
 
 
 def can_save_adapters(model: Any, family: Family) -> bool:
-    """Whether what trained is small beside the base: no part that takes adapters trained without them."""
+    """True where what trained is small beside the base: no part that takes adapters trained without them."""
     return all(is_adapter(name) or family.part_of(name) not in family.lora_targets for name in trainable_names(model))
 
 
 def tuned_weights(model: Any, family: Family) -> dict[str, Tensor]:
-    """What the base does not hold beside adapters, by name: what trains in full, and parts that are new."""
+    """Weights by name that neither the base nor the adapters hold: what trains in full, and parts that are new."""
     trains = set(trainable_names(model))
     return {
         name: weight.detach().contiguous()
@@ -333,10 +310,10 @@ def _see_whole(merged: Any, folder: Path) -> None:
 
 
 def _shapes(folder: Path) -> dict[str, list[int]]:
-    """Of each tensor in the folder's own files. Raises CheckpointError for a file that holds none."""
+    """Shapes of the tensors in the folder's own files. Raises CheckpointError for a file that holds none."""
     shapes: dict[str, list[int]] = {}
     for path in folder.glob(f"[!.]*{WEIGHTS}"):
-        _see_no_pointer(path)
+        _see(path, "fetch it again")
         try:
             with safe_open(path, framework="pt") as file:
                 shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118  # no mapping
@@ -360,23 +337,18 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32, base: Path | No
             its manifest says.
     """
     manifest = verify_loaded(folder)
-    family = _family(folder, manifest)
+    if (name := manifest.get("family")) not in list(FAMILIES):
+        raise CheckpointError(f"{folder / MANIFEST}: family {name!r} is none of {', '.join(FAMILIES)}; update m3diff")
+    family = FAMILIES[name]
     with edits_named(folder):
         if is_adapters(folder):
             return _load_adapters(folder, manifest, family, dtype, base), family
-        if (folder / MANIFEST).is_file():
-            return family.load(folder, dtype, None), family
-        _shapes(folder)  # names a damaged file
-        model = family.load(folder, dtype, None)
-        _see_whole(model, folder)
+        if not (folder / MANIFEST).is_file():
+            _shapes(folder)  # names a damaged file
+        model = family.load(folder, dtype)
+        if not (folder / MANIFEST).is_file():
+            _see_whole(model, folder)
         return model, family
-
-
-def _family(folder: Path, manifest: Mapping[str, Any]) -> Family:
-    name = manifest.get("family")
-    if not isinstance(name, str) or name not in FAMILIES:
-        raise CheckpointError(f"{folder / MANIFEST}: family {name!r} is none of {', '.join(FAMILIES)}; update m3diff")
-    return FAMILIES[name]
 
 
 def _load_adapters(
@@ -403,10 +375,9 @@ def _base(folder: Path, manifest: Mapping[str, Any], base: Path | None) -> Path:
     named = "name it with `--base FOLDER` (in Python base=)"
     if not (base / "config.json").is_file():
         raise CheckpointError(f"{folder}: holds adapters, whose base is not at {base}; {named}")
-    for path in base.glob(f"[!.]*{WEIGHTS}"):
-        _see_no_pointer(path)
+    _shapes(base)
     want, got = manifest["base_sha256"], folder_sha256(base)
-    if want not in (got, _sha256_of(base, [path for path in _files(base) if not is_hidden(path, base)])):
+    if want not in (got, folder_sha256(base, hidden=False)):
         raise CheckpointError(
             f"{folder}: was trained on a base of sha256 {want[:12]}, but {base} has {got[:12]}; fetch that base as it "
             f"was published, every file unchanged, and {named}"

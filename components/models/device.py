@@ -1,4 +1,4 @@
-"""Where a model computes and in which precision: chosen once from the parameters, never from what the machine has.
+"""The device and precision of a model: chosen once from the parameters, never from what the machine has.
 
 A machine with a GPU gives the same run as one without unless `compute.gpu` asks for it. Imports torch when called.
 """
@@ -22,7 +22,7 @@ class DeviceError(ValueError):
 
 @dataclass(frozen=True)
 class Device:
-    """One device of this process. Everything that would differ on a GPU asks it.
+    """A device of this process. Everything that would differ on a GPU asks it.
 
     Attributes:
         gpu: the current GPU, else the CPU.

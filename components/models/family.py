@@ -39,7 +39,7 @@ class PairProcessor(Protocol):
         """Token ids of a reference with its end token: what the loss is taken on."""
 
     def prepare_image(self, image: Image.Image) -> np.ndarray:
-        """One image as uint8 [rows, columns, 3], of the same shape whatever its size."""
+        """An image as uint8 [rows, columns, 3], of the same shape whatever its size."""
 
     def image_inputs(self, prepared: Tensor) -> dict[str, Tensor]:
         """Model inputs of prepared images, uint8 [2 B, rows, columns, 3]: before, after, before, after, ... On a GPU
@@ -83,7 +83,7 @@ MODULE_UPDATE_RATIO = "module_update_ratio"
 
 @dataclass(frozen=True)
 class Contribution:
-    """How much a family's module contributes while it trains, as numbers that become columns of the training curve.
+    """Contribution of a family's module while it trains, as numbers that become columns of the training curve.
 
     Attributes:
         names: (settings) -> the numbers' names; none without a module. Those that begin with MODULE_UPDATE_RATIO are
@@ -147,7 +147,7 @@ class Family:
 
     @property
     def reads_question(self) -> bool:
-        """Whether the answer depends on the question."""
+        """True where the answer depends on the question."""
         return self.prompt_tokens is None
 
     def part_of(self, name: str) -> str:

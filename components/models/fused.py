@@ -58,7 +58,7 @@ class AdaptedLinear(torch.autograd.Function):
 
 
 class FusedLora(LoraLinear):
-    """One linear with its adapter."""
+    """A linear with its adapter."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.disable_adapters or self.merged or not self.training:
@@ -90,7 +90,7 @@ def _folded(linear: Any) -> tuple[Tensor, Tensor | None]:
 
 
 class FusedRMSNorm(Qwen2RMSNorm):
-    """One kernel that keeps its input, where transformers keeps three copies in fp32."""
+    """A norm in one kernel that keeps its input, where transformers keeps three copies in fp32."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return rms_norm(hidden_states, self.weight, self.variance_epsilon)
@@ -105,7 +105,7 @@ def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
 
 
 def fused_on_gpu(function: Callable, tensor: Tensor) -> Callable:
-    """One kernel on a GPU. On a CPU compiling takes minutes and the plain operations are as fast."""
+    """The function as one kernel on a GPU. On a CPU compiling takes minutes and the plain operations are as fast."""
     return compiled(function) if tensor.is_cuda else function
 
 
@@ -151,7 +151,7 @@ def recomputing(output: Tensor, function: Callable[..., Tensor], *inputs: Tensor
 
 
 class FusedDecoderLayer(Qwen2DecoderLayer):
-    """One layer whose outputs, in the last layer, are those of the supervised tokens alone."""
+    """A layer whose outputs, in the last layer, are those of the supervised tokens alone."""
 
     selective = False
     takes_kept = True  # see `trims` of layers.py
@@ -201,7 +201,7 @@ class FusedDecoderLayer(Qwen2DecoderLayer):
             return middle + self.mlp.down_proj(product)
 
     def keeping(self, output: Tensor, function: Callable[..., Tensor], *inputs: Tensor) -> AbstractContextManager[None]:
-        """What backward computes again."""
+        """Context in which `function` is recomputed in backward, where the layer is selective."""
         return recomputing(output, function, *inputs) if self.selective else nullcontext()
 
 
@@ -228,7 +228,7 @@ class FusedEncoderLayer(SiglipEncoderLayer):
 
 
 def is_partitioned(linear: nn.Module) -> bool:
-    """Whether ZeRO 3 holds the weights: they are together only while the linear itself runs."""
+    """True where ZeRO 3 holds the weights: they are together only while the linear itself runs."""
     return any(hasattr(parameter, "ds_id") for parameter in linear.parameters())
 
 
@@ -299,8 +299,8 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def folding_pays(model: nn.Module) -> bool:
-    """Whether one product with the adapters in the weights takes fewer FLOPs than the frozen product and the adapter's
-    two: in a step 6 in out against 4 in out + 6 r (in + out) a token; only weights in fp32."""
+    """True where one product with the adapters in the weights takes fewer FLOPs than the frozen product and the two of
+    the adapter: in a step 6 in out against 4 in out + 6 r (in + out) a token; only weights in fp32."""
     adapted: list[Any] = [module for module in model.modules() if isinstance(module, LoraLinear)]
     if not adapted or any(module.weight.dtype != torch.float32 for module in adapted):
         return False

@@ -28,7 +28,7 @@ class Captioner:
         self.max_new_tokens = max_new_tokens
 
     def caption(self, pairs: Sequence[ImagePair], question: str = QUESTION) -> list[str]:
-        """One caption per pair of images (before, after). One question, so no padding: no pair changes another's."""
+        """A caption for each pair of images (before, after). One question, so no padding: no pair changes another's."""
         captions, _ = self.answer([self.processor.prepare_image(image) for pair in pairs for image in pair], question)
         return captions
 

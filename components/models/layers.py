@@ -66,8 +66,8 @@ class Projection(nn.Linear):
 
 
 class DifferenceProjection(Projection):
-    """Of [a; b; a - b], as Wp of equation (3) of M3Diff: it starts out passing the difference through and a little of
-    both beside it."""
+    """A linear on [a; b; a - b], as Wp of equation (3) of M3Diff: it starts out passing the difference through and a
+    little of both beside it."""
 
     def reset_parameters(self) -> None:
         width = self.out_features
@@ -110,13 +110,13 @@ class MultiHeadAttention(nn.Module):
         return self.out_proj(attention_output.transpose(1, 2).flatten(2))
 
     def norm_weighted_attention(self, q_BMD: Tensor, kv_BND: Tensor, places_ND: Tensor | None = None) -> Tensor:
-        """How much of each key's value reaches each query, [B, M, N]: attention times the size of the projected value
+        """The amount of each key's value that reaches each query, [B, M, N]: attention times the size of the projected value
         (Kobayashi et al. 2020, arXiv 2004.10102), summed over heads; for showing, not for training."""
         sizes = self.values(kv_BND).norm(dim=-1)
         return (self.weights(q_BMD, kv_BND, places_ND) * sizes[:, :, None]).sum(1)
 
     def weights(self, q_BMD: Tensor, kv_BND: Tensor, places_ND: Tensor | None = None) -> Tensor:
-        """How much each query attends to each key, [B, heads, M, N]; sums to 1 over the keys."""
+        """The attention of each query to each key, [B, heads, M, N]; sums to 1 over the keys."""
         q, k = self._placed(self.q_proj(q_BMD), places_ND), self._placed(self.k_proj(kv_BND), places_ND)
         return (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).softmax(-1)
 
@@ -173,7 +173,7 @@ def recorded(modules: Sequence[nn.Module], taken: Callable[[Any, Any, Any], Tens
 
 
 def trims(llm: Any) -> bool:
-    """Whether the LLM's last layer takes `kept`, the places that it is asked for: fused kernels do."""
+    """True where the LLM's last layer takes `kept`, the places that it is asked for: fused kernels do."""
     return getattr(llm.layers[-1], "takes_kept", False)
 
 

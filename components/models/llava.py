@@ -83,7 +83,7 @@ class LlavaOfPairsConfig(LlavaOnevisionConfig):
         vision_feature_layer: Any
 
     def to_dict(self) -> dict[str, Any]:
-        """As it is written: LLaVA's own code refuses it with a module and loads it without.
+        """The fields as they are written: LLaVA's own code refuses it with a module and loads it without.
 
         LLaVA would take the weights and drop the module's, but it knows no strategy called as the module. Without a
         module it is told its own name, for by another it does not find the head.
@@ -219,7 +219,7 @@ class LlavaOfPairs(NewModuleInit, LlavaOnevisionModel):
     def forward(  # type: ignore[override]
         self, input_ids: Any = None, pixel_values: Any = None, **kwargs: Any
     ) -> Any:
-        """As LLaVA-OneVision's. With `tokens`, the ids of `input_ids` on the CPU, nothing waits for a GPU."""
+        """LLaVA-OneVision's forward. With `tokens`, the ids of `input_ids` on the CPU, nothing waits for a GPU."""
         tokens = kwargs.pop("tokens", None)
         if tokens is None:
             return super().forward(input_ids, pixel_values, **kwargs)
@@ -338,7 +338,7 @@ class LlavaOfPairsForGeneration(NewModuleInit, LlavaOnevisionForConditionalGener
     def forward(  # type: ignore[override]
         self, *args: Any, logits_to_keep: int | Tensor = 0, **kwargs: Any
     ) -> Any:
-        """As LLaVA-OneVision's. While training with a mask of the logits to keep, [B, T] bool, the LLM's last layer and
+        """LLaVA-OneVision's forward. While training with a mask of the logits to keep, [B, T] bool, the LLM's last layer and
         head work on those tokens alone; the logits are [tokens kept, vocabulary]."""
         if not self.training or isinstance(logits_to_keep, int) or not trims(self.model.language_model):
             return super().forward(*args, logits_to_keep=logits_to_keep, **kwargs)
@@ -359,7 +359,7 @@ class LlavaOfPairsForGeneration(NewModuleInit, LlavaOnevisionForConditionalGener
 
     @torch.no_grad()
     def saliency_map(self, pixel_values: Tensor) -> Tensor:
-        """Where the model looks for the difference of each pair, averaged over its maps: [B, rows, columns] over the
+        """The places where the model looks for the difference of each pair, averaged over its maps: [B, rows, columns] over the
         patch grid, sums to 1; everywhere alike without a module.
 
         Args:

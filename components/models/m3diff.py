@@ -143,7 +143,7 @@ def llava_base_faults(settings: Settings, base: Mapping[str, Any], field: str, k
 
 
 def llava_layer_faults(settings: Settings, base: Mapping[str, Any], layers: int) -> list[str]:
-    """What a vision encoder of so many layers cannot give to the base's projector and to the module."""
+    """Layers that a vision encoder of so many cannot give to the base's projector and to the module."""
     found, layer = [], base.get("vision_feature_layer", -1)
     if not isinstance(layer, int) or not -layers - 1 <= layer <= layers:
         found.append(
@@ -180,7 +180,7 @@ def recorded_contribution(model: Any) -> AbstractContextManager[list[Tensor]]:
 
 
 def contribution_figures(sums: Tensor) -> list[float]:
-    """Of each level, the RMS of its update over the RMS of the encoder's last features; then each level's mean score.
+    """The numbers of the curve: of each level, the RMS of its update over the RMS of the encoder's last features; then each level's mean score.
 
     Args:
         sums: what `recorded_contribution` of the module gave, added up: [levels + 1, 2].

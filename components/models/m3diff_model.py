@@ -72,7 +72,7 @@ class DifferentialLayer(nn.Module):
         return skip * f_2BND + self.feature_attention(f, both, places_ND), df_ca  # (6)
 
     def saliency_map(self, f_2BND: Tensor, df_ca_BND: Tensor, places_ND: Tensor | None = None) -> Tensor:
-        """How much each place of the difference, as it leaves this layer, moves both images' features in (6): [B, N],
+        """The amount by which each place of the difference, as it leaves this layer, moves both images' features in (6): [B, N],
         sums to 1."""
         reached = torch.full_like(df_ca_BND[:, :, 0], torch.finfo(df_ca_BND.dtype).tiny)  # untrained: moves nothing
         for query in self.norm_feature(f_2BND).chunk(2):
@@ -244,7 +244,7 @@ class M3DiffModel(LlavaOfPairs):
         self.mdp = new_module(config.module_config(), config.vision_config.hidden_size)
 
     def visual_tokens(self, pixel_values: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """As of `LlavaOfPairs`: in each image's places its patches and the newline, [N + 1, W]."""
+        """See `LlavaOfPairs`: in each image's places its patches and the newline, [N + 1, W]."""
         projected = self.multi_modal_projector(self.perceive(pixel_values))
         return projected, list(self.with_newline(projected).unbind(0))
 

@@ -68,7 +68,7 @@ class OneDiffConfig(LlavaOfPairsConfig):
     read_module = staticmethod(VDMConfig.of_config)
 
     def module_config(self) -> VDMConfig | None:
-        """As of LLaVA; raises ValueError, too, where the positions want another number of tokens."""
+        """See `LlavaOfPairsConfig`; raises ValueError, too, where the positions want another number of tokens."""
         cfg: VDMConfig | None = super().module_config()
         if cfg is not None and cfg.pos_embed_scale and cfg.tokens != self.patches:
             raise ValueError(
@@ -115,7 +115,7 @@ class ImageReading(OwnStart):
         return torch.cat([h1_BND + e1, h2_BND + e2], dim=1)
 
     def saliency_map(self, a_BTV: Tensor, h1_BND: Tensor, h2_BND: Tensor, places_ND: Tensor | None = None) -> Tensor:
-        """How much each place brings to what all tokens read, [B, N], sums to 1. Separate: to the difference of both
+        """The amount that each place brings to what all tokens read, [B, N], sums to 1. Separate: to the difference of both
         readings; joined: of both images together."""
         if self.separate:
             of_1, of_2 = (self._brought(a_BTV, h, places_ND) for h in (h1_BND, h2_BND))
@@ -127,7 +127,7 @@ class ImageReading(OwnStart):
         return sizes / sizes.sum(dim=1, keepdim=True)
 
     def _brought(self, a_BTV: Tensor, h_BND: Tensor, places_ND: Tensor | None) -> Tensor:
-        """What each place brings to each token's reading, [B, T, N, V]; their sum over places is the reading without
+        """The vector that each place brings to each token's reading, [B, T, N, V]; their sum over places is the reading without
         its bias."""
         weights, values = self.attention.weights(a_BTV, h_BND, places_ND), self.attention.values(h_BND)
         return torch.einsum("bhtn,bhno->btno", weights, values)
@@ -268,7 +268,7 @@ class OneDiffModel(LlavaOfPairs):
         self.vdm = None if cfg is None else VisualDeltaModule(cfg, *widths)
 
     def visual_tokens(self, pixel_values: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """As of `LlavaOfPairs`: in the images' places their patches, LLaVA-OneVision's newline, and beside one of them
+        """See `LlavaOfPairs`: in the images' places their patches, LLaVA-OneVision's newline, and beside one of them
         the delta tokens."""
         states = self.vision_hidden_states(pixel_values)
         projected = self.multi_modal_projector(states[self.config.vision_feature_layer])

@@ -62,7 +62,7 @@ class PromptsAndTexts:
         return self.tokenizer.pad_token_id
 
     def prepare_image(self, image: Image.Image) -> np.ndarray:
-        """One image as [rows, columns, 3] uint8."""
+        """The image as [rows, columns, 3] uint8."""
         return self.image_processor.prepare_image(image)
 
     def prompt_inputs(self, questions: list[str]) -> dict[str, Tensor]:
@@ -107,7 +107,7 @@ class M3DiffImageProcessor(NormalisedImages):
         }
 
     def prepare_image(self, image: Image.Image) -> np.ndarray:
-        """One image as [side, side, 3] uint8."""
+        """The image as [side, side, 3] uint8."""
         from PIL import Image
 
         image = image.convert("RGB")

@@ -144,7 +144,7 @@ class Align(Fields):
 
 @dataclass(frozen=True)
 class Settings(Fields):
-    """What trains of a family and how; each family adds its own.
+    """Settings of a family's training; each family adds its own.
 
     family: name of the family.
     module: fields of the family's own module, or None: the base alone.
@@ -163,7 +163,7 @@ class Settings(Fields):
     align: Align | None = None
 
     def has_module(self) -> bool:
-        """Whether there are weights for the rate `module`."""
+        """True where there are weights for the rate `module`."""
         return self.module is not None
 
     def rules(self) -> dict[str, bool]:

@@ -1,4 +1,4 @@
-"""What of a model trains: its parts by their learning rates, LoRA adapters, the optimizer's groups. Names no family.
+"""Trainable weights of a model: its parts by their learning rates, LoRA adapters, the optimizer's groups. Names no family.
 
 peft takes seconds to import, and is where adapters are: a merged checkpoint captions without it.
 """
@@ -53,7 +53,7 @@ def prepare(model: Any, family: Family, settings: Settings) -> Any:
 
 
 def should_train(name: str, family: Family, settings: Settings) -> bool:
-    """Whether a parameter trains, by its name in the model without peft's wrapper around it."""
+    """True where a parameter trains, by its name in the model without peft's wrapper around it."""
     part = family.part_of(name)
     if settings.rates[part] is None or name.startswith(family.frozen):
         return False
@@ -70,7 +70,7 @@ def is_adapter(name: str) -> bool:
 
 
 def trainable_groups(model: nn.Module, family: Family, settings: Settings) -> list[TrainableGroup]:
-    """One group per distinct learning rate and delay, in the order of the family's parts; parameters in the model's."""
+    """A group for each distinct learning rate and delay, in the order of the family's parts; parameters in the model's."""
     named = list(unwrapped(model).named_parameters())
     wrong = [name for name, p in named if p.requires_grad != should_train(name, family, settings)]
     assert not wrong, f"the trainable set is not the intended one: {wrong[:5]}"
@@ -98,7 +98,7 @@ def unwrapped(model: nn.Module) -> Any:
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Whether peft's wrapper is around the model."""
+    """True where peft's wrapper is around the model."""
     from peft import PeftModel
 
     return isinstance(model, PeftModel)

@@ -9,7 +9,7 @@ from PIL import Image
 
 from m3diff.models.checkpoint import CheckpointError
 from m3diff.models.generation import QUESTION, Captioner, load_captioner
-from tests.tiny import MDP, colour_image, tiny_base, tiny_checkpoint, tiny_settings
+from tests.tiny import MDP, colour_image, pair_inputs, tiny_base, tiny_checkpoint, tiny_settings
 
 PAIRS = [(colour_image(10 * k), colour_image(10 * k + 1)) for k in range(5)]
 
@@ -37,7 +37,7 @@ def by_hand(captioner: Captioner, pair: tuple[Image.Image, Image.Image], questio
 
 def tokens_by_hand(captioner: Captioner, pair: tuple[Image.Image, Image.Image], question: str, count: int) -> list[int]:
     """The whole sequence again for every token."""
-    inputs = captioner.processor([pair], [question])
+    inputs = pair_inputs(captioner.processor, [pair], [question])
     ids, made = inputs.pop("input_ids"), []
     inputs.pop("attention_mask")
     while len(made) < count:
@@ -47,18 +47,6 @@ def tokens_by_hand(captioner: Captioner, pair: tuple[Image.Image, Image.Image], 
         if made[-1] == captioner.processor.end_id:
             break
     return made
-
-
-def test_a_caption_is_what_greedy_decoding_by_hand_gives(captioner: Captioner) -> None:
-    captions = captioner.caption(PAIRS, "What changed?")
-    assert captions == [by_hand(captioner, pair, "What changed?", 6) for pair in PAIRS]
-    assert len(set(captions)) > 1, "captions that are all alike would show no order"
-
-
-def test_the_company_in_the_batch_changes_no_caption(captioner: Captioner) -> None:
-    whole = captioner.caption(PAIRS)
-    assert whole == [captioner.caption([pair])[0] for pair in PAIRS]
-    assert captioner.caption(PAIRS[::-1]) == whole[::-1]
 
 
 def test_the_question_is_asked_and_has_a_default(captioner: Captioner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,17 +88,6 @@ def maps_of(captioner: Captioner, pairs: list) -> np.ndarray:
     return maps
 
 
-def test_saliency_maps_are_of_each_pair_over_the_patch_grid(captioner: Captioner) -> None:
-    maps = maps_of(captioner, PAIRS)
-    assert (maps.shape, maps.dtype) == ((5, 3, 3), np.float16)
-    np.testing.assert_allclose(maps.astype(float).sum((1, 2)), 1, atol=2e-3)
-    for pair, found in zip(PAIRS, maps, strict=True):
-        np.testing.assert_allclose(maps_of(captioner, [pair])[0], found, atol=1e-3)
-    pixels = torch.cat([captioner.processor([pair], ["?"])["pixel_values"] for pair in PAIRS])
-    want = captioner.model.saliency_map(pixels).numpy()
-    np.testing.assert_array_equal(maps, want.astype(np.float16))
-
-
 @pytest.mark.parametrize("module", [MDP, None], ids=["untrained", "no module"])
 def test_a_model_that_compares_nothing_looks_everywhere_alike(module: dict | None, base: Path, tmp_path: Path) -> None:
     rates = {"module": None} if module else {}
@@ -129,19 +106,6 @@ def either(request: pytest.FixtureRequest, base: Path, captioner: Captioner, tmp
     found = load_captioner(checkpoint, 6)
     found.family.fuse(found.model, "none")
     return found
-
-
-def test_captions_and_maps_of_one_pass_are_to_the_bit_those_of_two(either: Captioner) -> None:
-    images = prepared(either, PAIRS)
-    captions, maps = either.answer(images, "What changed?", saliency=True)
-    alone, none = either.answer(images, "What changed?")
-    assert none is None
-    assert captions == alone == either.caption(PAIRS, "What changed?")
-    inputs = either.processor.image_inputs(torch.from_numpy(np.stack(images)))
-    want = either.model.saliency_map(inputs["pixel_values"]).numpy().astype(np.float16)
-    np.testing.assert_array_equal(maps, want)
-    if either.model.model.mdp is not None:
-        assert np.abs(want[0] - want[1]).max() > 2e-3, "maps that are all alike would show nothing"
 
 
 @pytest.mark.parametrize("saliency", [False, True])
@@ -163,23 +127,10 @@ def test_encoder_and_module_run_once_a_batch(saliency: bool, either: Captioner) 
     assert runs == {name: 2 * (levels if name == "level" else 1) for name in counted}
 
 
-def test_a_family_without_maps_gives_captions_alone(captioner: Captioner) -> None:
-    from dataclasses import replace
-
-    original = captioner.family.generate
-    family = replace(captioner.family, generate=lambda model, inputs, _, how: original(model, inputs, False, how))
-    other = Captioner(captioner.model, captioner.processor, family, 6)
-    assert other.answer(prepared(other, PAIRS), saliency=True) == (captioner.caption(PAIRS), None)
-
-
 def test_a_captioner_puts_its_model_into_evaluation_mode(captioner: Captioner) -> None:
     model = captioner.model.train()
     Captioner(model, captioner.processor, captioner.family, 1)
     assert not model.training
-
-
-def test_adapters_caption_as_the_merged_model_does(checkpoint: Path, captioner: Captioner) -> None:
-    assert load_captioner(checkpoint / "adapters", 6).caption(PAIRS) == captioner.caption(PAIRS)
 
 
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:

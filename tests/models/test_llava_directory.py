@@ -18,7 +18,7 @@ from m3diff.models.m3diff_model import M3DiffForConditionalGeneration
 from m3diff.models.m3diff_settings import MDPConfig
 from m3diff.models.processing import M3DiffImageProcessor
 from tests.stages.train.toy import recipe, run, write_mixture
-from tests.tiny import BASE, noise_image, tiny_base, tiny_settings
+from tests.tiny import BASE, noise_image, pair_inputs, tiny_base, tiny_settings
 
 ENCODER_LAYERS, WIDTH, SIDE, PATCH = 26, 16, 28, 14
 CHAT = (
@@ -179,7 +179,7 @@ def test_the_model_loads_every_weight_and_only_the_mdp_module_is_new(
 ) -> None:
     with caplog.at_level("INFO"):
         model, info = M3DiffForConditionalGeneration.from_pretrained(
-            directory, dtype=torch.float32, output_loading_info=True
+            directory, module={}, dtype=torch.float32, output_loading_info=True
         )
     assert model.model.mdp.cfg.vision_feature_layers == (17, 20, 23, 26)
     assert {name.split(".")[1] for name in info["missing_keys"]} == {"mdp"}
@@ -197,7 +197,7 @@ def test_the_processor_reads_the_published_files(directory: Path) -> None:
     prompt = processor.encode_prompt("What changed?")
     assert sum(token == processor.tokenizer.convert_tokens_to_ids("<image>") for token in prompt) == 2 * 5
     assert processor.tokenizer.decode(prompt).startswith("<|im_start|>user <image>")
-    inputs = processor([(noise_image(0), noise_image(1))], ["What changed?"])
+    inputs = pair_inputs(processor, [(noise_image(0), noise_image(1))], ["What changed?"])
     model = M3DiffForConditionalGeneration.from_pretrained(directory, dtype=torch.float32).eval()
     tokens = model.generate(**inputs, max_new_tokens=3, do_sample=False)
     assert tokens.shape[1] > inputs["input_ids"].shape[1]
@@ -212,7 +212,9 @@ def test_the_embedded_base_has_the_same_layout_of_weights() -> None:
 
 
 def test_the_small_release_loads_with_its_embeddings_as_head(small: Path) -> None:
-    model, info = M3DiffForConditionalGeneration.from_pretrained(small, dtype=torch.float32, output_loading_info=True)
+    model, info = M3DiffForConditionalGeneration.from_pretrained(
+        small, module={}, dtype=torch.float32, output_loading_info=True
+    )
     assert {name.split(".")[1] for name in info["missing_keys"]} == {"mdp"}
     assert not info["unexpected_keys"]
     stored = load_file(small / "model.safetensors")["language_model.model.embed_tokens.weight"]
@@ -231,7 +233,7 @@ def test_a_base_without_its_heads_weights_is_refused_unless_they_are_tied(
     if tied:
         M3DiffForConditionalGeneration.from_pretrained(folder)
     else:
-        with pytest.raises(ValueError, match="weights missing .*lm_head.weight"):
+        with pytest.raises(ValueError, match="weights are missing .*lm_head.weight"):
             M3DiffForConditionalGeneration.from_pretrained(folder)
 
 

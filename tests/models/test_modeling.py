@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText, AutoProcessor, LlavaOnevisionForConditionalGeneration
+from transformers import LlavaOnevisionForConditionalGeneration
 
 from m3diff.models import FAMILIES
 from m3diff.models.m3diff_model import M3DiffForConditionalGeneration
-from m3diff.models.processing import M3DiffProcessor
 from tests.tiny import MDP, SIDE, noise_image, tiny_base, tiny_config, tiny_model, tiny_settings
 
 PATCHES = (SIDE // 8) ** 2
@@ -75,11 +74,9 @@ def test_save_and_load_keep_every_logit(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     assert not list(tmp_path.glob("*.bin")), "safetensors only"
     loaded = M3DiffForConditionalGeneration.from_pretrained(tmp_path).eval()
-    auto = AutoModelForImageTextToText.from_pretrained(tmp_path).eval()
     with torch.no_grad():
         want = model(**inputs).logits
         assert torch.equal(loaded(**inputs).logits, want)
-        assert torch.equal(auto(**inputs).logits, want)
 
 
 def test_a_base_that_was_trained_brings_the_weights_of_its_module(tmp_path: Path) -> None:
@@ -99,7 +96,7 @@ def test_missing_weights_are_an_error(tmp_path: Path) -> None:
     weights = load_file(tmp_path / "model.safetensors")
     weights.pop(next(name for name in weights if "multi_modal_projector" in name))
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="weights missing"):
+    with pytest.raises(ValueError, match="weights are missing"):
         M3DiffForConditionalGeneration.from_pretrained(tmp_path, module=MDP)
 
 
@@ -120,20 +117,6 @@ def test_the_image_path_is_llava_onevisions_multi_image_path(tmp_path: Path) -> 
     got = ours.preprocess(images)["pixel_values"]
     # one grey level is 0.0078 here; the stock path rounds once more on its way
     torch.testing.assert_close(got, want.float(), rtol=0, atol=0.016)
-
-
-def test_the_processor_loads_by_its_auto_class(tmp_path: Path) -> None:
-    base = tiny_base(tmp_path / "base")
-    model = M3DiffForConditionalGeneration.from_pretrained(base, module=MDP)
-    model.save_pretrained(tmp_path / "model")
-    FAMILIES["m3diff"].load_processor(base).save_pretrained(tmp_path / "model")
-    processor = AutoProcessor.from_pretrained(tmp_path / "model")
-    assert isinstance(processor, M3DiffProcessor)
-    prompt = processor.encode_prompt("What changed?")
-    image_id = processor.tokenizer.convert_tokens_to_ids("<image>")
-    assert sum(token == image_id for token in prompt) == 2 * (PATCHES + 1)
-    assert processor.tokenizer.decode(prompt).endswith("What changed?<|im_end|><|im_start|>assistant\n")
-    assert processor.tokenizer.decode(processor.encode_reference("Ünknown ✓ words")) == "Ünknown ✓ words<|im_end|>"
 
 
 def test_the_module_works_on_pairs_and_only_on_pairs() -> None:

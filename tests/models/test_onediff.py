@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
-    AutoModelForImageTextToText,
     AutoProcessor,
     LlavaForConditionalGeneration,
     LlavaOnevisionForConditionalGeneration,
@@ -21,17 +20,16 @@ from transformers import (
 
 from m3diff.models import FAMILIES
 from m3diff.models.attention import KERNELS
-from m3diff.models.checkpoint import can_save_adapters, folder_sha256, load_model, save_checkpoint
+from m3diff.models.checkpoint import can_save_adapters
 from m3diff.models.device import Device
-from m3diff.models.generation import load_captioner
 from m3diff.models.onediff_model import OneDiffConfig, OneDiffForConditionalGeneration
 from m3diff.models.onediff_settings import OneDiffSettings, VDMConfig
-from m3diff.models.processing import OneDiffProcessor
 from m3diff.models.settings import Lora, Rates
 from m3diff.models.tuning import parameter_counts, prepare
 from m3diff.stages.train.batches import MicroBatch, complete
 from m3diff.stages.train.engine import token_loss
 from m3diff.stages.train.packing import pack
+from tests import tiny
 from tests.models.llava15 import write_llava15
 from tests.models.test_vdm import bert, maps_by_hand
 from tests.tiny import RATES, noise_image, scale_features, tiny_base
@@ -82,7 +80,7 @@ def trained(base: Path, made: OneDiffSettings, seed: int = 1) -> Any:
 def pair_inputs(base: Path, model: Any, pairs: int = 2) -> dict[str, Any]:
     processor = FAMILY.load_processor(base, model.config)
     images = [(noise_image(2 * n), noise_image(2 * n + 1)) for n in range(pairs)]
-    return processor(images, [QUESTION] * pairs)
+    return tiny.pair_inputs(processor, images, [QUESTION] * pairs)
 
 
 def test_the_published_names_are_imitated(llava: Path) -> None:
@@ -229,28 +227,6 @@ def test_packed_equals_unpacked(module: dict[str, Any], rank: int, base: Path) -
         assert (packed[name] - gradient).norm() < 1e-4 * max(gradient.norm(), 1e-2 * whole), name
 
 
-@pytest.mark.parametrize("way", ["none", "selective", "full"])
-def test_fused_kernels_give_the_stock_losses_of_either_llm(way: str, base: Path) -> None:
-    losses = []
-    for fuse in (False, True):
-        made = settings()
-        torch.manual_seed(3)
-        model = FAMILY.load_base(base, made, torch.float32, KERNELS)
-        adapted = prepare(model, FAMILY, made)
-        if fuse:
-            FAMILY.fuse(model, way)
-            kinds = {type(module).__name__ for module in model.model.language_model.layers}
-            assert kinds == {"SelectiveDecoderLayer" if way == "selective" else "FusedDecoderLayer"}
-        processor = FAMILY.load_processor(base, model.config)
-        batch = micro_batch(processor, [(0, answers(2)), (1, answers(1))], torch.float32)
-        adapted.train()
-        loss = token_loss(adapted, batch, processor, CPU)
-        loss.backward()
-        norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
-        losses.append((loss.item(), norm.item()))
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-
-
 def test_rank_0_trains_the_whole_llm_and_adapters_only_the_linears(base: Path) -> None:
     names = {}
     for rank in (0, 2):
@@ -263,30 +239,6 @@ def test_rank_0_trains_the_whole_llm_and_adapters_only_the_linears(base: Path) -
         0
     ]
     assert not [name for name in names[2] if "language_model" in name and "lora_" not in name]
-
-
-@pytest.mark.parametrize("rank", [2, 0], ids=["adapters", "full"])
-def test_a_checkpoint_says_what_the_trained_model_said(rank: int, base: Path, tmp_path: Path) -> None:
-    made = settings(SEPARATE, rank=rank)
-    model = trained(base, made)
-    plain = model.get_base_model() if rank else model
-    inputs = pair_inputs(base, plain)
-    with torch.no_grad():
-        want = model(**inputs).logits
-    facts = {"family": "onediff", "base": base, "base_sha256": folder_sha256(base)}
-    save_checkpoint(model, FAMILY.load_processor(base, plain.config), tmp_path / "out", **facts)
-    folders = [tmp_path / "out", *([tmp_path / "out" / "adapters"] if rank else [])]
-    for folder in folders:
-        loaded, family = load_model(folder)
-        assert family is FAMILY
-        with torch.no_grad():
-            torch.testing.assert_close(loaded.eval()(**inputs).logits, want, rtol=1e-4, atol=1e-4)
-    captions = [load_captioner(folder, 6, CPU).caption([(noise_image(0), noise_image(1))]) for folder in folders]
-    assert all(one == captions[0] for one in captions)
-    auto = AutoModelForImageTextToText.from_pretrained(tmp_path / "out").eval()
-    with torch.no_grad():
-        torch.testing.assert_close(auto(**inputs).logits, want, rtol=1e-4, atol=1e-4)
-    assert isinstance(AutoProcessor.from_pretrained(tmp_path / "out"), OneDiffProcessor)
 
 
 def test_the_weights_keep_the_names_of_the_release(base: Path, tmp_path: Path) -> None:

@@ -31,11 +31,11 @@ class CalledWithPairs:
     decode = ProcessorMixin.decode
 
     def inputs(self, pairs: list[tuple[Image.Image, Image.Image]], questions: list[str]) -> dict[str, Any]:
-        """What `generate` takes of pairs of RGB images, one question each."""
+        """Inputs of `generate` for pairs of RGB images, one question each."""
         raise NotImplementedError
 
     def to_dict(self) -> dict[str, Any]:
-        """As processor_config.json has it: with the way to the file of this class."""
+        """The content of processor_config.json: with the way to the file of this class."""
         fields, file = super().to_dict(), f"processing_{self.family}"  # type: ignore[misc]
         of_images = {"AutoImageProcessor": f"{file}.{type(self.image_processor).__name__}"}
         images = {**fields["image_processor"], "auto_map": of_images}
@@ -68,7 +68,7 @@ class CalledWithPairs:
         return BatchFeature(self.inputs(opened, self.questions(text, len(pairs))))
 
     def questions(self, text: str | list[str] | None, pairs: int) -> list[str]:
-        """One for each pair; a question with a special token would be read as more images, or as another turn."""
+        """A question for each pair. One with a special token would be read as more images, or another turn: ValueError."""
         questions = [self.asked(question) for question in as_questions(text, pairs, self.question)]
         special = [str(token) for token in self.tokenizer.all_special_tokens]
         for question in questions:
@@ -93,7 +93,7 @@ class CalledWithPairs:
 
 
 def as_pairs(images: Any) -> list[Any]:
-    """One pair, or a list of pairs, as a list of pairs."""
+    """A pair, or a list of pairs, as a list of pairs."""
     found = list(images) if isinstance(images, list | tuple) else []
     pairs = [found] if len(found) == 2 and not any(isinstance(image, list | tuple) for image in found) else found
     if not pairs or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
@@ -111,7 +111,7 @@ def as_questions(text: str | list[str] | None, pairs: int, default: str | None) 
 
 
 def opened_image(image: Any) -> Image.Image:
-    """One image in RGB, upright."""
+    """The image in RGB, upright."""
     if isinstance(image, str | Path):
         return load_image(image)
     if isinstance(image, torch.Tensor):

@@ -77,7 +77,7 @@ def write_card(facts: Facts) -> str:
 
 
 def images(facts: Facts) -> str:
-    """What happens to an image before the model sees it."""
+    """The preparation of an image before the model sees it."""
     vision = facts.config["vision_config"]
     side, patch = vision["image_size"], vision["patch_size"]
     return f"{facts.family.images.format(side=side, half=side // 2)}, in patches of {patch}"
@@ -162,7 +162,7 @@ def absent_scores(protocols: Mapping[str, Any]) -> dict[str, str]:
 
 
 def licence_rows(datasets: list[Dataset]) -> list[tuple[str, str, str, str, str]]:
-    """Of each dataset: name, licence, and what it says of training, redistributing and showing."""
+    """A row for each dataset: name, licence, and what it says of training, redistributing and showing."""
     return [
         (
             each.name,
@@ -190,7 +190,7 @@ def recipe(facts: Facts) -> str | None:
 
 
 def hashes(facts: Facts) -> Iterator[tuple[str, str, str]]:
-    """What, kind of hash, hash: of the weights, and of all that the trace knows."""
+    """Rows of subject, kind of hash, hash: of the weights, and of all that the trace knows."""
     yield from ((f"`{file}`", "sha256", digest) for file, digest in facts.weights.items())
     yield "base, content of its folder", "sha256", facts.base_sha256
     if facts.trace is None:

@@ -45,7 +45,7 @@ class SharedFamily:
         return FAMILIES[self.name].reads_question
 
     def has_module(self, config: Mapping[str, Any]) -> bool:
-        """Whether the model of a config.json is more than its base, which transformers' own classes load."""
+        """True where the model of a config.json is more than its base, which transformers' own classes load."""
         return self.module is not None and config.get(self.module) is not None
 
     def control(self, config: Mapping[str, Any]) -> str:

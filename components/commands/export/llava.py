@@ -76,7 +76,7 @@ def _check_licences(shards: list[Path], entries: Mapping[str, DatasetEntry], all
 
 
 def _write(shards: list[Path], path: Path, lines: bool, root: Path | None) -> int:
-    """One record a line; as an array with brackets around and commas between."""
+    """Write one record a line; as an array with brackets around and commas between."""
     count = 0
     with path.open("w", encoding="utf-8", newline="\n") as file:
         for record in _records(shards, path.name, root):
@@ -94,7 +94,7 @@ def _records(shards: list[Path], name: str, root: Path | None) -> Iterator[str]:
 
 
 def _record(root: Path | None) -> list[pl.Expr]:
-    """One sample as a record; relative image paths below `root`, where there is one."""
+    """A sample as a record; relative image paths below `root`, where there is one."""
     human = pl.struct(pl.lit("human").alias("from"), pl.format("<image><image>\n{}", "question").alias("value"))
     model = pl.struct(pl.lit("gpt").alias("from"), pl.col("reference").alias("value"))
     images = pl.concat_list(_path(side, root) for side in ("before", "after"))

@@ -1,4 +1,4 @@
-"""What a model's card says of the run behind it: data and licences, scores, recipe, lineage, an example."""
+"""Facts of the run behind a model, for its card: data and licences, scores, recipe, lineage, an example."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ from m3diff.stages.ingest.params import DatasetEntry
 
 
 class Trace(NamedTuple):
-    """What `dvc.lock` knows of the checkpoint: its lineage, and the parameters that the stages ran with."""
+    """Facts of the checkpoint in `dvc.lock`: its lineage, and the parameters that the stages ran with."""
 
     lineage: Lineage
     parameters: Mapping[str, Any]  # by section, such as `train`
@@ -81,8 +81,8 @@ def read_datasets(run: Run) -> list[Dataset]:
 
 
 def check_licences(datasets: list[Dataset], allow_unlicensed: bool) -> list[str]:
-    """What the licences of the datasets that trained ask of who passes the model on: to train, and to redistribute, for
-    a model may say its training data again.
+    """Conditions that the licences of the datasets that trained set for passing the model on: to train, and to
+    redistribute, for a model may reproduce its training data.
 
     Raises:
         DataError: a licence refuses, and `allow_unlicensed` is not set.

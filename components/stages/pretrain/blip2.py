@@ -6,7 +6,7 @@ learn to see again; unlike BLIP-2's, the LLM trains along, since it has read 25 
 
 It captions a picture behind the queries and a start token, without a question, as BLIP2IDC is asked; where a task asks
 for something, the question follows the start token. A picture is one image, stretched; of two images, each is stretched
-to half of the square and they are stacked, as `components/models/blip2idc/processing.py` does it.
+to half of the square and they are stacked, as `components/models/blip2idc_model.py` does it.
 """
 
 from __future__ import annotations

@@ -2,10 +2,8 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
-import pandas as pd
 import pytest
 from PIL import Image
 
@@ -14,7 +12,6 @@ from m3diff.models.generation import load_captioner
 from m3diff.serving.batcher import Prepared, captions, draw
 from m3diff.stages.predict.pairs import read_test_pairs
 from m3diff.stages.predict.stage import predict
-from m3diff.stages.register.pyfunc import PyfuncCaptioner
 from tests.stages.predict.test_stage import compute, settings, write_test_split
 from tests.tiny import noise_image, tiny_checkpoint
 from tests.tiny_blip2 import PATCH, SIDE, blip2_settings
@@ -47,18 +44,6 @@ def test_predict_writes_captions_and_maps_of_every_pair(checkpoint: Path, tmp_pa
     with np.load(tmp_path / "out" / "saliency.npz") as maps:
         assert maps["maps"].shape == (5, *GRID)
         np.testing.assert_allclose(maps["maps"].astype(float).sum((1, 2)), 1, atol=5e-3)
-
-
-def test_a_registered_version_captions_rows(checkpoint: Path, tmp_path: Path) -> None:
-    model = PyfuncCaptioner()
-    model.load_context(SimpleNamespace(artifacts={"checkpoint": str(checkpoint)}, model_config={"max_new_tokens": 5}))
-    rows = []
-    for number in range(3):
-        for side, image in zip("ba", pair(number), strict=True):
-            image.save(tmp_path / f"{number}{side}.png")
-        rows.append({"before": str(tmp_path / f"{number}b.png"), "after": str(tmp_path / f"{number}a.png")})
-    want = load_captioner(checkpoint, 5).caption([pair(number) for number in range(3)])
-    assert model.predict(None, pd.DataFrame(rows)) == want
 
 
 def test_a_server_answers_with_captions_and_overlays(checkpoint: Path) -> None:

@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from m3diff.models import FAMILIES
-from m3diff.models.checkpoint import ADAPTERS, export_checkpoint, is_adapters, load_model, read_manifest
-from m3diff.models.generation import load_captioner
+from m3diff.models.checkpoint import ADAPTERS, export_checkpoint, load_model
 from m3diff.models.tuning import merge, prepare
 from tests.tiny import colour_image, tiny_checkpoint, tiny_trained
 from tests.tiny_blip2 import QUERIES, SIDE, blip2_settings
@@ -32,11 +31,6 @@ def logits(model: torch.nn.Module, base: Path) -> torch.Tensor:
         return model.eval()(**asked(base)).logits.clone()
 
 
-@pytest.fixture(scope="module")
-def kept(either: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint(either, tmp_path_factory.mktemp("kept") / "checkpoint", blip2_settings())
-
-
 def test_a_fused_linear_of_queries_keys_and_values_is_merged_with_its_bias_left_alone(base: Path) -> None:
     model = tiny_trained(base, blip2_settings(module=None, llm=None))
     name = "vision_model.encoder.layers.1.self_attn.qkv"
@@ -50,31 +44,6 @@ def test_a_fused_linear_of_queries_keys_and_values_is_merged_with_its_bias_left_
     torch.testing.assert_close(linear.weight, weight + 2 * b @ a)
     assert torch.equal(linear.bias, bias)
     torch.testing.assert_close(logits(merged, base), want, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("adapters", [False, True], ids=["merged", "adapters"])
-def test_both_exports_load_and_give_the_trained_logits(
-    adapters: bool, kept: Path, either: Path, tmp_path: Path
-) -> None:
-    want = logits(tiny_trained(either, blip2_settings()), either)
-    untrained = logits(FAMILY.load(either, torch.float32, None), either)
-    export_checkpoint(kept, tmp_path / "out", adapters)
-    loaded, family = load_model(tmp_path / "out")
-    assert (family is FAMILY, is_adapters(tmp_path / "out")) == (True, adapters)
-    assert not any("lora" in name for name, _ in loaded.named_parameters())
-    torch.testing.assert_close(logits(loaded, either), want, rtol=1e-4, atol=1e-4)
-    assert (want - untrained).abs().max() > 0.1
-    assert read_manifest(tmp_path / "out")["family"] == "blip2idc"
-
-
-def test_adapters_hold_the_adapters_alone(kept: Path, either: Path) -> None:
-    manifest = read_manifest(kept / ADAPTERS)
-    assert manifest["tuned"] == []
-    assert load_file(kept / ADAPTERS / "tuned.safetensors") == {}
-    lora = load_file(kept / ADAPTERS / "lora" / "adapter_model.safetensors")
-    parts = {name.removeprefix("base_model.model.").split(".")[0] for name in lora}
-    assert parts == {"vision_model", "qformer", "language_model"}
-    assert sum(weight.numel() for weight in lora.values()) < 10_000
 
 
 def test_a_projector_that_trains_is_beside_the_adapters(base: Path, tmp_path: Path) -> None:
@@ -96,17 +65,6 @@ def test_without_adapters_the_same_linears_train_in_full(base: Path, tmp_path: P
     checkpoint = tiny_checkpoint(base, tmp_path / "checkpoint", settings)
     want = logits(tiny_trained(base, settings), base)
     torch.testing.assert_close(logits(load_model(checkpoint)[0], base), want, rtol=1e-4, atol=1e-4)
-
-
-def test_the_checkpoint_captions_as_the_adapters_and_the_trained_model_do(kept: Path, either: Path) -> None:
-    from m3diff.models.generation import Captioner
-
-    merged, adapters = load_captioner(kept, 6), load_captioner(kept / ADAPTERS, 6)
-    trained = Captioner(tiny_trained(either, blip2_settings()), FAMILY.load_processor(either), FAMILY, 6)
-    want = trained.caption(PAIRS)
-    assert merged.caption(PAIRS) == adapters.caption(PAIRS) == want
-    assert len(set(want)) > 1, "captions that are all alike would show nothing"
-    assert merged.caption(PAIRS[:2], "Another question?") == want[:2], "no question is asked"
 
 
 STOCK = """

@@ -66,7 +66,7 @@ def test_the_meaning_of_its_code_names_a_run(
     monkeypatch.setattr(stage, "__file__", str(tmp_path / "components" / "stages" / "train" / "stage.py"))
     monkeypatch.setattr(code, "ROOT", tmp_path)
     assert key(recipe(base), mixture) == before
-    for other in ("commands/plan/plan.py", "__main__.py", "models/onediff/family.py"):
+    for other in ("commands/plan/plan.py", "__main__.py", "models/onediff.py"):
         (tmp_path / "components" / other).write_text("# another")
     with (tmp_path / "components" / "stages" / "train" / "loop.py").open("a") as file:
         file.write("# a comment\n")
@@ -80,7 +80,7 @@ def test_training_imports_neither_other_stages_nor_all_parameters() -> None:
     found = code.digests(Path(stage.__file__), ["m3diff.models.m3diff"])
     assert {
         "components/stages/train/loop.py",
-        "components/models/m3diff/mdp.py",
+        "components/models/m3diff_model.py",
         "components/settings/compute.py",
     } <= found.keys()
     folders = {name.split("/")[1] for name in found}

@@ -1,0 +1,255 @@
+"""The contract of a family: what training, prediction, planning and registration ask of it, the same of every one."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from m3diff.models import FAMILIES
+from m3diff.models.attention import KERNELS
+from m3diff.models.checkpoint import (
+    ADAPTERS,
+    export_checkpoint,
+    folder_sha256,
+    is_adapters,
+    load_model,
+    read_manifest,
+)
+from m3diff.models.family import Family
+from m3diff.models.fused import FusedLora
+from m3diff.models.generation import Captioner, load_captioner
+from m3diff.models.tuning import prepare, trainable_names, unwrapped
+from tests.tiny import CASES, colour_image, pair_inputs, scale_features, tiny, tiny_checkpoint, tiny_trained
+
+QUESTION = "What changed?"
+PAIRS = [(colour_image(10 * k, (40, 30)), colour_image(10 * k + 1, (36, 48))) for k in range(4)]
+
+
+class Case(NamedTuple):
+    """A family on a base, with settings, and the checkpoint of a model that was trained on it."""
+
+    name: str
+    family: Family
+    base: Path
+    settings: Any
+    checkpoint: Path
+
+    def logits(self, model: Any) -> torch.Tensor:
+        """Of two pairs."""
+        inputs = pair_inputs(self.family.load_processor(self.base, model.config), PAIRS[:2], [QUESTION] * 2)
+        with torch.no_grad():
+            return model.eval()(**inputs).logits.clone()
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    root = tmp_path_factory.mktemp("case")
+    base, settings = tiny(request.param, root / "base")
+    checkpoint = tiny_checkpoint(base, root / "checkpoint", settings)
+    return Case(request.param, FAMILIES[settings.family], base, settings, checkpoint)
+
+
+def test_every_parameter_is_in_one_part_and_trains_as_the_settings_say(case: Case) -> None:
+    model = case.family.load_base(case.base, case.settings, torch.float32, "sdpa")
+    parts = {case.family.part_of(name) for name, _ in model.named_parameters()}
+    assert parts >= set(case.family.parts) - {"module"}
+    assert ("module" in parts) == case.settings.has_module()
+    prepare(model, case.family, case.settings)
+    trains = trainable_names(model)
+    assert {case.family.part_of(name) for name in trains} == {
+        part for part, rate in case.settings.rates.items() if rate is not None
+    }
+    adapted = {case.family.part_of(name) for name in trains if "lora_" in name}
+    assert adapted == set(case.family.lora_targets) & {case.family.part_of(name) for name in trains}
+    assert not [name for name in trains if name.startswith(tuple(case.family.frozen) or "none")]
+
+
+def test_the_processor_is_the_protocols(case: Case) -> None:
+    config = case.family.planned_config(case.base, case.settings)
+    processor = case.family.load_processor(case.base, config)
+    prepared = np.stack([processor.prepare_image(image) for image in PAIRS[0]])
+    assert (prepared.dtype, prepared.ndim, prepared.shape[3]) == (np.uint8, 4, 3)
+    made = processor.image_inputs(torch.from_numpy(prepared))
+    blank = case.family.classes()[0].blank_images(config, "meta")
+    assert blank.keys() == made.keys()
+    assert all((blank[name].shape, blank[name].dtype) == (made[name].shape, made[name].dtype) for name in made)
+    assert blank["pixel_values"].is_meta
+    prompts = [processor.encode_prompt(question) for question in (QUESTION, "And what else changed there?")]
+    image = processor.tokenizer.convert_tokens_to_ids("<image>")
+    assert [prompt.count(image) for prompt in prompts] == [config.image_tokens] * 2
+    assert (prompts[0] == prompts[1]) == (not case.family.reads_question)
+    inputs = processor.prompt_inputs([QUESTION, "And what else changed there?"])
+    for row, mask, prompt in zip(inputs["input_ids"].tolist(), inputs["attention_mask"].tolist(), prompts, strict=True):
+        padding = len(row) - len(prompt)
+        assert row == [processor.pad_id] * padding + list(prompt)
+        assert mask == [0] * padding + [1] * len(prompt)
+    reference = processor.encode_reference("the red ball moved")
+    assert reference[-1] == processor.end_id
+    assert processor.decode(torch.tensor([reference[:-1]])) == ["the red ball moved"]
+
+
+def test_the_planned_configuration_is_the_bases_or_the_published_one(case: Case, tmp_path: Path) -> None:
+    config = case.family.planned_config(case.base, case.settings)
+    loaded = case.family.load_base(case.base, case.settings, torch.float32, "sdpa").config
+    assert config.to_json_string(use_diff=False).count('"hidden_size": 16') > 0
+    assert config.image_tokens == loaded.image_tokens
+    published = case.family.planned_config(tmp_path / "nothing here", case.settings)
+    assert published.name_or_path.startswith(("llava-hf/", "Salesforce/"))
+    assert published.text_config.hidden_size > 2000
+
+
+def test_flops_are_those_that_torch_counts(case: Case) -> None:
+    """Of a forward pass: torch counts causal attention as the whole square."""
+    model = case.family.load_base(case.base, case.settings, torch.float32, "eager").eval()
+    prepare(model, case.family, case.settings)
+    model.requires_grad_(False)
+    inputs = pair_inputs(case.family.load_processor(case.base, model.config), PAIRS[:1], [QUESTION])
+    tokens = inputs["input_ids"].shape[1]
+    keep = (torch.arange(tokens) >= tokens - 4)[None]
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        model(**inputs | {"attention_mask": None}, logits_to_keep=keep, use_cache=False)
+    counts, names = counter.get_flop_counts(), {module: name for name, module in model.named_modules()}
+    terms = {term.name: term.forward for term in case.family.flops(model.config, tokens, 4, case.settings)}
+    rotary = [module for name, module in model.named_modules() if name.endswith("rotary_emb")]
+    beside = sum(sum(counts.get(f"{type(model).__name__}.{names[module]}", {}).values()) for module in rotary)
+    scores = 2 * 2 * (3 * 16 * 4 + 4) if case.name == "m3diff" else 0  # of each level one token a pair, not counted
+    assert sum(terms.values()) + terms["LLM attention"] == counter.get_total_flops() - beside - scores
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["merged", "adapters"])
+def test_both_exports_load_without_parameters_and_give_the_trained_logits(
+    adapters: bool, case: Case, tmp_path: Path
+) -> None:
+    want = case.logits(unwrapped(tiny_trained(case.base, case.settings)))
+    export_checkpoint(case.checkpoint, tmp_path / "out", adapters)
+    loaded, family = load_model(tmp_path / "out")
+    assert (family is case.family, is_adapters(tmp_path / "out")) == (True, adapters)
+    assert not (tmp_path / "out" / ADAPTERS).exists()
+    assert not any("lora" in name for name, _ in loaded.named_parameters())
+    torch.testing.assert_close(case.logits(loaded), want, rtol=1e-4, atol=1e-4)
+    untrained = case.logits(case.family.load_base(case.base, case.settings, torch.float32, "sdpa"))
+    assert (want - untrained).abs().max() > 1e-2
+    manifest = read_manifest(tmp_path / "out")
+    assert (tmp_path / "out" / manifest["base"]).resolve() == case.base.resolve()
+    assert (manifest["family"], manifest["base_sha256"]) == (case.settings.family, folder_sha256(case.base))
+
+
+@pytest.mark.fault("28")
+def test_adapters_hold_what_trained_and_nothing_else(case: Case) -> None:
+    folder = case.checkpoint / ADAPTERS
+    names = set(trainable_names(tiny_trained(case.base, case.settings)))
+    lora = {
+        name.removeprefix("base_model.model.").replace(".weight", ".default.weight")
+        for name in load_file(folder / "lora" / "adapter_model.safetensors")
+    }
+    tuned = set(load_file(folder / "tuned.safetensors"))
+    assert lora | tuned == names
+    assert not lora & tuned
+    assert read_manifest(folder)["tuned"] == sorted({case.family.part_of(name) for name in tuned})
+    told = "".join(file.read_text() for file in case.checkpoint.rglob("*.json"))
+    assert str(case.base.parent) not in told, "no absolute path"
+    config = json.loads((folder / "lora" / "adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["auto_mapping"]) == ("../../base", None), "no place of code"
+
+
+def by_hand(captioner: Captioner, pair: Any, question: str) -> str:
+    """Greedy decoding of one pair without `generate`: the whole sequence again for every token."""
+    inputs = pair_inputs(captioner.processor, [pair], [question])
+    ids, made = inputs.pop("input_ids"), []
+    inputs.pop("attention_mask")
+    while len(made) < captioner.max_new_tokens and (not made or made[-1] != captioner.processor.end_id):
+        with torch.no_grad():
+            step = torch.cat([ids, torch.tensor([made], dtype=torch.long)], dim=1)
+            made.append(int(captioner.model(input_ids=step, **inputs).logits[0, -1].argmax()))
+    return captioner.processor.decode(torch.tensor([made]))[0]
+
+
+def test_captions_are_greedy_decoding_by_hand_whatever_the_company_and_of_either_folder(case: Case) -> None:
+    captioner = load_captioner(case.checkpoint, 5)
+    captions = captioner.caption(PAIRS, QUESTION)
+    assert captions == [by_hand(captioner, pair, QUESTION) for pair in PAIRS]
+    assert captions == [captioner.caption([pair], QUESTION)[0] for pair in PAIRS]
+    assert captioner.caption(PAIRS[::-1], QUESTION) == captions[::-1]
+    assert len(set(captions)) > 1, "captions that are all alike would show no order"
+    assert load_captioner(case.checkpoint / ADAPTERS, 5).caption(PAIRS, QUESTION) == captions
+
+
+def test_captions_and_maps_of_one_pass_are_to_the_bit_those_of_two(case: Case) -> None:
+    captioner = load_captioner(case.checkpoint, 5)
+    captioner.family.fuse(captioner.model, "none")
+    encoder = getattr(captioner.model, "vision_model", None) or captioner.model.model.vision_tower
+    runs: list[int] = []
+    hook = encoder.encoder.layers[-1].register_forward_hook(lambda *_: runs.append(1))
+    images = [captioner.processor.prepare_image(image) for pair in PAIRS for image in pair]
+    captions, maps = captioner.answer(images, QUESTION, saliency=True)
+    assert len(runs) == 1, "the images are encoded once for both"
+    hook.remove()
+    alone, none = captioner.answer(images, QUESTION)
+    assert (captions, none) == (alone, None)
+    assert maps is not None
+    assert maps.dtype == np.float16
+    np.testing.assert_allclose(maps.astype(float).sum((1, 2)), 1, atol=2e-3)
+    pixels = captioner.processor.image_inputs(torch.from_numpy(np.stack(images)))["pixel_values"]
+    np.testing.assert_array_equal(maps, captioner.model.saliency_map(pixels).numpy().astype(np.float16))
+    looks = case.name != "m3diff without a module"
+    assert (np.abs(maps[0].astype(float) - maps[1]).max() > 1e-3) == looks, "maps that are all alike would show nothing"
+
+
+@pytest.mark.parametrize("way", ["none", "selective", "full"])
+def test_fusing_changes_classes_and_no_number(way: str, case: Case) -> None:
+    if case.name == "blip2idc":  # with OPT, which has other norms
+        assert (case.family.checkpointing_faults(way, None) != []) == (way == "selective")
+        if way == "selective":
+            with pytest.raises(ValueError, match="activation_checkpointing: selective .* is opt; write none or full"):
+                case.family.fuse(case.family.load(case.base, torch.float32), way)
+            return
+    found = []
+    for fused in (False, True):
+        torch.manual_seed(3)
+        model = case.family.load_base(case.base, case.settings, torch.float32, KERNELS)
+        scale_features(model)
+        adapted = prepare(model, case.family, case.settings)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_" in name:
+                    parameter.normal_(std=0.2)
+        if fused:
+            case.family.fuse(model, way)
+            assert any(isinstance(module, FusedLora) for module in model.modules())
+            assert model.is_gradient_checkpointing == (way == "full")
+        processor = case.family.load_processor(case.base, model.config)
+        inputs = pair_inputs(processor, PAIRS[:1], [QUESTION])
+        keep = (torch.arange(inputs["input_ids"].shape[1]) >= 4)[None]
+        inputs |= {"attention_mask": None, "logits_to_keep": keep, "tokens": inputs["input_ids"], "use_cache": False}
+        logits = adapted.train()(**inputs).logits
+        logits.square().mean().backward()
+        found.append([logits.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    stock, ours = found
+    whole = max(float(gradient.norm()) for gradient in stock[1:])
+    assert float((ours[0] - stock[0]).norm()) < 1e-4 * float(stock[0].norm())
+    for mine, theirs in zip(ours[1:], stock[1:], strict=True):
+        assert float((mine - theirs).norm()) < 1e-4 * whole
+
+
+def test_a_folder_without_a_weight_is_refused(case: Case, tmp_path: Path) -> None:
+    """A base's, and one of a trained model, whose module is not made anew without a word."""
+    for source, part in ((case.base, "projection" if "blip2" in case.name else "projector"), (case.checkpoint, "mod")):
+        folder = shutil.copytree(source, tmp_path / part)
+        file = sorted(folder.glob("*.safetensors"))[-1]
+        weights = load_file(file)
+        own = [name for name in weights if ".mdp." in name or ".vdm." in name or name.startswith("qformer")]
+        removed = next((name for name in (own if part == "mod" else weights) if part in name or part == "mod"), None)
+        if removed is None:
+            continue
+        weights.pop(removed)
+        save_file(weights, file, {"format": "pt"})
+        (folder / "model.safetensors.index.json").unlink(missing_ok=True)
+        with pytest.raises(ValueError, match=r"weights (are )?missing or of another shape"):
+            case.family.load_base(folder, case.settings, torch.float32, "sdpa")
