@@ -110,8 +110,8 @@ class MultiHeadAttention(nn.Module):
         return self.out_proj(attention_output.transpose(1, 2).flatten(2))
 
     def norm_weighted_attention(self, q_BMD: Tensor, kv_BND: Tensor, places_ND: Tensor | None = None) -> Tensor:
-        """The amount of each key's value that reaches each query, [B, M, N]: attention times the size of the projected value
-        (Kobayashi et al. 2020, arXiv 2004.10102), summed over heads; for showing, not for training."""
+        """The amount of each key's value that reaches each query, [B, M, N]: attention times the size of the projected
+        value (Kobayashi et al. 2020, arXiv 2004.10102), summed over heads; for showing, not for training."""
         sizes = self.values(kv_BND).norm(dim=-1)
         return (self.weights(q_BMD, kv_BND, places_ND) * sizes[:, :, None]).sum(1)
 

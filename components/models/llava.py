@@ -105,7 +105,10 @@ class LlavaOfPairsConfig(LlavaOnevisionConfig):
 
     @classmethod
     def on_fields(cls, found: dict[str, Any], module: dict | None) -> Self:
-        """The configuration of a config.json, whose own module, where it has one, comes before `module`."""
+        """The configuration of a config.json, whose own module, where it has one, comes before `module`. Raises
+        ValueError for one of another kind."""
+        if (kind := found.get("model_type", ONEVISION)) not in (cls.model_type, *ARCHITECTURES):
+            raise ValueError(f"config.json: model_type {kind} is neither {cls.model_type} nor a LLaVA")
         values = {name: value for name, value in found.items() if name not in ("model_type", "architectures")}
         return cls(**{cls.MODULE: module} | cls._as_computed(values))
 
@@ -338,8 +341,8 @@ class LlavaOfPairsForGeneration(NewModuleInit, LlavaOnevisionForConditionalGener
     def forward(  # type: ignore[override]
         self, *args: Any, logits_to_keep: int | Tensor = 0, **kwargs: Any
     ) -> Any:
-        """LLaVA-OneVision's forward. While training with a mask of the logits to keep, [B, T] bool, the LLM's last layer and
-        head work on those tokens alone; the logits are [tokens kept, vocabulary]."""
+        """LLaVA-OneVision's forward. While training with a mask of the logits to keep, [B, T] bool, the LLM's last
+        layer and head work on those tokens alone; the logits are [tokens kept, vocabulary]."""
         if not self.training or isinstance(logits_to_keep, int) or not trims(self.model.language_model):
             return super().forward(*args, logits_to_keep=logits_to_keep, **kwargs)
         kept = logits_to_keep.flatten().nonzero().flatten().to(self.lm_head.weight.device, non_blocking=True)
@@ -359,8 +362,8 @@ class LlavaOfPairsForGeneration(NewModuleInit, LlavaOnevisionForConditionalGener
 
     @torch.no_grad()
     def saliency_map(self, pixel_values: Tensor) -> Tensor:
-        """The places where the model looks for the difference of each pair, averaged over its maps: [B, rows, columns] over the
-        patch grid, sums to 1; everywhere alike without a module.
+        """The places where the model looks for the difference of each pair, averaged over its maps: [B, rows, columns]
+        over the patch grid, sums to 1; everywhere alike without a module.
 
         Args:
             pixel_values: [2 B, 3, H, W]: before, after, before, after, ...

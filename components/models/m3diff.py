@@ -180,7 +180,8 @@ def recorded_contribution(model: Any) -> AbstractContextManager[list[Tensor]]:
 
 
 def contribution_figures(sums: Tensor) -> list[float]:
-    """The numbers of the curve: of each level, the RMS of its update over the RMS of the encoder's last features; then each level's mean score.
+    """The numbers of the curve: of each level, the RMS of its update over the RMS of the encoder's last features; then
+    each level's mean score.
 
     Args:
         sums: what `recorded_contribution` of the module gave, added up: [levels + 1, 2].

@@ -72,8 +72,8 @@ class DifferentialLayer(nn.Module):
         return skip * f_2BND + self.feature_attention(f, both, places_ND), df_ca  # (6)
 
     def saliency_map(self, f_2BND: Tensor, df_ca_BND: Tensor, places_ND: Tensor | None = None) -> Tensor:
-        """The amount by which each place of the difference, as it leaves this layer, moves both images' features in (6): [B, N],
-        sums to 1."""
+        """The amount by which each place of the difference, as it leaves this layer, moves both images' features in
+        (6): [B, N], sums to 1."""
         reached = torch.full_like(df_ca_BND[:, :, 0], torch.finfo(df_ca_BND.dtype).tiny)  # untrained: moves nothing
         for query in self.norm_feature(f_2BND).chunk(2):
             keys = torch.cat([query, df_ca_BND], dim=1)

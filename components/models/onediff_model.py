@@ -115,8 +115,8 @@ class ImageReading(OwnStart):
         return torch.cat([h1_BND + e1, h2_BND + e2], dim=1)
 
     def saliency_map(self, a_BTV: Tensor, h1_BND: Tensor, h2_BND: Tensor, places_ND: Tensor | None = None) -> Tensor:
-        """The amount that each place brings to what all tokens read, [B, N], sums to 1. Separate: to the difference of both
-        readings; joined: of both images together."""
+        """The amount that each place brings to what all tokens read, [B, N], sums to 1. Separate: to the difference of
+        both readings; joined: of both images together."""
         if self.separate:
             of_1, of_2 = (self._brought(a_BTV, h, places_ND) for h in (h1_BND, h2_BND))
             sizes = (of_1 - of_2).norm(dim=-1).sum(dim=1)
@@ -127,8 +127,8 @@ class ImageReading(OwnStart):
         return sizes / sizes.sum(dim=1, keepdim=True)
 
     def _brought(self, a_BTV: Tensor, h_BND: Tensor, places_ND: Tensor | None) -> Tensor:
-        """The vector that each place brings to each token's reading, [B, T, N, V]; their sum over places is the reading without
-        its bias."""
+        """The vector that each place brings to each token's reading, [B, T, N, V]; their sum over places is the reading
+        without its bias."""
         weights, values = self.attention.weights(a_BTV, h_BND, places_ND), self.attention.values(h_BND)
         return torch.einsum("bhtn,bhno->btno", weights, values)
 

@@ -1,4 +1,5 @@
-"""Trainable weights of a model: its parts by their learning rates, LoRA adapters, the optimizer's groups. Names no family.
+"""Trainable weights of a model: its parts by their learning rates, LoRA adapters, the optimizer's groups. Names no
+family.
 
 peft takes seconds to import, and is where adapters are: a merged checkpoint captions without it.
 """
@@ -70,7 +71,8 @@ def is_adapter(name: str) -> bool:
 
 
 def trainable_groups(model: nn.Module, family: Family, settings: Settings) -> list[TrainableGroup]:
-    """A group for each distinct learning rate and delay, in the order of the family's parts; parameters in the model's."""
+    """A group for each distinct learning rate and delay, in the order of the family's parts; parameters in the
+    model's."""
     named = list(unwrapped(model).named_parameters())
     wrong = [name for name, p in named if p.requires_grad != should_train(name, family, settings)]
     assert not wrong, f"the trainable set is not the intended one: {wrong[:5]}"

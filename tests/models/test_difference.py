@@ -13,7 +13,6 @@ from m3diff.models.checkpoint import ADAPTERS, load_model, read_manifest
 from m3diff.models.m3diff_model import BareDifference, DifferentialPerception, new_module
 from m3diff.models.m3diff_settings import DifferenceConfig, MDPConfig
 from m3diff.models.tuning import parameter_counts, prepare, trainable_groups
-from tests.models.test_family import forward_flops
 from tests.models.test_modeling import pair_inputs
 from tests.tiny import DIFFERENCE, MDP, WIDTH, tiny_base, tiny_checkpoint, tiny_model, tiny_settings, tiny_trained
 
@@ -85,14 +84,6 @@ def test_the_settings_say_which_module_a_model_has() -> None:
     assert type(new_module(MDPConfig(vision_feature_layers=(1,), heads=3), D)) is DifferentialPerception
     assert type(new_module(DifferenceConfig(vision_feature_layers=(1,)), D)) is BareDifference
     assert new_module(None, D) is None
-
-
-@pytest.mark.parametrize("share_levels", [True, False])
-def test_its_flops_are_those_that_torch_counts(share_levels: bool) -> None:
-    model = tiny_model({**DIFFERENCE, "vision_feature_layers": [0, 1, 2], "share_levels": share_levels})
-    counted = forward_flops(model, **pair_inputs(pairs=1))
-    terms = {term.name: term.forward for term in FAMILY.flops(model.config, 30, 5, tiny_settings(DIFFERENCE))}
-    assert terms["MDP"] == counted(model.model.mdp) == 3 * 2 * 9 * WIDTH**2
 
 
 def test_it_trains_in_full_and_each_of_its_weights_gets_a_gradient() -> None:

@@ -161,19 +161,6 @@ def write_shards(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
 
 
-def test_the_published_names_are_the_legacy_ones(directory: Path) -> None:
-    names = set(json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"])
-    assert {
-        "image_newline",
-        "language_model.lm_head.weight",
-        "language_model.model.embed_tokens.weight",
-        "language_model.model.layers.1.mlp.down_proj.weight",
-        "multi_modal_projector.linear_1.weight",
-        "vision_tower.vision_model.embeddings.patch_embedding.weight",
-        "vision_tower.vision_model.encoder.layers.25.self_attn.q_proj.bias",
-    } <= names
-
-
 def test_the_model_loads_every_weight_and_only_the_mdp_module_is_new(
     directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

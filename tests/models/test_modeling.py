@@ -8,7 +8,7 @@ from transformers import LlavaOnevisionForConditionalGeneration
 
 from m3diff.models import FAMILIES
 from m3diff.models.m3diff_model import M3DiffForConditionalGeneration
-from tests.tiny import MDP, SIDE, noise_image, tiny_base, tiny_config, tiny_model, tiny_settings
+from tests.tiny import MDP, SIDE, noise_image, tiny_base, tiny_config, tiny_model
 
 PATCHES = (SIDE // 8) ** 2
 
@@ -77,27 +77,6 @@ def test_save_and_load_keep_every_logit(tmp_path: Path) -> None:
     with torch.no_grad():
         want = model(**inputs).logits
         assert torch.equal(loaded(**inputs).logits, want)
-
-
-def test_a_base_that_was_trained_brings_the_weights_of_its_module(tmp_path: Path) -> None:
-    trained = tiny_model(MDP)
-    trained.save_pretrained(tmp_path)
-    torch.manual_seed(1)
-    base = FAMILIES["m3diff"].load_base(tmp_path, tiny_settings(MDP), torch.float32, "sdpa")
-    ours, theirs = base.model.mdp.state_dict(), trained.model.mdp.state_dict()
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
-def test_missing_weights_are_an_error(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    tiny_base(tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
-    weights.pop(next(name for name in weights if "multi_modal_projector" in name))
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="weights are missing"):
-        M3DiffForConditionalGeneration.from_pretrained(tmp_path, module=MDP)
 
 
 def test_a_layer_beyond_the_vision_encoder_is_an_error() -> None:

@@ -68,7 +68,8 @@ class CalledWithPairs:
         return BatchFeature(self.inputs(opened, self.questions(text, len(pairs))))
 
     def questions(self, text: str | list[str] | None, pairs: int) -> list[str]:
-        """A question for each pair. One with a special token would be read as more images, or another turn: ValueError."""
+        """A question for each pair. One with a special token would be read as more images, or another turn:
+        ValueError."""
         questions = [self.asked(question) for question in as_questions(text, pairs, self.question)]
         special = [str(token) for token in self.tokenizer.all_special_tokens]
         for question in questions:

@@ -42,7 +42,7 @@ def test_a_sequence_is_the_queries_a_start_token_and_a_reference_without_a_quest
 def test_the_prompt_that_is_planned_is_the_processors(tmp_path: Path) -> None:
     base = tiny_blip2(tmp_path / "base", "opt")
     prompt = FAMILY.load_processor(base).encode_prompt("What has changed from the first image to the second?")
-    assert FAMILY.prompt_tokens == len(prompt) - FAMILY.image_tokens(FAMILY.planned_config(base, blip2_settings()))
+    assert FAMILY.prompt_tokens == len(prompt) - FAMILY.planned_config(base, blip2_settings()).image_tokens
 
 
 def test_the_flops_of_the_vision_encoder_are_those_counted_by_hand(plan: Plan) -> None:
