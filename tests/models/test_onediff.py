@@ -315,7 +315,7 @@ def test_a_base_of_another_kind_is_a_fault_with_a_module_and_without(
     config = json.loads((onevision / "config.json").read_text()) | {"model_type": kind}
     (fault,) = FAMILY.faults(settings(module), config)
     assert fault == (
-        f"family onediff needs a LLaVA-1.5 or LLaVA-OneVision in train.base, or a OneDiff, and it has a {kind}"
+        f"family onediff needs one of LLaVA-OneVision, LLaVA-1.5, OneDiff in train.base, and it has a {kind}"
     )
 
 

@@ -269,7 +269,7 @@ def test_a_bert_without_some_of_its_weights_is_refused_by_their_names(tmp_path: 
 
 
 def test_no_bert_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no BERT there; module.start: bert takes config.json"):
+    with pytest.raises(ValueError, match="no BERT there for module.start: bert; take config.json"):
         random_module().start_as_bert(tmp_path / "bert")
 
 
