@@ -264,7 +264,7 @@ def test_a_bert_without_some_of_its_weights_is_refused_by_their_names(tmp_path: 
     weights = load_file(tmp_path / "bert" / "model.safetensors")
     lost = "encoder.layer.1.output.dense.weight"
     save_file({name: value for name, value in weights.items() if name != lost}, tmp_path / "bert" / "model.safetensors")
-    with pytest.raises(ValueError, match=rf"1 weights of the BERT .* are missing, \['{lost}'\]; take both files"):
+    with pytest.raises(ValueError, match=rf"1 weights of the BERT .* are missing, \['{lost}'\]; take config.json"):
         VisualDeltaModule(VDMConfig(**FIELDS), D, W).start_as_bert(tmp_path / "bert")
 
 

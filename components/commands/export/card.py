@@ -11,7 +11,6 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from m3diff.commands.export.families import SharedFamily
 from m3diff.commands.export.run import Dataset, Example, Trace
-from m3diff.datasets.spec import Permission
 from m3diff.scoring.bootstrap import CONFIDENCE, RESAMPLES
 
 HERE = Path(__file__).parent
@@ -57,6 +56,8 @@ def write_card(facts: Facts) -> str:
     environment = Environment(
         loader=FileSystemLoader(HERE), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    vision = facts.config["vision_config"]
+    side, patch = vision["image_size"], vision["patch_size"]
     return environment.get_template("card.md.j2").render(
         facts=facts,
         front=front_matter(facts),
@@ -69,18 +70,11 @@ def write_card(facts: Facts) -> str:
         trained=sorted({each.spec.title for each in facts.datasets if each.trains}),
         drawn=all(each.spec.generate is not None for each in facts.datasets if each.trains),
         control=facts.family.control(facts.config),
-        images=images(facts),
+        images=f"{facts.family.images.format(side=side, half=side // 2)}, in patches of {patch}",
         versions={name: version(name) for name in ("torch", "transformers")},
         confidence=f"{CONFIDENCE:.0%}".replace("%", " %"),
         resamples=f"{RESAMPLES:,}",
     )
-
-
-def images(facts: Facts) -> str:
-    """The preparation of an image before the model sees it."""
-    vision = facts.config["vision_config"]
-    side, patch = vision["image_size"], vision["patch_size"]
-    return f"{facts.family.images.format(side=side, half=side // 2)}, in patches of {patch}"
 
 
 def front_matter(facts: Facts) -> str:
@@ -103,13 +97,17 @@ def front_matter(facts: Facts) -> str:
 def score_table(protocols: Mapping[str, Any]) -> list[list[str]]:
     """A row for each score that any protocol has, with its interval; the protocols' names first. Of each dataset its
     headline's protocol."""
-    chosen = headlines(protocols)
+    chosen = {name: protocols[name] for name in headlines(protocols)}
+    pairs = ["pairs"]
+    for protocol in chosen.values():
+        published = protocol.get("published_pairs") or 0
+        note = f" of {published:,} that papers score" if protocol["pairs"] < published else ""
+        pairs.append(f"{protocol['pairs']:,}{note}")
     rows = [
-        [title, *(cell(protocols[name], score) for name in chosen)]
+        [title, *(cell(protocol, score) for protocol in chosen.values())]
         for score, title in SCORES.items()
-        if any(protocols[name].get(score) is not None for name in chosen)
+        if any(protocol.get(score) is not None for protocol in chosen.values())
     ]
-    pairs = ["pairs", *(f"{protocols[name]['pairs']:,}{of_published(protocols[name])}" for name in chosen)]
     return [["", *(f"`{name}`" for name in chosen)], pairs, *rows]
 
 
@@ -124,33 +122,29 @@ def headlines(protocols: Mapping[str, Any]) -> list[str]:
 def type_table(protocols: Mapping[str, Any]) -> list[list[str]]:
     """The share of single changes that were named wholly right, %, by change type: a row a type, and how many pairs.
     Nothing where no grammar reads captions."""
-    chosen = headlines(protocols)
-    by_type = {name: protocols[name].get("by_type", {}) for name in chosen}
-    known = [name for name in chosen if any(of.get("exact_accuracy") is not None for of in by_type[name].values())]
-    types = dict.fromkeys(kind for name in known for kind in by_type[name])
-    rows = [[kind, *(share(by_type[name].get(kind, {})) for name in known)] for kind in types]
-    return [["change type", *(f"`{name}`" for name in known)], *rows] if known else []
-
-
-def share(group: Mapping[str, Any]) -> str:
-    value = group.get("exact_accuracy")
-    return "–" if value is None else f"{100 * value:.0f} % of {group['pairs']}"
-
-
-def of_published(protocol: Mapping[str, Any]) -> str:
-    """A note where papers score more pairs."""
-    published = protocol.get("published_pairs")
-    return f" of {published:,} that papers score" if published and protocol["pairs"] < published else ""
+    by_type = {name: protocols[name].get("by_type", {}) for name in headlines(protocols)}
+    known = {
+        name: kinds
+        for name, kinds in by_type.items()
+        if any(kind.get("exact_accuracy") is not None for kind in kinds.values())
+    }
+    if not known:
+        return []
+    rows = []
+    for kind in dict.fromkeys(kind for kinds in known.values() for kind in kinds):
+        row = [kind]
+        for kinds in known.values():
+            value = kinds.get(kind, {}).get("exact_accuracy")
+            row.append("–" if value is None else f"{100 * value:.0f} % of {kinds[kind]['pairs']}")
+        rows.append(row)
+    return [["change type", *(f"`{name}`" for name in known)], *rows]
 
 
 def cell(protocol: Mapping[str, Any], score: str) -> str:
     """A score times 100, and its interval where it has one."""
-    value = protocol.get(score)
-    if value is None:
-        return "–"
-    interval = protocol["intervals"].get(score)
+    value, interval = protocol.get(score), protocol["intervals"].get(score)
     bounds = f" ({100 * interval['low']:.1f} to {100 * interval['high']:.1f})" if interval else ""
-    return f"{100 * value:.1f}{bounds}"
+    return "–" if value is None else f"{100 * value:.1f}{bounds}"
 
 
 def absent_scores(protocols: Mapping[str, Any]) -> dict[str, str]:
@@ -161,23 +155,16 @@ def absent_scores(protocols: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def licence_rows(datasets: list[Dataset]) -> list[tuple[str, str, str, str, str]]:
-    """A row for each dataset: name, licence, and what it says of training, redistributing and showing."""
-    return [
-        (
-            each.name,
-            f"[{each.spec.licence.name}]({each.spec.licence.url})" if each.spec.licence.url else each.spec.licence.name,
-            allowed(each.spec.licence.train),
-            allowed(each.spec.licence.redistribute),
-            allowed(each.spec.licence.show),
-        )
-        for each in datasets
-    ]
-
-
-def allowed(permission: Permission) -> str:
-    answer = {"yes": "yes", "conditions": "on conditions", "no": "no", "unstated": "not stated"}[permission.answer]
-    return f"{answer}: {permission.reason}"
+def licence_rows(datasets: list[Dataset]) -> list[tuple[str, ...]]:
+    """A row for each dataset: name, licence, and its answers to training, redistributing and showing."""
+    answers = {"yes": "yes", "conditions": "on conditions", "no": "no", "unstated": "not stated"}
+    rows = []
+    for each in datasets:
+        licence = each.spec.licence
+        uses = (licence.train, licence.redistribute, licence.show)
+        name = f"[{licence.name}]({licence.url})" if licence.url else licence.name
+        rows.append((each.name, name, *(f"{answers[use.answer]}: {use.reason}" for use in uses)))
+    return rows
 
 
 def recipe(facts: Facts) -> str | None:

@@ -13,7 +13,7 @@ from transformers import AutoProcessor, Blip2Processor
 from transformers.models.blip.image_processing_pil_blip import BlipImageProcessorPil
 
 from m3diff.models import FAMILIES
-from m3diff.models.blip2idc_model import Blip2IDCImageProcessor, Blip2IDCProcessor, first_of
+from m3diff.models.blip2idc_model import Blip2IDCProcessor, first_of
 from tests.tiny import noise_image
 from tests.tiny_blip2 import CLIP_MEAN, CLIP_STD, QUERIES, SIDE
 
@@ -119,58 +119,37 @@ def test_a_text_ends_with_the_line_break_that_opt_stops_at(processor: Blip2IDCPr
     assert processor.decode(torch.tensor([processor.encode_reference("Ünknown ✓ words")])) == ["Ünknown ✓ words"]
 
 
-def test_with_another_llm_it_is_that_ones_end_token(bases: dict[str, Path]) -> None:
-    other = FAMILIES["blip2idc"].load_processor(bases["qwen2"])
+def test_the_first_token_of_the_configuration_counts_and_else_the_tokenizers(bases: dict[str, Path]) -> None:
+    other: Any = FAMILIES["blip2idc"].load_processor(bases["qwen2"])
     assert (other.end_id, other.encode_prompt("")[-1], other.pad_id) == (2, 2, 1)
-
-
-@pytest.mark.parametrize(("configured", "tokenizers", "found"), [([7, 8], 2, 7), (None, 2, 2), (0, 2, 0)])
-def test_the_first_token_of_the_configuration_counts_and_else_the_tokenizers(
-    configured: int | list[int] | None, tokenizers: int, found: int
-) -> None:
-    assert first_of(configured, tokenizers) == found
-
-
-def test_without_start_and_end_token_it_is_refused() -> None:
+    assert [first_of(*tokens) for tokens in (([7, 8], 2), (None, 2), (0, 2))] == [7, 2, 0]
     with pytest.raises(ValueError, match="names a start and an end token"):
         first_of(None, None)
 
 
+SQUARE = r"preprocessor_config.json: size must be a square .* take the file of a BLIP-2"
+
+
 @pytest.mark.parametrize(
-    "values",
+    ("file", "name", "value", "told"),
     [
-        {"size": None},
-        {"size": {"shortest_edge": 32}},
-        {"size": {"height": 32}},
-        {"image_mean": None},
-        {"image_std": None},
+        ("preprocessor_config.json", "size", None, SQUARE),
+        ("preprocessor_config.json", "size", {"shortest_edge": 32}, SQUARE),
+        ("preprocessor_config.json", "size", {"height": 32}, SQUARE),
+        ("preprocessor_config.json", "size", {"height": 31, "width": 31}, "square of an even side, found .*31"),
+        ("preprocessor_config.json", "size", {"height": 32, "width": 64}, "square of an even side, found .*64"),
+        ("preprocessor_config.json", "image_mean", None, SQUARE),
+        ("preprocessor_config.json", "image_std", None, SQUARE),
+        ("config.json", "image_token_index", None, "no image_token_index: a release from before <image>"),
     ],
 )
-def test_a_file_without_a_square_or_its_colours_is_refused_in_words(
-    values: dict[str, Any], base: Path, tmp_path: Path
+def test_a_file_that_gives_no_stacked_picture_is_refused_in_words(
+    file: str, name: str, value: object, told: str, base: Path, tmp_path: Path
 ) -> None:
     folder = shutil.copytree(base, tmp_path / "base")
-    known = json.loads((base / "preprocessor_config.json").read_text()) | values
-    written = {name: value for name, value in known.items() if value is not None}
-    (folder / "preprocessor_config.json").write_text(json.dumps(written))
-    with pytest.raises(
-        ValueError, match=r"preprocessor_config.json: size must be a square .* take the file of a BLIP-2"
-    ):
-        FAMILIES["blip2idc"].load_processor(folder)
-
-
-@pytest.mark.parametrize("size", [{"height": 31, "width": 31}, {"height": 32, "width": 64}])
-def test_a_square_that_two_images_cannot_share_is_refused(size: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match=f"square of an even side, found .*{size['height']}"):
-        Blip2IDCImageProcessor(size, CLIP_MEAN, CLIP_STD)
-
-
-def test_a_release_without_a_token_for_images_is_refused(base: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(base, tmp_path / "early"))
-    config = json.loads((folder / "config.json").read_text())
-    del config["image_token_index"]
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="no image_token_index: a release from before <image>"):
+    known = json.loads((base / file).read_text()) | {name: value}
+    (folder / file).write_text(json.dumps({key: kept for key, kept in known.items() if kept is not None}))
+    with pytest.raises(ValueError, match=told):
         FAMILIES["blip2idc"].load_processor(folder)
 
 
