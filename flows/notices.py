@@ -134,9 +134,9 @@ def tell_of_end(
         what: the deployment: full, retrain or watch.
     """
     how, why = "crashed" if state.is_crashed() else "failed", reason_of(state)
-    key = f"{run.id} {how}"
+    key = f"watch {why}" if what == "watch" and how == "failed" else f"{run.id} {how}"
     if what == "watch":
-        key, then = f"watch {why}", "It looks again by its schedule; what it could read was taken up."
+        then = "It looks again by its schedule; what it could read was taken up."
     elif state.is_crashed():
         then = "It is started again by itself and goes on where it was killed, unless it crashed three times in a row."
     else:
