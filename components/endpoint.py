@@ -78,7 +78,7 @@ def on_this_machine(url: str) -> bool:
 
 @dataclass(frozen=True)
 class Question:
-    """One user's message, with the images before the text."""
+    """A user's message, with the images before the text."""
 
     text: str
     images: tuple[Path, ...] = ()
@@ -163,7 +163,7 @@ class Answers:
 
 
 class Endpoint:
-    """One model behind an endpoint, with what it has answered so far.
+    """A model behind an endpoint, with its answers so far.
 
     Args:
         url: up to and with `/v1`.

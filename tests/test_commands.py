@@ -6,6 +6,7 @@ arguments from the function's own file: what a command passes must be what the f
 
 import ast
 import errno
+import shlex
 import shutil
 import sys
 import types
@@ -32,252 +33,103 @@ ENTRY = PARAMS.ingest.datasets["minichange"]
 DATA = Path("data")
 CACHE = Path("runs/image_cache.parquet")
 
-CALLS: dict[str, tuple[list[str], str, str, dict[str, Any]]] = {
-    "pretrain": (
-        ["pretrain"],
-        "m3diff.stages.pretrain.stage",
-        "pretrain",
-        {"cfg": PARAMS.pretrain, "out": DATA / "00_base"},
-    ),
-    "synthesize": (
-        ["synthesize", "minichange"],
-        "m3diff.stages.synthesize.stage",
-        "synthesize",
+ENTRIES, TEST = PARAMS.ingest.datasets, {"mixture": DATA / "04_mixture"}
+CLEAN, RECORDS, MODEL = {"clean": DATA / "03_clean"}, {"records": DATA / "02_records"}, {"model": DATA / "05_model"}
+EXPORTED = MODEL | {"out": Path("out")}
+SERVED = {
+    "cfg": PARAMS.serve,
+    "register": PARAMS.register_,
+    "compute": PARAMS.compute,
+    "entries": ENTRIES,
+    **CLEAN,
+    "max_new_tokens": PARAMS.predict.max_new_tokens,
+}
+SHARED = {"entries": ENTRIES, **TEST, "out": Path("out"), "lines": False, "allow_unlicensed": False, "absolute": False}
+ASKED = {"cfg": PARAMS.evaluate, "compute": PARAMS.compute, **TEST, **RECORDS, **CLEAN}
+PROMOTED = {"params": PARAMS, "rescore": rescore}
+LOCAL, FAR = "http://127.0.0.1:8000/v1", "https://a.example/v1"
+
+ROWS: list[tuple[str, str, dict[str, Any]]] = [
+    ("pretrain", "stages.pretrain.stage.pretrain", {"cfg": PARAMS.pretrain, "out": DATA / "00_base"}),
+    (
+        "synthesize minichange",
+        "stages.synthesize.stage.synthesize",
         {"name": "minichange", "reader": "minichange", "settings": PARAMS.synthesize["minichange"]},
     ),
-    "ingest": (
-        ["ingest", "minichange"],
-        "m3diff.stages.ingest.stage",
-        "ingest",
+    (
+        "ingest minichange",
+        "stages.ingest.stage.ingest",
         {"name": "minichange", "entry": ENTRY, "image_cache": CACHE, "out": DATA / "02_records"},
     ),
-    "validate": (
-        ["validate"],
-        "m3diff.stages.validate.stage",
+    (
         "validate",
-        {
-            "cfg": PARAMS.validate_,
-            "entries": PARAMS.ingest.datasets,
-            "image_cache": CACHE,
-            "records": DATA / "02_records",
-            "out": DATA / "03_clean",
-        },
+        "stages.validate.stage.validate",
+        {"cfg": PARAMS.validate_, "entries": ENTRIES, "image_cache": CACHE, **RECORDS, "out": DATA / "03_clean"},
     ),
-    "convert": (
-        ["convert"],
-        "m3diff.stages.convert.stage",
+    (
         "convert",
-        {
-            "cfg": PARAMS.convert,
-            "entries": PARAMS.ingest.datasets,
-            "clean": DATA / "03_clean",
-            "out": DATA / "04_mixture",
-        },
+        "stages.convert.stage.convert",
+        {"cfg": PARAMS.convert, "entries": ENTRIES, **CLEAN, "out": DATA / "04_mixture"},
     ),
-    "train": (
-        ["train"],
-        "m3diff.stages.train.stage",
+    (
         "train",
-        {
-            "cfg": PARAMS.train,
-            "model": PARAMS.models["m3diff"],
-            "compute": PARAMS.compute,
-            "mixture": DATA / "04_mixture",
-            "out": DATA / "05_model",
-        },
+        "stages.train.stage.train",
+        {"cfg": PARAMS.train, "model": PARAMS.models["m3diff"], "compute": PARAMS.compute, **TEST}
+        | {"out": DATA / "05_model"},
     ),
-    "predict": (
-        ["predict"],
-        "m3diff.stages.predict.stage",
+    (
         "predict",
-        {
-            "cfg": PARAMS.predict,
-            "compute": PARAMS.compute,
-            "mixture": DATA / "04_mixture",
-            "model": DATA / "05_model",
-            "out": DATA / "06_predictions",
-        },
+        "stages.predict.stage.predict",
+        {"cfg": PARAMS.predict, "compute": PARAMS.compute, **TEST, **MODEL, "out": DATA / "06_predictions"},
     ),
-    "evaluate": (
-        ["evaluate"],
-        "m3diff.stages.evaluate.stage",
+    (
         "evaluate",
-        {
-            "cfg": PARAMS.evaluate,
-            "compute": PARAMS.compute,
-            "records": DATA / "02_records",
-            "clean": DATA / "03_clean",
-            "predictions": DATA / "06_predictions",
-            "model": DATA / "05_model",
-            "out": DATA / "07_report",
-        },
+        "stages.evaluate.stage.evaluate",
+        {"cfg": PARAMS.evaluate, "compute": PARAMS.compute, **RECORDS, **CLEAN, **MODEL}
+        | {"predictions": DATA / "06_predictions", "out": DATA / "07_report"},
     ),
-    "register": (["register"], "m3diff.stages.register.stage", "register", {"params": PARAMS}),
-    "promote": (
-        ["promote"],
-        "m3diff.registry.promote",
-        "promote",
-        {"params": PARAMS, "rescore": rescore, "version": None, "again": False},
-    ),
-    "promote a version": (
-        ["promote", "--version", "7", "--again"],
-        "m3diff.registry.promote",
-        "promote",
-        {"params": PARAMS, "rescore": rescore, "version": 7, "again": True},
-    ),
-    "rollback": (
-        ["rollback"],
-        "m3diff.registry.promote",
-        "rollback",
-        {"params": PARAMS, "to": None, "why": ""},
-    ),
-    "rollback to a version": (
-        ["rollback", "--to", "3", "--why", "it says no"],
-        "m3diff.registry.promote",
-        "rollback",
-        {"params": PARAMS, "to": 3, "why": "it says no"},
-    ),
-    "serve": (
-        ["serve"],
-        "m3diff.serving.server",
+    ("register", "stages.register.stage.register", {"params": PARAMS}),
+    ("promote", "registry.promote.promote", PROMOTED | {"version": None, "again": False}),
+    ("promote --version 7 --again", "registry.promote.promote", PROMOTED | {"version": 7, "again": True}),
+    ("rollback", "registry.promote.rollback", {"params": PARAMS, "to": None, "why": ""}),
+    ("rollback --to 3 --why 'a b'", "registry.promote.rollback", {"params": PARAMS, "to": 3, "why": "a b"}),
+    (
         "serve",
-        {
-            "cfg": PARAMS.serve,
-            "register": PARAMS.register_,
-            "compute": PARAMS.compute,
-            "entries": PARAMS.ingest.datasets,
-            "clean": DATA / "03_clean",
-            "model": "champion",
-            "base": DATA / "00_base",
-            "max_new_tokens": PARAMS.predict.max_new_tokens,
-            "host": "127.0.0.1",
-            "port": 8000,
-        },
+        "serving.server.serve",
+        SERVED | {"model": "champion", "base": DATA / "00_base", "host": "127.0.0.1", "port": 8000},
     ),
-    "serve a folder elsewhere": (
-        ["serve", "--model", "somewhere", "--base", "base", "--host", "0.0.0.0", "--port", "81"],
-        "m3diff.serving.server",
-        "serve",
-        {
-            "cfg": PARAMS.serve,
-            "register": PARAMS.register_,
-            "compute": PARAMS.compute,
-            "entries": PARAMS.ingest.datasets,
-            "clean": DATA / "03_clean",
-            "model": "somewhere",
-            "base": Path("base"),
-            "max_new_tokens": PARAMS.predict.max_new_tokens,
-            "host": "0.0.0.0",
-            "port": 81,
-        },
+    (
+        "serve --model somewhere --base base --host 0.0.0.0 --port 81",
+        "serving.server.serve",
+        SERVED | {"model": "somewhere", "base": Path("base"), "host": "0.0.0.0", "port": 81},
     ),
-    "statistics": (
-        ["data", "statistics"],
-        "m3diff.commands.inspect.statistics",
-        "write_statistics",
-        {"clean": DATA / "03_clean"},
+    ("data statistics", "commands.inspect.statistics.write_statistics", CLEAN),
+    (
+        "data check somewhere --reader pairs",
+        "commands.inspect.check.check",
+        {"root": Path("somewhere"), "entries": ENTRIES, "reader": "pairs"},
     ),
-    "check": (
-        ["data", "check", "somewhere", "--reader", "pairs"],
-        "m3diff.commands.inspect.check",
-        "check",
-        {"root": Path("somewhere"), "entries": PARAMS.ingest.datasets, "reader": "pairs"},
+    ("export out", "commands.export.folder.export_model", EXPORTED | {"adapters": False}),
+    ("export out --adapters", "commands.export.folder.export_model", EXPORTED | {"adapters": True}),
+    ("export-llava out", "commands.export.llava.export_llava", SHARED),
+    ("export-llava out --absolute", "commands.export.llava.export_llava", SHARED | {"absolute": True}),
+    ("export-llava out --lines", "commands.export.llava.export_llava", SHARED | {"lines": True}),
+    ("export-llava out --allow-unlicensed", "commands.export.llava.export_llava", SHARED | {"allow_unlicensed": True}),
+    (
+        f"zero-shot --url {LOCAL} --model m",
+        "commands.zero_shot.zero_shot",
+        ASKED | {"request": Request(LOCAL, "m", PROMPT, "OPENAI_API_KEY", None, PARAMS.predict.limit), "out": None},
     ),
-    "export": (
-        ["export", "out"],
-        "m3diff.commands.export.folder",
-        "export_model",
-        {"model": DATA / "05_model", "out": Path("out"), "adapters": False},
+    (
+        f"zero-shot --url {FAR} --model m --limit 9 --out out --prompt P --max-tokens 5 --key-variable K "
+        "--allow-unlicensed",
+        "commands.zero_shot.zero_shot",
+        ASKED | {"request": Request(FAR, "m", "P", "K", 5, 9, allow_unlicensed=True), "out": Path("out")},
     ),
-    "export adapters": (
-        ["export", "out", "--adapters"],
-        "m3diff.commands.export.folder",
-        "export_model",
-        {"model": DATA / "05_model", "out": Path("out"), "adapters": True},
-    ),
-    "export-llava": (
-        ["export-llava", "out"],
-        "m3diff.commands.export.llava",
-        "export_llava",
-        {
-            "entries": PARAMS.ingest.datasets,
-            "mixture": DATA / "04_mixture",
-            "out": Path("out"),
-            "lines": False,
-            "allow_unlicensed": False,
-            "absolute": False,
-        },
-    ),
-    "export-llava absolute": (
-        ["export-llava", "out", "--absolute"],
-        "m3diff.commands.export.llava",
-        "export_llava",
-        {
-            "entries": PARAMS.ingest.datasets,
-            "mixture": DATA / "04_mixture",
-            "out": Path("out"),
-            "lines": False,
-            "allow_unlicensed": False,
-            "absolute": True,
-        },
-    ),
-    "export-llava lines": (
-        ["export-llava", "out", "--lines"],
-        "m3diff.commands.export.llava",
-        "export_llava",
-        {
-            "entries": PARAMS.ingest.datasets,
-            "mixture": DATA / "04_mixture",
-            "out": Path("out"),
-            "lines": True,
-            "allow_unlicensed": False,
-            "absolute": False,
-        },
-    ),
-    "export-llava unlicensed": (
-        ["export-llava", "out", "--allow-unlicensed"],
-        "m3diff.commands.export.llava",
-        "export_llava",
-        {
-            "entries": PARAMS.ingest.datasets,
-            "mixture": DATA / "04_mixture",
-            "out": Path("out"),
-            "lines": False,
-            "allow_unlicensed": True,
-            "absolute": False,
-        },
-    ),
-    "zero-shot": (
-        ["zero-shot", "--url", "http://127.0.0.1:8000/v1", "--model", "m"],
-        "m3diff.commands.zero_shot",
-        "zero_shot",
-        {
-            "request": Request("http://127.0.0.1:8000/v1", "m", PROMPT, "OPENAI_API_KEY", None, PARAMS.predict.limit),
-            "cfg": PARAMS.evaluate,
-            "compute": PARAMS.compute,
-            "mixture": DATA / "04_mixture",
-            "records": DATA / "02_records",
-            "clean": DATA / "03_clean",
-            "out": None,
-        },
-    ),
-    "zero-shot in other words": (
-        [
-            *("zero-shot", "--url", "https://a.example/v1", "--model", "m", "--limit", "9", "--out", "out"),
-            *("--prompt", "P", "--max-tokens", "5", "--key-variable", "K", "--allow-unlicensed"),
-        ],
-        "m3diff.commands.zero_shot",
-        "zero_shot",
-        {
-            "request": Request("https://a.example/v1", "m", "P", "K", 5, 9, allow_unlicensed=True),
-            "cfg": PARAMS.evaluate,
-            "compute": PARAMS.compute,
-            "mixture": DATA / "04_mixture",
-            "records": DATA / "02_records",
-            "clean": DATA / "03_clean",
-            "out": Path("out"),
-        },
-    ),
+]
+CALLS = {
+    typed: (shlex.split(typed), f"m3diff.{place.rpartition('.')[0]}", place.rpartition(".")[2], expected)
+    for typed, place, expected in ROWS
 }
 """By name: what is typed, the module and function that are called, and the arguments by the function's own names."""
 
@@ -350,7 +202,11 @@ def test_a_command_calls_its_function_with_exactly_its_arguments(name, monkeypat
 
 @pytest.mark.parametrize(
     ("name", "teller", "rest"),
-    [("ingest", "told", ()), ("validate", "told_of_clean", (DATA / "03_clean",)), ("convert", "told_of_samples", ())],
+    [
+        ("ingest minichange", "told", ()),
+        ("validate", "told_of_clean", (DATA / "03_clean",)),
+        ("convert", "told_of_samples", ()),
+    ],
 )
 def test_what_a_stage_counted_is_printed(name, teller, rest, monkeypatch, capsys):
     argv, module, function, _ = CALLS[name]
@@ -359,7 +215,7 @@ def test_what_a_stage_counted_is_printed(name, teller, rest, monkeypatch, capsys
     monkeypatch.setattr(command_line, teller, lambda *report: given.append(report) or "ab")
     assert main(argv) == 0
     assert given == [(RESULT, *rest)]
-    assert capsys.readouterr().out == ("ab\n" if name == "ingest" else "a\nb\n")
+    assert capsys.readouterr().out == ("ab\n" if teller == "told" else "a\nb\n")
 
 
 def test_training_is_followed_in_mlflow_and_its_run_completed_by_evaluate(monkeypatch):
@@ -587,7 +443,7 @@ def test_a_dataset_that_is_not_there_is_refused_with_the_nearest_name(argv, word
     ],
 )
 def test_a_stage_is_refused_before_it_starts_where_what_it_reads_is_not_there(argv, gone, words, monkeypatch, capsys):
-    _, module, function, _ = CALLS[argv[0]]
+    _, module, function, _ = next(call for call in CALLS.values() if call[0][0] == argv[0])
     recorder = Recorder(monkeypatch, module, **{function: None})
     path = Path(gone)
     path.rmdir() if path.is_dir() else path.unlink()

@@ -102,19 +102,14 @@ def test_the_paper_profile_has_no_line_of_minichange():
     assert "minichange" not in written(Path("profiles/paper.yaml"))
 
 
-def test_the_letter_is_the_paper_run_without_what_the_paper_does_not_name():
-    paper, letter = (resolve(Path("profiles") / f"{name}.yaml")[0] for name in ("paper", "paper-letter"))
-    assert sorted(differences(paper, letter)) == [
+DIFFERENCES = {
+    ("paper", "paper-letter"): [
+        "train.max_grad_norm: 1.0 -> null",
         "models.m3diff.module.init_gain: 0.5 -> 0.0",
         "models.m3diff.module.pos_embed_scale: 3.0 -> 0.0",
         "models.m3diff.module.residual: - -> false",
-        "train.max_grad_norm: 1.0 -> null",
-    ]
-
-
-def test_one_gpu_is_the_paper_run_but_for_packing_batch_and_memory():
-    paper, one = (resolve(Path("profiles") / f"{name}.yaml")[0] for name in ("paper", "one-gpu"))
-    assert differences(paper, one) == [
+    ],
+    ("paper", "one-gpu"): [
         "train.max_captions_per_sequence: 1 -> null",
         "train.global_batch: 256 -> 42",
         "predict.batch_pairs: 32 -> 48",
@@ -122,40 +117,41 @@ def test_one_gpu_is_the_paper_run_but_for_packing_batch_and_memory():
         "compute.gpu_kind: A100-40GB -> H100-80GB",
         "compute.micro_batch: 2 -> 3",
         "compute.activation_checkpointing: selective -> none",
-    ]
-
-
-def test_small_is_the_run_of_one_gpu_on_the_small_base_but_for_lora_and_gpu():
-    one, small = (resolve(Path("profiles") / f"{name}.yaml")[0] for name in ("one-gpu", "small"))
-    assert differences(one, small) == [
-        "models.m3diff.lora.rank: 128 -> 64",
-        "models.m3diff.lora.alpha: 256 -> 128",
-        "models.no_module.lora.rank: 128 -> 64",
-        "models.no_module.lora.alpha: 256 -> 128",
-        "models.difference.lora.rank: 128 -> 64",
-        "models.difference.lora.alpha: 256 -> 128",
+    ],
+    ("one-gpu", "small"): [
+        *(f"models.{model}.lora.rank: 128 -> 64" for model in ("m3diff", "no_module", "difference")),
+        *(f"models.{model}.lora.alpha: 256 -> 128" for model in ("m3diff", "no_module", "difference")),
         "train.base: models/llava-onevision-qwen2-7b-ov-hf -> models/llava-onevision-qwen2-0.5b-ov-hf",
         "predict.batch_pairs: 48 -> 32",
         "compute.gpu_kind: H100-80GB -> RTX-4090-24GB",
         "compute.micro_batch: 3 -> 2",
-    ]
+    ],
+    ("paper", "levir-cc"): [
+        "convert.sources: {} -> -",
+        "convert.sources.levir_cc.task: - -> ccexpert",
+        "train.epochs: 1 -> 10",
+        "train.export: last -> best",
+        "promote.protocol: omnidiff_real/real -> levir_cc/total",
+        "compute.checkpoint_every_steps: 200 -> 134",
+        "compute.caption_every_checkpoints: 2 -> 1",
+        "compute.caption_val_pairs: 32 -> 1333",
+    ],
+    ("embedded", "embedded-gpu"): [
+        "compute.workers: 2 -> 1",
+        "compute.cpus_per_worker: 1 -> 2",
+        "compute.gpu: false -> true",
+    ],
+}
 
 
-def test_levir_cc_is_the_paper_run_on_that_dataset_selected_on_its_validation_split():
-    paper, levir = (resolve(Path("profiles") / f"{name}.yaml")[0] for name in ("paper", "levir-cc"))
-    found = [line for line in differences(paper, levir) if not line.startswith("ingest.datasets.")]
-    assert sorted(found) == sorted(
-        [
-            "convert.sources: {} -> -",
-            "convert.sources.levir_cc.task: - -> ccexpert",
-            "train.epochs: 1 -> 10",
-            "train.export: last -> best",
-            "promote.protocol: omnidiff_real/real -> levir_cc/total",
-            "compute.checkpoint_every_steps: 200 -> 134",
-            "compute.caption_every_checkpoints: 2 -> 1",
-            "compute.caption_val_pairs: 32 -> 1333",
-        ]
-    )
+@pytest.mark.parametrize(("below", "name"), DIFFERENCES)
+def test_a_profile_differs_from_another_in_these_values_alone_beside_its_datasets(below, name):
+    one, other = (resolve(Path("profiles") / f"{each}.yaml")[0] for each in (below, name))
+    found = [line for line in differences(one, other) if not line.startswith("ingest.datasets.")]
+    assert sorted(found) == sorted(DIFFERENCES[below, name])
+
+
+def test_levir_cc_is_selected_on_its_validation_split():
     params = load_params(Path("profiles/levir-cc.yaml"))
     ((name, entry),) = params.ingest.datasets.items()
     assert (name, entry.reader, entry.train_on, entry.expected_pairs) == (
@@ -169,17 +165,6 @@ def test_levir_cc_is_the_paper_run_on_that_dataset_selected_on_its_validation_sp
     assert params.train.epochs * published.train.references == 50 * published.train.pairs, "CCExpert's 50 epochs"
     steps = -(-published.train.references // params.train.global_batch)
     assert params.compute.checkpoint_every_steps == steps, "a checkpoint after each epoch"
-
-
-def test_the_embedded_run_on_a_gpu_differs_in_where_it_is_computed_alone():
-    cpu, gpu = (resolve(Path("profiles") / f"{name}.yaml")[0] for name in ("embedded", "embedded-gpu"))
-    assert [line.split(":")[0] for line in differences(cpu, gpu)] == [
-        "compute.workers",
-        "compute.cpus_per_worker",
-        "compute.gpu",
-    ]
-    compute = load_params(Path("profiles/embedded-gpu.yaml")).compute
-    assert (compute.workers, compute.gpu, compute.gpu_kind) == (1, True, None)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -300,23 +285,17 @@ def test_to_use_a_profile_says_what_changes_and_needs_no_copy_of_another_profile
     assert use_profile("one-gpu", Path("params.yaml"), Path("profiles")) == ["params.yaml has these values already"]
 
 
-def test_parameters_that_are_no_profile_are_somebodys_work_and_are_kept():
-    text = Path("profiles/embedded.yaml").read_text().replace("epochs: 2.7", "epochs: 7")
-    Path("params.yaml").write_text(text)
-    said = use_profile("paper", Path("params.yaml"), Path("profiles"))
-    (copy,) = Path().glob("params.yaml.bak-*")
-    assert said[0] == f"params.yaml differs from every profile; a copy of it is {copy}"
-    assert "train.epochs: 7 -> 1" in said
-    assert copy.read_text() == text
-    assert load_params() == load_params(Path("profiles/paper.yaml"))
-
-
-def test_no_copy_replaces_another():
+def test_parameters_that_are_no_profile_are_somebodys_work_and_are_kept_each_in_a_copy_of_its_own():
     for epochs in (7, 8):
         text = Path("profiles/embedded.yaml").read_text().replace("epochs: 2.7", f"epochs: {epochs}")
         Path("params.yaml").write_text(text)
-        use_profile("paper", Path("params.yaml"), Path("profiles"))
+        said = use_profile("paper", Path("params.yaml"), Path("profiles"))
+        copy = max(Path().glob("params.yaml.bak-*"))
+        assert said[0] == f"params.yaml differs from every profile; a copy of it is {copy}"
+        assert f"train.epochs: {epochs} -> 1" in said
+        assert copy.read_text() == text
     assert len(list(Path().glob("params.yaml.bak-*"))) == 2
+    assert load_params() == load_params(Path("profiles/paper.yaml"))
 
 
 def test_a_first_parameter_file_is_written_and_nothing_is_kept():

@@ -15,7 +15,7 @@ SHIPPED = Path(__file__).parents[1] / "_profiles"
 
 
 class Command(NamedTuple):
-    """One command of `m3diff`.
+    """A command of `m3diff`.
 
     Attributes:
         run: takes the parsed arguments; returns the exit code, None for 0.

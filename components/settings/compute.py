@@ -32,5 +32,5 @@ class Compute(Section):
 
     @property
     def image_cache(self) -> Path:
-        """What is known of images by content."""
+        """The file with the checks of images, by their content."""
         return self.scratch / "image_cache.parquet"

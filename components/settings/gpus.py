@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of GPU.
+    """A kind of GPU.
 
     Attributes:
         name: its key in `GPUS`: the words that torch's name of the device has, and the memory.

@@ -1,4 +1,4 @@
-"""What one value of `params.yaml` says of another, and of what there is to name: datasets, families, metrics, tasks.
+"""Rules between values of `params.yaml`, and between a value and what it names: datasets, families, metrics, tasks.
 
 Each rule takes parameters in which every single value is right, and yields a line for each fault.
 """

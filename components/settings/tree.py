@@ -25,7 +25,7 @@ from m3diff.stages.validate.params import Validate
 
 
 class Paths(Section):
-    """Where each stage writes. Numbered, so that a listing reads left to right."""
+    """Folders that the stages write. Numbered, so that a listing reads left to right."""
 
     base: Path  # the tiny base, as `pretrain` makes it
     records: Path

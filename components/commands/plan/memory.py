@@ -1,4 +1,5 @@
-"""What a training step holds for its backward pass, counted on a model without storage (torch's meta device).
+"""The memory that a training step holds for its backward pass, counted on a model without storage (torch's meta
+device).
 
 Forward pass and loss of one sequence run on shapes alone. A storage that is alive afterwards is one that backward
 keeps, so hooks, recomputation and products in place count as they are. Attention and RMS norm keep what the fused
@@ -52,7 +53,7 @@ def count_activations(
 
 
 def blank_inputs(model: Any, tokens: int, supervised: int) -> dict[str, Any]:
-    """What `token_loss` passes to the model for one sequence, on the meta device; the last tokens are supervised."""
+    """The inputs of `token_loss` for one sequence, on the meta device; the last tokens are supervised."""
     place = torch.zeros(1, tokens, dtype=torch.long, device="meta")
     return {
         "input_ids": place,
@@ -166,20 +167,17 @@ class OnShapes(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             return KeptAttention.apply(*args[:3])
         if func is F.rms_norm:
-            return KeptNorm.apply(*_norm_arguments(*args, **kwargs or {}))
+            return _kept_norm(*args, **kwargs or {})
         if func in (Tensor.item, Tensor.__bool__) and args[0].is_meta and args[0].dtype == torch.bool:
             return True
-        if func is Tensor.__getitem__ and _is_mask(args[1]):
-            return args[0].flatten(0, args[1].dim() - 1)[args[1].flatten().nonzero().flatten().to(args[0].device)]
+        index = args[1] if func is Tensor.__getitem__ else None
+        if isinstance(index, Tensor) and index.dtype == torch.bool and index.device.type == "cpu":
+            return args[0].flatten(0, index.dim() - 1)[index.flatten().nonzero().flatten().to(args[0].device)]
         return func(*args, **kwargs or {})
 
 
-def _is_mask(index: Any) -> bool:
-    return isinstance(index, Tensor) and index.dtype == torch.bool and index.device.type == "cpu"
-
-
 class KeptAttention(torch.autograd.Function):
-    """What a fused attention kernel keeps: queries, keys, values, its output and a float a query. No values."""
+    """A fused attention kernel, which keeps queries, keys, values, its output and a float a query. No values."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -199,7 +197,5 @@ class KeptNorm(torch.autograd.Function):
         return normed if weight is None else normed * weight
 
 
-def _norm_arguments(
-    x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
-) -> tuple[Tensor, Tensor | None, float]:
-    return x, weight, torch.finfo(x.dtype).eps if eps is None else eps
+def _kept_norm(x: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Any:
+    return KeptNorm.apply(x, weight, torch.finfo(x.dtype).eps if eps is None else eps)

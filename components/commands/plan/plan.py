@@ -44,7 +44,7 @@ class DoesNotFit(ParamsError):
 
 @dataclass(frozen=True)
 class SourceCount:
-    """One dataset's share of an epoch. A pair that is used twice counts twice."""
+    """The share of a dataset in an epoch. A pair that is used twice counts twice."""
 
     pairs: int
     references: int

@@ -52,8 +52,9 @@ def _workload_lines(train: Train, plan: Plan) -> Iterator[str]:
         yield f"  {'sum':<28} {load.pairs:>9,} pairs {load.references:>9,} references {of}"
     if load.splits and set(load.sources) == set(SOURCES):
         yield f"  {'the paper':<28} {f'{PAIRS // 1000}k':>9} pairs {f'{SAMPLES // 1000}k':>9} references"
-    for name, source in load.sources.items() if not load.splits else ():
-        yield f"  {name:<28} {source.pairs:>9,} pairs {source.references:>9,} references"
+    if not load.splits:
+        for name, source in load.sources.items():
+            yield f"  {name:<28} {source.pairs:>9,} pairs {source.references:>9,} references"
     yield (
         f"workload: {load.pairs:,} pairs, {load.references:,} references, {load.references_per_pair:.2f} a pair; "
         f"{load.prompt_tokens:.1f} tokens a prompt, {load.reference_tokens:.1f} a reference"

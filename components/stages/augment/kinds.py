@@ -37,7 +37,7 @@ from m3diff.stages.augment.writers import Writer
 
 
 class Pair(NamedTuple):
-    """One pair. `made` says how it came about, for people: the reader passes over it."""
+    """A pair of images with its captions. `made` says how it came about, for people: the reader passes over it."""
 
     id: str
     split: str

@@ -100,7 +100,7 @@ Features = Annotated[Encoder | Clip, Field(discriminator="kind")]
 
 
 class Made(Section):
-    """What every made dataset has."""
+    """The fields of every kind of synthetic data."""
 
     source: Source
     root: Path  # the folder to write; its report stands beside it, with .json behind the name

@@ -29,8 +29,8 @@ TWO = object()
 
 
 class Rejected(Counter[str]):
-    """How many pairs were not made, by reason. `examples`: for each reason in the source, the first row or image, and
-    what is wrong with it."""
+    """Counts of pairs that were not made, by reason. `examples`: for each reason in the source, the first row or image,
+    and its fault."""
 
     def __init__(self, counts: Mapping[str, int] | None = None) -> None:
         super().__init__(counts)
@@ -106,9 +106,10 @@ def read_captioned(source: Source, unpack_to: Path, image_cache: Path, rejected:
         DataError: the source is not there, its annotation files cannot be used, or it has no captions of single images.
     """
     rows: list[Any] = list(_singles(source))
-    for row in () if rows else _rows(source, unpack_to):
-        image = row.before if row.fault or row.before == row.after else TWO
-        rows.append(Single(row.name, row.split, row.scene, image, row.references, row.source, row.fault))
+    if not rows:
+        for row in _rows(source, unpack_to):
+            image = row.before if row.fault or row.before == row.after else TWO
+            rows.append(Single(row.name, row.split, row.scene, image, row.references, row.source, row.fault))
     if all(row.image is TWO for row in rows):
         raise DataError(
             f"{source.root}: has no captions of single images; read a list of images with captions by the reader pairs "

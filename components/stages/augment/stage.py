@@ -69,7 +69,7 @@ class AugmentReport(StageReport):
     examples: dict[str, str] = Field(default_factory=dict, exclude=True)  # by reason; for people, and in no file
 
     def reasons(self) -> Iterator[str]:
-        """How many pairs were rejected, why, and, where that is in the source, the first row and what it has."""
+        """Counts of rejected pairs with the reason and, where that is in the source, the first row and its fault."""
         for reason, pairs in self.rejected.items():
             first = f"; the first: {self.examples[reason]}" if reason in self.examples else ""
             yield f"{pairs:,}: {reason}{first}"

@@ -27,7 +27,7 @@ OLD = "{old_"
 
 
 class Description(NamedTuple):
-    """What one image shows, offsets left out."""
+    """The things and marks of an image, offsets left out."""
 
     things: tuple[Thing, ...]
     marks: tuple[int, ...]  # places
@@ -45,7 +45,7 @@ ITEM = re.compile(
 
 
 def read_description(text: str) -> Description | None:
-    """What `describe_scene` says of a scene; None where the text is not in its words."""
+    """A text of `describe_scene` read back; None where it is not in its words."""
     found = [ITEM.fullmatch(item) for item in text.split(", ")]
     if not all(found):
         return None
@@ -67,25 +67,23 @@ def _state(words: dict[str, Any]) -> object:
     return words["direction"] or words["arms"] or words["glyph"]
 
 
-@cache
-def _patterns() -> list[tuple[str, re.Pattern[str]]]:
-    return [(clause["type"], re.compile(clause["pattern"])) for clause in grammar(SIZES)["clauses"]]
-
-
 def read_instruction(text: str) -> tuple[Change, ...] | None:
     """The changes that a caption of MiniChange names; None where a clause is not in its words or nothing changed.
 
-    What an object's state was is None where the clause does not say it.
+    The state that an object had is None where the clause does not say it.
     """
     changes = [_read_clause(clause) for clause in text.split(SEPARATOR)]
     return tuple(change for change in changes if change) if all(changes) else None
 
 
+@cache
+def _patterns() -> list[tuple[str, re.Pattern[str]]]:
+    return [(clause["type"], re.compile(clause["pattern"])) for clause in grammar(SIZES)["clauses"]]
+
+
 def _read_clause(text: str) -> Change | None:
-    for kind, pattern in _patterns():
-        if found := pattern.fullmatch(text):
-            return _change(kind, found.groupdict())
-    return None
+    found = ((kind, pattern.fullmatch(text)) for kind, pattern in _patterns())
+    return next((_change(kind, match.groupdict()) for kind, match in found if match), None)
 
 
 def _change(kind: str, words: dict[str, Any]) -> Change:
@@ -144,8 +142,8 @@ def _says(change: Change, number: int) -> bool:
 
 
 def difference(first: str, second: str, count: int) -> list[str]:
-    """How the second description differs from the first, in so many wordings, five at most; none where it does not,
-    differs in more than three changes, or cannot be told in MiniChange's words."""
+    """The difference of the second description from the first, in so many wordings, five at most; none where there is
+    none, or more than three changes, or one that MiniChange's words cannot tell."""
     before, after = read_description(first), read_description(second)
     changes = changes_between(before, after) if before and after else None
     return references(changes, min(count, WORDS)) if changes else []
@@ -186,7 +184,7 @@ def _without(things: Sequence[Thing], others: Sequence[Thing]) -> list[Any]:
 
 
 def _became(before: Thing, after: Thing) -> Change | None:
-    """What one clause says of the two; None where they differ in more than it can say."""
+    """The change from one thing to the other; None where they differ in more than one clause can say."""
     if before.kind != after.kind:
         return Change("substitution", before=before, after=after)
     differs = [field for field in ("size", "color", "state") if getattr(before, field) != getattr(after, field)]

@@ -58,13 +58,6 @@ def test_what_was_edited_once_is_edited_for_no_entry_again(raw: Path, tmp_path: 
     assert run("made", seed=4) == 2 * SCENES
 
 
-def test_edits_that_were_kept_give_the_same_dataset(raw: Path, tmp_path: Path):
-    augment("made", edits(raw, tmp_path / "kept", edits=3), compute(tmp_path / "runs"))
-    for name, scratch in (("kept", "runs"), ("anew", "else")):
-        augment("made", edits(raw, tmp_path / name), compute(tmp_path / scratch))
-    assert sha256_of_folder(tmp_path / "kept") == sha256_of_folder(tmp_path / "anew")
-
-
 def key(folder: Path, content: str = "weights", **changes: Any) -> str:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(content)

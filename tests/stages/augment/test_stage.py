@@ -320,13 +320,6 @@ def test_a_root_that_is_a_link_or_a_file_is_refused_before_any_work(
     assert not (tmp_path / "runs").exists()
 
 
-def test_where_no_pair_can_be_made_the_reasons_are_told(raw: Path, tmp_path: Path):
-    cfg = entry("neighbours", raw, tmp_path / "made", **(NEIGHBOURS | {"band": (-1, -0.9)}))
-    with pytest.raises(DataError, match=r"augment\.made: no pair could be made of .*raw\n  rejected: 480: too alike"):
-        augment("made", cfg, compute(tmp_path / "runs"))
-    assert not (tmp_path / "made").exists()
-
-
 def test_half_a_character_that_a_writer_says_is_a_question_mark(
     raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
