@@ -10,6 +10,7 @@ import shlex
 import shutil
 import sys
 import types
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,9 @@ class Recorder:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, module: str, **results: Any) -> None:
         self.calls: list[tuple[str, dict[str, Any]]] = []
         fake = types.ModuleType(module)
-        tree = ast.parse((REPOSITORY / (module.replace(".", "/") + ".py")).read_text())
+        file = find_spec(module)
+        assert file is not None, module
+        tree = ast.parse(Path(str(file.origin)).read_text())
         for node in tree.body:
             if isinstance(node, ast.FunctionDef) and node.name in results:
                 setattr(fake, node.name, self.recording(node, results[node.name]))
