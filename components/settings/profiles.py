@@ -199,5 +199,5 @@ def written(source: Path) -> str:
         return text
     head = "".join(itertools.takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True)))
     title = f"# The profile {source.stem}, as `m3diff profile {source.stem}` wrote it; {FIELDS}\n#\n"
-    sections = [yaml.safe_dump({key: value}, sort_keys=False, width=118) for key, value in values.items()]
+    sections = [yaml.safe_dump({key: value}, sort_keys=False, width=100) for key, value in values.items()]
     return title + head + "\n" + "\n".join(sections)
