@@ -146,7 +146,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def _shown(value: Any) -> str:
-    return yaml.safe_dump(value, default_flow_style=True, width=1000).split("\n")[0]
+    return yaml.safe_dump(value, default_flow_style=True, width=1180).split("\n")[0]
 
 
 def _gone(place: str, new: Mapping[str, Any]) -> str | None:
@@ -199,5 +199,5 @@ def written(source: Path) -> str:
         return text
     head = "".join(itertools.takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True)))
     title = f"# The profile {source.stem}, as `m3diff profile {source.stem}` wrote it; {FIELDS}\n#\n"
-    sections = [yaml.safe_dump({key: value}, sort_keys=False, width=100) for key, value in values.items()]
+    sections = [yaml.safe_dump({key: value}, sort_keys=False, width=118) for key, value in values.items()]
     return title + head + "\n" + "\n".join(sections)
