@@ -148,6 +148,8 @@ class Recorder:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, module: str, **results: Any) -> None:
         self.calls: list[tuple[str, dict[str, Any]]] = []
         fake = types.ModuleType(module)
+        if module in sys.modules:  # its constants and types, which the command takes too
+            fake.__dict__.update(vars(sys.modules[module]))
         file = find_spec(module)
         assert file is not None, module
         tree = ast.parse(Path(str(file.origin)).read_text())
