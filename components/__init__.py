@@ -37,7 +37,7 @@ ELSEWHERE = (
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LONGEST = 36
-"""Bytes of a folder for temporary files: Ray's sockets lie 68 deeper, and the path of a socket has 107 at most."""
+"""Bytes of a folder for temporary files: Ray's sockets are 68 deeper, and the path of a socket has 107 at most."""
 
 
 def settle() -> None:

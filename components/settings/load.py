@@ -188,7 +188,7 @@ def _fields(one: Any) -> dict[str, Any]:
 
 
 def _tags(one: Any) -> tuple[Any, ...]:
-    """The values by which a member of a union is told from the others."""
+    """The values by which a member of a union differs from the others."""
     return tuple(tag for key in ("kind", "family") for tag in get_args(_fields(one).get(key)))
 
 

@@ -66,7 +66,7 @@ def blank_inputs(model: Any, tokens: int, supervised: int) -> dict[str, Any]:
 
 
 def parts_of_modules(model: nn.Module, family: Family) -> dict[str, str]:
-    """Module -> part, of every module that lies in one."""
+    """Module -> part, of every module inside one."""
     prefixes = [(prefix, part) for part, prefixes in family.parts.items() for prefix in prefixes]
     names = [name for name, _ in model.named_modules()]
     return {name: part for name in names for prefix, part in prefixes if f"{name}.".startswith(prefix)}

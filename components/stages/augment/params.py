@@ -21,7 +21,7 @@ class Source(Section):
     root: Path
     options: FrozenMap[str, Any] = Field(default_factory=dict, validate_default=True)  # the reader's own
     follow_links: bool = False  # images may be symbolic links that leave the root (a shared DVC cache)
-    splits: tuple[Split, ...] = ("train", "val", "test")  # of which something is made; it stays in its split
+    splits: tuple[Split, ...] = ("train", "val", "test")  # that something is made from; it stays in its split
 
 
 class LocalModel(Section):
@@ -79,7 +79,7 @@ class Remote(Section):
     model: str = Field(min_length=1)
     timeout_s: int = Field(default=60, ge=1)
     max_tokens: int = Field(default=512, ge=1)  # of an answer; one that is cut is not used
-    key_variable: str = "OPENAI_API_KEY"  # the environment variable that holds the key; no key stands in a file
+    key_variable: str = "OPENAI_API_KEY"  # the environment variable that holds the key; no file holds it
 
 
 class Encoder(LocalModel):
@@ -103,7 +103,7 @@ class Made(Section):
     """The fields of every kind of synthetic data."""
 
     source: Source
-    root: Path  # the folder to write; its report stands beside it, with .json behind the name
+    root: Path  # the folder to write; its report is next to it, with .json after the name
     seed: int = Field(ge=0)
 
 
