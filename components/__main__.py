@@ -21,9 +21,9 @@ from m3diff.commands.usage import (
     arg,
     count,
     flag,
+    load_anywhere,
     make_parser,
     not_installed,
-    parameter_file,
     port,
     profiles_folder,
 )
@@ -51,15 +51,6 @@ different recipe. LLaMA-Factory 0.9.5 reads the data but does not support
 LLaVA-OneVision."""
 
 
-def parameters(args: argparse.Namespace) -> Params:
-    return load_params(args.params)
-
-
-def parameters_anywhere(args: argparse.Namespace) -> Params:
-    """The same; outside a checkout the embedded run's."""
-    return load_params(parameter_file(args.params))
-
-
 def described(params: Params) -> "Description":
     """The name and parameters of the training's MLflow run."""
     from m3diff.registry.tracking import Description
@@ -71,21 +62,19 @@ def described(params: Params) -> "Description":
     return Description(cfg.tracking_uri, cfg.experiment, model, shown, params.predict.max_new_tokens)
 
 
-def code(args: argparse.Namespace) -> None:
+def code(params: Params, args: argparse.Namespace) -> None:
     from m3diff.stages.code.stage import code as run
 
-    run(parameters(args))
+    run(params)
 
 
-def pretrain(args: argparse.Namespace) -> None:
-    params = parameters(args)
+def pretrain(params: Params, args: argparse.Namespace) -> None:
     from m3diff.stages.pretrain.stage import pretrain as run
 
     run(params.pretrain, params.paths.base)
 
 
-def synthesize(args: argparse.Namespace) -> None:
-    params = parameters(args)
+def synthesize(params: Params, args: argparse.Namespace) -> None:
     if args.name not in params.synthesize:
         raise ParamsError(f"synthesize: no entry {args.name!r}; {closest(args.name, params.synthesize)}")
     from m3diff.stages.synthesize.stage import synthesize as run
@@ -93,8 +82,7 @@ def synthesize(args: argparse.Namespace) -> None:
     run(args.name, params.ingest.datasets[args.name].reader, params.synthesize[args.name])
 
 
-def augment(args: argparse.Namespace) -> None:
-    params = parameters(args)
+def augment(params: Params, args: argparse.Namespace) -> None:
     if args.name not in params.augment:
         raise ParamsError(f"augment: no entry {args.name!r}; {closest(args.name, params.augment)}")
     check_paths(params, f"augment@{args.name}")
@@ -103,8 +91,7 @@ def augment(args: argparse.Namespace) -> None:
     print("\n".join(told_of_made(run(args.name, params.augment[args.name], params.compute))))
 
 
-def ingest(args: argparse.Namespace) -> None:
-    params = parameters(args)
+def ingest(params: Params, args: argparse.Namespace) -> None:
     datasets = params.ingest.datasets
     if args.name is not None and args.name not in datasets:
         raise ParamsError(f"ingest.datasets: no entry {args.name!r}; {closest(args.name, datasets)}")
@@ -116,8 +103,7 @@ def ingest(args: argparse.Namespace) -> None:
         print(told(run(name, datasets[name], params.compute.image_cache, params.paths.records)))
 
 
-def validate(args: argparse.Namespace) -> None:
-    params = parameters(args)
+def validate(params: Params, args: argparse.Namespace) -> None:
     paths = params.paths
     from m3diff.stages.validate.stage import validate as run
 
@@ -125,8 +111,7 @@ def validate(args: argparse.Namespace) -> None:
     print("\n".join(told_of_clean(report, paths.clean)))
 
 
-def convert(args: argparse.Namespace) -> None:
-    params = parameters(args)
+def convert(params: Params, args: argparse.Namespace) -> None:
     check_paths(params, "convert")
     from m3diff.stages.convert.stage import convert as run
 
@@ -134,8 +119,7 @@ def convert(args: argparse.Namespace) -> None:
     print("\n".join(told_of_samples(report)))
 
 
-def train(args: argparse.Namespace) -> None:
-    params = parameters(args)
+def train(params: Params, args: argparse.Namespace) -> None:
     check_paths(params, "train")
     model, mixture = params.models[params.train.model], params.paths.mixture
     from m3diff.commands.plan.plan import check_memory
@@ -152,15 +136,13 @@ def train(args: argparse.Namespace) -> None:
     run(params.train, model, params.compute, mixture, params.paths.model, follow)
 
 
-def predict(args: argparse.Namespace) -> None:
-    params = parameters(args)
+def predict(params: Params, args: argparse.Namespace) -> None:
     from m3diff.stages.predict.stage import predict as run
 
     run(params.predict, params.compute, params.paths.mixture, params.paths.model, params.paths.predictions)
 
 
-def evaluate(args: argparse.Namespace) -> None:
-    params = parameters(args)
+def evaluate(params: Params, args: argparse.Namespace) -> None:
     check_paths(params, "evaluate")
     if args.model is None and (args.out or args.base):
         raise ParamsError("evaluate: --out and --base need --model VERSION or FOLDER")
@@ -180,15 +162,13 @@ def evaluate(args: argparse.Namespace) -> None:
     completed(described(params), paths.model, paths.report / "metrics.json")
 
 
-def register(args: argparse.Namespace) -> None:
-    params = parameters(args)
+def register(params: Params, args: argparse.Namespace) -> None:
     from m3diff.stages.register.stage import register as run
 
     print(run(params))
 
 
-def promote(args: argparse.Namespace) -> int:
-    params = parameters(args)
+def promote(params: Params, args: argparse.Namespace) -> int:
     from m3diff.commands.rescore import rescore
     from m3diff.registry.promote import promote as run
 
@@ -197,8 +177,7 @@ def promote(args: argparse.Namespace) -> int:
     return GATE_REFUSED if decision.outcome == "refused" else 0
 
 
-def rollback(args: argparse.Namespace) -> None:
-    params = parameters(args)
+def rollback(params: Params, args: argparse.Namespace) -> None:
     from m3diff.registry.promote import rollback as run
 
     print(run(params, args.to, args.why))
@@ -215,8 +194,7 @@ def history(args: argparse.Namespace) -> int:
     return DATA_REFUSED if wrong else 0
 
 
-def models(args: argparse.Namespace) -> None:
-    params = parameters(args)
+def models(params: Params, args: argparse.Namespace) -> None:
     gate = params.promote
     from m3diff.registry.versions import models as run
     from m3diff.registry.versions import table
@@ -229,8 +207,7 @@ def models(args: argparse.Namespace) -> None:
         print(table(found, gate.protocol, scores))
 
 
-def lineage(args: argparse.Namespace) -> int:
-    params = parameters(args)
+def lineage(params: Params, args: argparse.Namespace) -> int:
     from m3diff.registry.restore import lineage as run
     from m3diff.registry.restore import sound
 
@@ -239,8 +216,7 @@ def lineage(args: argparse.Namespace) -> int:
     return 0 if sound(checks) else DATA_REFUSED
 
 
-def restore(args: argparse.Namespace) -> int:
-    params = parameters(args)
+def restore(params: Params, args: argparse.Namespace) -> int:
     from m3diff.registry.restore import restore as run
     from m3diff.registry.restore import sound
 
@@ -250,8 +226,7 @@ def restore(args: argparse.Namespace) -> int:
     return 0 if sound(checks) else DATA_REFUSED
 
 
-def prune(args: argparse.Namespace) -> int:
-    params = parameters(args)
+def prune(params: Params, args: argparse.Namespace) -> int:
     from m3diff.registry.prune import prune as run
 
     made = run(params.register_, args.keep, args.yes and not args.dry_run)
@@ -262,8 +237,7 @@ def prune(args: argparse.Namespace) -> int:
     return USAGE
 
 
-def plan(args: argparse.Namespace) -> None:
-    params = parameters(args)
+def plan(params: Params, args: argparse.Namespace) -> None:
     model = params.models[params.train.model]
     from m3diff.commands.plan.plan import check_fits, make_plan, plan_alignment
     from m3diff.commands.plan.words import alignment_lines, count_words, print_plan, short_run
@@ -285,8 +259,8 @@ def plan(args: argparse.Namespace) -> None:
             check_fits(params.compute, phase, gpu.memory_gb)
 
 
-def compare(args: argparse.Namespace) -> None:
-    paths = parameters(args).paths
+def compare(params: Params, args: argparse.Namespace) -> None:
+    paths = params.paths
     from m3diff.commands.compare import as_text
     from m3diff.commands.compare import compare as run
 
@@ -295,8 +269,7 @@ def compare(args: argparse.Namespace) -> None:
     print(f"\npair by pair: {args.out}")
 
 
-def zero_shot(args: argparse.Namespace) -> None:
-    params = parameters(args)
+def zero_shot(params: Params, args: argparse.Namespace) -> None:
     check_paths(params, "evaluate")
     paths = params.paths
     from m3diff.commands.zero_shot import PROMPT, Request
@@ -315,8 +288,7 @@ def zero_shot(args: argparse.Namespace) -> None:
     print("\n".join(found.lines))
 
 
-def caption(args: argparse.Namespace) -> int:
-    params = parameters_anywhere(args)
+def caption(params: Params, args: argparse.Namespace) -> int:
     from m3diff.registry.model_source import find, load
     from m3diff.serving.caption import caption_pairs, find_pairs
 
@@ -336,8 +308,7 @@ def caption(args: argparse.Namespace) -> int:
     return 0 if sound else DATA_REFUSED
 
 
-def serve(args: argparse.Namespace) -> None:
-    params = parameters_anywhere(args)
+def serve(params: Params, args: argparse.Namespace) -> None:
     from m3diff.serving.server import serve as run
 
     run(
@@ -354,8 +325,7 @@ def serve(args: argparse.Namespace) -> None:
     )
 
 
-def data(args: argparse.Namespace) -> int:
-    params = parameters_anywhere(args)
+def data(params: Params, args: argparse.Namespace) -> int:
     if args.action == "statistics":
         from m3diff.commands.inspect.statistics import write_statistics
 
@@ -394,8 +364,7 @@ def score(args: argparse.Namespace) -> int:
     return 0
 
 
-def export(args: argparse.Namespace) -> None:
-    params = parameters(args)
+def export(params: Params, args: argparse.Namespace) -> None:
     if args.hub:
         export_hub(params, args)
         return
@@ -429,8 +398,7 @@ def export_hub(params: Params, args: argparse.Namespace) -> None:
     print("".join(f"{notice}\n" for notice in run(told, args.out, args.allow_unlicensed)), end="")
 
 
-def export_llava(args: argparse.Namespace) -> None:
-    params = parameters(args)
+def export_llava(params: Params, args: argparse.Namespace) -> None:
     from m3diff.commands.export.llava import export_llava as run
 
     run(licensed(params), params.paths.mixture, args.out, args.lines, args.allow_unlicensed, args.absolute)
@@ -543,6 +511,7 @@ COMMANDS: dict[str, Command] = {
                 ),
             },
         ),
+        load=load_anywhere,
     ),
     "compare": Command(
         compare,
@@ -580,6 +549,7 @@ COMMANDS: dict[str, Command] = {
             flag("--json", "print JSON"),
         ),
         extra="score",
+        load=None,
     ),
     "zero-shot": Command(
         zero_shot,
@@ -655,6 +625,7 @@ COMMANDS: dict[str, Command] = {
             flag("--json", "print one JSON object per line"),
         ),
         extra="serve",
+        load=load_anywhere,
     ),
     "serve": Command(
         serve,
@@ -672,6 +643,7 @@ COMMANDS: dict[str, Command] = {
             arg("--port", type=port, metavar="N", help="default: serve.port"),
         ),
         extra="serve",
+        load=load_anywhere,
     ),
     "export": Command(
         export,
@@ -719,6 +691,7 @@ COMMANDS: dict[str, Command] = {
         "list every decision on the champion: when, who, from, to, why; detects an edited record",
         ("m3diff history", "m3diff history --json"),
         (flag("--json", "print JSON"),),
+        load=None,
     ),
     "models": Command(
         models,
@@ -761,6 +734,7 @@ COMMANDS: dict[str, Command] = {
         "make a profile the parameters of the next run; prints what changes",
         ("m3diff profile one-gpu",),
         (arg("name", help="a file in profiles/, without .yaml"),),
+        load=None,
     ),
     "plan": Command(
         plan,
@@ -795,7 +769,8 @@ def main(argv: list[str] | None = None) -> int:
         if argv is None:
             require_own_code()
         with unchanged():
-            return command.run(args) or 0
+            given = (command.load(args.params),) if command.load else ()
+            return command.run(*given, args) or 0
     except (ParamsError, DeviceError) as error:
         code, words = USAGE, f"m3diff: {error}"
     except DataError as error:

@@ -8,6 +8,7 @@ import pytest
 
 from m3diff.__main__ import COMMANDS, main
 from m3diff.commands import usage
+from m3diff.settings.section import ParamsError
 from tests.toy import REPOSITORY
 
 
@@ -43,7 +44,7 @@ def test_help_lists_every_command_once_in_groups_and_shows_the_examples_of_one(c
 def test_where_a_package_is_not_installed_the_extra_that_brings_it_is_named(
     command, extra, monkeypatch, tmp_path, capsys
 ):
-    def run(args):
+    def run(*given):
         raise ModuleNotFoundError("No module named 'pycocoevalcap'", name="pycocoevalcap.cider")
 
     monkeypatch.setitem(COMMANDS, command, COMMANDS[command]._replace(run=run))
@@ -59,7 +60,7 @@ def test_where_a_package_is_not_installed_the_extra_that_brings_it_is_named(
 
 @pytest.mark.parametrize("name", ["m3diff.no_such", "flows", None])
 def test_a_module_of_the_project_that_is_missing_is_a_fault_of_the_project(name, monkeypatch):
-    def run(args):
+    def run(*given):
         raise ModuleNotFoundError("missing", name=name)
 
     monkeypatch.setitem(COMMANDS, "train", COMMANDS["train"]._replace(run=run))
@@ -68,20 +69,21 @@ def test_a_module_of_the_project_that_is_missing_is_a_fault_of_the_project(name,
 
 
 def test_outside_a_checkout_the_profiles_of_the_wheel_are_taken(tmp_path, monkeypatch, capsys):
-    asked = Path("params.yaml")
+    asked, text = Path("params.yaml"), (REPOSITORY / "profiles" / "embedded.yaml").read_text()
     monkeypatch.chdir(tmp_path)
-    assert usage.parameter_file(asked) == asked, "a checkout's code has none inside"
-    assert usage.profiles_folder() == Path("profiles")
-    assert main(["train"]) == 2
-    assert "`m3diff profile embedded` writes one" in capsys.readouterr().err
+    assert usage.profiles_folder() == Path("profiles"), "a checkout's code has none inside"
+    assert main(["train"]) == main(["serve"]) == 2
+    assert capsys.readouterr().err.count("`m3diff profile embedded` writes one") == 2
     shipped = tmp_path / "installed"
     shipped.mkdir()
-    (shipped / "embedded.yaml").write_bytes((REPOSITORY / "profiles" / "embedded.yaml").read_bytes())
+    (shipped / "embedded.yaml").write_text(text)
     monkeypatch.setattr(usage, "SHIPPED", shipped)
-    assert usage.parameter_file(asked) == shipped / "embedded.yaml"
-    assert usage.parameter_file(Path("other.yaml")) == Path("other.yaml")
+    assert usage.load_anywhere(asked).train.epochs == 2.7
+    with pytest.raises(ParamsError, match=r"other\.yaml: no such file"):
+        usage.load_anywhere(Path("other.yaml"))
     assert main(["profile", "embedded"]) == 0
-    assert asked.read_bytes() == (shipped / "embedded.yaml").read_bytes()
-    assert usage.parameter_file(asked) == asked
+    assert asked.read_text() == text
+    asked.write_text(text.replace("epochs: 2.7", "epochs: 3"))
+    assert usage.load_anywhere(asked).train.epochs == 3
     (tmp_path / "profiles").mkdir()
     assert usage.profiles_folder() == Path("profiles")

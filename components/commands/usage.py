@@ -10,6 +10,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from m3diff.settings.load import load_params
+from m3diff.settings.tree import Params
+
 SHIPPED = Path(__file__).parents[1] / "_profiles"
 """The profiles inside an installed wheel."""
 
@@ -18,21 +21,24 @@ class Command(NamedTuple):
     """A command of `m3diff`.
 
     Attributes:
-        run: takes the parsed arguments; returns the exit code, None for 0.
+        run: takes the parameters, where the command loads any, and the parsed arguments; returns the exit code, None
+            for 0.
         group: its heading in `m3diff --help`.
         examples: as typed in the project's root.
         arguments: rows of `arg`; a list of rows excludes one another; a mapping has sub-commands, each with its help.
         extra: of the package, that has what the command imports.
         notes: printed below the examples.
+        load: reads the parameters that --params names; None where the command needs none.
     """
 
-    run: Callable[[argparse.Namespace], int | None]
+    run: Callable[..., int | None]
     group: str
     help: str
     examples: tuple[str, ...]
     arguments: tuple[Any, ...] = ()
     extra: str = "train"
     notes: str = ""
+    load: Callable[[Path], Params] | None = load_params
 
 
 def arg(*names: str, **options: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
@@ -114,13 +120,9 @@ def profiles_folder() -> Path:
     return here if here.is_dir() or not SHIPPED.is_dir() else SHIPPED
 
 
-def parameter_file(asked: Path) -> Path:
-    """The parameter file of a command that runs outside a checkout too.
-
-    Args:
-        asked: what --params names.
-    Returns:
-        `asked`; of `params.yaml`, where it is not there, the embedded run's profile.
-    """
+def load_anywhere(asked: Path) -> Params:
+    """The parameters of a command that runs outside a checkout too: those of `asked`, or, in place of a `params.yaml`
+    that is not there, the profile of the embedded run inside the wheel."""
     shipped = SHIPPED / "embedded.yaml"
-    return asked if asked != Path("params.yaml") or asked.is_file() or not shipped.is_file() else shipped
+    absent = asked == Path("params.yaml") and not asked.is_file() and shipped.is_file()
+    return load_params(shipped if absent else asked)

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from m3diff import endpoint
-from m3diff.__main__ import DATA_REFUSED, main
+from m3diff.__main__ import COMMANDS, DATA_REFUSED, main
 from m3diff.commands import zero_shot as module
 from m3diff.commands.compare import compare
 from m3diff.commands.zero_shot import PROMPT, Request, Result, ZeroShotReport, caption_of, zero_shot
@@ -259,7 +259,7 @@ def test_answers_without_a_caption_are_an_error_with_its_reason_and_are_asked_fo
     reply, told, server, folders, tmp_path, monkeypatch, capsys
 ):
     replies, server.replies = server.replies, {"pair": [reply]}
-    monkeypatch.setattr("m3diff.__main__.parameters", lambda _: toy_params(tmp_path))
+    monkeypatch.setitem(COMMANDS, "zero-shot", COMMANDS["zero-shot"]._replace(load=lambda _: toy_params(tmp_path)))
     monkeypatch.setattr("m3diff.__main__.check_paths", lambda *_: None)
     typed = ["zero-shot", "--url", server.url, "--model", "a/model", "--key-variable", "A_KEY"]
     assert main(typed) == DATA_REFUSED
