@@ -1,28 +1,29 @@
-"""One dataset's records as samples: which pairs train, which references of them, and what they are asked."""
+"""One dataset's records as samples: which pairs train, which references of them, and what they are asked.
 
+Random numbers depend on the seed and an id alone. Neither other records nor a library's version change them, which the
+hashes of polars and Python do not promise.
+"""
+
+import hashlib
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
 from m3diff.records.schemas import NO_CHANGE, SAMPLE_SCHEMA
 from m3diff.stages.convert.params import Convert, Source
-from m3diff.stages.convert.sampling import (
-    EXTRA_COPY,
-    MAX_PAIRS,
-    NO_CHANGE_KEPT,
-    ORDER,
-    QUESTION,
-    REFERENCE,
-    random_bits,
-    uniform,
-)
 
 COLUMNS = [*SAMPLE_SCHEMA.names, "order"]
 
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+QUESTION, NO_CHANGE_KEPT, EXTRA_COPY, MAX_PAIRS, ORDER, REFERENCE = range(6)
+"""The numbers of an id's key, by the decision that each takes."""
+
 
 class LeftOut(NamedTuple):
-    """What training left out: pairs, and references of the pairs that were sampled."""
+    """Left out of training: pairs, and references of the pairs that were sampled."""
 
     pairs_not_sampled: int
     pairs_without_reference: int
@@ -72,12 +73,12 @@ def _sample_pairs(pairs: pl.DataFrame, source: Source, no_change_share: float) -
 
 
 def _questions(pairs: pl.DataFrame, questions: list[str]) -> pl.Series:
-    """One question a pair: its references can then share a prefix."""
+    """Return one question a pair: its references can then share a prefix."""
     return pl.Series(questions, dtype=pl.String).gather(random_bits(pairs["key"], QUESTION) % len(questions))
 
 
 def _explode(pairs: pl.DataFrame) -> pl.DataFrame:
-    """One row per reference: `reference`, and `number`, its place in the record."""
+    """Return one row per reference: `reference`, and `number`, its place in the record."""
     numbered = pairs.with_columns(number=pl.int_ranges(pl.col("references").list.len().cast(pl.Int64)))
     return numbered.explode("references", "number").rename({"references": "reference"})
 
@@ -107,3 +108,29 @@ def _samples(references: pl.DataFrame) -> pl.DataFrame:
         .with_columns(id=pl.format("{}#{}{}", "id", "number", use), pair="id")
         .select(COLUMNS)
     )
+
+
+def id_keys(seed: int, ids: Iterable[str]) -> pl.Series:
+    """64 bits per id, from blake2b keyed by the seed; UInt64 [ids]."""
+    hasher = hashlib.blake2b(digest_size=8, key=str(seed).encode())
+    digests = []
+    for name in ids:
+        one = hasher.copy()
+        one.update(name.encode())
+        digests.append(one.digest())
+    return pl.Series("key", np.frombuffer(b"".join(digests), dtype="<u8"), dtype=pl.UInt64)
+
+
+def random_bits(keys: pl.Series, number: pl.Series | int) -> pl.Series:
+    """Independent 64 bits per key and number: the finalizer of splitmix64 (Steele et al., OOPSLA 2014)."""
+    step = np.asarray(number, dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        z = keys.to_numpy() + (step + np.uint64(1)) * GOLDEN
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return pl.Series(z ^ (z >> np.uint64(31)), dtype=pl.UInt64)
+
+
+def uniform(bits: pl.Series) -> NDArray[np.float64]:
+    """64 bits as a number in [0, 1)."""
+    return (bits.to_numpy() >> np.uint64(11)).astype(np.float64) / 2.0**53

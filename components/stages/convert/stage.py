@@ -25,10 +25,9 @@ from m3diff.records.files import StageReport
 from m3diff.records.schemas import RECORD_SCHEMA, SAMPLE_SCHEMA, SPLITS
 from m3diff.records.tables import load_table
 from m3diff.settings.section import ParamsError
-from m3diff.stages.convert.mixture import evaluation_samples, training_samples
+from m3diff.stages.convert.mixture import evaluation_samples, id_keys, training_samples
 from m3diff.stages.convert.paper_mixture import PAIRS, SAMPLES, SOURCES, training_counts
 from m3diff.stages.convert.params import Convert, Source
-from m3diff.stages.convert.sampling import id_keys
 from m3diff.stages.ingest.params import DatasetEntry
 
 SHARD_SAMPLES = 100_000
@@ -36,7 +35,7 @@ ROW_GROUP = 16_384
 """Small enough that a reader of one pair unpacks little, large enough to compress well."""
 
 NOTHING_TRAINS = Source(weight=0)
-"""How a dataset enters whose `train_on` is empty, though it has a training split."""
+"""The source of a dataset whose `train_on` is empty, though it has a training split."""
 
 IMAGE = "<image>"
 """The place of an image in a prompt, which a question would give a second one."""
@@ -78,7 +77,12 @@ def convert(cfg: Convert, entries: Mapping[str, DatasetEntry], clean: Path, out:
         DataError: the clean records cannot be used.
         ParamsError: `convert.sources` names no dataset of the run, or a task without questions.
     """
-    records = _load(clean / "records.parquet", entries)
+    path = clean / "records.parquet"
+    records = load_table(path, RECORD_SCHEMA, "validate", ", all are in quarantine.parquet beside it; fix the data")
+    if foreign := set(records["dataset"]) - entries.keys():
+        raise DataError(
+            f"{path}: has records of {', '.join(sorted(foreign))}, not in ingest.datasets; run `m3diff validate` again"
+        )
     names = records["dataset"].unique().sort().to_list()
     questions = _questions_by_dataset(cfg, entries)
     keyed = records.with_row_index("row").with_columns(id_keys(cfg.seed, records["id"]))
@@ -91,6 +95,7 @@ def convert(cfg: Convert, entries: Mapping[str, DatasetEntry], clean: Path, out:
     samples = pl.concat(parts)
     for split in SPLITS:
         _write_shards(samples.filter(pl.col("split") == split), out / split)
+    published = training_counts() if set(SOURCES) == set(names) else {}
     report = ConvertReport(
         stage="convert",
         rows_in=records.height,
@@ -98,34 +103,27 @@ def convert(cfg: Convert, entries: Mapping[str, DatasetEntry], clean: Path, out:
         pairs={split: sum(count.pairs[split] for count in counts.values()) for split in SPLITS},
         samples={split: sum(count.samples[split] for count in counts.values()) for split in SPLITS},
         datasets=counts,
-        published=_published(names),
+        published={name: PublishedCounts(**published[name]) for name in names if published},
     ).write(out / "report.json")
-    print_published(report)
+    if report.published:
+        print_published(report)
     return report
 
 
-def _published(names: list[str]) -> dict[str, PublishedCounts]:
-    """What the papers give, where all of the paper's datasets are here by their names."""
-    return {name: PublishedCounts(**training_counts()[name]) for name in names} if set(SOURCES) == set(names) else {}
-
-
 def print_published(report: ConvertReport) -> None:
-    """Training pairs and samples of each dataset beside the published counts, and the sums beside 145k and 896k."""
-    if not report.published:
-        return
+    """Print training pairs and samples of each dataset next to the published counts, and the sums next to 145k and
+    896k."""
     print(f"{'training':16}{'pairs':>9}{'samples':>10}   {'published: train':>20}{'train and val':>20}")
     for name, given in report.published.items():
         found = report.datasets[name]
-        told = [
-            f"{pairs:,} / {f'{samples:,}' if samples else '?'}" for pairs, samples in (given.train, given.train_val)
-        ]
-        print(f"{name:16}{found.pairs['train']:9,}{found.samples['train']:10,}   {told[0]:>20}{told[1]:>20}")
+        counts = [f"{pairs:,} / {f'{some:,}' if some else '?'}" for pairs, some in (given.train, given.train_val)]
+        print(f"{name:16}{found.pairs['train']:9,}{found.samples['train']:10,}   {counts[0]:>20}{counts[1]:>20}")
     paper = f"{PAIRS // 1000}k / {SAMPLES // 1000}k"
     print(f"{'all':16}{report.pairs['train']:9,}{report.samples['train']:10,}   {paper:>20}")
 
 
 def load_questions(path: Path) -> dict[str, list[str]]:
-    """Questions by task.
+    """Return the questions by task.
 
     Raises:
         ParamsError: the file is missing, no YAML, or not lists of questions by task, or a question has the mark of an
@@ -143,16 +141,6 @@ def load_questions(path: Path) -> dict[str, list[str]]:
                     "prompt; write it without: both images come before the question by themselves"
                 )
     return questions
-
-
-def _load(path: Path, entries: Mapping[str, DatasetEntry]) -> pl.DataFrame:
-    why = ", all are in quarantine.parquet beside it; fix the data"
-    records = load_table(path, RECORD_SCHEMA, "validate", why)
-    if foreign := set(records["dataset"]) - entries.keys():
-        raise DataError(
-            f"{path}: has records of {', '.join(sorted(foreign))}, not in ingest.datasets; run `m3diff validate` again"
-        )
-    return records
 
 
 def _questions_by_dataset(cfg: Convert, entries: Mapping[str, DatasetEntry]) -> dict[str, list[str]]:
@@ -178,13 +166,10 @@ def _convert_one(
     trains = pl.col("split") == "train"
     training, left_out = training_samples(pairs.filter(trains), questions, source, cfg)
     samples = pl.concat([training, evaluation_samples(pairs.filter(~trains), questions)])
-    by_split = {
-        row[0]: row[1:] for row in samples.group_by("split").agg(pl.len(), pl.col("pair").n_unique()).iter_rows()
-    }
-    counted = {split: by_split.get(split, (0, 0)) for split in SPLITS}
+    by_split = {split: samples.filter(pl.col("split") == split)["pair"] for split in SPLITS}
     return samples, ConvertCounts(
-        pairs={split: pair_count for split, (_, pair_count) in counted.items()},
-        samples={split: sample_count for split, (sample_count, _) in counted.items()},
+        pairs={split: pairs.n_unique() for split, pairs in by_split.items()},
+        samples={split: pairs.len() for split, pairs in by_split.items()},
         left_out=left_out._asdict(),
     )
 

@@ -1,4 +1,4 @@
-"""What a run has captioned so far, on disk: a run that was killed goes on with what is missing."""
+"""The captions of a run so far, on disk: a run that was killed goes on with what is missing."""
 
 import base64
 import fcntl
@@ -16,7 +16,7 @@ Key = tuple[str, str]
 
 
 class Answer(NamedTuple):
-    """What the model says of a pair, and where it looks: [rows, columns] float16, where asked for."""
+    """The model's caption of a pair, and where it looks: [rows, columns] float16, where asked for."""
 
     caption: str
     saliency: np.ndarray | None
@@ -54,14 +54,19 @@ class Journal:
         self.file.close()
 
     def _read(self, data: bytes) -> int:
-        """Take the answers of whole lines; the length of these. What follows a line that is torn was never finished."""
+        """Take the answers of whole lines; return the length of these. What follows a torn line was never finished."""
         whole = 0
         for line in data.splitlines(keepends=True):
             try:
-                key, answer = _parsed(line)
+                if not line.endswith(b"\n"):
+                    break
+                row = json.loads(line)
+                saliency = None
+                if "saliency" in row:
+                    saliency = np.frombuffer(base64.b64decode(row["saliency"]), np.float16).reshape(row["shape"])
+                self.answers[row["set"], row["pair"]] = Answer(row["caption"], saliency)
             except ValueError:
                 break
-            self.answers[key] = answer
             whole += len(line)
         return whole
 
@@ -70,28 +75,13 @@ class Journal:
         for key, answer in answers:
             if key not in self.answers:
                 self.answers[key] = answer
-                self.file.write(_line(key, answer))
+                row: dict[str, Any] = {"set": key[0], "pair": key[1], "caption": answer.caption}
+                if answer.saliency is not None:
+                    row["shape"] = answer.saliency.shape
+                    row["saliency"] = base64.b64encode(answer.saliency.tobytes()).decode()
+                self.file.write(json.dumps(row).encode() + b"\n")
         self.file.flush()
         os.fsync(self.file.fileno())
 
     def delete(self) -> None:
         self.path.unlink()
-
-
-def _line(key: Key, answer: Answer) -> bytes:
-    row: dict[str, Any] = {"set": key[0], "pair": key[1], "caption": answer.caption}
-    if answer.saliency is not None:
-        row["shape"] = answer.saliency.shape
-        row["saliency"] = base64.b64encode(answer.saliency.tobytes()).decode()
-    return json.dumps(row).encode() + b"\n"
-
-
-def _parsed(line: bytes) -> tuple[Key, Answer]:
-    """Raises ValueError where the line is torn."""
-    if not line.endswith(b"\n"):
-        raise ValueError("no end of line")
-    row = json.loads(line)
-    found = None
-    if "saliency" in row:
-        found = np.frombuffer(base64.b64decode(row["saliency"]), np.float16).reshape(row["shape"])
-    return (row["set"], row["pair"]), Answer(row["caption"], found)

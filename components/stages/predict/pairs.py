@@ -25,8 +25,7 @@ class PairSample(NamedTuple):
     question: str
 
 
-COLUMNS = ["pair", "before", "after", "before_sha256", "after_sha256", "question"]
-"""Columns of the samples, in the order of `PairSample`."""
+COLUMNS = ["pair", *PairSample._fields[1:]]
 
 
 def read_test_pairs(mixture: Path) -> list[PairSample]:
@@ -53,32 +52,26 @@ def shuffle_after(pairs: list[PairSample]) -> list[PairSample]:
     return [a._replace(after=b.after, after_sha256=b.after_sha256) for a, b in zip(pairs, others, strict=True)]
 
 
-def control_pairs(pairs: list[PairSample], count: int = CONTROL_PAIRS) -> list[PairSample]:
-    """`count` pairs with another's image after (all where there are fewer), in the order of the pairs.
+def sampled(pairs: list[PairSample], count: int = CONTROL_PAIRS) -> list[int]:
+    """Return the numbers of `count` pairs (all where there are fewer), by a seed, in order. A smaller count is part of
+    a larger one."""
+    return sorted(np.random.default_rng(CONTROL_SEED).permutation(len(pairs))[:count])
 
-    They and their partners come from the whole list, by a seed; a smaller count is a part of a larger one.
-    """
+
+def control_pairs(pairs: list[PairSample], count: int = CONTROL_PAIRS) -> list[PairSample]:
+    """Return sampled pairs with another's image after; the partners come from the whole list."""
     shuffled = shuffle_after(pairs)
-    return [shuffled[number] for number in _sample(len(pairs), count)]
+    return [shuffled[number] for number in sampled(pairs, count)]
 
 
 def reversed_pairs(pairs: list[PairSample], count: int = CONTROL_PAIRS) -> list[PairSample]:
-    """The pairs of `control_pairs`, each with its own two images swapped: after first, before second."""
-    return [_swapped(pairs[number]) for number in _sample(len(pairs), count)]
-
-
-def _swapped(pair: PairSample) -> PairSample:
-    return pair._replace(
-        before=pair.after,
-        after=pair.before,
-        before_sha256=pair.after_sha256,
-        after_sha256=pair.before_sha256,
-    )
-
-
-def _sample(pairs: int, count: int) -> list[int]:
-    """Numbers of `count` of the pairs, in order."""
-    return sorted(np.random.default_rng(CONTROL_SEED).permutation(pairs)[:count])
+    """Return the pairs of `control_pairs`, each with its own two images swapped: after first, before second."""
+    return [
+        pair._replace(
+            before=pair.after, after=pair.before, before_sha256=pair.after_sha256, after_sha256=pair.before_sha256
+        )
+        for pair in (pairs[number] for number in sampled(pairs, count))
+    ]
 
 
 def batches(pairs: Sequence[PairSample], size: int) -> list[list[PairSample]]:

@@ -1,21 +1,21 @@
-"""Where captions are made: in this process, or in Ray workers with a GPU each (`compute.gpu`, `compute.workers`).
+"""Captions are made in this process, or in Ray workers with a GPU each (`compute.gpu`, `compute.workers`).
 
-Each worker loads the checkpoint and takes its part of the batches. What a worker that dies has not answered is dealt
-to the others. Threads read, check and resize the images of the next batches while the model computes.
+Each worker loads the checkpoint and takes its part of the batches. The batches that a dead worker has not answered
+are dealt to the others. Threads read, check and resize the images of the next batches while the model computes.
 """
 
 import json
 import textwrap
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from m3diff.cluster import start_ray
+from m3diff.cluster import have_and_need, per_worker, start_ray
 from m3diff.models.device import Device, DeviceError, environment
+from m3diff.records.ahead import ahead
 from m3diff.records.errors import DataError
 from m3diff.settings.compute import Compute
 from m3diff.settings.section import ParamsError
@@ -47,7 +47,7 @@ Answered = tuple[int, list[Answer]]
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker is sent."""
+    """The work that a worker is sent."""
 
     checkpoint: Path
     max_new_tokens: int
@@ -55,7 +55,7 @@ class Job:
 
 
 def caption(job: Job, batches: Sequence[Batch]) -> Iterator[Answered]:
-    """The answers of all batches, in any order.
+    """Return the answers of all batches: in their order, or as they come from Ray's workers.
 
     Raises:
         DataError: the checkpoint is incomplete; an image is unreadable or not the one that ingest saw.
@@ -69,25 +69,27 @@ def caption(job: Job, batches: Sequence[Batch]) -> Iterator[Answered]:
 
 
 def caption_here(job: Job, batches: Sequence[Batch]) -> Iterator[Answered]:
-    """The answers of the batches, in their order, from one model in this process."""
+    """Yield the answers of the batches, in their order, from one model in this process."""
     yield from answers_of(load(job), batches, job.compute.cpus_per_worker)
 
 
 def answers_of(captioner: "Captioner", batches: Sequence[Batch], threads: int) -> Iterator[Answered]:
-    """The answers of the batches, in their order."""
-    for batch, images in images_ahead(batches, captioner.processor, threads):
+    """Yield the answers of the batches, in their order."""
+    for batch, images in zip(batches, images_ahead(batches, captioner.processor, threads), strict=True):
         captions, maps = captioner.answer(images, batch.pairs[0].question, batch.saliency)
         shown = [None] * len(captions) if maps is None else maps
         yield batch.number, [Answer(*answer) for answer in zip(captions, shown, strict=True)]
 
 
 def load(job: Job) -> "Captioner":
-    """The model with fused kernels, in the precision that it was trained in."""
+    """Return the model with fused kernels, in the precision that it was trained in."""
     from m3diff.models.checkpoint import CheckpointError
     from m3diff.models.generation import load_captioner
 
+    config = job.checkpoint / "config.json"
     try:
-        device = Device(job.compute.gpu, "bf16" if _dtype(job.checkpoint) == "bfloat16" else "fp32")
+        dtype = json.loads(config.read_text(encoding="utf-8")).get("dtype") if config.is_file() else None
+        device = Device(job.compute.gpu, "bf16" if dtype == "bfloat16" else "fp32")
         captioner = load_captioner(job.checkpoint, job.max_new_tokens, device)
     except CheckpointError as error:
         raise DataError(str(error)) from error
@@ -95,44 +97,26 @@ def load(job: Job) -> "Captioner":
     return captioner
 
 
-def _dtype(checkpoint: Path) -> str | None:
-    """What the checkpoint's weights are of, as its configuration has it; None where it has none."""
-    config = checkpoint / "config.json"
-    return json.loads(config.read_text(encoding="utf-8")).get("dtype") if config.is_file() else None
-
-
-def images_ahead(
-    batches: Iterable[Batch], processor: "PairProcessor", threads: int
-) -> Iterator[tuple[Batch, list["np.ndarray"]]]:
-    """Each batch with its images as the processor prepares them, before, after, before, after, ...; those of the next
+def images_ahead(batches: Sequence[Batch], processor: "PairProcessor", threads: int) -> Iterator[list["np.ndarray"]]:
+    """Yield each batch's images as the processor prepares them, before, after, before, after, ...; those of the next
     AHEAD batches are on the way."""
-    pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="images")
-    waiting: deque[tuple[Batch, list[Any]]] = deque()
-    try:
-        for batch in batches:
-            files = [file for pair in batch.pairs for file in _files(pair)]
-            waiting.append((batch, [pool.submit(_prepared, *file, processor) for file in files]))
-            if len(waiting) > AHEAD:
-                first, images = waiting.popleft()
-                yield first, [image.result() for image in images]
-        while waiting:
-            first, images = waiting.popleft()
-            yield first, [image.result() for image in images]
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _files(pair: PairSample) -> list[tuple[str, bytes | None]]:
-    return [(pair.before, pair.before_sha256), (pair.after, pair.after_sha256)]
-
-
-def _prepared(path: str, sha256: bytes | None, processor: "PairProcessor") -> "np.ndarray":
     from m3diff.images.open import load_image
 
+    def prepared(path: str, sha256: bytes | None) -> "np.ndarray":
+        try:
+            return processor.prepare_image(load_image(path, sha256))
+        except ValueError as error:
+            raise DataError(str(error)) from error
+
+    def submit(batch: Batch) -> list[Future["np.ndarray"]]:
+        files = [((pair.before, pair.before_sha256), (pair.after, pair.after_sha256)) for pair in batch.pairs]
+        return [pool.submit(prepared, *file) for both in files for file in both]
+
+    pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="images")
     try:
-        return processor.prepare_image(load_image(path, sha256))
-    except ValueError as error:
-        raise DataError(str(error)) from error
+        yield from ahead(submit, batches, AHEAD)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 class Worker:
@@ -146,6 +130,7 @@ class Worker:
         """Answers once Ray has placed the worker."""
 
     def caption(self, batches: list[Batch]) -> Iterator[Answered]:
+        """Yield the answers of the batches; the model is loaded with the first."""
         import torch
 
         threads = self.job.compute.cpus_per_worker
@@ -164,7 +149,7 @@ class Part:
 
 
 def caption_on_ray(job: Job, batches: Sequence[Batch]) -> Iterator[Answered]:
-    """The answers as they come from `compute.workers` workers, to which the batches are dealt by turns."""
+    """Yield the answers as they come from `compute.workers` workers, to which the batches are dealt by turns."""
     import ray
 
     own = not ray.is_initialized()
@@ -188,7 +173,7 @@ def caption_on_ray(job: Job, batches: Sequence[Batch]) -> Iterator[Answered]:
 
 @contextmanager
 def _room(job: Job, count: int) -> Iterator[Callable[[int], list[Any]]]:
-    """CPUs and GPUs of the cluster for this many workers; gives what starts up to as many in them.
+    """Reserve CPUs and GPUs of the cluster for this many workers; give a function that starts up to as many in them.
 
     Raises ParamsError where Ray has no room. That its processes are slow to start is no lack of room.
     """
@@ -196,13 +181,10 @@ def _room(job: Job, count: int) -> Iterator[Callable[[int], list[Any]]]:
     from ray.util import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    compute = job.compute
-    needs: dict[str, float] = {"CPU": compute.cpus_per_worker}
-    if compute.gpu:
-        needs["GPU"] = 1
-    group = placement_group([needs] * count)
+    compute, needs = job.compute, per_worker(job.compute)
+    group = placement_group([dict[str, float](needs)] * count)
     remote = ray.remote(
-        num_cpus=compute.cpus_per_worker,
+        num_cpus=needs["CPU"],
         num_gpus=needs.get("GPU", 0),
         runtime_env={"env_vars": environment(compute.gpu)},
         scheduling_strategy=PlacementGroupSchedulingStrategy(group),
@@ -221,11 +203,9 @@ def _room(job: Job, count: int) -> Iterator[Callable[[int], list[Any]]]:
 
     try:
         if not group.wait(ROOM_S):
-            has = {name: ray.cluster_resources().get(name, 0) for name in ("CPU", "GPU")}
             raise ParamsError(
-                f"compute.workers: {count} workers are asked for with {compute.cpus_per_worker} CPUs"
-                f"{' and a GPU' if compute.gpu else ''} each, but Ray had no room for them within {ROOM_S} s; it has "
-                f"{has['CPU']:g} CPUs and {has['GPU']:g} GPUs; lower compute.workers or compute.cpus_per_worker"
+                f"compute.workers: Ray had no room for {count} workers within {ROOM_S} s: {have_and_need(compute)}; "
+                "lower compute.workers or compute.cpus_per_worker"
             )
         yield start
     finally:
@@ -233,8 +213,8 @@ def _room(job: Job, count: int) -> Iterator[Callable[[int], list[Any]]]:
 
 
 def _as_they_come(job: Job, batches: Sequence[Batch]) -> Iterator[Answered]:
-    """What the workers answer, whichever is first. What one that dies has not answered goes to the others, or to new
-    ones where none is left."""
+    """Yield the workers' answers, whichever is first. The batches that a dead worker has not answered go to the others,
+    or to new ones where none is left."""
     import ray
 
     count = min(job.compute.workers, len(batches))
@@ -256,7 +236,12 @@ def _as_they_come(job: Job, batches: Sequence[Batch]) -> Iterator[Answered]:
                 left = [batch for lost in parts if lost.worker is part.worker for batch in lost.left.values()]
                 parts = [other for other in parts if other.worker is not part.worker]
                 workers.remove(part.worker)
-                _say_death(error, len(left), len(workers), deaths, job.compute.max_failures)
+                others = f"{len(workers)} other worker(s)" if workers else "new workers"
+                print(
+                    f"predict: a worker died ({textwrap.shorten(str(error), 160)}); its {len(left)} unanswered batches "
+                    f"go to {others} (failure {deaths} of {job.compute.max_failures} that compute.max_failures allows)",
+                    flush=True,
+                )
                 workers = workers or start(min(count, len(left)))
                 parts += _deal(workers, left)
             else:
@@ -265,20 +250,10 @@ def _as_they_come(job: Job, batches: Sequence[Batch]) -> Iterator[Answered]:
 
 
 def _deal(workers: Sequence[Any], batches: Sequence[Batch]) -> list[Part]:
-    """The batches among the workers by turns; nothing for those that are more than the batches."""
+    """Deal the batches to the workers by turns; nothing to workers beyond the number of batches."""
     dealt = [(worker, batches[rank :: len(workers)]) for rank, worker in enumerate(workers)]
     return [
         Part(worker, worker.caption.remote(part), {batch.number: batch for batch in part})
         for worker, part in dealt
         if part
     ]
-
-
-def _say_death(error: Exception, batches: int, others: int, deaths: int, allowed: int) -> None:
-    reason = textwrap.shorten(str(error), 160)
-    print(
-        f"predict: a worker died ({reason}); its {batches} unanswered batches go to "
-        f"{f'{others} other worker(s)' if others else 'new workers'} (failure {deaths} of {allowed} that "
-        "compute.max_failures allows)",
-        flush=True,
-    )

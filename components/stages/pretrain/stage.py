@@ -8,7 +8,6 @@ says what a base learns, never a difference. Deterministic; run: `make base`, `m
 import csv
 import io
 import json
-import math
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -26,9 +25,9 @@ from m3diff.datasets.minichange.render import render
 from m3diff.datasets.minichange.scene import Level, Scene
 from m3diff.records.files import write_atomic
 from m3diff.records.progress import progress
-from m3diff.stages.pretrain.architecture import Architecture, architecture_of
+from m3diff.stages.pretrain.bases import Architecture, architecture_of
 from m3diff.stages.pretrain.curriculum import Task, curriculum
-from m3diff.stages.pretrain.muon import Muon
+from m3diff.stages.pretrain.optimizer import Optimizer
 from m3diff.stages.pretrain.params import Pretrain
 from m3diff.stages.pretrain.segmentation import Segmentation
 
@@ -65,17 +64,17 @@ class Bank:
 
     @property
     def kept(self) -> int:
-        """How many scenes train."""
+        """Return how many scenes train."""
         return len(self.scenes) - self.held_out
 
     def sample(self, rng: np.random.Generator, turn: int, count: int) -> np.ndarray:
-        """Numbers of `count` scenes that train, all of the level whose turn it is."""
+        """Return numbers of `count` scenes that train, all of the level whose turn it is."""
         every = len(self.levels)
         level = turn % every
         return level + every * rng.choice(len(range(level, self.kept, every)), count, replace=False)
 
     def held_out_of(self, level: Level) -> np.ndarray:
-        """Numbers of the scenes of a level that do not train."""
+        """Return numbers of the scenes of a level that do not train."""
         numbers = np.arange(self.kept, len(self.scenes))
         return numbers[numbers % len(self.levels) == self.levels.index(level)]
 
@@ -168,7 +167,7 @@ def _learn(of: Architecture, model: torch.nn.Module, bank: Bank, cfg: Pretrain) 
 def _run(
     name: str,
     steps: int,
-    optimizer: "Optimizer",
+    optimizer: Optimizer,
     log: Log,
     work: Callable[[int], tuple[str, Tensor, int]],
     right: Callable[[Level], float],
@@ -186,47 +185,6 @@ def _run(
 def task_of(step: int, first_task_steps: int, tasks: tuple[Task, ...]) -> Task:
     """The task of a step, counted from 1."""
     return tasks[step % len(tasks) if step > first_task_steps else 0]
-
-
-class Optimizer:
-    """Muon for the matrices and AdamW for the rest, with warm-up, a plateau and cosine to the end. From nothing, Muon
-    gets as far in half the steps (see LOG.md)."""
-
-    def __init__(self, model: torch.nn.Module, cfg: Pretrain, steps: int) -> None:
-        self.model = model
-        matrices, rest = _split_parameters(model)
-        decay, shape = cfg.weight_decay, partial(plateau, cfg.warmup_steps, steps)
-        muon = Muon(matrices, lr=cfg.lr_matrices, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
-        adamw = torch.optim.AdamW(rest, lr=cfg.lr, betas=(0.9, 0.98), weight_decay=decay)
-        self.optimizers = (muon, adamw)
-        self.schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, shape) for optimizer in self.optimizers]
-
-    def __call__(self, loss: Tensor) -> float:
-        """Take one step; the loss as a number."""
-        self.model.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        for optimizer, schedule in zip(self.optimizers, self.schedules, strict=True):
-            optimizer.step()
-            schedule.step()
-        return float(loss.detach())
-
-
-def _split_parameters(model: torch.nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-    """The matrices of linear layers; and embeddings, convolutions, norms and biases. In the order of the model."""
-    matrices: list[Tensor] = []
-    rest: list[Tensor] = []
-    for name, p in model.named_parameters():
-        (matrices if p.ndim == 2 and "embed" not in name else rest).append(p)
-    return matrices, rest
-
-
-def plateau(warmup: int, steps: int, step: int) -> float:
-    """Factor of the learning rate: up to 1, there for half the run, then down a cosine to 0.01."""
-    if step < warmup:
-        return (step + 1) / warmup
-    done = max(0.0, 2 * step / steps - 1)
-    return 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
 
 
 def _loss(

@@ -83,8 +83,7 @@ def test_images_come_with_their_batch_in_the_order_of_its_pairs(mixture: Path, c
     processor = load_captioner(checkpoint).processor
     asked = in_batches(mixture, size=2)
     found = list(images_ahead(asked, processor, threads=3))
-    assert [batch for batch, _ in found] == asked
-    for batch, images in found:
+    for batch, images in zip(asked, found, strict=True):
         paths = [path for pair in batch.pairs for path in (pair.before, pair.after)]
         for path, image in zip(paths, images, strict=True):
             np.testing.assert_array_equal(image, processor.prepare_image(load_image(path)))
@@ -207,7 +206,7 @@ def test_workers_that_find_no_room_are_refused_with_what_ray_has(
     cluster: None, checkpoint: Path, mixture: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(workers, "ROOM_S", 2)
-    with pytest.raises(ParamsError, match=r"2 workers .* 1 CPUs and a GPU each, .* no room .* 4 CPUs and 0 GPUs"):
+    with pytest.raises(ParamsError, match="no room for 2 workers .*: a worker needs 1 CPU, 1 GPU; .* has 4 CPU, 0 GPU"):
         list(caption_on_ray(job(checkpoint, workers=2, gpu=True), in_batches(mixture)))
 
 

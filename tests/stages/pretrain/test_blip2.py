@@ -23,9 +23,8 @@ from m3diff.datasets.minichange.render import render
 from m3diff.models import FAMILIES
 from m3diff.settings.load import load_params
 from m3diff.settings.section import ParamsError
-from m3diff.stages.pretrain import blip2, stage
-from m3diff.stages.pretrain.architecture import architecture_of
-from m3diff.stages.pretrain.blip2 import Blip2Base, resize_patches, take_vision_encoder
+from m3diff.stages.pretrain import bases, stage
+from m3diff.stages.pretrain.bases import Blip2Base, architecture_of, resize_patches, take_vision_encoder
 from m3diff.stages.pretrain.curriculum import DESCRIBE, QUESTIONS, curriculum
 from m3diff.stages.pretrain.params import Blip2, Pretrain
 from m3diff.stages.pretrain.stage import pretrain
@@ -130,7 +129,7 @@ def test_only_what_names_something_is_asked(base: Blip2Base) -> None:
     """Every task's question is either BLIP-2's own, captioning, or follows the start token."""
     rng = np.random.default_rng(0)
     scenes = [LEVELS["grid"].sample_scene(rng) for _ in range(2)]
-    told = {task.name: task.ask(rng, scenes[: task.images])[0] in blip2.CAPTION for task in curriculum(("grid",))}
+    told = {task.name: task.ask(rng, scenes[: task.images])[0] in bases.CAPTION for task in curriculum(("grid",))}
     assert told == {
         "image": True,
         "two images": True,

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.optim import _muon as theirs
 
-from m3diff.stages.pretrain import muon
-from m3diff.stages.pretrain.muon import Muon, orthogonalised
+from m3diff.stages.pretrain import optimizer as muon
+from m3diff.stages.pretrain.optimizer import Muon, orthogonalised
 
 COEFFICIENTS = (3.4445, -4.775, 2.0315)
 

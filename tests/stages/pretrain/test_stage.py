@@ -25,11 +25,11 @@ from m3diff.datasets.minichange.levels import LEVELS
 from m3diff.datasets.minichange.render import render
 from m3diff.models import FAMILIES
 from m3diff.models.processing import M3DiffProcessor
-from m3diff.stages.pretrain import llava_onevision, stage
+from m3diff.stages.pretrain import bases, optimizer, stage
+from m3diff.stages.pretrain.bases import LlavaOneVision, llava_config, make_processor, train_tokenizer
 from m3diff.stages.pretrain.curriculum import QUESTIONS, curriculum
-from m3diff.stages.pretrain.llava_onevision import LlavaOneVision, make_config, make_processor, train_tokenizer
 from m3diff.stages.pretrain.params import Pretrain
-from m3diff.stages.pretrain.stage import Bank, Log, plateau, pretrain, task_of
+from m3diff.stages.pretrain.stage import Bank, Log, pretrain, task_of
 from tests.tiny import pair_inputs
 
 CURRICULUM = curriculum(("grid",))
@@ -60,7 +60,7 @@ def processor() -> M3DiffProcessor:
     tokenizer = FAMILIES["m3diff"].load_processor(Path("data/00_base")).tokenizer
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            llava_onevision,
+            bases,
             "train_tokenizer",
             lambda seed, levels: tokenizer if (seed, levels) == (CFG.seed, ("grid",)) else None,
         )
@@ -82,7 +82,7 @@ def made(processor, tmp_path_factory) -> Path:
     """Two runs of the same recipe: `a` and `b`."""
     folder = tmp_path_factory.mktemp("base")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llava_onevision, "make_processor", lambda cfg: processor)
+        patch.setattr(bases, "make_processor", lambda cfg: processor)
         patch.setattr(stage, "LOG_EVERY", 6)
         for name in "ab":
             pretrain(CFG, folder / name)
@@ -171,7 +171,7 @@ def test_the_embedded_base_was_made_by_the_recipe_of_params():
 def test_the_embedded_base_has_the_configuration_that_its_recipe_makes():
     recipe = Pretrain.model_validate_json(Path("data/00_base/recipe.json").read_text())
     own = FAMILIES["m3diff"].load_processor(Path("data/00_base"))
-    made = make_config(recipe, own).to_dict()
+    made = llava_config(recipe, own).to_dict()
     given = json.loads(Path("data/00_base/config.json").read_text())
     for part in ("vision_config", "text_config"):
         assert {key: made[part][key] for key in given[part] if key in made[part] and key != "dtype"} == {
@@ -277,12 +277,12 @@ def test_the_first_task_comes_alone_then_all_in_turn():
 
 
 def test_the_learning_rate_rises_stays_for_half_the_run_and_falls_to_a_hundredth():
-    rates = [plateau(4, 100, step) for step in range(100)]
+    rates = [optimizer.plateau(4, 100, step) for step in range(100)]
     assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert rates[4:51] == [1.0] * 47
     assert rates[75] == pytest.approx(0.505)
     assert all(rates[n + 1] < rates[n] for n in range(50, 99))
-    assert plateau(4, 100, 100) == plateau(4, 100, 130) == pytest.approx(0.01)
+    assert optimizer.plateau(4, 100, 100) == optimizer.plateau(4, 100, 130) == pytest.approx(0.01)
 
 
 class Small(torch.nn.Module):
@@ -297,18 +297,10 @@ class Small(torch.nn.Module):
         return (self.norm(self.linear(self.embed_tokens.weight)) ** 3).sum() + self.patch.weight.sum()
 
 
-def test_matrices_of_linear_layers_are_muon_s_and_the_rest_is_adamw_s():
-    model = Small()
-    matrices, rest = stage._split_parameters(model)
-    assert [id(p) for p in matrices] == [id(model.linear.weight)]
-    others = (model.embed_tokens.weight, model.patch.weight, model.patch.bias, model.linear.bias)
-    assert [id(p) for p in rest] == [id(p) for p in (*others, model.norm.weight, model.norm.bias)]
-
-
 def test_a_step_clips_the_gradient_at_1_and_follows_the_schedule(monkeypatch):
     seen: list[tuple[float, float, float]] = []
     optimizers: dict[str, torch.optim.Optimizer] = {}
-    for place, kind in ((stage, stage.Muon), (torch.optim, torch.optim.AdamW)):
+    for place, kind in ((optimizer, optimizer.Muon), (torch.optim, torch.optim.AdamW)):
 
         class Spy(kind):  # type: ignore[misc, valid-type]
             kind_name = kind.__name__
@@ -320,7 +312,11 @@ def test_a_step_clips_the_gradient_at_1_and_follows_the_schedule(monkeypatch):
         monkeypatch.setattr(place, kind.__name__, Spy)
     torch.manual_seed(0)
     model = Small()
-    step_with = stage.Optimizer(model, CFG, CFG.steps)
+    step_with = optimizer.Optimizer(model, CFG, CFG.steps)
+    others = (model.embed_tokens.weight, model.patch.weight, model.patch.bias, model.linear.bias)
+    rest = (*others, model.norm.weight, model.norm.bias)
+    for kind, parameters in (("Muon", (model.linear.weight,)), ("AdamW", rest)):
+        assert [id(p) for p in optimizers[kind].param_groups[0]["params"]] == [id(p) for p in parameters]
     assert [group["betas"] for group in optimizers["AdamW"].param_groups] == [(0.9, 0.98)]
     assert optimizers["Muon"].param_groups[0]["adjust_lr_fn"] == "match_rms_adamw"
     assert all(each.param_groups[0]["weight_decay"] == 0.05 for each in optimizers.values())
@@ -335,7 +331,7 @@ def test_a_step_clips_the_gradient_at_1_and_follows_the_schedule(monkeypatch):
         moved = [not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)]
         assert sum(moved) >= len(moved) - 1  # the convolution's bias is in no loss
     assert [rates[:2] for rates in seen] == [
-        pytest.approx((0.01 * plateau(3, 24, n), 0.01 * plateau(3, 24, n))) for n in range(5)
+        pytest.approx((0.01 * optimizer.plateau(3, 24, n), 0.01 * optimizer.plateau(3, 24, n))) for n in range(5)
     ]
     assert [norm for *_, norm in seen] == pytest.approx([1.0] * 5, rel=1e-3)
 
@@ -343,7 +339,7 @@ def test_a_step_clips_the_gradient_at_1_and_follows_the_schedule(monkeypatch):
 def test_gradients_do_not_add_up_over_steps():
     torch.manual_seed(0)
     model = Small()
-    step_with = stage.Optimizer(model, CFG, CFG.steps)
+    step_with = optimizer.Optimizer(model, CFG, CFG.steps)
     for _ in range(2):
         step_with(1e-4 * model.patch.weight.sum())
     assert torch.allclose(model.patch.weight.grad, torch.full_like(model.patch.weight, 1e-4))
@@ -452,7 +448,7 @@ def test_an_encoder_learns_to_segment_and_is_frozen_while_the_first_task_comes_a
             seen.append(encoder)
             weights.append((0, state()))
 
-    monkeypatch.setattr(llava_onevision, "make_processor", lambda cfg: processor)
+    monkeypatch.setattr(bases, "make_processor", lambda cfg: processor)
     monkeypatch.setattr(stage, "task_of", task_of)
     monkeypatch.setattr(stage, "Segmentation", Spy)
     monkeypatch.setattr(stage, "LOG_EVERY", 20)
@@ -472,7 +468,7 @@ def test_an_encoder_learns_to_segment_and_is_frozen_while_the_first_task_comes_a
 
 def test_a_base_of_both_levels_without_two_images_logs_accuracy_by_level(processor, tmp_path, monkeypatch):
     control = {"levels": ("grid", "free"), "tasks": ("image", "asked for", "sentence"), "steps": 6, "scenes": 44}
-    monkeypatch.setattr(llava_onevision, "make_processor", lambda cfg: processor)
+    monkeypatch.setattr(bases, "make_processor", lambda cfg: processor)
     pretrain(CFG.model_copy(update=control), tmp_path)
     (row,) = log_of(tmp_path)
     assert [key for key in row if key.startswith("loss")] == ["loss: image", "loss: asked for", "loss: sentence"]

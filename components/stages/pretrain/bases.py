@@ -1,0 +1,363 @@
+"""The tiny bases: a LLaVA-OneVision of 1.4 M parameters for M3Diff and OneDiff, a BLIP-2 of 2 M for BLIP2IDC.
+
+Each says how a base is made, fed and written; `curriculum.py` has what both learn. As BLIP-2 did, the BLIP-2 joins a
+vision encoder and an LLM that have been trained, those of the LLaVA-OneVision, by a Q-Former that has not. Patches of
+another size and their positions are resized and learn to see again; unlike BLIP-2's, the LLM trains along, since it has
+read 25 patches an image and no query. It captions a picture behind the queries and a start token, without a question,
+as BLIP2IDC is asked; where a task asks for something, the question follows the start token. A picture is one image,
+stretched; of two images, each is stretched to half of the square and they are stacked, as in
+`components/models/blip2idc_model.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
+from torch import Tensor, nn
+from transformers import (
+    AutoTokenizer,
+    Blip2ForConditionalGeneration,
+    LlavaOnevisionConfig,
+    LlavaOnevisionForConditionalGeneration,
+    Qwen2Tokenizer,
+)
+
+from m3diff.datasets.minichange.language import references
+from m3diff.datasets.minichange.levels import LEVELS
+from m3diff.datasets.minichange.scene import Level
+from m3diff.models.blip2idc_model import Blip2IDCConfig, Blip2IDCImageProcessor, Blip2IDCProcessor
+from m3diff.models.processing import M3DiffImageProcessor, M3DiffProcessor
+from m3diff.records.schemas import CHANGE_TYPES
+from m3diff.settings.section import ParamsError
+from m3diff.stages.pretrain.curriculum import DESCRIBE, QUESTIONS, curriculum
+from m3diff.stages.pretrain.params import Blip2, Pretrain
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<image>", "<video>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }} "
+    "{% for part in message['content'] if part['type'] == 'image' %}<image>{% endfor %}"
+    "{% for part in message['content'] if part['type'] == 'text' %}\n{{ part['text'] }}{% endfor %}"
+    "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+START = "<|im_start|>"
+CAPTION = {*DESCRIBE, *QUESTIONS}
+"""Questions that BLIP-2 answers without being asked."""
+
+OF_THE_ENCODER = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act")
+"""Sizes of a BLIP-2's vision encoder, those of the LLaVA-OneVision's."""
+
+
+@dataclass(frozen=True)
+class LlavaOneVision:
+    """A LLaVA-OneVision: how it is made, fed and written."""
+
+    cfg: Pretrain
+    processor: M3DiffProcessor
+
+    def make_model(self) -> LlavaOnevisionForConditionalGeneration:
+        config = llava_config(self.cfg, self.processor)
+        return LlavaOnevisionForConditionalGeneration._from_config(config, attn_implementation="sdpa")
+
+    def encoder(self, model: Any) -> nn.Module:
+        return model.model.vision_tower
+
+    @property
+    def pad_id(self) -> int:
+        return self.processor.pad_id
+
+    def prepare_image(self, image: Image.Image) -> np.ndarray:
+        """[side, side, 3] uint8."""
+        return self.processor.prepare_image(image)
+
+    def images_of_a_picture(self, step: int) -> int:
+        """Each image is encoded by itself."""
+        return 1
+
+    def patches(self, encoder: nn.Module, prepared: np.ndarray, images: int) -> Tensor:
+        """[pictures, patches, width], as the LLM gets them."""
+        return encoder(pixel_values=self.pixels(prepared), output_hidden_states=True).hidden_states[-1]
+
+    def encode_prompt(self, question: str, images: int) -> tuple[int, ...]:
+        return self.processor.encode_prompt(question, images)
+
+    def encode_reference(self, answer: str) -> list[int]:
+        return self.processor.encode_reference(answer)
+
+    def logits(self, model: Any, prepared: np.ndarray | None, images: int, ids: Tensor, supervised: Tensor) -> Tensor:
+        """[supervised tokens, vocabulary]."""
+        inputs: dict[str, object] = {}
+        if prepared is not None:
+            inputs["pixel_values"] = self.pixels(prepared)
+            inputs["image_sizes"] = torch.full((len(prepared), 2), self.processor.image_processor.side)
+            inputs["batch_num_images"] = [len(prepared)]  # the multi-image path: one crop an image
+        return model(input_ids=ids, logits_to_keep=supervised, use_cache=False, **inputs).logits
+
+    def pixels(self, prepared: np.ndarray) -> Tensor:
+        return self.processor.image_processor.to_pixels(torch.from_numpy(prepared))
+
+    def write(self, model: Any, folder: Path) -> None:
+        model.save_pretrained(folder)
+        write_processor(self.processor, model.config, folder)
+
+
+def make_processor(cfg: Pretrain) -> M3DiffProcessor:
+    """The processor with a tokenizer of its own."""
+    processor = M3DiffProcessor(
+        M3DiffImageProcessor(size={"height": cfg.vision_px, "width": cfg.vision_px}),
+        train_tokenizer(cfg.seed, cfg.levels),
+        num_image_tokens=(cfg.vision_px // cfg.patch_px) ** 2,
+        chat_template=CHAT_TEMPLATE,
+    )
+    processor.tokenizer.chat_template = CHAT_TEMPLATE
+    return processor
+
+
+def write_processor(processor: M3DiffProcessor, config: LlavaOnevisionConfig, folder: Path) -> None:
+    """Tokenizer, chat template, and the files of LLaVA-OneVision's own processor, which `AutoProcessor` then finds; the
+    project's reads the same files."""
+    processor.tokenizer.save_pretrained(folder)
+    images = processor.image_processor
+    pixels = {"size": images.size, "image_mean": images.image_mean, "image_std": images.image_std}
+    grid = {"image_grid_pinpoints": config.image_grid_pinpoints}
+    tokens = {"num_image_tokens": processor.num_image_tokens, "vision_feature_select_strategy": "full"}
+    files: dict[str, dict[str, Any]] = {
+        "preprocessor_config.json": {"image_processor_type": "LlavaOnevisionImageProcessor", **grid, **pixels},
+        "video_preprocessor_config.json": {"video_processor_type": "LlavaOnevisionVideoProcessor", **pixels},
+        "processor_config.json": tokens,
+    }
+    for name, content in files.items():
+        content["processor_class"] = "LlavaOnevisionProcessor"
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def train_tokenizer(seed: int, levels: tuple[Level, ...]) -> Qwen2Tokenizer:
+    """A byte-level BPE of Qwen2's kind on MiniChange's sentences: its words are single tokens, all text has tokens.
+
+    It is the same whichever tasks the base is taught.
+    """
+    tasks = curriculum(levels)
+    rng = np.random.default_rng(seed)
+    texts = ["system user assistant"] * 50
+    texts += references((), 5) * 50
+    for number in range(6_000):
+        task, level = tasks[number % len(tasks)], LEVELS[levels[number // len(tasks) % len(levels)]]
+        question, answer = task.ask(rng, [level.sample_scene(rng) for _ in range(task.images)])
+        changes = level.sample_pair(rng, (CHANGE_TYPES[number % 12],))[3]
+        texts += [f"{question} {answer}", references(changes, 5)[number % 5]]
+    bpe = Tokenizer(models.BPE())
+    stock: Any = Qwen2Tokenizer().backend_tokenizer
+    bpe.normalizer, bpe.pre_tokenizer, bpe.decoder = stock.normalizer, stock.pre_tokenizer, stock.decoder
+    trainer = trainers.BpeTrainer(
+        vocab_size=700,
+        min_frequency=20,
+        special_tokens=[],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    trained: dict[str, Any] = json.loads(bpe.to_str())["model"]
+    merges: Any = [tuple(merge) for merge in trained["merges"]]
+    return Qwen2Tokenizer(
+        vocab=trained["vocab"],
+        merges=merges,
+        eos_token="<|im_end|>",
+        additional_special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL],
+    )
+
+
+def llava_config(cfg: Pretrain, processor: M3DiffProcessor) -> LlavaOnevisionConfig:
+    """A SigLIP vision encoder, a projector and a Qwen2 language model, all of one width."""
+    token = processor.tokenizer.convert_tokens_to_ids
+    width = cfg.width
+    return LlavaOnevisionConfig(
+        vision_config={
+            "model_type": "siglip_vision_model",
+            **_sizes(width, cfg.vision_layers),
+            "image_size": cfg.vision_px,
+            "patch_size": cfg.patch_px,
+            "vision_use_head": False,
+        },
+        text_config={
+            "model_type": "qwen2",
+            "vocab_size": len(processor.tokenizer),
+            **_sizes(width, cfg.text_layers),
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 1024,
+            "tie_word_embeddings": True,
+            "bos_token_id": None,
+            "eos_token_id": token("<|im_end|>"),
+            "pad_token_id": token("<|endoftext|>"),
+        },
+        image_token_index=token("<image>"),
+        video_token_index=token("<video>"),
+        image_grid_pinpoints=[[cfg.vision_px, cfg.vision_px]],
+        tie_word_embeddings=True,
+    )
+
+
+@dataclass(frozen=True)
+class Blip2Base:
+    """A BLIP-2: how it is made, fed and written."""
+
+    cfg: Pretrain
+    own: Blip2
+    llava: LlavaOnevisionForConditionalGeneration
+    processor: Blip2IDCProcessor
+
+    def make_model(self) -> Blip2ForConditionalGeneration:
+        config = blip2_config(self.cfg, self.own, self.llava.config, self.processor.tokenizer)
+        model = Blip2ForConditionalGeneration._from_config(config, attn_implementation="sdpa")
+        nn.init.normal_(model.query_tokens, std=0.02)  # transformers starts all alike, and alike they would stay
+        take_vision_encoder(model.vision_model, self.llava.model.vision_tower)
+        llm = model.language_model
+        llm.model.load_state_dict(self.llava.model.language_model.state_dict())
+        llm.tie_weights()
+        return model
+
+    def encoder(self, model: Any) -> nn.Module:
+        return model.vision_model
+
+    @property
+    def pad_id(self) -> int:
+        return self.processor.pad_id
+
+    def prepare_image(self, image: Image.Image) -> np.ndarray:
+        """As it is drawn: a picture of one image and one of two are resized differently."""
+        return np.asarray(image.convert("RGB"))
+
+    def images_of_a_picture(self, step: int) -> int:
+        """Pictures of one image and of two in turn, where a recipe stacks them."""
+        return 1 + step % 2 if self.own.stacked else 1
+
+    def patches(self, encoder: nn.Module, prepared: np.ndarray, images: int) -> Tensor:
+        """[pictures, patches, width], without the class token."""
+        return encoder(pixel_values=self.pixels(prepared, images)).last_hidden_state[:, 1:]
+
+    def encode_prompt(self, question: str, images: int) -> tuple[int, ...]:
+        """The places of the queries, if there is a picture, the start token, and what is asked for."""
+        start = self.processor.prompt if images else self.processor.prompt[-1:]
+        if question in CAPTION:
+            return start
+        return (*start, *self.processor.tokenizer(f"{question}\n", add_special_tokens=False)["input_ids"])
+
+    def encode_reference(self, answer: str) -> list[int]:
+        return self.processor.encode_reference(answer)
+
+    def logits(self, model: Any, prepared: np.ndarray | None, images: int, ids: Tensor, supervised: Tensor) -> Tensor:
+        """[supervised tokens, vocabulary]."""
+        embeds = model.get_input_embeddings()(ids)
+        if prepared is not None:
+            places = ids == model.config.image_token_index
+            embeds = embeds.masked_scatter(places[..., None], self.visual(model, self.pixels(prepared, images)))
+        return model.language_model(inputs_embeds=embeds, logits_to_keep=supervised, use_cache=False).logits
+
+    def visual(self, model: Any, pixels: Tensor) -> Tensor:
+        """[pictures, queries, width]: what the LLM gets of pictures [pictures, 3, side, side]."""
+        patches = model.vision_model(pixel_values=pixels).last_hidden_state
+        queries = model.query_tokens.expand(len(patches), -1, -1)
+        read = model.qformer(query_embeds=queries, encoder_hidden_states=patches).last_hidden_state
+        return model.language_projection(read)
+
+    def pixels(self, prepared: np.ndarray, images: int) -> Tensor:
+        """[pictures, 3, side, side], of so many images each, the first on top."""
+        from PIL import Image
+
+        side = self.processor.image_processor.side
+        size = (side, side // images)
+        resized = [Image.fromarray(image).resize(size, Image.Resampling.BICUBIC) for image in prepared]
+        pictures = np.stack([np.asarray(image) for image in resized]).reshape(-1, side, side, 3)
+        return self.processor.image_processor.to_pixels(torch.from_numpy(pictures))
+
+    def write(self, model: Any, folder: Path) -> None:
+        model.save_pretrained(folder)
+        self.processor.save_pretrained(folder)
+
+
+def load_blip2(cfg: Pretrain, own: Blip2) -> Blip2Base:
+    """Raises ParamsError where `start` is no LLaVA-OneVision of the recipe's width."""
+    if not (own.start / "config.json").is_file():
+        raise ParamsError(f"pretrain.blip2.start: {own.start} has no config.json; name a base as `make base` makes it")
+    llava: Any = LlavaOnevisionForConditionalGeneration.from_pretrained(own.start)
+    if (found := llava.config.text_config.hidden_size) != cfg.width:
+        raise ParamsError(f"pretrain.width: {own.start} is {found} wide, found {cfg.width}; write {found}")
+    tokenizer = AutoTokenizer.from_pretrained(own.start)
+    means = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    images = Blip2IDCImageProcessor(size={"height": cfg.vision_px, "width": cfg.vision_px}, **means)
+    config = blip2_config(cfg, own, llava.config, tokenizer)
+    return Blip2Base(cfg, own, llava, Blip2IDCProcessor(images, tokenizer, config))
+
+
+def blip2_config(cfg: Pretrain, own: Blip2, llava: Any, tokenizer: Any) -> Blip2IDCConfig:
+    """The encoder and the LLM of the LLaVA-OneVision, behind a Q-Former of the same width."""
+    vision, text = llava.vision_config, llava.text_config.to_dict()
+    start = tokenizer.convert_tokens_to_ids(START)
+    return Blip2IDCConfig(
+        vision_config={
+            **{name: getattr(vision, name) for name in OF_THE_ENCODER},
+            "image_size": cfg.vision_px,
+            "patch_size": cfg.patch_px,
+            "initializer_range": 0.02,
+        },
+        qformer_config={**_sizes(cfg.width, own.qformer_layers), "encoder_hidden_size": vision.hidden_size},
+        text_config=text | {"bos_token_id": start},
+        num_query_tokens=own.queries,
+        image_token_index=llava.image_token_id,
+    )
+
+
+@torch.no_grad()
+def take_vision_encoder(mine: Any, theirs: Any) -> None:
+    """Copy a SigLIP's layers into BLIP-2's, whose queries, keys and values are one linear. Patches and positions are
+    resized to BLIP-2's; a class token has no place in SigLIP and stays new."""
+    resize_patches(mine.embeddings, theirs.embeddings)
+    for layer, other in zip(mine.encoder.layers, theirs.encoder.layers, strict=True):
+        attention = other.self_attn
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        layer.self_attn.qkv.weight.copy_(torch.cat([each.weight for each in projections]))
+        layer.self_attn.qkv.bias.copy_(torch.cat([each.bias for each in projections]))
+        layer.self_attn.projection.load_state_dict(attention.out_proj.state_dict())
+        for name in ("layer_norm1", "layer_norm2", "mlp"):
+            getattr(layer, name).load_state_dict(getattr(other, name).state_dict())
+    mine.post_layernorm.load_state_dict(theirs.post_layernorm.state_dict())
+
+
+def resize_patches(mine: Any, theirs: Any) -> None:
+    """Filters of the patches, about as large in sum over a patch, and positions, both by a bicubic filter."""
+
+    def resized(grid: Tensor, side: int) -> Tensor:
+        return nn.functional.interpolate(grid, size=(side, side), mode="bicubic", align_corners=False)
+
+    filters = theirs.patch_embedding.weight
+    smaller = (filters.shape[-1] / mine.patch_size) ** 2
+    mine.patch_embedding.weight.copy_(smaller * resized(filters, mine.patch_size))
+    mine.patch_embedding.bias.copy_(theirs.patch_embedding.bias)
+    positions = theirs.position_embedding.weight
+    side = round(len(positions) ** 0.5)
+    grid = resized(positions.T.reshape(1, -1, side, side), mine.image_size // mine.patch_size)
+    mine.position_embedding[:, 1:].copy_(grid.flatten(2).transpose(1, 2))
+
+
+def _sizes(width: int, layers: int) -> dict[str, int]:
+    return {
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+    }
+
+
+Architecture = LlavaOneVision | Blip2Base
+
+
+def architecture_of(cfg: Pretrain) -> Architecture:
+    """Return the base that `cfg` asks for. Raises ParamsError where a BLIP-2 cannot start from its `start`."""
+    return LlavaOneVision(cfg, make_processor(cfg)) if cfg.blip2 is None else load_blip2(cfg, cfg.blip2)
