@@ -2,7 +2,6 @@ import hashlib
 import re
 from pathlib import Path
 
-import duckdb
 import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -63,41 +62,6 @@ def split_frames(mixture: Path) -> dict[str, pl.DataFrame]:
     }
 
 
-def test_training_leaves_out_empty_and_repeated_references_and_evaluation_keeps_all(tmp_path):
-    references = ("a", "", "a", "b")
-    samples, report = run(tmp_path, [record(split, split, references) for split in ("train", "val", "test")])
-    answers = {key: list(rows["reference"]) for (key,), rows in samples.group_by("split", maintain_order=True)}
-    assert answers == {"train": ["a", "b"], "val": list(references), "test": list(references)}
-    assert samples.filter(split="train")["id"].to_list() == ["d/train#0", "d/train#3"]
-    left_out = report.datasets["d"].left_out
-    assert (left_out["empty_references"], left_out["repeated_references"]) == (1, 1)
-
-
-def test_a_pair_with_only_empty_references_is_tested_but_trains_nothing(tmp_path):
-    samples, report = run(tmp_path, [record("a", "train", ("",)), record("b", "test", ("",))])
-    assert samples.select("id", "reference").rows() == [("d/b#0", "")]
-    assert report.datasets["d"].left_out["pairs_without_reference"] == 1
-    assert report.pairs == {"train": 0, "val": 0, "test": 1}
-
-
-def test_the_cap_samples_different_references_of_different_pairs(tmp_path):
-    references = tuple("abcdefgh")
-    samples, report = run(tmp_path, [record(str(n), references=references) for n in range(50)], references_per_pair=2)
-    per_pair = samples.group_by("pair", maintain_order=True).agg("reference")["reference"].to_list()
-    assert {len(answers) for answers in per_pair} == {2}
-    assert all(answers == sorted(answers) for answers in per_pair)
-    assert {letter for answers in per_pair for letter in answers} == set(references)
-    assert report.datasets["d"].left_out["references_over_cap"] == 300
-
-
-def test_without_a_cap_every_reference_trains(tmp_path):
-    records = [record(str(n), references=tuple("abcdefgh"[: n % 8 + 1])) for n in range(16)]
-    samples, report = run(tmp_path, records, references_per_pair=None)
-    per_pair = dict(samples.group_by("pair").agg(pl.col("reference").sort().str.join("")).iter_rows())
-    assert per_pair == {f"d/{n}": "abcdefgh"[: n % 8 + 1] for n in range(16)}
-    assert report.datasets["d"].left_out["references_over_cap"] == 0
-
-
 def test_a_source_may_have_a_limit_of_references_of_its_own(tmp_path):
     names, references = ("all", "three", "one", "plain"), tuple(f"r{n}" for n in range(6))
     records = [record(f"{name}/{n}", references=references, dataset=name) for name in names for n in range(4)]
@@ -112,34 +76,6 @@ def test_a_source_may_have_a_limit_of_references_of_its_own(tmp_path):
     }
     assert report.datasets["three"].left_out["references_over_cap"] == 12
     assert report.datasets["all"].left_out["references_over_cap"] == 0
-
-
-def test_no_change_pairs_are_thinned_in_training_only(tmp_path):
-    records = [record(f"{split}{n}", split, types=(NO_CHANGE,)) for split in ("train", "test") for n in range(400)]
-    records += [record(f"change{n}") for n in range(100)]
-    samples, report = run(tmp_path, records, no_change_share=0.3)
-    kept = samples.filter(pl.col("pair").str.starts_with("d/train"))
-    assert 90 < kept.height < 150
-    assert report.pairs == {"train": 100 + kept.height, "val": 0, "test": 400}
-
-
-def test_seed_decides_everything_and_other_records_nothing(tmp_path):
-    records = [record(str(n), references=tuple("abcdefgh"), types=(NO_CHANGE,)) for n in range(60)]
-    settings = {"references_per_pair": 3, "no_change_share": 0.5}
-    first, _ = run(tmp_path, records, **settings)
-    again, _ = run(tmp_path, records, **settings)
-    other, _ = run(tmp_path, records, seed=8, **settings)
-    fewer, _ = run(tmp_path, records[:30], **settings)
-    assert first.equals(again)
-    assert not first.equals(other)
-    names = [row["id"] for row in records[:30]]
-    assert first.filter(pl.col("pair").is_in(names)).equals(fewer)
-
-
-def test_all_references_of_a_pair_share_one_of_many_questions(tmp_path):
-    samples, _ = run(tmp_path, [record(str(n), references=("a", "b")) for n in range(80)])
-    assert samples.group_by("pair").agg(pl.col("question").n_unique())["question"].unique().to_list() == [1]
-    assert set(samples["question"]) == set(load_questions(QUESTIONS)["difference"])
 
 
 def test_weights_caps_and_kinds_of_samples_by_source(tmp_path):
@@ -160,23 +96,6 @@ def test_weights_caps_and_kinds_of_samples_by_source(tmp_path):
     assert set(samples.filter(dataset="a")["question"]) <= set(load_questions(QUESTIONS)["edit"])
 
 
-def test_shards_are_cut_between_pairs_and_read_by_duckdb_and_datasets(tmp_path, monkeypatch):
-    import datasets
-
-    monkeypatch.setattr(stage, "SHARD_SAMPLES", 10)
-    samples, _ = run(tmp_path, [record(str(n), references=("a", "b", "c")) for n in range(20)] + [record("t", "test")])
-    shards = sorted((tmp_path / "mixture/train").glob("*.parquet"))
-    assert len(shards) == 6
-    pairs = [set(pl.read_parquet(shard)["pair"]) for shard in shards]
-    assert sum(map(len, pairs)) == len(set.union(*pairs)) == 20
-    pattern = f"{tmp_path}/mixture/train/*.parquet"
-    assert duckdb.sql(f"select count(*), count(distinct pair) from '{pattern}'").fetchall() == [(60, 20)]
-    files = {split: f"{tmp_path}/mixture/{split}/*.parquet" for split in ("train", "test")}
-    loaded = datasets.load_dataset("parquet", data_files=files, cache_dir=str(tmp_path / "cache"))
-    assert {split: loaded[split].num_rows for split in loaded} == {"train": 60, "test": 1}
-    assert loaded["train"]["id"][:] == samples.filter(split="train")["id"].to_list()
-
-
 def test_old_shards_do_not_survive(tmp_path):
     run(tmp_path, [record("a")])
     (tmp_path / "mixture/train/00009.parquet").write_bytes(b"old")
@@ -188,30 +107,6 @@ def test_unknown_sources_and_tasks_are_named_together(tmp_path):
     sources = {"nobody": {}, "d": {"task": "poem"}}
     with pytest.raises(ParamsError, match=r"(?s)nobody: no such dataset; there are d.*d: no questions for task 'poem'"):
         run(tmp_path, [record("a")], sources=sources)
-
-
-@pytest.mark.parametrize("text", ["", "difference: []", "difference: [1]", "- a", "a: [", "difference: ['']"])
-def test_a_file_without_questions_is_refused(tmp_path, text):
-    (tmp_path / "questions.yaml").write_text(text)
-    with pytest.raises(ParamsError, match=r"questions\.yaml"):
-        run(tmp_path, [record("a")], questions=tmp_path / "questions.yaml")
-
-
-def test_records_that_validate_did_not_write_are_refused(tmp_path):
-    run(tmp_path, [record("a")])
-    (tmp_path / "clean/records.parquet").write_bytes(b"half")
-    with pytest.raises(DataError, match="run `m3diff validate` again"):
-        convert(
-            Convert(seed=1, questions=QUESTIONS, references_per_pair=1, no_change_share=1, sources={}),
-            {},
-            tmp_path / "clean",
-            tmp_path / "mixture",
-        )
-
-
-def test_a_clean_set_without_records_is_refused(tmp_path):
-    with pytest.raises(DataError, match=r"holds no record, all are in quarantine\.parquet"):
-        run(tmp_path, [])
 
 
 def test_random_numbers_are_fixed_for_ever_and_even():
@@ -385,13 +280,6 @@ def test_joined_references_end_their_sentences_once(tmp_path):
                       for use in ("", "x1")}  # fmt: skip
 
 
-def test_a_question_with_the_mark_of_an_image_is_refused_with_its_task(tmp_path):
-    (tmp_path / "questions.yaml").write_text("difference:\n- What changed?\nedit:\n- What is new in <image>?\n")
-    words = "questions.yaml: edit: 'What is new in <image>\\?' has <image>, the mark of an image's place"
-    with pytest.raises(ParamsError, match=words):
-        load_questions(tmp_path / "questions.yaml")
-
-
 def test_the_dataset_s_own_task_is_asked_unless_the_source_names_one(tmp_path):
     records = [record(str(n), dataset=name) for name in ("edits", "birds", "own") for n in range(30)]
     samples, _ = run(tmp_path, records, sources={"birds": {"task": "detail"}})
@@ -430,35 +318,64 @@ def test_shards_hold_whole_pairs_and_about_as_many_samples_as_asked(tmp_path, mo
     assert pairs == [["d/0"] * 3 + ["d/1"] * 3, ["d/2"] * 3, ["d/3"] * 3, ["d/4"] * 3]
 
 
-def test_records_of_a_dataset_that_is_not_configured_are_refused(tmp_path):
-    run(tmp_path, [record("a", dataset="old"), record("a", dataset="d")])
-    cfg = Convert(seed=1, questions=QUESTIONS, references_per_pair=1, no_change_share=1, sources={})
-    with pytest.raises(DataError, match=r"records\.parquet: has records of old, not in ingest\.datasets"):
-        convert(cfg, {"d": make_entry("pairs", tmp_path)}, tmp_path / "clean", tmp_path / "mixture")
-
-
-@pytest.mark.fault("14")
-def test_records_with_other_columns_are_refused(tmp_path):
-    (tmp_path / "clean").mkdir()
-    pl.DataFrame({"id": ["a"]}).write_parquet(tmp_path / "clean/records.parquet")
-    cfg = Convert(seed=1, questions=QUESTIONS, references_per_pair=1, no_change_share=1, sources={})
-    with pytest.raises(DataError, match="not the columns that validate writes"):
-        convert(cfg, {}, tmp_path / "clean", tmp_path / "mixture")
+MARK = r"edit: 'What is new in <image>\?' has <image>, the mark of an image's place"
 
 
 @pytest.mark.parametrize(
-    ("field", "least", "too_little"),
-    [("references_per_pair", 1, 0), ("no_change_share", 0, -0.1), ("no_change_share", 1, 1.1)],
+    ("text", "words"),
+    [(text, "expected questions by task") for text in ("", "difference: []", "- a", "a: [", "difference: ['']")]
+    + [("difference:\n- What changed?\nedit:\n- What is new in <image>?\n", MARK)],
 )
-def test_the_section_s_limits_are_kept(field, least, too_little):
-    fields = {"seed": 1, "questions": QUESTIONS, "references_per_pair": 1, "no_change_share": 1, "sources": {}}
-    assert getattr(Convert.model_validate(fields | {field: least}), field) == least
+def test_a_file_without_questions_or_with_an_image_in_one_is_refused(tmp_path, text, words):
+    (tmp_path / "questions.yaml").write_text(text)
+    with pytest.raises(ParamsError, match=rf"questions\.yaml: {words}"):
+        run(tmp_path, [record("a")], questions=tmp_path / "questions.yaml")
+
+
+def half(file: Path) -> None:
+    file.write_bytes(b"half")
+
+
+def other_columns(file: Path) -> None:
+    pl.DataFrame({"id": ["a"]}).write_parquet(file)
+
+
+def empty(file: Path) -> None:
+    pq.write_table(RECORD_SCHEMA.empty_table(), file)
+
+
+@pytest.mark.fault("14")
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (half, r"cannot be read .*; run `m3diff validate` again"),
+        (other_columns, "not the columns that validate writes; run `m3diff validate` again"),
+        (empty, r"holds no record, all are in quarantine\.parquet"),
+        (lambda file: None, r"has records of old, not in ingest\.datasets"),
+    ],
+    ids=["half", "columns", "empty", "dataset"],
+)
+def test_records_that_validate_did_not_write_for_these_datasets_are_refused(tmp_path, damage, words):
+    run(tmp_path, [record("a", dataset="old"), record("a", dataset="d")])
+    damage(tmp_path / "clean/records.parquet")
+    with pytest.raises(DataError, match=rf"records\.parquet: {words}"):
+        convert(Convert(**LIMITS), {"d": make_entry("pairs", tmp_path)}, tmp_path / "clean", tmp_path / "mixture")
+
+
+LIMITS = {"seed": 1, "questions": QUESTIONS, "references_per_pair": 1, "no_change_share": 1, "sources": {}}
+
+
+@pytest.mark.parametrize(
+    ("field", "given"),
+    [
+        ("references_per_pair", {"references_per_pair": 0}),
+        ("no_change_share", {"no_change_share": -0.1}),
+        ("no_change_share", {"no_change_share": 1.1}),
+        *((next(iter(source)), {"sources": {"d": source}})
+          for source in ({"weight": -1}, {"max_pairs": -1}, {"samples": "two"}, {"weigth": 1})),
+    ],
+)  # fmt: skip
+def test_a_section_that_means_nothing_is_refused(field, given):
+    Convert.model_validate(LIMITS)
     with pytest.raises(ValueError, match=field):
-        Convert.model_validate(fields | {field: too_little})
-
-
-@pytest.mark.parametrize("source", [{"weight": -1}, {"max_pairs": -1}, {"samples": "two"}, {"weigth": 1}])
-def test_a_source_that_means_nothing_is_refused(source):
-    fields = {"seed": 1, "questions": QUESTIONS, "references_per_pair": 1, "no_change_share": 1}
-    with pytest.raises(ValueError, match=next(iter(source))):
-        Convert.model_validate(fields | {"sources": {"d": source}})
+        Convert.model_validate(LIMITS | given)

@@ -26,12 +26,9 @@ def file(tmp_path: Path) -> Path:
 def kept(path: Path) -> dict:
     with Journal(path) as journal:
         return {
-            key: (caption, None if found is None else found.tolist()) for key, (caption, found) in found_in(journal)
+            key: (caption, None if found is None else found.tolist())
+            for key, (caption, found) in journal.answers.items()
         }
-
-
-def found_in(journal: Journal) -> list:
-    return list(journal.answers.items())
 
 
 WANT = {key: (caption, None if found is None else found.tolist()) for key, (caption, found) in ANSWERS.items()}

@@ -1,7 +1,6 @@
 """predict on a tiny checkpoint: what it writes, in which order, who is paired with whom, and what it refuses."""
 
 import hashlib
-import io
 import json
 import zipfile
 from collections.abc import Callable
@@ -148,14 +147,6 @@ def test_each_pair_is_shown_with_its_own_images_and_question(
         ]
 
 
-def test_the_control_shows_each_before_with_the_after_of_half_the_list_on(
-    written: tuple[Path, PredictReport], captioner: Captioner, mixture: Path
-) -> None:
-    rows = json.loads((written[0] / "predictions_shuffled.json").read_text())
-    assert rows == one_by_one(captioner, mixture, ORDER, ORDER[2:] + ORDER[:2])
-    assert rows != json.loads((written[0] / "predictions.json").read_text())
-
-
 def test_saliency_has_one_map_for_each_pair_in_the_same_order(
     written: tuple[Path, PredictReport], captioner: Captioner, mixture: Path
 ) -> None:
@@ -180,32 +171,11 @@ def test_the_report_counts_pairs_and_words(written: tuple[Path, PredictReport]) 
     words = round(sum(len(caption.split()) for caption in captions) / 5, 2)
     assert report == PredictReport(stage="predict", rows_in=5, rows_out=5, words=words, control=5, reversed=5)
     assert json.loads((out / "report.json").read_text()) == report.model_dump()
-
-
-def test_words_are_the_mean_length_of_a_caption(
-    mixture: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answer_with(monkeypatch, lambda images, question: ["one two", "one"][: len(images) // 2])
-    assert run(settings(limit=3), mixture, model, tmp_path).words == 1.67  # 2, 1 and, in its own batch, 2
-
-
-def test_five_files_are_written_and_nothing_else(written: tuple[Path, PredictReport]) -> None:
-    names = {path.name for path in written[0].iterdir()}
     controls = {"predictions_shuffled.json", "predictions_reversed.json"}
-    assert names == {"predictions.json", *controls, "saliency.npz", "report.json"}
+    assert {path.name for path in out.iterdir()} == {"predictions.json", *controls, "saliency.npz", "report.json"}
 
 
-def test_text_is_readable_in_the_file(
-    mixture: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answer_with(monkeypatch, lambda images, question: ["größer"] * (len(images) // 2))
-    run(settings(limit=1), mixture, model, tmp_path)
-    assert (tmp_path / "predictions.json").read_text(encoding="utf-8") == (
-        '[\n {\n  "image_id": "toy/4",\n  "caption": "größer"\n }\n]\n'
-    )
-
-
-@pytest.mark.parametrize("batch_pairs", [1, 3, 48])
+@pytest.mark.parametrize("batch_pairs", [1, 48])
 def test_the_batch_size_changes_nothing(
     batch_pairs: int, written: tuple[Path, PredictReport], mixture: Path, model: Path, tmp_path: Path
 ) -> None:
@@ -215,21 +185,6 @@ def test_the_batch_size_changes_nothing(
     with np.load(tmp_path / "saliency.npz") as got, np.load(written[0] / "saliency.npz") as want:
         assert got["ids"].tolist() == want["ids"].tolist()
         np.testing.assert_allclose(got["maps"], want["maps"], atol=1e-3)
-
-
-def test_a_batch_holds_pairs_of_one_question_and_no_more_than_asked(
-    mixture: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[tuple[int, str]] = []
-
-    def caption(images: list, question: str) -> list[str]:
-        seen.append((len(images) // 2, question))
-        return ["a caption"] * (len(images) // 2)
-
-    answer_with(monkeypatch, caption)
-    run(settings(), mixture, model, tmp_path)
-    each = [(2, QUESTIONS[0]), (1, QUESTIONS[0]), (2, QUESTIONS[1])]
-    assert seen == each + each + each, "the pairs, then the controls"
 
 
 def test_maps_are_made_of_the_pairs_alone_in_the_batches_of_their_captions(
@@ -252,14 +207,15 @@ def test_a_family_without_maps_leaves_an_empty_file_of_them(
     mixture: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        Captioner, "answer", lambda self, images, question, saliency: (["a"] * (len(images) // 2), None)
+        Captioner, "answer", lambda self, images, question, saliency: (["größer"] * (len(images) // 2), None)
     )
     run(settings(), mixture, model, tmp_path)
-    assert len(json.loads((tmp_path / "predictions.json").read_text())) == 5
+    text = (tmp_path / "predictions.json").read_text(encoding="utf-8")
+    assert text.startswith('[\n {\n  "image_id": "toy/4",\n  "caption": "größer"\n },\n')
     assert read_saliency(tmp_path / "saliency.npz") == {}
 
 
-@pytest.mark.parametrize(("limit", "count"), [(1, 1), (3, 3), (5, 5), (9, 5)])
+@pytest.mark.parametrize(("limit", "count"), [(3, 3), (9, 5)])
 def test_a_limit_takes_the_first_pairs(
     limit: int, count: int, written: tuple[Path, PredictReport], mixture: Path, model: Path, tmp_path: Path
 ) -> None:
@@ -311,11 +267,6 @@ def test_in_the_control_no_pair_keeps_its_after_and_every_after_is_used_once(cou
         assert mixed.after != pair.after
 
 
-def test_a_single_pair_stays_as_it_is_in_the_control() -> None:
-    pair = PairSample("0", "b", "a", b"", b"", "q")
-    assert shuffle_after([pair]) == [pair]
-
-
 @pytest.mark.parametrize("empty", [False, True], ids=["no folder", "no rows"])
 def test_a_mixture_without_test_pairs_is_refused(empty: bool, model: Path, tmp_path: Path) -> None:
     if empty:
@@ -326,29 +277,17 @@ def test_a_mixture_without_test_pairs_is_refused(empty: bool, model: Path, tmp_p
     assert not (tmp_path / "out").exists()
 
 
-def remove(file: Path) -> None:
-    file.unlink()
-
-
-def overwrite(file: Path) -> None:
-    file.write_bytes(b"no image")
-
-
-def repaint(file: Path) -> None:
-    colour_image(99).save(file)
-
-
-@pytest.mark.parametrize("side", ["before", "after"])
 @pytest.mark.parametrize(
-    ("damage", "text"),
+    ("side", "damage", "text"),
     [
-        (remove, "cannot be read as an image"),
-        (overwrite, "changed since ingest; run `dvc repro`"),
-        (repaint, "changed since ingest; run `dvc repro`"),
+        ("before", Path.unlink, "cannot be read as an image"),
+        ("before", lambda file: file.write_bytes(b"no image"), "changed since ingest; run `dvc repro`"),
+        ("after", lambda file: colour_image(99).save(file), "changed since ingest; run `dvc repro`"),
     ],
+    ids=["gone", "no image", "another"],
 )
 def test_an_image_that_is_gone_or_changed_is_refused(
-    damage: Callable[[Path], None], text: str, side: str, model: Path, tmp_path: Path
+    side: str, damage: Callable[[Path], Any], text: str, model: Path, tmp_path: Path
 ) -> None:
     mixture = write_test_split(tmp_path / "mixture", [0, 1])
     damage(mixture / f"1_{side}.png")
@@ -404,9 +343,3 @@ def test_the_section_has_limits(field: str, least: int) -> None:
     assert getattr(settings(**{field: least}), field) == least
     with pytest.raises(ValidationError, match=field):
         settings(**{field: least - 1})
-
-
-def test_the_maps_file_is_one_that_numpy_reads_without_pickle(written: tuple[Path, PredictReport]) -> None:
-    data = (written[0] / "saliency.npz").read_bytes()
-    with np.load(io.BytesIO(data), allow_pickle=False) as file:
-        assert set(file.files) == {"ids", "maps"}

@@ -20,7 +20,6 @@ from m3diff.images.open import load_image
 from m3diff.models.device import DeviceError
 from m3diff.models.fused import FusedMLP, FusedRMSNorm
 from m3diff.models.generation import load_captioner
-from m3diff.models.processing import M3DiffImageProcessor
 from m3diff.records.errors import DataError
 from m3diff.settings.section import ParamsError
 from m3diff.stages.predict import stage, workers
@@ -87,16 +86,6 @@ def test_images_come_with_their_batch_in_the_order_of_its_pairs(mixture: Path, c
         paths = [path for pair in batch.pairs for path in (pair.before, pair.after)]
         for path, image in zip(paths, images, strict=True):
             np.testing.assert_array_equal(image, processor.prepare_image(load_image(path)))
-
-
-def test_an_image_is_prepared_once(mixture: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    prepare = M3DiffImageProcessor.prepare_image
-    monkeypatch.setattr(
-        M3DiffImageProcessor, "prepare_image", lambda self, image: seen.append(image) or prepare(self, image)
-    )
-    list(caption_here(job(checkpoint), in_batches(mixture)))
-    assert len(seen) == 2 * 5
 
 
 def test_an_image_that_is_refused_ends_the_stream_and_its_threads(mixture: Path, tmp_path: Path) -> None:

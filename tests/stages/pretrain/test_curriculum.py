@@ -71,15 +71,6 @@ def test_sentences_answer_the_questions_of_fine_tuning() -> None:
     assert list(QUESTIONS) == templates["difference"]
 
 
-def test_side_by_side_names_all_that_stands_at_one_place() -> None:
-    first, second = scenes(2, 4, "free")
-    _, answer = side_by_side(np.random.default_rng(0), [first, second])
-    for scene in (first, second):
-        for _, text in describe_things(scene):
-            assert text in answer
-    assert " and a " in answer
-
-
 def test_sentences_are_of_the_levels_that_the_base_learns() -> None:
     for levels, words in ((("grid",), {"small", "large"}), (("free",), {"small", "medium", "large"})):
         task = curriculum(levels)[-1]

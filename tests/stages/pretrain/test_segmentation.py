@@ -9,16 +9,10 @@ from torch import nn
 
 from m3diff.datasets.minichange.levels import LEVELS
 from m3diff.datasets.minichange.render import render
-from m3diff.datasets.minichange.scene import COLORS, KINDS, STATES, Mark, Scene, Thing, View
+from m3diff.datasets.minichange.scene import COLORS, KINDS, Mark, Scene, Thing, View
 from m3diff.stages.pretrain.segmentation import CLASSES, MARK, POINTS, SHOWN, SIZES, Segmentation, segment, truth_of
 
 AT_REST = View()
-
-
-def test_classes_count_nothing_the_kinds_and_a_mark_the_colours_sizes_and_states() -> None:
-    assert CLASSES == (10, 6, 3, 20)
-    assert set(SIZES) == {"small", "medium", "large"}
-    assert len(set(SHOWN)) == sum(len(states) for states in STATES.values())
 
 
 def test_an_object_covers_its_square_and_nothing_else() -> None:
@@ -118,13 +112,3 @@ def test_of_a_stacked_picture_the_first_scene_is_above_and_each_is_half_as_high(
     assert (stacked[1].numpy() == np.concatenate([below, above])).all()
     rows, columns = np.nonzero(above[..., 0])
     assert (rows.min(), rows.max(), columns.min(), columns.max()) == (1, 2, 13, 18), "as wide as alone, half as high"
-
-
-def test_the_loss_of_stacked_pictures_is_that_of_their_scenes() -> None:
-    scene = Scene((Thing("ball", "red", "large", cell=6),), view=AT_REST)
-    empty = Scene((), view=AT_REST)
-    model = Segmentation(nn.Identity(), 4)
-    patches = torch.randn(1, 16, 4)
-    (above, right), (below, _) = (model.loss(patches, pair, images=2) for pair in ([scene, empty], [empty, scene]))
-    assert not torch.isclose(above, below)
-    assert 0 <= right <= 1

@@ -170,13 +170,6 @@ def test_without_a_module_the_projector_is_aligned_alone_and_without_validation_
     assert all(row.get("lr_module", "") in ("", "0", "0.0") for row in done.curve)
 
 
-def test_without_an_alignment_nothing_differs(made: Recipe, mixture: Path, tmp_path: Path) -> None:
-    done = run(made.changed(model=replace(made.model, align=None)), mixture, tmp_path)
-    assert done.report.alignment == {}
-    assert done.report.rows_in == 36, "every dataset"
-    assert done.curve[0]["step"] == "1"
-
-
 def test_curves_of_two_phases_are_one_file(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("step,loss,val_loss_x\n1,3,\n2,2,2.5\n")
     (tmp_path / "b.csv").write_text("step,loss,val_loss_y\n1,1.5,\n2,1,1.2\n")

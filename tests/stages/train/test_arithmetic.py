@@ -66,19 +66,10 @@ def test_a_line_says_where_the_run_is() -> None:
     )
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(45, "45 s"), (90.1, "2 min"), (12_000, "3 h 20 min")])
-def test_time_left_is_told_in_the_fitting_unit(seconds: float, text: str) -> None:
-    assert eta(seconds) == text
-
-
-def test_flop_has_the_fitting_unit() -> None:
-    assert [flop(count) for count in (7.15e9, 3.2e15, 1e12, 5e6, 12)] == [
-        "7.15 GFLOP", "3.2 PFLOP", "1 TFLOP", "5 MFLOP", "12 FLOP",
-    ]  # fmt: skip
-
-
-def test_the_peak_is_known_by_the_device_s_name_in_bf16() -> None:
-    assert peak_flops("NVIDIA H200", "bf16") == 989e12
-    assert peak_flops("NVIDIA A100-SXM4-80GB", "bf16") == 312e12
-    assert peak_flops("NVIDIA H200", "fp32") is None
-    assert peak_flops("", "bf16") is None
+def test_numbers_have_the_fitting_unit_and_the_peak_is_known_by_the_device_s_name_in_bf16() -> None:
+    assert [eta(seconds) for seconds in (45, 90.1, 12_000)] == ["45 s", "2 min", "3 h 20 min"]
+    flops = {7.15e9: "7.15 GFLOP", 3.2e15: "3.2 PFLOP", 1e12: "1 TFLOP", 5e6: "5 MFLOP", 12: "12 FLOP"}
+    assert {count: flop(count) for count in flops} == flops
+    peaks = {("NVIDIA H200", "bf16"): 989e12, ("NVIDIA A100-SXM4-80GB", "bf16"): 312e12}
+    assert {asked: peak_flops(*asked) for asked in peaks} == peaks
+    assert [peak_flops(*asked) for asked in (("NVIDIA H200", "fp32"), ("", "bf16"))] == [None, None]

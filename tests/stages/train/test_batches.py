@@ -29,31 +29,6 @@ def samples(pairs: int = 7) -> Samples:
     return Samples(pa.table(columns))
 
 
-@pytest.mark.parametrize("most", [1, 2, None])
-def test_each_reference_comes_once_per_epoch(most: int | None) -> None:
-    held = samples()
-    for epoch in range(3):
-        rows = np.concatenate(plan_epoch(held, most, seed=1, epoch=epoch))
-        assert sorted(rows) == list(range(len(held)))
-
-
-@pytest.mark.parametrize(("most", "longest"), [(1, 1), (2, 2), (3, 3), (None, 4)])
-def test_a_sequence_is_one_pair_with_as_many_references_as_allowed(most: int | None, longest: int) -> None:
-    held = samples()
-    sequences = plan_epoch(held, most, seed=1, epoch=0)
-    assert all(len({held.pair[row] for row in rows}) == 1 for rows in sequences)
-    assert max(len(rows) for rows in sequences) == longest
-
-
-def test_epochs_differ_and_the_seed_repeats_them() -> None:
-    def plan(seed: int, epoch: int) -> list[list[int]]:
-        return [rows.tolist() for rows in plan_epoch(samples(), None, seed=seed, epoch=epoch)]
-
-    assert plan(1, 0) == plan(1, 0)
-    assert plan(1, 0) != plan(1, 1)
-    assert plan(1, 0) != plan(2, 0)
-
-
 def test_the_order_of_the_first_epoch_stays_as_it_was() -> None:
     """Another order of random draws gives other weights from the same parameters."""
     plan = [rows.tolist() for rows in plan_epoch(samples(4), 2, seed=7, epoch=1)]
@@ -101,13 +76,6 @@ def test_workers_and_micro_batches_get_the_same_global_batches(changes: dict) ->
     assert one.steps == other.steps == 4
     for step in range(one.steps):
         assert rows_of(one, step) == rows_of(other, step)
-
-
-def test_the_steps_of_an_epoch_train_on_every_reference_once_and_the_next_epoch_again() -> None:
-    plan = schedule()
-    for epoch in range(2):
-        counted = sum((rows_of(plan, 2 * epoch + step) for step in range(2)), Counter())
-        assert counted == Counter(range(len(plan.samples)))
 
 
 def test_workers_take_the_sequences_of_a_step_by_turns_in_micro_batches() -> None:

@@ -29,7 +29,6 @@ from m3diff.stages.train.state import (
     checkpoints,
     latest_valid_checkpoint,
     load_state,
-    read_validation,
     save_state,
 )
 from tests.stages.train.toy import Recipe, recipe
@@ -48,19 +47,6 @@ def folder(run_dir: Path, step: int, cider: float | None = None, damaged: bool =
     return made
 
 
-def test_no_checkpoint_is_no_checkpoint(tmp_path: Path) -> None:
-    assert latest_valid_checkpoint(tmp_path) is None
-
-
-def test_the_newest_is_taken_by_its_step(tmp_path: Path) -> None:
-    for step in (400, 1200, 800):
-        folder(tmp_path, step)
-    found = latest_valid_checkpoint(tmp_path)
-    assert found is not None
-    assert found.name == "step-00001200"
-    assert [state.step_of(path) for path in checkpoints(tmp_path)] == [400, 800, 1200]
-
-
 def test_damaged_ones_are_removed_and_the_warning_names_both(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     good = folder(tmp_path, 4)
     for step in (6, 8):
@@ -76,18 +62,6 @@ def test_damaged_ones_are_removed_and_the_warning_names_both(tmp_path: Path, cap
         assert "going on from step-00000004" in line
 
 
-def test_where_all_are_damaged_the_run_starts_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder(tmp_path, 4, damaged=True)
-    assert latest_valid_checkpoint(tmp_path) is None
-    assert "the run starts over" in caplog.text
-
-
-def test_of_equal_scores_the_earlier_is_the_best_and_none_is_no_score(tmp_path: Path) -> None:
-    for step, cider in ((2, None), (4, 0.0), (6, 0.5), (8, 0.5)):
-        folder(tmp_path, step, cider)
-    assert [state.step_of(path) for path in best_first(tmp_path)] == [6, 8, 4]
-
-
 def test_export_takes_the_last_or_the_best_that_is_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for step, cider, damaged in ((2, 0.5, False), (4, 0.9, True), (6, 0.1, False)):
         folder(tmp_path, step, cider, damaged)
@@ -98,18 +72,23 @@ def test_export_takes_the_last_or_the_best_that_is_whole(tmp_path: Path, caplog:
     assert "step-00000004 is damaged" in caplog.text
 
 
-def test_without_a_score_the_last_is_exported_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder(tmp_path, 2)
+def test_without_a_whole_checkpoint_the_run_starts_over_and_without_a_score_the_last_is_exported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert latest_valid_checkpoint(tmp_path) is None
+    folder(tmp_path, 4, damaged=True)
     assert checkpoint_to_export(tmp_path, "best") is None
     assert "no checkpoint has a CIDEr" in caplog.text
+    assert latest_valid_checkpoint(tmp_path) is None
+    assert "the run starts over" in caplog.text
 
 
-def test_scores_of_a_validation_lie_beside_the_checkpoint_and_do_not_damage_it(tmp_path: Path) -> None:
-    made = folder(tmp_path, 2)
-    assert read_validation(made) is None
-    (made / VALIDATION).write_text('{"val_loss": 0.25, "val_cider": 1.5}')
-    assert read_validation(made) == {"val_loss": 0.25, "val_cider": 1.5}
-    assert latest_valid_checkpoint(tmp_path) == made
+def test_the_newest_is_taken_by_its_step_and_of_equal_scores_the_earlier_is_the_best(tmp_path: Path) -> None:
+    for step, cider in ((4, 0.0), (12, None), (6, 0.5), (8, 0.5)):
+        folder(tmp_path, step, cider)
+    assert latest_valid_checkpoint(tmp_path) == tmp_path / "step-00000012", "its scores do not damage a checkpoint"
+    assert [state.step_of(path) for path in checkpoints(tmp_path)] == [4, 6, 8, 12]
+    assert [state.step_of(path) for path in best_first(tmp_path)] == [6, 8, 4]
 
 
 def started(made: Recipe, mixture: Path, run_dir: Path) -> Training:
