@@ -24,7 +24,7 @@ class NoRoomError(BlockingIOError):
 
 
 def on_one_machine() -> bool:
-    """Whether this process starts a Ray of its own, whose workers are all on this machine."""
+    """Return whether this process starts a Ray of its own, whose workers are all on this machine."""
     return not os.environ.get("RAY_ADDRESS")
 
 
@@ -68,7 +68,7 @@ def start_ray(compute: Compute) -> None:
 
 
 def logs() -> str:
-    """Where a Ray of this machine's own writes why a process of it ended."""
+    """Return the folder where a Ray of this machine's own writes why a process of it ended."""
     return f"{os.environ.get('RAY_TMPDIR') or os.environ.get('TMPDIR') or '/tmp'}/ray/session_latest/logs"
 
 
@@ -127,7 +127,7 @@ def wait_for_room(compute: Compute, seconds: float) -> None:
 
 
 def places(compute: Compute) -> int:
-    """How many workers the nodes take when nothing else runs there."""
+    """Return how many workers the nodes take when nothing else runs there."""
     return sum(
         min(int(node["Resources"].get(name, 0) // amount) for name, amount in per_worker(compute).items())
         for node in live_nodes()
@@ -151,7 +151,7 @@ def live_nodes() -> list[dict[str, Any]]:
 
 
 def per_worker(compute: Compute) -> dict[str, int]:
-    """What Ray sets aside for each worker."""
+    """Return the resources that Ray sets aside for each worker."""
     return {"CPU": compute.cpus_per_worker} | ({"GPU": 1} if compute.gpu else {})
 
 

@@ -154,13 +154,18 @@ class Done:
     parameters: dict[str, int]
 
 
+def parameters_of(figures: dict[str, Any]) -> dict[str, int]:
+    counts = {name: figures[f"parameters_{name}"] for name in ("trainable", "frozen")}
+    return counts | figures["parameters"]
+
+
 def done(folder: Path) -> Done:
     return Done(
         weights=load_file(folder / "checkpoint" / "model.safetensors"),
         losses=[float(row["loss"]) for row in read_curve(folder)],
         said=(folder / "log").read_text(),
         masks=json.loads((folder / "masks.json").read_text()),
-        parameters=json.loads((folder / "figures.json").read_text())["parameters"],
+        parameters=parameters_of(json.loads((folder / "figures.json").read_text())),
     )
 
 

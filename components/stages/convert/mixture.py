@@ -1,4 +1,4 @@
-"""One dataset's records as samples: which pairs train, which references of them, and what they are asked.
+"""A dataset's records as samples: which pairs train, which references of them, and what they are asked.
 
 Random numbers depend on the seed and an id alone. Neither other records nor a library's version change them, which the
 hashes of polars and Python do not promise.

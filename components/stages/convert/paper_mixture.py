@@ -27,7 +27,7 @@ Count = tuple[int, int | None]
 
 
 def training_counts() -> dict[str, dict[str, Count]]:
-    """Of each source: the published `train` and `train_val` (both together) counts."""
+    """Return of each source the published `train` and `train_val` (both together) counts."""
     specs = {part.part: (spec, part) for spec in DATASETS.values() for part in spec.published}
     return {name: _counts(*specs[name]) for name in SOURCES}
 

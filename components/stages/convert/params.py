@@ -9,7 +9,7 @@ from m3diff.settings.section import FrozenMap, Section
 
 
 class Source(Section):
-    """How one dataset enters the training mixture; validation and test splits always enter whole."""
+    """A dataset's way into the training mixture; validation and test splits always enter whole."""
 
     task: str | None = None  # which questions of the file `questions`; null: the dataset's own task
     weight: float = Field(default=1.0, ge=0)  # how often each pair is used: 0.5 half of the pairs, 2 each pair twice
@@ -26,7 +26,7 @@ class Convert(Section):
     sources: FrozenMap[str, Source]  # by dataset; one that is not named enters with the defaults
 
     def most_references(self, source: Source) -> int | None:
-        """Of a pair of this dataset, at most so many training samples; None: all."""
+        """Return the most training samples of a pair of this dataset; None: all."""
         if source.samples == "one":
             return 1
         own = self.references_per_pair if source.references_per_pair is None else source.references_per_pair

@@ -44,7 +44,7 @@ Questions = TypeAdapter(dict[str, Annotated[list[Annotated[str, Field(min_length
 
 
 class ConvertCounts(BaseModel):
-    """One dataset: pairs and samples by split, and what training left out."""
+    """Counts of a dataset: pairs and samples by split, and what training left out."""
 
     pairs: dict[str, int]
     samples: dict[str, int]

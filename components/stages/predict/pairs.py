@@ -15,7 +15,7 @@ CONTROL_PAIRS = 600
 
 
 class PairSample(NamedTuple):
-    """One pair of the test split; digests as in the samples, 32 bytes."""
+    """A pair of the test split; digests as in the samples, 32 bytes."""
 
     id: str
     before: str

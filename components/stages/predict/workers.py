@@ -120,7 +120,7 @@ def images_ahead(batches: Sequence[Batch], processor: "PairProcessor", threads: 
 
 
 class Worker:
-    """One Ray actor: a model, and the batches that it is dealt."""
+    """A Ray actor: a model, and the batches that it is dealt."""
 
     def __init__(self, job: Job) -> None:
         self.job = job

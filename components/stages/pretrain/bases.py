@@ -231,7 +231,7 @@ class Blip2Base:
         return self.processor.pad_id
 
     def prepare_image(self, image: Image.Image) -> np.ndarray:
-        """As it is drawn: a picture of one image and one of two are resized differently."""
+        """Return it as it is drawn: a picture of one image and one of two are resized differently."""
         return np.asarray(image.convert("RGB"))
 
     def images_of_a_picture(self, step: int) -> int:

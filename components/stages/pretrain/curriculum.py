@@ -1,4 +1,4 @@
-"""What the tiny base is taught: to describe images, whole, place by place, or the things that are asked for.
+"""Tasks of the tiny base: to describe images, whole, place by place, or the things that are asked for.
 
 Two images of a task are always unrelated (OneDiff's Coupled Sample Training, arXiv 2407.05645): the base is never
 shown a difference. Asking for a thing by its looks teaches the way from looks to place and, where there is none, to

@@ -14,7 +14,7 @@ OF_TWO_IMAGES = ("asked for in two", "side by side", "two images")
 
 
 class Blip2(Section):
-    """What a BLIP-2 has beside the sizes of `Pretrain`. Its vision encoder's layers, LLM and tokenizer are those of a
+    """Sizes of a BLIP-2, beside those of `Pretrain`. Its vision encoder's layers, LLM and tokenizer are those of a
     LLaVA-OneVision as `pretrain` makes it, its Q-Former is new."""
 
     start: Path  # the folder of that LLaVA-OneVision

@@ -1,4 +1,4 @@
-"""What the tiny base's vision encoder is taught first: to segment a scene, through a linear head that is dropped.
+"""First task of the tiny base's vision encoder: to segment a scene, through a linear head that is dropped.
 
 Each patch says, of POINTS x POINTS points in it, what lies there: nothing, a mark or an object of which kind, colour,
 size and state. An encoder that learns from descriptions alone gets as far in ten times as long (LOG.md);
@@ -21,7 +21,7 @@ CLASSES = (MARK + 1, len(COLORS), len(SIZES), len(SHOWN))
 
 
 def segment(scene: Scene, rows: int, columns: int) -> np.ndarray:
-    """What the frame shows at rows x columns points, an object as wide and as high as its size.
+    """Return what the frame shows at rows x columns points, an object as wide and as high as its size.
 
     Returns: [rows, columns, 4] int8, the classes of CLASSES, rows from the top; NONE where a class does not apply.
     """

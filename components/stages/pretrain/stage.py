@@ -88,7 +88,7 @@ def _render_bank(cfg: Pretrain, of: Architecture) -> Bank:
 
 
 def _render_one(cfg: Pretrain, of: Architecture, number: int) -> tuple[np.ndarray, Scene]:
-    """One scene, a fifth of them in the dark; a function of seed and number."""
+    """Return a scene, a fifth of them in the dark; a function of seed and number."""
     rng = np.random.default_rng([cfg.seed, number])
     level = LEVELS[cfg.levels[number % len(cfg.levels)]]
     scene = level.sample_scene(rng)

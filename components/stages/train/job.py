@@ -32,7 +32,7 @@ class DatasetFilter:
 
 @dataclass(frozen=True)
 class Job:
-    """One phase of a training. `run_dir` is on storage that every worker sees.
+    """A phase of a training. `run_dir` is on storage that every worker sees.
 
     Attributes:
         weights: the folder that the phase begins with; None: the base, `cfg.base`.

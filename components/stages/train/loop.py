@@ -45,7 +45,6 @@ from m3diff.stages.train.progress import (
     Curve,
     columns,
     describe,
-    measure,
     module_warning,
     peak_flops,
     progress_line,
@@ -109,7 +108,7 @@ def prepare_model(
 
 
 class Training:
-    """One worker's part of one phase: model, engine, schedule, validation and curves, and the steps."""
+    """A worker's part of a phase: model, engine, schedule, validation and curves, and the steps."""
 
     def __init__(self, job: Job, runtime: Runtime) -> None:
         cfg, compute = job.cfg, job.compute
@@ -150,8 +149,9 @@ class Training:
         job, runtime, schedule = self.job, self.runtime, self.schedule
         micro_batches = accumulation(job.cfg, job.compute, runtime.ranks)
         config = unwrapped(self.engine.module).config
-        work = measure(schedule, self.loader, micro_batches, self.family, config, job.model)
-        for line in describe(work, schedule, self.parameters):
+        flops = partial(self.family.flops, config, settings=job.model)
+        flops_per_step, lines = describe(schedule, self.loader, micro_batches, flops, self.parameters)
+        for line in lines:
             runtime.say(line)
         if runtime.rank == 0:  # it writes the checkpoints
             kept = NEWEST + (BEST if job.compute.caption_val_pairs else 0)
@@ -168,7 +168,7 @@ class Training:
             self.waited += time.monotonic() - before
             self.step(step, batches)
             self.seconds = time.monotonic() - started
-            self.log(step + 1, self.seconds / (step + 1 - done), work.flops * schedule.global_batch, peak)
+            self.log(step + 1, self.seconds / (step + 1 - done), flops_per_step, peak)
             self.end_if_asked(step + 1)
             if self.is_checkpoint(step + 1):
                 self.validate(self.save(step + 1))
@@ -329,19 +329,25 @@ class Training:
             save_checkpoint(model, self.processor, folder, **facts)
 
     def figures(self, exported: int) -> dict[str, Any]:
-        """Return the figures of the report, and what the run took over all its attempts."""
-        curve, took, steps = self.curve, self.spent(), self.schedule.steps
-        seconds = max(took["seconds"], 1e-9)
-        latest = curve.latest(self.module)
+        """Return the fields of the report, and what the run took over all its attempts."""
+        curve, took, steps, counts = self.curve, self.spent(), self.schedule.steps, self.parameters
+        seconds, latest = max(took["seconds"], 1e-9), curve.latest(self.module)
+
+        def known(column: str) -> float | None:
+            value = curve.last(column)
+            return None if math.isnan(value) else round(value, 5)
+
         return {
-            "samples": len(self.schedule.samples),
-            "captions": self.schedule.captions(0, steps),
+            "rows_in": len(self.schedule.samples),
+            "rows_out": self.schedule.captions(0, steps),
             "steps": steps,
-            "parameters": self.parameters,
-            "loss": curve.last("loss"),
-            "val_loss": curve.last("val_loss"),
-            "val_loss_by_dataset": {name: curve.last(f"val_loss_{name}") for name in self.validation.datasets},
-            "val_cider": curve.last("val_cider"),
+            "parameters_trainable": counts["trainable"],
+            "parameters_frozen": counts["frozen"],
+            "parameters": {part: n for part, n in counts.items() if part not in ("trainable", "frozen")},
+            "loss": known("loss"),
+            "val_loss": known("val_loss"),
+            "val_loss_by_dataset": {name: known(f"val_loss_{name}") for name in self.validation.datasets},
+            "val_cider": known("val_cider"),
             "exported_step": exported,
             "module": {name: latest[name] for name in self.module if latest},
             "warnings": self.warnings(),

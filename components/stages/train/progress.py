@@ -2,14 +2,12 @@
 
 import csv
 import io
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from m3diff.models.family import MODULE_UPDATE_RATIO, Family, Settings
+from m3diff.models.family import MODULE_UPDATE_RATIO, Term
 from m3diff.records.files import write_atomic
 from m3diff.settings.gpus import gpu_of
 from m3diff.stages.train.batches import Loader, Schedule
@@ -23,51 +21,38 @@ NOTHING = 2.0**-8
 A module in use is far from it: the embedded one starts at 0.5 and ends there."""
 
 
-@dataclass(frozen=True)
-class Work:
-    """A run in numbers. Tokens and FLOPs are means of one sequence."""
+def describe(
+    schedule: Schedule,
+    loader: Loader,
+    accumulation: int,
+    flops: Callable[[float, float], list[Term]],
+    parameters: Mapping[str, int],
+) -> tuple[float, list[str]]:
+    """Return the FLOPs of a step and the lines before the first one.
 
-    accumulation: int
-    pairs: int
-    references: int
-    sequences: int  # an epoch
-    tokens: float
-    supervised: float
-    flops: float
+    The first epoch is counted; of more than COUNTED sequences, the tokens of as many in its order.
 
-
-def measure(
-    schedule: Schedule, loader: Loader, accumulation: int, family: Family, config: Any, settings: Settings
-) -> Work:
-    """Count the first epoch; of more than COUNTED sequences, the tokens of as many in its order."""
-    sequences = schedule.epoch(0)
+    Args:
+        accumulation: micro-batches of a worker in a step.
+        flops: (tokens, supervised tokens) of a sequence -> its terms.
+        parameters: as `tuning.parameter_counts` gives them.
+    """
+    sequences, batch = schedule.epoch(0), schedule.global_batch
     packed = [pack([loader.pairs_of(rows)]) for rows in sequences[:COUNTED]]
     tokens, supervised = np.mean([(each.tokens, len(each.labels)) for each in packed], axis=0).tolist()
-    return Work(
-        accumulation=accumulation,
-        pairs=len(schedule.samples.pairs()),
-        references=len(schedule.samples),
-        sequences=len(sequences),
-        tokens=tokens,
-        supervised=supervised,
-        flops=sum(term.total for term in family.flops(config, tokens, supervised, settings)),
-    )
-
-
-def describe(work: Work, schedule: Schedule, parameters: Mapping[str, int]) -> list[str]:
-    """Return the lines before the first step. `parameters` as `tuning.parameter_counts` gives them."""
-    about = "" if work.sequences <= COUNTED else "about "
+    flops_per_step = batch * sum(term.total for term in flops(tokens, supervised))
+    about = "" if len(sequences) <= COUNTED else "about "
     trains = [f"{part} {n:,}" for part, n in parameters.items() if part not in ("trainable", "frozen") and n]
-    batch = schedule.global_batch
-    return [
-        f"{batch} sequences a step = {schedule.micro_batch} micro-batch x {work.accumulation} accumulated "
+    return flops_per_step, [
+        f"{batch} sequences a step = {schedule.micro_batch} micro-batch x {accumulation} accumulated "
         f"x {schedule.ranks} worker(s)",
-        f"{work.pairs:,} pairs, {work.references:,} references in {work.sequences:,} sequences an epoch",
-        f"{about}{work.tokens * work.sequences:,.0f} tokens an epoch ({work.tokens:.1f} a sequence, "
-        f"{work.supervised:.1f} of them supervised)",
+        f"{len(schedule.samples.pairs()):,} pairs, {len(schedule.samples):,} references in {len(sequences):,} "
+        "sequences an epoch",
+        f"{about}{tokens * len(sequences):,.0f} tokens an epoch ({tokens:.1f} a sequence, {supervised:.1f} of them "
+        "supervised)",
         f"{schedule.epochs:g} epoch(s) x {schedule.steps_per_epoch:,} steps = {schedule.steps:,} steps",
         f"{parameters['trainable']:,} parameters train ({', '.join(trains)}), {parameters['frozen']:,} are frozen",
-        f"{flop(work.flops * batch)} a step",
+        f"{flop(flops_per_step)} a step",
     ]
 
 

@@ -37,7 +37,7 @@ ALL = DatasetFilter()
 
 
 class Column(Sequence[T]):
-    """One column, read value by value."""
+    """A column, read value by value."""
 
     def __init__(self, values: pa.ChunkedArray) -> None:
         self.values = values

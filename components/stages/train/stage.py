@@ -6,7 +6,6 @@ its newest valid checkpoint, also after `compute` was changed, and nothing else 
 
 import fcntl
 import json
-import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -103,7 +102,9 @@ def train(
         except StoppedError as stopped:
             print(f"train: {stopped}", flush=True)
             raise SystemExit(TERMINATED) from stopped
-        report = _report(figures, before).write(out / "report.json")
+        fields = {name: figures[name] for name in TrainReport.model_fields if name in figures}
+        alignment = {"steps": before["steps"], "captions": before["rows_out"], "loss": before["loss"]} if before else {}
+        report = TrainReport(stage="train", alignment=alignment, **fields).write(out / "report.json")
         speed = {name: round(value, 4) if isinstance(value := figures[name], float) else value for name in SPEED}
         write_atomic(scratch / "train_speed.json", json.dumps(speed) + "\n")
         print(f"train: {report.steps} steps in {figures['seconds']:.0f} s, {speed['captions_per_s']:.0f} captions/s")
@@ -170,31 +171,6 @@ def aligned(job: Job, align: "Align") -> dict[str, Any]:
         phase = replace(job, cfg=cfg, model=settings, out=out, run_dir=folder, datasets=chosen)
         write_atomic(done, json.dumps(with_retries(run_of(job), phase)) + "\n")
     return json.loads(done.read_text(encoding="utf-8"))
-
-
-def _report(figures: dict[str, Any], before: dict[str, Any]) -> TrainReport:
-    counts = figures["parameters"]
-
-    def known(value: float) -> float | None:
-        return None if math.isnan(value) else round(value, 5)
-
-    return TrainReport(
-        stage="train",
-        rows_in=figures["samples"],
-        rows_out=figures["captions"],
-        steps=figures["steps"],
-        parameters_trainable=counts["trainable"],
-        parameters_frozen=counts["frozen"],
-        parameters={part: n for part, n in counts.items() if part not in ("trainable", "frozen")},
-        loss=round(figures["loss"], 5),
-        val_loss=known(figures["val_loss"]),
-        val_loss_by_dataset={name: round(loss, 5) for name, loss in figures["val_loss_by_dataset"].items()},
-        val_cider=known(figures["val_cider"]),
-        exported_step=figures["exported_step"],
-        module=figures["module"],
-        alignment={name: round(before[name], 5) for name in ("steps", "captions", "loss") if before},
-        warnings=figures["warnings"],
-    )
 
 
 def run_key(cfg: Train, model: "Settings", mixture: Path, base_sha256: str) -> str:

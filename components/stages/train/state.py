@@ -114,7 +114,7 @@ def _whole_masters(engine: deepspeed.DeepSpeedEngine) -> dict[nn.Parameter, Tens
 
 
 class Writer:
-    """One thread that writes beside the next steps, in the order of what was submitted.
+    """A thread that writes beside the next steps, in the order of what was submitted.
 
     After an error nothing more is written, and every later call raises it. Leaving a `with` waits for what is left.
 

@@ -1,18 +1,16 @@
 """The numbers printed before a run and on each line."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from m3diff.models import FAMILIES
 from m3diff.models.device import Device
 from m3diff.models.family import Term
+from m3diff.stages.train import progress
 from m3diff.stages.train.batches import Loader, Schedule
-from m3diff.stages.train.progress import COUNTED, Work, describe, eta, flop, measure, peak_flops, progress_line
+from m3diff.stages.train.progress import eta, flop, peak_flops, progress_line
 from m3diff.stages.train.samples import read_samples
-
-WORK = Work(accumulation=2, pairs=10, references=23, sequences=10, tokens=50.5, supervised=15.0, flops=3e9)
 
 
 @pytest.fixture
@@ -21,38 +19,32 @@ def loader(mixture: Path, base: Path, tmp_path: Path) -> Loader:
     return Loader(samples, processor, threads=1, device=Device(False, "fp32"))
 
 
-def test_a_run_is_measured_on_its_own_samples(loader: Loader) -> None:
-    asked: list[tuple] = []
+def test_a_run_is_counted_on_its_own_samples_and_described(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[float, float]] = []
 
-    def flops(config: object, tokens: float, supervised: float, settings: str) -> list[Term]:
-        asked.append((config, tokens, supervised, settings))
-        return [Term("a", 2.0, 1), Term("b", 3.0, 2)]
+    def flops(tokens: float, supervised: float) -> list[Term]:
+        asked.append((tokens, supervised))
+        return [Term("a", 1e9, 1), Term("b", 1e9 / 3, 2)]
 
-    plan = Schedule(loader.samples, None, seed=1, global_batch=4, micro_batch=2, epochs=2)
-    work = measure(plan, loader, 2, SimpleNamespace(flops=flops), "config", "settings")  # type: ignore[arg-type]
-    processor, held = loader.processor, loader.samples
-    ends = [len(processor.encode_reference(text)) for text in held.reference]
-    prompt = len(processor.encode_prompt("What changed?"))
-    # the prompt less its last token once a pair, that token and all but the last of each reference once a reference
-    assert work.tokens == pytest.approx(((prompt - 1) * 10 + sum(ends)) / 10)
-    assert work.supervised == pytest.approx(sum(ends) / 10)
-    assert asked == [("config", work.tokens, work.supervised, "settings")]
-    assert (work.pairs, work.references, work.sequences, work.accumulation, work.flops) == (10, 23, 10, 2, 13.0)
-
-
-def test_the_arithmetic_of_a_run_is_told(loader: Loader) -> None:
     plan = Schedule(loader.samples, None, seed=1, global_batch=8, micro_batch=2, epochs=1.5, ranks=2)
     counts = {"trainable": 1500, "frozen": 9000, "vision": 1000, "module": 0, "llm": 500}
-    assert describe(WORK, plan, counts) == [
+    per_step, lines = progress.describe(plan, loader, 2, flops, counts)
+    processor = loader.processor
+    ends = sum(len(processor.encode_reference(text)) for text in loader.samples.reference)
+    # the prompt less its last token once a pair, that token and all but the last of each reference once a reference
+    tokens = (len(processor.encode_prompt("What changed?")) - 1) * 10 + ends
+    assert asked == [(pytest.approx(tokens / 10), pytest.approx(ends / 10))]
+    assert per_step == pytest.approx(24e9)
+    assert lines == [
         "8 sequences a step = 2 micro-batch x 2 accumulated x 2 worker(s)",
         "10 pairs, 23 references in 10 sequences an epoch",
-        "505 tokens an epoch (50.5 a sequence, 15.0 of them supervised)",
+        f"{tokens:,} tokens an epoch ({tokens / 10:.1f} a sequence, {ends / 10:.1f} of them supervised)",
         "1.5 epoch(s) x 2 steps = 3 steps",
         "1,500 parameters train (vision 1,000, llm 500), 9,000 are frozen",
         "24 GFLOP a step",
     ]
-    long = Work(**{**vars(WORK), "sequences": COUNTED + 1})
-    assert describe(long, plan, counts)[2].startswith("about ")
+    monkeypatch.setattr(progress, "COUNTED", 9)
+    assert progress.describe(plan, loader, 2, flops, counts)[1][2].startswith("about ")
 
 
 def test_a_line_says_where_the_run_is() -> None:
