@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -22,6 +23,7 @@ from tests.stages.train.toy import Recipe, recipe
 CODE = """
 import pickle, sys
 from pathlib import Path
+from typing import Any
 from m3diff.stages.train.stage import train
 made, mixture, folder = map(Path, sys.argv[1:])
 made = pickle.loads(made.read_bytes()).changed(scratch=folder / "runs")
@@ -29,12 +31,13 @@ train(made.cfg, made.model, made.compute, mixture, folder / "out")
 """
 
 
-def start(made: Recipe, mixture: Path, folder: Path, group: int | None = None) -> subprocess.Popen:
+def start(made: Recipe, mixture: Path, folder: Path, **how: Any) -> subprocess.Popen:
+    """Train in a process of its own, which is started as `how` says."""
     folder.mkdir(exist_ok=True)
     (folder / "recipe").write_bytes(pickle.dumps(made))
     with (folder / "log").open("w") as log:
         command = [sys.executable, "-c", CODE, str(folder / "recipe"), str(mixture), str(folder)]
-        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, process_group=group)
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, **how)
 
 
 def finish(process: subprocess.Popen, folder: Path) -> dict[str, torch.Tensor]:
@@ -131,7 +134,7 @@ def test_a_run_whose_group_is_asked_to_end_writes_a_checkpoint_and_goes_on_from_
 ) -> None:
     want, _ = whole
     folder, leader = tmp_path / "stopped", subprocess.Popen(["sleep", "600"], process_group=0)
-    process = start(made, mixture, folder, leader.pid)
+    process = start(made, mixture, folder, process_group=leader.pid)
     wait_for_a_checkpoint(process, folder)
     family = psutil.Process(process.pid).children(recursive=True)
     os.killpg(leader.pid, signal.SIGTERM)

@@ -90,7 +90,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.fault("27")
-def test_a_run_on_ray_gives_the_figures_and_drops_ray_s_old_snapshot(
+def test_a_run_on_ray_gives_the_figures_drops_ray_s_old_snapshot_and_leaves_no_ray_behind(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: list[str]
 ) -> None:
     (tmp_path / "ray").mkdir()
@@ -102,6 +102,12 @@ def test_a_run_on_ray_gives_the_figures_and_drops_ray_s_old_snapshot(
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     on_ray.run_on_ray(job(base, tmp_path))
     assert ended == ["start", "shutdown"], "a cluster that was there stays"
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    failed = ray.train.WorkerGroupError("worker failed", {1: OSError("no")})
+    monkeypatch.setattr(on_ray, "make_trainer", lambda made: Trainer(failed))
+    with pytest.raises(ray.train.WorkerGroupError, match="worker failed"):
+        on_ray.run_on_ray(job(base, tmp_path))
+    assert ended == 2 * ["start", "shutdown"]
 
 
 @pytest.mark.parametrize(("cluster", "seconds"), [(None, 0), ("head:6379", 60)])
@@ -124,16 +130,6 @@ def test_nodes_without_room_end_the_run_before_ray_is_asked_and_a_cluster_gets_t
     with pytest.raises(NoRoomError):
         with_retries(on_ray.run_on_ray, job(base, tmp_path))
     assert ended == ["start", f"room for 2 within {seconds} s", "shutdown"], "it is not tried again at once"
-
-
-def test_what_a_worker_met_leaves_no_ray_behind(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: list[str]
-) -> None:
-    failed = ray.train.WorkerGroupError("worker failed", {1: OSError("no")})
-    monkeypatch.setattr(on_ray, "make_trainer", lambda made: Trainer(failed))
-    with pytest.raises(ray.train.WorkerGroupError, match="worker failed"):
-        on_ray.run_on_ray(job(base, tmp_path))
-    assert ended == ["start", "shutdown"]
 
 
 ON_A_MACHINE_WITH_A_GPU = """
@@ -218,15 +214,9 @@ def test_this_process_talks_by_its_device_s_backend(
     assert asked == [backend]
 
 
-def test_the_only_worker_leaves_the_linear_as_it_was() -> None:
-    """ZeRO 3 replaces it for the life of the process, and another order of sums rounds what trains next otherwise."""
-    before = torch.nn.functional.linear
-    with only_worker("gloo"):
-        torch.nn.functional.linear = lambda *_: None  # type: ignore[assignment]
-    assert torch.nn.functional.linear is before
-
-
-def test_the_only_worker_leaves_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_only_worker_leaves_the_environment_and_the_linear_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ZeRO 3 replaces the linear for the life of the process, and another order of sums rounds otherwise."""
+    linear = torch.nn.functional.linear
     monkeypatch.setenv("RANK", "3")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     seen = {}
@@ -235,10 +225,12 @@ def test_the_only_worker_leaves_the_environment_as_it_was(monkeypatch: pytest.Mo
         with only_worker("gloo"):
             seen.update(rank=os.environ["RANK"], size=torch.distributed.get_world_size())
             seen.update(interface=os.environ["GLOO_SOCKET_IFNAME"])
+            torch.nn.functional.linear = lambda *_: None  # type: ignore[assignment]
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         run()
+    assert torch.nn.functional.linear is linear
     assert seen == {"rank": "0", "size": 1, "interface": "lo"}
     assert (os.environ["RANK"], os.environ.get("WORLD_SIZE")) == ("3", None)
     assert not torch.distributed.is_initialized()

@@ -2,10 +2,8 @@
 that does not come back ends the run in words."""
 
 import os
-import pickle
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,19 +12,11 @@ import psutil
 import pytest
 
 from tests.stages.train.cluster import Cluster, cluster
-from tests.stages.train.test_killed_worker import CODE, wait_for_a_checkpoint, written
+from tests.stages.train.test_killed_worker import start, wait_for_a_checkpoint, written
 from tests.stages.train.toy import Recipe, recipe
 
 FILES = ("checkpoint/model.safetensors", "checkpoint/manifest.json", "curves.csv", "report.json")
 PATIENCE_S = 600
-
-
-def start(made: Recipe, mixture: Path, folder: Path, environment: dict[str, str]) -> subprocess.Popen:
-    folder.mkdir()
-    (folder / "recipe").write_bytes(pickle.dumps(made))
-    command = [sys.executable, "-c", CODE, str(folder / "recipe"), str(mixture), str(folder)]
-    with (folder / "log").open("w") as log:
-        return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
 
 
 def finish(process: subprocess.Popen, folder: Path) -> dict[str, bytes]:
@@ -44,7 +34,7 @@ def made(base: Path) -> Recipe:
 def on_one_node(made: Recipe, mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     folder = tmp_path_factory.mktemp("nodes") / "one"
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    return finish(start(made, mixture, folder, environment), folder)
+    return finish(start(made, mixture, folder, env=environment), folder)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +50,7 @@ def two_nodes() -> Iterator[Cluster]:
 def test_two_nodes_with_a_worker_each_write_what_one_node_with_both_writes(
     made: Recipe, mixture: Path, on_one_node: dict[str, bytes], two_nodes: Cluster, tmp_path: Path
 ) -> None:
-    process = start(made, mixture, tmp_path / "two", two_nodes.of_a_driver)
+    process = start(made, mixture, tmp_path / "two", env=two_nodes.of_a_driver)
     wait_for_a_checkpoint(process, tmp_path / "two")
     trained_on = {number: len(workers) for number, workers in two_nodes.workers().items()}
     assert finish(process, tmp_path / "two") == on_one_node
@@ -72,7 +62,7 @@ def test_a_run_whose_node_dies_goes_on_when_another_joins_and_one_that_gets_none
     made: Recipe, mixture: Path, on_one_node: dict[str, bytes], two_nodes: Cluster, tmp_path: Path
 ) -> None:
     folder = tmp_path / "broken"
-    process = start(made, mixture, folder, two_nodes.of_a_driver)
+    process = start(made, mixture, folder, env=two_nodes.of_a_driver)
     wait_for_a_checkpoint(process, folder)
     two_nodes.kill(4)
     assert max(written(folder)) < 72, "the run had ended before the node died"
@@ -83,7 +73,7 @@ def test_a_run_whose_node_dies_goes_on_when_another_joins_and_one_that_gets_none
     assert int(resumed[1]) >= 12
 
     folder = tmp_path / "ended"
-    process = start(made, mixture, folder, two_nodes.of_a_driver)
+    process = start(made, mixture, folder, env=two_nodes.of_a_driver)
     wait_for_a_checkpoint(process, folder)
     two_nodes.kill(5)
     began = time.monotonic()
@@ -103,11 +93,11 @@ def test_what_trains_on_a_host_that_is_cut_off_ends_when_the_run_goes_on_elsewhe
     """The older workers would train to the end, beside the new ones and into the same folder. Ray takes over a minute
     to call the host dead, so that the training must last for some."""
     longer = made.changed(epochs=400, checkpoint_every_steps=12, val_pairs=0)
-    undisturbed = finish(start(longer, mixture, tmp_path / "one", dict(os.environ)), tmp_path / "one")
+    undisturbed = finish(start(longer, mixture, tmp_path / "one", env=dict(os.environ)), tmp_path / "one")
     folder = tmp_path / "cut"
     with cluster() as hosts:
         hosts.add(3, cpus=2)
-        process = start(longer, mixture, folder, hosts.of_a_driver)
+        process = start(longer, mixture, folder, env=hosts.of_a_driver)
         wait_for_a_checkpoint(process, folder)
         older = hosts.workers()[3]
         hosts.add(4, cpus=2)
