@@ -348,7 +348,7 @@ def empty(file: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (half, r"cannot be read .*; run `m3diff validate` again"),
+        (half, r"(?s:cannot be read.*; run `m3diff validate` again)"),
         (other_columns, "not the columns that validate writes; run `m3diff validate` again"),
         (empty, r"holds no record, all are in quarantine\.parquet"),
         (lambda file: None, r"has records of old, not in ingest\.datasets"),
