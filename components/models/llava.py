@@ -303,6 +303,7 @@ class LlavaOfPairsForGeneration(NewModuleInit, LlavaOnevisionForConditionalGener
         Raises ValueError where weights other than a new module's are missing or of another shape. Safetensors only.
         """
         name, new, kind = str(pretrained_model_name_or_path), module is not None, cls.config_class
+        begins = config is None
         if config is None:
             found, _ = kind.get_config_dict(name)
             new = new and kind.MODULE not in found
@@ -319,7 +320,7 @@ class LlavaOfPairsForGeneration(NewModuleInit, LlavaOnevisionForConditionalGener
             )
         parameters = sum(p.numel() for p in model.parameters())
         logger.info("%s: %s parameters loaded, %d tensors of the new module", name, f"{parameters:,}", len(made))
-        if made:
+        if made and begins:
             model.begin(Path(name))
         return (model, info) if wants_info else model
 
