@@ -152,12 +152,7 @@ REFUSED: list[tuple[str, str, Change, str]] = [
     ("splits are a folder", "clevr", folder_for_file, r"splits\.json: cannot be read: Is a directory"),
     ("types are no lists", "clevr", put("type_mapping.json", b'{"color": "x"}'), r"'color': expected a list of image"),
     ("a caption file missing", "clevr", lambda root: (root / "no_change_captions.json").unlink(), r"no such file"),
-    (
-        "an empty dataset",
-        "dc",
-        emptied,
-        r"holds no pair",
-    ),
+    ("an empty dataset", "dc", emptied, r"holds no pair"),
     ("records are an object", "spot", put(SPOT, b"{}"), r"expected a list at the top, found an object"),
     ("the validation file missing", "iedit", lambda root: (root / "valid.json").unlink(), r"valid\.json: no such file"),
     ("a column missing", "csv", replace("pairs.csv", b"after", b"later"), r"pairs\.csv: no column after; found before"),

@@ -256,10 +256,7 @@ READ: dict[str, tuple[bytes, np.ndarray | None]] = {
     "12 bits, packed": (tiff(PACKED, width=[12], bits=[12]), GREY.repeat(3, axis=2)),
     "a white photograph": (saved("PNG", "RGBA", with_band(255, SEEN * 0 + 255)), SEEN * 0 + 255),
     "an empty canvas": (saved("PNG", "RGBA", with_band(0, SEEN * 0)), SEEN * 0 + 255),
-    "a page with round corners": (
-        saved("PNG", "RGBA", with_band(CORNER, SEEN * 0 + 255)),
-        None,
-    ),
+    "a page with round corners": (saved("PNG", "RGBA", with_band(CORNER, SEEN * 0 + 255)), None),
     "a mask in alpha": (saved("PNG", "RGBA", with_band(CUT_OUT, SEEN * 0)), np.where(CUT_OUT[:, None], 0, 255)),
     "a cut-out in WebP": (saved("WEBP", "RGBA", with_band(CUT_OUT), lossless=True), WHITE_OUT),
     "an even picture of 16 bits": (tiff(GREY.astype(np.uint16) * 0 + 3000), SEEN * 0 + 12),

@@ -595,10 +595,7 @@ def test_several_objects_at_one_place_are_described_from_left_to_right():
         "at the top left a small blue ball, at the top a large white cone, at the top a medium red box, "
         "at the top a mark"
     )
-    assert describe_cells(scene) == {
-        0: "a small blue ball",
-        1: "a large white cone and a medium red box and a mark",
-    }
+    assert describe_cells(scene) == {0: "a small blue ball", 1: "a large white cone and a medium red box and a mark"}
 
 
 @pytest.mark.parametrize("domain", LOOKS)
@@ -619,10 +616,7 @@ def test_a_change_moves_more_pixels_than_its_distractor(change_type, domain):
 
 
 def test_the_later_of_two_objects_covers_the_earlier():
-    below, above = (
-        Thing("box", "red", "large", 4),
-        Thing("box", "blue", "medium", 4),
-    )
+    below, above = (Thing("box", "red", "large", 4), Thing("box", "blue", "medium", 4))
     shades = []
     for things in ((below, above), (above, below)):
         image = render(Scene(things, level="free"), 96, np.random.default_rng(0))

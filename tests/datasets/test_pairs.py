@@ -203,10 +203,7 @@ LAYOUTS: dict[str, tuple[Write, dict[str, Any]]] = {
         lambda root: pl.DataFrame(
             two(lambda a, b, s: {"images": [a, b], "meta": {"s": s}, "sentences": [{"raw": "it fell"}]})
         ).write_parquet(root / "p.parquet"),
-        {
-            "manifest": "p.parquet",
-            "columns": {"images": "images", "captions": "sentences.*.raw", "split": "meta.s"},
-        },
+        {"manifest": "p.parquet", "columns": {"images": "images", "captions": "sentences.*.raw", "split": "meta.s"}},
     ),
 }
 
@@ -273,10 +270,7 @@ def test_rows_of_one_pair_are_one_pair_where_the_column_id_is_passed_over(tmp_pa
 @pytest.mark.parametrize(
     ("row", "fault"),
     [
-        (
-            {"images": ["a", "b", "c"], "x": "t"},
-            "images: expected a list of two images, found 3",
-        ),
+        ({"images": ["a", "b", "c"], "x": "t"}, "images: expected a list of two images, found 3"),
         ({"images": "a", "x": "t"}, "images: expected a list of two images, found 1: text 'a'"),
         ({"x": "t"}, "images: is missing"),
         ({"images": ["a", "b"]}, "x: is missing"),

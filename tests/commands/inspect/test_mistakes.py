@@ -290,11 +290,7 @@ MISTAKES: dict[str, tuple[Write, int, list[str]]] = {
     "an image missing": (
         table(HEADER, "9.png,0_2.png,it fell,train"),
         DATA_REFUSED,
-        [
-            "missing images: 1",
-            "9.png: is nowhere below",
-            "fetch the images",
-        ],
+        ["missing images: 1", "9.png: is nowhere below", "fetch the images"],
     ),
     "a suffix in capitals": (
         table(HEADER, "0.PNG,0_2.png,it fell,train"),
@@ -542,10 +538,7 @@ def test_a_file_in_place_of_a_folder_and_a_folder_that_may_not_be_read_are_named
     with monkeypatch.context() as patch:
         patch.setattr(Path, "iterdir", refuse)
         code, text = say(capsys, tmp_path)
-    assert (code, "cannot be read: Permission denied; check its rights: `chmod u+rx " in text) == (
-        DATA_REFUSED,
-        True,
-    )
+    assert (code, "cannot be read: Permission denied; check its rights: `chmod u+rx " in text) == (DATA_REFUSED, True)
     with monkeypatch.context() as patch:
         patch.setattr(Path, "read_bytes", refuse)
         code, text = say(capsys, tmp_path)
