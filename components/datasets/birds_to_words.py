@@ -18,7 +18,6 @@ with no PTB ones.
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from m3diff.datasets.spec import (
     DatasetSpec,
@@ -42,8 +41,8 @@ def read(
     """Yield a row per pair and split, at the place of its first paragraph; broken rows stand alone."""
     merged: dict[tuple[str, str, str], list[tuple[str, str]]] = {}
     for where, row, fault in read_table(root / manifest, COLUMNS):
-        ids = [_photo(row[column]) for column in COLUMNS[:2]]
-        if fault or not all(ids):
+        ids = [str(row[column]).rstrip("/").rsplit("/", 1)[-1] for column in COLUMNS[:2]]
+        if fault or not all(map(str.isdecimal, ids)):
             fault = fault or "image URL: expected https://www.inaturalist.org/photos/<number>"
             yield broken(row["split"], where, fault)
         else:
@@ -52,12 +51,6 @@ def read(
         pair = f"{images}/{first}{suffix}", f"{images}/{second}{suffix}"
         name, source = f"{first}_{second}", " and ".join(where for where, _ in found)
         yield Row(name, split, name, *pair, [text for _, text in found], [], source, raw_rows=len(found))
-
-
-def _photo(url: Any) -> str:
-    """The image id in an ObservationURL; empty where there is none."""
-    last = str(url).rstrip("/").rsplit("/", 1)[-1]
-    return last if last.isdecimal() else ""
 
 
 PUBLISHED = Published(

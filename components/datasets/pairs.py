@@ -109,7 +109,8 @@ def read(
     nothing = {text.strip().casefold() for text in no_caption or ()}
     merged: dict[Any, Row] = {}
     for path, place, own_split in _files(root, manifest, split):
-        needed = _needed(named, own_split)
+        needed = ["images"] if named.get("images") else ["before", "after"]
+        needed += ["captions", *([] if own_split else ["split"])]
         header = [each for field in needed if len(named[field]) < 2 for each in columns_in((*named[field], field)[0])]
         for at, value in read_values(path, header, delimiter, rows):
             if where and isinstance(value, dict) and not _matches(value, where):
@@ -174,12 +175,6 @@ def _relative(image: Any, tops: tuple[str, str]) -> Any:
     return path.removeprefix(top) if top else image
 
 
-def _needed(named: Mapping[str, tuple[str, ...]], split: str | None) -> list[str]:
-    """The fields that every row must have."""
-    images = ["images"] if named.get("images") else ["before", "after"]
-    return [*images, "captions", *([] if split else ["split"])]
-
-
 def _fields(value: Any, named: Mapping[str, tuple[str, ...]], needed: list[str]) -> tuple[dict[str, Any], str | None]:
     """A row's values by field, None where absent, and what is wrong with it."""
     found: dict[str, Any] = dict.fromkeys((*REQUIRED, *OPTIONAL, "question")) | {"questions": ()}
@@ -190,7 +185,12 @@ def _fields(value: Any, named: Mapping[str, tuple[str, ...]], needed: list[str])
     try:
         for field, names in named.items():
             values = [each for each in (look_up(value, column) for column in names) if each is not None]
-            found[field] = _all_captions(values) if field == "captions" and values[1:] else next(iter(values), None)
+            found[field] = next(iter(values), None)
+            if field == "captions" and values[1:]:  # of several columns, whose empty fields are none
+                listed = [texts(each) for each in values if each != ""]
+                found[field] = [text for each in listed for text in (each if isinstance(each, list) else [each])] or [
+                    ""
+                ]
         found["captions"], found["questions"] = _answer(found["captions"], "".join(named["captions"][:1]))
     except DataError as error:
         return found, str(error)
@@ -208,12 +208,6 @@ def _fields(value: Any, named: Mapping[str, tuple[str, ...]], needed: list[str])
     if missing := [" or ".join(named[field]) or field for field in needed if found[field] is None]:
         return found, f"{', '.join(missing)}: is missing"
     return found, None
-
-
-def _all_captions(values: Sequence[Any]) -> list[Any]:
-    """The captions of several columns, whose empty fields are none."""
-    texts_of = [texts(value) for value in values if value != ""]
-    return [text for each in texts_of for text in (each if isinstance(each, list) else [each])] or [""]
 
 
 def _answer(captions: Any, column: str) -> tuple[Any, tuple[Question, ...]]:

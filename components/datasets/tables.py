@@ -51,14 +51,13 @@ def _column(manifest: Path, group: int, column: str) -> Any:
 def has_images(schema: pa.Schema) -> bool:
     """True if a column holds images or other bytes, or any kind of list of them."""
     types = [getattr(column.type, "value_type", column.type) for column in schema]
+    are_bytes = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view)
     return any(
-        {part.name for part in each} == {"bytes", "path"} if pa.types.is_struct(each) else _is_binary(each)
+        {part.name for part in each} == {"bytes", "path"}
+        if pa.types.is_struct(each)
+        else any(is_(each) for is_ in are_bytes)
         for each in types
     )
-
-
-def _is_binary(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind))
 
 
 def rows_of(path: Path, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:

@@ -52,7 +52,8 @@ def check_images(paths: pl.Series, max_pixels: int, cache: Path, stage: str) -> 
         cache: Parquet file, read and written anew; it may be missing or damaged.
         stage: who asks, for the progress line.
     """
-    stats = _stat(paths.drop_nulls().unique().sort())
+    rows = [(path, *_stat(path)) for path in paths.drop_nulls().unique().sort()]
+    stats = pl.DataFrame(rows, schema=STAT | {"verdict": pl.String}, orient="row")
     absent = stats.filter(pl.col("verdict").is_not_null())
     files = stats.filter(pl.col("verdict").is_null()).drop("verdict")
     cached = _load(cache, max_pixels)
@@ -68,13 +69,8 @@ def check_images(paths: pl.Series, max_pixels: int, cache: Path, stage: str) -> 
     return checked.sort("path")
 
 
-def _stat(paths: pl.Series) -> pl.DataFrame:
-    """STAT of every path, or a `verdict` on one that is no file."""
-    rows = [(path, *_stat_one(path)) for path in paths]
-    return pl.DataFrame(rows, schema=STAT | {"verdict": pl.String}, orient="row")
-
-
-def _stat_one(path: str) -> tuple[int | None, int | None, int | None, int | None, str | None]:
+def _stat(path: str) -> tuple[int | None, int | None, int | None, int | None, str | None]:
+    """STAT of a path, or a verdict on one that is no file."""
     try:
         found = os.stat(path)
     except FileNotFoundError:

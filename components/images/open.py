@@ -54,8 +54,11 @@ def load_image(
         data = Path(source).read_bytes() if isinstance(source, str | Path) else source.read()
     except OSError as error:
         raise _unreadable(name, error) from error
-    if sha256 is not None:
-        _check_digest(name, data, sha256)
+    if sha256 is not None and (got := hashlib.sha256(data).digest()) != sha256:
+        raise ImageError(
+            f"{name}: sha256 {got.hex()[:12]} but the samples say {sha256.hex()[:12]}; "
+            "the file changed since ingest; run `dvc repro`"
+        )
     try:
         with open_image(data) as image:
             fault = None if sha256 else too_large(image, max_pixels)
@@ -212,11 +215,3 @@ def _told_of_tiff(data: bytes) -> str | None:
 def _unreadable(name: str, error: Exception) -> ImageError:
     told = error if isinstance(error, OSError | SyntaxError | ValueError) and str(error) else repr(error)
     return ImageError(f"{name}: cannot be read as an image ({told}); restore it or save it anew")
-
-
-def _check_digest(name: str, data: bytes, want: bytes) -> None:
-    if (got := hashlib.sha256(data).digest()) != want:
-        raise ImageError(
-            f"{name}: sha256 {got.hex()[:12]} but the samples say {want.hex()[:12]}; "
-            "the file changed since ingest; run `dvc repro`"
-        )

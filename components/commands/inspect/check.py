@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
-from itertools import chain, count, islice
+from itertools import chain, count, islice, product, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 from unicodedata import normalize
@@ -335,11 +335,15 @@ def _read(name: str, entry: DatasetEntry) -> tuple[list[str], bool, list[Doubt]]
     if wordless := sum(not str(text).strip() for row in rows for text in row["references"]):
         lines.append(f"  empty captions: {wordless:,}, which train nothing")
     names = {str(row.split) for row in read} - {"None"}
+    others, left = sorted(names - {*SPLITS}), [split for split in SPLITS if split not in names]
+    example = dict(zip(others, chain(left, repeat("train")), strict=False))
     lines += _remedies(
         faults,
         _of_columns(entry, files, faults),
         _of_images(entry, files, read, missing) if faults or missing else (),
-        [_of_splits(names - {*SPLITS}, names & {*SPLITS})] if unknown else (),
+        [f"say which splits {', '.join(others)} are, for example {options(splits=example)} (reader pairs)"]
+        if unknown
+        else (),
     )
     if not rows:
         lines.append("  NO PAIR at all; fetch the dataset again")
@@ -509,7 +513,7 @@ def _replace(root: Path, files: list[str], old: str, new: str, start: str = "") 
     """
     ways: tuple[Callable[[str], str], ...] = (str,)
     if not files[0].lower().endswith((".csv", ".tsv")):  # JSON may escape letters, and slashes
-        ways = tuple(partial(_escaped, ascii=ascii, slash=slash) for ascii in (True, False) for slash in ("/", "\\/"))
+        ways = tuple(partial(_escaped, *form) for form in product((True, False), ("/", "\\/")))
     texts = [(root / file).read_text("utf-8", "replace") for file in files if not file.endswith(".parquet")]
     way = next((way for way in ways if any(way(old) in text for text in texts)), None)
     if way is None:
@@ -518,7 +522,7 @@ def _replace(root: Path, files: list[str], old: str, new: str, start: str = "") 
     return _edit(root, files, f"s#({start}){pattern}#\\1{by}#g")
 
 
-def _escaped(text: str, ascii: bool, slash: str) -> str:
+def _escaped(ascii: bool, slash: str, text: str) -> str:
     return json.dumps(text, ensure_ascii=ascii)[1:-1].replace("/", slash)
 
 
@@ -608,13 +612,6 @@ def _of_rows(rows: list[Row]) -> Iterator[str]:
     untyped = [row for row in rows if not isinstance(row.references, list) and row.references is not None]
     if untyped:
         yield f"{untyped[0].source}: captions are a text, a list of texts, or a JSON list in a field of a table"
-
-
-def _of_splits(names: Iterable[str], known: Iterable[str]) -> str:
-    """An example of the option for splits of other names, which the user corrects."""
-    names, left = sorted(names), [split for split in SPLITS if split not in [*known]]
-    example = {name: left[number] if number < len(left) else "train" for number, name in enumerate(names)}
-    return f"say which splits {', '.join(names)} are, for example {options(splits=example)} (reader pairs)"
 
 
 def _of_flags(entry: DatasetEntry, rows: list[Row]) -> Iterator[str]:

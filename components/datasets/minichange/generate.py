@@ -63,14 +63,12 @@ def read_scenes(root: Path) -> Scenes:
         DataError: there is no such file, or it is no JSON object.
     """
     found = read_json(root / FILE, dict)
-    scenes = {path: _scene(values, found["level"]) for path, values in found["scenes"].items()}
+    scenes = {}
+    for path, values in found["scenes"].items():
+        things, marks = (tuple(Thing(**thing) for thing in values["things"]), tuple(Mark(*m) for m in values["marks"]))
+        view = View(**values["view"])
+        scenes[path] = Scene(things, marks, values["background"], view, found["level"], values["cloth"])
     return Scenes(found["domain"], found["image_px"], scenes)
-
-
-def _scene(values: dict[str, Any], level: Any) -> Scene:
-    things = tuple(Thing(**thing) for thing in values["things"])
-    marks = tuple(Mark(*mark) for mark in values["marks"])
-    return Scene(things, marks, values["background"], View(**values["view"]), level, values["cloth"])
 
 
 def read_singles(root: Path) -> Iterator[Single]:

@@ -6,7 +6,6 @@ object, place and what changed from what to what can be read without knowing how
 """
 
 import re
-from functools import partial
 
 from m3diff.datasets.minichange.scene import (
     COLORS,
@@ -187,7 +186,7 @@ def _pattern(change_type: str, template: str, sizes: tuple[str, ...]) -> str:
     values = {"size": sizes, "color": COLORS, "direction": DIRECTIONS, "glyph": GLYPHS, "count": NUMBERS[2:]}
     for slot, known in values.items():
         words |= {f"{{{slot}}}": f"(?P<after>{'|'.join(known)})", f"{{old_{slot}}}": f"(?P<before>{'|'.join(known)})"}
-    pattern = re.sub(r"\{\w+\}", partial(_slot_pattern, words), template)
+    pattern = re.sub(r"\{\w+\}", lambda slot: words[slot[0]], template)
     return re.sub(r"\b(camera|lamp) (?=\(\?P<place>)", r"(?P<object>\1) ", pattern)
 
 
@@ -202,10 +201,6 @@ def _thing(sizes: tuple[str, ...], before: str = "") -> str:
     """Size, colour and kind, of which the one called `before` is a group of that name."""
     parts = {"size": sizes, "color": COLORS, "kind": KINDS}
     return " ".join(f"({'?P<before>' if part == before else '?:'}{'|'.join(known)})" for part, known in parts.items())
-
-
-def _slot_pattern(words: dict[str, str], slot: re.Match[str]) -> str:
-    return words[slot[0]]
 
 
 def describe_scene(scene: Scene) -> str:

@@ -404,7 +404,10 @@ def _is_clear(before: Scene, after: Scene, changes: list[Change]) -> bool:
         least = SEEN_STATE if change.type in NEEDS else SEEN_CHANGED
         if not all(_stands_out(scene, thing, least, (before.view, after.view)) for scene, thing in sides):
             return False
-        if not all(_same_third(thing, view) for _, thing in sides for view in views):
+        points = [(thing.cell, view.project(thing.center)) for _, thing in sides for view in views]
+        if not all(
+            place_of(at) == cell and all(_inside_third(value, MARGIN / 2) for value in at) for cell, at in points
+        ):
             return False
     gone = [change.before.center for change in changes if change.before and not change.after]
     came = [change.after.center for change in changes if change.after and not change.before]
@@ -421,20 +424,12 @@ def _stands_out(scene: Scene, thing: Thing, least: float, views: tuple[View, Vie
     others = [each for each in scene.things if each != thing]
     if any((each.cell, name(each)) == (thing.cell, name(thing)) for each in others):
         return False
-    if any(_overlap(square(each), square(thing)) for each in others if each.color == thing.color):
+    of_color = [square(each) for each in others if each.color == thing.color]
+    own = square(thing)
+    if any(_distance(each[:2], own[:2]) < (each.width + own.width) / 2 for each in of_color):
         return False
     above = [square(each) for each in scene.things[scene.things.index(thing) + 1 :]]
     return all(seen(square(thing), above, view) >= least for view in views)
-
-
-def _overlap(a: Square, b: Square) -> bool:
-    return _distance(a[:2], b[:2]) < (a.width + b.width) / 2
-
-
-def _same_third(thing: Thing, view: View) -> bool:
-    """In the third of this frame that its place names, and not on its border."""
-    point = view.project(thing.center)
-    return place_of(point) == thing.cell and all(_inside_third(value, MARGIN / 2) for value in point)
 
 
 def _sample_free_scene(rng: np.random.Generator, must_hold: tuple[str, ...] = ()) -> Scene:

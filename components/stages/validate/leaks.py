@@ -22,7 +22,9 @@ COMPARED_AT_ONCE = 200_000
 def find_twins(pairs: pl.DataFrame, split: str, other: str, max_diff: int | None) -> pl.DataFrame:
     """`row`, `twin`, `how` of the rows of `split` with a twin in `other`; by content only where max_diff is None."""
     ours, theirs = pairs.filter(split=split), pairs.filter(split=other)
-    same = _same_content(ours, theirs)
+    twins = theirs.unique(["low", "high"], keep="first", maintain_order=True).select("low", "high", twin="id")
+    found = ours.join(twins, on=["low", "high"])
+    same = found.select("row", "twin", how=pl.lit("has the same images")).sort("row")
     ours = ours.join(same, on="row", how="anti")
     if max_diff is None or not (ours.height and theirs.height):
         return same
@@ -41,12 +43,6 @@ def sound_pairs(records: pl.DataFrame, images: pl.DataFrame) -> pl.DataFrame:
         .with_columns(low=pl.min_horizontal(both), high=pl.max_horizontal(both))
         .sort("row")
     )
-
-
-def _same_content(ours: pl.DataFrame, theirs: pl.DataFrame) -> pl.DataFrame:
-    twins = theirs.unique(["low", "high"], keep="first", maintain_order=True).select("low", "high", twin="id")
-    found = ours.join(twins, on=["low", "high"])
-    return found.select("row", "twin", how=pl.lit("has the same images")).sort("row")
 
 
 def _same_look(ours: pl.DataFrame, theirs: pl.DataFrame, max_diff: int) -> pl.DataFrame:
