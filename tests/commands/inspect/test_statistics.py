@@ -112,11 +112,6 @@ def test_the_two_parts_of_omnidiff_are_also_counted_together(tmp_path):
     assert "38,653" in page
 
 
-def test_one_part_of_omnidiff_alone_is_not_the_whole(tmp_path):
-    found = write_statistics(write_clean(tmp_path, [record("real", dataset="omnidiff_real")]))
-    assert list(found) == ["omnidiff_real"]
-
-
 def test_published_rows_come_from_the_list_of_datasets():
     assert published_row("clevr_change") == {
         "pairs": 79_606,
