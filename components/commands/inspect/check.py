@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 from unicodedata import normalize
 from urllib.parse import unquote
 
-import yaml
 from PIL import Image, UnidentifiedImageError
 
 from m3diff.commands.inspect.guess import Guess, guess, is_image, manifests, two_folders
@@ -320,30 +319,26 @@ def _read(name: str, entry: DatasetEntry) -> tuple[list[str], bool, list[Doubt]]
     }
     parts = spec.published
     nearest = min(parts, key=lambda part: abs(sum(part.pairs().values()) - len(rows)), default=None)
-    lines = [
-        *_counts(spec.part(name) or nearest, rows),
-        f"  images {len(images):,}, of them {len(missing):,} missing and {len(empty):,} empty",
-    ]
+    lines = _counts(spec.part(name) or nearest, rows)
+    lines.append(f"  images {len(images):,}, of them {len(missing):,} missing and {len(empty):,} empty")
     if entry.options.get("pairs_only"):
         every = spec.read(entry.root, **(entry.options | {"pairs_only": False}))
         lines.append(f"  passed over by pairs_only: {_counted(row.fault or '' for row in every) or 'no row'}")
     lines += [line for what, found in problems.items() for line in _first(what, found)]
     lines += [f"  {doubt.question}; the entry takes the first" for doubt in asked if doubt.sure]
-    lines += _first(
-        "pairs without a caption, which are passed over", [row.source for row in read if row.without_caption]
-    )
+    passed = [row.source for row in read if row.without_caption]
+    lines += _first("pairs without a caption, which are passed over", passed)
     if wordless := sum(not str(text).strip() for row in rows for text in row["references"]):
         lines.append(f"  empty captions: {wordless:,}, which train nothing")
     names = {str(row.split) for row in read} - {"None"}
     others, left = sorted(names - {*SPLITS}), [split for split in SPLITS if split not in names]
     example = dict(zip(others, chain(left, repeat("train")), strict=False))
+    say = f"say which splits {', '.join(others)} are, for example {options(splits=example)} (reader pairs)"
     lines += _remedies(
         faults,
         _of_columns(entry, files, faults),
         _of_images(entry, files, read, missing) if faults or missing else (),
-        [f"say which splits {', '.join(others)} are, for example {options(splits=example)} (reader pairs)"]
-        if unknown
-        else (),
+        [say] if unknown else (),
     )
     if not rows:
         lines.append("  NO PAIR at all; fetch the dataset again")
@@ -533,8 +528,7 @@ def _edit(root: Path, files: list[str], script: str) -> str:
 
 def options(**values: Any) -> str:
     """Options of an entry as one writes them in params.yaml."""
-    line = yaml.safe_dump(values, default_flow_style=True, sort_keys=False, width=10_000, allow_unicode=True)
-    return f"options: {line.strip()}"
+    return f"options: {as_yaml(values)}"
 
 
 def _where_it_is(entry: DatasetEntry, files: list[str], rows: list[Row], values: list[str], lost: list[str]) -> str:
