@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image, ImageChops, ImageDraw, ImageFilter, ImageFont
 
-from m3diff.datasets.minichange.scene import MARK_WIDTH, WIDTHS, Scene
+from m3diff.datasets.minichange.scene import KINDS, MARK_WIDTH, WIDTHS, Scene
 
 OVERSAMPLING = 3
 ROOM = {"grid": 0.0, "free": 0.15}  # of the table, on every side, beyond the domain's, for a camera that moves more
@@ -222,18 +222,8 @@ def _shadow(width: int) -> Image.Image:
 def sprite(domain: str, kind: str, color: str, state: object, width: int, texture: str = "plain") -> Image.Image:
     """An object as an RGBA tile of `width` pixels, its form drawn flat, then shaded from upper left to lower right."""
     tile = Image.new("RGBA", (width, width), (0, 0, 0, 0))
-    painter = {
-        "ball": _ball,
-        "box": _box,
-        "cone": _cone,
-        "star": _star,
-        "arrow": _arrow,
-        "doll": _doll,
-        "sign": _sign,
-        "die": _die,
-    }[kind]
     shade_of = LOOKS[domain].rgb[color]
-    painter(ImageDraw.Draw(tile), width, shade_of, INK.get(color, (250, 248, 240)), state)
+    PAINTERS[kind](ImageDraw.Draw(tile), width, shade_of, INK.get(color, (250, 248, 240)), state)
     if texture != "plain":
         tile = _textured(tile, shade_of, texture)
     ramp = np.linspace(0, 1, width, dtype=np.float32)
@@ -363,3 +353,6 @@ def _font(size: int) -> ImageFont.FreeTypeFont:
     font = ImageFont.load_default(size)
     assert isinstance(font, ImageFont.FreeTypeFont), "Pillow was built without FreeType"
     return font
+
+
+PAINTERS = dict(zip(KINDS, (_ball, _box, _cone, _star, _arrow, _doll, _sign, _die), strict=True))
