@@ -25,7 +25,7 @@ one image to the next the camera shifts by up to 5 % of the frame and zooms by u
 10 % and the lamp goes round by up to 23 degrees. A camera that is said to have moved goes more than four times as far,
 and a lamp that went out leaves less than two thirds of the light.
 
-What a reference speaks of can be seen and told apart in both images: see `_clear`.
+What a reference speaks of can be seen and told apart in both images: see `_is_clear`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -182,7 +182,8 @@ def sample_types(
     return (first, *(rest[int(k)] for k in extra))
 
 
-GRID_DARK = 0.42
+GRID_DARK, FREE_DARK = 0.42, 0.58
+"""Brightness of each level when the lamp is out."""
 
 VISIBLE = 0.1
 """A changed object's centre keeps this distance from the frame's border in both images of the grid, in frame units."""
@@ -242,7 +243,6 @@ def _in_frame(before: Scene, after: Scene, changes: list[Change]) -> bool:
 TEXTURES = ("plain", "striped", "banded", "chequered", "dotted")
 CLOTHS = ("weave", "checks", "planks", "dots")
 OBJECTS = (6, 7, 8)
-FREE_DARK = 0.58
 
 THIRDS = (1 / 3, 2 / 3)
 MARGIN = 0.03
