@@ -59,7 +59,7 @@ class Request:
     allow_unlicensed: bool = False
 
     def place(self, scratch: Path) -> Path:
-        """Where the result lies by default: named by the model, and by a hash of all that decides it."""
+        """The default folder of the result, named by the model and by a hash of all that decides it."""
         decides = [self.model, self.url, self.prompt, self.max_tokens, self.limit]
         digest = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:8]
         return scratch / "evaluated" / f"zero-shot-{re.sub(r'[^A-Za-z0-9_.]+', '-', self.model)[:80]}-{digest}"
@@ -79,7 +79,7 @@ class ZeroShotReport(StageReport):
 
 
 class Result(NamedTuple):
-    """What was captioned, its scores, and the folder that holds `predictions/` and `report/`."""
+    """The captions' report, their scores, and the folder that holds `predictions/` and `report/`."""
 
     folder: Path
     captioned: ZeroShotReport
@@ -110,13 +110,7 @@ def listed(scores: Mapping[str, float | None]) -> str:
 
 
 def zero_shot(
-    request: Request,
-    cfg: Evaluate,
-    compute: Compute,
-    mixture: Path,
-    records: Path,
-    clean: Path,
-    out: Path | None,
+    request: Request, cfg: Evaluate, compute: Compute, mixture: Path, records: Path, clean: Path, out: Path | None
 ) -> Result:
     """Caption the mixture's test split by the endpoint, score it, and write `predictions/` and `report/`.
 
@@ -150,7 +144,7 @@ def zero_shot(
 
 
 def check(request: Request, cfg: Evaluate, pairs: Sequence[PairSample], records: Path, clean: Path) -> None:
-    """What can be refused before an image is sent and an answer is paid for."""
+    """Refuse what can be refused before an image is sent and an answer is paid for."""
     if needs_java(choose_metrics(cfg.metrics)):
         require_java()
     rows = read_test_records(clean)
@@ -171,7 +165,7 @@ def check(request: Request, cfg: Evaluate, pairs: Sequence[PairSample], records:
 
 
 def notices(request: Request, specs: Mapping[str, DatasetSpec]) -> list[str]:
-    """What the licences ask for where images go to another machine.
+    """Conditions of the licences where images go to another machine.
 
     Raises:
         DataError: one does not allow to hand the images on, and the request does not insist.
@@ -209,7 +203,7 @@ def ask(request: Request, pairs: Sequence[PairSample], scratch: Path) -> list[An
 
 
 def without_captions(answers: Sequence[Answer]) -> str:
-    """Why most answers are no caption; "" where most are one."""
+    """The reason why most answers are no caption; "" where most are one."""
     kinds = Counter(answer.kind for answer in answers)
     without = len(answers) - kinds["text"]
     if without <= len(answers) / 2:

@@ -1,8 +1,8 @@
-"""How sure scores are: intervals by the bootstrap over pairs, of one model and of the difference of two.
+"""Intervals of scores by the bootstrap over pairs, of one model and of the difference of two.
 
-Pairs are drawn with replacement (Efron, 1979), for two models the same pairs (Koehn, EMNLP 2004). What a score knows of
-the whole test set is held, as CIDEr's document frequencies are: only which pairs count, and how often, is drawn. So an
-interval says how a score would move on other pairs of this kind, not how it moves from one training to another.
+Pairs are drawn with replacement (Efron, 1979), for two models the same pairs (Koehn, EMNLP 2004). Statistics of the
+whole test set, such as CIDEr's document frequencies, stay fixed: only the pairs that count are drawn. So an interval
+says how a score would move on other pairs of this kind, not how it moves from one training to another.
 """
 
 from collections.abc import Iterator, Mapping
@@ -137,7 +137,7 @@ def resample(*parts: np.ndarray, resamples: int | None = None, seed: int = SEED)
 
 
 def drawn(pairs: int, resamples: int, seed: int) -> Iterator[np.ndarray]:
-    """How often each pair is drawn, float64 [some resamples, pairs], until there are `resamples`."""
+    """Counts of each pair, float64 [some resamples, pairs], until there are `resamples`."""
     rng = np.random.default_rng(seed)
     size = max(1, CELLS // pairs)
     for start in range(0, resamples, size):

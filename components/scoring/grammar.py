@@ -1,4 +1,4 @@
-"""What a caption says, read with its dataset's grammar: which changes, of which object, where, from what to what.
+"""Captions read with their dataset's grammar: changes, each with its object and place, from what to what.
 
 A grammar (JSON) is {"clause_separator": str, "no_change": [sentence], "clauses": [{"type": str, "pattern": regex}]};
 a pattern must match a whole clause and may hold the groups `object`, `place`, `before` and `after`: what it was and
@@ -26,7 +26,7 @@ SEVERAL = "several"
 
 
 class Clause(NamedTuple):
-    """One change as a caption tells it; None: it does not say."""
+    """A change as a caption names it; None: not named."""
 
     type: str
     object: str | None = None
@@ -36,7 +36,7 @@ class Clause(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Of the changes of a pair: how many a prediction names."""
+    """Numbers of a pair's changes that a prediction names."""
 
     type: int
     place: int  # with object and place as well
@@ -152,7 +152,7 @@ class ParsedCaption:
 
     @cached_property
     def true_types(self) -> Counter[str]:
-        """How often each change type occurs in a reference; empty for a distractor."""
+        """Counts of each change type in a reference; empty for a distractor."""
         return Counter(clause.type for clause in self.reference_clauses[0])
 
     @property
@@ -168,7 +168,7 @@ class ParsedCaption:
         return self.type_right and self.changes_found.exact == self.true_types.total()
 
     def agrees(self, clause: Clause) -> tuple[bool, bool, bool]:
-        """Is its type among the pair's changes; does some reference name that type's object so; and its place?
+        """Agreement by type, by object and by place: with the pair's changes, and with references to that type.
 
         Where a type occurs twice in a pair, object and place must be those of one and the same change.
         """
@@ -176,7 +176,7 @@ class ParsedCaption:
         return bool(places), clause.object in {known.object for known in self._known(clause)}, clause.place in places
 
     def says_change(self, clause: Clause) -> bool:
-        """Does it say from what to what as some reference does?
+        """True where it says from what to what as some reference does.
 
         It need not say from what. What no reference tells is not judged; but nothing turns into what it was.
         """
@@ -191,14 +191,14 @@ class ParsedCaption:
         return [known for clauses in self.reference_clauses for known in clauses if known.type == clause.type]
 
     def _known(self, clause: Clause) -> list[Clause]:
-        """What the references say of the change of this type; of those at its place, where there are several."""
+        """The references' changes of this type; those at its place, where there are several."""
         same = self._same_type(clause)
         several = self.true_types[clause.type] > 1
         return [known for known in same if known.place == clause.place] if several else same
 
     @cached_property
     def changes_found(self) -> Found:
-        """Of the pair's changes: how many are named, each counted once."""
+        """Numbers of the pair's changes that are named, each counted once."""
         placed = [clause for clause in self.predicted_clauses if all(self.agrees(clause))]
         exact = [clause for clause in placed if self.says_change(clause)]
         distinct = [{clause[:3] for clause in clauses} for clauses in (placed, exact)]  # whatever it was and became

@@ -176,7 +176,7 @@ def excerpt(caption: str, place: int, width: int = 70) -> str:
 
 
 def loop(words: Sequence[str]) -> int | None:
-    """Where in the caption a phrase begins that is repeated over and over; None where none is."""
+    """Place in the caption of a phrase that is repeated over and over; None without one."""
     for length in range(1, min(LONGEST_PHRASE, len(words) // PHRASE_COPIES) + 1):
         needed = length * ((COPIES if length == 1 else PHRASE_COPIES) - 1)
         run = 0
@@ -188,7 +188,7 @@ def loop(words: Sequence[str]) -> int | None:
 
 
 def notes_of_habits(captions: Sequence[str], references: Sequence[Sequence[str]], what: str) -> Iterator[str]:
-    """What most captions of a file share and their references do not: one caption, one opener, no end."""
+    """Habits that most captions of a file share and their references do not: one caption, one opener, no end."""
     if len(captions) < FEW or not references:
         return
     caption, times = Counter(captions).most_common(1)[0]

@@ -1,5 +1,5 @@
-"""Which pairs are scored together, each dataset by its own evaluation protocols and within one by what changed, and
-what is published of a protocol.
+"""Pairs that are scored together, each dataset by its own evaluation protocols and within one by what changed, and
+published figures of a protocol.
 
 published/results.csv                        every method's row of a benchmark's headline protocol, times 100, its paper
 published/clevr_change_cider_by_type.csv     CIDEr of CLEVR-Change by change type, times 100 (BLIP2IDC, WACV 2025)
@@ -41,7 +41,7 @@ class ProtocolPairs:
 
     @property
     def name(self) -> str:
-        """As metrics.json, scores.parquet and the gate name it."""
+        """Name in metrics.json, in scores.parquet and for the gate."""
         return f"{self.dataset}/{self.protocol.name}"
 
     @cached_property
@@ -50,7 +50,7 @@ class ProtocolPairs:
 
 
 def load_specs(records: Path, pairs: Iterable[EvalPair]) -> dict[str, DatasetSpec]:
-    """What is known of each dataset of the pairs, by the reader that ingest's report `records/<dataset>.json` names.
+    """The spec of each dataset of the pairs, by the reader that ingest's report `records/<dataset>.json` names.
 
     Raises:
         DataError: there is no such report, or no such reader; without it neither licence nor protocol is known.
@@ -72,7 +72,7 @@ def load_specs(records: Path, pairs: Iterable[EvalPair]) -> dict[str, DatasetSpe
 
 
 def protocols_of(dataset: str, spec: DatasetSpec) -> tuple[Protocol, ...]:
-    """How the dataset is scored: the protocols of its part, the headline's first; every pair where it has none."""
+    """The protocols of the dataset's part, the headline's first; one of every pair where it has none."""
     fitting = [protocol for protocol in spec.protocols if protocol.part in (None, dataset) and protocol.split == "test"]
     return tuple(fitting) or (Protocol("test", n=None),)
 
@@ -155,7 +155,7 @@ def fewest_words(pair: EvalPair) -> int:
 
 
 class PublishedRow(NamedTuple):
-    """One method's figures on one benchmark, times 100."""
+    """A method's figures on a benchmark, times 100."""
 
     method: str
     venue: str

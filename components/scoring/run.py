@@ -18,42 +18,20 @@ from m3diff.records.files import StageReport
 from m3diff.records.progress import progress
 from m3diff.scoring.bootstrap import Interval
 from m3diff.scoring.grammar import ParsedCaption
-from m3diff.scoring.metrics import (
-    ALL,
-    Groups,
-    Item,
-    Metric,
-    MetricScores,
-    PairValue,
-    Program,
-    Tokens,
-    Tools,
-    Value,
-    needs_java,
-)
+from m3diff.scoring.metrics import ALL, Groups, Item, Metric, MetricScores, Program, Tokens, Tools, needs_java
 from m3diff.scoring.metrics.java import Scorer, ScorerFailed, sanitise, tokenise
 from m3diff.scoring.metrics.judge import Judge
 from m3diff.scoring.pairs import EvalPair
 from m3diff.scoring.protocols import ProtocolPairs
 
+Scores = dict[str, int | float | None]
 FOLDERS = ("by_type", "by_changes", "by_length")
 """Groups called "<folder>/<name>" stand in the file as an object of objects."""
 HEADLINE = (
-    "BLEU-4",
-    "METEOR",
-    "ROUGE-L",
-    "CIDEr",
-    "SPICE",
-    "change_type_accuracy",
-    "change_place_accuracy",
-    "change_exact_accuracy",
-    "multi_change_exact_f1",
-    "no_change_recall",
-    "false_no_change",
-    "reversal",
-    "CIDEr_shuffled",
-    "pixel_window_auc",
-)
+    "BLEU-4", "METEOR", "ROUGE-L", "CIDEr", "SPICE", "change_type_accuracy", "change_place_accuracy",
+    "change_exact_accuracy", "multi_change_exact_f1", "no_change_recall", "false_no_change", "reversal",
+    "CIDEr_shuffled", "pixel_window_auc",
+)  # fmt: skip
 """The scores that runs are compared by, in the order in which they are shown."""
 
 
@@ -144,10 +122,10 @@ def merge(metrics: Mapping[str, Metric], groups: Groups, found: Mapping[str, Met
     """The scores of all metrics side by side, in the metrics' order; null where one gave none."""
     names = [name for metric in metrics.values() for name in metric.scores]
     overall = [name for metric in metrics.values() for name in metric.overall]
-    of_groups: dict[str, dict[str, Value]] = {
+    of_groups: dict[str, dict[str, Any]] = {
         group: dict.fromkeys(names + overall if group == ALL else names) for group in groups
     }
-    of_pairs: dict[str, dict[str, PairValue]] = {i: {} for i in groups[ALL]}
+    of_pairs: dict[str, dict[str, Any]] = {i: {} for i in groups[ALL]}
     absent: dict[str, str] = {}
     for name in metrics:
         for group, values in found[name].groups.items():
@@ -169,9 +147,9 @@ class ProtocolScores(BaseModel):
 
     pairs: int
     published_pairs: int | None  # that papers score
-    scores: dict[str, Value]
+    scores: Scores
     intervals: dict[str, Interval]  # by score
-    groups: dict[str, dict[str, Value]]  # `pairs`, `changes`: how many
+    groups: dict[str, Scores]  # `pairs`, `changes`: how many
     absent: dict[str, str]  # score -> why it is null
 
     @model_serializer
@@ -182,14 +160,14 @@ class ProtocolScores(BaseModel):
         plain = {name: values for name, values in self.groups.items() if "/" not in name}
         return {**head, **self.scores, "intervals": intervals, **plain, **folders, "absent": self.absent}
 
-    def folder(self, folder: str) -> dict[str, dict[str, Value]]:
+    def folder(self, folder: str) -> dict[str, Scores]:
         """The groups called "<folder>/<name>", by name."""
         start = f"{folder}/"
         return {name.removeprefix(start): values for name, values in self.groups.items() if name.startswith(start)}
 
     @property
     def is_partial(self) -> bool:
-        """Whether papers score more pairs."""
+        """True where papers score more pairs."""
         return self.published_pairs is not None and self.pairs < self.published_pairs
 
 
@@ -224,8 +202,8 @@ def summarise(
 
 
 def headline(report: EvaluateReport) -> dict[str, dict[str, float]]:
-    """Of each dataset's first protocol the scores of HEADLINE that it has, times 100: what `dvc metrics diff` and
-    `dvc exp show` list."""
+    """The scores of HEADLINE that each dataset's first protocol has, times 100, as `dvc metrics diff` and
+    `dvc exp show` list them."""
     first: dict[str, str] = {}
     for name in report.protocols:
         first.setdefault(name.partition("/")[0], name)

@@ -40,11 +40,7 @@ RECORDS: list[tuple[str, list[str], list[str]]] = [
     ("0", ["color"], ["the red cube at the left turned blue", "the red cube at the left became blue"]),
     ("1", ["removal"], ["the green ball at the top was removed", "the green ball at the top is gone"]),
     ("2", ["illumination"], ["the lamp went out"]),
-    (
-        "3",
-        ["color", "removal"],
-        ["the red ball at the top turned green, and the blue cube at the left was removed"],
-    ),
+    ("3", ["color", "removal"], ["the red ball at the top turned green, and the blue cube at the left was removed"]),
     ("4", ["none"], ["nothing changed", "no change was made"]),
     ("5", ["none"], ["nothing changed", "no change was made"]),
 ]

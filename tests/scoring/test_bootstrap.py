@@ -27,47 +27,28 @@ def metric(**resampled: Resampled) -> Metric:
     return Metric(lambda pairs, groups, tools: MetricScores({}, {}), "score", ("score",), resampled=resampled)
 
 
-# Statistics of a column
-
-
-def test_a_plain_column_counts_as_value_and_one_and_null_as_nothing():
+def test_a_plain_column_counts_as_value_and_one_a_list_as_it_is_and_null_as_nothing():
     rows = table(score=[2.0, None, 0.0], right=[True, False, None])
     assert statistics(rows, "score").tolist() == [[2, 1], [0, 0], [0, 1]]
     assert statistics(rows, "right").tolist() == [[1, 1], [0, 1], [0, 0]]
-
-
-def test_a_list_is_taken_as_it_is_and_null_as_zeros_also_in_chunks_and_slices():
     rows = table(counts=[[1.0, 2.0, 3.0], None, [4.0, 5.0, 6.0]])
     assert statistics(rows, "counts").tolist() == [[1, 2, 3], [0, 0, 0], [4, 5, 6]]
     assert statistics(pa.concat_tables([rows, rows.slice(2)]), "counts").tolist()[2:] == [[4, 5, 6]] * 2
     assert statistics(rows.slice(1), "counts").tolist() == [[0, 0, 0], [4, 5, 6]]
+    nothing = table(counts=pa.array([None, None], pa.list_(pa.float64())))
+    assert statistics(table(score=[1.0]), "counts") is statistics(nothing, "counts") is None
 
 
-@pytest.mark.parametrize("rows", [table(score=[1.0]), table(counts=pa.array([None, None], pa.list_(pa.float64())))])
-def test_a_column_that_is_not_there_or_holds_nothing_has_no_statistics(rows):
-    assert statistics(rows, "counts") is None
-
-
-# Intervals
-
-
-def test_the_interval_of_a_mean_is_that_of_the_normal_distribution():
+def test_the_interval_of_a_mean_is_that_of_the_normal_distribution_and_confidence_widens_it():
     values = np.random.default_rng(0).normal(3.0, 2.0, 1500)
-    (found,) = intervals(table(score=values.tolist()), {"m": metric(score=MEAN)}, P).values()
-    half = NormalDist().inv_cdf(0.975) * values.std() / np.sqrt(1500)
-    assert found.low == pytest.approx(values.mean() - half, abs=0.05 * half)
-    assert found.high == pytest.approx(values.mean() + half, abs=0.05 * half)
+    for confidence in (0.95, 0.5):
+        (found,) = intervals(table(score=values.tolist()), {"m": metric(score=MEAN)}, P, confidence).values()
+        half = NormalDist().inv_cdf((1 + confidence) / 2) * values.std() / np.sqrt(1500)
+        assert found.low == pytest.approx(values.mean() - half, abs=0.05 * half)
+        assert found.high == pytest.approx(values.mean() + half, abs=0.05 * half)
 
 
-def test_confidence_widens_the_interval():
-    rows = table(score=np.arange(100.0).tolist())
-    wide, narrow = (intervals(rows, {"m": metric(score=MEAN)}, P, level)["score"] for level in (0.99, 0.5))
-    assert wide.low < narrow.low < 49.5 < narrow.high < wide.high
-    assert (wide.high - wide.low) / (narrow.high - narrow.low) == pytest.approx(2.576 / 0.674, rel=0.05)
-
-
-def test_intervals_hold_the_truth_as_often_as_they_say(monkeypatch):
-    monkeypatch.setattr(bootstrap, "RESAMPLES", 400)
+def test_intervals_hold_the_truth_as_often_as_they_say():
     rng, held = np.random.default_rng(1), 0
     for _ in range(300):
         found = bounds(resample(rng.normal(0, 1, (150, 1)), resamples=400)[0][:, 0] / 150, 0.9)
@@ -89,12 +70,12 @@ def test_each_score_has_its_own_columns_and_each_protocol_its_own_rows():
 
 
 def test_of_few_pairs_of_no_pair_and_of_a_score_that_many_resamples_lack_there_is_no_interval():
-    values = np.arange(40.0).tolist()
-    assert intervals(table(score=values[: bootstrap.MIN_PAIRS - 1]), {"m": metric(score=MEAN)}, P) == {}
-    assert intervals(table(score=values), {"m": metric(score=MEAN)}, "toy/none") == {}
-    assert intervals(table(score=[1.0, None] * 20), {"m": metric(score=MEAN)}, P)["score"].low == 1.0
-    assert intervals(table(score=[1.0] + [None] * 39), {"m": metric(score=MEAN)}, P) == {}, "a third of them lack it"
-    found = intervals(table(score=[1.0, 2.0, 1.0, 2.0] + [None] * 36), {"m": metric(score=MEAN)}, P)["score"]
+    values, of = np.arange(40.0).tolist(), {"m": metric(score=MEAN)}
+    assert intervals(table(score=values[: bootstrap.MIN_PAIRS - 1]), of, P) == {}
+    assert intervals(table(score=values), of, "toy/none") == {}
+    assert intervals(table(score=[1.0, None] * 20), of, P)["score"].low == 1.0
+    assert intervals(table(score=[1.0] + [None] * 39), of, P) == {}, "a third of them lack it"
+    found = intervals(table(score=[1.0, 2.0, 1.0, 2.0] + [None] * 36), of, P)["score"]
     assert (found.low, found.high) == (1.0, 2.0), "one in a hundred lacks it, the others count"
 
 
@@ -111,9 +92,6 @@ def test_ten_thousand_resamples_of_the_largest_test_set_take_seconds_and_little_
     assert peak < 200e6
 
 
-# Two models
-
-
 def test_the_gain_of_two_models_is_that_of_the_same_pairs_in_whatever_order():
     rng = np.random.default_rng(4)
     hard = rng.normal(0, 5, 500)
@@ -123,11 +101,7 @@ def test_the_gain_of_two_models_is_that_of_the_same_pairs_in_whatever_order():
     assert (found.gain, found.interval.low, found.interval.high) == (pytest.approx(1), 1.0, 1.0)
     back = compare(theirs, ours, P, MEAN)
     assert (back.gain, back.interval.low) == (pytest.approx(-1), -1.0)
-
-
-def test_a_score_that_is_no_mean_is_compared_by_its_sums():
-    rng = np.random.default_rng(5)
-    wholes = rng.integers(1, 9, 300)
+    wholes = rng.integers(1, 9, 300)  # a score that is no mean is compared by its sums
     parts = [rng.binomial(wholes, share) for share in (0.7, 0.5)]
     ours, theirs = (table(counts=np.stack([part, wholes], axis=1).astype(float).tolist()) for part in parts)
     found = compare(ours, theirs, P, Resampled("counts", ratio(0, 1)))
@@ -148,13 +122,11 @@ def test_other_pairs_are_refused_and_a_model_without_the_score_is_not_compared()
 
 def test_the_stage_writes_each_protocols_intervals_beside_its_scores(tmp_path, monkeypatch):
     folders = bench.write(tmp_path)
-    bench.run(folders, tmp_path / "few", metrics=["change_accuracy"])
-    monkeypatch.setattr(bootstrap, "MIN_PAIRS", 6)
-    bench.run(folders, tmp_path / "out", metrics=["change_accuracy"])
-    few, found = (
-        next(iter(json.loads((tmp_path / folder / "metrics.json").read_text())["protocols"].values()))
-        for folder in ("few", "out")
-    )
-    assert (few["pairs"], few["intervals"]) == (6, {})
-    assert found["change_type_accuracy"] == pytest.approx(2 / 3)
-    assert found["intervals"]["false_no_change"] == {"low": 0.0, "high": pytest.approx(0.75, abs=0.1)}
+    found = []
+    for fewest in (bootstrap.MIN_PAIRS, 6):
+        monkeypatch.setattr(bootstrap, "MIN_PAIRS", fewest)
+        bench.run(folders, tmp_path / "out", metrics=["change_accuracy"])
+        found += json.loads((tmp_path / "out" / "metrics.json").read_text())["protocols"].values()
+    assert (found[0]["pairs"], found[0]["intervals"]) == (6, {})
+    assert found[1]["change_type_accuracy"] == pytest.approx(2 / 3)
+    assert found[1]["intervals"]["false_no_change"] == {"low": 0.0, "high": pytest.approx(0.75, abs=0.1)}

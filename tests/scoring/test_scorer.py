@@ -21,15 +21,7 @@ from m3diff.scoring.metrics import ALL, METRICS, Metric, MetricScores, choose_me
 from m3diff.scoring.metrics.java import JavaMissing, Scorer, ScorerFailed, require_java, sanitise, tokenise
 from m3diff.scoring.metrics.spice import JARS, NASHORN, find_jars
 from m3diff.scoring.protocols import ProtocolPairs
-from m3diff.scoring.run import (
-    HEADLINE,
-    EvaluateReport,
-    compute_metrics,
-    headline,
-    merge,
-    summarise,
-    tokenise_protocols,
-)
+from m3diff.scoring.run import HEADLINE, EvaluateReport, compute_metrics, headline, merge, summarise, tokenise_protocols
 from tests.scoring import bench
 from tests.scoring.bench import fake_java
 

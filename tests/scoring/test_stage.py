@@ -1,5 +1,7 @@
+"""The stage evaluate on six pairs: its files, its page, what it refuses and what is absent."""
+
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,30 +12,13 @@ import pytest
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import Licence, Permission, Protocol
 from m3diff.records.errors import DataError
-from m3diff.scoring.metrics import choose_metrics
+from m3diff.scoring.metrics import METRICS, Metric, MetricScores, choose_metrics, gate_metrics, mean_of, of_each_group
 from m3diff.scoring.metrics.java import JavaMissing
 from m3diff.stages.evaluate.stage import evaluate, score_table
 from tests.scoring import bench
-
-
-@dataclass(frozen=True)
-class Run:
-    root: Path
-    folders: bench.Folders
-    out: Path
-    metrics: dict[str, Any]  # of the only protocol
-
+from tests.scoring.pages import gallery_of
 
 PROTOCOL = "toy/test"
-
-
-@pytest.fixture(scope="module")
-def real_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The whole stage on six pairs, with every scorer, METEOR too."""
-    root = tmp_path_factory.mktemp("evaluate")
-    folders = bench.write(root)
-    bench.run(folders, root / "out")
-    return Run(root, folders, root / "out", written(root / "out"))
 
 
 def written(out: Path) -> dict[str, Any]:
@@ -41,83 +26,55 @@ def written(out: Path) -> dict[str, Any]:
     return json.loads((out / "metrics.json").read_text())["protocols"][PROTOCOL]
 
 
-def without_meteor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """METEOR takes its JVM's 10 to 30 s; tests of other things let it fail at once."""
-    monkeypatch.setenv("PATH", bench.fake_java(tmp_path / "bin", "meteor", "exit 1"))
-
-
-@pytest.mark.slow
-def test_every_score_is_computed(real_run: Run):
+@pytest.mark.slow(20)
+def test_every_score_is_computed_and_a_second_run_writes_the_same_bytes(tmp_path: Path):
+    """With every scorer, METEOR too, also where some groups are empty."""
+    folders, out = bench.write(tmp_path), tmp_path / "out"
+    bench.run(folders, out)
+    metrics = written(out)
     names = ["BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr", "CIDEr_shuffled"]
-    assert all(isinstance(real_run.metrics[name], float) for name in names)
-    assert real_run.metrics["change_type_accuracy"] == pytest.approx(2 / 3)
-    assert list(real_run.metrics["absent"]) == ["SPICE", "reversal"]
-    assert real_run.metrics["CIDEr_shuffled"] < real_run.metrics["CIDEr"]
-
-
-@pytest.mark.slow
-def test_meteor_of_a_caption_equal_to_a_reference_is_one(real_run: Run):
-    scores = {row["id"]: row["METEOR"] for row in pq.read_table(real_run.out / "scores.parquet").to_pylist()}
-    assert scores["toy/0"] == pytest.approx(1.0)
-    assert 0 < scores["toy/1"] < 1
-    assert scores["toy/2"] == 0.0
-
-
-@pytest.mark.slow
-def test_a_row_per_pair_holds_prediction_scores_and_verdicts(real_run: Run):
-    table = pq.read_table(real_run.out / "scores.parquet")
-    rows = table.to_pylist()
+    assert all(isinstance(metrics[name], float) for name in names)
+    assert metrics["change_type_accuracy"] == pytest.approx(2 / 3)
+    assert list(metrics["absent"]) == ["SPICE", "reversal"]
+    assert metrics["CIDEr_shuffled"] < metrics["CIDEr"]
+    rows = pq.read_table(out / "scores.parquet").to_pylist()
     assert {row["protocol"] for row in rows} == {PROTOCOL}
-    assert [row["id"] for row in rows] == list(bench.PREDICTIONS)
-    assert [row["prediction"] for row in rows] == list(bench.PREDICTIONS.values())
+    assert {row["id"]: row["prediction"] for row in rows} == bench.PREDICTIONS
     assert [row["change_types"] for row in rows] == [types for _, types, _ in bench.RECORDS]
     assert [row["predicted_type"] for row in rows] == ["color", "removal", "none", "several", "none", "color"]
     assert [row["exact_right"] for row in rows] == [True, False, False, False, True, False]
     assert rows[0]["CIDEr"] > rows[1]["CIDEr"] > rows[2]["CIDEr"] == 0
-
-
-@pytest.mark.slow
-def test_meteor_is_computed_also_where_some_groups_are_empty(tmp_path: Path):
-    folders = bench.write(tmp_path)
+    assert rows[0]["METEOR"] == pytest.approx(1.0)
+    assert 1 > rows[1]["METEOR"] > rows[2]["METEOR"] == 0.0
+    bench.run(folders, tmp_path / "again")
+    for name in ("metrics.json", "scores.parquet", "report.html"):
+        assert (tmp_path / "again" / name).read_bytes() == (out / name).read_bytes()
     path = folders.clean / "records.parquet"
     table = pq.read_table(path)
     column = table.schema.get_field_index("change_types")
     unknown = pa.array([[]] * len(table), table.schema.field(column).type)
     pq.write_table(table.set_column(column, "change_types", unknown), path)
-    found = bench.run(folders, tmp_path / "out").protocols[PROTOCOL]
+    found = bench.run(folders, tmp_path / "unknown").protocols[PROTOCOL]
     assert found.scores["METEOR"] is not None
-    assert found.groups["change"]["pairs"] == 0
-    assert found.groups["change"]["METEOR"] is None
+    assert (found.groups["change"]["pairs"], found.groups["change"]["METEOR"]) == (0, None)
 
 
-@pytest.mark.slow
-def test_a_second_run_writes_the_same_bytes(real_run: Run):
-    bench.run(real_run.folders, real_run.root / "again")
-    for name in ("metrics.json", "scores.parquet", "report.html"):
-        assert (real_run.root / "again" / name).read_bytes() == (real_run.out / name).read_bytes()
-
-
-def test_without_meteor_the_rest_is_scored_and_the_reason_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_without_optional_inputs_and_with_a_meteor_that_fails_scores_are_null_with_a_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     folders = bench.write(tmp_path)
-    without_meteor(tmp_path, monkeypatch)
-    found = bench.run(folders, tmp_path / "out").protocols[PROTOCOL]
-    assert found.scores["METEOR"] is None
-    assert found.absent["METEOR"]
-    assert found.scores["CIDEr"] is not None
-    assert "<dt>METEOR</dt><dd>Absent." in (tmp_path / "out" / "report.html").read_text()
-
-
-def test_without_optional_inputs_their_scores_are_null_with_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    folders = bench.write(tmp_path)
-    without_meteor(tmp_path, monkeypatch)
+    monkeypatch.setenv("PATH", bench.fake_java(tmp_path / "bin", "meteor", "exit 1"))
     (folders.predictions / "predictions_shuffled.json").unlink()
     (folders.predictions / "saliency.npz").unlink()
     (folders.model / "curves.csv").unlink()
     (folders.records / "toy" / "grammar.json").unlink()
     bench.run(folders, tmp_path / "out")
     metrics = written(tmp_path / "out")
-    assert metrics["change_type_accuracy"] is metrics["no_change_recall"] is metrics["CIDEr_shuffled"] is None
+    for name in ("change_type_accuracy", "no_change_recall", "CIDEr_shuffled", "METEOR"):
+        assert metrics[name] is None
+    assert metrics["CIDEr"] is not None
     assert metrics["absent"].keys() == {"change_type_accuracy", "CIDEr_shuffled", "METEOR", "SPICE"}
+    assert "<dt>METEOR</dt><dd>Absent." in (tmp_path / "out" / "report.html").read_text()
 
 
 def test_only_the_metrics_asked_for_are_computed(tmp_path: Path):
@@ -131,39 +88,60 @@ def test_only_the_metrics_asked_for_are_computed(tmp_path: Path):
     assert {"METEOR", "BLEU-4", "SPICE"}.isdisjoint(metrics.keys() | metrics["change"].keys())
     assert (metrics["pairs"], metrics["published_pairs"], list(metrics["absent"])) == (6, None, ["reversal"])
     assert metrics["change_type_accuracy"] == pytest.approx(2 / 3)
-    assert metrics["CIDEr_shuffled"] < metrics["CIDEr"]
     table = pq.read_table(tmp_path / "out" / "scores.parquet")
-    assert table.column_names[:6] == ["protocol", "id", "dataset", "change_types", "prediction", "CIDEr"]
-    assert {"ROUGE-L", "predicted_type", "type_right", "exact_right"} <= set(table.column_names[6:])
-    assert "METEOR" not in table.column_names
+    known = ["protocol", "id", "dataset", "change_types", "prediction", "CIDEr", "ROUGE-L"]
+    assert table.column_names == [*known, *METRICS["change_accuracy"].columns]
+    types = {"CIDEr": "double", "id": "string", "type_right": "bool", "change_statistics": "list<element: double>"}
+    assert {name: str(table.schema.field(name).type) for name in types} == types
+    empty = score_table(choose_metrics(["CIDEr", "change_accuracy"]), [], {}).schema
+    assert str(empty.field("predicted_type").type) == "string"
     page = (tmp_path / "out" / "report.html").read_text()
     assert "METEOR</dt>" not in page
     assert page.count('"data:image/webp;base64,') == 3 * 6
 
 
-@pytest.mark.parametrize(
-    ("name", "type_name"),
-    [
-        ("CIDEr", "double"),
-        ("predicted_type", "string"),
-        ("type_right", "bool"),
-        ("id", "string"),
-        ("change_statistics", "list<item: double>"),
-    ],
-)
-def test_columns_of_scores_have_the_types_that_the_metrics_declare(name: str, type_name: str):
-    table = score_table(choose_metrics(["CIDEr", "change_accuracy"]), [], {})
-    assert str(table.schema.field(name).type) == type_name
+def test_a_metric_from_outside_stands_in_every_file_on_the_page_and_in_the_gate(tmp_path: Path, monkeypatch):
+    def compute(pairs, groups, tools) -> MetricScores:
+        """Words of a prediction, in hundreds."""
+        words = {pair.id: len(pair.prediction.split()) / 100 for pair in pairs}
+        means = of_each_group(groups, lambda ids: {"words": sum(words[i] for i in ids) / len(ids)})
+        return MetricScores(means, {i: {"words": value} for i, value in words.items()})
+
+    rules = {"columns": {"words": "double"}, "java": False, "resampled": {"words": mean_of("words")}}
+    monkeypatch.setitem(METRICS, "words", Metric(compute, headline="words", scores=("words",), **rules))
+    bench.run(bench.write(tmp_path), tmp_path / "out", metrics=["words", "change_accuracy"])
+    of_pairs = {i: len(prediction.split()) / 100 for i, prediction in bench.PREDICTIONS.items()}
+    metrics = written(tmp_path / "out")
+    assert metrics["words"] == pytest.approx(sum(of_pairs.values()) / 6)
+    assert metrics["distractors"]["words"] == pytest.approx((of_pairs["toy/4"] + of_pairs["toy/5"]) / 2)
+    assert metrics["by_type"]["color"]["words"] == pytest.approx(of_pairs["toy/0"])
+    rows = pq.read_table(tmp_path / "out" / "scores.parquet").to_pylist()
+    assert {row["id"]: row["words"] for row in rows} == of_pairs
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert f'<dt>words</dt><dd><span class="figure">{100 * metrics["words"]:.1f}' in page
+    assert page.count('<th scope="col">words</th>') == 3  # by protocol, by group and by type
+    gallery = gallery_of(page)
+    place = gallery["columns"].index("words")
+    assert {pair["id"]: pair["scores"]["0"][0][place] for pair in gallery["pairs"]} == of_pairs
+    assert "words" in gate_metrics()
 
 
-def numbered(monkeypatch: pytest.MonkeyPatch, *protocols: Protocol) -> None:
-    """The reader `pairs` with these protocols."""
-    monkeypatch.setitem(DATASETS, "pairs", replace(DATASETS["pairs"], protocols=protocols))
+def test_every_protocol_is_scored_on_its_own_pairs_and_a_benchmark_that_lacks_some_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def numbered(n: int) -> None:
+        protocols = (Protocol("total", n=n), Protocol("even", n=3, ids="[024]"))
+        monkeypatch.setitem(DATASETS, "pairs", replace(DATASETS["pairs"], protocols=protocols))
 
-
-def test_every_protocol_is_scored_on_its_own_pairs_and_never_on_a_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    numbered(monkeypatch, Protocol("total", n=6), Protocol("even", n=3, ids="[024]"))
-    found = bench.run(bench.write(tmp_path), tmp_path / "out", metrics=["change_accuracy", "CIDEr"]).protocols
+    folders = bench.write(tmp_path)
+    numbered(7)
+    with pytest.raises(DataError, match=r"toy/total: 6 pairs, papers score 7: .*evaluate\.allow_fewer_pairs"):
+        bench.run(folders, tmp_path / "out", metrics=["change_accuracy"])
+    assert not (tmp_path / "out").exists()
+    found = bench.run(folders, tmp_path / "out", metrics=["change_accuracy"], allow_fewer_pairs=True).protocols
+    assert {name: of.is_partial for name, of in found.items()} == {"toy/total": True, "toy/even": False}
+    numbered(6)
+    found = bench.run(folders, tmp_path / "out", metrics=["change_accuracy", "CIDEr"]).protocols
     assert {name: of.pairs for name, of in found.items()} == {"toy/total": 6, "toy/even": 3}
     assert found["toy/even"].scores["change_type_accuracy"] == 1 / 2  # pair 0 right, pair 2 missed; 4 is a distractor
     assert found["toy/even"].scores["no_change_recall"] == 1.0
@@ -174,22 +152,10 @@ def test_every_protocol_is_scored_on_its_own_pairs_and_never_on_a_pool(tmp_path:
     assert of_total["toy/0"] != next(row["CIDEr"] for row in table if row["protocol"] == "toy/even")  # own word weights
 
 
-def test_a_benchmark_of_which_pairs_are_missing_is_refused_unless_it_is_allowed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    numbered(monkeypatch, Protocol("total", n=7), Protocol("even", n=3, ids="[024]"))
-    folders = bench.write(tmp_path)
-    with pytest.raises(DataError, match=r"toy/total: 6 pairs, papers score 7: .*evaluate\.allow_fewer_pairs"):
-        bench.run(folders, tmp_path / "out", metrics=["change_accuracy"])
-    assert not (tmp_path / "out").exists()
-    found = bench.run(folders, tmp_path / "out", metrics=["change_accuracy"], allow_fewer_pairs=True).protocols
-    assert {name: of.is_partial for name, of in found.items()} == {"toy/total": True, "toy/even": False}
-
-
 def test_a_dataset_that_may_not_be_shown_is_scored_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    spec = DATASETS["pairs"]
     no = Permission("no", "the page says so")
-    monkeypatch.setitem(DATASETS, "secret", replace(spec, licence=Licence("secret", None, no, no, no)))
+    licence = Licence("secret", None, no, no, no)
+    monkeypatch.setitem(DATASETS, "secret", replace(DATASETS["pairs"], licence=licence))
     folders = bench.write(tmp_path, reader="secret")
     report = bench.run(folders, tmp_path / "out", metrics=["change_accuracy"])
     assert report.rows_out == 6
@@ -202,8 +168,7 @@ def test_a_limit_of_the_scorers_reaches_them(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("PATH", bench.fake_java(tmp_path / "bin", "meteor", "sleep 1000"))
     cfg = bench.config(metrics=["METEOR", "SPICE"], gallery=0)
     compute = bench.compute(scorer_timeout_s=5, spice_dir=tmp_path)
-    report = evaluate(cfg, compute, *folders, tmp_path / "out")
-    absent = report.protocols[PROTOCOL].absent
+    absent = evaluate(cfg, compute, *folders, tmp_path / "out").protocols[PROTOCOL].absent
     assert absent["METEOR"] == "no answer within 5 s (compute.scorer_timeout_s)"
     assert absent["SPICE"].startswith(f"{tmp_path}: has no stanford-corenlp-3.6.0.jar and no ")
 
@@ -218,15 +183,12 @@ def test_without_java_nothing_is_begun(tmp_path: Path, monkeypatch: pytest.Monke
     assert found.scores["change_type_accuracy"]
 
 
-def test_a_missing_image_is_named(tmp_path: Path):
-    folders = bench.write(tmp_path)
-    (tmp_path / "3_after.png").unlink()
-    with pytest.raises(DataError, match="3_after.png"):
-        bench.run(folders, tmp_path / "out", metrics=["change_accuracy"])
-
-
-def test_an_image_that_changed_since_ingest_is_named(tmp_path: Path):
+def test_an_image_that_is_missing_broken_or_changed_since_ingest_is_named(tmp_path: Path):
     folders = bench.write(tmp_path)
     bench.paint(tmp_path / "4_before.png", (1, 2, 3))
-    with pytest.raises(DataError, match="4_before.png: .* changed since ingest"):
+    with pytest.raises(DataError, match="4_before.png: .* changed since ingest; run `dvc repro`"):
         bench.run(folders, tmp_path / "out", metrics=["change_accuracy"])
+    for damage in (lambda path: path.write_bytes(b"\x89PNG"), Path.unlink):
+        damage(tmp_path / "3_after.png")
+        with pytest.raises(DataError, match="3_after.png"):
+            bench.run(folders, tmp_path / "out", metrics=["change_accuracy"])

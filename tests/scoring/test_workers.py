@@ -1,6 +1,5 @@
 """METEOR and SPICE through their workers, with programs in Java's place that speak their protocols and count words."""
 
-import json
 import random
 import shlex
 import subprocess
@@ -13,7 +12,6 @@ import pytest
 
 from m3diff.scoring.metrics import ALL, METRICS, Item, MetricScores, meteor, worker
 from m3diff.scoring.metrics.java import Scorer
-from m3diff.scoring.metrics.spice import JARS, NASHORN
 from m3diff.scoring.run import compute_metrics
 from tests.scoring import bench
 
@@ -27,14 +25,6 @@ for line in sys.stdin:
     matches = [words, wanted, 0, 0, *[0] * 12]
     print(words, 10 * wanted, 0, 0, *matches, words, words, wanted)
 """
-FAKE_SPICE = """
-import json, sys
-jobs = json.load(open(sys.argv[4]))
-print(json.dumps([job["test"] for job in jobs]), file=open(LOG, "a"))
-values = [None if job["test"] == "empty" else len(job["test"].split()) / 10 + len(job["refs"]) / 100 for job in jobs]
-scores = [{"image_id": job["image_id"], "scores": {"All": {"f": f}}} for job, f in zip(jobs, values)]
-json.dump(scores, open(sys.argv[sys.argv.index("-out") + 1], "w"))
-"""
 
 PAIRS = {
     "b": ("one two three", ["x"]),
@@ -45,21 +35,17 @@ PAIRS = {
 GROUPS = {"some": ["b", "a"], "one": ["c"], "nobody": []}
 
 
-def run(name: str, when: str, program: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> MetricScores:
-    """The metric `name` with `program` where Java's arguments hold `when`."""
-    path = folder / "program.py"
-    path.write_text(f"LOG = {str(folder / 'log')!r}\n{program}")
-    then = f'exec {shlex.quote(sys.executable)} {path} "$@"'
-    monkeypatch.setenv("PATH", bench.fake_java(folder / "bin", when, then))
-    pairs = [replace(bench.pair(text, references, [], i), id=i) for i, (text, references) in PAIRS.items()]
-    return compute_metrics({name: METRICS[name]}, [bench.grouped(pairs, GROUPS)], {}, folder, 60)["toy/test"]
-
-
 @pytest.fixture(scope="module")
 def meteor_found(tmp_path_factory: pytest.TempPathFactory) -> tuple[MetricScores, list[str]]:
     folder = tmp_path_factory.mktemp("meteor")
+    (folder / "program.py").write_text(f"LOG = {str(folder / 'log')!r}\n{FAKE_METEOR}")
+    then = f'exec {shlex.quote(sys.executable)} {folder / "program.py"} "$@"'
+    pairs = [replace(bench.pair(text, references, [], i), id=i) for i, (text, references) in PAIRS.items()]
     with pytest.MonkeyPatch.context() as monkeypatch:
-        found = run("METEOR", "meteor", FAKE_METEOR, folder, monkeypatch)
+        monkeypatch.setenv("PATH", bench.fake_java(folder / "bin", "meteor", then))
+        monkeypatch.setenv("PYTHONPATH", bench.small_table(folder))
+        scored = [bench.grouped(pairs, GROUPS)]
+        found = compute_metrics({"METEOR": METRICS["METEOR"]}, scored, {}, folder, 60)["toy/test"]
     return found, (folder / "log").read_text().splitlines()
 
 
@@ -69,11 +55,10 @@ def by_hand(words: int, references: int) -> float:
     return mean * (1 - 0.6 * (words / ((words + references) / 2)) ** 0.2)
 
 
-@pytest.mark.slow(15)
 def test_meteor_of_a_group_is_that_of_its_summed_statistics_and_not_a_mean(
     meteor_found: tuple[MetricScores, list[str]],
 ):
-    found, _ = meteor_found
+    found, log = meteor_found
     assert {name: values["METEOR"] for name, values in found.groups.items()} == {
         ALL: pytest.approx(by_hand(8, 6)),
         "some": pytest.approx(by_hand(5, 3)),
@@ -81,45 +66,25 @@ def test_meteor_of_a_group_is_that_of_its_summed_statistics_and_not_a_mean(
         "nobody": None,
     }
     assert found.absent == {}
-
-
-def test_meteor_of_each_pair_stands_under_its_id_with_its_statistics(meteor_found: tuple[MetricScores, list[str]]):
-    pairs = meteor_found[0].pairs
     wanted = {"b": by_hand(3, 1), "a": by_hand(2, 2), "c": by_hand(1, 1), "d": by_hand(2, 2)}
-    assert {i: of_pair["METEOR"] for i, of_pair in pairs.items()} == pytest.approx(wanted)
-    assert pairs["b"]["METEOR_statistics"] == [3.0, 10.0, 0.0, 0.0, 3.0, 1.0, *[0.0] * 14, 3.0, 3.0, 1.0]
-
-
-def test_meteor_reads_each_distinct_pair_once_references_first(meteor_found: tuple[MetricScores, list[str]]):
-    assert meteor_found[1] == [
-        "SCORE ||| x ||| one two three",
-        "SCORE ||| x ||| y ||| one two",
-        "SCORE ||| x ||| empty",
-    ]
-
-
-def test_intervals_of_meteor_come_from_the_statistics_of_scores_parquet(meteor_found: tuple[MetricScores, list[str]]):
+    assert {i: of_pair["METEOR"] for i, of_pair in found.pairs.items()} == pytest.approx(wanted)
+    assert found.pairs["b"]["METEOR_statistics"] == [3.0, 10.0, 0.0, 0.0, 3.0, 1.0, *[0.0] * 14, 3.0, 3.0, 1.0]
+    # each distinct pair once, references first
+    assert log == ["SCORE ||| x ||| one two three", "SCORE ||| x ||| y ||| one two", "SCORE ||| x ||| empty"]
     column, score = METRICS["METEOR"].resampled["METEOR"]
-    rows = np.array([meteor_found[0].pairs[i][column] for i in PAIRS])
+    rows = np.array([found.pairs[i][column] for i in PAIRS])
     sums = np.array([[1, 1, 0, 0], [0, 0, 2, 0]]) @ rows  # two resamples
     assert score(sums).tolist() == pytest.approx([by_hand(5, 3), by_hand(2, 2)])
 
 
-def test_spice_of_a_group_is_the_mean_of_the_pairs_that_have_a_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for name in JARS + NASHORN:
-        (tmp_path / name).touch()
-    found = run("SPICE", "spice", FAKE_SPICE, tmp_path, monkeypatch)
-    mean = pytest.approx((0.31 + 0.22) / 2)
-    assert {name: values["SPICE"] for name, values in found.groups.items()} == {
-        ALL: pytest.approx((0.31 + 0.22 + 0.22) / 3),
-        "some": mean,
-        "one": None,
-        "nobody": None,
-    }
-    wanted = {"b": {"SPICE": 0.31}, "a": {"SPICE": 0.22}, "c": {"SPICE": None}, "d": {"SPICE": 0.22}}
-    assert found.pairs == wanted
-    assert json.loads((tmp_path / "log").read_text()) == ["one two three", "one two", "empty"]
+def test_spice_of_a_group_is_the_mean_of_the_pairs_that_have_a_score():
+    texts = {i: text for i, (text, _) in PAIRS.items()}
+    answers = {("one two three", ("x",)): 0.31, ("one two", ("x", "y")): 0.22, ("empty", ("x",)): None}
+    tools = bench.tools({i: references for i, (_, references) in PAIRS.items()}, texts, answers=answers)
+    found = METRICS["SPICE"].compute([], {ALL: list(PAIRS), **GROUPS}, tools)
+    whole, some = pytest.approx((0.31 + 0.22 + 0.22) / 3), pytest.approx((0.31 + 0.22) / 2)
+    assert found.groups == {ALL: {"SPICE": whole}, "some": {"SPICE": some}, "one": {"SPICE": None}}
+    assert [of_pair["SPICE"] for of_pair in found.pairs.values()] == [0.31, 0.22, None, 0.22]
 
 
 TABLE = [
@@ -154,24 +119,25 @@ def test_any_number_of_processes_keeps_the_same_lines_in_the_tables_order(proces
 
 
 def test_of_the_table_of_paraphrases_is_kept_what_reference_and_prediction_can_match_either_way():
-    assert matching(("a crimson block", ["the red cube", "y"])) == [*TABLE[:2]]
-    assert matching(("the red cube", ["a crimson block"])) == [*TABLE[:2]]
-    assert matching(("it shifted", ["it moved"])) == [TABLE[2]]
-    assert matching(("it moved", ["it moved"]), ("shifted", ["y"])) == [TABLE[2]]  # too much does no harm
-    assert matching(("red", ["crimson block"])) == []
-
-
-def test_phrases_are_found_across_punctuation_case_and_entities():
-    assert matching(("we do not", ["we don't"])) == [TABLE[3]]
-    assert matching(("Red, Cube", ["crimson &quot; block"])) == [*TABLE[:2]]
-    assert matching(("red&apos;cube", ["crimson-block"])) == [*TABLE[:2]]
-
-
-def test_an_entry_of_other_characters_is_kept_where_its_plain_words_stand_on_both_sides():
-    assert matching(("it mov\u00e9d", ["an x"])) == matching(("x", ["mov-d"])) == [TABLE[5]]
-    assert matching(("what is x", ["wh?? is it"])) == [TABLE[6]]
-    assert matching(("what is x", ["what is it"])) == matching(("x mov\u00e9d", ["it"])) == []
-    assert matching(("the cube", ["it is gone"])) == matching(("it is gone", [""])) == [TABLE[7]]  # no word to look for
+    both, shifted, negated = TABLE[:2], [TABLE[2]], [TABLE[3]]
+    for items, kept in (
+        ([("a crimson block", ["the red cube", "y"])], both),
+        ([("the red cube", ["a crimson block"])], both),
+        ([("it shifted", ["it moved"])], shifted),
+        ([("it moved", ["it moved"]), ("shifted", ["y"])], shifted),  # too much does no harm
+        ([("red", ["crimson block"])], []),
+        ([("we do not", ["we don't"])], negated),  # across punctuation, case and entities
+        ([("Red, Cube", ["crimson &quot; block"])], both),
+        ([("red&apos;cube", ["crimson-block"])], both),
+        ([("it mov\u00e9d", ["an x"])], [TABLE[5]]),  # other characters: by the plain words of both sides
+        ([("x", ["mov-d"])], [TABLE[5]]),
+        ([("what is x", ["wh?? is it"])], [TABLE[6]]),
+        ([("what is x", ["what is it"])], []),
+        ([("x mov\u00e9d", ["it"])], []),
+        ([("the cube", ["it is gone"])], [TABLE[7]]),  # no word to look for
+        ([("it is gone", [""])], [TABLE[7]]),
+    ):
+        assert matching(*items) == kept, items
 
 
 def test_the_table_is_read_whole_whatever_the_size_of_its_parts(monkeypatch: pytest.MonkeyPatch):

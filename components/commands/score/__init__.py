@@ -8,27 +8,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from m3diff.commands.score.faults import (
-    faults_of_predictions,
-    faults_of_references,
-    finder,
-    match,
-    notes_of_captions,
-    notes_of_file,
-    split_references,
-    too_long,
-)
-from m3diff.commands.score.files import (
-    Benchmark,
-    Counts,
-    References,
-    benchmarks,
-    counts_of,
-    from_coco,
-    from_data,
-    published_counts,
-    read_predictions,
-)
+from m3diff.commands.score import faults as find
+from m3diff.commands.score import files
 from m3diff.datasets.spec import Protocol
 from m3diff.records.errors import DataError
 from m3diff.scoring.bootstrap import Interval, intervals
@@ -112,7 +93,7 @@ def score(
             find_jars(spice_dir)
         except ScorerFailed as missing:
             raise DataError(f"--spice-dir {missing}") from None
-    known = benchmarks()
+    known = files.benchmarks()
     if benchmark is not None and benchmark not in known:
         raise DataError(f"--benchmark {benchmark!r}: unknown; known: {', '.join(known)}")
     if benchmark is None and (references is None or protocol or data):
@@ -123,25 +104,25 @@ def score(
     dataset = chosen.name if chosen else str(references and references.stem)
     pairs, faults, notes = find_pairs(predictions, dataset, of, scored, counts, allow_faults)
     if chosen is None:
-        notes += notes_of_file(scored.pairs, known.values())
+        notes += find.notes_of_file(scored.pairs, known.values())
     # a COCO file's references are joined and cut already, or wrongly not
     left = replace(of, references="all", max_words=None) if scored.as_scored else of
     return compute(ProtocolPairs(dataset, of, apply(left, pairs)), scored, chosen, spice_dir, faults, notes)
 
 
 def find_references(
-    benchmark: Benchmark | None, protocol: Protocol, references: Path | None, data: Path | None
-) -> tuple[References, Counts]:
-    """What is scored, and how many pairs and references there should be."""
-    counts = Counts(None) if benchmark is None else published_counts(benchmark, protocol)
+    benchmark: files.Benchmark | None, protocol: Protocol, references: Path | None, data: Path | None
+) -> tuple[files.References, files.Counts]:
+    """The references that are scored, and the numbers of pairs and references that there should be."""
+    counts = files.Counts(None) if benchmark is None else files.published_counts(benchmark, protocol)
     if benchmark and data:
-        own = from_data(benchmark, data)
+        own = files.from_data(benchmark, data)
         taken = [name_of(pair) for pair in pairs_of(benchmark.name, own) if takes(protocol, pair)]
-        counts = counts_of(own, taken, protocol)
+        counts = files.counts_of(own, taken, protocol)
         if references is None:
             return own, counts
     if references:
-        return from_coco(references), counts
+        return files.from_coco(references), counts
     assert benchmark is not None
     draws = f", which `m3diff synthesize {benchmark.name}` draws" if benchmark.spec.generate else ""
     raise DataError(
@@ -151,7 +132,7 @@ def find_references(
     )
 
 
-def pairs_of(dataset: str, references: References) -> list[EvalPair]:
+def pairs_of(dataset: str, references: files.References) -> list[EvalPair]:
     """The pairs without captions, and without their images, of which scores know nothing."""
     nothing = Path(), Path(), b"", b""
     return [
@@ -165,30 +146,30 @@ def name_of(pair: EvalPair) -> str:
 
 
 def find_pairs(
-    path: Path, dataset: str, protocol: Protocol, references: References, counts: Counts, allow_faults: bool
+    path: Path, dataset: str, protocol: Protocol, references: files.References, counts: files.Counts, allow_faults: bool
 ) -> tuple[list[EvalPair], list[str], list[str]]:
     """The captioned pairs that the protocol takes, the faults of both files, and notes.
 
     Raises:
         DataError: as `score`.
     """
-    found = read_predictions(path, finder(references.pairs, dataset))
+    found = files.read_predictions(path, find.finder(references.pairs, dataset))
     of_protocol = {name_of(pair): pair for pair in pairs_of(dataset, references) if takes(protocol, pair)}
     taken = {name: references.pairs[name] for name in of_protocol}
     if not taken:
         raise DataError(f"{dataset}: no pair of the references is one of protocol {protocol.name!r}")
     try:
-        matched = match(found.rows, references.pairs, dataset, counts)
+        matched = find.match(found.rows, references.pairs, dataset, counts)
     except DataError as error:
         raise DataError(f"{path}: {error}") from None
-    faults = faults_of_references(taken, counts, protocol) if references.as_scored else []
-    faults += split_references(taken)
-    faults += faults_of_predictions(len(found.rows), matched, taken, references.pairs, counts)
+    faults = find.faults_of_references(taken, counts, protocol) if references.as_scored else []
+    faults += find.split_references(taken)
+    faults += find.faults_of_predictions(len(found.rows), matched, taken, references.pairs, counts)
     captions = {name: matched.captions[name] for name in taken if name in matched.captions}
     if protocol.n is not None and len(captions) != protocol.n:
         scored = f"{len(captions):,} pairs are scored, papers score {protocol.n:,}"
         faults.append(f"{scored}: such scores stand beside no published ones")
-    faults += too_long(captions) if protocol.max_words is None else []
+    faults += find.too_long(captions) if protocol.max_words is None else []
     if faults and not allow_faults:
         raise DataError("\n  ".join([f"{path}: no score of {dataset}/{protocol.name}:", *faults, AS_IT_IS]))
     if not captions:
@@ -199,12 +180,12 @@ def find_pairs(
     if rest := len(matched.captions) - len(captions):
         notes.append(f"{rest:,} captions of pairs that {protocol.name!r} does not take were left out")
     said, texts = list(captions.values()), [taken[name].texts for name in captions]
-    notes += notes_of_captions(said, list(chain(*texts)), protocol)
+    notes += find.notes_of_captions(said, list(chain(*texts)), protocol)
     notes += notes_of_marks(said, texts) + notes_of_marks(list(chain(*texts)), what="references")
     return [replace(of_protocol[name], prediction=caption) for name, caption in captions.items()], faults, notes
 
 
-def metrics_of(protocol: Protocol, references: References, spice_dir: Path | None) -> dict[str, Metric]:
+def metrics_of(protocol: Protocol, references: files.References, spice_dir: Path | None) -> dict[str, Metric]:
     """The protocol's; SPICE where its folder is named; what a caption says of the change where there is a grammar."""
     names = set(protocol.metrics) - {"SPICE"}
     if spice_dir is not None:
@@ -216,8 +197,8 @@ def metrics_of(protocol: Protocol, references: References, spice_dir: Path | Non
 
 def compute(
     one: ProtocolPairs,
-    references: References,
-    benchmark: Benchmark | None,
+    references: files.References,
+    benchmark: files.Benchmark | None,
     spice_dir: Path | None,
     faults: list[str],
     notes: list[str],

@@ -1,4 +1,4 @@
-"""Captions laid beside the references by their ids, and what such files typically show: each fault by its name."""
+"""Captions matched with references by their ids, and the faults that such files typically have, each by its name."""
 
 import re
 import unicodedata
@@ -127,7 +127,7 @@ def some(names: Sequence[str]) -> str:
 
 
 def level(ids: int, counts: Counts) -> str:
-    """What the number of ids tells of what they name."""
+    """The level, if any, that the number of ids gives away."""
     if ids == counts.pairs:
         return ""
     if ids == counts.records:
@@ -186,8 +186,8 @@ def split_references(pairs: Mapping[str, Reference]) -> list[str]:
 
 
 def notes_of_file(pairs: Mapping[str, Reference], known: Iterable[Benchmark]) -> list[str]:
-    """What a file of references without a benchmark tells by itself: joined text, and the faults of those whose
-    numbers it has."""
+    """Notes on a file of references without a benchmark: joined text, and the faults of benchmarks whose numbers it
+    has."""
     texts = [text for reference in pairs.values() for text in reference.texts]
     notes = []
     for benchmark in known:
@@ -211,7 +211,7 @@ def notes_of_file(pairs: Mapping[str, Reference], known: Iterable[Benchmark]) ->
 
 
 def faults_of_references(pairs: Mapping[str, Reference], counts: Counts, protocol: Protocol) -> list[str]:
-    """How a file of references differs from those of the benchmark."""
+    """Differences of a file of references from those of the benchmark."""
     texts = [text for reference in pairs.values() for text in reference.texts]
     fault = ""
     if counts.pairs is not None and len(pairs) != counts.pairs:
@@ -249,7 +249,7 @@ def share(pattern: re.Pattern[str], texts: Sequence[str]) -> float:
 
 
 def notes_of_captions(captions: Sequence[str], references: Sequence[str], protocol: Protocol) -> list[str]:
-    """What the captions' way of writing does to their scores."""
+    """Notes on ways of writing that move scores."""
     notes = []
     if empty := sum(not caption.strip() for caption in captions):
         notes.append(f"{empty:,} captions are empty")

@@ -173,8 +173,6 @@ def read_columns(path: Path, delimiter: str) -> Iterator[Row]:
         lines = [(reader.line_num, fields) for fields in reader if fields]
     except csv.Error as error:
         raise DataError(f"{path}: line {reader.line_num}: not valid CSV: {error}; correct the quotes there") from error
-    if not lines:
-        return
     header = lines[0][1]
     columns = [named(dict.fromkeys(header), names) for names in (IDS, CAPTIONS)]
     if all(columns):
@@ -288,7 +286,7 @@ class Reference(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Of the pairs of a protocol. None: not known."""
+    """Numbers of the pairs of a protocol. None: not known."""
 
     pairs: int | None
     references: int | None = None
@@ -392,7 +390,7 @@ def from_records(path: Path) -> References:
 
 
 def counts_of(references: References, taken: Iterable[str], protocol: Protocol) -> Counts:
-    """Of the pairs that a protocol takes."""
+    """Numbers of the pairs that a protocol takes."""
     pairs = [references.pairs[name].texts for name in taken]
     whole = len(pairs) == len(references.pairs)
     return Counts(
@@ -405,7 +403,7 @@ def counts_of(references: References, taken: Iterable[str], protocol: Protocol) 
 
 
 def published_counts(benchmark: Benchmark, protocol: Protocol) -> Counts:
-    """What is published of the pairs that a protocol takes; all of a split but for their number."""
+    """Published numbers of the pairs that a protocol takes; all of a split but for their number."""
     test = benchmark.published.test if benchmark.published else None
     if test is None or protocol.n != test.pairs:
         return Counts(protocol.n)

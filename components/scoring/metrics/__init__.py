@@ -35,7 +35,7 @@ Item = tuple[str, tuple[str, ...]]
 
 
 class Ngrams:
-    """How often each distinct caption has each of its n-grams: one entry per caption and n-gram, by caption.
+    """Counts of each distinct caption's n-grams: one entry per caption and n-gram, by caption.
 
     `lengths` [captions] in words; of each entry its caption, n-gram (numbered over all n), order (n - 1) and count;
     `starts` [captions + 1] says where a caption's entries begin.
@@ -127,7 +127,7 @@ class Tokens:
 
 
 class Program(NamedTuple):
-    """What a metric's program in a process of its own is started with."""
+    """Arguments of a metric's program in a process of its own."""
 
     start: Callable[[str, float], Scorer]  # a worker by name, with more seconds; killed when the metrics are done
     items: Callable[[], list[Item]]  # the distinct ones of every protocol; waits for the tokenizer
@@ -135,7 +135,7 @@ class Program(NamedTuple):
 
 
 class Tools(NamedTuple):
-    """What a metric may use beside the pairs of a protocol."""
+    """Inputs of a metric beside the pairs of a protocol."""
 
     tokens: Callable[[], Tokens]  # waits for the tokenizer, which runs once for all metrics and protocols
     answers: Callable[[], Mapping[Item, Any]]  # what the metric's `program` gave; raises ScorerFailed where it failed
@@ -144,7 +144,7 @@ class Tools(NamedTuple):
 
 
 class MetricScores(NamedTuple):
-    """What `compute` gives. A score that is not there is null; `absent` says why, by the score's name."""
+    """The result of `compute`. A score that is not there is null; `absent` says why, by the score's name."""
 
     groups: Mapping[str, Mapping[str, Value]]
     pairs: Mapping[str, Mapping[str, PairValue]]
@@ -152,7 +152,7 @@ class MetricScores(NamedTuple):
 
 
 class Resampled(NamedTuple):
-    """How a score of any set of pairs follows from a column of scores.parquet, summed over the set."""
+    """The way from a column of scores.parquet, summed over a set of pairs, to a score of that set."""
 
     column: str  # list<double>: a row of k statistics per pair
     score: Callable[[np.ndarray], np.ndarray]  # sums [..., k] -> score [...]; NaN where the set has none
@@ -160,7 +160,7 @@ class Resampled(NamedTuple):
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric. Every table of the report and every column of scores.parquet follows from these fields.
+    """A metric. Every table of the report and every column of scores.parquet follows from these fields.
 
     `compute` and `program` raise ScorerFailed where they can give no score at all; that costs the other metrics
     nothing.
@@ -180,7 +180,7 @@ class Metric:
 
 
 def of_each_group(groups: Groups, compute: Callable[[list[str]], T]) -> dict[str, T]:
-    """What `compute` makes of the ids of every group that has pairs."""
+    """Results of `compute` on the ids of every group that has pairs."""
     return {name: compute(ids) for name, ids in groups.items() if ids}
 
 
@@ -190,7 +190,7 @@ def mean_of(column: str) -> Resampled:
 
 
 def ratio(part: int, whole: int) -> Callable[[np.ndarray], np.ndarray]:
-    """One sum over another; NaN where the other is 0."""
+    """A sum over another; NaN where the other is 0."""
 
     def of(sums: np.ndarray) -> np.ndarray:
         wholes = sums[..., whole]

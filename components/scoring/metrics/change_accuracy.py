@@ -1,5 +1,5 @@
-"""What a dataset's grammar says of the predictions: is the change of the right type, on the right object and place, and
-from what to what?
+"""Accuracy of predictions as a dataset's grammar reads them: by the type of change, its object and place, and from what
+to what.
 
 Three readings, each stricter than the one before: *type*; *place*: type, object and place; *exact*: what changed from
 what to what as well (colour, size, kind, direction, pose, letter, count).
@@ -64,7 +64,7 @@ def absences(scores: Mapping[str, Value], readable: bool) -> dict[str, str]:
 
 
 def fraction(flags: Iterable[bool]) -> float | None:
-    """How many are true, of all; None of none."""
+    """The share that is true; None of none."""
     known = list(flags)
     return sum(known) / len(known) if known else None
 
@@ -77,7 +77,7 @@ def change_scores(parsed: list[ParsedCaption]) -> dict[str, Value]:
 
 
 def group_scores(group: str, parsed: list[ParsedCaption]) -> dict[str, Value]:
-    """What the grammar gives of a group's pairs, by the group's name.
+    """Scores of a group's pairs, by the group's name.
 
     Of pairs of several changes: precision, recall and F1 over their clauses, and the fractions of pairs wholly right;
     of a change type, a number of changes or a length: the fractions. False changes are those told in words that the

@@ -35,7 +35,7 @@ def corpus_score(of_pairs: np.ndarray) -> float | None:
 
 
 def weights(shared: Shared, places: np.ndarray) -> np.ndarray:
-    """Of each n-gram log(pairs / pairs whose references have it), over the pairs at `places`; 0 of a single pair."""
+    """log(pairs / pairs whose references have it) of each n-gram, over the pairs at `places`; 0 of a single pair."""
     chosen = np.zeros(len(shared.pairs), bool)
     chosen[places] = True
     rows = np.flatnonzero(chosen[shared.pair])

@@ -1,4 +1,4 @@
-"""Java: is there one, and its programs, each in a process group of its own with a time limit; the PTB tokenizer first.
+"""Java and its programs, each in a process group of its own with a time limit; the PTB tokenizer first.
 
 A program that dies or hangs costs its own score only.
 """
@@ -108,7 +108,7 @@ class Scorer:
 
 
 def sanitise(caption: str) -> str:
-    """One line of plain text: NFC, runs of any white space (U+2028, \\v, \\r ...) to one space, no METEOR separator, a
+    """A line of plain text: NFC, runs of any white space (U+2028, \\v, \\r ...) to one space, no METEOR separator, a
     lone surrogate as "?".
 
     The tokenizer ends a line at seven different characters; one that it met inside a caption would move every later

@@ -88,7 +88,7 @@ def question(prediction: str, references: Sequence[str]) -> str:
 
 
 def read_verdict(answer: Answer) -> Verdict:
-    """What the judge says; a refusal and anything but the JSON asked for is no verdict."""
+    """The judge's verdict; a refusal and anything but the JSON asked for is none."""
     if answer.kind in ("refused", "empty"):
         return Verdict(None, f"refused: {answer.text}" if answer.kind == "refused" else "no answer")
     said = answer.text

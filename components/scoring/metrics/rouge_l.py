@@ -20,7 +20,7 @@ def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores
 
 
 def rouge_l(prediction: str, references: list[str]) -> float:
-    """Of captions of words joined by single spaces; one without words counts as one empty word."""
+    """ROUGE-L of captions of words joined by single spaces; one without words counts as one empty word."""
     words = prediction.split(" ")
     masks: dict[str, int] = {}  # of each word a number whose bits are its places
     for place, word in enumerate(words):

@@ -27,17 +27,7 @@ from pathlib import Path
 
 from m3diff.records.files import write_atomic
 from m3diff.records.progress import progress
-from m3diff.scoring.metrics import (
-    ALL,
-    Groups,
-    Item,
-    Metric,
-    MetricScores,
-    Program,
-    Tools,
-    mean_of,
-    of_each_group,
-)
+from m3diff.scoring.metrics import ALL, Groups, Item, Metric, MetricScores, Program, Tools, mean_of, of_each_group
 from m3diff.scoring.metrics.java import JavaMissing, Scorer, ScorerFailed, require_java
 from m3diff.scoring.pairs import EvalPair
 

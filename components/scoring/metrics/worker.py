@@ -1,4 +1,4 @@
-"""One Java scorer in a process of its own: `worker.py NAME SECONDS FOLDER`, the job as JSON on standard input.
+"""A Java scorer in a process of its own: `worker.py NAME SECONDS FOLDER`, the job as JSON on standard input.
 
 Writes FOLDER/result.json: {"value": ...} or {"error": reason}. Programs run in FOLDER, with links to the jars, so that
 a read-only installation serves as well. Run by `java.Scorer`; imports nothing of the project.
@@ -175,7 +175,7 @@ def phrases(texts: Iterable[str]) -> set[bytes]:
 
 
 def needs_normalising(item: Item) -> bool:
-    """Whether METEOR's normaliser, which takes a third of its time, could change a text: it looks for punctuation."""
+    """True where METEOR's normaliser, which takes a third of its time, could change a text with punctuation."""
     prediction, references = item
     return not all(NORMAL.fullmatch(text) for text in (prediction, *references))
 

@@ -25,14 +25,7 @@ from m3diff.scoring.grammar import ParsedCaption, type_order
 from m3diff.scoring.metrics import Metric, PairValue, Value
 from m3diff.scoring.protocols import PUBLISHED_SCORES, ProtocolPairs, PublishedRow, published_of
 from m3diff.scoring.run import EvaluateReport, ProtocolScores
-from m3diff.stages.evaluate.report.gallery import (
-    ImageStore,
-    RunPairs,
-    as_script,
-    gallery,
-    read_saliency,
-    rights_of,
-)
+from m3diff.stages.evaluate.report.gallery import ImageStore, RunPairs, as_script, gallery, read_saliency, rights_of
 
 MB = 1_000_000
 BEST, SECOND = 1, 2
@@ -49,7 +42,7 @@ WIDTH, HEIGHT, LEFT, RIGHT_MARGIN, TOP, BOTTOM = 560, 260, 52, 16, 14, 30
 
 
 class Cell(NamedTuple):
-    """One score of a table, in the units of papers; None is absent."""
+    """A score of a table, in the units of papers; None is absent."""
 
     value: float | None
     interval: Interval | None = None
@@ -71,7 +64,7 @@ class Cell(NamedTuple):
 
 
 def one_digit(value: float, signed: bool = False) -> str:
-    """As papers print it; with its sign where that is asked for and it is not 0.0."""
+    """The value as papers print it; with its sign where that is asked for and it is not 0.0."""
     text = f"{value:+.1f}" if signed else f"{value:.1f}"
     return "0.0" if text in ("+0.0", "-0.0") else text
 
@@ -268,7 +261,7 @@ def templates(*folders: Path) -> Environment:
 
 
 class Line(NamedTuple):
-    """One series of a chart. `style` is a CSS class of the template: faint, or one of `STYLES`."""
+    """A series of a chart. `style` is a CSS class of the template: faint, or one of `STYLES`."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -471,7 +464,7 @@ def protocol_parts(evidence: Evidence, all_columns: list[str], columns: list[str
 
 
 def rules_of(protocol: Protocol) -> str:
-    """What a protocol scores, in words."""
+    """The rules of a protocol in words."""
     which = f"Pairs of {', '.join(protocol.change_types)} alone" if protocol.change_types else "Pairs"
     ids = "" if protocol.ids == ".*" else f" whose id matches {protocol.ids}"
     against = "all their references" if protocol.references == "all" else "their references joined to one text"
@@ -510,8 +503,8 @@ def alarms(parsed: Iterable[ParsedCaption]) -> list[tuple[str, int, int]]:
 
 
 def confusion_table(parsed: Iterable[ParsedCaption]) -> dict[str, Any]:
-    """Of pairs of one change and distractors: the types, and per true type a row of (count of the predicted type,
-    fraction of the row, on the diagonal)."""
+    """Types of pairs of one change and distractors, and per true type a row of (count of the predicted type, fraction
+    of the row, on the diagonal)."""
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for caption in parsed:
         if len(caption.pair.change_types) == 1:

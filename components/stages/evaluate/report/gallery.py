@@ -1,4 +1,4 @@
-"""What the page's gallery knows of each pair: captions with marks for right and wrong, references, scores, images.
+"""The page's gallery: captions of each pair with marks for right and wrong, references, scores, images.
 
 A page shows one run, or two of which the second is compared with the first. Its images are inside it while they are
 few, else files of the folder `images` beside it.
@@ -36,7 +36,7 @@ Mark = tuple[str, bool]
 
 
 class ImageRights(NamedTuple):
-    """Whether the licence of a dataset lets its images stand on the page, and what it says; None: no condition."""
+    """Permission of a dataset's licence to show its images, and its words; None: no condition."""
 
     show: bool
     note: str | None
@@ -80,7 +80,7 @@ class ImageStore:
         return name
 
     def url(self, name: str) -> str:
-        """Where the page finds an image, once all are added."""
+        """The page's link to an image, once all are added."""
         if self.is_inside:
             return "data:image/webp;base64," + base64.b64encode(self.held[name]).decode()
         return f"{self.folder.name}/{name}.webp"
@@ -107,7 +107,7 @@ def as_webp(image: Image.Image) -> bytes:
 
 
 def read_saliency(path: Path) -> dict[str, np.ndarray]:
-    """Where the model looks for the difference: by pair id a map [rows, columns] that sums to 1."""
+    """Maps of where the model looks for the difference, by pair id, [rows, columns], each of sum 1."""
     with np.load(path) as arrays:
         return {str(i): grid for i, grid in zip(arrays["ids"], arrays["maps"].astype(np.float32), strict=True)}
 
