@@ -117,9 +117,7 @@ def test_ids_of_another_level_are_named_by_their_number():
     )
     assert faults("012", image_pairs=4) == ["no caption for 2 of 5 pairs: '3', '4'"]
     assert faults("01234", records=6, image_pairs=4) == []
-    with pytest.raises(
-        DataError, match=r"4 of 4 ids are unknown: 'a', .*; valid ones are '0', .* pairs of images"
-    ):
+    with pytest.raises(DataError, match=r"4 of 4 ids are unknown: 'a', .*; valid ones are '0', .* pairs of images"):
         faults("abcd", image_pairs=4)
     with pytest.raises(DataError, match=r"6 of 6 ids are unknown: .* has 6 records: this is the record level"):
         faults("abcdef", records=6)
