@@ -1,4 +1,4 @@
-"""What the training benchmark compares: the variants, and the two sizes of model with their data.
+"""Variants that the training benchmark compares, and the two sizes of model with their data.
 
 The tiny data are 64 pairs of MiniChange's training mixture, question and five references each (minichange.json); at 7B
 the tokens are random, in the published mixture's numbers. Pixels are noise in both: no step's cost depends on them.
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import AutoTokenizer
 
 from m3diff.models.m3diff import LARGE_BASE
@@ -36,15 +35,10 @@ Branches = list[tuple[list[int], list[int]]]
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to take a step.
+    """A way to take a step.
 
     Attributes:
         stock: padded rectangles and labels to transformers' own loss, so logits on every position.
-        pixels: what comes from the CPU: "uint8", pinned and normalised on the device, or "fp32", normalised before and
-            in memory that the device cannot read by itself.
-        trimmed: the last layer works on supervised tokens alone.
-        fp32_gradients: those of micro-batches are added up in fp32, else in the weights' precision.
-        checkpoints: None without; "beside" the next steps, or "in line" between two.
         fused, adapters: as `make_fused` takes them.
     """
 
@@ -52,10 +46,6 @@ class Variant:
     packed: bool = False
     stock: bool = False
     mdp: bool = True
-    pixels: str = "uint8"
-    trimmed: bool = True
-    fp32_gradients: bool = False
-    checkpoints: str | None = None
     activation_checkpointing: str = "none"
     fused: bool = True
     adapters: str = "auto"
@@ -80,14 +70,6 @@ ABLATION = (
 """Lever by lever: end to end without padding and logits where supervised; adapters in fewer passes; fused layers, of
 which the last works on supervised tokens alone; both."""
 
-FEED_ROWS = (
-    Variant("packed, fp32 pixels from the CPU", packed=True, pixels="fp32"),
-    Variant("packed, last layer whole", packed=True, trimmed=False),
-    Variant("packed, gradients in fp32", packed=True, fp32_gradients=True),
-    *(Variant(f"packed, checkpoints {way}", packed=True, checkpoints=way) for way in ("in line", "beside")),
-)
-"""One lever the other way than "packed": what the device is fed, the last layer, the gradients' sum, checkpoints."""
-
 GPU_ROWS = (
     *(Variant(f"unpacked, {kept}", activation_checkpointing=kept) for kept in CHECKPOINTING[1:]),
     *(
@@ -96,7 +78,7 @@ GPU_ROWS = (
         for kept in CHECKPOINTING
     ),
 )
-"""What a GPU chooses between: the attention kernel and what backward recomputes."""
+"""Choices on a GPU: the attention kernel and what backward recomputes."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +100,7 @@ class Size:
 
     @property
     def settings(self) -> M3DiffSettings:
-        """What trains and at which rate: the paper's, alpha twice the rank."""
+        """Parts that train with their rates: the paper's, alpha twice the rank."""
         rates = Rates(vision=2e-6, projector=1e-5, module=1e-5, llm=1e-5)
         return M3DiffSettings("m3diff", self.config.module_config(), Lora(self.lora_rank, 2 * self.lora_rank), rates)
 
@@ -135,7 +117,7 @@ class Size:
         return [owned[at : at + size] for at in range(0, len(owned), size)]
 
     def micro_batches(self, variant: Variant) -> Iterator[tuple[MicroBatch, list[int]]]:
-        """As training takes them, each with its sequences' numbers of tokens."""
+        """Micro-batches of training, each with its sequences' numbers of tokens."""
         from m3diff.stages.train.batches import MicroBatch
 
         for part in self.owned(variant):
@@ -184,9 +166,3 @@ def seven_b(layers: int = 28, pairs: int = 6) -> Size:
         lengths = rng.permutation([9, 12, 14, 16, 18, 21, 15][: 7 if number % 6 == 5 else 6])
         groups.append([(prompt, rng.integers(0, 150_000, length).tolist()) for length in lengths])
     return Size("7B", config, 128, groups, {"none": 3, "selective": 6, "full": 6, "packed": 3}, 42)
-
-
-def noise(size: Size, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Pixels of each pair, [pairs, 2, 3, side, side]."""
-    side = size.config.vision_config.image_size
-    return torch.randn(len(size.groups), 2, 3, side, side, generator=torch.Generator().manual_seed(0)).to(device, dtype)

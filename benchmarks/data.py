@@ -2,18 +2,13 @@
 
 For each size a mixture is written (benchmarks/synthetic_mixture.py) and ingested. Then one fresh process runs the
 command line's `validate` and `convert` (cold: interpreter, imports and all), and again (warm). The outputs of every run
-must be the same bytes. Peak memory is that of the process and its workers together. The anchor is the usual way, a
-row-wise `datasets.map` in one process over the clean references; it converts only (no checks), and must give the same
-samples.
+must be the same bytes. Peak memory is that of the process and its workers together.
 """
 
 import argparse
 import hashlib
 import json
-import os
-import platform
 import resource
-import shutil
 import statistics
 import subprocess
 import sys
@@ -30,12 +25,12 @@ import yaml
 RESULTS = Path(__file__).parent / "results" / "data.json"
 SIZES = (100_000, 300_000, 896_000)
 WARM_RUNS = 3
-FIELDS = ("dataset", "split", "before", "after", "before_sha256", "after_sha256")
 TARGETS = {"cold_s": 15, "warm_s": 6, "peak_rss_mb": 1500}
 
 
 def main() -> None:
     sys.path.insert(0, str(Path(__file__).parent.parent))
+    from benchmarks.machine import machine, write
     from benchmarks.synthetic_mixture import write_synthetic_mixture
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -43,8 +38,8 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=WARM_RUNS, help="warm ones of each size")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    load = os.getloadavg()[0]
-    print(f"{_machine()}; load before the start {load:.1f}")
+    facts = machine()
+    print(f"{facts['device']}; load before the start {facts['load_before']:.1f}")
     print(f"{'samples':>9} {'pairs':>8} {'cold s':>7} {'warm s':>7} {'peak MB':>8} {'warm us/sample':>15}")
     measured = []
     with tempfile.TemporaryDirectory() as folder:
@@ -58,23 +53,8 @@ def main() -> None:
                 f"{one['peak_rss_mb']:8,.0f} {each:15.2f}",
                 flush=True,
             )
-        anchor = _child("anchor", params)
-    print(f"anchor, row-wise datasets.map of {anchor['rows']:,} rows in one process: {anchor['anchor_s']:.1f} s")
-    print(f"  against validate + convert, warm: {anchor['anchor_s'] / measured[-1]['warm_s']:.0f} times as long")
-    result = {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "machine": _machine(),
-        "load_before": round(load, 2),
-        **measured[-1],
-        "anchor_s": round(anchor["anchor_s"], 2),
-        "anchor_rows": anchor["rows"],
-        "anchor": "row-wise datasets.map in one process, conversion only, all rows, same samples",
-        "sizes": measured,
-        "targets": TARGETS,
-    }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=2) + "\n", "utf-8")
-    print(f"written to {args.out}")
+    date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    write({"date": date, **facts, **measured[-1], "sizes": measured, "targets": TARGETS}, args.out)
 
 
 def measure(params: Path, runs: int) -> dict[str, Any]:
@@ -83,7 +63,7 @@ def measure(params: Path, runs: int) -> dict[str, Any]:
 
     for name in yaml.safe_load(params.read_text("utf-8"))["ingest"]["datasets"]:
         assert m3diff(["--params", str(params), "ingest", name]) == 0
-    found = _child("run", params, str(runs))
+    found = measured_run(params, runs)
     assert len(set(found["digests"])) == 1, "the same input gave different bytes"
     report = json.loads((params.parent / "04_mixture/report.json").read_text("utf-8"))
     return {
@@ -97,18 +77,18 @@ def measure(params: Path, runs: int) -> dict[str, Any]:
     }
 
 
-def _child(task: str, params: Path, *given: str) -> dict[str, Any]:
-    """Run this file's `task` in a fresh process; what it prints last, and the peak of memory of it and its workers."""
+def measured_run(params: Path, runs: int) -> dict[str, Any]:
+    """The figures of `run` in a fresh process, and the peak of memory of it and its workers."""
     peak, done = [0.0], threading.Event()
     started = time.time()
-    command = [sys.executable, __file__, task, str(params), str(started), *given]
+    command = [sys.executable, __file__, "run", str(params), str(started), str(runs)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     watch = threading.Thread(target=_watch, args=(process.pid, peak, done))
     watch.start()
     output, _ = process.communicate()
     done.set()
     watch.join()
-    assert process.returncode == 0, f"{task} failed; run: {' '.join(command)}"
+    assert process.returncode == 0, f"failed: {' '.join(command)}"
     return json.loads(output.splitlines()[-1]) | {"peak_rss_mb": peak[0] / 1e6}
 
 
@@ -146,55 +126,6 @@ def run(params: Path, started: float, runs: str) -> dict[str, Any]:
     return {"cold_s": cold, "warm_s": warm, "validate_s": validate, "digests": digests, "own_peak_mb": own_mb}
 
 
-def anchor(params: Path, started: float) -> dict[str, Any]:
-    """The same conversion with `datasets.map`, a reference at a time; timed from the map to the written Parquet."""
-    import polars as pl
-    from datasets import Dataset, disable_caching
-
-    disable_caching()
-    clean, folder = params.parent / "03_clean/records.parquet", params.parent / "anchor"
-    folder.mkdir()
-    rows = pl.read_parquet(clean).with_columns(number=pl.int_ranges(pl.col("references").list.len()))
-    rows.explode("references", "number").write_parquet(folder / "references.parquet")
-    data = Dataset.from_parquet(str(folder / "references.parquet"), cache_dir=str(folder / "cache"))
-    sample, before = _row_wise(params), time.time()
-    mapped = data.map(sample, remove_columns=data.column_names)
-    mapped.to_parquet(str(folder / "samples.parquet"))
-    seconds = time.time() - before
-    ours = pl.read_parquet(params.parent / "04_mixture/*/*.parquet").sort("id")
-    theirs = pl.read_parquet(folder / "samples.parquet").select(ours.columns).sort("id")
-    assert ours.equals(theirs), "the anchor gave other samples"
-    shutil.rmtree(folder)
-    return {"anchor_s": seconds, "rows": theirs.height}
-
-
-def _row_wise(params: Path) -> Any:
-    """A function from one reference's row to its sample, as `m3diff.stages.convert` defines it."""
-    from m3diff.datasets import DATASETS
-
-    values = yaml.safe_load(params.read_text("utf-8"))
-    convert, datasets = values["convert"], values["ingest"]["datasets"]
-    tasks = yaml.safe_load(Path(convert["questions"]).read_text("utf-8"))
-    questions = {name: tasks[DATASETS[entry["reader"]].task] for name, entry in datasets.items()}
-    seed, mask = str(convert["seed"]).encode(), 2**64 - 1
-
-    def sample(row: dict[str, Any]) -> dict[str, Any]:
-        z = int.from_bytes(hashlib.blake2b(row["id"].encode(), digest_size=8, key=seed).digest(), "little")
-        z = (z + 0x9E3779B97F4A7C15) & mask
-        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-        asked = questions[row["dataset"]]
-        return {
-            "id": f"{row['id']}#{row['number']}",
-            "pair": row["id"],
-            **{field: row[field] for field in FIELDS},
-            "question": asked[(z ^ (z >> 31)) % len(asked)],
-            "reference": row["references"],
-        }
-
-    return sample
-
-
 def _digest(root: Path) -> str:
     """Over every file of both stages' outputs: name and bytes."""
     total = hashlib.sha256()
@@ -204,17 +135,9 @@ def _digest(root: Path) -> str:
     return total.hexdigest()
 
 
-def _machine() -> str:
-    model = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name"))
-    memory = psutil.virtual_memory().total / 2**30
-    cores = len(os.sched_getaffinity(0))
-    return f"{model.split(':')[1].strip()}, {cores} cores, {memory:.0f} GiB, Python {platform.python_version()}"
-
-
 if __name__ == "__main__":
-    task = {"run": run, "anchor": anchor}.get(sys.argv[1] if len(sys.argv) > 1 else "")
-    if task is None:
-        main()
-    else:
+    if sys.argv[1:2] == ["run"]:
         sys.path.insert(0, str(Path(__file__).parent.parent))
-        print(json.dumps(task(Path(sys.argv[2]), float(sys.argv[3]), *sys.argv[4:])))
+        print(json.dumps(run(Path(sys.argv[2]), float(sys.argv[3]), sys.argv[4])))
+    else:
+        main()

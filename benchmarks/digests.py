@@ -161,7 +161,7 @@ def compare(there: dict[str, str], here: dict[str, str]) -> int:
 
 
 def by_folder(files: dict[str, str]) -> dict[str, str]:
-    """One digest for all files of a folder."""
+    """A digest for all files of each folder."""
     folders: dict[str, list[tuple[str, str]]] = defaultdict(list)
     for file in files.items():
         folders[folder_of(file[0])].append(file)
@@ -169,7 +169,7 @@ def by_folder(files: dict[str, str]) -> dict[str, str]:
 
 
 def folder_of(name: str) -> str:
-    """What a line of the table is of, such as `m3diff/model`."""
+    """The name of a line of the table, such as `m3diff/model`."""
     parts = name.split("/")[:-1]
     return "/".join(parts[:2])
 
@@ -212,7 +212,7 @@ def recorded() -> Iterator[tuple[str, str]]:
 
 
 def python(*arguments: str) -> str:
-    """What Python prints with the code of this checkout, whichever checkout its environment was made for."""
+    """The output of Python with the code of this checkout, whichever checkout its environment was made for."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, *arguments], cwd=WORK, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, f"{' '.join(arguments)}: {done.stdout[-2000:]}{done.stderr[-4000:]}"
@@ -220,7 +220,7 @@ def python(*arguments: str) -> str:
 
 
 def m3diff(run: str, *commands: tuple[str, ...]) -> str:
-    """What commands of the command line print, one after the other in one process, with the parameters of a run."""
+    """The output of commands of the command line, one after the other in one process, with the parameters of a run."""
     argv = [["--params", f"{run}.yaml", *command] for command in commands]
     return python("-c", COMMANDS, json.dumps(argv))
 
@@ -295,7 +295,7 @@ def contents(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def content_of(file: Path) -> bytes | None:
-    """What is digested of a file; None for a page, a card, code or parameters."""
+    """The digested content of a file; None for a page, a card, code or parameters."""
     if file.suffix in BYTES:
         return file.read_bytes()
     if file.suffix == ".csv":

@@ -1,4 +1,4 @@
-"""What a flow run costs besides its stages, beside a dataset of many tracked images -> benchmarks/results/flow.json
+"""The cost of a flow run besides its stages, beside a dataset of many tracked images -> benchmarks/results/flow.json
 
 The stages write in no time (`tests/toy.py`); git, DVC, Prefect, MLflow and the gate are real. Four runs: the first, one
 with another parameter of training, one with another file among the data, and one with nothing to do. The overhead is
@@ -96,7 +96,7 @@ RUNS: tuple[tuple[str, tuple[str, ...], Callable[[Path], None] | None], ...] = (
 
 
 def run(root: Path, environment: dict[str, str], overrides: tuple[str, ...]) -> dict[str, Any]:
-    """One flow run from the shell: seconds of the whole, of each task, and of what is no stage."""
+    """A flow run from the shell: seconds of the whole, of each task, and of what is no stage."""
     import subprocess
 
     code = f"from flows.full import full; print(full(overrides={list(overrides)!r}, return_state=True).type)"

@@ -2,12 +2,10 @@
 
 The baseline takes one pair at a time: transformers' own image processor, then `generate`. Ours takes a batch: M3Diff's
 own image path, fused norms and SwiGLU. Same model (random weights), same images, same number of new tokens, and where
-the weights are fp32 the same tokens. Runs with torch, transformers and peft alone; without Pillow, which both image
-paths need, ready pixels stand in for both. No GPU was at hand when this was written: its GPU figures are not measured.
+the weights are fp32 the same tokens. No GPU was at hand when this was written: its GPU figures are not measured.
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -18,13 +16,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
-from transformers.utils import is_vision_available
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.ablation import Size, noise, seven_b, tiny  # noqa: E402
-from benchmarks.machine import machine  # noqa: E402
+from benchmarks.ablation import Size, seven_b, tiny  # noqa: E402
+from benchmarks.machine import machine, write  # noqa: E402
 from m3diff.models.fused import make_fused  # noqa: E402
 from m3diff.models.m3diff_model import M3DiffForConditionalGeneration  # noqa: E402
 from m3diff.models.processing import M3DiffImageProcessor  # noqa: E402
@@ -50,8 +48,6 @@ def own_pixels(side: int) -> Callable[[list[Any]], Tensor]:
 
 def sample_images(pairs: int, side: int) -> list[Any]:
     """Before, after, before, ...: noise of the benchmark's own size, not yet square."""
-    from PIL import Image
-
     rng = np.random.default_rng(0)
     shape = (round(1.25 * side), round(1.5 * side), 3)
     return [Image.fromarray(rng.integers(0, 256, shape, dtype=np.uint8)) for _ in range(2 * pairs)]
@@ -76,12 +72,8 @@ class Bench:
             ).eval()
         self.side = self.size.config.vision_config.image_size
         self.prompt = torch.tensor(self.size.groups[0][0][0])
-        if is_vision_available():
-            self.images = sample_images(self.pairs, self.side)
-            self.stock, self.own = stock_pixels(self.side), own_pixels(self.side)
-        else:
-            self.images = list(noise(self.size, torch.device("cpu"), torch.float32).flatten(0, 1))[: 2 * self.pairs]
-            self.stock = self.own = torch.stack
+        self.images = sample_images(self.pairs, self.side)
+        self.stock, self.own = stock_pixels(self.side), own_pixels(self.side)
 
     @torch.inference_mode()
     def caption(self, batch: int, fused: bool) -> Tensor:
@@ -117,7 +109,7 @@ def main() -> None:
     parser.add_argument("--cache", choices=["static"], help="keys and values in room for all that comes; else it grows")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    facts = machine(torch.device(args.device))
+    facts = machine(args.device)
     print(f"{facts['device']}, {args.shapes} shapes; load {facts['load_before']}", flush=True)
     dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
     size = seven_b(pairs=args.batch) if args.shapes == "7b" else tiny(pairs=args.batch)
@@ -135,9 +127,7 @@ def main() -> None:
     for name, rate in rates.items():
         print(f"{name:<20} {rate:>9.2f} pairs/s {rate / rates['baseline']:>6.2f} x   {same[name]:.0%} of tokens alike")
     figures = {name: {"pairs_per_s": rate, "same_tokens": same[name]} for name, rate in rates.items()}
-    result = {**figures, "pairs": args.batch, "new_tokens": 15, "shapes": args.shapes, **facts}
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result | {"pillow": is_vision_available()}, indent=2) + "\n")
+    write({**figures, "pairs": args.batch, "new_tokens": 15, "shapes": args.shapes, **facts}, args.out)
 
 
 if __name__ == "__main__":

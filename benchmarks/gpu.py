@@ -36,7 +36,7 @@ STOP_AT, STEPS = 10, 20  # of the loop's row: the checkpoint after which it is s
 
 @dataclass(frozen=True)
 class Row:
-    """One process of the ladder: its command behind the interpreter, {out} the file for its figures; its seconds."""
+    """A process of the series: its command behind the interpreter, {out} the file for its figures; its seconds."""
 
     name: str
     command: str
@@ -102,7 +102,7 @@ def done(results: Path) -> set[str]:
 
 
 def taken(row: Row, limit_s: float, device: str) -> dict[str, Any]:
-    """What the row came to: exit status (9 where its time was up), seconds, the figures that it wrote, what it printed
+    """The result of a row: exit status (9 where its time was up), seconds, the figures that it wrote, what it printed
     last. Nothing that it started outlives it."""
     there = os.environ | environment(device == "cuda") | {"PYTHONPATH": str(HERE.parent)} | row.environment
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "printed").open("w+") as printed:

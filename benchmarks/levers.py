@@ -1,29 +1,23 @@
-"""What each lever brings: one model, trained in turn in every way of benchmarks/ablation.py on the same captions.
+"""The gain of each lever: one model, trained in turn in every way of benchmarks/ablation.py on the same captions.
 
 Every variant must give the same loss. Repetitions go round all variants in turn, so that a busy machine is busy for
 all; medians count. Micro-batches are made before the step, as the loader's threads make them. The optimizer's time is
-spread over the pairs of a training step (42 at 7B), a checkpoint's over the steps between two. Where the GPU is too
+spread over the pairs of a training step (42 at 7B). Where the GPU is too
 small for 7B shapes, the LLM has as many layers as fit, and the result says how many.
 """
 
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from threading import Event
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from benchmarks.ablation import ABLATION, FEED_ROWS, GPU_ROWS, Branches, Size, Variant, seven_b, tiny
-from m3diff.models import llava
+from benchmarks.ablation import ABLATION, GPU_ROWS, Branches, Size, Variant, seven_b, tiny
 from m3diff.models.attention import KERNELS
 from m3diff.models.device import Device
 from m3diff.models.fused import make_fused
@@ -38,13 +32,12 @@ from m3diff.stages.train.progress import peak_flops
 SAME_LOSS = {"fp32": 1e-4, "bf16": 2e-2}  # relative
 HFU = 0.45  # share of the peak at which the plan's captions/s are told
 PAD = 0
-CHECKPOINT_STEPS = 200  # of training between two checkpoints, as in the paper's profile
 BEST = ("stock", "unpacked", "packed")
 SEVEN_B_LAYERS = 28
 TRAINED_BYTES, FROZEN_BYTES = 18, 2  # of a parameter: bf16 weight; fp32 master, two moments and gradient
 RESERVE_GB, ACTIVATIONS_GB, LAYER_ACTIVATIONS_GB = 2.0, 2.8, 0.3
-"""Of the device; of one packed pair at 7B without recomputation: encoder, MDP and logits, and one LLM layer (counted,
-8.3 GB over 28 layers)."""
+"""GB of the device; of one packed pair at 7B without recomputation: encoder, MDP and logits, and one LLM layer
+(counted, 8.3 GB over 28 layers)."""
 
 
 class MasterAdamW:
@@ -58,29 +51,16 @@ class MasterAdamW:
         slots = [{"params": [own[id(p)] for p in group.parameters], "lr": group.lr} for group in groups]
         self.optimizer = torch.optim.AdamW(slots, weight_decay=0.0, fused=True)
 
-    def add_up(self) -> None:
-        """Add the weights' gradients to those of the fp32 copies."""
-        for weight, master in zip(self.weights, self.masters, strict=True):
-            if master is not weight and weight.grad is not None:
-                master.grad = weight.grad.float() if master.grad is None else master.grad.add_(weight.grad)
-                weight.grad = None
-
-    def state(self) -> dict[str, dict[str, Tensor]]:
-        """Copies on the CPU of the fp32 weights and their moments, by file, as a checkpoint takes them."""
-        tensors: dict[str, dict[str, Tensor]] = {"weights": {}, "exp_avg": {}, "exp_avg_sq": {}}
-        for number, master in enumerate(self.masters):
-            held = {"weights": master.detach(), **self.optimizer.state[master]}
-            for kind, copies in tensors.items():
-                copies[str(number)] = held[kind].to("cpu", copy=True).contiguous()
-        return {f"{kind}.safetensors": copies for kind, copies in tensors.items()}
-
     def clear(self) -> None:
         """Drop every gradient."""
         for tensor in (*self.weights, *self.masters):
             tensor.grad = None
 
     def step(self) -> None:
-        self.add_up()
+        """Add the gradients to the fp32 copies, clip, and write the new weights back."""
+        for weight, master in zip(self.weights, self.masters, strict=True):
+            if master is not weight and weight.grad is not None:
+                master.grad, weight.grad = weight.grad.float(), None
         torch.nn.utils.clip_grad_norm_(self.masters, 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -128,35 +108,26 @@ class Bench:
         self.model.model.mdp = self.mdp if variant.mdp else None
         self.model.set_attn_implementation("sdpa" if variant.stock else KERNELS)
         make_fused(self.model, variant.activation_checkpointing, variant.fused, variant.adapters)
-        self.batches = [self.fed(batch, variant) for batch, _ in self.size.micro_batches(variant)]
-
-    def fed(self, batch: MicroBatch, variant: Variant) -> MicroBatch:
-        """As the loader's threads hand it to the step."""
-        fed = complete(batch, self.device, PAD)
-        return fed if variant.pixels == "uint8" else replace(fed, images=self.to_pixels(batch.images))
+        self.batches = [complete(batch, self.device, PAD) for batch, _ in self.size.micro_batches(variant)]
 
     def run(self, variant: Variant) -> float:
         """Forward and backward over every caption, as `take` prepared; the mean loss per supervised token."""
         total = torch.zeros((), device=self.device.torch)
-        with nullcontext() if variant.trimmed else patch.object(llava, "trims", lambda llm: False):
-            for owned, batch in zip(self.size.owned(variant), self.batches, strict=True):
-                loss = self.stock_loss(owned, batch) if variant.stock else self.loss(batch)
-                (loss / self.tokens).backward()
-                total += loss.detach()
-                if variant.fp32_gradients:
-                    self.optimizer.add_up()
+        for owned, batch in zip(self.size.owned(variant), self.batches, strict=True):
+            if variant.stock:
+                loss = self.stock_loss(owned, batch)
+            else:
+                loss = token_loss(self.adapted, batch, self.processor, self.device)
+            (loss / self.tokens).backward()
+            total += loss.detach()
         return float(total) / self.tokens
 
-    def loss(self, batch: MicroBatch) -> Tensor:
-        return token_loss(self.adapted, batch, self.processor, self.device)
-
     def image_inputs(self, prepared: Tensor) -> dict[str, Tensor]:
-        """As M3Diff's processor makes them; of pixels that are normalised already too."""
-        pixels = prepared if prepared.is_floating_point() else self.to_pixels(prepared)
-        return {"pixel_values": pixels, "batch_num_images": torch.full((len(prepared) // 2,), 2)}
+        """Inputs of the model as M3Diff's processor makes them."""
+        return {"pixel_values": self.to_pixels(prepared), "batch_num_images": torch.full((len(prepared) // 2,), 2)}
 
     def stock_loss(self, owned: list[tuple[int, Branches]], batch: MicroBatch) -> Tensor:
-        """One caption a row, padded on the right, labels that transformers' own loss shifts."""
+        """Loss of one caption a row, padded on the right, labels that transformers' own loss shifts."""
         pairs = [branch for _, branches in owned for branch in branches]
         ids = [torch.tensor([*prompt, *reference]) for prompt, reference in pairs]
         labels = [torch.tensor([-100] * len(prompt) + list(reference)) for prompt, reference in pairs]
@@ -173,33 +144,23 @@ class Bench:
 
 @dataclass
 class Measured:
-    """Seconds of each repetition of a variant, and its peak memory on a GPU.
-
-    Attributes:
-        checkpoint_s: what one checkpoint takes from training (see `checkpoint_s`).
-    """
+    """Seconds of each repetition of a variant, and its peak memory on a GPU."""
 
     variant: Variant
     loss: float
     run_s: list[float] = field(default_factory=list)
     optimizer_s: list[float] = field(default_factory=list)
-    checkpoint_s: list[float] = field(default_factory=list)
     peak_gb: float | None = None
 
     def figures(self, size: Size, peak_tflops: float | None) -> dict[str, Any]:
         optimizer = statistics.median(self.optimizer_s) * len(size.groups) / size.step_pairs
         seconds = statistics.median(self.run_s) + optimizer
-        if self.checkpoint_s:
-            each = statistics.median(self.checkpoint_s)
-            seconds += each * len(size.groups) / (size.step_pairs * CHECKPOINT_STEPS)
         batches = list(size.micro_batches(self.variant))
         lengths = [length for _, sequences in batches for length in sequences]
         rate = {"captions_per_s": size.captions / seconds, "sequences_per_s": len(lengths) / seconds}
         spread = (max(self.run_s) - min(self.run_s)) / statistics.median(self.run_s)
         figures = {"name": self.variant.name, **rate, "loss": self.loss, "spread": spread}
         figures["peak_gb"] = self.peak_gb
-        if self.checkpoint_s:
-            figures["checkpoint_s"] = each
         if peak_tflops:
             figures["mfu"] = model_flops(size, self.variant) / seconds / (peak_tflops * 1e12)
         return figures | {"micro_batch": max(len(sequences) for _, sequences in batches)}
@@ -235,8 +196,6 @@ def measure(bench: Bench, variants: tuple[Variant, ...], repeats: int) -> tuple[
             if repetition >= 0:
                 one.run_s.append(times[0])
                 one.optimizer_s.append(times[1])
-                if one.variant.checkpoints:
-                    one.checkpoint_s.append(checkpoint_s(bench, one))
     return measured, failed
 
 
@@ -275,36 +234,6 @@ def timed_step(bench: Bench, one: Measured) -> tuple[float, float]:
     return stamps[1] - stamps[0], stamps[2] - stamps[1]
 
 
-def checkpoint_s(bench: Bench, one: Measured) -> float:
-    """Seconds that one checkpoint takes from training: in line until it is written, flushed and read back; beside the
-    steps its copy, and what the steps take longer until then."""
-    from m3diff.stages.train.progress import Curve
-    from m3diff.stages.train.state import Writer, write_state
-
-    alone = statistics.median(one.run_s) + statistics.median(one.optimizer_s)
-    written, steps = Event(), 0
-
-    def write(folder: Path, tensors: dict[str, dict[str, Tensor]]) -> None:
-        try:
-            trained = frozenset(tensors["weights.safetensors"])
-            write_state(folder, 1, trained, tensors, Curve(("step",)), optimizer_steps=1.0)
-        finally:
-            written.set()
-
-    with tempfile.TemporaryDirectory() as folder, Writer() as writer:
-        started = _now(bench.gpu)
-        writer.submit(write, Path(folder), bench.optimizer.state())
-        if one.variant.checkpoints == "in line":
-            writer.finish()
-        while not written.is_set():
-            bench.run(one.variant)
-            bench.optimizer.step()
-            steps += 1
-        taken = _now(bench.gpu) - started - steps * alone
-        writer.finish()
-    return max(0.0, taken)
-
-
 def _now(gpu: bool) -> float:
     if gpu:
         torch.cuda.synchronize()
@@ -312,7 +241,7 @@ def _now(gpu: bool) -> float:
 
 
 def fitting_layers(free_gb: float) -> int:
-    """How many of the LLM's 28 layers a GPU of so much free memory can train, one packed pair at a time.
+    """Number of the LLM's 28 layers that a GPU of so much free memory can train, one packed pair at a time.
 
     Raises:
         MemoryError: not one.
@@ -340,9 +269,9 @@ def on_meta(size: Size) -> torch.nn.Module:
 
 
 def planned(size: Size, one: Measured, precision: str, peak_tflops: float | None) -> dict[str, float]:
-    """What the plan says of a variant: GB of weights, gradients, optimizer and of the activations of its micro-batch;
+    """The plan's figures of a variant: GB of weights, gradients, optimizer and of the activations of its micro-batch;
     captions/s where HFU of the peak is computed."""
-    if precision != "bf16" or one.variant.stock or not one.variant.fused or not one.variant.trimmed:
+    if precision != "bf16" or one.variant.stock or not one.variant.fused:
         return {}
     micro = max(len(lengths) for _, lengths in size.micro_batches(one.variant))
     activations = planned_activations_gb(size, one.variant, precision) * micro
@@ -353,7 +282,7 @@ def planned(size: Size, one: Measured, precision: str, peak_tflops: float | None
 
 
 def model_flops(size: Size, variant: Variant) -> float:
-    """Of a forward and backward pass over every caption, without recomputation."""
+    """FLOPs of a forward and backward pass over every caption, without recomputation."""
     batches = list(size.micro_batches(variant))
     lengths = [length for _, sequences in batches for length in sequences]
     supervised = sum(len(batch.packed.labels) for batch, _ in batches) / len(lengths)
@@ -362,7 +291,7 @@ def model_flops(size: Size, variant: Variant) -> float:
 
 
 def planned_activations_gb(size: Size, variant: Variant, precision: str) -> float:
-    """What the plan counts for backward of one packed pair, the size's first."""
+    """GB that the plan counts for backward of one packed pair, the size's first."""
     from m3diff.commands.plan.memory import count_activations
     from m3diff.commands.plan.plan import meta_model
 
@@ -382,9 +311,9 @@ def chosen_variants(rows: Sequence[str] | None, gpu: bool, precision: str) -> tu
     Raises:
         ValueError: a name is no row's.
     """
-    every = {variant.name: variant for variant in ABLATION + FEED_ROWS + GPU_ROWS}
+    every = {variant.name: variant for variant in ABLATION + GPU_ROWS}
     if rows is None:
-        return ABLATION + (FEED_ROWS + GPU_ROWS if gpu or precision == "bf16" else ())
+        return ABLATION + (GPU_ROWS if gpu or precision == "bf16" else ())
     if unknown := [name for name in rows if name not in every]:
         raise ValueError(f"no row is called {unknown[0]!r}; rows: {'; '.join(every)}")
     return tuple(every[name] for name in rows)
@@ -452,10 +381,6 @@ def print_table(rows: list[dict[str, Any]], failed: dict[str, str]) -> None:
         speed += f" {row['sequences_per_s']:>12.2f} {row['spread']:>7.0%} {mfu:>6}"
         memory = f"{_or_dash(row['peak_gb']):>8} {gigabytes:>7}"
         print(f"{row['name']:<34} {speed} {memory} {row['loss']:>9.4f}")
-    for row in rows:
-        if "checkpoint_s" in row:
-            every = f"each {CHECKPOINT_STEPS} steps a checkpoint"
-            print(f"{row['name']}: {every}, which takes {row['checkpoint_s']:.2f} s from training")
     for name, reason in failed.items():
         print(f"{name:<34} not run: {reason}")
 

@@ -1,17 +1,25 @@
-"""Facts of the machine that a benchmark ran on."""
+"""The machine that a benchmark ran on, and the file of its figures."""
 
+import json
 import os
 import platform
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
-import torch
 
+def machine(device: str = "cpu") -> dict[str, Any]:
+    """Facts of the machine, and the versions of what computes."""
+    import torch
 
-def machine(device: torch.device) -> dict[str, Any]:
-    import peft
-    import transformers
-
-    chip = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "peft": peft.__version__}
+    chip = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    versions = {name: version(name) for name in ("torch", "transformers", "peft")}
     load = {"load_before": round(os.getloadavg()[0], 2)}
     return {"device": chip, "cores": os.cpu_count(), "python": platform.python_version(), **versions, **load}
+
+
+def write(result: dict[str, Any], out: Path) -> None:
+    """Write the figures as JSON, and print where."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=2) + "\n", "utf-8")
+    print(f"-> {out}")

@@ -121,7 +121,7 @@ def ours(captions: Captions) -> Scores:
 
 
 def differences(one: Scores, other: Scores) -> dict[str, float]:
-    """Of each score the greatest difference, over the corpus and all pairs, in parts of the value."""
+    """The greatest difference of each score, over the corpus and all pairs, in parts of the value."""
     found = {}
     for name, value in one["groups"].items():
         theirs = [value, *one["pairs"].get(name, [])]
@@ -183,16 +183,13 @@ def main() -> None:
             scores = {"stock": stock, "ours": ours}[args.task](json.loads(args.captions.read_text(encoding="utf-8")))
         args.out.write_text(json.dumps(scores), encoding="utf-8")
         return
-    import torch
+    from benchmarks.machine import machine, write
 
-    from benchmarks.machine import machine
-
-    facts = machine(torch.device("cpu"))
+    facts = machine()
     result = measure(args.pairs, args.runs)
     print(f"{result['ratio']} times as fast; every score equal: {result['equal']}")
     versions = {"pycocoevalcap": version("pycocoevalcap"), "numpy": version("numpy")}
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps({**result, **versions, **facts}, indent=2) + "\n", "utf-8")
+    write({**result, **versions, **facts}, args.out)
     assert result["equal"], f"scores differ: {result['differences']}"
 
 

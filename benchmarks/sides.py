@@ -8,25 +8,32 @@ import json
 import math
 import multiprocessing
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 from PIL import Image
+from torch.profiler import ProfilerActivity, profile
+from transformers.utils import logging
 
-from benchmarks.own import serve_own
 from benchmarks.peer import serve_peer
+from m3diff.models.device import Device
 from m3diff.models.m3diff_settings import M3DiffSettings
 from m3diff.models.settings import Delays
 from m3diff.records.schemas import SAMPLE_SCHEMA
 from m3diff.settings.load import load_params
-from m3diff.stages.train.job import Job
+from m3diff.stages.train.job import Job, Runtime
+from m3diff.stages.train.loop import Training
+from m3diff.stages.train.runtimes import choose_accelerator, only_worker
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -36,7 +43,7 @@ REFERENCES = 5
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of one comparison. `unpacked` captions and `packed` pairs at a time; the peer takes as many as the former."""
+    """Sizes of a comparison. `unpacked` captions and `packed` pairs at a time; the peer takes as many as the former."""
 
     pairs: int = 16
     unpacked: int = 80
@@ -87,6 +94,51 @@ def embedded_job(folder: Path, captions: int | None, batch: tuple[int, int], thr
     assert isinstance(model, M3DiffSettings)
     model = replace(model, delays=Delays())  # the stock Trainer has none
     return Job(cfg, model, compute, folder, run_dir / "out", run_dir, "")
+
+
+def own_step(job: Job) -> Callable[[], float]:
+    """A function that takes the loop's next step and gives its loss; `torch.distributed` must be up."""
+    run = Training(job, Runtime())
+    stream = run.loader.stream(run.schedule, 0, 0)
+    taken = 0
+
+    def step() -> float:
+        nonlocal taken
+        run.step(taken, next(stream))
+        taken += 1
+        return run.curve.last("loss")
+
+    return step
+
+
+def serve_own(pipe: Connection, job: Job) -> None:
+    """Take as many steps as the pipe asks for, and answer with seconds and losses, until it asks for none; for the
+    word "profile", a table of one step's operators."""
+    device = Device(job.compute.gpu, job.cfg.precision)
+    choose_accelerator(device.gpu)
+    logging.disable_progress_bar()
+    job.run_dir.mkdir(parents=True, exist_ok=True)
+    with only_worker(device.backend):
+        step = own_step(job)
+        while asked := pipe.recv():
+            pipe.send(operators(step) if asked == "profile" else timed(step, asked, device.gpu))
+
+
+def timed(step: Callable[[], float], count: int, gpu: bool) -> tuple[float, list[float]]:
+    started = time.perf_counter()
+    losses = [step() for _ in range(count)]
+    if gpu:
+        torch.cuda.synchronize()
+    return time.perf_counter() - started, losses
+
+
+def operators(step: Callable[[], float]) -> str:
+    """Table of one step's time by operator."""
+    gpu = torch.cuda.is_available()
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]) as profiled:
+        step()
+    key = "self_cuda_time_total" if gpu else "self_cpu_time_total"
+    return profiled.key_averages().table(sort_by=key, row_limit=30, max_name_column_width=50)
 
 
 @dataclass

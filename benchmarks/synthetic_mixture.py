@@ -30,7 +30,7 @@ Splits = dict[str, Captions]
 
 
 class Part(NamedTuple):
-    """One dataset at full size: pairs and captions of train and val, words of a caption, words in use."""
+    """A dataset at full size: pairs and captions of train and val, words of a caption, words in use."""
 
     pairs: tuple[int, int]
     captions: tuple[int, int]

@@ -19,7 +19,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.machine import machine  # noqa: E402
+from benchmarks.machine import machine, write  # noqa: E402
 from m3diff.models.device import environment  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "train.json"
@@ -40,7 +40,7 @@ def compared(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def ablation(args: argparse.Namespace, facts: dict[str, Any]) -> dict[str, Any]:
-    """What each lever brings; printed."""
+    """The figures of each lever; printed."""
     from benchmarks.levers import chosen_variants, measured_levers
 
     gpu, lines = args.device == "cuda", args.out.with_suffix(".jsonl")
@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     os.environ.update(environment(args.device == "cuda"))  # before DeepSpeed is imported
-    facts = machine(torch.device(args.device))
+    facts = machine(args.device)
     print(f"{facts['device']}, {args.shapes} shapes, {args.precision}; load {facts['load_before']}", flush=True)
     sides = compared(args) if args.device == "cpu" and args.precision == "fp32" and not args.rows else {}
     if args.quick:
@@ -86,8 +86,7 @@ def main() -> None:
     ratios = {name: row["captions_per_s"] / sides["peer"]["captions_per_s"] for name, row in sides.items()}
     told = {"shapes": args.shapes, "precision": args.precision, **facts, "command": command}
     result = ablation(args, facts) | sides | {"ratios": ratios} | told
-    args.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"-> {args.out}")
+    write(result, args.out)
 
 
 if __name__ == "__main__":

@@ -246,7 +246,7 @@ def run_variant(
 
 
 def measured(experiment: str, cfg: Experiment, params: Params, runs: list[Run]) -> dict[str, Any]:
-    """What each variant costs, and every metric with its interval. Variants that are slower than the first of
+    """Cost of each variant, and every metric with its interval. Variants that are slower than the first of
     `compare_with` are run once more in as many seconds; these runs are added to `runs`."""
     dvc("repro", "convert")  # the measurements read this checkout's data
     costs = {one.name: cost.measure(one.experiments[0], one.changes, cfg.protocols, params) for one in runs}
@@ -305,7 +305,7 @@ def numbers(values: Sequence[Any]) -> list[float]:
 
 
 def differ(one: Run, other: Run, protocol: str, score: str) -> dict[str, float] | None:
-    """How much more the variant has of a score; None where no interval can be given, and of scores that are not
+    """Gain of the variant in a score; None where no interval can be given, and of scores that are not
     shown."""
     of_sums = resampled_scores(METRICS).get(score)  # of the controls there are no sums over these pairs
     if of_sums is None or score not in SCORES:

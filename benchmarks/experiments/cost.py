@@ -33,8 +33,8 @@ MEASURED = {"train.model", "train.base"}
 
 
 def learning_curve(experiment: str, paths: Paths) -> list[dict[str, Any]]:
-    """Of curves.csv every tenth step, the last, and those with a validation or a measurement of the module: training
-    loss as a running mean with a weight of 0.03 for each step, val_loss, and the module's columns."""
+    """Rows of curves.csv: every tenth step, the last, and those with a validation or a measurement of the module.
+    Training loss as a running mean with a weight of 0.03 for each step, val_loss, and the module's columns."""
     rows = list(csv.DictReader(io.StringIO(read(experiment, paths.model / "curves.csv").decode())))
     found: list[dict[str, Any]] = []
     mean = float(rows[0]["loss"])
@@ -146,8 +146,8 @@ def no_change_shares(captioner: Captioner, rows: Sequence[Mapping[str, Any]]) ->
 
 @torch.inference_mode()
 def area(captioner: Captioner, rows: Sequence[Mapping[str, Any]], shares: Mapping[int, float]) -> float | None:
-    """Of the probability that the caption begins as one that says that nothing changed; None where no pair is without
-    a change, all are, or no reference that trained says so."""
+    """ROC area of the probability that the caption begins as one that says that nothing changed; None where no pair is
+    without a change, all are, or no reference that trained says so."""
     unchanged = [row["change_types"] == [NO_CHANGE] for row in rows]
     if len(set(unchanged)) < 2 or not shares:
         return None

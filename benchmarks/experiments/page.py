@@ -77,7 +77,7 @@ def hundredfold(value: float | None, sign: str = "") -> str:
 
 
 def budgets(found: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
-    """What each variant trained on; of the alignment where any has one."""
+    """Budget of each variant; that of the alignment if any has one."""
     fields = [key for key in BUDGET if not key.startswith("alignment") or any(of[key] for of in found.values())]
     yield from head("trained on", *(BUDGET[key] for key in fields))
     for name, of in found.items():
@@ -85,7 +85,7 @@ def budgets(found: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
 
 
 def costs(found: Results) -> Iterator[str]:
-    """What each variant costs, and how surely it tells that nothing changed."""
+    """Cost of each variant, and how surely it tells that nothing changed."""
     measured, epochs = found["measured"], found["epochs"]
     columns = ["parameters that train", "GFLOP a caption", "captions/s", "s a step", "epochs in equal seconds"]
     yield from head("variant", *columns, *(f"ROC area of no change, {protocol}" for protocol in found["protocols"]))

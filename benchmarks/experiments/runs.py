@@ -83,7 +83,7 @@ def copy(experiment: str, path: Path, to: Path) -> None:
 
 
 class Budget(NamedTuple):
-    """What a run trained on; 0 for the alignment where it has none."""
+    """Amounts that a run trained on; 0 for the alignment where it has none."""
 
     pairs: int  # of the fine-tuning, each once
     epochs: float
@@ -126,7 +126,7 @@ def epochs_for(steps: int, name: str, changes: Mapping[str, Any], folders: Seque
 
 
 def steps_per_epoch(experiment: str, paths: Paths) -> int:
-    """As the training loop counts them, on the experiment's mixture."""
+    """Steps of an epoch as the training loop counts them, on the experiment's mixture."""
     from m3diff.stages.train.batches import Schedule
     from m3diff.stages.train.samples import read_training_samples
 

@@ -37,7 +37,7 @@ CHAT = "/v1/chat/completions"
 FORM_FIELDS = 16
 FORM_REMEDY = "curl -F before=@a.png -F after=@b.png"
 COPIES = 4
-"""Of a request that are in memory at most: received, read, on the way to a replica and there."""
+"""Copies of a request in memory at most: received, read, on the way to a replica and there."""
 
 
 class Server:

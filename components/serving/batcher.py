@@ -119,7 +119,7 @@ class Replica:
         self.worker: asyncio.Task[None] | None = None
 
     async def facts(self) -> Facts | Fault:
-        """What the server must know of the model; or why it could not be loaded."""
+        """Facts of the model that the server checks questions against; or the fault that kept it from being loaded."""
         if self.fault is not None:
             return self.fault
         tokenizer: Any = self.captioner.processor.tokenizer  # type: ignore[attr-defined]  # every family has one
@@ -128,7 +128,7 @@ class Replica:
         return Facts(self.name, self.captioner.max_new_tokens, tuple(sorted(tokens)), reads)
 
     async def ask(self, asked: Asked) -> Answer | Fault:
-        """The answer about one pair; or why an image cannot be decoded."""
+        """The answer about one pair; or the fault of an image that cannot be decoded."""
         loop = asyncio.get_running_loop()
         try:
             prepared = await loop.run_in_executor(self.decoders, prepare, self.captioner, asked)

@@ -1,4 +1,4 @@
-"""What changed between two images of one's own: `m3diff caption BEFORE AFTER`. No server is needed."""
+"""`m3diff caption BEFORE AFTER`: captions of one's own images. No server is needed."""
 
 import csv
 import io
@@ -29,7 +29,7 @@ GAP_PX = 12
 
 
 class AskedPair(NamedTuple):
-    """One pair; `name` is unlike every other's."""
+    """A pair; `name` is unlike every other's."""
 
     name: str
     before: Path
@@ -100,7 +100,7 @@ def _of_table(table: Path, roots: list[Path]) -> Iterator[AskedPair]:
 
 
 class Answer(NamedTuple):
-    """Of one pair: its caption, or why there is none."""
+    """The caption of a pair, or why there is none."""
 
     pair: AskedPair
     caption: str | None
@@ -130,25 +130,35 @@ def caption_pairs(
         DataError: an overlay is asked for, and the model has no saliency maps.
         ParamsError: the model cannot be asked this question.
     """
+    from m3diff.models.generation import QUESTION
+
     check_question(captioner, question)
     batches = [pairs[start : start + BATCH] for start in range(0, len(pairs), BATCH)]
     for batch in progress(batches, "caption", unit="batch") if len(batches) > 1 else batches:
-        loaded = [_load(pair, max_pixels) for pair in batch]
-        read = [images for images in loaded if not isinstance(images, ImageError)]
-        captions, maps = _answer(captioner, read, question, overlay is not None)
-        answers = iter(zip(read, captions, maps, strict=True))
-        for pair, found in zip(batch, loaded, strict=True):
-            if isinstance(found, ImageError):
-                yield Answer(pair, None, str(found))
-                continue
-            images, text, grid = next(answers)
+        images: dict[AskedPair, tuple[Image.Image, Image.Image]] = {}
+        faults: dict[AskedPair, str] = {}
+        for pair in batch:
+            try:
+                before, after = (load_image(path, max_pixels=max_pixels) for path in (pair.before, pair.after))
+                images[pair] = before, after
+            except ImageError as error:
+                faults[pair] = str(error)
+        captions: dict[AskedPair, str] = {}
+        if images:
+            prepared = [captioner.processor.prepare_image(image) for both in images.values() for image in both]
+            texts, maps = captioner.answer(prepared, question or QUESTION, overlay is not None)
+            captions = dict(zip(images, texts, strict=True))
             if overlay is not None:
-                _draw(images, grid, overlay if len(pairs) == 1 else overlay / f"{pair.name}.png")
-            yield Answer(pair, text)
+                if maps is None:
+                    raise DataError("overlay: this model has no saliency maps; leave it out")
+                for pair, grid in zip(images, maps, strict=True):
+                    _draw(images[pair], grid, overlay if len(pairs) == 1 else overlay / f"{pair.name}.png")
+        for pair in batch:
+            yield Answer(pair, captions.get(pair), faults.get(pair))
 
 
 def check_question(captioner: "Captioner", question: str | None) -> None:
-    """Raises ParamsError where the model cannot be asked this."""
+    """Raises ParamsError if the model cannot be asked this."""
     if not question:
         return
     if not captioner.family.reads_question:
@@ -161,32 +171,10 @@ def check_question(captioner: "Captioner", question: str | None) -> None:
         raise ParamsError(f"--question {question!r}: {error}") from error
 
 
-def _load(pair: AskedPair, max_pixels: int) -> "tuple[Image.Image, Image.Image] | ImageError":
-    try:
-        return load_image(pair.before, max_pixels=max_pixels), load_image(pair.after, max_pixels=max_pixels)
-    except ImageError as error:
-        return error
-
-
-def _answer(
-    captioner: "Captioner", pairs: "Sequence[tuple[Image.Image, Image.Image]]", question: str | None, saliency: bool
-) -> tuple[list[str], Sequence[np.ndarray | None]]:
-    from m3diff.models.generation import QUESTION
-
-    if not pairs:
-        return [], []
-    prepared = [captioner.processor.prepare_image(image) for pair in pairs for image in pair]
-    captions, maps = captioner.answer(prepared, question or QUESTION, saliency)
-    if saliency and maps is None:
-        raise DataError("overlay: this model has no saliency maps; leave it out")
-    return captions, [None] * len(captions) if maps is None else list(maps)
-
-
-def _draw(images: "tuple[Image.Image, Image.Image]", grid: np.ndarray | None, file: Path) -> None:
+def _draw(images: "tuple[Image.Image, Image.Image]", grid: np.ndarray, file: Path) -> None:
     """Both images side by side, with the outlines of the pair's map."""
     from PIL import Image
 
-    assert grid is not None
     sides = [outlined(image, grid.astype(np.float32)) for image in images]
     width = sum(side.width for side in sides) + GAP_PX
     sheet = Image.new("RGB", (width, max(side.height for side in sides)), "white")

@@ -19,7 +19,7 @@ OPEN_ROUTES = ("/healthz", "/readyz")
 """For probes, which have no token; they tell only whether the server is there."""
 
 DISCARDED_BYTES = 64_000_000
-"""Of a refused body, so that a client that is still sending reads the answer."""
+"""Bytes of a refused body that are read, so that a client that is still sending reads the answer."""
 
 SAFE = {
     "x-content-type-options": "nosniff",

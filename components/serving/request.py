@@ -27,23 +27,16 @@ MOST_VALUES = 10_000
 
 AS_FILE = "save it as PNG or JPEG and send that file's bytes"
 AS_BYTES = "send the image itself: `data:image/png;base64,...`"
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "echo": (False,),
-    "logprobs": (False,),
-    "min_p": (0,),
-    "min_tokens": (0,),
+FALSE = ("echo", "logprobs", "min_p", "min_tokens", "store", "top_logprobs", "use_beam_search")
+TRUE = ("best_of", "repetition_penalty", "skip_special_tokens")
+NEUTRAL: dict[str, tuple[Any, ...]] = dict.fromkeys(FALSE, (0,)) | dict.fromkeys(TRUE, (1,))  # 0 equals False
+NEUTRAL |= {
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
-    "skip_special_tokens": (True,),
-    "store": (False,),
     "tool_choice": ("auto", "none"),
     "top_k": (-1, 0, 1),
-    "top_logprobs": (0,),
-    "use_beam_search": (False,),
 }
 """Values of fields that clients send, which ask for nothing but one caption as text; as do nulls and empty lists."""
 
@@ -53,7 +46,7 @@ Unset = Annotated[float, Field(ge=0, le=0)] | None
 
 
 class Asked(NamedTuple):
-    """One question about one pair.
+    """A question about a pair.
 
     Attributes:
         before, after: bytes of image files.
@@ -71,7 +64,7 @@ class Asked(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What is known of the model before a question reaches it.
+    """Facts of the model that a question is checked against.
 
     Attributes:
         special_tokens: marks of the prompt, which no question may hold.

@@ -37,7 +37,7 @@ POLL_S = 5
 """Seconds between two checks of which version the alias names."""
 
 GPU_SHARE = 0.5
-"""Of a GPU a replica: while a version takes over, both are loaded."""
+"""The share of a GPU that a replica reserves: while a version takes over, both are loaded."""
 
 
 def say(text: str, to: TextIO | None = None) -> None:
