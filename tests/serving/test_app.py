@@ -335,15 +335,22 @@ def test_requests_that_need_more_memory_than_is_left_are_told_to_come_again_befo
     assert one.post(CAPTION, **form(large, BEFORE)).status_code == 200, "the largest is answered whatever the queue is"
 
 
-def test_an_answer_that_takes_too_long_is_given_up_and_the_model_goes_on(serve):
-    service = serve(answer_s=COMPUTE_S / 4)
-    answer = service.post(CAPTION, **PAIR)
-    assert (answer.status_code, answer.json()["error"]) == (503, "timed_out")
-    assert "retry-after" in answer.headers
-    service.run(asyncio.sleep(0.01))
+def test_an_answer_that_takes_too_long_is_given_up_and_no_longer_computed(serve, monkeypatch):
+    service, captioned, answer = serve(answer_s=COMPUTE_S / 4, batch_pairs=1), [], ToyCaptioner.answer
+
+    def counted(*given: Any) -> Any:
+        captioned.append(1)
+        return answer(*given)
+
+    monkeypatch.setattr(ToyCaptioner, "answer", counted)
+    for late in service.post_at_once(CAPTION, [PAIR] * 8):
+        assert (late.status_code, late.json()["error"]) == (503, "timed_out")
+        assert "retry-after" in late.headers
+    service.run(asyncio.sleep(10 * COMPUTE_S))
     assert service.models.current.under_way == 0
+    assert len(captioned) < 8, "pairs whose clients are gone were captioned"
     service.server.limits = service.cfg.model_copy(update={"answer_s": 60})
-    assert service.post(CAPTION, **PAIR).status_code == 200
+    assert service.post(CAPTION, **PAIR).status_code == 200, "the model goes on"
 
 
 def test_before_a_model_is_there_the_server_says_so(serve):
