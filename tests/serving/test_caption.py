@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from m3diff.__main__ import DATA_REFUSED, USAGE, main
 from m3diff.models import FAMILIES
 from m3diff.models.generation import QUESTION, load_captioner
 from m3diff.records.errors import DataError
-from m3diff.registry import model_source, tracking
+from m3diff.registry import model_source, tracking, versions
 from m3diff.serving.caption import BATCH, GAP_PX, AskedPair, caption_pairs, find_pairs
 from m3diff.settings.section import ParamsError
 from tests.tiny import noise_image, tiny_base, tiny_checkpoint
@@ -149,9 +150,9 @@ def test_what_is_neither_folder_nor_version_is_said(wrong, images, tmp_path, cap
 def test_a_version_brings_its_checkpoint_and_its_own_limit_of_tokens(checkpoint, monkeypatch):
     version = SimpleNamespace(version="3", tags={"predict.max_new_tokens": "5"})
     there = {"3": version}
-    monkeypatch.setattr(tracking, "find_version", lambda client, name, model: there[model])
-    monkeypatch.setattr(tracking, "download_checkpoint", lambda found: checkpoint if found is version else None)
-    monkeypatch.setattr(tracking, "make_client", lambda uri: None)
+    monkeypatch.setattr(versions, "find_version", lambda client, name, model: there[model])
+    monkeypatch.setattr(versions, "download_checkpoint", lambda found: checkpoint if found is version else None)
+    monkeypatch.setattr(tracking, "connected", lambda uri: nullcontext())
     store = ("sqlite:///:memory:", "m3diff")
     found = model_source.find(*store, "3", Path("base"), 64)
     assert (found.name, found.max_new_tokens) == ("m3diff/3", 5)
