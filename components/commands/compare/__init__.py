@@ -42,7 +42,10 @@ def compare(first: Path, second: Path, records: Path, clean: Path, out: Path) ->
     """
     paths = [path / "scores.parquet" if path.is_dir() else path for path in (first, second)]
     tables = [read_scores(path) for path in paths]
-    scores = [by_pair(table) for table in tables]
+    scores: list[Scores] = [{}, {}]
+    for table, found in zip(tables, scores, strict=True):
+        for row in table.to_pylist():
+            found.setdefault(row["protocol"], {})[row["id"]] = row
     protocols = shared_protocols(paths, scores)
     folders = [path.parent for path in paths]
     names = [folder.resolve().name for folder in folders]
@@ -90,13 +93,6 @@ def read_scores(path: Path) -> pa.Table:
             f"{path}: no column {', '.join(missing)}: an earlier version wrote it; run `m3diff evaluate` again"
         )
     return table
-
-
-def by_pair(table: pa.Table) -> Scores:
-    found: Scores = {}
-    for row in table.to_pylist():
-        found.setdefault(row["protocol"], {})[row["id"]] = row
-    return found
 
 
 def shared_protocols(paths: Sequence[Path], scores: Sequence[Scores]) -> list[str]:

@@ -42,10 +42,14 @@ def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores
     of_protocol = {i: tools.parsed[i] for i in groups[ALL] if i in tools.parsed}
     unreadable = fraction(caption.unreadable for caption in of_protocol.values())
     readable = of_protocol if unreadable is None or unreadable <= MOST else {}
-    scores: dict[str, dict[str, Value]] = {}
-    for group, ids in groups.items():
-        parsed = [readable[i] for i in ids if i in readable]
-        scores[group] = change_scores(parsed) if group == ALL else group_scores(group, parsed)
+    scores: dict[str, dict[str, Value]] = {
+        group: group_scores(group, [readable[i] for i in ids if i in readable])
+        for group, ids in groups.items()
+        if group != ALL
+    }
+    sums = np.sum([statistics(caption) for caption in readable.values()] or np.zeros((1, len(NAMES))), axis=0)
+    found = {name: float(score(sums)) for name, (_, score) in RESAMPLED.items()}
+    scores[ALL] = {name: None if np.isnan(value) else value for name, value in found.items()}
     scores[ALL]["unreadable"] = unreadable
     of_pairs = {i: pair_values(parsed, i in readable) for i, parsed in of_protocol.items()}
     return MetricScores(scores, of_pairs, absences(scores[ALL], bool(readable)))
@@ -67,13 +71,6 @@ def fraction(flags: Iterable[bool]) -> float | None:
     """The share that is true; None of none."""
     known = list(flags)
     return sum(known) / len(known) if known else None
-
-
-def change_scores(parsed: list[ParsedCaption]) -> dict[str, Value]:
-    """The scores over all pairs of a protocol, from the sums of their statistics."""
-    sums = np.sum([statistics(caption) for caption in parsed], axis=0) if parsed else np.zeros(len(NAMES))
-    found = {name: float(score(sums)) for name, (_, score) in RESAMPLED.items()}
-    return {name: None if np.isnan(value) else value for name, value in found.items()}
 
 
 def group_scores(group: str, parsed: list[ParsedCaption]) -> dict[str, Value]:
