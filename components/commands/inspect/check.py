@@ -24,7 +24,7 @@ from urllib.parse import unquote
 
 from PIL import Image, UnidentifiedImageError
 
-from m3diff.commands.inspect.guess import Guess, guess, is_image, manifests, two_folders
+from m3diff.commands.inspect.guess import Guess, called_as_sides, guess, is_image, manifests
 from m3diff.datasets import DATASETS, omnidiff
 from m3diff.datasets.files import quoted, read_json
 from m3diff.datasets.pairs import NO_PAIR, files_called
@@ -432,8 +432,9 @@ def _images_alone(root: Path, folders: list[Path], has_images: bool) -> Iterator
         with suppress(OSError):
             holding[folder.name] = {path.name for path in folder.iterdir() if is_image(path.name)}
     holding = {name: images for name, images in holding.items() if images}
-    sides = two_folders(root)
-    if sides and all(side in holding for side in sides):
+    pairs = called_as_sides([folder.name for folder in folders])
+    if len(pairs) == 1 and all(side in holding for side in pairs[0]):
+        sides = pairs[0]
         before, after = (holding[side] for side in sides)
         stems = {Path(name).stem for name in before} & {Path(name).stem for name in after}
         same = len(before & after)

@@ -588,12 +588,6 @@ def _templates(root: Path, values: Mapping[str, list[Any]]) -> tuple[dict[str, s
     return {}, []
 
 
-def two_folders(root: Path) -> tuple[str, str] | None:
-    """The two folders in `root` that are called as the sides of a pair are."""
-    found = called_as_sides(sorted(path.name for path in root.iterdir() if path.is_dir()))
-    return found[0] if len(found) == 1 else None
-
-
 def _captions(values: Mapping[str, list[Any]]) -> list[list[str]]:
     """The columns that could hold the captions, alone or several together; one such list where that is clear."""
     named = [
