@@ -395,13 +395,6 @@ def test_train_refuses_what_its_gpu_cannot_hold_before_anything_is_written(
     assert sorted(project.rglob("*")) == before
 
 
-def test_train_without_a_gpu_is_never_refused(monkeypatch):
-    monkeypatch.setattr("m3diff.commands.plan.plan.found_memory_gb", lambda: 0.01)
-    recorder = Recorder(monkeypatch, "m3diff.stages.train.stage", train=None)
-    assert main(["train"]) == 0
-    assert len(recorder.calls) == 1
-
-
 def test_ingest_without_a_name_reads_every_dataset_in_order(monkeypatch):
     for name in ("pairs_b", "pairs_a", "minichange_free", "minichange_shifted"):
         Path(f"data/01_raw/{name}").mkdir()

@@ -136,7 +136,7 @@ def _informed(change: Change, things: Sequence[Thing]) -> Change:
 
 
 def _says(change: Change, number: int) -> bool:
-    """Whether a template of the change's type can be filled."""
+    """True where a template of the change's type can be filled."""
     known = change.type in ("size", "color") or (change.before is not None and change.before.state is not None)
     return known or OLD not in TEMPLATES[change.type][number]
 

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from m3diff.endpoint import Answer
-from m3diff.settings.section import ParamsError
 from m3diff.stages.augment.params import Grammar, Remote
 from m3diff.stages.augment.writers import Writer, load_writer, read_texts, usable
-from tests.chat import CUT_BODY, Server, chat_server
+from tests.chat import Server, chat_server
 
 
 @pytest.fixture
@@ -47,12 +46,6 @@ def test_a_bad_answer_gives_no_text_is_counted_and_is_not_asked_for_again(kind: 
     assert (good.texts, good.dropped) == (("one", "two"), Counter())
     assert remote(server, tmp_path).write("paraphrase", facts, 2) == [bad, good]
     assert len(server.asked) == 2
-
-
-def test_what_is_put_off_or_cut_on_its_way_is_not_lost(server: Server, tmp_path: Path):
-    server.replies = {"add a cat": [429, CUT_BODY, 503, GOOD]}
-    (written,) = remote(server, tmp_path).write("paraphrase", [{"text": "add a cat"}], 2)
-    assert written.texts == ("Put a cat there", "Place a cat there")
 
 
 def test_the_facts_of_each_task_and_how_many_are_asked_for_are_in_the_question(server: Server, tmp_path: Path):
@@ -99,18 +92,6 @@ def test_of_the_texts_of_an_answer_empty_repeated_refusing_and_surplus_ones_are_
     written = usable(Answer("text", said), 2, "add a cat")
     assert written.texts == ("put a cat", "place a cat")
     assert written.dropped == {"repeated": 2, "empty": 1, "refused": 1, "more than asked for": 1}
-
-
-def test_half_a_character_in_an_answer_is_written_as_a_question_mark(server: Server, tmp_path: Path):
-    server.replies = {"add a cat": ['["put a cat \\ud83d there"]']}
-    (written,) = remote(server, tmp_path).write("paraphrase", [{"text": "add a cat"}], 1)
-    assert written.texts == ("put a cat ? there",)
-
-
-def test_a_refused_key_is_the_users(server: Server, tmp_path: Path):
-    server.replies = {"add": [401]}
-    with pytest.raises(ParamsError, match="AuthenticationError"):
-        remote(server, tmp_path).write("paraphrase", [{"text": "add a cat"}], 2)
 
 
 def test_minichanges_grammar_writes_as_many_as_asked_for_and_nothing_else():
