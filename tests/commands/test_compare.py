@@ -42,22 +42,20 @@ def test_each_score_of_both_runs_stands_beside_the_gain_of_the_second(root: Path
     assert found["toy/test"].columns == ("Score", "first", "second", "difference")
     page = (tmp_path / "compare.html").read_text()
     assert ["no_change_recall", "50.0", "100.0", "+50.0"] in table(page, "toy-test")
-
-
-def test_the_other_way_round_the_difference_has_the_other_sign(root: Path, tmp_path: Path):
-    rows = {row.name: row.cells[2].text for row in run(root, tmp_path, "second", "first")["toy/test"].rows}
-    assert (rows["change_type_accuracy"], rows["no_change_recall"]) == ("+66.7", "-50.0")
-
-
-def test_the_page_has_both_captions_of_every_pair(root: Path, tmp_path: Path):
-    run(root, tmp_path)
-    data = gallery_of((tmp_path / "compare.html").read_text())
+    data = gallery_of(page)
     assert data["runs"] == ["first", "second"]
     said = {pair["id"]: [caption["clauses"][0][0] for caption in pair["captions"]] for pair in data["pairs"]}
     assert said["toy/2"] == ["nothing changed", "nothing changed"]
     assert said["toy/5"] == ["the red cube at the left turned blue", "nothing changed"]
     assert all(image.startswith("data:") for pair in data["pairs"] for image in pair["images"] if image)
     assert [path.name for path in tmp_path.iterdir()] == ["compare.html"]
+    lines = as_text("toy/test", found["toy/test"]).splitlines()  # columns of a terminal
+    assert lines[0] == "toy/test"
+    assert lines[1].split() == ["Score", "first", "second", "difference"]
+    places = {line.index(re.search(r"(?<=  )[\d.]+", line)[0]) for line in lines[2:]}  # type: ignore[index]
+    assert places == {lines[1].index("first")}
+    back = {row.name: row.cells[2].text for row in run(root, tmp_path, "second", "first")["toy/test"].rows}
+    assert (back["change_type_accuracy"], back["no_change_recall"]) == ("+66.7", "-50.0")
 
 
 def scores_of(right: list[bool]) -> pa.Table:
@@ -89,36 +87,29 @@ def test_the_interval_of_a_clear_gain_lies_above_zero_and_that_of_none_around_it
     assert first.cells[2].interval.low < 0 < first.cells[2].interval.high
 
 
-def test_runs_on_other_pairs_are_refused(root: Path, tmp_path: Path):
-    some = write_scores(evidence(root, bench.pairs(root)[1:]), tmp_path / "some")
-    with pytest.raises(DataError, match=r"toy/test has 6 and 5 pairs, 1 of them in one run alone, such as toy/0"):
-        compare(root / "first", some, root / "records", root / "clean", tmp_path / "x.html")
+def test_what_cannot_be_compared_is_named(root: Path, tmp_path: Path):
+    def refused(first: Path, second: Path, message: str) -> None:
+        with pytest.raises(DataError, match=message):
+            compare(first, second, root / "records", root / "clean", tmp_path / "x.html")
 
-
-def test_runs_without_a_common_protocol_are_refused(root: Path, tmp_path: Path):
-    scores = pq.read_table(root / "first" / "scores.parquet")
-    names = pa.array(["other/test"] * len(scores))
-    pq.write_table(scores.set_column(0, "protocol", names), tmp_path / "scores.parquet")
-    with pytest.raises(DataError, match=r"protocols other/test; .* has toy/test: none is in both"):
-        compare(root / "first", tmp_path, root / "records", root / "clean", tmp_path / "x.html")
-
-
-def test_a_run_without_scores_or_of_an_earlier_version_is_named(root: Path, tmp_path: Path):
-    with pytest.raises(DataError, match=r"nowhere: no such file; name the folder"):
-        run(root, tmp_path, second="nowhere")
-    pq.write_table(pa.table({"id": ["toy/0"]}), tmp_path / "scores.parquet")
-    with pytest.raises(
-        DataError, match=r"no column protocol, prediction: an earlier version wrote it; run `m3diff eval"
+    first, other, pairs = root / "first", tmp_path / "other", bench.pairs(root)
+    refused(first, root / "nowhere", r"nowhere: no such file; name the folder")
+    some = write_scores(evidence(root, pairs[1:]), tmp_path / "some")
+    refused(first, some, r"toy/test has 6 and 5 pairs, 1 of them in one run alone, such as toy/0")
+    unknown = [replace(pair, id=pair.id.replace("toy/", "toy/9")) for pair in pairs]
+    runs = [write_scores(evidence(root, unknown), tmp_path / name) for name in ("a", "b")]
+    refused(*runs, r"records.parquet: no test pair toy/90, which both runs captioned")
+    other.mkdir()
+    scores = pq.read_table(first / "scores.parquet")
+    for damaged, message in (
+        (
+            scores.set_column(0, "protocol", pa.array(["other/test"] * 6)),
+            r"has toy/test: none is in both",
+        ),
+        (pa.table({"id": ["toy/0"]}), r"no column protocol, prediction: an earlier version wrote it; run `m3diff eval"),
     ):
-        compare(root / "first", tmp_path, root / "records", root / "clean", tmp_path / "x.html")
-
-
-def test_pairs_that_the_records_do_not_know_are_named(root: Path, tmp_path: Path):
-    pairs = [replace(pair, id=pair.id.replace("toy/", "toy/9")) for pair in bench.pairs(root)]
-    for name in ("a", "b"):
-        write_scores(evidence(root, pairs), tmp_path / name)
-    with pytest.raises(DataError, match=r"records.parquet: no test pair toy/90, which both runs captioned"):
-        compare(tmp_path / "a", tmp_path / "b", root / "records", root / "clean", tmp_path / "x.html")
+        pq.write_table(damaged, other / "scores.parquet")
+        refused(first, other, message)
 
 
 def test_runs_of_equal_names_are_called_by_their_paths(root: Path, tmp_path: Path):
@@ -132,15 +123,6 @@ def test_runs_of_equal_names_are_called_by_their_paths(root: Path, tmp_path: Pat
         tmp_path / "compare.html",
     )
     assert found["toy/test"].columns[1:3] == (str(tmp_path / "one/report"), str(tmp_path / "two/report"))
-
-
-def test_the_terminal_shows_the_table_in_columns(root: Path, tmp_path: Path):
-    (name, found), *_ = run(root, tmp_path).items()
-    lines = as_text(name, found).splitlines()
-    assert lines[0] == "toy/test"
-    assert lines[1].split() == ["Score", "first", "second", "difference"]
-    places = {line.index(re.search(r"(?<=  )[\d.]+", line)[0]) for line in lines[2:]}  # type: ignore[index]
-    assert places == {lines[1].index("first")}
 
 
 def test_the_command_takes_two_folders_and_writes_beside_you():
