@@ -349,6 +349,11 @@ CASES: dict[str, tuple[Write, int, list[str]]] = {
     ),
     # questions
     "the task's question": (talk("What has changed?"), 0, ["captions: conversations"]),
+    "the task's question in full": (
+        talk("What has changed between the two images?", "Describe the differences between these two images."),
+        0,
+        ["captions: conversations"],
+    ),
     "one of another task": (
         talk("Is there a car in both images?"),
         DATA_REFUSED,
