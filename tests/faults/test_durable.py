@@ -120,7 +120,7 @@ PLAIN = {
     "components/registry/tracking.py _make_client": "a lock",
     "components/stages/train/state.py write_state": "see RENAMED",
     "components/stages/validate/suite.py _write": "DVC",
-    "components/stages/validate/stage.py _write": "DVC",
+    "components/stages/validate/stage.py _split_and_write": "DVC",
     "flows/dvc.py without_outputs_in_git": "in a worktree, made anew after a kill",
     "flows/archive.py take_up": "in a worktree, made anew after a kill",
     "flows/watch.py take_up": "in a worktree, of which only the `.dvc` files are kept, committed when all is copied",
