@@ -202,7 +202,7 @@ def models(params: Params, args: argparse.Namespace) -> None:
     scores = list(dict.fromkeys((gate.metric, *gate.guards)))
     found = run(params.register_, gate.protocol, scores)
     if args.json:
-        print(json.dumps([one.model_dump() for one in found], indent=2))
+        print(json.dumps(found, indent=2))
     else:
         print(table(found, gate.protocol, scores))
 

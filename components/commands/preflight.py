@@ -1,5 +1,4 @@
-"""What a run needs besides right parameters, looked at before hours are spent: room, memory, GPUs, Java,
-SPICE, MLflow."""
+"""Checks of a machine before hours are spent: room, memory, GPUs, Java, SPICE, MLflow."""
 
 import os
 import shutil
@@ -15,6 +14,7 @@ from m3diff.records.errors import DataError
 from m3diff.registry import tracking
 from m3diff.registry.decisions import decisions
 from m3diff.registry.promote import champion_lost
+from m3diff.registry.versions import CHAMPION, alias_of
 from m3diff.scoring.metrics import choose_metrics, needs_java
 from m3diff.scoring.metrics.java import JavaMissing, ScorerFailed, require_java
 from m3diff.scoring.metrics.spice import try_spice
@@ -43,7 +43,7 @@ def preflight(params: Params) -> None:
 
 
 def disk(params: Params) -> Iterator[str]:
-    """Where the run writes: room for checkpoints in flight, of which a new one and three older exist at once."""
+    """Room where the run writes for checkpoints in flight, of which a new one and three older exist at once."""
     base = size_of(params.train.base)
     needs = {params.compute.scratch: LEAST_FREE + 4 * base, params.paths.model: LEAST_FREE + base}
     for place, needed in needs.items():
@@ -67,7 +67,7 @@ def memory(params: Params) -> Iterator[str]:
 
 
 def gpus(params: Params) -> Iterator[str]:
-    """As many GPUs as workers, by the driver's own list."""
+    """A GPU for each worker, by the driver's own list."""
     if not params.compute.gpu or os.environ.get("RAY_ADDRESS"):
         return
     asked, found = max(params.compute.workers, 1), count_gpus()
@@ -121,8 +121,8 @@ def server(params: Params) -> Iterator[str]:
                 tracking.known_experiment(client, cfg.experiment)
             except DataError as deleted:
                 yield str(deleted)
-            if lost := champion_lost(client, decisions(), cfg.model_name):
-                yield lost
+            if alias_of(client, cfg.model_name, CHAMPION) is None:
+                yield from filter(None, [champion_lost(client, decisions(), cfg.model_name)])
     except (DataError, MlflowException, OSError) as error:
         yield f"register.tracking_uri: {error}"
 

@@ -46,7 +46,7 @@ class Lock:
         return {where: md5 for where, found, md5 in self._entries() if found == path}
 
     def recorded(self, path: Path, where: str) -> str:
-        """One stage's record of this path (`ingest@minichange deps`), whatever is there now.
+        """A stage's record of this path (`ingest@minichange deps`), whatever is there now.
 
         Raises:
             DataError: it recorded nothing of it.
@@ -195,7 +195,7 @@ def lookup(values: Any, path: str) -> Any:
     return values
 
 
-def dvc(folder: Path, *arguments: str) -> str:
+def call(folder: Path, *arguments: str) -> str:
     """Output of a DVC command, run in a folder.
 
     Raises:
@@ -209,7 +209,7 @@ def dvc(folder: Path, *arguments: str) -> str:
 
 
 def cache_folder() -> Path:
-    return Path(dvc(Path(), "cache", "dir").strip()).resolve()
+    return Path(call(Path(), "cache", "dir").strip()).resolve()
 
 
 def add_worktree(commit: str, folder: Path) -> None:

@@ -152,7 +152,7 @@ def who() -> str:
 
 @contextmanager
 def alone(what: str, cwd: Path | None = None) -> Iterator[None]:
-    """One process of this machine at a time, in whatever worktree of the repository; the others wait, and say so.
+    """Let in one process of this machine at a time, from any worktree of the repository; the others wait, and say so.
 
     Raises:
         GitError: no git repository.

@@ -1,4 +1,4 @@
-"""What DVC records is what ran: a stage's parameters and code are read before its work and compared after it.
+"""See that DVC records what ran: a stage's parameters and code are read before its work and compared after it.
 
 DVC hashes what a stage depends on when the command is over. What was edited meanwhile would be recorded as what ran,
 and be restored for ever from the run cache. A stage that fails is recorded nowhere. Nor is the code of one project run
@@ -31,7 +31,7 @@ REFERENCE = re.compile(r"\$\{([^}]+)\}")
 
 
 class Watched(NamedTuple):
-    """What a stage watches: parameters by their path, and the hashes of files by name."""
+    """Inputs of a stage: parameters by their path, and the hashes of files by name."""
 
     params: dict[str, Any]
     files: dict[str, str]
@@ -80,7 +80,7 @@ def unchanged() -> Iterator[None]:
 
 
 def watched(stage: str) -> Watched:
-    """What the stage `train` or `ingest@minichange` watches of parameters and code, as dvc.yaml names it."""
+    """The parameters and code of the stage `train` or `ingest@minichange`, as dvc.yaml names them."""
     name, _, key = stage.partition("@")
     graph = yaml.safe_load(GRAPH.read_text(encoding="utf-8"))["stages"]
     values = yaml.safe_load(PARAMS.read_text(encoding="utf-8"))
@@ -101,7 +101,7 @@ def watched(stage: str) -> Watched:
 
 
 def differences(before: Watched, after: Watched) -> Iterator[str]:
-    """What changed: parameters to the value, files by their hashes."""
+    """Changes: parameters to the value, files by their hashes."""
     for path in dict.fromkeys([*before.params, *after.params]):
         yield from _values(path, before.params.get(path), after.params.get(path))
     for file in dict.fromkeys([*before.files, *after.files]):

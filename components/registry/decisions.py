@@ -52,7 +52,7 @@ class Identity(BaseModel):
     content: str | None  # see `lineage.content_of`; None: register did not make it
 
     def is_of(self, other: "Identity") -> bool:
-        """Whether both are the same model, be it registered twice."""
+        """True where both are the same model, be it registered twice."""
         return (self.run is not None and self.run == other.run) or (
             self.content is not None and self.content == other.content
         )
@@ -225,7 +225,7 @@ def write_ref(repository: Path, ref: str, commit: str = "", expected: str = "") 
 
 
 def holds(repository: Path, tip: str, commit: str) -> bool:
-    """Whether a commit is part of the history of a ref or another commit."""
+    """True where a commit is part of the history of a ref or another commit."""
     return run("merge-base", "--is-ancestor", commit, tip, cwd=repository).returncode == 0
 
 

@@ -30,7 +30,7 @@ class Guarded(BaseModel):
 
 
 class Verdict(BaseModel):
-    """What the gate says, in words, and the numbers that it goes by. What was not compared is None."""
+    """The gate's verdict in words, and its numbers; None where nothing was compared."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -144,7 +144,7 @@ def without_value(cfg: Promote, name: str, table: pa.Table) -> set[str]:
 
 
 def can_be_judged(cfg: Promote, challenger: pa.Table, champion: pa.Table) -> bool:
-    """Whether the champion's file holds the challenger's pairs, and for them every score that the gate asks for."""
+    """True where the champion's file holds the challenger's pairs, and for them every score that the gate asks for."""
     ours, theirs = (sorted(rows_of(table, cfg.protocol)["id"].to_pylist()) for table in (challenger, champion))
     return ours == theirs and all(
         score_of(champion, cfg.protocol, scores()[name]) is not None

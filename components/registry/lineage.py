@@ -1,10 +1,10 @@
-"""Where a model version comes from: the hashes in `dvc.lock`, its base, the commit, the test set of its scores."""
+"""The lineage of a model version: the hashes in `dvc.lock`, its base, the commit, the test set of its scores."""
 
 import hashlib
 import json
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ class Lineage(BaseModel):
     dvc_lock_sha256: str
     test_set_sha256: str
     git_commit: str
-    git_dirty: bool
+    git_dirty: bool  # parameters, code or the `.dvc` file of a dataset differ from the commit
     raw: dict[str, str] = {}  # each dataset's root as ingest read it, by name
     weights_sha256: str | None = None  # of the checkpoint; None where its manifest lists no weights
     adapters: str | None = None  # of the checkpoint, where MLflow keeps them alone
@@ -82,10 +82,6 @@ class Lineage(BaseModel):
         } | {f"hours.{FORBIDDEN.sub('_', kind)}": f"{hours:.4g}" for kind, hours in self.hours.items()}
         return self.identity() | self.results() | {tag: value for tag, value in known.items() if value is not None}
 
-    def outdated(self, tags: Collection[str]) -> list[str]:
-        """Of a version's tags those that an earlier evaluation left and this one does not know."""
-        return [tag for tag in tags if (tag.startswith(RAW) or tag == FLOW_RUN) and tag not in self.tags()]
-
 
 def code_path(tags: Mapping[str, str]) -> Path:
     """The path whose hash a version's tag `dvc.code` is: the folder of the models, in versions of before the stage
@@ -114,6 +110,8 @@ def read_lineage(params: Params, lock: Lock) -> Lineage:
     results = (paths.report / "report.html", paths.report / "scores.parquet")
     for seen in (paths.predictions, paths.model / "curves.csv", *results):
         lock.current(seen)
+    code = git("status", "--porcelain", "--", ".", ":!dvc.lock", f":!{FOLDER}", ":!data")  # what DVC writes may differ
+    data = git("status", "--porcelain", "--untracked-files=all", "--", "*.dvc")
     return Lineage(
         data=lock.current(paths.mixture / "train"),
         val_data=lock.current(paths.mixture / "val"),
@@ -126,9 +124,9 @@ def read_lineage(params: Params, lock: Lock) -> Lineage:
         dvc_lock_sha256=lock.sha256,
         test_set_sha256=hash_test_set(paths),
         git_commit=git("rev-parse", "HEAD"),
-        git_dirty=is_dirty(),
+        git_dirty=bool(code or data),
         raw={name: lock.recorded(entry.root, f"ingest@{name} deps") for name, entry in params.ingest.datasets.items()},
-        weights_sha256=weights_sha256(checkpoint),
+        weights_sha256=weights_sha256(checkpoint / "manifest.json"),
         adapters=dvc_hash(adapters) if adapters else None,
         flow_run=os.environ.get("M3DIFF_FLOW_RUN"),
         hours=training_hours(params.compute.scratch / "train_speed.json"),
@@ -141,12 +139,6 @@ def kept_alone(cfg: Register, checkpoint: Path) -> Path | None:
     return folder if cfg.keeps == "adapters" and folder.is_dir() else None
 
 
-def is_dirty() -> bool:
-    """Whether parameters, code or the `.dvc` file of a dataset differ from the commit; what DVC writes may."""
-    code = git("status", "--porcelain", "--", ".", ":!dvc.lock", f":!{FOLDER}", ":!data")
-    return bool(code or git("status", "--porcelain", "--untracked-files=all", "--", "*.dvc"))
-
-
 def training_hours(measured: Path) -> dict[str, float]:
     """Hours of training by kind of device, of all devices together; empty where the stage left no whole measurement."""
     try:
@@ -156,9 +148,9 @@ def training_hours(measured: Path) -> dict[str, float]:
         return {}
 
 
-def weights_sha256(checkpoint: Path) -> str | None:
+def weights_sha256(manifest: Path) -> str | None:
     """sha256 over the names and hashes of a checkpoint's weights, as its manifest lists them; None for none."""
-    files = json.loads((checkpoint / "manifest.json").read_text()).get("files", {})
+    files = json.loads(manifest.read_text()).get("files", {})
     weights = {name: digest for name, digest in files.items() if name.endswith(".safetensors")}
     return hashlib.sha256(json.dumps(weights, sort_keys=True).encode()).hexdigest() if weights else None
 

@@ -19,41 +19,12 @@ from mlflow.tracking import MlflowClient
 
 from m3diff.provenance.git import alone
 from m3diff.records.errors import DataError
-from m3diff.registry import tracking
-from m3diff.registry.decisions import (
-    Decision,
-    Entry,
-    Identity,
-    agree,
-    append,
-    catch_up,
-    champions,
-    decisions,
-    faults,
-    let_know,
-    moves,
-    pending,
-    settled,
-    share,
-    taken_back,
-    warn,
-)
+from m3diff.registry import decisions as record
+from m3diff.registry import tracking, versions
+from m3diff.registry.decisions import Decision, Entry, Identity
 from m3diff.registry.gate import Verdict, can_be_judged, judge, judge_first, refused
 from m3diff.registry.lineage import content_of
-from m3diff.registry.versions import (
-    CHALLENGER,
-    CHAMPION,
-    PREVIOUS,
-    SCORES,
-    alias_of,
-    exists,
-    find_version,
-    put_alias,
-    registered,
-    stored_scores,
-    tested_on,
-    versions_of,
-)
+from m3diff.registry.versions import CHALLENGER, CHAMPION, PREVIOUS, SCORES, alias_of, exists, find_version
 from m3diff.settings.tree import Params
 
 ATTEMPTS = 5  # to judge a version, each time against another champion
@@ -104,13 +75,13 @@ def promote(
         BlockingIOError: the champion was moved again and again meanwhile.
     """
     with alone("promote", repository), tracking.connected(params.register_.tracking_uri) as client:
-        catch_up(repository)
-        for fault in faults(repository):
-            warn(f"{fault}; see `m3diff history`")
+        record.catch_up(repository)
+        for fault in record.faults(repository):
+            record.warn(f"{fault}; see `m3diff history`")
         attempts = (attempt(client, params, rescore, version, again, repository) for _ in range(ATTEMPTS))
         decision = next(filter(None, attempts), None)
-        let_know(client, repository, params.register_.model_name)
-    share(repository)
+        record.let_know(client, repository, params.register_.model_name)
+    record.share(repository)
     if decision is None:
         raise BlockingIOError(
             f"the champion was moved {ATTEMPTS} times while the version was judged, see `m3diff history`; try again"
@@ -130,12 +101,12 @@ def rollback(params: Params, to: int | None = None, why: str = "", repository: P
     """
     model = params.register_.model_name
     with alone("record", repository), tracking.connected(params.register_.tracking_uri) as client:
-        catch_up(repository)
-        agree(client, repository, model)
+        record.catch_up(repository)
+        record.agree(client, repository, model)
         settle(client, repository, model)
         made = make_move(client, repository, going_back(client, repository, model, to, why))
-        let_know(client, repository, model)
-    share(repository)
+        record.let_know(client, repository, model)
+    record.share(repository)
     if made is None:
         raise BlockingIOError(f"the champion of {model!r} was moved meanwhile, see `m3diff history`; try again")
     return made
@@ -150,19 +121,21 @@ def attempt(
     """Judge once. None: the champion was moved meanwhile, or something else decided."""
     name = params.register_.model_name
     with alone("record", repository):
-        agree(client, repository, name)
+        record.agree(client, repository, name)
         finished = settle(client, repository, name)
         if version is None and alias_of(client, name, CHALLENGER) is None:
             raise DataError(f"model {name!r} has no version with the alias {CHALLENGER!r}; run `m3diff register` first")
         challenger = find_version(client, name, CHALLENGER if version is None else str(version))
         if finished is not None and finished.action == "promote" and finished.to == int(challenger.version):
             return promotion_of(finished)
-        seen, known = decisions(repository), alias_of(client, name, CHAMPION)
+        seen, known = record.decisions(repository), alias_of(client, name, CHAMPION)
     champion = client.get_model_version(name, str(known)) if known is not None else None
     back = rolled_back_by(client, seen, challenger)
     rescored = False
     if back is not None and not again:
-        verdict = refused(rolled_back(back))
+        why = f" ({back.why})" if back.why else ""
+        by = f"{back.who} rolled it back" if back.action == "rollback" else "it was found rolled back"
+        verdict = refused(f"{by} at {back.at}{why}; to let the gate judge it all the same: m3diff promote --again")
     elif lost := champion_lost(client, seen, name):
         unseen = f"or make this version champion without a comparison: {accept(challenger)}"
         verdict = refused(f"there is nothing to compare with: {lost}; {unseen}")
@@ -177,7 +150,7 @@ def attempt(
         **params.promote.model_dump(include={"protocol", "metric", "min_gain", "confidence"}),
     )
     with alone("record", repository):
-        if alias_of(client, name, CHAMPION) != known or decisions(repository) != seen:
+        if alias_of(client, name, CHAMPION) != known or record.decisions(repository) != seen:
             return None
         return decision if recorded(client, repository, decision, seen) else None
 
@@ -186,16 +159,16 @@ def verdict_on(
     client: MlflowClient, params: Params, rescore: Rescore, challenger: ModelVersion, champion: ModelVersion | None
 ) -> tuple[Verdict, bool]:
     """The gate's verdict, and whether the champion was scored again for it."""
-    cfg, on = params.promote, tested_on(challenger)
+    cfg, on = params.promote, versions.tested_on(challenger)
     if champion is not None and champion.version == challenger.version:
         return Verdict(outcome="unchanged", reason="it is the champion already"), False
-    ours = stored_scores(client, challenger, on)
+    ours = versions.stored_scores(client, challenger, on)
     if ours is None:
         return refused(f"MLflow has no {SCORES} of it; run `m3diff register` again"), False
     if champion is None:
         return judge_first(cfg, ours), False
     try:
-        theirs = stored_scores(client, champion, on)
+        theirs = versions.stored_scores(client, champion, on)
     except DataError as damaged:
         print(f"promote: champion {champion.version}: {damaged}", flush=True)
         theirs = None
@@ -213,13 +186,6 @@ def verdict_on(
 def accept(version: ModelVersion) -> str:
     """The command that makes a version champion without the gate."""
     return f"m3diff rollback --to {version.version} --why 'accepted without a comparison'"
-
-
-def rolled_back(decision: Decision) -> str:
-    """Why a version that was taken back is not promoted again."""
-    said = f" ({decision.why})" if decision.why else ""
-    by = f"{decision.who} rolled it back" if decision.action == "rollback" else "it was found rolled back"
-    return f"{by} at {decision.at}{said}; to let the gate judge it all the same: m3diff promote --again"
 
 
 NAMED = {"outcome": "outcome", "reason": "why", "model": "model", "challenger": "to", "champion": "from_"}
@@ -254,7 +220,7 @@ def recorded(client: MlflowClient, repository: Path, decision: Promotion, seen: 
 
     ours = of_registry(client, seen, decision.model)
     if not ours or facts(ours[-1]) != facts(entry):
-        append(repository, identified(client, entry))
+        record.append(repository, identified(client, entry))
     return True
 
 
@@ -262,7 +228,7 @@ def recorded(client: MlflowClient, repository: Path, decision: Promotion, seen: 
 
 
 def going_back(client: MlflowClient, repository: Path, model: str, to: int | None, why: str) -> Entry:
-    now, seen = alias_of(client, model, CHAMPION), decisions(repository)
+    now, seen = alias_of(client, model, CHAMPION), record.decisions(repository)
     if now is None and to is None:
         lost = champion_lost(client, seen, model) or f"model {model!r} has no version with the alias {CHAMPION!r}"
         raise DataError(f"there is nothing to roll back: {lost}")
@@ -271,7 +237,7 @@ def going_back(client: MlflowClient, repository: Path, model: str, to: int | Non
     )
     if target == now:
         raise DataError(f"version {target} of {model!r} is the champion already")
-    line = champions(of_registry(client, seen, model), model).line
+    line = record.champions(of_registry(client, seen, model), model).line
     older = line[: line.index(target)] if target in line else [version for version in line if version != now]
     return Entry(
         action="rollback",
@@ -304,16 +270,16 @@ def version_before(client: MlflowClient, seen: list[Decision], model: str) -> in
 
 def make_move(client: MlflowClient, repository: Path, entry: Entry) -> Decision | None:
     """Record a move and make it. None: the champion was another by then, which is recorded too."""
-    decision = append(repository, identified(client, entry), pending=True)
+    decision = record.append(repository, identified(client, entry), pending=True)
     return decision if carry_out(client, repository, decision) else None
 
 
 def settle(client: MlflowClient, repository: Path, model: str) -> Decision | None:
     """Let record and aliases agree: finish the move of a killed process, which is returned, or record it as not done;
     record a champion that was moved by hand or from another clone."""
-    left = pending(repository)
+    left = record.pending(repository)
     finished = left if left is not None and carry_out(client, repository, left) else None
-    made = moves(of_registry(client, decisions(repository), model), model)
+    made = record.moves(of_registry(client, record.decisions(repository), model), model)
     now = alias_of(client, model, CHAMPION)
     if made and made[-1].to != now:
         last, said = made[-1], f"names version {now}" if now is not None else "is gone"
@@ -327,7 +293,7 @@ def settle(client: MlflowClient, repository: Path, model: str) -> Decision | Non
             f"another clone; the last one, {last.number}, made version {last.to} champion",
             previous=alias_of(client, model, PREVIOUS),
         )
-        append(repository, identified(client, noticed))
+        record.append(repository, identified(client, noticed))
     return finished
 
 
@@ -343,14 +309,14 @@ def carry_out(client: MlflowClient, repository: Path, decision: Decision) -> boo
     ours = bool(of_registry(client, [decision], model))
     if ours and there and alias_of(client, model, CHAMPION) in (before, after):
         if decision.action == "promote":
-            put_alias(client, model, PREVIOUS, decision.previous)
+            versions.put_alias(client, model, PREVIOUS, decision.previous)
         if (now := alias_of(client, model, CHAMPION)) in (before, after):
             if now != after:
                 client.set_registered_model_alias(model, CHAMPION, str(after))
-            put_alias(client, model, PREVIOUS, decision.previous)
-            settled(repository)
+            versions.put_alias(client, model, PREVIOUS, decision.previous)
+            record.settled(repository)
             return True
-        put_alias(client, model, PREVIOUS, known)
+        versions.put_alias(client, model, PREVIOUS, known)
     gone = "" if there else f"version {after} is gone; "
     if decision.registry not in (None, made_at(client, model)):
         gone = "the registered model is another one now; "
@@ -363,8 +329,8 @@ def carry_out(client: MlflowClient, repository: Path, decision: Decision) -> boo
         previous=alias_of(client, model, PREVIOUS),
         of=decision.number,
     )
-    append(repository, not_done)
-    settled(repository)
+    record.append(repository, not_done)
+    record.settled(repository)
     return False
 
 
@@ -374,7 +340,7 @@ def carry_out(client: MlflowClient, repository: Path, decision: Decision) -> boo
 def identified(client: MlflowClient, entry: Entry) -> Entry:
     """The entry with what tells its versions from others of the same numbers."""
     named = (entry.from_, entry.to, entry.previous)
-    there = {int(version.version): version for version in versions_of(client, entry.model)}
+    there = {int(version.version): version for version in versions.versions_of(client, entry.model)}
     identities = {number: identity_of(there[number]) for number in named if number in there}
     return entry.model_copy(update={"registry": made_at(client, entry.model), "versions": identities})
 
@@ -385,7 +351,7 @@ def identity_of(version: ModelVersion) -> Identity:
 
 def made_at(client: MlflowClient, model: str) -> int | None:
     """When MLflow made the registered model, in ms: with it version numbers begin. None: there is none."""
-    found = registered(client, model)
+    found = versions.registered(client, model)
     return int(found.creation_timestamp) if found else None
 
 
@@ -395,7 +361,7 @@ def of_registry(client: MlflowClient, found: list[Decision], model: str) -> list
     registry = made_at(client, model)
     if registry is None:
         return []
-    runs = {int(version.version): version.run_id for version in versions_of(client, model)}
+    runs = {int(version.version): version.run_id for version in versions.versions_of(client, model)}
 
     def is_ours(decision: Decision) -> bool:
         if decision.registry is None:
@@ -408,13 +374,13 @@ def of_registry(client: MlflowClient, found: list[Decision], model: str) -> list
 
 def rolled_back_by(client: MlflowClient, found: list[Decision], version: ModelVersion) -> Decision | None:
     """The decision that took a version back, be it under this number or another one; None where it holds no more."""
-    back = champions(of_registry(client, found, version.name), version.name).taken_back.get(int(version.version))
-    return back or taken_back(found, version.name, identity_of(version))
+    back = record.champions(of_registry(client, found, version.name), version.name).taken_back.get(int(version.version))
+    return back or record.taken_back(found, version.name, identity_of(version))
 
 
 def champion_lost(client: MlflowClient, found: list[Decision], model: str) -> str | None:
     """The remedy where the record knows champions of this registry, but the alias is gone; None where it is not."""
-    line = champions(of_registry(client, found, model), model).line
+    line = record.champions(of_registry(client, found, model), model).line
     if not line or alias_of(client, model, CHAMPION) is not None:
         return None
     said = f"the alias {CHAMPION!r} is gone from model {model!r}, whose champion was version {line[-1]}"

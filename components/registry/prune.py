@@ -12,7 +12,8 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from pydantic import BaseModel, ConfigDict
 
-from m3diff.provenance.dvc import LOCK, Lock, cache_folder, dvc, listing, object_file, read_lock, tracked
+from m3diff.provenance import dvc
+from m3diff.provenance.dvc import LOCK, Lock, listing, object_file, read_lock, tracked
 from m3diff.provenance.git import RUNS, commit_at, git, require_own_repository, run, words
 from m3diff.records.errors import DataError
 from m3diff.registry import tracking
@@ -67,7 +68,7 @@ def prune(cfg: Register, keep: int = KEEP, yes: bool = False) -> Plan:
             for branch in plan.branches:
                 delete_branch(branch)
             if plan.gc:
-                dvc(Path(), *plan.gc, "--force")
+                dvc.call(Path(), *plan.gc, "--force")
             for version in removed:
                 delete_version(client, version, kept)
     return plan
@@ -209,7 +210,7 @@ def working_trees() -> list[Path]:
 
 def data_bytes(removed: Collection[str], kept: Collection[str]) -> int:
     """Bytes in the cache of the removed commits' data that no kept commit has."""
-    cache = cache_folder()
+    cache = dvc.cache_folder()
 
     def hashes_of(commits: Collection[str]) -> set[str]:
         found: set[str] = set()

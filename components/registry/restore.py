@@ -18,23 +18,8 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 from pydantic import BaseModel, ConfigDict
 
-from m3diff.provenance.dvc import (
-    LOCK,
-    Lock,
-    add_worktree,
-    cache_folder,
-    current_stages,
-    dvc,
-    dvc_hash,
-    hash_in_git,
-    hash_of_list,
-    listing,
-    lookup,
-    object_file,
-    read_lock,
-    tracked,
-    whole,
-)
+from m3diff.provenance import dvc
+from m3diff.provenance.dvc import LOCK, Lock, dvc_hash, listing, lookup, tracked
 from m3diff.provenance.git import find_commit, git, read
 from m3diff.records.errors import DataError
 from m3diff.registry import tracking
@@ -101,7 +86,7 @@ def lineage(cfg: Register, version: str) -> list[Check]:
         found = find_version(client, cfg.model_name, version)
         try:
             commit = find_commit(commit_of(found))
-            objects = Objects(commit, read_lock(commit))
+            objects = Objects(commit, dvc.read_lock(commit))
         except DataError as error:
             return [Check(what="commit", where="git", hash=commit_of(found), outcome="missing", note=str(error))]
         return list(chain(found, objects))
@@ -164,13 +149,10 @@ def of_stored(version: ModelVersion, cache: Path, checkpoint: str) -> Iterator[C
     if kept is not None and files:
         within = f"{ADAPTERS}/"
         inside = {name.removeprefix(within): md5 for name, md5 in files.items() if name.startswith(within)}
-        yield compared("adapters", "the checkpoint's folder", kept, hash_of_list(inside))
-    manifest = object_file(cache, files.get("manifest.json", "none"))
+        yield compared("adapters", "the checkpoint's folder", kept, dvc.hash_of_list(inside))
+    manifest = dvc.object_file(cache, files.get("manifest.json", "none"))
     if manifest.is_file():
-        with tempfile.TemporaryDirectory() as scratch:
-            (Path(scratch) / "manifest.json").write_bytes(manifest.read_bytes())
-            weights = weights_sha256(Path(scratch))
-        base = json.loads(manifest.read_text()).get("base_sha256")
+        weights, base = weights_sha256(manifest), json.loads(manifest.read_text()).get("base_sha256")
         yield compared("weights", "the checkpoint's manifest", version.tags.get("weights.sha256"), weights)
         yield compared("base", "the checkpoint's manifest", version.tags.get("base.sha256"), base)
 
@@ -179,7 +161,7 @@ class Objects:
     """The content of one commit's data, by path and hash; the remote is asked for what the cache does not have."""
 
     def __init__(self, commit: str, lock: Lock) -> None:
-        self.commit, self.lock, self.cache = commit, lock, cache_folder()
+        self.commit, self.lock, self.cache = commit, lock, dvc.cache_folder()
         self.tracked = tracked(commit, lock)
         self.absent: dict[Path, str] | None = None  # what the cache or the remote lacks, in DVC's words
 
@@ -190,7 +172,7 @@ class Objects:
         return self.check(what, path, recorded, read)
 
     def check(self, what: str, path: Path, hash_: str, read: bool = True) -> Check:
-        """Whether this content can be had. `read`: hash what the cache holds again, not only look for it."""
+        """Look for this content. `read`: hash what the cache holds again, not only look for it."""
         outcome, note = in_cache(self.cache, hash_, read)
         below = [other for other in self.tracked if other.is_relative_to(path) and other != path]
         if outcome == "missing" and below:  # a folder whose parts are tracked one by one
@@ -198,7 +180,7 @@ class Objects:
             bad = [part for part in found if part.outcome != "ok"]
             outcome = bad[0].outcome if bad else "ok"
             note = "; ".join(f"{part.where}: {part.note}" for part in bad) or f"its {len(found)} parts are kept"
-        elif outcome == "missing" and hash_in_git(self.commit, path) == hash_:
+        elif outcome == "missing" and dvc.hash_in_git(self.commit, path) == hash_:
             outcome, note = "ok", "in git"
         elif outcome == "missing" and path in self.tracked and self.in_remote(path):
             outcome, note = "ok", "in the remote"
@@ -214,11 +196,11 @@ class Objects:
 
 
 def in_cache(cache: Path, hash_: str, read: bool) -> tuple[Outcome, str]:
-    """Whether the cache has a file, or a folder's list and all its files; with `read` also whether they are intact."""
-    file = object_file(cache, hash_)
+    """The state in the cache of a file, or of a folder's list and all its files; with `read` damage is seen too."""
+    file = dvc.object_file(cache, hash_)
     if not file.is_file():
         return "missing", "neither in the cache nor in the remote"
-    if (read or hash_.endswith(".dir")) and (note := whole(file, hash_)):
+    if (read or hash_.endswith(".dir")) and (note := dvc.whole(file, hash_)):
         return "differs", note
     for name, md5 in listing(cache, hash_).items():
         outcome, note = in_cache(cache, md5, read)
@@ -234,9 +216,11 @@ def ask_remote(commit: str) -> dict[Path, str]:
     """
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "tree"
-        add_worktree(commit, folder)
+        dvc.add_worktree(commit, folder)
         try:
-            return {Path(path): state for path, state in json.loads(dvc(folder, "status", "--cloud", "--json")).items()}
+            return {
+                Path(path): state for path, state in json.loads(dvc.call(folder, "status", "--cloud", "--json")).items()
+            }
         except DataError:
             return {}  # no remote, or none that answers
         finally:
@@ -268,8 +252,8 @@ def restore(cfg: Register, version: str, into: Path | None) -> tuple[Path, list[
     folder = (into or Path.cwd().parent / f"{Path.cwd().name}-{version.replace('/', '-')}").resolve()
     if folder.exists():
         raise DataError(f"{folder}: exists; name another with --into, or remove it: git worktree remove {folder}")
-    lock = read_lock(commit)
-    add_worktree(commit, folder)
+    lock = dvc.read_lock(commit)
+    dvc.add_worktree(commit, folder)
     failed = pull(folder)
     return folder, [
         check.model_copy(update={"note": failed}) if check.outcome == "missing" else check
@@ -279,12 +263,12 @@ def restore(cfg: Register, version: str, into: Path | None) -> tuple[Path, list[
 
 def pull(folder: Path) -> str:
     """Bring back from remote and cache what can be. Returns DVC's error, in words: each file is checked later."""
-    remote = dvc(folder, "remote", "list").strip()
+    remote = dvc.call(folder, "remote", "list").strip()
     faults = [] if remote else ["there is no DVC remote, and the cache here does not have it"]
     fetch = [("fetch", "--quiet")] if remote else []
     for command in [*fetch, ("checkout", "--quiet", "--allow-missing")]:
         try:
-            dvc(folder, *command)
+            dvc.call(folder, *command)
         except DataError as error:
             faults.append(str(error))
     return faults[0] if faults else ""
@@ -297,7 +281,7 @@ def verify(folder: Path, commit: str, lock: Lock, tags: dict[str, str]) -> Itera
     for path, named in data.items():
         yield compared("data", path, named, there[path])
     values = yaml.safe_load((folder / "params.yaml").read_text(encoding="utf-8"))
-    for stage in current_stages(commit, lock):
+    for stage in dvc.current_stages(commit, lock):
         ran = lock.stages[stage].get("params", {}).get("params.yaml", {})
         other = [name for name, value in ran.items() if lookup(values, name) != value]
         note = f"ran with other {', '.join(other)}" if other else ""

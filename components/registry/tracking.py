@@ -54,7 +54,7 @@ PLACES = {
 }
 """Where MLflow's tables have the absolute places of artifacts."""
 FORBIDDEN = re.compile(r"[^\w.\- :/]")  # in the name of a metric
-PARAMS_BATCH, METRICS_BATCH = 100, 1000  # what MLflow takes in one request
+BATCH = {"params": 100, "metrics": 1000}  # what MLflow takes in one request
 REMEDY = "start it (`make up`) or correct register.tracking_uri, then run `m3diff register` again: nothing was lost"
 
 
@@ -114,24 +114,17 @@ def connected(tracking_uri: str) -> Iterator[MlflowClient]:
     check_alive(uri)
     logging.getLogger("mlflow").setLevel(logging.WARNING)
     mlflow.set_tracking_uri(uri)
-    client = _make_client(uri)
+    client = MlflowClient()
+    if uri.startswith(SQLITE):
+        with Path(f"{uri.removeprefix(SQLITE)}.lock").open("a") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)  # of two processes that make the tables of a new store one would fail
+            client.search_experiments(max_results=1)
+            _anchor(Path(uri.removeprefix(SQLITE)))
     try:
         yield client
     except Exception:
         check_alive(uri)
         raise
-
-
-def _make_client(uri: str) -> MlflowClient:
-    """A client, which makes the tables of a new sqlite store; one process at a time, since of two one would fail."""
-    if not uri.startswith(SQLITE):
-        return MlflowClient()
-    with Path(f"{uri.removeprefix(SQLITE)}.lock").open("a") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        client = MlflowClient()
-        client.search_experiments(max_results=1)
-        _anchor(Path(uri.removeprefix(SQLITE)))
-        return client
 
 
 def _anchor(database: Path) -> None:
@@ -209,7 +202,7 @@ def this_process() -> dict[str, str]:
 
 
 def is_over(tags: Mapping[str, str], begun_ms: int) -> bool:
-    """Whether the process that the tags name will not end what it began. To be called under register's lock."""
+    """True where the process that the tags name will not end what it began. To be called under register's lock."""
     host, _, pid = tags.get(PROCESS, "").rpartition(":")
     if host != socket.gethostname() or not pid.isdecimal():
         return time.time() - begun_ms / 1000 > FORGOTTEN_S
@@ -263,8 +256,7 @@ def log_params(client: MlflowClient, run_id: str, tree: Mapping[str, Any]) -> No
     """Nested parameters by their path; what the run has stays, since MLflow takes a parameter once."""
     known = client.get_run(run_id).data.params
     params = [Param(name, str(value)) for name, value in flatten(tree).items() if name not in known]
-    for start in range(0, len(params), PARAMS_BATCH):
-        client.log_batch(run_id, params=params[start : start + PARAMS_BATCH])
+    _log(client, run_id, "params", params)
 
 
 def log_curves(client: MlflowClient, run_id: str, curves: Path) -> None:
@@ -282,7 +274,7 @@ def log_curves(client: MlflowClient, run_id: str, curves: Path) -> None:
     }
     now = int(time.time() * 1000)
     new = [Metric(name, value, now, step) for (name, step), value in points.items() if (name, step) not in logged]
-    _log_metrics(client, run_id, new)
+    _log(client, run_id, "metrics", new)
 
 
 def log_scores(client: MlflowClient, run_id: str, metrics: Path, timestamp_ms: int) -> None:
@@ -292,12 +284,13 @@ def log_scores(client: MlflowClient, run_id: str, metrics: Path, timestamp_ms: i
     protocols = found.pop("protocols", {})
     leaves = flatten(found | protocols, separator="/")
     scores = {FORBIDDEN.sub("_", name): float(leaf) for name, leaf in leaves.items() if isinstance(leaf, int | float)}
-    _log_metrics(client, run_id, [Metric(name, value, timestamp_ms, 0) for name, value in scores.items()])
+    _log(client, run_id, "metrics", [Metric(name, value, timestamp_ms, 0) for name, value in scores.items()])
 
 
-def _log_metrics(client: MlflowClient, run_id: str, metrics: list[Metric]) -> None:
-    for start in range(0, len(metrics), METRICS_BATCH):
-        client.log_batch(run_id, metrics=metrics[start : start + METRICS_BATCH])
+def _log(client: MlflowClient, run_id: str, kind: str, entries: list[Any]) -> None:
+    size = BATCH[kind]
+    for start in range(0, len(entries), size):
+        client.log_batch(run_id, **{kind: entries[start : start + size]})
 
 
 def log_dataset(client: MlflowClient, run_id: str, name: str, source: Path, digest: str) -> None:
@@ -389,7 +382,7 @@ def _bring_up(description: Description, key: str, curves: Path, status: str | No
         if curves.is_file():
             log_curves(client, run_id, curves)
         if status == "FINISHED":
-            client.set_tag(run_id, WEIGHTS, weights_sha256(checkpoint) or "")
+            client.set_tag(run_id, WEIGHTS, weights_sha256(checkpoint / "manifest.json") or "")
         if status:
             client.set_terminated(run_id, status)
 
@@ -404,7 +397,7 @@ def completed(description: Description, model: Path, metrics: Path) -> None:
         metrics: evaluate's `metrics.json`.
     """
     try:
-        weights = weights_sha256(model / "checkpoint") or ""
+        weights = weights_sha256(model / "checkpoint" / "manifest.json") or ""
         with connected(description.tracking_uri) as client:
             experiment = experiment_id(client, description.experiment)
             known = of_weights(client, experiment, weights, description.max_new_tokens)

@@ -2,8 +2,9 @@
 
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import mlflow
 import pyarrow as pa
@@ -14,7 +15,6 @@ from mlflow.exceptions import MlflowException
 from mlflow.store.artifact.artifact_repo import ArtifactRepository
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 from mlflow.tracking import MlflowClient
-from pydantic import BaseModel, ConfigDict
 
 from m3diff.records.errors import DataError, readable
 from m3diff.registry import tracking
@@ -195,26 +195,9 @@ def in_words(count: float) -> str:
 # `m3diff models`
 
 
-class Listed(BaseModel):
-    """A version. `scores` as the scorers give them; one that its run has not is left out."""
-
-    model_config = ConfigDict(frozen=True)
-
-    version: int
-    aliases: list[str]
-    registered: str  # UTC
-    scores: dict[str, float]
-    weights_bytes: int  # as MLflow keeps them
-    hours: dict[str, float]  # of training, by device
-    commit: str | None
-    dirty: bool  # whether parameters or code differed from the commit
-    run: str | None  # MLflow's name of the training's run
-    flow_run: str | None
-    checkpoint: str | None  # DVC's hash
-
-
-def models(cfg: Register, protocol: str, scores: Sequence[str]) -> list[Listed]:
-    """Every version, newest first.
+def models(cfg: Register, protocol: str, scores: Sequence[str]) -> list[dict[str, Any]]:
+    """Every version, newest first: number, aliases, time (UTC), scores as the scorers give them but for those that its
+    run has not, bytes of weights as MLflow keeps them, hours of training by device, and its origin.
 
     Args:
         protocol: "<dataset>/<protocol>" that the scores are of.
@@ -224,7 +207,12 @@ def models(cfg: Register, protocol: str, scores: Sequence[str]) -> list[Listed]:
     """
     with tracking.connected(cfg.tracking_uri) as client:
         aliases = aliases_of(client, cfg.model_name)
-        return [_listed(client, one, aliases, protocol, scores) for one in versions_of(client, cfg.model_name)]
+        found = versions_of(client, cfg.model_name)
+        return [
+            {"version": int(one.version), "aliases": aliases.get(int(one.version), [])}
+            | _facts(client, one, protocol, scores)
+            for one in found
+        ]
 
 
 def aliases_of(client: MlflowClient, name: str) -> dict[int, list[str]]:
@@ -236,47 +224,36 @@ def aliases_of(client: MlflowClient, name: str) -> dict[int, list[str]]:
     return found
 
 
-def _listed(
-    client: MlflowClient,
-    version: ModelVersion,
-    aliases: Mapping[int, list[str]],
-    protocol: str,
-    scores: Sequence[str],
-) -> Listed:
+def _facts(client: MlflowClient, version: ModelVersion, protocol: str, scores: Sequence[str]) -> dict[str, Any]:
     tags = version.tags
     try:
         run = client.get_run(version.run_id) if version.run_id else None
     except MlflowException:  # a person removed it
         run = None
     found = run.data.metrics if run else {}
-    return Listed(
-        version=int(version.version),
-        aliases=aliases.get(int(version.version), []),
-        registered=time.strftime("%Y-%m-%d %H:%M", time.gmtime(version.creation_timestamp / 1000)),
-        scores={name: found[key] for name in scores if (key := f"{protocol}/{name}") in found},
-        weights_bytes=stored_bytes(client, version),
-        hours={tag.removeprefix("hours."): float(value) for tag, value in tags.items() if tag.startswith("hours.")},
-        commit=tags.get("git.commit"),
-        dirty=tags.get("git.dirty") == "true",
-        run=run.info.run_name if run else None,
-        flow_run=tags.get(FLOW_RUN),
-        checkpoint=tags.get("dvc.checkpoint"),
-    )
+    return {
+        "registered": time.strftime("%Y-%m-%d %H:%M", time.gmtime(version.creation_timestamp / 1000)),
+        "scores": {name: found[key] for name in scores if (key := f"{protocol}/{name}") in found},
+        "weights_bytes": stored_bytes(client, version),
+        "hours": {tag.removeprefix("hours."): float(hours) for tag, hours in tags.items() if tag.startswith("hours.")},
+        "commit": tags.get("git.commit"),
+        "dirty": tags.get("git.dirty") == "true",  # parameters or code differed from the commit
+        "run": run.info.run_name if run else None,
+        "flow_run": tags.get(FLOW_RUN),
+        "checkpoint": tags.get("dvc.checkpoint"),
+    }
 
 
-def table(found: Iterable[Listed], protocol: str, scores: Sequence[str]) -> str:
+def table(found: Sequence[Mapping[str, Any]], protocol: str, scores: Sequence[str]) -> str:
     """A line for each version; scores of the protocol, times 100."""
-
-    def cells(one: Listed) -> Iterator[str]:
-        yield from (str(one.version), ", ".join(one.aliases) or NONE, one.registered)
-        for name in scores:
-            yield NONE if (value := one.scores.get(name)) is None else f"{100 * value:.1f}"
-        yield in_words(one.weights_bytes)
-        yield f"{one.commit[:8]}{'+' if one.dirty else ''}" if one.commit else NONE
-        yield one.run or NONE
-
-    rows = [tuple(cells(one)) for one in found]
-    if not rows:
+    if not found:
         return "no version is registered; `m3diff register` does, after `dvc repro`"
-    lines = aligned([("version", "aliases", "registered", *scores, "weights", "commit", "run"), *rows])
-    return "\n".join([*lines, f"\nscores on {protocol}, times 100; the chain behind a version: m3diff lineage VERSION"])
+    rows = [("version", "aliases", "registered", *scores, "weights", "commit", "run")]
+    for one in found:
+        values = [one["scores"].get(name) for name in scores]
+        shown = [NONE if value is None else f"{100 * value:.1f}" for value in values]
+        commit = f"{one['commit'][:8]}{'+' if one['dirty'] else ''}" if one["commit"] else NONE
+        head = (str(one["version"]), ", ".join(one["aliases"]) or NONE, one["registered"])
+        rows.append((*head, *shown, in_words(one["weights_bytes"]), commit, one["run"] or NONE))
+    footer = f"\nscores on {protocol}, times 100; the chain behind a version: m3diff lineage VERSION"
+    return "\n".join([*aligned(rows), footer])

@@ -117,7 +117,7 @@ PLAIN = {
     "components/stages/register/stage.py copy_code": "in a temporary folder",
     "components/stages/register/stage.py log_model": "in a temporary folder",
     "components/stages/train/stage.py _only_trainer": "a lock",
-    "components/registry/tracking.py _make_client": "a lock",
+    "components/registry/tracking.py connected": "a lock",
     "components/stages/train/state.py write_state": "see RENAMED",
     "components/stages/validate/suite.py _write": "DVC",
     "components/stages/validate/stage.py _split_and_write": "DVC",

@@ -157,7 +157,7 @@ def test_a_version_that_keeps_adapters_alone_is_compared_with_those_of_the_check
     place.parent.mkdir(parents=True, exist_ok=True)
     place.write_text(json.dumps(entries))
     named = dvc_hash(checkpoint / "adapters") if tag == "right" else "0" * 32
-    tags = {"dvc.adapters": named, "weights.sha256": weights_sha256(checkpoint), "base.sha256": "b"}
+    tags = {"dvc.adapters": named, "weights.sha256": weights_sha256(checkpoint / "manifest.json"), "base.sha256": "b"}
     version = SimpleNamespace(name="m3diff", version="1", tags=tags)
     monkeypatch.setattr(chain_of, "download_checkpoint", lambda version, into: checkpoint / "adapters")
     found = {check.what: check.outcome for check in of_stored(version, cache, whole)}

@@ -76,7 +76,7 @@ def test_a_promotion_that_was_cut_off_before_the_alias_moved_is_finished_by_the_
     registry.decide()
     registry.add(scores(2.0))
     with monkeypatch.context() as cut:
-        cut.setattr(promote, "put_alias", lambda *_: (_ for _ in ()).throw(ConnectionError("gone")))
+        cut.setattr(promote.versions, "put_alias", lambda *_: (_ for _ in ()).throw(ConnectionError("gone")))
         with pytest.raises(ConnectionError):
             registry.decide()
     assert registry.decide().outcome == "promoted"

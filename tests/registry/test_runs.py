@@ -90,7 +90,7 @@ def test_curves_are_in_the_run_after_a_checkpoint_and_the_rest_when_it_ends(proj
     assert one().info.status == "FINISHED"
     assert points(one(), "train/loss") == [(1, 2.5), (2, 1.5), (3, 1.25)]
     assert points(one(), "train/val_loss") == [(2, 1.75)]
-    assert one().data.tags["weights.sha256"] == weights_sha256(project / "model" / "checkpoint")
+    assert one().data.tags["weights.sha256"] == weights_sha256(project / "model" / "checkpoint" / "manifest.json")
 
 
 def test_a_run_is_named_by_the_experiment_else_by_model_and_time(project: Path, monkeypatch) -> None:

@@ -31,7 +31,7 @@ class PyfuncCaptioner(PythonModel):
             self.captioner = load_captioner(checkpoint, cfg["max_new_tokens"])
 
     def predict(self, context: PythonModelContext, model_input: pd.DataFrame, params: dict | None = None) -> list[str]:
-        """One caption for each row.
+        """Caption each row.
 
         Columns `before` and `after` hold an image's path or its bytes in base64; `question`, where given, is what the
         model is asked instead of its usual question. Rows of one question share batches, as in the predict stage.

@@ -27,19 +27,19 @@ from pydantic import BaseModel, ConfigDict
 from m3diff.provenance.dvc import Lock
 from m3diff.provenance.git import alone
 from m3diff.records.errors import DataError
-from m3diff.registry import tracking
-from m3diff.registry.lineage import MODEL_CODE, VERSION, Lineage, captioned_records, kept_alone, read_lineage
-from m3diff.registry.tracking import taken_up
-from m3diff.registry.versions import (
-    CHALLENGER,
-    SCORES,
-    delete_model,
-    has_artifact,
-    model_of,
-    put_alias,
-    run_of,
-    versions_of,
+from m3diff.registry import tracking, versions
+from m3diff.registry.lineage import (
+    FLOW_RUN,
+    MODEL_CODE,
+    RAW,
+    VERSION,
+    Lineage,
+    captioned_records,
+    kept_alone,
+    read_lineage,
 )
+from m3diff.registry.tracking import taken_up
+from m3diff.registry.versions import CHALLENGER, SCORES, delete_model, has_artifact, put_alias, run_of
 from m3diff.settings.tree import Params, Paths
 from m3diff.stages.register.params import Register
 
@@ -58,7 +58,7 @@ SIGNATURE = ModelSignature(
 
 
 class Registration(BaseModel):
-    """What register did; `unchanged` where the store held this checkpoint with these scores already."""
+    """The outcome of register; `unchanged` where the store held this checkpoint with these scores already."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -116,8 +116,8 @@ def find_or_create(client: MlflowClient, params: Params, lineage: Lineage, lock:
 def find_version(client: MlflowClient, name: str, lineage: Lineage) -> ModelVersion | None:
     """The version that holds this checkpoint and the code that runs it; the first where there are several. One whose
     run MLflow has lost does not count: nothing can be logged to it."""
-    versions = versions_of(client, name, f" and {same_as(lineage)}")
-    return next((version for version in versions[::-1] if tracking.lifecycle(client, version.run_id)), None)
+    found = versions.versions_of(client, name, f" and {same_as(lineage)}")
+    return next((version for version in found[::-1] if tracking.lifecycle(client, version.run_id)), None)
 
 
 def same_as(lineage: Lineage) -> str:
@@ -141,7 +141,7 @@ def create_version(client: MlflowClient, params: Params, lineage: Lineage, lock:
     if first.version != made.version:
         client.delete_model_version(made.name, made.version)
         if made.source != first.source:
-            delete_model(client, model_of(client, made))
+            delete_model(client, versions.model_of(client, made))
         if made.run_id is not None and made.run_id != first.run_id:
             client.delete_run(made.run_id)
     return first
@@ -218,7 +218,8 @@ def update_results(client: MlflowClient, paths: Paths, version: ModelVersion, li
             f"it is restored: {tracking.restore('runs', run_of(version))}, then `m3diff register` (nothing was lost)"
         )
     log_results(client, run_of(version), paths)
-    for tag in lineage.outdated(version.tags):
+    of_results = [tag for tag in version.tags if tag.startswith(RAW) or tag == FLOW_RUN]
+    for tag in [tag for tag in of_results if tag not in lineage.tags()]:  # which an earlier evaluation left
         client.delete_tag(run_of(version), tag)
         client.delete_model_version_tag(version.name, version.version, tag)
     for tag, value in lineage.tags().items():

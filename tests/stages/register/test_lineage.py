@@ -103,12 +103,6 @@ def test_a_dataset_that_was_never_ingested_has_no_lineage(trained):
         read_lineage(load_params(), Lock())
 
 
-def test_tags_of_a_dataset_that_left_and_of_another_flow_run_are_outdated(trained):
-    lineage = read_lineage(load_params(), Lock())
-    others = ["dvc.raw.gone", "prefect.flow_run", "hours.cpu", "dvc.raw.minichange", "mine"]
-    assert lineage.outdated(others) == ["dvc.raw.gone", "prefect.flow_run"]
-
-
 def test_checkpoint_code_and_length_limit_make_two_registrations_one_version(trained):
     lineage = read_lineage(load_params(), Lock())
     assert set(lineage.identity()) == {"dvc.checkpoint", "dvc.code", "predict.max_new_tokens"}

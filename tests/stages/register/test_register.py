@@ -246,6 +246,7 @@ def test_a_new_evaluation_changes_the_tags_of_run_and_version_and_the_report(ope
     with monkeypatch.context() as flow:
         flow.setenv("M3DIFF_FLOW_RUN", "the first")
         opened.register()
+    opened.client.set_model_version_tag("m3diff", "1", "dvc.raw.gone", "a dataset that left")
     change(opened.root, "evaluate", gallery=76)
     toy.run(opened.root, "dvc", "repro", "-q")
     assert opened.register().outcome == "updated"
