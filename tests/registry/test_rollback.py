@@ -99,12 +99,6 @@ def test_a_rollback_to_nothing_is_refused_and_not_recorded(three, to, words):
     assert len(three.record()) == 3
 
 
-def test_without_a_champion_there_is_nothing_to_roll_back(registry):
-    registry.add(scores(1.0))
-    with pytest.raises(DataError, match="there is nothing to roll back"):
-        registry.rollback()
-
-
 def test_previous_skips_a_version_that_was_deleted(three):
     three.add(scores(4.0))
     three.decide()
@@ -120,9 +114,11 @@ def test_previous_set_by_hand_to_a_bad_version_is_not_followed(three):
         three.rollback()
 
 
-def test_a_champion_from_before_the_record_is_rolled_back_too(registry):
+def test_a_champion_from_before_the_record_is_rolled_back_too_and_none_is_where_there_is_none(registry):
     for score in (1.0, 2.0):
         registry.add(scores(score))
+    with pytest.raises(DataError, match="there is nothing to roll back"):
+        registry.rollback()
     registry.point("champion", 2)
     registry.point("previous", 1)
     registry.rollback()

@@ -95,14 +95,16 @@ def test_long_curves_go_in_batches_that_mlflow_takes(client, tmp_path):
     assert [metric.step for metric in client.logged("metrics")] == list(range(1, 2502))
 
 
-@pytest.mark.parametrize("folder", ["standalone/tmpabc", "tmpabc"])
-def test_an_experiment_that_dvc_runs_in_a_copy_shares_the_project_s_store(folder, tmp_path, monkeypatch):
-    copy = tmp_path / ".dvc" / "tmp" / "exps" / folder
-    copy.mkdir(parents=True)
+@pytest.mark.parametrize("folder", [".", ".dvc/tmp/exps/standalone/tmpabc", ".dvc/tmp/exps/tmpabc"])
+def test_a_sqlite_store_is_the_project_s_also_where_dvc_runs_an_experiment_in_a_copy(folder, tmp_path, monkeypatch):
+    copy = tmp_path / folder
+    copy.mkdir(parents=True, exist_ok=True)
     monkeypatch.chdir(copy)
     assert tracking.resolve("sqlite:///services/mlflow/mlflow.db") == f"sqlite:///{tmp_path}/services/mlflow/mlflow.db"
     assert tracking.resolve("sqlite:////elsewhere/mlflow.db") == "sqlite:////elsewhere/mlflow.db"
-    assert not (copy / "services").exists()
+    assert (tmp_path / "services" / "mlflow").is_dir()
+    assert (copy / "services").exists() == (folder == ".")
+    assert tracking.resolve("http://host:5000") == "http://host:5000"
 
 
 def test_scores_are_metrics_and_what_is_no_number_is_left_out(client, tmp_path):
@@ -135,12 +137,6 @@ def test_a_name_that_mlflow_refuses_is_logged_under_one_that_it_takes(client, tm
     _validate_metric_name(logged.key)
 
 
-def test_many_scores_go_in_batches_that_mlflow_takes(client, tmp_path):
-    (tmp_path / "metrics.json").write_text(json.dumps({str(number): number for number in range(1500)}))
-    tracking.log_scores(client, "run", tmp_path / "metrics.json", 0)
-    assert [len(request["metrics"]) for request in client.requests] == [1000, 500]
-
-
 def test_the_training_data_is_named_by_dvcs_hash(client):
     tracking.log_dataset(client, "run", "mixture", Path("data/train"), "abc.dir")
     (found,) = client.logged("datasets")
@@ -162,13 +158,9 @@ class Experiments:
         return "new"
 
 
-def test_an_experiment_that_is_there_is_used():
-    experiments = Experiments("7")
-    assert tracking.experiment_id(experiments, "m3diff") == "7"
-    assert experiments.created == []
-
-
-def test_beside_a_sqlite_store_a_new_experiment_has_its_artifacts_and_a_server_chooses_the_place(tmp_path):
+def test_a_new_experiment_has_its_artifacts_beside_a_sqlite_store_or_where_a_server_says_and_a_known_one_is_used(
+    tmp_path,
+):
     mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
     experiments = Experiments(None)
     assert tracking.experiment_id(experiments, "m3diff") == "new"
@@ -177,13 +169,8 @@ def test_beside_a_sqlite_store_a_new_experiment_has_its_artifacts_and_a_server_c
     served = Experiments(None)
     assert tracking.experiment_id(served, "m3diff") == "new"
     assert served.created == [("m3diff", {})]
-
-
-def test_a_sqlite_store_is_made_absolute_and_its_folder_is_made(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert tracking.resolve("sqlite:///services/mlflow/mlflow.db") == f"sqlite:///{tmp_path}/services/mlflow/mlflow.db"
-    assert (tmp_path / "services" / "mlflow").is_dir()
-    assert tracking.resolve("http://host:5000") == "http://host:5000"
+    known = Experiments("7")
+    assert (tracking.experiment_id(known, "m3diff"), known.created) == ("7", [])
 
 
 def test_where_only_mlflows_client_is_installed_a_sqlite_store_is_refused_in_words(tmp_path, monkeypatch):
@@ -230,10 +217,6 @@ def test_an_error_inside_is_the_servers_absence_where_it_went_away_and_itself_wh
     assert checks == ["http://127.0.0.1:1"] * 2
     with pytest.raises(KeyError), connected(f"sqlite:///{tmp_path}/mlflow.db"):
         raise KeyError("a bug")
-
-
-def test_a_store_that_is_no_server_is_not_asked_for_its_health():
-    tracking.check_alive("sqlite:///nowhere/mlflow.db")
 
 
 MAKES_TABLES = """

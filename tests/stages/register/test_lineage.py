@@ -103,19 +103,6 @@ def test_a_dataset_that_was_never_ingested_has_no_lineage(trained):
         read_lineage(load_params(), Lock())
 
 
-def test_checkpoint_code_and_length_limit_make_two_registrations_one_version(trained):
-    lineage = read_lineage(load_params(), Lock())
-    assert set(lineage.identity()) == {"dvc.checkpoint", "dvc.code", "predict.max_new_tokens"}
-    assert set(lineage.results()) == {
-        "dvc.data",
-        "dvc.val_data",
-        "dvc.metrics",
-        "dvc.lock.sha256",
-        "test_set.sha256",
-        *(f"dvc.raw.{name}" for name in RAW),
-    }
-
-
 @pytest.mark.parametrize(
     ("path", "dirty"),
     [
