@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -47,7 +48,8 @@ def disk(params: Params) -> Iterator[str]:
     base = size_of(params.train.base)
     needs = {params.compute.scratch: LEAST_FREE + 4 * base, params.paths.model: LEAST_FREE + base}
     for place, needed in needs.items():
-        free = shutil.disk_usage(existing(place)).free
+        there = next(folder for folder in (place.resolve(), *place.resolve().parents) if folder.exists())
+        free = shutil.disk_usage(there).free
         if free < needed:
             yield f"{place}: {free / GIB:.1f} GiB free, {needed / GIB:.1f} needed; make room or set compute.scratch"
 
@@ -70,7 +72,10 @@ def gpus(params: Params) -> Iterator[str]:
     """A GPU for each worker, by the driver's own list."""
     if not params.compute.gpu or os.environ.get("RAY_ADDRESS"):
         return
-    asked, found = max(params.compute.workers, 1), count_gpus()
+    asked, found = max(params.compute.workers, 1), 0
+    with suppress(OSError, subprocess.TimeoutExpired):  # no driver, or one that does not answer
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=NVIDIA_TIMEOUT_S)
+        found = sum(line.startswith("GPU ") for line in done.stdout.splitlines()) if done.returncode == 0 else 0
     if found < asked:
         yield f"compute.gpu: {asked} GPU(s) asked for, {found} found by nvidia-smi -L; lower compute.workers"
 
@@ -82,15 +87,6 @@ def cluster(params: Params) -> Iterator[str]:
             require_head(0)
     except NoRoomError as error:
         yield str(error)
-
-
-def count_gpus() -> int:
-    """GPUs that the driver lists; 0 without a driver, or one that does not answer."""
-    try:
-        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=NVIDIA_TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return sum(line.startswith("GPU ") for line in done.stdout.splitlines()) if done.returncode == 0 else 0
 
 
 def java(params: Params) -> Iterator[str]:
@@ -130,11 +126,3 @@ def server(params: Params) -> Iterator[str]:
 def size_of(folder: Path) -> int:
     """Bytes of all files below a folder; 0 where there is none."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-
-
-def existing(place: Path) -> Path:
-    """The nearest folder above that is there already."""
-    place = place.resolve()
-    while not place.exists():
-        place = place.parent
-    return place

@@ -49,7 +49,7 @@ class Identity(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     run: str | None  # MLflow's id of the run that it was made by
-    content: str | None  # see `lineage.content_of`; None: register did not make it
+    content: str | None  # see `promote.identity_of`; None: register did not make it
 
     def is_of(self, other: "Identity") -> bool:
         """True where both are the same model, be it registered twice."""

@@ -89,13 +89,6 @@ def code_path(tags: Mapping[str, str]) -> Path:
     return MODEL_CODE if tags.get(CODE, "").endswith(".dir") else PREDICT_CODE
 
 
-def content_of(tags: Mapping[str, str]) -> str | None:
-    """A version's content, from its tags, in one word: the same for the same checkpoint, code and length limit in any
-    registry. None where register did not make it."""
-    parts = [tags.get(tag) for tag in (VERSION, CODE, TOKENS)]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest() if parts[0] else None
-
-
 def read_lineage(params: Params, lock: Lock) -> Lineage:
     """Collect the lineage of the checkpoint in the working tree.
 

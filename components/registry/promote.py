@@ -7,6 +7,7 @@ judged again, against the champion of then.
 """
 
 import calendar
+import hashlib
 import json
 import time
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from m3diff.registry import decisions as record
 from m3diff.registry import tracking, versions
 from m3diff.registry.decisions import Decision, Entry, Identity
 from m3diff.registry.gate import Verdict, can_be_judged, judge, judge_first, refused
-from m3diff.registry.lineage import content_of
+from m3diff.registry.lineage import CODE, TOKENS, VERSION
 from m3diff.registry.versions import CHALLENGER, CHAMPION, PREVIOUS, SCORES, alias_of, exists, find_version
 from m3diff.settings.tree import Params
 
@@ -346,7 +347,11 @@ def identified(client: MlflowClient, entry: Entry) -> Entry:
 
 
 def identity_of(version: ModelVersion) -> Identity:
-    return Identity(run=version.run_id or None, content=content_of(version.tags))
+    """The version's run, and its content in one word: the same for the same checkpoint, code and length limit in any
+    registry; None where register did not make it."""
+    parts = [version.tags.get(tag) for tag in (VERSION, CODE, TOKENS)]
+    content = hashlib.sha256(json.dumps(parts).encode()).hexdigest() if parts[0] else None
+    return Identity(run=version.run_id or None, content=content)
 
 
 def made_at(client: MlflowClient, model: str) -> int | None:
