@@ -223,8 +223,9 @@ def test_run_and_version_have_all_tags_of_the_lineage_and_a_readable_name(opened
 def test_a_new_evaluation_changes_the_tags_of_run_and_version_and_the_report(opened, monkeypatch):
     with monkeypatch.context() as flow:
         flow.setenv("M3DIFF_FLOW_RUN", "the first")
-        opened.register()
+        run = opened.register().run_id
     opened.client.set_model_version_tag("m3diff", "1", "dvc.raw.gone", "a dataset that left")
+    opened.client.set_tag(run, "dvc.raw.gone", "a dataset that left")
     change(opened.root, "evaluate", gallery=76)
     toy.run(opened.root, "dvc", "repro", "-q")
     assert opened.register().outcome == "updated"
@@ -373,7 +374,7 @@ def test_who_loses_the_race_for_a_version_takes_back_its_version_model_and_run(o
     monkeypatch.setattr(mlflow, "register_model", overtaken)
     done = opened.register()
     assert (done.version, done.run_id, opened.challenger()) == (1, theirs[0].run_id, 1)
-    assert [version.version for version in opened.client.search_model_versions("name = 'm3diff'")] == ["1"]
+    assert [int(version.version) for version in opened.client.search_model_versions("name = 'm3diff'")] == [1]
     assert [run.info.run_id for run in opened.runs()] == [theirs[0].run_id]
     experiment = tracking.experiment_id(opened.client, "m3diff")
     assert [model.model_uri for model in opened.client.search_logged_models([experiment])] == [theirs[0].source]
