@@ -84,7 +84,10 @@ def wrong_reader(where: str, reader: str, options: Mapping[str, Any]) -> Iterato
         try:
             TypeAdapter(arguments[name].annotation).validate_python(value)
         except ValidationError as error:
-            yield f"{where}.options.{name}: {error.errors()[0]['msg']} (found {shown(value)})"
+            for fault in error.errors():
+                at = ".".join(str(part) for part in (name, *fault["loc"]) if "[" not in str(part))
+                words = fault["msg"].removeprefix("Value error, ")
+                yield f"{where}.options.{at}: {words} (found {shown(fault['input'])})"
     for name, argument in arguments.items():
         if argument.default is inspect.Parameter.empty and name not in options:
             yield f"{where}.options.{name}: missing; the reader {reader!r} needs it"

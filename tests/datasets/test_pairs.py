@@ -247,9 +247,13 @@ def test_options_of_the_wrong_kind_are_refused_before_anything_runs(tmp_path):
     with pytest.raises(ParamsError) as error:
         load_params(tmp_path / "p.yaml")
     found = [line.removeprefix("  ingest.datasets.own.options.") for line in str(error.value).split("\n")[1:]]
-    assert [line.split(":")[0].split(".")[0] for line in sorted(found)] == ["columns", "manifest", "rows", "splits"]
-    for value in ("{x", "dev", "3", "valid"):
-        assert any(value in line for line in found), found
+    assert {line.partition(":")[0]: line.rpartition("found ")[2] for line in found} == {
+        "columns.after": "'{x')",
+        "columns.befor": "'befor')",
+        "manifest.dev": "'dev')",
+        "rows": "3)",
+        "splits.dev": "'valid')",
+    }
 
 
 def test_a_pair_without_a_change_is_marked_by_its_type_or_by_a_column_of_ones_own(tmp_path):
