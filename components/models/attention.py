@@ -126,11 +126,6 @@ def attend(
         return flex(query, key, value, attention_mask, scaling).transpose(1, 2).contiguous(), None
     if layout is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    return attend_layout(query, key, value, layout, scaling), None
-
-
-def attend_layout(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scaling: float | None) -> Tensor:
-    """The same by SDPA over the layout's rectangles."""
     tokens, heads = query.shape[2], query.shape[1]
     query, key, value = (
         ToRows.apply(tensor.transpose(1, 2).reshape(tokens, -1), layout.rows, layout.places).unflatten(
@@ -138,7 +133,7 @@ def attend_layout(query: Tensor, key: Tensor, value: Tensor, layout: Layout, sca
         )
         for tensor in (query, key, value)
     )
-    return attend_rows(query, key, value, layout, tokens, scaling).unflatten(-1, (heads, -1))[None]
+    return attend_rows(query, key, value, layout, tokens, scaling).unflatten(-1, (heads, -1))[None], None
 
 
 def attend_rows(

@@ -307,7 +307,8 @@ class Blip2IDCForConditionalGeneration(Blip2ForConditionalGeneration):
         if isinstance(logits_to_keep, int):
             return self.language_model(**asked, logits_to_keep=logits_to_keep, **kwargs)
         places = logits_to_keep.flatten().nonzero().flatten().to(pixel_values.device, non_blocking=True)
-        trimmed = self.training and trims(decoder_of(self))
+        llm = self.language_model.model
+        trimmed = self.training and trims(getattr(llm, "decoder", llm))  # OPT's layers lie a level deeper
         output = self.language_model(**asked, **{"kept" if trimmed else "logits_to_keep": places}, **kwargs)
         output.logits = output.logits.flatten(0, 1)
         return output
@@ -387,9 +388,3 @@ def patch_attention(attention: Any, queries: Tensor, patches: Tensor) -> Tensor:
 
     scores = heads(attention.query(queries)) @ heads(attention.key(patches)).transpose(-1, -2)
     return (scores.float() * attention.scaling).softmax(dim=-1).mean(dim=(1, 2))
-
-
-def decoder_of(model: Any) -> Any:
-    """The LLM without its head, which has the `layers`; OPT's stand a level deeper."""
-    llm = model.language_model.model
-    return llm.decoder if hasattr(llm, "decoder") else llm

@@ -65,7 +65,7 @@ class FusedLora(LoraLinear):
             return super().forward(x, *args, **kwargs)
         (adapter,) = self.active_adapters
         base: Any = self.base_layer
-        a, b = _weight(self.lora_A[adapter]), _weight(self.lora_B[adapter])
+        a, b = self.lora_A[adapter].weight, self.lora_B[adapter].weight
         result = AdaptedLinear.apply(x.flatten(0, -2), base.weight, base.bias, a, b, self.scaling[adapter])
         return result.unflatten(0, x.shape[:-1])
 
@@ -76,17 +76,13 @@ def folded(linears: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
     return torch.cat(weights), None if biases[0] is None else torch.cat(biases)
 
 
-def _weight(linear: Any) -> Tensor:
-    return linear.weight
-
-
 def _folded(linear: Any) -> tuple[Tensor, Tensor | None]:
     if not isinstance(linear, LoraLinear):
         return linear.weight, linear.bias
     (adapter,) = linear.active_adapters
     base: Any = linear.base_layer
-    lora_a, lora_b = linear.lora_A[adapter], linear.lora_B[adapter]
-    return torch.addmm(base.weight, _weight(lora_b), _weight(lora_a), alpha=linear.scaling[adapter]), base.bias
+    a, b = linear.lora_A[adapter].weight, linear.lora_B[adapter].weight
+    return torch.addmm(base.weight, b, a, alpha=linear.scaling[adapter]), base.bias
 
 
 class FusedRMSNorm(Qwen2RMSNorm):

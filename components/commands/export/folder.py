@@ -70,12 +70,11 @@ def export_hub(run: Run, out: Path, allow_unlicensed: bool = False) -> list[str]
             f"{checkpoint}: of the family {manifest['family']!r}; a folder to share is written of {', '.join(SHARED)}; "
             "`m3diff export FOLDER` copies the checkpoint of any"
         )
-    trace: Trace | None = None
-    untraced = ""
+    trace: Trace | None
     try:
-        trace = run.trace()
+        trace, untraced = run.trace(), ""
     except DataError as error:
-        untraced = str(error)
+        trace, untraced = None, str(error)
     example = find_example(run, datasets)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
