@@ -331,7 +331,9 @@ def faults_of(path: Path) -> list[str]:
     return [line.strip() for line in lines]
 
 
-@pytest.mark.parametrize(("place", "value", "fault"), VALUES, ids=lambda value: str(value)[:24])
+@pytest.mark.parametrize(
+    ("place", "value", "fault"), VALUES, ids=lambda value: "removed" if value is REMOVED else str(value)[:24]
+)
 def test_a_wrong_value_is_named_with_its_place_its_rule_and_the_value(place, value, fault, write):
     changes = {place: value} | ({"synthesize": {}} if place == "ingest.datasets" else {})
     made = {"ingest.datasets.made": INGESTED} if place == "augment.made" else {}
