@@ -36,7 +36,7 @@ def run(
     and inherits no lock of `alone`."""
     config = [word for setting in CONFIG for word in ("-c", setting)]
     command = ["git", *(("-C", str(cwd)) if cwd else ()), *config, *arguments]
-    environment = os.environ | IDENTITY | {"GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"} | (env or {})
+    environment = {**os.environ, **IDENTITY, "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C", **(env or {})}
     try:
         return subprocess.run(
             command, input=stdin, capture_output=True, env=environment, timeout=seconds, close_fds=seconds is not None

@@ -306,7 +306,8 @@ def _explained(kind: type[Strict], where: str | None, fault: Any) -> RequestRefu
         return refusal
     if fault["type"] == "extra_forbidden":  # messages.0.content.1.image_url.image_url.detail has seven parts
         part = TextPart if "text" in fault["loc"] else ImagePart
-        known = ", ".join({1: kind, 3: Message, 6: part, 7: ImageAddress}[len(fault["loc"])].model_fields)
+        depths: dict[int, type[Strict]] = {1: kind, 3: Message, 6: part, 7: ImageAddress}
+        known = ", ".join(depths[len(fault["loc"])].model_fields)
         return unprocessable("unknown_field", "an unknown field", f"known here: {known}", "leave it out", where)
     if fault["type"] == "missing":
         return unprocessable("missing_field", "not there", "this field is needed", "add it", where)
