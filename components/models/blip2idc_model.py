@@ -121,7 +121,8 @@ def augmented(augment: Any, pair: np.ndarray, rng: np.random.Generator) -> np.nd
     difference is made between them. Which pairs, and how much, follows from the random numbers.
     """
     is_blurred, is_compressed = rng.random(2) < (augment.blur, augment.jpeg)
-    sigma, quality = rng.uniform(*augment.sigma), int(rng.integers(*augment.quality, endpoint=True))
+    worst, best = augment.quality
+    sigma, quality = rng.uniform(*augment.sigma), int(rng.integers(worst, best, endpoint=True))
     picture = pair.reshape(-1, *pair.shape[2:])
     if is_blurred:
         picture = blurred(picture, sigma)
@@ -375,7 +376,8 @@ class Blip2IDCForConditionalGeneration(Blip2ForConditionalGeneration):
                 hook.remove()
 
     def mean_map(self, recorded: list[Tensor]) -> Tensor:
-        side = self.config.vision_config.image_size // self.config.vision_config.patch_size
+        vision: Any = self.config.vision_config
+        side = vision.image_size // vision.patch_size
         patches = torch.stack(recorded).mean(dim=0)[:, 1:].unflatten(1, (2, side // 2, side))
         return patches.sum(dim=1) / patches.sum(dim=(1, 2, 3))[:, None, None]
 

@@ -76,9 +76,10 @@ def folded(linears: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
     return torch.cat(weights), None if biases[0] is None else torch.cat(biases)
 
 
-def _folded(linear: Any) -> tuple[Tensor, Tensor | None]:
-    if not isinstance(linear, LoraLinear):
-        return linear.weight, linear.bias
+def _folded(layer: Any) -> tuple[Tensor, Tensor | None]:
+    if not isinstance(layer, LoraLinear):
+        return layer.weight, layer.bias
+    linear: Any = layer
     (adapter,) = linear.active_adapters
     base: Any = linear.base_layer
     a, b = linear.lora_A[adapter].weight, linear.lora_B[adapter].weight

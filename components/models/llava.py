@@ -302,7 +302,8 @@ class LlavaOfPairsForGeneration(NewModuleInit, LlavaOnevisionForConditionalGener
 
         Raises ValueError where weights other than a new module's are missing or of another shape. Safetensors only.
         """
-        name, new, kind = str(pretrained_model_name_or_path), module is not None, cls.config_class
+        kind: Any = cls.config_class
+        name, new = str(pretrained_model_name_or_path), module is not None
         begins = config is None
         if config is None:
             found, _ = kind.get_config_dict(name)
@@ -311,7 +312,8 @@ class LlavaOfPairsForGeneration(NewModuleInit, LlavaOnevisionForConditionalGener
         wants_info = kwargs.pop("output_loading_info", False)
         kwargs |= {"config": config, "use_safetensors": True, "output_loading_info": True}
         with _quiet():
-            model, info = super().from_pretrained(name, *args, **kwargs)
+            loaded: Any = super().from_pretrained(name, *args, **kwargs)
+        model, info = loaded
         made = {key for key in info["missing_keys"] if new and key.startswith(f"model.{kind.MODULE}.")}
         if lost := sorted(map(str, {*info["missing_keys"], *info["mismatched_keys"]} - made)):
             raise ValueError(

@@ -136,8 +136,8 @@ def llava_base_faults(settings: Settings, base: Mapping[str, Any], field: str, k
         differs = [f"set {words[0]} instead of {words[1]}"]
     else:
         here = {name: list(value) if isinstance(value, tuple) else value for name, value in ours.items()}
-        names = [name for name in sorted(theirs.keys() | here.keys()) if theirs.get(name) != here.get(name)]
-        differs = [f"set {name} to {theirs.get(name)} instead of {here.get(name)}" for name in names]
+        changed = [name for name in sorted(theirs.keys() | here.keys()) if theirs.get(name) != here.get(name)]
+        differs = [f"set {name} to {theirs.get(name)} instead of {here.get(name)}" for name in changed]
     wrong = "module: the base was trained with another one, which it keeps; "
     return [wrong + ", ".join(differs)] if differs else []
 

@@ -240,9 +240,10 @@ class VisualDeltaModule(OwnStart):
                 f"{folder}: {len(bert.encoder.layer)} layers of (width, heads, mlp_ratio) {theirs}, but the module has "
                 f"{len(self.layers)} of {ours}; {remedy}"
             )
-        for layer, source in zip(self.layers, bert.encoder.layer, strict=False):
+        layers: Any = zip(self.layers, bert.encoder.layer, strict=False)
+        for layer, source in layers:
             own, its = layer.self_attention, source.attention
-            for mine, theirs in (
+            for mine, given in (
                 (own.q_proj, its.self.query),
                 (own.k_proj, its.self.key),
                 (own.v_proj, its.self.value),
@@ -252,7 +253,7 @@ class VisualDeltaModule(OwnStart):
                 (layer.mlp[2], source.output.dense),
                 (layer.norms[2], source.output.LayerNorm),
             ):
-                mine.load_state_dict(theirs.state_dict())
+                mine.load_state_dict(given.state_dict())
 
 
 class OneDiffModel(LlavaOfPairs):
@@ -284,6 +285,7 @@ class OneDiffModel(LlavaOfPairs):
 
     def delta_tokens(self, states: list[Tensor]) -> Tensor:
         """Equation (4), [B, T, W], from the hidden states of the vision encoder."""
+        assert self.vdm is not None, "a model without the module"
         read = [states[layer] for layer in self.vdm.cfg.vision_feature_layers]
         delta = self.vdm([f[0::2] for f in read], [f[1::2] for f in read])
         return self.multi_modal_projector(delta) if self.vdm.cfg.projection == "shared" else delta

@@ -290,7 +290,7 @@ def log_scores(client: MlflowClient, run_id: str, metrics: Path, timestamp_ms: i
 def _log(client: MlflowClient, run_id: str, kind: str, entries: list[Any]) -> None:
     size = BATCH[kind]
     for start in range(0, len(entries), size):
-        client.log_batch(run_id, **{kind: entries[start : start + size]})
+        client.log_batch(run_id, **{kind: entries[start : start + size]})  # type: ignore[arg-type]
 
 
 def log_dataset(client: MlflowClient, run_id: str, name: str, source: Path, digest: str) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import base64
 import time
 import uuid
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -131,6 +131,7 @@ class Server:
         """The request's pair and question, made of its body one request at a time."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         given: Any
+        read: Callable[[Any], Asked]
         if request.url.path == CHAT:
             read, given = read_chat, await body.read()
         elif kind == "multipart/form-data":

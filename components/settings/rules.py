@@ -149,7 +149,7 @@ def made_datasets(params: Params) -> Iterator[str]:
             yield f"{where}.editor.kind: drawn edits what the reader minichange reads alone; write instruct_pix2pix"
         root = Path(os.path.realpath(entry.root))
         for other, reading in params.augment.items():
-            parts = (getattr(reading, part, None) for part in ("editor", "features"))
+            parts: list[Any] = [getattr(reading, part, None) for part in ("editor", "features")]
             models = [("model", part.model) for part in parts if hasattr(part, "model")]
             for what, folder in [("source", reading.source.root), *models]:
                 there = Path(os.path.realpath(folder))
@@ -275,7 +275,7 @@ def read_paths(params: Params, stage: str) -> list[tuple[str, Path, str]]:
     """(key, path, remedy) for each path of `params.yaml` that a stage reads and no stage makes."""
     kind, _, name = stage.partition("@")
     if kind == "ingest":
-        makers = {"augment": params.augment, "synthesize": params.synthesize}
+        makers: dict[str, Mapping[str, Any]] = {"augment": params.augment, "synthesize": params.synthesize}
         made = [f"`m3diff {command} {name}`" for command, entries in makers.items() if name in entries]
         remedy = (*made, "fetch the dataset or correct the path")[0]
         return [(f"ingest.datasets.{name}.root", params.ingest.datasets[name].root, remedy)]

@@ -123,7 +123,7 @@ def _altered(thing: Thing, change_type: str, after: Thing, rng: np.random.Genera
 
 def _new_thing(scene: Scene, wanted: Thing, seen_by: View, rng: np.random.Generator) -> Thing | None:
     """An object of this name somewhere at its place; None where there is no room."""
-    looks = {"color": wanted.color, "size": wanted.size}
+    looks: dict[str, Any] = {"color": wanted.color, "size": wanted.size}
     if scene.level == "grid":
         taken = {thing.cell for thing in scene.things} | {mark.cell for mark in scene.marks}
         new = replace(sample_grid_thing(rng, wanted.cell, wanted.kind), **looks)

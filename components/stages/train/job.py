@@ -80,5 +80,5 @@ def of_alignment(cfg: Train, settings: Settings) -> tuple[Train, Settings]:
     align = settings.align
     assert align is not None, "a model without an alignment"
     own = {"epochs": align.epochs, "global_batch": align.global_batch, "export": "last"}
-    changes = {"rates": align.rates, "delays": type(settings.delays)(), "align": None}
+    changes: dict[str, Any] = {"rates": align.rates, "delays": type(settings.delays)(), "align": None}
     return cfg.model_copy(update=own), replace(settings, **changes)  # type: ignore[type-var]

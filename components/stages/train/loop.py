@@ -15,7 +15,7 @@ from m3diff.models import FAMILIES
 from m3diff.models.attention import KERNELS, attention_of
 from m3diff.models.checkpoint import CheckpointError, save_checkpoint, verify_manifest
 from m3diff.models.device import Device
-from m3diff.models.family import Family, PairProcessor, Settings
+from m3diff.models.family import Family, PairProcessor, Settings, Term
 from m3diff.models.tuning import parameter_counts, prepare, trainable_groups, unwrapped
 from m3diff.records.errors import DataError
 from m3diff.records.files import write_atomic
@@ -149,7 +149,10 @@ class Training:
         job, runtime, schedule = self.job, self.runtime, self.schedule
         micro_batches = accumulation(job.cfg, job.compute, runtime.ranks)
         config = unwrapped(self.engine.module).config
-        flops = partial(self.family.flops, config, settings=job.model)
+
+        def flops(tokens: float, supervised: float) -> list[Term]:
+            return [*self.family.flops(config, tokens, supervised, job.model)]
+
         flops_per_step, lines = describe(schedule, self.loader, micro_batches, flops, self.parameters)
         for line in lines:
             runtime.say(line)
@@ -324,7 +327,7 @@ class Training:
         """Write the engine's weights, which are whole here."""
         job, model = self.job, self.engine.module
         require_newest(job.run_dir, job.generation)
-        facts = {"family": job.model.family, "base": job.cfg.base, "base_sha256": job.base_sha256}
+        facts: dict[str, Any] = {"family": job.model.family, "base": job.cfg.base, "base_sha256": job.base_sha256}
         with full_disk_explained(folder, sum(parameter.nbytes for parameter in model.parameters())):
             save_checkpoint(model, self.processor, folder, **facts)
 

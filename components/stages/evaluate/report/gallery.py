@@ -162,8 +162,8 @@ def gallery(
     pairs = {pair.id: pair for of in reversed(protocols) for pair in runs[0].pairs[of].values()}
     ordered = [pairs[i] for i in dict.fromkeys(i for of in protocols for i in runs[0].pairs[of])]
     drawn = progress(zip(ordered, draw_images(ordered, rights, saliency), strict=True), "evaluate: images", unit="pair")
-    names: dict[str, list[str | None] | None] = {
-        pair.id: images and [None if content is None else store.add(content) for content in images]
+    names = {
+        pair.id: None if images is None else [None if content is None else store.add(content) for content in images]
         for pair, images in drawn
     }
     read = sum(not caption.unreadable for caption in runs[-1].parsed.values())
