@@ -1,6 +1,5 @@
 """An edit while a stage runs: it fails with what was edited, nothing is recorded, and the run cache stays clean."""
 
-import argparse
 import hashlib
 import subprocess
 import sys
@@ -168,9 +167,10 @@ def test_the_command_line_ends_with_the_code_of_wrong_parameters(
     monkeypatch.setenv("DVC_STAGE", "train")
     text = Path("params.yaml").read_text().replace("seed: 7407", "seed: 9999")
 
-    def edit(_: argparse.Namespace) -> None:
+    def edit(*_: object) -> None:
         Path("params.yaml").write_text(text)
 
-    monkeypatch.setitem(command_line.COMMANDS, "train", (edit, ""))
+    command = command_line.COMMANDS["train"]._replace(run=edit)
+    monkeypatch.setitem(command_line.COMMANDS, "train", command)
     assert main(["train"]) == USAGE
     assert "m3diff: train: edited while it ran: train.seed 7407 -> 9999." in capsys.readouterr().err

@@ -82,7 +82,6 @@ RENAMED = {
 """With a rename of their own, and where that is tested."""
 
 PLAIN = {
-    "components/registry/restore.py of_stored": "in a temporary folder",
     "components/stages/augment/stage.py own_folder": "a lock",
     "components/stages/augment/stage.py _fill": "see RENAMED",
     "components/stages/convert/stage.py _write_shards": "DVC",

@@ -71,7 +71,7 @@ def test_the_meaning_of_its_code_names_a_run(
     with (tmp_path / "components" / "stages" / "train" / "loop.py").open("a") as file:
         file.write("# a comment\n")
     assert key(recipe(base), mixture) == before, "a killed training goes on after such an edit"
-    with (tmp_path / "components" / "models" / "m3diff" / "mdp.py").open("a") as file:
+    with (tmp_path / "components" / "models" / "m3diff_model.py").open("a") as file:
         file.write("ADDED = 1\n")
     assert key(recipe(base), mixture) != before
 
