@@ -114,12 +114,12 @@ def connected(tracking_uri: str) -> Iterator[MlflowClient]:
     check_alive(uri)
     logging.getLogger("mlflow").setLevel(logging.WARNING)
     mlflow.set_tracking_uri(uri)
-    client = MlflowClient()
     if uri.startswith(SQLITE):
         with Path(f"{uri.removeprefix(SQLITE)}.lock").open("a") as held:
             fcntl.flock(held, fcntl.LOCK_EX)  # of two processes that make the tables of a new store one would fail
-            client.search_experiments(max_results=1)
+            MlflowClient().search_experiments(max_results=1)
             _anchor(Path(uri.removeprefix(SQLITE)))
+    client = MlflowClient()
     try:
         yield client
     except Exception:
