@@ -134,7 +134,7 @@ class Replica:
             prepared = await loop.run_in_executor(self.decoders, prepare, self.captioner, asked)
         except (ImageError, MemoryError) as error:
             return Fault(str(error).partition(";")[0])
-        if self.worker is None:
+        if self.worker is None or self.worker.done():
             self.worker = asyncio.create_task(self.work())
         answer: asyncio.Future[Any] = loop.create_future()
         self.waiting.put_nowait((prepared, answer))

@@ -9,6 +9,7 @@ import yaml
 
 from m3diff.provenance.git import who
 from m3diff.records.errors import DataError
+from m3diff.registry import versions
 from m3diff.registry.decisions import champions, decisions
 from tests.registry.conftest import scores
 from tests.toy import REPOSITORY
@@ -105,6 +106,8 @@ def test_previous_skips_a_version_that_was_deleted(three):
     three.client.delete_model_version("m3diff", "2")
     three.rollback()
     assert three.aliases() == {"challenger": 4, "champion": 3, "previous": 1}
+    versions.put_alias(three.client, "m3diff", "previous", 2)  # as a move does that was recorded before the deletion
+    assert three.aliases() == {"challenger": 4, "champion": 3}
 
 
 def test_previous_set_by_hand_to_a_bad_version_is_not_followed(three):
