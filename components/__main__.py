@@ -688,7 +688,7 @@ COMMANDS: dict[str, Command] = {
     "history": Command(
         history,
         REGISTRY,
-        "list every decision on the champion: when, who, from, to, why; detects an edited record",
+        "list every decision on the champion: when, who, from, to, why; detects removed decisions",
         ("m3diff history", "m3diff history --json"),
         (flag("--json", "print JSON"),),
         load=None,
