@@ -92,21 +92,11 @@ class Replica:
     batch_pairs: of the section `serve`.
     batch_wait_s: that a pair waits for others to share its batch.
     threads: that the model computes with on a CPU.
-    before_listening: called in this process before Ray Serve opens a port in it.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        batch_pairs: int,
-        batch_wait_s: float,
-        threads: int,
-        before_listening: Callable[[], None] | None = None,
-    ) -> None:
+    def __init__(self, source: Source, batch_pairs: int, batch_wait_s: float, threads: int) -> None:
         import torch
 
-        if before_listening is not None:
-            before_listening()
         torch.set_num_threads(threads)
         self.name, self.batch_pairs, self.batch_wait_s = source.name, batch_pairs, batch_wait_s
         self.fault: Fault | None = None

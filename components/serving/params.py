@@ -7,7 +7,7 @@ from m3diff.settings.section import Section
 
 class Serve(Section):
     port: int = Field(ge=1, le=65535)
-    replicas: int = Field(ge=1)  # processes that hold the model; while a version takes over, twice as many
+    replicas: int = Field(ge=1)  # processes on a Ray cluster; while a version takes over, twice as many
     batch_pairs: int = Field(ge=1)  # captioned at once by one replica, at most
     max_queue: int = Field(ge=1)  # requests at a time: being read, waiting or answered; 429 above it
     max_request_mb: float = Field(gt=0)  # million bytes of one request; 413 above it

@@ -1,7 +1,7 @@
 """`m3diff serve`: a process that loads the model, follows an alias of the registry and listens.
 
-The model is in this process; where several replicas are asked for, or RAY_ADDRESS names a cluster, it is in replicas of
-Ray Serve. Serve's own HTTP server is not started.
+The model is in this process; where RAY_ADDRESS names a cluster, it is in replicas of Ray Serve there. Serve's own HTTP
+server is not started.
 """
 
 import asyncio
@@ -73,13 +73,24 @@ class RayDeployed:
 
 @contextmanager
 def deployer(cfg: Serve, compute: Compute) -> Iterator[Deploy]:
-    """Loads one checkpoint after the other: in this process, or as an application of Ray Serve each."""
+    """Loads one checkpoint after the other: in this process, or on a cluster as an application of Ray Serve each.
+
+    Raises:
+        ParamsError: several replicas are asked for, and there is no cluster.
+    """
     options = (cfg.batch_pairs, batcher.BATCH_WAIT_S, compute.cpus_per_worker)
-    if cfg.replicas == 1 and on_one_machine():
+    if on_one_machine():
+        if cfg.replicas > 1:
+            raise ParamsError(
+                f"serve.replicas: {cfg.replicas} need a Ray cluster, and RAY_ADDRESS names none; start one "
+                "(docs/serving.md), or write 1"
+            )
         yield lambda source: batcher.Replica(source, *options)
         return
     import ray
     from ray import serve
+
+    quiet = {"log_level": "ERROR", "enable_access_log": False}
 
     def deploy(source: Source) -> RayDeployed:
         app = f"m3diff-{os.getpid()}-{next(numbers)}"
@@ -90,11 +101,10 @@ def deployer(cfg: Serve, compute: Compute) -> Iterator[Deploy]:
             ray_actor_options={"num_cpus": 0, "num_gpus": GPU_SHARE if ray.cluster_resources().get("GPU", 0) else 0},
             graceful_shutdown_timeout_s=cfg.answer_s,
             graceful_shutdown_wait_loop_s=0.1,
-            logging_config={"log_level": "ERROR", "enable_access_log": False},
+            logging_config=quiet,
         )
-        bound = deployment.bind(source, *options, listen_on_loopback if on_one_machine() else None)
         try:
-            return RayDeployed(app, serve.run(bound, name=app, route_prefix=None))
+            return RayDeployed(app, serve.run(deployment.bind(source, *options), name=app, route_prefix=None))
         except Exception:
             serve.delete(app)
             raise
@@ -104,27 +114,10 @@ def deployer(cfg: Serve, compute: Compute) -> Iterator[Deploy]:
     start_ray(compute)
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     try:
-        serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR", "enable_access_log": False})
-        yield deploy  # Serve itself ends with a Ray of our own; on a cluster it may be others', too
+        serve.start(proxy_location="Disabled", logging_config=quiet)
+        yield deploy  # Serve itself stays: it may be others', too
     finally:
         ray.shutdown()
-
-
-def listen_on_loopback() -> None:
-    """Have Ray Serve open a replica's port on 127.0.0.1. Ray 2.60 opens it on all addresses, and no setting says
-    otherwise; it takes pickled calls, so whoever reaches it runs code here. Called in the replica's process.
-
-    Raises:
-        RuntimeError: this Ray opens the port in another way, so that nothing is known of where.
-    """
-    from ray.serve._private import replica
-
-    inner = getattr(replica, "add_port_to_grpc_server", None)
-    if inner is None:
-        raise RuntimeError("this Ray Serve opens ports in another way than 2.60; see components/serving/server.py")
-    replica.add_port_to_grpc_server = lambda server, address: inner(  # type: ignore[attr-defined]
-        server, f"127.0.0.1:{address.rpartition(':')[2]}"
-    )
 
 
 async def follow(models: Models, version: Callable[[], str], find: Callable[[], Source], poll_s: float) -> None:

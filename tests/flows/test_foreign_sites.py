@@ -335,7 +335,7 @@ def test_the_ports_that_listen_while_everything_runs_are_those_of_the_table_and_
     asks = table()
     write_registry(tmp_path, "one")
     (tmp_path / "train").mkdir()
-    with running(tmp_path, replicas=2) as server:
+    with running(tmp_path) as server:
         found = {
             each for name in ("prefect", "mlflow", "worker") for each in listening(name, machine.process(name), asks)
         }

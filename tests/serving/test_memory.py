@@ -17,9 +17,8 @@ from PIL.PngImagePlugin import PngInfo
 
 from m3diff.serving.app import COPIES
 from m3diff.serving.batcher import DECODERS
-from tests.serving.local import PARAMS, form, png
 from tests.serving.process import Running, running, write_registry
-from tests.serving.toy import plain
+from tests.serving.toy import PARAMS, form, plain, png
 
 BYTES_PER_PIXEL = 30
 PATIENCE_S = 400

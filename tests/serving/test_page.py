@@ -12,8 +12,7 @@ from playwright.sync_api import Browser, Page, expect
 from m3diff.serving.page import find_examples, read_page
 from tests.browser import Watch, chromium
 from tests.servers import free_port
-from tests.serving.local import PARAMS, Service, source
-from tests.serving.toy import plain, write_toy
+from tests.serving.toy import PARAMS, Service, plain, source, write_toy
 
 DESK, PHONE = {"width": 1400, "height": 1000}, {"width": 390, "height": 844}
 WANT = "one: 10/20/0 became 30/40/0 (What has changed from the first image to the second?)"

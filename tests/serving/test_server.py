@@ -1,4 +1,4 @@
-"""The server as people start it: its own process, a registry, clients over HTTP; with replicas, Ray's, too."""
+"""The server as people start it: its own process, a registry, clients over HTTP; on a cluster, Ray's replicas, too."""
 
 import asyncio
 import os
@@ -21,12 +21,15 @@ import psutil
 import pytest
 from mlflow.tracking import MlflowClient
 
+from m3diff.__main__ import main
 from m3diff.models.generation import QUESTION, load_captioner
-from tests.serving.local import chat, form, png
+from m3diff.serving.server import deployer
+from m3diff.settings.section import ParamsError
 from tests.serving.process import Running, command, environment, running, write_registry
-from tests.serving.toy import plain, said
+from tests.serving.toy import PARAMS, chat, form, plain, png, said
 from tests.stages.train.cluster import cluster
 from tests.tiny import noise_image, tiny_base, tiny_checkpoint
+from tests.toy import REPOSITORY
 
 REQUESTS, AT_ONCE = 200, 16
 PATIENCE_S = 300
@@ -104,58 +107,41 @@ def test_two_hundred_requests_sixteen_at_a_time_share_batches_and_each_has_its_o
     print(f"p50 {cuts[9] * 1000:.0f} ms, p95 {cuts[18] * 1000:.0f} ms; a request's batch has {mean:.1f} pairs (mean)")
 
 
-def listening(server: Running) -> set[tuple[str, str, int]]:
-    """Name, address and port of whatever listens in the server's processes."""
-    connections = [(process, one) for process in server.family() for one in process.net_connections("inet")]
-    return {(who.name(), *one.laddr) for who, one in connections if one.status == psutil.CONN_LISTEN}
-
-
-@pytest.mark.slow
-def test_one_replica_is_one_process_that_listens_at_its_port_on_this_machine_alone(server):
-    assert [entry[1:] for entry in listening(server)] == [("127.0.0.1", server.port)]
-    assert len(server.family()) == 1
-
-
-@pytest.mark.slow(60)
-def test_replicas_listen_on_this_machine_alone_and_the_death_of_one_loses_no_more_than_its_batch(tmp_path):
-    client = write_registry(tmp_path, "one", "two")
-    with running(tmp_path, replicas=2, answer_s=PATIENCE_S, constants=CONSTANTS) as server:
-        listens = listening(server)
-        assert ("127.0.0.1", server.port) in {entry[1:] for entry in listens}
-        assert any("ServeReplica" in name for name, *_ in listens)
-        assert {entry for entry in listens if entry[1] not in ("127.0.0.1", "::1", "::ffff:127.0.0.1")} == set()
-        replica = next(process for process in server.family() if "ServeReplica" in process.name())
-        with asking_all_the_time(server) as found:
-            while len(found) < 20:
-                time.sleep(0.1)
-            replica.kill()
-            time.sleep(1)
-        statuses = Counter(answer.status_code for answer, *_ in found)
-        assert statuses.keys() <= {200, 500}
-        assert statuses[500] <= 4, "more were lost than the dead one could have been asked"
-        client.set_registered_model_alias("m3diff", "champion", "2")
-        server.wait_for("answers now with m3diff/2")
-        assert [caption_of(answer)[:3] for answer, *_ in asyncio.run(ask_all(server.address, 8, 4))] == ["two"] * 8
-
-
 @pytest.mark.slow(120)
-def test_replicas_on_a_cluster_answer_and_the_cluster_outlives_the_server(tmp_path):
-    folder = tiny_checkpoint(tiny_base(tmp_path / "base"), tmp_path / "checkpoint")
-    want = load_captioner(folder, 64).caption([(noise_image(0), noise_image(1))])[0]
-    pair = form(png(noise_image(0)), png(noise_image(1)))
+def test_replicas_on_a_cluster_lose_no_more_than_a_dead_ones_batch_and_the_cluster_outlives_the_server(tmp_path):
+    client = write_registry(tmp_path, "one", "two")
     with cluster() as hosts:
+        hosts.environment["PYTHONPATH"] = str(REPOSITORY)  # the toy's
         hosts.add(3, cpus=2)
-        for _ in range(2):
-            options = {"toy": False, "replicas": 2, "answer_s": PATIENCE_S, "there": hosts.of_a_driver}
-            with running(tmp_path, "--model", str(folder), **options) as server:
-                answers = [httpx.post(f"{server.address}/caption", **pair, timeout=PATIENCE_S) for _ in range(4)]
-            assert [answer.json()["caption"] for answer in answers] == [want] * 4
+        options = {"replicas": 2, "answer_s": PATIENCE_S, "there": hosts.of_a_driver, "constants": CONSTANTS}
+        with running(tmp_path, **options) as server:
+            replica = next(
+                process
+                for process in psutil.Process(hosts.nodes[3].pid).children(recursive=True)
+                if "ServeReplica" in process.name()
+            )
+            with asking_all_the_time(server) as found:
+                while len(found) < 20:
+                    time.sleep(0.1)
+                replica.kill()
+                time.sleep(1)
+            statuses = Counter(answer.status_code for answer, *_ in found)
+            assert statuses.keys() <= {200, 500}
+            assert statuses[500] <= 4, "more were lost than the dead one could have been asked"
+            client.set_registered_model_alias("m3diff", "champion", "2")
+            server.wait_for("answers now with m3diff/2")
+            assert [caption_of(answer)[:3] for answer, *_ in asyncio.run(ask_all(server.address, 8, 4))] == ["two"] * 8
+        with running(tmp_path, **options) as server:
+            assert caption_of(asyncio.run(ask_all(server.address, 1, 1))[0][0])[:3] == "two"
 
 
 @pytest.mark.slow
-def test_openais_client_is_answered_and_its_errors_have_its_types(server):
+def test_one_process_listens_on_this_machine_alone_answers_openais_client_and_its_errors_have_its_types(server):
     import openai
 
+    (process,) = server.family()
+    listens = [one.laddr for one in process.net_connections("inet") if one.status == psutil.CONN_LISTEN]
+    assert listens == [("127.0.0.1", server.port)]
     client = openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0)
     messages = chat(BEFORE, AFTER, "What is new?")["messages"]
     answer = client.chat.completions.create(model="m3diff", messages=messages)
@@ -211,17 +197,12 @@ def test_the_alias_moves_while_requests_run_none_is_lost_and_each_answer_names_w
 
 @pytest.mark.slow(50)
 @pytest.mark.parametrize(
-    ("sign", "to", "replicas"),
-    [(signal.SIGTERM, os.kill, 1), (signal.SIGHUP, os.kill, 1), (signal.SIGINT, os.killpg, 2)],
-    ids=["SIGTERM", "SIGHUP", "Ctrl-C, which reaches Ray's processes, too"],
+    ("sign", "to"), [(signal.SIGTERM, os.kill), (signal.SIGHUP, os.kill), (signal.SIGINT, os.killpg)], ids=str
 )
-def test_at_a_signal_what_was_asked_is_answered_and_nothing_is_left_behind(sign, to, replicas, tmp_path):
+def test_at_a_signal_what_was_asked_is_answered_and_nothing_is_left_behind(sign, to, tmp_path):
     write_registry(tmp_path, "one")
     slow = {"batcher.BATCH_WAIT_S": 3}
-    with (
-        running(tmp_path, constants=slow, answer_s=PATIENCE_S, replicas=replicas) as server,
-        ThreadPoolExecutor() as at,
-    ):
+    with running(tmp_path, constants=slow, answer_s=PATIENCE_S) as server, ThreadPoolExecutor() as at:
         family = server.family()
         answer = at.submit(httpx.post, f"{server.address}/caption", **form(BEFORE, AFTER), timeout=PATIENCE_S)
         while not server.metric("m3diff_queue_length"):
@@ -286,24 +267,29 @@ def unknown(root: Any) -> list[str]:
     return ["--model", "nowhere"]
 
 
-CANNOT: dict[str, tuple[Callable[[Any], list[str]], str | None, int, str]] = {
-    "open without a token": (lambda root: ["--host", "0.0.0.0"], None, 2, "lets other machines in, and there is no t"),
+CANNOT: dict[str, tuple[Callable[[Any], list[str]], str, int, str]] = {
+    "open without a token": (lambda root: ["--host", "0.0.0.0"], "", 2, "lets other machines in, and there is no t"),
     "a short token": (lambda root: ["--host", "127.0.0.1"], "short", 2, "M3DIFF_SERVE_TOKEN has 5 characters; 16 at"),
     "no such version": (unknown, TOKEN, 3, "model 'm3diff' has no version 'nowhere'; there are [1]; name one of these"),
-    "a damaged checkpoint": (damaged, None, 3, "/checkpoint/model.safetensors: a Git LFS pointer"),
-    "a taken port": (lambda root: [], None, 2, "(Address already in use); end the program that does, or choose"),
+    "a damaged checkpoint": (damaged, "", 3, "/checkpoint/model.safetensors: a Git LFS pointer"),
+    "a taken port": (lambda root: [], "", 2, "(Address already in use); end the program that does, or choose"),
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CANNOT)
-def test_what_cannot_be_served_is_said_at_once_in_one_line(name, tmp_path):
+def test_what_cannot_be_served_is_said_at_once_in_one_line(name, tmp_path, monkeypatch, capsys):
     options, token, code, words = CANNOT[name]
-    given = environment(**({"M3DIFF_SERVE_TOKEN": token} if token else {}))
+    monkeypatch.setenv("M3DIFF_SERVE_TOKEN", token) if token else monkeypatch.delenv("M3DIFF_SERVE_TOKEN", False)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1] if name == "a taken port" else None
-        line = command(tmp_path, *options(tmp_path), toy=False, port=port)
-        done = subprocess.run(line, cwd=tmp_path, env=given, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert done.returncode == code
-    assert words in done.stderr.splitlines()[-1]
-    assert "Traceback" not in done.stderr
+        given = command(tmp_path, *options(tmp_path), toy=False, port=port)
+        assert main(["--params", str(tmp_path / "params.yaml"), *given[given.index("serve") :]]) == code
+    assert words in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_several_replicas_without_a_cluster_are_refused_with_the_remedy(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    cfg = PARAMS.serve.model_copy(update={"replicas": 2})
+    said = "serve.replicas: 2 need a Ray cluster.*start one.*or write 1"
+    with pytest.raises(ParamsError, match=said), deployer(cfg, PARAMS.compute):
+        pass

@@ -1,19 +1,25 @@
-"""A captioner that says something else of every pair: its word, the question and the colours of both images.
+"""A captioner that says something else of every pair, its word, the question and the colours of both images; the
+application with it, asked through ASGI in this process; and the bodies of requests.
 
-As a program it is `m3diff serve` whose replicas hold this captioner: `python -m tests.serving.toy [OPTIONS OF m3diff]`.
-The variable TOY_CONSTANTS gives constants of m3diff.serving other values.
-A toy's folder holds `word.txt`; it takes COMPUTE_S a batch, so that others gather meanwhile.
+As a program it is `m3diff serve` with this captioner: `python -m tests.serving.toy [OPTIONS OF m3diff]`. The variable
+TOY_CONSTANTS gives constants of m3diff.serving other values. A toy's folder holds `word.txt`; it takes COMPUTE_S a
+batch, so that others gather meanwhile.
 """
 
+import asyncio
+import base64
 import importlib
+import io
 import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import numpy as np
 from PIL import Image
 
@@ -21,29 +27,33 @@ from m3diff.models.generation import QUESTION
 from m3diff.records.errors import DataError
 from m3diff.registry.model_source import Source
 from m3diff.serving import batcher
-from m3diff.serving.batcher import Replica
+from m3diff.serving.app import Server, make_app
+from m3diff.serving.batcher import BATCH_WAIT_S, Answer, Fault, Models, Replica
+from m3diff.serving.http import Metrics
+from m3diff.serving.request import Asked
+from m3diff.settings.load import load_params
+from tests.toy import REPOSITORY
 
+PARAMS = load_params(REPOSITORY / "profiles" / "embedded.yaml")
 COMPUTE_S = 0.04
 CONSTANTS = "TOY_CONSTANTS"
 SIDE, CELLS = 16, 4
 SPECIAL = ("<image>", "<|im_end|>")
-
-
-class ToyProcessor:
-    tokenizer = SimpleNamespace(all_special_tokens=SPECIAL[1:], get_added_vocab=lambda: {SPECIAL[0]: 1})
-
-    def prepare_image(self, image: Image.Image) -> np.ndarray:
-        return np.asarray(image.resize((SIDE, SIDE), Image.Resampling.NEAREST))
-
-    def encode_prompt(self, question: str) -> tuple[int, ...]:
-        return tuple(range(len(question)))
-
-    def encode_reference(self, text: str) -> list[int]:
-        return list(range(1 + len(text.split())))
+FAULTS = {
+    "broken": ValueError("model.safetensors: sha256 differs"),
+    "cut off": DataError("model.safetensors: cut off; fetch the folder again"),
+}
+"""Words of toys that cannot be loaded."""
 
 
 class ToyCaptioner:
-    processor = ToyProcessor()
+    tokenizer = SimpleNamespace(all_special_tokens=SPECIAL[1:], get_added_vocab=lambda: {SPECIAL[0]: 1})
+    processor = SimpleNamespace(
+        tokenizer=tokenizer,
+        prepare_image=lambda image: np.asarray(image.resize((SIDE, SIDE), Image.Resampling.NEAREST)),
+        encode_prompt=lambda question: tuple(range(len(question))),
+        encode_reference=lambda text: list(range(1 + len(text.split()))),
+    )
     family = SimpleNamespace(reads_question=True)
     max_new_tokens = 64
 
@@ -56,23 +66,15 @@ class ToyCaptioner:
         time.sleep(COMPUTE_S)
         if question == "Break down?":
             raise RuntimeError("the secret place /var/model is on fire")
-        pairs = list(zip(images[::2], images[1::2], strict=True))
-        texts = [said(self.word, question, colour(before), colour(after)) for before, after in pairs]
-        grids = np.full((len(pairs), CELLS, CELLS), 0.5 / (CELLS**2 - 1), np.float16)
+        colours = ["/".join(map(str, image[SIDE // 2, SIDE // 2])) for image in images]
+        texts = [said(self.word, question, *pair) for pair in zip(colours[::2], colours[1::2], strict=True)]
+        grids = np.full((len(texts), CELLS, CELLS), 0.5 / (CELLS**2 - 1), np.float16)
         grids[:, 1, 1] = 0.5
         return texts, grids if saliency else None
 
 
-def colour(pixels: np.ndarray) -> str:
-    return "/".join(str(value) for value in pixels[SIDE // 2, SIDE // 2])
-
-
 def said(word: str, question: str, before: str, after: str) -> str:
     return f"{word}: {before} became {after} ({question})"
-
-
-def plain(red: int, green: int, blue: int = 0, size: tuple[int, int] = (32, 24)) -> Image.Image:
-    return Image.new("RGB", size, (red, green, blue))
 
 
 def write_toy(folder: Path, word: str) -> Path:
@@ -83,12 +85,14 @@ def write_toy(folder: Path, word: str) -> Path:
     return folder
 
 
+def source(folder: Path, version: int | str = 1) -> Source:
+    return Source(f"m3diff/{version}", folder, 16, None)
+
+
 def load_toy(source: Source) -> Any:
     word = (source.folder / "word.txt").read_text()
-    if word == "broken":
-        raise ValueError("model.safetensors: sha256 differs")
-    if word == "cut off":
-        raise DataError("model.safetensors: cut off; fetch the folder again")
+    if word in FAULTS:
+        raise FAULTS[word]
     return ToyCaptioner(word)
 
 
@@ -96,6 +100,87 @@ class ToyReplica(Replica):
     def __init__(self, *arguments: Any) -> None:
         batcher.load = load_toy
         super().__init__(*arguments)
+
+
+class Local(ToyReplica):
+    """A replica that is asked while it is there, and removed after its last answer."""
+
+    removed = False
+
+    async def ask(self, asked: Asked) -> Answer | Fault:
+        assert not self.removed, "asked after it was removed"
+        answer = await super().ask(asked)
+        assert not self.removed, "removed before it gave its last answer"
+        return answer
+
+    async def remove(self) -> None:
+        await super().remove()
+        self.removed = True
+
+
+class Service:
+    """A server without a model yet, with an event loop of its own; `changes` are of the section `serve`."""
+
+    def __init__(self, token: str | None = None, examples: Sequence[Any] = (), **changes: Any) -> None:
+        self.cfg, self.metrics = PARAMS.serve.model_copy(update=changes), Metrics()
+        self.made: list[Local] = []
+        self.models = Models(self.deploy, self.metrics)
+        self.server = Server(self.cfg, self.models, self.metrics, "m3diff", list(examples))
+        self.app = make_app(self.server, token)
+        self.runner = asyncio.Runner()
+        self.run = self.runner.run
+
+    def deploy(self, source: Source) -> Local:
+        self.made.append(Local(source, self.cfg.batch_pairs, BATCH_WAIT_S, 1))
+        return self.made[-1]
+
+    async def ask(self, method: str, path: str, **request: Any) -> httpx.Response:
+        transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
+            return await client.request(method, path, **request)
+
+    def get(self, path: str, **request: Any) -> httpx.Response:
+        return self.run(self.ask("GET", path, **request))
+
+    def post(self, path: str, **request: Any) -> httpx.Response:
+        return self.run(self.ask("POST", path, **request))
+
+    def post_at_once(self, path: str, requests: Sequence[dict[str, Any]]) -> list[httpx.Response]:
+        async def all_of_them() -> list[httpx.Response]:
+            return await asyncio.gather(*(self.ask("POST", path, **request) for request in requests))
+
+        return self.run(all_of_them())
+
+
+def plain(red: int, green: int, blue: int = 0, size: tuple[int, int] = (32, 24)) -> Image.Image:
+    return Image.new("RGB", size, (red, green, blue))
+
+
+def png(image: Image.Image) -> bytes:
+    held = io.BytesIO()
+    image.save(held, "PNG")
+    return held.getvalue()
+
+
+def base64_of(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def at(url: str, **more: Any) -> dict[str, Any]:
+    """The part of a chat that is an image at this address."""
+    return {"type": "image_url", "image_url": {"url": url} | more}
+
+
+def chat(before: bytes, after: bytes, question: str | None = None, **more: Any) -> dict[str, Any]:
+    """The body of a chat."""
+    parts: list[Any] = [{"type": "text", "text": question}] if question is not None else []
+    parts += [at(f"data:image/png;base64,{base64_of(data)}") for data in (before, after)]
+    return {"model": "m3diff", "messages": [{"role": "user", "content": parts}]} | more
+
+
+def form(before: bytes, after: bytes, **texts: str) -> dict[str, Any]:
+    """The arguments of a multipart request."""
+    return {"files": {"before": ("a.png", before), "after": ("b.png", after)}, "data": texts}
 
 
 if __name__ == "__main__":
