@@ -45,94 +45,59 @@ SERVED = {
     **CLEAN,
     "max_new_tokens": PARAMS.predict.max_new_tokens,
 }
+AUGMENT = "m3diff.stages.augment.stage"
 SHARED = {"entries": ENTRIES, **TEST, "out": Path("out"), "lines": False, "allow_unlicensed": False, "absolute": False}
 ASKED = {"cfg": PARAMS.evaluate, "compute": PARAMS.compute, **TEST, **RECORDS, **CLEAN}
 PROMOTED = {"params": PARAMS, "rescore": rescore}
 LOCAL, FAR = "http://127.0.0.1:8000/v1", "https://a.example/v1"
 
-ROWS: list[tuple[str, str, dict[str, Any]]] = [
-    ("pretrain", "stages.pretrain.stage.pretrain", {"cfg": PARAMS.pretrain, "out": DATA / "00_base"}),
-    (
-        "synthesize minichange",
-        "stages.synthesize.stage.synthesize",
-        {"name": "minichange", "reader": "minichange", "settings": PARAMS.synthesize["minichange"]},
+PREDICTED = {"predictions": DATA / "06_predictions"}
+TRAINED = {"cfg": PARAMS.train, "model": PARAMS.models["m3diff"], "compute": PARAMS.compute}
+MINE = {"name": "minichange", "reader": "minichange", "settings": PARAMS.synthesize["minichange"]}
+CHECKED = {"root": Path("somewhere"), "entries": ENTRIES, "reader": "pairs"}
+FAR_AWAY = "--limit 9 --out out --prompt P --max-tokens 5 --key-variable K --allow-unlicensed"
+ANSWERED = Request(LOCAL, "m", PROMPT, "OPENAI_API_KEY", None, PARAMS.predict.limit)
+FROM_FAR = Request(FAR, "m", "P", "K", 5, 9, allow_unlicensed=True)
+OPEN = {"model": "somewhere", "base": Path("base"), "host": "0.0.0.0", "port": 81}
+CLOSED = {"model": "champion", "base": DATA / "00_base", "host": "127.0.0.1", "port": 8000}
+INGESTED = {"name": "minichange", "entry": ENTRY, "image_cache": CACHE, "out": DATA / "02_records"}
+VALIDATED = {"cfg": PARAMS.validate_, "entries": ENTRIES, "image_cache": CACHE, **RECORDS, "out": DATA / "03_clean"}
+CONVERTED = {"cfg": PARAMS.convert, "entries": ENTRIES, **CLEAN, "out": DATA / "04_mixture"}
+CAPTIONED = {"cfg": PARAMS.predict, "compute": PARAMS.compute, **TEST, **MODEL, "out": DATA / "06_predictions"}
+SCORED = {"cfg": PARAMS.evaluate, "compute": PARAMS.compute, **RECORDS, **CLEAN, **MODEL, **PREDICTED}
+EXPORT, LLAVA, ZERO = "commands.export.folder.export_model", "commands.export.llava.export_llava", "commands.zero_shot"
+
+CALLS: dict[str, tuple[str, dict[str, Any]]] = {
+    "pretrain": ("stages.pretrain.stage.pretrain", {"cfg": PARAMS.pretrain, "out": DATA / "00_base"}),
+    "synthesize minichange": ("stages.synthesize.stage.synthesize", MINE),
+    "ingest minichange": ("stages.ingest.stage.ingest", INGESTED),
+    "validate": ("stages.validate.stage.validate", VALIDATED),
+    "convert": ("stages.convert.stage.convert", CONVERTED),
+    "train": ("stages.train.stage.train", TRAINED | TEST | {"out": DATA / "05_model"}),
+    "predict": ("stages.predict.stage.predict", CAPTIONED),
+    "evaluate": ("stages.evaluate.stage.evaluate", SCORED | {"out": DATA / "07_report"}),
+    "register": ("stages.register.stage.register", {"params": PARAMS}),
+    "promote": ("registry.promote.promote", PROMOTED | {"version": None, "again": False}),
+    "promote --version 7 --again": ("registry.promote.promote", PROMOTED | {"version": 7, "again": True}),
+    "rollback": ("registry.promote.rollback", {"params": PARAMS, "to": None, "why": ""}),
+    "rollback --to 3 --why 'a b'": ("registry.promote.rollback", {"params": PARAMS, "to": 3, "why": "a b"}),
+    "serve": ("serving.server.serve", SERVED | CLOSED),
+    "serve --model somewhere --base base --host 0.0.0.0 --port 81": ("serving.server.serve", SERVED | OPEN),
+    "data statistics": ("commands.inspect.statistics.write_statistics", CLEAN),
+    "data check somewhere --reader pairs": ("commands.inspect.check.check", CHECKED),
+    "export out": (EXPORT, EXPORTED | {"adapters": False}),
+    "export out --adapters": (EXPORT, EXPORTED | {"adapters": True}),
+    "export-llava out": (LLAVA, SHARED),
+    "export-llava out --absolute": (LLAVA, SHARED | {"absolute": True}),
+    "export-llava out --lines": (LLAVA, SHARED | {"lines": True}),
+    "export-llava out --allow-unlicensed": (LLAVA, SHARED | {"allow_unlicensed": True}),
+    f"zero-shot --url {LOCAL} --model m": (f"{ZERO}.zero_shot", ASKED | {"request": ANSWERED, "out": None}),
+    f"zero-shot --url {FAR} --model m {FAR_AWAY}": (
+        f"{ZERO}.zero_shot",
+        ASKED | {"request": FROM_FAR, "out": Path("out")},
     ),
-    (
-        "ingest minichange",
-        "stages.ingest.stage.ingest",
-        {"name": "minichange", "entry": ENTRY, "image_cache": CACHE, "out": DATA / "02_records"},
-    ),
-    (
-        "validate",
-        "stages.validate.stage.validate",
-        {"cfg": PARAMS.validate_, "entries": ENTRIES, "image_cache": CACHE, **RECORDS, "out": DATA / "03_clean"},
-    ),
-    (
-        "convert",
-        "stages.convert.stage.convert",
-        {"cfg": PARAMS.convert, "entries": ENTRIES, **CLEAN, "out": DATA / "04_mixture"},
-    ),
-    (
-        "train",
-        "stages.train.stage.train",
-        {"cfg": PARAMS.train, "model": PARAMS.models["m3diff"], "compute": PARAMS.compute, **TEST}
-        | {"out": DATA / "05_model"},
-    ),
-    (
-        "predict",
-        "stages.predict.stage.predict",
-        {"cfg": PARAMS.predict, "compute": PARAMS.compute, **TEST, **MODEL, "out": DATA / "06_predictions"},
-    ),
-    (
-        "evaluate",
-        "stages.evaluate.stage.evaluate",
-        {"cfg": PARAMS.evaluate, "compute": PARAMS.compute, **RECORDS, **CLEAN, **MODEL}
-        | {"predictions": DATA / "06_predictions", "out": DATA / "07_report"},
-    ),
-    ("register", "stages.register.stage.register", {"params": PARAMS}),
-    ("promote", "registry.promote.promote", PROMOTED | {"version": None, "again": False}),
-    ("promote --version 7 --again", "registry.promote.promote", PROMOTED | {"version": 7, "again": True}),
-    ("rollback", "registry.promote.rollback", {"params": PARAMS, "to": None, "why": ""}),
-    ("rollback --to 3 --why 'a b'", "registry.promote.rollback", {"params": PARAMS, "to": 3, "why": "a b"}),
-    (
-        "serve",
-        "serving.server.serve",
-        SERVED | {"model": "champion", "base": DATA / "00_base", "host": "127.0.0.1", "port": 8000},
-    ),
-    (
-        "serve --model somewhere --base base --host 0.0.0.0 --port 81",
-        "serving.server.serve",
-        SERVED | {"model": "somewhere", "base": Path("base"), "host": "0.0.0.0", "port": 81},
-    ),
-    ("data statistics", "commands.inspect.statistics.write_statistics", CLEAN),
-    (
-        "data check somewhere --reader pairs",
-        "commands.inspect.check.check",
-        {"root": Path("somewhere"), "entries": ENTRIES, "reader": "pairs"},
-    ),
-    ("export out", "commands.export.folder.export_model", EXPORTED | {"adapters": False}),
-    ("export out --adapters", "commands.export.folder.export_model", EXPORTED | {"adapters": True}),
-    ("export-llava out", "commands.export.llava.export_llava", SHARED),
-    ("export-llava out --absolute", "commands.export.llava.export_llava", SHARED | {"absolute": True}),
-    ("export-llava out --lines", "commands.export.llava.export_llava", SHARED | {"lines": True}),
-    ("export-llava out --allow-unlicensed", "commands.export.llava.export_llava", SHARED | {"allow_unlicensed": True}),
-    (
-        f"zero-shot --url {LOCAL} --model m",
-        "commands.zero_shot.zero_shot",
-        ASKED | {"request": Request(LOCAL, "m", PROMPT, "OPENAI_API_KEY", None, PARAMS.predict.limit), "out": None},
-    ),
-    (
-        f"zero-shot --url {FAR} --model m --limit 9 --out out --prompt P --max-tokens 5 --key-variable K "
-        "--allow-unlicensed",
-        "commands.zero_shot.zero_shot",
-        ASKED | {"request": Request(FAR, "m", "P", "K", 5, 9, allow_unlicensed=True), "out": Path("out")},
-    ),
-]
-CALLS = {
-    typed: (shlex.split(typed), f"m3diff.{place.rpartition('.')[0]}", place.rpartition(".")[2], expected)
-    for typed, place, expected in ROWS
 }
-"""By name: what is typed, the module and function that are called, and the arguments by the function's own names."""
+"""By what is typed: the function that is called, and its arguments by its own names."""
 
 
 class Result(types.SimpleNamespace):
@@ -190,14 +155,15 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 RESULT = Result(outcome="promoted", sound=True, lines=["a line", "another"])
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_a_command_calls_its_function_with_exactly_its_arguments(name, monkeypatch):
-    argv, module, function, expected = CALLS[name]
-    recorder = Recorder(monkeypatch, module, **{function: RESULT})
+@pytest.mark.parametrize("typed", CALLS)
+def test_a_command_calls_its_function_with_exactly_its_arguments(typed, monkeypatch):
+    place, expected = CALLS[typed]
+    module, _, function = place.rpartition(".")
+    recorder = Recorder(monkeypatch, f"m3diff.{module}", **{function: RESULT})
     for said in ("told", "told_of_clean", "told_of_samples"):
         monkeypatch.setattr(command_line, said, lambda *report: "")
     monkeypatch.setattr("m3diff.registry.tracking.completed", lambda *report: None)
-    assert main(argv) == 0
+    assert main(shlex.split(typed)) == 0
     for _, arguments in recorder.calls:
         arguments.pop("follow", None)
     assert recorder.calls == [(function, expected)]
@@ -205,22 +171,46 @@ def test_a_command_calls_its_function_with_exactly_its_arguments(name, monkeypat
         assert type(recorder.calls[0][1][argument]) is type(value), argument
 
 
-@pytest.mark.parametrize(
-    ("name", "teller", "rest"),
-    [
-        ("ingest minichange", "told", ()),
-        ("validate", "told_of_clean", (DATA / "03_clean",)),
-        ("convert", "told_of_samples", ()),
-    ],
-)
-def test_what_a_stage_counted_is_printed(name, teller, rest, monkeypatch, capsys):
-    argv, module, function, _ = CALLS[name]
-    Recorder(monkeypatch, module, **{function: RESULT})
-    given = []
-    monkeypatch.setattr(command_line, teller, lambda *report: given.append(report) or "ab")
-    assert main(argv) == 0
-    assert given == [(RESULT, *rest)]
-    assert capsys.readouterr().out == ("ab\n" if teller == "told" else "a\nb\n")
+def test_every_command_is_tried():
+    apart = "plan profile caption score compare history models lineage restore prune augment code"
+    assert {typed.split()[0] for typed in CALLS} | set(apart.split()) == COMMANDS.keys()
+
+
+SAID, LINES = "what the stage said\n", "a line\nanother\n"
+PRINTED: list[tuple[str, str, dict[str, Any], int, str]] = [
+    ("register", "stages.register.stage", {"register": RESULT}, 0, SAID),
+    ("rollback", "registry.promote", {"rollback": RESULT}, 0, SAID),
+    *(
+        ("promote", "registry.promote", {"promote": Result(outcome=outcome)}, 4 if outcome == "refused" else 0, SAID)
+        for outcome in ("promoted", "first", "unchanged", "refused")
+    ),
+    ("data statistics", "commands.inspect.statistics", {"write_statistics": None}, 0, "written to data/03_clean/st"),
+    ("data check a", "commands.inspect.check", {"check": Result(lines=["a line", "another"], sound=True)}, 0, LINES),
+    ("data check a", "commands.inspect.check", {"check": Result(lines=["a line", "another"], sound=False)}, 3, LINES),
+    ("compare a b --out c", "commands.compare", {"compare": {"t": 1}, "as_text": "T"}, 0, "T\n\npair by pair: c\n"),
+    ("ingest minichange", "stages.ingest.stage", {"ingest": RESULT}, 0, "('told', ('what the stage said',))\n"),
+    ("validate", "stages.validate.stage", {"validate": RESULT}, 0, "told_of_clean\n('what the stage said', 'data/03"),
+    ("convert", "stages.convert.stage", {"convert": RESULT}, 0, "told_of_samples\n('what the stage said',)\n"),
+]
+
+
+@pytest.mark.parametrize(("typed", "module", "results", "code", "words"), PRINTED)
+def test_a_commands_outcome_is_printed_and_decides_the_exit_code(
+    typed, module, results, code, words, monkeypatch, capsys
+):
+    Recorder(monkeypatch, f"m3diff.{module}", **results)
+    for teller in ("told", "told_of_clean", "told_of_samples"):
+        monkeypatch.setattr(command_line, teller, lambda *report, by=teller: (by, str(tuple(map(str, report)))))
+    monkeypatch.setattr(command_line, "told", lambda *report: ("told", tuple(map(str, report))))
+    assert main(typed.split()) == code
+    assert capsys.readouterr().out.startswith(words)
+
+
+def test_compare_takes_two_runs(monkeypatch):
+    recorder = Recorder(monkeypatch, "m3diff.commands.compare", compare={"toy/test": "a table"}, as_text="its lines")
+    assert main(["compare", "first", "second", "--out", "page.html"]) == 0
+    expected = {"first": Path("first"), "second": Path("second"), "out": Path("page.html"), **RECORDS, **CLEAN}
+    assert recorder.calls == [("compare", expected), ("as_text", {"protocol": "toy/test", "table": "a table"})]
 
 
 def test_training_is_followed_in_mlflow_and_its_run_completed_by_evaluate(monkeypatch):
@@ -244,140 +234,16 @@ def test_training_is_followed_in_mlflow_and_its_run_completed_by_evaluate(monkey
     assert list(described.params["models"]) == ["m3diff"]
 
 
-def test_before_training_words_that_the_base_does_not_know_are_named(monkeypatch, capsys):
-    Recorder(monkeypatch, "m3diff.stages.train.stage", train=None)
-    Recorder(monkeypatch, "m3diff.commands.plan.words", count_words=Words(597, 10, 5, ("villa",)))
-    assert main(["train"]) == 0
-    assert (
-        "train: warning: the base does not know 50% of the words of the references (villa)" in capsys.readouterr().out
-    )
-
-
-def test_every_command_is_tried():
-    tried = {argv[0] for argv, *_ in CALLS.values()}
-    apart = {"plan", "profile", "caption", "score", "compare", "history", "models", "lineage", "restore"}
-    apart |= {"prune", "augment", "code"}
-    assert tried | apart == COMMANDS.keys()
-
-
-MADE = """\
-augment:
-  made:
-    kind: edits
-    source: {reader: minichange, root: data/01_raw/minichange}
-    root: data/01_raw/made
-    seed: 1
-    editor: {kind: drawn}
-    writer: {kind: grammar}
-    edits: 2
-    paraphrases: {}
-"""
-
-
-def add_made(project: Path) -> None:
-    text = (project / "params.yaml").read_text()
-    assert "\naugment: {} " in text
-    text = "\n".join(MADE if line.startswith("augment: {}") else line for line in text.split("\n"))
-    ingested = "    made: {reader: pairs, root: data/01_raw/made, options: {manifest: pairs.jsonl}}"
-    text = text.replace(
-        "\n    minichange: {reader: minichange", f"\n{ingested}\n    minichange: {{reader: minichange", 1
-    )
-    (project / "params.yaml").write_text(text)
-
-
-def test_augment_makes_the_entry_that_is_named_and_prints_what_it_made(monkeypatch, project, capsys):
-    add_made(project)
-    recorder = Recorder(monkeypatch, "m3diff.stages.augment.stage", augment=RESULT)
-    monkeypatch.setattr(command_line, "told_of_made", lambda report: [str(report), "a reason"])
-    assert main(["augment", "made"]) == 0
-    params = load_params()
-    assert recorder.calls == [("augment", {"name": "made", "cfg": params.augment["made"], "compute": params.compute})]
-    assert capsys.readouterr().out == "what the stage said\na reason\n"
-
-
-def test_augment_is_refused_before_it_starts_where_its_source_is_not_there(monkeypatch, project, capsys):
-    add_made(project)
-    recorder = Recorder(monkeypatch, "m3diff.stages.augment.stage", augment=RESULT)
-    Path("data/01_raw/minichange").rmdir()
-    assert main(["augment", "made"]) == 2
-    assert "augment.made.source.root: data/01_raw/minichange is not there; fetch the source" in capsys.readouterr().err
-    assert main(["ingest", "made"]) == 2
-    assert "ingest.datasets.made.root: data/01_raw/made is not there; `m3diff augment made`" in capsys.readouterr().err
-    assert recorder.calls == []
-
-
-@pytest.mark.parametrize("allowed", [False, True])
-def test_a_folder_to_share_is_written_of_what_the_parameters_name(allowed, monkeypatch, capsys):
-    recorder = Recorder(monkeypatch, "m3diff.commands.export.folder", export_hub=["a condition", "another"])
-    assert main(["export", "--hub", "out", *(["--allow-unlicensed"] if allowed else [])]) == 0
-    ((function, arguments),) = recorder.calls
-    run = arguments.pop("run")
-    assert (function, arguments) == ("export_hub", {"out": Path("out"), "allow_unlicensed": allowed})
-    assert (run.entries, run.base, run.max_new_tokens) == (PARAMS.ingest.datasets, DATA / "00_base", 64)
-    assert (run.mixture, run.clean, run.model) == (DATA / "04_mixture", DATA / "03_clean", DATA / "05_model")
-    assert (run.predictions, run.report) == (DATA / "06_predictions", DATA / "07_report")
-    with pytest.raises(DataError, match="dvc.lock: no such file"):
-        run.trace()
-    assert capsys.readouterr().out == "a condition\nanother\n"
-
-
-def test_a_folder_to_share_holds_merged_weights(capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["export", "--hub", "--adapters", "out"])
-    assert ended.value.code == 2
-    assert "not allowed with" in capsys.readouterr().err
-
-
-def test_the_help_of_export_llava_says_what_the_readers_make_of_it(capsys):
-    with pytest.raises(SystemExit):
-        main(["export-llava", "--help"])
-    said = " ".join(capsys.readouterr().out.split())
-    assert "3,672 visual tokens per pair instead of 1,460" in said
-    assert "LLaMA-Factory 0.9.5 reads the data but does not support LLaVA-OneVision" in said
-
-
-def test_compare_takes_two_runs_and_says_each_protocols_table_and_where_the_page_is(monkeypatch, capsys):
-    recorder = Recorder(monkeypatch, "m3diff.commands.compare", compare={"toy/test": "a table"}, as_text="its lines")
-    assert main(["compare", "first", "second", "--out", "page.html"]) == 0
-    expected = {
-        "first": Path("first"),
-        "second": Path("second"),
-        "records": DATA / "02_records",
-        "clean": DATA / "03_clean",
-        "out": Path("page.html"),
-    }
-    assert recorder.calls == [("compare", expected), ("as_text", {"protocol": "toy/test", "table": "a table"})]
-    assert capsys.readouterr().out == "its lines\n\npair by pair: page.html\n"
-
-
-@pytest.mark.parametrize("command", ["register", "promote", "rollback"])
-def test_what_register_promote_and_rollback_say_is_printed(command, monkeypatch, capsys):
-    argv, module, function, _ = CALLS[command]
-    Recorder(monkeypatch, module, **{function: RESULT})
-    main(argv)
-    assert capsys.readouterr().out == "what the stage said\n"
-
-
-def test_statistics_say_where_the_page_is(monkeypatch, capsys):
-    Recorder(monkeypatch, "m3diff.commands.inspect.statistics", write_statistics=None)
-    main(["data", "statistics"])
-    assert capsys.readouterr().out == "written to data/03_clean/statistics.html\n"
-
-
-def test_the_other_parameter_file_is_read_where_one_is_named(monkeypatch):
-    recorder = Recorder(monkeypatch, "m3diff.stages.predict.stage", predict=None)
-    assert main(["--params", "profiles/paper.yaml", "predict"]) == 0
-    assert recorder.calls[0][1]["cfg"] == load_params(Path("profiles/paper.yaml")).predict
-    assert recorder.calls[0][1]["cfg"] != PARAMS.predict
-
-
-def test_train_takes_the_model_that_the_parameters_pick(monkeypatch, project):
+def test_training_takes_the_model_that_the_parameters_pick_and_names_words_its_base_does_not_know(
+    monkeypatch, project, capsys
+):
     path = project / "params.yaml"
     path.write_text(path.read_text().replace("\n  model: m3diff\n", "\n  model: no_module\n"))
     recorder = Recorder(monkeypatch, "m3diff.stages.train.stage", train=None)
+    Recorder(monkeypatch, "m3diff.commands.plan.words", count_words=Words(597, 10, 5, ("villa",)))
     assert main(["train"]) == 0
     assert recorder.calls[0][1]["model"] == PARAMS.models["no_module"]
-    assert recorder.calls[0][1]["model"].module is None
+    assert "train: warning: the base does not know 50% of the words" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("memory_gb", "code"), [(0.01, 2), (24, 0)])
@@ -418,44 +284,85 @@ def test_ingest_without_a_name_reads_every_dataset_in_order(monkeypatch):
     assert [arguments["entry"] for _, arguments in recorder.calls] == list(entries.values())
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (["ingest", "minichang"], "ingest.datasets: no entry 'minichang'; did you mean 'minichange'?"),
-        (["augment", "made"], "augment: no entry 'made'; expected one of none"),
-        (["synthesize", "minichang"], "synthesize: no entry 'minichang'; did you mean 'minichange'?"),
-    ],
-)
-def test_a_dataset_that_is_not_there_is_refused_with_the_nearest_name(argv, words, capsys):
-    assert main(argv) == 2
+MADE = """\
+augment:
+  made:
+    kind: edits
+    source: {reader: minichange, root: data/01_raw/minichange}
+    root: data/01_raw/made
+    seed: 1
+    editor: {kind: drawn}
+    writer: {kind: grammar}
+    edits: 2
+    paraphrases: {}
+"""
+
+
+def add_made(project: Path) -> None:
+    text = (project / "params.yaml").read_text()
+    assert "\naugment: {} " in text
+    text = "\n".join(MADE if line.startswith("augment: {}") else line for line in text.split("\n"))
+    ingested = "    made: {reader: pairs, root: data/01_raw/made, options: {manifest: pairs.jsonl}}"
+    text = text.replace(
+        "\n    minichange: {reader: minichange", f"\n{ingested}\n    minichange: {{reader: minichange", 1
+    )
+    (project / "params.yaml").write_text(text)
+
+
+def test_augment_makes_the_entry_that_is_named_and_prints_what_it_made(monkeypatch, project, capsys):
+    add_made(project)
+    recorder = Recorder(monkeypatch, AUGMENT, augment=RESULT)
+    monkeypatch.setattr(command_line, "told_of_made", lambda report: [str(report), "a reason"])
+    assert main(["augment", "made"]) == 0
+    params = load_params()
+    assert recorder.calls == [("augment", {"name": "made", "cfg": params.augment["made"], "compute": params.compute})]
+    assert capsys.readouterr().out == "what the stage said\na reason\n"
+
+
+def test_a_folder_to_share_is_written_of_what_the_parameters_name(monkeypatch, capsys):
+    recorder = Recorder(monkeypatch, "m3diff.commands.export.folder", export_hub=["a condition", "another"])
+    for allowed in (False, True):
+        assert main(["export", "--hub", "out", *(["--allow-unlicensed"] if allowed else [])]) == 0
+        function, arguments = recorder.calls[-1]
+        run = arguments.pop("run")
+        assert (function, arguments) == ("export_hub", {"out": Path("out"), "allow_unlicensed": allowed})
+    assert (run.entries, run.base, run.max_new_tokens) == (PARAMS.ingest.datasets, DATA / "00_base", 64)
+    assert (run.mixture, run.clean, run.model) == (DATA / "04_mixture", DATA / "03_clean", DATA / "05_model")
+    assert (run.predictions, run.report) == (DATA / "06_predictions", DATA / "07_report")
+    with pytest.raises(DataError, match="dvc.lock: no such file"):
+        run.trace()
+    assert capsys.readouterr().out == "a condition\nanother\n" * 2
+
+
+RAW, BASE_FILE = "data/01_raw/minichange", "data/00_base/config.json"
+REFUSED: list[tuple[str, str, str]] = [
+    ("ingest minichang", "", "ingest.datasets: no entry 'minichang'; did you mean 'minichange'?"),
+    ("augment mad", "", "augment: no entry 'mad'; did you mean 'made'?"),
+    ("synthesize minichang", "", "synthesize: no entry 'minichang'; did you mean 'minichange'?"),
+    ("train", BASE_FILE, f"train.base: {BASE_FILE} is not there; `make base`"),
+    ("convert", "profiles/questions.yaml", "convert.questions: profiles/questions.yaml is not there"),
+    ("ingest", RAW, f"ingest.datasets.minichange.root: {RAW} is not there; `m3diff synthesize minichange`"),
+    ("augment made", RAW, f"augment.made.source.root: {RAW} is not there; fetch the source"),
+    ("ingest made", "", "ingest.datasets.made.root: data/01_raw/made is not there; `m3diff augment made`"),
+    ("evaluate", "jars", "compute.spice_dir: jars is not there"),
+    ("evaluate --out x", "", "evaluate: --out and --base need --model VERSION or FOLDER"),
+]
+
+
+@pytest.mark.parametrize(("typed", "gone", "words"), REFUSED)
+def test_a_stage_is_refused_before_it_starts_where_what_it_reads_is_not_there(
+    typed, gone, words, monkeypatch, project, capsys
+):
+    add_made(project)
+    stage = typed.split()[0]
+    recorder = Recorder(monkeypatch, f"m3diff.stages.{stage}.stage", **{stage: None})
+    if gone == "jars":
+        path = project / "params.yaml"
+        path.write_text(path.read_text().replace("spice_dir: null", "spice_dir: jars"))
+    elif gone:
+        Path(gone).rmdir() if Path(gone).is_dir() else Path(gone).unlink()
+    assert main(typed.split()) == 2
     assert words in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("argv", "gone", "words"),
-    [
-        (["train"], "data/00_base/config.json", "train.base: data/00_base/config.json is not there; `make base`"),
-        (["convert"], "profiles/questions.yaml", "convert.questions: profiles/questions.yaml is not there"),
-        (["ingest"], "data/01_raw/minichange", "ingest.datasets.minichange.root: data/01_raw/minichange is not there"),
-        (["ingest", "minichange"], "data/01_raw/minichange", "not there; `m3diff synthesize minichange`"),
-    ],
-)
-def test_a_stage_is_refused_before_it_starts_where_what_it_reads_is_not_there(argv, gone, words, monkeypatch, capsys):
-    _, module, function, _ = next(call for call in CALLS.values() if call[0][0] == argv[0])
-    recorder = Recorder(monkeypatch, module, **{function: None})
-    path = Path(gone)
-    path.rmdir() if path.is_dir() else path.unlink()
-    assert main(argv) == 2
-    assert words in capsys.readouterr().err
-    assert recorder.calls == []
-
-
-def test_evaluate_is_refused_where_the_jars_of_spice_are_not_there(monkeypatch, capsys):
-    path = Path("params.yaml")
-    path.write_text(path.read_text().replace("spice_dir: null", "spice_dir: jars"))
-    recorder = Recorder(monkeypatch, "m3diff.stages.evaluate.stage", evaluate=None)
-    assert main(["evaluate"]) == 2
-    assert "compute.spice_dir: jars is not there" in capsys.readouterr().err
     assert recorder.calls == []
 
 
@@ -467,33 +374,20 @@ def test_evaluate_is_refused_where_the_jars_of_spice_are_not_there(monkeypatch, 
         (ConnectionError("no server"), 75, "m3diff validate: no server\n"),
         (BlockingIOError("locked"), 75, "m3diff validate: locked\n"),
         (OSError(errno.ENOSPC, "full"), 75, "m3diff validate: [Errno 28] full; make room and run it again\n"),
+        (KeyError("a bug"), None, ""),
+        (OSError(errno.EIO, "a bug"), None, ""),
     ],
 )
-def test_each_kind_of_error_has_its_exit_code_and_one_line(error, code, words, monkeypatch, capsys):
-    Recorder(monkeypatch, "m3diff.stages.validate.stage", validate=error)
-    assert main(["validate"]) == code
-    assert capsys.readouterr().err == words
-
-
-def test_an_error_of_the_program_is_not_hidden(monkeypatch):
-    Recorder(monkeypatch, "m3diff.stages.validate.stage", validate=KeyError("a bug"))
-    with pytest.raises(KeyError):
-        main(["validate"])
-
-
-@pytest.mark.parametrize(("outcome", "code"), [("promoted", 0), ("first", 0), ("unchanged", 0), ("refused", 4)])
-def test_a_refused_promotion_exits_with_four(outcome, code, monkeypatch):
-    Recorder(monkeypatch, "m3diff.registry.promote", promote=Result(outcome=outcome))
-    assert main(["promote"]) == code
-
-
-@pytest.mark.parametrize(("sound", "code"), [(True, 0), (False, 3)])
-def test_data_check_prints_its_lines_and_exits_with_three_where_the_folder_cannot_be_used(
-    sound, code, monkeypatch, capsys
+def test_each_kind_of_error_has_its_exit_code_and_one_line_and_a_bug_is_not_hidden(
+    error, code, words, monkeypatch, capsys
 ):
-    Recorder(monkeypatch, "m3diff.commands.inspect.check", check=Result(lines=["a line", "another"], sound=sound))
-    assert main(["data", "check", "somewhere"]) == code
-    assert capsys.readouterr().out == "a line\nanother\n"
+    Recorder(monkeypatch, "m3diff.stages.validate.stage", validate=error)
+    if code is None:
+        with pytest.raises(type(error)):
+            main(["validate"])
+    else:
+        assert main(["validate"]) == code
+    assert capsys.readouterr().err == words
 
 
 def record_plan(monkeypatch, before: Any = None, warning: str | None = None, check: Any = None) -> tuple[Any, Recorder]:
@@ -533,71 +427,66 @@ def test_plan_counts_prints_then_refuses_what_does_not_fit(options, kind, hfu, m
 
 
 @pytest.mark.parametrize(
-    ("profile", "options", "gpu"),
+    ("profile", "options", "gpu", "code"),
     [
-        ("embedded", [], None),
-        ("embedded", ["--gpu", "A10-24GB"], GPUS["A10-24GB"]),
-        ("embedded-gpu", [], None),
+        ("embedded", [], None, 0),
+        ("embedded", ["--gpu", "A10-24GB"], GPUS["A10-24GB"], 0),
+        ("embedded-gpu", [], None, 0),
+        ("paper", [], GPUS["A100-40GB"], 2),
     ],
 )
-def test_plan_refuses_nothing_without_a_gpu_or_its_kind(profile, options, gpu, monkeypatch):
+def test_a_plan_that_does_not_fit_exits_with_two_where_a_gpu_is_asked_for_whose_kind_is_known(
+    profile, options, gpu, code, monkeypatch
+):
     _, recorder = record_plan(monkeypatch, check=ParamsError("needs 90 GB"))
-    assert main(["--params", f"profiles/{profile}.yaml", "plan", *options]) == 0
+    assert main(["--params", f"profiles/{profile}.yaml", "plan", *options]) == code
     assert dict(recorder.calls)["print_plan"]["gpu"] is gpu
 
 
-def test_a_plan_that_does_not_fit_exits_with_two(monkeypatch):
-    record_plan(monkeypatch, check=ParamsError("needs 90 GB"))
-    assert main(["--params", "profiles/paper.yaml", "plan"]) == 2
-
-
-def test_an_unknown_kind_of_gpu_is_refused_with_those_there_are(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        main(["plan", "--gpu", "H100"])
-    assert stopped.value.code == 2
-    assert "invalid choice: 'H100' (choose from" in capsys.readouterr().err
-
-
-def test_profile_writes_the_parameters_and_prints_what_changes(capsys):
+def test_profile_writes_the_parameters_that_are_named_and_prints_what_changes(project, capsys):
+    paper = load_params(Path("profiles/paper.yaml"))
+    assert main(["--params", "mine.yaml", "profile", "paper"]) == 0
+    assert load_params(Path("mine.yaml")) == paper
+    assert (project / "params.yaml").read_text() == (project / "profiles/embedded.yaml").read_text()
+    capsys.readouterr()
     assert main(["profile", "paper"]) == 0
     assert "train.epochs: 2.7 -> 1\n" in capsys.readouterr().out
-    assert load_params() == load_params(Path("profiles/paper.yaml"))
-
-
-def test_profile_writes_the_file_that_is_named(project):
-    assert main(["--params", "mine.yaml", "profile", "paper"]) == 0
-    assert load_params(Path("mine.yaml")) == load_params(Path("profiles/paper.yaml"))
-    assert (project / "params.yaml").read_text() == (project / "profiles/embedded.yaml").read_text()
-
-
-def test_a_wrong_profile_is_refused_and_nothing_is_written(project, capsys):
+    assert load_params() == paper
     (project / "profiles" / "wrong.yaml").write_text("extends: embedded\ntrain: {epochs: -1}\n")
     assert main(["profile", "wrong"]) == 2
     assert "profiles/wrong.yaml: 1 fault(s)\n  train.epochs: must be more than 0 (found -1)" in capsys.readouterr().err
-    assert (project / "params.yaml").read_text() == (project / "profiles/embedded.yaml").read_text()
-
-
-def test_a_profile_replaces_parameters_that_are_broken_and_keeps_them(project):
+    assert load_params() == paper, "nothing is written"
     (project / "params.yaml").write_text("train: [")
     assert main(["profile", "one-gpu"]) == 0
     assert load_params() == load_params(Path("profiles/one-gpu.yaml"))
-    assert [path.read_text() for path in project.glob("params.yaml.bak-*")] == ["train: ["]
+    assert [path.read_text() for path in project.glob("params.yaml.bak-*")] == ["train: ["], "broken, and kept"
 
 
-@pytest.mark.parametrize("argv", [[], ["unknown"], ["synthesize"], ["data"], ["export"], ["profile"]])
-def test_usage_errors_exit_with_two(argv):
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [("", "COMMAND"), ("unknown", "invalid choice: 'unknown'"), ("synthesize", "name"), ("data", "ACTION")]
+    + [("export", "out"), ("profile", "name"), ("plan --gpu H100", "invalid choice: 'H100' (choose from")]
+    + [("export --hub --adapters out", "not allowed with"), ("serve --port 70000", "expected a port, 1 to 65535")]
+    + [("prune --keep x", "expected a number, 0 or more"), ("zero-shot --url ftp://x --model m", "ftp://x")],
+)
+def test_usage_errors_exit_with_two_and_name_the_argument(typed, words, capsys):
     with pytest.raises(SystemExit) as caught:
-        main(argv)
+        main(typed.split())
     assert caught.value.code == 2
+    assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("argv", [["--help"], *([name, "--help"] for name in COMMANDS)])
-def test_help_needs_no_parameters(argv, capsys, project):
+def test_help_needs_no_parameters(capsys, project):
     (project / "params.yaml").unlink()
-    with pytest.raises(SystemExit) as caught:
-        main(argv)
-    assert caught.value.code == 0
-    assert "usage: m3diff" in capsys.readouterr().out
+    for argv in (["--help"], *([name, "--help"] for name in COMMANDS)):
+        with pytest.raises(SystemExit) as caught:
+            main(argv)
+        assert caught.value.code == 0
+        said = capsys.readouterr().out
+        assert "usage: m3diff" in said
+        assert ("3,672 visual tokens per pair instead of 1,460" in " ".join(said.split())) == (
+            argv[0] == "export-llava"
+        )
 
 
 def test_under_dvc_a_command_asks_to_be_ended_with_its_parent(monkeypatch):
