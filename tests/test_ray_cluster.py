@@ -22,18 +22,23 @@ def compute(**changes: Any) -> Compute:
     return Compute(**{**COMPUTE, "workers": 2, "scratch": Path("runs"), **changes})
 
 
-@pytest.mark.fault("S7")
+@pytest.mark.fault("P12", "S7")
 @pytest.mark.parametrize(("cores", "want"), [(16, 16), (2, 6), (None, 6)])
 def test_a_cluster_of_the_run_s_own_has_the_cores_that_are_asked_for_and_no_network(
     cores: int | None, want: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nor a dashboard, which asks clouds where it is."""
+    from ray._private import services
+
     asked: dict[str, Any] = {}
-    monkeypatch.setattr(ray, "init", lambda **given: asked.update(given))
+    before = services.start_api_server
+    monkeypatch.setattr(ray, "init", lambda **given: asked.update(given, dashboard=services.start_api_server(False)))
     monkeypatch.setattr(ray_cluster.os, "cpu_count", lambda: cores)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     ray_cluster.start_ray(compute(cpus_per_worker=3))
     assert (asked["address"], asked["num_cpus"], asked["_node_ip_address"]) == ("local", want, "127.0.0.1")
-    assert asked["include_dashboard"] is False
+    assert (asked["include_dashboard"], asked["dashboard"]) == (False, (None, None))
+    assert services.start_api_server is before
     asked.clear()
     monkeypatch.setattr(ray_cluster, "require_head", lambda seconds: None)
     monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
@@ -86,20 +91,6 @@ def test_a_ray_that_does_not_start_is_told_in_a_line_with_the_place_of_its_logs(
         ray_cluster.start_ray(compute())
     assert str(error).partition("\n")[0] in str(refused.value)
     assert "\n" not in str(refused.value)
-
-
-@pytest.mark.fault("P12")
-def test_a_ray_of_the_run_s_own_starts_no_dashboard_that_asks_clouds_where_it_is(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from ray._private import services
-
-    before, started = services.start_api_server, []
-    monkeypatch.setattr(ray, "init", lambda **given: started.append(services.start_api_server(False)))
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    ray_cluster.start_ray(compute())
-    assert started == [(None, None)]
-    assert services.start_api_server is before
 
 
 HEAD = {"Alive": True, "NodeManagerAddress": "10.0.0.1", "Resources": {}}
@@ -182,29 +173,30 @@ open("ended", "w").write("well")
 """
 
 
-@pytest.mark.fault("W5")
-@pytest.mark.parametrize(
-    "start",
-    [
-        "nohup {} $$ > said 2>&1 &",
-        "{} $$ > said 2>&1 &",
-        "(trap '' HUP; exec {} $$) > said 2>&1 &",
-        "setsid {} $$ > said 2>&1 &",
-        "{} $$ < /dev/null > said 2>&1 & disown",
-        "{} $$ <&- > said 2>&1 &",
-        "{} $$ 2>&1 | cat > said &",
-        "set -m; {} $$ > said 2>&1 &",
-    ],
+STARTS = (
+    "nohup {} $$ > said 2>&1 &",
+    "{} $$ > said 2>&1 &",
+    "(trap '' HUP; exec {} $$) > said 2>&1 &",
+    "setsid {} $$ > said 2>&1 &",
+    "{} $$ < /dev/null > said 2>&1 & disown",
+    "{} $$ <&- > said 2>&1 &",
+    "{} $$ 2>&1 | cat > said &",
+    "set -m; {} $$ > said 2>&1 &",
 )
-def test_what_a_script_leaves_in_the_background_goes_on_when_the_script_and_its_group_are_gone(
-    start: str, tmp_path: Path
-) -> None:
+
+
+@pytest.mark.fault("W5")
+def test_what_a_script_leaves_in_the_background_goes_on_when_the_script_and_its_group_are_gone(tmp_path: Path) -> None:
     """No terminal, no session of its own: as by cron, CI, ssh or `docker exec`."""
     (tmp_path / "serve.py").write_text(IN_BACKGROUND)
-    script = f"{start.format(f'{sys.executable} serve.py')}\nsleep 0.3"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path])}
-    subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, process_group=0, check=True)
-    deadline = time.monotonic() + 20
-    while not (tmp_path / "ended").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert (tmp_path / "ended").exists(), (tmp_path / "said").read_text()
+    folders = [tmp_path / str(number) for number in range(len(STARTS))]
+    for folder, start in zip(folders, STARTS, strict=True):
+        folder.mkdir()
+        script = f"{start.format(f'{sys.executable} ../serve.py')}\nsleep 0.3"
+        subprocess.run(["bash", "-c", script], cwd=folder, env=environment, process_group=0, check=True)
+    deadline = time.monotonic() + 60
+    for folder, start in zip(folders, STARTS, strict=True):
+        while not (folder / "ended").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert (folder / "ended").exists(), (start, (folder / "said").read_text())

@@ -8,11 +8,10 @@ A GeForce sums in fp32 at half the rate of fp16, so its peak is SMs x 4 tensor c
 """
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Gpu:
+class Gpu(NamedTuple):
     """A kind of GPU.
 
     Attributes:
@@ -57,20 +56,13 @@ def gpu_of(device_name: str, memory_gb: float | None = None) -> Gpu | None:
     `memory_gb`, what torch finds; where neither is known there is no answer.
     """
     words = set(re.split(r"[\s-]+", device_name.upper()))
-    if words & OTHER_CHIPS:
-        return None
-    known = [(_model(gpu), gpu) for gpu in GPUS.values() if _model(gpu) <= words]
-    longest = max((len(model) for model, _ in known), default=0)
-    kinds = [gpu for model, gpu in known if len(model) == longest]
+    models = {gpu: set(gpu.name.upper().split("-")[:-1]) for gpu in GPUS.values()}  # a name without its memory
+    known = [gpu for gpu, model in models.items() if model <= words and not words & OTHER_CHIPS]
+    longest = max((len(models[gpu]) for gpu in known), default=0)
+    kinds = [gpu for gpu in known if len(models[gpu]) == longest]
     if len(kinds) > 1:
-        kinds = [gpu for gpu in kinds if gpu.name.rpartition("-")[2] in words] or _nearest(kinds, memory_gb)
+        named = [gpu for gpu in kinds if gpu.name.rpartition("-")[2] in words]
+        if not named and memory_gb is not None:
+            named = [min(kinds, key=lambda gpu: abs(gpu.memory_gb - memory_gb))]
+        kinds = named
     return kinds[0] if kinds else None
-
-
-def _model(gpu: Gpu) -> set[str]:
-    """The words of a kind without its memory."""
-    return set(gpu.name.upper().split("-")[:-1])
-
-
-def _nearest(kinds: list[Gpu], memory_gb: float | None) -> list[Gpu]:
-    return [] if memory_gb is None else [min(kinds, key=lambda gpu: abs(gpu.memory_gb - memory_gb))]

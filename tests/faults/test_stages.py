@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from m3diff.__main__ import main as m3diff
 from m3diff.records.files import sha256, sha256_of_folder
-from m3diff.stages.train import loop
+from m3diff.stages.train import engine
 from tests.faults.small import MADE, change, write_params
 from tests.toy import REPOSITORY
 
@@ -132,7 +132,7 @@ def test_a_pickle_in_the_place_of_weights_is_not_loaded_by_predict(small):
 
 @pytest.mark.fault("31", "m9")
 def test_a_pickle_in_a_checkpoint_that_is_resumed_is_not_loaded(small, monkeypatch):
-    take_step, taken = loop.take_step, []
+    take_step, taken = engine.take_step, []
 
     def interrupt(*given: Any) -> Any:
         taken.append(1)
@@ -142,7 +142,7 @@ def test_a_pickle_in_a_checkpoint_that_is_resumed_is_not_loaded(small, monkeypat
 
     change("train", epochs=3)
     with monkeypatch.context() as cut:
-        cut.setattr(loop, "take_step", interrupt)
+        cut.setattr(engine, "take_step", interrupt)
         with pytest.raises(KeyboardInterrupt):
             m3diff(["train"])
     newest = sorted(Path("runs/train").glob("*/step-*"))[-1]

@@ -20,7 +20,7 @@ from m3diff.models.tuning import unwrapped
 from m3diff.stages.train import runtimes
 from m3diff.stages.train.engine import token_loss
 from m3diff.stages.train.loop import prepare_model
-from m3diff.stages.train.state import MOMENTS, MasterState
+from m3diff.stages.train.state import MOMENTS, start_moments
 from tests.gpu import test_gpu
 from tests.gpu.choices import first_batch
 from tests.models.llava15 import write_llava15
@@ -71,9 +71,8 @@ def test_what_a_resume_gives_adamw_lies_where_its_fused_kernel_reads_it(device: 
     weight = torch.nn.Parameter(torch.zeros(3))
     adamw = torch.optim.AdamW([weight], fused=True)
     adamw.param_groups[0]["params"] = [weight.to(device)]
-    state: Any = MasterState.__new__(MasterState)
-    state.optimizer, state.engine = SimpleNamespace(), SimpleNamespace(basic_optimizer=adamw)
-    state.start_moments(7)
+    engine: Any = SimpleNamespace(optimizer=SimpleNamespace(), basic_optimizer=adamw)
+    start_moments(engine, 7)
     ((_, held),) = adamw.state.items()
     assert {name: (held[name].device.type, held[name].dtype) for name in ("step", *MOMENTS)} == dict.fromkeys(
         ("step", *MOMENTS), (device, torch.float32)

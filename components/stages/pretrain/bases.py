@@ -70,10 +70,6 @@ class LlavaOneVision:
     def encoder(self, model: Any) -> nn.Module:
         return model.model.vision_tower
 
-    @property
-    def pad_id(self) -> int:
-        return self.processor.pad_id
-
     def prepare_image(self, image: Image.Image) -> np.ndarray:
         """[side, side, 3] uint8."""
         return self.processor.prepare_image(image)
@@ -89,15 +85,12 @@ class LlavaOneVision:
     def encode_prompt(self, question: str, images: int) -> tuple[int, ...]:
         return self.processor.encode_prompt(question, images)
 
-    def encode_reference(self, answer: str) -> list[int]:
-        return self.processor.encode_reference(answer)
-
     def logits(self, model: Any, prepared: np.ndarray | None, images: int, ids: Tensor, supervised: Tensor) -> Tensor:
         """[supervised tokens, vocabulary]."""
         inputs: dict[str, object] = {}
         if prepared is not None:
-            inputs["pixel_values"] = self.pixels(prepared)
-            inputs["image_sizes"] = torch.full((len(prepared), 2), self.processor.image_processor.side)
+            sizes = torch.full((len(prepared), 2), self.processor.image_processor.side)
+            inputs = {"pixel_values": self.pixels(prepared), "image_sizes": sizes}
             inputs["batch_num_images"] = [len(prepared)]  # the multi-image path: one crop an image
         return model(input_ids=ids, logits_to_keep=supervised, use_cache=False, **inputs).logits
 
@@ -105,38 +98,21 @@ class LlavaOneVision:
         return self.processor.image_processor.to_pixels(torch.from_numpy(prepared))
 
     def write(self, model: Any, folder: Path) -> None:
+        """Write the model, the tokenizer with its chat template, and the files of LLaVA-OneVision's own processor:
+        `AutoProcessor` then finds it, and the project's reads the same files."""
         model.save_pretrained(folder)
-        write_processor(self.processor, model.config, folder)
-
-
-def make_processor(cfg: Pretrain) -> M3DiffProcessor:
-    """The processor with a tokenizer of its own."""
-    processor = M3DiffProcessor(
-        M3DiffImageProcessor(size={"height": cfg.vision_px, "width": cfg.vision_px}),
-        train_tokenizer(cfg.seed, cfg.levels),
-        num_image_tokens=(cfg.vision_px // cfg.patch_px) ** 2,
-        chat_template=CHAT_TEMPLATE,
-    )
-    processor.tokenizer.chat_template = CHAT_TEMPLATE
-    return processor
-
-
-def write_processor(processor: M3DiffProcessor, config: LlavaOnevisionConfig, folder: Path) -> None:
-    """Tokenizer, chat template, and the files of LLaVA-OneVision's own processor, which `AutoProcessor` then finds; the
-    project's reads the same files."""
-    processor.tokenizer.save_pretrained(folder)
-    images = processor.image_processor
-    pixels = {"size": images.size, "image_mean": images.image_mean, "image_std": images.image_std}
-    grid = {"image_grid_pinpoints": config.image_grid_pinpoints}
-    tokens = {"num_image_tokens": processor.num_image_tokens, "vision_feature_select_strategy": "full"}
-    files: dict[str, dict[str, Any]] = {
-        "preprocessor_config.json": {"image_processor_type": "LlavaOnevisionImageProcessor", **grid, **pixels},
-        "video_preprocessor_config.json": {"video_processor_type": "LlavaOnevisionVideoProcessor", **pixels},
-        "processor_config.json": tokens,
-    }
-    for name, content in files.items():
-        content["processor_class"] = "LlavaOnevisionProcessor"
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+        self.processor.tokenizer.save_pretrained(folder)
+        images, count = self.processor.image_processor, self.processor.num_image_tokens
+        pixels = {"size": images.size, "image_mean": images.image_mean, "image_std": images.image_std}
+        kind, grid = "LlavaOnevisionImageProcessor", model.config.image_grid_pinpoints
+        files: dict[str, dict[str, Any]] = {
+            "preprocessor_config.json": {"image_processor_type": kind, "image_grid_pinpoints": grid, **pixels},
+            "video_preprocessor_config.json": {"video_processor_type": "LlavaOnevisionVideoProcessor", **pixels},
+            "processor_config.json": {"num_image_tokens": count, "vision_feature_select_strategy": "full"},
+        }
+        for name, content in files.items():
+            content["processor_class"] = "LlavaOnevisionProcessor"
+            (folder / name).write_text(json.dumps(content, indent=2) + "\n")
 
 
 def train_tokenizer(seed: int, levels: tuple[Level, ...]) -> Qwen2Tokenizer:
@@ -208,14 +184,13 @@ def llava_config(cfg: Pretrain, processor: M3DiffProcessor) -> LlavaOnevisionCon
 class Blip2Base:
     """A BLIP-2: how it is made, fed and written."""
 
-    cfg: Pretrain
     own: Blip2
+    config: Blip2IDCConfig
     llava: LlavaOnevisionForConditionalGeneration
     processor: Blip2IDCProcessor
 
     def make_model(self) -> Blip2ForConditionalGeneration:
-        config = blip2_config(self.cfg, self.own, self.llava.config, self.processor.tokenizer)
-        model = Blip2ForConditionalGeneration._from_config(config, attn_implementation="sdpa")
+        model = Blip2ForConditionalGeneration._from_config(self.config, attn_implementation="sdpa")
         nn.init.normal_(model.query_tokens, std=0.02)  # transformers starts all alike, and alike they would stay
         take_vision_encoder(model.vision_model, self.llava.model.vision_tower)
         llm = model.language_model
@@ -225,10 +200,6 @@ class Blip2Base:
 
     def encoder(self, model: Any) -> nn.Module:
         return model.vision_model
-
-    @property
-    def pad_id(self) -> int:
-        return self.processor.pad_id
 
     def prepare_image(self, image: Image.Image) -> np.ndarray:
         """Return it as it is drawn: a picture of one image and one of two are resized differently."""
@@ -249,23 +220,16 @@ class Blip2Base:
             return start
         return (*start, *self.processor.tokenizer(f"{question}\n", add_special_tokens=False)["input_ids"])
 
-    def encode_reference(self, answer: str) -> list[int]:
-        return self.processor.encode_reference(answer)
-
     def logits(self, model: Any, prepared: np.ndarray | None, images: int, ids: Tensor, supervised: Tensor) -> Tensor:
         """[supervised tokens, vocabulary]."""
         embeds = model.get_input_embeddings()(ids)
         if prepared is not None:
+            patches = model.vision_model(pixel_values=self.pixels(prepared, images)).last_hidden_state
+            queries = model.query_tokens.expand(len(patches), -1, -1)
+            read = model.qformer(query_embeds=queries, encoder_hidden_states=patches).last_hidden_state
             places = ids == model.config.image_token_index
-            embeds = embeds.masked_scatter(places[..., None], self.visual(model, self.pixels(prepared, images)))
+            embeds = embeds.masked_scatter(places[..., None], model.language_projection(read))
         return model.language_model(inputs_embeds=embeds, logits_to_keep=supervised, use_cache=False).logits
-
-    def visual(self, model: Any, pixels: Tensor) -> Tensor:
-        """[pictures, queries, width]: what the LLM gets of pictures [pictures, 3, side, side]."""
-        patches = model.vision_model(pixel_values=pixels).last_hidden_state
-        queries = model.query_tokens.expand(len(patches), -1, -1)
-        read = model.qformer(query_embeds=queries, encoder_hidden_states=patches).last_hidden_state
-        return model.language_projection(read)
 
     def pixels(self, prepared: np.ndarray, images: int) -> Tensor:
         """[pictures, 3, side, side], of so many images each, the first on top."""
@@ -280,20 +244,6 @@ class Blip2Base:
     def write(self, model: Any, folder: Path) -> None:
         model.save_pretrained(folder)
         self.processor.save_pretrained(folder)
-
-
-def load_blip2(cfg: Pretrain, own: Blip2) -> Blip2Base:
-    """Raises ParamsError where `start` is no LLaVA-OneVision of the recipe's width."""
-    if not (own.start / "config.json").is_file():
-        raise ParamsError(f"pretrain.blip2.start: {own.start} has no config.json; name a base as `make base` makes it")
-    llava: Any = LlavaOnevisionForConditionalGeneration.from_pretrained(own.start)
-    if (found := llava.config.text_config.hidden_size) != cfg.width:
-        raise ParamsError(f"pretrain.width: {own.start} is {found} wide, found {cfg.width}; write {found}")
-    tokenizer = AutoTokenizer.from_pretrained(own.start)
-    means = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
-    images = Blip2IDCImageProcessor(size={"height": cfg.vision_px, "width": cfg.vision_px}, **means)
-    config = blip2_config(cfg, own, llava.config, tokenizer)
-    return Blip2Base(cfg, own, llava, Blip2IDCProcessor(images, tokenizer, config))
 
 
 def blip2_config(cfg: Pretrain, own: Blip2, llava: Any, tokenizer: Any) -> Blip2IDCConfig:
@@ -347,17 +297,31 @@ def resize_patches(mine: Any, theirs: Any) -> None:
 
 
 def _sizes(width: int, layers: int) -> dict[str, int]:
-    return {
-        "hidden_size": width,
-        "intermediate_size": 2 * width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-    }
+    heads = {"num_hidden_layers": layers, "num_attention_heads": 4}
+    return {"hidden_size": width, "intermediate_size": 2 * width, **heads}
 
 
 Architecture = LlavaOneVision | Blip2Base
 
 
 def architecture_of(cfg: Pretrain) -> Architecture:
-    """Return the base that `cfg` asks for. Raises ParamsError where a BLIP-2 cannot start from its `start`."""
-    return LlavaOneVision(cfg, make_processor(cfg)) if cfg.blip2 is None else load_blip2(cfg, cfg.blip2)
+    """Return the base that `cfg` asks for, fed with a tokenizer of its own or, a BLIP-2, that of its start.
+
+    Raises:
+        ParamsError: a BLIP-2's `start` is no LLaVA-OneVision of the recipe's width.
+    """
+    size, own = {"height": cfg.vision_px, "width": cfg.vision_px}, cfg.blip2
+    if own is None:
+        tokenizer: Any = train_tokenizer(cfg.seed, cfg.levels)
+        tokenizer.chat_template, patches = CHAT_TEMPLATE, (cfg.vision_px // cfg.patch_px) ** 2
+        images, text = M3DiffImageProcessor(size=size), {"chat_template": CHAT_TEMPLATE}
+        return LlavaOneVision(cfg, M3DiffProcessor(images, tokenizer, num_image_tokens=patches, **text))
+    if not (own.start / "config.json").is_file():
+        raise ParamsError(f"pretrain.blip2.start: {own.start} has no config.json; name a base as `make base` makes it")
+    llava: Any = LlavaOnevisionForConditionalGeneration.from_pretrained(own.start)
+    if (found := llava.config.text_config.hidden_size) != cfg.width:
+        raise ParamsError(f"pretrain.width: {own.start} is {found} wide, found {cfg.width}; write {found}")
+    tokenizer = AutoTokenizer.from_pretrained(own.start)
+    config = blip2_config(cfg, own, llava.config, tokenizer)
+    pixels = Blip2IDCImageProcessor(size=size, image_mean=[0.5] * 3, image_std=[0.5] * 3)
+    return Blip2Base(own, config, llava, Blip2IDCProcessor(pixels, tokenizer, config))

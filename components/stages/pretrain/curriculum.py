@@ -56,7 +56,8 @@ def side_by_side(rng: np.random.Generator, scenes: list[Scene]) -> tuple[str, st
 
 def asked_for(rng: np.random.Generator, scenes: list[Scene]) -> tuple[str, str]:
     """Some things, named by looks that at most one thing of the images has: where each is, or that there is none."""
-    here = [(f"{PLACES[cell]} {text}", _looks(text)) for scene in scenes for cell, text in describe_things(scene)]
+    things = [thing for scene in scenes for thing in describe_things(scene)]
+    here = [(f"{PLACES[cell]} {text}", tuple(text.split()[1:4])) for cell, text in things]  # `a small red box ...`
     answers: dict[str, str] = {}
     while len(answers) < ASKED_FOR:
         asked = _question(rng, [looks for _, looks in here])
@@ -64,11 +65,6 @@ def asked_for(rng: np.random.Generator, scenes: list[Scene]) -> tuple[str, str]:
         if len(fitting) < 2 and (fitting or rng.random() < 0.5):
             answers[asked] = fitting[0] if fitting else "nothing"
     return f"Describe the {', the '.join(answers)}.", ", ".join(answers.values())
-
-
-def _looks(described_thing: str) -> tuple[str, ...]:
-    """("small", "red", "box") of "a small red box"; ("mark",) of "a mark"."""
-    return tuple(described_thing.split()[1:4])
 
 
 def _question(rng: np.random.Generator, here: list[tuple[str, ...]]) -> str:
@@ -79,8 +75,7 @@ def _question(rng: np.random.Generator, here: list[tuple[str, ...]]) -> str:
     if len(looks) == 1:
         return looks[0]
     size, color, kind = looks
-    whole_looks = f"{size} {color} {kind}"
-    return pick(rng, (kind, f"{color} {kind}", f"{size} {kind}", whole_looks, whole_looks))
+    return pick(rng, (kind, f"{color} {kind}", f"{size} {kind}", *2 * (f"{size} {color} {kind}",)))
 
 
 def sentence(levels: tuple[Level, ...], rng: np.random.Generator, scenes: list[Scene]) -> tuple[str, str]:

@@ -51,7 +51,7 @@ class Optimizer:
     gets as far in half the steps (see LOG.md)."""
 
     def __init__(self, model: torch.nn.Module, cfg: Pretrain, steps: int) -> None:
-        self.model = model
+        self.model, self.steps = model, steps
         matrices: list[Tensor] = []  # of linear layers; the rest: embeddings, convolutions, norms and biases
         rest: list[Tensor] = []
         for name, p in model.named_parameters():

@@ -43,13 +43,12 @@ def pretrain(cfg: Pretrain, out: Path) -> None:
     bank = _render_bank(cfg, of)
     model = of.make_model()
     print(f"base: {sum(p.numel() for p in model.parameters()):,} parameters, {len(bank.scenes):,} scenes")
-    logs = {}
-    if cfg.segmentation_steps:
-        logs["segmentation_log.csv"] = _learn_to_segment(of, model, bank, cfg)
-    logs["training_log.csv"] = _learn(of, model, bank, cfg)
+    segmentation = _learn_to_segment(of, model, bank, cfg) if cfg.segmentation_steps else ""
+    training = _learn(of, model, bank, cfg)
     of.write(model, out)
-    for name, log in logs.items():
-        write_atomic(out / name, log.text)
+    if segmentation:
+        write_atomic(out / "segmentation_log.csv", segmentation)
+    write_atomic(out / "training_log.csv", training)
     write_atomic(out / "recipe.json", json.dumps(cfg.model_dump(mode="json"), indent=2) + "\n")
 
 
@@ -80,9 +79,8 @@ class Bank:
 
 
 def _render_bank(cfg: Pretrain, of: Architecture) -> Bank:
-    make = partial(_render_one, cfg, of)
     with ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
-        made = pool.map(make, range(cfg.scenes), chunksize=250)
+        made = pool.map(partial(_render_one, cfg, of), range(cfg.scenes), chunksize=250)
         bank = list(progress(made, "render", total=cfg.scenes, unit="scene"))
     return Bank(np.stack([pixels for pixels, _ in bank]), [scene for _, scene in bank], cfg.levels, cfg.held_out)
 
@@ -97,94 +95,84 @@ def _render_one(cfg: Pretrain, of: Architecture, number: int) -> tuple[np.ndarra
     return of.prepare_image(render(scene, cfg.image_px, rng)), scene
 
 
-class Log:
-    """The run as CSV, and on the screen: the mean loss of each task since the last row, and what is `right` of scenes
-    that do not train, by level."""
-
-    def __init__(self, tasks: Iterable[str], levels: tuple[Level, ...], right: str) -> None:
-        self.text, self.start, self.images = "", time.monotonic(), 0
-        self.levels, self.names = levels, list(dict.fromkeys(tasks))
-        self.recent: dict[str, list[float]] = {name: [] for name in self.names}
-        accuracies = [right] if len(levels) == 1 else [f"{right}: {level}" for level in levels]
-        self._row("step", "images_seen", *(f"loss: {name}" for name in self.names), *accuracies, "seconds")
-
-    def _row(self, *values: object) -> None:
-        row = io.StringIO()
-        csv.writer(row, lineterminator="\n").writerow(values)
-        self.text += row.getvalue()
-        print(*values, flush=True)
-
-    def add(self, step: int, accuracies: list[float]) -> None:
-        """Write a row and start the means anew."""
-        losses = [round(float(np.mean(losses)), 4) if losses else "" for losses in self.recent.values()]
-        self._row(step, self.images, *losses, *accuracies, round(time.monotonic() - self.start, 1))
-        self.recent = {name: [] for name in self.names}
-
-
-def _learn_to_segment(of: Architecture, model: torch.nn.Module, bank: Bank, cfg: Pretrain) -> Log:
-    """The vision encoder alone (see `segmentation.py`)."""
+def _learn_to_segment(of: Architecture, model: torch.nn.Module, bank: Bank, cfg: Pretrain) -> str:
+    """Train the vision encoder alone (see `segmentation.py`); return the log."""
     encoder = of.encoder(model)
     segmentation = Segmentation(encoder, cfg.width)
     rng = np.random.default_rng([cfg.seed, 1])
-    log = Log(["segmentation"], cfg.levels, "held_out_kind_accuracy")
 
     def loss(chosen: np.ndarray, images: int) -> tuple[Tensor, float]:
         patches = of.patches(encoder, bank.pixels[chosen], images)
         return segmentation.loss(patches, [bank.scenes[number] for number in chosen], images)
 
-    @torch.no_grad()
-    def right(level: Level) -> float:
-        return round(loss(bank.held_out_of(level), 1)[1], 4)
-
     def work(step: int) -> tuple[str, Tensor, int]:
         chosen = bank.sample(rng, step, cfg.images_per_batch)
         return "segmentation", loss(chosen, of.images_of_a_picture(step))[0], len(chosen)
 
+    def right(level: Level) -> float:
+        return loss(bank.held_out_of(level), 1)[1]
+
     optimizer = Optimizer(segmentation, cfg, cfg.segmentation_steps)
-    _run("segment", cfg.segmentation_steps, optimizer, log, work, right)
-    return log
+    return _run(optimizer, ["segmentation"], work, cfg.levels, "held_out_kind_accuracy", right)
 
 
-def _learn(of: Architecture, model: torch.nn.Module, bank: Bank, cfg: Pretrain) -> Log:
-    """The first task alone, then one task a step, in turn. An encoder that can segment is frozen until the language
-    model has learnt to read it."""
+def _learn(of: Architecture, model: torch.nn.Module, bank: Bank, cfg: Pretrain) -> str:
+    """Train on the first task alone, then on one task a step, in turn; return the log. An encoder that can segment is
+    frozen until the language model has learnt to read it. The accuracy is the share of held-out scenes whose whole
+    description is right, token by token, under teacher forcing."""
     rng = np.random.default_rng(cfg.seed)
     tasks = curriculum(cfg.levels, cfg.tasks)
-    log = Log((task.name for task in tasks), cfg.levels, "held_out_scene_accuracy")
 
     def work(step: int) -> tuple[str, Tensor, int]:
-        task = task_of(step, cfg.first_task_steps, tasks)
-        of.encoder(model).requires_grad_(step > cfg.first_task_steps or not cfg.segmentation_steps)
+        alone = step <= cfg.first_task_steps
+        task = tasks[0 if alone else step % len(tasks)]
+        of.encoder(model).requires_grad_(not (alone and cfg.segmentation_steps))
         chosen = bank.sample(rng, step // len(tasks), cfg.images_per_batch)
         loss, _ = _loss(of, model, bank, chosen, task, rng)
         return task.name, loss, len(chosen) if task.images else 0
 
-    right = partial(_held_out_accuracy, of, model, bank)
-    _run("base", cfg.steps, Optimizer(model, cfg, cfg.steps), log, work, right)
-    return log
+    def right(level: Level) -> float:
+        chosen, (first, *_) = bank.held_out_of(level), curriculum((level,))
+        return float(_loss(of, model, bank, chosen, first, np.random.default_rng(0))[1].float().mean())
+
+    names = [task.name for task in tasks]
+    return _run(Optimizer(model, cfg, cfg.steps), names, work, cfg.levels, "held_out_scene_accuracy", right)
 
 
 def _run(
-    name: str,
-    steps: int,
     optimizer: Optimizer,
-    log: Log,
+    tasks: Iterable[str],
     work: Callable[[int], tuple[str, Tensor, int]],
+    levels: tuple[Level, ...],
+    accuracy: str,
     right: Callable[[Level], float],
-) -> None:
-    """Take the steps. `work` gives of each step the task, the loss and the number of images; `right`, what is right of
-    a level's scenes that do not train."""
-    for step in progress(range(1, steps + 1), name, total=steps, unit="step"):
+) -> str:
+    """Take the steps. Return the run as CSV, which is printed too: the mean loss of each task since the last row, and
+    the share that is `right` of scenes that do not train, by level.
+
+    Args:
+        work: a step's task, loss and number of images.
+    """
+    text, began, seen = io.StringIO(), time.monotonic(), 0
+    recent: dict[str, list[float]] = {task: [] for task in tasks}
+    columns = [accuracy] if len(levels) == 1 else [f"{accuracy}: {level}" for level in levels]
+
+    def row(*values: object) -> None:
+        csv.writer(text, lineterminator="\n").writerow(values)
+        print(*values, flush=True)
+
+    row("step", "images_seen", *(f"loss: {task}" for task in recent), *columns, "seconds")
+    for step in progress(range(1, optimizer.steps + 1), "base", total=optimizer.steps, unit="step"):
         task, loss, images = work(step)
-        log.recent[task].append(optimizer(loss))
-        log.images += images
-        if step % LOG_EVERY == 0 or step == steps:
-            log.add(step, [right(level) for level in log.levels])
-
-
-def task_of(step: int, first_task_steps: int, tasks: tuple[Task, ...]) -> Task:
-    """The task of a step, counted from 1."""
-    return tasks[step % len(tasks) if step > first_task_steps else 0]
+        recent[task].append(optimizer(loss))
+        seen += images
+        if step % LOG_EVERY == 0 or step == optimizer.steps:
+            losses = [round(float(np.mean(losses)), 4) if losses else "" for losses in recent.values()]
+            with torch.no_grad():
+                accuracies = [round(right(level), 4) for level in levels]
+            row(step, seen, *losses, *accuracies, round(time.monotonic() - began, 1))
+            recent = {task: [] for task in recent}
+    return text.getvalue()
 
 
 def _loss(
@@ -205,19 +193,11 @@ def _encode(of: Architecture, asked: list[tuple[str, str]], images: int) -> tupl
     """Token ids [samples, tokens] of questions and answers, padded on the right, and a mask of the places whose next
     token is the answer's."""
     prompts = [of.encode_prompt(question, images) for question, _ in asked]
-    answers = [of.encode_reference(answer) for _, answer in asked]
+    answers = [of.processor.encode_reference(answer) for _, answer in asked]
     length = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
-    ids = torch.full((len(asked), length), of.pad_id)
+    ids = torch.full((len(asked), length), of.processor.pad_id)
     supervised = torch.zeros((len(asked), length), dtype=torch.bool)
     for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         ids[row, : len(prompt) + len(answer)] = torch.tensor([*prompt, *answer])
         supervised[row, len(prompt) - 1 : len(prompt) + len(answer) - 1] = True
     return ids, supervised
-
-
-@torch.no_grad()
-def _held_out_accuracy(of: Architecture, model: torch.nn.Module, bank: Bank, level: Level) -> float:
-    """Share of a level's held-out scenes whose whole description is right, token by token, under teacher forcing."""
-    chosen, (first, *_) = bank.held_out_of(level), curriculum((level,))
-    _, right = _loss(of, model, bank, chosen, first, np.random.default_rng(0))
-    return round(float(right.float().mean()), 4)

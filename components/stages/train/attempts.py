@@ -25,6 +25,9 @@ from m3diff.records.files import write_atomic
 from m3diff.settings.section import ParamsError
 from m3diff.stages.train.job import Job
 
+Run = Callable[[Job], dict[str, Any]]
+"""An attempt: runs the loop to its end, where `compute.workers` says, and returns the figures."""
+
 
 class DivergedError(ParamsError):
     """The loss or the gradient is no finite number any more."""
@@ -71,7 +74,7 @@ TERMINATED = 128 + signal.SIGTERM
 """Exit code of a process that SIGTERM ended."""
 
 
-def with_retries(run: Callable[[Job], dict[str, Any]], job: Job) -> dict[str, Any]:
+def with_retries(run: Run, job: Job) -> dict[str, Any]:
     """Return `run(job)`, attempted as often as this module says.
 
     Raises:
@@ -100,11 +103,8 @@ def _next_attempt(error: Exception, job: Job, failures: int) -> tuple[Job, int]:
     """Return the next attempt's job and the failures so far; raise where there is no next attempt."""
     met = causes(error)
     names = {type(cause).__name__ for cause in met}
-    for cause in met:
-        if isinstance(cause, FINAL):
-            if cause is error:
-                raise
-            raise cause from error
+    if final := next((cause for cause in met if isinstance(cause, FINAL)), None):
+        raise final from (error if final is not error else error.__cause__)
     if full := next(filter(is_disk_full, met), None):
         raise NotWrittenError(f"{_first_line(full)}: a disk is full; make room and run again") from error
     if on_one_machine() and names & NOT_STARTED:
@@ -115,34 +115,30 @@ def _next_attempt(error: Exception, job: Job, failures: int) -> tuple[Job, int]:
         ) from error
     if any(map(is_out_of_memory, met)):
         smaller = with_smaller_micro_batch(job, error)
+        before, after = job.compute.micro_batch, smaller.compute.micro_batch
         print(
-            f"train: out of memory with {job.compute.micro_batch} sequences a micro-batch; goes on from the newest "
-            f"checkpoint with {smaller.compute.micro_batch} and the same {job.cfg.global_batch} a step "
-            f"(compute.micro_batch: {smaller.compute.micro_batch} starts so)",
+            f"train: out of memory with {before} sequences a micro-batch; goes on from the newest checkpoint with "
+            f"{after} and the same {job.cfg.global_batch} a step (compute.micro_batch: {after} starts so)",
             flush=True,
         )
         return smaller, failures
     if failures == job.compute.max_failures:
         raise error
-    print(
-        f"train: {_first_line(met[-1])}; goes on from the newest checkpoint (failure {failures + 1} of "
-        f"{job.compute.max_failures} that compute.max_failures allows)",
-        flush=True,
-    )
+    allowed = f"(failure {failures + 1} of {job.compute.max_failures} that compute.max_failures allows)"
+    print(f"train: {_first_line(met[-1])}; goes on from the newest checkpoint {allowed}", flush=True)
     return job, failures + 1
 
 
 def causes(error: BaseException) -> list[BaseException]:
     """Return the error, the errors that Ray's workers raised, and the errors that each of these was raised from."""
     found: list[BaseException] = []
-    waiting: list[BaseException | None] = [error]
+    waiting: list[Any] = [error]
     while waiting:
         cause = waiting.pop(0)
-        if cause is not None and all(cause is not other for other in found):
+        if cause is not None and cause not in found:
             found.append(cause)
             waiting += getattr(cause, "worker_failures", {}).values()
-            waiting.append(getattr(cause, "controller_failure", None))
-            waiting.append(getattr(cause, "_base_exc", None))  # Ray wraps an exception with its traceback
+            waiting += [getattr(cause, name, None) for name in ("controller_failure", "_base_exc")]  # Ray's wrappers
             waiting.append(cause.__cause__ or cause.__context__)
     return found
 

@@ -42,22 +42,6 @@ Visit = tuple[int, int]
 AUGMENTED = 1  # other random numbers than those of an epoch's order
 
 
-def plan_epoch(samples: Samples, max_captions: int | None, seed: int, epoch: int) -> RowGroups:
-    """Return the sequences of one epoch in training order, each up to `max_captions` rows of one pair (None: all)."""
-    rng = np.random.default_rng([seed, epoch])
-    pairs = samples.pairs()
-    mixed = pairs.rows
-    for rows in pairs:
-        rng.shuffle(rows)  # in place, within its pair
-    starts = sequence_starts(pairs.offsets, max_captions)
-    order = rng.permutation(len(starts))
-    lengths = np.diff(starts, append=np.int32(len(mixed)))[order]
-    offsets = np.concatenate([np.zeros(1, np.int32), np.cumsum(lengths, dtype=np.int32)])
-    source = np.repeat(starts[order] - offsets[:-1], lengths)  # how far from its place in the epoch a row was
-    source += np.arange(len(mixed), dtype=np.int32)
-    return RowGroups(mixed[source], offsets)
-
-
 def sequence_starts(offsets: np.ndarray, max_captions: int | None) -> np.ndarray:
     """Return where each sequence starts, where pairs are cut every `max_captions` rows (None: not at all).
 
@@ -72,7 +56,7 @@ def sequence_starts(offsets: np.ndarray, max_captions: int | None) -> np.ndarray
     return np.repeat(offsets[:-1], counts) + within * np.int32(max_captions)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Schedule:
     """Steps of a run: `global_batch` sequences a step, dealt to `ranks` workers in micro-batches."""
 
@@ -84,39 +68,27 @@ class Schedule:
     epochs: float
     ranks: int = 1
 
-    @property
-    def steps_per_epoch(self) -> int:
-        return math.ceil(self.sequences_per_epoch / self.global_batch)
-
     @cached_property
-    def sequences_per_epoch(self) -> int:
-        return len(sequence_starts(self.samples.offsets, self.max_captions))
+    def steps_per_epoch(self) -> int:
+        return math.ceil(len(sequence_starts(self.samples.offsets, self.max_captions)) / self.global_batch)
 
     @property
     def steps(self) -> int:
         return math.ceil(self.epochs * self.steps_per_epoch)
 
     def epoch(self, epoch: int) -> RowGroups:
-        """Return its sequences in training order."""
+        """Return its sequences in training order, each up to `max_captions` rows of one pair (None: all)."""
         return _planned(self, epoch)
 
     def global_sequences(self, step: int) -> list[np.ndarray]:
         """Return the sequences of one step over all workers; an epoch's last step has fewer than `global_batch`."""
         epoch, batch = divmod(step, self.steps_per_epoch)
-        return self.epoch(epoch)[batch * self.global_batch : (batch + 1) * self.global_batch]
+        return self.epoch(epoch).part(batch * self.global_batch, (batch + 1) * self.global_batch)
 
-    def captions(self, first: int, end: int) -> int:
-        """Count the references that the steps `first` to `end` (excluded) train on, over all workers."""
-        whole, count = self.steps_per_epoch, 0
-        for epoch in range(first // whole, -(-end // whole)):
-            start, stop = max(first - epoch * whole, 0), min(end - epoch * whole, whole)
-            if (start, stop) == (0, whole):  # without a plan of the epoch
-                count += len(self.samples)
-            else:
-                offsets = self.epoch(epoch).offsets
-                count += int(offsets[min(stop * self.global_batch, len(offsets) - 1)])
-                count -= int(offsets[start * self.global_batch])
-        return count
+    def captions(self, steps: int) -> int:
+        """Count the references that the first `steps` steps train on, over all workers."""
+        epochs, rest = divmod(steps, self.steps_per_epoch)
+        return epochs * len(self.samples) + (int(self.epoch(epochs).offsets[rest * self.global_batch]) if rest else 0)
 
     def micro_batches(self, step: int, rank: int) -> list[list[Weighted]]:
         """Return one worker's part of a step; sequences of weight 0 fill up the last batch of an epoch."""
@@ -126,13 +98,21 @@ class Schedule:
         mine = weighted[rank :: self.ranks]
         return [mine[at : at + self.micro_batch] for at in range(0, len(mine), self.micro_batch)]
 
-    def __hash__(self) -> int:
-        return id(self)
 
-
-@lru_cache(maxsize=2)  # the one that trains, and the next one decoded ahead
+@lru_cache(maxsize=2)  # the epoch that trains, and the next one decoded ahead
 def _planned(schedule: Schedule, epoch: int) -> RowGroups:
-    return plan_epoch(schedule.samples, schedule.max_captions, schedule.seed, epoch)
+    rng = np.random.default_rng([schedule.seed, epoch])
+    pairs = schedule.samples.pairs()
+    mixed = pairs.rows
+    for rows in pairs:
+        rng.shuffle(rows)  # in place, within its pair
+    starts = sequence_starts(pairs.offsets, schedule.max_captions)
+    order = rng.permutation(len(starts))
+    lengths = np.diff(starts, append=np.int32(len(mixed)))[order]
+    offsets = np.concatenate([np.zeros(1, np.int32), np.cumsum(lengths, dtype=np.int32)])
+    source = np.repeat(starts[order] - offsets[:-1], lengths)  # how far from its place in the epoch a row was
+    source += np.arange(len(mixed), dtype=np.int32)
+    return RowGroups(mixed[source], offsets)
 
 
 @dataclass(frozen=True)

@@ -37,14 +37,7 @@ class PackingError(ParamsError):
     """The packed loss is not that of one sequence per reference."""
 
 
-def accumulation(cfg: Train, compute: Compute, ranks: int) -> int:
-    """Return the micro-batches of one worker in a step."""
-    steps, rest = divmod(cfg.global_batch, compute.micro_batch * ranks)
-    assert not rest, f"global_batch {cfg.global_batch} is no multiple of micro_batch {compute.micro_batch} x {ranks}"
-    return steps
-
-
-def deepspeed_config(cfg: Train, compute: Compute, ranks: int) -> dict[str, Any]:
+def deepspeed_config(cfg: Train, compute: Compute) -> dict[str, Any]:
     """Return DeepSpeed's configuration, without an optimizer or scheduler: DeepSpeed's own would merge the groups.
 
     With ZeRO 2 and 3, gradients of micro-batches in bf16 are added up in fp32, on one GPU too: in bf16 a sum loses each
@@ -53,8 +46,8 @@ def deepspeed_config(cfg: Train, compute: Compute, ranks: int) -> dict[str, Any]
     """
     sums_in_fp32 = cfg.precision == "bf16" and compute.zero_stage >= 2
     return {
+        "train_batch_size": cfg.global_batch,  # of which follows how many micro-batches a worker adds up
         "train_micro_batch_size_per_gpu": compute.micro_batch,
-        "gradient_accumulation_steps": accumulation(cfg, compute, ranks),
         "gradient_clipping": cfg.max_grad_norm or 0.0,  # 0: none
         "bf16": {"enabled": cfg.precision == "bf16"},
         "zero_optimization": {"stage": compute.zero_stage, "stage3_gather_16bit_weights_on_model_save": True},
@@ -66,9 +59,7 @@ def deepspeed_config(cfg: Train, compute: Compute, ranks: int) -> dict[str, Any]
     }
 
 
-def build_engine(
-    cfg: Train, compute: Compute, model: nn.Module, groups: list[TrainableGroup], ranks: int
-) -> DeepSpeedEngine:
+def build_engine(cfg: Train, compute: Compute, model: nn.Module, groups: list[TrainableGroup]) -> DeepSpeedEngine:
     """Wrap the model with AdamW over its groups; `torch.distributed` must be up."""
     # DeepSpeed would compile a collective for shared memory at first use; gloo serves CPU ranks without a compiler
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -76,7 +67,7 @@ def build_engine(
     parameters = [{"params": group.parameters, "lr": 0.0, "name": group.name} for group in groups]
     optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.999), weight_decay=cfg.weight_decay, fused=True)
     engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, config=deepspeed_config(cfg, compute, ranks), dist_init_required=False
+        model=model, optimizer=optimizer, config=deepspeed_config(cfg, compute), dist_init_required=False
     )
     if isinstance(engine.optimizer, FP16_UnfusedOptimizer):  # it has taken a step of no gradient, which AdamW counts
         engine.basic_optimizer.state.clear()
@@ -208,7 +199,7 @@ def check_packing(
     def loss(micro_batch: list[Weighted]) -> float:
         return float(token_loss(model, loader.build(micro_batch), processor, device))
 
-    chosen = sequences[several[0] : several[0] + min(2, schedule.micro_batch)]
+    chosen = sequences.part(several[0], several[0] + min(2, schedule.micro_batch))
     alone = [rows[n : n + 1] for rows in chosen for n in range(len(rows))]
     packed = loss([(rows, 1) for rows in chosen])
     apart = sum(loss([(rows, 1)]) for rows in alone)

@@ -15,56 +15,17 @@ from m3diff.models import FAMILIES
 from m3diff.models.attention import KERNELS, attention_of
 from m3diff.models.checkpoint import CheckpointError, save_checkpoint, verify_manifest
 from m3diff.models.device import Device
-from m3diff.models.family import Family, PairProcessor, Settings, Term
+from m3diff.models.family import MODULE_UPDATE_RATIO, Family, PairProcessor, Settings
 from m3diff.models.tuning import parameter_counts, prepare, trainable_groups, unwrapped
 from m3diff.records.errors import DataError
 from m3diff.records.files import write_atomic
 from m3diff.settings.compute import Compute
 from m3diff.settings.section import ParamsError
-from m3diff.stages.train.attempts import (
-    STOP,
-    DivergedError,
-    StoppedError,
-    full_disk_explained,
-    require_newest,
-    require_room,
-)
+from m3diff.stages.train import attempts, engine, progress, state
 from m3diff.stages.train.batches import Loader, MicroBatch, Schedule
-from m3diff.stages.train.engine import (
-    accumulation,
-    build_engine,
-    check_packing,
-    rate_factor,
-    sum_over_ranks,
-    take_step,
-    warmup_steps,
-)
 from m3diff.stages.train.job import CURVES, Job, Runtime
 from m3diff.stages.train.params import Train
-from m3diff.stages.train.progress import (
-    Curve,
-    columns,
-    describe,
-    module_warning,
-    peak_flops,
-    progress_line,
-    update_ratios,
-)
 from m3diff.stages.train.samples import read_samples, read_training_samples
-from m3diff.stages.train.state import (
-    BEST,
-    NEWEST,
-    VALIDATION,
-    Writer,
-    checkpoint_to_export,
-    checkpoints,
-    latest_valid_checkpoint,
-    load_state,
-    read_validation,
-    save_state,
-    step_of,
-    trained_names,
-)
 from m3diff.stages.train.validation import Validation
 
 LOGGED_STEPS = 20
@@ -113,71 +74,63 @@ class Training:
     def __init__(self, job: Job, runtime: Runtime) -> None:
         cfg, compute = job.cfg, job.compute
         torch.set_num_threads(compute.cpus_per_worker)
-        kernel = attention_of(compute.attention, compute.gpu, cfg.max_captions_per_sequence)
-        self.job, self.runtime = job, runtime
-        self.device = Device(compute.gpu, cfg.precision, kernel)
+        self.job, self.runtime, most = job, runtime, cfg.max_captions_per_sequence
+        self.device = Device(compute.gpu, cfg.precision, attention_of(compute.attention, compute.gpu, most))
         self.family = FAMILIES[job.model.family]
         model, self.processor = prepare_model(cfg, job.model, compute, self.family, job.weights)
         self.groups = trainable_groups(model, self.family, job.model)
         self.parameters = parameter_counts(model, self.family)
-        self.engine = build_engine(cfg, compute, model.to(self.device.torch), self.groups, runtime.ranks)
-        self.trained = trained_names(self.engine.module, self.groups)
+        self.engine = engine.build_engine(cfg, compute, model.to(self.device.torch), self.groups)
+        trained = {id(parameter) for group in self.groups for parameter in group.parameters}
+        self.trained = {name for name, p in self.engine.module.named_parameters() if id(p) in trained}
         samples = read_training_samples(job.mixture, job.run_dir, job.datasets)
-        val = read_samples(job.mixture / "val", job.run_dir, job.datasets)
         self.schedule = Schedule(
-            samples=samples,
-            max_captions=cfg.max_captions_per_sequence,
-            seed=cfg.seed,
-            global_batch=cfg.global_batch,
-            micro_batch=compute.micro_batch,
-            epochs=cfg.epochs,
-            ranks=runtime.ranks,
+            samples, most, cfg.seed, cfg.global_batch, compute.micro_batch, cfg.epochs, runtime.ranks
         )
-        self.validation = Validation(val, self.processor, self.family, compute, cfg.seed, runtime, self.device)
+        val = read_samples(job.mixture / "val", job.run_dir, job.datasets)
+        self.validation = Validation(job, val, runtime, self.processor, self.device)
         augment = partial(self.family.augment, job.model) if self.family.augment else None
         self.loader = Loader(samples, self.processor, compute.cpus_per_worker, self.device, augment)
         self.module = self.family.contribution.names(job.model) if self.family.contribution else ()
-        self.curve = Curve(columns(self.family.parts, self.module, self.validation.datasets))
-        self.writer = Writer(partial(require_newest, job.run_dir, job.generation))
+        self.curve = progress.Curve(progress.columns(self.family.parts, self.module, self.validation.datasets))
+        self.writer = state.Writer(partial(attempts.require_newest, job.run_dir, job.generation))
         self.rates: dict[str, float] = {}
-        self.seconds, self.waited, self.captions = 0.0, 0.0, 0  # of this attempt
+        self.took = {"seconds": 0.0, "waited": 0.0, "captions": 0}  # of this attempt
         hours = job.run_dir / HOURS
         self.earlier: dict[str, float] = json.loads(hours.read_text()) if hours.is_file() else {}
 
     def run(self) -> dict[str, Any]:
         """Announce the run, take the steps that are left, export; return the figures."""
-        job, runtime, schedule = self.job, self.runtime, self.schedule
-        micro_batches = accumulation(job.cfg, job.compute, runtime.ranks)
-        config = unwrapped(self.engine.module).config
-
-        def flops(tokens: float, supervised: float) -> list[Term]:
-            return [*self.family.flops(config, tokens, supervised, job.model)]
-
-        flops_per_step, lines = describe(schedule, self.loader, micro_batches, flops, self.parameters)
-        for line in lines:
+        job, runtime, schedule, took = self.job, self.runtime, self.schedule, self.took
+        config, accumulated = unwrapped(self.engine.module).config, self.engine.gradient_accumulation_steps()
+        tokens, supervised = progress.mean_tokens(schedule, self.loader)
+        terms = self.family.flops(config, tokens, supervised, job.model)
+        flops_per_step = schedule.global_batch * sum(term.total for term in terms)
+        for line in progress.describe(schedule, tokens, supervised, accumulated, flops_per_step, self.parameters):
             runtime.say(line)
         if runtime.rank == 0:  # it writes the checkpoints
-            kept = NEWEST + (BEST if job.compute.caption_val_pairs else 0)
-            require_room(job.run_dir, self.parameters["trainable"], kept, len(checkpoints(job.run_dir)))
+            kept = state.NEWEST + (state.BEST if job.compute.caption_val_pairs else 0)
+            there = len(state.checkpoints(job.run_dir))
+            attempts.require_room(job.run_dir, self.parameters["trainable"], kept, there)
         done = self.resume()
-        if compared := check_packing(self.engine, schedule, self.loader, self.processor, self.device):
+        if compared := engine.check_packing(self.engine, schedule, self.loader, self.processor, self.device):
             runtime.say(compared)
         stream = self.loader.stream(schedule, runtime.rank, done)
-        peak = peak_flops(torch.cuda.get_device_name() if job.compute.gpu else "", job.cfg.precision)
+        peak = progress.peak_flops(torch.cuda.get_device_name() if job.compute.gpu else "", job.cfg.precision)
         started = time.monotonic()
         for step in range(done, schedule.steps):
             before = time.monotonic()
             batches = next(stream)
-            self.waited += time.monotonic() - before
+            took["waited"] += time.monotonic() - before
             self.step(step, batches)
-            self.seconds = time.monotonic() - started
-            self.log(step + 1, self.seconds / (step + 1 - done), flops_per_step, peak)
+            took["seconds"] = time.monotonic() - started
+            self.log(step + 1, took["seconds"] / (step + 1 - done), flops_per_step, peak)
             self.end_if_asked(step + 1)
             if self.is_checkpoint(step + 1):
                 self.validate(self.save(step + 1))
-                for warning in self.warnings():
+                if warning := self.warning():
                     runtime.say(f"warning: {warning}")
-        self.seconds = time.monotonic() - started
+        took["seconds"] = time.monotonic() - started
         return self.figures(self.export())
 
     def is_checkpoint(self, step: int) -> bool:
@@ -186,16 +139,16 @@ class Training:
 
     def resume(self) -> int:
         """Restore the newest valid checkpoint; return the number of steps done, 0 without one."""
-        newest = latest_valid_checkpoint(self.job.run_dir) if self.runtime.rank == 0 else None
+        newest = state.latest_valid_checkpoint(self.job.run_dir) if self.runtime.rank == 0 else None
         folder = self.runtime.agree(newest)
         steps = self.schedule.steps
         if folder is None:
             self.runtime.say(f"no checkpoint of this run to go on from, so it starts at step 1 of {steps}")
             return 0
-        done = load_state(self.engine, folder)
+        done = state.load_state(self.engine, folder)
         self.curve.read(folder / CURVES)
         self.runtime.say(f"resumed after step {done} of {steps}")
-        scores = self.runtime.agree(read_validation(folder))
+        scores = self.runtime.agree(state.read_validation(folder))
         if scores is not None:
             self.curve.fill({name: value for name, value in scores.items() if name in self.curve.names})
         elif self.is_checkpoint(done):
@@ -210,23 +163,23 @@ class Training:
         only fill up a batch count too. It belongs to the forward of its step, as the loss does.
         """
         cfg, schedule, measures = self.job.cfg, self.schedule, self.family.contribution
-        rates = [group.lr * rate_factor(cfg, step, schedule.steps, group.delay) for group in self.groups]
+        rates = [group.lr * engine.rate_factor(cfg, step, schedule.steps, group.delay) for group in self.groups]
         by_part = {f"lr_{part}": rate for group, rate in zip(self.groups, rates, strict=True) for part in group.parts}
         self.rates = {name: by_part[name] for name in self.curve.names if name in by_part}
         measured = measures if self.module and (step == 0 or self.is_logged(step + 1)) else None
         module: dict[str, float] = {}
         with measured.recorded(unwrapped(self.engine.module)) if measured else nullcontext([]) as recorded:
-            loss, norm = take_step(self.engine, batches, self.processor, self.device, rates, self.runtime.ranks)
+            loss, norm = engine.take_step(self.engine, batches, self.processor, self.device, rates, self.runtime.ranks)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             with_rates = ", ".join(f"{name} {rate:.3g}" for name, rate in self.rates.items())
-            raise DivergedError(
+            raise attempts.DivergedError(
                 f"step {step + 1}: the loss is {loss:.6g} and the gradient's norm {norm:.6g} with {with_rates}: "
                 "training diverged; lower the model's rates or raise train.warmup_share"
             )
         if measured:
-            sums = sum_over_ranks(torch.stack(recorded).double().sum(dim=0).cpu(), self.runtime.ranks)
+            sums = engine.sum_over_ranks(torch.stack(recorded).double().sum(dim=0).cpu(), self.runtime.ranks)
             module = dict(zip(self.module, measured.figures(sums), strict=True))
-        self.captions += schedule.captions(step, step + 1)
+        self.took["captions"] += schedule.captions(step + 1) - schedule.captions(step)
         epoch = round((step + 1) / schedule.steps_per_epoch, 4)
         self.curve.add({"step": step + 1, "epoch": epoch, "loss": loss, "grad_norm": norm, **self.rates, **module})
 
@@ -235,50 +188,56 @@ class Training:
         return step % LOGGED_STEPS == 0 or step == self.schedule.steps
 
     def log(self, step: int, pace: float, flops: float, peak: float | None) -> None:
-        """Print the line of `step` done steps, where it is due.
+        """Print the line of `step` done steps, where it is due: `step 20/1810 (1.1%)  loss 1.2345  grad_norm 2.1000
+        module_update_ratio 0.21  lr_vision 4.00e-05  85 captions/s  MFU 41%  ETA 11 min`, in one line.
 
         Args:
             pace: seconds a step.
-            flops: of one step.
+            flops: of one step. Their share of the devices' peak is the model FLOPs utilisation.
             peak: FLOP/s of one device.
         """
         if not self.is_logged(step):
             return
-        used = None if peak is None else flops / pace / (peak * self.runtime.ranks)
-        values = {name: self.curve.last(name) for name in ("loss", "grad_norm")}
-        updates = list(update_ratios(self.curve.latest(self.module)).values())
-        speed = self.captions / self.seconds
-        self.runtime.say(progress_line(step, self.schedule.steps, values, updates, self.rates, speed, pace, used))
+        curve, steps = self.curve, self.schedule.steps
+        ratios = progress.update_ratios(curve.latest(self.module)).values()
+        parts = [f"step {step}/{steps} ({step / steps:.1%})"]
+        parts += [f"{name} {curve.last(name):.4f}" for name in ("loss", "grad_norm")]
+        parts += [" ".join([MODULE_UPDATE_RATIO, *(f"{ratio:.2g}" for ratio in ratios)])] if ratios else []
+        parts += [f"{name} {rate:.2e}" for name, rate in self.rates.items()]
+        parts.append(f"{self.took['captions'] / self.took['seconds']:.0f} captions/s")
+        parts += [f"MFU {flops / pace / (peak * self.runtime.ranks):.0%}"] if peak else []
+        parts.append(f"ETA {progress.eta((steps - step) * pace)}")
+        self.runtime.say("  ".join(parts))
 
     def end_if_asked(self, step: int) -> None:
         """Raise StoppedError, once the checkpoint after `step` steps is written, where the run was asked to end; all
         workers agree. A run that goes on from it validates it only where an undisturbed one would."""
-        asked = self.runtime.rank == 0 and (self.job.run_dir / STOP).exists()
-        if sum_over_ranks(torch.tensor(float(asked)), self.runtime.ranks):
+        asked = self.runtime.rank == 0 and (self.job.run_dir / attempts.STOP).exists()
+        if engine.sum_over_ranks(torch.tensor(float(asked)), self.runtime.ranks):
             self.save(step)
             self.writer.finish()
-            raise StoppedError(
+            raise attempts.StoppedError(
                 f"asked to end (SIGTERM) at step {step}, whose checkpoint is written: run again to go on from it"
             )
 
     def save(self, step: int) -> Path:
-        """Have the checkpoint after `step` steps written, and after it what the run took; return its folder."""
-        run_dir, rank = self.job.run_dir, self.runtime.rank
-        folder = save_state(self.engine, self.trained, run_dir, step, rank, self.curve, self.writer)
-        if rank == 0:
+        """Have the checkpoint after `step` steps written by the first worker, and after it what the run took; return
+        its folder. Waits for what has still to be written, so that no more than one state is held beside the engine's.
+        """
+        run_dir, first = self.job.run_dir, self.runtime.rank == 0
+        if first:
+            self.writer.finish()
+        tensors = state.whole_state(self.engine, keep=first)
+        if first:
+            self.writer.submit(state.write_state, run_dir, step, self.trained, tensors, self.curve.copy())
             self.writer.submit(write_atomic, run_dir / HOURS, json.dumps(self.spent()) + "\n")
-        return folder
+        return state.folder_of(run_dir, step)
 
     def spent(self) -> dict[str, float]:
         """Return what all attempts took: seconds of steps and validation, those of them that waited for data, those of
         every worker's device, and captions seen, again after a resume too. What an attempt took after its last
         checkpoint is in none of them."""
-        own = {
-            "seconds": self.seconds,
-            "waited": self.waited,
-            "device_seconds": self.seconds * self.runtime.ranks,
-            "captions": self.captions,
-        }
+        own = self.took | {"device_seconds": self.took["seconds"] * self.runtime.ranks}
         return {name: self.earlier.get(name, 0) + value for name, value in own.items()}
 
     def validate(self, folder: Path) -> None:
@@ -286,50 +245,51 @@ class Training:
 
         Every so many checkpoints, and the last, are captioned.
         """
-        step, compute = step_of(folder), self.job.compute
+        step, compute = state.step_of(folder), self.job.compute
         scores = self.validation.losses(self.engine)
         every = compute.checkpoint_every_steps * compute.caption_every_checkpoints
         if compute.caption_val_pairs and (step == self.schedule.steps or step % every == 0):
             scores |= self.validation.cider(self.engine)
         self.curve.fill(scores)
         if self.runtime.rank == 0:
-            self.writer.submit(write_atomic, folder / VALIDATION, json.dumps(scores) + "\n")
+            self.writer.submit(write_atomic, folder / state.VALIDATION, json.dumps(scores) + "\n")
             self.writer.submit(self.curve.copy().write, self.job.run_dir / CURVES)
         if scores:
             named = "".join(f"  {name} {value:.4f}" for name, value in scores.items())
             self.runtime.say(f"validation after step {step}{named}")
 
-    def warnings(self) -> list[str]:
-        """Return what is wrong with what trains, in sentences."""
-        if not self.family.contribution:
-            return []
-        steps = self.schedule.steps
-        warm = max(round(group.delay * steps) for group in self.groups) + warmup_steps(steps, self.job.cfg.warmup_share)
-        found = module_warning(self.curve.latest(self.module), steps, warm, self.family.contribution.remedy)
-        return [found] if found else []
+    def warning(self) -> str | None:
+        """Return a warning where the module changes nothing after the last step of any part's warm-up."""
+        latest, steps, contribution = self.curve.latest(self.module), self.schedule.steps, self.family.contribution
+        ratios = progress.update_ratios(latest)
+        delay = max(round(group.delay * steps) for group in self.groups)
+        warm = delay + engine.warmup_steps(steps, self.job.cfg.warmup_share)
+        if not contribution or not ratios or max(ratios.values()) >= progress.NOTHING or latest["step"] <= warm:
+            return None
+        found = ", ".join(f"{name} {value:.2g}" for name, value in ratios.items())
+        return (
+            f"the module changes nothing: at step {latest['step']:.0f} of {steps}, after the warm-up, each of its "
+            f"updates is under {progress.NOTHING:.2g} of the features that it changes ({found}), less than bf16 "
+            f"resolves, so the model captions as its base would without the module. {contribution.remedy}"
+        )
 
     def export(self) -> int:
         """Write the checkpoint that `train.export` asks for; return the step that it is from. Every worker calls it."""
-        job, rank = self.job, self.runtime.rank
+        job, model, rank = self.job, self.engine.module, self.runtime.rank
         self.writer.finish()
-        chosen = checkpoint_to_export(job.run_dir, job.cfg.export) if rank == 0 else None
-        folder = self.runtime.agree(chosen)
+        folder = self.runtime.agree(state.checkpoint_to_export(job.run_dir, job.cfg.export) if rank == 0 else None)
         if folder is not None:
-            load_state(self.engine, folder)
-        partitioned = [p for p in self.engine.module.parameters() if hasattr(p, "ds_id")]
+            state.load_state(self.engine, folder)
+        partitioned = [p for p in model.parameters() if hasattr(p, "ds_id")]
         with deepspeed.zero.GatheredParameters(partitioned, enabled=bool(partitioned)):
             if rank == 0:
-                self.write_checkpoint(job.out / "checkpoint")
+                attempts.require_newest(job.run_dir, job.generation)
+                out = job.out / "checkpoint"
+                base: dict[str, Any] = {"base": job.cfg.base, "base_sha256": job.base_sha256}
+                with attempts.full_disk_explained(out, sum(parameter.nbytes for parameter in model.parameters())):
+                    save_checkpoint(model, self.processor, out, family=job.model.family, **base)
                 self.curve.write(job.out / CURVES)
-        return self.schedule.steps if folder is None else step_of(folder)
-
-    def write_checkpoint(self, folder: Path) -> None:
-        """Write the engine's weights, which are whole here."""
-        job, model = self.job, self.engine.module
-        require_newest(job.run_dir, job.generation)
-        facts: dict[str, Any] = {"family": job.model.family, "base": job.cfg.base, "base_sha256": job.base_sha256}
-        with full_disk_explained(folder, sum(parameter.nbytes for parameter in model.parameters())):
-            save_checkpoint(model, self.processor, folder, **facts)
+        return self.schedule.steps if folder is None else state.step_of(folder)
 
     def figures(self, exported: int) -> dict[str, Any]:
         """Return the fields of the report, and what the run took over all its attempts."""
@@ -342,7 +302,7 @@ class Training:
 
         return {
             "rows_in": len(self.schedule.samples),
-            "rows_out": self.schedule.captions(0, steps),
+            "rows_out": self.schedule.captions(steps),
             "steps": steps,
             "parameters_trainable": counts["trainable"],
             "parameters_frozen": counts["frozen"],
@@ -353,7 +313,7 @@ class Training:
             "val_cider": known("val_cider"),
             "exported_step": exported,
             "module": {name: latest[name] for name in self.module if latest},
-            "warnings": self.warnings(),
+            "warnings": [warning] if (warning := self.warning()) else [],
             "seconds": took["seconds"],
             "captions_per_s": took["captions"] / seconds,
             "waiting_share": took["waited"] / seconds,

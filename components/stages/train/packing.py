@@ -7,7 +7,7 @@ at its end where lengths are to recur.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from os.path import commonprefix
 
 import torch
@@ -51,16 +51,9 @@ class Packed:
     def rounded_up(self, multiple: int, pad_id: int) -> "Packed":
         """Return it with padding at the end of the row, so that T is a multiple and shapes recur."""
         extra = -self.tokens % multiple
-        if not extra:
-            return self
-        return Packed(
-            F.pad(self.input_ids, (0, extra), value=pad_id),
-            F.pad(self.position_ids, (0, extra)),
-            F.pad(self.sequences, (0, extra), value=PAD),
-            F.pad(self.segments, (0, extra), value=PAD),
-            F.pad(self.supervised, (0, extra)),
-            self.labels,
-        )
+        values = {"input_ids": pad_id, "position_ids": 0, "sequences": PAD, "segments": PAD, "supervised": 0}
+        padded = {name: F.pad(getattr(self, name), (0, extra), value=value) for name, value in values.items()}
+        return replace(self, **padded) if extra else self
 
     def layout(self) -> Layout:
         """Return the sequences in rectangles, for attention kernels that know no other shape; padding is in none."""
@@ -74,7 +67,7 @@ class Packed:
             tokens = (starts[chosen, None] + place) * there
             segments = self.segments[tokens].masked_fill(~there, PAD)
             shapes.append((len(chosen), len(place)))
-            masks.append(prefix_mask(segments) if int(segments.max()) > 1 else None)
+            masks.append(dense(prefix_rule(segments), *segments.shape) if int(segments.max()) > 1 else None)
             rows.append(tokens.flatten())
             inside.append(there.flatten())
         tokens, there = torch.cat(rows), torch.cat(inside)
@@ -84,8 +77,7 @@ class Packed:
 
     def mask(self) -> Tensor:
         """Return who attends to whom in the whole row, [1, 1, T, T] bool, for any kernel that takes a mask."""
-        place, first = torch.arange(self.tokens), torch.tensor(0)
-        return row_rule(self.sequences, self.segments)(first, first, place[:, None], place)[None, None]
+        return dense(row_rule(self.sequences, self.segments), 1, self.tokens)
 
     def each(self, taken: Callable[[Tensor], Tensor]) -> "Packed":
         """Apply `taken` to each tensor."""
@@ -124,11 +116,10 @@ def row_rule(sequences: Tensor, segments: Tensor) -> Rule:
     return sees
 
 
-def prefix_mask(segments: Tensor) -> Tensor:
-    """Return the rule of [B, S] segments as a dense mask, [B, 1, S, S] bool."""
-    batch = torch.arange(segments.shape[0], device=segments.device)[:, None, None, None]
-    place = torch.arange(segments.shape[1], device=segments.device)
-    return prefix_rule(segments)(batch, batch, place[:, None], place)
+def dense(rule: Rule, sequences: int, length: int) -> Tensor:
+    """Return a rule as a mask, [B, 1, S, S] bool."""
+    batch, place = torch.arange(sequences)[:, None, None, None], torch.arange(length)
+    return rule(batch, batch, place[:, None], place)
 
 
 def pack(groups: Sequence[Sequence[tuple[Sequence[int], Sequence[int]]]]) -> Packed:
@@ -137,12 +128,8 @@ def pack(groups: Sequence[Sequence[tuple[Sequence[int], Sequence[int]]]]) -> Pac
     The prefix is the part that all prompts of the group share, less the last prompt token: that is repeated in every
     branch, or no branch could be asked for its first answer token.
     """
-    ids: list[int] = []
-    positions: list[int] = []
-    segments: list[int] = []
-    supervised: list[int] = []
-    labels: list[int] = []
-    lengths: list[int] = []
+    lists: list[list[int]] = [[] for _ in range(6)]
+    ids, positions, segments, supervised, labels, lengths = lists
     for group in groups:
         start = len(ids)
         prompts = [list(prompt) for prompt, _ in group]

@@ -2,12 +2,12 @@
 
 import csv
 import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from m3diff.models.family import MODULE_UPDATE_RATIO, Term
+from m3diff.models.family import MODULE_UPDATE_RATIO
 from m3diff.records.files import write_atomic
 from m3diff.settings.gpus import gpu_of
 from m3diff.stages.train.batches import Loader, Schedule
@@ -21,38 +21,37 @@ NOTHING = 2.0**-8
 A module in use is far from it: the embedded one starts at 0.5 and ends there."""
 
 
-def describe(
-    schedule: Schedule,
-    loader: Loader,
-    accumulation: int,
-    flops: Callable[[float, float], list[Term]],
-    parameters: Mapping[str, int],
-) -> tuple[float, list[str]]:
-    """Return the FLOPs of a step and the lines before the first one.
+def mean_tokens(schedule: Schedule, loader: Loader) -> tuple[float, float]:
+    """Return the tokens of a sequence and those of them that are supervised: the means of the first epoch, or of its
+    first COUNTED sequences."""
+    packed = [pack([loader.pairs_of(rows)]) for rows in schedule.epoch(0).part(0, COUNTED)]
+    tokens, supervised = np.mean([(each.tokens, len(each.labels)) for each in packed], axis=0).tolist()
+    return tokens, supervised
 
-    The first epoch is counted; of more than COUNTED sequences, the tokens of as many in its order.
+
+def describe(
+    schedule: Schedule, tokens: float, supervised: float, accumulated: int, flops: float, parameters: Mapping[str, int]
+) -> list[str]:
+    """Return the lines before the first step.
 
     Args:
-        accumulation: micro-batches of a worker in a step.
-        flops: (tokens, supervised tokens) of a sequence -> its terms.
+        tokens: of a sequence, `supervised` of them.
+        accumulated: micro-batches of a worker in a step.
+        flops: of a step.
         parameters: as `tuning.parameter_counts` gives them.
     """
-    sequences, batch = schedule.epoch(0), schedule.global_batch
-    packed = [pack([loader.pairs_of(rows)]) for rows in sequences[:COUNTED]]
-    tokens, supervised = np.mean([(each.tokens, len(each.labels)) for each in packed], axis=0).tolist()
-    flops_per_step = batch * sum(term.total for term in flops(tokens, supervised))
-    about = "" if len(sequences) <= COUNTED else "about "
+    sequences, pairs, references = len(schedule.epoch(0)), len(schedule.samples.pairs()), len(schedule.samples)
+    about = "" if sequences <= COUNTED else "about "
     trains = [f"{part} {n:,}" for part, n in parameters.items() if part not in ("trainable", "frozen") and n]
-    return flops_per_step, [
-        f"{batch} sequences a step = {schedule.micro_batch} micro-batch x {accumulation} accumulated "
+    return [
+        f"{schedule.global_batch} sequences a step = {schedule.micro_batch} micro-batch x {accumulated} accumulated "
         f"x {schedule.ranks} worker(s)",
-        f"{len(schedule.samples.pairs()):,} pairs, {len(schedule.samples):,} references in {len(sequences):,} "
-        "sequences an epoch",
-        f"{about}{tokens * len(sequences):,.0f} tokens an epoch ({tokens:.1f} a sequence, {supervised:.1f} of them "
+        f"{pairs:,} pairs, {references:,} references in {sequences:,} sequences an epoch",
+        f"{about}{tokens * sequences:,.0f} tokens an epoch ({tokens:.1f} a sequence, {supervised:.1f} of them "
         "supervised)",
         f"{schedule.epochs:g} epoch(s) x {schedule.steps_per_epoch:,} steps = {schedule.steps:,} steps",
         f"{parameters['trainable']:,} parameters train ({', '.join(trains)}), {parameters['frozen']:,} are frozen",
-        f"{flop(flops_per_step)} a step",
+        f"{flop(flops)} a step",
     ]
 
 
@@ -66,31 +65,6 @@ def peak_flops(device_name: str, precision: str) -> float | None:
     """Return the peak FLOP/s of one device, None where it is not known. Kinds that differ in memory have one peak."""
     gpu = gpu_of(device_name, memory_gb=0)
     return gpu.bf16_tflops * 1e12 if gpu and precision == "bf16" else None
-
-
-def progress_line(
-    step: int,
-    steps: int,
-    values: Mapping[str, float],
-    updates: Sequence[float],
-    rates: Mapping[str, float],
-    captions_per_s: float,
-    seconds_per_step: float,
-    used: float | None,
-) -> str:
-    """Return `step 20/1810 (1.1 %)  loss 1.2345  grad_norm 2.10  module_update_ratio 0.21  lr_vision 4.00e-05
-    85 captions/s  MFU 41 %  ETA 11 min`, in one line.
-
-    Args:
-        updates: the ratios of all levels of the module, in their order.
-        used: model FLOPs utilisation, the share of the devices' peak that the step's own FLOPs come to.
-    """
-    named = "".join(f"  {name} {value:.4f}" for name, value in values.items())
-    named += f"  {MODULE_UPDATE_RATIO} {' '.join(f'{ratio:.2g}' for ratio in updates)}" if updates else ""
-    named += "".join(f"  {name} {rate:.2e}" for name, rate in rates.items())
-    share = "" if used is None else f"  MFU {used:.0%}"
-    left = eta((steps - step) * seconds_per_step)
-    return f"step {step}/{steps} ({step / steps:.1%}){named}  {captions_per_s:.0f} captions/s{share}  ETA {left}"
 
 
 def eta(seconds: float) -> str:
@@ -169,17 +143,3 @@ def with_alignment(alignment: Path, curves: Path) -> None:
 def update_ratios(values: Mapping[str, float]) -> dict[str, float]:
     """Return the sizes of the module's updates among named numbers."""
     return {name: value for name, value in values.items() if name.startswith(MODULE_UPDATE_RATIO)}
-
-
-def module_warning(latest: Mapping[str, float], steps: int, warm: int, remedy: str) -> str | None:
-    """Return a warning where the module changes nothing, by its `latest` numbers and their step, once that is after
-    `warm`, the last step of any part's warm-up."""
-    ratios = update_ratios(latest)
-    if not ratios or max(ratios.values()) >= NOTHING or latest["step"] <= warm:
-        return None
-    found = ", ".join(f"{name} {value:.2g}" for name, value in ratios.items())
-    return (
-        f"the module changes nothing: at step {latest['step']:.0f} of {steps}, after the warm-up, each of its "
-        f"updates is under {NOTHING:.2g} of the features that it changes ({found}), less than bf16 resolves, so the "
-        f"model captions as its base would without the module. {remedy}"
-    )

@@ -7,7 +7,7 @@ machine map that one file, and the kernel keeps of it what is in use. A million 
 import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -49,7 +49,7 @@ class Column(Sequence[T]):
         return self.values[int(row)].as_py()
 
 
-class RowGroups(Sequence[np.ndarray]):
+class RowGroups:
     """Groups of row numbers in two flat arrays: group n is `rows[offsets[n] : offsets[n + 1]]`.
 
     A NumPy array for each of 160,000 pairs would take more memory than their row numbers.
@@ -61,18 +61,15 @@ class RowGroups(Sequence[np.ndarray]):
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    @overload
-    def __getitem__(self, place: int) -> np.ndarray: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[np.ndarray]: ...
-    def __getitem__(self, place: int | slice) -> np.ndarray | list[np.ndarray]:
-        if isinstance(place, slice):
-            return [self[number] for number in range(*place.indices(len(self)))]
-        number = range(len(self))[place]
+    def __getitem__(self, number: int) -> np.ndarray:
         return self.rows[self.offsets[number] : self.offsets[number + 1]]
 
     def __iter__(self) -> Iterator[np.ndarray]:
         return (self[number] for number in range(len(self)))
+
+    def part(self, first: int, end: int) -> list[np.ndarray]:
+        """Return the groups from `first` to before `end`; fewer where there are not so many."""
+        return [self[number] for number in range(first, min(end, len(self)))]
 
 
 class Samples:

@@ -19,7 +19,7 @@ from m3diff.provenance.code import key_of
 from m3diff.records.files import StageReport, sha256, sha256_of_folder, write_atomic
 from m3diff.settings.compute import Compute
 from m3diff.settings.section import ParamsError
-from m3diff.stages.train.attempts import TERMINATED, StoppedError, with_retries
+from m3diff.stages.train.attempts import TERMINATED, Run, StoppedError, with_retries
 from m3diff.stages.train.job import CURVES, DatasetFilter, Job, of_alignment
 from m3diff.stages.train.params import Train
 
@@ -121,31 +121,23 @@ def run_phases(job: Job) -> tuple[dict[str, Any], dict[str, Any]]:
 
     Raises: as `with_retries`.
     """
+    if job.compute.workers:
+        from m3diff.stages.train.on_ray import run_on_ray as run
+    else:
+        from m3diff.stages.train.runtimes import run_local as run
     align = job.model.align
     if align is None:
-        return with_retries(run_of(job), job), {}
-    before = aligned(job, align)
-    first = job.run_dir / ALIGNMENT / "out"
-    job = replace(job, weights=first / "checkpoint", datasets=DatasetFilter(align.datasets))
-    figures = with_retries(run_of(job), job)
+        return with_retries(run, job), {}
     from m3diff.stages.train.progress import with_alignment
 
+    before = aligned(run, job, align)
+    first = job.run_dir / ALIGNMENT / "out"
+    figures = with_retries(run, replace(job, weights=first / "checkpoint", datasets=DatasetFilter(align.datasets)))
     with_alignment(first / CURVES, job.out / CURVES)
     return figures | {name: figures[name] + before[name] for name in ("seconds", "device_hours")}, before
 
 
-def run_of(job: Job) -> Callable[[Job], dict[str, Any]]:
-    """Return the function that runs the loop where `compute.workers` says."""
-    if job.compute.workers:
-        from m3diff.stages.train.on_ray import run_on_ray
-
-        return run_on_ray
-    from m3diff.stages.train.runtimes import run_local
-
-    return run_local
-
-
-def aligned(job: Job, align: "Align") -> dict[str, Any]:
+def aligned(run: Run, job: Job, align: "Align") -> dict[str, Any]:
     """Train the phase before to its end, where it has not ended yet; return its figures.
 
     Where its output is not as its manifest says, it is written again from the newest step checkpoint.
@@ -157,20 +149,18 @@ def aligned(job: Job, align: "Align") -> dict[str, Any]:
     if done.is_file():
         try:
             verify_manifest(out / "checkpoint")
+            return json.loads(done.read_text(encoding="utf-8"))
         except CheckpointError as error:
-            fault = str(error).partition(";")[0]
-            print(
-                f"train: {fault}; the alignment's output is written again from its newest step checkpoint", flush=True
-            )
+            fault = f"train: {str(error).partition(';')[0]}"
+            print(f"{fault}; the alignment's output is written again from its newest step checkpoint", flush=True)
             done.unlink()
             shutil.rmtree(out, ignore_errors=True)
-    if not done.is_file():
-        folder.mkdir(exist_ok=True)
-        cfg, settings = of_alignment(job.cfg, job.model)
-        chosen = DatasetFilter(align.datasets, others=False)
-        phase = replace(job, cfg=cfg, model=settings, out=out, run_dir=folder, datasets=chosen)
-        write_atomic(done, json.dumps(with_retries(run_of(job), phase)) + "\n")
-    return json.loads(done.read_text(encoding="utf-8"))
+    folder.mkdir(exist_ok=True)
+    cfg, settings = of_alignment(job.cfg, job.model)
+    chosen = DatasetFilter(align.datasets, others=False)
+    figures = with_retries(run, replace(job, cfg=cfg, model=settings, out=out, run_dir=folder, datasets=chosen))
+    write_atomic(done, json.dumps(figures) + "\n")
+    return figures
 
 
 def run_key(cfg: Train, model: "Settings", mixture: Path, base_sha256: str) -> str:

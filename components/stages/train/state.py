@@ -1,17 +1,17 @@
 """Checkpoints that a run resumes from, on any number of workers, with any micro-batch and ZeRO stage.
 
 DeepSpeed's own ZeRO checkpoints load on as many workers as wrote them and no other number. These hold whole tensors by
-parameter name: the fp32 master weights and AdamW's two moments, in safetensors, next to AdamW's count of steps, the
-curves and a manifest of hashes. The first worker writes while the next steps are taken; the frozen base is no part of
-it. Folders are called `step-<steps done>`.
+parameter name: the fp32 master weights and AdamW's two moments, in safetensors, next to the curves and a manifest of
+hashes. The first worker writes while the next steps are taken; the frozen base is no part of it. Folders are called
+`step-<steps done>`, which is AdamW's count of steps too.
 """
 
 import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Set
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Set
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,8 +30,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from m3diff.models.checkpoint import CheckpointError, verify_manifest, write_manifest
-from m3diff.models.tuning import TrainableGroup
-from m3diff.records.files import write_atomic
 from m3diff.stages.train.attempts import full_disk_explained
 from m3diff.stages.train.job import CURVES
 from m3diff.stages.train.progress import Curve
@@ -40,19 +38,32 @@ logger = logging.getLogger(__name__)
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FILES = {f"{moment or 'weights'}.safetensors": moment for moment in (None, *MOMENTS)}
-OPTIMIZER, VALIDATION, PREFIX = "optimizer.json", "validation.json", "step-"
+VALIDATION, PREFIX = "validation.json", "step-"
 
 NEWEST, BEST = 2, 1
 """Checkpoints that are kept: the newest, and of those with a CIDEr the best."""
 
 
 class MasterState:
-    """Fp32 weights and AdamW moments of an engine, whole, whatever the ZeRO stage. Every worker calls each method."""
+    """Fp32 weights and AdamW moments of an engine, whole, whatever the ZeRO stage. Every worker calls each method.
+
+    Moments are those that the engine has when this is made: after a step, or after `start_moments`.
+    """
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine) -> None:
-        self.engine, self.optimizer = engine, engine.optimizer
+        self.engine, optimizer = engine, engine.optimizer
         self.parameters = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
-        self.whole = _whole_masters(engine)  # where each worker holds them so, without ZeRO
+        self.whole: dict[nn.Parameter, Tensor] = {}  # masters that each worker holds so, without ZeRO
+        if isinstance(optimizer, FP16_UnfusedOptimizer):  # ZeRO 0 in bf16
+            for low, high in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+                self.whole |= zip(low, high, strict=True)
+        elif isinstance(optimizer, torch.optim.Optimizer):  # ZeRO 0 in fp32
+            self.whole = {p: p for group in optimizer.param_groups for p in group["params"]}
+        elif hasattr(optimizer, "single_partition_of_fp32_groups") and engine.basic_optimizer.state:
+            # ZeRO 1 and 2: DeepSpeed links a parameter to its moments after the first group's first step, before the
+            # other groups have any
+            for low, flat in zip(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups, strict=True):
+                lazy_init_hp_params_optimizer_state(low, flat, engine.basic_optimizer.state)
 
     def get(self, parameter: nn.Parameter, moment: str | None = None) -> Tensor:
         """Return the whole fp32 weight, or one of MOMENTS of it."""
@@ -63,54 +74,33 @@ class MasterState:
         assert found is not None, "DeepSpeed holds no state of a parameter that trains"
         return found
 
-    def set(self, parameter: nn.Parameter, value: Tensor, moment: str | None = None) -> None:
+    @torch.no_grad()
+    def set(self, parameter: Any, value: Tensor, moment: str | None = None) -> None:
+        """Set the fp32 weight, and the one that the model computes with, or a moment."""
+        partitioned, rank = hasattr(parameter, "ds_id"), torch.distributed.get_rank()
         if parameter in self.whole:
             self.get(parameter, moment).copy_(value)
-        elif hasattr(parameter, "ds_id"):
-            self._set_partition(parameter, value, moment)
-        else:
+        elif not partitioned:
             set_full_hp_param(parameter, value, moment)
-
-    def _set_partition(self, parameter: Any, value: Tensor, moment: str | None) -> None:
-        """Set this worker's part under ZeRO 3, zeros behind the last element, where `safe_set_full_*` fails."""
-        size = parameter.ds_tensor.numel()
-        rank = torch.distributed.get_rank()
-        part = torch.zeros(size)
-        mine = value.flatten()[rank * size : (rank + 1) * size]
-        part[: mine.numel()] = mine
-        self.optimizer.set_local_hp_param(part, parameter, moment)
-
-    def link(self) -> None:
-        """Tell each parameter where its moments are, under ZeRO 1 and 2. DeepSpeed does so after the first group's
-        first step, before the other groups have any."""
-        if hasattr(self.optimizer, "single_partition_of_fp32_groups"):
-            groups = zip(self.optimizer.bit16_groups, self.optimizer.single_partition_of_fp32_groups, strict=True)
-            for parameters, flat in groups:
-                lazy_init_hp_params_optimizer_state(parameters, flat, self.engine.basic_optimizer.state)
-
-    def optimizer_steps(self) -> float:
-        """Return AdamW's own count, by which it corrects its moments."""
-        return float(next(iter(self.engine.basic_optimizer.state.values()))["step"])
-
-    def start_moments(self, steps: float) -> None:
-        """Set moments of zero, as AdamW makes them at its first step, and its count of steps: fused, it reads the count
-        on the weights' device."""
-        masters = [master for group in self.engine.basic_optimizer.param_groups for master in group["params"]]
-        for flat in getattr(self.optimizer, "fp32_partitioned_groups_flat", masters):
-            moments = {name: torch.zeros_like(flat) for name in MOMENTS}
-            count = torch.tensor(steps, dtype=torch.float32, device=flat.device)
-            self.engine.basic_optimizer.state[flat] = {"step": count, **moments}
-        self.link()
+        else:  # ZeRO 3, where `safe_set_full_*` fails: this worker's part, zeros behind the last element
+            size = parameter.ds_tensor.numel()
+            mine, part = value.flatten()[rank * size : (rank + 1) * size], torch.zeros(size)
+            part[: mine.numel()] = mine
+            self.engine.optimizer.set_local_hp_param(part, parameter, moment)
+        if moment is None:
+            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=partitioned):
+                if not partitioned or rank == 0:
+                    parameter.data.copy_(value)
 
 
-def _whole_masters(engine: deepspeed.DeepSpeedEngine) -> dict[nn.Parameter, Tensor]:
-    optimizer = engine.optimizer
-    if isinstance(optimizer, FP16_UnfusedOptimizer):  # ZeRO 0 in bf16
-        groups = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
-        return {p: master for low, high in groups for p, master in zip(low, high, strict=True)}
-    if isinstance(optimizer, torch.optim.Optimizer):  # ZeRO 0 in fp32
-        return {p: p for group in optimizer.param_groups for p in group["params"]}
-    return {}
+def start_moments(engine: deepspeed.DeepSpeedEngine, steps: int) -> None:
+    """Set moments of zero, as AdamW makes them at its first step, and its count of steps: fused, it reads the count on
+    the weights' device."""
+    adamw = engine.basic_optimizer
+    masters = [master for group in adamw.param_groups for master in group["params"]]
+    for flat in getattr(engine.optimizer, "fp32_partitioned_groups_flat", masters):
+        count = torch.tensor(float(steps), device=flat.device)
+        adamw.state[flat] = {"step": count, **{name: torch.zeros_like(flat) for name in MOMENTS}}
 
 
 class Writer:
@@ -123,80 +113,54 @@ class Writer:
     """
 
     def __init__(self, require: Callable[[], object] = lambda: None) -> None:
-        self._require = require
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="writer")
-        self._last: Future[None] | None = None
+        self.require = require
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="writer")
+        self.last = self.thread.submit(lambda: None)
 
     def submit(self, work: Callable[..., object], *arguments: Any) -> None:
         """Have `work(*arguments)` done; the arguments belong to the thread from now on."""
-        if self._last is not None and self._last.done():
-            self.finish()
-        self._last = self._thread.submit(self._do, self._last, work, *arguments)
+        before = self.last
+        if before.done():
+            before.result()
+
+        def write() -> None:
+            before.result()  # its error is this one's, too
+            self.require()
+            work(*arguments)
+
+        self.last = self.thread.submit(write)
 
     def finish(self) -> None:
         """Wait until everything is written."""
-        if self._last is not None:
-            self._last.result()
-
-    def _do(self, before: Future[None] | None, work: Callable[..., object], *arguments: Any) -> None:
-        if before is not None:
-            before.result()  # its error is this one's, too
-        self._require()
-        work(*arguments)
+        self.last.result()
 
     def __enter__(self) -> "Writer":
         return self
 
     def __exit__(self, _: object, raised: BaseException | None, __: TracebackType | None) -> None:
-        self._thread.shutdown(wait=True)
-        error = self._last and self._last.exception()
+        self.thread.shutdown(wait=True)
+        error = self.last.exception()
         if raised is None:
             self.finish()
         elif error not in (None, raised):  # the run's own error goes on; this one would be lost
             logger.warning("train: nor was the newest checkpoint written (%s)", error)
 
 
-def trained_names(module: nn.Module, groups: Iterable[TrainableGroup]) -> frozenset[str]:
-    """Return the names of the optimizer's parameters, whatever each says of its own gradient."""
-    trained = {id(parameter) for group in groups for parameter in group.parameters}
-    return frozenset(name for name, parameter in module.named_parameters() if id(parameter) in trained)
-
-
-def save_state(
-    engine: deepspeed.DeepSpeedEngine,
-    trained: frozenset[str],
-    run_dir: Path,
-    step: int,
-    rank: int,
-    curve: Curve,
-    writer: Writer,
-) -> Path:
-    """Take the state after `step` steps, whole, and have the first worker's `writer` write it as `write_state` does.
-
-    Waits for what `writer` has still to write, so that no more than one state is held beside the engine's.
-    """
-    if rank == 0:
-        writer.finish()
+def whole_state(engine: deepspeed.DeepSpeedEngine, keep: bool) -> dict[str, dict[str, Tensor]]:
+    """Return the state by file and parameter, copied to the CPU, on a worker that is to `keep` it. Every worker calls
+    this."""
     state = MasterState(engine)
-    state.link()
     tensors: dict[str, dict[str, Tensor]] = {file: {} for file in FILES}
     for file, moment in FILES.items():
         for name, parameter in state.parameters.items():
             whole = state.get(parameter, moment)
-            if rank == 0:  # a copy on a CPU too, where training goes on in place
+            if keep:  # a copy on a CPU too, where training goes on in place
                 tensors[file][name] = whole.to("cpu", copy=True).contiguous()
-    if rank == 0:
-        writer.submit(write_state, run_dir, step, trained, tensors, curve.copy(), state.optimizer_steps())
-    return folder_of(run_dir, step)
+    return tensors
 
 
 def write_state(
-    run_dir: Path,
-    step: int,
-    trained: frozenset[str],
-    tensors: Mapping[str, Mapping[str, Tensor]],
-    curve: Curve,
-    optimizer_steps: float,
+    run_dir: Path, step: int, trained: Set[str], tensors: Mapping[str, Mapping[str, Tensor]], curve: Curve
 ) -> None:
     """Write a state, read it back, and only then remove all but the newest two checkpoints and the best.
 
@@ -216,7 +180,6 @@ def write_state(
         for file, named in tensors.items():
             save_file(dict(named), writing / file)
         curve.write(writing / CURVES)
-        write_atomic(writing / OPTIMIZER, json.dumps({"steps": optimizer_steps}) + "\n")
         write_manifest(writing, step=step)
         for path in (*writing.iterdir(), writing):
             _flush(path)
@@ -253,34 +216,16 @@ def load_state(engine: deepspeed.DeepSpeedEngine, folder: Path) -> int:
     """Restore a verified checkpoint on every worker; return the number of steps it was saved after.
 
     Raises:
-        CheckpointError: it holds other parameters than the model trains, or no count of steps.
+        CheckpointError: it holds other parameters than the model trains.
     """
+    start_moments(engine, step_of(folder))
     state = MasterState(engine)
     _check_names(folder, state.parameters.keys())
-    count = folder / OPTIMIZER
-    if not count.is_file():
-        raise CheckpointError(
-            f"{folder}: has no {OPTIMIZER}, AdamW's count of steps, so an earlier version of m3diff wrote it; remove "
-            f"{folder.parent}, and the run starts over"
-        )
-    state.start_moments(float(json.loads(count.read_text())["steps"]))
     for file, moment in FILES.items():
         with safe_open(folder / file, framework="pt") as tensors:
             for name, parameter in state.parameters.items():
-                value = tensors.get_tensor(name)
-                state.set(parameter, value.to(state.get(parameter).device), moment)
-                if moment is None:
-                    _set_weight(parameter, value)
+                state.set(parameter, tensors.get_tensor(name).to(state.get(parameter).device), moment)
     return step_of(folder)
-
-
-@torch.no_grad()
-def _set_weight(parameter: nn.Parameter, value: Tensor) -> None:
-    """Set the weight that the model computes with, in its own precision."""
-    partitioned = hasattr(parameter, "ds_id")
-    with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=partitioned):
-        if not partitioned or torch.distributed.get_rank() == 0:
-            parameter.data.copy_(value)
 
 
 def folder_of(run_dir: Path, step: int) -> Path:
@@ -298,28 +243,23 @@ def checkpoints(run_dir: Path) -> list[Path]:
 
 def latest_valid_checkpoint(run_dir: Path) -> Path | None:
     """Return the newest checkpoint whose manifest verifies. Newer ones are removed; a warning names both."""
-    damaged: list[tuple[Path, Exception]] = []
-    valid = None
-    for folder in reversed(checkpoints(run_dir)):
-        fault = _fault(folder)
-        if fault is None:
-            valid = folder
-            break
-        damaged.append((folder, fault))
-    then = f"going on from {valid.name}" if valid else "no older one is there, so the run starts over"
-    for folder, fault in damaged:
-        why = str(fault).partition(";")[0]  # a remedy is of no use for what is removed
-        logger.warning("train: checkpoint %s is damaged and removed (%s); %s", folder.name, why, then)
+    folders, damaged = checkpoints(run_dir), {}
+    while folders and (fault := _fault(folders[-1])):
+        damaged[folders.pop()] = fault.partition(";")[0]  # a remedy is of no use for what is removed
+    then = f"going on from {folders[-1].name}" if folders else "no older one is there, so the run starts over"
+    for folder, fault in damaged.items():
+        logger.warning("train: checkpoint %s is damaged and removed (%s); %s", folder.name, fault, then)
         shutil.rmtree(folder)
-    return valid
+    return folders[-1] if folders else None
 
 
-def _fault(folder: Path) -> Exception | None:
+def _fault(folder: Path) -> str:
+    """Return what is wrong with a checkpoint; nothing where it is whole."""
     try:
         verify_manifest(folder)
-    except (CheckpointError, ValueError, KeyError) as error:
-        return error
-    return None
+    except (ValueError, KeyError) as error:
+        return str(error)
+    return ""
 
 
 def read_validation(folder: Path) -> dict[str, float] | None:
@@ -330,9 +270,8 @@ def read_validation(folder: Path) -> dict[str, float] | None:
 
 def best_first(run_dir: Path) -> list[Path]:
     """Return the checkpoints with a CIDEr, highest first; of equal ones the earlier."""
-    scores = {folder: (read_validation(folder) or {}).get("val_cider") for folder in checkpoints(run_dir)}
-    scored = {folder: score for folder, score in scores.items() if score is not None}
-    return sorted(scored, key=lambda folder: (-scored[folder], step_of(folder)))
+    scores: dict[Path, Any] = {each: (read_validation(each) or {}).get("val_cider") for each in checkpoints(run_dir)}
+    return sorted((each for each, score in scores.items() if score is not None), key=lambda each: -scores[each])
 
 
 def checkpoint_to_export(run_dir: Path, export: str) -> Path | None:
@@ -340,8 +279,7 @@ def checkpoint_to_export(run_dir: Path, export: str) -> Path | None:
     if export == "last":
         return None
     for folder in best_first(run_dir):
-        fault = _fault(folder)
-        if fault is None:
+        if not (fault := _fault(folder)):
             return folder
         logger.warning("train: the best checkpoint %s is damaged (%s); the next best is exported", folder.name, fault)
     logger.warning("train: no checkpoint has a CIDEr, so the last is exported; has the mixture a validation split?")

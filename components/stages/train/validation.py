@@ -13,14 +13,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from m3diff.models import FAMILIES
 from m3diff.models.device import Device
-from m3diff.models.family import Family, PairProcessor
+from m3diff.models.family import PairProcessor
 from m3diff.models.generation import Captioner
 from m3diff.models.tuning import unwrapped
-from m3diff.settings.compute import Compute
 from m3diff.stages.train.batches import Loader, Weighted, open_image
 from m3diff.stages.train.engine import sum_over_ranks, token_loss
-from m3diff.stages.train.job import Runtime
+from m3diff.stages.train.job import Job, Runtime
 from m3diff.stages.train.samples import Samples
 
 MAX_NEW_TOKENS, CAPTION_BATCH = 64, 32
@@ -44,18 +44,10 @@ def sample_pairs(samples: Samples, count: int, seed: int) -> dict[str, list[np.n
 class Validation:
     """The validated pairs, chosen once: those of `datasets` with a loss, and those that are captioned."""
 
-    def __init__(
-        self,
-        samples: Samples,
-        processor: PairProcessor,
-        family: Family,
-        compute: Compute,
-        seed: int,
-        runtime: Runtime,
-        device: Device,
-    ) -> None:
-        self.samples, self.processor, self.family, self.device = samples, processor, family, device
-        self.rank, self.ranks = runtime.rank, runtime.ranks
+    def __init__(self, job: Job, samples: Samples, runtime: Runtime, processor: PairProcessor, device: Device) -> None:
+        compute, seed = job.compute, job.cfg.seed
+        self.samples, self.processor, self.device = samples, processor, device
+        self.family, self.rank, self.ranks = FAMILIES[job.model.family], runtime.rank, runtime.ranks
         self.alike = compute.zero_stage == 3  # a forward brings weights together: every worker takes as many
         self.loader = Loader(samples, processor, threads=compute.cpus_per_worker, device=device)
         chosen = sample_pairs(samples, compute.val_pairs, seed)
@@ -96,13 +88,10 @@ class Validation:
         if not self.captioned:
             return {}
         captions = self._captions(engine, [int(rows[0]) for pairs in self.captioned for rows in pairs])
-        scores = [
-            cider(
-                [[self.samples.reference[row] for row in rows] for rows in pairs],
-                [captions[int(rows[0])] for rows in pairs],
-            )
-            for pairs in self.captioned
-        ]
+        scores = []
+        for pairs in self.captioned:
+            references = [[self.samples.reference[row] for row in rows] for rows in pairs]
+            scores.append(cider(references, [captions[int(rows[0])] for rows in pairs]))
         return {"val_cider": float(np.mean(scores))}
 
     def _captions(self, engine: Any, pairs: list[int]) -> dict[int, str]:

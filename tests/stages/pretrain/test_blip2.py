@@ -59,20 +59,19 @@ def pictures(base: Blip2Base) -> np.ndarray:
     return np.stack([base.prepare_image(render(LEVELS["grid"].sample_scene(rng), 64, rng)) for _ in range(4)])
 
 
-def test_the_llm_answers_as_that_of_the_llava_onevision(base: Blip2Base, model: Any) -> None:
-    ids = torch.tensor([base.encode_reference("the small red box moved to the top")])
-    theirs = base.llava(input_ids=ids).logits
-    assert torch.equal(model.language_model(input_ids=ids).logits, theirs)
+def test_the_llm_answers_and_each_layer_of_the_encoder_sees_as_the_llava_onevision_s(
+    base: Blip2Base, model: Any
+) -> None:
+    ids = torch.tensor([base.processor.encode_reference("the small red box moved to the top")])
+    assert torch.equal(model.language_model(input_ids=ids).logits, base.llava(input_ids=ids).logits)
     assert model.language_model.lm_head.weight is model.get_input_embeddings().weight
-
-
-def test_each_layer_of_the_encoder_gives_what_the_siglip_s_gives(base: Blip2Base, model: Any) -> None:
-    seen = torch.randn(2, 5, 128)
-    for mine, theirs in zip(
-        model.vision_model.encoder.layers, base.llava.model.vision_tower.encoder.layers, strict=True
-    ):
-        want = theirs(seen, attention_mask=None)
-        torch.testing.assert_close(mine(seen), want, rtol=1e-5, atol=1e-5)
+    seen, encoders = torch.randn(2, 5, 128), (model.vision_model.encoder, base.llava.model.vision_tower.encoder)
+    for mine, theirs in zip(*(encoder.layers for encoder in encoders), strict=True):
+        torch.testing.assert_close(mine(seen), theirs(seen, attention_mask=None), rtol=1e-5, atol=1e-5)
+    queries = model.query_tokens[0]
+    assert queries.shape == (6, 128)
+    assert torch.cdist(queries, queries)[~torch.eye(6, dtype=torch.bool)].min() > 0.05, "queries start unlike"
+    assert 0.015 < queries.std() < 0.025
 
 
 def test_patches_of_the_same_size_are_read_alike_and_larger_ones_of_the_same_grey_as_bright(base: Blip2Base) -> None:
@@ -108,14 +107,7 @@ def test_positions_are_resized_where_they_lie() -> None:
     assert grid.diff(dim=1).abs().max() < 1e-5
 
 
-def test_queries_start_unlike_each_other(model: Any) -> None:
-    queries = model.query_tokens[0]
-    assert queries.shape == (6, 128)
-    assert torch.cdist(queries, queries)[~torch.eye(6, dtype=torch.bool)].min() > 0.05
-    assert 0.015 < queries.std() < 0.025
-
-
-def test_a_caption_is_not_asked_for_and_a_thing_is(base: Blip2Base) -> None:
+def test_a_caption_is_not_asked_for_and_what_names_something_follows_the_start_token(base: Blip2Base) -> None:
     image, start = base.processor.prompt[0], base.processor.start_id
     for question in (*DESCRIBE, *QUESTIONS):
         assert base.encode_prompt(question, 1) == base.processor.encode_prompt(question)
@@ -123,21 +115,11 @@ def test_a_caption_is_not_asked_for_and_a_thing_is(base: Blip2Base) -> None:
     asked = base.encode_prompt("Describe the small red box.", 2)
     assert asked[:7] == (image,) * 6 + (start,)
     assert base.processor.tokenizer.decode(asked[7:]) == "Describe the small red box.\n"
-
-
-def test_only_what_names_something_is_asked(base: Blip2Base) -> None:
-    """Every task's question is either BLIP-2's own, captioning, or follows the start token."""
     rng = np.random.default_rng(0)
     scenes = [LEVELS["grid"].sample_scene(rng) for _ in range(2)]
     told = {task.name: task.ask(rng, scenes[: task.images])[0] in bases.CAPTION for task in curriculum(("grid",))}
-    assert told == {
-        "image": True,
-        "two images": True,
-        "sentence": True,
-        "asked for": False,
-        "asked for in two": False,
-        "side by side": False,
-    }
+    captions = dict.fromkeys(("image", "two images", "sentence"), True)
+    assert told == captions | dict.fromkeys(("asked for", "asked for in two", "side by side"), False)
 
 
 def test_two_images_are_stacked_as_the_family_stacks_a_pair(base: Blip2Base, pictures: np.ndarray) -> None:
@@ -162,36 +144,34 @@ def test_logits_are_the_model_s_own_at_the_supervised_tokens(base: Blip2Base, mo
     torch.testing.assert_close(base.logits(model, None, 0, alone, of_it), want)
 
 
-def test_the_encoder_s_patches_come_without_the_class_token(base: Blip2Base, model: Any, pictures: np.ndarray) -> None:
+def test_the_encoder_s_patches_come_without_the_class_token_of_one_image_and_two_in_turn_where_stacked(
+    base: Blip2Base, model: Any, pictures: np.ndarray
+) -> None:
     found = base.patches(model.vision_model, pictures, 2)
     want = model.vision_model(pixel_values=base.pixels(pictures, 2)).last_hidden_state
     assert found.shape == (2, 16, 128)
     assert torch.equal(found, want[:, 1:])
-
-
-def test_one_image_and_two_come_in_turn_to_segment_where_the_recipe_stacks(base: Blip2Base) -> None:
     assert [base.images_of_a_picture(step) for step in range(4)] == [1, 2, 1, 2]
     alone = architecture_of(CFG.model_copy(update=SINGLE))
     assert [alone.images_of_a_picture(step) for step in range(4)] == [1, 1, 1, 1]
 
 
-@pytest.mark.parametrize("stacked", [True, False])
-def test_a_whole_small_run_is_a_blip_2_that_learns_and_comes_out_the_same_twice(stacked: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("stacked", "runs"), [(True, "ab"), (False, "a")])
+def test_a_whole_small_run_is_a_blip_2_that_learns_and_comes_out_the_same_twice(
+    stacked: bool, runs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cfg = CFG if stacked else CFG.model_copy(update=SINGLE)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stage, "LOG_EVERY", 6)
-        for name in "ab":
-            pretrain(cfg, tmp_path / name)
-    one, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in "ab")
-    assert one == other
+    monkeypatch.setattr(stage, "LOG_EVERY", 6)
+    for name in runs:
+        pretrain(cfg, tmp_path / name)
+    assert len({(tmp_path / name / "model.safetensors").read_bytes() for name in runs}) == 1
     rows = list(csv.DictReader((tmp_path / "a" / "training_log.csv").open()))
     assert float(rows[1]["loss: image"]) < float(rows[0]["loss: image"])
     assert ("loss: two images" in rows[0]) is stacked
     assert len(list(csv.DictReader((tmp_path / "a" / "segmentation_log.csv").open()))) == 2
     stock = Blip2ForConditionalGeneration.from_pretrained(tmp_path / "a")
-    assert stock.config.num_query_tokens == 6
     own = FAMILIES["blip2idc"].load_processor(tmp_path / "a")
-    assert own.end_id == stock.config.text_config.eos_token_id
+    assert (stock.config.num_query_tokens, own.end_id) == (6, stock.config.text_config.eos_token_id)
     assert own.decode(torch.tensor([own.encode_reference("a small red box")])) == ["a small red box"]
     assert type(AutoProcessor.from_pretrained(tmp_path / "a")).__name__ == "Blip2Processor"
     assert Pretrain.model_validate_json((tmp_path / "a" / "recipe.json").read_text()) == cfg

@@ -12,25 +12,16 @@ from m3diff.models.device import Device
 from m3diff.stages.train import batches, engine, packing
 from m3diff.stages.train.attempts import FINAL
 from m3diff.stages.train.engine import PackingError, check_packing, token_loss
-from m3diff.stages.train.job import Job, Runtime
-from m3diff.stages.train.loop import Training
 from tests.gpu.choices import small
-from tests.stages.train.toy import Recipe, run
-
-KERNELS = ("sdpa", "flex")
+from tests.stages.train.toy import run, started
 
 
-def recipe(**changes: Any) -> Recipe:
+def begun(mixture: Path, folder: Path, **changes: Any) -> Any:
     """On the embedded base: it was trained, so that what a token sees matters to its loss."""
-    return small(Device(False, "fp32"), **changes)
+    return started(small(Device(False, "fp32"), scratch=folder, **changes), mixture, folder)
 
 
-def started(mixture: Path, folder: Path, **changes: Any) -> Training:
-    made = recipe(**{"scratch": folder, **changes})
-    return Training(Job(made.cfg, made.model, made.compute, mixture, folder, folder, ""), Runtime())
-
-
-def check(made: Training) -> str | None:
+def check(made: Any) -> str | None:
     return check_packing(made.engine, made.schedule, made.loader, made.processor, made.device)
 
 
@@ -63,14 +54,15 @@ FAULTS = {
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("kernel", "precision", "checkpointing"),
+    [("sdpa", "fp32", "full"), ("flex", "fp32", "selective"), ("sdpa", "bf16", "selective"), ("flex", "bf16", "none")],
+)
 def test_a_right_run_passes_and_keeps_its_mode_and_random_state(
     kernel: str, precision: str, checkpointing: str, mixture: Path, tmp_path: Path
 ) -> None:
     changes = {"attention": kernel, "precision": precision, "activation_checkpointing": checkpointing}
-    made = started(mixture, tmp_path, zero_stage=1 if precision == "bf16" else 0, **changes)
+    made = begun(mixture, tmp_path, zero_stage=1 if precision == "bf16" else 0, **changes)
     state, training = torch.get_rng_state(), [module.training for module in made.engine.module.modules()]
     assert (check(made) or "").startswith(f"packing checked, attention {kernel}: loss ")
     assert torch.equal(torch.get_rng_state(), state)
@@ -81,17 +73,22 @@ def test_a_right_run_passes_and_keeps_its_mode_and_random_state(
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
-    ("fault", "kernel"), [(f, k) for f in FAULTS for k in KERNELS if (f, k) != ("sequences", "sdpa")]
+    ("kernel", "faults", "remedy"),
+    [
+        ("flex", ["siblings", "positions", "sequences"], "set compute.attention to sdpa"),
+        ("sdpa", ["siblings", "positions"], "set train.max_captions_per_sequence to 1"),
+    ],
 )
 def test_a_fault_ends_the_run_with_both_numbers_the_kernel_and_the_way_out(
-    fault: str, kernel: str, mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kernel: str, faults: list[str], remedy: str, mixture: Path, tmp_path: Path
 ) -> None:
-    made = started(mixture, tmp_path, attention=kernel)
-    monkeypatch.setattr(*FAULTS[fault])
-    remedy = {"flex": "set compute.attention to sdpa", "sdpa": "set train.max_captions_per_sequence to 1"}[kernel]
+    made = begun(mixture, tmp_path, attention=kernel)
     words = rf"[\d.]+ packed, [\d.]+ as \d+ sequences of one reference \(attention {kernel}, fp32; .*{remedy}"
-    with pytest.raises(PackingError, match=words):
-        check(made)
+    for fault in faults:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(*FAULTS[fault])
+            with pytest.raises(PackingError, match=words):
+                check(made)
 
 
 def test_the_run_ends_before_its_first_step_and_is_not_tried_again(
@@ -100,7 +97,7 @@ def test_the_run_ends_before_its_first_step_and_is_not_tried_again(
     monkeypatch.setattr(*FAULTS["siblings"])
     monkeypatch.setattr("m3diff.stages.train.loop.Training.step", lambda *_: pytest.fail("a step was taken"))
     with pytest.raises(PackingError):
-        run(recipe(), mixture, tmp_path)
+        run(small(Device(False, "fp32")), mixture, tmp_path)
     assert issubclass(PackingError, FINAL)
     assert "goes on from the newest checkpoint" not in capfd.readouterr().out
 
@@ -109,21 +106,20 @@ def test_the_run_ends_before_its_first_step_and_is_not_tried_again(
 def test_what_is_checked_is_the_first_sequence_with_several_references_and_the_next(
     mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = started(mixture, tmp_path, val_pairs=0)
+    made = begun(mixture, tmp_path, val_pairs=0)
     sizes = [len(rows) for rows in made.schedule.epoch(0)]
     first = next(n for n, size in enumerate(sizes) if size > 1)
     seen: list[int] = []
-    monkeypatch.setattr(engine, "token_loss", lambda model, batch, *given: (
-        seen.append(int(batch.packed.sequences.max()) + 1), token_loss(model, batch, *given))[1])  # fmt: skip
+
+    def counted(model: Any, batch: Any, *given: Any) -> torch.Tensor:
+        seen.append(int(batch.packed.sequences.max()) + 1)
+        return token_loss(model, batch, *given)
+
+    monkeypatch.setattr(engine, "token_loss", counted)
     for micro_batch, end in ((8, first + 2), (1, first + 1)):
         seen.clear()
         made.schedule = replace(made.schedule, micro_batch=micro_batch)
         assert check(made)
         assert seen == [end - first, *[1] * sum(sizes[first:end])]
     made.schedule = replace(made.schedule, max_captions=1)
-    assert check(made) is None
-
-
-def test_one_caption_a_sequence_needs_no_check(mixture: Path, tmp_path: Path, capfd: Any) -> None:
-    run(recipe(max_captions_per_sequence=1, epochs=0.1, val_pairs=0), mixture, tmp_path)
-    assert "packing checked" not in capfd.readouterr().out
+    assert check(made) is None, "one caption a sequence needs no check"

@@ -1,44 +1,43 @@
-"""One optimizer step against AdamW computed by hand, and the gradient's norm against autograd."""
+"""An optimizer step against AdamW by hand, its gradient's norm against autograd, the module's numbers against hooks."""
 
 import math
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from m3diff.models import FAMILIES
+from m3diff.models import m3diff_model as module_of
 from m3diff.models.settings import Delays
-from m3diff.models.tuning import TrainableGroup
+from m3diff.models.tuning import TrainableGroup, unwrapped
 from m3diff.settings.load import load_params
+from m3diff.stages.train import engine
 from m3diff.stages.train.attempts import DivergedError
-from m3diff.stages.train.engine import build_engine, rate_factor, take_step
-from m3diff.stages.train.job import Job, Runtime
+from m3diff.stages.train.engine import build_engine, rate_factor, take_step, token_loss
 from m3diff.stages.train.loop import Training, prepare_model
 from m3diff.stages.train.state import MasterState
-from tests.stages.train.toy import Recipe, recipe
-from tests.tiny import tiny_settings
+from tests.stages.train.toy import Recipe, built, recipe, started, take
+from tests.tiny import MDP, tiny_settings
 from tests.toy import REPOSITORY
 
 pytestmark = pytest.mark.usefixtures("alone")
 
+M3DIFF = FAMILIES["m3diff"]
 NO_CLIPPING = None
 LAST = 1
 """The second step of an epoch of 10 sequences, 8 a step: two count and six only fill up."""
 
 
-def started(made: Recipe, mixture: Path, folder: Path) -> Training:
-    return Training(Job(made.cfg, made.model, made.compute, mixture, folder, folder, ""), Runtime())
-
-
-def gradients(made: Recipe, run: Training, step: int) -> dict[str, Tensor]:
+def gradients(made: Recipe, training: Training, step: int) -> dict[str, Tensor]:
     """By plain autograd: the mean over the step's supervised tokens, every sequence by itself."""
-    model, processor = prepare_model(made.cfg, made.model, made.compute, FAMILIES["m3diff"])
-    sequences = run.schedule.global_sequences(step)
+    model, processor = prepare_model(made.cfg, made.model, made.compute, M3DIFF)
     total, tokens = torch.zeros(()), 0
-    for rows in sequences:
-        batch = run.loader.build([(rows, 1)])
+    for rows in training.schedule.global_sequences(step):
+        batch = training.loader.build([(rows, 1)])
         logits = model(
             input_ids=batch.packed.input_ids,
             position_ids=batch.packed.position_ids,
@@ -52,8 +51,8 @@ def gradients(made: Recipe, run: Training, step: int) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def norm_of(found: dict[str, Tensor]) -> float:
-    return float(torch.cat([g.flatten() for g in found.values()]).double().norm())
+def norm_of(tensors: Any) -> float:
+    return float(torch.cat([tensor.flatten() for tensor in tensors]).double().norm())
 
 
 def adamw(weight: Tensor, gradient: Tensor, lr: float, decay: float) -> Tensor:
@@ -64,27 +63,22 @@ def adamw(weight: Tensor, gradient: Tensor, lr: float, decay: float) -> Tensor:
 
 
 @pytest.mark.parametrize(("stage", "micro_batch"), [(0, 2), (0, 8), (1, 4)])
-def test_a_step_is_adamw_on_the_mean_over_the_tokens_that_count(
+def test_a_step_is_adamw_on_the_mean_over_the_tokens_that_count_and_has_its_row(
     stage: int, micro_batch: int, mixture: Path, base: Path, tmp_path: Path
 ) -> None:
-    made = recipe(
-        base,
-        global_batch=8,
-        micro_batch=micro_batch,
-        zero_stage=stage,
-        max_grad_norm=NO_CLIPPING,
-        weight_decay=0.1,
-        warmup_share=0.0,
-    )
-    run = started(made, mixture, tmp_path)
-    want = gradients(made, run, LAST)
-    state = MasterState(run.engine)
+    how = {"micro_batch": micro_batch, "zero_stage": stage, "max_grad_norm": NO_CLIPPING, "weight_decay": 0.1}
+    made = recipe(base, global_batch=8, warmup_share=0.0, **how)
+    training = started(made, mixture, tmp_path)
+    want = gradients(made, training, LAST)
+    state = MasterState(training.engine)
     before = {name: state.get(p).clone() for name, p in state.parameters.items()}
-    batches = [run.loader.build(batch) for batch in run.schedule.micro_batches(LAST, 0)]
-    run.step(LAST, batches)
-    state.link()
-    factor = 0.5 * (1 + torch.cos(torch.tensor(torch.pi * (LAST - 1) / (run.schedule.steps - 1))))
-    rates = {id(p): group.lr * float(factor) for group in run.groups for p in group.parameters}
+    one = training.loader.build([(rows, 1) for rows in training.schedule.global_sequences(LAST)])
+    with torch.no_grad():
+        loss = float(token_loss(training.engine.module, one, training.processor, training.device))
+    take(training, LAST)
+    state = MasterState(training.engine)
+    factor = 0.5 * (1 + math.cos(math.pi * (LAST - 1) / (training.schedule.steps - 1)))
+    rates = {id(p): group.lr * factor for group in training.groups for p in group.parameters}
     assert state.parameters.keys() == want.keys()
     for name, parameter in state.parameters.items():
         # a gradient times the tokens, or their square, differs by a factor of hundreds
@@ -93,6 +87,10 @@ def test_a_step_is_adamw_on_the_mean_over_the_tokens_that_count(
         expected = adamw(before[name], want[name], rates[id(parameter)], 0.1)
         clear = want[name].abs() > 1e-5  # where rounding decides the sign, so it does the step
         torch.testing.assert_close(state.get(parameter)[clear], expected[clear], rtol=0, atol=2e-6)
+    (row,) = training.curve.rows
+    assert (row["step"], row["epoch"], row["val_loss"]) == ("2", "1", "")
+    assert float(row["loss"]) == pytest.approx(loss / one.supervised_tokens, rel=1e-5)
+    assert training.took["captions"] == sum(len(rows) for rows in training.schedule.global_sequences(LAST))
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -101,51 +99,17 @@ def test_grad_norm_is_that_of_the_whole_gradient_before_clipping(
     stage: int, limit: float | None, mixture: Path, base: Path, tmp_path: Path
 ) -> None:
     made = recipe(base, micro_batch=2, zero_stage=stage, max_grad_norm=limit)
-    run = started(made, mixture, tmp_path)
-    found = gradients(made, run, 0)
-    batches = [run.loader.build(batch) for batch in run.schedule.micro_batches(0, 0)]
-    _, norm = take_step(run.engine, batches, run.processor, run.device, [1e-3] * len(run.groups), 1)
-    assert norm == pytest.approx(norm_of(found), rel=1e-4)
+    training = started(made, mixture, tmp_path)
+    found, rates = gradients(made, training, 0), [1e-3] * len(training.groups)
+    _, norm = take_step(training.engine, built(training, 0), training.processor, training.device, rates, 1)
+    assert norm == pytest.approx(norm_of(found.values()), rel=1e-4)
     assert norm > 0.015, "the smaller limit clips"
-    state = MasterState(run.engine)
-    state.link()
-    scale = 1.0 if limit is NO_CLIPPING else min(1.0, limit / norm)
+    state, scale = MasterState(training.engine), 1.0 if limit is NO_CLIPPING else min(1.0, limit / norm)
     name, parameter = next(iter(state.parameters.items()))
     torch.testing.assert_close(state.get(parameter, "exp_avg"), 0.1 * scale * found[name], rtol=2e-3, atol=1e-8)
 
 
-def test_a_step_reports_the_mean_loss_per_token_and_its_row(mixture: Path, base: Path, tmp_path: Path) -> None:
-    made = recipe(base, global_batch=8, micro_batch=2, warmup_share=0.5)
-    run = started(made, mixture, tmp_path)
-    batches = [run.loader.build(batch) for batch in run.schedule.micro_batches(LAST, 0)]
-    one = run.loader.build([(rows, 1) for rows in run.schedule.global_sequences(LAST)])
-    with torch.no_grad():
-        from m3diff.stages.train.engine import token_loss
-
-        want = float(token_loss(run.engine.module, one, run.processor, run.device)) / one.supervised_tokens
-    run.step(LAST, batches)
-    (row,) = run.curve.rows
-    assert float(row["loss"]) == pytest.approx(want, rel=1e-5)
-    assert (row["step"], row["epoch"], row["val_loss"]) == ("2", "1", "")
-    assert float(row["lr_vision"]) == pytest.approx(1e-3, rel=1e-5), (
-        "the second of two warm-up steps is at the full rate"
-    )
-    assert float(row["lr_llm"]) == float(row["lr_projector"]) == pytest.approx(3e-3, rel=1e-5)
-    assert run.captions == sum(len(rows) for rows in run.schedule.global_sequences(LAST))
-
-
 @pytest.mark.fault("13", "m4")
-def test_a_loss_that_is_not_finite_stops_with_step_loss_and_rates(mixture: Path, base: Path, tmp_path: Path) -> None:
-    run = started(recipe(base), mixture, tmp_path)
-    with torch.no_grad():
-        for parameter in run.engine.module.parameters():
-            parameter.fill_(float("nan"))
-    batches = [run.loader.build(batch) for batch in run.schedule.micro_batches(3, 0)]
-    with pytest.raises(DivergedError, match=r"step 4: the loss is nan and .* with lr_vision [\d.e-]+, .*warmup_share"):
-        run.step(3, batches)
-
-
-@pytest.mark.fault("13")
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize(
     ("stage", "precision", "clipped"),
@@ -153,41 +117,61 @@ def test_a_loss_that_is_not_finite_stops_with_step_loss_and_rates(mixture: Path,
         (0, "fp32", NO_CLIPPING),
         (0, "fp32", 1.0),
         (0, "bf16", 1.0),
-        (1, "fp32", NO_CLIPPING),
         (1, "bf16", 1.0),
         (2, "bf16", NO_CLIPPING),
         pytest.param(3, "bf16", 1.0, marks=pytest.mark.slow),
     ],
 )
-def test_a_gradient_that_is_not_finite_stops_though_the_loss_is(
+def test_a_gradient_or_a_loss_that_is_not_finite_stops_with_step_loss_and_rates(
     stage: int, precision: str, clipped: float | None, bad: float, mixture: Path, base: Path, tmp_path: Path
 ) -> None:
-    run = started(recipe(base, zero_stage=stage, precision=precision, max_grad_norm=clipped), mixture, tmp_path)
-    batches = [[run.loader.build(batch) for batch in run.schedule.micro_batches(step, 0)] for step in (0, 1)]
-    run.step(0, batches[0])
-    parameter = next(p for p in run.engine.module.parameters() if p.requires_grad)
+    made = recipe(base, zero_stage=stage, precision=precision, max_grad_norm=clipped)
+    training = started(made, mixture, tmp_path)
+    take(training, 0)
+    parameter = next(p for p in training.engine.module.parameters() if p.requires_grad)
     parameter.register_hook(lambda gradient: gradient * bad)
     with pytest.raises(DivergedError, match=r"step 2: the loss is [\d.]+ and the gradient's norm (nan|inf) with lr_"):
-        run.step(1, batches[1])
+        take(training, 1)
+    if stage < 3:
+        with torch.no_grad():
+            for weight in training.engine.module.parameters():
+                weight.fill_(bad)
+        with pytest.raises(DivergedError, match=r"step 4: the loss is nan and .* lr_vision [\d.e-]+, .*warmup_share"):
+            take(training, 3)
 
 
 @pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_gradients_in_bf16_are_added_up_in_fp32(stage: int, mixture: Path, base: Path, tmp_path: Path) -> None:
     made = recipe(base, global_batch=8, micro_batch=1, zero_stage=stage, precision="bf16", max_grad_norm=NO_CLIPPING)
-    run = started(made, mixture, tmp_path)
-    state, added = MasterState(run.engine), dict[str, Tensor]()
-    for name, parameter in state.parameters.items():
+    training, added = started(made, mixture, tmp_path), dict[str, Tensor]()
+    for name, parameter in MasterState(training.engine).parameters.items():
 
         def add(gradient: Tensor, name: str = name) -> None:
             added[name] = added.get(name, torch.zeros(())) + gradient.float()
 
         parameter.register_hook(add)
-    batches = [run.loader.build(batch) for batch in run.schedule.micro_batches(0, 0)]
-    take_step(run.engine, batches, run.processor, run.device, [1e-3] * len(run.groups), 1)
-    state.link()
+    take(training, 0)
+    state = MasterState(training.engine)
     for name, parameter in state.parameters.items():
         first = 0.1 * added[name]  # AdamW's first moment; a sum in bf16 is 2e-3 off
         assert (state.get(parameter, "exp_avg") - first).norm() <= 1e-5 * first.norm(), name
+
+
+@pytest.mark.parametrize("profile", ["paper", "paper-letter", "one-gpu", "small", "levir-cc", "blip2idc"])
+def test_a_profile_in_bf16_loses_no_small_gradient_of_many_micro_batches(profile: str) -> None:
+    """1 + 256 * 2**-9 is 1.5; added up in bf16, each of the 256 would be rounded away."""
+    params = load_params(REPOSITORY / "profiles" / f"{profile}.yaml")
+    train = params.train.model_copy(update={"global_batch": 257, "max_grad_norm": NO_CLIPPING})
+    assert train.precision == "bf16"
+    model = torch.nn.Linear(4, 1, bias=False, dtype=torch.bfloat16)
+    group = TrainableGroup("llm", ("llm",), 0.0, [model.weight])
+    made = build_engine(train, params.compute.model_copy(update={"micro_batch": 1}), model, [group])
+    for number in range(257):
+        gradient = 1.0 if number == 0 else 2.0**-9
+        made.backward(257 * gradient * made(torch.ones(1, 4, dtype=torch.bfloat16)).float().sum())
+        made.step()
+    first = MasterState(made).get(model.weight, "exp_avg").flatten()  # a tenth of the gradient
+    torch.testing.assert_close(first, torch.full((4,), 0.15), rtol=1e-4, atol=0)
 
 
 def test_the_rate_warms_up_and_falls_as_a_half_cosine_and_a_delayed_part_joins_it(base: Path) -> None:
@@ -204,48 +188,129 @@ def test_the_rate_warms_up_and_falls_as_a_half_cosine_and_a_delayed_part_joins_i
 
 
 @pytest.mark.parametrize(("schedule", "last"), [("constant", 1.0), ("cosine", 0.5 * (1 + math.cos(0.8 * math.pi)))])
-def test_the_schedule_of_the_parameters_is_the_one_of_the_steps(
+def test_a_part_that_is_delayed_stays_as_it_is_until_its_step_and_rates_are_those_of_the_schedule(
     schedule: str, last: float, mixture: Path, base: Path, tmp_path: Path
 ) -> None:
-    run = started(recipe(base, schedule=schedule, warmup_share=0.0), mixture, tmp_path)
-    assert run.schedule.steps == 6
-    run.step(5, [run.loader.build(batch) for batch in run.schedule.micro_batches(5, 0)])
-    for part, rate in tiny_settings().rates.items():
-        assert rate is not None
-        assert run.rates[f"lr_{part}"] == pytest.approx(last * rate)
-
-
-def test_a_part_that_is_delayed_stays_as_it_is_until_its_step(mixture: Path, base: Path, tmp_path: Path) -> None:
     model = replace(tiny_settings(), delays=Delays(module=0.5))
-    run = started(recipe(base, model=model, warmup_share=0.0, weight_decay=0.1), mixture, tmp_path)
-    assert run.schedule.steps >= 4
-    begins = round(run.schedule.steps / 2)
-    for step in range(begins + 1):
-        before = {name: p.detach().clone() for name, p in run.engine.module.named_parameters() if p.requires_grad}
-        run.step(step, [run.loader.build(batch) for batch in run.schedule.micro_batches(step, 0)])
-        after = dict(run.engine.module.named_parameters())
+    made = recipe(base, model=model, warmup_share=0.0, weight_decay=0.1, schedule=schedule)
+    training = started(made, mixture, tmp_path)
+    assert training.schedule.steps == 6
+    for step in (0, 2, 3):
+        before = {name: p.detach().clone() for name, p in training.engine.module.named_parameters() if p.requires_grad}
+        take(training, step)
+        after = dict(training.engine.module.named_parameters())
         moved = {name: not torch.equal(after[name], weight) for name, weight in before.items()}
-        assert any(moved[name] for name in moved if ".mdp." in name) == (step == begins)
+        assert any(moved[name] for name in moved if ".mdp." in name) == (step == 3)
         assert all(moved[name] for name in moved if "lora_B" in name)
-        assert (run.curve.last("lr_module") > 0) == (step == begins)
-        assert run.curve.last("lr_llm") > 0
+        assert (training.curve.last("lr_module") > 0) == (step == 3)
+    take(training, 5)
+    assert training.rates == {f"lr_{part}": pytest.approx(last * rate) for part, rate in model.rates.items() if rate}
 
 
-@pytest.mark.parametrize("profile", ["paper", "paper-letter", "one-gpu", "small", "levir-cc", "blip2idc"])
-def test_a_profile_in_bf16_loses_no_small_gradient_of_many_micro_batches(profile: str) -> None:
-    """1 + 256 * 2**-9 is 1.5; added up in bf16, each of the 256 would be rounded away."""
-    params = load_params(REPOSITORY / "profiles" / f"{profile}.yaml")
-    train = params.train.model_copy(update={"global_batch": 257, "max_grad_norm": NO_CLIPPING})
-    compute = params.compute.model_copy(update={"micro_batch": 1})
-    assert train.precision == "bf16"
-    model = torch.nn.Linear(4, 1, bias=False, dtype=torch.bfloat16)
-    group = TrainableGroup("llm", ("llm",), 0.0, [model.weight])
-    engine = build_engine(train, compute, model, [group], ranks=1)
-    for number in range(257):
-        gradient = 1.0 if number == 0 else 2.0**-9
-        engine.backward(257 * gradient * engine(torch.ones(1, 4, dtype=torch.bfloat16)).float().sum())
-        engine.step()
-    state = MasterState(engine)
-    state.link()
-    first = state.get(model.weight, "exp_avg").flatten()  # a tenth of the gradient
-    torch.testing.assert_close(first, torch.full((4,), 0.15), rtol=1e-4, atol=0)
+def letter(base: Path) -> Recipe:
+    """The module and recipe of paper-letter on the tiny base: its layers, heads, rates and batch are the tiny one's."""
+    params = load_params(REPOSITORY / "profiles/paper-letter.yaml")
+    names = ("max_captions_per_sequence", "epochs", "warmup_share", "weight_decay", "max_grad_norm")
+    module = asdict(params.models["m3diff"].module) | MDP
+    changes = {name: getattr(params.train, name) for name in names} | {"global_batch": 8, "micro_batch": 2}
+    return recipe(base, model=tiny_settings(module), **changes)
+
+
+def test_a_step_by_the_letter_has_a_finite_loss_an_unclipped_gradient_and_moves_every_weight_of_the_module(
+    mixture: Path, base: Path, tmp_path: Path
+) -> None:
+    made = letter(base)
+    assert (made.model.module.residual, made.cfg.max_grad_norm, made.cfg.max_captions_per_sequence) == (False, None, 1)
+    training = started(made, mixture, tmp_path)
+    module = unwrapped(training.engine.module).model.mdp
+    before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    take(training, 0)
+    (row,) = training.curve.rows
+    assert math.isfinite(float(row["loss"]))
+    state = MasterState(training.engine)
+    firsts = [state.get(parameter, "exp_avg") for parameter in state.parameters.values()]
+    assert norm_of(firsts) / 0.1 == pytest.approx(float(row["grad_norm"]), rel=1e-3), "AdamW's first moment"
+    assert training.engine.gradient_clipping() == 0
+    still = [name for name, parameter in module.named_parameters() if torch.equal(parameter, before[name])]
+    # a bias of keys moves every weight of a query alike, so softmax gives it no gradient but rounding
+    assert [name for name in still if not name.endswith("k_proj.bias")] == []
+
+
+USED = MDP | {"init_gain": 2.0}
+
+
+def seen_by_hooks(model: Any) -> dict[int, list[tuple[Tensor, Tensor, Tensor]]]:
+    """By layer of the vision encoder, of each forward: the update of equation (8), the score, the last features."""
+    states: dict[int, Tensor] = {}
+    seen: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {1: [], 2: []}
+
+    def layer(number: int) -> Any:
+        return lambda module, given, output: states.__setitem__(number, output.detach())
+
+    def level(module: Any, given: tuple[Any, ...], result: tuple[Tensor, Tensor]) -> None:
+        f, (ft, score) = given[0].detach(), (x.detach() for x in result)
+        number = next(n for n, state in states.items() if torch.equal(f, torch.cat([state[0::2], state[1::2]])))
+        update = score.repeat(2, 1, 1) * (ft - f)
+        seen[number].append((update.double(), score.double(), states[2].double()))
+
+    for number, encoder_layer in enumerate(model.model.vision_tower.encoder.layers, start=1):
+        encoder_layer.register_forward_hook(layer(number))
+    model.model.mdp.levels[0].register_forward_hook(level)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("fields", "changes"),
+    [
+        ({}, {"micro_batch": 2}),
+        ({"score": "channel"}, {"precision": "bf16", "zero_stage": 2}),
+        ({}, {"activation_checkpointing": "full", "max_captions_per_sequence": 1}),
+    ],
+    ids=["accumulated", "bf16", "recomputed"],
+)
+def test_the_module_s_numbers_are_those_that_hooks_see(
+    fields: dict, changes: dict, mixture: Path, base: Path, tmp_path: Path
+) -> None:
+    training = started(recipe(base, global_batch=8, model=tiny_settings(USED | fields), **changes), mixture, tmp_path)
+    model = unwrapped(training.engine.module)
+    with torch.no_grad():
+        for parameter in model.model.mdp.parameters():  # the score's last layer is zero-initialised
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    seen = seen_by_hooks(model)
+    take(training, 0)
+    row = {name: float(value) for name, value in training.curve.rows[0].items() if value}
+    for number, forwards in seen.items():
+        assert len(forwards) == 8 // training.job.compute.micro_batch
+        updates, scores, last = (torch.cat(parts) for parts in zip(*forwards, strict=True))
+        ratio = float(updates.square().mean().sqrt() / last.square().mean().sqrt())
+        assert row[f"module_update_ratio/{number}"] == pytest.approx(ratio, rel=1e-5)
+        assert row[f"module_score/{number}"] == pytest.approx(float(scores.mean()), rel=1e-5)
+    for figure in ("module_update_ratio", "module_score"):
+        assert row[f"{figure}/1"] != pytest.approx(row[f"{figure}/2"], rel=1e-4)
+
+
+def test_workers_sums_are_added_before_they_are_divided_and_nothing_is_measured_in_other_steps(
+    mixture: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of two workers has large features: a mean of the ratios would be 0.3125 for the first level."""
+    ours = torch.tensor([[4.0, 1.0], [0.0, 4.0], [64.0, 4.0]], dtype=torch.float64)  # ratio 0.25
+    theirs = torch.tensor([[36.0, 3.0], [0.0, 4.0], [256.0, 4.0]], dtype=torch.float64)  # ratio 0.375
+    training, summed = started(recipe(base), mixture, tmp_path), engine.sum_over_ranks
+    with monkeypatch.context() as patch:
+        patch.setattr(module_of, "sums_of", lambda *_: pytest.fail("measured"))
+        take(training, 1)
+    assert [training.curve.rows[0][name] for name in training.module] == ["", "", "", ""]
+    assert M3DIFF.contribution is not None
+    recorded = nullcontext([ours.float() / 4, 3 * ours.float() / 4])
+    training.family = replace(M3DIFF, contribution=replace(M3DIFF.contribution, recorded=lambda model: recorded))
+    monkeypatch.setattr(
+        engine, "sum_over_ranks", lambda sums, ranks: sums + theirs if sums.equal(ours) else summed(sums, ranks)
+    )
+    take(training, 0)
+    assert training.curve.latest(training.module) == {
+        "step": 1,
+        "module_update_ratio/1": pytest.approx((40 / 320) ** 0.5, rel=1e-5),
+        "module_update_ratio/2": 0.0,
+        "module_score/1": 0.5,
+        "module_score/2": 1.0,
+    }

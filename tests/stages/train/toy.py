@@ -11,12 +11,14 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 import torch
 from safetensors.torch import load_file
 
 from m3diff.models.m3diff_settings import M3DiffSettings
 from m3diff.records.schemas import SAMPLE_SCHEMA
 from m3diff.settings.compute import Compute
+from m3diff.stages.train.job import Job, Runtime
 from m3diff.stages.train.params import Train
 from m3diff.stages.train.stage import TrainReport, train
 from tests.tiny import noise_image, tiny_base, tiny_settings
@@ -108,6 +110,28 @@ def recipe(base: Path, **changes: Any) -> Recipe:
     return start.changed(**changes)
 
 
+def job(made: Recipe, mixture: Path, folder: Path, **fields: Any) -> Job:
+    """The work of a run in `folder`, which gets its output too."""
+    return Job(made.cfg, made.model, made.compute, mixture, folder, folder, "", **fields)
+
+
+def started(made: Recipe, mixture: Path, folder: Path, **fields: Any) -> Any:
+    """The loop of a run in `folder` before its first step, in this process."""
+    from m3diff.stages.train.loop import Training
+
+    return Training(job(made, mixture, folder, **fields), Runtime())
+
+
+def built(training: Any, step: int) -> list[Any]:
+    """The micro-batches of a step, without augmentation."""
+    return [training.loader.build(batch) for batch in training.schedule.micro_batches(step, 0)]
+
+
+def take(training: Any, *steps: int) -> None:
+    for step in steps:
+        training.step(step, built(training, step))
+
+
 @dataclass(frozen=True)
 class Trained:
     """What a run left behind."""
@@ -117,6 +141,7 @@ class Trained:
     curve: list[dict[str, str]]
     followed: list[dict[str, str]]  # the curves that whoever follows found at the end
     machine: str  # what it computed on, at its end
+    folder: Path
 
     def column(self, name: str) -> list[float | None]:
         return [float(row[name]) if row[name] else None for row in self.curve]
@@ -134,14 +159,19 @@ def run(made: Recipe, mixture: Path, folder: Path) -> Trained:
 
     report = train(made.cfg, made.model, made.compute, mixture, folder / "out", follow)
     weights = load_file(folder / "out" / "checkpoint" / "model.safetensors")
-    return Trained(report, weights, read_curve(folder / "out"), found, machine())
+    return Trained(report, weights, read_curve(folder / "out"), found, machine(), folder)
+
+
+def run_dir_of(folder: Path) -> Path:
+    """The folder of the only run that was begun in `folder`."""
+    (found,) = (path for path in (folder / "runs" / "train").iterdir() if path.is_dir())
+    return found
 
 
 def machine() -> str:
     """What decides how sums are ordered: the processor, how many threads, which kernels."""
-    cpu = (
-        re.search("model name.*: (.*)", Path("/proc/cpuinfo").read_text()) if Path("/proc/cpuinfo").is_file() else None
-    )
+    info = Path("/proc/cpuinfo")
+    cpu = re.search("model name.*: (.*)", info.read_text()) if info.is_file() else None
     kernels = f"{torch.backends.cpu.get_cpu_capability()}, oneDNN {torch.backends.mkldnn.is_available()}"
     return f"{cpu and cpu[1]}, {torch.get_num_threads()} thread(s), {kernels}"
 
@@ -149,3 +179,53 @@ def machine() -> str:
 def read_curve(out: Path) -> list[dict[str, str]]:
     with (out / "curves.csv").open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], atol: float) -> None:
+    """Every tensor that differs is named, with how many of its numbers do and by how much at most."""
+    assert got.keys() == want.keys()
+    odd = {}
+    for name, weight in want.items():
+        if atol and name.endswith("k_proj.bias"):
+            continue  # shifts all scores of a query alike: its gradient is rounding alone, which Adam makes large
+        difference = (got[name] - weight).abs()
+        if not bool((difference <= atol).all()):
+            odd[name] = f"{int((difference > atol).sum())} of {weight.numel()}, by {float(difference.max()):.3g}"
+    assert not odd, f"{len(odd)} of {len(want)} tensors differ by more than {atol}: {odd}"
+
+
+def assert_same_run(got: Trained, want: Trained, curve: bool = True) -> None:
+    """Equal to the bit, with its curves and report; else the rows that differ first and the machines are named."""
+    rows = [(one, other) for one, other in zip(got.curve, want.curve, strict=False) if one != other][:2]
+    try:
+        assert_same(got.weights, want.weights, atol=0)
+    except AssertionError as error:
+        raise AssertionError(f"{got.machine} and {want.machine}; first rows that differ: {rows}\n{error}") from None
+    assert not curve or (got.curve, got.report) == (want.curve, want.report)
+
+
+class Interrupted(BaseException):
+    """As from the keyboard: no failure, so nothing is tried again."""
+
+
+@contextmanager
+def interrupting(saved: int) -> Iterator[None]:
+    """Within, a run stops after so many checkpoints, the last of them saved and not yet validated; 0: it does not."""
+    from m3diff.stages.train.loop import Training
+
+    original, seen = Training.validate, []
+
+    def validate(training: Any, folder: Path) -> None:
+        seen.append(folder)
+        if len(seen) == saved:
+            raise Interrupted
+        original(training, folder)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Training, "validate", validate)
+        yield
+
+
+def interrupted(made: Recipe, mixture: Path, folder: Path, saved: int) -> None:
+    with interrupting(saved), pytest.raises(Interrupted):
+        run(made, mixture, folder)

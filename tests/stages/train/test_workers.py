@@ -1,0 +1,219 @@
+"""Runs on Ray Train workers, on one machine and on a cluster of nodes: none listens to the network, and one whose
+worker or node dies, or that SIGTERM asks to end, goes on from its newest checkpoint to the same bits."""
+
+import ipaddress
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.stages.train.cluster import Cluster, cluster
+from tests.stages.train.toy import Recipe, recipe
+
+FILES = ("checkpoint/model.safetensors", "checkpoint/manifest.json", "curves.csv", "report.json")
+PATIENCE_S = 900
+CODE = """
+import pickle, sys
+from pathlib import Path
+from typing import Any
+from m3diff.stages.train.stage import train
+made, mixture, folder = map(Path, sys.argv[1:])
+made = pickle.loads(made.read_bytes()).changed(scratch=folder / "runs")
+train(made.cfg, made.model, made.compute, mixture, folder / "out")
+"""
+
+
+def start(made: Recipe, mixture: Path, folder: Path, **how: Any) -> subprocess.Popen:
+    """Train in a process of its own, which is started as `how` says."""
+    folder.mkdir(exist_ok=True)
+    (folder / "recipe").write_bytes(pickle.dumps(made))
+    with (folder / "log").open("w") as log:
+        command = [sys.executable, "-c", CODE, str(folder / "recipe"), str(mixture), str(folder)]
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, **how)
+
+
+def finish(process: subprocess.Popen, folder: Path) -> dict[str, bytes]:
+    """What the run wrote, by file."""
+    assert process.wait(PATIENCE_S) == 0, (folder / "log").read_text()[-4000:]
+    return {name: (folder / "out" / name).read_bytes() for name in FILES}
+
+
+def written(folder: Path) -> list[int]:
+    """The steps of the checkpoints that are there."""
+    return sorted(int(manifest.parent.name[-8:]) for manifest in folder.glob("runs/train/*/step-*/manifest.json"))
+
+
+def wait_for_a_checkpoint(process: subprocess.Popen, folder: Path) -> None:
+    """Ray passes on what a worker prints a second late: a log line would come after the run's end."""
+    for _ in range(12000):
+        assert process.poll() is None, (folder / "log").read_text()[-4000:]
+        if max(written(folder), default=0) >= 12:
+            break
+        time.sleep(0.05)
+
+
+def resumed_at(folder: Path) -> int:
+    """The step of the checkpoint that the run went on from, which is no early one."""
+    found = re.search(r"resumed after step (\d+) of", (folder / "log").read_text())
+    assert found, "the run did not go on from a checkpoint"
+    assert int(found[1]) >= 12
+    return int(found[1])
+
+
+def listening(family: list[psutil.Process]) -> Iterator[tuple[str, str]]:
+    """The name of a process and the address that it listens at, for each of its sockets."""
+    for process in family:
+        try:
+            name = " ".join([process.name(), *process.cmdline()[:1]])
+            found = process.net_connections("inet")
+        except psutil.Error:  # it has ended
+            continue
+        yield from ((name, socket.laddr.ip) for socket in found if socket.status == psutil.CONN_LISTEN)
+
+
+def is_loopback(address: str) -> bool:
+    found = ipaddress.ip_address(address)
+    return (getattr(found, "ipv4_mapped", None) or found).is_loopback
+
+
+@pytest.fixture(scope="module")
+def made(base: Path) -> Recipe:
+    return recipe(base, epochs=24, workers=2, micro_batch=2, zero_stage=1, checkpoint_every_steps=6)
+
+
+Watched = tuple[dict[str, bytes], set[tuple[str, str]]]
+
+
+@pytest.fixture(scope="module")
+def whole(made: Recipe, mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> Watched:
+    """What an undisturbed run on this machine wrote, and where its processes listened meanwhile."""
+    folder, seen = tmp_path_factory.mktemp("workers") / "whole", set()
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    process = start(made, mixture, folder, env=environment)
+    while process.poll() is None:
+        seen |= set(listening(psutil.Process(process.pid).children(recursive=True)))
+        time.sleep(0.2)
+    return finish(process, folder), seen
+
+
+@pytest.mark.fault("S7")
+@pytest.mark.slow(70)
+def test_a_run_on_one_machine_listens_on_its_loopback_interface_alone(whole: Watched) -> None:
+    _, seen = whole
+    for name in ("gcs_server", "raylet", "TrainWorker"):
+        assert any(name in listens for listens, _ in seen), f"{name} was not seen to listen: {seen}"
+    assert not sorted((name, address) for name, address in seen if not is_loopback(address))
+
+
+@pytest.mark.fault("01")
+@pytest.mark.slow(100)
+def test_a_run_whose_worker_is_killed_ends_with_the_same_weights(
+    made: Recipe, mixture: Path, whole: Watched, tmp_path: Path
+) -> None:
+    folder = tmp_path / "broken"
+    broken = start(made, mixture, folder)
+    wait_for_a_checkpoint(broken, folder)
+    family = psutil.Process(broken.pid).children(recursive=True)
+    workers = [child for child in family if "TrainWorker" in " ".join([child.name(), *child.cmdline()])]
+    assert workers, [child.cmdline() for child in family]
+    workers[0].kill()
+    assert finish(broken, folder) == whole[0]
+    resumed_at(folder)
+
+
+@pytest.mark.fault("03")
+@pytest.mark.slow(120)
+def test_a_run_whose_group_is_asked_to_end_writes_a_checkpoint_and_goes_on_from_it(
+    made: Recipe, mixture: Path, whole: Watched, tmp_path: Path
+) -> None:
+    folder, leader = tmp_path / "stopped", subprocess.Popen(["sleep", "600"], process_group=0)
+    process = start(made, mixture, folder, process_group=leader.pid)
+    wait_for_a_checkpoint(process, folder)
+    family = psutil.Process(process.pid).children(recursive=True)
+    os.killpg(leader.pid, signal.SIGTERM)
+    leader.wait()
+    assert process.wait(timeout=60) == 143, (folder / "log").read_text()[-4000:]
+    told = re.search(r"asked to end \(SIGTERM\) at step (\d+)", (folder / "log").read_text())
+    assert told, "it did not end by its own"
+    assert written(folder)[-1] == int(told[1])
+    assert not psutil.wait_procs(family, timeout=20)[1], "what it had started is left"
+    assert finish(start(made, mixture, folder), folder) == whole[0]
+    assert resumed_at(folder) == int(told[1])
+
+
+@pytest.fixture(scope="module")
+def two_nodes() -> Iterator[Cluster]:
+    """A head, and two nodes with room for one worker each."""
+    with cluster() as made:
+        made.add(3)
+        made.add(4)
+        yield made
+
+
+@pytest.mark.slow(150)
+def test_two_nodes_with_a_worker_each_write_what_one_node_with_both_writes(
+    made: Recipe, mixture: Path, whole: Watched, two_nodes: Cluster, tmp_path: Path
+) -> None:
+    process = start(made, mixture, tmp_path / "two", env=two_nodes.of_a_driver)
+    wait_for_a_checkpoint(process, tmp_path / "two")
+    trained_on = {number: len(workers) for number, workers in two_nodes.workers().items()}
+    assert finish(process, tmp_path / "two") == whole[0]
+    assert trained_on == {3: 1, 4: 1}
+
+
+@pytest.mark.slow(400)
+def test_a_run_whose_node_dies_goes_on_when_another_joins_and_one_that_gets_none_says_what_is_missing(
+    made: Recipe, mixture: Path, whole: Watched, two_nodes: Cluster, tmp_path: Path
+) -> None:
+    folder = tmp_path / "broken"
+    process = start(made, mixture, folder, env=two_nodes.of_a_driver)
+    wait_for_a_checkpoint(process, folder)
+    two_nodes.kill(4)
+    assert max(written(folder)) < 72, "the run had ended before the node died"
+    two_nodes.add(5)
+    assert finish(process, folder) == whole[0]
+    resumed_at(folder)
+
+    folder = tmp_path / "ended"
+    process = start(made, mixture, folder, env=two_nodes.of_a_driver)
+    wait_for_a_checkpoint(process, folder)
+    two_nodes.kill(5)
+    began = time.monotonic()
+    assert process.wait(PATIENCE_S) == 1
+    assert time.monotonic() - began < 400  # Ray takes minutes to call a node dead
+    said = (folder / "log").read_text()
+    assert "the nodes of Ray have room for 1 of 2 workers: a worker needs 1 CPU;" in said
+    assert "127.0.0.3 has 1 CPU" in said
+    assert written(folder), "its checkpoints are kept for the next start"
+
+
+@pytest.mark.fault("T15")
+@pytest.mark.slow(500)
+def test_what_trains_on_a_host_that_is_cut_off_ends_when_the_run_goes_on_elsewhere(
+    made: Recipe, mixture: Path, tmp_path: Path
+) -> None:
+    """The older workers would train to the end, beside the new ones and into the same folder. Ray takes over a minute
+    to call the host dead, so that the training must last for some."""
+    longer = made.changed(epochs=400, checkpoint_every_steps=12, val_pairs=0)
+    undisturbed = finish(start(longer, mixture, tmp_path / "one", env=dict(os.environ)), tmp_path / "one")
+    folder = tmp_path / "cut"
+    with cluster() as hosts:
+        hosts.add(3, cpus=2)
+        process = start(longer, mixture, folder, env=hosts.of_a_driver)
+        wait_for_a_checkpoint(process, folder)
+        older = hosts.workers()[3]
+        hosts.add(4, cpus=2)
+        hosts.cut_off(3)
+        alive = psutil.wait_procs(older, timeout=PATIENCE_S)[1]
+        assert (alive, process.poll()) == ([], None), "the run ended before its older workers"
+        assert finish(process, folder) == undisturbed
+    assert "resumed after step" in (folder / "log").read_text()
