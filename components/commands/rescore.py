@@ -17,6 +17,7 @@ from mlflow.tracking import MlflowClient
 from m3diff.provenance.code import edited
 from m3diff.provenance.dvc import dvc_hash
 from m3diff.records.errors import DataError
+from m3diff.records.files import new_folder
 from m3diff.registry import tracking
 from m3diff.registry.lineage import TOKENS, code_path, hash_test_set
 from m3diff.registry.model_source import Source, find
@@ -90,11 +91,8 @@ def score_model(params: Params, model: str, base: Path, out: Path | None = None)
         raise DataError(f"{out}: exists; name a folder that does not")
     source = find(cfg.tracking_uri, cfg.model_name, model, base, params.predict.max_new_tokens)
     place = out or params.compute.scratch / "evaluated" / source.name.replace("/", "-")
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=place.parent, prefix=f".{place.name}.") as scratch:
-        report = score(params, source, Path(scratch) / place.name)
-        shutil.rmtree(place, ignore_errors=True)
-        (Path(scratch) / place.name).rename(place)
+    with new_folder(place) as made:
+        report = score(params, source, made)
     if not Path(model).is_dir():
         on = hash_test_set(params.paths.model_copy(update={"predictions": place / "predictions"}))
         with tracking.connected(cfg.tracking_uri) as client:

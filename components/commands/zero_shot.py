@@ -11,8 +11,6 @@ content in the scratch folder: a second run asks nothing, and one that was kille
 import hashlib
 import json
 import re
-import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +21,7 @@ from m3diff.datasets.spec import DatasetSpec, check_licence
 from m3diff.endpoint import Answer, Endpoint, Question, in_unicode, on_this_machine
 from m3diff.images.open import ImageError, load_image
 from m3diff.records.errors import DataError
-from m3diff.records.files import StageReport, write_atomic
+from m3diff.records.files import StageReport, new_folder, write_atomic
 from m3diff.scoring.metrics import choose_metrics, needs_java
 from m3diff.scoring.metrics.java import require_java
 from m3diff.scoring.pairs import read_test_records, some
@@ -132,14 +130,10 @@ def zero_shot(
     check(request, cfg, pairs, records, clean)
     answers = ask(request, pairs, compute.scratch)
     place = out or request.place(compute.scratch)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=place.parent, prefix=f".{place.name}.") as scratch:
-        made = Path(scratch) / place.name
+    with new_folder(place) as made:
         captioned = write_predictions(request, pairs, answers, made / "predictions")
-        untrained = Path(scratch) / "model"  # a folder without training curves
+        untrained = made / "model"  # no such folder: there are no training curves
         scored = evaluate(cfg, compute, records, clean, made / "predictions", untrained, made / "report")
-        shutil.rmtree(place, ignore_errors=True)
-        made.rename(place)
     return Result(place, captioned, scored)
 
 

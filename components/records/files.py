@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,6 +35,17 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     """Write a whole file as `atomic` does."""
     with atomic(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def new_folder(place: Path) -> Iterator[Path]:
+    """A folder to fill, which takes `place`, and that of an older one there, when the block ends without a fault."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=place.parent, prefix=f".{place.name}.") as scratch:
+        made = Path(scratch) / place.name
+        yield made
+        shutil.rmtree(place, ignore_errors=True)
+        made.rename(place)
 
 
 def sha256(path: Path) -> str:

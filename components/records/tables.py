@@ -1,5 +1,6 @@
-"""Parquet files that one stage writes and another reads."""
+"""Parquet files that one stage writes and another reads, and tables for a terminal."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import polars as pl
@@ -28,3 +29,9 @@ def load_table(path: Path, schema: pa.Schema, writer: str, if_empty: str) -> pl.
     if not table.height:
         raise DataError(f"{path}: holds no record{if_empty}")
     return table
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A line for each row, its cells below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

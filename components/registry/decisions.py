@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from m3diff.provenance.git import commit_at, common_dir, git, main_tree, run, who, words
 from m3diff.records.errors import DataError, redacted
+from m3diff.records.tables import aligned
 
 NAME = "runs/history"
 FILE = "decisions.jsonl"  # of earlier releases
@@ -398,9 +399,3 @@ def _reasons(found: Sequence[Decision]) -> Iterator[str]:
             registries[one.model] = one.registry
         note = "(another registry: version numbers begin again) " if anew else ""
         yield f"{' ' * len(str(found[-1].number))}  {note}{one.why or 'no reason was given'}"
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """A line for each row, its cells below each other."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -17,8 +17,8 @@ from mlflow.store.artifact.artifact_repository_registry import get_artifact_repo
 from mlflow.tracking import MlflowClient
 
 from m3diff.records.errors import DataError, readable
+from m3diff.records.tables import aligned
 from m3diff.registry import tracking
-from m3diff.registry.decisions import aligned
 from m3diff.registry.lineage import FLOW_RUN
 from m3diff.stages.register.params import Register
 

@@ -27,8 +27,8 @@ class EvalPair:
     after_sha256: bytes
     references: list[str]
     change_types: list[str]
-    prediction: str
-    shuffled_prediction: str | None
+    prediction: str = ""
+    shuffled_prediction: str | None = None
     reversed_prediction: str | None = None
 
     @property
@@ -56,16 +56,11 @@ def read_test_records(clean: Path) -> dict[str, EvalPair]:
         raise DataError(f"{path}: no record of the split 'test', so there is nothing to score")
     return {
         row["id"]: EvalPair(
-            id=row["id"],
-            dataset=row["dataset"],
+            **{name: row[name] for name in ("id", "dataset", "before_sha256", "after_sha256")},
             before=Path(row["before"]),
             after=Path(row["after"]),
-            before_sha256=row["before_sha256"],
-            after_sha256=row["after_sha256"],
             references=row["references"] or [""],  # coco keeps a pair without words as one empty reference
             change_types=row["change_types"] or [],
-            prediction="",
-            shuffled_prediction=None,
         )
         for row in rows
     }
@@ -85,20 +80,13 @@ def load_pairs(clean: Path, predictions: Path) -> tuple[list[EvalPair], int]:
     with readable(path):
         counts = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     found = read_predictions(predictions / "predictions.json", pairs.keys(), counts.get("rows_out"))
-    controls = {}
+    controls: list[dict[str, str]] = []
     for name, count in (("shuffled", counts.get("control")), ("reversed", counts.get("reversed"))):
         path = predictions / f"predictions_{name}.json"
-        controls[name] = read_predictions(path, found.keys(), count) if path.is_file() and count != 0 else {}
-    captioned = [
-        replace(
-            pair,
-            prediction=found[i],
-            shuffled_prediction=controls["shuffled"].get(i),
-            reversed_prediction=controls["reversed"].get(i),
-        )
-        for i, pair in pairs.items()
-        if i in found
-    ]
+        controls.append(read_predictions(path, found.keys(), count) if path.is_file() and count != 0 else {})
+    captions = {i: (found[i], *(control.get(i) for control in controls)) for i in pairs if i in found}
+    fields = ("prediction", "shuffled_prediction", "reversed_prediction")
+    captioned = [replace(pairs[i], **dict(zip(fields, texts, strict=True))) for i, texts in captions.items()]
     return captioned, len(pairs)
 
 

@@ -102,16 +102,9 @@ def apply(protocol: Protocol, pairs: Iterable[EvalPair]) -> list[EvalPair]:
     scored = []
     for pair in taken:
         references = [". ".join(pair.references)] if protocol.references == "joined" else pair.references
-        shuffled, swapped = pair.shuffled_prediction, pair.reversed_prediction
-        scored.append(
-            replace(
-                pair,
-                references=[cut(reference) for reference in references],
-                prediction=cut(pair.prediction),
-                shuffled_prediction=None if shuffled is None else cut(shuffled),
-                reversed_prediction=None if swapped is None else cut(swapped),
-            )
-        )
+        said = {name: getattr(pair, name) for name in ("prediction", "shuffled_prediction", "reversed_prediction")}
+        cuts = {name: text if text is None else cut(text) for name, text in said.items()}
+        scored.append(replace(pair, references=[cut(reference) for reference in references], **cuts))
     return scored
 
 
@@ -198,8 +191,7 @@ def published_of(dataset: str, protocol: Protocol, is_headline: bool) -> list[Pu
 
 @cache
 def read(name: str) -> list[dict[str, str]]:
-    with (Path(__file__).parent / "published" / name).open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+    return list(csv.DictReader((Path(__file__).parent / "published" / name).read_text("utf-8").splitlines()))
 
 
 def chosen_on_test(method: str, benchmark: str) -> str | None:

@@ -7,7 +7,6 @@ Captions are tokenised once; Java programs run beside the scorers in Python.
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from itertools import chain
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -21,7 +20,6 @@ from m3diff.scoring.grammar import ParsedCaption
 from m3diff.scoring.metrics import ALL, Groups, Item, Metric, MetricScores, Program, Tokens, Tools, needs_java
 from m3diff.scoring.metrics.java import Scorer, ScorerFailed, sanitise, tokenise
 from m3diff.scoring.metrics.judge import Judge
-from m3diff.scoring.pairs import EvalPair
 from m3diff.scoring.protocols import ProtocolPairs
 
 Scores = dict[str, int | float | None]
@@ -96,24 +94,20 @@ TOKENIZERS: dict[str, Callable[[Iterable[str], int], dict[str, str]]] = {
 }
 
 
-def shuffled_of(pair: EvalPair) -> list[str]:
-    return [] if pair.shuffled_prediction is None else [pair.shuffled_prediction]
-
-
 def tokenise_protocols(protocols: Iterable[ProtocolPairs], limit_s: int) -> dict[str, Tokens]:
     """The tokens of each protocol's pairs, by its name; each distinct text is tokenised once."""
     scored, found = list(protocols), {}
     for tokenizer in dict.fromkeys(one.protocol.tokenizer for one in scored):
         of_tokenizer = [one for one in scored if one.protocol.tokenizer == tokenizer]
-        texts = chain.from_iterable(
-            (pair.prediction, *pair.references, *shuffled_of(pair)) for one in of_tokenizer for pair in one.pairs
-        )
-        tokens = TOKENIZERS[tokenizer](texts, limit_s)
+        pairs = [pair for one in of_tokenizer for pair in one.pairs]
+        said = [(pair.prediction, *pair.references, pair.shuffled_prediction) for pair in pairs]
+        tokens = TOKENIZERS[tokenizer]([text for texts in said for text in texts if text is not None], limit_s)
         for one in of_tokenizer:
+            shuffled = {pair.id: pair.shuffled_prediction for pair in one.pairs}
             found[one.name] = Tokens(
                 {pair.id: [tokens[reference] for reference in pair.references] for pair in one.pairs},
                 {pair.id: tokens[pair.prediction] for pair in one.pairs},
-                {pair.id: tokens[text] for pair in one.pairs for text in shuffled_of(pair)} or None,
+                {i: tokens[text] for i, text in shuffled.items() if text is not None} or None,
             )
     return found
 

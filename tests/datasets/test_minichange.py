@@ -58,7 +58,7 @@ from m3diff.records.errors import DataError
 from m3diff.records.files import sha256
 from m3diff.records.schemas import CHANGE_TYPES
 from m3diff.scoring.grammar import Clause, Grammar
-from m3diff.scoring.metrics.pixel_threshold import DIFFERENCES, roc_auc
+from m3diff.scoring.metrics.pixel_threshold import KINDS, differences, roc_auc
 
 FREE = LEVELS["free"]
 SMALL = {
@@ -629,13 +629,14 @@ def test_the_later_of_two_objects_covers_the_earlier():
 def test_a_threshold_on_pixels_does_not_find_the_changes_of_free_and_finds_those_of_the_grid(scenes):
     areas = {}
     for level, sampler in LEVELS.items():
-        scores: dict[str, list[tuple[float, float]]] = {kind: [] for kind in DIFFERENCES}
+        scores: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
         for number in range(scenes):
             rng = np.random.default_rng([12, number])
             types = sample_types(rng, number, multi_change_share=0.15)
             before, after, distractor = (render(each, 48, rng) for each in sampler.sample_pair(rng, types)[:3])
-            for kind, differ in DIFFERENCES.items():
-                scores[kind].append((differ(before, after), differ(before, distractor)))
+            changed, calm = differences(before, after), differences(before, distractor)
+            for kind in KINDS:
+                scores[kind].append((changed[kind], calm[kind]))
         for kind, pairs in scores.items():
             one, two = (list(each) for each in zip(*pairs, strict=True))
             areas[level, kind] = roc_auc(one, two)

@@ -35,7 +35,7 @@ from m3diff.scoring.metrics import (
     pixel_threshold,
     rouge_l,
 )
-from m3diff.scoring.metrics.pixel_threshold import ONE_KIND, mean_difference, roc_auc, window_difference
+from m3diff.scoring.metrics.pixel_threshold import ONE_KIND, differences, roc_auc
 from tests.scoring import bench
 
 REAL = Path(__file__).parents[3] / "shared" / "real" / "coco_caption"
@@ -350,12 +350,12 @@ def test_the_window_is_the_worst_one_of_a_sixteenth_of_the_frame(place: tuple[in
     before = np.zeros((64, 64))
     after = before.copy()
     after[place[0] : place[0] + 4, place[1] : place[1] + 4] = 48
-    assert window_difference(grey(before), grey(after)) == worst
-    assert mean_difference(grey(before), grey(after)) == mean_difference(grey(after), grey(before)) == 48 * 16 / 64**2
+    found = {"mean": 48 * 16 / 64**2, "window": worst}
+    assert differences(grey(before), grey(after)) == differences(grey(after), grey(before)) == found
     small, narrow = np.zeros((3, 8)), np.zeros((3, 8))
     narrow[2, 7] = 30
-    assert window_difference(grey(small), grey(narrow)) == 30.0
-    assert mean_difference(grey(np.full((4, 4), 100)), Image.new("RGB", (4, 4), (130, 100, 100))) == 10.0
+    assert differences(grey(small), grey(narrow))["window"] == 30.0
+    assert differences(grey(np.full((4, 4), 100)), Image.new("RGB", (4, 4), (130, 100, 100)))["mean"] == 10.0
 
 
 def test_the_area_is_how_often_a_changed_pair_differs_more():

@@ -17,35 +17,7 @@ from m3diff.scoring.metrics import METRICS
 from m3diff.scoring.protocols import published_rows
 from m3diff.scoring.run import ProtocolScores
 from m3diff.stages.evaluate import report
-from m3diff.stages.evaluate.report import (
-    BEST,
-    BOTTOM,
-    HEIGHT,
-    LEFT,
-    MAX_POINTS,
-    SECOND,
-    TOP,
-    WIDTH,
-    Cell,
-    Evidence,
-    Line,
-    Row,
-    Table,
-    as_csv,
-    as_latex,
-    chart,
-    group_table,
-    in_papers_units,
-    log_ticks,
-    overview,
-    published_table,
-    rank,
-    smooth,
-    thin,
-    ticks,
-    type_table,
-    write_report,
-)
+from m3diff.stages.evaluate.report import BEST, SECOND, Cell, Evidence, Line, Row, Table, chart, write_report
 from tests.scoring import bench
 from tests.scoring.pages import Tags, draw, evidence, gallery_of, table, text_of
 
@@ -65,26 +37,26 @@ def texts(table: Table) -> list[list[str]]:
 
 
 def test_a_score_is_shown_times_100_with_its_interval_and_a_difference_with_its_sign():
-    cell = in_papers_units(0.4567, Interval(low=0.4, high=0.5049))
+    cell = report.in_papers_units(0.4567, Interval(low=0.4, high=0.5049))
     assert (cell.text, cell.bounds) == ("45.7", "40.0–50.5")
-    assert (in_papers_units(None).text, in_papers_units(None, Interval(low=0, high=1)).bounds) == ("–", "")
-    cell = in_papers_units(0.0123, Interval(low=-0.004, high=0.03), signed=True)
+    assert (report.in_papers_units(None).text, report.in_papers_units(None, Interval(low=0, high=1)).bounds) == (
+        "–",
+        "",
+    )
+    cell = report.in_papers_units(0.0123, Interval(low=-0.004, high=0.03), signed=True)
     assert (cell.text, cell.bounds) == ("+1.2", "-0.4 to +3.0")
-    assert [in_papers_units(v, signed=True).text for v in (-0.1, 0.0, -0.0001)] == ["-10.0", "0.0", "0.0"]
+    assert [report.in_papers_units(v, signed=True).text for v in (-0.1, 0.0, -0.0001)] == ["-10.0", "0.0", "0.0"]
 
 
 def test_a_partial_protocol_is_marked_and_a_full_one_is_not():
     protocols = {"a/x": scores(1270, 7970, CIDEr=0.5), "b/y": scores(4, 4, CIDEr=0.25), "c/z": scores()}
-    found = overview(protocols, ["CIDEr", "SPICE"])
+    found = report.overview(protocols, ["CIDEr", "SPICE"])
     assert found.columns == ("Protocol", "n", "CIDEr", "SPICE")
-    assert texts(found) == [
-        ["a/x", "1,270 of 7,970", "50.0", "–", "*"],
-        ["b/y", "4 of 4", "25.0", "–", ""],
-        ["c/z", "4", "–", "–", ""],
-    ]
+    rows = [["a/x", "1,270 of 7,970", "50.0", "–", "*"], ["b/y", "4 of 4", "25.0", "–", ""], ["c/z", "4", "–", "–", ""]]
+    assert texts(found) == rows
     assert found.notes == ["* Fewer pairs than papers score: not comparable with published figures."]
     assert found.rows[0].cells[0].interval == Interval(low=25, high=75)
-    assert overview({"b/y": scores(4, 4)}, []).notes == []
+    assert report.overview({"b/y": scores(4, 4)}, []).notes == []
 
 
 def test_groups_that_have_pairs_have_a_row_and_types_a_table_of_their_own():
@@ -95,16 +67,16 @@ def test_groups_that_have_pairs_have_a_row_and_types_a_table_of_their_own():
         "by_type/color": {"pairs": 3, "CIDEr": 0.3, "type_accuracy": 0.5, "exact_accuracy": 0.25},
     }
     known = scores(5, CIDEr=0.5, groups=groups)
-    found = group_table("toy/all", known, ["CIDEr"])
+    found = report.group_table("toy/all", known, ["CIDEr"])
     rows = [["all", "5", "50.0", ""], ["with a change", "3", "20.0", ""], ["distractors", "2", "10.0", ""]]
     assert (texts(found), found.name) == (rows, "toy-all-groups")
     assert found.rows[0].cells[0].interval
-    found = type_table("toy/all", known, ["color"], ["CIDEr"])
+    found = report.type_table("toy/all", known, ["color"], ["CIDEr"])
     assert found.columns == ("Type", "n", "type right", "all right", "CIDEr")
     assert texts(found) == [["color", "3", "50.0", "25.0", "30.0", ""]]
     assert [cell.bar for cell in found.rows[0].cells] == [True, True, False]
     unread = {"by_type/color": {"pairs": 3, "CIDEr": 0.3, "type_accuracy": None}}
-    assert type_table("toy/all", scores(groups=unread), ["color"], ["CIDEr"]).columns == ("Type", "n", "CIDEr")
+    assert report.type_table("toy/all", scores(groups=unread), ["color"], ["CIDEr"]).columns == ("Type", "n", "CIDEr")
 
 
 def row(name: str, *values: float | None, marks: tuple[str, ...] = ()) -> Row:
@@ -126,11 +98,11 @@ def row(name: str, *values: float | None, marks: tuple[str, ...] = ()) -> Row:
     ids=["each column", "printed equal", "all equal", "one alone", "numbers, not texts", "partial", "alone", "chosen"],
 )
 def test_the_best_and_second_best_of_those_that_compare_are_marked(rows: list[Row], ranks: list[list[int]]):
-    assert [[cell.rank for cell in row.cells] for row in rank(rows)] == ranks
+    assert [[cell.rank for cell in row.cells] for row in report.rank(rows)] == ranks
 
 
 def test_this_run_stands_among_the_published_rows_by_its_cider():
-    found = published_table("iedit/test", scores(495, 495, CIDEr=0.6, BLEU_4=0.99), published_rows("iedit"))
+    found = report.published_table("iedit/test", scores(495, 495, CIDEr=0.6, BLEU_4=0.99), published_rows("iedit"))
     assert found is not None
     ours = [row.ours for row in found.rows].index(True)
     values = [row.cells[3].value or 0 for row in found.rows]
@@ -138,22 +110,16 @@ def test_this_run_stands_among_the_published_rows_by_its_cider():
     assert (found.rows[ours].name, values[ours], found.rows[ours].cells[0].rank) == ("this run", 60, BEST)
     assert (found.rows[ours].labels, found.rows[0].labels[1]) == (("", "495"), "495")
     assert [row.cells[3].rank for row in found.rows].index(BEST) == 0
-    assert published_table("unknown/test", scores(), published_rows("unknown")) is None
-    found = published_table("iedit/test", scores(300, 495, CIDEr=9.0), published_rows("iedit"))
+    assert not any("chosen" in note for note in found.notes)
+    assert report.published_table("unknown/test", scores(), published_rows("unknown")) is None
+    found = report.published_table("iedit/test", scores(300, 495, CIDEr=9.0), published_rows("iedit"))
     assert found is not None
     assert (found.rows[0].name, found.rows[0].marks, found.rows[0].cells[3].rank) == ("this run", ("*",), 0)
-    assert found.rows[1].cells[3].rank == BEST
-    assert found.notes[0].startswith("* Fewer pairs")
-
-
-def test_a_method_whose_epoch_was_chosen_on_test_is_marked_with_the_evidence():
-    found = published_table("spot_the_diff/test", scores(CIDEr=0.3), published_rows("spot_the_diff"))
+    assert (found.rows[1].cells[3].rank, found.notes[0][:13]) == (BEST, "* Fewer pairs")
+    found = report.published_table("spot_the_diff/test", scores(CIDEr=0.3), published_rows("spot_the_diff"))
     assert found is not None
     assert [row.name for row in found.rows if row.marks == ("†",)] == ["CLIP4IDC"]
     assert found.notes[0].startswith("† Epoch chosen on the test split. CLIP4IDC: ")
-    iedit = published_table("iedit/test", scores(CIDEr=0.3), published_rows("iedit"))
-    assert iedit is not None
-    assert not any("chosen" in note for note in iedit.notes)
 
 
 TABLE = Table(
@@ -167,8 +133,8 @@ TABLE = Table(
 )
 
 
-def test_latex_marks_the_best_and_escapes_what_is_special():
-    assert as_latex(TABLE).splitlines() == [
+def test_latex_marks_the_best_and_escapes_what_is_special_and_csv_has_the_bounds_in_columns():
+    assert report.as_latex(TABLE).splitlines() == [
         r"\begin{tabular}{llrr}",
         r"\toprule",
         r"Method & venue & CIDEr & BLEU-4 \\",
@@ -179,12 +145,9 @@ def test_latex_marks_the_best_and_escapes_what_is_special():
         r"\end{tabular}",
         "% † why.",
     ]
-    escaped = as_latex(Table("x", ("a",), [Row("a\\b {x} a~b^c #$", (), ())])).splitlines()[4]
+    escaped = report.as_latex(Table("x", ("a",), [Row("a\\b {x} a~b^c #$", (), ())])).splitlines()[4]
     assert escaped == r"a\textbackslash{}b \{x\} a\textasciitilde{}b\textasciicircum{}c \#\$ \\"
-
-
-def test_csv_has_the_bounds_in_columns_of_their_own():
-    assert list(csv.reader(io.StringIO(as_csv(TABLE)))) == [
+    assert list(csv.reader(io.StringIO(report.as_csv(TABLE)))) == [
         ["Method", "venue", "CIDEr", "CIDEr low", "CIDEr high", "BLEU-4", "marks"],
         ["A_b & 50%", "ICCV'23", "51.26", "49.00", "53.30", "", "†"],
         ["this run", "", "40.00", "", "", "3.00", "*"],
@@ -194,46 +157,22 @@ def test_csv_has_the_bounds_in_columns_of_their_own():
 # Charts
 
 
-def test_ticks_are_round():
-    assert ticks(0, 100, 5) == pytest.approx([0, 20, 40, 60, 80, 100])
-    assert ticks(0, 0.0011, 4) == pytest.approx([0, 0.0005, 0.001])
-    assert ticks(0, 7, 4) == pytest.approx([0, 2, 4, 6])
-    assert log_ticks(0.09, 3) == pytest.approx([0.1, 0.2, 0.5, 1, 2])
-
-
-def test_many_points_are_thinned_to_means_and_smoothed_towards_the_past():
-    thinned = thin([(float(x), float(x % 2)) for x in range(10 * MAX_POINTS)])
-    assert (len(thinned), thinned[0]) == (MAX_POINTS, (9.0, 0.5))
-    points = [(float(x), float(x)) for x in range(MAX_POINTS)]
-    assert thin(points) == points
-    assert len(thin([*points, (400.0, 0.0)])) == MAX_POINTS / 2 + 1
+def test_ticks_are_round_and_many_points_are_thinned_to_means_and_smoothed_towards_the_past():
+    for (low, high, count, log), wanted in {
+        (0, 100, 5, False): [0, 20, 40, 60, 80, 100],
+        (0, 0.0011, 4, False): [0, 0.0005, 0.001],
+        (0, 7, 4, False): [0, 2, 4, 6],
+        (0.09, 3, 4, True): [0.1, 0.2, 0.5, 1, 2],
+    }.items():
+        assert report.ticks(low, high, count, log) == pytest.approx(wanted)
+    most, smooth = report.MAX_POINTS, report.smooth
+    thinned = report.thin([(float(x), float(x % 2)) for x in range(10 * most)])
+    assert (len(thinned), thinned[0]) == (most, (9.0, 0.5))
+    points = [(float(x), float(x)) for x in range(most)]
+    assert report.thin(points) == points
+    assert len(report.thin([*points, (400.0, 0.0)])) == most / 2 + 1
     assert smooth([(1, 1.0), (2, 3.0), (3, 5.0), (4, 7.0)], fraction=0.5) == [(1, 1.0), (2, 2.0), (3, 4.0), (4, 6.0)]
     assert (smooth(points[:100])[50], smooth(points[:3])) == ((50.0, 49.0), points[:3])
-
-
-def places(svg: str) -> list[tuple[float, ...]]:
-    (path,) = re.findall(r'class="line main" d="M([^"]+)"', svg)
-    return [tuple(map(float, point.split())) for point in path.split("L")]
-
-
-def test_points_of_a_chart_stand_where_their_values_are():
-    svg = chart([Line("a", [(0, 0.0), (5, 50.0), (10, 100.0)], "main")], "Rate")
-    (x0, y0), (x1, y1), (x2, y2) = places(svg)
-    assert (x0, x2, y0) == (LEFT, WIDTH - report.RIGHT_MARGIN, HEIGHT - BOTTOM)
-    assert (x1, y1) == (pytest.approx((x0 + x2) / 2), pytest.approx((y0 + y2) / 2, abs=0.1))
-    assert y2 == pytest.approx(TOP + (1 - 1 / 1.05) * (HEIGHT - BOTTOM - TOP), abs=0.1)  # a little air above
-    svg = chart([Line("a", [(0, 100.0), (1, 10.0), (2, 1.0), (3, 0.0)], "main")], "Loss", log=True)
-    assert [y for _, y in places(svg)] == pytest.approx([TOP, (TOP + HEIGHT - BOTTOM) / 2, HEIGHT - BOTTOM])
-    assert re.findall(r'class="tick end"[^>]*>([^<]+)<', svg) == ["1", "2", "5", "10", "20", "50", "100"]
-    assert ">2e-5<" in chart([Line("a", [(1, 0.00004)], "main")], "Rate")
-
-
-@pytest.mark.parametrize("log", [True, False])
-def test_curves_of_one_step_or_of_noughts_or_nothing_can_be_drawn(log: bool):
-    assert "svg" in chart([Line("a", [(1, 0.5)], "main")], "Loss", log)
-    drawn = chart([Line("a", [(1, 0.0), (2, 0.0)], "main")], "Loss", log)
-    assert bool(drawn) is not log  # nothing of it can stand on a log scale
-    assert chart([], "Loss") == chart([Line("a", [], "main")], "Loss") == ""
 
 
 CHART = """
@@ -261,6 +200,17 @@ def test_a_small_chart_is_drawn_stroke_by_stroke():
     assert svg.replace("><", ">\n<") == CHART.strip()
 
 
+def test_a_log_scale_leaves_noughts_out_and_curves_of_one_step_or_nothing_can_be_drawn():
+    svg = chart([Line("a", [(0, 100.0), (1, 10.0), (2, 1.0), (3, 0.0)], "main")], "Loss", log=True)
+    assert 'd="M52.0 14.0L216.0 122.0L380.0 230.0"' in svg
+    assert re.findall(r'class="tick end"[^>]*>([^<]+)<', svg) == ["1", "2", "5", "10", "20", "50", "100"]
+    assert ">2e-5<" in chart([Line("a", [(1, 0.00004)], "main")], "Rate")
+    for log in (True, False):
+        assert "svg" in chart([Line("a", [(1, 0.5)], "main")], "Loss", log)
+        assert bool(chart([Line("a", [(1, 0.0), (2, 0.0)], "main")], "Loss", log)) is not log
+    assert chart([], "Loss") == chart([Line("a", [], "main")], "Loss") == ""
+
+
 CURVES = {
     "step": ["1", "2", "3"],
     "loss": ["3.0", "2.0", "1.0"],
@@ -284,19 +234,15 @@ def figures(path: Path, columns: Mapping[str, list[str]]) -> dict[str, list[Line
 
 def test_every_curve_is_drawn_and_what_is_measured_at_checkpoints_with_dots(tmp_path: Path):
     steps = [(1, 3.0), (2, 2.0), (3, 1.0)]
-    rates = [Line("lr_vision", [(1, 1e-4), (2, 2e-4), (3, 3e-4)], "main")]
-    rates.append(Line("lr_llm", [(1, 1e-3), (2, 2e-3), (3, 3e-3)], "second"))
     loss = [Line("each step", steps, "faint"), Line("training, running mean", steps, "main")]
     loss.append(Line("validation", [(2, 2.5)], "second", dots=True))
     parts = [Line("validation, a", [(2, 2.4)], "third", dots=True), Line("validation, b", [(2, 2.6)], "fourth", True)]
-    ratio = "module_update_ratio"
+    two, five = "module_update_ratio/2", "module_update_ratio/5"
+    rates = [(1, 1e-4), (2, 2e-4), (3, 3e-4)], [(1, 1e-3), (2, 2e-3), (3, 3e-3)]
     assert figures(tmp_path / "curves.csv", CURVES) == {
         "Loss": [*loss, *parts],
-        "Learning rate": rates,
-        "Update of the module": [
-            Line(f"{ratio}/2", [(1, 0.0), (3, 0.2)], "main"),
-            Line(f"{ratio}/5", [(1, 0), (3, 0.1)], "second"),
-        ],
+        "Learning rate": [Line("lr_vision", rates[0], "main"), Line("lr_llm", rates[1], "second")],
+        "Update of the module": [Line(two, [(1, 0.0), (3, 0.2)], "main"), Line(five, [(1, 0), (3, 0.1)], "second")],
         "Score of the module": [Line("module_score/2", [(1, 0.5), (3, 0.6)], "main")],
         "CIDEr of validation pairs": [Line("CIDEr", [(2, 50.0), (3, 70.0)], "second", dots=True)],
     }
@@ -333,14 +279,27 @@ def with_scores(known: Evidence, **scores: float | None) -> Evidence:
     return replace(known, report=known.report.model_copy(update={"protocols": {"toy/test": changed}}))
 
 
-def test_the_page_is_whole_and_fetches_nothing(page: str):
+def test_the_page_is_whole_and_fetches_nothing_and_holds_the_numbers_of_the_metrics(page: str):
     tags = Tags(page)
     assert tags.open == []
     assert all(link.startswith(("data:", "#")) for link in tags.fetched)
     assert not {"iframe", "object", "embed"} & set(tags.names)
-    assert "url(" not in page
-    assert "@import" not in page
-    assert not re.search(r"fetch\(|XMLHttpRequest|https?://", page.replace("http://www.w3.org", ""))
+    assert not re.search(r"url\(|@import|fetch\(|XMLHttpRequest|https?://", page.replace("http://www.w3.org", ""))
+    text = text_of(page)
+    for told in (
+        "The type of a single change, named right in 66.7% of pairs",
+        "In 33.3% of the pairs with one change it got all of it right: the type, the object",
+        "CIDEr goes from 50.0 to 5.0, so the predictions come from both images",
+        "SPICE Absent. Its jars are not there.",
+        "The 1 pairs with several changes hold 2: 50.0% of them are named by type, 50.0% with object and place as "
+        "well, 50.0% with what changed into what. Of the clauses predicted there, 50.0% name a change that happened. "
+        "0.0% of these pairs have all their types named and none too many; in 0.0% everything is right.",
+        "Saliency map Outlines on the after-image around the cells in which the model looks for the",
+        "Right and wrong Prediction and references are read",
+    ):
+        assert told in text
+    assert not re.search("No curves|Only these|Beside published results", text)
+    assert '<li class="third">lr_module</li>' in page
 
 
 def test_equal_evidence_gives_equal_bytes_inside_the_page_or_in_the_folder_beside_it(toy: Evidence, tmp_path: Path):
@@ -360,24 +319,6 @@ def test_equal_evidence_gives_equal_bytes_inside_the_page_or_in_the_folder_besid
     assert list((tmp_path / "first" / "images").iterdir()) == []
 
 
-def test_the_numbers_of_the_metrics_are_on_the_page(page: str):
-    for told in (
-        "The type of a single change, named right in 66.7% of pairs",
-        "In 33.3% of the pairs with one change it got all of it right: the type, the object",
-        "CIDEr goes from 50.0 to 5.0, so the predictions come from both images",
-        "SPICE Absent. Its jars are not there.",
-        "The 1 pairs with several changes hold 2: 50.0% of them are named by type, 50.0% with object and place as "
-        "well, 50.0% with what changed into what. Of the clauses predicted there, 50.0% name a change that happened. "
-        "0.0% of these pairs have all their types named and none too many; in 0.0% everything is right.",
-        "Saliency map Outlines on the after-image around the cells in which the model looks for the",
-        "Right and wrong Prediction and references are read",
-    ):
-        assert told in text_of(page)
-    assert "No curves" not in text_of(page)
-    assert "Only these" not in text_of(page)
-    assert '<li class="third">lr_module</li>' in page
-
-
 def test_the_control_on_a_sample_and_one_that_shows_no_collapse_are_called_so(
     root: Path, toy: Evidence, tmp_path: Path
 ):
@@ -390,20 +331,18 @@ def test_the_control_on_a_sample_and_one_that_shows_no_collapse_are_called_so(
 
 
 def test_alarms_and_confusions_are_counted_and_drawn(toy: Evidence, page: str):
-    assert report.confusion_table(toy.parsed.values())["rows"][3] == (
-        "none",
-        [(0, 0.0, False), (0, 0.0, False), (1, 0.5, False), (1, 0.5, True)],
-    )
+    none = [(0, 0.0, False), (0, 0.0, False), (1, 0.5, False), (1, 0.5, True)]
+    assert report.confusion_table(toy.parsed.values())["rows"][3] == ("none", none)
     body = page[page.index('<table class="confusion">') :]
     body = body[: body.index("</table>")]
     types = ["illumination", "removal", "color", "none"]
     assert re.findall(r'<th scope="col"><span>([^<]+)</span>', body) == types
-    rows = [re.findall(r'<th scope="row">([^<]+)<|<td[^>]*>([^<]+)</td>', row) for row in body.split("<tr>")[2:]]
-    assert [[first or second for first, second in row] for row in rows] == [
-        ["illumination", "·", "·", "·", "1"],
-        ["removal", "·", "1", "·", "·"],
-        ["color", "·", "·", "1", "·"],
-        ["none", "·", "·", "1", "1"],
+    rows = [re.findall(r"<t[hd][^>]*>([^<]+)<", row) for row in body.split("<tr>")[2:]]
+    assert [" ".join(row) for row in rows] == [
+        "illumination · · · 1",
+        "removal · 1 · ·",
+        "color · · 1 ·",
+        "none · · 1 1",
     ]
     assert body.count("var(--good)") == 3
     alarm = r'<th scope="row">([^<]+)</th><td class="(\w+)">(\d+)</td><td class="(\w+)">(\d+)</td>'
@@ -418,16 +357,14 @@ def test_alarms_and_confusions_are_counted_and_drawn(toy: Evidence, page: str):
 def test_without_a_grammar_or_saliency_maps_or_curves_or_all_pairs_the_page_says_so(
     root: Path, toy: Evidence, tmp_path: Path
 ):
-    bare = replace(evidence(root, bench.pairs(root), with_grammar=False), saliency=None, curves=None)
+    bare = replace(evidence(root, bench.pairs(root), with_grammar=False), saliency=Path("none"), curves=Path("none"))
     page = draw(replace(bare, report=bare.report.model_copy(update={"rows_in": 480})), tmp_path)
     text = text_of(page)
     assert "6 pairs, captioned and scored" in text
-    assert "type right" not in text
-    assert "True type and predicted type" not in text
+    assert not re.search("type right|True type and predicted type", text)
     assert {pair["images"][2] for pair in gallery_of(page)["pairs"]} == {None}
-    assert "there are no maps in saliency.npz" in page
-    assert "there is no curves.csv" in page
-    assert "Only these of the 480 test pairs were captioned" in text
+    for told in ("no maps in saliency.npz", "no curves.csv", "Only these of the 480 test pairs were captioned"):
+        assert told in text
     alone = draw(replace(toy, metrics={"change_accuracy": METRICS["change_accuracy"]}), tmp_path)
     assert Tags(alone).open == []
     assert list(tiles(alone))[0] == "Type of change right"
@@ -525,16 +462,13 @@ def test_the_table_of_types_leads_to_the_pairs_of_a_type_and_tables_are_saved_fr
     assert f'<pre tabindex="0">{csv}</pre>' in page
 
 
-def test_published_scores_stand_beside_those_of_a_known_benchmark(root: Path, tmp_path: Path, page: str):
+def test_published_scores_stand_beside_those_of_a_known_benchmark(root: Path, tmp_path: Path):
     pairs = [replace(pair, dataset="iedit") for pair in bench.pairs(root)]
     known = draw(evidence(root, pairs, CIDEr=0.6), tmp_path)
     rows = table(known, "iedit-test-published")
     assert rows[0] == ["Method", "venue", "n", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr", "SPICE"]
     assert rows[1][0] == "M3Diff"
     assert '<tr class="ours"><th scope="row">this run</th>' in known
-    ours = [row[0] for row in rows].index("this run")
-    assert float(rows[ours - 1][6]) >= 60.0 >= float(rows[ours + 1][6])
-    assert "Beside published results" not in page
 
 
 def test_an_optional_metric_has_a_column_where_it_has_a_score_and_what_is_absent_says_where(toy: Evidence):

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 from m3diff.records.errors import DataError, readable
 from m3diff.records.files import write_atomic
+from m3diff.records.tables import aligned
 from m3diff.scoring import bootstrap
 from m3diff.scoring.grammar import load_grammars, parse_predictions
 from m3diff.scoring.metrics import METRICS, Metric, PairValue
@@ -131,10 +132,5 @@ def difference_table(
 
 def as_text(protocol: str, table: Table) -> str:
     """A table as lines of a terminal."""
-    lines = [
-        table.columns,
-        *((row.name, *(f"{cell.text}  {cell.bounds}".strip() for cell in row.cells)) for row in table.rows),
-    ]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    body = ["  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in lines]
-    return "\n".join([protocol, *body])
+    rows = [(row.name, *(f"{cell.text}  {cell.bounds}".strip() for cell in row.cells)) for row in table.rows]
+    return "\n".join([protocol, *aligned([table.columns, *rows])])

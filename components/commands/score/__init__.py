@@ -136,7 +136,7 @@ def pairs_of(dataset: str, references: files.References) -> list[EvalPair]:
     """The pairs without captions, and without their images, of which scores know nothing."""
     nothing = Path(), Path(), b"", b""
     return [
-        EvalPair(f"{dataset}/{name}", dataset, *nothing, texts, change_types, "", None)
+        EvalPair(f"{dataset}/{name}", dataset, *nothing, texts, change_types)
         for name, (texts, change_types) in references.pairs.items()
     ]
 

@@ -22,14 +22,6 @@ WORDS = 5_000
 
 nfc, nfkc = (partial(unicodedata.normalize, form) for form in ("NFC", "NFKC"))
 
-SAME: dict[str, Callable[[str], str]] = {
-    "in upper and lower case alone": str.casefold,
-    "in spaces alone": lambda name: "".join(name.split()),
-    "by the .0 of a number with a point": lambda name: name.removesuffix(".0"),
-    "in the Unicode form of letters that look the same": nfkc,
-}
-"""How two ids differ -> what is the same of both then."""
-
 
 class Matched(NamedTuple):
     """Captions by the references' ids."""
@@ -58,8 +50,7 @@ def finder(known: Iterable[str], dataset: str) -> Callable[[str], str | None]:
     for name in known:
         if (other := ids.setdefault(nfc(name), name)) != name:
             raise DataError(
-                f"references: the ids {ascii(other)} and {ascii(name)} are the same letters in two Unicode forms; "
-                "rename one of them"
+                f"references: the ids {other!a} and {name!a} differ in their Unicode form alone; rename one"
             )
     names = Counter(map(plain, ids))
     by_plain = {plain(form): name for form, name in ids.items() if names[plain(form)] == 1}
@@ -94,23 +85,22 @@ def match(rows: Sequence[Prediction], known: Iterable[str], dataset: str, counts
     if len(times) < len(rows):
         name, most = times.most_common(1)[0]
         found = f"{len(rows):,} captions for {len(times):,} ids: {name!r} has {most}"
-        if len(rows) == counts.records:
-            raise DataError(f"{found}{level(len(rows), counts)}; keep one caption to an id")
-        lost = "a dictionary would have kept the last and lost the others"
-        raise DataError(f"{found}; {lost}. Keep one caption to an id")
+        raise DataError(f"{found}{level(len(rows), counts)}; keep one caption to an id")
     if not captions:
         raise DataError(not_known(unknown, len(rows), ids, counts))
     return Matched(captions, unknown, renamed)
 
 
 def not_known(unknown: Sequence[str], rows: int, ids: Sequence[str], counts: Counts) -> str:
-    """The unknown ids beside valid ones, and how one of them differs from that with its letters and digits."""
+    """The unknown ids beside valid ones, and one of them beside that with its letters and digits."""
     found = f"{len(unknown):,} of {rows:,} ids are unknown: {some(unknown)}; valid ones are {some(ids)}"
     by_letters = {letters(name): name for name in ids}
     for given in unknown:
         if name := by_letters.get(letters(given)):
-            differ = next((what for what, same in SAME.items() if same(given) == same(name)), "in punctuation")
-            found += f". {given!r} and {name!r} differ {differ}: write the ids as the references do"
+            found += (
+                f". {given!a} and {name!a} differ in case, spaces, punctuation, a final .0 or Unicode form alone: "
+                "write the ids as the references do"
+            )
             break
     return found + level(rows, counts)
 
@@ -128,19 +118,14 @@ def some(names: Sequence[str]) -> str:
 
 def level(ids: int, counts: Counts) -> str:
     """The level, if any, that the number of ids gives away."""
-    if ids == counts.pairs:
-        return ""
-    if ids == counts.records:
-        return (
-            f". The annotation file has {ids:,} records: this is the record level. A pair is scored once, against the "
-            "references of all its records"
-        )
-    if ids == counts.image_pairs:
-        return (
-            f". There are {ids:,} distinct pairs of images: keyed by its images, a pair overwrote others that have the "
-            "same; key by the id"
-        )
-    return ""
+    levels = {
+        counts.image_pairs: f". There are {ids:,} distinct pairs of images: keyed by its images, a pair overwrote "
+        "others that have the same; key by the id",
+        counts.records: f". The annotation file has {ids:,} records: this is the record level. A pair is scored once, "
+        "against the references of all its records",
+        counts.pairs: "",
+    }
+    return levels.get(ids, "")
 
 
 def faults_of_predictions(
@@ -149,8 +134,8 @@ def faults_of_predictions(
     """Unknown and missing ids, with the likely reason."""
     faults = [not_known(matched.unknown, rows, list(known), counts)] if matched.unknown else []
     missing = [name for name in taken if name not in matched.captions]
-    wordless = {name for name, reference in taken.items() if not any(text.strip() for text in reference.texts)}
-    if missing and set(missing) == wordless:
+    wordless = [name for name, reference in taken.items() if not any(text.strip() for text in reference.texts)]
+    if missing and missing == wordless:
         faults.append(
             f"no caption for {some(missing)}, the {len(missing)} pairs of which every reference is empty: they were "
             f"dropped. They count in every published score; caption all {len(taken):,} pairs"
@@ -162,25 +147,28 @@ def faults_of_predictions(
 
 def too_long(captions: Mapping[str, str]) -> list[str]:
     """Captions of so many words that a scorer may die of them."""
-    words = {name: len(caption.split()) for name, caption in captions.items()}
-    longer = [name for name, caption in captions.items() if words[name] > WORDS or len(caption) > 8 * WORDS]
+    longer = [name for name, text in captions.items() if len(text.split()) > WORDS or len(text) > 8 * WORDS]
     if not longer:
         return []
     return [
-        f"{len(longer):,} captions have more than {WORDS:,} words or {8 * WORDS:,} characters, such as {longer[0]!r} "
-        f"with {words[longer[0]]:,} words: METEOR may fail on them, and then no pair has any. Shorten or empty them"
+        f"{len(longer):,} captions have more than {WORDS:,} words or {8 * WORDS:,} characters, such as that of "
+        f"{longer[0]!r}: METEOR may fail on them, and then no pair has any. Shorten or empty them"
     ]
 
 
 def split_references(pairs: Mapping[str, Reference]) -> list[str]:
     """References that are the words, or the characters, of one."""
-    texts = {name: reference.texts for name, reference in pairs.items()}
-    split = [name for name, found in texts.items() if len(found) > 2 and all(len(text.split()) < 2 for text in found)]
+    split = {
+        name: texts
+        for name, (texts, _) in pairs.items()
+        if len(texts) > 2 and all(len(text.split()) < 2 for text in texts)
+    }
     if len(split) <= MANY * len(pairs):
         return []
+    name, texts = next(iter(split.items()))
     return [
-        f"references: those of {len(split):,} of {len(pairs):,} pairs are single words, such as {split[0]!r} with "
-        f"{some(texts[split[0]])}: a list of tokens, or one text, was read as a list of texts; join the words of each "
+        f"references: those of {len(split):,} of {len(pairs):,} pairs are single words, such as {name!r} with "
+        f"{some(texts)}: a list of tokens, or one text, was read as a list of texts; join the words of each "
         "reference by spaces"
     ]
 

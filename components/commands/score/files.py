@@ -4,18 +4,15 @@ benchmark's own annotation files, ingest's records of them, or a COCO file.
 Nothing of a dataset is handed on here: its files are the user's, read where they lie. Images are not looked at.
 """
 
-import csv
-import io
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from m3diff.datasets import DATASETS
-from m3diff.datasets.files import describe, read_json, read_text
+from m3diff.datasets.files import describe, parse_json, read_json, read_text
 from m3diff.datasets.spec import DatasetSpec, Protocol, Published
+from m3diff.datasets.tables import DELIMITERS, read_values
 from m3diff.records.errors import DataError, readable
 from m3diff.scoring.grammar import Grammar
 from m3diff.scoring.pairs import without_surrogates
@@ -34,7 +31,7 @@ PREDICTIONS = (
 """Names of the caption's field that say that a model wrote it."""
 CAPTIONS = (*PREDICTIONS, "caption", "captions", "text", "sentence", "description", "answer")
 """Names of the caption's field; the last ones may also name the references."""
-DELIMITERS = {".csv": ",", ".tsv": "\t"}
+TABLES = (".csv", ".tsv", ".jsonl")
 KINDS = "[{image_id, caption}] or {id: caption} as .json, an object a line as .jsonl, or columns as .csv or .tsv"
 
 
@@ -48,10 +45,6 @@ class Predictions(NamedTuple):
 
     rows: list[Prediction]
     notes: list[str]
-
-
-class Repeated(list[tuple[str, Any]]):
-    """A JSON object with a key that is written twice, as its items."""
 
 
 class Row(NamedTuple):
@@ -73,9 +66,7 @@ def read_predictions(path: Path, known: Callable[[str], str | None] = lambda nam
     """
     if not path.is_file():
         raise DataError(f"{path}: no such file; name the file of captions: {KINDS}")
-    if not path.stat().st_size:
-        raise DataError(f"{path}: the file is empty; expected {KINDS}")
-    found = list(read_rows(path))
+    found = list(read_columns(path) if path.suffix.lower() in TABLES else read_list(path))
     if not found:
         raise DataError(f"{path}: holds no caption; expected {KINDS}")
     notes: Counter[str] = Counter()
@@ -83,55 +74,60 @@ def read_predictions(path: Path, known: Callable[[str], str | None] = lambda nam
     rows = []
     for row in found:
         name = row.ids[field] if field in row.ids else next(iter(row.ids.values()))
-        rows.append(Prediction(read_id(name, row.where), read_caption(row, notes)))
+        if isinstance(name, bool) or not isinstance(name, str | int) or not str(name).strip():
+            raise DataError(
+                f"{row.where}: id: expected text or a whole number, found {describe(name)}; write the pair's id, as "
+                "the references have it"
+            )
+        rows.append(Prediction(str(name).strip(), read_caption(row, notes)))
     return Predictions(rows, [note.format(n=count) for note, count in notes.items()])
 
 
-def read_rows(path: Path) -> Iterator[Row]:
-    suffix = path.suffix.lower()
-    if suffix in DELIMITERS:
-        yield from read_columns(path, DELIMITERS[suffix])
-    elif suffix == ".jsonl":
-        for number, line in enumerate(read_text(path).split("\n"), 1):
-            if line.strip():
-                yield fields_of(parse_json(line, f"{path}, line {number}"), f"{path}, line {number}")
-    else:
-        value = parse_json(read_text(path), str(path))
-        if isinstance(value, list) and not isinstance(value, Repeated):
-            for number, row in enumerate(value):
-                yield fields_of(row, f"{path}, row {number}")
-        elif isinstance(value, dict) and all(named(value, names) for names in (IDS, CAPTIONS)):
-            yield fields_of(value, str(path))
-        elif isinstance(value, dict | Repeated):
-            for name, caption in value.items() if isinstance(value, dict) else value:
-                if isinstance(caption, list) and caption and isinstance(caption[0], dict):
-                    raise DataError(f"{path}: {name!r} is a list of rows; write that list alone, as {KINDS}")
-                yield Row(f"{path}, {name!r}", {"": name}, {"": caption})
-        else:
-            raise DataError(f"{path}: expected {KINDS}; found {describe(value)}")
-
-
-def parse_json(text: str, where: str) -> Any:
-    def keep_repeated(items: list[tuple[str, Any]]) -> dict[str, Any] | Repeated:
-        found = dict(items)
-        return found if len(found) == len(items) else Repeated(items)
-
+def read_list(path: Path) -> Iterator[Row]:
+    """Rows of a JSON list, or of an object with a caption to each id."""
     try:
-        return json.loads(text, object_pairs_hook=keep_repeated)
-    except (ValueError, RecursionError) as error:
-        lines = "; is it an object a line? Name it .jsonl" if str(error).startswith("Extra data") else ""
-        raise DataError(f"{where}: not valid JSON: {error}{lines}; expected {KINDS}") from error
+        value = parse_json(read_text(path), str(path))
+    except DataError as error:
+        raise DataError(f"{error}; expected {KINDS}") from error
+    if isinstance(value, list):
+        yield from (fields_of(row, f"{path}, row {number}") for number, row in enumerate(value))
+    elif isinstance(value, dict):
+        yield from (Row(f"{path}, {name!r}", {"": name}, {"": caption}) for name, caption in value.items())
+    else:
+        raise DataError(f"{path}: expected {KINDS}; found {describe(value)}")
+
+
+def read_columns(path: Path) -> Iterator[Row]:
+    """Rows of a table or of JSON Lines; in a table of two columns without a header the first is the id."""
+    rows = [(str(path.parent / where), row) for where, row in read_values(path, ())]
+    header = dict(rows[0][1]) if rows and isinstance(rows[0][1], dict) and path.suffix.lower() != ".jsonl" else {}
+    if header and not all(named(header, names) for names in (IDS, CAPTIONS)):
+        comma = DELIMITERS[path.suffix.lower()]
+        if len(header) != 2 or any(named(header, names) for names in (IDS, CAPTIONS)):
+            raise DataError(
+                f"{path}: line 1 names no columns of ids and captions, found {comma.join(header)[:120]!r}; write e.g. "
+                f"image_id{comma}caption there, in the columns' order and with {comma!r} between them on each line"
+            )
+        rows = [(f"{path}, line 1", dict(zip(header, header, strict=True))), *rows]
+    for where, row in rows:
+        if isinstance(row, DataError):
+            raise DataError(f"{where}: {row}")
+        if header and not named(row, IDS):
+            name, caption = row.values()
+            yield Row(where, {"": name}, {"": caption})
+        else:
+            yield fields_of(row, where)
 
 
 def fields_of(row: Any, where: str) -> Row:
     if not isinstance(row, dict):
         raise DataError(f"{where}: expected an object with an id and a caption, found {describe(row)}")
     ids, captions = named(row, IDS), named(row, CAPTIONS)
-    for found, names in ((ids, ("image_id", "id", "uid")), (captions, ("caption", "prediction", "output"))):
+    for found, names in ((ids, "image_id or id"), (captions, "caption or prediction")):
         if not found:
             raise DataError(
-                f"{where}: no field {' or '.join(names)}; found {', '.join(map(str, row))[:120]}; rename the one that "
-                f"holds it to {names[0]}"
+                f"{where}: no field {names}; found {', '.join(map(str, row))[:120]}; rename the one that holds it to "
+                f"{names.partition(' ')[0]}"
             )
     return Row(where, ids, captions)
 
@@ -149,65 +145,16 @@ def id_field(rows: Sequence[Row], known: Callable[[str], str | None]) -> str:
         DataError: they know those of two fields, which mean different pairs.
     """
     fields = dict.fromkeys(field for row in rows for field in row.ids)
-    if len(fields) == 1:
-        return next(iter(fields))
-    means = {
-        field: [known(str(row.ids[field]).strip()) if field in row.ids else None for row in rows] for field in fields
-    }
-    right = {field: sum(name is not None for name in means[field]) for field in fields}
-    first, *others = sorted(fields, key=lambda field: -right[field])
-    for other in others:
+    means = {field: [known(str(row.ids.get(field, "")).strip()) for row in rows] for field in fields}
+    right = {field: sum(name is not None for name in names) for field, names in means.items()}
+    first = max(fields, key=right.__getitem__)
+    for other in fields:
         if right[other] == right[first] > 0 and means[other] != means[first] and first.lower() != "image_id":
             raise DataError(
                 f"{rows[0].where}: {first!r} and {other!r} could both be the id; remove one, or rename the right one "
                 "to image_id"
             )
     return first
-
-
-def read_columns(path: Path, delimiter: str) -> Iterator[Row]:
-    """Rows of a table; without a header that names the columns, of two columns the first is the id."""
-    csv.field_size_limit(2**31 - 1)
-    reader = csv.reader(io.StringIO(read_text(path), newline=""), delimiter=delimiter, strict=True)
-    try:
-        lines = [(reader.line_num, fields) for fields in reader if fields]
-    except csv.Error as error:
-        raise DataError(f"{path}: line {reader.line_num}: not valid CSV: {error}; correct the quotes there") from error
-    header = lines[0][1]
-    columns = [named(dict.fromkeys(header), names) for names in (IDS, CAPTIONS)]
-    if all(columns):
-        lines = lines[1:]
-        if twice := [name for name in chain(*columns) if header.count(name) > 1]:
-            raise DataError(f"{path}: line 1 has {twice[0]!r} twice; rename one of the columns")
-    elif any(columns) or len(header) != 2:
-        raise DataError(f"{path}: line 1 {no_header(header, delimiter)}")
-    for number, fields in lines:
-        where = f"{path}, line {number}"
-        if len(fields) != len(header):
-            wrong = f"has {len(fields)} fields, the first line {len(header)}; quote captions that hold {delimiter!r}"
-            raise DataError(f"{where}: {wrong}")
-        if all(columns):
-            yield fields_of(dict(zip(header, fields, strict=True)), where)
-        else:
-            yield Row(where, {"": fields[0]}, {"": fields[1]})
-
-
-def no_header(header: Sequence[str], delimiter: str) -> str:
-    if len(header) == 1:
-        for other in {";", "\t", ","} - {delimiter}:
-            if other in header[0]:
-                return f"is separated by {other!r}; save the file with {delimiter!r} between its columns"
-        return f"has one column, and captions need an id; write image_id{delimiter}caption on it and both on each line"
-    names = delimiter.join(["image_id", "caption", *(f"other{n}" for n in range(len(header) - 2))])
-    return f"names no columns; write e.g. {names} there, in the columns' order, for ids and captions"
-
-
-def read_id(value: Any, where: str) -> str:
-    if isinstance(value, float) and value.is_integer():
-        raise DataError(f"{where}: id: {value} is a number with a point; write {int(value)}, as the references have it")
-    if isinstance(value, str | int) and not isinstance(value, bool) and str(value).strip():
-        return str(value).strip()
-    raise DataError(f"{where}: id: expected text or a whole number, found {describe(value)}; write the pair's id")
 
 
 def read_caption(row: Row, notes: Counter[str]) -> str:
@@ -229,22 +176,15 @@ def read_caption(row: Row, notes: Counter[str]) -> str:
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str):
         notes["{n} captions are lists of one text; the text was taken"] += 1
         value = value[0]
-    if not isinstance(value, str):
+    if not isinstance(value, str) or (value[:2] in ("['", '["') and value[-2:] in ("']", '"]')):
         raise DataError(f"{row.where}: {no_text(value)}")
-    if value.startswith(("['", '["')) and value.endswith(("']", '"]')):
-        raise DataError(f"{row.where}: caption: is a list printed as text, {describe(value)}; write what it holds")
     return without_surrogates(value)
 
 
 def no_text(value: Any) -> str:
     """The fault of a caption that is no text, and how to write it."""
-    if not value or value != value:
-        remedy = 'write "" where there is no caption'
-    elif isinstance(value, list) and all(isinstance(word, str) and len(word.split()) == 1 for word in value):
-        remedy = f"one caption to a pair, as text: join its {len(value)} words by spaces"
-    else:
-        remedy = "one caption to a pair, as text"
-    return f"caption: expected text, found {describe(value)}; {remedy}"
+    remedy = 'write one text to a pair, words joined by spaces, and "" where there is no caption'
+    return f"caption: expected plain text, found {describe(value)}; {remedy}"
 
 
 class Benchmark(NamedTuple):
@@ -266,9 +206,9 @@ class Benchmark(NamedTuple):
             DataError: there is none of this name.
         """
         known = {one.name: one for one in self.protocols}
-        if name is not None and name not in known:
+        if (name or self.protocols[0].name) not in known:
             raise DataError(f"{self.name}: no protocol {name!r}; it has {', '.join(known)}")
-        return known[name] if name is not None else self.protocols[0]
+        return known[name or self.protocols[0].name]
 
 
 def benchmarks() -> dict[str, Benchmark]:
@@ -312,22 +252,19 @@ def from_coco(path: Path) -> References:
         DataError: the file is not of that shape; an image has no caption.
     """
     value = read_json(path, dict)
-    images, annotations = value.get("images"), value.get("annotations")
-    if not isinstance(images, list) or not isinstance(annotations, list):
-        raise DataError(f"{path}: expected COCO captions, an object with the lists images and annotations")
-
-    def field(row: Any, name: str, where: str) -> str:
-        value = row.get(name) if isinstance(row, dict) else None
-        if not isinstance(value, str | int) or isinstance(value, bool):
-            raise DataError(f"{path}, {where}: {name}: expected text or a whole number, found {describe(value)}")
-        return str(value)
-
-    texts: dict[str, list[str]] = {field(row, "id", f"image {n}"): [] for n, row in enumerate(images)}
-    for number, row in enumerate(annotations):
-        name = field(row, "image_id", f"annotation {number}")
-        if not isinstance(row.get("caption"), str):
-            raise DataError(f"{path}, annotation {number}: {no_text(row.get('caption'))}")
-        texts.setdefault(name, []).append(without_surrogates(row["caption"]))
+    texts: dict[str, list[str]] = {}
+    for kind, field in (("images", "id"), ("annotations", "image_id")):
+        if not isinstance(value.get(kind), list):
+            raise DataError(f"{path}: expected COCO captions, an object with the lists images and annotations")
+        for number, row in enumerate(value[kind]):
+            where, name = f"{path}, {kind[:-1]} {number}", row.get(field) if isinstance(row, dict) else None
+            if not isinstance(name, str | int) or isinstance(name, bool):
+                raise DataError(f"{where}: {field}: expected text or a whole number, found {describe(name)}")
+            found = texts.setdefault(str(name), [])
+            if kind == "annotations":
+                if not isinstance(row.get("caption"), str):
+                    raise DataError(f"{where}: {no_text(row.get('caption'))}")
+                found.append(without_surrogates(row["caption"]))
     if bare := [name for name, found in texts.items() if not found]:
         raise DataError(
             f"{path}: {len(bare)} images without a caption, such as {bare[0]!r}: were empty ones dropped? An empty "
@@ -351,11 +288,9 @@ def from_data(benchmark: Benchmark, path: Path) -> References:
         raise DataError(f"{path}: no such folder; name the one that holds {', '.join(benchmark.spec.files)}")
     rows = [row for row in benchmark.spec.read(path) if row.split == "test"]
     for row in rows:
-        fault = row.fault
-        if not fault and not isinstance(row.name, str):
-            fault = f"id: expected text, found {describe(row.name)}"
-        elif not fault and not (isinstance(row.references, list) and all(isinstance(t, str) for t in row.references)):
-            fault = f"references: expected a list of text, found {describe(row.references)}"
+        fault, texts = row.fault, row.references
+        if not fault and not (isinstance(texts, list) and all(isinstance(text, str) for text in [row.name, *texts])):
+            fault = f"id, references: expected text and a list of text, found {row.name!r} and {describe(texts)}"
         if fault:
             raise DataError(f"{path}: {row.source}: {fault}; fetch the file again")
     if not rows:
@@ -374,16 +309,13 @@ def from_records(path: Path) -> References:
     columns = ["id", "dataset", "split", "references", "change_types", "before", "after"]
     with readable(path, "run `m3diff ingest` again"):
         rows = pq.read_table(path, columns=columns, filters=[("split", "=", "test")]).to_pylist()
-    rows = [row for row in rows if row["id"] is not None]
-    for row in rows:
-        if not isinstance(row["references"], list | None):
-            raise DataError(f"{path}: {row['id']}: references: expected a list, found {describe(row['references'])}")
-    if not rows:
-        raise DataError(f"{path}: has no record of the split 'test'")
     pairs = {
         row["id"].removeprefix(f"{row['dataset']}/"): Reference(row["references"] or [""], row["change_types"] or [])
         for row in rows
+        if row["id"] is not None
     }
+    if not pairs:
+        raise DataError(f"{path}: has no record of the split 'test'")
     rules = path.with_name("grammar.json")
     images = {(row["before"], row["after"]) for row in rows}
     return References(pairs, None, len(images), Grammar.load(rules) if rules.is_file() else None)

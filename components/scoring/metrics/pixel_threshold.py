@@ -4,7 +4,8 @@ A benchmark on which it does well can be had by comparing pixels. It is given as
 a pair with a change differs more than a pair without one, 0.5 where the difference tells nothing.
 """
 
-from collections.abc import Callable
+from __future__ import annotations
+
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,12 +17,15 @@ from m3diff.scoring.pairs import EvalPair
 if TYPE_CHECKING:
     from PIL import Image
 
+KINDS = ("mean", "window")
+ONE_KIND = "a threshold tells pairs with a change from those without, and these are all of one kind"
 WINDOW = 16
 """A side of the frame has this many windows (8 x 8 pixels of 128 x 128)."""
 
 
-def absolute_difference(before: "Image.Image", after: "Image.Image") -> np.ndarray:
-    """[height, width, 3].
+def differences(before: Image.Image, after: Image.Image) -> dict[str, float]:
+    """The mean absolute difference of two images in grey levels, over pixels and channels: `mean` of the frame, and the
+    largest of a `window`, where windows overlap by half.
 
     Raises:
         ValueError: the sizes of the images differ.
@@ -29,30 +33,15 @@ def absolute_difference(before: "Image.Image", after: "Image.Image") -> np.ndarr
     if before.size != after.size:
         raise ValueError(f"images of one size expected, found {before.size} and {after.size}; resize one of them")
     one, two = (np.asarray(image.convert("RGB"), dtype=np.float64) for image in (before, after))
-    return np.abs(one - two)
-
-
-def mean_difference(before: "Image.Image", after: "Image.Image") -> float:
-    """Mean absolute difference of two images of one size, in grey levels over pixels and channels."""
-    return float(absolute_difference(before, after).mean())
-
-
-def window_difference(before: "Image.Image", after: "Image.Image") -> float:
-    """The largest mean absolute difference of a window, where windows overlap by half, in grey levels."""
-    difference = absolute_difference(before, after).mean(-1)
-    height, width = (max(1, side // WINDOW) for side in difference.shape)
-    sums = np.pad(difference.cumsum(0).cumsum(1), ((1, 0), (1, 0)))
-    top = np.arange(0, difference.shape[0] - height + 1, max(1, height // 2))[:, None]
-    left = np.arange(0, difference.shape[1] - width + 1, max(1, width // 2))[None, :]
+    difference = np.abs(one - two)
+    by_pixel = difference.mean(-1)
+    height, width = (max(1, side // WINDOW) for side in by_pixel.shape)
+    sums = np.pad(by_pixel.cumsum(0).cumsum(1), ((1, 0), (1, 0)))
+    top = np.arange(0, by_pixel.shape[0] - height + 1, max(1, height // 2))[:, None]
+    left = np.arange(0, by_pixel.shape[1] - width + 1, max(1, width // 2))[None, :]
     bottom, right = top + height, left + width
     totals = sums[bottom, right] - sums[top, right] - sums[bottom, left] + sums[top, left]
-    return float(totals.max() / (height * width))
-
-
-DIFFERENCES: dict[str, Callable[["Image.Image", "Image.Image"], float]] = {
-    "mean": mean_difference,
-    "window": window_difference,
-}
+    return {"mean": float(difference.mean()), "window": float(totals.max() / (height * width))}
 
 
 def roc_auc(changed: list[float], unchanged: list[float]) -> float:
@@ -70,9 +59,6 @@ def roc_auc(changed: list[float], unchanged: list[float]) -> float:
     return float(below.mean() / (2 * len(low)))
 
 
-ONE_KIND = "a threshold tells pairs with a change from those without, and these are all of one kind"
-
-
 def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores:
     """The areas over all pairs of which it is known whether something changed; a property of the images, not of the
     model. Absent where images cannot be compared."""
@@ -83,12 +69,12 @@ def compute(pairs: list[EvalPair], groups: Groups, tools: Tools) -> MetricScores
     found: dict[str, dict[str, float]] = {}
     for pair in known:
         try:
-            images = load_image(pair.before), load_image(pair.after)
-            found[pair.id] = {f"pixel_{name}_difference": differ(*images) for name, differ in DIFFERENCES.items()}
+            differ = differences(load_image(pair.before), load_image(pair.after))
+            found[pair.id] = {f"pixel_{name}_difference": value for name, value in differ.items()}
         except ValueError as error:
             return MetricScores({}, {}, dict.fromkeys(METRIC.overall, f"{pair.id}: {error}"))
     areas = {}
-    for name in DIFFERENCES:
+    for name in KINDS:
         changed, unchanged = (
             [found[pair.id][f"pixel_{name}_difference"] for pair in known if pair.is_distractor is kind]
             for kind in (False, True)
@@ -101,8 +87,8 @@ METRIC = Metric(
     compute,
     headline="pixel_window_auc",
     scores=(),
-    overall=tuple(f"pixel_{name}_auc" for name in DIFFERENCES),
-    columns={f"pixel_{name}_difference": "double" for name in DIFFERENCES},
+    overall=tuple(f"pixel_{name}_auc" for name in KINDS),
+    columns={f"pixel_{name}_difference": "double" for name in KINDS},
     java=False,
     optional=True,
 )

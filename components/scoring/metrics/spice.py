@@ -20,7 +20,7 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
@@ -42,7 +42,6 @@ ARTIFACTS = (
     *(f"org.ow2.asm:{name.removesuffix('-7.3.1.jar')}:7.3.1" for name in ASM),
 )
 """Of `JARS` and `NASHORN`, as Maven calls them."""
-MAVEN_CENTRAL = "https://repo1.maven.org/maven2"
 FIRST_WITHOUT_JAVASCRIPT = 15
 REMEDY = (
     f"needs {JARS[0]} and {JARS[1]}, which nothing here downloads: take them from "
@@ -117,30 +116,26 @@ def score(start: Start, jars: Sequence[Path], items: Sequence[Item], kept: Path 
     """
     captions = list(dict.fromkeys(chain.from_iterable((prediction, *references) for prediction, references in items)))
     with tempfile.TemporaryDirectory(prefix="m3diff-spice-parses-") as folder:
-        known = unpack(kept, Path(folder)) if kept else set()
         try:
-            return score_with(known, Path(folder), kept, start, jars, items, captions)
+            return score_with(Path(folder), kept, start, jars, items, captions)
         except CacheFailed as failure:
-            if known and kept:
-                kept.unlink(missing_ok=True)
+            if kept:
+                drop(kept)
             tell(f"parses {len(captions):,} captions without a cache: {failure}")
     return ask(start, jars, items, captions)
 
 
 def score_with(
-    known: set[str],
-    folder: Path,
-    kept: Path | None,
-    start: Start,
-    jars: Sequence[Path],
-    items: Sequence[Item],
-    captions: Sequence[str],
+    folder: Path, kept: Path | None, start: Start, jars: Sequence[Path], items: Sequence[Item], captions: Sequence[str]
 ) -> list[float | None]:
     """Parse what is not known, in parts of which each is kept, and then score."""
+    known = captions_of(kept, folder) if kept else set()
     # LMDB gets a byte of each letter of Latin-1, else three or six
-    sizes = (sum(1 if letter < "\xff" else 3 if letter <= "\uffff" else 6 for letter in text) for text in captions)
-    long = dict.fromkeys(text for text, size in zip(captions, sizes, strict=True) if size > LONGEST_KEPT)
-    new = [caption for caption in captions if caption not in known and caption not in long]
+    sizes = {
+        text: sum(1 if letter < "\xff" else 3 if letter <= "\uffff" else 6 for letter in text) for text in captions
+    }
+    long = [text for text, size in sizes.items() if size > LONGEST_KEPT]
+    new = [text for text, size in sizes.items() if size <= LONGEST_KEPT and text not in known]
     count = -(-len(new) // PART)
     parts = [new[place::count] for place in range(count)]
     for part in progress(parts, f"evaluate: SPICE parses {len(new):,} captions", unit="part") if parts else ():
@@ -150,8 +145,8 @@ def score_with(
         found = ask(start, jars, items if whole else pairs, part, folder)
         if (folder / LMDB).is_file():  # else the program has no cache
             known.update(part)
-            kept = keep(folder, kept, known)
-    return found if parts and whole and not known else ask(start, jars, items, list(long), folder)
+            kept = kept and keep(folder, kept, known)
+    return found if parts and whole and not known else ask(start, jars, items, long, folder)
 
 
 def ask(
@@ -192,38 +187,34 @@ def kept_file(jars: Sequence[Path]) -> Path:
     return (given if given.is_absolute() else Path.home() / ".cache") / "m3diff" / f"spice-{key.hexdigest():.16}.zip"
 
 
-def captions_of(kept: Path) -> set[str]:
-    """The captions of a file that is whole; none where there is no file, or it is damaged, which is said."""
+def captions_of(kept: Path, folder: Path | None = None) -> set[str]:
+    """The captions of the file, with LMDB's file in `folder`, where the program adds to it.
+
+    None where there is no file, or it is damaged or has grown too large, which is said.
+    """
     try:
         with zipfile.ZipFile(kept) as file:
-            if file.testzip() is None and LMDB in file.namelist():
-                return set(file.read(CAPTIONS).decode().split("\n"))
-        reason = "a part of it is damaged"
+            known = set(file.read(CAPTIONS).decode().split("\n"))
+            if len(known) > MOST:
+                raise ValueError(f"it holds {len(known):,} captions")
+            if folder:
+                (folder / LMDB).write_bytes(file.read(LMDB))
+        return known
     except FileNotFoundError:
         return set()
     except (OSError, zipfile.BadZipFile, zlib.error, KeyError, EOFError, ValueError, NotImplementedError) as error:
-        reason = str(error)
-    tell(f"{kept} is not used: {reason}; captions are parsed anew")
+        tell(f"{kept} is not used: {error}; captions are parsed anew")
+    drop(kept)
     return set()
 
 
-def unpack(kept: Path, folder: Path) -> set[str]:
-    """The captions of the file, with LMDB's file in `folder`, where the program adds to it."""
-    known = captions_of(kept)
-    if len(known) > MOST:
-        tell(f"{kept} holds {len(known):,} captions and is made anew")
+def drop(kept: Path) -> None:
+    with suppress(OSError):
         kept.unlink(missing_ok=True)
-        return set()
-    if known:
-        with zipfile.ZipFile(kept) as file:
-            file.extract(LMDB, folder)
-    return known
 
 
-def keep(folder: Path, kept: Path | None, known: set[str]) -> Path | None:
+def keep(folder: Path, kept: Path, known: set[str]) -> Path | None:
     """Put what the program has parsed by now in the file's place; returns None where it cannot be written, no fault."""
-    if kept is None:
-        return None
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file:
         file.write(folder / LMDB, LMDB)
@@ -272,15 +263,12 @@ def check_spice(spice_dir: Path | None) -> tuple[list[str], bool]:
         java = require_java()
         lines = [f"found   Java {java}"]
     except JavaMissing as error:
-        java = FIRST_WITHOUT_JAVASCRIPT
-        lines = [f"MISSING {error}"]
+        java, lines = FIRST_WITHOUT_JAVASCRIPT, [f"MISSING {error}"]
     jars = look(spice_dir, java)
-    for name, jar in jars.items():
-        lines.append(f"MISSING {(spice_dir or Path()) / name}" if jar is None else f"found   {jar}")
+    lines += [f"found   {jar}" if jar else f"MISSING {(spice_dir or Path()) / name}" for name, jar in jars.items()]
     if missing := [name for name, jar in jars.items() if jar is None]:
         lines += how_to_fetch(missing, spice_dir or Path("spice"))
-        lines.append("name the folder by --spice-dir, and for `m3diff evaluate` as compute.spice_dir in params.yaml")
-    if missing or lines[0].startswith("MISSING"):
+    if any(line.startswith("MISSING") for line in lines):
         return lines, False
     try:
         return [*lines, f"works   one pair scored {try_spice(spice_dir, TRIAL_S):.3f}"], True
@@ -297,7 +285,8 @@ def how_to_fetch(missing: Iterable[str], folder: Path) -> Iterator[str]:
     yield f"or by hand, into {folder}:"
     for name, artifact in artifacts.items():
         group, artifact_id, number = artifact.split(":")[:3]
-        yield f"    {MAVEN_CENTRAL}/{group.replace('.', '/')}/{artifact_id}/{number}/{name}"
+        yield f"    https://repo1.maven.org/maven2/{group.replace('.', '/')}/{artifact_id}/{number}/{name}"
+    yield "name the folder by --spice-dir, and for `m3diff evaluate` as compute.spice_dir in params.yaml"
 
 
 METRIC = Metric(

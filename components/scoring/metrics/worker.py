@@ -15,11 +15,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from importlib.util import find_spec
 from itertools import chain, compress
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +40,6 @@ NOT_WORDS = re.compile(r"at \S+\(|\.\.\. \d+ more|(NOTE: )?Picked up |$")
 PACKAGES = ("lang", "math", "util", "util.concurrent", "net", "text")
 """Of java.base: SPICE's serialiser looks into them, which Java 16 and later forbid."""
 GIB = 1 << 30
-SHARED: list[Any] = []
-"""The table and the phrases to look for, which forks inherit."""
 Job = dict[str, Any]
 Item = tuple[str, list[str]]
 
@@ -86,10 +82,10 @@ def meteor(folder: Path) -> Callable[[Job], list[list[float]]]:
 
     def compute(job: Job) -> list[list[float]]:
         nonlocal table
-        items = [(prediction, references) for prediction, references in job["items"]]
+        items = job["items"]
         shards = max(1, min(job["shards"], len(items) // ITEMS_A_SHARD))
         with gzip.open(folder / "paraphrases.gz", "wb", compresslevel=1) as file:
-            file.writelines(matching_paraphrases(table, items, shards))
+            file.writelines(matching_paraphrases(table, items))
         table = b""
         order = sorted(range(len(items)), key=lambda i: needs_normalising(items[i]))
         parts = [order[part * len(order) // shards : (part + 1) * len(order) // shards] for part in range(shards)]
@@ -101,43 +97,16 @@ def meteor(folder: Path) -> Callable[[Job], list[list[float]]]:
     return compute
 
 
-def matching_paraphrases(table: bytes, items: Iterable[Item], processes: int = 1) -> Iterator[bytes]:
-    """The lines of METEOR's table whose phrases may stand in a reference and in a prediction, in the table's order;
-    each process, a fork that shares the table, reads a part of it.
+def matching_paraphrases(table: bytes, items: list[Item]) -> Iterator[bytes]:
+    """The lines of METEOR's table whose phrases may stand in a reference and in a prediction, in the table's order.
 
     The table has three lines an entry: probability and two phrases, which METEOR matches either way round. Phrases are
     compared by their runs of ASCII letters and digits alone, which METEOR's own tokenizer never splits: a phrase
     without one may stand anywhere, and too many entries change nothing.
     """
-    listed = list(items)
-    of_references = phrases(reference for _, references in listed for reference in references)
-    of_predictions = phrases(prediction for prediction, _ in listed)
-    SHARED[:] = table, of_references, of_predictions
-    if processes == 1:
-        yield from lines_of((0, len(table)))
-    else:
-        with ProcessPoolExecutor(processes, mp_context=get_context("fork")) as pool:
-            yield from chain.from_iterable(pool.map(lines_of, parts_of(table, processes)))
-    SHARED.clear()
+    of_references = phrases(reference for _, references in items for reference in references)
+    of_predictions = phrases(prediction for prediction, _ in items)
 
-
-def lines_of(part: tuple[int, int]) -> list[bytes]:
-    table, of_references, of_predictions = SHARED
-    return list(matching_lines(table[slice(*part)], of_references, of_predictions))
-
-
-def parts_of(table: bytes, count: int) -> list[tuple[int, int]]:
-    """Start and end of so many parts of the table, each of whole entries."""
-    cuts = [0]
-    for part in range(1, count):
-        place = table.find(b"\n", part * len(table) // count) + 1
-        for _ in range(-table.count(b"\n", 0, place) % 3):
-            place = table.find(b"\n", place) + 1
-        cuts.append(place)
-    return list(zip(cuts, [*cuts[1:], len(table)], strict=True))
-
-
-def matching_lines(table: bytes, of_references: set[bytes], of_predictions: set[bytes]) -> Iterator[bytes]:
     def matches(one: bytes, other: bytes) -> bool:
         return (one in of_references and other in of_predictions) or (one in of_predictions and other in of_references)
 
@@ -176,8 +145,7 @@ def phrases(texts: Iterable[str]) -> set[bytes]:
 
 def needs_normalising(item: Item) -> bool:
     """True where METEOR's normaliser, which takes a third of its time, could change a text with punctuation."""
-    prediction, references = item
-    return not all(NORMAL.fullmatch(text) for text in (prediction, *references))
+    return not all(map(NORMAL.fullmatch, (item[0], *item[1])))
 
 
 def ask_meteor(folder: Path, number: int, items: list[Item]) -> list[list[float]]:
@@ -212,10 +180,9 @@ def spice(folder: Path) -> Callable[[Job], list[float | None]]:
 
     A pair without a single tuple on either side has no F: None. The command is the package's own.
     """
-    package = find_spec("pycocoevalcap.spice")
-    assert package is not None
-    assert package.origin is not None
-    program = Path(package.origin).with_name("spice-1.0.jar")
+    from pycocoevalcap import spice as package
+
+    program = Path(package.__file__).with_name("spice-1.0.jar")
 
     def compute(job: Job) -> list[float | None]:
         shutil.copy(program, folder)  # Java looks for its libraries beside the file that a link points to
@@ -270,9 +237,7 @@ def heap() -> int:
 
 def main() -> None:
     name, seconds, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
-    run = {"PTB": ptb, "METEOR": meteor, "SPICE": spice}[name](
-        folder
-    )  # METEOR's JVM starts here, before its job is known
+    run = {"PTB": ptb, "METEOR": meteor, "SPICE": spice}[name](folder)  # METEOR's table is read before its job is known
     job = json.load(sys.stdin)
 
     def end(*_: object) -> None:

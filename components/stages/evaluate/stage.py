@@ -59,9 +59,6 @@ def evaluate(
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd")
     write_atomic(out / "scores.parquet", sink.getvalue().to_pybytes())
-    saliency, curves = (
-        path if path.is_file() else None for path in (predictions / "saliency.npz", model / "curves.csv")
-    )
     evidence = Evidence(
         metrics=metrics,
         report=report,
@@ -69,8 +66,8 @@ def evaluate(
         pair_scores={name: of.pairs for name, of in scores.items()},
         parsed=parsed,
         specs=specs,
-        saliency=saliency,
-        curves=curves,
+        saliency=predictions / "saliency.npz",
+        curves=model / "curves.csv",
         notes=notes,
     )
     write_report(evidence, out, cfg.gallery)
@@ -96,8 +93,8 @@ def score_table(
 ) -> pa.Table:
     """scores.parquet: a row per protocol and pair, in the records' order: the prediction as the protocol scored it,
     and what each metric gives of a pair."""
-    columns = {"protocol": "string", "id": "string", "dataset": "string", "change_types": "list<string>"}
-    columns |= {"prediction": "string"}
+    columns = dict.fromkeys(("protocol", "id", "dataset", "change_types", "prediction"), "string")
+    columns["change_types"] = "list<string>"
     columns |= {name: arrow for metric in metrics.values() for name, arrow in metric.columns.items()}
     rows = [
         {

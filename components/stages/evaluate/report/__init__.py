@@ -126,12 +126,10 @@ def overview(protocols: Mapping[str, ProtocolScores], columns: Sequence[str], no
 
 def group_table(protocol: str, scores: ProtocolScores, columns: Sequence[str]) -> Table:
     """All pairs of a protocol, and its groups that have pairs, but for those of one change type."""
-    groups = [
-        Row(title, (f"{values['pairs']:,}",), cells(values, columns))
-        for name, title in GROUP_NAMES.items()
-        if (values := scores.groups.get(name)) and values["pairs"]
-    ]
-    rows = [row_of("all", scores, columns), *groups]
+    rows = [row_of("all", scores, columns)]
+    for name, title in GROUP_NAMES.items():
+        if (values := scores.groups.get(name)) and values["pairs"]:
+            rows.append(Row(title, (f"{values['pairs']:,}",), cells(values, columns)))
     return Table(f"{plain(protocol)}-groups", ("Pairs", "n", *columns), rows, partial_note([scores]))
 
 
@@ -139,14 +137,10 @@ def type_table(protocol: str, scores: ProtocolScores, types: Sequence[str], colu
     """Pairs of exactly one change, by its type; how many were named right where a grammar reads captions."""
     groups = scores.folder("by_type")
     read = {title: name for title, name in RIGHT.items() if any(of.get(name) is not None for of in groups.values())}
-    rows = [
-        Row(
-            name,
-            (f"{groups[name]['pairs']:,}",),
-            cells(groups[name], read.values(), bar=True) + cells(groups[name], columns),
-        )
-        for name in types
-    ]
+    rows = []
+    for name in types:
+        of_type = cells(groups[name], read.values(), bar=True) + cells(groups[name], columns)
+        rows.append(Row(name, (f"{groups[name]['pairs']:,}",), of_type))
     return Table(f"{plain(protocol)}-types", ("Type", "n", *read, *columns), rows)
 
 
@@ -159,9 +153,7 @@ def published_table(protocol: str, scores: ProtocolScores, known: Sequence[Publi
         return None
     papers = "" if scores.published_pairs is None else f"{scores.published_pairs:,}"
     rows = [
-        Row(
-            row.method, (row.venue, papers), tuple(map(Cell, row.scores.values())), ("†",) if row.chosen_on_test else ()
-        )
+        Row(row.method, (row.venue, papers), tuple(map(Cell, row.scores.values())), ("†",) * bool(row.chosen_on_test))
         for row in known
     ]
     ours = row_of("this run", scores, PUBLISHED_SCORES)._replace(labels=("", f"{scores.pairs:,}"), ours=True)
@@ -214,7 +206,7 @@ def as_csv(table: Table) -> str:
         numbers: list[float | None] = []
         for place, cell in enumerate(row.cells):
             bounds = (cell.interval.low, cell.interval.high) if cell.interval else (None, None)
-            numbers += [cell.value, *bounds] if place in bounded else [cell.value]
+            numbers += (cell.value, *bounds)[: 3 if place in bounded else 1]
         values = ["" if number is None else f"{number:.2f}" for number in numbers]
         writer.writerow([row.name, *row.labels, *values] + ["".join(row.marks)] * has_marks)
     return text.getvalue()
@@ -224,24 +216,18 @@ def as_latex(table: Table) -> str:
     """A tabular of booktabs: best bold, second best underlined, the intervals small behind their scores."""
     columns = "l" * (1 + table.labels) + "r" * (len(table.columns) - 1 - table.labels)
     marks = {"†": r"$^\dagger$", "*": "$^*$"}
-    body = [[latex(name) for name in table.columns]]
+    body = [[name.translate(LATEX) for name in table.columns]]
     for row in table.rows:
-        name = latex(row.name) + "".join(marks[mark] for mark in row.marks)
-        body.append([name, *map(latex, row.labels), *map(latex_cell, row.cells)])
+        name, *labels = (text.translate(LATEX) for text in (row.name, *row.labels))
+        line = [name + "".join(marks[mark] for mark in row.marks), *labels]
+        for cell in row.cells:
+            text = {BEST: rf"\textbf{{{cell.text}}}", SECOND: rf"\underline{{{cell.text}}}"}.get(cell.rank, cell.text)
+            low_high = cell.interval and rf" {{\scriptsize [{cell.interval.low:.1f}, {cell.interval.high:.1f}]}}"
+            line.append("--" if cell.value is None else text + (low_high or ""))
+        body.append(line)
     head, *lines = [" & ".join(line) + r" \\" for line in body]
     begin = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", head, r"\midrule"]
     return "\n".join([*begin, *lines, r"\bottomrule", r"\end{tabular}", *(f"% {note}" for note in table.notes)]) + "\n"
-
-
-def latex(text: str) -> str:
-    return text.translate(LATEX)
-
-
-def latex_cell(cell: Cell) -> str:
-    if cell.value is None:
-        return "--"
-    text = {BEST: rf"\textbf{{{cell.text}}}", SECOND: rf"\underline{{{cell.text}}}"}.get(cell.rank, cell.text)
-    return text + (rf" {{\scriptsize [{cell.interval.low:.1f}, {cell.interval.high:.1f}]}}" if cell.interval else "")
 
 
 def templates(*folders: Path) -> Environment:
@@ -271,24 +257,24 @@ class Line(NamedTuple):
 
 def chart(lines: Sequence[Line], label: str, log: bool = False) -> str:
     """An inline SVG line chart over training steps; its colours come from the page. Empty without a point."""
-    lines = [line._replace(points=thin(line.points)) for line in lines if line.points]
+    thinned = [(line, [(x, y) for x, y in thin(line.points) if not log or y > 0]) for line in lines if line.points]
     xs = [x for line in lines for x, _ in line.points]
-    ys = [y for line in lines for _, y in line.points if not log or y > 0]
+    ys = [y for _, points in thinned for _, y in points]
     if not ys:
         return ""
     x_of = scale(0, max(xs), LEFT, WIDTH - RIGHT_MARGIN)
     low, high = (min(ys), max(ys)) if log else (0.0, max(ys) * 1.05)
     y_of = scale(low, high, HEIGHT - BOTTOM, TOP, log)
     parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}" class="chart">']
-    for tick in log_ticks(low, high) if log else ticks(low, high, 4):
+    for tick in ticks(low, high, 4, log):
         y = y_of(tick)
         text = f"{tick:g}" if tick == 0 or abs(tick) >= 0.0001 else f"{tick:.0e}".replace("e-0", "e-")
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT_MARGIN}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text class="tick end" x="{LEFT - 8}" y="{y + 4:.1f}">{text}</text>')
     for tick in ticks(0, max(xs), 5):
         parts.append(f'<text class="tick mid" x="{x_of(tick):.1f}" y="{HEIGHT - 8}">{tick:,.0f}</text>')
-    for line in lines:
-        places = [(x_of(x), y_of(y)) for x, y in line.points if not log or y > 0]
+    for line, points in thinned:
+        places = [(x_of(x), y_of(y)) for x, y in points]
         path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
         parts.append(f'<path class="line {line.style}" d="{path}"/>')
         parts += [f'<circle class="{line.style}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in places if line.dots]
@@ -303,18 +289,15 @@ def scale(low: float, high: float, start: float, end: float, log: bool = False) 
     return lambda value: start + ((math.log(value) if log else value) - low) / span * (end - start)
 
 
-def ticks(low: float, high: float, count: int) -> list[float]:
-    """About `count` round values within [low, high]."""
+def ticks(low: float, high: float, count: int, log: bool = False) -> list[float]:
+    """About `count` round values within [low, high]; on a log scale the powers of ten, with 2 and 5 between them."""
+    if log:
+        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        return [m * 10**p for p in powers for m in (1, 2, 5) if low <= m * 10**p <= high]
     raw = (high - low) / count or 1.0
     power = 10 ** math.floor(math.log10(raw))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
     return [k * step for k in range(math.ceil(low / step), math.floor(high / step * 1.0001) + 1)]
-
-
-def log_ticks(low: float, high: float) -> list[float]:
-    """Powers of ten in [low, high], with 2 and 5 between them."""
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    return [m * 10**p for p in powers for m in (1, 2, 5) if low <= m * 10**p <= high]
 
 
 def thin(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
@@ -343,15 +326,15 @@ def charts(curves: Path) -> list[dict[str, Any]]:
     def column(name: str, factor: float = 1.0) -> list[tuple[float, float]]:
         return [(float(row["step"]), factor * float(row[name])) for row in rows if row.get(name)]
 
-    def each(prefix: str, styles: Sequence[str] = STYLES, title: str = "{}", dots: bool = False) -> list[Line]:
+    def each(prefix: str, styles: Sequence[str] = STYLES, title: str | None = None, dots: bool = False) -> list[Line]:
         names = [name for name in (rows[0] if rows else ()) if name.startswith(prefix)]
-        return [Line(title.format(name), column(name), style, dots) for name, style in zip(names, cycle(styles))]
+        return [
+            Line(name if title is None else title + name.removeprefix(prefix), column(name), style, dots)
+            for name, style in zip(names, cycle(styles))
+        ]
 
     loss = column("loss")
-    parts = [
-        line._replace(name=line.name.replace("val_loss_", "", 1))
-        for line in each("val_loss_", STYLES[2:], "validation, {}", dots=True)
-    ]
+    parts = each("val_loss_", STYLES[2:], "validation, ", dots=True)
     lines_of_loss = [
         Line("each step", loss, "faint"),
         Line("training, running mean", smooth(loss), "main"),
@@ -383,8 +366,8 @@ class Evidence:
     pair_scores: Mapping[str, Mapping[str, Mapping[str, PairValue]]]  # by protocol and pair id
     parsed: Mapping[str, ParsedCaption]  # by pair id
     specs: Mapping[str, DatasetSpec]  # by dataset
-    saliency: Path | None
-    curves: Path | None
+    saliency: Path  # where there is one
+    curves: Path  # where there is one
     notes: Sequence[str] = ()  # on the predictions' text
 
 
@@ -406,7 +389,7 @@ def render(evidence: Evidence, store: ImageStore) -> str:
     """The page as text; its images are in `store`."""
     scores = evidence.report.protocols
     rights = {dataset: rights_of(spec) for dataset, spec in evidence.specs.items()}
-    saliency = read_saliency(evidence.saliency) if evidence.saliency else {}
+    saliency = read_saliency(evidence.saliency) if evidence.saliency.is_file() else {}
     all_columns, columns = table_columns(evidence.metrics, scores)
     pairs = {one.name: {pair.id: pair for pair in one.pairs} for one in evidence.protocols}
     run = RunPairs("this run", pairs, evidence.pair_scores, evidence.parsed)
@@ -426,7 +409,7 @@ def render(evidence: Evidence, store: ImageStore) -> str:
             parts=protocol_parts(evidence, all_columns, columns),
             alarms=alarms(parsed),
             confusion=confusion_table(parsed),
-            charts=charts(evidence.curves) if evidence.curves else [],
+            charts=charts(evidence.curves) if evidence.curves.is_file() else [],
             gallery=gallery([run], evidence.metrics, rights, saliency, store),
             gallery_title="All pairs",
             gallery_note="Every test pair with what the model said of it. Open one to slide between its images.",

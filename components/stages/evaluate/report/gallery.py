@@ -222,14 +222,12 @@ def marks(parsed: ParsedCaption, clause: Clause) -> list[Mark]:
     if clause.type == UNREADABLE:
         return [("not understood", False)]
     known, named, placed = parsed.agrees(clause)
-    found = [(clause.type, known)]
-    if known and clause.object:
-        found.append(("object", named))
-    if known and clause.place:
-        found.append(("place", placed))
-    if known and (clause.before or clause.after):
-        found.append(("change", parsed.says_change(clause)))
-    return found
+    parts = (
+        ("object", clause.object, named),
+        ("place", clause.place, placed),
+        ("change", clause.before or clause.after, parsed.says_change(clause)),
+    )
+    return [(clause.type, known), *((part, right) for part, said, right in parts if known and said)]
 
 
 def most_similar_first(prediction: str, references: Iterable[str]) -> list[str]:
