@@ -35,12 +35,12 @@ class Clause(NamedTuple):
     after: str | None = None
 
 
-class Found(NamedTuple):
-    """Numbers of a pair's changes that a prediction names."""
+class Readings(NamedTuple):
+    """A prediction read by type alone; with object and place as well; and by what changed from what to what."""
 
     type: int
-    place: int  # with object and place as well
-    exact: int  # and what changed from what to what
+    place: int
+    exact: int
 
 
 class Grammar:
@@ -155,17 +155,11 @@ class ParsedCaption:
         """Counts of each change type in a reference; empty for a distractor."""
         return Counter(clause.type for clause in self.reference_clauses[0])
 
-    @property
-    def type_right(self) -> bool:
-        return self.predicted_types == self.true_types
-
-    @property
-    def place_right(self) -> bool:
-        return self.type_right and self.changes_found.place == self.true_types.total()
-
-    @property
-    def exact_right(self) -> bool:
-        return self.type_right and self.changes_found.exact == self.true_types.total()
+    @cached_property
+    def right(self) -> Readings:
+        """The verdict on the prediction by each reading."""
+        types, total, found = self.predicted_types == self.true_types, self.true_types.total(), self.changes_found
+        return Readings(types, types and found.place == total, types and found.exact == total)
 
     def agrees(self, clause: Clause) -> tuple[bool, bool, bool]:
         """Agreement by type, by object and by place: with the pair's changes, and with references to that type.
@@ -197,13 +191,13 @@ class ParsedCaption:
         return [known for known in same if known.place == clause.place] if several else same
 
     @cached_property
-    def changes_found(self) -> Found:
+    def changes_found(self) -> Readings:
         """Numbers of the pair's changes that are named, each counted once."""
         placed = [clause for clause in self.predicted_clauses if all(self.agrees(clause))]
         exact = [clause for clause in placed if self.says_change(clause)]
         distinct = [{clause[:3] for clause in clauses} for clauses in (placed, exact)]  # whatever it was and became
         types = [self.predicted_types, *(Counter(kind for kind, *_ in of) for of in distinct)]
-        return Found(*((of & self.true_types).total() for of in types))
+        return Readings(*((of & self.true_types).total() for of in types))
 
     @property
     def changes_told(self) -> int:

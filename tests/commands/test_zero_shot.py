@@ -3,7 +3,6 @@
 import base64
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -48,12 +47,8 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 @pytest.fixture
 def folders(tmp_path: Path) -> bench.Folders:
-    return prepared(tmp_path)
-
-
-def prepared(root: Path, reader: str = "pairs") -> bench.Folders:
     """The bench with its mixture, in another order than the records, each pair with a question of its own."""
-    folders = bench.write(root, reader)
+    folders = bench.write(tmp_path)
     rows = []
     for record in pq.read_table(folders.clean / "records.parquet", filters=[("split", "=", "test")]).to_pylist():
         question = f"What changed in pair {record['id'].rpartition('/')[2]}?"
@@ -62,8 +57,8 @@ def prepared(root: Path, reader: str = "pairs") -> bench.Folders:
             | {"id": f"{record['id']}#{k}", "pair": record["id"], "question": question, "reference": text}
             for k, text in enumerate(record["references"])
         ]
-    (root / "mixture" / "test").mkdir(parents=True)
-    pq.write_table(pa.Table.from_pylist(rows[::-1], SAMPLE_SCHEMA), root / "mixture" / "test" / "00000.parquet")
+    (tmp_path / "mixture" / "test").mkdir(parents=True)
+    pq.write_table(pa.Table.from_pylist(rows[::-1], SAMPLE_SCHEMA), tmp_path / "mixture" / "test" / "00000.parquet")
     return folders
 
 
@@ -90,7 +85,6 @@ def test_both_images_go_in_one_message_before_and_then_after_with_the_pairs_own_
     monkeypatch.setattr(module.Endpoint, "ask", lambda *given: told.append(capsys.readouterr().out) or real(*given))
     run(tmp_path, asked_of(server))
     assert f"go to {server.url}, model 'a/model'\n" in told[0], "said before the first is sent"
-    assert "in order: the first was taken before, the second after. {question}" in PROMPT
     assert len(server.asked) == 6
     for body in server.asked:
         (message,) = body["messages"]
@@ -99,15 +93,12 @@ def test_both_images_go_in_one_message_before_and_then_after_with_the_pairs_own_
         assert text["text"] == PROMPT.replace("{question}", f"What changed in pair {name}?")
         sent = [base64.b64decode(part["image_url"]["url"].partition(",")[2]) for part in images]
         assert sent == [(tmp_path / f"{name}_{side}.png").read_bytes() for side in ("before", "after")]
-        assert sent[0] != sent[1]
         assert (body["model"], body["temperature"], body.get("max_tokens")) == ("a/model", 0, None)
     assert server.keys == {"Bearer secret"}
-    written = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert not any(b"secret" in path.read_bytes() for path in written)
+    assert not any(b"secret" in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     server.asked.clear()
     run(tmp_path, asked_of(server, prompt="Say it in {detail}. {question}", max_tokens=7))
-    texts = [body["messages"][0]["content"][-1]["text"] for body in server.asked]
-    assert min(texts) == "Say it in {detail}. What changed in pair 0?"
+    assert min(server.texts) == "Say it in {detail}. What changed in pair 0?"
     assert {body["max_tokens"] for body in server.asked} == {7}
 
 
@@ -124,41 +115,33 @@ def test_the_scores_are_those_that_evaluate_gives_and_compare_takes_them_beside_
         assert (result.folder / "report" / name).read_bytes() == (tmp_path / "own" / name).read_bytes(), name
     server.replies = {"pair": ["nothing changed"]}
     other = run(tmp_path, asked_of(server, model="calm"), tmp_path / "named")
+    assert other.folder == tmp_path / "named"
     page = tmp_path / "compare.html"
     tables = compare(tmp_path / "own", other.folder / "report", folders.records, folders.clean, page)
     rows = {row.name: [cell.text for cell in row.cells] for row in tables["toy/test"].rows}
     assert rows["no_change_recall"] == ["50.0", "100.0", "+50.0"]
+    with pytest.raises(DataError, match="exists; name a folder that does not"):
+        run(tmp_path, asked_of(server), tmp_path / "named")
 
 
-def test_the_result_lies_in_the_scratch_folder_made_anew_or_where_it_is_asked_for(server, folders, tmp_path):
+def test_a_second_run_asks_nothing_another_model_or_prompt_is_asked_and_one_that_was_killed_goes_on(
+    server, folders, tmp_path
+):
     before = sorted(path for path in tmp_path.rglob("*") if "scratch" not in path.parts)
     first = run(tmp_path, asked_of(server))
     assert first.folder == asked_of(server).place(tmp_path / "scratch")
     (first.folder / "left").write_text("of the first")
-    assert run(tmp_path, asked_of(server)).folder == first.folder
-    assert not (first.folder / "left").exists()
-    assert sorted(path for path in tmp_path.rglob("*") if "scratch" not in path.parts) == before
-    out = tmp_path / "named" / "here"
-    assert run(tmp_path, asked_of(server), out).folder == out
-    assert len(server.asked) == 6, "a second run asks nothing"
-    with pytest.raises(DataError, match="exists; name a folder that does not"):
-        run(tmp_path, asked_of(server), out)
-    others = [
-        asked_of(server, **change) for change in ({"model": "b"}, {"prompt": "p"}, {"limit": 2}, {"max_tokens": 9})
-    ]
-    assert len({request.place(Path("runs")) for request in (asked_of(server), *others)}) == 5
-
-
-def test_another_model_or_prompt_is_asked_and_one_that_was_killed_goes_on(server, folders, tmp_path):
-    first = run(tmp_path, asked_of(server))
     for changes, asked in (({}, 6), ({"limit": 2}, 6), ({"model": "other"}, 12), ({"prompt": "{question}"}, 18)):
         found = run(tmp_path, asked_of(server, **changes))
         assert len(server.asked) == asked
         assert (found.scored == first.scored) is ("limit" not in changes)
+        assert (found.folder == first.folder) is (not changes)
+    assert not (first.folder / "left").exists(), "made anew"
+    assert sorted(path for path in tmp_path.rglob("*") if "scratch" not in path.parts) == before
+    assert asked_of(server, max_tokens=9).place(tmp_path / "scratch") != first.folder
     store = tmp_path / "scratch/zero_shot.jsonl"
     lines = store.read_bytes().splitlines(keepends=True)
     store.write_bytes(b"".join(lines[:3]) + lines[3][:-20])
-    shutil.rmtree(tmp_path / "scratch/evaluated")
     assert predictions(run(tmp_path, asked_of(server))) == bench.PREDICTIONS
     assert len(server.asked) == 18 + 3
 
@@ -199,16 +182,6 @@ def test_what_is_put_off_is_asked_again_and_what_is_no_caption_is_scored_as_empt
     ]
 
 
-@pytest.mark.parametrize("status", [400, 413, 422])
-def test_a_pair_that_the_server_does_not_take_is_refused_by_it_and_named(status, server, folders, tmp_path):
-    server.replies["pair 2?"] = [(status, {"error": {"message": "too many tokens"}})]
-    result = run(tmp_path, asked_of(server))
-    assert result.lines[0] == "1 of 6 answers refused, scored as an empty caption: toy/2"
-    asked = len(server.asked)
-    assert run(tmp_path, asked_of(server)).lines == result.lines
-    assert len(server.asked) == asked
-
-
 def test_every_metric_takes_the_captions_of_a_model_that_says_nothing(server, folders, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", bench.small_table(tmp_path / "package"))
     server.replies = {"pair 5?": ["zzz"], "pair": [None]}
@@ -229,13 +202,22 @@ def test_every_metric_takes_the_captions_of_a_model_that_says_nothing(server, fo
         (CUT, "6 reached the token limit (finish_reason=length): pass a larger --max-tokens"),
         ({**REASONED, "finish_reason": "length"}, "6 reached the token limit"),
         (REFUSED, "6 are refused, such as with 'I will not say.'"),
+        ((413, {"error": {"message": "too large"}}), "6 are refused"),
         ({"content": None, "finish_reason": "content_filter"}, "6 are refused"),
     ],
 )
-def test_answers_without_a_caption_are_an_error_with_its_reason_and_are_asked_for_again(
-    reply, told, server, folders, tmp_path, monkeypatch, capsys
+def test_answers_without_a_caption_are_an_error_with_its_reason(reply, told, server, folders, tmp_path):
+    server.replies = {"pair": [reply]}
+    with pytest.raises(DataError, match="6 of 6 answers are no caption") as refused:
+        run(tmp_path, asked_of(server))
+    assert told in str(refused.value)
+    assert not (tmp_path / "scratch/evaluated").exists()
+
+
+def test_after_answers_without_a_caption_the_command_is_run_again_and_asks_anew(
+    server, folders, tmp_path, monkeypatch, capsys
 ):
-    replies, server.replies = server.replies, {"pair": [reply]}
+    replies, server.replies = server.replies, {"pair": [CUT]}
     paths = SimpleNamespace(**{name: tmp_path / name for name in ("mixture", "records", "clean")})
     cfg, compute = bench.config(metrics=["change_accuracy"]), bench.compute(scratch=tmp_path / "scratch")
     params = SimpleNamespace(paths=paths, evaluate=cfg, compute=compute, predict=SimpleNamespace(limit=0))
@@ -243,48 +225,27 @@ def test_answers_without_a_caption_are_an_error_with_its_reason_and_are_asked_fo
     monkeypatch.setattr("m3diff.__main__.check_paths", lambda *_: None)
     typed = ["zero-shot", "--url", server.url, "--model", "a/model", "--key-variable", "A_KEY"]
     assert main(typed) == DATA_REFUSED
-    printed = capsys.readouterr().err
-    assert "6 of 6 answers are no caption" in printed
-    assert told in printed
-    assert not list(tmp_path.glob("scratch/evaluated/zero*"))
+    assert "run the command again" in capsys.readouterr().err
     server.replies = replies  # the server is mended
-    assert main(typed) == 0, "run the command again"
-    assert "note:" not in capsys.readouterr().out
-    asked = len(server.asked)
-    assert main(typed) == 0
-    assert (asked, len(server.asked)) == (12, 12), "what was said then is kept"
-
-
-def test_most_answers_without_a_caption_are_a_note_and_few_are_none(server, folders, tmp_path, capsys):
-    server.replies |= {f"pair {n}?": [REASONED] for n in range(4)}
-    told = "zero-shot: note: 4 of 6 answers are no caption; the text of 4 came as reasoning_content"
+    assert main(typed) == main(typed) == 0
+    assert len(server.asked) == 12, "what was said then is kept"
+    server.replies = replies | {f"pair {n}?": [REASONED] for n in range(4)}
     for _ in range(2):  # of kept answers too
-        assert len(run(tmp_path, asked_of(server)).captioned.without_caption["empty"]) == 4
+        assert len(run(tmp_path, asked_of(server, model="b")).captioned.without_caption["empty"]) == 4
+        told = "zero-shot: note: 4 of 6 answers are no caption; the text of 4 came as reasoning_content"
         assert told in capsys.readouterr().out
-    server.replies |= {f"pair {n}?": ["the lamp went out"] for n in range(2)}
-    run(tmp_path, asked_of(server, model="other"))
+    server.replies = replies | {f"pair {n}?": [REASONED] for n in range(3)}
+    run(tmp_path, asked_of(server, model="c"))
     assert "note:" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("mark", ["{}<|im_end|>", "<|begin_of_box|>{}<|end_of_box|>", "assistant\n{}", "```\n{}\n```"])
-def test_marks_in_captions_are_counted_and_shown(mark, server, folders, tmp_path, capsys):
-    server.replies = {pair: [mark.format(texts[0])] for pair, texts in server.replies.items()}
+def test_marks_in_captions_are_counted_and_shown_and_a_caption_stands_on_one_line(server, folders, tmp_path, capsys):
+    server.replies = {pair: [f"assistant\n{texts[0]}"] for pair, texts in server.replies.items()}
     result = run(tmp_path, asked_of(server))
     assert re.search(r"note: 6 of 6 captions hold .*, such as '.*the red cube", capsys.readouterr().out)
     assert "6 of 6 captions hold" in (result.folder / "report/report.html").read_text()
-
-
-@pytest.mark.parametrize(
-    ("answer", "caption"),
-    [
-        (Answer("text", " The cup\n\nis gone.\n"), "The cup is gone."),
-        (Answer("text", "the cup \ud83d went"), "the cup ? went"),
-        (Answer("refused", "no"), ""),
-        (Answer("cut", "the cup"), ""),
-    ],
-)
-def test_a_caption_stands_on_one_line_and_can_be_written(answer, caption):
-    assert caption_of(answer) == caption
+    assert predictions(result)["toy/0"] == f"assistant {bench.PREDICTIONS['toy/0']}"
+    assert caption_of(Answer("text", " the cup \ud83d\n\nwent\n")) == "the cup ? went"
 
 
 def test_a_limit_takes_the_first_pairs_of_the_mixture_and_the_report_says_that_papers_score_more(
@@ -348,14 +309,12 @@ def test_images_that_no_licence_allows_to_hand_on_go_to_this_machine_alone(url, 
 
 
 def test_the_papers_zero_shot_rows_stand_below_the_scores():
-    scores = ProtocolScores(
-        pairs=767, published_pairs=767, scores={"BLEU-4": 0.05, "CIDEr": 0.051}, intervals={}, groups={}, absent={}
-    )
+    of = {"pairs": 767, "published_pairs": 767, "scores": {"BLEU-4": 0.05, "CIDEr": 0.051}}
+    scores = ProtocolScores(**of, intervals={}, groups={}, absent={})
     scored = EvaluateReport(stage="evaluate", rows_in=767, rows_out=767, protocols={"omnidiff_render/render": scores})
-    kinds: dict[str, list[str]] = {"refused": [], "empty": [], "cut": [f"omnidiff_render/{n}" for n in range(7)]}
-    captioned = ZeroShotReport(
-        stage="zero-shot", rows_in=767, rows_out=767, url="u", model="m", prompt="p", words=1.0, without_caption=kinds
-    )
+    kinds = {"refused": [], "empty": [], "cut": [f"omnidiff_render/{n}" for n in range(7)]}
+    about = {"stage": "zero-shot", "url": "u", "model": "m", "prompt": "p", "words": 1.0, "without_caption": kinds}
+    captioned = ZeroShotReport(rows_in=767, rows_out=767, **about)
     paper, first = "zero-shot, published in OmniDiff (arXiv 2503.11093v2)", ", ".join(kinds["cut"][:5])
     assert Result(Path("out"), captioned, scored).lines == [
         f"7 of 767 answers cut, scored as an empty caption: {first} and 2 more",

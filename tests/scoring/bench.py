@@ -23,8 +23,10 @@ from m3diff.scoring.pairs import EvalPair
 from m3diff.scoring.protocols import ProtocolPairs
 from m3diff.scoring.run import EvaluateReport
 from m3diff.settings.compute import Compute
+from m3diff.settings.load import load_params
 from m3diff.stages.evaluate.params import Evaluate
 from m3diff.stages.evaluate.stage import evaluate
+from tests.toy import REPOSITORY
 
 GRAMMAR = {
     "clause_separator": ", and ",
@@ -54,15 +56,13 @@ PREDICTIONS = {
     "toy/5": "the red cube at the left turned blue",  # false alarm
 }
 
-PUBLISHED = {
-    "BLEU-1": 0.5794,
-    "BLEU-2": 0.4044,
-    "BLEU-3": 0.2785,
-    "BLEU-4": 0.1908,
-    "METEOR": 0.1953,
-    "ROUGE-L": 0.3963,
-    "CIDEr": 0.5998,
-}
+PUBLISHED = dict(
+    zip(
+        ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr"),
+        (0.5794, 0.4044, 0.2785, 0.1908, 0.1953, 0.3963, 0.5998),
+        strict=True,
+    )
+)
 """Of the 1,000 captions that coco-caption brings with it."""
 
 ALL_METRICS = tuple(name for name in METRICS if name != "judge")
@@ -188,25 +188,9 @@ def config(**changes: Any) -> Evaluate:
 
 
 def compute(**changes: Any) -> Compute:
-    known = {
-        "scratch": "runs",
-        "workers": 0,
-        "cpus_per_worker": 1,
-        "gpu": False,
-        "attention": "auto",
-        "gpu_kind": None,
-        "micro_batch": 1,
-        "zero_stage": 0,
-        "activation_checkpointing": "none",
-        "checkpoint_every_steps": 1,
-        "max_failures": 0,
-        "val_pairs": 0,
-        "caption_val_pairs": 0,
-        "caption_every_checkpoints": 1,
-        "spice_dir": None,
-        "scorer_timeout_s": 120,
-    }
-    return Compute(**(known | changes))
+    known = load_params(REPOSITORY / "profiles/embedded.yaml").compute.model_dump()
+    known |= dict.fromkeys(("workers", "max_failures", "val_pairs", "caption_val_pairs"), 0)
+    return Compute(**(known | {"micro_batch": 1, "scorer_timeout_s": 120} | changes))
 
 
 def run(folders: Folders, out: Path, **changes: Any) -> EvaluateReport:

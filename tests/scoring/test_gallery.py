@@ -12,16 +12,13 @@ from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import Protocol
 from m3diff.images.saliency import outlined
 from m3diff.records.errors import DataError
-from m3diff.scoring.metrics import METRICS
 from m3diff.stages.evaluate.report.gallery import (
     MAX_PX,
     ImageRights,
     ImageStore,
-    RunPairs,
     as_webp,
     caption_of,
     draw_images,
-    gallery,
     load_small,
     most_similar_first,
     read_saliency,
@@ -87,20 +84,6 @@ def test_a_pair_of_two_protocols_has_the_scores_of_both_and_one_entry(root: Path
     assert [len(pair["references"]) for pair in data["pairs"]] == [2, 2, 1, 1, 1, 1]
 
 
-def test_of_two_runs_each_pair_has_both_captions_and_scores(root: Path, tmp_path: Path):
-    pairs = {pair.id: pair for pair in bench.pairs(root)}
-    other = {i: replace(pair, prediction="nothing changed") for i, pair in pairs.items()}
-    runs = [
-        RunPairs(name, {"toy/test": of}, {"toy/test": {i: {"CIDEr": score} for i in of}}, bench.parse([*of.values()]))
-        for name, of, score in (("a", pairs, 0.25), ("b", other, 0.75))
-    ]
-    data = gallery(runs, {"CIDEr": METRICS["CIDEr"]}, OPEN, {}, ImageStore(tmp_path, 10**6))
-    first = data["pairs"][0]
-    assert [caption["clauses"][0][0] for caption in first["captions"]] == [pairs["toy/0"].prediction, "nothing changed"]
-    assert [caption["grade"] for caption in first["captions"]] == [2, 0]
-    assert (first["scores"], data["runs"]) == ({"0": [[0.25], [0.75]]}, ["a", "b"])
-
-
 @pytest.mark.parametrize(("mumbled", "graded"), [(0, True), (2, True), (3, False), (6, False)])
 def test_right_and_wrong_are_told_where_a_grammar_reads_most_captions(mumbled, graded, root: Path, tmp_path: Path):
     pairs = [replace(pair, prediction="x") if n < mumbled else pair for n, pair in enumerate(bench.pairs(root))]
@@ -114,9 +97,8 @@ def test_the_reference_most_like_the_prediction_comes_first_and_the_others_follo
 
 
 def test_a_large_image_is_shown_small_and_upright_and_reads_back(tmp_path: Path):
-    exif = Image.Exif()
+    exif, path = Image.Exif(), tmp_path / "large.jpg"
     exif[0x0112] = 6  # turned by a quarter
-    path = tmp_path / "large.jpg"
     Image.new("RGB", (1000, 500), (200, 30, 30)).save(path, exif=exif)
     image = load_small(path, bench.digest(path))
     assert image.size == (MAX_PX // 2, MAX_PX)

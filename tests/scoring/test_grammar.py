@@ -27,20 +27,14 @@ def strictly(kind: str, prediction: str, *references: str, swapped: str | None =
     return parse_predictions({"toy": MINI}, [pair])[pair.id]
 
 
-def rights(found: ParsedCaption) -> tuple[bool, bool, bool]:
-    return found.type_right, found.place_right, found.exact_right
-
-
 @pytest.mark.parametrize(
     ("caption", "clauses", "name"),
     [
         (f"{RED}, and {LAMP}", [RED_CLAUSE, Clause("illumination")], "several"),
         (f" {RED.upper()} . ", [RED_CLAUSE], "color"),
-        ("nothing changed", [], "none"),
         (" Nothing  changed. ", [], "none"),
         ("NO CHANGE WAS MADE", [], "none"),
         ("", [Clause("unreadable")], "unreadable"),
-        ("the the cube", [Clause("unreadable")], "unreadable"),
         (f"{LAMP}, and then some", [Clause("illumination"), Clause("unreadable")], "several"),
     ],
 )
@@ -55,7 +49,6 @@ def test_a_caption_is_read_clause_by_clause(caption: str, clauses: list[Clause],
     ("caption", "wanted"),
     [
         (RED, (True, True, True)),
-        ("the red cube at the left became blue", (True, True, True)),
         ("the red cube at the left turned green", (True, True, False)),
         ("the red ball at the left turned blue", (True, False, False)),
         ("the red cube at the top turned blue", (True, False, False)),
@@ -63,17 +56,16 @@ def test_a_caption_is_read_clause_by_clause(caption: str, clauses: list[Clause],
         ("nothing changed", (False, False, False)),
         (f"{RED}, and {LAMP}", (False, False, False)),
         (f"{RED}, and {RED}", (False, False, False)),
-        ("the the cube", (False, False, False)),
     ],
 )
 def test_type_place_and_exact_verdicts(caption: str, wanted: tuple[bool, bool, bool]):
-    assert rights(parsed(caption, RED)) == wanted
+    assert parsed(caption, RED).right == wanted
 
 
 def test_whatever_reference_names_the_object_counts_but_each_part_for_itself():
     caption = "the red cube at the left became blue"
     both = ("the red box at the left turned blue", "the red cube at the top turned blue")
-    assert parsed(caption, *both).exact_right
+    assert parsed(caption, *both).right.exact
     found = parsed(RED, RED)
     assert found.agrees(Clause("color", "red cube", "at the top")) == (True, True, False)
     assert found.agrees(Clause("color", "red ball", "at the left")) == (True, False, True)
@@ -88,16 +80,11 @@ REPLACED = f"{BOX} was replaced by a small blue die"
 WRONG = {
     "letter": ("ocr", f"{SIGN} A instead of K", f"{SIGN} E instead of K"),
     "letter before": ("ocr", f"{SIGN} A instead of K", f"{SIGN} A and read S before"),
-    "same letter": ("ocr", f"{SIGN} A instead of K", f"{SIGN} A and read A before"),
     "count": ("counting", f"{DIE} two dots instead of six", f"{DIE} three dots instead of six"),
-    "count before": ("counting", f"{DIE} two dots instead of six", f"{DIE} two dots and had five before"),
     "direction": ("orientation", f"{ARROW} left instead of up", f"{ARROW} right now"),
     "direction before": ("orientation", f"{ARROW} left instead of up", f"{ARROW} left instead of down"),
     "colour": ("color", f"{BOX} turned blue", f"{BOX} turned green"),
-    "colour before": ("color", f"{BOX} turned blue", f"{BOX} turned blue instead of green"),
-    "size": ("size", f"{BOX} became large", f"{BOX} became small"),
     "size before": ("size", f"{BOX} became large", f"{BOX} became large instead of large"),
-    "kind": ("substitution", REPLACED, f"{BOX} was replaced by a small blue cone"),
     "kind's colour": ("substitution", REPLACED, f"{BOX} was replaced by a small red die"),
     "same kind": ("substitution", REPLACED, f"{BOX} was replaced by a small red box"),
     "pose": ("pose", f"{DOLL} raised its arms", f"{DOLL} lowered its arms"),
@@ -108,15 +95,15 @@ ELSEWHERE = {
     "addition": ("addition", "at the top a small red box appeared", "at the top a small blue box appeared"),
     "disappearance": ("disappearance", f"{BOX} disappeared", "at the top the small blue box disappeared"),
     "removal": ("removal", f"{BOX} was removed {MARK}", f"at the top the large red box was removed {MARK}"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", [*WRONG, *ELSEWHERE])
 def test_a_caption_that_is_wrong_in_one_thing_is_wrong_exactly(what: str):
     """By place too where object and place say all that changed."""
     kind, reference, prediction = (WRONG | ELSEWHERE)[what]
-    assert rights(strictly(kind, prediction, reference)) == (True, what in WRONG, False)
-    assert strictly(kind, reference, reference).exact_right
+    assert strictly(kind, prediction, reference).right == (True, what in WRONG, False)
+    assert strictly(kind, reference, reference).right.exact
 
 
 @pytest.mark.parametrize(
@@ -133,12 +120,11 @@ def test_a_caption_that_is_wrong_in_one_thing_is_wrong_exactly(what: str):
 )
 def test_what_it_was_need_not_be_said_and_is_not_judged_where_no_reference_tells(said, references, right: bool):
     found = strictly("orientation", said, *(f"{ARROW} {reference}" for reference in references))
-    assert found.exact_right is right
+    assert found.right.exact is right
 
 
 SWAPPED = {
     "the camera moved to the left": "the camera moved to the right",
-    "the camera zoomed out": "the camera zoomed in",
     LAMP: "the lamp came on",
     "at the top a small red box appeared": f"{BOX} disappeared",
     f"{BOX} disappeared": "at the top a small red box appeared",
@@ -146,7 +132,6 @@ SWAPPED = {
     f"{BOX} became large": "at the top the large red box became small",
     f"{BOX} turned blue": "at the top the small blue box turned red instead of blue",
     f"{ARROW} left instead of up": f"{ARROW} up and pointed left before",
-    f"{SIGN} A instead of K": f"{SIGN} K instead of A",
     f"{DIE} two dots instead of six": f"{DIE} six dots where it had two",
     f"{DOLL} raised its arms": f"{DOLL} started to wave",  # what it was no caption says
 }
@@ -158,7 +143,7 @@ def test_swapped_images_show_the_inverse_change(reference: str):
     for swapped, right in ((SWAPPED[reference], True), (reference, False), ("nothing changed", False)):
         found = strictly(clause.type, reference, reference, swapped=swapped).reversed
         assert found is not None
-        assert found.exact_right is right
+        assert found.right.exact is right
 
 
 def test_only_pairs_of_one_change_with_an_inverse_have_a_reversal():
@@ -175,15 +160,15 @@ def test_only_pairs_of_one_change_with_an_inverse_have_a_reversal():
     assert bench.parse([pair])[pair.id].reversed is None
     found = strictly("color", one, one, swapped="at the top the small blue box turned green").reversed
     assert found is not None
-    assert rights(found) == (True, True, False), "it is judged as strictly"
+    assert found.right == (True, True, False), "it is judged as strictly"
 
 
 def test_of_two_changes_of_one_type_object_place_and_colour_must_belong_together():
     crossed = "the red cube at the top turned blue, and the blue ball at the left turned red"
-    assert not parsed(crossed, f"{RED}, and {BLUE}").place_right
-    assert parsed(f"{BLUE}, and {RED}", f"{RED}, and {BLUE}").exact_right
+    assert not parsed(crossed, f"{RED}, and {BLUE}").right.place
+    assert parsed(f"{BLUE}, and {RED}", f"{RED}, and {BLUE}").right.exact
     colours = "the red cube at the left turned red, and the blue ball at the top turned blue"
-    assert rights(parsed(colours, f"{RED}, and {BLUE}")) == (True, True, False)
+    assert parsed(colours, f"{RED}, and {BLUE}").right == (True, True, False)
 
 
 @pytest.mark.parametrize(
@@ -203,8 +188,11 @@ def test_changes_found_among_several(caption: str, other: str, found: tuple[int,
     assert parsed(caption, f"{RED}, and {other}", types=("color", "illumination")).changes_found == found
 
 
-def test_a_prediction_is_read_with_the_grammar_of_its_own_dataset_where_that_reads_its_references():
-    shouted = Grammar({"clause_separator": " ", "no_change": ["calm"], "clauses": [{"type": "loud", "pattern": "HEY"}]})
+def test_a_prediction_is_read_with_the_grammar_of_its_own_dataset_where_that_reads_its_references(tmp_path: Path):
+    shouted = {"clause_separator": " ", "no_change": ["calm"], "clauses": [{"type": "loud", "pattern": "HEY"}]}
+    for name, rules in {"toy": bench.GRAMMAR, "loud": shouted}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "grammar.json").write_text(json.dumps(rules))
     pairs = [
         bench.pair(RED, [RED], ["color"]),
         replace(bench.pair("hey", ["hey", "somebody", "", " . "], ["loud"], "1"), dataset="loud"),
@@ -212,7 +200,7 @@ def test_a_prediction_is_read_with_the_grammar_of_its_own_dataset_where_that_rea
         bench.pair(RED, ["somebody left the car park"], ["color"], "3"),
         bench.pair(RED, [RED], [], "4"),  # nobody knows what changed
     ]
-    found = parse_predictions({"toy": bench.grammar(), "loud": shouted}, pairs)
+    found = parse_predictions(load_grammars(tmp_path, ["other", "loud", "toy"]), pairs)
     assert {i: caption.predicted_type for i, caption in found.items()} == {"toy/0": "color", "toy/1": "loud"}
     assert found["toy/1"].reference_clauses == [[Clause("loud")]]
 
@@ -244,11 +232,3 @@ def test_a_bad_or_missing_grammar_is_refused_by_name(text: str | None, said: str
     with pytest.raises(DataError, match=said) as refused:
         Grammar.load(path)
     assert str(path) in str(refused.value)
-
-
-def test_each_dataset_has_its_own_grammar_or_none(tmp_path: Path):
-    (tmp_path / "toy").mkdir()
-    (tmp_path / "toy" / "grammar.json").write_text(json.dumps(bench.GRAMMAR))
-    found = load_grammars(tmp_path, ["other", "toy"])
-    assert list(found) == ["toy"]
-    assert found["toy"].read(RED) == [RED_CLAUSE]

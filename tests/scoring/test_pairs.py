@@ -17,7 +17,6 @@ from m3diff.scoring.metrics import ALL
 from m3diff.scoring.pairs import load_pairs
 from m3diff.scoring.protocols import (
     BY_TYPE,
-    ProtocolPairs,
     apply,
     chosen_on_test,
     group_pairs,
@@ -58,19 +57,16 @@ def test_pairs_come_with_prediction_images_and_every_reference_in_the_order_of_t
     ("content", "said"),
     [
         (json.dumps(GOOD)[:100], "not valid JSON.*is the file whole"),
-        ("", "not valid JSON"),
         ("\ufffe".encode("utf-16"), "not valid JSON"),
         ("{}", "expected a list"),
         ("[]", "expected a list"),
         ('["a"]', "row 0: expected"),
         (json.dumps([*GOOD, {"image_id": "toy/0"}]), "row 6: expected"),
         (json.dumps([*GOOD, {"image_id": 7, "caption": "x"}]), "row 6: expected"),
-        (json.dumps([*GOOD, {"image_id": "toy/9", "caption": None}]), "row 6: expected"),
         (json.dumps([*GOOD, GOOD[2]]), "captioned more than once: toy/2"),
-        (json.dumps([*GOOD, {"image_id": "toy/77", "caption": "x"}]), "not among the test pairs: toy/77"),
         (
-            json.dumps([*GOOD, *({"image_id": f"else/{n}", "caption": "x"} for n in range(8))]),
-            "test pairs: else/0, else/1, else/2, else/3, else/4 and 3 more",
+            json.dumps([*GOOD, *bench.as_file({f"else/{n}": "x" for n in range(8)})]),
+            "else/0, .*, else/4 and 3 more",
         ),
         (json.dumps(GOOD[:-2]), "no prediction for toy/4, toy/5; run `m3diff predict` again"),
         (None, "no such file; run `m3diff predict`"),
@@ -107,20 +103,17 @@ def test_fewer_predictions_are_taken_where_predict_says_that_it_made_so_many(
         load_pairs(*folders)
 
 
-def test_controls_are_optional_and_a_run_without_one_has_none(folders: tuple[Path, Path]):
+@pytest.mark.fault("17")
+def test_odd_records_and_captions_are_read_and_controls_are_optional(folders: tuple[Path, Path]):
+    (folders[1] / "predictions.json").write_text(json.dumps(GOOD).replace("nothing changed", "a \\ud800 cube"))
     bench.write_json(folders[1] / "predictions_shuffled.json", [])
     bench.write_json(folders[1] / "report.json", {"rows_in": 6, "rows_out": 6, "control": 0})
-    assert {(p.shuffled_prediction, p.reversed_prediction) for p in load_pairs(*folders)[0]} == {(None, None)}
-
-
-@pytest.mark.fault("17")
-def test_odd_records_and_captions_are_read(folders: tuple[Path, Path]):
-    (folders[1] / "predictions.json").write_text(json.dumps(GOOD).replace("nothing changed", "a \\ud800 cube"))
     path = folders[0] / "records.parquet"
     rows = pq.read_table(path).to_pylist()
     rows[1] |= {"references": [], "change_types": None}
     pq.write_table(pa.Table.from_pylist(rows, schema=RECORD_SCHEMA), path)
     pairs = load_pairs(*folders)[0]
+    assert {(pair.shuffled_prediction, pair.reversed_prediction) for pair in pairs} == {(None, None)}
     assert (pairs[1].references, pairs[1].change_types, pairs[1].changes) == ([""], [], [])
     assert pairs[4].prediction == "a ? cube"
     pq.write_table(pq.read_table(path).slice(6), path)
@@ -128,18 +121,14 @@ def test_odd_records_and_captions_are_read(folders: tuple[Path, Path]):
         load_pairs(*folders)
 
 
-@pytest.mark.parametrize(
-    ("types", "distractor", "changes"),
-    [
+def test_a_distractor_is_a_pair_whose_only_type_is_none():
+    for types, distractor, changes in (
         (["none"], True, []),
         ([], False, []),
-        (["color"], False, ["color"]),
         (["color", "none"], False, ["color", "none"]),
-    ],
-)
-def test_a_distractor_is_a_pair_whose_only_type_is_none(types: list[str], distractor: bool, changes: list[str]):
-    pair = bench.pair("x", ["y"], types)
-    assert (pair.is_distractor, pair.changes) == (distractor, changes)
+    ):
+        pair = bench.pair("x", ["y"], types)
+        assert (pair.is_distractor, pair.changes) == (distractor, changes)
 
 
 # Groups
@@ -170,25 +159,15 @@ def test_pairs_are_grouped_by_change_type_and_number_of_changes_and_length():
     assert list(group_pairs(pairs))[-8:] == numbers + lengths
 
 
-@pytest.mark.parametrize(
-    ("words", "name"),
-    [
-        ((1,), "1-9"),
-        ((9, 10), "1-9"),
-        ((9, 11), "10-19"),
-        ((19,), "10-19"),
-        ((20, 0), "20-39"),
-        ((39,), "20-39"),
-        ((40, 60), "40 or more"),
-        ((0,), "1-9"),
-    ],
-)
+LENGTHS = {(1,): "1-9", (9, 10): "1-9", (9, 11): "10-19", (19,): "10-19", (20, 0): "20-39", (39,): "20-39"}
+
+
+@pytest.mark.parametrize(("words", "name"), (LENGTHS | {(40, 60): "40 or more", (0,): "1-9"}).items())
 def test_a_pairs_length_is_the_mean_of_its_references_with_words(words: tuple[int, ...], name: str):
     pair = bench.pair("x", [" ".join(["word"] * count) for count in words], [], "a")
     others = [bench.pair("x", [text], [], other) for other, text in (("b", "one"), ("c", "word " * 50))]
     found = {group: ids for group, ids in group_pairs([pair, *others]).items() if group.startswith("by_length")}
-    assert "toy/a" in found[f"by_length/{name}"]
-    assert sum(ids.count("toy/a") for ids in found.values()) == 1
+    assert [group for group, ids in found.items() if "toy/a" in ids] == [f"by_length/{name}"]
 
 
 # Protocols
@@ -201,9 +180,7 @@ def test_each_dataset_is_scored_by_itself_in_its_protocols_order():
     found = select(pairs, specs)
     wanted = {"toy/total": ["toy/0", "toy/2"], "toy/first": ["toy/0"], "more/test": ["more/1"]}
     assert {one.name: [pair.id for pair in one.pairs] for one in found} == wanted
-    assert list(found[0].groups)[0] == ALL
     assert (found[0].groups[ALL], found[0].groups["by_type/illumination"]) == (["toy/0", "toy/2"], ["toy/2"])
-    assert ProtocolPairs("toy", Protocol("even", n=3), []).name == "toy/even"
 
 
 @pytest.mark.parametrize(
@@ -281,7 +258,6 @@ def test_a_figure_is_under_its_own_score_once_as_the_first_paper_printed_it():
 def test_a_method_whose_epoch_was_chosen_on_the_test_split_has_the_evidence():
     assert "CIDEr on the test loader" in (chosen_on_test("CLIP4IDC", "clevr_change") or "")
     assert chosen_on_test("SCORER", "clevr_change") is None  # on val
-    assert chosen_on_test("CLIP4IDC", "iedit") is None
     assert [row.method for row in published_rows("spot_the_diff") if row.chosen_on_test] == ["CLIP4IDC"]
 
 

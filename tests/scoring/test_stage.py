@@ -12,6 +12,7 @@ import pytest
 from m3diff.datasets import DATASETS
 from m3diff.datasets.spec import Licence, Permission, Protocol
 from m3diff.records.errors import DataError
+from m3diff.scoring import bootstrap
 from m3diff.scoring.metrics import METRICS, Metric, MetricScores, choose_metrics, gate_metrics, mean_of, of_each_group
 from m3diff.scoring.metrics.java import JavaMissing
 from m3diff.stages.evaluate.stage import evaluate, score_table
@@ -59,27 +60,35 @@ def test_every_score_is_computed_and_a_second_run_writes_the_same_bytes(tmp_path
     assert (found.groups["change"]["pairs"], found.groups["change"]["METEOR"]) == (0, None)
 
 
-def test_without_optional_inputs_and_with_a_meteor_that_fails_scores_are_null_with_a_reason(
+def test_without_optional_inputs_and_with_a_meteor_that_hangs_scores_are_null_with_a_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     folders = bench.write(tmp_path)
-    monkeypatch.setenv("PATH", bench.fake_java(tmp_path / "bin", "meteor", "exit 1"))
-    (folders.predictions / "predictions_shuffled.json").unlink()
-    (folders.predictions / "saliency.npz").unlink()
-    (folders.model / "curves.csv").unlink()
-    (folders.records / "toy" / "grammar.json").unlink()
-    bench.run(folders, tmp_path / "out")
+    monkeypatch.setenv("PATH", bench.fake_java(tmp_path / "bin", "meteor", "sleep 1000"))
+    for path in (
+        folders.predictions / "predictions_shuffled.json",
+        folders.predictions / "saliency.npz",
+        folders.model / "curves.csv",
+        folders.records / "toy" / "grammar.json",
+    ):
+        path.unlink()
+    compute = bench.compute(scorer_timeout_s=5, spice_dir=tmp_path)
+    evaluate(bench.config(), compute, *folders, tmp_path / "out")
     metrics = written(tmp_path / "out")
+    absent = metrics["absent"]
     for name in ("change_type_accuracy", "no_change_recall", "CIDEr_shuffled", "METEOR"):
         assert metrics[name] is None
     assert metrics["CIDEr"] is not None
-    assert metrics["absent"].keys() == {"change_type_accuracy", "CIDEr_shuffled", "METEOR", "SPICE"}
+    assert absent.keys() == {"change_type_accuracy", "CIDEr_shuffled", "METEOR", "SPICE"}
+    assert absent["METEOR"] == "no answer within 5 s (compute.scorer_timeout_s)"
+    assert absent["SPICE"].startswith(f"{tmp_path}: has no stanford-corenlp-3.6.0.jar and no ")
     assert "<dt>METEOR</dt><dd>Absent." in (tmp_path / "out" / "report.html").read_text()
 
 
-def test_only_the_metrics_asked_for_are_computed(tmp_path: Path):
+def test_only_the_metrics_asked_for_are_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """And the whole stage in Python but for the tokenizer: which file holds what, and what is on the page."""
     folders = bench.write(tmp_path)
+    monkeypatch.setattr(bootstrap, "MIN_PAIRS", 6)
     report = bench.run(folders, tmp_path / "out", metrics=["change_accuracy", "ROUGE-L", "CIDEr"])
     whole = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert whole == report.model_dump(mode="json")
@@ -88,6 +97,7 @@ def test_only_the_metrics_asked_for_are_computed(tmp_path: Path):
     assert {"METEOR", "BLEU-4", "SPICE"}.isdisjoint(metrics.keys() | metrics["change"].keys())
     assert (metrics["pairs"], metrics["published_pairs"], list(metrics["absent"])) == (6, None, ["reversal"])
     assert metrics["change_type_accuracy"] == pytest.approx(2 / 3)
+    assert metrics["intervals"]["false_no_change"] == {"low": 0.0, "high": pytest.approx(0.75, abs=0.1)}
     table = pq.read_table(tmp_path / "out" / "scores.parquet")
     known = ["protocol", "id", "dataset", "change_types", "prediction", "CIDEr", "ROUGE-L"]
     assert table.column_names == [*known, *METRICS["change_accuracy"].columns]
@@ -161,16 +171,6 @@ def test_a_dataset_that_may_not_be_shown_is_scored_all_the_same(tmp_path: Path, 
     assert report.rows_out == 6
     assert "data:image/webp" not in (tmp_path / "out" / "report.html").read_text()
     assert list((tmp_path / "out" / "images").iterdir()) == []
-
-
-def test_a_limit_of_the_scorers_reaches_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    folders = bench.write(tmp_path)
-    monkeypatch.setenv("PATH", bench.fake_java(tmp_path / "bin", "meteor", "sleep 1000"))
-    cfg = bench.config(metrics=["METEOR", "SPICE"], gallery=0)
-    compute = bench.compute(scorer_timeout_s=5, spice_dir=tmp_path)
-    absent = evaluate(cfg, compute, *folders, tmp_path / "out").protocols[PROTOCOL].absent
-    assert absent["METEOR"] == "no answer within 5 s (compute.scorer_timeout_s)"
-    assert absent["SPICE"].startswith(f"{tmp_path}: has no stanford-corenlp-3.6.0.jar and no ")
 
 
 def test_without_java_nothing_is_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

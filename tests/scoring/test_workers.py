@@ -1,30 +1,16 @@
-"""METEOR and SPICE through their workers, with programs in Java's place that speak their protocols and count words."""
+"""METEOR and SPICE: scores of groups, METEOR's table of paraphrases, and its statistics beside the stock program's."""
 
 import random
-import shlex
 import subprocess
-import sys
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from m3diff.scoring.metrics import ALL, METRICS, Item, MetricScores, meteor, worker
 from m3diff.scoring.metrics.java import Scorer
-from m3diff.scoring.run import compute_metrics
 from tests.scoring import bench
-
-FAKE_METEOR = """
-import sys
-for line in sys.stdin:
-    kind, *references, prediction = line.rstrip("\\n").split(" ||| ")
-    assert kind == "SCORE"
-    print(line, end="", file=open(LOG, "a"))
-    words, wanted = len(prediction.split()), len(references)
-    matches = [words, wanted, 0, 0, *[0] * 12]
-    print(words, 10 * wanted, 0, 0, *matches, words, words, wanted)
-"""
 
 PAIRS = {
     "b": ("one two three", ["x"]),
@@ -32,21 +18,15 @@ PAIRS = {
     "c": ("empty", ["x"]),
     "d": ("one two", ["x", "y"]),
 }
-GROUPS = {"some": ["b", "a"], "one": ["c"], "nobody": []}
+GROUPS = {ALL: list(PAIRS), "some": ["b", "a"], "one": ["c"], "nobody": []}
 
 
-@pytest.fixture(scope="module")
-def meteor_found(tmp_path_factory: pytest.TempPathFactory) -> tuple[MetricScores, list[str]]:
-    folder = tmp_path_factory.mktemp("meteor")
-    (folder / "program.py").write_text(f"LOG = {str(folder / 'log')!r}\n{FAKE_METEOR}")
-    then = f'exec {shlex.quote(sys.executable)} {folder / "program.py"} "$@"'
-    pairs = [replace(bench.pair(text, references, [], i), id=i) for i, (text, references) in PAIRS.items()]
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setenv("PATH", bench.fake_java(folder / "bin", "meteor", then))
-        monkeypatch.setenv("PYTHONPATH", bench.small_table(folder))
-        scored = [bench.grouped(pairs, GROUPS)]
-        found = compute_metrics({"METEOR": METRICS["METEOR"]}, scored, {}, folder, 60)["toy/test"]
-    return found, (folder / "log").read_text().splitlines()
+def computed(metric: str, answers: dict[str, Any]) -> MetricScores:
+    """The scores of PAIRS where the metric's program gave these answers to the predictions."""
+    texts = {i: text for i, (text, _) in PAIRS.items()}
+    of_items = {(text, tuple(references)): answers[text] for text, references in PAIRS.values()}
+    tools = bench.tools({i: references for i, (_, references) in PAIRS.items()}, texts, answers=of_items)
+    return METRICS[metric].compute([], GROUPS, tools)
 
 
 def by_hand(words: int, references: int) -> float:
@@ -55,33 +35,20 @@ def by_hand(words: int, references: int) -> float:
     return mean * (1 - 0.6 * (words / ((words + references) / 2)) ** 0.2)
 
 
-def test_meteor_of_a_group_is_that_of_its_summed_statistics_and_not_a_mean(
-    meteor_found: tuple[MetricScores, list[str]],
-):
-    found, log = meteor_found
-    assert {name: values["METEOR"] for name, values in found.groups.items()} == {
-        ALL: pytest.approx(by_hand(8, 6)),
-        "some": pytest.approx(by_hand(5, 3)),
-        "one": pytest.approx(by_hand(1, 1)),
-        "nobody": None,
-    }
-    assert found.absent == {}
+def test_meteor_of_a_group_is_that_of_its_summed_statistics_and_not_a_mean():
+    counts = {text: (len(text.split()), len(references)) for text, references in PAIRS.values()}
+    found = computed("METEOR", {t: [w, 10 * r, 0, 0, w, r, *[0] * 14, w, w, r] for t, (w, r) in counts.items()})
+    wanted = {ALL: by_hand(8, 6), "some": by_hand(5, 3), "one": by_hand(1, 1)}
+    assert {name: values["METEOR"] for name, values in found.groups.items()} == pytest.approx(wanted)
     wanted = {"b": by_hand(3, 1), "a": by_hand(2, 2), "c": by_hand(1, 1), "d": by_hand(2, 2)}
     assert {i: of_pair["METEOR"] for i, of_pair in found.pairs.items()} == pytest.approx(wanted)
-    assert found.pairs["b"]["METEOR_statistics"] == [3.0, 10.0, 0.0, 0.0, 3.0, 1.0, *[0.0] * 14, 3.0, 3.0, 1.0]
-    # each distinct pair once, references first
-    assert log == ["SCORE ||| x ||| one two three", "SCORE ||| x ||| y ||| one two", "SCORE ||| x ||| empty"]
     column, score = METRICS["METEOR"].resampled["METEOR"]
-    rows = np.array([found.pairs[i][column] for i in PAIRS])
-    sums = np.array([[1, 1, 0, 0], [0, 0, 2, 0]]) @ rows  # two resamples
+    sums = np.array([[1, 1, 0, 0], [0, 0, 2, 0]]) @ np.array([found.pairs[i][column] for i in PAIRS])  # two resamples
     assert score(sums).tolist() == pytest.approx([by_hand(5, 3), by_hand(2, 2)])
 
 
 def test_spice_of_a_group_is_the_mean_of_the_pairs_that_have_a_score():
-    texts = {i: text for i, (text, _) in PAIRS.items()}
-    answers = {("one two three", ("x",)): 0.31, ("one two", ("x", "y")): 0.22, ("empty", ("x",)): None}
-    tools = bench.tools({i: references for i, (_, references) in PAIRS.items()}, texts, answers=answers)
-    found = METRICS["SPICE"].compute([], {ALL: list(PAIRS), **GROUPS}, tools)
+    found = computed("SPICE", {"one two three": 0.31, "one two": 0.22, "empty": None})
     whole, some = pytest.approx((0.31 + 0.22 + 0.22) / 3), pytest.approx((0.31 + 0.22) / 2)
     assert found.groups == {ALL: {"SPICE": whole}, "some": {"SPICE": some}, "one": {"SPICE": None}}
     assert [of_pair["SPICE"] for of_pair in found.pairs.values()] == [0.31, 0.22, None, 0.22]
@@ -170,13 +137,9 @@ def ask_java(package: Path, lines: list[str]) -> list[str]:
     ).stdout.splitlines()
 
 
-@pytest.mark.parametrize("odd", ["don't move", "a t-shirt", "3.5", "A cube", "caf\u00e9", "&amp;", "DOTMULTI", "a, b"])
-def test_texts_that_meteor_would_normalise_are_known(odd: str):
-    assert worker.needs_normalising((odd, ["a red cube"]))
-    assert worker.needs_normalising(("a red cube", ["", odd]))
-
-
 def test_texts_of_small_letters_digits_and_spaces_need_no_normalising(java_statistics: tuple[list[list[float]], Path]):
+    for odd in ("don't move", "a t-shirt", "3.5", "A cube", "caf\u00e9", "&amp;", "DOTMULTI", "a, b"):
+        assert worker.needs_normalising((odd, ["a red cube"])) is worker.needs_normalising(("a", ["", odd])) is True
     found, package = java_statistics
     (package / "paraphrases.gz").symlink_to(package / "data" / "paraphrase-en.gz")
     plain = [i for i, item in enumerate(CAPTIONS) if not worker.needs_normalising(item)]
@@ -184,26 +147,19 @@ def test_texts_of_small_letters_digits_and_spaces_need_no_normalising(java_stati
     assert worker.ask_meteor(package, 0, [CAPTIONS[i] for i in plain]) == [found[i] for i in plain]
 
 
-@pytest.mark.parametrize(
-    "item",
-    [
+def test_references_that_are_left_out_do_not_change_the_statistics(java_statistics: tuple[list[list[float]], Path]):
+    items: list[Item] = [
         ("a red cube moved", ("two women", "a red cube moved", "a crimson block moved")),
         ("the ball 's gone", ("the ball 's gone", "a ball")),
         ("", ("the ball", "")),
         ("--", ("the ball", "--")),
         ("a b", ("b a", "a-b")),
-    ],
-)
-def test_references_that_are_left_out_do_not_change_the_statistics(
-    item: Item, java_statistics: tuple[list[list[float]], Path]
-):
-    whole, needed = (
-        " ||| ".join(("SCORE", *texts, prediction))
-        for prediction, texts in (item, meteor.without_needless_references(item))
-    )
-    one, other = ask_java(java_statistics[1], [whole, needed])
-    assert one == other
-    assert (whole == needed) is (item[0] not in item[1] or not any(map(str.isalnum, item[0])))
+    ]
+    asked = [[(said, texts), meteor.without_needless_references((said, texts))] for said, texts in items]
+    lines = [[" ||| ".join(("SCORE", *texts, said)) for said, texts in both] for both in asked]
+    whole, needed = (ask_java(java_statistics[1], [both[n] for both in lines]) for n in (0, 1))
+    assert whole == needed
+    assert [both[0] != both[1] for both in lines] == [True, True, False, False, False]
 
 
 def test_statistics_are_those_of_the_stock_program(java_statistics: tuple[list[list[float]], Path]):

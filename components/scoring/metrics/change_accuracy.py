@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from m3diff.scoring.grammar import ParsedCaption
+from m3diff.scoring.grammar import ParsedCaption, Readings
 from m3diff.scoring.metrics import ALL, Groups, Metric, MetricScores, PairValue, Resampled, Tools, Value, ratio
 from m3diff.scoring.pairs import EvalPair
 
@@ -22,7 +22,7 @@ NO_REVERSED = (
 )
 MOST = 0.5
 """Above this share of captions that the grammar does not know, no score is made of what it reads."""
-READINGS = ("type", "place", "exact")
+READINGS = Readings._fields
 STATISTICS = "change_statistics"
 NAMES = (
     "captions", "unreadable", "single", "single_type", "single_place", "single_exact", "distractors",
@@ -81,7 +81,7 @@ def group_scores(group: str, parsed: list[ParsedCaption]) -> dict[str, Value]:
     grammar knows that did not happen: no change of the pair has their type, object and place, or a clause before told
     it; their share of all, and how many there are to a pair.
     """
-    right = {reading: fraction(getattr(caption, f"{reading}_right") for caption in parsed) for reading in READINGS}
+    right = {reading: fraction(getattr(caption.right, reading) for caption in parsed) for reading in READINGS}
     scores: dict[str, Value] = {}
     if group == "multi_change":
         told = sum(len(caption.predicted_clauses) for caption in parsed)
@@ -106,7 +106,7 @@ def group_scores(group: str, parsed: list[ParsedCaption]) -> dict[str, Value]:
 def pair_values(parsed: ParsedCaption, judged: bool) -> dict[str, PairValue]:
     """`predicted_type`: the change type that the prediction names, or "none", "several", "unreadable". Of captions that
     are not judged the others are null, and only two statistics are counted."""
-    right = {f"{reading}_right": getattr(parsed, f"{reading}_right") if judged else None for reading in READINGS}
+    right = {f"{reading}_right": value if judged else None for reading, value in parsed.right._asdict().items()}
     counts = statistics(parsed)
     counted = counts if judged else counts[:2] + [0.0] * (len(NAMES) - 2)
     return {"predicted_type": parsed.predicted_type, **right, STATISTICS: counted}
@@ -119,12 +119,12 @@ def statistics(parsed: ParsedCaption) -> list[float]:
     unchanged, found, swapped = parsed.says_no_change, parsed.changes_found, parsed.reversed
     values = (
         *(True, parsed.unreadable),
-        *(single, single and parsed.type_right, single and parsed.place_right, single and parsed.exact_right),
+        *(single, *(single and right for right in parsed.right)),
         *(distractor, distractor and unchanged, changes > 0, changes > 0 and unchanged),
         *(several * len(parsed.predicted_clauses), several * parsed.true_types.total()),
         *(several * found.place, several * found.exact),
         *(parsed.changes_told, parsed.changes_told - found.place),
-        *(swapped is not None, swapped is not None and swapped.exact_right),
+        *(swapped is not None, swapped is not None and swapped.right.exact),
     )
     return [float(value) for value in values]
 

@@ -119,20 +119,11 @@ def matching_paraphrases(table: bytes, items: list[Item]) -> Iterator[bytes]:
         lines += [file.readline() for _ in range(-len(lines) % 3)]
         ones, others = lines[1::3], lines[2::3]
         kept = {at for at in compress(range(len(ones)), map(is_known, ones)) if matches(ones[at], others[at])}
-        kept.update(at for at in odd_entries(lines) if matches(plain(ones[at]), plain(others[at])))
+        marked = b"".join(lines).translate(MARKED).split(b"\n")
+        odd = {place // 3 for place, line in enumerate(marked) if b"\0" in line}
+        kept.update(at for at in odd if matches(plain(ones[at]), plain(others[at])))
         for at in sorted(kept):
             yield from lines[3 * at : 3 * at + 3]
-
-
-def odd_entries(lines: list[bytes]) -> set[int]:
-    """Numbers of the entries with other characters than the table's usual ones."""
-    text = b"".join(lines).translate(MARKED)
-    found, line, start = set(), 0, 0
-    while (place := text.find(b"\0", start)) >= 0:
-        line += text.count(b"\n", start, place)
-        found.add(line // 3)
-        start = text.find(b"\n", place)
-    return found
 
 
 def phrases(texts: Iterable[str]) -> set[bytes]:

@@ -126,12 +126,12 @@ def test_a_file_of_references_that_is_none_is_named(value, message, tmp_path):
 
 def test_a_test_pair_that_cannot_be_read_is_named(tmp_path):
     data = write_clevr(tmp_path / "raw")
-    for file, edit, message in (
-        ("no_change_captions.json", lambda value: value.update(dict.fromkeys(value, "no list")), r": .*a list of text"),
-        ("change_captions.json", lambda value: value.pop("CLEVR_default_000012.png"), r"12.png: captions: .* no k"),
-    ):
-        edit_json(data / file, edit)
-        with pytest.raises(DataError, match=rf"raw: {'' if file[:2] == 'no' else file}.*{message}"):
+    edits = {"change": lambda value: value.pop("CLEVR_default_000012.png")}
+    edits["no_change"] = lambda value: value.update(dict.fromkeys(value, "no list"))
+    messages = "raw: change_captions.json, .*12.png: captions: .* no k", "raw: no_change.*: .*a list of text"
+    for (file, edit), message in zip(edits.items(), messages, strict=True):
+        edit_json(data / f"{file}_captions.json", edit)
+        with pytest.raises(DataError, match=message):
             score(Path("no predictions.json"), "clevr_change", data=data)
 
 

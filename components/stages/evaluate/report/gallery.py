@@ -214,7 +214,7 @@ def caption_of(pair: EvalPair, parsed: ParsedCaption | None) -> dict[str, Any]:
         read = zip(parsed.parts, parsed.predicted_clauses, strict=True)
         clauses = [(text, marks(parsed, clause)) for text, clause in read]
     missed = 0 if pair.is_distractor else parsed.true_types.total() - parsed.changes_found.type
-    grade = 2 if parsed.exact_right else 1 if parsed.type_right else 0
+    grade = 2 if parsed.right.exact else 1 if parsed.right.type else 0
     return {"clauses": clauses, "missed": missed, "grade": grade}
 
 
