@@ -202,7 +202,6 @@ def test_every_metric_takes_the_captions_of_a_model_that_says_nothing(server, fo
         (CUT, "6 reached the token limit (finish_reason=length): pass a larger --max-tokens"),
         ({**REASONED, "finish_reason": "length"}, "6 reached the token limit"),
         (REFUSED, "6 are refused, such as with 'I will not say.'"),
-        ((413, {"error": {"message": "too large"}}), "6 are refused"),
         ({"content": None, "finish_reason": "content_filter"}, "6 are refused"),
     ],
 )

@@ -97,6 +97,7 @@ def test_only_the_metrics_asked_for_are_computed(tmp_path: Path, monkeypatch: py
     assert {"METEOR", "BLEU-4", "SPICE"}.isdisjoint(metrics.keys() | metrics["change"].keys())
     assert (metrics["pairs"], metrics["published_pairs"], list(metrics["absent"])) == (6, None, ["reversal"])
     assert metrics["change_type_accuracy"] == pytest.approx(2 / 3)
+    assert 0 < metrics["CIDEr_shuffled"] < metrics["CIDEr"]
     assert metrics["intervals"]["false_no_change"] == {"low": 0.0, "high": pytest.approx(0.75, abs=0.1)}
     table = pq.read_table(tmp_path / "out" / "scores.parquet")
     known = ["protocol", "id", "dataset", "change_types", "prediction", "CIDEr", "ROUGE-L"]
