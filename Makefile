@@ -13,7 +13,7 @@ export LC_ALL := C.UTF-8
 unexport PYTHONSAFEPATH
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all test-long test-gpu test-team faults kills check up down status serve install-services uninstall-services upgrade audit install-team profile base base-single experiment bench-train bench-gpu bench-data bench-score bench-flow install check-system
+.PHONY: help run test test-all test-long test-gpu test-team faults kills check up down status serve install-services uninstall-services upgrade audit install-team profile base base-single experiment bench-train bench-gpu bench-data install check-system
 
 help:           ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -86,12 +86,6 @@ bench-gpu: install ## the first hour on a GPU, in slices of BUDGET seconds that 
 
 bench-data: install  ## data speed at 896k samples -> benchmarks/results/data.json
 	@python benchmarks/data.py
-
-bench-score: install ## scoring speed beside pycocoevalcap -> benchmarks/results/score.json
-	@python benchmarks/score.py
-
-bench-flow: install ## what a flow run costs besides its stages, beside 290,000 images (20 minutes) -> benchmarks/results/flow.json
-	@PYTHONPATH=. python benchmarks/flow.py
 
 experiment: install ## variants x seeds -> a table in benchmarks/results: NAME=ablation, compare, seeds, targets, rehearse or another file of benchmarks/experiments; N=3 for the number of seeds
 	@python -m benchmarks.experiments $(NAME) $(if $(N),--seeds $(N))

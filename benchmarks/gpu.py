@@ -1,15 +1,14 @@
 """The first hour on a GPU, `make bench-gpu BUDGET=480` -> benchmarks/results/gpu.jsonl.
 
 A ladder of rows in order: tests/gpu by name; what the levers bring at 7B shapes, and what only a GPU can decide: the
-order of SDPA's kernels, how the allocator grows; the real loop on a random base, stopped by SIGTERM and resumed;
-generation. Each row is a process of its own with a limit of its own, and a line of JSON as soon as it ends. A slice of
-BUDGET seconds goes on behind the last line. What the slice's end cuts off is begun again by the next, unless it had the
-whole slice. Remove a line, and its row is taken again. `--device cpu` climbs in small.
+order of SDPA's kernels, how the allocator grows. Each row is a process of its own with a limit of its own, and a line
+of JSON as soon as it ends. A slice of BUDGET seconds goes on behind the last line. What the slice's end cuts off is
+begun again by the next, unless it had the whole slice. Remove a line, and its row is taken again. `--device cpu`
+climbs in small.
 """
 
 import argparse
 import json
-import multiprocessing
 import os
 import re
 import shlex
@@ -31,7 +30,6 @@ from m3diff.models.device import environment  # noqa: E402
 
 RESULTS = HERE / "results" / "gpu.jsonl"
 TAIL = 2000  # characters of what a row printed last
-STOP_AT, STEPS = 10, 20  # of the loop's row: the checkpoint after which it is stopped, and the end
 
 
 @dataclass(frozen=True)
@@ -62,13 +60,6 @@ def ladder(device: str) -> list[Row]:
     for first in ("0", "1"):
         rows += [lever(name, TORCH_CUDNN_SDPA_DEPRIORITIZED=first) for name in ("packed, sdpa, none", "unpacked")]
     rows += [lever("unpacked, full")]
-    for stage in (2, 1, 0):
-        command = f"benchmarks/gpu.py --device {device} --loop {stage} --out {{out}}"
-        rows.append(Row(f"loop: ZeRO {stage}, SIGTERM, resume, export", command, 420))
-    for batch, cache in ((16, ""), (48, ""), (64, ""), (64, " --cache static")):
-        size = batch if device == "cuda" else 2
-        command = f"benchmarks/generate.py{small} --batch {size} --repeats 1{cache} --out {{out}}"
-        rows.append(Row(f"generate: batch {batch}{cache}", command, 300))
     return rows
 
 
@@ -133,82 +124,13 @@ def taken(row: Row, limit_s: float, device: str) -> dict[str, Any]:
         }
 
 
-def loop(stage: int, gpu: bool) -> dict[str, Any]:
-    """The figures of a training that is stopped at its first checkpoint, resumed and exported."""
-    with tempfile.TemporaryDirectory(prefix="m3diff-loop-") as place:
-        folder = Path(place)
-        context = multiprocessing.get_context("spawn")
-        figures: dict[str, Any] = {"zero_stage": stage}
-        base = random_base(folder / "base") if gpu else None
-        for attempt in ("stopped", "resumed"):
-            process = context.Process(target=train_there, args=(folder, base, stage, gpu))
-            process.start()
-            if attempt == "stopped":
-                while process.is_alive() and not list(folder.glob(f"runs/train/*/step-*{STOP_AT}")):
-                    time.sleep(0.02)
-                process.terminate()
-            asked = time.monotonic()
-            process.join()
-            figures[attempt] = {"exit": process.exitcode, "seconds": round(time.monotonic() - asked, 2)}
-        report, speed = folder / "out" / "report.json", folder / "runs" / "train_speed.json"
-        for file in (report, speed):
-            figures |= json.loads(file.read_text()) if file.exists() else {}
-        assert figures.get("steps") == STEPS, f"the run did not come to its end: {figures}"
-        return figures
-
-
-def random_base(folder: Path) -> Path:
-    """A LLaVA-OneVision of 7B shapes and 14 layers with random weights; the tokens are the embedded base's."""
-    from transformers import AutoModelForImageTextToText, LlavaOnevisionConfig
-
-    from benchmarks.ablation import BASE, seven_b
-    from m3diff.models import FAMILIES
-    from m3diff.models.processing import M3DiffImageProcessor, M3DiffProcessor
-
-    config = seven_b(layers=14).config
-    side, patch = config.vision_config.image_size, config.vision_config.patch_size
-    tokenizer = FAMILIES["m3diff"].load_processor(BASE).tokenizer
-    values = config.to_dict() | {"model_type": "llava_onevision"}
-    values.pop("mdp")
-    values |= {f"{kind}_token_index": tokenizer.convert_tokens_to_ids(f"<{kind}>") for kind in ("image", "video")}
-    with torch.device("cuda"):
-        made = AutoModelForImageTextToText.from_config(LlavaOnevisionConfig.from_dict(values), dtype=torch.bfloat16)
-    made.save_pretrained(folder)
-    prepared, template = M3DiffImageProcessor(size={"height": side, "width": side}), tokenizer.chat_template
-    M3DiffProcessor(prepared, tokenizer, (side // patch) ** 2, template).save_pretrained(folder)
-    return folder
-
-
-def train_there(folder: Path, base: Path | None, stage: int, gpu: bool) -> None:
-    """In a process of its own: the stage train, from its newest checkpoint; without a base on the embedded one."""
-    os.environ.update(environment(gpu))
-    from benchmarks.ablation import seven_b
-    from benchmarks.sides import embedded_job, write_mixture
-    from m3diff.stages.train.stage import train
-
-    pairs, micro = (24, 3) if gpu else (4, 2)
-    if not (folder / "mixture").exists():
-        (folder / "mixture").mkdir()
-        write_mixture(folder / "mixture", pairs, side=384 if base else 72)
-    job = embedded_job(folder, None, (pairs, micro), threads=os.cpu_count() if gpu else 1)  # type: ignore[arg-type]
-    changes = {"epochs": STEPS, "precision": "bf16" if gpu else "fp32", "base": base or job.cfg.base}
-    cfg = job.cfg.model_copy(update=changes)
-    there = {"gpu": gpu, "zero_stage": stage, "scratch": folder / "runs", "checkpoint_every_steps": STOP_AT}
-    model = seven_b().settings if base else job.model
-    train(cfg, model, job.compute.model_copy(update=there), folder / "mixture", folder / "out")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget", type=float, default=480, help="seconds of this slice")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rows", default="", help="those whose name has this regular expression; all by default")
-    parser.add_argument("--loop", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    if args.loop is not None:
-        args.out.write_text(json.dumps(loop(args.loop, args.device == "cuda"), indent=2) + "\n")
-        return
     rows = [row for row in ladder(args.device) if re.search(args.rows, row.name)]
     climb(rows, args.out, args.budget, args.device)
 

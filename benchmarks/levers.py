@@ -1,43 +1,191 @@
-"""The gain of each lever: one model, trained in turn in every way of benchmarks/ablation.py on the same captions.
+"""The gain of each lever: one model, trained in turn in every way of ABLATION on the same captions.
 
 Every variant must give the same loss. Repetitions go round all variants in turn, so that a busy machine is busy for
 all; medians count. Micro-batches are made before the step, as the loader's threads make them. The optimizer's time is
-spread over the pairs of a training step (42 at 7B). Where the GPU is too
-small for 7B shapes, the LLM has as many layers as fit, and the result says how many.
+spread over the pairs of a training step (42 at 7B). Where the GPU is too small for 7B shapes, the LLM has as many
+layers as fit, and the result says how many.
+
+The tiny data are 64 pairs of MiniChange's training mixture, question and five references each (minichange.json); at 7B
+the tokens are random, in the published mixture's numbers. Pixels are noise in both: no step's cost depends on them.
 """
 
+import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoTokenizer
 
-from benchmarks.ablation import ABLATION, GPU_ROWS, Branches, Size, Variant, seven_b, tiny
 from m3diff.models.attention import KERNELS
 from m3diff.models.device import Device
 from m3diff.models.fused import make_fused
 from m3diff.models.m3diff import FAMILY as M3DIFF
-from m3diff.models.m3diff_model import M3DiffForConditionalGeneration
+from m3diff.models.m3diff import LARGE_BASE
+from m3diff.models.m3diff_model import M3DiffConfig, M3DiffForConditionalGeneration
+from m3diff.models.m3diff_settings import M3DiffSettings
 from m3diff.models.processing import M3DiffImageProcessor
+from m3diff.models.settings import Lora, Rates
 from m3diff.models.tuning import prepare, trainable_groups
 from m3diff.stages.train.batches import MicroBatch, complete
 from m3diff.stages.train.engine import token_loss
+from m3diff.stages.train.packing import pack
 from m3diff.stages.train.progress import peak_flops
 
 SAME_LOSS = {"fp32": 1e-4, "bf16": 2e-2}  # relative
-HFU = 0.45  # share of the peak at which the plan's captions/s are told
 PAD = 0
-BEST = ("stock", "unpacked", "packed")
 SEVEN_B_LAYERS = 28
 TRAINED_BYTES, FROZEN_BYTES = 18, 2  # of a parameter: bf16 weight; fp32 master, two moments and gradient
 RESERVE_GB, ACTIVATIONS_GB, LAYER_ACTIVATIONS_GB = 2.0, 2.8, 0.3
 """GB of the device; of one packed pair at 7B without recomputation: encoder, MDP and logits, and one LLM layer
 (counted, 8.3 GB over 28 layers)."""
+
+HERE = Path(__file__).parent
+BASE = HERE.parent / "data" / "00_base"
+
+Branches = list[tuple[list[int], list[int]]]
+"""(prompt, reference) token ids of one pair's references."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to take a step.
+
+    Attributes:
+        stock: padded rectangles and labels to transformers' own loss, so logits on every position.
+        fused, adapters: as `make_fused` takes them.
+    """
+
+    name: str
+    packed: bool = False
+    stock: bool = False
+    mdp: bool = True
+    activation_checkpointing: str = "none"
+    fused: bool = True
+    adapters: str = "auto"
+    attention: str = "sdpa"
+
+
+STOCK: dict[str, Any] = {"fused": False, "adapters": "peft"}
+CHECKPOINTING = ("none", "selective", "full")
+
+ABLATION = (
+    Variant("stock, full checkpointing", stock=True, activation_checkpointing="full", **STOCK),
+    Variant("stock", stock=True, **STOCK),
+    Variant("stock without MDP", stock=True, mdp=False, **STOCK),
+    Variant("+ logits where supervised", **STOCK),
+    Variant("+ adapters", fused=False),
+    Variant("unpacked: + layers", adapters="peft"),
+    Variant("unpacked"),
+    Variant("packed, all else stock", packed=True, **STOCK),
+    Variant("packed, adapters", packed=True, fused=False),
+    Variant("packed", packed=True),
+)
+"""Lever by lever: end to end without padding and logits where supervised; adapters in fewer passes; fused layers, of
+which the last works on supervised tokens alone; both."""
+
+GPU_ROWS = (
+    *(Variant(f"unpacked, {kept}", activation_checkpointing=kept) for kept in CHECKPOINTING[1:]),
+    *(
+        Variant(f"packed, {attention}, {kept}", packed=True, attention=attention, activation_checkpointing=kept)
+        for attention in ("sdpa", "flex")
+        for kept in CHECKPOINTING
+    ),
+)
+"""Choices on a GPU: the attention kernel and what backward recomputes."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model's shapes and the data of one measured step.
+
+    Attributes:
+        groups: tokens of each pair, branch by branch.
+        micro: sequences at a time, halved until they fit; by variant's recomputation and packing.
+        step_pairs: pairs between two optimizer steps in training; its time is spread over them.
+    """
+
+    name: str
+    config: M3DiffConfig
+    lora_rank: int
+    groups: list[Branches]
+    micro: dict[str, int]
+    step_pairs: int
+
+    @property
+    def settings(self) -> M3DiffSettings:
+        """Parts that train with their rates: the paper's, alpha twice the rank."""
+        rates = Rates(vision=2e-6, projector=1e-5, module=1e-5, llm=1e-5)
+        return M3DiffSettings("m3diff", self.config.module_config(), Lora(self.lora_rank, 2 * self.lora_rank), rates)
+
+    @property
+    def captions(self) -> int:
+        return sum(len(group) for group in self.groups)
+
+    def owned(self, variant: Variant) -> list[list[tuple[int, Branches]]]:
+        """The micro-batches: (number of the pair, its branches) of each sequence."""
+        owned = [(number, group) for number, group in enumerate(self.groups)]
+        if not variant.packed:
+            owned = [(number, [branch]) for number, group in owned for branch in group]
+        size = self.micro["packed" if variant.packed else variant.activation_checkpointing]
+        return [owned[at : at + size] for at in range(0, len(owned), size)]
+
+    def micro_batches(self, variant: Variant) -> Iterator[tuple[MicroBatch, list[int]]]:
+        """Micro-batches of training, each with its sequences' numbers of tokens."""
+        for part in self.owned(variant):
+            packed = pack([group for _, group in part])
+            images = torch.from_numpy(np.concatenate([self.images[number] for number, _ in part]))
+            lengths = torch.bincount(packed.sequences).tolist()
+            yield MicroBatch(packed, images, torch.ones(len(packed.labels))), lengths
+
+    @cached_property
+    def images(self) -> np.ndarray:
+        """Noise: prepared images of each pair, uint8 [pairs, 2, side, side, 3]."""
+        side = self.config.vision_config.image_size
+        return np.random.default_rng(0).integers(0, 256, (len(self.groups), 2, side, side, 3), dtype=np.uint8)
+
+
+def tiny(pairs: int = 16) -> Size:
+    """The embedded base's shapes, the embedded run's batch and adapters, MiniChange's references."""
+    tokenizer = AutoTokenizer.from_pretrained(BASE)
+    config = M3DiffConfig.on_base(str(BASE), None)
+    last = config.vision_config.num_hidden_layers  # the only vision feature layer, as in the embedded run
+    config.mdp = {"vision_feature_layers": [last], "layers": 2, "heads": 4}
+    image = "<image>" * ((config.vision_config.image_size // config.vision_config.patch_size) ** 2 + 1)
+    groups = []
+    for pair in json.loads((HERE / "minichange.json").read_text())[:pairs]:
+        content = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": pair["question"]}]
+        chat = [{"role": "user", "content": content}]
+        prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        ids = tokenizer(prompt.replace("<image>", image), add_special_tokens=False)["input_ids"]
+        end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+        references = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in pair["references"]]
+        groups.append([(ids, [*reference, end]) for reference in references])
+    return Size("tiny", config, 32, groups, {"none": 40, "selective": 40, "full": 40, "packed": 16}, 16)
+
+
+def seven_b(layers: int = 28, pairs: int = 6) -> Size:
+    """The published 7B shapes, with so many of the LLM's layers: 1,460 visual and 29 prompt tokens, 6.17 captions a
+    pair of 15 tokens each on average."""
+    config, rng = M3DiffConfig.published(LARGE_BASE, {}), np.random.default_rng(0)
+    config.text_config.num_hidden_layers = layers
+    config.text_config.layer_types = config.text_config.layer_types[:layers]
+    side = config.vision_config.image_size // config.vision_config.patch_size
+    groups = []
+    for number in range(pairs):
+        words = rng.integers(0, 150_000, 28).tolist()
+        prompt = [*words[:14], *[config.image_token_id] * (2 * (side**2 + 1)), *words[14:], 198]
+        lengths = rng.permutation([9, 12, 14, 16, 18, 21, 15][: 7 if number % 6 == 5 else 6])
+        groups.append([(prompt, rng.integers(0, 150_000, length).tolist()) for length in lengths])
+    return Size("7B", config, 128, groups, {"none": 3, "selective": 6, "full": 6, "packed": 3}, 42)
 
 
 class MasterAdamW:
@@ -255,30 +403,20 @@ def fitting_layers(free_gb: float) -> int:
 
 
 def static_gb(size: Size) -> float:
-    """Weights, gradients and optimizer."""
-    counts = [(p.numel(), p.requires_grad) for p in on_meta(size).parameters()]
-    return sum(count * (TRAINED_BYTES if trains else FROZEN_BYTES) for count, trains in counts) / 1e9
-
-
-def on_meta(size: Size) -> torch.nn.Module:
-    """The model with its adapters, without storage."""
+    """Weights, gradients and optimizer, of the model with its adapters."""
     with torch.device("meta"):
         model = M3DiffForConditionalGeneration(size.config)
         prepare(model, M3DIFF, size.settings)
-    return model
+    counts = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    return sum(count * (TRAINED_BYTES if trains else FROZEN_BYTES) for count, trains in counts) / 1e9
 
 
-def planned(size: Size, one: Measured, precision: str, peak_tflops: float | None) -> dict[str, float]:
-    """The plan's figures of a variant: GB of weights, gradients, optimizer and of the activations of its micro-batch;
-    captions/s where HFU of the peak is computed."""
-    if precision != "bf16" or one.variant.stock or not one.variant.fused:
-        return {}
-    micro = max(len(lengths) for _, lengths in size.micro_batches(one.variant))
-    activations = planned_activations_gb(size, one.variant, precision) * micro
-    figures = {"planned_gb": static_gb(size) + activations}
-    if peak_tflops:
-        figures["planned_captions_per_s"] = size.captions * peak_tflops * 1e12 * HFU / model_flops(size, one.variant)
-    return figures
+def planned_gb(size: Size, variant: Variant, precision: str) -> float | None:
+    """The plan's GB of weights, gradients, optimizer and a micro-batch's activations; None where it has none."""
+    if precision != "bf16" or variant.stock or not variant.fused:
+        return None
+    micro = max(len(lengths) for _, lengths in size.micro_batches(variant))
+    return static_gb(size) + planned_activations_gb(size, variant, precision) * micro
 
 
 def model_flops(size: Size, variant: Variant) -> float:
@@ -329,61 +467,27 @@ def measured_levers(
     variants: tuple[Variant, ...],
     tell: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
-    """The table of the levers, printed, as the result's keys; `tell` is given each row once it is measured.
+    """The figures of the levers as the result's keys; `tell` is given each row once it is measured.
 
     A GPU is nobody else's, so that its rows are measured one after another; on a CPU in turn.
     """
-    size = (
-        tiny(pairs) if shapes == "tiny" else seven_b(fitting_layers(torch.cuda.mem_get_info()[0] / 1e9) if gpu else 28)
-    )
+    most = fitting_layers(torch.cuda.mem_get_info()[0] / 1e9) if gpu and shapes == "7b" else SEVEN_B_LAYERS
+    size = tiny(pairs) if shapes == "tiny" else seven_b(most)
     layers = size.config.text_config.num_hidden_layers
-    if shapes == "7b" and layers < SEVEN_B_LAYERS:
-        print(
-            f"{layers} of the LLM's {SEVEN_B_LAYERS} layers: more do not fit; its figures are not those of a 7B model"
-        )
     bench = Bench(size, gpu, precision)
-    repeats = repeats or (2 if gpu else 5)
     flops = peak_flops(chip, precision)
-    peak = flops / 1e12 if flops else None
     measured, rows, failed = list[Measured](), list[dict[str, Any]](), dict[str, str]()
     for turn in [(variant,) for variant in variants] if gpu else [variants]:
-        found = measure_alone(bench, *turn, repeats) if gpu else measure(bench, turn, repeats)
-        more = [one.figures(size, peak) | planned(size, one, precision, peak) for one in found[0]]
-        for row in (*more, *({"name": name, "not_run": reason} for name, reason in found[1].items())):
+        run = (bench, *turn) if gpu else (bench, turn)
+        found, missing = (measure_alone if gpu else measure)(*run, repeats or (2 if gpu else 5))  # type: ignore[operator]
+        more = [
+            one.figures(size, flops / 1e12 if flops else None)
+            | {"planned_gb": planned_gb(size, one.variant, precision)}
+            for one in found
+        ]
+        for row in (*more, *({"name": name, "not_run": reason} for name, reason in missing.items())):
             tell(row | {"llm_layers": layers})
-        measured, rows, failed = measured + found[0], rows + more, failed | found[1]
+        measured, rows, failed = measured + found, rows + more, failed | missing
     check_losses(measured, precision)
-    print_table(rows, failed)
-    of_kind = {kind: [row for row in rows if row["name"].startswith(kind)] for kind in BEST}
-    best = {kind: max(found, key=speed_of) for kind, found in of_kind.items() if found}
-    return best | {
-        "ablation": rows,
-        "not_run": failed,
-        "pairs": len(size.groups),
-        "captions": size.captions,
-        "llm_layers": layers,
-    }
-
-
-def speed_of(row: dict[str, Any]) -> float:
-    return row["captions_per_s"]
-
-
-def print_table(rows: list[dict[str, Any]], failed: dict[str, str]) -> None:
-    stock = [row for row in rows if row["name"] in ("stock", "stock, full checkpointing")] or rows[:1]
-    first = max(map(speed_of, stock), default=1.0)
-    columns = f"{'captions/s':>10} {'(plan)':>7} {'x':>6} {'sequences/s':>12} {'spread':>7} {'MFU':>6}"
-    print(f"{'':<34} {columns} {'peak GB':>8} {'(plan)':>7} {'loss':>9}")
-    for row in rows:
-        mfu = f"{row['mfu']:.1%}" if "mfu" in row else "-"
-        rate, gigabytes = (_or_dash(row.get(name)) for name in ("planned_captions_per_s", "planned_gb"))
-        speed = f"{row['captions_per_s']:>10.2f} {rate:>7} {row['captions_per_s'] / first:>6.2f}"
-        speed += f" {row['sequences_per_s']:>12.2f} {row['spread']:>7.0%} {mfu:>6}"
-        memory = f"{_or_dash(row['peak_gb']):>8} {gigabytes:>7}"
-        print(f"{row['name']:<34} {speed} {memory} {row['loss']:>9.4f}")
-    for name, reason in failed.items():
-        print(f"{name:<34} not run: {reason}")
-
-
-def _or_dash(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"
+    counts = {"pairs": len(size.groups), "captions": size.captions, "llm_layers": layers}
+    return {"ablation": rows, "not_run": failed} | counts

@@ -1,6 +1,6 @@
 """Training speed, `make bench-train` -> benchmarks/results/train.json.
 
-On a CPU: the project's step beside transformers' Trainer with peft (benchmarks/peer.py) on the embedded shapes, round
+On a CPU: the project's step beside transformers' Trainer with peft (benchmarks/sides.py) on the embedded shapes, round
 by round, then what each lever brings. On a GPU: what each lever brings at 7B shapes with random weights, with as many
 of the LLM's layers as fit, beside what the plan counts. The same lines run in both places: `--device cpu --shapes tiny
 --precision bf16` takes all that a GPU would take. Each row is a line of JSON beside the result as soon as it is
@@ -29,12 +29,10 @@ def compared(args: argparse.Namespace) -> dict[str, Any]:
     """The project's step beside transformers' Trainer, on the embedded shapes; printed."""
     from benchmarks.sides import Sizes, compare, embedded_sides, print_comparison
 
-    quick = {"rounds": 3, "round_s": 1.5, "compared_steps": 4} if args.quick else {}
-    given = {"pairs": args.pairs, "unpacked": args.micro, "packed": args.micro_packed, "rounds": args.repeats or 5}
-    sizes = Sizes(**given | {"compared_steps": args.steps, "round_s": args.round_s} | quick)
+    given = {"pairs": args.pairs, "rounds": args.repeats or 5, "compared_steps": args.steps, "round_s": args.round_s}
+    sizes = Sizes(**given)
     with tempfile.TemporaryDirectory() as folder:
-        sides = embedded_sides(Path(folder), sizes, args.threads, prepared=not args.quick)
-        figures = compare(sides, sizes, args.profile)
+        figures = compare(embedded_sides(Path(folder), sizes, args.threads), sizes)
     print_comparison(figures)
     return figures
 
@@ -54,6 +52,7 @@ def ablation(args: argparse.Namespace, facts: dict[str, Any]) -> dict[str, Any]:
     def tell(row: dict[str, Any]) -> None:
         with lines.open("a") as file:
             file.write(json.dumps(row) + "\n")
+        print(", ".join(f"{key} {value:.4g}" if isinstance(value, float) else str(value) for key, value in row.items()))
 
     return measured_levers(args.shapes, gpu, args.precision, args.pairs, args.repeats, facts["device"], variants, tell)
 
@@ -65,23 +64,17 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if gpu else "cpu")
     parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16" if gpu else "fp32")
     parser.add_argument("--pairs", type=int, default=16, help="of a step on the embedded shapes, five captions each")
-    parser.add_argument("--micro", type=int, default=80, help="captions at a time, of the peer too")
-    parser.add_argument("--micro-packed", type=int, default=16, help="pairs at a time")
     parser.add_argument("--repeats", type=int, help="rounds; 5 on a CPU, 2 on a GPU")
     parser.add_argument("--steps", type=int, default=10, help="whose losses are compared")
     parser.add_argument("--round-s", type=float, default=2.0, help="seconds of a round")
     parser.add_argument("--rows", nargs="+", metavar="NAME", help="these rows of the levers alone; all by default")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--quick", action="store_true", help="three short rounds beside the peer alone; writes nothing")
-    parser.add_argument("--profile", action="store_true", help="where a step's time goes, by operator")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     os.environ.update(environment(args.device == "cuda"))  # before DeepSpeed is imported
     facts = machine(args.device)
     print(f"{facts['device']}, {args.shapes} shapes, {args.precision}; load {facts['load_before']}", flush=True)
     sides = compared(args) if args.device == "cpu" and args.precision == "fp32" and not args.rows else {}
-    if args.quick:
-        return
     command = f"python benchmarks/train.py {' '.join(sys.argv[1:])}".strip()
     ratios = {name: row["captions_per_s"] / sides["peer"]["captions_per_s"] for name, row in sides.items()}
     told = {"shapes": args.shapes, "precision": args.precision, **facts, "command": command}

@@ -27,9 +27,20 @@ import pyarrow.parquet as pq
 import yaml
 from pydantic import Field, ValidationError
 
-from benchmarks.experiments import cost, fresh, page
+from benchmarks.experiments import cost, page
 from benchmarks.experiments.page import SCORES
-from benchmarks.experiments.runs import PARAMS, Budget, budget_of, dvc, epochs_for, over_seeds, read, run
+from benchmarks.experiments.runs import (
+    PARAMS,
+    Budget,
+    Targets,
+    budget_of,
+    dvc,
+    epochs_for,
+    over_seeds,
+    reached,
+    read,
+    run,
+)
 from m3diff.records.files import sha256_of_folder, write_atomic
 from m3diff.scoring.bootstrap import compare, resampled_scores, rows_of
 from m3diff.scoring.bootstrap import statistics as sums_of
@@ -57,7 +68,7 @@ class Experiment(Section):
     curves: bool = False  # of the training, as a plot
     equal_seconds: float | None = Field(default=None, ge=0)  # cost is measured; what is slower than the first of
     # `compare_with` by this share is trained once more, on fewer epochs, for as long
-    targets: fresh.Targets | None = None  # on new scenes
+    targets: Targets | None = None  # on new scenes
 
 
 class Run(NamedTuple):
@@ -206,7 +217,7 @@ def conduct(experiment: str, cfg: Experiment, params: Params) -> dict[str, Any]:
         found |= measured(experiment, cfg, params, runs)
     if cfg.targets:
         models = dict(zip(found["seeds"], runs[0].experiments, strict=True))
-        found["targets"] = fresh.reached(cfg.targets, models, params.paths)
+        found["targets"] = reached(cfg.targets, models, params.paths)
     found["budgets"] = {one.name: one.budget._asdict() for one in runs}
     found["protocols"] = {protocol: table(runs, cfg.compare_with, protocol) for protocol in cfg.protocols}
     return found

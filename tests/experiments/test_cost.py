@@ -123,19 +123,15 @@ def test_a_model_is_measured_on_the_datasets_of_the_protocols(monkeypatch: pytes
     assert json.loads(asked[1][1]) == {"a": 1}
 
 
-def test_a_variant_is_measured_with_its_own_base_and_model() -> None:
-    train, settings = cost.changed({"train.model": "onediff", "train.base": "data/other"}, PARAMS)
-    assert (train.base, settings) == (Path("data/other"), PARAMS.models["onediff"])
-    assert cost.changed({"train.model": "m3diff"}, PARAMS)[0] == PARAMS.train
-
-
 def test_a_measurement_that_fails_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(subprocess.CalledProcessError):
         cost.in_a_process(["captions", str(tmp_path / "no-checkpoint")])
     assert f"{tmp_path / 'no-checkpoint'}: no manifest.json" in capsys.readouterr().err
 
 
-def test_so_many_steps_are_that_share_of_an_epoch(tmp_path: Path) -> None:
+def test_a_variant_is_measured_with_its_own_base_and_model_for_so_many_steps(tmp_path: Path) -> None:
+    train, settings = cost.changed({"train.model": "onediff", "train.base": "data/other"}, PARAMS)
+    assert (train.base, settings) == (Path("data/other"), PARAMS.models["onediff"])
     (tmp_path / "train").mkdir()
     pq.write_table(pa.table({"pair": ["a", "a", "b", "c", "d", "e"]}), tmp_path / "train" / "0.parquet")
     assert cost.epochs_of(6, tmp_path, SimpleNamespace(global_batch=2)) == 2.0

@@ -14,6 +14,7 @@ from m3diff.models import FAMILIES
 from m3diff.models.device import Device, environment
 from m3diff.models.generation import load_captioner
 from m3diff.models.tuning import unwrapped
+from m3diff.stages.train.batches import complete
 from m3diff.stages.train.engine import token_loss
 from m3diff.stages.train.loop import prepare_model
 from tests.gpu.choices import ATTENTION, CHECKPOINTING, cosine, first_batch, loss_and_gradients, small
@@ -111,8 +112,7 @@ def test_a_micro_batch_is_trained_on_without_waiting_for_the_gpu(attention: Any,
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
 def test_peak_memory_is_what_the_planner_counts(checkpointing: str) -> None:
     """Two LLM layers of 7B's width with the whole encoder: above what the allocator keeps for itself."""
-    from benchmarks.ablation import Variant, seven_b
-    from benchmarks.levers import Bench, planned_activations_gb
+    from benchmarks.levers import Bench, Variant, planned_activations_gb, seven_b
 
     bench = Bench(seven_b(layers=2, pairs=1), gpu=True, precision="bf16")
     variant = Variant("packed", packed=True, attention="flex", activation_checkpointing=checkpointing)
@@ -128,8 +128,7 @@ def test_peak_memory_is_what_the_planner_counts(checkpointing: str) -> None:
 
 
 def test_no_graph_is_made_after_two_steps_over_fifty_lengths() -> None:
-    from benchmarks.ablation import Size, Variant, tiny
-    from benchmarks.levers import Bench
+    from benchmarks.levers import PAD, Bench, Size, Variant, tiny
 
     bench, variant = Bench(tiny(pairs=1), gpu=True, precision="bf16"), Variant("p", packed=True, attention="flex")
     bench.take(variant)
@@ -139,7 +138,7 @@ def test_no_graph_is_made_after_two_steps_over_fifty_lengths() -> None:
         group = [(prompt, reference), (prompt, [*reference, *[reference[0]] * extra])]
         size = Size("lengths", bench.size.config, bench.size.lora_rank, [group], bench.size.micro, 1)
         ((batch, _),) = size.micro_batches(variant)
-        bench.loss(bench.fed(batch, variant)).backward()
+        token_loss(bench.adapted, complete(batch, bench.device, PAD), bench.processor, bench.device).backward()
         bench.model.zero_grad(set_to_none=True)
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert 0 < graphs[1] == graphs[-1]
