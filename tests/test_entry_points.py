@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
 import yaml
 
 from flows import archive, dvc, pipeline
@@ -35,43 +34,25 @@ def test_the_sections_of_params_yaml_are_paths_models_the_stages_in_order_the_ac
     assert [field.alias or name for name, field in Params.model_fields.items()] == sections
 
 
-def test_a_stage_of_dvc_has_a_loop_where_it_runs_once_for_each_dataset():
-    assert {stage for stage, entry in GRAPH.items() if "foreach" in entry} == LOOPS.keys()
-    assert GRAPH["synthesize"]["foreach"] == "${synthesize}"
-    assert GRAPH["augment"]["foreach"] == "${augment}"
-    assert GRAPH["ingest"]["foreach"] == "${ingest.datasets}"
-
-
-def test_each_stage_of_dvc_calls_its_command_with_its_section_and_watches_its_code():
+def test_each_stage_of_dvc_calls_its_command_with_its_section_and_watches_its_code_and_nothing_of_how_it_computes():
+    loops = {"synthesize": "${synthesize}", "augment": "${augment}", "ingest": "${ingest.datasets}"}
+    assert {stage: entry["foreach"] for stage, entry in GRAPH.items() if "foreach" in entry} == loops
     for stage in STAGES:
         run = GRAPH[stage].get("do", GRAPH[stage])
         assert run["cmd"] == f"${{py}} {stage}" + (" ${key}" if stage in LOOPS else "")
         assert LOOPS.get(stage, stage) in run["params"]
         assert f"code/{stage}" + ("@${key}" if stage in LOOPS else "") + ".json" in run["deps"]
+        assert not {key.partition(".")[0] for key in run["params"]} & {"compute", "paths", "serve", *ACTIONS}
 
 
-def test_dvc_watches_nothing_of_how_a_run_is_computed():
-    for entry in GRAPH.values():
-        assert not any(
-            key.partition(".")[0] in ("compute", "paths", "serve", *ACTIONS) for key in entry.get("do", entry)["params"]
-        )
-
-
-def test_the_command_line_has_the_stages_in_order_and_the_actions():
+def test_a_stage_is_one_function_of_its_name_in_its_folder_which_the_command_of_its_name_calls():
     assert [name for name in COMMANDS if name in [*STAGES, *ACTIONS]] == [*STAGES, *ACTIONS]
-
-
-@pytest.mark.parametrize("stage", [*STAGES, "register"])
-def test_a_stage_is_one_function_of_its_name_in_its_folder_which_the_command_calls(stage):
-    assert stage in functions(REPOSITORY / "components" / "stages" / stage / "stage.py")
-    command = ast.unparse(functions(REPOSITORY / "components" / "__main__.py")[stage])
-    assert f"from m3diff.stages.{stage}.stage import {stage} as run" in command
-
-
-def test_every_folder_with_a_stage_is_one_of_them():
     folders = {folder.name for folder in (REPOSITORY / "components" / "stages").iterdir() if folder.is_dir()}
-    folders.discard("__pycache__")
-    assert folders == {*GRAPH, "register"}
+    assert folders - {"__pycache__"} == {*GRAPH, "register"}
+    commands = functions(REPOSITORY / "components" / "__main__.py")
+    for stage in [*STAGES, "register"]:
+        assert stage in functions(REPOSITORY / "components" / "stages" / stage / "stage.py")
+        assert f"from m3diff.stages.{stage}.stage import {stage} as run" in ast.unparse(commands[stage])
 
 
 def test_the_flow_has_a_task_for_each_stage_that_dvc_runs_then_push_register_and_promote(monkeypatch):
@@ -101,21 +82,8 @@ def test_help_loads_no_heavy_library():
         "atexit.register(lambda: print(*{name.partition('.')[0] for name in sys.modules})); main()"
     )
     done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, check=True)
-    heavy = {
-        "torch",
-        "transformers",
-        "ray",
-        "mlflow",
-        "pandas",
-        "polars",
-        "great_expectations",
-        "prefect",
-        "dvc",
-        "matplotlib",
-        "ruamel",
-        "pycocoevalcap",
-        "PIL",
-    }
+    heavy = {"torch", "transformers", "ray", "mlflow", "pandas", "polars", "great_expectations", "prefect", "dvc"}
+    heavy |= {"matplotlib", "ruamel", "pycocoevalcap", "PIL"}
     assert heavy.isdisjoint(done.stdout.split())
 
 

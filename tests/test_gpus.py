@@ -1,44 +1,25 @@
 """Kinds of GPU: found by the names that torch gives them, with the figures of their data sheets."""
 
-import pytest
-
 from m3diff.settings.gpus import GPUS, gpu_of
 
-
-@pytest.mark.parametrize(
-    ("device", "kind"),
-    [
-        ("NVIDIA H100 80GB HBM3", "H100-80GB"),
-        ("NVIDIA H100 PCIe", "H100-PCIe-80GB"),
-        ("NVIDIA H100 NVL", "H100-NVL-94GB"),
-        ("NVIDIA H200", "H200-141GB"),
-        ("NVIDIA H200 NVL", "H200-NVL-141GB"),
-        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
-        ("NVIDIA A100-PCIE-40GB", "A100-40GB"),
-        ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
-        ("NVIDIA A100 80GB PCIe", "A100-80GB"),
-        ("NVIDIA B200", "B200-180GB"),
-        ("NVIDIA GB200", "GB200-186GB"),
-        ("NVIDIA L40S", "L40S-48GB"),
-        ("NVIDIA A10", "A10-24GB"),
-        ("NVIDIA L4", "L4-24GB"),
-        ("NVIDIA GeForce RTX 4090", "RTX-4090-24GB"),
-        ("NVIDIA GeForce RTX 3090", "RTX-3090-24GB"),
-    ],
-)
-def test_a_device_is_known_by_the_name_that_torch_gives_it(device: str, kind: str) -> None:
-    assert gpu_of(device) is GPUS[kind]
+NAMED = {
+    "NVIDIA H100 80GB HBM3": "H100-80GB",
+    "NVIDIA H100 PCIe": "H100-PCIe-80GB",
+    "NVIDIA H200 NVL": "H200-NVL-141GB",
+    "NVIDIA A100-SXM4-40GB": "A100-40GB",
+    "NVIDIA A100-SXM4-80GB": "A100-80GB",
+    "NVIDIA A100 80GB PCIe": "A100-80GB",
+    "NVIDIA GB200": "GB200-186GB",
+    "NVIDIA L40S": "L40S-48GB",
+    "NVIDIA L4": "L4-24GB",
+    "NVIDIA GeForce RTX 4090": "RTX-4090-24GB",
+}
+UNKNOWN = ["", "NVIDIA A10G", "NVIDIA L40", "NVIDIA GH200 480GB", "NVIDIA GeForce RTX 4090 Laptop GPU", "Tesla T4"]
 
 
-@pytest.mark.parametrize(
-    "device",
-    ["", "NVIDIA A10G", "NVIDIA L40", "NVIDIA GH200 480GB", "NVIDIA GeForce RTX 4090 Laptop GPU", "Tesla T4"],
-)
-def test_a_device_whose_name_only_begins_alike_is_not_known(device: str) -> None:
-    assert gpu_of(device, 80) is None
-
-
-def test_where_the_name_has_no_memory_that_which_is_found_decides() -> None:
+def test_a_device_is_known_by_the_name_that_torch_gives_it_and_where_that_has_no_memory_by_what_is_found() -> None:
+    assert {device: gpu_of(device) for device in NAMED} == {device: GPUS[kind] for device, kind in NAMED.items()}
+    assert {gpu_of(device, 80) for device in UNKNOWN} == {None}, "names that only begin alike"
     assert gpu_of("NVIDIA A100", 42.4) is GPUS["A100-40GB"]
     assert gpu_of("NVIDIA A100", 85.1) is GPUS["A100-80GB"]
     assert gpu_of("NVIDIA A100") is None

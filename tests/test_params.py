@@ -39,7 +39,6 @@ EDITS = {
     "edits": 2,
     "paraphrases": {"test": 4},
 }
-PAINTED = EDITS | {"editor": {"kind": "instruct_pix2pix", "model": "models/ip2p"}}
 NEIGHBOURS = {
     "kind": "neighbours",
     "root": "data/01_raw/second",
@@ -117,6 +116,19 @@ VALUES: list[tuple[str, Any, str]] = [
 ]
 """Place of a wrong value, the value, and the fault, at this place or below it. Of a gate some have a second fault."""
 
+
+def made(name: str, where: str = "", **changes: Any) -> dict[str, Any]:
+    """A dataset that is ingested and made, in a folder of its name or in `where`."""
+    root = {"root": where or f"data/01_raw/{name}"}
+    return {f"ingest.datasets.{name}": INGESTED | root, f"augment.{name}": EDITS | root | changes}
+
+
+def source(reader: str, root: str = "x", **more: Any) -> dict[str, Any]:
+    return {"reader": reader, "root": root} | more
+
+
+PAINTER = {"kind": "instruct_pix2pix", "model": "models/ip2p"}
+WRITTEN = "augment.made.root: data/01_raw/made is written anew, and"
 SEVERAL: dict[str, tuple[dict[str, Any], list[str]]] = {
     "faults of several sections": (
         {"train.epochs": -1, "predict.limits": 0, "predict.limit": REMOVED, "paths.clean": 3, "models.difference": {}},
@@ -141,6 +153,10 @@ SEVERAL: dict[str, tuple[dict[str, Any], list[str]]] = {
             "models.no_module: rates: module",
             "models.other.module.init_gains: unknown key; did you mean 'init_gain'?",
         ],
+    ),
+    "layers beyond the base's vision encoder": (
+        {"models.m3diff.module.vision_feature_layers": [5]},
+        ["models.m3diff: module.vision_feature_layers: 5 lies beyond the 4 layers of the vision encoder"],
     ),
     "roots that are one or inside another": (
         {EXTRA: INGESTED | {"root": "data/01_raw/minichange/extra"}}
@@ -170,36 +186,23 @@ SEVERAL: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     **{
         f"a made dataset {where} its source": (
-            {"ingest.datasets.made": INGESTED, EXTRA: INGESTED | {"root": "x"}}
-            | {"augment.made": EDITS | {"source": {"reader": "minichange", "root": source}}},
-            [f"augment.made.root: data/01_raw/made is written anew, and its source is in {source}; name another"],
+            made("made", source=source("minichange", root)) | {EXTRA: INGESTED | {"root": "x"}},
+            [f"{WRITTEN} its source is in {root}; name another"],
         )
-        for where, source in (("over", "data/01_raw/made"), ("in", "data/01_raw"), ("around", "data/01_raw/made/a"))
+        for where, root in (("over", "data/01_raw/made"), ("in", "data/01_raw"), ("around", "data/01_raw/made/a"))
     },
     "a made dataset over what another entry reads": (
-        {
-            "ingest.datasets.made": INGESTED,
-            "augment.made": EDITS,
-            "ingest.datasets.second": INGESTED | {"root": "data/01_raw/second"},
-            "augment.second": EDITS
-            | {"root": "data/01_raw/second", "source": {"reader": "magicbrush", "root": "data/01_raw/made"}}
-            | {"editor": {"kind": "instruct_pix2pix", "model": "data/01_raw/made/ip2p"}},
-            "ingest.datasets.third": INGESTED | {"root": "data/01_raw/third"},
-            "augment.third": PAINTED | {"root": "data/01_raw/third", "source": INGESTED},
-        },
-        [
-            "augment.made.root: data/01_raw/made is written anew, and augment.second's source is in data/01_raw/made",
-            "augment.made.root: data/01_raw/made is written anew, and augment.second's model is in data/01_raw/made",
-        ],
+        made("made")
+        | made(
+            "second", source=source("magicbrush", "data/01_raw/made"), editor=PAINTER | {"model": "data/01_raw/made/a"}
+        )
+        | made("third", source=INGESTED, editor=PAINTER),
+        [f"{WRITTEN} augment.second's source is in data/01_raw/made"]
+        + [f"{WRITTEN} augment.second's model is in data/01_raw/made"],
     ),
     "parts of made datasets": (
-        {
-            "ingest.datasets.made": INGESTED,
-            "augment.made": EDITS
-            | {"edits": 0, "edit": 3, "editor": {"kind": "drawn", "steps": 3}, "paraphrases": {"tset": 2}}
-            | {"writer": {"kind": "endpoint", "url": "ftp://x", "model": "m"}},
-            "augment.second": NEIGHBOURS,
-        },
+        made("made", edits=0, edit=3, editor={"kind": "drawn", "steps": 3}, paraphrases={"tset": 2})
+        | {"augment.made.writer": {"kind": "endpoint", "url": "ftp://x", "model": "m"}, "augment.second": NEIGHBOURS},
         [
             "augment.made.edits: must be 1 or more (found 0)",
             "augment.made.edit: unknown key; did you mean 'edits'?",
@@ -213,13 +216,8 @@ SEVERAL: dict[str, tuple[dict[str, Any], list[str]]] = {
         ],
     ),
     "a source that cannot be read so": (
-        {
-            "ingest.datasets.made": INGESTED,
-            "augment.made": EDITS | {"source": {"reader": "magicbrus", "root": "x"}},
-            "ingest.datasets.second": INGESTED | {"root": "data/01_raw/second"},
-            "augment.second": PAINTED
-            | {"root": "data/01_raw/second", "source": {"reader": "magicbrush", "root": "x", "options": {"tst": None}}},
-        },
+        made("made", source=source("magicbrus"))
+        | made("second", source=source("magicbrush", options={"tst": None}), editor=PAINTER),
         [
             "augment.made.source.reader: did you mean 'magicbrush'?",
             "augment.made.editor.kind: drawn edits what the reader minichange reads alone; write instruct_pix2pix",
@@ -227,12 +225,9 @@ SEVERAL: dict[str, tuple[dict[str, Any], list[str]]] = {
         ],
     ),
     "made in the end of a split that its authors keep out of training": (
-        {
-            "ingest.datasets.first": INGESTED | {"root": "data/01_raw/first"},
-            "augment.first": PAINTED | {"root": "data/01_raw/first", "source": {"reader": "magicbrush", "root": "x"}},
-            "ingest.datasets.made": INGESTED | {"train_on": ["train", "val"]},
-            "augment.made": PAINTED | {"source": INGESTED | {"root": "data/01_raw/first"}},
-        },
+        made("first", source=source("magicbrush"), editor=PAINTER)
+        | made("made", source=INGESTED | {"root": "data/01_raw/first"}, editor=PAINTER)
+        | {"ingest.datasets.made.train_on": ["train", "val"]},
         ["ingest.datasets.made.train_on: MagicBrush's authors ask that val never trains; write [train]"],
     ),
     "a gate by what reads captions, on a dataset without a grammar": (
@@ -360,21 +355,13 @@ def test_a_file_that_is_missing_no_mapping_or_has_a_key_twice_says_so(tmp_path):
 
 
 def test_a_made_dataset_is_passed_on_under_the_licence_of_what_it_is_made_of(write):
-    params = load_params(
-        write(
-            {
-                "ingest.datasets.first": INGESTED | {"root": "data/01_raw/first"},
-                "augment.first": PAINTED | {"root": "data/01_raw/first", "source": {"reader": "emu_edit", "root": "x"}},
-                "ingest.datasets.made": INGESTED,
-                "augment.made": PAINTED | {"source": {"reader": "pairs", "root": "data/01_raw/first", "options": MADE}},
-                "ingest.datasets.own": INGESTED | {"root": "data/01_raw/own"},
-            }
-        )
-    )
-    entries = licensed(params)
-    assert {name: entry.reader for name, entry in entries.items()} == {
-        name: "minichange" for name in EMBEDDED["ingest"]["datasets"]
-    } | {"first": "emu_edit", "made": "emu_edit", "own": "pairs"}
+    first = made("first", source=source("emu_edit"), editor=PAINTER)
+    second = made("made", source=INGESTED | {"root": "data/01_raw/first"}, editor=PAINTER)
+    own = {"ingest.datasets.own": INGESTED | {"root": "data/01_raw/own"}}
+    entries = licensed(load_params(write(first | second | own)))
+    embedded = dict.fromkeys(EMBEDDED["ingest"]["datasets"], "minichange")
+    wanted = embedded | {"first": "emu_edit", "made": "emu_edit", "own": "pairs"}
+    assert {name: entry.reader for name, entry in entries.items()} == wanted
     assert entries["made"].root == Path("data/01_raw/made"), "all else is the dataset's own"
 
 

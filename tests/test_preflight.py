@@ -81,10 +81,14 @@ def faults(params: Params) -> str:
     return str(refused.value)
 
 
-def test_a_machine_that_has_everything_is_taken(params, monkeypatch, java):
+def test_a_machine_that_has_everything_is_taken_by_the_disk_of_the_nearest_folder(params, monkeypatch, java, tmp_path):
+    places: list[Path] = []
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: places.append(place) or SimpleNamespace(free=100 * GIB))
+    (tmp_path / "data").mkdir()
     asked = commands(monkeypatch)
     preflight(params)
     assert asked == [[str(java), "-version"]]
+    assert places == [tmp_path, tmp_path / "data"]
 
 
 @pytest.mark.fault("10")
@@ -103,41 +107,25 @@ def test_every_lack_is_told_at_once(params, monkeypatch, java):
     assert f"{java}: does not start" in of_java
 
 
-def test_the_disk_of_the_nearest_folder_that_is_there_is_asked(params, monkeypatch, tmp_path):
-    asked: list[Path] = []
-    monkeypatch.setattr(shutil, "disk_usage", lambda place: asked.append(place) or SimpleNamespace(free=100 * GIB))
-    commands(monkeypatch)
-    (tmp_path / "data").mkdir()
-    preflight(params)
-    assert asked == [tmp_path, tmp_path / "data"]
-
-
-@pytest.mark.fault("11", "m3")
-@pytest.mark.parametrize(("found", "enough"), [(1, False), (2, True), (3, True)])
-def test_as_many_gpus_as_workers(params, monkeypatch, found, enough):
-    listed = "".join(f"GPU {n}: NVIDIA H200 (UUID: x)\n" for n in range(found))
-    commands(monkeypatch, nvidia_smi=lambda: SimpleNamespace(returncode=0, stdout=listed))
-    has(monkeypatch, memory=2)  # a GPU run holds the base in memory once for each worker
-    asked = ask(params, gpu=True, workers=2)
-    if enough:
-        preflight(asked)
-    else:
-        assert f"compute.gpu: 2 GPU(s) asked for, {found} found by nvidia-smi -L" in faults(asked)
-
-
 def silent() -> Any:
     raise subprocess.TimeoutExpired("nvidia-smi", 60)
 
 
-def broken() -> Any:
-    return SimpleNamespace(returncode=9, stdout="GPU 0: but the driver failed\n")
+def listed(count: int, code: int = 0) -> Callable[[], Any]:
+    lines = "".join(f"GPU {n}: NVIDIA H200 (UUID: x)\n" for n in range(count))
+    return lambda: SimpleNamespace(returncode=code, stdout=lines)
 
 
 @pytest.mark.fault("11", "m3")
-@pytest.mark.parametrize("answer", [silent, broken])
-def test_a_driver_that_does_not_answer_has_no_gpu(params, monkeypatch, answer):
+@pytest.mark.parametrize(("answer", "found"), [(listed(1), 1), (silent, 0), (listed(2, 9), 0), (listed(2), 2)])
+def test_as_many_gpus_as_workers_and_a_driver_that_does_not_answer_has_none(params, monkeypatch, answer, found):
     commands(monkeypatch, nvidia_smi=answer)
-    assert "1 GPU(s) asked for, 0 found" in faults(ask(params, gpu=True, workers=0))
+    has(monkeypatch, memory=2)  # a GPU run holds the base in memory once for each worker
+    asked = ask(params, gpu=True, workers=2)
+    if found == 2:
+        preflight(asked)
+    else:
+        assert f"compute.gpu: 2 GPU(s) asked for, {found} found by nvidia-smi -L" in faults(asked)
 
 
 @pytest.mark.fault("m7")
@@ -174,18 +162,15 @@ def test_each_metric_that_evaluate_refuses_without_java_is_refused_here(params, 
     )
 
 
-def test_without_a_metric_of_java_no_java_is_asked_for(params, monkeypatch):
-    asked = commands(monkeypatch)
-    preflight(scored_by(params, "pixel_threshold"))
-    assert asked == []
-
-
 @pytest.mark.fault("18")
 def test_spice_is_tried_where_its_folder_is_named_and_evaluate_computes_it(params, monkeypatch, tmp_path, java):
     commands(monkeypatch)
     folder = tmp_path / "jars"
     named = ask(params, spice_dir=folder)
     preflight(scored_by(named, "CIDEr"))
+    asked = commands(monkeypatch)
+    preflight(scored_by(params, "pixel_threshold"))
+    assert asked == [], "no metric of Java"
     assert f"compute.spice_dir: no SPICE from {folder}: {folder}: has no {JARS[0]} and no " in faults(named)
     folder.mkdir()
     for name in JARS + NASHORN:

@@ -37,54 +37,20 @@ def test_the_profiles_are_the_files_with_parameters_and_the_committed_ones_are_t
     assert (REPOSITORY / "params.yaml").read_text() == (PROFILES / "embedded.yaml").read_text()
 
 
-def test_the_paper_profile_is_the_paper_run():
+def test_the_paper_profile_reads_published_datasets_from_folders_of_their_names_by_the_papers_tasks():
     params = load_params(Path("profiles/paper.yaml"))
-    model = params.models["m3diff"]
-    assert model.module.vision_feature_layers == (17, 20, 23, 26)
-    assert (model.module.layers, model.module.heads) == (2, 16)
-    assert (model.module.pos_embed_scale, model.module.init_gain) == (3, 0.5)
-    assert dict(model.rates) == {"vision": 2e-6, "projector": 1e-5, "module": 1e-5, "llm": 1e-5}
-    control = params.models["no_module"]
-    assert dict(control.rates) == {"vision": 2e-6, "projector": 1e-5, "module": None, "llm": 1e-5}
-    assert (model.lora.rank, model.lora.alpha) == (control.lora.rank, control.lora.alpha) == (128, 256)
-    train, compute = params.train, params.compute
-    assert (train.model, str(train.base)) == ("m3diff", "models/llava-onevision-qwen2-7b-ov-hf")
-    assert (train.max_captions_per_sequence, train.global_batch, train.epochs) == (1, 256, 1)
-    assert (train.warmup_share, train.weight_decay, train.max_grad_norm, train.precision) == (0.03, 0, 1, "bf16")
     assert not any(params.models["m3diff"].delays.values()), "all parts begin together"
-    assert (train.seed, params.convert.seed, params.convert.sources) == (7407, 11093, {})
-    assert (params.convert.references_per_pair, params.convert.no_change_share) == (None, 1)
-    assert (params.predict.batch_pairs, params.predict.max_new_tokens, params.predict.limit) == (32, 256, 0)
-    assert (compute.workers, compute.cpus_per_worker, compute.micro_batch, compute.zero_stage) == (8, 12, 2, 2)
-    assert (compute.gpu, compute.gpu_kind, compute.activation_checkpointing) == (True, "A100-40GB", "selective")
-    assert (compute.checkpoint_every_steps, compute.max_failures, compute.val_pairs) == (200, 3, 512)
-
-
-def test_the_paper_datasets_are_read_from_folders_of_their_names_with_published_counts_and_the_paper_tasks():
-    datasets = load_params(Path("profiles/paper.yaml")).ingest.datasets
-    assert list(datasets) == SEVEN
-    for name, entry in datasets.items():
-        assert entry.root == Path("data/01_raw") / name
-        assert entry.expected_pairs == "published"
-        assert entry.train_on == ("train", "val"), "the paper's 145k pairs"
-    tasks = {name: DATASETS[entry.reader].task for name, entry in datasets.items()}
-    assert tasks == dict.fromkeys(SEVEN, "difference") | {
-        "omnidiff_real": "detail",
-        "omnidiff_render": "detail",
-        "iedit": "edit",
-        "birds_to_words": "birds",
+    assert {name: entry.root for name, entry in params.ingest.datasets.items()} == {
+        name: Path("data/01_raw") / name for name in SEVEN
     }
+    assert {entry.expected_pairs for entry in params.ingest.datasets.values()} == {"published"}
+    tasks = {"omnidiff_real": "detail", "omnidiff_render": "detail", "iedit": "edit", "birds_to_words": "birds"}
+    found = {name: DATASETS[entry.reader].task for name, entry in params.ingest.datasets.items()}
+    assert found == dict.fromkeys(SEVEN, "difference") | tasks
     assert "minichange" not in written(Path("profiles/paper.yaml"))
-    assert datasets["omnidiff_real"].options == datasets["omnidiff_render"].options == {"manifest": "annotations.json"}
 
 
 DIFFERENCES = {
-    ("paper", "paper-letter"): [
-        "train.max_grad_norm: 1.0 -> null",
-        "models.m3diff.module.init_gain: 0.5 -> 0.0",
-        "models.m3diff.module.pos_embed_scale: 3.0 -> 0.0",
-        "models.m3diff.module.residual: - -> false",
-    ],
     ("paper", "one-gpu"): [
         "train.max_captions_per_sequence: 1 -> null",
         "train.global_batch: 256 -> 42",
@@ -93,24 +59,6 @@ DIFFERENCES = {
         "compute.gpu_kind: A100-40GB -> H100-80GB",
         "compute.micro_batch: 2 -> 3",
         "compute.activation_checkpointing: selective -> none",
-    ],
-    ("one-gpu", "small"): [
-        *(f"models.{model}.lora.rank: 128 -> 64" for model in ("m3diff", "no_module", "difference")),
-        *(f"models.{model}.lora.alpha: 256 -> 128" for model in ("m3diff", "no_module", "difference")),
-        "train.base: models/llava-onevision-qwen2-7b-ov-hf -> models/llava-onevision-qwen2-0.5b-ov-hf",
-        "predict.batch_pairs: 48 -> 32",
-        "compute.gpu_kind: H100-80GB -> RTX-4090-24GB",
-        "compute.micro_batch: 3 -> 2",
-    ],
-    ("paper", "levir-cc"): [
-        "convert.sources: {} -> -",
-        "convert.sources.levir_cc.task: - -> ccexpert",
-        "train.epochs: 1 -> 10",
-        "train.export: last -> best",
-        "promote.protocol: omnidiff_real/real -> levir_cc/total",
-        "compute.checkpoint_every_steps: 200 -> 134",
-        "compute.caption_every_checkpoints: 2 -> 1",
-        "compute.caption_val_pairs: 32 -> 1333",
     ],
     ("embedded", "embedded-gpu"): [
         "compute.workers: 2 -> 1",
@@ -128,15 +76,9 @@ def test_a_profile_differs_from_another_in_these_values_alone_beside_its_dataset
 
 
 def test_levir_cc_is_selected_on_its_validation_split():
-    params = load_params(Path("profiles/levir-cc.yaml"))
+    params, published = load_params(Path("profiles/levir-cc.yaml")), levir_cc.PUBLISHED
     ((name, entry),) = params.ingest.datasets.items()
-    assert (name, entry.reader, entry.train_on, entry.expected_pairs) == (
-        "levir_cc",
-        "levir_cc",
-        ("train",),
-        "published",
-    )
-    published = levir_cc.PUBLISHED
+    assert (name, entry.reader, entry.train_on) == ("levir_cc", "levir_cc", ("train",))
     assert params.compute.caption_val_pairs == published.val.pairs, "the whole validation split selects"
     assert params.train.epochs * published.train.references == 50 * published.train.pairs, "CCExpert's 50 epochs"
     steps = -(-published.train.references // params.train.global_batch)
@@ -268,19 +210,13 @@ def test_differences_name_what_is_added_and_what_is_gone():
     assert differences(old, new) == ["a.b: 1 -> 2", "a.c: null -> -", "d: {} -> -", "a.e: - -> text", "d.f: - -> true"]
 
 
-def test_make_profile_plans_first_and_then_calls_the_command():
+def test_make_profile_plans_first_and_make_base_trains_the_base_or_a_familys():
     recipe = (REPOSITORY / "Makefile").read_text().split("\nprofile:")[1].split("\n\n")[0].split("\n")[1:]
     assert recipe == ["\t@m3diff --params profiles/$(PROFILE).yaml plan", "\t@m3diff profile $(PROFILE)"]
-
-
-def test_make_base_trains_the_base_and_then_has_dvc_record_it():
     assert made("base") == ["m3diff pretrain && dvc repro --single-item pretrain"]
-
-
-@pytest.mark.parametrize("family", ["blip2idc", "blip2idc-stacked"])
-def test_make_base_of_a_family_trains_its_recipe(family):
-    assert made("base", f"FAMILY={family}") == [f"m3diff --params infra/base-{family}.yaml pretrain"]
-    assert (REPOSITORY / "infra" / f"base-{family}.yaml").is_file()
+    for family in ("blip2idc", "blip2idc-stacked"):
+        assert made("base", f"FAMILY={family}") == [f"m3diff --params infra/base-{family}.yaml pretrain"]
+        assert (REPOSITORY / "infra" / f"base-{family}.yaml").is_file()
 
 
 def made(*arguments: str) -> list[str]:
