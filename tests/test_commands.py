@@ -37,14 +37,7 @@ CACHE = Path("runs/image_cache.parquet")
 ENTRIES, TEST = PARAMS.ingest.datasets, {"mixture": DATA / "04_mixture"}
 CLEAN, RECORDS, MODEL = {"clean": DATA / "03_clean"}, {"records": DATA / "02_records"}, {"model": DATA / "05_model"}
 EXPORTED = MODEL | {"out": Path("out")}
-SERVED = {
-    "cfg": PARAMS.serve,
-    "register": PARAMS.register_,
-    "compute": PARAMS.compute,
-    "entries": ENTRIES,
-    **CLEAN,
-    "max_new_tokens": PARAMS.predict.max_new_tokens,
-}
+SERVED = {"params": PARAMS}
 AUGMENT = "m3diff.stages.augment.stage"
 SHARED = {"entries": ENTRIES, **TEST, "out": Path("out"), "lines": False, "allow_unlicensed": False, "absolute": False}
 ASKED = {"cfg": PARAMS.evaluate, "compute": PARAMS.compute, **TEST, **RECORDS, **CLEAN}

@@ -23,22 +23,22 @@ class Command(NamedTuple):
     Attributes:
         run: takes the parameters, where the command loads any, and the parsed arguments; returns the exit code, None
             for 0.
-        group: its heading in `m3diff --help`.
         examples: as typed in the project's root.
         arguments: rows of `arg`; a list of rows excludes one another; a mapping has sub-commands, each with its help.
         extra: of the package, that has what the command imports.
         notes: printed below the examples.
         load: reads the parameters that --params names; None where the command needs none.
+        group: its heading in `m3diff --help`.
     """
 
     run: Callable[..., int | None]
-    group: str
     help: str
     examples: tuple[str, ...]
     arguments: tuple[Any, ...] = ()
     extra: str = "train"
     notes: str = ""
     load: Callable[[Path], Params] | None = load_params
+    group: str = ""
 
 
 def arg(*names: str, **options: Any) -> tuple[tuple[str, ...], dict[str, Any]]:

@@ -50,16 +50,9 @@ class Server:
 
     def __init__(self, limits: Serve, models: Models, metrics: Metrics, name: str, examples: list[Example]) -> None:
         self.limits, self.models, self.metrics, self.name = limits, models, metrics, name
-        self.examples, self.page = examples, read_page()
+        self.examples = examples
         self.under_way = self.held = 0  # requests, and bytes that are set aside for them
         self.reader = ThreadPoolExecutor(1)  # what a request becomes while it is read is in memory once
-
-    async def index(self, request: Request) -> Response:
-        html, policy = self.page
-        return Response(html, media_type="text/html", headers={"content-security-policy": policy})
-
-    async def healthz(self, request: Request) -> Response:
-        return JSONResponse({"status": "ok"})
 
     async def readyz(self, request: Request) -> Response:
         return JSONResponse({"status": "ready", "model": self.ready().facts.name})
@@ -71,9 +64,6 @@ class Server:
 
     async def measured(self, request: Request) -> Response:
         return Response(generate_latest(self.metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST})
-
-    async def list_examples(self, request: Request) -> Response:
-        return JSONResponse([example.as_dict(number) for number, example in enumerate(self.examples)])
 
     async def example_image(self, request: Request) -> Response:
         number, side = request.path_params["number"], request.path_params["side"]
@@ -198,13 +188,14 @@ def make_app(server: Server, token: str | None) -> ASGIApp:
     Args:
         token: that each request needs; None if only this machine can ask.
     """
-    gets = {
-        "/": server.index,
-        "/healthz": server.healthz,
+    html, policy = read_page()
+    gets: dict[str, Any] = {
+        "/": Response(html, media_type="text/html", headers={"content-security-policy": policy}),
+        "/healthz": JSONResponse({"status": "ok"}),
         "/readyz": server.readyz,
         "/metrics": server.measured,
         "/v1/models": server.list_models,
-        "/examples": server.list_examples,
+        "/examples": JSONResponse([example.as_dict(number) for number, example in enumerate(server.examples)]),
         "/examples/{number:int}/{side}": server.example_image,
     }
     posts = {CHAT: server.chat, "/caption": server.caption}

@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -25,9 +25,9 @@ from m3diff.serving.http import UPLOAD_S, Impatient, Metrics
 from m3diff.serving.params import Serve
 from m3diff.serving.request import Asked, Facts
 from m3diff.settings.compute import Compute
+from m3diff.settings.rules import licensed
 from m3diff.settings.section import ParamsError
-from m3diff.stages.ingest.params import DatasetEntry
-from m3diff.stages.register.params import Register
+from m3diff.settings.tree import Params
 
 TOKEN = "M3DIFF_SERVE_TOKEN"
 SHORTEST_TOKEN = 16
@@ -146,37 +146,27 @@ async def follow(models: Models, version: Callable[[], str], find: Callable[[], 
             failed = str(error)
 
 
-def serve(
-    cfg: Serve,
-    register: Register,
-    compute: Compute,
-    entries: Mapping[str, DatasetEntry],
-    clean: Path,
-    model: str,
-    base: Path,
-    max_new_tokens: int,
-    host: str,
-    port: int,
-) -> None:
+def serve(params: Params, model: str, base: Path, host: str, port: int) -> None:
     """Answer requests until SIGTERM, SIGINT or, unless nohup started it, SIGHUP; then take no new one and answer those
     that are there.
 
     Args:
-        clean: validate's folder, for examples on the page; it need not be there.
+        params: its clean records, which need not be there, are the examples on the page.
         model: a folder or a version's number, which stay as they are; or an alias, which is followed.
-        base, max_new_tokens: as in `model_source.find`.
+        base: as in `model_source.find`.
 
     Raises:
-        ParamsError: the address is taken, or others could reach it without a token.
+        ParamsError: the address is taken, others could reach it without a token, or replicas have no cluster.
         DataError: there is no such model, or its checkpoint is damaged.
     """
     from m3diff.serving.app import Server, make_app
     from m3diff.serving.page import find_examples
 
-    store = (register.tracking_uri, register.model_name, model)
+    cfg, name = params.serve, params.register_.model_name
+    store = (params.register_.tracking_uri, name, model)
 
     def find_now() -> Source:
-        return find(*store, base, max_new_tokens)
+        return find(*store, base, params.predict.max_new_tokens)
 
     async def work() -> None:
         """Load the first model, then follow the alias, or wait for ever."""
@@ -190,10 +180,10 @@ def serve(
     token = take_token(host)
     with listening(host, port) as listener:
         source = find_now()
-        with deployer(cfg, compute) as deploy:
+        with deployer(cfg, params.compute) as deploy:
             metrics = Metrics()
-            models = Models(deploy, metrics)
-            server = Server(cfg, models, metrics, register.model_name, find_examples(clean, entries))
+            models, examples = Models(deploy, metrics), find_examples(params.paths.clean, licensed(params))
+            server = Server(cfg, models, metrics, name, examples)
             asyncio.run(run(make_app(server, token), listener, cfg.answer_s, models, work))
 
 

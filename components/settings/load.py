@@ -13,7 +13,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from m3diff.settings.profiles import leaves, resolve
-from m3diff.settings.rules import inconsistencies
+from m3diff.settings.rules import RULES
 from m3diff.settings.section import ParamsError, closest, shown
 from m3diff.settings.tree import Params, TypedByFamily
 
@@ -97,7 +97,7 @@ def load_params(path: Path = Path("params.yaml")) -> Params:
     ]
     try:
         params = Params.model_validate(raw)
-        faults += [] if faults else inconsistencies(params)
+        faults += [] if faults else [fault for rule in RULES for fault in rule(params)]
     except ValidationError as error:
         faults += explain(error, raw)
     if not faults:

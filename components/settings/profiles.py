@@ -135,31 +135,21 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """A line for each value that differs: `train.epochs: 5 -> 1`; of a mapping that is gone, one: `synthesize.x:
     removed`."""
     before, after = dict(leaves(old)), dict(leaves(new))
+    there = {place.rsplit(".", above)[0] for place in after for above in range(place.count(".") + 1)}
     lines: dict[str, None] = {}
-    for place in [*before, *(place for place in after if place not in before)]:
+    for place in before | after:
         if place in before and place in after and before[place] == after[place]:
             continue
-        shown = [_shown(values[place]) if place in values else "-" for values in (before, after)]
-        gone = _gone(place, new)
+        above = (place.rsplit(".", number)[0] for number in range(place.count("."), 0, -1))
+        gone = next((each for each in above if each not in there), None)
+        shown = [
+            yaml.safe_dump(values[place], default_flow_style=True, width=1180).split("\n")[0]
+            if place in values
+            else "-"
+            for values in (before, after)
+        ]
         lines[f"{gone}: removed" if gone else f"{place}: {shown[0]} -> {shown[1]}"] = None
     return list(lines)
-
-
-def _shown(value: Any) -> str:
-    return yaml.safe_dump(value, default_flow_style=True, width=1180).split("\n")[0]
-
-
-def _gone(place: str, new: Mapping[str, Any]) -> str | None:
-    """The mapping around a value that is not there any more: `synthesize.minichange` of all that it held."""
-    at: Any = new
-    keys = place.split(".")
-    for depth, key in enumerate(keys[:-1], start=1):
-        if not isinstance(at, Mapping):
-            return None
-        if key not in at:
-            return ".".join(keys[:depth])
-        at = at[key]
-    return None
 
 
 def use_profile(name: str, target: Path, folder: Path) -> list[str]:

@@ -29,15 +29,10 @@ LLAVA_BASES = (SMALL_BASE, LARGE_BASE, LLAVA_BASE)
 """Folders' names of the bases that llava-hf publishes."""
 
 
-def inconsistencies(params: Params) -> list[str]:
-    """Every fault of every rule."""
-    return [fault for rule in RULES for fault in rule(params)]
-
-
 def datasets(params: Params) -> Iterator[str]:
     """Each dataset has a name that ids and files can hold, a known reader with its options, counts that are published
     where it says so, splits that may train, and questions for its task."""
-    tasks = known_tasks(params.convert.questions)
+    tasks = mapping_in(params.convert.questions, yaml.safe_load)  # its keys
     for name, entry in params.ingest.datasets.items():
         where = f"ingest.datasets.{name}"
         if not name or not all(letter.isascii() and (letter.isalnum() or letter in "_-") for letter in name):
@@ -62,13 +57,13 @@ def datasets(params: Params) -> Iterator[str]:
             yield f"convert.sources.{name}: no such dataset; {closest(name, params.ingest.datasets)}"
 
 
-def known_tasks(questions: Path) -> list[str] | None:
-    """The tasks of the file of questions; None where it is not there or not readable, which convert reports."""
+def mapping_in(file: Path, parse: Callable[[str], Any]) -> dict[str, Any] | None:
+    """The content of a file; None where it is not there, or no mapping, which the stage that needs it reports."""
     try:
-        found = yaml.safe_load(questions.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        found = parse(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
         return None
-    return list(found) if isinstance(found, Mapping) else None
+    return found if isinstance(found, dict) else None
 
 
 def wrong_reader(where: str, reader: str, options: Mapping[str, Any]) -> Iterator[str]:
@@ -177,7 +172,7 @@ def separate_folders(params: Params) -> Iterator[str]:
 
 def models(params: Params) -> Iterator[str]:
     """`train.model` names an entry. It fits the base, where the base is there; the others are right by themselves."""
-    trained, base = params.train.model, base_config(params.train.base)
+    trained, base = params.train.model, mapping_in(params.train.base / "config.json", json.loads)
     if trained not in params.models:
         yield f"train.model: {closest(trained, params.models)}; models are in the section `models`"
     for name, settings in params.models.items():
@@ -187,15 +182,6 @@ def models(params: Params) -> Iterator[str]:
         if name == trained and family.checkpointing_faults is not None:
             for fault in family.checkpointing_faults(params.compute.activation_checkpointing, base):
                 yield f"compute.activation_checkpointing: {fault}"
-
-
-def base_config(base: Path) -> dict[str, Any] | None:
-    """The base's `config.json`; None where the base is not there, or not readable, which train reports."""
-    try:
-        found = json.loads((base / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def training(params: Params) -> Iterator[str]:
@@ -289,7 +275,7 @@ def read_paths(params: Params, stage: str) -> list[tuple[str, Path, str]]:
         fetch = f"fetch the base model{command} or correct the path"
         needed = FAMILIES[settings.family].base_files  # next to the base's own files, each with its remedy
         files = {"config.json": "`make base`" if base == params.paths.base else fetch}
-        files |= needed(settings, base_config(base)) if needed else {}
+        files |= needed(settings, mapping_in(base / "config.json", json.loads)) if needed else {}
         return [("train.base", base / file, remedy) for file, remedy in files.items()]
     if kind == "evaluate" and params.compute.spice_dir is not None:
         remedy = "fetch the CoreNLP 3.6.0 jars, or write null; `m3diff score --check-spice` names all"
